@@ -1,0 +1,272 @@
+"""compute.yaml and schedule.yaml, each read once into a frozen, complete value.
+
+A missing file means the defaults, which point at localhost; an empty file and a key without a value mean the same.
+Everything wrong in a file is one UsageError, with a line for each mistake:
+`compute.yaml:3: resise: unknown key (did you mean resize?)`.
+Relative paths in a file are meant relative to that file. The keys are described in the two example files.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from ecomp.errors import UsageError
+from ecomp.model.image import check_image
+from ecomp.yaml_file import Node, Section, Wrong, YamlFile, between, described, flag, one_of, shown, text_of
+
+MAX_INT = 2**31 - 1  # placement's limit for a total, and gRPC's for an option
+
+# Who the instances belong to if schedule.yaml does not say. Constant, because usages are asked for by project, and
+# because placement makes a row for every new one. They are uuid5(NAMESPACE_URL, 'ecomp:user' and 'ecomp:project').
+DEFAULT_USER_ID = '17e6e83b-634e-5c2c-a5ac-0a147aa07def'
+DEFAULT_PROJECT_ID = '18dbf4e8-fca6-5cf2-b50f-511855813014'
+DEFAULT_IMAGE = 'http://download.cirros-cloud.net/0.3.6/cirros-0.3.6-x86_64-disk.img'
+
+
+@dataclass(frozen=True)
+class EtcdConfig:
+    """Where etcd is and how to reach it. `endpoints` are host:port; `timeout` is in seconds, for one call."""
+
+    endpoints: tuple[str, ...] = ('localhost:2379',)
+    ca_cert: Path | None = None
+    cert_key: Path | None = None
+    cert_cert: Path | None = None
+    timeout: float = 5.0
+    grpc_options: tuple[tuple[str, str | int], ...] = ()
+
+
+@dataclass(frozen=True)
+class ComputeConfig:
+    """What ecompute is told. None means ecompute finds out itself. All paths are absolute.
+
+    `placement` is a URL without a slash at its end, `inventory` is total by resource class (MEMORY_MB in MiB,
+    DISK_GB in GiB), `images` a directory images may be named from, `directory` the one compute.yaml was in.
+    """
+
+    uuid: str | None = None
+    etcd: EtcdConfig = EtcdConfig()
+    placement: str = 'http://localhost:8080'
+    resize: bool = True
+    bridge: str | None = None
+    state: Path = Path('/var/lib/ecompute')
+    workers: int | None = None
+    inventory: Mapping[str, int] | None = None
+    virt_type: str = 'auto'
+    images: Path | None = None
+    directory: Path = Path('.')
+
+
+@dataclass(frozen=True)
+class ScheduleConfig:
+    """What eschedule is told: where etcd and placement are, the image if none is named, who instances belong to."""
+
+    etcd: EtcdConfig = EtcdConfig()
+    placement: str = 'http://localhost:8080'
+    image: str = DEFAULT_IMAGE
+    user_id: str = DEFAULT_USER_ID
+    project_id: str = DEFAULT_PROJECT_ID
+
+
+def load_compute(path: Path | None = None) -> ComputeConfig:
+    """The configuration in `path`, or in ./compute.yaml if that is there, or the defaults. UsageError."""
+    file = YamlFile.read(path, 'compute.yaml')
+    top = file.top
+    config = ComputeConfig(
+        uuid=top.take('uuid', _uuid, None),
+        etcd=_etcd(file, top.section('etcd')),
+        placement=top.section('placement').take('endpoint', _url, ComputeConfig.placement),
+        resize=top.take('resize', flag, ComputeConfig.resize),
+        bridge=top.take('bridge', _interface, None),
+        state=top.take('state', file.path_of, ComputeConfig.state),
+        workers=top.take('workers', between(1, 64), None),
+        inventory=top.take('inventory', _inventory, None),
+        virt_type=top.take('virt_type', one_of('auto', 'kvm', 'qemu'), ComputeConfig.virt_type),
+        images=top.take('images', file.path_of, None),
+        directory=file.directory,
+    )
+    file.finish()
+    return config
+
+
+def load_schedule(path: Path | None = None) -> ScheduleConfig:
+    """The configuration in `path`, or in ./schedule.yaml if that is there, or the defaults. UsageError."""
+    file = YamlFile.read(path, 'schedule.yaml')
+    top = file.top
+    config = ScheduleConfig(
+        etcd=_etcd(file, top.section('etcd')),
+        placement=top.section('placement').take('endpoint', _url, ScheduleConfig.placement),
+        image=top.take('image', _image, ScheduleConfig.image),
+        user_id=top.take('user_id', _identifier, ScheduleConfig.user_id),
+        project_id=top.take('project_id', _identifier, ScheduleConfig.project_id),
+    )
+    file.finish()
+    return config
+
+
+def parse_inventory(text: str) -> dict[str, int]:
+    """Totals from `VCPU:4,DISK_GB:10,MEMORY_MB:512`, the form of `ecompute --fake`; spaces around parts are allowed.
+
+    UsageError if a part is no CLASS:TOTAL, is there twice, or the total is not positive.
+    """
+    totals: dict[str, int] = {}
+    for part in text.split(','):
+        name, colon, total = (word.strip() for word in part.partition(':'))
+        try:
+            if not colon:
+                raise Wrong('is not CLASS:TOTAL')
+            if name in totals:
+                raise Wrong('is there twice')
+            totals[_resource_class(name)] = _total(total)
+        except Wrong as wrong:
+            where = f"inventory '{shown(text)}': '{shown(part.strip())}'"
+            raise UsageError(f'{where}: {wrong}; say it like VCPU:4,DISK_GB:10,MEMORY_MB:512') from wrong
+    return totals
+
+
+def _etcd(file: YamlFile, etcd: Section) -> EtcdConfig:
+    for key in ('user', 'password'):
+        etcd.refuse(key, 'logging in with a password cannot be done safely; use certificates (cert_cert, cert_key)')
+    host = etcd.take('host', _host, 'localhost')
+    port = etcd.take('port', between(1, 65535), 2379)
+    single: tuple[str, ...] = (f'{host}:{port}',)
+    endpoints = etcd.take('endpoints', _endpoints, single)
+    for key in ('host', 'port'):
+        if key in etcd and 'endpoints' in etcd:
+            etcd.complain(key, 'say either endpoints, or host and port')
+    for key, other in (('cert_key', 'cert_cert'), ('cert_cert', 'cert_key')):
+        if key in etcd and other not in etcd:
+            etcd.complain(key, f'needs {other} beside it')
+    return EtcdConfig(
+        endpoints=endpoints,
+        ca_cert=etcd.take('ca_cert', file.file_of, None),
+        cert_key=etcd.take('cert_key', file.file_of, None),
+        cert_cert=etcd.take('cert_cert', file.file_of, None),
+        timeout=etcd.take('timeout', _seconds, EtcdConfig.timeout),
+        grpc_options=etcd.take('grpc_options', _grpc_options, ()),
+    )
+
+
+# As in yaml_file: each makes a value of a node, or raises Wrong with what it should have been.
+
+
+def _image(node: Node) -> str:
+    try:
+        return check_image(text_of(node))
+    except ValueError as error:
+        raise Wrong(str(error)) from error
+
+
+def _identifier(node: Node) -> str:
+    if len(text := text_of(node)) > 255:
+        raise Wrong(f'must be at most 255 characters, has {len(text)}')
+    return text
+
+
+def _seconds(node: Node) -> float:
+    if node.kind not in ('int', 'float') or not re.fullmatch(r'[0-9]{1,9}(\.[0-9]*)?', node.text):
+        raise Wrong(f'must be a number of seconds, not {described(node)}')
+    if not 0 < (seconds := float(node.text)) <= 3600:
+        raise Wrong(f'must be more than 0 and at most 3600 seconds, not {shown(node.text)}')
+    return seconds
+
+
+def _uuid(node: Node) -> str:
+    if not re.fullmatch(r'[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}', text := text_of(node).lower()):
+        raise Wrong(f'must be a uuid like {DEFAULT_USER_ID}, not {shown(text)}')
+    return text
+
+
+def _interface(node: Node) -> str:
+    if not re.fullmatch(r'(?!\.\.?$)[A-Za-z0-9_.-]{1,15}', text := text_of(node)):
+        raise Wrong(f'must be the name of a network interface (at most 15 characters), not {shown(text)}')
+    return text
+
+
+def _host(node: Node) -> str:
+    return _checked_host(text_of(node))
+
+
+def _checked_host(text: str) -> str:
+    """A name or address as it stands before a colon and a port: an IPv6 address gets its brackets."""
+    import ipaddress  # only a file that names a host needs it
+
+    if re.fullmatch(r'[A-Za-z0-9_]([A-Za-z0-9_.-]{0,253})', text):
+        return text
+    try:
+        return f'[{ipaddress.IPv6Address(text.removeprefix("[").removesuffix("]"))}]'
+    except ValueError as error:
+        raise Wrong(f'must be a host name or address, not {shown(text)}') from error
+
+
+def _endpoints(node: Node) -> tuple[str, ...]:
+    if node.kind != 'seq' or not node.items:
+        raise Wrong(f'must be a list like [ds1:2379, ds2:2379], not {described(node)}')
+    found: list[str] = []
+    for text in map(text_of, node.items):
+        host, _, port = text.rpartition(':')
+        if not re.fullmatch('[0-9]{1,5}', port) or not 1 <= int(port) <= 65535:
+            raise Wrong(f'{shown(text)} must be host:port, the port 1 to 65535')
+        found.append(f'{_checked_host(host)}:{int(port)}')
+    return tuple(found)
+
+
+def _grpc_options(node: Node) -> tuple[tuple[str, str | int], ...]:
+    if node.kind != 'map':
+        raise Wrong(f'must be names with values, not {described(node)}')
+    found: dict[str, str | int] = {}
+    for key, value in node.pairs:
+        if text_of(key) in found:
+            raise Wrong(f'{shown(key.text)} is there twice')
+        if value.kind == 'bool':
+            found[key.text] = int(flag(value))
+        else:
+            found[key.text] = between(-MAX_INT - 1, MAX_INT)(value) if value.kind == 'int' else text_of(value)
+    return tuple(found.items())
+
+
+def _url(node: Node) -> str:
+    from urllib.parse import urlsplit  # as above
+
+    text = text_of(node)
+    try:
+        parts = urlsplit(text)
+        port = parts.port
+        host = _checked_host(parts.hostname or '')
+    except (ValueError, Wrong) as error:
+        raise Wrong('must be a URL like http://ds1:8080') from error
+    if '@' in parts.netloc:  # not shown again: it may be a password
+        raise Wrong('must not carry a user or password: it would be in logs and process lists')
+    if parts.scheme not in ('http', 'https') or parts.query or parts.fragment or ' ' in text or not host:
+        raise Wrong(f'must be a URL like http://ds1:8080, not {shown(text)}')
+    if port == 0:
+        raise Wrong('the port must be 1 to 65535')
+    return text.rstrip('/')
+
+
+def _inventory(node: Node) -> Mapping[str, int]:
+    if node.kind != 'map' or not node.pairs:
+        raise Wrong(f'must be resource classes with totals, not {described(node)}')
+    totals: dict[str, int] = {}
+    for key, value in node.pairs:
+        try:
+            if _resource_class(key.text) in totals:
+                raise Wrong('is there twice')
+            totals[key.text] = _total(value.text if value.kind == 'int' else described(value))
+        except Wrong as wrong:
+            raise Wrong(f'{shown(key.text)} (line {key.line}): {wrong}') from wrong
+    return totals
+
+
+def _resource_class(name: str) -> str:
+    if not re.fullmatch('[A-Z0-9_]{1,255}', name):
+        raise Wrong('must be a resource class: capitals, digits and _')
+    return name
+
+
+def _total(text: str) -> int:
+    if not re.fullmatch('[1-9][0-9]{0,9}', text) or int(text) > MAX_INT:
+        raise Wrong(f'the total must be a whole number from 1 to {MAX_INT}, not {shown(text)}')
+    return int(text)

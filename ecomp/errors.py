@@ -1,0 +1,88 @@
+"""Every error ecomp raises on purpose, and the exit code each one means.
+
+    EcompError                 1  failed
+    ├── UsageError             2  arguments or configuration are wrong
+    │   └── PlacementRefusal   2  placement understood the query and says it is wrong (HTTP 400)
+    ├── NoCapacity             3  nothing can take it now
+    ├── NotFound               4  no such thing
+    ├── Conflict               5  exists already, or somebody else changed it first
+    │   └── GenerationConflict 5  placement's generation moved: read again, decide again
+    ├── StillGoing             6  the time is up, the work goes on
+    ├── Unreachable            7  a backend cannot be reached; nothing was changed
+    │   ├── UnknownOutcome     7  a write was sent and no answer came: read back before anything else
+    │   ├── NoSpace            7  etcd is full: it takes deletes and nothing else
+    │   └── StrangeEtcd        7  etcd answers, and is not the one this compute knew
+    └── BuildFailed            1  an instance could not be made: the stage and a plain reason
+
+A message is one line for a person: what, where, what to do. Libraries raise these; only the
+front doors turn them into an exit code.
+"""
+
+
+class EcompError(Exception):
+    """A failure ecomp understands; str() is one line for a person."""
+
+    exit_code = 1
+
+
+class UsageError(EcompError):
+    exit_code = 2
+
+
+class PlacementRefusal(UsageError):
+    """Placement answered 400: the message is placement's own."""
+
+
+class NoCapacity(EcompError):
+    exit_code = 3
+
+
+class NotFound(EcompError):
+    exit_code = 4
+
+
+class Conflict(EcompError):
+    exit_code = 5
+
+
+class GenerationConflict(Conflict):
+    """placement.concurrent_update: GET before anything else is tried."""
+
+
+class StillGoing(EcompError):
+    exit_code = 6
+
+
+class Unreachable(EcompError):
+    """`backend` names what is away, such as 'etcd at localhost:2379'; '' where it answers and cannot serve this."""
+
+    exit_code = 7
+
+    def __init__(self, message: str, backend: str = '') -> None:
+        super().__init__(message)
+        self.backend = backend
+
+
+class UnknownOutcome(Unreachable):
+    """The request may or may not have been carried out."""
+
+
+class NoSpace(Unreachable):
+    """Etcd is full: puts and leases are refused, reads and transactions of deletes alone are not."""
+
+
+class StrangeEtcd(Unreachable):
+    """Etcd was wiped, restored or exchanged: nothing may be written to it before somebody accepts it."""
+
+
+class BuildFailed(EcompError):
+    """An instance could not be made. `stage` is where (image, disk, started), `reason` why."""
+
+    def __init__(self, stage: str, reason: str) -> None:
+        super().__init__(f'{stage}: {reason}')
+        self.stage = stage
+        self.reason = reason
+
+    def __reduce__(self) -> tuple[type['BuildFailed'], tuple[str, str]]:
+        # The default would call BuildFailed(message) when a worker's error is unpickled.
+        return type(self), (self.stage, self.reason)

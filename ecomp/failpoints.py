@@ -1,0 +1,93 @@
+"""Failpoints: named places between two steps, where a test can have this very process die or freeze.
+
+    ECOMP_FAILPOINT=claimed:kill            at every arrival: SIGKILL to this process
+    ECOMP_FAILPOINT=disk-created:kill:1     at the first arrival only, counted in the file of ECOMP_FAILPOINT_FIRED
+    ECOMP_FAILPOINT=claimed:stop            SIGSTOP instead: frozen until somebody sends SIGCONT
+
+Several are separated by commas. Each that fires first adds a line `name pid` to the file ECOMP_FAILPOINT_FIRED names,
+so that a test can assert that it did. Off, and one look at a value, unless the variable is set.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from functools import cache
+
+from ecomp.errors import UsageError
+
+PLACES = {
+    'announced': 'eschedule: the request key is put, nothing is claimed',
+    'claimed': 'eschedule: placement holds the claim, nothing is delivered',
+    'delivered': 'eschedule: the compute has the request, the user has no answer',
+    'undone': 'eschedule: a claim that was not delivered is released, its request key is still there',
+    'tombstoned': 'eschedule: the destroy is written, the user has no answer',
+    'host-released': 'eschedule: host forget released the claim of a destroyed instance, its keys are there',
+    'host-emptied': 'eschedule: host forget has removed all leftovers, the provider is there',
+    'registered': 'ecompute: the provider is there, its inventory is not set',
+    'republished': 'ecompute: a new etcd was told what runs here, and is not remembered as accepted yet',
+    'published': 'ecompute: /computes says alive, nothing is followed yet',
+    'confirmed': 'ecompute: placement confirms the claim, no record says so',
+    'building': 'ecompute: the record says building, nothing is made',
+    'seeded': "ecompute: the metadata server knows the guest, no worker was asked to make it",
+    'built': 'ecompute: the guest runs, its record still says building',
+    'active': 'ecompute: the record says active, its address is not known',
+    'addressed': 'ecompute: /booted is written',
+    'destroying': 'ecompute: the record says destroying, nothing is removed',
+    'removed': 'ecompute: domain and disk are gone, the metadata server still knows the guest',
+    'forgotten': 'ecompute: the metadata server has forgotten the guest, its claim is held',
+    'released': 'ecompute: the claim is released, the request key is still there',
+    'ended': 'ecompute: request and address are gone, the record says gone or error',
+    'closing': 'ecompute: asked to stop, VCPU is not reserved yet',
+    'image-part': 'worker: the image is whole under its temporary name',
+    'image-ready': 'worker: the base volume is there, no disk',
+    'disk-created': 'worker: the overlay volume is there, no domain',
+    'domain-defined': 'worker: the domain is defined and off',
+    'domain-started': 'worker: the domain runs, nobody has been told',
+    'domain-destroyed': 'worker: the domain is off and still defined',
+    'domain-undefined': 'worker: the domain is gone, its disk is there',
+    'disk-deleted': 'worker: domain and disk are gone, nobody has been told',
+}
+"""Each name, the process it is in, and what is true there."""
+
+ACTIONS = {'kill': signal.SIGKILL, 'stop': signal.SIGSTOP}
+
+_SETTING = os.environ.get('ECOMP_FAILPOINT', '')
+
+
+def failpoint(name: str) -> None:
+    """Die or freeze here, if a test armed this place. UsageError for a setting that names no place."""
+    if _SETTING:
+        _arrive(name)
+
+
+def _arrive(name: str) -> None:
+    if name not in (armed := _armed()):
+        return
+    action, times = armed[name]
+    fired = os.environ.get('ECOMP_FAILPOINT_FIRED')
+    if fired is not None:
+        # One write, appended: several processes may come here.
+        with open(fired, 'a+b', buffering=0) as file:
+            file.seek(0)
+            before = sum(line.split()[:1] == [name.encode()] for line in file.read().splitlines())
+            if times is not None and before >= times:
+                return
+            file.write(f'{name} {os.getpid()}\n'.encode())
+    # To this very thread: if another one takes it, this one goes on for a moment.
+    signal.pthread_kill(threading.get_ident(), action)
+
+
+@cache
+def _armed() -> dict[str, tuple[signal.Signals, int | None]]:
+    found = {}
+    for each in _SETTING.split(','):
+        name, _, rest = each.partition(':')
+        action, _, times = rest.partition(':')
+        if name not in PLACES or action not in ACTIONS or not (times or '1').isdecimal():
+            raise UsageError(f'ECOMP_FAILPOINT: {each!r} is not name:kill or name:stop of a place there is')
+        if times and 'ECOMP_FAILPOINT_FIRED' not in os.environ:
+            raise UsageError(f'ECOMP_FAILPOINT: {each!r} is counted in a file, and ECOMP_FAILPOINT_FIRED names none')
+        found[name] = ACTIONS[action], int(times) if times else None
+    return found

@@ -1,0 +1,98 @@
+"""Logging to the terminal, set up once per process by a front door or at a worker's start.
+
+One record is one line on stderr: ISO time with zone, level, process id, message. Exceptions and line breaks inside a
+message are escaped into that line, user and password are taken out of URLs, and a terminal that is gone or a disk
+that is full stops nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import sys
+from datetime import datetime
+from typing import TextIO
+
+# Up to the last @ before the path, as URL parsers do it: a password may hold an @ of its own.
+USERINFO = re.compile(r'(?<=://)[^/\s?#"\'<>]*@')
+
+
+def configure(stream: TextIO | None = None) -> None:
+    """Send this process's log to `stream`, stderr if None: ours from INFO on, other people's libraries' warnings.
+
+    A second call replaces what the first one set up.
+    """
+    # Without this a full disk or a closed terminal makes logging write a traceback, for every line.
+    logging.raiseExceptions = False
+    handler = logging.StreamHandler(stream if stream is not None else sys.stderr)
+    handler.setFormatter(_OneLine())
+    root = logging.getLogger()
+    for old in root.handlers[:]:
+        root.removeHandler(old)
+    root.addHandler(handler)
+    root.setLevel(logging.WARNING)
+    for ours in ('ecomp', '__main__'):  # a module started with python -m logs as __main__
+        logging.getLogger(ours).setLevel(logging.INFO)
+    # It warns of each of its retries, in its own words; what comes of them is said in ours, once.
+    logging.getLogger('urllib3').setLevel(logging.ERROR)
+
+
+def hold_descriptors() -> None:
+    """See that descriptors 0, 1 and 2 are open. Called first of all, before anything else can get their numbers.
+
+    Python has None for what was closed before it began (`>&-`); and a socket or a lock would get the number, into which
+    any library may write.
+    """
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the lowest number that is free: this one
+    sys.stdout = sys.stdout or open(os.devnull, 'w')  # noqa: SIM115  (open to the end)
+    sys.stderr = sys.stderr or open(os.devnull, 'w')  # noqa: SIM115
+
+
+def redact(text: str) -> str:
+    """The text with `user:password@` in URLs replaced by `***@`."""
+    return USERINFO.sub('***@', text)
+
+
+class _OneLine(logging.Formatter):
+    """`2026-01-31T12:00:00.123+01:00 INFO 4711 message`, whatever the message holds."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        when = datetime.fromtimestamp(record.created).astimezone().isoformat(timespec='milliseconds')
+        try:
+            text = record.getMessage()
+        except (TypeError, ValueError):  # arguments that do not fit the format: better an ugly line than none
+            text = f'{record.msg} {record.args}'
+        if record.exc_info:
+            text = f'{text}\n{self.formatException(record.exc_info)}'
+        if record.stack_info:
+            text = f'{text}\n{record.stack_info}'
+        return f'{when} {record.levelname} {record.process} {_one_line(redact(text))}'
+
+
+def _one_line(text: str) -> str:
+    # isprintable is also False for what moves a terminal's cursor and for halves of surrogate pairs.
+    return ''.join(c if c.isprintable() else c.encode('unicode_escape').decode('ascii') for c in text)
+
+
+def configure_plain(command: str, stream: TextIO | None = None) -> None:
+    """For a command a person types: warnings on stderr as `command: message`, without time and level."""
+    configure(stream=stream)
+    handler = logging.getLogger().handlers[0]
+    handler.setFormatter(_Plain(command))
+    handler.setLevel(logging.WARNING)
+
+
+class _Plain(logging.Formatter):
+    """`eschedule: message`, one line."""
+
+    def __init__(self, command: str) -> None:
+        super().__init__()
+        self._command = command
+
+    def format(self, record: logging.LogRecord) -> str:
+        return f'{self._command}: {_one_line(redact(record.getMessage()))}'

@@ -1,0 +1,77 @@
+"""Allocations: which provider gives how much of what to one consumer.
+
+The shape is placement's: {provider uuid: {'resources': {class: amount}}}
+(https://docs.openstack.org/api-ref/placement/#update-allocations).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+Resources = Mapping[str, int]
+Allocations = Mapping[str, Resources]
+
+NEEDED = ('VCPU', 'MEMORY_MB', 'DISK_GB')
+"""What a guest cannot be made without."""
+
+LARGEST = 2**31 - 1
+"""placement's own limit of an amount (its schema's maximum)."""
+
+
+def parse_allocations(value: Any) -> dict[str, dict[str, int]]:
+    """Placement's shape to {provider: {class: amount}}. ValueError says what is wrong, in plain words."""
+    if not isinstance(value, dict):
+        raise ValueError(f'allocations: expected an object, not {type(value).__name__}')
+    parsed: dict[str, dict[str, int]] = {}
+    for provider, entry in value.items():
+        resources = entry.get('resources') if isinstance(entry, dict) else None
+        if not isinstance(resources, dict) or not resources:
+            raise ValueError(f'allocations: {provider!r} has no resources')
+        for name, amount in resources.items():
+            # bool is an int to Python, and True would become one VCPU.
+            if type(amount) is not int or not 0 < amount <= LARGEST:
+                raise ValueError(f'allocations: {name} is {amount!r}, not a whole number from 1 to {LARGEST}')
+        parsed[provider] = dict(resources)
+    return parsed
+
+
+def to_wire(allocations: Allocations) -> dict[str, dict[str, dict[str, int]]]:
+    """{provider: {class: amount}} in placement's shape."""
+    return {provider: {'resources': dict(resources)} for provider, resources in allocations.items()}
+
+
+def total(allocations: Allocations) -> dict[str, int]:
+    """What the consumer has in all: a shared provider may give the disk."""
+    summed: dict[str, int] = {}
+    for resources in allocations.values():
+        for name, amount in resources.items():
+            summed[name] = summed.get(name, 0) + amount
+    return summed
+
+
+def missing(resources: Resources) -> list[str]:
+    """The classes a guest needs that are not asked for."""
+    return [name for name in NEEDED if name not in resources]
+
+
+def difference(asked: Allocations, held: Allocations) -> str | None:
+    """Where two allocations differ, in one sentence; None when they are the same."""
+    if {p: dict(r) for p, r in asked.items()} == {p: dict(r) for p, r in held.items()}:
+        return None
+    if not held:
+        return 'placement holds no allocation for it'
+    parts = []
+    for provider in sorted({*asked, *held}):
+        if provider not in held:
+            parts.append(f'nothing is held on {provider}')
+        elif provider not in asked:
+            parts.append(f'{words(held[provider])} held on {provider} was not requested')
+        elif dict(asked[provider]) != dict(held[provider]):
+            parts.append(f'requested {words(asked[provider])}, held {words(held[provider])} on {provider}')
+    return 'the request and placement differ: ' + '; '.join(parts)
+
+
+def words(resources: Resources) -> str:
+    """As a query writes them: VCPU:1,DISK_GB:1."""
+    return ','.join(f'{name}:{amount}' for name, amount in sorted(resources.items()))

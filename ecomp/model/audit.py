@@ -1,0 +1,236 @@
+"""The audit: where placement, etcd and the computes tell different stories. Pure: planes in, findings out.
+
+What an instance's own state explains is no finding: one that is scheduled, building or destroying, or that an eschedule
+is at, is in work. What a compute that is silent or mute has on it is not compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from ecomp.model import keys
+from ecomp.model.allocation import Resources, difference, words
+from ecomp.model.digest import Leftover
+from ecomp.model.findings import Finding
+from ecomp.model.instance import Invalid, Request
+from ecomp.model.planes import Planes, World
+from ecomp.model.record import ACTIVE, Record
+
+
+def audit(planes: Planes) -> list[Finding]:
+    """Every disagreement there is now, computes first."""
+    world = World(planes)
+    found = [*_computes(world), *_attempts(world)]
+    for instance in world.instances():
+        if instance not in world.at_it:
+            found += _instance(world, instance)
+    for compute, digest in planes.digests.items():
+        found += (
+            Finding('part-orphaned', compute, f'{name} is on compute {compute}, and nobody is writing it', compute,
+                    Leftover('part', name, mark))
+            for name, mark in digest.parts.items()
+        )  # fmt: skip
+    return found
+
+
+def _computes(world: World) -> Iterator[Finding]:
+    for compute in sorted(world.alive):
+        provider = world.planes.providers.get(compute)
+        if provider is None:
+            yield Finding('provider-missing', compute, f'etcd says compute {compute} lives, placement does not know it')
+        elif not provider.inventory:
+            yield Finding('inventory-missing', compute, f'compute {compute} lives, placement has no inventory of it')
+        key = world.kept(keys.compute(compute))
+        if key is not None and not key.lease:
+            yield Finding('presence-unleased', compute, f'{keys.compute(compute)} is on no lease: it says so for ever')
+        elif compute in world.planes.mute:
+            why = world.planes.mute[compute]
+            yield Finding('compute-mute', compute, f'etcd says compute {compute} lives, it gives no digest: {why}')
+    for compute in sorted(world.computes & world.planes.providers.keys()):
+        provider = world.planes.providers[compute]
+        used: dict[str, int] = {}
+        for resources in provider.held.values():
+            for name, amount in resources.items():
+                used[name] = used.get(name, 0) + amount
+        for name, amount in sorted(used.items()):
+            each = provider.inventory.get(name, {})
+            # Not less `reserved`: a compute that was stopped has all its VCPU reserved, and its guests go on.
+            there = int(each.get('total', 0) * each.get('allocation_ratio', 1.0))
+            if amount > there:
+                yield Finding('capacity-exceeded', compute, f'{name}:{amount} is held of it, and it has {there}')
+
+
+def _attempts(world: World) -> Iterator[Finding]:
+    for key, kept in world.attempts().items():
+        if not kept.lease:
+            yield Finding('attempt-unleased', keys.last(key), f'{key} is on no lease: it will stay for ever')
+
+
+def _instance(world: World, instance: str) -> Iterator[Finding]:
+    if instance in world.unreadable:
+        said = f'{keys.instance(instance)} cannot be understood: {world.unreadable[instance]}'
+        yield Finding('record-unreadable', instance, said)
+        return
+    for compute, wish in world.wishes.get(instance, {}).items():
+        if isinstance(wish, Invalid):
+            said = f'{keys.host(compute, instance)} cannot be understood: {wish.reason}'
+            yield Finding('request-unreadable', instance, said, compute)
+            return
+    record = world.records.get(instance)
+    if record is not None and world.is_living(instance):
+        yield from _living(world, record)
+        home = {record.compute}
+    elif record is not None:
+        yield from _ended(world, record)
+        home = set()
+    else:
+        yield from _unrecorded(world, instance)
+        home = set(world.wishes.get(instance, {}))
+    yield from _elsewhere(world, instance, home)
+
+
+def _living(world: World, record: Record) -> Iterator[Finding]:
+    instance, compute = record.instance, record.compute
+    said = f'its record says {record.state} on compute {compute}'
+    kept = world.kept(keys.instance(instance))
+    if kept is not None and kept.lease:
+        yield Finding('record-leased', instance, f'{said}, and is on a lease: it will vanish')
+    wishes = world.wishes.get(instance, {})
+    if not wishes:
+        yield Finding('request-missing', instance, f'{said}, and no compute is asked for it', compute)
+    elif compute not in wishes:
+        others = ', '.join(sorted(wishes))
+        yield Finding('request-misplaced', instance, f'{said}, and it is requested of compute {others}')
+    elif len(wishes) > 1:
+        yield Finding('request-doubled', instance, f'it is requested of computes {", ".join(sorted(wishes))}')
+    if world.is_in_work(instance):
+        return
+    yield from _claim(world, record, said)
+    booted = world.kept(keys.booted(instance))
+    told = booted.value.decode(errors='replace') if booted else 'nothing'
+    if told != (record.address or 'nothing'):
+        yield Finding('booted-differs', instance, f'/booted says {told}, its record {record.address or "nothing"}')
+    yield from _guest(world, record, said)
+
+
+def _claim(world: World, record: Record, said: str) -> Iterator[Finding]:
+    instance = record.instance
+    held = world.held.get(instance, {})
+    on = sorted(world.computes & held.keys())
+    wish = world.wishes.get(instance, {}).get(record.compute)
+    if not held:
+        yield Finding('allocation-missing', instance, f'{said}, placement holds nothing for it', record.compute)
+    elif len(on) > 1:
+        yield Finding('allocation-doubled', instance, f'{said}, placement holds for it on {" and on ".join(on)}')
+    elif isinstance(wish, Request) and (differs := difference(wish.allocations, held)):
+        yield Finding('allocation-differs', instance, differs, record.compute)
+
+
+def _guest(world: World, record: Record, said: str) -> Iterator[Finding]:
+    """What the instance's own compute has of it."""
+    instance, compute = record.instance, record.compute
+    digest = world.planes.digests.get(compute)
+    if digest is None:
+        return
+    guest = digest.guests.get(instance)
+    if guest is None or not (guest.defined or guest.running):
+        without = 'neither its domain nor its disk is there' if guest is None else 'its domain is not there'
+        yield Finding('domain-missing', instance, f'{said}, and {without}', compute)
+        return
+    if guest.compute != compute:
+        return  # told by _elsewhere
+    if not guest.disk:
+        yield Finding('disk-missing', instance, f'{said}, and its domain is there without its disk', compute)
+    elif instance in digest.without_base:
+        path = digest.without_base[instance]
+        yield Finding('base-missing', instance, f'{said}, and its disk lies on {path}, which is not there', compute)
+    if not guest.defined:
+        yield Finding('domain-undefined', instance, f'{said}, and its domain runs and is not defined', compute)
+    elif record.state == ACTIVE and not guest.running:
+        yield Finding('domain-off', instance, f'{said}, and its domain is off', compute)
+    if record.state != ACTIVE and guest.running:
+        yield Finding('domain-running', instance, f'{said}, and its domain runs', compute)
+
+
+def _ended(world: World, record: Record) -> Iterator[Finding]:
+    instance = record.instance
+    said = f'its record says {record.state}'
+    for compute in world.wishes.get(instance, {}):
+        yield Finding('request-ended', instance, f'{said}, and it is requested of compute {compute}', compute)
+    kept = world.kept(keys.instance(instance))
+    if kept is not None and not kept.lease:
+        yield Finding('record-unleased', instance, f'{said}, and is on no lease: it will stay for ever')
+    yield from _traces(world, instance, said)
+
+
+def _unrecorded(world: World, instance: str) -> Iterator[Finding]:
+    wishes = world.wishes.get(instance, {})
+    if len(wishes) > 1:
+        yield Finding('request-doubled', instance, f'it is requested of computes {", ".join(sorted(wishes))}')
+    if not wishes:
+        yield from _traces(world, instance, 'no request and no record speaks of it')
+    elif not world.is_in_work(instance):
+        for compute, guest in _domains(world, instance).items():
+            if compute in wishes:
+                does = 'runs' if guest else 'is defined'
+                said = f'it is requested of compute {compute}, its domain {does} there, and it has no record'
+                yield Finding('record-missing', instance, said, compute)
+
+
+def _traces(world: World, instance: str, said: str) -> Iterator[Finding]:
+    """What must not be left of an instance that is not there, beside its guest."""
+    booted = world.kept(keys.booted(instance))
+    if booted is not None:
+        address = booted.value.decode(errors='replace')
+        yield Finding('booted-orphaned', instance, f'{said}, and /booted has the address {address}')
+    held = {name: each for name, each in world.held.get(instance, {}).items() if name in world.computes}
+    # A guest stands behind its claim, and a compute that says nothing may have it.
+    unheard = held.keys() - world.planes.digests.keys()
+    if held and not unheard and instance not in world.guests and not world.wishes.get(instance):
+        yield Finding('allocation-orphaned', instance, f'placement holds {_words(held)}; {said}')
+
+
+def _elsewhere(world: World, instance: str, home: set[str]) -> Iterator[Finding]:
+    """What computes have of an instance that is not to be theirs."""
+    record = world.records.get(instance)
+    if record is None:
+        said = f'it is requested of compute {", ".join(sorted(home))}' if home else 'nothing asks for it'
+    else:
+        said = f'its record says {record.state}' + (f' on compute {record.compute}' if home else '')
+    domains = _domains(world, instance)
+    if len(domains) > 1:
+        yield Finding('domain-doubled', instance, f'its domain is on computes {" and ".join(sorted(domains))}; {said}')
+    for compute, guest in sorted(world.guests.get(instance, {}).items()):
+        if guest.compute not in (None, compute):
+            # Two computes on one libvirt see each other's domains.
+            if guest.compute not in world.guests[instance]:
+                marked = f'its domain is on compute {compute} and has the mark of compute {guest.compute}'
+                yield Finding('domain-misplaced', instance, f'{marked}; {said}', compute)
+        elif compute in home:
+            continue
+        elif compute not in domains:
+            disk = f'its disk is on compute {compute}; {said}'
+            # What may be the only copy of what lives elsewhere is nothing to remove by rule.
+            yield Finding('disk-orphaned', instance, disk, compute, Leftover('disk', instance), mendable=not home)
+        elif len(domains) == 1:
+            code = 'domain-running' if guest.running and record is not None and not home else 'domain-orphaned'
+            does = 'runs' if guest.running else 'is defined'
+            yield Finding(code, instance, f'its domain {does} on compute {compute}; {said}', compute)
+    for compute, macs in sorted(world.seeds.get(instance, {}).items()):
+        if compute not in home and compute not in domains:
+            for mac in sorted(macs):
+                seed = f'compute {compute} has metadata of {mac} for it; {said}'
+                yield Finding('seed-orphaned', instance, seed, compute, Leftover('seed', mac, instance))
+
+
+def _domains(world: World, instance: str) -> Mapping[str, bool]:
+    """The computes that have a domain of their own of this instance, and whether it runs."""
+    return {
+        compute: guest.running
+        for compute, guest in world.guests.get(instance, {}).items()
+        if (guest.defined or guest.running) and guest.compute == compute
+    }
+
+
+def _words(held: Mapping[str, Resources]) -> str:
+    return ' and '.join(f'{words(resources)} on {provider}' for provider, resources in sorted(held.items()))

@@ -1,0 +1,132 @@
+"""What an audit can find: every code, what it means, and what mends it.
+
+The codes are stable: scripts may ask for them. An instance is named by its uuid, a compute by its provider's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from ecomp.model.digest import Leftover
+
+
+class Code(NamedTuple):
+    """One code: what it means; what `audit --fix` does about it, '' for nothing; else how a person mends it."""
+
+    meaning: str
+    fix: str = ''
+    how: str = ''
+
+
+CODES = {
+    # placement
+    'provider-missing': Code(
+        'a living compute is no provider', how='its ecompute registers it within a minute, else see its log'
+    ),
+    'inventory-missing': Code(
+        'a living compute has no inventory', how='its ecompute sets it within a minute, else see its log'
+    ),
+    'capacity-exceeded': Code(
+        'more of a class is used than there is', how='destroy some of its instances, or raise `inventory:` there'
+    ),
+    'allocation-orphaned': Code('an allocation nobody stands behind', fix='releases it'),
+    'allocation-missing': Code('an instance lives and holds nothing', fix='claims it again, as it was requested'),
+    'allocation-differs': Code(
+        'an instance holds other than was requested', how='destroy it, or correct it: PUT /allocations/<instance>'
+    ),
+    'allocation-doubled': Code(
+        'an instance holds on two computes', how='correct it with its generation: PUT /allocations/<instance>'
+    ),
+    # etcd
+    'request-doubled': Code('an instance is requested of two computes', how='delete the wrong one: etcdctl del'),
+    'request-misplaced': Code(
+        'an instance is requested of one compute and recorded by another', how='delete the request: etcdctl del'
+    ),
+    'request-missing': Code('an instance lives without a request', how='eschedule destroy <instance> removes it whole'),
+    'request-ended': Code('a request of an instance that has ended', fix='deletes the request'),
+    'request-unreadable': Code(
+        'a request that cannot be understood', how='eschedule destroy <instance>; of what is no uuid: etcdctl del'
+    ),
+    'record-missing': Code('an instance runs and has no record', how='restart its ecompute, which writes it again'),
+    'record-unreadable': Code('a record that cannot be understood', how='delete it, and restart its ecompute'),
+    'record-unleased': Code('the record of what has ended will stay for ever', fix='puts it on a lease'),
+    'record-leased': Code(
+        'the record of what lives will vanish', how='put the same value again without a lease: etcdctl put'
+    ),
+    'booted-orphaned': Code('an address of no living instance', fix='deletes it'),
+    'booted-differs': Code('an address other than the recorded one', how='put the right one: etcdctl put'),
+    'attempt-unleased': Code('somebody is at a request for ever', how='if nobody is, delete the key: etcdctl del'),
+    'presence-unleased': Code('a compute says it is alive for ever', how='delete the key: etcdctl del'),
+    # computes
+    'compute-mute': Code('a living compute gives no digest', how="see its ecompute's log; restart it"),
+    'domain-missing': Code('an instance lives and has no domain', how='eschedule destroy <instance>'),
+    'domain-off': Code('an active instance is off', how="see its ecompute's log: it has not noticed"),
+    'domain-running': Code(
+        'an instance runs that is recorded as off or ended', how="see its ecompute's log; virsh destroy ends it"
+    ),
+    'domain-undefined': Code(
+        'a running domain that will vanish', how='virsh dumpxml <instance> into a file, then virsh define it'
+    ),
+    'domain-orphaned': Code(
+        'a domain nobody asks for', how='virsh destroy, virsh undefine; its disk is then found by the next audit'
+    ),
+    'domain-misplaced': Code(
+        'a domain with the mark of another compute', how='stop one: virsh destroy, virsh undefine on that host'
+    ),
+    'domain-doubled': Code(
+        'an instance has domains on two computes', how='end the wrong one: virsh destroy, virsh undefine on its host'
+    ),
+    'disk-missing': Code('an instance has no disk', how='eschedule destroy <instance>'),
+    'base-missing': Code(
+        'a disk lies on a base volume that is gone', how='put the same image file back, or eschedule destroy <instance>'
+    ),
+    'disk-orphaned': Code('a disk nobody asks for', fix='has its compute remove it', how='look, and remove it by hand'),
+    'seed-orphaned': Code('metadata of no instance', fix='has its compute remove it'),
+    'part-orphaned': Code('a file left half written', fix='has its compute remove it'),
+}
+
+
+class Finding(NamedTuple):
+    """One disagreement, of an instance or a compute. `sentence` says plane against plane; `compute` is where.
+
+    `leftover` is what --fix has removed there, `mendable` whether it does what the code's `fix` says.
+    """
+
+    code: str
+    subject: str
+    sentence: str
+    compute: str = ''
+    leftover: Leftover | None = None
+    mendable: bool = True
+
+    @property
+    def fix(self) -> str:
+        """What --fix does about it, '' for nothing."""
+        return CODES[self.code].fix if self.mendable else ''
+
+    @property
+    def how(self) -> str:
+        """What a person does about it, '' where --fix does it."""
+        return '' if self.fix else CODES[self.code].how
+
+    def to_dict(self) -> dict[str, Any]:
+        """The finding as users see it in JSON."""
+        return {name: getattr(self, name) for name in ('code', 'subject', 'compute', 'sentence', 'fix', 'how')}
+
+
+Revisions = Mapping[str, Mapping[str, int]]
+"""Of each subject, the keys that are about it with their revisions."""
+
+
+def confirmed(first: Iterable[Finding], second: Iterable[Finding], revisions: Sequence[Revisions]) -> list[Finding]:
+    """What both looks found, word for word, about which no key was written from the first of `revisions` to the last.
+
+    What is in work is written about: what two planes said of it at different moments is no disagreement.
+    """
+    again = set(second)
+    return [
+        each
+        for each in first
+        if each in again and all(at.get(each.subject) == revisions[0].get(each.subject) for at in revisions)
+    ]

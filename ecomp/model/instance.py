@@ -1,0 +1,172 @@
+"""A request: what the key /hosts/<compute>/<instance> holds, parsed once at the edge.
+
+JSON, as in 2019: allocations, instance, image, user_id, project_id, consumer_generation; since then also
+"version", "query" (the placement query it came from) and "stages" ({"requested": ISO time, …}). A
+tombstone is the same with allocations {} and image null: the instance is to be destroyed.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ecomp.model import keys
+from ecomp.model.allocation import Allocations, missing, parse_allocations, to_wire, total
+from ecomp.model.image import check_image
+
+VERSION = 1
+SIZE_LIMIT = 384 * 1024
+"""Bytes of a value looked at: nothing larger is parsed. Escaped in a record it may be three times as long, and etcd
+takes 1.5 MiB: what is taken here can also be written down."""
+VALUE_LIMIT = 1024**2
+"""Bytes of any other value looked at: a record, somebody's request key, who is alive."""
+REASON_LIMIT = 500
+"""Characters of a reason: it quotes what is wrong, and that may be the whole value."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """What one compute is to make of one instance. No allocations: it is to be destroyed."""
+
+    instance: str
+    allocations: Allocations
+    image: str | None
+    user_id: str
+    project_id: str
+    query: str | None = None
+    stages: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def is_tombstone(self) -> bool:
+        """True when the instance is to be destroyed."""
+        return not self.allocations
+
+
+@dataclass(frozen=True)
+class Invalid:
+    """A value that cannot be understood, and why. Never half done, never a crash."""
+
+    instance: str
+    reason: str
+
+
+def parse_request(compute: str, key: str, value: bytes) -> Request | Invalid:
+    """The request at a key under a compute's prefix, or the reason it is none."""
+    name = key.removeprefix(keys.host_prefix(compute))
+    try:
+        return _parse(compute, name, value)
+    except ValueError as error:
+        return Invalid(name, str(error)[:REASON_LIMIT])
+    except RecursionError:  # a reason quotes what is wrong
+        return Invalid(name, 'the request is nested too deeply')
+
+
+def _parse(compute: str, name: str, value: bytes) -> Request:
+    if not keys.is_uuid(name):
+        raise ValueError(f'{name[:100]!r} is not a uuid')
+    if len(value) > SIZE_LIMIT:
+        raise ValueError(f'the request has {len(value)} bytes; the limit is {SIZE_LIMIT}')
+    data = load_object(value)
+    version = data.get('version', VERSION)
+    if type(version) is not int or not 1 <= version <= VERSION:
+        raise ValueError(f'version {version!r} of the request is not known here: this ecompute takes {VERSION}')
+    absent = [wanted for wanted in ('allocations', 'instance', 'image') if wanted not in data]
+    if absent:
+        raise ValueError(f'the request lacks {", ".join(absent)}')
+    if data['instance'] != name:
+        raise ValueError(f'the request is for instance {data["instance"]!r} but its key says {name}')
+    allocations = parse_allocations(data['allocations'])
+    image = data['image']
+    stages = data.get('stages', {})
+    if not isinstance(stages, dict) or not all(isinstance(time, str) for time in stages.values()):
+        raise ValueError('stages: expected an object of times')
+    if allocations:
+        if compute not in allocations:
+            others = ', '.join(sorted(allocations))
+            raise ValueError(f'the allocations are for {others}, not for this compute {compute}')
+        if not isinstance(image, str):
+            raise ValueError(f'image: expected a URL, not {image!r}')
+        check_image(image)
+        lacking = missing(total(allocations))
+        if lacking:
+            raise ValueError(f'the allocations have no {", ".join(lacking)}: a guest needs all of them')
+        image_or_none: str | None = image
+    elif image is not None:
+        # Neither a request nor a tombstone, and only a tombstone destroys.
+        raise ValueError('allocations {} with an image: to destroy, the image has to be null')
+    else:
+        image_or_none = None
+    return Request(
+        instance=name,
+        allocations=allocations,
+        image=image_or_none,
+        user_id=_text(data, 'user_id'),
+        project_id=_text(data, 'project_id'),
+        query=_text(data, 'query') or None,
+        stages=stages,
+    )
+
+
+def to_json(request: Request) -> str:
+    """The value of the request's key. 2019's fields keep their names and meaning."""
+    return json.dumps(
+        {
+            'version': VERSION,
+            'instance': request.instance,
+            'allocations': to_wire(request.allocations),
+            'image': request.image,
+            'user_id': request.user_id,
+            'project_id': request.project_id,
+            'consumer_generation': None,
+            'query': request.query,
+            'stages': dict(request.stages),
+        }
+    )
+
+
+def announced(key: str, value: bytes) -> set[str]:
+    """The instances an eschedule is at, by its /requests key. A value that cannot be read counts for its key's name."""
+    try:
+        named = {str(each) for each in load_object(value)['instances']}
+    except (ValueError, KeyError, TypeError):
+        named = set()
+    return {keys.last(key), *named}
+
+
+def load_object(value: bytes) -> dict[str, Any]:
+    """A JSON object from bytes; ValueError in plain words. NaN and doubled keys are refused."""
+    if len(value) > VALUE_LIMIT:
+        raise ValueError(f'it has {len(value)} bytes; the limit is {VALUE_LIMIT}')
+    try:
+        data = json.loads(value.decode(), parse_constant=_no_constant, object_pairs_hook=_no_doubles)
+    except UnicodeDecodeError as error:
+        raise ValueError('not text in UTF-8') from error
+    except json.JSONDecodeError as error:
+        raise ValueError(f'not JSON: {error}') from error
+    except RecursionError as error:
+        raise ValueError('it is nested too deeply') from error
+    if not isinstance(data, dict):
+        raise ValueError(f'expected a JSON object, not {type(data).__name__}')
+    return data
+
+
+def _no_constant(name: str) -> None:
+    raise ValueError(f'not JSON: {name} is not a number')
+
+
+def _no_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    data = dict(pairs)
+    if len(data) != len(pairs):
+        raise ValueError('not JSON we take: a key stands twice')
+    return data
+
+
+def _text(data: Mapping[str, Any], name: str) -> str:
+    value = data.get(name)
+    if value is None:
+        return ''
+    if not isinstance(value, str):
+        raise ValueError(f'{name}: expected text, not {type(value).__name__}')
+    return value

@@ -1,0 +1,86 @@
+"""The layout of etcd: every key's name, and what a name says back.
+
+    /hosts/<compute>/<instance>   eschedule's request, ecompute's desired state
+    /requests/<request>           somebody is at it; on eschedule's lease
+    /booted/<instance>            the address, plain text
+    /instances/<instance>         the record
+    /computes/<compute>           alive; on ecompute's lease
+    /cluster                      this etcd's identity, written once
+    /audit/<audit>                eschedule asks every compute what is there; on its lease
+    /audit/<audit>/<compute>      eschedule asks one compute to remove leftovers; on the same lease
+    /digests/<audit>/<compute>/…  ecompute's answers; on the same lease
+
+Prefixes end with a slash, or /hosts/1 would also match /hosts/10.
+"""
+
+from __future__ import annotations
+
+import uuid
+
+HOSTS = '/hosts/'
+REQUESTS = '/requests/'
+BOOTED = '/booted/'
+INSTANCES = '/instances/'
+COMPUTES = '/computes/'
+QUEUES = '/queues/'
+CLUSTER = '/cluster'
+AUDIT = '/audit/'
+DIGESTS = '/digests/'
+
+
+def host_prefix(compute: str) -> str:
+    """The prefix one ecompute watches."""
+    return f'{HOSTS}{compute}/'
+
+
+def host(compute: str, instance: str) -> str:
+    """The key of one request."""
+    return f'{HOSTS}{compute}/{instance}'
+
+
+def request(first_instance: str) -> str:
+    """The key that says an eschedule is at it. Named after the instance, so two at one uuid collide."""
+    return REQUESTS + first_instance
+
+
+def booted(instance: str) -> str:
+    """The key of an instance's address."""
+    return BOOTED + instance
+
+
+def instance(instance: str) -> str:
+    """The key of an instance's record."""
+    return INSTANCES + instance
+
+
+def compute(compute: str) -> str:
+    """The key that says an ecompute is alive."""
+    return COMPUTES + compute
+
+
+def audit(audit: str) -> str:
+    """The key that asks every compute for a digest."""
+    return AUDIT + audit
+
+
+def clearance(audit: str, compute: str) -> str:
+    """The key that asks one compute to remove leftovers."""
+    return f'{AUDIT}{audit}/{compute}'
+
+
+def digest(audit: str, compute: str, part: int | str) -> str:
+    """The key of one part of a compute's answer: a page's number, or 'cleared'."""
+    return f'{DIGESTS}{audit}/{compute}/{part}'
+
+
+def last(key: str) -> str:
+    """What a key is about: its last part."""
+    return key.rsplit('/', 1)[-1]
+
+
+def is_uuid(text: str) -> bool:
+    """True for a uuid in its canonical form only: lower case, with dashes. It becomes a file name."""
+    try:
+        return str(uuid.UUID(text)) == text
+    except (ValueError, AttributeError, TypeError):
+        return False

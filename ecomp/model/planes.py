@@ -1,0 +1,125 @@
+"""What placement, etcd and the computes say, side by side, and read. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+from ecomp.model import keys
+from ecomp.model.allocation import Resources
+from ecomp.model.digest import Digest
+from ecomp.model.guest import Guest
+from ecomp.model.instance import Invalid, Request, announced, parse_request
+from ecomp.model.record import BUILDING, DESTROYING, ERROR, GONE, SCHEDULED, Record, from_json
+
+FAMILIES = (keys.REQUESTS, keys.QUEUES, keys.HOSTS, keys.INSTANCES, keys.BOOTED, keys.COMPUTES)
+"""The keys an audit reads."""
+
+
+class Kept(NamedTuple):
+    """One etcd key: its value, the revision that wrote it last, its lease (0: none)."""
+
+    value: bytes
+    revision: int
+    lease: int = 0
+
+
+class Provider(NamedTuple):
+    """One resource provider. `inventory` is placement's {class: {'total', 'allocation_ratio', …}}."""
+
+    name: str
+    inventory: Mapping[str, Mapping[str, Any]] = {}
+    held: Mapping[str, Resources] = {}
+
+
+class Planes(NamedTuple):
+    """All of it, as it was read. `mute` are living computes that gave no digest, and why."""
+
+    providers: Mapping[str, Provider]
+    etcd: Mapping[str, Kept]
+    digests: Mapping[str, Digest]
+    mute: Mapping[str, str] = {}
+
+
+class World:
+    """The planes, understood: what each of them says of an instance."""
+
+    def __init__(self, planes: Planes) -> None:
+        self.planes = planes
+        self.alive = {keys.last(key) for key in self._under(keys.COMPUTES)}
+        self.records: dict[str, Record] = {}
+        self.unreadable: dict[str, str] = {}
+        for key, kept in self._under(keys.INSTANCES).items():
+            name = key.removeprefix(keys.INSTANCES)
+            try:
+                self.records[name] = from_json(kept.value, name)
+            except ValueError as error:
+                self.unreadable[name] = str(error)
+        self.wishes: dict[str, dict[str, Request | Invalid]] = {}
+        for key, kept in self._under(keys.HOSTS).items():
+            compute, _, name = key.removeprefix(keys.HOSTS).partition('/')
+            self.wishes.setdefault(name, {})[compute] = parse_request(compute, key, kept.value)
+        self.at_it = {keys.last(key) for key in self._under(keys.QUEUES)}
+        for key, kept in self._under(keys.REQUESTS).items():
+            if kept.lease:
+                self.at_it |= announced(key, kept.value)
+        self.computes = self.alive | {name for name, each in planes.providers.items() if each.name == name}
+        self.computes |= {each.compute for each in self.records.values()}
+        self.computes |= {compute for asked in self.wishes.values() for compute in asked}
+        self.guests: dict[str, dict[str, Guest]] = {}
+        self.seeds: dict[str, dict[str, list[str]]] = {}
+        for compute, digest in planes.digests.items():
+            for name, guest in digest.guests.items():
+                self.guests.setdefault(name, {})[compute] = guest
+            for mac, name in digest.seeds.items():
+                self.seeds.setdefault(name, {}).setdefault(compute, []).append(mac)
+        self.held: dict[str, dict[str, Resources]] = {}
+        for provider, each in planes.providers.items():
+            for consumer, resources in each.held.items():
+                self.held.setdefault(consumer, {})[provider] = resources
+
+    def instances(self) -> list[str]:
+        """Every instance any plane speaks of. What holds nothing of a compute of ours is somebody else's."""
+        found = {*self.wishes, *self.records, *self.unreadable, *self.guests, *self.seeds}
+        found |= {keys.last(key) for key in self._under(keys.BOOTED)}
+        found |= {consumer for consumer, held in self.held.items() if not self.computes.isdisjoint(held)}
+        return sorted(found)
+
+    def kept(self, key: str) -> Kept | None:
+        """A key, None if it is not there."""
+        return self.planes.etcd.get(key)
+
+    def attempts(self) -> Mapping[str, Kept]:
+        """The keys that say an eschedule is at it."""
+        return self._under(keys.REQUESTS)
+
+    def is_living(self, instance: str) -> bool:
+        """True when it has a record and has not ended."""
+        return instance in self.records and self.records[instance].state not in (GONE, ERROR)
+
+    def is_in_work(self, instance: str) -> bool:
+        """True while what is there of it is about to change, by what its record and its request say."""
+        record, wishes = self.records.get(instance), self.wishes.get(instance, {}).values()
+        if any(isinstance(wish, Request) and wish.is_tombstone for wish in wishes):
+            return record is None or record.state not in (GONE, ERROR)
+        return record is not None and record.state in (SCHEDULED, BUILDING, DESTROYING)
+
+    def silent(self) -> list[str]:
+        """The computes there are that do not say they are alive: what they have cannot be compared."""
+        return sorted(self.computes - self.alive)
+
+    def _under(self, prefix: str) -> dict[str, Kept]:
+        return {key: kept for key, kept in self.planes.etcd.items() if key.startswith(prefix)}
+
+
+def involved(etcd: Mapping[str, Kept]) -> dict[str, dict[str, int]]:
+    """Of each instance and compute, the keys that are about it, with their revisions."""
+    found: dict[str, dict[str, int]] = {}
+    for key, kept in etcd.items():
+        about: Iterable[str] = {keys.last(key)}
+        if key.startswith(keys.REQUESTS):
+            about = announced(key, kept.value)
+        for subject in about:
+            found.setdefault(subject, {})[key] = kept.revision
+    return found
+

@@ -1,0 +1,191 @@
+"""An instance's record: what the key /instances/<instance> holds, written by its ecompute.
+
+JSON, versioned: {"version", "instance", "compute", "state", "image", "resources": {class: amount},
+"query", "user_id", "project_id", "addresses": [{"network", "mac", "address"}], "stages": {stage: ISO
+time}, "error": {"stage", "reason", "cleaned"} or null, "fault": text or null, "attempts": how often a worker
+died of it or failed in an unknown way}.
+
+    scheduled -> building -> active <-> stopped -> destroying -> gone
+                        \\-> error                      (only before the first active)
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from datetime import UTC, datetime
+from typing import Any
+
+from ecomp.model import keys
+from ecomp.model.allocation import Resources, total
+from ecomp.model.instance import REASON_LIMIT, Request, load_object
+
+VERSION = 1
+
+SCHEDULED, BUILDING, ACTIVE, STOPPED = 'scheduled', 'building', 'active', 'stopped'
+DESTROYING, GONE, ERROR = 'destroying', 'gone', 'error'
+STATES = frozenset({SCHEDULED, BUILDING, ACTIVE, STOPPED, DESTROYING, GONE, ERROR})
+
+STAGES = ('requested', 'scheduled', 'image', 'disk', 'started', 'addressed')
+
+ADDRESS = frozenset('0123456789abcdefABCDEF.:')
+"""The letters of an IP address, of which the longest has 45."""
+
+KEPT = {GONE: 24 * 3600, ERROR: 7 * 24 * 3600}
+"""Seconds a record stays after its end, on a lease."""
+
+
+@dataclass(frozen=True)
+class Interface:
+    """One interface of a guest; `address` is None until it is known."""
+
+    network: str
+    mac: str
+    address: str | None = None
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why an instance is in error: the stage it broke in, a plain sentence, and what was cleaned up."""
+
+    stage: str
+    reason: str
+    cleaned: str
+
+
+@dataclass(frozen=True)
+class Record:
+    """What is known of one instance."""
+
+    instance: str
+    compute: str
+    state: str
+    image: str | None
+    resources: Resources = field(default_factory=dict)
+    query: str | None = None
+    user_id: str = ''
+    project_id: str = ''
+    addresses: tuple[Interface, ...] = ()
+    stages: Mapping[str, str] = field(default_factory=dict)
+    error: Failure | None = None
+    fault: str | None = None
+    attempts: int = 0
+
+    def at(self, state: str, now: str, *stages: str) -> Record:
+        """The record in another state, the stages reached at `now` (the first time counts)."""
+        new = {stage: now for stage in stages if stage not in self.stages}
+        return replace(self, state=state, stages={**self.stages, **new})
+
+    @property
+    def address(self) -> str | None:
+        """The first interface's address."""
+        return self.addresses[0].address if self.addresses else None
+
+
+def new_record(compute: str, request: Request, now: str) -> Record:
+    """The first record of a request: it has reached its compute."""
+    return Record(
+        instance=request.instance,
+        compute=compute,
+        state=SCHEDULED,
+        image=request.image,
+        resources=total(request.allocations),
+        query=request.query,
+        user_id=request.user_id,
+        project_id=request.project_id,
+        stages=dict(request.stages) if 'scheduled' in request.stages else {**request.stages, 'scheduled': now},
+    )
+
+
+def to_dict(record: Record) -> dict[str, Any]:
+    """The record as the JSON object that users and etcd see."""
+    return {'version': VERSION, **asdict(record)}
+
+
+def to_json(record: Record) -> str:
+    """The record as etcd holds it."""
+    return json.dumps(to_dict(record))
+
+
+def from_json(value: bytes, instance: str | None = None) -> Record:
+    """The record in an etcd value. ValueError for one of a newer version, of another `instance`, or none at all.
+
+    Fields that are not known here are passed over.
+    """
+    try:
+        record = _record(load_object(value))
+    except ValueError as error:
+        raise ValueError(str(error)[:REASON_LIMIT]) from error
+    except RecursionError as error:  # a reason quotes what is wrong
+        raise ValueError('not a record: nested too deeply') from error
+    if instance not in (None, record.instance):
+        raise ValueError(f'a record of instance {record.instance}, not of {instance}')
+    return record
+
+
+def _record(data: Mapping[str, Any]) -> Record:
+    version = data.get('version')
+    if type(version) is not int or not 1 <= version <= VERSION:
+        raise ValueError(f'a record of version {version!r}: this ecomp reads up to {VERSION}, install a newer one')
+    state, error = _take(data, 'state', str), _take(data, 'error', dict | None, None)
+    if state not in STATES:
+        raise ValueError(f'not a record: state is {state!r}')
+    return Record(
+        instance=_uuid(data, 'instance'),
+        compute=_uuid(data, 'compute'),
+        state=state,
+        image=_take(data, 'image', str | None, None),
+        resources=_object(data, 'resources', int),
+        query=_take(data, 'query', str | None, None),
+        user_id=_take(data, 'user_id', str, ''),
+        project_id=_take(data, 'project_id', str, ''),
+        addresses=tuple(_interface(each) for each in _take(data, 'addresses', list, [])),
+        stages=_object(data, 'stages', str),
+        error=Failure(*(_take(error, name, str) for name in ('stage', 'reason', 'cleaned'))) if error else None,
+        fault=_take(data, 'fault', str | None, None),
+        attempts=_take(data, 'attempts', int, 0),
+    )
+
+
+def _take(data: Mapping[str, Any], name: str, kind: Any, *default: Any) -> Any:
+    """A field of this kind, or its default; ValueError if it is something else, or must be there."""
+    if name not in data and default:
+        return default[0]
+    value = data.get(name)
+    # True is an int to Python.
+    if not isinstance(value, kind) or isinstance(value, bool):
+        raise ValueError(f'not a record: {name} is {value!r}')
+    return value
+
+
+def _object(data: Mapping[str, Any], name: str, kind: type) -> dict[str, Any]:
+    values: dict[str, Any] = _take(data, name, dict, {})
+    return {key: _take(values, key, kind) for key in values}
+
+
+def _uuid(data: Mapping[str, Any], name: str) -> str:
+    if not keys.is_uuid(text := _take(data, name, str)):
+        raise ValueError(f'not a record: {name} is {text!r}')
+    return str(text)
+
+
+def _interface(data: Any) -> Interface:
+    if not isinstance(data, dict):
+        raise ValueError(f'not a record: an address is {data!r}')
+    return Interface(
+        _take(data, 'network', str), _take(data, 'mac', str), _take(data, 'address', str | None, None)
+    )
+
+
+def parse_address(value: bytes) -> str:
+    """The address that a key in /booted holds. ValueError if it is none."""
+    text = value[:100].decode(errors='replace')
+    if not 2 <= len(text) <= 45 or set(text) - ADDRESS:
+        raise ValueError(f'not an address: {text!r}')
+    return text
+
+
+def timestamp(now: datetime) -> str:
+    """ISO 8601, UTC, milliseconds."""
+    return now.astimezone(UTC).isoformat(timespec='milliseconds').replace('+00:00', 'Z')

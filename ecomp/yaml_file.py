@@ -1,0 +1,256 @@
+"""A YAML file that people write by hand, read strictly: every value with its line, every mistake at once.
+
+Only what a configuration needs of YAML is taken: mappings, lists and plain values in one document of at most 64 KiB.
+Anchors, aliases, tags and deep nesting are refused, and a key that is there twice, of which PyYAML would silently
+keep the last, is a mistake like any other.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from ecomp.errors import UsageError
+
+MAX_BYTES = 64 * 1024
+MAX_DEPTH = 8
+
+T = TypeVar('T')
+
+
+class Wrong(Exception):
+    """Why one value is refused; whoever catches it knows the file, the line and the key."""
+
+
+@dataclass(frozen=True)
+class Node:
+    """A value in the file: `kind` is str, int, float, bool, null, map or seq, or YAML's name of something else."""
+
+    kind: str
+    line: int
+    text: str = ''
+    items: tuple[Node, ...] = ()
+    pairs: tuple[tuple[Node, Node], ...] = ()
+
+
+class Section:
+    """One mapping of a file. Keys are taken one by one; what nobody has taken at the end is unknown."""
+
+    def __init__(self, complain: Callable[[int, str], None], node: Node | None, prefix: str = '') -> None:
+        self._complain = complain
+        self._prefix = prefix
+        self._nodes: dict[str, Node] = {}
+        self._keys: dict[str, int] = {}
+        self._taken: dict[str, None] = {}
+        self._sections: list[Section] = []
+        if node is None or node.kind == 'null':
+            return
+        if node.kind != 'map':
+            complain(node.line, f'{prefix.rstrip(".") or "the file"}: must be keys with values, not {described(node)}')
+        for key, value in node.pairs:
+            if key.items or key.pairs:
+                complain(key.line, f'{prefix}…: a key must be a word')
+            elif key.text in self._keys:
+                complain(key.line, f'{prefix}{shown(key.text)}: is there twice, first in line {self._keys[key.text]}')
+            else:
+                self._keys[key.text] = key.line
+                self._nodes[key.text] = value
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._nodes and self._nodes[key].kind != 'null'
+
+    def take(self, key: str, parse: Callable[[Node], T], default: T) -> T:
+        """The key's value. What `parse` refuses is noted and the default returned: finish() raises in the end."""
+        self._taken[key] = None
+        if key not in self:
+            return default
+        try:
+            return parse(self._nodes[key])
+        except Wrong as wrong:
+            self.complain(key, str(wrong))
+            return default
+
+    def section(self, key: str) -> Section:
+        """The mapping under a key, empty if the key is not there."""
+        self._taken[key] = None
+        section = Section(self._complain, self._nodes.get(key), f'{self._prefix}{key}.')
+        self._sections.append(section)
+        return section
+
+    def refuse(self, key: str, reason: str) -> None:
+        """A key that is known, and never right."""
+        if key in self._keys:
+            self._taken[key] = None
+            self.complain(key, reason)
+
+    def complain(self, key: str, reason: str) -> None:
+        """Note what is wrong with a key that is there."""
+        self._complain(self._keys[key], f'{self._prefix}{shown(key)}: {reason}')
+
+    def finish(self) -> None:
+        """Note every key that nobody has taken."""
+        for key in self._keys.keys() - self._taken.keys():
+            self.complain(key, 'unknown key' + _guess(key, self._taken))
+        for section in self._sections:
+            section.finish()
+
+
+class YamlFile:
+    """A configuration file: its top section, the directory it is in, and all that was found wrong so far."""
+
+    def __init__(self, name: str, directory: Path, node: Node | None) -> None:
+        self.directory = directory
+        self._name = name
+        self._problems: list[tuple[int, str]] = []
+        self.top = Section(lambda line, text: self._problems.append((line, text)), node)
+
+    @classmethod
+    def read(cls, path: Path | None, usual: str) -> YamlFile:
+        """Read `path`; None means the usual name, which need not be there. UsageError if it is not YAML."""
+        name = shown(str(path or usual), 200)
+        try:
+            directory = Path(os.path.abspath(path or usual)).parent
+            if path is None and not os.path.lexists(usual):
+                return cls(name, directory, None)
+            with open(path or usual, 'rb') as stream:
+                content = stream.read(MAX_BYTES + 1)
+        except (OSError, ValueError) as error:
+            reason = error.strerror if isinstance(error, OSError) else error
+            raise UsageError(f'{name}: cannot be read: {reason}') from error
+        if len(content) > MAX_BYTES:
+            raise UsageError(f'{name}: is larger than {MAX_BYTES // 1024} KiB; this is not a configuration file')
+        return cls(name, directory, _parse(content, name))
+
+    def path_of(self, node: Node) -> Path:
+        """A path, relative ones meant from the file's directory."""
+        text = text_of(node)
+        if text.startswith('~'):
+            raise Wrong('write the directory out: whose home ~ is depends on who starts the program')
+        return Path(os.path.normpath(self.directory / text))
+
+    def file_of(self, node: Node) -> Path:
+        """A path to a file that can be read."""
+        path = self.path_of(node)
+        if not path.is_file() or not os.access(path, os.R_OK):
+            raise Wrong(f'{shown(str(path), 200)} is not a file that can be read')
+        return path
+
+    def finish(self) -> None:
+        """UsageError with everything that was found wrong, in the order of the lines."""
+        self.top.finish()
+        if self._problems:
+            raise UsageError('\n'.join(f'{self._name}:{line}: {text}' for line, text in sorted(self._problems)))
+
+
+def _parse(content: bytes, name: str) -> Node | None:
+    """The document as nodes with their lines, None if it is empty. UsageError: not YAML, or more than we take of it."""
+    import yaml  # here, because without a file eschedule need not wait for it
+
+    def refuse(mark: Any, reason: str) -> UsageError:
+        place = f'{mark.line + 1}:{mark.column + 1}:' if mark else ''
+        return UsageError(f'{name}:{place} {shown(reason, 200)}')
+
+    def convert(node: yaml.Node) -> Node:
+        kind, line = node.tag.rpartition(':')[2], node.start_mark.line + 1
+        if isinstance(node, yaml.MappingNode):
+            return Node(kind, line, pairs=tuple((convert(key), convert(value)) for key, value in node.value))
+        if isinstance(node, yaml.SequenceNode):
+            return Node(kind, line, items=tuple(convert(item) for item in node.value))
+        return Node(kind, line, text=node.value)
+
+    try:
+        text = content.decode('utf-8-sig')
+        depth = 0
+        for event in yaml.parse(text, Loader=yaml.SafeLoader):
+            if isinstance(event, yaml.AliasEvent) or getattr(event, 'anchor', None):
+                raise refuse(event.start_mark, 'anchors and aliases (& and *) are not taken; write the value out')
+            if getattr(event, 'tag', None):
+                raise refuse(event.start_mark, 'tags (!) are not taken; put the value in quotes if ! belongs to it')
+            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+            if depth > MAX_DEPTH:  # also keeps what recurses below from going too deep
+                raise refuse(event.start_mark, 'is nested too deeply')
+        root = yaml.compose(text, Loader=yaml.SafeLoader)
+        return convert(root) if root else None
+    except UnicodeDecodeError as error:
+        line = content.count(b'\n', 0, error.start) + 1
+        raise UsageError(f'{name}:{line}: is not UTF-8 text') from error
+    except yaml.MarkedYAMLError as error:
+        raise refuse(error.problem_mark, f'not YAML: {error.problem or error.context}') from error
+    except yaml.YAMLError as error:  # a character YAML does not allow; it comes without a mark
+        line = text.count('\n', 0, getattr(error, 'position', 0)) + 1
+        raise UsageError(f'{name}:{line}: not YAML: a character that cannot be printed') from error
+    except (ValueError, OverflowError) as error:  # "\UFFFFFFFF" gets through PyYAML's scanner to chr()
+        raise UsageError(f'{name}: not YAML: {shown(str(error))}') from error
+
+
+# Each of these makes a value of a node, or raises Wrong with what it should have been.
+
+
+def text_of(node: Node) -> str:
+    """One line of printable text."""
+    if node.kind in ('int', 'float', 'bool', 'timestamp'):
+        raise Wrong(f'must be text; put {shown(node.text)} in quotes')
+    if node.kind != 'str':
+        raise Wrong(f'must be text, not {described(node)}')
+    if not node.text.strip() or not node.text.isprintable():
+        raise Wrong('must be one line of printable text')
+    return node.text
+
+
+def flag(node: Node) -> bool:
+    """True or False, in the words YAML has for them."""
+    if node.kind != 'bool':
+        raise Wrong(f'must be True or False, not {described(node)}')
+    return node.text.lower() in ('true', 'yes', 'on')
+
+
+def whole_number(node: Node) -> int:
+    """A plain decimal: YAML 1.1 also reads 010 as 8 and 1:30 as 90, which nobody means."""
+    if node.kind != 'int' or not re.fullmatch(r'[-+]?(0|[1-9][0-9]{0,17})', node.text):
+        raise Wrong(f'must be a whole number, not {described(node)}')
+    return int(node.text)
+
+
+def between(low: int, high: int) -> Callable[[Node], int]:
+    """A whole number from `low` to `high`."""
+
+    def parse(node: Node) -> int:
+        if not low <= (number := whole_number(node)) <= high:
+            raise Wrong(f'must be {low} to {high}, not {number}')
+        return number
+
+    return parse
+
+
+def one_of(*words: str) -> Callable[[Node], str]:
+    """One of a few words."""
+
+    def parse(node: Node) -> str:
+        if (word := text_of(node)) not in words:
+            raise Wrong(f'must be {", ".join(words[:-1])} or {words[-1]}, not {shown(word)}')
+        return word
+
+    return parse
+
+
+def described(node: Node) -> str:
+    """What a node is, in words, for a message."""
+    words = {'map': 'a mapping', 'seq': 'a list', 'null': 'nothing'}
+    return words.get(node.kind) or shown(node.text)
+
+
+def shown(text: str, limit: int = 60) -> str:
+    """A text from outside, safe to print in one line."""
+    safe = ''.join(c if c.isprintable() else c.encode('unicode_escape').decode('ascii') for c in text[: limit + 1])
+    return safe if len(text) <= limit else f'{safe[:limit]}…'
+
+
+def _guess(key: str, known: Iterable[str]) -> str:
+    import difflib  # only for a mistake
+
+    close = difflib.get_close_matches(key[:60], known, 1)
+    return f' (did you mean {close[0]}?)' if close else ''

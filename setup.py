@@ -1,0 +1,78 @@
+"""How ecomp is installed: `pip install .`, and `.[hypervisor]`, `.[lab]`, `.[test]` for what a machine does besides."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+TOP = Path(__file__).resolve().parent
+
+# Read, not imported: the package's own requirements are not there yet.
+VERSION = re.search(r"^__version__ = '([^']+)'$", (TOP / 'ecomp/__init__.py').read_text(encoding='utf-8'), re.MULTILINE)
+README = TOP / 'README.md'
+
+REQUIRES = [
+    # The last release, of 2020, and we use its generated code more than its own: a newer one would be a surprise.
+    'etcd3==0.12.0',
+    # What etcd3 generated loads in protobuf 4 and later only with the pure-Python implementation, which ecomp/store
+    # selects. From 6.33.5 that one has its fixes (CVE-2025-4565, CVE-2026-0994); 8 is not known to keep it.
+    'protobuf>=6.33.5,<8',
+    # 1.60 is the oldest whose keep-alive options were seen to find a dead peer in time.
+    'grpcio>=1.60,<2',
+    'requests>=2.31',
+    'psutil>=5.9',
+    'PyYAML>=6.0.1',
+    # mdserver's.
+    'bottle>=0.13',
+    'waitress>=3',
+]
+
+HYPERVISOR = [
+    'libvirt-python>=9.0',  # from source: needs libvirt-dev, pkg-config and gcc
+    'oslo.utils[image-inspection]>=8.0',
+    'pyroute2>=0.7.9',
+    'watchdog>=4.0',
+]
+
+LAB = [
+    'openstack-placement==16.0.0',
+    'waitress>=3',
+]
+
+TEST = [
+    'hypothesis>=6.100',
+    'mypy>=1.11',
+    'pytest>=8.0',
+    'pytest-timeout>=2.3',
+    'ruff>=0.6',
+    'types-PyYAML',
+    'types-psutil',
+    'types-requests',
+]
+
+setup(
+    name='ecomp',
+    version=VERSION[1] if VERSION else None,
+    description='VMs on your own Linux machines, by placement, etcd and libvirt',
+    long_description=README.read_text(encoding='utf-8') if README.exists() else '',
+    long_description_content_type='text/markdown',
+    license='Apache-2.0',
+    python_requires='>=3.11',
+    packages=[
+        *find_packages(include=['ecomp', 'ecomp.*']),
+        *find_packages('md_server', include=['mdserver', 'mdserver.*']),
+    ],
+    package_dir={'mdserver': 'md_server/mdserver'},
+    install_requires=REQUIRES,
+    extras_require={'hypervisor': HYPERVISOR, 'lab': LAB, 'test': TEST},
+    entry_points={
+        'console_scripts': [
+            'ecompute=ecomp.compute:main',
+            'eschedule=ecomp.schedule:run',
+            'elab=ecomp.lab.elab:main',
+            'mdserver=mdserver.server:main',
+        ]
+    },
+)
