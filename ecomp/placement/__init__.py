@@ -1,0 +1,4 @@
+"""The placement border: HTTP to OpenStack's placement, one microversion, errors by code.
+
+https://docs.openstack.org/api-ref/placement/
+"""

@@ -1,0 +1,165 @@
+"""One session with placement; every answer is a value or one error of ours.
+
+Errors are told apart by HTTP status and placement's own stable codes (its errors.py: "Do not change the string
+values"), never by message text. A GET is tried again; a write never is: its caller reads back first.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Self
+
+import requests
+from requests.adapters import HTTPAdapter
+from urllib3.exceptions import NewConnectionError, ReadTimeoutError
+from urllib3.util.retry import Retry
+
+from ecomp.errors import (
+    Conflict,
+    EcompError,
+    GenerationConflict,
+    NoCapacity,
+    NotFound,
+    PlacementRefusal,
+    UnknownOutcome,
+    Unreachable,
+)
+
+# 1.28 made consumer generations safe, 1.38 made consumer_type required. Pinned rather than `latest`, which
+# changed the request under the 2019 code: an older server answers 406 at the first call.
+MICROVERSION = '1.39'
+
+HEADERS = {
+    'x-auth-token': 'admin',
+    'openstack-api-version': f'placement {MICROVERSION}',
+    'accept': 'application/json',
+}
+
+# http_proxy is for the way out of the building, and placement is in it. Not trust_env=False, for that also forgets
+# REQUESTS_CA_BUNDLE.
+NO_PROXY: dict[str, Any] = {'http': None, 'https': None, 'all': None}
+
+TIMEOUT = (3.05, 30.0)
+"""Seconds to connect, and between two bytes of an answer."""
+
+
+class _Retry(Retry):
+    """urllib3's, but a server that gives no answer in time is not waited for a second time."""
+
+    def increment(
+        self,
+        method: str | None = None,
+        url: str | None = None,
+        response: Any = None,
+        error: Exception | None = None,
+        _pool: Any = None,
+        _stacktrace: Any = None,
+    ) -> Self:
+        if isinstance(error, ReadTimeoutError):
+            raise error
+        return super().increment(method, url, response, error, _pool, _stacktrace)
+
+
+class Placement:
+    """Placement at one endpoint. May be shared by threads: each call is one request.
+
+    Errors: PlacementRefusal (400, placement's own words), NotFound (404), GenerationConflict (409
+    placement.concurrent_update), Conflict (409 duplicate name or in use), NoCapacity (any other 409),
+    Unreachable (nothing was changed), UnknownOutcome (a write without an answer), EcompError (401, 403, 406).
+    """
+
+    def __init__(self, endpoint: str, timeout: tuple[float, float] = TIMEOUT) -> None:
+        self.endpoint = endpoint.rstrip('/')
+        self.name = f'placement at {self.endpoint}'
+        self._timeout = timeout
+        self._session = requests.Session()
+        self._session.headers.update(HEADERS)
+        retry = _Retry(
+            total=2,
+            connect=0,
+            backoff_factor=0.2,
+            backoff_jitter=0.2,
+            status_forcelist=(502, 503, 504),
+            allowed_methods={'GET'},
+            raise_on_status=False,
+            # Or a gateway's "come back in an hour" is an hour in which nobody is told anything.
+            respect_retry_after_header=False,
+        )
+        adapter = HTTPAdapter(max_retries=retry, pool_maxsize=16)
+        self._session.mount('http://', adapter)
+        self._session.mount('https://', adapter)
+
+    def get(self, path: str) -> dict[str, Any]:
+        """The JSON object at a path (with its query)."""
+        answer = self._send('GET', path, None, Unreachable)
+        try:
+            data = answer.json()
+        except requests.exceptions.JSONDecodeError as error:
+            raise self.foreign() from error
+        if not isinstance(data, dict):
+            raise self.foreign()
+        return data
+
+    def foreign(self) -> Unreachable:
+        """The error for an answer that is none of placement's."""
+        return Unreachable(f'{self.endpoint} answers, but not as placement does: is `placement:` right?', self.name)
+
+    def write(self, method: str, path: str, body: dict[str, Any] | None) -> None:
+        """Carry out a POST, PUT or DELETE. No answer: UnknownOutcome, unless nothing was ever sent."""
+        answer = self._send(method, path, body, UnknownOutcome)
+        # Where placement has something to say about what it wrote, the generation is in it; else it is a proxy's word.
+        if answer.status_code == 200 and b'generation' not in answer.content:
+            raise UnknownOutcome(str(self.foreign()), self.name)
+
+    def close(self) -> None:
+        """Let the connections go."""
+        self._session.close()
+
+    def _send(
+        self, method: str, path: str, body: dict[str, Any] | None, unanswered: type[Unreachable]
+    ) -> requests.Response:
+        try:
+            answer = self._session.request(
+                method, self.endpoint + path, json=body, timeout=self._timeout, allow_redirects=False, proxies=NO_PROXY
+            )
+        except requests.ConnectionError as error:
+            reason = getattr(error.args[0], 'reason', None) if error.args else None
+            if isinstance(error, requests.ConnectTimeout) or isinstance(reason, NewConnectionError):
+                raise Unreachable(f'{self.name} cannot be reached: no connection', self.name) from error
+            if isinstance(reason, ReadTimeoutError):
+                raise unanswered(f'{self.name} gave no answer in {self._timeout[1]:g} s', self.name) from error
+            raise unanswered(f'{self.name} cannot be reached: the connection broke', self.name) from error
+        except requests.Timeout as error:
+            raise unanswered(f'{self.name} gave no answer in {self._timeout[1]:g} s', self.name) from error
+        except requests.RequestException as error:
+            raise unanswered(f'{self.name} cannot be reached: {type(error).__name__}', self.name) from error
+        # A proxy's welcome page is a 200 as well, and no claim.
+        json = answer.headers.get('content-type', '').startswith('application/json')
+        if answer.status_code in (201, 204) or (answer.status_code == 200 and json):
+            return answer
+        raise self._error(answer, unanswered)
+
+    def _error(self, answer: requests.Response, unanswered: type[Unreachable]) -> EcompError:
+        status = answer.status_code
+        try:
+            first = answer.json()['errors'][0]
+            code, detail = str(first.get('code', '')), ' '.join(str(first['detail']).split())
+        except (ValueError, KeyError, IndexError, TypeError, AttributeError):
+            code, detail = '', ''
+        if status >= 500:
+            return unanswered(f'{self.name} fails with HTTP {status}: see its log', self.name)
+        if not detail:
+            why = f'answers HTTP {status}, but not as placement does: is `placement:` right?'
+            return Unreachable(f'{self.endpoint} {why}', self.name)
+        if status == 400:
+            return PlacementRefusal(detail)
+        if status == 404:
+            return NotFound(detail)
+        if status == 409:
+            if code == 'placement.concurrent_update':
+                return GenerationConflict(detail)
+            if code in ('placement.duplicate_name', 'placement.inventory.inuse', 'placement.resource_provider.inuse'):
+                return Conflict(detail)
+            return NoCapacity(detail)
+        if status == 406:
+            return EcompError(f'placement at {self.endpoint} is too old: microversion {MICROVERSION} is needed')
+        return EcompError(f'placement at {self.endpoint} refuses with HTTP {status}: {detail}')

@@ -1,0 +1,354 @@
+"""Reads, transactions and leases on etcd, with one answer for each way they can end.
+
+Of etcd3 we use the channel, the generated messages and the unary stubs. Its watch loses events, its lock does
+not lock, its password login breaks on restart and its get_prefix ignores limit and revision (each seen).
+Every call has a time limit and asks for a member that has a leader: without, a member cut off from the
+others answers for ever.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import etcd3
+import grpc
+from etcd3 import etcdrpc
+from etcd3.utils import increment_last_byte
+from google.protobuf.internal import api_implementation
+
+from ecomp.conf import EtcdConfig
+from ecomp.errors import EcompError, NoSpace, UnknownOutcome, Unreachable, UsageError
+from ecomp.model.cluster import Header
+from ecomp.store import reasons
+
+if TYPE_CHECKING:
+    from ecomp.store.guard import Guard
+
+METADATA = (('hasleader', 'true'),)
+
+# A frozen peer is noticed in 10 s only with all four; etcd itself cuts clients that ping faster.
+KEEPALIVE = (
+    ('grpc.keepalive_time_ms', 10_000),
+    ('grpc.keepalive_timeout_ms', 5_000),
+    ('grpc.http2.ping_timeout_ms', 5_000),
+    ('grpc.http2.max_pings_without_data', 0),
+    ('grpc.max_receive_message_length', -1),
+    # http_proxy is for the way out of the building; etcd is in it.
+    ('grpc.enable_http_proxy', 0),
+    ('grpc.initial_reconnect_backoff_ms', 200),
+    # How long a connection may take to be made: a call's own time limit is to end it, not this.
+    ('grpc.min_reconnect_backoff_ms', 10_000),
+    ('grpc.max_reconnect_backoff_ms', 3_000),
+)
+
+PAGE = 500
+
+SHORTEST = 0.2
+"""Seconds between two tries while a leader is being elected, and the least a call is given."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One key: its value, the revision that wrote it last, and its lease (0: none)."""
+
+    key: str
+    value: bytes
+    revision: int
+    lease: int = 0
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """All keys under a prefix at one revision."""
+
+    revision: int
+    entries: Mapping[str, Entry] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Unchanged:
+    """A condition: the key was last written at this revision (0: it does not exist)."""
+
+    key: str
+    revision: int
+
+
+@dataclass(frozen=True)
+class Put:
+    """An operation: the key gets this value, on a lease if one is given."""
+
+    key: str
+    value: str
+    lease: int = 0
+
+
+@dataclass(frozen=True)
+class Delete:
+    """An operation: the key goes."""
+
+    key: str
+
+
+@dataclass(frozen=True)
+class Fence:
+    """What every commit of a store compares besides: that its owner is who it says it is (rule 9).
+
+    `broken` is told, from any thread, that a commit was refused for it, and must be quick.
+    """
+
+    condition: Unchanged
+    broken: Callable[[], None]
+
+
+class Store:
+    """One process's connection to etcd. Made after a fork or spawn, never carried over one.
+
+    It speaks with one of the endpoints, and after any failure with the next, over a new connection: so each member is
+    met under its own name, for certificates are made out to that, and those on disk are read again.
+    Errors: Unreachable when nothing was changed (NoSpace and, with a guard, StrangeEtcd are such), UnknownOutcome when
+    a transaction was sent and no answer came (read back before anything else), EcompError when etcd answered and
+    refused.
+    """
+
+    def __init__(self, config: EtcdConfig, guard: Guard | None = None) -> None:
+        if api_implementation.Type() != 'python':
+            raise UsageError(
+                'etcd3 needs PROTOCOL_BUFFERS_PYTHON_IMPLEMENTATION=python, and it is set to '
+                f'{api_implementation.Type()!r}: unset it'
+            )
+        self.where = ','.join(config.endpoints)
+        self._config = config
+        self._guard = guard
+        self._lock = threading.Lock()
+        self._next = 0
+        self._closed = False
+        self.fence: Fence | None = None
+        self._since = time.monotonic()
+        try:
+            self._client = self._connected()
+        except OSError as error:
+            raise UsageError(f'etcd certificate {error.filename}: {error.strerror}') from error
+
+    def get(self, key: str) -> Entry | None:
+        """The key's entry, None if it is not there."""
+        reply = self._read(partial(_range, etcdrpc.RangeRequest(key=key.encode())))
+        return _entry(reply.kvs[0]) if reply.kvs else None
+
+    def snapshot(self, prefix: str, keys_only: bool = False) -> Snapshot:
+        """Everything under a prefix, in pages, all at the revision of the first page."""
+        start, revision = prefix.encode(), 0
+        end = increment_last_byte(start)
+        entries: dict[str, Entry] = {}
+        while True:
+            request = etcdrpc.RangeRequest(
+                key=start, range_end=end, limit=PAGE, revision=revision, keys_only=keys_only
+            )
+            reply = self._read(partial(_range, request))
+            revision = revision or reply.header.revision
+            for kv in reply.kvs:
+                entry = _entry(kv)
+                entries[entry.key] = entry
+            if not reply.more:
+                return Snapshot(revision, entries)
+            start = reply.kvs[-1].key + b'\0'
+
+    def commit(
+        self, conditions: Sequence[Unchanged], operations: Sequence[Put | Delete], fenced: bool = True
+    ) -> int | None:
+        """All operations if all conditions hold: the new revision; else None, and nothing is changed.
+
+        Raises UnknownOutcome when no answer came, and Unreachable when the store's fence does not hold.
+        https://etcd.io/docs/v3.4/learning/api/#transaction
+        """
+        fence = self.fence if fenced else None
+        request = etcdrpc.TxnRequest(
+            compare=[
+                etcdrpc.Compare(
+                    key=each.key.encode(),
+                    target=etcdrpc.Compare.MOD,
+                    result=etcdrpc.Compare.EQUAL,
+                    mod_revision=each.revision,
+                )
+                for each in (*conditions, *([fence.condition] if fence else []))
+            ],
+            success=[_operation(each) for each in operations],
+            failure=[_look(fence.condition.key)] if fence else [],
+        )
+        reply = self._write(lambda client, limit: client.kvstub.Txn(request, limit, metadata=METADATA))
+        if reply.succeeded:
+            return int(reply.header.revision)
+        if fence is not None:
+            found = reply.responses[0].response_range.kvs
+            if (found[0].mod_revision if found else 0) != fence.condition.revision:
+                fence.broken()
+                raise Unreachable(f'{fence.condition.key} is not as we put it: nothing is written before it is')
+        return None
+
+    def grant(self, seconds: int) -> int:
+        """A new lease. One nobody uses ends by itself, so an unknown outcome harms nobody."""
+        if self._guard is not None:
+            self._guard.admit()
+        request = etcdrpc.LeaseGrantRequest(TTL=seconds)
+        reply = self._read(lambda client, limit: client.leasestub.LeaseGrant(request, limit, metadata=METADATA))
+        return int(reply.ID)
+
+    def keep_alive(self, lease: int) -> int:
+        """Refresh a lease; the seconds it now has, 0 when it is gone."""
+        if self._guard is not None:
+            self._guard.admit()
+        request = etcdrpc.LeaseKeepAliveRequest(ID=lease)
+
+        def ask(client: Any, limit: float) -> Any:
+            return next(iter(client.leasestub.LeaseKeepAlive(iter((request,)), limit, metadata=METADATA)), None)
+
+        reply = self._read(ask, linearizable=False)
+        return int(reply.TTL) if reply is not None else 0
+
+    def revoke(self, lease: int) -> None:
+        """End a lease and every key on it. One that is gone already is fine."""
+        request = etcdrpc.LeaseRevokeRequest(ID=lease)
+        client = self._client
+        try:
+            client.leasestub.LeaseRevoke(request, self._config.timeout, metadata=METADATA)
+        except grpc.RpcError as error:
+            self.move_on(client)
+            if error.code() != grpc.StatusCode.NOT_FOUND:
+                raise self._translated(error, Unreachable) from error
+
+    def recognise(self) -> None:
+        """With a guard, see that this is the etcd we knew; StrangeEtcd if not."""
+        if self._guard is not None:
+            self._guard.recognise(self)
+
+    def watch(self, requests: Iterator[Any], seconds: float) -> Any:
+        """A watch stream that ends after so many seconds at the latest: for Follower, who knows what to make of it."""
+        return etcdrpc.WatchStub(self._client.channel).Watch(requests, timeout=seconds, metadata=METADATA)
+
+    def move_on(self, failed: Any = None) -> None:
+        """Use a new connection, to the next endpoint, in place of the present one (of `failed`, if it still is)."""
+        with self._lock:
+            if self._closed or (failed is not None and failed is not self._client):
+                return
+            self._next = (self._next + 1) % len(self._config.endpoints)
+            # The old one is not closed: others may be using it, and it goes when they let go of it.
+            self._since = time.monotonic()
+            with contextlib.suppress(OSError):  # certificates may be missing while they are exchanged
+                _check_certificates(self._config)
+                self._client = self._connected()
+
+    def close(self) -> None:
+        """Let the connection go."""
+        with self._lock:
+            self._closed = True
+            # Not etcd3's close(): it ends the watcher thread, and we never start one.
+            self._client.channel.close()
+
+    def _connected(self) -> Any:
+        config, endpoint = self._config, self._config.endpoints[self._next]
+        host, _, port = endpoint.rpartition(':')
+        return etcd3.client(
+            host=host,
+            port=port,
+            ca_cert=config.ca_cert,
+            cert_key=config.cert_key,
+            cert_cert=config.cert_cert,
+            timeout=config.timeout,
+            grpc_options=[*KEEPALIVE, *config.grpc_options],
+        )
+
+    def _read(self, ask: Callable[[Any, float], Any], linearizable: bool = True) -> Any:
+        """Ask until one endpoint answers, within the time limit; `ask` may be called again."""
+        return self._ask(ask, Unreachable, linearizable)
+
+    def _write(self, ask: Callable[[Any, float], Any]) -> Any:
+        """The same, but nothing is sent a second time that may have arrived."""
+        if self._guard is not None:
+            self._guard.admit()
+        return self._ask(ask, UnknownOutcome, True)
+
+    def _ask(self, ask: Callable[[Any, float], Any], unanswered: type[Unreachable], linearizable: bool) -> Any:
+        before = self._guard.known if self._guard is not None else None
+        deadline = time.monotonic() + self._config.timeout
+        several = len(self._config.endpoints) > 1
+        repeatable = unanswered is Unreachable
+        # Once more also with one endpoint: just after a cut gRPC hands one call in five to the connection that broke.
+        left = len(self._config.endpoints) + 1
+        while True:
+            client, left = self._client, left - 1
+            # A member that hangs is not to use up the time of those that do not; and what is sent to a leader that
+            # dies is lost without a word.
+            share = self._config.timeout / 2 if several else self._config.timeout
+            try:
+                reply = ask(client, max(min(share, deadline - time.monotonic()), SHORTEST))
+                break
+            except grpc.RpcError as error:
+                # A connection that is being made slowly is not begun anew for ever, unless there are others to try.
+                young = time.monotonic() - self._since < 2 * self._config.timeout
+                if several or not young or error.code() != grpc.StatusCode.DEADLINE_EXCEEDED:
+                    self.move_on(client)
+                late = time.monotonic() > deadline - SHORTEST
+                if reasons.is_electing(error) and not late:
+                    left = max(left, 1)
+                    time.sleep(SHORTEST)
+                elif left <= 0 or late or not reasons.may_work_elsewhere(error, repeatable):
+                    sent = unanswered if not reasons.was_not_sent(error) else Unreachable
+                    raise self._translated(error, sent) from error
+        if self._guard is not None and before is not None and linearizable:
+            self._guard.check(before, header_of(reply), self.where)
+        return reply
+
+    def _translated(self, error: grpc.RpcError, unanswered: type[Unreachable]) -> EcompError:
+        name = f'etcd at {self.where}'
+        if reasons.is_full(error):
+            cure = 'compact and defragment it, and disarm its alarm'
+            return NoSpace(f'{name} takes no writes ({reasons.details(error)}): {cure}')
+        if reasons.is_refusal(error):
+            return EcompError(f'{name} refuses: {reasons.details(error)}')
+        secure = self._config.ca_cert is not None or self._config.cert_cert is not None
+        return unanswered(f'{name} cannot be reached: {reasons.why(error, secure)}', name)
+
+
+def header_of(reply: Any) -> Header:
+    """What a reply says of its sender."""
+    return Header(int(reply.header.cluster_id), int(reply.header.revision), int(reply.header.raft_term))
+
+
+def _range(request: Any, client: Any, limit: float) -> Any:
+    return client.kvstub.Range(request, limit, metadata=METADATA)
+
+
+def _entry(kv: Any) -> Entry:
+    return Entry(kv.key.decode(errors='replace'), kv.value, kv.mod_revision, kv.lease)
+
+
+def _operation(operation: Put | Delete) -> Any:
+    key = operation.key.encode()
+    if isinstance(operation, Put):
+        put = etcdrpc.PutRequest(key=key, value=operation.value.encode(), lease=operation.lease)
+        return etcdrpc.RequestOp(request_put=put)
+    return etcdrpc.RequestOp(request_delete_range=etcdrpc.DeleteRangeRequest(key=key))
+
+
+def _look(key: str) -> Any:
+    return etcdrpc.RequestOp(request_range=etcdrpc.RangeRequest(key=key.encode(), keys_only=True))
+
+
+def _check_certificates(config: EtcdConfig) -> None:
+    """OSError (ssl.SSLError is one) for certificates that cannot be used: half exchanged on disk, perhaps.
+
+    gRPC ends the whole process over a key that does not belong to its certificate.
+    """
+    if config.ca_cert is None:
+        return
+    import ssl  # 10 ms, for those who need it
+
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.load_verify_locations(config.ca_cert)
+    if config.cert_cert is not None:
+        context.load_cert_chain(config.cert_cert, config.cert_key)

@@ -1,0 +1,101 @@
+"""Rule 10: nothing is taken from, or written to, an etcd that is not the one we knew.
+
+Shared by all connections of a process to one etcd. Every linearizable reply is compared with what had been seen before
+its request was sent; a strange one raises StrangeEtcd, and so does every call from then on.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+from ecomp.errors import EcompError, StrangeEtcd, UnknownOutcome
+from ecomp.model import cluster, keys
+from ecomp.model.cluster import Header, Known
+from ecomp.store.client import Put, Store, Unchanged
+
+
+class Guard:
+    """What is known of etcd. `on_change` hears of everything new that is to be remembered, and must be quick."""
+
+    def __init__(self, known: Known, on_change: Callable[[Known], None]) -> None:
+        self._lock = threading.Lock()
+        self._known = known
+        self._on_change = on_change
+        self._strange = ''
+        self._when_strange: Callable[[str], None] | None = None
+
+    @property
+    def known(self) -> Known:
+        """What has been seen so far: take it before a request is sent, and check() the reply with it."""
+        return self._known
+
+    def when_strange(self, tell: Callable[[str], None]) -> None:
+        """Have tell(why) called once it is strange, from any thread; now if it is already."""
+        with self._lock:
+            self._when_strange = tell
+            strange = self._strange
+        if strange:
+            tell(strange)
+
+    def admit(self) -> None:
+        """Raise StrangeEtcd if it is known to be strange."""
+        if self._strange:
+            raise StrangeEtcd(self._strange)
+
+    def check(self, before: Known, header: Header, where: str) -> None:
+        """Look at a linearizable reply; StrangeEtcd if it is none of the etcd we knew."""
+        self.admit()
+        reason = cluster.unfamiliar(before, header)
+        if reason is not None:
+            self._refuse(where, reason)
+        with self._lock:
+            self._learn(self._known.with_header(header))
+
+    def observe(self, header: Header) -> bool:
+        """Look at any other reply; False if it is older than what we have: of a member that lags, or worse."""
+        if cluster.unfamiliar(self._known, header) is not None:
+            return False
+        with self._lock:
+            self._learn(self._known.with_header(header))
+        return True
+
+    def recognise(self, store: Store) -> None:
+        """Look at /cluster; StrangeEtcd if it is not the one we knew."""
+        entry = store.get(keys.CLUSTER)
+        reason = cluster.unlike(self._known, entry.value if entry else None)
+        if reason is not None:
+            self._refuse(store.where, reason)
+
+    def adopt(self, store: Store, new: str) -> None:
+        """With nothing remembered, take the etcd for what it says it is; `new` is put into /cluster if it has none."""
+        while (entry := store.get(keys.CLUSTER)) is None:
+            try:
+                store.commit([Unchanged(keys.CLUSTER, 0)], [Put(keys.CLUSTER, new)])
+            except UnknownOutcome:
+                continue  # the next look says what became of it
+        try:
+            identity = cluster.identity(entry.value)
+        except ValueError as error:
+            raise EcompError(f'{keys.CLUSTER} in etcd at {store.where}: {error}: remove that key') from error
+        with self._lock:
+            known = self._known
+            self._learn(Known(identity, known.cluster, known.revision, known.term))
+
+    def _learn(self, known: Known) -> None:
+        if known != self._known:
+            self._known = known
+            if known.identity:
+                self._on_change(known)
+
+    def _refuse(self, where: str, reason: str) -> None:
+        text = (
+            f'etcd at {where} is not the one this compute knew: {reason}. Was it wiped or restored, or is `etcd:` '
+            'another one? Nothing is built, destroyed or published; if it is to be used: ecompute --accept-new-etcd'
+        )
+        with self._lock:
+            first, self._strange = not self._strange, self._strange or text
+            tell = self._when_strange
+        if first and tell is not None:
+            tell(text)
+        raise StrangeEtcd(text)

@@ -1,0 +1,126 @@
+"""Alive: one key on a lease, refreshed by a thread, for as long as its owner lives.
+
+It is a hint and no lock: a silent owner may be healthy (RELIABILITY.md 1.7). What it does guarantee is that of two
+owners with different tokens only the one whose key it is can write: every commit of its store compares the key, so one
+that was frozen for longer than its lease writes nothing before it has looked whose the key is now.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ecomp.errors import Conflict, EcompError, UnknownOutcome
+from ecomp.model.instance import load_object
+from ecomp.store.client import Entry, Fence, Put, Store, Unchanged
+
+log = logging.getLogger(__name__)
+
+SECONDS = 30
+
+
+class Presence:
+    """Holds `key` with `value` (a JSON object with a "token") until stop().
+
+    The same token takes its own key over at once, so a restart need not wait for the old lease. on_lost is
+    called, once, when another token is found in the key.
+    """
+
+    def __init__(self, store: Store, key: str, value: Mapping[str, Any], on_lost: Callable[[str], None]) -> None:
+        self._store = store
+        self._key = key
+        self._value = dict(value)
+        self._on_lost = on_lost
+        self._lease = 0
+        self._revision = 0
+        self._stopped = threading.Event()
+        self._woken = threading.Event()
+        self._thread = threading.Thread(target=self._run, name='presence', daemon=True)
+
+    def check(self) -> None:
+        """Raise Conflict if another living owner holds the key."""
+        self._entry()
+
+    def start(self) -> None:
+        """Put the key and keep it. Conflict if another owner holds it."""
+        self._publish()
+        self._thread.start()
+
+    def look(self) -> None:
+        """Refresh it now: etcd was away for a while, and the lease may have ended. From any thread."""
+        self._woken.set()
+
+    def stop(self) -> None:
+        """Take the key away and end. A lost etcd only means that the lease runs out by itself."""
+        self._stopped.set()
+        self._woken.set()
+        if self._thread.is_alive():
+            self._thread.join()
+        if self._lease:
+            try:
+                self._store.revoke(self._lease)
+            except EcompError as error:
+                log.warning('%s: %s is gone in %d s by itself', error, self._key, SECONDS)
+
+    def _entry(self) -> Entry | None:
+        """The key as it is now. Conflict if another owner holds it."""
+        entry = self._store.get(self._key)
+        if entry is None:
+            return None
+        try:
+            holder = load_object(entry.value)
+            token = holder['token']
+        except (ValueError, KeyError):
+            return entry  # nothing an ecompute wrote: not an owner
+        if token != self._value['token']:
+            raise Conflict(
+                f'{self._key} is held by another ecompute, on {_word(holder, "hostname")} since '
+                f'{_word(holder, "since")}: stop that one, or give this one a `uuid:` of its own'
+            )
+        return entry
+
+    def _publish(self) -> None:
+        self._store.recognise()
+        # Twice at most: a lost race is somebody else's put, and the second read says whose.
+        for _ in range(2):
+            entry = self._entry()
+            lease = self._store.grant(SECONDS)
+            put = Put(self._key, json.dumps(self._value), lease)
+            condition = Unchanged(self._key, entry.revision if entry else 0)
+            if written := self._store.commit([condition], [put], fenced=False):
+                self._lease = lease
+                self._revision = written
+                self._store.fence = Fence(Unchanged(self._key, written), self._woken.set)
+                return
+        raise Conflict(f'{self._key} is changed by somebody else all the time: is another ecompute starting?')
+
+    def _run(self) -> None:
+        while True:
+            self._woken.wait(SECONDS / 3)
+            self._woken.clear()
+            if self._stopped.is_set():
+                return
+            try:
+                # The key is looked at as well: put anew or removed by others, it is not on our lease any more.
+                entry = self._entry() if self._store.keep_alive(self._lease) else None
+                if entry is None or entry.revision != self._revision:
+                    log.info('%s was gone or overwritten: putting it again', self._key)
+                    self._publish()
+            except UnknownOutcome:
+                continue  # the next round reads what became of it
+            except Conflict as error:
+                self._on_lost(str(error))
+                return
+            except EcompError:
+                continue  # the follower of our prefix says that etcd is away, once
+            except Exception:
+                log.exception('keeping %s failed in a way nobody thought of; trying again', self._key)
+
+
+def _word(holder: Mapping[str, Any], name: str) -> str:
+    """What somebody else wrote, fit for an error's one line."""
+    text = str(holder.get(name, '?'))
+    return text if len(text) < 256 and text.isprintable() else '?'

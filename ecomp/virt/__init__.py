@@ -1,0 +1,69 @@
+"""The hypervisor's border: what ecompute asks of libvirt, and of the fake.
+
+Only virt.connection and its neighbours import libvirt; virt.fake keeps everything in memory. One common
+test (tests/functional/test_hypervisor.py) runs over both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Set
+from pathlib import Path
+from typing import Protocol
+
+from ecomp.model.guest import BaseImage, Guest, GuestSpec
+
+
+class Hypervisor(Protocol):
+    """One host's guests. Each call is idempotent: asked again, it ends in the same state.
+
+    Errors: BuildFailed where a guest cannot be made; Unreachable when the hypervisor does not answer;
+    Conflict when a domain or volume of that name is there and does not carry our mark.
+    """
+
+    def prepare(self) -> None:
+        """See that the storage pool and the network are there and running, or say what is missing."""
+
+    def virt_type(self, wanted: str) -> str:
+        """`kvm` or `qemu` for a wanted `auto`, `kvm` or `qemu`. UsageError if kvm cannot be had."""
+
+    def image_directory(self) -> Path | None:
+        """Where base volumes are kept; None where images are only pretended."""
+
+    def inspect(self, path: Path) -> BaseImage:
+        """What the file at `path` is. BuildFailed('image', …) if it is not a disk we take."""
+
+    def guests(self) -> Mapping[str, Guest]:
+        """Everything here that carries our mark, by instance uuid: domains and overlay volumes."""
+
+    def without_base(self) -> Mapping[str, str]:
+        """The instances whose overlay lies on a base volume that is not there: its path."""
+
+    def users(self, instance: str) -> Set[str]:
+        """The names of all domains, whoever's, that have the instance's overlay for a disk."""
+
+    def create_disk(self, spec: GuestSpec) -> None:
+        """Make the overlay volume (again, if a half-made one is there). BuildFailed('disk', …)."""
+
+    def start(self, spec: GuestSpec) -> None:
+        """Define the domain and start it; a running one of ours is left alone. BuildFailed('started', …)."""
+
+    def resume(self, instance: str, compute: str) -> None:
+        """Start a domain of ours that is defined and off; a running one is left alone. BuildFailed('started', …)."""
+
+    def destroy(self, instance: str, compute: str) -> None:
+        """Destroy and undefine the domain and wait until it is seen gone. Nothing there is success.
+
+        Conflict if it does not carry our mark, or another compute's.
+        """
+
+    def delete_disk(self, instance: str) -> None:
+        """Remove the overlay volume and the console log. Nothing there is success; Conflict while a domain runs."""
+
+    def addresses(self, instance: str) -> Mapping[str, str]:
+        """IPv4 address by MAC, as far as known now: DHCP leases, then the host's ARP table."""
+
+    def on_change(self, notify: Callable[[str], None]) -> None:
+        """From now on call notify(reason) when guests or leases may have changed: a nudge, from any thread."""
+
+    def close(self) -> None:
+        """Let the connection go. Guests are not touched."""

@@ -1,0 +1,219 @@
+"""Our domains: those whose metadata carries our mark. No other is ever touched."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass
+
+from ecomp.errors import BuildFailed, Conflict, EcompError
+from ecomp.failpoints import failpoint
+from ecomp.model.guest import CRASHED, NO_SPACE, GuestSpec
+from ecomp.virt import xml
+from ecomp.virt.connection import Connection, is_broken, libvirt, reason
+
+DESTROY_DEADLINE = 60.0
+RETRY_FIRST, RETRY_MOST = 0.05, 2.0
+
+# What would keep a domain from being undefined. Not every driver knows every flag: the last is for those.
+UNDEFINE_FLAGS = (
+    libvirt.VIR_DOMAIN_UNDEFINE_MANAGED_SAVE
+    | libvirt.VIR_DOMAIN_UNDEFINE_SNAPSHOTS_METADATA
+    | libvirt.VIR_DOMAIN_UNDEFINE_NVRAM
+    | libvirt.VIR_DOMAIN_UNDEFINE_CHECKPOINTS_METADATA,
+    libvirt.VIR_DOMAIN_UNDEFINE_MANAGED_SAVE | libvirt.VIR_DOMAIN_UNDEFINE_SNAPSHOTS_METADATA,
+    0,
+)
+# "Is it there already, is it off already": the state is read again, and may well be the wanted one.
+READ_AGAIN = frozenset({libvirt.VIR_ERR_NO_DOMAIN, libvirt.VIR_ERR_OPERATION_INVALID})
+# QEMU did not end in time. It may yet.
+BUSY = frozenset(
+    {libvirt.VIR_ERR_SYSTEM_ERROR, libvirt.VIR_ERR_INTERNAL_ERROR, libvirt.VIR_ERR_OPERATION_TIMEOUT}
+    | {libvirt.VIR_ERR_OPERATION_FAILED}
+)
+
+
+@dataclass(frozen=True)
+class Found:
+    """A domain of ours."""
+
+    mark: xml.Mark
+    defined: bool
+    running: bool
+    trouble: str = ''
+
+
+class Domains:
+    """Errors: Conflict, Unreachable, EcompError; BuildFailed from start."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+
+    def ours(self) -> Mapping[str, Found]:
+        """Every domain with our mark, by instance uuid."""
+        found = {}
+        with self._connection.use('listing domains') as connection:
+            for domain in connection.listAllDomains():
+                try:
+                    mark = _mark(domain)
+                    if mark is not None and mark.instance == domain.UUIDString():
+                        found[mark.instance] = Found(
+                            mark, bool(domain.isPersistent()), bool(domain.isActive()), _trouble(*domain.state())
+                        )
+                except libvirt.libvirtError as error:
+                    # Gone between the list and the question.
+                    if error.get_error_code() != libvirt.VIR_ERR_NO_DOMAIN:
+                        raise
+        return found
+
+    def users(self, disk: str) -> Set[str]:
+        """The names of the domains, ours or not, that have this file for a disk, now or at their next start."""
+        found = set()
+        with self._connection.use(f'looking for who has {disk}') as connection:
+            for domain in connection.listAllDomains():
+                try:
+                    if any(disk in xml.disks(domain.XMLDesc(flags)) for flags in (0, libvirt.VIR_DOMAIN_XML_INACTIVE)):
+                        found.add(domain.name())
+                except libvirt.libvirtError as error:
+                    if error.get_error_code() != libvirt.VIR_ERR_NO_DOMAIN:
+                        raise
+        return found
+
+    def is_running(self, instance: str) -> bool:
+        """Whether a domain of this name or uuid runs, ours or not."""
+        with self._connection.use(f'looking for domain {instance}') as connection:
+            return any(domain.isActive() for domain in _named(connection, instance))
+
+    def start(self, spec: GuestSpec, description: str) -> None:
+        """Define the domain from its XML and start it. One of ours that runs is left alone.
+
+        One that is defined but off is what is left of a build that was interrupted: it is defined anew.
+        """
+        with self._connection.use(f'starting domain {spec.instance}') as connection:
+            try:
+                for domain in _named(connection, spec.instance):
+                    _check_ours(domain, spec.instance, spec.compute)
+                    if domain.isActive():
+                        return
+                    _undefine(domain)
+                domain = connection.defineXML(description)
+                failpoint('domain-defined')
+                domain.create()
+            except libvirt.libvirtError as error:
+                if is_broken(error):
+                    raise
+                raise BuildFailed('started', reason(error)) from error
+
+    def resume(self, instance: str, compute: str) -> None:
+        """Start our domain as it is defined. One that runs is left alone."""
+        with self._connection.use(f'starting domain {instance}') as connection:
+            try:
+                domains = _named(connection, instance)
+                for domain in domains:
+                    _check_ours(domain, instance, compute)
+                    if not domain.isActive():
+                        domain.create()
+            except libvirt.libvirtError as error:
+                if is_broken(error):
+                    raise
+                raise BuildFailed('started', reason(error)) from error
+        if not domains:
+            raise BuildFailed('started', 'its domain is gone')
+
+    def destroy(self, instance: str, compute: str) -> None:
+        """End the domain and remove its definition; return once it is seen gone."""
+        last = 'no error'
+        for _ in _until(time.monotonic() + DESTROY_DEADLINE):
+            with self._connection.use(f'destroying domain {instance}') as connection:
+                domains = _named(connection, instance)
+                if not domains:
+                    return
+                for domain in domains:
+                    _check_ours(domain, instance, compute)
+                    try:
+                        # First destroy: undefine would make a running domain transient, and leave it running.
+                        if domain.isActive():
+                            domain.destroy()
+                        failpoint('domain-destroyed')
+                        if domain.isPersistent():
+                            _undefine(domain)
+                    except libvirt.libvirtError as error:
+                        if is_broken(error) or error.get_error_code() not in READ_AGAIN | BUSY:
+                            raise
+                        last = reason(error)
+                if not _named(connection, instance):
+                    return
+        raise EcompError(f'domain {instance} is still there after {DESTROY_DEADLINE:g} s of destroying it: {last}')
+
+    def macs(self, instance: str) -> Sequence[str]:
+        """The MAC addresses of our domain's interfaces, in order; none if it is not there."""
+        with self._connection.use(f'asking for the interfaces of {instance}') as connection:
+            try:
+                return xml.macs(connection.lookupByUUIDString(instance).XMLDesc())
+            except libvirt.libvirtError as error:
+                if error.get_error_code() != libvirt.VIR_ERR_NO_DOMAIN:
+                    raise
+                return ()
+
+
+def _named(connection: libvirt.virConnect, instance: str) -> list[libvirt.virDomain]:
+    """The domains with this uuid or this name: none, one, or two different ones."""
+    found: dict[str, libvirt.virDomain] = {}
+    for lookup in (connection.lookupByUUIDString, connection.lookupByName):
+        try:
+            domain = lookup(instance)
+            found[domain.UUIDString()] = domain
+        except libvirt.libvirtError as error:
+            if error.get_error_code() != libvirt.VIR_ERR_NO_DOMAIN:
+                raise
+    return list(found.values())
+
+
+def _mark(domain: libvirt.virDomain) -> xml.Mark | None:
+    try:
+        return xml.mark(domain.metadata(libvirt.VIR_DOMAIN_METADATA_ELEMENT, xml.MARK_NAMESPACE))
+    except libvirt.libvirtError as error:
+        if error.get_error_code() == libvirt.VIR_ERR_NO_DOMAIN_METADATA:
+            return None
+        raise
+
+
+def _check_ours(domain: libvirt.virDomain, instance: str, compute: str) -> None:
+    mark = _mark(domain)
+    if mark is None or mark.instance != instance or domain.UUIDString() != instance:
+        which = f'{domain.name()} ({domain.UUIDString()})'
+        raise Conflict(f'domain {which} is here and was not made by ecompute: not touched')
+    if mark.compute != compute:
+        raise Conflict(f'domain {instance} is here and belongs to compute {mark.compute}, not {compute}: not touched')
+
+
+def _trouble(state: int, why: int) -> str:
+    # https://libvirt.org/html/libvirt-libvirt-domain.html#virDomainState and the reasons below it
+    if state == libvirt.VIR_DOMAIN_CRASHED or (
+        state == libvirt.VIR_DOMAIN_SHUTOFF
+        and why in (libvirt.VIR_DOMAIN_SHUTOFF_CRASHED, libvirt.VIR_DOMAIN_SHUTOFF_FAILED)
+    ):
+        return CRASHED
+    if state == libvirt.VIR_DOMAIN_PAUSED and why == libvirt.VIR_DOMAIN_PAUSED_IOERROR:
+        return NO_SPACE
+    return ''
+
+
+def _undefine(domain: libvirt.virDomain) -> None:
+    for flags in UNDEFINE_FLAGS:
+        try:
+            domain.undefineFlags(flags)
+            return
+        except libvirt.libvirtError as error:
+            if error.get_error_code() != libvirt.VIR_ERR_INVALID_ARG or not flags:
+                raise
+
+
+def _until(deadline: float) -> Iterator[None]:
+    """Turns of a loop, at once and then ever further apart, until the deadline (time.monotonic) has passed."""
+    delay = RETRY_FIRST
+    yield
+    while time.monotonic() < deadline:
+        time.sleep(delay)
+        delay = min(2 * delay, RETRY_MOST)
+        yield

@@ -1,0 +1,149 @@
+"""The Hypervisor of `ecompute --fake`: guests are pretended, kept in memory, or in a file to outlive the process."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+from collections.abc import Callable, Mapping, Set
+from dataclasses import asdict, replace
+from pathlib import Path
+
+from ecomp.errors import BuildFailed, Conflict, EcompError, UsageError
+from ecomp.model.guest import BaseImage, Guest, GuestSpec, mac_address
+from ecomp.virt import image
+
+
+class FakeHypervisor:
+    """With `state`, the guests are in `state`/fake.json, so that the next process finds them running."""
+
+    def __init__(self, state: Path | None = None) -> None:
+        self._file = state / 'fake.json' if state else None
+        self._lock = threading.RLock()
+        self._notify: Callable[[str], None] | None = None
+        self._guests: dict[str, Guest] = {}
+
+    def prepare(self) -> None:
+        if self._file is None:
+            return
+        self._file.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            stored = json.loads(self._file.read_text())
+            guests = [Guest(**guest) for guest in stored]
+        except FileNotFoundError:
+            return
+        except (ValueError, TypeError) as error:
+            raise EcompError(f'{self._file} is not what this ecompute writes ({error}): remove it') from error
+        with self._lock:
+            self._guests = {guest.instance: guest for guest in guests}
+
+    def virt_type(self, wanted: str) -> str:
+        if wanted == 'kvm':
+            raise UsageError('virt_type kvm cannot be had: the guests are only pretended (--fake)')
+        return 'qemu'
+
+    def image_directory(self) -> Path | None:
+        return None
+
+    def inspect(self, path: Path) -> BaseImage:
+        return BaseImage(str(path), 'qcow2', 0)
+
+    def guests(self) -> Mapping[str, Guest]:
+        with self._lock:
+            return dict(self._guests)
+
+    def without_base(self) -> Mapping[str, str]:
+        return {}
+
+    def users(self, instance: str) -> Set[str]:
+        with self._lock:
+            guest = self._guests.get(instance)
+        return {instance} if guest is not None and guest.disk and guest.defined else set()
+
+    def create_disk(self, spec: GuestSpec) -> None:
+        image.capacity(spec)
+        with self._lock:
+            guest = self._guests.get(spec.instance, _nothing(spec.instance))
+            if guest.running:
+                raise BuildFailed('disk', f'domain {spec.instance} is running: its disk is not made again')
+            self._put(replace(guest, disk=True), 'disk')
+
+    def start(self, spec: GuestSpec) -> None:
+        with self._lock:
+            guest = self._guests.get(spec.instance, _nothing(spec.instance))
+            if guest.compute not in (None, spec.compute):
+                raise Conflict(
+                    f'domain {spec.instance} is here and belongs to compute {guest.compute}, '
+                    f'not {spec.compute}: not touched'
+                )
+            if not guest.disk:
+                raise BuildFailed('started', f'the disk of {spec.instance} is not there')
+            self._put(replace(guest, compute=spec.compute, defined=True, running=True), 'started')
+        self._changed(f'fake: domain {spec.instance} started')
+
+    def resume(self, instance: str, compute: str) -> None:
+        with self._lock:
+            guest = self._guests.get(instance, _nothing(instance))
+            if guest.compute not in (None, compute):
+                raise Conflict(f'domain {instance} is here and belongs to compute {guest.compute}: not touched')
+            if not guest.defined or not guest.disk:
+                raise BuildFailed('started', 'its domain is gone' if not guest.defined else 'its disk is gone')
+            self._put(replace(guest, running=True, trouble=''))
+        self._changed(f'fake: domain {instance} started')
+
+    def destroy(self, instance: str, compute: str) -> None:
+        with self._lock:
+            if instance in self._guests:
+                other = self._guests[instance].compute
+                if other not in (None, compute):
+                    raise Conflict(f'domain {instance} is here and belongs to compute {other}: not touched')
+                self._put(replace(self._guests[instance], compute=None, defined=False, running=False))
+        self._changed(f'fake: domain {instance} destroyed')
+
+    def delete_disk(self, instance: str) -> None:
+        with self._lock:
+            if instance in self._guests:
+                if self._guests[instance].running:
+                    raise Conflict(f'domain {instance} is running: its disk is not removed')
+                self._put(replace(self._guests[instance], disk=False))
+
+    def addresses(self, instance: str) -> Mapping[str, str]:
+        """One in 10.0.0.0/8, the same every time: no guest asks for it, so it is there as soon as the guest runs."""
+        with self._lock:
+            if instance not in self._guests or not self._guests[instance].running:
+                return {}
+        digest = hashlib.sha256(instance.encode()).digest()
+        return {mac_address(instance, 0): f'10.{digest[0]}.{digest[1]}.{digest[2] % 254 + 1}'}
+
+    def on_change(self, notify: Callable[[str], None]) -> None:
+        self._notify = notify
+
+    def close(self) -> None:
+        self._notify = None
+
+    def _put(self, guest: Guest, stage: str | None = None) -> None:
+        """Remember what is there of a guest; forget one of whom nothing is. Written down before it is believed.
+
+        Where it cannot be written, as on a full disk: BuildFailed in a build's `stage`, else EcompError.
+        """
+        guests = {**self._guests, guest.instance: guest}
+        if guest == _nothing(guest.instance):
+            del guests[guest.instance]
+        if self._file is not None:
+            new = self._file.with_suffix('.new')
+            try:
+                new.write_text(json.dumps([asdict(guest) for guest in guests.values()]))
+                new.rename(self._file)
+            except OSError as error:
+                new.unlink(missing_ok=True)
+                reason = f'{self._file}: {error.strerror}'
+                raise BuildFailed(stage, reason) if stage else EcompError(reason) from error
+        self._guests = guests
+
+    def _changed(self, reason: str) -> None:
+        if self._notify is not None:
+            self._notify(reason)
+
+
+def _nothing(instance: str) -> Guest:
+    return Guest(instance, compute=None, defined=False, running=False, disk=False)

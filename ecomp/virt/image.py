@@ -1,0 +1,144 @@
+"""What a disk image is, read from the file alone, and how large the disk of an instance must be.
+
+oslo.utils' inspector recognizes the formats. It calls all else "raw", an HTML error page too, and reads no qcow2 beyond
+its header: whether a file can boot and is whole is looked at here. qcow2's layout: docs/interop/qcow2.txt of QEMU.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from pathlib import Path
+from typing import BinaryIO
+
+from ecomp.errors import BuildFailed
+from ecomp.model.guest import BaseImage, GuestSpec
+
+GIB = 2**30
+TAKEN = 'qcow2 and raw are taken'
+QCOW2_MAGIC = b'QFI\xfb'
+OFFSET_BITS = 0x00FFFFFFFFFFFE00
+COMPRESSED = 1 << 62
+L1_MOST = 32 * 2**20
+BACKING_MOST = 1023
+
+
+def capacity(spec: GuestSpec) -> int:
+    """Bytes of the instance's disk. BuildFailed('disk', …) if the image does not fit in it.
+
+    qemu-img itself would make the smaller overlay, and the guest would find its file system cut off.
+    """
+    if spec.disk_gb is None:
+        return spec.base.virtual_size
+    if spec.base.virtual_size > spec.disk_gb * GIB:
+        size = f'{spec.base.virtual_size / GIB:.1f}'
+        raise BuildFailed('disk', f'the image is {size} GiB, DISK_GB is {spec.disk_gb}: ask for more DISK_GB')
+    return spec.disk_gb * GIB
+
+
+def inspect(path: Path) -> BaseImage:
+    """What the file at `path` is: a whole qcow2 that names no other file, or a raw disk with a boot signature.
+
+    BuildFailed('image', …) for all else.
+    """
+    # 110 ms, and needed once per image only.
+    from oslo_utils.imageutils import format_inspector
+
+    try:
+        found = format_inspector.detect_file_format(str(path))
+        name = str(found) if found else 'raw'
+        if name == 'qcow2' and found:
+            found.safety_check()
+    except format_inspector.SafetyCheckFailed as error:
+        reasons = '; '.join(str(failure) for failure in error.failures.values())
+        raise _refused(f'is a qcow2 that is not safe to use: {reasons}') from error
+    except format_inspector.ImageFormatError as error:
+        raise _refused(f'is not a plain disk image: {error}') from error
+    except OSError as error:
+        raise BuildFailed('image', f'{path} cannot be read: {error.strerror}') from error
+
+    with path.open('rb') as file:
+        if name == 'qcow2':
+            return BaseImage(str(path), 'qcow2', _check_qcow2(file))
+        # A partition table is raw to everybody but the inspector.
+        if name not in ('raw', 'gpt'):
+            raise _refused(f'is in {name} format')
+        return BaseImage(str(path), 'raw', _check_raw(file))
+
+
+def backing(path: Path) -> str | None:
+    """The file a qcow2 lies on, as its header names it; None if it names none or is none."""
+    try:
+        with path.open('rb') as file:
+            magic, _, offset, length = struct.unpack('>4sIQI', file.read(20))
+            file.seek(offset)
+            name = file.read(min(length, BACKING_MOST)) if magic == QCOW2_MAGIC and offset else b''
+    except (OSError, struct.error, OverflowError, ValueError):
+        return None
+    return os.path.join(path.parent, os.fsdecode(name)) if name else None
+
+
+def _refused(what: str) -> BuildFailed:
+    return BuildFailed('image', f'the image {what}; {TAKEN}')
+
+
+def _check_raw(file: BinaryIO) -> int:
+    """The size of a raw disk. Only the signature tells one from any other file."""
+    start = file.read(512)
+    size = os.fstat(file.fileno()).st_size
+    if not start:
+        raise _refused('is empty')
+    if start.startswith(QCOW2_MAGIC):
+        raise _refused('is a qcow2 cut off in its header')
+    if start[510:] != b'\x55\xaa':
+        raise _refused(f'is not a disk image (starts with {_shown(start)})')
+    if size % 512:
+        raise _refused(f'is a raw disk of {size} bytes, not a multiple of 512: it is cut off')
+    return size
+
+
+def _shown(start: bytes) -> str:
+    text = start[:14].decode('ascii', errors='replace')
+    return repr(text) if text.isprintable() and text.isascii() else f'the bytes {start[:8].hex(" ")}'
+
+
+def _check_qcow2(file: BinaryIO) -> int:
+    """The virtual size, once every table and cluster the file speaks of is seen to be inside it.
+
+    Reads no more than the file is long, however its tables are made up.
+    """
+    length = os.fstat(file.fileno()).st_size
+    header = struct.unpack('>4sIQIIQIIQQII', file.read(64)[:64])
+    _, version, _, _, cluster_bits, size, encryption, l1_entries, l1_offset, refcounts, refcount_clusters, _ = header
+    incompatible = struct.unpack('>Q', file.read(16)[8:])[0] if version >= 3 else 0
+    if encryption:
+        raise _refused('is an encrypted qcow2')
+    if incompatible & 0b10:
+        raise _refused('is a qcow2 marked corrupt')
+    if not 9 <= cluster_bits <= 21 or not 0 < size < 2**63:
+        raise _refused(f'is a qcow2 of {size} bytes in clusters of 2^{cluster_bits}, which cannot be')
+    cluster = 1 << cluster_bits
+    if l1_entries * 8 > L1_MOST:
+        raise _refused('is a qcow2 with a larger table than QEMU reads')
+    if l1_entries * (cluster // 8) * cluster < size:
+        raise _refused('is a qcow2 whose tables do not cover its size')
+
+    def whole(offset: int, needed: int) -> None:
+        if offset + needed > length:
+            raise _refused(f'is a cut-off qcow2: {length} bytes, at least {offset + needed} are needed')
+
+    whole(l1_offset, l1_entries * 8)
+    whole(refcounts, refcount_clusters * cluster)
+    compressed_mask = (1 << (62 - (cluster_bits - 8))) - 1
+    for table in {entry & OFFSET_BITS for entry in _table(file, l1_offset, l1_entries)} - {0}:
+        whole(table, cluster)
+        entries = _table(file, table, cluster // 8)
+        # Of a data cluster only the beginning must be there: the last one of a file may end early.
+        last = max(entry & (compressed_mask if entry & COMPRESSED else OFFSET_BITS) for entry in entries)
+        whole(last, 1)
+    return size
+
+
+def _table(file: BinaryIO, offset: int, entries: int) -> tuple[int, ...]:
+    file.seek(offset)
+    return struct.unpack(f'>{entries}Q', file.read(entries * 8))

@@ -1,0 +1,160 @@
+"""The Hypervisor that is real: this host's libvirt. Each process makes its own; threads may share one."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Set
+from pathlib import Path
+
+from ecomp.errors import BuildFailed, Conflict, UsageError
+from ecomp.model.guest import BaseImage, Guest, GuestSpec
+from ecomp.virt import access, image, networks, xml
+from ecomp.virt.connection import Connection
+from ecomp.virt.domains import Domains
+from ecomp.virt.networks import Networks
+from ecomp.virt.volumes import Volumes
+
+LOG = logging.getLogger(__name__)
+
+
+class Libvirt:
+    """Guests on libvirt at `uri`, disks in `state`/images (the pool `ecompute`), consoles in `state`/console."""
+
+    def __init__(self, state: Path, network: str = 'default', uri: str = 'qemu:///system') -> None:
+        self._state = state.absolute()
+        self._network = network
+        self._connection = Connection(uri)
+        self._domains = Domains(self._connection)
+        self._volumes = Volumes(self._connection, self._state / 'images')
+        self._networks = Networks(self._connection)
+        self._stop_watching: Callable[[], None] | None = None
+
+    def prepare(self) -> None:
+        for directory, mode in ((self._state, 0o711), (self._volumes.directory, 0o711), (self._consoles, 0o700)):
+            try:
+                directory.mkdir(parents=True, exist_ok=True)
+                directory.chmod(mode)
+            except OSError as error:
+                raise UsageError(f'{directory} cannot be made or opened up: {error.strerror} (see `state:`)') from error
+        capabilities = self._capabilities()
+        if 'qemu' not in capabilities.domain_types:
+            raise UsageError(
+                f'libvirt knows no QEMU for {xml.ARCHITECTURE} guests: install qemu-system-x86 and restart libvirtd'
+            )
+        qemu = access.user(capabilities.qemu_uid, capabilities.qemu_gid)
+        access.check_reachable(self._volumes.directory, qemu)
+        if access.KVM.exists() and not access.can(access.READ_WRITE, access.KVM, qemu):
+            LOG.warning('%s %s', access.KVM, access.UNUSABLE_KVM.format(name=qemu.name))
+        self._volumes.prepare()
+        self._networks.prepare(self._network)
+        # libvirt probes QEMU for this, which takes seconds once: here, and not in the first guest's start.
+        with self._connection.use('probing QEMU') as connection:
+            connection.getDomainCapabilities(None, xml.ARCHITECTURE, xml.MACHINE, self.virt_type('auto'))
+
+    def virt_type(self, wanted: str) -> str:
+        flags = Path('/proc/cpuinfo').read_text(errors='replace').split()
+        capabilities = self._capabilities()
+        qemu = access.user(capabilities.qemu_uid, capabilities.qemu_gid)
+        return access.choose_virt_type(
+            wanted,
+            cpu_flag='vmx' in flags or 'svm' in flags,
+            device=access.KVM.exists() and access.can(access.READ_WRITE, access.KVM, qemu),
+            offered='kvm' in capabilities.domain_types,
+        )
+
+    def image_directory(self) -> Path | None:
+        return self._volumes.directory
+
+    def inspect(self, path: Path) -> BaseImage:
+        return image.inspect(path)
+
+    def guests(self) -> Mapping[str, Guest]:
+        # Disks first: a guest removed between the two questions is then seen with too much, not with too little.
+        disks = self._volumes.present()
+        domains = self._domains.ours()
+        guests = {instance: Guest(instance, None, False, False, True) for instance in disks}
+        for instance, found in domains.items():
+            guests[instance] = Guest(
+                instance, found.mark.compute, found.defined, found.running, instance in disks, found.trouble
+            )
+        return guests
+
+    def without_base(self) -> Mapping[str, str]:
+        return self._volumes.without_base()
+
+    def users(self, instance: str) -> Set[str]:
+        return self._domains.users(str(self._volumes.path(instance)))
+
+    def create_disk(self, spec: GuestSpec) -> None:
+        if self._domains.is_running(spec.instance):
+            raise BuildFailed('disk', f'domain {spec.instance} is running: its disk is not made again')
+        self._volumes.create(spec)
+
+    def start(self, spec: GuestSpec) -> None:
+        description = xml.domain_xml(spec, str(self._volumes.path(spec.instance)), str(self._console(spec.instance)))
+        self._domains.start(spec, description)
+
+    def resume(self, instance: str, compute: str) -> None:
+        self._domains.resume(instance, compute)
+
+    def destroy(self, instance: str, compute: str) -> None:
+        self._domains.destroy(instance, compute)
+
+    def delete_disk(self, instance: str) -> None:
+        if self._domains.is_running(instance):
+            raise Conflict(f'domain {instance} is running: its disk is not removed')
+        self._volumes.delete(instance)
+        self._console(instance).unlink(missing_ok=True)
+
+    def addresses(self, instance: str) -> Mapping[str, str]:
+        macs = self._domains.macs(instance)
+        leased = self._networks.leases(self._network, macs)
+        # On a bridge somebody else's server gives the address: the host sees it when the guest talks to it.
+        others = [mac for mac in macs if mac not in leased]
+        return {**leased, **networks.neighbours(others)} if others else leased
+
+    def on_change(self, notify: Callable[[str], None]) -> None:
+        self._connection.watch(notify)
+        self._end_watching()
+        try:
+            self._stop_watching = networks.watch_leases(networks.LEASES, notify)
+        except OSError as error:
+            LOG.warning('%s cannot be watched (%s): a lease is seen when next asked for', networks.LEASES, error)
+
+    def ensure_metadata_address(self) -> bool:
+        """See that the network's bridge carries 169.254.169.254; True if it did not, and now does."""
+        bridge = self.bridge_name()
+        if networks.has_metadata_address(bridge):
+            return False
+        networks.set_metadata_address(bridge, True)
+        return True
+
+    def metadata_address_present(self) -> bool:
+        return networks.has_metadata_address(self.bridge_name())
+
+    def remove_metadata_address(self) -> None:
+        """Take 169.254.169.254 off the bridge: for whoever ensure_metadata_address answered True."""
+        networks.set_metadata_address(self.bridge_name(), False)
+
+    def bridge_name(self) -> str:
+        return self._networks.bridge_name(self._network)
+
+    def close(self) -> None:
+        self._end_watching()
+        self._connection.close()
+
+    def _end_watching(self) -> None:
+        if self._stop_watching is not None:
+            self._stop_watching()
+            self._stop_watching = None
+
+    @property
+    def _consoles(self) -> Path:
+        return self._state / 'console'
+
+    def _console(self, instance: str) -> Path:
+        return self._consoles / f'{instance}.log'
+
+    def _capabilities(self) -> xml.Capabilities:
+        with self._connection.use('asking for its capabilities') as connection:
+            return xml.capabilities(connection.getCapabilities())

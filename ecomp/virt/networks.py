@@ -1,0 +1,147 @@
+"""libvirt's network: that it runs, its DHCP leases, and the metadata server's address on its bridge."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from ecomp.errors import EcompError, UsageError
+from ecomp.virt.connection import Connection, libvirt
+
+METADATA_ADDRESS = '169.254.169.254'
+# NUD_REACHABLE, STALE, DELAY, PROBE and PERMANENT of linux/neighbour.h: states in which the MAC is believed.
+KNOWN = 0x02 | 0x04 | 0x08 | 0x10 | 0x80
+LEASES = Path('/var/lib/libvirt/dnsmasq')
+"""Where libvirt's helper of dnsmasq writes `<bridge>.status`, anew for each lease."""
+
+
+class Networks:
+    """Errors: UsageError, Unreachable, EcompError."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+
+    def prepare(self, name: str) -> None:
+        """See that the network is defined and running."""
+        with self._connection.use(f'preparing the network {name}') as connection:
+            try:
+                network = connection.networkLookupByName(name)
+            except libvirt.libvirtError as error:
+                if error.get_error_code() != libvirt.VIR_ERR_NO_NETWORK:
+                    raise
+                raise UsageError(
+                    f'libvirt has no network {name!r}: '
+                    'virsh net-define /usr/share/libvirt/networks/default.xml; virsh net-autostart default'
+                ) from error
+            if not network.isActive():
+                network.create()
+
+    def bridge_name(self, name: str) -> str:
+        """The bridge the network's guests are on."""
+        with self._connection.use(f'asking for the bridge of network {name}') as connection:
+            return str(connection.networkLookupByName(name).bridgeName())
+
+    def leases(self, name: str, macs: Iterable[str]) -> Mapping[str, str]:
+        """The IPv4 address each of these MACs was given last. A network that is not there or off has given none."""
+        try:
+            with self._connection.use(f'asking for the leases of network {name}') as connection:
+                leases = connection.networkLookupByName(name).DHCPLeases()
+        except EcompError as error:
+            if not isinstance(error.__cause__, libvirt.libvirtError) or error.__cause__.get_error_code() not in (
+                libvirt.VIR_ERR_NO_NETWORK,
+                libvirt.VIR_ERR_OPERATION_INVALID,
+            ):
+                raise
+            return {}
+        return newest(leases, macs)
+
+
+def newest(leases: Iterable[Mapping[str, Any]], macs: Iterable[str]) -> dict[str, str]:
+    """Of virNetworkGetDHCPLeases' answer, each MAC's IPv4 address that expires last."""
+    wanted = set(macs)
+    by_expiry = sorted(leases, key=lambda lease: int(lease['expirytime']))
+    return {
+        lease['mac'].lower(): lease['ipaddr']
+        for lease in by_expiry
+        if lease['type'] == libvirt.VIR_IP_ADDR_TYPE_IPV4 and lease['mac'] and lease['mac'].lower() in wanted
+    }
+
+
+def neighbours(macs: Iterable[str]) -> dict[str, str]:
+    """The IPv4 address each of these MACs has in this host's ARP table, as far as it has one.
+
+    Asked of the kernel: libvirt 9.0's own look at the table fails ("wrong nlmsg len"), and says so of a guest without
+    an address as well.
+    """
+    # 120 ms, and only the parent needs it.
+    from pyroute2 import IPRoute
+
+    wanted = set(macs)
+    found = {}
+    with IPRoute() as route:
+        for entry in route.get_neighbours(family=socket.AF_INET):
+            mac, address = entry.get_attr('NDA_LLADDR'), entry.get_attr('NDA_DST')
+            # What a guest without DHCP gives itself is no address anybody can use.
+            if mac in wanted and entry['state'] & KNOWN and not address.startswith(('169.254.', '0.')):
+                found[mac] = address
+    return found
+
+
+def has_metadata_address(bridge: str) -> bool:
+    """Whether the bridge itself carries 169.254.169.254."""
+    from pyroute2 import IPRoute
+
+    with IPRoute() as route:
+        return any(
+            address.get_attr('IFA_LOCAL', address.get_attr('IFA_ADDRESS')) == METADATA_ADDRESS
+            for number in route.link_lookup(ifname=bridge)
+            for address in route.get_addr(index=number)
+        )
+
+
+def set_metadata_address(bridge: str, present: bool) -> None:
+    """Put 169.254.169.254/32 on the bridge, or take it off. Already so is success.
+
+    On the network's own bridge and nowhere else: no other machine can be asked by its guests then.
+    """
+    from pyroute2 import IPRoute, NetlinkError
+
+    with IPRoute() as route:
+        numbers = route.link_lookup(ifname=bridge)
+        if not numbers:
+            raise EcompError(f'the bridge {bridge} is not there: is the network started?')
+        if has_metadata_address(bridge) == present:
+            return
+        try:
+            route.addr('add' if present else 'del', index=numbers[0], address=METADATA_ADDRESS, prefixlen=32)
+        except NetlinkError as error:
+            verb = 'put on' if present else 'taken off'
+            raise EcompError(f'{METADATA_ADDRESS} cannot be {verb} {bridge}: {error.args[-1]}') from error
+
+
+def watch_leases(directory: Path, notify: Callable[[str], None]) -> Callable[[], None]:
+    """From now on notify(reason) within milliseconds of a lease; returns what ends it.
+
+    OSError if the directory cannot be watched.
+    """
+    from watchdog.events import FileSystemEvent, FileSystemEventHandler
+    from watchdog.observers import Observer
+
+    class Handler(FileSystemEventHandler):
+        def on_any_event(self, event: FileSystemEvent) -> None:
+            # The helper writes a new file and renames it; an edit in place is for other versions.
+            path = str(event.dest_path or event.src_path)
+            if event.event_type in ('moved', 'modified', 'created') and path.endswith('.status'):
+                notify(f'leases: {Path(path).name} {event.event_type}')
+
+    observer = Observer()
+    observer.schedule(Handler(), str(directory))
+    observer.start()
+
+    def stop() -> None:
+        observer.stop()
+        observer.join()
+
+    return stop

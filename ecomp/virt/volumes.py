@@ -1,0 +1,155 @@
+"""The storage pool `ecompute` and the overlay volumes in it: a directory on this host, `<instance>.qcow2` each."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping, Set
+from contextlib import suppress
+from pathlib import Path
+from uuid import UUID
+
+from ecomp.errors import BuildFailed, Conflict, EcompError, Unreachable
+from ecomp.model.guest import GuestSpec
+from ecomp.virt import image, xml
+from ecomp.virt.connection import Connection, is_broken, libvirt, reason
+
+POOL = 'ecompute'
+SUFFIX = '.qcow2'
+REFRESH_DEADLINE = 20.0
+
+
+class Volumes:
+    """Errors: Conflict, Unreachable, EcompError; BuildFailed from create."""
+
+    def __init__(self, connection: Connection, directory: Path) -> None:
+        self._connection = connection
+        self.directory = directory
+
+    def prepare(self) -> None:
+        """See that the pool is defined over our directory, started, and started with libvirtd from now on."""
+        with self._connection.use(f'preparing the storage pool {POOL}') as connection:
+            try:
+                pool = connection.storagePoolLookupByName(POOL)
+            except libvirt.libvirtError as error:
+                if error.get_error_code() != libvirt.VIR_ERR_NO_STORAGE_POOL:
+                    raise
+                pool = connection.storagePoolDefineXML(xml.pool_xml(POOL, str(self.directory)))
+                pool.build()
+            target = xml.pool_target(pool.XMLDesc())
+            if os.path.realpath(target) != os.path.realpath(self.directory):
+                raise Conflict(
+                    f'the storage pool {POOL} is over {target}, not {self.directory}: another ecompute uses this '
+                    f'libvirt, or `state:` was changed; if the pool is not needed: virsh pool-destroy {POOL}; '
+                    f'virsh pool-undefine {POOL}'
+                )
+            if not pool.isActive():
+                pool.create()
+            if not pool.autostart():
+                pool.setAutostart(True)
+
+    def present(self) -> Set[str]:
+        """The instances that have an overlay.
+
+        Asked of the directory: libvirt's list of a pool is a cache, and to refresh it opens every volume. A directory
+        that cannot be read is Unreachable and not empty: nothing may be taken for gone because of it.
+        """
+        try:
+            names = os.listdir(self.directory)
+        except OSError as error:
+            raise Unreachable(f'{self.directory}: {error.strerror}: is its file system mounted?') from error
+        stems = (name.removesuffix(SUFFIX) for name in names if name.endswith(SUFFIX))
+        return {stem for stem in stems if _is_uuid(stem)}
+
+    def without_base(self) -> Mapping[str, str]:
+        """The instances whose base volume is not there, with its path."""
+        bases = {instance: image.backing(self.path(instance)) for instance in self.present()}
+        there = {base: os.path.exists(base) for base in set(bases.values()) if base}
+        return {instance: base for instance, base in bases.items() if base and not there[base]}
+
+    def path(self, instance: str) -> Path:
+        return self.directory / (instance + SUFFIX)
+
+    def create(self, spec: GuestSpec) -> None:
+        """Make the overlay, in place of one that is there. No domain may be running on it."""
+        description = xml.volume_xml(
+            spec.instance + SUFFIX, image.capacity(spec), spec.base.path, spec.base.format
+        )
+        if not os.path.exists(spec.base.path):
+            raise BuildFailed('disk', f'the base volume {spec.base.path} is gone')
+        if self.path(spec.instance).exists():
+            self.delete(spec.instance)
+        with self._connection.use(f'creating the disk of {spec.instance}') as connection:
+            try:
+                pool = _active_pool(connection)
+                try:
+                    pool.createXML(description)
+                except libvirt.libvirtError as error:
+                    # libvirt remembers a volume whose file was removed by hand.
+                    if error.get_error_code() != libvirt.VIR_ERR_STORAGE_VOL_EXIST:
+                        raise
+                    _refresh(pool)
+                    pool.createXML(description)
+            except libvirt.libvirtError as error:
+                if is_broken(error):
+                    raise
+                with suppress(EcompError):
+                    self.delete(spec.instance)
+                raise BuildFailed('disk', self._why(reason(error))) from error
+
+    def delete(self, instance: str) -> None:
+        """Remove the overlay. Nothing there is success."""
+        with self._connection.use(f'deleting the disk of {instance}') as connection:
+            pool = _active_pool(connection)
+            for refreshed in (False, True):
+                try:
+                    pool.storageVolLookupByName(instance + SUFFIX).delete()
+                    return
+                except libvirt.libvirtError as error:
+                    if error.get_error_code() != libvirt.VIR_ERR_NO_STORAGE_VOL:
+                        raise
+                if refreshed or not self.path(instance).exists():
+                    return
+                # There, and libvirt has not seen it: a volume half made when libvirtd was killed.
+                _refresh(pool)
+
+    def _why(self, message: str) -> str:
+        """libvirt's message, said plainly when the disk is full."""
+        # qemu-img's exit status says no more than "1": the file system itself is asked.
+        try:
+            free = os.statvfs(self.directory)
+        except OSError as error:
+            return f'{self.directory}: {error.strerror}'
+        left = free.f_bavail * free.f_frsize
+        if left < 2**20 or (free.f_files and not free.f_favail):
+            return f'the file system of {self.directory} is full: {left // 1024} KiB and {free.f_favail} files are left'
+        return message
+
+
+def _active_pool(connection: libvirt.virConnect) -> libvirt.virStoragePool:
+    pool = connection.storagePoolLookupByName(POOL)
+    if not pool.isActive():
+        pool.create()
+    return pool
+
+
+def _refresh(pool: libvirt.virStoragePool) -> None:
+    """Read the directory again. libvirt refuses while a volume is being made in the pool, and that ends soon."""
+    deadline = time.monotonic() + REFRESH_DEADLINE
+    while True:
+        try:
+            pool.refresh()
+            return
+        except libvirt.libvirtError as error:
+            busy = error.get_error_code() == libvirt.VIR_ERR_INTERNAL_ERROR and not is_broken(error)
+            if not busy or time.monotonic() > deadline:
+                raise
+        time.sleep(0.05)
+
+
+def _is_uuid(text: str) -> bool:
+    """Whether it is a uuid exactly as we write them."""
+    try:
+        return str(UUID(text)) == text
+    except ValueError:
+        return False

@@ -1,0 +1,173 @@
+"""PURE: the XML libvirt is given for our domains, volumes and pool, and what is read from libvirt's own.
+
+Everything is built with ElementTree, so a value can never become markup. Formats: libvirt.org/formatdomain.html,
+formatstorage.html, formatcaps.html.
+"""
+
+from __future__ import annotations
+
+import xml.etree.ElementTree as ET
+from dataclasses import dataclass
+
+from ecomp.model.guest import GuestSpec
+
+MARK_NAMESPACE = 'urn:ecomp:1'
+ARCHITECTURE = 'x86_64'
+# Cirros 0.3.6 has no driver for modern-only virtio: i440fx gives transitional devices, q35 would not.
+MACHINE = 'pc'
+
+
+@dataclass(frozen=True)
+class Mark:
+    """What says that a domain is ours: the instance it is and the compute (provider uuid) that made it."""
+
+    instance: str
+    compute: str
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """What a host's libvirt offers: domain types for ARCHITECTURE, and the user and group QEMU runs as."""
+
+    domain_types: frozenset[str]
+    qemu_uid: int
+    qemu_gid: int
+
+
+def seed_url(instance: str) -> str:
+    """Where a guest's cloud-init finds its NoCloud seed; the metadata server answers there."""
+    return f'http://169.254.169.254/seed/{instance}/'
+
+
+def domain_xml(spec: GuestSpec, disk: str, console_log: str) -> str:
+    """A guest's domain: name and uuid are the instance's, the metadata holds our mark.
+
+    `disk` is the overlay's path, `console_log` the file the serial console is copied to.
+    """
+    domain = ET.Element('domain', type=spec.virt_type)
+    _text(domain, 'name', spec.instance)
+    _text(domain, 'uuid', spec.instance)
+    mark = {'xmlns:ecomp': MARK_NAMESPACE, 'uuid': spec.instance, 'compute': spec.compute, 'version': '1'}
+    ET.SubElement(ET.SubElement(domain, 'metadata'), 'ecomp:instance', mark)
+    _text(domain, 'memory', str(spec.memory_mb), unit='MiB')
+    _text(domain, 'vcpu', str(spec.vcpus))
+    _firmware(domain, spec)
+    if spec.virt_type == 'kvm':
+        ET.SubElement(domain, 'cpu', mode='host-model')
+    ET.SubElement(domain, 'clock', offset='utc')
+    # A crashed guest stays off: to start it again for the user would be to guess.
+    for event, action in (('poweroff', 'destroy'), ('reboot', 'restart'), ('crash', 'destroy')):
+        _text(domain, f'on_{event}', action)
+    _devices(ET.SubElement(domain, 'devices'), spec, disk, console_log)
+    return _serialized(domain)
+
+
+def _firmware(domain: ET.Element, spec: GuestSpec) -> None:
+    # A current cloud-init looks for a network seed only if DMI tells it to: the system's serial number does.
+    system = ET.SubElement(ET.SubElement(domain, 'sysinfo', type='smbios'), 'system')
+    _text(system, 'entry', f'ds=nocloud-net;s={seed_url(spec.instance)}', name='serial')
+    _text(system, 'entry', spec.instance, name='uuid')
+    os = ET.SubElement(domain, 'os')
+    _text(os, 'type', 'hvm', arch=ARCHITECTURE, machine=MACHINE)
+    ET.SubElement(os, 'boot', dev='hd')
+    ET.SubElement(os, 'smbios', mode='sysinfo')
+    features = ET.SubElement(domain, 'features')
+    ET.SubElement(features, 'acpi')
+    ET.SubElement(features, 'apic')
+
+
+def _devices(devices: ET.Element, spec: GuestSpec, disk: str, console_log: str) -> None:
+    drive = ET.SubElement(devices, 'disk', type='file', device='disk')
+    ET.SubElement(drive, 'driver', name='qemu', type='qcow2', discard='unmap', detect_zeroes='unmap')
+    ET.SubElement(drive, 'source', file=disk)
+    # The whole chain, and its end: what an image's header says never decides which file of the host is opened.
+    base = ET.SubElement(drive, 'backingStore', type='file')
+    ET.SubElement(base, 'format', type=spec.base.format)
+    ET.SubElement(base, 'source', file=spec.base.path)
+    ET.SubElement(base, 'backingStore')
+    ET.SubElement(drive, 'target', dev='vda', bus='virtio')
+
+    ET.SubElement(devices, 'controller', type='usb', model='none')
+    attachments = [('network', spec.network)] + ([('bridge', spec.bridge)] if spec.bridge else [])
+    for mac, (kind, name) in zip(spec.macs, attachments, strict=True):
+        interface = ET.SubElement(devices, 'interface', type=kind)
+        ET.SubElement(interface, 'mac', address=mac)
+        ET.SubElement(interface, 'source', {kind: name})
+        ET.SubElement(interface, 'model', type='virtio')
+
+    serial = ET.SubElement(devices, 'serial', type='pty')
+    ET.SubElement(serial, 'log', file=console_log, append='on')
+    ET.SubElement(serial, 'target', port='0')
+    ET.SubElement(ET.SubElement(devices, 'console', type='pty'), 'target', type='serial', port='0')
+    _text(ET.SubElement(devices, 'rng', model='virtio'), 'backend', '/dev/urandom', model='random')
+    ET.SubElement(devices, 'memballoon', model='virtio')
+
+
+def volume_xml(name: str, capacity: int, base: str, base_format: str) -> str:
+    """An overlay volume: qcow2 of `capacity` bytes over `base`, whose format is recorded and so never probed."""
+    volume = ET.Element('volume', type='file')
+    _text(volume, 'name', name)
+    _text(volume, 'capacity', str(capacity), unit='bytes')
+    target = ET.SubElement(volume, 'target')
+    ET.SubElement(target, 'format', type='qcow2')
+    # libvirt's default is the format of 2009, in which a guest's discard over a backing file frees nothing.
+    _text(target, 'compat', '1.1')
+    _text(ET.SubElement(target, 'permissions'), 'mode', '0600')
+    backing = ET.SubElement(volume, 'backingStore')
+    _text(backing, 'path', base)
+    ET.SubElement(backing, 'format', type=base_format)
+    return _serialized(volume)
+
+
+def pool_xml(name: str, target: str) -> str:
+    """A directory pool."""
+    pool = ET.Element('pool', type='dir')
+    _text(pool, 'name', name)
+    _text(ET.SubElement(pool, 'target'), 'path', target)
+    return _serialized(pool)
+
+
+def pool_target(xml: str) -> str:
+    """The directory of a pool, '' if it has none."""
+    return ET.fromstring(xml).findtext('target/path', '')
+
+
+def mark(xml: str) -> Mark | None:
+    """The mark in a domain's metadata element of our namespace; None if it is not a complete one."""
+    element = ET.fromstring(xml)
+    instance, compute = element.get('uuid'), element.get('compute')
+    return Mark(instance, compute) if instance and compute else None
+
+
+def macs(xml: str) -> tuple[str, ...]:
+    """The MAC addresses of a domain's interfaces, in order."""
+    return tuple(mac.get('address', '').lower() for mac in ET.fromstring(xml).findall('devices/interface/mac'))
+
+
+def disks(xml: str) -> tuple[str, ...]:
+    """The files that are a domain's disks, or what those lie on."""
+    return tuple(source.get('file', '') for source in ET.fromstring(xml).iterfind('devices/disk//source'))
+
+
+def capabilities(xml: str) -> Capabilities:
+    """What we need to know of libvirt's answer to getCapabilities."""
+    root = ET.fromstring(xml)
+    guests = [guest for guest in root.findall('guest') if guest.findtext('os_type') == 'hvm']
+    types = {
+        domain.get('type', '')
+        for guest in guests
+        for domain in guest.findall(f"arch[@name='{ARCHITECTURE}']/domain")
+    }
+    # "+64055:+64055"; a libvirt that does not change users says nothing, and its QEMU is root.
+    label = root.findtext("host/secmodel[model='dac']/baselabel", '+0:+0')
+    uid, _, gid = label.replace('+', '').partition(':')
+    return Capabilities(frozenset(types), int(uid), int(gid))
+
+
+def _text(parent: ET.Element, tag: str, text: str, **attributes: str) -> None:
+    ET.SubElement(parent, tag, attributes).text = text
+
+
+def _serialized(element: ET.Element) -> str:
+    ET.indent(element)
+    return ET.tostring(element, encoding='unicode') + '\n'
