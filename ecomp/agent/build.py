@@ -1,0 +1,135 @@
+"""Make or remove one guest, step by step. Every step that leaves something has its undo on the next line."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from ecomp.errors import Conflict
+from ecomp.failpoints import failpoint
+from ecomp.model.guest import BaseImage, GuestSpec
+from ecomp.virt import Hypervisor
+
+
+class Cancelled(Exception):
+    """A destroy was asked for while building: the build has undone itself."""
+
+
+class Images(Protocol):
+    """Where base volumes come from."""
+
+    def get(self, url: str, checkpoint: Callable[[], None]) -> BaseImage:
+        """The base volume of an image URL. BuildFailed('image', reason)."""
+
+
+@dataclass(frozen=True)
+class Build:
+    """A guest to make. The spec's base is filled in when the image is there."""
+
+    spec: GuestSpec
+    image: str
+
+    @property
+    def instance(self) -> str:
+        """Whose guest it is."""
+        return self.spec.instance
+
+
+@dataclass(frozen=True)
+class Destroy:
+    """A guest of this compute to remove, with its disk. Nothing there is success."""
+
+    instance: str
+    compute: str
+
+
+@dataclass(frozen=True)
+class Resume:
+    """A guest of this compute to start again, as it is defined."""
+
+    instance: str
+    compute: str
+
+
+@dataclass(frozen=True)
+class Forget:
+    """What is left of a guest whose domain and disk are gone: its console log."""
+
+    instance: str
+
+
+Job = Build | Destroy | Resume | Forget
+
+
+def carry_out(
+    job: Job,
+    hypervisor: Hypervisor,
+    images: Images,
+    report: Callable[[str], None],
+    checkpoint: Callable[[], None],
+) -> None:
+    """Do a job of any kind. Errors: EcompError, and Cancelled from the checkpoint."""
+    if isinstance(job, Build):
+        build(job, hypervisor, images, report, checkpoint)
+    elif isinstance(job, Resume):
+        hypervisor.resume(job.instance, job.compute)
+    elif isinstance(job, Forget):
+        if job.instance not in hypervisor.guests():
+            hypervisor.delete_disk(job.instance)
+    else:
+        destroy(job, hypervisor)
+
+
+def build(
+    job: Build,
+    hypervisor: Hypervisor,
+    images: Images,
+    report: Callable[[str], None],
+    checkpoint: Callable[[], None],
+) -> None:
+    """Image, disk, domain. Returns when the domain runs; else nothing of it is left and the error says why.
+
+    A guest that runs already is taken as it is (the same request again, after a restart). `report` gets
+    each stage reached, `checkpoint` raises Cancelled if the build is to stop.
+    Errors: BuildFailed, Cancelled, Conflict, Unreachable.
+    """
+    instance = job.spec.instance
+    there = hypervisor.guests().get(instance)
+    if there is not None and there.running:
+        report('started')
+        return
+    with ExitStack() as undo:
+        checkpoint()
+        base = images.get(job.image, checkpoint)
+        failpoint('image-ready')
+        report('image')
+        spec = replace(job.spec, base=base)
+        # The undo comes first: a step that fails halfway leaves something too, and removing nothing is fine.
+        undo.callback(hypervisor.delete_disk, instance)
+        checkpoint()
+        hypervisor.create_disk(spec)
+        failpoint('disk-created')
+        report('disk')
+        checkpoint()
+        try:
+            hypervisor.start(spec)
+        except Conflict:
+            raise  # a domain somebody else made: not ours to undo
+        except BaseException:
+            hypervisor.destroy(instance, spec.compute)
+            raise
+        undo.callback(hypervisor.destroy, instance, spec.compute)
+        checkpoint()
+        failpoint('domain-started')
+        report('started')
+        undo.pop_all()
+
+
+def destroy(job: Destroy, hypervisor: Hypervisor) -> None:
+    """Domain first, then its disk: never pull a disk from under a guest that may still write."""
+    hypervisor.destroy(job.instance, job.compute)
+    failpoint('domain-undefined')
+    hypervisor.delete_disk(job.instance)
+    failpoint('disk-deleted')

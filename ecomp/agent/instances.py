@@ -1,0 +1,350 @@
+"""One instance at a time: a task carried out on libvirt, placement and the record.
+
+Every write about an instance is a transaction that compares its /hosts key's revision (rule 5): when the request has
+changed meanwhile nothing is written, and the next plan sees the new one. All of it can be done again.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+
+from ecomp.agent.build import Build, Cancelled, Destroy, Forget, Resume
+from ecomp.agent.memory import Memory
+from ecomp.agent.metadata import GuestData
+from ecomp.agent.plan import GONE_BOTH, fault_of, macs
+from ecomp.agent.pool import Runner, WorkerDied
+from ecomp.agent.records import Records, Superseded
+from ecomp.errors import BuildFailed, Conflict, EcompError, NoSpace, UnknownOutcome, Unreachable, UsageError
+from ecomp.failpoints import failpoint
+from ecomp.model import keys
+from ecomp.model.allocation import difference, to_wire, total
+from ecomp.model.guest import BaseImage, Guest, GuestSpec
+from ecomp.model.instance import Request
+from ecomp.model.record import (
+    ACTIVE,
+    BUILDING,
+    DESTROYING,
+    ERROR,
+    GONE,
+    STOPPED,
+    Failure,
+    Interface,
+    Record,
+    new_record,
+)
+from ecomp.model.text import printable
+from ecomp.placement import allocations as ledger
+from ecomp.placement.client import Placement
+from ecomp.store.client import Delete, Put, Store
+
+log = logging.getLogger(__name__)
+
+ATTEMPTS = 3
+"""How often an instance is built whose worker dies of it, or that fails in an unknown way."""
+
+RELEASES = 5
+"""How often a release is tried at once that loses its race."""
+
+NETWORK = 'default'
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What this compute gives every guest."""
+
+    virt_type: str
+    resize: bool
+    bridge: str | None
+
+
+class Instances:
+    """The tasks of one compute. Each instance is worked on by one thread at a time; instances run in parallel.
+
+    Errors of every task: Superseded, Unreachable (do it again later).
+    """
+
+    def __init__(
+        self,
+        compute: str,
+        store: Store,
+        placement: Placement,
+        runner: Runner,
+        guest_data: GuestData,
+        shape: Shape,
+        memory: Memory,
+        now: Callable[[], str],
+    ) -> None:
+        self._compute = compute
+        self._store = store
+        self._placement = placement
+        self._runner = runner
+        self._guest_data = guest_data
+        self._shape = shape
+        self._now = now
+        self._memory = memory
+        self._records = Records(compute, store, memory)
+
+    def record(self, instance: str) -> Record | None:
+        """The record as last read or written; read if we have none."""
+        return self._records.get(instance)
+
+    def forget(self, instance: str) -> None:
+        """Read the record anew next time."""
+        self._records.forget(instance)
+
+    def recheck(self, instances: Collection[str]) -> list[str]:
+        """Those whose record somebody else wrote or removed: they are read anew next time."""
+        return self._records.recheck(instances)
+
+    def build(self, request: Request, revision: int, guest: Guest | None) -> None:
+        """Make the guest, if placement confirms the request (rule 2)."""
+        instance = request.instance
+        known = self.record(instance)
+        if known is not None and known.state in (ACTIVE, STOPPED):
+            return  # planned before this was written
+        record = known or new_record(self._compute, request, self._now())
+        if guest is not None and (known is None or guest.running):
+            # A build of ours writes its record first, so without one this guest is older than what etcd
+            # knows; and one that runs is done. Neither is built over, nor taken down over bookkeeping.
+            self._adopt(record, revision, request, guest, lost=known is None)
+            return
+        held = ledger.consumer(self._placement, instance)
+        differs = difference(request.allocations, held.allocations)
+        if differs:
+            self._fail(record, revision, Failure('scheduled', differs, ''), touched=guest is not None)
+            return
+        failpoint('confirmed')
+        record = self._records.write(record.at(BUILDING, self._now()), revision)
+        self._memory.remember(request, record)
+        failpoint('building')
+        log.info('INSTANTIATE INSTANCE %s WITH IMAGE %s', instance, request.image)
+        log.info('ALLOCATIONS ARE %s', to_wire(request.allocations))
+        spec = self._spec(request)
+        assert request.image is not None  # parse_request() lets no other request with allocations through
+        try:
+            self._guest_data.write(instance, spec.macs)
+            failpoint('seeded')
+            for stage in self._runner.run(Build(spec, request.image)):
+                if stage != 'started':
+                    record = self._reached(record, stage, revision)
+        except Cancelled:
+            log.info('instance %s: its build was stopped and is undone', instance)
+            self._guest_data.remove(spec.macs)
+            raise Superseded from None
+        except BuildFailed as error:
+            self._fail(record, revision, Failure(error.stage, error.reason, ''))
+        except OSError as error:
+            self._fail(record, revision, Failure('image', f'{error.filename}: {error.strerror}', ''))
+        except (Conflict, UsageError) as error:
+            # The build has undone what it made; the rest is somebody else's.
+            self._guest_data.remove(spec.macs)
+            self._fail(record, revision, Failure('started', str(error), ''), touched=False)
+        except Unreachable:
+            raise  # waited for as long as it takes
+        except EcompError as error:
+            # A dead worker, or a failure nobody has a name for: it may pass, and it may not.
+            record = replace(record, attempts=record.attempts + 1)
+            if record.attempts < ATTEMPTS:
+                self._records.write(record, revision)
+                raise EcompError(f'instance {instance}: {error}') from error
+            self._fail(record, revision, Failure('started', f'{error}, {ATTEMPTS} times', ''))
+        else:
+            failpoint('built')
+            record = self._records.write(self._up(record), revision)
+            self._memory.remember(request, record)
+            failpoint('active')
+            log.info('instance %s is active', instance)
+
+    def destroy(self, request: Request, revision: int) -> None:
+        """Remove the guest and everything of it; its record stays a day as `gone`."""
+        instance = request.instance
+        record = self.record(instance) or new_record(self._compute, request, self._now())
+        if record.state != DESTROYING:
+            with suppress(NoSpace):  # a full etcd takes no record; what is destroyed gives it room
+                record = self._records.write(record.at(DESTROYING, self._now()), revision)
+            failpoint('destroying')
+        log.info('DESTROY INSTANCE %s', instance)
+        self._remove(instance)
+        self._records.end(record.at(GONE, self._now(), 'gone'), revision)
+        log.info('instance %s is gone', instance)
+
+    def refuse(self, instance: str, revision: int, reason: str, guest: Guest | None) -> None:
+        """A request that cannot be understood ends in error, with the reason; a guest that is there stays."""
+        if not keys.is_uuid(instance):
+            name = printable(keys.host(self._compute, instance), 200)
+            log.error('%s: %s; it stays there until somebody removes it', name, reason)
+            return
+        record = self.record(instance)
+        if record is not None and record.state in (ACTIVE, STOPPED, DESTROYING):
+            log.error('instance %s: its request became unreadable and is ignored: %s', instance, reason)
+            fault = f'its request is unreadable: {reason}'
+            if record.fault != fault:
+                self._records.write(replace(record, fault=fault), revision)
+            return
+        if guest is not None:
+            log.error('instance %s: its request is unreadable and its guest is kept: %s', instance, reason)
+            return
+        record = record or Record(instance, self._compute, ERROR, None, stages={'scheduled': self._now()})
+        self._fail(record, revision, Failure('scheduled', reason, ''))
+
+    def end_without_request(self, instance: str) -> None:
+        """A build that was stopped and whose request is gone, by hand: it ends in error and says so."""
+        record = self.record(instance)
+        if record is None or record.state != BUILDING:
+            return
+        if self._store.get(keys.host(self._compute, instance)) is not None:
+            return
+        self._guest_data.remove(macs(instance, 'any'))
+        failure = Failure('scheduled', 'its request was deleted while it was being built', '')
+        self._fail(record, 0, failure, touched=False)
+
+    def clear(self, instance: str, revision: int, reason: str) -> None:
+        """Drop a request that is not to be carried out; what is recorded of the instance stays as it is."""
+        self._records.commit(instance, revision, [], [Delete(keys.host(self._compute, instance))])
+        log.error('instance %s: request dropped: %s', instance, reason)
+        self._release(instance)
+
+    def power(self, instance: str, revision: int, guest: Guest | None) -> None:
+        """Write down that a guest went off, or came on, and what is wrong with it."""
+        record = self._known(instance)
+        state = ACTIVE if guest is not None and guest.running else STOPPED
+        record = replace(record.at(state, self._now()), fault=fault_of(record, guest))
+        log.info('instance %s is %s%s', instance, record.state, f': {record.fault}' if record.fault else '')
+        self._records.write(record, revision)
+
+    def resume(self, instance: str, revision: int) -> None:
+        """Start a guest that ran when the host went down; if that fails, its record says why."""
+        record = self._known(instance)
+        log.info('START INSTANCE %s: it ran when the host went down', instance)
+        try:
+            for _ in self._runner.run(Resume(instance, self._compute)):
+                pass
+        except Unreachable:
+            raise
+        except EcompError as error:
+            record = replace(record, attempts=record.attempts + 1)
+            if isinstance(error, WorkerDied) and record.attempts < ATTEMPTS:
+                self._records.write(record, revision)
+                raise
+            fault = f'it could not be started after the host was rebooted: {error}'
+            log.error('instance %s: %s', instance, fault)
+            record = replace(record.at(STOPPED, self._now()), fault=fault)
+        self._records.write(record, revision)
+
+    def vanished(self, instance: str, revision: int) -> None:
+        """End an instance of whom neither domain nor disk is left, though nobody asked: its claim goes, too."""
+        record = self._known(instance)
+        for _ in self._runner.run(Forget(instance)):
+            pass
+        self._guest_data.remove(macs(instance, 'any'))
+        self._release(instance)
+        self._records.end(replace(record.at(GONE, self._now(), 'gone'), fault=GONE_BOTH), revision)
+        log.warning('instance %s is gone: its domain and its disk were removed by somebody else', instance)
+
+    def address(self, instance: str, revision: int, addresses: Mapping[str, str]) -> None:
+        """Write down the addresses a guest has; the first interface's also at /booted, as in 2019."""
+        record = self._known(instance)
+        interfaces = tuple(
+            replace(each, address=addresses.get(each.mac, each.address)) for each in record.addresses
+        )
+        record = replace(record, addresses=interfaces)
+        extra: list[Put | Delete] = []
+        first = record.address
+        if first is not None:
+            record = record.at(record.state, self._now(), 'addressed')
+            extra.append(Put(keys.booted(instance), first))
+        self._records.write(record, revision, extra)
+        failpoint('addressed')
+        for each in interfaces:
+            log.info('instance %s has address %s on %s', instance, each.address or 'none yet', each.network)
+
+    def _adopt(self, record: Record, revision: int, request: Request, guest: Guest, lost: bool) -> None:
+        """Write down a guest that is there already; what placement says otherwise is its fault, in words."""
+        held = ledger.consumer(self._placement, request.instance)
+        fault = difference(request.allocations, held.allocations)
+        if lost:
+            fault = '; '.join(filter(None, ('its record was lost', fault)))
+        record = replace(self._up(record), fault=fault)
+        if not guest.running:
+            record = replace(record, state=STOPPED)
+        self._records.write(record, revision)
+        self._memory.remember(request, record)
+        log.info('instance %s is %s%s', record.instance, record.state, f': {fault}' if fault else '')
+
+    def _spec(self, request: Request) -> GuestSpec:
+        asked = total(request.allocations)
+        return GuestSpec(
+            instance=request.instance,
+            compute=self._compute,
+            vcpus=asked['VCPU'],
+            memory_mb=asked['MEMORY_MB'],
+            disk_gb=asked['DISK_GB'] if self._shape.resize else None,
+            base=BaseImage('', '', 0),
+            virt_type=self._shape.virt_type,
+            network=NETWORK,
+            bridge=self._shape.bridge,
+        )
+
+    def _up(self, record: Record) -> Record:
+        names = [NETWORK, *([self._shape.bridge] if self._shape.bridge else [])]
+        addresses = tuple(
+            Interface(name, mac)
+            for name, mac in zip(names, macs(record.instance, self._shape.bridge), strict=True)
+        )
+        # A guest that runs has its image and its disk, whether or not that could be written when it was so.
+        record = record.at(ACTIVE, self._now(), 'image', 'disk', 'started')
+        return replace(record, addresses=record.addresses or addresses)
+
+    def _reached(self, record: Record, stage: str, revision: int) -> Record:
+        """Write a stage down. The build does not wait for etcd: the next write says it too."""
+        record = record.at(BUILDING, self._now(), stage)
+        try:
+            return self._records.write(record, revision)
+        except Superseded:
+            self._runner.cancel(record.instance)
+        except Unreachable as error:
+            log.debug('stage %s of %s is written later: %s', stage, record.instance, error)
+        return record
+
+    def _fail(self, record: Record, revision: int, failure: Failure, touched: bool = True) -> None:
+        """End an instance in error: first nothing of it is left, then the record says so."""
+        if touched:
+            self._remove(record.instance)
+        else:
+            self._release(record.instance)
+        cleaned = 'nothing of it is left: no domain, disk or allocation'
+        record = replace(record.at(ERROR, self._now(), 'error'), error=replace(failure, cleaned=cleaned))
+        log.error('instance %s failed at stage %s: %s', record.instance, failure.stage, failure.reason)
+        self._records.end(record, revision)
+
+    def _remove(self, instance: str) -> None:
+        for _ in self._runner.run(Destroy(instance, self._compute)):
+            pass
+        failpoint('removed')
+        self._guest_data.remove(macs(instance, 'any'))
+        failpoint('forgotten')
+        self._release(instance)
+        failpoint('released')
+
+    def _release(self, instance: str) -> None:
+        """Release the instance's claim on this compute. One that is another compute's is not touched."""
+        for left in reversed(range(RELEASES)):
+            held = ledger.consumer(self._placement, instance)
+            if self._compute not in held.allocations:
+                return
+            try:
+                if ledger.release(self._placement, instance, held):
+                    return
+            except UnknownOutcome:
+                if not left:
+                    raise  # else: read what became of it
+        raise Unreachable(f'the claim of {instance} is changed by somebody else all the time')
+
+    def _known(self, instance: str) -> Record:
+        record = self.record(instance)
+        if record is None:
+            raise Superseded
+        return record

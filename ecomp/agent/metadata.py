@@ -1,0 +1,127 @@
+"""What the metadata server is told, and that there is one.
+
+Each guest's data is handed over as a file, 0600, named by MAC; neither side imports the other. If no metadata server
+answers, one is started; it ends with ecompute, however that ends, for it watches the pipe that is its stdin.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import logging
+import subprocess
+import sys
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+from ecomp.agent.state import write_durably
+from ecomp.errors import EcompError
+
+log = logging.getLogger(__name__)
+
+ADDRESS = '169.254.169.254'
+VERSION = 1
+START_SECONDS = 10.0
+
+
+class GuestData:
+    """The files in one directory."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+
+    def write(self, instance: str, macs: Iterable[str]) -> None:
+        """Tell the metadata server of an instance. Keys and user-data null: those of mdserver.conf."""
+        for mac in macs:
+            data = {
+                'version': VERSION,
+                'instance': instance,
+                'mac': mac,
+                'hostname': f'vm-{instance[:8]}',
+                'public_keys': None,
+                'user_data': None,
+            }
+            write_durably(self.directory / f'{mac}.json', json.dumps(data) + '\n')
+
+    def all(self) -> dict[str, str]:
+        """Whose data is there: the instance of each MAC. A file that is none of ours is passed over."""
+        found = {}
+        for path in self.directory.glob('*.json'):
+            try:
+                found[path.stem] = str(json.loads(path.read_bytes())['instance'])
+            except (OSError, ValueError, KeyError, TypeError):
+                continue
+        return found
+
+    def remove(self, macs: Iterable[str]) -> None:
+        """Forget an instance. Nothing there is success."""
+        for mac in macs:
+            (self.directory / f'{mac}.json').unlink(missing_ok=True)
+
+
+class MetadataServer:
+    """The server at 169.254.169.254: somebody's, or ours."""
+
+    def __init__(self, guests: Path, directory: Path) -> None:
+        self._guests = guests
+        self._directory = directory
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def ensure(self) -> None:
+        """See that one answers; start one if not. EcompError if it does not come up.
+
+        Only to be called when this host itself has the address: elsewhere it may be a cloud's own service.
+        """
+        if self._process is not None:
+            code = self._process.poll()
+            if code is None:
+                return
+            log.warning('the metadata server ended with %s; starting another', code)
+            self._process = None
+        elif is_metadata(answer()):
+            log.info('a metadata server answers at %s', ADDRESS)
+            return
+        elif answer() is not None:
+            raise EcompError(f'what listens on {ADDRESS}:80 is no metadata server: stop it, or bind it elsewhere')
+        conf = self._directory / 'mdserver.conf'
+        command = [sys.executable, '-m', 'mdserver.server', '--with-parent', '--guests', str(self._guests)]
+        self._process = subprocess.Popen([*command, *([str(conf)] if conf.exists() else [])], stdin=subprocess.PIPE)
+        end = time.monotonic() + START_SECONDS
+        while not is_metadata(answer()):
+            if self._process.poll() is not None or time.monotonic() > end:
+                self.stop()
+                raise EcompError(f'the metadata server did not start, for the reason above; is {conf} right?')
+            time.sleep(0.05)
+        log.info('started a metadata server at %s, pid %d', ADDRESS, self._process.pid)
+
+    def stop(self) -> None:
+        """End the one we started."""
+        if self._process is None:
+            return
+        assert self._process.stdin is not None  # it was made with a pipe
+        self._process.stdin.close()
+        try:
+            self._process.wait(5)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._process = None
+
+
+def is_metadata(page: bytes | None) -> bool:
+    """True for what a metadata server of EC2's kind lists at its root: its versions."""
+    return page is not None and {b'2009-04-04', b'latest'} <= {line.strip(b'/') for line in page.split()}
+
+
+def answer() -> bytes | None:
+    """What an HTTP server says at the root of the metadata address; None if none answers."""
+    connection = http.client.HTTPConnection(ADDRESS, timeout=2)
+    try:
+        connection.request('GET', '/')
+        return connection.getresponse().read(4096)
+    except (OSError, http.client.HTTPException):
+        return None
+    finally:
+        connection.close()

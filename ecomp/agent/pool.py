@@ -1,0 +1,323 @@
+"""The worker pool: long-lived processes, each on its own pipe and watched by its sentinel.
+
+Not multiprocessing.Pool, which never reports a job whose worker was killed. Jobs are handed in by any thread;
+processes are started, heard and buried by the one thread that calls tend(), the main thread, for a worker's
+parent-death signal follows the thread that started it.
+"""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import os
+import queue
+import signal
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import SpawnProcess
+from typing import Any, Protocol
+
+from ecomp.agent.build import Build, Cancelled, Destroy, Images, Job, carry_out
+from ecomp.agent.worker import WorkerSettings, main
+from ecomp.errors import EcompError
+from ecomp.virt import Hypervisor
+
+log = logging.getLogger(__name__)
+
+YOUNG = 5.0
+FIRST_DELAY, LAST_DELAY = 0.1, 10.0
+Entry = Callable[[Connection, WorkerSettings], None]
+"""What a worker process runs; it is imported anew there."""
+
+
+class WorkerDied(EcompError):
+    """The job's worker process ended in the middle of it."""
+
+
+class Runner(Protocol):
+    """Where jobs are carried out."""
+
+    def run(self, job: Job) -> Iterator[str]:
+        """Carry the job out; yields each stage reached, ends when it is done, raises what it raised."""
+
+    def cancel(self, instance: str) -> None:
+        """Let a build of this instance stop at its next step and undo itself."""
+
+    def tend(self, timeout: float) -> None:
+        """Look after the workers, for `timeout` seconds at most or until wake(). The main thread's work."""
+
+    def wake(self) -> None:
+        """End a tend() at once. Safe in a signal handler."""
+
+    def wake_on_signals(self) -> None:
+        """From now on a signal ends a tend() at once. The main thread's work."""
+
+    def stop(self) -> None:
+        """End the workers when their jobs are done."""
+
+
+@dataclass(eq=False)
+class _Ticket:
+    number: int
+    job: Job
+    told: queue.SimpleQueue[tuple[str, Any]] = field(default_factory=queue.SimpleQueue)
+    cancelled: bool = False
+
+    def is_build_of(self, instance: str) -> bool:
+        return isinstance(self.job, Build) and self.job.instance == instance
+
+    def stages(self) -> Iterator[str]:
+        while True:
+            kind, what = self.told.get()
+            if kind == 'stage':
+                yield what
+            elif kind == 'failed':
+                raise what
+            else:
+                return
+
+
+@dataclass(eq=False)
+class _Worker:
+    process: SpawnProcess
+    pipe: Connection
+    started: float
+    destroys_only: bool
+    ticket: _Ticket | None = None
+
+
+class _Waker:
+    """A pipe that ends a wait. os.write to it is all a signal handler does."""
+
+    def __init__(self) -> None:
+        self.reader, self._writer = os.pipe()
+        os.set_blocking(self.reader, False)
+        os.set_blocking(self._writer, False)
+        self._on_signals = False
+
+    def wake(self) -> None:
+        with suppress(BlockingIOError):  # full of wakes nobody has read yet: that will do
+            os.write(self._writer, b'.')
+
+    def wake_on_signals(self) -> None:
+        # The kernel may give a signal to any thread, and then the poll in the main thread, where alone Python's
+        # handlers run, does not end: the signal would be heard up to a minute later.
+        signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
+        self._on_signals = True
+
+    def clear(self) -> None:
+        with suppress(BlockingIOError):
+            while os.read(self.reader, 4096):
+                pass
+
+    def close(self) -> None:
+        if self._on_signals:
+            signal.set_wakeup_fd(-1)
+        os.close(self.reader)
+        os.close(self._writer)
+
+
+class Pool:
+    """`size` worker processes, and one more for destroys alone: a slow download must not keep a guest from going.
+
+    What does not fit waits in order, destroys first.
+    """
+
+    def __init__(self, size: int, settings: WorkerSettings, entry: Entry = main) -> None:
+        self._entry = entry
+        self._context = multiprocessing.get_context('spawn')
+        self._settings = settings
+        self._size = size + 1
+        self._waker = _Waker()
+        self._lock = threading.Lock()
+        self._waiting: deque[_Ticket] = deque()
+        self._workers: list[_Worker] = []
+        self._numbers = iter(range(1, 2**62))
+        self._start_at, self._delay = 0.0, 0.0
+
+    def run(self, job: Job) -> Iterator[str]:
+        """See Runner. Raises WorkerDied when the worker was killed."""
+        with self._lock:
+            ticket = _Ticket(next(self._numbers), job)
+            self._waiting.append(ticket)
+        self.wake()
+        return ticket.stages()
+
+    def cancel(self, instance: str) -> None:
+        """See Runner."""
+        with self._lock:
+            for ticket in list(self._waiting):
+                if ticket.is_build_of(instance):
+                    self._waiting.remove(ticket)
+                    ticket.told.put(('failed', Cancelled()))
+            for worker in self._workers:
+                at_it = worker.ticket
+                if at_it and at_it.is_build_of(instance) and not at_it.cancelled:
+                    at_it.cancelled = True
+                    _send(worker, ('cancel', at_it.number))
+
+    def tend(self, timeout: float) -> None:
+        """See Runner: start what is missing, hand out jobs, hear results, notice deaths."""
+        now = time.monotonic()
+        if len(self._workers) < self._size and now < self._start_at:
+            timeout = min(timeout, self._start_at - now)
+        else:
+            while len(self._workers) < self._size:
+                self._start()
+        self._hand_out()
+        sentinels = {worker.process.sentinel: worker for worker in self._workers}
+        pipes = {worker.pipe: worker for worker in self._workers}
+        ready = wait([self._waker.reader, *pipes, *sentinels], timeout)
+        self._waker.clear()
+        for each in ready:
+            if isinstance(each, Connection):
+                self._hear(pipes[each])
+        for each in ready:
+            if isinstance(each, int) and each in sentinels:
+                self._bury(sentinels[each])
+        self._hand_out()
+
+    def wake(self) -> None:
+        """See Runner."""
+        self._waker.wake()
+
+    def wake_on_signals(self) -> None:
+        """See Runner."""
+        self._waker.wake_on_signals()
+
+    def stop(self) -> None:
+        """See Runner. Closing its pipe ends a worker after its job."""
+        for worker in self._workers:
+            worker.pipe.close()
+        for worker in self._workers:
+            worker.process.join()
+        with self._lock:
+            left = [*self._waiting, *(worker.ticket for worker in self._workers if worker.ticket)]
+            self._waiting.clear()
+            self._workers.clear()
+        for ticket in left:  # else the thread that waits for it would keep this process from ending
+            ticket.told.put(('failed', WorkerDied('the pool was stopped')))
+        self._waker.close()
+
+    def _start(self) -> None:
+        ours, theirs = self._context.Pipe()
+        process = self._context.Process(
+            target=self._entry, args=(theirs, self._settings), name='ecompute worker', daemon=True
+        )
+        process.start()
+        theirs.close()
+        with self._lock:
+            # The last one, so that of two idle ones the other is asked first.
+            last = len(self._workers) == self._size - 1 and not any(each.destroys_only for each in self._workers)
+            self._workers.append(_Worker(process, ours, time.monotonic(), destroys_only=last))
+
+    def _hand_out(self) -> None:
+        with self._lock:
+            for worker in self._workers:
+                ticket = self._next(worker) if worker.ticket is None else None
+                if ticket is not None:
+                    self._waiting.remove(ticket)
+                    worker.ticket = ticket
+                    _send(worker, ('job', ticket.number, ticket.job))
+
+    def _next(self, worker: _Worker) -> _Ticket | None:
+        destroy = next((each for each in self._waiting if isinstance(each.job, Destroy)), None)
+        if destroy is not None or worker.destroys_only or not self._waiting:
+            return destroy
+        return self._waiting[0]
+
+    def _hear(self, worker: _Worker) -> None:
+        try:
+            while worker.pipe.poll():
+                kind, number, *what = worker.pipe.recv()
+                ticket = worker.ticket
+                if ticket is None or ticket.number != number:
+                    continue
+                if kind != 'stage':
+                    with self._lock:
+                        worker.ticket = None
+                ticket.told.put((kind, what[0] if what else None))
+        except (EOFError, ConnectionError):
+            return  # its sentinel says the same
+
+    def _bury(self, worker: _Worker) -> None:
+        self._hear(worker)  # it may have answered just before it ended
+        worker.process.join()
+        with self._lock:
+            self._workers.remove(worker)
+            ticket, worker.ticket = worker.ticket, None
+        code = worker.process.exitcode
+        worker.pipe.close()
+        log.error('worker %s ended with %s; a new one takes its place', worker.process.pid, code)
+        # One that dies young would die again: not at once, or starting workers is all that is done here.
+        young = time.monotonic() - worker.started < YOUNG
+        self._delay = min(max(2 * self._delay, FIRST_DELAY), LAST_DELAY) if young else 0.0
+        self._start_at = time.monotonic() + self._delay
+        if ticket is not None:
+            ticket.told.put(('failed', WorkerDied(f'its worker process ended in the middle of it ({code})')))
+
+
+class Inline:
+    """The same without processes, for the fake hypervisor: a job runs in the thread that asks for it."""
+
+    def __init__(self, hypervisor: Hypervisor, images: Images) -> None:
+        self._hypervisor = hypervisor
+        self._images = images
+        self._waker = _Waker()
+        self._cancelled: set[str] = set()
+
+    def run(self, job: Job) -> Iterator[str]:
+        """See Runner."""
+        stages: list[str] = []
+        try:
+            carry_out(job, self._hypervisor, self._images, stages.append, lambda: self._checkpoint(job.instance))
+        finally:
+            if isinstance(job, Build):
+                self._cancelled.discard(job.instance)
+        return iter(stages)
+
+    def cancel(self, instance: str) -> None:
+        """See Runner."""
+        self._cancelled.add(instance)
+
+    def tend(self, timeout: float) -> None:
+        """See Runner: there is nobody to look after."""
+        wait([self._waker.reader], timeout)
+        self._waker.clear()
+
+    def wake(self) -> None:
+        """See Runner."""
+        self._waker.wake()
+
+    def wake_on_signals(self) -> None:
+        """See Runner."""
+        self._waker.wake_on_signals()
+
+    def stop(self) -> None:
+        """See Runner."""
+        self._waker.close()
+
+    def _checkpoint(self, instance: str) -> None:
+        if instance in self._cancelled:
+            raise Cancelled
+
+
+def _send(worker: _Worker, message: tuple[Any, ...]) -> None:
+    with suppress(ConnectionError):  # it has just died; its sentinel reports the job
+        worker.pipe.send(message)
+
+
+class Pretended:
+    """Images for the fake hypervisor: every URL is there, and empty."""
+
+    def get(self, url: str, checkpoint: Callable[[], None]) -> Any:
+        """A base image of no size."""
+        from ecomp.model.guest import BaseImage
+
+        checkpoint()
+        return BaseImage(url, 'qcow2', 0)

@@ -1,0 +1,99 @@
+"""The records of one compute's instances: read once, written only while their request is unchanged (rule 5)."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection
+
+from ecomp.agent.memory import Memory
+from ecomp.errors import EcompError, NoSpace, UnknownOutcome
+from ecomp.failpoints import failpoint
+from ecomp.model import keys
+from ecomp.model.record import ACTIVE, DESTROYING, GONE, KEPT, STOPPED, Record, from_json, to_json
+from ecomp.store.client import Delete, Put, Store, Unchanged
+
+log = logging.getLogger(__name__)
+
+
+class Superseded(Exception):
+    """The request changed while we were at it: plan anew."""
+
+
+class Records:
+    """Errors of every write: Superseded, Unreachable, UnknownOutcome (read again before the next)."""
+
+    def __init__(self, compute: str, store: Store, memory: Memory) -> None:
+        self._compute = compute
+        self._store = store
+        self._memory = memory
+        self._known: dict[str, tuple[Record, int]] = {}
+
+    def get(self, instance: str) -> Record | None:
+        """The record as last read or written; read if we have none. EcompError for one that cannot be understood."""
+        if instance not in self._known:
+            entry = self._store.get(keys.instance(instance))
+            if entry is None:
+                return None
+            try:
+                self._known[instance] = from_json(entry.value, instance), entry.revision
+            except ValueError as error:
+                raise EcompError(f'{entry.key}: {error}') from error
+        return self._known[instance][0]
+
+    def forget(self, instance: str) -> None:
+        """Read the record anew next time."""
+        self._known.pop(instance, None)
+
+    def recheck(self, instances: Collection[str]) -> list[str]:
+        """Those whose record is not as we know it any more, for somebody else wrote or removed it: forgotten here."""
+        changed = []
+        for instance in instances:
+            known = self._known.get(instance)
+            entry = self._store.get(keys.instance(instance))
+            if known is not None and (entry is None or entry.revision != known[1]):
+                self.forget(instance)
+                changed.append(instance)
+        return changed
+
+    def write(self, record: Record, revision: int, extra: Collection[Put | Delete] = (), lease: int = 0) -> Record:
+        """Put the record, with `extra` in the same transaction, if the request is the one at `revision`."""
+        key, value = keys.instance(record.instance), to_json(record)
+        _, before = self._known.get(record.instance, (None, 0))
+        written = self.commit(record.instance, revision, [Unchanged(key, before)], [Put(key, value, lease), *extra])
+        self._known[record.instance] = record, written
+        if record.state in (ACTIVE, STOPPED, DESTROYING):
+            self._memory.remember(None, record)
+        return record
+
+    def end(self, record: Record, revision: int) -> None:
+        """The last record, on a lease, and no request and no address any more, in one transaction."""
+        instance = record.instance
+        extra = [Delete(keys.host(self._compute, instance)), Delete(keys.booted(instance))]
+        try:
+            self.write(record, revision, extra, self._store.grant(KEPT[record.state]))
+        except NoSpace as error:
+            if record.state != GONE:
+                raise
+            # A full etcd takes deletes, and that is how it gets room again.
+            key = keys.instance(instance)
+            _, before = self._known.get(instance, (None, 0))
+            self.commit(instance, revision, [Unchanged(key, before)], [Delete(key), *extra])
+            log.warning('instance %s: no record of its end is kept: %s', instance, error)
+        failpoint('ended')
+        self.forget(instance)
+        self._memory.ended(instance)
+
+    def commit(
+        self, instance: str, revision: int, conditions: Collection[Unchanged], operations: Collection[Put | Delete]
+    ) -> int:
+        """Commit if the request is still the one at `revision`; the new revision, or Superseded."""
+        host = Unchanged(keys.host(self._compute, instance), revision)
+        try:
+            written = self._store.commit([host, *conditions], list(operations))
+        except UnknownOutcome:
+            self.forget(instance)  # written or not: read it, and plan anew
+            raise
+        if written is None:
+            self.forget(instance)
+            raise Superseded
+        return written

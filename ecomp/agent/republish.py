@@ -1,0 +1,197 @@
+"""After a new etcd was accepted: what this compute runs is made known to it again, and what ended here stays ended.
+
+What is remembered here is newer than a restored etcd, and for a compute's own records the truth: nobody else writes
+them. Only one thing an etcd says counts for more: a tombstone.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+
+from ecomp.agent.memory import Memory, Remembered
+from ecomp.errors import EcompError, GenerationConflict, UnknownOutcome, Unreachable
+from ecomp.model import instance as requests
+from ecomp.model import keys
+from ecomp.model import record as records
+from ecomp.model.allocation import difference
+from ecomp.model.instance import Invalid, Request, parse_request
+from ecomp.model.record import DESTROYING, ERROR, GONE, KEPT, Record
+from ecomp.placement import allocations as ledger
+from ecomp.placement.client import Placement
+from ecomp.store.client import Delete, Entry, Put, Store, Unchanged
+
+log = logging.getLogger(__name__)
+
+TRIES = 5
+"""How often something is tried that loses its race, or whose answer is lost."""
+
+ENDED = frozenset({GONE, ERROR})
+
+
+@dataclass(frozen=True)
+class Said:
+    """What etcd says of one instance; None: nothing."""
+
+    wish: Request | Invalid | None = None
+    record: Record | None = None
+
+
+@dataclass(frozen=True)
+class Publish:
+    """Put the record, and the request if there is one; before that, claim what `claim` asks for if nothing is held."""
+
+    request: Request | None
+    record: Record
+    claim: Request | None
+
+
+@dataclass(frozen=True)
+class End:
+    """The instance ended here, whatever etcd says: its request goes, its record says `gone`."""
+
+    record: Record
+
+
+@dataclass(frozen=True)
+class Forget:
+    """Nothing of it is here, and etcd asks for nothing."""
+
+
+def running(compute: str, remembered: Remembered, is_here: bool, said: Said) -> Publish | Forget | None:
+    """What to do about an instance that had not ended; `is_here`: its domain or its disk is. None: nothing. Pure."""
+    if said.record is not None and (said.record.compute != compute or said.record.state in ENDED):
+        return None  # somebody else's business, or its end was written after we remembered
+    if isinstance(said.wish, Invalid) or (said.wish is not None and said.wish.is_tombstone):
+        return None
+    request, record = remembered.request, remembered.record
+    if record.state == DESTROYING:
+        # Its destroy was accepted, and may be half done.
+        return Publish(replace(request, allocations={}, image=None), record, None)
+    if said.wish is None and not is_here and 'started' in record.stages:
+        return Forget()
+    return Publish(request if said.wish is None else None, record, request if is_here else None)
+
+
+def ended(compute: str, is_here: bool, said: Said, now: str) -> End | None:
+    """What to do about an instance that ended here in the last day; None: nothing. Pure."""
+    if is_here or not isinstance(said.wish, Request) or said.wish.is_tombstone:
+        return None
+    if said.record is not None and (said.record.compute != compute or said.record.state in ENDED):
+        return None
+    record = said.record or records.new_record(compute, said.wish, now)
+    return End(replace(record.at(GONE, now, 'gone'), fault='it had ended before etcd forgot that'))
+
+
+def republish(
+    compute: str, store: Store, placement: Placement, memory: Memory, here: Collection[str], now: str
+) -> None:
+    """Make it so, instance by instance; done again, it changes nothing more. `here`: whose domain or disk is.
+
+    Errors: Unreachable and its like, with some of it done.
+    """
+    published = 0
+    for instance, remembered in memory.all().items():
+        for _ in range(TRIES):
+            at = _Place(compute, store, instance)
+            step = running(compute, remembered, instance in here, at.said())
+            if not isinstance(step, Publish) or _publish(at, step, placement):
+                break
+        else:
+            raise _restless(instance)
+        if isinstance(step, Forget):
+            memory.ended(instance)
+            log.warning('instance %s ran here and is not here any more: not published', instance)
+        published += isinstance(step, Publish)
+    for instance in memory.all_ended():
+        for _ in range(TRIES):
+            at = _Place(compute, store, instance)
+            last = ended(compute, instance in here, at.said(), now)
+            if last is None:
+                break
+            if _end(at, last):
+                log.info('instance %s had ended: it is not built again', instance)
+                break
+        else:
+            raise _restless(instance)
+    log.info('published again: %d instances', published)
+
+
+class _Place:
+    """What etcd holds of one instance, and a commit that holds only while that is so."""
+
+    def __init__(self, compute: str, store: Store, instance: str) -> None:
+        self.store = store
+        self.compute = compute
+        self.host_key, self.record_key = keys.host(compute, instance), keys.instance(instance)
+        self.booted_key = keys.booted(instance)
+        self._host, self._record = store.get(self.host_key), store.get(self.record_key)
+
+    def said(self) -> Said:
+        """EcompError if the record cannot be understood: a newer ecomp's, perhaps."""
+        try:
+            record = records.from_json(self._record.value) if self._record else None
+        except ValueError as error:
+            raise EcompError(f'{self.record_key}: {error}') from error
+        return Said(parse_request(self.compute, self.host_key, self._host.value) if self._host else None, record)
+
+    def commit(self, operations: Collection[Put | Delete]) -> bool:
+        """False: it is not what it was, or the answer was lost: look again."""
+        conditions = [
+            Unchanged(self.host_key, _revision(self._host)), Unchanged(self.record_key, _revision(self._record))
+        ]
+        try:
+            return self.store.commit(conditions, list(operations)) is not None
+        except UnknownOutcome:
+            return False
+
+
+def _publish(at: _Place, step: Publish, placement: Placement) -> bool:
+    record = step.record
+    if step.claim is not None:
+        fault = _claimed(placement, step.claim)
+        if fault is not None and fault != record.fault:
+            log.error('instance %s: %s', record.instance, fault)
+            record = replace(record, fault=fault)
+    operations: list[Put | Delete] = []
+    if step.request is not None:
+        operations.append(Put(at.host_key, requests.to_json(step.request)))
+    if record != at.said().record:
+        operations.append(Put(at.record_key, records.to_json(record)))
+        if record.address is not None:
+            operations.append(Put(at.booted_key, record.address))
+    return not operations or at.commit(operations)
+
+
+def _claimed(placement: Placement, request: Request) -> str | None:
+    """Claim what the request asks for if nothing is held; what is wrong with it otherwise, in words."""
+    for _ in range(TRIES):
+        held = ledger.consumer(placement, request.instance)
+        if held.allocations:
+            return difference(request.allocations, held.allocations)
+        who = request.user_id, request.project_id
+        try:
+            ledger.claim(placement, request.instance, request.allocations, *who, held.generation)
+            return None
+        except (GenerationConflict, UnknownOutcome):
+            continue
+        except Unreachable:
+            raise
+        except EcompError as error:
+            return f'it is here without a claim: {error}'
+    raise Unreachable(f'the claim of {request.instance} is changed by somebody else all the time')
+
+
+def _end(at: _Place, last: End) -> bool:
+    lease = at.store.grant(KEPT[last.record.state])
+    record = Put(at.record_key, records.to_json(last.record), lease)
+    return at.commit([record, Delete(at.host_key), Delete(at.booted_key)])
+
+
+def _restless(instance: str) -> Unreachable:
+    return Unreachable(f'instance {instance}: its keys are changed by somebody else all the time')
+
+
+def _revision(entry: Entry | None) -> int:
+    return entry.revision if entry else 0
