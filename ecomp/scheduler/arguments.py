@@ -1,0 +1,188 @@
+"""What eschedule was asked: words and options in, one Command out, or one UsageError. Pure, and light to import.
+
+A command is one entry of FORMS here, and one function in RUNS of eschedule's front door. Named tuples, for a
+dataclass takes ten times as long to make, and every command would wait for it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import uuid
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, NoReturn
+
+from ecomp import __version__
+from ecomp.errors import UsageError
+
+STAGES = ('started', 'addressed')
+"""What --wait can wait for."""
+
+EXITS = """\
+exit codes: 0 done, 1 failed, 2 usage, 3 no capacity, 4 not found, 5 exists or conflict,
+            6 time-out (it goes on), 7 a backend cannot be reached, 8 the audit found something
+"""
+
+
+class Options(NamedTuple):
+    """The options, None or False where not given. `wait` is '' for --wait alone; `uuid` is canonical."""
+
+    uuid: str | None = None
+    wait: str | None = None
+    timeout: float | None = None
+    format: str | None = None
+    all: bool = False
+    fix: bool = False
+    config: str | None = None
+
+
+class Command(NamedTuple):
+    """One command: its name in FORMS, its own words (uuids are canonical), its options."""
+
+    name: str
+    words: tuple[str, ...]
+    options: Options
+
+
+class Form(NamedTuple):
+    """How a command is written, what it does, which words follow its name, and the options it takes beside --config."""
+
+    usage: str
+    help: str
+    words: Callable[[str, Sequence[str]], tuple[str, ...]]
+    options: frozenset[str] = frozenset()
+
+
+def parse(argv: Sequence[str]) -> Command:
+    """The command in the arguments. UsageError says what is wrong; --help and --version print and raise SystemExit."""
+    # argparse would take the word after a bare --wait for its value.
+    given = vars(parser().parse_intermixed_args(['--wait=' if word == '--wait' else word for word in argv]))
+    name, words = _command(given.pop('words'))
+    options = Options(**given)
+    _check_options(name, options)
+    return Command(name, words, options)
+
+
+def parser() -> argparse.ArgumentParser:
+    """argparse's part of it: the options and the help."""
+    usage = ["eschedule [options] 'resources=VCPU:1,DISK_GB:1,MEMORY_MB:256' [IMAGE_URL]"]
+    usage += [f'       eschedule {form.usage}' for name, form in FORMS.items() if name != CREATE]
+    lines = [f'  {form.usage:26} {form.help}' for form in FORMS.values()]
+    parser = _Parser(
+        'eschedule',
+        usage='\n'.join(usage),
+        epilog='\n'.join([*lines, '', EXITS]),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument('words', nargs='*', help=argparse.SUPPRESS)
+    again = 'the new instance gets this uuid; asked again, nothing is made twice'
+    parser.add_argument('--uuid', type=_uuid, help=again)
+    parser.add_argument('--wait', metavar='[=STAGE]', help='wait for started or addressed (alone: addressed, or gone)')
+    parser.add_argument('--timeout', type=float, metavar='S', help='seconds to wait at most (300); the guest goes on')
+    parser.add_argument('-f', '--format', choices=('table', 'json'), help='table (default) or json')
+    parser.add_argument('--all', action='store_true', help='list: also what is gone')
+    mend = 'audit: mend what is safe to mend, after two looks a minute apart'
+    parser.add_argument('--fix', action='store_true', help=mend)
+    parser.add_argument('--config', metavar='FILE', help='instead of schedule.yaml in the current directory')
+    parser.add_argument('--version', action='version', version=f'eschedule {__version__}')
+    return parser
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse, with its errors in one line like all others."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f'{message}; --help shows all')
+
+
+def _uuid(word: str) -> str:
+    try:
+        return str(uuid.UUID(word))
+    except ValueError as error:
+        raise UsageError(f'{word!r} is neither a command nor a uuid; --help shows all') from error
+
+
+def _uuids(name: str, words: Sequence[str]) -> tuple[str, ...]:
+    if not words:
+        raise UsageError(f'{name}: which instance? Give one uuid or more')
+    return tuple(_uuid(word) for word in words)
+
+
+def _nothing(name: str, words: Sequence[str]) -> tuple[str, ...]:
+    if words:
+        raise UsageError(f'{name} takes no further words: {" ".join(words)}')
+    return ()
+
+
+def _query_and_image(_: str, words: Sequence[str]) -> tuple[str, ...]:
+    if len(words) > 2:
+        raise UsageError(f'one query and one image URL, and then comes {words[2]!r}: is the query in quotes?')
+    return tuple(words)
+
+
+def _one_uuid(_: str, words: Sequence[str]) -> tuple[str, ...]:
+    if len(words) > 1:
+        raise UsageError(f'{words[0]!r} is not a command; --help shows all')
+    return (_uuid(words[0]),)
+
+
+def _one_host(name: str, words: Sequence[str]) -> tuple[str, ...]:
+    if len(words) != 1:
+        raise UsageError(f'{name}: which compute? Give one uuid')
+    return (_uuid(words[0]),)
+
+
+CREATE, QUERY = 'create', 'query'
+"""The forms of 2019: told by what they look like, not by a name."""
+
+FORMS = {
+    CREATE: Form(
+        "'resources=…' [IMAGE_URL]",
+        'place one instance; the first argument is a placement query, handed on as it is',
+        _query_and_image,
+        frozenset({'uuid', 'wait', 'timeout'}),
+    ),
+    QUERY: Form('<uuid>', "the instance's address", _one_uuid),
+    'destroy': Form(
+        'destroy <uuid>…',
+        "remove the domain, its DISK, its allocation (virsh's destroy only switches off)",
+        _uuids,
+        frozenset({'wait', 'timeout'}),
+    ),
+    'list': Form(
+        'list', 'the instances; --all shows those that are gone too', _nothing, frozenset({'format', 'all'})
+    ),
+    'show': Form('show <uuid>…', 'one instance whole', _uuids, frozenset({'format'})),
+    'hosts': Form('hosts', 'the computes: state, instances, used and free', _nothing, frozenset({'format'})),
+    'audit': Form(
+        'audit [--fix]', 'where etcd, placement and the computes disagree', _nothing, frozenset({'fix', 'format'})
+    ),
+    'host forget': Form('host forget <uuid>', 'remove a compute that is dead for good, with its leftovers', _one_host),
+}
+"""Every command, in the order of the help. A name may have two words; no name has a = in it or is a uuid."""
+
+
+def _command(words: Sequence[str]) -> tuple[str, tuple[str, ...]]:
+    if not words:
+        raise UsageError('nothing to do: give a placement query, a uuid or a command; --help shows all')
+    for count in (2, 1):
+        name = ' '.join(words[:count])
+        if name in FORMS and name not in (CREATE, QUERY):
+            return name, FORMS[name].words(name, words[count:])
+    name = CREATE if '=' in words[0] else QUERY
+    return name, FORMS[name].words(name, words)
+
+
+def _check_options(name: str, options: Options) -> None:
+    given = {each for each, value in options._asdict().items() if value not in (None, False)} - {'config'}
+    wrong = sorted(given - FORMS[name].options)
+    if wrong:
+        raise UsageError(f'--{wrong[0]} does not go with this form; --help shows all')
+    if name == 'destroy' and options.wait:
+        raise UsageError('destroy waits for one thing: --wait alone')
+    if options.timeout is not None:
+        if options.wait is None:
+            raise UsageError('--timeout goes with --wait')
+        if not 0 <= options.timeout < 10**9:
+            raise UsageError('--timeout: seconds, not negative')
+    if options.wait not in (None, '', *STAGES):
+        raise UsageError(f'--wait={options.wait}: there is no such stage; say {" or ".join(STAGES)}')

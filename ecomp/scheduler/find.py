@@ -1,0 +1,98 @@
+"""What is known of an instance: its record, or the request its compute has not seen yet."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ecomp.errors import EcompError, NotFound
+from ecomp.model import keys
+from ecomp.model.instance import Invalid, Request, parse_request
+from ecomp.model.record import GONE, Record, from_json, new_record
+from ecomp.model.text import printable
+from ecomp.store.client import Entry, Store
+
+
+@dataclass(frozen=True)
+class Found:
+    """One instance. `record_entry` is None while no compute has written a record of it."""
+
+    record: Record
+    record_entry: Entry | None
+    request_entry: Entry | None
+
+    @property
+    def is_destroying(self) -> bool:
+        """True once a destroy has been accepted."""
+        if self.request_entry is None:
+            return False
+        request = parse_request(self.record.compute, self.request_entry.key, self.request_entry.value)
+        return isinstance(request, Request) and request.is_tombstone
+
+
+def find(store: Store, instance: str) -> Found | None:
+    """The instance, None if nobody ever heard of it (or a record of it was removed)."""
+    entry = store.get(keys.instance(instance))
+    if entry is not None:
+        record = read_record(entry)
+        return Found(record, entry, store.get(keys.host(record.compute, instance)))
+    # No record yet: its compute has not seen it. The key's name holds the compute, so all names are looked at.
+    for key in store.snapshot(keys.HOSTS, keys_only=True).entries:
+        if keys.last(key) == instance and _names_instance(key):
+            request_entry = store.get(key)
+            if request_entry is not None:
+                return Found(_scheduled(request_entry), None, request_entry)
+    return None
+
+
+def living(store: Store, instance: str) -> Found:
+    """The instance, NotFound if it is gone or was never there."""
+    found = find(store, instance)
+    if found is None:
+        raise NotFound(f'{instance}: no such instance')
+    if found.record.state == GONE:
+        raise NotFound(f'{instance}: gone since {found.record.stages.get("gone", "some time")}')
+    return found
+
+
+def all_records(store: Store, with_gone: bool) -> tuple[list[Record], list[EcompError]]:
+    """Every instance, by the time of its request, and what is wrong with records that cannot be read.
+
+    Those of which only a request exists are `scheduled`.
+    """
+    records, unreadable = {}, []
+    for key, entry in store.snapshot(keys.HOSTS).entries.items():
+        if _names_instance(key):
+            records[keys.last(key)] = _scheduled(entry)
+    for key, entry in store.snapshot(keys.INSTANCES).entries.items():
+        try:
+            records[keys.last(key)] = read_record(entry)
+        except EcompError as error:
+            unreadable.append(error)
+            records.pop(keys.last(key), None)
+    shown = [each for each in records.values() if with_gone or each.state != GONE]
+    return sorted(shown, key=lambda each: (each.stages.get('requested', ''), each.instance)), unreadable
+
+
+def read_record(entry: Entry) -> Record:
+    """The record in an entry; a plain error names the key of one that cannot be read, and the cure.
+
+    Removing it is safe: a compute that has the instance writes down anew what it has.
+    """
+    try:
+        return from_json(entry.value, entry.key.removeprefix(keys.INSTANCES))
+    except ValueError as error:
+        key = printable(entry.key, 100)
+        raise EcompError(f'{key}: {error}; unless a newer ecomp wrote it, remove it: etcdctl del {key}') from error
+
+
+def _scheduled(entry: Entry) -> Record:
+    compute, instance = entry.key.split('/')[-2:]
+    request = parse_request(compute, entry.key, entry.value)
+    if isinstance(request, Invalid):
+        return Record(instance=instance, compute=compute, state='scheduled', image=None, fault=request.reason)
+    return new_record(compute, request, '')
+
+
+def _names_instance(key: str) -> bool:
+    """True for /hosts/<compute>/<instance>; whatever else is there is reported by its compute."""
+    return key.count('/') == 3 and keys.is_uuid(keys.last(key))

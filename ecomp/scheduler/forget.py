@@ -1,0 +1,155 @@
+"""Forget a compute that is dead for good: its provider, and what was left of instances that were to be destroyed.
+
+All is read first, and nothing is removed while anything lives there. Then the claims go, then the keys, each instance
+in one transaction that also compares that the compute is still silent, and the provider last: killed at any step, the
+same command again goes on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+from ecomp.errors import Conflict, EcompError, NotFound, UnknownOutcome
+from ecomp.failpoints import failpoint
+from ecomp.model import keys
+from ecomp.model.host import InPlacement, Leftovers, leftovers, refusal
+from ecomp.model.instance import Request, announced
+from ecomp.model.record import GONE, KEPT, Record, new_record, to_json
+from ecomp.placement import allocations as ledger
+from ecomp.placement import providers
+from ecomp.placement.client import Placement
+from ecomp.scheduler.hosts import Seen, look
+from ecomp.store.client import Delete, Put, Store, Unchanged
+
+TRIES = 5
+
+UNSEEN = 'its host was forgotten: nobody saw its guest end'
+"""The fault of an instance that ends like this: on a host that was only cut off, its domain still runs."""
+
+
+@dataclass(frozen=True)
+class _Both:
+    """Both planes as read: the provider (None: placement has none), its consumers if it is ours, and etcd."""
+
+    provider: InPlacement | None
+    held: Mapping[str, object]
+    seen: Seen
+    at_it: frozenset[str]
+
+
+class _Changed(Exception):
+    """Somebody changed what was read: read again."""
+
+
+def forget(
+    store: Store, placement: Placement, compute: str, now: Callable[[], str], tell: Callable[[str], None]
+) -> None:
+    """Remove a compute from both planes. `tell` gets a sentence for each thing removed.
+
+    Errors: NotFound (no compute of ours), Conflict (it is alive, something lives there, or it came back meanwhile).
+    """
+    for _ in range(TRIES):
+        planes = _read(store, placement, compute)
+        left = _allowed(compute, planes)
+        try:
+            _remove(store, placement, compute, planes.seen, left, now, tell)
+            break
+        except (_Changed, UnknownOutcome):
+            continue  # the next look says what became of it
+    else:
+        raise Conflict(f'compute {compute}: changed by somebody else all the time; try again')
+    failpoint('host-emptied')
+    if planes.provider is not None and planes.provider.is_ours:
+        try:
+            providers.delete(placement, compute)
+        except Conflict as error:
+            raise Conflict(f'compute {compute}: its resource provider stays: {error}') from error
+        tell(f'{compute}: its resource provider is removed')
+    # Between the last look and the removal it may have started, and it registers only then.
+    if store.get(keys.compute(compute)) is not None:
+        raise Conflict(f'compute {compute} came back while it was being forgotten: restart its ecompute')
+
+
+def _read(store: Store, placement: Placement, compute: str) -> _Both:
+    # placement first: what is claimed since cannot be in it, and what was delivered since has its key by then.
+    provider, held = None, {}
+    name = providers.name(placement, compute)
+    if name is not None:
+        provider = InPlacement(compute, name, providers.shares(placement, [compute]).get(compute, {}))
+        if provider.is_ours:
+            held = ledger.of_provider(placement, compute)
+    seen = look(store)
+    entries = store.snapshot(keys.REQUESTS).entries
+    at_it = {each for key, entry in entries.items() for each in announced(key, entry.value)}
+    at_it |= {keys.last(key) for key in store.snapshot(keys.QUEUES, keys_only=True).entries}
+    return _Both(provider, held, seen, frozenset(at_it))
+
+
+def _allowed(compute: str, planes: _Both) -> Leftovers:
+    reason = refusal(compute, planes.seen.etcd, planes.held, planes.at_it)
+    if reason is not None:
+        raise Conflict(f'compute {compute} is not forgotten: {reason}')
+    left = leftovers(compute, planes.seen.etcd, planes.held)
+    provider = planes.provider
+    if left == Leftovers() and provider is None:
+        raise NotFound(f'{compute}: no such compute')
+    if left == Leftovers() and provider is not None and not provider.is_ours:
+        why = f'placement has such a provider, {provider.name}, but no ecompute made it'
+        raise NotFound(f'{compute}: no such compute: {why}')
+    return left
+
+
+def _remove(
+    store: Store,
+    placement: Placement,
+    compute: str,
+    seen: Seen,
+    left: Leftovers,
+    now: Callable[[], str],
+    tell: Callable[[str], None],
+) -> None:
+    silent = Unchanged(keys.compute(compute), 0)
+
+    def commit(instance: str, operations: list[Put | Delete]) -> None:
+        written = (keys.host(compute, instance), keys.instance(instance))
+        unchanged = [Unchanged(key, seen.entries[key].revision if key in seen.entries else 0) for key in written]
+        if store.commit([silent, *unchanged], operations) is None:
+            raise _Changed
+
+    for instance in left.ended:
+        _release(store, placement, compute, instance)
+        failpoint('host-released')
+        record = _ended(compute, seen, instance, now())
+        put = Put(keys.instance(instance), to_json(record), store.grant(KEPT[GONE]))
+        commit(instance, [put, Delete(keys.host(compute, instance)), Delete(keys.booted(instance))])
+        tell(f'{instance}: its destroy had been accepted: its claim and its keys are removed, its record says gone')
+    for name in left.stray:
+        commit(name, [Delete(keys.host(compute, name))])
+        tell(f'{keys.host(compute, name)}: removed: no compute would have carried it out')
+    for consumer in left.orphans:
+        _release(store, placement, compute, consumer)
+        tell(f'{consumer}: its claim is released: no request stands behind it')
+
+
+def _release(store: Store, placement: Placement, compute: str, consumer: str) -> None:
+    """Release what a consumer holds, if it holds anything here.
+
+    Nobody claims on a silent compute, and whoever claims elsewhere for this consumer moves the generation read.
+    """
+    held = ledger.consumer(placement, consumer)
+    if compute not in held.allocations:
+        return
+    if store.get(keys.compute(compute)) is not None or store.get(keys.request(consumer)) is not None:
+        raise _Changed
+    if not ledger.release(placement, consumer, held):
+        raise _Changed
+
+
+def _ended(compute: str, seen: Seen, instance: str, now: str) -> Record:
+    record, wish = seen.etcd.records.get(instance), seen.etcd.requests.get(compute, {}).get(instance)
+    if record is None:
+        if not isinstance(wish, Request):
+            raise EcompError(f'{instance}: neither a record nor a request')  # leftovers() names no such
+        record = new_record(compute, wish, now)
+    return replace(record.at(GONE, now, 'gone'), error=None, fault=UNSEEN)

@@ -1,0 +1,130 @@
+"""`eschedule audit --fix`: what two audits a minute apart both found, and what is safe to mend, is mended.
+
+Everything is looked at once more right before it is touched, and touched only as it was read. Never a domain, nothing
+that runs, nothing of somebody else's, nothing on a compute that does not answer.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+
+from ecomp.errors import EcompError
+from ecomp.model import keys
+from ecomp.model.digest import clearance_to_json
+from ecomp.model.findings import Finding, confirmed
+from ecomp.model.instance import Request, announced, parse_request
+from ecomp.model.planes import Kept
+from ecomp.model.record import ERROR, GONE, KEPT, from_json
+from ecomp.placement import allocations as ledger
+from ecomp.placement.client import Placement
+from ecomp.scheduler.audit import SIGHTINGS_SECONDS, Report, Tell, answers, asking, audit
+from ecomp.store.client import Delete, Put, Store, Unchanged
+
+NOT_ANY_MORE = 'left alone: it has changed since'
+
+
+def fix(store: Store, placement: Placement, tell: Tell, apart: float = SIGHTINGS_SECONDS) -> Report:
+    """Audit twice, `apart` seconds from each other, mend what both found, and audit again; that report.
+
+    `tell` gets a line for what is waited for and for each repair.
+    """
+    first = audit(store, placement)
+    if not any(each.fix for each in first.findings):
+        return first
+    tell(f'{len(first.findings)} found; looking again in {apart:g} s, before anything is changed')
+    time.sleep(apart)
+    second = audit(store, placement)
+    for each in mend(store, placement, first, second):
+        tell(each)
+    return audit(store, placement)
+
+
+def mend(store: Store, placement: Placement, first: Report, second: Report) -> list[str]:
+    """Mend what both audits found; a line for each repair, done or not."""
+    revisions = [*first.revisions, *second.revisions]
+    due = [each for each in confirmed(first.findings, second.findings, revisions) if each.fix]
+    done = []
+    for each in due:
+        if each.leftover is None:
+            done.append(f'{each.code} {each.subject}: {_mended(store, placement, each, second.etcd)}')
+    for compute in sorted({each.compute for each in due if each.leftover is not None}):
+        done += _cleared(store, compute, [each for each in due if each.leftover and each.compute == compute])
+    return done
+
+
+def _mended(store: Store, placement: Placement, finding: Finding, etcd: dict[str, Kept]) -> str:
+    try:
+        if finding.code == 'allocation-orphaned':
+            return _release(store, placement, finding.subject)
+        if finding.code == 'allocation-missing':
+            return _claim_again(store, placement, finding, etcd)
+        return _write(store, finding, etcd)
+    except (EcompError, ValueError) as error:
+        return f'not known to be mended: {error}'
+
+
+def _release(store: Store, placement: Placement, instance: str) -> str:
+    # The generation is read before etcd is: whoever claims after that look finds that it has moved.
+    held = ledger.consumer(placement, instance)
+    if not held.allocations:
+        return 'is released already'
+    wanted = any(store.get(keys.host(provider, instance)) for provider in held.allocations)
+    at_it = any(
+        instance in announced(key, entry.value) for key, entry in store.snapshot(keys.REQUESTS).entries.items()
+    ) or any(keys.last(key) == instance for key in store.snapshot(keys.QUEUES, keys_only=True).entries)
+    record = store.get(keys.instance(instance))
+    lives = record is not None and from_json(record.value).state not in (GONE, ERROR)
+    if wanted or at_it or lives or not ledger.release(placement, instance, held):
+        return NOT_ANY_MORE
+    return f'released on {", ".join(sorted(held.allocations))}'
+
+
+def _claim_again(store: Store, placement: Placement, finding: Finding, etcd: dict[str, Kept]) -> str:
+    """What was requested, for an instance that holds nothing: placement was restored, or somebody deleted its claim."""
+    key, instance = keys.host(finding.compute, finding.subject), finding.subject
+    request = parse_request(finding.compute, key, etcd[key].value) if key in etcd else None
+    # The generation is read before etcd is; a claim that lands beside a destroy all the same is released by rule 4.
+    held = ledger.consumer(placement, instance)
+    entry = store.get(key)
+    if not isinstance(request, Request) or request.is_tombstone or held.allocations or entry is None:
+        return NOT_ANY_MORE
+    if entry.revision != etcd[key].revision:
+        return NOT_ANY_MORE
+    ledger.claim(placement, instance, request.allocations, request.user_id, request.project_id, held.generation)
+    return f'claimed again on {", ".join(sorted(request.allocations))}'
+
+
+def _write(store: Store, finding: Finding, etcd: dict[str, Kept]) -> str:
+    """Change one key, if it and the record are still as the second audit read them."""
+    record = keys.instance(finding.subject)
+    if finding.code == 'record-unleased':
+        value = etcd[record].value
+        lease = store.grant(KEPT[from_json(value).state])
+        operation: Put | Delete = Put(record, value.decode(), lease)
+        done = f'{record} is on a lease'
+    else:
+        request = keys.host(finding.compute, finding.subject)
+        operation = Delete(keys.booted(finding.subject) if finding.code == 'booted-orphaned' else request)
+        done = f'{operation.key} is deleted'
+    conditions = [
+        Unchanged(key, etcd[key].revision if key in etcd else 0) for key in dict.fromkeys((operation.key, record))
+    ]
+    return done if store.commit(conditions, [operation]) is not None else NOT_ANY_MORE
+
+
+def _cleared(store: Store, compute: str, findings: list[Finding]) -> list[str]:
+    """Have a compute remove leftovers; it looks itself before it does."""
+    leftovers = [each.leftover for each in findings if each.leftover is not None]
+    try:
+        with asking(store) as (name, lease):
+            # The same answerer, and the same lease that ends it: a compute that has gone does nothing later.
+            key = keys.clearance(name, compute)
+            store.commit([Unchanged(key, 0)], [Put(key, clearance_to_json(leftovers), lease)])
+            if compute not in answers(store, name, {compute}, 'clearing', 'cleared'):
+                return [f'compute {compute}: not known to be mended: it gives no answer']
+            entry = store.get(keys.digest(name, compute, 'cleared'))
+            lines = json.loads(entry.value) if entry is not None else []
+            return [f'compute {compute}: {line}' for line in lines]
+    except (EcompError, ValueError) as error:
+        return [f'compute {compute}: not known to be mended: {error}']

@@ -1,0 +1,123 @@
+"""What users read: tables and JSON. Pure: values to text."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from ecomp.model.allocation import NEEDED
+from ecomp.model.host import Host, Share
+from ecomp.model.record import ERROR, Record, to_dict
+from ecomp.model.text import printable
+from ecomp.scheduler.wait import failure, next_stage
+
+if TYPE_CHECKING:
+    from ecomp.model.findings import Finding
+
+COLUMNS = ('INSTANCE', 'STATE', 'ADDRESS', 'COMPUTE', 'REQUESTED')
+
+
+def as_list(records: Sequence[Record], form: str) -> str:
+    """All records: a table with one line each, or a JSON array of records."""
+    if form == 'json':
+        return json.dumps([to_dict(each) for each in records], indent=2)
+    rows = [
+        (each.instance, each.state, each.address or '-', each.compute, each.stages.get('requested') or '-')
+        for each in records
+    ]
+    return table([COLUMNS, *rows])
+
+
+def as_detail(record: Record, form: str) -> str:
+    """One record whole: a line a field, or the JSON object."""
+    if form == 'json':
+        return json.dumps(to_dict(record), indent=2)
+    rows = [
+        ('instance', record.instance),
+        ('state', record.state),
+        ('compute', record.compute),
+        ('image', record.image or '-'),
+        ('resources', ', '.join(f'{name}:{amount}' for name, amount in record.resources.items()) or '-'),
+        ('query', record.query or '-'),
+        ('project', record.project_id or '-'),
+        ('user', record.user_id or '-'),
+    ]
+    rows += [
+        (f'interface {number}', f'{each.address or "no address yet"} ({each.mac} on {each.network})')
+        for number, each in enumerate(record.addresses)
+    ]
+    rows += [(stage, time) for stage, time in sorted(record.stages.items(), key=lambda each: each[1]) if time]
+    if record.error:
+        rows.append(('error', f'at stage {record.error.stage}: {record.error.reason}'))
+        rows.append(('cleaned up', record.error.cleaned))
+    if record.fault:
+        rows.append(('fault', record.fault))
+    return table(rows)
+
+
+def as_hosts(hosts: Sequence[Host], form: str) -> str:
+    """All computes: a table with one line each, or a JSON array."""
+    if form == 'json':
+        return json.dumps([_host(each) for each in hosts], indent=2)
+    # What every guest needs, and then what only some computes have.
+    classes = [*NEEDED, *sorted({name for each in hosts for name in each.resources} - set(NEEDED))]
+    head = ('COMPUTE', 'HOST', 'STATE', 'INSTANCES', *(f'{name} USED/FREE' for name in classes))
+    rows = [
+        (
+            *(each.compute, each.hostname or '-', each.state, str(each.instances)),
+            *(_share(each.resources.get(name)) for name in classes),
+        )
+        for each in hosts
+    ]
+    return table([head, *rows])
+
+
+def as_findings(findings: Sequence[Finding], form: str) -> str:
+    """What an audit found: a table with one line each, '' for nothing; or a JSON array."""
+    if form == 'json':
+        return json.dumps([each.to_dict() for each in findings], indent=2)
+    rows = [(each.code, each.subject, each.sentence) for each in findings]
+    return table([('CODE', 'SUBJECT', 'FINDING'), *rows]) if rows else ''
+
+
+def cures(findings: Sequence[Finding]) -> list[str]:
+    """What mends them, a line for each code and way."""
+    said = (f'{each.code}: ' + (f'--fix {each.fix}' if each.fix else f'by hand: {each.how}') for each in findings)
+    return list(dict.fromkeys(said))
+
+
+def no_address(record: Record) -> str:
+    """Why an instance has no address (yet), in one line."""
+    if record.state == ERROR:
+        return failure(record)
+    return f'{record.instance}: no address yet: {record.state}, waiting for: {next_stage(record)}'
+
+
+def table(rows: Sequence[Sequence[str]]) -> str:
+    """Rows in columns as wide as their widest cell, a line each whatever is in them."""
+    rows = [[printable(cell) for cell in row] for row in rows]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return '\n'.join(
+        '  '.join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    )
+
+
+def _share(share: Share | None) -> str:
+    if share is None:
+        return '-'
+    return f'{share.used}/{share.free}' + (f' ({share.over} too many)' if share.over else '')
+
+
+def _host(host: Host) -> dict[str, object]:
+    shares = {
+        name: {'used': each.used, 'free': each.free, 'capacity': each.capacity, 'over': each.over}
+        for name, each in sorted(host.resources.items())
+    }
+    return {
+        'compute': host.compute,
+        'hostname': host.hostname,
+        'state': host.state,
+        'instances': host.instances,
+        'resources': shares,
+    }
