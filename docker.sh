@@ -1,0 +1,314 @@
+#!/usr/bin/env bash
+# docker.sh: etcd, PostgreSQL and placement in Docker containers
+#
+#   ./docker.sh [up]     start what is not running, wait until all of it answers
+#   ./docker.sh down     stop and remove the containers and their network; the data stays
+#   ./docker.sh --help   this text
+#
+# Placement is then at http://localhost:8080/, etcd at localhost:2379. Data lives in the volumes
+# ecomp-etcd and ecomp-postgres, until you delete them yourself. Running it again changes nothing,
+# except where a setting below changed: that container is then made anew, on the same data.
+#
+# Settings, all of them environment variables:
+#
+#   BIND_ADDRESS        127.0.0.1     where both are published. Neither asks anybody for a password, so
+#                                     anything else (0.0.0.0, or this machine's address on a network you
+#                                     trust) lets whoever reaches it do everything. Docker publishes past ufw.
+#   ETCD_PORT           2379
+#   PLACEMENT_PORT      8080
+#   PLACEMENT_WORKERS   one a core    gunicorn processes, about 75 MB each
+#   PLACEMENT_DATABASE  (unset)       your own database, postgresql+psycopg2://USER:PASSWORD@HOST/NAME, as
+#                                     seen from a container: this machine is host.docker.internal there, not
+#                                     localhost. No PostgreSQL container is started then
+#   PLACEMENT_BUILD_CA  (unset)       a file of CA certificates (PEM) for pip to trust while the placement
+#                                     image is built, where a proxy opens TLS. It stays out of the image
+#   ETCD_IMAGE          quay.io/coreos/etcd:v3.6.14
+#   POSTGRES_IMAGE      postgres:17   16 also; 18 keeps its data elsewhere. The version has to suit the data
+#   PYTHON_IMAGE        python:3.11-slim-bookworm   the base of the placement image; CPython 3.11 to 3.13
+#
+# Exit codes: 0 done, 1 failed, 2 usage (or no docker command), 5 a port is taken, 7 no Docker daemon.
+
+set -euo pipefail
+
+BIND_ADDRESS=${BIND_ADDRESS:-127.0.0.1}
+ETCD_PORT=${ETCD_PORT:-2379}
+PLACEMENT_PORT=${PLACEMENT_PORT:-8080}
+PLACEMENT_WORKERS=${PLACEMENT_WORKERS:-$(nproc)}
+PLACEMENT_DATABASE=${PLACEMENT_DATABASE:-}
+PLACEMENT_BUILD_CA=${PLACEMENT_BUILD_CA:-}
+ETCD_IMAGE=${ETCD_IMAGE:-quay.io/coreos/etcd:v3.6.14}
+POSTGRES_IMAGE=${POSTGRES_IMAGE:-postgres:17}
+PYTHON_IMAGE=${PYTHON_IMAGE:-python:3.11-slim-bookworm}
+
+# All that pip installs, so that the image is the same next year. SQLAlchemy speaks to PostgreSQL through
+# psycopg2: with psycopg 3 placement starts, and then fails on every claim.
+PINS='
+openstack-placement==16.0.0 psycopg2-binary==2.9.13 gunicorn==27.0.1
+alembic==1.20.1 attrs==26.1.0 bcrypt==5.0.0 certifi==2026.10.18 charset-normalizer==3.5.2 debtcollector==3.1.0
+decorator==5.3.1 dogpile.cache==1.5.0 fasteners==0.20 greenlet==3.5.6 idna==3.20 iso8601==2.1.0 Jinja2==3.1.6
+jsonschema==4.26.0 jsonschema-specifications==2025.9.1 keystoneauth1==5.18.1 keystonemiddleware==13.0.1 Mako==1.4.3
+MarkupSafe==3.0.4 microversion-parse==2.1.0 msgpack==1.2.4 netaddr==1.3.0 os-resource-classes==1.1.0
+os-service-types==1.9.0 os-traits==3.9.0 oslo.cache==4.3.0 oslo.concurrency==7.6.1 oslo.config==10.7.0
+oslo.context==6.5.0 oslo.db==18.1.1 oslo.i18n==6.9.0 oslo.log==8.3.2 oslo.middleware==8.2.0 oslo.policy==6.0.1
+oslo.serialization==5.11.0 oslo.upgradecheck==2.8.0 oslo.utils==10.2.0 packaging==26.3 pbr==7.1.3 prettytable==3.18.0
+psutil==7.2.2 pycadf==4.1.0 PyJWT==2.15.1 pyparsing==3.3.3 python-dateutil==4.0.0 python-keystoneclient==6.0.0
+PyYAML==6.0.3 referencing==0.37.0 repoze.lru==0.8 requests==2.34.2 rfc3986==2.0.0 Routes==2.5.1 rpds-py==2026.9.1
+six==1.17.0 SQLAlchemy==2.1.9 statsd==4.0.1 stevedore==5.10.0 testresources==2.1.2 testscenarios==0.7.0
+typing_extensions==4.16.0 tzdata==2026.6 urllib3==2.8.0 wcwidth==0.9.4 WebOb==1.8.11 wrapt==2.5.2'
+
+# The CA file is in the install stage only; what the last stage copies is the virtual environment.
+# $ is the build's, not ours.
+# shellcheck disable=SC2016
+DOCKERFILE='ARG BASE
+FROM ${BASE} AS install
+LABEL ecomp.stage=install
+COPY . /build/
+RUN if [ -f /build/ca.crt ]; then export PIP_CERT=/build/ca.crt; fi; \
+    python3 -m venv /opt/placement && \
+    /opt/placement/bin/pip install --no-cache-dir --only-binary :all: --no-deps -r /build/pins.txt && \
+    /opt/placement/bin/pip check
+FROM ${BASE}
+COPY --from=install /opt/placement /opt/placement
+ENV PATH=/opt/placement/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin
+USER 65534:65534
+'
+
+say() { printf '%s\n' "$*"; }
+
+fail() { # CODE MESSAGE
+    local code=$1
+    shift
+    printf 'docker.sh: %s\n' "$*" >&2
+    exit "$code"
+}
+
+digest() { printf '%s\0' "$@" | sha256sum | cut -c 1-16; }
+
+last_line() { printf '%s\n' "$1" | sed '/^[[:space:]]*$/d; /^See .docker run --help/d' | tail -n 1; }
+
+indented() { sed 's/^/    /' >&2; }
+
+there() { docker inspect --type container "$1" >/dev/null 2>&1; }
+
+# What we connect to, and what we tell the user: nobody connects to 0.0.0.0, and brackets are Docker's spelling.
+SHOWN=$BIND_ADDRESS
+case $BIND_ADDRESS in
+127.0.0.1 | 0.0.0.0) REACH=127.0.0.1 SHOWN=localhost ;;
+'[::]') REACH=::1 SHOWN=localhost ;;
+*) REACH=${BIND_ADDRESS#[} REACH=${REACH%]} ;;
+esac
+
+listening() { (exec 3<>"/dev/tcp/$REACH/$1") 2>/dev/null; }
+
+answers() { # PORT PATH: a server answers 200 there. In a subshell, for writing to a closed connection is a signal
+    (
+        exec 3<>"/dev/tcp/$REACH/$1"
+        printf 'GET %s HTTP/1.0\r\nHost: localhost\r\nX-Auth-Token: admin\r\n\r\n' "$2" >&3
+        IFS= read -r -t 5 -u 3 status
+        [[ $status == HTTP/*' 200 '* ]]
+    ) 2>/dev/null
+}
+
+usable_port() { # CONTAINER PORT VARIABLE: free, or published by our own container already
+    if [[ ! $2 =~ ^[1-9][0-9]{0,4}$ ]] || (($2 > 65535)); then fail 2 "$3 is '$2', not a port number"; fi
+    if docker port "$1" 2>/dev/null | grep -q ":$2\$"; then return; fi
+    if listening "$2"; then
+        fail 5 "port $2 on $BIND_ADDRESS is taken by another program: end it, or choose another port with $3=…"
+    fi
+}
+
+image() { # IMAGE: it is here, pulled if need be
+    local error start=$SECONDS
+    if docker image inspect "$1" >/dev/null 2>&1; then return; fi
+    say "$1: pulling …"
+    error=$(docker pull --quiet "$1" 2>&1 >/dev/null) || fail 1 "cannot pull $1: $(last_line "$error")"
+    say "$1: pulled in $((SECONDS - start)) s"
+}
+
+placement_image() { # sets IMAGE. Its tag says what went into it, so a changed pin or base is a new image
+    local work start=$SECONDS
+    image "$PYTHON_IMAGE"
+    IMAGE=ecomp-placement:$(digest "$DOCKERFILE" "$PINS" "$(docker image inspect -f '{{.Id}}' "$PYTHON_IMAGE")")
+    if docker image inspect "$IMAGE" >/dev/null 2>&1; then
+        say "placement image: there ($IMAGE)"
+        return
+    fi
+    say "placement image: building from $PYTHON_IMAGE and PyPI …"
+    work=$(mktemp -d)
+    # shellcheck disable=SC2064  # the value now: the variable is gone when the trap runs
+    trap "rm -rf '$work'" EXIT
+    mkdir "$work/build"
+    printf '%s' "$DOCKERFILE" >"$work/build/Dockerfile"
+    # shellcheck disable=SC2086  # one a line
+    printf '%s\n' $PINS >"$work/build/pins.txt"
+    if [ -n "$PLACEMENT_BUILD_CA" ]; then cp -- "$PLACEMENT_BUILD_CA" "$work/build/ca.crt"; fi
+    if ! docker build --build-arg "BASE=$PYTHON_IMAGE" --tag "$IMAGE" "$work/build" >"$work/log" 2>&1; then
+        tail -n 12 "$work/log" | indented
+        fail 1 "the placement image could not be built (the end of the log is above); if it is about certificates," \
+            "set PLACEMENT_BUILD_CA"
+    fi
+    # The classic builder leaves the install stage lying about; BuildKit does not.
+    docker image prune --force --filter label=ecomp.stage=install >/dev/null
+    say "placement image: built in $((SECONDS - start)) s ($IMAGE)"
+}
+
+running_as_wanted() { # NAME ARGUMENTS…
+    local name=$1
+    shift
+    [ "$(docker inspect -f '{{.State.Status}} {{index .Config.Labels "ecomp.settings"}}' "$name" 2>/dev/null)" = \
+        "running $(digest "$@")" ]
+}
+
+remove() { # NAME: stopped as it likes to be stopped, then removed
+    docker stop "$1" >/dev/null
+    docker rm "$1" >/dev/null
+}
+
+start() { # NAME ARGUMENTS…: runs with these arguments. What a container holds itself is nothing: data is in volumes
+    local name=$1 id error
+    shift
+    if running_as_wanted "$name" "$@"; then
+        say "$name: running already"
+        return
+    fi
+    if there "$name"; then
+        say "$name: stopped or set up differently, made anew"
+        remove "$name"
+    fi
+    # create and start apart: when create fails, there is nothing of ours to remove.
+    # The log driver `local` rotates its files; placement logs every request.
+    id=$(docker create --name "$name" --network ecomp --restart unless-stopped --log-driver local \
+        --label "ecomp.settings=$(digest "$@")" "$@" 2>&1) || fail 1 "cannot make $name: $(last_line "$id")"
+    if ! error=$(docker start "$name" 2>&1); then
+        docker rm "$name" >/dev/null
+        fail 1 "cannot start $name: $(printf '%s\n' "$error" | grep -m 1 . || :)"
+    fi
+}
+
+wait_for() { # NAME QUESTION…: until the question is answered, and not longer than the container lives
+    local name=$1 begin=$SECONDS state before
+    shift
+    before=$(docker inspect -f '{{.State.Running}} {{.RestartCount}}' "$name")
+    until "$@" >/dev/null 2>&1; do
+        state=$(docker inspect -f '{{.State.Running}} {{.RestartCount}}' "$name")
+        if [[ $state != "$before" || $state != true* ]]; then
+            state='does not stay up'
+        elif ((SECONDS - begin >= 60)); then
+            state='does not answer after 60 s'
+        else
+            sleep 0.3
+            continue
+        fi
+        # Before the stop, which adds lines of its own. The container stays, stopped, for `docker logs`.
+        docker logs --tail 10 "$name" 2>&1 | indented
+        docker stop "$name" >/dev/null
+        fail 1 "$name $state (the end of its log is above)"
+    done
+    say "$name: answers, after $((SECONDS - begin)) s"
+}
+
+postgres_password() { # made once, kept as a label of the volume: it lasts exactly as long as the data
+    local password
+    if ! docker volume inspect ecomp-postgres >/dev/null 2>&1; then
+        password=$(od -An -N 16 -t x1 /dev/urandom | tr -d ' \n')
+        docker volume create --label "ecomp.password=$password" ecomp-postgres >/dev/null
+    fi
+    docker volume inspect -f '{{index .Labels "ecomp.password"}}' ecomp-postgres
+}
+
+up() {
+    local begin=$SECONDS placement error url
+    [[ $PLACEMENT_WORKERS =~ ^[1-9][0-9]*$ ]] || fail 2 "PLACEMENT_WORKERS is '$PLACEMENT_WORKERS', not a number from 1"
+    case $PLACEMENT_DATABASE in
+    '' | postgresql+psycopg2://*) ;;
+    *) fail 2 'PLACEMENT_DATABASE must begin with postgresql+psycopg2://, the one driver in the image' ;;
+    esac
+    if [ -n "$PLACEMENT_BUILD_CA" ] && [ ! -r "$PLACEMENT_BUILD_CA" ]; then
+        fail 2 "PLACEMENT_BUILD_CA: cannot read $PLACEMENT_BUILD_CA"
+    fi
+    usable_port ecomp-etcd "$ETCD_PORT" ETCD_PORT
+    usable_port ecomp-placement "$PLACEMENT_PORT" PLACEMENT_PORT
+
+    image "$ETCD_IMAGE"
+    placement_image
+    if ! docker network inspect ecomp >/dev/null 2>&1; then docker network create ecomp >/dev/null; fi
+
+    start ecomp-etcd --publish "$BIND_ADDRESS:$ETCD_PORT:2379" --volume ecomp-etcd:/etcd-data --entrypoint etcd \
+        "$ETCD_IMAGE" --name ecomp --data-dir /etcd-data \
+        --listen-client-urls http://0.0.0.0:2379 --advertise-client-urls http://ecomp-etcd:2379 \
+        --auto-compaction-mode periodic --auto-compaction-retention 1h
+    wait_for ecomp-etcd answers "$ETCD_PORT" /health
+
+    url=$PLACEMENT_DATABASE
+    if [ -z "$url" ]; then
+        image "$POSTGRES_IMAGE"
+        POSTGRES_PASSWORD=$(postgres_password)
+        [ -n "$POSTGRES_PASSWORD" ] || fail 1 'the volume ecomp-postgres has no label ecomp.password with the' \
+            "password of its user placement: docker.sh did not make it; give PLACEMENT_DATABASE"
+        export POSTGRES_PASSWORD # passed on by name, so that it is in nobody's process list
+        start ecomp-postgres --volume ecomp-postgres:/var/lib/postgresql/data \
+            --env POSTGRES_USER=placement --env POSTGRES_DB=placement --env POSTGRES_PASSWORD "$POSTGRES_IMAGE"
+        # By TCP: while it sets up its data, the server of the official image listens on its socket only.
+        wait_for ecomp-postgres docker exec ecomp-postgres pg_isready -h 127.0.0.1 -U placement -d placement
+        url=postgresql+psycopg2://placement:$POSTGRES_PASSWORD@ecomp-postgres/placement
+    fi
+
+    export OS_PLACEMENT_DATABASE__CONNECTION=$url
+    placement=(--publish "$BIND_ADDRESS:$PLACEMENT_PORT:8080" --add-host host.docker.internal:host-gateway
+        --label "ecomp.database=$(digest "$url")" --env OS_PLACEMENT_DATABASE__CONNECTION
+        --env OS_API__AUTH_STRATEGY=noauth2 "$IMAGE"
+        gunicorn --no-control-socket --workers "$PLACEMENT_WORKERS" --bind 0.0.0.0:8080 placement.wsgi.api:application)
+    if ! running_as_wanted ecomp-placement "${placement[@]}"; then
+        # Once, before the workers: several that each sync an empty database get in each other's way.
+        if ! error=$(docker run --rm --network ecomp --add-host host.docker.internal:host-gateway \
+            --env OS_PLACEMENT_DATABASE__CONNECTION "$IMAGE" placement-manage db sync 2>&1); then
+            printf '%s\n' "$error" | grep '^[^[:space:]]' | tail -n 4 | indented || :
+            fail 1 "placement's tables could not be made in ${url##*@} (the end of the log is above)"
+        fi
+        say "placement's tables: made or up to date"
+    fi
+    start ecomp-placement "${placement[@]}"
+    # A query that reaches the database: / answers 200 without one.
+    wait_for ecomp-placement answers "$PLACEMENT_PORT" \
+        '/resource_providers?uuid=00000000-0000-0000-0000-000000000000'
+
+    say "up after $((SECONDS - begin)) s: etcd at $SHOWN:$ETCD_PORT, placement at http://$SHOWN:$PLACEMENT_PORT/"
+    if [[ ! $BIND_ADDRESS =~ ^(127\.|\[::1\]$) ]]; then
+        printf 'docker.sh: neither asks for a password: whoever reaches %s can do everything\n' "$BIND_ADDRESS" >&2
+    fi
+}
+
+down() {
+    local name volumes found=''
+    for name in ecomp-placement ecomp-postgres ecomp-etcd; do
+        if there "$name"; then
+            remove "$name"
+            say "$name: stopped and removed"
+            found=1
+        fi
+    done
+    if docker network inspect ecomp >/dev/null 2>&1; then
+        docker network rm ecomp >/dev/null
+        say 'network ecomp: removed'
+    fi
+    if [ -z "$found" ]; then say 'nothing was running'; fi
+    volumes=$(docker volume ls --quiet --filter name='^ecomp-etcd$' --filter name='^ecomp-postgres$' | tr '\n' ' ')
+    if [ -n "$volumes" ]; then say "the data stays; to delete it too: docker volume rm ${volumes% }"; fi
+}
+
+usage() { fail 2 'usage: ./docker.sh [up | down | --help]'; }
+
+[ $# -le 1 ] || usage
+case ${1-up} in
+up | down) ;;
+-h | --help)
+    sed -n '2,/^$/s/^# \{0,1\}//p' "$0"
+    exit 0
+    ;;
+*) usage ;;
+esac
+command -v docker >/dev/null ||
+    fail 2 'there is no docker command here: install Docker Engine (Debian, Ubuntu: docker.io)'
+SERVER=$(docker version --format '{{.Server.Version}}' 2>&1) ||
+    fail 7 "no Docker daemon answers (is it running, may you use it?): $(last_line "$SERVER")"
+"${1-up}"

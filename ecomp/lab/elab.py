@@ -1,0 +1,262 @@
+"""elab's front door: a whole cluster on one machine, up, looked at, entered and removed.
+
+Progress goes to stderr, step by step with its seconds; what was asked for goes to stdout.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from ecomp import __version__
+from ecomp.errors import EcompError, NotFound, UsageError
+from ecomp.lab import control, guest, machine, namespaces, state
+from ecomp.lab.hosts import Host
+from ecomp.lab.network import CONTROL, ETCD_PORT, MOST_HOSTS, PLACEMENT_PORT, check_name
+from ecomp.lab.state import Lab
+
+SCHEDULE_YAML = """\
+# Written once by elab: eschedule, run in this directory or with --config, asks the lab {name}.
+etcd:
+  host: {etcd_host}
+  port: {etcd_port}
+placement:
+  endpoint: {placement}
+# What `elab guest {directory}/images/guest.qcow2` makes; from elsewhere nothing can be fetched.
+image: {images}guest.qcow2
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run elab; the exit code."""
+    try:
+        options = _parser().parse_args(argv)
+        return int(options.run(options))
+    except EcompError as error:
+        _say(f'elab: {error}')
+        return error.exit_code
+    except KeyboardInterrupt:
+        _say('elab: interrupted; elab up goes on where it was, elab down removes what there is')
+        return 1
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse, with its errors in one line like all others."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f'{message}; --help shows all')
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser('elab', description='A whole cluster on one machine: etcd, placement and hypervisor hosts.')
+    parser.add_argument('--version', action='version', version=f'elab {__version__}')
+    commands = parser.add_subparsers(required=True, metavar='COMMAND')
+
+    def command(name: str, run: Callable[[argparse.Namespace], int], text: str) -> argparse.ArgumentParser:
+        added = commands.add_parser(name, help=text, description=text)
+        added.set_defaults(run=run)
+        return added
+
+    def of_a_lab(name: str, run: Callable[[argparse.Namespace], int], text: str) -> argparse.ArgumentParser:
+        added = command(name, run, text)
+        added.add_argument('--name', default='lab', help='which lab, where there are several (default: lab)')
+        return added
+
+    up = of_a_lab('up', _up, 'make the lab, or of one that is there what is missing or has ended')
+    up.add_argument('--hosts', type=_count, metavar='N', help='how many hypervisor hosts (3); a lab can grow')
+    of_a_lab('status', _status, 'what is there, and whether it answers')
+    run = of_a_lab('exec', _exec, 'run a command in a host (hv1, hv2 …) or in `control`')
+    run.add_argument('host', metavar='HOST')
+    run.add_argument('words', metavar='CMD', nargs=argparse.REMAINDER)
+    of_a_lab('down', _down, 'remove the lab, its guests and all it made')
+    only = command('control', _control, 'only etcd and placement, on localhost and in the foreground')
+    only.add_argument('--etcd-port', type=int, default=ETCD_PORT, metavar='PORT')
+    only.add_argument('--placement-port', type=int, default=PLACEMENT_PORT, metavar='PORT')
+    only.add_argument('--data', type=Path, default=Path('elab-control'), metavar='DIR', help='default: ./elab-control')
+    made = command('guest', _guest, 'make a small guest image out of Debian packages')
+    made.add_argument('output', type=Path, metavar='OUT.qcow2')
+    return parser
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or not 1 <= int(text) <= MOST_HOSTS:
+        raise argparse.ArgumentTypeError(f'{text!r} is not a number from 1 to {MOST_HOSTS}')
+    return int(text)
+
+
+def _up(options: argparse.Namespace) -> int:
+    name = check_name(options.name)
+    machine.require_root('elab up')
+    modules = ['placement', 'waitress', 'libvirt', 'mdserver']
+    machine.require({**machine.CONTROL_PROGRAMS, **machine.HOST_PROGRAMS}, modules)
+    with _lock(name), _step(f'lab {name} is up'):
+        lab = state.load_or_create(name, options.hosts)
+        if options.hosts and options.hosts < lab.count:
+            _say(f'lab {name} has {lab.count} hosts already; elab down removes them')
+        with _step('control plane'):
+            _start_control(lab)
+        hosts = [Host(lab, each) for each in lab.hosts]
+        with _step('namespaces and libvirtd of ' + ', '.join(lab.hosts)):
+            # Each waits for its own QEMU to be probed, so all are started before the first is waited for.
+            for host in hosts:
+                host.prepare()
+                host.start_libvirt()
+            for host in hosts:
+                host.wait_libvirt()
+        with _step('ecompute on ' + ', '.join(lab.hosts)):
+            for host in hosts:
+                host.start_ecompute()
+            for host in hosts:
+                host.wait_ecompute()
+    print(f'etcd {lab.layout.etcd}\nplacement {lab.layout.placement}\nimages {lab.layout.images}')
+    print(f'schedule.yaml {lab.directory}/schedule.yaml')
+    return 0
+
+
+def _start_control(lab: Lab) -> None:
+    layout, data, images = lab.layout, lab.directory / CONTROL, lab.directory / 'images'
+    for directory in (data, images):
+        directory.mkdir(exist_ok=True)
+    namespaces.ensure_control(layout)
+    servers = control.lab_servers(layout, data, images)
+    prefix = namespaces.inside(layout, lab.directory, CONTROL)
+    for server in servers:
+        if not lab.running(server.what):
+            lab.remember(server.what, server.start(prefix))
+    for server in servers:
+        server.wait(lab.processes[server.what])
+    schedule = lab.directory / 'schedule.yaml'
+    if not schedule.exists():
+        etcd_host, _, etcd_port = layout.etcd.partition(':')
+        schedule.write_text(
+            SCHEDULE_YAML.format(
+                name=layout.name,
+                directory=lab.directory,
+                etcd_host=etcd_host,
+                etcd_port=etcd_port,
+                placement=layout.placement,
+                images=layout.images,
+            ),
+            encoding='utf-8',
+        )
+
+
+def _status(options: argparse.Namespace) -> int:
+    machine.require_root('elab status')
+    lab = state.load(check_name(options.name))
+    layout = lab.layout
+    rows = [('PLACE', 'ADDRESS', 'STATE')]
+    for server in control.lab_servers(layout, lab.directory / CONTROL, lab.directory / 'images'):
+        process = lab.running(server.what)
+        said = 'down' if process is None else 'ready' if server.ready(process) else 'no answer'
+        rows.append((server.what, str(layout.control), said))
+    for name in lab.hosts:
+        rows.append((name, str(layout.address(name)), _host_state(Host(lab, name))))
+    broken = [row[0] for row in rows[1:] if not row[2].startswith('ready')]
+    for place, address, said in rows:
+        print(f'{place:<10} {address:<15} {said}')
+    if broken:
+        _say(f'not ready: {", ".join(broken)}; elab up --name {layout.name} starts what is down')
+    return 1 if broken else 0
+
+
+def _host_state(host: Host) -> str:
+    lab = host.lab
+    if not namespaces.exists(lab.layout, host.name):
+        return 'down: no namespace'
+    if not lab.running(f'{host.name} libvirtd') or not host.libvirt_answers():
+        return f'down: libvirtd (see {host.directory}/libvirtd.log)'
+    if not host.network_runs():
+        return 'down: network default'
+    if not host.ecompute_answers():
+        return f'down: ecompute (see {host.log})'
+    return f'ready: compute {host.compute()}, guests {lab.layout.guests(host.name)}, {host.guests()} running'
+
+
+def _exec(options: argparse.Namespace) -> int:
+    machine.require_root('elab exec')
+    lab = state.load(check_name(options.name))
+    if options.host not in lab.places:
+        raise NotFound(f'lab {lab.layout.name} has no host {options.host!r}, but {", ".join(lab.places)}')
+    if not options.words:
+        raise UsageError(f'exec {options.host}: which command?')
+    if not namespaces.exists(lab.layout, options.host):
+        raise EcompError(f'{options.host} is down: elab up --name {lab.layout.name} starts it')
+    child = subprocess.Popen([*namespaces.inside(lab.layout, lab.directory, options.host), *options.words])
+    while True:
+        # Ctrl-C reaches the command too; what that means is the command's to decide.
+        with contextlib.suppress(KeyboardInterrupt):
+            code = child.wait()
+            return code if code >= 0 else 128 - code
+
+
+def _down(options: argparse.Namespace) -> int:
+    name = check_name(options.name)
+    machine.require_root('elab down')
+    directory = state.ROOT / name
+    try:
+        lab = state.load(name)
+    except NotFound:
+        lab = None  # killed before it was written down, or removed by hand: what bears its name is still found
+        if not directory.exists() and not namespaces.of_lab(name):
+            _say(f'there is no lab {name}')
+            return 0
+    with _lock(name), _step(f'lab {name} is gone'):
+        with contextlib.suppress(NotFound):
+            lab = state.load(name)  # an elab up may just have ended
+        spaces = namespaces.of_lab(name)
+        recorded = list(lab.processes.values()) if lab else []
+        with _step('processes and guests ended'):
+            # Hosts first: their ecomputes say good-bye to etcd and placement.
+            namespaces.end_processes([space for space in spaces if not space.endswith(f'-{CONTROL}')], [])
+            namespaces.end_processes(spaces, recorded)
+        with _step('namespaces and links removed'):
+            namespaces.remove(spaces, lab.layout if lab else None)
+        shutil.rmtree(directory)
+    with contextlib.suppress(OSError):  # other labs are in it
+        state.ROOT.rmdir()
+    return 0
+
+
+def _control(options: argparse.Namespace) -> int:
+    def ready() -> None:
+        where = f'etcd localhost:{options.etcd_port}\nplacement http://localhost:{options.placement_port}'
+        print(where, flush=True)
+
+    control.run_control(options.etcd_port, options.placement_port, options.data, _say, ready)
+    return 0
+
+
+def _guest(options: argparse.Namespace) -> int:
+    with _step(f'{options.output} is made'):
+        guest.make(options.output, _say)
+    return 0
+
+
+@contextlib.contextmanager
+def _lock(name: str) -> Iterator[None]:
+    with state.locked(state.ROOT / name, lambda: _say(f'another elab is at work on lab {name}: waiting for it')):
+        yield
+
+
+@contextlib.contextmanager
+def _step(what: str) -> Iterator[None]:
+    """Say what was done and how long it took, when it was."""
+    began = time.monotonic()
+    yield
+    _say(f'{time.monotonic() - began:6.1f} s  {what}')
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+if __name__ == '__main__':
+    sys.exit(main())

@@ -1,0 +1,173 @@
+"""A small guest image out of Debian packages: kernel, busybox and an init, on a FAT file system that syslinux boots.
+
+The kernel's package is downloaded and unpacked, not installed; the file system is written by mtools. So there is no
+loop device and no mount, and it does not take root. Tried on Debian 12. On Ubuntu the kernel is looked for under its
+names there (linux-image-virtual, linux-image-kvm, with its modules in a package of their own): not tried.
+"""
+
+from __future__ import annotations
+
+import gzip
+import lzma
+import os
+import stat
+import struct
+import tempfile
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from ecomp.errors import EcompError, UsageError
+from ecomp.lab import guest_files, machine
+
+PROGRAMS = {
+    'apt-get': 'apt',
+    'dpkg-deb': 'dpkg',
+    'busybox': 'busybox-static',
+    'mformat': 'mtools',
+    'mcopy': 'mtools',
+    'syslinux': 'syslinux',
+    'qemu-img': 'qemu-utils',
+}
+# Packages that depend on the newest kernel made for guests, Debian's first.
+KERNELS = ('linux-image-cloud-amd64', 'linux-image-virtual', 'linux-image-kvm')
+HEADS, SECTORS, SECTOR = 64, 32, 512
+MIB = 1024**2
+
+
+def make(output: Path, say: Callable[[str], None]) -> None:
+    """Write the image, qcow2; an existing file is replaced only by a whole one. UsageError, EcompError."""
+    machine.require(PROGRAMS)
+    busybox = _static_busybox()
+    if not output.parent.is_dir():
+        raise UsageError(f'{output}: there is no directory {output.parent}')
+    with tempfile.TemporaryDirectory(prefix='elab-guest-') as name:
+        work = Path(name)
+        kernel, modules = _fetch_kernel(work, say)
+        initrd = work / 'initrd'
+        initrd.write_bytes(archive(_files(busybox, modules)))
+        raw = work / 'guest.raw'
+        _write_fat(raw, kernel, initrd, work)
+        part = output.with_name(f'.{output.name}.part')
+        try:
+            machine.run(['qemu-img', 'convert', '-f', 'raw', '-O', 'qcow2', str(raw), str(part)])
+            part.rename(output)
+        finally:
+            part.unlink(missing_ok=True)
+    say(f'{output}: {output.stat().st_size / MIB:.0f} MiB, kernel {kernel.name.removeprefix("vmlinuz-")}')
+
+
+def archive(files: Iterable[tuple[str, int, bytes]]) -> bytes:
+    """An initramfs of (path, mode, content), for the kernel: cpio's newc format, uncompressed, all owned by root.
+
+    A character device's content is its `major,minor`. Uncompressed, because emulation takes longer to unpack it than to
+    read it. Documentation/driver-api/early-userspace/buffer-format.rst
+    """
+    out = bytearray()
+    for number, (path, mode, content) in enumerate([*files, ('TRAILER!!!', 0, b'')], start=1):
+        major = minor = 0
+        if stat.S_ISCHR(mode):
+            major, minor = map(int, content.split(b','))
+            content = b''
+        name = path.encode() + b'\0'
+        fields = (number, mode, 0, 0, 1, 0, len(content), 0, 0, major, minor, len(name), 0)
+        out += b'070701' + b''.join(b'%08x' % field for field in fields) + name
+        out += bytes(-len(out) % 4) + content
+        out += bytes(-len(out) % 4)
+    return bytes(out)
+
+
+def _files(busybox: Path, modules: list[tuple[str, bytes]]) -> list[tuple[str, int, bytes]]:
+    directories = ('bin', 'dev', 'etc', 'etc/acpi', 'etc/acpi/PWRF', 'lib')
+    script = stat.S_IFREG | 0o755
+    return [
+        *((path, stat.S_IFDIR | 0o755, b'') for path in directories),
+        ('dev/console', stat.S_IFCHR | 0o600, b'5,1'),  # the kernel opens it before init can mount anything
+        ('bin/busybox', script, busybox.read_bytes()),
+        ('init', script, guest_files.INIT.encode()),
+        ('bin/on-lease', script, guest_files.ON_LEASE.encode()),
+        ('etc/acpi/PWRF/00000080', script, guest_files.POWER_BUTTON.encode()),  # where busybox's acpid looks
+        ('lib/order', stat.S_IFREG | 0o644, ''.join(f'{name}\n' for name, _ in modules).encode()),
+        *((f'lib/{name}', stat.S_IFREG | 0o644, content) for name, content in modules),
+    ]
+
+
+def _static_busybox() -> Path:
+    # Debian's plain busybox has the same name, and without its libraries it would be no init.
+    for path in map(Path, ('/bin/busybox', '/usr/bin/busybox')):
+        if path.exists() and is_static(path.read_bytes()):
+            return path
+    raise UsageError('busybox is not the static one: apt-get install busybox-static')
+
+
+def is_static(program: bytes) -> bool:
+    """Whether a 64-bit little-endian ELF program asks for no interpreter, PT_INTERP. elf(5)"""
+    if program[:6] != b'\x7fELF\x02\x01':
+        return False
+    start = struct.unpack_from('<Q', program, 32)[0]
+    size, number = struct.unpack_from('<HH', program, 54)
+    return all(struct.unpack_from('<I', program, start + each * size)[0] != 3 for each in range(number))
+
+
+def _fetch_kernel(work: Path, say: Callable[[str], None]) -> tuple[Path, list[tuple[str, bytes]]]:
+    """The kernel's file, and those of our modules that it has as files, in order."""
+    packages = _kernel_packages()
+    say(f'downloading {" ".join(packages)}')
+    downloads, tree = work / 'packages', work / 'tree'
+    downloads.mkdir()
+    machine.run(['sh', '-c', 'cd "$1"; shift; exec apt-get -q download "$@"', 'sh', str(downloads), *packages])
+    for package in downloads.glob('*.deb'):
+        machine.run(['dpkg-deb', '-x', str(package), str(tree)])
+    kernels = sorted(tree.glob('boot/vmlinuz-*'))
+    if not kernels:
+        raise EcompError(f'{" ".join(packages)}: no kernel in it')
+    files = {path.name.partition('.')[0].replace('-', '_'): path for path in tree.rglob('*.ko*')}
+    modules = [(f'{name}.ko', _module(files[name])) for name in guest_files.MODULES if name in files]
+    return kernels[-1], modules
+
+
+def _kernel_packages() -> list[str]:
+    """The real packages behind the first name this distribution knows."""
+    for name in KERNELS:
+        found = _depends(name, 'linux-image-')
+        if found:
+            # Ubuntu has the modules beside the kernel.
+            return [*found[:1], *_depends(found[0], 'linux-modules-')[:1]]
+    raise EcompError(f'apt knows no kernel for guests ({", ".join(KERNELS)}): apt-get update first')
+
+
+def _depends(package: str, prefix: str) -> list[str]:
+    try:
+        lines = machine.run(['apt-cache', 'depends', '--important', package]).splitlines()
+    except EcompError:
+        return []  # apt-cache fails for a package it does not know
+    names = (line.partition('Depends: ')[2].strip() for line in lines)
+    return [name for name in names if name.startswith(prefix)]
+
+
+def _module(path: Path) -> bytes:
+    content = path.read_bytes()
+    if path.suffix == '.xz':
+        return lzma.decompress(content)
+    if path.suffix == '.gz':
+        return gzip.decompress(content)
+    if path.suffix == '.zst':
+        machine.require({'zstd': 'zstd'})
+        machine.run(['zstd', '-q', '-d', str(path), '-o', str(path.with_suffix(''))])
+        return path.with_suffix('').read_bytes()
+    return content
+
+
+def _write_fat(raw: Path, kernel: Path, initrd: Path, work: Path) -> None:
+    """A FAT file system over a whole disk without partitions, as a BIOS takes it for a hard disk, bootable."""
+    config = work / 'syslinux.cfg'
+    config.write_text(guest_files.SYSLINUX_CFG, encoding='utf-8')
+    needed = kernel.stat().st_size + initrd.stat().st_size + 2 * MIB
+    cylinder = HEADS * SECTORS * SECTOR
+    cylinders = -(-needed // cylinder)
+    with raw.open('wb') as disk:
+        os.truncate(disk.fileno(), cylinders * cylinder)
+    geometry = ['-t', str(cylinders), '-h', str(HEADS), '-s', str(SECTORS)]
+    machine.run(['mformat', '-i', str(raw), *geometry, '-v', 'ECOMP', '::'])
+    for path, name in ((kernel, 'vmlinuz'), (initrd, 'initrd'), (config, 'syslinux.cfg')):
+        machine.run(['mcopy', '-i', str(raw), str(path), f'::{name}'])
+    machine.run(['syslinux', '--install', str(raw)])

@@ -1,0 +1,171 @@
+"""What the lab asks of the machine: programs run to their end, processes that stay, and what is missing.
+
+A process is remembered by its pid and its start time, so that a pid used again is never taken for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ecomp.errors import EcompError, UsageError
+
+# Every program the lab runs, and Debian's package of it.
+CONTROL_PROGRAMS = {'etcd': 'etcd-server', 'setpriv': 'util-linux'}
+HOST_PROGRAMS = {
+    'ip': 'iproute2',
+    'unshare': 'util-linux',
+    'mount': 'mount',
+    'libvirtd': 'libvirt-daemon-system',
+    'virtlogd': 'libvirt-daemon-system',
+    'virsh': 'libvirt-clients',
+    'qemu-system-x86_64': 'qemu-system-x86',
+    'qemu-img': 'qemu-utils',
+    'dnsmasq': 'dnsmasq-base',
+    'iptables': 'iptables',
+}
+
+
+@dataclass(frozen=True)
+class Process:
+    """A process: `what` it is for people, `started` its start in clock ticks since boot."""
+
+    what: str
+    pid: int
+    started: int
+
+
+def search_path() -> str:
+    """PATH, and where Debian keeps root's programs: sudo's or a plain user's PATH may lack those."""
+    return os.pathsep.join((os.environ.get('PATH', os.defpath), '/usr/local/sbin', '/usr/sbin', '/sbin'))
+
+
+def python_path() -> str:
+    """PYTHONPATH by which a server in another directory finds what this process found, in a source tree too."""
+    specs = [importlib.util.find_spec(name) for name in ('ecomp', 'mdserver')]
+    tops = [str(Path(spec.origin).parent.parent) for spec in specs if spec is not None and spec.origin]
+    return os.pathsep.join([*dict.fromkeys(tops), *filter(None, [os.environ.get('PYTHONPATH')])])
+
+
+def started_at(pid: int) -> int | None:
+    """When a process started, in clock ticks since boot; None when it is gone or only waits to be reaped. proc(5)"""
+    try:
+        # The command in parentheses may hold anything; after the last ) come the fields from the third on.
+        fields = Path(f'/proc/{pid}/stat').read_text(encoding='utf-8', errors='replace').rpartition(')')[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    return None if fields[0] in 'ZX' else int(fields[19])
+
+
+def alive(process: Process) -> bool:
+    """Whether it still runs: this very process, not another that was given its pid."""
+    return started_at(process.pid) == process.started
+
+
+def end(processes: Iterable[Process], patience: float = 5.0) -> None:
+    """End them: SIGTERM, and after `patience` seconds SIGKILL. Those that are gone already are success. EcompError."""
+    left = [process for process in processes if alive(process)]
+    for number, seconds in ((signal.SIGTERM, patience), (signal.SIGKILL, 10.0)):
+        for process in left:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process.pid, number)
+        deadline = time.monotonic() + seconds
+        while left and time.monotonic() < deadline:
+            time.sleep(0.02)
+            left = [process for process in left if alive(process)]
+    if left:
+        raise EcompError('these do not end: ' + ', '.join(f'{process.what} (pid {process.pid})' for process in left))
+
+
+def start(what: str, command: Sequence[str], log: Path, cwd: Path, env: Mapping[str, str] | None = None) -> Process:
+    """Start a server in a session of its own, its output appended to `log`. EcompError if there is no such program."""
+    with log.open('ab') as output:
+        try:
+            child = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                cwd=cwd,
+                env={**os.environ, 'PATH': search_path(), 'PYTHONPATH': python_path(), **(env or {})},
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise EcompError(f'{what} cannot be started: {error}') from error
+    started = started_at(child.pid)
+    if started is None:
+        raise EcompError(f'{what} ended at once: {last_line(log)}')
+    return Process(what, child.pid, started)
+
+
+def run(command: Sequence[str], text: str | None = None, log: Path | None = None) -> str:
+    """Run a program to its end; its stdout. EcompError with its last line of stderr when it fails."""
+    try:
+        done = subprocess.run(
+            command,
+            input=text,
+            stdin=subprocess.DEVNULL if text is None else None,
+            capture_output=True,
+            encoding='utf-8',
+            errors='replace',
+            env={**os.environ, 'PATH': search_path(), 'LC_ALL': 'C.UTF-8'},
+            check=False,
+        )
+    except OSError as error:
+        raise EcompError(f'{command[0]} cannot be run: {error}') from error
+    if log is not None and done.stderr:
+        with log.open('a', encoding='utf-8') as output:
+            output.write(done.stderr)
+    if done.returncode:
+        said = done.stderr.strip().splitlines() or ['no word why']
+        raise EcompError(f'{" ".join(command[:8])} failed ({done.returncode}): {said[-1]}')
+    return done.stdout
+
+
+def wait_for(what: str, ready: Callable[[], bool], process: Process, log: Path, seconds: float) -> None:
+    """Ask until `ready()`; EcompError with the log's last line when the process ends or the time is up."""
+    deadline = time.monotonic() + seconds
+    while not ready():
+        if not alive(process):
+            raise EcompError(f'{what} ended while starting: {last_line(log)} (see {log})')
+        if time.monotonic() >= deadline:
+            raise EcompError(f'{what} did not answer within {seconds:.0f} s: {last_line(log)} (see {log})')
+        time.sleep(0.05)
+
+
+def last_line(log: Path) -> str:
+    """The last line of a log that says something."""
+    with contextlib.suppress(FileNotFoundError):
+        lines = [line for line in log.read_text(encoding='utf-8', errors='replace').splitlines() if line.strip()]
+        if lines:
+            return lines[-1].strip()[:300]
+    return 'its log is empty'
+
+
+def require_root(command: str) -> None:
+    """UsageError unless this is root: namespaces and libvirtd need it."""
+    if os.geteuid() != 0:
+        raise UsageError(f'{command} needs root: run it with sudo')
+
+
+def require(programs: Mapping[str, str], modules: Iterable[str] = ()) -> None:
+    """UsageError that names every Debian package and Python module that is missing, each with its command."""
+    absent = [program for program in programs if not shutil.which(program, path=search_path())]
+    packages = sorted({programs[program] for program in absent})
+    lacking = [module for module in modules if importlib.util.find_spec(module) is None]
+    said = []
+    if packages:
+        said.append(f'missing: apt-get install --no-install-recommends {" ".join(packages)}')
+    if lacking:
+        said.append(f"missing in {sys.executable}: {', '.join(lacking)}; pip install '.[hypervisor,lab]'")
+    if said:
+        raise UsageError('; '.join(said))

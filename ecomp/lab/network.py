@@ -1,0 +1,155 @@
+"""PURE: the names, addresses and definitions of a lab's networks.
+
+A lab has a /16 of its own, 10.N.0.0/16, and everything follows from N and the host's number i:
+
+    10.N.0.0/24   the lab's LAN, a bridge in the control namespace: the machine .1, control .2, host i .(10+i),
+                  and from .100 on what its DHCP gives to guests that are bridged to it
+    10.N.i.0/24   the guests of host i, behind libvirt's network `default` there; the host is .1
+"""
+
+from __future__ import annotations
+
+import re
+import xml.etree.ElementTree as ET
+from collections.abc import Iterable
+from dataclasses import dataclass
+from ipaddress import IPv4Address, IPv4Network
+
+from ecomp.errors import EcompError, UsageError
+
+MOST_HOSTS = 64
+CONTROL = 'control'
+METADATA_ADDRESS = '169.254.169.254'
+ETCD_PORT = 2379
+PLACEMENT_PORT = 8080
+
+# Far from what home routers, Docker (172.17/16) and libvirt (192.168.122/24) take; the others only if those are taken.
+SECOND_OCTETS = (*range(200, 255), *range(20, 200))
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where everything of one lab is. `network` is its /16; hosts are named hv1, hv2 …"""
+
+    name: str
+    network: IPv4Network
+
+    @property
+    def number(self) -> int:
+        return self.network.network_address.packed[1]
+
+    @property
+    def link(self) -> str:
+        """The machine's own interface into the lab: the only thing outside the namespaces."""
+        return f'elab{self.number}'
+
+    @property
+    def lan(self) -> IPv4Network:
+        return self._subnet(0)
+
+    @property
+    def machine(self) -> IPv4Address:
+        return self.lan[1]
+
+    @property
+    def control(self) -> IPv4Address:
+        return self.lan[2]
+
+    @property
+    def etcd(self) -> str:
+        """host:port."""
+        return f'{self.control}:{ETCD_PORT}'
+
+    @property
+    def placement(self) -> str:
+        return f'http://{self.control}:{PLACEMENT_PORT}'
+
+    @property
+    def images(self) -> str:
+        """What a file in the lab's directory images/ is reached under; ends with a slash."""
+        return f'http://{self.control}/'
+
+    def address(self, host: str) -> IPv4Address:
+        """The address of `hv<i>` on the LAN."""
+        return self.lan[10 + host_number(host)]
+
+    def guests(self, host: str) -> IPv4Network:
+        """The guests' own network on a host."""
+        return self._subnet(host_number(host))
+
+    def namespace(self, place: str) -> str:
+        """The network namespace of a host, or of `control`."""
+        return f'elab-{self.name}-{place}'
+
+    def mac(self, place: str) -> str:
+        """A bridge's own MAC: without one, it changes with every port, and neighbours remember the old one."""
+        return f'02:e1:ab:{self.number:02x}:00:{0 if place == CONTROL else host_number(place):02x}'
+
+    def _subnet(self, third: int) -> IPv4Network:
+        return IPv4Network((int(self.network.network_address) + (third << 8), 24))
+
+
+def host_names(count: int) -> list[str]:
+    """hv1 … hv<count>."""
+    return [f'hv{number}' for number in range(1, count + 1)]
+
+
+def host_number(host: str) -> int:
+    """The i of hv<i>."""
+    return int(host.removeprefix('hv'))
+
+
+def check_name(name: str) -> str:
+    """The name of a lab: it becomes a directory and part of namespaces' names. UsageError."""
+    if not re.fullmatch('[a-z0-9]([a-z0-9-]{0,30}[a-z0-9])?', name):
+        raise UsageError(f'a lab is named with at most 32 lower-case letters, digits and -, not {name!r}')
+    return name
+
+
+def choose_network(taken: Iterable[IPv4Network]) -> IPv4Network:
+    """The first free 10.N.0.0/16. `taken`: what the machine routes or other labs have; a default route is not in it."""
+    used = list(taken)
+    for number in SECOND_OCTETS:
+        network = IPv4Network(f'10.{number}.0.0/16')
+        if not any(network.overlaps(other) for other in used):
+            return network
+    raise EcompError('no free network for a lab: every 10.20.0.0/16 to 10.254.0.0/16 is routed somewhere already')
+
+
+def routed_networks(routes: Iterable[dict[str, object]]) -> list[IPv4Network]:
+    """The destinations in `ip -json -4 route show table all`, default routes left out."""
+    found = []
+    for route in routes:
+        destination = str(route.get('dst', 'default'))
+        if destination not in ('default', '0.0.0.0/0'):
+            found.append(IPv4Network(destination, strict=False))
+    return found
+
+
+def network_xml(guests: IPv4Network, uuid: str) -> str:
+    """libvirt's network `default` of one host, for virNetworkDefineXML. https://libvirt.org/formatnetwork.html
+
+    `open`: libvirt routes and filters nothing, so the machine reaches the guests, and without a default route in the
+    namespace nothing gets out. No DNS: it could only ask servers that cannot be reached from here.
+    """
+    root = ET.Element('network')
+    ET.SubElement(root, 'name').text = 'default'
+    ET.SubElement(root, 'uuid').text = uuid
+    ET.SubElement(root, 'forward', mode='open')
+    ET.SubElement(root, 'bridge', name='virbr0', stp='off', delay='0')
+    ET.SubElement(root, 'dns', enable='no')
+    own = ET.SubElement(root, 'ip', address=str(guests[1]), netmask=str(guests.netmask))
+    dhcp = ET.SubElement(own, 'dhcp')
+    ET.SubElement(dhcp, 'range', start=str(guests[2]), end=str(guests[-2]))
+    # Guests reach it through their gateway; on the bridge it is this host's and nobody else's.
+    ET.SubElement(root, 'ip', address=METADATA_ADDRESS, netmask='255.255.255.255')
+    return ET.tostring(root, encoding='unicode')
+
+
+def share(cores: int, memory_mb: int, disk_gb: int, hosts: int) -> dict[str, int]:
+    """One host's inventory: its part of the machine. Cores are shared out more than once: emulated guests are small."""
+    return {
+        'VCPU': max(4, cores // hosts),
+        'MEMORY_MB': max(512, memory_mb // hosts),
+        'DISK_GB': max(1, disk_gb // hosts),
+    }

@@ -1,0 +1,145 @@
+"""What a lab has made, on disk, so that all of it can be found and removed after any crash.
+
+Everything is written to lab.json before it is made, or, a process, the moment it has a pid; and whatever runs is in
+one of the lab's namespaces, whose names follow from the lab's, so that even a pid nobody wrote down is found.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from ipaddress import IPv4Network
+from pathlib import Path
+
+from ecomp.errors import EcompError, NotFound
+from ecomp.lab import machine
+from ecomp.lab.machine import Process
+from ecomp.lab.network import CONTROL, Layout, choose_network, host_names, routed_networks
+
+VERSION = 1
+ROOT = Path('/var/lib/elab')
+
+
+@dataclass
+class Lab:
+    """One lab: where it is, how many hosts it has, and the processes started for it that were seen last."""
+
+    directory: Path
+    layout: Layout
+    count: int
+    processes: dict[str, Process] = field(default_factory=dict)
+
+    @property
+    def hosts(self) -> list[str]:
+        return host_names(self.count)
+
+    @property
+    def places(self) -> list[str]:
+        return [CONTROL, *self.hosts]
+
+    def running(self, what: str) -> Process | None:
+        """The process started as `what`, if it still runs."""
+        process = self.processes.get(what)
+        return process if process is not None and machine.alive(process) else None
+
+    def remember(self, what: str, process: Process) -> None:
+        """Write down that `what` is this process now."""
+        self.processes[what] = process
+        self.save()
+
+    def save(self) -> None:
+        """Write lab.json, whole or not at all."""
+        layout = self.layout
+        data = {
+            'version': VERSION,
+            'name': layout.name,
+            'network': str(layout.network),
+            'hosts': self.count,
+            'etcd': layout.etcd,
+            'placement': layout.placement,
+            'images': layout.images,
+            'addresses': {CONTROL: str(layout.control), **{host: str(layout.address(host)) for host in self.hosts}},
+            'guests': {host: str(layout.guests(host)) for host in self.hosts},
+            'namespaces': [layout.namespace(place) for place in self.places],
+            'link': layout.link,
+            'boot': _boot(),
+            'processes': {what: asdict(process) for what, process in self.processes.items()},
+        }
+        new = self.directory / 'lab.json.new'
+        with new.open('w', encoding='utf-8') as output:
+            json.dump(data, output, indent=1)
+            output.flush()
+            os.fsync(output.fileno())
+        new.rename(self.directory / 'lab.json')
+
+
+def load(name: str, root: Path = ROOT) -> Lab:
+    """The lab of that name. NotFound if there is none."""
+    directory = root / name
+    try:
+        data = json.loads((directory / 'lab.json').read_text(encoding='utf-8'))
+    except FileNotFoundError as error:
+        raise NotFound(f'there is no lab {name!r}: elab up makes one') from error
+    except PermissionError as error:
+        raise EcompError(f'{directory}/lab.json: {error.strerror}') from error
+    if data['version'] != VERSION:
+        raise EcompError(f'{directory}/lab.json is of version {data["version"]}, and this elab knows {VERSION}')
+    # Start times count from the boot: after another one they say nothing.
+    recorded = data['processes'] if data['boot'] == _boot() else {}
+    processes = {what: Process(**process) for what, process in recorded.items()}
+    return Lab(directory, Layout(name, IPv4Network(data['network'])), data['hosts'], processes)
+
+
+def load_or_create(name: str, count: int | None, root: Path = ROOT) -> Lab:
+    """The lab of that name, with at least `count` hosts (3 if it is new); written down, nothing made yet."""
+    with contextlib.suppress(NotFound):
+        lab = load(name, root)
+        lab.count = max(lab.count, count or 0)
+        lab.save()
+        return lab
+    with locked(root):  # two labs that choose at once must not choose the same
+        routes = json.loads(machine.run(['ip', '-json', '-4', 'route', 'show', 'table', 'all']) or '[]')
+        taken = routed_networks(routes) + [lab.layout.network for lab in all_labs(root)]
+        lab = Lab(root / name, Layout(name, choose_network(taken)), count or 3)
+        lab.save()
+    return lab
+
+
+def all_labs(root: Path = ROOT) -> list[Lab]:
+    """Every lab on this machine."""
+    return [load(path.parent.name, root) for path in sorted(root.glob('*/lab.json'))]
+
+
+@contextlib.contextmanager
+def locked(directory: Path, busy: Callable[[], None] = lambda: None) -> Iterator[None]:
+    """Hold the lock on a directory, which is made if missing; `busy` is called once if somebody else has it.
+
+    The lock is let go with the process, however that ends.
+    """
+    while True:
+        directory.mkdir(mode=0o755, parents=True, exist_ok=True)
+        try:
+            descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+        except FileNotFoundError:
+            continue
+        try:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                busy()
+                fcntl.flock(descriptor, fcntl.LOCK_EX)
+            # Whoever had the lock before may have removed the directory: then this is the lock of nothing.
+            with contextlib.suppress(FileNotFoundError):
+                if directory.stat().st_ino == os.fstat(descriptor).st_ino:
+                    yield
+                    return
+        finally:
+            os.close(descriptor)
+
+
+def _boot() -> str:
+    return Path('/proc/sys/kernel/random/boot_id').read_text(encoding='ascii').strip()
