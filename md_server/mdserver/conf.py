@@ -1,0 +1,205 @@
+"""mdserver.conf: INI as in 2019, read once, typed, complete; every bad key is named with its line.
+
+    [mdserver]      listen_address, port, guests, leases, user-data
+    [public-keys]   NAME = one OpenSSH public key; `default` and as many others as wanted
+
+Paths are relative to the file. Raises ConfError, whose str() is one line: what, where, what to do.
+"""
+
+from __future__ import annotations
+
+import base64
+import configparser
+import ipaddress
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+USER_DATA_LIMIT = 1 << 20  # bytes
+
+
+class ConfError(Exception):
+    """The configuration cannot be used."""
+
+
+@dataclass(frozen=True)
+class Config:
+    """`leases` is a glob of dnsmasq's status files; `neighbours`, the kernel's ARP table, is no key of the file."""
+
+    listen_address: str = '169.254.169.254'
+    port: int = 80
+    guests: Path = Path('/var/lib/ecompute/metadata')
+    leases: str = '/var/lib/libvirt/dnsmasq/*.status'
+    user_data: Path | None = None
+    public_keys: tuple[tuple[str, str], ...] = field(default=(), repr=False)
+    neighbours: Path = Path('/proc/net/arp')
+
+
+def load(path: Path | None) -> Config:
+    """The configuration in this file; without one, the defaults."""
+    if path is None:
+        return Config()
+    try:
+        text = path.read_bytes().decode('utf-8-sig')
+    except OSError as error:
+        raise ConfError(f'{path}: {error.strerror}: name a file that can be read, or none for the defaults') from error
+    except UnicodeDecodeError as error:
+        raise ConfError(f'{path}: is not UTF-8 text') from error
+    return parse(text, path)
+
+
+def parse(text: str, path: Path) -> Config:
+    """The configuration in this text; `path` is what its paths are relative to, and what messages name."""
+    # Raw: a key's comment may hold a '%'. No section's keys are everybody's, so [DEFAULT] is one more unknown section.
+    parser = configparser.RawConfigParser(default_section='', empty_lines_in_values=False)
+    try:
+        parser.read_string(text, str(path))
+    except configparser.MissingSectionHeaderError as error:
+        raise ConfError(f'{path}: line {error.lineno}: no [section] before it: begin with [mdserver]') from error
+    except configparser.ParsingError as error:
+        lines = ', '.join(str(number) for number, _ in error.errors)
+        raise ConfError(f'{path}: line {lines}: neither [section] nor "key = value"') from error
+    except configparser.DuplicateSectionError as error:
+        raise ConfError(f'{path}: line {error.lineno}: [{error.section}] is there twice') from error
+    except configparser.DuplicateOptionError as error:
+        raise ConfError(f'{path}: line {error.lineno}: "{error.option}" is there twice in [{error.section}]') from error
+
+    lines_of = _lines(text)
+    values: dict[str, Any] = {}
+    keys: list[tuple[str, str]] = []
+    bad: list[tuple[int, str]] = []
+    for section in parser.sections():
+        if section not in ('mdserver', 'public-keys'):
+            what = f'unknown section [{section}]: known are [mdserver] and [public-keys]'
+            bad.append((lines_of[section, None], what))
+            continue
+        for name, value in parser.items(section):
+            try:
+                if section == 'public-keys':
+                    keys.append((_key_name(name), public_key(value)))
+                else:
+                    values[name.replace('-', '_')] = _reader(name)(value, path.parent)
+            except ValueError as error:
+                bad.append((lines_of[section, name], f'"{name}": {error}'))
+    if bad:
+        raise ConfError(f'{path}: ' + '; '.join(f'line {line}: {what}' for line, what in sorted(bad)))
+    return replace(Config(), public_keys=tuple(keys), **values)
+
+
+def public_key(text: str) -> str:
+    """An OpenSSH public key's one line, checked (RFC 4253 6.6: the blob begins with its type). Raises ValueError."""
+    what = 'is not an OpenSSH public key: put the one line of ~/.ssh/id_ed25519.pub or the like here'
+    kind, _, rest = text.partition(' ')
+    blob = rest.split(' ')[0]
+    try:
+        decoded = base64.b64decode(blob, validate=True)
+    except ValueError as error:
+        raise ValueError(what) from error
+    name = kind.encode()
+    if not kind or not text.isprintable() or not decoded.startswith(len(name).to_bytes(4, 'big') + name):
+        raise ValueError(what)
+    return text
+
+
+def read_user_data(path: Path) -> bytes:
+    """The user-data file, as it is: text, gzip or multipart. Raises ValueError with a reason."""
+    try:
+        with path.open('rb') as file:
+            data = file.read(USER_DATA_LIMIT + 1)
+    except OSError as error:
+        raise ValueError(f'{path}: {error.strerror}') from error
+    if len(data) > USER_DATA_LIMIT:
+        raise ValueError(f'{path} is larger than {USER_DATA_LIMIT} bytes')
+    return data
+
+
+def address_port(text: str, default: int) -> tuple[str, int]:
+    """`ADDRESS[:PORT]` of --listen. Raises ValueError."""
+    address, colon, port = text.partition(':')
+    return _address(address, Path()), _port(port, Path()) if colon else default
+
+
+def _reader(name: str) -> Callable[[str, Path], Any]:
+    known: Mapping[str, Callable[[str, Path], Any]] = {
+        'listen_address': _address,
+        'port': _port,
+        'guests': _directory,
+        'leases': _glob,
+        'user-data': _user_data,
+        'password': _password,
+    }
+    if name not in known:
+        names = ', '.join(key for key in known if key != 'password')
+        raise ValueError(f'unknown key in [mdserver]: known are {names}')
+    return known[name]
+
+
+def _address(value: str, _base: Path) -> str:
+    try:
+        return str(ipaddress.IPv4Address(value))
+    except ValueError as error:
+        raise ValueError(f'{value!r} is not an IPv4 address') from error
+
+
+def _port(value: str, _base: Path) -> int:
+    # 0 is any free port: for tests.
+    if not re.fullmatch('[0-9]{1,5}', value) or int(value) > 65535:
+        raise ValueError(f'{value!r} is not a port, 0 to 65535')
+    return int(value)
+
+
+def _directory(value: str, base: Path) -> Path:
+    if not value:
+        raise ValueError('is empty: name a directory')
+    return base / value
+
+
+def _glob(value: str, base: Path) -> str:
+    if not value:
+        raise ValueError('is empty: name the status files of libvirt\'s dnsmasq')
+    return str(base / value)
+
+
+def _user_data(value: str, base: Path) -> Path:
+    if not value:
+        raise ValueError('is empty: name a file')
+    # Served anew for each request; read here so that a wrong name is told now, not in a guest.
+    read_user_data(base / value)
+    return base / value
+
+
+def _password(_value: str, _base: Path) -> str:
+    # In 2019 every guest on the host was given this one, in clear text.
+    raise ValueError('guests are given no password any more: remove it and put a key into [public-keys]')
+
+
+def _key_name(name: str) -> str:
+    if not re.fullmatch('[a-z0-9._@+-]+', name):
+        raise ValueError('is no name for a key: use letters, digits and . _ @ + -')
+    return name
+
+
+def _lines(text: str) -> dict[tuple[str, str | None], int]:
+    """(section, key) to its line, (section, None) to the section's own: configparser does not keep them.
+
+    By configparser's rules: a line further in than its key's, directly below it, goes on with that key's value.
+    """
+    found: dict[tuple[str, str | None], int] = {}
+    section = ''
+    inside: int | None = None
+    for number, line in enumerate(text.split('\n'), 1):
+        words = line.strip()
+        indent = len(line) - len(line.lstrip())
+        if not words or words[0] in '#;':
+            inside = None
+        elif inside is not None and indent > inside:
+            continue
+        elif header := configparser.RawConfigParser.SECTCRE.match(words):
+            section, inside = header['header'], None
+            found[section, None] = number
+        else:
+            inside = indent
+            found[section, re.split('[=:]', words)[0].strip().lower()] = number
+    return found

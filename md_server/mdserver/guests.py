@@ -1,0 +1,212 @@
+"""Which guest asks: its address, by the DHCP lease and the neighbour table, to a MAC, and by that to ecompute's file.
+
+Everything is read again for each request: the files are small, and what is read late is never stale.
+
+Sources: libvirt's `leaseshelper` (`<bridge>.status`: a JSON list of `ip-address`, `mac-address` and `expiry-time`,
+seconds since the epoch, 0 for never), proc(5) for /proc/net/arp (flag 0x2: the entry is complete).
+"""
+
+from __future__ import annotations
+
+import glob
+import ipaddress
+import json
+import os
+import re
+import stat
+import uuid
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+LIMIT = 1 << 20  # bytes; nothing read here is honestly larger
+VERSION = 1
+
+_MAC = re.compile(r'([0-9a-f]{2}:){5}[0-9a-f]{2}')
+_COMPLETE = 0x2
+
+
+class Unknown(Exception):
+    """Nothing is known of who asks. str() may be told to the client; `detail` is for the log only."""
+
+    def __init__(self, message: str, detail: str = '') -> None:
+        super().__init__(message)
+        self.detail = detail
+
+
+class Forged(Unknown):
+    """The address is somebody's, and the machine that asks is not that somebody."""
+
+
+class Broken(Exception):
+    """A file that should tell of this guest cannot be used. For the log: it names the file."""
+
+
+@dataclass(frozen=True)
+class Lease:
+    """One DHCP lease of libvirt's dnsmasq."""
+
+    address: str
+    mac: str
+    expiry: float  # seconds since the epoch
+
+
+@dataclass(frozen=True)
+class GuestFile:
+    """What ecompute wrote of one guest. None in `public_keys` or `user_data`: mdserver.conf's are taken."""
+
+    instance: str
+    hostname: str
+    public_keys: tuple[str, ...] | None
+    user_data: bytes | None
+
+
+def find(address: str, leases: str, neighbours: Path, guests: Path, now: float) -> GuestFile:
+    """The guest that asks from this IPv4 address; `leases` is a glob, `now` is in seconds since the epoch.
+
+    Raises Unknown (Forged among them) or Broken.
+    """
+    known, trouble = _read_leases(leases)
+    mac = current(known, now).get(address)
+    if mac is None:
+        raise Unknown(f'no current DHCP lease for {address}', '; '.join(trouble) or f'looked in {leases}')
+    try:
+        seen = parse_neighbours(neighbours.read_text(encoding='ascii', errors='replace')).get(address, frozenset())
+    except OSError as error:
+        raise Broken(f'{neighbours}: {error.strerror}') from error
+    # No entry proves nothing (the kernel forgets); an entry that says otherwise is another machine.
+    if seen - {mac}:
+        raise Forged(f'{address} is leased to another machine', f'leased to {mac}, used by {", ".join(sorted(seen))}')
+    path = guests / f'{mac}.json'
+    try:
+        return parse_guest(read_file(path), mac)
+    except FileNotFoundError as error:
+        raise Unknown(f'no instance with the MAC address {mac}', f'{path} is not there') from error
+    except OSError as error:
+        raise Broken(f'{path}: {error.strerror}') from error
+    except ValueError as error:
+        raise Broken(f'{path}: {error}') from error
+
+
+def read_file(path: Path) -> bytes:
+    """A whole regular file that is not a symbolic link, at most LIMIT bytes. Raises OSError, ValueError."""
+    # O_NONBLOCK: opening a FIFO planted here must not wait for a writer.
+    handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    with open(handle, 'rb') as file:
+        if not stat.S_ISREG(os.fstat(handle).st_mode):
+            raise ValueError('is not a regular file')
+        data = file.read(LIMIT + 1)
+    if len(data) > LIMIT:
+        raise ValueError(f'is larger than {LIMIT} bytes')
+    return data
+
+
+def parse_leases(data: bytes) -> list[Lease]:
+    """The IPv4 leases in one status file, in its order; entries that make no sense are passed over.
+
+    An empty file is no leases: so dnsmasq's file begins. Raises ValueError when the whole is not a JSON list.
+    """
+    if not data.strip():
+        return []
+    entries = _load(data)
+    if not isinstance(entries, list):
+        raise ValueError('is not a JSON list')
+    leases = []
+    for entry in entries:
+        if not isinstance(entry, dict):
+            continue
+        address, mac, expiry = entry.get('ip-address'), entry.get('mac-address'), entry.get('expiry-time')
+        if not isinstance(mac, str) or not _MAC.fullmatch(mac.lower()):
+            continue
+        if not isinstance(address, str) or not _is_ipv4(address):
+            continue
+        if isinstance(expiry, bool) or not isinstance(expiry, int):
+            continue
+        leases.append(Lease(address, mac.lower(), expiry or float('inf')))
+    return leases
+
+
+def current(leases: Iterable[Lease], now: float) -> dict[str, str]:
+    """Address to MAC of the leases that count: not expired, and of two for one address or one MAC the newest."""
+    by_address: dict[str, Lease] = {}
+    by_mac: dict[str, Lease] = {}
+    for lease in sorted(leases, key=lambda lease: lease.expiry):
+        if lease.expiry > now:
+            by_address[lease.address] = by_mac[lease.mac] = lease
+    return {address: lease.mac for address, lease in by_address.items() if by_mac[lease.mac] is lease}
+
+
+def parse_neighbours(text: str) -> dict[str, frozenset[str]]:
+    """Address to the MACs of its complete entries, from the text of /proc/net/arp; other lines are passed over."""
+    seen: dict[str, set[str]] = {}
+    for line in text.splitlines():
+        fields = line.split()
+        if len(fields) < 4 or not _MAC.fullmatch(fields[3].lower()):
+            continue
+        if re.fullmatch(r'0x[0-9a-f]+', fields[2]) and int(fields[2], 16) & _COMPLETE:
+            seen.setdefault(fields[0], set()).add(fields[3].lower())
+    return {address: frozenset(macs) for address, macs in seen.items()}
+
+
+def parse_guest(data: bytes, mac: str) -> GuestFile:
+    """ecompute's file of the guest with this MAC; keys it does not know are passed over. Raises ValueError."""
+    record = _load(data)
+    if not isinstance(record, dict):
+        raise ValueError('is not a JSON object')
+    if record.get('version', VERSION) != VERSION:
+        raise ValueError(f'"version" is {record["version"]!r}, understood is {VERSION}')
+    if record.get('mac', mac) != mac:
+        raise ValueError('"mac" is another than the name of the file')
+    instance, hostname = record.get('instance'), record.get('hostname')
+    if not isinstance(instance, str) or not _is_uuid(instance):
+        raise ValueError('"instance" is not a uuid')
+    if hostname is None:
+        hostname = instance
+    if not isinstance(hostname, str) or not hostname or not hostname.isprintable():
+        raise ValueError('"hostname" is not a name')
+    keys, text = record.get('public_keys'), record.get('user_data')
+    if keys is not None:
+        if not isinstance(keys, list) or not all(isinstance(key, str) and key.strip().isprintable() for key in keys):
+            raise ValueError('"public_keys" is not a list of one-line texts')
+        keys = tuple(key.strip() for key in keys if key.strip())
+    if text is not None and not isinstance(text, str):
+        raise ValueError('"user_data" is not text')
+    # surrogateescape: bytes that are no UTF-8 (gzip) survive a JSON text that was made with it.
+    return GuestFile(instance, hostname, keys, None if text is None else text.encode('utf-8', 'surrogateescape'))
+
+
+def _read_leases(pattern: str) -> tuple[list[Lease], list[str]]:
+    """The leases in all status files that can be read, and what is wrong with the others."""
+    leases: list[Lease] = []
+    trouble = []
+    for name in sorted(glob.glob(pattern)):
+        try:
+            leases += parse_leases(read_file(Path(name)))
+        except OSError as error:
+            trouble.append(f'{name}: {error.strerror}')
+        except ValueError as error:
+            trouble.append(f'{name}: {error}')
+    return leases, trouble
+
+
+def _load(data: bytes) -> Any:
+    try:
+        return json.loads(data)
+    # RecursionError: ten thousand opening brackets.
+    except (ValueError, RecursionError) as error:
+        raise ValueError('is not JSON') from error
+
+
+def _is_ipv4(text: str) -> bool:
+    try:
+        return str(ipaddress.IPv4Address(text)) == text
+    except ValueError:
+        return False
+
+
+def _is_uuid(text: str) -> bool:
+    try:
+        return str(uuid.UUID(text)) == text
+    except ValueError:
+        return False

@@ -1,0 +1,209 @@
+"""The metadata server: bottle on waitress. `make_app(config)` is all of it; `main` starts it.
+
+Started as `mdserver [CONF]`, as `python -m mdserver.server`, or straight from the tree as
+`sudo python md_server/mdserver/server.py mdserver.conf`. Ends with exit 0 at SIGINT, SIGTERM or, with --with-parent, at
+the end of its standard input; exit 1 when it cannot listen, 2 when it is told something wrong.
+
+waitress rather than bottle's own wsgiref: that serves one client at a time, and threads on top of it are one for each
+client that says nothing. waitress reads a request whole in its one loop, with limits, before a thread is given to it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from pathlib import Path
+from types import FrameType
+from typing import Any
+from urllib.parse import quote
+
+if not __package__:
+    # Started as a script: the package is this file's directory, found from the one above it. The directory itself
+    # has to go from the path, or `import conf` anywhere would find ours.
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)
+
+import bottle
+import waitress
+
+from mdserver import __version__, conf, guests, metadata
+
+LOG = logging.getLogger('mdserver')
+
+INSTANCE = 'mdserver.instance'
+WHY = 'mdserver.why'
+
+THREADS = 4
+HEADER_LIMIT = 8192  # bytes
+BODY_LIMIT = 1024  # bytes; nobody has anything to send
+CONNECTIONS = 500
+SILENCE = 20  # seconds after which a connection that says nothing is closed
+
+
+class App(bottle.Bottle):  # type: ignore[misc]
+    """bottle with errors in one plain line, and one line in the log for each request."""
+
+    def default_error_handler(self, res: bottle.HTTPError) -> str:
+        bottle.response.content_type = 'text/plain; charset=utf-8'
+        return f'{res.status_line}: {res.body}\n'
+
+    def wsgi(self, environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
+        def logged(status: str, *rest: Any) -> Any:
+            # Quoted: a path is the client's own words and must stay within its line.
+            asked = f'{quote(environ["REQUEST_METHOD"])[:10]} {quote(environ["PATH_INFO"], "/=:")[:200]}'
+            LOG.info(
+                '%s %s client=%s instance=%s%s',
+                asked, status[:3], environ['REMOTE_ADDR'], environ.get(INSTANCE, '-'), environ.get(WHY, ''),
+            )
+            return start_response(status, *rest)
+
+        return super().wsgi(environ, logged)  # type: ignore[no-any-return]
+
+
+def make_app(config: conf.Config) -> bottle.Bottle:
+    """The WSGI application. Who asks is REMOTE_ADDR and nothing a client can say."""
+    app = App()
+
+    def serve(path: str = '') -> bottle.HTTPResponse:
+        environ = bottle.request.environ
+        # A proxy inside a guest must not fetch that guest's data for whoever asks the proxy.
+        if 'HTTP_X_FORWARDED_FOR' in environ or 'HTTP_FORWARDED' in environ:
+            return bottle.HTTPError(403, 'not through a proxy')
+        if not path.strip('/'):
+            return _plain(metadata.versions())
+        try:
+            guest = _who(environ['REMOTE_ADDR'], config)
+        except guests.Unknown as error:
+            environ[WHY] = f' ({error}: {error.detail})'
+            if isinstance(error, guests.Forged):
+                LOG.warning('REFUSED %s: %s: %s', environ['REMOTE_ADDR'], error, error.detail)
+            return bottle.HTTPError(404, f'{error}')
+        except (guests.Broken, ValueError) as error:
+            LOG.error('client=%s: %s', environ['REMOTE_ADDR'], error)
+            return bottle.HTTPError(500, 'what is known of this guest cannot be read: see the log of mdserver')
+        environ[INSTANCE] = guest.instance
+        body = metadata.answer(path, guest)
+        return bottle.HTTPError(404, 'no such data') if body is None else _plain(body)
+
+    app.route('/', 'GET', serve)
+    app.route('/<path:path>', 'GET', serve)
+    return app
+
+
+def _plain(body: bytes) -> bottle.HTTPResponse:
+    # No charset: user-data may be anything.
+    return bottle.HTTPResponse(body, 200, {'Content-Type': 'text/plain'})
+
+
+def _who(address: str, config: conf.Config) -> metadata.Guest:
+    """The guest at this address; mdserver.conf's keys and user-data where it has none of its own.
+
+    Raises guests.Unknown, guests.Broken, ValueError.
+    """
+    known = guests.find(address, config.leases, config.neighbours, config.guests, time.time())
+    keys = config.public_keys
+    if known.public_keys is not None:
+        keys = tuple((f'key-{n}' if n else 'default', key) for n, key in enumerate(known.public_keys))
+    user_data = known.user_data
+    if user_data is None and config.user_data is not None:
+        user_data = conf.read_user_data(config.user_data)
+    return metadata.Guest(known.instance, address, known.hostname, keys, user_data)
+
+
+def listen(address: str, port: int) -> socket.socket:
+    """A bound socket. Raises OSError whose str() is what, where, what to do."""
+    sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        sock.bind((address, port))
+        # Here, not by waitress: of two that bound, only listening tells the second that it is late.
+        sock.listen(CONNECTIONS)
+    except OSError as error:
+        sock.close()
+        advice = {
+            errno.EADDRNOTAVAIL: f'no interface here has that address: ip addr add {address}/32 dev virbr0',
+            errno.EADDRINUSE: 'something listens there already, another mdserver perhaps: end it or take another port',
+            errno.EACCES: 'ports below 1024 are root\'s: start it with sudo',
+        }.get(error.errno or 0, error.strerror)
+        raise OSError(f'cannot listen on {address}:{port}: {advice}') from error
+    return sock
+
+
+def end_with_parent() -> None:
+    """Wait until standard input ends, then end this process as SIGTERM does."""
+    try:
+        while os.read(0, 4096):
+            pass
+    except OSError:
+        pass  # closed from the start: no parent holds it
+    # To the main thread, whose poll it has to interrupt.
+    signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
+
+
+def _end(_signal: int, _frame: FrameType | None) -> None:
+    raise SystemExit(0)
+
+
+def _configure(arguments: argparse.Namespace) -> conf.Config:
+    config = conf.load(arguments.conf)
+    if arguments.guests is not None:
+        config = replace(config, guests=arguments.guests)
+    if arguments.listen is not None:
+        try:
+            address, port = conf.address_port(arguments.listen, config.port)
+        except ValueError as error:
+            raise conf.ConfError(f'--listen: {error}') from error
+        config = replace(config, listen_address=address, port=port)
+    return config
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Serve until a signal, or the end of standard input with --with-parent; the exit code."""
+    parser = argparse.ArgumentParser(prog='mdserver', description='Metadata for the guests on this host.')
+    parser.add_argument('conf', nargs='?', type=Path, help='mdserver.conf; without one, the defaults')
+    parser.add_argument('--listen', metavar='ADDRESS[:PORT]', help='instead of the file\'s (169.254.169.254:80)')
+    parser.add_argument('--guests', metavar='DIR', type=Path,
+                        help='where ecompute puts a file for each guest (/var/lib/ecompute/metadata)')
+    parser.add_argument('--with-parent', action='store_true', help='end when standard input ends')
+    parser.add_argument('--version', action='version', version=f'mdserver {__version__}')
+    arguments = parser.parse_args(argv)
+    logging.basicConfig(format='%(asctime)s %(levelname)s %(process)d %(message)s', level=logging.INFO)
+    # First of all, so that no moment is left in which a signal ends it with another exit code.
+    signal.signal(signal.SIGTERM, _end)
+    signal.signal(signal.SIGINT, _end)
+    try:
+        config = _configure(arguments)
+        sock = listen(config.listen_address, config.port)
+    except conf.ConfError as error:
+        print(f'mdserver: {error}', file=sys.stderr)
+        return 2
+    except OSError as error:
+        print(f'mdserver: {error}', file=sys.stderr)
+        return 1
+    with sock:
+        server = waitress.create_server(
+            make_app(config), sockets=[sock], ident=f'mdserver/{__version__}', threads=THREADS,
+            max_request_header_size=HEADER_LIMIT, max_request_body_size=BODY_LIMIT,
+            connection_limit=CONNECTIONS, channel_timeout=SILENCE, cleanup_interval=SILENCE // 4,
+            # Otherwise waitress removes X-Forwarded-For, and what is removed cannot be refused.
+            clear_untrusted_proxy_headers=False,
+            asyncore_use_poll=True,
+        )
+        LOG.info('LISTENING ON http://%s:%d/ GUESTS IN %s', *sock.getsockname(), config.guests)
+        if arguments.with_parent:
+            threading.Thread(target=end_with_parent, daemon=True).start()
+        server.run()
+    LOG.info('ENDED')
+    return 0
+
+
+if __name__ == '__main__':
+    sys.exit(main())
