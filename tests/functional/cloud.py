@@ -1,0 +1,103 @@
+"""A cloud without hypervisors: etcd and placement, and what a scheduler needs to speak to them.
+
+The computes are keys in /computes and providers: nobody is there to carry anything out, and none is needed.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import uuid
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+from ecomp.errors import EcompError
+from ecomp.model import keys
+from ecomp.model.allocation import Allocations
+from ecomp.model.instance import Request, parse_request
+from ecomp.placement import allocations as ledger
+from ecomp.placement.client import Placement
+from ecomp.scheduler.create import Delivered, Wanted, create
+from ecomp.store.client import Put, Store, Unchanged
+from tests.servers import Etcd, PlacementServer
+
+IMAGE = 'http://images.example/i.qcow2'
+SMALL = {'VCPU': 1, 'MEMORY_MB': 64, 'DISK_GB': 1}
+RESOURCES = 'resources=VCPU:1,MEMORY_MB:64,DISK_GB:1'
+WHO = {'host': 'here', 'pid': 1}
+
+
+@dataclass
+class Cloud:
+    """etcd and placement with computes that say they are alive, and what a scheduler needs to speak to them."""
+
+    etcd: Etcd
+    server: PlacementServer
+    store: Store
+    placement: Placement
+
+    def compute(self, alive: bool = True, **totals: int) -> str:
+        """A provider with room for two small guests, or with `totals`."""
+        compute = self.server.make_provider(**(totals or {'VCPU': 2, 'MEMORY_MB': 512, 'DISK_GB': 10}))
+        if alive:
+            self.etcd.put(keys.compute(compute), '{"token": "x"}')
+        return compute
+
+    def wanted(self, compute: str, instance: str | None = None, resources: str = RESOURCES) -> Wanted:
+        """One small guest on that compute."""
+        return Wanted(instance or new(), f'{resources}&in_tree={compute}', IMAGE, 'a-user', 'a-project', 'today')
+
+    def create(
+        self,
+        wanted: Wanted,
+        resume: bool = False,
+        store: Store | None = None,
+        placement: Placement | None = None,
+        now: Callable[[], str] = lambda: 'now',
+        found: list[Allocations] | None = None,
+    ) -> Delivered:
+        """create(), with candidates as found, or else as placement says."""
+        placement = placement or self.placement
+        backend: Future[tuple[Placement, list[Allocations]]] = Future()
+        try:
+            backend.set_result((placement, found if found is not None else ledger.candidates(placement, wanted.query)))
+        except EcompError as error:
+            backend.set_exception(error)
+        return create(store or self.store, backend, wanted, WHO, resume, random.Random(), now)
+
+    def delivered(self, compute: str, instance: str) -> Request:
+        """The request that stands at the compute's key."""
+        value = self.etcd.get(keys.host(compute, instance))
+        assert value is not None
+        request = parse_request(compute, keys.host(compute, instance), value)
+        assert isinstance(request, Request)
+        return request
+
+    def is_whole(self, compute: str, wanted: Wanted) -> None:
+        """The instance is delivered to this compute, which holds one claim for it, and nobody is at it any more."""
+        assert self.delivered(compute, wanted.instance).allocations == {compute: SMALL}
+        assert self.server.allocations(wanted.instance) == {compute: SMALL}
+        assert self.etcd.get(keys.request(wanted.instance)) is None
+
+    def has_nothing_of(self, wanted: Wanted, *computes: str) -> None:
+        """No claim, no request key, no delivery."""
+        assert self.server.allocations(wanted.instance) == {}
+        assert self.etcd.get(keys.request(wanted.instance)) is None
+        assert [key for key in self.etcd.keys(keys.HOSTS) if keys.last(key) == wanted.instance] == []
+        for compute in computes:
+            assert wanted.instance not in self.server.consumers(compute)
+
+
+def new() -> str:
+    return str(uuid.uuid4())
+
+
+def at_it(cloud: Cloud, wanted: Wanted, lease: int) -> int:
+    """What an eschedule does first; the revision of its request key."""
+    value = json.dumps({'version': 1, 'instances': [wanted.instance]})
+    revision = cloud.store.commit(
+        [Unchanged(keys.request(wanted.instance), 0)], [Put(keys.request(wanted.instance), value, lease)]
+    )
+    assert revision
+    return revision

@@ -1,0 +1,119 @@
+"""What more than one module of these tests asks for: stores, a cloud without hypervisors, and a libvirt host."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING
+from uuid import uuid4
+
+import pytest
+
+from ecomp.conf import EtcdConfig
+from ecomp.model.guest import BaseImage, GuestSpec
+from ecomp.placement.client import Placement
+from ecomp.store.client import Store
+from tests.functional.cloud import Cloud
+from tests.functional.guest import COMPUTE, MakeSpec
+from tests.functional.libvirt_host import LibvirtHost, libvirt_host, missing
+from tests.functional.store_client import connected
+from tests.proxy import Proxy
+from tests.servers import Etcd, PlacementServer
+
+if TYPE_CHECKING:
+    from ecomp.virt.libvirt_host import Libvirt
+
+# The store
+
+
+@pytest.fixture
+def store(etcd: Etcd) -> Iterator[Store]:
+    with connected(etcd.endpoint) as made:
+        yield made
+
+
+@pytest.fixture
+def prefix() -> str:
+    return f'/test/{uuid.uuid4()}/'
+
+
+# A cloud without hypervisors
+
+
+@pytest.fixture
+def cloud(etcd: Etcd, placement: PlacementServer) -> Iterator[Cloud]:
+    store, client = Store(EtcdConfig((etcd.endpoint,))), Placement(placement.url)
+    try:
+        yield Cloud(etcd, placement, store, client)
+    finally:
+        store.close()
+        client.close()
+
+
+@pytest.fixture
+def etcd_proxy(etcd: Etcd) -> Iterator[Proxy]:
+    with Proxy(etcd.port) as proxy:
+        yield proxy
+
+
+@pytest.fixture
+def shaky_store(etcd_proxy: Proxy) -> Iterator[Store]:
+    """A store behind etcd_proxy."""
+    store = Store(EtcdConfig((etcd_proxy.address,), timeout=3.0))
+    try:
+        yield store
+    finally:
+        store.close()
+
+
+# A libvirt host of our own, and guests for it
+
+
+@pytest.fixture(scope='module')
+def host() -> Iterator[LibvirtHost]:
+    if lacking := missing():
+        pytest.skip(f'no libvirtd of our own: {lacking}')
+    with libvirt_host() as made:
+        yield made
+
+
+@pytest.fixture(scope='module')
+def prepared(host: LibvirtHost) -> Iterator[Libvirt]:
+    from ecomp.virt.libvirt_host import Libvirt
+
+    made = Libvirt(host.root / 'state', uri=host.uri)
+    made.prepare()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def real(prepared: Libvirt) -> Iterator[Libvirt]:
+    """The host's Libvirt. What the test makes is gone after it, whatever became of the test."""
+    yield prepared
+    for instance in prepared.guests():
+        prepared.destroy(instance, COMPUTE)
+        prepared.delete_disk(instance)
+    assert prepared.guests() == {}
+
+
+@pytest.fixture(scope='module')
+def base() -> Iterator[BaseImage]:
+    # Not in pytest's own directories: QEMU's user cannot enter them.
+    with TemporaryDirectory(prefix='evt-base-') as directory:
+        Path(directory).chmod(0o711)
+        path = Path(directory) / 'base.raw'
+        path.write_bytes(b'\0' * 510 + b'\x55\xaa' + b'\0' * (2**20 - 512))
+        yield BaseImage(str(path), 'raw', 2**20)
+
+
+@pytest.fixture
+def make_spec(base: BaseImage) -> MakeSpec:
+    return lambda: GuestSpec(str(uuid4()), COMPUTE, 1, 32, 1, base, 'qemu')
+
+
+@pytest.fixture
+def spec(make_spec: MakeSpec) -> GuestSpec:
+    return make_spec()

@@ -1,0 +1,83 @@
+"""An etcd of canned frames: what a real one says only in a race, a partition or a bug, said on demand."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+import grpc
+
+from ecomp.store.client import etcdrpc  # by way of the room that has protobuf load it
+
+Frame = etcdrpc.WatchResponse | grpc.StatusCode | None
+"""A watch's reply, an error that ends the stream, or None for its plain end."""
+
+
+@dataclass
+class FakeEtcd(etcdrpc.KVServicer, etcdrpc.WatchServicer):
+    """Answers every range with `values` under `header`; each watch gets the frames of the next of `watches`.
+
+    When `watches` has no more, a watch is created and silent. `lists` counts the ranges of more than one key.
+    """
+
+    values: dict[bytes, bytes] = field(default_factory=dict)
+    header: tuple[int, int, int] = (1, 10, 2)
+    lists: int = 0
+
+    def __post_init__(self) -> None:
+        self.watches: queue.SimpleQueue[list[Frame]] = queue.SimpleQueue()
+        self._server = grpc.server(ThreadPoolExecutor(8))
+        etcdrpc.add_KVServicer_to_server(self, self._server)
+        etcdrpc.add_WatchServicer_to_server(self, self._server)
+        self.endpoint = f'127.0.0.1:{self._server.add_insecure_port("127.0.0.1:0")}'
+
+    def __enter__(self) -> Self:
+        self._server.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._server.stop(0).wait()
+
+    def reply(self, **fields: Any) -> etcdrpc.WatchResponse:
+        """A frame of a watch under the present header."""
+        return etcdrpc.WatchResponse(header=_header(*fields.pop('header', self.header)), watch_id=0, **fields)
+
+    def event(self, key: bytes, value: bytes, **fields: Any) -> etcdrpc.WatchResponse:
+        """A frame with one put."""
+        frame = self.reply(**fields)
+        event = frame.events.add()
+        event.kv.key, event.kv.value, event.kv.mod_revision = key, value, frame.header.revision
+        return frame
+
+    def Range(self, request: Any, _: Any) -> Any:
+        """Everything that is asked for, whatever the revision."""
+        end = request.range_end or request.key + b'\0'
+        self.lists += bool(request.range_end)
+        reply = etcdrpc.RangeResponse(header=_header(*self.header))
+        for key, value in sorted(self.values.items()):
+            if request.key <= key < end:
+                reply.kvs.add(key=key, value=value, mod_revision=self.header[1], create_revision=1, version=1)
+        return reply
+
+    def Watch(self, requests: Iterator[Any], context: grpc.ServicerContext) -> Iterator[Any]:
+        """The next script, then silence."""
+        next(requests)
+        try:
+            script = self.watches.get_nowait()
+        except queue.Empty:
+            script = [self.reply(created=True)]
+        for frame in script:
+            if frame is None:
+                return
+            if isinstance(frame, grpc.StatusCode):
+                context.abort(frame, 'as scripted')
+            yield frame
+        for _ in requests:
+            pass
+
+
+def _header(cluster: int, revision: int, term: int) -> Any:
+    return etcdrpc.ResponseHeader(cluster_id=cluster, member_id=7, revision=revision, raft_term=term)

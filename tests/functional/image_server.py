@@ -1,0 +1,142 @@
+"""A web server of images that does everything wrong."""
+
+from __future__ import annotations
+
+import gzip
+import http.server
+import socketserver
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    """Each path is one way to answer; the server counts how often it was asked."""
+
+    server: Web
+
+    def do_GET(self) -> None:
+        """Answer as the path says."""
+        path = self.path.partition('?')[0].strip('/')
+        self.server.asked.append(path)
+        answer: Callable[[], None] = getattr(self, f'answer_{path.replace("/", "_")}', self.answer_missing)
+        with suppress(BrokenPipeError, ConnectionResetError):  # the client had enough
+            answer()
+
+    def say(self, body: bytes, length: int | None = None, status: int = 200, **headers: str) -> None:
+        """An answer with a content-length, true or not."""
+        self.send_response(status)
+        self.send_header('content-length', str(len(body) if length is None else length))
+        for name, value in headers.items():
+            self.send_header(name.replace('_', '-'), value)
+        self.end_headers()
+        self.wfile.write(body)
+
+    def redirect(self, where: str, status: int = 302) -> None:
+        """To somewhere else."""
+        self.say(b'', status=status, location=where)
+
+    def answer_missing(self) -> None:
+        self.say(b'<html>no such page</html>', status=404)
+
+    def answer_good(self) -> None:
+        self.say(self.server.image)
+
+    def answer_without_length(self) -> None:
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(self.server.image)
+
+    def answer_slowly(self) -> None:
+        """Only when the test says so."""
+        self.server.may_go_on.wait(20)
+        self.say(self.server.image)
+
+    def answer_cut(self) -> None:
+        self.say(self.server.image[:-1000], length=len(self.server.image))
+
+    def answer_cut_without_length(self) -> None:
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(self.server.image[: len(self.server.image) // 2])
+
+    def answer_reset(self) -> None:
+        self.say(self.server.image[:70_000], length=len(self.server.image))
+        self.connection.setsockopt(1, 13, b'\1\0\0\0\0\0\0\0')  # SO_LINGER 0: the close is a reset
+        self.connection.close()
+
+    def answer_too_much(self) -> None:
+        self.say(self.server.image, length=len(self.server.image) // 2)
+
+    def answer_no_number(self) -> None:
+        self.send_response(200)
+        self.send_header('content-length', 'many')
+        self.end_headers()
+        self.wfile.write(self.server.image)
+
+    def answer_drip(self) -> None:
+        self.send_response(200)
+        self.end_headers()
+        while not self.server.may_go_on.wait(0.05):
+            self.wfile.write(b'x')
+            self.wfile.flush()
+
+    def answer_silence(self) -> None:
+        self.server.may_go_on.wait(20)
+
+    def answer_no_http(self) -> None:
+        self.wfile.write(b'SSH-2.0-OpenSSH\r\n')
+
+    def answer_page(self) -> None:
+        self.say(b'<html><body>Please log in</body></html>', content_type='text/html')
+
+    def answer_nothing(self) -> None:
+        self.say(b'')
+
+    def answer_error(self) -> None:
+        self.say(b'broken', status=500)
+
+    def answer_unpacked_by_nobody(self) -> None:
+        self.say(gzip.compress(self.server.image), content_encoding='gzip')
+
+    def answer_loop(self) -> None:
+        self.redirect('/loop')
+
+    def answer_moved(self) -> None:
+        self.redirect('good', status=301)
+
+    def answer_moved_twice(self) -> None:
+        self.redirect(f'{self.server.url}moved', status=307)
+
+    def answer_to_a_file(self) -> None:
+        self.redirect('file:///etc/hostname')
+
+    def answer_to_another_scheme(self) -> None:
+        self.redirect('ftp://127.0.0.1/x')
+
+    def answer_to_nowhere(self) -> None:
+        self.redirect('http://[::1/')
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Quiet."""
+
+
+class Web(http.server.ThreadingHTTPServer):
+    """A web server of the test's own."""
+
+    daemon_threads = True
+
+    def __init__(self, image: bytes) -> None:
+        super().__init__(('127.0.0.1', 0), Handler)
+        self.image = image
+        self.asked: list[str] = []
+        self.may_go_on = threading.Event()
+        self.url = f'http://127.0.0.1:{self.server_address[1]}/'
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        """Quiet: clients that hang up are what is tested."""
+
+    def server_bind(self) -> None:
+        """Without http.server's look for the machine's own name."""
+        socketserver.TCPServer.server_bind(self)
+        self.server_name, self.server_port = 'localhost', self.server_address[1]

@@ -1,0 +1,30 @@
+"""A placement client that is closed after use, and a small guest's claim by it."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from ecomp.placement import allocations as ledger
+from ecomp.placement.client import Placement
+
+USER, PROJECT = 'a-user', 'a-project'
+SMALL = {'VCPU': 1, 'MEMORY_MB': 64, 'DISK_GB': 1}
+
+
+@contextmanager
+def connected(url: str, timeout: tuple[float, float] = (3.0, 20.0)) -> Iterator[Placement]:
+    client = Placement(url, timeout)
+    try:
+        yield client
+    finally:
+        client.close()
+
+
+def new() -> str:
+    return str(uuid.uuid4())
+
+
+def claim(client: Placement, instance: str, provider: str, generation: int | None = None, **amounts: int) -> None:
+    ledger.claim(client, instance, {provider: amounts or SMALL}, USER, PROJECT, generation)

@@ -1,0 +1,64 @@
+"""A worker process for the pool's tests: the real loop, with the fake hypervisor and images that do as their name says.
+
+http://test/<word>: `good`, `fails` (BuildFailed), `breaks` (an error nobody thought of), `waits` (until it is
+cancelled), `stubborn` (until a file `go` is there, whatever is asked of it). Each writes `<instance>.pid` when it is
+asked for.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from urllib.parse import parse_qs, urlsplit
+
+from ecomp.agent.locks import InstanceLocks
+from ecomp.agent.worker import WorkerSettings, prepare, work
+from ecomp.errors import BuildFailed
+from ecomp.model.guest import BaseImage
+from ecomp.virt.fake import FakeHypervisor
+
+PATIENCE = 60.0
+
+
+class Images:
+    """See the module."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+
+    def get(self, url: str, checkpoint: Callable[[], None]) -> BaseImage:
+        """Do as the URL says."""
+        parts = urlsplit(url)
+        instance = parse_qs(parts.query)['instance'][0]
+        (self._directory / f'{instance}.pid.part').write_text(str(os.getpid()))
+        (self._directory / f'{instance}.pid.part').rename(self._directory / f'{instance}.pid')
+        word = parts.path.strip('/')
+        if word == 'fails':
+            raise BuildFailed('image', 'it was told to')
+        if word == 'breaks':
+            raise ZeroDivisionError('nobody thought of it')
+        deadline = time.monotonic() + PATIENCE
+        while word in ('waits', 'stubborn') and time.monotonic() < deadline:
+            if word == 'waits':
+                checkpoint()
+            if (self._directory / 'go').exists():
+                break
+            time.sleep(0.02)
+        return BaseImage('/base', 'qcow2', 0)
+
+
+def entry(pipe: Connection, settings: WorkerSettings) -> None:
+    """Instead of ecomp.agent.worker.main."""
+    prepare(settings)
+    hypervisor = FakeHypervisor(settings.state)
+    hypervisor.prepare()
+    work(pipe, hypervisor, Images(settings.state), InstanceLocks(settings.state))
+
+
+def broken(pipe: Connection, settings: WorkerSettings) -> None:
+    """A worker that cannot even start."""
+    del pipe, settings
+    raise SystemExit(3)

@@ -1,0 +1,285 @@
+"""What ecompute answers an audit: on its lease, however much it is, and only what it looked at itself is removed."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from uuid import uuid4
+
+import pytest
+
+from ecomp.agent.digest import Answerer, look, parts
+from ecomp.agent.metadata import GuestData
+from ecomp.conf import EtcdConfig
+from ecomp.errors import Unreachable
+from ecomp.model import keys
+from ecomp.model.digest import Leftover, clearance_to_json, from_pages
+from ecomp.model.guest import BaseImage, Guest, GuestSpec, mac_address
+from ecomp.scheduler.audit import answers, asking, audit
+from ecomp.store.client import Put, Store, Unchanged
+from ecomp.virt.fake import FakeHypervisor
+from tests.functional.cloud import Cloud
+from tests.servers import until
+
+MAC = '52:54:00:00:00:01'
+BASE = BaseImage('/base', 'qcow2', 0)
+
+
+class Pretended(FakeHypervisor):
+    """Pretended guests, which lie on base volumes and may have other users."""
+
+    bases: Mapping[str, str] = {}
+    others: frozenset[str] = frozenset()
+    away = False
+
+    def guests(self) -> Mapping[str, Guest]:
+        if self.away:
+            raise Unreachable('libvirt is away')
+        return super().guests()
+
+    def without_base(self) -> Mapping[str, str]:
+        return self.bases
+
+    def users(self, instance: str) -> frozenset[str]:
+        return self.others if instance in self.guests() else frozenset()
+
+
+class Host:
+    """A compute that only answers audits."""
+
+    def __init__(self, cloud: Cloud, state: Path) -> None:
+        self.compute = cloud.server.make_provider(VCPU=2, MEMORY_MB=512, DISK_GB=10)
+        self.state = state
+        self.token = 'mine'
+        self.read_only = False
+        self.remembered: set[str] = set()
+        self.hypervisor = Pretended(state)
+        self.hypervisor.prepare()
+        GuestData(state / 'metadata')
+        config = EtcdConfig((cloud.etcd.endpoint,))
+        self.answerer = Answerer(self.compute, self.token, config, self.hypervisor, state, self.may_remove)
+        lease = cloud.store.grant(3600)
+        put = Put(keys.compute(self.compute), json.dumps({'token': self.token}), lease)
+        assert cloud.store.commit([], [put])
+        self.answerer.start()
+
+    def may_remove(self, instance: str) -> bool:
+        return not self.read_only and instance not in self.remembered
+
+    def disk(self) -> str:
+        """An instance of which a disk is here."""
+        instance = str(uuid4())
+        self.hypervisor.create_disk(GuestSpec(instance, self.compute, 1, 64, 1, BASE, 'qemu'))
+        return instance
+
+    def domain(self) -> str:
+        """An instance that runs here."""
+        instance = self.disk()
+        self.hypervisor.start(GuestSpec(instance, self.compute, 1, 64, 1, BASE, 'qemu'))
+        return instance
+
+    def clear(self, store: Store, *leftovers: Leftover) -> list[str]:
+        """Ask for these to be removed; what was done."""
+        with asking(store) as (name, lease):
+            key = keys.clearance(name, self.compute)
+            assert store.commit([Unchanged(key, 0)], [Put(key, clearance_to_json(leftovers), lease)])
+            assert answers(store, name, {self.compute}, 'clearing', 'cleared') == {self.compute}
+            entry = store.get(keys.digest(name, self.compute, 'cleared'))
+            assert entry is not None
+            return list(json.loads(entry.value))
+
+
+@pytest.fixture
+def host(cloud: Cloud, tmp_path: Path) -> Iterator[Host]:
+    made = Host(cloud, tmp_path)
+    yield made
+    made.answerer.stop()
+    cloud.etcd.delete(keys.compute(made.compute))
+
+
+def codes(cloud: Cloud, host: Host) -> list[tuple[str, str]]:
+    """What an audit finds of this host: others on the shared servers have nothing to do with it."""
+    found = audit(cloud.store, cloud.placement, 0.1).findings
+    return [(each.code, each.subject) for each in found if each.compute == host.compute]
+
+
+def ask(store: Store, host: Host) -> dict[str, bytes]:
+    """One compute's whole answer, by the part's name, each seen to be on the lease of the question."""
+    with asking(store) as (name, lease):
+        assert store.commit([Unchanged(keys.audit(name), 0)], [Put(keys.audit(name), '{}', lease)])
+        assert answers(store, name, {host.compute}, 'heard', '0') == {host.compute}
+        entries = store.snapshot(f'{keys.DIGESTS}{name}/{host.compute}/').entries
+        assert {each.lease for each in entries.values()} == {lease}
+    assert not store.snapshot(f'{keys.DIGESTS}{name}/').entries
+    assert store.get(keys.audit(name)) is None
+    return {keys.last(key): each.value for key, each in entries.items()}
+
+
+def test_ten_thousand_guests(cloud: Cloud, host: Host) -> None:
+    guests = {each: Guest(each, host.compute, True, True, True) for each in (str(uuid4()) for _ in range(10_000))}
+    host.hypervisor._guests = guests
+    answer = ask(cloud.store, host)
+    assert answer.pop('heard') == b''
+    assert len(answer) > 2
+    assert max(map(len, answer.values())) < 512 * 1024
+    assert from_pages([answer[str(number)] for number in range(len(answer))]).guests == guests
+
+
+def test_a_base_volume_that_is_gone(cloud: Cloud, host: Host) -> None:
+    instance = str(uuid4())
+    allocations = {host.compute: {'VCPU': 1, 'MEMORY_MB': 64, 'DISK_GB': 1}}
+    wire = {name: {'resources': each} for name, each in allocations.items()}
+    request = {'instance': instance, 'image': 'http://images.example/i', 'allocations': wire}
+    record = {
+        'version': 1, 'instance': instance, 'compute': host.compute, 'state': 'active', 'image': 'x', 'stages': {},
+        'resources': {}, 'addresses': [], 'error': None, 'fault': None,
+    }  # fmt: skip
+    cloud.etcd.put(keys.host(host.compute, instance), json.dumps(request))
+    cloud.etcd.put(keys.instance(instance), json.dumps(record))
+    body = {'allocations': wire, 'user_id': 'u', 'project_id': 'p', 'consumer_generation': None}
+    cloud.server.call('PUT', f'/allocations/{instance}', {**body, 'consumer_type': 'INSTANCE'})
+    host.hypervisor.create_disk(spec := GuestSpec(instance, host.compute, 1, 64, 1, BASE, 'qemu'))
+    host.hypervisor.start(spec)
+    assert codes(cloud, host) == []
+    host.hypervisor.bases = {instance: '/images/base-x.qcow2'}
+    assert codes(cloud, host) == [('base-missing', instance)]
+    for key in (keys.host(host.compute, instance), keys.instance(instance)):
+        cloud.etcd.delete(key)
+    cloud.server.call('DELETE', f'/allocations/{instance}')
+
+
+def test_a_hypervisor_that_is_away_is_said_to_be(cloud: Cloud, host: Host) -> None:
+    host.hypervisor.away = True
+    found = audit(cloud.store, cloud.placement, 0.1).findings
+    (mute,) = [each for each in found if each.subject == host.compute]
+    assert mute.code == 'compute-mute'
+    assert 'libvirt is away' in mute.sentence
+
+
+def test_another_ecompute_that_is_this_compute_now_answers_alone(cloud: Cloud, host: Host, tmp_path: Path) -> None:
+    mine = host.disk()
+    other = Pretended(tmp_path / 'other')
+    other.prepare()
+    theirs = str(uuid4())
+    other.create_disk(GuestSpec(theirs, host.compute, 1, 64, 1, BASE, 'qemu'))
+    config = EtcdConfig((cloud.etcd.endpoint,))
+    GuestData(tmp_path / 'other' / 'metadata')
+    second = Answerer(host.compute, 'theirs', config, other, tmp_path / 'other', lambda _: True)
+    second.start()
+    try:
+        for token, instance in (('mine', mine), ('theirs', theirs)) * 3:
+            cloud.etcd.put(keys.compute(host.compute), json.dumps({'token': token}))
+            assert set(from_pages([ask(cloud.store, host)['0']]).guests) == {instance}
+    finally:
+        second.stop()
+
+
+def test_a_read_only_one_or_one_that_remembers_answers_and_removes_nothing(cloud: Cloud, host: Host) -> None:
+    host.read_only = True
+    instance = host.disk()
+    assert '0' in ask(cloud.store, host)
+    assert host.clear(cloud.store, Leftover('disk', instance)) == [
+        f'disk {instance}: not removed: this compute is read-only, or remembers that it lives'
+    ]
+    host.read_only, host.remembered = False, {instance}
+    assert 'remembers' in host.clear(cloud.store, Leftover('disk', instance))[0]
+    assert 'remembers' in host.clear(cloud.store, Leftover('seed', MAC, instance))[0]
+    assert instance in host.hypervisor.guests()
+    host.remembered = set()
+    assert host.clear(cloud.store, Leftover('disk', instance)) == [f'disk {instance}: removed']
+
+
+# Removing
+
+
+def test_an_orphaned_disk_and_seed_are_removed(cloud: Cloud, host: Host) -> None:
+    instance, data = host.disk(), GuestData(host.state / 'metadata')
+    data.write(instance, [mac_address(instance, 0)])
+    mac = mac_address(instance, 0)
+    assert host.clear(cloud.store, Leftover('disk', instance), Leftover('seed', mac, instance)) == [
+        f'disk {instance}: removed',
+        f'seed {mac}: removed',
+    ]
+    assert host.hypervisor.guests() == {}
+    assert data.all() == {}
+    assert host.clear(cloud.store, Leftover('disk', instance), Leftover('seed', mac, instance)) == [
+        f'disk {instance}: is gone already',
+        f'seed {mac}: is gone already',
+    ]
+
+
+def test_what_is_no_leftover_stays(cloud: Cloud, host: Host) -> None:
+    running, used, asked, lives, tried = host.domain(), host.disk(), host.disk(), host.disk(), host.disk()
+    cloud.etcd.put(keys.host(host.compute, asked), '{}')
+    cloud.etcd.put(keys.instance(lives), json.dumps({'state': 'who knows'}))
+    cloud.etcd.put(keys.request(tried), json.dumps({'instances': [tried]}))
+    data = GuestData(host.state / 'metadata')
+    data.write(asked, [MAC])
+    before = host.hypervisor.guests()
+    wanted = 'not removed: it is wanted now'
+    try:
+        assert host.clear(
+            cloud.store,
+            *(Leftover('disk', each) for each in (running, asked, lives, tried)),
+            *(Leftover('seed', MAC, asked), Leftover('seed', MAC, used)),
+            *(Leftover('disk', '../../etc'), Leftover('domain', used), Leftover('seed', '../../x', 'y')),
+        ) == [
+            f'disk {running}: not removed: its domain is there',
+            *(f'disk {each}: {wanted}' for each in (asked, lives, tried)),
+            *(f'seed {MAC}: {wanted}', f'seed {MAC}: is gone already'),
+            'disk ../../etc: not removed: it names no instance',
+            f'domain {used}: not removed: it names no instance',
+            'seed ../../x: not removed: it names no instance',
+        ]
+        host.hypervisor.others = frozenset({'somebodys'})
+        assert host.clear(cloud.store, Leftover('disk', used)) == [
+            f'disk {used}: not removed: domain somebodys has it'
+        ]
+        assert host.hypervisor.guests() == before
+        assert data.all() == {MAC: asked}
+    finally:
+        for key in (keys.host(host.compute, asked), keys.instance(lives), keys.request(tried)):
+            cloud.etcd.delete(key)
+
+
+def test_half_written_files(cloud: Cloud, host: Host) -> None:
+    images = host.state / 'images'
+    images.mkdir()
+    for path in (images / 'base-aa.part', host.state / 'metadata' / '.x.json.part', host.state / '.token.part'):
+        path.write_text('half')
+    (images / 'base-bb.part').write_text('being downloaded')
+    lock = os.open(images / '.lock-bb', os.O_RDWR | os.O_CREAT)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    found = parts(host.state)
+    assert set(found) == {'images/base-aa.part', 'metadata/.x.json.part', '.token.part'}
+    assert look(host.hypervisor, host.state).parts == found
+
+    named = [Leftover('part', name, mark) for name, mark in found.items()]
+    (images / 'base-aa.part').write_text('written again')
+    named += [Leftover('part', 'images/base-bb.part', 'x'), Leftover('part', '../uuid', '')]
+    done = host.clear(cloud.store, *named)
+
+    assert sorted(done) == [
+        'part ../uuid: not removed: it was written again, or is gone',
+        'part .token.part: removed',
+        'part images/base-aa.part: not removed: it was written again, or is gone',
+        'part images/base-bb.part: not removed: it was written again, or is gone',
+        'part metadata/.x.json.part: removed',
+    ]
+    assert {path.name for path in images.glob('*.part')} == {'base-aa.part', 'base-bb.part'}
+    os.close(lock)
+    assert set(parts(host.state)) == {'images/base-aa.part', 'images/base-bb.part'}
+
+
+def test_nonsense_is_answered(cloud: Cloud, host: Host) -> None:
+    with asking(cloud.store) as (name, lease):
+        for key in (keys.clearance(name, host.compute), f'{keys.AUDIT}{name}/x/y'):
+            cloud.store.commit([], [Put(key, 'nonsense', lease)])
+        assert answers(cloud.store, name, {host.compute}, 'clearing', 'cleared') == {host.compute}
+        entry = cloud.store.get(keys.digest(name, host.compute, 'cleared'))
+        assert entry is not None
+        assert 'nothing is removed' in json.loads(entry.value)[0]
+    until(lambda: '0' in ask(cloud.store, host), 10, 'it answers still')

@@ -1,0 +1,229 @@
+"""Rule 10 on the wire: what is taken for another etcd, and what is not; and frames a real etcd seldom sends."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+
+import grpc
+import pytest
+
+from ecomp.agent import known_etcd
+from ecomp.agent.known_etcd import KnownEtcd
+from ecomp.errors import EcompError, StrangeEtcd, UsageError
+from ecomp.model import cluster
+from ecomp.model.cluster import Known
+from ecomp.store.client import Entry, Put, Store
+from ecomp.store.guard import Guard
+from ecomp.store.presence import Presence
+from ecomp.store.watch import Follower
+from tests.functional.fake_etcd import FakeEtcd, Frame
+from tests.functional.store_client import config
+from tests.proxy import Proxy
+from tests.servers import Etcd, until
+
+pytestmark = pytest.mark.timeout(120)
+
+IDENTITY, OTHER = 'b8756be5-a30d-4311-920c-0ad996367a8e', 'd578fb7c-7787-4e73-b69a-a7b3ef9bf73a'
+HERE = cluster.new(IDENTITY, 'now').encode()
+KNOWN = Known(IDENTITY, 1, 10, 2)
+
+
+class Following:
+    """A follower of /t/ with a guard; what it was told, and what the guard had to remember or to say."""
+
+    def __init__(self, endpoint: str, known: Known = KNOWN) -> None:
+        self.states: list[dict[str, bytes]] = []
+        self.learnt: list[Known] = []
+        self.strange: list[str] = []
+        self.guard = Guard(known, self.learnt.append)
+        self.guard.when_strange(self.strange.append)
+        self.follower = Follower(config(endpoint, 2.0), '/t/', self._on_state, guard=self.guard)
+
+    def __enter__(self) -> Following:
+        self.follower.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.follower.stop()
+
+    def _on_state(self, state: Mapping[str, Entry]) -> None:
+        self.states.append({key: entry.value for key, entry in state.items()})
+
+    def sees(self, wanted: dict[str, bytes]) -> None:
+        until(lambda: self.states[-1:] == [wanted], 15, f'{wanted} is seen, last {self.states[-1:]}')
+
+
+@pytest.mark.parametrize(
+    'frames',
+    [
+        pytest.param(lambda fake: [fake.reply(created=True, canceled=True, cancel_reason='no')], id='refused'),
+        pytest.param(lambda fake: [fake.reply(compact_revision=9)], id='compacted'),
+        pytest.param(lambda fake: [fake.reply(created=True), fake.reply(canceled=True)], id='cancelled later'),
+        pytest.param(lambda fake: [fake.reply(created=True), None], id='ended'),
+        pytest.param(lambda fake: [fake.reply(created=True), grpc.StatusCode.UNAVAILABLE], id='broken'),
+        pytest.param(lambda fake: [fake.event(b'/t/a', b'wrong', header=(1, 10, 1))], id='older term'),
+        pytest.param(lambda fake: [fake.event(b'/t/a', b'wrong', header=(1, 9, 2))], id='older revision'),
+        pytest.param(lambda fake: [fake.event(b'/t/a', b'wrong', header=(2, 11, 2))], id='other cluster'),
+    ],
+)
+def test_a_watch_that_cannot_be_trusted_is_listed_anew(frames: object) -> None:
+    with FakeEtcd({b'/cluster': HERE, b'/t/a': b'1'}) as fake:
+        script: list[Frame] = frames(fake)  # type: ignore[operator]
+        fake.watches.put(script)
+        fake.watches.put([fake.reply(created=True), fake.event(b'/t/a', b'2', header=(1, 11, 2))])
+        with Following(fake.endpoint) as seen:
+            seen.sees({'/t/a': b'2'})
+            assert seen.states == [{'/t/a': b'1'}, {'/t/a': b'2'}] or seen.states == [
+                {'/t/a': b'1'}, {'/t/a': b'1'}, {'/t/a': b'2'}
+            ]
+            assert fake.lists == 2
+            assert seen.strange == []
+
+
+def test_a_watch_that_is_always_refused_is_tried_ever_more_seldom() -> None:
+    with FakeEtcd({b'/cluster': HERE}) as fake:
+        for _ in range(100):
+            fake.watches.put([fake.reply(created=True, canceled=True, cancel_reason='permission denied')])
+        with Following(fake.endpoint):
+            until(lambda: fake.lists >= 3, 10, 'it lists again')
+            before = fake.lists
+            threading.Event().wait(4.0)  # a measurement, not a synchronisation
+            assert fake.lists - before <= 4
+
+
+@pytest.mark.parametrize(
+    ('header', 'value', 'said'),
+    [
+        ((1, 9, 2), HERE, 'it is at revision 9, and 10 was seen'),
+        ((1, 10, 1), HERE, 'it is at raft term 1, and 2 was seen'),
+        ((2, 10, 2), HERE, 'its cluster id is 2, and 1 was known'),
+        ((1, 10, 2), cluster.new(OTHER, 'now').encode(), f'its identity is {OTHER}, and {IDENTITY} was known'),
+        ((1, 10, 2), None, f'/cluster is not there, and identity {IDENTITY} was known'),
+        ((1, 10, 2), b'?', '/cluster cannot be read'),
+    ],
+)
+def test_a_list_of_another_etcd(header: tuple[int, int, int], value: bytes | None, said: str) -> None:
+    with FakeEtcd({b'/t/a': b'1', **({b'/cluster': value} if value else {})}, header) as fake:
+        with Following(fake.endpoint) as seen:
+            until(lambda: seen.strange, 10, 'it is told')
+            store = Store(config(fake.endpoint), seen.guard)
+            for call in (lambda: store.get('/x'), lambda: store.grant(5), lambda: store.keep_alive(1)):
+                with pytest.raises(StrangeEtcd):
+                    call()
+            with pytest.raises(StrangeEtcd):
+                store.commit([], [Put('/x', 'x')])  # which this fake could not answer
+            store.close()
+        assert len(seen.strange) == 1
+        assert said in seen.strange[0]
+        assert '--accept-new-etcd' in seen.strange[0]
+        assert seen.states == []
+        assert not any(each.revision > 10 or each.cluster != 1 for each in seen.learnt)
+
+
+def test_it_turns_strange_between_two_lists() -> None:
+    with FakeEtcd({b'/cluster': HERE, b'/t/a': b'1'}) as fake:
+        fake.watches.put([fake.reply(created=True), fake.event(b'/t/a', b'2', header=(1, 12, 3)), None])
+        with Following(fake.endpoint) as seen:
+            until(lambda: seen.strange, 10, 'the second list is behind the first')
+            assert 'it is at revision 10, and 12 was seen' in seen.strange[0]
+            assert seen.states == [{'/t/a': b'1'}, {'/t/a': b'2'}]
+
+
+def test_what_was_compared_is_what_was_known_when_it_was_asked() -> None:
+    """Two answers may cross: the older of them is no sign of anything."""
+    learnt: list[Known] = []
+    guard = Guard(KNOWN, learnt.append)
+    before = guard.known
+    guard.check(before, cluster.Header(1, 20, 2), 'e')
+    guard.check(before, cluster.Header(1, 15, 2), 'e')
+    assert guard.known == Known(IDENTITY, 1, 20, 2)
+    assert learnt == [Known(IDENTITY, 1, 20, 2)]
+    with pytest.raises(StrangeEtcd):
+        guard.check(guard.known, cluster.Header(1, 19, 2), 'e')
+    with pytest.raises(StrangeEtcd):
+        guard.admit()
+
+
+# On a real etcd
+
+
+def test_presence_is_not_published_under_another(own_etcd: Etcd) -> None:
+    """Its revision and its term may be higher than what was seen."""
+    store = Store(config(own_etcd.endpoint), Guard(Known(IDENTITY, 0, 1, 1), lambda _: None))
+    with pytest.raises(StrangeEtcd, match='/cluster is not there'):
+        Presence(store, '/c', {'token': 'mine'}, lambda _: None).start()
+    store.close()
+    assert own_etcd.get('/c') is None
+
+
+def test_the_first_writes_who_it_is_and_the_next_takes_it(own_etcd: Etcd) -> None:
+    first, second = Guard(Known(), lambda _: None), Guard(Known(), lambda _: None)
+    for guard, identity in ((first, IDENTITY), (second, OTHER)):
+        store = Store(config(own_etcd.endpoint), guard)
+        guard.adopt(store, cluster.new(identity, 'now'))
+        guard.recognise(store)
+        store.close()
+    assert own_etcd.get('/cluster') == HERE
+    assert first.known.identity == second.known.identity == IDENTITY
+    assert second.known.revision == 2
+
+
+def test_an_answer_lost_while_it_writes_who_it_is(own_etcd: Etcd) -> None:
+    with Proxy(own_etcd.port) as proxy:
+        guard = Guard(Known(), lambda _: None)
+        store = Store(config(proxy.address), guard)
+        assert store.get('/x') is None
+        proxy.lose_answer(b'"identity"', lambda: own_etcd.get('/cluster') is not None)
+        guard.adopt(store, HERE.decode())
+        store.close()
+    assert guard.known.identity == IDENTITY
+
+
+def test_what_names_no_identity_is_not_taken(own_etcd: Etcd) -> None:
+    own_etcd.put('/cluster', '{}')
+    store, guard = Store(config(own_etcd.endpoint)), Guard(Known(), lambda _: None)
+    with pytest.raises(EcompError, match='remove that key'):
+        guard.adopt(store, HERE.decode())
+    store.close()
+
+
+# The file
+
+
+def test_it_is_remembered_soon_and_at_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    writes: list[Path] = []
+    real = known_etcd.write_durably
+    monkeypatch.setattr(known_etcd, 'write_durably', lambda path, text: (writes.append(path), real(path, text)))
+    known = KnownEtcd(tmp_path)
+    assert known.load() == Known()
+    known.start()
+    for revision in range(500):
+        known.note(Known(IDENTITY, 1, revision, 2))
+    until(lambda: KnownEtcd(tmp_path).load().revision == 499, 5, 'the last is written without a further change')
+    assert len(writes) <= 3
+    known.note(Known(IDENTITY, 1, 500, 2))
+    known.stop()
+    assert KnownEtcd(tmp_path).load() == Known(IDENTITY, 1, 500, 2)
+    assert [path.name for path in tmp_path.iterdir()] == ['etcd.json']
+
+
+def test_a_full_disk_is_said_once_and_no_end(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    known = KnownEtcd(tmp_path / 'not' / 'there')
+    known.note(KNOWN)
+    known.start()
+    until(lambda: caplog.records, 5, 'it is said')
+    known.note(Known(IDENTITY, 1, 11, 2))
+    (tmp_path / 'not' / 'there').mkdir(parents=True)
+    known.note(Known(IDENTITY, 1, 12, 2))
+    until(lambda: KnownEtcd(tmp_path / 'not' / 'there').load().revision == 12, 5, 'it is written when it can be')
+    known.stop()
+    assert len(caplog.records) == 1
+
+
+@pytest.mark.parametrize('text', ['', '{}', '[]', 'x', '{"version": 2}', cluster.to_json(KNOWN).replace('10', '"10"')])
+def test_a_file_that_is_not_ours_is_no_memory(tmp_path: Path, text: str) -> None:
+    (tmp_path / 'etcd.json').write_text(text)
+    with pytest.raises(UsageError, match=r'etcd\.json'):
+        KnownEtcd(tmp_path).load()

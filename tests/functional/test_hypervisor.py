@@ -1,0 +1,161 @@
+"""The common test over both hypervisors, pretended and real.
+
+Guests have a disk with a boot signature and nothing to boot: they run, which is all that is asked of them here.
+"""
+
+from __future__ import annotations
+
+import json
+import queue
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from uuid import uuid4
+
+import pytest
+
+from ecomp.errors import BuildFailed, Conflict
+from ecomp.model.guest import Guest, GuestSpec
+from ecomp.virt import Hypervisor
+from ecomp.virt.fake import FakeHypervisor
+from tests.functional.guest import COMPUTE, MakeSpec, build
+from tests.functional.libvirt_host import LibvirtHost, wait_until
+
+pytest.importorskip('libvirt', reason="libvirt-python is not installed: pip install '.[hypervisor]'")
+
+
+@pytest.fixture(params=['fake', 'libvirt'])
+def hypervisor(request: pytest.FixtureRequest, tmp_path: Path) -> Hypervisor:
+    if request.param == 'libvirt':
+        return request.getfixturevalue('real')
+    fake = FakeHypervisor(tmp_path)
+    fake.prepare()
+    return fake
+
+
+@pytest.fixture
+def power_off(hypervisor: Hypervisor, request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[str], object]:
+    """Has a guest go off without our doing."""
+    if isinstance(hypervisor, FakeHypervisor):
+        fake, path = hypervisor, tmp_path / 'fake.json'
+
+        def off(instance: str) -> None:
+            guests = json.loads(path.read_text())
+            path.write_text(json.dumps([{**each, 'running': each['instance'] != instance} for each in guests]))
+            fake.prepare()
+
+        return off
+    host: LibvirtHost = request.getfixturevalue('host')
+    return lambda instance: host.inside(['virsh', '-q', 'destroy', instance])
+
+
+def test_life_of_a_guest(hypervisor: Hypervisor, spec: GuestSpec) -> None:
+    instance = spec.instance
+    assert hypervisor.guests() == {}
+    for _ in range(2):
+        hypervisor.create_disk(spec)
+        assert hypervisor.guests() == {instance: Guest(instance, None, defined=False, running=False, disk=True)}
+    for _ in range(2):
+        hypervisor.start(spec)
+        assert hypervisor.guests() == {instance: Guest(instance, COMPUTE, defined=True, running=True, disk=True)}
+    for _ in range(2):
+        hypervisor.destroy(instance, COMPUTE)
+        assert hypervisor.guests() == {instance: Guest(instance, None, defined=False, running=False, disk=True)}
+    for _ in range(2):
+        hypervisor.delete_disk(instance)
+        assert hypervisor.guests() == {}
+
+
+def test_nothing_there_is_success(hypervisor: Hypervisor, spec: GuestSpec) -> None:
+    hypervisor.destroy(spec.instance, COMPUTE)
+    hypervisor.delete_disk(spec.instance)
+    assert hypervisor.addresses(spec.instance) == {}
+
+
+def test_who_has_a_disk(hypervisor: Hypervisor, make_spec: MakeSpec) -> None:
+    running, alone = make_spec(), make_spec()
+    build(hypervisor, running)
+    hypervisor.create_disk(alone)
+    assert hypervisor.users(running.instance) == {running.instance}
+    assert hypervisor.users(alone.instance) == set()
+    assert hypervisor.users(str(uuid4())) == set()
+    assert hypervisor.without_base() == {}
+
+
+def test_a_running_guests_disk_is_safe(hypervisor: Hypervisor, spec: GuestSpec) -> None:
+    build(hypervisor, spec)
+    with pytest.raises(BuildFailed) as refused:
+        hypervisor.create_disk(spec)
+    assert refused.value.stage == 'disk'
+    with pytest.raises(Conflict, match='not removed'):
+        hypervisor.delete_disk(spec.instance)
+    assert hypervisor.guests()[spec.instance].running
+
+
+def test_another_computes_guest_is_left_alone(hypervisor: Hypervisor, spec: GuestSpec) -> None:
+    build(hypervisor, spec)
+    with pytest.raises(Conflict, match=COMPUTE):
+        hypervisor.start(replace(spec, compute=str(uuid4())))
+    with pytest.raises(Conflict, match=COMPUTE):
+        hypervisor.destroy(spec.instance, str(uuid4()))
+    assert hypervisor.guests()[spec.instance] == Guest(spec.instance, COMPUTE, defined=True, running=True, disk=True)
+
+
+def test_resume(hypervisor: Hypervisor, spec: GuestSpec, power_off: Callable[[str], object]) -> None:
+    """A guest that is off, as after a reboot of its host, runs again as it was defined; one that runs goes on."""
+    instance = spec.instance
+    build(hypervisor, spec)
+    there = Guest(instance, COMPUTE, defined=True, running=True, disk=True)
+    hypervisor.resume(instance, COMPUTE)
+    assert hypervisor.guests() == {instance: there}
+    power_off(instance)
+    assert not hypervisor.guests()[instance].running
+    with pytest.raises(Conflict, match=COMPUTE):
+        hypervisor.resume(instance, str(uuid4()))
+    assert not hypervisor.guests()[instance].running
+    for _ in range(2):
+        hypervisor.resume(instance, COMPUTE)
+        assert hypervisor.guests() == {instance: there}
+
+
+def test_resume_of_nothing(hypervisor: Hypervisor, spec: GuestSpec) -> None:
+    with pytest.raises(BuildFailed, match='started: its domain is gone'):
+        hypervisor.resume(spec.instance, COMPUTE)
+    hypervisor.create_disk(spec)
+    with pytest.raises(BuildFailed, match='started: its domain is gone'):
+        hypervisor.resume(spec.instance, COMPUTE)
+    assert not hypervisor.guests()[spec.instance].defined
+
+
+def test_an_image_larger_than_the_disk(hypervisor: Hypervisor, spec: GuestSpec) -> None:
+    with pytest.raises(BuildFailed, match=r'disk: the image is 3.0 GiB, DISK_GB is 1'):
+        hypervisor.create_disk(replace(spec, base=replace(spec.base, virtual_size=3 * 2**30)))
+    assert hypervisor.guests() == {}
+
+
+def test_a_start_without_a_disk(hypervisor: Hypervisor, spec: GuestSpec) -> None:
+    with pytest.raises(BuildFailed) as refused:
+        hypervisor.start(spec)
+    assert refused.value.stage == 'started'
+    assert '\n' not in refused.value.reason
+
+
+def test_changes_are_told(hypervisor: Hypervisor, spec: GuestSpec) -> None:
+    told: queue.Queue[str] = queue.Queue()
+    hypervisor.on_change(told.put)
+    hypervisor.create_disk(spec)
+    hypervisor.start(spec)
+    wait_until(lambda: spec.instance in told.get(timeout=60), 'the start is told')
+
+
+def test_several_at_once(hypervisor: Hypervisor, make_spec: MakeSpec) -> None:
+    specs = [make_spec() for _ in range(4)]
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda spec: build(hypervisor, spec), specs))
+        assert {instance for instance, guest in hypervisor.guests().items() if guest.running} == {
+            spec.instance for spec in specs
+        }
+        list(pool.map(lambda spec: hypervisor.destroy(spec.instance, COMPUTE), specs))
+        list(pool.map(lambda spec: hypervisor.delete_disk(spec.instance), specs))
+    assert hypervisor.guests() == {}

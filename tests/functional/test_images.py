@@ -1,0 +1,324 @@
+"""The image cache against a web server that does everything wrong, and files that are no images."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from ecomp.agent import images
+from ecomp.agent.build import Cancelled
+from ecomp.agent.images import ImageCache
+from ecomp.errors import BuildFailed
+from ecomp.model.guest import BaseImage
+from ecomp.virt.image import inspect
+from tests.functional.image_server import Web
+from tests.servers import free_port, until
+
+pytestmark = [
+    pytest.mark.timeout(120),
+    pytest.mark.skipif(
+        shutil.which('qemu-img') is None, reason='qemu-img makes the images: apt-get install qemu-utils'
+    ),
+]
+
+MIB = 2**20
+
+
+@pytest.fixture(scope='module')
+def image(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    """A qcow2 with something in it; its virtual size is 16 MiB."""
+    directory = tmp_path_factory.mktemp('image')
+    raw, made = directory / 'raw', directory / 'qcow2'
+    raw.write_bytes(os.urandom(MIB))
+    os.truncate(raw, 16 * MIB)
+    subprocess.run(['qemu-img', 'convert', '-f', 'raw', '-O', 'qcow2', str(raw), str(made)], check=True)
+    return made.read_bytes()
+
+
+@pytest.fixture
+def web(image: bytes) -> Iterator[Web]:
+    server = Web(image)
+    thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
+    thread.start()
+    yield server
+    server.may_go_on.set()
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    return tmp_path / 'images'
+
+
+def cache(directory: Path, local: Path | None = None) -> ImageCache:
+    return ImageCache(directory, inspect, local)
+
+
+def nothing() -> None:
+    """A checkpoint at which nobody wants anything."""
+
+
+def kept(directory: Path) -> list[str]:
+    """What is in the cache, locks left out."""
+    return (
+        sorted(path.name for path in directory.iterdir() if not path.name.startswith('.')) if directory.exists() else []
+    )
+
+
+def refused(directory: Path, url: str, reason: str, local: Path | None = None) -> None:
+    """The image cannot be had, for this reason, and nothing of it stays."""
+    before = kept(directory)
+    with pytest.raises(BuildFailed, match=reason) as caught:
+        cache(directory, local).get(url, nothing)
+    assert caught.value.stage == 'image'
+    assert '\n' not in str(caught.value)
+    assert kept(directory) == before
+
+
+# What works
+
+
+@pytest.mark.parametrize('path', ['good', 'without_length', 'moved', 'moved_twice'])
+def test_an_image_is_kept_whole_under_a_name_of_its_url(web: Web, directory: Path, image: bytes, path: str) -> None:
+    found = cache(directory).get(web.url + path, nothing)
+    assert (found.format, found.virtual_size) == ('qcow2', 16 * MIB)
+    assert Path(found.path).read_bytes() == image
+    assert kept(directory) == [Path(found.path).name]
+    assert found.path.startswith(str(directory / 'base-'))
+    assert Path(found.path).stat().st_mode & 0o777 == 0o644
+
+
+def test_it_is_downloaded_once(web: Web, directory: Path) -> None:
+    first = cache(directory).get(web.url + 'good', nothing)
+    assert cache(directory).get(web.url + 'good', nothing) == first
+    assert web.asked == ['good']
+    # Another URL is another image, whatever is behind it.
+    assert cache(directory).get(web.url + 'good?2', nothing).path != first.path
+
+
+def test_many_at_once_are_one_download(web: Web, directory: Path) -> None:
+    with ThreadPoolExecutor(4) as pool:
+        asking = [pool.submit(cache(directory).get, web.url + 'slowly', nothing) for _ in range(4)]
+        until(lambda: web.asked, 10, 'somebody downloads')
+        web.may_go_on.set()
+        found = {each.result(30) for each in asking}
+    assert len(found) == 1
+    assert web.asked == ['slowly']
+
+
+def test_a_raw_disk_is_an_image_too(web: Web, directory: Path) -> None:
+    web.image = b'\0' * 510 + b'\x55\xaa' + b'\0' * 512
+    found = cache(directory).get(web.url + 'good', nothing)
+    assert (found.format, found.virtual_size) == ('raw', 1024)
+    assert found.path.endswith('.raw')
+    assert cache(directory).get(web.url + 'good', nothing) == found
+
+
+def test_a_leftover_of_a_killed_worker_is_no_image(web: Web, directory: Path) -> None:
+    found = cache(directory).get(web.url + 'good', nothing)
+    stem = Path(found.path).stem
+    Path(found.path).unlink()
+    (directory / f'{stem}.part').write_bytes(b'half of it')
+    assert cache(directory).get(web.url + 'good', nothing) == found
+    assert kept(directory) == [f'{stem}.qcow2']
+
+
+# What does not
+
+
+@pytest.mark.parametrize(
+    ('path', 'reason'),
+    [
+        ('missing', 'the server answers HTTP 404'),
+        ('error', 'the server answers HTTP 500'),
+        ('nothing', 'is empty'),
+        ('cut', 'cut off|connection broke'),
+        ('reset', 'cut off|connection broke|cannot be reached'),
+        ('cut_without_length', 'cut-off qcow2'),
+        ('too_much', 'cut-off qcow2'),
+        ('page', 'is not a disk image'),
+        ('unpacked_by_nobody', 'is not a disk image'),
+        ('no_http', 'cannot be reached'),
+        ('loop', 'more than 5 redirects'),
+        ('to_a_file', 'redirected to a local file'),
+        ('to_another_scheme', 'redirected: the image ftp'),
+        ('to_nowhere', 'Invalid IPv6 URL'),
+    ],
+)
+def test_a_bad_answer_is_no_image(web: Web, directory: Path, path: str, reason: str) -> None:
+    refused(directory, web.url + path, reason)
+    # And poisons nothing.
+    assert cache(directory).get(web.url + 'good', nothing).format == 'qcow2'
+
+
+def test_a_length_that_is_no_number_is_passed_over_or_refused(web: Web, directory: Path, image: bytes) -> None:
+    try:
+        found = cache(directory).get(web.url + 'no_number', nothing)
+    except BuildFailed:
+        assert kept(directory) == []
+    else:
+        assert Path(found.path).read_bytes() == image
+
+
+def test_a_bad_image_at_the_same_url_is_forgotten(web: Web, directory: Path, image: bytes) -> None:
+    web.image = image[: len(image) // 2]
+    refused(directory, web.url + 'good', 'cut-off qcow2')
+    web.image = image
+    assert cache(directory).get(web.url + 'good', nothing).virtual_size == 16 * MIB
+
+
+def test_nobody_there(directory: Path) -> None:
+    refused(directory, f'http://127.0.0.1:{free_port()}/x', 'the server cannot be reached')
+    refused(directory, 'http://no-such-host.invalid/x', 'the server cannot be reached')
+
+
+@pytest.mark.parametrize('url', ['', 'x', '/etc/shadow', 'ftp://h/x', 'http:///x', 'file://host/x', 'http://h/\udcff'])
+def test_what_is_no_url_is_asked_of_nobody(directory: Path, url: str) -> None:
+    refused(directory, url, 'the image ')
+    assert not directory.exists()
+
+
+def test_a_silent_server_is_given_up(web: Web, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(images, 'TIMEOUT', (1.0, 0.3))
+    refused(directory, web.url + 'silence', 'no answer in time|connection broke')
+
+
+def test_an_endless_drip_is_given_up(web: Web, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(images, 'DEADLINE', 0.5)
+    began = time.monotonic()
+    refused(directory, web.url + 'drip', r'not here after 0\.5 s, [0-9]+ bytes so far')
+    assert time.monotonic() - began < 5
+
+
+# A destroy meanwhile
+
+
+def cancel() -> None:
+    raise Cancelled
+
+
+def test_a_download_is_left_off_when_the_instance_is_destroyed(web: Web, directory: Path) -> None:
+    with pytest.raises(Cancelled):
+        cache(directory).get(web.url + 'drip', cancel)
+    assert kept(directory) == []
+
+
+def test_so_is_the_wait_for_another_s_download(web: Web, directory: Path) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        other = pool.submit(cache(directory).get, web.url + 'slowly', nothing)
+        until(lambda: web.asked, 10, 'somebody downloads')
+        with pytest.raises(Cancelled):
+            cache(directory).get(web.url + 'slowly', cancel)
+        web.may_go_on.set()
+        assert Path(other.result(30).path).exists()
+
+
+# The disk
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 256 KiB."""
+    if os.geteuid() != 0:
+        pytest.skip('mounting a tmpfs needs root')
+    mount = tmp_path / 'small'
+    mount.mkdir()
+    if subprocess.run(['mount', '-t', 'tmpfs', '-o', 'size=256k', 'ecomp-test', str(mount)], check=False).returncode:
+        pytest.skip('a tmpfs cannot be mounted here')
+    yield mount
+    subprocess.run(['umount', str(mount)], check=True)
+
+
+def test_a_full_disk_is_said_and_freed_again(web: Web, small_disk: Path) -> None:
+    refused(small_disk, web.url + 'good', 'cannot be kept in .*: No space left on device')
+    web.image = b'\0' * 510 + b'\x55\xaa'
+    assert cache(small_disk).get(web.url + 'good?small', nothing).format == 'raw'
+
+
+def test_a_directory_that_cannot_be_made_is_said(tmp_path: Path) -> None:
+    (tmp_path / 'file').touch()
+    with pytest.raises(BuildFailed, match='file: '):
+        cache(tmp_path / 'file').get('http://h/x', nothing)
+
+
+# Local images
+
+
+@pytest.fixture
+def shelf(tmp_path: Path, image: bytes) -> Path:
+    """A directory of local images, and a secret beside it."""
+    shelf = tmp_path / 'shelf'
+    (shelf / 'sub').mkdir(parents=True)
+    for name in ('a.qcow2', 'with space.qcow2', 'sub/b.qcow2'):
+        (shelf / name).write_bytes(image)
+    (tmp_path / 'secret.qcow2').write_bytes(image)
+    (shelf / 'inside').symlink_to('sub/b.qcow2')
+    (shelf / 'outside').symlink_to(tmp_path / 'secret.qcow2')
+    (shelf / 'up').symlink_to(tmp_path)
+    (shelf / 'nowhere').symlink_to('missing')
+    (shelf / 'loop').symlink_to('loop')
+    (shelf / 'text.qcow2').write_text('root:secret:0:0')
+    os.mkfifo(shelf / 'pipe')
+    return shelf
+
+
+@pytest.mark.parametrize(
+    'name', ['a.qcow2', 'with%20space.qcow2', 'sub/b.qcow2', 'sub/../a.qcow2', 'inside', 'a%2Eqcow2']
+)
+def test_an_image_on_the_shelf_is_taken(directory: Path, shelf: Path, image: bytes, name: str) -> None:
+    found = cache(directory, shelf).get(f'file://{shelf}/{name}', nothing)
+    assert Path(found.path).read_bytes() == image
+    assert not Path(found.path).is_symlink()
+
+
+@pytest.mark.parametrize(
+    ('name', 'reason'),
+    [
+        ('../secret.qcow2', 'only images under'),
+        ('%2e%2e/secret.qcow2', 'only images under'),
+        ('..%2Fsecret.qcow2', 'only images under'),
+        ('outside', 'only images under'),
+        ('up/secret.qcow2', 'only images under'),
+        ('nowhere', 'no such file'),
+        ('missing', 'no such file'),
+        ('sub', 'no such file'),
+        ('', 'no such file'),
+        ('pipe', 'no such file'),
+        ('text.qcow2', 'is not a disk image'),
+        ('a%00b', 'null byte|no such file'),
+        ('loop', 'loop|no such file'),
+    ],
+)
+def test_what_is_not_on_the_shelf_is_not(directory: Path, shelf: Path, name: str, reason: str) -> None:
+    refused(directory, f'file://{shelf}/{name}', reason, local=shelf)
+
+
+def test_a_neighbour_that_begins_with_the_same_letters_is_not_on_it(directory: Path, shelf: Path, image: bytes) -> None:
+    other = shelf.with_name('shelf2')
+    other.mkdir()
+    (other / 'a.qcow2').write_bytes(image)
+    refused(directory, f'file://{other}/a.qcow2', 'only images under', local=shelf)
+
+
+def test_without_a_shelf_no_local_image_is_taken(directory: Path, shelf: Path) -> None:
+    refused(directory, f'file://{shelf}/a.qcow2', 'this compute takes no local images')
+
+
+def test_what_inspect_refuses_is_not_kept(web: Web, directory: Path) -> None:
+    def particular(path: Path) -> BaseImage:
+        assert path.suffix == '.part'
+        raise BuildFailed('image', f'{path.stat().st_size} bytes are too many')
+
+    with pytest.raises(BuildFailed, match='bytes are too many'):
+        ImageCache(directory, particular, None).get(web.url + 'good', nothing)
+    assert kept(directory) == []

@@ -1,0 +1,265 @@
+"""`elab up`, `status`, `exec`, `guest` and `down`, on this machine and with guests that really boot."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import urllib.request
+import xml.etree.ElementTree as ET
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ecomp.errors import UsageError
+from ecomp.lab import guest, machine
+from tests.servers import environment, until
+
+ROOT = Path('/var/lib/elab')
+NAME = f'f{os.getpid()}'
+BOOT = 90.0
+
+
+def missing() -> str:
+    """What keeps a lab from being made here, in words; '' if nothing does."""
+    try:
+        machine.require_root('a lab')
+        programs = {**machine.CONTROL_PROGRAMS, **machine.HOST_PROGRAMS, **guest.PROGRAMS}
+        machine.require(programs, ['placement', 'waitress', 'libvirt'])
+    except UsageError as error:
+        return str(error)
+    return ''
+
+
+pytestmark = [pytest.mark.skipif(bool(missing()), reason=missing()), pytest.mark.timeout(240)]
+
+
+def command(*words: str) -> list[str]:
+    return [sys.executable, '-m', 'ecomp.lab.elab', *words]
+
+
+def elab(*words: str, code: int = 0) -> subprocess.CompletedProcess[str]:
+    """Run elab, which has to end with `code`."""
+    done = subprocess.run(
+        command(*words), stdin=subprocess.DEVNULL, capture_output=True, text=True, env=environment(), timeout=200
+    )
+    assert done.returncode == code, f'elab {words}: {done.returncode}\n{done.stdout}{done.stderr}'
+    return done
+
+
+def facts(name: str) -> dict[str, Any]:
+    """lab.json; {} if there is none."""
+    path = ROOT / name / 'lab.json'
+    return dict(json.loads(path.read_text())) if path.exists() else {}
+
+
+def traces(name: str, link: str) -> list[str]:
+    """All that this machine shows of a lab: files, namespaces, interfaces, routes, mounts and processes."""
+    found = [str(path) for path in (ROOT / name,) if path.exists()]
+    commands = (['ip', 'netns', 'list'], ['ip', '-o', 'link', 'show'], ['ip', 'route', 'show', 'table', 'all'])
+    for each in commands:
+        lines = subprocess.run(each, capture_output=True, text=True, check=True).stdout.splitlines()
+        found += [line for line in lines if f'elab-{name}-' in line or link in line.replace('@', ' ').split()]
+    found += [line for line in Path('/proc/self/mountinfo').read_text().splitlines() if f'elab-{name}-' in line]
+    for process in Path('/proc').glob('[0-9]*'):
+        try:
+            words = (process / 'cmdline').read_bytes().replace(b'\0', b' ').decode(errors='replace')
+        except OSError:
+            continue
+        if f'{ROOT}/{name}/' in words:
+            found.append(f'{process.name}: {words}')
+    return found
+
+
+def pings(address: str) -> bool:
+    """Whether this machine is answered by an address."""
+    return subprocess.run(['busybox', 'ping', '-c1', '-W2', address], capture_output=True).returncode == 0
+
+
+def fetch(url: str) -> str:
+    try:
+        with urllib.request.urlopen(url, timeout=5) as answer:
+            return str(answer.read().decode())
+    except OSError:
+        return ''
+
+
+@pytest.fixture(scope='module')
+def lab() -> Iterator[dict[str, Any]]:
+    """A lab of one host; its lab.json."""
+    try:
+        elab('up', '--name', NAME, '--hosts', '1')
+        yield facts(NAME)
+    finally:
+        elab('down', '--name', NAME)
+
+
+@pytest.fixture(scope='module')
+def image(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The small guest."""
+    path = tmp_path_factory.mktemp('guest') / 'guest.qcow2'
+    elab('guest', str(path))
+    return path
+
+
+def inside(*words: str, code: int = 0) -> str:
+    """Run a command in the lab's host; its stdout."""
+    return elab('exec', '--name', NAME, 'hv1', *words, code=code).stdout
+
+
+def virtual_size(path: Path) -> int:
+    """A qcow2's size as its guest sees it, from the header. docs/interop/qcow2.txt"""
+    return int.from_bytes(path.read_bytes()[24:32], 'big')
+
+
+def domain_xml(name: str, disk: str, console: str) -> str:
+    """An emulated guest with an interface on the host's network and one on the LAN's bridge."""
+    root = ET.Element('domain', type='qemu')
+    ET.SubElement(root, 'name').text = name
+    ET.SubElement(root, 'memory', unit='MiB').text = '256'
+    ET.SubElement(ET.SubElement(root, 'os'), 'type', arch='x86_64', machine='pc').text = 'hvm'
+    ET.SubElement(ET.SubElement(root, 'features'), 'acpi')
+    devices = ET.SubElement(root, 'devices')
+    drive = ET.SubElement(devices, 'disk', type='file', device='disk')
+    ET.SubElement(drive, 'driver', name='qemu', type='qcow2')
+    ET.SubElement(drive, 'source', file=disk)
+    ET.SubElement(drive, 'target', dev='vda', bus='virtio')
+    for kind in ('network', 'bridge'):
+        interface = ET.SubElement(devices, 'interface', type=kind)
+        ET.SubElement(interface, 'source', {kind: 'default' if kind == 'network' else 'br0'})
+        ET.SubElement(interface, 'model', type='virtio')
+    serial = ET.SubElement(devices, 'serial', type='file')
+    ET.SubElement(serial, 'source', path=console)
+    return ET.tostring(root, encoding='unicode')
+
+
+def test_a_host_has_its_own_libvirt_network_and_ecompute(lab: dict[str, Any]) -> None:
+    assert inside('hostname').strip() == 'hv1'
+    assert inside('virsh', '-c', 'qemu:///system', 'list', '--name').strip() == ''
+    assert 'Active:         yes' in inside('virsh', '-c', 'qemu:///system', 'net-info', 'default')
+    assert '169.254.169.254/32' in inside('ip', '-o', 'address', 'show', 'virbr0')
+    rows = [line.split() for line in elab('status', '--name', NAME).stdout.splitlines()]
+    assert [row[0] for row in rows] == ['PLACE', 'etcd', 'placement', 'images', 'dhcp', 'hv1']
+    assert all(row[2].startswith('ready') for row in rows[1:])
+    # And the machine reaches the control plane, for eschedule.
+    assert '"max_version": "1.39"' in fetch(f'{lab["placement"]}/')
+    assert fetch(f'http://{lab["etcd"]}/health') == '{"health":"true"}'
+    assert (ROOT / NAME / 'schedule.yaml').exists()
+
+
+@pytest.mark.usefixtures('lab')
+def test_nothing_gets_out_of_a_host() -> None:
+    assert 'default' not in inside('ip', 'route', 'show', 'table', 'all').split()
+    tried = elab('exec', '--name', NAME, 'hv1', 'busybox', 'ping', '-c1', '-W1', '192.0.2.1', code=1)
+    assert 'Network is unreachable' in tried.stderr
+
+
+def test_the_guest_boots_says_who_it_is_answers_and_switches_off(lab: dict[str, Any], image: Path) -> None:
+    shutil.copyfile(image, ROOT / NAME / 'hv1/lib/images/plain.qcow2')
+    console = ROOT / NAME / 'hv1/log/plain.console'
+    definition = ROOT / NAME / 'hv1/plain.xml'
+    definition.write_text(domain_xml('plain', '/var/lib/libvirt/images/plain.qcow2', '/var/log/libvirt/plain.console'))
+    inside('virsh', 'define', str(definition))
+    inside('virsh', 'start', 'plain')
+
+    def told() -> list[str]:
+        text = console.read_text(errors='replace') if console.exists() else ''
+        return [line[len('ecomp-guest: ') :].strip() for line in text.splitlines() if line.startswith('ecomp-guest: ')]
+
+    until(lambda: 'ready' in told(), BOOT, 'the guest is ready')
+    said = told()
+    addresses = dict(line.split()[1:] for line in said if line.startswith('address '))
+    assert set(addresses) == {'eth0', 'eth1'}
+    assert addresses['eth0'].rpartition('.')[0] == lab['guests']['hv1'].rpartition('.')[0]
+    assert addresses['eth1'].rpartition('.')[0] == lab['addresses']['control'].rpartition('.')[0]
+    assert f'disk {virtual_size(image)}' in said
+    assert 'no metadata' in said  # it is no instance, and so nobody to the metadata server
+    until(lambda: all(map(pings, addresses.values())), 20, f'{addresses} answer')
+    assert fetch(f'http://{addresses["eth0"]}/').startswith('ecomp-guest')
+
+    inside('virsh', 'shutdown', 'plain')
+    until(lambda: not inside('virsh', '-q', 'list', '--name').strip(), 30, 'the guest has switched off')
+    inside('virsh', 'undefine', 'plain')
+
+
+@pytest.mark.usefixtures('lab')
+def test_up_again_starts_only_what_has_ended() -> None:
+    before = facts(NAME)['processes']
+    victim = before['hv1 ecompute']['pid']
+    os.kill(victim, signal.SIGKILL)
+    until(lambda: machine.started_at(victim) is None, 10, 'ecompute is gone')
+    assert 'hv1' in elab('status', '--name', NAME, code=1).stderr
+
+    elab('up', '--name', NAME)
+
+    after = facts(NAME)['processes']
+    assert [what for what in after if after[what] != before[what]] == ['hv1 ecompute']
+    elab('status', '--name', NAME)
+
+
+@pytest.mark.usefixtures('lab')
+def test_exec_hands_on_output_and_exit_code() -> None:
+    assert elab('exec', '--name', NAME, 'control', 'sh', '-c', 'echo out; exit 7', code=7).stdout == 'out\n'
+    assert 'but control, hv1' in elab('exec', '--name', NAME, 'hv9', 'true', code=4).stderr
+    assert 'which command' in elab('exec', '--name', NAME, 'hv1', code=2).stderr
+
+
+@pytest.mark.usefixtures('lab')
+def test_two_labs_at_once_and_one_goes() -> None:
+    names = [f'{NAME}a', f'{NAME}b']
+    try:
+        ups = [subprocess.Popen(command('up', '--name', n, '--hosts', '1'), env=environment()) for n in names]
+        assert [process.wait(180) for process in ups] == [0, 0]
+        assert len({facts(name)['network'] for name in (*names, NAME)}) == 3
+        for name in names:
+            elab('status', '--name', name)
+        link = facts(names[0])['link']
+        elab('down', '--name', names[0])
+        assert traces(names[0], link) == []
+        elab('status', '--name', names[1])
+        elab('status', '--name', NAME)
+    finally:
+        for name in names:
+            elab('down', '--name', name)
+
+
+@pytest.mark.parametrize('moment', ['nothing', 'control', 'etcd', 'hv1 libvirtd', 'hv1 ecompute'])
+def test_what_a_killed_up_has_made_is_found_and_removed(moment: str) -> None:
+    name = f'{NAME}k'
+
+    def reached() -> bool:
+        if moment == 'nothing':
+            return (ROOT / name).exists()
+        if moment == 'control':
+            return Path(f'/run/netns/elab-{name}-control').exists()
+        return moment in facts(name).get('processes', {})
+
+    process = subprocess.Popen(command('up', '--name', name, '--hosts', '1'), env=environment(), stderr=subprocess.PIPE)
+    try:
+        until(reached, 60, f'{moment} is there')
+        process.kill()
+        process.wait()
+        link = facts(name).get('link', 'none')
+    finally:
+        process.kill()
+        process.communicate()
+        elab('down', '--name', name)
+
+    assert traces(name, link) == []
+    elab('down', '--name', name)  # nothing there is no error
+
+
+def test_down_leaves_nothing_and_others_alone(lab: dict[str, Any]) -> None:
+    bystander = subprocess.Popen(['sleep', '600'], cwd=ROOT / NAME)
+    try:
+        elab('down', '--name', NAME)
+        assert traces(NAME, lab['link']) == []
+        assert bystander.poll() is None
+    finally:
+        bystander.kill()
+        bystander.wait()

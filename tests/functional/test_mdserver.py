@@ -1,0 +1,398 @@
+"""The metadata server itself: started as users start it, asked by guests in network namespaces of the test's own."""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import http.client
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+TREE = Path(__file__).parents[2]
+SCRIPT = TREE / 'md_server/mdserver/server.py'
+AS_SCRIPT = [sys.executable, str(SCRIPT)]
+AS_MODULE = [sys.executable, '-m', 'mdserver.server']
+UUID_A, UUID_B = 'd578fb7c-7787-4e73-b69a-a7b3ef9bf73a', 'e9bedb97-917a-4f4e-9a69-8ad21840267f'
+MAC_A, MAC_B = '52:54:00:aa:00:01', '52:54:00:bb:00:02'
+IP_A, IP_B = '192.168.122.11', '192.168.122.12'
+KEY = 'ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAA me: 100%'
+USER_DATA = gzip.compress(b'#cloud-config\n', mtime=0)
+SECRET = 'canary-of-the-user-data'
+# In a guest: GET for each "URL source-address" line of its input, the answers on one line of JSON each.
+ASK = '''
+import http.client, json, sys, urllib.parse
+for line in sys.stdin:
+    url, source = line.split()
+    parts = urllib.parse.urlsplit(url)
+    asked = http.client.HTTPConnection(parts.netloc, timeout=20, source_address=(source, 0))
+    asked.request('GET', parts.path)
+    answer = asked.getresponse()
+    print(json.dumps([answer.status, answer.read().decode('latin-1')]), flush=True)
+'''
+
+needs_root = pytest.mark.skipif(
+    os.geteuid() != 0 or shutil.which('ip') is None, reason='network namespaces need root and iproute2',
+)
+
+
+@dataclass
+class Server:
+    process: subprocess.Popen[bytes]
+    log: Path
+    address: str
+    port: int
+
+    def get(self, path: str, method: str = 'GET', headers: dict[str, str] | None = None) -> http.client.HTTPResponse:
+        asked = http.client.HTTPConnection(self.address, self.port, timeout=20)
+        asked.request(method, path, headers=headers or {})
+        return asked.getresponse()
+
+
+@contextlib.contextmanager
+def serving(root: Path, *arguments: str, command: list[str] = AS_SCRIPT, prefix: tuple[str, ...] = (),
+            stdin: int = subprocess.DEVNULL) -> Iterator[Server]:
+    """A server of ours, from the moment it says where it listens."""
+    log = root / 'log'
+    environment = os.environ | ({'PYTHONPATH': str(SCRIPT.parents[1])} if command is AS_MODULE else {})
+    with log.open('wb') as stderr:
+        process = subprocess.Popen(
+            [*prefix, *command, *arguments], cwd=root, env=environment, stdin=stdin, stderr=stderr,
+        )
+    try:
+        deadline = time.monotonic() + 30
+        while not (said := re.search(r'LISTENING ON http://([\d.]+):(\d+)/', log.read_text())):
+            assert process.poll() is None, log.read_text()
+            assert time.monotonic() < deadline, log.read_text()
+            time.sleep(0.02)
+        yield Server(process, log, said[1], int(said[2]))
+    finally:
+        if process.stdin:
+            process.stdin.close()
+        process.terminate()
+        process.wait(20)
+
+
+def describe(root: Path, leases: dict[str, str]) -> Path:
+    """Leases, guest files and an mdserver.conf as on a host; the conf's path."""
+    (root / 'metadata').mkdir()
+    (root / 'virbr0.status').write_text(json.dumps([
+        {'ip-address': address, 'mac-address': mac, 'expiry-time': int(time.time()) + 3600}
+        for address, mac in leases.items()
+    ]))
+    (root / 'default-user-data').write_bytes(USER_DATA)
+    for mac, instance, name, keys, text in (
+        (MAC_A, UUID_A, 'web1', None, None),
+        (MAC_B, UUID_B, 'web2', ['ssh-rsa B1', 'ssh-rsa B2'], f'#!/bin/sh\necho {SECRET}\n'),
+    ):
+        file = root / 'metadata' / f'{mac}.json'
+        file.touch(0o600)
+        file.write_text(json.dumps({
+            'version': 1, 'instance': instance, 'mac': mac, 'hostname': name, 'public_keys': keys, 'user_data': text,
+        }))
+    conf = root / 'mdserver.conf'
+    conf.write_text(f'[mdserver]\nguests = metadata\nleases = *.status\nuser-data = default-user-data\n'
+                    f'[public-keys]\ndefault = {KEY}\n')
+    return conf
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[Server]:
+    """One that takes 127.0.0.1 for guest A."""
+    with serving(tmp_path, str(describe(tmp_path, {'127.0.0.1': MAC_A})), '--listen', '127.0.0.1:0') as running:
+        yield running
+
+
+# The server alone
+
+
+def test_the_root_tells_anybody_that_a_metadata_server_answers(tmp_path: Path) -> None:
+    with serving(tmp_path, '--listen', '127.0.0.1:0', '--guests', str(tmp_path), command=AS_MODULE) as running:
+        answer = running.get('/')
+        assert (answer.status, answer.read()) == (200, b'2009-04-04\nlatest')
+        assert re.fullmatch(r'mdserver/[\d.]+', answer.getheader('Server') or '')
+        answer = running.get('/latest/meta-data/')
+        assert (answer.status, answer.read()) == (404, b'404 Not Found: no current DHCP lease for 127.0.0.1\n')
+
+
+def test_a_guest_gets_its_own_and_the_defaults(server: Server) -> None:
+    def body(path: str) -> bytes:
+        answer = server.get(path)
+        assert answer.status == 200, path
+        return answer.read()
+
+    assert body('/2009-04-04/meta-data/instance-id') == UUID_A.encode()
+    assert body('/latest/meta-data/public-keys/0/openssh-key') == KEY.encode()
+    assert body('/latest/user-data') == body(f'/seed/{UUID_A}/user-data') == USER_DATA
+    assert json.loads(body(f'/seed/{UUID_A}/meta-data'))['local-hostname'] == 'web1'
+    assert body(f'/seed/{UUID_A}/vendor-data') == b''
+
+
+def test_edits_count_from_the_next_request(server: Server, tmp_path: Path) -> None:
+    (tmp_path / 'default-user-data').write_bytes(b'new')
+    assert server.get('/latest/user-data').read() == b'new'
+    (tmp_path / 'default-user-data').unlink()
+    assert server.get('/latest/user-data').status == 500
+    (tmp_path / 'virbr0.status').write_text('')
+    assert server.get('/latest/user-data').status == 404
+
+
+def test_other_methods_and_proxies_are_refused(server: Server) -> None:
+    assert server.get('/latest/api/token', 'PUT').status == 405
+    assert server.get('/latest/meta-data/hostname', 'POST').status == 405
+    answer = server.get('/latest/user-data', 'HEAD')
+    assert (answer.status, answer.read()) == (200, b'')
+    for header in ('X-Forwarded-For', 'Forwarded', 'x-forwarded-for'):
+        answer = server.get('/latest/meta-data/hostname', headers={header: '192.168.122.12'})
+        assert (answer.status, answer.read()) == (403, b'403 Forbidden: not through a proxy\n')
+
+
+def test_sizes_are_bounded(server: Server) -> None:
+    assert server.get('/', headers={'X-Long': 'x' * 10_000}).status == 431
+    assert server.get('/', 'PUT', headers={'Content-Length': '100000'}).status == 413
+    assert server.get('/').status == 200
+
+
+def test_the_log_names_who_and_what_and_no_secret(server: Server, tmp_path: Path) -> None:
+    (tmp_path / 'default-user-data').write_text(SECRET)
+    assert SECRET in server.get('/latest/user-data').read().decode()
+    server.get('/latest/a%0Ab%e9%20c')
+    server.process.terminate()
+    assert server.process.wait(20) == 0
+    log = server.log.read_text()
+    assert re.search(
+        rf'^\S+ \S+ INFO \d+ GET /latest/user-data 200 client=127\.0\.0\.1 instance={UUID_A}$', log, re.MULTILINE)
+    assert re.search(r'GET /latest/a%0Ab\S*%20c 404 client=127\.0\.0\.1 ', log)
+    assert SECRET not in log
+    assert KEY not in log
+
+
+def test_clients_that_say_nothing_hold_up_nobody(server: Server) -> None:
+    with contextlib.ExitStack() as silent:
+        for number in range(200):
+            sock = silent.enter_context(socket.create_connection((server.address, server.port)))
+            if number % 2:
+                sock.sendall(b'GET / HTTP/1.1\r\nHost: ')
+        assert server.get('/latest/meta-data/hostname').read() == b'web1'
+
+
+@pytest.mark.parametrize('name', ['SIGINT', 'SIGTERM'])
+def test_a_signal_ends_it_with_0(server: Server, name: str) -> None:
+    server.process.send_signal(signal.Signals[name])
+    assert server.process.wait(20) == 0
+
+
+def test_it_ends_with_its_parent(tmp_path: Path) -> None:
+    with serving(tmp_path, '--with-parent', '--listen', '127.0.0.1:0', stdin=subprocess.PIPE) as running:
+        assert running.get('/').status == 200
+        assert running.process.poll() is None
+        assert running.process.stdin is not None
+        running.process.stdin.close()
+        assert running.process.wait(20) == 0
+
+
+def fails(*arguments: str, prefix: tuple[str, ...] = ()) -> tuple[int, str]:
+    done = subprocess.run([*prefix, *AS_SCRIPT, *arguments], capture_output=True, text=True, timeout=60)
+    assert done.stdout == ''
+    return done.returncode, done.stderr
+
+
+def test_where_it_cannot_listen_it_says_why(server: Server) -> None:
+    where = f'{server.address}:{server.port}'
+    assert fails('--listen', where) == (
+        1, f'mdserver: cannot listen on {where}: something listens there already, another mdserver perhaps: '
+           'end it or take another port\n')
+    # TEST-NET-1 of RFC 5737 is no machine's.
+    assert fails('--listen', '192.0.2.254:0') == (
+        1, 'mdserver: cannot listen on 192.0.2.254:0: no interface here has that address: '
+           'ip addr add 192.0.2.254/32 dev virbr0\n')
+
+
+def test_what_is_wrong_with_its_arguments_is_one_line(tmp_path: Path) -> None:
+    conf = tmp_path / 'mdserver.conf'
+    conf.write_text('[mdserver]\npassword = password\n[x]\n')
+    code, said = fails(str(conf))
+    assert code == 2
+    assert re.fullmatch(rf'mdserver: {conf}: line 2: "password": .*; line 3: unknown section \[x\]: .*\n', said)
+    assert fails('--listen', 'localhost') == (2, "mdserver: --listen: 'localhost' is not an IPv4 address\n")
+    assert fails(str(tmp_path / 'none'))[0] == 2
+
+
+# A host and two guests
+
+
+class Bridge:
+    """Three namespaces: `host` with the bridge and 169.254.169.254, `a` and `b` the guests, joined by veth."""
+
+    def __init__(self) -> None:
+        self.host, self.a, self.b = (f'emd{os.getpid()}{which}' for which in 'hab')
+        self.askers: dict[str, subprocess.Popen[str]] = {}
+
+    def ip(self, namespace: str, *arguments: str) -> None:
+        done = subprocess.run(['ip', '-n', namespace, *arguments], capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0, f'ip {arguments}: {done.stderr}'
+
+    def up(self) -> None:
+        for namespace in (self.host, self.a, self.b):
+            subprocess.run(['ip', 'netns', 'add', namespace], check=True, timeout=60)
+            self.ip(namespace, 'link', 'set', 'lo', 'up')
+        self.ip(self.host, 'link', 'add', 'virbr0', 'type', 'bridge')
+        self.ip(self.host, 'link', 'set', 'virbr0', 'up')
+        self.ip(self.host, 'addr', 'add', '192.168.122.1/24', 'dev', 'virbr0')
+        self.ip(self.host, 'addr', 'add', '169.254.169.254/32', 'dev', 'virbr0')
+        for namespace, port, mac, address in ((self.a, 'vnet0', MAC_A, IP_A), (self.b, 'vnet1', MAC_B, IP_B)):
+            self.ip(self.host, 'link', 'add', port, 'type', 'veth', 'peer', 'name', 'eth0', 'address', mac,
+                    'netns', namespace)
+            self.ip(self.host, 'link', 'set', port, 'master', 'virbr0', 'up')
+            self.ip(namespace, 'link', 'set', 'eth0', 'up')
+            self.ip(namespace, 'addr', 'add', f'{address}/24', 'dev', 'eth0')
+            self.ip(namespace, 'route', 'add', 'default', 'via', '192.168.122.1')
+            self.askers[namespace] = subprocess.Popen(
+                ['ip', 'netns', 'exec', namespace, sys.executable, '-c', ASK],
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+            )
+
+    def ask(self, guest: str, path: str, source: str) -> tuple[int, str]:
+        asker = self.askers[guest]
+        assert asker.stdin is not None
+        assert asker.stdout is not None
+        asker.stdin.write(f'http://169.254.169.254{path} {source}\n')
+        asker.stdin.flush()
+        status, body = json.loads(asker.stdout.readline())
+        return status, body
+
+    def down(self) -> None:
+        for asker in self.askers.values():
+            asker.communicate(timeout=20)
+        for namespace in (self.host, self.a, self.b):
+            subprocess.run(['ip', 'netns', 'del', namespace], capture_output=True, timeout=60)
+
+
+@pytest.fixture
+def bridge() -> Iterator[Bridge]:
+    made = Bridge()
+    try:
+        made.up()
+        yield made
+    finally:
+        made.down()
+
+
+@pytest.fixture
+def on_bridge(bridge: Bridge, tmp_path: Path) -> Iterator[Server]:
+    conf = describe(tmp_path, {IP_A: MAC_A, IP_B: MAC_B})
+    with serving(tmp_path, str(conf), prefix=('ip', 'netns', 'exec', bridge.host)) as running:
+        assert (running.address, running.port) == ('169.254.169.254', 80)
+        yield running
+
+
+@needs_root
+@pytest.mark.usefixtures('on_bridge')
+def test_two_guests_each_see_their_own(bridge: Bridge) -> None:
+    for guest, source, instance, name, keys in (
+        (bridge.a, IP_A, UUID_A, 'web1', [KEY]), (bridge.b, IP_B, UUID_B, 'web2', ['ssh-rsa B1', 'ssh-rsa B2']),
+    ):
+        for tree in ('/2009-04-04/meta-data', '/latest/meta-data'):
+            assert bridge.ask(guest, f'{tree}/instance-id', source) == (200, instance)
+            assert bridge.ask(guest, f'{tree}/local-hostname/', source) == (200, name)
+            assert bridge.ask(guest, f'{tree}/local-ipv4', source) == (200, source)
+            for number, key in enumerate(keys):
+                assert bridge.ask(guest, f'{tree}/public-keys/{number}/openssh-key', source) == (200, key)
+        status, body = bridge.ask(guest, f'/seed/{instance}/meta-data', source)
+        assert status == 200
+        assert json.loads(body) == {
+            'instance-id': instance, 'local-hostname': name, 'public-keys': keys, 'dsmode': 'net',
+        }
+    assert bridge.ask(bridge.b, '/latest/meta-data/public-keys/', IP_B) == (200, '0=default\n1=key-1')
+    assert bridge.ask(bridge.a, '/latest/user-data', IP_A) == (200, USER_DATA.decode('latin-1'))
+    assert bridge.ask(bridge.b, '/latest/user-data', IP_B) == (200, f'#!/bin/sh\necho {SECRET}\n')
+
+
+@needs_root
+@pytest.mark.usefixtures('on_bridge')
+def test_the_others_seed_is_not_there(bridge: Bridge) -> None:
+    for name in ('', 'meta-data', 'user-data', 'vendor-data'):
+        assert bridge.ask(bridge.a, f'/seed/{UUID_B}/{name}', IP_A)[0] == 404
+        assert bridge.ask(bridge.b, f'/seed/{UUID_B}/{name}', IP_B)[0] == 200
+
+
+@needs_root
+def test_a_forged_address_is_refused_and_logged(bridge: Bridge, on_bridge: Server) -> None:
+    """A takes B's address while B is down, as a guest with a lease and no filter could."""
+    bridge.ip(bridge.b, 'link', 'set', 'eth0', 'down')
+    bridge.ip(bridge.a, 'addr', 'add', f'{IP_B}/32', 'dev', 'eth0')
+    for path in ('/latest/user-data', f'/seed/{UUID_B}/user-data'):
+        status, body = bridge.ask(bridge.a, path, IP_B)
+        assert (status, body) == (404, f'404 Not Found: {IP_B} is leased to another machine\n')
+    assert f'REFUSED {IP_B}: {IP_B} is leased to another machine: leased to {MAC_B}, used by {MAC_A}' in (
+        on_bridge.log.read_text())
+    # An address nobody leased says nothing either.
+    bridge.ip(bridge.a, 'addr', 'add', '192.168.122.99/32', 'dev', 'eth0')
+    assert bridge.ask(bridge.a, '/latest/meta-data/', '192.168.122.99') == (
+        404, '404 Not Found: no current DHCP lease for 192.168.122.99\n')
+    assert bridge.ask(bridge.a, '/', '192.168.122.99')[0] == 200
+
+
+@needs_root
+def test_without_the_address_it_says_how_to_put_it(bridge: Bridge) -> None:
+    bridge.ip(bridge.host, 'addr', 'del', '169.254.169.254/32', 'dev', 'virbr0')
+    assert fails(prefix=('ip', 'netns', 'exec', bridge.host)) == (
+        1, 'mdserver: cannot listen on 169.254.169.254:80: no interface here has that address: '
+           'ip addr add 169.254.169.254/32 dev virbr0\n')
+
+
+# What a guest's cloud-init does in its network stage; the kernel's command line stands for the SMBIOS serial.
+CLOUD_INIT = '''
+import json, sys
+from cloudinit import helpers
+from cloudinit.sources.DataSourceEc2 import DataSourceEc2
+from cloudinit.sources.DataSourceNoCloud import DataSourceNoCloudNet
+from cloudinit.sources.helpers import ec2
+paths = helpers.Paths({'cloud_dir': sys.argv[1], 'run_dir': sys.argv[1]})
+seed = DataSourceNoCloudNet({}, None, paths)
+found = seed._get_data()
+tree = DataSourceEc2({}, None, paths)
+# Found by wait_for_metadata_service in a guest; that needs a resolver, and a namespace has none.
+tree.metadata_address = 'http://169.254.169.254'
+version = tree.get_metadata_api_version()
+print(json.dumps([
+    found, seed.dsmode, seed.get_instance_id(), seed.get_public_ssh_keys(), seed.metadata['local-hostname'],
+    seed.userdata_raw.hex(), seed.vendordata_raw.hex(),
+    version, ec2.get_instance_metadata(version, tree.metadata_address),
+    ec2.get_instance_userdata(version, tree.metadata_address).hex(),
+]))
+'''
+
+
+@needs_root
+@pytest.mark.usefixtures('on_bridge')
+def test_cloud_init_itself_reads_both_trees(bridge: Bridge, tmp_path: Path) -> None:
+    for python in (sys.executable, '/usr/bin/python3'):
+        if subprocess.run([python, '-c', 'import cloudinit.sources'], capture_output=True, timeout=60).returncode == 0:
+            break
+    else:
+        pytest.skip('cloud-init cannot be imported: install the Debian package cloud-init')
+    done = subprocess.run(
+        ['ip', 'netns', 'exec', bridge.a, python, '-c', CLOUD_INIT, str(tmp_path / 'cloud')],
+        env=os.environ | {'DEBUG_PROC_CMDLINE': f'ds=nocloud-net;s=http://169.254.169.254/seed/{UUID_A}/'},
+        capture_output=True, text=True, timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == [
+        True, 'net', UUID_A, [KEY], 'web1', USER_DATA.hex(), '',
+        '2009-04-04',
+        {'instance-id': UUID_A, 'hostname': 'web1', 'local-hostname': 'web1', 'local-ipv4': IP_A,
+         'public-keys': {'default': KEY}},
+        USER_DATA.hex(),
+    ]

@@ -1,0 +1,212 @@
+"""The placement client against everything that may stand where placement should be, and errors made up."""
+
+from __future__ import annotations
+
+import http.server
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from ecomp.errors import (
+    Conflict,
+    EcompError,
+    GenerationConflict,
+    NoCapacity,
+    NotFound,
+    PlacementRefusal,
+    UnknownOutcome,
+    Unreachable,
+)
+from ecomp.placement import allocations as ledger
+from ecomp.placement.client import HEADERS
+from tests.functional.placement_client import claim, connected, new
+
+pytestmark = pytest.mark.timeout(120)
+
+
+class Impostor(http.server.BaseHTTPRequestHandler):
+    """Answers everything with what the server was told."""
+
+    protocol_version = 'HTTP/1.1'
+
+    def do_GET(self) -> None:
+        """One answer."""
+        self.server.asked.append(f'{self.command} {self.path}')  # type: ignore[attr-defined]
+        self.rfile.read(int(self.headers.get('content-length', 0)))
+        status, kind, body = self.server.answers[0]  # type: ignore[attr-defined]
+        if len(self.server.answers) > 1:  # type: ignore[attr-defined]
+            self.server.answers.pop(0)  # type: ignore[attr-defined]
+        self.send_response(status)
+        if status in (301, 302, 307):
+            self.send_header('location', '/elsewhere')
+        if status == 503:
+            self.send_header('retry-after', '3600')  # for which nobody waits
+        self.send_header('content-type', kind)
+        self.send_header('content-length', str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    do_PUT = do_GET
+    do_POST = do_GET
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Quiet."""
+
+
+class Impostors(http.server.ThreadingHTTPServer):
+    """A server with its answers and what it was asked."""
+
+    daemon_threads = True
+
+    def __init__(self, answers: list[tuple[int, str, bytes]]) -> None:
+        super().__init__(('127.0.0.1', 0), Impostor)
+        self.answers = answers
+        self.asked: list[str] = []
+        self.url = f'http://127.0.0.1:{self.server_address[1]}'
+
+
+@contextmanager
+def impostor(*answers: tuple[int, str, bytes]) -> Iterator[Impostors]:
+    server = Impostors(list(answers))
+    thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
+    thread.start()
+    try:
+        yield server
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+HTML = b'<html><body>Welcome to the proxy</body></html>'
+
+
+def error(
+    status: int, code: str = 'placement.undefined_code', detail: str = 'a\n\n   reason '
+) -> tuple[int, str, bytes]:
+    body = {'errors': [{'status': status, 'title': 't', 'detail': detail, 'code': code, 'request_id': 'r'}]}
+    return status, 'application/json', json.dumps(body).encode()
+
+
+NOT_PLACEMENT = [
+    (200, 'text/html', HTML),
+    (200, 'application/json', b'[]'),
+    (200, 'application/json', b'"text"'),
+    (200, 'application/json', b'{"a": '),
+    (200, 'application/json', b''),
+    (200, 'application/json', b'\xff\xfe'),
+    (302, 'text/html', HTML),
+    (400, 'text/html', HTML),
+    (401, 'text/html', HTML),
+    (404, 'text/html', HTML),
+    (403, 'application/json', b'{"errors": []}'),
+    (409, 'text/html', HTML),
+    (409, 'application/json', b'{"errors": "x"}'),
+    (418, 'application/json', b'[7]'),
+]
+
+
+@pytest.mark.parametrize('answer', NOT_PLACEMENT)
+def test_what_is_not_placement_is_said_to_be_none(answer: tuple[int, str, bytes]) -> None:
+    with impostor(answer) as server, connected(server.url) as client:
+        with pytest.raises(Unreachable, match='not as placement does: is `placement:` right'):
+            client.get('/resource_providers')
+        assert server.asked == ['GET /resource_providers']
+
+
+@pytest.mark.parametrize('answer', [each for each in NOT_PLACEMENT if each[1] == 'text/html' or each[0] == 200])
+def test_a_page_that_welcomes_us_is_no_claim(answer: tuple[int, str, bytes]) -> None:
+    with impostor(answer) as server, connected(server.url) as client:
+        with pytest.raises(Unreachable, match='not as placement does'):
+            claim(client, new(), new())
+        assert len(server.asked) == 1
+
+
+@pytest.mark.parametrize(
+    'body',
+    [
+        {},
+        {'allocation_requests': 7},
+        {'allocation_requests': [{}]},
+        {'allocation_requests': [7]},
+        {'allocation_requests': [{'allocations': {'p': {}}}]},
+    ],
+)
+def test_other_json_than_candidates(body: dict[str, Any]) -> None:
+    answer = (200, 'application/json', json.dumps(body).encode())
+    wrong = pytest.raises(Unreachable, match='not as placement does')
+    with impostor(answer) as server, connected(server.url) as client, wrong:
+        ledger.candidates(client, 'resources=VCPU:1')
+
+
+@pytest.mark.parametrize(
+    'body', [{}, {'allocations': 7}, {'allocations': {'p': {'resources': {'VCPU': 1}}}}, {'allocations': [1]}]
+)
+def test_other_json_than_a_consumer(body: dict[str, Any]) -> None:
+    with impostor((200, 'application/json', json.dumps(body).encode())) as server, connected(server.url) as client:
+        with pytest.raises(Unreachable, match='not as placement does'):
+            ledger.consumer(client, new())
+        if body != {'allocations': {'p': {'resources': {'VCPU': 1}}}}:
+            with pytest.raises(Unreachable, match='not as placement does'):
+                ledger.of_provider(client, new())
+
+
+ERRORS = [
+    (error(400), PlacementRefusal),
+    (error(401), EcompError),
+    (error(403), EcompError),
+    (error(404), NotFound),
+    (error(406), EcompError),
+    (error(409), NoCapacity),
+    (error(409, 'placement.concurrent_update'), GenerationConflict),
+    (error(409, 'placement.duplicate_name'), Conflict),
+    (error(409, 'placement.inventory.inuse'), Conflict),
+    (error(409, 'placement.resource_provider.inuse'), Conflict),
+    (error(409, 'a code of tomorrow'), NoCapacity),
+]
+
+
+@pytest.mark.parametrize(('answer', 'kind'), ERRORS)
+def test_an_error_is_told_by_its_code_and_in_one_line(answer: tuple[int, str, bytes], kind: type[EcompError]) -> None:
+    with impostor(answer) as server, connected(server.url) as client:
+        for call in (lambda: client.get('/x'), lambda: client.write('PUT', '/x', {})):
+            with pytest.raises(kind) as caught:
+                call()
+            assert type(caught.value) is kind
+            assert '\n' not in str(caught.value)
+            if answer[0] != 406:
+                assert 'a reason' in str(caught.value)
+        assert len(server.asked) == 2  # none of these is tried again
+
+
+def test_a_storm_of_500_is_not_made_worse() -> None:
+    with impostor((500, 'text/html', HTML)) as server, connected(server.url) as client:
+        with pytest.raises(Unreachable, match='fails with HTTP 500') as caught:
+            client.get('/x')
+        assert not isinstance(caught.value, UnknownOutcome)
+        with pytest.raises(UnknownOutcome, match='fails with HTTP 500'):
+            client.write('PUT', '/x', {})
+        assert server.asked == ['GET /x', 'PUT /x']
+
+
+def test_a_gateway_s_busy_is_asked_again_but_never_written_again() -> None:
+    busy = (503, 'text/html', HTML)
+    with impostor(busy, busy, (200, 'application/json', b'{"a": 1}')) as server, connected(server.url) as client:
+        assert client.get('/x') == {'a': 1}
+        assert len(server.asked) == 3
+    with impostor(busy) as server, connected(server.url) as client:
+        with pytest.raises(Unreachable, match='HTTP 503'):
+            client.get('/x')
+        assert len(server.asked) == 3
+        with pytest.raises(UnknownOutcome, match='HTTP 503'):
+            client.write('PUT', '/x', {})
+        assert len(server.asked) == 4
+
+
+def test_one_microversion_is_named() -> None:
+    # Named in the code rather than `latest`: placement's next version must not change our requests.
+    assert HEADERS['openstack-api-version'] == 'placement 1.39'

@@ -1,0 +1,344 @@
+"""The worker pool with real processes: what becomes of a job whose worker fails, is killed, is cancelled, is orphaned.
+
+The workers run the real loop; what they do in it is in stand_in.py. The test's main thread tends, as ecompute's does.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import psutil
+import pytest
+
+from ecomp.agent.build import Build, Cancelled, Destroy
+from ecomp.agent.pool import Inline, Job, Pool, Pretended, WorkerDied
+from ecomp.agent.worker import WorkerSettings
+from ecomp.errors import BuildFailed, EcompError
+from ecomp.model.guest import BaseImage, GuestSpec
+from ecomp.virt.fake import FakeHypervisor
+from tests.functional import stand_in
+from tests.servers import environment, until
+
+pytestmark = pytest.mark.timeout(120)
+
+COMPUTE = 'b8756be5-a30d-4311-920c-0ad996367a8e'
+ALL = ['image', 'disk', 'started']
+PARENT = """
+import os, sys
+from pathlib import Path
+from ecomp.agent.pool import Pool
+from ecomp.agent.worker import WorkerSettings
+from tests.functional import stand_in, test_pool
+
+if __name__ == '__main__':
+    state = Path(sys.argv[1])
+    pool = Pool(2, WorkerSettings(state, None, os.getpid()), stand_in.entry)
+    pool.run(test_pool.job('stubborn', sys.argv[2]))
+    while True:
+        pool.tend(60)
+"""
+
+
+def job(word: str, instance: str | None = None) -> Build:
+    instance = instance or str(uuid.uuid4())
+    spec = GuestSpec(instance, COMPUTE, 1, 64, 1, BaseImage('', '', 0), 'qemu')
+    return Build(spec, f'http://test/{word}?instance={instance}')
+
+
+class Tended:
+    """A pool, the threads that hand jobs in, and the main thread that tends."""
+
+    def __init__(self, directory: Path, size: int, entry: Callable[..., None] = stand_in.entry) -> None:
+        self.directory = directory
+        self.pool = Pool(size, WorkerSettings(directory, None, os.getpid()), entry)
+        self._threads = ThreadPoolExecutor(8)
+
+    def hand_in(self, work: Job) -> Future[list[str]]:
+        """In a thread of its own, as ecompute's tasks do."""
+        return self._threads.submit(lambda: list(self.pool.run(work)))
+
+    def tend_until(self, condition: Callable[[], object], what: str, seconds: float = 20.0) -> None:
+        def tended() -> object:
+            self.pool.tend(0.05)
+            return condition()
+
+        until(tended, seconds, what)
+
+    def result(self, work: Future[list[str]]) -> list[str]:
+        self.tend_until(work.done, 'the job ends')
+        return work.result()
+
+    def error(self, work: Future[list[str]]) -> BaseException | None:
+        self.tend_until(work.done, 'the job ends')
+        return work.exception()
+
+    def pid(self, work: Build) -> int:
+        """Of the worker that is in the middle of a job."""
+        path = self.directory / f'{work.spec.instance}.pid'
+        self.tend_until(path.exists, 'the job is in work')
+        return int(path.read_text())
+
+    def guests(self) -> set[str]:
+        hypervisor = FakeHypervisor(self.directory)
+        hypervisor.prepare()
+        return set(hypervisor.guests())
+
+    def close(self) -> None:
+        (self.directory / 'go').touch()
+        self.pool.stop()
+        self._threads.shutdown(cancel_futures=True)
+
+
+@pytest.fixture
+def pool(tmp_path: Path) -> Iterator[Tended]:
+    """One worker."""
+    tended = Tended(tmp_path, 1)
+    yield tended
+    tended.close()
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> Iterator[Tended]:
+    """Two workers."""
+    tended = Tended(tmp_path, 2)
+    yield tended
+    tended.close()
+
+
+def gone(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+def test_jobs_are_done_one_after_another_by_the_same_worker(pool: Tended) -> None:
+    first, second = job('good'), job('good')
+    done = [pool.hand_in(each) for each in (first, second)]
+    assert [pool.result(each) for each in done] == [ALL, ALL]
+    assert pool.pid(first) == pool.pid(second) != os.getpid()
+    assert pool.guests() == {first.spec.instance, second.spec.instance}
+    assert pool.result(pool.hand_in(Destroy(first.spec.instance, COMPUTE))) == []
+    assert pool.guests() == {second.spec.instance}
+
+
+def test_stages_are_told_as_they_are_reached(pool: Tended) -> None:
+    work = job('good')
+    stages = pool.pool.run(work)
+    told: list[str] = []
+    reading = ThreadPoolExecutor(1)
+    for stage in ALL:
+        next_one = reading.submit(next, stages)
+        pool.tend_until(next_one.done, f'{stage} is told')
+        told.append(next_one.result())
+    assert told == ALL
+    reading.shutdown()
+
+
+def test_a_failure_comes_whole_and_the_worker_goes_on(pool: Tended) -> None:
+    failing = job('fails')
+    error = pool.error(pool.hand_in(failing))
+    assert isinstance(error, BuildFailed)
+    assert (error.stage, error.reason) == ('image', 'it was told to')
+    good = job('good')
+    assert pool.result(pool.hand_in(good)) == ALL
+    assert pool.pid(failing) == pool.pid(good)
+    assert pool.guests() == {good.spec.instance}
+
+
+def test_an_error_nobody_thought_of_fails_the_job_alone(pool: Tended) -> None:
+    breaking = job('breaks')
+    error = pool.error(pool.hand_in(breaking))
+    assert type(error) is EcompError
+    assert str(error) == 'ZeroDivisionError: nobody thought of it'
+    good = job('good')
+    assert pool.result(pool.hand_in(good)) == ALL
+    assert pool.pid(breaking) == pool.pid(good)
+
+
+def test_a_killed_worker_s_job_is_told_at_once_and_the_next_is_done(pair: Tended) -> None:
+    killed, neighbour = job('stubborn'), job('stubborn')
+    handed, other = pair.hand_in(killed), pair.hand_in(neighbour)
+    pid = pair.pid(killed)
+    assert pair.pid(neighbour) != pid
+    os.kill(pid, signal.SIGKILL)
+    began = time.monotonic()
+    error = pair.error(handed)
+    assert time.monotonic() - began < 1.0
+    assert isinstance(error, WorkerDied)
+    assert 'ended in the middle of it (-9)' in str(error)
+    # A new one took its place, and the neighbour never noticed.
+    assert pair.result(pair.hand_in(job('good'))) == ALL
+    assert not other.done()
+    (pair.directory / 'go').touch()
+    assert pair.result(other) == ALL
+
+
+def test_a_worker_killed_while_it_has_nothing_to_do_is_replaced(pool: Tended) -> None:
+    first = job('good')
+    pool.result(pool.hand_in(first))
+    pid = pool.pid(first)
+    os.kill(pid, signal.SIGKILL)
+    # Noticed at the next tend, whoever has a job by then: a job given to a dead worker would be told to have died.
+    pool.tend_until(lambda: gone(pid), 'the worker is gone')
+    pool.pool.tend(0)
+    second = job('good')
+    assert pool.result(pool.hand_in(second)) == ALL
+    assert pool.pid(second) != pool.pid(first)
+
+
+def test_kill_after_kill_every_job_is_told(pair: Tended) -> None:
+    jobs = [job('waits') for _ in range(6)]
+    handed = [pair.hand_in(each) for each in jobs]
+    for work, future in zip(jobs, handed, strict=True):
+        os.kill(pair.pid(work), signal.SIGKILL)
+        assert isinstance(pair.error(future), WorkerDied)
+
+
+def test_a_signal_that_ends_others_does_not_end_a_worker(pool: Tended) -> None:
+    # Ctrl-C goes to the whole group of the terminal.
+    work = job('stubborn')
+    handed = pool.hand_in(work)
+    pid = pool.pid(work)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        os.kill(pid, number)
+    (pool.directory / 'go').touch()
+    assert pool.result(handed) == ALL
+
+
+def test_a_build_that_waits_its_turn_is_cancelled_at_once(pool: Tended) -> None:
+    running, waiting = job('stubborn'), job('good')
+    handed = pool.hand_in(running)
+    pool.pid(running)
+    later = pool.hand_in(waiting)
+    pool.tend_until(lambda: len(pool.pool._waiting) == 1, 'the second job waits')
+    pool.pool.cancel(waiting.spec.instance)
+    assert isinstance(pool.error(later), Cancelled)
+    (pool.directory / 'go').touch()
+    assert pool.result(handed) == ALL
+    assert not (pool.directory / f'{waiting.spec.instance}.pid').exists()
+
+
+def test_a_running_build_is_cancelled_and_has_undone_itself(pool: Tended) -> None:
+    work = job('waits')
+    handed = pool.hand_in(work)
+    pool.pid(work)
+    for _ in range(3):  # asked again and again, as the planner does
+        pool.pool.cancel(work.spec.instance)
+    assert isinstance(pool.error(handed), Cancelled)
+    assert pool.guests() == set()
+    # What was meant for one job does not hit the next, of the same instance.
+    again = job('good', work.spec.instance)
+    assert pool.result(pool.hand_in(again)) == ALL
+
+
+def test_a_cancel_that_comes_too_late_hits_nobody(pool: Tended) -> None:
+    work, next_one = job('good'), job('waits')
+    assert pool.result(pool.hand_in(work)) == ALL
+    pool.pool.cancel(work.spec.instance)
+    pool.pool.cancel(str(uuid.uuid4()))
+    handed = pool.hand_in(next_one)
+    pool.pid(next_one)
+    (pool.directory / 'go').touch()
+    assert pool.result(handed) == ALL
+
+
+def test_a_destroy_waits_for_no_build_and_is_never_cancelled(pool: Tended) -> None:
+    running, instance = job('stubborn'), str(uuid.uuid4())
+    handed = pool.hand_in(running)
+    pool.pid(running)
+    destroying = pool.hand_in(Destroy(instance, COMPUTE))
+    pool.pool.cancel(instance)
+    assert pool.result(destroying) == []
+    assert not handed.done()
+    (pool.directory / 'go').touch()
+    assert pool.result(handed) == ALL
+
+
+def test_wake_ends_a_tend(pool: Tended) -> None:
+    pool.pool.tend(0)
+    for _ in range(100_000):  # more than the pipe holds
+        pool.pool.wake()
+    began = time.monotonic()
+    pool.pool.tend(60)
+    assert time.monotonic() - began < 10
+
+
+def test_stop_ends_all_workers(tmp_path: Path) -> None:
+    tended = Tended(tmp_path, 2)
+    jobs = [job('good'), job('good')]
+    for handed in [tended.hand_in(each) for each in jobs]:
+        tended.result(handed)
+    workers = psutil.Process().children()
+    pids = [each.pid for each in workers if 'spawn_main' in ' '.join(each.cmdline())]
+    assert len(pids) == 3, 'two, and one for destroys'
+    tended.close()
+    assert all(gone(pid) for pid in pids)
+
+
+def test_stop_in_the_middle_of_a_job_ends_too(tmp_path: Path) -> None:
+    tended = Tended(tmp_path, 1)
+    work = job('waits')
+    handed = tended.hand_in(work)
+    pid = tended.pid(work)
+    began = time.monotonic()
+    tended.pool.stop()
+    assert time.monotonic() - began < 10
+    assert gone(pid)
+    assert isinstance(handed.exception(10), WorkerDied)
+    assert tended.guests() == set()
+
+
+def test_a_job_for_workers_that_cannot_start_is_told(tmp_path: Path) -> None:
+    tended = Tended(tmp_path, 1, stand_in.broken)
+    handed = tended.hand_in(job('good'))
+    assert isinstance(tended.error(handed), WorkerDied)
+    tended.close()
+
+
+def test_workers_die_with_a_parent_that_is_killed(tmp_path: Path) -> None:
+    instance = str(uuid.uuid4())
+    (tmp_path / 'parent.py').write_text(PARENT)
+    command = [sys.executable, str(tmp_path / 'parent.py'), str(tmp_path), instance]
+    with subprocess.Popen(command, env=environment()) as parent:
+        try:
+            until((tmp_path / f'{instance}.pid').exists, 30, 'a worker is in the middle of a job')
+            until(lambda: len(_workers(parent.pid)) == 3, 30, 'two workers, and one for destroys')
+            workers = _workers(parent.pid)
+        finally:
+            parent.kill()
+    until(lambda: all(gone(pid) for pid in workers), 5, 'the workers die with their parent')
+
+
+def _workers(parent: int) -> list[int]:
+    children = psutil.Process(parent).children(recursive=True)
+    return [each.pid for each in children if 'spawn_main' in ' '.join(each.cmdline())]
+
+
+# Without processes
+
+
+def test_pretended_jobs_run_where_they_are_asked_for() -> None:
+    hypervisor = FakeHypervisor()
+    inline = Inline(hypervisor, Pretended())
+    work = job('good')
+    assert list(inline.run(work)) == ALL
+    assert set(hypervisor.guests()) == {work.spec.instance}
+    assert list(inline.run(Destroy(work.spec.instance, COMPUTE))) == []
+    assert hypervisor.guests() == {}
+    inline.cancel(work.spec.instance)
+    with pytest.raises(Cancelled):
+        inline.run(work)
+    assert hypervisor.guests() == {}
+    assert list(inline.run(work)) == ALL
+    inline.wake()
+    inline.tend(60)
+    inline.stop()

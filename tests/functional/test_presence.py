@@ -1,0 +1,183 @@
+"""The key that says a compute is alive, on a real etcd: whose it is, and for how long."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+
+import pytest
+
+from ecomp.errors import Conflict, Unreachable
+from ecomp.store.client import Put, Store, Unchanged
+from ecomp.store.presence import Presence
+from tests.functional.store_client import connected
+from tests.servers import Etcd, until
+
+pytestmark = pytest.mark.timeout(120)
+
+
+def presence(store: Store, key: str, token: str, lost: list[str] | None = None) -> Presence:
+    who = {'hostname': f'host-of-{token}', 'since': 'today', 'token': token}
+    return Presence(store, key, who, (lost if lost is not None else []).append)
+
+
+def test_presence_is_there_until_it_stops(etcd: Etcd, store: Store, prefix: str) -> None:
+    key = prefix + 'c'
+    alive = presence(store, key, 'mine')
+    alive.start()
+    entry = store.get(key)
+    assert entry is not None
+    assert json.loads(entry.value)['hostname'] == 'host-of-mine'
+    assert entry.lease
+    alive.stop()
+    assert etcd.get(key) is None
+
+
+def test_the_same_token_takes_over_at_once_and_another_is_refused(store: Store, prefix: str) -> None:
+    key = prefix + 'c'
+    killed = presence(store, key, 'mine')
+    killed.start()
+    stranger = presence(store, key, 'theirs')
+    for deed in (stranger.check, stranger.start):
+        with pytest.raises(Conflict, match='held by another ecompute, on host-of-mine since today'):
+            deed()
+    restarted = presence(store, key, 'mine')
+    restarted.check()
+    restarted.start()
+    killed.stop()  # its lease has no key any more
+    assert store.get(key) is not None
+    restarted.stop()
+    stranger.start()
+    stranger.stop()
+
+
+@pytest.mark.parametrize('value', ['', 'not JSON', '[]', '{}', 'null', '7'])
+def test_a_key_without_an_owner_is_taken(store: Store, prefix: str, value: str) -> None:
+    store.commit([], [Put(prefix + 'c', value)])
+    alive = presence(store, prefix + 'c', 'mine')
+    alive.start()
+    alive.stop()
+    assert store.get(prefix + 'c') is None
+
+
+def test_an_owner_of_whom_little_is_known_is_one(store: Store, prefix: str) -> None:
+    store.commit([], [Put(prefix + 'c', '{"token": "theirs"}')])
+    with pytest.raises(Conflict, match=r'on \? since \?'):
+        presence(store, prefix + 'c', 'mine').check()
+
+
+def test_a_lost_lease_is_replaced(store: Store, prefix: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr('ecomp.store.presence.SECONDS', 1)
+    key, lost = prefix + 'c', list[str]()
+    alive = presence(store, key, 'mine', lost)
+    alive.start()
+    entry = store.get(key)
+    assert entry is not None
+    store.revoke(entry.lease)
+    until(lambda: store.get(key), 10, 'the key is there again')
+    again = store.get(key)
+    assert again is not None
+    assert again.lease != entry.lease
+    # It is refreshed: it stays for longer than its lease alone would.
+    threading.Event().wait(4.0)
+    assert store.get(key) is not None
+    alive.stop()
+    assert lost == []
+
+
+def test_a_look_does_not_wait_for_the_next_refresh(store: Store, prefix: str) -> None:
+    alive = presence(store, prefix + 'c', 'mine')
+    alive.start()
+    entry = store.get(prefix + 'c')
+    assert entry is not None
+    store.revoke(entry.lease)
+    alive.look()
+    until(lambda: store.get(prefix + 'c'), 5, 'the key is there again, long before a third of its lease')
+    alive.stop()
+
+
+def test_who_comes_back_too_late_is_told_once(store: Store, prefix: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr('ecomp.store.presence.SECONDS', 1)
+    key, lost = prefix + 'c', list[str]()
+    late = presence(store, key, 'mine', lost)
+    late.start()
+    entry = store.get(key)
+    assert entry is not None
+    other = store.grant(60)
+    # Another one takes the key; then the late one's lease ends.
+    store.commit([], [Put(key, json.dumps({'token': 'theirs', 'hostname': 'elsewhere', 'since': 'now'}), other)])
+    store.revoke(entry.lease)
+    until(lambda: lost, 10, 'it is told')
+    late.stop()
+    assert len(lost) == 1
+    assert 'held by another ecompute, on elsewhere' in lost[0]
+    kept = store.get(key)
+    assert kept is not None
+    assert json.loads(kept.value)['token'] == 'theirs'
+    store.revoke(other)
+
+
+def test_presence_outlives_an_etcd_that_was_away(own_etcd: Etcd, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr('ecomp.store.presence.SECONDS', 1)
+    lost: list[str] = []
+    with connected(own_etcd.endpoint, timeout=0.5) as store:
+        alive = presence(store, '/c', 'mine', lost)
+        alive.start()
+        own_etcd.kill()
+        threading.Event().wait(1.5)  # at least two refreshes fail
+        own_etcd.start()
+        own_etcd.delete('/c')
+        own_etcd.call('lease/revoke', {'ID': _lease(own_etcd)})
+        until(lambda: own_etcd.get('/c'), 15, 'it puts its key again')
+        alive.stop()
+        assert own_etcd.get('/c') is None
+    assert lost == []
+
+
+def _lease(etcd: Etcd) -> str:
+    return str(etcd.call('lease/leases', {})['leases'][0]['ID'])
+
+
+def test_who_lost_the_key_writes_nothing_any_more(etcd: Etcd, store: Store, prefix: str) -> None:
+    key, lost = prefix + 'c', list[str]()
+    late = presence(store, key, 'mine', lost)
+    late.start()
+    assert store.commit([], [Put(prefix + 'x', '1')])
+    assert store.commit([Unchanged(prefix + 'x', 1)], [Put(prefix + 'x', '2')]) is None
+    entry = store.get(key)
+    assert entry is not None
+    with connected(etcd.endpoint) as others:
+        others.revoke(entry.lease)
+        theirs = presence(others, key, 'theirs')
+        theirs.start()
+        with pytest.raises(Unreachable, match='is not as we put it'):
+            store.commit([], [Put(prefix + 'x', '3')])
+        until(lambda: lost, 5, 'it is told at once')
+        assert 'held by another ecompute, on host-of-theirs' in lost[0]
+        with pytest.raises(Unreachable):
+            store.commit([], [Put(prefix + 'x', '4')])
+        assert others.commit([], [Put(prefix + 'x', '5')])
+        theirs.stop()
+    late.stop()
+
+
+def test_who_only_overslept_puts_the_key_again_and_goes_on(store: Store, prefix: str) -> None:
+    key, lost = prefix + 'c', list[str]()
+    alive = presence(store, key, 'mine', lost)
+    alive.start()
+    entry = store.get(key)
+    assert entry is not None
+    store.revoke(entry.lease)
+    with pytest.raises(Unreachable):
+        store.commit([], [Put(prefix + 'x', '1')])
+
+    def goes_on() -> int | None:
+        with contextlib.suppress(Unreachable):
+            return store.commit([], [Put(prefix + 'x', '1')])
+        return None
+
+    until(goes_on, 5, 'it writes again, without waiting for its next refresh')
+    assert store.get(key) is not None
+    assert not lost
+    alive.stop()

@@ -1,0 +1,243 @@
+"""eschedule's create on real etcd and placement: one instance, with one claim, or nothing, also by two at one uuid."""
+
+from __future__ import annotations
+
+import json
+import random
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+
+import pytest
+
+from ecomp.errors import Conflict, NoCapacity, PlacementRefusal, UsageError
+from ecomp.model import keys
+from ecomp.model.allocation import Allocations
+from ecomp.model.record import ERROR, GONE, Record, to_json
+from ecomp.placement import allocations as ledger
+from ecomp.placement.client import Placement
+from ecomp.scheduler import claim as claims
+from ecomp.scheduler.create import Delivered, create
+from ecomp.scheduler.destroy import destroy
+from tests.functional.cloud import IMAGE, SMALL, WHO, Cloud, at_it
+from tests.servers import until
+
+pytestmark = pytest.mark.timeout(120)
+
+
+# The plain way
+
+
+def test_a_request_is_delivered(cloud: Cloud) -> None:
+    compute = cloud.compute()
+    wanted = cloud.wanted(compute)
+    assert cloud.create(wanted) == Delivered(compute)
+    cloud.is_whole(compute, wanted)
+    request = cloud.delivered(compute, wanted.instance)
+    assert (request.image, request.query, request.user_id) == (IMAGE, wanted.query, 'a-user')
+    assert request.stages == {'requested': 'today', 'scheduled': 'now'}
+
+
+def test_while_it_is_asked_somebody_is_at_it(cloud: Cloud) -> None:
+    compute = cloud.compute()
+    wanted = cloud.wanted(compute)
+    seen: list[bytes | None] = []
+
+    def now() -> str:  # called between the claim and the delivery
+        seen.append(cloud.etcd.get(keys.request(wanted.instance)))
+        return 'now'
+
+    cloud.create(wanted, now=now)
+    assert seen[0] is not None
+    assert json.loads(seen[0]) == {'version': 1, 'instances': [wanted.instance], 'query': wanted.query, **WHO}
+
+
+def test_without_capacity_nothing_is_left(cloud: Cloud) -> None:
+    compute = cloud.compute()
+    wanted = cloud.wanted(compute, resources='resources=VCPU:3,MEMORY_MB:64,DISK_GB:1')
+    with pytest.raises(NoCapacity, match='placement names no provider'):
+        cloud.create(wanted)
+    cloud.has_nothing_of(wanted, compute)
+
+
+def test_a_dead_compute_is_skipped_and_named(cloud: Cloud, caplog: pytest.LogCaptureFixture) -> None:
+    dead, alive = cloud.compute(alive=False), cloud.compute()
+    wanted = cloud.wanted(alive)
+    found: list[Allocations] = [{dead: SMALL}, {alive: SMALL}]
+    assert cloud.create(wanted, found=found) == Delivered(alive)
+    assert [record.message for record in caplog.records] == [f'compute {dead} is not alive: skipped']
+    other = cloud.wanted(dead)
+    with pytest.raises(NoCapacity, match='none of them is alive'):
+        cloud.create(other)
+    cloud.has_nothing_of(other, dead)
+
+
+def test_a_refused_claim_is_tried_on_the_next(cloud: Cloud) -> None:
+    full, free = cloud.compute(VCPU=1, MEMORY_MB=64, DISK_GB=1), cloud.compute()
+    cloud.create(cloud.wanted(full))
+    for _ in range(2):
+        wanted = cloud.wanted(free)
+        # Placement's answer is a moment old: one of the two is full by now.
+        assert cloud.create(wanted, found=[{full: SMALL}, {free: SMALL}]) == Delivered(free)
+        cloud.is_whole(free, wanted)
+
+
+def test_when_all_are_taken_meanwhile_nothing_is_left(cloud: Cloud) -> None:
+    full = cloud.compute(VCPU=1, MEMORY_MB=64, DISK_GB=1)
+    cloud.create(cloud.wanted(full))
+    wanted = cloud.wanted(full)
+    with pytest.raises(NoCapacity, match='every candidate was taken meanwhile'):
+        cloud.create(wanted, found=[{full: SMALL}])
+    cloud.has_nothing_of(wanted)
+
+
+def test_racing_for_the_last_places_loses_and_leaks_nothing(cloud: Cloud) -> None:
+    computes = [cloud.compute(VCPU=2, MEMORY_MB=128, DISK_GB=2) for _ in range(2)]
+    found: list[Allocations] = [{compute: SMALL} for compute in computes]
+
+    def one(_: int) -> str | None:
+        wanted = cloud.wanted(computes[0])
+        try:
+            return cloud.create(wanted, found=found).compute
+        except NoCapacity:
+            cloud.has_nothing_of(wanted)
+            return None
+
+    with ThreadPoolExecutor(4) as pool:
+        results = list(pool.map(one, range(8)))
+    assert sorted(filter(None, results)) == sorted(computes * 2)
+    for compute in computes:
+        assert sorted(cloud.server.consumers(compute)) == sorted(
+            map(keys.last, cloud.etcd.keys(keys.host_prefix(compute)))
+        )
+
+
+def test_a_query_without_a_disk_is_the_user_s_mistake(cloud: Cloud) -> None:
+    compute = cloud.compute()
+    wanted = cloud.wanted(compute, resources='resources=VCPU:1,MEMORY_MB:64')
+    with pytest.raises(UsageError, match='asks for no DISK_GB'):
+        cloud.create(wanted)
+    cloud.has_nothing_of(wanted, compute)
+
+
+def test_a_malformed_query_leaves_nothing(cloud: Cloud) -> None:
+    wanted = cloud.wanted(cloud.compute(), resources='resources=VCPU:x')
+    with pytest.raises(PlacementRefusal):
+        cloud.create(wanted)
+    cloud.has_nothing_of(wanted)
+
+
+@pytest.mark.parametrize('error', [KeyboardInterrupt, SystemExit, ValueError])
+def test_an_interruption_after_the_claim_releases_it(cloud: Cloud, error: type[BaseException]) -> None:
+    compute = cloud.compute()
+    wanted = cloud.wanted(compute)
+
+    def interrupted() -> str:
+        assert cloud.server.allocations(wanted.instance) == {compute: SMALL}
+        raise error
+
+    with pytest.raises(error):
+        cloud.create(wanted, now=interrupted)
+    cloud.has_nothing_of(wanted, compute)
+
+
+# The same uuid again
+
+
+def test_the_same_again_changes_nothing(cloud: Cloud) -> None:
+    compute = cloud.compute()
+    wanted = cloud.wanted(compute)
+    cloud.create(wanted)
+    before = cloud.etcd.get(keys.host(compute, wanted.instance))
+    assert cloud.create(wanted, resume=True) == Delivered(compute, again=True)
+    assert cloud.etcd.get(keys.host(compute, wanted.instance)) == before
+    cloud.is_whole(compute, wanted)
+    with pytest.raises(Conflict, match='exists, asked for by'):
+        cloud.create(replace(wanted, image='http://another/image'), resume=True)
+
+
+@pytest.mark.parametrize(('state', 'reason'), [(GONE, 'never used twice'), (ERROR, 'it failed')])
+def test_a_uuid_with_a_past_is_never_used_again(cloud: Cloud, state: str, reason: str) -> None:
+    compute = cloud.compute()
+    wanted = cloud.wanted(compute)
+    record = Record(wanted.instance, compute, state, IMAGE, query=wanted.query)
+    cloud.etcd.put(keys.instance(wanted.instance), to_json(record))
+    with pytest.raises(Conflict, match=reason):
+        cloud.create(wanted, resume=True)
+    cloud.has_nothing_of(wanted, compute)
+
+
+def test_one_that_is_being_destroyed_is_not_made_again(cloud: Cloud) -> None:
+    compute = cloud.compute()
+    wanted = cloud.wanted(compute)
+    cloud.create(wanted)
+    destroy(cloud.store, wanted.instance)
+    with pytest.raises(Conflict, match='being destroyed'):
+        cloud.create(wanted, resume=True)
+
+
+def test_a_second_one_takes_over_and_the_first_one_s_late_release_releases_nothing(cloud: Cloud) -> None:
+    first, second = cloud.compute(), cloud.compute()
+    wanted = cloud.wanted(second)
+    lease = cloud.store.grant(60)
+    revision = at_it(cloud, wanted, lease)
+    claims.claim(cloud.placement, wanted.instance, {first: SMALL}, 'a-user', 'a-project', lambda: True)
+    held = ledger.consumer(cloud.placement, wanted.instance)
+    # The first one freezes here, and the user asks again.
+    assert cloud.create(wanted, resume=True) == Delivered(second)
+    cloud.is_whole(second, wanted)
+    assert not claims.abandon(cloud.store, cloud.placement, wanted.instance, revision)
+    assert not ledger.release(cloud.placement, wanted.instance, held)
+    cloud.store.revoke(lease)
+    cloud.is_whole(second, wanted)
+    assert cloud.server.consumers(first) == {}
+
+
+def test_the_first_one_does_not_abandon_what_the_second_is_at(cloud: Cloud) -> None:
+    compute = cloud.compute()
+    wanted = cloud.wanted(compute)
+    lease = cloud.store.grant(60)
+    revision = at_it(cloud, wanted, lease)
+    claims.claim(cloud.placement, wanted.instance, {compute: SMALL}, 'a-user', 'a-project', lambda: True)
+    abandoned: list[bool] = []
+
+    def meanwhile() -> str:  # the second one has claimed, and not yet delivered
+        abandoned.append(claims.abandon(cloud.store, cloud.placement, wanted.instance, revision))
+        return 'now'
+
+    assert cloud.create(wanted, resume=True, now=meanwhile) == Delivered(compute)
+    assert abandoned == [False]
+    cloud.is_whole(compute, wanted)
+    cloud.store.revoke(lease)
+
+
+def test_the_first_one_wakes_up_before_its_claim_and_takes_nothing_back(cloud: Cloud) -> None:
+    slow, quick = cloud.compute(), cloud.compute()
+    wanted = cloud.wanted(quick)
+    candidates: Future[tuple[Placement, list[Allocations]]] = Future()
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(create, cloud.store, candidates, wanted, WHO, False, random.Random(), lambda: 'late')
+        until(lambda: cloud.etcd.get(keys.request(wanted.instance)), 10, 'the first one is at it')
+        assert cloud.create(wanted, resume=True) == Delivered(quick)
+        # Only now the first one hears from placement, and of another compute.
+        candidates.set_result((cloud.placement, [{slow: SMALL}]))
+        with pytest.raises(Conflict, match='another eschedule took it over'):
+            first.result(30)
+    cloud.is_whole(quick, wanted)
+    assert cloud.server.consumers(slow) == {}
+
+
+def test_many_at_one_uuid_end_in_one_instance(cloud: Cloud) -> None:
+    computes = [cloud.compute() for _ in range(3)]
+    wanted = cloud.wanted(computes[0])
+
+    def one(compute: str) -> str:
+        try:
+            return cloud.create(wanted, resume=True, found=[{compute: SMALL}]).compute
+        except (Conflict, NoCapacity):
+            return ''
+
+    with ThreadPoolExecutor(6) as pool:
+        answers = set(pool.map(one, computes * 2)) - {''}
+    assert len(answers) == 1
+    cloud.is_whole(answers.pop(), wanted)
+    assert sum(len(cloud.server.consumers(compute)) for compute in computes) == 1

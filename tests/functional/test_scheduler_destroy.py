@@ -1,0 +1,140 @@
+"""eschedule's destroy, and what it finds: on real etcd and placement, also when an answer is lost."""
+
+from __future__ import annotations
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import pytest
+
+from ecomp.errors import NotFound
+from ecomp.model import keys
+from ecomp.model.record import ACTIVE, ERROR, GONE, Failure, Record, to_json
+from ecomp.scheduler.destroy import destroy
+from ecomp.scheduler.find import all_records, find, living
+from ecomp.store.client import Store
+from tests.functional.cloud import IMAGE, SMALL, Cloud, new
+from tests.proxy import Proxy
+
+pytestmark = pytest.mark.timeout(120)
+
+
+# Destroy, find
+
+
+def test_a_destroy_is_a_tombstone(cloud: Cloud) -> None:
+    compute = cloud.compute()
+    wanted = cloud.wanted(compute)
+    cloud.create(wanted)
+    assert destroy(cloud.store, wanted.instance) == f'{wanted.instance}: destroy accepted, {compute} carries it out'
+    value = json.loads(cloud.etcd.get(keys.host(compute, wanted.instance)) or b'')
+    assert (value['allocations'], value['image'], value['instance']) == ({}, None, wanted.instance)
+    assert cloud.delivered(compute, wanted.instance).is_tombstone
+    # The allocation is the compute's to release, when the guest is gone.
+    assert cloud.server.allocations(wanted.instance) == {compute: SMALL}
+    before = cloud.store.get(keys.host(compute, wanted.instance))
+    assert 'being destroyed' in destroy(cloud.store, wanted.instance)
+    assert cloud.store.get(keys.host(compute, wanted.instance)) == before
+    assert living(cloud.store, wanted.instance).is_destroying
+
+
+def test_a_destroy_by_two_is_one(cloud: Cloud) -> None:
+    compute = cloud.compute()
+    wanted = cloud.wanted(compute)
+    cloud.create(wanted)
+    with ThreadPoolExecutor(4) as pool:
+        answers = list(pool.map(lambda _: destroy(cloud.store, wanted.instance), range(4)))
+    assert sum('accepted' in answer for answer in answers) == 1
+    assert sum('already' in answer for answer in answers) == 3
+
+
+def test_a_destroy_waits_for_a_compute_that_is_silent(cloud: Cloud) -> None:
+    compute = cloud.compute()
+    wanted = cloud.wanted(compute)
+    cloud.create(wanted)
+    cloud.etcd.delete(keys.compute(compute))
+    assert destroy(cloud.store, wanted.instance).endswith('when it is back: it is silent now')
+    assert cloud.delivered(compute, wanted.instance).is_tombstone
+
+
+def test_there_is_nothing_to_destroy(cloud: Cloud) -> None:
+    instance = new()
+    with pytest.raises(NotFound, match=f'{instance}: no such instance'):
+        destroy(cloud.store, instance)
+    gone = Record(instance, new(), GONE, None, stages={'gone': 'yesterday'})
+    cloud.etcd.put(keys.instance(instance), to_json(gone))
+    with pytest.raises(NotFound, match='gone since yesterday'):
+        destroy(cloud.store, instance)
+
+
+def test_a_destroy_of_a_failed_one_removes_the_record(cloud: Cloud) -> None:
+    instance, compute = new(), new()
+    failed = Record(instance, compute, ERROR, IMAGE, error=Failure('image', 'HTTP 404', 'nothing is left'))
+    cloud.etcd.put(keys.instance(instance), to_json(failed))
+    assert 'its record is removed' in destroy(cloud.store, instance)
+    assert cloud.etcd.get(keys.instance(instance)) is None
+    assert cloud.etcd.get(keys.host(compute, instance)) is None
+    with pytest.raises(NotFound):
+        destroy(cloud.store, instance)
+
+
+def test_a_destroy_without_its_request_is_asked_for_anew(cloud: Cloud) -> None:
+    # The key was removed by hand: the domain is kept, and only this takes it down.
+    instance, compute = new(), new()
+    cloud.etcd.put(keys.instance(instance), to_json(Record(instance, compute, ACTIVE, IMAGE, query='resources=…')))
+    destroy(cloud.store, instance)
+    assert cloud.delivered(compute, instance).is_tombstone
+
+
+@pytest.mark.parametrize('arrives', [True, False])
+def test_a_destroy_that_is_lost_or_whose_answer_is(
+    cloud: Cloud, etcd_proxy: Proxy, shaky_store: Store, arrives: bool
+) -> None:
+    compute = cloud.compute()
+    wanted = cloud.wanted(compute)
+    cloud.create(wanted)
+    living(shaky_store, wanted.instance)  # it is connected
+    # The tombstone, and not the reads before it, holds the query with the image beside it null.
+    pattern = b'"allocations": {}'
+    if arrives:
+        etcd_proxy.lose_answer(pattern, lambda: cloud.delivered(compute, wanted.instance).is_tombstone)
+    else:
+        etcd_proxy.lose_request(pattern)
+    answer = destroy(shaky_store, wanted.instance)
+    assert etcd_proxy.lost.is_set()
+    assert ('already' in answer) is arrives
+    assert cloud.delivered(compute, wanted.instance).is_tombstone
+
+
+def test_what_is_known_of_an_instance(cloud: Cloud) -> None:
+    compute = cloud.compute()
+    wanted = cloud.wanted(compute)
+    assert find(cloud.store, wanted.instance) is None
+    cloud.create(wanted)
+    found = find(cloud.store, wanted.instance)
+    assert found is not None
+    assert found.record_entry is None
+    assert (found.record.state, found.record.compute, found.record.resources) == ('scheduled', compute, SMALL)
+    cloud.etcd.put(keys.instance(wanted.instance), to_json(replace(found.record, state=ACTIVE)))
+    found = find(cloud.store, wanted.instance)
+    assert found is not None
+    assert found.record.state == ACTIVE
+    assert found.request_entry is not None
+    assert not found.is_destroying
+
+
+def test_the_list_has_those_a_compute_has_not_seen_yet(cloud: Cloud) -> None:
+    compute = cloud.compute()
+    seen, unseen, gone = (cloud.wanted(compute, new()) for _ in range(3))
+    cloud.create(unseen)
+    for wanted, state in ((seen, ACTIVE), (gone, GONE)):
+        cloud.etcd.put(keys.instance(wanted.instance), to_json(Record(wanted.instance, compute, state, IMAGE)))
+
+    def listed(with_gone: bool) -> dict[str, str]:
+        records = all_records(cloud.store, with_gone)
+        shown = records[0] if isinstance(records, tuple) else records
+        return {each.instance: each.state for each in shown if each.compute == compute}
+
+    assert listed(False) == {unseen.instance: 'scheduled', seen.instance: ACTIVE}
+    assert listed(True) == {**listed(False), gone.instance: GONE}

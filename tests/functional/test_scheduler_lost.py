@@ -1,0 +1,210 @@
+"""eschedule's create when a request, or its answer, is lost on the way: nothing is lost, leaked or there twice."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from ecomp.conf import EtcdConfig
+from ecomp.errors import Conflict, EcompError, UnknownOutcome, Unreachable
+from ecomp.model import keys
+from ecomp.model.allocation import Allocations
+from ecomp.model.record import new_record, to_json
+from ecomp.placement import allocations as ledger
+from ecomp.placement.client import Placement
+from ecomp.scheduler import claim as claims
+from ecomp.scheduler.create import Delivered
+from ecomp.store.client import Store
+from tests.functional.cloud import SMALL, Cloud, new
+from tests.proxy import Proxy
+from tests.servers import PlacementServer, free_port
+
+pytestmark = pytest.mark.timeout(120)
+
+
+@pytest.fixture
+def placement_proxy(placement: PlacementServer) -> Iterator[Proxy]:
+    with Proxy(placement.port) as proxy:
+        yield proxy
+
+
+@pytest.fixture
+def shaky_placement(placement_proxy: Proxy) -> Iterator[Placement]:
+    """A placement client behind placement_proxy."""
+    client = Placement(f'http://{placement_proxy.address}', (2.0, 5.0))
+    try:
+        yield client
+    finally:
+        client.close()
+
+
+# Lost on the way to etcd
+
+
+def test_a_delivery_whose_answer_is_lost_was_one(cloud: Cloud, etcd_proxy: Proxy, shaky_store: Store) -> None:
+    compute = cloud.compute()
+    wanted = cloud.wanted(compute)
+    host_key = keys.host(compute, wanted.instance)
+    etcd_proxy.lose_answer(host_key.encode(), lambda: cloud.etcd.get(host_key))
+    assert cloud.create(wanted, store=shaky_store) == Delivered(compute)
+    assert etcd_proxy.lost.is_set()
+    cloud.is_whole(compute, wanted)
+
+
+def test_a_delivery_that_is_lost_is_undone(cloud: Cloud, etcd_proxy: Proxy, shaky_store: Store) -> None:
+    compute = cloud.compute()
+    wanted = cloud.wanted(compute)
+    etcd_proxy.lose_request(keys.host(compute, wanted.instance).encode())
+    with pytest.raises(EcompError):
+        cloud.create(wanted, store=shaky_store)
+    assert etcd_proxy.lost.is_set()
+    cloud.has_nothing_of(wanted, compute)
+
+
+@pytest.mark.parametrize('applied', [True, False])
+def test_when_it_stays_unknown_nothing_is_released_and_the_same_uuid_goes_on(
+    cloud: Cloud, etcd_proxy: Proxy, shaky_store: Store, applied: bool
+) -> None:
+    compute = cloud.compute()
+    wanted = cloud.wanted(compute)
+    host_key = keys.host(compute, wanted.instance)
+    if applied:
+        etcd_proxy.lose_answer(host_key.encode(), lambda: cloud.etcd.get(host_key), and_stay_away=True)
+    else:
+        etcd_proxy.lose_request(host_key.encode(), and_stay_away=True)
+    with pytest.raises(UnknownOutcome, match=wanted.instance) as caught:
+        cloud.create(wanted, store=shaky_store)
+    assert caught.value.exit_code == 7
+    assert cloud.server.allocations(wanted.instance) == {compute: SMALL}
+    assert (cloud.etcd.get(host_key) is not None) is applied
+    assert cloud.create(wanted, resume=True) == Delivered(compute, again=applied)
+    cloud.is_whole(compute, wanted)
+
+
+def test_anothers_delivery_is_not_taken_for_the_one_that_was_lost(
+    cloud: Cloud, etcd_proxy: Proxy, shaky_store: Store
+) -> None:
+    here, there, instance = cloud.compute(), cloud.compute(), new()
+
+    def meanwhile() -> str:
+        assert cloud.create(cloud.wanted(there, instance), resume=True) == Delivered(there)
+        record = new_record(there, cloud.delivered(there, instance), 'now')
+        cloud.etcd.put(keys.instance(instance), to_json(record))
+        return 'now'
+
+    etcd_proxy.lose_request(keys.host(here, instance).encode())
+    with pytest.raises(Conflict, match='not delivered'):
+        cloud.create(cloud.wanted(here, instance), store=shaky_store, now=meanwhile)
+    assert etcd_proxy.lost.is_set()
+    cloud.is_whole(there, cloud.wanted(there, instance))
+    assert cloud.etcd.get(keys.host(here, instance)) is None
+
+
+@pytest.mark.parametrize('arrives', [True, False])
+def test_an_announcement_that_is_lost_or_whose_answer_is(
+    cloud: Cloud, etcd_proxy: Proxy, shaky_store: Store, arrives: bool
+) -> None:
+    compute = cloud.compute()
+    wanted = cloud.wanted(compute)
+    request_key = keys.request(wanted.instance)
+    if arrives:
+        etcd_proxy.lose_answer(request_key.encode(), lambda: cloud.etcd.get(request_key))
+    else:
+        etcd_proxy.lose_request(request_key.encode())
+    assert cloud.create(wanted, store=shaky_store) == Delivered(compute)
+    assert etcd_proxy.lost.is_set()
+    cloud.is_whole(compute, wanted)
+
+
+def test_without_etcd_nothing_is_claimed(cloud: Cloud) -> None:
+    compute = cloud.compute()
+    wanted = cloud.wanted(compute)
+    store = Store(EtcdConfig((f'127.0.0.1:{free_port()}',), timeout=2.0))
+    try:
+        for resume in (True, False):
+            with pytest.raises(Unreachable, match='etcd at 127.0.0.1'):
+                cloud.create(wanted, resume, store)
+    finally:
+        store.close()
+    cloud.has_nothing_of(wanted, compute)
+
+
+# Lost on the way to placement
+
+
+@pytest.mark.parametrize('arrives', [True, False])
+def test_a_claim_that_is_lost_or_whose_answer_is_ends_in_exactly_one(
+    cloud: Cloud, placement_proxy: Proxy, shaky_placement: Placement, arrives: bool
+) -> None:
+    compute, instance = cloud.compute(), new()
+    request = f'PUT /allocations/{instance}'.encode()
+    if arrives:
+        placement_proxy.lose_answer(request, lambda: cloud.server.allocations(instance))
+    else:
+        placement_proxy.lose_request(request)
+    claims.claim(shaky_placement, instance, {compute: SMALL}, 'a-user', 'a-project', lambda: True)
+    assert placement_proxy.lost.is_set()
+    assert cloud.server.consumers(compute) == {instance: SMALL}
+
+
+def test_a_lost_answer_in_the_middle_of_a_create_is_not_seen_outside(
+    cloud: Cloud, placement_proxy: Proxy, shaky_placement: Placement
+) -> None:
+    compute = cloud.compute()
+    wanted = cloud.wanted(compute)
+    request = f'PUT /allocations/{wanted.instance}'.encode()
+    placement_proxy.lose_answer(request, lambda: cloud.server.allocations(wanted.instance))
+    assert cloud.create(wanted, placement=shaky_placement) == Delivered(compute)
+    cloud.is_whole(compute, wanted)
+
+
+@pytest.mark.parametrize('arrives', [True, False])
+def test_when_a_claim_stays_unknown_nothing_is_released_and_the_same_uuid_goes_on(
+    cloud: Cloud, placement_proxy: Proxy, shaky_placement: Placement, arrives: bool
+) -> None:
+    compute = cloud.compute()
+    wanted = cloud.wanted(compute)
+    found: list[Allocations] = [{compute: SMALL}]
+    request = f'PUT /allocations/{wanted.instance}'.encode()
+    if arrives:
+        placement_proxy.lose_answer(request, lambda: cloud.server.allocations(wanted.instance), and_stay_away=True)
+    else:
+        placement_proxy.lose_request(request, and_stay_away=True)
+    with pytest.raises(UnknownOutcome) as caught:
+        cloud.create(wanted, placement=shaky_placement, found=found)
+    assert caught.value.exit_code == 7
+    # Somebody is still at it, as long as the lease lives: no compute releases the claim that may be there.
+    assert cloud.etcd.get(keys.request(wanted.instance)) is not None
+    assert cloud.create(wanted, resume=True) == Delivered(compute)
+    cloud.is_whole(compute, wanted)
+
+
+def test_the_last_room_is_there_for_the_uuid_that_holds_it(cloud: Cloud) -> None:
+    # Killed after its claim; to placement the host is full.
+    compute = cloud.compute(**SMALL)
+    wanted = cloud.wanted(compute)
+    claims.claim(cloud.placement, wanted.instance, {compute: SMALL}, 'a-user', 'a-project', lambda: True)
+    assert ledger.candidates(cloud.placement, wanted.query) == []
+    assert cloud.create(wanted, resume=True) == Delivered(compute)
+    cloud.is_whole(compute, wanted)
+
+
+def test_without_placement_nothing_is_left(cloud: Cloud) -> None:
+    wanted = cloud.wanted(cloud.compute())
+    nowhere = Placement(f'http://127.0.0.1:{free_port()}')
+    with pytest.raises(Unreachable, match='placement at http://127.0.0.1') as caught:
+        cloud.create(wanted, placement=nowhere)
+    assert not isinstance(caught.value, UnknownOutcome)
+    cloud.has_nothing_of(wanted)
+    nowhere.close()
+
+
+def test_a_claim_found_there_is_moved_and_not_believed(cloud: Cloud) -> None:
+    # It may be somebody's who is about to release it: only a moved generation makes that fail.
+    compute, instance = cloud.compute(), new()
+    claims.claim(cloud.placement, instance, {compute: SMALL}, 'a-user', 'a-project', lambda: True)
+    before = ledger.consumer(cloud.placement, instance)
+    claims.claim(cloud.placement, instance, {compute: SMALL}, 'a-user', 'a-project', lambda: True)
+    assert ledger.consumer(cloud.placement, instance).generation != before.generation
+    assert not ledger.release(cloud.placement, instance, before)

@@ -1,0 +1,101 @@
+"""eschedule's waiting for a stage or an end, on a real etcd."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+
+import pytest
+
+from ecomp.conf import EtcdConfig
+from ecomp.errors import EcompError, NotFound, StillGoing
+from ecomp.model import keys
+from ecomp.model.record import ACTIVE, BUILDING, ERROR, GONE, Failure, Record, to_json
+from ecomp.scheduler.wait import wait_for_stage, wait_until_gone
+from tests.functional.cloud import IMAGE, Cloud, new
+from tests.servers import free_port, until
+
+pytestmark = pytest.mark.timeout(120)
+
+
+@pytest.fixture
+def told() -> list[str]:
+    return []
+
+
+def test_a_stage_is_waited_for_as_it_happens(cloud: Cloud, told: list[str]) -> None:
+    instance = new()
+    record = Record(instance, new(), BUILDING, IMAGE, stages={'requested': 't', 'scheduled': 't'})
+    config = EtcdConfig((cloud.etcd.endpoint,))
+
+    def waits_for(what: str) -> bool:
+        return any(f'waiting for: {what}' in each for each in told)
+
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(wait_for_stage, config, instance, 'addressed', 30.0, told.append)
+        until(lambda: told, 10, 'it says what it waits for')
+        for stage in ('image', 'disk', 'started', 'addressed'):
+            record = record.at(ACTIVE, 't', stage)
+            cloud.etcd.put(keys.instance(instance), to_json(record))
+            if stage != 'addressed':
+                until(partial(waits_for, _after(stage)), 10, f'{stage} is seen')
+        assert waiting.result(10) == record
+
+
+def _after(stage: str) -> str:
+    return {'image': 'disk', 'disk': 'started', 'started': 'addressed'}[stage]
+
+
+def test_a_wait_ends_when_there_is_nothing_to_wait_for(cloud: Cloud, told: list[str]) -> None:
+    config = EtcdConfig((cloud.etcd.endpoint,))
+    failed, gone, slow = new(), new(), new()
+    error = Failure('image', 'HTTP 404', 'nothing is left')
+    cloud.etcd.put(keys.instance(failed), to_json(Record(failed, new(), ERROR, IMAGE, error=error)))
+    cloud.etcd.put(keys.instance(gone), to_json(Record(gone, new(), GONE, IMAGE)))
+    with pytest.raises(EcompError, match='failed at stage image: HTTP 404') as caught:
+        wait_for_stage(config, failed, 'started', 10, told.append)
+    assert caught.value.exit_code == 1
+    with pytest.raises(NotFound, match='destroyed while waiting'):
+        wait_for_stage(config, gone, 'started', 10, told.append)
+    began = time.monotonic()
+    with pytest.raises(StillGoing, match=r'0\.3 s are up, still waiting for: requested'):
+        wait_for_stage(config, slow, 'started', 0.3, told.append)
+    assert time.monotonic() - began < 5
+
+
+def test_a_wait_on_an_etcd_that_is_away_says_so(told: list[str], caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.CRITICAL)
+    config = EtcdConfig((f'127.0.0.1:{free_port()}',), timeout=1.0)
+    with pytest.raises(StillGoing, match='etcd did not answer'):
+        wait_for_stage(config, new(), 'started', 0.5, told.append)
+
+
+def test_an_end_is_waited_for(cloud: Cloud, told: list[str]) -> None:
+    gone, removed = new(), new()
+    config = EtcdConfig((cloud.etcd.endpoint,))
+
+    def comes_and_goes() -> bool:
+        cloud.etcd.put(keys.instance(removed), to_json(Record(removed, new(), ACTIVE, IMAGE)))
+        cloud.etcd.delete(keys.instance(removed))
+        return waiting.done()
+
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(wait_until_gone, config, gone, 30.0, told.append)
+        until(lambda: told, 10, 'it says what it waits for')
+        cloud.etcd.put(keys.instance(gone), to_json(Record(gone, new(), ACTIVE, IMAGE)))
+        cloud.etcd.put(keys.instance(gone), to_json(Record(gone, new(), GONE, IMAGE)))
+        waiting.result(20)
+        # A failed one's record is removed at once.
+        waiting = pool.submit(wait_until_gone, config, removed, 30.0, told.append)
+        until(comes_and_goes, 20, 'the record is seen to be gone')
+        waiting.result(20)
+
+
+def test_no_thread_is_left(cloud: Cloud, told: list[str]) -> None:
+    before = threading.active_count()
+    with pytest.raises(StillGoing):
+        wait_until_gone(EtcdConfig((cloud.etcd.endpoint,)), new(), 0.1, told.append)
+    until(lambda: threading.active_count() <= before, 5, 'as many threads as before')

@@ -1,0 +1,269 @@
+"""The store against a real etcd: what each call means when etcd answers, refuses, is frozen, is gone, and is back."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from ecomp.conf import EtcdConfig
+from ecomp.errors import EcompError, UnknownOutcome, Unreachable
+from ecomp.store.client import Delete, Entry, Put, Store, Unchanged
+from tests.functional.store_client import connected
+from tests.proxy import Proxy
+from tests.servers import Etcd, free_port, until
+
+pytestmark = pytest.mark.timeout(120)
+
+
+# Reads
+
+
+def test_a_key_that_is_not_there_is_none(store: Store, prefix: str) -> None:
+    assert store.get(prefix + 'x') is None
+    assert store.snapshot(prefix).entries == {}
+
+
+def test_an_entry_is_whole(store: Store, prefix: str) -> None:
+    lease = store.grant(60)
+    revision = store.commit([], [Put(prefix + 'ключ', 'é\n', lease)])
+    assert store.get(prefix + 'ключ') == Entry(prefix + 'ключ', 'é\n'.encode(), revision or 0, lease)
+    store.revoke(lease)
+
+
+def test_a_snapshot_is_the_prefix_and_nothing_beside_it(store: Store, prefix: str) -> None:
+    others = [prefix[:-1], prefix[:-1] + '0', prefix[:-1] + '0/x']
+    store.commit([], [Put(key, 'x') for key in [*others, prefix, prefix + 'a', prefix + 'a/b']])
+    assert list(store.snapshot(prefix).entries) == [prefix, prefix + 'a', prefix + 'a/b']
+    assert [entry.value for entry in store.snapshot(prefix, keys_only=True).entries.values()] == [b'', b'', b'']
+
+
+def test_a_snapshot_of_many_pages_is_of_one_revision(etcd: Etcd, store: Store, prefix: str) -> None:
+    names = [f'{prefix}{number:05}' for number in range(1203)]
+    for start in range(0, len(names), 100):
+        store.commit([], [Put(name, '0') for name in names[start : start + 100]])
+    stop = threading.Event()
+
+    def change() -> None:
+        # The first key is on the first page and the last on the last one; both are always the same.
+        with connected(etcd.endpoint) as other:
+            for number in range(10**6):
+                if stop.is_set():
+                    return
+                other.commit([], [Put(names[0], str(number)), Put(names[-1], str(number))])
+
+    thread = threading.Thread(target=change)
+    thread.start()
+    try:
+        values = set()
+        for _ in range(10):
+            snapshot = store.snapshot(prefix)
+            assert list(snapshot.entries) == names
+            first, last = snapshot.entries[names[0]], snapshot.entries[names[-1]]
+            assert first.value == last.value
+            assert max(entry.revision for entry in snapshot.entries.values()) <= snapshot.revision
+            values.add(first.value)
+    finally:
+        stop.set()
+        thread.join()
+    assert len(values) > 1
+
+
+# Transactions
+
+
+def test_conditions_and_lost_races(store: Store, prefix: str) -> None:
+    key, other = prefix + 'a', prefix + 'b'
+    first = store.commit([Unchanged(key, 0)], [Put(key, '1'), Put(other, '1')])
+    assert first
+    assert store.commit([Unchanged(key, 0)], [Put(key, '2')]) is None
+    assert store.commit([Unchanged(key, first), Unchanged(other, first + 1)], [Put(key, '2')]) is None
+    assert [entry.value for entry in store.snapshot(prefix).entries.values()] == [b'1', b'1']
+    second = store.commit([Unchanged(key, first), Unchanged(other, first)], [Put(key, '2'), Delete(other)])
+    assert second == first + 1
+    assert list(store.snapshot(prefix).entries) == [key]
+    assert store.commit([Unchanged(other, 0)], [Delete(other)])  # nothing there is success
+
+
+def test_a_hundred_instances_fit_into_one_transaction(store: Store, prefix: str) -> None:
+    assert store.commit([], [Put(f'{prefix}{number}', 'x') for number in range(128)])
+    assert len(store.snapshot(prefix).entries) == 128
+
+
+def test_what_etcd_refuses_is_said_in_its_words(store: Store, prefix: str) -> None:
+    with pytest.raises(EcompError, match='refuses: etcdserver: too many operations') as caught:
+        store.commit([], [Put(f'{prefix}{number}', 'x') for number in range(129)])
+    assert not isinstance(caught.value, Unreachable)
+    with pytest.raises(EcompError, match='too large|larger than max'):
+        store.commit([], [Put(prefix + 'a', 'x' * 3 * 2**20)])
+    with pytest.raises(EcompError, match='refuses: etcdserver: requested lease not found'):
+        store.commit([], [Put(prefix + 'a', 'x', lease=1)])
+    assert store.get(prefix + 'a') is None
+
+
+def test_without_space_nothing_is_written_and_deletes_still_go(tmp_path: Path) -> None:
+    with Etcd(tmp_path / 'full', '--quota-backend-bytes=4194304') as full, connected(full.endpoint) as store:
+
+        def fill() -> bool:
+            store.commit([], [Put('/fill', 'x' * 2**20)])
+            return False
+
+        with pytest.raises(Unreachable, match='takes no writes') as caught:
+            until(fill, 30, 'etcd has no space left')
+        assert not isinstance(caught.value, UnknownOutcome)
+        entry = store.get('/fill')
+        assert entry is not None
+        assert store.commit([Unchanged('/fill', entry.revision)], [Delete('/fill')])
+
+
+# Nobody there
+
+
+def test_a_closed_port_is_unreachable_at_once() -> None:
+    port = free_port()
+    with connected(f'127.0.0.1:{port}') as store:
+        began = time.monotonic()
+        calls: tuple[Callable[[], object], ...] = (
+            lambda: store.get('/x'),
+            lambda: store.snapshot('/x/'),
+            lambda: store.grant(5),
+            lambda: store.commit([], [Put('/x', 'x')]),
+        )
+        for call in calls:
+            with pytest.raises(Unreachable, match=f'etcd at 127.0.0.1:{port} cannot be reached') as caught:
+                call()
+            assert not isinstance(caught.value, UnknownOutcome)
+        assert time.monotonic() - began < 5
+
+
+def test_a_name_without_an_address_is_unreachable() -> None:
+    for endpoints in (('no-such-host.invalid:2379',), ('no-such-host.invalid:2379', 'nor-this.invalid:2379')):
+        with pytest.raises(Unreachable, match='no-such-host.invalid:2379'):
+            Store(EtcdConfig(endpoints, timeout=3.0)).get('/x')
+
+
+def test_a_frozen_etcd_keeps_nobody_longer_than_the_time_limit(own_etcd: Etcd) -> None:
+    with connected(own_etcd.endpoint, timeout=0.5) as store:
+        lease = store.grant(60)
+        own_etcd.pause()
+        calls: list[tuple[Callable[[], object], type[EcompError]]] = [
+            (lambda: store.commit([], [Put('/x', 'x')]), UnknownOutcome),
+            (lambda: store.get('/x'), Unreachable),
+            (lambda: store.snapshot('/x/'), Unreachable),
+            (lambda: store.grant(5), Unreachable),
+            (lambda: store.keep_alive(lease), Unreachable),
+            (lambda: store.revoke(lease), Unreachable),
+        ]
+        for call, error in calls:
+            began = time.monotonic()
+            with pytest.raises(Unreachable, match='no answer in time') as caught:
+                call()
+            assert type(caught.value) is error
+            assert time.monotonic() - began < 2
+        own_etcd.resume()
+        assert until(lambda: store.snapshot('/'), 10, 'etcd answers again') is not None
+
+
+def test_a_client_outlives_a_killed_etcd(own_etcd: Etcd) -> None:
+    with connected(own_etcd.endpoint) as store:
+        store.commit([], [Put('/x', 'kept')])
+        own_etcd.kill()
+        with pytest.raises(Unreachable):
+            store.get('/x')
+        own_etcd.start()
+
+        def answers() -> bool:
+            try:
+                entry = store.get('/x')
+            except Unreachable:
+                return False
+            return entry is not None and entry.value == b'kept'
+
+        until(answers, 10, 'the same client reads from the new etcd')
+
+
+def test_one_of_several_endpoints_will_do(etcd: Etcd, prefix: str) -> None:
+    dead = f'127.0.0.1:{free_port()}'
+    for endpoints in ((dead, etcd.endpoint), (etcd.endpoint, dead), ('no-such-host.invalid:1', etcd.endpoint)):
+        store = Store(EtcdConfig(endpoints))
+        try:
+            assert store.commit([], [Put(prefix + 'x', 'x')])
+        finally:
+            store.close()
+
+
+def test_connections_that_were_left_are_closed(etcd: Etcd) -> None:
+    def open_files() -> int:
+        return len(os.listdir('/proc/self/fd'))
+
+    with connected(etcd.endpoint) as store:
+        assert store.get('/nothing') is None
+        before, threads = open_files(), threading.active_count()
+        for _ in range(300):
+            store.move_on()
+            assert store.get('/nothing') is None
+        until(lambda: open_files() <= before + 3, 10, f'there are {before} open files again')
+        assert threading.active_count() <= threads + 2
+
+
+def test_a_call_goes_on_while_another_one_moves(own_etcd: Etcd) -> None:
+    with connected(own_etcd.endpoint) as store:
+        assert store.get('/nothing') is None
+        own_etcd.pause()
+        answers: list[object] = []
+        thread = threading.Thread(target=lambda: answers.append(store.get('/nothing')))
+        thread.start()
+        until(thread.is_alive, 5, 'a call is under way')
+        for _ in range(3):
+            store.move_on()
+        own_etcd.resume()
+        thread.join()
+        assert answers == [None]
+
+
+def test_a_lost_answer_is_an_unknown_outcome(etcd: Etcd, prefix: str) -> None:
+    key = prefix + 'x'
+    with Proxy(etcd.port) as proxy, connected(proxy.address) as store:
+        assert store.get(key) is None
+        proxy.lose_answer(key.encode(), lambda: etcd.get(key) is not None)
+        with pytest.raises(UnknownOutcome, match='cannot be reached'):
+            store.commit([Unchanged(key, 0)], [Put(key, 'applied')])
+        assert etcd.get(key) == b'applied'
+        other = prefix + 'y'
+        until(lambda: _reads(store, key), 10, 'the connection is made again')
+        proxy.lose_request(other.encode())
+        with pytest.raises(UnknownOutcome, match='cannot be reached'):
+            store.commit([Unchanged(other, 0)], [Put(other, 'not applied')])
+        assert etcd.get(other) is None
+
+
+def _reads(store: Store, key: str) -> bool:
+    try:
+        return store.get(key) is not None
+    except Unreachable:
+        return False
+
+
+# Leases
+
+
+def test_a_lease_keeps_its_keys_and_takes_them_along(store: Store, prefix: str) -> None:
+    lease = store.grant(60)
+    store.commit([], [Put(prefix + 'a', 'x', lease), Put(prefix + 'b', 'x')])
+    assert store.keep_alive(lease) == 60
+    store.revoke(lease)
+    assert list(store.snapshot(prefix).entries) == [prefix + 'b']
+    store.revoke(lease)  # gone already is fine
+    assert store.keep_alive(lease) == 0
+
+
+def test_a_key_put_again_without_its_lease_outlives_it(store: Store, prefix: str) -> None:
+    lease = store.grant(60)
+    store.commit([], [Put(prefix + 'a', 'x', lease)])
+    store.commit([], [Put(prefix + 'a', 'x')])
+    store.revoke(lease)
+    assert store.get(prefix + 'a') is not None

@@ -1,0 +1,87 @@
+"""What is around ecomp and must not mislead it: proxies, addresses of both families, other servers' pages."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ecomp.agent.instances import Instances, Shape
+from ecomp.agent.memory import Memory
+from ecomp.agent.metadata import GuestData, is_metadata
+from ecomp.agent.pool import Inline, Pretended
+from ecomp.conf import EtcdConfig
+from ecomp.errors import PlacementRefusal
+from ecomp.model import keys
+from ecomp.model.record import ACTIVE, BUILDING, ERROR, Record, from_json, to_json
+from ecomp.placement import allocations
+from ecomp.placement.client import Placement
+from ecomp.store.client import Put, Store
+from ecomp.virt.fake import FakeHypervisor
+from tests.servers import Etcd, PlacementServer
+
+COMPUTE, INSTANCE = 'b8756be5-a30d-4311-920c-0ad996367a8e', 'd578fb7c-7787-4e73-b69a-a7b3ef9bf73a'
+
+
+def test_a_proxy_in_the_environment_is_not_for_our_own_servers(
+    etcd: Etcd, placement: PlacementServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ('http_proxy', 'HTTP_PROXY', 'https_proxy', 'grpc_proxy', 'all_proxy'):
+        monkeypatch.setenv(name, 'http://127.0.0.1:9')
+    monkeypatch.delenv('no_proxy', raising=False)
+    store = Store(EtcdConfig(endpoints=(etcd.endpoint,)))
+    assert store.get('/nothing') is None
+    store.close()
+    client = Placement(placement.url)
+    assert 'resource_providers' in client.get('/resource_providers')
+    client.close()
+
+
+def test_the_member_that_lives_is_found_whatever_its_family(etcd: Etcd) -> None:
+    store = Store(EtcdConfig(endpoints=('[::1]:1', etcd.endpoint)))
+    assert store.get('/nothing') is None
+    store.close()
+
+
+@pytest.mark.parametrize('query', ['resources=VCPU:1#x&required=MISC_SHARES_VIA_AGGREGATE', 'resources=VCPU:1\n&x=1'])
+def test_no_part_of_a_query_is_silently_dropped(placement: PlacementServer, query: str) -> None:
+    client = Placement(placement.url)
+    with pytest.raises(PlacementRefusal):
+        allocations.candidates(client, query)
+    client.close()
+
+
+def test_only_a_metadata_server_counts_as_one() -> None:
+    assert is_metadata(b'2009-04-04/\nlatest/\n')
+    assert is_metadata(b'1.0\n2009-04-04\nlatest')
+    assert not is_metadata(b'<html>It works!</html>')
+    assert not is_metadata(b'')
+    assert not is_metadata(None)
+
+
+NOW = '2026-11-21T09:00:00.000Z'
+
+
+@pytest.mark.parametrize(('state', 'after'), [(BUILDING, ERROR), (ACTIVE, ACTIVE)])
+def test_a_build_whose_request_was_deleted_says_so(
+    etcd: Etcd, placement: PlacementServer, tmp_path: Path, state: str, after: str
+) -> None:
+    store, client = Store(EtcdConfig(endpoints=(etcd.endpoint,))), Placement(placement.url)
+    key = keys.instance(INSTANCE)
+    store.commit([], [Put(key, to_json(Record(INSTANCE, COMPUTE, state, 'http://h/i')))])
+    runner = Inline(FakeHypervisor(), Pretended())
+    shape = Shape('qemu', True, None)
+    memory = Memory(tmp_path, COMPUTE, lambda: NOW)
+    instances = Instances(COMPUTE, store, client, runner, GuestData(tmp_path), shape, memory, lambda: NOW)
+    instances.end_without_request(INSTANCE)
+    entry = store.get(key)
+    assert entry is not None
+    record = from_json(entry.value)
+    assert record.state == after
+    if after == ERROR:
+        assert record.error is not None
+        assert 'its request was deleted' in record.error.reason
+        assert entry.lease
+    runner.stop()
+    store.close()
+    client.close()

@@ -1,0 +1,216 @@
+"""A Docker Engine of a test's own, and images for it without a registry.
+
+dockerd runs in namespaces of its own: network, so that its rules, bridges and published ports are not the machine's;
+mounts and processes, so that ending one process ends every container, shim and mount with it. slirp4netns, in user
+space, lets its builds reach PyPI. What is published is reached from commands run with `Engine.inside`.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import platform
+import shutil
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+NEEDED = {
+    'dockerd': 'docker.io',
+    'docker': 'docker.io',
+    'containerd': 'containerd',
+    'iptables': 'iptables',
+    'ip': 'iproute2',
+    'unshare': 'util-linux',
+    'nsenter': 'util-linux',
+    'setpriv': 'util-linux',
+    'mmdebstrap': 'mmdebstrap',
+    'slirp4netns': 'slirp4netns',
+}
+"""Commands, and the Debian packages they are in."""
+
+# A /run of its own: dockerd would use the machine's containerd if it found its socket. The metadata address is never
+# to be asked for outside of a lab. Then dockerd takes the shell's place as process 1 of its namespace.
+INSIDE = """
+set -eu
+root=$1; shift
+mount -t proc proc /proc
+mount -t tmpfs tmpfs /run
+ip link set lo up
+ip route add blackhole 169.254.0.0/16
+exec dockerd --host "unix://$root/docker.sock" --data-root "$root/data" --exec-root "$root/exec" \
+    --pidfile "$root/docker.pid" --cgroup-parent "$1" --exec-opt native.cgroupdriver=cgroupfs --dns 10.0.2.3
+"""
+
+PACKAGES = ('python3', 'python3-venv', 'ca-certificates', 'etcd-server', 'etcd-client', 'postgresql')
+# Installing PostgreSQL would make a cluster; the entry point below makes the one that is wanted, where it is wanted.
+NO_CLUSTER = (
+    'mkdir -p "$1/etc/postgresql-common" && '
+    'echo "create_main_cluster = false" >"$1/etc/postgresql-common/createcluster.conf"'
+)
+BASE, POSTGRES = 'ecomp-test/base:1', 'ecomp-test/postgres:1'
+"""The images: BASE has Python and etcd, POSTGRES keeps the official one's contract as far as docker.sh relies on it."""
+
+POSTGRES_ENTRY = """#!/bin/sh
+set -eu
+PATH=$(echo /usr/lib/postgresql/*/bin):$PATH
+data=/var/lib/postgresql/data
+if [ "$(id -u)" = 0 ]; then
+    mkdir -p "$data" /run/postgresql
+    chown postgres: "$data" /run/postgresql
+    chmod 700 "$data"
+    exec setpriv --reuid postgres --regid postgres --init-groups "$0"
+fi
+if [ ! -s "$data/PG_VERSION" ]; then
+    echo "$POSTGRES_PASSWORD" >/tmp/password
+    initdb -D "$data" -U "$POSTGRES_USER" --pwfile /tmp/password --auth-host scram-sha-256 --auth-local trust
+    echo 'host all all all scram-sha-256' >>"$data/pg_hba.conf"
+    pg_ctl -D "$data" -w -o '-c listen_addresses=' start
+    createdb -U "$POSTGRES_USER" "$POSTGRES_DB"
+    pg_ctl -D "$data" -w -m fast stop
+fi
+exec postgres -D "$data" -c listen_addresses='*'
+"""
+POSTGRES_DOCKERFILE = f"""FROM {BASE}
+COPY entry /usr/local/bin/entry
+STOPSIGNAL SIGINT
+ENTRYPOINT ["entry"]
+"""
+
+
+def missing() -> str | None:
+    """What keeps an Engine from being started on this machine, in words; None if nothing does."""
+    if os.geteuid() != 0:
+        return 'namespaces and dockerd need root'
+    packages = sorted({package for command, package in NEEDED.items() if shutil.which(command) is None})
+    if packages:
+        return 'not installed: ' + ', '.join(packages)
+    return None if Path('/dev/net/tun').exists() else 'there is no /dev/net/tun, which slirp4netns needs'
+
+
+def wait_until(true: Callable[[], object], what: str, seconds: float = 60) -> None:
+    """Poll until `true()` holds; AssertionError naming `what` after the deadline."""
+    deadline = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < deadline, f'not within {seconds} s: {what}'
+        time.sleep(0.05)
+
+
+@dataclass(frozen=True)
+class Engine:
+    """A running dockerd. `pid` is its process 1, seen from the machine; `host` is for DOCKER_HOST."""
+
+    pid: int
+    host: str
+
+    def inside(self, command: Sequence[str]) -> list[str]:
+        """The command line that runs `command` where published ports are on localhost."""
+        return ['nsenter', f'--net=/proc/{self.pid}/ns/net', '--', *command]
+
+    def docker(self, *arguments: str) -> str:
+        """What `docker arguments…` prints. CalledProcessError if it fails."""
+        command = ['docker', '--host', self.host, *arguments]
+        return subprocess.run(command, check=True, text=True, stdout=subprocess.PIPE).stdout.strip()
+
+
+@contextmanager
+def engine() -> Iterator[Engine]:
+    """An Engine with the images BASE and POSTGRES; nothing of it is left afterwards, however the test ended."""
+    base = base_archive()
+    with ExitStack() as undo:
+        # Not pytest's own temporary directory: the path of a socket has 107 characters at most.
+        root = Path(tempfile.mkdtemp(prefix='ecomp-docker-'))
+        undo.callback(shutil.rmtree, root)
+        cgroup = f'/{root.name}'
+        undo.callback(_remove_cgroups, cgroup)
+        log = undo.enter_context((root / 'log').open('w'))
+        # pdeathsig and kill-child: whatever ends the test, also kill -9, ends everything.
+        tied = ['setpriv', '--pdeathsig', 'KILL', '--']
+        namespaces = ['unshare', '--net', '--mount', '--ipc', '--pid', '--fork', '--kill-child', '--']
+        shell = ['bash', '-c', INSIDE, 'bash', str(root), cgroup]
+        unshare = subprocess.Popen([*tied, *namespaces, *shell], stdout=log, stderr=log)
+        undo.callback(_end, unshare)
+
+        def first_inside() -> str:
+            return Path(f'/proc/{unshare.pid}/task/{unshare.pid}/children').read_text().strip()
+
+        wait_until(first_inside, 'the namespaces')
+        running = Engine(int(first_inside()), f'unix://{root}/docker.sock')
+        undo.callback(_end_dockerd, unshare, running.pid)
+        uplink = ['slirp4netns', '--configure', '--mtu=65520', '--disable-host-loopback', str(running.pid), 'tap0']
+        undo.callback(_end, subprocess.Popen([*tied, *uplink], stdout=log, stderr=log))
+
+        def answers() -> bool:
+            assert unshare.poll() is None, f'dockerd ended:\n{(root / "log").read_text()[-2000:]}'
+            command = ['docker', '--host', running.host, 'version']
+            return subprocess.run(command, check=False, capture_output=True).returncode == 0
+
+        wait_until(answers, f'dockerd answers on {running.host}')
+        running.docker('import', str(base), BASE)
+        context = root / 'postgres'
+        context.mkdir()
+        (context / 'Dockerfile').write_text(POSTGRES_DOCKERFILE)
+        (context / 'entry').write_text(POSTGRES_ENTRY)
+        (context / 'entry').chmod(0o755)
+        running.docker('build', '--quiet', '--tag', POSTGRES, str(context))
+        yield running
+
+
+def base_archive() -> Path:
+    """The base image's file system as a tar, made of the machine's own release the first time, and kept.
+
+    It is named after what it is made from; half a minute and 450 MB, below ~/.cache/ecomp-tests.
+    """
+    release = platform.freedesktop_os_release()
+    components = 'main' if release['ID'] == 'debian' else 'main,universe'
+    recipe = [
+        '--variant=minbase',
+        f'--include={",".join(PACKAGES)}',
+        f'--components={components}',
+        f'--essential-hook={NO_CLUSTER}',
+        '--aptopt=Apt::Install-Recommends "false"',
+        *(f'--dpkgopt=path-exclude=/usr/share/{part}/*' for part in ('doc', 'man', 'locale')),
+        release['VERSION_CODENAME'],
+    ]
+    cache = Path(os.environ.get('XDG_CACHE_HOME') or Path.home() / '.cache') / 'ecomp-tests'
+    cache.mkdir(parents=True, exist_ok=True)
+    archive = cache / f'docker-base-{hashlib.sha256(repr(recipe).encode()).hexdigest()[:12]}.tar'
+    with archive.with_suffix('.lock').open('w') as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not archive.exists():
+            part = archive.with_suffix('.part.tar')
+            command = ['mmdebstrap', '--quiet', *recipe, str(part)]
+            made = subprocess.run(command, check=False, capture_output=True, text=True)
+            assert made.returncode == 0, f'mmdebstrap cannot make the base image: {made.stderr[-2000:]}'
+            part.rename(archive)
+    return archive
+
+
+def _end_dockerd(unshare: subprocess.Popen[bytes], dockerd: int) -> None:
+    """Let dockerd stop its containers. It is process 1 in there: once it has ended, nothing in there is left."""
+    if unshare.poll() is None:
+        os.kill(dockerd, signal.SIGTERM)
+        try:
+            unshare.wait(20)
+        except subprocess.TimeoutExpired:
+            os.kill(dockerd, signal.SIGKILL)
+            unshare.wait()
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.kill()
+    process.wait()
+
+
+def _remove_cgroups(name: str) -> None:
+    """Remove the (empty) cgroups Docker left, in each hierarchy there is."""
+    top = Path('/sys/fs/cgroup')
+    for parent in (top / name.lstrip('/'), *top.glob(f'*{name}')):
+        for path in sorted([parent, *parent.rglob('*/')], reverse=True) if parent.is_dir() else ():
+            path.rmdir()

@@ -1,0 +1,94 @@
+"""A TCP relay that can hold back answers: the moment between "done" and "known to be done"."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+from types import TracebackType
+from typing import Self
+
+
+class Gate:
+    """Relays to a port of 127.0.0.1. hold(): the first answer to what contains `marker` is kept, and all after it.
+
+    `held` is set as soon as the server has answered, so what was asked for has been done by then.
+    """
+
+    def __init__(self, target: int) -> None:
+        self._target = target
+        self._listener = socket.create_server(('127.0.0.1', 0))
+        self.port = int(self._listener.getsockname()[1])
+        self.url = f'http://127.0.0.1:{self.port}'
+        self._marker: bytes | None = None
+        self._open = threading.Event()
+        self._sockets: list[socket.socket] = []
+        self.held = threading.Event()
+
+    def __enter__(self) -> Self:
+        threading.Thread(target=self._accept, daemon=True).start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.cut()
+
+    def hold(self, marker: bytes) -> None:
+        """From now on, and until open() or cut()."""
+        self._marker = marker
+        self._open.clear()
+        self.held.clear()
+
+    def open(self) -> None:
+        """Let everything through again, what was held first."""
+        self._marker = None
+        self._open.set()
+
+    def cut(self) -> None:
+        """Break every connection, and take no more."""
+        self._marker = None
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        self.break_off()
+        self._open.set()
+
+    def break_off(self) -> None:
+        """Break the connections there are; new ones are taken, and nothing is held any more."""
+        self._marker = None
+        for each in self._sockets:
+            with contextlib.suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
+        self._sockets.clear()
+        self._open.set()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                client, _ = self._listener.accept()
+                server = socket.create_connection(('127.0.0.1', self._target))
+            except OSError:
+                return
+            self._sockets += [client, server]
+            asked = threading.Event()
+            threading.Thread(target=self._there, args=(client, server, asked), daemon=True).start()
+            threading.Thread(target=self._back, args=(server, client, asked), daemon=True).start()
+
+    def _there(self, client: socket.socket, server: socket.socket, asked: threading.Event) -> None:
+        with contextlib.suppress(OSError):
+            while data := client.recv(65536):
+                if self._marker is not None and self._marker in data:
+                    asked.set()
+                server.sendall(data)
+            server.shutdown(socket.SHUT_WR)
+
+    def _back(self, server: socket.socket, client: socket.socket, asked: threading.Event) -> None:
+        with contextlib.suppress(OSError):
+            while data := server.recv(65536):
+                if asked.is_set():
+                    self.held.set()
+                    self._open.wait()
+                    asked.clear()
+                client.sendall(data)
+            client.shutdown(socket.SHUT_WR)

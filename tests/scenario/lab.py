@@ -1,0 +1,245 @@
+"""A lab for the stories: real hypervisors, a real guest image, and ways to look at all planes from outside."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import urllib.request
+import xml.etree.ElementTree as ET
+from pathlib import Path
+from typing import Any
+
+from tests.commands import Result, eschedule
+from tests.faults.audit import audit_clean
+from tests.servers import until
+
+ROOT = Path('/var/lib/elab')
+NOTIFIED = re.compile(r'NOTIFIED TARGET, (\S+), OF INSTANCE (\S+)')
+HEADERS = {'x-auth-token': 'admin', 'openstack-api-version': 'placement 1.39'}
+BOOT = 120.0
+"""Seconds an emulated guest may take to its address while the machine is busy with others."""
+
+
+class Lab:
+    """One lab, made by `elab up` and removed by close(). Everything is asked of the servers themselves."""
+
+    def __init__(self, name: str, hosts: int) -> None:
+        self.name = name
+        self.audited = False
+        self.directory = ROOT / name
+        self.elab('up', '--hosts', str(hosts))
+        self.facts = json.loads((self.directory / 'lab.json').read_text())
+        self.hosts = [f'hv{number}' for number in range(1, hosts + 1)]
+
+    def close(self) -> None:
+        """Remove it."""
+        self.elab('down')
+
+    def elab(self, command: str, *words: str) -> str:
+        """Run elab, which must succeed; its standard output."""
+        done = subprocess.run(
+            [sys.executable, '-m', 'ecomp.lab.elab', command, '--name', self.name, *words],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=240,
+        )
+        assert done.returncode == 0, f'elab {command} {words}: {done.stdout}{done.stderr}'
+        return done.stdout
+
+    def virsh(self, host: str, *words: str) -> str:
+        """virsh on a host."""
+        return self.elab('exec', host, 'virsh', '-q', '-c', 'qemu:///system', *words)
+
+    def eschedule(self, *words: str, timeout: float = 300.0) -> Result:
+        """eschedule with the lab's schedule.yaml."""
+        return eschedule(self.directory / 'schedule.yaml', *words, timeout=timeout)
+
+    def url(self, name: str) -> str:
+        """The URL of a file in the lab's images directory."""
+        return str(self.facts['images']) + name
+
+    def place(self, query: str, *words: str) -> tuple[str, str]:
+        """Place an instance: (host, uuid)."""
+        done = self.eschedule(query, *words)
+        found = NOTIFIED.match(done.stdout)
+        assert done.code == 0, done
+        assert found, done
+        return self.host_of(found[1]), found[2]
+
+    def compute(self, host: str) -> str:
+        """A host's compute uuid."""
+        return (self.state(host) / 'uuid').read_text().strip()
+
+    def host_of(self, compute: str) -> str:
+        """The host of a compute uuid."""
+        return next(host for host in self.hosts if self.compute(host) == compute)
+
+    def state(self, host: str) -> Path:
+        """A host's state directory."""
+        return self.directory / host / 'state'
+
+    def log(self, host: str) -> str:
+        """What a host's ecompute has logged."""
+        return (self.directory / host / 'ecompute.log').read_text()
+
+    def console(self, host: str, instance: str) -> str:
+        """What a guest has printed on its serial console."""
+        return (self.state(host) / 'console' / f'{instance}.log').read_text(errors='replace')
+
+    def told(self, host: str, instance: str) -> dict[str, list[str]]:
+        """What our small guest said of itself: {fact: values}, once it has said all."""
+        until(lambda: 'ecomp-guest: ready' in self.console(host, instance), BOOT, f'{instance} says all about itself')
+        facts: dict[str, list[str]] = {}
+        for line in self.console(host, instance).splitlines():
+            if line.startswith('ecomp-guest: '):
+                name, _, value = line.removeprefix('ecomp-guest: ').strip().partition(' ')
+                facts.setdefault(name, []).append(value)
+        return facts
+
+    def addressed(self, instance: str) -> str:
+        """The address `eschedule <uuid>` prints, once it does."""
+
+        def asked() -> str:
+            done = self.eschedule(instance)
+            assert done.code in (0, 6), done
+            return done.stdout.strip()
+
+        return until(asked, BOOT, f'{instance} has an address')
+
+    def domains(self, host: str) -> dict[str, str]:
+        """{name: state} of all domains on a host."""
+        rows = (line.split(None, 2) for line in self.virsh(host, 'list', '--all').splitlines() if line.strip())
+        return {name: state for _, name, state in rows}
+
+    def domain(self, host: str, instance: str) -> ET.Element:
+        """A domain's definition."""
+        return ET.fromstring(self.virsh(host, 'dumpxml', instance))
+
+    def disks(self, host: str) -> set[str]:
+        """The overlays on a host, by instance."""
+        found = (self.state(host) / 'images').glob('*.qcow2')
+        return {path.stem for path in found if not path.name.startswith('base-')}
+
+    def placement(self, path: str) -> dict[str, Any]:
+        """GET from placement."""
+        request = urllib.request.Request(self.facts['placement'] + path, headers=HEADERS)
+        with urllib.request.urlopen(request, timeout=30) as answer:
+            found: dict[str, Any] = json.load(answer)
+        return found
+
+    def etcd(self, prefix: str) -> dict[str, bytes]:
+        """All keys under a prefix, with their values."""
+        start = prefix.encode()
+        end = start[:-1] + bytes([start[-1] + 1])
+        body = {'key': base64.b64encode(start).decode(), 'range_end': base64.b64encode(end).decode()}
+        request = urllib.request.Request(f'http://{self.facts["etcd"]}/v3/kv/range', json.dumps(body).encode())
+        with urllib.request.urlopen(request, timeout=30) as answer:
+            found = json.load(answer).get('kvs', [])
+        return {base64.b64decode(kv['key']).decode(): base64.b64decode(kv.get('value', '')) for kv in found}
+
+    def put(self, key: str, value: str) -> None:
+        """Write an etcd key, as another client would."""
+        body = {'key': base64.b64encode(key.encode()).decode(), 'value': base64.b64encode(value.encode()).decode()}
+        urllib.request.urlopen(
+            urllib.request.Request(f'http://{self.facts["etcd"]}/v3/kv/put', json.dumps(body).encode()), timeout=30
+        ).close()
+
+    def ecompute_pid(self, host: str) -> int:
+        """The pid of a host's ecompute, as elab wrote it down last."""
+        facts = json.loads((self.directory / 'lab.json').read_text())
+        return int(facts['processes'][f'{host} ecompute']['pid'])
+
+    def stop_ecompute(self, host: str, number: int = signal.SIGINT) -> None:
+        """Send a host's ecompute a signal and wait until it has ended."""
+        pid = self.ecompute_pid(host)
+        os.kill(pid, number)
+        until(lambda: not running(pid), 60, f'the ecompute of {host} ends')
+
+    def start_ecomputes(self) -> None:
+        """Start what has been stopped: elab up does what is missing."""
+        self.elab('up')
+
+    def disagreements(self) -> list[str]:
+        """Where libvirt, the disks, placement and etcd tell different stories. Nothing may be in work."""
+        found = []
+        records = {key.rsplit('/', 1)[1]: json.loads(value) for key, value in self.etcd('/instances/').items()}
+        living = {name: each for name, each in records.items() if each['state'] not in ('gone', 'error')}
+        wished = {tuple(key.split('/')[2:4]) for key in self.etcd('/hosts/')}
+        booted = {key.rsplit('/', 1)[1] for key in self.etcd('/booted/')}
+        found += [f'{name}: request in work' for name in self.etcd('/requests/')]
+        found += [f'{name}: has an address and is not living' for name in booted - living.keys()]
+        for host in self.hosts:
+            compute = self.compute(host)
+            here = {name for name, each in living.items() if each['compute'] == compute}
+            domains, disks = self.domains(host), self.disks(host)
+            held = self.placement(f'/resource_providers/{compute}/allocations')['allocations']
+            data = {json.loads(path.read_text())['instance'] for path in (self.state(host) / 'metadata').glob('*.json')}
+            planes = {
+                'domains': {name for name, state in domains.items() if state == 'running'},
+                'disks': disks,
+                'allocations': set(held),
+                'requests': {name for owner, name in wished if owner == compute},
+                'guest data': data,
+                'consoles': {path.stem for path in (self.state(host) / 'console').glob('*.log')},
+            }
+            wrong = {plane: there for plane, there in planes.items() if there != here}
+            found += [f'{host}: {plane} are {there}, instances {here}' for plane, there in wrong.items()]
+            found += self._sizes(host, held)
+            parts = [path.name for path in (self.state(host) / 'images').glob('*.part')]
+            found += [f'{host}: left over {name}' for name in parts]
+        return found
+
+    def _sizes(self, host: str, held: dict[str, Any]) -> list[str]:
+        """Where placement's amounts are not those of the domains."""
+        found = []
+        for instance, each in held.items():
+            domain = self.domain(host, instance)
+            size = {'VCPU': int(domain.findtext('vcpu', '0')), 'MEMORY_MB': int(domain.findtext('memory', '0')) // 1024}
+            claimed = {name: each['resources'][name] for name in size}
+            if claimed != size:
+                found.append(f'{instance}: {claimed} claimed, its domain is {size}')
+        return found
+
+    def check(self) -> None:
+        """All planes agree, soon, and ecomp's own audit finds nothing."""
+        seen: list[list[str]] = [[]]
+
+        def agree() -> bool:
+            seen[0] = self.disagreements()
+            return not seen[0]
+
+        try:
+            until(agree, 30, 'libvirt, disks, placement and etcd agree')
+        except AssertionError as error:
+            raise AssertionError('\n'.join([str(error), *seen[0]])) from None
+        audit_clean(self)
+
+    def destroy(self, *instances: str) -> None:
+        """Destroy and wait until they are gone."""
+        if instances:
+            done = self.eschedule('destroy', '--wait', *instances)
+            assert done.code == 0, done
+
+
+def running(pid: int) -> bool:
+    """True while a process lives (a zombie does not)."""
+    try:
+        state = Path(f'/proc/{pid}/stat').read_text().rpartition(')')[2].split()[0]
+    except OSError:
+        return False
+    return state != 'Z'
+
+
+def answers(address: str) -> bool:
+    """True if the guest's own little server answers, which is asked from this machine through the lab."""
+    try:
+        with urllib.request.urlopen(f'http://{address}/', timeout=2) as answer:
+            return b'ecomp-guest' in answer.read(1000)
+    except OSError:
+        return False

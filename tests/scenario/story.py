@@ -1,0 +1,95 @@
+"""What the stories with pretended guests say in one word each."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from tests.commands import Control, Ecompute, Result
+from tests.servers import until
+
+SMALL = 'resources=VCPU:1,DISK_GB:1,MEMORY_MB:128'
+"""Four of them fill an ecompute --fake 'VCPU:4,DISK_GB:10,MEMORY_MB:512'."""
+IMAGE = 'http://images.invalid/small.qcow2'
+NOBODY = '5ca1ab1e-0000-4000-8000-000000000000'
+"""A uuid that exists nowhere."""
+SOON = 20.0
+
+NOTIFIED = re.compile(r'NOTIFIED TARGET, ([0-9a-f-]{36}), OF INSTANCE ([0-9a-f-]{36})\n')
+
+
+def place(control: Control, *words: str) -> tuple[str, str]:
+    """Place an instance (SMALL unless `words` say otherwise): its compute and its uuid."""
+    return notified(control.eschedule(*(words or (SMALL,))))
+
+
+def notified(result: Result) -> tuple[str, str]:
+    """The compute and the instance a successful eschedule printed, and that it printed just this."""
+    assert result.code == 0, result
+    found = NOTIFIED.fullmatch(result.stdout)
+    assert found, result
+    return found[1], found[2]
+
+
+def at_once(control: Control, commands: Sequence[Sequence[str]], width: int = 6) -> list[Result]:
+    """All the eschedules, `width` at a time."""
+    with ThreadPoolExecutor(width) as threads:
+        return list(threads.map(lambda words: control.eschedule(*words), commands))
+
+
+def record(control: Control, instance: str) -> dict[str, Any] | None:
+    """The instance's record, None if there is none."""
+    value = control.etcd.get(f'/instances/{instance}')
+    return None if value is None else dict(json.loads(value))
+
+
+def reached(control: Control, instance: str, state: str) -> dict[str, Any]:
+    """The record once it is in `state`."""
+
+    def there() -> dict[str, Any] | None:
+        found = record(control, instance)
+        return found if found is not None and found['state'] == state else None
+
+    found = until(there, SOON, f'{instance} is {state}; it is {record(control, instance)}')
+    assert found is not None
+    return found
+
+
+def addressed(control: Control, instance: str) -> str:
+    """The instance's address, once it is known."""
+    value = until(lambda: control.etcd.get(f'/booted/{instance}'), SOON, f'{instance} has an address')
+    assert value is not None
+    return value.decode()
+
+
+def one_line(result: Result, code: int, *words: str, command: str = 'eschedule') -> str:
+    """The one line on stderr of a command that ended with `code`; each of `words` is in it."""
+    assert result.code == code, result
+    lines = result.stderr.splitlines()
+    assert len(lines) == 1, result
+    assert lines[0].startswith(f'{command}: '), result
+    assert 'Traceback' not in result.stdout, result
+    for word in words:
+        assert word in lines[0], (word, result)
+    return lines[0]
+
+
+def log_of(compute: Ecompute) -> list[str]:
+    """An ecompute's log so far, line by line; there is never a traceback in it, nor the words for a defect."""
+    lines = compute.log.read_text().splitlines()
+    for line in lines:
+        assert not re.search('Traceback|nobody thought of', line), line
+    return lines
+
+
+def logged(compute: Ecompute, *words: str) -> list[str]:
+    """The lines of an ecompute's log that have all of these words."""
+    return [line for line in log_of(compute) if all(word in line for word in words)]
+
+
+def reserved(control: Control, compute: str) -> int:
+    """How much VCPU of a compute is reserved."""
+    return int(control.placement.inventory(compute)['VCPU']['reserved'])

@@ -1,0 +1,311 @@
+"""Whatever is typed, configured or closed: one clear line, the right exit code, and nothing left behind."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import uuid
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.commands import Control, Result, eschedule, write_config
+from tests.scenario.invariants import allocations, check, everything
+from tests.scenario.story import NOBODY, SMALL, addressed, one_line, place
+from tests.servers import environment, free_port
+
+
+def run(module: str, *words: str, directory: Path, closed: bool = False, stdout: int = subprocess.PIPE) -> Result:
+    """A command in a directory, as a person would; `closed`: with no stdout at all."""
+    command = [sys.executable, '-m', module, *words]
+    if closed:
+        command = ['sh', '-c', 'exec "$@" >&-', 'sh', *command]
+    done = subprocess.run(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=stdout,
+        stderr=subprocess.PIPE,
+        text=True,
+        check=False,
+        timeout=60,
+        cwd=directory,
+        env=environment(),
+    )
+    assert not re.search('Traceback|Exception ignored', done.stderr), done
+    return Result(done.returncode, done.stdout or '', done.stderr)
+
+
+# The command line
+
+
+@pytest.mark.parametrize(
+    ('words', 'says'),
+    [
+        ([NOBODY, NOBODY], 'not a command'),
+        (['create'], 'neither a command nor a uuid'),
+        (['not-a-uuid'], 'neither a command nor a uuid'),
+        ([NOBODY[:-1]], 'neither a command nor a uuid'),
+        (['destroy'], 'which instance'),
+        (['destroy', 'not-a-uuid'], 'not-a-uuid'),
+        (['destroy', NOBODY, 'not-a-uuid'], 'not-a-uuid'),
+        (['show'], 'which instance'),
+        (['list', 'all'], 'all'),
+        (['--all'], 'nothing to do'),
+        (['hosts', 'hv1'], 'hv1'),
+        (['--all', 'hosts'], '--all'),
+        (['host'], 'neither a command nor a uuid'),
+        (['host', 'remember', NOBODY], 'not a command'),
+        (['host', 'forget'], 'which compute'),
+        (['host', 'forget', NOBODY, NOBODY], 'which compute'),
+        (['host', 'forget', 'hv1'], 'hv1'),
+        (['-f', 'json', 'host', 'forget', NOBODY], '--format'),
+        (['--wait', 'list'], '--wait'),
+        (['--timeout', '5', SMALL], '--wait'),
+        (['--wait', '--timeout', '-1', SMALL], '--timeout'),
+        (['--wait', '--timeout', 'nan', SMALL], '--timeout'),
+        (['--wait', '--timeout', 'soon', SMALL], 'soon'),
+        (['--wait=nonsense', SMALL], 'nonsense'),
+        (['destroy', '--wait=started', NOBODY], '--wait'),
+        (['--uuid', NOBODY, 'list'], '--uuid'),
+        (['--uuid', 'short', SMALL], 'short'),
+        (['--uuid'], '--uuid'),
+        (['-f', 'xml', 'list'], 'xml'),
+        (['-f', 'json', SMALL], '--format'),
+        (['--all', 'show', NOBODY], '--all'),
+        (['--frobnicate'], '--frobnicate'),
+        (['--config', '/nowhere/schedule.yaml', 'list'], '/nowhere/schedule.yaml'),
+        ([SMALL, 'http://images.invalid/a', 'http://images.invalid/b'], 'http://images.invalid/b'),
+        ([SMALL, 'ftp://images.invalid/a.img'], 'ftp://images.invalid/a.img'),
+        ([SMALL, 'images.invalid/a.img'], 'images.invalid/a.img'),
+        ([SMALL, 'http://'], 'names no host'),
+        ([SMALL, ''], 'image'),
+        ([''], 'neither a command nor a uuid'),
+    ],
+)
+def test_wrong_words(tmp_path: Path, words: list[str], says: str) -> None:
+    # In this process: thirty starts of Python would take ten seconds and show no more. Nothing is asked of any server.
+    from contextlib import redirect_stderr, redirect_stdout
+    from io import StringIO
+
+    from ecomp import schedule
+
+    out, err = StringIO(), StringIO()
+    before = Path.cwd()
+    os.chdir(tmp_path)
+    try:
+        with redirect_stdout(out), redirect_stderr(err):
+            code = schedule.main(words)
+    finally:
+        os.chdir(before)
+    assert one_line(Result(code, out.getvalue(), err.getvalue()), 2, says)
+    assert out.getvalue() == ''
+
+
+def test_no_words_print_the_help(tmp_path: Path) -> None:
+    helped = run('ecomp.schedule', directory=tmp_path)
+    assert helped.code == 2
+    assert helped.stderr == ''
+    for form in ('destroy', 'list', 'show', '--uuid', '--wait', '--timeout', 'exit codes'):
+        assert form in helped.stdout
+    asked = run('ecomp.schedule', '--help', directory=tmp_path)
+    assert (asked.code, asked.stdout) == (0, helped.stdout)
+    for module, name in (('ecomp.schedule', 'eschedule'), ('ecomp.compute', 'ecompute')):
+        version = run(module, '--version', directory=tmp_path)
+        assert version.code == 0
+        assert version.stdout.startswith(f'{name} ')
+
+
+@pytest.mark.parametrize(
+    ('words', 'says'),
+    [
+        (['--fake'], '--fake'),
+        (['--fake', 'VCPU'], 'VCPU'),
+        (['--fake', 'VCPU:0'], 'VCPU:0'),
+        (['--fake', 'VCPU:-4'], 'VCPU:-4'),
+        (['--fake', 'VCPU:4,VCPU:5'], 'twice'),
+        (['--fake', 'vcpu:4'], 'vcpu'),
+        (['--fake', ''], 'CLASS:TOTAL'),
+        (['--frobnicate'], '--frobnicate'),
+        (['compute.yaml'], 'compute.yaml'),
+        (['--config', '/nowhere/compute.yaml'], '/nowhere/compute.yaml'),
+    ],
+)
+def test_wrong_words_for_ecompute(tmp_path: Path, words: list[str], says: str) -> None:
+    one_line(run('ecomp.compute', *words, directory=tmp_path), 2, says, command='ecompute')
+
+
+# Queries
+
+
+@pytest.mark.unaudited('its compute is a key that nobody keeps')
+@pytest.mark.parametrize(
+    ('query', 'says'),
+    [
+        ('resources=VCPU:1,DISK_GB', 'DISK_GB'),
+        ('resources=VCPU:0,DISK_GB:1,MEMORY_MB:1', 'VCPU requires amount >= 1. Got: 0'),
+        ('resources=VCPU:-1,DISK_GB:1,MEMORY_MB:1', 'VCPU requires amount >= 1. Got: -1'),
+        ('resources=VCPU:1.5,DISK_GB:1,MEMORY_MB:1', 'Got: 1.5'),
+        ('resources=VCPU:1,DISK_GB:1,MEMORY_MB:1,GOLD:1', 'GOLD'),
+        (f'{SMALL}&required=NO_SUCH_TRAIT', 'NO_SUCH_TRAIT'),
+        (f'{SMALL}&nonsense=1', 'nonsense'),
+        ('nonsense=1', 'nonsense'),
+        ('resources=', 'resources'),
+        ('resources=VCPU:1,MEMORY_MB:1', 'DISK_GB'),
+        ('resources=DISK_GB:1', 'VCPU, MEMORY_MB'),
+    ],
+)
+def test_wrong_queries(cluster: Control, query: str, says: str) -> None:
+    provider = cluster.placement.make_provider(VCPU=4, DISK_GB=10, MEMORY_MB=512)
+    cluster.etcd.put(f'/computes/{provider}', '{}')  # as good as alive: nothing gets as far as being carried out
+    refused = cluster.eschedule(query)
+    one_line(refused, 2, says)
+    assert refused.stdout == ''
+    assert allocations(cluster) == {}
+    assert set(everything(cluster)) == {f'/computes/{provider}'}
+
+
+def test_a_uuid_that_exists_nowhere(cluster: Control) -> None:
+    for words in ([NOBODY], ['show', NOBODY], ['destroy', NOBODY], ['destroy', '--wait', NOBODY], [NOBODY.upper()]):
+        refused = cluster.eschedule(*words)
+        one_line(refused, 4, NOBODY, 'no such instance')
+        assert refused.stdout == ''
+    assert everything(cluster) == {}
+
+
+# Configuration
+
+WRONG_YAML = """\
+# line 1
+resise: False
+etcd:
+  hots: localhost
+  port: many
+  password: secret
+placement:
+  endpoint: localhost:8080
+uuid: 17
+"""
+
+
+@pytest.mark.parametrize(
+    ('module', 'name', 'extra'),
+    [('ecomp.compute', 'compute.yaml', {'resise': 2, 'uuid': 9}), ('ecomp.schedule', 'schedule.yaml', {'uuid': 9})],
+)
+def test_every_wrong_key_is_named_with_its_line(tmp_path: Path, module: str, name: str, extra: dict[str, int]) -> None:
+    (tmp_path / name).write_text(WRONG_YAML)
+    words = ['list'] if module == 'ecomp.schedule' else ['--fake', 'VCPU:1,DISK_GB:1,MEMORY_MB:1']
+    command = 'eschedule' if module == 'ecomp.schedule' else 'ecompute'
+    refused = run(module, *words, directory=tmp_path)
+    assert refused.code == 2
+    assert refused.stdout == ''
+    # One message, with a line for each mistake.
+    first, *rest = refused.stderr.splitlines()
+    assert first.startswith(f'{command}: {name}:'), refused
+    assert all(line.startswith(f'{name}:') for line in rest), refused
+    lines = [first, *rest]
+    wanted = {'hots': 4, 'port': 5, 'password': 6, 'endpoint': 8, **extra}
+    for key, number in wanted.items():
+        assert [line for line in lines if f'{name}:{number}: ' in line and key in line], (key, refused)
+    assert 'secret' not in refused.stderr
+
+
+@pytest.mark.parametrize(
+    ('text', 'says'), [('etcd: [', 'not YAML'), ('- a\n- b\n', 'keys with values'), ('a: b: c\n', ':1:'), ('x', 'keys')]
+)
+def test_configuration_that_is_none(tmp_path: Path, text: str, says: str) -> None:
+    (tmp_path / 'schedule.yaml').write_text(text)
+    one_line(run('ecomp.schedule', 'list', directory=tmp_path), 2, 'schedule.yaml', says)
+
+
+# Servers that are not there
+
+
+def test_eschedule_without_etcd(cluster: Control) -> None:
+    cluster.ecompute()
+    nowhere = f'127.0.0.1:{free_port()}'
+    config = write_config(cluster.directory / 'no-etcd.yaml', nowhere, cluster.placement.url)
+    for words in ([SMALL], [SMALL, '--uuid', NOBODY], [NOBODY], ['list'], ['show', NOBODY], ['destroy', NOBODY]):
+        refused = eschedule(config, *words, timeout=15)
+        one_line(refused, 7, 'etcd', nowhere, 'cannot be reached')
+        assert refused.stdout == ''
+    assert allocations(cluster) == {}
+
+
+def test_eschedule_without_placement(cluster: Control) -> None:
+    compute = cluster.ecompute()
+    nowhere = f'http://127.0.0.1:{free_port()}'
+    config = write_config(cluster.directory / 'no-placement.yaml', cluster.etcd.endpoint, nowhere)
+    for words in ([SMALL], [SMALL, '--uuid', NOBODY]):
+        refused = eschedule(config, *words, timeout=15)
+        one_line(refused, 7, 'placement', nowhere, 'cannot be reached')
+        assert refused.stdout == ''
+    assert set(everything(cluster)) - {'/cluster'} == {f'/computes/{compute.uuid}'}
+    # What does not need placement does not ask for it.
+    assert eschedule(config, 'list').code == 0
+
+
+def test_something_else_answers_in_placements_place(cluster: Control) -> None:
+    cluster.ecompute()
+    config = write_config(cluster.directory / 'odd.yaml', cluster.etcd.endpoint, f'http://{cluster.etcd.endpoint}')
+    one_line(eschedule(config, SMALL), 7, cluster.etcd.endpoint, 'is `placement:` right?')
+    assert cluster.etcd.keys('/requests/') == []
+
+
+def test_frozen_servers_are_not_waited_for_for_ever(own_control: Control) -> None:
+    own_control.ecompute()
+    config = yaml.safe_load(own_control.schedule_yaml.read_text())
+    config['etcd']['timeout'] = 1
+    own_control.schedule_yaml.write_text(yaml.safe_dump(config))
+    own_control.etcd.pause()
+    one_line(own_control.eschedule(SMALL, timeout=15), 7, 'etcd', own_control.etcd.endpoint)
+    own_control.etcd.resume()
+    check(own_control)
+
+
+# Where the output goes
+
+
+def test_the_reader_has_gone(cluster: Control) -> None:
+    compute = cluster.ecompute()
+    _, instance = place(cluster)
+    addressed(cluster, instance)
+    config = str(cluster.schedule_yaml)
+    for words in (['list'], ['list', '-f', 'json'], ['show', instance], [instance]):
+        reader, writer = os.pipe()
+        os.close(reader)
+        try:
+            ended = run('ecomp.schedule', '--config', config, *words, directory=cluster.directory, stdout=writer)
+        finally:
+            os.close(writer)
+        assert (ended.code, ended.stderr) == (1, ''), (words, ended)
+        done = run('ecomp.schedule', '--config', config, *words, directory=cluster.directory, closed=True)
+        assert (done.code, done.stderr) == (0, ''), (words, done)
+    piped = f'{sys.executable} -m ecomp.schedule --config {config} list | head -1'
+    ended = Result(*_shell(piped))
+    assert (ended.code, ended.stderr) == (0, '')
+    assert ended.stdout.startswith('INSTANCE')
+    check(cluster, compute)
+
+
+@pytest.mark.parametrize('how', ['closed', 'full'])
+def test_a_request_whose_answer_cannot_be_written(cluster: Control, how: str) -> None:
+    compute = cluster.ecompute()
+    instance = str(uuid.uuid4())
+    words = ['--config', str(cluster.schedule_yaml), '--uuid', instance, SMALL]
+    if how == 'closed':
+        ended = run('ecomp.schedule', *words, directory=cluster.directory, closed=True)
+    else:
+        with open('/dev/full', 'w') as full:
+            ended = run('ecomp.schedule', *words, directory=cluster.directory, stdout=full.fileno())
+        one_line(ended, 1, instance, compute.uuid, 'was placed', 'No space left')
+    # It was placed all the same: an answer that is lost loses nothing.
+    addressed(cluster, instance)
+    check(cluster, compute)
+
+
+def _shell(command: str) -> tuple[int, str, str]:
+    done = subprocess.run(['sh', '-c', command], capture_output=True, text=True, check=False, env=environment())
+    return done.returncode, done.stdout, done.stderr

@@ -1,0 +1,319 @@
+"""Requests that were not written by this eschedule: by the one of 2019, by hand, by mistake, by malice."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import uuid
+from typing import Any
+
+import pytest
+
+from tests.commands import Control, Ecompute
+from tests.scenario.invariants import allocations, check, everything
+from tests.scenario.story import (
+    IMAGE,
+    NOBODY,
+    SMALL,
+    addressed,
+    log_of,
+    logged,
+    one_line,
+    place,
+    reached,
+    record,
+)
+from tests.servers import until
+
+RESOURCES = {'VCPU': 1, 'DISK_GB': 1, 'MEMORY_MB': 128}
+USER, PROJECT = 'c1a0d1e5-0000-4000-8000-00000000000a', 'c1a0d1e5-0000-4000-8000-00000000000b'
+
+
+def claim(control: Control, compute: str, instance: str, resources: dict[str, int] | None = None) -> dict[str, Any]:
+    """A claim as the eschedule of 2019 made it, but for the consumer_type that placement wants since; its body."""
+    body = {
+        'allocations': {compute: {'resources': resources or RESOURCES}},
+        'user_id': USER,
+        'project_id': PROJECT,
+        'consumer_generation': None,
+    }
+    control.placement.call('PUT', f'/allocations/{instance}', {**body, 'consumer_type': 'INSTANCE'})
+    return body
+
+
+def request(compute: str, instance: str, /, **other: Any) -> dict[str, Any]:
+    """The request of 2019, without a claim."""
+    body = {
+        'allocations': {compute: {'resources': RESOURCES}},
+        'user_id': USER,
+        'project_id': PROJECT,
+        'consumer_generation': None,
+        'instance': instance,
+        'image': IMAGE,
+    }
+    return {**body, **other}
+
+
+def write(control: Control, compute: str, instance: str, value: Any) -> None:
+    """Write a request key: JSON of a value, or the text itself."""
+    control.etcd.put(f'/hosts/{compute}/{instance}', value if isinstance(value, str | bytes) else json.dumps(value))
+
+
+def refused(control: Control, compute: str, instance: str, *words: str) -> dict[str, Any]:
+    """The instance ends in error with these words as its reason, and without a request key."""
+    found = reached(control, instance, 'error')
+    assert (found['compute'], found['error']['stage']) == (compute, 'scheduled')
+    for word in words:
+        assert word in found['error']['reason'], (word, found['error'])
+    assert found['error']['cleaned']
+    assert control.etcd.get(f'/hosts/{compute}/{instance}') is None
+    return found
+
+
+# As in 2019
+
+
+def test_a_request_and_a_destroy_of_2019_are_carried_out(cluster: Control) -> None:
+    compute = cluster.ecompute()
+    instance = str(uuid.uuid4())
+    message = {**claim(cluster, compute.uuid, instance), 'instance': instance, 'image': IMAGE}
+
+    # With etcd's own client, as a person would.
+    key = f'/hosts/{compute.uuid}/{instance}'
+    subprocess.run(
+        ['etcdctl', '--endpoints', cluster.etcd.endpoint, 'put', key, json.dumps(message)],
+        check=True,
+        capture_output=True,
+        env={'ETCDCTL_API': '3', 'PATH': '/usr/bin:/bin:/usr/local/bin'},
+    )
+
+    found = reached(cluster, instance, 'active')
+    assert (found['image'], found['user_id'], found['project_id']) == (IMAGE, USER, PROJECT)
+    assert cluster.eschedule(instance).stdout.strip() == addressed(cluster, instance)
+    check(cluster, compute)
+
+    # placement's answer, with allocations emptied: all of it, consumer_generation and consumer_type, too.
+    answer = cluster.placement.call('GET', f'/allocations/{instance}')
+    assert answer['consumer_generation'] == 1
+    write(cluster, compute.uuid, instance, {**answer, 'allocations': {}, 'instance': instance, 'image': None})
+    reached(cluster, instance, 'gone')
+    check(cluster, compute)
+    assert allocations(cluster) == {}
+
+
+# What placement does not confirm
+
+
+def test_a_request_without_an_allocation_is_not_built(cluster: Control) -> None:
+    compute = cluster.ecompute()
+    write(cluster, compute.uuid, NOBODY, request(compute.uuid, NOBODY))
+    refused(cluster, compute.uuid, NOBODY, 'placement holds no allocation')
+    assert not logged(compute, 'INSTANTIATE')
+    check(cluster, compute)
+    one_line(cluster.eschedule(NOBODY), 1, NOBODY, 'failed at stage scheduled', 'placement holds no allocation')
+    assert 'placement holds no allocation' in cluster.eschedule('show', NOBODY).stdout
+
+
+def test_a_request_that_is_held_elsewhere_is_not_built(cluster: Control) -> None:
+    compute, other = cluster.ecompute(), cluster.ecompute()
+    foreign = str(uuid.uuid4())
+    claim(cluster, other.uuid, foreign)
+    write(cluster, compute.uuid, foreign, request(compute.uuid, foreign))
+    refused(cluster, compute.uuid, foreign, f'nothing is held on {compute.uuid}', f'held on {other.uuid}')
+    assert cluster.placement.allocations(foreign) == {other.uuid: RESOURCES}
+    check(cluster, compute, other, foreign=[foreign])
+    cluster.placement.call('DELETE', f'/allocations/{foreign}')
+
+
+def test_a_request_that_differs_from_its_allocation_is_not_built(cluster: Control) -> None:
+    compute = cluster.ecompute()
+    claim(cluster, compute.uuid, NOBODY, {**RESOURCES, 'MEMORY_MB': 64})
+    write(cluster, compute.uuid, NOBODY, request(compute.uuid, NOBODY))
+    refused(cluster, compute.uuid, NOBODY, 'MEMORY_MB:128', 'MEMORY_MB:64')
+    check(cluster, compute)
+    assert allocations(cluster) == {}
+
+
+def test_a_request_for_an_instance_of_another_compute_is_dropped(cluster: Control) -> None:
+    owner, other = cluster.ecompute(), cluster.ecompute()
+    _, instance = place(cluster, f'{SMALL}&in_tree={owner.uuid}')
+    addressed(cluster, instance)
+    before = everything(cluster)[f'/instances/{instance}']
+
+    write(cluster, other.uuid, instance, request(other.uuid, instance))
+
+    until(lambda: cluster.etcd.get(f'/hosts/{other.uuid}/{instance}') is None, 20, 'the request is dropped')
+    assert everything(cluster)[f'/instances/{instance}'] == before
+    assert logged(other, instance, 'request dropped', owner.uuid)
+    check(cluster, owner, other)
+
+
+# What cannot be understood
+
+
+def test_values_that_are_no_requests(cluster: Control) -> None:
+    compute = cluster.ecompute()
+    here = compute.uuid
+    _, good = place(cluster)
+    addressed(cluster, good)
+    wrong: list[tuple[Any, list[str]]] = [
+        ('{"allocations": ', ['not JSON']),
+        ('', ['not JSON']),
+        (b'\xff\xfe', ['not text in UTF-8']),
+        ('[]', ['expected a JSON object', 'list']),
+        ('"text"', ['expected a JSON object']),
+        ('{"instance": 1, "instance": 2}', ['twice']),
+        ('[' * 50_000, ['nested too deeply']),
+        ('{}', ['lacks allocations, instance, image']),
+        ({'instance': ..., 'image': IMAGE}, ['lacks allocations']),
+        ({'allocations': {}, 'instance': ...}, ['lacks image']),
+        ({'instance': NOBODY}, [NOBODY, 'its key says']),
+        ({'instance': 17}, ['17', 'its key says']),
+        ({'allocations': []}, ['allocations', 'list']),
+        ({'allocations': {here: {'resources': {}}}}, ['no resources']),
+        ({'allocations': {here: 3}}, ['no resources']),
+        ({'allocations': {here: {'resources': {**RESOURCES, 'VCPU': '1'}}}}, ['VCPU', "'1'"]),
+        ({'allocations': {here: {'resources': {**RESOURCES, 'VCPU': True}}}}, ['VCPU', 'True']),
+        ({'allocations': {here: {'resources': {**RESOURCES, 'VCPU': 0}}}}, ['VCPU is 0']),
+        ({'allocations': {here: {'resources': {**RESOURCES, 'VCPU': -1}}}}, ['VCPU is -1']),
+        ({'allocations': {here: {'resources': {**RESOURCES, 'VCPU': 1.5}}}}, ['VCPU is 1.5']),
+        ({'allocations': {here: {'resources': {'VCPU': 1, 'MEMORY_MB': 1}}}}, ['no DISK_GB']),
+        ({'allocations': {NOBODY: {'resources': RESOURCES}}}, [NOBODY, 'not for this compute']),
+        ({'image': None}, ['image', 'None']),
+        ({'image': 7}, ['image', '7']),
+        ({'image': 'ftp://images.invalid/a.img'}, ['ftp://', 'http://']),
+        ({'image': '/etc/passwd'}, ['/etc/passwd', 'http://']),
+        ({'image': 'e9bedb97-917a-4f4e-9a69-8ad21840267f'}, ['http://']),
+        ({'image': 'http:///nothing'}, ['names no host']),
+        ({'image': 'http://images.invalid/\n'}, ['control character']),
+        ({'version': 2}, ['version 2']),
+        ({'version': 'new'}, ["version 'new'"]),
+        ({'user_id': 5}, ['user_id']),
+        ({'stages': 'now'}, ['stages']),
+        ({'allocations': {}}, ['destroy', 'null']),
+        ({'query': 'x' * (1024 * 1024)}, ['bytes', 'the limit is']),
+    ]
+    asked: dict[str, list[str]] = {}
+    for value, words in wrong:
+        instance = str(uuid.uuid4())
+        if isinstance(value, dict):
+            whole = value if ... in value.values() else request(here, instance, **value)
+            value = {name: instance if each is ... else each for name, each in whole.items()}
+        asked[instance] = words
+        write(cluster, here, instance, value)
+    for instance, words in asked.items():
+        refused(cluster, here, instance, *words)
+    check(cluster, compute)
+
+    # Each once in the log, in one line, and everything else goes on.
+    for instance in asked:
+        assert len(logged(compute, instance)) == 1
+    place(cluster)
+    check(cluster, compute)
+    assert cluster.eschedule('list').code == 0
+
+
+def test_a_class_the_compute_does_not_have(cluster: Control) -> None:
+    compute = cluster.ecompute()
+    odd = {**RESOURCES, 'CUSTOM_GOLD': 1}
+    write(cluster, compute.uuid, NOBODY, request(compute.uuid, NOBODY, allocations={compute.uuid: {'resources': odd}}))
+    refused(cluster, compute.uuid, NOBODY, 'placement holds no allocation')
+    check(cluster, compute)
+
+
+@pytest.mark.parametrize('name', ['not-a-uuid', NOBODY.upper(), f'deeper/{NOBODY}', ''])
+def test_a_key_that_names_no_instance_is_reported_once_and_left(cluster: Control, name: str) -> None:
+    compute = cluster.ecompute()
+    key = f'/hosts/{compute.uuid}/{name}'
+    cluster.etcd.put(key, json.dumps(request(compute.uuid, NOBODY)))
+    until(lambda: logged(compute, key), 20, 'it is reported')
+    # What comes after it is carried out, and takes the planner round several times.
+    for _ in range(2):
+        addressed(cluster, place(cluster)[1])
+    assert len(logged(compute, key)) == 1
+    assert len(log_of(compute)) < 30
+    assert cluster.etcd.get(key) is not None
+    assert record(cluster, NOBODY) is None
+    for command in (['list'], ['list', '-f', 'json']):
+        assert cluster.eschedule(*command).code == 0
+    cluster.etcd.delete(key)
+    check(cluster, compute)
+
+
+def test_the_request_of_a_living_guest_becomes_unreadable(cluster: Control) -> None:
+    compute = cluster.ecompute()
+    _, instance = place(cluster)
+    address = addressed(cluster, instance)
+    write(cluster, compute.uuid, instance, '{')
+    fault = until(lambda: (record(cluster, instance) or {}).get('fault'), 20, 'its fault is recorded')
+    assert 'unreadable' in str(fault)
+    addressed(cluster, place(cluster)[1])
+    assert len(logged(compute, instance, 'unreadable')) == 1
+    found = record(cluster, instance)
+    assert found is not None
+    assert found['state'] == 'active'
+    assert cluster.eschedule(instance).stdout == f'{address}\n'
+    # It can be destroyed all the same.
+    assert cluster.eschedule('destroy', '--wait', instance).code == 0
+    reached(cluster, instance, 'gone')
+    check(cluster, compute)
+
+
+def test_a_deleted_request_key_destroys_nothing(cluster: Control) -> None:
+    compute = cluster.ecompute()
+    _, instance = place(cluster)
+    addressed(cluster, instance)
+
+    cluster.etcd.delete(f'/hosts/{compute.uuid}/{instance}')
+
+    until(lambda: logged(compute, instance, 'unmanaged'), 20, 'it is reported')
+    addressed(cluster, place(cluster)[1])  # the compute lives on
+    assert len(logged(compute, instance, 'unmanaged')) == 1
+    assert fake_guests(compute)[instance]['running']
+    assert instance in allocations(cluster)
+    # A destroy of it is still carried out.
+    assert cluster.eschedule('destroy', '--wait', instance).code == 0
+    check(cluster, compute)
+    assert instance not in fake_guests(compute)
+
+
+def test_requests_that_vanish_at_once(cluster: Control) -> None:
+    compute = cluster.ecompute()
+    for _ in range(60):
+        instance = str(uuid.uuid4())
+        write(cluster, compute.uuid, instance, request(compute.uuid, instance))
+        cluster.etcd.delete(f'/hosts/{compute.uuid}/{instance}')
+    addressed(cluster, place(cluster)[1])
+    check(cluster, compute)
+    log_of(compute)
+    assert compute.stop() == 0  # nothing counts as in work for ever
+
+
+def test_a_record_that_cannot_be_read_harms_no_other_instance(cluster: Control) -> None:
+    compute = cluster.ecompute()
+    _, instance = place(cluster)
+    addressed(cluster, instance)
+    compute.stop()
+    good = cluster.etcd.get(f'/instances/{instance}')
+    assert good is not None
+    cluster.etcd.put(f'/instances/{instance}', json.dumps({'version': 99}))
+    compute.start()
+    _, second = place(cluster)
+    reached(cluster, second, 'active')
+    assert len(logged(compute, f'/instances/{instance}', 'version 99')) == 1
+    assert fake_guests(compute)[instance]['running']
+    one_line(cluster.eschedule('show', instance), 1, f'/instances/{instance}', 'version 99')
+    listed = cluster.eschedule('list')
+    assert second in listed.stdout
+    assert listed.code == 1
+    one_line(listed, 1, f'/instances/{instance}', 'version 99')
+    cluster.etcd.put(f'/instances/{instance}', good)
+    compute.stop()
+    compute.start()
+    check(cluster, compute)
+
+
+def fake_guests(compute: Ecompute) -> dict[str, dict[str, Any]]:
+    """What the fake hypervisor has."""
+    text = (compute.directory / 'state' / 'fake.json').read_text()
+    return {guest['instance']: guest for guest in json.loads(text)}

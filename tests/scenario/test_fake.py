@@ -1,0 +1,305 @@
+"""The stories of many computes and many requests, with pretended guests: place, refuse, show, destroy."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import Counter
+from pathlib import Path
+
+from tests.commands import Control, write_config
+from tests.scenario.invariants import allocations, check, everything
+from tests.scenario.story import (
+    IMAGE,
+    NOBODY,
+    NOTIFIED,
+    SMALL,
+    addressed,
+    at_once,
+    logged,
+    notified,
+    one_line,
+    place,
+    reached,
+    record,
+)
+from tests.servers import Server
+
+TOY = 'VCPU:4,DISK_GB:10,MEMORY_MB:512'
+
+
+class Toy(Server):
+    """`ecompute --fake` as the README has it: no options but the inventory, ten of them in one directory."""
+
+    def __init__(self, directory: Path, number: int) -> None:
+        self.name = f'toy-{number}'
+        super().__init__(directory)
+
+    def command(self) -> list[str]:
+        """compute.yaml is in the directory it is started in."""
+        return [sys.executable, '-m', 'ecomp.compute', '--fake', TOY]
+
+    def environment(self) -> dict[str, str]:
+        """Its throw-away state goes with the test, also when it is killed."""
+        return {**super().environment(), 'TMPDIR': str(self.directory)}
+
+    def is_ready(self) -> bool:
+        """Its log says so."""
+        return ' ready: ' in self.last_words()
+
+
+def test_ten_fakes_take_forty_of_fifty_requests(cluster: Control) -> None:
+    write_config(cluster.directory / 'compute.yaml', cluster.etcd.endpoint, cluster.placement.url)
+    toys = [Toy(cluster.directory, number) for number in range(10)]
+    for toy in toys:
+        cluster.at_exit.callback(toy.close)
+        toy.launch()
+    for toy in toys:
+        toy.wait_ready()
+    computes = {key.rsplit('/', 1)[1] for key in cluster.etcd.keys('/computes/')}
+    assert len(computes) == 10
+
+    results = at_once(cluster, [[SMALL]] * 50)
+
+    assert Counter(each.code for each in results) == {0: 40, 3: 10}
+    placed = [notified(each) for each in results if each.code == 0]
+    assert len({instance for _, instance in placed}) == 40
+    assert Counter(compute for compute, _ in placed) == dict.fromkeys(computes, 4)
+    for refused in (each for each in results if each.code == 3):
+        assert refused.stdout == 'NO ALLOCATIONS LEFT\n'
+        assert all(line.startswith('eschedule: ') for line in refused.stderr.splitlines()), refused
+    held = allocations(cluster)
+    assert held == {
+        instance: {compute: {'VCPU': 1, 'DISK_GB': 1, 'MEMORY_MB': 128}} for compute, instance in placed
+    }
+    for _, instance in placed:
+        assert addressed(cluster, instance) == reached(cluster, instance, 'active')['addresses'][0]['address']
+    check(cluster)
+
+
+def test_ten_at_once_and_then_ten_more_than_fit(cluster: Control) -> None:
+    compute = cluster.ecompute('VCPU:12,DISK_GB:100,MEMORY_MB:4096')
+    first = [notified(each)[1] for each in at_once(cluster, [[SMALL]] * 10, width=10)]
+    assert len(set(first)) == 10
+    for instance in first:
+        assert reached(cluster, instance, 'active')['compute'] == compute.uuid
+
+    second = at_once(cluster, [[SMALL]] * 10, width=10)
+
+    assert Counter(each.code for each in second) == {0: 2, 3: 8}
+    assert [each.stdout for each in second if each.code == 3] == ['NO ALLOCATIONS LEFT\n'] * 8
+    usages = cluster.placement.call('GET', f'/resource_providers/{compute.uuid}/usages')['usages']
+    assert usages == {'VCPU': 12, 'DISK_GB': 12, 'MEMORY_MB': 12 * 128}
+    check(cluster, compute)
+    log = compute.log.read_text()
+    assert log.count('INSTANTIATE INSTANCE ') == log.count('ALLOCATIONS ARE {') == 12
+
+
+def test_the_log_has_the_readmes_words(cluster: Control) -> None:
+    compute = cluster.ecompute()
+    _, instance = place(cluster, SMALL, IMAGE)
+    reached(cluster, instance, 'active')
+    assert logged(compute, f' INSTANTIATE INSTANCE {instance} WITH IMAGE {IMAGE}')
+    wire = f"{{'{compute.uuid}': {{'resources': {{'VCPU': 1, 'DISK_GB': 1, 'MEMORY_MB': 128}}}}}}"
+    assert logged(compute, f' ALLOCATIONS ARE {wire}')
+
+
+def test_no_candidate_for_a_required_trait(cluster: Control) -> None:
+    compute = cluster.ecompute()
+    refused = cluster.eschedule(f'{SMALL}&required=MISC_SHARES_VIA_AGGREGATE')
+    assert refused.stdout == 'NO ALLOCATIONS LEFT\n'
+    one_line(refused, 3, 'required')
+    check(cluster, compute)
+
+
+def test_no_compute_at_all(cluster: Control) -> None:
+    refused = cluster.eschedule(SMALL)
+    assert refused.stdout == 'NO ALLOCATIONS LEFT\n'
+    one_line(refused, 3, 'no compute is alive')
+    assert everything(cluster) == {}
+
+
+def test_a_dead_compute_is_skipped(cluster: Control) -> None:
+    dead = cluster.ecompute('VCPU:64,DISK_GB:100,MEMORY_MB:65536')
+    living = cluster.ecompute()
+    dead.kill()
+    lease = everything(cluster)[f'/computes/{dead.uuid}'].lease
+    cluster.etcd.call('lease/revoke', {'ID': lease})
+
+    placed = cluster.eschedule(SMALL)
+
+    assert notified(placed)[0] == living.uuid
+    one_line(placed, 0, dead.uuid, 'not alive', 'skipped')
+    refused = cluster.eschedule(f'{SMALL}&in_tree={dead.uuid}')
+    assert refused.stdout == 'NO ALLOCATIONS LEFT\n'
+    assert refused.code == 3
+    assert 'none of them is alive' in refused.stderr
+    reached(cluster, notified(placed)[1], 'active')
+    check(cluster, living)
+
+
+def test_granular_groups_and_member_of_pass_through(cluster: Control) -> None:
+    compute = cluster.ecompute()
+    aggregate = 'a66e9a7e-0000-4000-8000-000000000001'
+    path = f'/resource_providers/{compute.uuid}'
+    generation = cluster.placement.call('GET', path)['generation']
+    body = {'aggregates': [aggregate], 'resource_provider_generation': generation}
+    cluster.placement.call('PUT', f'{path}/aggregates', body)
+    groups = 'resources1=VCPU:1&resources2=DISK_GB:1,MEMORY_MB:128&group_policy=none'
+    for query in (groups, f'{SMALL}&member_of={aggregate}', f'{SMALL}&limit=1', f'{SMALL}&in_tree={compute.uuid}'):
+        _, instance = place(cluster, query)
+        assert reached(cluster, instance, 'active')['query'] == query
+    check(cluster, compute)
+
+
+# Destroying
+
+
+def test_destroy_and_destroy_again(cluster: Control) -> None:
+    compute = cluster.ecompute()
+    _, instance = place(cluster)
+    address = addressed(cluster, instance)
+    assert cluster.eschedule(instance).stdout == f'{address}\n'
+
+    done = cluster.eschedule('destroy', instance)
+
+    one_line(done, 0, instance, 'destroy accepted')
+    assert done.stdout == ''
+    gone = reached(cluster, instance, 'gone')
+    check(cluster, compute)
+    one_line(cluster.eschedule('destroy', instance), 4, instance, 'gone since', gone['stages']['gone'])
+    one_line(cluster.eschedule(instance), 4, instance, 'gone since')
+    one_line(cluster.eschedule('destroy', NOBODY), 4, NOBODY, 'no such instance')
+    # What it held can be had again.
+    for _ in range(4):
+        place(cluster)
+    check(cluster, compute)
+
+
+def test_destroy_with_wait_returns_when_it_is_gone(cluster: Control) -> None:
+    compute = cluster.ecompute()
+    _, instance = place(cluster)
+    addressed(cluster, instance)
+    done = cluster.eschedule('destroy', '--wait', instance)
+    assert (done.code, done.stderr.splitlines()[-1]) == (0, f'eschedule: {instance}: gone')
+    found = record(cluster, instance)
+    assert found is not None
+    assert found['state'] == 'gone'
+    check(cluster, compute)
+
+
+def test_destroy_at_once_after_the_request(cluster: Control) -> None:
+    compute = cluster.ecompute()
+    for _ in range(3):
+        _, instance = place(cluster)
+        assert cluster.eschedule('destroy', '--wait', instance).code == 0
+        reached(cluster, instance, 'gone')
+    check(cluster, compute)
+
+
+def test_destroy_of_one_whose_allocation_is_gone(cluster: Control) -> None:
+    compute = cluster.ecompute()
+    _, instance = place(cluster)
+    addressed(cluster, instance)
+    cluster.placement.call('DELETE', f'/allocations/{instance}')
+    assert cluster.eschedule('destroy', instance).code == 0
+    reached(cluster, instance, 'gone')
+    check(cluster, compute)
+
+
+def test_destroy_of_several_with_an_unknown_one(cluster: Control) -> None:
+    compute = cluster.ecompute()
+    first, second = place(cluster)[1], place(cluster)[1]
+    done = cluster.eschedule('destroy', first, NOBODY, second)
+    assert done.code == 4
+    lines = done.stderr.splitlines()
+    assert [line.partition(' ')[0] for line in lines] == ['eschedule:'] * 3
+    assert lines[1] == f'eschedule: {NOBODY}: no such instance'
+    for instance in (first, second):
+        reached(cluster, instance, 'gone')
+    check(cluster, compute)
+
+
+def test_destroy_of_a_failed_one_removes_its_record(cluster: Control) -> None:
+    compute = cluster.ecompute()
+    _, instance = place(cluster)
+    reached(cluster, instance, 'active')
+    request = {'allocations': {compute.uuid: {'resources': {'VCPU': 1, 'DISK_GB': 1, 'MEMORY_MB': 1}}}, 'image': IMAGE}
+    cluster.etcd.put(f'/hosts/{compute.uuid}/{NOBODY}', json.dumps({**request, 'instance': NOBODY}))
+    reached(cluster, NOBODY, 'error')
+    one_line(cluster.eschedule('destroy', NOBODY), 0, 'its record is removed')
+    assert record(cluster, NOBODY) is None
+    one_line(cluster.eschedule('destroy', NOBODY), 4, 'no such instance')
+    check(cluster, compute)
+
+
+# Showing
+
+
+def test_list_and_show(cluster: Control) -> None:
+    compute = cluster.ecompute()
+    assert cluster.eschedule('list', '-f', 'json').stdout == '[]\n'
+    first, second = place(cluster, SMALL, IMAGE)[1], place(cluster)[1]
+    address = addressed(cluster, first)
+    addressed(cluster, second)
+    assert cluster.eschedule('destroy', '--wait', second).code == 0
+
+    table = cluster.eschedule('list')
+    assert table.code == 0
+    assert table.stderr == ''
+    head, *rows = table.stdout.splitlines()
+    assert head.split() == ['INSTANCE', 'STATE', 'ADDRESS', 'COMPUTE', 'REQUESTED']
+    assert len(rows) == 1
+    assert rows[0].split()[:4] == [first, 'active', address, compute.uuid]
+    everyone = cluster.eschedule('list', '--all').stdout.splitlines()
+    assert {tuple(row.split()[:2]) for row in everyone[1:]} == {(first, 'active'), (second, 'gone')}
+
+    listed = json.loads(cluster.eschedule('list', '-f', 'json').stdout)
+    shown = json.loads(cluster.eschedule('show', first, '-f', 'json').stdout)
+    assert listed == [shown]
+    assert shown == record(cluster, first)
+    assert set(shown) == {
+        'version', 'instance', 'compute', 'state', 'image', 'resources', 'query', 'user_id', 'project_id',
+        'addresses', 'stages', 'error', 'fault', 'attempts',
+    }  # fmt: skip
+    assert list(shown['stages']) == ['requested', 'scheduled', 'image', 'disk', 'started', 'addressed']
+    assert list(shown['stages'].values()) == sorted(shown['stages'].values())
+    assert (shown['image'], shown['query'], shown['error'], shown['fault']) == (IMAGE, SMALL, None, None)
+    for words in (['list', '--all', '--format=json'], ['show', '-f', 'json', second]):
+        json.loads(cluster.eschedule(*words).stdout)
+
+    detail = cluster.eschedule('show', first)
+    assert detail.code == 0
+    assert detail.stderr == ''
+    rows = detail.stdout.splitlines()
+    assert dict(row.split(None, 1) for row in rows)['state'] == 'active'
+    assert any(address in row for row in rows)
+    one_line(cluster.eschedule('show', NOBODY), 4, NOBODY, 'no such instance')
+    check(cluster, compute)
+
+
+def test_what_no_compute_has_seen_yet_is_scheduled(cluster: Control) -> None:
+    compute = cluster.ecompute()
+    compute.pause()
+    placed = cluster.eschedule(SMALL)
+    found = NOTIFIED.fullmatch(placed.stdout)
+    assert found
+    instance = found[2]
+    assert cluster.eschedule('list').stdout.splitlines()[1].split()[:3] == [instance, 'scheduled', '-']
+    shown = json.loads(cluster.eschedule('show', instance, '-f', 'json').stdout)
+    assert (shown['state'], shown['compute'], shown['query']) == ('scheduled', compute.uuid, SMALL)
+    one_line(cluster.eschedule(instance), 6, instance, 'no address yet', 'scheduled')
+    check(cluster)
+    compute.resume()
+    addressed(cluster, instance)
+    check(cluster, compute)
+
+
+def test_two_computes_share_nothing(cluster: Control) -> None:
+    one, other = cluster.ecompute(), cluster.ecompute()
+    placed = [place(cluster, f'{SMALL}&in_tree={each.uuid}') for each in (one, other, one)]
+    for compute, instance in placed:
+        assert reached(cluster, instance, 'active')['compute'] == compute
+    assert [compute for compute, _ in placed] == [one.uuid, other.uuid, one.uuid]
+    check(cluster, one, other)
+

@@ -1,0 +1,279 @@
+"""The same uuid again: nothing is made twice, whoever asks, however often, and wherever the first one died."""
+
+from __future__ import annotations
+
+import random
+import signal
+import subprocess
+import sys
+import uuid
+from collections.abc import Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.commands import Control, Result, write_config
+from tests.scenario.gate import Gate
+from tests.scenario.invariants import allocations, check, everything
+from tests.scenario.story import (
+    IMAGE,
+    SMALL,
+    addressed,
+    at_once,
+    logged,
+    notified,
+    one_line,
+    place,
+    reached,
+    record,
+)
+from tests.servers import environment, until
+
+CLAIM = b'PUT /allocations/'
+
+
+@pytest.fixture
+def instance() -> str:
+    return str(uuid.uuid4())
+
+
+@pytest.fixture
+def gate(cluster: Control) -> Iterator[Gate]:
+    """A way to placement that can be held up."""
+    with Gate(cluster.placement.port) as gate:
+        yield gate
+
+
+@pytest.fixture
+def slow(cluster: Control, gate: Gate) -> Path:
+    """A schedule.yaml that goes through the gate."""
+    return write_config(cluster.directory / 'slow.yaml', cluster.etcd.endpoint, gate.url)
+
+
+@contextmanager
+def begun(config: Path, *words: str) -> Iterator[subprocess.Popen[str]]:
+    """An eschedule that is still at it."""
+    process = subprocess.Popen(
+        [sys.executable, '-m', 'ecomp.schedule', '--config', str(config), *words],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment(),
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_the_same_again_changes_nothing_and_says_so(cluster: Control, instance: str) -> None:
+    compute = cluster.ecompute()
+    assert place(cluster, '--uuid', instance, SMALL, IMAGE) == (compute.uuid, instance)
+    addressed(cluster, instance)
+    before = everything(cluster), allocations(cluster)
+    revision = cluster.etcd.call('kv/range', {'key': 'AA=='})['header']['revision']
+
+    again = cluster.eschedule('--uuid', instance, SMALL, IMAGE)
+
+    assert notified(again) == (compute.uuid, instance)
+    one_line(again, 0, instance, 'requested before', 'nothing is changed')
+    # A uuid is the same one in capitals.
+    assert notified(cluster.eschedule('--uuid', instance.upper(), SMALL, IMAGE))[1] == instance
+    waited = cluster.eschedule('--uuid', instance, '--wait', SMALL, IMAGE)
+    assert waited.stdout.splitlines()[1:] == [addressed(cluster, instance)]
+    assert (everything(cluster), allocations(cluster)) == before
+    assert cluster.etcd.call('kv/range', {'key': 'AA=='})['header']['revision'] == revision
+
+    for words in ([f'{SMALL}&limit=1', IMAGE], [SMALL]):
+        refused = cluster.eschedule('--uuid', instance, *words)
+        one_line(refused, 5, instance, 'exists', SMALL, IMAGE)
+        assert refused.stdout == ''
+    assert (everything(cluster), allocations(cluster)) == before
+    assert len(logged(compute, 'INSTANTIATE')) == 1
+    check(cluster, compute)
+
+
+def test_a_uuid_is_never_used_twice(cluster: Control, instance: str) -> None:
+    compute = cluster.ecompute()
+    place(cluster, '--uuid', instance, SMALL)
+    assert cluster.eschedule('destroy', '--wait', instance).code == 0
+    one_line(cluster.eschedule('--uuid', instance, SMALL), 5, instance, 'gone since', 'never used twice')
+    failed = str(uuid.uuid4())
+    cluster.etcd.put(f'/hosts/{compute.uuid}/{failed}', '{}')
+    reached(cluster, failed, 'error')
+    one_line(cluster.eschedule('--uuid', failed, SMALL), 5, failed, 'failed', 'another uuid')
+    assert allocations(cluster) == {}
+    # What the compute has not seen yet counts as well.
+    compute.pause()
+    unseen = place(cluster)[1]
+    one_line(cluster.eschedule('--uuid', unseen, SMALL), 0, 'nothing is changed')
+    one_line(cluster.eschedule('--uuid', unseen, SMALL, IMAGE), 5, unseen, 'exists')
+    assert cluster.eschedule('destroy', unseen).code == 0
+    one_line(cluster.eschedule('--uuid', unseen, SMALL), 5, unseen, 'being destroyed')
+    one_line(cluster.eschedule('destroy', unseen), 0, unseen, 'already')
+    compute.resume()
+    check(cluster, compute)
+
+
+def test_no_capacity_leaves_the_uuid_free(cluster: Control, instance: str) -> None:
+    compute = cluster.ecompute()
+    refused = cluster.eschedule('--uuid', instance, SMALL.replace('VCPU:1', 'VCPU:5'))
+    assert (refused.code, refused.stdout) == (3, 'NO ALLOCATIONS LEFT\n')
+    place(cluster, '--uuid', instance, SMALL)
+    reached(cluster, instance, 'active')
+    check(cluster, compute)
+
+
+def test_killed_after_its_claim_and_resumed(cluster: Control, instance: str, gate: Gate, slow: Path) -> None:
+    compute = cluster.ecompute()
+    gate.hold(CLAIM)
+    with begun(slow, '--uuid', instance, SMALL) as first:
+        assert gate.held.wait(20)  # placement has answered, and nobody has heard it
+        first.send_signal(signal.SIGKILL)
+        first.wait()
+        assert allocations(cluster) == {instance: {compute.uuid: {'VCPU': 1, 'DISK_GB': 1, 'MEMORY_MB': 128}}}
+        assert record(cluster, instance) is None
+        check(cluster, compute, dead=[first.pid])
+
+        resumed = cluster.eschedule('--uuid', instance, SMALL)
+
+        assert notified(resumed) == (compute.uuid, instance)
+        one_line(resumed, 0, instance, 'taking over')
+    addressed(cluster, instance)
+    assert len(logged(compute, 'INSTANTIATE')) == 1
+    check(cluster, compute)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_killed_after_its_claim_and_never_resumed(cluster: Control, instance: str, gate: Gate, slow: Path) -> None:
+    compute = cluster.ecompute()
+    addressed(cluster, place(cluster)[1])
+    gate.hold(CLAIM)
+    with begun(slow, '--uuid', instance, SMALL) as first:
+        assert gate.held.wait(20)
+        first.send_signal(signal.SIGKILL)
+        first.wait()
+    # First its lease runs out, then it is seen twice.
+    until(lambda: instance not in allocations(cluster), 300, 'its claim is released')
+    assert logged(compute, instance, 'no request stands behind it')
+    assert cluster.etcd.keys('/requests/') == []
+    check(cluster, compute)
+    place(cluster, '--uuid', instance, SMALL)
+    check(cluster, compute)
+
+
+def test_interrupted_after_its_claim_it_releases_it(cluster: Control, instance: str, gate: Gate, slow: Path) -> None:
+    compute = cluster.ecompute()
+    gate.hold(CLAIM)
+    with begun(slow, '--uuid', instance, SMALL) as first:
+        assert gate.held.wait(20)
+        first.send_signal(signal.SIGINT)
+        gate.open()
+        _, err = first.communicate(timeout=20)
+        assert 'Traceback' not in err
+        # Before or after the delivery: all of it is there, or nothing is.
+        assert first.returncode in (0, 1)
+    check(cluster, compute)
+
+
+@pytest.mark.parametrize('back', [True, False])
+def test_the_answer_to_the_claim_is_lost(
+    cluster: Control, instance: str, gate: Gate, slow: Path, back: bool
+) -> None:
+    compute = cluster.ecompute()
+    gate.hold(CLAIM)
+    with begun(slow, '--uuid', instance, SMALL) as first:
+        assert gate.held.wait(20)
+        if back:
+            gate.break_off()  # the connection alone: it can read back what became of its claim
+        else:
+            gate.cut()
+        out, err = first.communicate(timeout=20)
+    if back:
+        assert (first.returncode, out, err) == (0, f'NOTIFIED TARGET, {compute.uuid}, OF INSTANCE {instance}\n', '')
+    else:
+        # Nothing is released while it is not known what was done: the command to go on with is named.
+        assert (first.returncode, out) == (7, '')
+        one_line(Result(7, out, err), 7, f'the same command with --uuid {instance}')
+        assert instance in allocations(cluster)
+        assert notified(cluster.eschedule('--uuid', instance, SMALL)) == (compute.uuid, instance)
+    addressed(cluster, instance)
+    check(cluster, compute, dead=[first.pid])
+
+
+def test_two_with_one_uuid_at_the_same_time(cluster: Control) -> None:
+    computes = cluster.ecompute(), cluster.ecompute()
+    for _ in range(3):
+        instance = str(uuid.uuid4())
+        results = at_once(cluster, [['--uuid', instance, SMALL]] * 3, width=3)
+        # One has it; the others are told so, or that they were overtaken.
+        assert {each.code for each in results} <= {0, 5}, results
+        told = {notified(each) for each in results if each.code == 0}
+        assert len(told) == 1, results
+        found = reached(cluster, instance, 'active')
+        assert told == {(found['compute'], instance)}
+        check(cluster, *computes)
+
+
+def test_the_second_takes_over_from_the_first(cluster: Control, instance: str, gate: Gate, slow: Path) -> None:
+    computes = cluster.ecompute(), cluster.ecompute()
+    gate.hold(CLAIM)
+    with begun(slow, '--uuid', instance, SMALL) as first:
+        assert gate.held.wait(20)
+        second = cluster.eschedule('--uuid', instance, SMALL)
+        gate.open()
+        out, err = first.communicate(timeout=20)
+    assert (first.returncode, out) == (5, '')
+    assert 'Traceback' not in err
+    assert notified(second)[1] == instance
+    addressed(cluster, instance)
+    check(cluster, *computes)
+
+
+@pytest.mark.filterwarnings('ignore::DeprecationWarning')  # etcd3's generated code
+def test_delivered_between_the_look_and_the_claim(cluster: Control, instance: str) -> None:
+    """The narrowest window: the first one is delivered after the second has looked and found nothing."""
+    from ecomp.conf import load_schedule
+    from ecomp.model.allocation import Allocations
+    from ecomp.placement.allocations import candidates
+    from ecomp.placement.client import Placement
+    from ecomp.scheduler.create import Wanted, create
+    from ecomp.store.client import Store
+
+    one, other = cluster.ecompute(), cluster.ecompute()
+    config = load_schedule(cluster.schedule_yaml)
+
+    class Overtaken(Store):
+        """While it asks for its lease, which comes after the look, another eschedule does the whole of it."""
+
+        def grant(self, seconds: int) -> int:
+            place(cluster, '--uuid', instance, f'{SMALL}&in_tree={one.uuid}')
+            one.pause()  # so that no record tells of it
+            return super().grant(seconds)
+
+    query = f'{SMALL}&in_tree={other.uuid}'
+    placement = Placement(config.placement)
+    backend: Future[tuple[Placement, list[Allocations]]] = Future()
+    backend.set_result((placement, candidates(placement, query)))
+    wanted = Wanted(instance, query, config.image, config.user_id, config.project_id, '2026-01-01T00:00:00.000Z')
+    store = Overtaken(config.etcd)
+    try:
+        with pytest.raises(Exception, match=instance) as refused:
+            create(store, backend, wanted, {'pid': 0}, True, random.Random(1), lambda: '2026-01-01T00:00:00.000Z')
+        assert getattr(refused.value, 'exit_code', None) == 5
+    finally:
+        store.close()
+        placement.close()
+    one.resume()
+    assert addressed(cluster, instance)
+    found = record(cluster, instance)
+    assert found is not None
+    assert found['compute'] == one.uuid
+    check(cluster, one, other)
+
+

@@ -1,0 +1,85 @@
+"""`pip install .` on a machine without libvirt: all four commands are there, and what they can do there works."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.commands import Control
+from tests.scenario.story import NOTIFIED, SMALL
+from tests.servers import until
+
+TOP = Path(__file__).resolve().parents[2]
+COMMANDS = ('eschedule', 'ecompute', 'elab', 'mdserver')
+
+
+@pytest.fixture(scope='module')
+def programs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The commands' directory in a new virtual environment that has ecomp and what it asks for, and nothing else."""
+    directory = tmp_path_factory.mktemp('plain')
+    subprocess.run([sys.executable, '-m', 'venv', str(directory / 'venv')], check=True)
+    # setuptools builds beside setup.py: in a copy, so that the tree stays as it is.
+    ignored = shutil.ignore_patterns('.git', '.venv', 'build', '*.egg-info', '.*_cache', '__pycache__', '.hypothesis')
+    shutil.copytree(TOP, directory / 'ecomp', ignore=ignored)
+    pip = [str(directory / 'venv/bin/python'), '-m', 'pip', 'install', '-q', str(directory / 'ecomp')]
+    done = subprocess.run(pip, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    yield directory / 'venv/bin'
+    shutil.rmtree(directory)
+
+
+def run(*command: str | Path, cwd: Path) -> subprocess.CompletedProcess[str]:
+    """Run a command of the plain environment, which sees nothing of this one's."""
+    return subprocess.run(
+        [str(word) for word in command], cwd=cwd, env=plain(), stdin=subprocess.DEVNULL, capture_output=True, text=True
+    )
+
+
+def plain() -> dict[str, str]:
+    """The environment without what leads to this test's own Python."""
+    return {name: value for name, value in os.environ.items() if name not in ('PYTHONPATH', 'VIRTUAL_ENV')}
+
+
+@pytest.mark.parametrize('command', COMMANDS)
+def test_every_command_is_there(programs: Path, tmp_path: Path, command: str) -> None:
+    done = run(programs / command, '--version', cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, '')
+    assert done.stdout.startswith(f'{command} ')
+
+
+def test_placing_and_pretending_need_no_libvirt(programs: Path, tmp_path: Path, cluster: Control) -> None:
+    assert cluster.directory == tmp_path  # with its compute.yaml and schedule.yaml
+    with (tmp_path / 'log').open('w') as log:
+        ecompute = subprocess.Popen(
+            [programs / 'ecompute', '--fake', 'VCPU:4,DISK_GB:10,MEMORY_MB:512'],
+            cwd=tmp_path,
+            env=plain(),
+            stderr=log,
+        )
+    try:
+        until(lambda: ' ready: ' in (tmp_path / 'log').read_text(), 20, 'ecompute is ready')
+        done = run(programs / 'eschedule', SMALL, '--wait=started', cwd=tmp_path)
+        assert done.returncode == 0, done
+        assert NOTIFIED.match(done.stdout)
+    finally:
+        ecompute.terminate()
+        assert ecompute.wait(20) == 0
+
+
+def test_what_is_missing_is_named(programs: Path, tmp_path: Path, cluster: Control) -> None:
+    assert cluster.directory == tmp_path
+    done = run(programs / 'ecompute', cwd=tmp_path)
+    assert done.returncode == 2
+    said = "ecompute: libvirt-python is missing: pip install 'ecomp[hypervisor]'"
+    assert done.stderr.splitlines()[-1].startswith(said)
+    done = run(programs / 'elab', 'control', cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stderr.startswith('elab: ')
+    assert 'placement; pip install ' in done.stderr
+    assert len(done.stderr.splitlines()) == 1

@@ -1,0 +1,375 @@
+"""The stories on real hypervisors: three hosts, small guests that really boot, and every plane looked at."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import uuid
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.scenario.lab import NOTIFIED, Lab, answers, running
+from tests.servers import until
+
+QUERY = 'resources=VCPU:1,DISK_GB:1,MEMORY_MB:256'
+SMALL = 'resources=VCPU:1,DISK_GB:1,MEMORY_MB:64'
+"""Too small for the guest's kernel: for disks that boot nothing."""
+HALT = b'\xfa\xf4\xeb\xfd'
+"""cli; hlt; jmp: a boot sector that leaves its processor alone. One of zeroes would be run, for ever."""
+KEY = 'ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIGOd6V0cVCYrYWIwTNsw7vbFLXN1Fy9CZtGLdpB1YP1q story@lab'
+
+pytestmark = [
+    pytest.mark.skipif(os.geteuid() != 0, reason='hypervisors in namespaces need root'),
+    pytest.mark.timeout(420),
+]
+
+
+@pytest.fixture(scope='module')
+def guest_image(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The small guest, made once."""
+    image = tmp_path_factory.mktemp('guest') / 'guest.qcow2'
+    made = subprocess.run(
+        [sys.executable, '-m', 'ecomp.lab.elab', 'guest', str(image)], capture_output=True, text=True, timeout=240
+    )
+    assert made.returncode == 0, made.stderr
+    return image
+
+
+@pytest.fixture(scope='module')
+def whole(guest_image: Path) -> Iterator[Lab]:
+    """Three hosts, whose guests get our key and user-data."""
+    lab = Lab(f't{os.getpid()}', 3)
+    try:
+        (lab.directory / 'images/guest.qcow2').write_bytes(guest_image.read_bytes())
+        (lab.directory / 'images/idle.raw').write_bytes(HALT.ljust(510, b'\0') + b'\x55\xaa' + bytes(2**20 - 512))
+        for host in lab.hosts:
+            conf = lab.directory / host / 'mdserver.conf'
+            conf.write_text(f'[mdserver]\nuser-data = user-data\n\n[public-keys]\ndefault = {KEY}\n')
+            lab.stop_ecompute(host, signal.SIGTERM)
+        lab.start_ecomputes()  # each starts its metadata server anew, with this
+        yield lab
+    finally:
+        lab.close()
+
+
+@pytest.fixture
+def lab(whole: Lab) -> Iterator[Lab]:
+    """The lab, empty before and after, with all planes agreeing at the end."""
+    yield whole
+    whole.start_ecomputes()
+    left = [key.rsplit('/', 1)[1] for key in whole.etcd('/hosts/')]
+    whole.destroy(*left)
+    for key, value in whole.etcd('/instances/').items():
+        if json.loads(value)['state'] == 'error':
+            whole.destroy(key.rsplit('/', 1)[1])
+    whole.check()
+
+
+def test_a_guest_boots_with_its_identity_and_address_and_goes(lab: Lab) -> None:
+    """Stories 1 and 4."""
+    host, instance = lab.place(QUERY, lab.url('guest.qcow2'))
+    address = lab.addressed(instance)
+    until(lambda: answers(address), 30, f'{address} answers')
+
+    told = lab.told(host, instance)
+    assert told['instance-id'] == [instance]
+    assert KEY in told['key']
+    assert any('#!/bin/sh' in line for line in told['user-data'])
+    assert told['disk'] == [str(2**30)]
+    assert f'eth0 {address}' in told['address']
+
+    assert lab.domains(host)[instance] == 'running'
+    compute = lab.compute(host)
+    held = lab.placement(f'/allocations/{instance}')['allocations']
+    assert held[compute]['resources'] == {'VCPU': 1, 'DISK_GB': 1, 'MEMORY_MB': 256}
+    assert lab.etcd(f'/booted/{instance}') == {f'/booted/{instance}': address.encode()}
+    assert list(lab.etcd(f'/hosts/{compute}/')) == [f'/hosts/{compute}/{instance}']
+    record = json.loads(lab.eschedule('show', instance, '-f', 'json').stdout)
+    assert record['state'] == 'active'
+    assert list(record['stages'])
+    assert set(record['stages']) >= {'requested', 'scheduled', 'image', 'disk', 'started'}
+    assert f'INSTANTIATE INSTANCE {instance} WITH IMAGE {lab.url("guest.qcow2")}' in lab.log(host)
+    lab.check()
+
+    assert lab.eschedule('destroy', '--wait', instance).code == 0
+    assert instance not in lab.domains(host)
+    assert instance not in lab.disks(host)
+    assert lab.placement(f'/allocations/{instance}')['allocations'] == {}
+    assert not lab.etcd(f'/hosts/{compute}/')
+    assert not lab.etcd('/booted/')
+    again = lab.eschedule('destroy', instance)
+    assert again.code == 4
+    assert 'gone since 20' in again.stderr
+
+
+def test_what_fits_runs_and_the_rest_is_refused(lab: Lab) -> None:
+    """Story 2: ten at once, then more at once than still fit.
+
+    Their disk boots nothing: a dozen kernels unpacking themselves under emulation would take minutes of two cores.
+    """
+    room = sum(
+        each['total'] - each['reserved']
+        for host in lab.hosts
+        for name, each in lab.placement(f'/resource_providers/{lab.compute(host)}/inventories')['inventories'].items()
+        if name == 'VCPU'
+    )
+
+    def at_once(count: int) -> list[str]:
+        with ThreadPoolExecutor(count) as pool:
+            ended = list(pool.map(lambda _: lab.eschedule(SMALL, lab.url('idle.raw')), range(count)))
+        refused = [each for each in ended if each.code == 3]
+        assert all(each.stdout == 'NO ALLOCATIONS LEFT\n' for each in refused)
+        placed = [NOTIFIED.match(each.stdout) for each in ended if each.code == 0]
+        assert len(placed) + len(refused) == count, ended
+        return [found[2] for found in placed if found]
+
+    first = at_once(10)
+    assert len(first) == 10
+    second = at_once(room - 10 + 10)
+    assert len(second) == room - 10
+    for instance in [*first, *second]:
+        until(partial(_active, lab, instance), 120, f'{instance} is active')
+    assert {name for host in lab.hosts for name in lab.domains(host)} == {*first, *second}
+    used = sum(
+        lab.placement(f'/resource_providers/{lab.compute(host)}/usages')['usages']['VCPU'] for host in lab.hosts
+    )
+    assert used == room
+    lab.check()
+
+
+def test_destroy_of_one_whose_allocation_is_gone_already(lab: Lab) -> None:
+    """Story 4: the domain goes all the same."""
+    host, instance = lab.place(SMALL, lab.url('idle.raw'), '--wait=started')
+    held = lab.placement(f'/allocations/{instance}')
+    body = {
+        'allocations': {},
+        'consumer_generation': held['consumer_generation'],
+        'project_id': held['project_id'],
+        'user_id': held['user_id'],
+        'consumer_type': 'INSTANCE',
+    }
+    done = subprocess.run(
+        ['curl', '-sS', '--fail', '-X', 'PUT', '-d', json.dumps(body), '-H', 'content-type: application/json']
+        + ['-H', 'x-auth-token: admin', '-H', 'openstack-api-version: placement 1.39']
+        + [f'{lab.facts["placement"]}/allocations/{instance}'],
+        capture_output=True,
+    )
+    assert done.returncode == 0, done
+    lab.destroy(instance)
+    assert instance not in lab.domains(host)
+
+
+@pytest.mark.parametrize('number', [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_a_restart_harms_nobody_and_misses_nothing(lab: Lab, number: int) -> None:
+    """Story 5: closed while it is down; then opened, and what was written meanwhile is carried out."""
+    host, running_guest = lab.place(SMALL, lab.url('idle.raw'), '--wait=started')
+    compute = lab.compute(host)
+    _, to_go = lab.place(f'{SMALL}&in_tree={compute}', lab.url('idle.raw'), '--wait=started')
+    before = lab.virsh(host, 'domid', running_guest)
+    lab.stop_ecompute(host, number)
+
+    inventory = lab.placement(f'/resource_providers/{compute}/inventories')['inventories']['VCPU']
+    if number != signal.SIGKILL:
+        assert inventory['reserved'] == inventory['total']
+        refused = lab.eschedule(f'{SMALL}&in_tree={compute}', lab.url('idle.raw'))
+        assert refused.code == 3
+        assert refused.stdout == 'NO ALLOCATIONS LEFT\n'
+    assert lab.eschedule('destroy', to_go).code == 0
+    written = _written_by_2019(lab, host) if number == signal.SIGKILL else None
+
+    lab.start_ecomputes()
+    inventory = lab.placement(f'/resource_providers/{compute}/inventories')['inventories']['VCPU']
+    assert inventory['reserved'] == 0
+    until(lambda: _state(lab, to_go) == 'gone', 60, 'the destroy written meanwhile is carried out')
+    if written:
+        until(lambda: _state(lab, written) == 'active', 60, 'the request written meanwhile is carried out')
+    assert lab.virsh(host, 'domid', running_guest) == before
+    lab.check()
+
+
+def test_the_workers_of_a_killed_ecompute_die_with_it(lab: Lab) -> None:
+    pid = lab.ecompute_pid('hv1')
+    children = Path(f'/proc/{pid}/task/{pid}/children').read_text().split()
+    assert children
+    lab.stop_ecompute('hv1', signal.SIGKILL)
+    until(lambda: not any(running(int(child)) for child in children), 10, 'workers and metadata server end')
+
+
+def test_own_size_bridge_and_fixed_uuid(lab: Lab) -> None:
+    """Story 6."""
+    host, own = 'hv2', str(uuid.uuid4())
+    config = lab.directory / host / 'compute.yaml'
+    before = config.read_text()
+    lab.stop_ecompute(host)
+    config.write_text(yaml.safe_dump({**yaml.safe_load(before), 'resize': False, 'bridge': 'br0', 'uuid': own}))
+    try:
+        lab.start_ecomputes()
+        assert lab.compute(host) == own
+        placed, instance = lab.place(f'{QUERY}&in_tree={own}', lab.url('guest.qcow2'))
+        assert placed == host
+        lab.addressed(instance)
+        told = lab.told(host, instance)
+        assert int(told['disk'][0]) < 2**30
+        interfaces = {line.split()[0]: line.split()[1] for line in told['address']}
+        assert set(interfaces) == {'eth0', 'eth1'}
+        record = json.loads(lab.eschedule('show', instance, '-f', 'json').stdout)
+        assert record['addresses'][0]['address'] == interfaces['eth0']
+        assert [each['network'] for each in record['addresses']] == ['default', 'br0']
+        until(lambda: answers(interfaces['eth1']), 30, 'the bridged interface answers')
+        lab.destroy(instance)
+    finally:
+        lab.stop_ecompute(host)
+        config.write_text(before)
+        (lab.state(host) / 'uuid').unlink()
+        lab.start_ecomputes()
+
+
+def test_a_bridge_that_is_not_there_is_named_at_the_start(lab: Lab) -> None:
+    config = lab.directory / 'nobridge.yaml'
+    where = {'etcd': {'endpoints': [lab.facts['etcd']]}, 'placement': {'endpoint': lab.facts['placement']}}
+    config.write_text(yaml.safe_dump({**where, 'bridge': 'nobr0', 'state': str(lab.directory / 'nobridge')}))
+    inside = [sys.executable, '-m', 'ecomp.lab.elab', 'exec', '--name', lab.name, 'hv1']
+    command = [*inside, sys.executable, '-m', 'ecomp.compute', '--config', str(config)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1].startswith('ecompute: bridge: this host has no nobr0')
+
+
+def test_no_configuration_at_all(tmp_path: Path) -> None:
+    """Story 6: the defaults point at localhost. On a localhost of our own, for the ports are the fixed ones."""
+    space = f't{os.getpid()}'
+    inside = ['ip', 'netns', 'exec', space, sys.executable, '-m']
+    started: list[subprocess.Popen[bytes]] = []
+
+    def start(*words: str) -> None:
+        with (tmp_path / f'{words[0]}.log').open('wb') as log:
+            started.append(subprocess.Popen([*inside, *words], cwd=tmp_path, stdout=log, stderr=log))
+
+    def says(module: str, words: str) -> bool:
+        return words in (tmp_path / f'{module}.log').read_text()
+
+    subprocess.run(['ip', 'netns', 'add', space], check=True)
+    try:
+        subprocess.run(['ip', '-n', space, 'link', 'set', 'lo', 'up'], check=True)
+        start('ecomp.lab.elab', 'control')
+        until(lambda: says('ecomp.lab.elab', 'placement http://localhost:8080'), 60, 'etcd and placement are ready')
+        start('ecomp.compute', '--fake', 'VCPU:1,DISK_GB:1,MEMORY_MB:64')
+        until(lambda: says('ecomp.compute', ' ready: '), 30, 'ecompute is ready')
+        eschedule = [*inside, 'ecomp.schedule', SMALL, '--wait']
+        placed = subprocess.run(eschedule, cwd=tmp_path, capture_output=True, text=True)
+        assert placed.returncode == 0, placed
+        assert NOTIFIED.match(placed.stdout), placed
+    finally:
+        codes = []
+        for process in reversed(started):
+            process.send_signal(signal.SIGINT)
+            codes.append(process.wait(30))
+        subprocess.run(['ip', 'netns', 'delete', space], check=True)
+    assert codes == [0, 0], [path.read_text() for path in tmp_path.glob('*.log')]
+
+
+def test_a_build_that_fails_leaves_nothing(lab: Lab) -> None:
+    """Story 9: no such image, not a disk, disk full."""
+    (lab.directory / 'images/page.qcow2').write_text('<!DOCTYPE html><title>not a disk</title>')
+    pid = lab.ecompute_pid('hv3')
+    images = lab.state('hv3') / 'images'
+    # The workers' own view of the directory is full; nothing else is disturbed.
+    mount = ['nsenter', '-t', str(pid), '-m']
+    subprocess.run([*mount, 'mount', '-t', 'tmpfs', '-o', 'size=1m', 'tmpfs', str(images)], check=True)
+    (lab.directory / 'images/large.qcow2').write_bytes((lab.directory / 'images/guest.qcow2').read_bytes())
+    cases = {
+        'missing.qcow2': ('hv1', 'image', 'HTTP 404'),
+        'page.qcow2': ('hv2', 'image', 'not a disk image'),
+        'large.qcow2': ('hv3', 'image', 'No space left'),
+    }
+    try:
+        for name, (host, stage, reason) in cases.items():
+            query = f'{SMALL}&in_tree={lab.compute(host)}'
+            done = lab.eschedule(query, lab.url(name), '--wait=started')
+            instance = NOTIFIED.match(done.stdout)[2]  # type: ignore[index]
+            assert done.code == 1
+            assert f'failed at stage {stage}' in done.stderr
+            asked = lab.eschedule(instance)
+            assert asked.code == 1
+            assert reason in asked.stderr
+            assert asked.stdout == ''
+            assert lab.placement(f'/allocations/{instance}')['allocations'] == {}
+            assert not lab.etcd(f'/hosts/{lab.compute(host)}/{instance}')
+            assert instance not in lab.domains(host)
+            assert instance not in lab.disks(host)
+            lab.check()
+            assert lab.eschedule('destroy', instance).code == 0
+            assert not lab.etcd(f'/instances/{instance}')
+            assert lab.eschedule(instance).code == 4
+    finally:
+        subprocess.run([*mount, 'umount', str(images)], check=True)
+    _, instance = lab.place(f'{SMALL}&in_tree={lab.compute("hv3")}', lab.url('large.qcow2'), '--wait=started')
+    assert _state(lab, instance) == 'active'
+
+
+def test_a_request_placement_does_not_confirm_is_not_built(lab: Lab) -> None:
+    """Story 10, on a real hypervisor: nothing of it is ever made."""
+    compute, instance = lab.compute('hv1'), str(uuid.uuid4())
+    allocations = {compute: {'resources': {'VCPU': 1, 'DISK_GB': 1, 'MEMORY_MB': 64}}}
+    value = {'allocations': allocations, 'instance': instance, 'image': lab.url('idle.raw')}
+    lab.put(f'/hosts/{compute}/{instance}', json.dumps(value))
+    until(lambda: _state(lab, instance) == 'error', 30, 'it is refused')
+    asked = lab.eschedule(instance)
+    assert asked.code == 1
+    assert 'placement holds no allocation for it' in asked.stderr
+    assert instance not in lab.domains('hv1')
+
+
+def test_a_foreign_domain_is_never_touched(lab: Lab) -> None:
+    """A domain somebody else defined under the instance's uuid: the request fails, the domain stays."""
+    instance = str(uuid.uuid4())
+    description = (
+        f"<domain type='qemu'><name>mine</name><uuid>{instance}</uuid><memory unit='MiB'>64</memory>"
+        "<os><type arch='x86_64' machine='pc'>hvm</type></os></domain>"
+    )
+    path = lab.directory / 'foreign.xml'
+    path.write_text(description)
+    lab.virsh('hv1', 'define', str(path))
+    try:
+        query = f'{SMALL}&in_tree={lab.compute("hv1")}'
+        done = lab.eschedule(query, lab.url('idle.raw'), '--uuid', instance, '--wait=started')
+        assert done.code == 1
+        assert 'not made by ecompute' in done.stderr
+        assert lab.domains('hv1') == {'mine': 'shut off'}
+    finally:
+        lab.virsh('hv1', 'undefine', 'mine')
+
+
+def _active(lab: Lab, instance: str) -> bool:
+    return _state(lab, instance) == 'active'
+
+
+def _state(lab: Lab, instance: str) -> str:
+    done = lab.eschedule('show', instance, '-f', 'json')
+    return str(json.loads(done.stdout)['state']) if done.code == 0 else ''
+
+
+def _written_by_2019(lab: Lab, host: str) -> str:
+    """A claim and a request as another client makes them, while ecompute is down."""
+    compute, instance = lab.compute(host), str(uuid.uuid4())
+    allocations = {compute: {'resources': {'VCPU': 1, 'DISK_GB': 1, 'MEMORY_MB': 64}}}
+    claim = {'allocations': allocations, 'user_id': 'somebody', 'project_id': 'theirs', 'consumer_generation': None}
+    body = {**claim, 'consumer_type': 'INSTANCE'}
+    done = subprocess.run(
+        ['curl', '-sS', '--fail', '-X', 'PUT', '-d', json.dumps(body), '-H', 'content-type: application/json']
+        + ['-H', 'x-auth-token: admin', '-H', 'openstack-api-version: placement 1.39']
+        + [f'{lab.facts["placement"]}/allocations/{instance}'],
+        capture_output=True,
+    )
+    assert done.returncode == 0, done
+    value = {**claim, 'instance': instance, 'image': lab.url('idle.raw')}
+    lab.put(f'/hosts/{compute}/{instance}', json.dumps(value))
+    return instance

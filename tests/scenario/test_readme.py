@@ -1,0 +1,180 @@
+"""The README's own commands, in a copy of the repository as a fresh clone has it, run as printed.
+
+A block after `<!-- runs in: … -->` is typed into one shell, in order. Of each command, every line the README shows must
+be there, in that order. Uuids, addresses, times and sizes may be others; but what a command of the README names is one
+and the same thing wherever it stands.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+TOP = Path(__file__).resolve().parents[2]
+LAB = Path('/var/lib/elab/lab')
+BLOCK = re.compile(r'<!-- runs in: (\w+) -->\n```console\n(.*?)```', re.DOTALL)
+END = '@@end-of-command@@'
+
+# What may differ from run to run.
+UUID = re.compile(r'[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}')
+ADDRESS = re.compile(r'\b10\.\d+\.\d+\.\d+\b|\b(?:[0-9a-f]{2}:){5}[0-9a-f]{2}\b')
+TIME = re.compile(r'\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z')
+SHARE = re.compile(r'\b\d+/\d+\b')  # used/free: of a class of a host
+AMOUNT = re.compile(
+    r'\d+(?:\.\d+)?(?= s\b| MiB\b| running\b)|\b\d+\.\d+\.\d+(?:-\d+)?-cloud-amd64\b|\bPython 3\.\d+\.\d+'
+)
+
+
+@dataclass
+class Step:
+    """A command and what the README shows of its output."""
+
+    command: str
+    shown: list[str]
+
+
+@dataclass
+class Names:
+    """Which real uuid each one stands for that the README's commands name; any other may be any."""
+
+    named: set[str]
+    known: dict[str, str] = field(default_factory=dict)
+
+    def into(self, text: str) -> str:
+        """The text with every name of the README replaced by the real one."""
+        for name, real in self.known.items():
+            text = text.replace(name, real)
+        return text
+
+    def matches(self, shown: str, real: str) -> bool:
+        """Whether a real line is the one shown; names seen for the first time are then known."""
+        pattern, groups = '', []
+        varying = '|'.join(each.pattern for each in (UUID, ADDRESS, TIME, SHARE, AMOUNT))
+        for part in re.split(f'({varying})', _plain(shown)):
+            if UUID.fullmatch(part) or ADDRESS.fullmatch(part):
+                if part in self.known:
+                    pattern += re.escape(self.known[part])
+                elif part in self.named:
+                    groups.append(part)
+                    pattern += f'({UUID.pattern})'
+                else:
+                    pattern += (UUID if UUID.fullmatch(part) else ADDRESS).pattern.join(('(?:', ')'))
+            elif TIME.fullmatch(part):
+                pattern += TIME.pattern
+            elif SHARE.fullmatch(part):
+                pattern += SHARE.pattern
+            elif part and AMOUNT.match(part + ' s'):
+                pattern += r'[\w.]+(?:[\w.-]| (?=3\.))*'
+            else:
+                pattern += re.escape(part)
+        found = re.fullmatch(pattern, _plain(real))
+        if found:
+            self.known.update(zip(groups, found.groups(), strict=True))
+        return found is not None
+
+
+def test_the_shell_of_this_test_can_fail() -> None:
+    one, other, third = (f'{digit * 8}-2efb-47ba-be1d-7e277a42cde0' for digit in 'abc')
+    names = Names({one})
+    assert not names.matches(f'OF {one} at 10.1.2.3', f'OF {other}')
+    assert names.matches(f'OF {one} at 10.1.2.3', f'OF {other} at 10.9.9.9')
+    assert not names.matches(f'OF {one}', f'OF {third}')
+    assert names.into(f'x {one}') == f'x {other}'
+    assert names.matches(f'OF {third}', f'OF {one}')
+    assert names.matches('done in 3.4 s', 'done in 12.0 s')
+    assert names.matches('hv1  up  0  0/4  0/8035', 'hv1  up  0  0/16  0/512')
+    assert not names.matches('hv1  up  0  0/4', 'hv1  up  0  -')
+    assert not names.matches('hv1  up  0  0/4', 'hv1  up  1  0/4')
+    assert not names.matches('NO ALLOCATIONS LEFT', 'NOTHING LEFT')
+
+
+@pytest.mark.timeout(600)
+def test_the_commands_of_the_readme(copy: Path) -> None:
+    blocks = BLOCK.findall((copy / 'README.md').read_text())
+    assert [where for where, _ in blocks] == ['clone', 'lab']
+    shell = subprocess.Popen(
+        ['bash', '--norc'],
+        cwd=copy,
+        env={name: value for name, value in os.environ.items() if name not in ('PYTHONPATH', 'VIRTUAL_ENV')},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    typed = [step for _, text in blocks for step in steps(text)]
+    names = Names({name for step in typed for name in UUID.findall(step.command)})
+    try:
+        for step in typed:
+            real = run(shell, names.into(step.command))
+            lines = iter(real)
+            for shown in step.shown:
+                assert any(names.matches(shown, line) for line in lines), (
+                    f'$ {step.command}\nshows\n  {shown}\nbut prints\n  ' + '\n  '.join(real)
+                )
+    finally:
+        run(shell, f'cd {copy}; ./quickstart.sh down')
+        shell.stdin.close()  # type: ignore[union-attr]
+        shell.wait(10)
+    assert not LAB.exists()
+
+
+@pytest.fixture
+def copy(tmp_path: Path) -> Iterator[Path]:
+    """The repository as it stands, without what git ignores: no .venv above all."""
+    if os.geteuid() != 0:
+        pytest.skip('a lab needs root')
+    if LAB.exists():
+        pytest.skip(f'{LAB} is there: a lab of that name is somebody\'s (elab down removes it)')
+    listed = subprocess.run(
+        ['git', 'ls-files', '-z', '--cached', '--others', '--exclude-standard'],
+        cwd=TOP,
+        check=True,
+        capture_output=True,
+    )
+    directory = tmp_path / 'ecomp'
+    for name in filter(None, listed.stdout.decode().split('\0')):
+        if (TOP / name).is_file():
+            (directory / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(TOP / name, directory / name)
+    yield directory
+    shutil.rmtree(directory, ignore_errors=True)
+
+
+def steps(text: str) -> list[Step]:
+    """The commands of a console block with their output; `…` stands for lines left out."""
+    found: list[Step] = []
+    for line in text.splitlines():
+        if line.startswith('$ '):
+            found.append(Step(line[2:], []))
+        elif line.startswith('> '):
+            found[-1].command += '\n' + line[2:]
+        elif line.strip() not in ('', '…'):
+            found[-1].shown.append(line)
+    return found
+
+
+def run(shell: subprocess.Popen[str], command: str) -> list[str]:
+    """Type a command into the shell; the lines it prints."""
+    assert shell.stdin
+    assert shell.stdout
+    # A command that reads its standard input must not eat the next one.
+    shell.stdin.write(f'{{ {command}\n}} </dev/null; echo; echo {END}\n')
+    shell.stdin.flush()
+    lines: list[str] = []
+    for line in shell.stdout:
+        if line.strip() == END:
+            return lines
+        lines.append(line.rstrip('\n'))
+    raise AssertionError(f'the shell ended in: {command}\n' + '\n'.join(lines))
+
+
+def _plain(line: str) -> str:
+    """Columns are as wide as their widest cell, which may differ."""
+    return ' '.join(line.split())

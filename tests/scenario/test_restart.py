@@ -1,0 +1,265 @@
+"""What ends and begins again: computes by signals and kill -9, etcd and placement under a running compute."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.commands import Control, Ecompute, Result
+from tests.scenario.invariants import check, everything
+from tests.scenario.story import (
+    SMALL,
+    addressed,
+    at_once,
+    log_of,
+    logged,
+    notified,
+    one_line,
+    place,
+    reached,
+    record,
+    reserved,
+)
+from tests.servers import until
+
+
+def refused_start(compute: Ecompute) -> Result:
+    """How an ecompute ends that must not start; its log is its stderr."""
+    compute.launch()
+    code = until_ended(compute)
+    return Result(code, '', compute.log.read_text())
+
+
+def until_ended(compute: Ecompute) -> int:
+    """The exit code of an ecompute that ends by itself."""
+    process = compute._process
+    assert process is not None
+    return process.wait(30)
+
+
+def complaint(result: Result) -> str:
+    """The one line ecompute says on its way out, beside its log's lines."""
+    assert 'Traceback' not in result.stderr, result
+    lines = [line for line in result.stderr.splitlines() if line.startswith('ecompute: ')]
+    assert len(lines) == 1, result
+    return lines[0]
+
+
+@pytest.mark.parametrize('number', [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_closes_the_host_and_the_next_start_opens_it(cluster: Control, number: int) -> None:
+    compute = cluster.ecompute()
+    _, kept = place(cluster)
+    _, doomed = place(cluster)
+    address = addressed(cluster, kept)
+    addressed(cluster, doomed)
+    # In flight while it ends: delivered, and not seen yet.
+    compute.pause()
+    _, meanwhile = place(cluster)
+
+    assert compute.stop(number) == 0
+
+    assert reserved(cluster, compute.uuid) == 4
+    assert f'/computes/{compute.uuid}' not in everything(cluster)
+    refused = cluster.eschedule(SMALL)
+    assert refused.stdout == 'NO ALLOCATIONS LEFT\n'
+    assert refused.code == 3
+    one_line(cluster.eschedule('destroy', doomed), 0, 'destroy accepted', 'silent now')
+    assert cluster.eschedule(kept).stdout == f'{address}\n'  # the guests go on
+    check(cluster)
+
+    compute.start()
+
+    assert reserved(cluster, compute.uuid) == 0
+    reached(cluster, meanwhile, 'active')
+    reached(cluster, doomed, 'gone')
+    found = record(cluster, kept)
+    assert found is not None
+    assert found['state'] == 'active'
+    assert found['addresses'][0]['address'] == address
+    assert len(logged(compute, 'INSTANTIATE', kept)) == 1
+    assert logged(compute, 'resource provider', compute.uuid, 'is there, with usages')
+    place(cluster)
+    check(cluster, compute)
+
+
+def test_killed_at_any_moment_nothing_is_lost_or_doubled(cluster: Control) -> None:
+    compute = cluster.ecompute('VCPU:64,DISK_GB:64,MEMORY_MB:65536')
+    instances: list[str] = []
+    doomed: list[str] = []
+    for _ in range(3):
+        results = at_once(cluster, [[SMALL]] * 3, width=3)
+        placed = [notified(each)[1] for each in results]
+        instances += placed[1:]
+        doomed += placed[:1]
+        assert cluster.eschedule('destroy', placed[0]).code == 0
+        # Right after the requests: seen, half done or done, as it happens to be.
+        compute.kill()
+        _, unseen = place(cluster)
+        instances.append(unseen)
+        compute.start()
+    for instance in instances:
+        reached(cluster, instance, 'active')
+    for instance in doomed:
+        reached(cluster, instance, 'gone')
+    check(cluster, compute)
+    log_of(compute)
+
+
+def test_the_same_state_directory_twice(cluster: Control, tmp_path: Path) -> None:
+    first = cluster.ecompute()
+    state = str(first.directory / 'state')
+    second = Ecompute(
+        cluster.etcd.endpoint, cluster.placement.url, directory=tmp_path / 'second', state=state, uuid=first.uuid
+    )
+    refused = refused_start(second)
+    assert refused.code == 5
+    line = complaint(refused)
+    assert state in line
+    assert f'pid {first.pid}' in line
+    place(cluster)  # the first is not disturbed
+    check(cluster, first)
+
+
+def test_the_same_uuid_in_another_state_directory(cluster: Control, tmp_path: Path) -> None:
+    first = cluster.ecompute()
+    holder = json.loads(everything(cluster)[f'/computes/{first.uuid}'].value)
+    before = cluster.placement.inventory(first.uuid)
+    second = Ecompute(
+        cluster.etcd.endpoint,
+        cluster.placement.url,
+        'VCPU:99,DISK_GB:1,MEMORY_MB:1',
+        directory=tmp_path / 'second',
+        uuid=first.uuid,
+    )
+    refused = refused_start(second)
+    assert refused.code == 5
+    line = complaint(refused)
+    for word in (first.uuid, holder['hostname'], holder['since'], 'uuid:'):
+        assert word in line
+    assert cluster.placement.inventory(first.uuid) == before
+    place(cluster)
+    check(cluster, first)
+    # Once the first is gone in order, the second may have its name.
+    first.stop()
+    second.start()
+    second.stop()
+
+
+# The control plane
+
+
+def test_etcd_killed_and_back(own_control: Control) -> None:
+    compute = own_control.ecompute()
+    _, before = place(own_control)
+    addressed(own_control, before)
+
+    own_control.etcd.kill()
+    until(lambda: logged(compute, 'etcd', 'cannot be reached', 'trying again'), 20, 'the loss is logged')
+    refused = own_control.eschedule(SMALL)
+    one_line(refused, 7, 'etcd', own_control.etcd.endpoint)
+    assert own_control.placement.consumers(compute.uuid).keys() == {before}
+    own_control.etcd.start()
+
+    until(lambda: len(logged(compute, 'etcd', 'is back')) == 2, 20, 'the return is logged')
+    _, after = place(own_control)
+    addressed(own_control, after)
+    assert cluster_state(own_control, before) == 'active'
+    check(own_control, compute)
+    ends = [line.rpartition(' ')[0].endswith('until it is') for line in logged(compute, 'is back')]
+    assert ends == [True, False], log_of(compute)
+    assert compute.stop() == 0
+    assert reserved(own_control, compute.uuid) == 4
+
+
+def test_placement_killed_and_back(own_control: Control) -> None:
+    compute = own_control.ecompute()
+    _, before = place(own_control)
+    addressed(own_control, before)
+    # Claimed and delivered; placement is gone before the compute can ask.
+    compute.pause()
+    _, delivered = place(own_control)
+    one_line(own_control.eschedule('destroy', before), 0, 'accepted')
+    own_control.placement.kill()
+    compute.resume()
+
+    until(lambda: logged(compute, 'placement', 'trying again'), 20, 'the loss is logged')
+    one_line(own_control.eschedule(SMALL), 7, 'placement', own_control.placement.url)
+    assert own_control.etcd.keys('/requests/') == []
+    # Neither built nor failed for want of an answer.
+    assert cluster_state(own_control, delivered) in (None, 'scheduled')
+    assert own_control.eschedule('list').code == 0
+    own_control.placement.start()
+
+    addressed(own_control, delivered)
+    reached(own_control, before, 'gone')
+    until(lambda: logged(compute, 'placement', 'is back'), 20, 'the return is logged')
+    check(own_control, compute)
+    ends = ['until it is back' in line for line in logged(compute, 'placement', 'is back')]
+    assert ends == [True, False], log_of(compute)
+    assert compute.stop() == 0
+
+
+def test_stopping_while_the_control_plane_is_away(own_control: Control) -> None:
+    compute = own_control.ecompute()
+    _, instance = place(own_control)
+    addressed(own_control, instance)
+    own_control.etcd.kill()
+    own_control.placement.kill()
+    assert compute.stop() == 0
+    assert logged(compute, 'could not reserve VCPU')
+    own_control.etcd.start()
+    own_control.placement.start()
+    compute.start()
+    check(own_control, compute)
+
+
+@pytest.mark.parametrize('away', ['etcd', 'placement'])
+def test_a_start_without_a_backend(own_control: Control, away: str) -> None:
+    backend = {'etcd': own_control.etcd, 'placement': own_control.placement}[away]
+    where = {'etcd': own_control.etcd.endpoint, 'placement': own_control.placement.url}[away]
+    backend.kill()
+    compute = Ecompute(own_control.etcd.endpoint, own_control.placement.url, directory=own_control.directory / 'one')
+    refused = refused_start(compute)
+    assert refused.code == 7
+    line = complaint(refused)
+    assert away in line
+    assert where in line
+    assert 'cannot be reached' in line
+    backend.start()
+    assert own_control.etcd.keys('/computes/') == []
+    providers = own_control.placement.call('GET', '/resource_providers')['resource_providers']
+    assert providers == []
+    # The command that failed works now.
+    with compute:
+        place(own_control)
+        check(own_control, compute)
+
+
+def cluster_state(control: Control, instance: str) -> str | None:
+    """The state in an instance's record, None without one."""
+    found = record(control, instance)
+    return None if found is None else str(found['state'])
+
+
+def test_who_loses_its_uuid_to_another_only_watches(cluster: Control) -> None:
+    compute = cluster.ecompute()
+    _, kept = place(cluster)
+    addressed(cluster, kept)
+    theirs = json.dumps({'hostname': 'other', 'version': '1', 'since': 'now', 'token': 'theirs'})
+    cluster.etcd.put(f'/computes/{compute.uuid}', theirs)
+    until(lambda: logged(compute, 'on other since now', 'this one only watches'), 20, 'it notices')
+    before = {key: value for key, value in everything(cluster).items() if key.startswith('/instances/')}
+    _, unseen = place(cluster)
+    assert compute.stop(signal.SIGINT) == 0
+    after = {key: value for key, value in everything(cluster).items() if key.startswith('/instances/')}
+    assert after == before, 'it wrote nothing more'
+    assert json.loads(everything(cluster)[f'/computes/{compute.uuid}'].value)['token'] == 'theirs'
+    assert reserved(cluster, compute.uuid) == 0, 'nor closed what is not its own any more'
+    # The one whose uuid it is now: what was asked for meanwhile is carried out.
+    cluster.etcd.delete(f'/computes/{compute.uuid}')
+    compute.start()
+    addressed(cluster, unseen)
+    check(cluster, compute)

@@ -1,0 +1,325 @@
+"""The real servers of tests and benchmarks: etcd and placement as processes of the caller's own.
+
+Each has a directory for its data and its log, and a free port that it keeps over a restart. It is ready when it says so
+itself, and it dies with the thread that started it, however that ends (so start it in the main thread). Nothing of
+ecomp is imported here but what has no state: a test of the store must not lean on the store.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+import uuid
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Self, TypeVar
+
+TOP = Path(__file__).resolve().parent.parent
+PLACEMENT_HEADERS = {'x-auth-token': 'admin', 'openstack-api-version': 'placement 1.39'}
+READY_SECONDS = 60.0
+
+Value = TypeVar('Value')
+
+
+def until(condition: Callable[[], Value], seconds: float, what: str) -> Value:
+    """Poll until `condition()` is true, and return it; AssertionError saying what was waited for."""
+    deadline = time.monotonic() + seconds
+    while not (value := condition()):
+        assert time.monotonic() < deadline, f'not within {seconds:g} s: {what}'
+        time.sleep(0.02)
+    return value
+
+
+def free_port() -> int:
+    """A TCP port of 127.0.0.1 that nobody had a moment ago."""
+    with socket.socket() as listener:
+        listener.bind(('127.0.0.1', 0))
+        return int(listener.getsockname()[1])
+
+
+def environment() -> dict[str, str]:
+    """This process's environment, in which ecomp and mdserver can be imported from the tree."""
+    paths = [str(TOP), str(TOP / 'md_server'), os.environ.get('PYTHONPATH', '')]
+    return {**os.environ, 'PYTHONPATH': os.pathsep.join(filter(None, paths))}
+
+
+class Server:
+    """A process with a directory; `with` starts it, and ends it with all it left.
+
+    After kill(), pause() or stop() it can be started (or resumed) again with its data.
+    """
+
+    name = 'server'
+
+    def __init__(self, directory: Path | None = None) -> None:
+        self._owned = directory is None
+        self.directory = directory or Path(tempfile.mkdtemp(prefix=f'ecomp-test-{self.name}-'))
+        self.directory.mkdir(parents=True, exist_ok=True)
+        self.log = self.directory / f'{self.name}.log'
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def command(self) -> list[str]:
+        """What is run."""
+        raise NotImplementedError
+
+    def environment(self) -> dict[str, str]:
+        """What it is run with."""
+        return environment()
+
+    def is_ready(self) -> bool:
+        """Asks the server itself."""
+        raise NotImplementedError
+
+    def __enter__(self) -> Self:
+        try:
+            return self.start()
+        except BaseException:
+            self.close()
+            raise
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def pid(self) -> int:
+        """The process's id, while it runs."""
+        assert self._process is not None, f'{self.name} is not running'
+        return self._process.pid
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the process has not ended yet."""
+        return self._process is not None and self._process.poll() is None
+
+    def launch(self) -> Self:
+        """Start it, and do not wait."""
+        assert not self.is_running, f'{self.name} runs already'
+        # setpriv becomes the command, so the pid is the server's. Not preexec_fn: that would be a fork with gRPC alive.
+        with self.log.open('ab') as output:
+            self._process = subprocess.Popen(
+                ['setpriv', '--pdeathsig', 'KILL', '--', *self.command()],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                cwd=self.directory,
+                env=self.environment(),
+                start_new_session=True,
+            )
+        return self
+
+    def start(self) -> Self:
+        """Start it, and return when it is ready."""
+        self.launch()
+        self.wait_ready()
+        return self
+
+    def wait_ready(self) -> None:
+        """Return when it is ready; AssertionError with its last words when it ends instead."""
+
+        def ready() -> bool:
+            assert self.is_running, f'{self.name} ended while starting:\n{self.last_words()}'
+            return self.is_ready()
+
+        until(ready, READY_SECONDS, f'{self.name} is ready (see {self.log})')
+
+    def stop(self, number: int = signal.SIGTERM, patience: float = 20.0) -> int:
+        """End it by a signal, which has to do; its exit code."""
+        assert self._process is not None, f'{self.name} is not running'
+        self._signal(signal.SIGCONT)
+        self._signal(number)
+        try:
+            return self._process.wait(patience)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            raise AssertionError(f'{self.name} did not end within {patience:g} s:\n{self.last_words()}') from None
+
+    def kill(self) -> None:
+        """kill -9, and wait until it is gone."""
+        assert self._process is not None, f'{self.name} is not running'
+        self._signal(signal.SIGKILL)
+        self._process.wait()
+
+    def pause(self) -> None:
+        """Freeze it (SIGSTOP): its connections stay, and nothing answers."""
+        self._signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, self.pid, os.WSTOPPED)
+
+    def resume(self) -> None:
+        """Let a frozen one go on."""
+        self._signal(signal.SIGCONT)
+
+    def restart(self) -> None:
+        """Stop and start, with the same data at the same port."""
+        self.stop()
+        self.start()
+
+    def close(self) -> None:
+        """End it, whatever state it is in, and remove its directory if it made that itself."""
+        if self.is_running:
+            self.kill()
+        if self._owned:
+            shutil.rmtree(self.directory, ignore_errors=True)
+
+    def last_words(self, lines: int = 20) -> str:
+        """The end of its log."""
+        try:
+            return '\n'.join(self.log.read_text(errors='replace').splitlines()[-lines:])
+        except FileNotFoundError:
+            return '(no log)'
+
+    def _signal(self, number: int) -> None:
+        # send_signal looks first whether it has ended, so that no other process of that pid is hit.
+        assert self._process is not None, f'{self.name} is not running'
+        self._process.send_signal(number)
+
+
+class Etcd(Server):
+    """One etcd member."""
+
+    name = 'etcd'
+
+    def __init__(self, directory: Path | None = None, *options: str) -> None:
+        super().__init__(directory)
+        self.port = free_port()
+        self.endpoint = f'127.0.0.1:{self.port}'
+        self._peer = f'http://127.0.0.1:{free_port()}'
+        self._options = options
+
+    def command(self) -> list[str]:
+        """etcd with everything in our directory."""
+        client = f'http://{self.endpoint}'
+        return [
+            'etcd',
+            f'--data-dir={self.directory / "data"}',
+            f'--listen-client-urls={client}',
+            f'--advertise-client-urls={client}',
+            f'--listen-peer-urls={self._peer}',
+            f'--initial-advertise-peer-urls={self._peer}',
+            f'--initial-cluster=default={self._peer}',
+            '--log-level=warn',
+            *self._options,
+        ]
+
+    def is_ready(self) -> bool:
+        """etcd's own /health: it has a leader."""
+        try:
+            with urllib.request.urlopen(f'http://{self.endpoint}/health', timeout=2) as answer:
+                return bool(json.load(answer)['health'] == 'true')
+        except (OSError, ValueError, KeyError):
+            return False
+
+    def call(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
+        """One call of the JSON gateway: etcd without our client. https://etcd.io/docs/v3.4/dev-guide/api_grpc_gateway/"""
+        request = urllib.request.Request(f'http://{self.endpoint}/v3/{path}', json.dumps(body).encode())
+        with urllib.request.urlopen(request, timeout=10) as answer:
+            return dict(json.load(answer))
+
+    def get(self, key: str) -> bytes | None:
+        """A key's value, None if it is not there."""
+        found = self.call('kv/range', {'key': b64(key)}).get('kvs')
+        return base64.b64decode(found[0].get('value', '')) if found else None
+
+    def put(self, key: str, value: str | bytes) -> int:
+        """Write a key; the revision."""
+        return int(self.call('kv/put', {'key': b64(key), 'value': b64(value)})['header']['revision'])
+
+    def delete(self, key: str) -> None:
+        """Remove a key."""
+        self.call('kv/deleterange', {'key': b64(key)})
+
+    def keys(self, prefix: str) -> list[str]:
+        """The keys under a prefix that ends with a slash."""
+        end = prefix[:-1] + chr(ord(prefix[-1]) + 1)
+        found = self.call('kv/range', {'key': b64(prefix), 'range_end': b64(end), 'keys_only': True}).get('kvs', [])
+        return [base64.b64decode(each['key']).decode(errors='replace') for each in found]
+
+    def compact(self) -> None:
+        """Forget all history up to now."""
+        revision = self.call('kv/range', {'key': b64('x')})['header']['revision']
+        self.call('kv/compaction', {'revision': revision, 'physical': True})
+
+
+class PlacementServer(Server):
+    """Placement over SQLite, one thread."""
+
+    name = 'placement'
+
+    def __init__(self, directory: Path | None = None) -> None:
+        super().__init__(directory)
+        # It has to be there, and may be empty: all settings are in the environment.
+        (self.directory / 'placement.conf').touch()
+        self.port = free_port()
+        self.url = f'http://127.0.0.1:{self.port}'
+
+    def command(self) -> list[str]:
+        """The lab's own server."""
+        return [sys.executable, '-m', 'ecomp.lab.placement_server', '127.0.0.1', str(self.port)]
+
+    def environment(self) -> dict[str, str]:
+        """All of placement's configuration."""
+        return {
+            **environment(),
+            'OS_PLACEMENT_CONFIG_DIR': str(self.directory),
+            'OS_PLACEMENT_DATABASE__CONNECTION': f'sqlite:///{self.directory / "placement.sqlite"}',
+            'OS_PLACEMENT_DATABASE__SYNC_ON_STARTUP': 'True',
+            'OS_API__AUTH_STRATEGY': 'noauth2',
+        }
+
+    def is_ready(self) -> bool:
+        """It lists providers: GET / answers with the database down, too."""
+        try:
+            self.call('GET', '/resource_providers')
+        except OSError:
+            return False
+        return True
+
+    def call(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """One request; its JSON object, {} if there is none. urllib.error.HTTPError for 400 and above."""
+        headers = {**PLACEMENT_HEADERS, 'content-type': 'application/json', 'accept': 'application/json'}
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(self.url + path, data, headers, method=method)
+        with urllib.request.urlopen(request, timeout=30) as answer:
+            return dict(json.loads(answer.read() or b'{}'))
+
+    def allocations(self, consumer: str) -> dict[str, dict[str, int]]:
+        """What a consumer holds: {provider: {class: amount}}."""
+        held = self.call('GET', f'/allocations/{consumer}')['allocations']
+        return {provider: each['resources'] for provider, each in held.items()}
+
+    def consumers(self, provider: str) -> dict[str, dict[str, int]]:
+        """Who holds what of a provider: {consumer: {class: amount}}."""
+        held = self.call('GET', f'/resource_providers/{provider}/allocations')['allocations']
+        return {consumer: each['resources'] for consumer, each in held.items()}
+
+    def inventory(self, provider: str) -> dict[str, dict[str, Any]]:
+        """A provider's inventory, {} if there is no such provider."""
+        try:
+            return dict(self.call('GET', f'/resource_providers/{provider}/inventories')['inventories'])
+        except urllib.error.HTTPError as error:
+            if error.code == 404:
+                return {}
+            raise
+
+    def make_provider(self, **totals: int) -> str:
+        """A new provider with this inventory, such as VCPU=4; its uuid."""
+        provider = str(uuid.uuid4())
+        self.call('POST', '/resource_providers', {'uuid': provider, 'name': provider})
+        inventories = {name: {'total': total} for name, total in totals.items()}
+        body = {'resource_provider_generation': 0, 'inventories': inventories}
+        self.call('PUT', f'/resource_providers/{provider}/inventories', body)
+        return provider
+
+
+def b64(text: str | bytes) -> str:
+    """As the JSON gateway wants keys and values."""
+    return base64.b64encode(text.encode() if isinstance(text, str) else text).decode()

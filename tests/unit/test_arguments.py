@@ -1,0 +1,50 @@
+"""eschedule's arguments: the form, its words, its options. What is refused: scenario/test_bad_input.py."""
+
+from __future__ import annotations
+
+import pytest
+
+from ecomp.errors import UsageError
+from ecomp.schedule import RUNS
+from ecomp.scheduler.arguments import CREATE, FORMS, Command, Options, parse, parser
+
+A, B = '1f0e4c9a-3a52-4b0f-8d87-0d8f1f2a6b01', '1f0e4c9a-3a52-4b0f-8d87-0d8f1f2a6b02'
+QUERY = 'resources=VCPU:1,DISK_GB:1,MEMORY_MB:256'
+IMAGE = 'http://images.invalid/a.img'
+
+
+@pytest.mark.parametrize(
+    ('argv', 'command'),
+    [
+        ([QUERY], Command('create', (QUERY,), Options())),
+        ([QUERY, IMAGE], Command('create', (QUERY, IMAGE), Options())),
+        (['--wait', QUERY, IMAGE], Command('create', (QUERY, IMAGE), Options(wait=''))),
+        (
+            [QUERY, '--wait=started', '--timeout', '5', '--uuid', A.upper()],
+            Command('create', (QUERY,), Options(uuid=A, wait='started', timeout=5.0)),
+        ),
+        ([A], Command('query', (A,), Options())),
+        ([A.replace('-', '').upper()], Command('query', (A,), Options())),
+        (['destroy', A, '--wait', B], Command('destroy', (A, B), Options(wait=''))),
+        (['-f', 'json', 'list', '--all'], Command('list', (), Options(format='json', all=True))),
+        (['hosts', '-f', 'json'], Command('hosts', (), Options(format='json'))),
+        (['host', 'forget', A.upper()], Command('host forget', (A,), Options())),
+        (['show', A, '--config', 'x.yaml'], Command('show', (A,), Options(config='x.yaml'))),
+    ],
+)
+def test_each_form(argv: list[str], command: Command) -> None:
+    assert parse(argv) == command
+
+
+def test_an_empty_uuid_is_not_a_new_one() -> None:
+    # "--uuid $X" of a variable nobody set: it must not be placed under a uuid nobody knows.
+    with pytest.raises(UsageError):
+        parse([QUERY, '--uuid', ''])
+
+
+def test_every_form_is_run_and_explained() -> None:
+    assert set(RUNS) == set(FORMS) - {CREATE}
+    helped = parser().format_help()
+    for form in FORMS.values():
+        assert f'{form.usage} ' in helped
+        assert form.help in helped

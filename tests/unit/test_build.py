@@ -1,0 +1,156 @@
+"""A guest is made whole or not at all: whatever step fails, nothing of it is left."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Mapping
+
+import pytest
+
+from ecomp.agent.build import Build, Cancelled, Destroy, Forget, build, carry_out, destroy
+from ecomp.errors import BuildFailed, EcompError
+from ecomp.model.guest import BaseImage, Guest, GuestSpec
+from ecomp.virt.fake import FakeHypervisor
+
+COMPUTE, INSTANCE = 'b8756be5-a30d-4311-920c-0ad996367a8e', 'd578fb7c-7787-4e73-b69a-a7b3ef9bf73a'
+BASE = BaseImage('/base.qcow2', 'qcow2', 0)
+JOB = Build(GuestSpec(INSTANCE, COMPUTE, 1, 256, 1, BaseImage('', '', 0), 'qemu'), 'http://h/i')
+STEPS = ('image', 'create_disk', 'start')
+
+
+class Recording(FakeHypervisor):
+    """The fake, failing after a step of one's choice, and telling what was asked of it."""
+
+    def __init__(self, fails_at: str = '') -> None:
+        super().__init__()
+        self.fails_at = fails_at
+        self.asked: list[str] = []
+        self.spec: GuestSpec | None = None
+
+    def get(self, url: str, checkpoint: Callable[[], None]) -> BaseImage:
+        """The image cache's part."""
+        self._did('image')
+        assert url == JOB.image
+        checkpoint()
+        return BASE
+
+    def create_disk(self, spec: GuestSpec) -> None:
+        """See Hypervisor."""
+        super().create_disk(spec)
+        self._did('create_disk')
+
+    def start(self, spec: GuestSpec) -> None:
+        """See Hypervisor."""
+        self.spec = spec
+        super().start(spec)
+        self._did('start')
+
+    def destroy(self, instance: str, compute: str) -> None:
+        """See Hypervisor."""
+        super().destroy(instance, compute)
+        self.asked.append('destroy')
+
+    def delete_disk(self, instance: str) -> None:
+        """See Hypervisor."""
+        assert not self.guests().get(instance, Guest(instance, None, False, False, False)).running
+        super().delete_disk(instance)
+        self.asked.append('delete_disk')
+
+    def _did(self, step: str) -> None:
+        self.asked.append(step)
+        if step == self.fails_at:
+            raise BuildFailed(step, 'it was told to')
+
+
+def made(hypervisor: Recording, checkpoint: Callable[[], None] = lambda: None) -> list[str]:
+    reached: list[str] = []
+    build(JOB, hypervisor, hypervisor, reached.append, checkpoint)
+    return reached
+
+
+def guests(hypervisor: Recording) -> Mapping[str, Guest]:
+    return hypervisor.guests()
+
+
+def test_it_is_made_in_order() -> None:
+    hypervisor = Recording()
+    assert made(hypervisor) == ['image', 'disk', 'started']
+    assert hypervisor.asked == list(STEPS)
+    assert guests(hypervisor)[INSTANCE].running
+    assert hypervisor.spec is not None
+    assert hypervisor.spec.base == BASE
+
+
+@pytest.mark.parametrize('step', STEPS)
+def test_a_step_that_fails_leaves_nothing(step: str) -> None:
+    hypervisor = Recording(fails_at=step)
+    with pytest.raises(BuildFailed, match='it was told to'):
+        made(hypervisor)
+    assert guests(hypervisor) == {}
+
+
+@pytest.mark.parametrize('look', range(5))
+def test_a_build_that_is_cancelled_at_any_look_leaves_nothing(look: int) -> None:
+    hypervisor = Recording()
+    looks = iter(range(100))
+
+    def checkpoint() -> None:
+        if next(looks) == look:
+            raise Cancelled
+
+    with pytest.raises(Cancelled):
+        made(hypervisor, checkpoint)
+    assert guests(hypervisor) == {}
+
+
+def test_it_is_looked_for_a_destroy_between_all_steps() -> None:
+    hypervisor, at = Recording(), []
+    made(hypervisor, lambda: at.append(len(hypervisor.asked)))
+    assert sorted(set(at)) == [0, 1, 2, 3]
+
+
+def test_a_guest_that_runs_is_taken_as_it_is() -> None:
+    hypervisor = Recording()
+    made(hypervisor)
+    hypervisor.asked.clear()
+    assert made(hypervisor) == ['started']
+    assert hypervisor.asked == []
+
+
+def test_half_of_one_is_made_anew() -> None:
+    hypervisor = Recording()
+    hypervisor.create_disk(JOB.spec)
+    assert made(hypervisor) == ['image', 'disk', 'started']
+
+
+def test_the_domain_goes_before_its_disk() -> None:
+    hypervisor = Recording()
+    made(hypervisor)
+    hypervisor.asked.clear()
+    destroy(Destroy(INSTANCE, COMPUTE), hypervisor)
+    assert hypervisor.asked == ['destroy', 'delete_disk']
+    assert guests(hypervisor) == {}
+    destroy(Destroy(INSTANCE, COMPUTE), hypervisor)  # nothing there is success
+
+
+@pytest.mark.parametrize('there', [False, True])
+def test_what_is_left_of_one_without_a_trace_goes_unless_it_came_back(there: bool) -> None:
+    hypervisor = Recording()
+    if there:
+        made(hypervisor)
+    hypervisor.asked.clear()
+    carry_out(Forget(INSTANCE), hypervisor, hypervisor, lambda _: None, lambda: None)
+    assert hypervisor.asked == ([] if there else ['delete_disk'])
+    assert bool(guests(hypervisor)) == there
+
+
+@pytest.mark.parametrize('error', [BuildFailed('disk', 'no room'), Cancelled(), EcompError('x')])
+def test_errors_come_whole_out_of_a_worker(error: BuildFailed) -> None:
+    again = pickle.loads(pickle.dumps(error))
+    assert type(again) is type(error)
+    assert (str(again), vars(again)) == (str(error), vars(error))
+
+
+@pytest.mark.parametrize('job', [JOB, Destroy(INSTANCE, COMPUTE), Forget(INSTANCE)])
+def test_jobs_go_whole_into_a_worker(job: Build | Destroy | Forget) -> None:
+    assert pickle.loads(pickle.dumps(job)) == job

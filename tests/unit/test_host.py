@@ -1,0 +1,201 @@
+"""A compute as both planes tell of it: its state, what lives there, and what may be removed with it."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from ecomp.model.host import Host, InEtcd, InPlacement, Leftovers, Share, hosts, leftovers, living, refusal
+from ecomp.model.instance import Invalid, Request
+from ecomp.model.record import Failure, Record
+from ecomp.scheduler.show import as_hosts
+
+HOST, OTHER = (f'{digit * 8}-3a52-4b0f-8d87-0d8f1f2a6b01' for digit in 'ab')
+A, B, C, D, E = (f'{digit * 8}-0000-4b0f-8d87-0d8f1f2a6b01' for digit in '12345')
+
+ROOM = {'VCPU': Share(4, 1), 'MEMORY_MB': Share(512, 128), 'DISK_GB': Share(10, 1)}
+SHUT = {**ROOM, 'VCPU': Share(0, 1, shut=True)}
+
+
+def wish(instance: str) -> Request:
+    return Request(instance, {HOST: {'VCPU': 1, 'MEMORY_MB': 128, 'DISK_GB': 1}}, 'http://images.invalid/a', '', '')
+
+
+def tombstone(instance: str) -> Request:
+    return Request(instance, {}, None, '', '')
+
+
+def record(instance: str, state: str, compute: str = HOST) -> Record:
+    return Record(instance, compute, state, None, error=Failure('disk', 'full', '') if state == 'error' else None)
+
+
+def provider(shares: dict[str, Share] = ROOM, uuid: str = HOST, name: str = '') -> dict[str, InPlacement]:
+    return {uuid: InPlacement(uuid, name or uuid, shares)}
+
+
+def state(etcd: InEtcd, providers: dict[str, InPlacement]) -> str:
+    (host,) = hosts(etcd, providers)
+    return host.state
+
+
+# What eschedule hosts shows
+
+
+@pytest.mark.parametrize(
+    ('etcd', 'providers', 'wanted'),
+    [
+        (InEtcd(alive={HOST: 'hv1'}), provider(), 'up'),
+        (InEtcd(alive={HOST: 'hv1'}), provider(SHUT), 'up'),
+        (InEtcd(alive={HOST: None}), {}, 'up'),
+        (InEtcd(), provider(SHUT), 'closed'),
+        (InEtcd(requests={HOST: {A: wish(A)}}), provider(SHUT), 'closed'),
+        (InEtcd(requests={HOST: {A: wish(A)}}), provider(), 'silent'),
+        (InEtcd(requests={HOST: {A: tombstone(A)}}), {}, 'silent'),
+        (InEtcd(records={A: record(A, 'active')}), {}, 'silent'),
+        (InEtcd(records={A: record(A, 'gone')}), provider(), 'silent'),
+        (InEtcd(junk={HOST: ['x']}), provider(), 'silent'),
+        (InEtcd(), provider(), 'orphaned'),
+        (InEtcd(), provider({}), 'orphaned'),
+        (InEtcd(records={A: record(A, 'active', OTHER)}, alive={}), {**provider(), **provider(uuid=OTHER)}, None),
+    ],
+)
+def test_state(etcd: InEtcd, providers: dict[str, InPlacement], wanted: str | None) -> None:
+    if wanted is None:
+        assert {each.compute: each.state for each in hosts(etcd, providers)} == {HOST: 'orphaned', OTHER: 'silent'}
+    else:
+        assert state(etcd, providers) == wanted
+
+
+@pytest.mark.parametrize(
+    'foreign',
+    [
+        provider(name='nova-compute-7'),  # a placement shared with OpenStack
+        provider({'DISK_GB': Share(1000, 5)}),  # a storage pool, shared by aggregate
+        provider({}, name='new'),
+    ],
+)
+def test_what_others_registered_is_no_compute_of_ours(foreign: dict[str, InPlacement]) -> None:
+    assert hosts(InEtcd(), foreign) == []
+    # Unless etcd knows it: then it is shown with what placement says of it.
+    (shown,) = hosts(InEtcd(alive={HOST: 'hv1'}), foreign)
+    assert shown == Host(HOST, 'hv1', 'up', 0, foreign[HOST].shares)
+
+
+def test_what_is_no_uuid_is_no_compute() -> None:
+    assert hosts(InEtcd(alive={'x': 'y'}, junk={'': ['z']}), {}) == []
+    assert hosts(InEtcd(records={A: record(A, 'active', 'x')}), {}) == []
+
+
+def test_hosts_are_sorted_by_name_and_those_without_come_last() -> None:
+    third = 'c' + OTHER[1:]
+    shown = hosts(InEtcd(alive={third: 'hv1', OTHER: 'hv2'}), provider())
+    assert [each.compute for each in shown] == [third, OTHER, HOST]
+
+
+def test_free_is_never_negative_and_what_is_too_much_is_said() -> None:
+    assert (Share(4, 1).free, Share(4, 1).over) == (3, 0)
+    assert (Share(2, 3).free, Share(2, 3).over) == (0, 1)
+    assert (Share(0, 3, shut=True).free, Share(0, 3, shut=True).over) == (0, 0)
+    text = as_hosts([Host(HOST, None, 'up', 2, {'VCPU': Share(2, 3), 'PCPU': Share(8, 0)})], 'table')
+    head, line = (each.split('  ') for each in text.splitlines())
+    cells = dict(zip([each.strip() for each in head if each], [each.strip() for each in line if each], strict=True))
+    assert cells == {
+        'COMPUTE': HOST,
+        'HOST': '-',
+        'STATE': 'up',
+        'INSTANCES': '2',
+        'VCPU USED/FREE': '3/0 (1 too many)',
+        'MEMORY_MB USED/FREE': '-',
+        'DISK_GB USED/FREE': '-',
+        'PCPU USED/FREE': '0/8',
+    }
+
+
+def test_json_says_the_same() -> None:
+    text = as_hosts([Host(HOST, 'hv1', 'closed', 1, {'VCPU': Share(0, 1, shut=True)})], 'json')
+    assert json.loads(text) == [
+        {
+            'compute': HOST,
+            'hostname': 'hv1',
+            'state': 'closed',
+            'instances': 1,
+            'resources': {'VCPU': {'used': 1, 'free': 0, 'capacity': 0, 'over': 0}},
+        }
+    ]
+
+
+# What lives there
+
+
+def test_living() -> None:
+    etcd = InEtcd(
+        requests={HOST: {A: wish(A), B: tombstone(B), C: Invalid(C, 'not JSON')}, OTHER: {D: wish(D)}},
+        records={
+            B: record(B, 'active'),  # its destroy was accepted
+            D: record(D, 'active', OTHER),
+            E: record(E, 'stopped'),  # its request key was deleted by hand
+        },
+    )
+    assert living(HOST, etcd) == {A, C, E}
+    assert living(OTHER, etcd) == {D}
+
+
+@pytest.mark.parametrize('ended', ['gone', 'error', 'destroying'])
+def test_what_ended_does_not_live(ended: str) -> None:
+    assert living(HOST, InEtcd(records={A: record(A, ended)})) == set()
+
+
+@pytest.mark.parametrize('known', [record(A, 'gone'), record(A, 'active', OTHER)])
+def test_a_request_its_compute_would_drop_does_not_live_there(known: Record) -> None:
+    etcd = InEtcd(requests={HOST: {A: wish(A)}}, records={A: known})
+    assert living(HOST, etcd) == set()
+    assert leftovers(HOST, etcd, ()) == Leftovers(stray=(A,))
+
+
+# Whether it may be forgotten
+
+
+@pytest.mark.parametrize(
+    ('etcd', 'held', 'at_it', 'says'),
+    [
+        (InEtcd(alive={HOST: 'hv1'}), (), (), 'it is alive on hv1'),
+        (InEtcd(alive={HOST: None}), (), (), 'it is alive: '),
+        (InEtcd(requests={HOST: {A: wish(A)}}), (A,), (), f'instance {A} still there'),
+        (InEtcd(records={A: record(A, 'active')}), (), (), f'instance {A} still there'),
+        (InEtcd(requests={HOST: {A: Invalid(A, 'not JSON')}}), (), (), f'instance {A} still there'),
+        (
+            InEtcd(requests={HOST: {each: wish(each) for each in (A, B, C, D, E)}}),
+            *((), (), f'instances {A}, {B}, {C} and 2 more still there'),
+        ),
+        (InEtcd(), (A,), (A, B), f'an eschedule is at work on instance {A}'),
+        (InEtcd(unreadable={A}), (A,), (), f'recorded of instance {A} there cannot be read'),
+        (InEtcd(requests={HOST: {A: tombstone(A)}}, unreadable={A}), (), (), 'cannot be read'),
+        (InEtcd(requests={OTHER: {A: wish(A)}}), (A,), (), f'instance {A} of compute {OTHER} holds'),
+        (InEtcd(records={A: record(A, 'active', OTHER)}), (A,), (), f'instance {A} of compute {OTHER} holds'),
+    ],
+)
+def test_refusal(etcd: InEtcd, held: tuple[str, ...], at_it: tuple[str, ...], says: str) -> None:
+    reason = refusal(HOST, etcd, held, at_it)
+    assert reason is not None
+    assert says in reason
+
+
+@pytest.mark.parametrize(
+    ('etcd', 'held', 'at_it', 'left'),
+    [
+        (InEtcd(), (), (), Leftovers()),
+        (InEtcd(alive={OTHER: 'hv2'}, requests={OTHER: {A: wish(A)}}, unreadable={B}), (), (B,), Leftovers()),
+        (InEtcd(), (A,), (B,), Leftovers(orphans=(A,))),
+        (InEtcd(records={A: record(A, 'gone'), B: record(B, 'error')}), (A, B), (), Leftovers(orphans=(A, B))),
+        (
+            InEtcd(requests={HOST: {A: tombstone(A), B: tombstone(B)}}, records={B: record(B, 'active')}),
+            *((A, B, C), (), Leftovers(ended=(A, B), orphans=(C,))),
+        ),
+        (InEtcd(records={A: record(A, 'destroying')}), (A,), (), Leftovers(ended=(A,))),
+        (InEtcd(junk={HOST: ['x/y']}), (), (), Leftovers(stray=('x/y',))),
+    ],
+)
+def test_leftovers(etcd: InEtcd, held: tuple[str, ...], at_it: tuple[str, ...], left: Leftovers) -> None:
+    assert refusal(HOST, etcd, held, at_it) is None
+    assert leftovers(HOST, etcd, held) == left

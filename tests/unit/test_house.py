@@ -1,0 +1,347 @@
+"""The house rules that a machine can hold: who may import whom, what is done where, and the linters.
+
+The arrows are those of the design: front doors → what they wire; agent → placement, store, virt, model; scheduler →
+placement, store, model; boundaries → model; all → errors and configuration values. Nothing imports a front door.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+import pytest
+
+TOP = Path(__file__).resolve().parents[2]
+MAX_LINES = 400
+
+# What each room may import of ours, beside itself. The longest name that fits a module is its room.
+ARROWS: dict[str, set[str]] = {
+    'ecomp': set(),
+    'ecomp.errors': set(),
+    'ecomp.log': set(),
+    'ecomp.failpoints': {'ecomp.errors'},
+    'ecomp.yaml_file': {'ecomp.errors'},
+    'ecomp.conf': {'ecomp.errors', 'ecomp.yaml_file', 'ecomp.model'},
+    'ecomp.model': {'ecomp.errors'},
+    'ecomp.placement': {'ecomp.errors', 'ecomp.conf', 'ecomp.model'},
+    'ecomp.store': {'ecomp.errors', 'ecomp.conf', 'ecomp.model'},
+    'ecomp.virt': {'ecomp.errors', 'ecomp.failpoints', 'ecomp.conf', 'ecomp.model'},
+    # log, because a worker is a process of its own, and logging is set up once per process.
+    'ecomp.agent': {
+        *('ecomp', 'ecomp.errors', 'ecomp.failpoints', 'ecomp.conf', 'ecomp.log'),
+        *('ecomp.model', 'ecomp.placement', 'ecomp.store', 'ecomp.virt'),
+    },
+    'ecomp.scheduler': {
+        *('ecomp', 'ecomp.errors', 'ecomp.failpoints', 'ecomp.conf'),
+        *('ecomp.model', 'ecomp.placement', 'ecomp.store'),
+    },
+    'ecomp.lab': {'ecomp', 'ecomp.errors', 'ecomp.conf', 'ecomp.log', 'ecomp.model', 'ecomp.placement', 'ecomp.store'},
+    'ecomp.compute': {
+        *('ecomp', 'ecomp.errors', 'ecomp.failpoints', 'ecomp.conf', 'ecomp.log'),
+        *('ecomp.model', 'ecomp.placement', 'ecomp.store', 'ecomp.virt', 'ecomp.agent'),
+    },
+    'ecomp.schedule': {
+        *('ecomp', 'ecomp.errors', 'ecomp.conf', 'ecomp.log'),
+        *('ecomp.model', 'ecomp.placement', 'ecomp.store', 'ecomp.scheduler'),
+    },
+    'mdserver': set(),
+}
+FRONT_DOORS = {'ecomp.compute', 'ecomp.schedule', 'ecomp.lab.elab', 'ecomp.lab.placement_server', 'mdserver.server'}
+
+# Where other people's libraries, and the parts of Python that act on the machine, may be imported.
+PLACES: dict[str, set[str]] = {
+    'etcd3': {'ecomp.store'},
+    'grpc': {'ecomp.store'},
+    'google': {'ecomp.store'},  # protobuf
+    'libvirt': {'ecomp.virt'},
+    'libvirtaio': set(),
+    'oslo_utils': {'ecomp.virt'},
+    'pyroute2': {'ecomp.virt'},
+    'watchdog': {'ecomp.virt'},
+    'requests': {'ecomp.placement', 'ecomp.agent.images'},
+    'urllib3': {'ecomp.placement', 'ecomp.agent.images'},
+    'psutil': {'ecomp.agent.inventory'},
+    'yaml': {'ecomp.yaml_file'},
+    'bottle': {'mdserver'},
+    'waitress': {'mdserver', 'ecomp.lab'},  # the lab serves placement with it
+    'placement': {'ecomp.lab'},
+    # metadata starts mdserver; the lab starts the cluster's daemons.
+    'subprocess': {'ecomp.lab', 'ecomp.agent.metadata'},
+}
+# These take time, uuids and randomness as arguments, and touch nothing.
+PURE = {'ecomp.model', 'ecomp.virt.xml', 'ecomp.agent.plan', 'mdserver.metadata'}
+IMPURE_IMPORTS = {
+    *('glob', 'http', 'logging', 'multiprocessing', 'os', 'pathlib', 'secrets', 'shutil', 'signal', 'socket'),
+    *('sys', 'tempfile', 'threading', 'time'),
+}
+IMPURE_CALLS = {'open', 'input', 'datetime.now', 'datetime.utcnow', 'datetime.today', 'date.today', 'uuid.uuid4'}
+
+# Modules that may ask for the time of day in seconds, with the reason. Timers take time.monotonic.
+WALL_CLOCK = {'mdserver.server': 'dnsmasq says in seconds since 1970 when a DHCP lease ends'}
+# Modules that may leave the process without a front door, with the reason.
+LEAVES = {'ecomp.agent.worker': 'a worker whose parent is gone has nobody to raise to'}
+
+EXITS = {'print', 'exit', 'quit', 'sys.exit', 'os._exit', 'SystemExit'}
+SHELLS = {'os.system', 'os.popen', 'os.spawnl', 'os.spawnv', 'os.execv', 'os.execvp', 'os.fork'}
+HIDDEN_IMPORTS = {'__import__', 'import_module', 'importlib.import_module', 'exec', 'eval'}
+
+
+def read_modules() -> dict[str, str]:
+    """The source of every module of the product, by its full name; a package is `name.__init__`."""
+    found = {}
+    for root, name in ((TOP, 'ecomp'), (TOP / 'md_server', 'mdserver')):
+        for path in sorted((root / name).rglob('*.py')):
+            found['.'.join(path.relative_to(root).with_suffix('').parts)] = path.read_text()
+    return found
+
+
+def within(module: str, room: str) -> bool:
+    return module == room or module.startswith(f'{room}.')
+
+
+def room_of(module: str, rooms: Mapping[str, object] = ARROWS) -> str:
+    return max((room for room in rooms if within(module, room)), key=len, default='')
+
+
+def imported(module: str, tree: ast.Module, modules: Mapping[str, str]) -> Iterator[tuple[int, str]]:
+    """Every module `module` imports, also inside functions and under TYPE_CHECKING, with the line."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ''
+            if node.level:
+                base = '.'.join([*module.split('.')[: -node.level], *([base] if base else [])])
+            for alias in node.names:
+                deeper = f'{base}.{alias.name}'
+                is_module = deeper in modules or f'{deeper}.__init__' in modules or deeper in ARROWS
+                yield node.lineno, deeper if is_module else base
+
+
+def dotted(node: ast.AST) -> str:
+    """`a.b.c` as text, the last two parts of anything longer."""
+    if isinstance(node, ast.Name):
+        return node.id
+    if isinstance(node, ast.Attribute):
+        return f'{dotted(node.value).rpartition(".")[2]}.{node.attr}'
+    return ''
+
+
+def wrong_imports(modules: Mapping[str, str]) -> list[str]:
+    found = []
+    for name, source in modules.items():
+        module, room = name.removesuffix('.__init__'), room_of(name.removesuffix('.__init__'))
+        for line, other in imported(name, ast.parse(source), modules):
+            top = other.partition('.')[0]
+            if top in ('ecomp', 'mdserver'):
+                theirs = room_of(other)
+                if any(within(other, door) for door in FRONT_DOORS - {module}):
+                    found.append(f'{module}:{line}: imports the front door {other}')
+                elif theirs != room and theirs not in ARROWS.get(room, set()):
+                    found.append(f'{module}:{line}: {room or "no room"} must not import {other}')
+            elif top in PLACES and not any(within(module, place) for place in PLACES[top]):
+                found.append(f'{module}:{line}: {top} is imported in {sorted(PLACES[top]) or "no module"} only')
+            elif top in IMPURE_IMPORTS and any(within(module, place) for place in PURE):
+                found.append(f'{module}:{line}: is pure, so without {top}')
+            elif top not in sys.stdlib_module_names and top not in PLACES:
+                found.append(f'{module}:{line}: {top} has no place in the house yet; give it one in PLACES')
+    return found
+
+
+def wrong_deeds(modules: Mapping[str, str]) -> list[str]:
+    found = []
+    for name, source in modules.items():
+        module = name.removesuffix('.__init__')
+        pure = any(within(module, place) for place in PURE)
+        for node in ast.walk(ast.parse(source)):
+            line = getattr(node, 'lineno', 0)
+            if isinstance(node, ast.Global):
+                found.append(f'{module}:{line}: no globals')
+            if isinstance(node, ast.keyword) and node.arg == 'shell':
+                found.append(f'{module}:{line}: no shell=')
+            if isinstance(node, ast.ImportFrom) and node.module == 'time' and {a.name for a in node.names} & {'time'}:
+                found.append(f'{module}:{line}: import time and say time.monotonic()')
+            if not isinstance(node, ast.Attribute | ast.Name):
+                continue
+            word = dotted(node)
+            if word in EXITS and module not in FRONT_DOORS and not (word == 'os._exit' and module in LEAVES):
+                found.append(f'{module}:{line}: {word} belongs in a front door')
+            if word in SHELLS or word in HIDDEN_IMPORTS:
+                found.append(f'{module}:{line}: no {word}')
+            if word in ('time.time', 'time.time_ns') and module not in WALL_CLOCK:
+                found.append(f'{module}:{line}: {word} jumps when the clock is set; a timer is time.monotonic')
+            if pure and (word in IMPURE_CALLS or (word.startswith('random.') and word != 'random.Random')):
+                found.append(f'{module}:{line}: is pure, so {word} is an argument')
+    return found
+
+
+def too_long(modules: Mapping[str, str]) -> list[str]:
+    lengths = {name: source.count('\n') for name, source in modules.items()}
+    return [f'{name}: {lines} lines: two reasons to change?' for name, lines in lengths.items() if lines > MAX_LINES]
+
+
+def undocumented(modules: Mapping[str, str]) -> list[str]:
+    """Public methods without a docstring, except one-liners and where a base class or a Protocol says what they do."""
+    classes = [(name, node) for name, node in everything(modules) if isinstance(node, ast.ClassDef)]
+    told = {method.name for _, node in classes for method in methods(node) if ast.get_docstring(method)}
+    return [
+        f'{name}:{method.lineno}: {node.name}.{method.name} has no docstring'
+        for name, node in classes
+        for method in methods(node)
+        if not node.bases and not node.name.startswith('_') and not method.name.startswith('_')
+        if len(method.body) > 1 and method.name not in told
+    ]
+
+
+def methods(node: ast.ClassDef) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
+    return [item for item in node.body if isinstance(item, ast.FunctionDef | ast.AsyncFunctionDef)]
+
+
+def everything(modules: Mapping[str, str]) -> Iterator[tuple[str, ast.AST]]:
+    return ((name, node) for name, source in modules.items() for node in ast.walk(ast.parse(source)))
+
+
+RULES: list[Callable[[Mapping[str, str]], list[str]]] = [wrong_imports, wrong_deeds, too_long, undocumented]
+
+
+@pytest.mark.parametrize('rule', RULES)
+def test_the_house_is_in_order(rule: Callable[[Mapping[str, str]], list[str]]) -> None:
+    assert rule(read_modules()) == []
+
+
+def test_every_module_has_a_room_and_every_room_is_there() -> None:
+    modules = [name.removesuffix('.__init__') for name in read_modules()]
+    assert [name for name in modules if name != 'ecomp' and room_of(name) in ('', 'ecomp')] == []
+    assert [room for room in {*ARROWS, *PURE, *FRONT_DOORS, *WALL_CLOCK, *LEAVES} if room not in modules] == []
+
+
+def test_no_module_has_a_name_that_says_nothing() -> None:
+    names = {name.rpartition('.')[2] for name in read_modules()}
+    assert names & {'utils', 'util', 'manager', 'helpers', 'helper', 'misc', 'common', 'base'} == set()
+
+
+# A rule that cannot fail holds nothing: each of these is planted and must be found.
+PLANTED = [
+    ('ecomp.model.x', 'import ecomp.placement.client'),
+    ('ecomp.model.x', 'from ecomp.store import client'),
+    ('ecomp.model.x', 'from ecomp import conf'),
+    ('ecomp.model.x', 'import requests'),
+    ('ecomp.model.x', 'import os'),
+    ('ecomp.model.x', 'from datetime import datetime\nnow = datetime.now()'),
+    ('ecomp.model.x', 'import uuid\ndef new(): return uuid.uuid4()'),
+    ('ecomp.model.x', 'import random\ndef pick(of): return random.choice(of)'),
+    ('ecomp.placement.x', 'from ecomp.store.client import Store'),
+    ('ecomp.store.x', 'def late():\n    from ecomp.virt import xml'),
+    ('ecomp.virt.x', 'from ..placement import client'),
+    ('ecomp.virt.__init__', 'from ..agent import plan'),
+    ('ecomp.virt.x', 'from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from ecomp.agent.plan import Task'),
+    ('ecomp.scheduler.x', 'import ecomp.virt'),
+    ('ecomp.scheduler.x', 'from ecomp import agent'),
+    ('ecomp.scheduler.x', 'import psutil'),
+    ('ecomp.schedule', 'import ecomp.agent.daemon'),
+    ('ecomp.agent.x', 'import ecomp.scheduler.claim'),
+    ('ecomp.agent.x', 'import etcd3'),
+    ('ecomp.agent.x', 'from etcd3 import etcdrpc'),
+    ('ecomp.agent.x', 'import libvirt'),
+    ('ecomp.agent.x', 'import subprocess'),
+    ('ecomp.agent.x', 'from ecomp.compute import main'),
+    ('ecomp.agent.x', 'from ecomp.lab.elab import main'),
+    ('ecomp.agent.x', 'import mdserver.guests'),
+    ('ecomp.agent.x', 'import somebody_elses'),
+    ('ecomp.agent.x', 'import importlib\nimportlib.import_module("libvirt")'),
+    ('ecomp.lab.x', 'import psutil'),
+    ('mdserver.x', 'import ecomp.errors'),
+    ('mdserver.x', 'import requests'),
+    ('ecomp.agent.x', 'import sys\ndef stop(): sys.exit(1)'),
+    ('ecomp.agent.x', 'def stop(): raise SystemExit(1)'),
+    ('ecomp.agent.x', 'print("hello")'),
+    ('ecomp.agent.x', 'import os\nos.system("ls")'),
+    ('ecomp.lab.x', 'import subprocess\nsubprocess.run("ls", shell=True)'),
+    ('ecomp.agent.x', 'import time\nlate = time.time() + 5'),
+    ('ecomp.agent.x', 'from time import time'),
+    ('ecomp.agent.x', 'count = 0\ndef more():\n    global count\n    count += 1'),
+    ('ecomp.agent.x', '#\n' * (MAX_LINES + 1)),
+    ('ecomp.agent.x', 'class Thing:\n    def unexplained(self):\n        a = 1\n        return a'),
+]
+FINE = [
+    ('ecomp.model.x', 'import random\ndef pick(of, rng: random.Random): return rng.choice(of)'),
+    ('ecomp.model.x', 'from . import keys'),
+    ('ecomp.agent.images', 'import requests'),
+    ('ecomp.agent.x', 'import time\nlate = time.monotonic() + 5'),
+    ('ecomp.compute', 'import sys\nfrom ecomp.agent import plan\nsys.exit(print(plan))'),
+    ('ecomp.lab.elab', 'import subprocess\nfrom ecomp.lab import hosts'),
+    ('ecomp.agent.x', 'class Thing:\n    def one(self):\n        return 1'),
+    ('mdserver.server', 'import bottle\nfrom mdserver import guests'),
+]
+
+
+@pytest.mark.parametrize(('module', 'source'), PLANTED)
+def test_a_planted_wrong_is_found(module: str, source: str) -> None:
+    assert [line for rule in RULES for line in rule({module: source})]
+
+
+@pytest.mark.parametrize(('module', 'source'), FINE)
+def test_what_is_right_is_let_through(module: str, source: str) -> None:
+    assert [line for rule in RULES for line in rule({module: source})] == []
+
+
+# The linters
+
+
+def run(*command: str) -> None:
+    """Run a linter at the top of the tree; what it says is the failure."""
+    done = subprocess.run([sys.executable, '-m', *command], cwd=TOP, capture_output=True, text=True, check=False)
+    if done.returncode:
+        pytest.fail(f'{" ".join(command)}\n{done.stdout}{done.stderr}', pytrace=False)
+
+
+def python_trees() -> list[str]:
+    return [name for name in ('ecomp', 'md_server', 'tests', 'bench', 'setup.py') if (TOP / name).exists()]
+
+
+def test_ruff() -> None:
+    rules = '--select=E,F,W,I,B,UP,C4,SIM,RUF100,PT,RET,ARG'
+    run('ruff', 'check', '--isolated', '--target-version=py311', '--line-length=120', rules, *python_trees())
+
+
+def test_modules_classes_and_functions_have_docstrings() -> None:
+    # Methods are looked at above. The tree of errors is drawn and explained in its module's docstring.
+    own = ['--config=lint.per-file-ignores={"ecomp/errors.py"=["D101"]}']
+    run('ruff', 'check', '--isolated', '--select=D100,D101,D103,D104', *own, 'ecomp', 'md_server')
+
+
+def test_mypy() -> None:
+    run('mypy', '--config-file=setup.cfg', 'ecomp', 'md_server/mdserver')
+
+
+def test_shell_scripts_parse() -> None:
+    scripts = [TOP / 'tests/run', TOP / '.ci/run', *TOP.glob('*.sh')]
+    for script in scripts:
+        done = subprocess.run(['bash', '-n', str(script)], capture_output=True, text=True, check=False)
+        assert (done.returncode, done.stderr) == (0, ''), script
+        assert os.access(script, os.X_OK), f'{script} is not executable'
+
+
+# Failpoints
+
+
+def failpoints_in(modules: Mapping[str, str]) -> list[str]:
+    """The name of every failpoint(…) in the code, as often as it is there."""
+    return [
+        node.args[0].value
+        for _, node in everything(modules)
+        if isinstance(node, ast.Call)
+        and dotted(node.func) == 'failpoint'
+        and isinstance(node.args[0], ast.Constant)
+        and isinstance(node.args[0].value, str)
+    ]
+
+
+def test_every_failpoint_is_at_one_place_and_described() -> None:
+    from ecomp.failpoints import PLACES
+
+    assert sorted(failpoints_in(read_modules())) == sorted(PLACES)

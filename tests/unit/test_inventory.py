@@ -1,0 +1,74 @@
+"""What a machine has to give, and what of it is not ours."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ecomp.agent.inventory import GIB, MIB, Machine, closed, inventory, look
+from ecomp.agent.inventory import given as stated
+
+MACHINE = Machine(
+    cores=4,
+    memory=8 * GIB,
+    memory_used=3 * GIB,
+    memory_ours=1 * GIB,
+    disk=100 * GIB,
+    disk_used=40 * GIB,
+    disk_ours=10 * GIB,
+)
+
+
+def test_what_others_use_is_reserved_and_what_ours_use_is_not() -> None:
+    assert inventory(MACHINE) == {
+        'VCPU': {'total': 4, 'reserved': 0},
+        'MEMORY_MB': {'total': 8192, 'reserved': 2048},
+        'DISK_GB': {'total': 100, 'reserved': 30},
+    }
+
+
+def test_a_unit_somebody_uses_a_part_of_cannot_be_given() -> None:
+    almost = replace(MACHINE, memory=8 * GIB + MIB - 1, memory_used=2 * GIB + 1, memory_ours=GIB)
+    assert inventory(almost)['MEMORY_MB'] == {'total': 8192, 'reserved': 1025}
+
+
+amounts = st.integers(0, 2**50)
+
+
+@given(amounts, amounts, amounts)
+def test_placement_takes_whatever_a_machine_says(total: int, used: int, ours: int) -> None:
+    for each in inventory(replace(MACHINE, memory=total, memory_used=used, memory_ours=ours)).values():
+        assert each['total'] >= 1
+        assert 0 <= each['reserved'] <= each['total']
+
+
+def test_what_a_person_states_is_theirs_to_give() -> None:
+    assert stated({'VCPU': 4, 'CUSTOM_X': 2}) == {
+        'VCPU': {'total': 4, 'reserved': 0},
+        'CUSTOM_X': {'total': 2, 'reserved': 0},
+    }
+
+
+def test_a_closed_inventory_has_no_vcpu_left_and_is_otherwise_the_same() -> None:
+    before = inventory(MACHINE)
+    shut = closed(before)
+    assert shut == {**before, 'VCPU': {'total': 4, 'reserved': 4}}
+    assert before['VCPU']['reserved'] == 0
+    assert closed({'DISK_GB': {'total': 1, 'reserved': 0}}) == {'DISK_GB': {'total': 1, 'reserved': 0}}
+
+
+def test_this_machine(tmp_path: Path) -> None:
+    overlays = tmp_path / 'images'
+    overlays.mkdir()
+    (overlays / 'ours.qcow2').write_bytes(b'x' * 10_000)
+    (overlays / 'another.qcow2').write_bytes(b'x' * 100_000)
+    (overlays / 'base-1.qcow2').write_bytes(b'x' * 100_000)
+    machine = look(tmp_path, ['ours'])
+    assert machine.cores >= 1
+    assert 0 < machine.memory_used < machine.memory
+    assert 0 < machine.disk_used < machine.disk
+    assert 10_000 <= machine.disk_ours < 100_000
+    assert machine.memory_ours == 0

@@ -1,0 +1,122 @@
+"""What a lab remembers of itself, its processes and its locks."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import threading
+from ipaddress import IPv4Network
+from pathlib import Path
+
+import pytest
+
+from ecomp.errors import EcompError, NotFound, UsageError
+from ecomp.lab import machine, state
+from ecomp.lab.machine import Process
+from ecomp.lab.network import Layout
+from ecomp.lab.state import Lab
+
+
+def make(root: Path, processes: dict[str, Process] | None = None) -> Lab:
+    (root / 'one').mkdir()
+    lab = Lab(root / 'one', Layout('one', IPv4Network('10.33.0.0/16')), 2, processes or {})
+    lab.save()
+    return lab
+
+
+def test_a_lab_is_read_back_as_it_was_saved(tmp_path: Path) -> None:
+    lab = make(tmp_path, {'etcd': Process('etcd', 4711, 99)})
+
+    assert state.load('one', tmp_path) == lab
+    assert [each.layout.name for each in state.all_labs(tmp_path)] == ['one']
+    assert lab.places == ['control', 'hv1', 'hv2']
+
+
+def test_no_lab(tmp_path: Path) -> None:
+    with pytest.raises(NotFound, match="no lab 'other'"):
+        state.load('other', tmp_path)
+
+
+def test_processes_of_another_boot_are_forgotten(tmp_path: Path) -> None:
+    make(tmp_path, {'etcd': Process('etcd', 4711, 99)})
+    written = tmp_path / 'one/lab.json'
+    written.write_text(json.dumps({**json.loads(written.read_text()), 'boot': 'another'}))
+
+    assert state.load('one', tmp_path).processes == {}
+
+
+def test_a_record_of_another_version_is_refused(tmp_path: Path) -> None:
+    make(tmp_path)
+    written = tmp_path / 'one/lab.json'
+    written.write_text(json.dumps({**json.loads(written.read_text()), 'version': 2}))
+
+    with pytest.raises(EcompError, match='version 2'):
+        state.load('one', tmp_path)
+
+
+def test_a_pid_that_was_used_again_is_not_ours() -> None:
+    me = os.getpid()
+    started = machine.started_at(me)
+    assert started is not None
+
+    assert machine.alive(Process('me', me, started))
+    assert not machine.alive(Process('an earlier one', me, started - 1))
+    machine.end([Process('an earlier one', me, started - 1)])  # and so this test goes on
+
+
+def test_a_process_that_only_waits_to_be_reaped_has_ended() -> None:
+    child = subprocess.Popen(['true'])
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+
+    assert machine.started_at(child.pid) is None
+    child.wait()
+
+
+def test_a_process_that_ignores_sigterm_is_killed(tmp_path: Path) -> None:
+    script = 'trap "" TERM; echo ready; while :; do sleep 0.1; done'
+    process = machine.start('stubborn', ['sh', '-c', script], tmp_path / 'log', tmp_path)
+    machine.wait_for('stubborn', lambda: 'ready' in machine.last_line(tmp_path / 'log'), process, tmp_path / 'log', 10)
+
+    machine.end([process], patience=0.1)
+
+    assert not machine.alive(process)
+
+
+def test_a_server_that_ends_while_starting_is_reported_with_its_last_word(tmp_path: Path) -> None:
+    log = tmp_path / 'log'
+    process = machine.start('server', ['sh', '-c', 'echo no such port >&2; sleep 0.1'], log, tmp_path)
+
+    with pytest.raises(EcompError, match='server ended while starting: no such port'):
+        machine.wait_for('server', lambda: False, process, log, 10)
+
+
+def test_a_failing_program_is_reported_with_its_last_word() -> None:
+    with pytest.raises(EcompError, match=r'failed \(3\): second'):
+        machine.run(['sh', '-c', 'echo first >&2; echo second >&2; exit 3'])
+    with pytest.raises(EcompError, match='cannot be run'):
+        machine.run(['/no/such/program'])
+
+
+def test_everything_that_is_missing_is_named_at_once() -> None:
+    with pytest.raises(UsageError, match='apt-get install --no-install-recommends a b; missing in .*: no_such_module'):
+        machine.require({'no-such-1': 'b', 'no-such-2': 'a', 'no-such-3': 'b', 'sh': 'dash'}, ['no_such_module', 'os'])
+    machine.require({'sh': 'dash'}, ['os'])
+
+
+def test_one_at_a_time_has_a_directory_also_when_it_is_removed_meanwhile(tmp_path: Path) -> None:
+    directory, order = tmp_path / 'lab', []
+
+    def other() -> None:
+        with state.locked(directory):
+            order.append('second')
+            assert directory.is_dir()
+
+    with state.locked(directory):
+        thread = threading.Thread(target=other)
+        thread.start()
+        order.append('first')
+        directory.rmdir()
+    thread.join(10)
+
+    assert order == ['first', 'second']

@@ -1,0 +1,133 @@
+"""One record is one line, whatever is in it, and a broken terminal stops nothing."""
+
+from __future__ import annotations
+
+import io
+import logging
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from ecomp import log
+
+LINE = re.compile(r'\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}[+-]\d\d:\d\d (INFO|WARNING|ERROR) \d+ (.*)')
+PROGRAM = """
+import logging
+from ecomp import log
+log.configure()
+logging.getLogger('ecomp.test').info('one')
+try:
+    raise ValueError('two')
+except ValueError:
+    logging.getLogger('ecomp.test').exception('failed')
+open({mark!r}, 'w').write('lived')
+"""
+
+
+@pytest.fixture
+def stream() -> Iterator[io.StringIO]:
+    root, ours = logging.getLogger(), logging.getLogger('ecomp')
+    before = root.handlers[:], root.level, ours.level, logging.raiseExceptions
+    stream = io.StringIO()
+    log.configure(stream=stream)
+    yield stream
+    root.handlers[:], root.level, ours.level, logging.raiseExceptions = before
+
+
+def logger() -> logging.Logger:
+    return logging.getLogger('ecomp.test')
+
+
+def message(stream: io.StringIO) -> str:
+    """The one line that was logged, without time, level and process id."""
+    text = stream.getvalue()
+    assert text.count('\n') == 1, text
+    found = LINE.fullmatch(text.rstrip('\n'))
+    assert found, text
+    return found[2]
+
+
+def test_a_line_has_time_with_zone_level_pid_and_message(stream: io.StringIO) -> None:
+    logger().warning('ALLOCATIONS ARE %s', {'VCPU': 1})
+    assert message(stream) == "ALLOCATIONS ARE {'VCPU': 1}"
+
+
+def test_line_breaks_and_terminal_codes_are_escaped(stream: io.StringIO) -> None:
+    logger().info('a\nb\rc\x1b[2Jd\u2028e\ud800 é')
+    assert message(stream) == r'a\nb\rc\x1b[2Jd\u2028e\ud800 é'
+
+
+def test_an_exception_is_one_line(stream: io.StringIO) -> None:
+    try:
+        raise ValueError('bad\nnews from http://me:secret@ds1/')
+    except ValueError:
+        logger().exception('failed')
+    found = message(stream)
+    assert found.startswith(r'failed\nTraceback')
+    assert r'ValueError: bad\nnews' in found
+    assert 'secret' not in found
+
+
+def test_a_stack_is_in_the_same_line(stream: io.StringIO) -> None:
+    logger().info('here', stack_info=True)
+    assert message(stream).startswith(r'here\nStack')
+
+
+def test_arguments_that_do_not_fit_are_still_logged(stream: io.StringIO) -> None:
+    logger().info('%d and %d', 'x')
+    assert message(stream) == "%d and %d ('x',)"
+
+
+@pytest.mark.parametrize(
+    ('text', 'safe'),
+    [
+        ('GET http://user:pass@host:80/x failed', 'GET http://***@host:80/x failed'),
+        ('http://user@host/', 'http://***@host/'),
+        ('https://u:p@ss@host/a', 'https://***@host/a'),
+        ('postgresql+psycopg2://p:w@db/placement', 'postgresql+psycopg2://***@db/placement'),
+        ('http://a:b@h1/ and http://c:d@h2/', 'http://***@h1/ and http://***@h2/'),
+        ('http://host/who@there', 'http://host/who@there'),
+        ('mail me@here', 'mail me@here'),
+    ],
+)
+def test_who_logs_in_is_not_shown(text: str, safe: str) -> None:
+    assert log.redact(text) == safe
+
+
+def test_a_second_configure_does_not_double_the_lines(stream: io.StringIO) -> None:
+    log.configure(stream=stream)
+    logger().info('once')
+    assert message(stream) == 'once'
+
+
+def test_the_chatter_of_libraries_is_left_out(stream: io.StringIO) -> None:
+    logging.getLogger('waitress').info('Serving')
+    logger().debug('detail')
+    logging.getLogger('urllib3').warning('Retrying')  # a loss is logged once, by us
+    logging.getLogger('waitress').warning('Task queue depth is 1')
+    assert message(stream) == 'Task queue depth is 1'
+
+
+def test_a_command_says_its_name_and_only_what_is_wrong(stream: io.StringIO) -> None:
+    log.configure_plain('eschedule', stream)
+    logger().info('not for the person who typed')
+    logger().warning('skipped %s:\nit is dead', 'http://u:p@ds1')
+    assert stream.getvalue() == 'eschedule: skipped http://***@ds1:\\nit is dead\n'
+
+
+def test_a_closed_stream_is_survived(stream: io.StringIO, capfd: pytest.CaptureFixture[str]) -> None:
+    stream.close()
+    logger().info('nobody reads this')
+    assert capfd.readouterr().err == ''
+
+
+@pytest.mark.parametrize('where', ['2>/dev/full', '2>&-', '>&- 2>&-'])
+def test_a_program_lives_without_its_terminal(tmp_path: object, where: str) -> None:
+    mark = f'{tmp_path}/mark'
+    # A shell, because only it can start a program with a descriptor closed.
+    subprocess.run(['bash', '-c', f'"$0" -c "$1" {where}', sys.executable, PROGRAM.format(mark=mark)], check=False)
+    with open(mark) as found:
+        assert found.read() == 'lived'

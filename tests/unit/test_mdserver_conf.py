@@ -1,0 +1,151 @@
+"""mdserver.conf: what is taken, and every way it can be wrong."""
+
+from __future__ import annotations
+
+import base64
+import re
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from mdserver.conf import USER_DATA_LIMIT, ConfError, Config, load, parse
+
+TOP = Path(__file__).parents[2]
+
+
+def key(kind: str = 'ssh-ed25519', comment: str = 'me@here') -> str:
+    blob = base64.b64encode(len(kind).to_bytes(4, 'big') + kind.encode() + bytes(36)).decode()
+    return f'{kind} {blob} {comment}'.strip()
+
+
+def complaint(text: str) -> str:
+    try:
+        parse(text, Path('m.conf'))
+    except ConfError as error:
+        return str(error)
+    return ''
+
+
+def test_without_a_file() -> None:
+    config = load(None)
+    assert (config.listen_address, config.port) == ('169.254.169.254', 80)
+    assert config.guests == Path('/var/lib/ecompute/metadata')
+    assert config.leases == '/var/lib/libvirt/dnsmasq/*.status'
+    assert (config.user_data, config.public_keys) == (None, ())
+
+
+@pytest.mark.parametrize('text', [
+    '', '# nothing\n', '[mdserver]\n', '[public-keys]\n[mdserver]\n', '\ufeff[mdserver]\n',
+])
+def test_an_empty_file_is_the_defaults(tmp_path: Path, text: str) -> None:
+    file = tmp_path / 'mdserver.conf'
+    file.write_text(text)
+    assert load(file) == Config()
+
+
+def test_the_example_is_the_defaults_and_names_every_key() -> None:
+    text = (TOP / 'mdserver.conf').read_text()
+    assert parse(text, TOP / 'mdserver.conf') == Config()
+    text = re.sub('^# (?=[a-z_-]+ = )', '', text, flags=re.MULTILINE).replace('ssh-ed25519 AAAA... me@here', key())
+    filled = parse(text, TOP / 'mdserver.conf')
+    assert filled == Config(user_data=TOP / 'userdata.file', public_keys=(('default', key()),))
+
+
+def test_a_full_file(tmp_path: Path) -> None:
+    (tmp_path / 'data').write_bytes(b'\x1f\x8b')
+    text = f'''\
+[mdserver]
+listen_address = 192.0.2.1
+port = 8775
+guests = state/metadata
+leases = dnsmasq/*.status
+user-data = data
+[public-keys]
+default = {key()}
+second: {key('ssh-rsa', '100% me: %(x)s')}
+third = {key('sk-ssh-ed25519@openssh.com', '')}
+'''
+    assert parse(text, tmp_path / 'mdserver.conf') == Config(
+        '192.0.2.1', 8775, tmp_path / 'state/metadata', f'{tmp_path}/dnsmasq/*.status', tmp_path / 'data',
+        (('default', key()), ('second', key('ssh-rsa', '100% me: %(x)s')),
+         ('third', key('sk-ssh-ed25519@openssh.com', ''))),
+    )
+
+
+def test_every_bad_key_is_named_with_its_line() -> None:
+    text = f'''\
+[mdserver]
+# a comment
+Prot = 80
+port = http
+listen_address = virbr0
+
+[nova]
+port = 1
+[public-keys]
+default = ssh-rsa [...]
+good = {key()}
+'''
+    with pytest.raises(ConfError) as caught:
+        parse(text, Path('m.conf'))
+    assert str(caught.value) == (
+        'm.conf: '
+        'line 3: "prot": unknown key in [mdserver]: known are listen_address, port, guests, leases, user-data; '
+        'line 4: "port": \'http\' is not a port, 0 to 65535; '
+        'line 5: "listen_address": \'virbr0\' is not an IPv4 address; '
+        'line 7: unknown section [nova]: known are [mdserver] and [public-keys]; '
+        'line 10: "default": is not an OpenSSH public key: put the one line of ~/.ssh/id_ed25519.pub or the like here'
+    )
+
+
+@pytest.mark.parametrize(('text', 'message'), [
+    ('[mdserver]\npassword = password', 'line 2: "password": guests are given no password any more: remove it'),
+    ('port = 80', r'line 1: no \[section\] before it'),
+    ('[mdserver]\nport', 'line 2: neither'),
+    ('[mdserver]\nport = 1\nport = 2', 'line 3: "port" is there twice'),
+    ('[mdserver]\n[mdserver]', r'line 2: \[mdserver\] is there twice'),
+    ('[DEFAULT]\nport = 1', r'line 1: unknown section \[DEFAULT\]'),
+    ('[mdserver]\nport = 65536', 'not a port'),
+    ('[mdserver]\nport = -1', 'not a port'),
+    ('[mdserver]\nport =', 'not a port'),
+    ('[mdserver]\nlisten_address = ::1', 'not an IPv4 address'),
+    ('[mdserver]\nguests =', '"guests": is empty'),
+    ('[mdserver]\nleases =', '"leases": is empty'),
+    ('[mdserver]\nuser-data =', '"user-data": is empty'),
+    ('[mdserver]\nuser-data = /no/such', 'line 2: "user-data": /no/such: No such file'),
+    ('[mdserver]\nuser-data = /', 'Is a directory'),
+    ('[public-keys]\na b = x', 'line 2: "a b": is no name for a key'),
+    ('[public-keys]\n0=x = y', 'line 2: "0": is not an OpenSSH public key'),
+    ('[public-keys]\ndefault =', 'not an OpenSSH public key'),
+    (f'[public-keys]\ndefault = {key()}\n  {key()}', 'not an OpenSSH public key'),
+    (f'[public-keys]\ndefault = {key()[4:]}', 'not an OpenSSH public key'),
+    (f'[public-keys]\ndefault = ssh-rsa {key().split()[1]}', 'not an OpenSSH public key'),
+])
+def test_wrong(text: str, message: str) -> None:
+    with pytest.raises(ConfError, match=message) as caught:
+        parse(text, Path('m.conf'))
+    assert str(caught.value).startswith('m.conf: ')
+    assert '\n' not in str(caught.value)
+
+
+def test_user_data_too_large(tmp_path: Path) -> None:
+    (tmp_path / 'data').write_bytes(b' ' * (USER_DATA_LIMIT + 1))
+    with pytest.raises(ConfError, match='is larger than 1048576 bytes'):
+        parse('[mdserver]\nuser-data = data', tmp_path / 'm.conf')
+
+
+def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
+    with pytest.raises(ConfError, match=r'm\.conf: No such file or directory: name a file'):
+        load(tmp_path / 'm.conf')
+    (tmp_path / 'm.conf').write_bytes(b'\xff')
+    with pytest.raises(ConfError, match='is not UTF-8'):
+        load(tmp_path / 'm.conf')
+
+
+@settings(max_examples=500)
+@given(st.text() | st.text('[]=:#; \t\n\r\x85xİ') | st.lists(st.sampled_from(
+    ['[mdserver]', '[public-keys]', '[x]', ' [x]', 'port = 1', '  port = 1', 'b = 1', ' b:', '# x', ' #', '', 'x'],
+)).map('\n'.join))
+def test_any_text_is_a_config_or_one_line(text: str) -> None:
+    assert '\n' not in complaint(text)

@@ -1,0 +1,214 @@
+"""Address to guest: leases, neighbours and guest files, rubbish among them."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from mdserver import guests
+from mdserver.guests import Broken, Forged, GuestFile, Lease, Unknown, current, parse_guest, parse_leases
+
+UUID = 'd578fb7c-7787-4e73-b69a-a7b3ef9bf73a'
+A, B = '52:54:00:aa:00:01', '52:54:00:bb:00:02'
+IP, IP2 = '192.168.122.7', '192.168.122.8'
+NOW = 1_000_000.0
+NEVER = float('inf')
+ARP = 'IP address       HW type     Flags       HW address            Mask     Device\n'
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text() | st.sampled_from(
+        ['ip-address', 'mac-address', 'expiry-time', 'instance', 'hostname', 'public_keys', 'user_data']), inner),
+)
+
+
+def entry(address: object = IP, mac: object = A, expiry: object = 1_000_100, **more: object) -> dict[str, object]:
+    return {'ip-address': address, 'mac-address': mac, 'expiry-time': expiry, **more}
+
+
+def arp(*entries: tuple[str, str, str]) -> str:
+    return ARP + ''.join(f'{ip:16} 0x1    {flags}    {mac}     *        virbr0\n' for ip, mac, flags in entries)
+
+
+@pytest.mark.parametrize(('leases', 'expected'), [
+    ([], {}),
+    ([Lease(IP, A, NOW + 1)], {IP: A}),
+    ([Lease(IP, A, NOW)], {}),
+    ([Lease(IP, A, NEVER)], {IP: A}),
+    ([Lease(IP, A, NOW + 1), Lease(IP2, B, NOW + 1)], {IP: A, IP2: B}),
+    ([Lease(IP, B, NOW + 9), Lease(IP, A, NOW + 1)], {IP: B}),
+    ([Lease(IP, A, NOW + 1), Lease(IP, B, NOW + 1)], {IP: B}),
+    ([Lease(IP, A, NOW + 1), Lease(IP2, A, NOW + 9)], {IP2: A}),
+    ([Lease(IP, A, NOW - 1), Lease(IP, B, NOW + 9)], {IP: B}),
+    # A moved to IP2 and B took IP, then A's old entry lost both ways.
+    ([Lease(IP, A, NOW + 1), Lease(IP2, A, NOW + 2), Lease(IP, B, NOW + 3)], {IP2: A, IP: B}),
+])
+def test_which_leases_count(leases: list[Lease], expected: dict[str, str]) -> None:
+    assert current(leases, NOW) == expected
+
+
+def test_leases_as_libvirt_writes_them() -> None:
+    status = json.dumps([
+        entry(hostname='web1', **{'client-id': '01:52:54:00'}),
+        entry(IP2, B.upper(), 0),
+    ])
+    assert parse_leases(status.encode()) == [Lease(IP, A, 1_000_100), Lease(IP2, B, NEVER)]
+
+
+@pytest.mark.parametrize('data', [b'', b'  \n', b'[]'])
+def test_no_leases_yet(data: bytes) -> None:
+    assert parse_leases(data) == []
+
+
+@pytest.mark.parametrize('bad', [
+    None, 7, 'text', [], {}, entry(address=None), entry('fe80::1'), entry('192.168.122.300'), entry('0192.168.122.7'),
+    entry(mac='../../etc/passwd'), entry(mac=A + '\n'), entry(mac=['x']), entry(expiry='soon'), entry(expiry=True),
+    entry(expiry=None), entry(expiry=1.5),
+])
+def test_a_senseless_entry_spoils_no_other(bad: object) -> None:
+    assert parse_leases(json.dumps([bad, entry()]).encode()) == [Lease(IP, A, 1_000_100)]
+
+
+@pytest.mark.parametrize('data', [
+    b'{', b'[{"ip-address": "192.168', b'{}', b'7', b'\xff\xfe', b'[' * 100_000, b'1' * 9999,
+])
+def test_half_written(data: bytes) -> None:
+    with pytest.raises(ValueError, match='is not'):
+        parse_leases(data)
+
+
+@given(st.lists(json_values))
+def test_rubbish_leases(rubbish: list[Any]) -> None:
+    assert all(isinstance(lease, Lease) for lease in parse_leases(json.dumps(rubbish).encode()))
+
+
+@given(st.binary() | json_values.map(lambda value: json.dumps(value).encode()))
+def test_rubbish_files(data: bytes) -> None:
+    for parse in (parse_leases, lambda text: parse_guest(text, A)):
+        with contextlib.suppress(ValueError):
+            parse(data)
+
+
+@given(st.text())
+def test_rubbish_neighbours(text: str) -> None:
+    guests.parse_neighbours(text)
+
+
+def test_neighbours() -> None:
+    text = arp((IP, A, '0x2'), (IP, B.upper(), '0x6'), (IP2, '00:00:00:00:00:00', '0x0')) + 'short\n'
+    assert guests.parse_neighbours(text) == {IP: frozenset({A, B})}
+
+
+def test_a_guest_file() -> None:
+    record = {'version': 1, 'instance': UUID, 'mac': A, 'hostname': 'web1', 'public_keys': ['ssh-rsa A\n', ' '],
+              'user_data': '#!/bin/sh\necho \udc8bü', 'new': 1}
+    expected = GuestFile(UUID, 'web1', ('ssh-rsa A',), b'#!/bin/sh\necho \x8b\xc3\xbc')
+    assert parse_guest(json.dumps(record).encode(), A) == expected
+
+
+def test_a_guest_file_that_leaves_much_to_the_defaults() -> None:
+    record = {'instance': UUID, 'public_keys': None, 'user_data': None}
+    assert parse_guest(json.dumps(record).encode(), A) == GuestFile(UUID, UUID, None, None)
+
+
+@pytest.mark.parametrize('change', [
+    {'version': 2}, {'version': '1'}, {'mac': B}, {'instance': None}, {'instance': 'web1'}, {'instance': UUID.upper()},
+    {'hostname': ''}, {'hostname': 'a\nb'}, {'hostname': 7}, {'public_keys': 'ssh-rsa A'}, {'public_keys': [7]},
+    {'public_keys': ['a\nb']}, {'user_data': ['x']}, {'user_data': '\ud800'},
+])
+def test_a_guest_file_that_cannot_be_used(change: dict[str, object]) -> None:
+    record = {'version': 1, 'instance': UUID, 'mac': A, 'hostname': 'web1', 'public_keys': None, 'user_data': None}
+    with pytest.raises(ValueError, match=r'\S'):
+        parse_guest(json.dumps(record | change).encode(), A)
+
+
+class Host:
+    """A host's files in a directory of the test's."""
+
+    def __init__(self, root: Path) -> None:
+        self.guests, self.arp, self.status = root / 'metadata', root / 'arp', root / 'virbr0.status'
+        self.guests.mkdir()
+        self.file = self.guests / f'{A}.json'
+        self.file.write_text(json.dumps({'instance': UUID, 'hostname': 'web1'}))
+        self.arp.write_text(arp((IP, A, '0x2')))
+        self.status.write_text(json.dumps([entry()]))
+
+    def find(self, address: str = IP, now: float = NOW) -> GuestFile:
+        return guests.find(address, str(self.status.parent / '*.status'), self.arp, self.guests, now)
+
+
+@pytest.fixture
+def host(tmp_path: Path) -> Host:
+    return Host(tmp_path)
+
+
+def test_found(host: Host) -> None:
+    assert host.find() == GuestFile(UUID, 'web1', None, None)
+
+
+def test_found_though_another_status_file_is_broken(host: Host) -> None:
+    (host.status.parent / 'a.status').write_text('{')
+    assert host.find().instance == UUID
+
+
+@pytest.mark.parametrize('text', [ARP, '', arp((IP, A, '0x2'), (IP2, B, '0x2')), arp((IP, B, '0x0'))])
+def test_neighbours_that_do_not_contradict(host: Host, text: str) -> None:
+    host.arp.write_text(text)
+    assert host.find().instance == UUID
+
+
+@pytest.mark.parametrize('text', [arp((IP, B, '0x2')), arp((IP, A, '0x2'), (IP, B, '0x2'))])
+def test_another_machine_with_its_address(host: Host, text: str) -> None:
+    host.arp.write_text(text)
+    with pytest.raises(Forged, match='leased to another machine') as caught:
+        host.find()
+    assert A not in str(caught.value)
+    assert A in caught.value.detail
+    assert B in caught.value.detail
+
+
+def test_no_lease(host: Host) -> None:
+    with pytest.raises(Unknown, match=f'no current DHCP lease for {IP2}$'):
+        host.find(IP2)
+    with pytest.raises(Unknown, match='no current DHCP lease'):
+        host.find(now=NOW + 1000)
+    host.status.unlink()
+    with pytest.raises(Unknown, match='no current DHCP lease'):
+        host.find()
+
+
+def test_no_lease_because_its_file_is_half_written(host: Host) -> None:
+    host.status.write_text('[{')
+    with pytest.raises(Unknown, match='no current DHCP lease') as caught:
+        host.find()
+    assert caught.value.detail == f'{host.status}: is not JSON'
+
+
+def test_no_guest_file(host: Host) -> None:
+    host.file.unlink()
+    with pytest.raises(Unknown, match=f'no instance with the MAC address {A}'):
+        host.find()
+
+
+def test_a_guest_file_that_is_none(host: Host) -> None:
+    secret = host.guests / 'elsewhere'
+    host.file.rename(secret)
+    host.file.symlink_to(secret)
+    with pytest.raises(Broken, match=r'aa:00:01\.json: Too many levels of symbolic links'):
+        host.find()
+    host.file.unlink()
+    os.mkfifo(host.file)
+    with pytest.raises(Broken, match='is not a regular file'):
+        host.find()
+    host.file.unlink()
+    host.file.write_bytes(b' ' * (guests.LIMIT + 1))
+    with pytest.raises(Broken, match='is larger than'):
+        host.find()
+    host.file.write_text('{"instance"')
+    with pytest.raises(Broken, match='is not JSON'):
+        host.find()

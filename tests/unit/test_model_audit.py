@@ -1,0 +1,391 @@
+"""The audit's comparison: a world in which everything agrees yields nothing, and each defect its own code."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ecomp.model import keys, record
+from ecomp.model.audit import audit
+from ecomp.model.digest import Digest
+from ecomp.model.findings import CODES, Finding, confirmed
+from ecomp.model.guest import Guest, mac_address
+from ecomp.model.instance import Request, to_json
+from ecomp.model.planes import Kept, Planes, Provider, involved
+from ecomp.model.record import Failure, Interface, Record
+
+ONE, TWO, SILENT = (f'{digit * 8}-0000-4000-8000-000000000000' for digit in 'abc')
+"""Computes: two that live and one that is silent."""
+ACTIVE, OFF, GONE, FAILED, ELSEWHERE, NOBODY = (f'{digit * 8}-0000-4000-8000-000000000000' for digit in '123456')
+"""Instances: ACTIVE and OFF on ONE, ELSEWHERE on SILENT, two that ended, and one nobody has heard of."""
+SIZE = {'VCPU': 1, 'MEMORY_MB': 64, 'DISK_GB': 1}
+TOTALS = {'VCPU': 2, 'MEMORY_MB': 128, 'DISK_GB': 2}
+IMAGE = 'http://images.example/i.qcow2'
+LEASE = 7
+
+
+@dataclass
+class Making:
+    """The planes while a test changes them."""
+
+    etcd: dict[str, Kept] = field(default_factory=dict)
+    inventories: dict[str, dict[str, dict[str, Any]]] = field(default_factory=dict)
+    held: dict[str, dict[str, dict[str, int]]] = field(default_factory=dict)
+    names: dict[str, str] = field(default_factory=dict)
+    digests: dict[str, Digest] = field(default_factory=dict)
+    mute: dict[str, str] = field(default_factory=dict)
+
+    def put(self, key: str, value: str, lease: int = 0) -> None:
+        self.etcd[key] = Kept(value.encode(), len(self.etcd) + 1, lease)
+
+    def ask(self, compute: str, instance: str, tombstone: bool = False) -> None:
+        request = Request(instance, {} if tombstone else {compute: SIZE}, None if tombstone else IMAGE, '', '')
+        self.put(keys.host(compute, instance), to_json(request))
+
+    def write(self, instance: str, state: str, compute: str = ONE, lease: int = 0, address: str | None = None) -> None:
+        interface = Interface('default', mac_address(instance, 0), address)
+        error = Failure('image', 'it is no image', 'all') if state == record.ERROR else None
+        made = Record(instance, compute, state, IMAGE, SIZE, addresses=(interface,), error=error)
+        self.put(keys.instance(instance), record.to_json(made), lease)
+
+    def alive(self, compute: str, lease: int = LEASE) -> None:
+        self.put(keys.compute(compute), '{"token": "x"}', lease)
+
+    def provider(self, compute: str, totals: Mapping[str, int], name: str | None = None) -> None:
+        self.names[compute] = name or compute
+        self.inventories[compute] = {each: {'total': total, 'allocation_ratio': 1.0} for each, total in totals.items()}
+        self.held.setdefault(compute, {})
+
+    def guest(self, on: str, instance: str, running: bool = True, **other: Any) -> None:
+        guest = replace(Guest(instance, on, True, running, True), **other)
+        before = self.digests[on]
+        self.digests[on] = replace(before, guests={**before.guests, instance: guest})
+
+    def no_guest(self, compute: str, instance: str) -> None:
+        before = self.digests[compute]
+        self.digests[compute] = replace(before, guests={k: v for k, v in before.guests.items() if k != instance})
+
+    def seed(self, compute: str, instance: str) -> None:
+        before = self.digests[compute]
+        seeds = {**before.seeds, mac_address(instance, 0): instance}
+        self.digests[compute] = replace(before, seeds=seeds)
+
+    def lives(self, compute: str, instance: str, state: str = record.ACTIVE) -> None:
+        """All there is of an instance that nothing is wrong with."""
+        self.ask(compute, instance)
+        self.write(instance, state, compute, address='10.0.0.1')
+        self.put(keys.booted(instance), '10.0.0.1')
+        self.held[compute][instance] = dict(SIZE)
+        if compute in self.digests:
+            self.guest(compute, instance, running=state == record.ACTIVE)
+            self.seed(compute, instance)
+
+    def planes(self) -> Planes:
+        providers = {
+            each: Provider(name, self.inventories[each], self.held[each]) for each, name in self.names.items()
+        }
+        return Planes(providers, self.etcd, self.digests, self.mute)
+
+    def codes(self) -> list[str]:
+        return [each.code for each in audit(self.planes())]
+
+
+@pytest.fixture
+def world() -> Making:
+    """Everything agrees."""
+    made = Making()
+    for compute in (ONE, TWO, SILENT):
+        made.provider(compute, TOTALS)
+        if compute != SILENT:
+            made.alive(compute)
+            made.digests[compute] = Digest()
+    made.lives(ONE, ACTIVE)
+    made.lives(ONE, OFF, record.STOPPED)
+    made.lives(SILENT, ELSEWHERE)
+    made.write(GONE, record.GONE, lease=LEASE)
+    made.write(FAILED, record.ERROR, lease=LEASE)
+    return made
+
+
+def test_a_world_in_which_all_agree(world: Making) -> None:
+    assert audit(world.planes()) == []
+    assert audit(Planes({}, {}, {})) == []
+
+
+# One defect each: the code, whom it is about, and how it is planted.
+
+
+def _misplaced(world: Making) -> None:
+    del world.etcd[keys.host(ONE, ACTIVE)]
+    world.ask(TWO, ACTIVE)
+
+
+def _differs(world: Making) -> None:
+    world.held[ONE][ACTIVE] = {**SIZE, 'MEMORY_MB': 32}
+
+
+def _no_record(world: Making) -> None:
+    del world.etcd[keys.instance(ACTIVE)]
+
+
+def _two_requests_and_no_record(world: Making) -> None:
+    world.ask(TWO, NOBODY)
+    world.ask(SILENT, NOBODY)
+
+
+def _base(world: Making) -> None:
+    world.digests[ONE] = replace(world.digests[ONE], without_base={ACTIVE: '/images/base-x.qcow2'})
+
+
+def _two_domains(world: Making) -> None:
+    world.guest(ONE, NOBODY)
+    world.guest(TWO, NOBODY)
+
+
+def _mute(world: Making) -> None:
+    world.mute[TWO] = 'it does not answer'
+    del world.digests[TWO]
+
+
+def _no_provider(world: Making) -> None:
+    del world.names[TWO]
+
+
+PLANTED: list[tuple[str, str, Callable[[Making], object]]] = [
+    ('provider-missing', TWO, _no_provider),
+    ('inventory-missing', TWO, lambda w: w.provider(TWO, {})),
+    ('capacity-exceeded', ONE, lambda w: w.provider(ONE, {**TOTALS, 'VCPU': 1})),
+    ('allocation-orphaned', NOBODY, lambda w: w.held[TWO].update({NOBODY: SIZE})),
+    ('allocation-orphaned', GONE, lambda w: w.held[TWO].update({GONE: SIZE})),
+    ('allocation-missing', ACTIVE, lambda w: w.held[ONE].pop(ACTIVE)),
+    ('allocation-missing', ELSEWHERE, lambda w: w.held[SILENT].pop(ELSEWHERE)),
+    ('allocation-differs', ACTIVE, _differs),
+    ('allocation-doubled', ACTIVE, lambda w: w.held[TWO].update({ACTIVE: SIZE})),
+    ('request-doubled', ACTIVE, lambda w: w.ask(TWO, ACTIVE)),
+    ('request-doubled', NOBODY, _two_requests_and_no_record),
+    ('request-misplaced', ACTIVE, _misplaced),
+    ('request-missing', ACTIVE, lambda w: w.etcd.pop(keys.host(ONE, ACTIVE))),
+    ('request-ended', GONE, lambda w: w.ask(ONE, GONE)),
+    ('request-ended', FAILED, lambda w: w.ask(ONE, FAILED)),
+    ('request-unreadable', NOBODY, lambda w: w.put(keys.host(ONE, NOBODY), 'no request')),
+    ('request-unreadable', 'a/b', lambda w: w.put(f'{keys.HOSTS}{ONE}/a/b', '{}')),
+    ('request-unreadable', '', lambda w: w.put(f'{keys.HOSTS}nothing', '{}')),
+    ('record-missing', ACTIVE, _no_record),
+    ('record-unreadable', ACTIVE, lambda w: w.put(keys.instance(ACTIVE), '{"version": 99}')),
+    ('record-unreadable', 'no-uuid', lambda w: w.put(keys.instance('no-uuid'), '{}')),
+    ('record-unleased', GONE, lambda w: w.write(GONE, record.GONE)),
+    ('record-unleased', FAILED, lambda w: w.write(FAILED, record.ERROR)),
+    ('record-leased', ACTIVE, lambda w: w.write(ACTIVE, record.ACTIVE, lease=LEASE, address='10.0.0.1')),
+    ('booted-orphaned', NOBODY, lambda w: w.put(keys.booted(NOBODY), '10.0.0.1')),
+    ('booted-orphaned', GONE, lambda w: w.put(keys.booted(GONE), '10.0.0.1')),
+    ('booted-differs', ACTIVE, lambda w: w.put(keys.booted(ACTIVE), '10.0.0.2')),
+    ('booted-differs', ACTIVE, lambda w: w.etcd.pop(keys.booted(ACTIVE))),
+    ('attempt-unleased', NOBODY, lambda w: w.put(keys.request(NOBODY), json.dumps({'instances': [NOBODY]}))),
+    ('presence-unleased', TWO, lambda w: w.alive(TWO, lease=0)),
+    ('compute-mute', TWO, _mute),
+    ('domain-missing', ACTIVE, lambda w: w.no_guest(ONE, ACTIVE)),
+    ('domain-missing', OFF, lambda w: w.guest(ONE, OFF, False, compute=None, defined=False)),
+    ('domain-off', ACTIVE, lambda w: w.guest(ONE, ACTIVE, running=False)),
+    ('domain-running', OFF, lambda w: w.guest(ONE, OFF)),
+    ('domain-running', GONE, lambda w: w.guest(ONE, GONE)),
+    ('domain-running', FAILED, lambda w: w.guest(TWO, FAILED)),
+    ('domain-undefined', ACTIVE, lambda w: w.guest(ONE, ACTIVE, defined=False)),
+    ('domain-orphaned', NOBODY, lambda w: w.guest(ONE, NOBODY)),
+    ('domain-orphaned', NOBODY, lambda w: w.guest(ONE, NOBODY, running=False)),
+    ('domain-orphaned', FAILED, lambda w: w.guest(TWO, FAILED, running=False)),
+    ('domain-orphaned', ELSEWHERE, lambda w: w.guest(TWO, ELSEWHERE)),
+    ('domain-misplaced', ACTIVE, lambda w: w.guest(ONE, ACTIVE, compute=SILENT)),
+    ('domain-misplaced', NOBODY, lambda w: w.guest(ONE, NOBODY, compute=TWO)),
+    ('domain-doubled', ACTIVE, lambda w: w.guest(TWO, ACTIVE)),
+    ('domain-doubled', NOBODY, _two_domains),
+    ('disk-missing', ACTIVE, lambda w: w.guest(ONE, ACTIVE, disk=False)),
+    ('base-missing', ACTIVE, _base),
+    ('disk-orphaned', NOBODY, lambda w: w.guest(ONE, NOBODY, compute=None, defined=False, running=False)),
+    ('disk-orphaned', GONE, lambda w: w.guest(ONE, GONE, compute=None, defined=False, running=False)),
+    ('seed-orphaned', NOBODY, lambda w: w.seed(ONE, NOBODY)),
+    ('seed-orphaned', ACTIVE, lambda w: w.seed(TWO, ACTIVE)),
+    ('part-orphaned', ONE, lambda w: w.digests.update({ONE: replace(w.digests[ONE], parts={'images/x.part': '1'})})),
+]
+
+
+@pytest.mark.parametrize(('code', 'subject', 'plant'), PLANTED)
+def test_each_defect_yields_its_code_and_no_other(
+    world: Making, code: str, subject: str, plant: Callable[[Making], object]
+) -> None:
+    plant(world)
+    found = audit(world.planes())
+    assert [(each.code, each.subject) for each in found] == [(code, subject)]
+    assert '\n' not in found[0].sentence
+    assert found[0].fix or found[0].how, 'either --fix mends it or a person does'
+
+
+def test_every_code_is_planted_and_only_those_there_are() -> None:
+    assert {code for code, _, _ in PLANTED} == set(CODES)
+
+
+# What is in work, or somebody else's, is no finding.
+
+
+@pytest.mark.parametrize('state', [record.SCHEDULED, record.BUILDING, record.DESTROYING])
+@pytest.mark.parametrize('holds', [True, False])
+@pytest.mark.parametrize('guest', ['none', 'disk', 'defined', 'running'])
+def test_what_a_state_explains(world: Making, state: str, holds: bool, guest: str) -> None:
+    world.ask(TWO, NOBODY, tombstone=state == record.DESTROYING)
+    world.write(NOBODY, state, TWO)
+    if holds:
+        world.held[TWO][NOBODY] = SIZE
+    if guest == 'disk':
+        world.guest(TWO, NOBODY, compute=None, defined=False, running=False)
+    elif guest != 'none':
+        world.guest(TWO, NOBODY, running=guest == 'running')
+    world.seed(TWO, NOBODY)
+    assert audit(world.planes()) == []
+
+
+def test_one_that_no_compute_has_seen_yet(world: Making) -> None:
+    world.ask(TWO, NOBODY)
+    assert audit(world.planes()) == []
+    world.held[TWO][NOBODY] = SIZE
+    assert audit(world.planes()) == []
+
+
+@pytest.mark.parametrize('record_there', [True, False])
+def test_a_destroy_its_compute_has_not_seen_yet(world: Making, record_there: bool) -> None:
+    world.ask(ONE, ACTIVE, tombstone=True)
+    if not record_there:
+        del world.etcd[keys.instance(ACTIVE)], world.etcd[keys.booted(ACTIVE)]
+    assert audit(world.planes()) == []
+
+
+def test_an_eschedule_that_is_at_it(world: Making) -> None:
+    for key, value in (
+        (keys.request(NOBODY), json.dumps({'instances': [NOBODY]})),
+        (keys.request(GONE), json.dumps({'instances': [GONE, NOBODY]})),
+        (f'{keys.QUEUES}any/{NOBODY}', '{}'),
+    ):
+        world.put(key, value, LEASE)
+        world.held[TWO][NOBODY] = SIZE
+        assert audit(world.planes()) == [], key
+        del world.etcd[key]
+        assert world.codes() == ['allocation-orphaned'], key
+
+
+def test_a_silent_compute_is_not_compared(world: Making) -> None:
+    world.held[SILENT][NOBODY] = SIZE
+    assert audit(world.planes()) == []
+    world.alive(SILENT)
+    world.digests[SILENT] = Digest()
+    assert world.codes() == ['domain-missing', 'allocation-orphaned']
+
+
+def test_a_guest_stands_behind_its_claim(world: Making) -> None:
+    world.held[TWO][NOBODY] = SIZE
+    world.guest(TWO, NOBODY)
+    assert world.codes() == ['domain-orphaned']
+
+
+def test_what_holds_nothing_of_a_compute_is_somebody_elses(world: Making) -> None:
+    storage = 'dddddddd-0000-4000-8000-000000000000'
+    world.provider(storage, {'DISK_GB': 1}, 'a storage pool')
+    world.held[storage][NOBODY] = {'DISK_GB': 5}
+    assert audit(world.planes()) == []
+
+
+def test_a_shared_provider_may_give_the_disk(world: Making) -> None:
+    storage = 'dddddddd-0000-4000-8000-000000000000'
+    world.provider(storage, {'DISK_GB': 100}, 'a storage pool')
+    wanted = {ONE: {'VCPU': 1, 'MEMORY_MB': 64}, storage: {'DISK_GB': 1}}
+    world.put(keys.host(ONE, ACTIVE), to_json(Request(ACTIVE, wanted, IMAGE, '', '')))
+    world.held[ONE][ACTIVE], world.held[storage][ACTIVE] = wanted[ONE], wanted[storage]
+    assert audit(world.planes()) == []
+
+
+def test_a_reserved_inventory_is_no_lack(world: Making) -> None:
+    for each in world.inventories[ONE].values():
+        each['reserved'] = each['total']
+    assert audit(world.planes()) == []
+
+
+def test_two_computes_on_one_libvirt_see_each_others_domains(world: Making) -> None:
+    world.guest(TWO, ACTIVE, compute=ONE)
+    assert audit(world.planes()) == []
+
+
+def test_a_disk_beside_a_living_instances_is_not_removed_by_rule(world: Making) -> None:
+    world.guest(TWO, ACTIVE, compute=None, defined=False, running=False)
+    (found,) = audit(world.planes())
+    assert (found.code, found.fix) == ('disk-orphaned', '')
+    assert found.how
+
+
+# Two looks
+
+
+def test_a_finding_needs_two_looks_and_unchanged_keys() -> None:
+    one, other = Finding('booted-orphaned', NOBODY, 'x'), Finding('booted-orphaned', NOBODY, 'y')
+    still = {NOBODY: {keys.booted(NOBODY): 5}}
+    assert confirmed([one], [one], [still, still, still]) == [one]
+    assert confirmed([one], [], [still, still]) == []
+    assert confirmed([], [one], [still, still]) == []
+    assert confirmed([one], [other], [still, still]) == []
+    assert confirmed([one], [one], [still, {NOBODY: {keys.booted(NOBODY): 6}}, still]) == []
+    assert confirmed([one], [one], [still, {}]) == []
+    assert confirmed([one], [one], [{}, {}]) == [one]
+
+
+def test_what_is_involved_in_an_instance(world: Making) -> None:
+    world.put(keys.request(NOBODY), json.dumps({'instances': [ACTIVE, GONE]}), LEASE)
+    found = involved(world.etcd)
+    assert set(found[ACTIVE]) == {
+        keys.host(ONE, ACTIVE), keys.instance(ACTIVE), keys.booted(ACTIVE), keys.request(NOBODY)
+    }  # fmt: skip
+    assert set(found[ONE]) == {keys.compute(ONE)}
+    assert found[NOBODY] == {keys.request(NOBODY): world.etcd[keys.request(NOBODY)].revision}
+
+
+# Anything at all
+
+
+@given(st.data())
+def test_several_defects_are_each_found_and_nothing_raises(data: st.DataObject) -> None:
+    world = Making()
+    for compute in (ONE, TWO):
+        world.provider(compute, dict.fromkeys(TOTALS, 10**6))
+        world.alive(compute)
+        world.digests[compute] = Digest()
+    # Independent ones: each about an instance of its own.
+    plants: dict[str, Callable[[str], object]] = {
+        'allocation-orphaned': lambda i: world.held[TWO].update({i: SIZE}),
+        'booted-orphaned': lambda i: world.put(keys.booted(i), 'x'),
+        'disk-orphaned': lambda i: world.guest(ONE, i, compute=None, defined=False, running=False),
+        'domain-orphaned': lambda i: world.guest(TWO, i),
+        'seed-orphaned': lambda i: world.seed(ONE, i),
+        'record-unleased': lambda i: world.write(i, record.GONE),
+        'request-unreadable': lambda i: world.put(keys.host(ONE, i), ''),
+    }
+    wanted = set()
+    for code in data.draw(st.lists(st.sampled_from(sorted(plants)), max_size=12)):
+        instance = str(data.draw(st.uuids(version=4)))
+        plants[code](instance)
+        wanted.add((code, instance))
+    assert {(each.code, each.subject) for each in audit(world.planes())} == wanted
+
+
+@given(st.dictionaries(
+    st.builds(
+        lambda family, rest: family + rest,
+        st.sampled_from([keys.HOSTS, keys.INSTANCES, keys.BOOTED, keys.REQUESTS, keys.QUEUES, keys.COMPUTES]),
+        st.text(max_size=80) | st.sampled_from([ACTIVE, f'{ONE}/{ACTIVE}', f'/{ONE}//', '']),
+    ),
+    st.builds(Kept, st.binary(max_size=60) | st.sampled_from([b'{}', b'[]']), st.just(1), st.sampled_from([0, 1])),
+))  # fmt: skip
+def test_whatever_stands_in_etcd_is_compared(etcd: dict[str, Kept]) -> None:
+    for each in audit(Planes({}, etcd, {ONE: Digest()}, {TWO: 'x'})):
+        assert each.code in CODES
+    involved(etcd)

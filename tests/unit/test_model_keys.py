@@ -1,0 +1,55 @@
+"""The layout of etcd, and which uuids may become a file's name."""
+
+from __future__ import annotations
+
+import uuid
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ecomp.model import keys
+
+COMPUTE, INSTANCE = 'b8756be5-a30d-4311-920c-0ad996367a8e', 'd578fb7c-7787-4e73-b69a-a7b3ef9bf73a'
+
+
+def test_the_keys_users_and_other_hosts_see() -> None:
+    assert keys.host(COMPUTE, INSTANCE) == f'/hosts/{COMPUTE}/{INSTANCE}'
+    assert keys.request(INSTANCE) == f'/requests/{INSTANCE}'
+    assert keys.booted(INSTANCE) == f'/booted/{INSTANCE}'
+    assert keys.instance(INSTANCE) == f'/instances/{INSTANCE}'
+    assert keys.compute(COMPUTE) == f'/computes/{COMPUTE}'
+
+
+def test_a_prefix_does_not_match_a_longer_name() -> None:
+    assert keys.host(COMPUTE, INSTANCE).startswith(keys.host_prefix(COMPUTE))
+    assert not keys.host(COMPUTE + '0', INSTANCE).startswith(keys.host_prefix(COMPUTE))
+
+
+@given(st.uuids())
+def test_a_key_says_what_it_is_about(instance: uuid.UUID) -> None:
+    assert keys.last(keys.host(COMPUTE, str(instance))) == str(instance)
+    assert keys.is_uuid(str(instance))
+
+
+@pytest.mark.parametrize(
+    'text',
+    [
+        '',
+        '..',
+        '../x',
+        INSTANCE.upper(),
+        INSTANCE[:-1],
+        INSTANCE.replace('-', ''),
+        f'{{{INSTANCE}}}',
+        f'urn:uuid:{INSTANCE}',
+        INSTANCE + '\n',
+        None,
+        7,
+        b'x',
+        [],
+    ],
+)
+def test_other_forms_of_a_uuid_are_none(text: Any) -> None:
+    assert not keys.is_uuid(text)

@@ -1,0 +1,200 @@
+"""Records: written and read back whole, refused when they are of a newer version or none."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta, timezone
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ecomp.model.instance import Request
+from ecomp.model.record import (
+    ACTIVE,
+    BUILDING,
+    DESTROYING,
+    ERROR,
+    GONE,
+    SCHEDULED,
+    STAGES,
+    STOPPED,
+    Failure,
+    Interface,
+    Record,
+    from_json,
+    new_record,
+    parse_address,
+    timestamp,
+    to_dict,
+    to_json,
+)
+
+COMPUTE = 'b8756be5-a30d-4311-920c-0ad996367a8e'
+INSTANCE = 'd578fb7c-7787-4e73-b69a-a7b3ef9bf73a'
+NOW, LATER = '2026-01-31T12:00:00.000Z', '2026-01-31T12:00:01.000Z'
+RECORD = Record(INSTANCE, COMPUTE, SCHEDULED, 'http://h/i')
+
+texts = st.text(max_size=20)
+uuids = st.uuids().map(str)
+interfaces = st.builds(Interface, texts, texts, st.none() | texts)
+records = st.builds(
+    Record,
+    instance=uuids,
+    compute=uuids,
+    state=st.sampled_from([SCHEDULED, BUILDING, ACTIVE, STOPPED, DESTROYING, GONE, ERROR]),
+    image=st.none() | texts,
+    resources=st.dictionaries(texts, st.integers()),
+    query=st.none() | texts,
+    user_id=texts,
+    project_id=texts,
+    addresses=st.lists(interfaces, max_size=2).map(tuple),
+    stages=st.dictionaries(st.sampled_from(STAGES), texts),
+    error=st.none() | st.builds(Failure, texts, texts, texts),
+    fault=st.none() | texts,
+)
+
+
+@given(records)
+def test_what_is_written_is_what_is_read(record: Record) -> None:
+    assert from_json(to_json(record).encode()) == record
+    assert to_dict(record) == json.loads(to_json(record)) | {'addresses': tuple(to_dict(record)['addresses'])}
+
+
+def stored(**changed: Any) -> bytes:
+    return json.dumps({**json.loads(to_json(RECORD)), **changed}).encode()
+
+
+@pytest.mark.parametrize('version', [2, 99, None, '1', True, 1.5])
+def test_a_record_of_another_version_is_refused(version: Any) -> None:
+    with pytest.raises(ValueError, match='install a newer one'):
+        from_json(stored(version=version))
+
+
+def test_what_an_older_ecomp_did_not_write_has_its_default() -> None:
+    least = {'version': 1, 'instance': INSTANCE, 'compute': COMPUTE, 'state': ACTIVE, 'image': None}
+    assert from_json(json.dumps(least).encode()) == Record(INSTANCE, COMPUTE, ACTIVE, None)
+
+
+def test_a_field_nobody_knows_is_passed_over() -> None:
+    assert from_json(stored(more='x')) == RECORD
+
+
+BROKEN = [
+    b'',
+    b'\xff',
+    b'null',
+    b'[]',
+    b'{}',
+    b'{"version": 1}',
+    b'{"version": 1, "version": 1}',
+    stored(addresses=5),
+    stored(addresses=None),
+    stored(addresses=['x']),
+    stored(addresses=[{'network': 'default'}]),
+    stored(error='it broke'),
+    stored(error={'stage': 'image'}),
+    stored(state=7),
+    stored(instance=None),
+    stored(compute=[]),
+    stored(stages=[]),
+    stored(stages={'requested': 7}),
+    stored(resources='VCPU:1'),
+]
+
+
+@pytest.mark.parametrize('value', BROKEN)
+def test_what_is_no_record_is_refused_in_words(value: bytes) -> None:
+    with pytest.raises(ValueError, match='record|JSON|UTF-8'):
+        from_json(value)
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@given(st.sampled_from([*to_dict(RECORD)]), JSON)
+def test_no_field_raises_anything_else(name: str, value: Any) -> None:
+    try:
+        record = from_json(stored(**{name: value}))
+    except ValueError:
+        return
+    assert from_json(to_json(record).encode()) == record
+
+
+def test_a_new_record_says_what_was_asked() -> None:
+    allocations = {COMPUTE: {'VCPU': 1, 'MEMORY_MB': 256}, 'a sharing provider': {'DISK_GB': 2}}
+    request = Request(INSTANCE, allocations, 'http://h/i', 'u', 'p', 'resources=…', {'requested': NOW})
+    record = new_record(COMPUTE, request, LATER)
+    assert (record.state, record.compute, record.query) == (SCHEDULED, COMPUTE, 'resources=…')
+    assert record.resources == {'VCPU': 1, 'MEMORY_MB': 256, 'DISK_GB': 2}
+    assert record.stages == {'requested': NOW, 'scheduled': LATER}
+
+
+def test_the_scheduler_s_own_time_of_scheduling_counts() -> None:
+    request = Request(INSTANCE, {}, None, 'u', 'p', None, {'scheduled': NOW})
+    assert new_record(COMPUTE, request, LATER).stages == {'scheduled': NOW}
+
+
+def test_a_stage_keeps_its_first_time() -> None:
+    record = RECORD.at(BUILDING, NOW, 'image').at(BUILDING, LATER, 'image', 'disk')
+    assert record.state == BUILDING
+    assert record.stages == {'image': NOW, 'disk': LATER}
+
+
+def test_the_address_is_the_first_interface_s() -> None:
+    assert RECORD.address is None
+    both = (Interface('default', 'm0', '10.0.0.1'), Interface('br0', 'm1', '10.1.0.1'))
+    assert replace(RECORD, addresses=both).address == '10.0.0.1'
+    assert replace(RECORD, addresses=(replace(both[0], address=None), both[1])).address is None
+
+
+def test_times_are_utc_and_sort_as_text() -> None:
+    moment = datetime(2026, 1, 31, 13, 0, 0, 123456, timezone(timedelta(hours=1)))
+    assert timestamp(moment) == '2026-01-31T12:00:00.123Z'
+    assert timestamp(moment.astimezone(UTC)) == timestamp(moment)
+
+
+def test_a_record_is_of_its_key_s_instance() -> None:
+    assert from_json(stored(), INSTANCE) == RECORD
+    with pytest.raises(ValueError, match=f'a record of instance {INSTANCE}, not of {COMPUTE}'):
+        from_json(stored(), COMPUTE)
+
+
+@pytest.mark.parametrize(
+    ('name', 'value'),
+    [
+        *(('version', 0), ('version', -1), ('instance', '../x'), ('compute', '../x'), ('state', 'migrating')),
+        *(('image', 7), ('query', []), ('user_id', None), ('fault', {}), ('attempts', True), ('attempts', '1')),
+        *(('resources', {'VCPU': 'x'}), ('resources', {'VCPU': True}), ('addresses', [{'network': 'd', 'mac': 7}])),
+        *(('error', {'stage': 'image', 'reason': None, 'cleaned': ''}), ('error', [])),
+    ],
+)
+def test_every_field_is_of_its_kind(name: str, value: Any) -> None:
+    with pytest.raises(ValueError, match='record'):
+        from_json(stored(**{name: value}))
+
+
+def test_a_field_nobody_knows_is_passed_over_inside_too() -> None:
+    interface, failure = Interface('default', 'm0', '10.0.0.1'), Failure('image', 'broken', 'nothing is left')
+    kept = replace(RECORD, state=ERROR, addresses=(interface,), error=failure)
+    data = json.loads(to_json(kept))
+    data['addresses'][0]['family'] = 4
+    data['error']['code'] = 7
+    assert from_json(json.dumps(data).encode()) == kept
+
+
+@pytest.mark.parametrize('address', ['10.0.0.1', '::1', '2001:db8::ffff:192.0.2.1', 'fe80::5054:ff:fe00:1'])
+def test_an_address_is_read(address: str) -> None:
+    assert parse_address(address.encode()) == address
+
+
+@pytest.mark.parametrize('value', [b'', b'x', b'10.0.0.1\n', b'10.0.0.1\x1b[2J', b'\xff', b'a-host', b'1' * 46, b'{}'])
+def test_what_is_no_address_is_refused(value: bytes) -> None:
+    with pytest.raises(ValueError, match='not an address'):
+        parse_address(value)

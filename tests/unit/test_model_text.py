@@ -1,0 +1,24 @@
+"""Text from outside in a person's terminal: one line, and nothing that moves the cursor."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ecomp.model.text import printable, printable_lines
+
+
+@given(st.text())
+def test_whatever_comes_out_is_one_line(text: str) -> None:
+    assert printable(text).isprintable()
+    assert printable_lines(text).count('\n') == text.count('\n')
+
+
+def test_what_can_be_printed_stays() -> None:
+    assert printable('Zürich: 5 %, "ok"') == 'Zürich: 5 %, "ok"'
+    assert printable('a\x1b[2J\nb\ud800\u202ec') == r'a\x1b[2J\nb\ud800\u202ec'
+
+
+def test_what_is_long_ends() -> None:
+    assert printable('x' * 100, 100) == 'x' * 100
+    assert printable('x' * 101, 100) == 'x' * 100 + '…'

@@ -1,0 +1,233 @@
+"""The whole table of what is asked for against what is there: every state, with every guest, for every wish."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import product
+
+import pytest
+
+from ecomp.agent.plan import (
+    GONE_BOTH,
+    GONE_DISK,
+    GONE_DOMAIN,
+    UNDEFINED,
+    Kind,
+    Task,
+    Wish,
+    fault_of,
+    macs,
+    news,
+    pending,
+    plan,
+)
+from ecomp.model.guest import CRASHED, NO_SPACE, Guest, GuestSpec, mac_address
+from ecomp.model.guest import BaseImage as Base
+from ecomp.model.instance import Invalid, Request
+from ecomp.model.record import (
+    ACTIVE,
+    BUILDING,
+    DESTROYING,
+    ERROR,
+    GONE,
+    SCHEDULED,
+    STOPPED,
+    Interface,
+    Record,
+)
+
+HERE, ELSEWHERE = 'b8756be5-a30d-4311-920c-0ad996367a8e', '0a1b2c3d-0000-4000-8000-000000000001'
+INSTANCE, NEIGHBOUR = 'd578fb7c-7787-4e73-b69a-a7b3ef9bf73a', 'e9bedb97-917a-4f4e-9a69-8ad21840267f'
+MAC = mac_address(INSTANCE, 0)
+
+ASKED = Request(INSTANCE, {HERE: {'VCPU': 1, 'MEMORY_MB': 256, 'DISK_GB': 1}}, 'http://h/i', 'u', 'p')
+TOMBSTONE = Request(INSTANCE, {}, None, 'u', 'p')
+UNREADABLE = Invalid(INSTANCE, 'not JSON')
+WISHES: dict[str, Wish] = {'asked': ASKED, 'tombstone': TOMBSTONE, 'unreadable': UNREADABLE}
+
+GUESTS = {
+    'nothing': None,
+    'runs': Guest(INSTANCE, HERE, defined=True, running=True, disk=True),
+    'runs without a disk': Guest(INSTANCE, HERE, defined=True, running=True, disk=False),
+    'is off': Guest(INSTANCE, HERE, defined=True, running=False, disk=True),
+    'is off without a disk': Guest(INSTANCE, HERE, defined=True, running=False, disk=False),
+    'only a disk': Guest(INSTANCE, None, defined=False, running=False, disk=True),
+    'runs without a definition': Guest(INSTANCE, HERE, defined=False, running=True, disk=True),
+    'runs no more, it is paused': Guest(INSTANCE, HERE, defined=True, running=True, disk=True, trouble=NO_SPACE),
+    'is off, killed': Guest(INSTANCE, HERE, defined=True, running=False, disk=True, trouble=CRASHED),
+}
+STATES = (None, SCHEDULED, BUILDING, ACTIVE, STOPPED, DESTROYING, GONE, ERROR)
+
+# {state: what is to be done of a request, whatever guest is there}. ACTIVE and STOPPED look at the guest, below.
+OF_A_REQUEST = {
+    None: Kind.BUILD,
+    SCHEDULED: Kind.BUILD,
+    BUILDING: Kind.BUILD,
+    DESTROYING: Kind.BUILD,
+    GONE: Kind.CLEAR,
+    ERROR: Kind.CLEAR,
+}
+
+
+def record(state: str, compute: str = HERE, address: str | None = '10.0.0.1') -> Record:
+    return Record(INSTANCE, compute, state, 'http://h/i', addresses=(Interface('default', MAC, address),))
+
+
+def planned(
+    wish: Wish, known: Record | None, guest: Guest | None, addresses: dict[str, str] | None = None
+) -> list[Task]:
+    return plan(
+        HERE,
+        {INSTANCE: wish},
+        {INSTANCE: known} if known else {},
+        {INSTANCE: guest} if guest else {},
+        {INSTANCE: addresses} if addresses else {},
+    )
+
+
+def expected(wish: str, state: str | None, guest: str) -> Kind | None:
+    if state == GONE:
+        return Kind.CLEAR  # a uuid is never used twice, not even to be destroyed
+    if wish == 'unreadable':
+        return Kind.REFUSE
+    if wish == 'tombstone':
+        return Kind.DESTROY
+    if state in (ACTIVE, STOPPED):
+        # Neither has a fault in its record yet.
+        fine = guest == {ACTIVE: 'runs', STOPPED: 'is off'}[state]
+        return None if fine else Kind.POWER
+    return OF_A_REQUEST[state]
+
+
+@pytest.mark.parametrize(('wish', 'state', 'guest'), list(product(WISHES, STATES, GUESTS)))
+def test_the_table(wish: str, state: str | None, guest: str) -> None:
+    tasks = planned(WISHES[wish], record(state) if state else None, GUESTS[guest])
+    kind = expected(wish, state, guest)
+    assert [task.kind for task in tasks] == ([kind] if kind else [])
+    for task in tasks:
+        assert task.instance == INSTANCE
+        assert task.reason
+
+
+@pytest.mark.parametrize(('wish', 'state', 'guest'), list(product(WISHES, STATES[1:], GUESTS)))
+def test_another_compute_s_instance_is_never_touched(wish: str, state: str, guest: str) -> None:
+    tasks = planned(WISHES[wish], record(state, ELSEWHERE), GUESTS[guest])
+    assert tasks == [Task(Kind.CLEAR, INSTANCE, f'it is the instance of compute {ELSEWHERE}')]
+
+
+@pytest.mark.parametrize('guest', [guest for guest in GUESTS.values() if guest])
+def test_a_guest_nobody_asks_for_is_kept_and_reported(guest: Guest) -> None:
+    assert plan(HERE, {}, {}, {INSTANCE: guest}, {}) == [
+        Task(Kind.REPORT, INSTANCE, 'is here but nobody asks for it: kept, and unmanaged')
+    ]
+
+
+def test_nothing_asked_for_and_nothing_there_is_nothing_to_do() -> None:
+    assert plan(HERE, {}, {}, {}, {}) == []
+
+
+@pytest.mark.parametrize(('wish', 'state', 'guest'), list(product(['asked', 'unreadable'], (None, *STATES), GUESTS)))
+def test_only_a_tombstone_destroys(wish: str, state: str | None, guest: str) -> None:
+    tasks = planned(WISHES[wish], record(state) if state else None, GUESTS[guest])
+    assert Kind.DESTROY not in [task.kind for task in tasks]
+
+
+def test_instances_are_planned_each_by_itself() -> None:
+    neighbour = Request(NEIGHBOUR, ASKED.allocations, 'http://h/i', 'u', 'p')
+    guests = {INSTANCE: GUESTS['runs']}
+    tasks = plan(HERE, {INSTANCE: TOMBSTONE, NEIGHBOUR: neighbour}, {INSTANCE: record(ACTIVE)}, guests, {})  # type: ignore[arg-type]
+    assert [(task.instance, task.kind) for task in tasks] == [(INSTANCE, Kind.DESTROY), (NEIGHBOUR, Kind.BUILD)]
+
+
+def test_power_says_what_is_wrong() -> None:
+    reasons = {name: planned(ASKED, record(ACTIVE), guest) for name, guest in GUESTS.items()}
+    assert {name: tasks[0].reason for name, tasks in reasons.items() if tasks} == {
+        'nothing': 'its domain and its disk are gone',
+        'is off': 'it is off',
+        'runs without a disk': 'its disk is gone',
+        'runs without a definition': UNDEFINED,
+        'runs no more, it is paused': NO_SPACE,
+        'is off, killed': CRASHED,
+        'is off without a disk': 'its disk is gone',
+        'only a disk': 'its domain is gone, its disk is there',
+    }
+    assert planned(ASKED, record(STOPPED), GUESTS['runs'])[0].reason == 'it runs'
+
+
+def test_a_guest_that_is_merely_off_or_runs_has_no_fault() -> None:
+    assert fault_of(record(ACTIVE), GUESTS['is off']) is None
+    assert fault_of(record(ACTIVE), GUESTS['runs']) is None
+
+
+@pytest.mark.parametrize('known', [None, GONE_BOTH, GONE_DISK, GONE_DOMAIN, UNDEFINED, NO_SPACE, 'another'])
+def test_a_fault_says_what_is_seen_now(known: str | None) -> None:
+    before = replace(record(STOPPED), fault=known)
+    assert fault_of(before, None) == GONE_BOTH
+    assert fault_of(before, GUESTS['only a disk']) == GONE_DOMAIN
+    # What is mended is no fault any more; what nobody sees in a guest (an adopted one's claim) stays.
+    assert fault_of(before, GUESTS['runs']) == (known if known == 'another' else None)
+
+
+def test_that_a_guest_was_killed_is_remembered_while_it_is_off() -> None:
+    killed = replace(record(STOPPED), fault=CRASHED)
+    assert fault_of(killed, GUESTS['is off']) == CRASHED
+    assert fault_of(killed, GUESTS['runs']) is None
+    assert planned(ASKED, killed, GUESTS['is off']) == []
+
+
+def test_what_vanished_ends_and_what_was_merely_missed_does_not() -> None:
+    stopped = replace(record(STOPPED), fault=GONE_BOTH)
+    wishes, records = {INSTANCE: ASKED}, {INSTANCE: stopped}
+    assert plan(HERE, wishes, records, {}, {}) == []
+    assert [task.kind for task in plan(HERE, wishes, records, {}, {}, vanished=[INSTANCE])] == [Kind.VANISHED]
+    for guest in filter(None, GUESTS.values()):
+        tasks = plan(HERE, wishes, records, {INSTANCE: guest}, {}, vanished=[INSTANCE])
+        assert Kind.VANISHED not in [task.kind for task in tasks]
+
+
+def test_what_ran_before_a_reboot_is_started_again_and_nothing_else() -> None:
+    for state, guest in product((ACTIVE, STOPPED), GUESTS):
+        there = {INSTANCE: found} if (found := GUESTS[guest]) else {}
+        for before in ([], [INSTANCE]):
+            tasks = plan(HERE, {INSTANCE: ASKED}, {INSTANCE: record(state)}, there, {}, before_reboot=before)
+            resumed = Kind.RESUME in [task.kind for task in tasks]
+            ran = bool(before) and state == ACTIVE
+            assert resumed == (ran and guest in ('is off', 'is off, killed')), (state, guest)
+    off = GUESTS['is off']
+    assert off is not None
+    tasks = plan(HERE, {INSTANCE: TOMBSTONE}, {INSTANCE: record(ACTIVE)}, {INSTANCE: off}, {}, before_reboot=[INSTANCE])
+    assert [task.kind for task in tasks] == [Kind.DESTROY]
+
+
+ADDRESSES = [
+    (None, {}, False),
+    (None, {MAC: '10.0.0.1'}, True),
+    (None, {'52:54:00:00:00:00': '10.0.0.9'}, False),
+    ('10.0.0.1', {}, False),
+    ('10.0.0.1', {MAC: '10.0.0.1'}, False),
+    ('10.0.0.1', {MAC: '10.0.0.2'}, True),
+]
+
+
+@pytest.mark.parametrize(('known', 'found', 'new'), ADDRESSES)
+def test_an_address_is_written_down_when_it_is_new(known: str | None, found: dict[str, str], new: bool) -> None:
+    active = record(ACTIVE, address=known)
+    assert news(active, found) is new
+    tasks = planned(ASKED, active, GUESTS['runs'], found)
+    assert [task.kind for task in tasks] == ([Kind.ADDRESS] if new else [])
+    # A guest that is off is first written down as off.
+    assert planned(ASKED, active, GUESTS['is off'], found)[0].kind is Kind.POWER
+
+
+def test_an_address_is_waited_for_only_while_the_guest_runs() -> None:
+    assert pending(record(ACTIVE, address=None))
+    assert not pending(record(ACTIVE))
+    assert not any(pending(record(state, address=None)) for state in STATES if state and state != ACTIVE)
+    assert not pending(Record(INSTANCE, HERE, ACTIVE, None))
+
+
+def test_macs_are_those_the_guest_is_made_with() -> None:
+    for bridge in (None, 'br0'):
+        spec = GuestSpec(INSTANCE, HERE, 1, 256, 1, Base('', '', 0), 'qemu', bridge=bridge)
+        assert tuple(macs(INSTANCE, bridge)) == spec.macs
+    assert len(set(macs(INSTANCE, 'br0')) | set(macs(NEIGHBOUR, 'br0'))) == 4

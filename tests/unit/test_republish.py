@@ -1,0 +1,97 @@
+"""What is published to an etcd that was accepted, and what is not: from what we remember and what it says."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from ecomp.agent.memory import Remembered
+from ecomp.agent.republish import Forget, Publish, Said, ended, running
+from ecomp.model.instance import Invalid, Request
+from ecomp.model.record import ACTIVE, BUILDING, DESTROYING, ERROR, GONE, STOPPED, new_record
+
+COMPUTE, OTHER = 'b8756be5-a30d-4311-920c-0ad996367a8e', '5ca1ab1e-0000-4000-8000-000000000000'
+INSTANCE = 'd578fb7c-7787-4e73-b69a-a7b3ef9bf73a'
+REQUEST = Request(INSTANCE, {COMPUTE: {'VCPU': 1}}, 'http://h/i', 'u', 'p')
+TOMBSTONE = replace(REQUEST, allocations={}, image=None)
+SCHEDULED = new_record(COMPUTE, REQUEST, 'T1')
+RECORD = SCHEDULED.at(ACTIVE, 'T2', 'image', 'disk', 'started')
+NOW = 'T9'
+
+
+def remembered(state: str = ACTIVE) -> Remembered:
+    record = SCHEDULED.at(BUILDING, 'T2') if state == BUILDING else RECORD.at(state, 'T3')
+    return Remembered(REQUEST, record)
+
+
+@pytest.mark.parametrize('state', [ACTIVE, STOPPED])
+def test_what_is_here_is_published_and_claimed(state: str) -> None:
+    record = remembered(state).record
+    assert running(COMPUTE, remembered(state), True, Said()) == Publish(REQUEST, record, REQUEST)
+
+
+@pytest.mark.parametrize('older', [None, SCHEDULED, SCHEDULED.at(BUILDING, 'T2'), RECORD.at(STOPPED, 'T2')])
+def test_an_older_record_is_brought_up_to_date(older: object) -> None:
+    said = Said(REQUEST, older)  # type: ignore[arg-type]
+    assert running(COMPUTE, remembered(), True, said) == Publish(None, RECORD, REQUEST)
+
+
+def test_what_vanished_is_not_built_anew_but_ends_by_its_record() -> None:
+    assert running(COMPUTE, remembered(), False, Said(REQUEST, SCHEDULED)) == Publish(None, RECORD, None)
+    assert running(COMPUTE, remembered(), False, Said()) == Forget()
+
+
+def test_a_build_under_way_goes_on() -> None:
+    record = remembered(BUILDING).record
+    assert running(COMPUTE, remembered(BUILDING), False, Said()) == Publish(REQUEST, record, None)
+    assert running(COMPUTE, remembered(BUILDING), True, Said(REQUEST)) == Publish(None, record, REQUEST)
+
+
+@pytest.mark.parametrize('is_here', [True, False])
+@pytest.mark.parametrize('said', [Said(), Said(REQUEST, RECORD), Said(REQUEST, SCHEDULED)])
+def test_a_destroy_under_way_goes_on(is_here: bool, said: Said) -> None:
+    record = remembered(DESTROYING).record
+    assert running(COMPUTE, remembered(DESTROYING), is_here, said) == Publish(TOMBSTONE, record, None)
+
+
+@pytest.mark.parametrize('state', [ACTIVE, STOPPED, BUILDING, DESTROYING])
+@pytest.mark.parametrize('is_here', [True, False])
+@pytest.mark.parametrize(
+    'said',
+    [
+        Said(TOMBSTONE, RECORD),
+        Said(TOMBSTONE),
+        Said(Invalid(INSTANCE, 'no'), RECORD),
+        Said(None, RECORD.at(GONE, 'T4')),
+        Said(REQUEST, RECORD.at(ERROR, 'T4')),
+        Said(REQUEST, replace(RECORD, compute=OTHER)),
+    ],
+)
+def test_what_is_left_to_the_plan(state: str, is_here: bool, said: Said) -> None:
+    assert running(COMPUTE, remembered(state), is_here, said) is None
+
+
+@pytest.mark.parametrize('older', [None, SCHEDULED, RECORD])
+def test_what_ended_is_not_built_again(older: object) -> None:
+    last = ended(COMPUTE, False, Said(REQUEST, older), NOW)  # type: ignore[arg-type]
+    assert last is not None
+    assert last.record.state == GONE
+    assert last.record.stages['gone'] == NOW
+    assert last.record.fault == 'it had ended before etcd forgot that'
+
+
+@pytest.mark.parametrize(
+    ('is_here', 'said'),
+    [
+        (True, Said(REQUEST, RECORD)),  # a guest is never taken down for this
+        (False, Said()),
+        (False, Said(None, RECORD)),
+        (False, Said(TOMBSTONE, RECORD)),
+        (False, Said(Invalid(INSTANCE, 'no'))),
+        (False, Said(REQUEST, RECORD.at(GONE, 'T4'))),
+        (False, Said(REQUEST, replace(RECORD, compute=OTHER))),
+    ],
+)
+def test_an_end_that_needs_no_word(is_here: bool, said: Said) -> None:
+    assert ended(COMPUTE, is_here, said, NOW) is None

@@ -1,0 +1,73 @@
+"""What a user reads of instances: tables, JSON, and what an instance waits for."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ecomp.model.record import ACTIVE, BUILDING, ERROR, SCHEDULED, Failure, Interface, Record
+from ecomp.scheduler.show import COLUMNS, as_detail, as_list, no_address, table
+from ecomp.scheduler.wait import failure, next_stage
+
+COMPUTE, INSTANCE = 'b8756be5-a30d-4311-920c-0ad996367a8e', 'd578fb7c-7787-4e73-b69a-a7b3ef9bf73a'
+NOW = '2026-01-31T12:00:00.000Z'
+RECORD = Record(INSTANCE, COMPUTE, ACTIVE, 'http://h/i', {'VCPU': 1}, 'resources=VCPU:1', stages={'requested': NOW})
+ADDRESSED = replace(RECORD, addresses=(Interface('default', '52:54:00:00:00:01', '10.0.0.1'),))
+FAILED = replace(RECORD, state=ERROR, error=Failure('image', 'the server answers HTTP 404', 'nothing of it is left'))
+
+
+@given(st.lists(st.lists(st.text(alphabet='ab c', max_size=5), min_size=3, max_size=3), min_size=1, max_size=5))
+def test_columns_stand_below_each_other(rows: list[list[str]]) -> None:
+    lines = table(rows).split('\n')
+    assert len(lines) == len(rows)
+    starts = [sum(max(len(row[i]) for row in rows) + 2 for i in range(column)) for column in range(3)]
+    for line, row in zip(lines, rows, strict=True):
+        for start, cell in zip(starts, row, strict=True):
+            assert line[start:].startswith(cell.rstrip())
+
+
+def test_a_list_has_a_line_for_each() -> None:
+    lines = as_list([ADDRESSED, replace(RECORD, state=SCHEDULED)], 'table').splitlines()
+    assert lines[0].split() == list(COLUMNS)
+    assert lines[1].split() == [INSTANCE, 'active', '10.0.0.1', COMPUTE, NOW]
+    assert lines[2].split() == [INSTANCE, 'scheduled', '-', COMPUTE, NOW]
+
+
+def test_no_instances_are_a_heading_or_an_empty_array() -> None:
+    assert as_list([], 'table').split() == list(COLUMNS)
+    assert json.loads(as_list([], 'json')) == []
+
+
+def test_json_is_the_record_as_etcd_has_it() -> None:
+    (listed,) = json.loads(as_list([ADDRESSED], 'json'))
+    assert listed == json.loads(as_detail(ADDRESSED, 'json'))
+    assert listed['addresses'] == [{'network': 'default', 'mac': '52:54:00:00:00:01', 'address': '10.0.0.1'}]
+    assert listed['version'] == 1
+
+
+def test_one_instance_whole() -> None:
+    shown = as_detail(replace(ADDRESSED, fault='its record was lost'), 'table')
+    for part in (INSTANCE, COMPUTE, '10.0.0.1', 'VCPU:1', 'resources=VCPU:1', 'its record was lost', NOW):
+        assert part in shown
+    failed = as_detail(FAILED, 'table')
+    assert 'at stage image: the server answers HTTP 404' in failed
+    assert 'nothing of it is left' in failed
+
+
+def test_why_there_is_no_address() -> None:
+    assert no_address(replace(RECORD, state=BUILDING, stages={'requested': NOW, 'scheduled': NOW})) == (
+        f'{INSTANCE}: no address yet: building, waiting for: image'
+    )
+    assert no_address(FAILED) == failure(FAILED)
+    assert 'failed at stage image' in failure(FAILED)
+    assert failure(RECORD) == f'{INSTANCE}: failed'
+
+
+def test_what_is_waited_for() -> None:
+    assert next_stage(None) == 'requested'
+    assert next_stage(RECORD) == 'scheduled'
+    everything = dict.fromkeys(('requested', 'scheduled', 'image', 'disk', 'started', 'addressed'), NOW)
+    assert next_stage(replace(RECORD, stages=everything)) == 'addressed'

@@ -1,0 +1,127 @@
+"""The state directory: one ecompute at a time, and one identity for ever."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ecomp.agent.state import State, write_durably
+from ecomp.errors import Conflict, UsageError
+from ecomp.model import keys
+
+GIVEN = 'b8756be5-a30d-4311-920c-0ad996367a8e'
+HOLDER = """
+import sys
+from pathlib import Path
+from ecomp.agent.state import State
+State(Path(sys.argv[1]))
+print('held', flush=True)
+sys.stdin.read()
+"""
+
+
+def test_the_uuid_is_made_once(tmp_path: Path) -> None:
+    state = State(tmp_path / 'a/b')
+    made = state.compute_uuid(None)
+    token = state.token()
+    assert keys.is_uuid(made)
+    assert keys.is_uuid(token)
+    assert made != token
+    state.close()
+    again = State(tmp_path / 'a/b')
+    assert (again.compute_uuid(None), again.token()) == (made, token)
+    again.close()
+
+
+def test_a_configured_uuid_is_kept_when_it_is_configured_no_more(tmp_path: Path) -> None:
+    state = State(tmp_path)
+    assert state.compute_uuid(GIVEN) == GIVEN
+    assert state.compute_uuid(None) == GIVEN
+    state.close()
+
+
+def test_what_is_no_uuid_is_not_believed(tmp_path: Path) -> None:
+    (tmp_path / 'uuid').write_text('../../etc\n')
+    state = State(tmp_path)
+    with pytest.raises(UsageError, match='not a uuid'):
+        state.compute_uuid(None)
+    state.close()
+
+
+def test_another_process_is_named_and_its_end_frees_the_directory(tmp_path: Path) -> None:
+    command = [sys.executable, '-c', HOLDER, str(tmp_path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
+        try:
+            assert holder.stdout is not None
+            assert holder.stdout.readline() == 'held\n'
+            with pytest.raises(Conflict, match=f'pid {holder.pid}:'):
+                State(tmp_path)
+        finally:
+            holder.kill()
+            holder.wait()
+    State(tmp_path).close()
+
+
+def test_what_a_killed_one_left_half_written_goes(tmp_path: Path) -> None:
+    (tmp_path / 'images').mkdir()
+    halves = [tmp_path / '.boot.part', tmp_path / 'images/base-00.part']
+    whole = [tmp_path / 'boot', tmp_path / 'images/base-00.qcow2']
+    for path in [*halves, *whole]:
+        path.touch()
+    state = State(tmp_path)
+    assert not any(path.exists() for path in halves)
+    assert all(path.exists() for path in whole)
+    halves[1].touch()
+    with pytest.raises(Conflict):
+        State(tmp_path)
+    assert halves[1].exists(), 'it is the living one that is writing it'
+    state.close()
+
+
+def test_a_directory_that_cannot_be_is_said(tmp_path: Path) -> None:
+    (tmp_path / 'file').touch()
+    with pytest.raises(UsageError, match='state directory'):
+        State(tmp_path / 'file')
+
+
+def test_qemu_gets_through_and_nobody_reads(tmp_path: Path) -> None:
+    State(tmp_path / 's').close()
+    assert (tmp_path / 's').stat().st_mode & 0o777 == 0o711
+    assert (tmp_path / 's/lock').stat().st_mode & 0o777 == 0o600
+
+
+def test_a_file_is_replaced_whole(tmp_path: Path) -> None:
+    path = tmp_path / 'x'
+    path.write_text('long before')
+    write_durably(path, 'new')
+    assert path.read_text() == 'new'
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert os.listdir(tmp_path) == ['x']
+
+
+def test_a_link_that_waits_in_the_way_is_not_followed(tmp_path: Path) -> None:
+    victim = tmp_path / 'victim'
+    victim.write_text('mine')
+    (tmp_path / '.x.part').symlink_to(victim)
+    with pytest.raises(OSError, match='symbolic'):
+        write_durably(tmp_path / 'x', 'theirs')
+    assert victim.read_text() == 'mine'
+
+
+def test_what_cannot_be_written_is_named_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_durably(tmp_path / 'file', 'before')
+
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, 'No space left on device')
+
+    monkeypatch.setattr('os.fsync', full)
+    with pytest.raises(OSError, match='No space left on device') as caught:
+        write_durably(tmp_path / 'file', 'after')
+    assert caught.value.filename == str(tmp_path / 'file')
+    assert [path.name for path in tmp_path.iterdir()] == ['file']
+    assert (tmp_path / 'file').read_text() == 'before'

@@ -1,0 +1,185 @@
+"""Which files are taken for disk images, and how large a disk made of one is. Most are qemu-img's own work."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import struct
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from ecomp.errors import BuildFailed
+from ecomp.model.guest import BaseImage, GuestSpec
+from ecomp.virt import image
+
+MIB = 2**20
+BOOT = b'\0' * 510 + b'\x55\xaa'
+needs_qemu_img = pytest.mark.skipif(shutil.which('qemu-img') is None, reason='qemu-img (qemu-utils) is not installed')
+
+
+def qemu_img(*arguments: str | Path) -> None:
+    subprocess.run(['qemu-img', *arguments], check=True, capture_output=True)
+
+
+def refusal(path: Path) -> str:
+    with pytest.raises(BuildFailed) as refused:
+        image.inspect(path)
+    assert refused.value.stage == 'image'
+    assert '\n' not in refused.value.reason
+    return refused.value.reason
+
+
+@pytest.fixture
+def raw(tmp_path: Path) -> Path:
+    """A raw disk of 4 MiB with something in it."""
+    path = tmp_path / 'disk.raw'
+    path.write_bytes(BOOT + b'\0' * (MIB - 512) + os.urandom(MIB) + b'\0' * (2 * MIB))
+    return path
+
+
+@pytest.fixture
+def qcow2(raw: Path) -> Path:
+    path = raw.with_name('disk.qcow2')
+    qemu_img('convert', '-f', 'raw', '-O', 'qcow2', raw, path)
+    return path
+
+
+def test_raw(raw: Path) -> None:
+    assert image.inspect(raw) == BaseImage(str(raw), 'raw', 4 * MIB)
+
+
+def test_raw_with_a_partition_table(raw: Path) -> None:
+    with raw.open('r+b') as file:
+        file.seek(446)
+        file.write(struct.pack('<B3BB3BII', 0x80, 0, 2, 0, 0x83, 0, 0, 0, 2048, 2048))
+    assert image.inspect(raw) == BaseImage(str(raw), 'raw', 4 * MIB)
+
+
+@pytest.mark.parametrize(
+    ('content', 'words'),
+    [
+        (b'', 'is empty'),
+        (b'<!DOCTYPE html><html>Not found</html>', "starts with '<!DOCTYPE html'"),
+        (b'\0' * MIB, 'starts with the bytes 00 00 00 00 00 00 00 00'),
+        (b'\x1f\x8b\x08' + b'z' * 2000, 'starts with the bytes 1f 8b 08'),
+        (BOOT[:300], 'not a disk image'),
+        (BOOT + b'\0' * 100, 'not a multiple of 512'),
+        (b'QFI\xfb' + b'\0' * 296, 'cut off in its header'),
+        (b'QFI\xfb\0\0\0\1' + b'\0' * 1016, 'Unsupported qcow2 version'),
+        (b'LUKS\xba\xbe\0\1' + b'\0' * MIB, 'luks'),
+        (b'QED\0' + b'\0' * MIB, 'in qed format'),
+        (b'\0' * 32768 + b'\x01CD001\x01' + b'\0' * 4096, 'in iso format'),
+    ],
+)
+def test_not_taken(content: bytes, words: str, tmp_path: Path) -> None:
+    path = tmp_path / 'x'
+    path.write_bytes(content)
+    assert words in refusal(path)
+
+
+def test_not_there(tmp_path: Path) -> None:
+    assert 'No such file' in refusal(tmp_path / 'x')
+
+
+@needs_qemu_img
+@pytest.mark.parametrize(
+    'options',
+    [(), ('-c',), ('-o', 'compat=0.10'), ('-o', 'cluster_size=512'), ('-o', 'cluster_size=2M'),
+     ('-o', 'preallocation=metadata'), ('-o', 'compression_type=zstd', '-c'), ('-o', 'refcount_bits=1')],
+)  # fmt: skip
+def test_qcow2(options: tuple[str, ...], raw: Path) -> None:
+    path = raw.with_name('disk.qcow2')
+    qemu_img('convert', '-f', 'raw', '-O', 'qcow2', *options, raw, path)
+    assert image.inspect(path) == BaseImage(str(path), 'qcow2', 4 * MIB)
+
+
+@needs_qemu_img
+def test_qcow2_as_a_guest_writes_it(tmp_path: Path) -> None:
+    """Written in place and with an internal snapshot, not converted in one go."""
+    path = tmp_path / 'x.qcow2'
+    qemu_img('create', '-f', 'qcow2', path, '5G')
+    commands = ['-c', 'write 1G 3000', '-c', 'write 4G 1k']
+    subprocess.run(['qemu-io', '-f', 'qcow2', *commands, str(path)], check=True, capture_output=True)
+    qemu_img('snapshot', '-c', 'one', path)
+    assert image.inspect(path).virtual_size == 5 * image.GIB
+
+
+@needs_qemu_img
+@pytest.mark.parametrize('part', [0.1, 0.5, 0.9])
+def test_qcow2_cut_off(part: float, qcow2: Path) -> None:
+    os.truncate(qcow2, int(qcow2.stat().st_size * part))
+    assert 'cut' in refusal(qcow2)
+
+
+@needs_qemu_img
+@pytest.mark.parametrize(
+    ('offset', 'value', 'words'),
+    [
+        (20, struct.pack('>I', 60), 'cannot be'),
+        (24, struct.pack('>Q', 0), 'cannot be'),
+        (24, struct.pack('>Q', 60 * 2**40), 'do not cover'),
+        (32, struct.pack('>I', 1), 'encrypted'),
+        (36, struct.pack('>I', 2**32 - 1), 'larger table'),
+        (36, struct.pack('>I', 2**21), 'cut-off'),
+        (40, struct.pack('>Q', 2**60), 'cut-off'),
+        (72, struct.pack('>Q', 0b10), 'corrupt'),
+        (72, struct.pack('>Q', 0b10000), 'nknown'),
+    ],
+)
+def test_qcow2_with_a_hostile_header(offset: int, value: bytes, words: str, qcow2: Path) -> None:
+    with qcow2.open('r+b') as file:
+        file.seek(offset)
+        file.write(value)
+    assert words in refusal(qcow2)
+
+
+@needs_qemu_img
+def test_qcow2_that_names_other_files(raw: Path) -> None:
+    backed, as_json, split = (raw.with_name(name) for name in ('backed', 'json', 'split'))
+    qemu_img('create', '-f', 'qcow2', '-F', 'raw', '-b', raw, backed)
+    name = 'json:' + json.dumps({'driver': 'raw', 'file': {'driver': 'file', 'filename': str(raw)}})
+    qemu_img('create', '-f', 'qcow2', '-F', 'raw', '-b', name, as_json)
+    qemu_img('create', '-f', 'qcow2', '-o', f'data_file={raw.with_name("data")}', split, '4M')
+    assert 'backing file' in refusal(backed)
+    assert 'backing file' in refusal(as_json)
+    assert 'data_file' in refusal(split)
+
+
+@needs_qemu_img
+@pytest.mark.parametrize('format', ['vmdk', 'qed', 'vdi', 'vhdx'])
+def test_other_formats(format: str, raw: Path) -> None:
+    path = raw.with_name('x')
+    qemu_img('convert', '-f', 'raw', '-O', format, raw, path)
+    assert f'in {format} format' in refusal(path)
+
+
+def spec(disk_gb: int | None, size: int) -> GuestSpec:
+    return GuestSpec('i', 'c', 1, 1, disk_gb, BaseImage('/x', 'qcow2', size), 'qemu')
+
+
+def test_capacity() -> None:
+    assert image.capacity(spec(3, 100 * MIB)) == 3 * image.GIB
+    assert image.capacity(spec(1, image.GIB)) == image.GIB
+    assert image.capacity(spec(None, 100 * MIB)) == 100 * MIB
+    with pytest.raises(BuildFailed, match=r'disk: the image is 2.2 GiB, DISK_GB is 1: '):
+        image.capacity(spec(1, 2_361_393_152))
+
+
+@needs_qemu_img
+def test_what_a_disk_lies_on(qcow2: Path) -> None:
+    overlay, beside = qcow2.with_name('overlay.qcow2'), qcow2.with_name('beside.qcow2')
+    qemu_img('create', '-f', 'qcow2', '-F', 'qcow2', '-b', qcow2, overlay)
+    qemu_img('create', '-f', 'qcow2', '-F', 'qcow2', '-b', qcow2.name, beside)
+    assert image.backing(overlay) == image.backing(beside) == str(qcow2)
+    assert image.backing(qcow2) is None
+
+
+def test_what_lies_on_nothing(raw: Path, tmp_path: Path) -> None:
+    for text in (b'', b'QFI\xfb', b'QFI\xfb' + b'\xff' * 16, b'QFI\xfb\0\0\0\x03' + b'\0' * 100, b'x' * 100):
+        (tmp_path / 'x.qcow2').write_bytes(text)
+        assert image.backing(tmp_path / 'x.qcow2') is None
+    assert image.backing(raw) is None
+    assert image.backing(tmp_path / 'nothing') is None

@@ -1,0 +1,96 @@
+"""The XML given to libvirt, whole, against files; and that no value can become markup."""
+
+from __future__ import annotations
+
+import xml.etree.ElementTree as ET
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from ecomp.model.guest import BaseImage, GuestSpec
+from ecomp.virt import image, xml
+
+GOLDEN = Path(__file__).parent / 'golden'
+IMAGES = '/var/lib/ecompute/images'
+SPEC = GuestSpec(
+    instance='0b4e5b1e-4f3c-4b58-9d1f-6f1a3e1f0001',
+    compute='c0ffee00-0000-4000-8000-000000000001',
+    vcpus=2,
+    memory_mb=512,
+    disk_gb=3,
+    base=BaseImage(f'{IMAGES}/base-cirros.qcow2', 'qcow2', 117_440_512),
+    virt_type='qemu',
+)
+DISK = f'{IMAGES}/{SPEC.instance}.qcow2'
+LOG = f'/var/lib/ecompute/console/{SPEC.instance}.log'
+
+CASES = {
+    'domain-qemu.xml': xml.domain_xml(SPEC, DISK, LOG),
+    'domain-kvm.xml': xml.domain_xml(replace(SPEC, virt_type='kvm'), DISK, LOG),
+    'domain-bridge-raw.xml': xml.domain_xml(
+        replace(SPEC, bridge='br0', base=BaseImage(f'{IMAGES}/base-debian.raw', 'raw', 2**31)), DISK, LOG
+    ),
+    'volume.xml': xml.volume_xml(f'{SPEC.instance}.qcow2', image.capacity(SPEC), SPEC.base.path, 'qcow2'),
+    'volume-no-resize.xml': xml.volume_xml(
+        f'{SPEC.instance}.qcow2', image.capacity(replace(SPEC, disk_gb=None)), f'{IMAGES}/base-debian.raw', 'raw'
+    ),
+    'pool.xml': xml.pool_xml('ecompute', IMAGES),
+}
+
+
+@pytest.mark.parametrize('name', CASES)
+def test_whole(name: str) -> None:
+    assert CASES[name] == (GOLDEN / name).read_text()
+
+
+@pytest.mark.parametrize(
+    'text',
+    ['"/><source file="/etc/shadow', "' x='", ']]>', '&x;', '<disk type="file"/>', '-name', 'a b', 'é☃'],
+)
+def test_no_value_becomes_markup(text: str) -> None:
+    spec = replace(SPEC, compute=text, network=text, bridge=text, base=BaseImage(f'/{text}', 'qcow2', 1))
+    harmless = replace(SPEC, compute='c', network='n', bridge='b', base=BaseImage('/base', 'qcow2', 1))
+    got = ET.fromstring(xml.domain_xml(spec, f'/disk{text}', f'/log{text}'))
+    expected = ET.fromstring(xml.domain_xml(harmless, '/disk', '/log'))
+
+    assert [element.tag for element in got.iter()] == [element.tag for element in expected.iter()]
+    assert got.find('devices/disk/source').attrib == {'file': f'/disk{text}'}
+    assert got.find('devices/disk/backingStore/source').attrib == {'file': f'/{text}'}
+    sources = [source.attrib for source in got.findall('devices/interface/source')]
+    assert sources == [{'network': text}, {'bridge': text}]
+    assert xml.mark(ET.tostring(got.find('metadata')[0], encoding='unicode')) == xml.Mark(SPEC.instance, text)
+
+
+@pytest.mark.parametrize('text', ['<m/>', '<m uuid="x"/>', '<m compute="x"/>', '<m uuid="" compute="x"/>'])
+def test_half_a_mark_is_none(text: str) -> None:
+    assert xml.mark(text) is None
+
+
+def test_capabilities() -> None:
+    found = xml.capabilities("""
+        <capabilities>
+          <host>
+            <secmodel><model>none</model></secmodel>
+            <secmodel><model>dac</model>
+              <baselabel type='kvm'>+64055:+109</baselabel><baselabel type='qemu'>+64055:+109</baselabel></secmodel>
+          </host>
+          <guest><os_type>hvm</os_type><arch name='i686'><domain type='kvm'/></arch></guest>
+          <guest><os_type>xen</os_type><arch name='x86_64'><domain type='xen'/></arch></guest>
+          <guest><os_type>hvm</os_type><arch name='x86_64'><domain type='qemu'/></arch></guest>
+        </capabilities>""")
+    assert found == xml.Capabilities(frozenset({'qemu'}), 64055, 109)
+
+
+def test_capabilities_without_a_user_is_root() -> None:
+    assert xml.capabilities('<capabilities><host/></capabilities>') == xml.Capabilities(frozenset(), 0, 0)
+
+
+def test_macs() -> None:
+    assert xml.macs(CASES['domain-bridge-raw.xml']) == replace(SPEC, bridge='br0').macs
+    assert xml.macs('<domain/>') == ()
+
+
+def test_pool_target() -> None:
+    assert xml.pool_target(xml.pool_xml('ecompute', IMAGES)) == IMAGES
+    assert xml.pool_target("<pool type='rbd'><name>x</name></pool>") == ''
