@@ -1,0 +1,45 @@
+"""What every story and every fault ends with: `eschedule audit` finds nothing, soon."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection
+from typing import Any, Protocol
+
+from tests.commands import Result
+from tests.servers import until
+
+CLEAN, FINDINGS = 0, 8
+
+
+class Cluster(Protocol):
+    """What an audit is asked of: a Control or a Lab. `audited` says that it has been clean once."""
+
+    audited: bool
+
+    def eschedule(self, *words: str) -> Result:
+        """eschedule there."""
+
+
+def findings(cluster: Cluster, foreign: Collection[str] = ()) -> list[dict[str, Any]]:
+    """What one audit finds; `foreign` are the subjects (instances, computes) that the test planted and knows of."""
+    done = cluster.eschedule('audit', '-f', 'json')
+    assert done.code in (CLEAN, FINDINGS), done
+    found = json.loads(done.stdout)
+    assert bool(found) == (done.code == FINDINGS), done
+    return [each for each in found if each['subject'] not in foreign]
+
+
+def audit_clean(cluster: Cluster, seconds: float = 30.0, foreign: Collection[str] = ()) -> None:
+    """Return once an audit finds nothing but `foreign`; AssertionError with what it finds after `seconds`."""
+    seen: list[object] = []
+
+    def clean() -> bool:
+        seen[:] = findings(cluster, foreign)
+        return not seen
+
+    try:
+        until(clean, seconds, 'the audit finds nothing')
+    except AssertionError as error:
+        raise AssertionError('\n'.join([str(error), *map(str, seen)])) from None
+    cluster.audited = True

@@ -1,0 +1,264 @@
+"""What the fault rows do to etcd: wipe it, restore it, fill it, and run it with several members or with TLS."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import ssl
+import subprocess
+import urllib.error
+import urllib.request
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, Self
+
+import yaml
+
+from tests.commands import Control, Ecompute
+from tests.servers import Etcd, PlacementServer, until
+
+
+def wipe(etcd: Etcd) -> None:
+    """Take everything from it, while it is down; it comes back with nothing."""
+    if etcd.is_running:
+        etcd.kill()
+    shutil.rmtree(etcd.directory / 'data')
+    etcd.start()
+
+
+class Snapshot:
+    """A copy of an etcd's data, as a backup of the machine's disk would be."""
+
+    def __init__(self, etcd: Etcd) -> None:
+        self._etcd = etcd
+        self._copy = etcd.directory / 'copy'
+        shutil.rmtree(self._copy, ignore_errors=True)
+        etcd.stop()
+        shutil.copytree(etcd.directory / 'data', self._copy)
+        etcd.start()
+
+    def restore(self) -> None:
+        """Go back to it."""
+        if self._etcd.is_running:
+            self._etcd.kill()
+        shutil.rmtree(self._etcd.directory / 'data')
+        shutil.copytree(self._copy, self._etcd.directory / 'data')
+        self._etcd.start()
+
+
+class SavedSnapshot:
+    """A snapshot made and restored with etcdctl, as etcd's documentation says."""
+
+    def __init__(self, etcd: Etcd) -> None:
+        self._etcd = etcd
+        self._file = etcd.directory / 'saved.db'
+        self._file.unlink(missing_ok=True)
+        _etcdctl(f'--endpoints={etcd.endpoint}', 'snapshot', 'save', str(self._file))
+
+    def restore(self) -> None:
+        """Go back to it, under the same names."""
+        if self._etcd.is_running:
+            self._etcd.kill()
+        data = self._etcd.directory / 'data'
+        shutil.rmtree(data)
+        options = {each.partition('=')[0]: each for each in self._etcd.command()[1:]}
+        names = [options['--initial-cluster'], options['--initial-advertise-peer-urls']]
+        _etcdctl('snapshot', 'restore', str(self._file), f'--data-dir={data}', *names)
+        self._etcd.start()
+
+
+def fill(etcd: Etcd) -> None:
+    """Fill an etcd that has a small quota until its alarm is raised."""
+
+    def is_full() -> bool:
+        try:
+            etcd.put('/fill', 'x' * (1 << 20))
+        except urllib.error.HTTPError:
+            return True
+        return False
+
+    until(is_full, 30, 'etcd has no space left')
+    assert etcd.call('maintenance/alarm', {'action': 'GET'}).get('alarms'), 'the alarm is raised'
+
+
+def make_room(etcd: Etcd) -> None:
+    """What an operator does about NOSPACE: https://etcd.io/docs/v3.4/op-guide/maintenance/#space-quota"""
+    etcd.delete('/fill')
+    etcd.compact()
+    etcd.call('maintenance/defragment', {})
+    for alarm in etcd.call('maintenance/alarm', {'action': 'GET'}).get('alarms', []):
+        etcd.call('maintenance/alarm', {**alarm, 'action': 'DEACTIVATE'})
+
+
+class Tls(NamedTuple):
+    """The files a member shows, the authority whose clients it takes, and a client certificate to ask it with."""
+
+    certificate: Path
+    key: Path
+    authority: Path
+    client: tuple[Path, Path]
+
+
+class Member(Etcd):
+    """One etcd of a cluster, or one that speaks TLS; `host` is what its clients call it."""
+
+    def __init__(self, directory: Path, name: str, tls: Tls | None = None, host: str = '127.0.0.1') -> None:
+        super().__init__(directory)
+        self.member = name
+        self.peer = self._peer
+        self.initial, self.state = f'{name}={self._peer}', 'new'
+        self._tls = tls
+        self._scheme = 'https' if tls else 'http'
+        self._local = f'{self._scheme}://{host if host[0].isdigit() else "127.0.0.1"}:{self.port}'
+        self.endpoint = f'{host}:{self.port}'
+
+    def command(self) -> list[str]:
+        """etcd with its peers."""
+        tls = self._tls
+        secure = [f'--cert-file={tls.certificate}', f'--key-file={tls.key}'] if tls else []
+        secure += [f'--trusted-ca-file={tls.authority}', '--client-cert-auth'] if tls else []
+        return [
+            'etcd',
+            f'--name={self.member}',
+            f'--data-dir={self.directory / "data"}',
+            f'--listen-client-urls={self._local}',
+            f'--advertise-client-urls={self._local}',
+            f'--listen-peer-urls={self.peer}',
+            f'--initial-advertise-peer-urls={self.peer}',
+            f'--initial-cluster={self.initial}',
+            f'--initial-cluster-state={self.state}',
+            '--log-level=warn',
+            *secure,
+        ]
+
+    def is_ready(self) -> bool:
+        """It answers, and has a leader."""
+        try:
+            return self.get('/nothing') is None
+        except OSError:
+            return False
+
+    def call(self, path: str, body: Mapping[str, Any], timeout: float = 10.0) -> dict[str, Any]:
+        """One call of the JSON gateway, over TLS if it speaks that."""
+        context = None
+        if self._tls:
+            context = ssl.create_default_context(cafile=str(self._tls.authority))
+            context.check_hostname, context.verify_mode = False, ssl.CERT_NONE  # what we ask is not what is tested
+            context.load_cert_chain(*map(str, self._tls.client))
+        request = urllib.request.Request(f'{self._local}/v3/{path}', json.dumps(body).encode())
+        with urllib.request.urlopen(request, timeout=timeout, context=context) as answer:
+            return dict(json.load(answer))
+
+
+class EtcdCluster:
+    """Three members, by the names their clients call them; `with` starts them, and ends them in whatever state."""
+
+    def __init__(self, directory: Path, hosts: Sequence[str], tls: Sequence[Tls | None] = (None, None, None)) -> None:
+        names = [f'm{number}' for number in range(3)]
+        self.members = [
+            Member(directory / name, name, files, host) for name, files, host in zip(names, tls, hosts, strict=True)
+        ]
+        initial = ','.join(each.initial for each in self.members)
+        for each in self.members:
+            each.initial = initial
+
+    def __enter__(self) -> Self:
+        try:
+            for each in self.members:
+                each.launch()
+            for each in self.members:
+                each.wait_ready()
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for each in self.members:
+            each.close()
+
+    def replace(self, number: int) -> None:
+        """Exchange a member that is lost for one without data, at the same addresses."""
+        lost, other = self.members[number], self.members[(number + 1) % 3]
+        self.move_leader(other)  # or all would wait for an election
+        lost.kill()
+        (gone,) = [each for each in other.call('cluster/member/list', {})['members'] if each['name'] == lost.member]
+        other.call('cluster/member/remove', {'ID': gone['ID']})
+
+        def is_added() -> bool:
+            with contextlib.suppress(urllib.error.HTTPError):  # not while a leader is being elected
+                return bool(other.call('cluster/member/add', {'peerURLs': [lost.peer]}))
+            return False
+
+        until(is_added, 20, f'{lost.member} is added')
+        shutil.rmtree(lost.directory / 'data')
+        lost.state = 'existing'
+        lost.start()
+
+    @property
+    def endpoints(self) -> list[str]:
+        """All of them, as `endpoints:` has them."""
+        return [each.endpoint for each in self.members]
+
+    def leader(self) -> Member:
+        """Who leads now."""
+
+        def found() -> Member | None:
+            for each in self.members:
+                with contextlib.suppress(OSError, KeyError):
+                    status = each.call('maintenance/status', {}, timeout=1) if each.is_running else {}
+                    if status and status['leader'] == status['header']['member_id']:
+                        return each
+            return None
+
+        leader = until(found, 20, 'a member leads')
+        assert leader is not None
+        return leader
+
+    def move_leader(self, to: Member) -> None:
+        """Let this member lead."""
+        leader = self.leader()
+        if leader is not to:
+            status = to.call('maintenance/status', {})
+            _etcdctl(f'--endpoints={leader.endpoint}', 'move-leader', f'{int(status["header"]["member_id"]):x}')
+
+
+class EtcdControl(Control):
+    """A Control whose commands read `section` as the `etcd:` of their configuration; the checks ask `etcd` itself."""
+
+    def __init__(self, etcd: Etcd, placement: PlacementServer, directory: Path, section: Mapping[str, Any]) -> None:
+        super().__init__(etcd, placement, directory)
+        self.section = dict(section)
+        self.configure(self.schedule_yaml)
+
+    def configure(self, path: Path) -> None:
+        """Have a configuration file say the section as it is now."""
+        path.write_text(yaml.safe_dump({**yaml.safe_load(path.read_text()), 'etcd': self.section}))
+
+    def ecompute(self, inventory: str | None = 'VCPU:4,DISK_GB:10,MEMORY_MB:512', **settings: Any) -> Ecompute:
+        """A started fake ecompute, ended with this."""
+        compute = _Compute(self.etcd, self.placement.url, inventory, **settings)
+        self.configure(compute.config)
+        return self.at_exit.enter_context(compute)
+
+
+class _Compute(Ecompute):
+    def __init__(self, etcd: Etcd, placement: str, inventory: str | None, **settings: Any) -> None:
+        super().__init__(etcd.endpoint, placement, inventory, **settings)
+        self._asked = etcd
+
+    def is_ready(self) -> bool:
+        """As any ecompute, told by the etcd that the checks ask."""
+        try:
+            there = self._asked.get(f'/computes/{self.uuid}') is not None
+        except OSError:
+            return False
+        return there and f' {self.pid} ready: ' in self.last_words(1000)
+
+
+def _etcdctl(*words: str) -> None:
+    settings = {**os.environ, 'ETCDCTL_API': '3'}
+    done = subprocess.run(['etcdctl', *words], capture_output=True, text=True, check=False, env=settings)
+    assert done.returncode == 0, done.stderr

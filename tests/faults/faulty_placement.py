@@ -1,0 +1,172 @@
+"""An HTTP proxy before a real placement that fails in one of the ways placement, or a proxy before it, can fail."""
+
+from __future__ import annotations
+
+import http.client
+import itertools
+import socket
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Self
+
+RACE = b'{"errors": [{"status": 409, "code": "placement.concurrent_update", "detail": "a generation has moved"}]}'
+WRONG = itertools.cycle([b'{"hello": "world"}', b'[]', b'{"allocations": 7}', b'null', b'{"resource_providers"', b'"'])
+
+KINDS = {
+    'refused': 'nobody listens',
+    'broken': 'the connection ends without an answer',
+    '500': 'an error of its own',
+    '503': 'a gateway that says to come back in an hour',
+    '409': 'every PUT loses its race (placement.concurrent_update)',
+    'lost': 'every write is carried out, and its answer lost',
+    'html': "200, and a proxy's welcome page",
+    'wrong': '200, and JSON that is not what was asked for',
+    'truncated': '200, and half an answer',
+    'slow': 'the answer takes `seconds`: the request itself arrives that late',
+}
+METHODS = {'409': {'PUT'}, 'lost': {'PUT', 'POST', 'DELETE'}}
+"""Those that only some requests can meet."""
+
+
+class FaultyPlacement:
+    """Passes on to 127.0.0.1:`port`, unless `fail(kind)`. `with` ends it."""
+
+    def __init__(self, port: int) -> None:
+        self._target = port
+        self._kind = ''
+        self._which: Callable[[str, str], bool] = lambda *_: True
+        self._seconds = 0.0
+        self._closing = threading.Event()
+        self._open: set[socket.socket] = set()
+        self.hits = 0
+        """How many requests have failed."""
+        self._server: ThreadingHTTPServer | None = self._listen(0)
+        self.port = int(self._server.server_address[1])
+        self.url = f'http://127.0.0.1:{self.port}'
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._closing.set()
+        self._close()
+
+    def fail(
+        self, kind: str, which: Callable[[str, str], bool] = lambda *_: True, seconds: float = 0.0
+    ) -> None:
+        """From now on, and until heal(), fail those requests of which which(method, path) is true."""
+        assert kind in KINDS, kind
+        self._kind, self._which, self._seconds = kind, which, seconds
+        if kind == 'refused':
+            self._close()
+        else:
+            self._cut()  # kept connections would be answered as before only by luck: none is kept
+
+    def heal(self) -> None:
+        """Pass on again."""
+        self._kind = ''
+        if self._server is None:
+            self._server = self._listen(self.port)
+
+    def fails(self, method: str, path: str) -> str:
+        """The kind of failure a request meets, '' for none."""
+        kind = self._kind
+        if not kind or not self._which(method, path) or method not in METHODS.get(kind, {method}):
+            return ''
+        self.hits += 1
+        return kind
+
+    def wait(self) -> None:
+        """What makes a slow answer slow; ends with the proxy."""
+        self._closing.wait(self._seconds)
+
+    def pass_on(self, method: str, path: str, headers: dict[str, str], body: bytes) -> tuple[int, str, bytes]:
+        """Ask the real placement: status, content type and body."""
+        connection = http.client.HTTPConnection('127.0.0.1', self._target, timeout=30)
+        try:
+            connection.request(method, path, body or None, headers)
+            answer = connection.getresponse()
+            return answer.status, answer.headers.get('content-type', ''), answer.read()
+        finally:
+            connection.close()
+
+    def _listen(self, port: int) -> ThreadingHTTPServer:
+        faulty = self
+
+        class Server(ThreadingHTTPServer):
+            daemon_threads = True
+            allow_reuse_address = True
+
+            def process_request(self, request: socket.socket, address: tuple[str, int]) -> None:  # type: ignore[override]
+                faulty._open.add(request)
+                super().process_request(request, address)
+
+            def handle_error(self, *_: object) -> None:
+                """A client that has gone: what we are here for."""
+
+        server = Server(('127.0.0.1', port), type('Handler', (_Handler,), {'faulty': faulty}))
+        threading.Thread(target=server.serve_forever, kwargs={'poll_interval': 0.02}, daemon=True).start()
+        return server
+
+    def _close(self) -> None:
+        if self._server is not None:
+            self._server.shutdown()
+            self._server.server_close()
+            self._server = None
+        self._cut()
+
+    def _cut(self) -> None:
+        for each in list(self._open):
+            with suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
+        self._open.clear()
+
+
+class _Handler(BaseHTTPRequestHandler):
+    faulty: FaultyPlacement
+    protocol_version = 'HTTP/1.1'
+
+    def handle_any(self) -> None:
+        """Fail it, or pass it on."""
+        body = self.rfile.read(int(self.headers.get('content-length', 0)))
+        kind = self.faulty.fails(self.command, self.path)
+        if kind == 'slow':
+            self.faulty.wait()
+        if kind in ('', 'slow', 'lost'):
+            headers = {name: value for name, value in self.headers.items() if name.lower() not in HOP_BY_HOP}
+            status, content_type, answer = self.faulty.pass_on(self.command, self.path, headers, body)
+            if kind != 'lost':
+                self._answer(status, content_type, answer)
+        elif kind == '500':
+            self._answer(500, 'application/json', b'{"errors": [{"status": 500, "detail": "database is locked"}]}')
+        elif kind == '503':
+            self._answer(503, 'text/html', b'<html>come again</html>', {'retry-after': '3600'})
+        elif kind == '409':
+            self._answer(409, 'application/json', RACE)
+        elif kind == 'html':
+            self._answer(200, 'text/html', b'<html><body>Welcome</body></html>')
+        elif kind == 'wrong':
+            self._answer(200, 'application/json', next(WRONG))
+        elif kind == 'truncated':
+            self._answer(200, 'application/json', b'{"allocations": {"', {'content-length': '4096'})
+        self.close_connection = self.close_connection or kind in ('lost', 'truncated', 'broken')
+
+    do_GET = do_PUT = do_POST = do_DELETE = handle_any
+
+    def _answer(self, status: int, content_type: str, body: bytes, more: dict[str, str] | None = None) -> None:
+        self.send_response(status)
+        headers = {'content-length': str(len(body)), **(more or {})}
+        if content_type:
+            headers['content-type'] = content_type
+        for name, value in headers.items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        """Say nothing."""
+
+
+HOP_BY_HOP = {'host', 'connection', 'content-length', 'accept-encoding'}

@@ -1,0 +1,198 @@
+"""What the fault rows do to eschedules and ecomputes, and ask of them, in one word each."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Collection, Iterator
+from pathlib import Path
+from typing import Any, Self
+
+from ecomp.agent.claims import APART, ClaimKeeper
+from ecomp.conf import EtcdConfig
+from ecomp.placement.client import Placement
+from ecomp.store.client import Store
+from tests.commands import Control, Ecompute, Result
+from tests.faults.audit import audit_clean
+from tests.scenario.invariants import check, everything
+from tests.scenario.story import log_of
+from tests.servers import b64, environment, until
+
+BIG = 'VCPU:64,DISK_GB:64,MEMORY_MB:65536'
+_numbers = itertools.count(1)
+
+
+class Fired:
+    """The file in which armed failpoints write that they were reached."""
+
+    def __init__(self, directory: Path) -> None:
+        self._path = directory / f'fired-{next(_numbers)}'
+
+    def environment(self, failpoint: str) -> dict[str, str]:
+        """What arms `failpoint` (see ecomp.failpoints) in a process; nothing for ''."""
+        return {'ECOMP_FAILPOINT': failpoint, 'ECOMP_FAILPOINT_FIRED': str(self._path)} if failpoint else {}
+
+    @property
+    def names(self) -> list[str]:
+        """The failpoints that fired, in order."""
+        return [line.split()[0] for line in self._path.read_text().splitlines()] if self._path.exists() else []
+
+
+class Eschedule:
+    """An eschedule under way; `with` ends it, whatever it is doing."""
+
+    def __init__(self, control: Control, *words: str, failpoint: str = '', config: Path | None = None) -> None:
+        self._fired = Fired(control.directory)
+        command = [sys.executable, '-m', 'ecomp.schedule', '--config', str(config or control.schedule_yaml), *words]
+        self._process = subprocess.Popen(
+            ['setpriv', '--pdeathsig', 'KILL', '--', *command],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**environment(), **self._fired.environment(failpoint)},
+            cwd=control.directory,
+        )
+        self.pid = self._process.pid
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._process.poll() is None:
+            self._process.kill()
+        self._process.communicate()
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether it has ended."""
+        return self._process.poll() is not None
+
+    def end(self, seconds: float = 90.0) -> Result:
+        """How it ended; a negative code is a signal's number."""
+        stdout, stderr = self._process.communicate(timeout=seconds)
+        return Result(self._process.returncode, stdout, stderr)
+
+    def killed_at(self, failpoint: str) -> None:
+        """Wait until it has killed itself there."""
+        result = self.end()
+        assert result.code == -signal.SIGKILL, result
+        assert self._fired.names[-1:] == [failpoint], (self._fired.names, result)
+
+    def stopped_at(self, failpoint: str) -> None:
+        """Wait until it has frozen itself there."""
+
+        def stopped() -> bool:
+            assert self._process.poll() is None, (failpoint, self.end())
+            return self._fired.names[-1:] == [failpoint] and is_stopped(self.pid)
+
+        until(stopped, 30, f'eschedule is frozen at {failpoint}')
+
+    def go_on(self) -> None:
+        """Let a frozen one go on."""
+        self._process.send_signal(signal.SIGCONT)
+
+
+class Armed(Ecompute):
+    """An ecompute that dies or freezes at its failpoints, each time it is started with some."""
+
+    failpoint = ''
+    _fired: Fired
+
+    def environment(self) -> dict[str, str]:
+        """With the failpoint armed, in a file of each start's own."""
+        self._fired = Fired(self.directory)
+        return {**super().environment(), **self._fired.environment(self.failpoint)}
+
+    def stopped_at(self, failpoint: str) -> None:
+        """Wait until it has frozen itself there."""
+
+        def stopped() -> bool:
+            assert self.is_running, f'{failpoint} was not reached:\n{self.last_words()}'
+            return self._fired.names[-1:] == [failpoint] and is_stopped(self.pid)
+
+        until(stopped, 30, f'ecompute is frozen at {failpoint}; fired: {self._fired.names}')
+
+
+def settled(control: Control, *computes: Ecompute) -> None:
+    """What every row ends with: the invariants hold, and the audit finds nothing."""
+    check(control, *computes)
+    audit_clean(control)
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether the process is frozen by a signal. proc(5)"""
+    with contextlib.suppress(FileNotFoundError):
+        return Path(f'/proc/{pid}/stat').read_text().rpartition(')')[2].split()[0] == 'T'
+    return False
+
+
+def lapse(control: Control, key: str) -> None:
+    """End the lease a key is on, as the time it had would."""
+    lease = everything(control)[key].lease
+    assert lease, f'{key} is on no lease'
+    control.etcd.call('lease/revoke', {'ID': lease})
+    assert control.etcd.get(key) is None
+
+
+def lapse_requests(control: Control) -> None:
+    """End the lease of every request key: those at it have ended, or are taken to have."""
+    for key in control.etcd.keys('/requests/'):
+        lapse(control, key)
+
+
+def look_twice(control: Control, compute: Ecompute, guests: Collection[str] = ()) -> None:
+    """What a compute's claim keeper does in two looks 60 s apart (rule 4), here on a clock of the test's own.
+
+    Its own looks are a minute apart on its own clock: a slow test waits for them.
+    """
+    store, placement = Store(EtcdConfig((control.etcd.endpoint,))), Placement(control.placement.url)
+    try:
+        keeper = ClaimKeeper(compute.uuid, store, placement)
+        for now in (0.0, APART):
+            keeper.look(guests, now)
+    finally:
+        store.close()
+        placement.close()
+
+
+def losses(compute: Ecompute, what: str) -> tuple[int, int]:
+    """How often its log says that `what` is lost, and that it is back."""
+    lines = [line for line in log_of(compute) if what in line]
+    lost = sum('trying again until' in line for line in lines)
+    back = sum('trying again' not in line and ('is back' in line or 'works again' in line) for line in lines)
+    return lost, back
+
+
+def cpu_seconds(pid: int) -> float:
+    """The processor time a process has had, all threads. proc(5)"""
+    fields = Path(f'/proc/{pid}/stat').read_text().rpartition(')')[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf('SC_CLK_TCK')
+
+
+@contextlib.contextmanager
+def idle(pid: int, share: float = 0.05) -> Iterator[None]:
+    """AssertionError if the process takes more than this share of a core meanwhile; for some seconds at least."""
+    began, before = time.monotonic(), cpu_seconds(pid)
+    yield
+    spent, took = cpu_seconds(pid) - before, time.monotonic() - began
+    assert spent <= share * took + 0.02, f'{spent:.2f} s of processor time in {took:.1f} s'
+
+
+def guests(compute: Ecompute) -> dict[str, dict[str, Any]]:
+    """A fake's guests, as its state directory has them."""
+    path = compute.directory / 'state' / 'fake.json'
+    found = json.loads(path.read_text()) if path.exists() else []
+    return {each['instance']: each for each in found}
+
+
+def revision(control: Control, key: str = '') -> int:
+    """The revision that wrote a key last; without one etcd's own: as long as it is the same, nobody has written."""
+    found = control.etcd.call('kv/range', {'key': b64(key or 'x')})
+    return int(found['kvs'][0]['mod_revision'] if key else found['header']['revision'])

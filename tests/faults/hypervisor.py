@@ -1,0 +1,399 @@
+"""A real host for the fault rows: its ecompute, started with failpoints, its workers, its QEMUs and its libvirtd."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import re
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ecomp.agent.locks import InstanceLocks
+from ecomp.lab import machine, namespaces, state
+from ecomp.lab.hosts import Host
+from tests.faults.hands import is_stopped
+from tests.scenario.lab import NOTIFIED, Lab, running
+from tests.servers import Server, free_port, until
+
+HALT = b'\xfa\xf4\xeb\xfd'
+"""cli; hlt; jmp: a boot sector that leaves its processor alone."""
+SMALL = 'resources=VCPU:1,DISK_GB:1,MEMORY_MB:64'
+ROOM = {'VCPU': 12, 'MEMORY_MB': 2048, 'DISK_GB': 40}
+SOON = 60.0
+"""Seconds in which everything but a minute's look has to have happened, on a machine that is busy with others."""
+STILLBORN = re.compile(r'Traceback .*\n(?:  .*\n)*.*spawn_main\n(?:  .*\n)+EOFError: Ran out of input\n')
+"""What Python says, before any code of ours, of a worker whose ecompute was killed while it was starting it."""
+_numbers = itertools.count(1)
+
+
+def boot_disk(sector: bytes) -> bytes:
+    """A raw disk of 1 MiB that boots this code."""
+    return sector.ljust(510, b'\0') + b'\x55\xaa' + bytes(2**20 - 512)
+
+
+class Hypervisor:
+    """One host of a lab. Its ecompute is ours: started here, with failpoints or without."""
+
+    def __init__(self, lab: Lab, name: str) -> None:
+        self.lab = lab
+        self.name = name
+        self.directory = lab.directory / name
+        self.state = self.directory / 'state'
+        self.compute = ''
+        self.armed = ''
+        self._fired = self.directory / 'fired-0'
+        self._from = 0
+
+    # ecompute
+
+    def launch(self, failpoint: str = '', *options: str) -> None:
+        """Start ecompute, armed with `failpoint` (see ecomp.failpoints), and do not wait."""
+        host = self._host()
+        self.armed, self._fired = failpoint, self.directory / f'fired-{next(_numbers)}'
+        env = {'ECOMP_FAILPOINT': failpoint, 'ECOMP_FAILPOINT_FIRED': str(self._fired)}
+        self._from = host.log.stat().st_size if host.log.exists() else 0
+        config = str(self.directory / 'compute.yaml')
+        command = host.command([sys.executable, '-m', 'ecomp.compute', '--config', config, *options])
+        host.lab.remember(self._ecompute, machine.start(self._ecompute, command, host.log, self.directory, env))
+
+    def wait_ready(self) -> None:
+        """Return when ecompute says that it is ready."""
+
+        def ready() -> bool:
+            assert self.is_running, f'ecompute of {self.name} ended while starting:\n{self.said()[-2000:]}'
+            return f' {self.pid} ready: ' in self.said()
+
+        until(ready, SOON, f'ecompute of {self.name} is ready')
+
+    def restart(self, failpoint: str = '') -> None:
+        """Start ecompute anew, after a kill if it runs."""
+        self.kill()
+        self.launch(failpoint)
+        self.wait_ready()
+
+    def plain(self) -> None:
+        """See that ecompute runs, and will not die or freeze at a failpoint any more."""
+        each_once = [f'{name}:{action}:1' for name in self.fired for action in ('kill', 'stop')]
+        if not self.is_running or set(filter(None, self.armed.split(','))) - set(each_once):
+            self.restart()
+
+    def kill(self, number: int = signal.SIGKILL) -> None:
+        """Send ecompute a signal and wait until it has ended."""
+        if self.is_running:
+            os.kill(self.pid, number)
+            self.ended()
+
+    def ended(self) -> None:
+        """Wait until ecompute has ended."""
+        until(lambda: not self.is_running, SOON, f'ecompute of {self.name} ends')
+
+    @property
+    def pid(self) -> int:
+        return self.lab.ecompute_pid(self.name)
+
+    @property
+    def is_running(self) -> bool:
+        return running(self.pid)
+
+    def mark(self) -> None:
+        """What is logged from now on is what said() says, until the next start."""
+        self._from = self._host().log.stat().st_size
+
+    def said(self) -> str:
+        """What ecompute has logged since it was started, or mark(); there is never a traceback in it."""
+        with self._host().log.open('rb') as file:
+            file.seek(self._from)
+            text = STILLBORN.sub('', file.read().decode(errors='replace'))
+        assert not re.search('Traceback|nobody thought of', text), text
+        return text
+
+    def lines(self, *words: str) -> list[str]:
+        """The lines of said() that have all of these words."""
+        return [line for line in self.said().splitlines() if all(word in line for word in words)]
+
+    def losses(self, what: str) -> tuple[int, int]:
+        """How often ecompute says that `what` is lost, and that it is back."""
+        lost = self.lines(what, 'trying again until it is back')
+        back = [line for line in self.lines(what, 'is back') if 'trying again' not in line]
+        return len(lost), len(back)
+
+    # Its failpoints
+
+    @property
+    def fired(self) -> list[str]:
+        """The failpoints that fired since the last start, in order."""
+        return [name for name, _ in self._firings()]
+
+    @property
+    def fired_at(self) -> float:
+        """When the last one did, in seconds since the epoch."""
+        return self._fired.stat().st_mtime
+
+    def frozen_at(self, failpoint: str) -> int:
+        """The process that has frozen itself there, once one has."""
+
+        def frozen() -> int:
+            pids = [pid for name, pid in self._firings() if name == failpoint and is_stopped(pid)]
+            return pids[-1] if pids else 0
+
+        return until(frozen, SOON, f'somebody is frozen at {failpoint}; fired: {self.fired}')
+
+    def _firings(self) -> list[tuple[str, int]]:
+        if not self._fired.exists():
+            return []
+        words = [line.split() for line in self._fired.read_text().splitlines()]
+        return [(name, int(pid)) for name, pid in words]
+
+    # Its workers
+
+    def workers(self) -> list[int]:
+        """The pids of ecompute's worker processes."""
+        with contextlib.suppress(OSError):
+            children = Path(f'/proc/{self.pid}/task/{self.pid}/children').read_text().split()
+            return [int(each) for each in children if b'spawn_main' in Path(f'/proc/{each}/cmdline').read_bytes()]
+        return []
+
+    def downloader(self) -> int:
+        """The worker that has some of an image under its temporary name, once one has."""
+
+        def found() -> int:
+            for pid in self.workers():
+                for descriptor in _descriptors(pid):
+                    with contextlib.suppress(OSError):
+                        if os.readlink(descriptor).endswith('.part') and os.stat(descriptor).st_size:
+                            return pid
+            return 0
+
+        return until(found, SOON, f'a worker of {self.name} is downloading')
+
+    def is_free(self, instance: str) -> bool:
+        """Whether no process holds the instance's lock."""
+
+        def taken() -> None:
+            raise BlockingIOError
+
+        try:
+            with InstanceLocks(self.state).held(instance, taken):
+                return True
+        except BlockingIOError:
+            return False
+
+    # libvirt and QEMU
+
+    def qemu(self, instance: str) -> int:
+        """The pid of an instance's QEMU; 0 if none runs."""
+        with contextlib.suppress(OSError, ValueError):
+            pid = int((self.directory / f'run/qemu/{instance}.pid').read_text())
+            if instance.encode() in Path(f'/proc/{pid}/cmdline').read_bytes() and running(pid):
+                return pid
+        return 0
+
+    def qemus(self) -> list[str]:
+        """The instances whose QEMU runs, one for each QEMU: an instance with two is in it twice."""
+        found = []
+        space = self._host().lab.layout.namespace(self.name)
+        for pid in machine.run(['ip', 'netns', 'pids', space]).split():
+            with contextlib.suppress(OSError):
+                words = Path(f'/proc/{pid}/cmdline').read_bytes().split(b'\0')
+                if words[0].endswith(b'qemu-system-x86_64') and b'-uuid' in words and running(int(pid)):
+                    found.append(words[words.index(b'-uuid') + 1].decode())
+        return found
+
+    @property
+    def libvirtd(self) -> int:
+        """libvirtd's pid, as it was last started."""
+        return self._host().lab.processes[f'{self.name} libvirtd'].pid
+
+    def end_libvirtd(self, number: int = signal.SIGKILL) -> None:
+        """Send libvirtd a signal and wait until it has ended."""
+        pid = self.libvirtd
+        os.kill(pid, number)
+        until(lambda: not running(pid), SOON, f'libvirtd of {self.name} ends')
+
+    def start_libvirtd(self) -> None:
+        """Start libvirtd again, and return when it answers."""
+        host = self._host()
+        host.start_libvirt()
+        host.wait_libvirt()
+
+    def virsh(self, *words: str) -> str:
+        return self.lab.virsh(self.name, *words)
+
+    def crash(self) -> None:
+        """Everything in the host ends at once, its guests and daemons too, and its network is gone."""
+        host = self._host()
+        space = host.lab.layout.namespace(self.name)
+
+        def kill_all() -> bool:
+            left = [int(pid) for pid in machine.run(['ip', 'netns', 'pids', space]).split() if running(int(pid))]
+            for pid in left:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            return not left
+
+        until(kill_all, SOON, f'all of {self.name} has ended')
+        # With it what is below /run is dropped, too: elab up does that where it has to make the namespace.
+        namespaces.remove([space], None)
+
+    # Instances
+
+    @property
+    def query(self) -> str:
+        """A small guest, here."""
+        return f'{SMALL}&in_tree={self.compute}'
+
+    def place(self, image: str = 'idle.raw', *words: str) -> str:
+        """Ask for an instance here, and do not wait: its uuid. `image` is a file of the lab, or a URL."""
+        url = image if '://' in image else self.lab.url(image)
+        done = self.lab.eschedule(self.query, url, *words)
+        found = NOTIFIED.match(done.stdout)
+        assert done.code == 0, done
+        assert found, done
+        assert found[1] == self.compute, done
+        return found[2]
+
+    def running(self) -> str:
+        """An instance that is active."""
+        instance = self.place()
+        self.reached(instance, 'active')
+        return instance
+
+    def record(self, instance: str) -> dict[str, Any]:
+        """The instance's record; {} if there is none."""
+        value = self.lab.etcd(f'/instances/{instance}').get(f'/instances/{instance}')
+        return dict(json.loads(value)) if value else {}
+
+    def reached(self, instance: str, state: str, seconds: float = SOON, **fields: Any) -> dict[str, Any]:
+        """The record once it is in `state`, and has these fields."""
+        wanted = {'state': state, **fields}
+        seen: dict[str, Any] = {}
+
+        def there() -> bool:
+            seen.clear()
+            seen.update(self.record(instance))
+            return wanted.items() <= seen.items()
+
+        try:
+            until(there, seconds, f'{instance} is {wanted}')
+        except AssertionError as error:
+            raise AssertionError(f'{error}; it is {seen}\n{self.said()[-3000:]}') from None
+        return seen
+
+    def ask_destroy(self, *instances: str) -> None:
+        """Ask for destroys, and do not wait."""
+        done = self.lab.eschedule('destroy', *instances)
+        assert done.code == 0, done
+
+    def held(self, instance: str) -> dict[str, int]:
+        """What the instance holds of this host, as placement says."""
+        allocations = self.lab.placement(f'/allocations/{instance}')['allocations']
+        return dict(allocations.get(self.compute, {}).get('resources', {}))
+
+    def disk(self, instance: str) -> Path:
+        """The instance's overlay."""
+        return self.state / 'images' / f'{instance}.qcow2'
+
+    def nothing_of(self, instance: str) -> None:
+        """No domain, QEMU, disk, console, guest data, claim, request key or address of it; its lock is free."""
+        assert instance not in self.lab.domains(self.name)
+        assert instance not in self.qemus()
+        assert not self.disk(instance).exists()
+        assert not (self.state / f'console/{instance}.log').exists()
+        assert not any(instance in path.read_text() for path in (self.state / 'metadata').glob('*.json'))
+        assert self.lab.placement(f'/allocations/{instance}')['allocations'] == {}
+        assert self.lab.etcd(f'/hosts/{self.compute}/{instance}') == {}
+        assert self.lab.etcd(f'/booted/{instance}') == {}
+        assert self.is_free(instance)
+
+    def settled(self) -> None:
+        """What every row ends with: all planes agree, the audit finds nothing, and each guest is one QEMU."""
+        self.lab.check()
+        there = self.qemus()
+        assert len(there) == len(set(there)), f'two QEMUs of one instance: {there}'
+
+    def clear(self) -> None:
+        """Everything as before the test: nothing is here, and ecompute runs without failpoints."""
+        for pid in (*self.workers(), self.libvirtd):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
+        if not running(self.libvirtd):
+            self.start_libvirtd()
+        self.plain()
+        left = [key.rsplit('/', 1)[1] for key in self.lab.etcd(f'/hosts/{self.compute}/')]
+        self.lab.destroy(*left)
+        failed = [key.rsplit('/', 1)[1] for key, value in self.lab.etcd('/instances/').items() if _failed(value)]
+        self.lab.destroy(*failed)
+
+    @property
+    def _ecompute(self) -> str:
+        return f'{self.name} ecompute'
+
+    def _host(self) -> Host:
+        # elab, a process of its own, writes it anew.
+        return Host(state.load(self.lab.name), self.name)
+
+
+class SlowImages(Server):
+    """The lab's images at another port, of which only the first half comes until go_on()."""
+
+    name = 'slow-images'
+
+    def __init__(self, lab: Lab, directory: Path) -> None:
+        super().__init__(directory)
+        layout = state.load(lab.name).layout
+        self._prefix = namespaces.inside(layout, lab.directory, 'control')
+        self._where = str(layout.control), str(free_port())
+        self._images = lab.directory / 'images'
+        self._go = directory / 'go'
+
+    def command(self) -> list[str]:
+        """In the lab's control namespace."""
+        program = [sys.executable, '-m', 'tests.faults.slow_images', *self._where, str(self._images), str(self._go)]
+        return [*self._prefix, *program]
+
+    def is_ready(self) -> bool:
+        """It says so."""
+        return 'ready' in self.last_words()
+
+    def url(self, name: str) -> str:
+        """Where it has an image."""
+        return f'http://{":".join(self._where)}/{name}'
+
+    def go_on(self) -> None:
+        """From now on images come whole."""
+        self._go.touch()
+
+
+def some(steps: Sequence[str], *quick: str) -> list[Any]:
+    """The steps as parameters of a test: all but the quick ones are slow."""
+    return [pytest.param(step, marks=[] if step in quick else [pytest.mark.slow]) for step in steps]
+
+
+def logged_at(line: str) -> float:
+    """When a line was logged, in seconds since the epoch."""
+    return datetime.fromisoformat(line.split()[0]).timestamp()
+
+
+@contextlib.contextmanager
+def held(host: Hypervisor, instance: str) -> Iterator[None]:
+    """A process of ours is at the instance, as an orphaned worker would be."""
+    with InstanceLocks(host.state).held(instance, lambda: None):
+        yield
+
+
+def _descriptors(pid: int) -> list[Path]:
+    with contextlib.suppress(OSError):
+        return list(Path(f'/proc/{pid}/fd').iterdir())
+    return []
+
+
+def _failed(value: bytes) -> bool:
+    return bool(json.loads(value)['state'] == 'error')

@@ -1,0 +1,223 @@
+"""What a soak breaks: a lab's control plane and hosts, fake ecomputes beside them, and proxies in between.
+
+Whatever a fault holds down is in `down`; all else that ends is started again by tend(), as an init system would.
+tend(), begin() and end() are the main thread's: the fakes die with the thread that started them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from functools import partial
+from pathlib import Path
+
+import yaml
+
+from ecomp.lab import control, namespaces, state
+from ecomp.lab.hosts import Host
+from ecomp.lab.machine import Process
+from tests.commands import write_config
+from tests.faults.history import History
+from tests.faults.soak_parts import Compute, FakePart, FakeServer, HostPart, LabPart, Part
+from tests.faults.soak_plan import Size
+from tests.proxy import Proxy
+from tests.scenario.lab import Lab
+from tests.servers import until
+
+HALT = b'\xfa\xf4\xeb\xfd'
+"""cli; hlt; jmp: a boot sector that leaves its processor alone."""
+FAKE_VCPUS = 3
+GUESTS = 6
+"""Guests that all real hosts together have room for."""
+AT_ONCE = 4
+"""Fakes that are started at the same time."""
+PAUSE = 1.0
+"""Seconds before what ended by itself is started again."""
+STUCK = 90.0
+"""Seconds in which a process that was asked to stop has to be gone."""
+
+
+class Cluster:
+    """Up when made; close() removes all of it."""
+
+    def __init__(self, name: str, size: Size, directory: Path, history: History) -> None:
+        self.size, self.directory, self.history = size, directory, history
+        self.parts: dict[str, Part] = {}
+        self.down: set[str] = set()
+        self.stack = contextlib.ExitStack()
+        try:
+            self.stack.callback(_remove_lab, name)  # also one that did not come up
+            # A lab has one host at least; without `hosts` it is not used.
+            self.whole = Lab(name, max(size.hosts, 1))
+            self._start()
+        except BaseException:
+            self.close()
+            raise
+
+    def _start(self) -> None:
+        self.lab = state.load(self.whole.name)
+        layout, data = self.lab.layout, self.lab.directory / 'control'
+        images = self.lab.directory / 'images'
+        (images / 'idle.raw').write_bytes(HALT.ljust(510, b'\0') + b'\x55\xaa' + bytes(2**20 - 512))
+        prefix = namespaces.inside(layout, self.lab.directory, 'control')
+        for server in control.lab_servers(layout, data, images)[:2]:
+            self._add(LabPart(self.lab, server.what, partial(server.start, prefix), server.ready))
+        self.proxies = {
+            'etcd': self.stack.enter_context(Proxy(2379, str(layout.control))),
+            'placement': self.stack.enter_context(Proxy(8080, str(layout.control))),
+        }
+        self.direct = layout.etcd, layout.placement
+        self.proxied = self.proxies['etcd'].address, f'http://{self.proxies["placement"].address}'
+        image = {'image': layout.images + 'idle.raw'}
+        self.schedules = {
+            False: write_config(self.directory / 'direct.yaml', *self.direct, **image),
+            True: write_config(self.directory / 'proxied.yaml', *self.proxied, **image),
+        }
+        self.hosts = [Host(self.lab, name) for name in self.lab.hosts[: self.size.hosts]]
+        for host in self.hosts:
+            self._prepare_host(host)
+        self.fakes: list[FakePart] = []
+        for number in range(1, self.size.fakes + 1):
+            self._start_fake(number)
+        self._wait_ready(0)
+
+    def _prepare_host(self, host: Host) -> None:
+        """Give it a share of our guests, and start its ecompute anew with it."""
+        path = host.directory / 'compute.yaml'
+        room = -(-GUESTS // self.size.hosts)
+        settings = yaml.safe_load(path.read_text())
+        settings['inventory'] = {'VCPU': room, 'MEMORY_MB': 1024, 'DISK_GB': 2 * room}
+        path.write_text(yaml.safe_dump(settings))
+        what = f'{host.name} libvirtd'
+
+        def start() -> Process:
+            host.start_libvirt()
+            return self.lab.processes[what]
+
+        self._add(LabPart(self.lab, what, start, lambda _: host.libvirt_answers()))
+        part = HostPart(host)
+        part.send(signal.SIGTERM)
+        until(lambda: part.pid() is None, 60, f'{part.name} ends')
+        self._add(part)
+        self._launch(part)
+
+    def _start_fake(self, number: int) -> None:
+        # Every fifth is behind the proxies.
+        ends = self.proxied if number % 5 == 0 else self.direct
+        inventory = f'VCPU:{FAKE_VCPUS},DISK_GB:30,MEMORY_MB:4096'
+        directory = self.directory / f'fake{number}'
+        part = FakePart(f'fake{number}', FakeServer(*ends, inventory, directory))
+        self.stack.callback(part.server.close)
+        self.fakes.append(part)
+        self._add(part)
+        self._launch(part)
+        self._wait_ready(AT_ONCE - 1)
+
+    def _add(self, part: Part) -> None:
+        self.parts[part.name] = part
+        part.is_ready = part.pid() is not None
+
+    def _launch(self, part: Part) -> None:
+        part.launch()
+        part.since, part.is_ready, part.expected_end = time.monotonic(), False, False
+
+    def _wait_ready(self, but: int) -> None:
+        def few_left() -> bool:
+            self.tend()
+            return sum(not part.is_ready for part in self.parts.values()) <= but
+
+        until(few_left, 120, f'all parts but {but} are ready')
+
+    # What the rest of the soak asks
+
+    def computes(self) -> dict[str, dict[str, object]]:
+        """{uuid: {name, slots, real}} of every compute."""
+        fakes = {
+            each.server.uuid: {'name': each.name, 'slots': FAKE_VCPUS, 'real': False} for each in self.fakes
+        }
+        room = -(-GUESTS // max(self.size.hosts, 1))
+        return fakes | {
+            self.whole.compute(host.name): {'name': host.name, 'slots': room, 'real': True} for host in self.hosts
+        }
+
+    def compute_parts(self) -> dict[str, Compute]:
+        """{uuid: part} of every compute."""
+        hosts = {self.whole.compute(host.name): self.parts[f'{host.name} ecompute'] for host in self.hosts}
+        found = {each.server.uuid: each for each in self.fakes} | hosts
+        return {uuid: part for uuid, part in found.items() if isinstance(part, Compute)}
+
+    def qemus(self, host: Host) -> list[tuple[str, int]]:
+        """(instance, pid) of every QEMU of a host."""
+        found = []
+        for path in sorted((host.directory / 'run/qemu').glob('*.pid')):
+            with contextlib.suppress(OSError, ValueError):
+                pid = int(path.read_text())
+                if path.stem.encode() in Path(f'/proc/{pid}/cmdline').read_bytes():
+                    found.append((path.stem, pid))
+        return found
+
+    def workers(self, host: Host) -> list[int]:
+        """The worker processes of a host's ecompute."""
+        pid = self.parts[f'{host.name} ecompute'].pid()
+        with contextlib.suppress(OSError):
+            children = Path(f'/proc/{pid}/task/{pid}/children').read_text().split()
+            return [int(child) for child in children if b'spawn_main' in Path(f'/proc/{child}/cmdline').read_bytes()]
+        return []
+
+    def tend(self) -> None:
+        """Start what ended and is not held down, and note what became ready."""
+        for part in self.parts.values():
+            if part.name in self.down:
+                self._end_stuck(part)
+                continue
+            if part.pid() is None:
+                if time.monotonic() - part.since > PAUSE:
+                    if not part.expected_end:
+                        self.history.write('exit', part=part.name, code=part.code(), ready=part.is_ready)
+                    self._launch(part)
+            elif part.expected_end:
+                self._end_stuck(part)
+            elif not part.is_ready and part.ready():
+                part.is_ready = True
+                if part.fault is not None:
+                    self.history.write('recovered', id=part.fault, seconds=round(time.monotonic() - part.since, 3))
+                    part.fault = None
+
+    def _end_stuck(self, part: Part) -> None:
+        if part.expected_end and part.pid() is not None and time.monotonic() - part.since > STUCK:
+            self.history.write('stuck', part=part.name)
+            part.send(signal.SIGKILL)
+
+    def whole_again(self) -> None:
+        """Everything runs and is ready; faults have ended."""
+        for proxy in self.proxies.values():
+            proxy.come_back()
+        for host in self.hosts:
+            self.link(host, 'up')
+        for part in self.parts.values():
+            part.send(signal.SIGCONT)
+        self.down.clear()
+        self._wait_ready(0)
+
+    def link(self, host: Host, state: str) -> None:
+        """Cut a host from the lab's LAN (`down`), or join it again (`up`)."""
+        space = self.lab.layout.namespace('control')
+        subprocess.run(['ip', '-n', space, 'link', 'set', host.name, state], check=True, timeout=10)
+
+    def close(self) -> None:
+        """Remove the cluster; the logs stay."""
+        for part in self.parts.values():
+            part.send(signal.SIGCONT)
+            if isinstance(part, HostPart) and part.log.exists():
+                shutil.copy(part.log, self.directory / f'{part.host.name}.log')
+        self.stack.close()
+
+
+def _remove_lab(name: str) -> None:
+    command = [sys.executable, '-m', 'ecomp.lab.elab', 'down', '--name', name]
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,180 @@
+"""How each fault of a soak is begun and ended. All of it by pid, and only at what the soak started."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import signal
+import time
+import urllib.request
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+from ecomp.lab.hosts import Host
+from tests.faults.soak_cluster import Cluster
+from tests.faults.soak_parts import Compute, Part
+from tests.faults.soak_plan import Fault
+
+End = Callable[[], dict[str, object]]
+"""Ends a fault; what is to be said of it."""
+
+
+class Faults:
+    """The faults of one run. Everything here is the main thread's."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+        self._history = cluster.history
+        self._open: dict[int, End] = {}
+
+    def begin(self, fault: Fault) -> bool:
+        """Begin it, if its target is in a state to have it; True if end() is to be called."""
+        begun = self._begin(fault)
+        facts = {'kind': fault.kind, 'target': fault.target, 'seconds': fault.seconds}
+        if begun is None:
+            self._history.write('skip', fault=fault.number, **facts)
+            return False
+        said, end = begun
+        self._history.write('fault', id=fault.number, **facts, **said)
+        if end is not None:
+            self._open[fault.number] = end
+        return end is not None
+
+    def end(self, fault: Fault) -> None:
+        """End it; what was down is started again by the cluster."""
+        said = self._open.pop(fault.number)()
+        self._history.write('over', id=fault.number, **said)
+
+    def is_through(self, fault: Fault) -> bool:
+        """Whether a failpoint was reached, so that there is nothing more to wait for."""
+        return bool(fault.place) and _has_fired(self._fired(fault))
+
+    def _fired(self, fault: Fault) -> Path:
+        return self._cluster.directory / f'fired-{fault.number}'
+
+    def _begin(self, fault: Fault) -> tuple[dict[str, object], End | None] | None:
+        kind, cluster = fault.kind, self._cluster
+        if kind.startswith('fake-'):
+            return self._process(fault, cluster.parts[fault.target])
+        if kind in ('etcd-kill', 'etcd-freeze', 'placement-kill', 'placement-freeze'):
+            return self._process(fault, cluster.parts[fault.target])
+        if kind == 'etcd-compact':
+            return self._compact()
+        if kind == 'cut':
+            return self._cut()
+        if kind == 'etcd-answer-lost':
+            return self._lose('etcd', b'/hosts/')
+        if kind == 'placement-answer-lost':
+            return self._lose('placement', b'PUT /allocations/')
+        host = next(each for each in cluster.hosts if each.name == fault.target)
+        if kind.startswith('libvirtd-'):
+            return self._process(fault, cluster.parts[f'{host.name} libvirtd'])
+        if kind == 'partition':
+            cluster.link(host, 'down')
+            return {}, lambda: self._join(host)
+        if kind == 'worker-kill':
+            return self._kill_one(fault, [(str(pid), pid) for pid in cluster.workers(host)])
+        if kind == 'qemu-kill':
+            return self._kill_one(fault, cluster.qemus(host))
+        return self._process(fault, cluster.parts[f'{host.name} ecompute'])
+
+    def _process(self, fault: Fault, part: Part) -> tuple[dict[str, object], End] | None:
+        pid = part.pid()
+        if pid is None or not part.is_ready or part.name in self._cluster.down:
+            return None
+        how = fault.kind.rpartition('-')[2]
+        if how == 'freeze':
+            part.send(signal.SIGSTOP)
+            return {'pid': pid}, lambda: self._thaw(fault, part)
+        self._cluster.down.add(part.name)
+        part.expected_end, part.since = True, time.monotonic()
+        part.send(signal.SIGTERM if how == 'term' else signal.SIGKILL)
+        if how != 'failpoint':
+            return {'pid': pid}, lambda: self._let_start(fault, part)
+        return self._arm(fault, part)
+
+    def _thaw(self, fault: Fault, part: Part) -> dict[str, object]:
+        part.send(signal.SIGCONT)
+        if not isinstance(part, Compute):  # a server is asked; an ecompute's log said long ago that it is ready
+            part.is_ready, part.fault, part.since = False, fault.number, time.monotonic()
+        return {}
+
+    def _let_start(self, fault: Fault, part: Part) -> dict[str, object]:
+        self._cluster.down.discard(part.name)
+        part.fault = fault.number
+        return {}
+
+    def _arm(self, fault: Fault, part: Part) -> tuple[dict[str, object], End]:
+        """The process is being killed; it is started again to die at a place."""
+        fired = self._fired(fault)
+        deadline = time.monotonic() + 5
+        while part.pid() is not None and time.monotonic() < deadline:
+            time.sleep(0.01)
+        part.armed = {'ECOMP_FAILPOINT': f'{fault.place}:kill:1', 'ECOMP_FAILPOINT_FIRED': str(fired)}
+        part.launch()
+
+        def end() -> dict[str, object]:
+            part.armed = {}
+            part.send(signal.SIGKILL)
+            self._let_start(fault, part)
+            return {'fired': _has_fired(fired)}
+
+        return {'place': fault.place}, end
+
+    def _kill_one(self, fault: Fault, there: list[tuple[str, int]]) -> tuple[dict[str, object], None] | None:
+        if not there:
+            return None
+        name, pid = there[fault.pick % len(there)]
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+        return {'pid': pid, 'instance': name}, None
+
+    def _cut(self) -> tuple[dict[str, object], End]:
+        proxies = self._cluster.proxies.values()
+        for proxy in proxies:
+            proxy.go_away()
+
+        def end() -> dict[str, object]:
+            for proxy in proxies:
+                proxy.come_back()
+            return {}
+
+        return {}, end
+
+    def _lose(self, which: str, pattern: bytes) -> tuple[dict[str, object], None]:
+        """The next request with `pattern` through the proxy is carried out, and its answer lost."""
+        first: list[float] = []
+
+        def applied() -> bool:
+            first.append(time.monotonic())
+            return first[-1] - first[0] > 0.3
+
+        self._cluster.proxies[which].lose_answer(pattern, applied)
+        return {}, None
+
+    def _join(self, host: Host) -> dict[str, object]:
+        self._cluster.link(host, 'up')
+        return {}
+
+    def _compact(self) -> tuple[dict[str, object], None] | None:
+        where = self._cluster.direct[0]
+        try:
+            revision = _ask(where, 'kv/range', {'key': base64.b64encode(b'x').decode()})['header']['revision']
+            _ask(where, 'kv/compaction', {'revision': revision, 'physical': True})
+        except OSError:
+            return None
+        return {'revision': revision}, None
+
+
+def _has_fired(path: Path) -> bool:
+    return path.exists() and path.stat().st_size > 0
+
+
+def _ask(where: str, path: str, body: dict[str, object]) -> dict[str, dict[str, object]]:
+    request = urllib.request.Request(f'http://{where}/v3/{path}', json.dumps(body).encode())
+    with urllib.request.urlopen(request, timeout=2) as answer:
+        found: dict[str, dict[str, object]] = json.load(answer)
+    return found
+

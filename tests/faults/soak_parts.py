@@ -1,0 +1,136 @@
+"""The processes of a soak's cluster that faults end and freeze, each with one way to start it and to ask it."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from ecomp.lab import machine, state
+from ecomp.lab.hosts import Host
+from ecomp.lab.machine import Process
+from tests.commands import Ecompute
+
+
+class Part:
+    """A process that is to run. `code` is its exit code, where it is our child and has ended."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.armed: dict[str, str] = {}
+        self.since = 0.0
+        self.expected_end = False
+        self.is_ready = False
+        self.fault: int | None = None
+
+    def pid(self) -> int | None:
+        """Its process, None when it has ended."""
+        raise NotImplementedError
+
+    def launch(self) -> None:
+        """Start it, with the failpoints it is armed with."""
+        raise NotImplementedError
+
+    def ready(self) -> bool:
+        """Asks whether it is."""
+        raise NotImplementedError
+
+    def code(self) -> int | None:
+        return None
+
+    def send(self, number: int) -> bool:
+        """Send it a signal; False if it has ended."""
+        pid = self.pid()
+        if pid is not None:
+            os.kill(pid, number)
+        return pid is not None
+
+
+class Compute(Part):
+    """An ecompute, fake or real: it is ready when its log says so."""
+
+    def __init__(self, name: str, log: Path) -> None:
+        super().__init__(name)
+        self.log = log
+        self._from = 0
+
+    def mark(self) -> None:
+        """Only what the log says from now on counts."""
+        self._from = self.log.stat().st_size if self.log.exists() else 0
+
+    def ready(self) -> bool:
+        pid = self.pid()
+        if pid is None or not self.log.exists():
+            return False
+        with self.log.open('rb') as file:
+            file.seek(self._from)
+            return f' {pid} ready: '.encode() in file.read()
+
+
+class FakeServer(Ecompute):
+    """Ecompute, with failpoints."""
+
+    armed: Mapping[str, str] = {}
+
+    def environment(self) -> dict[str, str]:
+        return {**super().environment(), **self.armed}
+
+
+class FakePart(Compute):
+    def __init__(self, name: str, server: FakeServer) -> None:
+        super().__init__(name, server.log)
+        self.server = server
+
+    def pid(self) -> int | None:
+        return self.server.pid if self.server.is_running else None
+
+    def launch(self) -> None:
+        self.mark()
+        self.server.armed = self.armed
+        self.server.launch()
+
+    def code(self) -> int | None:
+        process = self.server._process
+        return process.poll() if process else None
+
+
+class LabPart(Part):
+    """One of the lab's own processes, started as elab does."""
+
+    def __init__(
+        self, lab: state.Lab, what: str, start: Callable[[], Process], ready: Callable[[Process], bool]
+    ) -> None:
+        super().__init__(what)
+        self._lab, self._start, self._ready = lab, start, ready
+
+    def pid(self) -> int | None:
+        process = self._lab.running(self.name)
+        return process.pid if process else None
+
+    def launch(self) -> None:
+        self._lab.remember(self.name, self._start())
+
+    def ready(self) -> bool:
+        process = self._lab.running(self.name)
+        return process is not None and self._ready(process)
+
+
+class HostPart(Compute):
+    """The ecompute of a real host."""
+
+    def __init__(self, host: Host) -> None:
+        super().__init__(f'{host.name} ecompute', host.log)
+        self.host = host
+
+    def pid(self) -> int | None:
+        process = self.host.lab.running(self.name)
+        return process.pid if process else None
+
+    def launch(self) -> None:
+        self.mark()
+        config = str(self.host.directory / 'compute.yaml')
+        command = self.host.command([sys.executable, '-m', 'ecomp.compute', '--config', config])
+        self.host.lab.remember(
+            self.name, machine.start(self.name, command, self.log, self.host.directory, self.armed)
+        )

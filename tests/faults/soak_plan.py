@@ -1,0 +1,261 @@
+"""What a soak will do, made up front out of one seed: who asks for what and when, and which fault begins when. Pure."""
+
+from __future__ import annotations
+
+import random
+import uuid
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+QUERY = 'resources=VCPU:1,DISK_GB:1,MEMORY_MB:64'
+"""Too small for a kernel: for a disk that boots nothing."""
+GUEST = 'resources=VCPU:1,DISK_GB:1,MEMORY_MB:256'
+SETTLE = 6.0
+"""Seconds between the end of one fault and the next at the same target."""
+
+
+@dataclass(frozen=True)
+class Size:
+    """How much. Operations and faults begin within `seconds`; no fault lasts longer than `longest` seconds.
+
+    `patient`: every client asks again when its answer was lost, so that nothing is left for the computes to find out
+    after two looks a minute apart.
+    """
+
+    seconds: float
+    operations: int
+    clients: int
+    fakes: int
+    hosts: int
+    fault_every: float
+    longest: float
+    guests: bool = False
+    patient: bool = False
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One eschedule, about create number `of`. `where` is the one compute it may be placed on.
+
+    `trouble` is `kill:AFTER`, `freeze:AFTER:SECONDS`, `at:FAILPOINT` (killed) or `stop:FAILPOINT:SECONDS` (frozen).
+    """
+
+    number: int
+    client: int
+    at: float
+    kind: str
+    uuid: str | None = None
+    of: int | None = None
+    where: str | None = None
+    image: str = 'idle'
+    query: str = QUERY
+    trouble: str = ''
+    wait: str = ''
+    proxied: bool = False
+    again: bool = False
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One fault. `pick` chooses where only the run knows what there is; `place` is a failpoint."""
+
+    number: int
+    at: float
+    kind: str
+    target: str
+    seconds: float
+    pick: int = 0
+    place: str = ''
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The same seed and size give the same plan."""
+
+    seed: int
+    size: Size
+    operations: tuple[Operation, ...]
+    faults: tuple[Fault, ...]
+
+
+CREATE_PLACES = ('announced', 'claimed', 'claimed', 'delivered')
+FAKE_PLACES = (
+    *('registered', 'published', 'confirmed', 'building', 'seeded', 'built', 'active', 'addressed', 'destroying'),
+    *('removed', 'forgotten', 'released', 'ended', 'image-ready', 'disk-created', 'domain-started', 'domain-undefined'),
+)
+HOST_PLACES = (
+    *('building', 'built', 'destroying', 'released', 'image-part', 'image-ready', 'disk-created', 'domain-defined'),
+    *('domain-started', 'domain-destroyed', 'domain-undefined', 'disk-deleted'),
+)
+
+OF_DESTROYS = {
+    *('destroying', 'removed', 'forgotten', 'released', 'domain-destroyed', 'domain-undefined', 'disk-deleted'),
+}
+
+OF_FAKES = ('fake-kill', 'fake-freeze', 'fake-term', 'fake-failpoint', 'fake-failpoint')
+OF_HOSTS = (
+    *('host-kill', 'host-freeze', 'host-term', 'host-failpoint', 'worker-kill'),
+    *('libvirtd-kill', 'libvirtd-freeze', 'qemu-kill', 'partition'),
+)
+OF_CONTROL = (
+    *('etcd-kill', 'etcd-freeze', 'etcd-compact', 'placement-kill', 'placement-freeze'),
+    *('cut', 'etcd-answer-lost', 'placement-answer-lost'),
+)
+INSTANT = {'etcd-compact', 'worker-kill', 'qemu-kill', 'etcd-answer-lost', 'placement-answer-lost'}
+
+
+def make(seed: int, size: Size) -> Plan:
+    """The plan of a seed."""
+    rng = random.Random(seed)
+    faults = list(_faults(rng, size))
+    aimed = list(_aimed(rng, size, faults))[: size.operations // 2]
+    operations = _operations(rng, size, size.operations - len(aimed))
+    numbered = {each.number: replace(each, number=number) for number, each in enumerate(aimed, len(operations))}
+    operations += [replace(each, of=each.of and numbered[each.of].number) for each in numbered.values()]
+    return Plan(seed, size, tuple(sorted(operations, key=lambda each: (each.at, each.number))), tuple(faults))
+
+
+def _aimed(rng: random.Random, size: Size, faults: Sequence[Fault]) -> Iterator[Operation]:
+    """A create on the compute a fault is about, when it begins, and often a destroy of it: else it hits nothing."""
+    number = 1
+    for fault in faults:
+        if fault.kind in OF_CONTROL:
+            continue
+        # A failpoint's process has to be up again first.
+        begun = fault.at + (rng.uniform(0.5, 2) if fault.place else rng.uniform(-0.7, 0.3))
+        common: dict[str, Any] = {'uuid': _uuid(rng), 'again': True}
+        client = rng.randrange(size.clients)
+        yield Operation(number, client, max(begun, 0.0), 'create', where=fault.target, **common)
+        # The real hosts are small: what is made there goes again.
+        if rng.random() < 0.6 or fault.place in OF_DESTROYS or fault.kind in OF_HOSTS:
+            after = begun + rng.uniform(0.6, 3)
+            yield Operation(number + 1, _other(rng, size, client), after, 'destroy', of=number, **common)
+        number += 2
+
+
+def _operations(rng: random.Random, size: Size, count: int) -> list[Operation]:
+    times = sorted(rng.uniform(0, size.seconds) for _ in range(count))
+    found: list[Operation] = []
+    living: list[Operation] = []
+    destroyed: list[Operation] = []
+    while len(found) < count:
+        number, at = len(found), times[len(found)]
+        # Of two clients that give one uuid at once, the second is the next operation.
+        before = found[-1] if found else None
+        often = 0.7 if before is not None and before.trouble.startswith('stop') else 0.12
+        if before is not None and before.kind == 'create' and before.uuid and rng.random() < often:
+            query = before.query if rng.random() < 0.8 else before.query.replace('DISK_GB:1', 'DISK_GB:2')
+            late = rng.uniform(0.3, 1.0) if before.trouble.startswith('stop') else rng.uniform(0, 0.1)
+            twin = Operation(
+                number, _other(rng, size, before.client), before.at + late, 'create',
+                uuid=before.uuid, of=before.number, where=before.where, image=before.image, query=query, again=True,
+            )
+            found.append(twin)
+        elif len(living) < 5 or rng.random() < 0.58:
+            create = _create(rng, size, number, at)
+            found.append(create)
+            living.append(create)
+        else:
+            found.append(_destroy(rng, size, number, at, living, destroyed))
+    return found
+
+
+def _create(rng: random.Random, size: Size, number: int, at: float) -> Operation:
+    host = f'hv{rng.randrange(size.hosts) + 1}' if size.hosts and rng.random() < 0.15 else None
+    image = 'missing' if rng.random() < (0.1 if host else 0.03) else 'idle'
+    if size.guests and host and image == 'idle' and rng.random() < 0.1:
+        image = 'guest'
+    trouble = ''
+    if rng.random() < 0.25:
+        trouble = rng.choice([
+            f'kill:{rng.uniform(0.15, 0.7):.2f}',
+            f'kill:{rng.uniform(0.15, 0.7):.2f}',
+            f'freeze:{rng.uniform(0.15, 0.6):.2f}:{rng.uniform(1, size.longest):.1f}',
+            f'at:{rng.choice(CREATE_PLACES)}',
+            f'at:{rng.choice(CREATE_PLACES)}',
+            f'stop:{rng.choice(CREATE_PLACES)}:{rng.uniform(1, min(size.longest, 8.0)):.1f}',
+            f'stop:{rng.choice(CREATE_PLACES)}:{rng.uniform(1, min(size.longest, 8.0)):.1f}',
+        ])
+    named = rng.random() < 0.5 or trouble.startswith('stop') or (size.patient and trouble != '')
+    return Operation(
+        number, rng.randrange(size.clients), at, 'create',
+        uuid=_uuid(rng) if named else None,
+        where=host, image=image, query=GUEST if image == 'guest' else QUERY, trouble=trouble,
+        wait='--wait=started' if not trouble and rng.random() < 0.1 else '',
+        proxied=rng.random() < 0.3, again=size.patient or rng.random() < 0.5,
+    )
+
+
+def _destroy(
+    rng: random.Random, size: Size, number: int, at: float, living: list[Operation], destroyed: list[Operation]
+) -> Operation:
+    client, chance, trouble = rng.randrange(size.clients), rng.random(), ''
+    if rng.random() < 0.2:
+        trouble = rng.choice([f'kill:{rng.uniform(0.15, 0.5):.2f}', 'at:tombstoned'])
+    wait = '--wait' if not trouble and rng.random() < 0.2 else ''
+    proxied = rng.random() < 0.3
+    if chance < 0.08:
+        return Operation(number, client, at, 'destroy', uuid=_uuid(rng), proxied=proxied)
+    if chance < 0.18 and destroyed:
+        about = rng.choice(destroyed)
+    elif chance < 0.4 and living[-1].uuid:
+        # While it is being built, or before anybody has heard of it.
+        about = living.pop()
+        at = max(at, about.at + rng.uniform(0.2, 1.2))
+        destroyed.append(about)
+    else:
+        # The real hosts are small: their guests go sooner.
+        weights = [4 if each.where else 1 for each in living]
+        about = living.pop(rng.choices(range(len(living)), weights)[0])
+        destroyed.append(about)
+    return Operation(
+        number, client, at, 'destroy',
+        uuid=about.uuid, of=about.number, trouble=trouble, wait=wait, proxied=proxied, again=True,
+    )
+
+
+def _faults(rng: random.Random, size: Size) -> Iterator[Fault]:
+    kinds = [*OF_CONTROL, *(OF_FAKES if size.fakes else ()), *(OF_HOSTS if size.hosts else ())]
+    deck: list[str] = []
+    busy: dict[str, float] = {}
+    at, number = size.fault_every, 0
+    while at < size.seconds:
+        if not deck:
+            deck = rng.sample(kinds, len(kinds))
+        for kind in list(deck):
+            target = _target(rng, size, kind)
+            seconds = 0.0 if kind in INSTANT else _lasts(rng, size, kind)
+            if busy.get(target, 0.0) <= at:
+                deck.remove(kind)
+                busy[target] = at + seconds + SETTLE
+                places = FAKE_PLACES if kind == 'fake-failpoint' else HOST_PLACES
+                place = rng.choice(places) if kind.endswith('-failpoint') else ''
+                yield Fault(number, at, kind, target, round(seconds, 2), rng.randrange(1000), place)
+                number += 1
+                break
+        at += size.fault_every * rng.uniform(0.5, 1.5)
+
+
+def _lasts(rng: random.Random, size: Size, kind: str) -> float:
+    if kind.endswith('-failpoint'):
+        return 20.0  # at most: it ends when the place is reached
+    if rng.random() < 0.15:
+        return rng.uniform(0.5, size.longest)
+    return rng.uniform(0.3, min(4.0, size.longest))
+
+
+def _target(rng: random.Random, size: Size, kind: str) -> str:
+    if kind in OF_FAKES:
+        return f'fake{rng.randrange(size.fakes) + 1}'
+    if kind in OF_HOSTS:
+        return f'hv{rng.randrange(size.hosts) + 1}'
+    return kind.split('-')[0] if kind.endswith(('-kill', '-freeze', '-compact')) else 'proxy'
+
+
+def _other(rng: random.Random, size: Size, client: int) -> int:
+    return (client + 1 + rng.randrange(max(size.clients - 1, 1))) % size.clients
+
+
+def _uuid(rng: random.Random) -> str:
+    return str(uuid.UUID(int=rng.getrandbits(128), version=4))

@@ -1,0 +1,171 @@
+"""F30: clocks that are wrong, differ, or jump: nothing that waits or expires is told by the time of day."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import uuid
+from collections.abc import Callable
+from datetime import datetime, timedelta
+from pathlib import Path
+
+import pytest
+
+from tests.commands import Control
+from tests.faults.hands import Eschedule, guests
+from tests.faults.test_duplicates import claim
+from tests.faults.tuned import Tuned, tuned
+from tests.scenario.invariants import check, everything
+from tests.scenario.story import SMALL, addressed, logged, place, reached, record
+from tests.servers import environment, until
+
+pytestmark = pytest.mark.timeout(180)
+
+# https://github.com/wolfcw/libfaketime: monotonic timers stay as they are, as a jump of the real clock leaves them.
+ALWAYS = {'FAKETIME_DONT_FAKE_MONOTONIC': '1', 'FAKETIME_NO_CACHE': '1'}
+
+
+@pytest.fixture(scope='module')
+def library() -> str:
+    """libfaketime for programs with threads."""
+    if shutil.which('dpkg') is None:
+        pytest.skip('not a Debian machine: where libfaketime is, is not known')
+    listed = subprocess.run(['dpkg', '-L', 'libfaketime'], capture_output=True, text=True, check=False).stdout
+    found = [path for path in listed.split() if path.endswith('/libfaketimeMT.so.1')]
+    if not found:
+        pytest.skip('libfaketime is not installed: apt-get install libfaketime')
+    return found[0]
+
+
+# Its clock_nanosleep, on which time.sleep is built, answers "Invalid argument" whenever the clock is off.
+SLEEP = """
+import threading, time
+time.sleep = lambda seconds: None if threading.Event().wait(seconds) else None
+"""
+
+
+@pytest.fixture
+def always(library: str, tmp_path: Path) -> dict[str, str]:
+    """What every process with a clock of its own has in its environment."""
+    (tmp_path / 'python').mkdir()
+    (tmp_path / 'python' / 'sitecustomize.py').write_text(SLEEP)
+    path = os.pathsep.join([str(tmp_path / 'python'), environment()['PYTHONPATH']])
+    return {**ALWAYS, 'LD_PRELOAD': library, 'PYTHONPATH': path}
+
+
+@pytest.fixture
+def eschedule_at(always: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Commands started from now on have this clock."""
+
+    def at(offset: str) -> None:
+        for name, value in {**always, 'FAKETIME': offset}.items():
+            monkeypatch.setenv(name, value)
+
+    return at
+
+
+class Clock:
+    """The clock of one process, as a file says that can be written anew at any time."""
+
+    def __init__(self, always: dict[str, str], path: Path) -> None:
+        self._path = path
+        self.jump('+0')
+        self.environment = {**always, 'FAKETIME_TIMESTAMP_FILE': str(path)}
+
+    def jump(self, offset: str) -> None:
+        """From now on it is off by this, such as -1h."""
+        new = self._path.with_suffix('.new')
+        new.write_text(f'{offset}\n')
+        new.rename(self._path)
+
+
+def apart(control: Control, instance: str) -> timedelta:
+    """By how much ecompute's clock is ahead of eschedule's, as the record tells."""
+    stages = (record(control, instance) or {})['stages']
+    return datetime.fromisoformat(stages['started']) - datetime.fromisoformat(stages['requested'])
+
+
+@pytest.mark.parametrize(('compute_at', 'command_at'), [('+1h', '-1h'), ('-1h', '+1h')])
+def test_clocks_that_differ(
+    cluster: Control, always: dict[str, str], eschedule_at: Callable[[str], None], compute_at: str, command_at: str
+) -> None:
+    """F30: ecompute's clock an hour ahead and eschedule's one behind, or the reverse: all works as ever (fake)"""
+    compute = tuned(cluster, extra={**always, 'FAKETIME': compute_at})
+    eschedule_at(command_at)
+    done = cluster.eschedule('--wait', '--timeout', '60', SMALL)
+    assert done.code == 0, done
+    (instance,) = guests(compute)
+    hours = timedelta(hours=int(compute_at[:2]) - int(command_at[:2]))
+    assert abs(apart(cluster, instance) - hours) < timedelta(minutes=5), 'the clocks were not moved'
+    for words in (['list'], ['show', instance], ['hosts'], [instance]):
+        shown = cluster.eschedule(*words)
+        assert (shown.code, shown.stderr) == (0, ''), shown
+    assert cluster.eschedule('destroy', '--wait', '--timeout', '60', instance).code == 0
+    addressed(cluster, place(cluster)[1])
+    check(cluster, compute)
+
+
+@pytest.mark.parametrize('jump', ['+1h', '-400d'])
+def test_a_clock_that_jumps(cluster: Control, always: dict[str, str], tmp_path: Path, jump: str) -> None:
+    """F30: ecompute's clock jumps while it runs: it stays alive, works on, and releases nothing early (fake)"""
+    clock = Clock(always, tmp_path / 'clock')
+    compute = tuned(cluster, numbers={'EVERY': 0.3}, extra=clock.environment)
+    _, before = place(cluster)
+    address = addressed(cluster, before)
+    # Somebody's claim that no request stands behind: it goes after two looks a minute apart, and not before.
+    orphan = str(uuid.uuid4())
+    claim(cluster, orphan, compute.uuid)
+    presence = everything(cluster)[f'/computes/{compute.uuid}'].lease
+    looked(cluster, compute)
+    clock.jump(jump)
+    for _ in range(3):
+        looked(cluster, compute)
+    assert cluster.placement.allocations(orphan)
+    assert everything(cluster)[f'/computes/{compute.uuid}'].lease == presence
+    assert addressed(cluster, before) == address
+    clock.jump('+0')  # and back
+    looked(cluster, compute)
+    assert cluster.placement.allocations(orphan)
+    assert logged(compute, 'released the claim') == []
+    cluster.placement.call('DELETE', f'/allocations/{orphan}')
+    assert cluster.eschedule('destroy', '--wait', before).code == 0
+    assert guests(compute) == {}
+    check(cluster, compute)
+
+
+def looked(control: Control, compute: Tuned) -> None:
+    """ecompute has made a guest and removed it, and looked at its claims meanwhile."""
+    _, instance = place(control)
+    addressed(control, instance)
+    assert control.eschedule('destroy', '--wait', instance).code == 0
+    assert instance not in guests(compute)
+
+
+def test_a_clock_that_jumps_in_a_build(
+    cluster: Control, always: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """F30: both clocks go back a day while eschedule waits for a build: both end like any other (fake)"""
+    clock = Clock(always, tmp_path / 'clock')
+    compute = tuned(cluster, failpoint='seeded:stop:1', extra=clock.environment)
+    instance = str(uuid.uuid4())
+    with monkeypatch.context() as patch:
+        for name, value in clock.environment.items():
+            patch.setenv(name, value)
+        waiting = Eschedule(cluster, '--uuid', instance, '--wait', '--timeout', '60', SMALL)
+    with waiting:
+        compute.stopped_at('seeded')
+        clock.jump('-1d')
+        compute.resume()
+        ended = waiting.end()
+    assert ended.code == 0, ended
+    assert ended.stdout.splitlines()[1] == addressed(cluster, instance)
+    found = reached(cluster, instance, 'active')
+    assert found['stages']['started'] < found['stages']['requested'], 'the clock was not moved'
+    until(lambda: cluster.eschedule(instance).code == 0, 20, 'its address can be asked for')
+    shown = cluster.eschedule('show', instance)
+    assert (shown.code, shown.stderr) == (0, '')
+    compute.failpoint = ''
+    compute.restart()
+    looked(cluster, compute)
+    check(cluster, compute)

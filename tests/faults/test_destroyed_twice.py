@@ -1,0 +1,82 @@
+"""F27: destroyed twice, by several at once, or without ever having been there: one release, and everyone is told."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from tests.commands import Control
+from tests.faults.hands import Eschedule, guests, settled
+from tests.scenario.story import NOBODY, addressed, at_once, log_of, one_line, place, reached, record
+from tests.servers import until
+
+
+def test_destroyed_again_and_destroy_of_nobody(cluster: Control) -> None:
+    """F27: the same destroy again, while it is carried out and after; and a destroy of an unknown uuid (fake)"""
+    compute = cluster.ecompute()
+    _, instance = place(cluster)
+    addressed(cluster, instance)
+    compute.pause()
+    one_line(cluster.eschedule('destroy', instance), 0, 'destroy accepted')
+    tombstone = cluster.etcd.get(f'/hosts/{compute.uuid}/{instance}')
+    one_line(cluster.eschedule('destroy', instance), 0, 'is being destroyed', 'already')
+    assert cluster.etcd.get(f'/hosts/{compute.uuid}/{instance}') == tombstone
+    compute.resume()
+    reached(cluster, instance, 'gone')
+    one_line(cluster.eschedule('destroy', instance), 4, 'gone since')
+    one_line(cluster.eschedule('destroy', NOBODY), 4, NOBODY, 'no such instance')
+    assert cluster.eschedule('destroy', instance, instance, NOBODY).code == 4
+    assert record(cluster, NOBODY) is None
+    assert one_destroy(log_of(compute), instance)
+    settled(cluster, compute)
+
+
+@pytest.mark.parametrize('by', [2, 10])
+def test_destroyed_by_several_at_once(cluster: Control, by: int) -> None:
+    """F27: one instance destroyed by 2, and by 10, eschedules at once (fake)"""
+    compute = cluster.ecompute()
+    instance, other = place(cluster)[1], place(cluster)[1]
+    for each in (instance, other):
+        addressed(cluster, each)
+    results = at_once(cluster, [['destroy', '--wait', instance]] * by, width=by)
+    # Whoever comes when it is gone already is told so.
+    assert set(Counter(each.code for each in results)) <= {0, 4}, results
+    accepted = [each for each in results if 'destroy accepted' in each.stderr]
+    assert len(accepted) == 1, results
+    for result in results:
+        assert result.stdout == ''
+        assert 'gone' in result.stderr.splitlines()[-1], result
+    assert one_destroy(log_of(compute), instance)
+    assert guests(compute).keys() == {other}
+    assert cluster.placement.consumers(compute.uuid).keys() == {other}
+    settled(cluster, compute)
+
+
+def test_two_destroys_of_one_record(cluster: Control) -> None:
+    """F27: two destroys that read the same request: the second to write sees the first's tombstone (fake)"""
+    compute = cluster.ecompute()
+    _, instance = place(cluster)
+    addressed(cluster, instance)
+    compute.pause()
+    with (
+        Eschedule(cluster, 'destroy', instance, failpoint='tombstoned:stop') as first,
+        Eschedule(cluster, 'destroy', instance, failpoint='tombstoned:stop') as second,
+    ):
+        # Only one of them can have written; the other has ended, or it has not looked yet and will find the tombstone.
+        ended = until(lambda: next((each for each in (first, second) if each.has_ended), None), 30, 'one has ended')
+        assert ended is not None
+        one_line(ended.end(), 0, 'is being destroyed', 'already')
+        frozen = second if ended is first else first
+        frozen.stopped_at('tombstoned')
+        compute.resume()
+        reached(cluster, instance, 'gone')
+        frozen.go_on()
+        one_line(frozen.end(), 0, 'destroy accepted')
+    assert one_destroy(log_of(compute), instance)
+    settled(cluster, compute)
+
+
+def one_destroy(lines: list[str], instance: str) -> bool:
+    """Whether the compute went to destroy the instance once."""
+    return sum(f'DESTROY INSTANCE {instance}' in line for line in lines) == 1

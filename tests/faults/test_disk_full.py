@@ -1,0 +1,265 @@
+"""F21: the disk full in each place: said with what and where, nothing half written stays, with room it works again."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import threading
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from ecomp.agent.images import ImageCache
+from ecomp.errors import BuildFailed
+from ecomp.virt.image import inspect
+from tests.commands import Control, Ecompute
+from tests.faults.hands import guests, idle, lapse_requests
+from tests.faults.hypervisor import boot_disk
+from tests.faults.tuned import tuned
+from tests.functional.image_server import Web
+from tests.functional.test_images import kept
+from tests.scenario.invariants import check
+from tests.scenario.story import SMALL, addressed, log_of, logged, one_line, place, reached, record
+from tests.servers import Etcd, PlacementServer, until
+
+pytestmark = pytest.mark.timeout(180)
+
+KIB, MIB = 2**10, 2**20
+PAGE = os.sysconf('SC_PAGE_SIZE')
+FULL = 'No space left on device'
+
+
+class SmallDisk:
+    """A file system of its own, which can be filled to the last byte."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._ballast = path / 'ballast'
+
+    def fill(self) -> None:
+        """No room is left, not even for one more page."""
+        with self._ballast.open('ab', buffering=0) as file:
+            for size in (MIB, 4 * KIB, 1):
+                try:
+                    while file.write(b'x' * size):
+                        pass
+                except OSError:
+                    continue
+        assert os.statvfs(self.path).f_bavail == 0
+
+    def free(self) -> None:
+        """Room again."""
+        self._ballast.unlink()
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Callable[[int], SmallDisk]]:
+    """Makes file systems of so many bytes, and unmounts them when all else is closed."""
+    if os.geteuid() != 0:
+        pytest.skip('mounting a tmpfs needs root')
+    with ExitStack() as undo:
+
+        def make(size: int) -> SmallDisk:
+            path = tmp_path / f'small-{uuid.uuid4().hex[:6]}'
+            path.mkdir()
+            subprocess.run(['mount', '-t', 'tmpfs', '-o', f'size={size}', 'ecomp-test', str(path)], check=True)
+            # Lazily: whoever has still something open there, as after a failed test, must not keep it mounted.
+            undo.callback(subprocess.run, ['umount', '-l', str(path)], check=True)
+            return SmallDisk(path)
+
+        yield make
+
+
+def on(control: Control, disk: SmallDisk) -> Ecompute:
+    """A fake ecompute with its state there."""
+    state = str(disk.path / 'state')
+    return control.at_exit.enter_context(Ecompute(control.etcd.endpoint, control.placement.url, state=state))
+
+
+def pieces(directory: Path) -> list[str]:
+    """Half written files below a directory."""
+    return [str(path) for path in directory.rglob('*') if path.suffix in ('.part', '.new')]
+
+
+def test_download(small_disk: Callable[[int], SmallDisk]) -> None:
+    """F21: no room for the image: the download says so, its .part is gone, and it is taken once there is room (fake)"""
+    disk = small_disk(8 * MIB)
+    directory = disk.path / 'images'
+    cache = ImageCache(directory, inspect, None)
+    server = Web(boot_disk(b'\xfa\xf4\xeb\xfd'))
+    thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
+    thread.start()
+    try:
+        first = cache.get(server.url + 'good', lambda: None)
+        disk.fill()
+        before = kept(directory)
+        with pytest.raises(BuildFailed, match=f'good\\?2: cannot be kept in {directory}: {FULL}') as caught:
+            cache.get(server.url + 'good?2', lambda: None)
+        assert caught.value.stage == 'image'
+        assert kept(directory) == before
+        assert cache.get(server.url + 'good', lambda: None) == first  # what is there is still good
+        disk.free()
+        assert cache.get(server.url + 'good?2', lambda: None).virtual_size == first.virtual_size
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+def test_state_directory_while_running(cluster: Control, small_disk: Callable[[int], SmallDisk]) -> None:
+    """F21: no room in the state directory: builds end in error with the reason, destroys wait, others stay (fake)"""
+    disk = small_disk(MIB)
+    compute = on(cluster, disk)
+    _, before = place(cluster)
+    address = addressed(cluster, before)
+    _, doomed = place(cluster)
+    addressed(cluster, doomed)
+    disk.fill()
+    failed = [place(cluster)[1] for _ in range(2)]
+    for instance in failed:
+        error = reached(cluster, instance, 'error')['error']
+        assert FULL in error['reason'], error
+        assert str(disk.path) in error['reason']
+        assert error['stage'] in ('image', 'disk')
+        assert cluster.placement.allocations(instance) == {}
+    assert pieces(disk.path) == []
+    # A guest is destroyed as soon as that can be written down; until then it is there, and so is its claim.
+    assert cluster.eschedule('destroy', doomed).code == 0
+    until(lambda: logged(compute, FULL, 'trying again'), 20, 'it says that it waits')
+    with idle(compute.pid, 0.15):
+        until(lambda: len(logged(compute, 'DESTROY', doomed)) >= 2, 30, 'it tries again')
+    assert (record(cluster, doomed) or {})['state'] == 'destroying'
+    assert cluster.placement.allocations(doomed)
+    disk.free()
+    reached(cluster, doomed, 'gone')
+    addressed(cluster, place(cluster)[1])
+    assert addressed(cluster, before) == address
+    assert log_of(compute)
+    cluster.eschedule('destroy', *failed)
+    fake_guests(cluster, disk, compute)
+
+
+def fake_guests(cluster: Control, disk: SmallDisk, compute: Ecompute) -> None:
+    """The end, with the guests read where this compute has them."""
+    (compute.directory / 'state').symlink_to(disk.path / 'state')
+    check(cluster, compute)
+    assert len(guests(compute)) == 2
+
+
+def test_state_directory_at_start(cluster: Control, small_disk: Callable[[int], SmallDisk]) -> None:
+    """F21: no room for the uuid, the token or the memory at its start: one line, exit 1, then it starts (fake)"""
+    disk = small_disk(MIB)
+    compute = tuned(cluster, start=False)
+    text = compute.config.read_text().replace(str(compute.directory / 'state'), str(disk.path / 'state'))
+    compute.config.write_text('\n'.join(line for line in text.splitlines() if not line.startswith('uuid:')))
+    for made in ('', 'uuid', 'token'):
+        for path in (disk.path / 'state').glob('*'):
+            assert path.name in ('lock', 'uuid', 'token', 'instances', 'metadata', 'cluster'), path
+        disk.fill()
+        compute.launch()
+        assert compute._process is not None
+        assert compute._process.wait(30) == 1, compute.last_words()
+        lines = [line for line in log_of(compute) if line.startswith('ecompute: ')]
+        assert FULL in lines[-1], lines
+        assert str(disk.path / 'state') in lines[-1], lines
+        assert pieces(disk.path) == []
+        disk.free()
+        # As far as it would have come: the next one misses the next file.
+        if made == '':
+            (disk.path / 'state' / 'uuid').write_text(f'{compute.uuid}\n')
+        elif made == 'uuid':
+            (disk.path / 'state' / 'token').write_text(f'{uuid.uuid4()}\n')
+    compute.start()
+    addressed(cluster, place(cluster, f'{SMALL}&in_tree={compute.uuid}')[1])
+    check(cluster)
+
+
+def test_log(cluster: Control, small_disk: Callable[[int], SmallDisk]) -> None:
+    """F21: no room for ecompute's log: it works on as if nothing were, and logs again once there is room (fake)"""
+    disk = small_disk(MIB)
+    compute = tuned(cluster, start=False)
+    compute.log = disk.path / 'ecompute.log'
+    compute.start()
+    disk.fill()
+    pages = -(-compute.log.stat().st_size // PAGE)
+    _, instance = place(cluster)
+    addressed(cluster, instance)
+    assert cluster.eschedule('destroy', '--wait', instance).code == 0
+    # To the end of the page that it has, and no further.
+    assert compute.log.stat().st_size <= pages * PAGE
+    assert compute.is_running
+    disk.free()
+    _, instance = place(cluster)
+    addressed(cluster, instance)
+    assert logged(compute, 'INSTANTIATE', instance)
+    check(cluster, compute)
+
+
+def test_etcd(own_placement: PlacementServer, small_disk: Callable[[int], SmallDisk], tmp_path: Path) -> None:
+    """F21: no room on etcd's disk, it panics: requests are refused, guests stay, all goes on once it is back (fake)"""
+    # Two segments of its log are 64 MiB each, taken beforehand; its database grows.
+    disk = small_disk(140 * MIB)
+    with Etcd(disk.path / 'etcd') as etcd:
+        control = Control(etcd, own_placement, tmp_path)
+        try:
+            compute = control.ecompute()
+            _, instance = place(control)
+            address = addressed(control, instance)
+            disk.fill()
+            write_until_it_dies(etcd)
+            refused = control.eschedule(SMALL)
+            one_line(refused, 7, 'etcd', etcd.endpoint)
+            assert list(own_placement.consumers(compute.uuid)) == [instance]
+            until(lambda: logged(compute, 'etcd', 'trying again'), 20, 'the loss is said')
+            assert compute.is_running
+            assert guests(compute)[instance]['running']
+            disk.free()
+            etcd.start()
+            until(lambda: logged(compute, 'etcd', 'is back'), 20, 'its return is said')
+            assert len(logged(compute, 'etcd', 'trying again until it is back')) == 1
+            assert addressed(control, instance) == address
+            for key in etcd.keys('/filler/'):
+                etcd.delete(key)
+            addressed(control, place(control)[1])
+            check(control, compute)
+        finally:
+            control.close()
+
+
+def write_until_it_dies(etcd: Etcd) -> None:
+    """Put large values until etcd ends itself."""
+    for number in range(2000):
+        try:
+            etcd.put(f'/filler/{number}', os.urandom(256 * KIB))
+        except OSError:
+            until(lambda: not etcd.is_running, 30, 'etcd has ended')
+            return
+    raise AssertionError('etcd lives without a disk')
+
+
+def test_placement(own_etcd: Etcd, small_disk: Callable[[int], SmallDisk], tmp_path: Path) -> None:
+    """F21: no room for placement's database, it answers 500: exit 7, nothing claimed, destroys wait (fake)"""
+    disk = small_disk(3 * MIB)
+    with PlacementServer(disk.path / 'placement') as placement:
+        control = Control(own_etcd, placement, tmp_path)
+        try:
+            compute = control.ecompute()
+            _, instance = place(control)
+            addressed(control, instance)
+            disk.fill()
+            done = control.eschedule(SMALL)
+            one_line(done, 7, 'placement', 'HTTP 500')
+            assert control.eschedule('destroy', instance).code == 0
+            until(lambda: logged(compute, 'trying again'), 30, 'ecompute says that it waits')
+            assert (record(control, instance) or {})['state'] == 'destroying'
+            disk.free()
+            reached(control, instance, 'gone')
+            assert placement.consumers(compute.uuid) == {}
+            lapse_requests(control)
+            addressed(control, place(control)[1])
+            check(control, compute)
+        finally:
+            control.close()

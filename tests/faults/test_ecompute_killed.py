@@ -1,0 +1,139 @@
+"""F2: ecompute killed at every step of a build, a destroy, its start and its end; the next start goes on."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.commands import Control
+from tests.faults.figures import figure
+from tests.faults.hands import Armed, settled
+from tests.faults.hypervisor import Hypervisor, some
+from tests.scenario.story import addressed, place, reached, reserved
+from tests.servers import until
+
+BUILD_FAILPOINTS = (
+    *('confirmed', 'building', 'seeded', 'image-ready', 'disk-created', 'domain-started', 'built', 'active'),
+    'addressed',
+)
+DESTROY_FAILPOINTS = ('destroying', 'domain-undefined', 'disk-deleted', 'removed', 'forgotten', 'released', 'ended')
+START_FAILPOINTS = ('registered', 'published')
+END_FAILPOINTS = ('closing',)
+
+
+@pytest.fixture
+def compute(cluster: Control, tmp_path: Path) -> Armed:
+    """A fake ecompute that is not started yet."""
+    made = Armed(cluster.etcd.endpoint, cluster.placement.url, directory=tmp_path / 'compute')
+    cluster.at_exit.callback(made.close)
+    return made
+
+
+def killed_at(compute: Armed, step: str) -> None:
+    """Wait until it has killed itself there."""
+    until(lambda: not compute.is_running, 30, f'it is killed at {step}; fired: {compute._fired.names}')
+    assert compute._process is not None
+    assert compute._process.returncode == -signal.SIGKILL, compute.last_words()
+    assert compute._fired.names == [step]
+
+
+def start_again(compute: Armed) -> float:
+    """Start it without failpoints; when."""
+    compute.failpoint = ''
+    began = time.monotonic()
+    compute.start()
+    return began
+
+
+@pytest.mark.parametrize('step', BUILD_FAILPOINTS)
+def test_killed_while_building(cluster: Control, compute: Armed, step: str) -> None:
+    """F2: kill -9 of ecompute at a step of a build: the next start ends it, once (fake)"""
+    compute.failpoint = f'{step}:kill'
+    compute.start()
+    _, instance = place(cluster)
+    killed_at(compute, step)
+    began = start_again(compute)
+    addressed(cluster, instance)
+    figure('F2', recovered_s=time.monotonic() - began)
+    assert reached(cluster, instance, 'active')['attempts'] == 0
+    settled(cluster, compute)
+
+
+@pytest.mark.parametrize('step', DESTROY_FAILPOINTS)
+def test_killed_while_destroying(cluster: Control, compute: Armed, step: str) -> None:
+    """F2: kill -9 of ecompute at a step of a destroy: the next start ends it (fake)"""
+    compute.failpoint = f'{step}:kill'
+    compute.start()
+    (_, instance), (_, other) = place(cluster), place(cluster)
+    address = addressed(cluster, other)
+    addressed(cluster, instance)
+    assert cluster.eschedule('destroy', instance).code == 0
+    killed_at(compute, step)
+    began = start_again(compute)
+    reached(cluster, instance, 'gone')
+    figure('F2', recovered_s=time.monotonic() - began)
+    assert addressed(cluster, other) == address
+    settled(cluster, compute)
+
+
+@pytest.mark.parametrize('step', START_FAILPOINTS)
+def test_killed_while_starting(cluster: Control, compute: Armed, step: str) -> None:
+    """F2: kill -9 of ecompute while it starts, three times, the first time ever and with work waiting (fake)"""
+    compute.failpoint = f'{step}:kill'
+    for _ in range(2):
+        compute.launch()
+        killed_at(compute, step)
+    start_again(compute)
+    _, instance = place(cluster)
+    address = addressed(cluster, instance)
+    compute.kill()
+    assert cluster.eschedule('destroy', place(cluster)[1]).code == 0
+    compute.failpoint = f'{step}:kill'
+    compute.launch()
+    killed_at(compute, step)
+    start_again(compute)
+    assert addressed(cluster, instance) == address
+    assert reserved(cluster, compute.uuid) == 0
+    settled(cluster, compute)
+
+
+@pytest.mark.parametrize('step', END_FAILPOINTS)
+def test_killed_while_ending(cluster: Control, compute: Armed, step: str) -> None:
+    """F2: kill -9 of ecompute while it ends: the next start is as after any other (fake)"""
+    compute.failpoint = f'{step}:kill'
+    compute.start()
+    _, instance = place(cluster)
+    address = addressed(cluster, instance)
+    os.kill(compute.pid, signal.SIGTERM)
+    killed_at(compute, step)
+    start_again(compute)
+    assert addressed(cluster, instance) == address
+    assert reserved(cluster, compute.uuid) == 0
+    settled(cluster, compute)
+
+
+@pytest.mark.parametrize('step', some(('building', 'built', 'removed'), 'built', 'removed'))
+def test_killed_on_a_real_host(host: Hypervisor, step: str) -> None:
+    """F2: kill -9 of ecompute at a step of a build or a destroy: the next start ends it; one QEMU or none (libvirt)"""
+    destroyed = step in DESTROY_FAILPOINTS
+    host.restart(f'{step}:kill')
+    instance = host.running() if destroyed else host.place()
+    if destroyed:
+        host.ask_destroy(instance)
+    host.ended()
+    assert host.fired == [step]
+    before = host.qemu(instance)
+    assert bool(before) == (step == 'built')
+    began = time.monotonic()
+    host.restart()
+    host.reached(instance, 'gone' if destroyed else 'active')
+    figure('F2', recovered_s=time.monotonic() - began)
+    assert host.qemus() == ([] if destroyed else [instance])
+    assert before in (0, host.qemu(instance)), 'one that runs is taken as it is'
+    if destroyed:
+        host.nothing_of(instance)
+    host.settled()

@@ -1,0 +1,217 @@
+"""F1: eschedule killed or frozen at every step. What is left is undone by the computes, or resumed by the same command.
+
+A dead eschedule's request key lives 60 s on its lease, and a claim that nobody stands behind is released after two
+looks 60 s apart. Here the lease is ended through etcd and the looks are taken on a clock of the test's own; the slow
+test waits for the real ones.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from pathlib import Path
+
+import pytest
+
+from tests.commands import Control, Ecompute
+from tests.faults.figures import figure
+from tests.faults.hands import Eschedule, lapse, look_twice, revision, settled
+from tests.scenario.invariants import check, everything
+from tests.scenario.story import SMALL, addressed, notified, one_line, place, reached, record
+from tests.servers import until
+
+EARLY_FAILPOINTS = ('announced', 'claimed')
+LATE_FAILPOINTS = DELIVERED, UNDONE, TOMBSTONED = 'delivered', 'undone', 'tombstoned'
+
+
+def create_words(instance: str) -> tuple[str, ...]:
+    """The command of the tests: it can be given again."""
+    return SMALL, '--uuid', instance
+
+
+def nothing_is_left(control: Control, instance: str) -> None:
+    """No key and no claim of the instance."""
+    assert [key for key in everything(control) if instance in key] == []
+    assert control.placement.allocations(instance) == {}
+
+
+def steal(control: Control, eschedule: Eschedule, instance: str) -> None:
+    """Let an eschedule that is frozen with its claim come too late to deliver, so that it undoes it."""
+    eschedule.stopped_at('claimed')
+    lapse(control, f'/requests/{instance}')
+    eschedule.go_on()
+
+
+@pytest.mark.parametrize('step', EARLY_FAILPOINTS)
+@pytest.mark.parametrize('then', ['resumed', 'left'])
+def test_killed_before_it_delivers(cluster: Control, step: str, then: str) -> None:
+    """F1: kill -9 of eschedule between its request key and its delivery (fake)"""
+    compute, instance = cluster.ecompute(), str(uuid.uuid4())
+    with Eschedule(cluster, *create_words(instance), failpoint=f'{step}:kill') as eschedule:
+        eschedule.killed_at(step)
+        check(cluster, compute, dead=[eschedule.pid])  # datable: the request key says that somebody was at it
+    assert cluster.etcd.keys('/requests/') == [f'/requests/{instance}']
+    assert bool(cluster.placement.allocations(instance)) == (step == 'claimed')
+    if then == 'resumed':
+        again = cluster.eschedule(*create_words(instance))
+        assert notified(again)[1] == instance
+        one_line(again, 0, instance, 'taking over')
+        addressed(cluster, instance)
+    else:
+        look_twice(cluster, compute)
+        assert bool(cluster.placement.allocations(instance)) == (step == 'claimed'), 'not while its lease lives'
+        lapse(cluster, f'/requests/{instance}')
+        look_twice(cluster, compute)
+        nothing_is_left(cluster, instance)
+    settled(cluster, compute)
+
+
+def test_killed_after_it_delivered(cluster: Control) -> None:
+    """F1: kill -9 of eschedule after its delivery: the request is carried out, and the same again says so (fake)"""
+    compute, instance = cluster.ecompute(), str(uuid.uuid4())
+    with Eschedule(cluster, *create_words(instance), failpoint=f'{DELIVERED}:kill') as eschedule:
+        eschedule.killed_at(DELIVERED)
+    again = cluster.eschedule(*create_words(instance))
+    assert notified(again) == (compute.uuid, instance)
+    one_line(again, 0, 'requested before', 'nothing is changed')
+    addressed(cluster, instance)
+    settled(cluster, compute)
+
+
+def test_killed_after_it_undid(cluster: Control) -> None:
+    """F1: kill -9 of eschedule after it released a claim it could not deliver (fake)"""
+    compute, instance = cluster.ecompute(), str(uuid.uuid4())
+    with Eschedule(cluster, *create_words(instance), failpoint='claimed:stop,undone:kill') as eschedule:
+        steal(cluster, eschedule, instance)
+        eschedule.killed_at(UNDONE)
+    nothing_is_left(cluster, instance)
+    assert notified(cluster.eschedule(*create_words(instance)))[1] == instance
+    addressed(cluster, instance)
+    settled(cluster, compute)
+
+
+def test_killed_after_the_tombstone(cluster: Control) -> None:
+    """F1: kill -9 of eschedule destroy after it was accepted: it is carried out (fake)"""
+    compute = cluster.ecompute()
+    _, instance = place(cluster)
+    addressed(cluster, instance)
+    with Eschedule(cluster, 'destroy', instance, failpoint=f'{TOMBSTONED}:kill') as eschedule:
+        eschedule.killed_at(TOMBSTONED)
+    reached(cluster, instance, 'gone')
+    one_line(cluster.eschedule('destroy', instance), 4, 'gone since')
+    settled(cluster, compute)
+
+
+# Frozen, and continued when it is too late
+
+
+@pytest.mark.parametrize('step', EARLY_FAILPOINTS)
+def test_frozen_until_another_took_over(cluster: Control, step: str) -> None:
+    """F1: SIGSTOP of eschedule; another with its --uuid places the instance elsewhere: its late writes lose (fake)"""
+    first, second, instance = cluster.ecompute(), cluster.ecompute(), str(uuid.uuid4())
+    with Eschedule(cluster, *create_words(instance), failpoint=f'{step}:stop') as eschedule:
+        eschedule.stopped_at(step)
+        # Its first choice has no room any more, so that the second eschedule has to choose the other.
+        held = next(iter(cluster.placement.allocations(instance)), first.uuid)
+        cluster.placement.call('PUT', f'/resource_providers/{held}/traits', disabled(cluster, held))
+        taken_over = cluster.eschedule(f'{SMALL}&required=!COMPUTE_STATUS_DISABLED', '--uuid', instance)
+        other = notified(taken_over)[0]
+        assert {other, held} == {first.uuid, second.uuid}
+        before = addressed(cluster, instance)
+        eschedule.go_on()
+        ended = eschedule.end()
+        assert (ended.code, ended.stdout) == (5, ''), ended
+        stays, why = ended.stderr.splitlines()
+        assert 'its claim is not ours any more and stays' in stays
+        assert 'took it over' in why
+    assert cluster.placement.allocations(instance).keys() == {other}
+    found = record(cluster, instance)
+    assert found is not None
+    assert (found['state'], found['compute'], found['addresses'][0]['address']) == ('active', other, before)
+    settled(cluster, first, second)
+
+
+def disabled(control: Control, provider: str) -> dict[str, object]:
+    """The traits of a provider that is closed to queries which ask for it."""
+    generation = control.placement.call('GET', f'/resource_providers/{provider}')['generation']
+    return {'resource_provider_generation': generation, 'traits': ['COMPUTE_STATUS_DISABLED']}
+
+
+@pytest.mark.parametrize('step', EARLY_FAILPOINTS)
+def test_frozen_until_its_time_is_up(cluster: Control, step: str) -> None:
+    """F1: SIGSTOP of eschedule for longer than its lease, its claim released: it ends and leaves nothing (fake)"""
+    compute, instance = cluster.ecompute(), str(uuid.uuid4())
+    with Eschedule(cluster, *create_words(instance), failpoint=f'{step}:stop') as eschedule:
+        eschedule.stopped_at(step)
+        lapse(cluster, f'/requests/{instance}')
+        look_twice(cluster, compute)
+        assert cluster.placement.allocations(instance) == {}
+        eschedule.go_on()
+        one_line(eschedule.end(), 5, instance, 'undone', 'too slow')
+    nothing_is_left(cluster, instance)
+    settled(cluster, compute)
+
+
+def test_frozen_after_it_delivered(cluster: Control) -> None:
+    """F1: SIGSTOP of eschedule after its delivery, while the instance is destroyed: it changes nothing more (fake)"""
+    compute, instance = cluster.ecompute(), str(uuid.uuid4())
+    with Eschedule(cluster, *create_words(instance), failpoint=f'{DELIVERED}:stop') as eschedule:
+        eschedule.stopped_at(DELIVERED)
+        assert cluster.eschedule('destroy', '--wait', instance).code == 0
+        settled(cluster, compute)
+        before = revision(cluster)
+        eschedule.go_on()
+        assert notified(eschedule.end()) == (compute.uuid, instance)
+    assert revision(cluster) == before
+    settled(cluster, compute)
+
+
+def test_frozen_after_it_undid(cluster: Control) -> None:
+    """F1: SIGSTOP of eschedule after it undid its claim, while another one places its --uuid: that one stays (fake)"""
+    compute, instance = cluster.ecompute(), str(uuid.uuid4())
+    with Eschedule(cluster, *create_words(instance), failpoint='claimed:stop,undone:stop') as eschedule:
+        steal(cluster, eschedule, instance)
+        eschedule.stopped_at(UNDONE)
+        assert notified(cluster.eschedule(*create_words(instance)))[1] == instance
+        addressed(cluster, instance)
+        eschedule.go_on()
+        one_line(eschedule.end(), 5, instance, 'undone')
+    reached(cluster, instance, 'active')
+    settled(cluster, compute)
+
+
+def test_frozen_after_the_tombstone(cluster: Control) -> None:
+    """F1: SIGSTOP of eschedule destroy after it was accepted, until it is carried out (fake)"""
+    compute = cluster.ecompute()
+    _, instance = place(cluster)
+    addressed(cluster, instance)
+    with Eschedule(cluster, 'destroy', instance, failpoint=f'{TOMBSTONED}:stop') as eschedule:
+        eschedule.stopped_at(TOMBSTONED)
+        reached(cluster, instance, 'gone')
+        before = revision(cluster)
+        eschedule.go_on()
+        one_line(eschedule.end(), 0, instance, 'destroy accepted')
+    assert revision(cluster) == before
+    settled(cluster, compute)
+
+
+# With the time it takes
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_killed_with_its_claim_and_left_alone(cluster: Control, tmp_path: Path) -> None:
+    """F1: kill -9 of eschedule with its claim: its lease runs out, and its compute releases it in two looks (fake)"""
+    compute: Ecompute = cluster.ecompute(directory=tmp_path / 'compute')
+    instance = str(uuid.uuid4())
+    with Eschedule(cluster, *create_words(instance), failpoint='claimed:kill') as eschedule:
+        eschedule.killed_at('claimed')
+    began = time.monotonic()
+    until(lambda: not cluster.etcd.keys('/requests/'), 90, 'the lease of the dead eschedule ends')
+    lapsed = time.monotonic()
+    assert cluster.placement.allocations(instance)
+    until(lambda: not cluster.placement.allocations(instance), 260, 'its claim is released')
+    assert time.monotonic() - lapsed >= 55, 'not before two looks'
+    figure('F1', detected_s=lapsed - began, recovered_s=time.monotonic() - began)
+    nothing_is_left(cluster, instance)
+    settled(cluster, compute)

@@ -1,0 +1,463 @@
+"""F7 to F12: etcd killed, frozen, without a member, without a quorum, compacted, full."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from ecomp.conf import EtcdConfig
+from ecomp.errors import EcompError
+from ecomp.store.client import Put, Store
+from tests.commands import Control, Ecompute
+from tests.faults.etcds import EtcdCluster, EtcdControl, fill, make_room
+from tests.faults.figures import figure
+from tests.faults.hands import Eschedule, settled
+from tests.proxy import Proxy
+from tests.scenario.invariants import allocations
+from tests.scenario.story import (
+    SMALL,
+    SOON,
+    addressed,
+    at_once,
+    logged,
+    notified,
+    one_line,
+    place,
+    reached,
+    record,
+)
+from tests.servers import Etcd, PlacementServer, until
+
+pytestmark = pytest.mark.timeout(300)
+
+LOST = 'trying again until it is back'
+
+
+def cpu(compute: Ecompute) -> float:
+    """Seconds of processor time it has used."""
+    fields = Path(f'/proc/{compute.pid}/stat').read_text().rpartition(')')[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf('SC_CLK_TCK')
+
+
+def share_while_away(compute: Ecompute, seconds: float = 10.0) -> float:
+    """The share of a core it uses; a measurement, not a synchronisation."""
+    used, began = cpu(compute), time.monotonic()
+    threading.Event().wait(seconds)
+    return (cpu(compute) - used) / (time.monotonic() - began)
+
+
+def said(compute: Ecompute, *words: str) -> int:
+    """How often it has said this."""
+    return len(logged(compute, *words))
+
+
+def said_back(compute: Ecompute) -> int:
+    """How often it has said that etcd is back."""
+    return said(compute, ' INFO ', 'etcd at ', 'is back')
+
+
+def running(compute: Ecompute) -> set[str]:
+    """The fake's guests that run."""
+    guests = json.loads((compute.directory / 'state' / 'fake.json').read_text())
+    return {each['instance'] for each in guests if each['running']}
+
+
+def is_refused(control: Control, etcd: Etcd, *words: str, within: float = 20.0) -> None:
+    """eschedule ends in time with exit 7 and one line that names etcd."""
+    began = time.monotonic()
+    one_line(control.eschedule(*words), 7, 'etcd at ')
+    assert time.monotonic() - began < within
+    assert etcd
+
+
+# F7, F8, F11: one etcd
+
+
+def test_killed_and_started_again(own_control: Control) -> None:
+    """F7: etcd killed for a while: said once, little CPU, guests stay, eschedule exits 7, all goes on (fake)"""
+    etcd, compute = own_control.etcd, own_control.ecompute()
+    _, instance = place(own_control)
+    addressed(own_control, instance)
+    etcd.kill()
+    killed = time.monotonic()
+    until(lambda: said(compute, LOST), 15, 'the loss is logged')
+    detected = time.monotonic() - killed
+    for words in ((SMALL,), ('destroy', instance), (instance,), ('list',)):
+        is_refused(own_control, etcd, *words)
+    share = share_while_away(compute)
+    assert running(compute) == {instance}
+    etcd.start()
+    began = time.monotonic()
+    until(lambda: said_back(compute), 6, 'it follows etcd again')
+    recovered = time.monotonic() - began
+    figure('F7', detected_s=detected, recovered_s=recovered, cpu_share=share)
+    assert share < 0.05
+    _, after = place(own_control)
+    addressed(own_control, after)
+    assert (said(compute, LOST), said_back(compute)) == (1, 1)
+    settled(own_control, compute)
+
+
+@pytest.mark.slow
+def test_killed_again_and_again(own_control: Control) -> None:
+    """F7: etcd in a restart loop while instances come and go: each request is answered for (fake)"""
+    etcd, compute = own_control.etcd, own_control.ecompute('VCPU:64,DISK_GB:99,MEMORY_MB:9999')
+    instances = [str(uuid.uuid4()) for _ in range(8)]
+    ended = threading.Event()
+
+    def restart() -> None:
+        while not ended.wait(1.5):
+            etcd.kill()
+            etcd.start()
+
+    # Whoever started a server's process is the one whose thread must live on: so the clients are in threads.
+    results: dict[str, int] = {}
+
+    def ask() -> None:
+        for instance in instances:
+            words = (SMALL, '--uuid', instance)
+            while (done := own_control.eschedule(*words)).code == 7:
+                one_line(done, 7, 'etcd at ')
+            results[instance] = done.code
+            if instance in instances[:4]:
+                while (done := own_control.eschedule('destroy', instance)).code == 7:
+                    one_line(done, 7, 'etcd at ')
+        ended.set()
+
+    client = threading.Thread(target=ask)
+    client.start()
+    try:
+        restart()
+    finally:
+        ended.set()
+        client.join()
+    etcd.wait_ready()
+    assert set(results.values()) == {0}
+    for instance in instances[4:]:
+        reached(own_control, instance, 'active')
+    for instance in instances[:4]:
+        reached(own_control, instance, 'gone')
+    settled(own_control, compute)
+
+
+def test_frozen(own_control: Control) -> None:
+    """F8: etcd frozen: noticed in 15 s, little CPU, guests stay, eschedule exits 7, all goes on (fake)"""
+    etcd, compute = own_control.etcd, own_control.ecompute()
+    _, instance = place(own_control)
+    addressed(own_control, instance)
+    etcd.pause()
+    began = time.monotonic()
+    until(lambda: said(compute, LOST), 16, 'it is noticed')
+    detected = time.monotonic() - began
+    assert detected <= 15
+    is_refused(own_control, etcd, SMALL)
+    is_refused(own_control, etcd, 'destroy', instance)
+    share = share_while_away(compute)
+    assert running(compute) == {instance}
+    etcd.resume()
+    began = time.monotonic()
+    until(lambda: said_back(compute), 15, 'it follows etcd again')
+    # Frozen for longer than a lease lives: the key that says alive went with it, and comes again at once.
+    until(lambda: etcd.keys('/computes/'), 5, 'the compute says again that it is alive')
+    figure('F8', detected_s=detected, recovered_s=time.monotonic() - began, cpu_share=share)
+    assert share < 0.05
+    _, after = place(own_control)
+    addressed(own_control, after)
+    settled(own_control, compute)
+
+
+def test_compacted_while_away(own_control: Control) -> None:
+    """F11: what a compute missed was compacted meanwhile: it lists anew (fake)"""
+    with Proxy(own_control.etcd.port) as proxy:
+        compute = own_control.at_exit.enter_context(Ecompute(proxy.address, own_control.placement.url))
+        _, before = place(own_control)
+        addressed(own_control, before)
+        proxy.go_away()
+        until(lambda: said(compute, LOST), 15, 'the loss is logged')
+        _, missed = place(own_control)
+        assert own_control.eschedule('destroy', before).code == 0
+        own_control.etcd.compact()
+        proxy.come_back()
+        began = time.monotonic()
+        addressed(own_control, missed)
+        reached(own_control, before, 'gone')
+        figure('F11', recovered_s=time.monotonic() - began)
+        settled(own_control, compute)
+
+
+# F9, F10: several members
+
+
+@pytest.fixture
+def members(tmp_path: Path) -> Iterator[EtcdCluster]:
+    """Three of them, by name."""
+    with EtcdCluster(tmp_path / 'etcd', ['localhost'] * 3) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def several(members: EtcdCluster, own_placement: PlacementServer, tmp_path: Path) -> Iterator[Control]:
+    """eschedule and ecomputes that know all members; the checks ask the last one."""
+    control = EtcdControl(members.members[2], own_placement, tmp_path, {'endpoints': members.endpoints})
+    try:
+        yield control
+    finally:
+        control.close()
+
+
+def writes_resume(cluster: EtcdCluster, inject: Callable[[], None]) -> float:
+    """Seconds from the fault until a write has worked again; one that may have been lost counts as failed."""
+    store = Store(EtcdConfig(tuple(cluster.endpoints)))
+    try:
+        assert store.commit([], [Put('/probe', 'before')])
+        inject()
+        began = time.monotonic()
+
+        def works() -> bool:
+            with suppress(EcompError):
+                return store.commit([], [Put('/probe', 'after')]) is not None
+            return False
+
+        until(works, 30, 'writes resume')
+        return time.monotonic() - began
+    finally:
+        store.close()
+
+
+@pytest.mark.parametrize(
+    ('who', 'how'),
+    [
+        ('leader', 'killed'),
+        ('first', 'frozen'),
+        pytest.param('leader', 'frozen', marks=pytest.mark.slow),
+        pytest.param('first', 'killed', marks=pytest.mark.slow),
+    ],
+)
+def test_a_member_is_lost(several: Control, members: EtcdCluster, who: str, how: str) -> None:
+    """F9: the leader, or the member all are connected to, killed or frozen: writes resume, nothing is noticed (fake)"""
+    compute = several.ecompute()
+    _, before = place(several)
+    addressed(several, before)
+    members.move_leader(members.members[1])
+    member = members.members[1 if who == 'leader' else 0]
+    resumed = writes_resume(members, member.kill if how == 'killed' else member.pause)
+    began = time.monotonic()
+    _, during = place(several)
+    addressed(several, during)
+    figure(f'F9 {who} {how}', recovered_s=resumed, served_s=time.monotonic() - began)
+    assert resumed < 8
+    member.start() if how == 'killed' else member.resume()
+    until(member.is_ready, 20, 'the member is back')
+    assert several.eschedule('destroy', '--wait', before).code == 0
+    assert said(compute, 'is not the one this compute knew') == 0
+    settled(several, compute)
+
+
+@pytest.mark.slow
+def test_the_leader_changes(several: Control, members: EtcdCluster) -> None:
+    """F9: leader change, time and again, by hand: nothing fails that cannot be asked again (fake)"""
+    compute = several.ecompute('VCPU:64,DISK_GB:99,MEMORY_MB:9999')
+    for number in (1, 2, 0, 1):
+        target = members.members[number]
+        figure('F9 moved', recovered_s=writes_resume(members, lambda: members.move_leader(target)))  # noqa: B023
+        _, instance = place(several)
+        addressed(several, instance)
+    assert said(compute, 'is not the one this compute knew') == 0
+    settled(several, compute)
+
+
+def test_a_member_is_replaced(several: Control, members: EtcdCluster) -> None:
+    """F9: a member exchanged for one without data: it is not taken for another etcd (fake)"""
+    compute = several.ecompute()
+    _, before = place(several)
+    addressed(several, before)
+    for number in range(500):
+        members.members[1].put('/elsewhere', str(number))
+    members.replace(0)
+    _, after = place(several)
+    addressed(several, after)
+    compute.restart()  # and meets the new member first
+    assert several.eschedule('destroy', '--wait', before).code == 0
+    assert said(compute, 'is not the one this compute knew') == 0
+    settled(several, compute)
+
+
+@pytest.mark.slow
+def test_a_member_that_lags_is_not_another_etcd(several: Control, members: EtcdCluster) -> None:
+    """F13: a member that comes back far behind is listed and watched at once: no false alarm (fake)"""
+    compute = several.ecompute()
+    lagging = members.members[0]
+    for _ in range(3):
+        lagging.pause()
+        until(lambda: members.leader() is not lagging, 20, 'another one leads')
+        for number in range(300):
+            members.members[1].put('/elsewhere', str(number))
+        _, instance = place(several)
+        addressed(several, instance)
+        # Everybody is thrown back to it: both the others are gone for a moment.
+        lagging.resume()
+        for each in members.members[1:]:
+            each.kill()
+        for each in members.members[1:]:
+            each.start()
+    assert said(compute, 'is not the one this compute knew') == 0
+    settled(several, compute)
+
+
+def test_no_quorum(several: Control, members: EtcdCluster) -> None:
+    """F10: two of three members gone: guests stay, eschedule exits 7 in time, nothing half done, all goes on (fake)"""
+    compute = several.ecompute()
+    _, instance = place(several)
+    addressed(several, instance)
+    held = allocations(several)
+    gone = members.members[1:]
+    for each in gone:
+        each.kill()
+    began = time.monotonic()
+    for words in ((SMALL,), ('destroy', instance), ('list',)):
+        is_refused(several, members.members[0], *words)
+    until(lambda: said(compute, LOST), 30, 'the loss is logged')
+    detected = time.monotonic() - began
+    share = share_while_away(compute)
+    assert share < 0.05
+    assert running(compute) == {instance}
+    assert allocations(several) == held
+    for each in gone:
+        each.launch()
+    for each in gone:
+        each.wait_ready()
+    began = time.monotonic()
+    _, after = place(several)
+    addressed(several, after)
+    figure('F10', detected_s=detected, recovered_s=time.monotonic() - began, cpu_share=share)
+    settled(several, compute)
+
+
+def test_quorum_lost_while_an_eschedule_is_at_it(several: Control, members: EtcdCluster) -> None:
+    """F10: quorum lost between claim and delivery: exit 7 in time; the same command again ends it (fake)"""
+    compute, instance = several.ecompute(), str(uuid.uuid4())
+    with Eschedule(several, SMALL, '--uuid', instance, failpoint='claimed:stop') as eschedule:
+        eschedule.stopped_at('claimed')
+        for each in members.members[:2]:
+            each.kill()
+        began = time.monotonic()
+        eschedule.go_on()
+        one_line(eschedule.end(), 7, 'etcd at ')
+        assert time.monotonic() - began < 30
+    for each in members.members[:2]:
+        each.launch()
+    for each in members.members:
+        each.wait_ready()
+    notified(several.eschedule(SMALL, '--uuid', instance))
+    addressed(several, instance)
+    settled(several, compute)
+
+
+# F12: no space
+
+
+@pytest.fixture
+def small(own_placement: PlacementServer, tmp_path: Path) -> Iterator[Control]:
+    """With an etcd that is soon full."""
+    with Etcd(tmp_path / 'etcd', '--quota-backend-bytes=8388608') as etcd:
+        control = Control(etcd, own_placement, tmp_path)
+        try:
+            yield control
+        finally:
+            control.close()
+
+
+def frozen(compute: Ecompute, deed: Callable[[], object]) -> None:
+    """Do something that it sees only afterwards."""
+    compute.pause()
+    try:
+        deed()
+    finally:
+        compute.resume()
+
+
+def test_no_space(small: Control) -> None:
+    """F12: etcd full: accepted destroys complete, new requests are refused and leave nothing, no build begins (fake)"""
+    compute = small.ecompute()
+    _, kept = place(small)
+    _, destroyed = place(small)
+    for instance in (kept, destroyed):
+        addressed(small, instance)
+    wanted = str(uuid.uuid4())
+
+    def accepted() -> None:
+        assert small.eschedule('destroy', destroyed).code == 0
+        notified(small.eschedule(SMALL, '--uuid', wanted))
+        fill(small.etcd)
+
+    frozen(compute, accepted)
+    until(lambda: running(compute) == {kept}, SOON, 'the destroy is carried out')
+    until(lambda: small.etcd.get(f'/hosts/{compute.uuid}/{destroyed}') is None, SOON, 'its request is gone')
+    assert small.placement.allocations(destroyed) == {}
+    assert record(small, destroyed) is None
+    one_line(small.eschedule(destroyed), 4, destroyed)
+    assert logged(compute, destroyed, 'is gone')
+    assert logged(compute, 'no record of its end is kept', 'defragment')
+    before = allocations(small)
+    keys = small.etcd.keys('/')
+    for words in ((SMALL,), ('destroy', kept)):
+        one_line(small.eschedule(*words), 7, 'takes no writes', 'compact and defragment it, and disarm its alarm')
+    assert allocations(small) == before
+    assert small.etcd.keys('/') == keys
+    assert running(compute) == {kept}
+    assert not logged(compute, 'INSTANTIATE', wanted)
+    assert said(compute, 'takes no writes', 'trying again') == 1
+    make_room(small.etcd)
+    began = time.monotonic()
+    addressed(small, wanted)
+    figure('F12', recovered_s=time.monotonic() - began)
+    assert small.eschedule('destroy', '--wait', kept).code == 0
+    settled(small, compute)
+
+
+def test_full_between_claim_and_delivery(small: Control) -> None:
+    """F12: etcd is full when the request is to be delivered: exit 7, and the claim is released (fake)"""
+    compute, instance = small.ecompute(), str(uuid.uuid4())
+    with Eschedule(small, SMALL, '--uuid', instance, failpoint='claimed:stop') as eschedule:
+        eschedule.stopped_at('claimed')
+        assert small.placement.allocations(instance)
+        fill(small.etcd)
+        eschedule.go_on()
+        one_line(eschedule.end(), 7, 'takes no writes')
+    assert small.placement.allocations(instance) == {}
+    assert small.etcd.keys('/requests/') == []
+    make_room(small.etcd)
+    notified(small.eschedule(SMALL, '--uuid', instance))
+    addressed(small, instance)
+    settled(small, compute)
+
+
+@pytest.mark.slow
+def test_full_while_a_guest_is_destroyed(small: Control) -> None:
+    """F12: full between the record that says destroying and the end: no difference; several at once (fake)"""
+    compute = small.ecompute()
+    instances = [place(small)[1] for _ in range(4)]
+    for instance in instances:
+        addressed(small, instance)
+
+    def all_destroyed() -> None:
+        assert {done.code for done in at_once(small, [('destroy', each) for each in instances], 2)} == {0}
+        fill(small.etcd)
+
+    frozen(compute, all_destroyed)
+    until(lambda: running(compute) == set(), SOON, 'all are destroyed')
+    until(lambda: small.etcd.keys('/hosts/') == [], SOON, 'no request is left')
+    assert allocations(small) == {}
+    assert small.etcd.keys('/instances/') == []
+    make_room(small.etcd)
+    assert compute.stop(signal.SIGTERM) == 0
+    settled(small)

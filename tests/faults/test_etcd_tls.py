@@ -1,0 +1,204 @@
+"""F35: etcd behind certificates: what is wrong is said in one line; what is exchanged on disk is picked up."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.commands import Ecompute, Result
+from tests.faults.certificates import Authority
+from tests.faults.etcds import EtcdCluster, EtcdControl, Member, Tls
+from tests.faults.hands import settled
+from tests.scenario.story import SMALL, addressed, logged, one_line, place
+from tests.servers import PlacementServer, environment, until
+
+pytestmark = pytest.mark.timeout(300)
+
+HOSTS = ('localhost', '127.0.0.1')
+LOST = 'trying again until it is back'
+
+
+class Office:
+    """The authority, a client's certificate where the configuration says, and one for the tests' own questions."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.authority = Authority(directory / 'authority')
+        self.client = self.authority.issue(directory / 'client', 'ecomp')
+        self._own = self.authority.issue(directory / 'tests', 'tests')
+        self.section: dict[str, Any] = {
+            'ca_cert': str(self.authority.certificate),
+            'cert_cert': str(self.client[0]),
+            'cert_key': str(self.client[1]),
+        }
+
+    def tls(self, name: str, *hosts: str, days: int = 10) -> Tls:
+        """The files of a member; issued again they are exchanged."""
+        certificate, key = self.authority.issue(self.directory / name, name, *hosts, days=days)
+        return Tls(certificate, key, self.authority.certificate, self._own)
+
+
+@pytest.fixture
+def office(tmp_path: Path) -> Office:
+    """Certificates of this test's own."""
+    return Office(tmp_path / 'certificates')
+
+
+@pytest.fixture
+def secured(office: Office, own_placement: PlacementServer, tmp_path: Path) -> Iterator[EtcdControl]:
+    """One etcd that takes only clients with certificates, by name."""
+    with Member(tmp_path / 'etcd', 'm0', office.tls('server', *HOSTS), 'localhost') as etcd:
+        control = EtcdControl(etcd, own_placement, tmp_path, {'endpoints': [etcd.endpoint], **office.section})
+        try:
+            yield control
+        finally:
+            control.close()
+
+
+def refused(control: EtcdControl, changes: Mapping[str, Any], *words: str) -> None:
+    """With its section so changed, eschedule says this in one line."""
+    right, control.section = control.section, {**control.section, **changes}
+    control.section = {name: value for name, value in control.section.items() if value is not None}
+    control.configure(control.schedule_yaml)
+    try:
+        line = one_line(control.eschedule(SMALL), 7, 'cannot be reached', *words)
+        assert len(line) < 250
+        assert 'SSL' not in line
+        assert 'ipv4' not in line
+    finally:
+        control.section = right
+        control.configure(control.schedule_yaml)
+
+
+def test_certificates(secured: EtcdControl, office: Office, tmp_path: Path) -> None:
+    """F35: a client with its certificate is served, by name; each other one learns in one line what is wrong (fake)"""
+    compute = secured.ecompute()
+    _, instance = place(secured)
+    addressed(secured, instance)
+    stranger = Authority(tmp_path / 'stranger')
+    pair = [str(each) for each in stranger.issue(tmp_path / 'theirs', 'ecomp')]
+    late = [str(each) for each in office.authority.issue(tmp_path / 'late', 'ecomp', days=-1)]
+    junk = tmp_path / 'junk'
+    junk.write_text('no certificate\n')
+    refused(secured, {'ca_cert': str(stranger.certificate)}, 'not signed by the authority in ca_cert')
+    refused(secured, {'cert_cert': None, 'cert_key': None}, 'it refuses our certificate')
+    refused(secured, {'cert_cert': pair[0], 'cert_key': pair[1]}, 'it refuses our certificate')
+    refused(secured, {'cert_cert': late[0], 'cert_key': late[1]}, 'it refuses our certificate', 'expired')
+    refused(secured, {'ca_cert': str(junk)}, 'is no certificate')
+    refused(secured, {'cert_key': late[1]}, 'do not belong together')
+    nothing: dict[str, Any] = dict.fromkeys(office.section)
+    # By address: a name may have two, of which the other one answers nobody.
+    refused(secured, {**nothing, 'endpoints': [f'127.0.0.1:{secured.etcd.port}']}, 'does it expect TLS')
+    assert secured.etcd.keys('/requests/') == []
+    theirs = compute_refused(secured, tmp_path, {'ca_cert': str(stranger.certificate)})
+    one_line(theirs, 7, 'not signed by the authority in ca_cert', command='ecompute')
+    one_line(compute_refused(secured, tmp_path, {'ca_cert': 'missing'}), 2, 'missing', command='ecompute')
+    settled(secured, compute)
+
+
+def compute_refused(control: EtcdControl, directory: Path, changes: Mapping[str, Any]) -> Result:
+    """How an ecompute ends whose section is so changed; of stderr, its last line, for its log is there, too."""
+    config = directory / 'refused.yaml'
+    content = {'etcd': {**control.section, **changes}, 'placement': {'endpoint': control.placement.url}}
+    config.write_text(yaml.safe_dump(content))
+    fake = ['--fake', 'VCPU:1,DISK_GB:1,MEMORY_MB:1']
+    command = [sys.executable, '-m', 'ecomp.compute', '--config', str(config), *fake]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment(), check=False)
+    return Result(done.returncode, done.stdout, done.stderr.splitlines()[-1])
+
+
+def test_a_server_whose_certificate_is_wrong(secured: EtcdControl, office: Office) -> None:
+    """F35: etcd's own certificate expired, or made out to another name: said in one line, and mended (fake)"""
+    compute = secured.ecompute()
+    _, instance = place(secured)
+    addressed(secured, instance)
+    for hosts, days, words in ((HOSTS, -1, 'its certificate has expired'), (('elsewhere',), 10, 'to another name')):
+        secured.etcd.kill()
+        office.tls('server', *hosts, days=days)
+        secured.etcd.launch()
+        refused(secured, {}, words)
+        lost = len(logged(compute, LOST))
+        assert lost
+        secured.etcd.kill()
+        office.tls('server', *HOSTS)
+        secured.etcd.start()
+        until(lambda: backs(compute) == len(logged(compute, LOST)), 20, 'it follows etcd again')
+    settled(secured, compute)
+
+
+def backs(compute: Ecompute) -> int:
+    """How often it said that etcd is back."""
+    return len(logged(compute, ' INFO ', 'etcd at ', 'is back'))
+
+
+def test_an_expired_certificate_is_exchanged(secured: EtcdControl, office: Office) -> None:
+    """F35: a client certificate is exchanged on disk while ecompute runs: the next connection uses it (fake)"""
+    late = office.authority.issue(office.directory / 'late', 'ecomp', days=-1)
+    compute = secured.ecompute()
+    _, instance = place(secured)
+    addressed(secured, instance)
+    good = [each.read_bytes() for each in office.client]
+    for source, target in zip(late, office.client, strict=True):
+        shutil.copy(source, target)
+    secured.etcd.restart()  # or the connection that is there would do
+    until(lambda: logged(compute, LOST), 20, 'the loss is logged')
+    one_line(secured.eschedule(SMALL), 7, 'it refuses our certificate')
+    assert backs(compute) == 0
+    for content, target in zip(good, office.client, strict=True):
+        target.write_bytes(content)
+    until(lambda: backs(compute) == 1, 30, 'it is served again, with no restart')
+    _, after = place(secured)
+    addressed(secured, after)
+    settled(secured, compute)
+
+
+def test_all_is_exchanged(secured: EtcdControl, office: Office) -> None:
+    """F35: another authority, and every certificate new: picked up without a restart (fake)"""
+    compute = secured.ecompute()
+    _, instance = place(secured)
+    addressed(secured, instance)
+    secured.etcd.kill()
+    new = Authority(office.directory / 'new')
+    shutil.copy(new.certificate, office.authority.certificate)
+    new.issue(office.directory / 'server', 'server', *HOSTS)
+    new.issue(office.directory / 'tests', 'tests')
+    secured.etcd.start()
+    until(lambda: logged(compute, LOST), 20, 'the loss is logged')
+    new.issue(office.directory / 'client', 'ecomp')
+    until(lambda: backs(compute) == 1, 30, 'it is served again, with no restart')
+    _, after = place(secured)
+    addressed(secured, after)
+    settled(secured, compute)
+
+
+def test_members_with_certificates_of_their_own(office: Office, own_placement: PlacementServer, tmp_path: Path) -> None:
+    """F35: three members, each with a certificate for its own address alone: failover, and an exchange (fake)"""
+    hosts = ['127.0.0.1', '127.0.0.2', '127.0.0.3']
+    tls = [office.tls(f'server{number}', host) for number, host in enumerate(hosts)]
+    with EtcdCluster(tmp_path / 'etcd', hosts, tls) as members:
+        section = {'endpoints': members.endpoints, **office.section}
+        control = EtcdControl(members.members[2], own_placement, tmp_path, section)
+        try:
+            compute = control.ecompute()
+            _, before = place(control)
+            addressed(control, before)
+            members.members[0].kill()
+            _, during = place(control)
+            addressed(control, during)
+            office.authority.issue(office.directory / 'client', 'ecomp')
+            office.tls('server0', hosts[0])
+            members.members[0].start()
+            members.members[1].kill()
+            _, after = place(control)
+            addressed(control, after)
+            members.members[1].start()
+            settled(control, compute)
+        finally:
+            control.close()

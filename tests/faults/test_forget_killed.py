@@ -1,0 +1,38 @@
+"""F1: host forget killed between its steps: the same command again goes on."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.commands import Control
+from tests.faults.hands import Eschedule, lapse, settled
+from tests.scenario.invariants import everything
+from tests.scenario.story import addressed, one_line, place, reached
+
+pytestmark = pytest.mark.timeout(180)
+
+FORGET_FAILPOINTS = {'host-released': 3, 'host-emptied': 1}
+"""Where it dies, and how many things the second one removes, of two instances and a provider."""
+
+
+@pytest.mark.parametrize(('step', 'left'), FORGET_FAILPOINTS.items())
+def test_killed_in_the_middle_it_is_run_again(cluster: Control, step: str, left: int) -> None:
+    """F1: kill -9 of host forget with a claim released, and with all removed but the provider (fake)"""
+    compute = cluster.ecompute()
+    instances = [place(cluster)[1] for _ in range(2)]
+    for instance in instances:
+        addressed(cluster, instance)
+    compute.kill()
+    lapse(cluster, f'/computes/{compute.uuid}')
+    assert cluster.eschedule('destroy', *instances).code == 0
+    with Eschedule(cluster, 'host', 'forget', compute.uuid, failpoint=f'{step}:kill') as killed:
+        killed.killed_at(step)
+    assert compute.uuid in cluster.eschedule('hosts').stdout
+    again = cluster.eschedule('host', 'forget', compute.uuid)
+    assert again.code == 0, again
+    assert len(again.stderr.splitlines()) == left, again
+    for instance in instances:
+        reached(cluster, instance, 'gone')
+    assert set(everything(cluster)) - {'/cluster'} == {f'/instances/{instance}' for instance in instances}
+    one_line(cluster.eschedule('host', 'forget', compute.uuid), 4, 'no such compute')
+    settled(cluster)

@@ -1,0 +1,210 @@
+"""F19, F21, F29 (libvirt): guests that crash, power off, fill their disk, or are changed by hand."""
+
+from __future__ import annotations
+
+import os
+import signal
+import struct
+import subprocess
+import time
+
+import pytest
+
+from ecomp.agent.plan import GONE_BOTH, GONE_DISK, GONE_DOMAIN, UNDEFINED
+from ecomp.model.guest import CRASHED, NO_SPACE
+from tests.faults.figures import figure
+from tests.faults.hypervisor import HALT, Hypervisor, boot_disk
+from tests.faults.lab_fixtures import SMALL_MB
+from tests.servers import until
+
+pytestmark = pytest.mark.timeout(240)
+
+STEP_FAILPOINTS = ('disk-created',)
+
+# Waits for some 3 s of timer interrupts (55 ms each), then asks the machine's ACPI for its power to be turned off.
+POWER_OFF = bytes.fromhex(
+    'fb'  # sti
+    'b93700'  # mov cx, 55
+    'f4'  # wait: hlt
+    'e2fd'  # loop wait
+    'ba0406'  # mov dx, 0x604: PM1a control of QEMU's `pc`
+    'b80020'  # mov ax, 0x2000: SLP_EN, S5
+    'ef'  # out dx, ax
+) + HALT
+
+# Writes some 16 MiB, 127 sectors at a time from sector 2048 on, by the firmware; then it leaves its processor alone.
+# What it writes is the firmware itself: zeroes would not be kept.
+PACKET = 0x7C22
+WRITE_16_MIB = (
+    bytes.fromhex(
+        '31c0 8ed8'  # ds = 0
+        'b90001'  # mov cx, 256
+        '51'  # next: push cx
+    )
+    + struct.pack('<BH', 0xBE, PACKET)  # mov si, packet
+    + bytes.fromhex('b80043 cd13 59')  # ah = 0x43, extended write; int 0x13 with the dl we came with; pop cx
+    + struct.pack('<HHH', 0x0681, PACKET + 8, 127)  # add word [packet + 8], 127
+    + struct.pack('<HHB', 0x1683, PACKET + 10, 0)  # adc word [packet + 10], 0
+    + bytes.fromhex('e2e9')  # loop next
+    + HALT
+    + struct.pack('<BBHHHQ', 16, 0, 127, 0, 0xF000, 2048)
+)
+
+
+def put_image(host: Hypervisor, name: str, sector: bytes) -> str:
+    """An image of the lab that boots this code; its name."""
+    (host.lab.directory / 'images' / name).write_bytes(boot_disk(sector))
+    return name
+
+
+# F19
+
+
+@pytest.mark.parametrize('while_down', [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_qemu_killed(host: Hypervisor, while_down: bool) -> None:
+    """F19: kill -9 of a QEMU, seen at once or by the next start: stopped, with the fault, its claim kept (libvirt)"""
+    instance, other = host.running(), host.running()
+    before, claim = host.qemu(other), host.held(instance)
+    if while_down:
+        host.kill()
+    began = time.monotonic()
+    os.kill(host.qemu(instance), signal.SIGKILL)
+    if while_down:
+        host.restart()
+    host.reached(instance, 'stopped', fault=CRASHED)
+    figure('F19', detected_s=time.monotonic() - began)
+    assert host.held(instance) == claim
+    assert host.qemus() == [other]
+    # libvirt itself forgets it with a restart.
+    host.end_libvirtd(signal.SIGTERM)
+    host.start_libvirtd()
+    until(lambda: host.lines('libvirt qemu:///system is back'), 40, 'ecompute has looked again')
+    host.restart()
+    assert host.reached(instance, 'stopped')['fault'] == CRASHED
+    assert host.qemus() == [other]
+    assert host.qemu(other) == before
+    host.virsh('start', instance)
+    host.reached(instance, 'active', fault=None)
+    host.settled()
+
+
+def test_guest_powers_off(host: Hypervisor) -> None:
+    """F19: a guest turns its power off: stopped, no fault, its claim kept; started by hand it is active (libvirt)"""
+    instance = host.place(put_image(host, 'power-off.raw', POWER_OFF))
+    host.reached(instance, 'stopped')
+    record = host.record(instance)
+    assert record['fault'] is None
+    assert record['error'] is None
+    assert 'started' in record['stages']
+    assert host.virsh('domstate', '--reason', instance).strip() == 'shut off (shutdown)'
+    assert host.held(instance) == {'VCPU': 1, 'DISK_GB': 1, 'MEMORY_MB': 64}
+    host.virsh('start', instance)
+    host.reached(instance, 'active', fault=None)
+    host.reached(instance, 'stopped', fault=None)
+    host.ask_destroy(instance)
+    host.reached(instance, 'gone')
+    host.nothing_of(instance)
+    host.settled()
+
+
+def test_qemu_that_does_not_start(host: Hypervisor) -> None:
+    """F19: a QEMU that cannot start: error at stage started with QEMU's reason, and nothing is left (libvirt)"""
+    host.restart('disk-created:stop:1')
+    instance = host.place()
+    worker = host.frozen_at('disk-created')
+    host.disk(instance).write_bytes(b'no qcow2 any more'.ljust(2**16, b'.'))
+    os.kill(worker, signal.SIGCONT)
+    record = host.reached(instance, 'error')
+    assert record['error']['stage'] == 'started'
+    assert 'qcow2' in record['error']['reason']
+    assert record['error']['cleaned'] == 'nothing of it is left: no domain, disk or allocation'
+    host.nothing_of(instance)
+    host.settled()
+
+
+# F21
+
+
+def test_guests_disk_is_full(small_host: Hypervisor) -> None:
+    """F21: the file system under a guest's disk is full: paused and reported; with room it is resumed (libvirt)"""
+    host = small_host
+    images = host.state / 'images'
+    other = host.running()
+    before = host.qemu(other)
+    began = time.monotonic()
+    instance = host.place(put_image(host, 'writer.raw', WRITE_16_MIB))
+    host.reached(instance, 'active', fault=NO_SPACE)
+    figure('F21', detected_s=time.monotonic() - began)
+    assert host.virsh('domstate', '--reason', instance).strip() == 'paused (I/O error)'
+    assert (host.qemu(other), host.record(other)['fault']) == (before, None)
+    refused = host.place()
+    error = host.reached(refused, 'error')['error']
+    assert error['stage'] == 'disk'
+    assert f'the file system of {images} is full' in error['reason']
+    host.nothing_of(refused)
+    try:
+        subprocess.run(['mount', '-o', 'remount,size=64m', str(images)], check=True)
+        began = time.monotonic()
+        host.virsh('resume', instance)
+        host.reached(instance, 'active', fault=None)
+        figure('F21', recovered_s=time.monotonic() - began)
+        until(lambda: host.disk(instance).stat().st_blocks * 512 > 2**24, 60, 'the guest has written all it had')
+        assert host.record(instance)['fault'] is None
+        host.settled()
+        host.lab.destroy(instance)
+    finally:
+        subprocess.run(['mount', '-o', f'remount,size={SMALL_MB}m', str(images)], check=True)
+
+
+# F29
+
+
+@pytest.mark.parametrize('long', [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_changed_by_hand(host: Hypervisor, long: bool) -> None:
+    """F29: domains and disks removed by hand: each recorded as it is; a claim goes where both are gone (libvirt)
+
+    Only the long one waits for that claim to go.
+    """
+    names = ['off', 'undefined', 'undefined off', 'both', 'no disk', 'no volume', 'no disk off', 'untouched']
+    instances = dict(zip(names, [host.place() for _ in names], strict=True))
+    for each in instances.values():
+        host.reached(each, 'active', fault=None)
+
+    began = time.monotonic()
+    # Of a disk libvirt says nothing; the next plan sees it.
+    host.disk(instances['no disk']).unlink()
+    host.virsh('vol-delete', '--pool', 'ecompute', f'{instances["no volume"]}.qcow2')
+    for name in ('off', 'undefined off', 'both', 'no disk off'):
+        host.virsh('destroy', instances[name])
+    host.disk(instances['no disk off']).unlink()
+    for name in ('undefined', 'undefined off', 'both'):
+        host.virsh('undefine', instances[name])
+    host.disk(instances['both']).unlink()
+    host.reached(instances['off'], 'stopped', fault=None)
+    host.reached(instances['undefined'], 'active', fault=UNDEFINED)
+    host.reached(instances['undefined off'], 'stopped', fault=GONE_DOMAIN)
+    for name in ('no disk', 'no volume'):
+        host.reached(instances[name], 'active', fault=GONE_DISK)
+    host.reached(instances['no disk off'], 'stopped', fault=GONE_DISK)
+    host.reached(instances['both'], 'stopped', fault=GONE_BOTH)
+    figure('F29', detected_s=time.monotonic() - began)
+    host.virsh('destroy', instances['undefined'])
+    host.reached(instances['undefined'], 'stopped', fault=GONE_DOMAIN)
+    assert all(host.held(each) for each in instances.values()), 'nobody lost a claim yet'
+
+    if long:
+        # Two sightings, a minute apart.
+        gone = host.reached(instances['both'], 'gone', seconds=120)
+        assert time.monotonic() - began > 55
+        figure('F29', recovered_s=time.monotonic() - began)
+        assert gone['fault'] == GONE_BOTH
+        host.nothing_of(instances.pop('both'))
+    assert all(host.held(each) for each in instances.values())
+    assert host.reached(instances['untouched'], 'active')['fault'] is None
+    host.virsh('start', instances['off'])
+    host.reached(instances['off'], 'active', fault=None)
+
+    host.lab.destroy(*instances.values())
+    for each in instances.values():
+        host.nothing_of(each)
+    host.settled()

@@ -1,0 +1,401 @@
+"""F24: what a foreign client puts into etcd is data at most: it is refused in words, once, and hinders nothing else."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from contextlib import redirect_stderr, redirect_stdout
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ecomp import schedule
+from ecomp.agent.claims import in_requests
+from ecomp.agent.memory import Memory
+from ecomp.conf import EtcdConfig
+from ecomp.model import keys
+from ecomp.model.instance import REASON_LIMIT, SIZE_LIMIT, VALUE_LIMIT, Invalid, Request, parse_request
+from ecomp.model.record import Record, from_json, parse_address
+from ecomp.model.record import to_json as record_to_json
+from ecomp.store.client import Entry, Snapshot, Store
+from ecomp.store.presence import Presence
+from tests.commands import Control, Ecompute, Result
+from tests.faults.hands import guests
+from tests.scenario.invariants import check
+from tests.scenario.story import IMAGE, SMALL, addressed, logged, one_line, place, reached, record
+from tests.servers import until
+from tests.unit.test_model_instance import COMPUTE, HOSTILE, INSTANCE, NAMES, XML, request
+
+DEEP = b'[' * 100_000
+DEEP_OBJECT = b'{"a":' * 100_000 + b'1' + b'}' * 100_000
+EXECUTED = 'executed-by-nobody'
+SHELL = [f'$(touch {EXECUTED})', f'`touch {EXECUTED}`', f'; touch {EXECUTED} #', f"'; touch {EXECUTED}; '"]
+
+# Values that are nothing we write, wherever they stand.
+JUNK = [
+    b'',
+    b'\0',
+    b'\xff\xfe{}',
+    b'not JSON',
+    b'null',
+    b'[]',
+    b'7',
+    b'"text"',
+    b'{}',
+    b'{"version": 1}',
+    b'{"version": 2}',
+    b'{"token": NaN}',
+    b'{"instances": 7, "token": 7, "hostname": "\\u001b[2J\\n", "since": {}}',
+    b'{"instances": [["x"]], "instances": []}',
+    b'9' * 5000,
+    DEEP,
+    DEEP_OBJECT,
+    b'x' * VALUE_LIMIT,
+    b' ' * (VALUE_LIMIT + 1),
+]
+
+SHAPES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
+    max_leaves=12,
+)
+VALUES = st.binary(max_size=200) | SHAPES.map(lambda shape: json.dumps(shape).encode()) | st.sampled_from(JUNK)
+
+
+def understood(value: bytes) -> list[str]:
+    """What each of our readers makes of a value: only the reasons they give. Anything else they raise is a defect."""
+    reasons = []
+    found = parse_request(COMPUTE, keys.host(COMPUTE, INSTANCE), value)
+    if isinstance(found, Invalid):
+        reasons.append(found.reason)
+    for read in (from_json, parse_address):
+        try:
+            read(value)
+        except ValueError as error:
+            reasons.append(str(error))
+    assert 'key' in in_requests(Snapshot(1, {'/requests/key': Entry('/requests/key', value, 1)}))
+    return reasons
+
+
+@given(VALUES)
+def test_no_value_is_more_than_a_reason(value: bytes) -> None:
+    """F24: any bytes and any JSON at all are a value of ours, or one short line that says why not (fake)"""
+    for reason in understood(value):
+        assert len(reason) <= REASON_LIMIT
+        assert '\n' not in reason
+
+
+@pytest.mark.parametrize('value', JUNK, ids=range(len(JUNK)))
+def test_junk_is_nobody_s(value: bytes) -> None:
+    """F24: no piece of junk is a request, a record or an address; what is larger than 1 MiB is not parsed (fake)"""
+    reasons = understood(value)
+    assert len(reasons) == 3 or value == b'7', reasons
+    if len(value) > VALUE_LIMIT:
+        assert sum('the limit is' in reason for reason in reasons) == 2
+
+
+@given(st.sampled_from(sorted(Record.__dataclass_fields__)), SHAPES)
+def test_no_field_of_a_record_misleads(name: str, value: Any) -> None:
+    """F24: a record with any JSON in any of its fields is read, and can be shown, or is refused (fake)"""
+    from ecomp.scheduler.show import as_detail, as_list, no_address
+
+    whole = json.loads(record_to_json(Record(INSTANCE, COMPUTE, 'active', IMAGE)))
+    try:
+        found = from_json(json.dumps({**whole, name: value}).encode(), INSTANCE)
+    except ValueError:
+        return
+    assert len(as_list([found], 'table').splitlines()) == 2
+    for text in (as_detail(found, 'table'), no_address(found)):
+        assert text.isprintable() or text.replace('\n', '').isprintable()
+
+
+# A running compute
+
+
+@pytest.fixture
+def compute(cluster: Control) -> Ecompute:
+    """A fake ecompute of the uuid that the unit tests' requests are for."""
+    return cluster.ecompute('VCPU:8,DISK_GB:100,MEMORY_MB:8192', uuid=COMPUTE)
+
+
+def renamed(value: bytes | str | dict[str, Any], instance: str) -> bytes:
+    """The request for another instance."""
+    if isinstance(value, dict):
+        value = json.dumps(value)
+    raw = value.encode() if isinstance(value, str) else value
+    for name, other in ((INSTANCE, instance), (INSTANCE.upper(), instance.upper())):
+        raw = raw.replace(name.encode(), other.encode())
+    return raw
+
+
+def called(cluster: Control, *words: str) -> Result:
+    """eschedule in this process: a start of Python for each of a hundred would take a minute, and show no more."""
+    out, err = StringIO(), StringIO()
+    with redirect_stdout(out), redirect_stderr(err):
+        code = schedule.main(['--config', str(cluster.schedule_yaml), *words])
+    return Result(code, out.getvalue(), err.getvalue())
+
+
+def survives(cluster: Control) -> None:
+    """What looks at all of etcd comes to its end, with lines that can be read; what it finds is its own business."""
+    for words, codes in ((['hosts'], {0, 1}), (['audit'], {0, 8}), (['audit', '-f', 'json'], {0, 8})):
+        done = called(cluster, *words)
+        assert done.code in codes, done
+        for line in [*done.stdout.splitlines(), *done.stderr.splitlines()]:
+            assert line.isprintable(), line
+
+
+def lives(cluster: Control, compute: Ecompute) -> str:
+    """A good request is carried out, as ever; its instance."""
+    where, instance = place(cluster, f'{SMALL}&in_tree={compute.uuid}')
+    assert where == compute.uuid
+    addressed(cluster, instance)
+    return instance
+
+
+def test_hostile_requests(cluster: Control, compute: Ecompute) -> None:
+    """F24: each of 75 hostile requests ends in error with its reason, once; good ones beside them are made (fake)"""
+    # What JSON's `\ud800` in the image's name stands for is refused by whoever reads it, not by etcd.
+    wanted = {str(uuid.uuid4()): (value, reason) for value, reason in HOSTILE}
+    for text in SHELL:
+        allocations = {COMPUTE: {'resources': {text: 1, 'VCPU': 1, 'DISK_GB': 1, 'MEMORY_MB': 1}}}
+        hostile = request(user_id=text, project_id=text, query=text, allocations=allocations)
+        wanted[str(uuid.uuid4())] = hostile, 'placement holds no allocation'
+        wanted[str(uuid.uuid4())] = {**hostile, 'image': text}, 'image'
+    for text in XML:
+        wanted[str(uuid.uuid4())] = request(user_id=text, query=text, stages={text: text}), 'no allocation'
+    before = lives(cluster, compute)
+    for instance, (value, _) in wanted.items():
+        cluster.etcd.put(f'/hosts/{COMPUTE}/{instance}', renamed(value, instance))
+    during = lives(cluster, compute)
+    for instance, (_, reason) in wanted.items():
+        found = reached(cluster, instance, 'error')
+        assert renamed(reason, instance).decode() in found['error']['reason'], found
+        assert len(found['error']['reason']) <= REASON_LIMIT
+        assert found['error']['stage'] == 'scheduled'
+        assert len(logged(compute, 'failed', instance)) == 1
+        assert cluster.etcd.get(f'/hosts/{COMPUTE}/{instance}') is None
+    assert set(guests(compute)) == {before, during}
+    for directory in (compute.directory, compute.directory / 'state', cluster.directory, Path.cwd()):
+        assert not (directory / EXECUTED).exists()
+    shown = cluster.eschedule('list')
+    assert (shown.code, shown.stderr) == (0, '')
+    for line in shown.stdout.splitlines():
+        assert line.isprintable()
+    one = next(iter(wanted))
+    one_line(cluster.eschedule(one), 1, one, 'failed at stage scheduled')
+    assert cluster.eschedule('show', one).code == 0
+    assert cluster.eschedule('destroy', '--wait', one, before).code == 0
+    check(cluster, compute)
+
+
+def test_keys_that_name_no_instance(cluster: Control, compute: Ecompute) -> None:
+    """F24: keys that are no uuid (`../`, NUL, 10 kB, not utf-8, none at all) are named once, and not touched (fake)"""
+    prefix = f'/hosts/{COMPUTE}/'.encode()
+    names = [name.encode(errors='surrogateescape') for name in NAMES]
+    names += [b'\xff\xfe', b'x' * 10_000, b'a/b', f'../{uuid.uuid4()}'.encode(), f'x/{uuid.uuid4()}'.encode()]
+    names += [text.encode() for text in SHELL]
+    everywhere = [b'/hosts', b'/hosts/', f'/hosts/{uuid.uuid4()}'.encode(), f'/hosts/{COMPUTE}'.encode(), b'/hosts/x/']
+    planted = [*(prefix + name for name in names), *everywhere]
+    good = lives(cluster, compute)
+    for key in planted:
+        cluster.etcd.put(key, json.dumps(request()))  # type: ignore[arg-type]  # b64() takes bytes as well
+    until(lambda: len(logged(compute, 'is not a uuid', 'it stays there')) == len(names), 20, 'each is named')
+    also = lives(cluster, compute)
+    # Named once each, however often it is planned; and nothing was made of them, nor taken away.
+    assert len(logged(compute, 'is not a uuid')) == len(names)
+    assert set(guests(compute)) == {good, also}
+    for key in planted:
+        assert cluster.etcd.get(key) is not None, key  # type: ignore[arg-type]
+    listed = cluster.eschedule('list')
+    assert (listed.code, listed.stderr) == (0, ''), listed
+    assert good in listed.stdout
+    survives(cluster)
+    for words in ([good], ['show', good], ['destroy', '--wait', good]):
+        assert cluster.eschedule(*words).code == 0
+    compute.restart()
+    lives(cluster, compute)
+    for key in planted:
+        cluster.etcd.delete(key)  # type: ignore[arg-type]
+    check(cluster, compute)
+
+
+def test_hostile_records(cluster: Control, compute: Ecompute) -> None:
+    """F24: an instance whose record cannot be read is left alone, said once, and made when that is gone (fake)"""
+    values = [*JUNK, *map(str.encode, (other_record(compute=7), other_record(instance=str(uuid.uuid4()))))]
+    values += [each.encode() for each in (other_record(state='x'), other_record(version=99), other_record(image=['x']))]
+    good = lives(cluster, compute)
+    planted = {str(uuid.uuid4()): value for value in values}
+    for instance, value in planted.items():
+        cluster.etcd.put(f'/instances/{instance}', value.replace(INSTANCE.encode(), instance.encode()))
+    waiting = list(planted)[-3:]
+    for instance in waiting:
+        body = cluster_claim(cluster, instance)
+        cluster.etcd.put(f'/hosts/{COMPUTE}/{instance}', json.dumps(body))
+    odd = {b'/instances/', b'/instances/x', b'/instances/\xff', b'/instances/a/b', b'/instances/' + b'y' * 10_000}
+    for key in odd:
+        cluster.etcd.put(key, b'{}')  # type: ignore[arg-type]
+    also = lives(cluster, compute)
+    for instance in waiting:
+        until(lambda instance=instance: logged(compute, f'/instances/{instance}'), 20, 'it is said')  # type: ignore[misc]
+        assert instance not in guests(compute)
+    # eschedule says what it cannot read, a line each, and shows the rest.
+    listed = cluster.eschedule('list')
+    assert listed.code == 1
+    assert {line.split()[0] for line in listed.stdout.splitlines()} == {'INSTANCE', good, also}
+    lines = listed.stderr.splitlines()
+    assert len(lines) == len(planted) + len(odd)
+    for line in lines:
+        assert line.startswith('eschedule: /instances/'), line
+        assert line.isprintable()
+        assert len(line) < 1000
+    survives(cluster)
+    for instance in planted:
+        for words in (['show', instance], ['destroy', instance], [instance]):
+            one_line(called(cluster, *words), 1, f'/instances/{instance}')
+    for key in [*odd, *(f'/instances/{instance}'.encode() for instance in planted)]:
+        cluster.etcd.delete(key)  # type: ignore[arg-type]
+    again = lives(cluster, compute)  # its event has all planned again; else the minute's look does
+    for instance in waiting:
+        reached(cluster, instance, 'active')
+        assert len(logged(compute, f'/instances/{instance}', 'trying again')) == 1
+    assert set(guests(compute)) == {good, also, again, *waiting}
+    check(cluster, compute)
+
+
+def other_record(**changed: Any) -> str:
+    """A record of INSTANCE with something wrong in it."""
+    return json.dumps({**json.loads(record_to_json(Record(INSTANCE, COMPUTE, 'active', IMAGE))), **changed})
+
+
+def cluster_claim(cluster: Control, instance: str) -> dict[str, Any]:
+    """A claim of the fake compute for a small guest, and the request that goes with it."""
+    allocations = {COMPUTE: {'resources': {'VCPU': 1, 'DISK_GB': 1, 'MEMORY_MB': 64}}}
+    owner = {'user_id': 'u', 'project_id': 'p', 'consumer_generation': None}
+    claim = {'allocations': allocations, **owner, 'consumer_type': 'INSTANCE'}
+    cluster.placement.call('PUT', f'/allocations/{instance}', claim)
+    return {'allocations': allocations, 'instance': instance, 'image': IMAGE, **owner}
+
+
+def test_hostile_neighbours(cluster: Control, compute: Ecompute) -> None:
+    """F24: junk in /requests, /booted, /computes and /queues hinders neither ecompute nor eschedule (fake)"""
+    good = lives(cluster, compute)
+    address = addressed(cluster, good)
+    planted = [
+        f'/{plane}/{name}'
+        for plane in ('requests', 'booted', 'computes', 'queues')
+        for name in [*(str(uuid.uuid4()) for _ in JUNK), '', 'x', '../x', 'a/b', 'y' * 10_000, 'é\0']
+    ]
+    for number, key in enumerate(planted):
+        cluster.etcd.put(key, JUNK[number % len(JUNK)])
+    compute.restart()  # it looks at all of them as it starts
+    also = lives(cluster, compute)
+    assert cluster.eschedule('list').code == 0
+    # The audit waits half a minute for what /computes says is alive.
+    for key in planted:
+        if key.startswith('/computes/'):
+            assert called(cluster, 'hosts').code in (0, 1)
+            cluster.etcd.delete(key)
+    survives(cluster)
+    # Its own keys, too: an address that is none is not printed, a presence that is none is put right.
+    for junk in JUNK:
+        cluster.etcd.put(f'/booted/{good}', junk)
+        if junk != b'7':
+            one_line(called(cluster, good), 1, f'/booted/{good}', 'not an address')
+    cluster.etcd.put(f'/booted/{good}', address)
+    assert cluster.eschedule(good).stdout == f'{address}\n'
+    for key in planted:
+        cluster.etcd.delete(key)
+    assert cluster.eschedule('destroy', '--wait', good, also).code == 0
+    check(cluster, compute)
+
+
+def test_a_hostile_presence(cluster: Control, monkeypatch: pytest.MonkeyPatch) -> None:
+    """F24: /computes/<uuid> overwritten with junk is put right within a third of its lease (fake)"""
+    monkeypatch.setattr('ecomp.store.presence.SECONDS', 1)
+    store = Store(EtcdConfig((cluster.etcd.endpoint,)))
+    lost: dict[str, list[str]] = {f'/computes/{uuid.uuid4()}': [] for _ in JUNK}
+    alive = {key: Presence(store, key, {'token': 'mine'}, said.append) for key, said in lost.items()}
+    try:
+        for presence in alive.values():
+            presence.start()
+        for key, value in zip(alive, JUNK, strict=True):
+            cluster.etcd.put(key, value)
+        for key, value in zip(alive, JUNK, strict=True):
+            if b'"token": 7' in value:  # an owner's, however odd
+                until(lambda key=key: lost[key], 20, 'it knows that somebody else is this compute')  # type: ignore[misc]
+                assert lost[key][0].isprintable()
+                cluster.etcd.delete(key)
+                continue
+
+            def right(key: str = key) -> bool:
+                return (cluster.etcd.get(key) or b'').startswith(b'{"token": "mine"')
+
+            until(right, 20, 'it is put right')
+            assert lost[key] == []
+    finally:
+        for presence in alive.values():
+            presence.stop()
+        store.close()
+    assert cluster.etcd.keys('/computes/') == []
+
+
+def test_another_compute_s_request(cluster: Control, compute: Ecompute) -> None:
+    """F24: a request with another host's allocation is refused, and that host's guest and claim stay (fake)"""
+    other = cluster.ecompute()
+    instance = lives(cluster, other)
+    held = cluster.placement.allocations(instance)
+    value = cluster.etcd.get(f'/hosts/{other.uuid}/{instance}')
+    assert value is not None
+    cluster.etcd.put(f'/hosts/{COMPUTE}/{instance}', value)
+    until(lambda: cluster.etcd.get(f'/hosts/{COMPUTE}/{instance}') is None, 20, 'it is dropped')
+    assert logged(compute, instance, 'request dropped', other.uuid)
+    assert cluster.placement.allocations(instance) == held
+    assert (record(cluster, instance) or {})['state'] == 'active'
+    assert set(guests(other)) == {instance}
+    check(cluster, compute, other)
+
+
+def test_what_is_shown_of_a_request_nobody_has_read(cluster: Control) -> None:
+    """F24: eschedule survives requests that no compute has looked at, and can destroy them (fake)"""
+    planted = {str(uuid.uuid4()): value for value, _ in HOSTILE}
+    for instance, value in planted.items():
+        cluster.etcd.put(f'/hosts/{COMPUTE}/{instance}', renamed(value, instance))
+    shown = cluster.eschedule('list')
+    assert (shown.code, shown.stderr) == (0, '')
+    assert len(shown.stdout.splitlines()) == 1 + len(planted)
+    results: list[Result] = []
+    for instance in planted:
+        results.append(called(cluster, 'show', instance))
+        assert 'fault' in results[-1].stdout
+        one_line(called(cluster, instance), 6, instance, 'waiting for')
+        one_line(called(cluster, 'destroy', instance), 0, 'destroy accepted')
+    assert {result.code for result in results} == {0}
+    for instance in planted:
+        cluster.etcd.delete(f'/hosts/{COMPUTE}/{instance}')
+    check(cluster)
+
+
+def test_hostile_memory(tmp_path: Path) -> None:
+    """F24: files in the state directory that are nothing of ours are left alone, and named (fake)"""
+    boot = tmp_path / 'boot_id'
+    boot.write_text('a boot\n')
+    directory = tmp_path / 'state' / 'instances'
+    directory.mkdir(parents=True)
+    for number, value in enumerate(JUNK):
+        (directory / f'{uuid.UUID(int=number)}.json').write_bytes(value)
+    (directory / 'not-a-uuid.json').write_text('{"version": 1, "ended": "today"}')
+    memory = Memory(tmp_path / 'state', COMPUTE, lambda: '2026-01-31T12:00:00.000Z', boot)
+    assert (memory.all(), memory.all_ended()) == ({}, frozenset())
+    assert len(list(directory.iterdir())) == len(JUNK) + 1
+
+
+def test_a_good_request_is_a_request() -> None:
+    """F24: what these rows change is a request that is taken (fake)"""
+    good = parse_request(COMPUTE, keys.host(COMPUTE, INSTANCE), json.dumps(request()).encode())
+    assert isinstance(good, Request)
+    assert len(json.dumps(request())) < SIZE_LIMIT

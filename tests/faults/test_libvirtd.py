@@ -1,0 +1,125 @@
+"""F18 (libvirt): libvirtd killed, ended and frozen, at rest and in the middle of each step of a worker."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import pytest
+
+from tests.faults.figures import figure
+from tests.faults.hands import idle
+from tests.faults.hypervisor import Hypervisor
+from tests.servers import until
+
+pytestmark = pytest.mark.timeout(240)
+
+STEP_FAILPOINTS = ('disk-created', 'domain-defined', 'domain-destroyed')
+LIBVIRT = 'libvirt qemu:///system'
+
+
+def lost(host: Hypervisor) -> None:
+    """Wait until ecompute has said that libvirtd is away."""
+    until(lambda: host.losses(LIBVIRT)[0], 40, 'the loss is logged')
+
+
+def found_again(host: Hypervisor, most: int = 1) -> None:
+    """ecompute says once that libvirtd was lost, and once that it is back."""
+    until(lambda: host.losses(LIBVIRT)[1], 40, 'the return is logged')
+    until(lambda: host.losses(LIBVIRT)[0] == host.losses(LIBVIRT)[1], 10, 'each loss has its return')
+    assert host.losses(LIBVIRT)[0] <= most, host.said()
+
+
+KILL, TERM = signal.SIGKILL, signal.SIGTERM
+QUICK = [('domain-defined', KILL, 'away'), ('domain-destroyed', TERM, 'back')]
+ALL = [(step, how, when) for step in STEP_FAILPOINTS for how in (KILL, TERM) for when in ('away', 'back')]
+
+
+@pytest.mark.parametrize(
+    ('step', 'how', 'when'), [pytest.param(*each, marks=[] if each in QUICK else [pytest.mark.slow]) for each in ALL]
+)
+def test_libvirtd_ends_in_a_step(host: Hypervisor, step: str, how: int, when: str) -> None:
+    """F18: libvirtd killed or stopped, and started again, while a worker is in a step: the step is done again (libvirt)
+
+    The worker goes on while libvirtd is `away`, or when it is `back`.
+    """
+    kept = host.running()
+    qemu, destroyed = host.qemu(kept), step == 'domain-destroyed'
+    host.restart(f'{step}:stop:1')
+    instance = host.running() if destroyed else host.place()
+    if destroyed:
+        host.ask_destroy(instance)
+    worker = host.frozen_at(step)
+    began = time.monotonic()
+    host.end_libvirtd(how)
+    lost(host)
+    figure('F18', detected_s=time.monotonic() - began)
+    if when == 'away':
+        os.kill(worker, signal.SIGCONT)
+        until(lambda: host.is_free(instance), 60, 'the worker has given up')
+        assert host.record(instance)['state'] == ('destroying' if destroyed else 'building')
+    began = time.monotonic()
+    host.start_libvirtd()
+    if when == 'back':
+        os.kill(worker, signal.SIGCONT)
+    record = host.reached(instance, 'gone' if destroyed else 'active')
+    figure('F18', recovered_s=time.monotonic() - began)
+    assert record['attempts'] == 0, "that libvirtd is away is nobody's failure"
+    # A worker that was frozen until then has a broken connection of its own to find out about.
+    found_again(host, most=1 if when == 'away' else 2)
+    assert host.qemu(kept) == qemu
+    assert sorted(host.qemus()) == sorted([kept] if destroyed else [kept, instance])
+    host.settled()
+
+
+def test_libvirtd_away(host: Hypervisor) -> None:
+    """F18: kill -9 of libvirtd for ten seconds: guests run on, ecompute idles, requests wait (libvirt)"""
+    kept, doomed = host.running(), host.running()
+    qemus = {each: host.qemu(each) for each in (kept, doomed)}
+    host.end_libvirtd()
+    lost(host)
+    instance = host.place()
+    host.ask_destroy(doomed)
+    began = time.monotonic()
+    with idle(host.pid):
+        until(lambda: time.monotonic() - began > 10, 20, 'ten seconds have passed')
+    assert {each: host.qemu(each) for each in (kept, doomed)} == qemus
+    assert host.record(kept)['state'] == 'active'
+    assert host.record(kept)['fault'] is None
+    began = time.monotonic()
+    host.start_libvirtd()
+    host.reached(instance, 'active')
+    host.reached(doomed, 'gone')
+    figure('F18', recovered_s=time.monotonic() - began)
+    found_again(host)
+    assert host.qemu(kept) == qemus[kept]
+    host.settled()
+
+
+@pytest.mark.parametrize('long', [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_libvirtd_frozen(host: Hypervisor, long: bool) -> None:
+    """F18: SIGSTOP of libvirtd in a build, until the keepalive fails: nobody hangs, it ends on CONT (libvirt)"""
+    kept = host.running()
+    qemu = host.qemu(kept)
+    host.restart('disk-created:stop:1')
+    instance = host.place()
+    worker = host.frozen_at('disk-created')
+    os.kill(host.libvirtd, signal.SIGSTOP)
+    began = time.monotonic()
+    os.kill(worker, signal.SIGCONT)
+    with idle(host.pid):
+        lost(host)
+        figure('F18', detected_s=time.monotonic() - began)
+        if long:
+            until(lambda: host.is_free(instance), 120, 'the worker has given up, and its undoing, too')
+    assert host.qemu(kept) == qemu
+    assert host.record(instance)['state'] == 'building'
+    began = time.monotonic()
+    os.kill(host.libvirtd, signal.SIGCONT)
+    assert host.reached(instance, 'active')['attempts'] == 0
+    figure('F18', recovered_s=time.monotonic() - began)
+    found_again(host)
+    assert host.qemu(kept) == qemu
+    assert host.record(kept)['fault'] is None
+    host.settled()

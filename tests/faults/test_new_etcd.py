@@ -1,0 +1,356 @@
+"""F13: etcd wiped, restored or exchanged, with ecompute at work or away: read-only and loud, until it is accepted."""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.commands import Control, Ecompute
+from tests.faults.etcds import SavedSnapshot, Snapshot, wipe
+from tests.faults.figures import figure
+from tests.faults.hands import Armed, settled
+from tests.scenario.story import (
+    IMAGE,
+    NOBODY,
+    addressed,
+    log_of,
+    logged,
+    place,
+    reached,
+    record,
+    reserved,
+)
+from tests.servers import Etcd, PlacementServer, until
+
+pytestmark = pytest.mark.timeout(300)
+
+STRANGE = 'is not the one this compute knew'
+FAILPOINTS = (REPUBLISHED := 'republished',)
+
+
+def guests(compute: Ecompute) -> dict[str, Any]:
+    """The fake's guests."""
+    path = compute.directory / 'state' / 'fake.json'
+    return {each['instance']: each for each in json.loads(path.read_text())} if path.exists() else {}
+
+
+def remembered(compute: Ecompute) -> dict[str, Any]:
+    """What its state directory knows of etcd."""
+    return dict(json.loads((compute.directory / 'state' / 'etcd.json').read_text()))
+
+
+def armed(control: Control) -> Armed:
+    """An ecompute that can be killed at a failpoint."""
+    return control.at_exit.enter_context(Armed(control.etcd.endpoint, control.placement.url))
+
+
+def stop(compute: Ecompute) -> None:
+    assert compute.stop() == 0
+
+
+def accept(compute: Ecompute) -> None:
+    """Stop it if it runs, and start it with --accept-new-etcd; the next start is an ordinary one again."""
+    if compute.is_running:
+        stop(compute)
+    compute.options = ['--accept-new-etcd']
+    compute.start()
+    compute.options = []
+
+
+def request_by_hand(control: Control, compute: Ecompute, instance: str) -> None:
+    """A request of which the claim is in order, as an eschedule with the new etcd would write it."""
+    resources = {'VCPU': 1, 'DISK_GB': 1, 'MEMORY_MB': 128}
+    allocations = {compute.uuid: {'resources': resources}}
+    body = {'allocations': allocations, 'consumer_generation': None, 'project_id': NOBODY, 'user_id': NOBODY}
+    control.placement.call('PUT', f'/allocations/{instance}', {**body, 'consumer_type': 'INSTANCE'})
+    value = {'version': 1, 'instance': instance, 'image': IMAGE, **body}
+    control.etcd.put(f'/hosts/{compute.uuid}/{instance}', json.dumps(value))
+
+
+def is_loud(compute: Ecompute, before: int = 0) -> None:
+    """It says once what it met and what to do, and goes on running."""
+    until(lambda: len(logged(compute, STRANGE, 'From now on')) > before, 30, f'it is loud; see {compute.log}')
+    said = logged(compute, STRANGE)
+    assert len(said) == before + 1, said
+    assert 'ecompute --accept-new-etcd' in said[-1]
+    assert compute.is_running
+
+
+def test_the_first_compute_names_etcd_and_all_remember_it(own_control: Control) -> None:
+    """F13: /cluster is written once, and what is seen of etcd is remembered across kill -9 (fake)"""
+    first, second = own_control.ecompute(), own_control.ecompute()
+    written = json.loads(own_control.etcd.get('/cluster') or b'{}')
+    assert written['version'] == 1
+    assert written['since'].startswith('20')
+    assert remembered(first)['identity'] == remembered(second)['identity'] == written['identity']
+    compute, instance = place(own_control)
+    addressed(own_control, instance)
+    its = first if first.uuid == compute else second
+    revision = int(own_control.etcd.call('kv/range', {'key': 'eA=='})['header']['revision'])
+    until(lambda: remembered(its)['revision'] >= revision, 10, 'the revision of its own last write is remembered')
+    its.kill()
+    assert remembered(its)['revision'] >= revision
+    its.start()
+    own_control.etcd.kill()
+    own_control.etcd.start()
+    own_control.etcd.compact()
+    _, after = place(own_control)
+    addressed(own_control, after)
+    assert json.loads(own_control.etcd.get('/cluster') or b'{}') == written
+    assert logged(first, STRANGE) + logged(second, STRANGE) == []
+    settled(own_control, first, second)
+
+
+@pytest.mark.parametrize('away', [False, True])
+def test_wiped(own_control: Control, away: bool) -> None:
+    """F13: etcd wiped, while ecompute is at work or away: guests stay, nothing is done, until it is accepted (fake)"""
+    etcd, compute = own_control.etcd, own_control.ecompute()
+    _, one = place(own_control)
+    _, two = place(own_control)
+    address = addressed(own_control, one)
+    addressed(own_control, two)
+    until(lambda: remembered(compute)['revision'] > 5, 5, 'what was seen is remembered')
+    if away:
+        compute.kill()
+    began = time.monotonic()
+    wipe(etcd)
+    recovered = time.monotonic()
+    if away:
+        compute.launch()
+    is_loud(compute)
+    detected = time.monotonic() - (recovered if not away else began)
+    # A request in it is not built, a tombstone in it is not carried out, and nobody is told that we live.
+    request_by_hand(own_control, compute, NOBODY)
+    tombstone = {'version': 1, 'instance': one, 'allocations': {}, 'image': None}
+    etcd.put(f'/hosts/{compute.uuid}/{one}', json.dumps(tombstone))
+    before = reserved(own_control, compute.uuid)
+    stop(compute)
+    assert 'stopping' in log_of(compute)[-1]
+    compute.launch()
+    is_loud(compute, 1)
+    assert reserved(own_control, compute.uuid) == before
+    assert set(guests(compute)) == {one, two}
+    assert all(each['running'] for each in guests(compute).values())
+    assert etcd.keys('/computes/') == []
+    assert etcd.keys('/instances/') == []
+    assert etcd.get('/cluster') is None
+    etcd.delete(f'/hosts/{compute.uuid}/{one}')
+    accepted = time.monotonic()
+    accept(compute)
+    assert addressed(own_control, one) == address
+    figure('F13', detected_s=detected, recovered_s=time.monotonic() - accepted)
+    assert addressed(own_control, two)
+    assert addressed(own_control, NOBODY)
+    for instance in (one, two):
+        kept = record(own_control, instance)
+        assert kept is not None
+        assert (kept['state'], kept['fault']) == ('active', None)
+        assert not logged(compute, 'INSTANTIATE', instance)[1:]
+    held = own_control.placement.allocations(one)
+    assert held == {compute.uuid: {'VCPU': 1, 'DISK_GB': 1, 'MEMORY_MB': 128}}
+    settled(own_control, compute)
+    compute.restart()
+    done = own_control.eschedule('destroy', '--wait', one)
+    assert done.code == 0, done
+    settled(own_control, compute)
+
+
+@pytest.mark.parametrize(
+    ('kind', 'away'),
+    [
+        (Snapshot, True),
+        (SavedSnapshot, False),
+        pytest.param(Snapshot, False, marks=pytest.mark.slow),
+        pytest.param(SavedSnapshot, True, marks=pytest.mark.slow),
+    ],
+)
+def test_restored(own_control: Control, kind: Callable[[Etcd], Snapshot], away: bool) -> None:
+    """F13: etcd restored from an older snapshot: what ended since stays ended, what came since is published (fake)"""
+    etcd, compute = own_control.etcd, own_control.ecompute('VCPU:8,DISK_GB:20,MEMORY_MB:2048')
+    _, kept = place(own_control)
+    _, destroyed = place(own_control)
+    for instance in (kept, destroyed):
+        addressed(own_control, instance)
+    older = kind(etcd)
+    until(lambda: not logged(compute, 'cannot be reached') or logged(compute, 'is back'), 15, 'it follows etcd again')
+    assert own_control.eschedule('destroy', '--wait', destroyed).code == 0
+    _, came = place(own_control)
+    addressed(own_control, came)
+    compute_log = len(logged(compute, STRANGE))
+    assert compute_log == 0
+    if away:
+        stop(compute)
+    older.restore()
+    if away:
+        compute.launch()
+    is_loud(compute)
+    assert set(guests(compute)) == {kept, came}
+    # One more has a tombstone by the time the etcd is accepted: that one is carried out.
+    tombstone = json.loads(etcd.get(f'/hosts/{compute.uuid}/{kept}') or b'{}')
+    etcd.put(f'/hosts/{compute.uuid}/{kept}', json.dumps({**tombstone, 'allocations': {}, 'image': None}))
+    accept(compute)
+    reached(own_control, kept, 'gone')
+    reached(own_control, destroyed, 'gone')
+    reached(own_control, came, 'active')
+    until(lambda: set(guests(compute)) == {came}, 10, 'only what came since is here')
+    assert len(logged(compute, 'INSTANTIATE', destroyed)) == 1
+    settled(own_control, compute)
+    stop(compute)
+    compute.start()
+    settled(own_control, compute)
+
+
+def test_restored_and_overtaken(own_control: Control) -> None:
+    """F13: restored long ago, its revision higher than ever: its raft term tells (fake)"""
+    etcd, compute = own_control.etcd, own_control.ecompute()
+    _, instance = place(own_control)
+    addressed(own_control, instance)
+    older = SavedSnapshot(etcd)
+    for _ in range(3):
+        etcd.restart()
+    _, came = place(own_control)
+    addressed(own_control, came)
+    stop(compute)
+    seen = remembered(compute)
+    older.restore()
+    for number in range(200):
+        etcd.put('/elsewhere', str(number))
+    assert int(etcd.call('kv/range', {'key': 'eA=='})['header']['revision']) > seen['revision']
+    compute.launch()
+    is_loud(compute)
+    assert 'raft term' in logged(compute, STRANGE)[0]
+    accept(compute)
+    settled(own_control, compute)
+
+
+def test_a_destroy_that_was_accepted_goes_on(own_control: Control) -> None:
+    """F13: etcd wiped in the middle of a destroy: accepted, the destroy goes on (fake)"""
+    compute = armed(own_control)
+    _, instance = place(own_control)
+    addressed(own_control, instance)
+    stop(compute)
+    compute.failpoint = 'destroying:stop'
+    compute.start()
+    assert own_control.eschedule('destroy', instance).code == 0
+    compute.stopped_at('destroying')
+    compute.kill()
+    compute.failpoint = ''
+    assert record(own_control, instance)['state'] == 'destroying'  # type: ignore[index]
+    wipe(own_control.etcd)
+    accept(compute)
+    reached(own_control, instance, 'gone')
+    settled(own_control, compute)
+
+
+def test_a_build_under_way_goes_on(own_control: Control) -> None:
+    """F13: etcd wiped in the middle of a build: accepted, the build goes on (fake)"""
+    compute = armed(own_control)
+    stop(compute)
+    compute.failpoint = 'seeded:stop'
+    compute.start()
+    _, instance = place(own_control)
+    compute.stopped_at('seeded')
+    compute.kill()
+    compute.failpoint = ''
+    wipe(own_control.etcd)
+    accept(compute)
+    addressed(own_control, instance)
+    settled(own_control, compute)
+
+
+def test_killed_while_it_accepts(own_control: Control) -> None:
+    """F13: kill -9 between publishing again and remembering: the next start finds the same, and it goes on (fake)"""
+    compute = armed(own_control)
+    _, instance = place(own_control)
+    addressed(own_control, instance)
+    stop(compute)
+    wipe(own_control.etcd)
+    compute.failpoint = f'{REPUBLISHED}:stop'
+    compute.options = ['--accept-new-etcd']
+    compute.launch()
+    compute.stopped_at(REPUBLISHED)
+    compute.kill()
+    compute.failpoint = ''
+    compute.options = []
+    compute.launch()
+    is_loud(compute)
+    accept(compute)
+    reached(own_control, instance, 'active')
+    settled(own_control, compute)
+
+
+def test_no_room_for_a_lost_claim(own_control: Control) -> None:
+    """F13: etcd wiped and the claim lost, too, and its place taken: the guest stays, with a fault (fake)"""
+    compute = own_control.ecompute('VCPU:1,DISK_GB:10,MEMORY_MB:512')
+    _, instance = place(own_control)
+    addressed(own_control, instance)
+    stop(compute)
+    wipe(own_control.etcd)
+    own_control.placement.call('DELETE', f'/allocations/{instance}')
+    inventory = {'resource_provider_generation': 0, 'inventories': {}}
+    for each in own_control.placement.call('GET', '/resource_providers')['resource_providers']:
+        if each['uuid'] == compute.uuid:
+            inventory['resource_provider_generation'] = each['generation']
+    inventory['inventories'] = {'VCPU': {'total': 1}, 'DISK_GB': {'total': 10}, 'MEMORY_MB': {'total': 512}}
+    own_control.placement.call('PUT', f'/resource_providers/{compute.uuid}/inventories', inventory)
+    body = {'consumer_generation': None, 'project_id': NOBODY, 'user_id': NOBODY, 'consumer_type': 'INSTANCE'}
+    body['allocations'] = {compute.uuid: {'resources': {'VCPU': 1}}}  # type: ignore[assignment]
+    own_control.placement.call('PUT', f'/allocations/{NOBODY}', body)
+    accept(compute)
+    kept = reached(own_control, instance, 'active')
+    assert 'without a claim' in kept['fault']
+    assert guests(compute)[instance]['running']
+    own_control.placement.call('DELETE', f'/allocations/{NOBODY}')
+    stop(compute)
+    accept(compute)
+    assert own_control.placement.allocations(instance)
+    settled(own_control, compute)
+
+
+def test_a_lost_claim_is_made_again(own_control: Control, own_placement: PlacementServer) -> None:
+    """F13: etcd wiped and the claim lost, too: claimed again (fake)"""
+    compute = own_control.ecompute()
+    _, instance = place(own_control)
+    addressed(own_control, instance)
+    held = own_placement.allocations(instance)
+    stop(compute)
+    wipe(own_control.etcd)
+    own_placement.call('DELETE', f'/allocations/{instance}')
+    accept(compute)
+    assert own_placement.allocations(instance) == held
+    settled(own_control, compute)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('value', [None, '{"version": 1, "identity": "5ca1ab1e-0000-4000-8000-000000000000"}', 'x'])
+def test_another_identity(own_control: Control, value: str | None) -> None:
+    """F13: /cluster removed or exchanged: seen at the next start (fake)"""
+    compute = own_control.ecompute()
+    stop(compute)
+    written = own_control.etcd.get('/cluster')
+    assert written is not None
+    if value is None:
+        own_control.etcd.delete('/cluster')
+    else:
+        own_control.etcd.put('/cluster', value)
+    compute.launch()
+    is_loud(compute)
+    stop(compute)
+    # Nothing was forgotten: with the right one back it is as before.
+    own_control.etcd.put('/cluster', written)
+    compute.start()
+    compute.stop(signal.SIGINT)
+    if value == 'x':
+        own_control.etcd.put('/cluster', value)
+        compute.options = ['--accept-new-etcd']
+        compute.launch()
+        until(lambda: not compute.is_running, 20, 'there is nothing to accept')
+        assert '/cluster' in log_of(compute)[-1]
+    else:
+        own_control.etcd.delete('/cluster')
+        accept(compute)

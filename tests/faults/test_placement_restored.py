@@ -1,0 +1,124 @@
+"""F17: placement's database is replaced by an older copy: it has forgotten what was claimed since, or claims too much.
+
+What runs goes on, whatever it says. ecompute makes its provider and its inventory again and releases what nobody stands
+behind; a claim that is missing is shown by the audit.
+"""
+
+from __future__ import annotations
+
+import shutil
+import time
+
+import pytest
+
+from tests.commands import Control, Ecompute
+from tests.faults.audit import findings
+from tests.faults.figures import figure
+from tests.faults.hands import guests, look_twice, losses, settled
+from tests.scenario.story import SMALL, addressed, log_of, logged, notified, place, reached, record, reserved
+from tests.servers import until
+
+DATABASE = 'placement.sqlite'
+
+
+def save(control: Control) -> None:
+    """Take a copy of placement's database. It is stopped meanwhile, so that it is whole."""
+    control.placement.stop()
+    shutil.copy(control.placement.directory / DATABASE, control.directory / DATABASE)
+    control.placement.start()
+
+
+def restore(control: Control) -> None:
+    """Put the copy back."""
+    control.placement.stop()
+    for each in control.placement.directory.glob(f'{DATABASE}-*'):
+        each.unlink()  # a journal of the newer one
+    shutil.copy(control.directory / DATABASE, control.placement.directory / DATABASE)
+    control.placement.start()
+
+
+def unharmed(control: Control, compute: Ecompute, instance: str, address: str) -> None:
+    """The instance runs, and its record is as it was."""
+    found = record(control, instance)
+    assert found is not None
+    assert (found['state'], found['addresses'][0]['address']) == ('active', address)
+    assert guests(compute)[instance]['running']
+
+
+def test_claims_are_missing(own_control: Control) -> None:
+    """F17: placement restored from before a create: the guest runs on, the audit shows it, a destroy works (fake)"""
+    compute = own_control.ecompute()
+    _, before = place(own_control)
+    addressed(own_control, before)
+    save(own_control)
+    _, since = place(own_control)
+    address = addressed(own_control, since)
+    restore(own_control)
+    assert own_control.placement.consumers(compute.uuid).keys() == {before}
+    found = findings(own_control)
+    assert [each['subject'] for each in found] == [since], found
+    assert 'holds nothing' in str(found), found
+    compute.stop()
+    compute.start()  # nor does a restart harm it
+    unharmed(own_control, compute, since, address)
+    assert own_control.eschedule('destroy', since, before).code == 0
+    for instance in (since, before):
+        reached(own_control, instance, 'gone')
+    settled(own_control, compute)
+
+
+def test_a_claim_too_many(own_control: Control) -> None:
+    """F17: placement restored from before a destroy: what it still claims is released by its compute (fake)"""
+    compute = own_control.ecompute()
+    kept, since = place(own_control)[1], place(own_control)[1]
+    for instance in (kept, since):
+        addressed(own_control, instance)
+    save(own_control)
+    assert own_control.eschedule('destroy', '--wait', since).code == 0
+    restore(own_control)
+    assert own_control.placement.consumers(compute.uuid).keys() == {kept, since}
+    look_twice(own_control, compute, guests(compute))
+    assert own_control.placement.consumers(compute.uuid).keys() == {kept}
+    settled(own_control, compute)
+
+
+def test_the_provider_is_gone(own_control: Control) -> None:
+    """F17: placement restored from before this compute: it makes its provider again by itself (fake)"""
+    save(own_control)
+    compute = own_control.ecompute()
+    _, instance = place(own_control)
+    address = addressed(own_control, instance)
+    restore(own_control)
+    assert own_control.placement.inventory(compute.uuid) == {}
+    unharmed(own_control, compute, instance, address)
+    compute.stop()
+    compute.start()
+    assert own_control.placement.inventory(compute.uuid)['VCPU']['total'] == 4
+    unharmed(own_control, compute, instance, address)
+    assert own_control.eschedule('destroy', '--wait', instance).code == 0
+    assert notified(own_control.eschedule(SMALL))[0] == compute.uuid
+    settled(own_control, compute)
+
+
+@pytest.mark.slow
+def test_the_provider_is_gone_and_nobody_restarts_anything(own_control: Control) -> None:
+    """F17: placement restored from before this compute: within a minute its provider is there again (fake)"""
+    save(own_control)
+    compute = own_control.ecompute()
+    _, instance = place(own_control)
+    address = addressed(own_control, instance)
+    restore(own_control)
+    began = time.monotonic()
+    until(lambda: own_control.placement.inventory(compute.uuid), 80, 'its inventory is there')
+    figure('F17', recovered_s=time.monotonic() - began)
+    assert own_control.placement.inventory(compute.uuid)['VCPU']['reserved'] == 0
+    unharmed(own_control, compute, instance, address)
+    assert len(logged(compute, 'registering again')) == 1
+    lost, _ = losses(compute, '')  # its provider, and placement itself if it looked while that was away
+    until(lambda: losses(compute, '') == (lost, lost), 20, 'each return is logged')
+    assert 1 <= lost <= 2, log_of(compute)
+    assert own_control.eschedule('destroy', '--wait', instance).code == 0
+    assert compute.stop() == 0
+    assert reserved(own_control, compute.uuid) == 4
+    compute.start()
+    settled(own_control, compute)

@@ -1,0 +1,132 @@
+"""Rule 5 of the protocol: every write about an instance compares its request's revision, so none comes late.
+
+Each of ecompute's tasks is carried out on a request that has been rewritten since it was planned: nothing changes. The
+interleavings of the other rules are where their parts are tested; tests/faults/README.md lists them.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+
+from ecomp.agent.instances import Instances, Shape
+from ecomp.agent.memory import Memory
+from ecomp.agent.metadata import GuestData
+from ecomp.agent.pool import Inline, Pretended
+from ecomp.agent.records import Superseded
+from ecomp.conf import EtcdConfig
+from ecomp.model import keys
+from ecomp.model.guest import Guest, mac_address
+from ecomp.model.instance import Request, to_json
+from ecomp.model.record import ACTIVE, BUILDING, Interface, Record
+from ecomp.model.record import to_json as record_json
+from ecomp.placement import allocations as ledger
+from ecomp.placement.client import Placement
+from ecomp.store.client import Put, Store
+from ecomp.virt.fake import FakeHypervisor
+from tests.servers import Etcd, PlacementServer
+
+NOW = '2026-11-21T09:00:00.000Z'
+SIZE = {'VCPU': 1, 'MEMORY_MB': 64, 'DISK_GB': 1}
+
+
+@dataclass
+class World:
+    """One instance that was asked for, then something else: `planned` is the revision ecompute had seen."""
+
+    instances: Instances
+    request: Request
+    compute: str
+    guest: Guest
+    planned: int
+    hypervisor: FakeHypervisor
+
+
+@pytest.fixture
+def world(etcd: Etcd, placement: PlacementServer, tmp_path: Path) -> Iterator[World]:
+    compute = placement.make_provider(VCPU=4, MEMORY_MB=1024, DISK_GB=10)
+    instance = str(uuid.uuid4())
+    store, client = Store(EtcdConfig(endpoints=(etcd.endpoint,))), Placement(placement.url)
+    hypervisor = FakeHypervisor()
+    runner = Inline(hypervisor, Pretended())
+    memory = Memory(tmp_path, compute, lambda: NOW)
+    data = GuestData(tmp_path / 'metadata')
+    instances = Instances(compute, store, client, runner, data, Shape('qemu', True, None), memory, lambda: NOW)
+    request = Request(instance, {compute: SIZE}, 'http://h/i', 'u', 'p')
+    ledger.claim(client, instance, request.allocations, 'u', 'p')
+    planned = store.commit([], [Put(keys.host(compute, instance), to_json(request))])
+    assert planned
+    guest = Guest(instance, compute, defined=True, running=True, disk=True)
+    yield World(instances, request, compute, guest, planned, hypervisor)
+    runner.stop()
+    store.close()
+    client.close()
+
+
+def record(world: World, state: str) -> Record:
+    name = world.request.instance
+    return Record(name, world.compute, state, 'http://h/i', addresses=(Interface('default', mac_address(name, 0)),))
+
+
+def planes(etcd: Etcd, placement: PlacementServer, world: World) -> list[object]:
+    """All that is written anywhere of the instance."""
+    name = world.request.instance
+    names = (keys.host(world.compute, name), keys.instance(name), keys.booted(name))
+    return [*(etcd.get(each) for each in names), placement.allocations(name)]
+
+
+TASKS: dict[str, tuple[str | None, Callable[[World], None]]] = {
+    'build': (None, lambda w: w.instances.build(w.request, w.planned, None)),
+    'build again': (BUILDING, lambda w: w.instances.build(w.request, w.planned, None)),
+    'adopt': (None, lambda w: w.instances.build(w.request, w.planned, w.guest)),
+    'destroy': (ACTIVE, lambda w: w.instances.destroy(replace(w.request, allocations={}, image=None), w.planned)),
+    'power off': (ACTIVE, lambda w: w.instances.power(w.request.instance, w.planned, None)),
+    'address': (
+        ACTIVE,
+        lambda w: w.instances.address(w.request.instance, w.planned, {mac_address(w.request.instance, 0): '10.0.0.1'}),
+    ),
+    'clear': (None, lambda w: w.instances.clear(w.request.instance, w.planned, 'no reason')),
+}
+
+
+@pytest.mark.parametrize('task', TASKS)
+@pytest.mark.parametrize('since', ['rewritten', 'deleted'])
+def test_rule_5_a_late_write_is_none(
+    etcd: Etcd, placement: PlacementServer, world: World, task: str, since: str
+) -> None:
+    state, carry_out = TASKS[task]
+    name = world.request.instance
+    if state is not None:
+        etcd.put(keys.instance(name), record_json(record(world, state)))
+        assert world.instances.record(name) is not None  # as ecompute knows it
+    # Between the plan and the task.
+    if since == 'rewritten':
+        etcd.put(keys.host(world.compute, name), to_json(replace(world.request, user_id='somebody else')))
+    else:
+        etcd.delete(keys.host(world.compute, name))
+    before = planes(etcd, placement, world)
+    with pytest.raises(Superseded):
+        carry_out(world)
+    assert planes(etcd, placement, world) == before
+    assert world.hypervisor.guests() == {}
+
+
+def test_rule_5_in_time_it_is_written(etcd: Etcd, placement: PlacementServer, world: World) -> None:
+    """The same tasks, each in time: else the test above could not fail."""
+    name = world.request.instance
+    TASKS['build'][1](world)
+    TASKS['address'][1](world)
+    host, kept, booted, held = planes(etcd, placement, world)
+    assert host is not None
+    assert kept is not None
+    assert (booted, held) == (b'10.0.0.1', {world.compute: SIZE})
+    assert set(world.hypervisor.guests()) == {name}
+    TASKS['destroy'][1](world)
+    host, kept, booted, held = planes(etcd, placement, world)
+    assert (host, booted, held) == (None, None, {})
+    assert b'"gone"' in (kept or b'')
+    assert world.hypervisor.guests() == {}

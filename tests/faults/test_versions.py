@@ -1,0 +1,160 @@
+"""F34: what was written by the version before is read; what the version after has written is refused and kept."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from typing import Any
+
+import pytest
+
+from ecomp.model.record import from_json
+from tests.commands import Control
+from tests.faults.hands import guests
+from tests.faults.test_duplicates import ROOM, claim
+from tests.faults.tuned import tuned
+from tests.scenario.invariants import check
+from tests.scenario.story import IMAGE, addressed, logged, one_line, place, reached, record
+from tests.servers import until
+
+
+def of_2019(compute: str, instance: str, image: str | None = IMAGE) -> dict[str, Any]:
+    """What the 2019 eschedule wrote: its claim's body, and two fields. Without an image: its destroy."""
+    return {
+        'allocations': {compute: {'resources': ROOM}} if image else {},
+        'user_id': '3f0a7b59-6b93-4ca7-8d47-4ac21e5e8d1c',
+        'project_id': 'b1e5ae4a-9f6f-4c0c-9f92-bb3b5d8e9a11',
+        'consumer_generation': None,
+        'instance': instance,
+        'image': image,
+    }
+
+
+def test_requests_of_2019(cluster: Control) -> None:
+    """F34: a request and a destroy as the 2019 eschedule wrote them are carried out (fake)"""
+    compute = cluster.ecompute()
+    instance = str(uuid.uuid4())
+    key = f'/hosts/{compute.uuid}/{instance}'
+    claim(cluster, instance, compute.uuid)
+    cluster.etcd.put(key, json.dumps(of_2019(compute.uuid, instance)))
+    address = addressed(cluster, instance)  # at /booted, as plain text, where 2019's looked for it
+    assert cluster.eschedule(instance).stdout == f'{address}\n'
+    check(cluster, compute)
+    cluster.etcd.put(key, json.dumps(of_2019(compute.uuid, instance, None)))
+    until(lambda: cluster.etcd.get(key) is None, 20, 'it is destroyed')
+    assert cluster.etcd.get(f'/booted/{instance}') is None
+    check(cluster, compute)
+
+
+def test_a_request_of_the_next_version(cluster: Control) -> None:
+    """F34: a request of a newer version ends in error that names both versions; nothing of it is made (fake)"""
+    compute = cluster.ecompute()
+    instance = str(uuid.uuid4())
+    claim(cluster, instance, compute.uuid)
+    body = {**of_2019(compute.uuid, instance), 'version': 2, 'volumes': [{'size': 1}]}
+    cluster.etcd.put(f'/hosts/{compute.uuid}/{instance}', json.dumps(body))
+    error = reached(cluster, instance, 'error')['error']
+    assert 'version 2 of the request is not known here: this ecompute takes 1' in error['reason']
+    assert logged(compute, 'INSTANTIATE', instance) == []
+    check(cluster, compute)
+
+
+def test_a_running_guest_s_request_of_the_next_version(cluster: Control) -> None:
+    """F34: the request of a running guest rewritten by a newer eschedule: it stays, and a fault says why (fake)"""
+    compute = cluster.ecompute()
+    _, instance = place(cluster)
+    addressed(cluster, instance)
+    key = f'/hosts/{compute.uuid}/{instance}'
+    ours = cluster.etcd.get(key)
+    assert ours is not None
+    newer = json.dumps({**json.loads(ours), 'version': 2, 'power': 'off'})
+    cluster.etcd.put(key, newer)
+    until(lambda: (record(cluster, instance) or {})['fault'], 20, 'a fault says so')
+    found = record(cluster, instance) or {}
+    assert 'version 2' in found['fault']
+    assert (found['state'], set(guests(compute))) == ('active', {instance})
+    assert cluster.etcd.get(key) == newer.encode()
+    # A destroy by this version's eschedule is understood, and carried out.
+    assert cluster.eschedule('destroy', '--wait', instance).code == 0
+    check(cluster, compute)
+
+
+@pytest.mark.parametrize('version', [2, 99])
+def test_a_record_of_the_next_version(cluster: Control, version: int) -> None:
+    """F34: a record of a newer version is refused by name, shown as that by eschedule, and left as it is (fake)"""
+    compute = tuned(cluster, numbers={'EVERY': 0.3})
+    _, instance = place(cluster)
+    addressed(cluster, instance)
+    key = f'/instances/{instance}'
+    ours = cluster.etcd.get(key)
+    assert ours is not None
+    newer = json.dumps({**json.loads(ours), 'version': version, 'state': 'migrating', 'volumes': []})
+    compute.stop()
+    cluster.etcd.put(key, newer)
+    compute.start()
+    until(lambda: logged(compute, key, f'version {version}', 'install a newer one'), 20, 'it is refused')
+    assert logged(compute, ' ERROR ', instance) == []
+    one_line(cluster.eschedule('show', instance), 1, key, f'version {version}', 'install a newer one')
+    one_line(cluster.eschedule('destroy', instance), 1, key, f'version {version}')
+    one_line(cluster.eschedule('list'), 1, key, f'version {version}')
+    _, other = place(cluster)  # nobody else is hindered
+    addressed(cluster, other)
+    assert len(logged(compute, key, 'trying again')) == 1
+    assert cluster.etcd.get(key) == newer.encode()
+    assert set(guests(compute)) == {instance, other}
+    # The newer ecompute is back, and has written what this version reads.
+    cluster.etcd.put(key, ours)
+    until(lambda: cluster.eschedule('show', instance).code == 0, 20, 'it is read again')
+    assert cluster.eschedule('destroy', '--wait', instance).code == 0
+    check(cluster, compute)
+
+
+def test_fields_nobody_knows(cluster: Control) -> None:
+    """F34: a neighbour of the same version with fields more: all is read, the fields are passed over (fake)"""
+    compute = tuned(cluster, numbers={'EVERY': 0.3})
+    instance = str(uuid.uuid4())
+    claim(cluster, instance, compute.uuid)
+    body = {**of_2019(compute.uuid, instance), 'version': 1, 'name': 'web', 'group': {'policy': 'spread'}}
+    request_key, record_key = f'/hosts/{compute.uuid}/{instance}', f'/instances/{instance}'
+    cluster.etcd.put(request_key, json.dumps(body))
+    address = addressed(cluster, instance)
+    assert cluster.etcd.get(request_key) == json.dumps(body).encode()  # eschedule's own, which nobody rewrites
+    ours = json.loads(cluster.etcd.get(record_key) or b'')
+    more = {**ours, 'ready': True, 'addresses': [{**each, 'family': 4} for each in ours['addresses']]}
+    assert from_json(json.dumps(more).encode()) == from_json(json.dumps(ours).encode())
+    cluster.etcd.put(record_key, json.dumps(more))
+    for words in (['show', instance], ['list'], [instance]):
+        assert cluster.eschedule(*words).code == 0
+    assert cluster.eschedule(instance).stdout == f'{address}\n'
+    # ecompute takes it for its own again: it is neither in its way, nor destroyed for it.
+    _, other = place(cluster)
+    addressed(cluster, other)
+    assert (record(cluster, instance) or {})['state'] == 'active'
+    assert set(guests(compute)) == {instance, other}
+    assert cluster.eschedule('destroy', '--wait', instance).code == 0
+    check(cluster, compute)
+
+
+def test_a_state_directory_of_another_version(cluster: Control) -> None:
+    """F34: what another version remembers in the state directory is left alone and named; ecompute works on (fake)"""
+    compute = cluster.ecompute()
+    _, instance = place(cluster)
+    addressed(cluster, instance)
+    path = compute.directory / 'state' / 'instances' / f'{instance}.json'
+    newer = json.dumps({**json.loads(path.read_text()), 'version': 2})
+    compute.stop()
+    path.write_text(newer)
+    compute.start()
+    assert logged(compute, str(path), 'version 2')
+    assert path.read_text() == newer
+    assert addressed(cluster, instance)
+    addressed(cluster, place(cluster)[1])
+    check(cluster, compute)
+
+
+def test_a_record_of_before_versions(cluster: Control) -> None:
+    """F34: 2019 wrote no records: an address at /booted alone is still what eschedule prints (fake)"""
+    instance = str(uuid.uuid4())
+    cluster.etcd.put(f'/booted/{instance}', '192.168.122.17')
+    assert cluster.eschedule(instance).stdout == '192.168.122.17\n'
+    cluster.etcd.delete(f'/booted/{instance}')

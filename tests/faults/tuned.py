@@ -1,0 +1,58 @@
+"""Fake ecomputes with another number in their daemon, in another environment, or below a limit."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from tests.commands import Control
+from tests.faults.hands import Armed
+
+PATCHED = """
+import sys
+from ecomp.agent import daemon
+for setting in filter(None, '{numbers}'.split(',')):
+    name, _, value = setting.partition('=')
+    assert hasattr(daemon, name), name
+    setattr(daemon, name, type(getattr(daemon, name))(float(value)))
+from ecomp.compute import main
+sys.exit(main())
+"""
+
+
+class Tuned(Armed):
+    """`numbers` such as {'EVERY': 1} are the daemon's; `extra` is added to its environment; `prefix` runs it."""
+
+    numbers: Mapping[str, float]
+    extra: Mapping[str, str]
+    prefix: Sequence[str]
+
+    def command(self) -> list[str]:
+        """The same, from the inside of Python where a number is another."""
+        python, *words = super().command()
+        if self.numbers:
+            numbers = ','.join(f'{name}={value}' for name, value in self.numbers.items())
+            words = ['-c', PATCHED.format(numbers=numbers), *words[2:]]
+        return [*self.prefix, python, *words]
+
+    def environment(self) -> dict[str, str]:
+        """With what is added."""
+        return {**super().environment(), **self.extra}
+
+
+def tuned(
+    control: Control,
+    inventory: str = 'VCPU:4,DISK_GB:10,MEMORY_MB:512',
+    failpoint: str = '',
+    numbers: Mapping[str, float] | None = None,
+    extra: Mapping[str, str] | None = None,
+    prefix: Sequence[str] = (),
+    start: bool = True,
+) -> Tuned:
+    """A fake ecompute of this kind, started unless `start` is False, ended with `control`."""
+    compute = Tuned(control.etcd.endpoint, control.placement.url, inventory)
+    compute.failpoint, compute.numbers, compute.extra, compute.prefix = failpoint, numbers or {}, extra or {}, prefix
+    if start:
+        control.at_exit.enter_context(compute)
+    else:
+        control.at_exit.callback(compute.close)
+    return compute
