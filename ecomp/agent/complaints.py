@@ -6,7 +6,9 @@ What fails for want of a backend is one loss with all else that does; anything e
 from __future__ import annotations
 
 import logging
+import math
 import threading
+import time
 from typing import NamedTuple
 
 from ecomp.errors import EcompError, StrangeEtcd, Unreachable
@@ -25,14 +27,20 @@ class Complaints:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._open: dict[str, _Loss] = {}
+        self._returned: dict[_Loss, float] = {}
 
-    def complain(self, doing: str, error: EcompError) -> None:
-        """This failed, and is tried again."""
+    def complain(self, doing: str, error: EcompError, began: float = math.inf) -> None:
+        """This failed, and is tried again. What `began` (monotonic) before its backend's return proves no new loss.
+
+        A worker frozen throughout an outage, say, meets its own broken connection long after everybody else.
+        """
         if isinstance(error, StrangeEtcd):
             return  # its guard has said so, and it is not tried again
         backend = error.backend if isinstance(error, Unreachable) else ''
         loss = _Loss(backend or str(error), bool(backend))
         with self._lock:
+            if loss.backend and began < self._returned.get(loss, -math.inf):
+                return
             known = loss in self._open.values()
             self._open[doing] = loss
         if not known:
@@ -46,6 +54,8 @@ class Complaints:
                 return False
             # One that is back is back for all; who finds otherwise complains anew.
             self._open = {other: each for other, each in self._open.items() if each != loss}
+            if loss.backend:
+                self._returned[loss] = time.monotonic()
         log.info('%s is back' if loss.backend else 'what failed before works again: %s', loss.about)
         return True
 

@@ -144,7 +144,7 @@ class Daemon:
             if self._stopping or self.read_only or state is None:
                 next_minute = time.monotonic() + POLL  # the first list nudges; until then there is nothing to plan
                 continue
-            doing = 'planning'
+            doing, began = 'planning', time.monotonic()
             try:
                 minute = time.monotonic() >= next_minute
                 if minute:
@@ -160,7 +160,7 @@ class Daemon:
                 elif minute:
                     self._look_delay = 0.0
             except EcompError as error:
-                self._complaints.complain(doing, error)
+                self._complaints.complain(doing, error, began)
                 next_minute = min(next_minute, time.monotonic() + LAST_DELAY * random.uniform(0.5, 1.0))
             except Exception:
                 log.exception('planning failed in a way nobody thought of; trying again')
@@ -174,12 +174,13 @@ class Daemon:
         }
         worked = True
         for doing, look in looks.items():
+            began = time.monotonic()
             try:
                 look()
                 self._settled(doing)
             except EcompError as error:
                 worked = False
-                self._complaints.complain(doing, error)
+                self._complaints.complain(doing, error, began)
         return worked
 
     def _recheck(self) -> None:
@@ -277,7 +278,7 @@ class Daemon:
     def _carry_out(
         self, task: Task, revision: int, wish: Wish, guest: Guest | None, addresses: Mapping[str, str]
     ) -> None:
-        instance = task.instance
+        instance, began = task.instance, time.monotonic()
         log.debug('%s %s: %s', task.kind.value, instance, task.reason)
         try:
             if task.kind is Kind.REFUSE:
@@ -308,7 +309,7 @@ class Daemon:
             if task.kind is Kind.BUILD:
                 self._end_without_request(instance)
         except EcompError as error:
-            self._complaints.complain(instance, error)
+            self._complaints.complain(instance, error, began)
             self._put_off(instance)
         except Exception:
             log.exception('%s of instance %s failed in a way nobody thought of', task.kind.value, instance)

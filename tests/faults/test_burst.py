@@ -82,7 +82,7 @@ def test_a_burst(own_control: Control) -> None:
     # Nothing has leaked: what is left of the room can be had to the last VCPU, and no more.
     room = COMPUTES * EACH - len(living)
     last = at_once(control, [[SMALL]] * (room + 3), width=4)
-    assert Counter(each.code for each in last) == {0: room, 3: 3}, codes
+    assert Counter(each.code for each in last) == Counter({0: room, 3: 3}), codes
     for result in last:
         if result.code == 0:
             reached(control, notified(result)[1], 'active')
