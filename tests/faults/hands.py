@@ -10,9 +10,11 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Self
+
+import pytest
 
 from ecomp.agent.claims import APART, ClaimKeeper
 from ecomp.conf import EtcdConfig
@@ -118,6 +120,11 @@ class Armed(Ecompute):
             return self._fired.names[-1:] == [failpoint] and is_stopped(self.pid)
 
         until(stopped, 30, f'ecompute is frozen at {failpoint}; fired: {self._fired.names}')
+
+
+def some(steps: Sequence[str], *quick: str) -> list[Any]:
+    """The steps as parameters of a test: all but the quick ones are slow."""
+    return [pytest.param(step, marks=[] if step in quick else [pytest.mark.slow]) for step in steps]
 
 
 def settled(control: Control, *computes: Ecompute) -> None:

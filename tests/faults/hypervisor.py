@@ -9,12 +9,10 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
 from typing import Any
-
-import pytest
 
 from ecomp.agent.locks import InstanceLocks
 from ecomp.lab import machine, namespaces, state
@@ -370,11 +368,6 @@ class SlowImages(Server):
     def go_on(self) -> None:
         """From now on images come whole."""
         self._go.touch()
-
-
-def some(steps: Sequence[str], *quick: str) -> list[Any]:
-    """The steps as parameters of a test: all but the quick ones are slow."""
-    return [pytest.param(step, marks=[] if step in quick else [pytest.mark.slow]) for step in steps]
 
 
 def logged_at(line: str) -> float:

@@ -128,7 +128,7 @@ def test_every_form_without_placement(own_control: Control, how: str) -> None:
 # Between the steps
 
 
-@pytest.mark.parametrize('how', HOWS)
+@pytest.mark.parametrize('how', ['killed', pytest.param('frozen', marks=pytest.mark.slow)])
 @pytest.mark.parametrize('step', ['announced', 'claimed'])
 def test_etcd_lost_between_the_steps(own_control: Control, step: str, how: str) -> None:
     """F15: etcd lost before the claim, and before the delivery: the same command with --uuid goes on (fake)"""
@@ -244,6 +244,7 @@ def test_etcd_lost_at_the_tombstone(own_control: Control, arrived: bool) -> None
     works_again(own_control, compute)
 
 
+@pytest.mark.slow
 def test_etcd_lost_while_waiting(own_control: Control) -> None:
     """F10: etcd killed when a create or a destroy is accepted and waited for: what is accepted has been said (fake)"""
     compute = own_control.ecompute()

@@ -9,6 +9,8 @@ import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 
+import pytest
+
 from tests.commands import Control, Result
 from tests.faults.figures import figure
 from tests.faults.hands import guests, lapse_requests, look_twice, settled
@@ -20,6 +22,7 @@ REQUESTS, AT_ONCE, COMPUTES, EACH, DESTROYS = 60, 12, 3, 15, 12
 RESUME = re.compile(r'--uuid ([0-9a-f-]{36})')
 
 
+@pytest.mark.slow
 def test_a_burst(own_control: Control) -> None:
     """F33: 60 creates by 12 eschedules, room for 45, random destroys, and kill -9 of etcd in the middle (fake)"""
     control, rng = own_control, random.Random(33)

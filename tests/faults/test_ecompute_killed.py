@@ -11,8 +11,8 @@ import pytest
 
 from tests.commands import Control
 from tests.faults.figures import figure
-from tests.faults.hands import Armed, settled
-from tests.faults.hypervisor import Hypervisor, some
+from tests.faults.hands import Armed, settled, some
+from tests.faults.hypervisor import Hypervisor
 from tests.scenario.story import addressed, place, reached, reserved
 from tests.servers import until
 
@@ -49,7 +49,7 @@ def start_again(compute: Armed) -> float:
     return began
 
 
-@pytest.mark.parametrize('step', BUILD_FAILPOINTS)
+@pytest.mark.parametrize('step', some(BUILD_FAILPOINTS, 'confirmed', 'seeded', 'disk-created', 'built', 'addressed'))
 def test_killed_while_building(cluster: Control, compute: Armed, step: str) -> None:
     """F2: kill -9 of ecompute at a step of a build: the next start ends it, once (fake)"""
     compute.failpoint = f'{step}:kill'
@@ -63,7 +63,7 @@ def test_killed_while_building(cluster: Control, compute: Armed, step: str) -> N
     settled(cluster, compute)
 
 
-@pytest.mark.parametrize('step', DESTROY_FAILPOINTS)
+@pytest.mark.parametrize('step', some(DESTROY_FAILPOINTS, 'destroying', 'removed', 'released', 'ended'))
 def test_killed_while_destroying(cluster: Control, compute: Armed, step: str) -> None:
     """F2: kill -9 of ecompute at a step of a destroy: the next start ends it (fake)"""
     compute.failpoint = f'{step}:kill'

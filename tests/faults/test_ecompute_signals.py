@@ -123,6 +123,7 @@ CODES = {
 }
 
 
+@pytest.mark.slow
 def test_a_storm_of_signals(cluster: Control) -> None:
     """F6: 20 times kill -9, SIGTERM, SIGHUP or SIGINT at a random moment, while creates and destroys arrive (fake)"""
     rng = random.Random(6)

@@ -158,6 +158,7 @@ def flat(host: Hypervisor, warm: int, count: int) -> None:
     assert after.memory - before.memory <= 16, (before, after)
 
 
+@pytest.mark.slow
 def test_5_guests(host: Hypervisor) -> None:
     """Bounds: descriptors, threads, processes and memory are flat over 5 real guests made and destroyed (libvirt)"""
     flat(host, 2, 5)

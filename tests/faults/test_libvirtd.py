@@ -95,7 +95,8 @@ def test_libvirtd_away(host: Hypervisor) -> None:
     host.settled()
 
 
-@pytest.mark.parametrize('long', [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize('long', [False, True])
 def test_libvirtd_frozen(host: Hypervisor, long: bool) -> None:
     """F18: SIGSTOP of libvirtd in a build, until the keepalive fails: nobody hangs, it ends on CONT (libvirt)"""
     kept = host.running()

@@ -106,7 +106,7 @@ def test_the_first_compute_names_etcd_and_all_remember_it(own_control: Control) 
     settled(own_control, first, second)
 
 
-@pytest.mark.parametrize('away', [False, True])
+@pytest.mark.parametrize('away', [pytest.param(False, marks=pytest.mark.slow), True])
 def test_wiped(own_control: Control, away: bool) -> None:
     """F13: etcd wiped, while ecompute is at work or away: guests stay, nothing is done, until it is accepted (fake)"""
     etcd, compute = own_control.etcd, own_control.ecompute()
@@ -164,7 +164,7 @@ def test_wiped(own_control: Control, away: bool) -> None:
     ('kind', 'away'),
     [
         (Snapshot, True),
-        (SavedSnapshot, False),
+        pytest.param(SavedSnapshot, False, marks=pytest.mark.slow),
         pytest.param(Snapshot, False, marks=pytest.mark.slow),
         pytest.param(SavedSnapshot, True, marks=pytest.mark.slow),
     ],
@@ -205,6 +205,7 @@ def test_restored(own_control: Control, kind: Callable[[Etcd], Snapshot], away: 
     settled(own_control, compute)
 
 
+@pytest.mark.slow
 def test_restored_and_overtaken(own_control: Control) -> None:
     """F13: restored long ago, its revision higher than ever: its raft term tells (fake)"""
     etcd, compute = own_control.etcd, own_control.ecompute()

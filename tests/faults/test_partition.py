@@ -124,6 +124,7 @@ def work_on(control: Control, compute: Ecompute, rounds: int) -> None:
     assert guests(compute).keys() == {kept}
 
 
+@pytest.mark.slow
 def test_a_lossy_line(tmp_path: Path) -> None:
     """F14: 5 % of all packets between ecompute and the control plane are lost, both ways: it works (fake)"""
     with archipelago(tmp_path, 1) as (control, (island,), (compute,)):

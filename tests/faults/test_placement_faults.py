@@ -15,7 +15,7 @@ import pytest
 from tests.commands import Control, Ecompute, Result, eschedule, write_config
 from tests.faults.faulty_placement import KINDS, FaultyPlacement
 from tests.faults.figures import figure
-from tests.faults.hands import guests, idle, lapse_requests, losses, settled
+from tests.faults.hands import guests, idle, lapse_requests, losses, settled, some
 from tests.scenario.story import SMALL, addressed, log_of, logged, notified, place, reached, record, reserved
 from tests.servers import until
 
@@ -37,7 +37,7 @@ def behind(control: Control, faulty: FaultyPlacement, directory: Path) -> Ecompu
     return compute
 
 
-@pytest.mark.parametrize('kind', [*LOUD, 'lost'])
+@pytest.mark.parametrize('kind', some([*LOUD, 'lost'], 'refused', '409', 'html', 'lost'))
 def test_ecompute_builds_and_destroys(cluster: Control, faulty: FaultyPlacement, tmp_path: Path, kind: str) -> None:
     """F16: placement fails while a build and a destroy arrive: each is done once it is back, and said once (fake)"""
     compute = behind(cluster, faulty, tmp_path / 'compute').start()

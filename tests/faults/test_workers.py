@@ -10,7 +10,8 @@ import uuid
 import pytest
 
 from tests.faults.figures import figure
-from tests.faults.hypervisor import Hypervisor, SlowImages, held, logged_at, some
+from tests.faults.hands import some
+from tests.faults.hypervisor import Hypervisor, SlowImages, held, logged_at
 from tests.scenario.lab import running
 from tests.servers import until
 
@@ -189,6 +190,7 @@ def test_a_worker_that_lives_on(host: Hypervisor) -> None:
 # F26: destroyed while it is built
 
 
+@pytest.mark.slow
 def test_destroyed_while_building(host: Hypervisor) -> None:
     """F26: destroy while the worker is frozen at each step of its build: on CONT it is undone and gone (libvirt)"""
     steps = list(BUILD_FAILPOINTS[1:])  # a download that is whole is kept: what stops a build comes after it
