@@ -149,7 +149,6 @@ def test_killed_again_and_again(own_control: Control) -> None:
     settled(own_control, compute)
 
 
-@pytest.mark.slow
 def test_frozen(own_control: Control) -> None:
     """F8: etcd frozen: noticed in 15 s, little CPU, guests stay, eschedule exits 7, all goes on (fake)"""
     etcd, compute = own_control.etcd, own_control.ecompute()
