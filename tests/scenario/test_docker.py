@@ -100,6 +100,7 @@ def succeeded(done: subprocess.CompletedProcess[str]) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_up_used_down(engine: Engine, run: Run, tmp_path: Path) -> None:
     up = succeeded(run(SCRIPT))
     assert 'etcd at localhost:2379, placement at http://localhost:8080/' in up
@@ -144,6 +145,7 @@ def test_up_used_down(engine: Engine, run: Run, tmp_path: Path) -> None:
     assert 'nothing was running' in succeeded(run(SCRIPT, 'down'))
 
 
+@pytest.mark.slow
 def test_several_workers_share_the_claims(engine: Engine, run: Run) -> None:
     """Three workers started at once on an empty database, and none of them answers with an error."""
     succeeded(run(SCRIPT, PLACEMENT_WORKERS='3'))
@@ -153,6 +155,7 @@ def test_several_workers_share_the_claims(engine: Engine, run: Run) -> None:
     assert succeeded(run(sys.executable, '-c', CLAIMS)) == '60\n'
 
 
+@pytest.mark.slow
 def test_other_ports(engine: Engine, run: Run) -> None:
     """What is running is made anew when its settings changed, and only that."""
     succeeded(run(SCRIPT))
@@ -164,6 +167,7 @@ def test_other_ports(engine: Engine, run: Run) -> None:
     assert '0.0.0.0:18080' in engine.docker('port', 'ecomp-placement')
 
 
+@pytest.mark.slow
 def test_own_database(engine: Engine, run: Run) -> None:
     """With a database of one's own on this machine no PostgreSQL container is started."""
     gateway = engine.docker('network', 'inspect', '--format', '{{(index .IPAM.Config 0).Gateway}}', 'bridge')
@@ -180,6 +184,7 @@ def test_own_database(engine: Engine, run: Run) -> None:
         engine.docker('rm', '--force', '--volumes', 'own')
 
 
+@pytest.mark.slow
 def test_what_is_in_the_way(engine: Engine, run: Run) -> None:
     """Each refusal is one line with what to do, and leaves nothing running that was not."""
     done = run(sys.executable, '-c', TAKEN, SCRIPT)
@@ -199,6 +204,7 @@ def test_what_is_in_the_way(engine: Engine, run: Run) -> None:
     assert 'secret' not in done.stderr
 
 
+@pytest.mark.slow
 def test_a_server_that_does_not_stay_up(engine: Engine, run: Run, tmp_path: Path) -> None:
     entry = 'ENTRYPOINT ["sh", "-c", "echo these files are older; exit 3"]'
     (tmp_path / 'Dockerfile').write_text(f'FROM {BASE}\n{entry}\n')
