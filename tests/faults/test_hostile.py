@@ -158,7 +158,7 @@ def lives(cluster: Control, compute: Ecompute) -> str:
 
 
 def test_hostile_requests(cluster: Control, compute: Ecompute) -> None:
-    """F24: each of 75 hostile requests ends in error with its reason, once; good ones beside them are made (fake)"""
+    """F24: each of 88 hostile requests ends in error with its reason, once; good ones beside them are made (fake)"""
     # What JSON's `\ud800` in the image's name stands for is refused by whoever reads it, not by etcd.
     wanted = {str(uuid.uuid4()): (value, reason) for value, reason in HOSTILE}
     for text in SHELL:
