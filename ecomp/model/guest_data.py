@@ -21,11 +21,9 @@ KNOWN = (b'#cloud-', b'#!', b'#include', b'#part-handler', b'## template:', GZIP
 
 
 def check_user_data(data: bytes) -> bytes:
-    """The user-data as it is; ValueError if it cannot be any. At most one byte more than the limit need be given."""
+    """The user-data as it is; ValueError if it cannot be any. Its size is its reader's to look at."""
     if not data:
         raise ValueError('is empty')
-    if len(data) > USER_DATA_LIMIT:
-        raise ValueError(f'is larger than {USER_DATA_LIMIT} bytes (256 KiB): have the guest fetch the rest')
     if data.startswith(GZIP):
         return data
     try:

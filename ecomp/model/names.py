@@ -11,7 +11,7 @@ import re
 RESERVED = frozenset(
     {
         *('destroy', 'list', 'show', 'wait', 'timeline', 'events', 'stop', 'start', 'reboot', 'hosts', 'host'),
-        *('plan', 'why', 'audit', 'doctor', 'flavor', 'group', 'quota', 'help', 'version'),
+        *('plan', 'why', 'audit', 'doctor', 'flavor', 'group', 'quota', 'help', 'version', 'create', 'query'),
     }
 )
 """The commands there are and those that are meant to come: a name given today must not hide behind one tomorrow."""
@@ -29,8 +29,8 @@ def is_label(text: str) -> bool:
 
 
 def is_name(text: str) -> bool:
-    """True for what may be, or may once have become, an instance's name."""
-    return is_label(text) and not _HEXADECIMAL.fullmatch(text)
+    """True for what may be an instance's name."""
+    return is_label(text) and not _HEXADECIMAL.fullmatch(text) and text not in RESERVED
 
 
 def check_name(text: str) -> str:

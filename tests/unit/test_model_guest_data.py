@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ecomp.model.guest_data import USER_DATA_LIMIT, check_user_data, looks_unknown, public_keys
+from ecomp.model.guest_data import check_user_data, looks_unknown, public_keys
 
 CANARY = 'canary0123456789'
 
@@ -62,7 +62,6 @@ def test_what_it_would_pass_over_is_taken_and_noticed(data: bytes) -> None:
     ('data', 'reason'),
     [
         (b'', 'is empty'),
-        (b'#' * (USER_DATA_LIMIT + 1), 'is larger than 262144 bytes (256 KiB)'),
         (b'\x89PNG\r\n', 'line 1: is neither text'),
         (b'#!/bin/sh\n\xff', 'line 2: is neither text'),
         (b'#!/bin/sh\n\n\0', 'line 3: has a NUL'),
@@ -71,10 +70,6 @@ def test_what_it_would_pass_over_is_taken_and_noticed(data: bytes) -> None:
 def test_no_user_data(data: bytes, reason: str) -> None:
     with pytest.raises(ValueError, match=re.escape(reason)):
         check_user_data(data)
-
-
-def test_the_limit_itself_is_within() -> None:
-    check_user_data(b'#' * USER_DATA_LIMIT)
 
 
 # Keys
