@@ -61,13 +61,18 @@ class ComputeConfig:
 
 @dataclass(frozen=True)
 class ScheduleConfig:
-    """What eschedule is told: where etcd and placement are, the image if none is named, who instances belong to."""
+    """What eschedule is told: where etcd and placement are, who instances belong to, and what goes without saying.
+
+    `user_data` and `ssh_keys` are files, absolute, read when an instance is made; None and none: mdserver.conf's.
+    """
 
     etcd: EtcdConfig = EtcdConfig()
     placement: str = 'http://localhost:8080'
     image: str = DEFAULT_IMAGE
     user_id: str = DEFAULT_USER_ID
     project_id: str = DEFAULT_PROJECT_ID
+    user_data: Path | None = None
+    ssh_keys: tuple[Path, ...] = ()
 
 
 def load_compute(path: Path | None = None) -> ComputeConfig:
@@ -101,6 +106,8 @@ def load_schedule(path: Path | None = None) -> ScheduleConfig:
         image=top.take('image', _image, ScheduleConfig.image),
         user_id=top.take('user_id', _identifier, ScheduleConfig.user_id),
         project_id=top.take('project_id', _identifier, ScheduleConfig.project_id),
+        user_data=top.take('user_data', file.path_of, None),
+        ssh_keys=top.take('ssh_keys', file.paths_of, ()),
     )
     file.finish()
     return config

@@ -100,6 +100,7 @@ def _create(config: ScheduleConfig, command: Command) -> int:
         check_image(image)
     except ValueError as error:
         raise UsageError(str(error)) from error
+    ssh_keys, user_data = _given(config, options)
     instance = options.uuid or str(uuid.uuid4())
     requested = _now()
     backend = _ask_placement(config, query)
@@ -107,7 +108,8 @@ def _create(config: ScheduleConfig, command: Command) -> int:
     from ecomp.scheduler.create import Wanted, create
     from ecomp.store.client import Store
 
-    wanted = Wanted(instance, query, image, config.user_id, config.project_id, requested)
+    who_for = config.user_id, config.project_id
+    wanted = Wanted(instance, query, image, *who_for, requested, options.name, ssh_keys, user_data)
     who = {'host': socket.gethostname(), 'pid': os.getpid(), 'since': requested}
     store = Store(config.etcd)
     try:
@@ -139,6 +141,18 @@ def _create(config: ScheduleConfig, command: Command) -> int:
     return 0
 
 
+def _given(config: ScheduleConfig, options: Options) -> tuple[tuple[str, ...] | None, bytes | None]:
+    """The ssh keys and the user-data for a new guest: the command line's, or else schedule.yaml's; None for none."""
+    key_files = config.ssh_keys if options.ssh_key is None else options.ssh_key
+    data_file = config.user_data if options.user_data is None else options.user_data
+    if not key_files and data_file is None:
+        return None, None
+    from ecomp.scheduler import given
+
+    ssh_keys = given.ssh_keys(key_files) if key_files else None
+    return ssh_keys, None if data_file is None else given.user_data(data_file, _say)
+
+
 def _ask_placement(config: ScheduleConfig, query: str) -> Future[tuple[Placement, list[Allocations]]]:
     """Candidates, asked for in a thread: importing requests and waiting go on while etcd is being spoken to."""
     future: Future[tuple[Placement, list[Allocations]]] = Future()
@@ -158,10 +172,10 @@ def _ask_placement(config: ScheduleConfig, query: str) -> Future[tuple[Placement
 
 
 def _query(_: ScheduleConfig, store: Store, command: Command) -> int:
-    from ecomp.scheduler.find import living
+    from ecomp.scheduler.find import living, resolve
     from ecomp.scheduler.show import no_address
 
-    (instance,) = command.words
+    instance = resolve(store, command.words[0])
     booted = store.get(keys.booted(instance))
     if booted is not None:
         try:
@@ -178,11 +192,12 @@ def _destroy(config: ScheduleConfig, store: Store, command: Command) -> int:
     return _each(command.words, lambda instance: _destroy_one(config, store, command.options, instance))
 
 
-def _destroy_one(config: ScheduleConfig, store: Store, options: Options, instance: str) -> None:
+def _destroy_one(config: ScheduleConfig, store: Store, options: Options, word: str) -> None:
     from ecomp.scheduler.destroy import destroy
-    from ecomp.scheduler.find import find
+    from ecomp.scheduler.find import find, resolve
     from ecomp.scheduler.wait import wait_until_gone
 
+    instance = resolve(store, word)
     done = destroy(store, instance)
     _say(done)
     if options.wait is not None and find(store, instance) is not None:
@@ -206,11 +221,12 @@ def _show(_: ScheduleConfig, store: Store, command: Command) -> int:
     return _each(command.words, lambda instance: _show_one(store, command.options, instance))
 
 
-def _show_one(store: Store, options: Options, instance: str) -> None:
+def _show_one(store: Store, options: Options, word: str) -> None:
     from ecomp.errors import NotFound
-    from ecomp.scheduler.find import find
+    from ecomp.scheduler.find import find, resolve
     from ecomp.scheduler.show import as_detail
 
+    instance = resolve(store, word)
     found = find(store, instance)
     if found is None:
         raise NotFound(f'{instance}: no such instance')

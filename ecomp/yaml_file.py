@@ -132,6 +132,12 @@ class YamlFile:
             raise Wrong('write the directory out: whose home ~ is depends on who starts the program')
         return Path(os.path.normpath(self.directory / text))
 
+    def paths_of(self, node: Node) -> tuple[Path, ...]:
+        """A list of paths."""
+        if node.kind != 'seq':
+            raise Wrong(f'must be a list like [id_ed25519.pub], not {described(node)}')
+        return tuple(self.path_of(item) for item in node.items)
+
     def file_of(self, node: Node) -> Path:
         """A path to a file that can be read."""
         path = self.path_of(node)

@@ -125,7 +125,7 @@ class Instances:
         spec = self._spec(request)
         assert request.image is not None  # parse_request() lets no other request with allocations through
         try:
-            self._guest_data.write(instance, spec.macs)
+            self._guest_data.write(request, spec.macs)
             failpoint('seeded')
             for stage in self._runner.run(Build(spec, request.image)):
                 if stage != 'started':

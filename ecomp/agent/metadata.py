@@ -17,6 +17,7 @@ from pathlib import Path
 
 from ecomp.agent.state import write_durably
 from ecomp.errors import EcompError
+from ecomp.model.instance import Request
 
 log = logging.getLogger(__name__)
 
@@ -32,16 +33,18 @@ class GuestData:
         self.directory = directory
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
 
-    def write(self, instance: str, macs: Iterable[str]) -> None:
+    def write(self, request: Request, macs: Iterable[str]) -> None:
         """Tell the metadata server of an instance. Keys and user-data null: those of mdserver.conf."""
+        keys, user_data = request.ssh_keys, request.user_data
         for mac in macs:
             data = {
                 'version': VERSION,
-                'instance': instance,
+                'instance': request.instance,
                 'mac': mac,
-                'hostname': f'vm-{instance[:8]}',
-                'public_keys': None,
-                'user_data': None,
+                'hostname': request.name or f'vm-{request.instance[:8]}',
+                'public_keys': None if keys is None else list(keys),
+                # What is no UTF-8 (gzip) survives as halves of surrogate pairs, which JSON can say.
+                'user_data': None if user_data is None else user_data.decode(errors='surrogateescape'),
             }
             write_durably(self.directory / f'{mac}.json', json.dumps(data) + '\n')
 

@@ -9,8 +9,9 @@ from ecomp.agent.memory import Memory
 from ecomp.errors import EcompError, NoSpace, UnknownOutcome
 from ecomp.failpoints import failpoint
 from ecomp.model import keys
-from ecomp.model.record import ACTIVE, DESTROYING, GONE, KEPT, STOPPED, Record, from_json, to_json
+from ecomp.model.record import ACTIVE, DESTROYING, ERROR, KEPT, STOPPED, Record, from_json, to_json
 from ecomp.store.client import Delete, Put, Store, Unchanged
+from ecomp.store.names import freed
 
 log = logging.getLogger(__name__)
 
@@ -55,29 +56,43 @@ class Records:
                 changed.append(instance)
         return changed
 
-    def write(self, record: Record, revision: int, extra: Collection[Put | Delete] = (), lease: int = 0) -> Record:
+    def write(
+        self,
+        record: Record,
+        revision: int,
+        extra: Collection[Put | Delete] = (),
+        lease: int = 0,
+        conditions: Collection[Unchanged] = (),
+    ) -> Record:
         """Put the record, with `extra` in the same transaction, if the request is the one at `revision`."""
         key, value = keys.instance(record.instance), to_json(record)
         _, before = self._known.get(record.instance, (None, 0))
-        written = self.commit(record.instance, revision, [Unchanged(key, before)], [Put(key, value, lease), *extra])
+        unchanged = [Unchanged(key, before), *conditions]
+        written = self.commit(record.instance, revision, unchanged, [Put(key, value, lease), *extra])
         self._known[record.instance] = record, written
         if record.state in (ACTIVE, STOPPED, DESTROYING):
             self._memory.remember(None, record)
         return record
 
     def end(self, record: Record, revision: int) -> None:
-        """The last record, on a lease, and no request and no address any more, in one transaction."""
-        instance = record.instance
+        """The last record, on a lease, and no request, no address and no name any more, in one transaction.
+
+        By its name an instance in error is found as long as its record is there.
+        """
+        instance, failed = record.instance, record.state == ERROR
         extra = [Delete(keys.host(self._compute, instance)), Delete(keys.booted(instance))]
         try:
-            self.write(record, revision, extra, self._store.grant(KEPT[record.state]))
+            lease = self._store.grant(KEPT[record.state])
+            mine, change = freed(self._store, record.name, instance, lease if failed else 0)
+            self.write(record, revision, [*extra, *change], lease, mine)
         except NoSpace as error:
-            if record.state != GONE:
+            if failed:
                 raise
             # A full etcd takes deletes, and that is how it gets room again.
             key = keys.instance(instance)
             _, before = self._known.get(instance, (None, 0))
-            self.commit(instance, revision, [Unchanged(key, before)], [Delete(key), *extra])
+            mine, change = freed(self._store, record.name, instance)
+            self.commit(instance, revision, [Unchanged(key, before), *mine], [Delete(key), *extra, *change])
             log.warning('instance %s: no record of its end is kept: %s', instance, error)
         failpoint('ended')
         self.forget(instance)

@@ -21,6 +21,7 @@ from ecomp.model.record import DESTROYING, ERROR, GONE, KEPT, Record
 from ecomp.placement import allocations as ledger
 from ecomp.placement.client import Placement
 from ecomp.store.client import Delete, Entry, Put, Store, Unchanged
+from ecomp.store.names import freed, given_back
 
 log = logging.getLogger(__name__)
 
@@ -136,10 +137,10 @@ class _Place:
             raise EcompError(f'{self.record_key}: {error}') from error
         return Said(parse_request(self.compute, self.host_key, self._host.value) if self._host else None, record)
 
-    def commit(self, operations: Collection[Put | Delete]) -> bool:
+    def commit(self, operations: Collection[Put | Delete], also: Collection[Unchanged] = ()) -> bool:
         """False: it is not what it was, or the answer was lost: look again."""
         conditions = [
-            Unchanged(self.host_key, _revision(self._host)), Unchanged(self.record_key, _revision(self._record))
+            Unchanged(self.host_key, _revision(self._host)), Unchanged(self.record_key, _revision(self._record)), *also
         ]
         try:
             return self.store.commit(conditions, list(operations)) is not None
@@ -154,14 +155,20 @@ def _publish(at: _Place, step: Publish, placement: Placement) -> bool:
         if fault is not None and fault != record.fault:
             log.error('instance %s: %s', record.instance, fault)
             record = replace(record, fault=fault)
-    operations: list[Put | Delete] = []
+    change = given_back(at.store, record.name, record.instance)
+    if change is None:
+        fault = f'its name {record.name} was another instance\'s when this etcd was accepted'
+        if fault not in (record.fault or ''):
+            log.error('instance %s: %s', record.instance, fault)
+            record = replace(record, fault='; '.join(filter(None, (record.fault, fault))))
+    mine, operations = change or ([], [])
     if step.request is not None:
         operations.append(Put(at.host_key, requests.to_json(step.request)))
     if record != at.said().record:
         operations.append(Put(at.record_key, records.to_json(record)))
         if record.address is not None:
             operations.append(Put(at.booted_key, record.address))
-    return not operations or at.commit(operations)
+    return not operations or at.commit(operations, mine)
 
 
 def _claimed(placement: Placement, request: Request) -> str | None:
@@ -186,7 +193,8 @@ def _claimed(placement: Placement, request: Request) -> str | None:
 def _end(at: _Place, last: End) -> bool:
     lease = at.store.grant(KEPT[last.record.state])
     record = Put(at.record_key, records.to_json(last.record), lease)
-    return at.commit([record, Delete(at.host_key), Delete(at.booted_key)])
+    mine, change = freed(at.store, last.record.name, last.record.instance)
+    return at.commit([record, Delete(at.host_key), Delete(at.booted_key), *change], mine)
 
 
 def _restless(instance: str) -> Unreachable:

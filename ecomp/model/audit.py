@@ -14,13 +14,13 @@ from ecomp.model.digest import Leftover
 from ecomp.model.findings import Finding
 from ecomp.model.instance import Invalid, Request
 from ecomp.model.planes import Planes, World
-from ecomp.model.record import ACTIVE, Record
+from ecomp.model.record import ACTIVE, ERROR, Record
 
 
 def audit(planes: Planes) -> list[Finding]:
     """Every disagreement there is now, computes first."""
     world = World(planes)
-    found = [*_computes(world), *_attempts(world)]
+    found = [*_computes(world), *_attempts(world), *_names(world)]
     for instance in world.instances():
         if instance not in world.at_it:
             found += _instance(world, instance)
@@ -64,6 +64,41 @@ def _attempts(world: World) -> Iterator[Finding]:
     for key, kept in world.attempts().items():
         if not kept.lease:
             yield Finding('attempt-unleased', keys.last(key), f'{key} is on no lease: it will stay for ever')
+
+
+def _names(world: World) -> Iterator[Finding]:
+    for name, instance in world.names.items():
+        key = keys.name(name)
+        if instance is None:
+            yield Finding('name-orphaned', name, f'{key} cannot be understood', mendable=False)
+            continue
+        wishes, record = world.wishes.get(instance, {}).values(), world.records.get(instance)
+        if instance in world.unreadable or any(isinstance(wish, Invalid) for wish in wishes):
+            continue  # what it is called is not known
+        kept = world.kept(key)
+        if record is not None and not world.is_living(instance):
+            # By its name one that failed is found as long as its record is there.
+            if not (record.state == ERROR and kept is not None and kept.lease):
+                yield Finding('name-orphaned', name, f'{key} is of instance {instance}: its record says {record.state}')
+        elif name not in world.called(instance) and not world.is_in_work(instance):
+            said = 'which is called otherwise' if record or wishes else 'no request and no record speaks of it'
+            yield Finding('name-orphaned', name, f'{key} is of instance {instance}: {said}')
+
+
+def _called(world: World, record: Record) -> Iterator[Finding]:
+    for name in sorted(world.called(record.instance)):
+        kept, whose = world.kept(keys.name(name)), world.names.get(name)
+        mine = whose == record.instance
+        if kept is None:
+            said = 'is not there'
+        elif not mine:
+            said = f'is of instance {whose}'
+        elif kept.lease:
+            said = 'is on a lease: it will vanish'
+        else:
+            continue
+        told = f'it is called {name}, and {keys.name(name)} {said}'
+        yield Finding('name-missing', record.instance, told, mendable=kept is None or mine)
 
 
 def _instance(world: World, instance: str) -> Iterator[Finding]:
@@ -110,6 +145,7 @@ def _living(world: World, record: Record) -> Iterator[Finding]:
     told = booted.value.decode(errors='replace') if booted else 'nothing'
     if told != (record.address or 'nothing'):
         yield Finding('booted-differs', instance, f'/booted says {told}, its record {record.address or "nothing"}')
+    yield from _called(world, record)
     yield from _guest(world, record, said)
 
 

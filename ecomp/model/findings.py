@@ -1,6 +1,7 @@
 """What an audit can find: every code, what it means, and what mends it.
 
-The codes are stable: scripts may ask for them. An instance is named by its uuid, a compute by its provider's.
+The codes are stable: scripts may ask for them. An instance is named by its uuid, a compute by its provider's, a name by
+itself.
 """
 
 from __future__ import annotations
@@ -56,6 +57,14 @@ CODES = {
     ),
     'booted-orphaned': Code('an address of no living instance', fix='deletes it'),
     'booted-differs': Code('an address other than the recorded one', how='put the right one: etcdctl put'),
+    'name-orphaned': Code(
+        'a name of no living instance', fix='deletes it', how='if no newer ecomp wrote it, delete the key: etcdctl del'
+    ),
+    'name-missing': Code(
+        'a living instance does not have its name',
+        fix='gives it back',
+        how='another one has it: destroy one of the two, or let both be and say the uuid of this one',
+    ),
     'attempt-unleased': Code('somebody is at a request for ever', how='if nobody is, delete the key: etcdctl del'),
     'presence-unleased': Code('a compute says it is alive for ever', how='delete the key: etcdctl del'),
     # computes
@@ -88,7 +97,7 @@ CODES = {
 
 
 class Finding(NamedTuple):
-    """One disagreement, of an instance or a compute. `sentence` says plane against plane; `compute` is where.
+    """One disagreement, of an instance, a compute or a name. `sentence` says plane against plane; `compute` is where.
 
     `leftover` is what --fix has removed there, `mendable` whether it does what the code's `fix` says.
     """

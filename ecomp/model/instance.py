@@ -1,12 +1,14 @@
 """A request: what the key /hosts/<compute>/<instance> holds, parsed once at the edge.
 
 JSON, as in 2019: allocations, instance, image, user_id, project_id, consumer_generation; since then also
-"version", "query" (the placement query it came from) and "stages" ({"requested": ISO time, …}). A
+"version", "query" (the placement query it came from), "stages" ({"requested": ISO time, …}), and where they were
+given "name", "ssh_keys" (a list of OpenSSH public keys) and "user_data" (base64: it may be gzip). A
 tombstone is the same with allocations {} and image null: the instance is to be destroyed.
 """
 
 from __future__ import annotations
 
+import binascii
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -14,12 +16,14 @@ from typing import Any
 
 from ecomp.model import keys
 from ecomp.model.allocation import Allocations, missing, parse_allocations, to_wire, total
+from ecomp.model.guest_data import USER_DATA_LIMIT
 from ecomp.model.image import check_image
+from ecomp.model.names import is_label
 
 VERSION = 1
 SIZE_LIMIT = 384 * 1024
 """Bytes of a value looked at: nothing larger is parsed. Escaped in a record it may be three times as long, and etcd
-takes 1.5 MiB: what is taken here can also be written down."""
+takes 1.5 MiB: what is taken here can also be written down. User-data of 256 KiB is 342 KiB of it."""
 VALUE_LIMIT = 1024**2
 """Bytes of any other value looked at: a record, somebody's request key, who is alive."""
 REASON_LIMIT = 500
@@ -28,7 +32,10 @@ REASON_LIMIT = 500
 
 @dataclass(frozen=True)
 class Request:
-    """What one compute is to make of one instance. No allocations: it is to be destroyed."""
+    """What one compute is to make of one instance. No allocations: it is to be destroyed.
+
+    `ssh_keys` and `user_data` None: those of the compute's mdserver.conf.
+    """
 
     instance: str
     allocations: Allocations
@@ -37,6 +44,9 @@ class Request:
     project_id: str
     query: str | None = None
     stages: Mapping[str, str] = field(default_factory=dict)
+    name: str | None = None
+    ssh_keys: tuple[str, ...] | None = field(default=None, repr=False)
+    user_data: bytes | None = field(default=None, repr=False)
 
     @property
     def is_tombstone(self) -> bool:
@@ -106,11 +116,20 @@ def _parse(compute: str, name: str, value: bytes) -> Request:
         project_id=_text(data, 'project_id'),
         query=_text(data, 'query') or None,
         stages=stages,
+        name=_name(data),
+        ssh_keys=_ssh_keys(data),
+        user_data=_user_data(data),
     )
 
 
 def to_json(request: Request) -> str:
     """The value of the request's key. 2019's fields keep their names and meaning."""
+    user_data = request.user_data
+    given = {
+        'name': request.name,
+        'ssh_keys': None if request.ssh_keys is None else list(request.ssh_keys),
+        'user_data': None if user_data is None else binascii.b2a_base64(user_data, newline=False).decode(),
+    }
     return json.dumps(
         {
             'version': VERSION,
@@ -122,6 +141,7 @@ def to_json(request: Request) -> str:
             'consumer_generation': None,
             'query': request.query,
             'stages': dict(request.stages),
+            **{field: value for field, value in given.items() if value is not None},
         }
     )
 
@@ -133,6 +153,19 @@ def announced(key: str, value: bytes) -> set[str]:
     except (ValueError, KeyError, TypeError):
         named = set()
     return {keys.last(key), *named}
+
+
+def name_to_json(instance: str) -> str:
+    """The value of the key /names/<name>: whose name it is."""
+    return json.dumps({'version': VERSION, 'instance': instance})
+
+
+def named(value: bytes) -> str:
+    """The instance that a /names key is about. ValueError if it says none."""
+    instance = load_object(value).get('instance')
+    if not isinstance(instance, str) or not keys.is_uuid(instance):
+        raise ValueError('it names no instance')
+    return instance
 
 
 def load_object(value: bytes) -> dict[str, Any]:
@@ -170,3 +203,37 @@ def _text(data: Mapping[str, Any], name: str) -> str:
     if not isinstance(value, str):
         raise ValueError(f'{name}: expected text, not {type(value).__name__}')
     return value
+
+
+def _name(data: Mapping[str, Any]) -> str | None:
+    name = _text(data, 'name') or None
+    if name is not None and not is_label(name):
+        raise ValueError(f'name: {name[:80]!r} is no host name')
+    return name
+
+
+# Neither is quoted, whatever it holds: a reason is logged, and stands in the record.
+
+
+def _ssh_keys(data: Mapping[str, Any]) -> tuple[str, ...] | None:
+    lines = data.get('ssh_keys')
+    if lines is None:
+        return None
+    if not isinstance(lines, list) or not all(isinstance(each, str) and each and each.isprintable() for each in lines):
+        raise ValueError('ssh_keys: expected a list of public keys, a line each')
+    return tuple(lines)
+
+
+def _user_data(data: Mapping[str, Any]) -> bytes | None:
+    text = data.get('user_data')
+    if text is None:
+        return None
+    try:
+        decoded = binascii.a2b_base64(text, strict_mode=True) if isinstance(text, str) else None
+    except ValueError:
+        decoded = None
+    if not decoded:
+        raise ValueError('user_data: expected base64')
+    if len(decoded) > USER_DATA_LIMIT:
+        raise ValueError(f'user_data: has {len(decoded)} bytes; the limit is {USER_DATA_LIMIT}')
+    return decoded

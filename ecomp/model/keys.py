@@ -4,6 +4,7 @@
     /requests/<request>           somebody is at it; on eschedule's lease
     /booted/<instance>            the address, plain text
     /instances/<instance>         the record
+    /names/<name>                 whose name it is; with the delivery, gone with the instance
     /computes/<compute>           alive; on ecompute's lease
     /cluster                      this etcd's identity, written once
     /audit/<audit>                eschedule asks every compute what is there; on its lease
@@ -21,6 +22,7 @@ HOSTS = '/hosts/'
 REQUESTS = '/requests/'
 BOOTED = '/booted/'
 INSTANCES = '/instances/'
+NAMES = '/names/'
 COMPUTES = '/computes/'
 QUEUES = '/queues/'
 CLUSTER = '/cluster'
@@ -51,6 +53,11 @@ def booted(instance: str) -> str:
 def instance(instance: str) -> str:
     """The key of an instance's record."""
     return INSTANCES + instance
+
+
+def name(name: str) -> str:
+    """The key that says whose name it is."""
+    return NAMES + name
 
 
 def compute(compute: str) -> str:

@@ -9,10 +9,10 @@ from ecomp.model import keys
 from ecomp.model.allocation import Resources
 from ecomp.model.digest import Digest
 from ecomp.model.guest import Guest
-from ecomp.model.instance import Invalid, Request, announced, parse_request
+from ecomp.model.instance import Invalid, Request, announced, named, parse_request
 from ecomp.model.record import BUILDING, DESTROYING, ERROR, GONE, SCHEDULED, Record, from_json
 
-FAMILIES = (keys.REQUESTS, keys.QUEUES, keys.HOSTS, keys.INSTANCES, keys.BOOTED, keys.COMPUTES)
+FAMILIES = (keys.REQUESTS, keys.QUEUES, keys.HOSTS, keys.INSTANCES, keys.BOOTED, keys.NAMES, keys.COMPUTES)
 """The keys an audit reads."""
 
 
@@ -59,6 +59,13 @@ class World:
         for key, kept in self._under(keys.HOSTS).items():
             compute, _, name = key.removeprefix(keys.HOSTS).partition('/')
             self.wishes.setdefault(name, {})[compute] = parse_request(compute, key, kept.value)
+        # Whose each name is; None where its key says nothing that can be understood.
+        self.names: dict[str, str | None] = {}
+        for key, kept in self._under(keys.NAMES).items():
+            try:
+                self.names[key.removeprefix(keys.NAMES)] = named(kept.value)
+            except ValueError:
+                self.names[key.removeprefix(keys.NAMES)] = None
         self.at_it = {keys.last(key) for key in self._under(keys.QUEUES)}
         for key, kept in self._under(keys.REQUESTS).items():
             if kept.lease:
@@ -92,6 +99,13 @@ class World:
     def attempts(self) -> Mapping[str, Kept]:
         """The keys that say an eschedule is at it."""
         return self._under(keys.REQUESTS)
+
+    def called(self, instance: str) -> set[str]:
+        """What its record and its requests call an instance; an older ecompute writes down no name."""
+        wishes = self.wishes.get(instance, {}).values()
+        record = self.records.get(instance)
+        said = {each.name for each in wishes if isinstance(each, Request)} | {record.name if record else None}
+        return {name for name in said if name}
 
     def is_living(self, instance: str) -> bool:
         """True when it has a record and has not ended."""

@@ -3,7 +3,7 @@
 JSON, versioned: {"version", "instance", "compute", "state", "image", "resources": {class: amount},
 "query", "user_id", "project_id", "addresses": [{"network", "mac", "address"}], "stages": {stage: ISO
 time}, "error": {"stage", "reason", "cleaned"} or null, "fault": text or null, "attempts": how often a worker
-died of it or failed in an unknown way}.
+died of it or failed in an unknown way, "name": text or null}.
 
     scheduled -> building -> active <-> stopped -> destroying -> gone
                         \\-> error                      (only before the first active)
@@ -20,6 +20,7 @@ from typing import Any
 from ecomp.model import keys
 from ecomp.model.allocation import Resources, total
 from ecomp.model.instance import REASON_LIMIT, Request, load_object
+from ecomp.model.names import is_label
 
 VERSION = 1
 
@@ -71,6 +72,7 @@ class Record:
     error: Failure | None = None
     fault: str | None = None
     attempts: int = 0
+    name: str | None = None
 
     def at(self, state: str, now: str, *stages: str) -> Record:
         """The record in another state, the stages reached at `now` (the first time counts)."""
@@ -95,6 +97,7 @@ def new_record(compute: str, request: Request, now: str) -> Record:
         user_id=request.user_id,
         project_id=request.project_id,
         stages=dict(request.stages) if 'scheduled' in request.stages else {**request.stages, 'scheduled': now},
+        name=request.name,
     )
 
 
@@ -145,6 +148,7 @@ def _record(data: Mapping[str, Any]) -> Record:
         error=Failure(*(_take(error, name, str) for name in ('stage', 'reason', 'cleaned'))) if error else None,
         fault=_take(data, 'fault', str | None, None),
         attempts=_take(data, 'attempts', int, 0),
+        name=_name(data),
     )
 
 
@@ -168,6 +172,13 @@ def _uuid(data: Mapping[str, Any], name: str) -> str:
     if not keys.is_uuid(text := _take(data, name, str)):
         raise ValueError(f'not a record: {name} is {text!r}')
     return str(text)
+
+
+def _name(data: Mapping[str, Any]) -> str | None:
+    name: str | None = _take(data, 'name', str | None, None)
+    if name is not None and not is_label(name):
+        raise ValueError(f'not a record: name is {name!r}')
+    return name
 
 
 def _interface(data: Any) -> Interface:

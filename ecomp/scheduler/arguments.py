@@ -13,6 +13,7 @@ from typing import NamedTuple, NoReturn
 
 from ecomp import __version__
 from ecomp.errors import UsageError
+from ecomp.model.names import PREFIX, check_name, is_name, uuid_prefix
 
 STAGES = ('started', 'addressed')
 """What --wait can wait for."""
@@ -22,11 +23,16 @@ exit codes: 0 done, 1 failed, 2 usage, 3 no capacity, 4 not found, 5 exists or c
             6 time-out (it goes on), 7 a backend cannot be reached, 8 the audit found something
 """
 
+ID = f'<id>: an instance by its name, its uuid, or the beginning of its uuid ({PREFIX} digits or more)'
+
 
 class Options(NamedTuple):
     """The options, None or False where not given. `wait` is '' for --wait alone; `uuid` is canonical."""
 
     uuid: str | None = None
+    name: str | None = None
+    ssh_key: Sequence[str] | None = None
+    user_data: str | None = None
     wait: str | None = None
     timeout: float | None = None
     format: str | None = None
@@ -36,7 +42,7 @@ class Options(NamedTuple):
 
 
 class Command(NamedTuple):
-    """One command: its name in FORMS, its own words (uuids are canonical), its options."""
+    """One command: its name in FORMS, its own words, its options. Whole uuids are canonical."""
 
     name: str
     words: tuple[str, ...]
@@ -70,12 +76,17 @@ def parser() -> argparse.ArgumentParser:
     parser = _Parser(
         'eschedule',
         usage='\n'.join(usage),
-        epilog='\n'.join([*lines, '', EXITS]),
+        epilog='\n'.join([*lines, '', ID, '', EXITS]),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument('words', nargs='*', help=argparse.SUPPRESS)
     again = 'the new instance gets this uuid; asked again, nothing is made twice'
     parser.add_argument('--uuid', type=_uuid, help=again)
+    parser.add_argument('--name', help="its host name, unique among the living; then stands for its uuid")
+    keys = "a file of OpenSSH public keys, in place of schedule.yaml's; may be said again for more"
+    parser.add_argument('--ssh-key', metavar='FILE', action='append', help=keys)
+    data = 'what its cloud-init is told: cloud-config, a script, multipart or gzip, at most 256 KiB; - is stdin'
+    parser.add_argument('--user-data', metavar='FILE', help=data)
     parser.add_argument('--wait', metavar='[=STAGE]', help='wait for started or addressed (alone: addressed, or gone)')
     parser.add_argument('--timeout', type=float, metavar='S', help='seconds to wait at most (300); the guest goes on')
     parser.add_argument('-f', '--format', choices=('table', 'json'), help='table (default) or json')
@@ -98,13 +109,24 @@ def _uuid(word: str) -> str:
     try:
         return str(uuid.UUID(word))
     except ValueError as error:
-        raise UsageError(f'{word!r} is neither a command nor a uuid; --help shows all') from error
+        raise UsageError(f'{word!r} is no uuid; --help shows all') from error
 
 
-def _uuids(name: str, words: Sequence[str]) -> tuple[str, ...]:
+def _instance(word: str) -> str:
+    """A word that may mean an instance: a whole uuid in its canonical form, anything else as it is."""
+    if is_name(word) or uuid_prefix(word):
+        return word
+    try:
+        return str(uuid.UUID(word))
+    except ValueError as error:
+        few = f' (of its uuid, {PREFIX} digits at least)' if len(word) < PREFIX else ''
+        raise UsageError(f'{word!r} is neither a command nor an instance{few}; --help shows all') from error
+
+
+def _instances(name: str, words: Sequence[str]) -> tuple[str, ...]:
     if not words:
-        raise UsageError(f'{name}: which instance? Give one uuid or more')
-    return tuple(_uuid(word) for word in words)
+        raise UsageError(f'{name}: which instance? Give one name or uuid, or more')
+    return tuple(_instance(word) for word in words)
 
 
 def _nothing(name: str, words: Sequence[str]) -> tuple[str, ...]:
@@ -119,10 +141,10 @@ def _query_and_image(_: str, words: Sequence[str]) -> tuple[str, ...]:
     return tuple(words)
 
 
-def _one_uuid(_: str, words: Sequence[str]) -> tuple[str, ...]:
+def _one_instance(_: str, words: Sequence[str]) -> tuple[str, ...]:
     if len(words) > 1:
         raise UsageError(f'{words[0]!r} is not a command; --help shows all')
-    return (_uuid(words[0]),)
+    return (_instance(words[0]),)
 
 
 def _one_host(name: str, words: Sequence[str]) -> tuple[str, ...]:
@@ -139,26 +161,29 @@ FORMS = {
         "'resources=…' [IMAGE_URL]",
         'place one instance; the first argument is a placement query, handed on as it is',
         _query_and_image,
-        frozenset({'uuid', 'wait', 'timeout'}),
+        frozenset({'uuid', 'name', 'ssh_key', 'user_data', 'wait', 'timeout'}),
     ),
-    QUERY: Form('<uuid>', "the instance's address", _one_uuid),
+    QUERY: Form('<id>', "the instance's address", _one_instance),
     'destroy': Form(
-        'destroy <uuid>…',
+        'destroy <id>…',
         "remove the domain, its DISK, its allocation (virsh's destroy only switches off)",
-        _uuids,
+        _instances,
         frozenset({'wait', 'timeout'}),
     ),
     'list': Form(
         'list', 'the instances; --all shows those that are gone too', _nothing, frozenset({'format', 'all'})
     ),
-    'show': Form('show <uuid>…', 'one instance whole', _uuids, frozenset({'format'})),
+    'show': Form('show <id>…', 'one instance whole', _instances, frozenset({'format'})),
     'hosts': Form('hosts', 'the computes: state, instances, used and free', _nothing, frozenset({'format'})),
     'audit': Form(
         'audit [--fix]', 'where etcd, placement and the computes disagree', _nothing, frozenset({'fix', 'format'})
     ),
     'host forget': Form('host forget <uuid>', 'remove a compute that is dead for good, with its leftovers', _one_host),
 }
-"""Every command, in the order of the help. A name may have two words; no name has a = in it or is a uuid."""
+"""Every command, in the order of the help. A name may have two words; no name has a = in it or is a uuid.
+
+The first word of each is in model.names.RESERVED: no instance is called so.
+"""
 
 
 def _command(words: Sequence[str]) -> tuple[str, tuple[str, ...]]:
@@ -176,7 +201,12 @@ def _check_options(name: str, options: Options) -> None:
     given = {each for each, value in options._asdict().items() if value not in (None, False)} - {'config'}
     wrong = sorted(given - FORMS[name].options)
     if wrong:
-        raise UsageError(f'--{wrong[0]} does not go with this form; --help shows all')
+        raise UsageError(f'--{wrong[0].replace("_", "-")} does not go with this form; --help shows all')
+    if options.name is not None:
+        try:
+            check_name(options.name)
+        except ValueError as error:
+            raise UsageError(f'--name: {error}') from error
     if name == 'destroy' and options.wait:
         raise UsageError('destroy waits for one thing: --wait alone')
     if options.timeout is not None:

@@ -11,20 +11,21 @@ import logging
 import random
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ecomp.errors import Conflict, EcompError, GenerationConflict, NoCapacity, UnknownOutcome, Unreachable, UsageError
 from ecomp.failpoints import failpoint
 from ecomp.model import keys
 from ecomp.model.allocation import Allocations, missing, total
 from ecomp.model.choose import choose
-from ecomp.model.instance import Request, to_json
+from ecomp.model.instance import Request, name_to_json, to_json
 from ecomp.model.record import ERROR, GONE
 from ecomp.placement import allocations as ledger
 from ecomp.placement.client import Placement
 from ecomp.scheduler.claim import abandon, claim
 from ecomp.scheduler.find import Found, find, read_record
 from ecomp.store.client import Delete, Put, Store, Unchanged
+from ecomp.store.names import holder
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +41,7 @@ READ_BACKS = 3
 
 @dataclass(frozen=True)
 class Wanted:
-    """What the user asked for."""
+    """What the user asked for. `ssh_keys` and `user_data` None: those of the compute's mdserver.conf."""
 
     instance: str
     query: str
@@ -48,6 +49,9 @@ class Wanted:
     user_id: str
     project_id: str
     requested: str
+    name: str | None = None
+    ssh_keys: tuple[str, ...] | None = field(default=None, repr=False)
+    user_data: bytes | None = field(default=None, repr=False)
 
 
 @dataclass(frozen=True)
@@ -71,12 +75,13 @@ def create(
 
     `backend` brings placement and the candidates, asked for while etcd is being asked; `who` (host, pid) says in
     etcd who is at it; `resume` is True for a uuid the user gave, which may have a past.
-    Errors: NoCapacity, PlacementRefusal, Conflict (the uuid is used otherwise), Unreachable.
+    Errors: NoCapacity, PlacementRefusal, Conflict (the uuid or the name is used otherwise), Unreachable.
     """
     try:
         found = find(store, wanted.instance) if resume else None
         if found is not None:
             return _same(found, wanted)
+        _free_name(store, wanted.name, wanted.instance)  # said before anything is claimed for it
         lease = store.grant(LEASE_SECONDS)
     except Unreachable as error:
         raise _with(error, UNCHANGED) from error
@@ -121,6 +126,9 @@ def create(
                 project_id=wanted.project_id,
                 query=wanted.query,
                 stages={'requested': wanted.requested, 'scheduled': now()},
+                name=wanted.name,
+                ssh_keys=wanted.ssh_keys,
+                user_data=wanted.user_data,
             )
             if _deliver(store, request, compute, revision):
                 failpoint('delivered')
@@ -165,13 +173,25 @@ def _announce(store: Store, lease: int, wanted: Wanted, who: Mapping[str, object
 
 
 def _deliver(store: Store, request: Request, compute: str, revision: int) -> bool:
-    """Deliver, once: True when the compute has the request, False when it is known not to."""
+    """Deliver, once: True when the compute has the request, False when it is known not to. Conflict: its name is gone.
+
+    The name becomes its own in the same transaction, or nothing does.
+    """
     request_key, host_key = keys.request(request.instance), keys.host(compute, request.instance)
     record_key = keys.instance(request.instance)
-    value = to_json(request)
     conditions = [Unchanged(request_key, revision), Unchanged(host_key, 0), Unchanged(record_key, 0)]
+    operations: list[Put | Delete] = [Put(host_key, to_json(request)), Delete(request_key)]
     try:
-        return store.commit(conditions, [Put(host_key, value), Delete(request_key)]) is not None
+        for _ in range(READ_BACKS):
+            before = _free_name(store, request.name, request.instance)
+            if before is None:
+                return store.commit(conditions, operations) is not None
+            put = Put(before.key, name_to_json(request.instance))
+            if store.commit([*conditions, before], [*operations, put]) is not None:
+                return True
+            if _free_name(store, request.name, request.instance) == before:
+                break  # it was not for the name
+        return False
     except UnknownOutcome as error:
         try:
             if _withdraw(store, request_key, revision):
@@ -183,6 +203,23 @@ def _deliver(store: Store, request: Request, compute: str, revision: int) -> boo
             return record is not None and read_record(record).compute == compute
         except EcompError:
             raise UnknownOutcome(f'{error}; whether {request.instance} was delivered is not known') from error
+
+
+def _free_name(store: Store, name: str | None, wanted: str) -> Unchanged | None:
+    """The condition that a name is as free as it is now; None for no name. Conflict if another living one has it."""
+    if name is None:
+        return None
+    key = keys.name(name)
+    entry = store.get(key)
+    if entry is None:
+        return Unchanged(key, 0)
+    # A delivery puts both, so the instance of a name that is there was there before we looked.
+    instance = holder(entry)
+    found = find(store, instance) if instance != wanted else None
+    if found is not None and found.record.state not in (GONE, ERROR):
+        cure = 'it is being destroyed: try again then' if found.is_destroying else 'take another, or destroy it first'
+        raise Conflict(f'{name}: is the name of instance {instance}: {cure}')
+    return Unchanged(key, entry.revision)
 
 
 def _withdraw(store: Store, request_key: str, revision: int) -> bool:
@@ -243,6 +280,13 @@ def _same(found: Found, wanted: Wanted) -> Delivered:
         raise Conflict(f'{wanted.instance}: it is being destroyed; a uuid is never used twice')
     if (record.query, record.image) != (wanted.query, wanted.image):
         raise Conflict(f'{wanted.instance}: exists, asked for by {record.query!r} with image {record.image}')
+    if found.name != wanted.name:
+        raise Conflict(f'{wanted.instance}: exists, {f"by the name {found.name}" if found.name else "without a name"}')
+    request = found.request
+    if request is not None and request.user_data != wanted.user_data:
+        raise Conflict(f'{wanted.instance}: exists, with other user-data')
+    if request is not None and request.ssh_keys != wanted.ssh_keys:
+        raise Conflict(f'{wanted.instance}: exists, with other ssh keys')
     return Delivered(record.compute, again=True)
 
 

@@ -11,6 +11,7 @@ from ecomp.model.instance import Request, to_json
 from ecomp.model.record import ERROR
 from ecomp.scheduler.find import Found, living
 from ecomp.store.client import Delete, Put, Store, Unchanged
+from ecomp.store.names import freed
 
 TRIES = 5
 
@@ -50,15 +51,17 @@ def _transaction(store: Store, found: Found) -> tuple[list[Unchanged], list[Put 
     record_key, host_key = keys.instance(record.instance), keys.host(compute, record.instance)
     record_revision = found.record_entry.revision if found.record_entry else 0
     if record.state == ERROR and found.request_entry is None:
+        mine, change = freed(store, found.name, record.instance)
         return (
-            [Unchanged(record_key, record_revision), Unchanged(host_key, 0)],
-            [Delete(record_key)],
+            [Unchanged(record_key, record_revision), Unchanged(host_key, 0), *mine],
+            [Delete(record_key), *change],
             f'{record.instance}: its record is removed; nothing else was left of it',
         )
     tombstone = to_json(
         replace(
             Request(record.instance, {}, None, record.user_id, record.project_id, record.query),
             stages={name: time for name, time in record.stages.items() if time},
+            name=found.name,  # a compute that has not seen the request yet is to free it all the same
         )
     )
     revision = found.request_entry.revision if found.request_entry else 0

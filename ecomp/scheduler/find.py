@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ecomp.errors import EcompError, NotFound
+from ecomp.errors import EcompError, NotFound, UsageError
 from ecomp.model import keys
 from ecomp.model.instance import Invalid, Request, parse_request
+from ecomp.model.names import uuid_prefix
 from ecomp.model.record import GONE, Record, from_json, new_record
 from ecomp.model.text import printable
 from ecomp.store.client import Entry, Store
+from ecomp.store.names import holder
+
+QUOTED = 5
+"""How many instances an error names."""
 
 
 @dataclass(frozen=True)
@@ -21,12 +26,50 @@ class Found:
     request_entry: Entry | None
 
     @property
+    def request(self) -> Request | None:
+        """The request as it stands; None where there is none, or none that can be understood."""
+        if self.request_entry is None:
+            return None
+        request = parse_request(self.record.compute, self.request_entry.key, self.request_entry.value)
+        return request if isinstance(request, Request) else None
+
+    @property
     def is_destroying(self) -> bool:
         """True once a destroy has been accepted."""
-        if self.request_entry is None:
-            return False
-        request = parse_request(self.record.compute, self.request_entry.key, self.request_entry.value)
-        return isinstance(request, Request) and request.is_tombstone
+        request = self.request
+        return request is not None and request.is_tombstone
+
+    @property
+    def name(self) -> str | None:
+        """The instance's name; an older ecompute does not write it down."""
+        request = self.request
+        return self.record.name or (request.name if request else None)
+
+
+def resolve(store: Store, word: str) -> str:
+    """The uuid of the instance a word means: a name, a uuid, or the only uuid that begins so.
+
+    Errors: NotFound, UsageError (several begin so).
+    """
+    if keys.is_uuid(word):
+        return word
+    beginning = uuid_prefix(word)
+    if beginning is None:
+        entry = store.get(keys.name(word))
+        if entry is None:
+            raise NotFound(f'{word}: no living instance has this name, and it is no command; --help shows all')
+        return holder(entry)
+    recorded = store.snapshot(keys.INSTANCES + beginning, keys_only=True).entries
+    found = {keys.last(key) for key in recorded if keys.is_uuid(keys.last(key))}
+    # Those that no compute has seen yet.
+    asked = store.snapshot(keys.HOSTS, keys_only=True).entries
+    found |= {keys.last(key) for key in asked if _names_instance(key) and keys.last(key).startswith(beginning)}
+    if not found:
+        raise NotFound(f'{word}: no instance has a uuid that begins so')
+    if len(found) > 1:
+        first = ', '.join(sorted(found)[:QUOTED]) + (f' and {len(found) - QUOTED} more' if len(found) > QUOTED else '')
+        raise UsageError(f'{word}: {len(found)} instances begin so: {first}')
+    return found.pop()
 
 
 def find(store: Store, instance: str) -> Found | None:
@@ -60,15 +103,17 @@ def all_records(store: Store, with_gone: bool) -> tuple[list[Record], list[Ecomp
     Those of which only a request exists are `scheduled`.
     """
     records, unreadable = {}, []
-    for key, entry in store.snapshot(keys.HOSTS).entries.items():
-        if _names_instance(key):
-            records[keys.last(key)] = _scheduled(entry)
-    for key, entry in store.snapshot(keys.INSTANCES).entries.items():
+    asked = [key for key in store.snapshot(keys.HOSTS, keys_only=True).entries if _names_instance(key)]
+    recorded = store.snapshot(keys.INSTANCES).entries
+    for key, entry in recorded.items():
         try:
             records[keys.last(key)] = read_record(entry)
         except EcompError as error:
             unreadable.append(error)
-            records.pop(keys.last(key), None)
+    for key in asked:
+        # Its value may be large (user-data), and mostly it is not needed.
+        if keys.instance(keys.last(key)) not in recorded and (request := store.get(key)) is not None:
+            records[keys.last(key)] = _scheduled(request)
     shown = [each for each in records.values() if with_gone or each.state != GONE]
     return sorted(shown, key=lambda each: (each.stages.get('requested', ''), each.instance)), unreadable
 

@@ -21,6 +21,7 @@ from ecomp.placement import providers
 from ecomp.placement.client import Placement
 from ecomp.scheduler.hosts import Seen, look
 from ecomp.store.client import Delete, Put, Store, Unchanged
+from ecomp.store.names import freed
 
 TRIES = 5
 
@@ -111,10 +112,10 @@ def _remove(
 ) -> None:
     silent = Unchanged(keys.compute(compute), 0)
 
-    def commit(instance: str, operations: list[Put | Delete]) -> None:
+    def commit(instance: str, operations: list[Put | Delete], *also: Unchanged) -> None:
         written = (keys.host(compute, instance), keys.instance(instance))
         unchanged = [Unchanged(key, seen.entries[key].revision if key in seen.entries else 0) for key in written]
-        if store.commit([silent, *unchanged], operations) is None:
+        if store.commit([silent, *unchanged, *also], operations) is None:
             raise _Changed
 
     for instance in left.ended:
@@ -122,7 +123,8 @@ def _remove(
         failpoint('host-released')
         record = _ended(compute, seen, instance, now())
         put = Put(keys.instance(instance), to_json(record), store.grant(KEPT[GONE]))
-        commit(instance, [put, Delete(keys.host(compute, instance)), Delete(keys.booted(instance))])
+        mine, change = freed(store, record.name, instance)
+        commit(instance, [put, Delete(keys.host(compute, instance)), Delete(keys.booted(instance)), *change], *mine)
         tell(f'{instance}: its destroy had been accepted: its claim and its keys are removed, its record says gone')
     for name in left.stray:
         commit(name, [Delete(keys.host(compute, name))])

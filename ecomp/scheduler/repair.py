@@ -13,13 +13,15 @@ from ecomp.errors import EcompError
 from ecomp.model import keys
 from ecomp.model.digest import clearance_to_json
 from ecomp.model.findings import Finding, confirmed
-from ecomp.model.instance import Request, announced, parse_request
+from ecomp.model.instance import Request, announced, named, parse_request
 from ecomp.model.planes import Kept
 from ecomp.model.record import ERROR, GONE, KEPT, from_json
 from ecomp.placement import allocations as ledger
 from ecomp.placement.client import Placement
 from ecomp.scheduler.audit import SIGHTINGS_SECONDS, Report, Tell, answers, asking, audit
+from ecomp.scheduler.find import find
 from ecomp.store.client import Delete, Put, Store, Unchanged
+from ecomp.store.names import given_back
 
 NOT_ANY_MORE = 'left alone: it has changed since'
 
@@ -59,6 +61,10 @@ def _mended(store: Store, placement: Placement, finding: Finding, etcd: dict[str
             return _release(store, placement, finding.subject)
         if finding.code == 'allocation-missing':
             return _claim_again(store, placement, finding, etcd)
+        if finding.code == 'name-missing':
+            return _name_back(store, finding.subject, etcd)
+        if finding.code == 'name-orphaned':
+            return _name_away(store, finding.subject, etcd)
         return _write(store, finding, etcd)
     except (EcompError, ValueError) as error:
         return f'not known to be mended: {error}'
@@ -111,6 +117,27 @@ def _write(store: Store, finding: Finding, etcd: dict[str, Kept]) -> str:
         Unchanged(key, etcd[key].revision if key in etcd else 0) for key in dict.fromkeys((operation.key, record))
     ]
     return done if store.commit(conditions, [operation]) is not None else NOT_ANY_MORE
+
+
+def _name_back(store: Store, instance: str, etcd: dict[str, Kept]) -> str:
+    """The name its record says, if that is free and the instance is as the second audit read it."""
+    found = find(store, instance)
+    change = given_back(store, found.name, instance) if found is not None else None
+    if found is None or found.name is None or change is None:
+        return NOT_ANY_MORE
+    conditions, operations = change
+    about = [keys.instance(instance), keys.host(found.record.compute, instance)]
+    conditions = [*conditions, *(Unchanged(key, etcd[key].revision if key in etcd else 0) for key in about)]
+    done = f'{keys.name(found.name)} is its own again'
+    return done if operations and store.commit(conditions, operations) is not None else NOT_ANY_MORE
+
+
+def _name_away(store: Store, name: str, etcd: dict[str, Kept]) -> str:
+    """Delete a name nobody living has. What makes its instance live moves that one's record, or the name itself."""
+    key = keys.name(name)
+    about = [key, keys.instance(named(etcd[key].value))]
+    conditions = [Unchanged(each, etcd[each].revision if each in etcd else 0) for each in about]
+    return f'{key} is deleted' if store.commit(conditions, [Delete(key)]) is not None else NOT_ANY_MORE
 
 
 def _cleared(store: Store, compute: str, findings: list[Finding]) -> list[str]:

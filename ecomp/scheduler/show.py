@@ -15,7 +15,7 @@ from ecomp.scheduler.wait import failure, next_stage
 if TYPE_CHECKING:
     from ecomp.model.findings import Finding
 
-COLUMNS = ('INSTANCE', 'STATE', 'ADDRESS', 'COMPUTE', 'REQUESTED')
+COLUMNS = ('INSTANCE', 'NAME', 'STATE', 'ADDRESS', 'COMPUTE', 'REQUESTED')
 
 
 def as_list(records: Sequence[Record], form: str) -> str:
@@ -23,7 +23,10 @@ def as_list(records: Sequence[Record], form: str) -> str:
     if form == 'json':
         return json.dumps([to_dict(each) for each in records], indent=2)
     rows = [
-        (each.instance, each.state, each.address or '-', each.compute, each.stages.get('requested') or '-')
+        (
+            *(each.instance, each.name or '-', each.state, each.address or '-', each.compute),
+            each.stages.get('requested') or '-',
+        )
         for each in records
     ]
     return table([COLUMNS, *rows])
@@ -35,6 +38,7 @@ def as_detail(record: Record, form: str) -> str:
         return json.dumps(to_dict(record), indent=2)
     rows = [
         ('instance', record.instance),
+        ('name', record.name or '-'),
         ('state', record.state),
         ('compute', record.compute),
         ('image', record.image or '-'),

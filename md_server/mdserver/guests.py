@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-LIMIT = 1 << 20  # bytes; nothing read here is honestly larger
+LIMIT = 1 << 21  # bytes; nothing read here is honestly larger: 256 KiB of gzip are 1.5 MiB of JSON
 VERSION = 1
 
 _MAC = re.compile(r'([0-9a-f]{2}:){5}[0-9a-f]{2}')

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import uuid
-from contextlib import redirect_stderr, redirect_stdout
-from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +11,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ecomp import schedule
 from ecomp.agent.claims import in_requests
 from ecomp.agent.memory import Memory
 from ecomp.conf import EtcdConfig
@@ -26,7 +23,7 @@ from ecomp.store.presence import Presence
 from tests.commands import Control, Ecompute, Result
 from tests.faults.hands import guests
 from tests.scenario.invariants import check
-from tests.scenario.story import IMAGE, SMALL, addressed, logged, one_line, place, reached, record
+from tests.scenario.story import IMAGE, SMALL, addressed, called, logged, one_line, place, reached, record
 from tests.servers import until
 from tests.unit.test_model_instance import COMPUTE, HOSTILE, INSTANCE, NAMES, XML, request
 
@@ -132,14 +129,6 @@ def renamed(value: bytes | str | dict[str, Any], instance: str) -> bytes:
     return raw
 
 
-def called(cluster: Control, *words: str) -> Result:
-    """eschedule in this process: a start of Python for each of a hundred would take a minute, and show no more."""
-    out, err = StringIO(), StringIO()
-    with redirect_stdout(out), redirect_stderr(err):
-        code = schedule.main(['--config', str(cluster.schedule_yaml), *words])
-    return Result(code, out.getvalue(), err.getvalue())
-
-
 def survives(cluster: Control) -> None:
     """What looks at all of etcd comes to its end, with lines that can be read; what it finds is its own business."""
     for words, codes in ((['hosts'], {0, 1}), (['audit'], {0, 8}), (['audit', '-f', 'json'], {0, 8})):
@@ -158,7 +147,7 @@ def lives(cluster: Control, compute: Ecompute) -> str:
 
 
 def test_hostile_requests(cluster: Control, compute: Ecompute) -> None:
-    """F24: each of 75 hostile requests ends in error with its reason, once; good ones beside them are made (fake)"""
+    """F24: each of 88 hostile requests ends in error with its reason, once; good ones beside them are made (fake)"""
     # What JSON's `\ud800` in the image's name stands for is refused by whoever reads it, not by etcd.
     wanted = {str(uuid.uuid4()): (value, reason) for value, reason in HOSTILE}
     for text in SHELL:

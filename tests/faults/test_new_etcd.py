@@ -17,6 +17,7 @@ from tests.faults.hands import Armed, settled
 from tests.scenario.story import (
     IMAGE,
     NOBODY,
+    SMALL,
     addressed,
     log_of,
     logged,
@@ -62,13 +63,13 @@ def accept(compute: Ecompute) -> None:
     compute.options = []
 
 
-def request_by_hand(control: Control, compute: Ecompute, instance: str) -> None:
+def request_by_hand(control: Control, compute: Ecompute, instance: str, **more: str) -> None:
     """A request of which the claim is in order, as an eschedule with the new etcd would write it."""
     resources = {'VCPU': 1, 'DISK_GB': 1, 'MEMORY_MB': 128}
     allocations = {compute.uuid: {'resources': resources}}
     body = {'allocations': allocations, 'consumer_generation': None, 'project_id': NOBODY, 'user_id': NOBODY}
     control.placement.call('PUT', f'/allocations/{instance}', {**body, 'consumer_type': 'INSTANCE'})
-    value = {'version': 1, 'instance': instance, 'image': IMAGE, **body}
+    value = {'version': 1, 'instance': instance, 'image': IMAGE, **body, **more}
     control.etcd.put(f'/hosts/{compute.uuid}/{instance}', json.dumps(value))
 
 
@@ -110,10 +111,13 @@ def test_the_first_compute_names_etcd_and_all_remember_it(own_control: Control) 
 def test_wiped(own_control: Control, away: bool) -> None:
     """F13: etcd wiped, while ecompute is at work or away: guests stay, nothing is done, until it is accepted (fake)"""
     etcd, compute = own_control.etcd, own_control.ecompute()
-    _, one = place(own_control)
+    script = own_control.directory / 'script'
+    script.write_text('#!/bin/sh\n')
+    _, one = place(own_control, SMALL, '--name', 'one', '--user-data', str(script))
     _, two = place(own_control)
     address = addressed(own_control, one)
     addressed(own_control, two)
+    asked = etcd.get(f'/hosts/{compute.uuid}/{one}')
     until(lambda: remembered(compute)['revision'] > 5, 5, 'what was seen is remembered')
     if away:
         compute.kill()
@@ -143,6 +147,8 @@ def test_wiped(own_control: Control, away: bool) -> None:
     accepted = time.monotonic()
     accept(compute)
     assert addressed(own_control, one) == address
+    assert asked == etcd.get(f'/hosts/{compute.uuid}/{one}')
+    assert json.loads(etcd.get('/names/one') or b'') == {'version': 1, 'instance': one}
     figure('F13', detected_s=detected, recovered_s=time.monotonic() - accepted)
     assert addressed(own_control, two)
     assert addressed(own_control, NOBODY)
@@ -172,14 +178,14 @@ def test_wiped(own_control: Control, away: bool) -> None:
 def test_restored(own_control: Control, kind: Callable[[Etcd], Snapshot], away: bool) -> None:
     """F13: etcd restored from an older snapshot: what ended since stays ended, what came since is published (fake)"""
     etcd, compute = own_control.etcd, own_control.ecompute('VCPU:8,DISK_GB:20,MEMORY_MB:2048')
-    _, kept = place(own_control)
-    _, destroyed = place(own_control)
+    _, kept = place(own_control, SMALL, '--name', 'kept')
+    _, destroyed = place(own_control, SMALL, '--name', 'destroyed')
     for instance in (kept, destroyed):
         addressed(own_control, instance)
     older = kind(etcd)
     until(lambda: not logged(compute, 'cannot be reached') or logged(compute, 'is back'), 15, 'it follows etcd again')
     assert own_control.eschedule('destroy', '--wait', destroyed).code == 0
-    _, came = place(own_control)
+    _, came = place(own_control, SMALL, '--name', 'came')
     addressed(own_control, came)
     compute_log = len(logged(compute, STRANGE))
     assert compute_log == 0
@@ -199,9 +205,33 @@ def test_restored(own_control: Control, kind: Callable[[Etcd], Snapshot], away: 
     reached(own_control, came, 'active')
     until(lambda: set(guests(compute)) == {came}, 10, 'only what came since is here')
     assert len(logged(compute, 'INSTANTIATE', destroyed)) == 1
+    assert etcd.keys('/names/') == ['/names/came']
     settled(own_control, compute)
     stop(compute)
     compute.start()
+    settled(own_control, compute)
+
+
+def test_a_name_that_was_given_away_meanwhile(own_control: Control) -> None:
+    """F13: etcd wiped, and a name in it another instance's by the time it is accepted: a fault says so (fake)"""
+    etcd, compute = own_control.etcd, own_control.ecompute()
+    _, instance = place(own_control, SMALL, '--name', 'one')
+    addressed(own_control, instance)
+    wipe(etcd)
+    is_loud(compute)
+    request_by_hand(own_control, compute, NOBODY, name='one')
+    etcd.put('/names/one', json.dumps({'version': 1, 'instance': NOBODY}))
+    accept(compute)
+    addressed(own_control, NOBODY)
+    kept = reached(own_control, instance, 'active')
+    assert kept['fault'] == "its name one was another instance's when this etcd was accepted"
+    assert len(logged(compute, instance, 'its name one was another')) == 1
+    audited = own_control.eschedule('audit')
+    assert audited.code == 8
+    assert [line.split()[:2] for line in audited.stdout.splitlines()[1:]] == [['name-missing', instance]]
+    # It lets go of nothing that is not its own.
+    assert own_control.eschedule('destroy', '--wait', instance).code == 0
+    assert json.loads(etcd.get('/names/one') or b'')['instance'] == NOBODY
     settled(own_control, compute)
 
 

@@ -29,11 +29,12 @@ CODES = range(9)
 
 NAMES = [word for name in FORMS for word in name.split()]
 OPTIONS = ['--uuid', '--wait', '--timeout', '--wait=', '--wait=addressed', '--format', '-f', '--all', '--fix']
+OPTIONS += ['--name', '--ssh-key', '--user-data']
 VALUES = ['1', '0', '-1', 'nan', 'inf', '1e400', '10' * 50, 'json', 'table', NOBODY, NOBODY.upper(), '', ' ']
 QUERIES = [SMALL, 'resources=', 'resources', '=', 'resources=VCPU', 'resources=VCPU:', 'resourcesVCPU:1', 'a=b&c=d#e']
 HARD = ['\0', '\n', '\x1b[2J', '\ud800', 'é', '\u202e', '-', '--', '@file', '%s', '{}', '$(id)', '../etc', 'x' * 5000]
 WORDS = st.sampled_from([*NAMES, *OPTIONS, *VALUES, *QUERIES, *HARD]) | st.text(max_size=12)
-OPTION_VALUES = st.tuples(st.sampled_from(OPTIONS[:3]), WORDS).map('='.join)
+OPTION_VALUES = st.tuples(st.sampled_from([*OPTIONS[:3], *OPTIONS[-3:]]), WORDS).map('='.join)
 
 
 def called(*words: str) -> Result:

@@ -18,6 +18,7 @@ from ecomp.errors import Unreachable
 from ecomp.model import keys
 from ecomp.model.digest import Leftover, clearance_to_json, from_pages
 from ecomp.model.guest import BaseImage, Guest, GuestSpec, mac_address
+from ecomp.model.instance import Request
 from ecomp.scheduler.audit import answers, asking, audit
 from ecomp.store.client import Put, Store, Unchanged
 from ecomp.virt.fake import FakeHypervisor
@@ -197,7 +198,7 @@ def test_a_read_only_one_or_one_that_remembers_answers_and_removes_nothing(cloud
 
 def test_an_orphaned_disk_and_seed_are_removed(cloud: Cloud, host: Host) -> None:
     instance, data = host.disk(), GuestData(host.state / 'metadata')
-    data.write(instance, [mac_address(instance, 0)])
+    data.write(Request(instance, {}, None, '', ''), [mac_address(instance, 0)])
     mac = mac_address(instance, 0)
     assert host.clear(cloud.store, Leftover('disk', instance), Leftover('seed', mac, instance)) == [
         f'disk {instance}: removed',
@@ -217,7 +218,7 @@ def test_what_is_no_leftover_stays(cloud: Cloud, host: Host) -> None:
     cloud.etcd.put(keys.instance(lives), json.dumps({'state': 'who knows'}))
     cloud.etcd.put(keys.request(tried), json.dumps({'instances': [tried]}))
     data = GuestData(host.state / 'metadata')
-    data.write(asked, [MAC])
+    data.write(Request(asked, {}, None, '', ''), [MAC])
     before = host.hypervisor.guests()
     wanted = 'not removed: it is wanted now'
     try:

@@ -7,6 +7,7 @@ import gzip
 import http.client
 import json
 import os
+import random
 import re
 import shutil
 import signal
@@ -17,8 +18,13 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+from ecomp.agent.metadata import GuestData
+from ecomp.model.guest_data import USER_DATA_LIMIT
+from ecomp.model.instance import Request
 
 TREE = Path(__file__).parents[2]
 SCRIPT = TREE / 'md_server/mdserver/server.py'
@@ -82,6 +88,11 @@ def serving(root: Path, *arguments: str, command: list[str] = AS_SCRIPT, prefix:
             process.stdin.close()
         process.terminate()
         process.wait(20)
+
+
+def asked(instance: str, **given: Any) -> Request:
+    """A request, as ecompute hands it on to the metadata server."""
+    return Request(instance, {}, None, '', '', **given)
 
 
 def describe(root: Path, leases: dict[str, str]) -> Path:
@@ -317,6 +328,39 @@ def test_two_guests_each_see_their_own(bridge: Bridge) -> None:
     assert bridge.ask(bridge.b, '/latest/meta-data/public-keys/', IP_B) == (200, '0=default\n1=key-1')
     assert bridge.ask(bridge.a, '/latest/user-data', IP_A) == (200, USER_DATA.decode('latin-1'))
     assert bridge.ask(bridge.b, '/latest/user-data', IP_B) == (200, f'#!/bin/sh\necho {SECRET}\n')
+
+
+@needs_root
+@pytest.mark.usefixtures('on_bridge')
+def test_two_guests_each_get_what_ecompute_was_asked_for(bridge: Bridge, tmp_path: Path) -> None:
+    """From the request to the guest: a name, keys and user-data of each one's own, as large and odd as they may be."""
+    key = 'ssh-rsa AAAA mé@home: 100 %'
+    most = gzip.compress(random.Random(1).randbytes(USER_DATA_LIMIT - 400), 0, mtime=0)
+    assert USER_DATA_LIMIT - 400 < len(most) <= USER_DATA_LIMIT
+    script = '#!/bin/sh\necho "$(hostname)": \'ä\' {{ x }} \\u0041\x01\n'.encode()
+    data = GuestData(tmp_path / 'metadata')
+    given = {'name': 'db-1', 'ssh_keys': (KEY, key), 'user_data': most}
+    data.write(asked(UUID_A, **given), [MAC_A])
+    data.write(asked(UUID_B, ssh_keys=(), user_data=script), [MAC_B])
+    assert {path.stat().st_mode & 0o777 for path in (tmp_path / 'metadata').iterdir()} == {0o600}
+    for guest, source, instance, name, keys, user_data in (
+        (bridge.a, IP_A, UUID_A, 'db-1', [KEY, key], most), (bridge.b, IP_B, UUID_B, f'vm-{UUID_B[:8]}', [], script),
+    ):
+        assert bridge.ask(guest, '/latest/meta-data/local-hostname', source) == (200, name)
+        status, body = bridge.ask(guest, f'/seed/{instance}/meta-data', source)
+        seed = json.loads(body.encode('latin-1'))
+        assert (status, seed['local-hostname'], seed['public-keys']) == (200, name, keys)
+        for path in ('/2009-04-04/user-data', '/latest/user-data', f'/seed/{instance}/user-data'):
+            assert bridge.ask(guest, path, source) == (200, user_data.decode('latin-1'))
+        for number, each in enumerate(keys):
+            path = f'/latest/meta-data/public-keys/{number}/openssh-key'
+            assert bridge.ask(guest, path, source) == (200, each.encode().decode('latin-1'))
+    # None at all was asked for: not those of mdserver.conf.
+    assert 'public-keys' not in bridge.ask(bridge.b, '/latest/meta-data/', IP_B)[1]
+    data.remove([MAC_A])
+    assert bridge.ask(bridge.a, '/latest/user-data', IP_A)[0] == 404
+    data.write(asked(UUID_A), [MAC_A])
+    assert bridge.ask(bridge.a, '/latest/user-data', IP_A) == (200, USER_DATA.decode('latin-1'))
 
 
 @needs_root

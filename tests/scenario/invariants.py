@@ -59,7 +59,8 @@ def violations(
     """
     etcd = everything(control)
     held = {consumer: each for consumer, each in allocations(control).items() if consumer not in foreign}
-    under = {prefix: _under(etcd, f'/{prefix}/') for prefix in ('hosts', 'instances', 'requests', 'booted', 'computes')}
+    families = ('hosts', 'instances', 'requests', 'booted', 'names', 'computes')
+    under = {prefix: _under(etcd, f'/{prefix}/') for prefix in families}
     records = {name: json.loads(kept.value) for name, kept in under['instances'].items() if name not in foreign}
     paths = [path.partition('/') for path in under['hosts']]
     wished = [(compute, name) for compute, _, name in paths if name not in foreign]
@@ -87,6 +88,19 @@ def violations(
             found.append(f'{name}: an address, and no living instance')
         elif kept.value.decode() != address:
             found.append(f'{name}: /booted says {kept.value.decode()}, its record {address}')
+    for name, kept in under['names'].items():
+        whose = json.loads(kept.value)['instance']
+        ended = records.get(whose, {}).get('state') == 'error' and kept.lease
+        if whose in foreign:
+            continue
+        if whose not in instances and not ended:
+            found.append(f'{name}: a name, and no living instance')
+        elif whose in alive and (records[whose].get('name') != name or kept.lease):
+            found.append(f'{name}: a name of {whose}, which is called {records[whose].get("name")}')
+    for name in alive:
+        called = records[name].get('name')
+        if called and called not in under['names']:
+            found.append(f'{name}: is called {called}, and there is no such name')
     for name, kept in under['requests'].items():
         found += _request(control, name, kept, dead)
     found += [f'{name}: /computes without a lease' for name, kept in under['computes'].items() if not kept.lease]

@@ -6,8 +6,11 @@ import json
 import re
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import redirect_stderr, redirect_stdout
+from io import StringIO
 from typing import Any
 
+from ecomp import schedule
 from tests.commands import Control, Ecompute, Result
 from tests.servers import until
 
@@ -24,6 +27,14 @@ NOTIFIED = re.compile(r'NOTIFIED TARGET, ([0-9a-f-]{36}), OF INSTANCE ([0-9a-f-]
 def place(control: Control, *words: str) -> tuple[str, str]:
     """Place an instance (SMALL unless `words` say otherwise): its compute and its uuid."""
     return notified(control.eschedule(*(words or (SMALL,))))
+
+
+def called(control: Control, *words: str) -> Result:
+    """eschedule in this process: a start of Python for each of a hundred would take a minute, and show no more."""
+    out, err = StringIO(), StringIO()
+    with redirect_stdout(out), redirect_stderr(err):
+        code = schedule.main(['--config', str(control.schedule_yaml), *words])
+    return Result(code, out.getvalue(), err.getvalue())
 
 
 def notified(result: Result) -> tuple[str, str]:

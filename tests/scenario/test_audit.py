@@ -33,6 +33,7 @@ BIG = 'VCPU:64,DISK_GB:64,MEMORY_MB:65536'
 SOON = 30.0
 SIZE = {'VCPU': 1, 'DISK_GB': 1, 'MEMORY_MB': 128}
 MAC = '52:54:00:00:00:01'
+NAME = 'audited'
 
 
 @dataclass
@@ -166,7 +167,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
         control = Control(etcd, server, tmp_path_factory.mktemp('audit'), at_exit)
         one, two = control.ecompute(BIG), control.ecompute(BIG)
         here = f'{SMALL}&in_tree={one.uuid}'
-        instance, gone = place(control, here)[1], place(control, here)[1]
+        instance, gone = place(control, here, '--name', NAME)[1], place(control, here)[1]
         addressed(control, instance)
         reached(control, gone, 'active')
         assert control.eschedule('destroy', '--wait', gone).code == 0
@@ -291,6 +292,16 @@ def booted_differs(scene: Scene) -> str:
     return scene.instance
 
 
+def name_orphaned(scene: Scene) -> str:
+    scene.put('/names/of-nobody', {'version': 1, 'instance': scene.gone})
+    return 'of-nobody'
+
+
+def name_missing(scene: Scene) -> str:
+    scene.control.etcd.delete(f'/names/{NAME}')
+    return scene.instance
+
+
 def attempt_unleased(scene: Scene) -> str:
     scene.put(f'/requests/{(nobody := new())}', {'version': 1, 'instances': [nobody], 'pid': 1})
     return nobody
@@ -372,7 +383,7 @@ PLANTS: list[Callable[[Scene], str]] = [
     *(allocation_orphaned, allocation_missing, allocation_differs, allocation_doubled),
     *(request_doubled, request_misplaced, request_missing, request_ended, request_unreadable),
     *(record_missing, record_unreadable, record_unleased, record_leased, booted_orphaned, booted_differs),
-    *(attempt_unleased, presence_unleased, compute_mute),
+    *(name_orphaned, name_missing, attempt_unleased, presence_unleased, compute_mute),
     *(domain_missing, domain_off, domain_running, domain_undefined),
     *(domain_orphaned, domain_misplaced, domain_doubled),
     *(disk_missing, disk_orphaned, seed_orphaned, part_orphaned),
@@ -516,7 +527,7 @@ def _working(cluster: Control, instances: list[str]) -> Iterator[Callable[[], bo
 
 MENDED: list[Callable[[Scene], str]] = [
     *(allocation_orphaned, allocation_missing, booted_orphaned, record_unleased, request_ended),
-    *(disk_orphaned, seed_orphaned, part_orphaned),
+    *(name_orphaned, name_missing, disk_orphaned, seed_orphaned, part_orphaned),
 ]
 
 
@@ -559,6 +570,20 @@ def test_what_only_one_audit_saw_is_left_alone(scene: Scene) -> None:
     lines = repair.mend(scene.store, scene.placement, second, scene.audit())
     assert len(lines) == 2, lines
     assert {each.subject for each in scene.audit().findings} == {part}
+
+
+def test_a_name_that_somebody_took_meanwhile_is_not_given_back(scene: Scene) -> None:
+    name_missing(scene)
+    name_orphaned(scene)
+    first, second = scene.audit(), scene.audit()
+    assert len(second.findings) == 2
+    scene.put(f'/names/{NAME}', {'version': 1, 'instance': (other := new())})
+    scene.put('/names/of-nobody', {'version': 1, 'instance': other})
+    lines = repair.mend(scene.store, scene.placement, first, second)
+    assert len(lines) == 2, lines
+    assert all('left alone: it has changed since' in line for line in lines), lines
+    for name in (NAME, 'of-nobody'):
+        assert json.loads(scene.control.etcd.get(f'/names/{name}') or b'')['instance'] == other
 
 
 def test_what_changes_after_the_second_audit_is_left_alone(scene: Scene) -> None:

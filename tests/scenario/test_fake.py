@@ -248,11 +248,11 @@ def test_list_and_show(cluster: Control) -> None:
     assert table.code == 0
     assert table.stderr == ''
     head, *rows = table.stdout.splitlines()
-    assert head.split() == ['INSTANCE', 'STATE', 'ADDRESS', 'COMPUTE', 'REQUESTED']
+    assert head.split() == ['INSTANCE', 'NAME', 'STATE', 'ADDRESS', 'COMPUTE', 'REQUESTED']
     assert len(rows) == 1
-    assert rows[0].split()[:4] == [first, 'active', address, compute.uuid]
+    assert rows[0].split()[:5] == [first, '-', 'active', address, compute.uuid]
     everyone = cluster.eschedule('list', '--all').stdout.splitlines()
-    assert {tuple(row.split()[:2]) for row in everyone[1:]} == {(first, 'active'), (second, 'gone')}
+    assert {tuple(row.split()[:3]) for row in everyone[1:]} == {(first, '-', 'active'), (second, '-', 'gone')}
 
     listed = json.loads(cluster.eschedule('list', '-f', 'json').stdout)
     shown = json.loads(cluster.eschedule('show', first, '-f', 'json').stdout)
@@ -260,7 +260,7 @@ def test_list_and_show(cluster: Control) -> None:
     assert shown == record(cluster, first)
     assert set(shown) == {
         'version', 'instance', 'compute', 'state', 'image', 'resources', 'query', 'user_id', 'project_id',
-        'addresses', 'stages', 'error', 'fault', 'attempts',
+        'addresses', 'stages', 'error', 'fault', 'attempts', 'name',
     }  # fmt: skip
     assert list(shown['stages']) == ['requested', 'scheduled', 'image', 'disk', 'started', 'addressed']
     assert list(shown['stages'].values()) == sorted(shown['stages'].values())
@@ -285,7 +285,7 @@ def test_what_no_compute_has_seen_yet_is_scheduled(cluster: Control) -> None:
     found = NOTIFIED.fullmatch(placed.stdout)
     assert found
     instance = found[2]
-    assert cluster.eschedule('list').stdout.splitlines()[1].split()[:3] == [instance, 'scheduled', '-']
+    assert cluster.eschedule('list').stdout.splitlines()[1].split()[:4] == [instance, '-', 'scheduled', '-']
     shown = json.loads(cluster.eschedule('show', instance, '-f', 'json').stdout)
     assert (shown['state'], shown['compute'], shown['query']) == ('scheduled', compute.uuid, SMALL)
     one_line(cluster.eschedule(instance), 6, instance, 'no address yet', 'scheduled')

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.scenario.lab import NOTIFIED, Lab, answers, running
+from tests.scenario.lab import BOOT, NOTIFIED, Lab, answers, running
 from tests.servers import until
 
 QUERY = 'resources=VCPU:1,DISK_GB:1,MEMORY_MB:256'
@@ -25,6 +25,8 @@ SMALL = 'resources=VCPU:1,DISK_GB:1,MEMORY_MB:64'
 HALT = b'\xfa\xf4\xeb\xfd'
 """cli; hlt; jmp: a boot sector that leaves its processor alone. One of zeroes would be run, for ever."""
 KEY = 'ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIGOd6V0cVCYrYWIwTNsw7vbFLXN1Fy9CZtGLdpB1YP1q story@lab'
+OTHER_KEY = 'ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIAEBAQEBAQEBAQEBAQEBAQEBAQEBAQEBAQEBAQEBAQEB other@lab'
+SCRIPT = '#!/bin/sh\n# canary\necho "ecomp-guest: ran on $(hostname)"\n'
 
 pytestmark = [
     pytest.mark.skipif(os.geteuid() != 0, reason='hypervisors in namespaces need root'),
@@ -74,12 +76,24 @@ def lab(whole: Lab) -> Iterator[Lab]:
 
 
 def test_a_guest_boots_with_its_identity_and_address_and_goes(lab: Lab) -> None:
-    """Stories 1 and 4."""
+    """Stories 1 and 4: a guest with all it needs from mdserver.conf, and one beside it that was given its own."""
     host, instance = lab.place(QUERY, lab.url('guest.qcow2'))
+    named = given_its_own(lab, host)
     address = lab.addressed(instance)
     until(lambda: answers(address), 30, f'{address} answers')
 
     told = lab.told(host, instance)
+    its_own = lab.told(host, named)
+    assert (its_own['instance-id'], its_own['hostname'], its_own['key']) == ([named], ['web1'], [OTHER_KEY])
+    assert its_own['user-data'] == SCRIPT.splitlines()
+    assert any('"local-hostname": "web1"' in line for line in its_own['seed'])
+    until(lambda: 'ecomp-guest: ran on web1' in lab.console(host, named), BOOT, 'its user-data was run')
+    assert lab.eschedule('web1').stdout == f'{lab.addressed(named)}\n'
+    assert 'canary' not in lab.log(host)
+    lab.destroy('web1')
+    assert not lab.etcd('/names/')
+
+    assert told['hostname'] == [f'vm-{instance[:8]}']
     assert told['instance-id'] == [instance]
     assert KEY in told['key']
     assert any('#!/bin/sh' in line for line in told['user-data'])
@@ -108,6 +122,15 @@ def test_a_guest_boots_with_its_identity_and_address_and_goes(lab: Lab) -> None:
     again = lab.eschedule('destroy', instance)
     assert again.code == 4
     assert 'gone since 20' in again.stderr
+
+
+def given_its_own(lab: Lab, host: str) -> str:
+    """A guest on this host with a name, a key and user-data of its own."""
+    (lab.directory / 'key.pub').write_text(OTHER_KEY + '\n')
+    (lab.directory / 'user-data').write_text(SCRIPT)
+    given = ['--name', 'web1', '--ssh-key', str(lab.directory / 'key.pub')]
+    given += ['--user-data', str(lab.directory / 'user-data')]
+    return lab.place(f'{QUERY}&in_tree={lab.compute(host)}', lab.url('guest.qcow2'), *given)[1]
 
 
 def test_what_fits_runs_and_the_rest_is_refused(lab: Lab) -> None:

@@ -29,6 +29,13 @@ IMAGE = 'http://images.invalid/a.img'
         (['-f', 'json', 'list', '--all'], Command('list', (), Options(format='json', all=True))),
         (['hosts', '-f', 'json'], Command('hosts', (), Options(format='json'))),
         (['host', 'forget', A.upper()], Command('host forget', (A,), Options())),
+        (['web1'], Command('query', ('web1',), Options())),
+        (['1F0E4C9A'], Command('query', ('1F0E4C9A',), Options())),
+        (['show', 'web1', '1f0e', A.upper()], Command('show', ('web1', '1f0e', A), Options())),
+        (
+            [QUERY, '--name', 'web1', '--ssh-key', 'a.pub', '--user-data', '-', '--ssh-key', 'b.pub'],
+            Command('create', (QUERY,), Options(name='web1', ssh_key=['a.pub', 'b.pub'], user_data='-')),
+        ),
         (['show', A, '--config', 'x.yaml'], Command('show', (A,), Options(config='x.yaml'))),
     ],
 )

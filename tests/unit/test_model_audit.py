@@ -16,7 +16,7 @@ from ecomp.model.audit import audit
 from ecomp.model.digest import Digest
 from ecomp.model.findings import CODES, Finding, confirmed
 from ecomp.model.guest import Guest, mac_address
-from ecomp.model.instance import Request, to_json
+from ecomp.model.instance import Request, name_to_json, to_json
 from ecomp.model.planes import Kept, Planes, Provider, involved
 from ecomp.model.record import Failure, Interface, Record
 
@@ -44,15 +44,26 @@ class Making:
     def put(self, key: str, value: str, lease: int = 0) -> None:
         self.etcd[key] = Kept(value.encode(), len(self.etcd) + 1, lease)
 
-    def ask(self, compute: str, instance: str, tombstone: bool = False) -> None:
-        request = Request(instance, {} if tombstone else {compute: SIZE}, None if tombstone else IMAGE, '', '')
-        self.put(keys.host(compute, instance), to_json(request))
+    def ask(self, compute: str, instance: str, tombstone: bool = False, name: str | None = None) -> None:
+        wanted = ({}, None) if tombstone else ({compute: SIZE}, IMAGE)
+        self.put(keys.host(compute, instance), to_json(Request(instance, *wanted, '', '', name=name)))
 
-    def write(self, instance: str, state: str, compute: str = ONE, lease: int = 0, address: str | None = None) -> None:
+    def write(
+        self,
+        instance: str,
+        state: str,
+        compute: str = ONE,
+        lease: int = 0,
+        address: str | None = None,
+        name: str | None = None,
+    ) -> None:
         interface = Interface('default', mac_address(instance, 0), address)
         error = Failure('image', 'it is no image', 'all') if state == record.ERROR else None
-        made = Record(instance, compute, state, IMAGE, SIZE, addresses=(interface,), error=error)
+        made = Record(instance, compute, state, IMAGE, SIZE, addresses=(interface,), error=error, name=name)
         self.put(keys.instance(instance), record.to_json(made), lease)
+
+    def call(self, name: str, instance: str, lease: int = 0) -> None:
+        self.put(keys.name(name), name_to_json(instance), lease)
 
     def alive(self, compute: str, lease: int = LEASE) -> None:
         self.put(keys.compute(compute), '{"token": "x"}', lease)
@@ -76,10 +87,12 @@ class Making:
         seeds = {**before.seeds, mac_address(instance, 0): instance}
         self.digests[compute] = replace(before, seeds=seeds)
 
-    def lives(self, compute: str, instance: str, state: str = record.ACTIVE) -> None:
+    def lives(self, compute: str, instance: str, state: str = record.ACTIVE, name: str | None = None) -> None:
         """All there is of an instance that nothing is wrong with."""
-        self.ask(compute, instance)
-        self.write(instance, state, compute, address='10.0.0.1')
+        self.ask(compute, instance, name=name)
+        self.write(instance, state, compute, address='10.0.0.1', name=name)
+        if name:
+            self.call(name, instance)
         self.put(keys.booted(instance), '10.0.0.1')
         self.held[compute][instance] = dict(SIZE)
         if compute in self.digests:
@@ -105,11 +118,12 @@ def world() -> Making:
         if compute != SILENT:
             made.alive(compute)
             made.digests[compute] = Digest()
-    made.lives(ONE, ACTIVE)
+    made.lives(ONE, ACTIVE, name='web1')
     made.lives(ONE, OFF, record.STOPPED)
     made.lives(SILENT, ELSEWHERE)
     made.write(GONE, record.GONE, lease=LEASE)
-    made.write(FAILED, record.ERROR, lease=LEASE)
+    made.write(FAILED, record.ERROR, lease=LEASE, name='failed')
+    made.call('failed', FAILED, LEASE)
     return made
 
 
@@ -128,6 +142,10 @@ def _misplaced(world: Making) -> None:
 
 def _differs(world: Making) -> None:
     world.held[ONE][ACTIVE] = {**SIZE, 'MEMORY_MB': 32}
+
+
+def _two_of_a_name(world: Making) -> None:
+    world.lives(TWO, NOBODY, name='web1')
 
 
 def _no_record(world: Making) -> None:
@@ -180,12 +198,21 @@ PLANTED: list[tuple[str, str, Callable[[Making], object]]] = [
     ('record-unreadable', ACTIVE, lambda w: w.put(keys.instance(ACTIVE), '{"version": 99}')),
     ('record-unreadable', 'no-uuid', lambda w: w.put(keys.instance('no-uuid'), '{}')),
     ('record-unleased', GONE, lambda w: w.write(GONE, record.GONE)),
-    ('record-unleased', FAILED, lambda w: w.write(FAILED, record.ERROR)),
-    ('record-leased', ACTIVE, lambda w: w.write(ACTIVE, record.ACTIVE, lease=LEASE, address='10.0.0.1')),
+    ('record-unleased', FAILED, lambda w: w.write(FAILED, record.ERROR, name='failed')),
+    ('record-leased', ACTIVE, lambda w: w.write(ACTIVE, record.ACTIVE, lease=LEASE, address='10.0.0.1', name='web1')),
     ('booted-orphaned', NOBODY, lambda w: w.put(keys.booted(NOBODY), '10.0.0.1')),
     ('booted-orphaned', GONE, lambda w: w.put(keys.booted(GONE), '10.0.0.1')),
     ('booted-differs', ACTIVE, lambda w: w.put(keys.booted(ACTIVE), '10.0.0.2')),
     ('booted-differs', ACTIVE, lambda w: w.etcd.pop(keys.booted(ACTIVE))),
+    ('name-orphaned', 'web2', lambda w: w.call('web2', NOBODY)),
+    ('name-orphaned', 'web2', lambda w: w.call('web2', ACTIVE)),
+    ('name-orphaned', 'web2', lambda w: w.call('web2', OFF)),
+    ('name-orphaned', 'web2', lambda w: w.call('web2', GONE)),
+    ('name-orphaned', 'failed', lambda w: w.call('failed', FAILED)),
+    ('name-orphaned', 'x/y', lambda w: w.put(keys.name('x/y'), 'no JSON')),
+    ('name-missing', ACTIVE, lambda w: w.etcd.pop(keys.name('web1'))),
+    ('name-missing', ACTIVE, lambda w: w.call('web1', ACTIVE, LEASE)),
+    ('name-missing', ACTIVE, _two_of_a_name),
     ('attempt-unleased', NOBODY, lambda w: w.put(keys.request(NOBODY), json.dumps({'instances': [NOBODY]}))),
     ('presence-unleased', TWO, lambda w: w.alive(TWO, lease=0)),
     ('compute-mute', TWO, _mute),
@@ -249,7 +276,8 @@ def test_what_a_state_explains(world: Making, state: str, holds: bool, guest: st
 
 
 def test_one_that_no_compute_has_seen_yet(world: Making) -> None:
-    world.ask(TWO, NOBODY)
+    world.ask(TWO, NOBODY, name='web2')
+    world.call('web2', NOBODY)
     assert audit(world.planes()) == []
     world.held[TWO][NOBODY] = SIZE
     assert audit(world.planes()) == []
@@ -261,6 +289,33 @@ def test_a_destroy_its_compute_has_not_seen_yet(world: Making, record_there: boo
     if not record_there:
         del world.etcd[keys.instance(ACTIVE)], world.etcd[keys.booted(ACTIVE)]
     assert audit(world.planes()) == []
+
+
+def test_the_name_of_what_cannot_be_understood(world: Making) -> None:
+    world.call('web2', NOBODY)
+    for key in (keys.instance(NOBODY), keys.host(TWO, NOBODY)):
+        world.put(key, '{"version": 99, "name": "web2"}')
+        assert world.codes() == ['record-unreadable' if key.startswith(keys.INSTANCES) else 'request-unreadable']
+        del world.etcd[key]
+
+
+def test_a_name_an_older_ecompute_does_not_write_down(world: Making) -> None:
+    world.write(ACTIVE, record.ACTIVE, address='10.0.0.1')
+    assert world.codes() == []
+    del world.etcd[keys.name('web1')]
+    assert world.codes() == ['name-missing']
+
+
+def test_a_failed_one_gives_its_name_up_without_a_word(world: Making) -> None:
+    world.lives(TWO, NOBODY, name='failed')
+    assert world.codes() == []
+
+
+def test_what_another_has_is_not_given_back_by_rule(world: Making) -> None:
+    _two_of_a_name(world)
+    (found,) = audit(world.planes())
+    assert (found.fix, bool(found.how)) == ('', True)
+    assert f'/names/web1 is of instance {NOBODY}' in found.sentence
 
 
 def test_an_eschedule_that_is_at_it(world: Making) -> None:
@@ -380,7 +435,9 @@ def test_several_defects_are_each_found_and_nothing_raises(data: st.DataObject) 
 @given(st.dictionaries(
     st.builds(
         lambda family, rest: family + rest,
-        st.sampled_from([keys.HOSTS, keys.INSTANCES, keys.BOOTED, keys.REQUESTS, keys.QUEUES, keys.COMPUTES]),
+        st.sampled_from(
+            [keys.HOSTS, keys.INSTANCES, keys.BOOTED, keys.REQUESTS, keys.QUEUES, keys.NAMES, keys.COMPUTES]
+        ),
         st.text(max_size=80) | st.sampled_from([ACTIVE, f'{ONE}/{ACTIVE}', f'/{ONE}//', '']),
     ),
     st.builds(Kept, st.binary(max_size=60) | st.sampled_from([b'{}', b'[]']), st.just(1), st.sampled_from([0, 1])),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 from typing import Any
 
@@ -10,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ecomp.model import keys
-from ecomp.model.instance import SIZE_LIMIT, Invalid, Request, parse_request, to_json
+from ecomp.model.guest_data import KEYS_LIMIT, USER_DATA_LIMIT
+from ecomp.model.instance import SIZE_LIMIT, Invalid, Request, name_to_json, named, parse_request, to_json
 from ecomp.model.record import new_record
 from ecomp.model.record import to_json as record_to_json
 
@@ -159,6 +161,19 @@ HOSTILE: list[tuple[bytes | str | dict[str, Any], str]] = [
     (request(stages=[]), 'stages: expected an object'),
     (request(stages={'requested': 7}), 'stages: expected an object'),
     (request(stages=None), 'stages: expected an object'),
+    (request(name=7), 'name: expected text, not int'),
+    (request(name='Web 1'), 'is no host name'),
+    (request(name='../../x'), 'is no host name'),
+    (request(name='x' * 64), 'is no host name'),
+    (request(ssh_keys='ssh-ed25519 canary'), 'ssh_keys: expected a list of public keys'),
+    (request(ssh_keys=['ssh-ed25519 a\ncanary']), 'ssh_keys: expected a list of public keys'),
+    (request(ssh_keys=['']), 'ssh_keys: expected a list of public keys'),
+    (request(ssh_keys=[7]), 'ssh_keys: expected a list of public keys'),
+    (request(user_data={'canary': 1}), 'user_data: expected base64'),
+    (request(user_data='#!/bin/sh canary'), 'user_data: expected base64'),
+    (request(user_data='canary\ud800'), 'user_data: expected base64'),
+    (request(user_data=''), 'user_data: expected base64'),
+    (request(user_data=base64.b64encode(bytes(USER_DATA_LIMIT + 1)).decode()), f'the limit is {USER_DATA_LIMIT}'),
 ]
 
 
@@ -170,6 +185,7 @@ def test_what_cannot_be_understood_is_refused_with_its_reason(value: bytes | str
     assert isinstance(found, Invalid)
     assert reason in found.reason
     assert '\n' not in found.reason
+    assert 'canary' not in found.reason
     assert found.instance == INSTANCE
 
 
@@ -260,7 +276,7 @@ def test_no_json_raises(value: Any) -> None:
     assert isinstance(parsed(json.dumps(value)), Request | Invalid)
 
 
-@given(st.sampled_from([*request(), 'stages', 'query']), JSON)
+@given(st.sampled_from([*request(), 'stages', 'query', 'name', 'ssh_keys', 'user_data']), JSON)
 def test_no_field_raises_whatever_it_holds(name: str, value: Any) -> None:
     found = parsed(request(**{name: value}))
     if isinstance(found, Request):
@@ -287,14 +303,37 @@ def test_no_key_raises(name: str, value: bytes) -> None:
     st.text(max_size=20),
     st.none() | st.text(min_size=1, max_size=20),
     st.dictionaries(st.sampled_from(['requested', 'scheduled']), st.text(max_size=30)),
+    st.none() | st.just('web1'),
+    st.none() | st.binary(min_size=1, max_size=30),
 )
 def test_what_is_written_is_what_is_read(
-    resources: dict[str, int], who: str, query: str | None, stages: dict[str, str]
+    resources: dict[str, int], who: str, query: str | None, stages: dict[str, str], name: str | None, data: bytes | None
 ) -> None:
-    asked = Request(INSTANCE, {COMPUTE: {**RESOURCES, **resources}}, IMAGE, who, who, query, stages)
+    ssh_keys = ('ssh-rsa A', 'ssh-rsa B mé') if data else None
+    given = {'name': name, 'ssh_keys': ssh_keys, 'user_data': data}
+    asked = Request(INSTANCE, {COMPUTE: {**RESOURCES, **resources}}, IMAGE, who, who, query, stages, **given)
     assert parsed(to_json(asked)) == asked
-    tombstone = Request(INSTANCE, {}, None, who, who, query, stages)
+    tombstone = Request(INSTANCE, {}, None, who, who, query, stages, name)
     assert parsed(to_json(tombstone)) == tombstone
+
+
+def test_as_much_as_may_be_given_is_taken() -> None:
+    ssh_keys = ['ssh-rsa ' + 'A' * 992] * (KEYS_LIMIT // 1000)
+    most = request(ssh_keys=ssh_keys, user_data=base64.b64encode(b'\xff' * USER_DATA_LIMIT).decode(), query='q' * 2000)
+    found = parsed(most)
+    assert isinstance(found, Request)
+    assert len(to_json(found)) < SIZE_LIMIT
+    record = new_record(COMPUTE, found, 'now')
+    assert len(record_to_json(record)) < 4000, 'it does not grow by them'
+    assert 'AAAA' not in repr(found)
+    assert 'xff' not in repr(found)
+
+
+def test_what_a_name_key_says() -> None:
+    assert named(name_to_json(INSTANCE).encode()) == INSTANCE
+    for value in (b'', b'[]', b'{}', b'{"instance": 7}', b'{"instance": "../x"}', b'\xff'):
+        with pytest.raises(ValueError, match='.'):
+            named(value)
 
 
 def test_2019s_fields_keep_their_names() -> None:

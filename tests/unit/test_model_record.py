@@ -54,6 +54,7 @@ records = st.builds(
     stages=st.dictionaries(st.sampled_from(STAGES), texts),
     error=st.none() | st.builds(Failure, texts, texts, texts),
     fault=st.none() | texts,
+    name=st.none() | st.from_regex('[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?', fullmatch=True),
 )
 
 
@@ -102,6 +103,8 @@ BROKEN = [
     stored(stages=[]),
     stored(stages={'requested': 7}),
     stored(resources='VCPU:1'),
+    stored(name=7),
+    stored(name='../x'),
 ]
 
 

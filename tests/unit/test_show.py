@@ -30,10 +30,10 @@ def test_columns_stand_below_each_other(rows: list[list[str]]) -> None:
 
 
 def test_a_list_has_a_line_for_each() -> None:
-    lines = as_list([ADDRESSED, replace(RECORD, state=SCHEDULED)], 'table').splitlines()
+    lines = as_list([replace(ADDRESSED, name='web1'), replace(RECORD, state=SCHEDULED)], 'table').splitlines()
     assert lines[0].split() == list(COLUMNS)
-    assert lines[1].split() == [INSTANCE, 'active', '10.0.0.1', COMPUTE, NOW]
-    assert lines[2].split() == [INSTANCE, 'scheduled', '-', COMPUTE, NOW]
+    assert lines[1].split() == [INSTANCE, 'web1', 'active', '10.0.0.1', COMPUTE, NOW]
+    assert lines[2].split() == [INSTANCE, '-', 'scheduled', '-', COMPUTE, NOW]
 
 
 def test_no_instances_are_a_heading_or_an_empty_array() -> None:
@@ -49,8 +49,8 @@ def test_json_is_the_record_as_etcd_has_it() -> None:
 
 
 def test_one_instance_whole() -> None:
-    shown = as_detail(replace(ADDRESSED, fault='its record was lost'), 'table')
-    for part in (INSTANCE, COMPUTE, '10.0.0.1', 'VCPU:1', 'resources=VCPU:1', 'its record was lost', NOW):
+    shown = as_detail(replace(ADDRESSED, fault='its record was lost', name='web1'), 'table')
+    for part in (INSTANCE, 'web1', COMPUTE, '10.0.0.1', 'VCPU:1', 'resources=VCPU:1', 'its record was lost', NOW):
         assert part in shown
     failed = as_detail(FAILED, 'table')
     assert 'at stage image: the server answers HTTP 404' in failed

@@ -1,0 +1,93 @@
+"""What a guest is given for cloud-init, user-data and ssh keys, as a user's files hold it. Pure: bytes in, checked.
+
+Nothing of either is ever quoted: a reason says which line, for it goes to terminals and logs.
+
+Sources: cloud-init's "User data formats" and `user_data.py`; RFC 4253 6.6 (a public key's blob is length-prefixed
+strings, the first its type); sshd(8) for the line around it.
+"""
+
+from __future__ import annotations
+
+import binascii
+
+USER_DATA_LIMIT = 256 * 1024
+"""Bytes of user-data. It rides in the request, as base64."""
+KEYS_LIMIT = 32 * 1024
+"""Bytes of all of an instance's ssh keys."""
+
+GZIP = b'\x1f\x8b'
+KNOWN = (b'#cloud-', b'#!', b'#include', b'#part-handler', b'## template:', GZIP)
+"""How user-data begins that cloud-init takes; or there is a MIME header near its beginning."""
+
+
+def check_user_data(data: bytes) -> bytes:
+    """The user-data as it is; ValueError if it cannot be any. Its size is its reader's to look at."""
+    if not data:
+        raise ValueError('is empty')
+    if data.startswith(GZIP):
+        return data
+    try:
+        text = data.decode()
+    except UnicodeDecodeError as error:
+        line = data.count(b'\n', 0, error.start) + 1
+        raise ValueError(f'line {line}: is neither text in UTF-8 nor gzip: cloud-init takes no other binary') from error
+    if '\0' in text:
+        raise ValueError(f'line {text.count(chr(10), 0, text.index(chr(0))) + 1}: has a NUL, so it is no text')
+    return data
+
+
+def looks_unknown(data: bytes) -> bool:
+    """True for user-data that cloud-init would pass over: it has none of the first lines it knows."""
+    return not data.startswith(KNOWN) and b'mime-version:' not in data[:4096].lower()
+
+
+def public_keys(data: bytes) -> tuple[str, ...]:
+    """The keys in a file of OpenSSH public keys, a line each. ValueError, with the line, for anything else in it.
+
+    Empty lines and comments are passed over.
+    """
+    try:
+        lines = data.decode().splitlines()
+    except UnicodeDecodeError as error:
+        raise ValueError(f'line {data.count(bytes([10]), 0, error.start) + 1}: is not text in UTF-8') from error
+    found = []
+    for number, line in enumerate(lines, 1):
+        if line.strip() and not line.lstrip().startswith('#'):
+            try:
+                found.append(_public_key(line.split()))
+            except ValueError as error:
+                raise ValueError(f'line {number}: {error}') from error
+    if not found:
+        raise ValueError('has no key in it')
+    return tuple(dict.fromkeys(found))
+
+
+def _public_key(fields: list[str]) -> str:
+    key = ' '.join(fields)
+    if 'PRIVATE KEY' in key or key.startswith('PuTTY-User-Key-File'):
+        raise ValueError('is a private key: name the public one, whose file ends in .pub')
+    if key.startswith('---- BEGIN SSH2 PUBLIC KEY'):
+        raise ValueError("is a key in another format than OpenSSH's: ssh-keygen -i -f FILE converts it")
+    wrong = 'is not an OpenSSH public key: it is one line that begins like ssh-ed25519 AAAA'
+    if len(fields) < 2 or not key.isprintable():
+        raise ValueError(wrong)
+    kind = fields[0].encode()
+    try:
+        blob = binascii.a2b_base64(fields[1].encode('ascii'), strict_mode=True)
+    except ValueError as error:
+        raise ValueError(wrong) from error
+    if not blob.startswith(len(kind).to_bytes(4, 'big') + kind):
+        raise ValueError(wrong)
+    # A certificate's blob also holds plain numbers.
+    if b'-cert-v' not in kind and not _is_whole(blob):
+        raise ValueError('is a part of a public key only: copy the whole line')
+    return key
+
+
+def _is_whole(blob: bytes) -> bool:
+    """True when the blob is two strings or more, and ends where the last one does."""
+    at = count = 0
+    while at < len(blob):
+        at += 4 + int.from_bytes(blob[at : at + 4], 'big')
+        count += 1
+    return at == len(blob) and count > 1

@@ -1,0 +1,61 @@
+"""What an instance may be called. Pure, and light to import.
+
+A name is its guest's host name and stands wherever its uuid may: so it is an RFC 1123 label in lower case, never a
+command, and never hexadecimal alone, which is how the beginning of a uuid looks.
+"""
+
+from __future__ import annotations
+
+import re
+
+RESERVED = frozenset(
+    {
+        *('destroy', 'list', 'show', 'wait', 'timeline', 'events', 'stop', 'start', 'reboot', 'hosts', 'host'),
+        *('plan', 'why', 'audit', 'doctor', 'flavor', 'group', 'quota', 'help', 'version', 'create', 'query'),
+    }
+)
+"""The commands there are and those that are meant to come: a name given today must not hide behind one tomorrow."""
+
+PREFIX = 4
+"""Digits of a uuid that may stand for all of it, at least."""
+
+_LABEL = re.compile('[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?')
+_HEXADECIMAL = re.compile('[0-9a-f-]+')
+
+
+def is_label(text: str) -> bool:
+    """True for an RFC 1123 label in lower case."""
+    return _LABEL.fullmatch(text) is not None
+
+
+def is_name(text: str) -> bool:
+    """True for what may be an instance's name."""
+    return is_label(text) and not _HEXADECIMAL.fullmatch(text) and text not in RESERVED
+
+
+def check_name(text: str) -> str:
+    """The name as it is; ValueError with the reason why it is none."""
+    shown = repr(text[:80])
+    if not is_label(text):
+        if is_label(text.lower()):
+            raise ValueError(f'{shown} is no name: use lower case')
+        rule = '1 to 63 letters, digits and -, and no - at either end'
+        raise ValueError(f'{shown} is no name: it becomes a host name, which has {rule}')
+    if _HEXADECIMAL.fullmatch(text):
+        raise ValueError(f'{shown} is no name: of 0-9, a-f and - alone it looks like the beginning of a uuid')
+    if text in RESERVED:
+        raise ValueError(f'{shown} is no name: it is a command')
+    return text
+
+
+def uuid_prefix(text: str) -> str | None:
+    """The beginning of a canonical uuid that a word means, with or without dashes; None if it means none."""
+    digits = text.lower().replace('-', '')
+    if not PREFIX <= len(digits) < 32 or not re.fullmatch('[0-9a-f]+', digits):
+        return None
+    parts = (digits[:8], digits[8:12], digits[12:16], digits[16:20], digits[20:])
+    dashed = '-'.join(part for part in parts if part)
+    written = text.lower()
+    if len(dashed) in (8, 13, 18, 23):
+        written = written.removesuffix('-')
+    return dashed if written in (digits, dashed) else None

@@ -1,0 +1,283 @@
+"""A name, a key and user-data, from eschedule's options to what a compute hands to its metadata server."""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import json
+import os
+import subprocess
+import sys
+import uuid
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.commands import Control, Ecompute
+from tests.scenario.invariants import allocations, check, everything
+from tests.scenario.story import (
+    SMALL,
+    addressed,
+    at_once,
+    called,
+    log_of,
+    logged,
+    notified,
+    one_line,
+    place,
+    reached,
+    record,
+)
+from tests.servers import environment, until
+
+KEY = 'ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAA me@here'
+OTHER_KEY = 'ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIAEBAQEBAQEBAQEBAQEBAQEBAQEBAQEBAQEBAQEBAQEB you@there'
+CANARY = 'canary-of-the-user-data'
+SCRIPT = f'#!/bin/sh\necho "{CANARY}" {{{{ x }}}}\n'
+FAILS = 'http://images.invalid/fails'
+BIG = 'VCPU:64,DISK_GB:640,MEMORY_MB:65536'
+
+
+def guest_data(compute: Ecompute) -> dict[str, dict[str, Any]]:
+    """What a compute has handed to its metadata server, by instance; the files are root's alone."""
+    found = {}
+    for path in (compute.directory / 'state' / 'metadata').glob('*.json'):
+        assert path.stat().st_mode & 0o777 == 0o600
+        data = json.loads(path.read_text())
+        found[data['instance']] = data
+    return found
+
+
+def written(directory: Path, **files: str | bytes) -> dict[str, str]:
+    """Files of that content, by name: their paths."""
+    for name, content in files.items():
+        (directory / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    return {name: str(directory / name) for name in files}
+
+
+def test_two_instances_on_one_host_each_get_their_own(cluster: Control) -> None:
+    compute = cluster.ecompute()
+    packed = gzip.compress(b'#cloud-config\n', mtime=0)
+    file = written(cluster.directory, one=f'# mine\n{KEY}\n', two=OTHER_KEY, script=SCRIPT, packed=packed)
+    one = place(cluster, SMALL, '--name', 'web1', '--ssh-key', file['one'], '--user-data', file['script'])[1]
+    keys = ['--ssh-key', file['two'], '--ssh-key', file['one'], '--ssh-key', file['two']]
+    two = place(cluster, SMALL, '--name', 'web2', *keys, '--user-data', file['packed'])[1]
+    three = place(cluster)[1]
+    for instance in (one, two, three):
+        addressed(cluster, instance)
+    data = guest_data(compute)
+    assert [data[one][each] for each in ('hostname', 'public_keys', 'user_data')] == ['web1', [KEY], SCRIPT]
+    assert [data[two][each] for each in ('hostname', 'public_keys')] == ['web2', [OTHER_KEY, KEY]]
+    assert data[two]['user_data'].encode(errors='surrogateescape') == packed
+    assert [data[three][each] for each in ('hostname', 'public_keys', 'user_data')] == [f'vm-{three[:8]}', None, None]
+    # It survives ecompute, and is in no record and no log.
+    compute.kill()
+    compute.start()
+    assert guest_data(compute) == data
+    assert (record(cluster, one) or {})['name'] == 'web1'
+    for text in (CANARY, KEY.split()[1]):
+        assert text not in json.dumps([record(cluster, each) for each in (one, two)])
+        assert logged(compute, text) == []
+    check(cluster, compute)
+    assert cluster.eschedule('destroy', '--wait', 'web1', 'web2', three[:13]).code == 0
+    assert guest_data(compute) == {}
+    assert cluster.etcd.keys('/names/') == []
+    for path in (compute.directory / 'state').rglob('*'):
+        assert not path.is_file() or CANARY.encode() not in path.read_bytes(), path
+
+
+def test_a_name_stands_wherever_a_uuid_does(cluster: Control) -> None:
+    compute = cluster.ecompute()
+    _, instance = place(cluster, SMALL, '--name', 'web1', '--wait=started')
+    address = addressed(cluster, instance)
+    for word in ('web1', instance[:4], instance.replace('-', '')[:20].upper()):
+        assert called(cluster, word).stdout == f'{address}\n'
+    assert called(cluster, 'list').stdout.splitlines()[1].split()[:3] == [instance, 'web1', 'active']
+    assert called(cluster, 'show', 'web1').stdout.splitlines()[1].split() == ['name', 'web1']
+    (listed,) = json.loads(called(cluster, 'list', '-f', 'json').stdout)
+    assert listed == json.loads(called(cluster, 'show', 'web1', '-f', 'json').stdout)
+    assert listed['name'] == 'web1'
+    one_line(called(cluster, 'web2'), 4, 'web2: no living instance has this name')
+    one_line(called(cluster, 'lists'), 4, 'lists: ', 'it is no command')
+    beginning = 'ffff' if not instance.startswith('ffff') else 'eeee'
+    one_line(called(cluster, 'show', beginning), 4, f'{beginning}: no instance has a uuid that begins so')
+    # All are tried, each is told.
+    done = called(cluster, 'destroy', '--wait', 'web2', 'web1')
+    assert done.code == 4
+    assert done.stderr.splitlines()[0].startswith('eschedule: web2: no living instance')
+    assert done.stderr.splitlines()[-1] == f'eschedule: {instance}: gone'
+    one_line(called(cluster, 'web1'), 4, 'web1: no living instance')
+    one_line(called(cluster, instance[:4]), 4, f'{instance}: gone since')
+    check(cluster, compute)
+
+
+def test_one_of_two_gets_it_and_the_next_one_when_it_is_free_again(cluster: Control) -> None:
+    compute = cluster.ecompute(BIG)
+    results = at_once(cluster, [[SMALL, '--name', 'web1']] * 4, width=4)
+    (winner,) = [notified(each)[1] for each in results if each.code == 0]
+    for each in results:
+        if each.code:
+            one_line(each, 5, f'web1: is the name of instance {winner}')
+    assert list(allocations(cluster)) == [winner]
+    addressed(cluster, winner)
+    assert cluster.eschedule('destroy', '--wait', 'web1').code == 0
+    again = place(cluster, SMALL, '--name', 'web1')[1]
+    assert again != winner
+    addressed(cluster, again)
+    check(cluster, compute)
+
+
+def test_the_same_again_and_another_at_the_same_uuid(cluster: Control) -> None:
+    compute = cluster.ecompute()
+    file = written(cluster.directory, key=KEY, other=OTHER_KEY, script=SCRIPT)
+    words = [SMALL, '--uuid', str(uuid.uuid4()), '--name', 'web1', '--ssh-key', file['key'], '--user-data']
+    first = place(cluster, *words, file['script'])
+    before = everything(cluster)
+    again = called(cluster, *words, file['script'])
+    assert notified(again) == first
+    one_line(again, 0, 'was requested before: nothing is changed')
+    written(cluster.directory, script=SCRIPT + '# another\n')
+    one_line(called(cluster, *words, file['script']), 5, 'exists, with other user-data')
+    written(cluster.directory, script=SCRIPT)
+    one_line(called(cluster, *words, file['script'], '--ssh-key', file['other']), 5, 'exists, with other ssh keys')
+    one_line(called(cluster, *words, file['script'], '--name', 'web2'), 5, 'exists, by the name web1')
+    if record(cluster, first[1]) is None:
+        assert everything(cluster).keys() >= before.keys()
+    addressed(cluster, first[1])
+    assert list(allocations(cluster)) == [first[1]]
+    check(cluster, compute)
+
+
+def test_a_failed_one_is_found_by_its_name_until_somebody_takes_it(cluster: Control) -> None:
+    compute = cluster.ecompute()
+    # A claim that is not what was requested: the compute refuses to build.
+    compute.pause()
+    failed = place(cluster, SMALL, '--name', 'web1')[1]
+    cluster.placement.call('DELETE', f'/allocations/{failed}')
+    compute.resume()
+    reached(cluster, failed, 'error')
+    one_line(cluster.eschedule('web1'), 1, f'{failed}: failed at stage scheduled')
+    name = everything(cluster)['/names/web1']
+    assert name.lease == everything(cluster)[f'/instances/{failed}'].lease != 0
+    second = place(cluster, SMALL, '--name', 'web1')[1]
+    address = addressed(cluster, second)
+    assert cluster.eschedule('web1').stdout == f'{address}\n'
+    one_line(cluster.eschedule('destroy', failed), 0, 'its record is removed')
+    assert cluster.eschedule('web1').stdout == f'{address}\n'
+    check(cluster, compute)
+
+
+def test_a_destroy_before_its_compute_saw_it(cluster: Control) -> None:
+    compute = cluster.ecompute()
+    compute.pause()
+    instance = place(cluster, SMALL, '--name', 'web1')[1]
+    one_line(cluster.eschedule('destroy', 'web1'), 0, f'{instance}: destroy accepted')
+    again = cluster.eschedule(SMALL, '--name', 'web1')
+    one_line(again, 5, f'is the name of instance {instance}: it is being destroyed')
+    compute.resume()
+    until(lambda: cluster.etcd.get('/names/web1') is None, 20, 'its name is free')
+    check(cluster, compute)
+
+
+def test_a_compute_that_is_forgotten_lets_its_names_go(cluster: Control) -> None:
+    compute = cluster.ecompute()
+    instance = place(cluster, SMALL, '--name', 'web1')[1]
+    addressed(cluster, instance)
+    compute.kill()
+    cluster.etcd.delete(f'/computes/{compute.uuid}')  # its lease would end in half a minute
+    one_line(cluster.eschedule('destroy', 'web1'), 0, 'silent now')
+    assert cluster.eschedule('host', 'forget', compute.uuid).code == 0
+    assert cluster.etcd.keys('/names/') == []
+
+
+# What is refused
+
+
+@pytest.mark.parametrize(
+    ('option', 'content', 'says'),
+    [
+        ('--user-data', b'#' * 262145, 'has 262145 bytes, and 262144 (256 KiB) is the limit'),
+        ('--user-data', b'#!/bin/sh\n\xff\xfe canary', 'line 2: is neither text in UTF-8 nor gzip'),
+        ('--ssh-key', f'{KEY}\n-----BEGIN OPENSSH PRIVATE KEY-----\ncanary\n'.encode(), 'line 2: is a private key'),
+        ('--ssh-key', b'canary', 'line 1: is not an OpenSSH public key'),
+        ('--ssh-key', KEY[:40].encode(), 'line 1: is a part of a public key only'),
+        ('--ssh-key', (KEY + '\n').encode() * 400, '32768 (32 KiB) is the limit'),
+    ],
+)
+def test_a_file_that_is_no_good(cluster: Control, option: str, content: bytes, says: str) -> None:
+    file = written(cluster.directory, given=content)['given']
+    said = one_line(called(cluster, SMALL, option, file), 2, file, says)
+    assert 'canary' not in said
+    assert KEY.split()[1][:20] not in said
+    assert everything(cluster) == {}
+
+
+def test_as_much_as_may_be_given(cluster: Control) -> None:
+    """256 KiB of what is largest in JSON, and 30 KiB of keys: it fits into etcd, the request's limit and the files."""
+    compute = cluster.ecompute()
+    keys = ''.join(f'ssh-rsa {base64.b64encode(_rsa(number)).decode()} é\n' for number in range(55))
+    data = gzip.compress(os.urandom(262144 - 400), 0)
+    file = written(cluster.directory, keys=keys, data=data)
+    instance = place(cluster, SMALL, '--ssh-key', file['keys'], '--user-data', file['data'])[1]
+    addressed(cluster, instance)
+    given = guest_data(compute)[instance]
+    assert given['user_data'].encode(errors='surrogateescape') == data
+    assert len(given['public_keys']) == 55
+    assert len(json.dumps(record(cluster, instance))) < 3000
+    check(cluster, compute)
+
+
+def _rsa(number: int) -> bytes:
+    parts = (b'ssh-rsa', b'\1\0\1', number.to_bytes(2, 'big') + bytes(400))
+    return b''.join(len(each).to_bytes(4, 'big') + each for each in parts)
+
+
+def test_user_data_nobody_reads_is_handed_on_with_a_word(cluster: Control) -> None:
+    compute = cluster.ecompute()
+    file = written(cluster.directory, data='packages: [canary]\n')
+    done = cluster.eschedule(SMALL, '--user-data', file['data'])
+    _, instance = notified(done)
+    said = one_line(done, 0, file['data'], 'does not begin with #cloud-config')
+    assert 'canary' not in said
+    addressed(cluster, instance)
+    assert guest_data(compute)[instance]['user_data'] == 'packages: [canary]\n'
+
+
+# Where it comes from
+
+
+def test_what_schedule_yaml_says_holds_where_the_command_says_nothing(cluster: Control) -> None:
+    compute = cluster.ecompute()
+    (cluster.directory / 'files').mkdir()
+    file = written(cluster.directory / 'files', key=KEY, script=SCRIPT)
+    other = written(cluster.directory, other=OTHER_KEY, empty='')
+    config = yaml.safe_load(cluster.schedule_yaml.read_text())
+    config |= {'ssh_keys': ['files/key'], 'user_data': 'files/script'}
+    cluster.schedule_yaml.write_text(yaml.safe_dump(config))
+    one, two = place(cluster)[1], place(cluster, SMALL, '--ssh-key', other['other'])[1]
+    for instance, keys in ((one, [KEY]), (two, [OTHER_KEY])):
+        addressed(cluster, instance)
+        given = guest_data(compute)[instance]
+        assert (given['public_keys'], given['user_data']) == (keys, SCRIPT)
+    # They are read when an instance is made, and only then.
+    Path(file['key']).unlink()
+    assert cluster.eschedule('list').code == 0
+    one_line(cluster.eschedule(SMALL), 2, f'ssh keys {file["key"]}: cannot be read: No such file')
+    one_line(cluster.eschedule(SMALL, '--ssh-key', other['empty']), 2, 'has no key in it')
+    check(cluster, compute)
+
+
+def test_user_data_from_standard_input(cluster: Control) -> None:
+    compute = cluster.ecompute()
+    command = [sys.executable, '-m', 'ecomp.schedule', '--config', str(cluster.schedule_yaml), SMALL]
+    for words, data in ((['--user-data', '-'], SCRIPT), ([], None)):
+        done = subprocess.run(
+            [*command, *words], input=SCRIPT, capture_output=True, text=True, check=True, timeout=60, env=environment()
+        )
+        instance = done.stdout.split()[-1]
+        addressed(cluster, instance)
+        assert guest_data(compute)[instance]['user_data'] == data
+    assert CANARY not in '\n'.join(log_of(compute))
+    check(cluster, compute)
