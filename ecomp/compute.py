@@ -167,6 +167,8 @@ def _run(config: ComputeConfig, fake: bool, accept: bool, at_exit: ExitStack) ->
         _keep_inventory(placement, compute, inventory, lambda: closing.is_set() or daemon.read_only)
 
     daemon = Daemon(compute, instances, hypervisor, runner, claims, memory, complaints, every_minute, threads)
+    if not fake:  # a pretended guest has no cloud-init, and fakes are many
+        at_exit.callback(guest_data.on_ready(daemon.nudge))
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is not signal.SIG_IGN:  # nohup
             signal.signal(number, lambda *_: daemon.stop())

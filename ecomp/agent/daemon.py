@@ -17,7 +17,7 @@ from ecomp.agent.claims import APART, ClaimKeeper, due
 from ecomp.agent.complaints import Complaints
 from ecomp.agent.instances import Instances
 from ecomp.agent.memory import Memory
-from ecomp.agent.plan import Kind, Task, Wish, pending, plan
+from ecomp.agent.plan import Kind, Task, Wish, pending, plan, unready
 from ecomp.agent.pool import Runner
 from ecomp.agent.records import Superseded
 from ecomp.errors import EcompError, Unreachable
@@ -201,7 +201,8 @@ class Daemon:
         known = {instance: guest for instance, guest in guests.items() if instance not in unreadable}
         now = time.monotonic()
         self._missing, vanished = due(self._missing, self._without_trace(records, guests), now)
-        tasks = plan(self._compute, wishes, records, known, addresses, vanished, self._before_reboot)
+        ready = self._instances.ready_now() if any(map(unready, records.values())) else set()
+        tasks = plan(self._compute, wishes, records, known, addresses, vanished, self._before_reboot, ready)
         if self._before_reboot and not unreadable and not busy and not any(each.kind is Kind.RESUME for each in tasks):
             self._before_reboot = frozenset()
             self._memory.dealt_with()
@@ -293,6 +294,8 @@ class Daemon:
                 self._before_reboot -= {instance}
             elif task.kind is Kind.VANISHED:
                 self._instances.vanished(instance, revision)
+            elif task.kind is Kind.READY:
+                self._instances.ready(instance, revision)
             elif task.kind is Kind.ADDRESS:
                 self._instances.address(instance, revision, addresses)
             else:

@@ -165,7 +165,7 @@ class Answerer:
                 data = GuestData(self._state / 'metadata')
                 if data.all().get(leftover.name) != instance:
                     return 'is gone already'
-                data.remove([leftover.name])
+                data.remove(instance, [leftover.name])
                 return 'removed'
             if guest is None:
                 return 'is gone already'

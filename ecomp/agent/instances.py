@@ -95,6 +95,10 @@ class Instances:
         """Read the record anew next time."""
         self._records.forget(instance)
 
+    def ready_now(self) -> set[str]:
+        """The instances whose cloud-init has said that it is through."""
+        return self._guest_data.ready()
+
     def recheck(self, instances: Collection[str]) -> list[str]:
         """Those whose record somebody else wrote or removed: they are read anew next time."""
         return self._records.recheck(instances)
@@ -132,7 +136,7 @@ class Instances:
                     record = self._reached(record, stage, revision)
         except Cancelled:
             log.info('instance %s: its build was stopped and is undone', instance)
-            self._guest_data.remove(spec.macs)
+            self._guest_data.remove(instance, spec.macs)
             raise Superseded from None
         except BuildFailed as error:
             self._fail(record, revision, Failure(error.stage, error.reason, ''))
@@ -140,7 +144,7 @@ class Instances:
             self._fail(record, revision, Failure('image', f'{error.filename}: {error.strerror}', ''))
         except (Conflict, UsageError) as error:
             # The build has undone what it made; the rest is somebody else's.
-            self._guest_data.remove(spec.macs)
+            self._guest_data.remove(instance, spec.macs)
             self._fail(record, revision, Failure('started', str(error), ''), touched=False)
         except Unreachable:
             raise  # waited for as long as it takes
@@ -197,7 +201,7 @@ class Instances:
             return
         if self._store.get(keys.host(self._compute, instance)) is not None:
             return
-        self._guest_data.remove(macs(instance, 'any'))
+        self._guest_data.remove(instance, macs(instance, 'any'))
         failure = Failure('scheduled', 'its request was deleted while it was being built', '')
         self._fail(record, 0, failure, touched=False)
 
@@ -239,7 +243,7 @@ class Instances:
         record = self._known(instance)
         for _ in self._runner.run(Forget(instance)):
             pass
-        self._guest_data.remove(macs(instance, 'any'))
+        self._guest_data.remove(instance, macs(instance, 'any'))
         self._release(instance)
         self._records.end(replace(record.at(GONE, self._now(), 'gone'), fault=GONE_BOTH), revision)
         log.warning('instance %s is gone: its domain and its disk were removed by somebody else', instance)
@@ -260,6 +264,12 @@ class Instances:
         failpoint('addressed')
         for each in interfaces:
             log.info('instance %s has address %s on %s', instance, each.address or 'none yet', each.network)
+
+    def ready(self, instance: str, revision: int) -> None:
+        """Write down that cloud-init has finished in the guest."""
+        record = self._known(instance)
+        self._records.write(record.at(record.state, self._now(), 'ready'), revision)
+        log.info('instance %s is ready', instance)
 
     def _adopt(self, record: Record, revision: int, request: Request, guest: Guest, lost: bool) -> None:
         """Write down a guest that is there already; what placement says otherwise is its fault, in words."""
@@ -324,7 +334,7 @@ class Instances:
         for _ in self._runner.run(Destroy(instance, self._compute)):
             pass
         failpoint('removed')
-        self._guest_data.remove(macs(instance, 'any'))
+        self._guest_data.remove(instance, macs(instance, 'any'))
         failpoint('forgotten')
         self._release(instance)
         failpoint('released')

@@ -12,17 +12,19 @@ import logging
 import subprocess
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from ecomp.agent.state import write_durably
 from ecomp.errors import EcompError
+from ecomp.files import watch
 from ecomp.model.instance import Request
 
 log = logging.getLogger(__name__)
 
 ADDRESS = '169.254.169.254'
 VERSION = 1
+READY = '.ready'
 START_SECONDS = 10.0
 
 
@@ -35,6 +37,7 @@ class GuestData:
 
     def write(self, request: Request, macs: Iterable[str]) -> None:
         """Tell the metadata server of an instance. Keys and user-data null: those of mdserver.conf."""
+        self._ready(request.instance).unlink(missing_ok=True)  # a guest that was undone said so
         keys, user_data = request.ssh_keys, request.user_data
         for mac in macs:
             data = {
@@ -58,10 +61,26 @@ class GuestData:
                 continue
         return found
 
-    def remove(self, macs: Iterable[str]) -> None:
+    def ready(self) -> set[str]:
+        """The instances whose cloud-init has said that it is through: the metadata server leaves a file for each."""
+        return {path.stem for path in self.directory.glob(f'*{READY}')}
+
+    def on_ready(self, notify: Callable[[str], None]) -> Callable[[], None]:
+        """From now on notify(reason) when one says so; returns what ends it."""
+        try:
+            return watch(self.directory, READY, notify)
+        except OSError as error:
+            log.warning('%s cannot be watched (%s): a guest is seen ready when next looked at', self.directory, error)
+            return lambda: None
+
+    def remove(self, instance: str, macs: Iterable[str]) -> None:
         """Forget an instance. Nothing there is success."""
+        self._ready(instance).unlink(missing_ok=True)
         for mac in macs:
             (self.directory / f'{mac}.json').unlink(missing_ok=True)
+
+    def _ready(self, instance: str) -> Path:
+        return self.directory / f'{instance}{READY}'
 
 
 class MetadataServer:

@@ -27,6 +27,7 @@ class Kind(Enum):
     RESUME = 'resume'
     VANISHED = 'vanished'
     ADDRESS = 'address'
+    READY = 'ready'
     REPORT = 'report'
 
 
@@ -47,18 +48,18 @@ def plan(
     addresses: Mapping[str, Mapping[str, str]],
     vanished: Collection[str] = (),
     before_reboot: Collection[str] = (),
+    ready: Collection[str] = (),
 ) -> list[Task]:
     """The tasks, at most one an instance. `addresses` is {instance: {mac: address}}, where they were asked for.
 
     `vanished` are those of whom nothing was seen long enough apart; `before_reboot` those that were here when the host
-    went down.
+    went down; `ready` those whose cloud-init is through.
     """
     tasks = []
     for instance, wish in wishes.items():
         record, guest = records.get(instance), guests.get(instance)
-        task = _ending(compute, wish, record) or _living(
-            record, guest, addresses.get(instance, {}), instance in vanished, instance in before_reboot
-        )
+        seen = instance in vanished, instance in before_reboot, instance in ready
+        task = _ending(compute, wish, record) or _living(record, guest, addresses.get(instance, {}), *seen)
         if task is not None:
             tasks.append(Task(task[0], instance, task[1]))
     for instance in guests:
@@ -82,7 +83,12 @@ def _ending(compute: str, wish: Wish, record: Record | None) -> tuple[Kind, str]
 
 
 def _living(
-    record: Record | None, guest: Guest | None, addresses: Mapping[str, str], vanished: bool, before_reboot: bool
+    record: Record | None,
+    guest: Guest | None,
+    addresses: Mapping[str, str],
+    vanished: bool,
+    before_reboot: bool,
+    ready: bool,
 ) -> tuple[Kind, str] | None:
     if record is None or record.state not in (ACTIVE, STOPPED):
         return Kind.BUILD, 'it was asked for and is not there yet'
@@ -97,12 +103,19 @@ def _living(
         return Kind.POWER, fault or ('it runs' if running else 'it is off')
     if news(record, addresses):
         return Kind.ADDRESS, 'its address is known'
+    if ready and unready(record):
+        return Kind.READY, 'its cloud-init is through'
     return None
 
 
 def news(record: Record, addresses: Mapping[str, str]) -> bool:
     """True when an interface has an address now that the record does not say."""
     return any(addresses.get(each.mac, each.address) != each.address for each in record.addresses)
+
+
+def unready(record: Record) -> bool:
+    """True while cloud-init of a running guest has not said that it is through."""
+    return record.state == ACTIVE and 'ready' not in record.stages
 
 
 def pending(record: Record) -> bool:

@@ -7,6 +7,7 @@ Everything the guest has to say is a line on the serial console that begins with
     seed …                       each line of the NoCloud meta-data at the address in the SMBIOS serial
     disk 1073741824              the size of /dev/vda in bytes
     ready                        then user-data that begins with #! is run, its output as it comes
+    phoned http://…              the phone_home of vendor-data, if it has one, was told
 """
 
 from __future__ import annotations
@@ -78,7 +79,9 @@ if [ -n "$instance" ]; then
     # ds=nocloud-net;s=http://…/
     serial=$(cat /sys/class/dmi/id/product_serial)
     case $serial in
-        *';s='*) fetch "${serial##*;s=}meta-data" | tell seed ;;
+        *';s='*)
+            fetch "${serial##*;s=}meta-data" | tell seed
+            home=$(fetch "${serial##*;s=}vendor-data" | sed -n 's/^phone_home: .*"url": "\\([^"]*\\)".*/\\1/p') ;;
     esac
 else
     say 'no metadata'
@@ -91,6 +94,8 @@ say ready
 if [ "$(head -c 2 /tmp/user-data 2>/dev/null)" = '#!' ]; then
     sh /tmp/user-data
 fi
+# As cloud-init does when it is through.
+[ -z "$home" ] || timeout 5 wget -q -O /dev/null --post-data "instance_id=$instance" "$home" && say "phoned $home"
 while :; do sleep 3600; done
 """
 

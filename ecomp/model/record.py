@@ -28,7 +28,7 @@ SCHEDULED, BUILDING, ACTIVE, STOPPED = 'scheduled', 'building', 'active', 'stopp
 DESTROYING, GONE, ERROR = 'destroying', 'gone', 'error'
 STATES = frozenset({SCHEDULED, BUILDING, ACTIVE, STOPPED, DESTROYING, GONE, ERROR})
 
-STAGES = ('requested', 'scheduled', 'image', 'disk', 'started', 'addressed')
+STAGES = ('requested', 'scheduled', 'image', 'disk', 'started', 'addressed', 'ready')
 
 ADDRESS = frozenset('0123456789abcdefABCDEF.:')
 """The letters of an IP address, of which the longest has 45."""

@@ -15,7 +15,7 @@ from ecomp import __version__
 from ecomp.errors import UsageError
 from ecomp.model.names import PREFIX, check_name, is_name, uuid_prefix
 
-STAGES = ('started', 'addressed')
+STAGES = ('started', 'addressed', 'ready')
 """What --wait can wait for."""
 
 EXITS = """\
@@ -87,7 +87,8 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument('--ssh-key', metavar='FILE', action='append', help=keys)
     data = 'what its cloud-init is told: cloud-config, a script, multipart or gzip, at most 256 KiB; - is stdin'
     parser.add_argument('--user-data', metavar='FILE', help=data)
-    parser.add_argument('--wait', metavar='[=STAGE]', help='wait for started or addressed (alone: addressed, or gone)')
+    stages = 'wait for started, addressed, or ready: cloud-init is through (alone: addressed, or gone)'
+    parser.add_argument('--wait', metavar='[=STAGE]', help=stages)
     parser.add_argument('--timeout', type=float, metavar='S', help='seconds to wait at most (300); the guest goes on')
     parser.add_argument('-f', '--format', choices=('table', 'json'), help='table (default) or json')
     parser.add_argument('--all', action='store_true', help='list: also what is gone')
@@ -215,4 +216,4 @@ def _check_options(name: str, options: Options) -> None:
         if not 0 <= options.timeout < 10**9:
             raise UsageError('--timeout: seconds, not negative')
     if options.wait not in (None, '', *STAGES):
-        raise UsageError(f'--wait={options.wait}: there is no such stage; say {" or ".join(STAGES)}')
+        raise UsageError(f'--wait={options.wait}: there is no such stage; say one of {", ".join(STAGES)}')

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Set
 from pathlib import Path
 
 from ecomp.errors import BuildFailed, Conflict, UsageError
+from ecomp.files import watch
 from ecomp.model.guest import BaseImage, Guest, GuestSpec
 from ecomp.virt import access, image, networks, xml
 from ecomp.virt.connection import Connection
@@ -117,7 +118,7 @@ class Libvirt:
         self._connection.watch(notify)
         self._end_watching()
         try:
-            self._stop_watching = networks.watch_leases(networks.LEASES, notify)
+            self._stop_watching = watch(networks.LEASES, '.status', notify)
         except OSError as error:
             LOG.warning('%s cannot be watched (%s): a lease is seen when next asked for', networks.LEASES, error)
 

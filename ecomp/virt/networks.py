@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -119,29 +119,3 @@ def set_metadata_address(bridge: str, present: bool) -> None:
         except NetlinkError as error:
             verb = 'put on' if present else 'taken off'
             raise EcompError(f'{METADATA_ADDRESS} cannot be {verb} {bridge}: {error.args[-1]}') from error
-
-
-def watch_leases(directory: Path, notify: Callable[[str], None]) -> Callable[[], None]:
-    """From now on notify(reason) within milliseconds of a lease; returns what ends it.
-
-    OSError if the directory cannot be watched.
-    """
-    from watchdog.events import FileSystemEvent, FileSystemEventHandler
-    from watchdog.observers import Observer
-
-    class Handler(FileSystemEventHandler):
-        def on_any_event(self, event: FileSystemEvent) -> None:
-            # The helper writes a new file and renames it; an edit in place is for other versions.
-            path = str(event.dest_path or event.src_path)
-            if event.event_type in ('moved', 'modified', 'created') and path.endswith('.status'):
-                notify(f'leases: {Path(path).name} {event.event_type}')
-
-    observer = Observer()
-    observer.schedule(Handler(), str(directory))
-    observer.start()
-
-    def stop() -> None:
-        observer.stop()
-        observer.join()
-
-    return stop

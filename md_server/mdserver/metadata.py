@@ -5,10 +5,13 @@ Two trees, both answered with and without trailing slashes:
     /2009-04-04/…  /latest/…   EC2's, as Cirros and cloud-init's Ec2 source crawl it
     /seed/<uuid>/…             NoCloud's, the one current cloud images find (SMBIOS serial `ds=nocloud-net;s=…`)
 
+and a third that is posted to: /phone-home/<uuid>/, by cloud-init's module of that name, when all else has run.
+
 A body has no newline at its end: cloud-init takes an EC2 value with a newline in it for a list of values.
 
 Sources: Amazon's "Instance metadata" user guide; cloud-init's `sources/helpers/ec2.py` (an index entry that ends in "/"
-is a directory, `0=name` stands for `0/openssh-key`), `DataSourceNoCloud.py` and `util.read_seeded`; Cirros' `ds/ec2`.
+is a directory, `0=name` stands for `0/openssh-key`), `DataSourceNoCloud.py`, `util.read_seeded`,
+`cc_phone_home.py`; Cirros' `ds/ec2`.
 """
 
 from __future__ import annotations
@@ -88,10 +91,22 @@ def _seed(guest: Guest) -> Tree:
         # JSON is YAML as long as it is not \u-escaped: YAML knows no surrogate pairs.
         'meta-data': json.dumps(meta_data, ensure_ascii=False, indent=1).encode(),
         'user-data': guest.user_data or b'',
-        'vendor-data': b'',
+        'vendor-data': _vendor_data(guest.instance),
         # Empty is "none". A 404 would be asked for ten more times, a second apart, by cloud-init 24.3 and newer.
         'network-config': b'',
     }
+
+
+def phone_home(instance: str) -> str:
+    """The path at which a guest says that its cloud-init is through."""
+    return f'/phone-home/{instance}/'
+
+
+def _vendor_data(instance: str) -> bytes:
+    # phone_home is the last of cloud-init's modules. What it would send besides, the host's keys, nobody needs. JSON is
+    # YAML; a user's own phone_home takes its place.
+    asked = {'url': f'http://169.254.169.254{phone_home(instance)}', 'post': ['instance_id'], 'tries': 10}
+    return f'#cloud-config\nphone_home: {json.dumps(asked)}'.encode()
 
 
 def _look_up(tree: Tree, steps: list[str]) -> bytes | None:

@@ -43,7 +43,7 @@ WHY = 'mdserver.why'
 
 THREADS = 4
 HEADER_LIMIT = 8192  # bytes
-BODY_LIMIT = 1024  # bytes; nobody has anything to send
+BODY_LIMIT = 1024  # bytes; phone_home has a uuid to send
 CONNECTIONS = 500
 SILENCE = 20  # seconds after which a connection that says nothing is closed
 
@@ -72,30 +72,52 @@ def make_app(config: conf.Config) -> bottle.Bottle:
     """The WSGI application. Who asks is REMOTE_ADDR and nothing a client can say."""
     app = App()
 
-    def serve(path: str = '') -> bottle.HTTPResponse:
+    def asking() -> metadata.Guest:
+        """Who asks; raises HTTPError."""
         environ = bottle.request.environ
-        # A proxy inside a guest must not fetch that guest's data for whoever asks the proxy.
-        if 'HTTP_X_FORWARDED_FOR' in environ or 'HTTP_FORWARDED' in environ:
-            return bottle.HTTPError(403, 'not through a proxy')
-        if not path.strip('/'):
-            return _plain(metadata.versions())
         try:
             guest = _who(environ['REMOTE_ADDR'], config)
         except guests.Unknown as error:
             environ[WHY] = f' ({error}: {error.detail})'
             if isinstance(error, guests.Forged):
                 LOG.warning('REFUSED %s: %s: %s', environ['REMOTE_ADDR'], error, error.detail)
-            return bottle.HTTPError(404, f'{error}')
+            raise bottle.HTTPError(404, f'{error}') from None
         except (guests.Broken, ValueError) as error:
             LOG.error('client=%s: %s', environ['REMOTE_ADDR'], error)
-            return bottle.HTTPError(500, 'what is known of this guest cannot be read: see the log of mdserver')
+            raise bottle.HTTPError(500, 'what is known of this guest cannot be read: see the log of mdserver') from None
         environ[INSTANCE] = guest.instance
-        body = metadata.answer(path, guest)
+        return guest
+
+    def serve(path: str = '') -> bottle.HTTPResponse:
+        _refuse_proxies()
+        if not path.strip('/'):
+            return _plain(metadata.versions())
+        body = metadata.answer(path, asking())
         return bottle.HTTPError(404, 'no such data') if body is None else _plain(body)
 
+    def hear(instance: str) -> bottle.HTTPResponse:
+        _refuse_proxies()
+        if asking().instance != instance:
+            return bottle.HTTPError(404, 'no such data')
+        try:
+            guests.note_ready(config.guests, instance)
+        except OSError as error:
+            LOG.error('instance %s is ready, and that cannot be noted: %s', instance, error)
+            return bottle.HTTPError(500, 'that cannot be noted: see the log of mdserver')
+        return _plain(b'ok')
+
     app.route('/', 'GET', serve)
+    for path in ('/phone-home/<instance>', '/phone-home/<instance>/'):
+        app.route(path, 'POST', hear)
     app.route('/<path:path>', 'GET', serve)
     return app
+
+
+def _refuse_proxies() -> None:
+    environ = bottle.request.environ
+    # A proxy inside a guest must not fetch that guest's data for whoever asks the proxy.
+    if 'HTTP_X_FORWARDED_FOR' in environ or 'HTTP_FORWARDED' in environ:
+        raise bottle.HTTPError(403, 'not through a proxy')
 
 
 def _plain(body: bytes) -> bottle.HTTPResponse:

@@ -21,10 +21,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from mdserver import metadata
 
 from ecomp.agent.metadata import GuestData
 from ecomp.model.guest_data import USER_DATA_LIMIT
 from ecomp.model.instance import Request
+from tests.servers import until
 
 TREE = Path(__file__).parents[2]
 SCRIPT = TREE / 'md_server/mdserver/server.py'
@@ -36,14 +38,14 @@ IP_A, IP_B = '192.168.122.11', '192.168.122.12'
 KEY = 'ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAA me: 100%'
 USER_DATA = gzip.compress(b'#cloud-config\n', mtime=0)
 SECRET = 'canary-of-the-user-data'
-# In a guest: GET for each "URL source-address" line of its input, the answers on one line of JSON each.
+# In a guest: a request for each "METHOD URL source-address" line of its input, the answers on one line of JSON each.
 ASK = '''
 import http.client, json, sys, urllib.parse
 for line in sys.stdin:
-    url, source = line.split()
+    method, url, source = line.split()
     parts = urllib.parse.urlsplit(url)
     asked = http.client.HTTPConnection(parts.netloc, timeout=20, source_address=(source, 0))
-    asked.request('GET', parts.path)
+    asked.request(method, parts.path, 'instance_id=x' if method == 'POST' else None)
     answer = asked.getresponse()
     print(json.dumps([answer.status, answer.read().decode('latin-1')]), flush=True)
 '''
@@ -147,7 +149,7 @@ def test_a_guest_gets_its_own_and_the_defaults(server: Server) -> None:
     assert body('/latest/meta-data/public-keys/0/openssh-key') == KEY.encode()
     assert body('/latest/user-data') == body(f'/seed/{UUID_A}/user-data') == USER_DATA
     assert json.loads(body(f'/seed/{UUID_A}/meta-data'))['local-hostname'] == 'web1'
-    assert body(f'/seed/{UUID_A}/vendor-data') == b''
+    assert body(f'/seed/{UUID_A}/vendor-data') .startswith(b'#cloud-config')
 
 
 def test_edits_count_from_the_next_request(server: Server, tmp_path: Path) -> None:
@@ -274,11 +276,11 @@ class Bridge:
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
             )
 
-    def ask(self, guest: str, path: str, source: str) -> tuple[int, str]:
+    def ask(self, guest: str, path: str, source: str, method: str = 'GET') -> tuple[int, str]:
         asker = self.askers[guest]
         assert asker.stdin is not None
         assert asker.stdout is not None
-        asker.stdin.write(f'http://169.254.169.254{path} {source}\n')
+        asker.stdin.write(f'{method} http://169.254.169.254{path} {source}\n')
         asker.stdin.flush()
         status, body = json.loads(asker.stdout.readline())
         return status, body
@@ -357,10 +359,39 @@ def test_two_guests_each_get_what_ecompute_was_asked_for(bridge: Bridge, tmp_pat
             assert bridge.ask(guest, path, source) == (200, each.encode().decode('latin-1'))
     # None at all was asked for: not those of mdserver.conf.
     assert 'public-keys' not in bridge.ask(bridge.b, '/latest/meta-data/', IP_B)[1]
-    data.remove([MAC_A])
+    data.remove(UUID_A, [MAC_A])
     assert bridge.ask(bridge.a, '/latest/user-data', IP_A)[0] == 404
     data.write(asked(UUID_A), [MAC_A])
     assert bridge.ask(bridge.a, '/latest/user-data', IP_A) == (200, USER_DATA.decode('latin-1'))
+
+
+@needs_root
+@pytest.mark.usefixtures('on_bridge')
+def test_a_guest_says_that_it_is_ready_for_itself_alone(bridge: Bridge, tmp_path: Path) -> None:
+    data = GuestData(tmp_path / 'metadata')
+    assert bridge.ask(bridge.a, f'/phone-home/{UUID_B}/', IP_A, 'POST')[0] == 404
+    assert bridge.ask(bridge.a, '/phone-home/..%2f..%2fetc/', IP_A, 'POST')[0] in (404, 405)
+    assert bridge.ask(bridge.a, f'/phone-home/{UUID_A}/', IP_A)[0] == 404  # to look is not to say
+    assert data.ready() == set()
+    heard: list[str] = []
+    stop = data.on_ready(heard.append)
+    for _ in range(2):
+        assert bridge.ask(bridge.a, f'/phone-home/{UUID_A}/', IP_A, 'POST') == (200, 'ok')
+    assert data.ready() == {UUID_A}
+    until(lambda: any(UUID_A in each for each in heard), 10, 'it is noticed')
+    stop()
+    assert data.all().keys() == {MAC_A, MAC_B}
+    # Somebody else at this guest's address is not this guest.
+    bridge.ip(bridge.b, 'link', 'set', 'eth0', 'down')
+    bridge.ip(bridge.a, 'addr', 'add', f'{IP_B}/32', 'dev', 'eth0')
+    assert bridge.ask(bridge.a, f'/phone-home/{UUID_B}/', IP_B, 'POST')[0] == 404
+    assert data.ready() == {UUID_A}
+    # Made again, it has not said so yet; and it leaves nothing.
+    data.write(asked(UUID_A), [MAC_A])
+    assert data.ready() == set()
+    assert bridge.ask(bridge.a, f'/phone-home/{UUID_A}', IP_A, 'POST') == (200, 'ok')
+    data.remove(UUID_A, [MAC_A])
+    assert data.ready() == set()
 
 
 @needs_root
@@ -433,8 +464,10 @@ def test_cloud_init_itself_reads_both_trees(bridge: Bridge, tmp_path: Path) -> N
         capture_output=True, text=True, timeout=120,
     )
     assert done.returncode == 0, done.stderr
+    vendor_data = metadata.answer(f'/seed/{UUID_A}/vendor-data', metadata.Guest(UUID_A, IP_A, 'web1'))
+    assert vendor_data
     assert json.loads(done.stdout) == [
-        True, 'net', UUID_A, [KEY], 'web1', USER_DATA.hex(), '',
+        True, 'net', UUID_A, [KEY], 'web1', USER_DATA.hex(), vendor_data.hex(),
         '2009-04-04',
         {'instance-id': UUID_A, 'hostname': 'web1', 'local-hostname': 'web1', 'local-ipv4': IP_A,
          'public-keys': {'default': KEY}},

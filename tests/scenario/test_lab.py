@@ -77,12 +77,13 @@ def lab(whole: Lab) -> Iterator[Lab]:
 
 def test_a_guest_boots_with_its_identity_and_address_and_goes(lab: Lab) -> None:
     """Stories 1 and 4: a guest with all it needs from mdserver.conf, and one beside it that was given its own."""
-    host, instance = lab.place(QUERY, lab.url('guest.qcow2'))
+    host, instance = lab.place(QUERY, lab.url('guest.qcow2'), '--wait=ready')
     named = given_its_own(lab, host)
     address = lab.addressed(instance)
-    until(lambda: answers(address), 30, f'{address} answers')
+    assert answers(address)
 
     told = lab.told(host, instance)
+    assert told['phoned'] == [f'http://169.254.169.254/phone-home/{instance}/']
     its_own = lab.told(host, named)
     assert (its_own['instance-id'], its_own['hostname'], its_own['key']) == ([named], ['web1'], [OTHER_KEY])
     assert its_own['user-data'] == SCRIPT.splitlines()
@@ -109,7 +110,8 @@ def test_a_guest_boots_with_its_identity_and_address_and_goes(lab: Lab) -> None:
     record = json.loads(lab.eschedule('show', instance, '-f', 'json').stdout)
     assert record['state'] == 'active'
     assert list(record['stages'])
-    assert set(record['stages']) >= {'requested', 'scheduled', 'image', 'disk', 'started'}
+    stages = ['requested', 'scheduled', 'image', 'disk', 'started', 'addressed', 'ready']
+    assert sorted(record['stages'], key=record['stages'].__getitem__) == stages
     assert f'INSTANTIATE INSTANCE {instance} WITH IMAGE {lab.url("guest.qcow2")}' in lab.log(host)
     lab.check()
 

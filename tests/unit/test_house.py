@@ -25,14 +25,15 @@ ARROWS: dict[str, set[str]] = {
     'ecomp.log': set(),
     'ecomp.failpoints': {'ecomp.errors'},
     'ecomp.yaml_file': {'ecomp.errors'},
+    'ecomp.files': set(),
     'ecomp.conf': {'ecomp.errors', 'ecomp.yaml_file', 'ecomp.model'},
     'ecomp.model': {'ecomp.errors'},
     'ecomp.placement': {'ecomp.errors', 'ecomp.conf', 'ecomp.model'},
     'ecomp.store': {'ecomp.errors', 'ecomp.conf', 'ecomp.model'},
-    'ecomp.virt': {'ecomp.errors', 'ecomp.failpoints', 'ecomp.conf', 'ecomp.model'},
+    'ecomp.virt': {'ecomp.errors', 'ecomp.failpoints', 'ecomp.files', 'ecomp.conf', 'ecomp.model'},
     # log, because a worker is a process of its own, and logging is set up once per process.
     'ecomp.agent': {
-        *('ecomp', 'ecomp.errors', 'ecomp.failpoints', 'ecomp.conf', 'ecomp.log'),
+        *('ecomp', 'ecomp.errors', 'ecomp.failpoints', 'ecomp.files', 'ecomp.conf', 'ecomp.log'),
         *('ecomp.model', 'ecomp.placement', 'ecomp.store', 'ecomp.virt'),
     },
     'ecomp.scheduler': {
@@ -61,7 +62,7 @@ PLACES: dict[str, set[str]] = {
     'libvirtaio': set(),
     'oslo_utils': {'ecomp.virt'},
     'pyroute2': {'ecomp.virt'},
-    'watchdog': {'ecomp.virt'},
+    'watchdog': {'ecomp.files'},
     'requests': {'ecomp.placement', 'ecomp.agent.images'},
     'urllib3': {'ecomp.placement', 'ecomp.agent.images'},
     'psutil': {'ecomp.agent.inventory'},

@@ -122,7 +122,15 @@ def test_seed(load: object) -> None:
     assert answer(f'/seed/{UUID}/user-data', GUEST) == GUEST.user_data
 
 
-@pytest.mark.parametrize('name', ['user-data', 'vendor-data', 'network-config'])
+def test_vendor_data_asks_cloud_init_to_say_when_it_is_through() -> None:
+    body = answer(f'/seed/{UUID}/vendor-data', BARE)
+    assert body is not None
+    assert body.startswith(b'#cloud-config\n')
+    asked = yaml.safe_load(body)['phone_home']
+    assert asked == {'url': f'http://169.254.169.254/phone-home/{UUID}/', 'post': ['instance_id'], 'tries': 10}
+
+
+@pytest.mark.parametrize('name', ['user-data', 'network-config'])
 def test_a_seed_has_all_its_files_even_when_empty(name: str) -> None:
     assert answer(f'/seed/{UUID}/{name}', BARE) == b''
 

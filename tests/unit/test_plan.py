@@ -219,6 +219,17 @@ def test_an_address_is_written_down_when_it_is_new(known: str | None, found: dic
     assert planned(ASKED, active, GUESTS['is off'], found)[0].kind is Kind.POWER
 
 
+def test_cloud_init_is_through_once() -> None:
+    active = record(ACTIVE)
+    tasks = plan(HERE, {INSTANCE: ASKED}, {INSTANCE: active}, {INSTANCE: GUESTS['runs']}, {}, ready=[INSTANCE])
+    assert [task.kind for task in tasks] == [Kind.READY]
+    told = active.at(ACTIVE, '2026-01-01T00:00:00.000Z', 'ready')
+    assert plan(HERE, {INSTANCE: ASKED}, {INSTANCE: told}, {INSTANCE: GUESTS['runs']}, {}, ready=[INSTANCE]) == []
+    # Off, it is first written down as off, and stays what it was.
+    off = plan(HERE, {INSTANCE: ASKED}, {INSTANCE: active}, {INSTANCE: GUESTS['is off']}, {}, ready=[INSTANCE])
+    assert [task.kind for task in off] == [Kind.POWER]
+
+
 def test_an_address_is_waited_for_only_while_the_guest_runs() -> None:
     assert pending(record(ACTIVE, address=None))
     assert not pending(record(ACTIVE))

@@ -69,5 +69,5 @@ def test_why_there_is_no_address() -> None:
 def test_what_is_waited_for() -> None:
     assert next_stage(None) == 'requested'
     assert next_stage(RECORD) == 'scheduled'
-    everything = dict.fromkeys(('requested', 'scheduled', 'image', 'disk', 'started', 'addressed'), NOW)
-    assert next_stage(replace(RECORD, stages=everything)) == 'addressed'
+    everything = dict.fromkeys(('requested', 'scheduled', 'image', 'disk', 'started', 'addressed', 'ready'), NOW)
+    assert next_stage(replace(RECORD, stages=everything)) == 'ready'
