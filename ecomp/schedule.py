@@ -26,14 +26,18 @@ from ecomp.conf import ScheduleConfig, load_schedule
 from ecomp.errors import EcompError, NoCapacity, StillGoing, UnknownOutcome, Unreachable, UsageError
 from ecomp.model import keys
 from ecomp.model.image import check_image
-from ecomp.model.record import ERROR, Record, parse_address, timestamp
+from ecomp.model.record import ERROR, STAGES, parse_address, timestamp
 from ecomp.model.text import printable_lines
 from ecomp.scheduler.arguments import CREATE, QUERY, Command, Options, parse, parser
 
 if TYPE_CHECKING:
     from ecomp.model.allocation import Allocations
     from ecomp.placement.client import Placement
+    from ecomp.scheduler.wait import Deadline
     from ecomp.store.client import Store
+
+ADDRESSED = 'addressed'
+"""The stage that is waited for if none is named."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -131,11 +135,10 @@ def _create(config: ScheduleConfig, command: Command) -> int:
         raise EcompError(f'instance {instance} was placed on {delivered.compute}, {reason}') from error
     if delivered.again:
         _say(f'{instance} was requested before: nothing is changed')
-    if options.wait is None:
-        return 0
-    record = _waited(config, options, instance, options.wait or 'addressed')
-    if record.address:
-        print(record.address)
+    if options.wait is not None:
+        from ecomp.scheduler.wait import Deadline
+
+        _reach(config, instance, options.wait or ADDRESSED, Deadline(_timeout(options)))
     return 0
 
 
@@ -181,14 +184,29 @@ def _destroy(config: ScheduleConfig, store: Store, command: Command) -> int:
 def _destroy_one(config: ScheduleConfig, store: Store, options: Options, instance: str) -> None:
     from ecomp.scheduler.destroy import destroy
     from ecomp.scheduler.find import find
-    from ecomp.scheduler.wait import wait_until_gone
+    from ecomp.scheduler.wait import Deadline, wait_until_gone
 
     done = destroy(store, instance)
     _say(done)
     if options.wait is not None and find(store, instance) is not None:
         with _Live() as tell:
-            wait_until_gone(config.etcd, instance, _timeout(options), tell)
+            wait_until_gone(config.etcd, instance, Deadline(_timeout(options)), tell)
         _say(f'{instance}: gone')
+
+
+def _wait(config: ScheduleConfig, store: Store, command: Command) -> int:
+    from ecomp.errors import NotFound
+    from ecomp.scheduler.find import living
+    from ecomp.scheduler.wait import Deadline
+
+    stage, deadline = command.options.stage or ADDRESSED, Deadline(_timeout(command.options))
+
+    def wait_for_one(instance: str) -> None:
+        if living(store, instance).is_destroying:
+            raise NotFound(f'{instance}: is being destroyed')
+        _reach(config, instance, stage, deadline)
+
+    return _each(command.words, wait_for_one)
 
 
 def _list(_: ScheduleConfig, store: Store, command: Command) -> int:
@@ -267,6 +285,7 @@ def _audit(config: ScheduleConfig, store: Store, command: Command) -> int:
 RUNS: dict[str, Callable[[ScheduleConfig, Store, Command], int]] = {
     QUERY: _query,
     'destroy': _destroy,
+    'wait': _wait,
     'list': _list,
     'show': _show,
     'hosts': _hosts,
@@ -288,11 +307,14 @@ def _each(words: Sequence[str], do: Callable[[str], None]) -> int:
     return code
 
 
-def _waited(config: ScheduleConfig, options: Options, instance: str, stage: str) -> Record:
+def _reach(config: ScheduleConfig, instance: str, stage: str, deadline: Deadline) -> None:
+    """Wait for the stage; once there has to be an address, it is printed."""
     from ecomp.scheduler.wait import wait_for_stage
 
     with _Live() as tell:
-        return wait_for_stage(config.etcd, instance, stage, _timeout(options), tell)
+        record = wait_for_stage(config.etcd, instance, stage, deadline, tell)
+    if record.address and STAGES.index(stage) >= STAGES.index(ADDRESSED):
+        print(record.address, flush=True)
 
 
 def _timeout(options: Options) -> float:

@@ -13,9 +13,7 @@ from typing import NamedTuple, NoReturn
 
 from ecomp import __version__
 from ecomp.errors import UsageError
-
-STAGES = ('started', 'addressed')
-"""What --wait can wait for."""
+from ecomp.model.record import STAGES
 
 EXITS = """\
 exit codes: 0 done, 1 failed, 2 usage, 3 no capacity, 4 not found, 5 exists or conflict,
@@ -24,10 +22,14 @@ exit codes: 0 done, 1 failed, 2 usage, 3 no capacity, 4 not found, 5 exists or c
 
 
 class Options(NamedTuple):
-    """The options, None or False where not given. `wait` is '' for --wait alone; `uuid` is canonical."""
+    """The options, None or False where not given. `wait` is '' for --wait alone; `uuid` is canonical.
+
+    `stage` is --for's.
+    """
 
     uuid: str | None = None
     wait: str | None = None
+    stage: str | None = None
     timeout: float | None = None
     format: str | None = None
     all: bool = False
@@ -76,7 +78,9 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument('words', nargs='*', help=argparse.SUPPRESS)
     again = 'the new instance gets this uuid; asked again, nothing is made twice'
     parser.add_argument('--uuid', type=_uuid, help=again)
-    parser.add_argument('--wait', metavar='[=STAGE]', help='wait for started or addressed (alone: addressed, or gone)')
+    then = 'wait for a stage of the new one (alone: addressed); destroy: until it is gone'
+    parser.add_argument('--wait', metavar='[=STAGE]', help=then)
+    parser.add_argument('--for', dest='stage', metavar='STAGE', help=f'wait: one of {", ".join(STAGES)}')
     parser.add_argument('--timeout', type=float, metavar='S', help='seconds to wait at most (300); the guest goes on')
     parser.add_argument('-f', '--format', choices=('table', 'json'), help='table (default) or json')
     parser.add_argument('--all', action='store_true', help='list: also what is gone')
@@ -148,6 +152,12 @@ FORMS = {
         _uuids,
         frozenset({'wait', 'timeout'}),
     ),
+    'wait': Form(
+        'wait <uuid>…',
+        'until each has its address, and prints it; or until it has reached --for STAGE',
+        _uuids,
+        frozenset({'stage', 'timeout'}),
+    ),
     'list': Form(
         'list', 'the instances; --all shows those that are gone too', _nothing, frozenset({'format', 'all'})
     ),
@@ -176,13 +186,15 @@ def _check_options(name: str, options: Options) -> None:
     given = {each for each, value in options._asdict().items() if value not in (None, False)} - {'config'}
     wrong = sorted(given - FORMS[name].options)
     if wrong:
-        raise UsageError(f'--{wrong[0]} does not go with this form; --help shows all')
+        raise UsageError(f'--{"for" if wrong[0] == "stage" else wrong[0]} does not go with this form; --help shows all')
     if name == 'destroy' and options.wait:
         raise UsageError('destroy waits for one thing: --wait alone')
     if options.timeout is not None:
-        if options.wait is None:
+        if options.wait is None and name != 'wait':
             raise UsageError('--timeout goes with --wait')
         if not 0 <= options.timeout < 10**9:
             raise UsageError('--timeout: seconds, not negative')
-    if options.wait not in (None, '', *STAGES):
-        raise UsageError(f'--wait={options.wait}: there is no such stage; say {" or ".join(STAGES)}')
+    for option, stage in (('wait', options.wait or None), ('for', options.stage)):
+        if stage not in (None, *STAGES):
+            known = f'{", ".join(STAGES[:-1])} or {STAGES[-1]}'
+            raise UsageError(f'--{option}={stage}: there is no such stage; say {known}')
