@@ -26,13 +26,14 @@ from ecomp.conf import ScheduleConfig, load_schedule
 from ecomp.errors import EcompError, NoCapacity, StillGoing, UnknownOutcome, Unreachable, UsageError
 from ecomp.model import keys
 from ecomp.model.image import check_image
-from ecomp.model.record import ERROR, STAGES, parse_address, timestamp
+from ecomp.model.record import ERROR, STAGES, Record, parse_address, timestamp
 from ecomp.model.text import printable_lines
 from ecomp.scheduler.arguments import CREATE, QUERY, Command, Options, parse, parser
 
 if TYPE_CHECKING:
     from ecomp.model.allocation import Allocations
     from ecomp.placement.client import Placement
+    from ecomp.scheduler.find import Found
     from ecomp.scheduler.wait import Deadline
     from ecomp.store.client import Store
 
@@ -225,14 +226,29 @@ def _show(_: ScheduleConfig, store: Store, command: Command) -> int:
 
 
 def _show_one(store: Store, options: Options, instance: str) -> None:
+    from ecomp.scheduler.show import as_detail
+
+    print(as_detail(_found(store, instance).record, options.format or 'table'))
+
+
+def _timeline(_: ScheduleConfig, store: Store, command: Command) -> int:
+    from ecomp.scheduler.timeline import as_timeline
+
+    records: list[Record] = []
+    code = _each(command.words, lambda instance: records.append(_found(store, instance).record))
+    if records:
+        print(as_timeline(records, command.options.format or 'table'))
+    return code
+
+
+def _found(store: Store, instance: str) -> Found:
     from ecomp.errors import NotFound
     from ecomp.scheduler.find import find
-    from ecomp.scheduler.show import as_detail
 
     found = find(store, instance)
     if found is None:
         raise NotFound(f'{instance}: no such instance')
-    print(as_detail(found.record, options.format or 'table'))
+    return found
 
 
 def _hosts(config: ScheduleConfig, store: Store, command: Command) -> int:
@@ -288,6 +304,7 @@ RUNS: dict[str, Callable[[ScheduleConfig, Store, Command], int]] = {
     'wait': _wait,
     'list': _list,
     'show': _show,
+    'timeline': _timeline,
     'hosts': _hosts,
     'host forget': _host_forget,
     'audit': _audit,

@@ -162,6 +162,9 @@ FORMS = {
         'list', 'the instances; --all shows those that are gone too', _nothing, frozenset({'format', 'all'})
     ),
     'show': Form('show <uuid>…', 'one instance whole', _uuids, frozenset({'format'})),
+    'timeline': Form(
+        'timeline <uuid>…', 'how long each stage took: bars, and percentiles of several', _uuids, frozenset({'format'})
+    ),
     'hosts': Form('hosts', 'the computes: state, instances, used and free', _nothing, frozenset({'format'})),
     'audit': Form(
         'audit [--fix]', 'where etcd, placement and the computes disagree', _nothing, frozenset({'fix', 'format'})

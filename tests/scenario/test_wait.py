@@ -78,6 +78,22 @@ def test_waiting_for_some_that_are_there(cluster: Control) -> None:
     check(cluster, compute)
 
 
+def test_the_timeline_of_some(cluster: Control) -> None:
+    compute = cluster.ecompute()
+    first, second = (place(cluster)[1] for _ in range(2))
+    assert cluster.eschedule('wait', first, second).code == 0
+    one = cluster.eschedule('timeline', first)
+    assert (one.code, one.stderr) == (0, '')
+    assert [line.split()[0] for line in one.stdout.splitlines()] == [first, *STAGES[1:], '0']
+    two = cluster.eschedule('timeline', second, NOBODY, first)
+    assert (two.code, two.stderr) == (4, f'eschedule: {NOBODY}: no such instance\n')
+    assert two.stdout.splitlines()[0].startswith(second)
+    assert two.stdout.splitlines()[-1].split()[:2] == ['total', '2']
+    told = json.loads(cluster.eschedule('timeline', '-f', 'json', first, second).stdout)
+    assert [[stage['stage'] for stage in each['stages']] for each in told['instances']] == [list(STAGES)] * 2
+    check(cluster, compute)
+
+
 def test_what_is_waited_for_stands_on_the_terminal(cluster: Control) -> None:
     compute = cluster.ecompute()
     compute.pause()
