@@ -26,9 +26,11 @@ from ecomp.conf import ScheduleConfig, load_schedule
 from ecomp.errors import EcompError, NoCapacity, StillGoing, UnknownOutcome, Unreachable, UsageError
 from ecomp.model import keys
 from ecomp.model.image import check_image
+from ecomp.model.power import ACTIONS, Power
 from ecomp.model.record import ERROR, STAGES, Record, parse_address, timestamp
 from ecomp.model.text import printable_lines
 from ecomp.scheduler.arguments import CREATE, QUERY, Command, Options, parse, parser
+from ecomp.scheduler.live import Live
 
 if TYPE_CHECKING:
     from ecomp.model.allocation import Allocations
@@ -190,9 +192,35 @@ def _destroy_one(config: ScheduleConfig, store: Store, options: Options, instanc
     done = destroy(store, instance)
     _say(done)
     if options.wait is not None and find(store, instance) is not None:
-        with _Live() as tell:
+        with Live() as tell:
             wait_until_gone(config.etcd, instance, Deadline(_timeout(options)), tell)
         _say(f'{instance}: gone')
+
+
+def _power(config: ScheduleConfig, store: Store, command: Command) -> int:
+    from ecomp.scheduler.power import Accepted, power
+    from ecomp.scheduler.wait import Deadline, wait_for_power
+
+    accepted: dict[str, Accepted] = {}
+
+    def ask(instance: str) -> None:
+        answer = power(store, instance, Power(command.name, str(uuid.uuid4())))
+        _say(answer.said)
+        if answer.power is not None:
+            accepted[instance] = answer
+
+    code = _each(list(dict.fromkeys(command.words)), ask)
+    if command.options.wait is None:
+        return code
+    deadline = Deadline(_timeout(command.options))
+
+    def wait(instance: str) -> None:
+        with Live() as tell:
+            record = wait_for_power(config.etcd, instance, accepted[instance], deadline, tell)
+        _say(f'{instance}: {record.state}')
+
+    waited = _each(list(accepted), wait)
+    return code or waited
 
 
 def _wait(config: ScheduleConfig, store: Store, command: Command) -> int:
@@ -301,6 +329,7 @@ def _audit(config: ScheduleConfig, store: Store, command: Command) -> int:
 RUNS: dict[str, Callable[[ScheduleConfig, Store, Command], int]] = {
     QUERY: _query,
     'destroy': _destroy,
+    **dict.fromkeys(ACTIONS, _power),
     'wait': _wait,
     'list': _list,
     'show': _show,
@@ -328,7 +357,7 @@ def _reach(config: ScheduleConfig, instance: str, stage: str, deadline: Deadline
     """Wait for the stage; once there has to be an address, it is printed."""
     from ecomp.scheduler.wait import wait_for_stage
 
-    with _Live() as tell:
+    with Live() as tell:
         record = wait_for_stage(config.etcd, instance, stage, deadline, tell)
     if record.address and STAGES.index(stage) >= STAGES.index(ADDRESSED):
         print(record.address, flush=True)
@@ -336,27 +365,6 @@ def _reach(config: ScheduleConfig, instance: str, stage: str, deadline: Deadline
 
 def _timeout(options: Options) -> float:
     return 300.0 if options.timeout is None else options.timeout
-
-
-class _Live:
-    """One line on the terminal that is written over; nothing at all where stderr is no terminal."""
-
-    def __init__(self) -> None:
-        self._shown = False
-
-    def __enter__(self) -> Callable[[str], None]:
-        return self._tell
-
-    def __exit__(self, *_: object) -> None:
-        if self._shown:
-            sys.stderr.write('\r\x1b[K')
-            sys.stderr.flush()
-
-    def _tell(self, text: str) -> None:
-        if sys.stderr.isatty():
-            self._shown = True
-            sys.stderr.write(f'\r\x1b[K{text}')
-            sys.stderr.flush()
 
 
 def _now() -> str:

@@ -1,20 +1,22 @@
 """A request: what the key /hosts/<compute>/<instance> holds, parsed once at the edge.
 
 JSON, as in 2019: allocations, instance, image, user_id, project_id, consumer_generation; since then also
-"version", "query" (the placement query it came from) and "stages" ({"requested": ISO time, …}). A
-tombstone is the same with allocations {} and image null: the instance is to be destroyed.
+"version", "query" (the placement query it came from), "stages" ({"requested": ISO time, …}) and "power" (see
+ecomp.model.power; only once it was asked for). A tombstone is the same with allocations {} and image null: the
+instance is to be destroyed.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from ecomp.model import keys
 from ecomp.model.allocation import Allocations, missing, parse_allocations, to_wire, total
 from ecomp.model.image import check_image
+from ecomp.model.power import Power, parse_power
 
 VERSION = 1
 SIZE_LIMIT = 384 * 1024
@@ -37,6 +39,7 @@ class Request:
     project_id: str
     query: str | None = None
     stages: Mapping[str, str] = field(default_factory=dict)
+    power: Power | None = None
 
     @property
     def is_tombstone(self) -> bool:
@@ -106,6 +109,7 @@ def _parse(compute: str, name: str, value: bytes) -> Request:
         project_id=_text(data, 'project_id'),
         query=_text(data, 'query') or None,
         stages=stages,
+        power=parse_power(data.get('power')),
     )
 
 
@@ -122,6 +126,7 @@ def to_json(request: Request) -> str:
             'consumer_generation': None,
             'query': request.query,
             'stages': dict(request.stages),
+            **({'power': asdict(request.power)} if request.power else {}),
         }
     )
 

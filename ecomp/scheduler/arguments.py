@@ -78,7 +78,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument('words', nargs='*', help=argparse.SUPPRESS)
     again = 'the new instance gets this uuid; asked again, nothing is made twice'
     parser.add_argument('--uuid', type=_uuid, help=again)
-    then = 'wait for a stage of the new one (alone: addressed); destroy: until it is gone'
+    then = 'wait for a stage of the new one (alone: addressed), or until what was asked for is done'
     parser.add_argument('--wait', metavar='[=STAGE]', help=then)
     parser.add_argument('--for', dest='stage', metavar='STAGE', help=f'wait: one of {", ".join(STAGES)}')
     parser.add_argument('--timeout', type=float, metavar='S', help='seconds to wait at most (300); the guest goes on')
@@ -152,6 +152,14 @@ FORMS = {
         _uuids,
         frozenset({'wait', 'timeout'}),
     ),
+    'stop': Form(
+        'stop <uuid>…',
+        'ask the guest to turn itself off; after a minute it is switched off. Nothing of it is removed',
+        _uuids,
+        frozenset({'wait', 'timeout'}),
+    ),
+    'start': Form('start <uuid>…', 'start a guest that is stopped', _uuids, frozenset({'wait', 'timeout'})),
+    'reboot': Form('reboot <uuid>…', 'stop, then start', _uuids, frozenset({'wait', 'timeout'})),
     'wait': Form(
         'wait <uuid>…',
         'until each has its address, and prints it; or until it has reached --for STAGE',
@@ -190,8 +198,8 @@ def _check_options(name: str, options: Options) -> None:
     wrong = sorted(given - FORMS[name].options)
     if wrong:
         raise UsageError(f'--{"for" if wrong[0] == "stage" else wrong[0]} does not go with this form; --help shows all')
-    if name == 'destroy' and options.wait:
-        raise UsageError('destroy waits for one thing: --wait alone')
+    if name != CREATE and options.wait:
+        raise UsageError(f'{name} waits for one thing: --wait alone')
     if options.timeout is not None:
         if options.wait is None and name != 'wait':
             raise UsageError('--timeout goes with --wait')

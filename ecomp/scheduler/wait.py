@@ -5,15 +5,20 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
 
 from ecomp.conf import EtcdConfig
-from ecomp.errors import EcompError, NotFound, StillGoing
+from ecomp.errors import Conflict, EcompError, NotFound, StillGoing
 from ecomp.model import keys
-from ecomp.model.record import DESTROYING, ERROR, GONE, STAGES, STOPPED, Record
+from ecomp.model.power import ASKED, OFF, STOP, action_id, phase
+from ecomp.model.record import ACTIVE, DESTROYING, ERROR, GONE, STAGES, STOPPED, Record
 from ecomp.model.text import printable
 from ecomp.scheduler.find import read_record
 from ecomp.store.client import Entry
 from ecomp.store.watch import Follower
+
+if TYPE_CHECKING:
+    from ecomp.scheduler.power import Accepted
 
 TICK = 1.0
 """Seconds between two updates of the live line; the instance itself is watched, not polled."""
@@ -95,6 +100,38 @@ def wait_until_gone(config: EtcdConfig, instance: str, deadline: Deadline, tell:
         return (record is None and seen) or (record is not None and record.state == GONE)
 
     _wait(config, instance, reached, deadline, tell, lambda _: 'its compute to destroy it')
+
+
+def wait_for_power(
+    config: EtcdConfig, instance: str, accepted: Accepted, deadline: Deadline, tell: Callable[[str], None]
+) -> Record:
+    """The record once an accepted stop, start or reboot is carried out.
+
+    Errors: EcompError (it was to run, and does not), Conflict (another one came in its place), NotFound (destroyed
+    meanwhile), StillGoing (the time is up).
+    """
+    power = accepted.power
+    assert power is not None  # else there is nothing to wait for
+
+    def reached(record: Record | None) -> bool:
+        if record is None or record.state in (DESTROYING, GONE):
+            raise NotFound(f'{instance}: destroyed while waiting for it')
+        if action_id(record.power) not in (power.id, *accepted.before):
+            raise Conflict(f'{instance}: somebody has asked for something else meanwhile')
+        if not power.is_done(record.power):
+            return False
+        if power.action != STOP and record.state != ACTIVE:
+            raise EcompError(printable(f'{instance}: {record.fault or "it was started, and is off again"}'))
+        return True
+
+    record = _wait(config, instance, reached, deadline, tell, _power_waits_for)
+    assert record is not None  # reached() is False for None
+    return record
+
+
+def _power_waits_for(record: Record | None) -> str:
+    how_far = phase(record.power if record else None)
+    return {ASKED: 'the guest to turn itself off', OFF: 'its domain to start'}.get(how_far, 'its compute to take it')
 
 
 def _wait(

@@ -27,6 +27,8 @@ IMAGE = 'http://images.invalid/a.img'
         ([A.replace('-', '').upper()], Command('query', (A,), Options())),
         (['destroy', A, '--wait', B], Command('destroy', (A, B), Options(wait=''))),
         (['wait', A, B, '--for', 'disk'], Command('wait', (A, B), Options(stage='disk'))),
+        (['stop', A, B], Command('stop', (A, B), Options())),
+        (['reboot', '--wait', A, '--timeout', '5'], Command('reboot', (A,), Options(wait='', timeout=5.0))),
         (['wait', '--timeout', '5', A], Command('wait', (A,), Options(timeout=5.0))),
         (['-f', 'json', 'list', '--all'], Command('list', (), Options(format='json', all=True))),
         (['hosts', '-f', 'json'], Command('hosts', (), Options(format='json'))),
@@ -52,6 +54,8 @@ def test_an_empty_uuid_is_not_a_new_one() -> None:
         (['wait', A, '--wait'], '--wait does not go with this form'),
         (['show', A, '--for', 'disk'], '--for does not go with this form'),
         ([QUERY, '--wait=paradise'], '--wait=paradise: there is no such stage'),
+        (['start', A, '--wait=started'], 'start waits for one thing'),
+        (['stop'], 'which instance'),
         ([QUERY, '--timeout', '5'], '--timeout goes with --wait'),
     ],
 )

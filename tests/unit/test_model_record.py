@@ -54,6 +54,7 @@ records = st.builds(
     stages=st.dictionaries(st.sampled_from(STAGES), texts),
     error=st.none() | st.builds(Failure, texts, texts, texts),
     fault=st.none() | texts,
+    power=st.none() | texts,
 )
 
 
@@ -102,6 +103,7 @@ BROKEN = [
     stored(stages=[]),
     stored(stages={'requested': 7}),
     stored(resources='VCPU:1'),
+    stored(power={'id': 'x'}),
 ]
 
 
