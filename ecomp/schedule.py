@@ -26,14 +26,21 @@ from ecomp.conf import ScheduleConfig, load_schedule
 from ecomp.errors import EcompError, NoCapacity, StillGoing, UnknownOutcome, Unreachable, UsageError
 from ecomp.model import keys
 from ecomp.model.image import check_image
-from ecomp.model.record import ERROR, Record, parse_address, timestamp
+from ecomp.model.power import ACTIONS, Power
+from ecomp.model.record import ERROR, STAGES, Record, parse_address, timestamp
 from ecomp.model.text import printable_lines
 from ecomp.scheduler.arguments import CREATE, QUERY, Command, Options, parse, parser
+from ecomp.scheduler.live import Live
 
 if TYPE_CHECKING:
     from ecomp.model.allocation import Allocations
     from ecomp.placement.client import Placement
+    from ecomp.scheduler.find import Found
+    from ecomp.scheduler.wait import Deadline
     from ecomp.store.client import Store
+
+ADDRESSED = 'addressed'
+"""The stage that is waited for if none is named."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -133,11 +140,10 @@ def _create(config: ScheduleConfig, command: Command) -> int:
         raise EcompError(f'instance {instance} was placed on {delivered.compute}, {reason}') from error
     if delivered.again:
         _say(f'{instance} was requested before: nothing is changed')
-    if options.wait is None:
-        return 0
-    record = _waited(config, options, instance, options.wait or 'addressed')
-    if record.address:
-        print(record.address)
+    if options.wait is not None:
+        from ecomp.scheduler.wait import Deadline
+
+        _reach(config, instance, options.wait or ADDRESSED, Deadline(_timeout(options)))
     return 0
 
 
@@ -195,15 +201,61 @@ def _destroy(config: ScheduleConfig, store: Store, command: Command) -> int:
 def _destroy_one(config: ScheduleConfig, store: Store, options: Options, word: str) -> None:
     from ecomp.scheduler.destroy import destroy
     from ecomp.scheduler.find import find, resolve
-    from ecomp.scheduler.wait import wait_until_gone
+    from ecomp.scheduler.wait import Deadline, wait_until_gone
 
     instance = resolve(store, word)
     done = destroy(store, instance)
     _say(done)
     if options.wait is not None and find(store, instance) is not None:
-        with _Live() as tell:
-            wait_until_gone(config.etcd, instance, _timeout(options), tell)
+        with Live() as tell:
+            wait_until_gone(config.etcd, instance, Deadline(_timeout(options)), tell)
         _say(f'{instance}: gone')
+
+
+def _power(config: ScheduleConfig, store: Store, command: Command) -> int:
+    from ecomp.scheduler.find import resolve
+    from ecomp.scheduler.power import Accepted, power
+    from ecomp.scheduler.wait import Deadline, wait_for_power
+
+    accepted: dict[str, Accepted] = {}
+
+    def ask(word: str) -> None:
+        instance = resolve(store, word)
+        if instance in accepted:
+            return  # named twice, by its name and its uuid
+        answer = power(store, instance, Power(command.name, str(uuid.uuid4())))
+        _say(answer.said)
+        if answer.power is not None:
+            accepted[instance] = answer
+
+    code = _each(list(dict.fromkeys(command.words)), ask)
+    if command.options.wait is None:
+        return code
+    deadline = Deadline(_timeout(command.options))
+
+    def wait(instance: str) -> None:
+        with Live() as tell:
+            record = wait_for_power(config.etcd, instance, accepted[instance], deadline, tell)
+        _say(f'{instance}: {record.state}')
+
+    waited = _each(list(accepted), wait)
+    return code or waited
+
+
+def _wait(config: ScheduleConfig, store: Store, command: Command) -> int:
+    from ecomp.errors import NotFound
+    from ecomp.scheduler.find import living, resolve
+    from ecomp.scheduler.wait import Deadline
+
+    stage, deadline = command.options.stage or ADDRESSED, Deadline(_timeout(command.options))
+
+    def wait_for_one(word: str) -> None:
+        instance = resolve(store, word)
+        if living(store, instance).is_destroying:
+            raise NotFound(f'{instance}: is being destroyed')
+        _reach(config, instance, stage, deadline)
+
+    return _each(command.words, wait_for_one)
 
 
 def _list(_: ScheduleConfig, store: Store, command: Command) -> int:
@@ -222,15 +274,30 @@ def _show(_: ScheduleConfig, store: Store, command: Command) -> int:
 
 
 def _show_one(store: Store, options: Options, word: str) -> None:
+    from ecomp.scheduler.show import as_detail
+
+    print(as_detail(_found(store, word).record, options.format or 'table'))
+
+
+def _timeline(_: ScheduleConfig, store: Store, command: Command) -> int:
+    from ecomp.scheduler.timeline import as_timeline
+
+    records: list[Record] = []
+    code = _each(command.words, lambda word: records.append(_found(store, word).record))
+    if records:
+        print(as_timeline(records, command.options.format or 'table'))
+    return code
+
+
+def _found(store: Store, word: str) -> Found:
     from ecomp.errors import NotFound
     from ecomp.scheduler.find import find, resolve
-    from ecomp.scheduler.show import as_detail
 
     instance = resolve(store, word)
     found = find(store, instance)
     if found is None:
         raise NotFound(f'{instance}: no such instance')
-    print(as_detail(found.record, options.format or 'table'))
+    return found
 
 
 def _hosts(config: ScheduleConfig, store: Store, command: Command) -> int:
@@ -283,8 +350,11 @@ def _audit(config: ScheduleConfig, store: Store, command: Command) -> int:
 RUNS: dict[str, Callable[[ScheduleConfig, Store, Command], int]] = {
     QUERY: _query,
     'destroy': _destroy,
+    **dict.fromkeys(ACTIONS, _power),
+    'wait': _wait,
     'list': _list,
     'show': _show,
+    'timeline': _timeline,
     'hosts': _hosts,
     'host forget': _host_forget,
     'audit': _audit,
@@ -304,36 +374,18 @@ def _each(words: Sequence[str], do: Callable[[str], None]) -> int:
     return code
 
 
-def _waited(config: ScheduleConfig, options: Options, instance: str, stage: str) -> Record:
+def _reach(config: ScheduleConfig, instance: str, stage: str, deadline: Deadline) -> None:
+    """Wait for the stage; once there has to be an address, it is printed."""
     from ecomp.scheduler.wait import wait_for_stage
 
-    with _Live() as tell:
-        return wait_for_stage(config.etcd, instance, stage, _timeout(options), tell)
+    with Live() as tell:
+        record = wait_for_stage(config.etcd, instance, stage, deadline, tell)
+    if record.address and STAGES.index(stage) >= STAGES.index(ADDRESSED):
+        print(record.address, flush=True)
 
 
 def _timeout(options: Options) -> float:
     return 300.0 if options.timeout is None else options.timeout
-
-
-class _Live:
-    """One line on the terminal that is written over; nothing at all where stderr is no terminal."""
-
-    def __init__(self) -> None:
-        self._shown = False
-
-    def __enter__(self) -> Callable[[str], None]:
-        return self._tell
-
-    def __exit__(self, *_: object) -> None:
-        if self._shown:
-            sys.stderr.write('\r\x1b[K')
-            sys.stderr.flush()
-
-    def _tell(self, text: str) -> None:
-        if sys.stderr.isatty():
-            self._shown = True
-            sys.stderr.write(f'\r\x1b[K{text}')
-            sys.stderr.flush()
 
 
 def _now() -> str:

@@ -54,13 +54,29 @@ class Resume:
 
 
 @dataclass(frozen=True)
+class Shutdown:
+    """A guest of this compute to be asked to turn itself off."""
+
+    instance: str
+    compute: str
+
+
+@dataclass(frozen=True)
+class SwitchOff:
+    """A guest of this compute to switch off; its domain stays defined, its disk is kept."""
+
+    instance: str
+    compute: str
+
+
+@dataclass(frozen=True)
 class Forget:
     """What is left of a guest whose domain and disk are gone: its console log."""
 
     instance: str
 
 
-Job = Build | Destroy | Resume | Forget
+Job = Build | Destroy | Resume | Shutdown | SwitchOff | Forget
 
 
 def carry_out(
@@ -75,6 +91,10 @@ def carry_out(
         build(job, hypervisor, images, report, checkpoint)
     elif isinstance(job, Resume):
         hypervisor.resume(job.instance, job.compute)
+    elif isinstance(job, Shutdown):
+        hypervisor.shutdown(job.instance, job.compute)
+    elif isinstance(job, SwitchOff):
+        hypervisor.switch_off(job.instance, job.compute)
     elif isinstance(job, Forget):
         if job.instance not in hypervisor.guests():
             hypervisor.delete_disk(job.instance)

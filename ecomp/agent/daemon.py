@@ -19,6 +19,7 @@ from ecomp.agent.instances import Instances
 from ecomp.agent.memory import Memory
 from ecomp.agent.plan import Kind, Task, Wish, pending, plan, unready
 from ecomp.agent.pool import Runner
+from ecomp.agent.power import Shutdowns
 from ecomp.agent.records import Superseded
 from ecomp.errors import EcompError, Unreachable
 from ecomp.model import keys
@@ -39,6 +40,8 @@ MOST = 10_000
 """Requests a compute takes: what is beyond is refused, so that nobody can fill its memory."""
 RECHECKED = 200
 """Records read again each minute, in turn: one that was removed by hand is then written again."""
+GRACE, ASK_AGAIN = 60.0, 10.0
+"""Seconds a guest has to turn itself off before it is switched off, and between two times it is asked to."""
 LOOKING = 'looking at claims'
 
 
@@ -81,6 +84,8 @@ class Daemon:
         self._refused: dict[str, int] = {}
         self._missing: dict[str, float] = {}
         self._before_reboot = memory.before_reboot()
+        self._shutdowns = Shutdowns(GRACE, ASK_AGAIN)
+        self._planned = 0.0
         self._look_delay = 0.0
         self._to_recheck: list[str] = []
 
@@ -136,6 +141,7 @@ class Daemon:
                 # One in work is not due: its end nudges. (A copy: the tasks' threads change it.)
                 due = [when for name, (when, _) in list(self._later.items()) if name not in self._busy]
                 due += [first + APART for first in self._missing.values()]
+                due += self._shutdowns.next(after=self._planned)
                 wake = min([next_minute, *due, *([time.monotonic() + POLL] if waiting_for_addresses else [])])
                 if not self._nudged:
                     self._changed.wait(max(wake - time.monotonic(), 0.01))
@@ -145,6 +151,7 @@ class Daemon:
                 next_minute = time.monotonic() + POLL  # the first list nudges; until then there is nothing to plan
                 continue
             doing, began = 'planning', time.monotonic()
+            self._planned = began
             try:
                 minute = time.monotonic() >= next_minute
                 if minute:
@@ -201,8 +208,10 @@ class Daemon:
         known = {instance: guest for instance, guest in guests.items() if instance not in unreadable}
         now = time.monotonic()
         self._missing, vanished = due(self._missing, self._without_trace(records, guests), now)
+        self._shutdowns.keep({name for name, each in guests.items() if each.running and name in self._wishes})
+        asked = self._shutdowns.patience(now)
         ready = self._instances.ready_now() if any(map(unready, records.values())) else set()
-        tasks = plan(self._compute, wishes, records, known, addresses, vanished, self._before_reboot, ready)
+        tasks = plan(self._compute, wishes, records, known, addresses, vanished, self._before_reboot, asked, ready)
         if self._before_reboot and not unreadable and not busy and not any(each.kind is Kind.RESUME for each in tasks):
             self._before_reboot = frozenset()
             self._memory.dealt_with()
@@ -288,9 +297,9 @@ class Daemon:
             elif task.kind is Kind.CLEAR:
                 self._instances.clear(instance, revision, task.reason)
             elif task.kind is Kind.POWER:
-                self._instances.power(instance, revision, guest)
+                self._instances.switch.note(instance, revision, guest)
             elif task.kind is Kind.RESUME:
-                self._instances.resume(instance, revision)
+                self._instances.switch.resume(instance, revision)
                 self._before_reboot -= {instance}
             elif task.kind is Kind.VANISHED:
                 self._instances.vanished(instance, revision)
@@ -300,10 +309,7 @@ class Daemon:
                 self._instances.address(instance, revision, addresses)
             else:
                 assert isinstance(wish, Request)  # plan() refuses what is Invalid
-                if task.kind is Kind.BUILD:
-                    self._instances.build(wish, revision, guest)
-                else:
-                    self._instances.destroy(wish, revision)
+                self._carry_out_wish(task.kind, wish, revision, guest)
             self._later.pop(instance, None)
             self._settled(instance)
         except Superseded:
@@ -320,6 +326,22 @@ class Daemon:
         finally:
             del self._busy[instance]
             self.nudge(f'{task.kind.value} of {instance} ended')
+
+    def _carry_out_wish(self, kind: Kind, wish: Request, revision: int, guest: Guest | None) -> None:
+        instances, switch = self._instances, self._instances.switch
+        if kind is Kind.BUILD:
+            instances.build(wish, revision, guest)
+        elif kind is Kind.SHUTDOWN:
+            switch.shut_down(wish, revision)
+            self._shutdowns.asked(wish.instance, time.monotonic())
+        elif kind is Kind.SWITCH_OFF:
+            switch.switch_off(wish, revision)
+        elif kind is Kind.START:
+            switch.start(wish, revision)
+        elif kind is Kind.DONE:
+            switch.done(wish, revision, guest)
+        else:
+            instances.destroy(wish, revision)
 
     def _end_without_request(self, instance: str) -> None:
         """If a stopped build's request was deleted by hand, its record says so; a guest that got there is kept."""

@@ -11,11 +11,12 @@ from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from ecomp.agent.build import Build, Cancelled, Destroy, Forget, Resume
+from ecomp.agent.build import Build, Cancelled, Destroy, Forget
 from ecomp.agent.memory import Memory
 from ecomp.agent.metadata import GuestData
-from ecomp.agent.plan import GONE_BOTH, fault_of, macs
-from ecomp.agent.pool import Runner, WorkerDied
+from ecomp.agent.plan import GONE_BOTH, macs
+from ecomp.agent.pool import Runner
+from ecomp.agent.power import ATTEMPTS, Switch
 from ecomp.agent.records import Records, Superseded
 from ecomp.errors import BuildFailed, Conflict, EcompError, NoSpace, UnknownOutcome, Unreachable, UsageError
 from ecomp.failpoints import failpoint
@@ -41,9 +42,6 @@ from ecomp.placement.client import Placement
 from ecomp.store.client import Delete, Put, Store
 
 log = logging.getLogger(__name__)
-
-ATTEMPTS = 3
-"""How often an instance is built whose worker dies of it, or that fails in an unknown way."""
 
 RELEASES = 5
 """How often a release is tried at once that loses its race."""
@@ -86,6 +84,7 @@ class Instances:
         self._now = now
         self._memory = memory
         self._records = Records(compute, store, memory)
+        self.switch = Switch(compute, self._records, runner, memory, now)
 
     def record(self, instance: str) -> Record | None:
         """The record as last read or written; read if we have none."""
@@ -211,33 +210,6 @@ class Instances:
         log.error('instance %s: request dropped: %s', instance, reason)
         self._release(instance)
 
-    def power(self, instance: str, revision: int, guest: Guest | None) -> None:
-        """Write down that a guest went off, or came on, and what is wrong with it."""
-        record = self._known(instance)
-        state = ACTIVE if guest is not None and guest.running else STOPPED
-        record = replace(record.at(state, self._now()), fault=fault_of(record, guest))
-        log.info('instance %s is %s%s', instance, record.state, f': {record.fault}' if record.fault else '')
-        self._records.write(record, revision)
-
-    def resume(self, instance: str, revision: int) -> None:
-        """Start a guest that ran when the host went down; if that fails, its record says why."""
-        record = self._known(instance)
-        log.info('START INSTANCE %s: it ran when the host went down', instance)
-        try:
-            for _ in self._runner.run(Resume(instance, self._compute)):
-                pass
-        except Unreachable:
-            raise
-        except EcompError as error:
-            record = replace(record, attempts=record.attempts + 1)
-            if isinstance(error, WorkerDied) and record.attempts < ATTEMPTS:
-                self._records.write(record, revision)
-                raise
-            fault = f'it could not be started after the host was rebooted: {error}'
-            log.error('instance %s: %s', instance, fault)
-            record = replace(record.at(STOPPED, self._now()), fault=fault)
-        self._records.write(record, revision)
-
     def vanished(self, instance: str, revision: int) -> None:
         """End an instance of whom neither domain nor disk is left, though nobody asked: its claim goes, too."""
         record = self._known(instance)
@@ -273,6 +245,10 @@ class Instances:
 
     def _adopt(self, record: Record, revision: int, request: Request, guest: Guest, lost: bool) -> None:
         """Write down a guest that is there already; what placement says otherwise is its fault, in words."""
+        if lost and request.power is not None:
+            # What was asked of its power may have been done long ago: only our own memory can say that it was not.
+            remembered = self._memory.all().get(record.instance)
+            record = replace(record, power=remembered.record.power if remembered else request.power.id)
         held = ledger.consumer(self._placement, request.instance)
         fault = difference(request.allocations, held.allocations)
         if lost:

@@ -8,9 +8,11 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from enum import Enum
+from types import MappingProxyType
 
 from ecomp.model.guest import CRASHED, NO_SPACE, Guest, mac_address
 from ecomp.model.instance import Invalid, Request
+from ecomp.model.power import ASKED, NOT_STARTED, OFF, START, STOP, Power, phase
 from ecomp.model.record import ACTIVE, ERROR, GONE, STOPPED, Record
 
 Wish = Request | Invalid
@@ -25,10 +27,22 @@ class Kind(Enum):
     CLEAR = 'clear'
     POWER = 'power'
     RESUME = 'resume'
+    SHUTDOWN = 'shutdown'
+    SWITCH_OFF = 'switch off'
+    START = 'start'
+    DONE = 'done'
     VANISHED = 'vanished'
     ADDRESS = 'address'
     READY = 'ready'
     REPORT = 'report'
+
+
+class Patience(Enum):
+    """What is due of a guest that was asked to turn itself off, and has not yet."""
+
+    WAIT = 'wait'
+    ASK_AGAIN = 'ask again'
+    NO_MORE = 'no more'
 
 
 @dataclass(frozen=True)
@@ -48,18 +62,23 @@ def plan(
     addresses: Mapping[str, Mapping[str, str]],
     vanished: Collection[str] = (),
     before_reboot: Collection[str] = (),
+    asked: Mapping[str, Patience] = MappingProxyType({}),
     ready: Collection[str] = (),
 ) -> list[Task]:
     """The tasks, at most one an instance. `addresses` is {instance: {mac: address}}, where they were asked for.
 
     `vanished` are those of whom nothing was seen long enough apart; `before_reboot` those that were here when the host
-    went down; `ready` those whose cloud-init is through.
+    went down; `asked` those that were asked to turn themselves off, `ready` those whose cloud-init is through.
     """
     tasks = []
     for instance, wish in wishes.items():
         record, guest = records.get(instance), guests.get(instance)
+        task = _ending(compute, wish, record)
+        if task is None and record is not None and record.state in (ACTIVE, STOPPED) and instance not in vanished:
+            assert isinstance(wish, Request)  # _ending() has refused the others
+            task = _power(wish.power, record, guest, asked.get(instance))
         seen = instance in vanished, instance in before_reboot, instance in ready
-        task = _ending(compute, wish, record) or _living(record, guest, addresses.get(instance, {}), *seen)
+        task = task or _living(record, guest, addresses.get(instance, {}), *seen)
         if task is not None:
             tasks.append(Task(task[0], instance, task[1]))
     for instance in guests:
@@ -80,6 +99,24 @@ def _ending(compute: str, wish: Wish, record: Record | None) -> tuple[Kind, str]
     if record is not None and record.state == ERROR:
         return Kind.CLEAR, 'it failed, and a uuid is never used twice'
     return None
+
+
+def _power(
+    power: Power | None, record: Record, guest: Guest | None, patience: Patience | None
+) -> tuple[Kind, str] | None:
+    """The next step of what was asked of a guest's power; None: it is done, or the guest is at it."""
+    if power is None or power.is_done(record.power):
+        return None
+    asked = f'its {power.action} was asked for'
+    if guest is None or not guest.running:
+        return (Kind.DONE, f'it is off: {asked}') if power.action == STOP else (Kind.START, asked)
+    # One that was asked to turn itself off may do so late: what came after that waits for it.
+    goes_off = power.action == STOP or phase(record.power) == ASKED
+    if not goes_off and (power.action == START or record.power == power.at(OFF)):
+        return Kind.DONE, f'it runs: {asked}'
+    if patience is Patience.NO_MORE:
+        return Kind.SWITCH_OFF, f'{asked}, and it did not turn itself off'
+    return None if patience is Patience.WAIT else (Kind.SHUTDOWN, asked)
 
 
 def _living(
@@ -133,6 +170,8 @@ SEEN = frozenset({GONE_BOTH, GONE_DOMAIN, GONE_DISK, UNDEFINED, CRASHED, NO_SPAC
 def fault_of(record: Record, guest: Guest | None) -> str | None:
     """What is wrong with a guest that was active once; None if nothing is, off or running."""
     seen = _seen(guest)
+    if seen is None and guest is not None and guest.running and (record.fault or '').startswith(NOT_STARTED):
+        return None
     if seen is not None or record.fault not in SEEN:
         return seen or record.fault
     # libvirt forgets with each restart of its own why a domain went off.

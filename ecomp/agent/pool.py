@@ -22,7 +22,7 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
 from typing import Any, Protocol
 
-from ecomp.agent.build import Build, Cancelled, Destroy, Images, Job, carry_out
+from ecomp.agent.build import Build, Cancelled, Destroy, Images, Job, Shutdown, SwitchOff, carry_out
 from ecomp.agent.worker import WorkerSettings, main
 from ecomp.errors import EcompError
 from ecomp.virt import Hypervisor
@@ -31,6 +31,8 @@ log = logging.getLogger(__name__)
 
 YOUNG = 5.0
 FIRST_DELAY, LAST_DELAY = 0.1, 10.0
+ENDING = (Destroy, Shutdown, SwitchOff)
+"""Jobs that take something away: they are short, and do not wait for builds."""
 Entry = Callable[[Connection, WorkerSettings], None]
 """What a worker process runs; it is imported anew there."""
 
@@ -87,7 +89,7 @@ class _Worker:
     process: SpawnProcess
     pipe: Connection
     started: float
-    destroys_only: bool
+    ends_only: bool
     ticket: _Ticket | None = None
 
 
@@ -123,9 +125,9 @@ class _Waker:
 
 
 class Pool:
-    """`size` worker processes, and one more for destroys alone: a slow download must not keep a guest from going.
+    """`size` worker processes, and one more for ENDING alone: a slow download must not keep a guest from going.
 
-    What does not fit waits in order, destroys first.
+    What does not fit waits in order, ENDING first.
     """
 
     def __init__(self, size: int, settings: WorkerSettings, entry: Entry = main) -> None:
@@ -213,8 +215,8 @@ class Pool:
         theirs.close()
         with self._lock:
             # The last one, so that of two idle ones the other is asked first.
-            last = len(self._workers) == self._size - 1 and not any(each.destroys_only for each in self._workers)
-            self._workers.append(_Worker(process, ours, time.monotonic(), destroys_only=last))
+            last = len(self._workers) == self._size - 1 and not any(each.ends_only for each in self._workers)
+            self._workers.append(_Worker(process, ours, time.monotonic(), ends_only=last))
 
     def _hand_out(self) -> None:
         with self._lock:
@@ -226,9 +228,9 @@ class Pool:
                     _send(worker, ('job', ticket.number, ticket.job))
 
     def _next(self, worker: _Worker) -> _Ticket | None:
-        destroy = next((each for each in self._waiting if isinstance(each.job, Destroy)), None)
-        if destroy is not None or worker.destroys_only or not self._waiting:
-            return destroy
+        ending = next((each for each in self._waiting if isinstance(each.job, ENDING)), None)
+        if ending is not None or worker.ends_only or not self._waiting:
+            return ending
         return self._waiting[0]
 
     def _hear(self, worker: _Worker) -> None:

@@ -72,7 +72,10 @@ def running(compute: str, remembered: Remembered, is_here: bool, said: Said) -> 
         return Publish(replace(request, allocations={}, image=None), record, None)
     if said.wish is None and not is_here and 'started' in record.stages:
         return Forget()
-    return Publish(request if said.wish is None else None, record, request if is_here else None)
+    asked = request if said.wish is None else None
+    if said.wish is not None and request.power not in (None, said.wish.power):
+        asked = replace(said.wish, power=request.power)  # else what etcd has of earlier days would be done once more
+    return Publish(asked, record, request if is_here else None)
 
 
 def ended(compute: str, is_here: bool, said: Said, now: str) -> End | None:

@@ -180,11 +180,12 @@ def _guest(world: World, record: Record, said: str) -> Iterator[Finding]:
     elif instance in digest.without_base:
         path = digest.without_base[instance]
         yield Finding('base-missing', instance, f'{said}, and its disk lies on {path}, which is not there', compute)
+    switching = world.is_switching(instance)
     if not guest.defined:
         yield Finding('domain-undefined', instance, f'{said}, and its domain runs and is not defined', compute)
-    elif record.state == ACTIVE and not guest.running:
+    elif record.state == ACTIVE and not guest.running and not switching:
         yield Finding('domain-off', instance, f'{said}, and its domain is off', compute)
-    if record.state != ACTIVE and guest.running:
+    if record.state != ACTIVE and guest.running and not switching:
         yield Finding('domain-running', instance, f'{said}, and its domain runs', compute)
 
 

@@ -1,9 +1,10 @@
 """A request: what the key /hosts/<compute>/<instance> holds, parsed once at the edge.
 
 JSON, as in 2019: allocations, instance, image, user_id, project_id, consumer_generation; since then also
-"version", "query" (the placement query it came from), "stages" ({"requested": ISO time, …}), and where they were
-given "name", "ssh_keys" (a list of OpenSSH public keys) and "user_data" (base64: it may be gzip). A
-tombstone is the same with allocations {} and image null: the instance is to be destroyed.
+"version", "query" (the placement query it came from), "stages" ({"requested": ISO time, …}), where they were given
+"name", "ssh_keys" (a list of OpenSSH public keys) and "user_data" (base64: it may be gzip), and "power" (see
+ecomp.model.power; only once it was asked for). A tombstone is the same with allocations {} and image null: the
+instance is to be destroyed.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import binascii
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from ecomp.model import keys
@@ -19,6 +20,7 @@ from ecomp.model.allocation import Allocations, missing, parse_allocations, to_w
 from ecomp.model.guest_data import USER_DATA_LIMIT
 from ecomp.model.image import check_image
 from ecomp.model.names import is_label
+from ecomp.model.power import Power, parse_power
 
 VERSION = 1
 SIZE_LIMIT = 384 * 1024
@@ -47,6 +49,7 @@ class Request:
     name: str | None = None
     ssh_keys: tuple[str, ...] | None = field(default=None, repr=False)
     user_data: bytes | None = field(default=None, repr=False)
+    power: Power | None = None
 
     @property
     def is_tombstone(self) -> bool:
@@ -119,6 +122,7 @@ def _parse(compute: str, name: str, value: bytes) -> Request:
         name=_name(data),
         ssh_keys=_ssh_keys(data),
         user_data=_user_data(data),
+        power=parse_power(data.get('power')),
     )
 
 
@@ -142,6 +146,7 @@ def to_json(request: Request) -> str:
             'query': request.query,
             'stages': dict(request.stages),
             **{field: value for field, value in given.items() if value is not None},
+            **({'power': asdict(request.power)} if request.power else {}),
         }
     )
 

@@ -118,6 +118,12 @@ class World:
             return record is None or record.state not in (GONE, ERROR)
         return record is not None and record.state in (SCHEDULED, BUILDING, DESTROYING)
 
+    def is_switching(self, instance: str) -> bool:
+        """True while a stop, start or reboot of it was asked for and is not carried out."""
+        record, wishes = self.records.get(instance), self.wishes.get(instance, {}).values()
+        asked = [wish.power for wish in wishes if isinstance(wish, Request) and wish.power]
+        return record is not None and any(not power.is_done(record.power) for power in asked)
+
     def silent(self) -> list[str]:
         """The computes there are that do not say they are alive: what they have cannot be compared."""
         return sorted(self.computes - self.alive)

@@ -3,7 +3,7 @@
 JSON, versioned: {"version", "instance", "compute", "state", "image", "resources": {class: amount},
 "query", "user_id", "project_id", "addresses": [{"network", "mac", "address"}], "stages": {stage: ISO
 time}, "error": {"stage", "reason", "cleaned"} or null, "fault": text or null, "attempts": how often a worker
-died of it or failed in an unknown way, "name": text or null}.
+died of it or failed in an unknown way, "name": text or null, "power": see ecomp.model.power}.
 
     scheduled -> building -> active <-> stopped -> destroying -> gone
                         \\-> error                      (only before the first active)
@@ -73,6 +73,7 @@ class Record:
     fault: str | None = None
     attempts: int = 0
     name: str | None = None
+    power: str | None = None
 
     def at(self, state: str, now: str, *stages: str) -> Record:
         """The record in another state, the stages reached at `now` (the first time counts)."""
@@ -149,6 +150,7 @@ def _record(data: Mapping[str, Any]) -> Record:
         fault=_take(data, 'fault', str | None, None),
         attempts=_take(data, 'attempts', int, 0),
         name=_name(data),
+        power=_take(data, 'power', str | None, None),
     )
 
 

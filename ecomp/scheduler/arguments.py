@@ -14,9 +14,7 @@ from typing import NamedTuple, NoReturn
 from ecomp import __version__
 from ecomp.errors import UsageError
 from ecomp.model.names import PREFIX, check_name, is_name, uuid_prefix
-
-STAGES = ('started', 'addressed', 'ready')
-"""What --wait can wait for."""
+from ecomp.model.record import STAGES
 
 EXITS = """\
 exit codes: 0 done, 1 failed, 2 usage, 3 no capacity, 4 not found, 5 exists or conflict,
@@ -27,13 +25,17 @@ ID = f'<id>: an instance by its name, its uuid, or the beginning of its uuid ({P
 
 
 class Options(NamedTuple):
-    """The options, None or False where not given. `wait` is '' for --wait alone; `uuid` is canonical."""
+    """The options, None or False where not given. `wait` is '' for --wait alone; `uuid` is canonical.
+
+    `stage` is --for's.
+    """
 
     uuid: str | None = None
     name: str | None = None
     ssh_key: Sequence[str] | None = None
     user_data: str | None = None
     wait: str | None = None
+    stage: str | None = None
     timeout: float | None = None
     format: str | None = None
     all: bool = False
@@ -87,8 +89,9 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument('--ssh-key', metavar='FILE', action='append', help=keys)
     data = 'what its cloud-init is told: cloud-config, a script, multipart or gzip, at most 256 KiB; - is stdin'
     parser.add_argument('--user-data', metavar='FILE', help=data)
-    stages = 'wait for started, addressed, or ready: cloud-init is through (alone: addressed, or gone)'
-    parser.add_argument('--wait', metavar='[=STAGE]', help=stages)
+    then = 'wait for a stage of the new one (alone: addressed), or until what was asked for is done'
+    parser.add_argument('--wait', metavar='[=STAGE]', help=then)
+    parser.add_argument('--for', dest='stage', metavar='STAGE', help=f'wait: one of {", ".join(STAGES)}')
     parser.add_argument('--timeout', type=float, metavar='S', help='seconds to wait at most (300); the guest goes on')
     parser.add_argument('-f', '--format', choices=('table', 'json'), help='table (default) or json')
     parser.add_argument('--all', action='store_true', help='list: also what is gone')
@@ -171,10 +174,27 @@ FORMS = {
         _instances,
         frozenset({'wait', 'timeout'}),
     ),
+    'stop': Form(
+        'stop <id>…',
+        'ask the guest to turn itself off; after a minute it is switched off. Nothing of it is removed',
+        _instances,
+        frozenset({'wait', 'timeout'}),
+    ),
+    'start': Form('start <id>…', 'start a guest that is stopped', _instances, frozenset({'wait', 'timeout'})),
+    'reboot': Form('reboot <id>…', 'stop, then start', _instances, frozenset({'wait', 'timeout'})),
+    'wait': Form(
+        'wait <id>…',
+        'until each has its address, and prints it; or until it has reached --for STAGE',
+        _instances,
+        frozenset({'stage', 'timeout'}),
+    ),
     'list': Form(
         'list', 'the instances; --all shows those that are gone too', _nothing, frozenset({'format', 'all'})
     ),
     'show': Form('show <id>…', 'one instance whole', _instances, frozenset({'format'})),
+    'timeline': Form(
+        'timeline <id>…', 'how long each stage took: bars, and percentiles of several', _instances, frozenset({'format'})
+    ),
     'hosts': Form('hosts', 'the computes: state, instances, used and free', _nothing, frozenset({'format'})),
     'audit': Form(
         'audit [--fix]', 'where etcd, placement and the computes disagree', _nothing, frozenset({'fix', 'format'})
@@ -202,18 +222,21 @@ def _check_options(name: str, options: Options) -> None:
     given = {each for each, value in options._asdict().items() if value not in (None, False)} - {'config'}
     wrong = sorted(given - FORMS[name].options)
     if wrong:
-        raise UsageError(f'--{wrong[0].replace("_", "-")} does not go with this form; --help shows all')
+        option = 'for' if wrong[0] == 'stage' else wrong[0].replace('_', '-')
+        raise UsageError(f'--{option} does not go with this form; --help shows all')
     if options.name is not None:
         try:
             check_name(options.name)
         except ValueError as error:
             raise UsageError(f'--name: {error}') from error
-    if name == 'destroy' and options.wait:
-        raise UsageError('destroy waits for one thing: --wait alone')
+    if name != CREATE and options.wait:
+        raise UsageError(f'{name} waits for one thing: --wait alone')
     if options.timeout is not None:
-        if options.wait is None:
+        if options.wait is None and name != 'wait':
             raise UsageError('--timeout goes with --wait')
         if not 0 <= options.timeout < 10**9:
             raise UsageError('--timeout: seconds, not negative')
-    if options.wait not in (None, '', *STAGES):
-        raise UsageError(f'--wait={options.wait}: there is no such stage; say one of {", ".join(STAGES)}')
+    for option, stage in (('wait', options.wait or None), ('for', options.stage)):
+        if stage not in (None, *STAGES):
+            known = f'{", ".join(STAGES[:-1])} or {STAGES[-1]}'
+            raise UsageError(f'--{option}={stage}: there is no such stage; say {known}')

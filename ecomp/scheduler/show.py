@@ -10,7 +10,7 @@ from ecomp.model.allocation import NEEDED
 from ecomp.model.host import Host, Share
 from ecomp.model.record import ERROR, Record, to_dict
 from ecomp.model.text import printable
-from ecomp.scheduler.wait import failure, next_stage
+from ecomp.scheduler.wait import failure, waits_for
 
 if TYPE_CHECKING:
     from ecomp.model.findings import Finding
@@ -95,7 +95,7 @@ def no_address(record: Record) -> str:
     """Why an instance has no address (yet), in one line."""
     if record.state == ERROR:
         return failure(record)
-    return f'{record.instance}: no address yet: {record.state}, waiting for: {next_stage(record)}'
+    return f'{record.instance}: no address yet: {record.state}, waiting for: {waits_for(record)}'
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:

@@ -5,24 +5,55 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
 
 from ecomp.conf import EtcdConfig
-from ecomp.errors import EcompError, NotFound, StillGoing
+from ecomp.errors import Conflict, EcompError, NotFound, StillGoing
 from ecomp.model import keys
-from ecomp.model.record import DESTROYING, ERROR, GONE, STAGES, Record
+from ecomp.model.power import ASKED, OFF, STOP, action_id, phase
+from ecomp.model.record import ACTIVE, DESTROYING, ERROR, GONE, STAGES, STOPPED, Record
 from ecomp.model.text import printable
 from ecomp.scheduler.find import read_record
 from ecomp.store.client import Entry
 from ecomp.store.watch import Follower
 
+if TYPE_CHECKING:
+    from ecomp.scheduler.power import Accepted
+
 TICK = 1.0
 """Seconds between two updates of the live line; the instance itself is watched, not polled."""
 
+WAITS_FOR = {
+    'requested': 'its compute to take it',
+    'scheduled': 'its compute to take it',
+    'image': 'its image',
+    'disk': 'its disk',
+    'started': 'its domain to start',
+    'addressed': 'DHCP lease',
+    'ready': 'cloud-init to finish',
+}
+"""What an instance that is on its way to a stage waits for, in its user's words."""
 
-def next_stage(record: Record | None) -> str:
+
+class Deadline:
+    """When waiting ends, for all that is waited for one after the other: `seconds` from now."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self._began = time.monotonic()
+
+    @property
+    def spent(self) -> float:
+        """Seconds that have passed."""
+        return time.monotonic() - self._began
+
+
+def waits_for(record: Record | None) -> str:
     """What an instance is waiting for now."""
+    if record is not None and record.state == STOPPED:
+        return 'somebody to start it: it is stopped'
     reached = record.stages if record else {}
-    return next((stage for stage in STAGES if stage not in reached), STAGES[-1])
+    return WAITS_FOR[next((stage for stage in STAGES if stage not in reached), STAGES[-1])]
 
 
 def failure(record: Record) -> str:
@@ -34,28 +65,33 @@ def failure(record: Record) -> str:
 
 
 def wait_for_stage(
-    config: EtcdConfig, instance: str, stage: str, timeout: float, tell: Callable[[str], None]
+    config: EtcdConfig, instance: str, stage: str, deadline: Deadline, tell: Callable[[str], None]
 ) -> Record:
     """The record once `stage` is reached. `tell` gets what is being waited for, about once a second.
 
     Errors: EcompError (failed, exit 1), NotFound (destroyed meanwhile), StillGoing (the time is up).
     """
+    seen = False
 
     def reached(record: Record | None) -> bool:
+        nonlocal seen
         if record is None:
+            if seen:
+                raise NotFound(f'{instance}: its record was removed while waiting for it')
             return False
+        seen = True
         if record.state == ERROR:
             raise EcompError(failure(record))
         if record.state in (DESTROYING, GONE):
             raise NotFound(f'{instance}: destroyed while waiting for it')
         return stage in record.stages
 
-    record = _wait(config, instance, reached, timeout, tell, next_stage)
+    record = _wait(config, instance, reached, deadline, tell, waits_for)
     assert record is not None  # reached() is False for None
     return record
 
 
-def wait_until_gone(config: EtcdConfig, instance: str, timeout: float, tell: Callable[[str], None]) -> None:
+def wait_until_gone(config: EtcdConfig, instance: str, deadline: Deadline, tell: Callable[[str], None]) -> None:
     """Return once the instance is gone. StillGoing when the time is up: the destroy goes on."""
     seen = False
 
@@ -64,14 +100,46 @@ def wait_until_gone(config: EtcdConfig, instance: str, timeout: float, tell: Cal
         seen = seen or record is not None
         return (record is None and seen) or (record is not None and record.state == GONE)
 
-    _wait(config, instance, reached, timeout, tell, lambda _: 'its compute to destroy it')
+    _wait(config, instance, reached, deadline, tell, lambda _: 'its compute to destroy it')
+
+
+def wait_for_power(
+    config: EtcdConfig, instance: str, accepted: Accepted, deadline: Deadline, tell: Callable[[str], None]
+) -> Record:
+    """The record once an accepted stop, start or reboot is carried out.
+
+    Errors: EcompError (it was to run, and does not), Conflict (another one came in its place), NotFound (destroyed
+    meanwhile), StillGoing (the time is up).
+    """
+    power = accepted.power
+    assert power is not None  # else there is nothing to wait for
+
+    def reached(record: Record | None) -> bool:
+        if record is None or record.state in (DESTROYING, GONE):
+            raise NotFound(f'{instance}: destroyed while waiting for it')
+        if action_id(record.power) not in (power.id, *accepted.before):
+            raise Conflict(f'{instance}: somebody has asked for something else meanwhile')
+        if not power.is_done(record.power):
+            return False
+        if power.action != STOP and record.state != ACTIVE:
+            raise EcompError(printable(f'{instance}: {record.fault or "it was started, and is off again"}'))
+        return True
+
+    record = _wait(config, instance, reached, deadline, tell, _power_waits_for)
+    assert record is not None  # reached() is False for None
+    return record
+
+
+def _power_waits_for(record: Record | None) -> str:
+    how_far = phase(record.power if record else None)
+    return {ASKED: 'the guest to turn itself off', OFF: 'its domain to start'}.get(how_far, 'its compute to take it')
 
 
 def _wait(
     config: EtcdConfig,
     instance: str,
     reached: Callable[[Record | None], bool],
-    timeout: float,
+    deadline: Deadline,
     tell: Callable[[str], None],
     waits_for: Callable[[Record | None], str],
 ) -> Record | None:
@@ -85,7 +153,8 @@ def _wait(
             changed.notify()
 
     follower = Follower(config, key, on_state)
-    began = time.monotonic()
+    # With nothing left of the time, each is looked at once.
+    first_look = deadline.spent + config.timeout
     follower.start()
     try:
         while True:
@@ -95,12 +164,11 @@ def _wait(
                 record = read_record(entry) if entry else None
                 if known and reached(record):
                     return record
-                spent = time.monotonic() - began
-                # Even a --timeout of nothing looks once.
-                limit = timeout if known else max(timeout, config.timeout)
+                spent = deadline.spent
+                limit = deadline.seconds if known else max(deadline.seconds, first_look)
                 if spent >= limit:
                     raise StillGoing(
-                        f'{instance}: {timeout:g} s are up, still waiting for: {waits_for(record)}; it goes on'
+                        f'{instance}: {deadline.seconds:g} s are up, still waiting for: {waits_for(record)}; it goes on'
                         + ('' if known else ' (etcd did not answer)')
                     )
                 tell(f'waiting for: {waits_for(record)}, {spent:.0f} s')

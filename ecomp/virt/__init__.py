@@ -50,6 +50,18 @@ class Hypervisor(Protocol):
     def resume(self, instance: str, compute: str) -> None:
         """Start a domain of ours that is defined and off; a running one is left alone. BuildFailed('started', …)."""
 
+    def shutdown(self, instance: str, compute: str) -> None:
+        """Ask a guest of ours to turn itself off, as its power button does. Whether it does is its own affair.
+
+        Nothing that runs is success; Conflict as for destroy.
+        """
+
+    def switch_off(self, instance: str, compute: str) -> None:
+        """End a guest of ours and wait until it is seen off; its domain stays defined. Nothing that runs is success.
+
+        Conflict as for destroy.
+        """
+
     def destroy(self, instance: str, compute: str) -> None:
         """Destroy and undefine the domain and wait until it is seen gone. Nothing there is success.
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence, Set
+from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
 
 from ecomp.errors import BuildFailed, Conflict, EcompError
@@ -13,6 +16,8 @@ from ecomp.virt import xml
 from ecomp.virt.connection import Connection, is_broken, libvirt, reason
 
 DESTROY_DEADLINE = 60.0
+ASK_DEADLINE = 5.0
+"""Seconds within which a QEMU that is well takes an order. libvirt itself waits for one that is frozen for ever."""
 RETRY_FIRST, RETRY_MOST = 0.05, 2.0
 
 # What would keep a domain from being undefined. Not every driver knows every flag: the last is for those.
@@ -120,28 +125,59 @@ class Domains:
         if not domains:
             raise BuildFailed('started', 'its domain is gone')
 
+    def shutdown(self, instance: str, compute: str) -> None:
+        """Press the power button of our domain, if it runs; return without waiting for what the guest does."""
+        asking: Future[None] = Future()
+
+        def ask() -> None:
+            try:
+                self._press(instance, compute)
+                asking.set_result(None)
+            except Exception as error:  # whatever it is, it belongs to whoever waits for the result
+                asking.set_exception(error)
+
+        threading.Thread(target=ask, name='libvirt-ask', daemon=True).start()
+        # A thread that waits for a frozen QEMU ends with that QEMU, when it is switched off.
+        with suppress(TimeoutError):
+            asking.result(ASK_DEADLINE)
+
+    def _press(self, instance: str, compute: str) -> None:
+        with self._connection.use(f'shutting domain {instance} down') as connection:
+            for domain in _named(connection, instance):
+                _check_ours(domain, instance, compute)
+                try:
+                    if domain.isActive():
+                        domain.shutdown()
+                except libvirt.libvirtError as error:
+                    if error.get_error_code() not in READ_AGAIN:
+                        raise
+
+    def switch_off(self, instance: str, compute: str) -> None:
+        """End the domain, and keep its definition; return once it is seen off."""
+        self._end(instance, compute, undefine=False)
+
     def destroy(self, instance: str, compute: str) -> None:
         """End the domain and remove its definition; return once it is seen gone."""
+        self._end(instance, compute, undefine=True)
+
+    def _end(self, instance: str, compute: str, undefine: bool) -> None:
         last = 'no error'
         for _ in _until(time.monotonic() + DESTROY_DEADLINE):
             with self._connection.use(f'destroying domain {instance}') as connection:
-                domains = _named(connection, instance)
-                if not domains:
-                    return
-                for domain in domains:
+                for domain in _named(connection, instance):
                     _check_ours(domain, instance, compute)
                     try:
                         # First destroy: undefine would make a running domain transient, and leave it running.
                         if domain.isActive():
                             domain.destroy()
                         failpoint('domain-destroyed')
-                        if domain.isPersistent():
+                        if undefine and domain.isPersistent():
                             _undefine(domain)
                     except libvirt.libvirtError as error:
                         if is_broken(error) or error.get_error_code() not in READ_AGAIN | BUSY:
                             raise
                         last = reason(error)
-                if not _named(connection, instance):
+                if not any(undefine or domain.isActive() for domain in _named(connection, instance)):
                     return
         raise EcompError(f'domain {instance} is still there after {DESTROY_DEADLINE:g} s of destroying it: {last}')
 

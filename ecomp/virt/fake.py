@@ -83,21 +83,24 @@ class FakeHypervisor:
 
     def resume(self, instance: str, compute: str) -> None:
         with self._lock:
-            guest = self._guests.get(instance, _nothing(instance))
-            if guest.compute not in (None, compute):
-                raise Conflict(f'domain {instance} is here and belongs to compute {guest.compute}: not touched')
+            guest = self._ours(instance, compute)
             if not guest.defined or not guest.disk:
                 raise BuildFailed('started', 'its domain is gone' if not guest.defined else 'its disk is gone')
             self._put(replace(guest, running=True, trouble=''))
         self._changed(f'fake: domain {instance} started')
 
+    def shutdown(self, instance: str, compute: str) -> None:
+        """It turns itself off at once."""
+        self.switch_off(instance, compute)
+
+    def switch_off(self, instance: str, compute: str) -> None:
+        with self._lock:
+            self._put(replace(self._ours(instance, compute), running=False))
+        self._changed(f'fake: domain {instance} is off')
+
     def destroy(self, instance: str, compute: str) -> None:
         with self._lock:
-            if instance in self._guests:
-                other = self._guests[instance].compute
-                if other not in (None, compute):
-                    raise Conflict(f'domain {instance} is here and belongs to compute {other}: not touched')
-                self._put(replace(self._guests[instance], compute=None, defined=False, running=False))
+            self._put(replace(self._ours(instance, compute), compute=None, defined=False, running=False))
         self._changed(f'fake: domain {instance} destroyed')
 
     def delete_disk(self, instance: str) -> None:
@@ -121,6 +124,12 @@ class FakeHypervisor:
     def close(self) -> None:
         self._notify = None
 
+    def _ours(self, instance: str, compute: str) -> Guest:
+        guest = self._guests.get(instance, _nothing(instance))
+        if guest.compute not in (None, compute):
+            raise Conflict(f'domain {instance} is here and belongs to compute {guest.compute}: not touched')
+        return guest
+
     def _put(self, guest: Guest, stage: str | None = None) -> None:
         """Remember what is there of a guest; forget one of whom nothing is. Written down before it is believed.
 
@@ -129,6 +138,8 @@ class FakeHypervisor:
         guests = {**self._guests, guest.instance: guest}
         if guest == _nothing(guest.instance):
             del guests[guest.instance]
+        if guests == self._guests:
+            return
         if self._file is not None:
             new = self._file.with_suffix('.new')
             try:

@@ -98,6 +98,12 @@ class Libvirt:
     def resume(self, instance: str, compute: str) -> None:
         self._domains.resume(instance, compute)
 
+    def shutdown(self, instance: str, compute: str) -> None:
+        self._domains.shutdown(instance, compute)
+
+    def switch_off(self, instance: str, compute: str) -> None:
+        self._domains.switch_off(instance, compute)
+
     def destroy(self, instance: str, compute: str) -> None:
         self._domains.destroy(instance, compute)
 

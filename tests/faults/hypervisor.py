@@ -9,7 +9,7 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from ecomp.agent.locks import InstanceLocks
 from ecomp.lab import machine, namespaces, state
 from ecomp.lab.hosts import Host
 from tests.faults.hands import is_stopped
+from tests.faults.tuned import patched
 from tests.scenario.lab import NOTIFIED, Lab, running
 from tests.servers import Server, free_port, until
 
@@ -46,20 +47,21 @@ class Hypervisor:
         self.directory = lab.directory / name
         self.state = self.directory / 'state'
         self.compute = ''
-        self.armed = ''
+        self.armed, self.tuned = '', False
         self._fired = self.directory / 'fired-0'
         self._from = 0
 
     # ecompute
 
-    def launch(self, failpoint: str = '', *options: str) -> None:
-        """Start ecompute, armed with `failpoint` (see ecomp.failpoints), and do not wait."""
+    def launch(self, failpoint: str = '', *options: str, numbers: Mapping[str, float] | None = None) -> None:
+        """Start ecompute, armed with `failpoint` (see ecomp.failpoints), and do not wait. `numbers`: see tuned."""
         host = self._host()
-        self.armed, self._fired = failpoint, self.directory / f'fired-{next(_numbers)}'
+        self.armed, self.tuned, self._fired = failpoint, bool(numbers), self.directory / f'fired-{next(_numbers)}'
         env = {'ECOMP_FAILPOINT': failpoint, 'ECOMP_FAILPOINT_FIRED': str(self._fired)}
         self._from = host.log.stat().st_size if host.log.exists() else 0
         config = str(self.directory / 'compute.yaml')
-        command = host.command([sys.executable, '-m', 'ecomp.compute', '--config', config, *options])
+        program = ['-c', patched(numbers)] if numbers else ['-m', 'ecomp.compute']
+        command = host.command([sys.executable, *program, '--config', config, *options])
         host.lab.remember(self._ecompute, machine.start(self._ecompute, command, host.log, self.directory, env))
 
     def wait_ready(self) -> None:
@@ -71,16 +73,16 @@ class Hypervisor:
 
         until(ready, SOON, f'ecompute of {self.name} is ready')
 
-    def restart(self, failpoint: str = '') -> None:
+    def restart(self, failpoint: str = '', numbers: Mapping[str, float] | None = None) -> None:
         """Start ecompute anew, after a kill if it runs."""
         self.kill()
-        self.launch(failpoint)
+        self.launch(failpoint, numbers=numbers)
         self.wait_ready()
 
     def plain(self) -> None:
         """See that ecompute runs, and will not die or freeze at a failpoint any more."""
         each_once = [f'{name}:{action}:1' for name in self.fired for action in ('kill', 'stop')]
-        if not self.is_running or set(filter(None, self.armed.split(','))) - set(each_once):
+        if not self.is_running or self.tuned or set(filter(None, self.armed.split(','))) - set(each_once):
             self.restart()
 
     def kill(self, number: int = signal.SIGKILL) -> None:
@@ -288,6 +290,11 @@ class Hypervisor:
     def ask_destroy(self, *instances: str) -> None:
         """Ask for destroys, and do not wait."""
         done = self.lab.eschedule('destroy', *instances)
+        assert done.code == 0, done
+
+    def ask(self, action: str, instance: str) -> None:
+        """Ask for a stop, a start or a reboot, and do not wait."""
+        done = self.lab.eschedule(action, instance)
         assert done.code == 0, done
 
     def held(self, instance: str) -> dict[str, int]:

@@ -57,6 +57,7 @@ ROWS = {
     35: 'certificates',
     36: 'asked to stop while building',
     37: 'no stdout or stderr',
+    38: 'stop, start and reboot: killed at each step, raced, guests that do not listen',
 }
 """The rows; their numbers are stable."""
 

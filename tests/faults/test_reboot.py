@@ -40,13 +40,14 @@ def at_least(host: Hypervisor, number: int) -> bool:
 
 def test_rebooted(host: Hypervisor) -> None:
     """F20: what ran runs again on its disk, what was off stays off, what was destroyed meanwhile is gone (libvirt)"""
-    ran, asked, off, doomed = (host.running() for _ in range(4))
+    ran, asked, off, doomed, stopping = (host.running() for _ in range(5))
     host.virsh('destroy', off)
     host.reached(off, 'stopped', fault=None)
     disks = {each: host.disk(each).stat().st_ino for each in (ran, asked, off)}
     host.restart('built:stop:1')
     new = host.place()
     host.frozen_at('built')
+    host.ask('stop', stopping)  # and the host goes down before it is done
     began = time.monotonic()
     host.crash()
     host.ask_destroy(doomed)
@@ -56,6 +57,7 @@ def test_rebooted(host: Hypervisor) -> None:
     host.reached(doomed, 'gone')
     figure('F20', recovered_s=time.monotonic() - began)
     host.nothing_of(doomed)
+    host.reached(stopping, 'stopped', fault=None)
     assert host.record(off)['state'] == 'stopped'
     assert {each: host.disk(each).stat().st_ino for each in disks} == disks
     # Dealt with: what goes off from now on stays off.

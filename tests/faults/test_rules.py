@@ -22,7 +22,8 @@ from ecomp.conf import EtcdConfig
 from ecomp.model import keys
 from ecomp.model.guest import Guest, mac_address
 from ecomp.model.instance import Request, to_json
-from ecomp.model.record import ACTIVE, BUILDING, Interface, Record
+from ecomp.model.power import Power
+from ecomp.model.record import ACTIVE, BUILDING, STOPPED, Interface, Record
 from ecomp.model.record import to_json as record_json
 from ecomp.placement import allocations as ledger
 from ecomp.placement.client import Placement
@@ -79,16 +80,25 @@ def planes(etcd: Etcd, placement: PlacementServer, world: World) -> list[object]
     return [*(etcd.get(each) for each in names), placement.allocations(name)]
 
 
+def asked(world: World, action: str) -> Request:
+    """The request, with this asked of its power."""
+    return replace(world.request, power=Power(action, str(uuid.uuid4())))
+
+
 TASKS: dict[str, tuple[str | None, Callable[[World], None]]] = {
     'build': (None, lambda w: w.instances.build(w.request, w.planned, None)),
     'build again': (BUILDING, lambda w: w.instances.build(w.request, w.planned, None)),
     'adopt': (None, lambda w: w.instances.build(w.request, w.planned, w.guest)),
     'destroy': (ACTIVE, lambda w: w.instances.destroy(replace(w.request, allocations={}, image=None), w.planned)),
-    'power off': (ACTIVE, lambda w: w.instances.power(w.request.instance, w.planned, None)),
+    'power off': (ACTIVE, lambda w: w.instances.switch.note(w.request.instance, w.planned, None)),
     'address': (
         ACTIVE,
         lambda w: w.instances.address(w.request.instance, w.planned, {mac_address(w.request.instance, 0): '10.0.0.1'}),
     ),
+    'shut down': (ACTIVE, lambda w: w.instances.switch.shut_down(asked(w, 'stop'), w.planned)),
+    'switch off': (ACTIVE, lambda w: w.instances.switch.switch_off(asked(w, 'stop'), w.planned)),
+    'start': (STOPPED, lambda w: w.instances.switch.start(asked(w, 'start'), w.planned)),
+    'done': (STOPPED, lambda w: w.instances.switch.done(asked(w, 'stop'), w.planned, None)),
     'clear': (None, lambda w: w.instances.clear(w.request.instance, w.planned, 'no reason')),
 }
 

@@ -28,7 +28,7 @@ CODES = range(9)
 """DESIGN.md: 0 done to 8 audit findings."""
 
 NAMES = [word for name in FORMS for word in name.split()]
-OPTIONS = ['--uuid', '--wait', '--timeout', '--wait=', '--wait=addressed', '--format', '-f', '--all', '--fix']
+OPTIONS = ['--uuid', '--wait', '--timeout', '--wait=', '--wait=addressed', '--format', '-f', '--all', '--fix', '--for']
 OPTIONS += ['--name', '--ssh-key', '--user-data']
 VALUES = ['1', '0', '-1', 'nan', 'inf', '1e400', '10' * 50, 'json', 'table', NOBODY, NOBODY.upper(), '', ' ']
 QUERIES = [SMALL, 'resources=', 'resources', '=', 'resources=VCPU', 'resources=VCPU:', 'resourcesVCPU:1', 'a=b&c=d#e']

@@ -19,6 +19,11 @@ sys.exit(main())
 """
 
 
+def patched(numbers: Mapping[str, float]) -> str:
+    """The program that is ecompute with these numbers in its daemon."""
+    return PATCHED.format(numbers=','.join(f'{name}={value}' for name, value in numbers.items()))
+
+
 class Tuned(Armed):
     """`numbers` such as {'EVERY': 1} are the daemon's; `extra` is added to its environment; `prefix` runs it."""
 
@@ -30,8 +35,7 @@ class Tuned(Armed):
         """The same, from the inside of Python where a number is another."""
         python, *words = super().command()
         if self.numbers:
-            numbers = ','.join(f'{name}={value}' for name, value in self.numbers.items())
-            words = ['-c', PATCHED.format(numbers=numbers), *words[2:]]
+            words = ['-c', patched(self.numbers), *words[2:]]
         return [*self.prefix, python, *words]
 
     def environment(self) -> dict[str, str]:

@@ -19,7 +19,7 @@ from ecomp.errors import BuildFailed, Conflict
 from ecomp.model.guest import Guest, GuestSpec
 from ecomp.virt import Hypervisor
 from ecomp.virt.fake import FakeHypervisor
-from tests.functional.guest import COMPUTE, MakeSpec, build
+from tests.functional.guest import COMPUTE, POWER_BUTTON, MakeSpec, build
 from tests.functional.libvirt_host import LibvirtHost, wait_until
 
 pytest.importorskip('libvirt', reason="libvirt-python is not installed: pip install '.[hypervisor]'")
@@ -117,6 +117,50 @@ def test_resume(hypervisor: Hypervisor, spec: GuestSpec, power_off: Callable[[st
     for _ in range(2):
         hypervisor.resume(instance, COMPUTE)
         assert hypervisor.guests() == {instance: there}
+
+
+def test_switched_off(hypervisor: Hypervisor, spec: GuestSpec) -> None:
+    instance = spec.instance
+    build(hypervisor, spec)
+    with pytest.raises(Conflict, match=COMPUTE):
+        hypervisor.switch_off(instance, str(uuid4()))
+    assert hypervisor.guests()[instance].running
+    for _ in range(2):
+        hypervisor.switch_off(instance, COMPUTE)
+        assert hypervisor.guests() == {instance: Guest(instance, COMPUTE, defined=True, running=False, disk=True)}
+    hypervisor.resume(instance, COMPUTE)
+    assert hypervisor.guests()[instance].running
+
+
+def test_shut_down(hypervisor: Hypervisor, spec: GuestSpec) -> None:
+    """A guest that listens to its power button goes off, and starts again as it was defined."""
+    instance = spec.instance
+    listens = Path(spec.base.path).with_name('power-button.raw')
+    listens.write_bytes(POWER_BUTTON.ljust(510, b'\0') + b'\x55\xaa' + bytes(2**20 - 512))
+    build(hypervisor, replace(spec, base=replace(spec.base, path=str(listens))))
+    with pytest.raises(Conflict, match=COMPUTE):
+        hypervisor.shutdown(instance, str(uuid4()))
+
+    def off() -> bool:
+        hypervisor.shutdown(instance, COMPUTE)  # again and again: while its firmware starts it does not listen
+        return not hypervisor.guests()[instance].running
+
+    for _ in range(2):
+        wait_until(off, 'the guest has turned itself off')
+        assert hypervisor.guests() == {instance: Guest(instance, COMPUTE, defined=True, running=False, disk=True)}
+        hypervisor.shutdown(instance, COMPUTE)
+        hypervisor.resume(instance, COMPUTE)
+
+
+def test_nothing_to_turn_off(hypervisor: Hypervisor, spec: GuestSpec) -> None:
+    hypervisor.shutdown(spec.instance, COMPUTE)
+    hypervisor.switch_off(spec.instance, COMPUTE)
+    assert hypervisor.guests() == {}
+    hypervisor.create_disk(spec)
+    before = hypervisor.guests()
+    hypervisor.shutdown(spec.instance, COMPUTE)
+    hypervisor.switch_off(spec.instance, COMPUTE)
+    assert hypervisor.guests() == before
 
 
 def test_resume_of_nothing(hypervisor: Hypervisor, spec: GuestSpec) -> None:

@@ -14,7 +14,7 @@ from ecomp.conf import EtcdConfig
 from ecomp.errors import EcompError, NotFound, StillGoing
 from ecomp.model import keys
 from ecomp.model.record import ACTIVE, BUILDING, ERROR, GONE, Failure, Record, to_json
-from ecomp.scheduler.wait import wait_for_stage, wait_until_gone
+from ecomp.scheduler.wait import WAITS_FOR, Deadline, wait_for_stage, wait_until_gone
 from tests.functional.cloud import IMAGE, Cloud, new
 from tests.servers import free_port, until
 
@@ -35,7 +35,7 @@ def test_a_stage_is_waited_for_as_it_happens(cloud: Cloud, told: list[str]) -> N
         return any(f'waiting for: {what}' in each for each in told)
 
     with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(wait_for_stage, config, instance, 'addressed', 30.0, told.append)
+        waiting = pool.submit(wait_for_stage, config, instance, 'addressed', Deadline(30), told.append)
         until(lambda: told, 10, 'it says what it waits for')
         for stage in ('image', 'disk', 'started', 'addressed'):
             record = record.at(ACTIVE, 't', stage)
@@ -46,7 +46,33 @@ def test_a_stage_is_waited_for_as_it_happens(cloud: Cloud, told: list[str]) -> N
 
 
 def _after(stage: str) -> str:
-    return {'image': 'disk', 'disk': 'started', 'started': 'addressed'}[stage]
+    return WAITS_FOR[{'image': 'disk', 'disk': 'started', 'started': 'addressed'}[stage]]
+
+
+def test_several_are_waited_for_under_one_deadline(cloud: Cloud, told: list[str]) -> None:
+    config, deadline = EtcdConfig((cloud.etcd.endpoint,)), Deadline(0.5)
+    there = new()
+    cloud.etcd.put(keys.instance(there), to_json(Record(there, new(), ACTIVE, IMAGE, stages={'started': 't'})))
+    with pytest.raises(StillGoing, match=r'0\.5 s are up'):
+        wait_for_stage(config, new(), 'started', deadline, told.append)
+    assert deadline.spent >= 0.5
+    # Nothing is left of it: each of the others is still looked at, once.
+    assert wait_for_stage(config, there, 'started', deadline, told.append).instance == there
+    every = dict.fromkeys(('requested', 'scheduled', 'image', 'disk', 'started'), 't')
+    cloud.etcd.put(keys.instance(there), to_json(Record(there, new(), ACTIVE, IMAGE, stages=every)))
+    with pytest.raises(StillGoing, match='DHCP lease; it goes on'):
+        wait_for_stage(config, there, 'addressed', deadline, told.append)
+
+
+def test_a_record_that_goes_ends_a_wait(cloud: Cloud, told: list[str]) -> None:
+    instance, config = new(), EtcdConfig((cloud.etcd.endpoint,))
+    cloud.etcd.put(keys.instance(instance), to_json(Record(instance, new(), ACTIVE, IMAGE)))
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(wait_for_stage, config, instance, 'started', Deadline(30), told.append)
+        until(lambda: told, 10, 'it says what it waits for')
+        cloud.etcd.delete(keys.instance(instance))
+        with pytest.raises(NotFound, match='its record was removed'):
+            waiting.result(20)
 
 
 def test_a_wait_ends_when_there_is_nothing_to_wait_for(cloud: Cloud, told: list[str]) -> None:
@@ -56,13 +82,13 @@ def test_a_wait_ends_when_there_is_nothing_to_wait_for(cloud: Cloud, told: list[
     cloud.etcd.put(keys.instance(failed), to_json(Record(failed, new(), ERROR, IMAGE, error=error)))
     cloud.etcd.put(keys.instance(gone), to_json(Record(gone, new(), GONE, IMAGE)))
     with pytest.raises(EcompError, match='failed at stage image: HTTP 404') as caught:
-        wait_for_stage(config, failed, 'started', 10, told.append)
+        wait_for_stage(config, failed, 'started', Deadline(10), told.append)
     assert caught.value.exit_code == 1
     with pytest.raises(NotFound, match='destroyed while waiting'):
-        wait_for_stage(config, gone, 'started', 10, told.append)
+        wait_for_stage(config, gone, 'started', Deadline(10), told.append)
     began = time.monotonic()
-    with pytest.raises(StillGoing, match=r'0\.3 s are up, still waiting for: requested'):
-        wait_for_stage(config, slow, 'started', 0.3, told.append)
+    with pytest.raises(StillGoing, match=r'0\.3 s are up, still waiting for: its compute to take it'):
+        wait_for_stage(config, slow, 'started', Deadline(0.3), told.append)
     assert time.monotonic() - began < 5
 
 
@@ -70,7 +96,7 @@ def test_a_wait_on_an_etcd_that_is_away_says_so(told: list[str], caplog: pytest.
     caplog.set_level(logging.CRITICAL)
     config = EtcdConfig((f'127.0.0.1:{free_port()}',), timeout=1.0)
     with pytest.raises(StillGoing, match='etcd did not answer'):
-        wait_for_stage(config, new(), 'started', 0.5, told.append)
+        wait_for_stage(config, new(), 'started', Deadline(0.5), told.append)
 
 
 def test_an_end_is_waited_for(cloud: Cloud, told: list[str]) -> None:
@@ -83,13 +109,13 @@ def test_an_end_is_waited_for(cloud: Cloud, told: list[str]) -> None:
         return waiting.done()
 
     with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(wait_until_gone, config, gone, 30.0, told.append)
+        waiting = pool.submit(wait_until_gone, config, gone, Deadline(30), told.append)
         until(lambda: told, 10, 'it says what it waits for')
         cloud.etcd.put(keys.instance(gone), to_json(Record(gone, new(), ACTIVE, IMAGE)))
         cloud.etcd.put(keys.instance(gone), to_json(Record(gone, new(), GONE, IMAGE)))
         waiting.result(20)
         # A failed one's record is removed at once.
-        waiting = pool.submit(wait_until_gone, config, removed, 30.0, told.append)
+        waiting = pool.submit(wait_until_gone, config, removed, Deadline(30), told.append)
         until(comes_and_goes, 20, 'the record is seen to be gone')
         waiting.result(20)
 
@@ -97,5 +123,5 @@ def test_an_end_is_waited_for(cloud: Cloud, told: list[str]) -> None:
 def test_no_thread_is_left(cloud: Cloud, told: list[str]) -> None:
     before = threading.active_count()
     with pytest.raises(StillGoing):
-        wait_until_gone(EtcdConfig((cloud.etcd.endpoint,)), new(), 0.1, told.append)
+        wait_until_gone(EtcdConfig((cloud.etcd.endpoint,)), new(), Deadline(0.1), told.append)
     until(lambda: threading.active_count() <= before, 5, 'as many threads as before')

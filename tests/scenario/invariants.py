@@ -185,11 +185,12 @@ def _request(control: Control, name: str, kept: Kept, dead: Collection[int]) -> 
 def _guests(compute: Ecompute, records: dict[str, dict[str, Any]], foreign: Collection[str]) -> list[str]:
     path = compute.directory / 'state' / 'fake.json'
     there = {guest['instance']: guest for guest in json.loads(path.read_text())} if path.exists() else {}
-    wanted = {
-        name for name, record in records.items() if record['compute'] == compute.uuid and record['state'] == 'active'
-    }
+    here = {name: record for name, record in records.items() if record['compute'] == compute.uuid}
+    wanted = {name for name, record in here.items() if record['state'] == 'active'}
+    stopped = {name for name, record in here.items() if record['state'] == 'stopped'}
     running = {name for name, guest in there.items() if guest['running']}
-    found = [f'{name}: a guest nobody asks for' for name in there.keys() - wanted - set(foreign)]
+    found = [f'{name}: a guest nobody asks for' for name in there.keys() - wanted - stopped - set(foreign)]
+    found += [f'{name}: stopped, and its guest runs' for name in stopped & running]
     return found + [f'{name}: active, and no guest runs' for name in wanted - running]
 
 

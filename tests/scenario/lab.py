@@ -177,11 +177,12 @@ class Lab:
         for host in self.hosts:
             compute = self.compute(host)
             here = {name for name, each in living.items() if each['compute'] == compute}
+            off = {name for name in here if living[name]['state'] == 'stopped'}
             domains, disks = self.domains(host), self.disks(host)
             held = self.placement(f'/resource_providers/{compute}/allocations')['allocations']
             data = {json.loads(path.read_text())['instance'] for path in (self.state(host) / 'metadata').glob('*.json')}
             planes = {
-                'domains': {name for name, state in domains.items() if state == 'running'},
+                'domains': {n for n, state in domains.items() if state == ('shut off' if n in off else 'running')},
                 'disks': disks,
                 'allocations': set(held),
                 'requests': {name for owner, name in wished if owner == compute},

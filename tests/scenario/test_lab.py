@@ -115,6 +115,15 @@ def test_a_guest_boots_with_its_identity_and_address_and_goes(lab: Lab) -> None:
     assert f'INSTANTIATE INSTANCE {instance} WITH IMAGE {lab.url("guest.qcow2")}' in lab.log(host)
     lab.check()
 
+    # It listens to its power button, and comes back where it was.
+    assert lab.eschedule('stop', '--wait', instance).code == 0
+    assert lab.virsh(host, 'domstate', '--reason', instance).strip() == 'shut off (shutdown)'
+    lab.check()
+    assert lab.eschedule('start', '--wait', instance).code == 0
+    until(lambda: answers(address), 60, f'{address} answers again')
+    assert lab.placement(f'/allocations/{instance}')['allocations'] == held
+    lab.check()
+
     assert lab.eschedule('destroy', '--wait', instance).code == 0
     assert instance not in lab.domains(host)
     assert instance not in lab.disks(host)

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
+import pty
+import re
 import signal
 import subprocess
 import sys
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
+from ecomp.model.record import STAGES
 from tests.commands import Control, Result
 from tests.scenario.invariants import check
-from tests.scenario.story import SMALL, addressed, notified, one_line, place, reached, record
+from tests.scenario.story import NOBODY, SMALL, addressed, notified, one_line, place, reached, record
 from tests.servers import environment, until
 
 
@@ -47,6 +51,71 @@ def test_wait_for_each_stage(cluster: Control) -> None:
         # A fake has its address at once, so it may be there for `started`, too.
         assert rest == [addressed(cluster, instance)] or (printed is None and rest == [])
     check(cluster, compute)
+
+
+def test_waiting_for_some_that_are_there(cluster: Control) -> None:
+    compute = cluster.ecompute()
+    instances = [place(cluster)[1] for _ in range(3)]
+    done = cluster.eschedule('wait', *instances)
+    assert (done.code, done.stderr) == (0, '')
+    assert done.stdout.splitlines() == [addressed(cluster, each) for each in instances]
+    for stage in STAGES[:-1]:
+        assert cluster.eschedule('wait', '--for', stage, *instances) == (0, '', '')
+    # Whatever becomes of one, the others are waited for; the first failure is the exit code.
+    mixed = cluster.eschedule('wait', NOBODY, *instances[:2], '--timeout', '10')
+    assert (mixed.code, mixed.stdout.splitlines()) == (4, [addressed(cluster, each) for each in instances[:2]])
+    assert mixed.stderr == f'eschedule: {NOBODY}: no such instance\n'
+    compute.pause()
+    assert cluster.eschedule('destroy', instances[0]).code == 0
+    one_line(cluster.eschedule('wait', instances[0]), 4, instances[0], 'is being destroyed')
+    late = place(cluster)[1]
+    in_vain = cluster.eschedule('wait', late, '--timeout', '0.5')
+    one_line(in_vain, 6, '0.5 s are up', 'waiting for: its compute to take it', 'it goes on')
+    compute.resume()
+    reached(cluster, instances[0], 'gone')
+    one_line(cluster.eschedule('wait', instances[0]), 4, instances[0], 'gone since')
+    assert cluster.eschedule('wait', late).stdout == f'{addressed(cluster, late)}\n'
+    check(cluster, compute)
+
+
+def test_the_timeline_of_some(cluster: Control) -> None:
+    compute = cluster.ecompute()
+    first, second = (place(cluster)[1] for _ in range(2))
+    assert cluster.eschedule('wait', first, second).code == 0
+    one = cluster.eschedule('timeline', first)
+    assert (one.code, one.stderr) == (0, '')
+    assert [line.split()[0] for line in one.stdout.splitlines()] == [first, *STAGES[1:], '0']
+    two = cluster.eschedule('timeline', second, NOBODY, first)
+    assert (two.code, two.stderr) == (4, f'eschedule: {NOBODY}: no such instance\n')
+    assert two.stdout.splitlines()[0].startswith(second)
+    assert two.stdout.splitlines()[-1].split()[:2] == ['total', '2']
+    told = json.loads(cluster.eschedule('timeline', '-f', 'json', first, second).stdout)
+    assert [[stage['stage'] for stage in each['stages']] for each in told['instances']] == [list(STAGES)] * 2
+    check(cluster, compute)
+
+
+def test_what_is_waited_for_stands_on_the_terminal(cluster: Control) -> None:
+    compute = cluster.ecompute()
+    compute.pause()
+    instance = place(cluster)[1]
+    said = on_a_terminal(cluster, 'wait', instance, '--timeout', '1.5')
+    assert re.search(r'waiting for: its compute to take it, [01] s', said), said
+    compute.resume()
+    check(cluster, compute)
+
+
+def on_a_terminal(control: Control, *words: str) -> str:
+    """What an eschedule writes on a terminal of its own, as its stderr, until it ends."""
+    ours, theirs = pty.openpty()
+    command = [sys.executable, '-m', 'ecomp.schedule', '--config', str(control.schedule_yaml), *words]
+    with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=theirs, stderr=theirs, env=environment()):
+        os.close(theirs)
+        said = b''
+        with suppress(OSError):  # EIO: nobody has the other end any more
+            while more := os.read(ours, 4096):
+                said += more
+    os.close(ours)
+    return said.decode()
 
 
 def test_a_wait_ends_in_time_and_the_work_goes_on(cluster: Control) -> None:

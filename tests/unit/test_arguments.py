@@ -26,6 +26,10 @@ IMAGE = 'http://images.invalid/a.img'
         ([A], Command('query', (A,), Options())),
         ([A.replace('-', '').upper()], Command('query', (A,), Options())),
         (['destroy', A, '--wait', B], Command('destroy', (A, B), Options(wait=''))),
+        (['wait', A, B, '--for', 'disk'], Command('wait', (A, B), Options(stage='disk'))),
+        (['stop', A, B], Command('stop', (A, B), Options())),
+        (['reboot', '--wait', A, '--timeout', '5'], Command('reboot', (A,), Options(wait='', timeout=5.0))),
+        (['wait', '--timeout', '5', A], Command('wait', (A,), Options(timeout=5.0))),
         (['-f', 'json', 'list', '--all'], Command('list', (), Options(format='json', all=True))),
         (['hosts', '-f', 'json'], Command('hosts', (), Options(format='json'))),
         (['host', 'forget', A.upper()], Command('host forget', (A,), Options())),
@@ -47,6 +51,24 @@ def test_an_empty_uuid_is_not_a_new_one() -> None:
     # "--uuid $X" of a variable nobody set: it must not be placed under a uuid nobody knows.
     with pytest.raises(UsageError):
         parse([QUERY, '--uuid', ''])
+
+
+@pytest.mark.parametrize(
+    ('argv', 'said'),
+    [
+        (['wait'], 'which instance'),
+        (['wait', A, '--for', 'paradise'], '--for=paradise: there is no such stage; say requested, '),
+        (['wait', A, '--wait'], '--wait does not go with this form'),
+        (['show', A, '--for', 'disk'], '--for does not go with this form'),
+        ([QUERY, '--wait=paradise'], '--wait=paradise: there is no such stage'),
+        (['start', A, '--wait=started'], 'start waits for one thing'),
+        (['stop'], 'which instance'),
+        ([QUERY, '--timeout', '5'], '--timeout goes with --wait'),
+    ],
+)
+def test_what_does_not_go_together(argv: list[str], said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        parse(argv)
 
 
 def test_every_form_is_run_and_explained() -> None:

@@ -7,7 +7,19 @@ from collections.abc import Callable, Mapping
 
 import pytest
 
-from ecomp.agent.build import Build, Cancelled, Destroy, Forget, build, carry_out, destroy
+from ecomp.agent.build import (
+    Build,
+    Cancelled,
+    Destroy,
+    Forget,
+    Job,
+    Resume,
+    Shutdown,
+    SwitchOff,
+    build,
+    carry_out,
+    destroy,
+)
 from ecomp.errors import BuildFailed, EcompError
 from ecomp.model.guest import BaseImage, Guest, GuestSpec
 from ecomp.virt.fake import FakeHypervisor
@@ -144,6 +156,16 @@ def test_what_is_left_of_one_without_a_trace_goes_unless_it_came_back(there: boo
     assert bool(guests(hypervisor)) == there
 
 
+def test_its_power_is_switched_and_nothing_of_it_goes() -> None:
+    hypervisor = Recording()
+    made(hypervisor)
+    hypervisor.asked.clear()
+    for job, running in ((Shutdown, False), (Resume, True), (SwitchOff, False), (SwitchOff, False), (Resume, True)):
+        carry_out(job(INSTANCE, COMPUTE), hypervisor, hypervisor, lambda _: None, lambda: None)
+        assert guests(hypervisor)[INSTANCE] == Guest(INSTANCE, COMPUTE, True, running, True)
+    assert hypervisor.asked == []
+
+
 @pytest.mark.parametrize('error', [BuildFailed('disk', 'no room'), Cancelled(), EcompError('x')])
 def test_errors_come_whole_out_of_a_worker(error: BuildFailed) -> None:
     again = pickle.loads(pickle.dumps(error))
@@ -151,6 +173,8 @@ def test_errors_come_whole_out_of_a_worker(error: BuildFailed) -> None:
     assert (str(again), vars(again)) == (str(error), vars(error))
 
 
-@pytest.mark.parametrize('job', [JOB, Destroy(INSTANCE, COMPUTE), Forget(INSTANCE)])
-def test_jobs_go_whole_into_a_worker(job: Build | Destroy | Forget) -> None:
+@pytest.mark.parametrize(
+    'job', [JOB, *(kind(INSTANCE, COMPUTE) for kind in (Destroy, Resume, Shutdown, SwitchOff)), Forget(INSTANCE)]
+)
+def test_jobs_go_whole_into_a_worker(job: Job) -> None:
     assert pickle.loads(pickle.dumps(job)) == job

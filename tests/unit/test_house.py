@@ -74,7 +74,7 @@ PLACES: dict[str, set[str]] = {
     'subprocess': {'ecomp.lab', 'ecomp.agent.metadata'},
 }
 # These take time, uuids and randomness as arguments, and touch nothing.
-PURE = {'ecomp.model', 'ecomp.virt.xml', 'ecomp.agent.plan', 'mdserver.metadata'}
+PURE = {'ecomp.model', 'ecomp.virt.xml', 'ecomp.agent.plan', 'ecomp.scheduler.timeline', 'mdserver.metadata'}
 IMPURE_IMPORTS = {
     *('glob', 'http', 'logging', 'multiprocessing', 'os', 'pathlib', 'secrets', 'shutil', 'signal', 'socket'),
     *('sys', 'tempfile', 'threading', 'time'),

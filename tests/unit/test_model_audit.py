@@ -318,6 +318,24 @@ def test_what_another_has_is_not_given_back_by_rule(world: Making) -> None:
     assert f'/names/web1 is of instance {NOBODY}' in found.sentence
 
 
+@pytest.mark.parametrize('said', [None, f'{GONE}:asked', f'{GONE}:off'])
+@pytest.mark.parametrize('state', [record.ACTIVE, record.STOPPED])
+@pytest.mark.parametrize('running', [True, False])
+def test_a_power_that_is_being_switched(world: Making, said: str | None, state: str, running: bool) -> None:
+    key = keys.host(ONE, ACTIVE)
+    asked = json.loads(world.etcd[key].value) | {'power': {'action': 'reboot', 'id': GONE}}
+    world.put(key, json.dumps(asked))
+    world.write(ACTIVE, state, address='10.0.0.1')
+    told = json.loads(world.etcd[keys.instance(ACTIVE)].value)
+    world.put(keys.instance(ACTIVE), json.dumps(told | {'power': said}))
+    world.guest(ONE, ACTIVE, running=running)
+    assert audit(world.planes()) == []
+    # Once it is done, the record has to be right.
+    world.put(keys.instance(ACTIVE), json.dumps(told | {'power': GONE}))
+    differs = {(record.ACTIVE, False): ['domain-off'], (record.STOPPED, True): ['domain-running']}
+    assert world.codes() == differs.get((state, running), [])
+
+
 def test_an_eschedule_that_is_at_it(world: Making) -> None:
     for key, value in (
         (keys.request(NOBODY), json.dumps({'instances': [NOBODY]})),

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from ecomp.model import keys
 from ecomp.model.guest_data import KEYS_LIMIT, USER_DATA_LIMIT
 from ecomp.model.instance import SIZE_LIMIT, Invalid, Request, name_to_json, named, parse_request, to_json
+from ecomp.model.power import Power
 from ecomp.model.record import new_record
 from ecomp.model.record import to_json as record_to_json
 
@@ -91,6 +92,18 @@ def test_a_disk_may_come_from_a_shared_provider() -> None:
     assert found.allocations[OTHER] == {'DISK_GB': 1}
 
 
+def test_what_is_asked_of_its_power() -> None:
+    assert isinstance(plain := parsed(request()), Request)
+    assert plain.power is None
+    assert 'power' not in json.loads(to_json(plain))
+    asked = {'action': 'reboot', 'id': OTHER}
+    found = parsed(request(power=asked))
+    assert isinstance(found, Request)
+    assert found.power == Power('reboot', OTHER)
+    assert json.loads(to_json(found))['power'] == asked
+    assert parsed(to_json(found)) == found
+
+
 # What each value is refused for.
 HOSTILE: list[tuple[bytes | str | dict[str, Any], str]] = [
     (b'', 'not JSON'),
@@ -115,6 +128,11 @@ HOSTILE: list[tuple[bytes | str | dict[str, Any], str]] = [
     (without('allocations'), 'lacks allocations'),
     (without('instance'), 'lacks instance'),
     (without('image'), 'lacks image'),
+    *((request(power=wrong), 'power: expected') for wrong in (7, 'stop', [], {}, {'action': 'stop'}, {'id': OTHER})),
+    (request(power={'action': 'explode', 'id': OTHER}), "'explode'"),
+    (request(power={'action': ['stop'], 'id': OTHER}), 'power: expected'),
+    (request(power={'action': 'stop', 'id': 'now'}), "'now'"),
+    (request(power={'action': 'stop', 'id': 7}), 'power: expected'),
     (request(version=2), 'version 2 of the request is not known here'),
     (request(version=0), 'version 0'),
     (request(version=-1), 'version -1'),

@@ -55,6 +55,7 @@ records = st.builds(
     error=st.none() | st.builds(Failure, texts, texts, texts),
     fault=st.none() | texts,
     name=st.none() | st.from_regex('[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?', fullmatch=True),
+    power=st.none() | texts,
 )
 
 
@@ -105,6 +106,7 @@ BROKEN = [
     stored(resources='VCPU:1'),
     stored(name=7),
     stored(name='../x'),
+    stored(power={'id': 'x'}),
 ]
 
 

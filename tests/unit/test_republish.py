@@ -9,6 +9,7 @@ import pytest
 from ecomp.agent.memory import Remembered
 from ecomp.agent.republish import Forget, Publish, Said, ended, running
 from ecomp.model.instance import Invalid, Request
+from ecomp.model.power import Power
 from ecomp.model.record import ACTIVE, BUILDING, DESTROYING, ERROR, GONE, STOPPED, new_record
 
 COMPUTE, OTHER = 'b8756be5-a30d-4311-920c-0ad996367a8e', '5ca1ab1e-0000-4000-8000-000000000000'
@@ -35,6 +36,29 @@ def test_what_is_here_is_published_and_claimed(state: str) -> None:
 def test_an_older_record_is_brought_up_to_date(older: object) -> None:
     said = Said(REQUEST, older)  # type: ignore[arg-type]
     assert running(COMPUTE, remembered(), True, said) == Publish(None, RECORD, REQUEST)
+
+
+STOP, START = Power('stop', OTHER), Power('start', COMPUTE)
+
+
+@pytest.mark.parametrize('power', [None, OTHER, f'{OTHER}:asked'])
+def test_what_was_asked_of_its_power_is_published_as_far_as_it_was(power: str | None) -> None:
+    known = Remembered(replace(REQUEST, power=STOP), replace(RECORD, power=power))
+    assert running(COMPUTE, known, True, Said()) == Publish(known.request, known.record, known.request)
+    said = Said(known.request, RECORD)
+    assert running(COMPUTE, known, True, said) == Publish(None, known.record, known.request)
+
+
+def test_what_was_asked_of_its_power_before_is_not_done_again() -> None:
+    known = Remembered(replace(REQUEST, power=STOP), replace(RECORD, power=OTHER))
+    for older in (None, START):
+        of_2019 = replace(REQUEST, user_id='2019', power=older)
+        step = running(COMPUTE, known, True, Said(of_2019, RECORD))
+        assert step == Publish(replace(of_2019, power=STOP), known.record, known.request)
+    # What was never begun here is: nobody can have done it.
+    unseen = Remembered(REQUEST, RECORD)
+    asked = Said(replace(REQUEST, power=START), RECORD)
+    assert running(COMPUTE, unseen, True, asked) == Publish(None, RECORD, REQUEST)
 
 
 def test_what_vanished_is_not_built_anew_but_ends_by_its_record() -> None:

@@ -8,9 +8,19 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ecomp.model.record import ACTIVE, BUILDING, ERROR, SCHEDULED, Failure, Interface, Record
+from ecomp.model.record import (
+    ACTIVE,
+    BUILDING,
+    ERROR,
+    SCHEDULED,
+    STAGES,
+    STOPPED,
+    Failure,
+    Interface,
+    Record,
+)
 from ecomp.scheduler.show import COLUMNS, as_detail, as_list, no_address, table
-from ecomp.scheduler.wait import failure, next_stage
+from ecomp.scheduler.wait import WAITS_FOR, failure, waits_for
 
 COMPUTE, INSTANCE = 'b8756be5-a30d-4311-920c-0ad996367a8e', 'd578fb7c-7787-4e73-b69a-a7b3ef9bf73a'
 NOW = '2026-01-31T12:00:00.000Z'
@@ -59,7 +69,7 @@ def test_one_instance_whole() -> None:
 
 def test_why_there_is_no_address() -> None:
     assert no_address(replace(RECORD, state=BUILDING, stages={'requested': NOW, 'scheduled': NOW})) == (
-        f'{INSTANCE}: no address yet: building, waiting for: image'
+        f'{INSTANCE}: no address yet: building, waiting for: its image'
     )
     assert no_address(FAILED) == failure(FAILED)
     assert 'failed at stage image' in failure(FAILED)
@@ -67,7 +77,9 @@ def test_why_there_is_no_address() -> None:
 
 
 def test_what_is_waited_for() -> None:
-    assert next_stage(None) == 'requested'
-    assert next_stage(RECORD) == 'scheduled'
-    everything = dict.fromkeys(('requested', 'scheduled', 'image', 'disk', 'started', 'addressed', 'ready'), NOW)
-    assert next_stage(replace(RECORD, stages=everything)) == 'ready'
+    assert waits_for(None) == 'its compute to take it'
+    assert waits_for(RECORD) == 'its compute to take it'
+    everything = dict.fromkeys(STAGES, NOW)
+    assert waits_for(replace(RECORD, stages=everything)) == WAITS_FOR['ready']
+    assert waits_for(replace(RECORD, state=STOPPED)) == 'somebody to start it: it is stopped'
+    assert set(WAITS_FOR) == set(STAGES)

@@ -1,0 +1,198 @@
+"""Stop, start and reboot, on pretended guests."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from ecomp.model.power import ACTIONS
+from tests.commands import Control, Ecompute
+from tests.faults.hands import Eschedule
+from tests.scenario.invariants import check, everything
+from tests.scenario.story import IMAGE, NOBODY, SMALL, addressed, logged, one_line, place, reached, record
+from tests.servers import until
+
+
+def running(compute: Ecompute) -> set[str]:
+    """The guests of a fake that run."""
+    found = json.loads((compute.directory / 'state' / 'fake.json').read_text())
+    return {each['instance'] for each in found if each['running']}
+
+
+def switched(control: Control, action: str, *instances: str) -> None:
+    """Ask for it, and wait for it: what is said of each, and no more."""
+    done = control.eschedule(action, '--wait', *instances)
+    state = 'stopped' if action == 'stop' else 'active'
+    assert (done.code, done.stdout) == (0, '')
+    lines = [line.removeprefix('eschedule: ') for line in done.stderr.splitlines()]
+    computes = {each: (record(control, each) or {})['compute'] for each in instances}
+    accepted = [f'{each}: {action} accepted, {computes[each]} carries it out' for each in instances]
+    assert lines == [*accepted, *(f'{each}: {state}' for each in instances)]
+
+
+def test_stopped_started_and_rebooted(cluster: Control) -> None:
+    compute = cluster.ecompute()
+    instances = [place(cluster)[1] for _ in range(2)]
+    first, second = instances
+    addresses = [addressed(cluster, each) for each in instances]
+    held = cluster.placement.allocations(first)
+
+    switched(cluster, 'stop', *instances)
+    assert running(compute) == set()
+    assert [record(cluster, each)['state'] for each in instances] == ['stopped'] * 2  # type: ignore[index]
+    assert cluster.placement.allocations(first) == held, 'its claim stays'
+    assert cluster.eschedule(first).stdout == f'{addresses[0]}\n', 'and its address'
+    check(cluster, compute)
+
+    switched(cluster, 'start', first)
+    assert running(compute) == {first}
+    switched(cluster, 'reboot', *instances)
+    assert running(compute) == set(instances), 'a reboot ends running, also of one that was stopped'
+    assert len(logged(compute, 'START INSTANCE', first)) == 2
+    assert [addressed(cluster, each) for each in instances] == addresses
+    assert cluster.placement.allocations(first) == held
+    check(cluster, compute)
+
+    switched(cluster, 'stop', second)
+    assert cluster.eschedule('destroy', '--wait', second).code == 0
+    check(cluster, compute)
+
+
+def test_what_is_so_already_is_said_and_nothing_changed(cluster: Control) -> None:
+    compute = cluster.ecompute()
+    _, instance = place(cluster)
+    addressed(cluster, instance)
+    before = everything(cluster)
+    one_line(cluster.eschedule('start', '--wait', instance), 0, instance, 'is active already')
+    assert everything(cluster) == before
+    switched(cluster, 'stop', instance)
+    before = everything(cluster)
+    one_line(cluster.eschedule('stop', instance, instance), 0, instance, 'is stopped already')
+    assert everything(cluster) == before
+    check(cluster, compute)
+
+
+def test_only_what_lives_can_be_switched(cluster: Control) -> None:
+    compute = cluster.ecompute()
+    _, gone = place(cluster)
+    addressed(cluster, gone)
+    assert cluster.eschedule('destroy', '--wait', gone).code == 0
+    compute.pause()
+    _, scheduled = place(cluster)
+    for action in ACTIONS:
+        one_line(cluster.eschedule(action, NOBODY), 4, NOBODY, 'no such instance')
+        one_line(cluster.eschedule(action, gone), 4, gone, 'gone since')
+        one_line(cluster.eschedule(action, scheduled), 5, scheduled, 'is not built yet: wait for it')
+    compute.resume()
+    addressed(cluster, scheduled)
+    compute.pause()
+    assert cluster.eschedule('destroy', scheduled).code == 0
+    mixed = cluster.eschedule('stop', scheduled, NOBODY)
+    assert (mixed.code, len(mixed.stderr.splitlines())) == (5, 2)
+    assert f'{scheduled}: is being destroyed' in mixed.stderr
+    compute.resume()
+    reached(cluster, scheduled, 'gone')
+    check(cluster, compute)
+
+
+def test_a_silent_compute_does_it_when_it_is_back(cluster: Control) -> None:
+    compute = cluster.ecompute()
+    _, instance = place(cluster)
+    addressed(cluster, instance)
+    compute.stop()
+    one_line(cluster.eschedule('stop', instance), 0, 'stop accepted', 'when it is back: it is silent now')
+    late = cluster.eschedule('stop', '--wait', '--timeout', '0', instance)
+    assert late.code == 6
+    asked, waited = late.stderr.splitlines()
+    assert f'{instance}: stop was asked for before, {compute.uuid} is at it' in asked
+    assert '0 s are up, still waiting for: its compute to take it; it goes on' in waited
+    # The last word counts, and what never began is no matter.
+    one_line(cluster.eschedule('reboot', instance), 0, 'reboot accepted')
+    one_line(cluster.eschedule('stop', instance), 0, 'stop accepted')
+    compute.start()
+    reached(cluster, instance, 'stopped')
+    assert running(compute) == set()
+    assert logged(compute, 'START INSTANCE', instance) == []
+    compute.restart()
+    switched(cluster, 'start', instance)
+    assert len(logged(compute, 'START INSTANCE', instance)) == 1
+    compute.restart()
+    assert running(compute) == {instance}, 'done once'
+    check(cluster, compute)
+
+
+def test_a_request_keeps_what_is_in_it(cluster: Control) -> None:
+    """Also what its eschedule knew and ours does not."""
+    compute = cluster.ecompute()
+    _, instance = place(cluster, SMALL, IMAGE)
+    addressed(cluster, instance)
+    key = f'/hosts/{compute.uuid}/{instance}'
+    asked = {**json.loads(cluster.etcd.get(key) or b''), 'later': {'names': ['web1', 1.5, None]}}
+    cluster.etcd.put(key, json.dumps(asked))
+    switched(cluster, 'stop', instance)
+    kept = json.loads(cluster.etcd.get(key) or b'')
+    power = kept.pop('power')
+    assert kept == asked
+    assert (power['action'], record(cluster, instance)['power']) == ('stop', power['id'])  # type: ignore[index]
+    check(cluster, compute)
+
+
+def test_a_guest_that_turns_itself_off_stays_off(cluster: Control) -> None:
+    compute = cluster.ecompute()
+    _, instance = place(cluster)
+    addressed(cluster, instance)
+    switched(cluster, 'reboot', instance)
+    compute.stop()
+    path = compute.directory / 'state' / 'fake.json'
+    path.write_text(json.dumps([{**each, 'running': False} for each in json.loads(path.read_text())]))
+    compute.start()
+    reached(cluster, instance, 'stopped')
+    compute.restart()
+    assert running(compute) == set()
+    switched(cluster, 'start', instance)
+    check(cluster, compute)
+
+
+def test_a_start_that_fails_says_why_and_is_not_tried_again(cluster: Control) -> None:
+    compute = cluster.ecompute()
+    _, instance = place(cluster)
+    addressed(cluster, instance)
+    switched(cluster, 'stop', instance)
+    compute.stop()
+    path = compute.directory / 'state' / 'fake.json'
+    whole = path.read_text()
+    path.write_text(json.dumps([{**each, 'disk': False} for each in json.loads(whole)]))
+    compute.start()
+    failed = cluster.eschedule('start', '--wait', instance)
+    assert failed.code == 1
+    assert failed.stderr.endswith('its disk is gone\n')
+    # What is seen of it now is what its record then says.
+    until(lambda: (record(cluster, instance) or {})['fault'] == 'its disk is gone', 20, 'the fault is what is seen')
+    assert len(logged(compute, instance, 'it could not be started: its disk is gone')) == 1
+    compute.stop()
+    path.write_text(whole)
+    compute.start()
+    until(lambda: (record(cluster, instance) or {})['fault'] is None, 20, 'it is mended')
+    assert running(compute) == set(), 'what failed is over'
+    switched(cluster, 'start', instance)
+    check(cluster, compute)
+
+
+@pytest.mark.parametrize('meanwhile', ['start', 'destroy'])
+def test_who_waits_learns_that_something_else_was_asked(cluster: Control, meanwhile: str) -> None:
+    compute = cluster.ecompute()
+    _, instance = place(cluster)
+    addressed(cluster, instance)
+    compute.pause()
+    with Eschedule(cluster, 'stop', '--wait', instance) as waiting:
+        until(lambda: b'"stop"' in (cluster.etcd.get(f'/hosts/{compute.uuid}/{instance}') or b''), 20, 'it is asked')
+        assert cluster.eschedule(meanwhile, instance).code == 0
+        compute.resume()
+        ended = waiting.end()
+    code, said = {'start': (5, 'somebody has asked for something else'), 'destroy': (4, 'destroyed while waiting')}[
+        meanwhile
+    ]
+    assert ended.code == code, ended
+    assert said in ended.stderr
+    check(cluster, compute)
