@@ -263,20 +263,14 @@ def _list(_: ScheduleConfig, store: Store, command: Command) -> int:
     from ecomp.scheduler.show import as_list
 
     records, unreadable = all_records(store, command.options.all)
-    print(as_list(records, command.options.format or 'table'))
-    for error in unreadable:
-        _say(str(error))
-    return EcompError.exit_code if unreadable else 0
+    return _shown(as_list(records, command.options.format or 'table'), unreadable)
 
 
 def _show(_: ScheduleConfig, store: Store, command: Command) -> int:
-    return _each(command.words, lambda instance: _show_one(store, command.options, instance))
-
-
-def _show_one(store: Store, options: Options, word: str) -> None:
     from ecomp.scheduler.show import as_detail
 
-    print(as_detail(_found(store, word).record, options.format or 'table'))
+    form = command.options.format or 'table'
+    return _each(command.words, lambda word: print(as_detail(_found(store, word).record, form)))
 
 
 def _timeline(_: ScheduleConfig, store: Store, command: Command) -> int:
@@ -306,7 +300,11 @@ def _hosts(config: ScheduleConfig, store: Store, command: Command) -> int:
     from ecomp.scheduler.show import as_hosts
 
     hosts, unreadable = all_hosts(store, Placement(config.placement))
-    print(as_hosts(hosts, command.options.format or 'table'))
+    return _shown(as_hosts(hosts, command.options.format or 'table'), unreadable)
+
+
+def _shown(table: str, unreadable: Sequence[EcompError]) -> int:
+    print(table)
     for error in unreadable:
         _say(str(error))
     return EcompError.exit_code if unreadable else 0

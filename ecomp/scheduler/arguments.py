@@ -193,7 +193,10 @@ FORMS = {
     ),
     'show': Form('show <id>…', 'one instance whole', _instances, frozenset({'format'})),
     'timeline': Form(
-        'timeline <id>…', 'how long each stage took: bars, and percentiles of several', _instances, frozenset({'format'})
+        'timeline <id>…',
+        'how long each stage took: bars, and percentiles of several',
+        _instances,
+        frozenset({'format'}),
     ),
     'hosts': Form('hosts', 'the computes: state, instances, used and free', _nothing, frozenset({'format'})),
     'audit': Form(
