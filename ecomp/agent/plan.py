@@ -74,7 +74,7 @@ def plan(
     for instance, wish in wishes.items():
         record, guest = records.get(instance), guests.get(instance)
         task = _ending(compute, wish, record)
-        if task is None and record is not None and record.state in (ACTIVE, STOPPED) and instance not in vanished:
+        if task is None and record is not None and record.state in (ACTIVE, STOPPED):
             assert isinstance(wish, Request)  # _ending() has refused the others
             task = _power(wish.power, record, guest, asked.get(instance))
         seen = instance in vanished, instance in before_reboot, instance in ready
@@ -104,11 +104,11 @@ def _ending(compute: str, wish: Wish, record: Record | None) -> tuple[Kind, str]
 def _power(
     power: Power | None, record: Record, guest: Guest | None, patience: Patience | None
 ) -> tuple[Kind, str] | None:
-    """The next step of what was asked of a guest's power; None: it is done, or the guest is at it."""
-    if power is None or power.is_done(record.power):
+    """The next step of what was asked of a guest's power; None: it is done, or the guest is at it, or it is missed."""
+    if power is None or power.is_done(record.power) or guest is None:
         return None
     asked = f'its {power.action} was asked for'
-    if guest is None or not guest.running:
+    if not guest.running:
         return (Kind.DONE, f'it is off: {asked}') if power.action == STOP else (Kind.START, asked)
     # One that was asked to turn itself off may do so late: what came after that waits for it.
     goes_off = power.action == STOP or phase(record.power) == ASKED

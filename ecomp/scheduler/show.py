@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from ecomp.model.allocation import NEEDED
 from ecomp.model.host import Host, Share
+from ecomp.model.power import ASKED, OFF, phase
 from ecomp.model.record import ERROR, Record, to_dict
 from ecomp.model.text import printable
 from ecomp.scheduler.wait import failure, waits_for
@@ -15,6 +16,7 @@ from ecomp.scheduler.wait import failure, waits_for
 if TYPE_CHECKING:
     from ecomp.model.findings import Finding
 
+MIDWAY = {ASKED: 'its guest was asked to turn itself off', OFF: 'it is off, and about to be started'}
 COLUMNS = ('INSTANCE', 'NAME', 'STATE', 'ADDRESS', 'COMPUTE', 'REQUESTED')
 
 
@@ -55,6 +57,8 @@ def as_detail(record: Record, form: str) -> str:
     if record.error:
         rows.append(('error', f'at stage {record.error.stage}: {record.error.reason}'))
         rows.append(('cleaned up', record.error.cleaned))
+    if phase(record.power):
+        rows.append(('power', MIDWAY.get(phase(record.power), record.power or '')))
     if record.fault:
         rows.append(('fault', record.fault))
     return table(rows)

@@ -6,7 +6,6 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence, Set
 from concurrent.futures import Future
-from contextlib import suppress
 from dataclasses import dataclass
 
 from ecomp.errors import BuildFailed, Conflict, EcompError
@@ -17,7 +16,7 @@ from ecomp.virt.connection import Connection, is_broken, libvirt, reason
 
 DESTROY_DEADLINE = 60.0
 ASK_DEADLINE = 5.0
-"""Seconds within which a QEMU that is well takes an order. libvirt itself waits for one that is frozen for ever."""
+"""Seconds within which a QEMU that is well takes an order."""
 RETRY_FIRST, RETRY_MOST = 0.05, 2.0
 
 # What would keep a domain from being undefined. Not every driver knows every flag: the last is for those.
@@ -130,27 +129,22 @@ class Domains:
         asking: Future[None] = Future()
 
         def ask() -> None:
+            # libvirt waits for a frozen QEMU for ever, and serves only a few calls of one connection at a time.
+            own = Connection(self._connection.uri)
             try:
-                self._press(instance, compute)
+                _press(own, instance, compute)
                 asking.set_result(None)
             except Exception as error:  # whatever it is, it belongs to whoever waits for the result
                 asking.set_exception(error)
+            finally:
+                own.close()
 
+        # If it does not end before, it ends with that QEMU, which is switched off when its time is up.
         threading.Thread(target=ask, name='libvirt-ask', daemon=True).start()
-        # A thread that waits for a frozen QEMU ends with that QEMU, when it is switched off.
-        with suppress(TimeoutError):
+        try:
             asking.result(ASK_DEADLINE)
-
-    def _press(self, instance: str, compute: str) -> None:
-        with self._connection.use(f'shutting domain {instance} down') as connection:
-            for domain in _named(connection, instance):
-                _check_ours(domain, instance, compute)
-                try:
-                    if domain.isActive():
-                        domain.shutdown()
-                except libvirt.libvirtError as error:
-                    if error.get_error_code() not in READ_AGAIN:
-                        raise
+        except TimeoutError:
+            self.is_running(instance)  # Unreachable if it is not QEMU that does not answer
 
     def switch_off(self, instance: str, compute: str) -> None:
         """End the domain, and keep its definition; return once it is seen off."""
@@ -203,6 +197,18 @@ def _named(connection: libvirt.virConnect, instance: str) -> list[libvirt.virDom
             if error.get_error_code() != libvirt.VIR_ERR_NO_DOMAIN:
                 raise
     return list(found.values())
+
+
+def _press(connection: Connection, instance: str, compute: str) -> None:
+    with connection.use(f'shutting domain {instance} down') as opened:
+        for domain in _named(opened, instance):
+            _check_ours(domain, instance, compute)
+            try:
+                if domain.isActive():
+                    domain.shutdown()
+            except libvirt.libvirtError as error:
+                if error.get_error_code() not in READ_AGAIN:
+                    raise
 
 
 def _mark(domain: libvirt.virDomain) -> xml.Mark | None:

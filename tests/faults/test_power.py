@@ -258,6 +258,7 @@ def test_restarted_while_a_guest_has_time(host: Hypervisor) -> None:
     host.settled()
 
 
+@pytest.mark.slow
 def test_qemu_frozen(host: Hypervisor) -> None:
     """F38: a QEMU that is frozen takes no order: it is switched off all the same, and nobody hangs (libvirt)"""
     host.restart(numbers={'GRACE': 2})

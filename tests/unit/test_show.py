@@ -67,6 +67,13 @@ def test_one_instance_whole() -> None:
     assert 'nothing of it is left' in failed
 
 
+def test_a_power_that_is_being_switched_is_shown_while_it_is() -> None:
+    for power, shown in ((f'{COMPUTE}:asked', 'asked to turn itself off'), (f'{COMPUTE}:off', 'about to be started')):
+        assert shown in as_detail(replace(RECORD, power=power), 'table')
+    assert 'power' not in as_detail(replace(RECORD, power=COMPUTE), 'table')
+    assert json.loads(as_detail(replace(RECORD, power=COMPUTE), 'json'))['power'] == COMPUTE
+
+
 def test_why_there_is_no_address() -> None:
     assert no_address(replace(RECORD, state=BUILDING, stages={'requested': NOW, 'scheduled': NOW})) == (
         f'{INSTANCE}: no address yet: building, waiting for: its image'
