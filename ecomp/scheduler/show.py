@@ -10,7 +10,7 @@ from ecomp.model.allocation import NEEDED
 from ecomp.model.host import Host, Share
 from ecomp.model.record import ERROR, Record, to_dict
 from ecomp.model.text import printable
-from ecomp.scheduler.wait import failure, next_stage
+from ecomp.scheduler.wait import failure, waits_for
 
 if TYPE_CHECKING:
     from ecomp.model.findings import Finding
@@ -48,6 +48,8 @@ def as_detail(record: Record, form: str) -> str:
         for number, each in enumerate(record.addresses)
     ]
     rows += [(stage, time) for stage, time in sorted(record.stages.items(), key=lambda each: each[1]) if time]
+    if record.progress:
+        rows.append(('progress', str(record.progress)))
     if record.error:
         rows.append(('error', f'at stage {record.error.stage}: {record.error.reason}'))
         rows.append(('cleaned up', record.error.cleaned))
@@ -91,7 +93,7 @@ def no_address(record: Record) -> str:
     """Why an instance has no address (yet), in one line."""
     if record.state == ERROR:
         return failure(record)
-    return f'{record.instance}: no address yet: {record.state}, waiting for: {next_stage(record)}'
+    return f'{record.instance}: no address yet: {record.state}, waiting for: {waits_for(record)}'
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:

@@ -25,6 +25,13 @@ def next_stage(record: Record | None) -> str:
     return next((stage for stage in STAGES if stage not in reached), STAGES[-1])
 
 
+def waits_for(record: Record | None) -> str:
+    """What an instance is waiting for now, and how far that is if it is known: `image, 34 of 600 MB`."""
+    stage = next_stage(record)
+    progress = record.progress if record else None
+    return str(progress) if progress is not None and progress.stage == stage else stage
+
+
 def failure(record: Record) -> str:
     """Why an instance is in error, in one line."""
     if record.error is None:
@@ -50,7 +57,7 @@ def wait_for_stage(
             raise NotFound(f'{instance}: destroyed while waiting for it')
         return stage in record.stages
 
-    record = _wait(config, instance, reached, timeout, tell, next_stage)
+    record = _wait(config, instance, reached, timeout, tell, waits_for)
     assert record is not None  # reached() is False for None
     return record
 
@@ -73,7 +80,7 @@ def _wait(
     reached: Callable[[Record | None], bool],
     timeout: float,
     tell: Callable[[str], None],
-    waits_for: Callable[[Record | None], str],
+    what: Callable[[Record | None], str],
 ) -> Record | None:
     key = keys.instance(instance)
     changed = threading.Condition()
@@ -100,10 +107,10 @@ def _wait(
                 limit = timeout if known else max(timeout, config.timeout)
                 if spent >= limit:
                     raise StillGoing(
-                        f'{instance}: {timeout:g} s are up, still waiting for: {waits_for(record)}; it goes on'
+                        f'{instance}: {timeout:g} s are up, still waiting for: {what(record)}; it goes on'
                         + ('' if known else ' (etcd did not answer)')
                     )
-                tell(f'waiting for: {waits_for(record)}, {spent:.0f} s')
+                tell(f'waiting for: {what(record)}, {spent:.0f} s')
                 changed.wait(min(TICK, limit - spent))
     finally:
         follower.stop()

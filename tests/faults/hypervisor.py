@@ -371,6 +371,11 @@ class SlowImages(Server):
         """From now on images come whole."""
         self._go.touch()
 
+    def sent(self, name: str) -> list[str]:
+        """To whom an image was sent whole, as often as it was."""
+        words = [line.split() for line in self.log.read_text().splitlines() if line.startswith('sent ')]
+        return [client for _, client, what in words if what == name]
+
 
 def some(steps: Sequence[str], *quick: str) -> list[Any]:
     """The steps as parameters of a test: all but the quick ones are slow."""

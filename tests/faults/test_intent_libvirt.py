@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from ecomp.agent.images import TIMEOUT
+from ecomp.agent.images.sources import TIMEOUT
 from tests.faults.figures import figure
 from tests.faults.hypervisor import SOON, Hypervisor, SlowImages
 from tests.faults.test_bounds import Use
