@@ -6,6 +6,7 @@ The many ways to answer are in tests/functional/test_images.py, what is kept and
 from __future__ import annotations
 
 import gzip
+import hashlib
 import os
 import re
 import shutil
@@ -14,6 +15,7 @@ import struct
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -22,6 +24,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
+import yaml
 from requests import PreparedRequest, Response
 from requests.adapters import HTTPAdapter
 
@@ -31,9 +34,10 @@ from ecomp.agent.images.cache import ImageCache
 from ecomp.errors import BuildFailed
 from ecomp.model.guest import BaseImage, GuestSpec
 from ecomp.virt.image import capacity, inspect
-from tests.faults.hypervisor import SOON, Hypervisor, SlowImages, boot_disk
+from tests.faults.hypervisor import HALT, SMALL, SOON, Hypervisor, SlowImages, boot_disk
 from tests.functional.image_server import Handler, Web
 from tests.functional.test_images import LIMITS, get, kept
+from tests.scenario.lab import Lab
 from tests.servers import environment, until
 
 pytestmark = [
@@ -419,3 +423,80 @@ def test_two_builds_of_one_image(host: Hypervisor, slow_images: SlowImages) -> N
     assert backing(host, both[0]) == backing(host, both[1])
     assert list((host.state / 'images').glob('*.part')) == []
     assert backing(host, both[0]).read_bytes() == (host.lab.directory / 'images/idle.raw').read_bytes()
+
+
+SIZE = 8 * MIB
+
+
+def padded(path: Path, size: int) -> Path:
+    """A disk that boots and halts, filled up with random bytes."""
+    with path.open('wb') as file:
+        file.write(boot_disk(HALT))
+        for _ in range(size // MIB - 1):
+            file.write(os.urandom(MIB))
+    return path
+
+
+def test_many_builds_of_one_cold_image(host: Hypervisor, slow_images: SlowImages) -> None:
+    """F23: eight builds of a cold image at once: one download, overlays for all, and others do not wait (libvirt)"""
+    host.plain()
+    served = padded(host.lab.directory / 'images/big.raw', SIZE)
+    try:
+        with ThreadPoolExecutor(4) as threads:
+            instances = list(threads.map(lambda _: host.place(slow_images.url('big.raw')), range(8)))
+        for instance in instances:
+            host.reached(instance, 'building')
+        # More builds than workers wait for the server, and one of them does so in a worker.
+        host.running()
+        progress = {'stage': 'image', 'done': SIZE // 2, 'total': SIZE}
+        seen = until(lambda: [each for each in instances if host.record(each)['progress'] == progress], SOON, 'is told')
+        for doomed in (seen[0], next(each for each in instances if each != seen[0])):
+            instances.remove(doomed)
+            host.ask_destroy(doomed)
+            began = time.monotonic()
+            host.reached(doomed, 'gone')
+            assert time.monotonic() - began < 10, 'a silent server keeps nobody'
+            host.nothing_of(doomed)
+        slow_images.go_on()
+        for instance in instances:
+            assert host.reached(instance, 'active')['progress'] is None
+        assert len(slow_images.sent('big.raw')) == 1
+        bases = {backing(host, instance) for instance in instances}
+        assert [each.name for each in bases] == [f'base-{hashlib.sha256(served.read_bytes()).hexdigest()}.raw']
+        host.settled()
+    finally:
+        served.unlink()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_thirty_builds_on_three_hosts(tmp_path: Path) -> None:
+    """F23: thirty builds of a cold image of 500 MB on three hosts: one download a host, thirty overlays (libvirt)"""
+    if os.geteuid() != 0:
+        pytest.skip('hypervisors in namespaces need root')
+    lab = Lab(f'ecim{os.getpid()}', 3)
+    try:
+        hosts = [Hypervisor(lab, name) for name in lab.hosts]
+        for each in hosts:
+            each.compute = lab.compute(each.name)
+            config = each.directory / 'compute.yaml'
+            # Ten each: wherever placement's order puts them, thirty fit in no other way.
+            room = {'VCPU': 10, 'MEMORY_MB': 640, 'DISK_GB': 10}
+            config.write_text(yaml.safe_dump({**yaml.safe_load(config.read_text()), 'inventory': room}))
+            each.restart()
+        padded(lab.directory / 'images/big.raw', 500 * MIB)
+        with SlowImages(lab, tmp_path) as server:
+            server.go_on()
+            with ThreadPoolExecutor(8) as threads:
+                placed = list(threads.map(lambda _: lab.place(SMALL, server.url('big.raw')), range(30)))
+            bases = set()
+            for name, instance in placed:
+                host = next(each for each in hosts if each.name == name)
+                host.reached(instance, 'active', 300)
+                bases.add(backing(host, instance))
+            assert len(bases) == 3
+            assert len(server.sent('big.raw')) == len(set(server.sent('big.raw'))) == 3
+            assert all(len([where for where, _ in placed if where == each.name]) == 10 for each in hosts)
+        lab.check()
+    finally:
+        lab.close()
