@@ -286,6 +286,15 @@ def test_what_was_not_used_for_longest_goes(web: Web, directory: Path) -> None:
     assert get(ours, web.url + 'good?b').virtual_size == MIB
 
 
+def test_a_newer_image_may_take_the_room_of_the_one_before(web: Web, directory: Path) -> None:
+    ours = cache(directory, limit=3 * MIB - 1)
+    web.image = raw(MIB)
+    get(ours, web.url + 'good')
+    web.image = raw(2 * MIB, 1)
+    assert get(ours, web.url + 'good').virtual_size == 2 * MIB
+    assert kept(directory) == [base(web.image)]
+
+
 def overlay(directory: Path, name: str, below: str, format: str) -> None:
     """A disk that lies on a file beside it."""
     command = ['qemu-img', 'create', '-q', '-f', 'qcow2', '-F', format, '-b', str(directory / below)]

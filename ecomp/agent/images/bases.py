@@ -105,6 +105,10 @@ class Bases:
             return None
         return found.st_ino, found.st_mtime_ns
 
+    def has(self, entry: Entry) -> bool:
+        """Whether that content is here, whole."""
+        return any(_status(self._path(entry.sha256, each))[1] == entry.size for each in FORMATS)
+
     def take(self, sha256: str, size: int | None = None) -> Held | None:
         """The base volume with this content (and of this size, if it is known) and a hold of it; None if not here."""
         with self._locked():
@@ -155,7 +159,7 @@ class Bases:
             if used + more <= self._limit:
                 break
             with suppress(BlockingIOError):
-                doomed[path] = _locked(path, fcntl.LOCK_EX)
+                doomed[path] = _flocked(path, fcntl.LOCK_EX)
                 used -= found[path][1]
         try:
             if used + more > self._limit:
@@ -226,7 +230,7 @@ def _read(path: Path) -> tuple[str, Entry]:
 
 
 def _held(path: Path) -> Held:
-    descriptor = _locked(path, fcntl.LOCK_SH)
+    descriptor = _flocked(path, fcntl.LOCK_SH)
     try:
         os.utime(descriptor)
         return Held(inspected(path), descriptor)
@@ -235,7 +239,7 @@ def _held(path: Path) -> Held:
         raise
 
 
-def _locked(path: Path, how: int) -> int:
+def _flocked(path: Path, how: int) -> int:
     """The file, open with an flock. BlockingIOError if others have it locked otherwise."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:

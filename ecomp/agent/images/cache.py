@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -83,20 +83,17 @@ class ImageCache:
         before = self._bases.asked(url)
         if pin is not None and (held := self._bases.take(pin)):
             return held
-        with self._bases.asking(url, checkpoint), ExitStack() as undo:
+        with self._bases.asking(url, checkpoint):
             if pin is not None:
                 return self._bases.take(pin) or self._fetched(url, pin, checkpoint, tell)
             entry = self._bases.entry(url)
-            held = self._bases.take(entry.sha256, entry.size) if entry else None
-            if held is None or entry is None:
-                return self._fetched(url, None, checkpoint, tell)
-            undo.callback(held.close)
-            # Whoever had to wait here for another one's download has not to ask once more.
-            new = self._newer(url, entry, checkpoint, tell) if self._bases.asked(url) == before else None
-            if new is None:
-                undo.pop_all()
-                return held
-            return new
+            if entry is not None and self._bases.has(entry):
+                # Whoever had to wait here for another one's download has not to ask once more.
+                newer = self._newer(url, entry, checkpoint, tell) if self._bases.asked(url) == before else None
+                # Not held while asking: a newer one may need its room.
+                if held := newer or self._bases.take(entry.sha256, entry.size):
+                    return held
+            return self._fetched(url, None, checkpoint, tell)
 
     def _newer(self, url: str, entry: Entry, checkpoint: Checkpoint, tell: Tell) -> Held | None:
         """The image, if the URL has another one than the entry's; None if it has not, or nobody can say."""
