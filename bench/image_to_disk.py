@@ -1,8 +1,9 @@
 """image-to-disk: from a cached image to a disk ready to attach, against `qemu-img create -b`, and against a plain copy.
 
-Ours is what a worker does of a build: the image is looked up in the cache, held, and an overlay volume is made on it by
-libvirt. `asked`: its server is asked whether it has still the same; `pinned`: its URL has #sha256=, and nobody is asked.
-All sides run in turn on one lab host. Aims: at most 1.5 times qemu-img; for 600 MB at least 30 times faster than the copy.
+Ours is what a worker does of a build: the image is looked up in the cache, held, and an overlay volume is made on it
+by libvirt. `asked`: its server is asked whether it has still the same; `pinned`: its URL has #sha256=, and nobody is
+asked. All sides run in turn on one lab host. Aims: at most 1.5 times qemu-img; for 600 MB at least 30 times faster than
+the copy.
 
     python bench/image_to_disk.py [ROUNDS]        (as root; it makes a lab of its own and removes it)
 """
