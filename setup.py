@@ -33,6 +33,7 @@ HYPERVISOR = [
     'libvirt-python>=9.0',  # from source: needs libvirt-dev, pkg-config and gcc
     'oslo.utils[image-inspection]>=8.0',
     'pyroute2>=0.7.9',
+    'urllib3>=2.3',  # requests brings it; from here on a response that waits can be ended by another thread
     'watchdog>=4.0',
 ]
 

@@ -210,6 +210,8 @@ def _hypervisor(
     config: ComputeConfig, fake: bool, at_exit: ExitStack
 ) -> tuple[Hypervisor, Runner, Callable[[], None]]:
     """The hypervisor, what carries out its jobs, and what is to be looked after every minute."""
+    from ecomp.agent.images.cache import GIB, Limits
+    from ecomp.agent.inventory import look
     from ecomp.agent.pool import Inline, Pool, Pretended
     from ecomp.agent.worker import WorkerSettings
 
@@ -229,7 +231,10 @@ def _hypervisor(
     at_exit.callback(libvirt.close)
     libvirt.prepare()
     watch_over = _metadata(config, libvirt, at_exit)
-    pool = Pool(_workers(config), WorkerSettings(config.state, config.images, os.getpid()))
+    # No instance is given more than what there is in all, so no image above that is of use here.
+    disk = (config.inventory or {}).get('DISK_GB', 0) * GIB or look(config.state, []).disk
+    limits = Limits(_image_cache(config) * GIB, disk)
+    pool = Pool(_workers(config), WorkerSettings(config.state, config.images, os.getpid(), limits))
     at_exit.callback(pool.stop)
     return libvirt, pool, watch_over
 
@@ -280,7 +285,13 @@ def _inventory(config: ComputeConfig, fake: bool, instances: Sequence[str]) -> I
     if fake:
         return stated
     # What `inventory:` does not name keeps the machine's own truth.
-    return {**inventory.inventory(inventory.look(config.state, instances)), **stated}
+    return {**inventory.inventory(inventory.look(config.state, instances), _image_cache(config)), **stated}
+
+
+def _image_cache(config: ComputeConfig) -> int:
+    from ecomp.agent.inventory import default_cache
+
+    return config.image_cache or default_cache(config.state)
 
 
 def _register(placement: Placement, compute: str, inventory: Inventory) -> None:

@@ -43,7 +43,8 @@ class ComputeConfig:
     """What ecompute is told. None means ecompute finds out itself. All paths are absolute.
 
     `placement` is a URL without a slash at its end, `inventory` is total by resource class (MEMORY_MB in MiB,
-    DISK_GB in GiB), `images` a directory images may be named from, `directory` the one compute.yaml was in.
+    DISK_GB in GiB), `images` a directory images may be named from, `image_cache` is in GiB, `directory` the one
+    compute.yaml was in.
     """
 
     uuid: str | None = None
@@ -56,6 +57,7 @@ class ComputeConfig:
     inventory: Mapping[str, int] | None = None
     virt_type: str = 'auto'
     images: Path | None = None
+    image_cache: int | None = None
     directory: Path = Path('.')
 
 
@@ -90,6 +92,7 @@ def load_compute(path: Path | None = None) -> ComputeConfig:
         inventory=top.take('inventory', _inventory, None),
         virt_type=top.take('virt_type', one_of('auto', 'kvm', 'qemu'), ComputeConfig.virt_type),
         images=top.take('images', file.path_of, None),
+        image_cache=top.take('image_cache', between(1, MAX_INT), None),
         directory=file.directory,
     )
     file.finish()

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
 from typing import Protocol
 
 from ecomp.errors import Conflict
 from ecomp.failpoints import failpoint
 from ecomp.model.guest import BaseImage, GuestSpec
+from ecomp.model.record import Progress
 from ecomp.virt import Hypervisor
 
 
@@ -20,8 +21,13 @@ class Cancelled(Exception):
 class Images(Protocol):
     """Where base volumes come from."""
 
-    def get(self, url: str, checkpoint: Callable[[], None]) -> BaseImage:
-        """The base volume of an image URL. BuildFailed('image', reason)."""
+    def held(
+        self, url: str, checkpoint: Callable[[], None], tell: Callable[[int, int | None], None]
+    ) -> AbstractContextManager[BaseImage]:
+        """The base volume of an image URL, which stays there inside. BuildFailed('image', reason).
+
+        `tell` gets the bytes that are here, and of how many if that is known, while it is fetched.
+        """
 
 
 @dataclass(frozen=True)
@@ -77,13 +83,15 @@ class Forget:
 
 
 Job = Build | Destroy | Resume | Shutdown | SwitchOff | Forget
+News = str | Progress
+"""What is told of a job: a stage is reached, or how far it is."""
 
 
 def carry_out(
     job: Job,
     hypervisor: Hypervisor,
     images: Images,
-    report: Callable[[str], None],
+    report: Callable[[News], None],
     checkpoint: Callable[[], None],
 ) -> None:
     """Do a job of any kind. Errors: EcompError, and Cancelled from the checkpoint."""
@@ -106,13 +114,13 @@ def build(
     job: Build,
     hypervisor: Hypervisor,
     images: Images,
-    report: Callable[[str], None],
+    report: Callable[[News], None],
     checkpoint: Callable[[], None],
 ) -> None:
     """Image, disk, domain. Returns when the domain runs; else nothing of it is left and the error says why.
 
     A guest that runs already is taken as it is (the same request again, after a restart). `report` gets
-    each stage reached, `checkpoint` raises Cancelled if the build is to stop.
+    each stage reached and the progress to it, `checkpoint` raises Cancelled if the build is to stop.
     Errors: BuildFailed, Cancelled, Conflict, Unreachable.
     """
     instance = job.spec.instance
@@ -122,14 +130,14 @@ def build(
         return
     with ExitStack() as undo:
         checkpoint()
-        base = images.get(job.image, checkpoint)
-        failpoint('image-ready')
-        report('image')
-        spec = replace(job.spec, base=base)
-        # The undo comes first: a step that fails halfway leaves something too, and removing nothing is fine.
-        undo.callback(hypervisor.delete_disk, instance)
-        checkpoint()
-        hypervisor.create_disk(spec)
+        with images.held(job.image, checkpoint, lambda *bytes: report(Progress('image', *bytes))) as base:
+            failpoint('image-ready')
+            report('image')
+            spec = replace(job.spec, base=base)
+            # The undo comes first: a step that fails halfway leaves something too, and removing nothing is fine.
+            undo.callback(hypervisor.delete_disk, instance)
+            checkpoint()
+            hypervisor.create_disk(spec)
         failpoint('disk-created')
         report('disk')
         checkpoint()

@@ -38,6 +38,8 @@ POLL = 2.0
 FIRST_DELAY, LAST_DELAY = 0.5, 15.0
 MOST = 10_000
 """Requests a compute takes: what is beyond is refused, so that nobody can fill its memory."""
+BUILDS = 32
+"""Builds that are begun, most of which may wait for one image. A thread each, made when it is needed."""
 RECHECKED = 200
 """Records read again each minute, in turn: one that was removed by hand is then written again."""
 GRACE, ASK_AGAIN = 60.0, 10.0
@@ -68,8 +70,8 @@ class Daemon:
         self._memory = memory
         self._complaints = complaints
         self._every_minute = every_minute
-        # Builds wait for images; nothing else is to wait for builds.
-        self._builds = ThreadPoolExecutor(threads, thread_name_prefix='build')
+        # Builds wait for images; nothing else is to wait for builds, nor those of other images for a few.
+        self._builds = ThreadPoolExecutor(max(threads, BUILDS), thread_name_prefix='build')
         self._others = ThreadPoolExecutor(threads, thread_name_prefix='task')
         self._planner = threading.Thread(target=self._plan_for_ever, name='planner', daemon=True)
         self._changed = threading.Condition()

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from ecomp.agent.images import idle
+from ecomp.agent.images.bases import idle
 from ecomp.agent.locks import InstanceLocks
 from ecomp.agent.metadata import GuestData
 from ecomp.conf import EtcdConfig

@@ -33,6 +33,7 @@ from ecomp.model.record import (
     STOPPED,
     Failure,
     Interface,
+    Progress,
     Record,
     new_record,
 )
@@ -130,9 +131,11 @@ class Instances:
         try:
             self._guest_data.write(request, spec.macs)
             failpoint('seeded')
-            for stage in self._runner.run(Build(spec, request.image)):
-                if stage != 'started':
-                    record = self._reached(record, stage, revision)
+            for news in self._runner.run(Build(spec, request.image)):
+                if isinstance(news, Progress):
+                    record = self._noted(replace(record, progress=news), revision)
+                elif news != 'started':
+                    record = self._noted(record.at(BUILDING, self._now(), news), revision)
         except Cancelled:
             log.info('instance %s: its build was stopped and is undone', instance)
             self._guest_data.remove(instance, spec.macs)
@@ -284,15 +287,14 @@ class Instances:
         record = record.at(ACTIVE, self._now(), 'image', 'disk', 'started')
         return replace(record, addresses=record.addresses or addresses)
 
-    def _reached(self, record: Record, stage: str, revision: int) -> Record:
-        """Write a stage down. The build does not wait for etcd: the next write says it too."""
-        record = record.at(BUILDING, self._now(), stage)
+    def _noted(self, record: Record, revision: int) -> Record:
+        """Write down how far a build is. It does not wait for etcd: the next write says it too."""
         try:
             return self._records.write(record, revision)
         except Superseded:
             self._runner.cancel(record.instance)
         except Unreachable as error:
-            log.debug('stage %s of %s is written later: %s', stage, record.instance, error)
+            log.debug('how far %s is is written later: %s', record.instance, error)
         return record
 
     def _fail(self, record: Record, revision: int, failure: Failure, touched: bool = True) -> None:

@@ -18,7 +18,10 @@ GIB = 1024**3
 
 @dataclass(frozen=True)
 class Machine:
-    """Totals and use, in bytes (cores: a number). `*_ours` is what our own guests take of what is used."""
+    """Totals and use, in bytes (cores: a number). `*_ours` is what our own guests take of what is used.
+
+    `disk_cached` is what cached images take of it.
+    """
 
     cores: int
     memory: int
@@ -27,6 +30,7 @@ class Machine:
     disk: int
     disk_used: int
     disk_ours: int
+    disk_cached: int
 
 
 def look(directory: Path, instances: Collection[str]) -> Machine:
@@ -42,15 +46,25 @@ def look(directory: Path, instances: Collection[str]) -> Machine:
         # What is free to us, not what is free: file systems keep some back for root, and root's is not ours.
         disk_used=disk.total - disk.free,
         disk_ours=sum(_blocks(path) for path in (directory / 'images').glob('*.qcow2') if path.stem in instances),
+        disk_cached=sum(_blocks(path) for path in (directory / 'images').glob('base-*')),
     )
 
 
-def inventory(machine: Machine) -> dict[str, dict[str, int]]:
-    """Placement's inventory of a machine: {class: {'total', 'reserved'}}; MEMORY_MB in MiB, DISK_GB in GiB."""
+def default_cache(directory: Path) -> int:
+    """How many GiB cached images may take where nobody says it: a tenth of the disk, at least 1 and at most 20."""
+    return min(max(psutil.disk_usage(str(directory)).total // (10 * GIB), 1), 20)
+
+
+def inventory(machine: Machine, image_cache: int) -> dict[str, dict[str, int]]:
+    """Placement's inventory of a machine: {class: {'total', 'reserved'}}; MEMORY_MB in MiB, DISK_GB in GiB.
+
+    `image_cache` GiB are reserved for cached images, whether or not there are so many yet.
+    """
+    foreign = machine.disk_used - machine.disk_ours - machine.disk_cached
     return {
         'VCPU': {'total': machine.cores, 'reserved': 0},
         'MEMORY_MB': _class(machine.memory, machine.memory_used - machine.memory_ours, MIB),
-        'DISK_GB': _class(machine.disk, machine.disk_used - machine.disk_ours, GIB),
+        'DISK_GB': _class(machine.disk, foreign + max(image_cache * GIB, machine.disk_cached), GIB),
     }
 
 

@@ -1,4 +1,4 @@
-"""One worker an instance, whoever started it: a lock that the kernel drops with its holder.
+"""One worker an instance, and one download an image: locks that the kernel drops with their holder, however it ends.
 
 A killed ecompute's worker dies with it, but not before the next ecompute may have started its own.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import os
+import struct
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -46,3 +47,24 @@ class InstanceLocks:
             yield
         finally:
             fcntl.lockf(self._file, fcntl.LOCK_UN, 1, byte)
+
+
+def try_lock(path: Path, name: str, create: bool = True) -> int | None:
+    """A descriptor that has the lock `name` of the file at `path` until it is closed; None while somebody else has.
+
+    One lock file is good for all names, and stays. The lock is the open file's, not the process's as above: threads
+    keep each other out too. OSError of the file.
+    """
+    flags = os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT if create else 0)
+    descriptor = os.open(path, flags, 0o600)
+    byte = int.from_bytes(hashlib.sha256(name.encode()).digest()[:7])
+    try:
+        # struct flock: type, whence, start, length, pid.
+        fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, struct.pack('hhqqi', fcntl.F_WRLCK, os.SEEK_SET, byte, 1, 0))
+    except BlockingIOError:
+        os.close(descriptor)
+        return None
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor

@@ -16,15 +16,17 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
 from typing import Any, Protocol
 
-from ecomp.agent.build import Build, Cancelled, Destroy, Images, Job, Shutdown, SwitchOff, carry_out
+from ecomp.agent.build import Build, Cancelled, Destroy, Images, Job, News, Shutdown, SwitchOff, carry_out
 from ecomp.agent.worker import WorkerSettings, main
-from ecomp.errors import EcompError
+from ecomp.errors import BuildFailed, EcompError
+from ecomp.model.guest import BaseImage
+from ecomp.model.record import Progress
 from ecomp.virt import Hypervisor
 
 log = logging.getLogger(__name__)
@@ -44,8 +46,11 @@ class WorkerDied(EcompError):
 class Runner(Protocol):
     """Where jobs are carried out."""
 
-    def run(self, job: Job) -> Iterator[str]:
-        """Carry the job out; yields each stage reached, ends when it is done, raises what it raised."""
+    def run(self, job: Job) -> Iterator[News]:
+        """Carry the job out; yields each stage reached and its progress, ends when it is done, raises what it raised.
+
+        How far it is may be left out where the next news is there already.
+        """
 
     def cancel(self, instance: str) -> None:
         """Let a build of this instance stop at its next step and undo itself."""
@@ -69,15 +74,23 @@ class _Ticket:
     job: Job
     told: queue.SimpleQueue[tuple[str, Any]] = field(default_factory=queue.SimpleQueue)
     cancelled: bool = False
+    fetches: str | None = None
+    """The image a worker may be fetching for it."""
 
     def is_build_of(self, instance: str) -> bool:
         return isinstance(self.job, Build) and self.job.instance == instance
 
-    def stages(self) -> Iterator[str]:
+    @property
+    def image(self) -> str | None:
+        return self.job.image if isinstance(self.job, Build) else None
+
+    def news(self) -> Iterator[News]:
         while True:
             kind, what = self.told.get()
-            if kind == 'stage':
-                yield what
+            if kind == 'news':
+                # Whoever reads writes it to etcd, which may be slow: old figures do not hold up what matters.
+                if not isinstance(what, Progress) or self.told.empty():
+                    yield what
             elif kind == 'failed':
                 raise what
             else:
@@ -127,7 +140,8 @@ class _Waker:
 class Pool:
     """`size` worker processes, and one more for ENDING alone: a slow download must not keep a guest from going.
 
-    What does not fit waits in order, ENDING first.
+    What does not fit waits in order, ENDING first. Builds of an image that a worker is fetching wait for it, and what
+    becomes of it becomes of them: no other build waits for theirs.
     """
 
     def __init__(self, size: int, settings: WorkerSettings, entry: Entry = main) -> None:
@@ -142,13 +156,13 @@ class Pool:
         self._numbers = iter(range(1, 2**62))
         self._start_at, self._delay = 0.0, 0.0
 
-    def run(self, job: Job) -> Iterator[str]:
+    def run(self, job: Job) -> Iterator[News]:
         """See Runner. Raises WorkerDied when the worker was killed."""
         with self._lock:
             ticket = _Ticket(next(self._numbers), job)
             self._waiting.append(ticket)
         self.wake()
-        return ticket.stages()
+        return ticket.news()
 
     def cancel(self, instance: str) -> None:
         """See Runner."""
@@ -225,27 +239,43 @@ class Pool:
                 if ticket is not None:
                     self._waiting.remove(ticket)
                     worker.ticket = ticket
+                    ticket.fetches = ticket.image
                     _send(worker, ('job', ticket.number, ticket.job))
 
     def _next(self, worker: _Worker) -> _Ticket | None:
         ending = next((each for each in self._waiting if isinstance(each.job, ENDING)), None)
-        if ending is not None or worker.ends_only or not self._waiting:
+        if ending is not None or worker.ends_only:
             return ending
-        return self._waiting[0]
+        fetched = {each.ticket.fetches for each in self._workers if each.ticket} - {None}
+        return next((each for each in self._waiting if each.image not in fetched), None)
 
     def _hear(self, worker: _Worker) -> None:
         try:
             while worker.pipe.poll():
-                kind, number, *what = worker.pipe.recv()
-                ticket = worker.ticket
+                kind, number, *more = worker.pipe.recv()
+                ticket, what = worker.ticket, more[0] if more else None
                 if ticket is None or ticket.number != number:
                     continue
-                if kind != 'stage':
-                    with self._lock:
+                with self._lock:
+                    self._share(ticket, kind, what)
+                    if kind == 'waits' or isinstance(what, str):
+                        ticket.fetches = None
+                    elif kind != 'news':
                         worker.ticket = None
-                ticket.told.put((kind, what[0] if what else None))
+                if kind != 'waits':
+                    ticket.told.put((kind, what))
         except (EOFError, ConnectionError):
             return  # its sentinel says the same
+
+    def _share(self, ticket: _Ticket, kind: str, what: object) -> None:
+        """How far an image is, or why it cannot be had, is told to all builds that wait for the same."""
+        failed = kind == 'failed' and isinstance(what, BuildFailed) and what.stage == 'image'
+        if ticket.fetches is None or not (failed or isinstance(what, Progress)):
+            return
+        for other in [each for each in self._waiting if each.image == ticket.fetches]:
+            other.told.put((kind, what))
+            if failed:
+                self._waiting.remove(other)
 
     def _bury(self, worker: _Worker) -> None:
         self._hear(worker)  # it may have answered just before it ended
@@ -273,15 +303,15 @@ class Inline:
         self._waker = _Waker()
         self._cancelled: set[str] = set()
 
-    def run(self, job: Job) -> Iterator[str]:
+    def run(self, job: Job) -> Iterator[News]:
         """See Runner."""
-        stages: list[str] = []
+        news: list[News] = []
         try:
-            carry_out(job, self._hypervisor, self._images, stages.append, lambda: self._checkpoint(job.instance))
+            carry_out(job, self._hypervisor, self._images, news.append, lambda: self._checkpoint(job.instance))
         finally:
             if isinstance(job, Build):
                 self._cancelled.discard(job.instance)
-        return iter(stages)
+        return iter(news)
 
     def cancel(self, instance: str) -> None:
         """See Runner."""
@@ -317,9 +347,11 @@ def _send(worker: _Worker, message: tuple[Any, ...]) -> None:
 class Pretended:
     """Images for the fake hypervisor: every URL is there, and empty."""
 
-    def get(self, url: str, checkpoint: Callable[[], None]) -> Any:
+    @contextmanager
+    def held(
+        self, url: str, checkpoint: Callable[[], None], tell: Callable[[int, int | None], None]
+    ) -> Iterator[BaseImage]:
         """A base image of no size."""
-        from ecomp.model.guest import BaseImage
-
+        del tell
         checkpoint()
-        return BaseImage(url, 'qcow2', 0)
+        yield BaseImage(url, 'qcow2', 0)

@@ -3,8 +3,8 @@
 Long-lived and spawned, never forked: gRPC and libvirt do not survive a fork (FACTS: 9 of 30 children hung). It has
 a libvirt connection of its own and never speaks to etcd or placement.
 
-Messages to it: ('job', number, Job), ('cancel', number). From it: ('stage', number, name),
-('done', number), ('failed', number, exception).
+Messages to it: ('job', number, Job), ('cancel', number). From it: ('waits', number) for another process that is at the
+same instance, ('news', number, News), ('done', number), ('failed', number, exception).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 
 from ecomp import log as logs
 from ecomp.agent.build import Cancelled, Images, Job, carry_out
-from ecomp.agent.images import ImageCache
+from ecomp.agent.images.cache import ImageCache, Limits
 from ecomp.agent.locks import InstanceLocks
 from ecomp.errors import EcompError
 from ecomp.virt import Hypervisor
@@ -37,6 +37,7 @@ class WorkerSettings:
     state: Path
     local_images: Path | None
     parent: int
+    limits: Limits
 
 
 def main(pipe: Connection, settings: WorkerSettings) -> None:
@@ -47,7 +48,7 @@ def main(pipe: Connection, settings: WorkerSettings) -> None:
     hypervisor: Hypervisor = Libvirt(settings.state)
     directory = hypervisor.image_directory()
     assert directory is not None  # only the fake has none, and it has no workers
-    images = ImageCache(directory, hypervisor.inspect, settings.local_images)
+    images = ImageCache(directory, hypervisor.inspect, settings.local_images, settings.limits)
     images.sweep()  # it may take the place of one that was killed
     work(pipe, hypervisor, images, InstanceLocks(settings.state))
 
@@ -77,15 +78,24 @@ def work(pipe: Connection, hypervisor: Hypervisor, images: Images, locks: Instan
 def _answer(
     pipe: Connection, number: int, job: Job, hypervisor: Hypervisor, images: Images, locks: InstanceLocks
 ) -> tuple[Any, ...]:
+    waited = False
+
     def checkpoint() -> None:
         while pipe.poll():
             message = pipe.recv()
             if message == ('cancel', number):
                 raise Cancelled
 
+    def wait() -> None:
+        nonlocal waited
+        if not waited:
+            waited = True
+            pipe.send(('waits', number))
+        checkpoint()
+
     try:
-        with locks.held(job.instance, checkpoint):
-            carry_out(job, hypervisor, images, lambda stage: pipe.send(('stage', number, stage)), checkpoint)
+        with locks.held(job.instance, wait):
+            carry_out(job, hypervisor, images, lambda news: pipe.send(('news', number, news)), checkpoint)
     except (EcompError, Cancelled) as error:
         return ('failed', number, error)
     except Exception as error:  # a defect of ours: this job fails, the worker goes on

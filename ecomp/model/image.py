@@ -1,18 +1,21 @@
-"""An image's name: which URLs may be asked for at all."""
+"""An image's name: which URLs may be asked for at all, and what a URL or a SHA256SUMS says of its content."""
 
 from __future__ import annotations
 
 import re
-from urllib.parse import urlsplit
+from urllib.parse import unquote, urlsplit
 
 SCHEMES = ('http', 'https', 'file')
+PIN = re.compile('sha256=([0-9a-f]{64})', re.IGNORECASE)
+GNU_SUM = re.compile(r'([0-9a-f]{64}) [ *](.+)', re.IGNORECASE)
+BSD_SUM = re.compile(r'SHA256 ?\((.+)\) ?= ?([0-9a-f]{64})', re.IGNORECASE)
 
 
 def check_image(url: str) -> str:
     """The URL, if it is one an image may come from; else ValueError with the reason.
 
     http and https need a host; file needs an absolute path (each compute decides by its `images:`
-    directory whether it takes it).
+    directory whether it takes it). A fragment can only be #sha256= and the 64 hexadecimal digits of its content.
     """
     if len(url) > 2048 or re.search(r'[\x00-\x20\x7f]', url):
         raise ValueError('the image is not a URL: it has a space or a control character, or more than 2048 characters')
@@ -29,4 +32,29 @@ def check_image(url: str) -> str:
             raise ValueError(f'the image {url} must name an absolute path: file:///directory/image.qcow2')
     elif not parts.hostname:
         raise ValueError(f'the image {url} names no host')
+    # Any other one would be passed over by everybody, and so would a checksum with a typing error.
+    if parts.fragment and not PIN.fullmatch(parts.fragment):
+        raise ValueError(f'the image {url} has a #fragment that is not #sha256= and 64 hexadecimal digits')
     return url
+
+
+def pinned(url: str) -> tuple[str, str | None]:
+    """A checked URL without its fragment, and the SHA-256 its content must have; None if it says nothing of that."""
+    bare, _, fragment = url.partition('#')
+    found = PIN.fullmatch(fragment)
+    return bare, found[1].lower() if found else None
+
+
+def sum_of(sums: str, url: str) -> str | None:
+    """What a SHA256SUMS (as sha256sum writes it, or the BSDs do) says of the file the URL ends in; None if nothing."""
+    name = unquote(urlsplit(url).path).rpartition('/')[2]
+    for line in sums.splitlines():
+        if found := GNU_SUM.fullmatch(line.strip()):
+            digest, named = found[1], found[2]
+        elif found := BSD_SUM.fullmatch(line.strip()):
+            named, digest = found[1], found[2]
+        else:
+            continue
+        if named.removeprefix('./') == name:
+            return digest.lower()
+    return None

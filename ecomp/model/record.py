@@ -3,7 +3,8 @@
 JSON, versioned: {"version", "instance", "compute", "state", "image", "resources": {class: amount},
 "query", "user_id", "project_id", "addresses": [{"network", "mac", "address"}], "stages": {stage: ISO
 time}, "error": {"stage", "reason", "cleaned"} or null, "fault": text or null, "attempts": how often a worker
-died of it or failed in an unknown way, "name": text or null, "power": see ecomp.model.power}.
+died of it or failed in an unknown way, "name": text or null, "power": see ecomp.model.power, "progress": {"stage",
+"done", "total"} in bytes, while that stage takes long, or null}.
 
     scheduled -> building -> active <-> stopped -> destroying -> gone
                         \\-> error                      (only before the first active)
@@ -56,6 +57,20 @@ class Failure:
 
 
 @dataclass(frozen=True)
+class Progress:
+    """How far a stage is that takes long: bytes done, of a total that may not be known."""
+
+    stage: str
+    done: int
+    total: int | None = None
+
+    def __str__(self) -> str:
+        """`image, 34 of 600 MB`."""
+        of = '' if self.total is None else f' of {self.total / 1e6:.0f}'
+        return f'{self.stage}, {self.done / 1e6:.0f}{of} MB'
+
+
+@dataclass(frozen=True)
 class Record:
     """What is known of one instance."""
 
@@ -74,11 +89,12 @@ class Record:
     attempts: int = 0
     name: str | None = None
     power: str | None = None
+    progress: Progress | None = None
 
     def at(self, state: str, now: str, *stages: str) -> Record:
         """The record in another state, the stages reached at `now` (the first time counts)."""
         new = {stage: now for stage in stages if stage not in self.stages}
-        return replace(self, state=state, stages={**self.stages, **new})
+        return replace(self, state=state, stages={**self.stages, **new}, progress=None)
 
     @property
     def address(self) -> str | None:
@@ -151,6 +167,7 @@ def _record(data: Mapping[str, Any]) -> Record:
         attempts=_take(data, 'attempts', int, 0),
         name=_name(data),
         power=_take(data, 'power', str | None, None),
+        progress=_progress(data.get('progress')),
     )
 
 
@@ -189,6 +206,17 @@ def _interface(data: Any) -> Interface:
     return Interface(
         _take(data, 'network', str), _take(data, 'mac', str), _take(data, 'address', str | None, None)
     )
+
+
+def _progress(data: Any) -> Progress | None:
+    """It is gone in a second, and nothing depends on it: what is not understood is passed over."""
+    if not isinstance(data, dict):
+        return None
+    try:
+        found = Progress(_take(data, 'stage', str), _take(data, 'done', int), _take(data, 'total', int | None, None))
+    except ValueError:
+        return None
+    return found if all(0 <= each < 2**63 for each in (found.done, found.total or 0)) else None
 
 
 def parse_address(value: bytes) -> str:

@@ -54,6 +54,8 @@ def as_detail(record: Record, form: str) -> str:
         for number, each in enumerate(record.addresses)
     ]
     rows += [(stage, time) for stage, time in sorted(record.stages.items(), key=lambda each: each[1]) if time]
+    if record.progress:
+        rows.append(('progress', str(record.progress)))
     if record.error:
         rows.append(('error', f'at stage {record.error.stage}: {record.error.reason}'))
         rows.append(('cleaned up', record.error.cleaned))

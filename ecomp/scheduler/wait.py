@@ -49,11 +49,13 @@ class Deadline:
 
 
 def waits_for(record: Record | None) -> str:
-    """What an instance is waiting for now."""
+    """What an instance is waiting for now, and how far that is if it is known: `image, 34 of 600 MB`."""
     if record is not None and record.state == STOPPED:
         return 'somebody to start it: it is stopped'
     reached = record.stages if record else {}
-    return WAITS_FOR[next((stage for stage in STAGES if stage not in reached), STAGES[-1])]
+    stage = next((stage for stage in STAGES if stage not in reached), STAGES[-1])
+    progress = record.progress if record else None
+    return str(progress) if progress is not None and progress.stage == stage else WAITS_FOR[stage]
 
 
 def failure(record: Record) -> str:
@@ -141,7 +143,7 @@ def _wait(
     reached: Callable[[Record | None], bool],
     deadline: Deadline,
     tell: Callable[[str], None],
-    waits_for: Callable[[Record | None], str],
+    what: Callable[[Record | None], str],
 ) -> Record | None:
     key = keys.instance(instance)
     changed = threading.Condition()
@@ -168,10 +170,10 @@ def _wait(
                 limit = deadline.seconds if known else max(deadline.seconds, first_look)
                 if spent >= limit:
                     raise StillGoing(
-                        f'{instance}: {deadline.seconds:g} s are up, still waiting for: {waits_for(record)}; it goes on'
+                        f'{instance}: {deadline.seconds:g} s are up, still waiting for: {what(record)}; it goes on'
                         + ('' if known else ' (etcd did not answer)')
                     )
-                tell(f'waiting for: {waits_for(record)}, {spent:.0f} s')
+                tell(f'waiting for: {what(record)}, {spent:.0f} s')
                 changed.wait(min(TICK, limit - spent))
     finally:
         follower.stop()

@@ -21,6 +21,7 @@ OFFSET_BITS = 0x00FFFFFFFFFFFE00
 COMPRESSED = 1 << 62
 L1_MOST = 32 * 2**20
 BACKING_MOST = 1023
+CLUSTER_MOST = 2**21
 
 
 def capacity(spec: GuestSpec) -> int:
@@ -66,14 +67,45 @@ def inspect(path: Path) -> BaseImage:
         return BaseImage(str(path), 'raw', _check_raw(file))
 
 
+def inspected(path: Path) -> BaseImage:
+    """What inspect() said of the file that is a base volume now, named for its format. OSError."""
+    if path.suffix == '.raw':
+        return BaseImage(str(path), 'raw', path.stat().st_size)
+    with path.open('rb') as file:
+        return BaseImage(str(path), 'qcow2', struct.unpack('>24xQ', file.read(32))[0])
+
+
 def backing(path: Path) -> str | None:
-    """The file a qcow2 lies on, as its header names it; None if it names none or is none."""
+    """The file a qcow2 lies on, as its header names it; None if it names none or is none, or cannot be read."""
+    try:
+        return _backing(path)
+    except OSError:
+        return None
+
+
+def chain(path: Path) -> list[str]:
+    """All files a qcow2 lies on, down to the last. OSError where one is there and cannot be read."""
+    found: list[str] = []
+    below = _backing(path)
+    while below is not None and (below := os.path.realpath(below)) not in found:
+        found.append(below)
+        try:
+            below = _backing(Path(below))
+        except FileNotFoundError:
+            break
+    return found
+
+
+def _backing(path: Path) -> str | None:
     try:
         with path.open('rb') as file:
             magic, _, offset, length = struct.unpack('>4sIQI', file.read(20))
+            # It is in the first cluster, of which none is above 2 MiB.
+            if magic != QCOW2_MAGIC or not 0 < offset < CLUSTER_MOST:
+                return None
             file.seek(offset)
-            name = file.read(min(length, BACKING_MOST)) if magic == QCOW2_MAGIC and offset else b''
-    except (OSError, struct.error, OverflowError, ValueError):
+            name = file.read(min(length, BACKING_MOST))
+    except struct.error:
         return None
     return os.path.join(path.parent, os.fsdecode(name)) if name else None
 

@@ -376,6 +376,11 @@ class SlowImages(Server):
         """From now on images come whole."""
         self._go.touch()
 
+    def sent(self, name: str) -> list[str]:
+        """To whom an image was sent whole, as often as it was."""
+        words = [line.split() for line in self.log.read_text().splitlines() if line.startswith('sent ')]
+        return [client for _, client, what in words if what == name]
+
 
 def logged_at(line: str) -> float:
     """When a line was logged, in seconds since the epoch."""

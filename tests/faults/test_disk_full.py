@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from ecomp.agent.images import ImageCache
+from ecomp.agent.images.cache import ImageCache
 from ecomp.errors import BuildFailed
 from ecomp.virt.image import inspect
 from tests.commands import Control, Ecompute
@@ -20,7 +20,7 @@ from tests.faults.hands import guests, idle, lapse_requests
 from tests.faults.hypervisor import boot_disk
 from tests.faults.tuned import tuned
 from tests.functional.image_server import Web
-from tests.functional.test_images import kept
+from tests.functional.test_images import LIMITS, get, kept
 from tests.scenario.invariants import check
 from tests.scenario.story import SMALL, addressed, log_of, logged, one_line, place, reached, record
 from tests.servers import Etcd, PlacementServer, until
@@ -88,21 +88,21 @@ def test_download(small_disk: Callable[[int], SmallDisk]) -> None:
     """F21: no room for the image: the download says so, its .part is gone, and it is taken once there is room (fake)"""
     disk = small_disk(8 * MIB)
     directory = disk.path / 'images'
-    cache = ImageCache(directory, inspect, None)
+    cache = ImageCache(directory, inspect, None, LIMITS)
     server = Web(boot_disk(b'\xfa\xf4\xeb\xfd'))
     thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
     thread.start()
     try:
-        first = cache.get(server.url + 'good', lambda: None)
+        first = get(cache, server.url + 'good')
         disk.fill()
         before = kept(directory)
         with pytest.raises(BuildFailed, match=f'good\\?2: cannot be kept in {directory}: {FULL}') as caught:
-            cache.get(server.url + 'good?2', lambda: None)
+            get(cache, server.url + 'good?2')
         assert caught.value.stage == 'image'
         assert kept(directory) == before
-        assert cache.get(server.url + 'good', lambda: None) == first  # what is there is still good
+        assert get(cache, server.url + 'good') == first  # what is there is still good
         disk.free()
-        assert cache.get(server.url + 'good?2', lambda: None).virtual_size == first.virtual_size
+        assert get(cache, server.url + 'good?2').virtual_size == first.virtual_size
     finally:
         server.shutdown()
         server.server_close()

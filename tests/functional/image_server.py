@@ -11,12 +11,13 @@ from contextlib import suppress
 
 
 class Handler(http.server.BaseHTTPRequestHandler):
-    """Each path is one way to answer; the server counts how often it was asked."""
+    """Each path is one way to answer; the server remembers what it was asked, and which image bodies it sent."""
 
     server: Web
 
     def do_GET(self) -> None:
         """Answer as the path says."""
+        assert '#' not in self.path, self.path
         path = self.path.partition('?')[0].strip('/')
         self.server.asked.append(path)
         answer: Callable[[], None] = getattr(self, f'answer_{path.replace("/", "_")}', self.answer_missing)
@@ -40,7 +41,37 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.say(b'<html>no such page</html>', status=404)
 
     def answer_good(self) -> None:
-        self.say(self.server.image)
+        """The image, or that it is not modified, for whoever says what he has."""
+        says = self.server.says
+        wanted = {'etag': 'if-none-match', 'last-modified': 'if-modified-since'}
+        if self.server.compares and any(self.headers.get(wanted[name]) == value for name, value in says.items()):
+            self.send_response(304)
+            self.end_headers()
+            return
+        self.server.sent.append(self.path.strip('/'))
+        self.say(self.server.image, **says)
+
+    def answer_SHA256SUMS(self) -> None:
+        if self.server.sums is None:
+            self.say(b'no such list', status=404)
+        else:
+            self.say(self.server.sums)
+
+    def answer_broken_SHA256SUMS(self) -> None:
+        self.answer_error()
+
+    def answer_broken_good(self) -> None:
+        self.answer_good()
+
+    def answer_changing(self) -> None:
+        """Another image from the middle on, of the same length; from then on that is what the server has."""
+        old, half = self.server.image, len(self.server.image) // 2
+        if self.server.asked.count('changing') == 1:
+            self.server.image = old[:half] + bytes(len(old) - half)
+            self.say(self.server.image, **self.server.says)
+            self.server.says = {name: f'{value}+' for name, value in self.server.says.items()}
+        else:
+            self.answer_good()
 
     def answer_without_length(self) -> None:
         self.send_response(200)
@@ -80,6 +111,17 @@ class Handler(http.server.BaseHTTPRequestHandler):
         while not self.server.may_go_on.wait(0.05):
             self.wfile.write(b'x')
             self.wfile.flush()
+
+    def answer_half(self) -> None:
+        """Half of it, and the rest when the test says so."""
+        self.send_response(200)
+        self.send_header('content-length', str(len(self.server.image)))
+        self.end_headers()
+        half = len(self.server.image) // 2
+        self.wfile.write(self.server.image[:half])
+        self.wfile.flush()
+        self.server.may_go_on.wait(20)
+        self.wfile.write(self.server.image[half:])
 
     def answer_silence(self) -> None:
         self.server.may_go_on.wait(20)
@@ -130,6 +172,11 @@ class Web(http.server.ThreadingHTTPServer):
         super().__init__(('127.0.0.1', 0), Handler)
         self.image = image
         self.asked: list[str] = []
+        self.sent: list[str] = []
+        self.says: dict[str, str] = {}
+        """Headers beside a good image: its etag, its last-modified."""
+        self.compares = True
+        self.sums: bytes | None = None
         self.may_go_on = threading.Event()
         self.url = f'http://127.0.0.1:{self.server_address[1]}/'
 

@@ -1,15 +1,17 @@
 """A worker process for the pool's tests: the real loop, with the fake hypervisor and images that do as their name says.
 
 http://test/<word>: `good`, `fails` (BuildFailed), `breaks` (an error nobody thought of), `waits` (until it is
-cancelled), `stubborn` (until a file `go` is there, whatever is asked of it). Each writes `<instance>.pid` when it is
-asked for.
+cancelled), `stubborn` (until a file `go` is there, whatever is asked of it), `comes` (likewise, and tells how far it
+is), `stalls` (as comes, and then fails). With `?instance=` each writes `<instance>.pid` when it is asked for, without
+it `<word>.pid`.
 """
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
 from urllib.parse import parse_qs, urlsplit
@@ -29,10 +31,13 @@ class Images:
     def __init__(self, directory: Path) -> None:
         self._directory = directory
 
-    def get(self, url: str, checkpoint: Callable[[], None]) -> BaseImage:
+    @contextmanager
+    def held(
+        self, url: str, checkpoint: Callable[[], None], tell: Callable[[int, int | None], None]
+    ) -> Iterator[BaseImage]:
         """Do as the URL says."""
         parts = urlsplit(url)
-        instance = parse_qs(parts.query)['instance'][0]
+        instance = parse_qs(parts.query).get('instance', [parts.path.strip('/')])[0]
         (self._directory / f'{instance}.pid.part').write_text(str(os.getpid()))
         (self._directory / f'{instance}.pid.part').rename(self._directory / f'{instance}.pid')
         word = parts.path.strip('/')
@@ -41,13 +46,17 @@ class Images:
         if word == 'breaks':
             raise ZeroDivisionError('nobody thought of it')
         deadline = time.monotonic() + PATIENCE
-        while word in ('waits', 'stubborn') and time.monotonic() < deadline:
+        while word in ('waits', 'stubborn', 'comes', 'stalls') and time.monotonic() < deadline:
             if word == 'waits':
                 checkpoint()
+            if word in ('comes', 'stalls'):
+                tell(34, 600)
             if (self._directory / 'go').exists():
                 break
             time.sleep(0.02)
-        return BaseImage('/base', 'qcow2', 0)
+        if word == 'stalls':
+            raise BuildFailed('image', 'it was told to, later')
+        yield BaseImage('/base', 'qcow2', 0)
 
 
 def entry(pipe: Connection, settings: WorkerSettings) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 from collections.abc import Iterator, Mapping
@@ -12,6 +11,8 @@ from uuid import uuid4
 import pytest
 
 from ecomp.agent.digest import Answerer, look, parts
+from ecomp.agent.images.bases import LOCK
+from ecomp.agent.locks import try_lock
 from ecomp.agent.metadata import GuestData
 from ecomp.conf import EtcdConfig
 from ecomp.errors import Unreachable
@@ -252,8 +253,8 @@ def test_half_written_files(cloud: Cloud, host: Host) -> None:
     for path in (images / 'base-aa.part', host.state / 'metadata' / '.x.json.part', host.state / '.token.part'):
         path.write_text('half')
     (images / 'base-bb.part').write_text('being downloaded')
-    lock = os.open(images / '.lock-bb', os.O_RDWR | os.O_CREAT)
-    fcntl.flock(lock, fcntl.LOCK_EX)
+    lock = try_lock(images / LOCK, 'base-bb')
+    assert lock is not None
     found = parts(host.state)
     assert set(found) == {'images/base-aa.part', 'metadata/.x.json.part', '.token.part'}
     assert look(host.hypervisor, host.state).parts == found

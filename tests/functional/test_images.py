@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shutil
 import subprocess
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from ecomp.agent import images
 from ecomp.agent.build import Cancelled
-from ecomp.agent.images import ImageCache
+from ecomp.agent.images import sources, transfer
+from ecomp.agent.images.bases import Bases
+from ecomp.agent.images.cache import ImageCache, Limits
 from ecomp.errors import BuildFailed
 from ecomp.model.guest import BaseImage
 from ecomp.virt.image import inspect
@@ -60,12 +63,22 @@ def directory(tmp_path: Path) -> Path:
     return tmp_path / 'images'
 
 
-def cache(directory: Path, local: Path | None = None) -> ImageCache:
-    return ImageCache(directory, inspect, local)
+LIMITS = Limits(cache=2**30, disk=100 * 2**30)
 
 
-def nothing() -> None:
-    """A checkpoint at which nobody wants anything."""
+def cache(directory: Path, local: Path | None = None, limit: int = LIMITS.cache) -> ImageCache:
+    return ImageCache(directory, inspect, local, replace(LIMITS, cache=limit))
+
+
+def get(
+    cache: ImageCache,
+    url: str,
+    checkpoint: Callable[[], None] = lambda: None,
+    tell: Callable[[int, int | None], None] = lambda *_: None,
+) -> BaseImage:
+    """The base volume of an image, let go at once."""
+    with cache.held(url, checkpoint, tell) as base:
+        return base
 
 
 def kept(directory: Path) -> list[str]:
@@ -79,7 +92,7 @@ def refused(directory: Path, url: str, reason: str, local: Path | None = None) -
     """The image cannot be had, for this reason, and nothing of it stays."""
     before = kept(directory)
     with pytest.raises(BuildFailed, match=reason) as caught:
-        cache(directory, local).get(url, nothing)
+        get(cache(directory, local), url)
     assert caught.value.stage == 'image'
     assert '\n' not in str(caught.value)
     assert kept(directory) == before
@@ -89,48 +102,52 @@ def refused(directory: Path, url: str, reason: str, local: Path | None = None) -
 
 
 @pytest.mark.parametrize('path', ['good', 'without_length', 'moved', 'moved_twice'])
-def test_an_image_is_kept_whole_under_a_name_of_its_url(web: Web, directory: Path, image: bytes, path: str) -> None:
-    found = cache(directory).get(web.url + path, nothing)
+def test_an_image_is_kept_whole_under_a_name_of_its_content(web: Web, directory: Path, image: bytes, path: str) -> None:
+    found = get(cache(directory), web.url + path)
     assert (found.format, found.virtual_size) == ('qcow2', 16 * MIB)
     assert Path(found.path).read_bytes() == image
     assert kept(directory) == [Path(found.path).name]
-    assert found.path.startswith(str(directory / 'base-'))
+    assert found.path == str(directory / f'base-{hashlib.sha256(image).hexdigest()}.qcow2')
     assert Path(found.path).stat().st_mode & 0o777 == 0o644
 
 
 def test_it_is_downloaded_once(web: Web, directory: Path) -> None:
-    first = cache(directory).get(web.url + 'good', nothing)
-    assert cache(directory).get(web.url + 'good', nothing) == first
-    assert web.asked == ['good']
-    # Another URL is another image, whatever is behind it.
-    assert cache(directory).get(web.url + 'good?2', nothing).path != first.path
+    web.says = {'etag': '"1"'}
+    first = get(cache(directory), web.url + 'good')
+    assert get(cache(directory), web.url + 'good') == first
+    assert get(cache(directory), web.url + 'good').path == first.path
+    assert web.sent == ['good']
 
 
 def test_many_at_once_are_one_download(web: Web, directory: Path) -> None:
     with ThreadPoolExecutor(4) as pool:
-        asking = [pool.submit(cache(directory).get, web.url + 'slowly', nothing) for _ in range(4)]
+        asking = [pool.submit(get, cache(directory), web.url + 'slowly') for _ in range(4)]
         until(lambda: web.asked, 10, 'somebody downloads')
         web.may_go_on.set()
         found = {each.result(30) for each in asking}
     assert len(found) == 1
-    assert web.asked == ['slowly']
+    # Whoever waited for it has it: nobody asks again, not even whether it is the same.
+    assert web.asked == ['slowly', 'SHA256SUMS']
 
 
 def test_a_raw_disk_is_an_image_too(web: Web, directory: Path) -> None:
     web.image = b'\0' * 510 + b'\x55\xaa' + b'\0' * 512
-    found = cache(directory).get(web.url + 'good', nothing)
+    found = get(cache(directory), web.url + 'good')
     assert (found.format, found.virtual_size) == ('raw', 1024)
     assert found.path.endswith('.raw')
-    assert cache(directory).get(web.url + 'good', nothing) == found
+    assert get(cache(directory), web.url + 'good') == found
 
 
 def test_a_leftover_of_a_killed_worker_is_no_image(web: Web, directory: Path) -> None:
-    found = cache(directory).get(web.url + 'good', nothing)
-    stem = Path(found.path).stem
-    Path(found.path).unlink()
-    (directory / f'{stem}.part').write_bytes(b'half of it')
-    assert cache(directory).get(web.url + 'good', nothing) == found
-    assert kept(directory) == [f'{stem}.qcow2']
+    url = web.url + 'good'
+    part = Bases(directory, LIMITS.cache).part(url)
+    directory.mkdir()
+    part.write_bytes(b'half of it')
+    found = get(cache(directory), url)
+    assert kept(directory) == [Path(found.path).name]
+    part.write_bytes(b'half of it')
+    cache(directory).sweep()
+    assert kept(directory) == [Path(found.path).name]
 
 
 # What does not
@@ -158,12 +175,12 @@ def test_a_leftover_of_a_killed_worker_is_no_image(web: Web, directory: Path) ->
 def test_a_bad_answer_is_no_image(web: Web, directory: Path, path: str, reason: str) -> None:
     refused(directory, web.url + path, reason)
     # And poisons nothing.
-    assert cache(directory).get(web.url + 'good', nothing).format == 'qcow2'
+    assert get(cache(directory), web.url + 'good').format == 'qcow2'
 
 
 def test_a_length_that_is_no_number_is_passed_over_or_refused(web: Web, directory: Path, image: bytes) -> None:
     try:
-        found = cache(directory).get(web.url + 'no_number', nothing)
+        found = get(cache(directory), web.url + 'no_number')
     except BuildFailed:
         assert kept(directory) == []
     else:
@@ -174,7 +191,7 @@ def test_a_bad_image_at_the_same_url_is_forgotten(web: Web, directory: Path, ima
     web.image = image[: len(image) // 2]
     refused(directory, web.url + 'good', 'cut-off qcow2')
     web.image = image
-    assert cache(directory).get(web.url + 'good', nothing).virtual_size == 16 * MIB
+    assert get(cache(directory), web.url + 'good').virtual_size == 16 * MIB
 
 
 def test_nobody_there(directory: Path) -> None:
@@ -189,12 +206,12 @@ def test_what_is_no_url_is_asked_of_nobody(directory: Path, url: str) -> None:
 
 
 def test_a_silent_server_is_given_up(web: Web, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(images, 'TIMEOUT', (1.0, 0.3))
+    monkeypatch.setattr(sources, 'TIMEOUT', (1.0, 0.3))
     refused(directory, web.url + 'silence', 'no answer in time|connection broke')
 
 
 def test_an_endless_drip_is_given_up(web: Web, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(images, 'DEADLINE', 0.5)
+    monkeypatch.setattr(transfer, 'DEADLINE', 0.5)
     began = time.monotonic()
     refused(directory, web.url + 'drip', r'not here after 0\.5 s, [0-9]+ bytes so far')
     assert time.monotonic() - began < 5
@@ -209,16 +226,16 @@ def cancel() -> None:
 
 def test_a_download_is_left_off_when_the_instance_is_destroyed(web: Web, directory: Path) -> None:
     with pytest.raises(Cancelled):
-        cache(directory).get(web.url + 'drip', cancel)
+        get(cache(directory), web.url + 'drip', cancel)
     assert kept(directory) == []
 
 
 def test_so_is_the_wait_for_another_s_download(web: Web, directory: Path) -> None:
     with ThreadPoolExecutor(1) as pool:
-        other = pool.submit(cache(directory).get, web.url + 'slowly', nothing)
+        other = pool.submit(get, cache(directory), web.url + 'slowly')
         until(lambda: web.asked, 10, 'somebody downloads')
         with pytest.raises(Cancelled):
-            cache(directory).get(web.url + 'slowly', cancel)
+            get(cache(directory), web.url + 'slowly', cancel)
         web.may_go_on.set()
         assert Path(other.result(30).path).exists()
 
@@ -242,13 +259,13 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 def test_a_full_disk_is_said_and_freed_again(web: Web, small_disk: Path) -> None:
     refused(small_disk, web.url + 'good', 'cannot be kept in .*: No space left on device')
     web.image = b'\0' * 510 + b'\x55\xaa'
-    assert cache(small_disk).get(web.url + 'good?small', nothing).format == 'raw'
+    assert get(cache(small_disk), web.url + 'good?small').format == 'raw'
 
 
 def test_a_directory_that_cannot_be_made_is_said(tmp_path: Path) -> None:
     (tmp_path / 'file').touch()
     with pytest.raises(BuildFailed, match='file: '):
-        cache(tmp_path / 'file').get('http://h/x', nothing)
+        get(cache(tmp_path / 'file'), 'http://h/x')
 
 
 # Local images
@@ -276,7 +293,7 @@ def shelf(tmp_path: Path, image: bytes) -> Path:
     'name', ['a.qcow2', 'with%20space.qcow2', 'sub/b.qcow2', 'sub/../a.qcow2', 'inside', 'a%2Eqcow2']
 )
 def test_an_image_on_the_shelf_is_taken(directory: Path, shelf: Path, image: bytes, name: str) -> None:
-    found = cache(directory, shelf).get(f'file://{shelf}/{name}', nothing)
+    found = get(cache(directory, shelf), f'file://{shelf}/{name}')
     assert Path(found.path).read_bytes() == image
     assert not Path(found.path).is_symlink()
 
@@ -320,5 +337,5 @@ def test_what_inspect_refuses_is_not_kept(web: Web, directory: Path) -> None:
         raise BuildFailed('image', f'{path.stat().st_size} bytes are too many')
 
     with pytest.raises(BuildFailed, match='bytes are too many'):
-        ImageCache(directory, particular, None).get(web.url + 'good', nothing)
+        get(ImageCache(directory, particular, None, LIMITS), web.url + 'good')
     assert kept(directory) == []

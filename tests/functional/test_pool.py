@@ -19,10 +19,12 @@ import psutil
 import pytest
 
 from ecomp.agent.build import Build, Cancelled, Destroy
-from ecomp.agent.pool import Inline, Job, Pool, Pretended, WorkerDied
+from ecomp.agent.images.cache import Limits
+from ecomp.agent.pool import Inline, Job, News, Pool, Pretended, WorkerDied
 from ecomp.agent.worker import WorkerSettings
 from ecomp.errors import BuildFailed, EcompError
 from ecomp.model.guest import BaseImage, GuestSpec
+from ecomp.model.record import Progress
 from ecomp.virt.fake import FakeHypervisor
 from tests.functional import stand_in
 from tests.servers import environment, until
@@ -31,6 +33,7 @@ pytestmark = pytest.mark.timeout(120)
 
 COMPUTE = 'b8756be5-a30d-4311-920c-0ad996367a8e'
 ALL = ['image', 'disk', 'started']
+LIMITS = Limits(2**40, 2**40)
 PARENT = """
 import os, sys
 from pathlib import Path
@@ -40,10 +43,21 @@ from tests.functional import stand_in, test_pool
 
 if __name__ == '__main__':
     state = Path(sys.argv[1])
-    pool = Pool(2, WorkerSettings(state, None, os.getpid()), stand_in.entry)
+    pool = Pool(2, WorkerSettings(state, None, os.getpid(), test_pool.LIMITS), stand_in.entry)
     pool.run(test_pool.job('stubborn', sys.argv[2]))
     while True:
         pool.tend(60)
+"""
+
+
+HOLDER = """
+import sys, time
+from pathlib import Path
+from ecomp.agent.locks import InstanceLocks
+
+with InstanceLocks(Path(sys.argv[1])).held(sys.argv[2], lambda: None):
+    print('held', flush=True)
+    time.sleep(60)
 """
 
 
@@ -53,15 +67,21 @@ def job(word: str, instance: str | None = None) -> Build:
     return Build(spec, f'http://test/{word}?instance={instance}')
 
 
+def same(word: str) -> Build:
+    """One whose image others ask for, too."""
+    spec = GuestSpec(str(uuid.uuid4()), COMPUTE, 1, 64, 1, BaseImage('', '', 0), 'qemu')
+    return Build(spec, f'http://test/{word}')
+
+
 class Tended:
     """A pool, the threads that hand jobs in, and the main thread that tends."""
 
     def __init__(self, directory: Path, size: int, entry: Callable[..., None] = stand_in.entry) -> None:
         self.directory = directory
-        self.pool = Pool(size, WorkerSettings(directory, None, os.getpid()), entry)
+        self.pool = Pool(size, WorkerSettings(directory, None, os.getpid(), LIMITS), entry)
         self._threads = ThreadPoolExecutor(8)
 
-    def hand_in(self, work: Job) -> Future[list[str]]:
+    def hand_in(self, work: Job) -> Future[list[News]]:
         """In a thread of its own, as ecompute's tasks do."""
         return self._threads.submit(lambda: list(self.pool.run(work)))
 
@@ -72,11 +92,11 @@ class Tended:
 
         until(tended, seconds, what)
 
-    def result(self, work: Future[list[str]]) -> list[str]:
+    def result(self, work: Future[list[News]]) -> list[News]:
         self.tend_until(work.done, 'the job ends')
         return work.result()
 
-    def error(self, work: Future[list[str]]) -> BaseException | None:
+    def error(self, work: Future[list[News]]) -> BaseException | None:
         self.tend_until(work.done, 'the job ends')
         return work.exception()
 
@@ -133,7 +153,7 @@ def test_jobs_are_done_one_after_another_by_the_same_worker(pool: Tended) -> Non
 def test_stages_are_told_as_they_are_reached(pool: Tended) -> None:
     work = job('good')
     stages = pool.pool.run(work)
-    told: list[str] = []
+    told: list[News] = []
     reading = ThreadPoolExecutor(1)
     for stage in ALL:
         next_one = reading.submit(next, stages)
@@ -261,6 +281,82 @@ def test_a_destroy_waits_for_no_build_and_is_never_cancelled(pool: Tended) -> No
     assert not handed.done()
     (pool.directory / 'go').touch()
     assert pool.result(handed) == ALL
+
+
+# Many builds of one image
+
+
+def fetching(tended: Tended, word: str, count: int) -> list[Future[list[News]]]:
+    """`count` builds of one image, of which one worker is fetching it and all others wait."""
+    handed = [tended.hand_in(same(word)) for _ in range(count)]
+    tended.tend_until((tended.directory / f'{word}.pid').exists, 'somebody fetches it')
+    tended.tend_until(lambda: len(tended.pool._waiting) == count - 1, 'the others wait')
+    return handed
+
+
+def test_builds_that_wait_for_one_image_keep_no_other_build_waiting(pair: Tended) -> None:
+    handed = fetching(pair, 'comes', 5)
+    (pair.directory / 'comes.pid').unlink()
+    # There are two workers, and another image is fetched beside it.
+    assert pair.result(pair.hand_in(job('good'))) == ALL
+    assert pair.result(pair.hand_in(same('good'))) == ALL
+    assert not (pair.directory / 'comes.pid').exists()
+    (pair.directory / 'go').touch()
+    for each in handed:
+        told = pair.result(each)
+        assert told[0] == Progress('image', 34, 600), 'also those that wait are told how far it is'
+        assert [news for news in told if not isinstance(news, Progress)] == ALL
+
+
+def test_why_an_image_cannot_be_had_is_told_to_all_who_wait_for_it(pair: Tended) -> None:
+    handed = fetching(pair, 'stalls', 5)
+    (pair.directory / 'stalls.pid').unlink()
+    (pair.directory / 'go').touch()
+    for each in handed:
+        error = pair.error(each)
+        assert isinstance(error, BuildFailed)
+        assert (error.stage, error.reason) == ('image', 'it was told to, later')
+    assert not (pair.directory / 'stalls.pid').exists(), 'nobody has tried again'
+    assert pair.guests() == set()
+
+
+def test_a_killed_fetch_is_another_s_turn(pair: Tended) -> None:
+    handed = fetching(pair, 'comes', 3)
+    path = pair.directory / 'comes.pid'
+    pid = int(path.read_text())
+    path.unlink()
+    os.kill(pid, signal.SIGKILL)
+    pair.tend_until(path.exists, 'somebody else fetches it')
+    (pair.directory / 'go').touch()
+    outcomes = [pair.error(each) for each in handed]
+    assert sorted(type(each).__name__ for each in outcomes) == ['NoneType', 'NoneType', 'WorkerDied']
+
+
+def test_a_build_that_waits_for_its_image_is_cancelled_at_once(pair: Tended) -> None:
+    first, second = same('comes'), same('comes')
+    handed = pair.hand_in(first)
+    pair.tend_until((pair.directory / 'comes.pid').exists, 'it is fetched')
+    later = pair.hand_in(second)
+    pair.tend_until(lambda: len(pair.pool._waiting) == 1, 'the second waits')
+    pair.pool.cancel(second.instance)
+    assert isinstance(pair.error(later), Cancelled)
+    (pair.directory / 'go').touch()
+    assert pair.result(handed)[-3:] == ALL
+
+
+def test_a_build_kept_waiting_by_another_process_keeps_nobody_from_its_image(pair: Tended) -> None:
+    kept = same('good')
+    with subprocess.Popen(
+        [sys.executable, '-c', HOLDER, str(pair.directory), kept.instance], env=environment(), stdout=subprocess.PIPE
+    ) as holder:
+        assert holder.stdout is not None
+        holder.stdout.readline()
+        waiting = pair.hand_in(kept)
+        pair.tend_until(lambda: not pair.pool._waiting, 'a worker has it')
+        assert pair.result(pair.hand_in(same('good'))) == ALL
+        assert not waiting.done()
+        holder.kill()
+    assert pair.result(waiting) == ALL
 
 
 def test_wake_ends_a_tend(pool: Tended) -> None:

@@ -6,6 +6,7 @@ import logging
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -13,7 +14,7 @@ import pytest
 from ecomp.conf import EtcdConfig
 from ecomp.errors import EcompError, NotFound, StillGoing
 from ecomp.model import keys
-from ecomp.model.record import ACTIVE, BUILDING, ERROR, GONE, Failure, Record, to_json
+from ecomp.model.record import ACTIVE, BUILDING, ERROR, GONE, Failure, Progress, Record, to_json
 from ecomp.scheduler.wait import WAITS_FOR, Deadline, wait_for_stage, wait_until_gone
 from tests.functional.cloud import IMAGE, Cloud, new
 from tests.servers import free_port, until
@@ -43,6 +44,19 @@ def test_a_stage_is_waited_for_as_it_happens(cloud: Cloud, told: list[str]) -> N
             if stage != 'addressed':
                 until(partial(waits_for, _after(stage)), 10, f'{stage} is seen')
         assert waiting.result(10) == record
+
+
+def test_how_far_a_download_is_is_told(cloud: Cloud, told: list[str]) -> None:
+    instance = new()
+    record = Record(instance, new(), BUILDING, IMAGE, stages={'requested': 't', 'scheduled': 't'})
+    config = EtcdConfig((cloud.etcd.endpoint,))
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(wait_for_stage, config, instance, 'started', 30.0, told.append)
+        progress = Progress('image', 34_000_000, 600_000_000)
+        cloud.etcd.put(keys.instance(instance), to_json(replace(record, progress=progress)))
+        until(lambda: any(each.startswith('waiting for: image, 34 of 600 MB, ') for each in told), 10, 'it is told')
+        cloud.etcd.put(keys.instance(instance), to_json(record.at(ACTIVE, 't', 'image', 'disk', 'started')))
+        assert waiting.result(10).progress is None
 
 
 def _after(stage: str) -> str:

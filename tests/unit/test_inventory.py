@@ -8,7 +8,7 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ecomp.agent.inventory import GIB, MIB, Machine, closed, inventory, look
+from ecomp.agent.inventory import GIB, MIB, Machine, closed, default_cache, inventory, look
 from ecomp.agent.inventory import given as stated
 
 MACHINE = Machine(
@@ -19,20 +19,27 @@ MACHINE = Machine(
     disk=100 * GIB,
     disk_used=40 * GIB,
     disk_ours=10 * GIB,
+    disk_cached=2 * GIB,
 )
 
 
 def test_what_others_use_is_reserved_and_what_ours_use_is_not() -> None:
-    assert inventory(MACHINE) == {
+    assert inventory(MACHINE, 5) == {
         'VCPU': {'total': 4, 'reserved': 0},
         'MEMORY_MB': {'total': 8192, 'reserved': 2048},
-        'DISK_GB': {'total': 100, 'reserved': 30},
+        'DISK_GB': {'total': 100, 'reserved': 28 + 5},
     }
+
+
+def test_room_for_images_is_reserved_before_it_is_used_and_beyond_if_more_is() -> None:
+    assert inventory(replace(MACHINE, disk_used=38 * GIB, disk_cached=0), 5)['DISK_GB']['reserved'] == 28 + 5
+    assert inventory(replace(MACHINE, disk_used=45 * GIB, disk_cached=7 * GIB), 5)['DISK_GB']['reserved'] == 28 + 7
+    assert inventory(MACHINE, 1000)['DISK_GB'] == {'total': 100, 'reserved': 100}
 
 
 def test_a_unit_somebody_uses_a_part_of_cannot_be_given() -> None:
     almost = replace(MACHINE, memory=8 * GIB + MIB - 1, memory_used=2 * GIB + 1, memory_ours=GIB)
-    assert inventory(almost)['MEMORY_MB'] == {'total': 8192, 'reserved': 1025}
+    assert inventory(almost, 1)['MEMORY_MB'] == {'total': 8192, 'reserved': 1025}
 
 
 amounts = st.integers(0, 2**50)
@@ -40,7 +47,7 @@ amounts = st.integers(0, 2**50)
 
 @given(amounts, amounts, amounts)
 def test_placement_takes_whatever_a_machine_says(total: int, used: int, ours: int) -> None:
-    for each in inventory(replace(MACHINE, memory=total, memory_used=used, memory_ours=ours)).values():
+    for each in inventory(replace(MACHINE, memory=total, memory_used=used, memory_ours=ours), 1).values():
         assert each['total'] >= 1
         assert 0 <= each['reserved'] <= each['total']
 
@@ -53,7 +60,7 @@ def test_what_a_person_states_is_theirs_to_give() -> None:
 
 
 def test_a_closed_inventory_has_no_vcpu_left_and_is_otherwise_the_same() -> None:
-    before = inventory(MACHINE)
+    before = inventory(MACHINE, 1)
     shut = closed(before)
     assert shut == {**before, 'VCPU': {'total': 4, 'reserved': 4}}
     assert before['VCPU']['reserved'] == 0
@@ -65,10 +72,14 @@ def test_this_machine(tmp_path: Path) -> None:
     overlays.mkdir()
     (overlays / 'ours.qcow2').write_bytes(b'x' * 10_000)
     (overlays / 'another.qcow2').write_bytes(b'x' * 100_000)
-    (overlays / 'base-1.qcow2').write_bytes(b'x' * 100_000)
+    (overlays / 'base-1.qcow2').write_bytes(b'x' * 200_000)
+    (overlays / 'base-2.raw').write_bytes(b'x' * 200_000)
+    (overlays / 'base-3.part').write_bytes(b'x' * 200_000)
     machine = look(tmp_path, ['ours'])
     assert machine.cores >= 1
     assert 0 < machine.memory_used < machine.memory
     assert 0 < machine.disk_used < machine.disk
     assert 10_000 <= machine.disk_ours < 100_000
+    assert 600_000 <= machine.disk_cached < 700_000
     assert machine.memory_ours == 0
+    assert 1 <= default_cache(tmp_path) <= 20

@@ -23,6 +23,7 @@ from ecomp.model.record import (
     STOPPED,
     Failure,
     Interface,
+    Progress,
     Record,
     from_json,
     new_record,
@@ -56,6 +57,7 @@ records = st.builds(
     fault=st.none() | texts,
     name=st.none() | st.from_regex('[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?', fullmatch=True),
     power=st.none() | texts,
+    progress=st.none() | st.builds(Progress, texts, st.integers(0, 2**62), st.none() | st.integers(0, 2**62)),
 )
 
 
@@ -192,6 +194,25 @@ def test_a_field_nobody_knows_is_passed_over_inside_too() -> None:
     data['addresses'][0]['family'] = 4
     data['error']['code'] = 7
     assert from_json(json.dumps(data).encode()) == kept
+
+
+def test_progress_is_of_a_stage_and_goes_when_it_is_reached() -> None:
+    for progress in (Progress('image', 34_000_000, 600_000_000), Progress('image', 1)):
+        record = replace(RECORD, state=BUILDING, progress=progress)
+        assert from_json(to_json(record).encode()) == record
+        assert record.at(BUILDING, NOW, 'image').progress is None
+    assert str(Progress('image', 34_400_000, 600_000_000)) == 'image, 34 of 600 MB'
+    assert str(Progress('image', 34_400_000)) == 'image, 34 MB'
+
+
+@pytest.mark.parametrize(
+    'value',
+    [7, 'image', [], {}, {'stage': 'image'}, {'stage': 7, 'done': 1}, {'stage': 'image', 'done': '1'},
+     {'stage': 'image', 'done': True}, {'stage': 'image', 'done': -1}, {'stage': 'image', 'done': 10**400},
+     {'stage': 'image', 'done': 1, 'total': 'x'}, {'stage': 'image', 'done': 1, 'total': 10**400}],
+)  # fmt: skip
+def test_progress_that_is_not_understood_is_none(value: Any) -> None:
+    assert from_json(stored(progress=value)) == RECORD
 
 
 @pytest.mark.parametrize('address', ['10.0.0.1', '::1', '2001:db8::ffff:192.0.2.1', 'fe80::5054:ff:fe00:1'])

@@ -149,11 +149,19 @@ def test_qcow2_that_names_other_files(raw: Path) -> None:
 
 
 @needs_qemu_img
-@pytest.mark.parametrize('format', ['vmdk', 'qed', 'vdi', 'vhdx'])
+@pytest.mark.parametrize('format', ['vmdk', 'qed', 'vdi', 'vhdx', 'vpc'])
 def test_other_formats(format: str, raw: Path) -> None:
     path = raw.with_name('x')
     qemu_img('convert', '-f', 'raw', '-O', format, raw, path)
-    assert f'in {format} format' in refusal(path)
+    assert f'in {"vhd" if format == "vpc" else format} format' in refusal(path)
+
+
+def test_two_formats_in_one_file(tmp_path: Path) -> None:
+    """A hybrid: an ISO 9660 image with a partition table in front."""
+    path = tmp_path / 'hybrid.iso'
+    table = struct.pack('<B3BB3BII', 0x80, 0, 2, 0, 0x17, 0, 0, 0, 0, 200)
+    path.write_bytes(b'\0' * 446 + table + b'\0' * 48 + b'\x55\xaa' + b'\0' * 32256 + b'\x01CD001\x01' + b'\0' * 4096)
+    assert 'iso' in refusal(path).lower()
 
 
 def spec(disk_gb: int | None, size: int) -> GuestSpec:
@@ -175,6 +183,27 @@ def test_what_a_disk_lies_on(qcow2: Path) -> None:
     qemu_img('create', '-f', 'qcow2', '-F', 'qcow2', '-b', qcow2.name, beside)
     assert image.backing(overlay) == image.backing(beside) == str(qcow2)
     assert image.backing(qcow2) is None
+
+
+@needs_qemu_img
+def test_all_a_disk_lies_on(qcow2: Path) -> None:
+    middle, top, gone = (qcow2.with_name(f'{name}.qcow2') for name in ('middle', 'top', 'gone'))
+    qemu_img('create', '-f', 'qcow2', '-F', 'qcow2', '-b', qcow2.name, middle)
+    qemu_img('create', '-f', 'qcow2', '-F', 'qcow2', '-b', middle, top)
+    assert image.chain(top) == [str(middle), str(qcow2)]
+    middle.rename(gone)
+    assert image.chain(top) == [str(middle)]
+    qemu_img('create', '-f', 'qcow2', '-F', 'qcow2', '-b', gone, middle)
+    qemu_img('rebase', '-u', '-F', 'qcow2', '-b', middle, gone)  # round in a circle
+    assert image.chain(top) == [str(middle), str(gone)]
+    with pytest.raises(OSError, match='Is a directory'):
+        image.chain(qcow2.parent)
+
+
+@needs_qemu_img
+def test_what_was_inspected_is_known_without_inspecting_it(qcow2: Path, raw: Path) -> None:
+    assert image.inspected(qcow2) == image.inspect(qcow2)
+    assert image.inspected(raw) == image.inspect(raw)
 
 
 def test_what_lies_on_nothing(raw: Path, tmp_path: Path) -> None:

@@ -1,0 +1,165 @@
+"""One image asked for and, if it is new, downloaded: in a thread of its own, so that its asker is free to give up.
+
+Reading from a server cannot be interrupted, nor can a look at DNS; a destroy must not wait for either.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import threading
+import time
+from collections.abc import Callable
+from contextlib import closing, suppress
+from dataclasses import dataclass
+from typing import IO
+
+from ecomp.agent.images.sources import SUMS, Away, Source, Stream, Version
+from ecomp.errors import BuildFailed
+from ecomp.failpoints import failpoint
+from ecomp.model.image import sum_of
+
+DEADLINE = 3600.0
+"""Seconds a whole download may take. A time-out between two bytes alone lets a slow drip go on for ever."""
+PATIENCE = 10.0
+"""Seconds a server has for its first word on an image that is cached."""
+TICK = 0.2
+TOLD_EVERY = 1.0
+
+Tell = Callable[[int, int | None], None]
+"""Gets how many bytes are here, and of how many if that is known: at most once a second, and only what is new."""
+
+
+@dataclass(frozen=True)
+class Fetched:
+    """What was downloaded."""
+
+    sha256: str
+    size: int
+    version: Version
+
+
+class Transfer:
+    """One look at the image of `url` (without fragment), and its download into `file()` if it is not what is known.
+
+    `pin` is the SHA-256 it must have, or None. `reserve(descriptor, bytes)` is called before that many are written.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        source: Source,
+        known: Version | None,
+        pin: str | None,
+        file: Callable[[], IO[bytes]],
+        reserve: Callable[[int, int], None],
+    ) -> None:
+        self._url = url
+        self._source = source
+        self._known = known
+        self._pin = pin
+        self._file = file
+        self._reserve = reserve
+        self._stream: Stream | None = None
+        self._given_up = False
+        self._giving_up = threading.Lock()
+        self._ended = threading.Event()
+        self._result: Fetched | BaseException | None = None
+        self._answered = False
+        self._done = 0
+        self._total: int | None = None
+
+    def run(self, checkpoint: Callable[[], None], tell: Tell) -> Fetched | None:
+        """None if the image is the known one. Errors: BuildFailed, OSError of the file, and the checkpoint's."""
+        threading.Thread(target=self._run, name='download', daemon=True).start()
+        began = told_at = time.monotonic()
+        told = 0
+        try:
+            while not self._ended.wait(TICK):
+                checkpoint()
+                now = time.monotonic()
+                if self._known is not None and not self._answered and now - began > PATIENCE:
+                    raise Away('image', f'{self._url}: the server gives no answer in time')
+                if now - told_at >= TOLD_EVERY and self._done != told:
+                    told, told_at = self._done, now
+                    tell(told, self._total)
+        finally:
+            with self._giving_up:
+                # Whatever the thread waits for, from here on it opens no file, and what it writes is nobody's.
+                self._given_up = True
+                if not self._ended.is_set() and self._stream is not None:
+                    self._stream.close()
+        if isinstance(self._result, BaseException):
+            raise self._result
+        return self._result
+
+    def _run(self) -> None:
+        try:
+            self._result = self._fetch()
+        except BaseException as error:
+            self._result = error
+        finally:
+            self._ended.set()
+
+    def _fetch(self) -> Fetched | None:
+        stream = self._source.open(self._known)
+        self._answered = True
+        if stream is None:
+            return None
+        with closing(stream), self._open(stream) as file:
+            expected = self._pin
+            if expected is None and (sums := self._source.sums()) is not None:
+                expected = sum_of(sums, self._url)
+            found = self._download(stream, file, expected)
+        if expected is None and not self._is_still(found.version):
+            raise BuildFailed('image', f'{self._url}: changed while it was downloaded: ask again')
+        return found
+
+    def _open(self, stream: Stream) -> IO[bytes]:
+        with self._giving_up:
+            if self._given_up:
+                raise _GivenUp
+            self._stream = stream
+            return self._file()
+
+    def _download(self, stream: Stream, file: IO[bytes], expected: str | None) -> Fetched:
+        end = time.monotonic() + DEADLINE
+        length = self._total = stream.version.length
+        digest = hashlib.sha256()
+        if length:
+            self._reserve(file.fileno(), length)
+        failpoint('image-begun')
+        while chunk := stream.read():
+            if self._given_up:
+                raise _GivenUp
+            if length is None:
+                self._reserve(file.fileno(), self._done + len(chunk))
+            file.write(chunk)
+            digest.update(chunk)
+            self._done += len(chunk)
+            if time.monotonic() > end:
+                raise BuildFailed('image', f'{self._url}: not here after {DEADLINE:g} s, {self._done} bytes so far')
+        if length is not None and length != self._done:
+            raise BuildFailed('image', f'{self._url}: cut off after {self._done} of {length} bytes')
+        if not self._done:
+            raise BuildFailed('image', f'{self._url}: is empty')
+        if expected not in (None, digest.hexdigest()):
+            where = 'its URL' if self._pin else f'the {SUMS} beside it'
+            raise BuildFailed('image', f'{self._url}: its SHA-256 is {digest.hexdigest()}, and {where} says {expected}')
+        file.flush()
+        os.fsync(file.fileno())
+        return Fetched(digest.hexdigest(), self._done, stream.version)
+
+    def _is_still(self, version: Version) -> bool:
+        """Whether the server has still what it began to send. If it cannot be asked, nothing says otherwise."""
+        if not version.etag and not version.modified:
+            return True
+        with suppress(Away):
+            if (newer := self._source.open(version)) is not None:
+                newer.close()
+                return False
+        return True
+
+
+class _GivenUp(Exception):
+    """Nobody waits for it any more."""

@@ -1,0 +1,491 @@
+"""What the image cache keeps, asks again about and evicts, against a web server that counts."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import shutil
+import subprocess
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from ecomp.agent.build import Cancelled
+from ecomp.agent.images import transfer
+from ecomp.agent.images.bases import Bases
+from ecomp.agent.images.cache import ImageCache
+from ecomp.errors import BuildFailed
+from ecomp.virt.image import inspect
+from tests.functional.image_server import Web
+from tests.functional.test_images import LIMITS, MIB, cache, directory, get, image, kept, refused, web
+from tests.servers import free_port, until
+
+__all__ = ['directory', 'image', 'web']
+
+pytestmark = [
+    pytest.mark.timeout(120),
+    pytest.mark.skipif(
+        shutil.which('qemu-img') is None, reason='qemu-img makes the images: apt-get install qemu-utils'
+    ),
+]
+
+
+def raw(size: int, fill: int = 0) -> bytes:
+    """A raw disk of this size; another one for each `fill`."""
+    return (bytes([fill]) * 510 + b'\x55\xaa').ljust(size, bytes([fill]))
+
+
+def sha256(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
+
+
+def base(content: bytes, format: str = 'raw') -> str:
+    """The name of this content's base volume."""
+    return f'base-{sha256(content)}.{format}'
+
+
+def entries(directory: Path) -> list[Path]:
+    """What is known of URLs."""
+    return list(directory.glob('.url-*.json'))
+
+
+# Asked again, and not fetched
+
+
+@pytest.mark.parametrize('says', [{'etag': '"1"'}, {'last-modified': 'Sat, 21 Nov 2026 10:00:00 GMT'}])
+@pytest.mark.parametrize('compares', [True, False])
+def test_an_image_is_fetched_again_only_when_it_changed(
+    web: Web, directory: Path, says: dict[str, str], compares: bool
+) -> None:
+    """Also from a server that says what it has, and does not look at what it is asked."""
+    web.says, web.compares = says, compares
+    first = get(cache(directory), web.url + 'good')
+    sums = web.asked.count('SHA256SUMS')
+    for _ in range(3):
+        assert get(cache(directory), web.url + 'good') == first
+    assert web.asked.count('SHA256SUMS') == sums == 1
+    before = len(web.sent)
+    web.image = raw(MIB)
+    web.says = {name: value.replace('1', '2') for name, value in says.items()}
+    second = get(cache(directory), web.url + 'good')
+    assert len(web.sent) == before + (1 if compares else 2)
+    assert Path(second.path).name == base(web.image)
+    # Disks lie on the first one.
+    assert Path(first.path).exists()
+    assert get(cache(directory), web.url + 'good') == second
+
+
+def test_without_a_word_on_versions_the_length_is_one(web: Web, directory: Path) -> None:
+    web.image = raw(MIB)
+    first = get(cache(directory), web.url + 'good')
+    web.image = raw(MIB, 1)
+    assert get(cache(directory), web.url + 'good') == first
+    web.image = raw(2 * MIB, 1)
+    assert get(cache(directory), web.url + 'good').virtual_size == 2 * MIB
+
+
+def test_what_says_nothing_at_all_is_fetched_each_time_and_kept_once(web: Web, directory: Path) -> None:
+    first = get(cache(directory), web.url + 'without_length')
+    assert get(cache(directory), web.url + 'without_length') == first
+    assert web.asked.count('without_length') == 2
+    assert kept(directory) == [Path(first.path).name]
+
+
+def test_one_content_from_two_urls_is_one_base_volume(web: Web, directory: Path) -> None:
+    first = get(cache(directory), web.url + 'good?1')
+    second = get(cache(directory), web.url + 'good?2')
+    assert first == second
+    assert kept(directory) == [Path(first.path).name]
+    assert len(entries(directory)) == 2
+
+
+# The server is away
+
+
+def test_a_cached_image_is_used_while_its_server_cannot_be_asked(
+    web: Web, directory: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(transfer, 'PATIENCE', 0.3)
+    ours, url = cache(directory), web.url + 'good'
+    first = get(ours, url)
+    for answer in ('error', 'no_http', 'silence', 'reset'):
+        caplog.clear()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr('tests.functional.image_server.Handler.answer_good', getattr(handler(), f'answer_{answer}'))
+            if answer == 'reset':
+                patch.setattr(web, 'image', web.image + bytes(512))  # it is new, and then breaks off
+            with caplog.at_level(logging.WARNING):
+                assert get(cache(directory), url) == first
+        assert [each.levelname for each in caplog.records] == ['WARNING'], answer
+        assert 'its image is cached, and used as it was' in caplog.text
+    web.shutdown()
+    web.server_close()
+    caplog.clear()
+    for _ in range(3):
+        assert get(ours, url) == first
+    # Said once: not every build is to wait for a server that is away.
+    assert len(caplog.records) == 1
+
+
+def handler() -> type:
+    from tests.functional.image_server import Handler
+
+    return Handler
+
+
+def test_an_image_that_was_taken_away_is_refused(web: Web, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    get(cache(directory), web.url + 'good')
+    monkeypatch.setattr(handler(), 'answer_good', handler().answer_missing)
+    refused(directory, web.url + 'good', 'the server answers HTTP 404')
+
+
+# Checksums
+
+
+def test_a_pinned_image_needs_no_network_once_it_is_cached(web: Web, directory: Path, image: bytes) -> None:
+    url = f'{web.url}good#sha256={sha256(image)}'
+    first = get(cache(directory), url)
+    asked = list(web.asked)
+    assert asked == ['good'], 'whoever says the checksum needs none of the server'
+    web.shutdown()
+    web.server_close()
+    assert get(cache(directory), url) == first
+    # Nor does it matter where it came from.
+    assert get(cache(directory), f'http://127.0.0.1:{free_port()}/x#SHA256={sha256(image).upper()}') == first
+    assert get(cache(directory), f'file:///nowhere#sha256={sha256(image)}') == first
+
+
+def test_a_pinned_image_waits_for_nobody_once_it_is_cached(web: Web, directory: Path, image: bytes) -> None:
+    first = get(cache(directory), web.url + 'good')
+    with ThreadPoolExecutor(1) as threads:
+        other = threads.submit(get, cache(directory), web.url + 'slowly')
+        until(lambda: 'slowly' in web.asked, 10, 'somebody downloads')
+        assert get(cache(directory), f'{web.url}slowly#sha256={sha256(image)}') == first
+        assert not other.done()
+        web.may_go_on.set()
+        assert other.result(30) == first
+
+
+def test_another_content_than_pinned_is_refused(web: Web, directory: Path, image: bytes) -> None:
+    wrong = '0' * 64
+    reason = f'good: its SHA-256 is {sha256(image)}, and its URL says {wrong}'
+    refused(directory, f'{web.url}good#sha256={wrong}', reason)
+    # Nor is what is cached of the same URL taken for it.
+    get(cache(directory), web.url + 'good')
+    refused(directory, f'{web.url}good#sha256={wrong}', reason)
+
+
+def test_a_changed_image_does_not_hide_the_pinned_one(web: Web, directory: Path, image: bytes) -> None:
+    url = web.url + 'good'
+    first = get(cache(directory), url)
+    web.image = raw(MIB)
+    second = get(cache(directory), url)
+    assert second != first
+    assert get(cache(directory), f'{url}#sha256={sha256(image)}') == first
+    assert get(cache(directory), url) == second
+
+
+def test_a_list_of_checksums_beside_it_is_believed(web: Web, directory: Path, image: bytes) -> None:
+    web.sums = f'{"0" * 64}  another\n{sha256(image)} *good\n'.encode()
+    first = get(cache(directory), web.url + 'good')
+    web.sums = f'{"0" * 64}  good\n'.encode()
+    assert get(cache(directory), web.url + 'good') == first, 'what is the same was checked'
+    refused(directory, web.url + 'good?2', f'its SHA-256 is {sha256(image)}, and the SHA256SUMS beside it says 000')
+    assert get(cache(directory), f'{web.url}good?3#sha256={sha256(image)}') == first
+
+
+def test_a_list_that_cannot_be_read_is_not_passed_over(web: Web, directory: Path) -> None:
+    refused(directory, web.url + 'broken/good', 'broken/SHA256SUMS: the server answers HTTP 500')
+    web.sums = b'x' * (MIB + 1)
+    refused(directory, web.url + 'good', 'SHA256SUMS: is too long for checksums; put #sha256=')
+    web.sums = b'<html>whatever you ask for</html>'
+    assert get(cache(directory), web.url + 'good').format == 'qcow2'
+
+
+@pytest.mark.parametrize('says', [{'etag': '"1"'}, {'last-modified': 'yesterday'}])
+def test_an_image_that_changes_on_its_way_is_refused(web: Web, directory: Path, says: dict[str, str]) -> None:
+    web.image, web.says = raw(MIB, 1), says
+    refused(directory, web.url + 'changing', 'changed while it was downloaded')
+    assert Path(get(cache(directory), web.url + 'changing').path).name == base(web.image)
+
+
+def test_an_image_above_what_the_host_could_give_is_refused(web: Web, directory: Path) -> None:
+    small = ImageCache(directory, inspect, None, replace(LIMITS, disk=8 * MIB))
+    web.image = raw(8 * MIB + 512)
+    with pytest.raises(BuildFailed, match='the image is 0.0 GiB, and this host has 0.0 GiB for disks'):
+        get(small, web.url + 'good')
+    assert kept(directory) == []
+    web.image = raw(8 * MIB)
+    assert get(small, web.url + 'good').virtual_size == 8 * MIB
+
+
+# What is known of URLs
+
+
+@pytest.mark.parametrize(
+    'content',
+    ['', 'nonsense', '[]', '{}', '{"version": 2}', '{"version": 1, "url": 7}', b'\xff\0', 'null', '{"version": 1'],
+)
+def test_what_is_known_and_cannot_be_read_is_learnt_again(web: Web, directory: Path, content: str | bytes) -> None:
+    web.says = {'etag': '"1"'}
+    first = get(cache(directory), web.url + 'good')
+    (path,) = entries(directory)
+    good = json.loads(path.read_text())
+    path.write_bytes(content.encode() if isinstance(content, str) else content)
+    assert get(cache(directory), web.url + 'good') == first
+    assert json.loads(path.read_text()) == good
+    assert len(web.sent) == 2
+    assert kept(directory) == [Path(first.path).name]
+
+
+def test_every_spoilt_field_of_it_is_survived(web: Web, directory: Path) -> None:
+    web.says = {'etag': '"1"'}
+    first = get(cache(directory), web.url + 'good')
+    (path,) = entries(directory)
+    good = json.loads(path.read_text())
+    for name in good['found']:
+        for value in (None, [], {}, 'x', '../x', {'etag': 7}, {'x': ''}):
+            path.write_text(json.dumps({**good, 'found': {**good['found'], name: value}}))
+            assert get(cache(directory), web.url + 'good') == first, (name, value)
+        path.write_text(json.dumps({**good, 'found': {k: v for k, v in good['found'].items() if k != name}}))
+        assert get(cache(directory), web.url + 'good') == first, name
+    assert json.loads(path.read_text()) == good
+
+
+def test_a_base_volume_that_is_gone_or_cut_off_is_fetched_again(web: Web, directory: Path, image: bytes) -> None:
+    web.says = {'etag': '"1"'}
+    first = get(cache(directory), web.url + 'good')
+    Path(first.path).unlink()
+    assert get(cache(directory), web.url + 'good') == first
+    os.truncate(first.path, 1000)
+    assert get(cache(directory), web.url + 'good') == first
+    assert Path(first.path).read_bytes() == image
+    assert len(web.sent) == 3
+
+
+# Room
+
+
+def test_what_was_not_used_for_longest_goes(web: Web, directory: Path) -> None:
+    contents = {name: raw(MIB, number) for number, name in enumerate('abc')}
+    ours = cache(directory, limit=2 * MIB)
+    for name in 'aba':
+        web.image = contents[name]
+        get(ours, f'{web.url}good?{name}#sha256={sha256(web.image)}')
+    web.image = contents['c']
+    get(ours, web.url + 'good?c')
+    assert kept(directory) == sorted([base(contents['a']), base(contents['c'])])
+    # Nothing is known any more of where it came from.
+    assert {json.loads(each.read_text())['url'][-1] for each in entries(directory)} == {'a', 'c'}
+    web.image = contents['b']
+    assert get(ours, web.url + 'good?b').virtual_size == MIB
+
+
+def test_a_newer_image_may_take_the_room_of_the_one_before(web: Web, directory: Path) -> None:
+    ours = cache(directory, limit=3 * MIB - 1)
+    web.image = raw(MIB)
+    get(ours, web.url + 'good')
+    web.image = raw(2 * MIB, 1)
+    assert get(ours, web.url + 'good').virtual_size == 2 * MIB
+    assert kept(directory) == [base(web.image)]
+
+
+def overlay(directory: Path, name: str, below: str, format: str) -> None:
+    """A disk that lies on a file beside it."""
+    command = ['qemu-img', 'create', '-q', '-f', 'qcow2', '-F', format, '-b', str(directory / below)]
+    subprocess.run([*command, str(directory / name), '4M'], check=True)
+
+
+def test_what_a_disk_lies_on_stays_and_so_does_what_a_build_has(web: Web, directory: Path) -> None:
+    contents = {name: raw(MIB, number) for number, name in enumerate('abcd')}
+    ours = cache(directory, limit=2 * MIB)
+    web.image = contents['a']
+    get(ours, web.url + 'good?a')
+    overlay(directory, 'x.qcow2', base(contents['a']), 'raw')
+    # Neither does it matter how far below a disk it lies, nor how that is called.
+    overlay(directory, 'y', 'x.qcow2', 'qcow2')
+    (directory / 'x.qcow2').rename(directory.with_name('elsewhere'))
+    subprocess.run(
+        ['qemu-img', 'rebase', '-u', '-F', 'qcow2', '-b', str(directory.with_name('elsewhere')), str(directory / 'y')],
+        check=True,
+    )
+    web.image = contents['b']
+    with ours.held(web.url + 'good?b', lambda: None, lambda *_: None) as held:
+        web.image = contents['c']
+        before = kept(directory)
+        with pytest.raises(BuildFailed) as caught:
+            get(ours, web.url + 'good?c')
+        assert caught.value.reason == (
+            'the image is 1.0 MB; of the 2.0 MB that `image_cache:` is here, 2.0 MB are base volumes of disks or being '
+            'downloaded, and cannot go'
+        )
+        assert kept(directory) == before
+        assert Path(held.path).exists()
+    # Let go, and no disk on it.
+    assert get(ours, web.url + 'good?c').virtual_size == MIB
+    assert base(contents['a']) in kept(directory)
+    assert base(contents['b']) not in kept(directory)
+
+
+def test_nothing_goes_if_that_would_not_be_enough(web: Web, directory: Path) -> None:
+    contents = [raw(MIB, number) for number in range(2)]
+    ours = cache(directory, limit=4 * MIB)
+    for web.image in contents:
+        get(ours, f'{web.url}good?{len(kept(directory))}')
+    overlay(directory, 'x.qcow2', base(contents[0]), 'raw')
+    before = kept(directory)
+    web.image = raw(4 * MIB, 7)
+    with pytest.raises(BuildFailed, match='the image is 4.0 MB; of the 4.0 MB .* 1.0 MB are base volumes'):
+        get(ours, web.url + 'good?big')
+    assert kept(directory) == before
+
+
+@pytest.mark.parametrize('path', ['good', 'without_length'])
+def test_an_image_above_the_limit_is_refused_before_it_is_here(web: Web, directory: Path, path: str) -> None:
+    web.image = raw(3 * MIB)
+    ours = cache(directory, limit=2 * MIB)
+    with pytest.raises(BuildFailed, match=r'the image is 2\.[0-9] MB|the image is 3.0 MB') as caught:
+        get(ours, web.url + path)
+    assert caught.value.reason.endswith('and `image_cache:` here is 2.0 MB')
+    assert kept(directory) == []
+
+
+def test_a_disk_that_cannot_be_read_may_lie_on_anything(
+    web: Web, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours = cache(directory, limit=MIB)
+    web.image = raw(MIB)
+    get(ours, web.url + 'good?a')
+
+    def unreadable(path: Path) -> list[str]:
+        raise OSError(5, 'Input/output error', str(path))
+
+    monkeypatch.setattr('ecomp.agent.images.bases.chain', unreadable)
+    web.image = raw(MIB, 1)
+    with pytest.raises(BuildFailed, match='cannot be kept in .*: Input/output error'):
+        get(ours, web.url + 'good?b')
+    assert kept(directory) == [base(raw(MIB))]
+
+
+def test_downloads_take_room_from_their_beginning(web: Web, directory: Path) -> None:
+    web.image = raw(MIB)
+    ours = cache(directory, limit=2 * MIB - 1)
+    with ThreadPoolExecutor(1) as threads:
+        other = threads.submit(get, ours, web.url + 'half')
+        until(lambda: 'half' in web.asked and kept(directory), 10, 'it is downloading')
+        with pytest.raises(BuildFailed, match='being downloaded, and cannot go'):
+            get(ours, web.url + 'good')
+        web.may_go_on.set()
+        other.result(30)
+
+
+def test_base_volumes_of_before_serve_their_disks_and_then_go(web: Web, directory: Path) -> None:
+    """They were named by the URL."""
+    directory.mkdir()
+    old = directory / 'base-0123456789abcdef0123456789abcdef.raw'
+    old.write_bytes(raw(MIB))
+    os.utime(old, (0, 0))
+    overlay(directory, 'x.qcow2', old.name, 'raw')
+    ours = cache(directory, limit=2 * MIB)
+    for number in range(3):
+        web.image = raw(MIB, number + 1)
+        get(ours, f'{web.url}good?{number}')
+        assert old.exists()
+    (directory / 'x.qcow2').unlink()
+    web.image = raw(MIB, 9)
+    get(ours, web.url + 'good?9')
+    assert not old.exists()
+
+
+# Meanwhile
+
+
+def test_how_far_it_is_is_told_now_and_then(web: Web, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transfer, 'TICK', 0.02)
+    monkeypatch.setattr(transfer, 'TOLD_EVERY', 0.1)
+    told: list[tuple[int, int | None]] = []
+
+    def tell(done: int, total: int | None) -> None:
+        told.append((done, total))
+        if done == MIB // 2:
+            web.may_go_on.set()
+
+    web.image = raw(MIB)
+    get(cache(directory), web.url + 'half', tell=tell)
+    assert (MIB // 2, MIB) in told
+    assert told == sorted(set(told)), 'only what is new is told'
+    told.clear()
+    monkeypatch.setattr(transfer, 'TOLD_EVERY', 30.0)
+    get(cache(directory), web.url + 'half', tell=tell)
+    assert told == [], 'what is here soon is not told'
+
+
+def test_a_drip_of_unknown_length_is_told_and_can_be_left(
+    web: Web, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transfer, 'TICK', 0.02)
+    monkeypatch.setattr(transfer, 'TOLD_EVERY', 0.2)
+    told: list[int] = []
+
+    def tell(done: int, total: int | None) -> None:
+        assert total is None
+        told.append(done)
+        if len(told) > 2:
+            raise Cancelled
+
+    began = time.monotonic()
+    with pytest.raises(Cancelled):
+        get(cache(directory), web.url + 'drip', tell=tell)
+    assert time.monotonic() - began >= 0.5
+    assert told == sorted(set(told))
+    assert kept(directory) == []
+
+
+@pytest.mark.parametrize('path', ['silence', 'half'])
+def test_a_silent_server_keeps_nobody_from_being_destroyed(web: Web, directory: Path, path: str) -> None:
+    web.image = raw(MIB)
+    asked_at: list[float] = []
+
+    def checkpoint() -> None:
+        asked_at.append(time.monotonic())
+        if web.asked and len(asked_at) > 4:
+            raise Cancelled
+
+    began = time.monotonic()
+    with pytest.raises(Cancelled):
+        get(cache(directory), web.url + path, checkpoint)
+    assert time.monotonic() - began < 10
+    gaps = [after - before for before, after in zip(asked_at, asked_at[1:], strict=False)]
+    assert max(gaps) < 1.0
+    assert kept(directory) == []
+    # Whatever the left thread still reads goes nowhere.
+    web.may_go_on.set()
+    assert get(cache(directory), web.url + 'good').virtual_size == MIB
+    assert kept(directory) == [base(web.image)]
+
+
+# Local images
+
+
+def test_a_local_image_is_copied_again_when_it_changed(tmp_path: Path, directory: Path) -> None:
+    shelf = tmp_path / 'shelf'
+    shelf.mkdir()
+    path, url = shelf / 'a.raw', f'file://{shelf}/a.raw'
+    path.write_bytes(raw(MIB))
+    first = get(cache(directory, shelf), url)
+    assert get(cache(directory, shelf), url) == first
+    path.write_bytes(raw(MIB, 1))
+    second = get(cache(directory, shelf), url)
+    assert Path(second.path).name == base(raw(MIB, 1))
+    (shelf / 'SHA256SUMS').write_text(f'{"0" * 64}  a.raw\n')
+    assert get(cache(directory, shelf), url) == second
+    path.write_bytes(raw(MIB, 2))
+    refused(directory, url, 'and the SHA256SUMS beside it says 0000', local=shelf)
+    path.unlink()
+    refused(directory, url, 'no such file', local=shelf)
+    assert Bases(directory, LIMITS.cache).entry(url) is not None
