@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from enum import Enum
 
-from ecomp.model.guest import CRASHED, NO_SPACE, Guest, mac_address
+from ecomp.model.guest import CRASHED, NO_SPACE, Address, Guest
 from ecomp.model.instance import Invalid, Request
 from ecomp.model.record import ACTIVE, ERROR, GONE, STOPPED, Record
 
@@ -44,7 +44,7 @@ def plan(
     wishes: Mapping[str, Wish],
     records: Mapping[str, Record],
     guests: Mapping[str, Guest],
-    addresses: Mapping[str, Mapping[str, str]],
+    addresses: Mapping[str, Mapping[str, Address]],
     vanished: Collection[str] = (),
     before_reboot: Collection[str] = (),
 ) -> list[Task]:
@@ -82,7 +82,7 @@ def _ending(compute: str, wish: Wish, record: Record | None) -> tuple[Kind, str]
 
 
 def _living(
-    record: Record | None, guest: Guest | None, addresses: Mapping[str, str], vanished: bool, before_reboot: bool
+    record: Record | None, guest: Guest | None, addresses: Mapping[str, Address], vanished: bool, before_reboot: bool
 ) -> tuple[Kind, str] | None:
     if record is None or record.state not in (ACTIVE, STOPPED):
         return Kind.BUILD, 'it was asked for and is not there yet'
@@ -100,9 +100,9 @@ def _living(
     return None
 
 
-def news(record: Record, addresses: Mapping[str, str]) -> bool:
+def news(record: Record, addresses: Mapping[str, Address]) -> bool:
     """True when an interface has an address now that the record does not say."""
-    return any(addresses.get(each.mac, each.address) != each.address for each in record.addresses)
+    return any(each.mac in addresses and addresses[each.mac].address != each.address for each in record.addresses)
 
 
 def pending(record: Record) -> bool:
@@ -136,8 +136,3 @@ def _seen(guest: Guest | None) -> str | None:
     if not guest.defined:
         return UNDEFINED if guest.running else GONE_DOMAIN
     return guest.trouble or None
-
-
-def macs(instance: str, bridge: str | None) -> Collection[str]:
-    """The MAC addresses of an instance on this compute."""
-    return [mac_address(instance, number) for number in range(2 if bridge else 1)]

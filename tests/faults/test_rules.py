@@ -20,7 +20,7 @@ from ecomp.agent.pool import Inline, Pretended
 from ecomp.agent.records import Superseded
 from ecomp.conf import EtcdConfig
 from ecomp.model import keys
-from ecomp.model.guest import Guest, mac_address
+from ecomp.model.guest import DEFAULT_NETWORKS, Address, Guest, mac_address
 from ecomp.model.instance import Request, to_json
 from ecomp.model.record import ACTIVE, BUILDING, Interface, Record
 from ecomp.model.record import to_json as record_json
@@ -55,7 +55,8 @@ def world(etcd: Etcd, placement: PlacementServer, tmp_path: Path) -> Iterator[Wo
     runner = Inline(hypervisor, Pretended())
     memory = Memory(tmp_path, compute, lambda: NOW)
     data = GuestData(tmp_path / 'metadata')
-    instances = Instances(compute, store, client, runner, data, Shape('qemu', True, None), memory, lambda: NOW)
+    shape = Shape('qemu', True, DEFAULT_NETWORKS, 'here')
+    instances = Instances(compute, store, client, runner, hypervisor, data, shape, memory, lambda: NOW)
     request = Request(instance, {compute: SIZE}, 'http://h/i', 'u', 'p')
     ledger.claim(client, instance, request.allocations, 'u', 'p')
     planned = store.commit([], [Put(keys.host(compute, instance), to_json(request))])
@@ -87,7 +88,9 @@ TASKS: dict[str, tuple[str | None, Callable[[World], None]]] = {
     'power off': (ACTIVE, lambda w: w.instances.power(w.request.instance, w.planned, None)),
     'address': (
         ACTIVE,
-        lambda w: w.instances.address(w.request.instance, w.planned, {mac_address(w.request.instance, 0): '10.0.0.1'}),
+        lambda w: w.instances.address(
+            w.request.instance, w.planned, {mac_address(w.request.instance, 0): Address('10.0.0.1', 'lease')}
+        ),
     ),
     'clear': (None, lambda w: w.instances.clear(w.request.instance, w.planned, 'no reason')),
 }

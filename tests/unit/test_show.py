@@ -44,7 +44,8 @@ def test_no_instances_are_a_heading_or_an_empty_array() -> None:
 def test_json_is_the_record_as_etcd_has_it() -> None:
     (listed,) = json.loads(as_list([ADDRESSED], 'json'))
     assert listed == json.loads(as_detail(ADDRESSED, 'json'))
-    assert listed['addresses'] == [{'network': 'default', 'mac': '52:54:00:00:00:01', 'address': '10.0.0.1'}]
+    interface = {'network': 'default', 'mac': '52:54:00:00:00:01', 'address': '10.0.0.1'}
+    assert listed['addresses'] == [{**interface, 'source': None, 'expected': None}]
     assert listed['version'] == 1
 
 
@@ -55,6 +56,22 @@ def test_one_instance_whole() -> None:
     failed = as_detail(FAILED, 'table')
     assert 'at stage image: the server answers HTTP 404' in failed
     assert 'nothing of it is left' in failed
+
+
+def test_an_address_is_expected_until_the_guest_has_it() -> None:
+    mac = '52:54:00:00:00:01'
+    rows = {
+        f'no address yet ({mac} on br0)': Interface('br0', mac),
+        f'10.0.0.1 expected ({mac} on default)': Interface('default', mac, expected='10.0.0.1'),
+        f'10.0.0.1 ({mac} on default, by lease)': Interface('default', mac, '10.0.0.1', 'lease', '10.0.0.1'),
+        f'10.0.0.9 ({mac} on br0, by arp)': Interface('br0', mac, '10.0.0.9', 'arp'),
+    }
+    shown = as_detail(replace(RECORD, addresses=tuple(rows.values()), console='hv1:/c/i.log'), 'table').splitlines()
+    assert [line.split('  ', 1)[1].strip() for line in shown if line.startswith('interface')] == list(rows)
+    assert 'console      hv1:/c/i.log' in shown
+    expecting = replace(RECORD, addresses=(rows[f'10.0.0.1 expected ({mac} on default)'],))
+    assert as_list([expecting], 'table').splitlines()[1].split()[2] == '-'
+    assert no_address(expecting).endswith('waiting for: scheduled (10.0.0.1 is expected)')
 
 
 def test_why_there_is_no_address() -> None:
