@@ -52,9 +52,9 @@ class Libvirt:
         access.check_reachable(self._volumes.directory, qemu)
         if access.KVM.exists() and not access.can(access.READ_WRITE, access.KVM, qemu):
             LOG.warning('%s %s', access.KVM, access.UNUSABLE_KVM.format(name=qemu.name))
-        self._volumes.prepare()
         for attachment in self._attachments:
             self._networks.prepare(attachment)
+        self._volumes.prepare()
         # libvirt probes QEMU for this, which takes seconds once: here, and not in the first guest's start.
         with self._connection.use('probing QEMU') as connection:
             connection.getDomainCapabilities(None, xml.ARCHITECTURE, xml.MACHINE, self.virt_type('auto'))

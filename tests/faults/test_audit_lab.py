@@ -178,10 +178,11 @@ PLANTS: dict[str, Callable[[Hypervisor, str], AbstractContextManager[str]]] = {
     'domain-orphaned': domain_of_nobody,
     'disk-orphaned': disk_of_nobody,
     'seed-orphaned': seed_of_nobody,
+    'part-orphaned': download_of_nobody,
     'reservation-orphaned': reservation_of_nobody,
+    # Last, for they end with a new ecompute, whose workers sweep such files as they start.
     'reservation-missing': unreserved,
     'reservation-differs': reserved_otherwise,
-    'part-orphaned': download_of_nobody,
 }
 
 
