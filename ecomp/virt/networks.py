@@ -12,6 +12,7 @@ from ecomp.errors import EcompError, UsageError
 from ecomp.model.guest import Attachment
 from ecomp.virt import dhcp
 from ecomp.virt.connection import Connection, libvirt
+from ecomp.virt.dhcp import Dhcp
 
 METADATA_ADDRESS = '169.254.169.254'
 # NUD_REACHABLE, STALE, DELAY, PROBE and PERMANENT of linux/neighbour.h: states in which the MAC is believed.
@@ -52,19 +53,23 @@ class Networks:
             network = connection.networkLookupByName(name)
             return str(network.bridgeName()) if dhcp.read(network.XMLDesc()).served else None
 
-    def leases(self, name: str, macs: Iterable[str]) -> Mapping[str, str]:
-        """The IPv4 address each of these MACs was given last. A network that is not there or off has given none."""
+    def leases(self, name: str, macs: Iterable[str]) -> tuple[Mapping[str, str], Dhcp]:
+        """The IPv4 address each of these MACs was given last, and what the network gives out.
+
+        A network that is not there or off gives nothing, and has given nothing.
+        """
         try:
             with self._connection.use(f'asking for the leases of network {name}') as connection:
-                leases = connection.networkLookupByName(name).DHCPLeases()
+                network = connection.networkLookupByName(name)
+                leases, definition = network.DHCPLeases(), dhcp.read(network.XMLDesc())
         except EcompError as error:
             if not isinstance(error.__cause__, libvirt.libvirtError) or error.__cause__.get_error_code() not in (
                 libvirt.VIR_ERR_NO_NETWORK,
                 libvirt.VIR_ERR_OPERATION_INVALID,
             ):
                 raise
-            return {}
-        return newest(leases, macs)
+            return {}, dhcp.NONE
+        return newest(leases, macs), definition
 
 
 def newest(leases: Iterable[Mapping[str, Any]], macs: Iterable[str]) -> dict[str, str]:

@@ -336,6 +336,12 @@ def inside_the_host(state: str, instance: str) -> None:
     for command in (add, *up):
         subprocess.run(command, check=True)
     assert hypervisor.addresses(instance) == {}
+    # Offered and not leased yet, which dnsmasq writes there, or one the guest gave itself.
+    for known, seen in (('10.77.0.50', {}), ('10.77.0.200', {leased: Address('10.77.0.200', 'arp')})):
+        entry = [known, 'lladdr', leased, 'dev', 'virbr0']
+        subprocess.run(['ip', 'neigh', 'add', *entry, 'nud', 'stale'], check=True)
+        assert hypervisor.addresses(instance) == seen
+        subprocess.run(['ip', 'neigh', 'del', *entry], check=True)
     asked = threading.Thread(target=subprocess.run, args=(client,), kwargs={'capture_output': True})
     asked.start()
     wait_until(lambda: 'leases: virbr0.status' in told.get(timeout=60), 'the lease is told')
