@@ -103,7 +103,7 @@ def _pretended(config: ComputeConfig, totals: Mapping[str, int], at_exit: ExitSt
         temporary = at_exit.enter_context(tempfile.TemporaryDirectory(prefix='ecompute-fake-'))
         # A throw-away state with a lasting uuid would be the same compute ten times over.
         config = replace(config, state=Path(temporary), uuid=None)
-    return replace(config, inventory=totals, bridge=None)
+    return replace(config, inventory=totals, networks=ComputeConfig.networks)
 
 
 def _run(config: ComputeConfig, fake: bool, accept: bool, at_exit: ExitStack) -> None:
@@ -117,6 +117,7 @@ def _run(config: ComputeConfig, fake: bool, accept: bool, at_exit: ExitStack) ->
     from ecomp.agent.memory import Memory
     from ecomp.agent.metadata import GuestData
     from ecomp.agent.republish import republish
+    from ecomp.agent.reserved import reserve_again
     from ecomp.agent.state import State
     from ecomp.placement.client import Placement
     from ecomp.store.client import Store
@@ -143,7 +144,7 @@ def _run(config: ComputeConfig, fake: bool, accept: bool, at_exit: ExitStack) ->
     hypervisor, runner, watch_over = _hypervisor(config, fake, at_exit)
     if familiar:
         _refuse_others(hypervisor, store, compute)
-    shape = Shape(hypervisor.virt_type(config.virt_type), config.resize, config.bridge)
+    shape = Shape(hypervisor.virt_type(config.virt_type), config.resize, config.networks, socket.gethostname())
     placement = Placement(config.placement)
     at_exit.callback(placement.close)
     inventory = _inventory(config, fake, list(hypervisor.guests()))
@@ -153,12 +154,13 @@ def _run(config: ComputeConfig, fake: bool, accept: bool, at_exit: ExitStack) ->
         if accept:
             republish(compute, store, placement, memory, set(hypervisor.guests()), _now())
             failpoint('republished')
+        reserve_again(hypervisor, memory)
         # Not before: killed until now, the next start is to find the same strange etcd.
         known.start()
         at_exit.callback(known.stop)
 
     guest_data = GuestData(config.state / 'metadata')
-    instances = Instances(compute, store, placement, runner, guest_data, shape, memory, _now)
+    instances = Instances(compute, store, placement, runner, hypervisor, guest_data, shape, memory, _now)
     claims, complaints, threads = ClaimKeeper(compute, store, placement), Complaints(), 2 * _workers(config) + 2
     closing = threading.Event()
 
@@ -225,9 +227,7 @@ def _hypervisor(
         return pretended, inline, lambda: None
     from ecomp.virt.libvirt_host import Libvirt
 
-    if config.bridge and not Path('/sys/class/net', config.bridge).exists():
-        raise UsageError(f'bridge: this host has no {config.bridge}: make it (see BRIDGE.md) or leave it out')
-    libvirt = Libvirt(config.state)
+    libvirt = Libvirt(config.state, config.networks)
     at_exit.callback(libvirt.close)
     libvirt.prepare()
     watch_over = _metadata(config, libvirt, at_exit)
@@ -265,14 +265,30 @@ def _metadata(config: ComputeConfig, libvirt: Libvirt, at_exit: ExitStack) -> Ca
     """See that a metadata server answers; what keeps it so."""
     from ecomp.agent.metadata import ADDRESS, MetadataServer
 
+    if libvirt.bridge_name() is None:
+        log.warning('networks: none of them is a network whose bridge libvirt made: no metadata is served')
+        return lambda: None
     server = MetadataServer(config.state / 'metadata', config.directory)
+    # One that was killed left the address where it was: with this file it is ours to take off.
+    mark = config.state / 'metadata-address'
+    ours = mark.exists()
 
     def ensure() -> None:
-        if libvirt.ensure_metadata_address():
+        nonlocal ours
+        if not libvirt.metadata_address_present():
+            ours = True
+            with suppress(OSError):  # a full disk
+                mark.touch()
+            libvirt.ensure_metadata_address()
             log.info("put %s on the guests' bridge", ADDRESS)
-            at_exit.callback(libvirt.remove_metadata_address)
         server.ensure()
 
+    def take_off() -> None:
+        if ours:
+            libvirt.remove_metadata_address()
+            mark.unlink(missing_ok=True)
+
+    at_exit.callback(take_off)
     at_exit.callback(server.stop)
     ensure()
     return ensure

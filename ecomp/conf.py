@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ecomp.errors import UsageError
+from ecomp.model.guest import DEFAULT_NETWORKS, MOST_INTERFACES, Attachment
 from ecomp.model.image import check_image
 from ecomp.yaml_file import Node, Section, Wrong, YamlFile, between, described, flag, one_of, shown, text_of
 
@@ -43,15 +44,15 @@ class ComputeConfig:
     """What ecompute is told. None means ecompute finds out itself. All paths are absolute.
 
     `placement` is a URL without a slash at its end, `inventory` is total by resource class (MEMORY_MB in MiB,
-    DISK_GB in GiB), `images` a directory images may be named from, `image_cache` is in GiB, `directory` the one
-    compute.yaml was in.
+    DISK_GB in GiB), `networks` is what each guest is plugged into, in order, `images` a directory images may be
+    named from, `image_cache` is in GiB, `directory` the one compute.yaml was in.
     """
 
     uuid: str | None = None
     etcd: EtcdConfig = EtcdConfig()
     placement: str = 'http://localhost:8080'
     resize: bool = True
-    bridge: str | None = None
+    networks: tuple[Attachment, ...] = DEFAULT_NETWORKS
     state: Path = Path('/var/lib/ecompute')
     workers: int | None = None
     inventory: Mapping[str, int] | None = None
@@ -86,7 +87,7 @@ def load_compute(path: Path | None = None) -> ComputeConfig:
         etcd=_etcd(file, top.section('etcd')),
         placement=top.section('placement').take('endpoint', _url, ComputeConfig.placement),
         resize=top.take('resize', flag, ComputeConfig.resize),
-        bridge=top.take('bridge', _interface, None),
+        networks=_networks(top),
         state=top.take('state', file.path_of, ComputeConfig.state),
         workers=top.take('workers', between(1, 64), None),
         inventory=top.take('inventory', _inventory, None),
@@ -159,6 +160,14 @@ def _etcd(file: YamlFile, etcd: Section) -> EtcdConfig:
     )
 
 
+def _networks(top: Section) -> tuple[Attachment, ...]:
+    if 'networks' in top and 'bridge' in top:
+        top.complain('bridge', 'say it in networks, where it stands beside them: - bridge: NAME')
+    # The form of 2019: a second interface.
+    nothing: tuple[Attachment, ...] = ()
+    return top.take('networks', _network_list, (*DEFAULT_NETWORKS, *top.take('bridge', _bridge, nothing)))
+
+
 # As in yaml_file: each makes a value of a node, or raises Wrong with what it should have been.
 
 
@@ -186,6 +195,40 @@ def _seconds(node: Node) -> float:
 def _uuid(node: Node) -> str:
     if not re.fullmatch(r'[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}', text := text_of(node).lower()):
         raise Wrong(f'must be a uuid like {DEFAULT_USER_ID}, not {shown(text)}')
+    return text
+
+
+def _network_list(node: Node) -> tuple[Attachment, ...]:
+    if node.kind != 'seq' or not node.items:
+        raise Wrong(f'must be a list of `- network: NAME` and `- bridge: NAME`, not {described(node)}')
+    found: list[Attachment] = []
+    for item in node.items:
+        try:
+            found.append(_attachment(item))
+            if found[-1] in found[:-1]:
+                raise Wrong(f'{found[-1].kind} {shown(found[-1].name)} is there twice')
+        except Wrong as wrong:
+            raise Wrong(f'line {item.line}: {wrong}') from wrong
+    if len(found) > MOST_INTERFACES:
+        raise Wrong(f'must be at most {MOST_INTERFACES}, are {len(found)}')
+    return tuple(found)
+
+
+def _attachment(item: Node) -> Attachment:
+    kinds = {'network': _network, 'bridge': _interface}
+    if item.kind != 'map' or len(item.pairs) != 1 or item.pairs[0][0].text not in kinds:
+        raise Wrong('must be `network: NAME`, one of libvirt, or `bridge: NAME`, one of this host')
+    key, value = item.pairs[0]
+    return Attachment(key.text, kinds[key.text](value))
+
+
+def _bridge(node: Node) -> tuple[Attachment, ...]:
+    return (Attachment('bridge', _interface(node)),)
+
+
+def _network(node: Node) -> str:
+    if '/' in (text := text_of(node)) or len(text) > 100:
+        raise Wrong(f'must be the name of a network of libvirt, not {shown(text)}')
     return text
 
 

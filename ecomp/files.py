@@ -6,8 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 
-def watch(directory: Path, suffix: str, notify: Callable[[str], None]) -> Callable[[], None]:
-    """From now on notify(reason) within milliseconds of a file that ends so being written; returns what ends it.
+def watch(directory: Path, suffix: str, written: Callable[[Path], None]) -> Callable[[], None]:
+    """From now on written(path) within milliseconds of a file that ends so being written; returns what ends it.
 
     OSError if the directory cannot be watched.
     """
@@ -18,9 +18,9 @@ def watch(directory: Path, suffix: str, notify: Callable[[str], None]) -> Callab
     class Handler(FileSystemEventHandler):
         def on_any_event(self, event: FileSystemEvent) -> None:
             # Most write a new file and rename it; some write in place.
-            path = str(event.dest_path or event.src_path)
-            if event.event_type in ('moved', 'modified', 'created') and path.endswith(suffix):
-                notify(f'{Path(path).name} {event.event_type}')
+            path = Path(str(event.dest_path or event.src_path))
+            if event.event_type in ('moved', 'modified', 'created') and path.name.endswith(suffix):
+                written(path)
 
     observer = Observer()
     observer.schedule(Handler(), str(directory))

@@ -23,7 +23,7 @@ from ecomp.agent.power import Shutdowns
 from ecomp.agent.records import Superseded
 from ecomp.errors import EcompError, Unreachable
 from ecomp.model import keys
-from ecomp.model.guest import Guest
+from ecomp.model.guest import Address, Guest
 from ecomp.model.instance import Invalid, Request, parse_request
 from ecomp.model.record import ACTIVE, STOPPED, Record
 from ecomp.store.client import Entry
@@ -288,7 +288,7 @@ class Daemon:
         return found, unreadable
 
     def _carry_out(
-        self, task: Task, revision: int, wish: Wish, guest: Guest | None, addresses: Mapping[str, str]
+        self, task: Task, revision: int, wish: Wish, guest: Guest | None, addresses: Mapping[str, Address]
     ) -> None:
         instance, began = task.instance, time.monotonic()
         log.debug('%s %s: %s', task.kind.value, instance, task.reason)

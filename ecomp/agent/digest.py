@@ -30,7 +30,13 @@ log = logging.getLogger(__name__)
 
 def look(hypervisor: Hypervisor, state: Path) -> Digest:
     """What is there now. Errors: those of the hypervisor."""
-    return Digest(hypervisor.guests(), hypervisor.without_base(), GuestData(state / 'metadata').all(), parts(state))
+    return Digest(
+        hypervisor.guests(),
+        hypervisor.without_base(),
+        GuestData(state / 'metadata').all(),
+        {mac: f'{each.instance} {each.address}' for mac, each in hypervisor.reservations().items()},
+        parts(state),
+    )
 
 
 def parts(state: Path) -> dict[str, str]:
@@ -147,7 +153,7 @@ class Answerer:
         return done
 
     def _remove(self, leftover: Leftover) -> str:
-        instance = {'disk': leftover.name, 'seed': leftover.mark}.get(leftover.kind, '')
+        instance = leftover.mark if leftover.kind == 'seed' else '' if leftover.kind == 'part' else leftover.name
         if not self._may_remove(instance):
             return 'not removed: this compute is read-only, or remembers that it lives'
         if leftover.kind == 'part':
@@ -161,6 +167,9 @@ class Answerer:
                 return 'not removed: it is wanted now'
             if guest is not None and (guest.defined or guest.running):
                 return 'not removed: its domain is there'
+            if leftover.kind == 'reservations':
+                self._hypervisor.release(instance)
+                return 'removed'
             if leftover.kind == 'seed':
                 data = GuestData(self._state / 'metadata')
                 if data.all().get(leftover.name) != instance:

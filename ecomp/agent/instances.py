@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from ecomp.agent.build import Build, Cancelled, Destroy, Forget
 from ecomp.agent.memory import Memory
 from ecomp.agent.metadata import GuestData
-from ecomp.agent.plan import GONE_BOTH, macs
+from ecomp.agent.plan import GONE_BOTH
 from ecomp.agent.pool import Runner
 from ecomp.agent.power import ATTEMPTS, Switch
 from ecomp.agent.records import Records, Superseded
@@ -22,7 +22,7 @@ from ecomp.errors import BuildFailed, Conflict, EcompError, NoSpace, UnknownOutc
 from ecomp.failpoints import failpoint
 from ecomp.model import keys
 from ecomp.model.allocation import difference, to_wire, total
-from ecomp.model.guest import BaseImage, Guest, GuestSpec
+from ecomp.model.guest import Address, Attachment, BaseImage, Guest, GuestSpec, all_macs
 from ecomp.model.instance import Request
 from ecomp.model.record import (
     ACTIVE,
@@ -41,22 +41,22 @@ from ecomp.model.text import printable
 from ecomp.placement import allocations as ledger
 from ecomp.placement.client import Placement
 from ecomp.store.client import Delete, Put, Store
+from ecomp.virt import Hypervisor
 
 log = logging.getLogger(__name__)
 
 RELEASES = 5
 """How often a release is tried at once that loses its race."""
 
-NETWORK = 'default'
-
 
 @dataclass(frozen=True)
 class Shape:
-    """What this compute gives every guest."""
+    """What this compute gives every guest. `hostname` is where its console log is."""
 
     virt_type: str
     resize: bool
-    bridge: str | None
+    networks: tuple[Attachment, ...]
+    hostname: str
 
 
 class Instances:
@@ -71,6 +71,7 @@ class Instances:
         store: Store,
         placement: Placement,
         runner: Runner,
+        hypervisor: Hypervisor,
         guest_data: GuestData,
         shape: Shape,
         memory: Memory,
@@ -80,6 +81,7 @@ class Instances:
         self._store = store
         self._placement = placement
         self._runner = runner
+        self._hypervisor = hypervisor
         self._guest_data = guest_data
         self._shape = shape
         self._now = now
@@ -129,6 +131,7 @@ class Instances:
         spec = self._spec(request)
         assert request.image is not None  # parse_request() lets no other request with allocations through
         try:
+            record = self._records.write(self._reserve(record, spec), revision)
             self._guest_data.write(request, spec.macs)
             failpoint('seeded')
             for news in self._runner.run(Build(spec, request.image)):
@@ -138,7 +141,7 @@ class Instances:
                     record = self._noted(record.at(BUILDING, self._now(), news), revision)
         except Cancelled:
             log.info('instance %s: its build was stopped and is undone', instance)
-            self._guest_data.remove(instance, spec.macs)
+            self._forget(instance)
             raise Superseded from None
         except BuildFailed as error:
             self._fail(record, revision, Failure(error.stage, error.reason, ''))
@@ -146,7 +149,6 @@ class Instances:
             self._fail(record, revision, Failure('image', f'{error.filename}: {error.strerror}', ''))
         except (Conflict, UsageError) as error:
             # The build has undone what it made; the rest is somebody else's.
-            self._guest_data.remove(instance, spec.macs)
             self._fail(record, revision, Failure('started', str(error), ''), touched=False)
         except Unreachable:
             raise  # waited for as long as it takes
@@ -203,7 +205,6 @@ class Instances:
             return
         if self._store.get(keys.host(self._compute, instance)) is not None:
             return
-        self._guest_data.remove(instance, macs(instance, 'any'))
         failure = Failure('scheduled', 'its request was deleted while it was being built', '')
         self._fail(record, 0, failure, touched=False)
 
@@ -218,16 +219,19 @@ class Instances:
         record = self._known(instance)
         for _ in self._runner.run(Forget(instance)):
             pass
-        self._guest_data.remove(instance, macs(instance, 'any'))
+        self._forget(instance)
         self._release(instance)
         self._records.end(replace(record.at(GONE, self._now(), 'gone'), fault=GONE_BOTH), revision)
         log.warning('instance %s is gone: its domain and its disk were removed by somebody else', instance)
 
-    def address(self, instance: str, revision: int, addresses: Mapping[str, str]) -> None:
+    def address(self, instance: str, revision: int, addresses: Mapping[str, Address]) -> None:
         """Write down the addresses a guest has; the first interface's also at /booted, as in 2019."""
         record = self._known(instance)
         interfaces = tuple(
-            replace(each, address=addresses.get(each.mac, each.address)) for each in record.addresses
+            replace(each, address=addresses[each.mac].address, source=addresses[each.mac].source)
+            if each.mac in addresses
+            else each
+            for each in record.addresses
         )
         record = replace(record, addresses=interfaces)
         extra: list[Put | Delete] = []
@@ -256,6 +260,12 @@ class Instances:
         fault = difference(request.allocations, held.allocations)
         if lost:
             fault = '; '.join(filter(None, ('its record was lost', fault)))
+        spec = self._spec(request)
+        if not record.addresses:
+            plain = tuple(Interface(name, mac) for mac, (_, name) in zip(spec.macs, spec.networks, strict=True))
+            record = replace(record, addresses=plain)
+            with suppress(BuildFailed):  # it has whatever address it has
+                record = self._reserve(record, spec)
         record = replace(self._up(record), fault=fault)
         if not guest.running:
             record = replace(record, state=STOPPED)
@@ -273,19 +283,23 @@ class Instances:
             disk_gb=asked['DISK_GB'] if self._shape.resize else None,
             base=BaseImage('', '', 0),
             virt_type=self._shape.virt_type,
-            network=NETWORK,
-            bridge=self._shape.bridge,
+            networks=self._shape.networks,
         )
 
+    def _reserve(self, record: Record, spec: GuestSpec) -> Record:
+        """Reserve the guest's addresses where libvirt gives them out; the record with what is expected."""
+        interfaces = []
+        for mac, (kind, name) in zip(spec.macs, spec.networks, strict=True):
+            reserved = self._hypervisor.reserve(record.instance, mac, name) if kind == 'network' else None
+            interfaces.append(Interface(name, mac, expected=reserved))
+        failpoint('reserved')
+        return replace(record, addresses=tuple(interfaces))
+
     def _up(self, record: Record) -> Record:
-        names = [NETWORK, *([self._shape.bridge] if self._shape.bridge else [])]
-        addresses = tuple(
-            Interface(name, mac)
-            for name, mac in zip(names, macs(record.instance, self._shape.bridge), strict=True)
-        )
+        console = self._hypervisor.console(record.instance)
+        record = replace(record, console=f'{self._shape.hostname}:{console}' if console else None)
         # A guest that runs has its image and its disk, whether or not that could be written when it was so.
-        record = record.at(ACTIVE, self._now(), 'image', 'disk', 'started')
-        return replace(record, addresses=record.addresses or addresses)
+        return record.at(ACTIVE, self._now(), 'image', 'disk', 'started')
 
     def _noted(self, record: Record, revision: int) -> Record:
         """Write down how far a build is. It does not wait for etcd: the next write says it too."""
@@ -302,9 +316,10 @@ class Instances:
         if touched:
             self._remove(record.instance)
         else:
+            self._forget(record.instance)
             self._release(record.instance)
         cleaned = 'nothing of it is left: no domain, disk or allocation'
-        record = replace(record.at(ERROR, self._now(), 'error'), error=replace(failure, cleaned=cleaned))
+        record = replace(record.at(ERROR, self._now(), 'error'), error=replace(failure, cleaned=cleaned), addresses=())
         log.error('instance %s failed at stage %s: %s', record.instance, failure.stage, failure.reason)
         self._records.end(record, revision)
 
@@ -312,10 +327,16 @@ class Instances:
         for _ in self._runner.run(Destroy(instance, self._compute)):
             pass
         failpoint('removed')
-        self._guest_data.remove(instance, macs(instance, 'any'))
-        failpoint('forgotten')
+        self._forget(instance)
+        failpoint('unreserved')
         self._release(instance)
         failpoint('released')
+
+    def _forget(self, instance: str) -> None:
+        """Take back what was told of the guest: to the metadata server, and to the networks' DHCP."""
+        self._guest_data.remove(instance, all_macs(instance))
+        failpoint('forgotten')
+        self._hypervisor.release(instance)
 
     def _release(self, instance: str) -> None:
         """Release the instance's claim on this compute. One that is another compute's is not touched."""

@@ -68,7 +68,7 @@ class GuestData:
     def on_ready(self, notify: Callable[[str], None]) -> Callable[[], None]:
         """From now on notify(reason) when one says so; returns what ends it."""
         try:
-            return watch(self.directory, READY, notify)
+            return watch(self.directory, READY, lambda path: notify(f'{path.name} was written'))
         except OSError as error:
             log.warning('%s cannot be watched (%s): a guest is seen ready when next looked at', self.directory, error)
             return lambda: None

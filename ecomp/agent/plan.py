@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from enum import Enum
 from types import MappingProxyType
 
-from ecomp.model.guest import CRASHED, NO_SPACE, Guest, mac_address
+from ecomp.model.guest import CRASHED, NO_SPACE, Address, Guest
 from ecomp.model.instance import Invalid, Request
 from ecomp.model.power import ASKED, NOT_STARTED, OFF, START, STOP, Power, phase
 from ecomp.model.record import ACTIVE, ERROR, GONE, STOPPED, Record
@@ -59,7 +59,7 @@ def plan(
     wishes: Mapping[str, Wish],
     records: Mapping[str, Record],
     guests: Mapping[str, Guest],
-    addresses: Mapping[str, Mapping[str, str]],
+    addresses: Mapping[str, Mapping[str, Address]],
     vanished: Collection[str] = (),
     before_reboot: Collection[str] = (),
     asked: Mapping[str, Patience] = MappingProxyType({}),
@@ -122,7 +122,7 @@ def _power(
 def _living(
     record: Record | None,
     guest: Guest | None,
-    addresses: Mapping[str, str],
+    addresses: Mapping[str, Address],
     vanished: bool,
     before_reboot: bool,
     ready: bool,
@@ -145,9 +145,9 @@ def _living(
     return None
 
 
-def news(record: Record, addresses: Mapping[str, str]) -> bool:
+def news(record: Record, addresses: Mapping[str, Address]) -> bool:
     """True when an interface has an address now that the record does not say."""
-    return any(addresses.get(each.mac, each.address) != each.address for each in record.addresses)
+    return any(each.mac in addresses and addresses[each.mac].address != each.address for each in record.addresses)
 
 
 def unready(record: Record) -> bool:
@@ -188,8 +188,3 @@ def _seen(guest: Guest | None) -> str | None:
     if not guest.defined:
         return UNDEFINED if guest.running else GONE_DOMAIN
     return guest.trouble or None
-
-
-def macs(instance: str, bridge: str | None) -> Collection[str]:
-    """The MAC addresses of an instance on this compute."""
-    return [mac_address(instance, number) for number in range(2 if bridge else 1)]

@@ -187,6 +187,21 @@ def _guest(world: World, record: Record, said: str) -> Iterator[Finding]:
         yield Finding('domain-off', instance, f'{said}, and its domain is off', compute)
     if record.state != ACTIVE and guest.running and not switching:
         yield Finding('domain-running', instance, f'{said}, and its domain runs', compute)
+    yield from _reserved(world, record)
+
+
+def _reserved(world: World, record: Record) -> Iterator[Finding]:
+    """The addresses its record expects against those reserved in its compute's networks."""
+    instance, compute = record.instance, record.compute
+    there = world.reserved.get(instance, {}).get(compute, {})
+    for each in record.addresses:
+        address = there.get(each.mac)
+        if each.expected is None or address == each.expected:
+            continue
+        code = 'reservation-missing' if address is None else 'reservation-differs'
+        held = 'nothing reserved' if address is None else f'{address} reserved'
+        said = f'its record says that {each.network} keeps {each.expected} for it, compute {compute} has {held}'
+        yield Finding(code, instance, said, compute)
 
 
 def _ended(world: World, record: Record) -> Iterator[Finding]:
@@ -253,6 +268,10 @@ def _elsewhere(world: World, instance: str, home: set[str]) -> Iterator[Finding]
             code = 'domain-running' if guest.running and record is not None and not home else 'domain-orphaned'
             does = 'runs' if guest.running else 'is defined'
             yield Finding(code, instance, f'its domain {does} on compute {compute}; {said}', compute)
+    for compute, reserved in sorted(world.reserved.get(instance, {}).items()):
+        if compute not in home and compute not in domains:
+            kept = f'compute {compute} keeps {", ".join(sorted(reserved.values()))} for it; {said}'
+            yield Finding('reservation-orphaned', instance, kept, compute, Leftover('reservations', instance))
     for compute, macs in sorted(world.seeds.get(instance, {}).items()):
         if compute not in home and compute not in domains:
             for mac in sorted(macs):

@@ -92,6 +92,14 @@ CODES = {
     ),
     'disk-orphaned': Code('a disk nobody asks for', fix='has its compute remove it', how='look, and remove it by hand'),
     'seed-orphaned': Code('metadata of no instance', fix='has its compute remove it'),
+    'reservation-orphaned': Code('an address reserved for no instance', fix='has its compute remove it'),
+    'reservation-missing': Code(
+        'the address of a living instance is not reserved', how='restart its ecompute, which reserves it again'
+    ),
+    'reservation-differs': Code(
+        'another address is reserved for a living instance than its record says',
+        how='virsh net-update <network> delete ip-dhcp-host, then restart its ecompute',
+    ),
     'part-orphaned': Code('a file left half written', fix='has its compute remove it'),
 }
 

@@ -4,9 +4,37 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
+from typing import NamedTuple
 
 CRASHED = 'its QEMU process crashed or was killed'
 NO_SPACE = 'it is paused, for its disk cannot be written: is the file system full?'
+
+
+MOST_INTERFACES = 8
+
+
+class Attachment(NamedTuple):
+    """What an interface is plugged into: `kind` is `network` (libvirt's, by name) or `bridge` (the host's)."""
+
+    kind: str
+    name: str
+
+
+DEFAULT_NETWORKS = (Attachment('network', 'default'),)
+
+
+class Address(NamedTuple):
+    """An IPv4 address a guest has, and what says so: `lease` (libvirt's DHCP) or `arp` (the host's neighbour table)."""
+
+    address: str
+    source: str
+
+
+class Reserved(NamedTuple):
+    """An IPv4 address that is kept for an interface of an instance."""
+
+    instance: str
+    address: str
 
 
 @dataclass(frozen=True)
@@ -22,8 +50,8 @@ class BaseImage:
 class GuestSpec:
     """All a hypervisor needs to make one guest. Memory in MiB, disk in GiB.
 
-    `disk_gb` None means the image's own size (`resize: False`). `bridge` None means one interface,
-    on the network alone. `virt_type` is libvirt's domain type, `kvm` or `qemu`.
+    `disk_gb` None means the image's own size (`resize: False`). `networks` has an interface each, in order, at most
+    MOST_INTERFACES. `virt_type` is libvirt's domain type, `kvm` or `qemu`.
     """
 
     instance: str
@@ -33,13 +61,12 @@ class GuestSpec:
     disk_gb: int | None
     base: BaseImage
     virt_type: str
-    network: str = 'default'
-    bridge: str | None = None
+    networks: tuple[Attachment, ...] = DEFAULT_NETWORKS
 
     @property
     def macs(self) -> tuple[str, ...]:
-        """The interfaces' MAC addresses, in order: the network's, then the bridge's."""
-        return tuple(mac_address(self.instance, n) for n in range(2 if self.bridge else 1))
+        """The interfaces' MAC addresses, in order."""
+        return tuple(mac_address(self.instance, number) for number in range(len(self.networks)))
 
 
 @dataclass(frozen=True)
@@ -62,3 +89,8 @@ def mac_address(instance: str, number: int) -> str:
     """The MAC of an instance's interface: the same every time, in QEMU's own range 52:54:00."""
     digest = hashlib.sha256(f'{instance}/{number}'.encode()).hexdigest()
     return f'52:54:00:{digest[0:2]}:{digest[2:4]}:{digest[4:6]}'
+
+
+def all_macs(instance: str) -> tuple[str, ...]:
+    """Every MAC an interface of the instance can have, whatever the networks were when it was made."""
+    return tuple(mac_address(instance, number) for number in range(MOST_INTERFACES))

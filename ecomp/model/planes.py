@@ -80,6 +80,11 @@ class World:
                 self.guests.setdefault(name, {})[compute] = guest
             for mac, name in digest.seeds.items():
                 self.seeds.setdefault(name, {}).setdefault(compute, []).append(mac)
+        self.reserved: dict[str, dict[str, dict[str, str]]] = {}
+        for compute, digest in planes.digests.items():
+            for mac, text in digest.reservations.items():
+                name, _, address = text.partition(' ')
+                self.reserved.setdefault(name, {}).setdefault(compute, {})[mac] = address
         self.held: dict[str, dict[str, Resources]] = {}
         for provider, each in planes.providers.items():
             for consumer, resources in each.held.items():
@@ -87,7 +92,7 @@ class World:
 
     def instances(self) -> list[str]:
         """Every instance any plane speaks of. What holds nothing of a compute of ours is somebody else's."""
-        found = {*self.wishes, *self.records, *self.unreadable, *self.guests, *self.seeds}
+        found = {*self.wishes, *self.records, *self.unreadable, *self.guests, *self.seeds, *self.reserved}
         found |= {keys.last(key) for key in self._under(keys.BOOTED)}
         found |= {consumer for consumer, held in self.held.items() if not self.computes.isdisjoint(held)}
         return sorted(found)

@@ -1,10 +1,10 @@
 """An instance's record: what the key /instances/<instance> holds, written by its ecompute.
 
 JSON, versioned: {"version", "instance", "compute", "state", "image", "resources": {class: amount},
-"query", "user_id", "project_id", "addresses": [{"network", "mac", "address"}], "stages": {stage: ISO
-time}, "error": {"stage", "reason", "cleaned"} or null, "fault": text or null, "attempts": how often a worker
-died of it or failed in an unknown way, "name": text or null, "power": see ecomp.model.power, "progress": {"stage",
-"done", "total"} in bytes, while that stage takes long, or null}.
+"query", "user_id", "project_id", "addresses": [{"network", "mac", "address", "source", "expected"}],
+"console": "<host>:<file>" or null, "stages": {stage: ISO time}, "error": {"stage", "reason", "cleaned"} or null,
+"fault": text or null, "attempts": how often a worker died of it or failed in an unknown way, "name": text or null,
+"power": see ecomp.model.power, "progress": {"stage", "done", "total"} in bytes, while that stage takes long, or null}.
 
     scheduled -> building -> active <-> stopped -> destroying -> gone
                         \\-> error                      (only before the first active)
@@ -40,11 +40,17 @@ KEPT = {GONE: 24 * 3600, ERROR: 7 * 24 * 3600}
 
 @dataclass(frozen=True)
 class Interface:
-    """One interface of a guest; `address` is None until it is known."""
+    """One interface of a guest, on a network of libvirt's or a bridge of the host's.
+
+    `address` is None until the guest has one; `source` is what said so (see Address). `expected` is what is reserved
+    for it in the network's DHCP, known before the guest boots; None where nothing is.
+    """
 
     network: str
     mac: str
     address: str | None = None
+    source: str | None = None
+    expected: str | None = None
 
 
 @dataclass(frozen=True)
@@ -83,6 +89,7 @@ class Record:
     user_id: str = ''
     project_id: str = ''
     addresses: tuple[Interface, ...] = ()
+    console: str | None = None
     stages: Mapping[str, str] = field(default_factory=dict)
     error: Failure | None = None
     fault: str | None = None
@@ -161,6 +168,7 @@ def _record(data: Mapping[str, Any]) -> Record:
         user_id=_take(data, 'user_id', str, ''),
         project_id=_take(data, 'project_id', str, ''),
         addresses=tuple(_interface(each) for each in _take(data, 'addresses', list, [])),
+        console=_take(data, 'console', str | None, None),
         stages=_object(data, 'stages', str),
         error=Failure(*(_take(error, name, str) for name in ('stage', 'reason', 'cleaned'))) if error else None,
         fault=_take(data, 'fault', str | None, None),
@@ -203,9 +211,8 @@ def _name(data: Mapping[str, Any]) -> str | None:
 def _interface(data: Any) -> Interface:
     if not isinstance(data, dict):
         raise ValueError(f'not a record: an address is {data!r}')
-    return Interface(
-        _take(data, 'network', str), _take(data, 'mac', str), _take(data, 'address', str | None, None)
-    )
+    known = (_take(data, name, str | None, None) for name in ('address', 'source', 'expected'))
+    return Interface(_take(data, 'network', str), _take(data, 'mac', str), *known)
 
 
 def _progress(data: Any) -> Progress | None:

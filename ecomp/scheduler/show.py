@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from ecomp.model.allocation import NEEDED
 from ecomp.model.host import Host, Share
 from ecomp.model.power import ASKED, OFF, phase
-from ecomp.model.record import ERROR, Record, to_dict
+from ecomp.model.record import ACTIVE, BUILDING, ERROR, Interface, Record, to_dict
 from ecomp.model.text import printable
 from ecomp.scheduler.wait import failure, waits_for
 
@@ -49,10 +49,8 @@ def as_detail(record: Record, form: str) -> str:
         ('project', record.project_id or '-'),
         ('user', record.user_id or '-'),
     ]
-    rows += [
-        (f'interface {number}', f'{each.address or "no address yet"} ({each.mac} on {each.network})')
-        for number, each in enumerate(record.addresses)
-    ]
+    rows += [(f'interface {number}', _interface(each)) for number, each in enumerate(record.addresses)]
+    rows += [('console', record.console)] if record.console else []
     rows += [(stage, time) for stage, time in sorted(record.stages.items(), key=lambda each: each[1]) if time]
     if record.progress:
         rows.append(('progress', str(record.progress)))
@@ -101,7 +99,9 @@ def no_address(record: Record) -> str:
     """Why an instance has no address (yet), in one line."""
     if record.state == ERROR:
         return failure(record)
-    return f'{record.instance}: no address yet: {record.state}, waiting for: {waits_for(record)}'
+    reserved = record.addresses[0].expected if record.addresses else None
+    expected = f' ({reserved} is expected)' if reserved and record.state in (BUILDING, ACTIVE) else ''
+    return f'{record.instance}: no address yet: {record.state}, waiting for: {waits_for(record)}{expected}'
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:
@@ -111,6 +111,12 @@ def table(rows: Sequence[Sequence[str]]) -> str:
     return '\n'.join(
         '  '.join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
     )
+
+
+def _interface(each: Interface) -> str:
+    where = f'{each.mac} on {each.network}' + (f', by {each.source}' if each.source else '')
+    has = each.address or (f'{each.expected} expected' if each.expected else 'no address yet')
+    return f'{has} ({where})'
 
 
 def _share(share: Share | None) -> str:

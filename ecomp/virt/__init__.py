@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Set
 from pathlib import Path
 from typing import Protocol
 
-from ecomp.model.guest import BaseImage, Guest, GuestSpec
+from ecomp.model.guest import Address, BaseImage, Guest, GuestSpec, Reserved
 
 
 class Hypervisor(Protocol):
@@ -21,7 +21,7 @@ class Hypervisor(Protocol):
     """
 
     def prepare(self) -> None:
-        """See that the storage pool and the network are there and running, or say what is missing."""
+        """See that the storage pool and the networks are there and running, or say what is missing."""
 
     def virt_type(self, wanted: str) -> str:
         """`kvm` or `qemu` for a wanted `auto`, `kvm` or `qemu`. UsageError if kvm cannot be had."""
@@ -71,8 +71,24 @@ class Hypervisor(Protocol):
     def delete_disk(self, instance: str) -> None:
         """Remove the overlay volume and the console log. Nothing there is success; Conflict while a domain runs."""
 
-    def addresses(self, instance: str) -> Mapping[str, str]:
-        """IPv4 address by MAC, as far as known now: DHCP leases, then the host's ARP table."""
+    def console(self, instance: str) -> Path | None:
+        """The file a guest's serial console is copied to; None where guests are only pretended."""
+
+    def reserve(self, instance: str, mac: str, network: str, wanted: str | None = None) -> str | None:
+        """The IPv4 address that libvirt's `network` gives this interface from now on, known before the guest boots.
+
+        The one it has already, or `wanted` if that is free, or one that is. None where libvirt gives out none.
+        BuildFailed('scheduled', …) where none is free.
+        """
+
+    def reservations(self) -> Mapping[str, Reserved]:
+        """All that reserve() keeps for instances, by MAC."""
+
+    def release(self, instance: str) -> None:
+        """Remove all that is reserved for the instance, on any network. Nothing there is success."""
+
+    def addresses(self, instance: str) -> Mapping[str, Address]:
+        """IPv4 address by MAC, as far as the guest has one now: DHCP leases; on bridges the host's ARP table."""
 
     def on_change(self, notify: Callable[[str], None]) -> None:
         """From now on call notify(reason) when guests or leases may have changed: a nudge, from any thread."""

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Set
 from concurrent.futures import Future
 from dataclasses import dataclass
 
 from ecomp.errors import BuildFailed, Conflict, EcompError
 from ecomp.failpoints import failpoint
-from ecomp.model.guest import CRASHED, NO_SPACE, GuestSpec
+from ecomp.model.guest import CRASHED, NO_SPACE, Attachment, GuestSpec
 from ecomp.virt import xml
 from ecomp.virt.connection import Connection, is_broken, libvirt, reason
 
@@ -175,15 +175,15 @@ class Domains:
                     return
         raise EcompError(f'domain {instance} is still there after {DESTROY_DEADLINE:g} s of destroying it: {last}')
 
-    def macs(self, instance: str) -> Sequence[str]:
-        """The MAC addresses of our domain's interfaces, in order; none if it is not there."""
+    def interfaces(self, instance: str) -> Mapping[str, Attachment]:
+        """What our domain's interfaces are plugged into, by MAC address, in order; none if it is not there."""
         with self._connection.use(f'asking for the interfaces of {instance}') as connection:
             try:
-                return xml.macs(connection.lookupByUUIDString(instance).XMLDesc())
+                return xml.interfaces(connection.lookupByUUIDString(instance).XMLDesc())
             except libvirt.libvirtError as error:
                 if error.get_error_code() != libvirt.VIR_ERR_NO_DOMAIN:
                     raise
-                return ()
+                return {}
 
 
 def _named(connection: libvirt.virConnect, instance: str) -> list[libvirt.virDomain]:

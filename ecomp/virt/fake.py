@@ -6,11 +6,12 @@ import hashlib
 import json
 import threading
 from collections.abc import Callable, Mapping, Set
+from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 
 from ecomp.errors import BuildFailed, Conflict, EcompError, UsageError
-from ecomp.model.guest import BaseImage, Guest, GuestSpec, mac_address
+from ecomp.model.guest import Address, BaseImage, Guest, GuestSpec, Reserved
 from ecomp.virt import image
 
 
@@ -22,11 +23,15 @@ class FakeHypervisor:
         self._lock = threading.RLock()
         self._notify: Callable[[str], None] | None = None
         self._guests: dict[str, Guest] = {}
+        self._reserved: dict[str, Reserved] = {}
 
     def prepare(self) -> None:
         if self._file is None:
             return
         self._file.parent.mkdir(parents=True, exist_ok=True)
+        with suppress(FileNotFoundError):
+            reserved = json.loads(self._reserved_file.read_text())
+            self._reserved = {mac: Reserved(*each) for mac, each in reserved.items()}
         try:
             stored = json.loads(self._file.read_text())
             guests = [Guest(**guest) for guest in stored]
@@ -110,13 +115,36 @@ class FakeHypervisor:
                     raise Conflict(f'domain {instance} is running: its disk is not removed')
                 self._put(replace(self._guests[instance], disk=False))
 
-    def addresses(self, instance: str) -> Mapping[str, str]:
-        """One in 10.0.0.0/8, the same every time: no guest asks for it, so it is there as soon as the guest runs."""
+    def console(self, instance: str) -> Path | None:
+        del instance
+        return None
+
+    def reserve(self, instance: str, mac: str, network: str, wanted: str | None = None) -> str | None:
+        """One in 10.0.0.0/8, the same every time."""
+        del network, wanted
+        digest = hashlib.sha256(mac.encode()).digest()
+        address = f'10.{digest[0]}.{digest[1]}.{digest[2] % 254 + 1}'
+        with self._lock:
+            self._keep({**self._reserved, mac: Reserved(instance, address)}, 'scheduled')
+        return address
+
+    def reservations(self) -> Mapping[str, Reserved]:
+        with self._lock:
+            return dict(self._reserved)
+
+    def release(self, instance: str) -> None:
+        with self._lock:
+            kept = {mac: each for mac, each in self._reserved.items() if each.instance != instance}
+            if kept != self._reserved:
+                self._keep(kept)
+
+    def addresses(self, instance: str) -> Mapping[str, Address]:
+        """What is reserved: no guest asks for it, so it is there as soon as the guest runs."""
         with self._lock:
             if instance not in self._guests or not self._guests[instance].running:
                 return {}
-        digest = hashlib.sha256(instance.encode()).digest()
-        return {mac_address(instance, 0): f'10.{digest[0]}.{digest[1]}.{digest[2] % 254 + 1}'}
+            reserved = self._reserved.items()
+        return {mac: Address(each.address, 'lease') for mac, each in reserved if each.instance == instance}
 
     def on_change(self, notify: Callable[[str], None]) -> None:
         self._notify = notify
@@ -131,29 +159,44 @@ class FakeHypervisor:
         return guest
 
     def _put(self, guest: Guest, stage: str | None = None) -> None:
-        """Remember what is there of a guest; forget one of whom nothing is. Written down before it is believed.
-
-        Where it cannot be written, as on a full disk: BuildFailed in a build's `stage`, else EcompError.
-        """
+        """Remember what is there of a guest; forget one of whom nothing is. See _write."""
         guests = {**self._guests, guest.instance: guest}
         if guest == _nothing(guest.instance):
             del guests[guest.instance]
         if guests == self._guests:
             return
         if self._file is not None:
-            new = self._file.with_suffix('.new')
-            try:
-                new.write_text(json.dumps([asdict(guest) for guest in guests.values()]))
-                new.rename(self._file)
-            except OSError as error:
-                new.unlink(missing_ok=True)
-                reason = f'{self._file}: {error.strerror}'
-                raise BuildFailed(stage, reason) if stage else EcompError(reason) from error
+            _write(self._file, [asdict(guest) for guest in guests.values()], stage)
         self._guests = guests
+
+    def _keep(self, reserved: dict[str, Reserved], stage: str | None = None) -> None:
+        if self._file is not None:
+            _write(self._reserved_file, reserved, stage)
+        self._reserved = reserved
+
+    @property
+    def _reserved_file(self) -> Path:
+        assert self._file is not None  # asked for only with one
+        return self._file.with_name('fake-reserved.json')
 
     def _changed(self, reason: str) -> None:
         if self._notify is not None:
             self._notify(reason)
+
+
+def _write(path: Path, content: object, stage: str | None) -> None:
+    """Written down before it is believed.
+
+    Where it cannot be written, as on a full disk: BuildFailed in a build's `stage`, else EcompError.
+    """
+    new = path.with_suffix('.new')
+    try:
+        new.write_text(json.dumps(content))
+        new.rename(path)
+    except OSError as error:
+        new.unlink(missing_ok=True)
+        reason = f'{path}: {error.strerror}'
+        raise BuildFailed(stage, reason) if stage else EcompError(reason) from error
 
 
 def _nothing(instance: str) -> Guest:

@@ -3,31 +3,39 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Mapping, Sequence, Set
+from ipaddress import IPv4Address
 from pathlib import Path
 
 from ecomp.errors import BuildFailed, Conflict, UsageError
-from ecomp.files import watch
-from ecomp.model.guest import BaseImage, Guest, GuestSpec
-from ecomp.virt import access, image, networks, xml
+from ecomp.model.guest import DEFAULT_NETWORKS, Address, Attachment, BaseImage, Guest, GuestSpec, Reserved
+from ecomp.virt import access, dhcp, image, networks, xml
 from ecomp.virt.connection import Connection
+from ecomp.virt.dhcp import Dhcp
 from ecomp.virt.domains import Domains
 from ecomp.virt.networks import Networks
+from ecomp.virt.reservations import Reservations
 from ecomp.virt.volumes import Volumes
 
 LOG = logging.getLogger(__name__)
 
 
 class Libvirt:
-    """Guests on libvirt at `uri`, disks in `state`/images (the pool `ecompute`), consoles in `state`/console."""
+    """Guests on libvirt at `uri`, disks in `state`/images (the pool `ecompute`), consoles in `state`/console.
 
-    def __init__(self, state: Path, network: str = 'default', uri: str = 'qemu:///system') -> None:
+    `attachments` are what prepare() looks for; a guest's own are in its spec.
+    """
+
+    def __init__(
+        self, state: Path, attachments: Sequence[Attachment] = DEFAULT_NETWORKS, uri: str = 'qemu:///system'
+    ) -> None:
         self._state = state.absolute()
-        self._network = network
+        self._attachments = attachments
         self._connection = Connection(uri)
         self._domains = Domains(self._connection)
         self._volumes = Volumes(self._connection, self._state / 'images')
         self._networks = Networks(self._connection)
+        self._reservations = Reservations(self._connection)
         self._stop_watching: Callable[[], None] | None = None
 
     def prepare(self) -> None:
@@ -46,8 +54,9 @@ class Libvirt:
         access.check_reachable(self._volumes.directory, qemu)
         if access.KVM.exists() and not access.can(access.READ_WRITE, access.KVM, qemu):
             LOG.warning('%s %s', access.KVM, access.UNUSABLE_KVM.format(name=qemu.name))
+        for attachment in self._attachments:
+            self._networks.prepare(attachment)
         self._volumes.prepare()
-        self._networks.prepare(self._network)
         # libvirt probes QEMU for this, which takes seconds once: here, and not in the first guest's start.
         with self._connection.use('probing QEMU') as connection:
             connection.getDomainCapabilities(None, xml.ARCHITECTURE, xml.MACHINE, self.virt_type('auto'))
@@ -111,40 +120,69 @@ class Libvirt:
         if self._domains.is_running(instance):
             raise Conflict(f'domain {instance} is running: its disk is not removed')
         self._volumes.delete(instance)
-        self._console(instance).unlink(missing_ok=True)
+        # virtlogd begins a new file now and then: the ones before are .log.0 and so on.
+        for path in self._consoles.glob(f'{instance}.log*'):
+            path.unlink(missing_ok=True)
 
-    def addresses(self, instance: str) -> Mapping[str, str]:
-        macs = self._domains.macs(instance)
-        leased = self._networks.leases(self._network, macs)
+    def console(self, instance: str) -> Path | None:
+        return self._console(instance)
+
+    def reserve(self, instance: str, mac: str, network: str, wanted: str | None = None) -> str | None:
+        return self._reservations.reserve(instance, mac, network, wanted)
+
+    def reservations(self) -> Mapping[str, Reserved]:
+        return self._reservations.ours()
+
+    def release(self, instance: str) -> None:
+        self._reservations.release(instance)
+
+    def addresses(self, instance: str) -> Mapping[str, Address]:
+        interfaces = self._domains.interfaces(instance)
+        found: dict[str, Address] = {}
+        given: dict[Attachment, Dhcp] = {}
+        for attachment in {each for each in interfaces.values() if each.kind == 'network'}:
+            leases, given[attachment] = self._networks.leases(attachment.name, interfaces)
+            found |= {mac: Address(address, 'lease') for mac, address in leases.items()}
         # On a bridge somebody else's server gives the address: the host sees it when the guest talks to it.
-        others = [mac for mac in macs if mac not in leased]
-        return {**leased, **networks.neighbours(others)} if others else leased
+        others = [mac for mac in interfaces if mac not in found]
+        for mac, address in (networks.neighbours(others) if others else {}).items():
+            # dnsmasq puts what it is only offering into the table: of such an address the lease counts.
+            if not dhcp.is_in(given.get(interfaces[mac], dhcp.NONE), IPv4Address(address)):
+                found[mac] = Address(address, 'arp')
+        return found
 
     def on_change(self, notify: Callable[[str], None]) -> None:
         self._connection.watch(notify)
         self._end_watching()
         try:
-            self._stop_watching = watch(networks.LEASES, '.status', notify)
+            self._stop_watching = networks.watch_leases(networks.LEASES, notify)
         except OSError as error:
             LOG.warning('%s cannot be watched (%s): a lease is seen when next asked for', networks.LEASES, error)
 
     def ensure_metadata_address(self) -> bool:
         """See that the network's bridge carries 169.254.169.254; True if it did not, and now does."""
         bridge = self.bridge_name()
+        if bridge is None:
+            return False
         if networks.has_metadata_address(bridge):
             return False
         networks.set_metadata_address(bridge, True)
         return True
 
     def metadata_address_present(self) -> bool:
-        return networks.has_metadata_address(self.bridge_name())
+        """Whether the network's bridge carries 169.254.169.254."""
+        bridge = self.bridge_name()
+        return bridge is not None and networks.has_metadata_address(bridge)
 
     def remove_metadata_address(self) -> None:
         """Take 169.254.169.254 off the bridge: for whoever ensure_metadata_address answered True."""
-        networks.set_metadata_address(self.bridge_name(), False)
+        if (bridge := self.bridge_name()) is not None:
+            networks.set_metadata_address(bridge, False)
 
-    def bridge_name(self) -> str:
-        return self._networks.bridge_name(self._network)
+    def bridge_name(self) -> str | None:
+        """The first bridge of the networks that libvirt made, for metadata is not for LANs; None if there is none."""
+        names = (name for kind, name in self._attachments if kind == 'network')
+        return next(filter(None, map(self._networks.own_bridge, names)), None)
 
     def close(self) -> None:
         self._end_watching()

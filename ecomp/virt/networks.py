@@ -1,18 +1,24 @@
-"""libvirt's network: that it runs, its DHCP leases, and the metadata server's address on its bridge."""
+"""What guests are plugged into: that it is there, who has which address, and the metadata server's own address."""
 
 from __future__ import annotations
 
+import json
 import socket
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from ecomp.errors import EcompError, UsageError
+from ecomp.files import watch
+from ecomp.model.guest import Attachment
+from ecomp.virt import dhcp
 from ecomp.virt.connection import Connection, libvirt
+from ecomp.virt.dhcp import Dhcp
 
 METADATA_ADDRESS = '169.254.169.254'
 # NUD_REACHABLE, STALE, DELAY, PROBE and PERMANENT of linux/neighbour.h: states in which the MAC is believed.
 KNOWN = 0x02 | 0x04 | 0x08 | 0x10 | 0x80
+INTERFACES = Path('/sys/class/net')
 LEASES = Path('/var/lib/libvirt/dnsmasq')
 """Where libvirt's helper of dnsmasq writes `<bridge>.status`, anew for each lease."""
 
@@ -23,39 +29,48 @@ class Networks:
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
 
-    def prepare(self, name: str) -> None:
-        """See that the network is defined and running."""
+    def prepare(self, attachment: Attachment) -> None:
+        """See that libvirt's network is defined and running, or the bridge there."""
+        kind, name = attachment
+        if kind == 'bridge':
+            if not (INTERFACES / name / 'bridge').is_dir():
+                raise UsageError(f'this host has no bridge {name}: make it (see BRIDGE.md) or leave it out')
+            return
         with self._connection.use(f'preparing the network {name}') as connection:
             try:
                 network = connection.networkLookupByName(name)
             except libvirt.libvirtError as error:
                 if error.get_error_code() != libvirt.VIR_ERR_NO_NETWORK:
                     raise
-                raise UsageError(
-                    f'libvirt has no network {name!r}: '
-                    'virsh net-define /usr/share/libvirt/networks/default.xml; virsh net-autostart default'
-                ) from error
+                usual = 'virsh net-define /usr/share/libvirt/networks/default.xml; virsh net-autostart default'
+                cure = usual if name == 'default' else 'virsh net-list --all has those there are'
+                raise UsageError(f'libvirt has no network {name!r}: {cure}') from error
             if not network.isActive():
                 network.create()
 
-    def bridge_name(self, name: str) -> str:
-        """The bridge the network's guests are on."""
+    def own_bridge(self, name: str) -> str | None:
+        """The bridge libvirt made for the network's guests; None if they are on somebody else's."""
         with self._connection.use(f'asking for the bridge of network {name}') as connection:
-            return str(connection.networkLookupByName(name).bridgeName())
+            network = connection.networkLookupByName(name)
+            return str(network.bridgeName()) if dhcp.read(network.XMLDesc()).served else None
 
-    def leases(self, name: str, macs: Iterable[str]) -> Mapping[str, str]:
-        """The IPv4 address each of these MACs was given last. A network that is not there or off has given none."""
+    def leases(self, name: str, macs: Iterable[str]) -> tuple[Mapping[str, str], Dhcp]:
+        """The IPv4 address each of these MACs was given last, and what the network gives out.
+
+        A network that is not there or off gives nothing, and has given nothing.
+        """
         try:
             with self._connection.use(f'asking for the leases of network {name}') as connection:
-                leases = connection.networkLookupByName(name).DHCPLeases()
+                network = connection.networkLookupByName(name)
+                leases, definition = network.DHCPLeases(), dhcp.read(network.XMLDesc())
         except EcompError as error:
             if not isinstance(error.__cause__, libvirt.libvirtError) or error.__cause__.get_error_code() not in (
                 libvirt.VIR_ERR_NO_NETWORK,
                 libvirt.VIR_ERR_OPERATION_INVALID,
             ):
                 raise
-            return {}
-        return newest(leases, macs)
+            return {}, dhcp.NONE
+        return newest(leases, macs), definition
 
 
 def newest(leases: Iterable[Mapping[str, Any]], macs: Iterable[str]) -> dict[str, str]:
@@ -102,7 +117,7 @@ def has_metadata_address(bridge: str) -> bool:
 
 
 def set_metadata_address(bridge: str, present: bool) -> None:
-    """Put 169.254.169.254/32 on the bridge, or take it off. Already so is success.
+    """Put 169.254.169.254/32 on the bridge, or take it off. Already so is success, and so is off a bridge that is gone.
 
     On the network's own bridge and nowhere else: no other machine can be asked by its guests then.
     """
@@ -110,6 +125,8 @@ def set_metadata_address(bridge: str, present: bool) -> None:
 
     with IPRoute() as route:
         numbers = route.link_lookup(ifname=bridge)
+        if not numbers and not present:
+            return
         if not numbers:
             raise EcompError(f'the bridge {bridge} is not there: is the network started?')
         if has_metadata_address(bridge) == present:
@@ -119,3 +136,28 @@ def set_metadata_address(bridge: str, present: bool) -> None:
         except NetlinkError as error:
             verb = 'put on' if present else 'taken off'
             raise EcompError(f'{METADATA_ADDRESS} cannot be {verb} {bridge}: {error.args[-1]}') from error
+
+
+def leased(path: Path) -> frozenset[tuple[str, str]] | None:
+    """Who has which address by the helper's file: MACs and addresses. None if that cannot be told."""
+    try:
+        return frozenset((str(each['mac-address']), str(each['ip-address'])) for each in json.loads(path.read_bytes()))
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+
+
+def watch_leases(directory: Path, notify: Callable[[str], None]) -> Callable[[], None]:
+    """From now on notify(reason) within milliseconds of a new lease; returns what ends it.
+
+    OSError if the directory cannot be watched.
+    """
+    known: dict[Path, object] = {}
+
+    def written(path: Path) -> None:
+        # Each change of a reservation has dnsmasq run the helper once for every lease there is.
+        leases = leased(path)
+        if leases is None or leases != known.get(path):
+            known[path] = leases
+            notify(f'leases: {path.name} was written')
+
+    return watch(directory, '.status', written)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import xml.etree.ElementTree as ET
 from dataclasses import dataclass
 
-from ecomp.model.guest import GuestSpec
+from ecomp.model.guest import Attachment, GuestSpec
 
 MARK_NAMESPACE = 'urn:ecomp:1'
 ARCHITECTURE = 'x86_64'
@@ -88,8 +88,7 @@ def _devices(devices: ET.Element, spec: GuestSpec, disk: str, console_log: str) 
     ET.SubElement(drive, 'target', dev='vda', bus='virtio')
 
     ET.SubElement(devices, 'controller', type='usb', model='none')
-    attachments = [('network', spec.network)] + ([('bridge', spec.bridge)] if spec.bridge else [])
-    for mac, (kind, name) in zip(spec.macs, attachments, strict=True):
+    for mac, (kind, name) in zip(spec.macs, spec.networks, strict=True):
         interface = ET.SubElement(devices, 'interface', type=kind)
         ET.SubElement(interface, 'mac', address=mac)
         ET.SubElement(interface, 'source', {kind: name})
@@ -139,9 +138,15 @@ def mark(xml: str) -> Mark | None:
     return Mark(instance, compute) if instance and compute else None
 
 
-def macs(xml: str) -> tuple[str, ...]:
-    """The MAC addresses of a domain's interfaces, in order."""
-    return tuple(mac.get('address', '').lower() for mac in ET.fromstring(xml).findall('devices/interface/mac'))
+def interfaces(xml: str) -> dict[str, Attachment]:
+    """What each of a domain's interfaces is plugged into, by MAC address, in order."""
+    found = {}
+    for interface in ET.fromstring(xml).iterfind('devices/interface'):
+        mac, source, kind = interface.find('mac'), interface.find('source'), interface.get('type', '')
+        if mac is not None:
+            name = source.get(kind, '') if source is not None else ''
+            found[mac.get('address', '').lower()] = Attachment(kind, name)
+    return found
 
 
 def disks(xml: str) -> tuple[str, ...]:

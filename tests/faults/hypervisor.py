@@ -313,6 +313,7 @@ class Hypervisor:
         assert not self.disk(instance).exists()
         assert not (self.state / f'console/{instance}.log').exists()
         assert not any(instance in path.read_text() for path in (self.state / 'metadata').glob('*.json'))
+        assert instance not in self.virsh('net-dumpxml', 'default') + self.virsh('net-dumpxml', 'default', '--inactive')
         assert self.lab.placement(f'/allocations/{instance}')['allocations'] == {}
         assert self.lab.etcd(f'/hosts/{self.compute}/{instance}') == {}
         assert self.lab.etcd(f'/booted/{instance}') == {}

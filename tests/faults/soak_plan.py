@@ -81,16 +81,18 @@ class Plan:
 
 CREATE_PLACES = ('announced', 'claimed', 'claimed', 'delivered')
 FAKE_PLACES = (
-    *('registered', 'published', 'confirmed', 'building', 'seeded', 'built', 'active', 'addressed', 'destroying'),
-    *('removed', 'forgotten', 'released', 'ended', 'image-ready', 'disk-created', 'domain-started', 'domain-undefined'),
+    *('registered', 'published', 'confirmed', 'building', 'reserved', 'seeded', 'built', 'active', 'addressed'),
+    *('destroying', 'removed', 'forgotten', 'unreserved', 'released', 'ended'),
+    *('image-ready', 'disk-created', 'domain-started', 'domain-undefined'),
 )
 HOST_PLACES = (
-    *('building', 'built', 'destroying', 'released', 'image-part', 'image-ready', 'disk-created', 'domain-defined'),
-    *('domain-started', 'domain-destroyed', 'domain-undefined', 'disk-deleted'),
+    *('building', 'reserved', 'built', 'destroying', 'forgotten', 'released', 'image-part', 'image-ready'),
+    *('disk-created', 'domain-defined', 'domain-started', 'domain-destroyed', 'domain-undefined', 'disk-deleted'),
 )
 
 OF_DESTROYS = {
-    *('destroying', 'removed', 'forgotten', 'released', 'domain-destroyed', 'domain-undefined', 'disk-deleted'),
+    *('destroying', 'removed', 'forgotten', 'unreserved', 'released'),
+    *('domain-destroyed', 'domain-undefined', 'disk-deleted'),
 }
 
 OF_FAKES = ('fake-kill', 'fake-freeze', 'fake-term', 'fake-failpoint', 'fake-failpoint')

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from ecomp.conf import EtcdConfig
+from ecomp.model.guest import mac_address
 from ecomp.placement.client import Placement
 from ecomp.scheduler import repair
 from ecomp.scheduler.audit import audit
@@ -121,6 +122,47 @@ def seed_of_nobody(host: Hypervisor, _: str) -> Iterator[str]:
     path.unlink()
 
 
+def reserve(host: Hypervisor, command: str, instance: str, address: str) -> None:
+    text = f"<host mac='{mac_address(instance, 0)}' name='{instance}' ip='{address}'/>"
+    host.virsh('net-update', 'default', command, 'ip-dhcp-host', text, '--live', '--config')
+
+
+def free_address(host: Hypervisor) -> str:
+    """One of the network's that nobody has."""
+    text = host.virsh('net-dumpxml', 'default')
+    first = re.search(r"range start='(\S+)\.2'", text)
+    assert first, text
+    return next(each for each in (f'{first[1]}.{last}' for last in range(2, 255)) if f"'{each}'" not in text)
+
+
+@contextmanager
+def reservation_of_nobody(host: Hypervisor, _: str) -> Iterator[str]:
+    nobody, address = str(uuid.uuid4()), free_address(host)
+    reserve(host, 'add', nobody, address)
+    yield nobody
+    reserve(host, 'delete', nobody, address)
+
+
+@contextmanager
+def unreserved(host: Hypervisor, instance: str) -> Iterator[str]:
+    """The reservation is gone; with a restart of ecompute it is there again."""
+    expected = host.record(instance)['addresses'][0]['expected']
+    reserve(host, 'delete', instance, expected)
+    yield instance
+    host.restart()
+    assert len(host.lines(instance, f'{expected} was not reserved on default, {expected} is')) == 1
+
+
+@contextmanager
+def reserved_otherwise(host: Hypervisor, instance: str) -> Iterator[str]:
+    expected, other = host.record(instance)['addresses'][0]['expected'], free_address(host)
+    reserve(host, 'delete', instance, expected)
+    reserve(host, 'add', instance, other)
+    yield instance
+    reserve(host, 'delete', instance, other)
+    host.restart()
+
+
 @contextmanager
 def download_of_nobody(host: Hypervisor, _: str) -> Iterator[str]:
     path = host.state / 'images' / 'base-0123.part'
@@ -137,6 +179,10 @@ PLANTS: dict[str, Callable[[Hypervisor, str], AbstractContextManager[str]]] = {
     'disk-orphaned': disk_of_nobody,
     'seed-orphaned': seed_of_nobody,
     'part-orphaned': download_of_nobody,
+    'reservation-orphaned': reservation_of_nobody,
+    # Last, for they end with a new ecompute, whose workers sweep such files as they start.
+    'reservation-missing': unreserved,
+    'reservation-differs': reserved_otherwise,
 }
 
 
@@ -177,10 +223,13 @@ def test_leftovers_go_and_strangers_stay(host: Hypervisor, stranger: str) -> Non
         make_disk(host, nobody)
         seed.write_text(json.dumps({'version': 1, 'instance': nobody, 'mac': seed.stem}))
         image.write_bytes(b'half')
+        unnamed = str(uuid.uuid4())
+        reserve(host, 'add', unnamed, free_address(host))
         before = {name: host.virsh('dumpxml', name) for name in (instance, domain, STRANGER)}
         finds(
             host,
             *(('disk-orphaned', nobody), ('disk-orphaned', stranger), ('seed-orphaned', nobody)),
+            ('reservation-orphaned', unnamed),
             *(('domain-orphaned', domain), ('part-orphaned', host.compute)),
         )
         told: list[str] = []
@@ -190,6 +239,8 @@ def test_leftovers_go_and_strangers_stay(host: Hypervisor, stranger: str) -> Non
         assert left == {('disk-orphaned', stranger), ('domain-orphaned', domain)}, told
         assert any(f'disk {stranger}: not removed: domain {STRANGER} has it' in line for line in told), told
         assert not any(path.exists() for path in (host.disk(nobody), seed, image))
+        assert unnamed not in host.virsh('net-dumpxml', 'default') + host.virsh('net-dumpxml', 'default', '--inactive')
+        assert instance in host.virsh('net-dumpxml', 'default')
         assert all(host.disk(each).exists() for each in (instance, domain, stranger))
         assert {name: host.virsh('dumpxml', name) for name in before} == before
         assert host.qemu(instance) == pid

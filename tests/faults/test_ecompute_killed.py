@@ -17,10 +17,12 @@ from tests.scenario.story import addressed, place, reached, reserved
 from tests.servers import until
 
 BUILD_FAILPOINTS = (
-    *('confirmed', 'building', 'seeded', 'image-ready', 'disk-created', 'domain-started', 'built', 'active'),
-    'addressed',
+    *('confirmed', 'building', 'reserved', 'seeded', 'image-ready', 'disk-created', 'domain-started', 'built'),
+    *('active', 'addressed'),
 )
-DESTROY_FAILPOINTS = ('destroying', 'domain-undefined', 'disk-deleted', 'removed', 'forgotten', 'released', 'ended')
+DESTROY_FAILPOINTS = (
+    *('destroying', 'domain-undefined', 'disk-deleted', 'removed', 'forgotten', 'unreserved', 'released', 'ended'),
+)
 START_FAILPOINTS = ('registered', 'published')
 END_FAILPOINTS = ('closing',)
 
@@ -116,7 +118,37 @@ def test_killed_while_ending(cluster: Control, compute: Armed, step: str) -> Non
     settled(cluster, compute)
 
 
-@pytest.mark.parametrize('step', some(('building', 'built', 'removed'), 'built', 'removed'))
+def test_killed_with_the_metadata_address_put(host: Hypervisor) -> None:
+    """F2: kill -9 of ecompute that put 169.254.169.254: the next start takes it off at its end, as its own (libvirt)"""
+    address, bridge = '169.254.169.254/32', ('dev', 'virbr0')
+
+    def there() -> bool:
+        return address in host.lab.elab('exec', host.name, 'ip', 'addr', 'show', *bridge)
+
+    def ends() -> None:
+        host.kill(signal.SIGTERM)
+
+    # The lab's network has the address itself.
+    ends()
+    assert there(), 'what is not ours stays'
+    host.lab.elab('exec', host.name, 'ip', 'addr', 'del', address, *bridge)
+    try:
+        host.restart()
+        assert there()
+        host.kill()
+        assert there()
+        host.restart()
+        ends()
+        assert not there()
+        assert not (host.state / 'metadata-address').exists()
+    finally:
+        host.lab.elab('exec', host.name, 'ip', 'addr', 'replace', address, *bridge)
+
+
+REAL = ('building', 'reserved', 'built', 'removed', 'forgotten')
+
+
+@pytest.mark.parametrize('step', some(REAL, 'reserved', 'built', 'forgotten'))
 def test_killed_on_a_real_host(host: Hypervisor, step: str) -> None:
     """F2: kill -9 of ecompute at a step of a build or a destroy: the next start ends it; one QEMU or none (libvirt)"""
     destroyed = step in DESTROY_FAILPOINTS

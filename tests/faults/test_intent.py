@@ -14,7 +14,7 @@ from tests.scenario.invariants import check
 from tests.scenario.story import SMALL, addressed, at_once, logged, notified, one_line, place, reached, record
 from tests.servers import until
 
-BUILD_FAILPOINTS = ['confirmed', 'building', 'seeded', 'built', 'active', 'addressed']
+BUILD_FAILPOINTS = ['confirmed', 'building', 'reserved', 'seeded', 'built', 'active', 'addressed']
 
 
 @pytest.mark.parametrize('step', some(BUILD_FAILPOINTS, 'confirmed', 'built', 'addressed'))
@@ -111,6 +111,10 @@ def test_a_request_removed_while_building(cluster: Control, step: str) -> None:
             return cluster.placement.allocations(instance) == {}
 
         until(released, 20, 'its claim is released')
+    elif step in ('building', 'reserved'):
+        # What is reserved is written down before anything is made.
+        assert 'its request was deleted' in reached(cluster, instance, 'error')['error']['reason']
+        assert cluster.placement.allocations(instance) == {}
     else:
         until(lambda: logged(compute, instance, 'unmanaged'), 20, 'it is reported')
         assert guests(compute)[instance]['running']

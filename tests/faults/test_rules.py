@@ -20,7 +20,7 @@ from ecomp.agent.pool import Inline, Pretended
 from ecomp.agent.records import Superseded
 from ecomp.conf import EtcdConfig
 from ecomp.model import keys
-from ecomp.model.guest import Guest, mac_address
+from ecomp.model.guest import DEFAULT_NETWORKS, Address, Guest, mac_address
 from ecomp.model.instance import Request, to_json
 from ecomp.model.power import Power
 from ecomp.model.record import ACTIVE, BUILDING, STOPPED, Interface, Record
@@ -56,7 +56,8 @@ def world(etcd: Etcd, placement: PlacementServer, tmp_path: Path) -> Iterator[Wo
     runner = Inline(hypervisor, Pretended())
     memory = Memory(tmp_path, compute, lambda: NOW)
     data = GuestData(tmp_path / 'metadata')
-    instances = Instances(compute, store, client, runner, data, Shape('qemu', True, None), memory, lambda: NOW)
+    shape = Shape('qemu', True, DEFAULT_NETWORKS, 'here')
+    instances = Instances(compute, store, client, runner, hypervisor, data, shape, memory, lambda: NOW)
     request = Request(instance, {compute: SIZE}, 'http://h/i', 'u', 'p')
     ledger.claim(client, instance, request.allocations, 'u', 'p')
     planned = store.commit([], [Put(keys.host(compute, instance), to_json(request))])
@@ -93,7 +94,9 @@ TASKS: dict[str, tuple[str | None, Callable[[World], None]]] = {
     'power off': (ACTIVE, lambda w: w.instances.switch.note(w.request.instance, w.planned, None)),
     'address': (
         ACTIVE,
-        lambda w: w.instances.address(w.request.instance, w.planned, {mac_address(w.request.instance, 0): '10.0.0.1'}),
+        lambda w: w.instances.address(
+            w.request.instance, w.planned, {mac_address(w.request.instance, 0): Address('10.0.0.1', 'lease')}
+        ),
     ),
     'shut down': (ACTIVE, lambda w: w.instances.switch.shut_down(asked(w, 'stop'), w.planned)),
     'switch off': (ACTIVE, lambda w: w.instances.switch.switch_off(asked(w, 'stop'), w.planned)),

@@ -96,6 +96,7 @@ def real(prepared: Libvirt) -> Iterator[Libvirt]:
     for instance in prepared.guests():
         prepared.destroy(instance, COMPUTE)
         prepared.delete_disk(instance)
+        prepared.release(instance)
     assert prepared.guests() == {}
 
 

@@ -16,7 +16,7 @@ from uuid import uuid4
 import pytest
 
 from ecomp.errors import BuildFailed, Conflict
-from ecomp.model.guest import Guest, GuestSpec
+from ecomp.model.guest import Guest, GuestSpec, Reserved
 from ecomp.virt import Hypervisor
 from ecomp.virt.fake import FakeHypervisor
 from tests.functional.guest import COMPUTE, POWER_BUTTON, MakeSpec, build
@@ -71,6 +71,27 @@ def test_nothing_there_is_success(hypervisor: Hypervisor, spec: GuestSpec) -> No
     hypervisor.destroy(spec.instance, COMPUTE)
     hypervisor.delete_disk(spec.instance)
     assert hypervisor.addresses(spec.instance) == {}
+
+
+def test_an_address_is_reserved_until_it_is_released(hypervisor: Hypervisor, make_spec: MakeSpec) -> None:
+    spec, other = make_spec(), make_spec()
+    (mac,), (others,) = spec.macs, other.macs
+    hypervisor.release(spec.instance)
+    address = hypervisor.reserve(spec.instance, mac, 'default')
+    assert address is not None
+    kept = hypervisor.reserve(other.instance, others, 'default')
+    assert kept not in (None, address)
+    for _ in range(2):
+        assert hypervisor.reserve(spec.instance, mac, 'default') == address
+        both = {mac: Reserved(spec.instance, address), others: Reserved(other.instance, kept)}
+        assert hypervisor.reservations() == both
+    for _ in range(2):
+        hypervisor.release(spec.instance)
+        assert hypervisor.reservations() == {others: Reserved(other.instance, kept)}
+    assert hypervisor.reserve(spec.instance, mac, 'default') == address, 'the same one again, while it is free'
+    for each in (spec, other):
+        hypervisor.release(each.instance)
+    assert hypervisor.reservations() == {}
 
 
 def test_who_has_a_disk(hypervisor: Hypervisor, make_spec: MakeSpec) -> None:

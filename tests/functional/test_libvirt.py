@@ -22,13 +22,14 @@ from uuid import uuid4
 import pytest
 
 from ecomp.errors import BuildFailed, Conflict, EcompError, Unreachable, UsageError
-from ecomp.model.guest import Guest, GuestSpec, mac_address
+from ecomp.model.guest import DEFAULT_NETWORKS, Address, Attachment, Guest, GuestSpec, mac_address
 from tests.functional.guest import COMPUTE, MakeSpec, build
 from tests.functional.libvirt_host import LibvirtHost, wait_until
 
 libvirt = pytest.importorskip('libvirt', reason="libvirt-python is not installed: pip install '.[hypervisor]'")
 from ecomp.virt.libvirt_host import Libvirt  # noqa: E402
 
+BRIDGED = (*DEFAULT_NETWORKS, Attachment('bridge', 'br0'))
 FOREIGN = """<domain type='qemu'><name>{name}</name><uuid>{uuid}</uuid><memory unit='MiB'>32</memory>
 <os><type>hvm</type></os></domain>"""
 
@@ -44,11 +45,11 @@ def connection(host: LibvirtHost) -> Iterator[object]:
 def test_disk_and_domain_as_asked(real: Libvirt, spec: GuestSpec, host: LibvirtHost, connection: object) -> None:
     host.inside(['ip', 'link', 'add', 'br0', 'type', 'bridge'])
     try:
-        build(real, replace(spec, bridge='br0', vcpus=2))
+        build(real, replace(spec, networks=BRIDGED, vcpus=2))
         domain = connection.lookupByUUIDString(spec.instance)
         description = ET.fromstring(domain.XMLDesc())
         macs = [element.get('address') for element in description.findall('devices/interface/mac')]
-        assert macs == list(replace(spec, bridge='br0').macs)
+        assert macs == list(replace(spec, networks=BRIDGED).macs)
         assert domain.info()[1:4] == [32 * 1024, 32 * 1024, 2]
         assert domain.blockInfo('vda')[0] == 2**30
         # The schema knows all that we write.
@@ -77,7 +78,7 @@ def test_the_images_own_size(real: Libvirt, spec: GuestSpec, connection: object)
 def test_a_missing_bridge(real: Libvirt, spec: GuestSpec) -> None:
     real.create_disk(spec)
     with pytest.raises(BuildFailed, match=r'started: .*br-none'):
-        real.start(replace(spec, bridge='br-none'))
+        real.start(replace(spec, networks=(Attachment('bridge', 'br-none'),)))
     assert not real.guests()[spec.instance].running
 
 
@@ -114,7 +115,7 @@ def test_a_half_made_build_is_made_anew(real: Libvirt, spec: GuestSpec, connecti
     """The domain defined with a bridge that is not there, the file not libvirt's work and not in its list."""
     real.create_disk(spec)
     with pytest.raises(BuildFailed):
-        real.start(replace(spec, bridge='br-none'))
+        real.start(replace(spec, networks=(Attachment('bridge', 'br-none'),)))
     assert real.guests()[spec.instance].defined
     disk = real.image_directory() / f'{spec.instance}.qcow2'
     disk.unlink()
@@ -274,8 +275,9 @@ def test_prepare(host: LibvirtHost, real: Libvirt, connection: object) -> None:
     with pytest.raises(UsageError, match=f'setfacl -m u:libvirt-qemu:x {closed} '):
         unreachable.prepare()
     unreachable.close()
-    with pytest.raises(UsageError, match='virsh net-define'):
-        Libvirt(host.root / 'state', network='none', uri=host.uri).prepare()
+    for plug, words in ((('network', 'none'), "no network 'none'"), (('bridge', 'br-none'), 'no bridge br-none')):
+        with pytest.raises(UsageError, match=words):
+            Libvirt(host.root / 'state', [Attachment(*plug)], uri=host.uri).prepare()
     network, pool = connection.networkLookupByName('default'), connection.storagePoolLookupByName('ecompute')
     network.destroy()
     pool.destroy()
@@ -334,26 +336,33 @@ def inside_the_host(state: str, instance: str) -> None:
     for command in (add, *up):
         subprocess.run(command, check=True)
     assert hypervisor.addresses(instance) == {}
+    # Offered and not leased yet, which dnsmasq writes there, or one the guest gave itself.
+    for known, seen in (('10.77.0.50', {}), ('10.77.0.200', {leased: Address('10.77.0.200', 'arp')})):
+        entry = [known, 'lladdr', leased, 'dev', 'virbr0']
+        subprocess.run(['ip', 'neigh', 'add', *entry, 'nud', 'stale'], check=True)
+        assert hypervisor.addresses(instance) == seen
+        subprocess.run(['ip', 'neigh', 'del', *entry], check=True)
     asked = threading.Thread(target=subprocess.run, args=(client,), kwargs={'capture_output': True})
     asked.start()
     wait_until(lambda: 'leases: virbr0.status' in told.get(timeout=60), 'the lease is told')
     wait_until(lambda: hypervisor.addresses(instance), 'the lease is seen')
     address = hypervisor.addresses(instance)[leased]
-    assert address.startswith('10.77.0.')
+    assert address.source == 'lease'
+    assert address.address.startswith('10.77.0.')
     asked.join()
     subprocess.run(['ip', 'link', 'del', 'evt0'], check=True)
 
     for known in ('10.88.0.5', '169.254.7.7'):
         subprocess.run(['ip', 'neigh', 'add', known, 'lladdr', bridged, 'dev', 'br0', 'nud', 'stale'], check=True)
     subprocess.run(['ip', 'neigh', 'add', '10.88.0.6', 'dev', 'br0', 'nud', 'failed'], check=True)
-    assert hypervisor.addresses(instance) == {leased: address, bridged: '10.88.0.5'}
+    assert hypervisor.addresses(instance) == {leased: address, bridged: Address('10.88.0.5', 'arp')}
     assert hypervisor.addresses(str(uuid4())) == {}
     hypervisor.close()
 
 
 def test_leases_and_the_metadata_address(host: LibvirtHost, real: Libvirt, spec: GuestSpec) -> None:
     host.inside(['ip', 'link', 'add', 'br0', 'up', 'type', 'bridge'])
-    build(real, replace(spec, bridge='br0'))
+    build(real, replace(spec, networks=BRIDGED))
     arguments = (str(host.root / 'state'), spec.instance)
     script = f'import tests.functional.test_libvirt as test; test.inside_the_host{arguments}'
     path = os.pathsep.join([str(Path(__file__).parents[2]), *sys.path])

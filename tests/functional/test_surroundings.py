@@ -13,6 +13,7 @@ from ecomp.agent.pool import Inline, Pretended
 from ecomp.conf import EtcdConfig
 from ecomp.errors import PlacementRefusal
 from ecomp.model import keys
+from ecomp.model.guest import DEFAULT_NETWORKS
 from ecomp.model.record import ACTIVE, BUILDING, ERROR, Record, from_json, to_json
 from ecomp.placement import allocations
 from ecomp.placement.client import Placement
@@ -69,10 +70,12 @@ def test_a_build_whose_request_was_deleted_says_so(
     store, client = Store(EtcdConfig(endpoints=(etcd.endpoint,))), Placement(placement.url)
     key = keys.instance(INSTANCE)
     store.commit([], [Put(key, to_json(Record(INSTANCE, COMPUTE, state, 'http://h/i')))])
-    runner = Inline(FakeHypervisor(), Pretended())
-    shape = Shape('qemu', True, None)
+    hypervisor = FakeHypervisor()
+    runner = Inline(hypervisor, Pretended())
+    shape = Shape('qemu', True, DEFAULT_NETWORKS, 'here')
     memory = Memory(tmp_path, COMPUTE, lambda: NOW)
-    instances = Instances(COMPUTE, store, client, runner, GuestData(tmp_path), shape, memory, lambda: NOW)
+    data = GuestData(tmp_path)
+    instances = Instances(COMPUTE, store, client, runner, hypervisor, data, shape, memory, lambda: NOW)
     instances.end_without_request(INSTANCE)
     entry = store.get(key)
     assert entry is not None

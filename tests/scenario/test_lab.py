@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -237,6 +238,34 @@ def test_the_workers_of_a_killed_ecompute_die_with_it(lab: Lab) -> None:
     until(lambda: not any(running(int(child)) for child in children), 10, 'workers and metadata server end')
 
 
+def test_the_address_is_known_before_the_boot_and_stays(lab: Lab) -> None:
+    """A guest's reboot, and new libvirtd and ecompute before it: the same address, and metadata is served as before."""
+    host, instance = lab.place(QUERY, lab.url('guest.qcow2'), '--wait=started')
+    (interface,) = _record(lab, instance)['addresses']
+    address = interface['expected']
+    assert address
+    if interface['address'] is None:  # it boots for seconds
+        asked = lab.eschedule(instance)
+        assert (asked.code, asked.stdout) in ((6, ''), (0, f'{address}\n'))
+        assert lab.eschedule('show', instance).stdout.count(address) == 1
+    assert lab.addressed(instance) == address
+    before = lab.told(host, instance)
+    assert _record(lab, instance)['addresses'] == [{**interface, 'address': address, 'source': 'lease'}]
+    assert _record(lab, instance)['console'] == f'{host}:{lab.state(host)}/console/{instance}.log'
+
+    processes = json.loads((lab.directory / 'lab.json').read_text())['processes']
+    libvirtd = int(processes[f'{host} libvirtd']['pid'])
+    os.kill(libvirtd, signal.SIGTERM)
+    until(lambda: not running(libvirtd), 30, 'libvirtd ends')
+    lab.stop_ecompute(host, signal.SIGKILL)
+    lab.start_ecomputes()
+    lab.virsh(host, 'reset', instance)
+    until(lambda: lab.console(host, instance).count('ecomp-guest: ready') == 2, BOOT, 'it boots again')
+    assert lab.told(host, instance) == {name: 2 * values for name, values in before.items()}
+    assert f'eth0 {address}' in before['address']
+    assert lab.etcd(f'/booted/{instance}') == {f'/booted/{instance}': address.encode()}
+
+
 def test_own_size_bridge_and_fixed_uuid(lab: Lab) -> None:
     """Story 6."""
     host, own = 'hv2', str(uuid.uuid4())
@@ -258,6 +287,13 @@ def test_own_size_bridge_and_fixed_uuid(lab: Lab) -> None:
         assert record['addresses'][0]['address'] == interfaces['eth0']
         assert [each['network'] for each in record['addresses']] == ['default', 'br0']
         until(lambda: answers(interfaces['eth1']), 30, 'the bridged interface answers')
+        assert record['addresses'][1]['expected'] is None, 'the LAN has a DHCP server of its own'
+        lab.elab('exec', host, 'busybox', 'ping', '-c', '1', interfaces['eth1'])
+        until(lambda: _record(lab, instance)['addresses'][1]['address'], 30, 'the bridged address is found')
+        mac = record['addresses'][1]['mac']
+        shown = lab.eschedule('show', instance).stdout
+        assert f'interface 1  {interfaces["eth1"]} ({mac} on br0, by arp)' in shown
+        assert lab.addressed(instance) == interfaces['eth0']
         lab.destroy(instance)
     finally:
         lab.stop_ecompute(host)
@@ -269,12 +305,13 @@ def test_own_size_bridge_and_fixed_uuid(lab: Lab) -> None:
 def test_a_bridge_that_is_not_there_is_named_at_the_start(lab: Lab) -> None:
     config = lab.directory / 'nobridge.yaml'
     where = {'etcd': {'endpoints': [lab.facts['etcd']]}, 'placement': {'endpoint': lab.facts['placement']}}
-    config.write_text(yaml.safe_dump({**where, 'bridge': 'nobr0', 'state': str(lab.directory / 'nobridge')}))
+    nobridge = {'networks': [{'network': 'default'}, {'bridge': 'nobr0'}], 'state': str(lab.directory / 'nobridge')}
+    config.write_text(yaml.safe_dump({**where, **nobridge}))
     inside = [sys.executable, '-m', 'ecomp.lab.elab', 'exec', '--name', lab.name, 'hv1']
     command = [*inside, sys.executable, '-m', 'ecomp.compute', '--config', str(config)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2
-    assert done.stderr.splitlines()[-1].startswith('ecompute: bridge: this host has no nobr0')
+    assert done.stderr.splitlines()[-1].startswith('ecompute: this host has no bridge nobr0')
 
 
 def test_no_configuration_at_all(tmp_path: Path) -> None:
@@ -380,6 +417,11 @@ def test_a_foreign_domain_is_never_touched(lab: Lab) -> None:
         assert lab.domains('hv1') == {'mine': 'shut off'}
     finally:
         lab.virsh('hv1', 'undefine', 'mine')
+
+
+def _record(lab: Lab, instance: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(lab.eschedule('show', instance, '-f', 'json').stdout)
+    return found
 
 
 def _active(lab: Lab, instance: str) -> bool:

@@ -22,6 +22,7 @@ from ecomp.conf import (
     load_schedule,
 )
 from ecomp.errors import UsageError
+from ecomp.model.guest import Attachment
 
 TOP = Path(__file__).resolve().parents[2]
 UUID = 'b8756be5-a30d-4311-920c-0ad996367a8e'
@@ -61,7 +62,7 @@ def test_without_a_file_everything_points_at_localhost(tmp_path: Path, monkeypat
         etcd=EtcdConfig(('localhost:2379',), None, None, None, 5.0, ()),
         placement='http://localhost:8080',
         resize=True,
-        bridge=None,
+        networks=(Attachment('network', 'default'),),
         state=Path('/var/lib/ecompute'),
         workers=None,
         inventory=None,
@@ -113,7 +114,7 @@ def test_the_examples_are_valid_and_name_every_key(
     assert set(yaml.safe_load(text)['etcd']) == {f.name for f in dataclasses.fields(EtcdConfig)}
     assert len(said.etcd.endpoints) == 3
     # What can be shown as a default is the default.
-    for key in ('resize', 'state', 'virt_type', 'placement', 'image', 'user_id', 'project_id'):
+    for key in ('resize', 'networks', 'state', 'virt_type', 'placement', 'image', 'user_id', 'project_id'):
         assert getattr(said, key, None) == getattr(default, key, None)
 
 
@@ -160,7 +161,7 @@ images: ../images
         ),
         placement='https://ds1:8081/placement',
         resize=False,
-        bridge='br0',
+        networks=(Attachment('network', 'default'), Attachment('bridge', 'br0')),
         state=tmp_path / 'state/here',
         workers=64,
         inventory={'VCPU': 4, 'CUSTOM_GPU_2': 1},
@@ -200,7 +201,20 @@ def test_a_config_is_frozen_and_can_go_to_a_worker(compute: Callable[[str | byte
         config.resize = False  # type: ignore[misc]
 
 
+def test_networks_are_taken_in_their_order(compute: Callable[[str | bytes], ComputeConfig]) -> None:
+    said = compute('networks:\n- bridge: br0\n- network: default\n- network: other net\n').networks
+    assert said == (Attachment('bridge', 'br0'), Attachment('network', 'default'), Attachment('network', 'other net'))
+
+
+def test_networks_and_a_bridge_are_one_too_many(mistakes: Callable[[str | bytes], list[str]]) -> None:
+    assert mistakes('networks:\n- network: default\nbridge: br0\n') == [
+        'compute.yaml:3: bridge: say it in networks, where it stands beside them: - bridge: NAME'
+    ]
+
+
 # Mistakes
+
+NOT_PLUGGED = 'networks: line 1: must be `network: NAME`, one of libvirt, or `bridge: NAME`, one of this host'
 
 
 def test_every_mistake_is_named_with_its_line_and_in_order(mistakes: Callable[[str | bytes], list[str]]) -> None:
@@ -224,6 +238,21 @@ def test_every_mistake_is_named_with_its_line_and_in_order(mistakes: Callable[[s
         ('uuid: 12', 'uuid: must be text; put 12 in quotes'),
         ('uuid: [a]', 'uuid: must be text, not a list'),
         ('uuid: ""', 'uuid: must be one line of printable text'),
+        ('networks: default', 'networks: must be a list of `- network: NAME` and `- bridge: NAME`, not default'),
+        ('networks: []', 'networks: must be a list of `- network: NAME` and `- bridge: NAME`, not a list'),
+        ('networks: [default]', NOT_PLUGGED),
+        ('networks: [{network: a, bridge: b}]', NOT_PLUGGED),
+        ('networks: [{vlan: a}]', NOT_PLUGGED),
+        ('networks: [[a]]', NOT_PLUGGED),
+        ('networks: [{[a]: b}]', NOT_PLUGGED),
+        ('networks: [{network: a/b}]', 'networks: line 1: must be the name of a network of libvirt, not a/b'),
+        ('networks: [{network: 7}]', 'networks: line 1: must be text; put 7 in quotes'),
+        (
+            'networks: [{bridge: a b}]',
+            'networks: line 1: must be the name of a network interface (at most 15 characters), not a b',
+        ),
+        ('networks: [{network: a}, {network: a}]', 'networks: line 1: network a is there twice'),
+        ('networks: [' + ', '.join(f'{{bridge: b{n}}}' for n in range(9)) + ']', 'networks: must be at most 8, are 9'),
         ('bridge: "a\\nb"', 'bridge: must be one line of printable text'),
         ('bridge: a/b', 'bridge: must be the name of a network interface (at most 15 characters), not a/b'),
         ('bridge: ..', 'bridge: must be the name of a network interface (at most 15 characters), not ..'),

@@ -57,7 +57,7 @@ class Making:
         address: str | None = None,
         name: str | None = None,
     ) -> None:
-        interface = Interface('default', mac_address(instance, 0), address)
+        interface = Interface('default', mac_address(instance, 0), address, 'lease' if address else None, address)
         error = Failure('image', 'it is no image', 'all') if state == record.ERROR else None
         made = Record(instance, compute, state, IMAGE, SIZE, addresses=(interface,), error=error, name=name)
         self.put(keys.instance(instance), record.to_json(made), lease)
@@ -87,6 +87,11 @@ class Making:
         seeds = {**before.seeds, mac_address(instance, 0): instance}
         self.digests[compute] = replace(before, seeds=seeds)
 
+    def reserve(self, compute: str, instance: str, address: str) -> None:
+        before = self.digests[compute]
+        reservations = {**before.reservations, mac_address(instance, 0): f'{instance} {address}'}
+        self.digests[compute] = replace(before, reservations=reservations)
+
     def lives(self, compute: str, instance: str, state: str = record.ACTIVE, name: str | None = None) -> None:
         """All there is of an instance that nothing is wrong with."""
         self.ask(compute, instance, name=name)
@@ -98,6 +103,7 @@ class Making:
         if compute in self.digests:
             self.guest(compute, instance, running=state == record.ACTIVE)
             self.seed(compute, instance)
+            self.reserve(compute, instance, '10.0.0.1')
 
     def planes(self) -> Planes:
         providers = {
@@ -171,6 +177,11 @@ def _mute(world: Making) -> None:
     del world.digests[TWO]
 
 
+def _unreserved(world: Making) -> None:
+    reservations = {mac: text for mac, text in world.digests[ONE].reservations.items() if ACTIVE not in text}
+    world.digests[ONE] = replace(world.digests[ONE], reservations=reservations)
+
+
 def _no_provider(world: Making) -> None:
     del world.names[TWO]
 
@@ -237,6 +248,11 @@ PLANTED: list[tuple[str, str, Callable[[Making], object]]] = [
     ('disk-orphaned', GONE, lambda w: w.guest(ONE, GONE, compute=None, defined=False, running=False)),
     ('seed-orphaned', NOBODY, lambda w: w.seed(ONE, NOBODY)),
     ('seed-orphaned', ACTIVE, lambda w: w.seed(TWO, ACTIVE)),
+    ('reservation-orphaned', NOBODY, lambda w: w.reserve(ONE, NOBODY, '10.0.0.9')),
+    ('reservation-orphaned', GONE, lambda w: w.reserve(ONE, GONE, '10.0.0.9')),
+    ('reservation-orphaned', ACTIVE, lambda w: w.reserve(TWO, ACTIVE, '10.0.0.1')),
+    ('reservation-missing', ACTIVE, _unreserved),
+    ('reservation-differs', OFF, lambda w: w.reserve(ONE, OFF, '10.0.0.9')),
     ('part-orphaned', ONE, lambda w: w.digests.update({ONE: replace(w.digests[ONE], parts={'images/x.part': '1'})})),
 ]
 
@@ -272,6 +288,7 @@ def test_what_a_state_explains(world: Making, state: str, holds: bool, guest: st
     elif guest != 'none':
         world.guest(TWO, NOBODY, running=guest == 'running')
     world.seed(TWO, NOBODY)
+    world.reserve(TWO, NOBODY, '10.0.0.9')
     assert audit(world.planes()) == []
 
 

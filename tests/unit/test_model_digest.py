@@ -25,7 +25,7 @@ names = st.text(max_size=40)
 guests = st.builds(Guest, names, names | st.none(), st.booleans(), st.booleans(), st.booleans())
 words = st.dictionaries(names, names, max_size=20)
 digests = st.builds(
-    lambda found, *rest: Digest({each.instance: each for each in found}, *rest), st.lists(guests), words, words, words
+    lambda found, *rest: Digest({each.instance: each for each in found}, *rest), st.lists(guests), *[words] * 4
 )
 
 
@@ -44,6 +44,7 @@ def test_ten_thousand_guests_fit_etcd() -> None:
         {each: Guest(each, COMPUTE, True, True, True) for each in instances},
         dict.fromkeys(instances, '/var/lib/ecompute/images/base-0123456789abcdef0123456789abcdef.qcow2'),
         {mac_address(each, number): each for each in instances for number in (0, 1)},
+        {mac_address(each, 0): f'{each} 192.168.122.200' for each in instances},
     )
     cut = pages(digest)
     assert from_pages(cut) == digest

@@ -40,7 +40,7 @@ RECORD = Record(INSTANCE, COMPUTE, SCHEDULED, 'http://h/i')
 
 texts = st.text(max_size=20)
 uuids = st.uuids().map(str)
-interfaces = st.builds(Interface, texts, texts, st.none() | texts)
+interfaces = st.builds(Interface, texts, texts, *[st.none() | texts] * 3)
 records = st.builds(
     Record,
     instance=uuids,
@@ -52,6 +52,7 @@ records = st.builds(
     user_id=texts,
     project_id=texts,
     addresses=st.lists(interfaces, max_size=2).map(tuple),
+    console=st.none() | texts,
     stages=st.dictionaries(st.sampled_from(STAGES), texts),
     error=st.none() | st.builds(Failure, texts, texts, texts),
     fault=st.none() | texts,
@@ -80,6 +81,11 @@ def test_a_record_of_another_version_is_refused(version: Any) -> None:
 def test_what_an_older_ecomp_did_not_write_has_its_default() -> None:
     least = {'version': 1, 'instance': INSTANCE, 'compute': COMPUTE, 'state': ACTIVE, 'image': None}
     assert from_json(json.dumps(least).encode()) == Record(INSTANCE, COMPUTE, ACTIVE, None)
+
+
+def test_an_interface_of_an_older_ecomp() -> None:
+    older = {'network': 'default', 'mac': '52:54:00:00:00:01', 'address': '10.0.0.1'}
+    assert from_json(stored(addresses=[older])).addresses == (Interface('default', '52:54:00:00:00:01', '10.0.0.1'),)
 
 
 def test_a_field_nobody_knows_is_passed_over() -> None:

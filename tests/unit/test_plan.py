@@ -16,12 +16,21 @@ from ecomp.agent.plan import (
     Task,
     Wish,
     fault_of,
-    macs,
     news,
     pending,
     plan,
 )
-from ecomp.model.guest import CRASHED, NO_SPACE, Guest, GuestSpec, mac_address
+from ecomp.model.guest import (
+    CRASHED,
+    MOST_INTERFACES,
+    NO_SPACE,
+    Address,
+    Attachment,
+    Guest,
+    GuestSpec,
+    all_macs,
+    mac_address,
+)
 from ecomp.model.guest import BaseImage as Base
 from ecomp.model.instance import Invalid, Request
 from ecomp.model.record import (
@@ -74,7 +83,7 @@ def record(state: str, compute: str = HERE, address: str | None = '10.0.0.1') ->
 
 
 def planned(
-    wish: Wish, known: Record | None, guest: Guest | None, addresses: dict[str, str] | None = None
+    wish: Wish, known: Record | None, guest: Guest | None, addresses: dict[str, Address] | None = None
 ) -> list[Task]:
     return plan(
         HERE,
@@ -201,16 +210,16 @@ def test_what_ran_before_a_reboot_is_started_again_and_nothing_else() -> None:
 
 ADDRESSES = [
     (None, {}, False),
-    (None, {MAC: '10.0.0.1'}, True),
-    (None, {'52:54:00:00:00:00': '10.0.0.9'}, False),
+    (None, {MAC: Address('10.0.0.1', 'lease')}, True),
+    (None, {'52:54:00:00:00:00': Address('10.0.0.9', 'arp')}, False),
     ('10.0.0.1', {}, False),
-    ('10.0.0.1', {MAC: '10.0.0.1'}, False),
-    ('10.0.0.1', {MAC: '10.0.0.2'}, True),
+    ('10.0.0.1', {MAC: Address('10.0.0.1', 'arp')}, False),
+    ('10.0.0.1', {MAC: Address('10.0.0.2', 'lease')}, True),
 ]
 
 
 @pytest.mark.parametrize(('known', 'found', 'new'), ADDRESSES)
-def test_an_address_is_written_down_when_it_is_new(known: str | None, found: dict[str, str], new: bool) -> None:
+def test_an_address_is_written_down_when_it_is_new(known: str | None, found: dict[str, Address], new: bool) -> None:
     active = record(ACTIVE, address=known)
     assert news(active, found) is new
     tasks = planned(ASKED, active, GUESTS['runs'], found)
@@ -238,7 +247,8 @@ def test_an_address_is_waited_for_only_while_the_guest_runs() -> None:
 
 
 def test_macs_are_those_the_guest_is_made_with() -> None:
-    for bridge in (None, 'br0'):
-        spec = GuestSpec(INSTANCE, HERE, 1, 256, 1, Base('', '', 0), 'qemu', bridge=bridge)
-        assert tuple(macs(INSTANCE, bridge)) == spec.macs
-    assert len(set(macs(INSTANCE, 'br0')) | set(macs(NEIGHBOUR, 'br0'))) == 4
+    for count in (1, 2, MOST_INTERFACES):
+        networks = tuple(Attachment('bridge', f'br{number}') for number in range(count))
+        spec = GuestSpec(INSTANCE, HERE, 1, 256, 1, Base('', '', 0), 'qemu', networks)
+        assert spec.macs == all_macs(INSTANCE)[:count]
+    assert len({*all_macs(INSTANCE), *all_macs(NEIGHBOUR)}) == 2 * MOST_INTERFACES

@@ -54,7 +54,8 @@ def test_no_instances_are_a_heading_or_an_empty_array() -> None:
 def test_json_is_the_record_as_etcd_has_it() -> None:
     (listed,) = json.loads(as_list([ADDRESSED], 'json'))
     assert listed == json.loads(as_detail(ADDRESSED, 'json'))
-    assert listed['addresses'] == [{'network': 'default', 'mac': '52:54:00:00:00:01', 'address': '10.0.0.1'}]
+    interface = {'network': 'default', 'mac': '52:54:00:00:00:01', 'address': '10.0.0.1'}
+    assert listed['addresses'] == [{**interface, 'source': None, 'expected': None}]
     assert listed['version'] == 1
 
 
@@ -72,6 +73,22 @@ def test_a_power_that_is_being_switched_is_shown_while_it_is() -> None:
         assert shown in as_detail(replace(RECORD, power=power), 'table')
     assert 'power' not in as_detail(replace(RECORD, power=COMPUTE), 'table')
     assert json.loads(as_detail(replace(RECORD, power=COMPUTE), 'json'))['power'] == COMPUTE
+
+
+def test_an_address_is_expected_until_the_guest_has_it() -> None:
+    mac = '52:54:00:00:00:01'
+    rows = {
+        f'no address yet ({mac} on br0)': Interface('br0', mac),
+        f'10.0.0.1 expected ({mac} on default)': Interface('default', mac, expected='10.0.0.1'),
+        f'10.0.0.1 ({mac} on default, by lease)': Interface('default', mac, '10.0.0.1', 'lease', '10.0.0.1'),
+        f'10.0.0.9 ({mac} on br0, by arp)': Interface('br0', mac, '10.0.0.9', 'arp'),
+    }
+    shown = as_detail(replace(RECORD, addresses=tuple(rows.values()), console='hv1:/c/i.log'), 'table').splitlines()
+    assert [line.split('  ', 1)[1].strip() for line in shown if line.startswith('interface')] == list(rows)
+    assert 'console      hv1:/c/i.log' in shown
+    expecting = replace(RECORD, addresses=(rows[f'10.0.0.1 expected ({mac} on default)'],))
+    assert as_list([expecting], 'table').splitlines()[1].split()[3] == '-'
+    assert no_address(expecting).endswith('waiting for: its compute to take it (10.0.0.1 is expected)')
 
 
 def test_why_there_is_no_address() -> None:

@@ -18,14 +18,17 @@ SPEC = GuestSpec('instance', 'compute', 1, 64, 1, BaseImage('/base', 'qcow2', 1)
 def test_guests_outlive_the_process(tmp_path: Path) -> None:
     first = FakeHypervisor(tmp_path)
     first.prepare()
+    first.reserve('instance', SPEC.macs[0], 'default')
     first.create_disk(SPEC)
     first.start(SPEC)
     second = FakeHypervisor(tmp_path)
     second.prepare()
     assert second.guests() == {'instance': Guest('instance', 'compute', defined=True, running=True, disk=True)}
     assert second.addresses('instance') == first.addresses('instance')
+    assert second.reservations() == first.reservations()
     second.destroy('instance', 'compute')
     second.delete_disk('instance')
+    second.release('instance')
     third = FakeHypervisor(tmp_path)
     third.prepare()
     assert third.guests() == {}

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ecomp.model.guest import BaseImage, GuestSpec
+from ecomp.model.guest import Attachment, BaseImage, GuestSpec
 from ecomp.virt import image, xml
 
 GOLDEN = Path(__file__).parent / 'golden'
@@ -25,11 +25,12 @@ SPEC = GuestSpec(
 DISK = f'{IMAGES}/{SPEC.instance}.qcow2'
 LOG = f'/var/lib/ecompute/console/{SPEC.instance}.log'
 
+TWO = (Attachment('network', 'default'), Attachment('bridge', 'br0'))
 CASES = {
     'domain-qemu.xml': xml.domain_xml(SPEC, DISK, LOG),
     'domain-kvm.xml': xml.domain_xml(replace(SPEC, virt_type='kvm'), DISK, LOG),
     'domain-bridge-raw.xml': xml.domain_xml(
-        replace(SPEC, bridge='br0', base=BaseImage(f'{IMAGES}/base-debian.raw', 'raw', 2**31)), DISK, LOG
+        replace(SPEC, networks=TWO, base=BaseImage(f'{IMAGES}/base-debian.raw', 'raw', 2**31)), DISK, LOG
     ),
     'volume.xml': xml.volume_xml(f'{SPEC.instance}.qcow2', image.capacity(SPEC), SPEC.base.path, 'qcow2'),
     'volume-no-resize.xml': xml.volume_xml(
@@ -49,8 +50,9 @@ def test_whole(name: str) -> None:
     ['"/><source file="/etc/shadow', "' x='", ']]>', '&x;', '<disk type="file"/>', '-name', 'a b', 'é☃'],
 )
 def test_no_value_becomes_markup(text: str) -> None:
-    spec = replace(SPEC, compute=text, network=text, bridge=text, base=BaseImage(f'/{text}', 'qcow2', 1))
-    harmless = replace(SPEC, compute='c', network='n', bridge='b', base=BaseImage('/base', 'qcow2', 1))
+    plugged = (Attachment('network', text), Attachment('bridge', text))
+    spec = replace(SPEC, compute=text, networks=plugged, base=BaseImage(f'/{text}', 'qcow2', 1))
+    harmless = replace(SPEC, compute='c', networks=TWO, base=BaseImage('/base', 'qcow2', 1))
     got = ET.fromstring(xml.domain_xml(spec, f'/disk{text}', f'/log{text}'))
     expected = ET.fromstring(xml.domain_xml(harmless, '/disk', '/log'))
 
@@ -86,9 +88,10 @@ def test_capabilities_without_a_user_is_root() -> None:
     assert xml.capabilities('<capabilities><host/></capabilities>') == xml.Capabilities(frozenset(), 0, 0)
 
 
-def test_macs() -> None:
-    assert xml.macs(CASES['domain-bridge-raw.xml']) == replace(SPEC, bridge='br0').macs
-    assert xml.macs('<domain/>') == ()
+def test_interfaces() -> None:
+    plugged = xml.interfaces(CASES['domain-bridge-raw.xml'])
+    assert list(plugged.items()) == list(zip(replace(SPEC, networks=TWO).macs, TWO, strict=True))
+    assert xml.interfaces('<domain/>') == {}
 
 
 def test_pool_target() -> None:

@@ -1,0 +1,167 @@
+"""Addresses reserved in the DHCP of libvirt's networks: chosen, kept over restarts, told and removed.
+
+A reservation is ours if its name is an instance's uuid and its MAC one of that instance's. Each is written into the
+running network and into its definition, so it survives restarts of guest, libvirtd and host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from ipaddress import IPv4Address
+
+from ecomp.errors import BuildFailed, EcompError
+from ecomp.model import keys
+from ecomp.model.guest import Reserved, all_macs
+from ecomp.virt import dhcp
+from ecomp.virt.connection import Connection, is_broken, libvirt, reason
+from ecomp.virt.dhcp import Dhcp, Reservation
+
+STAGE = 'scheduled'
+"""What an instance has reached that is refused for want of an address: nothing of it is made before."""
+TRIES = 20
+"""How often an address is chosen anew that somebody else took that very moment."""
+HOST = libvirt.VIR_NETWORK_SECTION_IP_DHCP_HOST
+ADD, DELETE = libvirt.VIR_NETWORK_UPDATE_COMMAND_ADD_LAST, libvirt.VIR_NETWORK_UPDATE_COMMAND_DELETE
+LIVE, CONFIG = libvirt.VIR_NETWORK_UPDATE_AFFECT_LIVE, libvirt.VIR_NETWORK_UPDATE_AFFECT_CONFIG
+# "There is one that matches", "there is none that matches": what is there is looked at again.
+READ_AGAIN = libvirt.VIR_ERR_OPERATION_INVALID
+
+
+class Reservations:
+    """Errors: Unreachable, EcompError; BuildFailed from reserve."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+
+    def reserve(self, instance: str, mac: str, network: str, wanted: str | None) -> str | None:
+        """The address this interface gets on this network, from now on; the one it has, the `wanted`, or a free one.
+
+        None where libvirt gives out no addresses. Processes and threads may do this at once: libvirt takes no address
+        twice, and whoever is told so looks again.
+        """
+        with self._connection.use(f'reserving an address on network {network}') as connection:
+            try:
+                found = connection.networkLookupByName(network)
+                for _ in range(TRIES):
+                    definitions = _definitions(found)
+                    if not definitions:
+                        raise BuildFailed(STAGE, f'network {network} was stopped and is gone')
+                    first = definitions[min(definitions)]
+                    if not first.ranges or not first.served:
+                        return None
+                    address = _chosen(found, definitions, mac, wanted)
+                    if address is None:
+                        raise BuildFailed(STAGE, f'network {network} has no free address: {_words(first)}')
+                    if _written(found, definitions, Reservation(mac, address, instance)):
+                        return address
+            except libvirt.libvirtError as error:
+                if is_broken(error):
+                    raise
+                raise BuildFailed(STAGE, f'network {network}: {reason(error)}') from error
+        raise EcompError(f'network {network}: every address chosen for {instance} was taken by somebody else')
+
+    def ours(self) -> Mapping[str, Reserved]:
+        """All that is reserved for instances, by MAC."""
+        found: dict[str, Reserved] = {}
+        with self._connection.use('listing DHCP reservations') as connection:
+            for _, definitions in _networks(connection):
+                for _, definition in sorted(definitions.items(), reverse=True):  # what is running counts
+                    for each in definition.reservations:
+                        if keys.is_uuid(each.name) and each.mac in all_macs(each.name):
+                            found[each.mac] = Reserved(each.name, each.address)
+        return found
+
+    def release(self, instance: str) -> None:
+        """Remove all that is reserved for an instance, on whatever network. Nothing there is success."""
+        macs = frozenset(all_macs(instance))
+        for _ in range(TRIES):
+            with self._connection.use(f'releasing the addresses of {instance}') as connection:
+                left = False
+                for network, definitions in _networks(connection):
+                    held: dict[Reservation, int] = {}
+                    for flag, definition in definitions.items():
+                        for each in definition.reservations:
+                            if each.mac in macs and each.name == instance:
+                                held[each] = held.get(each, 0) | flag
+                    for each, flags in held.items():
+                        left = not _update(network, DELETE, each, flags) or left
+                if not left:
+                    return
+        raise EcompError(f'the DHCP reservations of {instance} are changed by somebody else all the time')
+
+
+def _networks(connection: libvirt.virConnect) -> Iterator[tuple[libvirt.virNetwork, Mapping[int, Dhcp]]]:
+    for network in connection.listAllNetworks():
+        try:
+            definitions = _definitions(network)
+        except libvirt.libvirtError as error:
+            # Gone between the list and the question.
+            if error.get_error_code() != libvirt.VIR_ERR_NO_NETWORK:
+                raise
+        else:
+            yield network, definitions
+
+
+def _definitions(network: libvirt.virNetwork) -> dict[int, Dhcp]:
+    """What the network is now (LIVE) and what it will be after a restart (CONFIG), as far as it is either."""
+    found = {}
+    if network.isActive():
+        found[LIVE] = dhcp.read(network.XMLDesc())
+    if network.isPersistent():
+        found[CONFIG] = dhcp.read(network.XMLDesc(libvirt.VIR_NETWORK_XML_INACTIVE))
+    return found
+
+
+def _chosen(network: libvirt.virNetwork, definitions: Mapping[int, Dhcp], mac: str, wanted: str | None) -> str | None:
+    """The address that is reserved for the MAC already, that it has, that is wanted, or a free one; None: all taken."""
+    for _, definition in sorted(definitions.items()):
+        if (held := definition.of(mac)) is not None:
+            return held.address
+    leases = network.DHCPLeases() if network.isActive() else []
+    leased = {IPv4Address(each['ipaddr']): (each['mac'] or '').lower() for each in leases if _is_ipv4(each)}
+    reserved = [each.address for found in definitions.values() for each in found.reservations]
+    taken = {address for each in reserved for address in _parsed(each)}
+    first = definitions[min(definitions)]
+    for address in (*(each for each, whose in leased.items() if whose == mac), *_parsed(wanted)):
+        if address not in taken and leased.get(address, mac) == mac and dhcp.is_in(first, address):
+            return str(address)
+    free = dhcp.choose(first, taken | leased.keys(), mac)
+    return str(free) if free is not None else None
+
+
+def _written(network: libvirt.virNetwork, definitions: Mapping[int, Dhcp], reservation: Reservation) -> bool:
+    """Write it where it is not yet; False if somebody else was faster."""
+    missing = 0
+    for flag, definition in definitions.items():
+        held = definition.of(reservation.mac)
+        if held is not None and held != reservation and not _update(network, DELETE, held, flag):
+            return False
+        if held != reservation:
+            missing |= flag
+    return not missing or _update(network, ADD, reservation, missing)
+
+
+def _update(network: libvirt.virNetwork, command: int, reservation: Reservation, flags: int) -> bool:
+    try:
+        network.update(command, HOST, -1, dhcp.host_xml(reservation), flags)
+    except libvirt.libvirtError as error:
+        if error.get_error_code() != READ_AGAIN:
+            raise
+        return False
+    return True
+
+
+def _parsed(address: str | None) -> Iterator[IPv4Address]:
+    with suppress(ValueError):
+        if address is not None:
+            yield IPv4Address(address)
+
+
+def _is_ipv4(lease: Mapping[str, object]) -> bool:
+    return lease['type'] == libvirt.VIR_IP_ADDR_TYPE_IPV4
+
+
+def _words(definition: Dhcp) -> str:
+    ranges = ' and '.join(f'{first} to {last}' for first, last in definition.ranges)
+    return f'{ranges} are all leased or reserved; a wider range: virsh net-edit'

@@ -1,0 +1,189 @@
+"""Addresses reserved in the DHCP of real libvirt networks: what keeps them, what they avoid, and who gets them."""
+
+from __future__ import annotations
+
+import re
+import xml.etree.ElementTree as ET
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from typing import Any
+from uuid import uuid4
+
+import pytest
+
+from ecomp.errors import BuildFailed
+from ecomp.model.guest import Reserved, all_macs, mac_address
+from tests.functional.libvirt_host import LibvirtHost, wait_until
+
+libvirt = pytest.importorskip('libvirt', reason="libvirt-python is not installed: pip install '.[hypervisor]'")
+from ecomp.virt.libvirt_host import Libvirt  # noqa: E402
+
+SMALL = """<network><name>small</name><forward mode='open'/><bridge name='virbr1' stp='off'/>
+<ip address='10.78.0.1' netmask='255.255.255.0'><dhcp><range start='10.78.0.1' end='10.78.0.9'/></dhcp></ip>
+</network>"""
+ROOM = 8
+"""How many guests have an address there: .1 is the host's."""
+INACTIVE = libvirt.VIR_NETWORK_XML_INACTIVE
+
+
+@pytest.fixture(scope='module')
+def connection(host: LibvirtHost) -> Iterator[Any]:
+    opened = libvirt.open(host.uri)
+    yield opened
+    opened.close()
+
+
+@pytest.fixture
+def small(host: LibvirtHost, real: Libvirt, connection: Any) -> Iterator[Any]:
+    """A network with little room, as libvirt has it."""
+    del host, real
+    network = connection.networkDefineXML(SMALL)
+    network.create()
+    yield network
+    if network.isActive():
+        network.destroy()
+    network.undefine()
+
+
+def take(real: Libvirt, instance: str, wanted: str | None = None) -> str | None:
+    return real.reserve(instance, mac_address(instance, 0), 'small', wanted)
+
+
+def hosts(network: Any, flags: int = 0) -> dict[str, tuple[str, str]]:
+    found = ET.fromstring(network.XMLDesc(flags)).iterfind('ip/dhcp/host')
+    return {each.get('mac', ''): (each.get('ip', ''), each.get('name', '')) for each in found}
+
+
+def plant(network: Any, command: int, text: str, flags: int) -> None:
+    network.update(command, libvirt.VIR_NETWORK_SECTION_IP_DHCP_HOST, -1, text, flags)
+
+
+def test_it_is_in_the_running_network_and_in_its_definition(real: Libvirt, small: Any) -> None:
+    instance = str(uuid4())
+    address = take(real, instance)
+    wanted = {mac_address(instance, 0): (address, instance)}
+    assert hosts(small) == hosts(small, INACTIVE) == wanted
+    small.destroy()
+    assert take(real, instance) == address
+    small.create()
+    assert hosts(small) == wanted
+    real.release(instance)
+    assert hosts(small) == hosts(small, INACTIVE) == {}
+
+
+def test_many_at_once_get_each_their_own_until_the_range_is_full(host: LibvirtHost, real: Libvirt, small: Any) -> None:
+    instances = [str(uuid4()) for _ in range(ROOM)]
+    with ExitStack() as undo:
+        # Each a connection of its own, as other processes have.
+        others = [Libvirt(host.root / 'state', uri=host.uri) for _ in range(4)]
+        for each in others:
+            undo.callback(each.close)
+        with ThreadPoolExecutor(ROOM) as threads:
+            taken = list(threads.map(lambda pair: take(others[pair[0] % 4], pair[1]), enumerate(instances)))
+    assert sorted(map(str, taken)) == [f'10.78.0.{last}' for last in range(2, 10)]
+    with pytest.raises(BuildFailed, match=r'scheduled: network small has no free address: 10.78.0.1 to 10.78.0.9 are'):
+        take(real, str(uuid4()))
+    real.release(instances[0])
+    assert take(real, str(uuid4())) == taken[0]
+    assert set(hosts(small)) == set(hosts(small, INACTIVE))
+
+
+def test_half_a_reservation_is_made_whole_and_removed(real: Libvirt, small: Any) -> None:
+    """What is only in the running network, or only in the definition, or another in each."""
+    for live, config in (('10.78.0.5', None), (None, '10.78.0.5'), ('10.78.0.5', '10.78.0.6')):
+        instance = str(uuid4())
+        mac = mac_address(instance, 0)
+        for address, flag in ((live, libvirt.VIR_NETWORK_UPDATE_AFFECT_LIVE), (config, 2)):
+            if address:
+                text = f"<host mac='{mac}' ip='{address}' name='{instance}'/>"
+                plant(small, libvirt.VIR_NETWORK_UPDATE_COMMAND_ADD_LAST, text, flag)
+        assert real.reservations() == {mac: Reserved(instance, live or config or '')}
+        assert take(real, instance) == '10.78.0.5'
+        assert hosts(small) == hosts(small, INACTIVE) == {mac: ('10.78.0.5', instance)}
+        plant(small, libvirt.VIR_NETWORK_UPDATE_COMMAND_DELETE, f"<host mac='{mac}'/>", 1)
+        real.release(instance)
+        assert hosts(small) == hosts(small, INACTIVE) == {}
+
+
+def test_what_others_have_is_avoided_and_left_alone(host: LibvirtHost, real: Libvirt, small: Any) -> None:
+    instance, tenant = str(uuid4()), str(uuid4())
+    theirs = {
+        '52:54:00:99:00:01': ('10.78.0.2', ''),
+        '52:54:00:99:00:02': ('10.78.0.3', 'printer'),
+        # Our form, and not a MAC of that instance.
+        '52:54:00:99:00:03': ('10.78.0.4', instance),
+    }
+    for mac, (address, name) in theirs.items():
+        text = f"<host mac='{mac}' ip='{address}'{f' name={name!r}' if name else ''}/>"
+        plant(small, libvirt.VIR_NETWORK_UPDATE_COMMAND_ADD_LAST, text, 3)
+    # A lease of somebody who came without a reservation: all the rest but four.
+    leased = {lease(host, f'52:54:00:99:01:0{number}', small) for number in range(3)}
+    free = {f'10.78.0.{last}' for last in range(5, 10)} - leased
+    assert {take(real, each) for each in (str(uuid4()), tenant)} == free
+    with pytest.raises(BuildFailed, match='no free address'):
+        take(real, instance)
+    for each in real.reservations().values():
+        real.release(each.instance)
+    real.release(instance)
+    assert hosts(small) == hosts(small, INACTIVE) == theirs
+
+
+def test_what_it_has_is_kept_and_what_is_wanted_given(host: LibvirtHost, real: Libvirt, small: Any) -> None:
+    instance, other = str(uuid4()), str(uuid4())
+    has = lease(host, mac_address(instance, 0), small)
+    others = {each['ipaddr'] for each in small.DHCPLeases()}  # of the tests before
+    wanted = next(each for each in (f'10.78.0.{last}' for last in range(2, 10)) if each not in others)
+    assert take(real, other, wanted) == wanted
+    assert take(real, instance, wanted) == has
+    # Outside the range, somebody's, or no address: one that is free.
+    for nothing in ('10.78.0.200', '10.78.0.1', wanted, 'x'):
+        assert take(real, third := str(uuid4()), nothing) not in (nothing, has, wanted)
+        real.release(third)
+
+
+@pytest.mark.usefixtures('real')
+def test_where_libvirt_gives_out_none(prepared: Libvirt, connection: Any) -> None:
+    instance = str(uuid4())
+    plain = "<network><name>{0}</name>{1}<bridge name='{2}'/>{3}</network>"
+    definitions = (
+        plain.format('lan', "<forward mode='bridge'/>", 'br9', ''),
+        plain.format('static', '', 'virbr9', "<ip address='10.79.0.1' netmask='255.255.255.0'/>"),
+    )
+    for name, text in zip(('lan', 'static'), definitions, strict=True):
+        network = connection.networkDefineXML(text)
+        try:
+            assert prepared.reserve(instance, mac_address(instance, 0), name) is None
+        finally:
+            network.undefine()
+    with pytest.raises(BuildFailed, match='scheduled: network gone: Network not found'):
+        prepared.reserve(instance, mac_address(instance, 0), 'gone')
+
+
+def test_every_interface_s_goes_with_its_instance(real: Libvirt, small: Any) -> None:
+    instance = str(uuid4())
+    first, *_, last = all_macs(instance)
+    there = {
+        first: Reserved(instance, str(real.reserve(instance, first, 'default'))),
+        last: Reserved(instance, str(real.reserve(instance, last, 'small'))),
+    }
+    assert real.reservations() == there
+    real.release(instance)
+    assert real.reservations() == {}
+    assert hosts(small) == {}
+
+
+def lease(host: LibvirtHost, mac: str, network: Any) -> str:
+    """The address somebody with this MAC is given, once libvirt knows of it."""
+    host.inside(['ip', 'link', 'add', 'evt0', 'address', mac, 'type', 'veth', 'peer', 'name', 'evt1'])
+    try:
+        host.inside(['ip', 'link', 'set', 'evt1', 'master', network.bridgeName(), 'up'])
+        host.inside(['ip', 'link', 'set', 'evt0', 'up'])
+        client = ['busybox', 'udhcpc', '-i', 'evt0', '-f', '-q', '-n', '-t', '20', '-T', '1', '-s', '/bin/true']
+        said = host.inside(client)
+        found = re.search(r'lease of (\S+) obtained', said.stdout + said.stderr)
+        assert found, said
+        wait_until(lambda: found[1] in {each['ipaddr'] for each in network.DHCPLeases()}, 'the lease is known')
+        return found[1]
+    finally:
+        host.inside(['ip', 'link', 'del', 'evt0'])

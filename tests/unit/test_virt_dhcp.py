@@ -1,0 +1,74 @@
+"""What a libvirt network's definition says of its DHCP, and which address is chosen in it."""
+
+from __future__ import annotations
+
+from ipaddress import IPv4Address
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ecomp.virt.dhcp import Dhcp, Reservation, choose, host_xml, is_in, read
+
+NETWORK = """<network><name>default</name><forward mode='nat'/>
+<ip address='10.0.0.1' netmask='255.255.255.0'><dhcp>
+<range start='10.0.0.0' end='10.0.0.3'/><range start='10.0.0.254' end='10.0.0.255'/>
+<host mac='52:54:00:AA:00:01' name='a' ip='10.0.0.2'/><host name='b' ip='10.0.0.9'/><host mac='52:54:00:aa:00:02'/>
+</dhcp></ip>
+<ip address='169.254.169.254' netmask='255.255.255.255'/>
+<ip family='ipv6' address='fd00::1' prefix='64'><dhcp><range start='fd00::2' end='fd00::ff'/></dhcp></ip>
+</network>"""
+MAC = '52:54:00:00:00:01'
+macs = st.integers(0, 2**24 - 1).map(lambda number: f'52:54:00:{number.to_bytes(3, "big").hex(":")}')
+
+
+def addresses(*last: int) -> set[IPv4Address]:
+    return {IPv4Address(f'10.0.0.{each}') for each in last}
+
+
+def test_a_definition_is_read() -> None:
+    found = read(NETWORK)
+    assert [(str(first), str(last)) for first, last in found.ranges] == [
+        ('10.0.0.0', '10.0.0.3'),
+        ('10.0.0.254', '10.0.0.255'),
+    ]
+    assert found.own == {*addresses(0, 1, 255), IPv4Address('169.254.169.254')}
+    assert found.of('52:54:00:aa:00:01') == Reservation('52:54:00:aa:00:01', '10.0.0.2', 'a')
+    assert found.of(MAC) is None
+    assert found.served
+    assert [last for last in range(256) if is_in(found, IPv4Address(f'10.0.0.{last}'))] == [2, 3, 254]
+
+
+@pytest.mark.parametrize(
+    ('forward', 'served'),
+    [('', True), ('<forward/>', True), ("<forward mode='open'/>", True), ("<forward mode='bridge'/>", False)],
+)
+def test_a_bridge_of_somebody_else_s_is_not_served(forward: str, served: bool) -> None:
+    assert read(f'<network>{forward}</network>') == Dhcp((), frozenset(), (), served)
+
+
+@given(macs, st.sets(st.sampled_from([2, 3, 254])))
+def test_one_that_is_free_is_chosen_and_always_the_same(mac: str, taken: set[int]) -> None:
+    found = read(NETWORK)
+    chosen = choose(found, addresses(*taken), mac)
+    assert chosen == choose(found, addresses(*taken), mac)
+    if len(taken) == 3:
+        assert chosen is None
+    else:
+        assert chosen in addresses(2, 3, 254) - addresses(*taken)
+        first = choose(found, set(), mac)
+        assert first in addresses(*taken) or chosen == first
+
+
+def test_without_a_range_there_is_none() -> None:
+    assert choose(read('<network/>'), set(), MAC) is None
+
+
+def test_a_wide_range_costs_no_more() -> None:
+    wide = Dhcp(((IPv4Address('10.0.0.0'), IPv4Address('10.255.255.255')),), frozenset(), (), True)
+    assert choose(wide, set(), MAC) is not None
+
+
+def test_a_reservation_is_written_without_what_it_has_not() -> None:
+    assert host_xml(Reservation(MAC, '10.0.0.2', '"x')) == f'<host mac="{MAC}" ip="10.0.0.2" name="&quot;x" />'
+    assert host_xml(Reservation('', '10.0.0.2', 'b')) == '<host ip="10.0.0.2" name="b" />'
