@@ -26,7 +26,6 @@ ETCD_SECONDS = 40.0
 """At most a few calls of 5 s each, and the start of seven commands at once on a slow machine."""
 PLACEMENT_SECONDS = 100.0
 """A read that is not answered is given up after 30 s; a claim is read back once."""
-HOWS = ('killed', 'frozen')
 
 
 def take_away(server: Server, how: str) -> None:
@@ -69,7 +68,7 @@ def works_again(control: Control, compute: Ecompute, *instances: str) -> None:
 # From the beginning
 
 
-@pytest.mark.parametrize('how', HOWS)
+@pytest.mark.parametrize('how', ['killed', pytest.param('frozen', marks=pytest.mark.slow)])
 def test_every_form_without_etcd(own_control: Control, how: str) -> None:
     """F10: etcd killed, or frozen, under every form of eschedule: exit 7 soon, and the state of the request (fake)"""
     compute = own_control.ecompute()
@@ -154,6 +153,7 @@ def test_etcd_lost_between_the_steps(own_control: Control, step: str, how: str) 
     works_again(own_control, compute, instance)
 
 
+@pytest.mark.slow
 def test_etcd_lost_before_the_delivery_and_left_alone(own_control: Control) -> None:
     """F15: etcd killed before the delivery, and nobody asks again: the computes release the claim (fake)"""
     compute, instance = own_control.ecompute(), str(uuid.uuid4())
@@ -170,6 +170,7 @@ def test_etcd_lost_before_the_delivery_and_left_alone(own_control: Control) -> N
     works_again(own_control, compute)
 
 
+@pytest.mark.slow
 def test_etcd_lost_while_an_older_claim_is_taken_over(own_control: Control) -> None:
     """F15: etcd killed when a claim was found there: it is said who releases it (fake)"""
     compute, instance = own_control.ecompute(), str(uuid.uuid4())

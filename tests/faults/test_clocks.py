@@ -86,7 +86,9 @@ def apart(control: Control, instance: str) -> timedelta:
     return datetime.fromisoformat(stages['started']) - datetime.fromisoformat(stages['requested'])
 
 
-@pytest.mark.parametrize(('compute_at', 'command_at'), [('+1h', '-1h'), ('-1h', '+1h')])
+@pytest.mark.parametrize(
+    ('compute_at', 'command_at'), [('+1h', '-1h'), pytest.param('-1h', '+1h', marks=pytest.mark.slow)]
+)
 def test_clocks_that_differ(
     cluster: Control, always: dict[str, str], eschedule_at: Callable[[str], None], compute_at: str, command_at: str
 ) -> None:
@@ -106,7 +108,7 @@ def test_clocks_that_differ(
     check(cluster, compute)
 
 
-@pytest.mark.parametrize('jump', ['+1h', '-400d'])
+@pytest.mark.parametrize('jump', [pytest.param('+1h', marks=pytest.mark.slow), '-400d'])
 def test_a_clock_that_jumps(cluster: Control, always: dict[str, str], tmp_path: Path, jump: str) -> None:
     """F30: ecompute's clock jumps while it runs: it stays alive, works on, and releases nothing early (fake)"""
     clock = Clock(always, tmp_path / 'clock')

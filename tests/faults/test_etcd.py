@@ -313,6 +313,7 @@ def test_a_member_that_lags_is_not_another_etcd(several: Control, members: EtcdC
     settled(several, compute)
 
 
+@pytest.mark.slow
 def test_no_quorum(several: Control, members: EtcdCluster) -> None:
     """F10: two of three members gone: guests stay, eschedule exits 7 in time, nothing half done, all goes on (fake)"""
     compute = several.ecompute()

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.commands import Control, Ecompute, Result
-from tests.faults.hands import settled
+from tests.faults.hands import settled, some
 from tests.scenario.story import NOTIFIED, SMALL, addressed, place, reached, reserved
 from tests.servers import environment, until
 
@@ -45,7 +45,7 @@ class Mute(Ecompute):
     control: Control
 
 
-@pytest.mark.parametrize('how', WITHOUT)
+@pytest.mark.parametrize('how', some(list(WITHOUT), 'all closed', 'a full disk'))
 def test_ecompute_without_output(cluster: Control, tmp_path: Path, how: str) -> None:
     """F37: ecompute with stdout and stderr closed, on a full disk, or read by nobody any more (fake)"""
     compute = Mute(cluster.etcd.endpoint, cluster.placement.url, directory=tmp_path / 'compute')
@@ -84,7 +84,13 @@ def in_shell(control: Control, words: str, redirection: str) -> Result:
 
 
 @pytest.mark.parametrize(
-    ('how', 'code'), [('>&- 2>&-', 0), ('<&- >&- 2>&-', 0), ('2>&-', 0), ('2>/dev/full', 0), ('>/dev/full', 1)]
+    ('how', 'code'), [
+        ('<&- >&- 2>&-', 0),
+        ('2>/dev/full', 0),
+        ('>/dev/full', 1),
+        pytest.param('>&- 2>&-', 0, marks=pytest.mark.slow),
+        pytest.param('2>&-', 0, marks=pytest.mark.slow),
+    ]
 )
 def test_eschedule_without_output(cluster: Control, how: str, code: int) -> None:
     """F37: eschedule with stdout or stderr closed or full: what it did is done, and its code says so (fake)"""
