@@ -60,6 +60,12 @@ class Handler(http.server.BaseHTTPRequestHandler):
     def answer_broken_SHA256SUMS(self) -> None:
         self.answer_error()
 
+    def answer_dripping_SHA256SUMS(self) -> None:
+        self.answer_drip()
+
+    def answer_dripping_good(self) -> None:
+        self.answer_good()
+
     def answer_broken_good(self) -> None:
         self.answer_good()
 

@@ -210,10 +210,14 @@ def test_a_silent_server_is_given_up(web: Web, directory: Path, monkeypatch: pyt
     refused(directory, web.url + 'silence', 'no answer in time|connection broke')
 
 
-def test_an_endless_drip_is_given_up(web: Web, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize('path', ['drip', 'dripping/good'])
+def test_an_endless_drip_is_given_up(
+    web: Web, directory: Path, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    """Also one in the list of checksums beside it."""
     monkeypatch.setattr(transfer, 'DEADLINE', 0.5)
     began = time.monotonic()
-    refused(directory, web.url + 'drip', r'not here after 0\.5 s, [0-9]+ bytes so far')
+    refused(directory, web.url + path, r'not here after 0\.5 s, [0-9]+ bytes so far')
     assert time.monotonic() - began < 5
 
 

@@ -56,8 +56,11 @@ class Stream(Protocol):
     def read(self) -> bytes:
         """The next bytes, at most CHUNK; none at the end."""
 
+    def stop(self) -> None:
+        """From another thread: a read() that waits ends soon."""
+
     def close(self) -> None:
-        """Let go of it; from another thread, too: a read() that waits then ends."""
+        """Let go of it."""
 
 
 class Source(Protocol):
@@ -161,10 +164,13 @@ class _Body:
             # would be inside one read, deadline or not.
             return bytes(self._answer.raw.read1(CHUNK, decode_content=False))
 
-    def close(self) -> None:
+    def stop(self) -> None:
         """See Stream."""
         with suppress(ValueError, RuntimeError, OSError):  # it has ended already
             self._answer.raw.shutdown()
+
+    def close(self) -> None:
+        """See Stream."""
         self._answer.close()
 
 
@@ -220,6 +226,9 @@ class _File:
         """See Stream."""
         with _said(self._url):
             return self._file.read(CHUNK)
+
+    def stop(self) -> None:
+        """See Stream."""
 
     def close(self) -> None:
         """See Stream."""

@@ -20,7 +20,7 @@ from ecomp.failpoints import failpoint
 from ecomp.model.image import sum_of
 
 DEADLINE = 3600.0
-"""Seconds a whole download may take. A time-out between two bytes alone lets a slow drip go on for ever."""
+"""Seconds all of it may take. A time-out between two bytes alone lets a slow drip go on for ever."""
 PATIENCE = 10.0
 """Seconds a server has for its first word on an image that is cached."""
 TICK = 0.2
@@ -80,6 +80,8 @@ class Transfer:
                 now = time.monotonic()
                 if self._known is not None and not self._answered and now - began > PATIENCE:
                     raise Away('image', f'{self._url}: the server gives no answer in time')
+                if now - began > DEADLINE:
+                    raise Away('image', f'{self._url}: not here after {DEADLINE:g} s, {self._done} bytes so far')
                 if now - told_at >= TOLD_EVERY and self._done != told:
                     told, told_at = self._done, now
                     tell(told, self._total)
@@ -88,7 +90,7 @@ class Transfer:
                 # Whatever the thread waits for, from here on it opens no file, and what it writes is nobody's.
                 self._given_up = True
                 if not self._ended.is_set() and self._stream is not None:
-                    self._stream.close()
+                    self._stream.stop()
         if isinstance(self._result, BaseException):
             raise self._result
         return self._result
@@ -123,7 +125,6 @@ class Transfer:
             return self._file()
 
     def _download(self, stream: Stream, file: IO[bytes], expected: str | None) -> Fetched:
-        end = time.monotonic() + DEADLINE
         length = self._total = stream.version.length
         digest = hashlib.sha256()
         if length:
@@ -137,8 +138,6 @@ class Transfer:
             file.write(chunk)
             digest.update(chunk)
             self._done += len(chunk)
-            if time.monotonic() > end:
-                raise BuildFailed('image', f'{self._url}: not here after {DEADLINE:g} s, {self._done} bytes so far')
         if length is not None and length != self._done:
             raise BuildFailed('image', f'{self._url}: cut off after {self._done} of {length} bytes')
         if not self._done:
