@@ -48,10 +48,10 @@ def power(store: Store, instance: str, wanted: Power) -> Accepted:
             answer = _already(store, found, request, wanted)
             if answer is not None:
                 return answer
-            conditions, operation = [Unchanged(entry.key, entry.revision)], _rewritten(found, entry, wanted)
-            if store.commit(conditions, [operation]) is not None:
+            accepted = _accepted(store, found, wanted)  # before the commit: after it nothing may fail
+            if store.commit([Unchanged(entry.key, entry.revision)], [_rewritten(found, entry, wanted)]) is not None:
                 failpoint('power-asked')
-                return _accepted(store, found, wanted)
+                return accepted
         except UnknownOutcome:
             asked = True  # the next look says what became of it
         except Unreachable as error:
