@@ -153,7 +153,8 @@ class Answerer:
         return done
 
     def _remove(self, leftover: Leftover) -> str:
-        instance = leftover.mark if leftover.kind == 'seed' else '' if leftover.kind == 'part' else leftover.name
+        named = {'disk': leftover.name, 'reservations': leftover.name, 'seed': leftover.mark}
+        instance = named.get(leftover.kind, '')
         if not self._may_remove(instance):
             return 'not removed: this compute is read-only, or remembers that it lives'
         if leftover.kind == 'part':

@@ -41,9 +41,6 @@ class Dhcp:
         return next((each for each in self.reservations if each.mac == mac), None)
 
 
-NONE = Dhcp((), frozenset(), (), False)
-
-
 def read(xml: str) -> Dhcp:
     """The DHCP in a network's definition; one without has no ranges."""
     root = ET.fromstring(xml)

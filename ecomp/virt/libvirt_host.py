@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence, Set
-from ipaddress import IPv4Address
 from pathlib import Path
 
 from ecomp.errors import BuildFailed, Conflict, UsageError
 from ecomp.model.guest import DEFAULT_NETWORKS, Address, Attachment, BaseImage, Guest, GuestSpec, Reserved
-from ecomp.virt import access, dhcp, image, networks, xml
+from ecomp.virt import access, image, networks, xml
 from ecomp.virt.connection import Connection
-from ecomp.virt.dhcp import Dhcp
 from ecomp.virt.domains import Domains
 from ecomp.virt.networks import Networks
 from ecomp.virt.reservations import Reservations
@@ -139,15 +137,15 @@ class Libvirt:
     def addresses(self, instance: str) -> Mapping[str, Address]:
         interfaces = self._domains.interfaces(instance)
         found: dict[str, Address] = {}
-        given: dict[Attachment, Dhcp] = {}
-        for attachment in {each for each in interfaces.values() if each.kind == 'network'}:
-            leases, given[attachment] = self._networks.leases(attachment.name, interfaces)
+        for network in {name for kind, name in interfaces.values() if kind == 'network'}:
+            leases = self._networks.leases(network, interfaces)
             found |= {mac: Address(address, 'lease') for mac, address in leases.items()}
         # On a bridge somebody else's server gives the address: the host sees it when the guest talks to it.
         others = [mac for mac in interfaces if mac not in found]
         for mac, address in (networks.neighbours(others) if others else {}).items():
+            kind, name = interfaces[mac]
             # dnsmasq puts what it is only offering into the table: of such an address the lease counts.
-            if not dhcp.is_in(given.get(interfaces[mac], dhcp.NONE), IPv4Address(address)):
+            if kind != 'network' or not self._networks.gives(name, address):
                 found[mac] = Address(address, 'arp')
         return found
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import socket
 from collections.abc import Callable, Iterable, Mapping
+from ipaddress import IPv4Address
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,6 @@ from ecomp.files import watch
 from ecomp.model.guest import Attachment
 from ecomp.virt import dhcp
 from ecomp.virt.connection import Connection, libvirt
-from ecomp.virt.dhcp import Dhcp
 
 METADATA_ADDRESS = '169.254.169.254'
 # NUD_REACHABLE, STALE, DELAY, PROBE and PERMANENT of linux/neighbour.h: states in which the MAC is believed.
@@ -54,23 +54,25 @@ class Networks:
             network = connection.networkLookupByName(name)
             return str(network.bridgeName()) if dhcp.read(network.XMLDesc()).served else None
 
-    def leases(self, name: str, macs: Iterable[str]) -> tuple[Mapping[str, str], Dhcp]:
-        """The IPv4 address each of these MACs was given last, and what the network gives out.
+    def gives(self, name: str, address: str) -> bool:
+        """Whether the address is one that the network's DHCP may give out."""
+        with self._connection.use(f'asking for the DHCP of network {name}') as connection:
+            definition = dhcp.read(connection.networkLookupByName(name).XMLDesc())
+            return dhcp.is_in(definition, IPv4Address(address))
 
-        A network that is not there or off gives nothing, and has given nothing.
-        """
+    def leases(self, name: str, macs: Iterable[str]) -> Mapping[str, str]:
+        """The IPv4 address each of these MACs was given last. A network that is not there or off has given none."""
         try:
             with self._connection.use(f'asking for the leases of network {name}') as connection:
-                network = connection.networkLookupByName(name)
-                leases, definition = network.DHCPLeases(), dhcp.read(network.XMLDesc())
+                leases = connection.networkLookupByName(name).DHCPLeases()
         except EcompError as error:
             if not isinstance(error.__cause__, libvirt.libvirtError) or error.__cause__.get_error_code() not in (
                 libvirt.VIR_ERR_NO_NETWORK,
                 libvirt.VIR_ERR_OPERATION_INVALID,
             ):
                 raise
-            return {}, dhcp.NONE
-        return newest(leases, macs), definition
+            return {}
+        return newest(leases, macs)
 
 
 def newest(leases: Iterable[Mapping[str, Any]], macs: Iterable[str]) -> dict[str, str]:

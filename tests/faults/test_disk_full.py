@@ -123,7 +123,7 @@ def test_state_directory_while_running(cluster: Control, small_disk: Callable[[i
         error = reached(cluster, instance, 'error')['error']
         assert FULL in error['reason'], error
         assert str(disk.path) in error['reason']
-        assert error['stage'] in ('image', 'disk')
+        assert error['stage'] in ('scheduled', 'image', 'disk')
         assert cluster.placement.allocations(instance) == {}
     assert pieces(disk.path) == []
     # A guest is destroyed as soon as that can be written down; until then it is there, and so is its claim.

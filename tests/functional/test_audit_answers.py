@@ -226,12 +226,13 @@ def test_what_is_no_leftover_stays(cloud: Cloud, host: Host) -> None:
         assert host.clear(
             cloud.store,
             *(Leftover('disk', each) for each in (running, asked, lives, tried)),
-            *(Leftover('seed', MAC, asked), Leftover('seed', MAC, used)),
+            *(Leftover('seed', MAC, asked), Leftover('seed', MAC, used), Leftover('reservations', running)),
             *(Leftover('disk', '../../etc'), Leftover('domain', used), Leftover('seed', '../../x', 'y')),
         ) == [
             f'disk {running}: not removed: its domain is there',
             *(f'disk {each}: {wanted}' for each in (asked, lives, tried)),
             *(f'seed {MAC}: {wanted}', f'seed {MAC}: is gone already'),
+            f'reservations {running}: not removed: its domain is there',
             'disk ../../etc: not removed: it names no instance',
             f'domain {used}: not removed: it names no instance',
             'seed ../../x: not removed: it names no instance',

@@ -390,7 +390,8 @@ PLANTS: list[Callable[[Scene], str]] = [
 ]
 NOTICED = [domain_off, domain_running, record_missing, provider_missing, inventory_missing, capacity_exceeded]
 """What an ecompute mends itself, once a minute: then it is planted again."""
-ON_A_HYPERVISOR = {'base-missing'}
+ON_A_HYPERVISOR = {'base-missing', 'reservation-orphaned', 'reservation-missing', 'reservation-differs'}
+"""What is planted, and mended, in faults/test_audit_lab.py."""
 
 
 def code_of(plant: Callable[[Scene], str]) -> str:
@@ -532,7 +533,7 @@ MENDED: list[Callable[[Scene], str]] = [
 
 
 def test_every_code_that_fix_mends_is_mended_here() -> None:
-    assert {*map(code_of, MENDED)} == {code for code, each in CODES.items() if each.fix}
+    assert {*map(code_of, MENDED)} == {code for code, each in CODES.items() if each.fix} - ON_A_HYPERVISOR
 
 
 @pytest.mark.parametrize('plant', MENDED, ids=code_of)
