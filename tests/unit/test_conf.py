@@ -179,6 +179,25 @@ def test_a_schedule_file(tmp_path: Path) -> None:
     assert load_schedule(path) == ScheduleConfig(EtcdConfig(('ds1:2379',)), 'http://ds1', 'https://h/i', 'me', '12')
 
 
+def test_what_guests_are_given_are_files_beside_it_that_need_not_be_there_yet(tmp_path: Path) -> None:
+    path = tmp_path / 'mine.yaml'
+    path.write_text('user_data: given/user-data.yaml\nssh_keys: [id.pub, /etc/keys/ops.pub]\n')
+    config = load_schedule(path)
+    assert config.user_data == tmp_path / 'given/user-data.yaml'
+    assert config.ssh_keys == (tmp_path / 'id.pub', Path('/etc/keys/ops.pub'))
+    path.write_text('user_data:\nssh_keys: []\n')
+    assert (load_schedule(path).user_data, load_schedule(path).ssh_keys) == (None, ())
+    path.write_text('user_data: [a]\nssh_keys: id.pub\n')
+    with pytest.raises(UsageError) as caught:
+        load_schedule(path)
+    assert [line.partition(': ')[2] for line in str(caught.value).splitlines()] == [
+        'user_data: must be text, not a list', 'ssh_keys: must be a list like [id_ed25519.pub], not id.pub'
+    ]  # fmt: skip
+    path.write_text('ssh_keys: [id.pub, ~/.ssh/id.pub, {a: b}]\n')
+    with pytest.raises(UsageError, match='ssh_keys: write the directory out'):
+        load_schedule(path)
+
+
 @pytest.mark.parametrize(
     ('text', 'endpoints'),
     [
