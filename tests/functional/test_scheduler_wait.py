@@ -51,7 +51,7 @@ def test_how_far_a_download_is_is_told(cloud: Cloud, told: list[str]) -> None:
     record = Record(instance, new(), BUILDING, IMAGE, stages={'requested': 't', 'scheduled': 't'})
     config = EtcdConfig((cloud.etcd.endpoint,))
     with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(wait_for_stage, config, instance, 'started', 30.0, told.append)
+        waiting = pool.submit(wait_for_stage, config, instance, 'started', Deadline(30), told.append)
         progress = Progress('image', 34_000_000, 600_000_000)
         cloud.etcd.put(keys.instance(instance), to_json(replace(record, progress=progress)))
         until(lambda: any(each.startswith('waiting for: image, 34 of 600 MB, ') for each in told), 10, 'it is told')
