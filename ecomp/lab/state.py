@@ -121,7 +121,9 @@ def locked(directory: Path, busy: Callable[[], None] = lambda: None) -> Iterator
     The lock is let go with the process, however that ends.
     """
     while True:
-        directory.mkdir(mode=0o755, parents=True, exist_ok=True)
+        # Raised of a directory that is removed before mkdir looks at it; what is none cannot be opened as one.
+        with contextlib.suppress(FileExistsError):
+            directory.mkdir(mode=0o755, parents=True, exist_ok=True)
         try:
             descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
         except FileNotFoundError:
