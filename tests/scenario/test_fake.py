@@ -260,7 +260,7 @@ def test_list_and_show(cluster: Control) -> None:
     assert shown == record(cluster, first)
     assert set(shown) == {
         'version', 'instance', 'compute', 'state', 'image', 'resources', 'query', 'user_id', 'project_id',
-        'addresses', 'stages', 'error', 'fault', 'attempts', 'name', 'power', 'progress',
+        'addresses', 'console', 'stages', 'error', 'fault', 'attempts', 'name', 'power', 'progress',
     }  # fmt: skip
     assert list(shown['stages']) == ['requested', 'scheduled', 'image', 'disk', 'started', 'addressed']
     assert list(shown['stages'].values()) == sorted(shown['stages'].values())
