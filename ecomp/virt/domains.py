@@ -207,7 +207,8 @@ def _press(connection: Connection, instance: str, compute: str) -> None:
                 if domain.isActive():
                     domain.shutdown()
             except libvirt.libvirtError as error:
-                if error.get_error_code() not in READ_AGAIN:
+                # A QEMU that ends at that very moment does not answer; one that goes on is asked again.
+                if is_broken(error) or error.get_error_code() not in READ_AGAIN | BUSY:
                     raise
 
 
