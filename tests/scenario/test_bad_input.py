@@ -46,7 +46,7 @@ def run(module: str, *words: str, directory: Path, closed: bool = False, stdout:
     [
         ([NOBODY, NOBODY], 'not a command'),
         (['create'], 'neither a command nor an instance'),
-        (['timeline', NOBODY], 'not a command'),
+        (['events', NOBODY], 'not a command'),
         (['no_name'], 'neither a command nor an instance'),
         (['Web1'], 'neither a command nor an instance'),
         (['5ca'], 'of its uuid, 4 digits at least'),

@@ -249,6 +249,8 @@ def test_the_address_is_known_before_the_boot_and_stays(lab: Lab) -> None:
         assert (asked.code, asked.stdout) in ((6, ''), (0, f'{address}\n'))
         assert lab.eschedule('show', instance).stdout.count(address) == 1
     assert lab.addressed(instance) == address
+    assert lab.eschedule('wait', '--for', 'ready', instance).code == 0
+    until(lambda: 'ecomp-guest: phoned' in lab.console(host, instance), 10, 'it has said so')
     before = lab.told(host, instance)
     assert _record(lab, instance)['addresses'] == [{**interface, 'address': address, 'source': 'lease'}]
     assert _record(lab, instance)['console'] == f'{host}:{lab.state(host)}/console/{instance}.log'
@@ -260,7 +262,7 @@ def test_the_address_is_known_before_the_boot_and_stays(lab: Lab) -> None:
     lab.stop_ecompute(host, signal.SIGKILL)
     lab.start_ecomputes()
     lab.virsh(host, 'reset', instance)
-    until(lambda: lab.console(host, instance).count('ecomp-guest: ready') == 2, BOOT, 'it boots again')
+    until(lambda: lab.console(host, instance).count('ecomp-guest: phoned') == 2, BOOT, 'it boots again')
     assert lab.told(host, instance) == {name: 2 * values for name, values in before.items()}
     assert f'eth0 {address}' in before['address']
     assert lab.etcd(f'/booted/{instance}') == {f'/booted/{instance}': address.encode()}
