@@ -63,7 +63,12 @@ class GuestData:
 
     def ready(self) -> set[str]:
         """The instances whose cloud-init has said that it is through: the metadata server leaves a file for each."""
-        return {path.stem for path in self.directory.glob(f'*{READY}')}
+        try:
+            return {path.stem for path in self.directory.glob(f'*{READY}')}
+        except OSError as error:
+            # It is seen at the next look; nothing that is planned may wait for it.
+            log.debug('%s cannot be read: %s', self.directory, error)
+            return set()
 
     def on_ready(self, notify: Callable[[str], None]) -> Callable[[], None]:
         """From now on notify(reason) when one says so; returns what ends it."""
