@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ecomp.errors import UsageError
-from ecomp.model.guest import DEFAULT_NETWORKS, MOST_INTERFACES, Attachment
 from ecomp.model.image import check_image
+from ecomp.model.network import DEFAULT_NETWORKS, MOST_INTERFACES, Attachment
 from ecomp.yaml_file import Node, Section, Wrong, YamlFile, between, described, flag, one_of, shown, text_of
 
 MAX_INT = 2**31 - 1  # placement's limit for a total, and gRPC's for an option

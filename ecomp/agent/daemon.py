@@ -168,11 +168,12 @@ class Daemon:
                     next_minute = time.monotonic() + self._look_delay * random.uniform(0.5, 1.0)
                 elif minute:
                     self._look_delay = 0.0
+                continue
             except EcompError as error:
                 self._complaints.complain(doing, error, began)
-                next_minute = min(next_minute, time.monotonic() + LAST_DELAY * random.uniform(0.5, 1.0))
             except Exception:
                 log.exception('planning failed in a way nobody thought of; trying again')
+            next_minute = min(next_minute, time.monotonic() + LAST_DELAY * random.uniform(0.5, 1.0))
 
     def _look_around(self, guests: Mapping[str, Guest]) -> bool:
         """What is done once a minute; what fails of it hinders nothing else. True if all of it worked."""

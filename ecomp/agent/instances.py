@@ -22,8 +22,9 @@ from ecomp.errors import BuildFailed, Conflict, EcompError, NoSpace, UnknownOutc
 from ecomp.failpoints import failpoint
 from ecomp.model import keys
 from ecomp.model.allocation import difference, to_wire, total
-from ecomp.model.guest import Address, Attachment, BaseImage, Guest, GuestSpec, all_macs
+from ecomp.model.guest import Address, BaseImage, Guest, GuestSpec, all_macs
 from ecomp.model.instance import Request
+from ecomp.model.network import Attachment
 from ecomp.model.record import (
     ACTIVE,
     BUILDING,

@@ -52,8 +52,11 @@ class GuestData:
             write_durably(self.directory / f'{mac}.json', json.dumps(data) + '\n')
 
     def all(self) -> dict[str, str]:
-        """Whose data is there: the instance of each MAC. A file that is none of ours is passed over."""
-        found = {}
+        """Whose data is there: the instance of each MAC, and of each word that one is ready, by the instance itself.
+
+        A file that is none of ours is passed over.
+        """
+        found = {path.stem: path.stem for path in self.directory.glob(f'*{READY}')}
         for path in self.directory.glob('*.json'):
             try:
                 found[path.stem] = str(json.loads(path.read_bytes())['instance'])
@@ -80,9 +83,10 @@ class GuestData:
 
     def remove(self, instance: str, macs: Iterable[str]) -> None:
         """Forget an instance. Nothing there is success."""
-        self._ready(instance).unlink(missing_ok=True)
         for mac in macs:
             (self.directory / f'{mac}.json').unlink(missing_ok=True)
+        # Last: without the others the metadata server takes its word back.
+        self._ready(instance).unlink(missing_ok=True)
 
     def _ready(self, instance: str) -> Path:
         return self.directory / f'{instance}{READY}'

@@ -6,21 +6,10 @@ import hashlib
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from ecomp.model.network import DEFAULT_NETWORKS, MOST_INTERFACES, Attachment
+
 CRASHED = 'its QEMU process crashed or was killed'
 NO_SPACE = 'it is paused, for its disk cannot be written: is the file system full?'
-
-
-MOST_INTERFACES = 8
-
-
-class Attachment(NamedTuple):
-    """What an interface is plugged into: `kind` is `network` (libvirt's, by name) or `bridge` (the host's)."""
-
-    kind: str
-    name: str
-
-
-DEFAULT_NETWORKS = (Attachment('network', 'default'),)
 
 
 class Address(NamedTuple):

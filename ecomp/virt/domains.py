@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 from ecomp.errors import BuildFailed, Conflict, EcompError
 from ecomp.failpoints import failpoint
-from ecomp.model.guest import CRASHED, NO_SPACE, Attachment, GuestSpec
+from ecomp.model.guest import CRASHED, NO_SPACE, GuestSpec
+from ecomp.model.network import Attachment
 from ecomp.virt import xml
 from ecomp.virt.connection import Connection, is_broken, libvirt, reason
 

@@ -7,7 +7,8 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from pathlib import Path
 
 from ecomp.errors import BuildFailed, Conflict, UsageError
-from ecomp.model.guest import DEFAULT_NETWORKS, Address, Attachment, BaseImage, Guest, GuestSpec, Reserved
+from ecomp.model.guest import Address, BaseImage, Guest, GuestSpec, Reserved
+from ecomp.model.network import DEFAULT_NETWORKS, Attachment
 from ecomp.virt import access, image, networks, xml
 from ecomp.virt.connection import Connection
 from ecomp.virt.domains import Domains

@@ -11,7 +11,7 @@ from typing import Any
 
 from ecomp.errors import EcompError, UsageError
 from ecomp.files import watch
-from ecomp.model.guest import Attachment
+from ecomp.model.network import Attachment
 from ecomp.virt import dhcp
 from ecomp.virt.connection import Connection, libvirt
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 import xml.etree.ElementTree as ET
 from dataclasses import dataclass
 
-from ecomp.model.guest import Attachment, GuestSpec
+from ecomp.model.guest import GuestSpec
+from ecomp.model.network import Attachment
 
 MARK_NAMESPACE = 'urn:ecomp:1'
 ARCHITECTURE = 'x86_64'

@@ -92,7 +92,16 @@ def find(address: str, leases: str, neighbours: Path, guests: Path, now: float) 
 def note_ready(guests: Path, instance: str) -> None:
     """Leave word for ecompute that this guest's cloud-init is through. OSError."""
     # An empty file of the instance's name; said twice is said once.
-    os.close(os.open(guests / f'{instance}.ready', os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600))
+    os.close(os.open(_ready(guests, instance), os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600))
+
+
+def take_back(guests: Path, instance: str) -> None:
+    """Take back what note_ready() said."""
+    _ready(guests, instance).unlink(missing_ok=True)
+
+
+def _ready(guests: Path, instance: str) -> Path:
+    return guests / f'{instance}.ready'
 
 
 def read_file(path: Path) -> bytes:

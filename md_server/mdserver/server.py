@@ -104,6 +104,11 @@ def make_app(config: conf.Config) -> bottle.Bottle:
         except OSError as error:
             LOG.error('instance %s is ready, and that cannot be noted: %s', instance, error)
             return bottle.HTTPError(500, 'that cannot be noted: see the log of mdserver')
+        try:
+            asking()
+        except bottle.HTTPError:
+            guests.take_back(config.guests, instance)  # it was removed meanwhile, and nothing of it is to stay
+            raise
         return _plain(b'ok')
 
     app.route('/', 'GET', serve)

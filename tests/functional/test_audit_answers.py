@@ -211,6 +211,11 @@ def test_an_orphaned_disk_and_seed_are_removed(cloud: Cloud, host: Host) -> None
         f'disk {instance}: is gone already',
         f'seed {mac}: is gone already',
     ]
+    # Of a removal that was killed in the middle: the word that it is ready, alone.
+    (data.directory / f'{instance}.ready').touch()
+    assert look(host.hypervisor, host.state).seeds == {instance: instance}
+    assert host.clear(cloud.store, Leftover('seed', instance, instance)) == [f'seed {instance}: removed']
+    assert list(data.directory.iterdir()) == []
 
 
 def test_what_is_no_leftover_stays(cloud: Cloud, host: Host) -> None:

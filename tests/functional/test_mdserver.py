@@ -380,7 +380,7 @@ def test_a_guest_says_that_it_is_ready_for_itself_alone(bridge: Bridge, tmp_path
     assert data.ready() == {UUID_A}
     until(lambda: any(UUID_A in each for each in heard), 10, 'it is noticed')
     stop()
-    assert data.all().keys() == {MAC_A, MAC_B}
+    assert data.all() == {MAC_A: UUID_A, MAC_B: UUID_B, UUID_A: UUID_A}
     # Somebody else at this guest's address is not this guest.
     bridge.ip(bridge.b, 'link', 'set', 'eth0', 'down')
     bridge.ip(bridge.a, 'addr', 'add', f'{IP_B}/32', 'dev', 'eth0')

@@ -22,7 +22,7 @@ from ecomp.conf import (
     load_schedule,
 )
 from ecomp.errors import UsageError
-from ecomp.model.guest import Attachment
+from ecomp.model.network import Attachment
 
 TOP = Path(__file__).resolve().parents[2]
 UUID = 'b8756be5-a30d-4311-920c-0ad996367a8e'

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from ecomp.model.guest import Attachment, BaseImage, GuestSpec
+from ecomp.model.guest import BaseImage, GuestSpec
+from ecomp.model.network import Attachment
 from ecomp.virt import image, xml
 
 GOLDEN = Path(__file__).parent / 'golden'
