@@ -8,15 +8,13 @@ Both ends are libvirt's own `started` event, and both sides run in turn on one l
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 import threading
 import time
 import uuid
 from collections.abc import Callable
-from pathlib import Path
 from statistics import median
+
+from lab import BLANK, Lab, main
 
 from ecomp.conf import load_compute
 from ecomp.model import keys
@@ -27,8 +25,7 @@ from ecomp.placement.client import Placement
 from ecomp.store.client import Delete, Put, Store, Unchanged
 from ecomp.virt import xml
 
-NAME = 'bench'
-LAB = Path('/var/lib/elab') / NAME
+LAB = Lab('benchd')
 SHARE = {'VCPU': 1, 'MEMORY_MB': 128, 'DISK_GB': 1}
 SECONDS = 60.0
 
@@ -70,9 +67,9 @@ class Started:
                 self._changed.notify_all()
 
 
-def inside(pairs: int, url: str) -> None:
+def inside(pairs: int, images: str) -> None:
     """The measuring itself, on the lab host."""
-    config = load_compute(LAB / 'hv1/compute.yaml')
+    config = load_compute(LAB.compute_yaml)
     compute = (config.state / 'uuid').read_text().strip()
     store, placement, started = Store(config.etcd), Placement(config.placement), Started()
     pool = started.connection.storagePoolLookupByName('ecompute')
@@ -80,7 +77,7 @@ def inside(pairs: int, url: str) -> None:
     def ours() -> float:
         instance = str(uuid.uuid4())
         ledger.claim(placement, instance, {compute: SHARE}, 'bench', 'bench')
-        request = Request(instance, {compute: SHARE}, url, 'bench', 'bench')
+        request = Request(instance, {compute: SHARE}, images + 'blank.raw', 'bench', 'bench')
         key = keys.host(compute, instance)
         taken = started.after(instance, lambda: store.commit([], [Put(key, to_json(request))]))
         until(lambda: b'"active"' in value(store, keys.instance(instance)))
@@ -135,26 +132,10 @@ def until(condition: Callable[[], bool]) -> None:
         time.sleep(0.02)
 
 
-def main(pairs: int) -> None:
-    """Make a lab, measure in its host, remove it."""
-    elab = [sys.executable, '-m', 'ecomp.lab.elab']
-    subprocess.run([*elab, 'up', '--name', NAME, '--hosts', '1'], check=True, stdout=subprocess.DEVNULL)
-    try:
-        # A disk that boots nothing will do: what is measured ends when QEMU runs.
-        disk = bytearray(2**20)
-        disk[:4] = b'\xfa\xf4\xeb\xfd'  # cli; hlt; jmp: it leaves the processor to the next pair
-        disk[510:512] = b'\x55\xaa'
-        (LAB / 'images/blank.raw').write_bytes(disk)
-        state = json.loads((LAB / 'lab.json').read_text())
-        url = state['images'] + 'blank.raw'
-        inside_command = [sys.executable, str(Path(__file__).resolve()), '--inside', str(pairs), url]
-        subprocess.run([*elab, 'exec', '--name', NAME, 'hv1', *inside_command], check=True)
-    finally:
-        subprocess.run([*elab, 'down', '--name', NAME], check=True, stdout=subprocess.DEVNULL)
+def make(pairs: int) -> None:
+    """Measure in a lab."""
+    LAB.run(__file__, pairs, lambda: LAB.image('blank.raw').write_bytes(BLANK))
 
 
 if __name__ == '__main__':
-    if sys.argv[1:2] == ['--inside']:
-        inside(int(sys.argv[2]), sys.argv[3])
-    else:
-        main(int(sys.argv[1]) if len(sys.argv) > 1 else 20)
+    main(inside, make, 20)

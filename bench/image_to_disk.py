@@ -11,23 +11,22 @@ the copy.
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import subprocess
-import sys
 import time
 import uuid
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 
+from lab import Lab, main
+
 from ecomp.agent.images.cache import ImageCache, Limits
 from ecomp.conf import load_compute
 from ecomp.model.guest import GuestSpec
 from ecomp.virt.libvirt_host import Libvirt
 
-NAME = 'benchi'
-LAB = Path('/var/lib/elab') / NAME
+LAB = Lab('benchi')
 MIB = 2**20
 SIZES = (13, 600)
 
@@ -41,7 +40,7 @@ def timed(do: Callable[[], object]) -> float:
 
 def inside(rounds: int, server: str) -> None:
     """The measuring itself, on the lab host."""
-    state = load_compute(LAB / 'hv1/compute.yaml').state
+    state = load_compute(LAB.compute_yaml).state
     libvirt = Libvirt(state)
     cache = ImageCache(state / 'images', libvirt.inspect, None, Limits(2**40, 2**40))
     for size in SIZES:
@@ -52,7 +51,7 @@ def inside(rounds: int, server: str) -> None:
 def measure(size: int, rounds: int, server: str, libvirt: Libvirt, cache: ImageCache, directory: Path) -> None:
     """All sides in turn, and what came of it."""
     url = f'{server}{size}.qcow2'
-    content = hashlib.sha256((LAB / f'images/{size}.qcow2').read_bytes()).hexdigest()
+    content = hashlib.sha256(LAB.image(f'{size}.qcow2').read_bytes()).hexdigest()
     base, copy = directory / f'base-{content}.qcow2', directory / 'copy'
     disk = directory / f'{uuid.uuid4()}.qcow2'
 
@@ -106,22 +105,10 @@ def make_image(path: Path, size: int) -> None:
     raw.unlink()
 
 
-def main(rounds: int) -> None:
-    """Make a lab, measure in its host, remove it."""
-    elab = [sys.executable, '-m', 'ecomp.lab.elab']
-    subprocess.run([*elab, 'up', '--name', NAME, '--hosts', '1'], check=True, stdout=subprocess.DEVNULL)
-    try:
-        for size in SIZES:
-            make_image(LAB / f'images/{size}.qcow2', size)
-        server = json.loads((LAB / 'lab.json').read_text())['images']
-        command = [sys.executable, str(Path(__file__).resolve()), '--inside', str(rounds), server]
-        subprocess.run([*elab, 'exec', '--name', NAME, 'hv1', *command], check=True)
-    finally:
-        subprocess.run([*elab, 'down', '--name', NAME], check=True, stdout=subprocess.DEVNULL)
+def make(rounds: int) -> None:
+    """Measure in a lab."""
+    LAB.run(__file__, rounds, lambda: [make_image(LAB.image(f'{size}.qcow2'), size) for size in SIZES])
 
 
 if __name__ == '__main__':
-    if sys.argv[1:2] == ['--inside']:
-        inside(int(sys.argv[2]), sys.argv[3])
-    else:
-        main(int(sys.argv[1]) if len(sys.argv) > 1 else 20)
+    main(inside, make, 20)

@@ -9,15 +9,14 @@ file, one put, and the same watch. Both sides run in turn on one lab host. Aim: 
 
 from __future__ import annotations
 
-import json
 import subprocess
-import sys
 import threading
 import time
 import uuid
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from statistics import median, quantiles
+
+from lab import BLANK, Lab, main
 
 from ecomp.conf import load_compute
 from ecomp.model import keys
@@ -29,8 +28,7 @@ from ecomp.store.client import Delete, Entry, Put, Store, Unchanged
 from ecomp.store.watch import Follower
 from ecomp.virt.networks import LEASES, leased
 
-NAME = 'bench'
-LAB = Path('/var/lib/elab') / NAME
+LAB = Lab('benchl')
 SHARE = {'VCPU': 1, 'MEMORY_MB': 64, 'DISK_GB': 1}
 STATUS = LEASES / 'virbr0.status'
 SECONDS = 60.0
@@ -97,9 +95,9 @@ def ask(mac: str) -> float:
         run('ip', 'link', 'del', 'bench0')
 
 
-def inside(pairs: int, url: str) -> None:
+def inside(pairs: int, images: str) -> None:
     """The measuring itself, on the lab host."""
-    config = load_compute(LAB / 'hv1/compute.yaml')
+    config = load_compute(LAB.compute_yaml)
     compute = (config.state / 'uuid').read_text().strip()
     store, placement, seen = Store(config.etcd), Placement(config.placement), Seen()
     follower, least = Follower(config.etcd, keys.BOOTED, seen.on_state), Floor(Store(config.etcd))
@@ -109,7 +107,8 @@ def inside(pairs: int, url: str) -> None:
         instance = str(uuid.uuid4())
         ledger.claim(placement, instance, {compute: SHARE}, 'bench', 'bench')
         key = keys.host(compute, instance)
-        store.commit([], [Put(key, to_json(Request(instance, {compute: SHARE}, url, 'bench', 'bench')))])
+        request = Request(instance, {compute: SHARE}, images + 'blank.raw', 'bench', 'bench')
+        store.commit([], [Put(key, to_json(request))])
         until(lambda: (entry := store.get(keys.instance(instance))) is not None and b'"active"' in entry.value)
         taken = -ask(mac_address(instance, 0)) + seen.at(keys.booted(instance))
         store.commit([], [Put(key, to_json(Request(instance, {}, None, 'bench', 'bench')))])
@@ -151,24 +150,10 @@ def run(*command: str) -> None:
     subprocess.run(command, check=True, capture_output=True)
 
 
-def main(pairs: int) -> None:
-    """Make a lab, measure in its host, remove it."""
-    elab = [sys.executable, '-m', 'ecomp.lab.elab']
-    subprocess.run([*elab, 'up', '--name', NAME, '--hosts', '1'], check=True, stdout=subprocess.DEVNULL)
-    try:
-        # A disk that boots nothing: cli; hlt; jmp.
-        disk = b'\xfa\xf4\xeb\xfd'.ljust(510, b'\0') + b'\x55\xaa' + bytes(2**20 - 512)
-        (LAB / 'images/blank.raw').write_bytes(disk)
-        state = json.loads((LAB / 'lab.json').read_text())
-        url = state['images'] + 'blank.raw'
-        inside_command = [sys.executable, str(Path(__file__).resolve()), '--inside', str(pairs), url]
-        subprocess.run([*elab, 'exec', '--name', NAME, 'hv1', *inside_command], check=True)
-    finally:
-        subprocess.run([*elab, 'down', '--name', NAME], check=True, stdout=subprocess.DEVNULL)
+def make(pairs: int) -> None:
+    """Measure in a lab."""
+    LAB.run(__file__, pairs, lambda: LAB.image('blank.raw').write_bytes(BLANK))
 
 
 if __name__ == '__main__':
-    if sys.argv[1:2] == ['--inside']:
-        inside(int(sys.argv[2]), sys.argv[3])
-    else:
-        main(int(sys.argv[1]) if len(sys.argv) > 1 else 30)
+    main(inside, make, 30)

@@ -22,8 +22,6 @@ from tests.faults.tuned import patched
 from tests.scenario.lab import NOTIFIED, Lab, running
 from tests.servers import Server, free_port, until
 
-HALT = b'\xfa\xf4\xeb\xfd'
-"""cli; hlt; jmp: a boot sector that leaves its processor alone."""
 SMALL = 'resources=VCPU:1,DISK_GB:1,MEMORY_MB:64'
 ROOM = {'VCPU': 12, 'MEMORY_MB': 2048, 'DISK_GB': 40}
 SOON = 60.0
@@ -31,11 +29,6 @@ SOON = 60.0
 STILLBORN = re.compile(r'Traceback .*\n(?:  .*\n)*.*spawn_main\n(?:  .*\n)+EOFError: Ran out of input\n')
 """What Python says, before any code of ours, of a worker whose ecompute was killed while it was starting it."""
 _numbers = itertools.count(1)
-
-
-def boot_disk(sector: bytes) -> bytes:
-    """A raw disk of 1 MiB that boots this code."""
-    return sector.ljust(510, b'\0') + b'\x55\xaa' + bytes(2**20 - 512)
 
 
 class Hypervisor:

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.faults.hypervisor import HALT, ROOM, Hypervisor, SlowImages, boot_disk
+from tests.boot_sectors import HALT, boot_disk
+from tests.faults.hypervisor import ROOM, Hypervisor, SlowImages
 from tests.scenario.lab import ROOT, Lab
 
 SMALL_MB = 8

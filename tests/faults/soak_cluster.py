@@ -20,6 +20,7 @@ import yaml
 from ecomp.lab import control, namespaces, state
 from ecomp.lab.hosts import Host
 from ecomp.lab.machine import Process
+from tests.boot_sectors import HALT, boot_disk
 from tests.commands import write_config
 from tests.faults.history import History
 from tests.faults.soak_parts import Compute, FakePart, FakeServer, HostPart, LabPart, Part
@@ -28,8 +29,6 @@ from tests.proxy import Proxy
 from tests.scenario.lab import Lab
 from tests.servers import until
 
-HALT = b'\xfa\xf4\xeb\xfd'
-"""cli; hlt; jmp: a boot sector that leaves its processor alone."""
 FAKE_VCPUS = 3
 GUESTS = 6
 """Guests that all real hosts together have room for."""
@@ -62,7 +61,7 @@ class Cluster:
         self.lab = state.load(self.whole.name)
         layout, data = self.lab.layout, self.lab.directory / 'control'
         images = self.lab.directory / 'images'
-        (images / 'idle.raw').write_bytes(HALT.ljust(510, b'\0') + b'\x55\xaa' + bytes(2**20 - 512))
+        (images / 'idle.raw').write_bytes(boot_disk(HALT))
         prefix = namespaces.inside(layout, self.lab.directory, 'control')
         for server in control.lab_servers(layout, data, images)[:2]:
             self._add(LabPart(self.lab, server.what, partial(server.start, prefix), server.ready))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import threading
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -15,11 +14,11 @@ import pytest
 from ecomp.agent.images.cache import ImageCache
 from ecomp.errors import BuildFailed
 from ecomp.virt.image import inspect
+from tests.boot_sectors import HALT, boot_disk
 from tests.commands import Control, Ecompute
 from tests.faults.hands import guests, idle, lapse_requests
-from tests.faults.hypervisor import boot_disk
 from tests.faults.tuned import tuned
-from tests.functional.image_server import Web
+from tests.functional.image_server import serving
 from tests.functional.test_images import LIMITS, get, kept
 from tests.scenario.invariants import check
 from tests.scenario.story import SMALL, addressed, log_of, logged, one_line, place, reached, record
@@ -89,10 +88,7 @@ def test_download(small_disk: Callable[[int], SmallDisk]) -> None:
     disk = small_disk(8 * MIB)
     directory = disk.path / 'images'
     cache = ImageCache(directory, inspect, None, LIMITS)
-    server = Web(boot_disk(b'\xfa\xf4\xeb\xfd'))
-    thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
-    thread.start()
-    try:
+    with serving(boot_disk(HALT)) as server:
         first = get(cache, server.url + 'good')
         disk.fill()
         before = kept(directory)
@@ -103,10 +99,6 @@ def test_download(small_disk: Callable[[int], SmallDisk]) -> None:
         assert get(cache, server.url + 'good') == first  # what is there is still good
         disk.free()
         assert get(cache, server.url + 'good?2').virtual_size == first.virtual_size
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
 
 
 def test_state_directory_while_running(cluster: Control, small_disk: Callable[[int], SmallDisk]) -> None:

@@ -12,8 +12,9 @@ import pytest
 
 from ecomp.agent.plan import GONE_BOTH, GONE_DISK, GONE_DOMAIN, UNDEFINED
 from ecomp.model.guest import CRASHED, NO_SPACE
+from tests.boot_sectors import HALT, boot_disk
 from tests.faults.figures import figure
-from tests.faults.hypervisor import HALT, Hypervisor, boot_disk
+from tests.faults.hypervisor import Hypervisor
 from tests.faults.lab_fixtures import SMALL_MB
 from tests.servers import until
 

@@ -34,8 +34,9 @@ from ecomp.agent.images.cache import ImageCache
 from ecomp.errors import BuildFailed
 from ecomp.model.guest import BaseImage, GuestSpec
 from ecomp.virt.image import capacity, inspect
-from tests.faults.hypervisor import HALT, SMALL, SOON, Hypervisor, SlowImages, boot_disk
-from tests.functional.image_server import Handler, Web
+from tests.boot_sectors import HALT, boot_disk
+from tests.faults.hypervisor import SMALL, SOON, Hypervisor, SlowImages
+from tests.functional.image_server import Handler, Web, serving
 from tests.functional.test_images import LIMITS, get, kept
 from tests.scenario.lab import Lab
 from tests.servers import environment, until
@@ -70,14 +71,8 @@ def image(tmp_path_factory: pytest.TempPathFactory) -> bytes:
 @pytest.fixture
 def web(image: bytes) -> Iterator[Web]:
     """The image, and every wrong way to answer."""
-    server = Web(image)
-    thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
-    thread.start()
-    yield server
-    server.may_go_on.set()
-    server.shutdown()
-    server.server_close()
-    thread.join()
+    with serving(image) as server:
+        yield server
 
 
 @pytest.fixture
@@ -344,7 +339,7 @@ def test_a_redirect_to_the_metadata_address(
 def test_hostile_images_on_a_host(host: Hypervisor, tmp_path: Path) -> None:
     """F22: an instance of an image that is none ends in error with the reason, and the next good one runs (libvirt)"""
     served = host.lab.directory / 'images'
-    good = boot_disk(b'\xfa\xf4\xeb\xfd')
+    good = boot_disk(HALT)
     spoilt = {
         'page.qcow2': (b'<html><body>Please log in</body></html>', 'is not a disk image'),
         'huge.qcow2': (qcow2(tmp_path, 60 * TIB), 'the image is 61440.0 GiB, and this host has 40.0 GiB for disks'),
@@ -376,7 +371,7 @@ def test_an_image_that_changes(host: Hypervisor) -> None:
     """F23: another image at the same URL: it is built from now on; guests keep the base they have (libvirt)"""
     served = host.lab.directory / 'images' / 'changes.raw'
     try:
-        served.write_bytes(boot_disk(b'\xfa\xf4\xeb\xfd'))
+        served.write_bytes(boot_disk(HALT))
         first = host.place('changes.raw')
         host.reached(first, 'active')
         pid = host.qemu(first)

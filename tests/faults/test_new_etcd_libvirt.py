@@ -13,7 +13,8 @@ import yaml
 from ecomp.lab import state
 from ecomp.lab.elab import _start_control
 from ecomp.lab.namespaces import CONTROL
-from tests.faults.hypervisor import HALT, ROOM, Hypervisor, boot_disk
+from tests.boot_sectors import HALT, boot_disk
+from tests.faults.hypervisor import ROOM, Hypervisor
 from tests.scenario.lab import Lab, running
 from tests.servers import until
 

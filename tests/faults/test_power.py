@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.boot_sectors import POWER_BUTTON
 from tests.commands import Control, Ecompute
 from tests.faults.etcds import SavedSnapshot, wipe
 from tests.faults.figures import figure
@@ -19,7 +20,6 @@ from tests.faults.hypervisor import Hypervisor
 from tests.faults.test_guests import put_image
 from tests.faults.test_new_etcd import accept
 from tests.faults.tuned import tuned
-from tests.functional.guest import POWER_BUTTON
 from tests.scenario.story import addressed, at_once, logged, one_line, place, reached, record
 from tests.servers import until
 

@@ -6,8 +6,8 @@ import gzip
 import http.server
 import socketserver
 import threading
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 
 
 class Handler(http.server.BaseHTTPRequestHandler):
@@ -193,3 +193,18 @@ class Web(http.server.ThreadingHTTPServer):
         """Without http.server's look for the machine's own name."""
         socketserver.TCPServer.server_bind(self)
         self.server_name, self.server_port = 'localhost', self.server_address[1]
+
+
+@contextmanager
+def serving(image: bytes) -> Iterator[Web]:
+    """The server with this image, answering inside."""
+    server = Web(image)
+    thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
+    thread.start()
+    try:
+        yield server
+    finally:
+        server.may_go_on.set()
+        server.shutdown()
+        server.server_close()
+        thread.join()

@@ -19,7 +19,8 @@ from ecomp.errors import BuildFailed, Conflict
 from ecomp.model.guest import Guest, GuestSpec, Reserved
 from ecomp.virt import Hypervisor
 from ecomp.virt.fake import FakeHypervisor
-from tests.functional.guest import COMPUTE, POWER_BUTTON, MakeSpec, build
+from tests.boot_sectors import POWER_BUTTON, boot_disk
+from tests.functional.guest import COMPUTE, MakeSpec, build
 from tests.functional.libvirt_host import LibvirtHost, wait_until
 
 pytest.importorskip('libvirt', reason="libvirt-python is not installed: pip install '.[hypervisor]'")
@@ -157,7 +158,7 @@ def test_shut_down(hypervisor: Hypervisor, spec: GuestSpec) -> None:
     """A guest that listens to its power button goes off, and starts again as it was defined."""
     instance = spec.instance
     listens = Path(spec.base.path).with_name('power-button.raw')
-    listens.write_bytes(POWER_BUTTON.ljust(510, b'\0') + b'\x55\xaa' + bytes(2**20 - 512))
+    listens.write_bytes(boot_disk(POWER_BUTTON))
     build(hypervisor, replace(spec, base=replace(spec.base, path=str(listens))))
     with pytest.raises(Conflict, match=COMPUTE):
         hypervisor.shutdown(instance, str(uuid4()))

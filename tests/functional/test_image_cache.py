@@ -21,7 +21,7 @@ from ecomp.agent.images.bases import Bases
 from ecomp.agent.images.cache import ImageCache
 from ecomp.errors import BuildFailed
 from ecomp.virt.image import inspect
-from tests.functional.image_server import Web
+from tests.functional.image_server import Handler, Web
 from tests.functional.test_images import LIMITS, MIB, cache, directory, get, image, kept, refused, web
 from tests.servers import free_port, until
 
@@ -116,7 +116,7 @@ def test_a_cached_image_is_used_while_its_server_cannot_be_asked(
     for answer in ('error', 'no_http', 'silence', 'reset'):
         caplog.clear()
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr('tests.functional.image_server.Handler.answer_good', getattr(handler(), f'answer_{answer}'))
+            patch.setattr('tests.functional.image_server.Handler.answer_good', getattr(Handler, f'answer_{answer}'))
             if answer == 'reset':
                 patch.setattr(web, 'image', web.image + bytes(512))  # it is new, and then breaks off
             with caplog.at_level(logging.WARNING):
@@ -132,15 +132,9 @@ def test_a_cached_image_is_used_while_its_server_cannot_be_asked(
     assert len(caplog.records) == 1
 
 
-def handler() -> type:
-    from tests.functional.image_server import Handler
-
-    return Handler
-
-
 def test_an_image_that_was_taken_away_is_refused(web: Web, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     get(cache(directory), web.url + 'good')
-    monkeypatch.setattr(handler(), 'answer_good', handler().answer_missing)
+    monkeypatch.setattr(Handler, 'answer_good', Handler.answer_missing)
     refused(directory, web.url + 'good', 'the server answers HTTP 404')
 
 

@@ -6,7 +6,6 @@ import hashlib
 import os
 import shutil
 import subprocess
-import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -22,7 +21,7 @@ from ecomp.agent.images.cache import ImageCache, Limits
 from ecomp.errors import BuildFailed
 from ecomp.model.guest import BaseImage
 from ecomp.virt.image import inspect
-from tests.functional.image_server import Web
+from tests.functional.image_server import Web, serving
 from tests.servers import free_port, until
 
 pytestmark = [
@@ -48,14 +47,8 @@ def image(tmp_path_factory: pytest.TempPathFactory) -> bytes:
 
 @pytest.fixture
 def web(image: bytes) -> Iterator[Web]:
-    server = Web(image)
-    thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
-    thread.start()
-    yield server
-    server.may_go_on.set()
-    server.shutdown()
-    server.server_close()
-    thread.join()
+    with serving(image) as server:
+        yield server
 
 
 @pytest.fixture

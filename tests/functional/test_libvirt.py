@@ -22,7 +22,8 @@ from uuid import uuid4
 import pytest
 
 from ecomp.errors import BuildFailed, Conflict, EcompError, Unreachable, UsageError
-from ecomp.model.guest import DEFAULT_NETWORKS, Address, Attachment, Guest, GuestSpec, mac_address
+from ecomp.model.guest import Address, Guest, GuestSpec, mac_address
+from ecomp.model.network import DEFAULT_NETWORKS, Attachment
 from tests.functional.guest import COMPUTE, MakeSpec, build
 from tests.functional.libvirt_host import LibvirtHost, wait_until
 

@@ -13,7 +13,7 @@ from ecomp.agent.pool import Inline, Pretended
 from ecomp.conf import EtcdConfig
 from ecomp.errors import PlacementRefusal
 from ecomp.model import keys
-from ecomp.model.guest import DEFAULT_NETWORKS
+from ecomp.model.network import DEFAULT_NETWORKS
 from ecomp.model.record import ACTIVE, BUILDING, ERROR, Record, from_json, to_json
 from ecomp.placement import allocations
 from ecomp.placement.client import Placement

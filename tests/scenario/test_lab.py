@@ -17,14 +17,13 @@ from typing import Any
 import pytest
 import yaml
 
+from tests.boot_sectors import HALT, boot_disk
 from tests.scenario.lab import BOOT, NOTIFIED, Lab, answers, running
 from tests.servers import until
 
 QUERY = 'resources=VCPU:1,DISK_GB:1,MEMORY_MB:256'
 SMALL = 'resources=VCPU:1,DISK_GB:1,MEMORY_MB:64'
 """Too small for the guest's kernel: for disks that boot nothing."""
-HALT = b'\xfa\xf4\xeb\xfd'
-"""cli; hlt; jmp: a boot sector that leaves its processor alone. One of zeroes would be run, for ever."""
 KEY = 'ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIGOd6V0cVCYrYWIwTNsw7vbFLXN1Fy9CZtGLdpB1YP1q story@lab'
 OTHER_KEY = 'ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIAEBAQEBAQEBAQEBAQEBAQEBAQEBAQEBAQEBAQEBAQEB other@lab'
 SCRIPT = '#!/bin/sh\n# canary\necho "ecomp-guest: ran on $(hostname)"\n'
@@ -52,7 +51,7 @@ def whole(guest_image: Path) -> Iterator[Lab]:
     lab = Lab(f't{os.getpid()}', 3)
     try:
         (lab.directory / 'images/guest.qcow2').write_bytes(guest_image.read_bytes())
-        (lab.directory / 'images/idle.raw').write_bytes(HALT.ljust(510, b'\0') + b'\x55\xaa' + bytes(2**20 - 512))
+        (lab.directory / 'images/idle.raw').write_bytes(boot_disk(HALT))
         for host in lab.hosts:
             conf = lab.directory / host / 'mdserver.conf'
             conf.write_text(f'[mdserver]\nuser-data = user-data\n\n[public-keys]\ndefault = {KEY}\n')

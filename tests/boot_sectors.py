@@ -1,0 +1,21 @@
+"""Disks of 1 MiB that boot a few bytes of machine code: guests for all that ends when QEMU runs."""
+
+from __future__ import annotations
+
+HALT = bytes.fromhex('fa f4 ebfd')
+"""cli; hlt; jmp: it leaves its processor alone."""
+POWER_BUTTON = bytes.fromhex(
+    'fb'  # sti
+    'ba0206 b80001 ef'  # PM1 enable (0x602): the power button's bit
+    'ba0006'  # PM1 status
+    'f4 ed'  # wait: hlt; in ax, dx
+    'f6c401 74f9'  # test ah, 1; jz wait
+    'ba0406 b80020 ef'  # PM1a control: SLP_EN, S5
+    'fa f4 ebfd'  # cli; hlt; jmp
+)
+"""It turns the machine off when its power button is pressed, by the ACPI registers of QEMU's `pc`."""
+
+
+def boot_disk(sector: bytes) -> bytes:
+    """A raw disk that boots this code."""
+    return sector.ljust(510, b'\0') + b'\x55\xaa' + bytes(2**20 - 512)
