@@ -24,6 +24,7 @@ REQUIRES = [
     'requests>=2.31',
     'psutil>=5.9',
     'PyYAML>=6.0.1',
+    'os-traits>=3.9',  # the names of traits, which placement takes from there too
     # mdserver's.
     'bottle>=0.13',
     'waitress>=3',
@@ -32,6 +33,7 @@ REQUIRES = [
 HYPERVISOR = [
     'libvirt-python>=9.0',  # from source: needs libvirt-dev, pkg-config and gcc
     'oslo.utils[image-inspection]>=8.0',
+    'pycdlib>=1.14',
     'pyroute2>=0.7.9',
     'urllib3>=2.3',  # requests brings it; from here on a response that waits can be ended by another thread
     'watchdog>=4.0',

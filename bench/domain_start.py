@@ -91,7 +91,8 @@ def inside(pairs: int, images: str) -> None:
         base = next((config.state / 'images').glob('base-*.raw'))
         image = BaseImage(str(base), 'raw', base.stat().st_size)
         # Another compute's mark: nothing here is ecompute's business.
-        spec = GuestSpec(instance, 'bench', 1, 128, 1, image, 'qemu')
+        # Any address: what the filter lets pass is not what takes time.
+        spec = GuestSpec(instance, 'bench', 1, 128, 1, image, 'qemu', reserved=('10.0.0.1',))
         disk, log = config.state / f'images/{instance}.qcow2', config.state / f'console/{instance}.log'
         volume = xml.volume_xml(disk.name, 2**30, image.path, image.format)
         domain = xml.domain_xml(spec, str(disk), str(log))

@@ -139,6 +139,9 @@ def build(
             checkpoint()
             hypervisor.create_disk(spec)
         failpoint('disk-created')
+        if spec.seed is not None:
+            hypervisor.create_seed(instance, spec.seed)
+            failpoint('seed-written')
         report('disk')
         checkpoint()
         try:

@@ -1,7 +1,8 @@
 """What the metadata server is told, and that there is one.
 
 Each guest's data is handed over as a file, 0600, named by MAC; neither side imports the other. If no metadata server
-answers, one is started; it ends with ecompute, however that ends, for it watches the pipe that is its stdin.
+answers, one is started; it ends with ecompute, however that ends, for it watches the pipe that is its stdin. Where a
+guest gets what it would serve on a disk instead, the same program says what that is.
 """
 
 from __future__ import annotations
@@ -12,13 +13,14 @@ import logging
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from ecomp.agent.state import write_durably
-from ecomp.errors import EcompError
+from ecomp.errors import BuildFailed, EcompError
 from ecomp.files import watch
 from ecomp.model.instance import Request
+from ecomp.model.network import network_config
 
 log = logging.getLogger(__name__)
 
@@ -26,6 +28,7 @@ ADDRESS = '169.254.169.254'
 VERSION = 1
 READY = '.ready'
 START_SECONDS = 10.0
+SEED_SECONDS = 60.0
 
 
 class GuestData:
@@ -35,7 +38,7 @@ class GuestData:
         self.directory = directory
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
 
-    def write(self, request: Request, macs: Iterable[str]) -> None:
+    def write(self, request: Request, macs: Sequence[str]) -> None:
         """Tell the metadata server of an instance. Keys and user-data null: those of mdserver.conf."""
         self._ready(request.instance).unlink(missing_ok=True)  # a guest that was undone said so
         keys, user_data = request.ssh_keys, request.user_data
@@ -48,6 +51,7 @@ class GuestData:
                 'public_keys': None if keys is None else list(keys),
                 # What is no UTF-8 (gzip) survives as halves of surrogate pairs, which JSON can say.
                 'user_data': None if user_data is None else user_data.decode(errors='surrogateescape'),
+                'network_config': network_config(macs),
             }
             write_durably(self.directory / f'{mac}.json', json.dumps(data) + '\n')
 
@@ -92,6 +96,23 @@ class GuestData:
         return self.directory / f'{instance}{READY}'
 
 
+def seed(guests: Path, directory: Path, mac: str, phones_home: bool) -> Mapping[str, bytes]:
+    """The files of the NoCloud disk of the guest with this MAC, by name. BuildFailed('scheduled', reason).
+
+    `guests` is GuestData's directory, `directory` may have an mdserver.conf. With `phones_home` a metadata server is
+    there to hear of it when its cloud-init is through.
+    """
+    command = [*_mdserver('seed', guests), *([] if phones_home else ['--no-phone-home']), mac, *_conf(directory)]
+    try:
+        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=SEED_SECONDS, check=False)
+    except subprocess.TimeoutExpired as error:
+        raise BuildFailed('scheduled', f'its seed is not known within {SEED_SECONDS:g} s') from error
+    said = done.stderr.decode(errors='replace').strip().splitlines() or [f'mdserver.seed ended with {done.returncode}']
+    if done.returncode:
+        raise BuildFailed('scheduled', said[-1])
+    return {name: text.encode(errors='surrogateescape') for name, text in json.loads(done.stdout).items()}
+
+
 class MetadataServer:
     """The server at 169.254.169.254: somebody's, or ours."""
 
@@ -116,13 +137,13 @@ class MetadataServer:
             return
         elif answer() is not None:
             raise EcompError(f'what listens on {ADDRESS}:80 is no metadata server: stop it, or bind it elsewhere')
-        conf = self._directory / 'mdserver.conf'
-        command = [sys.executable, '-m', 'mdserver.server', '--with-parent', '--guests', str(self._guests)]
-        self._process = subprocess.Popen([*command, *([str(conf)] if conf.exists() else [])], stdin=subprocess.PIPE)
+        command = [*_mdserver('server', self._guests), '--with-parent', *_conf(self._directory)]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE)
         end = time.monotonic() + START_SECONDS
         while not is_metadata(answer()):
             if self._process.poll() is not None or time.monotonic() > end:
                 self.stop()
+                conf = self._directory / 'mdserver.conf'
                 raise EcompError(f'the metadata server did not start, for the reason above; is {conf} right?')
             time.sleep(0.05)
         log.info('started a metadata server at %s, pid %d', ADDRESS, self._process.pid)
@@ -139,6 +160,15 @@ class MetadataServer:
             self._process.kill()
             self._process.wait()
         self._process = None
+
+
+def _mdserver(front_door: str, guests: Path) -> list[str]:
+    return [sys.executable, '-m', f'mdserver.{front_door}', '--guests', str(guests)]
+
+
+def _conf(directory: Path) -> list[str]:
+    path = directory / 'mdserver.conf'
+    return [str(path)] if path.exists() else []
 
 
 def is_metadata(page: bytes | None) -> bool:

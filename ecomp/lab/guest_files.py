@@ -3,8 +3,9 @@
 Everything the guest has to say is a line on the serial console that begins with `ecomp-guest: `:
 
     address eth0 10.200.1.57     for each interface, as soon as it has one
-    instance-id | hostname | key | user-data …     from EC2 paths, a line for each line; `no metadata` if none answers
-    seed …                       each line of the NoCloud meta-data at the address in the SMBIOS serial
+    instance-id | hostname | key | user-data …     a line for each line, from its NoCloud disk if it has one, else from
+                                 EC2 paths; `no metadata` if neither is there
+    seed | network-config …      each line of the NoCloud seed's, on that disk or at the address in the SMBIOS serial
     disk 1073741824              the size of /dev/vda in bytes
     ready                        then user-data that begins with #! is run, its output as it comes
     phoned http://…              the phone_home of vendor-data, if it has one, was told
@@ -16,7 +17,9 @@ from __future__ import annotations
 MODULES = (
     *('virtio_ring', 'virtio', 'virtio_pci_legacy_dev', 'virtio_pci_modern_dev', 'virtio_pci', 'virtio_blk'),
     *('failover', 'net_failover', 'virtio_net'),
+    *('cdrom', 'isofs'),  # for a NoCloud disk; the first is only what the second was built with
     *('button', 'evdev'),  # for the power button: virsh shutdown
+    'virtio_console',  # a channel for an agent, which user-data may be
 )
 
 # tsc=reliable and no_timer_check: emulation need not prove its clocks. 8250.nr_uarts: only the one that is there.
@@ -43,6 +46,8 @@ say() { echo "ecomp-guest: $*"; }
 tell() { while IFS= read -r line || [ -n "$line" ]; do say "$1 $line"; done; }
 # wget has no time-out that works here.
 fetch() { timeout 5 wget -q -O - "$1" 2>/dev/null; }
+# A file of the NoCloud seed.
+part() { if [ -n "$disk" ]; then cat "/seed/$1" 2>/dev/null; else fetch "$seed$1"; fi; }
 
 while read -r module; do insmod "/lib/$module"; done </lib/order
 ip link set lo up
@@ -60,31 +65,49 @@ say "disk $(blockdev --getsize64 /dev/vda)"
 # Without a router the metadata server may still be a neighbour.
 ip route | grep -q ^default || ip route add 169.254.169.254 dev eth0
 
-ec2=http://169.254.169.254/2009-04-04
-tries=0
-until instance=$(fetch $ec2/meta-data/instance-id); do
-    tries=$((tries + 1))
-    [ $tries -lt 5 ] || break
-    sleep 1
-done
+disk=$(findfs LABEL=cidata 2>/dev/null)
+if [ -n "$disk" ]; then
+    mkdir /seed
+    mount -t iso9660 -o ro "$disk" /seed
+    # mdserver writes a line for each.
+    value() { part meta-data | sed -n 's/^ "'"$1"'": "\\(.*\\)",*$/\\1/p'; }
+    instance=$(value instance-id)
+    name=$(value local-hostname)
+    part meta-data | sed -n '/"public-keys"/,/]/s/^  "\\(.*\\)",*$/\\1/p' >/tmp/keys
+    part user-data >/tmp/user-data
+else
+    ec2=http://169.254.169.254/2009-04-04
+    tries=0
+    until instance=$(fetch $ec2/meta-data/instance-id); do
+        tries=$((tries + 1))
+        [ $tries -lt 5 ] || break
+        sleep 1
+    done
+    if [ -n "$instance" ]; then
+        name=$(fetch $ec2/meta-data/hostname)
+        for key in $(fetch $ec2/meta-data/public-keys/); do
+            fetch "$ec2/meta-data/public-keys/${key%%=*}/openssh-key"
+            echo
+        done >/tmp/keys
+        fetch $ec2/user-data >/tmp/user-data
+        # ds=nocloud-net;s=http://…/
+        serial=$(cat /sys/class/dmi/id/product_serial)
+        case $serial in *';s='*) seed=${serial##*;s=} ;; esac
+    fi
+fi
 if [ -n "$instance" ]; then
     say "instance-id $instance"
-    name=$(fetch $ec2/meta-data/hostname)
     hostname "${name%%.*}"
     say "hostname $name"
-    for key in $(fetch $ec2/meta-data/public-keys/); do
-        fetch "$ec2/meta-data/public-keys/${key%%=*}/openssh-key" | tell key
-    done
-    fetch $ec2/user-data >/tmp/user-data && tell user-data </tmp/user-data
-    # ds=nocloud-net;s=http://…/
-    serial=$(cat /sys/class/dmi/id/product_serial)
-    case $serial in
-        *';s='*)
-            fetch "${serial##*;s=}meta-data" | tell seed
-            home=$(fetch "${serial##*;s=}vendor-data" | sed -n 's/^phone_home: .*"url": "\\([^"]*\\)".*/\\1/p') ;;
-    esac
+    tell key </tmp/keys
+    tell user-data </tmp/user-data
 else
     say 'no metadata'
+fi
+if [ -n "$disk$seed" ]; then
+    part meta-data | tell seed
+    part network-config | tell network-config
+    home=$(part vendor-data | sed -n 's/^phone_home: .*"url": "\\([^"]*\\)".*/\\1/p')
 fi
 
 mkdir -p /www
@@ -95,7 +118,9 @@ if [ "$(head -c 2 /tmp/user-data 2>/dev/null)" = '#!' ]; then
     sh /tmp/user-data
 fi
 # As cloud-init does when it is through.
-[ -z "$home" ] || timeout 5 wget -q -O /dev/null --post-data "instance_id=$instance" "$home" && say "phoned $home"
+if [ -n "$home" ] && timeout 5 wget -q -O /dev/null --post-data "instance_id=$instance" "$home"; then
+    say "phoned $home"
+fi
 while :; do sleep 3600; done
 """
 

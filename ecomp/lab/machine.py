@@ -32,6 +32,7 @@ HOST_PROGRAMS = {
     'qemu-img': 'qemu-utils',
     'dnsmasq': 'dnsmasq-base',
     'iptables': 'iptables',
+    'ebtables': 'iptables',
 }
 
 

@@ -11,6 +11,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+CONNECTIONS = 2000
+
 
 def main(argv: Sequence[str]) -> int:
     """Serve until a signal ends it."""
@@ -21,7 +23,10 @@ def main(argv: Sequence[str]) -> int:
     import waitress
     from placement.wsgi import api
 
-    waitress.serve(api.application, host=address, port=int(port), threads=1, ident='placement')
+    # Each ecompute keeps as many connections as it builds instances; above the limit nobody new is heard. Only poll()
+    # takes descriptors from 1024 on.
+    limits = {'connection_limit': CONNECTIONS, 'asyncore_use_poll': True}
+    waitress.serve(api.application, host=address, port=int(port), threads=1, ident='placement', **limits)
     return 0
 
 

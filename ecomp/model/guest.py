@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from ecomp.model.network import DEFAULT_NETWORKS, MOST_INTERFACES, Attachment
@@ -13,7 +14,10 @@ NO_SPACE = 'it is paused, for its disk cannot be written: is the file system ful
 
 
 class Address(NamedTuple):
-    """An IPv4 address a guest has, and what says so: `lease` (libvirt's DHCP) or `arp` (the host's neighbour table)."""
+    """An IPv4 address a guest has, and what says so.
+
+    That is `lease` (libvirt's DHCP), `arp` (the host's neighbour table) or `agent` (the guest itself).
+    """
 
     address: str
     source: str
@@ -40,7 +44,9 @@ class GuestSpec:
     """All a hypervisor needs to make one guest. Memory in MiB, disk in GiB.
 
     `disk_gb` None means the image's own size (`resize: False`). `networks` has an interface each, in order, at most
-    MOST_INTERFACES. `virt_type` is libvirt's domain type, `kvm` or `qemu`.
+    MOST_INTERFACES; `reserved` has the IPv4 address kept for each, or None, or ends before. `virt_type` is libvirt's
+    domain type, `kvm` or `qemu`. `seed` is what a NoCloud disk tells it, by the names of its files; None where it asks
+    the network.
     """
 
     instance: str
@@ -51,6 +57,8 @@ class GuestSpec:
     base: BaseImage
     virt_type: str
     networks: tuple[Attachment, ...] = DEFAULT_NETWORKS
+    seed: Mapping[str, bytes] | None = field(default=None, repr=False)
+    reserved: tuple[str | None, ...] = ()
 
     @property
     def macs(self) -> tuple[str, ...]:

@@ -9,6 +9,10 @@ strings, the first its type); sshd(8) for the line around it.
 from __future__ import annotations
 
 import binascii
+import hashlib
+import json
+from dataclasses import dataclass
+from typing import Self
 
 USER_DATA_LIMIT = 256 * 1024
 """Bytes of user-data. It rides in the request, as base64."""
@@ -18,6 +22,33 @@ KEYS_LIMIT = 32 * 1024
 GZIP = b'\x1f\x8b'
 KNOWN = (b'#cloud-', b'#!', b'#include', b'#part-handler', b'## template:', GZIP)
 """How user-data begins that cloud-init takes; or there is a MIME header near its beginning."""
+
+
+@dataclass(frozen=True)
+class SharedUserData:
+    """User-data that the requests of a set refer to by its hash, for it is in etcd once."""
+
+    sha256: str
+    text: str
+
+    @classmethod
+    def of(cls, data: bytes) -> Self:
+        """That of this user-data. `text` is the value of its key."""
+        encoded = binascii.b2a_base64(data, newline=False).decode()
+        return cls(hashlib.sha256(data).hexdigest(), json.dumps({'version': 1, 'user_data': encoded}))
+
+
+def shared_user_data(value: bytes, sha256: str) -> bytes:
+    """The user-data in the value of such a key. ValueError if it is not what has this hash."""
+    try:
+        data = binascii.a2b_base64(json.loads(value)['user_data'], strict_mode=True)
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise ValueError('it cannot be read') from error
+    if len(data) > USER_DATA_LIMIT:
+        raise ValueError(f'it has {len(data)} bytes; the limit is {USER_DATA_LIMIT}')
+    if hashlib.sha256(data).hexdigest() != sha256:
+        raise ValueError('it has another hash')
+    return data
 
 
 def check_user_data(data: bytes) -> bytes:

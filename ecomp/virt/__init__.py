@@ -21,10 +21,16 @@ class Hypervisor(Protocol):
     """
 
     def prepare(self) -> None:
-        """See that the storage pool and the networks are there and running, or say what is missing."""
+        """See that the storage pool, the networks and the filters are there, or say what is missing.
+
+        Guests can do without filters, and a log line says so: each can take another one's address then.
+        """
 
     def virt_type(self, wanted: str) -> str:
         """`kvm` or `qemu` for a wanted `auto`, `kvm` or `qemu`. UsageError if kvm cannot be had."""
+
+    def cpu_features(self, virt_type: str) -> Set[str]:
+        """What the processor of a guest here can do, in libvirt's words; none where that cannot be found out."""
 
     def image_directory(self) -> Path | None:
         """Where base volumes are kept; None where images are only pretended."""
@@ -43,6 +49,15 @@ class Hypervisor(Protocol):
 
     def create_disk(self, spec: GuestSpec) -> None:
         """Make the overlay volume (again, if a half-made one is there). BuildFailed('disk', …)."""
+
+    def create_seed(self, instance: str, files: Mapping[str, bytes]) -> None:
+        """Write the guest's NoCloud disk, in place of one that is there. BuildFailed('disk', …)."""
+
+    def seeds(self) -> Set[str]:
+        """The instances that have a NoCloud disk here."""
+
+    def delete_seed(self, instance: str) -> None:
+        """Remove the NoCloud disk. Nothing there is success; Conflict while a domain runs."""
 
     def start(self, spec: GuestSpec) -> None:
         """Define the domain and start it; a running one of ours is left alone. BuildFailed('started', …)."""
@@ -69,7 +84,10 @@ class Hypervisor(Protocol):
         """
 
     def delete_disk(self, instance: str) -> None:
-        """Remove the overlay volume and the console log. Nothing there is success; Conflict while a domain runs."""
+        """Remove the NoCloud disk, then the overlay volume, and the console log.
+
+        Nothing there is success; Conflict while a domain runs.
+        """
 
     def console(self, instance: str) -> Path | None:
         """The file a guest's serial console is copied to; None where guests are only pretended."""
@@ -88,10 +106,16 @@ class Hypervisor(Protocol):
         """Remove all that is reserved for the instance, on any network. Nothing there is success."""
 
     def addresses(self, instance: str) -> Mapping[str, Address]:
-        """IPv4 address by MAC, as far as the guest has one now: DHCP leases; on bridges the host's ARP table."""
+        """IPv4 address by MAC, as far as the guest has one now: DHCP leases; the host's ARP table; the guest's agent.
 
-    def on_change(self, notify: Callable[[str], None]) -> None:
-        """From now on call notify(reason) when guests or leases may have changed: a nudge, from any thread."""
+        An agent's answer is there when next asked: it is not waited for.
+        """
+
+    def on_change(self, notify: Callable[[str], None], look: Callable[[str], None] | None = None) -> None:
+        """From now on call notify(reason) when guests or leases may have changed: a nudge, from any thread.
+
+        look(reason) when a network was started, and what is on the host beside guests is to be looked after.
+        """
 
     def close(self) -> None:
         """Let the connection go. Guests are not touched."""

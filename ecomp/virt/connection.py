@@ -57,7 +57,8 @@ class Connection:
         self._open: libvirt.virConnect | None = None
         self._opening: Future[libvirt.virConnect] | None = None
         self._notify: Callable[[str], None] | None = None
-        self._registered: tuple[libvirt.virConnect, int] | None = None
+        self._look: Callable[[str], None] | None = None
+        self._registered: tuple[libvirt.virConnect, int, int | None] | None = None
         self._lost = threading.Event()
         self._closed = threading.Event()
 
@@ -76,12 +77,13 @@ class Connection:
                 raise Unreachable(f'{self._name} is gone while {doing}: {reason(error)}', self._name) from error
             raise EcompError(f'libvirt: {doing}: {reason(error)}') from error
 
-    def watch(self, notify: Callable[[str], None]) -> None:
+    def watch(self, notify: Callable[[str], None], look: Callable[[str], None] | None = None) -> None:
         """From now on notify(reason) when a domain's state changes, or the connection is lost or back.
 
+        look(reason) when a network was started: nothing of what was put on its bridge before is there.
         A lost connection is then opened again without anybody asking, as soon as libvirt answers.
         """
-        first, self._notify = self._notify is None, notify
+        first, self._notify, self._look = self._notify is None, notify, look
         with self.use('registering for events') as connection:
             self._register(connection)
         if first:
@@ -149,7 +151,18 @@ class Connection:
         if self._registered is None or self._registered[0] is not connection:
             lifecycle = libvirt.VIR_DOMAIN_EVENT_ID_LIFECYCLE
             number = connection.domainEventRegisterAny(None, lifecycle, self._on_lifecycle, None)
-            self._registered = (connection, number)
+            self._registered = (connection, number, self._register_networks(connection))
+
+    def _register_networks(self, connection: libvirt.virConnect) -> int | None:
+        try:
+            lifecycle = libvirt.VIR_NETWORK_EVENT_ID_LIFECYCLE
+            return int(connection.networkEventRegisterAny(None, lifecycle, self._on_network, None))
+        except libvirt.libvirtError as error:
+            if is_broken(error):
+                raise
+            # Without their driver, on a host of bridges.
+            LOG.debug('libvirt tells nothing of networks: %s', reason(error))
+            return None
 
     def _release(self, connection: libvirt.virConnect) -> None:
         """Take our callbacks off: libvirt holds the connection, and its socket, as long as they are on.
@@ -159,16 +172,25 @@ class Connection:
         with suppress(libvirt.libvirtError):
             connection.unregisterCloseCallback()
         if self._registered is not None and self._registered[0] is connection:
-            number, self._registered = self._registered[1], None
+            (_, domains, networks), self._registered = self._registered, None
             with suppress(libvirt.libvirtError):
-                connection.domainEventDeregisterAny(number)
+                connection.domainEventDeregisterAny(domains)
+            with suppress(libvirt.libvirtError):
+                if networks is not None:
+                    connection.networkEventDeregisterAny(networks)
 
-    # Both callbacks run in the event loop's thread, where a call to libvirt could wait for itself.
+    # The callbacks run in the event loop's thread, where a call to libvirt could wait for itself.
     def _on_lifecycle(
         self, _connection: object, domain: libvirt.virDomain, event: int, detail: int, _opaque: object
     ) -> None:
         if self._notify is not None:
             self._notify(f'libvirt: domain {domain.name()}: event {event}.{detail}')
+
+    def _on_network(
+        self, _connection: object, network: libvirt.virNetwork, event: int, _detail: int, _opaque: object
+    ) -> None:
+        if self._look is not None and event == libvirt.VIR_NETWORK_EVENT_STARTED:
+            self._look(f'libvirt: network {network.name()} was started')
 
     def _on_close(self, _connection: object, why: int, _opaque: object) -> None:
         self._lost.set()

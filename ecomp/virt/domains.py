@@ -206,7 +206,8 @@ def _press(connection: Connection, instance: str, compute: str) -> None:
             _check_ours(domain, instance, compute)
             try:
                 if domain.isActive():
-                    domain.shutdown()
+                    # Not by way of its agent, which libvirt would try first, and wait for.
+                    domain.shutdownFlags(libvirt.VIR_DOMAIN_SHUTDOWN_ACPI_POWER_BTN)
             except libvirt.libvirtError as error:
                 # A QEMU that ends at that very moment does not answer; one that goes on is asked again.
                 if is_broken(error) or error.get_error_code() not in READ_AGAIN | BUSY:

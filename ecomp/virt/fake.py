@@ -24,14 +24,17 @@ class FakeHypervisor:
         self._notify: Callable[[str], None] | None = None
         self._guests: dict[str, Guest] = {}
         self._reserved: dict[str, Reserved] = {}
+        self._seeds: frozenset[str] = frozenset()
 
     def prepare(self) -> None:
         if self._file is None:
             return
         self._file.parent.mkdir(parents=True, exist_ok=True)
         with suppress(FileNotFoundError):
-            reserved = json.loads(self._reserved_file.read_text())
+            reserved = json.loads(self._beside('reserved').read_text())
             self._reserved = {mac: Reserved(*each) for mac, each in reserved.items()}
+        with suppress(FileNotFoundError):
+            self._seeds = frozenset(json.loads(self._beside('seeds').read_text()))
         try:
             stored = json.loads(self._file.read_text())
             guests = [Guest(**guest) for guest in stored]
@@ -46,6 +49,9 @@ class FakeHypervisor:
         if wanted == 'kvm':
             raise UsageError('virt_type kvm cannot be had: the guests are only pretended (--fake)')
         return 'qemu'
+
+    def cpu_features(self, _virt_type: str) -> Set[str]:
+        return frozenset()
 
     def image_directory(self) -> Path | None:
         return None
@@ -73,6 +79,22 @@ class FakeHypervisor:
                 raise BuildFailed('disk', f'domain {spec.instance} is running: its disk is not made again')
             self._put(replace(guest, disk=True), 'disk')
 
+    def create_seed(self, instance: str, files: Mapping[str, bytes]) -> None:
+        del files
+        with self._lock:
+            if self._guests.get(instance, _nothing(instance)).running:
+                raise BuildFailed('disk', f'domain {instance} is running: its seed is not made again')
+            self._put_seeds(self._seeds | {instance}, 'disk')
+
+    def seeds(self) -> Set[str]:
+        return self._seeds
+
+    def delete_seed(self, instance: str) -> None:
+        with self._lock:
+            if self._guests.get(instance, _nothing(instance)).running:
+                raise Conflict(f'domain {instance} is running: its seed is not removed')
+            self._put_seeds(self._seeds - {instance})
+
     def start(self, spec: GuestSpec) -> None:
         with self._lock:
             guest = self._guests.get(spec.instance, _nothing(spec.instance))
@@ -83,6 +105,8 @@ class FakeHypervisor:
                 )
             if not guest.disk:
                 raise BuildFailed('started', f'the disk of {spec.instance} is not there')
+            if spec.seed is not None and spec.instance not in self._seeds:
+                raise BuildFailed('started', f'the seed of {spec.instance} is not there')
             self._put(replace(guest, compute=spec.compute, defined=True, running=True), 'started')
         self._changed(f'fake: domain {spec.instance} started')
 
@@ -110,10 +134,11 @@ class FakeHypervisor:
 
     def delete_disk(self, instance: str) -> None:
         with self._lock:
-            if instance in self._guests:
-                if self._guests[instance].running:
-                    raise Conflict(f'domain {instance} is running: its disk is not removed')
-                self._put(replace(self._guests[instance], disk=False))
+            guest = self._guests.get(instance, _nothing(instance))
+            if guest.running:
+                raise Conflict(f'domain {instance} is running: its disk is not removed')
+            self.delete_seed(instance)
+            self._put(replace(guest, disk=False))
 
     def console(self, instance: str) -> Path | None:
         del instance
@@ -146,7 +171,8 @@ class FakeHypervisor:
             reserved = self._reserved.items()
         return {mac: Address(each.address, 'lease') for mac, each in reserved if each.instance == instance}
 
-    def on_change(self, notify: Callable[[str], None]) -> None:
+    def on_change(self, notify: Callable[[str], None], look: Callable[[str], None] | None = None) -> None:
+        del look
         self._notify = notify
 
     def close(self) -> None:
@@ -171,13 +197,19 @@ class FakeHypervisor:
 
     def _keep(self, reserved: dict[str, Reserved], stage: str | None = None) -> None:
         if self._file is not None:
-            _write(self._reserved_file, reserved, stage)
+            _write(self._beside('reserved'), reserved, stage)
         self._reserved = reserved
 
-    @property
-    def _reserved_file(self) -> Path:
+    def _put_seeds(self, seeds: frozenset[str], stage: str | None = None) -> None:
+        if seeds == self._seeds:
+            return
+        if self._file is not None:
+            _write(self._beside('seeds'), sorted(seeds), stage)
+        self._seeds = seeds
+
+    def _beside(self, what: str) -> Path:
         assert self._file is not None  # asked for only with one
-        return self._file.with_name('fake-reserved.json')
+        return self._file.with_name(f'fake-{what}.json')
 
     def _changed(self, reason: str) -> None:
         if self._notify is not None:

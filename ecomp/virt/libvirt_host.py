@@ -6,21 +6,30 @@ import logging
 from collections.abc import Callable, Mapping, Sequence, Set
 from pathlib import Path
 
-from ecomp.errors import BuildFailed, Conflict, UsageError
+from ecomp.errors import BuildFailed, Conflict, EcompError, Unreachable, UsageError
 from ecomp.model.guest import Address, BaseImage, Guest, GuestSpec, Reserved
 from ecomp.model.network import DEFAULT_NETWORKS, Attachment
 from ecomp.virt import access, image, networks, xml
-from ecomp.virt.connection import Connection
+from ecomp.virt.agents import Agents
+from ecomp.virt.connection import Connection, libvirt
 from ecomp.virt.domains import Domains
+from ecomp.virt.filters import Filters
 from ecomp.virt.networks import Networks
 from ecomp.virt.reservations import Reservations
+from ecomp.virt.seeds import Seeds
 from ecomp.virt.volumes import Volumes
 
 LOG = logging.getLogger(__name__)
 
+NO_FILTERS = (
+    "libvirt cannot filter what guests send ({why}), so each can take another one's address: it takes libvirt's "
+    "nwfilter driver, and ebtables, which is in Debian's package iptables"
+)
+
 
 class Libvirt:
-    """Guests on libvirt at `uri`, disks in `state`/images (the pool `ecompute`), consoles in `state`/console.
+    """Guests on libvirt at `uri`, disks in `state`/images (the pool `ecompute`), NoCloud disks in `state`/seeds,
+    consoles in `state`/console.
 
     `attachments` are what prepare() looks for; a guest's own are in its spec.
     """
@@ -31,14 +40,20 @@ class Libvirt:
         self._state = state.absolute()
         self._attachments = attachments
         self._connection = Connection(uri)
+        self._agents = Agents(uri)
         self._domains = Domains(self._connection)
+        self._filters = Filters(self._connection)
         self._volumes = Volumes(self._connection, self._state / 'images')
+        self._seeds = Seeds(self._state / 'seeds')
         self._networks = Networks(self._connection)
         self._reservations = Reservations(self._connection)
         self._stop_watching: Callable[[], None] | None = None
 
     def prepare(self) -> None:
-        for directory, mode in ((self._state, 0o711), (self._volumes.directory, 0o711), (self._consoles, 0o700)):
+        for directory, mode in (
+            *((each, 0o711) for each in (self._state, self._volumes.directory, self._seeds.directory)),
+            (self._consoles, 0o700),
+        ):
             try:
                 directory.mkdir(parents=True, exist_ok=True)
                 directory.chmod(mode)
@@ -56,6 +71,8 @@ class Libvirt:
         for attachment in self._attachments:
             self._networks.prepare(attachment)
         self._volumes.prepare()
+        if why := self._filters.prepare():
+            LOG.warning(NO_FILTERS.format(why=why))
         # libvirt probes QEMU for this, which takes seconds once: here, and not in the first guest's start.
         with self._connection.use('probing QEMU') as connection:
             connection.getDomainCapabilities(None, xml.ARCHITECTURE, xml.MACHINE, self.virt_type('auto'))
@@ -70,6 +87,22 @@ class Libvirt:
             device=access.KVM.exists() and access.can(access.READ_WRITE, access.KVM, qemu),
             offered='kvm' in capabilities.domain_types,
         )
+
+    def cpu_features(self, virt_type: str) -> Set[str]:
+        asked = (xml.ARCHITECTURE, xml.MACHINE, virt_type)
+        try:
+            with self._connection.use('asking what guests can do') as connection:
+                cpu = xml.guest_cpu(connection.getDomainCapabilities(None, *asked), virt_type)
+                if cpu is None:
+                    return frozenset()
+                expand = libvirt.VIR_CONNECT_BASELINE_CPU_EXPAND_FEATURES
+                model = connection.baselineHypervisorCPU(None, *asked, [xml.cpu_xml(cpu.model)], expand)
+        except Unreachable:
+            raise
+        except EcompError as error:
+            LOG.warning('no traits of the processor: %s', error)
+            return frozenset()
+        return (xml.cpu_features(model) | cpu.more) - cpu.fewer
 
     def image_directory(self) -> Path | None:
         return self._volumes.directory
@@ -99,11 +132,29 @@ class Libvirt:
             raise BuildFailed('disk', f'domain {spec.instance} is running: its disk is not made again')
         self._volumes.create(spec)
 
+    def create_seed(self, instance: str, files: Mapping[str, bytes]) -> None:
+        if self._domains.is_running(instance):
+            raise BuildFailed('disk', f'domain {instance} is running: its seed is not made again')
+        self._seeds.create(instance, files)
+
+    def seeds(self) -> Set[str]:
+        return self._seeds.present()
+
+    def delete_seed(self, instance: str) -> None:
+        if self._domains.is_running(instance):
+            raise Conflict(f'domain {instance} is running: its seed is not removed')
+        self._seeds.delete(instance)
+
     def start(self, spec: GuestSpec) -> None:
-        description = xml.domain_xml(spec, str(self._volumes.path(spec.instance)), str(self._console(spec.instance)))
+        seed = str(self._seeds.path(spec.instance)) if spec.seed is not None else None
+        disk, console = self._volumes.path(spec.instance), self._console(spec.instance)
+        # Asked each time: somebody may have removed the filters, or installed what was missing.
+        filtered = not self._filters.prepare()
+        description = xml.domain_xml(spec, str(disk), str(console), seed=seed, filtered=filtered)
         self._domains.start(spec, description)
 
     def resume(self, instance: str, compute: str) -> None:
+        self._filters.prepare()
         self._domains.resume(instance, compute)
 
     def shutdown(self, instance: str, compute: str) -> None:
@@ -118,6 +169,7 @@ class Libvirt:
     def delete_disk(self, instance: str) -> None:
         if self._domains.is_running(instance):
             raise Conflict(f'domain {instance} is running: its disk is not removed')
+        self._seeds.delete(instance)  # first: by its overlay an instance is known to be here
         self._volumes.delete(instance)
         # virtlogd begins a new file now and then: the ones before are .log.0 and so on.
         for path in self._consoles.glob(f'{instance}.log*'):
@@ -134,6 +186,7 @@ class Libvirt:
 
     def release(self, instance: str) -> None:
         self._reservations.release(instance)
+        self._agents.forget(instance)
 
     def addresses(self, instance: str) -> Mapping[str, Address]:
         interfaces = self._domains.interfaces(instance)
@@ -144,14 +197,21 @@ class Libvirt:
         # On a bridge somebody else's server gives the address: the host sees it when the guest talks to it.
         others = [mac for mac in interfaces if mac not in found]
         for mac, address in (networks.neighbours(others) if others else {}).items():
-            kind, name = interfaces[mac]
-            # dnsmasq puts what it is only offering into the table: of such an address the lease counts.
-            if kind != 'network' or not self._networks.gives(name, address):
+            if self._is_believed(interfaces[mac], address):
                 found[mac] = Address(address, 'arp')
+        silent = [mac for mac in others if mac not in found]
+        for mac, address in (self._agents.addresses(instance, silent) if silent else {}).items():
+            if self._is_believed(interfaces[mac], address):
+                found[mac] = Address(address, 'agent')
         return found
 
-    def on_change(self, notify: Callable[[str], None]) -> None:
-        self._connection.watch(notify)
+    def _is_believed(self, attachment: Attachment, address: str) -> bool:
+        # dnsmasq puts what it is only offering into the table, and an agent may say what it likes: the lease counts.
+        kind, name = attachment
+        return kind != 'network' or not self._networks.gives(name, address)
+
+    def on_change(self, notify: Callable[[str], None], look: Callable[[str], None] | None = None) -> None:
+        self._connection.watch(notify, look)
         self._end_watching()
         try:
             self._stop_watching = networks.watch_leases(networks.LEASES, notify)
@@ -185,6 +245,7 @@ class Libvirt:
 
     def close(self) -> None:
         self._end_watching()
+        self._agents.close()
         self._connection.close()
 
     def _end_watching(self) -> None:

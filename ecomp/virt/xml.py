@@ -1,7 +1,7 @@
 """PURE: the XML libvirt is given for our domains, volumes and pool, and what is read from libvirt's own.
 
 Everything is built with ElementTree, so a value can never become markup. Formats: libvirt.org/formatdomain.html,
-formatstorage.html, formatcaps.html.
+formatstorage.html, formatcaps.html, formatnwfilter.html.
 """
 
 from __future__ import annotations
@@ -16,6 +16,34 @@ MARK_NAMESPACE = 'urn:ecomp:1'
 ARCHITECTURE = 'x86_64'
 # Cirros 0.3.6 has no driver for modern-only virtio: i440fx gives transitional devices, q35 would not.
 MACHINE = 'pc'
+EMULATED = 'qemu64'  # QEMU's own choice for MACHINE, where a domain names no processor
+
+AGENT = 'org.qemu.guest_agent.0'
+"""The channel that a guest's agent looks for."""
+OWN_MAC, OWN_ADDRESS = 'ecompute-own-mac', 'ecompute-own-address'
+FILTERS = {
+    OWN_MAC: """\
+<filter name='ecompute-own-mac' chain='root'>
+  <uuid>b7b6e653-b336-5eec-8ff1-49b8f8b673fc</uuid>
+  <rule action='drop' direction='out'><mac match='no' srcmacaddr='$MAC'/></rule>
+</filter>
+""",
+    # The rest is dropped, and not what is seen to be forged: a VLAN tag of 0 hides that from ebtables, not from a host.
+    OWN_ADDRESS: """\
+<filter name='ecompute-own-address' chain='root'>
+  <uuid>62c4b57f-8868-572f-9e89-c7e759a9491c</uuid>
+  <rule action='accept' direction='out' priority='100'><ip srcmacaddr='$MAC' srcipaddr='$IP'/></rule>
+  <rule action='accept' direction='out' priority='200'><ip srcmacaddr='$MAC' dstipaddr='255.255.255.255'/></rule>
+  <rule action='accept' direction='out' priority='300'><arp srcmacaddr='$MAC' arpsrcipaddr='$IP'/></rule>
+  <rule action='accept' direction='out' priority='400'><ipv6 srcmacaddr='$MAC'/></rule>
+  <rule action='drop' direction='out' priority='500'><mac/></rule>
+</filter>
+""",
+}
+"""What a guest may send, by name: what is from its own MAC; and then of IPv4 and ARP only what is from its own address,
+or to all, as it asks for one. Few rules: each is a program that libvirt runs at every start. Other rules need another
+name: what is defined under a name is taken as it is.
+"""
 
 
 @dataclass(frozen=True)
@@ -24,6 +52,15 @@ class Mark:
 
     instance: str
     compute: str
+
+
+@dataclass(frozen=True)
+class Cpu:
+    """A processor: a model of libvirt's, with more features than that has, and without some."""
+
+    model: str
+    more: frozenset[str] = frozenset()
+    fewer: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -40,10 +77,13 @@ def seed_url(instance: str) -> str:
     return f'http://169.254.169.254/seed/{instance}/'
 
 
-def domain_xml(spec: GuestSpec, disk: str, console_log: str) -> str:
+def domain_xml(
+    spec: GuestSpec, disk: str, console_log: str, *, seed: str | None = None, filtered: bool = True
+) -> str:
     """A guest's domain: name and uuid are the instance's, the metadata holds our mark.
 
-    `disk` is the overlay's path, `console_log` the file the serial console is copied to.
+    `disk` is the overlay's path, `console_log` the file the serial console is copied to, `seed` the path of its NoCloud
+    disk, None where it asks the network. Where libvirt has FILTERS, it is to be `filtered`.
     """
     domain = ET.Element('domain', type=spec.virt_type)
     _text(domain, 'name', spec.instance)
@@ -52,21 +92,27 @@ def domain_xml(spec: GuestSpec, disk: str, console_log: str) -> str:
     ET.SubElement(ET.SubElement(domain, 'metadata'), 'ecomp:instance', mark)
     _text(domain, 'memory', str(spec.memory_mb), unit='MiB')
     _text(domain, 'vcpu', str(spec.vcpus))
-    _firmware(domain, spec)
+    _firmware(domain, spec, None if seed else seed_url(spec.instance))
     if spec.virt_type == 'kvm':
         ET.SubElement(domain, 'cpu', mode='host-model')
     ET.SubElement(domain, 'clock', offset='utc')
     # A crashed guest stays off: to start it again for the user would be to guess.
     for event, action in (('poweroff', 'destroy'), ('reboot', 'restart'), ('crash', 'destroy')):
         _text(domain, f'on_{event}', action)
-    _devices(ET.SubElement(domain, 'devices'), spec, disk, console_log)
+    devices = ET.SubElement(domain, 'devices')
+    _disks(devices, spec, disk, seed)
+    _devices(devices, spec, console_log)
+    if filtered:
+        _filter(devices, spec)
     return _serialized(domain)
 
 
-def _firmware(domain: ET.Element, spec: GuestSpec) -> None:
-    # A current cloud-init looks for a network seed only if DMI tells it to: the system's serial number does.
+def _firmware(domain: ET.Element, spec: GuestSpec, url: str | None) -> None:
     system = ET.SubElement(ET.SubElement(domain, 'sysinfo', type='smbios'), 'system')
-    _text(system, 'entry', f'ds=nocloud-net;s={seed_url(spec.instance)}', name='serial')
+    # A current cloud-init looks for a network seed only if DMI tells it to: the system's serial number does. One on a
+    # disk it finds by the label, and would go on to ask the network if it were told to.
+    if url is not None:
+        _text(system, 'entry', f'ds=nocloud-net;s={url}', name='serial')
     _text(system, 'entry', spec.instance, name='uuid')
     os = ET.SubElement(domain, 'os')
     _text(os, 'type', 'hvm', arch=ARCHITECTURE, machine=MACHINE)
@@ -77,7 +123,7 @@ def _firmware(domain: ET.Element, spec: GuestSpec) -> None:
     ET.SubElement(features, 'apic')
 
 
-def _devices(devices: ET.Element, spec: GuestSpec, disk: str, console_log: str) -> None:
+def _disks(devices: ET.Element, spec: GuestSpec, disk: str, seed: str | None) -> None:
     drive = ET.SubElement(devices, 'disk', type='file', device='disk')
     ET.SubElement(drive, 'driver', name='qemu', type='qcow2', discard='unmap', detect_zeroes='unmap')
     ET.SubElement(drive, 'source', file=disk)
@@ -87,7 +133,17 @@ def _devices(devices: ET.Element, spec: GuestSpec, disk: str, console_log: str) 
     ET.SubElement(base, 'source', file=spec.base.path)
     ET.SubElement(base, 'backingStore')
     ET.SubElement(drive, 'target', dev='vda', bus='virtio')
+    if seed is None:
+        return
+    # A disk and not a CD: what boots here has virtio_blk, and need not have a driver for an IDE or SATA drive.
+    drive = ET.SubElement(devices, 'disk', type='file', device='disk')
+    ET.SubElement(drive, 'driver', name='qemu', type='raw')
+    ET.SubElement(drive, 'source', file=seed)
+    ET.SubElement(drive, 'target', dev='vdb', bus='virtio')
+    ET.SubElement(drive, 'readonly')
 
+
+def _devices(devices: ET.Element, spec: GuestSpec, console_log: str) -> None:
     ET.SubElement(devices, 'controller', type='usb', model='none')
     for mac, (kind, name) in zip(spec.macs, spec.networks, strict=True):
         interface = ET.SubElement(devices, 'interface', type=kind)
@@ -99,8 +155,18 @@ def _devices(devices: ET.Element, spec: GuestSpec, disk: str, console_log: str) 
     ET.SubElement(serial, 'log', file=console_log, append='on')
     ET.SubElement(serial, 'target', port='0')
     ET.SubElement(ET.SubElement(devices, 'console', type='pty'), 'target', type='serial', port='0')
+    ET.SubElement(ET.SubElement(devices, 'channel', type='unix'), 'target', type='virtio', name=AGENT)
     _text(ET.SubElement(devices, 'rng', model='virtio'), 'backend', '/dev/urandom', model='random')
     ET.SubElement(devices, 'memballoon', model='virtio')
+
+
+def _filter(devices: ET.Element, spec: GuestSpec) -> None:
+    addresses = dict(zip(spec.macs, spec.reserved, strict=False))
+    for interface, mac in zip(devices.findall('interface'), spec.macs, strict=True):
+        address = addresses.get(mac)
+        reference = ET.SubElement(interface, 'filterref', filter=OWN_ADDRESS if address else OWN_MAC)
+        if address:
+            ET.SubElement(reference, 'parameter', name='IP', value=address)
 
 
 def volume_xml(name: str, capacity: int, base: str, base_format: str) -> str:
@@ -150,6 +216,12 @@ def interfaces(xml: str) -> dict[str, Attachment]:
     return found
 
 
+def has_agent(xml: str) -> bool:
+    """Whether an agent in the domain has opened its channel."""
+    targets = ET.fromstring(xml).iterfind('devices/channel/target')
+    return any(target.get('name') == AGENT and target.get('state') == 'connected' for target in targets)
+
+
 def disks(xml: str) -> tuple[str, ...]:
     """The files that are a domain's disks, or what those lie on."""
     return tuple(source.get('file', '') for source in ET.fromstring(xml).iterfind('devices/disk//source'))
@@ -168,6 +240,38 @@ def capabilities(xml: str) -> Capabilities:
     label = root.findtext("host/secmodel[model='dac']/baselabel", '+0:+0')
     uid, _, gid = label.replace('+', '').partition(':')
     return Capabilities(frozenset(types), int(uid), int(gid))
+
+
+def guest_cpu(domain_capabilities: str, virt_type: str) -> Cpu | None:
+    """The processor that domain_xml() gives a guest, by libvirt's answer to getDomainCapabilities.
+
+    None if libvirt does not say.
+    """
+    if virt_type != 'kvm':
+        return Cpu(EMULATED)
+    host_model = ET.fromstring(domain_capabilities).find("cpu/mode[@name='host-model'][@supported='yes']")
+    model = host_model.findtext('model') if host_model is not None else None
+    if host_model is None or not model:
+        return None
+    fewer = frozenset(_names(host_model, 'disable') | _names(host_model, 'forbid'))
+    return Cpu(model, frozenset(_names(host_model) - fewer), fewer)
+
+
+def cpu_xml(model: str) -> str:
+    """A processor as baselineHypervisorCPU takes it."""
+    cpu = ET.Element('cpu')
+    _text(cpu, 'model', model)
+    return _serialized(cpu)
+
+
+def cpu_features(xml: str) -> frozenset[str]:
+    """The features in the answer of baselineHypervisorCPU, expanded."""
+    cpu = ET.fromstring(xml)
+    return frozenset(_names(cpu) - _names(cpu, 'disable') - _names(cpu, 'forbid'))
+
+
+def _names(cpu: ET.Element, policy: str | None = None) -> set[str]:
+    return {each.get('name', '') for each in cpu.iterfind('feature') if policy in (None, each.get('policy'))}
 
 
 def _text(parent: ET.Element, tag: str, text: str, **attributes: str) -> None:

@@ -1,5 +1,7 @@
 """Which guest asks: its address, by the DHCP lease and the neighbour table, to a MAC, and by that to ecompute's file.
 
+What that file leaves open is filled in from mdserver.conf.
+
 Everything is read again for each request: the files are small, and what is read late is never stale.
 
 Sources: libvirt's `leaseshelper` (`<bridge>.status`: a JSON list of `ip-address`, `mac-address` and `expiry-time`,
@@ -15,10 +17,12 @@ import os
 import re
 import stat
 import uuid
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from mdserver import conf, metadata
 
 LIMIT = 1 << 21  # bytes; nothing read here is honestly larger: 256 KiB of gzip are 1.5 MiB of JSON
 VERSION = 1
@@ -60,6 +64,7 @@ class GuestFile:
     hostname: str
     public_keys: tuple[str, ...] | None
     user_data: bytes | None
+    network_config: Mapping[str, Any] | None = None
 
 
 def find(address: str, leases: str, neighbours: Path, guests: Path, now: float) -> GuestFile:
@@ -78,6 +83,11 @@ def find(address: str, leases: str, neighbours: Path, guests: Path, now: float) 
     # No entry proves nothing (the kernel forgets); an entry that says otherwise is another machine.
     if seen - {mac}:
         raise Forged(f'{address} is leased to another machine', f'leased to {mac}, used by {", ".join(sorted(seen))}')
+    return read(guests, mac)
+
+
+def read(guests: Path, mac: str) -> GuestFile:
+    """The guest that has this MAC address. Raises Unknown or Broken."""
     path = guests / f'{mac}.json'
     try:
         return parse_guest(read_file(path), mac)
@@ -87,6 +97,17 @@ def find(address: str, leases: str, neighbours: Path, guests: Path, now: float) 
         raise Broken(f'{path}: {error.strerror}') from error
     except ValueError as error:
         raise Broken(f'{path}: {error}') from error
+
+
+def filled_in(known: GuestFile, config: conf.Config, address: str = '') -> metadata.Guest:
+    """All there is to tell it: mdserver.conf's keys and user-data where it has none of its own. Raises ValueError."""
+    keys = config.public_keys
+    if known.public_keys is not None:
+        keys = tuple((f'key-{n}' if n else 'default', key) for n, key in enumerate(known.public_keys))
+    user_data = known.user_data
+    if user_data is None and config.user_data is not None:
+        user_data = conf.read_user_data(config.user_data)
+    return metadata.Guest(known.instance, address, known.hostname, keys, user_data, known.network_config)
 
 
 def note_ready(guests: Path, instance: str) -> None:
@@ -187,8 +208,13 @@ def parse_guest(data: bytes, mac: str) -> GuestFile:
         keys = tuple(key.strip() for key in keys if key.strip())
     if text is not None and not isinstance(text, str):
         raise ValueError('"user_data" is not text')
+    # An older ecompute has nothing to say of its interfaces.
+    network_config = record.get('network_config')
+    if network_config is not None and not isinstance(network_config, dict):
+        raise ValueError('"network_config" is not a JSON object')
     # surrogateescape: bytes that are no UTF-8 (gzip) survive a JSON text that was made with it.
-    return GuestFile(instance, hostname, keys, None if text is None else text.encode('utf-8', 'surrogateescape'))
+    user_data = None if text is None else text.encode('utf-8', 'surrogateescape')
+    return GuestFile(instance, hostname, keys, user_data, network_config)
 
 
 def _read_leases(pattern: str) -> tuple[list[Lease], list[str]]:

@@ -3,7 +3,8 @@
 Two trees, both answered with and without trailing slashes:
 
     /2009-04-04/…  /latest/…   EC2's, as Cirros and cloud-init's Ec2 source crawl it
-    /seed/<uuid>/…             NoCloud's, the one current cloud images find (SMBIOS serial `ds=nocloud-net;s=…`)
+    /seed/<uuid>/…             NoCloud's, the one current cloud images find (SMBIOS serial `ds=nocloud-net;s=…`);
+                               the same files can be put on a disk for the guest: seed()
 
 and a third that is posted to: /phone-home/<uuid>/, by cloud-init's module of that name, when all else has run.
 
@@ -19,6 +20,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 VERSIONS = ('2009-04-04', 'latest')
 
@@ -30,7 +32,7 @@ class Guest:
     """All there is to tell one guest, defaults filled in.
 
     `instance` is its uuid, `address` the IPv4 address it asks from, `public_keys` (name, OpenSSH line) with unique
-    names, `user_data` None when there is none.
+    names, `user_data` and `network_config` None when there is none.
     """
 
     instance: str
@@ -38,6 +40,7 @@ class Guest:
     hostname: str
     public_keys: tuple[tuple[str, str], ...] = ()
     user_data: bytes | None = None
+    network_config: Mapping[str, Any] | None = None
 
 
 def versions() -> bytes:
@@ -55,7 +58,7 @@ def answer(path: str, guest: Guest) -> bytes | None:
             return _look_up(_ec2(guest), steps)
         # Its own seed only; no other uuid is said to exist.
         case ['seed', instance, *steps] if instance == guest.instance:
-            return _look_up(_seed(guest), steps)
+            return _look_up(_seed(guest, {'dsmode': 'net'}), steps)
     return None
 
 
@@ -79,22 +82,39 @@ def _ec2(guest: Guest) -> Tree:
     return tree
 
 
-def _seed(guest: Guest) -> Tree:
+def seed(guest: Guest, phones_home: bool) -> dict[str, bytes]:
+    """The files of a NoCloud disk of this guest's own, by name; those that have nothing to say are left out.
+
+    With `phones_home` its vendor-data asks it to say when it is through: somebody has to listen there.
+    """
+    files = _seed(guest, {})
+    if not phones_home:
+        del files['vendor-data']
+    # cloud-init takes no disk for a seed that lacks one of the first two.
+    return {name: body for name, body in files.items() if body or name in ('meta-data', 'user-data')}
+
+
+def _seed(guest: Guest, extra: Mapping[str, str]) -> dict[str, bytes]:
+    # cloud-init 22.4 drops a seed found by SMBIOS as "local" unless its meta-data says `dsmode: net`; one on a disk is
+    # to be taken before there is a network.
     meta_data = {
         'instance-id': guest.instance,
         'local-hostname': guest.hostname,
         'public-keys': [key for _, key in guest.public_keys],
-        # cloud-init 22.4 drops a seed found by SMBIOS as "local" unless the seed itself says otherwise.
-        'dsmode': 'net',
+        **extra,
     }
     return {
-        # JSON is YAML as long as it is not \u-escaped: YAML knows no surrogate pairs.
-        'meta-data': json.dumps(meta_data, ensure_ascii=False, indent=1).encode(),
+        'meta-data': _yaml(meta_data),
         'user-data': guest.user_data or b'',
         'vendor-data': _vendor_data(guest.instance),
         # Empty is "none". A 404 would be asked for ten more times, a second apart, by cloud-init 24.3 and newer.
-        'network-config': b'',
+        'network-config': _yaml(guest.network_config) if guest.network_config else b'',
     }
+
+
+def _yaml(data: Mapping[str, Any]) -> bytes:
+    # JSON is YAML as long as it is not \u-escaped: YAML knows no surrogate pairs.
+    return json.dumps(data, ensure_ascii=False, indent=1).encode()
 
 
 def phone_home(instance: str) -> str:

@@ -76,7 +76,9 @@ def make_app(config: conf.Config) -> bottle.Bottle:
         """Who asks; raises HTTPError."""
         environ = bottle.request.environ
         try:
-            guest = _who(environ['REMOTE_ADDR'], config)
+            address = environ['REMOTE_ADDR']
+            known = guests.find(address, config.leases, config.neighbours, config.guests, time.time())
+            guest = guests.filled_in(known, config, address)
         except guests.Unknown as error:
             environ[WHY] = f' ({error}: {error.detail})'
             if isinstance(error, guests.Forged):
@@ -128,21 +130,6 @@ def _refuse_proxies() -> None:
 def _plain(body: bytes) -> bottle.HTTPResponse:
     # No charset: user-data may be anything.
     return bottle.HTTPResponse(body, 200, {'Content-Type': 'text/plain'})
-
-
-def _who(address: str, config: conf.Config) -> metadata.Guest:
-    """The guest at this address; mdserver.conf's keys and user-data where it has none of its own.
-
-    Raises guests.Unknown, guests.Broken, ValueError.
-    """
-    known = guests.find(address, config.leases, config.neighbours, config.guests, time.time())
-    keys = config.public_keys
-    if known.public_keys is not None:
-        keys = tuple((f'key-{n}' if n else 'default', key) for n, key in enumerate(known.public_keys))
-    user_data = known.user_data
-    if user_data is None and config.user_data is not None:
-        user_data = conf.read_user_data(config.user_data)
-    return metadata.Guest(known.instance, address, known.hostname, keys, user_data)
 
 
 def listen(address: str, port: int) -> socket.socket:

@@ -9,6 +9,7 @@ import os
 import re
 import signal
 import sys
+import time
 from collections.abc import Iterator, Mapping
 from datetime import datetime
 from pathlib import Path
@@ -20,7 +21,7 @@ from ecomp.lab.hosts import Host
 from tests.faults.hands import is_stopped
 from tests.faults.tuned import patched
 from tests.scenario.lab import NOTIFIED, Lab, running
-from tests.servers import Server, free_port, until
+from tests.servers import until
 
 SMALL = 'resources=VCPU:1,DISK_GB:1,MEMORY_MB:64'
 ROOM = {'VCPU': 12, 'MEMORY_MB': 2048, 'DISK_GB': 40}
@@ -28,6 +29,8 @@ SOON = 60.0
 """Seconds in which everything but a minute's look has to have happened, on a machine that is busy with others."""
 STILLBORN = re.compile(r'Traceback .*\n(?:  .*\n)*.*spawn_main\n(?:  .*\n)+EOFError: Ran out of input\n')
 """What Python says, before any code of ours, of a worker whose ecompute was killed while it was starting it."""
+WRITTEN = 3.0
+"""Seconds in which that is written whole, line by line."""
 _numbers = itertools.count(1)
 
 
@@ -102,11 +105,16 @@ class Hypervisor:
 
     def said(self) -> str:
         """What ecompute has logged since it was started, or mark(); there is never a traceback in it."""
+        deadline = time.monotonic() + WRITTEN
+        while re.search('Traceback|nobody thought of', text := self._said()):
+            assert time.monotonic() < deadline, text
+            time.sleep(0.1)
+        return text
+
+    def _said(self) -> str:
         with self._host().log.open('rb') as file:
             file.seek(self._from)
-            text = STILLBORN.sub('', file.read().decode(errors='replace'))
-        assert not re.search('Traceback|nobody thought of', text), text
-        return text
+            return STILLBORN.sub('', file.read().decode(errors='replace'))
 
     def lines(self, *words: str) -> list[str]:
         """The lines of said() that have all of these words."""
@@ -304,6 +312,7 @@ class Hypervisor:
         assert instance not in self.lab.domains(self.name)
         assert instance not in self.qemus()
         assert not self.disk(instance).exists()
+        assert not list(self.state.glob(f'seeds/{instance}*'))
         assert not (self.state / f'console/{instance}.log').exists()
         assert not any(instance in path.read_text() for path in (self.state / 'metadata').glob('*.json'))
         assert instance not in self.virsh('net-dumpxml', 'default') + self.virsh('net-dumpxml', 'default', '--inactive')
@@ -338,42 +347,6 @@ class Hypervisor:
     def _host(self) -> Host:
         # elab, a process of its own, writes it anew.
         return Host(state.load(self.lab.name), self.name)
-
-
-class SlowImages(Server):
-    """The lab's images at another port, of which only the first half comes until go_on()."""
-
-    name = 'slow-images'
-
-    def __init__(self, lab: Lab, directory: Path) -> None:
-        super().__init__(directory)
-        layout = state.load(lab.name).layout
-        self._prefix = namespaces.inside(layout, lab.directory, 'control')
-        self._where = str(layout.control), str(free_port())
-        self._images = lab.directory / 'images'
-        self._go = directory / 'go'
-
-    def command(self) -> list[str]:
-        """In the lab's control namespace."""
-        program = [sys.executable, '-m', 'tests.faults.slow_images', *self._where, str(self._images), str(self._go)]
-        return [*self._prefix, *program]
-
-    def is_ready(self) -> bool:
-        """It says so."""
-        return 'ready' in self.last_words()
-
-    def url(self, name: str) -> str:
-        """Where it has an image."""
-        return f'http://{":".join(self._where)}/{name}'
-
-    def go_on(self) -> None:
-        """From now on images come whole."""
-        self._go.touch()
-
-    def sent(self, name: str) -> list[str]:
-        """To whom an image was sent whole, as often as it was."""
-        words = [line.split() for line in self.log.read_text().splitlines() if line.startswith('sent ')]
-        return [client for _, client, what in words if what == name]
 
 
 def logged_at(line: str) -> float:

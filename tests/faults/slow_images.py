@@ -12,6 +12,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
+from ecomp.lab import namespaces, state
+from tests.scenario.lab import Lab
+from tests.servers import Server, free_port
+
 LONGEST = 120.0
 CHUNK = 2**20
 
@@ -52,6 +56,42 @@ def serve(address: str, port: int, directory: Path, go: Path) -> None:
     server = http.server.ThreadingHTTPServer((address, port), Handler)
     print('ready', flush=True)
     server.serve_forever()
+
+
+class SlowImages(Server):
+    """The lab's images at another port, of which only the first half comes until go_on()."""
+
+    name = 'slow-images'
+
+    def __init__(self, lab: Lab, directory: Path) -> None:
+        super().__init__(directory)
+        layout = state.load(lab.name).layout
+        self._prefix = namespaces.inside(layout, lab.directory, 'control')
+        self._where = str(layout.control), str(free_port())
+        self._images = lab.directory / 'images'
+        self._go = directory / 'go'
+
+    def command(self) -> list[str]:
+        """In the lab's control namespace."""
+        program = [sys.executable, '-m', 'tests.faults.slow_images', *self._where, str(self._images), str(self._go)]
+        return [*self._prefix, *program]
+
+    def is_ready(self) -> bool:
+        """It says so."""
+        return 'ready' in self.last_words()
+
+    def url(self, name: str) -> str:
+        """Where it has an image."""
+        return f'http://{":".join(self._where)}/{name}'
+
+    def go_on(self) -> None:
+        """From now on images come whole."""
+        self._go.touch()
+
+    def sent(self, name: str) -> list[str]:
+        """To whom an image was sent whole, as often as it was."""
+        words = [line.split() for line in self.log.read_text().splitlines() if line.startswith('sent ')]
+        return [client for _, client, what in words if what == name]
 
 
 if __name__ == '__main__':

@@ -26,7 +26,7 @@ BOUND = {
     'log': '/var/log/libvirt',
 }
 EXPECTED = ('lib/images', 'lib/dnsmasq', 'lib/boot', 'cache/qemu', 'log/qemu', 'run/qemu', 'lib/qemu')
-NEEDED = ('ip', 'unshare', 'nsenter', 'virtlogd', 'libvirtd', 'dnsmasq', 'qemu-img', 'qemu-system-x86_64')
+NEEDED = ('ip', 'unshare', 'nsenter', 'virtlogd', 'libvirtd', 'dnsmasq', 'ebtables', 'qemu-img', 'qemu-system-x86_64')
 NETWORK = """<network><name>default</name><forward mode='open'/><bridge name='virbr0' stp='off'/>
 <ip address='10.77.0.1' netmask='255.255.255.0'><dhcp><range start='10.77.0.10' end='10.77.0.99'/></dhcp></ip>
 </network>"""

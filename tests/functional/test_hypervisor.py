@@ -74,6 +74,50 @@ def test_nothing_there_is_success(hypervisor: Hypervisor, spec: GuestSpec) -> No
     assert hypervisor.addresses(spec.instance) == {}
 
 
+def test_a_seed_goes_with_the_disk(hypervisor: Hypervisor, spec: GuestSpec) -> None:
+    instance = spec.instance
+    told = replace(spec, seed={'meta-data': b'{}', 'user-data': b''})
+    assert told.seed is not None
+    assert hypervisor.seeds() == set()
+    hypervisor.create_disk(told)
+    with pytest.raises(BuildFailed) as refused:
+        hypervisor.start(told)
+    assert refused.value.stage == 'started'
+    assert '\n' not in refused.value.reason
+    hypervisor.destroy(instance, COMPUTE)
+    for _ in range(2):
+        hypervisor.create_seed(instance, told.seed)
+        assert hypervisor.seeds() == {instance}
+    hypervisor.start(told)
+    there = Guest(instance, COMPUTE, defined=True, running=True, disk=True)
+    assert hypervisor.guests() == {instance: there}
+    assert hypervisor.users(instance) == {instance}
+    assert hypervisor.without_base() == {}
+    with pytest.raises(BuildFailed, match='disk: .*not made again'):
+        hypervisor.create_seed(instance, told.seed)
+    with pytest.raises(Conflict, match='not removed'):
+        hypervisor.delete_seed(instance)
+    hypervisor.switch_off(instance, COMPUTE)
+    hypervisor.resume(instance, COMPUTE)
+    assert hypervisor.guests() == {instance: there}
+    hypervisor.destroy(instance, COMPUTE)
+    assert hypervisor.seeds() == {instance}
+    for _ in range(2):
+        hypervisor.delete_disk(instance)
+        assert hypervisor.seeds() == set()
+        assert hypervisor.guests() == {}
+
+
+def test_a_seed_without_its_disk(hypervisor: Hypervisor, spec: GuestSpec) -> None:
+    for remove in (hypervisor.delete_seed, hypervisor.delete_disk):
+        hypervisor.create_seed(spec.instance, {'meta-data': b'{}', 'user-data': b''})
+        assert hypervisor.guests() == {}
+        assert hypervisor.seeds() == {spec.instance}
+        for _ in range(2):
+            remove(spec.instance)
+            assert hypervisor.seeds() == set()
+
+
 def test_an_address_is_reserved_until_it_is_released(hypervisor: Hypervisor, make_spec: MakeSpec) -> None:
     spec, other = make_spec(), make_spec()
     (mac,), (others,) = spec.macs, other.macs

@@ -8,6 +8,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import queue
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from pwd import getpwnam
 from uuid import uuid4
 
 import pytest
@@ -28,9 +30,11 @@ from tests.functional.guest import COMPUTE, MakeSpec, build
 from tests.functional.libvirt_host import LibvirtHost, wait_until
 
 libvirt = pytest.importorskip('libvirt', reason="libvirt-python is not installed: pip install '.[hypervisor]'")
-from ecomp.virt.libvirt_host import Libvirt  # noqa: E402
+from ecomp.virt import xml  # noqa: E402
+from ecomp.virt.libvirt_host import NO_FILTERS, Libvirt  # noqa: E402
 
 BRIDGED = (*DEFAULT_NETWORKS, Attachment('bridge', 'br0'))
+DRIVERS = '/usr/lib/x86_64-linux-gnu/libvirt/connection-driver'
 FOREIGN = """<domain type='qemu'><name>{name}</name><uuid>{uuid}</uuid><memory unit='MiB'>32</memory>
 <os><type>hvm</type></os></domain>"""
 
@@ -69,6 +73,118 @@ def test_disk_and_domain_as_asked(real: Libvirt, spec: GuestSpec, host: LibvirtH
     real.delete_disk(spec.instance)
     assert not disk.exists()
     assert not console.exists()
+
+
+def test_a_seed_is_a_second_disk_that_qemu_alone_reads(
+    real: Libvirt, spec: GuestSpec, host: LibvirtHost, connection: object
+) -> None:
+    told = replace(spec, seed={'meta-data': b'{}', 'user-data': b'secret'})
+    real.create_disk(told)
+    real.create_seed(spec.instance, told.seed)
+    seed = host.root / 'state' / 'seeds' / f'{spec.instance}.iso'
+    assert (seed.stat().st_mode & 0o777, seed.stat().st_uid) == (0o600, 0)
+    real.start(told)
+    assert (seed.stat().st_mode & 0o777, seed.stat().st_uid) == (0o600, getpwnam('libvirt-qemu').pw_uid)
+    domain = connection.lookupByUUIDString(spec.instance)
+    connection.defineXMLFlags(domain.XMLDesc(), libvirt.VIR_DOMAIN_DEFINE_VALIDATE)
+    assert domain.blockInfo('vdb')[0] == seed.stat().st_size
+    assert domain.blockInfo('vda')[0] == 2**30
+    with pytest.raises(libvirt.libvirtError, match='read-only|readonly'):
+        domain.blockResize('vdb', 2**20, libvirt.VIR_DOMAIN_BLOCK_RESIZE_BYTES)
+    real.destroy(spec.instance, COMPUTE)
+    real.delete_disk(spec.instance)
+    assert not seed.exists()
+
+
+def rules(host: LibvirtHost) -> str:
+    """All that filters frames on the host."""
+    return host.inside(['ebtables', '-t', 'nat', '-L']).stdout
+
+
+def test_what_a_guest_may_send(real: Libvirt, spec: GuestSpec, host: LibvirtHost, connection: object) -> None:
+    host.inside(['ip', 'link', 'add', 'br0', 'type', 'bridge'])
+    try:
+        build(real, replace(spec, networks=BRIDGED, reserved=('10.77.0.50', None)))
+        for _ in range(2):
+            bindings = {each.portDev(): each.filterName() for each in connection.listAllNWFilterBindings()}
+            assert sorted(bindings.values()) == [xml.OWN_ADDRESS, xml.OWN_MAC]
+            known, bridged = sorted(bindings, key=bindings.__getitem__)
+            first, second = replace(spec, networks=BRIDGED).macs
+            chains = {text.split(',')[0]: text.splitlines()[1:] for text in rules(host).split('Bridge chain: ')}
+            assert [line.strip() for line in chains[f'libvirt-I-{known}'] if line.strip()] == [
+                f'-p IPv4 -s {first} --ip-src 10.77.0.50 -j ACCEPT',
+                f'-p IPv4 -s {first} --ip-dst 255.255.255.255 -j ACCEPT',
+                f'-p ARP -s {first} --arp-ip-src 10.77.0.50 -j ACCEPT',
+                f'-p IPv6 -s {first} -j ACCEPT',
+                '-j DROP',
+            ]
+            assert [line.strip() for line in chains[f'libvirt-I-{bridged}'] if line.strip()] == [
+                f'-s ! {second} -j DROP'
+            ]
+            real.switch_off(spec.instance, COMPUTE)
+            assert 'libvirt-I' not in rules(host)
+            # Nobody has them now, so somebody can remove them; and they are there again when they are needed.
+            for name in xml.FILTERS:
+                connection.nwfilterLookupByName(name).undefine()
+            real.resume(spec.instance, COMPUTE)
+    finally:
+        real.destroy(spec.instance, COMPUTE)
+        host.inside(['ip', 'link', 'del', 'br0'])
+    assert 'libvirt-I' not in rules(host)
+
+
+def test_filters_that_are_there_stay(real: Libvirt, connection: object) -> None:
+    before = {name: connection.nwfilterLookupByName(name).UUIDString() for name in xml.FILTERS}
+    for name, number in before.items():
+        theirs = connection.nwfilterLookupByName(name)
+        theirs.undefine()
+        connection.nwfilterDefineXML(f"<filter name='{name}' chain='root'/>")
+        own = connection.nwfilterLookupByName(name).UUIDString()
+        real.prepare()
+        assert connection.nwfilterLookupByName(name).UUIDString() == own != number
+        connection.nwfilterLookupByName(name).undefine()
+    real.prepare()
+    assert {name: connection.nwfilterLookupByName(name).UUIDString() for name in xml.FILTERS} == before
+
+
+def unfiltered(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """What was said of filters."""
+    return [record.getMessage() for record in caplog.records if 'filter' in record.getMessage()]
+
+
+def test_without_ebtables(
+    real: Libvirt,
+    spec: GuestSpec,
+    connection: object,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr('ecomp.virt.filters.PLACES', '/nowhere')
+    real.prepare()
+    build(real, replace(spec, reserved=('10.77.0.50',)))
+    assert unfiltered(caplog) == [NO_FILTERS.format(why='ebtables is not installed')]
+    assert 'filterref' not in connection.lookupByUUIDString(spec.instance).XMLDesc()
+
+
+def test_a_libvirtd_without_the_driver(
+    host: LibvirtHost, real: Libvirt, spec: GuestSpec, caplog: pytest.LogCaptureFixture
+) -> None:
+    drivers = host.root / 'drivers'
+    shutil.copytree(DRIVERS, drivers, ignore=shutil.ignore_patterns('*nwfilter*'))
+    host.kill_libvirtd()
+    start = f'mount --bind {drivers} {DRIVERS}; libvirtd -d --pid-file {host.root}/libvirtd.pid'
+    host.inside(['unshare', '-m', 'sh', '-e', '-c', start])
+    try:
+        real.prepare()
+        build(real, replace(spec, reserved=('10.77.0.50',)))
+    finally:
+        host.kill_libvirtd()
+        host.start_libvirtd()
+    why = 'this function is not supported by the connection driver: virNWFilterLookupByName'
+    assert unfiltered(caplog) == [NO_FILTERS.format(why=why)]
+    again = libvirt.open(host.uri)
+    assert 'filterref' not in again.lookupByUUIDString(spec.instance).XMLDesc()
+    again.close()
 
 
 def test_the_images_own_size(real: Libvirt, spec: GuestSpec, connection: object) -> None:
@@ -370,3 +486,13 @@ def test_leases_and_the_metadata_address(host: LibvirtHost, real: Libvirt, spec:
     done = host.inside([sys.executable, '-c', script], env={**os.environ, 'PYTHONPATH': path}, check=False)
     host.inside(['ip', 'link', 'del', 'br0'])
     assert done.returncode == 0, done.stderr
+
+
+def test_what_the_processor_of_a_guest_can_do(real: Libvirt, caplog: pytest.LogCaptureFixture) -> None:
+    emulated = real.cpu_features('qemu')
+    assert {'sse2', 'pni', 'cx16'} <= emulated
+    assert 'avx2' not in emulated, 'the host may have it, and an emulated guest has not'
+    assert caplog.text == ''
+    # This host has no kvm: nothing is claimed of what nobody can run on.
+    assert real.cpu_features('kvm') == frozenset()
+    assert 'no traits of the processor: libvirt:' in caplog.text

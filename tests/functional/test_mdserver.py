@@ -21,11 +21,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from mdserver import metadata
 
 from ecomp.agent.metadata import GuestData
 from ecomp.model.guest_data import USER_DATA_LIMIT
 from ecomp.model.instance import Request
+from ecomp.model.network import network_config
 from tests.servers import until
 
 TREE = Path(__file__).parents[2]
@@ -150,6 +150,15 @@ def test_a_guest_gets_its_own_and_the_defaults(server: Server) -> None:
     assert body('/latest/user-data') == body(f'/seed/{UUID_A}/user-data') == USER_DATA
     assert json.loads(body(f'/seed/{UUID_A}/meta-data'))['local-hostname'] == 'web1'
     assert body(f'/seed/{UUID_A}/vendor-data') .startswith(b'#cloud-config')
+
+
+def test_a_guest_with_several_interfaces_is_told_of_them(server: Server, tmp_path: Path) -> None:
+    path, data = f'/seed/{UUID_A}/network-config', GuestData(tmp_path / 'metadata')
+    assert server.get(path).read() == b'', 'an older ecompute says nothing of it'
+    data.write(asked(UUID_A), [MAC_A, MAC_B])
+    assert json.loads(server.get(path).read()) == network_config([MAC_A, MAC_B])
+    data.write(asked(UUID_A), [MAC_A])
+    assert server.get(path).read() == b''
 
 
 def test_edits_count_from_the_next_request(server: Server, tmp_path: Path) -> None:
@@ -425,51 +434,3 @@ def test_without_the_address_it_says_how_to_put_it(bridge: Bridge) -> None:
     assert fails(prefix=('ip', 'netns', 'exec', bridge.host)) == (
         1, 'mdserver: cannot listen on 169.254.169.254:80: no interface here has that address: '
            'ip addr add 169.254.169.254/32 dev virbr0\n')
-
-
-# What a guest's cloud-init does in its network stage; the kernel's command line stands for the SMBIOS serial.
-CLOUD_INIT = '''
-import json, sys
-from cloudinit import helpers
-from cloudinit.sources.DataSourceEc2 import DataSourceEc2
-from cloudinit.sources.DataSourceNoCloud import DataSourceNoCloudNet
-from cloudinit.sources.helpers import ec2
-paths = helpers.Paths({'cloud_dir': sys.argv[1], 'run_dir': sys.argv[1]})
-seed = DataSourceNoCloudNet({}, None, paths)
-found = seed._get_data()
-tree = DataSourceEc2({}, None, paths)
-# Found by wait_for_metadata_service in a guest; that needs a resolver, and a namespace has none.
-tree.metadata_address = 'http://169.254.169.254'
-version = tree.get_metadata_api_version()
-print(json.dumps([
-    found, seed.dsmode, seed.get_instance_id(), seed.get_public_ssh_keys(), seed.metadata['local-hostname'],
-    seed.userdata_raw.hex(), seed.vendordata_raw.hex(),
-    version, ec2.get_instance_metadata(version, tree.metadata_address),
-    ec2.get_instance_userdata(version, tree.metadata_address).hex(),
-]))
-'''
-
-
-@needs_root
-@pytest.mark.usefixtures('on_bridge')
-def test_cloud_init_itself_reads_both_trees(bridge: Bridge, tmp_path: Path) -> None:
-    for python in (sys.executable, '/usr/bin/python3'):
-        if subprocess.run([python, '-c', 'import cloudinit.sources'], capture_output=True, timeout=60).returncode == 0:
-            break
-    else:
-        pytest.skip('cloud-init cannot be imported: install the Debian package cloud-init')
-    done = subprocess.run(
-        ['ip', 'netns', 'exec', bridge.a, python, '-c', CLOUD_INIT, str(tmp_path / 'cloud')],
-        env=os.environ | {'DEBUG_PROC_CMDLINE': f'ds=nocloud-net;s=http://169.254.169.254/seed/{UUID_A}/'},
-        capture_output=True, text=True, timeout=120,
-    )
-    assert done.returncode == 0, done.stderr
-    vendor_data = metadata.answer(f'/seed/{UUID_A}/vendor-data', metadata.Guest(UUID_A, IP_A, 'web1'))
-    assert vendor_data
-    assert json.loads(done.stdout) == [
-        True, 'net', UUID_A, [KEY], 'web1', USER_DATA.hex(), vendor_data.hex(),
-        '2009-04-04',
-        {'instance-id': UUID_A, 'hostname': 'web1', 'local-hostname': 'web1', 'local-ipv4': IP_A,
-         'public-keys': {'default': KEY}},
-        USER_DATA.hex(),
-    ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
 
@@ -30,7 +31,8 @@ from ecomp.virt.fake import FakeHypervisor
 COMPUTE, INSTANCE = 'b8756be5-a30d-4311-920c-0ad996367a8e', 'd578fb7c-7787-4e73-b69a-a7b3ef9bf73a'
 BASE = BaseImage('/base.qcow2', 'qcow2', 0)
 JOB = Build(GuestSpec(INSTANCE, COMPUTE, 1, 256, 1, BaseImage('', '', 0), 'qemu'), 'http://h/i')
-STEPS = ('image', 'create_disk', 'start')
+TOLD = replace(JOB, spec=replace(JOB.spec, seed={'meta-data': b'{}', 'user-data': b''}))
+STEPS = ('image', 'create_disk', 'create_seed', 'start')
 ALL = [Progress('image', 1, 2), 'image', 'disk', 'started']
 
 
@@ -60,6 +62,12 @@ class Recording(FakeHypervisor):
         super().create_disk(spec)
         self._did('create_disk')
 
+    def create_seed(self, instance: str, files: Mapping[str, bytes]) -> None:
+        """See Hypervisor."""
+        assert self.guests()[instance].disk, 'by its overlay an instance is known to be here'
+        super().create_seed(instance, files)
+        self._did('create_seed')
+
     def start(self, spec: GuestSpec) -> None:
         """See Hypervisor."""
         self.spec = spec
@@ -83,9 +91,9 @@ class Recording(FakeHypervisor):
             raise BuildFailed(step, 'it was told to')
 
 
-def made(hypervisor: Recording, checkpoint: Callable[[], None] = lambda: None) -> list[News]:
+def made(hypervisor: Recording, checkpoint: Callable[[], None] = lambda: None, job: Build = JOB) -> list[News]:
     reached: list[News] = []
-    build(JOB, hypervisor, hypervisor, reached.append, checkpoint)
+    build(job, hypervisor, hypervisor, reached.append, checkpoint)
     return reached
 
 
@@ -103,12 +111,25 @@ def test_it_is_made_in_order() -> None:
     assert hypervisor.spec.base == BASE
 
 
+def test_what_it_is_told_is_on_a_disk_before_it_starts() -> None:
+    hypervisor = Recording()
+    assert made(hypervisor, job=TOLD) == ALL
+    assert hypervisor.asked == ['image', 'create_disk', 'let go', 'create_seed', 'start']
+    assert hypervisor.seeds() == {INSTANCE}
+    assert hypervisor.spec is not None
+    assert hypervisor.spec.seed == TOLD.spec.seed
+    assert "b'{}'" not in repr(TOLD), 'user-data may be secret'
+    destroy(Destroy(INSTANCE, COMPUTE), hypervisor)
+    assert hypervisor.seeds() == set()
+
+
 @pytest.mark.parametrize('step', STEPS)
 def test_a_step_that_fails_leaves_nothing(step: str) -> None:
     hypervisor = Recording(fails_at=step)
     with pytest.raises(BuildFailed, match='it was told to'):
-        made(hypervisor)
+        made(hypervisor, job=TOLD)
     assert guests(hypervisor) == {}
+    assert hypervisor.seeds() == set()
 
 
 @pytest.mark.parametrize('look', range(5))
@@ -121,8 +142,9 @@ def test_a_build_that_is_cancelled_at_any_look_leaves_nothing(look: int) -> None
             raise Cancelled
 
     with pytest.raises(Cancelled):
-        made(hypervisor, checkpoint)
+        made(hypervisor, checkpoint, TOLD)
     assert guests(hypervisor) == {}
+    assert hypervisor.seeds() == set()
 
 
 def test_it_is_looked_for_a_destroy_between_all_steps() -> None:
@@ -159,10 +181,13 @@ def test_the_domain_goes_before_its_disk() -> None:
 def test_what_is_left_of_one_without_a_trace_goes_unless_it_came_back(there: bool) -> None:
     hypervisor = Recording()
     if there:
-        made(hypervisor)
+        made(hypervisor, job=TOLD)
+    else:
+        FakeHypervisor.create_seed(hypervisor, INSTANCE, {})
     hypervisor.asked.clear()
     carry_out(Forget(INSTANCE), hypervisor, hypervisor, lambda _: None, lambda: None)
     assert hypervisor.asked == ([] if there else ['delete_disk'])
+    assert hypervisor.seeds() == ({INSTANCE} if there else set())
     assert bool(guests(hypervisor)) == there
 
 
@@ -184,7 +209,7 @@ def test_errors_come_whole_out_of_a_worker(error: BuildFailed) -> None:
 
 
 @pytest.mark.parametrize(
-    'job', [JOB, *(kind(INSTANCE, COMPUTE) for kind in (Destroy, Resume, Shutdown, SwitchOff)), Forget(INSTANCE)]
+    'job', [JOB, TOLD, *(kind(INSTANCE, COMPUTE) for kind in (Destroy, Resume, Shutdown, SwitchOff)), Forget(INSTANCE)]
 )
 def test_jobs_go_whole_into_a_worker(job: Job) -> None:
     assert pickle.loads(pickle.dumps(job)) == job

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from mdserver import guests
+from mdserver import conf, guests
 from mdserver.guests import Broken, Forged, GuestFile, Lease, Unknown, current, parse_guest, parse_leases
+from mdserver.metadata import Guest
 
 UUID = 'd578fb7c-7787-4e73-b69a-a7b3ef9bf73a'
 A, B = '52:54:00:aa:00:01', '52:54:00:bb:00:02'
@@ -106,8 +107,8 @@ def test_neighbours() -> None:
 
 def test_a_guest_file() -> None:
     record = {'version': 1, 'instance': UUID, 'mac': A, 'hostname': 'web1', 'public_keys': ['ssh-rsa A\n', ' '],
-              'user_data': '#!/bin/sh\necho \udc8bü', 'new': 1}
-    expected = GuestFile(UUID, 'web1', ('ssh-rsa A',), b'#!/bin/sh\necho \x8b\xc3\xbc')
+              'user_data': '#!/bin/sh\necho \udc8bü', 'network_config': {'version': 2}, 'new': 1}
+    expected = GuestFile(UUID, 'web1', ('ssh-rsa A',), b'#!/bin/sh\necho \x8b\xc3\xbc', {'version': 2})
     assert parse_guest(json.dumps(record).encode(), A) == expected
 
 
@@ -120,6 +121,7 @@ def test_a_guest_file_that_leaves_much_to_the_defaults() -> None:
     {'version': 2}, {'version': '1'}, {'mac': B}, {'instance': None}, {'instance': 'web1'}, {'instance': UUID.upper()},
     {'hostname': ''}, {'hostname': 'a\nb'}, {'hostname': 7}, {'public_keys': 'ssh-rsa A'}, {'public_keys': [7]},
     {'public_keys': ['a\nb']}, {'user_data': ['x']}, {'user_data': '\ud800'},
+    {'network_config': 'version: 2'}, {'network_config': [2]},
 ])
 def test_a_guest_file_that_cannot_be_used(change: dict[str, object]) -> None:
     record = {'version': 1, 'instance': UUID, 'mac': A, 'hostname': 'web1', 'public_keys': None, 'user_data': None}
@@ -193,6 +195,19 @@ def test_no_guest_file(host: Host) -> None:
     host.file.unlink()
     with pytest.raises(Unknown, match=f'no instance with the MAC address {A}'):
         host.find()
+
+
+def test_what_a_guest_was_not_given_is_mdserver_confs(tmp_path: Path) -> None:
+    (tmp_path / 'data').write_bytes(b'#!default')
+    config = conf.Config(user_data=tmp_path / 'data', public_keys=(('ops', 'ssh-rsa O'),))
+    network = {'version': 2}
+    assert guests.filled_in(GuestFile(UUID, 'web1', None, None, network), config, IP) == Guest(
+        UUID, IP, 'web1', (('ops', 'ssh-rsa O'),), b'#!default', network
+    )
+    assert guests.filled_in(GuestFile(UUID, 'web1', ('A', 'B'), b'#!mine'), config) == Guest(
+        UUID, '', 'web1', (('default', 'A'), ('key-1', 'B')), b'#!mine'
+    )
+    assert guests.filled_in(GuestFile(UUID, 'web1', (), b''), config) == Guest(UUID, '', 'web1', (), b'')
 
 
 def test_a_guest_file_that_is_none(host: Host) -> None:

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
-from mdserver.metadata import Guest, answer, versions
+from mdserver.metadata import Guest, answer, seed, versions
 
 UUID = 'd578fb7c-7787-4e73-b69a-a7b3ef9bf73a'
 OTHER = 'e9bedb97-917a-4f4e-9a69-8ad21840267f'
 KEYS = (('default', 'ssh-ed25519 AAAA me@here'), ('second', 'ssh-rsa BBBB 100%: ü\U0001f511'))
 GUEST = Guest(UUID, '192.168.122.7', 'web1', KEYS, b'\x1f\x8b\x00binary\n')
 BARE = Guest(UUID, '192.168.122.7', UUID)
+NETWORK = {'version': 2, 'ethernets': {'eth0': {'match': {'macaddress': '52:54:00:aa:00:01'}, 'dhcp4': True}}}
 
 EC2 = [
     ('', b'meta-data\nuser-data'),
@@ -133,6 +135,28 @@ def test_vendor_data_asks_cloud_init_to_say_when_it_is_through() -> None:
 @pytest.mark.parametrize('name', ['user-data', 'network-config'])
 def test_a_seed_has_all_its_files_even_when_empty(name: str) -> None:
     assert answer(f'/seed/{UUID}/{name}', BARE) == b''
+
+
+def test_network_config_is_yaml_and_json() -> None:
+    body = answer(f'/seed/{UUID}/network-config', replace(BARE, network_config=NETWORK))
+    assert body is not None
+    assert json.loads(body) == yaml.safe_load(body) == NETWORK
+
+
+def test_a_seed_disk_has_what_the_network_seed_has_and_is_found_without_it() -> None:
+    guest = replace(GUEST, network_config=NETWORK)
+    files = seed(guest, phones_home=True)
+    served = {name: answer(f'/seed/{UUID}/{name}', guest) for name in files}
+    local, net = (json.loads(each.pop('meta-data')) for each in (files, served))
+    assert files == served
+    assert files.keys() == {'user-data', 'vendor-data', 'network-config'}
+    assert local == {name: value for name, value in net.items() if name != 'dsmode'}
+
+
+def test_a_seed_disk_without_what_nobody_said() -> None:
+    assert seed(BARE, phones_home=False).keys() == {'meta-data', 'user-data'}
+    assert seed(BARE, phones_home=False)['user-data'] == b''
+    assert b'phone_home' in seed(BARE, phones_home=True)['vendor-data']
 
 
 @given(st.text())

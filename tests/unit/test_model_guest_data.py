@@ -11,7 +11,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ecomp.model.guest_data import check_user_data, looks_unknown, public_keys
+from ecomp.model.guest_data import (
+    USER_DATA_LIMIT,
+    SharedUserData,
+    check_user_data,
+    looks_unknown,
+    public_keys,
+    shared_user_data,
+)
 
 CANARY = 'canary0123456789'
 
@@ -139,3 +146,27 @@ def test_whatever_it_is_a_reason_is_short(data: bytes) -> None:
         said = reason(check, data)
         assert len(said) < 200
         assert said.isprintable()
+
+
+@given(st.binary(min_size=1, max_size=2000))
+def test_shared_user_data_is_read_as_it_was(data: bytes) -> None:
+    shared = SharedUserData.of(data)
+    assert shared_user_data(shared.text.encode(), shared.sha256) == data
+
+
+LARGE = SharedUserData.of(bytes(USER_DATA_LIMIT + 1))
+
+
+@pytest.mark.parametrize(
+    ('value', 'sha256', 'why'),
+    [
+        (SharedUserData.of(b'a').text.encode(), SharedUserData.of(b'b').sha256, 'it has another hash'),
+        (LARGE.text.encode(), LARGE.sha256, f'it has {USER_DATA_LIMIT + 1} bytes'),
+        *((junk, 'f' * 64, 'it cannot be read') for junk in (b'', b'[]', b'{}', b'7', b'\xff', b'[' * 100_000)),
+        (b'{"user_data": 7}', 'f' * 64, 'it cannot be read'),
+        (b'{"user_data": "%%%"}', 'f' * 64, 'it cannot be read'),
+    ],
+)
+def test_what_is_no_shared_user_data(value: bytes, sha256: str, why: str) -> None:
+    with pytest.raises(ValueError, match=why):
+        shared_user_data(value, sha256)

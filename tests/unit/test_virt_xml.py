@@ -31,8 +31,14 @@ CASES = {
     'domain-qemu.xml': xml.domain_xml(SPEC, DISK, LOG),
     'domain-kvm.xml': xml.domain_xml(replace(SPEC, virt_type='kvm'), DISK, LOG),
     'domain-bridge-raw.xml': xml.domain_xml(
-        replace(SPEC, networks=TWO, base=BaseImage(f'{IMAGES}/base-debian.raw', 'raw', 2**31)), DISK, LOG
+        replace(
+            SPEC, networks=TWO, reserved=('10.0.0.5', None), base=BaseImage(f'{IMAGES}/base-debian.raw', 'raw', 2**31)
+        ),
+        DISK,
+        LOG,
     ),
+    'domain-iso.xml': xml.domain_xml(SPEC, DISK, LOG, seed=f'/var/lib/ecompute/seeds/{SPEC.instance}.iso'),
+    'domain-unfiltered.xml': xml.domain_xml(replace(SPEC, reserved=('10.0.0.5',)), DISK, LOG, filtered=False),
     'volume.xml': xml.volume_xml(f'{SPEC.instance}.qcow2', image.capacity(SPEC), SPEC.base.path, 'qcow2'),
     'volume-no-resize.xml': xml.volume_xml(
         f'{SPEC.instance}.qcow2', image.capacity(replace(SPEC, disk_gb=None)), f'{IMAGES}/base-debian.raw', 'raw'
@@ -93,6 +99,20 @@ def test_interfaces() -> None:
     plugged = xml.interfaces(CASES['domain-bridge-raw.xml'])
     assert list(plugged.items()) == list(zip(replace(SPEC, networks=TWO).macs, TWO, strict=True))
     assert xml.interfaces('<domain/>') == {}
+
+
+def test_a_seed_disk_is_read_only_and_no_base() -> None:
+    seed = ET.fromstring(CASES['domain-iso.xml']).findall('devices/disk')[1]
+    assert {each.tag: each.attrib for each in seed} == {
+        'driver': {'name': 'qemu', 'type': 'raw'},
+        'source': {'file': f'/var/lib/ecompute/seeds/{SPEC.instance}.iso'},
+        'target': {'dev': 'vdb', 'bus': 'virtio'},
+        'readonly': {},
+    }
+    assert set(xml.disks(CASES['domain-iso.xml'])) - set(xml.disks(CASES['domain-qemu.xml'])) == {
+        f'/var/lib/ecompute/seeds/{SPEC.instance}.iso'
+    }
+    assert 'nocloud' not in CASES['domain-iso.xml']
 
 
 def test_pool_target() -> None:

@@ -26,7 +26,7 @@ from ecomp.agent.state import write_durably
 from ecomp.errors import BuildFailed
 from ecomp.failpoints import failpoint
 from ecomp.model.guest import BaseImage
-from ecomp.model.instance import load_object
+from ecomp.model.json_object import load_object
 from ecomp.virt.image import chain, inspected
 
 VERSION = 1

@@ -1,0 +1,45 @@
+"""One guest's NoCloud seed, for a disk instead of the network: `python -m mdserver.seed --guests DIR MAC [CONF]`.
+
+Prints one JSON object, {file name: text}, with the files the metadata server would serve this guest. Bytes that are no
+UTF-8 (gzip) are halves of surrogate pairs in it. Exit 1 when nothing can be told of the guest, 2 when it is told
+something wrong, with one line on stderr.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+from mdserver import conf, guests, metadata
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Print the files; the exit code."""
+    parser = argparse.ArgumentParser(prog='mdserver.seed', description="A guest's NoCloud seed, as JSON.")
+    parser.add_argument('mac', help='of any of its interfaces')
+    parser.add_argument('conf', nargs='?', type=Path, help='mdserver.conf; without one, the defaults')
+    parser.add_argument('--guests', metavar='DIR', type=Path,
+                        help='where ecompute puts a file for each guest (/var/lib/ecompute/metadata)')
+    parser.add_argument('--no-phone-home', action='store_true', help='no metadata server is there to hear of it')
+    arguments = parser.parse_args(argv)
+    try:
+        config = conf.load(arguments.conf)
+        if arguments.guests is not None:
+            config = replace(config, guests=arguments.guests)
+        guest = guests.filled_in(guests.read(config.guests, arguments.mac), config)
+    except conf.ConfError as error:
+        print(f'mdserver: {error}', file=sys.stderr)
+        return 2
+    except (guests.Unknown, guests.Broken, ValueError) as error:
+        print(f'mdserver: {error}', file=sys.stderr)
+        return 1
+    files = metadata.seed(guest, phones_home=not arguments.no_phone_home)
+    print(json.dumps({name: body.decode('utf-8', 'surrogateescape') for name, body in files.items()}))
+    return 0
+
+
+if __name__ == '__main__':
+    sys.exit(main())

@@ -1,0 +1,114 @@
+"""F2, F3, F4, F26: guests that are told by a disk (`metadata: iso`), killed or destroyed when it is written."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.commands import Control
+from tests.faults.hands import Armed, settled
+from tests.faults.hypervisor import Hypervisor
+from tests.faults.test_ecompute_killed import killed_at, start_again
+from tests.scenario.story import addressed, place, reached
+from tests.servers import until
+
+pytestmark = pytest.mark.timeout(240)
+
+SEED_FAILPOINTS = ('seed-written',)
+(STEP,) = SEED_FAILPOINTS
+
+
+@pytest.fixture
+def iso_host(host: Hypervisor) -> Iterator[Hypervisor]:
+    """A host whose guests are told by a disk."""
+    config = host.directory / 'compute.yaml'
+    before = config.read_text()
+    config.write_text(yaml.safe_dump({**yaml.safe_load(before), 'metadata': 'iso'}))
+    try:
+        host.restart()
+        yield host
+    finally:
+        config.write_text(before)
+        host.restart()
+
+
+def has_seed(host: Hypervisor, instance: str) -> bool:
+    """Whether its disk is there, whole."""
+    return [path.name for path in host.state.glob(f'seeds/{instance}*')] == [f'{instance}.iso']
+
+
+def test_ecompute_killed_with_a_seed_written(cluster: Control, tmp_path: Path) -> None:
+    """F2: kill -9 of ecompute when a guest's seed is written: the next start ends the build (fake)"""
+    compute = Armed(cluster.etcd.endpoint, cluster.placement.url, directory=tmp_path / 'compute', metadata='iso')
+    cluster.at_exit.callback(compute.close)
+    compute.failpoint = f'{STEP}:kill'
+    compute.start()
+    _, instance = place(cluster)
+    killed_at(compute, STEP)
+    seeds = compute.directory / 'state/fake-seeds.json'
+    assert instance in seeds.read_text()
+    start_again(compute)
+    addressed(cluster, instance)
+    settled(cluster, compute)
+    assert cluster.eschedule('destroy', '--wait', instance).code == 0
+    reached(cluster, instance, 'gone')
+    assert seeds.read_text() == '[]'
+
+
+def test_a_worker_killed_with_a_seed_written(iso_host: Hypervisor) -> None:
+    """F3: kill -9 of a worker when a guest's seed is written, once: the next one builds it (libvirt)"""
+    iso_host.restart(f'{STEP}:kill:1')
+    instance = iso_host.place()
+    assert iso_host.reached(instance, 'active')['attempts'] == 1
+    assert iso_host.fired == [STEP]
+    assert has_seed(iso_host, instance)
+    iso_host.settled()
+    iso_host.ask_destroy(instance)
+    iso_host.reached(instance, 'gone')
+    iso_host.nothing_of(instance)
+
+
+def test_every_worker_killed_with_a_seed_written(iso_host: Hypervisor) -> None:
+    """F3: every worker that writes a guest's seed dies of it: it is in error, and nothing is left (libvirt)"""
+    iso_host.restart(f'{STEP}:kill')
+    instance = iso_host.place()
+    assert iso_host.reached(instance, 'error')['attempts'] == 3
+    assert iso_host.fired == [STEP] * 3
+    iso_host.nothing_of(instance)
+    iso_host.settled()
+
+
+def test_ecompute_killed_while_a_worker_has_written_a_seed(iso_host: Hypervisor) -> None:
+    """F4: kill -9 of ecompute while a worker is frozen with a seed written: the next one ends the build (libvirt)"""
+    iso_host.restart(f'{STEP}:stop:1')
+    instance = iso_host.place()
+    iso_host.frozen_at(STEP)
+    assert has_seed(iso_host, instance)
+    assert iso_host.disk(instance).exists(), 'by its overlay an instance is known to be here'
+    iso_host.kill()
+    until(lambda: iso_host.is_free(instance), 10, 'its lock is free')
+    iso_host.restart()
+    iso_host.reached(instance, 'active')
+    assert iso_host.qemus() == [instance]
+    assert has_seed(iso_host, instance)
+    iso_host.settled()
+
+
+def test_destroyed_with_its_seed_written(iso_host: Hypervisor) -> None:
+    """F26: destroy while the worker is frozen with a guest's seed written: on CONT it is undone and gone (libvirt)"""
+    other = iso_host.running()
+    iso_host.restart(f'{STEP}:stop:1')
+    instance = iso_host.place()
+    pid = iso_host.frozen_at(STEP)
+    iso_host.ask_destroy(instance, other)
+    iso_host.reached(other, 'gone')  # so the worker has been told
+    os.kill(pid, signal.SIGCONT)
+    iso_host.reached(instance, 'gone')
+    iso_host.nothing_of(instance)
+    iso_host.nothing_of(other)
+    iso_host.settled()

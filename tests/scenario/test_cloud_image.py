@@ -1,0 +1,179 @@
+"""Story 1 of the guests: a stock cloud image with systemd, sshd and cloud-init, told of itself in both ways."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.commands import Result
+from tests.scenario.debian_image import debian_image
+from tests.scenario.lab import Lab
+from tests.servers import until
+
+QUERY = 'resources=VCPU:1,DISK_GB:3,MEMORY_MB:512'
+READY = 400
+"""Seconds an emulated Debian may take to the end of its cloud-init, with another beside it."""
+WAYS = {'network': 'hv1', 'iso': 'hv2'}
+"""The host on which guests are told of themselves in this way."""
+MORE = {'network': '', 'iso': 'bridge: br0\n'}
+"""What else its compute.yaml says: a second interface is told of by the disk alone, to a Debian of today."""
+SCRIPT = """\
+#!/bin/sh
+echo "$(id -un) on $(hostname)" >/var/tmp/ran
+"""
+# cloud-init's own way through the EC2 paths, which a guest takes that does not know NoCloud.
+CRAWL = """\
+import json
+from cloudinit.sources.helpers import ec2
+where = ('2009-04-04', 'http://169.254.169.254')
+print(json.dumps([ec2.get_instance_metadata(*where), ec2.get_instance_userdata(*where).decode()]))
+"""
+
+pytestmark = [
+    pytest.mark.skipif(os.geteuid() != 0, reason='hypervisors in namespaces need root'),
+    pytest.mark.timeout(900),
+]
+
+
+@dataclass
+class Guest:
+    """One that said it was ready. `private` is the key that opens it, `name` its own."""
+
+    lab: Lab
+    host: str
+    name: str
+    private: Path
+    done: Result
+
+    @property
+    def instance(self) -> str:
+        """Its uuid."""
+        return re.findall(r'OF INSTANCE (\S+)', self.done.stdout)[0]
+
+    def ssh(self, command: str) -> subprocess.CompletedProcess[str]:
+        """A command in the guest: what the README says, ssh debian@$(eschedule NAME)."""
+        known = ('-o', 'StrictHostKeyChecking=no', '-o', 'UserKnownHostsFile=/dev/null', '-o', 'LogLevel=ERROR')
+        address = self.lab.eschedule(self.name).stdout.strip()
+        return subprocess.run(
+            ['ssh', '-i', self.private, '-o', 'BatchMode=yes', '-o', 'IdentitiesOnly=yes', *known, f'debian@{address}',
+             command], capture_output=True, text=True, timeout=120,
+        )  # fmt: skip
+
+    def says(self, command: str) -> str:
+        """The output of a command in the guest, which must succeed."""
+        done = self.ssh(command)
+        assert done.returncode == 0, done
+        return done.stdout.strip()
+
+
+@pytest.fixture(scope='module')
+def guests(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mapping[str, Guest]]:
+    """A guest for each way, booted side by side, by way."""
+    work = tmp_path_factory.mktemp('cloud')
+    lab = Lab(f't{os.getpid()}', len(WAYS))
+    try:
+        shutil.copyfile(debian_image(), lab.directory / 'images/debian.qcow2')
+        for way, host in WAYS.items():
+            lab.stop_ecompute(host)
+            with (lab.directory / host / 'compute.yaml').open('a') as config:
+                config.write(f'metadata: {way}\n{MORE[way]}')
+        lab.start_ecomputes()
+
+        def boot(way: str) -> Guest:
+            private, script = work / way, work / f'{way}.sh'
+            subprocess.run(['ssh-keygen', '-q', '-t', 'ed25519', '-N', '', '-f', private], check=True, timeout=60)
+            script.write_text(SCRIPT)
+            compute = lab.compute(WAYS[way])
+            done = lab.eschedule(
+                f'{QUERY}&in_tree={compute}', lab.url('debian.qcow2'), '--name', f'by-{way}',
+                '--ssh-key', f'{private}.pub', '--user-data', str(script), '--wait=ready', '--timeout', str(READY),
+                timeout=READY + 60,
+            )  # fmt: skip
+            return Guest(lab, WAYS[way], f'by-{way}', private, done)
+
+        with ThreadPoolExecutor() as pool:
+            yield dict(zip(WAYS, pool.map(boot, WAYS), strict=True))
+    finally:
+        lab.close()
+
+
+@pytest.mark.parametrize('way', WAYS)
+def test_a_stock_cloud_image_boots_as_it_was_asked_to(guests: Mapping[str, Guest], way: str) -> None:
+    """ssh with the key, the name, the user-data, the root's size, and ready when cloud-init had said so."""
+    guest = guests[way]
+    assert guest.done.code == 0, guest.done
+    record = json.loads(guest.lab.eschedule('show', guest.name, '-f', 'json').stdout)
+    assert (record['state'], record['stages']['ready'] > record['stages']['addressed']) == ('active', True)
+    asked = (
+        *('hostname', 'cat /var/tmp/ran', 'df --output=size -B1 / | tail -n 1', 'cloud-init status'),
+        *('cloud-init query subplatform', 'cloud-init query instance_id'),
+    )
+    hostname, ran, size, status, source, instance = guest.says('; '.join(asked)).splitlines()
+    assert (hostname, ran, instance) == (guest.name, f'root on {guest.name}', guest.instance)
+    assert 2.7 * 2**30 < int(size) < 3 * 2**30
+    assert status == 'status: done'
+    assert source.startswith({'network': 'seed-dir (dmi,http://169.254.169.254/', 'iso': 'config-disk (/dev/vdb)'}[way])
+
+
+def test_a_second_interface_is_up_and_the_first_one_is_the_way_out(guests: Mapping[str, Guest]) -> None:
+    guest = guests['iso']
+    asked = 'ip -j route show default; ip -j link; ip -j -4 address show scope global'
+    routes, links, addresses = map(json.loads, guest.says(asked).splitlines())
+    macs = {each['ifname']: each['address'] for each in links}
+    record = json.loads(guest.lab.eschedule('show', guest.name, '-f', 'json').stdout)
+    first, second = (each['mac'] for each in record['addresses'])
+    found = {macs[each['ifname']]: [every['local'] for every in each['addr_info']] for each in addresses}
+    assert found[first] == [guest.lab.eschedule(guest.name).stdout.strip()]
+    assert len(found[second]) == 1
+    # Whether a network has a way out is its own affair.
+    assert {(macs[each['dev']], each['metric']) for each in routes} <= {(first, 100), (second, 200)}
+    assert (first, 100) in {(macs[each['dev']], each['metric']) for each in routes}
+
+
+def test_a_key_opens_its_own_guest_and_no_other(guests: Mapping[str, Guest]) -> None:
+    network, iso = guests['network'], guests['iso']
+    stranger = Guest(iso.lab, iso.host, iso.name, network.private, iso.done)
+    refused = stranger.ssh('true')
+    assert refused.returncode == 255, refused
+    assert 'Permission denied' in refused.stderr
+
+
+def test_cloud_init_reads_the_ec2_paths_too(guests: Mapping[str, Guest]) -> None:
+    guest = guests['network']
+    public = guest.private.with_suffix('.pub').read_text().strip()
+    told, user_data = json.loads(guest.says(f"python3 -c '{CRAWL.replace(chr(39), chr(34))}'"))
+    address = guest.lab.eschedule(guest.name).stdout.strip()
+    names = {'hostname': guest.name, 'local-hostname': guest.name}
+    keys = {'public-keys': {'default': public}}
+    assert told == {'instance-id': guest.instance, 'local-ipv4': address, **names, **keys}
+    assert user_data == SCRIPT
+
+
+# The small guest's reboot always runs; this one takes a minute more.
+@pytest.mark.slow
+def test_a_reboot_keeps_the_address_and_is_no_first_boot(guests: Mapping[str, Guest]) -> None:
+    """cloud-init runs the user-data of an instance once; the host keys stay, too."""
+    guest = guests['network']
+    guest.says('sudo rm /var/tmp/ran')
+    before = guest.lab.eschedule(guest.name).stdout, guest.says('cat /etc/ssh/ssh_host_ed25519_key.pub')
+    boot = guest.says('cat /proc/sys/kernel/random/boot_id')
+    assert guest.lab.eschedule('reboot', '--wait', guest.name).code == 0
+    until(lambda: guest.ssh('cat /proc/sys/kernel/random/boot_id').stdout.strip() not in ('', boot), READY, 'it is up')
+    assert (guest.lab.eschedule(guest.name).stdout, guest.says('cat /etc/ssh/ssh_host_ed25519_key.pub')) == before
+    assert guest.says('cloud-init status --wait').endswith('status: done')
+    assert guest.ssh('test -e /var/tmp/ran').returncode == 1
+
+
+def test_they_go_without_a_trace(guests: Mapping[str, Guest]) -> None:
+    lab = guests['iso'].lab
+    lab.destroy(*(guest.name for guest in guests.values()))
+    lab.check()
