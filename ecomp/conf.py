@@ -9,16 +9,23 @@ Relative paths in a file are meant relative to that file. The keys are described
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
 
 from ecomp.errors import UsageError
 from ecomp.model.image import check_image
 from ecomp.model.network import DEFAULT_NETWORKS, MOST_INTERFACES, Attachment
-from ecomp.yaml_file import Node, Section, Wrong, YamlFile, between, described, flag, one_of, shown, text_of
+from ecomp.yaml_file import Node, Section, Wrong, YamlFile, between, described, each_once, flag, one_of, shown, text_of
+
+if TYPE_CHECKING:
+    from ecomp.model.flavor import Flavor
 
 MAX_INT = 2**31 - 1  # placement's limit for a total, and gRPC's for an option
+MOST_RATIO = 1000
+
+T = TypeVar('T')
 
 # Who the instances belong to if schedule.yaml does not say. Constant, because usages are asked for by project, and
 # because placement makes a row for every new one. They are uuid5(NAMESPACE_URL, 'ecomp:user' and 'ecomp:project').
@@ -45,7 +52,9 @@ class ComputeConfig:
 
     `placement` is a URL without a slash at its end, `inventory` is total by resource class (MEMORY_MB in MiB,
     DISK_GB in GiB), `networks` is what each guest is plugged into, in order, `images` a directory images may be
-    named from, `image_cache` is in GiB, `directory` the one compute.yaml was in.
+    named from, `image_cache` is in GiB, `metadata` is how guests are told theirs, `network` or `iso`, `queues` is
+    whether it takes from the flavors' queues, `directory` the one compute.yaml was in. `traits` and `aggregates` are
+    the provider's, beside its own and other people's; `allocation_ratios` are by resource class, 1 where there is none.
     """
 
     uuid: str | None = None
@@ -53,12 +62,17 @@ class ComputeConfig:
     placement: str = 'http://localhost:8080'
     resize: bool = True
     networks: tuple[Attachment, ...] = DEFAULT_NETWORKS
+    metadata: str = 'network'
     state: Path = Path('/var/lib/ecompute')
     workers: int | None = None
     inventory: Mapping[str, int] | None = None
     virt_type: str = 'auto'
     images: Path | None = None
     image_cache: int | None = None
+    queues: bool = False
+    traits: tuple[str, ...] = ()
+    aggregates: tuple[str, ...] = ()
+    allocation_ratios: Mapping[str, float] = field(default_factory=dict)
     directory: Path = Path('.')
 
 
@@ -67,6 +81,7 @@ class ScheduleConfig:
     """What eschedule is told: where etcd and placement are, who instances belong to, and what goes without saying.
 
     `user_data` and `ssh_keys` are files, absolute, read when an instance is made; None and none: mdserver.conf's.
+    `flavors` are by name.
     """
 
     etcd: EtcdConfig = EtcdConfig()
@@ -76,6 +91,7 @@ class ScheduleConfig:
     project_id: str = DEFAULT_PROJECT_ID
     user_data: Path | None = None
     ssh_keys: tuple[Path, ...] = ()
+    flavors: Mapping[str, Flavor] = field(default_factory=dict)
 
 
 def load_compute(path: Path | None = None) -> ComputeConfig:
@@ -88,12 +104,17 @@ def load_compute(path: Path | None = None) -> ComputeConfig:
         placement=top.section('placement').take('endpoint', _url, ComputeConfig.placement),
         resize=top.take('resize', flag, ComputeConfig.resize),
         networks=_networks(top),
+        metadata=top.take('metadata', one_of('network', 'iso'), ComputeConfig.metadata),
         state=top.take('state', file.path_of, ComputeConfig.state),
         workers=top.take('workers', between(1, 64), None),
-        inventory=top.take('inventory', _inventory, None),
+        inventory=top.take('inventory', _by_class('totals', _stated), None),
         virt_type=top.take('virt_type', one_of('auto', 'kvm', 'qemu'), ComputeConfig.virt_type),
         images=top.take('images', file.path_of, None),
         image_cache=top.take('image_cache', between(1, MAX_INT), None),
+        queues=top.take('queues', flag, ComputeConfig.queues),
+        traits=top.take('traits', each_once(_trait), ()),
+        aggregates=top.take('aggregates', each_once(_uuid), ()),
+        allocation_ratios=top.take('allocation_ratios', _by_class('ratios', _ratio), {}),
         directory=file.directory,
     )
     file.finish()
@@ -112,9 +133,24 @@ def load_schedule(path: Path | None = None) -> ScheduleConfig:
         project_id=top.take('project_id', _identifier, ScheduleConfig.project_id),
         user_data=top.take('user_data', file.path_of, None),
         ssh_keys=top.take('ssh_keys', file.paths_of, ()),
+        flavors=top.take('flavors', _flavors, {}),
     )
     file.finish()
     return config
+
+
+def _flavors(node: Node) -> dict[str, Flavor]:
+    from ecomp.model.flavor import parse_flavor  # for those who have some
+
+    if node.kind != 'map':
+        raise Wrong(f'must be names with queries, not {described(node)}')
+    found = {}
+    for name, value in node.pairs:
+        try:
+            found[name.text] = parse_flavor(name.text, text_of(value))
+        except ValueError as error:
+            raise Wrong(f'{shown(name.text)}: {error}') from error
+    return found
 
 
 def parse_inventory(text: str) -> dict[str, int]:
@@ -196,6 +232,15 @@ def _uuid(node: Node) -> str:
     if not re.fullmatch(r'[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}', text := text_of(node).lower()):
         raise Wrong(f'must be a uuid like {DEFAULT_USER_ID}, not {shown(text)}')
     return text
+
+
+def _trait(node: Node) -> str:
+    from ecomp.model.traits import check_trait  # for those who have some: os_traits takes its time
+
+    try:
+        return check_trait(name := text_of(node))
+    except ValueError as error:
+        raise Wrong(f'{shown(name)} {error}') from error
 
 
 def _network_list(node: Node) -> tuple[Attachment, ...]:
@@ -299,18 +344,34 @@ def _url(node: Node) -> str:
     return text.rstrip('/')
 
 
-def _inventory(node: Node) -> Mapping[str, int]:
-    if node.kind != 'map' or not node.pairs:
-        raise Wrong(f'must be resource classes with totals, not {described(node)}')
-    totals: dict[str, int] = {}
-    for key, value in node.pairs:
-        try:
-            if _resource_class(key.text) in totals:
-                raise Wrong('is there twice')
-            totals[key.text] = _total(value.text if value.kind == 'int' else described(value))
-        except Wrong as wrong:
-            raise Wrong(f'{shown(key.text)} (line {key.line}): {wrong}') from wrong
-    return totals
+def _by_class(what: str, parse: Callable[[Node], T]) -> Callable[[Node], Mapping[str, T]]:
+    """A mapping of resource classes, each to `what`."""
+
+    def parse_all(node: Node) -> Mapping[str, T]:
+        if node.kind != 'map' or not node.pairs:
+            raise Wrong(f'must be resource classes with {what}, not {described(node)}')
+        found: dict[str, T] = {}
+        for key, value in node.pairs:
+            try:
+                if _resource_class(key.text) in found:
+                    raise Wrong('is there twice')
+                found[key.text] = parse(value)
+            except Wrong as wrong:
+                raise Wrong(f'{shown(key.text)} (line {key.line}): {wrong}') from wrong
+        return found
+
+    return parse_all
+
+
+def _stated(node: Node) -> int:
+    return _total(node.text if node.kind == 'int' else described(node))
+
+
+def _ratio(node: Node) -> float:
+    plain = node.kind in ('int', 'float') and re.fullmatch(r'[0-9]{1,9}(\.[0-9]{0,9})?', node.text)
+    if not plain or not 0 < (ratio := float(node.text)) <= MOST_RATIO:
+        raise Wrong(f'the ratio must be a number above 0, at most {MOST_RATIO}, not {described(node)}')
+    return ratio
 
 
 def _resource_class(name: str) -> str:

@@ -4,6 +4,8 @@
     ├── UsageError             2  arguments or configuration are wrong
     │   └── PlacementRefusal   2  placement understood the query and says it is wrong (HTTP 400)
     ├── NoCapacity             3  nothing can take it now
+    │   ├── TooFew             3  there is room for some of a set, and not for enough of them
+    │   └── OverQuota          3  the project's quota does not allow it
     ├── NotFound               4  no such thing
     ├── Conflict               5  exists already, or somebody else changed it first
     │   └── GenerationConflict 5  placement's generation moved: read again, decide again
@@ -12,11 +14,15 @@
     │   ├── UnknownOutcome     7  a write was sent and no answer came: read back before anything else
     │   ├── NoSpace            7  etcd is full: it takes deletes and nothing else
     │   └── StrangeEtcd        7  etcd answers, and is not the one this compute knew
+    ├── Unreadable             1  what a key of etcd holds cannot be understood
     └── BuildFailed            1  an instance could not be made: the stage and a plain reason
 
 A message is one line for a person: what, where, what to do. Libraries raise these; only the
 front doors turn them into an exit code.
 """
+
+from collections.abc import Sequence
+from typing import Any
 
 
 class EcompError(Exception):
@@ -35,6 +41,18 @@ class PlacementRefusal(UsageError):
 
 class NoCapacity(EcompError):
     exit_code = 3
+
+
+class TooFew(NoCapacity):
+    """The message says for how many there is room; `taken` are the candidates that they would take."""
+
+    def __init__(self, message: str, taken: Sequence[Any] = ()) -> None:
+        super().__init__(message)
+        self.taken = taken
+
+
+class OverQuota(NoCapacity):
+    """The message names limit, used and asked of each."""
 
 
 class NotFound(EcompError):
@@ -73,6 +91,13 @@ class NoSpace(Unreachable):
 
 class StrangeEtcd(Unreachable):
     """Etcd was wiped, restored or exchanged: nothing may be written to it before somebody accepts it."""
+
+
+class Unreadable(EcompError):
+    """The message names the key, and the cure."""
+
+    def __init__(self, key: str, why: object) -> None:
+        super().__init__(f'{key}: {why}; unless a newer ecomp wrote it: etcdctl del {key}')
 
 
 class BuildFailed(EcompError):

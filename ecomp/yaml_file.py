@@ -243,6 +243,25 @@ def one_of(*words: str) -> Callable[[Node], str]:
     return parse
 
 
+def each_once(parse: Callable[[Node], T]) -> Callable[[Node], tuple[T, ...]]:
+    """A list, each of it as `parse` makes it, and nothing twice."""
+
+    def parse_all(node: Node) -> tuple[T, ...]:
+        if node.kind != 'seq':
+            raise Wrong(f'must be a list, not {described(node)}')
+        found: list[T] = []
+        for item in node.items:
+            try:
+                found.append(parse(item))
+                if found[-1] in found[:-1]:
+                    raise Wrong(f'{shown(item.text)} is there twice')
+            except Wrong as wrong:
+                raise Wrong(f'line {item.line}: {wrong}') from wrong
+        return tuple(found)
+
+    return parse_all
+
+
 def described(node: Node) -> str:
     """What a node is, in words, for a message."""
     words = {'map': 'a mapping', 'seq': 'a list', 'null': 'nothing'}

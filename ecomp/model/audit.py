@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 
 from ecomp.model import keys
 from ecomp.model.allocation import Resources, difference, words
+from ecomp.model.audit_sharing import groups, membership, quotas
 from ecomp.model.digest import Leftover
 from ecomp.model.findings import Finding
 from ecomp.model.instance import Invalid, Request
@@ -20,7 +21,7 @@ from ecomp.model.record import ACTIVE, ERROR, Record
 def audit(planes: Planes) -> list[Finding]:
     """Every disagreement there is now, computes first."""
     world = World(planes)
-    found = [*_computes(world), *_attempts(world), *_names(world)]
+    found = [*_computes(world), *_attempts(world), *_queues(world), *_names(world), *groups(world), *quotas(world)]
     for instance in world.instances():
         if instance not in world.at_it:
             found += _instance(world, instance)
@@ -66,6 +67,28 @@ def _attempts(world: World) -> Iterator[Finding]:
             yield Finding('attempt-unleased', keys.last(key), f'{key} is on no lease: it will stay for ever')
 
 
+def _queues(world: World) -> Iterator[Finding]:
+    for key, kept in world.marks().items():
+        if not kept.lease:
+            yield Finding('taker-unleased', keys.in_queue(key), f'{key} is on no lease: nobody else ever takes it')
+    for instance, queues in sorted(world.queued.items()):
+        wishes, record = sorted(world.wishes.get(instance, {})), world.records.get(instance)
+        others = [f'it is requested of compute {", ".join(wishes)}'] if wishes else []
+        others += [f'its record says {record.state}'] if record else []
+        for flavor, waiting in sorted(queues.items()):
+            key = keys.queue(flavor, instance)
+            if isinstance(waiting, Invalid):
+                said = f'{key} cannot be understood, and nobody takes it: {waiting.reason}'
+                yield Finding('queued-unreadable', instance, said)
+            elif others or len(queues) > 1:
+                also = [f'it waits for {", ".join(sorted(queues))}'] if len(queues) > 1 else []
+                said = f'{key} says that it waits, and {"; ".join([*others, *also])}'
+                yield Finding('queued-doubled', instance, said, mendable=bool(others) and len(queues) == 1)
+            elif world.kept(keys.flavor(flavor)) is None:
+                said = f'it waits for flavor {flavor}, which is not there: nobody takes it'
+                yield Finding('queued-flavorless', instance, said)
+
+
 def _names(world: World) -> Iterator[Finding]:
     for name, instance in world.names.items():
         key = keys.name(name)
@@ -73,7 +96,8 @@ def _names(world: World) -> Iterator[Finding]:
             yield Finding('name-orphaned', name, f'{key} cannot be understood', mendable=False)
             continue
         wishes, record = world.wishes.get(instance, {}).values(), world.records.get(instance)
-        if instance in world.unreadable or any(isinstance(wish, Invalid) for wish in wishes):
+        waits = world.queued.get(instance, {}).values()
+        if instance in world.unreadable or any(isinstance(each, Invalid) for each in (*wishes, *waits)):
             continue  # what it is called is not known
         kept = world.kept(key)
         if record is not None and not world.is_living(instance):
@@ -146,6 +170,7 @@ def _living(world: World, record: Record) -> Iterator[Finding]:
     if told != (record.address or 'nothing'):
         yield Finding('booted-differs', instance, f'/booted says {told}, its record {record.address or "nothing"}')
     yield from _called(world, record)
+    yield from membership(world, instance)
     yield from _guest(world, record, said)
 
 
@@ -268,6 +293,11 @@ def _elsewhere(world: World, instance: str, home: set[str]) -> Iterator[Finding]
             code = 'domain-running' if guest.running and record is not None and not home else 'domain-orphaned'
             does = 'runs' if guest.running else 'is defined'
             yield Finding(code, instance, f'its domain {does} on compute {compute}; {said}', compute)
+    for compute in sorted(world.isos.get(instance, ())):
+        # Where its disk is, that is found, and goes with the other.
+        if compute not in home and compute not in world.guests.get(instance, {}):
+            iso = f'its NoCloud disk is on compute {compute}; {said}'
+            yield Finding('iso-orphaned', instance, iso, compute, Leftover('iso', instance))
     for compute, reserved in sorted(world.reserved.get(instance, {}).items()):
         if compute not in home and compute not in domains:
             kept = f'compute {compute} keeps {", ".join(sorted(reserved.values()))} for it; {said}'

@@ -1,37 +1,186 @@
-"""Which candidate to claim first, and which not at all."""
+"""Which candidate to claim first, and which not at all. Pure."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
-from ecomp.model.allocation import Allocations
+from ecomp.model.allocation import Allocations, Resources
+from ecomp.model.group import AFFINITY, Group
+
+SPREAD, PACK, RANDOM, FIRST = 'spread', 'pack', 'random', 'first'
+WEIGHS = (SPREAD, PACK, RANDOM, FIRST)
+"""Ways to choose: the emptiest first, the fullest that it fits on first, any, or in placement's own order."""
+
+
+QUEUE = 'queue'
+"""No way to choose: a compute took it by itself."""
+
+
+class Room(NamedTuple):
+    """Of one class of a provider: what can be given in all, and what is given."""
+
+    capacity: int
+    used: int
+
+
+Rooms = Mapping[str, Mapping[str, Room]]
+"""{provider: {class: Room}}"""
+
+
+@dataclass(frozen=True)
+class Offer:
+    """Placement's answer: who could give what was asked for, a possibility each, and what room those providers have."""
+
+    candidates: Sequence[Allocations]
+    rooms: Rooms = field(default_factory=dict)
+
+
+class Candidate(NamedTuple):
+    """One to try. `weight` is the larger the sooner; None where there is no reason to prefer any."""
+
+    compute: str
+    allocations: Allocations
+    weight: float | None
+
+
+class Why(NamedTuple):
+    """Why an instance is where it is: how computes were weighed, this one's weight (as above), and of how many."""
+
+    weigh: str
+    weight: float | None
+    of: int
+
+
+def why_from(data: Any) -> Why | None:
+    """What a request or a record says of it: {"weigh", "weight", "of"}. Nothing depends on it: None for all else."""
+    if not isinstance(data, dict):
+        return None
+    weigh, weight, of = (data.get(name) for name in Why._fields)
+    sound = isinstance(weigh, str) and type(of) is int and of > 0 and (weight is None or type(weight) in (int, float))
+    return Why(str(weigh)[:40], weight, of) if sound and isinstance(of, int) else None
 
 
 @dataclass(frozen=True)
 class Choice:
-    """The candidates to try, in order, each with its compute; and the providers passed over."""
+    """The candidates to try, in order, and the providers passed over."""
 
-    tries: Sequence[tuple[str, Allocations]]
+    tries: Sequence[Candidate]
     skipped: Sequence[str]
 
 
-def choose(candidates: Iterable[Allocations], alive: Iterable[str], rng: random.Random) -> Choice:
-    """Candidates whose compute is alive, shuffled: racing schedulers must not all want the same first one.
+def choose(
+    offer: Offer, alive: Iterable[str], weigh: str, rng: random.Random, group: Group | None = None
+) -> Choice:
+    """Candidates whose compute is alive, the heaviest first; of a group, those that it allows, the preferred first.
 
-    A candidate may name several providers (shared storage); its compute is the one in `alive`. One
-    without a living compute, or with two, is passed over: nobody would hear the request.
+    Equals are shuffled, for racing schedulers must not all want the same one. A candidate may name several providers
+    (shared storage); its compute is the one in `alive`. One without a living compute, or with two, is passed over:
+    nobody would hear the request.
     """
     living = set(alive)
-    tries: list[tuple[str, Allocations]] = []
+    tries: list[Candidate] = []
     skipped: set[str] = set()
-    for allocations in candidates:
+    for allocations in offer.candidates:
         computes = [provider for provider in allocations if provider in living]
         if len(computes) == 1:
-            tries.append((computes[0], allocations))
+            tries.append(Candidate(computes[0], allocations, _weight(computes[0], allocations, offer.rooms, weigh)))
         else:
             skipped.update(allocations)
-    rng.shuffle(tries)
-    wanted = {compute for compute, _ in tries}
-    return Choice(tries, sorted(skipped - wanted - living))
+    if weigh != FIRST:
+        rng.shuffle(tries)
+        tries.sort(key=lambda each: -(each.weight or 0))
+    wanted = {each.compute for each in tries}
+    skipped -= wanted | living
+    if group is not None:
+        tries = [each for each in tries if group.excludes(each.compute) is None]
+        tries.sort(key=lambda each: -group.preference(each.compute))
+    return Choice(tries, sorted(skipped))
+
+
+def share_left(asked: Resources, room: Mapping[str, Room]) -> float:
+    """What is left of a compute once that is taken from it, from 0 to 1: of the class that is scarcest then.
+
+    In hundredths: what differs by less is equal.
+    """
+    known = [(room[name], amount) for name, amount in asked.items() if name in room and room[name].capacity]
+    shares = [1 - (each.used + amount) / each.capacity for each, amount in known]
+    return round(max(min(shares, default=0.0), 0.0), 2)
+
+
+def distribute(
+    tries: Sequence[Candidate], rooms: Rooms, count: int, weigh: str, rng: random.Random, group: Group | None = None
+) -> tuple[list[Candidate], Rooms]:
+    """The candidates that so many would take, one after the other, and what room there is then.
+
+    Fewer, if there is no room for all, or the group allows no more. `tries` is in choose()'s order. What `rooms` does
+    not know is no limit.
+    """
+    if group is None or not group.strict or group.policy != AFFINITY or group.on:
+        return _distribute(tries, rooms, count, weigh, rng, group)
+    # All of them share one compute, which nobody has chosen yet: the first that has room for all, or else for most.
+    best: tuple[list[Candidate], Rooms] = [], rooms
+    for compute in dict.fromkeys(each.compute for each in tries):
+        there = [each for each in tries if each.compute == compute]
+        found = _distribute(there, rooms, count, weigh, rng, None)
+        if len(found[0]) > len(best[0]):
+            best = found
+        if len(found[0]) == count:
+            break
+    return best
+
+
+def _distribute(
+    tries: Sequence[Candidate], rooms: Rooms, count: int, weigh: str, rng: random.Random, group: Group | None
+) -> tuple[list[Candidate], Rooms]:
+    now = {provider: dict(room) for provider, room in rooms.items()}
+    fitting = list(tries)
+    on = Counter(group.on if group is not None else ())
+
+    def weight(each: Candidate) -> tuple[int, float]:
+        preferred = 0 if group is None else group.sign * on[each.compute]
+        return preferred, 0.0 if weigh == RANDOM else _weight(each.compute, each.allocations, now, weigh) or 0.0
+
+    weights = [weight(each) for each in fitting]
+    taken: list[Candidate] = []
+    while fitting and len(taken) < count:
+        best = max(weights)
+        # The first of equals, for they come shuffled.
+        equals = [number for number, each in enumerate(weights) if each == best] if weigh == RANDOM else []
+        number = rng.choice(equals) if equals else weights.index(best)
+        candidate = fitting[number]
+        if not _take(candidate.allocations, now):
+            del fitting[number], weights[number]
+            continue
+        taken.append(candidate)
+        on[candidate.compute] += 1
+        for other, each in enumerate(fitting):
+            if each.compute == candidate.compute:
+                weights[other] = weight(each)
+        if group is not None and group.strict:
+            left = [other for other, each in enumerate(fitting) if group.admits(each.compute, on)]
+            fitting, weights = [fitting[other] for other in left], [weights[other] for other in left]
+    return taken, now
+
+
+def _take(allocations: Allocations, rooms: dict[str, dict[str, Room]]) -> bool:
+    """Take it from the rooms, if it fits."""
+    wanted = [
+        (room, name, amount)
+        for provider, asked in allocations.items()
+        for name, amount in asked.items()
+        if name in (room := rooms.get(provider, {}))
+    ]
+    if any(room[name].used + amount > room[name].capacity for room, name, amount in wanted):
+        return False
+    for room, name, amount in wanted:
+        room[name] = Room(room[name].capacity, room[name].used + amount)
+    return True
+
+
+def _weight(compute: str, allocations: Allocations, rooms: Rooms, weigh: str) -> float | None:
+    left = share_left(allocations[compute], rooms.get(compute, {}))
+    return {SPREAD: left, PACK: 1 - left}.get(weigh)

@@ -12,7 +12,7 @@ import json
 from dataclasses import asdict, dataclass
 
 from ecomp.model import keys
-from ecomp.model.instance import load_object
+from ecomp.model.json_object import load_object
 
 VERSION = 1
 

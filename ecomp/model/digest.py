@@ -2,7 +2,8 @@
 
 JSON, versioned, in pages that each fit an etcd value. Page 0 is written last and says how many there are:
 {"version", "pages", "error", "guests": [{"instance", "compute", "defined", "running", "disk"}], "without_base":
-{instance: path}, "seeds": {mac: instance}, "reservations": {mac: "instance address"}, "parts": {name: mark}}.
+{instance: path}, "seeds": {mac: instance}, "isos": {instance: ""}, "reservations": {mac: "instance address"}, "parts":
+{name: mark}}.
 """
 
 from __future__ import annotations
@@ -13,33 +14,34 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ecomp.model.guest import Guest
-from ecomp.model.instance import load_object
+from ecomp.model.json_object import load_object
 
 VERSION = 1
 PAGE_BYTES = 400 * 1024
 """A page is no longer than this and one entry: etcd takes 1.5 MiB."""
 
-_DICTS = ('without_base', 'seeds', 'reservations', 'parts')
+_DICTS = ('without_base', 'seeds', 'isos', 'reservations', 'parts')
 
 
 @dataclass(frozen=True)
 class Digest:
     """`guests` carry our mark; `without_base` are those whose base volume is gone, with its path; `seeds` is {mac:
-    instance}; `reservations` is what DHCP keeps, {mac: 'instance address'}; `parts` are files nobody is writing, by
-    name, each with a mark that changes if it is written again.
+    instance}; `isos` are the instances that have a NoCloud disk; `reservations` is what DHCP keeps, {mac: 'instance
+    address'}; `parts` are files nobody is writing, by name, each with a mark that changes if it is written again.
     """
 
     guests: Mapping[str, Guest] = field(default_factory=dict)
     without_base: Mapping[str, str] = field(default_factory=dict)
     seeds: Mapping[str, str] = field(default_factory=dict)
+    isos: Mapping[str, str] = field(default_factory=dict)
     reservations: Mapping[str, str] = field(default_factory=dict)
     parts: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Leftover:
-    """What a compute is asked to remove: a 'disk' or the 'reservations' (an instance's), a 'seed' (of a MAC) or a
-    'part' (of a name).
+    """What a compute is asked to remove: a 'disk', an 'iso' or the 'reservations' (an instance's), a 'seed' (of a MAC)
+    or a 'part' (of a name).
 
     `mark` is what the digest said of it: the seed's instance, the part's mark.
     """

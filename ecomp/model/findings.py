@@ -49,6 +49,20 @@ CODES = {
     'request-unreadable': Code(
         'a request that cannot be understood', how='eschedule destroy <instance>; of what is no uuid: etcdctl del'
     ),
+    'queued-unreadable': Code(
+        'a waiting request that cannot be understood',
+        how='eschedule destroy <instance>; of what is no uuid: etcdctl del',
+    ),
+    'queued-flavorless': Code(
+        'a request waits for a flavor that is not there',
+        how='eschedule flavor set it again, or eschedule destroy <instance>',
+    ),
+    'queued-doubled': Code(
+        'a request waits that was delivered already',
+        fix='takes it out of the queue',
+        how='delete the wrong one: etcdctl del',
+    ),
+    'taker-unleased': Code('a compute is taking a request for ever', how='if it is not, delete the key: etcdctl del'),
     'record-missing': Code('an instance runs and has no record', how='restart its ecompute, which writes it again'),
     'record-unreadable': Code('a record that cannot be understood', how='delete it, and restart its ecompute'),
     'record-unleased': Code('the record of what has ended will stay for ever', fix='puts it on a lease'),
@@ -64,6 +78,19 @@ CODES = {
         'a living instance does not have its name',
         fix='gives it back',
         how='another one has it: destroy one of the two, or let both be and say the uuid of this one',
+    ),
+    'group-unreadable': Code(
+        'a group that cannot be understood', how='if no newer ecomp wrote it, delete the key: etcdctl del'
+    ),
+    'group-broken': Code('the rule of a strict group does not hold', how='destroy what is not to be there'),
+    'group-orphaned': Code('a member of a group that is no living instance', fix='takes it out'),
+    'group-missing': Code('a living instance is not in its group', fix='puts it in, where it is'),
+    'quota-unreadable': Code(
+        'a quota that cannot be understood', how='if no newer ecomp wrote it, delete the key: etcdctl del'
+    ),
+    'quota-differs': Code('a quota counts other than is requested', fix='counts anew'),
+    'usage-differs': Code(
+        "a quota counts other than placement does for its project", how='whose claim it is: openstack allocation show'
     ),
     'attempt-unleased': Code('somebody is at a request for ever', how='if nobody is, delete the key: etcdctl del'),
     'presence-unleased': Code('a compute says it is alive for ever', how='delete the key: etcdctl del'),
@@ -92,6 +119,7 @@ CODES = {
     ),
     'disk-orphaned': Code('a disk nobody asks for', fix='has its compute remove it', how='look, and remove it by hand'),
     'seed-orphaned': Code('metadata of no instance', fix='has its compute remove it'),
+    'iso-orphaned': Code('a NoCloud disk of no instance', fix='has its compute remove it'),
     'reservation-orphaned': Code('an address reserved for no instance', fix='has its compute remove it'),
     'reservation-missing': Code(
         'the address of a living instance is not reserved', how='restart its ecompute, which reserves it again'

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from ecomp.model import keys
+from ecomp.model import keys, status
 from ecomp.model.instance import Invalid, Request
 from ecomp.model.record import ACTIVE, BUILDING, DESTROYING, GONE, SCHEDULED, STOPPED, Record
 
-UP, CLOSED, SILENT, ORPHANED = 'up', 'closed', 'silent', 'orphaned'
+UP, DISABLED, CLOSED, SILENT, ORPHANED = 'up', 'disabled', 'closed', 'silent', 'orphaned'
 
 LIVING = (SCHEDULED, BUILDING, ACTIVE, STOPPED)
 """States of an instance that is there, or on its way, and that nobody asked to destroy."""
@@ -42,11 +42,12 @@ class Share:
 
 @dataclass(frozen=True)
 class InPlacement:
-    """A resource provider of placement's."""
+    """A resource provider of placement's. `traits` are those that say that it is disabled."""
 
     uuid: str
     name: str
     shares: Mapping[str, Share] = field(default_factory=dict)
+    traits: frozenset[str] = frozenset()
 
     @property
     def is_ours(self) -> bool:
@@ -75,13 +76,14 @@ class InEtcd:
 
 @dataclass(frozen=True)
 class Host:
-    """One line of `eschedule hosts`."""
+    """One line of `eschedule hosts`. `disabled`: nothing is placed there until an operator enables it, up or not."""
 
     compute: str
     hostname: str | None
     state: str
     instances: int
     resources: Mapping[str, Share]
+    disabled: bool = False
 
 
 @dataclass(frozen=True)
@@ -118,6 +120,12 @@ def living(compute: str, etcd: InEtcd) -> set[str]:
         name for name, record in etcd.records.items() if record.compute == compute and record.state in LIVING
     }
     return wanted | (recorded - requests.keys())
+
+
+def there(compute: str, etcd: InEtcd) -> set[str]:
+    """The instances that live on a compute, and those it has not destroyed yet."""
+    left = leftovers(compute, etcd, ())
+    return living(compute, etcd) | set(left.ended)
 
 
 def refusal(compute: str, etcd: InEtcd, held: Collection[str], at_it: Collection[str]) -> str | None:
@@ -163,15 +171,18 @@ def leftovers(compute: str, etcd: InEtcd, held: Collection[str]) -> Leftovers:
 def _host(compute: str, etcd: InEtcd, provider: InPlacement | None) -> Host:
     shares = provider.shares if provider else {}
     named = bool(etcd.requests.get(compute) or etcd.junk.get(compute))
+    traits = provider.traits if provider else frozenset()
+    disabled = status.BY_OPERATOR in traits
     if compute in etcd.alive:
-        state = UP
+        disabled = disabled or status.DISABLED in traits
+        state = DISABLED if disabled else UP
     elif 'VCPU' in shares and shares['VCPU'].shut:
         state = CLOSED
     elif named or any(record.compute == compute for record in etcd.records.values()):
         state = SILENT
     else:
         state = ORPHANED
-    return Host(compute, etcd.alive.get(compute), state, len(living(compute, etcd)), shares)
+    return Host(compute, etcd.alive.get(compute), state, len(living(compute, etcd)), shares, disabled)
 
 
 def _is_tombstone(wish: Request | Invalid) -> bool:

@@ -2,23 +2,29 @@
 
 JSON, as in 2019: allocations, instance, image, user_id, project_id, consumer_generation; since then also
 "version", "query" (the placement query it came from), "stages" ({"requested": ISO time, …}), where they were given
-"name", "ssh_keys" (a list of OpenSSH public keys) and "user_data" (base64: it may be gzip), and "power" (see
-ecomp.model.power; only once it was asked for). A tombstone is the same with allocations {} and image null: the
-instance is to be destroyed.
+"name", "ssh_keys" (a list of OpenSSH public keys) and "user_data" (base64: it may be gzip) or, of a set,
+"user_data_sha256" (it is at the key /user-data/<sha256>) and "count", "group" ({"name", "policy", "strict"}), "why"
+({"weigh", "weight", "of"}), and "power" (see ecomp.model.power; only once it was asked for). A tombstone is the same
+with allocations {} and image null: the instance is to be destroyed; "resources" ({class: amount}) is then what it was
+allocated.
 """
 
 from __future__ import annotations
 
 import binascii
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from ecomp.model import keys
-from ecomp.model.allocation import Allocations, missing, parse_allocations, to_wire, total
+from ecomp.model.allocation import LARGEST, Allocations, Resources, missing, parse_allocations, to_wire, total
+from ecomp.model.choose import Why, why_from
+from ecomp.model.group import Membership, membership_from
 from ecomp.model.guest_data import USER_DATA_LIMIT
 from ecomp.model.image import check_image
+from ecomp.model.json_object import load_object
 from ecomp.model.names import is_label
 from ecomp.model.power import Power, parse_power
 
@@ -26,8 +32,6 @@ VERSION = 1
 SIZE_LIMIT = 384 * 1024
 """Bytes of a value looked at: nothing larger is parsed. Escaped in a record it may be three times as long, and etcd
 takes 1.5 MiB: what is taken here can also be written down. User-data of 256 KiB is 342 KiB of it."""
-VALUE_LIMIT = 1024**2
-"""Bytes of any other value looked at: a record, somebody's request key, who is alive."""
 REASON_LIMIT = 500
 """Characters of a reason: it quotes what is wrong, and that may be the whole value."""
 
@@ -36,7 +40,9 @@ REASON_LIMIT = 500
 class Request:
     """What one compute is to make of one instance. No allocations: it is to be destroyed.
 
-    `ssh_keys` and `user_data` None: those of the compute's mdserver.conf.
+    `ssh_keys` and `user_data` None: those of the compute's mdserver.conf. `user_data_sha256`: it is at the key of this
+    hash, and `user_data` is None until it was read from there. `count`: of how many it was asked for in one request.
+    `left`: of a tombstone, what it was allocated.
     """
 
     instance: str
@@ -50,6 +56,16 @@ class Request:
     ssh_keys: tuple[str, ...] | None = field(default=None, repr=False)
     user_data: bytes | None = field(default=None, repr=False)
     power: Power | None = None
+    user_data_sha256: str | None = None
+    count: int = 1
+    group: Membership | None = None
+    left: Resources = field(default_factory=dict)
+    why: Why | None = None
+
+    @property
+    def resources(self) -> Resources:
+        """What it has in all or, to be destroyed, had."""
+        return total(self.allocations) or self.left
 
     @property
     def is_tombstone(self) -> bool:
@@ -92,9 +108,7 @@ def _parse(compute: str, name: str, value: bytes) -> Request:
         raise ValueError(f'the request is for instance {data["instance"]!r} but its key says {name}')
     allocations = parse_allocations(data['allocations'])
     image = data['image']
-    stages = data.get('stages', {})
-    if not isinstance(stages, dict) or not all(isinstance(time, str) for time in stages.values()):
-        raise ValueError('stages: expected an object of times')
+    stages = stages_field(data)
     if allocations:
         if compute not in allocations:
             others = ', '.join(sorted(allocations))
@@ -115,14 +129,19 @@ def _parse(compute: str, name: str, value: bytes) -> Request:
         instance=name,
         allocations=allocations,
         image=image_or_none,
-        user_id=_text(data, 'user_id'),
-        project_id=_text(data, 'project_id'),
-        query=_text(data, 'query') or None,
+        user_id=text_field(data, 'user_id'),
+        project_id=text_field(data, 'project_id'),
+        query=text_field(data, 'query') or None,
         stages=stages,
-        name=_name(data),
-        ssh_keys=_ssh_keys(data),
+        name=name_field(data),
+        ssh_keys=ssh_keys_field(data),
         user_data=_user_data(data),
         power=parse_power(data.get('power')),
+        user_data_sha256=sha256_field(data),
+        count=_count(data),
+        group=membership_from(data.get('group')),
+        left=_left(data),
+        why=why_from(data.get('why')),
     )
 
 
@@ -132,6 +151,7 @@ def to_json(request: Request) -> str:
     given = {
         'name': request.name,
         'ssh_keys': None if request.ssh_keys is None else list(request.ssh_keys),
+        'user_data_sha256': request.user_data_sha256,
         'user_data': None if user_data is None else binascii.b2a_base64(user_data, newline=False).decode(),
     }
     return json.dumps(
@@ -146,6 +166,10 @@ def to_json(request: Request) -> str:
             'query': request.query,
             'stages': dict(request.stages),
             **{field: value for field, value in given.items() if value is not None},
+            **({'count': request.count} if request.count > 1 else {}),
+            **({'group': request.group._asdict()} if request.group else {}),
+            **({'resources': dict(request.left)} if request.left else {}),
+            **({'why': request.why._asdict()} if request.why else {}),
             **({'power': asdict(request.power)} if request.power else {}),
         }
     )
@@ -173,35 +197,16 @@ def named(value: bytes) -> str:
     return instance
 
 
-def load_object(value: bytes) -> dict[str, Any]:
-    """A JSON object from bytes; ValueError in plain words. NaN and doubled keys are refused."""
-    if len(value) > VALUE_LIMIT:
-        raise ValueError(f'it has {len(value)} bytes; the limit is {VALUE_LIMIT}')
-    try:
-        data = json.loads(value.decode(), parse_constant=_no_constant, object_pairs_hook=_no_doubles)
-    except UnicodeDecodeError as error:
-        raise ValueError('not text in UTF-8') from error
-    except json.JSONDecodeError as error:
-        raise ValueError(f'not JSON: {error}') from error
-    except RecursionError as error:
-        raise ValueError('it is nested too deeply') from error
-    if not isinstance(data, dict):
-        raise ValueError(f'expected a JSON object, not {type(data).__name__}')
-    return data
+def stages_field(data: Mapping[str, Any]) -> dict[str, str]:
+    """When each stage was reached."""
+    stages = data.get('stages', {})
+    if not isinstance(stages, dict) or not all(isinstance(time, str) for time in stages.values()):
+        raise ValueError('stages: expected an object of times')
+    return stages
 
 
-def _no_constant(name: str) -> None:
-    raise ValueError(f'not JSON: {name} is not a number')
-
-
-def _no_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    data = dict(pairs)
-    if len(data) != len(pairs):
-        raise ValueError('not JSON we take: a key stands twice')
-    return data
-
-
-def _text(data: Mapping[str, Any], name: str) -> str:
+def text_field(data: Mapping[str, Any], name: str) -> str:
+    """A field of text, '' where there is none."""
     value = data.get(name)
     if value is None:
         return ''
@@ -210,8 +215,9 @@ def _text(data: Mapping[str, Any], name: str) -> str:
     return value
 
 
-def _name(data: Mapping[str, Any]) -> str | None:
-    name = _text(data, 'name') or None
+def name_field(data: Mapping[str, Any]) -> str | None:
+    """The name that the instance was given."""
+    name = text_field(data, 'name') or None
     if name is not None and not is_label(name):
         raise ValueError(f'name: {name[:80]!r} is no host name')
     return name
@@ -220,13 +226,36 @@ def _name(data: Mapping[str, Any]) -> str | None:
 # Neither is quoted, whatever it holds: a reason is logged, and stands in the record.
 
 
-def _ssh_keys(data: Mapping[str, Any]) -> tuple[str, ...] | None:
+def ssh_keys_field(data: Mapping[str, Any]) -> tuple[str, ...] | None:
+    """The public keys that it was given."""
     lines = data.get('ssh_keys')
     if lines is None:
         return None
     if not isinstance(lines, list) or not all(isinstance(each, str) and each and each.isprintable() for each in lines):
         raise ValueError('ssh_keys: expected a list of public keys, a line each')
     return tuple(lines)
+
+
+def sha256_field(data: Mapping[str, Any]) -> str | None:
+    """The hash of the user-data that it was given."""
+    digest = data.get('user_data_sha256')
+    if digest is not None and (not isinstance(digest, str) or not re.fullmatch('[0-9a-f]{64}', digest)):
+        raise ValueError('user_data_sha256: expected 64 hexadecimal digits')
+    return digest
+
+
+def _count(data: Mapping[str, Any]) -> int:
+    count = data.get('count', 1)
+    if type(count) is not int or count < 1:
+        raise ValueError(f'count: {str(count)[:40]!r} is no number of instances')
+    return count
+
+
+def _left(data: Mapping[str, Any]) -> dict[str, int]:
+    left = data.get('resources', {})
+    if not isinstance(left, dict) or not all(type(amount) is int and 0 < amount <= LARGEST for amount in left.values()):
+        raise ValueError('resources: expected an object of amounts')
+    return left
 
 
 def _user_data(data: Mapping[str, Any]) -> bytes | None:

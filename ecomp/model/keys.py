@@ -5,6 +5,12 @@
     /booted/<instance>            the address, plain text
     /instances/<instance>         the record
     /names/<name>                 whose name it is; with the delivery, gone with the instance
+    /groups/<group>               who is together or apart, and where; changed with each delivery and each end
+    /quotas/<project>             what a project may have, and has; changed likewise
+    /user-data/<sha256>           a set's user-data; with the delivery, on a lease of a week
+    /flavors/<flavor>             what is asked of placement, by a name; operators'
+    /queues/<flavor>/<instance>   a request that waits for a compute to take it
+    /queues/<flavor>/<instance>/taker   the compute that is taking it; on that one's lease
     /computes/<compute>           alive; on ecompute's lease
     /cluster                      this etcd's identity, written once
     /audit/<audit>                eschedule asks every compute what is there; on its lease
@@ -24,7 +30,12 @@ BOOTED = '/booted/'
 INSTANCES = '/instances/'
 NAMES = '/names/'
 COMPUTES = '/computes/'
+USER_DATA = '/user-data/'
+FLAVORS = '/flavors/'
+GROUPS = '/groups/'
+QUOTAS = '/quotas/'
 QUEUES = '/queues/'
+TAKER = '/taker'
 CLUSTER = '/cluster'
 AUDIT = '/audit/'
 DIGESTS = '/digests/'
@@ -58,6 +69,47 @@ def instance(instance: str) -> str:
 def name(name: str) -> str:
     """The key that says whose name it is."""
     return NAMES + name
+
+
+def group(name: str) -> str:
+    """The key of a group."""
+    return GROUPS + name
+
+
+def quota(project: str) -> str:
+    """The key of a project's limits and of what it uses."""
+    return QUOTAS + project
+
+
+def flavor(name: str) -> str:
+    """The key of a flavor."""
+    return FLAVORS + name
+
+
+def queue(flavor: str, instance: str) -> str:
+    """The key of a request that waits."""
+    return f'{QUEUES}{flavor}/{instance}'
+
+
+def taker(queue_key: str) -> str:
+    """The key that says who is taking the request at this key."""
+    return queue_key + TAKER
+
+
+def queued(key: str) -> tuple[str, str] | None:
+    """The flavor and the instance of a key in the queues; None for a taker's, and for what belongs to neither."""
+    flavor, _, instance = key.removeprefix(QUEUES).partition('/')
+    return (flavor, instance) if flavor and instance and '/' not in instance else None
+
+
+def in_queue(key: str) -> str:
+    """The instance that a key in the queues is about, whichever of the two it is."""
+    return last(key.removesuffix(TAKER))
+
+
+def user_data(sha256: str) -> str:
+    """The key of user-data that several requests refer to."""
+    return USER_DATA + sha256
 
 
 def compute(compute: str) -> str:

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple, TypeVar
 
 from ecomp.model import keys
 from ecomp.model.allocation import Resources
 from ecomp.model.digest import Digest
+from ecomp.model.group import from_json as group_from_json
 from ecomp.model.guest import Guest
 from ecomp.model.instance import Invalid, Request, announced, named, parse_request
+from ecomp.model.queue import Waiting, parse_waiting
+from ecomp.model.quota import from_json as quota_from_json
 from ecomp.model.record import BUILDING, DESTROYING, ERROR, GONE, SCHEDULED, Record, from_json
 
-FAMILIES = (keys.REQUESTS, keys.QUEUES, keys.HOSTS, keys.INSTANCES, keys.BOOTED, keys.NAMES, keys.COMPUTES)
+Parsed = TypeVar('Parsed')
+
+FAMILIES = (
+    *(keys.REQUESTS, keys.QUEUES, keys.HOSTS, keys.INSTANCES, keys.BOOTED, keys.NAMES, keys.COMPUTES),
+    *(keys.FLAVORS, keys.GROUPS, keys.QUOTAS),
+)
 """The keys an audit reads."""
 
 
@@ -33,12 +41,16 @@ class Provider(NamedTuple):
 
 
 class Planes(NamedTuple):
-    """All of it, as it was read. `mute` are living computes that gave no digest, and why."""
+    """All of it, as it was read. `mute` are living computes that gave no digest, and why.
+
+    `usages` is what placement counts for each project that has a quota, as a quota counts it.
+    """
 
     providers: Mapping[str, Provider]
     etcd: Mapping[str, Kept]
     digests: Mapping[str, Digest]
     mute: Mapping[str, str] = {}
+    usages: Mapping[str, Mapping[str, int]] = {}
 
 
 class World:
@@ -66,12 +78,29 @@ class World:
                 self.names[key.removeprefix(keys.NAMES)] = named(kept.value)
             except ValueError:
                 self.names[key.removeprefix(keys.NAMES)] = None
-        self.at_it = {keys.last(key) for key in self._under(keys.QUEUES)}
+        # The reason where a key cannot be understood.
+        self.groups = {
+            name: _read(group_from_json, name, kept) for name, kept in self._named(keys.GROUPS).items()
+        }
+        self.quotas = {
+            name: _read(quota_from_json, name, kept) for name, kept in self._named(keys.QUOTAS).items()
+        }
+        # What waits in which flavor's queue; a mark of its taker says only that somebody is at it.
+        self.queued: dict[str, dict[str, Waiting | Invalid]] = {}
+        self.at_it: set[str] = set()
+        for key, kept in self._under(keys.QUEUES).items():
+            if not key.endswith(keys.TAKER):
+                name = keys.last(key)
+                flavor = key.removeprefix(keys.QUEUES).removesuffix(name).rstrip('/')
+                self.queued.setdefault(name, {})[flavor] = parse_waiting(key, kept.value)
+            if kept.lease or not key.endswith(keys.TAKER):
+                self.at_it.add(keys.in_queue(key))
         for key, kept in self._under(keys.REQUESTS).items():
             if kept.lease:
                 self.at_it |= announced(key, kept.value)
         self.computes = self.alive | {name for name, each in planes.providers.items() if each.name == name}
-        self.computes |= {each.compute for each in self.records.values()}
+        # What was gone before a compute took it has none.
+        self.computes |= {each.compute for each in self.records.values()} - {''}
         self.computes |= {compute for asked in self.wishes.values() for compute in asked}
         self.guests: dict[str, dict[str, Guest]] = {}
         self.seeds: dict[str, dict[str, list[str]]] = {}
@@ -80,6 +109,10 @@ class World:
                 self.guests.setdefault(name, {})[compute] = guest
             for mac, name in digest.seeds.items():
                 self.seeds.setdefault(name, {}).setdefault(compute, []).append(mac)
+        self.isos: dict[str, set[str]] = {}
+        for compute, digest in planes.digests.items():
+            for name in digest.isos:
+                self.isos.setdefault(name, set()).add(compute)
         self.reserved: dict[str, dict[str, dict[str, str]]] = {}
         for compute, digest in planes.digests.items():
             for mac, text in digest.reservations.items():
@@ -92,7 +125,8 @@ class World:
 
     def instances(self) -> list[str]:
         """Every instance any plane speaks of. What holds nothing of a compute of ours is somebody else's."""
-        found = {*self.wishes, *self.records, *self.unreadable, *self.guests, *self.seeds, *self.reserved}
+        found = {*self.wishes, *self.records, *self.unreadable, *self.guests}
+        found |= {*self.seeds, *self.isos, *self.reserved}
         found |= {keys.last(key) for key in self._under(keys.BOOTED)}
         found |= {consumer for consumer, held in self.held.items() if not self.computes.isdisjoint(held)}
         return sorted(found)
@@ -105,11 +139,17 @@ class World:
         """The keys that say an eschedule is at it."""
         return self._under(keys.REQUESTS)
 
+    def marks(self) -> Mapping[str, Kept]:
+        """The keys that say which compute is taking a request that waits."""
+        return {key: kept for key, kept in self._under(keys.QUEUES).items() if key.endswith(keys.TAKER)}
+
     def called(self, instance: str) -> set[str]:
         """What its record and its requests call an instance; an older ecompute writes down no name."""
         wishes = self.wishes.get(instance, {}).values()
         record = self.records.get(instance)
-        said = {each.name for each in wishes if isinstance(each, Request)} | {record.name if record else None}
+        waits = self.queued.get(instance, {}).values()
+        said = {each.name for each in (*wishes, *waits) if not isinstance(each, Invalid)}
+        said.add(record.name if record else None)
         return {name for name in said if name}
 
     def is_living(self, instance: str) -> bool:
@@ -133,17 +173,29 @@ class World:
         """The computes there are that do not say they are alive: what they have cannot be compared."""
         return sorted(self.computes - self.alive)
 
+    def _named(self, prefix: str) -> dict[str, Kept]:
+        return {key.removeprefix(prefix): kept for key, kept in self._under(prefix).items()}
+
     def _under(self, prefix: str) -> dict[str, Kept]:
         return {key: kept for key, kept in self.planes.etcd.items() if key.startswith(prefix)}
+
+
+def _read(parse: Callable[[str, bytes], Parsed], name: str, kept: Kept) -> Parsed | str:
+    try:
+        return parse(name, kept.value)
+    except ValueError as error:
+        return str(error)
 
 
 def involved(etcd: Mapping[str, Kept]) -> dict[str, dict[str, int]]:
     """Of each instance and compute, the keys that are about it, with their revisions."""
     found: dict[str, dict[str, int]] = {}
     for key, kept in etcd.items():
-        about: Iterable[str] = {keys.last(key)}
+        about: Iterable[str] = {keys.in_queue(key) if key.startswith(keys.QUEUES) else keys.last(key)}
         if key.startswith(keys.REQUESTS):
             about = announced(key, kept.value)
+        elif key.startswith(keys.QUOTAS):
+            about = {key.removeprefix(keys.QUOTAS)}
         for subject in about:
             found.setdefault(subject, {})[key] = kept.revision
     return found

@@ -4,10 +4,11 @@ JSON, versioned: {"version", "instance", "compute", "state", "image", "resources
 "query", "user_id", "project_id", "addresses": [{"network", "mac", "address", "source", "expected"}],
 "console": "<host>:<file>" or null, "stages": {stage: ISO time}, "error": {"stage", "reason", "cleaned"} or null,
 "fault": text or null, "attempts": how often a worker died of it or failed in an unknown way, "name": text or null,
+"group": its name or null, "why": {"weigh", "weight", "of"} (how it came to be on its compute) or null,
 "power": see ecomp.model.power, "progress": {"stage", "done", "total"} in bytes, while that stage takes long, or null}.
 
-    scheduled -> building -> active <-> stopped -> destroying -> gone
-                        \\-> error                      (only before the first active)
+    queued -> scheduled -> building -> active <-> stopped -> destroying -> gone
+                                  \\-> error                      (only before the first active)
 """
 
 from __future__ import annotations
@@ -19,14 +20,17 @@ from datetime import UTC, datetime
 from typing import Any
 
 from ecomp.model import keys
-from ecomp.model.allocation import Resources, total
-from ecomp.model.instance import REASON_LIMIT, Request, load_object
+from ecomp.model.allocation import Resources
+from ecomp.model.choose import Why, why_from
+from ecomp.model.instance import REASON_LIMIT, Request
+from ecomp.model.json_object import load_object
 from ecomp.model.names import is_label
 
 VERSION = 1
 
-SCHEDULED, BUILDING, ACTIVE, STOPPED = 'scheduled', 'building', 'active', 'stopped'
+QUEUED, SCHEDULED, BUILDING, ACTIVE, STOPPED = 'queued', 'scheduled', 'building', 'active', 'stopped'
 DESTROYING, GONE, ERROR = 'destroying', 'gone', 'error'
+# No record says queued: what waits for a compute has none.
 STATES = frozenset({SCHEDULED, BUILDING, ACTIVE, STOPPED, DESTROYING, GONE, ERROR})
 
 STAGES = ('requested', 'scheduled', 'image', 'disk', 'started', 'addressed', 'ready')
@@ -78,7 +82,7 @@ class Progress:
 
 @dataclass(frozen=True)
 class Record:
-    """What is known of one instance."""
+    """What is known of one instance. `compute` '': none has taken it."""
 
     instance: str
     compute: str
@@ -97,6 +101,8 @@ class Record:
     name: str | None = None
     power: str | None = None
     progress: Progress | None = None
+    group: str | None = None
+    why: Why | None = None
 
     def at(self, state: str, now: str, *stages: str) -> Record:
         """The record in another state, the stages reached at `now` (the first time counts)."""
@@ -116,18 +122,20 @@ def new_record(compute: str, request: Request, now: str) -> Record:
         compute=compute,
         state=SCHEDULED,
         image=request.image,
-        resources=total(request.allocations),
+        resources=request.resources,
         query=request.query,
         user_id=request.user_id,
         project_id=request.project_id,
         stages=dict(request.stages) if 'scheduled' in request.stages else {**request.stages, 'scheduled': now},
         name=request.name,
+        group=request.group.name if request.group else None,
+        why=request.why,
     )
 
 
 def to_dict(record: Record) -> dict[str, Any]:
     """The record as the JSON object that users and etcd see."""
-    return {'version': VERSION, **asdict(record)}
+    return {'version': VERSION, **asdict(record), 'why': record.why._asdict() if record.why else None}
 
 
 def to_json(record: Record) -> str:
@@ -160,7 +168,7 @@ def _record(data: Mapping[str, Any]) -> Record:
         raise ValueError(f'not a record: state is {state!r}')
     return Record(
         instance=_uuid(data, 'instance'),
-        compute=_uuid(data, 'compute'),
+        compute=_compute(data, state),
         state=state,
         image=_take(data, 'image', str | None, None),
         resources=_object(data, 'resources', int),
@@ -176,6 +184,8 @@ def _record(data: Mapping[str, Any]) -> Record:
         name=_name(data),
         power=_take(data, 'power', str | None, None),
         progress=_progress(data.get('progress')),
+        group=_take(data, 'group', str | None, None),
+        why=why_from(data.get('why')),
     )
 
 
@@ -199,6 +209,11 @@ def _uuid(data: Mapping[str, Any], name: str) -> str:
     if not keys.is_uuid(text := _take(data, name, str)):
         raise ValueError(f'not a record: {name} is {text!r}')
     return str(text)
+
+
+def _compute(data: Mapping[str, Any], state: str) -> str:
+    """What is gone may never have had one: it was taken out of its queue."""
+    return '' if state == GONE and data.get('compute') == '' else _uuid(data, 'compute')
 
 
 def _name(data: Mapping[str, Any]) -> str | None:

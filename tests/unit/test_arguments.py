@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from ecomp.errors import UsageError
-from ecomp.schedule import RUNS
-from ecomp.scheduler.arguments import CREATE, FORMS, Command, Options, parse, parser
+from ecomp.scheduler.arguments import Command, Options, parse, parser
+from ecomp.scheduler.commands import RUNS
+from ecomp.scheduler.forms import CREATE, FORMS
 
 A, B = '1f0e4c9a-3a52-4b0f-8d87-0d8f1f2a6b01', '1f0e4c9a-3a52-4b0f-8d87-0d8f1f2a6b02'
 QUERY = 'resources=VCPU:1,DISK_GB:1,MEMORY_MB:256'
@@ -40,6 +41,7 @@ IMAGE = 'http://images.invalid/a.img'
             [QUERY, '--name', 'web1', '--ssh-key', 'a.pub', '--user-data', '-', '--ssh-key', 'b.pub'],
             Command('create', (QUERY,), Options(name='web1', ssh_key=['a.pub', 'b.pub'], user_data='-')),
         ),
+        (['--queue', '--flavor', 'x', IMAGE], Command('create', ('', IMAGE), Options(flavor='x', queue=True))),
         (['show', A, '--config', 'x.yaml'], Command('show', (A,), Options(config='x.yaml'))),
     ],
 )
@@ -63,6 +65,12 @@ def test_an_empty_uuid_is_not_a_new_one() -> None:
         ([QUERY, '--wait=paradise'], '--wait=paradise: there is no such stage'),
         (['start', A, '--wait=started'], 'start waits for one thing'),
         (['stop'], 'which instance'),
+        (['--queue', QUERY], 'give a --flavor'),
+        (['--queue', '--flavor', 'x', QUERY], 'no query on top'),
+        (['--queue', '--flavor', 'x', '--on', 'hv1'], '--on does not go with --queue'),
+        (['--queue', '--flavor', 'x', '--weigh', 'pack'], '--weigh does not go with --queue'),
+        (['--queue', '--flavor', 'x', '--count', '2'], '--count does not go with --queue'),
+        (['plan', '--queue', '--flavor', 'x'], '--queue does not go with this form'),
         ([QUERY, '--timeout', '5'], '--timeout goes with --wait'),
     ],
 )

@@ -4,54 +4,61 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Collection, Sequence
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ecomp.model.choose import choose
+from ecomp.model.allocation import Allocations
+from ecomp.model.choose import FIRST, PACK, RANDOM, SPREAD, WEIGHS, Choice, Offer, Room, choose, distribute, share_left
 
 COMPUTES = [f'compute-{n}' for n in range(6)]
 ONE = {'VCPU': 1}
+
+
+def spread(found: Sequence[Allocations], alive: Collection[str], seed: int = 0) -> Choice:
+    return choose(Offer(found), alive, SPREAD, random.Random(seed))
+
 
 candidates = st.lists(
     st.dictionaries(st.sampled_from([*COMPUTES, 'storage']), st.just(ONE), min_size=1, max_size=3), max_size=8
 )
 
 
-@given(candidates, st.sets(st.sampled_from(COMPUTES)), st.randoms(use_true_random=False))
+@given(candidates, st.sets(st.sampled_from(COMPUTES)), st.sampled_from(WEIGHS), st.randoms(use_true_random=False))
 def test_each_try_has_exactly_one_living_compute(
-    found: list[dict[str, dict[str, int]]], alive: set[str], rng: random.Random
+    found: list[dict[str, dict[str, int]]], alive: set[str], weigh: str, rng: random.Random
 ) -> None:
-    choice = choose(found, alive, rng)
-    for compute, allocations in choice.tries:
+    choice = choose(Offer(found), alive, weigh, rng)
+    for compute, allocations, _ in choice.tries:
         assert set(allocations) & alive == {compute}
     usable = [each for each in found if len(set(each) & alive) == 1]
-    assert sorted(map(str, usable)) == sorted(str(allocations) for _, allocations in choice.tries)
+    assert sorted(map(str, usable)) == sorted(str(each.allocations) for each in choice.tries)
     # Who is passed over is named, once, and is nobody who is tried or alive.
     assert list(choice.skipped) == sorted(set(choice.skipped))
-    assert not set(choice.skipped) & (alive | {compute for compute, _ in choice.tries})
+    assert not set(choice.skipped) & (alive | {each.compute for each in choice.tries})
 
 
 def test_a_sharing_provider_is_not_taken_for_the_compute() -> None:
     shared = {'storage': {'DISK_GB': 1}, 'compute-1': {'VCPU': 1}}
-    choice = choose([shared], ['compute-1', 'compute-2'], random.Random(0))
-    assert list(choice.tries) == [('compute-1', shared)]
+    choice = spread([shared], ['compute-1', 'compute-2'])
+    assert [each[:2] for each in choice.tries] == [('compute-1', shared)]
     assert list(choice.skipped) == []
 
 
 def test_two_computes_in_one_candidate_are_passed_over() -> None:
     # The request goes to one of them, and would hold the other's for nothing.
-    assert choose([{'compute-1': ONE, 'compute-2': ONE}], ['compute-1', 'compute-2'], random.Random(0)).tries == []
+    assert spread([{'compute-1': ONE, 'compute-2': ONE}], ['compute-1', 'compute-2']).tries == []
 
 
 def test_dead_computes_are_named() -> None:
-    choice = choose([{name: ONE} for name in COMPUTES], ['compute-3'], random.Random(0))
-    assert [compute for compute, _ in choice.tries] == ['compute-3']
+    choice = spread([{name: ONE} for name in COMPUTES], ['compute-3'])
+    assert [each.compute for each in choice.tries] == ['compute-3']
     assert list(choice.skipped) == [name for name in COMPUTES if name != 'compute-3']
 
 
 def test_nobody_alive() -> None:
-    choice = choose([{'compute-1': ONE}], [], random.Random(0))
+    choice = spread([{'compute-1': ONE}], [])
     assert list(choice.tries) == []
     assert list(choice.skipped) == ['compute-1']
 
@@ -59,16 +66,79 @@ def test_nobody_alive() -> None:
 def test_the_first_choice_is_spread() -> None:
     # The first of placement's list put 60 of 60 on one of three equal hosts.
     rng = random.Random(1)
-    firsts = Counter(choose([{name: ONE} for name in COMPUTES], COMPUTES, rng).tries[0][0] for _ in range(600))
+    offer = Offer([{name: ONE} for name in COMPUTES])
+    firsts = Counter(choose(offer, COMPUTES, SPREAD, rng).tries[0].compute for _ in range(600))
     assert set(firsts) == set(COMPUTES)
     assert max(firsts.values()) < 200
 
 
 def test_the_same_randomness_chooses_the_same() -> None:
     def tries(seed: int) -> list[str]:
-        return [
-            compute for compute, _ in choose([{name: ONE} for name in COMPUTES], COMPUTES, random.Random(seed)).tries
-        ]
+        return [each.compute for each in spread([{name: ONE} for name in COMPUTES], COMPUTES, seed).tries]
 
     assert tries(7) == tries(7)
     assert {tuple(tries(seed)) for seed in range(9)} > {tuple(tries(7))}
+
+
+USED = {'compute-0': 6, 'compute-1': 2, 'compute-2': 0, 'compute-3': 2}
+OFFER = Offer([{name: ONE} for name in USED], {name: {'VCPU': Room(10, used)} for name, used in USED.items()})
+
+
+def order(weigh: str, seed: int = 0) -> list[str]:
+    return [each.compute for each in choose(OFFER, USED, weigh, random.Random(seed)).tries]
+
+
+def test_the_emptiest_or_the_fullest_comes_first() -> None:
+    assert order(SPREAD)[0] == order(PACK)[-1] == 'compute-2'
+    assert order(SPREAD)[-1] == order(PACK)[0] == 'compute-0'
+    # Equals come in any order.
+    assert {tuple(order(SPREAD, seed)[1:3]) for seed in range(20)} == {
+        ('compute-1', 'compute-3'),
+        ('compute-3', 'compute-1'),
+    }
+
+
+def test_in_any_order_or_in_placement_s() -> None:
+    assert {order(RANDOM, seed)[0] for seed in range(50)} == set(USED)
+    assert {tuple(order(FIRST, seed)) for seed in range(9)} == {tuple(USED)}
+
+
+def test_what_is_scarcest_counts() -> None:
+    room = {'VCPU': Room(10, 0), 'MEMORY_MB': Room(1000, 500), 'DISK_GB': Room(3, 3)}
+    assert share_left({'VCPU': 1, 'MEMORY_MB': 400}, room) == 0.1
+    assert share_left({'VCPU': 1}, room) == 0.9
+    # Nothing known of it, all of it reserved, or more asked than there is (a shared provider gives it): no preference.
+    assert share_left({'IPV4_ADDRESS': 1}, room) == share_left({'VCPU': 1}, {'VCPU': Room(0, 0)}) == 0
+    assert share_left({'DISK_GB': 1}, room) == 0
+
+
+sizes = st.lists(st.integers(0, 9), min_size=1, max_size=5)
+
+
+@given(sizes, st.integers(1, 30), st.sampled_from(WEIGHS), st.randoms(use_true_random=False))
+def test_a_set_takes_what_room_there_is(free: list[int], count: int, weigh: str, rng: random.Random) -> None:
+    rooms = {f'compute-{number}': {'VCPU': Room(10, 10 - each)} for number, each in enumerate(free)}
+    offer = Offer([{name: ONE} for name, room in rooms.items() if room['VCPU'].used < 10], rooms)
+    tries = choose(offer, rooms, weigh, rng).tries
+    taken, left = distribute(tries, rooms, count, weigh, rng)
+    assert len(taken) == min(count, sum(free))
+    per = Counter(each.compute for each in taken)
+    for name, room in rooms.items():
+        assert left[name]['VCPU'] == Room(10, room['VCPU'].used + per[name])
+        assert left[name]['VCPU'].used <= 10
+    if weigh == SPREAD and len(taken) < sum(free):
+        # What is left differs by one at most, but for those that had less from the start.
+        used = [left[name]['VCPU'].used for name in per]
+        assert max(used, default=0) - min(used, default=0) <= 1
+    if weigh == PACK:
+        # All that were begun are full but for the last.
+        assert sum(left[name]['VCPU'].used < 10 for name in per) <= 1
+
+
+def test_a_shared_disk_limits_a_set() -> None:
+    rooms = {'pool': {'DISK_GB': Room(3, 0)}, **{name: {'VCPU': Room(8, 0)} for name in COMPUTES}}
+    offer = Offer([{name: ONE, 'pool': {'DISK_GB': 1}} for name in COMPUTES], rooms)
+    tries = choose(offer, COMPUTES, SPREAD, random.Random(0)).tries
+    taken, left = distribute(tries, rooms, 10, SPREAD, random.Random(0))
+    assert len(taken) == 3
+    assert left['pool']['DISK_GB'] == Room(3, 3)

@@ -7,8 +7,9 @@ import json
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ecomp.agent.claims import APART, due, in_requests, orphans
+from ecomp.agent.claims import APART, due, orphans
 from ecomp.store.client import Entry, Snapshot
+from ecomp.store.requests import in_requests
 
 names = st.sets(st.sampled_from('abcdefgh'))
 

@@ -63,6 +63,7 @@ def test_without_a_file_everything_points_at_localhost(tmp_path: Path, monkeypat
         placement='http://localhost:8080',
         resize=True,
         networks=(Attachment('network', 'default'),),
+        metadata='network',
         state=Path('/var/lib/ecompute'),
         workers=None,
         inventory=None,
@@ -114,7 +115,7 @@ def test_the_examples_are_valid_and_name_every_key(
     assert set(yaml.safe_load(text)['etcd']) == {f.name for f in dataclasses.fields(EtcdConfig)}
     assert len(said.etcd.endpoints) == 3
     # What can be shown as a default is the default.
-    for key in ('resize', 'networks', 'state', 'virt_type', 'placement', 'image', 'user_id', 'project_id'):
+    for key in ('resize', 'networks', 'metadata', 'state', 'virt_type', 'placement', 'image', 'user_id', 'project_id'):
         assert getattr(said, key, None) == getattr(default, key, None)
 
 
@@ -138,9 +139,14 @@ etcd:
 placement: {{endpoint: 'https://ds1:8081/placement/'}}
 resize: no
 bridge: br0
+metadata: iso
 state: state/here
 workers: 64
 inventory: {{VCPU: 4, CUSTOM_GPU_2: 1}}
+traits: [HW_CPU_X86_AVX2, CUSTOM_RACK_7]
+aggregates:
+- {UUID.upper()}
+allocation_ratios: {{VCPU: 16, MEMORY_MB: 1.5}}
 virt_type: qemu
 images: ../images
 """
@@ -162,9 +168,13 @@ images: ../images
         placement='https://ds1:8081/placement',
         resize=False,
         networks=(Attachment('network', 'default'), Attachment('bridge', 'br0')),
+        metadata='iso',
         state=tmp_path / 'state/here',
         workers=64,
         inventory={'VCPU': 4, 'CUSTOM_GPU_2': 1},
+        traits=('HW_CPU_X86_AVX2', 'CUSTOM_RACK_7'),
+        aggregates=(UUID,),
+        allocation_ratios={'VCPU': 16.0, 'MEMORY_MB': 1.5},
         virt_type='qemu',
         images=tmp_path.parent / 'images',
         directory=tmp_path,
@@ -289,9 +299,44 @@ def test_every_mistake_is_named_with_its_line_and_in_order(mistakes: Callable[[s
         ('workers: true', 'workers: must be a whole number, not true'),
         ('workers: {}', 'workers: must be a whole number, not a mapping'),
         ('virt_type: xen', 'virt_type: must be auto, kvm or qemu, not xen'),
+        ('metadata: cdrom', 'metadata: must be network or iso, not cdrom'),
+        ('metadata: [iso]', 'metadata: must be text, not a list'),
         ('state: ~/ecompute', 'state: write the directory out: whose home ~ is depends on who starts the program'),
         ('state: "a\\0b"', 'state: must be one line of printable text'),
         ('state: "\\ud800"', 'state: must be one line of printable text'),
+        ('traits: CUSTOM_X', 'traits: must be a list, not CUSTOM_X'),
+        (
+            'traits: [HW_CPU_X86_AVX2,\n HW_CPU_X86_AVX3]',
+            'traits: line 2: HW_CPU_X86_AVX3 is none of os-traits, and one of your own begins with CUSTOM_',
+        ),
+        (
+            'traits: [CUSTOM_x]',
+            'traits: line 1: CUSTOM_x must be CUSTOM_ and then capitals, digits and _, 255 in all at most',
+        ),
+        ('traits: [CUSTOM_X, CUSTOM_X]', 'traits: line 1: CUSTOM_X is there twice'),
+        ('traits: [7]', 'traits: line 1: must be text; put 7 in quotes'),
+        *(
+            (
+                f'traits: [{name}]',
+                f'traits: line 1: {name} is not for configurations: '
+                'eschedule host disable sets it, and host enable takes it off',
+            )
+            for name in ('COMPUTE_STATUS_DISABLED', 'CUSTOM_ECOMP_DISABLED')
+        ),
+        ('aggregates: [x]', f'aggregates: line 1: must be a uuid like {DEFAULT_USER_ID}, not x'),
+        (f'aggregates: [{UUID}, {UUID}]', f'aggregates: line 1: {UUID} is there twice'),
+        ('allocation_ratios: {}', 'allocation_ratios: must be resource classes with ratios, not a mapping'),
+        (
+            'allocation_ratios: {vcpu: 1}',
+            'allocation_ratios: vcpu (line 1): must be a resource class: capitals, digits and _',
+        ),
+        *(
+            (
+                f'allocation_ratios: {{VCPU: {ratio}}}',
+                f'allocation_ratios: VCPU (line 1): the ratio must be a number above 0, at most 1000, not {ratio}',
+            )
+            for ratio in ('0', '0.0', '-1', '1001', '.inf', 'four', '1e3')
+        ),
         ('inventory: {}', 'inventory: must be resource classes with totals, not a mapping'),
         ('inventory: VCPU', 'inventory: must be resource classes with totals, not VCPU'),
         ('inventory: {vcpu: 1}', 'inventory: vcpu (line 1): must be a resource class: capitals, digits and _'),

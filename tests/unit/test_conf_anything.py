@@ -7,7 +7,7 @@ import tempfile
 from pathlib import Path
 
 import yaml
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from ecomp.conf import ComputeConfig, EtcdConfig, ScheduleConfig, load_compute, load_schedule, parse_inventory
@@ -45,7 +45,7 @@ def config_or_usage_error(content: bytes) -> None:
                     assert len(line) < 500
 
 
-anything = settings(deadline=None, max_examples=300, suppress_health_check=[HealthCheck.too_slow])
+anything = settings(max_examples=300)
 
 
 @anything

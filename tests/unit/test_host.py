@@ -6,9 +6,10 @@ import json
 
 import pytest
 
-from ecomp.model.host import Host, InEtcd, InPlacement, Leftovers, Share, hosts, leftovers, living, refusal
+from ecomp.model.host import Host, InEtcd, InPlacement, Leftovers, Share, hosts, leftovers, living, refusal, there
 from ecomp.model.instance import Invalid, Request
 from ecomp.model.record import Failure, Record
+from ecomp.model.status import BY_OPERATOR, DISABLED
 from ecomp.scheduler.show import as_hosts
 
 HOST, OTHER = (f'{digit * 8}-3a52-4b0f-8d87-0d8f1f2a6b01' for digit in 'ab')
@@ -119,6 +120,7 @@ def test_json_says_the_same() -> None:
             'compute': HOST,
             'hostname': 'hv1',
             'state': 'closed',
+            'disabled': False,
             'instances': 1,
             'resources': {'VCPU': {'used': 1, 'free': 0, 'capacity': 0, 'over': 0}},
         }
@@ -199,3 +201,29 @@ def test_refusal(etcd: InEtcd, held: tuple[str, ...], at_it: tuple[str, ...], sa
 def test_leftovers(etcd: InEtcd, held: tuple[str, ...], at_it: tuple[str, ...], left: Leftovers) -> None:
     assert refusal(HOST, etcd, held, at_it) is None
     assert leftovers(HOST, etcd, held) == left
+
+
+@pytest.mark.parametrize(
+    ('alive', 'traits', 'shares', 'wanted', 'shown'),
+    [
+        (True, {DISABLED, BY_OPERATOR}, ROOM, ('disabled', True), 'disabled'),
+        (True, {DISABLED}, ROOM, ('disabled', True), 'disabled'),
+        (True, set(), ROOM, ('up', False), 'up'),
+        (False, {DISABLED}, SHUT, ('closed', False), 'closed'),  # its ecompute said so when it stopped
+        (False, {DISABLED, BY_OPERATOR}, SHUT, ('closed', True), 'closed, disabled'),
+        (False, {DISABLED, BY_OPERATOR}, ROOM, ('orphaned', True), 'orphaned, disabled'),
+    ],
+)
+def test_disabled(
+    alive: bool, traits: set[str], shares: dict[str, Share], wanted: tuple[str, bool], shown: str
+) -> None:
+    etcd = InEtcd(alive={HOST: 'hv1'} if alive else {})
+    found = hosts(etcd, {HOST: InPlacement(HOST, HOST, shares, frozenset(traits))})
+    assert [(each.state, each.disabled) for each in found] == [wanted]
+    assert shown in [cell.strip() for cell in as_hosts(found, 'table').splitlines()[1].split('  ')]
+
+
+def test_what_is_still_there() -> None:
+    records = {A: record(A, 'active'), B: record(B, 'destroying'), C: record(C, 'gone'), D: record(D, 'active', OTHER)}
+    etcd = InEtcd(requests={HOST: {A: wish(A), B: tombstone(B), C: wish(C)}}, records=records)
+    assert there(HOST, etcd) == {A, B}

@@ -51,7 +51,10 @@ ARROWS: dict[str, set[str]] = {
     },
     'mdserver': set(),
 }
-FRONT_DOORS = {'ecomp.compute', 'ecomp.schedule', 'ecomp.lab.elab', 'ecomp.lab.placement_server', 'mdserver.server'}
+FRONT_DOORS = {
+    *('ecomp.compute', 'ecomp.schedule', 'ecomp.lab.elab', 'ecomp.lab.placement_server'),
+    *('mdserver.server', 'mdserver.seed'),
+}
 
 # Where other people's libraries, and the parts of Python that act on the machine, may be imported.
 PLACES: dict[str, set[str]] = {
@@ -61,11 +64,13 @@ PLACES: dict[str, set[str]] = {
     'libvirt': {'ecomp.virt'},
     'libvirtaio': set(),
     'oslo_utils': {'ecomp.virt'},
+    'pycdlib': {'ecomp.virt.seeds'},
     'pyroute2': {'ecomp.virt'},
     'watchdog': {'ecomp.files'},
     'requests': {'ecomp.placement', 'ecomp.agent.images'},
     'urllib3': {'ecomp.placement', 'ecomp.agent.images'},
     'psutil': {'ecomp.agent.inventory'},
+    'os_traits': {'ecomp.model.traits'},
     'yaml': {'ecomp.yaml_file'},
     'bottle': {'mdserver'},
     'waitress': {'mdserver', 'ecomp.lab'},  # the lab serves placement with it

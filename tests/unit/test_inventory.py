@@ -5,11 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ecomp.agent.inventory import GIB, MIB, Machine, closed, default_cache, inventory, look
+from ecomp.agent.inventory import GIB, MIB, Machine, closed, default_cache, inventory, look, with_ratios
 from ecomp.agent.inventory import given as stated
+from ecomp.errors import UsageError
 
 MACHINE = Machine(
     cores=4,
@@ -65,6 +67,18 @@ def test_a_closed_inventory_has_no_vcpu_left_and_is_otherwise_the_same() -> None
     assert shut == {**before, 'VCPU': {'total': 4, 'reserved': 4}}
     assert before['VCPU']['reserved'] == 0
     assert closed({'DISK_GB': {'total': 1, 'reserved': 0}}) == {'DISK_GB': {'total': 1, 'reserved': 0}}
+
+
+def test_ratios() -> None:
+    totals = {'VCPU': {'total': 4, 'reserved': 0}, 'DISK_GB': {'total': 10, 'reserved': 1}}
+    found = with_ratios(totals, {'VCPU': 16})
+    assert found == {
+        'VCPU': {'total': 4, 'reserved': 0, 'allocation_ratio': 16},
+        'DISK_GB': {'total': 10, 'reserved': 1, 'allocation_ratio': 1},
+    }
+    assert closed(found)['VCPU'] == {'total': 4, 'reserved': 4, 'allocation_ratio': 16}
+    with pytest.raises(UsageError, match='allocation_ratios: there is no VGPU here, only VCPU, DISK_GB'):
+        with_ratios(totals, {'VCPU': 16, 'VGPU': 2})
 
 
 def test_this_machine(tmp_path: Path) -> None:

@@ -15,9 +15,16 @@ from ecomp.model import keys, record
 from ecomp.model.audit import audit
 from ecomp.model.digest import Digest
 from ecomp.model.findings import CODES, Finding, confirmed
+from ecomp.model.flavor import Flavor
+from ecomp.model.group import AFFINITY, ANTI_AFFINITY, Group, Membership
+from ecomp.model.group import to_json as group_to_json
 from ecomp.model.guest import Guest, mac_address
 from ecomp.model.instance import Request, name_to_json, to_json
-from ecomp.model.planes import Kept, Planes, Provider, involved
+from ecomp.model.planes import Kept, Planes, Provider, World, involved
+from ecomp.model.queue import Waiting
+from ecomp.model.queue import to_json as waiting_to_json
+from ecomp.model.quota import Quota, times
+from ecomp.model.quota import to_json as quota_to_json
 from ecomp.model.record import Failure, Interface, Record
 
 ONE, TWO, SILENT = (f'{digit * 8}-0000-4000-8000-000000000000' for digit in 'abc')
@@ -40,6 +47,7 @@ class Making:
     names: dict[str, str] = field(default_factory=dict)
     digests: dict[str, Digest] = field(default_factory=dict)
     mute: dict[str, str] = field(default_factory=dict)
+    usages: dict[str, dict[str, int]] = field(default_factory=dict)
 
     def put(self, key: str, value: str, lease: int = 0) -> None:
         self.etcd[key] = Kept(value.encode(), len(self.etcd) + 1, lease)
@@ -62,8 +70,20 @@ class Making:
         made = Record(instance, compute, state, IMAGE, SIZE, addresses=(interface,), error=error, name=name)
         self.put(keys.instance(instance), record.to_json(made), lease)
 
+    def wait(self, instance: str, name: str | None = None, flavor: str = 'small') -> None:
+        waiting = Waiting(instance, Flavor(flavor, SIZE), IMAGE, 'u', 'p', name=name)
+        self.put(waiting.key, waiting_to_json(waiting))
+        self.put(keys.flavor('small'), '{}')
+
     def call(self, name: str, instance: str, lease: int = 0) -> None:
         self.put(keys.name(name), name_to_json(instance), lease)
+
+    def join(self, name: str, policy: str, members: dict[str, str]) -> None:
+        self.put(keys.group(name), group_to_json(Group(name, policy, True, members)))
+
+    def belong(self, instance: str, name: str) -> None:
+        wanted = Request(instance, {ONE: SIZE}, IMAGE, '', '', name='web1', group=Membership(name, ANTI_AFFINITY, True))
+        self.put(keys.host(ONE, instance), to_json(wanted))
 
     def alive(self, compute: str, lease: int = LEASE) -> None:
         self.put(keys.compute(compute), '{"token": "x"}', lease)
@@ -87,6 +107,10 @@ class Making:
         seeds = {**before.seeds, mac_address(instance, 0): instance}
         self.digests[compute] = replace(before, seeds=seeds)
 
+    def iso(self, compute: str, instance: str) -> None:
+        before = self.digests[compute]
+        self.digests[compute] = replace(before, isos={**before.isos, instance: ''})
+
     def reserve(self, compute: str, instance: str, address: str) -> None:
         before = self.digests[compute]
         reservations = {**before.reservations, mac_address(instance, 0): f'{instance} {address}'}
@@ -103,13 +127,14 @@ class Making:
         if compute in self.digests:
             self.guest(compute, instance, running=state == record.ACTIVE)
             self.seed(compute, instance)
+            self.iso(compute, instance)
             self.reserve(compute, instance, '10.0.0.1')
 
     def planes(self) -> Planes:
         providers = {
             each: Provider(name, self.inventories[each], self.held[each]) for each, name in self.names.items()
         }
-        return Planes(providers, self.etcd, self.digests, self.mute)
+        return Planes(providers, self.etcd, self.digests, self.mute, self.usages)
 
     def codes(self) -> list[str]:
         return [each.code for each in audit(self.planes())]
@@ -163,6 +188,16 @@ def _two_requests_and_no_record(world: Making) -> None:
     world.ask(SILENT, NOBODY)
 
 
+def _elsewhere_in_its_group(world: Making) -> None:
+    world.belong(ACTIVE, 'web')
+    world.join('web', ANTI_AFFINITY, {ACTIVE: TWO})
+
+
+def _used_by_somebody_else(world: Making) -> None:
+    world.put(keys.quota('web'), quota_to_json(Quota('web', {'VCPU': 9})))
+    world.usages['web'] = {'VCPU': 1, 'instances': 1}
+
+
 def _base(world: Making) -> None:
     world.digests[ONE] = replace(world.digests[ONE], without_base={ACTIVE: '/images/base-x.qcow2'})
 
@@ -205,6 +240,13 @@ PLANTED: list[tuple[str, str, Callable[[Making], object]]] = [
     ('request-unreadable', NOBODY, lambda w: w.put(keys.host(ONE, NOBODY), 'no request')),
     ('request-unreadable', 'a/b', lambda w: w.put(f'{keys.HOSTS}{ONE}/a/b', '{}')),
     ('request-unreadable', '', lambda w: w.put(f'{keys.HOSTS}nothing', '{}')),
+    ('queued-unreadable', NOBODY, lambda w: w.put(keys.queue('small', NOBODY), 'no request')),
+    ('queued-unreadable', 'b', lambda w: w.put(f'{keys.QUEUES}small/a/b', '{}')),
+    ('queued-flavorless', NOBODY, lambda w: w.wait(NOBODY, flavor='none')),
+    ('queued-doubled', ACTIVE, lambda w: w.wait(ACTIVE, name='web1')),
+    ('queued-doubled', GONE, lambda w: w.wait(GONE)),
+    ('queued-doubled', NOBODY, lambda w: (w.wait(NOBODY), w.ask(TWO, NOBODY))),
+    ('taker-unleased', NOBODY, lambda w: (w.wait(NOBODY), w.put(keys.taker(keys.queue('small', NOBODY)), '{}'))),
     ('record-missing', ACTIVE, _no_record),
     ('record-unreadable', ACTIVE, lambda w: w.put(keys.instance(ACTIVE), '{"version": 99}')),
     ('record-unreadable', 'no-uuid', lambda w: w.put(keys.instance('no-uuid'), '{}')),
@@ -224,6 +266,16 @@ PLANTED: list[tuple[str, str, Callable[[Making], object]]] = [
     ('name-missing', ACTIVE, lambda w: w.etcd.pop(keys.name('web1'))),
     ('name-missing', ACTIVE, lambda w: w.call('web1', ACTIVE, LEASE)),
     ('name-missing', ACTIVE, _two_of_a_name),
+    ('group-unreadable', 'web', lambda w: w.put(keys.group('web'), '{}')),
+    ('group-broken', 'web', lambda w: w.join('web', ANTI_AFFINITY, {ACTIVE: ONE, OFF: ONE})),
+    ('group-broken', 'web', lambda w: w.join('web', AFFINITY, {ACTIVE: ONE, ELSEWHERE: SILENT})),
+    ('group-orphaned', 'web', lambda w: w.join('web', AFFINITY, {ACTIVE: ONE, NOBODY: ONE})),
+    ('group-orphaned', 'web', lambda w: w.join('web', AFFINITY, {GONE: ONE})),
+    ('group-missing', ACTIVE, lambda w: w.belong(ACTIVE, 'web')),
+    ('group-missing', ACTIVE, _elsewhere_in_its_group),
+    ('quota-unreadable', 'a/b', lambda w: w.put(keys.quota('a/b'), '{}')),
+    ('quota-differs', 'web', lambda w: w.put(keys.quota('web'), quota_to_json(Quota('web', {}, {'VCPU': 1})))),
+    ('usage-differs', 'web', _used_by_somebody_else),
     ('attempt-unleased', NOBODY, lambda w: w.put(keys.request(NOBODY), json.dumps({'instances': [NOBODY]}))),
     ('presence-unleased', TWO, lambda w: w.alive(TWO, lease=0)),
     ('compute-mute', TWO, _mute),
@@ -248,6 +300,9 @@ PLANTED: list[tuple[str, str, Callable[[Making], object]]] = [
     ('disk-orphaned', GONE, lambda w: w.guest(ONE, GONE, compute=None, defined=False, running=False)),
     ('seed-orphaned', NOBODY, lambda w: w.seed(ONE, NOBODY)),
     ('seed-orphaned', ACTIVE, lambda w: w.seed(TWO, ACTIVE)),
+    ('iso-orphaned', NOBODY, lambda w: w.iso(ONE, NOBODY)),
+    ('iso-orphaned', GONE, lambda w: w.iso(TWO, GONE)),
+    ('iso-orphaned', ACTIVE, lambda w: w.iso(TWO, ACTIVE)),
     ('reservation-orphaned', NOBODY, lambda w: w.reserve(ONE, NOBODY, '10.0.0.9')),
     ('reservation-orphaned', GONE, lambda w: w.reserve(ONE, GONE, '10.0.0.9')),
     ('reservation-orphaned', ACTIVE, lambda w: w.reserve(TWO, ACTIVE, '10.0.0.1')),
@@ -288,7 +343,21 @@ def test_what_a_state_explains(world: Making, state: str, holds: bool, guest: st
     elif guest != 'none':
         world.guest(TWO, NOBODY, running=guest == 'running')
     world.seed(TWO, NOBODY)
+    world.iso(TWO, NOBODY)
     world.reserve(TWO, NOBODY, '10.0.0.9')
+    assert audit(world.planes()) == []
+
+
+def test_groups_and_quotas_that_agree(world: Making) -> None:
+    world.belong(ACTIVE, 'web')
+    world.join('web', ANTI_AFFINITY, {ACTIVE: ONE, ELSEWHERE: SILENT})
+    world.put(keys.host(ONE, OFF), to_json(Request(OFF, {ONE: SIZE}, IMAGE, '', 'p')))
+    world.put(keys.quota('p'), quota_to_json(Quota('p', {'VCPU': 1}, {**SIZE, 'instances': 1})))
+    world.usages['p'] = {**SIZE, 'instances': 1}
+    assert audit(world.planes()) == []
+    # Somebody has claimed, and not delivered yet.
+    world.put(keys.request(NOBODY), json.dumps({'instances': [NOBODY]}), LEASE)
+    world.usages['p'] = {**times(SIZE, 2), 'instances': 2}
     assert audit(world.planes()) == []
 
 
@@ -357,13 +426,28 @@ def test_an_eschedule_that_is_at_it(world: Making) -> None:
     for key, value in (
         (keys.request(NOBODY), json.dumps({'instances': [NOBODY]})),
         (keys.request(GONE), json.dumps({'instances': [GONE, NOBODY]})),
-        (f'{keys.QUEUES}any/{NOBODY}', '{}'),
+        (keys.taker(keys.queue('small', NOBODY)), '{}'),
     ):
         world.put(key, value, LEASE)
         world.held[TWO][NOBODY] = SIZE
         assert audit(world.planes()) == [], key
         del world.etcd[key]
         assert world.codes() == ['allocation-orphaned'], key
+
+
+def test_what_waits_is_no_finding(world: Making) -> None:
+    world.wait(NOBODY, name='web2')
+    world.call('web2', NOBODY)
+    # Its taker's claim, living or dead.
+    world.held[TWO][NOBODY] = SIZE
+    assert audit(world.planes()) == []
+    world.put(keys.taker(keys.queue('small', NOBODY)), '{}', LEASE)
+    assert audit(world.planes()) == []
+    # What was gone before a compute took it is no compute's.
+    world.write(FAILED, record.GONE, compute='', lease=LEASE)
+    del world.etcd[keys.name('failed')]
+    assert audit(world.planes()) == []
+    assert World(world.planes()).silent() == [SILENT]
 
 
 def test_a_silent_compute_is_not_compared(world: Making) -> None:
@@ -414,6 +498,13 @@ def test_a_disk_beside_a_living_instances_is_not_removed_by_rule(world: Making) 
     assert found.how
 
 
+@pytest.mark.parametrize('defined', [True, False])
+def test_a_seed_goes_with_its_disk(world: Making, defined: bool) -> None:
+    world.guest(ONE, NOBODY, compute=ONE if defined else None, defined=defined, running=False)
+    world.iso(ONE, NOBODY)
+    assert world.codes() == ['domain-orphaned' if defined else 'disk-orphaned']
+
+
 # Two looks
 
 
@@ -456,6 +547,7 @@ def test_several_defects_are_each_found_and_nothing_raises(data: st.DataObject) 
         'disk-orphaned': lambda i: world.guest(ONE, i, compute=None, defined=False, running=False),
         'domain-orphaned': lambda i: world.guest(TWO, i),
         'seed-orphaned': lambda i: world.seed(ONE, i),
+        'iso-orphaned': lambda i: world.iso(ONE, i),
         'record-unleased': lambda i: world.write(i, record.GONE),
         'request-unreadable': lambda i: world.put(keys.host(ONE, i), ''),
     }

@@ -11,6 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ecomp.model import keys
+from ecomp.model.choose import Why
+from ecomp.model.group import ANTI_AFFINITY, Membership
 from ecomp.model.guest_data import KEYS_LIMIT, USER_DATA_LIMIT
 from ecomp.model.instance import SIZE_LIMIT, Invalid, Request, name_to_json, named, parse_request, to_json
 from ecomp.model.power import Power
@@ -192,7 +194,37 @@ HOSTILE: list[tuple[bytes | str | dict[str, Any], str]] = [
     (request(user_data='canary\ud800'), 'user_data: expected base64'),
     (request(user_data=''), 'user_data: expected base64'),
     (request(user_data=base64.b64encode(bytes(USER_DATA_LIMIT + 1)).decode()), f'the limit is {USER_DATA_LIMIT}'),
+    *(
+        (request(user_data_sha256=junk), 'user_data_sha256: expected 64 hexadecimal digits')
+        for junk in ('', 'canary', 7, ['canary'], 'f' * 63, 'F' * 64, '../' + 'f' * 61, 'f' * 64 + '\n')
+    ),
+    *((request(count=junk), 'is no number of instances') for junk in (0, -1, True, 1.5, '3', None, [2])),
+    *((request(group=junk), 'group: expected an object with a name') for junk in ('web', [], {}, {'name': 7})),
+    (request(group={'name': 'web', 'policy': 'spread', 'strict': True}), "not a group: policy is 'spread'"),
+    (request(group={'name': 'web', 'policy': 'affinity'}), "strict 'None'"),
+    (request(group={'name': '../x', 'policy': 'affinity', 'strict': True}), 'is no name of a group'),
+    *(
+        (request(resources=junk), 'resources: expected an object of amounts')
+        for junk in ([], {'VCPU': 0}, {'VCPU': True}, {'VCPU': '1'}, {'VCPU': 2**31}, None)
+    ),
 ]
+
+
+@pytest.mark.parametrize('junk', [7, [], {}, {'weigh': 7, 'weight': 1, 'of': 1}, {'weigh': 'x', 'of': '1'}])
+def test_why_it_is_there_is_passed_over_where_it_says_nothing(junk: object) -> None:
+    found = parsed(request(why=junk))
+    assert isinstance(found, Request)
+    assert found.why is None
+
+
+def test_groups_resources_and_reasons_are_read_as_they_were_written() -> None:
+    group, why = Membership('web', ANTI_AFFINITY, True), Why('spread', 0.75, 3)
+    wanted = Request(INSTANCE, {COMPUTE: RESOURCES}, IMAGE, 'u', 'p', group=group, why=why)
+    assert parsed(to_json(wanted)) == wanted
+    tombstone = Request(INSTANCE, {}, None, 'u', 'p', group=group, left=RESOURCES)
+    found = parsed(to_json(tombstone))
+    assert isinstance(found, Request)
+    assert (found.is_tombstone, found.resources, found.group) == (True, RESOURCES, group)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ecomp.model.names import RESERVED, check_name, is_label, is_name, uuid_prefix
-from ecomp.scheduler.arguments import FORMS
+from ecomp.scheduler.forms import FORMS
 
 UUID = 'd578fb7c-7787-4e73-b69a-a7b3ef9bf73a'
 

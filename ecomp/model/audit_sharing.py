@@ -1,0 +1,97 @@
+"""The audit of what instances share: groups and quotas, against the requests and records there are. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from ecomp.model import keys
+from ecomp.model.findings import Finding
+from ecomp.model.group import Group
+from ecomp.model.instance import Request
+from ecomp.model.planes import World
+from ecomp.model.queue import Waiting
+from ecomp.model.quota import Quota, charge, summed
+
+QUOTED = 3
+"""Instances that a finding names."""
+
+
+def groups(world: World) -> Iterator[Finding]:
+    """Keys that cannot be understood, rules that do not hold, and members who are not there (any more)."""
+    for name, found in world.groups.items():
+        if not isinstance(found, Group):
+            yield Finding('group-unreadable', name, f'{keys.group(name)} cannot be understood: {found}')
+            continue
+        for line in found.broken():
+            yield Finding('group-broken', name, f'it is {found.rule}, and {line}')
+        gone = [each for each in sorted(found.members) if not _is_there(world, each)]
+        if gone:
+            more = f' and {len(gone) - QUOTED} more' if len(gone) > QUOTED else ''
+            told = f'{keys.group(name)} has members that neither a request nor a living record speaks of'
+            yield Finding('group-orphaned', name, f'{told}: {", ".join(gone[:QUOTED])}{more}')
+
+
+def _is_there(world: World, instance: str) -> bool:
+    asked = instance in world.at_it or instance in world.unreadable or bool(world.wishes.get(instance))
+    return asked or world.is_living(instance)
+
+
+def membership(world: World, instance: str) -> Iterator[Finding]:
+    """A living instance that is not in the group its request names."""
+    for compute, wish in world.wishes.get(instance, {}).items():
+        if not isinstance(wish, Request) or wish.is_tombstone or wish.group is None:
+            continue
+        found = world.groups.get(wish.group.name)
+        if found is None:
+            said = 'is not there'
+        elif not isinstance(found, Group) or found.members.get(instance) == compute:
+            continue
+        else:
+            on = found.members.get(instance)
+            said = f'has it on compute {on}' if on else 'does not have it'
+        name = wish.group.name
+        told = f'it is in group {name} on compute {compute}, and {keys.group(name)} {said}'
+        yield Finding('group-missing', instance, told, compute)
+
+
+def quotas(world: World) -> Iterator[Finding]:
+    """What each project is said to have, against its requests, and against what placement counts for it."""
+    for project, found in world.quotas.items():
+        if not isinstance(found, Quota):
+            yield Finding('quota-unreadable', project, f'{keys.quota(project)} cannot be understood: {found}')
+            continue
+        requested = _requested(world, project)
+        differs = _differs(found.used, requested)
+        if differs:
+            told = f'{keys.quota(project)} counts {differs[0]}, its requests {differs[1]}'
+            yield Finding('quota-differs', project, told)
+            continue
+        claimed = world.planes.usages.get(project)
+        # Who is at it claims first and delivers then; what a compute is at has its claim, or soon none.
+        in_work = world.at_it or any(map(world.is_in_work, world.wishes))
+        differs = None if claimed is None or in_work else _differs(found.used, claimed)
+        if differs:
+            told = f'{keys.quota(project)} counts {differs[0]}, placement {differs[1]}'
+            yield Finding('usage-differs', project, told)
+
+
+def _requested(world: World, project: str) -> dict[str, int]:
+    found = {}
+    for instance, places in world.queued.items():
+        for waiting in places.values():
+            if isinstance(waiting, Waiting) and waiting.project_id == project:
+                found[instance] = charge(waiting.flavor.resources)
+    for instance, wishes in world.wishes.items():
+        for wish in wishes.values():
+            if isinstance(wish, Request) and wish.project_id == project:
+                found[instance] = charge(wish.resources)
+    return summed(found.values())
+
+
+def _differs(one: Mapping[str, int], other: Mapping[str, int]) -> tuple[str, str] | None:
+    """The amounts in which they differ, of both, in words; None if they are the same."""
+    names = sorted(name for name in {*one, *other} if one.get(name, 0) != other.get(name, 0))
+    if not names:
+        return None
+    words = [', '.join(f'{name} {each.get(name, 0)}' for name in names) for each in (one, other)]
+    return words[0], words[1]

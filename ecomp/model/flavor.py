@@ -1,0 +1,137 @@
+"""A flavor: what is asked of placement, by a name. Pure.
+
+Written as a placement query with resources and traits alone: 'resources=VCPU:1,MEMORY_MB:256&required=T,!FORBIDDEN'.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from ecomp.model.allocation import LARGEST, Resources
+from ecomp.model.json_object import load_object
+
+VERSION = 1
+_NAME = re.compile('[A-Za-z0-9][A-Za-z0-9._-]{0,62}')
+_CLASS = re.compile('[A-Z0-9_]{1,255}')
+"""placement's own pattern for resource classes and traits."""
+
+
+@dataclass(frozen=True)
+class Flavor:
+    """So much of each class, on a compute that has all of the `required` traits and none of the `forbidden` ones."""
+
+    name: str
+    resources: Resources
+    required: tuple[str, ...] = ()
+    forbidden: tuple[str, ...] = ()
+
+    @property
+    def traits(self) -> str:
+        """The traits as a query has them, '' for none."""
+        return ','.join([*self.required, *(f'!{each}' for each in self.forbidden)])
+
+    @cached_property
+    def query(self) -> str:
+        """The query that asks for it."""
+        return on_top(self, '')
+
+
+def check_flavor_name(name: str) -> str:
+    """The name as it is; ValueError if it is none."""
+    if not _NAME.fullmatch(name):
+        raise ValueError(f'{name[:80]!r} is no name of a flavor: it has 1 to 63 letters, digits, ., _ and -')
+    return name
+
+
+def parse_flavor(name: str, text: str) -> Flavor:
+    """The flavor written as a query. ValueError says what is wrong with it."""
+    check_flavor_name(name)
+    resources: dict[str, int] = {}
+    required: list[str] = []
+    forbidden: list[str] = []
+    for part in filter(None, text.split('&')):
+        key, _, value = part.partition('=')
+        if key == 'resources':
+            for each, amount in _amounts(value).items():
+                resources[each] = _amount(each, amount)
+        elif key == 'required' and not value.startswith('in:'):
+            for trait in value.split(','):
+                (forbidden if trait.startswith('!') else required).append(_name_of('trait', trait.removeprefix('!')))
+        else:
+            raise ValueError(f'{part[:80]!r}: a flavor has resources=… and required=…, and nothing else')
+    if not resources:
+        raise ValueError('it asks for no resources: say it like resources=VCPU:1,MEMORY_MB:256,DISK_GB:1')
+    if set(required) & set(forbidden):
+        raise ValueError(f'{", ".join(sorted(set(required) & set(forbidden)))}: required and forbidden at once')
+    return Flavor(name, resources, tuple(dict.fromkeys(required)), tuple(dict.fromkeys(forbidden)))
+
+
+def on_top(flavor: Flavor, query: str) -> str:
+    """The flavor's query with another one on top: its amounts count in place of the flavor's, all else is added.
+
+    ValueError if its resources are not CLASS:AMOUNT.
+    """
+    amounts = {name: str(amount) for name, amount in flavor.resources.items()}
+    rest = []
+    for part in filter(None, query.split('&')):
+        if part.startswith('resources='):
+            amounts |= _amounts(part.removeprefix('resources='))
+        else:
+            rest.append(part)
+    asked = ','.join(f'{name}:{amount}' for name, amount in amounts.items())
+    return '&'.join([f'resources={asked}', *([f'required={flavor.traits}'] if flavor.traits else []), *rest])
+
+
+def to_json(flavor: Flavor) -> str:
+    """The value of the flavor's key."""
+    return json.dumps({'version': VERSION, **to_dict(flavor)})
+
+
+def to_dict(flavor: Flavor) -> dict[str, Any]:
+    """The flavor as JSON has it."""
+    return {
+        'name': flavor.name,
+        'resources': dict(flavor.resources),
+        'required': list(flavor.required),
+        'forbidden': list(flavor.forbidden),
+    }
+
+
+def from_json(name: str, value: bytes) -> Flavor:
+    """The flavor at a key. ValueError if it cannot be understood."""
+    data = load_object(value)
+    if data.get('version', VERSION) != VERSION:
+        raise ValueError(f'version {data["version"]!r} of a flavor is not known here')
+    resources, traits = data.get('resources'), (data.get('required', []), data.get('forbidden', []))
+    if not isinstance(resources, Mapping) or not all(isinstance(each, list) for each in traits):
+        raise ValueError('expected resources, required and forbidden')
+    asked = ','.join(f'{each}:{amount}' for each, amount in resources.items())
+    named = [*map(str, traits[0]), *(f'!{each}' for each in traits[1])]
+    return parse_flavor(name, f'resources={asked}' + (f'&required={",".join(named)}' if named else ''))
+
+
+def _amounts(value: str) -> dict[str, str]:
+    found = {}
+    for part in value.split(','):
+        name, colon, amount = part.partition(':')
+        if not colon:
+            raise ValueError(f'{part[:80]!r} is not CLASS:AMOUNT')
+        found[_name_of('resource class', name)] = amount
+    return found
+
+
+def _amount(name: str, text: str) -> int:
+    if not text.isdecimal() or not text.isascii() or not 0 < int(text) <= LARGEST:
+        raise ValueError(f'{name}: {text[:40]!r} is not a whole number from 1 to {LARGEST}')
+    return int(text)
+
+
+def _name_of(what: str, text: str) -> str:
+    if not _CLASS.fullmatch(text):
+        raise ValueError(f'{text[:80]!r} is no {what}: those are of A-Z, 0-9 and _')
+    return text

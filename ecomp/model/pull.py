@@ -1,0 +1,138 @@
+"""All that waits in the queues, and which of it a compute takes next. Pure."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Container, Iterable, Mapping
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import NamedTuple, Protocol
+
+from ecomp.model import keys
+from ecomp.model.allocation import NEEDED
+from ecomp.model.explain import Provider, miss
+from ecomp.model.flavor import Flavor
+from ecomp.model.group import Group
+from ecomp.model.query import parse
+from ecomp.model.queue import Waiting, marked_by, parse_waiting
+from ecomp.model.status import DISABLED
+
+LONGEST = 0.2
+"""Seconds a full compute waits before it takes anything."""
+JITTER, EACH, MOST = 0.02, 0.002, 2.0
+"""Seconds by which equal ones differ: so many, more if that is less than EACH for each compute there is, up to MOST.
+
+EACH is the time in which etcd tells all of them that one was faster: so of a thousand only a few are after the same."""
+WIDEST = 64
+"""How far from the front of its queue a request may be, at most, that is taken."""
+
+
+class Written(Protocol):
+    """A key's value, and the revision that wrote it."""
+
+    @property
+    def value(self) -> bytes: ...
+    @property
+    def revision(self) -> int: ...
+
+
+class Place(NamedTuple):
+    """A waiting request, and the revision that put it in the queue."""
+
+    revision: int
+    waiting: Waiting
+
+
+class Nonsense(NamedTuple):
+    """What nobody can understand, and so nobody takes."""
+
+    revision: int
+
+
+@dataclass(frozen=True)
+class Line:
+    """The queues at one moment.
+
+    `places`: what waits and nobody takes, by its key, oldest first; `flavors`: theirs, by their queries; `marks`: by
+    compute what it has marked, {key: (the mark's revision, what is marked or None)}; `has_more`: something is among
+    the places that was not before.
+    """
+
+    places: Mapping[str, Place] = field(default_factory=dict)
+    flavors: Mapping[str, Flavor] = field(default_factory=dict)
+    marks: Mapping[str, Mapping[str, tuple[int, Place | None]]] = field(default_factory=dict)
+    has_more: bool = False
+    parsed: Mapping[str, Place | Nonsense] = field(default_factory=dict, repr=False)
+
+
+def line_of(state: Mapping[str, Written], before: Line) -> Line:
+    """What the keys under /queues/ say; what was read `before` is not read again."""
+    parsed: dict[str, Place | Nonsense] = {}
+    takers = []
+    for key, entry in state.items():
+        known = before.parsed.get(key)
+        if known is not None and known.revision == entry.revision:
+            parsed[key] = known
+        elif keys.queued(key) is not None:
+            waiting = parse_waiting(key, entry.value)
+            place = Place(entry.revision, waiting) if isinstance(waiting, Waiting) else Nonsense(entry.revision)
+            parsed[key] = place
+        elif key.endswith(keys.TAKER):
+            takers.append(key)
+    places = {key: each for key, each in parsed.items() if isinstance(each, Place)}
+    marks: dict[str, dict[str, tuple[int, Place | None]]] = {}
+    for key in takers:
+        queue_key = key.removesuffix(keys.TAKER)
+        marked, compute = places.pop(queue_key, None), marked_by(state[key].value)
+        if compute is not None:
+            marks.setdefault(compute, {})[queue_key] = state[key].revision, marked
+    in_order = dict(sorted(places.items(), key=lambda item: item[1].revision))
+    flavors = {each.waiting.flavor.query: each.waiting.flavor for each in in_order.values()}
+    has_more = any(before.places.get(key) is not place for key, place in in_order.items())
+    return Line(in_order, flavors, marks, has_more, parsed)
+
+
+def fits(flavor: Flavor, provider: Provider) -> bool:
+    """Whether the provider may take one of it now, by placement's own rules."""
+    return DISABLED not in provider.traits and not miss(parse(flavor.query), provider).failures
+
+
+def subscribed(flavors: Mapping[str, Flavor], provider: Provider, known: Mapping[str, bool]) -> dict[str, bool]:
+    """Of each query that somebody waits with, whether the provider may take it now; as `known` where that is there.
+
+    A flavor nobody waits for is not looked at: there may be tens of thousands.
+    """
+    return {query: known[query] if query in known else fits(flavor, provider) for query, flavor in flavors.items()}
+
+
+def next_of(
+    places: Iterable[Place], takes: Mapping[str, bool], passed_over: Container[str], among: int, rng: random.Random
+) -> Place | None:
+    """Any of the first `among` (1: the first) that may be taken, of those that are not `passed_over` (instances)."""
+    fit = (
+        each for each in places if takes.get(each.waiting.flavor.query) and each.waiting.instance not in passed_over
+    )
+    first = list(islice(fit, among))
+    return rng.choice(first) if first else None
+
+
+def widened(among: int, won: bool) -> int:
+    """Among how many of the first to choose after going for one: twice as many if somebody was faster, else half."""
+    return max(among // 2, 1) if won else min(among * 2, WIDEST)
+
+
+def patience(provider: Provider, group: Group | None, computes: int, rng: random.Random) -> float:
+    """Seconds a compute lets the others go first: the more, the more of its scarcest class is used.
+
+    Of a soft `group` those that it prefers go first whatever they have. The more `computes` there are the more they
+    differ: of many idle ones the first waits no longer for that; loaded ones do, up to MOST: idler ones may be near.
+    """
+    shares = [
+        each.used / each.capacity if each.capacity > 0 else 1.0
+        for name, each in provider.inventories.items()
+        if name in NEEDED
+    ]
+    share = min(max(shares, default=1.0), 1.0)
+    preferred = group is None or group.preference(provider.uuid) >= max([0, *map(group.preference, group.on)])
+    later = 0.0 if preferred else LONGEST
+    return later + LONGEST * share + min(max(EACH * computes, JITTER), MOST) * rng.uniform(share, 1.0)

@@ -1,0 +1,180 @@
+"""A request that waits in a flavor's queue, as it is written and read. Pure.
+
+The value of /queues/<flavor>/<instance>, JSON: version, instance, flavor, query (the flavor's as it was then: that is
+what is claimed, whatever becomes of the flavor), image, user_id, project_id, stages ({"requested": ISO time}), and
+where they were given name, ssh_keys, user_data_sha256 and group (see ecomp.model.instance). It is never written again:
+its revision is its place in the queue. Below it, at …/taker, is the mark of the compute that is taking it: {"version",
+"compute"}.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ecomp.model import keys
+from ecomp.model.allocation import missing
+from ecomp.model.choose import QUEUE, Why
+from ecomp.model.flavor import Flavor, parse_flavor
+from ecomp.model.group import Membership, membership_from
+from ecomp.model.image import check_image
+from ecomp.model.instance import (
+    REASON_LIMIT,
+    SIZE_LIMIT,
+    Invalid,
+    Request,
+    name_field,
+    sha256_field,
+    ssh_keys_field,
+    stages_field,
+    text_field,
+)
+from ecomp.model.json_object import load_object
+from ecomp.model.record import QUEUED, Record
+
+VERSION = 1
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """A request that waits for a compute. `flavor` is as it was when it was asked for."""
+
+    instance: str
+    flavor: Flavor
+    image: str
+    user_id: str
+    project_id: str
+    stages: Mapping[str, str] = field(default_factory=dict)
+    name: str | None = None
+    ssh_keys: tuple[str, ...] | None = field(default=None, repr=False)
+    user_data_sha256: str | None = None
+    group: Membership | None = None
+
+    @property
+    def key(self) -> str:
+        """Where it waits."""
+        return keys.queue(self.flavor.name, self.instance)
+
+    def request(self, compute: str, now: str) -> Request:
+        """What the compute that took it is asked for."""
+        return Request(
+            instance=self.instance,
+            allocations={compute: dict(self.flavor.resources)},
+            image=self.image,
+            user_id=self.user_id,
+            project_id=self.project_id,
+            query=self.flavor.query,
+            stages={**self.stages, 'scheduled': now},
+            name=self.name,
+            ssh_keys=self.ssh_keys,
+            user_data_sha256=self.user_data_sha256,
+            group=self.group,
+            why=Why(QUEUE, None, 1),
+        )
+
+
+def to_json(waiting: Waiting) -> str:
+    """The value of the request's key."""
+    given = {
+        'name': waiting.name,
+        'ssh_keys': None if waiting.ssh_keys is None else list(waiting.ssh_keys),
+        'user_data_sha256': waiting.user_data_sha256,
+    }
+    return json.dumps(
+        {
+            'version': VERSION,
+            'instance': waiting.instance,
+            'flavor': waiting.flavor.name,
+            'query': waiting.flavor.query,
+            'image': waiting.image,
+            'user_id': waiting.user_id,
+            'project_id': waiting.project_id,
+            'stages': dict(waiting.stages),
+            **{name: value for name, value in given.items() if value is not None},
+            **({'group': waiting.group._asdict()} if waiting.group else {}),
+        }
+    )
+
+
+def parse_waiting(key: str, value: bytes) -> Waiting | Invalid:
+    """The request at a key in the queues, or the reason it is none: then nobody takes it."""
+    try:
+        return _parse(key, value)
+    except ValueError as error:
+        return Invalid(keys.last(key), str(error)[:REASON_LIMIT])
+    except RecursionError:  # a reason quotes what is wrong
+        return Invalid(keys.last(key), 'the request is nested too deeply')
+
+
+def _parse(key: str, value: bytes) -> Waiting:
+    place = keys.queued(key)
+    if place is None or not keys.is_uuid(place[1]):
+        raise ValueError(f'{key[:200]!r} is not {keys.QUEUES}<flavor>/<uuid>')
+    if len(value) > SIZE_LIMIT:
+        raise ValueError(f'the request has {len(value)} bytes; the limit is {SIZE_LIMIT}')
+    data = load_object(value)
+    version = data.get('version')
+    if type(version) is not int or not 1 <= version <= VERSION:
+        raise ValueError(f'version {version!r} of a waiting request is not known here: {VERSION} is')
+    told = data.get('flavor'), data.get('instance')
+    if told != place:
+        raise ValueError(f'its key says {"/".join(place)}, and it says {told[0]!r} and {told[1]!r}')
+    flavor = parse_flavor(place[0], _needed(data, 'query'))
+    lacking = missing(flavor.resources)
+    if lacking:
+        raise ValueError(f'its flavor has no {", ".join(lacking)}: a guest needs all of them')
+    return Waiting(
+        instance=place[1],
+        flavor=flavor,
+        image=check_image(_needed(data, 'image')),
+        user_id=_needed(data, 'user_id'),
+        project_id=_needed(data, 'project_id'),
+        stages=stages_field(data),
+        name=name_field(data),
+        ssh_keys=ssh_keys_field(data),
+        user_data_sha256=sha256_field(data),
+        group=membership_from(data.get('group')),
+    )
+
+
+def _needed(data: Mapping[str, Any], name: str) -> str:
+    text = text_field(data, name)
+    if not text:
+        raise ValueError(f'the request lacks {name}')
+    return text
+
+
+def record_of(key: str, value: bytes) -> Record:
+    """What there is to show of a request that waits: no compute has a record of it."""
+    waiting = parse_waiting(key, value)
+    if isinstance(waiting, Invalid):
+        return Record(keys.last(key), '', QUEUED, None, fault=f'nobody takes it: {waiting.reason}')
+    return Record(
+        instance=waiting.instance,
+        compute='',
+        state=QUEUED,
+        image=waiting.image,
+        resources=waiting.flavor.resources,
+        query=waiting.flavor.query,
+        user_id=waiting.user_id,
+        project_id=waiting.project_id,
+        stages=waiting.stages,
+        name=waiting.name,
+        group=waiting.group.name if waiting.group else None,
+    )
+
+
+def mark_to_json(compute: str) -> str:
+    """The value of a taker's key."""
+    return json.dumps({'version': VERSION, 'compute': compute})
+
+
+def marked_by(value: bytes) -> str | None:
+    """The compute that a taker's key is of; None if it makes no sense."""
+    try:
+        compute = load_object(value).get('compute')
+    except ValueError:
+        return None
+    return compute if isinstance(compute, str) else None

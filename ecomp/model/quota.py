@@ -1,0 +1,125 @@
+"""Quotas: how much a project may have, and how much it has. Pure.
+
+The key /quotas/<project> holds JSON: {"version", "limits": {class or "instances": n}, "used": the same}. Both are
+amounts of placement's resource classes. What is used counts from the delivery of a request (one that waits in a queue
+has been delivered) to the transaction that removes it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+from ecomp.model.allocation import LARGEST, Resources
+from ecomp.model.json_object import load_object
+
+VERSION = 1
+INSTANCES = 'instances'
+_CLASS = re.compile('[A-Z0-9_]{1,255}')
+
+
+class Excess(NamedTuple):
+    """One limit that does not allow what is asked for."""
+
+    name: str
+    limit: int
+    used: int
+    asked: int
+
+    def __str__(self) -> str:
+        """`VCPU: limit 10, used 9, asked 2`."""
+        return f'{self.name}: limit {self.limit}, used {self.used}, asked {self.asked}'
+
+
+@dataclass(frozen=True)
+class Quota:
+    """The limits of a project; what has none is unlimited."""
+
+    project: str
+    limits: Mapping[str, int] = field(default_factory=dict)
+    used: Mapping[str, int] = field(default_factory=dict)
+
+    def excess(self, charge: Mapping[str, int]) -> list[Excess]:
+        """Which limits so much more would exceed; none: it is allowed."""
+        found = (
+            Excess(name, limit, self.used.get(name, 0), charge.get(name, 0)) for name, limit in self.limits.items()
+        )
+        return [each for each in found if each.asked and each.used + each.asked > each.limit]
+
+    def room(self, charge: Mapping[str, int], count: int) -> int:
+        """How many of so much each are allowed, `count` at most."""
+        return next((number for number in range(count, 0, -1) if not self.excess(times(charge, number))), 0)
+
+    def with_used(self, charge: Mapping[str, int]) -> Quota:
+        """The quota with so much more in use."""
+        return self._moved(charge, 1)
+
+    def without_used(self, charge: Mapping[str, int]) -> Quota:
+        """The quota with so much less in use; never less than nothing."""
+        return self._moved(charge, -1)
+
+    def _moved(self, charge: Mapping[str, int], sign: int) -> Quota:
+        now = {name: max(self.used.get(name, 0) + sign * charge.get(name, 0), 0) for name in {*self.used, *charge}}
+        return replace(self, used={name: now[name] for name in sorted(now) if now[name]})
+
+
+def charge(resources: Resources) -> dict[str, int]:
+    """What one instance of these resources counts for."""
+    return {**resources, INSTANCES: 1}
+
+
+def times(each: Mapping[str, int], count: int) -> dict[str, int]:
+    """So much, so many times."""
+    return {name: amount * count for name, amount in each.items()}
+
+
+def summed(charges: Iterable[Mapping[str, int]]) -> dict[str, int]:
+    """All of them together."""
+    found: dict[str, int] = {}
+    for each in charges:
+        for name, amount in each.items():
+            found[name] = found.get(name, 0) + amount
+    return found
+
+
+def refusal(project: str, excess: Sequence[Excess]) -> str:
+    """Why it is not allowed, in one sentence."""
+    return f'the quota of project {project} does not allow it: {"; ".join(map(str, excess))}'
+
+
+def parse_limits(words: Sequence[str]) -> dict[str, int | None]:
+    """Limits as they are typed: VCPU=10, instances=3, DISK_GB=none (None: no limit any more). ValueError says why."""
+    found: dict[str, int | None] = {}
+    for word in words:
+        name, _, text = word.partition('=')
+        if name != INSTANCES and not _CLASS.fullmatch(name):
+            raise ValueError(f'{word[:80]!r} is no limit: give VCPU=10, MEMORY_MB=8192, DISK_GB=100 or instances=5')
+        if text != 'none' and not (text.isascii() and text.isdecimal() and int(text) <= LARGEST):
+            raise ValueError(f'{word[:80]!r}: a limit is a whole number from 0 to {LARGEST}, or none')
+        if name in found:
+            raise ValueError(f'{name} is given twice')
+        found[name] = None if text == 'none' else int(text)
+    return found
+
+
+def to_json(quota: Quota) -> str:
+    """The value of the project's key."""
+    return json.dumps({'version': VERSION, 'limits': dict(quota.limits), 'used': dict(quota.used)})
+
+
+def from_json(project: str, value: bytes) -> Quota:
+    """The quota that a key holds. ValueError if it is none, or of a newer version."""
+    data = load_object(value)
+    version = data.get('version')
+    if type(version) is not int or not 1 <= version <= VERSION:
+        raise ValueError(f'a quota of version {version!r}: this ecomp reads up to {VERSION}')
+    parts = []
+    for part in ('limits', 'used'):
+        amounts = data.get(part)
+        if not isinstance(amounts, dict) or not all(type(each) is int and each >= 0 for each in amounts.values()):
+            raise ValueError(f'not a quota: {part} is no object of amounts')
+        parts.append(amounts)
+    return Quota(project, *parts)

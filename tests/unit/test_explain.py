@@ -1,0 +1,241 @@
+"""What a provider lacks, in words and numbers; which is nearest; and the smallest change. The rules themselves are held
+against placement in tests/functional/test_why_no_room.py."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ecomp.model.allocation import LARGEST
+from ecomp.model.explain import (
+    Cure,
+    Inventory,
+    Miss,
+    Provider,
+    changed,
+    in_words,
+    miss,
+    nearest,
+    smallest,
+    unexplained,
+)
+from ecomp.model.query import Amount, Has, HasNot, enabled_only, parse, words
+from ecomp.model.status import DISABLED
+
+GUEST = 'resources=VCPU:1,MEMORY_MB:256,DISK_GB:1'
+AGGREGATE, OTHER = 'a66e9a7e-0000-4000-8000-000000000001', 'a66e9a7e-0000-4000-8000-000000000002'
+ROOMY = {'VCPU': Inventory(4), 'MEMORY_MB': Inventory(7800), 'DISK_GB': Inventory(25)}
+
+
+def provider(name: str = 'p', **inventories: Inventory) -> Provider:
+    return Provider(name, {**ROOMY, **inventories})
+
+
+def lacks(query: str, on: Provider) -> list[str]:
+    return [each.why for each in miss(parse(query), on).failures]
+
+
+def advice(query: str, *providers: Provider) -> str | None:
+    """The smallest change, in words."""
+    best = smallest(miss(parse(query), each) for each in providers)
+    return in_words(best.cures, best.provider) if best is not None and best.cures else None
+
+
+# What is lacking
+
+
+def test_nothing_lacks() -> None:
+    assert miss(parse(GUEST), provider()).fits
+
+
+@pytest.mark.parametrize(
+    ('have', 'why'),
+    [
+        (Inventory(7800, used=7544), None),
+        (Inventory(7800, used=7545), 'MEMORY_MB short by 1 (free 255 of 7800)'),
+        (Inventory(7800, reserved=7700), 'MEMORY_MB short by 156 (free 100 of 100)'),
+        (Inventory(100, allocation_ratio=1.5), 'MEMORY_MB short by 106 (free 150 of 150)'),
+        (Inventory(3, allocation_ratio=0.5), 'MEMORY_MB short by 255 (free 1 of 1)'),
+        (Inventory(100, used=200), 'MEMORY_MB short by 356 (used 200 of 100)'),
+        (Inventory(7800, max_unit=128), 'MEMORY_MB:256 is more than one may have (max_unit 128)'),
+        (Inventory(7800, min_unit=512), 'MEMORY_MB:256 is less than one has to have (min_unit 512)'),
+        (Inventory(7800, step_size=100), 'MEMORY_MB:256 is not a multiple of 100 (step_size)'),
+        (
+            Inventory(200, max_unit=128, step_size=100),
+            'MEMORY_MB short by 56 (free 200 of 200); MEMORY_MB:256 is more than one may have (max_unit 128); '
+            'MEMORY_MB:256 is not a multiple of 100 (step_size)',
+        ),
+    ],
+)
+def test_an_amount(have: Inventory, why: str | None) -> None:
+    assert lacks(GUEST, provider(MEMORY_MB=have)) == ([] if why is None else [why])
+
+
+@pytest.mark.parametrize(
+    ('query', 'why'),
+    [
+        ('required=A', None),
+        ('required=A,C', 'lacks C'),
+        ('required=in:C,D', 'lacks each of C, D'),
+        ('required=in:A,C', None),
+        ('required=!A', 'has A'),
+        ('required=!C', None),
+        ('root_required=A,!B', 'has B'),
+        (f'member_of={AGGREGATE}', None),
+        (f'member_of={OTHER}', f'is not in aggregate {OTHER}'),
+        (f'member_of=in:{AGGREGATE},{OTHER}', None),
+        (f'member_of=!{AGGREGATE}', f'is in aggregate {AGGREGATE}'),
+        (f'member_of=!in:{AGGREGATE},{OTHER}', f'is in aggregate {AGGREGATE}'),
+        ('in_tree=p', None),
+        ('in_tree=q', 'is not provider q'),
+        ('resources=VGPU:1,VCPU:1', 'has no VGPU'),
+    ],
+)
+def test_what_is_no_amount(query: str, why: str | None) -> None:
+    on = Provider('p', ROOMY, {'A', 'B'}, {AGGREGATE})
+    assert lacks(f'{GUEST}&{query}', on) == ([] if why is None else [why])
+
+
+def test_all_that_lacks_is_said_at_once() -> None:
+    on = provider(MEMORY_MB=Inventory(7800, used=7288), VCPU=Inventory(4, used=4))
+    assert lacks('resources=VCPU:1,MEMORY_MB:1741,DISK_GB:1&required=HW_CPU_X86_AVX2', on) == [
+        'VCPU short by 1 (free 0 of 4)',
+        'MEMORY_MB short by 1229 (free 512 of 7800)',
+        'lacks HW_CPU_X86_AVX2',
+    ]
+
+
+# The nearest miss
+
+
+def test_the_nearest_lacks_the_fewest_and_then_the_least() -> None:
+    asked = parse(f'{GUEST}&required=A')
+    two = Provider('two', {**ROOMY, 'MEMORY_MB': Inventory(255)})
+    far = Provider('far', {**ROOMY, 'MEMORY_MB': Inventory(16)}, {'A'})
+    near = Provider('near', {**ROOMY, 'MEMORY_MB': Inventory(200)}, {'A'})
+    order = [each.provider for each in nearest([miss(asked, each) for each in (two, far, near)])]
+    assert order == ['near', 'far', 'two']
+
+
+# The smallest change
+
+
+def test_one_change_is_enough() -> None:
+    small = provider('small', MEMORY_MB=Inventory(7800, used=7288))
+    query = GUEST.replace('256', '1741')
+    assert advice(query, small) == 'ask for MEMORY_MB:512'
+    assert advice(f'{query}&required=A', small) == 'ask for MEMORY_MB:512, without required=A'
+    # Where one change is enough it is said, wherever that is.
+    assert advice(f'{query}&required=A', small, provider('other')) == 'ask without required=A'
+
+
+@pytest.mark.parametrize(
+    ('have', 'change'),
+    [
+        (Inventory(1000, step_size=100), 'ask for MEMORY_MB:300'),
+        (Inventory(299, step_size=100), 'ask for MEMORY_MB:200'),
+        (Inventory(1000, min_unit=512), 'ask for MEMORY_MB:512'),
+        (Inventory(1000, min_unit=512, step_size=500), 'ask for MEMORY_MB:1000'),
+        (Inventory(1000, max_unit=100, step_size=64), 'ask for MEMORY_MB:64'),
+        (Inventory(1000, min_unit=512, used=600), 'free 112 MEMORY_MB on p, ask for MEMORY_MB:512'),
+        (Inventory(1000, used=1000), 'free 256 MEMORY_MB on p'),
+        (Inventory(100, used=150), 'free 150 MEMORY_MB on p, ask for MEMORY_MB:100'),
+        (Inventory(1000, reserved=1000), None),
+        (Inventory(1000, min_unit=1001), None),
+        (None, None),
+    ],
+)
+def test_the_smallest_change_of_an_amount(have: Inventory | None, change: str | None) -> None:
+    inventories = {**ROOMY, 'MEMORY_MB': have}
+    on = Provider('p', {name: each for name, each in inventories.items() if each is not None})
+    assert advice(GUEST, on) == change
+
+
+def test_what_no_guest_needs_can_be_left_out() -> None:
+    query = GUEST + ',VGPU:1'
+    assert advice(query, provider()) == 'ask without VGPU'
+    assert advice(query, provider(VGPU=Inventory(1, used=1))) == 'ask without VGPU'
+    # Something has to be left to ask for.
+    assert advice('resources=VGPU:1', provider()) is None
+
+
+def test_a_change_of_the_query_goes_before_freeing_something() -> None:
+    full, far = provider('full', VCPU=Inventory(4, used=4)), provider('far', VCPU=Inventory(4, used=3))
+    query = GUEST.replace('VCPU:1', 'VCPU:2') + '&required=A,B'
+    assert advice(query, full) == 'free 2 VCPU on full, ask without required=A and required=B'
+    assert advice(query, full, far) == 'ask for VCPU:1, without required=A and required=B'
+
+
+def test_no_change_helps_where_nothing_is_to_be_had() -> None:
+    assert smallest([]) is None
+    assert smallest([miss(parse(GUEST), Provider('p'))]) is None
+    assert Miss('p', ()).fits
+
+
+def test_a_changed_query() -> None:
+    asked = parse(f'{GUEST}&required=A&root_required=!B')
+    cures = [Cure(Amount('VCPU', 1), Amount('VCPU', 2)), Cure(Has('required', ('A',)), None)]
+    now = changed(asked, cures)
+    assert now == (Amount('VCPU', 2), *asked[1:3], HasNot('root_required', 'B'))
+    assert words(now) == 'resources=VCPU:2,MEMORY_MB:256,DISK_GB:1&root_required=!B'
+
+
+limits = st.builds(
+    Inventory,
+    total=st.integers(1, 30),
+    allocation_ratio=st.sampled_from([0.5, 1.0, 1.5]),
+    min_unit=st.integers(1, 8),
+    max_unit=st.integers(1, 30) | st.just(LARGEST),
+    step_size=st.integers(1, 7),
+    used=st.integers(0, 40),
+)
+
+
+@given(limits, st.integers(1, 60))
+def test_no_nearer_amount_would_do(have: Inventory, amount: int) -> None:
+    def may(each: int) -> bool:
+        return miss([Amount('X', each)], Provider('p', {'X': have})).fits
+
+    found = have.nearest(amount, have.free)
+    possible = [each for each in range(1, 61) if may(each)]
+    if found is None:
+        assert possible == []
+    else:
+        assert may(found)
+        assert abs(found - amount) == min(abs(each - amount) for each in possible)
+
+
+# What is beyond it
+
+
+def test_nested_and_sharing_providers_are_beyond_it() -> None:
+    asked = parse(GUEST)
+    near = Provider('p', ROOMY, (), {AGGREGATE})
+    shares = Provider('s', {'DISK_GB': Inventory(1)}, (), {AGGREGATE, OTHER})
+    assert unexplained(asked, near, []) is None
+    assert unexplained(asked, near, [shares]) == 'provider s shares with it'
+    assert unexplained(asked, Provider('p', ROOMY, (), {'elsewhere'}), [shares]) is None
+    assert unexplained(asked, near, [Provider('s', {'VGPU': Inventory(1)}, (), {AGGREGATE})]) is None
+    assert unexplained(asked, shares, [shares]) == 'it shares with others'
+    assert unexplained(asked, Provider('p', ROOMY, alone=False), []) == 'its resource providers are nested'
+
+
+@pytest.mark.parametrize(
+    ('have', 'closed'), [(Inventory(4), False), (Inventory(4, 3), False), (Inventory(4, 4), True), (None, False)]
+)
+def test_closed(have: Inventory | None, closed: bool) -> None:
+    assert Provider('p', {} if have is None else {'VCPU': have}).is_closed is closed
+
+
+@pytest.mark.parametrize('query', [enabled_only(GUEST), f'{GUEST}&required=!{DISABLED}'])
+def test_a_disabled_one_is_disabled_and_no_change_of_the_query_helps(query: str) -> None:
+    disabled = Provider('d', {**ROOMY, 'VCPU': Inventory(4, used=4)}, {DISABLED})
+    assert lacks(query, disabled) == ['is disabled', 'VCPU short by 1 (free 0 of 4)']
+    assert advice(query, disabled) is None
+    # Another one's is proposed, also where that is farther off.
+    full = provider(VCPU=Inventory(4, used=4), DISK_GB=Inventory(1, used=1))
+    assert advice(query, Provider('d', ROOMY, {DISABLED}), full)
+    # Who asks for disabled ones gets them.
+    assert lacks(enabled_only(f'{GUEST}&required={DISABLED}'), Provider('d', ROOMY, {DISABLED})) == []
+    assert advice(f'{GUEST}&required={DISABLED}', provider()) == f'ask without required={DISABLED}'

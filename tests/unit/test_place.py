@@ -1,0 +1,88 @@
+"""Where one of many at once is placed, who all had the same answer of placement's."""
+
+from __future__ import annotations
+
+import random
+import uuid
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import pytest
+
+from ecomp.model.choose import FIRST, PACK, SPREAD, Candidate, Offer, Room
+from ecomp.scheduler.claim import Claimer
+from ecomp.scheduler.joining import Terms
+from ecomp.scheduler.line import SCARCE
+from ecomp.scheduler.place import Placer
+from ecomp.scheduler.wanted import Wanted
+
+SIZE, EACH = {'VCPU': 1, 'MEMORY_MB': 128, 'DISK_GB': 1}, 4
+
+
+@dataclass(frozen=True)
+class Willing(Claimer):
+    """All that is claimed is got: there is room enough for what the tests here ask."""
+
+    def claim_what_fits(self, wanted: Mapping[str, Candidate]) -> set[str]:
+        """As the real one."""
+        return set(wanted)
+
+
+def offer(computes: int) -> Offer:
+    names = [str(uuid.UUID(int=number)) for number in range(computes)]
+    rooms = {name: {each: Room(EACH * amount, 0) for each, amount in SIZE.items()} for name in names}
+    return Offer([{name: SIZE} for name in names], rooms)
+
+
+def placed(found: Offer, seed: int, weigh: str, ahead: int, behind: int = 0, count: int = 1) -> list[str]:
+    """The computes of one request's instances."""
+    wanted = Wanted(
+        *(str(uuid.UUID(int=seed)), 'query', 'image', 'user', 'project', 'now'),
+        weigh=weigh, count=count, minimum=count,
+    )  # fmt: skip
+    placer = Placer(
+        Willing(None, '', '', lambda: True),  # type: ignore[arg-type]  # placement is not asked
+        lambda _: pytest.fail('nothing is to be given back'),
+        lambda: found,
+        lambda: (ahead, behind),
+        list(found.rooms),
+        wanted,
+        random.Random(seed),
+    )
+    return [each.compute for each in placer.place(found, Terms(None, None), {}).values()]
+
+
+def most(where: list[str]) -> int:
+    return max(Counter(where).values())
+
+
+def test_with_plenty_of_equals_those_who_do_not_know_of_each_other_hardly_meet() -> None:
+    """None of them has the others' claims in its answer, and each knows of some others alone."""
+    found = offer(500)
+    where = [placed(found, seed, SPREAD, ahead=seed % 3, behind=1)[0] for seed in range(40)]
+    assert most(where) <= 3
+
+
+def test_sets_leave_whole_computes_to_those_ahead() -> None:
+    found = offer(500)
+    where = [each for seed in range(8) for each in placed(found, seed, SPREAD, ahead=10 * seed, behind=1, count=10)]
+    assert most(where) == 1
+
+
+def test_where_room_is_scarce_each_leaves_the_first_places_to_those_ahead() -> None:
+    found = offer(SCARCE // EACH // 2)
+    room = SCARCE // 2
+    where = [placed(found, seed, SPREAD, ahead=seed, behind=1)[0] for seed in range(room)]
+    assert Counter(where) == dict.fromkeys(found.rooms, EACH)  # every place once, whoever shuffles how
+
+
+@pytest.mark.parametrize('weigh', [PACK, FIRST])
+def test_those_who_pack_fill_the_same_computes(weigh: str) -> None:
+    found = offer(200)
+    where = [placed(found, seed, weigh, ahead=seed, behind=1)[0] for seed in range(3 * EACH)]
+    assert Counter(where) == dict.fromkeys(list(found.rooms)[:3], EACH)
+
+
+def test_alone_it_spreads_over_all() -> None:
+    assert most(placed(offer(20), 1, SPREAD, ahead=0, count=20)) == 1

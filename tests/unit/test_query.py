@@ -1,0 +1,136 @@
+"""A placement query is read as placement reads it."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ecomp.model.query import Amount, Constraint, Has, HasNot, Unexplained, enabled_only, parse, words
+from ecomp.model.status import DISABLED
+
+AGGREGATE, OTHER = 'a66e9a7e-0000-4000-8000-000000000001', 'a66e9a7e-0000-4000-8000-000000000002'
+VCPU = Amount('VCPU', 1)
+
+
+@pytest.mark.parametrize(
+    ('query', 'asked'),
+    [
+        ('resources=VCPU:1,DISK_GB:2', (VCPU, Amount('DISK_GB', 2))),
+        ('resources=VCPU%3A1%2CDISK_GB:2', (VCPU, Amount('DISK_GB', 2))),
+        ('resources=VCPU:1&limit=3', (VCPU,)),
+        # Of what is said twice the last counts.
+        ('resources=DISK_GB:2&resources=VCPU:7,VCPU:1', (VCPU,)),
+        ('resources=VCPU:1&in_tree=x&in_tree=+y+', (VCPU, Has('in_tree', ('y',)))),
+        ('resources=VCPU:1&required=A,%20!B', (VCPU, Has('required', ('A',)), HasNot('required', 'B'))),
+        ('resources=VCPU:1&required=!!B', (VCPU, HasNot('required', 'B'))),
+        ('resources=VCPU:1&required=in:B, A,B', (VCPU, Has('required', ('A', 'B')))),
+        ('required=A&resources=VCPU:1&required=A,C', (VCPU, Has('required', ('A',)), Has('required', ('C',)))),
+        ('resources=VCPU:1&root_required=A,!B', (VCPU, Has('root_required', ('A',)), HasNot('root_required', 'B'))),
+        (f'resources=VCPU:1&member_of={AGGREGATE}', (VCPU, Has('member_of', (AGGREGATE,)))),
+        (f'resources=VCPU:1&member_of=in:{OTHER},{AGGREGATE}', (VCPU, Has('member_of', (AGGREGATE, OTHER)))),
+        (f'resources=VCPU:1&member_of=!{AGGREGATE}', (VCPU, HasNot('member_of', AGGREGATE))),
+        (
+            f'resources=VCPU:1&member_of=!in:{OTHER},{AGGREGATE}',
+            (VCPU, HasNot('member_of', AGGREGATE), HasNot('member_of', OTHER)),
+        ),
+    ],
+)
+def test_what_is_asked(query: str, asked: tuple[Constraint, ...]) -> None:
+    assert parse(query) == asked
+
+
+@pytest.mark.parametrize(
+    'query',
+    [
+        'resources1=VCPU:1',
+        'resources=VCPU:1&required_NET=A',
+        'resources=VCPU:1&group_policy=none',
+        'resources=VCPU:1&resources2=DISK_GB:1&same_subtree=2',
+        'resources=VCPU:1&member_of1=x',
+        'resources=VCPU:1&in_tree1=x',
+    ],
+)
+def test_granular_groups_are_beyond_it(query: str) -> None:
+    with pytest.raises(Unexplained, match='granular groups'):
+        parse(query)
+
+
+@pytest.mark.parametrize('query', ['', 'required=A', 'resources=', 'resources=VCPU', 'resources=VCPU:x', 'a:b:c'])
+def test_what_placement_would_not_take(query: str) -> None:
+    with pytest.raises(Unexplained):
+        parse(query)
+
+
+names = st.text('ABC_', min_size=1, max_size=4)
+keys = st.sampled_from(['required', 'root_required', 'member_of'])
+several = st.sets(names, min_size=2, max_size=3).map(lambda found: tuple(sorted(found)))
+constraints = st.one_of(
+    st.builds(Has, keys, st.tuples(names)),
+    st.builds(Has, st.sampled_from(['required', 'member_of']), several),
+    st.builds(HasNot, keys, names),
+)
+amounts = st.dictionaries(names, st.integers(1, 2**31), min_size=1).map(lambda each: [Amount(*a) for a in each.items()])
+
+
+@given(amounts, st.lists(constraints), st.none() | names)
+def test_what_is_written_is_what_is_read(asked: list[Constraint], more: list[Constraint], tree: str | None) -> None:
+    asked = [*asked, *more, *([] if tree is None else [Has('in_tree', (tree,))])]
+    assert set(parse(words(asked))) == set(asked)
+    assert set(parse(f'limit=1&{words(asked)}')) == set(asked)
+
+
+@given(st.lists(st.sampled_from('resources=VCPU:1,!&in:required%+ A').map(str)).map(''.join))
+def test_any_text_is_read_or_beyond_it(query: str) -> None:
+    with suppress(Unexplained):
+        assert parse(query)
+
+
+# What is sent: not for those that are disabled
+
+
+@pytest.mark.parametrize(
+    ('query', 'sent'),
+    [
+        ('resources=VCPU:1', 'resources=VCPU:1&root_required=!COMPUTE_STATUS_DISABLED'),
+        ('resources=VCPU:1&required=A', 'resources=VCPU:1&required=A&root_required=!COMPUTE_STATUS_DISABLED'),
+        (
+            'resources=VCPU:1&root_required=A,!B&limit=2',
+            'resources=VCPU:1&root_required=A,!B,!COMPUTE_STATUS_DISABLED&limit=2',
+        ),
+        ('resources=VCPU:1&root%5Frequired=A', 'resources=VCPU:1&root%5Frequired=A,!COMPUTE_STATUS_DISABLED'),
+        (
+            'resources1=VCPU:1&required1=A&group_policy=none',
+            'resources1=VCPU:1&required1=A&group_policy=none&root_required=!COMPUTE_STATUS_DISABLED',
+        ),
+    ],
+)
+def test_what_is_sent(query: str, sent: str) -> None:
+    assert enabled_only(query) == sent
+    assert enabled_only(sent) == sent
+
+
+@pytest.mark.parametrize(
+    'query',
+    [
+        f'resources=VCPU:1&required={DISABLED}',
+        f'resources=VCPU:1&required=A,!{DISABLED}',
+        f'resources=VCPU:1&required=in:A,{DISABLED}',
+        f'resources=VCPU:1&root_required=A,%20{DISABLED}',
+        f'resources=VCPU:1&root%5Frequired={DISABLED}',
+        f'resources1=VCPU:1&required1=!{DISABLED}',
+        # Placement refuses these, in its own words.
+        'resources=VCPU:1&root_required=',
+        'resources=VCPU:1&root_required=in:A,B',
+        'resources=VCPU:1&root_required=A&root_required=B',
+    ],
+)
+def test_what_is_sent_as_it_is(query: str) -> None:
+    assert enabled_only(query) == query
+
+
+@given(st.text(max_size=60))
+def test_whatever_is_asked_is_sent_once_more_the_same(text: str) -> None:
+    assert enabled_only(enabled_only(text)) == enabled_only(text)
