@@ -41,6 +41,9 @@ NO_PROXY: dict[str, Any] = {'http': None, 'https': None, 'all': None}
 TIMEOUT = (3.05, 30.0)
 """Seconds to connect, and between two bytes of an answer."""
 
+POOL = 16
+"""Connections that are kept for the next call."""
+
 
 class _Retry(Retry):
     """urllib3's, but a server that gives no answer in time is not waited for a second time."""
@@ -84,7 +87,7 @@ class Placement:
             # Or a gateway's "come back in an hour" is an hour in which nobody is told anything.
             respect_retry_after_header=False,
         )
-        adapter = HTTPAdapter(max_retries=retry, pool_maxsize=16)
+        adapter = HTTPAdapter(max_retries=retry, pool_maxsize=POOL)
         self._session.mount('http://', adapter)
         self._session.mount('https://', adapter)
 

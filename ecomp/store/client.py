@@ -9,11 +9,13 @@ others answers for ever.
 from __future__ import annotations
 
 import contextlib
+import errno
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import etcd3
@@ -80,6 +82,13 @@ class Unchanged:
 
 
 @dataclass(frozen=True)
+class Exists:
+    """A condition: the key is there, whatever it says."""
+
+    key: str
+
+
+@dataclass(frozen=True)
 class Put:
     """An operation: the key gets this value, on a lease if one is given."""
 
@@ -104,6 +113,17 @@ class Fence:
 
     condition: Unchanged
     broken: Callable[[], None]
+
+
+class _Client(etcd3.Etcd3Client):  # type: ignore[misc]
+    """etcd3's, but an OSError for a certificate or key that is empty: gRPC ends the whole process over one."""
+
+    def _get_secure_creds(self, ca_cert: Path, cert_key: Path | None = None, cert_cert: Path | None = None) -> Any:
+        files = [None if each is None else (each, each.read_bytes()) for each in (ca_cert, cert_key, cert_cert)]
+        for each in files:
+            if each is not None and not each[1]:
+                raise OSError(errno.ENODATA, 'is empty', str(each[0]))
+        return grpc.ssl_channel_credentials(*(each and each[1] for each in files))
 
 
 class Store:
@@ -140,9 +160,9 @@ class Store:
         reply = self._read(partial(_range, etcdrpc.RangeRequest(key=key.encode())))
         return _entry(reply.kvs[0]) if reply.kvs else None
 
-    def snapshot(self, prefix: str, keys_only: bool = False) -> Snapshot:
-        """Everything under a prefix, in pages, all at the revision of the first page."""
-        start, revision = prefix.encode(), 0
+    def snapshot(self, prefix: str, keys_only: bool = False, revision: int = 0) -> Snapshot:
+        """Everything under a prefix, in pages, all at one revision: the present one if none is given."""
+        start = prefix.encode()
         end = increment_last_byte(start)
         entries: dict[str, Entry] = {}
         while True:
@@ -158,8 +178,14 @@ class Store:
                 return Snapshot(revision, entries)
             start = reply.kvs[-1].key + b'\0'
 
+    def count(self, prefix: str) -> int:
+        """How many keys there are under a prefix."""
+        key = prefix.encode()
+        request = etcdrpc.RangeRequest(key=key, range_end=increment_last_byte(key), count_only=True)
+        return int(self._read(partial(_range, request)).count)
+
     def commit(
-        self, conditions: Sequence[Unchanged], operations: Sequence[Put | Delete], fenced: bool = True
+        self, conditions: Sequence[Unchanged | Exists], operations: Sequence[Put | Delete], fenced: bool = True
     ) -> int | None:
         """All operations if all conditions hold: the new revision; else None, and nothing is changed.
 
@@ -168,15 +194,7 @@ class Store:
         """
         fence = self.fence if fenced else None
         request = etcdrpc.TxnRequest(
-            compare=[
-                etcdrpc.Compare(
-                    key=each.key.encode(),
-                    target=etcdrpc.Compare.MOD,
-                    result=etcdrpc.Compare.EQUAL,
-                    mod_revision=each.revision,
-                )
-                for each in (*conditions, *([fence.condition] if fence else []))
-            ],
+            compare=[_compare(each) for each in (*conditions, *([fence.condition] if fence else []))],
             success=[_operation(each) for each in operations],
             failure=[_look(fence.condition.key)] if fence else [],
         )
@@ -238,8 +256,7 @@ class Store:
             self._next = (self._next + 1) % len(self._config.endpoints)
             # The old one is not closed: others may be using it, and it goes when they let go of it.
             self._since = time.monotonic()
-            with contextlib.suppress(OSError):  # certificates may be missing while they are exchanged
-                _check_certificates(self._config)
+            with contextlib.suppress(OSError):  # certificates may be missing, or empty, while they are exchanged
                 self._client = self._connected()
 
     def close(self) -> None:
@@ -252,7 +269,7 @@ class Store:
     def _connected(self) -> Any:
         config, endpoint = self._config, self._config.endpoints[self._next]
         host, _, port = endpoint.rpartition(':')
-        return etcd3.client(
+        return _Client(
             host=host,
             port=port,
             ca_cert=config.ca_cert,
@@ -327,6 +344,13 @@ def _entry(kv: Any) -> Entry:
     return Entry(kv.key.decode(errors='replace'), kv.value, kv.mod_revision, kv.lease)
 
 
+def _compare(condition: Unchanged | Exists) -> Any:
+    key, target = condition.key.encode(), etcdrpc.Compare.MOD
+    if isinstance(condition, Exists):
+        return etcdrpc.Compare(key=key, target=target, result=etcdrpc.Compare.GREATER, mod_revision=0)
+    return etcdrpc.Compare(key=key, target=target, result=etcdrpc.Compare.EQUAL, mod_revision=condition.revision)
+
+
 def _operation(operation: Put | Delete) -> Any:
     key = operation.key.encode()
     if isinstance(operation, Put):
@@ -337,18 +361,3 @@ def _operation(operation: Put | Delete) -> Any:
 
 def _look(key: str) -> Any:
     return etcdrpc.RequestOp(request_range=etcdrpc.RangeRequest(key=key.encode(), keys_only=True))
-
-
-def _check_certificates(config: EtcdConfig) -> None:
-    """OSError (ssl.SSLError is one) for certificates that cannot be used: half exchanged on disk, perhaps.
-
-    gRPC ends the whole process over a key that does not belong to its certificate.
-    """
-    if config.ca_cert is None:
-        return
-    import ssl  # 10 ms, for those who need it
-
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    context.load_verify_locations(config.ca_cert)
-    if config.cert_cert is not None:
-        context.load_cert_chain(config.cert_cert, config.cert_key)

@@ -23,7 +23,7 @@ class Guard:
         self._known = known
         self._on_change = on_change
         self._strange = ''
-        self._when_strange: Callable[[str], None] | None = None
+        self._when_strange: list[Callable[[str], None]] = []
 
     @property
     def known(self) -> Known:
@@ -31,9 +31,9 @@ class Guard:
         return self._known
 
     def when_strange(self, tell: Callable[[str], None]) -> None:
-        """Have tell(why) called once it is strange, from any thread; now if it is already."""
+        """Have tell(why), too, called once it is strange, from any thread; now if it is already."""
         with self._lock:
-            self._when_strange = tell
+            self._when_strange.append(tell)
             strange = self._strange
         if strange:
             tell(strange)
@@ -95,7 +95,7 @@ class Guard:
         )
         with self._lock:
             first, self._strange = not self._strange, self._strange or text
-            tell = self._when_strange
-        if first and tell is not None:
+            told = list(self._when_strange) if first else []
+        for tell in told:
             tell(text)
         raise StrangeEtcd(text)

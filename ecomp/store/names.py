@@ -6,7 +6,7 @@ takes the name.
 
 from __future__ import annotations
 
-from ecomp.errors import EcompError
+from ecomp.errors import Unreadable
 from ecomp.model import keys
 from ecomp.model.instance import name_to_json, named
 from ecomp.store.client import Delete, Entry, Put, Store, Unchanged
@@ -16,11 +16,11 @@ Change = tuple[list[Unchanged], list[Put | Delete]]
 
 
 def holder(entry: Entry) -> str:
-    """The instance a name's key is about; a plain error names a key that cannot be read, and the cure."""
+    """The instance a name's key is about. Unreadable."""
     try:
         return named(entry.value)
     except ValueError as error:
-        raise EcompError(f'{entry.key}: {error}; unless a newer ecomp wrote it: etcdctl del {entry.key}') from error
+        raise Unreadable(entry.key, error) from error
 
 
 def freed(store: Store, name: str | None, instance: str, lease: int = 0) -> Change:

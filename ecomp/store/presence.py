@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ecomp.errors import Conflict, EcompError, UnknownOutcome
-from ecomp.model.instance import load_object
+from ecomp.model.json_object import load_object
 from ecomp.store.client import Entry, Fence, Put, Store, Unchanged
 
 log = logging.getLogger(__name__)
@@ -48,6 +48,11 @@ class Presence:
         """Put the key and keep it. Conflict if another owner holds it."""
         self._publish()
         self._thread.start()
+
+    @property
+    def lease(self) -> int:
+        """The lease the key is on now, for what is to go with it; 0 before start()."""
+        return self._lease
 
     def look(self) -> None:
         """Refresh it now: etcd was away for a while, and the lease may have ended. From any thread."""

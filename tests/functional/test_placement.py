@@ -172,16 +172,16 @@ def test_no_query_is_more_than_a_query(client: Placement, query: str) -> None:
 
 def test_candidates(client: Placement, provider: str) -> None:
     asked = f'resources=VCPU:1,DISK_GB:2&in_tree={provider}'
-    assert ledger.candidates(client, asked) == [{provider: {'VCPU': 1, 'DISK_GB': 2}}]
-    assert ledger.candidates(client, asked + '&required=MISC_SHARES_VIA_AGGREGATE') == []
-    assert ledger.candidates(client, f'resources=VCPU:3&in_tree={provider}') == []
+    assert ledger.candidates(client, asked).candidates == [{provider: {'VCPU': 1, 'DISK_GB': 2}}]
+    assert ledger.candidates(client, asked + '&required=MISC_SHARES_VIA_AGGREGATE').candidates == []
+    assert ledger.candidates(client, f'resources=VCPU:3&in_tree={provider}').candidates == []
 
 
 def test_a_reserved_provider_is_no_candidate(client: Placement, provider: str) -> None:
     inventory = {name: {'total': total, 'reserved': 0} for name, total in (('VCPU', 2), ('MEMORY_MB', 512))}
     providers.set_inventory(client, provider, {**inventory, 'VCPU': {'total': 2, 'reserved': 2}})
-    assert ledger.candidates(client, f'resources=VCPU:1&in_tree={provider}') == []
-    assert len(ledger.candidates(client, f'resources=MEMORY_MB:1&in_tree={provider}')) == 1
+    assert ledger.candidates(client, f'resources=VCPU:1&in_tree={provider}').candidates == []
+    assert len(ledger.candidates(client, f'resources=MEMORY_MB:1&in_tree={provider}').candidates) == 1
 
 
 # Claims

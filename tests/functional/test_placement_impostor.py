@@ -22,6 +22,7 @@ from ecomp.errors import (
     Unreachable,
 )
 from ecomp.placement import allocations as ledger
+from ecomp.placement import providers
 from ecomp.placement.client import HEADERS
 from tests.functional.placement_client import claim, connected, new
 
@@ -126,6 +127,9 @@ def test_a_page_that_welcomes_us_is_no_claim(answer: tuple[int, str, bytes]) -> 
         assert len(server.asked) == 1
 
 
+INF = float('inf')
+
+
 @pytest.mark.parametrize(
     'body',
     [
@@ -134,6 +138,12 @@ def test_a_page_that_welcomes_us_is_no_claim(answer: tuple[int, str, bytes]) -> 
         {'allocation_requests': [{}]},
         {'allocation_requests': [7]},
         {'allocation_requests': [{'allocations': {'p': {}}}]},
+        {'allocation_requests': []},
+        {'allocation_requests': [], 'provider_summaries': []},
+        {'allocation_requests': [], 'provider_summaries': {'p': {}}},
+        {'allocation_requests': [], 'provider_summaries': {'p': {'resources': {'VCPU': {'capacity': 1}}}}},
+        {'allocation_requests': [], 'provider_summaries': {'p': {'resources': {'VCPU': {'capacity': 'x', 'used': 0}}}}},
+        {'allocation_requests': [], 'provider_summaries': {'p': {'resources': {'VCPU': {'capacity': INF, 'used': 0}}}}},
     ],
 )
 def test_other_json_than_candidates(body: dict[str, Any]) -> None:
@@ -153,6 +163,27 @@ def test_other_json_than_a_consumer(body: dict[str, Any]) -> None:
         if body != {'allocations': {'p': {'resources': {'VCPU': 1}}}}:
             with pytest.raises(Unreachable, match='not as placement does'):
                 ledger.of_provider(client, new())
+
+
+@pytest.mark.parametrize(
+    'usages',
+    [
+        None,
+        7,
+        [],
+        {'INSTANCE': 7},
+        {'INSTANCE': ['VCPU']},
+        {'INSTANCE': {'consumer_count': 'many'}},
+        {'INSTANCE': {'consumer_count': 1, 'VCPU': 'x'}},
+        {'INSTANCE': {'consumer_count': 1, 'VCPU': INF}},
+        {'unknown': {'VCPU': None}},
+    ],
+)
+def test_other_json_than_a_project_s_usages(usages: Any) -> None:
+    answer = (200, 'application/json', json.dumps({} if usages is None else {'usages': usages}).encode())
+    wrong = pytest.raises(Unreachable, match='not as placement does')
+    with impostor(answer) as server, connected(server.url) as client, wrong:
+        providers.project_usages(client, 'web')
 
 
 ERRORS = [

@@ -12,7 +12,7 @@ import pytest
 
 from ecomp.conf import EtcdConfig
 from ecomp.errors import EcompError, UnknownOutcome, Unreachable
-from ecomp.store.client import Delete, Entry, Put, Store, Unchanged
+from ecomp.store.client import Delete, Entry, Exists, Put, Store, Unchanged
 from tests.functional.store_client import connected
 from tests.proxy import Proxy
 from tests.servers import Etcd, free_port, until
@@ -87,6 +87,23 @@ def test_conditions_and_lost_races(store: Store, prefix: str) -> None:
     assert second == first + 1
     assert list(store.snapshot(prefix).entries) == [key]
     assert store.commit([Unchanged(other, 0)], [Delete(other)])  # nothing there is success
+
+
+def test_a_key_that_has_to_be_there(store: Store, prefix: str) -> None:
+    key, other = prefix + 'a', prefix + 'b'
+    assert store.commit([Exists(key)], [Put(other, '1')]) is None
+    assert store.get(other) is None
+    first = store.commit([], [Put(key, '1')])
+    assert store.commit([Exists(key), Unchanged(key, first or 0)], [Put(other, '1')])
+    assert store.commit([Exists(key)], [Delete(key)])
+    assert store.commit([Exists(key)], [Put(key, '2')]) is None
+    assert store.commit([Exists(other)], [Delete(other)])
+
+
+def test_how_many_there_are(store: Store, prefix: str) -> None:
+    assert store.count(prefix) == 0
+    assert store.commit([], [Put(f'{prefix}{number}', 'x' * 1000) for number in range(120)])
+    assert (store.count(prefix), store.count(f'{prefix}1'), store.count(f'{prefix}x')) == (120, 31, 0)
 
 
 def test_a_hundred_instances_fit_into_one_transaction(store: Store, prefix: str) -> None:

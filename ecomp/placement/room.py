@@ -1,0 +1,83 @@
+"""What providers have, in all that decides whether placement names them.
+
+https://docs.openstack.org/api-ref/placement/#resource-providers
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, replace
+
+from ecomp.errors import NotFound
+from ecomp.model.explain import Inventory, Provider
+from ecomp.model.query import Amount, Constraint, Has, words
+from ecomp.placement.client import Placement
+from ecomp.placement.providers import inventory, usages
+
+SHARES = 'MISC_SHARES_VIA_AGGREGATE'
+
+
+@dataclass(frozen=True)
+class Listed:
+    """A provider as a list names it. `alone`: it has no parent and no children."""
+
+    uuid: str
+    name: str
+    alone: bool
+
+
+def everyone(placement: Placement) -> dict[str, Listed]:
+    """Every provider there is, by its uuid."""
+    data = placement.get('/resource_providers')
+    try:
+        found = [(each['uuid'], each['name'], each['root_provider_uuid']) for each in data['resource_providers']]
+        trees = Counter(root for _, _, root in found)
+        return {uuid: Listed(uuid, name, trees[root] == 1) for uuid, name, root in found}
+    except (KeyError, TypeError) as error:
+        raise placement.foreign() from error
+
+
+def holding(placement: Placement, constraint: Constraint) -> set[str]:
+    """The providers on which one constraint of a query holds, by itself."""
+    if not isinstance(constraint, Amount) and constraint.key == 'root_required':
+        constraint = replace(constraint, key='required')
+    if isinstance(constraint, Has) and constraint.key == 'in_tree':
+        return set(constraint.any_of)
+    return _named(placement, words([constraint]))
+
+
+def sharing(placement: Placement) -> list[Provider]:
+    """The providers that share what they have with others, through aggregates."""
+    uuids = _named(placement, f'required={SHARES}')
+    found = (look(placement, uuid, True, traits=False, aggregates=True) for uuid in uuids)
+    return [each for each in found if each is not None]
+
+
+def look(placement: Placement, uuid: str, alone: bool, *, traits: bool, aggregates: bool) -> Provider | None:
+    """One provider, with its traits and aggregates if they matter; None if it is not there (any more)."""
+    path = f'/resource_providers/{uuid}'
+    try:
+        have, used = inventory(placement, uuid), usages(placement, uuid)
+        there = placement.get(f'{path}/traits')['traits'] if traits else ()
+        near = placement.get(f'{path}/aggregates')['aggregates'] if aggregates else ()
+        inventories = {
+            name: Inventory(
+                *(each['total'], each['reserved'], each['allocation_ratio']),
+                *(each['min_unit'], each['max_unit'], each['step_size']),
+                used.get(name, 0),
+            )
+            for name, each in have.items()
+        }
+        return Provider(uuid, inventories, frozenset(there), frozenset(near), alone)
+    except NotFound:
+        return None
+    except (KeyError, TypeError) as error:
+        raise placement.foreign() from error
+
+
+def _named(placement: Placement, query: str) -> set[str]:
+    data = placement.get(f'/resource_providers?{query}')
+    try:
+        return {each['uuid'] for each in data['resource_providers']}
+    except (KeyError, TypeError) as error:
+        raise placement.foreign() from error

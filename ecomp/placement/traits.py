@@ -1,0 +1,85 @@
+"""A provider's traits and aggregates: read, changed and written back, as often as somebody else is faster.
+
+https://docs.openstack.org/api-ref/placement/#resource-provider-traits and #resource-provider-aggregates
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from typing import Any
+
+from ecomp.errors import GenerationConflict, PlacementRefusal
+from ecomp.model.status import CUSTOM
+from ecomp.placement.client import Placement
+from ecomp.placement.providers import TRIES
+
+TRAITS, AGGREGATES = 'traits', 'aggregates'
+
+Names = frozenset[str]
+
+
+def names(placement: Placement, provider: str, kind: str) -> Names:
+    """The provider's TRAITS or AGGREGATES. NotFound if there is no such provider."""
+    return _read(placement, provider, kind)[0]
+
+
+def change(placement: Placement, provider: str, kind: str, to: Callable[[Names], Names]) -> bool:
+    """Make the provider's TRAITS or AGGREGATES what `to` makes of them; False if they are so already.
+
+    `to` is asked again whenever somebody else changed the provider meanwhile; nothing is written that it has not seen.
+    Errors: NotFound, PlacementRefusal (a trait placement does not know), GenerationConflict after many lost races.
+    """
+    for left in reversed(range(TRIES)):
+        there, generation = _read(placement, provider, kind)
+        wanted = to(there)
+        if wanted == there:
+            return False
+        body = {'resource_provider_generation': generation, kind: sorted(wanted)}
+        try:
+            placement.write('PUT', f'/resource_providers/{provider}/{kind}', body)
+            return True
+        except GenerationConflict:
+            if not left:
+                raise
+    return False
+
+
+def make_known(placement: Placement, wanted: Collection[str]) -> Names:
+    """Those traits that placement does not know, after the CUSTOM_ ones among them were made."""
+    if not wanted:
+        return frozenset()
+    unknown = frozenset(wanted) - _known(placement, wanted)
+    for name in sorted(unknown):
+        if name.startswith(CUSTOM):
+            placement.write('PUT', f'/traits/{name}', None)  # made by somebody else meanwhile: as good
+    return frozenset(name for name in unknown if not name.startswith(CUSTOM))
+
+
+def having(placement: Placement, trait: str) -> Names:
+    """The providers that have a trait; none if placement does not even know it."""
+    try:
+        found = placement.get(f'/resource_providers?required={trait}')['resource_providers']
+        return frozenset(each['uuid'] for each in found)
+    except PlacementRefusal:
+        return frozenset()
+    except (KeyError, TypeError) as error:
+        raise placement.foreign() from error
+
+
+def _known(placement: Placement, wanted: Collection[str]) -> Names:
+    return _names(placement, placement.get(f'/traits?name=in:{",".join(sorted(wanted))}'), TRAITS)
+
+
+def _read(placement: Placement, provider: str, kind: str) -> tuple[Names, int]:
+    data = placement.get(f'/resource_providers/{provider}/{kind}')
+    generation = data.get('resource_provider_generation')
+    if not isinstance(generation, int):
+        raise placement.foreign()
+    return _names(placement, data, kind), generation
+
+
+def _names(placement: Placement, data: dict[str, Any], kind: str) -> Names:
+    found = data.get(kind)
+    if not isinstance(found, list) or not all(isinstance(each, str) for each in found):
+        raise placement.foreign()
+    return frozenset(found)

@@ -1,0 +1,35 @@
+"""Who is at which instance: the keys under /requests and /queues, without which a claim needs a request (rule 4)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from ecomp.model import keys
+from ecomp.model.instance import announced
+from ecomp.store.client import Entry, Snapshot, Store
+
+
+def at_it(store: Store) -> set[str]:
+    """The instances that a living eschedule is at, or that wait to be taken, or that a compute is taking."""
+    # In this order: what is delivered into a queue meanwhile is seen twice rather than not at all.
+    placing = in_requests(store.snapshot(keys.REQUESTS))
+    return placing | {keys.in_queue(key) for key in store.snapshot(keys.QUEUES, keys_only=True).entries}
+
+
+def in_requests(snapshot: Snapshot) -> set[str]:
+    """The instances that living eschedules are at."""
+    return {instance for key, entry in snapshot.entries.items() for instance in announced(key, entry.value)}
+
+
+def in_line(snapshot: Snapshot, revision: int) -> tuple[int, int]:
+    """How many instances are being placed by those whose request key is older than this revision, and is newer."""
+
+    def instances(entries: Iterable[Entry]) -> int:
+        # A set's key is named by the set's own uuid.
+        return sum(len(announced(each.key, each.value) - {keys.last(each.key)}) or 1 for each in entries)
+
+    entries = snapshot.entries.values()
+    return (
+        instances(each for each in entries if each.revision < revision),
+        instances(each for each in entries if each.revision > revision),
+    )

@@ -1,0 +1,176 @@
+"""What instances share, groups and quotas: changed only inside transactions that deliver or remove (rule 7)."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import TypeVar
+
+from ecomp.errors import Conflict, EcompError, Unreadable
+from ecomp.model import keys
+from ecomp.model.allocation import Resources
+from ecomp.model.group import LARGEST, Group, Membership, allowed, settle
+from ecomp.model.group import from_json as group_from_json
+from ecomp.model.group import to_json as group_to_json
+from ecomp.model.quota import Quota, charge, summed
+from ecomp.model.quota import from_json as quota_from_json
+from ecomp.model.quota import to_json as quota_to_json
+from ecomp.model.record import Record
+from ecomp.store.client import Delete, Put, Store, Unchanged
+from ecomp.store.names import Change, freed
+
+Shared = TypeVar('Shared', Group, Quota)
+
+TRIES = 100
+"""How often a transaction is tried that others win; each time one of them has got through."""
+LONGEST = 0.05
+"""Seconds between two tries, at most."""
+
+
+class Excluded(Exception):
+    """Others were faster: only the instances in `kept` may still be where they are."""
+
+    def __init__(self, kept: Collection[str]) -> None:
+        super().__init__()
+        self.kept = kept
+
+
+def nothing() -> Change:
+    """No change of what is shared."""
+    return [], []
+
+
+def group(store: Store, name: str) -> tuple[Group | None, Unchanged]:
+    """A group, None if there is none, and the condition that this is still so. Unreadable."""
+    return _read(store, keys.group(name), lambda value: group_from_json(name, value))
+
+
+def quota(store: Store, project: str) -> tuple[Quota | None, Unchanged]:
+    """The same of a project's quota."""
+    return _read(store, keys.quota(project), lambda value: quota_from_json(project, value))
+
+
+def every(
+    store: Store, prefix: str, read: Callable[[Store, str], tuple[Shared | None, Unchanged]]
+) -> tuple[list[Shared], list[EcompError]]:
+    """All groups or quotas, by name, and what is wrong with those that cannot be read."""
+    found: list[Shared] = []
+    unreadable: list[EcompError] = []
+    for key in sorted(store.snapshot(prefix, keys_only=True).entries):
+        try:
+            each, _ = read(store, key.removeprefix(prefix))
+            found += [each] if each is not None else []
+        except Unreadable as error:
+            unreadable.append(error)
+    return found, unreadable
+
+
+def joined(store: Store, wanted: Membership | None, places: Mapping[str, str]) -> Change:
+    """Join the group: {instance: compute, or '' for one that waits in a queue}.
+
+    Errors: Excluded, UsageError (nobody has said what it is), Conflict (it is another, or full).
+    """
+    if wanted is None:
+        return [], []
+    there, unchanged = group(store, wanted.name)
+    theirs = settle(there, wanted)
+    kept = allowed(theirs, places)
+    if len(kept) < len(places):
+        raise Excluded(kept)
+    now = theirs.with_members(places)
+    if len(now.members) > LARGEST:
+        raise Conflict(f'group {wanted.name} has {len(theirs.members)} members, and {LARGEST} at most: take another')
+    return [unchanged], [put_group(now)]
+
+
+def charged(store: Store, project: str, resources: Mapping[str, Resources]) -> Change:
+    """Count what these instances have in the project's quota, if there is one. Errors: Excluded."""
+    counted, unchanged = quota(store, project)
+    if counted is None:
+        return [unchanged], []  # one that is made this moment counts what is there
+    charges = {instance: charge(each) for instance, each in resources.items()}
+    kept: list[str] = []
+    for instance in charges:
+        if counted.excess(summed(charges[each] for each in (*kept, instance))):
+            raise Excluded(kept)
+        kept.append(instance)
+    return [unchanged], [put_quota(counted.with_used(summed(charges.values())))]
+
+
+def put_quota(found: Quota) -> Put:
+    """Write it down."""
+    return Put(keys.quota(found.project), quota_to_json(found))
+
+
+def ended(store: Store, record: Record, lease: int = 0) -> Change:
+    """Let go of all that an instance shared: its name (kept on the `lease` of one that failed), group and quota.
+
+    A group or quota that cannot be read is left as it is: what ends is not to wait for somebody to mend it.
+    """
+    conditions, operations = freed(store, record.name, record.instance, lease)
+    try:
+        theirs, unchanged = group(store, record.group) if record.group else (None, None)
+        if theirs is not None and unchanged is not None and record.instance in theirs.members:
+            conditions.append(unchanged)
+            operations.append(put_group(theirs.without(record.instance)))
+    except Unreadable:
+        pass
+    try:
+        counted, unchanged = quota(store, record.project_id)
+        conditions.append(unchanged)  # one that is made this moment counts what is there
+        if counted is not None:
+            operations.append(put_quota(counted.without_used(charge(record.resources))))
+    except Unreadable:
+        pass
+    return conditions, operations
+
+
+def rejoined(store: Store, wanted: Membership | None, instance: str, compute: str) -> Change:
+    """See that a living instance is in its group, whatever that says by now: it is where it is."""
+    if wanted is None:
+        return [], []
+    there, unchanged = group(store, wanted.name)
+    if there is not None and there.members.get(instance) == compute:
+        return [], []
+    now = there or Group(wanted.name, wanted.policy or '', bool(wanted.strict))
+    return [unchanged], [put_group(now.with_members({instance: compute}))]
+
+
+def commit_with(
+    store: Store,
+    conditions: Sequence[Unchanged],
+    operations: Sequence[Put | Delete],
+    shared: Callable[[], Change],
+) -> int | None:
+    """Commit, with a change of what others change too, made anew as long as it is that which they change.
+
+    The new revision; None where it is one of `conditions` that does not hold. Errors: those of the store, of `shared`.
+    """
+    mine, change = shared()
+    for _ in range(TRIES):
+        written = store.commit([*conditions, *mine], [*operations, *change])
+        if written is not None:
+            return written
+        before = mine
+        mine, change = shared()
+        if mine == before:
+            return None
+        time.sleep(random.uniform(0, LONGEST))
+    return None
+
+
+def put_group(found: Group) -> Put | Delete:
+    """Write it down; with its last member it goes."""
+    key = keys.group(found.name)
+    return Put(key, group_to_json(found)) if found.members else Delete(key)
+
+
+def _read(store: Store, key: str, parse: Callable[[bytes], Shared]) -> tuple[Shared | None, Unchanged]:
+    entry = store.get(key)
+    if entry is None:
+        return None, Unchanged(key, 0)
+    try:
+        return parse(entry.value), Unchanged(key, entry.revision)
+    except ValueError as error:
+        raise Unreadable(key, error) from error

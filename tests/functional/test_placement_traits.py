@@ -1,0 +1,255 @@
+"""Traits, aggregates and ratios of a compute on a real placement: its own come and go, and everybody else's stay."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from ecomp.agent.inventory import Inventory, with_ratios
+from ecomp.agent.provider import Provider
+from ecomp.errors import NotFound, PlacementRefusal, UsageError
+from ecomp.model.status import BY_OPERATOR, DISABLED
+from ecomp.placement import allocations, providers, traits
+from ecomp.placement.client import Placement
+from ecomp.placement.traits import AGGREGATES, TRAITS
+from tests.functional.placement_client import claim, connected, new
+from tests.servers import PlacementServer
+
+pytestmark = pytest.mark.timeout(120)
+
+AVX2, SSD, RACK, FAST = 'HW_CPU_X86_AVX2', 'STORAGE_DISK_SSD', 'CUSTOM_RACK_7', 'CUSTOM_FAST'
+TOTALS = {name: {'total': 16, 'reserved': 0} for name in ('VCPU', 'MEMORY_MB', 'DISK_GB')}
+INVENTORY = with_ratios(TOTALS, {})
+
+Make = Callable[..., Provider]
+
+
+@pytest.fixture
+def client(placement: PlacementServer) -> Iterator[Placement]:
+    with connected(placement.url) as made:
+        yield made
+
+
+@pytest.fixture
+def compute() -> str:
+    return new()
+
+
+@pytest.fixture
+def make(client: Placement, compute: str, tmp_path: Path) -> Make:
+    """The compute as one start makes it, of the same state directory each time."""
+
+    def made(
+        *configured: str,
+        found: tuple[str, ...] = (),
+        aggregates: tuple[str, ...] = (),
+        inventory: Inventory = INVENTORY,
+    ) -> Provider:
+        return Provider(client, compute, inventory, found, configured, aggregates, tmp_path)
+
+    return made
+
+
+def has(client: Placement, compute: str, kind: str = TRAITS) -> set[str]:
+    return set(traits.names(client, compute, kind))
+
+
+def by_hand(client: Placement, compute: str, *names: str, kind: str = TRAITS) -> None:
+    """Somebody else adds these."""
+    if kind == TRAITS:
+        traits.make_known(client, names)
+    traits.change(client, compute, kind, lambda there: there | set(names))
+
+
+def open_() -> bool:
+    return False
+
+
+def test_what_is_configured_and_found_is_there_and_goes_again(client: Placement, compute: str, make: Make) -> None:
+    mine, theirs = new(), new()
+    make(SSD, RACK, found=(AVX2,), aggregates=(mine,)).register()
+    by_hand(client, compute, FAST)
+    by_hand(client, compute, theirs, kind=AGGREGATES)
+    assert has(client, compute) == {SSD, RACK, AVX2, FAST}
+    assert has(client, compute, AGGREGATES) == {mine, theirs}
+    make(SSD, found=()).register()
+    assert has(client, compute) == {SSD, FAST}
+    assert has(client, compute, AGGREGATES) == {theirs}
+    # What was there before it was configured is not ours to take away.
+    make(SSD, FAST).register()
+    make().register()
+    assert has(client, compute) == {FAST}
+
+
+def test_registering_again_writes_nothing_but_the_inventory(client: Placement, compute: str, make: Make) -> None:
+    def generation() -> int:
+        return int(client.get(f'/resource_providers/{compute}')['generation'])
+
+    make(SSD, aggregates=(new(),)).register()
+    same = json.loads(json.dumps(client.get(f'/resource_providers/{compute}/aggregates')['aggregates']))
+    again = make(SSD, aggregates=tuple(same))
+    before = generation()
+    again.register()
+    assert generation() == before + 1
+    again.keep(open_)
+    assert generation() == before + 1
+
+
+def test_ratios(client: Placement, compute: str, make: Make) -> None:
+    make(inventory=with_ratios(TOTALS, {'VCPU': 1.3, 'DISK_GB': 2})).register()
+    found = providers.inventory(client, compute)
+    assert {name: each['allocation_ratio'] for name, each in found.items()} == {
+        'VCPU': 1.3,
+        'MEMORY_MB': 1.0,
+        'DISK_GB': 2.0,
+    }
+    claim(client, new(), compute, VCPU=16, MEMORY_MB=1, DISK_GB=20)
+    claim(client, new(), compute, VCPU=4, MEMORY_MB=1, DISK_GB=12)
+    make(inventory=with_ratios(TOTALS, {'VCPU': 2, 'DISK_GB': 2})).register()
+    assert providers.inventory(client, compute)['VCPU']['allocation_ratio'] == 2
+
+
+def test_what_was_changed_by_hand_or_restored_is_put_right(client: Placement, compute: str, make: Make) -> None:
+    group, stranger = new(), new()
+    provider = make(SSD, RACK, aggregates=(group,), inventory=with_ratios(TOTALS, {'VCPU': 4}))
+    provider.register()
+    for spoil in (
+        lambda: traits.change(client, compute, TRAITS, lambda _: frozenset({FAST, SSD})),
+        lambda: traits.change(client, compute, AGGREGATES, lambda _: frozenset({stranger})),
+        lambda: providers.set_inventory(client, compute, TOTALS),
+        lambda: traits.change(client, compute, TRAITS, lambda there: there | {DISABLED}),
+    ):
+        by_hand(client, compute, FAST)
+        spoil()
+        provider.keep(lambda: True)
+        assert has(client, compute) != {SSD, RACK, FAST} or has(client, compute, AGGREGATES) == {stranger} or (
+            providers.inventory(client, compute)['VCPU']['allocation_ratio'] == 1
+        ), 'one that is closing leaves it'
+        provider.keep(open_)
+        assert has(client, compute) == {SSD, RACK, FAST}
+        assert group in has(client, compute, AGGREGATES)
+        assert providers.inventory(client, compute)['VCPU']['allocation_ratio'] == 4
+    providers.delete(client, compute)
+    provider.keep(open_)
+    assert has(client, compute) == {SSD, RACK}
+    assert has(client, compute, AGGREGATES) == {group}
+
+
+def test_closed_and_opened_and_disabled(client: Placement, compute: str, make: Make) -> None:
+    def offered() -> bool:
+        return bool(allocations.candidates(client, f'resources=VCPU:1&in_tree={compute}').candidates)
+
+    provider = make(RACK)
+    provider.register()
+    assert offered()
+    provider.close()
+    assert not offered()
+    assert has(client, compute) == {RACK, DISABLED}
+    assert providers.inventory(client, compute)['VCPU']['reserved'] == 16
+    make(RACK).register()
+    assert offered()
+    by_hand(client, compute, DISABLED, BY_OPERATOR)
+    assert not offered()
+    assert allocations.candidates(client, f'resources=VCPU:1&in_tree={compute}&required={DISABLED}').candidates
+    provider.keep(open_)
+    provider.close()
+    provider = make(RACK)
+    provider.register()
+    assert has(client, compute) == {RACK, DISABLED, BY_OPERATOR}
+    assert not offered()
+    traits.change(client, compute, TRAITS, lambda there: there - {BY_OPERATOR})
+    provider.keep(open_)
+    assert offered()
+
+
+@pytest.mark.parametrize(
+    'query',
+    [
+        'resources=VCPU:1&root_required=CUSTOM_RACK_7',
+        'resources=VCPU:1&root_required=!CUSTOM_FAST&required=CUSTOM_RACK_7',
+        'resources1=VCPU:1&resources2=DISK_GB:1&group_policy=none',
+        'resources1=VCPU:1&required1=CUSTOM_RACK_7&root_required=CUSTOM_RACK_7',
+    ],
+)
+def test_whatever_the_query_is_a_disabled_one_is_left_out(
+    client: Placement, compute: str, make: Make, query: str
+) -> None:
+    traits.make_known(client, [FAST])
+    tree = 'in_tree1' if 'resources1' in query else 'in_tree'
+    query = f'{query}&{tree}={compute}'
+    make(RACK).register()
+    assert allocations.candidates(client, query).candidates
+    by_hand(client, compute, DISABLED)
+    assert allocations.candidates(client, query).candidates == []
+
+
+@pytest.mark.parametrize('value', ['', 'in:A,B', 'CUSTOM_NO_SUCH', 'A&root_required=B'])
+def test_a_bad_root_required_is_refused_in_placement_s_words(client: Placement, value: str) -> None:
+    query = f'resources=VCPU:1&root_required={value}'
+    with pytest.raises(PlacementRefusal) as raw:
+        client.get(f'/allocation_candidates?{query}')
+    with pytest.raises(PlacementRefusal) as ours:
+        allocations.candidates(client, query)
+    assert str(ours.value) == str(raw.value)
+
+
+def test_a_trait_this_placement_does_not_know(client: Placement, compute: str, make: Make) -> None:
+    """One that is newer than placement's os-traits: found out, it is left out; configured, it is an error."""
+    make(SSD, found=(AVX2, 'HW_CPU_X86_NEWER')).register()
+    assert has(client, compute) == {SSD, AVX2}
+    with pytest.raises(UsageError, match='traits: HW_CPU_X86_NEWER: placement at .* does not know it'):
+        make(SSD, 'HW_CPU_X86_NEWER').register()
+
+
+def test_others_change_the_provider_all_the_time(
+    client: Placement, compute: str, make: Make, placement: PlacementServer
+) -> None:
+    make().register()
+    stop = threading.Event()
+
+    def meddle() -> int:
+        done = 0
+        with connected(placement.url) as mine:
+            while not stop.wait(0.02):
+                done += traits.change(mine, compute, TRAITS, lambda there: there ^ {AVX2})
+        return done
+
+    with ThreadPoolExecutor(1) as pool:
+        meddler = pool.submit(meddle)
+        try:
+            for number in range(10):
+                make(RACK, *([SSD] if number % 2 else []), aggregates=(compute,)).register()
+                assert has(client, compute) - {AVX2} == ({RACK, SSD} if number % 2 else {RACK})
+        finally:
+            stop.set()
+    assert meddler.result() > 0
+    assert has(client, compute, AGGREGATES) == {compute}
+
+
+def test_no_such_provider(client: Placement) -> None:
+    with pytest.raises(NotFound):
+        traits.names(client, new(), TRAITS)
+    assert traits.having(client, 'CUSTOM_NOBODY_HAS_MADE_THIS') == frozenset()
+
+
+@pytest.mark.parametrize(
+    ('text', 'why'), [('{', 'not JSON'), ('[]', 'expected a JSON object'), ('{"version": 2}', 'version 2')]
+)
+def test_what_it_remembers_cannot_be_read(make: Make, tmp_path: Path, text: str, why: str) -> None:
+    (tmp_path / 'provider.json').write_text(text)
+    with pytest.raises(UsageError, match=f'provider.json: cannot be understood .{why}'):
+        make()
+
+
+def test_another_uuid_in_the_same_state(client: Placement, make: Make, tmp_path: Path) -> None:
+    make(RACK).register()
+    other = new()
+    providers.ensure(client, other)
+    by_hand(client, other, RACK)
+    Provider(client, other, INVENTORY, (), (), (), tmp_path).register()
+    assert has(client, other) == {RACK}, 'it is not by the other one that we put it there'

@@ -1,0 +1,98 @@
+"""What an instance shares with others, as it ends: let go of, or nothing ends."""
+
+from __future__ import annotations
+
+import json
+from contextlib import closing
+
+import pytest
+
+from ecomp.conf import EtcdConfig
+from ecomp.errors import Unreachable, Unreadable
+from ecomp.model import keys
+from ecomp.model.group import Group, Membership
+from ecomp.model.group import to_json as group_to_json
+from ecomp.model.quota import Quota
+from ecomp.model.quota import from_json as quota_from_json
+from ecomp.model.quota import to_json as quota_to_json
+from ecomp.model.record import ACTIVE, Record
+from ecomp.store.client import Entry, Store
+from ecomp.store.sharing import ended, group, quota, rejoined
+from tests.functional.cloud import IMAGE, SMALL, Cloud, new
+
+pytestmark = pytest.mark.timeout(120)
+
+GROUP, QUOTA = keys.group('web'), keys.quota('shop')
+
+
+class Away(Store):
+    """A store that loses its etcd whenever this key is read."""
+
+    def __init__(self, endpoint: str, key: str) -> None:
+        super().__init__(EtcdConfig((endpoint,)))
+        self._key = key
+
+    def get(self, key: str) -> Entry | None:
+        if key == self._key:
+            raise Unreachable('etcd: away')
+        return super().get(key)
+
+
+@pytest.fixture
+def member(cloud: Cloud) -> Record:
+    """An instance in a group and in a project with a quota, beside another."""
+    found = Record(new(), new(), ACTIVE, IMAGE, SMALL, project_id='shop', group='web')
+    cloud.etcd.put(GROUP, group_to_json(Group('web', 'affinity', True, {found.instance: found.compute, new(): new()})))
+    used = {'instances': 2, **{name: 2 * amount for name, amount in SMALL.items()}}
+    cloud.etcd.put(QUOTA, quota_to_json(Quota('shop', {'instances': 5}, used)))
+    return found
+
+
+def test_what_ends_leaves_its_group_and_its_quota(cloud: Cloud, member: Record) -> None:
+    conditions, operations = ended(cloud.store, member)
+    assert {each.key for each in conditions} == {GROUP, QUOTA}
+    assert cloud.store.commit(conditions, operations) is not None
+    theirs, _ = group(cloud.store, 'web')
+    assert theirs is not None
+    assert len(theirs.members) == 1
+    assert member.instance not in theirs.members
+    left, _ = quota(cloud.store, 'shop')
+    assert left is not None
+    assert left.used == {'instances': 1, **SMALL}
+
+
+@pytest.mark.parametrize('key', [GROUP, QUOTA])
+def test_nothing_ends_while_what_it_shares_cannot_be_asked_for(cloud: Cloud, member: Record, key: str) -> None:
+    """Else it would end, and be counted for ever."""
+    with closing(Away(cloud.etcd.endpoint, key)) as store, pytest.raises(Unreachable, match='away'):
+        ended(store, member)
+
+
+@pytest.mark.parametrize('key', [GROUP, QUOTA])
+def test_what_ends_leaves_alone_what_cannot_be_read(cloud: Cloud, member: Record, key: str) -> None:
+    cloud.etcd.put(key, 'rubbish')
+    conditions, operations = ended(cloud.store, member)
+    assert {each.key for each in conditions} == {GROUP, QUOTA} - {key}
+    assert cloud.store.commit(conditions, operations) is not None
+    assert cloud.etcd.get(key) == b'rubbish'
+    if key == GROUP:
+        assert quota_from_json('shop', cloud.etcd.get(QUOTA) or b'').used == {'instances': 1, **SMALL}
+    else:
+        assert member.instance not in json.loads(cloud.etcd.get(GROUP) or b'')['members']
+
+
+def test_who_asks_for_what_cannot_be_read_is_told_the_key_and_the_cure(cloud: Cloud) -> None:
+    for key, read in ((GROUP, lambda: group(cloud.store, 'web')), (QUOTA, lambda: quota(cloud.store, 'shop'))):
+        cloud.etcd.put(key, '{"version": 99}')
+        with pytest.raises(Unreadable, match=f'^{key}: .*; unless a newer ecomp wrote it: etcdctl del {key}$'):
+            read()
+
+
+def test_the_living_are_members_whatever_the_group_says_by_now(cloud: Cloud, member: Record) -> None:
+    wanted = Membership('web', 'affinity', True)
+    assert rejoined(cloud.store, wanted, member.instance, member.compute) == ([], [])
+    cloud.etcd.delete(GROUP)
+    conditions, operations = rejoined(cloud.store, wanted, member.instance, member.compute)
+    assert cloud.store.commit(conditions, operations) is not None
+    theirs, _ = group(cloud.store, 'web')
+    assert theirs == Group('web', 'affinity', True, {member.instance: member.compute})
