@@ -6,7 +6,6 @@ module anew.
 
 from __future__ import annotations
 
-import argparse
 import logging
 import os
 import signal
@@ -14,40 +13,44 @@ import socket
 import sys
 import tempfile
 import threading
-import uuid
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, NamedTuple
 
 from ecomp import __version__
 from ecomp import log as logs
+from ecomp.agent.arguments import parser
 from ecomp.conf import ComputeConfig, load_compute, parse_inventory
-from ecomp.errors import Conflict, EcompError, StrangeEtcd, UsageError
+from ecomp.errors import Conflict, EcompError, UsageError
 from ecomp.failpoints import failpoint
-from ecomp.model import cluster, keys
+from ecomp.model import keys
 from ecomp.model.cluster import Known
 from ecomp.model.record import timestamp
 from ecomp.model.text import printable_lines
 
 if TYPE_CHECKING:
     from ecomp.agent.daemon import Daemon
+    from ecomp.agent.inventory import Inventory
     from ecomp.agent.pool import Runner
+    from ecomp.agent.provider import Provider
+    from ecomp.agent.several import Ears
+    from ecomp.agent.state import State
     from ecomp.placement.client import Placement
-    from ecomp.store.client import Store
+    from ecomp.store.client import Entry, Store
     from ecomp.store.guard import Guard
     from ecomp.virt import Hypervisor
-    from ecomp.virt.libvirt_host import Libvirt
 
 log = logging.getLogger(__name__)
+ready = logging.getLogger('ecomp.ready')
 
 MOST_WORKERS = 8
 FOLLOWING = 'following etcd'
 
-Inventory = dict[str, dict[str, int]]
+Seed = Callable[[str], Mapping[str, bytes]] | None
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -57,12 +60,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     # Until the daemon takes the signals over, either of them unwinds what has been started so far.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        options = _parser().parse_args(argv)
+        options = parser().parse_args(argv)
         config = load_compute(Path(options.config) if options.config else None)
         with ExitStack() as at_exit:
             if options.fake is not None:
-                config = _pretended(config, parse_inventory(options.fake), at_exit)
-            _run(config, options.fake is not None, options.accept_new_etcd, at_exit)
+                config = _pretended(config, parse_inventory(options.fake), options.count, at_exit)
+            elif options.count is not None:
+                raise UsageError('--count goes with --fake: a machine is one compute')
+            _run(config, options.fake is not None, options.count, options.accept_new_etcd, at_exit)
     except EcompError as error:
         _say(str(error))
         return error.exit_code
@@ -79,26 +84,12 @@ def _say(text: str) -> None:
         print(f'ecompute: {printable_lines(logs.redact(text))}', file=sys.stderr, flush=True)
 
 
-class _Parser(argparse.ArgumentParser):
-    """argparse, with its errors in one line like all others."""
-
-    def error(self, message: str) -> NoReturn:
-        raise UsageError(f'{message}; --help shows all')
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = _Parser('ecompute', description='Take requests for this machine from etcd and make them VMs.')
-    parser.add_argument('--config', metavar='FILE', help='instead of compute.yaml in the current directory')
-    parser.add_argument('--fake', metavar='INVENTORY', help="pretend: 'VCPU:4,DISK_GB:10,MEMORY_MB:512', no libvirt")
-    parser.add_argument(
-        '--accept-new-etcd', action='store_true', help='etcd was wiped, restored or exchanged, and is to be used'
-    )
-    parser.add_argument('--version', action='version', version=f'ecompute {__version__}')
-    return parser
-
-
-def _pretended(config: ComputeConfig, totals: Mapping[str, int], at_exit: ExitStack) -> ComputeConfig:
+def _pretended(
+    config: ComputeConfig, totals: Mapping[str, int], count: int | None, at_exit: ExitStack
+) -> ComputeConfig:
     """The configuration of a fake: its own inventory, and a throw-away state unless `state:` says otherwise."""
+    if config.uuid is not None and (count or 1) > 1:
+        raise UsageError(f'--count {count}: `uuid:` in the configuration names one compute: leave it out')
     if config.state == ComputeConfig().state:
         temporary = at_exit.enter_context(tempfile.TemporaryDirectory(prefix='ecompute-fake-'))
         # A throw-away state with a lasting uuid would be the same compute ten times over.
@@ -106,58 +97,128 @@ def _pretended(config: ComputeConfig, totals: Mapping[str, int], at_exit: ExitSt
     return replace(config, inventory=totals, networks=ComputeConfig.networks)
 
 
-def _run(config: ComputeConfig, fake: bool, accept: bool, at_exit: ExitStack) -> None:
-    from ecomp.agent import limits
+class _Common(NamedTuple):
+    """What the computes of one process share; `ears` only where there are several."""
+
+    fake: bool
+    accept: bool
+    guard: Guard
+    familiar: bool
+    placement: Placement
+    remember: Callable[[], None]
+    ears: Ears | None = None
+
+
+def _run(config: ComputeConfig, fake: bool, count: int | None, accept: bool, at_exit: ExitStack) -> None:
+    from ecomp.agent import limits, several
+    from ecomp.agent.known_etcd import KnownEtcd, is_familiar
+    from ecomp.agent.state import State
+    from ecomp.placement.client import Placement
+    from ecomp.store.client import Store
+    from ecomp.store.guard import Guard
+
+    limits.check(count or 1)
+    state = State(config.state)
+    at_exit.callback(state.close)
+    known = KnownEtcd(config.state)
+    guard = Guard(Known() if accept else known.load(), known.note)
+    store = Store(config.etcd, guard)
+    at_exit.callback(store.close)
+    placement = Placement(config.placement)
+    at_exit.callback(placement.close)
+
+    def remember() -> None:
+        known.start()
+        at_exit.callback(known.stop)
+
+    common = _Common(fake, accept, guard, is_familiar(guard, store, _now()), placement, remember)
+    begin = None
+    if count is None:
+        daemon, begin = _wire(config, state, store, common, at_exit)
+        daemons = [daemon]
+    else:
+        for each in (log, logging.getLogger('ecomp.agent.provider')):
+            each.setLevel(logging.WARNING)  # of each of a thousand it would say the same
+        ears = several.listen(config.etcd, guard, config.queues, at_exit)
+        common = common._replace(ears=ears, remember=lambda: None)
+        daemons = several.begin(count, partial(_one_of_many, config, common), at_exit)
+        remember()
+
+    def stop(*_: object) -> None:
+        for each in daemons:
+            each.stop()
+
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:  # nohup
+            signal.signal(number, stop)
+    daemons[0].wake_on_signals()
+    if begin is not None:
+        begin()
+    daemons[0].run()
+    log.info('stopping; the guests go on')
+
+
+def _one_of_many(config: ComputeConfig, common: _Common, number: int, at_exit: ExitStack) -> Daemon:
+    """A pretended compute with a state directory of its own below the one that is configured."""
+    from ecomp.agent.state import State
+    from ecomp.store.client import Store
+
+    own = replace(config, state=config.state / str(number))
+    state = State(own.state)
+    at_exit.callback(state.close)
+    # Its own, for what it may write is fenced by its own presence (rule 9).
+    store = Store(config.etcd, common.guard)
+    at_exit.callback(store.close)
+    daemon, begin = _wire(own, state, store, common, at_exit)
+    begin()
+    return daemon
+
+
+def _wire(
+    config: ComputeConfig, state: State, store: Store, common: _Common, at_exit: ExitStack
+) -> tuple[Daemon, Callable[[], None]]:
+    """A compute, registered; and what makes it take requests. Any thread's work."""
     from ecomp.agent.claims import ClaimKeeper
     from ecomp.agent.complaints import Complaints
     from ecomp.agent.daemon import Daemon
     from ecomp.agent.digest import Answerer
     from ecomp.agent.instances import Instances, Shape
-    from ecomp.agent.known_etcd import KnownEtcd
     from ecomp.agent.memory import Memory
     from ecomp.agent.metadata import GuestData
+    from ecomp.agent.provider import Provider
+    from ecomp.agent.queues import Queues, Reader
     from ecomp.agent.republish import republish
     from ecomp.agent.reserved import reserve_again
-    from ecomp.agent.state import State
-    from ecomp.placement.client import Placement
-    from ecomp.store.client import Store
-    from ecomp.store.guard import Guard
+    from ecomp.agent.several import Ears
     from ecomp.store.presence import Presence
-    from ecomp.store.watch import Follower
+    from ecomp.store.shared_follower import following
 
-    limits.check()
-    state = State(config.state)
-    at_exit.callback(state.close)
+    fake, guard, familiar, placement = common.fake, common.guard, common.familiar, common.placement
+    ears = common.ears or Ears(Reader())
     compute = state.compute_uuid(config.uuid)
     log.info('compute %s, state in %s, ecomp %s', compute, config.state, __version__)
-
-    known = KnownEtcd(config.state)
-    guard = Guard(Known() if accept else known.load(), known.note)
-    store = Store(config.etcd, guard)
-    at_exit.callback(store.close)
-    familiar = _is_familiar(guard, store)
     who = {'version': __version__, 'hostname': socket.gethostname(), 'since': _now(), 'token': state.token()}
     presence = Presence(store, keys.compute(compute), who, lambda reason: daemon.become_read_only(reason))
     if familiar:
         presence.check()
 
-    hypervisor, runner, watch_over = _hypervisor(config, fake, at_exit)
+    hypervisor, runner, watch_over, seed = _hypervisor(config, fake, at_exit)
     if familiar:
         _refuse_others(hypervisor, store, compute)
-    shape = Shape(hypervisor.virt_type(config.virt_type), config.resize, config.networks, socket.gethostname())
-    placement = Placement(config.placement)
-    at_exit.callback(placement.close)
+    virt_type = hypervisor.virt_type(config.virt_type)
+    shape = Shape(virt_type, config.resize, config.networks, socket.gethostname(), seed)
     inventory = _inventory(config, fake, list(hypervisor.guests()))
+    traits = (_traits(hypervisor, virt_type), config.traits, config.aggregates)
+    provider = Provider(placement, compute, inventory, *traits, config.state)
     memory = Memory(config.state, compute, _now)
     if familiar:
-        _register(placement, compute, inventory)
-        if accept:
+        provider.register()
+        if common.accept:
             republish(compute, store, placement, memory, set(hypervisor.guests()), _now())
             failpoint('republished')
         reserve_again(hypervisor, memory)
         # Not before: killed until now, the next start is to find the same strange etcd.
-        known.start()
-        at_exit.callback(known.stop)
+        common.remember()
 
     guest_data = GuestData(config.state / 'metadata')
     instances = Instances(compute, store, placement, runner, hypervisor, guest_data, shape, memory, _now)
@@ -166,55 +227,69 @@ def _run(config: ComputeConfig, fake: bool, accept: bool, at_exit: ExitStack) ->
 
     def every_minute() -> None:
         watch_over()
-        _keep_inventory(placement, compute, inventory, lambda: closing.is_set() or daemon.read_only)
+        provider.keep(lambda: closing.is_set() or daemon.read_only)
 
     daemon = Daemon(compute, instances, hypervisor, runner, claims, memory, complaints, every_minute, threads)
     if not fake:  # a pretended guest has no cloud-init, and fakes are many
         at_exit.callback(guest_data.on_ready(daemon.nudge))
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) is not signal.SIG_IGN:  # nohup
-            signal.signal(number, lambda *_: daemon.stop())
-    runner.wake_on_signals()
-    guard.when_strange(daemon.become_read_only)
 
     def on_back() -> None:
         presence.look()
         if complaints.settle(FOLLOWING):
             daemon.works_again()
 
-    on_lost, prefix = partial(complaints.complain, FOLLOWING), keys.host_prefix(compute)
-    follower = Follower(config.etcd, prefix, daemon.on_state, guard=guard, on_lost=on_lost, on_back=on_back)
-
     def may_remove(instance: str) -> bool:
         store.recognise()  # raises where nothing is to be believed
         return not daemon.read_only and instance not in memory.all()
 
-    answerer = Answerer(compute, state.token(), config.etcd, hypervisor, config.state, may_remove)
-    answerer.start()
-    at_exit.callback(answerer.stop)
-    if familiar:
-        presence.start()
-        failpoint('published')
-        at_exit.callback(presence.stop)
-        follower.start()
-    at_exit.callback(follower.stop)
-    # Undone in reverse: first nothing more is scheduled here, then what is in work ends.
-    at_exit.callback(daemon.drain)
-    at_exit.callback(_close_inventory, placement, compute, inventory, daemon)
-    at_exit.callback(closing.set)
-    if familiar:
-        log.info('ready: %s guests with %s', 'pretended' if fake else shape.virt_type, _words(inventory))
-    daemon.run()
-    log.info('stopping; the guests go on')
+    def begin() -> None:
+        guard.when_strange(daemon.become_read_only)
+        on_lost, prefix = partial(complaints.complain, FOLLOWING), keys.host_prefix(compute)
+        follow = partial(following, config.etcd, guard)
+        queues = None
+        if config.queues and familiar:
+            speaks = (store, placement, presence, complaints, partial(follow, ears.queues), ears.reader.read)
+            queues = Queues(compute, *speaks, lambda: not (closing.is_set() or daemon.read_only), _now)
+
+        def on_state(state: Mapping[str, Entry]) -> None:
+            daemon.on_state(state)
+            if queues is not None:
+                queues.on_hosts(state)
+
+        follower = follow(ears.hosts, prefix, on_state, on_lost, on_back)
+        told = (config.etcd, hypervisor, config.state, may_remove, ears.audits)
+        answerer = Answerer(compute, state.token(), *told)
+        answerer.start()
+        at_exit.callback(answerer.stop)
+        if familiar:
+            presence.start()
+            failpoint('published')
+            at_exit.callback(presence.stop)
+            follower.start()
+        at_exit.callback(follower.stop)
+        # Undone in reverse: first nothing more is scheduled here, then what is in work ends.
+        at_exit.callback(daemon.drain)
+        at_exit.callback(_close, provider, daemon)
+        at_exit.callback(closing.set)
+        if queues is not None:
+            at_exit.callback(queues.stop)
+            queues.start()
+        daemon.begin()
+        if familiar:
+            what = f'{shape.virt_type if not fake else "pretended"} guests with {_words(inventory)}'
+            ready.info('ready: %s', what if common.ears is None else f'compute {compute}, {what}')
+
+    return daemon, begin
 
 
 def _hypervisor(
     config: ComputeConfig, fake: bool, at_exit: ExitStack
-) -> tuple[Hypervisor, Runner, Callable[[], None]]:
-    """The hypervisor, what carries out its jobs, and what is to be looked after every minute."""
+) -> tuple[Hypervisor, Runner, Callable[[], None], Seed]:
+    """The hypervisor, what carries out its jobs, what is to be looked after every minute, and see nocloud()."""
     from ecomp.agent.images.cache import GIB, Limits
     from ecomp.agent.inventory import look
     from ecomp.agent.pool import Inline, Pool, Pretended
+    from ecomp.agent.served import keep_served, nocloud
     from ecomp.agent.worker import WorkerSettings
 
     if fake:
@@ -224,31 +299,19 @@ def _hypervisor(
         pretended.prepare()
         inline = Inline(pretended, Pretended())
         at_exit.callback(inline.stop)
-        return pretended, inline, lambda: None
+        return pretended, inline, lambda: None, nocloud(config, lambda: False)
     from ecomp.virt.libvirt_host import Libvirt
 
     libvirt = Libvirt(config.state, config.networks)
     at_exit.callback(libvirt.close)
     libvirt.prepare()
-    watch_over = _metadata(config, libvirt, at_exit)
+    watch_over = keep_served(libvirt, config.state, config.directory, config.metadata == 'network', at_exit)
     # No instance is given more than what there is in all, so no image above that is of use here.
     disk = (config.inventory or {}).get('DISK_GB', 0) * GIB or look(config.state, []).disk
     limits = Limits(_image_cache(config) * GIB, disk)
     pool = Pool(_workers(config), WorkerSettings(config.state, config.images, os.getpid(), limits))
     at_exit.callback(pool.stop)
-    return libvirt, pool, watch_over
-
-
-def _is_familiar(guard: Guard, store: Store) -> bool:
-    """Whether etcd is the one we knew; with nothing remembered, it is from now on (rule 10)."""
-    try:
-        if guard.known.identity:
-            guard.recognise(store)
-        else:
-            guard.adopt(store, cluster.new(str(uuid.uuid4()), _now()))
-    except StrangeEtcd:
-        return False  # not an end: started again and again, it would be away as often, and its guests' metadata with it
-    return True
+    return libvirt, pool, watch_over, nocloud(config, lambda: libvirt.bridge_name() is not None)
 
 
 def _refuse_others(hypervisor: Hypervisor, store: Store, compute: str) -> None:
@@ -261,47 +324,13 @@ def _refuse_others(hypervisor: Hypervisor, store: Store, compute: str) -> None:
             )
 
 
-def _metadata(config: ComputeConfig, libvirt: Libvirt, at_exit: ExitStack) -> Callable[[], None]:
-    """See that a metadata server answers; what keeps it so."""
-    from ecomp.agent.metadata import ADDRESS, MetadataServer
-
-    if libvirt.bridge_name() is None:
-        log.warning('networks: none of them is a network whose bridge libvirt made: no metadata is served')
-        return lambda: None
-    server = MetadataServer(config.state / 'metadata', config.directory)
-    # One that was killed left the address where it was: with this file it is ours to take off.
-    mark = config.state / 'metadata-address'
-    ours = mark.exists()
-
-    def ensure() -> None:
-        nonlocal ours
-        if not libvirt.metadata_address_present():
-            ours = True
-            with suppress(OSError):  # a full disk
-                mark.touch()
-            libvirt.ensure_metadata_address()
-            log.info("put %s on the guests' bridge", ADDRESS)
-        server.ensure()
-
-    def take_off() -> None:
-        if ours:
-            libvirt.remove_metadata_address()
-            mark.unlink(missing_ok=True)
-
-    at_exit.callback(take_off)
-    at_exit.callback(server.stop)
-    ensure()
-    return ensure
-
-
 def _inventory(config: ComputeConfig, fake: bool, instances: Sequence[str]) -> Inventory:
     from ecomp.agent import inventory
 
     stated = inventory.given(config.inventory or {})
-    if fake:
-        return stated
     # What `inventory:` does not name keeps the machine's own truth.
-    return {**inventory.inventory(inventory.look(config.state, instances), _image_cache(config)), **stated}
+    own = {} if fake else inventory.inventory(inventory.look(config.state, instances), _image_cache(config))
+    return inventory.with_ratios({**own, **stated}, config.allocation_ratios)
 
 
 def _image_cache(config: ComputeConfig) -> int:
@@ -310,41 +339,22 @@ def _image_cache(config: ComputeConfig) -> int:
     return config.image_cache or default_cache(config.state)
 
 
-def _register(placement: Placement, compute: str, inventory: Inventory) -> None:
-    from ecomp.placement import providers
+def _traits(hypervisor: Hypervisor, virt_type: str) -> frozenset[str]:
+    """The traits of what this host's guests run on."""
+    features = hypervisor.cpu_features(virt_type)
+    if not features:
+        return frozenset()
+    from ecomp.model.traits import cpu_traits
 
-    if providers.ensure(placement, compute):
-        log.info('made resource provider %s', compute)
-    else:
-        used = providers.usages(placement, compute)
-        log.info('resource provider %s is there, with usages %s', compute, used or 'none')
-        for name, amount in used.items():
-            free = inventory.get(name, {'total': 0})['total']
-            if amount > free:
-                log.warning('%s of %s is used, and there is only %s of it now', amount, name, free)
-    failpoint('registered')
-    providers.set_inventory(placement, compute, inventory)
+    return cpu_traits(features)
 
 
-def _keep_inventory(placement: Placement, compute: str, inventory: Inventory, is_closing: Callable[[], bool]) -> None:
-    """Register again if placement has it otherwise: its database may have been restored, or somebody was at it."""
-    from ecomp.placement import providers
-
-    # Asked afterwards: what is found closed is closed by us, and then this says so by now.
-    if not providers.is_as(placement, compute, inventory) and not is_closing():
-        log.warning('placement does not know this compute as it is (was it restored from a copy?): registering again')
-        _register(placement, compute, inventory)
-
-
-def _close_inventory(placement: Placement, compute: str, inventory: Inventory, daemon: Daemon) -> None:
+def _close(provider: Provider, daemon: Daemon) -> None:
     if daemon.read_only:
-        return  # it is somebody else's inventory now
-    from ecomp.agent.inventory import closed
-    from ecomp.placement import providers
-
+        return  # it is somebody else's provider now
     failpoint('closing')
     try:
-        providers.set_inventory(placement, compute, closed(inventory))
+        provider.close()
         log.info('reserved all VCPU: nothing is scheduled here until the next start')
     except EcompError as error:
         log.warning('could not reserve VCPU, so requests may still be written for this compute: %s', error)
@@ -354,7 +364,7 @@ def _workers(config: ComputeConfig) -> int:
     return config.workers or min(os.cpu_count() or 1, MOST_WORKERS)
 
 
-def _words(inventory: Mapping[str, Mapping[str, int]]) -> str:
+def _words(inventory: Mapping[str, Mapping[str, float]]) -> str:
     return ', '.join(f'{name} {each["total"]} ({each["reserved"]} reserved)' for name, each in inventory.items())
 
 

@@ -9,10 +9,10 @@ import logging
 from collections.abc import Collection, Mapping
 
 from ecomp.model import keys
-from ecomp.model.instance import announced
 from ecomp.placement import allocations as ledger
 from ecomp.placement.client import Placement
-from ecomp.store.client import Snapshot, Store
+from ecomp.store.client import Store
+from ecomp.store.requests import at_it
 
 log = logging.getLogger(__name__)
 
@@ -54,16 +54,9 @@ class ClaimKeeper:
         # placement was read first: a claim made since cannot be in it, and one that was delivered
         # meanwhile has its key by now. etcd is asked itself, for a followed state may be behind.
         wished = [keys.last(key) for key in self._store.snapshot(keys.host_prefix(self._compute), True).entries]
-        at_it = in_requests(self._store.snapshot(keys.REQUESTS))
-        at_it |= {keys.last(key) for key in self._store.snapshot(keys.QUEUES, True).entries}
-        self._seen, ready = due(self._seen, orphans(held, wished, guests, at_it), now)
+        self._seen, ready = due(self._seen, orphans(held, wished, guests, at_it(self._store)), now)
         for consumer in ready:
             current = ledger.consumer(self._placement, consumer)
             if self._compute in current.allocations and ledger.release(self._placement, consumer, current):
                 log.warning('released the claim of %s: no request stands behind it', consumer)
             self._seen.pop(consumer, None)
-
-
-def in_requests(snapshot: Snapshot) -> set[str]:
-    """The instances that living eschedules are at."""
-    return {instance for key, entry in snapshot.entries.items() for instance in announced(key, entry.value)}

@@ -76,6 +76,7 @@ class Daemon:
         self._planner = threading.Thread(target=self._plan_for_ever, name='planner', daemon=True)
         self._changed = threading.Condition()
         self._nudged = True
+        self._look = False
         self._stopping = False
         self.read_only = False
         self._state: Mapping[str, Entry] | None = None
@@ -91,12 +92,19 @@ class Daemon:
         self._look_delay = 0.0
         self._to_recheck: list[str] = []
 
-    def run(self) -> None:
-        """Work until stop(). Called by the main thread."""
-        self._hypervisor.on_change(self.nudge)
+    def begin(self) -> None:
+        """Work, as far as nobody need tend the workers. run() is to follow, unless another one's does for both."""
+        self._hypervisor.on_change(self.nudge, self.look_soon)
         self._planner.start()
+
+    def run(self) -> None:
+        """Work, until stop(). Called by the main thread after begin()."""
         while not self._stopping:
             self._runner.tend(EVERY)
+
+    def wake_on_signals(self) -> None:
+        """From now on a signal ends the wait in run() at once. The main thread's work."""
+        self._runner.wake_on_signals()
 
     def drain(self) -> None:
         """Begin nothing more, and return when what is in work has ended."""
@@ -135,6 +143,12 @@ class Daemon:
             self._nudged = True
             self._changed.notify()
 
+    def look_soon(self, reason: str) -> None:
+        """The same, and do what is done once a minute."""
+        with self._changed:
+            self._look = True
+        self.nudge(reason)
+
     def _plan_for_ever(self) -> None:
         next_minute = time.monotonic()
         waiting_for_addresses = False
@@ -147,7 +161,7 @@ class Daemon:
                 wake = min([next_minute, *due, *([time.monotonic() + POLL] if waiting_for_addresses else [])])
                 if not self._nudged:
                     self._changed.wait(max(wake - time.monotonic(), 0.01))
-                self._nudged = False
+                look, self._nudged, self._look = self._look, False, False
                 state = self._state
             if self._stopping or self.read_only or state is None:
                 next_minute = time.monotonic() + POLL  # the first list nudges; until then there is nothing to plan
@@ -155,7 +169,7 @@ class Daemon:
             doing, began = 'planning', time.monotonic()
             self._planned = began
             try:
-                minute = time.monotonic() >= next_minute
+                minute = look or time.monotonic() >= next_minute
                 if minute:
                     next_minute = time.monotonic() + EVERY * random.uniform(0.9, 1.1)
                 # Taken before anything is looked at: whose task ends while we look is planned at its end's nudge.

@@ -19,9 +19,11 @@ from ecomp.conf import EtcdConfig
 from ecomp.errors import EcompError
 from ecomp.model import keys
 from ecomp.model.digest import Digest, Leftover, clearance_from_json, failed, to_pages
-from ecomp.model.instance import announced, load_object
+from ecomp.model.json_object import load_object
 from ecomp.model.record import ERROR, GONE, from_json
 from ecomp.store.client import Entry, Put, Store, Unchanged
+from ecomp.store.requests import at_it
+from ecomp.store.shared_follower import Part, SharedFollower
 from ecomp.store.watch import Follower
 from ecomp.virt import Hypervisor
 
@@ -34,6 +36,7 @@ def look(hypervisor: Hypervisor, state: Path) -> Digest:
         hypervisor.guests(),
         hypervisor.without_base(),
         GuestData(state / 'metadata').all(),
+        dict.fromkeys(hypervisor.seeds(), ''),
         {mac: f'{each.instance} {each.address}' for mac, each in hypervisor.reservations().items()},
         parts(state),
     )
@@ -53,8 +56,12 @@ def parts(state: Path) -> dict[str, str]:
     return found
 
 
+def _say_nothing(*_: object) -> None:
+    pass
+
+
 class Answerer:
-    """A thread that answers audits, from start() to stop().
+    """A thread that answers audits, from start() to stop(); with `shared`, which has to follow them, it need not.
 
     `may_remove` is asked of an instance before anything of it is removed, and of '' before a half-written file is.
     """
@@ -67,6 +74,7 @@ class Answerer:
         hypervisor: Hypervisor,
         state: Path,
         may_remove: Callable[[str], bool],
+        shared: SharedFollower | None = None,
     ) -> None:
         self._compute = compute
         self._token = token
@@ -77,7 +85,11 @@ class Answerer:
         # A channel of its own: an answer is long, and must not hold up what the instances' threads write.
         self._store = Store(config)
         # Whoever follows our requests says that etcd is away, once; and that it is back.
-        self._follower = Follower(config, keys.AUDIT, self._on_state, on_lost=lambda _: None, on_back=lambda: None)
+        self._follower: Follower | Part
+        if shared is not None:
+            self._follower = Part(shared, keys.AUDIT, self._on_state, on_lost=_say_nothing, on_back=_say_nothing)
+        else:
+            self._follower = Follower(config, keys.AUDIT, self._on_state, on_lost=_say_nothing, on_back=_say_nothing)
         self._seen: frozenset[str] = frozenset()
         self._asked: queue.SimpleQueue[Entry | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name='audits', daemon=True)
@@ -153,11 +165,11 @@ class Answerer:
         return done
 
     def _remove(self, leftover: Leftover) -> str:
-        named = {'disk': leftover.name, 'reservations': leftover.name, 'seed': leftover.mark}
-        instance = named.get(leftover.kind, '')
+        kind, name = leftover.kind, leftover.name
+        instance = {'disk': name, 'iso': name, 'reservations': name, 'seed': leftover.mark}.get(kind, '')
         if not self._may_remove(instance):
             return 'not removed: this compute is read-only, or remembers that it lives'
-        if leftover.kind == 'part':
+        if kind == 'part':
             return self._remove_part(leftover)
         if not keys.is_uuid(instance):
             return 'not removed: it names no instance'
@@ -168,14 +180,19 @@ class Answerer:
                 return 'not removed: it is wanted now'
             if guest is not None and (guest.defined or guest.running):
                 return 'not removed: its domain is there'
-            if leftover.kind == 'reservations':
+            if kind == 'reservations':
                 self._hypervisor.release(instance)
                 return 'removed'
-            if leftover.kind == 'seed':
-                data = GuestData(self._state / 'metadata')
-                if data.all().get(leftover.name) != instance:
+            if kind == 'iso':
+                if instance not in self._hypervisor.seeds():
                     return 'is gone already'
-                data.remove(instance, [leftover.name])
+                self._hypervisor.delete_seed(instance)
+                return 'removed'
+            if kind == 'seed':
+                data = GuestData(self._state / 'metadata')
+                if data.all().get(name) != instance:
+                    return 'is gone already'
+                data.remove(instance, [name])
                 return 'removed'
             if guest is None:
                 return 'is gone already'
@@ -198,10 +215,7 @@ class Answerer:
         """True if anybody asks for it, or it lives anywhere, or nobody can tell."""
         if self._store.get(keys.host(self._compute, instance)) is not None:
             return True
-        for key, entry in self._store.snapshot(keys.REQUESTS).entries.items():
-            if instance in announced(key, entry.value):
-                return True
-        if any(keys.last(key) == instance for key in self._store.snapshot(keys.QUEUES, True).entries):
+        if instance in at_it(self._store):
             return True
         record = self._store.get(keys.instance(instance))
         try:

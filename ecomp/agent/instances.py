@@ -23,6 +23,7 @@ from ecomp.failpoints import failpoint
 from ecomp.model import keys
 from ecomp.model.allocation import difference, to_wire, total
 from ecomp.model.guest import Address, BaseImage, Guest, GuestSpec, all_macs
+from ecomp.model.guest_data import shared_user_data
 from ecomp.model.instance import Request
 from ecomp.model.network import Attachment
 from ecomp.model.record import (
@@ -52,12 +53,16 @@ RELEASES = 5
 
 @dataclass(frozen=True)
 class Shape:
-    """What this compute gives every guest. `hostname` is where its console log is."""
+    """What this compute gives every guest. `hostname` is where its console log is.
+
+    `seed` says what is on the NoCloud disk of the guest with a MAC, BuildFailed; None where guests get no such disk.
+    """
 
     virt_type: str
     resize: bool
     networks: tuple[Attachment, ...]
     hostname: str
+    seed: Callable[[str], Mapping[str, bytes]] | None = None
 
 
 class Instances:
@@ -133,8 +138,11 @@ class Instances:
         assert request.image is not None  # parse_request() lets no other request with allocations through
         try:
             record = self._records.write(self._reserve(record, spec), revision)
-            self._guest_data.write(request, spec.macs)
+            spec = replace(spec, reserved=tuple(each.expected for each in record.addresses))
+            self._guest_data.write(self._with_user_data(request), spec.macs)
             failpoint('seeded')
+            if self._shape.seed is not None:
+                spec = replace(spec, seed=self._shape.seed(spec.macs[0]))
             for news in self._runner.run(Build(spec, request.image)):
                 if isinstance(news, Progress):
                     record = self._noted(replace(record, progress=news), revision)
@@ -295,6 +303,18 @@ class Instances:
             interfaces.append(Interface(name, mac, expected=reserved))
         failpoint('reserved')
         return replace(record, addresses=tuple(interfaces))
+
+    def _with_user_data(self, request: Request) -> Request:
+        """The request with the user-data it shares with the others of its set."""
+        if request.user_data_sha256 is None:
+            return request
+        entry = self._store.get(keys.user_data(request.user_data_sha256))
+        if entry is None:
+            raise BuildFailed('scheduled', 'its user-data is not in etcd any more: that of a set is kept for a week')
+        try:
+            return replace(request, user_data=shared_user_data(entry.value, request.user_data_sha256))
+        except ValueError as error:
+            raise BuildFailed('scheduled', f'its user-data, {entry.key}: {error}') from error
 
     def _up(self, record: Record) -> Record:
         console = self._hypervisor.console(record.instance)

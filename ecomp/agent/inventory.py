@@ -12,8 +12,13 @@ from pathlib import Path
 
 import psutil
 
+from ecomp.errors import UsageError
+
 MIB = 1024**2
 GIB = 1024**3
+
+Inventory = dict[str, dict[str, float]]
+"""As placement has it: {class: {'total', 'reserved', 'allocation_ratio'}}."""
 
 
 @dataclass(frozen=True)
@@ -73,9 +78,17 @@ def given(totals: Mapping[str, int]) -> dict[str, dict[str, int]]:
     return {name: {'total': total, 'reserved': 0} for name, total in totals.items()}
 
 
-def closed(current: Mapping[str, Mapping[str, int]]) -> dict[str, dict[str, int]]:
+def with_ratios(totals: Mapping[str, Mapping[str, int]], ratios: Mapping[str, float]) -> Inventory:
+    """The inventory with `allocation_ratios:`, 1 for every other class. UsageError for a class it does not have."""
+    unknown = sorted(ratios.keys() - totals.keys())
+    if unknown:
+        raise UsageError(f'allocation_ratios: there is no {", ".join(unknown)} here, only {", ".join(totals)}')
+    return {name: {**each, 'allocation_ratio': ratios.get(name, 1.0)} for name, each in totals.items()}
+
+
+def closed(current: Mapping[str, Mapping[str, float]]) -> Inventory:
     """The same inventory with all VCPU reserved: nothing is scheduled there, what runs goes on."""
-    shut = {name: {'total': each['total'], 'reserved': each['reserved']} for name, each in current.items()}
+    shut = {name: dict(each) for name, each in current.items()}
     if 'VCPU' in shut:
         shut['VCPU']['reserved'] = shut['VCPU']['total']
     return shut

@@ -8,17 +8,32 @@ from __future__ import annotations
 
 import logging
 import threading
+import uuid
 from pathlib import Path
 
 from ecomp.agent.state import write_durably
-from ecomp.errors import UsageError
+from ecomp.errors import StrangeEtcd, UsageError
 from ecomp.model import cluster
 from ecomp.model.cluster import Known
+from ecomp.store.client import Store
+from ecomp.store.guard import Guard
 
 log = logging.getLogger(__name__)
 
 EVERY = 1.0
 """Seconds between two writes at least."""
+
+
+def is_familiar(guard: Guard, store: Store, now: str) -> bool:
+    """Whether etcd is the one we knew; with nothing remembered, it is from now on (rule 10)."""
+    try:
+        if guard.known.identity:
+            guard.recognise(store)
+        else:
+            guard.adopt(store, cluster.new(str(uuid.uuid4()), now))
+    except StrangeEtcd:
+        return False  # not an end: started again and again, it would be away as often, and its guests' metadata with it
+    return True
 
 
 class KnownEtcd:

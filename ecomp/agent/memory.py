@@ -23,6 +23,7 @@ from ecomp.model import instance as requests
 from ecomp.model import keys
 from ecomp.model import record as records
 from ecomp.model.instance import Invalid, Request
+from ecomp.model.json_object import load_object
 from ecomp.model.record import Record
 
 log = logging.getLogger(__name__)
@@ -105,7 +106,7 @@ class Memory:
 
     def _load(self, path: Path, compute: str) -> None:
         try:
-            data = requests.load_object(path.read_bytes())
+            data = load_object(path.read_bytes())
             if not keys.is_uuid(path.stem) or data.get('version') != VERSION:
                 raise ValueError(f'version {data.get("version")!r}')
             if 'ended' in data:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 from ecomp.agent.memory import Memory
 from ecomp.errors import EcompError, NoSpace, UnknownOutcome
@@ -11,7 +11,8 @@ from ecomp.failpoints import failpoint
 from ecomp.model import keys
 from ecomp.model.record import ACTIVE, DESTROYING, ERROR, KEPT, STOPPED, Record, from_json, to_json
 from ecomp.store.client import Delete, Put, Store, Unchanged
-from ecomp.store.names import freed
+from ecomp.store.names import Change, freed
+from ecomp.store.sharing import commit_with, ended, nothing
 
 log = logging.getLogger(__name__)
 
@@ -62,13 +63,16 @@ class Records:
         revision: int,
         extra: Collection[Put | Delete] = (),
         lease: int = 0,
-        conditions: Collection[Unchanged] = (),
+        shared: Callable[[], Change] = nothing,
     ) -> Record:
-        """Put the record, with `extra` in the same transaction, if the request is the one at `revision`."""
+        """Put the record, with `extra` in the same transaction, if the request is the one at `revision`.
+
+        `shared` says what else is changed of what others change, too.
+        """
         key, value = keys.instance(record.instance), to_json(record)
         _, before = self._known.get(record.instance, (None, 0))
-        unchanged = [Unchanged(key, before), *conditions]
-        written = self.commit(record.instance, revision, unchanged, [Put(key, value, lease), *extra])
+        put = Put(key, value, lease)
+        written = self.commit(record.instance, revision, [Unchanged(key, before)], [put, *extra], shared)
         self._known[record.instance] = record, written
         if record.state in (ACTIVE, STOPPED, DESTROYING):
             self._memory.remember(None, record)
@@ -83,12 +87,12 @@ class Records:
         extra = [Delete(keys.host(self._compute, instance)), Delete(keys.booted(instance))]
         try:
             lease = self._store.grant(KEPT[record.state])
-            mine, change = freed(self._store, record.name, instance, lease if failed else 0)
-            self.write(record, revision, [*extra, *change], lease, mine)
+            self.write(record, revision, extra, lease, lambda: ended(self._store, record, lease if failed else 0))
         except NoSpace as error:
             if failed:
                 raise
-            # A full etcd takes deletes, and that is how it gets room again.
+            # A full etcd takes deletes alone, and that is how it gets room again: what its group and its quota count is
+            # left to the audit.
             key = keys.instance(instance)
             _, before = self._known.get(instance, (None, 0))
             mine, change = freed(self._store, record.name, instance)
@@ -99,12 +103,17 @@ class Records:
         self._memory.ended(instance)
 
     def commit(
-        self, instance: str, revision: int, conditions: Collection[Unchanged], operations: Collection[Put | Delete]
+        self,
+        instance: str,
+        revision: int,
+        conditions: Collection[Unchanged],
+        operations: Collection[Put | Delete],
+        shared: Callable[[], Change] = nothing,
     ) -> int:
         """Commit if the request is still the one at `revision`; the new revision, or Superseded."""
         host = Unchanged(keys.host(self._compute, instance), revision)
         try:
-            written = self._store.commit([host, *conditions], list(operations))
+            written = commit_with(self._store, [host, *conditions], list(operations), shared)
         except UnknownOutcome:
             self.forget(instance)  # written or not: read it, and plan anew
             raise

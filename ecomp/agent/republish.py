@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from ecomp.agent.memory import Memory, Remembered
-from ecomp.errors import EcompError, GenerationConflict, UnknownOutcome, Unreachable
+from ecomp.errors import EcompError, GenerationConflict, UnknownOutcome, Unreachable, Unreadable
 from ecomp.model import instance as requests
 from ecomp.model import keys
 from ecomp.model import record as records
@@ -21,7 +22,9 @@ from ecomp.model.record import DESTROYING, ERROR, GONE, KEPT, Record
 from ecomp.placement import allocations as ledger
 from ecomp.placement.client import Placement
 from ecomp.store.client import Delete, Entry, Put, Store, Unchanged
-from ecomp.store.names import freed, given_back
+from ecomp.store.names import given_back
+from ecomp.store.sharing import ended as let_go
+from ecomp.store.sharing import rejoined
 
 log = logging.getLogger(__name__)
 
@@ -165,6 +168,10 @@ def _publish(at: _Place, step: Publish, placement: Placement) -> bool:
             log.error('instance %s: %s', record.instance, fault)
             record = replace(record, fault='; '.join(filter(None, (record.fault, fault))))
     mine, operations = change or ([], [])
+    if step.request is not None and not step.request.is_tombstone:
+        with suppress(Unreadable):  # the audit tells of it
+            theirs, joins = rejoined(at.store, step.request.group, record.instance, record.compute)
+            mine, operations = [*mine, *theirs], [*operations, *joins]
     if step.request is not None:
         operations.append(Put(at.host_key, requests.to_json(step.request)))
     if record != at.said().record:
@@ -196,7 +203,7 @@ def _claimed(placement: Placement, request: Request) -> str | None:
 def _end(at: _Place, last: End) -> bool:
     lease = at.store.grant(KEPT[last.record.state])
     record = Put(at.record_key, records.to_json(last.record), lease)
-    mine, change = freed(at.store, last.record.name, last.record.instance)
+    mine, change = let_go(at.store, last.record)
     return at.commit([record, Delete(at.host_key), Delete(at.booted_key), *change], mine)
 
 

@@ -1,0 +1,150 @@
+"""Take one request out of its queue: mark it, claim it against ourselves, move it to our own /hosts key.
+
+The mark is on our lease, and the move compares it: whoever was frozen for longer than its lease moves nothing. So a
+claim that is left of somebody's dead attempt is moved by the next taker (rule 3), or released by
+the compute it is on.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from ecomp.errors import Conflict, EcompError, UnknownOutcome
+from ecomp.failpoints import failpoint
+from ecomp.model import keys
+from ecomp.model.instance import to_json
+from ecomp.model.pull import Place
+from ecomp.model.queue import Waiting, mark_to_json, marked_by
+from ecomp.placement import allocations as ledger
+from ecomp.placement.claiming import claim
+from ecomp.placement.client import Placement
+from ecomp.store.client import Delete, Exists, Put, Store, Unchanged
+from ecomp.store.sharing import Excluded, commit_with, joined
+
+log = logging.getLogger(__name__)
+
+READ_BACKS = 3
+"""Just after a cut gRPC hands one call in five to the connection that broke."""
+
+
+class Taker:
+    """Takes for one compute, one request at a time. `lease` is the lease that says that the compute is alive."""
+
+    def __init__(
+        self, compute: str, store: Store, placement: Placement, lease: Callable[[], int], now: Callable[[], str]
+    ) -> None:
+        self._compute = compute
+        self._store = store
+        self._placement = placement
+        self._lease = lease
+        self._now = now
+
+    def take(self, place: Place, marked: int = 0, still_fits: Callable[[], bool] = lambda: True) -> bool:
+        """Take it; False if somebody else was faster, or it was cancelled: nothing of it is left here then.
+
+        `marked` is the revision of our own mark, if an earlier attempt left one; `still_fits` is asked once there is a
+        mark. Errors: NoCapacity (placement has no room here), Unreachable, Conflict, GenerationConflict: it waits
+        again, and what may be claimed for it is moved by its next taker, or released by let_go().
+        """
+        waiting = place.waiting
+        mark = self._mark(place, marked)
+        if mark is None:
+            return False
+        failpoint('marked')
+        try:
+            if not still_fits():
+                raise Conflict(f'{waiting.instance}: does not fit here any more')
+            self._claim(waiting, mark)
+            failpoint('taken')
+            if self._move(place, mark):
+                failpoint('moved')
+                return True
+        except Conflict as error:
+            log.debug('%s', error)
+        except EcompError:
+            self._give_back_if_possible(waiting.key, mark)
+            raise
+        self._give_back_if_possible(waiting.key, mark)
+        self.let_go(waiting.instance)
+        return False
+
+    def give_back(self, queue_key: str, mark: int) -> bool:
+        """Take our mark away, so that others may take the request; False if it was not there any more as it was."""
+        key = keys.taker(queue_key)
+        for left in reversed(range(READ_BACKS)):
+            try:
+                return self._store.commit([Unchanged(key, mark)], [Delete(key)]) is not None
+            except UnknownOutcome:
+                if not left:
+                    raise
+        return False
+
+    def let_go(self, instance: str) -> bool:
+        """Release what this compute holds for a request that it does not take after all; True if it held something.
+
+        The generation is read before etcd is: a taker that moves the claim meanwhile makes this release a 409.
+        """
+        held = ledger.consumer(self._placement, instance)
+        if self._compute not in held.allocations:
+            return False
+        if self._store.get(keys.host(self._compute, instance)) is not None:
+            return False
+        return ledger.release(self._placement, instance, held)
+
+    def _mark(self, place: Place, marked: int) -> int | None:
+        """Put our mark; its revision, None if the request is not there any more or somebody else has marked it."""
+        queue_key, lease = place.waiting.key, self._lease()
+        key = keys.taker(queue_key)
+        # Of a flavor that is not there nobody takes.
+        there = Exists(keys.flavor(place.waiting.flavor.name))
+        conditions = (Unchanged(queue_key, place.revision), Unchanged(key, marked), there)
+        try:
+            return self._store.commit(conditions, [Put(key, mark_to_json(self._compute), lease)])
+        except UnknownOutcome:
+            entry = self._store.get(key)
+            ours = entry is not None and entry.lease == lease and marked_by(entry.value) == self._compute
+            return entry.revision if entry is not None and ours and entry.revision != marked else None
+
+    def _claim(self, waiting: Waiting, mark: int) -> None:
+        key = keys.taker(waiting.key)
+
+        def check() -> None:
+            entry = self._store.get(key)
+            if entry is None or entry.revision != mark:
+                raise Conflict(f'{waiting.instance}: somebody else is taking it, or it was cancelled')
+
+        wanted = {waiting.instance: {self._compute: waiting.flavor.resources}}
+        claim(self._placement, wanted, waiting.user_id, waiting.project_id, check)
+
+    def _move(self, place: Place, mark: int) -> bool:
+        """Deliver it to ourselves, once: True when it is, False when it is known that it is not."""
+        waiting = place.waiting
+        queue_key, instance = waiting.key, waiting.instance
+        mark_key, host_key = keys.taker(queue_key), keys.host(self._compute, instance)
+        conditions = [
+            *(Unchanged(queue_key, place.revision), Unchanged(mark_key, mark)),
+            *(Unchanged(keys.instance(instance), 0), Unchanged(host_key, 0)),
+        ]
+        request = to_json(waiting.request(self._compute, self._now()))
+        operations: list[Put | Delete] = [Delete(queue_key), Delete(mark_key), Put(host_key, request)]
+        try:
+            return commit_with(
+                self._store,
+                conditions,
+                operations,
+                lambda: joined(self._store, waiting.group, {instance: self._compute}),
+            ) is not None
+        except Excluded as error:
+            raise Conflict(f'{instance}: its group allows it here no more') from error
+        except UnknownOutcome:
+            # A move that is still on its way could land after a mere look: without its mark it cannot.
+            if self.give_back(queue_key, mark):
+                return False
+            return self._store.get(host_key) is not None
+
+    def _give_back_if_possible(self, queue_key: str, mark: int) -> None:
+        try:
+            self.give_back(queue_key, mark)
+        except EcompError as error:
+            log.debug('the mark at %s is looked at again, or goes with our lease: %s', queue_key, error)
