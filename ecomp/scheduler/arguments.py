@@ -1,25 +1,31 @@
 """What eschedule was asked: words and options in, one Command out, or one UsageError. Pure, and light to import.
 
-A command is one entry of FORMS here, and one function in RUNS of eschedule's front door. Named tuples, for a
-dataclass takes ten times as long to make, and every command would wait for it.
+The forms of its commands are in forms.py. Named tuples, for a dataclass takes ten times as long to make, and every
+command would wait for it.
 """
 
 from __future__ import annotations
 
 import argparse
-import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple, NoReturn
 
 from ecomp import __version__
 from ecomp.errors import UsageError
-from ecomp.model.names import PREFIX, check_name, is_name, uuid_prefix
+from ecomp.model.choose import WEIGHS
+from ecomp.model.group import POLICIES, Membership, check_group_name
+from ecomp.model.names import PREFIX, check_name
 from ecomp.model.record import STAGES
+from ecomp.model.text import printable
+from ecomp.scheduler.forms import CREATE, FORMS, QUERY, check_project, is_image, parse_uuid
 
 EXITS = """\
 exit codes: 0 done, 1 failed, 2 usage, 3 no capacity, 4 not found, 5 exists or conflict,
             6 time-out (it goes on), 7 a backend cannot be reached, 8 the audit found something
 """
+
+LARGEST_SET, LARGEST_NAMED_SET = 100, 60
+"""Each is one or two of the 128 operations that etcd takes in a transaction."""
 
 ID = f'<id>: an instance by its name, its uuid, or the beginning of its uuid ({PREFIX} digits or more)'
 
@@ -27,7 +33,7 @@ ID = f'<id>: an instance by its name, its uuid, or the beginning of its uuid ({P
 class Options(NamedTuple):
     """The options, None or False where not given. `wait` is '' for --wait alone; `uuid` is canonical.
 
-    `stage` is --for's.
+    `stage` is --for's, `size` --count's.
     """
 
     uuid: str | None = None
@@ -35,12 +41,33 @@ class Options(NamedTuple):
     ssh_key: Sequence[str] | None = None
     user_data: str | None = None
     wait: str | None = None
+    size: int | None = None
+    min: int | None = None
+    flavor: str | None = None
+    weigh: str | None = None
+    on: str | None = None
+    group: str | None = None
+    policy: str | None = None
+    strictness: str | None = None
+    project: str | None = None
+    queue: bool = False
     stage: str | None = None
     timeout: float | None = None
     format: str | None = None
     all: bool = False
     fix: bool = False
     config: str | None = None
+
+    @property
+    def membership(self) -> Membership | None:
+        """The group it is to be in, as far as that is said."""
+        strict = None if self.strictness is None else self.strictness == 'strict'
+        return None if self.group is None else Membership(self.group, self.policy, strict)
+
+    @property
+    def patience(self) -> float:
+        """Seconds to wait at most."""
+        return 300.0 if self.timeout is None else self.timeout
 
 
 class Command(NamedTuple):
@@ -51,22 +78,22 @@ class Command(NamedTuple):
     options: Options
 
 
-class Form(NamedTuple):
-    """How a command is written, what it does, which words follow its name, and the options it takes beside --config."""
-
-    usage: str
-    help: str
-    words: Callable[[str, Sequence[str]], tuple[str, ...]]
-    options: frozenset[str] = frozenset()
-
-
 def parse(argv: Sequence[str]) -> Command:
     """The command in the arguments. UsageError says what is wrong; --help and --version print and raise SystemExit."""
+    try:
+        return _parse(argv)
+    except UsageError as error:
+        raise UsageError(printable(str(error))) from error  # whatever was typed, it is quoted in one line
+
+
+def _parse(argv: Sequence[str]) -> Command:
     # argparse would take the word after a bare --wait for its value.
     given = vars(parser().parse_intermixed_args(['--wait=' if word == '--wait' else word for word in argv]))
-    name, words = _command(given.pop('words'))
+    words = given.pop('words')
     options = Options(**given)
-    _check_options(name, options)
+    name, words = _command(words, options.flavor is not None)
+    _check_query(name, words, options)
+    _check_options(name, words, options)
     return Command(name, words, options)
 
 
@@ -83,13 +110,29 @@ def parser() -> argparse.ArgumentParser:
     )
     parser.add_argument('words', nargs='*', help=argparse.SUPPRESS)
     again = 'the new instance gets this uuid; asked again, nothing is made twice'
-    parser.add_argument('--uuid', type=_uuid, help=again)
+    parser.add_argument('--uuid', type=parse_uuid, help=again)
     parser.add_argument('--name', help="its host name, unique among the living; then stands for its uuid")
     keys = "a file of OpenSSH public keys, in place of schedule.yaml's; may be said again for more"
     parser.add_argument('--ssh-key', metavar='FILE', action='append', help=keys)
     data = 'what its cloud-init is told: cloud-config, a script, multipart or gzip, at most 256 KiB; - is stdin'
     parser.add_argument('--user-data', metavar='FILE', help=data)
+    most = f'place so many, at most {LARGEST_SET}, all or none; names get -1, -2, …'
+    parser.add_argument('--count', dest='size', type=int, metavar='N', help=most)
+    parser.add_argument('--min', type=int, metavar='M', help='with --count: M of them at least, or none')
+    add = 'what a flavor asks for, and the query, if there is one, on top'
+    parser.add_argument('--flavor', metavar='NAME', help=add)
+    parser.add_argument('--weigh', choices=WEIGHS, help='which computes are tried first (spread: the emptiest)')
+    parser.add_argument('--group', metavar='NAME', help='it is to be with others of this name, or apart from them')
+    first = 'what that means, which the first of a group says'
+    parser.add_argument('--policy', choices=POLICIES, help=first)
+    how = parser.add_mutually_exclusive_group()
+    for each, said in (('strict', 'or else not at all (this, if the first says nothing)'), ('soft', 'if it can be')):
+        how.add_argument(f'--{each}', dest='strictness', action='store_const', const=each, help=said)
+    parser.add_argument('--project', metavar='ID', help="whose it is, in place of schedule.yaml's; its quota counts")
+    parser.add_argument('--on', metavar='COMPUTE', help='only this compute: its uuid, or its host name')
     then = 'wait for a stage of the new one (alone: addressed), or until what was asked for is done'
+    pull = 'put it into the queue of its --flavor: a compute that has room takes it, no scheduler places it'
+    parser.add_argument('--queue', action='store_true', help=pull)
     parser.add_argument('--wait', metavar='[=STAGE]', help=then)
     parser.add_argument('--for', dest='stage', metavar='STAGE', help=f'wait: one of {", ".join(STAGES)}')
     parser.add_argument('--timeout', type=float, metavar='S', help='seconds to wait at most (300); the guest goes on')
@@ -109,108 +152,9 @@ class _Parser(argparse.ArgumentParser):
         raise UsageError(f'{message}; --help shows all')
 
 
-def _uuid(word: str) -> str:
-    try:
-        return str(uuid.UUID(word))
-    except ValueError as error:
-        raise UsageError(f'{word!r} is no uuid; --help shows all') from error
-
-
-def _instance(word: str) -> str:
-    """A word that may mean an instance: a whole uuid in its canonical form, anything else as it is."""
-    if is_name(word) or uuid_prefix(word):
-        return word
-    try:
-        return str(uuid.UUID(word))
-    except ValueError as error:
-        few = f' (of its uuid, {PREFIX} digits at least)' if len(word) < PREFIX else ''
-        raise UsageError(f'{word!r} is neither a command nor an instance{few}; --help shows all') from error
-
-
-def _instances(name: str, words: Sequence[str]) -> tuple[str, ...]:
-    if not words:
-        raise UsageError(f'{name}: which instance? Give one name or uuid, or more')
-    return tuple(_instance(word) for word in words)
-
-
-def _nothing(name: str, words: Sequence[str]) -> tuple[str, ...]:
-    if words:
-        raise UsageError(f'{name} takes no further words: {" ".join(words)}')
-    return ()
-
-
-def _query_and_image(_: str, words: Sequence[str]) -> tuple[str, ...]:
-    if len(words) > 2:
-        raise UsageError(f'one query and one image URL, and then comes {words[2]!r}: is the query in quotes?')
-    return tuple(words)
-
-
-def _one_instance(_: str, words: Sequence[str]) -> tuple[str, ...]:
-    if len(words) > 1:
-        raise UsageError(f'{words[0]!r} is not a command; --help shows all')
-    return (_instance(words[0]),)
-
-
-def _one_host(name: str, words: Sequence[str]) -> tuple[str, ...]:
-    if len(words) != 1:
-        raise UsageError(f'{name}: which compute? Give one uuid')
-    return (_uuid(words[0]),)
-
-
-CREATE, QUERY = 'create', 'query'
-"""The forms of 2019: told by what they look like, not by a name."""
-
-FORMS = {
-    CREATE: Form(
-        "'resources=…' [IMAGE_URL]",
-        'place one instance; the first argument is a placement query, handed on as it is',
-        _query_and_image,
-        frozenset({'uuid', 'name', 'ssh_key', 'user_data', 'wait', 'timeout'}),
-    ),
-    QUERY: Form('<id>', "the instance's address", _one_instance),
-    'destroy': Form(
-        'destroy <id>…',
-        "remove the domain, its DISK, its allocation (virsh's destroy only switches off)",
-        _instances,
-        frozenset({'wait', 'timeout'}),
-    ),
-    'stop': Form(
-        'stop <id>…',
-        'ask the guest to turn itself off; after a minute it is switched off. Nothing of it is removed',
-        _instances,
-        frozenset({'wait', 'timeout'}),
-    ),
-    'start': Form('start <id>…', 'start a guest that is stopped', _instances, frozenset({'wait', 'timeout'})),
-    'reboot': Form('reboot <id>…', 'stop, then start', _instances, frozenset({'wait', 'timeout'})),
-    'wait': Form(
-        'wait <id>…',
-        'until each has its address, and prints it; or until it has reached --for STAGE',
-        _instances,
-        frozenset({'stage', 'timeout'}),
-    ),
-    'list': Form(
-        'list', 'the instances; --all shows those that are gone too', _nothing, frozenset({'format', 'all'})
-    ),
-    'show': Form('show <id>…', 'one instance whole', _instances, frozenset({'format'})),
-    'timeline': Form(
-        'timeline <id>…',
-        'how long each stage took: bars, and percentiles of several',
-        _instances,
-        frozenset({'format'}),
-    ),
-    'hosts': Form('hosts', 'the computes: state, instances, used and free', _nothing, frozenset({'format'})),
-    'audit': Form(
-        'audit [--fix]', 'where etcd, placement and the computes disagree', _nothing, frozenset({'fix', 'format'})
-    ),
-    'host forget': Form('host forget <uuid>', 'remove a compute that is dead for good, with its leftovers', _one_host),
-}
-"""Every command, in the order of the help. A name may have two words; no name has a = in it or is a uuid.
-
-The first word of each is in model.names.RESERVED: no instance is called so.
-"""
-
-
-def _command(words: Sequence[str]) -> tuple[str, tuple[str, ...]]:
+def _command(words: Sequence[str], flavored: bool) -> tuple[str, tuple[str, ...]]:
+    if flavored and (not words or is_image(words[0])):
+        return CREATE, FORMS[CREATE].words(CREATE, words)
     if not words:
         raise UsageError('nothing to do: give a placement query, a uuid or a command; --help shows all')
     for count in (2, 1):
@@ -221,15 +165,62 @@ def _command(words: Sequence[str]) -> tuple[str, tuple[str, ...]]:
     return name, FORMS[name].words(name, words)
 
 
-def _check_options(name: str, options: Options) -> None:
+def _check_set(options: Options) -> None:
+    count = 1 if options.size is None else options.size
+    most = LARGEST_SET if options.name is None else LARGEST_NAMED_SET
+    if not 1 <= count <= most:
+        named = '' if options.name is None else ' with names'
+        raise UsageError(f'--count: 1 to {most}{named}, which one transaction of etcd takes')
+    if options.min is not None and not 1 <= options.min <= count:
+        raise UsageError(f'--min: 1 to {count}, the --count')
+    if options.format == 'json' and options.wait is not None:
+        raise UsageError('-f json does not go with --wait: eschedule wait waits for what it names')
+
+
+def _check_group(options: Options) -> None:
+    if options.group is None:
+        if options.policy is not None or options.strictness is not None:
+            raise UsageError('--policy, --strict and --soft go with --group')
+        return
+    try:
+        check_group_name(options.group)
+    except ValueError as error:
+        raise UsageError(f'--group: {error}') from error
+
+
+def _check_query(name: str, words: Sequence[str], options: Options) -> None:
+    if name in (CREATE, 'plan') and not words[0] and options.flavor is None:
+        raise UsageError(f'{name}: give a placement query, in quotes, or a --flavor; --help shows all')
+
+
+def _check_queue(words: Sequence[str], options: Options) -> None:
+    if options.flavor is None:
+        raise UsageError('--queue: give a --flavor: each flavor has a queue of its own')
+    if words[0]:
+        raise UsageError('--queue: a flavor asks for what it says, and takes no query on top')
+    for option, value in (('on', options.on), ('weigh', options.weigh), ('count', options.size), ('min', options.min)):
+        if value is not None:
+            raise UsageError(f'--{option} does not go with --queue: who takes it is not for eschedule to say')
+
+
+def _check_options(name: str, words: Sequence[str], options: Options) -> None:
     given = {each for each, value in options._asdict().items() if value not in (None, False)} - {'config'}
     wrong = sorted(given - FORMS[name].options)
     if wrong:
-        option = 'for' if wrong[0] == 'stage' else wrong[0].replace('_', '-')
+        option = {'stage': 'for', 'size': 'count', 'strictness': options.strictness}.get(
+            wrong[0], wrong[0].replace('_', '-')
+        )
         raise UsageError(f'--{option} does not go with this form; --help shows all')
+    _check_set(options)
+    _check_group(options)
+    if options.project is not None:
+        check_project(options.project)
+    if options.queue:
+        _check_queue(words, options)
     if options.name is not None:
         try:
             check_name(options.name)
+            check_name(f'{options.name}-{options.size}' if (options.size or 1) > 1 else options.name)
         except ValueError as error:
             raise UsageError(f'--name: {error}') from error
     if name != CREATE and options.wait:

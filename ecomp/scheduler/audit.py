@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from typing import NamedTuple
@@ -19,6 +19,7 @@ from ecomp.model.audit import audit as compare
 from ecomp.model.digest import Digest, from_pages
 from ecomp.model.findings import Finding, Revisions, confirmed
 from ecomp.model.planes import FAMILIES, Kept, Planes, Provider, World, involved
+from ecomp.model.quota import INSTANCES
 from ecomp.placement import allocations as ledger
 from ecomp.placement import providers
 from ecomp.placement.client import Placement
@@ -118,7 +119,18 @@ def _look(store: Store, placement: Placement) -> Planes:
                 digests[compute] = from_pages([value for _, value in numbered])
             except ValueError as error:
                 mute[compute] = str(error)
-    return Planes({each: found for each, found in held.items() if found is not None}, etcd, digests, mute)
+    usages = {project: _usage(placement, project) for project in _projects(etcd)}
+    return Planes({each: found for each, found in held.items() if found is not None}, etcd, digests, mute, usages)
+
+
+def _projects(etcd: Mapping[str, Kept]) -> list[str]:
+    return [key.removeprefix(keys.QUOTAS) for key in etcd if key.startswith(keys.QUOTAS)]
+
+
+def _usage(placement: Placement, project: str) -> dict[str, int]:
+    """What placement counts for a project, as a quota counts it."""
+    count, used = providers.project_usages(placement, project)
+    return {**used, **({INSTANCES: count} if count else {})}
 
 
 def _etcd(store: Store) -> dict[str, Kept]:

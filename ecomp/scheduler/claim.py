@@ -1,4 +1,4 @@
-"""Claim a candidate for an instance, knowing at each step what placement holds.
+"""Claim candidates for instances, knowing at each step what placement holds.
 
 Rules 1 and 3 of the protocol: an unknown outcome is read back; a claim is released only as it was read, and only
 while nobody else is at the same instance.
@@ -7,80 +7,86 @@ while nobody else is at the same instance.
 from __future__ import annotations
 
 import logging
-import random
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
-from ecomp.errors import Conflict, GenerationConflict, UnknownOutcome, Unreachable
+from ecomp.errors import Conflict, GenerationConflict, NoCapacity
+from ecomp.failpoints import failpoint
 from ecomp.model import keys
-from ecomp.model.allocation import Allocations, difference
+from ecomp.model.allocation import Allocations
+from ecomp.model.choose import Candidate
 from ecomp.placement import allocations as ledger
+from ecomp.placement.claiming import claim, in_short
 from ecomp.placement.client import Placement
 from ecomp.store.client import Store
 
 log = logging.getLogger(__name__)
 
-TRIES = 4
-"""nova's number for provider conflicts; placement itself has tried ten times before it answers 409."""
 
+@dataclass(frozen=True)
+class Claimer:
+    """Claims for one request. `still_ours` is False once somebody else took its request key."""
 
-def claim(
-    placement: Placement,
-    instance: str,
-    wanted: Allocations,
-    user_id: str,
-    project_id: str,
-    still_ours: Callable[[], bool],
-) -> None:
-    """The instance holds exactly `wanted` when this returns.
+    placement: Placement
+    user_id: str
+    project_id: str
+    still_ours: Callable[[], bool]
 
-    What an earlier eschedule of the same uuid claimed is taken over with the current generation, which makes
-    that one's late release a 409; a later one's is not, for then `still_ours` (nobody took our request key) is False.
-    Errors: NoCapacity, Unreachable, Conflict, GenerationConflict after several tries.
-    """
-    generation: int | None = None
-    for left in reversed(range(TRIES)):
+    def claim_what_fits(self, wanted: Mapping[str, Candidate]) -> set[str]:
+        """Claim for all of them at once or, where placement has no room for one, for as many as it can.
+
+        The instances that hold their candidate now. Errors: Unreachable, Conflict.
+        """
         try:
-            return ledger.claim(placement, instance, wanted, user_id, project_id, generation)
-        except UnknownOutcome as error:
-            unknown = error
-        except GenerationConflict as error:
-            if not left:
-                raise
-            log.debug('claim for %s: %s', instance, error)
-            unknown = None
-        try:
-            held = ledger.consumer(placement, instance)
-        except Unreachable as error:
-            if unknown is None:
-                raise
-            raise UnknownOutcome(f'{error}; whether {instance} holds its claim is not known') from error
-        # Only a claim whose answer was lost may be taken for ours as it stands. One found after a 409 is
-        # somebody's: moving it by its generation is what makes their late release fail.
-        if unknown is not None and difference(wanted, held.allocations) is None:
-            return None
-        if unknown is not None and not left:
-            raise unknown
-        # Asked after the generation was read: whoever takes our request key after this look claims after it, too, and
-        # one of the two claims finds that the generation has moved.
-        if not still_ours():
-            raise Conflict(f'{instance}: another eschedule took it over, or this one was too slow')
-        generation = held.generation
-        time.sleep(random.uniform(0, 0.1 * (TRIES - left)))
-    return None
+            self.claim({instance: candidate.allocations for instance, candidate in wanted.items()})
+        except (NoCapacity, GenerationConflict) as error:
+            if len(wanted) == 1:
+                (candidate,) = wanted.values()
+                log.warning('compute %s: %s', candidate.compute, error)
+                return set()
+            # One that is full fails the whole, and which it was has no code of its own.
+            return set().union(*(self.claim_what_fits(half) for half in halves(wanted)))
+        failpoint('claimed-some')
+        return set(wanted)
+
+    def claim(self, wanted: Mapping[str, Allocations]) -> None:
+        """Each instance holds exactly what is wanted for it when this returns: see claiming.claim()."""
+
+        def check() -> None:
+            if not self.still_ours():
+                raise Conflict(f'{in_short(wanted)}: another eschedule took it over, or this one was too slow')
+
+        claim(self.placement, wanted, self.user_id, self.project_id, check)
 
 
-def abandon(store: Store, placement: Placement, instance: str, request_revision: int) -> bool:
+def halves(wanted: Mapping[str, Candidate]) -> tuple[dict[str, Candidate], dict[str, Candidate]]:
+    """Two parts of about the same size. A compute's instances stay together, as long as there are other computes."""
+    by_compute: dict[str, list[str]] = {}
+    for instance, candidate in wanted.items():
+        by_compute.setdefault(candidate.compute, []).append(instance)
+    groups = list(by_compute.values()) if len(by_compute) > 1 else [[instance] for instance in wanted]
+    first: list[str] = groups[0]
+    for group in groups[1:-1]:
+        if len(first) + len(group) <= len(wanted) / 2:
+            first = first + group
+    return (
+        {instance: wanted[instance] for instance in wanted if instance in set(first)},
+        {instance: wanted[instance] for instance in wanted if instance not in set(first)},
+    )
+
+
+def abandon(store: Store, placement: Placement, instance: str, request: str, revision: int) -> bool:
     """Release what the instance holds, unless somebody else is at it or it was delivered; True if released.
 
+    `request` is the uuid of its request key, `revision` that of the key when it was ours.
     The order closes the race with a second eschedule of the same uuid: it writes /requests first and claims
     after, so either its key is seen here, or its claim moves the generation read here before.
     """
     held = ledger.consumer(placement, instance)
     if not held.allocations:
         return True
-    at_it = store.get(keys.request(instance))
-    if at_it is not None and at_it.revision != request_revision:
+    at_it = store.get(keys.request(request))
+    if at_it is not None and at_it.revision != revision:
         return False
     if store.get(keys.instance(instance)) is not None:
         return False

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from datetime import UTC, datetime
+from functools import partial
 
 from ecomp.errors import Conflict, NotFound, UnknownOutcome, Unreachable
 from ecomp.failpoints import failpoint
 from ecomp.model import keys
 from ecomp.model.instance import Request, to_json
-from ecomp.model.record import ERROR
+from ecomp.model.record import ERROR, GONE, KEPT, timestamp
+from ecomp.model.record import to_json as record_to_json
 from ecomp.scheduler.find import Found, living
-from ecomp.store.client import Delete, Put, Store, Unchanged
-from ecomp.store.names import freed
+from ecomp.store.client import Delete, Entry, Put, Store, Unchanged
+from ecomp.store.names import Change, freed
+from ecomp.store.sharing import commit_with, ended, nothing
 
 TRIES = 5
+
+Sharing = Callable[[], Change]
 
 
 def destroy(store: Store, instance: str) -> str:
@@ -28,9 +35,9 @@ def destroy(store: Store, instance: str) -> str:
             found = living(store, instance)
             if found.is_destroying:
                 return f'{instance}: is being destroyed on {found.record.compute} already'
-            conditions, operations, done = _transaction(store, found)
-            if store.commit(conditions, operations) is not None:
-                failpoint('tombstoned')
+            conditions, operations, shared, done = _transaction(store, found)
+            if commit_with(store, conditions, operations, shared) is not None:
+                _arrived(found)
                 return done
         except UnknownOutcome:
             asked = True  # the next look says what became of it
@@ -46,26 +53,55 @@ def destroy(store: Store, instance: str) -> str:
     raise Conflict(f'{instance}: changed by somebody else all the time; try again')
 
 
-def _transaction(store: Store, found: Found) -> tuple[list[Unchanged], list[Put | Delete], str]:
+def _transaction(store: Store, found: Found) -> tuple[list[Unchanged], list[Put | Delete], Sharing, str]:
+    if found.queue_entry is not None:
+        return _out_of_queue(store, found, found.queue_entry)
     record, compute = found.record, found.record.compute
     record_key, host_key = keys.instance(record.instance), keys.host(compute, record.instance)
     record_revision = found.record_entry.revision if found.record_entry else 0
     if record.state == ERROR and found.request_entry is None:
-        mine, change = freed(store, found.name, record.instance)
         return (
-            [Unchanged(record_key, record_revision), Unchanged(host_key, 0), *mine],
-            [Delete(record_key), *change],
+            [Unchanged(record_key, record_revision), Unchanged(host_key, 0)],
+            [Delete(record_key)],
+            partial(freed, store, found.name, record.instance),
             f'{record.instance}: its record is removed; nothing else was left of it',
         )
+    request = found.request
     tombstone = to_json(
         replace(
             Request(record.instance, {}, None, record.user_id, record.project_id, record.query),
             stages={name: time for name, time in record.stages.items() if time},
-            name=found.name,  # a compute that has not seen the request yet is to free it all the same
+            # A compute that has not seen the request yet is to free all of it the same.
+            name=found.name,
+            group=request.group if request else None,
+            left=request.resources if request else record.resources,
         )
     )
-    revision = found.request_entry.revision if found.request_entry else 0
+    unchanged = [Unchanged(host_key, found.request_entry.revision if found.request_entry else 0)]
+    if found.request_entry is None:
+        # Or an instance that ended since its record was read is destroyed a second time: its request is gone, too.
+        unchanged.append(Unchanged(record_key, record_revision))
     done = f'{record.instance}: destroy accepted, {compute} carries it out'
     if store.get(keys.compute(compute)) is None:
         done += ' when it is back: it is silent now'
-    return [Unchanged(host_key, revision)], [Put(host_key, tombstone)], done
+    return unchanged, [Put(host_key, tombstone)], nothing, done
+
+
+def _out_of_queue(
+    store: Store, found: Found, entry: Entry
+) -> tuple[list[Unchanged], list[Put | Delete], Sharing, str]:
+    """A request that waits goes, whoever is taking it, and its record says gone: a uuid is never used twice."""
+    record = found.record
+    record_key = keys.instance(record.instance)
+    gone = record_to_json(record.at(GONE, timestamp(datetime.now(UTC)), 'gone'))
+    conditions = [Unchanged(entry.key, entry.revision), Unchanged(record_key, 0)]
+    put = Put(record_key, gone, store.grant(KEPT[GONE]))
+    done = f'{record.instance}: taken out of its queue, nothing of it was begun'
+    return conditions, [Delete(entry.key), Delete(keys.taker(entry.key)), put], partial(ended, store, record), done
+
+
+def _arrived(found: Found) -> None:
+    if found.queue_entry is not None:
+        failpoint('unqueued')
+    else:
+        failpoint('tombstoned')

@@ -8,7 +8,7 @@ from ecomp.errors import EcompError, NotFound, UsageError
 from ecomp.model import keys
 from ecomp.model.instance import Invalid, Request, parse_request
 from ecomp.model.names import uuid_prefix
-from ecomp.model.record import GONE, Record, from_json, new_record
+from ecomp.model.record import ERROR, GONE, Record, from_json, new_record
 from ecomp.model.text import printable
 from ecomp.store.client import Entry, Store
 from ecomp.store.names import holder
@@ -19,11 +19,15 @@ QUOTED = 5
 
 @dataclass(frozen=True)
 class Found:
-    """One instance. `record_entry` is None while no compute has written a record of it."""
+    """One instance. `record_entry` is None while no compute has written a record of it.
+
+    `queue_entry` is there while it waits for a compute to take it: then there is nothing else.
+    """
 
     record: Record
     record_entry: Entry | None
     request_entry: Entry | None
+    queue_entry: Entry | None = None
 
     @property
     def request(self) -> Request | None:
@@ -45,6 +49,12 @@ class Found:
         request = self.request
         return self.record.name or (request.name if request else None)
 
+    @property
+    def group(self) -> str | None:
+        """The name of the instance's group; the same of that."""
+        request = self.request
+        return self.record.group or (request.group.name if request and request.group else None)
+
 
 def resolve(store: Store, word: str) -> str:
     """The uuid of the instance a word means: a name, a uuid, or the only uuid that begins so.
@@ -61,7 +71,9 @@ def resolve(store: Store, word: str) -> str:
         return holder(entry)
     recorded = store.snapshot(keys.INSTANCES + beginning, keys_only=True).entries
     found = {keys.last(key) for key in recorded if keys.is_uuid(keys.last(key))}
-    # Those that no compute has seen yet.
+    # Those that no compute has taken or seen yet: what is moved meanwhile is seen twice.
+    waiting = store.snapshot(keys.QUEUES, keys_only=True).entries
+    found |= {each for each in map(_waiting, waiting) if each and each.startswith(beginning)}
     asked = store.snapshot(keys.HOSTS, keys_only=True).entries
     found |= {keys.last(key) for key in asked if _names_instance(key) and keys.last(key).startswith(beginning)}
     if not found:
@@ -77,7 +89,16 @@ def find(store: Store, instance: str) -> Found | None:
     entry = store.get(keys.instance(instance))
     if entry is not None:
         record = read_record(entry)
-        return Found(record, entry, store.get(keys.host(record.compute, instance)))
+        request_entry = store.get(keys.host(record.compute, instance))
+        if request_entry is None and record.state not in (GONE, ERROR):
+            # Mostly it ended between the two looks, for both are written at once then.
+            entry = store.get(keys.instance(instance)) or entry
+            record = read_record(entry)
+        return Found(record, entry, request_entry)
+    # Before the requests: what is moved meanwhile is found there.
+    for key in store.snapshot(keys.QUEUES, keys_only=True).entries:
+        if _waiting(key) == instance and (queue_entry := store.get(key)) is not None:
+            return Found(_queued(queue_entry), None, None, queue_entry)
     # No record yet: its compute has not seen it. The key's name holds the compute, so all names are looked at.
     for key in store.snapshot(keys.HOSTS, keys_only=True).entries:
         if keys.last(key) == instance and _names_instance(key):
@@ -100,9 +121,11 @@ def living(store: Store, instance: str) -> Found:
 def all_records(store: Store, with_gone: bool) -> tuple[list[Record], list[EcompError]]:
     """Every instance, by the time of its request, and what is wrong with records that cannot be read.
 
-    Those of which only a request exists are `scheduled`.
+    Those of which only a request exists are `scheduled`, and those that no compute has taken `queued`.
     """
-    records, unreadable = {}, []
+    # In this order: what is moved on meanwhile is seen twice, and counts where it was seen last.
+    queued = {_waiting(key): entry for key, entry in store.snapshot(keys.QUEUES).entries.items() if _waiting(key)}
+    records, unreadable = {each: _queued(entry) for each, entry in queued.items() if each}, []
     asked = [key for key in store.snapshot(keys.HOSTS, keys_only=True).entries if _names_instance(key)]
     recorded = store.snapshot(keys.INSTANCES).entries
     for key, entry in recorded.items():
@@ -136,6 +159,18 @@ def _scheduled(entry: Entry) -> Record:
     if isinstance(request, Invalid):
         return Record(instance=instance, compute=compute, state='scheduled', image=None, fault=request.reason)
     return new_record(compute, request, '')
+
+
+def _queued(entry: Entry) -> Record:
+    from ecomp.model.queue import record_of  # what it needs is a twentieth of a claim, which seldom needs it
+
+    return record_of(entry.key, entry.value)
+
+
+def _waiting(key: str) -> str | None:
+    """The instance that waits at a key in the queues; None for any other."""
+    place = keys.queued(key)
+    return place[1] if place and keys.is_uuid(place[1]) else None
 
 
 def _names_instance(key: str) -> bool:

@@ -9,19 +9,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 
 from ecomp.errors import Conflict, EcompError, NotFound, UnknownOutcome
 from ecomp.failpoints import failpoint
 from ecomp.model import keys
 from ecomp.model.host import InPlacement, Leftovers, leftovers, refusal
-from ecomp.model.instance import Request, announced
+from ecomp.model.instance import Request
 from ecomp.model.record import GONE, KEPT, Record, new_record, to_json
 from ecomp.placement import allocations as ledger
 from ecomp.placement import providers
 from ecomp.placement.client import Placement
 from ecomp.scheduler.hosts import Seen, look
 from ecomp.store.client import Delete, Put, Store, Unchanged
-from ecomp.store.names import freed
+from ecomp.store.names import Change
+from ecomp.store.requests import at_it
+from ecomp.store.sharing import commit_with, ended, nothing
 
 TRIES = 5
 
@@ -81,10 +84,7 @@ def _read(store: Store, placement: Placement, compute: str) -> _Both:
         if provider.is_ours:
             held = ledger.of_provider(placement, compute)
     seen = look(store)
-    entries = store.snapshot(keys.REQUESTS).entries
-    at_it = {each for key, entry in entries.items() for each in announced(key, entry.value)}
-    at_it |= {keys.last(key) for key in store.snapshot(keys.QUEUES, keys_only=True).entries}
-    return _Both(provider, held, seen, frozenset(at_it))
+    return _Both(provider, held, seen, frozenset(at_it(store)))
 
 
 def _allowed(compute: str, planes: _Both) -> Leftovers:
@@ -112,10 +112,10 @@ def _remove(
 ) -> None:
     silent = Unchanged(keys.compute(compute), 0)
 
-    def commit(instance: str, operations: list[Put | Delete], *also: Unchanged) -> None:
+    def commit(instance: str, operations: list[Put | Delete], shared: Callable[[], Change] = nothing) -> None:
         written = (keys.host(compute, instance), keys.instance(instance))
         unchanged = [Unchanged(key, seen.entries[key].revision if key in seen.entries else 0) for key in written]
-        if store.commit([silent, *unchanged, *also], operations) is None:
+        if commit_with(store, [silent, *unchanged], operations, shared) is None:
             raise _Changed
 
     for instance in left.ended:
@@ -123,8 +123,8 @@ def _remove(
         failpoint('host-released')
         record = _ended(compute, seen, instance, now())
         put = Put(keys.instance(instance), to_json(record), store.grant(KEPT[GONE]))
-        mine, change = freed(store, record.name, instance)
-        commit(instance, [put, Delete(keys.host(compute, instance)), Delete(keys.booted(instance)), *change], *mine)
+        removed: list[Put | Delete] = [put, Delete(keys.host(compute, instance)), Delete(keys.booted(instance))]
+        commit(instance, removed, partial(ended, store, record))
         tell(f'{instance}: its destroy had been accepted: its claim and its keys are removed, its record says gone')
     for name in left.stray:
         commit(name, [Delete(keys.host(compute, name))])
@@ -142,7 +142,7 @@ def _release(store: Store, placement: Placement, compute: str, consumer: str) ->
     held = ledger.consumer(placement, consumer)
     if compute not in held.allocations:
         return
-    if store.get(keys.compute(compute)) is not None or store.get(keys.request(consumer)) is not None:
+    if store.get(keys.compute(compute)) is not None or consumer in at_it(store):
         raise _Changed
     if not ledger.release(placement, consumer, held):
         raise _Changed

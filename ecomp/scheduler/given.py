@@ -8,11 +8,24 @@ import stat
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from ecomp.conf import ScheduleConfig
 from ecomp.errors import UsageError
 from ecomp.model.guest_data import KEYS_LIMIT, USER_DATA_LIMIT, check_user_data, looks_unknown, public_keys
 from ecomp.model.text import printable
 
 STDIN = '-'
+
+
+def given(
+    config: ScheduleConfig, keys: Sequence[str] | None, data: str | None, tell: Callable[[str], None]
+) -> tuple[tuple[str, ...] | None, bytes | None]:
+    """The ssh keys and the user-data for a new guest, None for none.
+
+    In the files that the command line names, or else schedule.yaml. UsageError, see below.
+    """
+    key_files: Sequence[str | Path] = config.ssh_keys if keys is None else keys
+    data_file = config.user_data if data is None else data
+    return ssh_keys(key_files) if key_files else None, None if data_file is None else user_data(data_file, tell)
 
 
 def user_data(path: str | Path, tell: Callable[[str], None]) -> bytes:

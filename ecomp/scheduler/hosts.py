@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ecomp.errors import EcompError
-from ecomp.model import keys
+from ecomp.conf import EtcdConfig
+from ecomp.errors import EcompError, NotFound, UsageError
+from ecomp.model import keys, status
 from ecomp.model.host import Host, InEtcd, InPlacement, hosts
-from ecomp.model.instance import Invalid, Request, load_object, parse_request
+from ecomp.model.instance import Invalid, Request, parse_request
+from ecomp.model.json_object import load_object
 from ecomp.model.record import Record
-from ecomp.placement import providers
+from ecomp.model.text import printable
+from ecomp.placement import providers, traits
 from ecomp.placement.client import Placement
 from ecomp.scheduler.find import read_record
 from ecomp.store.client import Entry, Store
@@ -31,13 +35,49 @@ def all_hosts(store: Store, placement: Placement) -> tuple[list[Host], tuple[Eco
     names = providers.names(placement)
     known = {*seen.etcd.alive, *seen.etcd.requests, *(uuid for uuid, name in names.items() if uuid == name)}
     shares = providers.shares(placement, known & names.keys())
-    return hosts(seen.etcd, {uuid: InPlacement(uuid, names[uuid], each) for uuid, each in shares.items()}), seen.errors
+    having = {trait: traits.having(placement, trait) for trait in status.STATUS}
+    found = {
+        uuid: InPlacement(uuid, names[uuid], each, frozenset(trait for trait in having if uuid in having[trait]))
+        for uuid, each in shares.items()
+    }
+    return hosts(seen.etcd, found), seen.errors
+
+
+def only_on(etcd: EtcdConfig, query: str, word: str) -> str:
+    """The query, for the one compute that is meant. Errors: as of compute_of()."""
+    store = Store(etcd)
+    try:
+        return f'{query}&in_tree={compute_of(store, word)}'
+    finally:
+        store.close()
+
+
+def compute_of(store: Store, word: str) -> str:
+    """The compute that is meant: by its uuid, or by its host name while it is up.
+
+    Errors: NotFound, UsageError (several have that name).
+    """
+    try:
+        return str(uuid.UUID(word))
+    except ValueError:
+        pass
+    found = sorted(compute for compute, name in alive(store).items() if name == word)
+    if not found:
+        raise NotFound(f'{printable(word, 100)}: no compute of this host name is up: eschedule hosts shows all')
+    if len(found) > 1:
+        raise UsageError(f'{word} is the host name of {len(found)} computes, give the uuid: {", ".join(found)}')
+    return found[0]
+
+
+def alive(store: Store) -> dict[str, str | None]:
+    """The computes that are alive, each with its host name if it says one."""
+    return {keys.last(key): _hostname(entry) for key, entry in store.snapshot(keys.COMPUTES).entries.items()}
 
 
 def look(store: Store) -> Seen:
     """What etcd says of computes and instances."""
     # Requests before records: what ends meanwhile is then seen twice rather than not at all.
-    alive = {keys.last(key): _hostname(entry) for key, entry in store.snapshot(keys.COMPUTES).entries.items()}
+    there = alive(store)
     requested, recorded = store.snapshot(keys.HOSTS).entries, store.snapshot(keys.INSTANCES).entries
     requests: dict[str, dict[str, Request | Invalid]] = {}
     junk: dict[str, list[str]] = {}
@@ -54,7 +94,7 @@ def look(store: Store) -> Seen:
             records[keys.last(key)] = read_record(entry)
         except EcompError as error:
             errors[keys.last(key)] = error
-    etcd = InEtcd(alive, requests, records, frozenset(errors), junk)
+    etcd = InEtcd(there, requests, records, frozenset(errors), junk)
     return Seen(etcd, {**requested, **recorded}, tuple(errors.values()))
 
 

@@ -9,7 +9,8 @@ from typing import NamedTuple
 from ecomp.errors import Conflict, UnknownOutcome, Unreachable
 from ecomp.failpoints import failpoint
 from ecomp.model import keys
-from ecomp.model.instance import Invalid, Request, load_object, parse_request
+from ecomp.model.instance import Invalid, Request, parse_request
+from ecomp.model.json_object import load_object
 from ecomp.model.power import START, STOP, Power, action_id
 from ecomp.model.record import ACTIVE, ERROR, STOPPED
 from ecomp.scheduler.find import Found, living
@@ -17,6 +18,7 @@ from ecomp.store.client import Entry, Put, Store, Unchanged
 
 TRIES = 5
 WHY_NOT = {
+    'queued': 'waits for a compute to take it',
     'scheduled': 'is not built yet: wait for it',
     'building': 'is being built: wait for it',
     'destroying': 'is being destroyed',

@@ -13,15 +13,23 @@ from ecomp.errors import EcompError
 from ecomp.model import keys
 from ecomp.model.digest import clearance_to_json
 from ecomp.model.findings import Finding, confirmed
-from ecomp.model.instance import Request, announced, named, parse_request
+from ecomp.model.group import from_json as group_from_json
+from ecomp.model.instance import Request, named, parse_request
 from ecomp.model.planes import Kept
+from ecomp.model.quota import Quota
 from ecomp.model.record import ERROR, GONE, KEPT, from_json
 from ecomp.placement import allocations as ledger
 from ecomp.placement.client import Placement
 from ecomp.scheduler.audit import SIGHTINGS_SECONDS, Report, Tell, answers, asking, audit
 from ecomp.scheduler.find import find
+from ecomp.scheduler.quotas import recount
 from ecomp.store.client import Delete, Put, Store, Unchanged
 from ecomp.store.names import given_back
+from ecomp.store.requests import at_it
+from ecomp.store.sharing import put_group, rejoined
+
+AT_ONCE = 50
+"""Members taken out of a group at once: each is two of the 128 conditions that etcd takes in a transaction."""
 
 NOT_ANY_MORE = 'left alone: it has changed since'
 
@@ -65,6 +73,12 @@ def _mended(store: Store, placement: Placement, finding: Finding, etcd: dict[str
             return _name_back(store, finding.subject, etcd)
         if finding.code == 'name-orphaned':
             return _name_away(store, finding.subject, etcd)
+        if finding.code == 'group-missing':
+            return _group_back(store, finding, etcd)
+        if finding.code == 'group-orphaned':
+            return _group_away(store, finding.subject, etcd)
+        if finding.code == 'quota-differs':
+            return _count_anew(store, finding.subject)
         return _write(store, finding, etcd)
     except (EcompError, ValueError) as error:
         return f'not known to be mended: {error}'
@@ -76,12 +90,10 @@ def _release(store: Store, placement: Placement, instance: str) -> str:
     if not held.allocations:
         return 'is released already'
     wanted = any(store.get(keys.host(provider, instance)) for provider in held.allocations)
-    at_it = any(
-        instance in announced(key, entry.value) for key, entry in store.snapshot(keys.REQUESTS).entries.items()
-    ) or any(keys.last(key) == instance for key in store.snapshot(keys.QUEUES, keys_only=True).entries)
+    placing = instance in at_it(store)
     record = store.get(keys.instance(instance))
     lives = record is not None and from_json(record.value).state not in (GONE, ERROR)
-    if wanted or at_it or lives or not ledger.release(placement, instance, held):
+    if wanted or placing or lives or not ledger.release(placement, instance, held):
         return NOT_ANY_MORE
     return f'released on {", ".join(sorted(held.allocations))}'
 
@@ -109,14 +121,17 @@ def _write(store: Store, finding: Finding, etcd: dict[str, Kept]) -> str:
         lease = store.grant(KEPT[from_json(value).state])
         operation: Put | Delete = Put(record, value.decode(), lease)
         done = f'{record} is on a lease'
+    elif finding.code == 'queued-doubled':
+        (waiting,) = (key for key in etcd if key.startswith(keys.QUEUES) and keys.last(key) == finding.subject)
+        operation = Delete(waiting)
+        done = f'{waiting} is deleted'
     else:
         request = keys.host(finding.compute, finding.subject)
         operation = Delete(keys.booted(finding.subject) if finding.code == 'booted-orphaned' else request)
         done = f'{operation.key} is deleted'
-    conditions = [
-        Unchanged(key, etcd[key].revision if key in etcd else 0) for key in dict.fromkeys((operation.key, record))
-    ]
-    return done if store.commit(conditions, [operation]) is not None else NOT_ANY_MORE
+    wished = [key for key in etcd if key.startswith(keys.HOSTS) and keys.last(key) == finding.subject]
+    about = dict.fromkeys((operation.key, record, *wished))
+    return done if store.commit(_as_read(etcd, *about), [operation]) is not None else NOT_ANY_MORE
 
 
 def _name_back(store: Store, instance: str, etcd: dict[str, Kept]) -> str:
@@ -127,7 +142,7 @@ def _name_back(store: Store, instance: str, etcd: dict[str, Kept]) -> str:
         return NOT_ANY_MORE
     conditions, operations = change
     about = [keys.instance(instance), keys.host(found.record.compute, instance)]
-    conditions = [*conditions, *(Unchanged(key, etcd[key].revision if key in etcd else 0) for key in about)]
+    conditions = [*conditions, *_as_read(etcd, *about)]
     done = f'{keys.name(found.name)} is its own again'
     return done if operations and store.commit(conditions, operations) is not None else NOT_ANY_MORE
 
@@ -135,9 +150,52 @@ def _name_back(store: Store, instance: str, etcd: dict[str, Kept]) -> str:
 def _name_away(store: Store, name: str, etcd: dict[str, Kept]) -> str:
     """Delete a name nobody living has. What makes its instance live moves that one's record, or the name itself."""
     key = keys.name(name)
-    about = [key, keys.instance(named(etcd[key].value))]
-    conditions = [Unchanged(each, etcd[each].revision if each in etcd else 0) for each in about]
+    conditions = _as_read(etcd, key, keys.instance(named(etcd[key].value)))
     return f'{key} is deleted' if store.commit(conditions, [Delete(key)]) is not None else NOT_ANY_MORE
+
+
+def _group_back(store: Store, finding: Finding, etcd: dict[str, Kept]) -> str:
+    """Into the group its request names, if that and the record are as the second audit read them."""
+    instance, key = finding.subject, keys.host(finding.compute, finding.subject)
+    request = parse_request(finding.compute, key, etcd[key].value) if key in etcd else None
+    if not isinstance(request, Request) or request.group is None:
+        return NOT_ANY_MORE
+    conditions, operations = rejoined(store, request.group, instance, finding.compute)
+    conditions = [*conditions, *_as_read(etcd, key, keys.instance(instance))]
+    done = f'it is in group {request.group.name}'
+    return done if operations and store.commit(conditions, operations) is not None else NOT_ANY_MORE
+
+
+def _group_away(store: Store, name: str, etcd: dict[str, Kept]) -> str:
+    """Take out whoever has ended or never came: nothing asks for it, and its record is as the second audit read it."""
+    key = keys.group(name)
+    found = group_from_json(name, etcd[key].value)
+    placing = at_it(store)
+    out: dict[str, list[Unchanged]] = {}
+    for instance, compute in found.members.items():
+        record = etcd.get(keys.instance(instance))
+        lives = record is not None and from_json(record.value).state not in (GONE, ERROR)
+        if not lives and instance not in placing and store.get(keys.host(compute, instance)) is None:
+            unasked = Unchanged(keys.host(compute, instance), 0)
+            out[instance] = [unasked, *_as_read(etcd, keys.instance(instance))]
+        if len(out) == AT_ONCE:
+            break
+    conditions = [*_as_read(etcd, key), *(each for about in out.values() for each in about)]
+    if not out or store.commit(conditions, [put_group(found.without(*out))]) is None:
+        return NOT_ANY_MORE
+    return f'{", ".join(out)} is taken out' if len(out) == 1 else f'{len(out)} are taken out'
+
+
+def _count_anew(store: Store, project: str) -> str:
+    def same(now: Quota | None) -> Quota:
+        return now or Quota(project)
+
+    found = recount(store, project, same)
+    return 'counted anew' if found is not None else NOT_ANY_MORE
+
+
+def _as_read(etcd: dict[str, Kept], *about: str) -> list[Unchanged]:
+    return [Unchanged(key, etcd[key].revision if key in etcd else 0) for key in about]
 
 
 def _cleared(store: Store, compute: str, findings: list[Finding]) -> list[str]:

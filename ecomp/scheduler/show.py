@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ecomp.model.allocation import NEEDED
-from ecomp.model.host import Host, Share
+from ecomp.model.host import DISABLED, Host, Share
 from ecomp.model.power import ASKED, OFF, phase
 from ecomp.model.record import ACTIVE, BUILDING, ERROR, Interface, Record, to_dict
 from ecomp.model.text import printable
@@ -15,6 +15,8 @@ from ecomp.scheduler.wait import failure, waits_for
 
 if TYPE_CHECKING:
     from ecomp.model.findings import Finding
+    from ecomp.scheduler.audit import Report
+    from ecomp.scheduler.plan import Ranked
 
 MIDWAY = {ASKED: 'its guest was asked to turn itself off', OFF: 'it is off, and about to be started'}
 COLUMNS = ('INSTANCE', 'NAME', 'STATE', 'ADDRESS', 'COMPUTE', 'REQUESTED')
@@ -26,7 +28,7 @@ def as_list(records: Sequence[Record], form: str) -> str:
         return json.dumps([to_dict(each) for each in records], indent=2)
     rows = [
         (
-            *(each.instance, each.name or '-', each.state, each.address or '-', each.compute),
+            *(each.instance, each.name or '-', each.state, each.address or '-', each.compute or '-'),
             each.stages.get('requested') or '-',
         )
         for each in records
@@ -42,13 +44,14 @@ def as_detail(record: Record, form: str) -> str:
         ('instance', record.instance),
         ('name', record.name or '-'),
         ('state', record.state),
-        ('compute', record.compute),
+        ('compute', record.compute or '-'),
         ('image', record.image or '-'),
         ('resources', ', '.join(f'{name}:{amount}' for name, amount in record.resources.items()) or '-'),
         ('query', record.query or '-'),
         ('project', record.project_id or '-'),
         ('user', record.user_id or '-'),
     ]
+    rows += [('group', record.group)] if record.group else []
     rows += [(f'interface {number}', _interface(each)) for number, each in enumerate(record.addresses)]
     rows += [('console', record.console)] if record.console else []
     rows += [(stage, time) for stage, time in sorted(record.stages.items(), key=lambda each: each[1]) if time]
@@ -73,10 +76,26 @@ def as_hosts(hosts: Sequence[Host], form: str) -> str:
     head = ('COMPUTE', 'HOST', 'STATE', 'INSTANCES', *(f'{name} USED/FREE' for name in classes))
     rows = [
         (
-            *(each.compute, each.hostname or '-', each.state, str(each.instances)),
+            *(each.compute, each.hostname or '-', _state(each), str(each.instances)),
             *(_share(each.resources.get(name)) for name in classes),
         )
         for each in hosts
+    ]
+    return table([head, *rows])
+
+
+def as_plan(ranked: Sequence[Ranked], form: str) -> str:
+    """The computes that would be tried, in order: a table with one line each, or a JSON array."""
+    if form == 'json':
+        return json.dumps([_ranked(each) for each in ranked], indent=2)
+    classes = [*NEEDED, *sorted({name for each in ranked for name in each.asked} - set(NEEDED))]
+    head = ('COMPUTE', 'HOST', 'WEIGHT', *(f'{name} USED/CAPACITY' for name in classes))
+    rows = [
+        (
+            *(each.compute, each.hostname or '-', '-' if each.weight is None else f'{each.weight:.2f}'),
+            *(f'{room.used}/{room.capacity}' if (room := each.rooms.get(name)) else '-' for name in classes),
+        )
+        for each in ranked
     ]
     return table([head, *rows])
 
@@ -89,10 +108,14 @@ def as_findings(findings: Sequence[Finding], form: str) -> str:
     return table([('CODE', 'SUBJECT', 'FINDING'), *rows]) if rows else ''
 
 
-def cures(findings: Sequence[Finding]) -> list[str]:
-    """What mends them, a line for each code and way."""
-    said = (f'{each.code}: ' + (f'--fix {each.fix}' if each.fix else f'by hand: {each.how}') for each in findings)
-    return list(dict.fromkeys(said))
+def summary(report: Report) -> list[str]:
+    """What is said beside an audit's findings: who was silent, what mends them, and how much was compared."""
+    silent = [f'compute {each} is silent: what it has was not compared' for each in report.silent]
+    cures = (
+        f'{each.code}: ' + (f'--fix {each.fix}' if each.fix else f'by hand: {each.how}') for each in report.findings
+    )
+    count = len(report.findings)
+    return [*silent, *dict.fromkeys(cures), f'{report.compared}: {count or "no"} finding' + 's' * (count != 1)]
 
 
 def no_address(record: Record) -> str:
@@ -125,6 +148,19 @@ def _share(share: Share | None) -> str:
     return f'{share.used}/{share.free}' + (f' ({share.over} too many)' if share.over else '')
 
 
+def _ranked(each: Ranked) -> dict[str, object]:
+    rooms = {name: {'used': room.used, 'capacity': room.capacity} for name, room in sorted(each.rooms.items())}
+    asked = dict(sorted(each.asked.items()))
+    return {
+        **{'compute': each.compute, 'hostname': each.hostname, 'weight': each.weight},
+        **{'asked': asked, 'resources': rooms},
+    }
+
+
+def _state(host: Host) -> str:
+    return f'{host.state}, disabled' if host.disabled and host.state != DISABLED else host.state
+
+
 def _host(host: Host) -> dict[str, object]:
     shares = {
         name: {'used': each.used, 'free': each.free, 'capacity': each.capacity, 'over': each.over}
@@ -134,6 +170,7 @@ def _host(host: Host) -> dict[str, object]:
         'compute': host.compute,
         'hostname': host.hostname,
         'state': host.state,
+        'disabled': host.disabled,
         'instances': host.instances,
         'resources': shares,
     }

@@ -11,7 +11,7 @@ from ecomp.conf import EtcdConfig
 from ecomp.errors import Conflict, EcompError, NotFound, StillGoing
 from ecomp.model import keys
 from ecomp.model.power import ASKED, OFF, STOP, action_id, phase
-from ecomp.model.record import ACTIVE, DESTROYING, ERROR, GONE, STAGES, STOPPED, Record
+from ecomp.model.record import ACTIVE, DESTROYING, ERROR, GONE, QUEUED, STAGES, STOPPED, Record
 from ecomp.model.text import printable
 from ecomp.scheduler.find import read_record
 from ecomp.store.client import Entry
@@ -50,6 +50,8 @@ class Deadline:
 
 def waits_for(record: Record | None) -> str:
     """What an instance is waiting for now, and how far that is if it is known: `image, 34 of 600 MB`."""
+    if record is not None and record.state == QUEUED:
+        return 'a compute to take it'
     if record is not None and record.state == STOPPED:
         return 'somebody to start it: it is stopped'
     reached = record.stages if record else {}

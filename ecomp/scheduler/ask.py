@@ -1,0 +1,35 @@
+"""Asking placement while etcd is being asked."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import Future
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ecomp.model.choose import Offer
+    from ecomp.placement.client import Placement
+
+    Backend = Future[tuple[Placement, Offer]]
+
+
+def ask_placement(endpoint: str, query: str) -> Backend:
+    """Placement, and what it offers for a query; the future raises what that raises.
+
+    Nearly all of what a claim takes is imports and waiting. What this one needs is imported first, and not beside what
+    etcd needs: then placement is at it while that is imported.
+    """
+    from ecomp.placement.allocations import candidates
+    from ecomp.placement.client import Placement
+
+    future: Backend = Future()
+
+    def ask() -> None:
+        try:
+            placement = Placement(endpoint)
+            future.set_result((placement, candidates(placement, query)))
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=ask, name='candidates', daemon=True).start()
+    return future

@@ -1,0 +1,117 @@
+"""Disable and enable a compute, and see it emptied: by whoever has its instances destroyed, never by this."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from ecomp.errors import NotFound, StillGoing
+from ecomp.failpoints import failpoint
+from ecomp.model import keys, status
+from ecomp.model.host import there
+from ecomp.model.record import SCHEDULED
+from ecomp.placement import allocations as ledger
+from ecomp.placement import providers, traits
+from ecomp.placement.client import Placement
+from ecomp.scheduler.hosts import compute_of, look
+from ecomp.store.client import Store
+
+if TYPE_CHECKING:
+    from ecomp.scheduler.wait import Deadline
+
+EVERY = 1.0
+"""Seconds between two looks at what lives there: placement has nothing that could be watched."""
+
+
+def change_status(store: Store, placement: Placement, command: str, word: str, say: Callable[[str], None]) -> str:
+    """Carry out `host disable`, `drain` or `enable` of a compute, and say what was done; the compute's uuid.
+
+    Errors: NotFound (no compute of ours), UsageError (several have that host name).
+    """
+    compute = compute_of(store, word)
+    if command == 'host enable':
+        say(enable(store, placement, compute))
+        return compute
+    say(disable(placement, compute))
+    if command == 'host drain':
+        for line in inhabitants(store, placement, compute):
+            say(line)
+    return compute
+
+
+def disable(placement: Placement, compute: str) -> str:
+    """Have nothing new placed on a compute; what was done, in one line. NotFound if it is none of ours."""
+    _check(placement, compute)
+    traits.make_known(placement, status.STATUS)
+    done = traits.change(placement, compute, traits.TRAITS, status.disabled)
+    failpoint('host-disabled')
+    if not done:
+        return f'{compute}: is disabled already'
+    return f'{compute}: disabled: nothing new is placed there, and what lives there goes on'
+
+
+def enable(store: Store, placement: Placement, compute: str) -> str:
+    """Have it placed on again; what was done, in one line. NotFound if it is none of ours."""
+    _check(placement, compute)
+    alive = store.get(keys.compute(compute)) is not None
+    done = traits.change(placement, compute, traits.TRAITS, lambda names: status.enabled(names, alive))
+    failpoint('host-enabled')
+    if not done:
+        return f'{compute}: is enabled already' + ('' if alive else ', but not up')
+    return f'{compute}: enabled' + ('' if alive else ', as soon as its ecompute is started')
+
+
+def inhabitants(store: Store, placement: Placement, compute: str) -> list[str]:
+    """What lives on a compute, or holds something of it: a line with how many, and one for each."""
+    held = ledger.of_provider(placement, compute)  # first: what was delivered since has its request by then
+    etcd = look(store).etcd
+    found = sorted(there(compute, etcd) | held.keys())
+    lines = [f'{compute}: {_count(len(found))} there']
+    for instance in found:
+        record = etcd.records.get(instance)
+        name = f'{record.name} ' if record is not None and record.name else ''
+        lines.append(f'{instance}: {name}{record.state if record is not None else SCHEDULED}')
+    return lines
+
+
+def drained(
+    store: Store, placement: Placement, compute: str, deadline: Deadline, tell: Callable[[str], None]
+) -> None:
+    """Return once nothing lives on a disabled compute, holds anything of it, or is on its way there.
+
+    `tell` gets what is waited for, about once a second. StillGoing when the time is up: it stays disabled.
+    """
+    # Whoever asked placement before may still claim there and deliver; those that ask now hear that it is disabled.
+    asking = _asking(store)
+    while True:
+        # Before what is there: what they deliver meanwhile is then seen.
+        asking &= _asking(store)
+        requests = store.snapshot(keys.host_prefix(compute), keys_only=True).entries
+        left = {keys.last(key) for key in requests} | ledger.of_provider(placement, compute).keys()
+        if not left and not asking:
+            return
+        what = f'{_count(len(left))} to go' if left else 'requests under way, which may be for it'
+        if deadline.spent >= deadline.seconds:
+            raise StillGoing(f'{compute}: {deadline.seconds:g} s are up, still waiting for: {what}; it stays disabled')
+        tell(f'waiting for: {what}, {deadline.spent:.0f} s')
+        time.sleep(max(min(EVERY, deadline.seconds - deadline.spent), 0))
+
+
+def _asking(store: Store) -> frozenset[tuple[str, int]]:
+    """Who is at a request now: an eschedule, by its key, or the compute whose mark is on one in a queue."""
+    waiting = store.snapshot(keys.QUEUES, keys_only=True).entries
+    marks = {(key, entry.revision) for key, entry in waiting.items() if key.endswith(keys.TAKER)}
+    return frozenset((key, 0) for key in store.snapshot(keys.REQUESTS, keys_only=True).entries) | marks
+
+
+def _check(placement: Placement, compute: str) -> None:
+    name = providers.name(placement, compute)
+    if name is None:
+        raise NotFound(f'{compute}: no such compute')
+    if name != compute:
+        raise NotFound(f'{compute}: no such compute: placement has such a provider, {name}, but no ecompute made it')
+
+
+def _count(number: int) -> str:
+    return f'{number or "no"} instance{"" if number == 1 else "s"}'

@@ -1,0 +1,196 @@
+"""Put a request into a flavor's queue, where a compute takes it: placement is not asked, and nothing is claimed."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import NamedTuple
+
+from ecomp.conf import ScheduleConfig
+from ecomp.errors import Conflict, NotFound, UnknownOutcome, Unreachable, UsageError
+from ecomp.failpoints import failpoint
+from ecomp.model import keys
+from ecomp.model.allocation import missing
+from ecomp.model.flavor import Flavor, check_flavor_name
+from ecomp.model.guest_data import SharedUserData
+from ecomp.model.instance import Invalid
+from ecomp.model.queue import Waiting, parse_waiting, to_json
+from ecomp.model.text import printable
+from ecomp.scheduler.deliver import LEASE_SECONDS, USER_DATA_SECONDS, announce, quietly_revoke, withdraw
+from ecomp.scheduler.find import Found, find
+from ecomp.scheduler.flavors import read
+from ecomp.scheduler.joining import settled, take_names, terms_of, together
+from ecomp.scheduler.wanted import Asked, check_same
+from ecomp.store.client import Delete, Put, Store, Unchanged
+from ecomp.store.names import Change
+from ecomp.store.sharing import Excluded, charged, commit_with, joined
+
+log = logging.getLogger(__name__)
+
+
+class Kept(NamedTuple):
+    """A flavor as etcd has it, and the revision that wrote it."""
+
+    flavor: Flavor
+    revision: int
+
+
+def flavor_of_etcd(config: ScheduleConfig, store: Store, name: str) -> Kept:
+    """The flavor, from etcd, where the computes see it. UsageError, NotFound."""
+    try:
+        entry = store.get(keys.flavor(check_flavor_name(name)))
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    if entry is None and name in config.flavors:
+        cure = f"eschedule flavor set {name} '{config.flavors[name].query}'"
+        raise UsageError(f'flavor {name} is in schedule.yaml alone, where no compute sees it: {cure}')
+    if entry is None:
+        raise NotFound(f'{printable(name, 100)}: etcd has no such flavor: eschedule flavor list shows all')
+    flavor = read(entry)
+    lacking = missing(flavor.resources)
+    if lacking:
+        raise UsageError(
+            f'flavor {name} asks for no {", ".join(lacking)}: a guest needs VCPU, MEMORY_MB and DISK_GB'
+        )
+    return Kept(flavor, entry.revision)
+
+
+def enqueue(
+    store: Store, waiting: Waiting, flavor: int, data: SharedUserData | None, who: Mapping[str, object], resume: bool
+) -> bool:
+    """Put it in its queue; False if it was asked for before, and nothing is changed.
+
+    `flavor` is the revision of its flavor; `who` (host, pid) says in etcd who is at it; `resume` is True for a uuid
+    the user gave, which may have a past.
+    Errors: Conflict (the uuid or the name is used otherwise), OverQuota, UsageError, UnknownOutcome, Unreachable.
+    """
+    theirs = settled(store, waiting.group)
+    waiting = replace(waiting, group=theirs.membership if theirs is not None else None)
+    done = _enqueued(store, waiting, flavor, data, who, resume)
+    failpoint('queued')
+    return done
+
+
+def _enqueued(
+    store: Store, waiting: Waiting, flavor: int, data: SharedUserData | None, who: Mapping[str, object], resume: bool
+) -> bool:
+    if resume:
+        return _resume(store, waiting, flavor, data, who)
+    _allowed(store, waiting)
+    try:
+        if _commit(store, waiting, flavor, data, 0):
+            return True
+    except UnknownOutcome as error:
+        # From here on it is as with a uuid that has a past; and a commit still on its way needs that nobody is at
+        # this uuid.
+        log.debug('%s; looking what became of it', error)
+        try:
+            _resume(store, waiting, flavor, data, who)
+        except Unreachable as later:
+            raise _unknown(waiting, later) from later
+        return True
+    raise Conflict(f'{waiting.instance}: somebody else changed its flavor or its name meanwhile: try again')
+
+
+def _unknown(waiting: Waiting, error: Unreachable) -> UnknownOutcome:
+    cure = f'the same command with --uuid {waiting.instance} goes on, or says what became of it'
+    return UnknownOutcome(f'{error}; whether it is queued is not known: {cure}', error.backend)
+
+
+def _resume(
+    store: Store, waiting: Waiting, flavor: int, data: SharedUserData | None, who: Mapping[str, object]
+) -> bool:
+    instance = waiting.instance
+    if _before(store, waiting):
+        return False
+    lease = store.grant(LEASE_SECONDS)
+    try:
+        value = {'version': 1, 'instances': [instance], 'query': waiting.flavor.query, **who}
+        revision = announce(store, lease, instance, value, resume=True)
+        # Delivered since we looked? From here on nobody else can: a delivery needs the key we hold now.
+        if _before(store, waiting):
+            return False
+        try:
+            if _commit(store, waiting, flavor, data, revision):
+                return True
+        except UnknownOutcome as error:
+            return _read_back(store, waiting, revision, error)
+        raise Conflict(f'{instance}: not queued: another eschedule took it over, or its flavor was changed; try again')
+    finally:
+        quietly_revoke(store, lease)
+
+
+def _read_back(store: Store, waiting: Waiting, revision: int, error: UnknownOutcome) -> bool:
+    """Whether it is queued, by a commit without an answer: first one that is still on its way is made impossible."""
+    try:
+        withdraw(store, waiting.instance, revision)
+        if _before(store, waiting):
+            return True
+    except Unreachable as later:
+        raise _unknown(waiting, later) from later
+    raise Conflict(f'{waiting.instance}: not queued, and nothing is changed: {error}; try again') from error
+
+
+def _commit(store: Store, waiting: Waiting, flavor: int, data: SharedUserData | None, request: int) -> bool:
+    """Queue it in one transaction, if nobody else is at this uuid: `request` is the revision of our own key, 0: none.
+
+    Its name becomes its own, its group and its quota have it in the same transaction, or nothing does.
+    Errors: Conflict (the name is somebody else's by now, the group another), OverQuota.
+    """
+    instance = waiting.instance
+    request_key = keys.request(instance)
+    conditions = [
+        *(Unchanged(request_key, request), Unchanged(keys.instance(instance), 0), Unchanged(waiting.key, 0)),
+        Unchanged(keys.flavor(waiting.flavor.name), flavor),
+    ]
+    operations: list[Put | Delete] = [Put(waiting.key, to_json(waiting))]
+    if request:
+        operations.append(Delete(request_key))
+    if data is not None:
+        operations.append(Put(keys.user_data(data.sha256), data.text, store.grant(USER_DATA_SECONDS)))
+
+    def joining() -> Change:
+        return together(
+            take_names(store, {instance: waiting.name}),
+            joined(store, waiting.group, {instance: ''}),
+            charged(store, waiting.project_id, {instance: waiting.flavor.resources}),
+        )
+
+    try:
+        return commit_with(store, conditions, operations, joining) is not None
+    except Excluded:
+        _allowed(store, waiting)
+        raise Conflict(f'{instance}: its quota is changed by somebody else all the time; try again') from None
+
+
+def _allowed(store: Store, waiting: Waiting) -> None:
+    """Errors: OverQuota; UsageError and Conflict of the group and the name."""
+    take_names(store, {waiting.instance: waiting.name})
+    terms = terms_of(store, waiting.group, waiting.project_id, [waiting.instance])
+    terms.room(waiting.flavor.resources, 1, 1)
+
+
+def _before(store: Store, waiting: Waiting) -> bool:
+    """Whether just this was asked for before, by this uuid; Conflict if something else was."""
+    found = find(store, waiting.instance)
+    if found is None:
+        return False
+    group = waiting.group.name if waiting.group else None
+    check_same(found, Asked(waiting.flavor.query, waiting.image, waiting.name, waiting.project_id, group))
+    told = _told(found)
+    if told is not None and told != (waiting.ssh_keys, waiting.user_data_sha256):
+        raise Conflict(f'{waiting.instance}: exists, with other ssh keys or other user-data')
+    return True
+
+
+def _told(found: Found) -> tuple[tuple[str, ...] | None, str | None] | None:
+    """The keys and the user-data's hash that it was asked for with; None where that is not known any more."""
+    if found.queue_entry is not None:
+        there = parse_waiting(found.queue_entry.key, found.queue_entry.value)
+        return None if isinstance(there, Invalid) else (there.ssh_keys, there.user_data_sha256)
+    request = found.request
+    if request is None:
+        return None
+    shared = SharedUserData.of(request.user_data) if request.user_data is not None else None
+    return request.ssh_keys, shared.sha256 if shared else request.user_data_sha256

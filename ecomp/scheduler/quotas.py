@@ -1,0 +1,140 @@
+"""Quotas: set by operators, counted where requests are delivered and removed (rule 7), and counted anew here."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+
+from ecomp.errors import Conflict, NotFound, UnknownOutcome, UsageError
+from ecomp.failpoints import failpoint
+from ecomp.model import keys
+from ecomp.model.instance import Request, parse_request
+from ecomp.model.queue import Waiting, parse_waiting
+from ecomp.model.quota import INSTANCES, Quota, charge, parse_limits, summed
+from ecomp.model.text import printable
+from ecomp.scheduler.show import table
+from ecomp.store.client import Delete, Put, Store
+from ecomp.store.sharing import put_quota, quota
+
+TRIES = 50
+
+
+def limit(store: Store, project: str, words: Sequence[str]) -> str:
+    """Set limits, beside those there are, and count anew what the project has; what was done, in words.
+
+    Errors: UsageError, Conflict (others change it all the time).
+    """
+    try:
+        new = parse_limits(words)
+    except ValueError as error:
+        raise UsageError(f'quota set: {printable(str(error))}') from error
+
+    def change(now: Quota | None) -> Quota:
+        limits = {**(now.limits if now else {}), **new}
+        return Quota(project, {name: most for name, most in limits.items() if most is not None})
+
+    found = recount(store, project, change)
+    if found is None:
+        return f'quota of project {printable(project)}: it has no limits any more'
+    over = [name for name, most in found.limits.items() if found.used.get(name, 0) > most]
+    more = f'; it has more {" and ".join(over)} than that already, which stays' if over else ''
+    return f'quota of project {printable(project)}: {_words(found)}{more}'
+
+
+def recount(store: Store, project: str, change: Callable[[Quota | None], Quota]) -> Quota | None:
+    """Change a quota, and count what the project has; None once it has no limits, and is gone.
+
+    What is delivered and removed meanwhile is counted by whoever does it, from the moment this is written; so what
+    there was at just that moment is looked up afterwards, and what was reckoned before is put right.
+    """
+    for _ in range(TRIES):
+        now, unchanged = quota(store, project)
+        wanted = change(now)
+        reckoned = counted(store, project)
+        new = Quota(project, wanted.limits, reckoned)
+        written: Put | Delete = put_quota(new) if wanted.limits else Delete(keys.quota(project))
+        try:
+            revision = store.commit([unchanged], [written])
+        except UnknownOutcome:
+            continue  # done once more it is no other
+        if revision is None:
+            continue
+        if not wanted.limits:
+            return None
+        failpoint('quota-reckoned')
+        exact = counted(store, project, revision)
+        return new if exact == reckoned else _corrected(store, project, reckoned, exact)
+    raise Conflict(f'quota of project {printable(project)}: changed by somebody else all the time; try again')
+
+
+def counted(store: Store, project: str, revision: int = 0) -> dict[str, int]:
+    """What a project has, by the requests there are, or were at a revision of etcd."""
+    found = {}
+    # Those that wait first: what is moved meanwhile is seen twice, and counts once.
+    for key, entry in store.snapshot(keys.QUEUES, revision=revision).entries.items():
+        waiting = parse_waiting(key, entry.value)
+        if isinstance(waiting, Waiting) and waiting.project_id == project:
+            found[waiting.instance] = charge(waiting.flavor.resources)
+    for key, entry in store.snapshot(keys.HOSTS, revision=revision).entries.items():
+        compute, _, name = key.removeprefix(keys.HOSTS).partition('/')
+        request = parse_request(compute, key, entry.value)
+        if isinstance(request, Request) and request.project_id == project:
+            found[name] = charge(request.resources)
+    return summed(found.values())
+
+
+def one_quota(store: Store, project: str) -> Quota:
+    """The project's; NotFound if it has no limits."""
+    found, _ = quota(store, project)
+    if found is None:
+        raise NotFound(f'{printable(project, 100)}: no limits are set for this project')
+    return found
+
+
+def as_quotas(quotas: Sequence[Quota], form: str) -> str:
+    """A table with one line each, or a JSON array."""
+    if form == 'json':
+        return json.dumps([_as_dict(each) for each in quotas], indent=2)
+    rows: list[Sequence[str]] = [('PROJECT', 'USED/LIMIT')]
+    rows += [(printable(each.project, 100), _words(each)) for each in quotas]
+    return table(rows)
+
+
+def as_quota(found: Quota, form: str) -> str:
+    """A table with one line for each class, or a JSON object."""
+    if form == 'json':
+        return json.dumps(_as_dict(found), indent=2)
+    rows: list[Sequence[str]] = [('RESOURCE', 'LIMIT', 'USED', 'LEFT')]
+    for name in _classes(found):
+        most, used = found.limits.get(name), found.used.get(name, 0)
+        rows.append((name, '-' if most is None else str(most), str(used), '-' if most is None else str(most - used)))
+    return table(rows)
+
+
+def _corrected(store: Store, project: str, reckoned: dict[str, int], exact: dict[str, int]) -> Quota:
+    for _ in range(TRIES):
+        now, unchanged = quota(store, project)
+        if now is None:
+            break
+        right = now.with_used(exact).without_used(reckoned)
+        try:
+            if store.commit([unchanged], [put_quota(right)]) is not None:
+                return right
+        except UnknownOutcome as error:
+            cure = 'what was delivered at that moment may not be counted: the same command again counts anew'
+            raise UnknownOutcome(f'{error}; {cure}', error.backend) from error
+    raise Conflict(f'quota of project {printable(project)}: changed by somebody else all the time; set it once more')
+
+
+def _classes(found: Quota) -> list[str]:
+    return [*sorted({*found.limits, *found.used} - {INSTANCES}), INSTANCES]
+
+
+def _words(found: Quota) -> str:
+    """`VCPU 3/10, instances 3/5`."""
+    limited = [name for name in _classes(found) if name in found.limits]
+    return ', '.join(f'{name} {found.used.get(name, 0)}/{found.limits[name]}' for name in limited) or 'no limits'
+
+
+def _as_dict(found: Quota) -> dict[str, object]:
+    return {'project': found.project, 'limits': dict(found.limits), 'used': dict(found.used)}
