@@ -13,9 +13,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from tests.commands import Control
 from tests.servers import Etcd, PlacementServer
+
+# No test asserts a time, and that would be one: beside other work an example may take any.
+settings.register_profile('ecomp', deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile('ecomp')
 
 
 def _needed(program: str, package: str) -> None:

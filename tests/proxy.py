@@ -98,8 +98,11 @@ class Proxy:
                     threading.Thread(target=self._cut_when, args=(rule, source, sink), daemon=True).start()
                 if of_client or not mute.is_set():
                     sink.sendall(data)
-        _cut(source)
-        _cut(sink)
+        # A server that ends the connection behind its answer (waitress does, behind a 204) is not to be quicker than
+        # the rule.
+        if not mute.is_set():
+            _cut(source)
+            _cut(sink)
 
     def _matching(self, data: bytes) -> _Rule | None:
         for rule in self._rules:

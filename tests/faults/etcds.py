@@ -184,14 +184,22 @@ class EtcdCluster:
         lost, other = self.members[number], self.members[(number + 1) % 3]
         self.move_leader(other)  # or all would wait for an election
         lost.kill()
-        (gone,) = [each for each in other.call('cluster/member/list', {})['members'] if each['name'] == lost.member]
-        other.call('cluster/member/remove', {'ID': gone['ID']})
+
+        def is_removed() -> bool:
+            with contextlib.suppress(urllib.error.HTTPError):  # 503 while it still counts the lost one as connected
+                known = other.call('cluster/member/list', {})['members']
+                for each in known:
+                    if each['name'] == lost.member:
+                        known = other.call('cluster/member/remove', {'ID': each['ID']})['members']
+                return all(each['name'] != lost.member for each in known)
+            return False
 
         def is_added() -> bool:
             with contextlib.suppress(urllib.error.HTTPError):  # not while a leader is being elected
                 return bool(other.call('cluster/member/add', {'peerURLs': [lost.peer]}))
             return False
 
+        until(is_removed, 20, f'{lost.member} is removed')
         until(is_added, 20, f'{lost.member} is added')
         shutil.rmtree(lost.directory / 'data')
         lost.state = 'existing'

@@ -12,7 +12,8 @@ import pytest
 import yaml
 
 from tests.boot_sectors import HALT, boot_disk
-from tests.faults.hypervisor import ROOM, Hypervisor, SlowImages
+from tests.faults.hypervisor import ROOM, Hypervisor
+from tests.faults.slow_images import SlowImages
 from tests.scenario.lab import ROOT, Lab
 
 SMALL_MB = 8

@@ -58,6 +58,8 @@ ROWS = {
     36: 'asked to stop while building',
     37: 'no stdout or stderr',
     38: 'stop, start and reboot: killed at each step, raced, guests that do not listen',
+    39: 'groups and quotas: killed at each step, frozen, raced',
+    40: 'a compute killed or frozen while it takes from a queue',
 }
 """The rows; their numbers are stable."""
 

@@ -122,6 +122,15 @@ def seed_of_nobody(host: Hypervisor, _: str) -> Iterator[str]:
     path.unlink()
 
 
+@contextmanager
+def iso_of_nobody(host: Hypervisor, _: str) -> Iterator[str]:
+    nobody = str(uuid.uuid4())
+    path = host.state / f'seeds/{nobody}.iso'
+    path.touch()
+    yield nobody
+    path.unlink()
+
+
 def reserve(host: Hypervisor, command: str, instance: str, address: str) -> None:
     text = f"<host mac='{mac_address(instance, 0)}' name='{instance}' ip='{address}'/>"
     host.virsh('net-update', 'default', command, 'ip-dhcp-host', text, '--live', '--config')
@@ -178,6 +187,7 @@ PLANTS: dict[str, Callable[[Hypervisor, str], AbstractContextManager[str]]] = {
     'domain-orphaned': domain_of_nobody,
     'disk-orphaned': disk_of_nobody,
     'seed-orphaned': seed_of_nobody,
+    'iso-orphaned': iso_of_nobody,
     'part-orphaned': download_of_nobody,
     'reservation-orphaned': reservation_of_nobody,
     # Last, for they end with a new ecompute, whose workers sweep such files as they start.
@@ -219,17 +229,19 @@ def test_leftovers_go_and_strangers_stay(host: Hypervisor, stranger: str) -> Non
     image = host.state / 'images' / 'base-0123.part'
     nobody = str(uuid.uuid4())
     seed = host.state / 'metadata' / '52:54:00:00:00:01.json'
+    iso = host.state / f'seeds/{uuid.uuid4()}.iso'
     with domain_of_nobody(host, instance) as domain:
         make_disk(host, nobody)
         seed.write_text(json.dumps({'version': 1, 'instance': nobody, 'mac': seed.stem}))
         image.write_bytes(b'half')
+        iso.touch()
         unnamed = str(uuid.uuid4())
         reserve(host, 'add', unnamed, free_address(host))
         before = {name: host.virsh('dumpxml', name) for name in (instance, domain, STRANGER)}
         finds(
             host,
             *(('disk-orphaned', nobody), ('disk-orphaned', stranger), ('seed-orphaned', nobody)),
-            ('reservation-orphaned', unnamed),
+            *(('reservation-orphaned', unnamed), ('iso-orphaned', iso.stem)),
             *(('domain-orphaned', domain), ('part-orphaned', host.compute)),
         )
         told: list[str] = []
@@ -238,7 +250,7 @@ def test_leftovers_go_and_strangers_stay(host: Hypervisor, stranger: str) -> Non
         left = {(each.code, each.subject) for each in report.findings}
         assert left == {('disk-orphaned', stranger), ('domain-orphaned', domain)}, told
         assert any(f'disk {stranger}: not removed: domain {STRANGER} has it' in line for line in told), told
-        assert not any(path.exists() for path in (host.disk(nobody), seed, image))
+        assert not any(path.exists() for path in (host.disk(nobody), seed, image, iso))
         assert unnamed not in host.virsh('net-dumpxml', 'default') + host.virsh('net-dumpxml', 'default', '--inactive')
         assert instance in host.virsh('net-dumpxml', 'default')
         assert all(host.disk(each).exists() for each in (instance, domain, stranger))

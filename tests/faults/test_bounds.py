@@ -11,6 +11,7 @@ import psutil
 import pytest
 
 from ecomp.agent.daemon import MOST
+from ecomp.placement.client import POOL
 from tests.commands import Control, Ecompute
 from tests.faults.figures import figure
 from tests.faults.hands import guests
@@ -107,10 +108,11 @@ def flat(control: Control, count: int, warm: int, memory: float) -> None:
     before, after = used[warm], used[count]
     for when, use in used.items():
         figure(f'bounds after {when}', **{name: float(getattr(use, name)) for name in Use._fields})
-    # Slack: a thread of gRPC's or a connection of requests' pool may come or go between two looks.
-    assert abs(after.descriptors - before.descriptors) <= 4, used
+    # Slack: a thread of gRPC's or a descriptor may come or go between two looks. How many of its connections the pool
+    # has come to need depends on how many were in use at once, by the load of the machine: that is bounded.
+    assert abs((after.descriptors - after.connections) - (before.descriptors - before.connections)) <= 4, used
     assert abs(after.threads - before.threads) <= 4, used
-    assert abs(after.connections - before.connections) <= 4, used
+    assert after.connections <= POOL + 4, used
     assert (before.processes, after.processes) == (0, 0), used
     assert after.memory - before.memory <= memory, used
     assert guests(compute) == {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 from pathlib import Path
@@ -23,8 +24,8 @@ BUILD_FAILPOINTS = (
 DESTROY_FAILPOINTS = (
     *('destroying', 'domain-undefined', 'disk-deleted', 'removed', 'forgotten', 'unreserved', 'released', 'ended'),
 )
-START_FAILPOINTS = ('registered', 'published')
-END_FAILPOINTS = ('closing',)
+START_FAILPOINTS = ('registered', 'described', 'published')
+END_FAILPOINTS = ('closing', 'closed')
 
 
 @pytest.fixture
@@ -143,6 +144,33 @@ def test_killed_with_the_metadata_address_put(host: Hypervisor) -> None:
         assert not (host.state / 'metadata-address').exists()
     finally:
         host.lab.elab('exec', host.name, 'ip', 'addr', 'replace', address, *bridge)
+
+
+def test_the_network_is_started_again(host: Hypervisor) -> None:
+    """F28: the network stopped and started by hand: 169.254.169.254 is put on its new bridge at once (libvirt)"""
+    address, bridge = '169.254.169.254/32', ('dev', 'virbr0')
+
+    def there() -> bool:
+        return address in host.lab.elab('exec', host.name, 'ip', 'addr', 'show', *bridge)
+
+    definition = host.lab.virsh(host.name, 'net-dumpxml', 'default')
+    without = re.sub(r"<ip address='169\.254\.169\.254'.*?</ip>", '', definition, flags=re.DOTALL)
+    assert without != definition
+    xml = host.state / 'network.xml'
+    try:
+        xml.write_text(without)
+        host.lab.virsh(host.name, 'net-define', str(xml))
+        host.lab.virsh(host.name, 'net-destroy', 'default')
+        host.lab.virsh(host.name, 'net-start', 'default')
+        until(there, 10, 'the address is there again')
+    finally:
+        host.kill(signal.SIGTERM)
+        xml.write_text(definition)
+        host.lab.virsh(host.name, 'net-define', str(xml))
+        host.lab.virsh(host.name, 'net-destroy', 'default')
+        host.lab.virsh(host.name, 'net-start', 'default')
+        xml.unlink()
+        host.restart()
 
 
 REAL = ('building', 'reserved', 'built', 'removed', 'forgotten')

@@ -17,10 +17,12 @@ from tests.commands import Control, Ecompute
 from tests.faults.figures import figure
 from tests.faults.hands import Eschedule, lapse, look_twice, revision, settled
 from tests.scenario.invariants import check, everything
-from tests.scenario.story import SMALL, addressed, notified, one_line, place, reached, record
+from tests.scenario.story import NOTIFIED, SMALL, addressed, notified, one_line, place, reached, record
 from tests.servers import until
 
 EARLY_FAILPOINTS = ('announced', 'claimed')
+SET_FAILPOINTS = ('claimed-some',)
+SET_ROOM = 'VCPU:8,DISK_GB:100,MEMORY_MB:4096'
 LATE_FAILPOINTS = DELIVERED, UNDONE, TOMBSTONED = 'delivered', 'undone', 'tombstoned'
 
 
@@ -63,6 +65,58 @@ def test_killed_before_it_delivers(cluster: Control, step: str, then: str) -> No
         lapse(cluster, f'/requests/{instance}')
         look_twice(cluster, compute)
         nothing_is_left(cluster, instance)
+    settled(cluster, compute)
+
+
+@pytest.mark.parametrize('then', ['resumed', 'left'])
+def test_killed_with_a_part_of_the_set_claimed(cluster: Control, then: str) -> None:
+    """F1: kill -9 of eschedule with a part of a set claimed: one compute was full by then (fake)"""
+    one, other = cluster.ecompute(SET_ROOM), cluster.ecompute(SET_ROOM)
+    whole = str(uuid.uuid4())
+    words = SMALL, '--count', '6', '--uuid', whole
+    with Eschedule(cluster, *words, failpoint=f'announced:stop,{SET_FAILPOINTS[0]}:kill') as eschedule:
+        eschedule.stopped_at('announced')
+        # What it was told of this one is not so any more.
+        full = cluster.eschedule(SMALL.replace('VCPU:1', 'VCPU:8'), '--on', one.uuid)
+        assert full.code == 0, full
+        eschedule.go_on()
+        eschedule.killed_at(SET_FAILPOINTS[0])
+    claimed = cluster.placement.consumers(other.uuid).keys()
+    assert 0 < len(claimed) < 6
+    assert cluster.etcd.keys('/requests/') == [f'/requests/{whole}']
+    if then == 'resumed':
+        done = cluster.eschedule(*words)
+        assert done.code == 0, done
+        assert {compute for compute, _ in NOTIFIED.findall(done.stdout)} == {other.uuid}
+        assert claimed < cluster.placement.consumers(other.uuid).keys()
+        for _, instance in NOTIFIED.findall(done.stdout):
+            addressed(cluster, instance)
+    else:
+        look_twice(cluster, other)
+        assert cluster.placement.consumers(other.uuid).keys() == claimed, 'not while its request key lives'
+        lapse(cluster, f'/requests/{whole}')
+        look_twice(cluster, other)
+        assert cluster.placement.consumers(other.uuid) == {}
+        assert not [record(cluster, instance) for instance in claimed if record(cluster, instance)]
+    settled(cluster, one)
+
+
+@pytest.mark.parametrize('step', ['claimed', DELIVERED])
+def test_killed_with_the_whole_set_claimed_or_delivered(cluster: Control, step: str) -> None:
+    """F1: kill -9 of eschedule around the delivery of a set: the same again delivers it, or says so, once (fake)"""
+    compute, whole = cluster.ecompute(SET_ROOM), str(uuid.uuid4())
+    words = SMALL, '--count', '3', '--uuid', whole
+    with Eschedule(cluster, *words, failpoint=f'{step}:kill') as eschedule:
+        eschedule.killed_at(step)
+    claimed = cluster.placement.consumers(compute.uuid).keys()
+    assert len(claimed) == 3
+    again = cluster.eschedule(*words)
+    assert again.code == 0, again
+    assert {instance for _, instance in NOTIFIED.findall(again.stdout)} == claimed
+    assert again.stderr.count('requested before') == (3 if step == DELIVERED else 0)
+    for instance in claimed:
+        addressed(cluster, instance)
+    assert cluster.placement.consumers(compute.uuid).keys() == claimed
     settled(cluster, compute)
 
 

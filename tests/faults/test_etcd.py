@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import sys
 import threading
 import time
 import uuid
@@ -42,17 +43,34 @@ pytestmark = pytest.mark.timeout(300)
 LOST = 'trying again until it is back'
 
 
-def cpu(compute: Ecompute) -> float:
-    """Seconds of processor time it has used."""
-    fields = Path(f'/proc/{compute.pid}/stat').read_text().rpartition(')')[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf('SC_CLK_TCK')
+def ticks(stat: Path) -> tuple[float, float]:
+    """Seconds of processor time for itself and in the kernel, of a process or a thread: proc(5)."""
+    fields = stat.read_text().rpartition(')')[2].split()
+    return int(fields[11]) / os.sysconf('SC_CLK_TCK'), int(fields[12]) / os.sysconf('SC_CLK_TCK')
+
+
+def cpu(compute: Ecompute) -> dict[str, tuple[float, float]]:
+    """The same of a compute: of all of it, and of each of its threads."""
+    process = Path(f'/proc/{compute.pid}')
+    used = {'all': ticks(process / 'stat')}
+    for each in (process / 'task').iterdir():
+        with suppress(FileNotFoundError, ProcessLookupError):  # it has ended
+            used[f'{each.name} {(each / "comm").read_text().strip()}'] = ticks(each / 'stat')
+    return used
 
 
 def share_while_away(compute: Ecompute, seconds: float = 10.0) -> float:
-    """The share of a core it uses; a measurement, not a synchronisation."""
-    used, began = cpu(compute), time.monotonic()
+    """The share of a core it uses; a measurement, not a synchronisation. What used it is printed, for who wonders."""
+    before, began = cpu(compute), time.monotonic()
     threading.Event().wait(seconds)
-    return (cpu(compute) - used) / (time.monotonic() - began)
+    after, took = cpu(compute), time.monotonic() - began
+    spent = {
+        name: [round(now - then, 2) for now, then in zip(used, before.get(name, (0.0, 0.0)), strict=True)]
+        for name, used in after.items()
+    }
+    busy = {name: each for name, each in spent.items() if any(each)}
+    sys.stdout.write(f'{took:.1f} s, load {os.getloadavg()[0]:.1f}, used: {busy}\n{compute.last_words()}\n')
+    return sum(spent['all']) / took
 
 
 def said(compute: Ecompute, *words: str) -> int:

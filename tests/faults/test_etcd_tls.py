@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -62,13 +63,14 @@ def secured(office: Office, own_placement: PlacementServer, tmp_path: Path) -> I
             control.close()
 
 
-def refused(control: EtcdControl, changes: Mapping[str, Any], *words: str) -> None:
+def refused(control: EtcdControl, changes: Mapping[str, Any], *words: str, code: int = 7) -> None:
     """With its section so changed, eschedule says this in one line."""
     right, control.section = control.section, {**control.section, **changes}
     control.section = {name: value for name, value in control.section.items() if value is not None}
     control.configure(control.schedule_yaml)
     try:
-        line = one_line(control.eschedule(SMALL), 7, 'cannot be reached', *words)
+        line = one_line(control.eschedule(SMALL), code, *words)
+        assert ('cannot be reached' in line) == (code == 7)
         assert len(line) < 250
         assert 'SSL' not in line
         assert 'ipv4' not in line
@@ -87,6 +89,8 @@ def test_certificates(secured: EtcdControl, office: Office, tmp_path: Path) -> N
     late = [str(each) for each in office.authority.issue(tmp_path / 'late', 'ecomp', days=-1)]
     junk = tmp_path / 'junk'
     junk.write_text('no certificate\n')
+    empty = tmp_path / 'empty'
+    empty.touch()
     refused(secured, {'ca_cert': str(stranger.certificate)}, 'not signed by the authority in ca_cert')
     refused(secured, {'cert_cert': None, 'cert_key': None}, 'it refuses our certificate')
     refused(secured, {'cert_cert': pair[0], 'cert_key': pair[1]}, 'it refuses our certificate')
@@ -97,6 +101,8 @@ def test_certificates(secured: EtcdControl, office: Office, tmp_path: Path) -> N
     # By address: a name may have two, of which the other one answers nobody.
     refused(secured, {**nothing, 'endpoints': [f'127.0.0.1:{secured.etcd.port}']}, 'does it expect TLS')
     assert secured.etcd.keys('/requests/') == []
+    for name in office.section:  # gRPC would end the process
+        refused(secured, {name: str(empty)}, f'etcd certificate {empty}: is empty', code=2)
     theirs = compute_refused(secured, tmp_path, {'ca_cert': str(stranger.certificate)})
     one_line(theirs, 7, 'not signed by the authority in ca_cert', command='ecompute')
     one_line(compute_refused(secured, tmp_path, {'ca_cert': 'missing'}), 2, 'missing', command='ecompute')
@@ -149,7 +155,13 @@ def test_an_expired_certificate_is_exchanged(secured: EtcdControl, office: Offic
     secured.etcd.restart()  # or the connection that is there would do
     until(lambda: logged(compute, LOST), 20, 'the loss is logged')
     one_line(secured.eschedule(SMALL), 7, 'it refuses our certificate')
-    assert backs(compute) == 0
+    # As whoever writes new ones leaves them for a moment: empty, of different pairs, cut off.
+    for torn in ((b'', b''), (good[0], late[1].read_bytes()), (good[0][:99], good[1]), (good[0], good[1][:99])):
+        for content, target in zip(torn, office.client, strict=True):
+            target.write_bytes(content)
+        time.sleep(3)  # in which it tries again a few times
+        assert backs(compute) == 0
+        assert compute.is_running
     for content, target in zip(good, office.client, strict=True):
         target.write_bytes(content)
     until(lambda: backs(compute) == 1, 30, 'it is served again, with no restart')

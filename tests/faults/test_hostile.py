@@ -11,15 +11,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ecomp.agent.claims import in_requests
 from ecomp.agent.memory import Memory
 from ecomp.conf import EtcdConfig
 from ecomp.model import keys
-from ecomp.model.instance import REASON_LIMIT, SIZE_LIMIT, VALUE_LIMIT, Invalid, Request, parse_request
+from ecomp.model.instance import REASON_LIMIT, SIZE_LIMIT, Invalid, Request, parse_request
+from ecomp.model.json_object import VALUE_LIMIT
 from ecomp.model.record import Record, from_json, parse_address
 from ecomp.model.record import to_json as record_to_json
 from ecomp.store.client import Entry, Snapshot, Store
 from ecomp.store.presence import Presence
+from ecomp.store.requests import in_requests
 from tests.commands import Control, Ecompute, Result
 from tests.faults.hands import guests
 from tests.scenario.invariants import check

@@ -35,7 +35,8 @@ from ecomp.errors import BuildFailed
 from ecomp.model.guest import BaseImage, GuestSpec
 from ecomp.virt.image import capacity, inspect
 from tests.boot_sectors import HALT, boot_disk
-from tests.faults.hypervisor import SMALL, SOON, Hypervisor, SlowImages
+from tests.faults.hypervisor import SMALL, SOON, Hypervisor
+from tests.faults.slow_images import SlowImages
 from tests.functional.image_server import Handler, Web, serving
 from tests.functional.test_images import LIMITS, get, kept
 from tests.scenario.lab import Lab

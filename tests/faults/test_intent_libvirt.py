@@ -12,7 +12,8 @@ import pytest
 
 from ecomp.agent.images.sources import TIMEOUT
 from tests.faults.figures import figure
-from tests.faults.hypervisor import SOON, Hypervisor, SlowImages
+from tests.faults.hypervisor import SOON, Hypervisor
+from tests.faults.slow_images import SlowImages
 from tests.faults.test_bounds import Use
 from tests.servers import until
 

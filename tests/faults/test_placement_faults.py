@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import signal
+import subprocess
+import sys
 import time
 import uuid
 from collections.abc import Iterator
@@ -13,11 +16,11 @@ from pathlib import Path
 import pytest
 
 from tests.commands import Control, Ecompute, Result, eschedule, write_config
-from tests.faults.faulty_placement import KINDS, FaultyPlacement
+from tests.faults.faulty_placement import KINDS, METHODS, FaultyPlacement
 from tests.faults.figures import figure
 from tests.faults.hands import guests, idle, lapse_requests, losses, settled, some
 from tests.scenario.story import SMALL, addressed, log_of, logged, notified, place, reached, record, reserved
-from tests.servers import until
+from tests.servers import environment, until
 
 LOUD = [kind for kind in KINDS if kind not in ('slow', 'lost')]
 """Those that ecompute cannot but notice."""
@@ -174,6 +177,48 @@ def test_eschedule_creates(cluster: Control, tmp_path: Path) -> None:
     for instance in [key.rsplit('/', 1)[1] for key in cluster.etcd.keys(f'/hosts/{compute.uuid}/')]:
         addressed(cluster, instance)
     settled(cluster, compute)
+
+
+def test_a_refusal_stands_whatever_becomes_of_its_reasons(cluster: Control, tmp_path: Path) -> None:
+    """F16: placement fails, in all the ways, once eschedule has its refusal: exit 3 in time, without reasons (fake)"""
+    compute = cluster.ecompute()
+    cases = [kind for kind in KINDS if kind != 'refused' and kind not in METHODS]
+
+    def create(kind: str) -> tuple[Result, float]:
+        config = tmp_path / f'{kind}.yaml'
+        with FaultyPlacement(cluster.placement.port) as faulty:
+            write_config(config, cluster.etcd.endpoint, faulty.url)
+            faulty.fail(kind, which=lambda _, path: path.startswith('/resource_providers'), seconds=60.0)
+            began = time.monotonic()
+            return eschedule(config, SMALL.replace('VCPU:1', 'VCPU:9')), time.monotonic() - began
+
+    with ThreadPoolExecutor(4) as threads:
+        results = dict(zip(cases, threads.map(create, cases), strict=True))
+    for kind, (result, took) in results.items():
+        assert (result.code, result.stdout) == (3, 'NO ALLOCATIONS LEFT\n'), (kind, result)
+        said, why = result.stderr.splitlines()
+        assert 'placement names no provider' in said, (kind, result)
+        assert why.startswith('eschedule: what each compute lacks could not be found out'), (kind, result)
+        assert took < 40, (kind, took)
+    settled(cluster, compute)
+
+
+def test_nobody_has_to_wait_for_the_reasons(cluster: Control, faulty: FaultyPlacement, tmp_path: Path) -> None:
+    """F16: Ctrl-C while placement takes its time over the reasons of a refusal: exit 3 all the same (fake)"""
+    config = write_config(tmp_path / 'slow.yaml', cluster.etcd.endpoint, faulty.url)
+    faulty.fail('slow', which=lambda _, path: path.startswith('/resource_providers'), seconds=60.0)
+    with subprocess.Popen(
+        [sys.executable, '-m', 'ecomp.schedule', '--config', str(config), SMALL],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment(),
+    ) as refused:
+        until(lambda: faulty.hits, 20, 'the reasons are asked for')
+        refused.send_signal(signal.SIGINT)
+        out, err = refused.communicate(timeout=40)
+    assert (refused.returncode, out) == (3, 'NO ALLOCATIONS LEFT\n')
+    assert err == 'eschedule: no compute is alive: is ecompute running anywhere?\n'
 
 
 @pytest.mark.slow

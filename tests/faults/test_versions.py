@@ -114,7 +114,7 @@ def test_fields_nobody_knows(cluster: Control) -> None:
     compute = tuned(cluster, numbers={'EVERY': 0.3})
     instance = str(uuid.uuid4())
     claim(cluster, instance, compute.uuid)
-    body = {**of_2019(compute.uuid, instance), 'version': 1, 'volume': 'v', 'group': {'policy': 'spread'}}
+    body = {**of_2019(compute.uuid, instance), 'version': 1, 'volume': 'v', 'zone': {'policy': 'spread'}}
     request_key, record_key = f'/hosts/{compute.uuid}/{instance}', f'/instances/{instance}'
     cluster.etcd.put(request_key, json.dumps(body))
     address = addressed(cluster, instance)

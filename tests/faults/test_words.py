@@ -13,11 +13,11 @@ from io import StringIO
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from ecomp import schedule
-from ecomp.scheduler.arguments import FORMS
+from ecomp.scheduler.forms import FORMS
 from tests.commands import Control, Result, write_config
 from tests.scenario.invariants import allocations, check, everything
 from tests.scenario.story import NOBODY, SMALL, notified, one_line
@@ -55,13 +55,16 @@ def nowhere(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_config(tmp_path_factory.mktemp('nowhere') / 'schedule.yaml', etcd, placement)
 
 
-@settings(deadline=None, max_examples=250, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=250)
 @given(words=st.lists(WORDS | OPTION_VALUES, max_size=5))
 @example(words=[SMALL, '--uuid', NOBODY, '--wait', '--timeout', '0'])
 @example(words=['destroy', NOBODY, '--wait'])
 @example(words=['host', 'forget', NOBODY])
 @example(words=['--', SMALL])
 @example(words=['-f', 'json', 'list'])
+@example(words=['hosts', '\n'])
+@example(words=['--flavor', '\n'])
+@example(words=['flavor', 'set', '\n', '\n'])
 def test_anything_typed(nowhere: Path, words: list[str]) -> None:
     """F32: any words at all, with servers nobody is: a documented exit code and one line that can be read (fake)"""
     if any(word.startswith(('--c', '-h', '--h')) for word in words):
@@ -83,7 +86,7 @@ SIZES = [0, -1, 10**9, 2**31 - 1, 2**31, 2**63, 10**30]
 
 
 def test_sizes(cluster: Control) -> None:
-    """F32: sizes of nothing, of 10^9 and beyond all numbers: exit 2, 3 or 7, one line, nothing is left (fake)"""
+    """F32: sizes of nothing, of 10^9 and beyond all numbers: exit 2, 3 or 7, a reason, nothing is left (fake)"""
     compute = cluster.ecompute()
     before = set(everything(cluster))
     for name in ('VCPU', 'MEMORY_MB', 'DISK_GB'):
@@ -92,8 +95,15 @@ def test_sizes(cluster: Control) -> None:
             query = 'resources=' + ','.join(f'{each}:{amount}' for each, amount in amounts.items())
             ended = called('--config', str(cluster.schedule_yaml), query)
             # placement takes more than can be in an inventory, and names nobody; SQLite's integers end at 2**63.
-            one_line(ended, 2 if size < 1 else 3 if size < 2**63 else 7)
-            assert ended.stdout == ('NO ALLOCATIONS LEFT\n' if ended.code == 3 else '')
+            if 1 <= size < 2**63:
+                assert (ended.code, ended.stdout) == (3, 'NO ALLOCATIONS LEFT\n'), ended
+                lines = ended.stderr.splitlines()
+                assert all(line.startswith('eschedule: ') for line in lines), ended
+                assert f'{name} short by ' in lines[1], ended
+                assert 'the smallest change that fits: ask for ' in lines[-1], ended
+            else:
+                one_line(ended, 2 if size < 1 else 7)
+                assert ended.stdout == ''
     assert allocations(cluster) == {}
     assert set(everything(cluster)) == before
     check(cluster, compute)

@@ -11,7 +11,8 @@ import pytest
 
 from tests.faults.figures import figure
 from tests.faults.hands import some
-from tests.faults.hypervisor import Hypervisor, SlowImages, held, logged_at
+from tests.faults.hypervisor import Hypervisor, held, logged_at
+from tests.faults.slow_images import SlowImages
 from tests.scenario.lab import running
 from tests.servers import until
 

@@ -15,10 +15,12 @@ from dataclasses import dataclass
 from ecomp.errors import EcompError
 from ecomp.model import keys
 from ecomp.model.allocation import Allocations
+from ecomp.model.choose import Offer
 from ecomp.model.instance import Request, parse_request
 from ecomp.placement import allocations as ledger
 from ecomp.placement.client import Placement
-from ecomp.scheduler.create import Delivered, Wanted, create
+from ecomp.scheduler.create import create
+from ecomp.scheduler.wanted import Delivered, Wanted
 from ecomp.store.client import Put, Store, Unchanged
 from tests.servers import Etcd, PlacementServer
 
@@ -59,12 +61,14 @@ class Cloud:
     ) -> Delivered:
         """create(), with candidates as found, or else as placement says."""
         placement = placement or self.placement
-        backend: Future[tuple[Placement, list[Allocations]]] = Future()
+        backend: Future[tuple[Placement, Offer]] = Future()
         try:
-            backend.set_result((placement, found if found is not None else ledger.candidates(placement, wanted.query)))
+            offer = ledger.candidates(placement, wanted.query) if found is None else Offer(found)
+            backend.set_result((placement, offer))
         except EcompError as error:
             backend.set_exception(error)
-        return create(store or self.store, backend, wanted, WHO, resume, random.Random(), now)
+        (delivered,) = create(store or self.store, backend, wanted, WHO, resume, random.Random(), now).values()
+        return delivered
 
     def delivered(self, compute: str, instance: str) -> Request:
         """The request that stands at the compute's key."""

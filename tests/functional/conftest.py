@@ -17,6 +17,7 @@ from ecomp.placement.client import Placement
 from ecomp.store.client import Store
 from tests.functional.cloud import Cloud
 from tests.functional.guest import COMPUTE, MakeSpec
+from tests.functional.in_process import InProcess, empty, start
 from tests.functional.libvirt_host import LibvirtHost, libvirt_host, missing
 from tests.functional.store_client import connected
 from tests.proxy import Proxy
@@ -50,6 +51,19 @@ def cloud(etcd: Etcd, placement: PlacementServer) -> Iterator[Cloud]:
     finally:
         store.close()
         client.close()
+
+
+@pytest.fixture(scope='session')
+def _placement_in_process() -> InProcess:
+    pytest.importorskip('placement', reason="openstack-placement is not installed: pip install '.[lab]'")
+    return start()
+
+
+@pytest.fixture
+def in_process(_placement_in_process: InProcess) -> Iterator[InProcess]:
+    """Placement in this process, with nothing in it."""
+    yield _placement_in_process
+    empty(_placement_in_process)
 
 
 @pytest.fixture
@@ -98,6 +112,7 @@ def real(prepared: Libvirt) -> Iterator[Libvirt]:
         prepared.delete_disk(instance)
         prepared.release(instance)
     assert prepared.guests() == {}
+    assert prepared.seeds() == set()
 
 
 @pytest.fixture(scope='module')

@@ -8,12 +8,14 @@ it `<word>.pid`.
 
 from __future__ import annotations
 
+import fcntl
 import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any, cast
 from urllib.parse import parse_qs, urlsplit
 
 from ecomp.agent.locks import InstanceLocks
@@ -21,6 +23,7 @@ from ecomp.agent.worker import WorkerSettings, prepare, work
 from ecomp.errors import BuildFailed
 from ecomp.model.guest import BaseImage
 from ecomp.virt.fake import FakeHypervisor
+from ecomp.virt.hypervisor import Hypervisor
 
 PATIENCE = 60.0
 
@@ -59,12 +62,30 @@ class Images:
         yield BaseImage('/base', 'qcow2', 0)
 
 
+class OneForAll:
+    """A hypervisor that all workers share, as libvirt is: FakeHypervisor is one process's, what it knows is its own.
+
+    So each call finds what is there, and they come one after another.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        def call(*given: Any) -> Any:
+            with (self._directory / 'hypervisor.lock').open('w') as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                hypervisor = FakeHypervisor(self._directory)
+                hypervisor.prepare()
+                return getattr(hypervisor, name)(*given)
+
+        return call
+
+
 def entry(pipe: Connection, settings: WorkerSettings) -> None:
     """Instead of ecomp.agent.worker.main."""
     prepare(settings)
-    hypervisor = FakeHypervisor(settings.state)
-    hypervisor.prepare()
-    work(pipe, hypervisor, Images(settings.state), InstanceLocks(settings.state))
+    work(pipe, cast(Hypervisor, OneForAll(settings.state)), Images(settings.state), InstanceLocks(settings.state))
 
 
 def broken(pipe: Connection, settings: WorkerSettings) -> None:

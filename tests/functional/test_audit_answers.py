@@ -218,6 +218,23 @@ def test_an_orphaned_disk_and_seed_are_removed(cloud: Cloud, host: Host) -> None
     assert list(data.directory.iterdir()) == []
 
 
+def test_an_orphaned_nocloud_disk_is_removed(cloud: Cloud, host: Host) -> None:
+    alone, beside, running = str(uuid4()), host.disk(), host.domain()
+    for each in (alone, beside):
+        host.hypervisor.create_seed(each, {})
+    assert look(host.hypervisor, host.state).isos.keys() == {alone, beside}
+    found = codes(cloud, host)
+    assert {('iso-orphaned', alone), ('disk-orphaned', beside)} <= set(found)
+    assert ('iso-orphaned', beside) not in found
+    cloud.etcd.put(keys.host(host.compute, alone), '{}')
+    assert host.clear(cloud.store, Leftover('iso', alone)) == [f'iso {alone}: not removed: it is wanted now']
+    cloud.etcd.delete(keys.host(host.compute, alone))
+    for each, said in ((running, 'not removed: its domain is there'), (alone, 'removed'), (alone, 'is gone already')):
+        assert host.clear(cloud.store, Leftover('iso', each)) == [f'iso {each}: {said}']
+    assert host.clear(cloud.store, Leftover('disk', beside)) == [f'disk {beside}: removed']
+    assert host.hypervisor.seeds() == set()
+
+
 def test_what_is_no_leftover_stays(cloud: Cloud, host: Host) -> None:
     running, used, asked, lives, tried = host.domain(), host.disk(), host.disk(), host.disk(), host.disk()
     cloud.etcd.put(keys.host(host.compute, asked), '{}')

@@ -10,7 +10,7 @@ from ecomp.agent.claims import APART, ClaimKeeper
 from ecomp.model import keys
 from ecomp.placement import allocations as ledger
 from ecomp.scheduler import claim as claims
-from ecomp.scheduler.create import Delivered
+from ecomp.scheduler.wanted import Delivered
 from ecomp.store.client import Put
 from tests.functional.cloud import SMALL, Cloud, at_it, new
 
@@ -61,7 +61,7 @@ def test_a_killed_eschedule_s_claim_goes_and_its_uuid_can_go_on(cloud: Cloud) ->
     wanted = cloud.wanted(compute)
     lease = cloud.store.grant(60)
     at_it(cloud, wanted, lease)
-    claims.claim(cloud.placement, wanted.instance, {compute: SMALL}, 'a-user', 'a-project', lambda: True)
+    claims.Claimer(cloud.placement, 'a-user', 'a-project', lambda: True).claim({wanted.instance: {compute: SMALL}})
     keeper = ClaimKeeper(compute, cloud.store, cloud.placement)
     for now in (0.0, APART, 2 * APART):
         keeper.look([], now)

@@ -9,16 +9,20 @@ from dataclasses import replace
 
 import pytest
 
+from ecomp.conf import EtcdConfig
 from ecomp.errors import Conflict, NoCapacity, PlacementRefusal, UsageError
 from ecomp.model import keys
 from ecomp.model.allocation import Allocations
+from ecomp.model.choose import Offer
 from ecomp.model.record import ERROR, GONE, Record, to_json
 from ecomp.placement import allocations as ledger
 from ecomp.placement.client import Placement
 from ecomp.scheduler import claim as claims
-from ecomp.scheduler.create import Delivered, create
+from ecomp.scheduler.create import create
 from ecomp.scheduler.destroy import destroy
-from tests.functional.cloud import IMAGE, SMALL, WHO, Cloud, at_it
+from ecomp.scheduler.wanted import Delivered
+from ecomp.store.client import Store
+from tests.functional.cloud import IMAGE, SMALL, WHO, Cloud, at_it, new
 from tests.servers import until
 
 pytestmark = pytest.mark.timeout(120)
@@ -81,6 +85,37 @@ def test_a_refused_claim_is_tried_on_the_next(cloud: Cloud) -> None:
         cloud.is_whole(free, wanted)
 
 
+class Refreshing(Store):
+    """A store that knows which leases were refreshed, and when its request key was on one."""
+
+    def __init__(self, cloud: Cloud) -> None:
+        super().__init__(EtcdConfig((cloud.etcd.endpoint,)))
+        self.granted: list[int] = []
+        self.refreshed: list[int] = []
+
+    def grant(self, seconds: int) -> int:
+        self.granted.append(super().grant(seconds))
+        return self.granted[-1]
+
+    def keep_alive(self, lease: int) -> int:
+        self.refreshed.append(lease)
+        return super().keep_alive(lease)
+
+
+def test_who_is_at_it_for_long_says_so_again(cloud: Cloud) -> None:
+    full, free = cloud.compute(VCPU=1, MEMORY_MB=64, DISK_GB=1), cloud.compute()
+    cloud.create(cloud.wanted(full))
+    store = Refreshing(cloud)
+    # At once: its lease is not refreshed, which would cost an answer.
+    cloud.create(cloud.wanted(free), store=store)
+    assert store.refreshed == []
+    wanted = cloud.wanted(full)
+    with pytest.raises(NoCapacity):
+        cloud.create(wanted, store=store, found=[{full: SMALL}])
+    assert set(store.refreshed) == {store.granted[-1]}
+    store.close()
+
+
 def test_when_all_are_taken_meanwhile_nothing_is_left(cloud: Cloud) -> None:
     full = cloud.compute(VCPU=1, MEMORY_MB=64, DISK_GB=1)
     cloud.create(cloud.wanted(full))
@@ -93,9 +128,15 @@ def test_when_all_are_taken_meanwhile_nothing_is_left(cloud: Cloud) -> None:
 def test_racing_for_the_last_places_loses_and_leaks_nothing(cloud: Cloud) -> None:
     computes = [cloud.compute(VCPU=2, MEMORY_MB=128, DISK_GB=2) for _ in range(2)]
     found: list[Allocations] = [{compute: SMALL} for compute in computes]
+    # Who is beaten asks again, and is to be told of both.
+    both = new()
+    for compute in computes:
+        body = {'aggregates': [both], 'resource_provider_generation': 1}
+        cloud.server.call('PUT', f'/resource_providers/{compute}/aggregates', body)
 
     def one(_: int) -> str | None:
         wanted = cloud.wanted(computes[0])
+        wanted = replace(wanted, query=wanted.query.replace(f'in_tree={computes[0]}', f'member_of={both}'))
         try:
             return cloud.create(wanted, found=found).compute
         except NoCapacity:
@@ -180,12 +221,12 @@ def test_a_second_one_takes_over_and_the_first_one_s_late_release_releases_nothi
     wanted = cloud.wanted(second)
     lease = cloud.store.grant(60)
     revision = at_it(cloud, wanted, lease)
-    claims.claim(cloud.placement, wanted.instance, {first: SMALL}, 'a-user', 'a-project', lambda: True)
+    claims.Claimer(cloud.placement, 'a-user', 'a-project', lambda: True).claim({wanted.instance: {first: SMALL}})
     held = ledger.consumer(cloud.placement, wanted.instance)
     # The first one freezes here, and the user asks again.
     assert cloud.create(wanted, resume=True) == Delivered(second)
     cloud.is_whole(second, wanted)
-    assert not claims.abandon(cloud.store, cloud.placement, wanted.instance, revision)
+    assert not claims.abandon(cloud.store, cloud.placement, wanted.instance, wanted.instance, revision)
     assert not ledger.release(cloud.placement, wanted.instance, held)
     cloud.store.revoke(lease)
     cloud.is_whole(second, wanted)
@@ -197,11 +238,11 @@ def test_the_first_one_does_not_abandon_what_the_second_is_at(cloud: Cloud) -> N
     wanted = cloud.wanted(compute)
     lease = cloud.store.grant(60)
     revision = at_it(cloud, wanted, lease)
-    claims.claim(cloud.placement, wanted.instance, {compute: SMALL}, 'a-user', 'a-project', lambda: True)
+    claims.Claimer(cloud.placement, 'a-user', 'a-project', lambda: True).claim({wanted.instance: {compute: SMALL}})
     abandoned: list[bool] = []
 
     def meanwhile() -> str:  # the second one has claimed, and not yet delivered
-        abandoned.append(claims.abandon(cloud.store, cloud.placement, wanted.instance, revision))
+        abandoned.append(claims.abandon(cloud.store, cloud.placement, wanted.instance, wanted.instance, revision))
         return 'now'
 
     assert cloud.create(wanted, resume=True, now=meanwhile) == Delivered(compute)
@@ -213,13 +254,13 @@ def test_the_first_one_does_not_abandon_what_the_second_is_at(cloud: Cloud) -> N
 def test_the_first_one_wakes_up_before_its_claim_and_takes_nothing_back(cloud: Cloud) -> None:
     slow, quick = cloud.compute(), cloud.compute()
     wanted = cloud.wanted(quick)
-    candidates: Future[tuple[Placement, list[Allocations]]] = Future()
+    candidates: Future[tuple[Placement, Offer]] = Future()
     with ThreadPoolExecutor(1) as pool:
         first = pool.submit(create, cloud.store, candidates, wanted, WHO, False, random.Random(), lambda: 'late')
         until(lambda: cloud.etcd.get(keys.request(wanted.instance)), 10, 'the first one is at it')
         assert cloud.create(wanted, resume=True) == Delivered(quick)
         # Only now the first one hears from placement, and of another compute.
-        candidates.set_result((cloud.placement, [{slow: SMALL}]))
+        candidates.set_result((cloud.placement, Offer([{slow: SMALL}])))
         with pytest.raises(Conflict, match='another eschedule took it over'):
             first.result(30)
     cloud.is_whole(quick, wanted)

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
 
+from ecomp.conf import EtcdConfig
 from ecomp.errors import NotFound
 from ecomp.model import keys
 from ecomp.model.record import ACTIVE, ERROR, GONE, Failure, Record, to_json
 from ecomp.scheduler.destroy import destroy
 from ecomp.scheduler.find import all_records, find, living
-from ecomp.store.client import Store
+from ecomp.store.client import Delete, Entry, Put, Store, Unchanged
 from tests.functional.cloud import IMAGE, SMALL, Cloud, new
 from tests.proxy import Proxy
 
@@ -47,6 +49,45 @@ def test_a_destroy_by_two_is_one(cloud: Cloud) -> None:
         answers = list(pool.map(lambda _: destroy(cloud.store, wanted.instance), range(4)))
     assert sum('accepted' in answer for answer in answers) == 1
     assert sum('already' in answer for answer in answers) == 3
+
+
+class Ending(Store):
+    """A store where the instance comes to its end, as by its compute, just before this call."""
+
+    def __init__(self, cloud: Cloud, compute: str, instance: str, before: str) -> None:
+        super().__init__(EtcdConfig((cloud.etcd.endpoint,)))
+        self._end = (keys.host(compute, instance), keys.instance(instance))
+        self._gone = to_json(Record(instance, compute, GONE, None, stages={'gone': 'just now'}))
+        self._before: str | None = before
+
+    def _happens(self, call: str) -> None:
+        if call == self._before:
+            self._before = None
+            request, record = self._end
+            super().commit([], [Delete(request), Put(record, self._gone)])
+
+    def get(self, key: str) -> Entry | None:
+        if key == self._end[0]:
+            self._happens('get')
+        return super().get(key)
+
+    def commit(
+        self, conditions: Sequence[Unchanged], operations: Sequence[Put | Delete], fenced: bool = True
+    ) -> int | None:
+        self._happens('commit')
+        return super().commit(conditions, operations, fenced)
+
+
+@pytest.mark.parametrize('has_request', [True, False])
+@pytest.mark.parametrize('before', ['get', 'commit'])
+def test_what_ends_while_it_is_looked_at_is_not_destroyed_again(cloud: Cloud, before: str, has_request: bool) -> None:
+    compute, instance = cloud.compute(), new()
+    cloud.etcd.put(keys.instance(instance), to_json(Record(instance, compute, ACTIVE, IMAGE)))
+    if has_request:
+        cloud.etcd.put(keys.host(compute, instance), json.dumps({'instance': instance}))
+    with pytest.raises(NotFound, match='gone since just now'):
+        destroy(Ending(cloud, compute, instance, before), instance)
+    assert cloud.etcd.get(keys.host(compute, instance)) is None
 
 
 def test_a_destroy_waits_for_a_compute_that_is_silent(cloud: Cloud) -> None:

@@ -14,7 +14,7 @@ from ecomp.model.record import new_record, to_json
 from ecomp.placement import allocations as ledger
 from ecomp.placement.client import Placement
 from ecomp.scheduler import claim as claims
-from ecomp.scheduler.create import Delivered
+from ecomp.scheduler.wanted import Delivered
 from ecomp.store.client import Store
 from tests.functional.cloud import SMALL, Cloud, new
 from tests.proxy import Proxy
@@ -143,7 +143,7 @@ def test_a_claim_that_is_lost_or_whose_answer_is_ends_in_exactly_one(
         placement_proxy.lose_answer(request, lambda: cloud.server.allocations(instance))
     else:
         placement_proxy.lose_request(request)
-    claims.claim(shaky_placement, instance, {compute: SMALL}, 'a-user', 'a-project', lambda: True)
+    claims.Claimer(shaky_placement, 'a-user', 'a-project', lambda: True).claim({instance: {compute: SMALL}})
     assert placement_proxy.lost.is_set()
     assert cloud.server.consumers(compute) == {instance: SMALL}
 
@@ -184,8 +184,8 @@ def test_the_last_room_is_there_for_the_uuid_that_holds_it(cloud: Cloud) -> None
     # Killed after its claim; to placement the host is full.
     compute = cloud.compute(**SMALL)
     wanted = cloud.wanted(compute)
-    claims.claim(cloud.placement, wanted.instance, {compute: SMALL}, 'a-user', 'a-project', lambda: True)
-    assert ledger.candidates(cloud.placement, wanted.query) == []
+    claims.Claimer(cloud.placement, 'a-user', 'a-project', lambda: True).claim({wanted.instance: {compute: SMALL}})
+    assert ledger.candidates(cloud.placement, wanted.query).candidates == []
     assert cloud.create(wanted, resume=True) == Delivered(compute)
     cloud.is_whole(compute, wanted)
 
@@ -203,8 +203,8 @@ def test_without_placement_nothing_is_left(cloud: Cloud) -> None:
 def test_a_claim_found_there_is_moved_and_not_believed(cloud: Cloud) -> None:
     # It may be somebody's who is about to release it: only a moved generation makes that fail.
     compute, instance = cloud.compute(), new()
-    claims.claim(cloud.placement, instance, {compute: SMALL}, 'a-user', 'a-project', lambda: True)
+    claims.Claimer(cloud.placement, 'a-user', 'a-project', lambda: True).claim({instance: {compute: SMALL}})
     before = ledger.consumer(cloud.placement, instance)
-    claims.claim(cloud.placement, instance, {compute: SMALL}, 'a-user', 'a-project', lambda: True)
+    claims.Claimer(cloud.placement, 'a-user', 'a-project', lambda: True).claim({instance: {compute: SMALL}})
     assert ledger.consumer(cloud.placement, instance).generation != before.generation
     assert not ledger.release(cloud.placement, instance, before)

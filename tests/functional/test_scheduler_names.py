@@ -12,9 +12,9 @@ from ecomp.errors import Conflict, EcompError, NotFound, UsageError
 from ecomp.model import keys
 from ecomp.model.instance import name_to_json, named
 from ecomp.model.record import ACTIVE, DESTROYING, ERROR, GONE, Failure, Record, to_json
-from ecomp.scheduler.create import Delivered, Wanted
 from ecomp.scheduler.destroy import destroy
 from ecomp.scheduler.find import find, living, resolve
+from ecomp.scheduler.wanted import Delivered, Wanted
 from ecomp.store.client import Put, Store
 from ecomp.store.names import freed, given_back
 from tests.functional.cloud import IMAGE, Cloud, new

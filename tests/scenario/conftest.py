@@ -1,8 +1,10 @@
-"""Fixtures of the stories with pretended guests."""
+"""Fixtures of the stories: what those with pretended guests stand on, and the image of the small real one."""
 
 from __future__ import annotations
 
 import base64
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,6 +13,17 @@ import pytest
 from tests.commands import Control
 from tests.faults.audit import audit_clean
 from tests.servers import Etcd, PlacementServer
+
+
+@pytest.fixture(scope='session')
+def guest_image(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The small guest, made once."""
+    image = tmp_path_factory.mktemp('guest') / 'guest.qcow2'
+    made = subprocess.run(
+        [sys.executable, '-m', 'ecomp.lab.elab', 'guest', str(image)], capture_output=True, text=True, timeout=240
+    )
+    assert made.returncode == 0, made.stderr
+    return image
 
 
 @pytest.fixture(scope='session')

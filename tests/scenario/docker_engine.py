@@ -7,8 +7,6 @@ space, lets its builds reach PyPI. What is published is reached from commands ru
 
 from __future__ import annotations
 
-import fcntl
-import hashlib
 import os
 import platform
 import shutil
@@ -20,6 +18,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+
+from tests.kept import kept
 
 NEEDED = {
     'dockerd': 'docker.io',
@@ -163,10 +163,7 @@ def engine() -> Iterator[Engine]:
 
 
 def base_archive() -> Path:
-    """The base image's file system as a tar, made of the machine's own release the first time, and kept.
-
-    It is named after what it is made from; half a minute and 450 MB, below ~/.cache/ecomp-tests.
-    """
+    """The base image's file system as a tar, of the machine's own release: half a minute and 450 MB."""
     release = platform.freedesktop_os_release()
     components = 'main' if release['ID'] == 'debian' else 'main,universe'
     recipe = [
@@ -178,18 +175,15 @@ def base_archive() -> Path:
         *(f'--dpkgopt=path-exclude=/usr/share/{part}/*' for part in ('doc', 'man', 'locale')),
         release['VERSION_CODENAME'],
     ]
-    cache = Path(os.environ.get('XDG_CACHE_HOME') or Path.home() / '.cache') / 'ecomp-tests'
-    cache.mkdir(parents=True, exist_ok=True)
-    archive = cache / f'docker-base-{hashlib.sha256(repr(recipe).encode()).hexdigest()[:12]}.tar'
-    with archive.with_suffix('.lock').open('w') as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not archive.exists():
-            part = archive.with_suffix('.part.tar')
-            command = ['mmdebstrap', '--quiet', *recipe, str(part)]
-            made = subprocess.run(command, check=False, capture_output=True, text=True)
-            assert made.returncode == 0, f'mmdebstrap cannot make the base image: {made.stderr[-2000:]}'
-            part.rename(archive)
-    return archive
+
+    def make(work: Path) -> Path:
+        archive = work / 'base.tar'
+        command = ['mmdebstrap', '--quiet', *recipe, str(archive)]
+        made = subprocess.run(command, check=False, capture_output=True, text=True)
+        assert made.returncode == 0, f'mmdebstrap cannot make the base image: {made.stderr[-2000:]}'
+        return archive
+
+    return kept('docker-base.tar', recipe, make)
 
 
 def _end_dockerd(unshare: subprocess.Popen[bytes], dockerd: int) -> None:

@@ -59,7 +59,7 @@ def violations(
     """
     etcd = everything(control)
     held = {consumer: each for consumer, each in allocations(control).items() if consumer not in foreign}
-    families = ('hosts', 'instances', 'requests', 'booted', 'names', 'computes')
+    families = ('hosts', 'queues', 'instances', 'requests', 'booted', 'names', 'computes')
     under = {prefix: _under(etcd, f'/{prefix}/') for prefix in families}
     records = {name: json.loads(kept.value) for name, kept in under['instances'].items() if name not in foreign}
     paths = [path.partition('/') for path in under['hosts']]
@@ -71,9 +71,17 @@ def violations(
     alive = {name for name, record in records.items() if record['state'] not in ENDED}
     # A request its compute has not read yet is an instance, too.
     instances = alive | (set(names) - set(records))
+    # What waits is whole in one queue; only who has marked it may hold something for it.
+    marks = [path.removesuffix('/taker').partition('/')[2] for path in under['queues'] if path.endswith('/taker')]
+    queued = [path.partition('/')[2] for path in under['queues'] if not path.endswith('/taker')]
+    waiting = set(queued) - set(foreign)
+    found += [f'{name}: waits in {queued.count(name)} queues' for name in waiting if queued.count(name) > 1]
+    found += [f'{name}: waits, and is requested of a compute' for name in waiting & set(names)]
+    found += [f'{name}: waits, and has a record' for name in waiting & set(records)]
+    found += [f'{name}: is being taken, and does not wait' for name in set(marks) - set(queued)]
     # An eschedule at work may have its claim already.
     at_it = {name for kept in under['requests'].values() for name in json.loads(kept.value)['instances']}
-    found += [f'{name}: allocation without an instance' for name in held.keys() - instances - at_it]
+    found += [f'{name}: allocation without an instance' for name in held.keys() - instances - at_it - set(marks)]
     found += [f'{name}: instance without an allocation' for name in instances - held.keys()]
     found += [f'{name}: request without an instance' for name in set(names) - instances]
     found += [f'{name}: instance without a request' for name in instances - set(names)]
@@ -93,7 +101,7 @@ def violations(
         ended = records.get(whose, {}).get('state') == 'error' and kept.lease
         if whose in foreign:
             continue
-        if whose not in instances and not ended:
+        if whose not in instances | waiting and not ended:
             found.append(f'{name}: a name, and no living instance')
         elif whose in alive and (records[whose].get('name') != name or kept.lease):
             found.append(f'{name}: a name of {whose}, which is called {records[whose].get("name")}')
@@ -103,6 +111,8 @@ def violations(
             found.append(f'{name}: is called {called}, and there is no such name')
     for name, kept in under['requests'].items():
         found += _request(control, name, kept, dead)
+    takers = {name: kept for name, kept in under['queues'].items() if name.endswith('/taker')}
+    found += [f'{name}: a mark without a lease' for name, kept in takers.items() if not kept.lease]
     found += [f'{name}: /computes without a lease' for name, kept in under['computes'].items() if not kept.lease]
     for each in computes:
         found += _guests(each, records, foreign)

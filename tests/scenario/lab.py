@@ -126,6 +126,10 @@ class Lab:
         found = (self.state(host) / 'images').glob('*.qcow2')
         return {path.stem for path in found if not path.name.startswith('base-')}
 
+    def seeds(self, host: str) -> set[str]:
+        """The NoCloud disks on a host, by instance."""
+        return {path.stem for path in (self.state(host) / 'seeds').glob('*.iso')}
+
     def placement(self, path: str) -> dict[str, Any]:
         """GET from placement."""
         request = urllib.request.Request(self.facts['placement'] + path, headers=HEADERS)
@@ -192,8 +196,9 @@ class Lab:
             wrong = {plane: there for plane, there in planes.items() if there != here}
             found += [f'{host}: {plane} are {there}, instances {here}' for plane, there in wrong.items()]
             found += self._sizes(host, held)
-            parts = [path.name for path in (self.state(host) / 'images').glob('*.part')]
+            parts = [path.name for path in self.state(host).glob('*/*.part')]
             found += [f'{host}: left over {name}' for name in parts]
+            found += [f'{host}: left over seed of {name}' for name in self.seeds(host) - here]
         return found
 
     def _sizes(self, host: str, held: dict[str, Any]) -> list[str]:

@@ -34,6 +34,7 @@ SOON = 30.0
 SIZE = {'VCPU': 1, 'DISK_GB': 1, 'MEMORY_MB': 128}
 MAC = '52:54:00:00:00:01'
 NAME = 'audited'
+GROUP = 'web'
 
 
 @dataclass
@@ -103,6 +104,14 @@ class Scene:
         assert found is not None
         self.put(f'/instances/{instance}', {**found, **changed}, seconds)
 
+
+    def join(self, members: dict[str, str]) -> None:
+        """Make the instance one of a group, of these members."""
+        rule = {'policy': 'affinity', 'strict': True}
+        key = f'/hosts/{self.one.uuid}/{self.instance}'
+        request = json.loads(self.control.etcd.get(key) or b'')
+        self.put(key, {**request, 'group': {'name': GROUP, **rule}})
+        self.put(f'/groups/{GROUP}', {'version': 1, **rule, 'members': members})
 
     def restore(self, before: Before) -> None:
         """Everything is as it was, and the audit says so."""
@@ -262,6 +271,36 @@ def request_unreadable(scene: Scene) -> str:
     return nobody
 
 
+def waits(scene: Scene, instance: str, flavor: str) -> str:
+    """Let it wait, for a flavor that is there if its name is small."""
+    waiting = {
+        'version': 1, 'instance': instance, 'flavor': flavor, 'query': SMALL, 'image': 'http://images.invalid/i',
+        'user_id': 'u', 'project_id': 'p', 'stages': {},
+    }  # fmt: skip
+    scene.put(f'/queues/{flavor}/{instance}', waiting)
+    scene.put('/flavors/small', {'resources': SIZE})
+    return instance
+
+
+def queued_unreadable(scene: Scene) -> str:
+    scene.put(f'/queues/small/{(nobody := new())}', 'no request')
+    return nobody
+
+
+def queued_flavorless(scene: Scene) -> str:
+    return waits(scene, new(), 'none')
+
+
+def queued_doubled(scene: Scene) -> str:
+    return waits(scene, scene.instance, 'small')
+
+
+def taker_unleased(scene: Scene) -> str:
+    nobody = waits(scene, new(), 'small')
+    scene.put(f'/queues/small/{nobody}/taker', {'version': 1, 'compute': new()})
+    return nobody
+
+
 def record_missing(scene: Scene) -> str:
     scene.control.etcd.delete(f'/instances/{scene.instance}')
     return scene.instance
@@ -300,6 +339,51 @@ def name_orphaned(scene: Scene) -> str:
 def name_missing(scene: Scene) -> str:
     scene.control.etcd.delete(f'/names/{NAME}')
     return scene.instance
+
+
+def group_unreadable(scene: Scene) -> str:
+    scene.put('/groups/newer', {'version': 99})
+    return 'newer'
+
+
+def group_broken(scene: Scene) -> str:
+    other = new()
+    scene.put(f'/requests/{other}', {'version': 1, 'instances': [other], 'pid': 1}, seconds=600)  # it is no orphan
+    scene.join({scene.instance: scene.one.uuid, other: scene.two.uuid})
+    return GROUP
+
+
+def group_orphaned(scene: Scene) -> str:
+    scene.join({scene.instance: scene.one.uuid, new(): scene.one.uuid, new(): scene.one.uuid})
+    return GROUP
+
+
+def group_missing(scene: Scene) -> str:
+    scene.join({scene.instance: scene.one.uuid})
+    scene.control.etcd.delete(f'/groups/{GROUP}')
+    return scene.instance
+
+
+def quota_unreadable(scene: Scene) -> str:
+    scene.put('/quotas/newer', {'version': 99})
+    return 'newer'
+
+
+def quota_differs(scene: Scene) -> str:
+    scene.put('/quotas/project', {'version': 1, 'limits': {'VCPU': 9}, 'used': {'VCPU': 7}})
+    return 'project'
+
+
+def usage_differs(scene: Scene) -> str:
+    storage, call = new(), scene.control.placement.call
+    call('POST', '/resource_providers', {'uuid': storage, 'name': 'tapes'})
+    inventories = {'resource_provider_generation': 0, 'inventories': {'DISK_GB': {'total': 9}}}
+    call('PUT', f'/resource_providers/{storage}/inventories', inventories)
+    body = {'allocations': {storage: {'resources': {'DISK_GB': 1}}}, 'project_id': 'tapes', 'user_id': 'x'}
+    body |= {'consumer_generation': None, 'consumer_type': 'INSTANCE'}
+    call('PUT', f'/allocations/{new()}', body)
+    scene.put('/quotas/tapes', {'version': 1, 'limits': {'VCPU': 9}, 'used': {}})
+    return 'tapes'
 
 
 def attempt_unleased(scene: Scene) -> str:
@@ -383,14 +467,16 @@ PLANTS: list[Callable[[Scene], str]] = [
     *(allocation_orphaned, allocation_missing, allocation_differs, allocation_doubled),
     *(request_doubled, request_misplaced, request_missing, request_ended, request_unreadable),
     *(record_missing, record_unreadable, record_unleased, record_leased, booted_orphaned, booted_differs),
+    *(group_unreadable, group_broken, group_orphaned, group_missing, quota_unreadable, quota_differs, usage_differs),
     *(name_orphaned, name_missing, attempt_unleased, presence_unleased, compute_mute),
+    *(queued_unreadable, queued_flavorless, queued_doubled, taker_unleased),
     *(domain_missing, domain_off, domain_running, domain_undefined),
     *(domain_orphaned, domain_misplaced, domain_doubled),
     *(disk_missing, disk_orphaned, seed_orphaned, part_orphaned),
 ]
 NOTICED = [domain_off, domain_running, record_missing, provider_missing, inventory_missing, capacity_exceeded]
 """What an ecompute mends itself, once a minute: then it is planted again."""
-ON_A_HYPERVISOR = {'base-missing', 'reservation-orphaned', 'reservation-missing', 'reservation-differs'}
+ON_A_HYPERVISOR = {'base-missing', 'iso-orphaned', 'reservation-orphaned', 'reservation-missing', 'reservation-differs'}
 """What is planted, and mended, in faults/test_audit_lab.py."""
 
 
@@ -528,7 +614,8 @@ def _working(cluster: Control, instances: list[str]) -> Iterator[Callable[[], bo
 
 MENDED: list[Callable[[Scene], str]] = [
     *(allocation_orphaned, allocation_missing, booted_orphaned, record_unleased, request_ended),
-    *(name_orphaned, name_missing, disk_orphaned, seed_orphaned, part_orphaned),
+    *(group_orphaned, group_missing, quota_differs),
+    *(queued_doubled, name_orphaned, name_missing, disk_orphaned, seed_orphaned, part_orphaned),
 ]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import sys
 from collections import Counter
 from pathlib import Path
@@ -108,8 +109,47 @@ def test_no_candidate_for_a_required_trait(cluster: Control) -> None:
     compute = cluster.ecompute()
     refused = cluster.eschedule(f'{SMALL}&required=MISC_SHARES_VIA_AGGREGATE')
     assert refused.stdout == 'NO ALLOCATIONS LEFT\n'
-    one_line(refused, 3, 'required')
+    assert refused.code == 3
+    host = socket.gethostname()
+    assert refused.stderr.splitlines() == [
+        'eschedule: placement names no provider with that much free and all that is required',
+        f'eschedule: {host}: lacks MISC_SHARES_VIA_AGGREGATE',
+        f'eschedule: the nearest miss is {host}',
+        f'eschedule: the smallest change that fits: ask without required=MISC_SHARES_VIA_AGGREGATE (on {host})',
+    ]
     check(cluster, compute)
+
+
+def test_a_refusal_says_what_each_compute_lacks(cluster: Control) -> None:
+    small, full, dead = cluster.ecompute(), cluster.ecompute('VCPU:1,DISK_GB:10,MEMORY_MB:8192'), cluster.ecompute()
+    place(cluster, f'{SMALL}&in_tree={full.uuid}')
+    assert dead.stop() == 0
+    host = socket.gethostname()
+
+    refused = cluster.eschedule('resources=VCPU:1,DISK_GB:1,MEMORY_MB:1741')
+
+    assert (refused.code, refused.stdout) == (3, 'NO ALLOCATIONS LEFT\n')
+    first, *reasons = [line.removeprefix('eschedule: ') for line in refused.stderr.splitlines()]
+    assert first == 'placement names no provider with that much free and all that is required'
+    assert reasons[:2] == sorted(
+        [
+            f'{host} ({small.uuid}): MEMORY_MB short by 1229 (free 512 of 512)',
+            f'{host} ({full.uuid}): VCPU short by 1 (free 0 of 1)',
+        ]
+    )
+    assert reasons[2:] == [
+        f'{dead.uuid}: is closed: its ecompute was stopped',
+        f'the nearest miss is {host} ({small.uuid})',
+        f'the smallest change that fits: ask for MEMORY_MB:512 (on {host} ({small.uuid}))',
+    ]
+    # And so it does.
+    assert place(cluster, 'resources=VCPU:1,DISK_GB:1,MEMORY_MB:512')[0] == small.uuid
+    for query, word in (('resources1=VCPU:9&resources=DISK_GB:1,MEMORY_MB:128', 'not explained'), (SMALL, 'short by')):
+        refused = cluster.eschedule(query)
+        assert (refused.code, refused.stdout) == (3, 'NO ALLOCATIONS LEFT\n')
+        assert word in refused.stderr
+    dead.start()
+    check(cluster, small, full, dead)
 
 
 def test_no_compute_at_all(cluster: Control) -> None:
@@ -260,7 +300,7 @@ def test_list_and_show(cluster: Control) -> None:
     assert shown == record(cluster, first)
     assert set(shown) == {
         'version', 'instance', 'compute', 'state', 'image', 'resources', 'query', 'user_id', 'project_id',
-        'addresses', 'console', 'stages', 'error', 'fault', 'attempts', 'name', 'power', 'progress',
+        'addresses', 'console', 'stages', 'error', 'fault', 'attempts', 'name', 'power', 'progress', 'group', 'why',
     }  # fmt: skip
     assert list(shown['stages']) == ['requested', 'scheduled', 'image', 'disk', 'started', 'addressed']
     assert list(shown['stages'].values()) == sorted(shown['stages'].values())

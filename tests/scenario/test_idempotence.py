@@ -239,10 +239,11 @@ def test_the_second_takes_over_from_the_first(cluster: Control, instance: str, g
 def test_delivered_between_the_look_and_the_claim(cluster: Control, instance: str) -> None:
     """The narrowest window: the first one is delivered after the second has looked and found nothing."""
     from ecomp.conf import load_schedule
-    from ecomp.model.allocation import Allocations
+    from ecomp.model.choose import Offer
     from ecomp.placement.allocations import candidates
     from ecomp.placement.client import Placement
-    from ecomp.scheduler.create import Wanted, create
+    from ecomp.scheduler.create import create
+    from ecomp.scheduler.wanted import Wanted
     from ecomp.store.client import Store
 
     one, other = cluster.ecompute(), cluster.ecompute()
@@ -258,7 +259,7 @@ def test_delivered_between_the_look_and_the_claim(cluster: Control, instance: st
 
     query = f'{SMALL}&in_tree={other.uuid}'
     placement = Placement(config.placement)
-    backend: Future[tuple[Placement, list[Allocations]]] = Future()
+    backend: Future[tuple[Placement, Offer]] = Future()
     backend.set_result((placement, candidates(placement, query)))
     wanted = Wanted(instance, query, config.image, config.user_id, config.project_id, '2026-01-01T00:00:00.000Z')
     store = Overtaken(config.etcd)

@@ -10,6 +10,7 @@ import sys
 import uuid
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from typing import Any
 import pytest
 import yaml
 
+from ecomp.model.network import network_config
 from tests.boot_sectors import HALT, boot_disk
 from tests.scenario.lab import BOOT, NOTIFIED, Lab, answers, running
 from tests.servers import until
@@ -32,17 +34,6 @@ pytestmark = [
     pytest.mark.skipif(os.geteuid() != 0, reason='hypervisors in namespaces need root'),
     pytest.mark.timeout(420),
 ]
-
-
-@pytest.fixture(scope='module')
-def guest_image(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The small guest, made once."""
-    image = tmp_path_factory.mktemp('guest') / 'guest.qcow2'
-    made = subprocess.run(
-        [sys.executable, '-m', 'ecomp.lab.elab', 'guest', str(image)], capture_output=True, text=True, timeout=240
-    )
-    assert made.returncode == 0, made.stderr
-    return image
 
 
 @pytest.fixture(scope='module')
@@ -133,6 +124,27 @@ def test_a_guest_boots_with_its_identity_and_address_and_goes(lab: Lab) -> None:
     again = lab.eschedule('destroy', instance)
     assert again.code == 4
     assert 'gone since 20' in again.stderr
+
+
+def test_three_apart_and_three_together(lab: Lab) -> None:
+    """Sets of real guests: one on each of three hosts, and all on one of them, each with its address."""
+    for name, policy, hosts in (('web', 'anti-affinity', 3), ('db', 'affinity', 1)):
+        group = ('--count', '3', '--group', name, '--policy', policy)
+        done = lab.eschedule(QUERY, lab.url('guest.qcow2'), *group, '--wait')
+        placed = NOTIFIED.findall(done.stdout)
+        assert (done.code, len(placed)) == (0, 3), done
+        addresses = done.stdout.splitlines()[3:]
+        assert [lab.addressed(instance) for _, instance in placed] == addresses
+        assert len({compute for compute, _ in placed}) == hosts
+        for compute, instance in placed:
+            assert lab.domains(lab.host_of(compute))[instance] == 'running'
+        shown = json.loads(lab.eschedule('group', 'show', name, '-f', 'json').stdout)
+        assert {each['instance']: each['compute'] for each in shown['members']} == {
+            instance: compute for compute, instance in placed
+        }
+    refused = lab.eschedule(QUERY, lab.url('guest.qcow2'), '--group', 'web')
+    assert (refused.code, refused.stdout) == (3, 'NO ALLOCATIONS LEFT\n')
+    assert refused.stderr.count('group web has a member there (strict anti-affinity)') == 3
 
 
 def given_its_own(lab: Lab, host: str) -> str:
@@ -282,6 +294,8 @@ def test_own_size_bridge_and_fixed_uuid(lab: Lab) -> None:
         lab.addressed(instance)
         told = lab.told(host, instance)
         assert int(told['disk'][0]) < 2**30
+        macs = [each['mac'] for each in _record(lab, instance)['addresses']]
+        assert json.loads('\n'.join(told['network-config'])) == network_config(macs)
         interfaces = {line.split()[0]: line.split()[1] for line in told['address']}
         assert set(interfaces) == {'eth0', 'eth1'}
         record = json.loads(lab.eschedule('show', instance, '-f', 'json').stdout)
@@ -301,6 +315,78 @@ def test_own_size_bridge_and_fixed_uuid(lab: Lab) -> None:
         config.write_text(before)
         (lab.state(host) / 'uuid').unlink()
         lab.start_ecomputes()
+
+
+@contextmanager
+def configured(lab: Lab, host: str, **settings: Any) -> Iterator[str]:
+    """A host whose compute.yaml says this, too: what places an instance there."""
+    config = lab.directory / host / 'compute.yaml'
+    before = config.read_text()
+    lab.stop_ecompute(host)
+    config.write_text(yaml.safe_dump({**yaml.safe_load(before), **settings}))
+    try:
+        lab.start_ecomputes()
+        yield f'{QUERY}&in_tree={lab.compute(host)}'
+    finally:
+        lab.stop_ecompute(host)
+        config.write_text(before)
+        lab.start_ecomputes()
+
+
+def test_guests_that_are_told_by_a_disk(lab: Lab) -> None:
+    """Each by its own, with what the network would have told it; the disk comes and goes with the guest."""
+    host = 'hv3'
+    with configured(lab, host, metadata='iso') as there:
+        instance = lab.place(there, lab.url('guest.qcow2'), '--wait=ready')[1]
+        named = given_its_own(lab, host)
+        until(lambda: 'ecomp-guest: phoned' in lab.console(host, instance), 10, 'it has said so')
+        told = lab.told(host, instance)
+        assert (told['instance-id'], told['hostname'], told['key']) == ([instance], [f'vm-{instance[:8]}'], [KEY])
+        assert any('#!/bin/sh' in line for line in told['user-data'])
+        assert told['phoned'] == [f'http://169.254.169.254/phone-home/{instance}/']
+        assert 'network-config' not in told
+        assert not any('dsmode' in line for line in told['seed'])
+        lab.addressed(named)
+        its_own = lab.told(host, named)
+        assert (its_own['instance-id'], its_own['hostname'], its_own['key']) == ([named], ['web1'], [OTHER_KEY])
+        assert its_own['user-data'] == SCRIPT.splitlines()
+        until(lambda: 'ecomp-guest: ran on web1' in lab.console(host, named), BOOT, 'its user-data was run')
+        assert 'canary' not in lab.log(host)
+        assert lab.seeds(host) == {instance, named}
+        serials = [each.get('name') for each in lab.domain(host, instance).iterfind('sysinfo/system/entry')]
+        assert serials == ['uuid'], 'it is not told to ask the network'
+        lab.check()
+    # What runs keeps its disk, whatever compute.yaml says by now.
+    assert lab.eschedule('stop', '--wait', instance).code == 0
+    assert lab.eschedule('start', '--wait', instance).code == 0
+    until(lambda: lab.console(host, instance).count('ecomp-guest: phoned') == 2, BOOT, 'it boots again')
+    assert lab.told(host, instance) == {name: 2 * values for name, values in told.items()} | {'power': ['button']}
+    lab.check()
+    lab.destroy(named)
+    assert lab.seeds(host) == {instance}
+    lab.destroy(instance)
+    assert lab.seeds(host) == set()
+
+
+def test_a_guest_that_cannot_reach_the_metadata_address(lab: Lab) -> None:
+    """On a LAN's bridges alone: a disk tells it all, its two interfaces among it, and it is not asked to phone home."""
+    host = 'hv3'
+    lab.elab('exec', host, 'ip', 'link', 'add', 'br1', 'type', 'bridge')
+    lab.elab('exec', host, 'ip', 'link', 'set', 'br1', 'up')
+    try:
+        with configured(lab, host, metadata='iso', networks=[{'bridge': 'br0'}, {'bridge': 'br1'}]) as there:
+            instance = lab.place(there, lab.url('guest.qcow2'), '--name', 'lan1', '--wait=started')[1]
+            told = lab.told(host, instance)
+            assert (told['instance-id'], told['hostname'], told['key']) == ([instance], ['lan1'], [KEY])
+            macs = [each['mac'] for each in _record(lab, instance)['addresses']]
+            assert len(macs) == 2
+            assert json.loads('\n'.join(told['network-config'])) == network_config(macs)
+            until(lambda: 'user-data ran' in lab.console(host, instance), BOOT, 'its user-data was run')
+            assert 'phone' not in lab.console(host, instance)
+            lab.destroy(instance)
+            assert lab.seeds(host) == set()
+    finally:
+        lab.elab('exec', host, 'ip', 'link', 'del', 'br1')
 
 
 def test_a_bridge_that_is_not_there_is_named_at_the_start(lab: Lab) -> None:

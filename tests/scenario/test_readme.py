@@ -26,6 +26,7 @@ END = '@@end-of-command@@'
 UUID = re.compile(r'[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}')
 ADDRESS = re.compile(r'\b10\.\d+\.\d+\.\d+\b|\b(?:[0-9a-f]{2}:){5}[0-9a-f]{2}\b')
 TIME = re.compile(r'\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z')
+HOST = re.compile(r'\bhv\d(?=:?/)')  # where a guest's console is: spread puts it on any of them
 SHARE = re.compile(r'\b\d+/\d+\b')  # used/free: of a class of a host
 AMOUNT = re.compile(
     r'\d+(?:\.\d+)?(?= s\b| MiB\b| running\b)|\b\d+\.\d+\.\d+(?:-\d+)?-cloud-amd64\b|\bPython 3\.\d+\.\d+'
@@ -56,7 +57,7 @@ class Names:
     def matches(self, shown: str, real: str) -> bool:
         """Whether a real line is the one shown; names seen for the first time are then known."""
         pattern, groups = '', []
-        varying = '|'.join(each.pattern for each in (UUID, ADDRESS, TIME, SHARE, AMOUNT))
+        varying = '|'.join(each.pattern for each in (UUID, ADDRESS, TIME, HOST, SHARE, AMOUNT))
         for part in re.split(f'({varying})', _plain(shown)):
             if UUID.fullmatch(part) or ADDRESS.fullmatch(part):
                 if part in self.known:
@@ -68,6 +69,8 @@ class Names:
                     pattern += (UUID if UUID.fullmatch(part) else ADDRESS).pattern.join(('(?:', ')'))
             elif TIME.fullmatch(part):
                 pattern += TIME.pattern
+            elif re.fullmatch(r'hv\d', part):
+                pattern += r'hv\d'
             elif SHARE.fullmatch(part):
                 pattern += SHARE.pattern
             elif part and AMOUNT.match(part + ' s'):
@@ -93,6 +96,8 @@ def test_the_shell_of_this_test_can_fail() -> None:
     assert not names.matches('hv1  up  0  0/4', 'hv1  up  0  -')
     assert not names.matches('hv1  up  0  0/4', 'hv1  up  1  0/4')
     assert not names.matches('NO ALLOCATIONS LEFT', 'NOTHING LEFT')
+    assert names.matches('console  hv1:/lab/hv1/console', 'console  hv3:/lab/hv3/console')
+    assert not names.matches('hv1: lacks X', 'hv2: lacks X')
 
 
 @pytest.mark.timeout(600)

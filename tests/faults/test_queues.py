@@ -1,0 +1,204 @@
+"""F40: a compute killed or frozen while it takes a request from a queue; a request cancelled while it is taken.
+
+The mark of a taker is on its compute's lease. Where a dead one's has to end, it is ended through etcd.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.commands import Control
+from tests.faults.hands import Armed, Eschedule, lapse, settled
+from tests.scenario.invariants import allocations
+from tests.scenario.story import SMALL, one_line, reached
+from tests.servers import until
+
+TAKING_FAILPOINTS = ('marked', 'taken', 'moved')
+QUEUED_FAILPOINTS = QUEUED, UNQUEUED = 'queued', 'unqueued'
+WHOLE = SMALL.replace('VCPU:1', 'VCPU:4')
+"""As much as there is."""
+
+Make = Callable[..., Armed]
+
+
+@pytest.fixture
+def taker(cluster: Control, tmp_path: Path) -> Make:
+    """Makes a compute with room for four that takes from queues, armed, and starts it."""
+
+    def make(failpoint: str = '') -> Armed:
+        directory = tmp_path / f'compute-{uuid.uuid4()}'
+        made = Armed(cluster.etcd.endpoint, cluster.placement.url, directory=directory, queues=True)
+        cluster.at_exit.callback(made.close)
+        made.failpoint = failpoint
+        made.start()
+        return made
+
+    assert cluster.eschedule('flavor', 'set', 'small', SMALL).code == 0
+    assert cluster.eschedule('flavor', 'set', 'whole', WHOLE).code == 0
+    return make
+
+
+def queue(control: Control, flavor: str = 'small') -> str:
+    """Put one into a queue; its uuid."""
+    instance = str(uuid.uuid4())
+    done = control.eschedule('--queue', '--flavor', flavor, '--uuid', instance)
+    assert (done.code, done.stdout) == (0, f'QUEUED INSTANCE {instance}\n'), done
+    return instance
+
+
+def mark_of(instance: str, flavor: str = 'small') -> str:
+    return f'/queues/{flavor}/{instance}/taker'
+
+
+def killed_at(compute: Armed, step: str) -> None:
+    """Wait until it has killed itself there."""
+    until(lambda: not compute.is_running, 30, f'it is killed at {step}; fired: {compute._fired.names}')
+    assert compute._fired.names == [step]
+
+
+def again(compute: Armed) -> None:
+    """Start it without failpoints."""
+    compute.failpoint = ''
+    compute.start()
+
+
+def active_once(control: Control, instance: str, *on: Armed) -> Armed:
+    """Wait until it is active on one of these, which alone holds something for it."""
+    compute = reached(control, instance, 'active')['compute']
+    (held,) = allocations(control)[instance]
+    assert held == compute
+    return next(each for each in on if each.uuid == compute)
+
+
+@pytest.mark.parametrize('step', TAKING_FAILPOINTS)
+def test_killed_while_taking_and_started_again(cluster: Control, taker: Make, step: str) -> None:
+    """F40: kill -9 of a taker at each step: started again at once it takes the same, once (fake)"""
+    compute = taker(f'{step}:kill')
+    instance = queue(cluster, 'whole')
+    killed_at(compute, step)
+    assert (cluster.etcd.get(mark_of(instance, 'whole')) is None) == (step == 'moved')
+    assert bool(allocations(cluster)) == (step != 'marked')
+    again(compute)
+    active_once(cluster, instance, compute)
+    settled(cluster, compute)
+
+
+@pytest.mark.parametrize('step', ['marked', 'taken'])
+def test_killed_while_taking_and_taken_by_another(cluster: Control, taker: Make, step: str) -> None:
+    """F40: kill -9 of a taker with its mark or its claim: the next one moves the claim (fake)"""
+    compute = taker(f'{step}:kill')
+    instance = queue(cluster)
+    killed_at(compute, step)
+    lapse(cluster, mark_of(instance))
+    other = taker()
+    assert active_once(cluster, instance, other) is other
+    again(compute)
+    settled(cluster, compute, other)
+
+
+def test_killed_with_a_claim_that_fills_it(cluster: Control, taker: Make) -> None:
+    """F40: kill -9 of a taker whose claim takes all its room, its lease over: it is not in its own way (fake)"""
+    compute = taker('taken:kill')
+    instance = queue(cluster, 'whole')
+    killed_at(compute, 'taken')
+    lapse(cluster, mark_of(instance, 'whole'))
+    assert allocations(cluster).keys() == {instance}
+    again(compute)
+    active_once(cluster, instance, compute)
+    settled(cluster, compute)
+
+
+@pytest.mark.parametrize('step', TAKING_FAILPOINTS)
+def test_frozen_while_taking(cluster: Control, taker: Make, step: str) -> None:
+    """F40: a taker frozen at each step until another one has taken the same, then continued: never two (fake)"""
+    compute = taker(f'{step}:stop')
+    instance = queue(cluster)
+    compute.stopped_at(step)
+    other = taker()
+    if step == 'moved':
+        compute.resume()
+        active_once(cluster, instance, compute)
+    else:
+        lapse(cluster, mark_of(instance))
+        assert active_once(cluster, instance, other) is other
+        os.kill(compute.pid, signal.SIGCONT)
+        until(lambda: cluster.etcd.get(f'/computes/{compute.uuid}'), 30, 'it says again that it lives')
+        active_once(cluster, instance, other)
+    # Its failpoint freezes it once more if it takes anything; without, both go on.
+    compute.kill()
+    again(compute)
+    more = [queue(cluster) for _ in range(7)]
+    for each in more:
+        active_once(cluster, each, compute, other)
+    settled(cluster, compute, other)
+
+
+@pytest.mark.parametrize('step', ['marked', 'taken'])
+def test_frozen_past_its_lease_with_nobody_else_there(cluster: Control, taker: Make, step: str) -> None:
+    """F40: a taker frozen for longer than its lease, and nobody else takes it: continued, it takes it, once (fake)"""
+    compute = taker(f'{step}:stop:1')
+    instance = queue(cluster, 'whole')
+    compute.stopped_at(step)
+    lapse(cluster, mark_of(instance, 'whole'))
+    compute.resume()
+    active_once(cluster, instance, compute)
+    settled(cluster, compute)
+
+
+@pytest.mark.parametrize('step', TAKING_FAILPOINTS)
+def test_cancelled_while_it_is_taken(cluster: Control, taker: Make, step: str) -> None:
+    """F40: a request destroyed while a frozen taker is at each step: gone, and nothing of it is left (fake)"""
+    compute = taker(f'{step}:stop:1')
+    instance = queue(cluster)
+    compute.stopped_at(step)
+    done = cluster.eschedule('destroy', instance)
+    one_line(done, 0, 'destroy accepted' if step == 'moved' else 'taken out of its queue')
+    compute.resume()
+    reached(cluster, instance, 'gone')
+    until(lambda: allocations(cluster) == {}, 30, 'its claim is released')
+    later = queue(cluster)
+    active_once(cluster, later, compute)
+    settled(cluster, compute)
+
+
+@pytest.mark.parametrize('step', ['marked', 'taken'])
+def test_asked_to_stop_while_taking(cluster: Control, taker: Make, step: str) -> None:
+    """F40: a taker asked to stop in the middle ends it or gives it back: it is taken, once (fake)"""
+    compute = taker(f'{step}:stop:1')
+    instance = queue(cluster)
+    compute.stopped_at(step)
+    os.kill(compute.pid, signal.SIGTERM)
+    os.kill(compute.pid, signal.SIGCONT)
+    until(lambda: not compute.is_running, 30, 'it ends')
+    assert cluster.etcd.get(mark_of(instance)) is None
+    again(compute)
+    active_once(cluster, instance, compute)
+    settled(cluster, compute)
+
+
+def test_eschedule_killed_after_it_queued(cluster: Control, taker: Make) -> None:
+    """F1: kill -9 of eschedule --queue after its transaction: it is taken, and the same again says so (fake)"""
+    instance = str(uuid.uuid4())
+    words = '--queue', '--flavor', 'small', '--uuid', instance
+    with Eschedule(cluster, *words, failpoint=f'{QUEUED}:kill') as eschedule:
+        eschedule.killed_at(QUEUED)
+    one_line(cluster.eschedule(*words), 0, 'requested before', 'nothing is changed')
+    compute = taker()
+    active_once(cluster, instance, compute)
+    settled(cluster, compute)
+
+
+def test_eschedule_killed_after_it_cancelled(cluster: Control, taker: Make) -> None:
+    """F1: kill -9 of eschedule destroy after it took a request out of its queue: gone, for good (fake)"""
+    instance = queue(cluster)
+    with Eschedule(cluster, 'destroy', instance, failpoint=f'{UNQUEUED}:kill') as eschedule:
+        eschedule.killed_at(UNQUEUED)
+    reached(cluster, instance, 'gone')
+    one_line(cluster.eschedule('destroy', instance), 4, 'gone since')
+    settled(cluster, taker())

@@ -1,0 +1,153 @@
+"""F39: groups and quotas while whoever changes them is killed, frozen or raced: counted once, and never broken."""
+
+from __future__ import annotations
+
+import json
+import uuid
+
+import pytest
+
+from tests.commands import Control
+from tests.faults.hands import Armed, Eschedule, lapse, look_twice, settled
+from tests.faults.test_ecompute_killed import killed_at
+from tests.scenario.story import SMALL, addressed, called, notified, one_line, place, reached
+from tests.scenario.test_group import APART, ROOMY, members
+from tests.scenario.test_quota import used
+
+FAILPOINTS = ('quota-reckoned',)
+WORDS = (SMALL, '--project', 'web', '--group', 'web', *APART)
+
+
+@pytest.mark.parametrize('step', ['announced', 'claimed', 'delivered'])
+def test_eschedule_killed(cluster: Control, step: str) -> None:
+    """F39: kill -9 of eschedule before and after its delivery: counted, and a member, only if it is delivered (fake)"""
+    compute, instance = cluster.ecompute(ROOMY), str(uuid.uuid4())
+    called(cluster, 'quota', 'set', 'web', 'instances=1')
+    with Eschedule(cluster, *WORDS, '--uuid', instance, failpoint=f'{step}:kill') as eschedule:
+        eschedule.killed_at(step)
+    delivered = step == 'delivered'
+    assert members(cluster, 'web') == ({instance: compute.uuid} if delivered else {})
+    assert used(cluster, 'web').get('instances', 0) == delivered
+    if not delivered:
+        lapse(cluster, f'/requests/{instance}')
+        look_twice(cluster, compute)
+        instance = place(cluster, *WORDS)[1]  # nothing is taken from anybody else
+    addressed(cluster, instance)
+    assert called(cluster, SMALL, '--project', 'web').code == 3
+    settled(cluster, compute)
+
+
+@pytest.mark.parametrize('step', ['destroying', 'released', 'ended'])
+def test_ecompute_killed(cluster: Control, step: str) -> None:
+    """F39: kill -9 of ecompute in a destroy: it leaves its group and its quota once (fake)"""
+    called(cluster, 'quota', 'set', 'web', 'instances=2')
+    compute = Armed(cluster.etcd.endpoint, cluster.placement.url, ROOMY)
+    cluster.at_exit.callback(compute.close)
+    compute.failpoint = f'{step}:kill'
+    compute.start()
+    _, stays = place(cluster, SMALL, '--project', 'web')
+    _, goes = place(cluster, *WORDS)
+    for each in (stays, goes):
+        addressed(cluster, each)
+    one_line(called(cluster, 'destroy', goes), 0, 'destroy accepted')
+    killed_at(compute, step)
+    compute.failpoint = ''
+    compute.start()
+    reached(cluster, goes, 'gone')
+    assert used(cluster, 'web')['instances'] == 1
+    assert members(cluster, 'web') == {}
+    settled(cluster, compute)
+
+
+def test_frozen_with_a_claim_where_another_is_by_then(cluster: Control) -> None:
+    """F39: eschedule frozen with its claim while another takes the only compute: it gives it back (fake)"""
+    compute = cluster.ecompute(ROOMY)
+    with Eschedule(cluster, *WORDS, failpoint='claimed:stop:1') as frozen:
+        frozen.stopped_at('claimed')
+        _, first = place(cluster, *WORDS)
+        frozen.go_on()
+        late = frozen.end()
+    assert (late.code, late.stdout) == (3, 'NO ALLOCATIONS LEFT\n'), late
+    assert 'group web has a member there' in late.stderr
+    assert members(cluster, 'web') == {first: compute.uuid}
+    assert cluster.placement.consumers(compute.uuid).keys() == {first}
+    addressed(cluster, first)
+    settled(cluster, compute)
+
+
+def test_frozen_with_a_claim_and_moved(cluster: Control) -> None:
+    """F39: eschedule frozen with its claim while another is placed there: it goes to another compute (fake)"""
+    one, other = cluster.ecompute(ROOMY), cluster.ecompute(ROOMY)
+    with Eschedule(cluster, *WORDS, failpoint='claimed:stop:1') as frozen:
+        frozen.stopped_at('claimed')
+        (held,) = [each for each in (one, other) if cluster.placement.consumers(each.uuid)]
+        place(cluster, *WORDS, '--on', held.uuid)
+        frozen.go_on()
+        late = frozen.end()
+    compute, instance = notified(late)
+    assert compute == ({one.uuid, other.uuid} - {held.uuid}).pop()
+    assert members(cluster, 'web')[instance] == compute
+    assert instance not in cluster.placement.consumers(held.uuid)
+    addressed(cluster, instance)
+    settled(cluster, one, other)
+
+
+def test_frozen_while_the_quota_is_used_up(cluster: Control) -> None:
+    """F39: eschedule frozen with its claim while others use up the quota: refused, with its numbers (fake)"""
+    compute = cluster.ecompute(ROOMY)
+    called(cluster, 'quota', 'set', 'web', 'instances=1')
+    with Eschedule(cluster, SMALL, '--project', 'web', failpoint='claimed:stop:1') as frozen:
+        frozen.stopped_at('claimed')
+        _, first = place(cluster, SMALL, '--project', 'web')
+        frozen.go_on()
+        one_line(frozen.end(), 3, 'the quota of project web does not allow it: instances: limit 1, used 1, asked 1')
+    assert cluster.placement.consumers(compute.uuid).keys() == {first}
+    settled(cluster, compute)
+
+
+def test_quota_set_killed_while_one_is_delivered(cluster: Control) -> None:
+    """F39: kill -9 of quota set before it has counted what came meanwhile: the audit finds it (fake)"""
+    compute = cluster.ecompute(ROOMY)
+    place(cluster, SMALL, '--project', 'web')
+    words = ('quota', 'set', 'web', 'instances=5')
+    with Eschedule(cluster, *words, failpoint=f'{FAILPOINTS[0]}:kill') as killed:
+        killed.killed_at(FAILPOINTS[0])
+    assert used(cluster, 'web')['instances'] == 1
+    # As if one had been delivered between its look and its writing.
+    value = json.loads(cluster.etcd.get('/quotas/web') or b'')
+    cluster.etcd.put('/quotas/web', json.dumps({**value, 'used': {}}))
+    found = called(cluster, 'audit')
+    assert (found.code, found.stdout.count('quota-differs')) == (8, 1), found
+    one_line(called(cluster, *words), 0, 'instances 1/5')
+    settled(cluster, compute)
+
+
+@pytest.mark.parametrize('rubbish', ['not JSON', '[]', '{"version": 99}', b'\xff\xfe'])
+def test_rubbish_in_a_group_and_in_a_quota(cluster: Control, rubbish: str | bytes) -> None:
+    """F39: rubbish in a group's and a quota's keys: whoever needs them is told, everybody else goes on (fake)"""
+    compute = cluster.ecompute(ROOMY)
+    called(cluster, 'quota', 'set', 'web', 'instances=9')
+    _, instance = place(cluster, *WORDS)
+    place(cluster, SMALL, '--group', 'other', *APART)
+    called(cluster, 'quota', 'set', 'other', 'instances=9')
+    addressed(cluster, instance)
+    broken = ('/groups/web', '/quotas/web')
+    for key in broken:
+        cluster.etcd.put(key, rubbish)
+    one_line(called(cluster, SMALL, '--group', 'web', *APART), 1, broken[0], f'etcdctl del {broken[0]}')
+    one_line(called(cluster, SMALL, '--project', 'web'), 1, broken[1], f'etcdctl del {broken[1]}')
+    for words, key in ((('group', 'list'), broken[0]), (('quota', 'list'), broken[1])):
+        listed = called(cluster, *words)
+        one_line(listed, 1, key)
+        assert 'other' in listed.stdout, listed
+    # What is refused for that has claimed nothing; what has nothing to do with it is placed, and what is there ends.
+    assert len(cluster.placement.consumers(compute.uuid)) == 2
+    addressed(cluster, place(cluster, SMALL, '--project', 'other')[1])
+    one_line(called(cluster, 'destroy', instance), 0, 'destroy accepted')
+    reached(cluster, instance, 'gone')
+    # And the cure they name is one.
+    for key in broken:
+        assert cluster.etcd.get(key) == (rubbish if isinstance(rubbish, bytes) else rubbish.encode())
+        cluster.etcd.delete(key)
+    addressed(cluster, place(cluster, *WORDS)[1])
+    settled(cluster, compute)

@@ -1,0 +1,459 @@
+"""Queues on real etcd and placement: put there once, taken once, whatever is lost on the way or done meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from ecomp.agent.claims import APART, ClaimKeeper
+from ecomp.agent.taking import Taker
+from ecomp.errors import Conflict, EcompError, NoCapacity, UnknownOutcome, Unreachable
+from ecomp.model import keys
+from ecomp.model.flavor import Flavor
+from ecomp.model.flavor import to_json as flavor_to_json
+from ecomp.model.pull import Place
+from ecomp.model.queue import Waiting, mark_to_json
+from ecomp.placement import allocations as ledger
+from ecomp.placement.client import Placement
+from ecomp.scheduler.destroy import destroy
+from ecomp.scheduler.enqueue import enqueue
+from ecomp.scheduler.find import find
+from ecomp.store.client import Put, Store, Unchanged
+from ecomp.store.requests import at_it
+from tests.functional.cloud import IMAGE, SMALL, WHO, Cloud, new
+from tests.proxy import Proxy
+from tests.servers import PlacementServer
+
+pytestmark = pytest.mark.timeout(120)
+
+
+@pytest.fixture
+def flavor(cloud: Cloud) -> Iterator[Flavor]:
+    """A flavor of the test's own, and its queue."""
+    made = Flavor(f'f{new()}', SMALL)
+    cloud.etcd.put(keys.flavor(made.name), flavor_to_json(made))
+    yield made
+    cloud.etcd.delete(keys.flavor(made.name))
+    for key in cloud.etcd.keys(f'{keys.QUEUES}{made.name}/'):
+        cloud.etcd.delete(key)
+
+
+@pytest.fixture
+def shaky_placement(placement: PlacementServer) -> Iterator[tuple[Placement, Proxy]]:
+    with Proxy(placement.port) as proxy:
+        client = Placement(f'http://{proxy.address}', (2.0, 5.0))
+        yield client, proxy
+        client.close()
+
+
+def request(flavor: Flavor, instance: str | None = None, name: str | None = None) -> Waiting:
+    return Waiting(instance or new(), flavor, IMAGE, 'a-user', 'a-project', {'requested': 'then'}, name)
+
+
+def put(cloud: Cloud, waiting: Waiting, resume: bool = False, store: Store | None = None) -> bool:
+    entry = cloud.store.get(keys.flavor(waiting.flavor.name))
+    assert entry is not None
+    return enqueue(store or cloud.store, waiting, entry.revision, None, WHO, resume)
+
+
+def queued(cloud: Cloud, flavor: Flavor) -> Place:
+    """One in the queue."""
+    waiting = request(flavor)
+    assert put(cloud, waiting)
+    return place(cloud, waiting)
+
+
+def place(cloud: Cloud, waiting: Waiting) -> Place:
+    entry = cloud.store.get(waiting.key)
+    assert entry is not None
+    return Place(entry.revision, waiting)
+
+
+def taker(
+    cloud: Cloud,
+    compute: str,
+    store: Store | None = None,
+    placement: Placement | None = None,
+    now: Callable[[], str] = lambda: 'now',
+) -> Taker:
+    """Takes for a compute, on a lease of its own."""
+    lease = cloud.store.grant(60)
+    return Taker(compute, store or cloud.store, placement or cloud.placement, lambda: lease, now)
+
+
+def is_taken(cloud: Cloud, compute: str, waiting: Waiting) -> None:
+    """It is this compute's, once, and nothing of it is in the queue."""
+    instance = waiting.instance
+    assert cloud.delivered(compute, instance).allocations == {compute: SMALL}
+    assert [key for key in cloud.etcd.keys(keys.HOSTS) if keys.last(key) == instance] == [keys.host(compute, instance)]
+    assert cloud.server.allocations(instance) == {compute: SMALL}
+    assert [key for key in cloud.etcd.keys(keys.QUEUES) if instance in key] == []
+
+
+def waits(cloud: Cloud, waiting: Waiting) -> None:
+    """It is in its queue, nobody is at it, and nothing is held for it."""
+    assert [key for key in cloud.etcd.keys(keys.QUEUES) if waiting.instance in key] == [waiting.key]
+    assert [key for key in cloud.etcd.keys(keys.HOSTS) if keys.last(key) == waiting.instance] == []
+    assert cloud.server.allocations(waiting.instance) == {}
+    assert cloud.etcd.get(keys.request(waiting.instance)) is None
+
+
+# Into the queue
+
+
+@pytest.mark.parametrize('arrives', [True, False])
+@pytest.mark.parametrize('resume', [True, False])
+def test_queued_once_though_the_request_or_its_answer_is_lost(
+    cloud: Cloud, flavor: Flavor, etcd_proxy: Proxy, shaky_store: Store, arrives: bool, resume: bool
+) -> None:
+    waiting = request(flavor)
+    if arrives:
+        etcd_proxy.lose_answer(waiting.key.encode(), lambda: cloud.etcd.get(waiting.key))
+    else:
+        etcd_proxy.lose_request(waiting.key.encode())
+    if arrives or not resume:
+        put(cloud, waiting, resume, shaky_store)
+    else:
+        with pytest.raises(EcompError, match='not queued'):
+            put(cloud, waiting, resume, shaky_store)
+        assert put(cloud, waiting, resume=True)
+    assert etcd_proxy.lost.is_set()
+    waits(cloud, waiting)
+
+
+@pytest.mark.parametrize('arrives', [True, False])
+def test_when_it_stays_unknown_the_same_uuid_goes_on(
+    cloud: Cloud, flavor: Flavor, etcd_proxy: Proxy, shaky_store: Store, arrives: bool
+) -> None:
+    waiting = request(flavor)
+    if arrives:
+        etcd_proxy.lose_answer(waiting.key.encode(), lambda: cloud.etcd.get(waiting.key), and_stay_away=True)
+    else:
+        etcd_proxy.lose_request(waiting.key.encode(), and_stay_away=True)
+    with pytest.raises(UnknownOutcome, match=f'--uuid {waiting.instance} goes on') as caught:
+        put(cloud, waiting, store=shaky_store)
+    assert caught.value.exit_code == 7
+    assert put(cloud, waiting, resume=True) is not arrives
+    waits(cloud, waiting)
+
+
+def test_of_several_at_one_uuid_one_gets_it(cloud: Cloud, flavor: Flavor) -> None:
+    """Each into another queue, so that no two of the keys are the same."""
+    instance = new()
+    others = [Flavor(f'{flavor.name[:30]}-{number}', SMALL) for number in range(6)]
+    for each in others:
+        cloud.etcd.put(keys.flavor(each.name), flavor_to_json(each))
+
+    def ask(asked: Flavor) -> str:
+        try:
+            put(cloud, request(asked, instance, name=f'n-{asked.name[-20:]}'), resume=True)
+            return asked.name
+        except Conflict:
+            return ''
+
+    with ThreadPoolExecutor(6) as threads:
+        done = [each for each in threads.map(ask, others) if each]
+    there = [key for key in cloud.etcd.keys(keys.QUEUES) if instance in key]
+    assert len(there) == 1
+    assert there == [keys.queue(name, instance) for name in done]
+    assert cloud.etcd.get(keys.request(instance)) is None
+    cloud.etcd.delete(there[0])
+    for each in others:
+        cloud.etcd.delete(keys.flavor(each.name))
+
+
+def test_a_name_is_one_waiting_instance_s(cloud: Cloud, flavor: Flavor) -> None:
+    name = f'n{new()[:8]}'
+    first, second = request(flavor, name=name), request(flavor, name=name)
+    assert put(cloud, first)
+    with pytest.raises(Conflict, match=f'is the name of instance {first.instance}'):
+        put(cloud, second)
+    destroy(cloud.store, first.instance)
+    assert put(cloud, second)
+    destroy(cloud.store, second.instance)
+    assert cloud.etcd.get(keys.name(name)) is None
+
+
+def test_a_uuid_that_an_eschedule_is_at_is_not_queued(cloud: Cloud, flavor: Flavor) -> None:
+    waiting = request(flavor)
+    cloud.etcd.put(keys.request(waiting.instance), '{}')
+    with pytest.raises(Conflict, match='try again'):
+        put(cloud, waiting)
+    assert cloud.etcd.get(waiting.key) is None
+    cloud.etcd.delete(keys.request(waiting.instance))
+
+
+def test_a_flavor_that_was_changed_since_it_was_read(cloud: Cloud, flavor: Flavor) -> None:
+    entry = cloud.store.get(keys.flavor(flavor.name))
+    assert entry is not None
+    cloud.etcd.put(entry.key, entry.value)
+    with pytest.raises(Conflict, match='changed its flavor'):
+        enqueue(cloud.store, request(flavor), entry.revision, None, WHO, resume=False)
+    assert cloud.etcd.keys(f'{keys.QUEUES}{flavor.name}/') == []
+
+
+# Out of it
+
+
+def test_taken(cloud: Cloud, flavor: Flavor) -> None:
+    compute, found = cloud.compute(), queued(cloud, flavor)
+    assert taker(cloud, compute).take(found)
+    is_taken(cloud, compute, found.waiting)
+    assert cloud.delivered(compute, found.waiting.instance).stages == {'requested': 'then', 'scheduled': 'now'}
+    assert not taker(cloud, compute).take(found), 'it is there no more'
+    is_taken(cloud, compute, found.waiting)
+
+
+def test_no_room(cloud: Cloud, flavor: Flavor) -> None:
+    compute, found = cloud.compute(VCPU=1, MEMORY_MB=32, DISK_GB=1), queued(cloud, flavor)
+    with pytest.raises(NoCapacity):
+        taker(cloud, compute).take(found)
+    waits(cloud, found.waiting)
+
+
+def test_nobody_takes_of_a_flavor_that_is_not_there(cloud: Cloud, flavor: Flavor) -> None:
+    compute, found = cloud.compute(), queued(cloud, flavor)
+    cloud.etcd.delete(keys.flavor(flavor.name))
+    assert not taker(cloud, compute).take(found)
+    waits(cloud, found.waiting)
+
+
+@pytest.mark.parametrize('arrives', [True, False])
+def test_a_mark_that_is_lost_or_its_answer(
+    cloud: Cloud, flavor: Flavor, etcd_proxy: Proxy, shaky_store: Store, arrives: bool
+) -> None:
+    compute, found = cloud.compute(), queued(cloud, flavor)
+    mark = keys.taker(found.waiting.key)
+    if arrives:
+        etcd_proxy.lose_answer(mark.encode(), lambda: cloud.etcd.get(mark))
+    else:
+        etcd_proxy.lose_request(mark.encode())
+    assert taker(cloud, compute, store=shaky_store).take(found) is arrives
+    assert etcd_proxy.lost.is_set()
+    if arrives:
+        is_taken(cloud, compute, found.waiting)
+    else:
+        waits(cloud, found.waiting)
+
+
+@pytest.mark.parametrize('arrives', [True, False])
+def test_a_move_that_is_lost_or_its_answer(
+    cloud: Cloud, flavor: Flavor, etcd_proxy: Proxy, shaky_store: Store, arrives: bool
+) -> None:
+    compute, found = cloud.compute(), queued(cloud, flavor)
+    host_key = keys.host(compute, found.waiting.instance)
+    if arrives:
+        etcd_proxy.lose_answer(host_key.encode(), lambda: cloud.etcd.get(host_key))
+    else:
+        etcd_proxy.lose_request(host_key.encode())
+    assert taker(cloud, compute, store=shaky_store).take(found) is arrives
+    assert etcd_proxy.lost.is_set()
+    if arrives:
+        is_taken(cloud, compute, found.waiting)
+    else:
+        waits(cloud, found.waiting)
+
+
+@pytest.mark.parametrize('arrives', [True, False])
+def test_a_move_that_stays_unknown_goes_on_from_its_mark(
+    cloud: Cloud, flavor: Flavor, etcd_proxy: Proxy, shaky_store: Store, arrives: bool
+) -> None:
+    compute, found = cloud.compute(), queued(cloud, flavor)
+    host_key, mark_key = keys.host(compute, found.waiting.instance), keys.taker(found.waiting.key)
+    if arrives:
+        etcd_proxy.lose_answer(host_key.encode(), lambda: cloud.etcd.get(host_key), and_stay_away=True)
+    else:
+        etcd_proxy.lose_request(host_key.encode(), and_stay_away=True)
+    with pytest.raises(Unreachable):
+        taker(cloud, compute, store=shaky_store).take(found)
+    assert cloud.server.allocations(found.waiting.instance) == {compute: SMALL}, 'nothing is released (rule 1)'
+    if not arrives:
+        mark = cloud.store.get(mark_key)
+        assert mark is not None
+        assert taker(cloud, compute).take(found, mark.revision)
+    is_taken(cloud, compute, found.waiting)
+
+
+@pytest.mark.parametrize('arrives', [True, False])
+def test_a_claim_that_is_lost_or_its_answer(
+    cloud: Cloud, flavor: Flavor, shaky_placement: tuple[Placement, Proxy], arrives: bool
+) -> None:
+    compute, found = cloud.compute(), queued(cloud, flavor)
+    placement, proxy = shaky_placement
+    put_it = f'PUT /allocations/{found.waiting.instance}'.encode()
+    if arrives:
+        proxy.lose_answer(put_it, lambda: cloud.server.allocations(found.waiting.instance))
+    else:
+        proxy.lose_request(put_it)
+    assert taker(cloud, compute, placement=placement).take(found)
+    assert proxy.lost.is_set()
+    is_taken(cloud, compute, found.waiting)
+
+
+def test_a_claim_that_stays_unknown_is_moved_by_the_next_taker(
+    cloud: Cloud, flavor: Flavor, shaky_placement: tuple[Placement, Proxy]
+) -> None:
+    here, there, found = cloud.compute(), cloud.compute(), queued(cloud, flavor)
+    placement, proxy = shaky_placement
+    put_it = f'PUT /allocations/{found.waiting.instance}'.encode()
+    proxy.lose_answer(put_it, lambda: cloud.server.allocations(found.waiting.instance), and_stay_away=True)
+    with pytest.raises(UnknownOutcome):
+        taker(cloud, here, placement=placement).take(found)
+    assert cloud.server.allocations(found.waiting.instance) == {here: SMALL}
+    held = ledger.consumer(cloud.placement, found.waiting.instance)
+    assert taker(cloud, there).take(found)
+    assert not ledger.release(cloud.placement, found.waiting.instance, held), 'a late release releases nothing'
+    assert not taker(cloud, here).let_go(found.waiting.instance)
+    is_taken(cloud, there, found.waiting)
+
+
+def test_a_taker_that_was_too_slow_moves_and_releases_nothing(cloud: Cloud, flavor: Flavor) -> None:
+    """Frozen right before its move, until its mark is gone and another one has taken the same."""
+    here, there, found = cloud.compute(), cloud.compute(), queued(cloud, flavor)
+
+    def meanwhile() -> str:
+        cloud.etcd.delete(keys.taker(found.waiting.key))
+        assert taker(cloud, there).take(found)
+        return 'now'
+
+    assert not taker(cloud, here, now=meanwhile).take(found)
+    is_taken(cloud, there, found.waiting)
+
+
+def test_a_taker_that_was_too_slow_claims_nothing(cloud: Cloud, flavor: Flavor) -> None:
+    """Frozen between its mark and its claim, until another one has taken the same."""
+    here, there, found = cloud.compute(), cloud.compute(), queued(cloud, flavor)
+
+    class Slow(Placement):
+        slept = False
+
+        def write(self, method: str, path: str, body: dict[str, Any] | None) -> None:
+            if not self.slept:
+                self.slept = True
+                cloud.etcd.delete(keys.taker(found.waiting.key))
+                assert taker(cloud, there).take(found)
+            super().write(method, path, body)
+
+    assert not taker(cloud, here, placement=Slow(cloud.server.url)).take(found)
+    is_taken(cloud, there, found.waiting)
+
+
+def test_a_move_that_arrives_late_is_none(cloud: Cloud, flavor: Flavor) -> None:
+    compute, found = cloud.compute(), queued(cloud, flavor)
+    host_key = keys.host(compute, found.waiting.instance)
+    late: list[tuple[Any, ...]] = []
+
+    class Late(Store):
+        def __init__(self) -> None:
+            self.__dict__.update(cloud.store.__dict__)
+
+        def commit(self, conditions: Any, operations: Any, fenced: bool = True) -> int | None:
+            if any(each.key == host_key for each in operations):
+                late.append((conditions, operations))
+                raise UnknownOutcome('no answer')
+            return super().commit(conditions, operations, fenced)
+
+    assert not taker(cloud, compute, store=Late()).take(found)
+    assert cloud.store.commit(*late[0]) is None
+    waits(cloud, found.waiting)
+
+
+def test_a_mark_that_is_somebody_else_s_by_now_is_enough(cloud: Cloud, flavor: Flavor) -> None:
+    """The same, while the other one has marked it and not claimed yet."""
+    here, found = cloud.compute(), queued(cloud, flavor)
+    mark = keys.taker(found.waiting.key)
+
+    def meanwhile() -> str:
+        cloud.etcd.put(mark, mark_to_json(new()))
+        return 'now'
+
+    assert not taker(cloud, here, now=meanwhile).take(found)
+    assert cloud.etcd.get(mark) is not None, 'a mark of another is not taken away'
+    cloud.etcd.delete(mark)
+    waits(cloud, found.waiting)
+
+
+def test_cancelled_in_the_middle(cloud: Cloud, flavor: Flavor) -> None:
+    compute, found = cloud.compute(), queued(cloud, flavor)
+    instance = found.waiting.instance
+
+    def meanwhile() -> str:
+        assert 'taken out of its queue' in destroy(cloud.store, instance)
+        return 'now'
+
+    assert not taker(cloud, compute, now=meanwhile).take(found)
+    assert [key for key in cloud.etcd.keys(keys.QUEUES) if instance in key] == []
+    assert cloud.server.allocations(instance) == {}
+    gone = find(cloud.store, instance)
+    assert gone is not None
+    assert (gone.record.state, gone.record.compute) == ('gone', '')
+    with pytest.raises(Conflict, match='never used twice'):
+        put(cloud, found.waiting, resume=True)
+
+
+def test_taken_in_the_middle_of_being_cancelled(cloud: Cloud, flavor: Flavor) -> None:
+    """The taker is faster: the same destroy goes on as that of any other instance."""
+    compute, found = cloud.compute(), queued(cloud, flavor)
+
+    class Slow(Store):
+        def __init__(self) -> None:
+            self.__dict__.update(cloud.store.__dict__)
+            self.first = True
+
+        def grant(self, seconds: int) -> int:
+            if self.first:
+                self.first = False
+                assert taker(cloud, compute).take(found)
+            return super().grant(seconds)
+
+    assert destroy(Slow(), found.waiting.instance).endswith(f'destroy accepted, {compute} carries it out')
+    assert cloud.delivered(compute, found.waiting.instance).is_tombstone
+
+
+def test_what_is_delivered_here_is_not_let_go(cloud: Cloud, flavor: Flavor) -> None:
+    compute, found = cloud.compute(), queued(cloud, flavor)
+    mine = taker(cloud, compute)
+    assert mine.take(found)
+    assert not mine.let_go(found.waiting.instance)
+    is_taken(cloud, compute, found.waiting)
+
+
+def test_several_takers_at_once_take_each_once(cloud: Cloud, flavor: Flavor) -> None:
+    computes = [cloud.compute(VCPU=9, MEMORY_MB=9000, DISK_GB=9) for _ in range(4)]
+    found = [queued(cloud, flavor) for _ in range(12)]
+    with ThreadPoolExecutor(4) as threads:
+        takers = [taker(cloud, compute) for compute in computes]
+        taken = list(threads.map(lambda each: [one.waiting for one in found if each.take(one)], takers))
+    assert sorted(each.instance for mine in taken for each in mine) == sorted(each.waiting.instance for each in found)
+    for compute, mine in zip(computes, taken, strict=True):
+        for each in mine:
+            is_taken(cloud, compute, each)
+
+
+# Who stands behind a claim (rule 4)
+
+
+def test_a_mark_and_what_waits_stand_behind_a_claim(cloud: Cloud, flavor: Flavor) -> None:
+    compute, found = cloud.compute(), queued(cloud, flavor)
+    instance, mark = found.waiting.instance, keys.taker(found.waiting.key)
+    ledger.claim(cloud.placement, instance, {compute: SMALL}, 'a-user', 'a-project')
+    lease = cloud.store.grant(60)
+    cloud.store.commit([Unchanged(mark, 0)], [Put(mark, mark_to_json(compute), lease)])
+    assert instance in at_it(cloud.store)
+    assert 'taker' not in at_it(cloud.store)
+    keeper = ClaimKeeper(compute, cloud.store, cloud.placement)
+    for now in (0.0, APART):
+        keeper.look([], now)
+    assert cloud.server.allocations(instance) == {compute: SMALL}
+    # Cancelled: as long as its taker lives, it sees to it itself.
+    cloud.etcd.delete(found.waiting.key)
+    for now in (2 * APART, 3 * APART):
+        keeper.look([], now)
+    assert cloud.server.allocations(instance) == {compute: SMALL}
+    cloud.store.revoke(lease)
+    for now in (4 * APART, 5 * APART):
+        keeper.look([], now)
+    assert cloud.server.allocations(instance) == {}

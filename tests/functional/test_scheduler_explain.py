@@ -1,0 +1,214 @@
+"""What eschedule says of a request that found no room: host by host, with the nearest miss and the smallest change."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pytest
+
+from ecomp.model import keys
+from ecomp.placement.allocations import candidates
+from ecomp.placement.room import SHARES
+from ecomp.scheduler.explain import reasons
+from ecomp.store.client import Store
+from tests.functional.in_process import InProcess, put
+from tests.functional.store_client import connected
+from tests.servers import Etcd
+
+GUEST = 'resources=VCPU:1,MEMORY_MB:256,DISK_GB:1'
+AVX2 = 'HW_CPU_X86_AVX2'
+
+
+@dataclass
+class World:
+    """Computes that say they are alive, and their providers."""
+
+    etcd: Etcd
+    store: Store
+    placement: InProcess
+
+    def compute(self, host: str | None, alive: bool = True, parent: str | None = None, **sizes: int) -> str:
+        """A compute with 4 VCPU, 7800 MB and 25 GB; `sizes` say otherwise, and 0 that all of a class is reserved."""
+        compute = str(uuid.uuid5(uuid.NAMESPACE_DNS, f'{host} {len(self.etcd.keys(keys.COMPUTES))}'))
+        self.placement.write(
+            'POST', '/resource_providers', {'uuid': compute, 'name': compute, 'parent_provider_uuid': parent}
+        )
+        totals = {'VCPU': 4, 'MEMORY_MB': 7800, 'DISK_GB': 25, **sizes}
+        inventories = {name: {'total': size or 4, 'reserved': 0 if size else 4} for name, size in totals.items()}
+        put(self.placement, f'/resource_providers/{compute}/inventories', inventories=inventories)
+        if alive:
+            self.etcd.put(keys.compute(compute), json.dumps({'hostname': host, 'token': 'x'}))
+        return compute
+
+    def uses(self, compute: str, **amounts: int) -> None:
+        """Somebody holds so much there."""
+        body = {
+            'allocations': {compute: {'resources': amounts}},
+            **{'user_id': 'u', 'project_id': 'p', 'consumer_generation': None, 'consumer_type': 'INSTANCE'},
+        }
+        self.placement.write('PUT', f'/allocations/{uuid.uuid4()}', body)
+
+    def has(self, compute: str, *traits: str) -> None:
+        """Give it traits."""
+        put(self.placement, f'/resource_providers/{compute}/traits', traits=list(traits))
+
+    def why(self, query: str, most: int = 50, shown: int = 10) -> list[str]:
+        """The reasons."""
+        return reasons(self.store, self.placement, query, most=most, shown=shown)
+
+
+@pytest.fixture
+def world(own_etcd: Etcd, in_process: InProcess) -> Iterator[World]:
+    with connected(own_etcd.endpoint) as store:
+        yield World(own_etcd, store, in_process)
+
+
+def test_every_failing_constraint_of_every_compute(world: World) -> None:
+    one, two, three = (world.compute(f'hv{number}') for number in (1, 2, 3))
+    world.uses(two, MEMORY_MB=7288)
+    world.uses(one, VCPU=4, MEMORY_MB=7000)
+    world.has(three, AVX2)
+    world.uses(three, DISK_GB=25)
+    assert world.why(f'resources=VCPU:1,MEMORY_MB:1741,DISK_GB:1&required={AVX2}') == [
+        f'hv1: VCPU short by 1 (free 0 of 4); MEMORY_MB short by 941 (free 800 of 7800); lacks {AVX2}',
+        f'hv2: MEMORY_MB short by 1229 (free 512 of 7800); lacks {AVX2}',
+        'hv3: DISK_GB short by 1 (free 0 of 25)',
+        'the nearest miss is hv3',
+        f'the smallest change that fits: ask for MEMORY_MB:512, without required={AVX2} (on hv2)',
+    ]
+
+
+def test_one_change_is_enough(world: World) -> None:
+    for number in (1, 2):
+        world.compute(f'hv{number}')
+    assert world.why(f'{GUEST}&required={SHARES}') == [
+        f'hv1: lacks {SHARES}',
+        f'hv2: lacks {SHARES}',
+        'the nearest miss is hv1',
+        f'the smallest change that fits: ask without required={SHARES} (on hv1)',
+    ]
+
+
+def test_where_nothing_is_free_something_has_to_be_freed(world: World) -> None:
+    compute = world.compute('hv1')
+    world.uses(compute, VCPU=4)
+    assert world.why(GUEST) == [
+        'hv1: VCPU short by 1 (free 0 of 4)',
+        'the nearest miss is hv1',
+        'no change of the query alone fits: free 1 VCPU on hv1',
+    ]
+
+
+def test_where_nothing_helps_that_is_said(world: World) -> None:
+    world.compute('hv1', MEMORY_MB=0)
+    assert world.why(GUEST) == [
+        'hv1: MEMORY_MB short by 256 (free 0 of 0)',
+        'the nearest miss is hv1',
+        'no change of the query fits any of them',
+    ]
+
+
+def test_computes_that_are_dead_closed_or_without_a_name(world: World) -> None:
+    dead, stopped = world.compute('hv8', alive=False), world.compute('hv9', alive=False, VCPU=0)
+    nameless, closed = world.compute(None), world.compute('hv2', VCPU=0)
+    bare = str(uuid.uuid4())
+    world.etcd.put(keys.compute(bare), '{"hostname": "hv1"}')
+    # Somebody else's, in a placement that is shared.
+    others = str(uuid.uuid4())
+    world.placement.write('POST', '/resource_providers', {'uuid': others, 'name': 'nova'})
+    assert closed != nameless
+    found = world.why(f'{GUEST}&required={SHARES}')
+    assert found[:3] == [
+        'hv1: has no resource provider',
+        'hv2: is closed: all its VCPU is reserved',
+        f'{nameless}: lacks {SHARES}',
+    ]
+    assert found[3:5] == sorted([f'{dead}: is not alive', f'{stopped}: is closed: its ecompute was stopped'])
+    assert found[5:] == [
+        f'the nearest miss is {nameless}',
+        f'the smallest change that fits: ask without required={SHARES} (on {nameless})',
+    ]
+
+
+def test_two_computes_of_one_host_are_told_apart(world: World) -> None:
+    both = [world.compute('hv1') for _ in range(2)]
+    assert world.why(f'{GUEST}&required={SHARES}')[:2] == sorted(f'hv1 ({each}): lacks {SHARES}' for each in both)
+
+
+def test_what_has_room_by_now(world: World) -> None:
+    world.compute('hv1')
+    world.compute('hv2', MEMORY_MB=128)
+    assert world.why(GUEST) == [
+        'hv1: has room by now: ask again',
+        'hv2: MEMORY_MB short by 128 (free 128 of 128)',
+    ]
+
+
+def test_a_change_that_placement_would_not_take_is_not_named(world: World) -> None:
+    # With no provider in the aggregate placement does not come to look at the trait, which it does not know.
+    world.compute('hv1')
+    aggregate = str(uuid.uuid4())
+    assert world.why(f'{GUEST}&member_of={aggregate}&required=!CUSTOM_NOBODY_KNOWS') == [
+        f'hv1: is not in aggregate {aggregate}',
+        'the nearest miss is hv1',
+    ]
+
+
+def test_granular_nested_and_sharing_are_said_not_to_be_explained(world: World) -> None:
+    assert world.why('resources1=VCPU:1&resources=MEMORY_MB:1,DISK_GB:1') == [
+        'what each compute lacks is not explained for this query: it has granular groups (resources1)'
+    ]
+    flat, tree, near = world.compute('hv1'), world.compute('hv2'), world.compute('hv3')
+    world.compute('child', alive=False, parent=tree)
+    shares = world.compute('storage', alive=False)
+    world.has(shares, SHARES)
+    for each in (near, shares):
+        put(world.placement, f'/resource_providers/{each}/aggregates', aggregates=[flat])
+    found = world.why(f'{GUEST}&required={AVX2}')
+    assert found[:3] == [
+        f'hv1: lacks {AVX2}',
+        'hv2: not explained: its resource providers are nested',
+        f'hv3: not explained: provider {shares} shares with it',
+    ]
+    assert found[-2:] == [
+        'the nearest miss is hv1',
+        f'the smallest change that fits: ask without required={AVX2} (on hv1)',
+    ]
+
+
+def test_one_that_shares_is_named_for_what_another_has(world: World) -> None:
+    near, shares = world.compute('hv1', VCPU=1), world.compute('hv2')
+    world.has(near, AVX2)
+    world.has(shares, SHARES)
+    for each in (near, shares):
+        put(world.placement, f'/resource_providers/{each}/aggregates', aggregates=[near])
+    query = f'{GUEST.replace("VCPU:1", "VCPU:2")}&root_required={AVX2}'
+    assert [shares] in [list(each) for each in candidates(world.placement, query).candidates]
+    assert world.why(query) == [
+        f'hv1: not explained: provider {shares} shares with it',
+        'hv2: not explained: it shares with others',
+    ]
+
+
+def test_of_very_many_the_nearest_are_shown(world: World) -> None:
+    for number in range(1, 7):
+        compute = world.compute(f'hv{number}', MEMORY_MB=128 + 100 * (number == 5))
+        if number in (2, 5):
+            world.has(compute, AVX2)
+    dead = world.compute('hv9', alive=False)
+    query = f'{GUEST}&required={AVX2}&root_required={AVX2}&in_tree={dead}'
+    assert world.why(query, most=5, shown=2) == [
+        f'hv2: MEMORY_MB short by 128 (free 128 of 128); is not provider {dead}',
+        f'hv5: MEMORY_MB short by 28 (free 228 of 228); is not provider {dead}',
+        '5 more are not shown: no nearer, or not alive',
+        'the nearest miss is hv5',
+        f'the smallest change that fits: ask for MEMORY_MB:228, without in_tree={dead} (on hv5)',
+    ]
+    assert len(world.why(query, most=7)) == 9
+
+
+def test_with_no_compute_at_all_there_is_nothing_to_say(world: World) -> None:
+    assert world.why(GUEST) == []

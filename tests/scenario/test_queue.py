@@ -1,0 +1,356 @@
+"""The pull queue: requests wait by their flavor, and computes take what they have room for."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+import uuid
+
+import pytest
+
+from ecomp.agent.queues import BELIEVED
+from tests.commands import Control, Ecompute, write_config
+from tests.faults.faulty_placement import FaultyPlacement
+from tests.faults.hands import lapse, settled
+from tests.scenario.invariants import allocations, everything
+from tests.scenario.story import IMAGE, SMALL, addressed, called, logged, one_line, place, reached, record
+from tests.servers import b64, until
+
+QUEUED = re.compile(r'QUEUED INSTANCE ([0-9a-f-]{36})\n')
+TOY = 'VCPU:4,DISK_GB:10,MEMORY_MB:512'
+
+
+@pytest.fixture
+def small(cluster: Control) -> Control:
+    """The cluster, with the flavor small: four of them fill a toy."""
+    assert cluster.eschedule('flavor', 'set', 'small', SMALL).code == 0
+    return cluster
+
+
+def queue(control: Control, *words: str) -> str:
+    """Put one into the queue of the flavor small, unless `words` say otherwise; its uuid."""
+    done = called(control, '--queue', *(words if '--flavor' in words else ('--flavor', 'small', *words)))
+    assert done.code == 0, done
+    found = QUEUED.match(done.stdout)
+    assert found, done
+    return found[1]
+
+
+def waiting(control: Control) -> list[str]:
+    """The instances that wait."""
+    return [key.rsplit('/', 1)[1] for key in control.etcd.keys('/queues/') if not key.endswith('/taker')]
+
+
+def test_taken_by_a_compute_that_asks_for_work(small: Control) -> None:
+    compute = small.ecompute(queues=True)
+    done = small.eschedule('--queue', '--flavor', 'small', IMAGE, '--name', 'web1', '--wait')
+    instance, address = re.fullmatch(r'QUEUED INSTANCE (\S+)\n(\S+)\n', done.stdout).groups()  # type: ignore[union-attr]
+    assert address == addressed(small, instance)
+    found = reached(small, instance, 'active')
+    assert (found['compute'], found['name'], found['image'], found['query']) == (compute.uuid, 'web1', IMAGE, SMALL)
+    assert {'requested', 'scheduled', 'started'} <= set(found['stages'])
+    assert allocations(small) == {instance: {compute.uuid: {'VCPU': 1, 'DISK_GB': 1, 'MEMORY_MB': 128}}}
+    assert logged(compute, f'took instance {instance} from the queue of flavor small')
+    assert waiting(small) == []
+    settled(small, compute)
+
+
+def test_what_waits_is_seen_everywhere(small: Control) -> None:
+    compute = small.ecompute()  # which asks for no work
+    instance = queue(small, '--name', 'web1')
+    assert small.eschedule('list').stdout.splitlines()[1].split()[:5] == [instance, 'web1', 'queued', '-', '-']
+    for word in (instance, instance[:8], 'web1'):
+        shown = json.loads(small.eschedule('show', word, '-f', 'json').stdout)
+        assert (shown['state'], shown['query'], shown['image']) == ('queued', SMALL, json.loads(
+            everything(small)[f'/queues/small/{instance}'].value)['image'])  # fmt: skip
+    assert ' queued ' in small.eschedule('timeline', 'web1').stdout
+    one_line(small.eschedule('web1'), 6, 'no address yet: queued, waiting for: a compute to take it')
+    one_line(small.eschedule('wait', 'web1', '--timeout', '0.2'), 6, '0.2 s are up', 'it goes on')
+    one_line(small.eschedule('stop', 'web1'), 5, 'waits for a compute to take it')
+    # Its name and its uuid are taken.
+    one_line(small.eschedule(SMALL, '--name', 'web1'), 5, f'is the name of instance {instance}')
+    one_line(small.eschedule('--queue', '--flavor', 'small', '--name', 'web1'), 5, 'is the name of instance')
+    one_line(small.eschedule(SMALL, '--uuid', instance, '--name', 'web1'), 5, 'waits in a queue')
+    assert allocations(small) == {}
+    settled(small, compute)
+
+
+def test_cancelled(small: Control) -> None:
+    instance = queue(small, '--name', 'web1')
+    done = small.eschedule('destroy', '--wait', 'web1')
+    assert done.code == 0
+    assert done.stderr.splitlines() == [
+        f'eschedule: {instance}: taken out of its queue, nothing of it was begun', f'eschedule: {instance}: gone'
+    ]  # fmt: skip
+    assert [key for key in everything(small) if key.startswith(('/queues/', '/names/'))] == []
+    assert reached(small, instance, 'gone')['compute'] == ''
+    assert small.eschedule('list', '--all').stdout.splitlines()[1].split()[:5] == [instance, 'web1', 'gone', '-', '-']
+    one_line(small.eschedule('destroy', instance), 4, 'gone since')
+    one_line(small.eschedule('--queue', '--flavor', 'small', '--uuid', instance), 5, 'a uuid is never used twice')
+    one_line(small.eschedule(SMALL, '--uuid', instance), 5, 'a uuid is never used twice')
+    compute = small.ecompute(queues=True)
+    settled(small, compute)
+
+
+def test_destroyed_like_any_other_once_it_is_taken(small: Control) -> None:
+    compute = small.ecompute(queues=True)
+    instance = queue(small)
+    reached(small, instance, 'active')
+    assert small.eschedule('destroy', '--wait', instance).code == 0
+    reached(small, instance, 'gone')
+    settled(small, compute)
+
+
+def test_the_same_again_changes_nothing(small: Control) -> None:
+    instance = str(uuid.uuid4())
+    words = '--queue', '--flavor', 'small', '--uuid', instance, '--name', 'web1'
+    assert small.eschedule(*words).stdout == f'QUEUED INSTANCE {instance}\n'
+    before = small.etcd.get(f'/queues/small/{instance}')
+    again = small.eschedule(*words)
+    assert again.stdout == f'QUEUED INSTANCE {instance}\n'
+    one_line(again, 0, 'requested before', 'nothing is changed')
+    assert small.etcd.get(f'/queues/small/{instance}') == before
+    assert small.etcd.keys('/requests/') == []
+    other = '--queue', '--flavor', 'small', '--uuid', instance
+    one_line(small.eschedule(*other, '--name', 'web2'), 5, 'exists, by the name web1')
+    one_line(small.eschedule(*words, 'http://images.invalid/another.qcow2'), 5, 'exists, asked for by')
+    compute = small.ecompute(queues=True)
+    reached(small, instance, 'active')
+    one_line(small.eschedule(*words), 0, 'requested before')
+    settled(small, compute)
+
+
+def test_user_data_rides_by_its_hash(small: Control) -> None:
+    (small.directory / 'user-data').write_text('#cloud-config\n')
+    compute = small.ecompute(queues=True)
+    instance = queue(small, '--user-data', str(small.directory / 'user-data'))
+    reached(small, instance, 'active')
+    request = json.loads(everything(small)[f'/hosts/{compute.uuid}/{instance}'].value)
+    assert small.etcd.keys('/user-data/') == [f'/user-data/{request["user_data_sha256"]}']
+    assert 'user_data' not in request
+    settled(small, compute)
+
+
+def test_what_is_asked_wrongly(small: Control) -> None:
+    for words, said in {
+        (SMALL,): 'give a --flavor',
+        (SMALL, '--flavor', 'small'): 'takes no query on top',
+        ('--flavor', 'small', '--on', 'hv1'): '--on does not go with --queue',
+        ('--flavor', 'small', '--weigh', 'pack'): '--weigh does not go with --queue',
+        ('--flavor', 'small', '--count', '2'): '--count does not go with --queue',
+        ('--flavor', 'half'): 'flavor half asks for no MEMORY_MB, DISK_GB',
+        ('--flavor', 'here'): f"no compute sees it: eschedule flavor set here '{SMALL}'",
+    }.items():
+        assert small.eschedule('flavor', 'set', 'half', 'resources=VCPU:1').code == 0
+        write_config(small.schedule_yaml, small.etcd.endpoint, small.placement.url, flavors={'here': SMALL})
+        one_line(small.eschedule('--queue', *words), 2, said)
+    one_line(small.eschedule('--queue', '--flavor', 'none'), 4, 'etcd has no such flavor')
+    one_line(small.eschedule('list', '--queue'), 2, '--queue does not go with this form')
+    assert waiting(small) == []
+
+
+def test_only_what_fits_is_taken_and_the_oldest_first(small: Control) -> None:
+    assert small.eschedule('flavor', 'set', 'large', SMALL.replace('VCPU:1', 'VCPU:3')).code == 0
+    assert small.eschedule('flavor', 'set', 'fast', f'{SMALL}&required=CUSTOM_NEVER').code == 0
+    never = queue(small, '--flavor', 'fast')
+    large, another = queue(small, '--flavor', 'large'), queue(small, '--flavor', 'large')
+    few = [queue(small), queue(small)]
+    compute = small.ecompute(queues=True)  # with room for four
+    reached(small, large, 'active')
+    reached(small, few[0], 'active')
+    assert set(waiting(small)) == {never, another, few[1]}
+    # What leaves makes room for what has waited longest and fits.
+    assert small.eschedule('destroy', '--wait', large).code == 0
+    reached(small, another, 'active')
+    assert set(waiting(small)) == {never, few[1]}
+    other = small.ecompute(queues=True)
+    reached(small, few[1], 'active')
+    assert waiting(small) == [never]
+    assert small.eschedule('destroy', never).code == 0
+    settled(small, compute, other)
+
+
+def test_placed_and_taken_side_by_side(small: Control) -> None:
+    compute = small.ecompute(queues=True)
+    pushed = [place(small)[1] for _ in range(3)]
+    taken, waits = queue(small), queue(small)
+    reached(small, taken, 'active')
+    assert waiting(small) == [waits]
+    assert small.eschedule('destroy', pushed[0]).code == 0
+    reached(small, waits, 'active')
+    settled(small, compute)
+
+
+def test_a_compute_that_is_disabled_takes_nothing(small: Control) -> None:
+    """From the moment that `host disable` has returned, however lately the compute looked; and again once enabled."""
+    compute = small.ecompute(queues=True)
+    addressed(small, queue(small))  # so it has just looked, and knows of room for more
+    assert called(small, 'host', 'disable', compute.uuid).code == 0
+    instance = queue(small)
+    time.sleep(2)
+    assert waiting(small) == [instance]
+    assert instance not in small.placement.consumers(compute.uuid)
+    other = small.ecompute(queues=True)
+    assert reached(small, instance, 'active')['compute'] == other.uuid
+    other.stop()
+    assert called(small, 'host', 'enable', compute.uuid).code == 0
+    again = queue(small)
+    until(lambda: waiting(small) == [], 40, 'it has looked again, after 20 s at most, and takes it')
+    assert reached(small, again, 'active')['compute'] == compute.uuid
+    other.start()
+    settled(small, compute, other)
+
+
+def test_a_mark_that_nobody_is_behind_any_more(small: Control) -> None:
+    instance = queue(small)
+    mark = json.dumps({'version': 1, 'compute': str(uuid.uuid4())})
+    lease = small.etcd.call('lease/grant', {'TTL': 3600})['ID']
+    key = f'/queues/small/{instance}/taker'
+    small.etcd.call('kv/put', {'key': b64(key), 'value': b64(mark), 'lease': lease})
+    compute = small.ecompute(queues=True)
+    later = queue(small)
+    reached(small, later, 'active')
+    assert record(small, instance) is None
+    lapse(small, key)
+    reached(small, instance, 'active')
+    settled(small, compute)
+
+
+def test_what_cannot_be_understood_waits_and_harms_nobody(small: Control) -> None:
+    names = [str(uuid.uuid4()) for _ in range(3)]
+    small.etcd.put(f'/queues/small/{names[0]}', 'no request')
+    small.etcd.put(f'/queues/small/{names[1]}', json.dumps({'version': 99}))
+    small.etcd.put(f'/queues/none/{names[2]}', json.dumps({'version': 1, 'instance': names[2], 'flavor': 'small'}))
+    small.etcd.put('/queues/small/not-a-uuid', '{}')
+    compute = small.ecompute(queues=True)
+    reached(small, queue(small), 'active')
+    listed = small.eschedule('list')
+    assert listed.code == 0
+    assert sum(' queued ' in line for line in listed.stdout.splitlines()) == 3
+    assert 'nobody takes it: not JSON' in small.eschedule('show', names[0]).stdout
+    for name in names:
+        assert small.eschedule('destroy', name).code == 0
+    small.etcd.delete('/queues/small/not-a-uuid')
+    until(lambda: small.etcd.keys('/queues/') == [], 10, 'all of them are gone')
+    settled(small, compute)
+
+
+def test_groups_and_quotas_hold_for_what_is_taken(small: Control) -> None:
+    assert called(small, 'quota', 'set', 'shop', 'instances=4').code == 0
+    words = ('--project', 'shop', '--group', 'web', '--policy', 'anti-affinity')
+    instances = [queue(small, *words) for _ in range(3)]
+    # It counts from the moment it waits, and what a group is its first one says, though it is nowhere yet.
+    assert json.loads(called(small, 'quota', 'show', 'shop', '-f', 'json').stdout)['used']['instances'] == 3
+    one_line(called(small, '--queue', '--flavor', 'small', '--group', 'web', '--soft'), 5, 'strict anti-affinity')
+    one_line(called(small, '--queue', '--flavor', 'small', '--group', 'new'), 2, 'no group new yet')
+    queue(small, '--project', 'shop')
+    refused = called(small, '--queue', '--flavor', 'small', '--project', 'shop')
+    one_line(refused, 3, 'the quota of project shop does not allow it: instances: limit 4, used 4, asked 1')
+    one, other = small.ecompute(TOY, queues=True), small.ecompute(TOY, queues=True)
+    taken = until(lambda: len(waiting(small)) == 1 and allocations(small), 30, 'all but one are taken')
+    assert taken
+    (left,) = waiting(small)
+    assert left in instances
+    found = json.loads(called(small, 'group', 'show', 'web', '-f', 'json').stdout)['members']
+    on = {each['instance']: each['compute'] for each in found}
+    assert {on[each] for each in instances if each != left} == {one.uuid, other.uuid}
+    assert on[left] is None
+    # With the end of one the next is taken, and cancelled it would be gone from both.
+    first = next(each for each in instances if each != left)
+    assert called(small, 'destroy', '--wait', first).code == 0
+    until(lambda: waiting(small) == [], 30, 'the last one is taken')
+    addressed(small, left)
+    last = queue(small, '--project', 'shop', '--group', 'web')
+    assert called(small, 'destroy', last).code == 0
+    assert json.loads(called(small, 'quota', 'show', 'shop', '-f', 'json').stdout)['used']['instances'] == 3
+    assert last not in called(small, 'group', 'show', 'web').stdout
+    assert 'took it by itself' in called(small, 'why', left).stdout
+    settled(small, one, other)
+
+
+@pytest.mark.unaudited('the audit finds the key that is planted here')
+def test_a_group_that_cannot_be_understood_holds_up_nobody_else(small: Control) -> None:
+    stuck = queue(small, '--group', 'web', '--policy', 'affinity')
+    small.etcd.put('/groups/web', '{"version": 99}')
+    other = queue(small)
+    small.ecompute(queues=True)
+    addressed(small, other)
+    assert waiting(small) == [stuck]
+    one_line(called(small, '--queue', '--flavor', 'small', '--group', 'web'), 1, '/groups/web', 'etcdctl del')
+    found = called(small, 'audit')
+    assert (found.code, found.stdout.count('group-unreadable')) == (8, 1), found
+    # With the cure that it names, it is taken.
+    small.etcd.delete('/groups/web')
+    addressed(small, stuck)
+    assert stuck in called(small, 'group', 'show', 'web').stdout
+
+
+@pytest.mark.unaudited('the audit finds those that wait in vain')
+def test_those_whose_flavor_is_gone_hold_up_nobody_else(small: Control) -> None:
+    compute = small.ecompute(queues=True)
+    for _ in range(3):  # the fuller it is, the longer it lets others go first
+        addressed(small, place(small)[1])
+    flavors = [f'old-{number}' for number in range(20)]
+    compute.pause()  # it is to find all of them without their flavors
+    for each in flavors:
+        assert called(small, 'flavor', 'set', each, SMALL).code == 0
+        queue(small, '--flavor', each)
+        words = 'nobody takes what still waits in its queue (1): set it again, or destroy those'
+        one_line(called(small, 'flavor', 'delete', each), 0, f'flavor {each}: removed', words)
+    good = queue(small)
+    compute.resume()
+    reached(small, good, 'active')
+    assert len(waiting(small)) == len(flavors)
+    found = called(small, 'audit')
+    assert (found.code, found.stdout.count('queued-flavorless')) == (8, len(flavors)), found
+    # With its flavor the oldest of them is taken as soon as there is room.
+    assert called(small, 'destroy', '--wait', good).code == 0
+    last = waiting(small)
+    assert called(small, 'flavor', 'set', flavors[0], SMALL).code == 0
+    until(lambda: len(waiting(small)) < len(last), 20, 'one is taken')
+    (taken,) = set(last) - set(waiting(small))
+    addressed(small, taken)
+
+
+def test_one_request_has_one_compute_ask_placement(small: Control) -> None:
+    """However many wait for work, and whatever they knew before: else a thousand would ask for each."""
+    asked: list[str] = []
+    with FaultyPlacement(small.placement.port) as placement:
+        placement.fail('broken', lambda _, path: bool(asked.append(path)))
+        computes = [Ecompute(small.etcd.endpoint, placement.url, TOY, queues=True) for _ in range(6)]
+        for each in computes:
+            small.at_exit.enter_context(each)
+        looks = {f'/resource_providers/{each.uuid}/usages' for each in computes}
+        until(lambda: looks <= set(asked), 20, 'each has looked once, before there was anything')
+        time.sleep(BELIEVED + 1)
+        asked.clear()
+        instance = queue(small)
+        addressed(small, instance)
+        took = record(small, instance)
+        assert took is not None
+        assert set(asked) & looks == {f'/resource_providers/{took["compute"]}/usages'}
+        settled(small, *computes)
+        small.at_exit.close()  # before their placement goes
+
+
+def test_what_placement_says_by_now_counts(small: Control) -> None:
+    """Disabled unseen by the compute: it finds out when it is about to take, and another takes it."""
+    one = small.ecompute(TOY, queues=True)
+    addressed(small, queue(small))  # it has looked
+    time.sleep(BELIEVED + 1)
+    trait = f'/resource_providers/{one.uuid}/traits'
+    now = small.placement.call('GET', trait)
+    generation = now['resource_provider_generation']
+    body = {'traits': ['COMPUTE_STATUS_DISABLED', *now['traits']], 'resource_provider_generation': generation}
+    small.placement.call('PUT', trait, body)
+    instance = queue(small)
+    time.sleep(2)
+    assert waiting(small) == [instance]
+    assert instance not in small.placement.consumers(one.uuid)
+    other = small.ecompute(TOY, queues=True)
+    addressed(small, instance)
+    took = record(small, instance)
+    assert took is not None
+    assert took['compute'] == other.uuid
+    settled(small, one, other)

@@ -1,0 +1,136 @@
+"""Story 6: many requests in a queue, many computes that take them, half of them killed while they do."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.commands import Control
+from tests.faults.hands import Armed, settled
+from tests.scenario.invariants import allocations, everything
+from tests.scenario.story import SMALL, called
+from tests.servers import until
+
+ROOM = 'VCPU:16,DISK_GB:100,MEMORY_MB:16384'
+STEPS = 'marked', 'taken', 'moved'
+LONG = 600.0
+
+FEW = pytest.param(6, 60, id='few')
+MANY = pytest.param(50, 500, id='many', marks=[pytest.mark.slow, pytest.mark.timeout(1800)])
+
+
+@pytest.fixture
+def small(cluster: Control) -> Control:
+    assert cluster.eschedule('flavor', 'set', 'small', SMALL).code == 0
+    return cluster
+
+
+def computes(control: Control, count: int, **settings: object) -> list[Armed]:
+    """So many, not started."""
+    made = []
+    for number in range(count):
+        directory = control.directory / f'compute-{number}'
+        directory.mkdir()
+        each = Armed(control.etcd.endpoint, control.placement.url, ROOM, directory, **settings)
+        control.at_exit.callback(each.close)
+        made.append(each)
+    return made
+
+
+def start(made: Sequence[Armed]) -> None:
+    """Start them, a few side by side."""
+    for first in range(0, len(made), 4):
+        few = made[first : first + 4]
+        # Not in threads of their own: whoever starts one takes it along when it ends.
+        for each in few:
+            each.launch()
+        for each in few:
+            each.wait_ready()
+
+
+def enqueue(control: Control, count: int) -> set[str]:
+    """Put so many into the queue."""
+    instances = set()
+    for _ in range(count):
+        done = called(control, '--queue', '--flavor', 'small')
+        assert done.code == 0, done
+        instances.add(done.stdout.split()[2])
+    return instances
+
+
+def states(control: Control) -> dict[str, str]:
+    """The state of every instance that etcd knows of; that none is in two places is settled()'s to say."""
+    queued, scheduled, recorded = {}, {}, {}
+    for key, kept in everything(control).items():
+        family, name = key.split('/')[1], key.rsplit('/', 1)[1]
+        if family == 'instances':
+            recorded[name] = json.loads(kept.value)['state']
+        elif family == 'hosts':
+            scheduled[name] = 'scheduled'
+        elif family == 'queues' and name != 'taker':
+            queued[name] = 'queued'
+    return queued | scheduled | recorded
+
+
+def balance(control: Control, made: Sequence[Armed]) -> float:
+    """The largest share of used VCPU less the smallest."""
+    used = Counter(provider for held in allocations(control).values() for provider in held)
+    shares = [used[each.uuid] / 16 for each in made]
+    return max(shares) - min(shares)
+
+
+@pytest.mark.parametrize(('count', 'requests'), [FEW, MANY])
+def test_half_of_the_computes_are_killed_while_they_take(small: Control, count: int, requests: int) -> None:
+    made = computes(small, count, queues=True)
+    dying = made[: count // 2]
+    for number, each in enumerate(dying):
+        each.failpoint = f'{STEPS[number % len(STEPS)]}:kill'
+    start(made)
+    instances = enqueue(small, requests)
+    until(lambda: not any(each.is_running for each in dying), LONG, 'each of them has died while it took one')
+    for each in dying:
+        each.failpoint = ''
+    start(dying)
+    until(lambda: set(states(small).values()) == {'active'}, LONG, 'all are active')
+    assert states(small).keys() == instances
+    held = allocations(small)
+    assert held.keys() == instances
+    assert all(len(providers) == 1 for providers in held.values())
+    settled(small, *made)
+    guests = [guest['instance'] for each in made for guest in _guests(each)]
+    assert sorted(guests) == sorted(instances), 'each has one guest, on one compute'
+
+
+@pytest.mark.parametrize(('count', 'requests'), [FEW, MANY])
+def test_the_idlest_take_first(small: Control, count: int, requests: int) -> None:
+    """The balance of the pull queue against that of eschedule's own spread, on the same load."""
+    made = computes(small, count, queues=True)
+    start(made)
+    for _ in range(requests):
+        assert called(small, SMALL).code == 0
+    pushed = balance(small, made)
+    # A few at a time: all at once would be more than this placement, of one thread, answers in time.
+    until(lambda: set(states(small).values()) == {'active'}, LONG, 'all of them are active')
+    placed = sorted(allocations(small))
+    for first in range(0, len(placed), 10):
+        assert called(small, 'destroy', '--wait', '--timeout', str(LONG), *placed[first : first + 10]).code == 0
+
+    instances = enqueue(small, requests)
+
+    # etcd is asked and not placement, which has enough to do.
+    until(lambda: Counter(states(small).values())['active'] == requests, LONG, 'all of them are active')
+    assert allocations(small).keys() == instances
+    pulled = balance(small, made)
+    sys.stdout.write(f'\n{count} computes, {requests} requests: spread {pushed:.3f}, pull {pulled:.3f}\n')
+    assert pulled <= pushed + 0.2
+    settled(small, *made)
+
+
+def _guests(compute: Armed) -> list[dict[str, object]]:
+    path = Path(compute.directory / 'state' / 'fake.json')
+    return list(json.loads(path.read_text())) if path.exists() else []
