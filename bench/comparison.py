@@ -1,0 +1,337 @@
+"""Three ways to place: pushed one at a time, pushed in sets, pulled from a queue; what each costs.
+
+    python bench/comparison.py [--computes 10,100] [--requesters 1,8,32] [--ways one,sets,command,pull]
+                               [--requests N] [--results FILE] [--quick]
+    python bench/comparison.py --plot           bench/comparison.svg and the table, from the results
+
+Each line of the results is a cell: a number of computes, of requesters, and a way. A cell that is there is not measured
+again, so what was interrupted goes on. `command` is `one` with a real `eschedule` process for each request; the others
+run eschedule's main() in processes that have been started and have loaded its modules. Needs '.[lab,test]',
+psycopg2-binary, PostgreSQL and, for --plot, matplotlib.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
+from typing import Any
+
+TOP = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(TOP), str(TOP / 'md_server')]
+
+RESULTS, PLOT = Path(__file__).with_name('comparison.jsonl'), Path(__file__).with_name('comparison.svg')
+WAYS = ('one', 'command', 'sets', 'pull')
+QUERY, FLAVOR, IMAGE = 'resources=VCPU:1,DISK_GB:1,MEMORY_MB:128', 'bench', 'http://images.invalid/bench.qcow2'
+SET = 10
+REFUSALS = 8
+"""How often it is asked when all is full, at least: each requester once."""
+UUID = re.compile('[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}$', re.MULTILINE)
+Row = dict[str, Any]
+
+
+def vcpus(computes: int) -> int:
+    """Of each compute: 800 in all or, of many, four each."""
+    return max(4, 800 // computes)
+
+
+def words(way: str) -> list[str]:
+    """What eschedule is asked."""
+    if way == 'pull':
+        return ['--queue', '--flavor', FLAVOR, IMAGE]
+    return [QUERY, IMAGE, *(['--count', str(SET)] if way == 'sets' else [])]
+
+
+# A requester, in a process of its own
+
+
+def requester(config: str, way: str) -> None:
+    """Say `ready`; for each line of stdin, a number, ask so often, and print [began, ended, code, stdout] of each."""
+    arguments = ['--config', config, *words(way)]
+    ask = _command(arguments) if way == 'command' else _main(arguments)
+    print('ready', flush=True)
+    for line in sys.stdin:
+        said = []
+        for _ in range(int(line)):
+            began = time.monotonic()
+            code, output = ask()
+            said.append([began, time.monotonic(), code, output])
+        print(json.dumps(said), flush=True)
+
+
+def _command(arguments: Sequence[str]) -> Callable[[], tuple[int, str]]:
+    eschedule = str(Path(sys.executable).with_name('eschedule'))
+
+    def ask() -> tuple[int, str]:
+        done = subprocess.run([eschedule, *arguments], capture_output=True, text=True, check=False)
+        return done.returncode, done.stdout
+
+    return ask
+
+
+def _main(arguments: Sequence[str]) -> Callable[[], tuple[int, str]]:
+    import ecomp.placement.client
+    import ecomp.scheduler.create
+    import ecomp.scheduler.explain  # noqa: F401  (loaded before anything is measured)
+    from ecomp import schedule
+
+    def ask() -> tuple[int, str]:
+        out = io.StringIO()
+        with redirect_stdout(out), redirect_stderr(io.StringIO()):
+            code = schedule.main(arguments)
+        return code, out.getvalue()
+
+    return ask
+
+
+class Requesters:
+    """So many processes, started and ready."""
+
+    def __init__(self, count: int, config: Path, way: str) -> None:
+        from tests.servers import environment
+
+        again = [sys.executable, __file__, '--requester', str(config), way]
+        self._processes = [
+            subprocess.Popen(again, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment())
+            for _ in range(count)
+        ]
+        for each in self._processes:
+            assert each.stdout is not None
+            assert each.stdout.readline() == 'ready\n'
+
+    def ask(self, times: int) -> list[list[Any]]:
+        """So many requests in all, shared among them and begun at once."""
+        share, more = divmod(times, len(self._processes))
+        for number, each in enumerate(self._processes):
+            assert each.stdin is not None
+            each.stdin.write(f'{share + (number < more)}\n')
+            each.stdin.flush()
+        return [said for each in self._processes if each.stdout for said in json.loads(each.stdout.readline())]
+
+    def close(self) -> None:
+        """End them."""
+        for each in self._processes:
+            assert each.stdin is not None
+            each.stdin.close()
+        for each in self._processes:
+            each.wait()
+
+
+# Measuring
+
+
+def measure(cluster: Any, requesters: int, way: str, requests: int) -> Row:
+    """One cell: place, look, refuse at 100 %, and leave the cluster empty."""
+    asking = Requesters(requesters, cluster.schedule_yaml, way)
+    try:
+        before = cluster.placement.counts()
+        said = asking.ask(requests // (SET if way == 'sets' else 1))
+        instances, latencies = set[str](), list[float]()
+        placed = [(began, UUID.findall(output)) for began, _, code, output in said if code == 0]
+        for _, found in placed:
+            instances |= set(found)
+        cluster.wait_for(instances, 900)
+        after = cluster.placement.counts()
+        for began, found in placed:
+            latencies += [cluster.seen[instance][0] - began for instance in found]
+        seconds = max(cluster.seen[each][0] for each in instances) - min(began for began, *_ in said)
+        row = {
+            'placed': len(instances),
+            'failed': sorted(code for *_, code, _ in said if code),
+            'per_second': round(len(instances) / seconds, 1),
+            **{f'p{n}': round(_percentile(latencies, n), 3) for n in (50, 95)},
+            'calls': _each(before, after, len(instances)),
+            'balance': round(cluster.balance(instances), 3),
+        }
+        if way != 'pull':
+            row['full'] = _refusals(cluster, asking, requesters)
+    finally:
+        asking.close()
+    _clear(cluster, instances)
+    return row
+
+
+def _refusals(cluster: Any, asking: Requesters, requesters: int) -> Row:
+    """What happens when there is no room at all."""
+    fillers = cluster.fill()
+    before = cluster.placement.counts()
+    said = asking.ask(max(requesters, REFUSALS))
+    after = cluster.placement.counts()
+    cluster.empty(fillers)
+    took = [ended - began for began, ended, *_ in said]
+    return {
+        'codes': sorted({code for *_, code, _ in said}),
+        **{f'p{n}': round(_percentile(took, n), 3) for n in (50, 95)},
+        'calls': _each(before, after, len(said)),
+    }
+
+
+def _each(before: Mapping[str, Mapping[str, int]], after: Mapping[str, Mapping[str, int]], count: int) -> Row:
+    """Calls for each of so many; the upkeep of the computes is left out, for it does not come of requests."""
+    more = {f'{who} {kind}': after[who][kind] - before[who][kind] for who in after for kind in after[who]}
+    return {name: round(calls / count, 2) for name, calls in more.items() if calls and name != 'computes upkeep'}
+
+
+def _percentile(values: Sequence[float], percent: int) -> float:
+    return sorted(values)[min(len(values) * percent // 100, len(values) - 1)]
+
+
+def _clear(cluster: Any, instances: set[str]) -> None:
+    from tests.commands import eschedule
+    from tests.servers import until
+
+    named = sorted(instances)
+    for start in range(0, len(named), 500):
+        done = eschedule(cluster.schedule_yaml, 'destroy', *named[start : start + 500], timeout=600)
+        assert done.code == 0, done.stderr[-500:]
+    until(lambda: not cluster.there, 600, 'every instance is gone')
+
+
+def can_pull() -> bool:
+    """Whether this eschedule has a queue."""
+    done = subprocess.run([sys.executable, '-m', 'ecomp.schedule', '--help'], capture_output=True, text=True, cwd=TOP)
+    return '--queue' in done.stdout
+
+
+def run(options: argparse.Namespace) -> None:
+    """Measure what is asked for and not in the results yet."""
+    from bench.cluster import Cluster
+    from tests.commands import eschedule
+
+    ways = [way for way in options.ways if way != 'pull' or can_pull()]
+    for computes in options.computes:
+        # Those with queues are a cluster of their own: what they ask beside is not to be in the others' figures.
+        for kept, settings in (([way for way in ways if way != 'pull'], {}), (['pull'], {'queues': True})):
+            have = {_cell(row) for row in read(options.results)}
+            cells = [(computes, number, way) for way in kept if way in ways for number in options.requesters]
+            cells = [cell for cell in cells if cell not in have]
+            if not cells:
+                continue
+            with Cluster(computes, vcpus(computes), **settings) as cluster:
+                if settings:
+                    done = eschedule(cluster.schedule_yaml, 'flavor', 'set', FLAVOR, QUERY)
+                    assert done.code == 0, done
+                for _, number, way in cells:
+                    row = {'computes': computes, 'requesters': number, 'way': way}
+                    row |= measure(cluster, number, way, options.requests)
+                    row['load'] = round(os.getloadavg()[0], 1)
+                    with options.results.open('a') as results:
+                        results.write(json.dumps(row) + '\n')
+                    print(json.dumps(row), flush=True)
+
+
+def read(path: Path) -> list[Row]:
+    """The results so far."""
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def _cell(row: Row) -> tuple[int, int, str]:
+    return row['computes'], row['requesters'], row['way']
+
+
+# Showing
+
+
+def table(rows: Sequence[Row]) -> Iterator[str]:
+    """The results in Markdown. Calls are those of claims and candidates and of what is held, by anybody."""
+    names = ['computes', 'requesters', 'way', 'a second', 'p50', 'p95', 'calls', 'claims', '409', '5xx', 'balance']
+    names += ['refusal', 'its calls', 'load']
+    yield f'| {" | ".join(names)} |'
+    yield '|---' * len(names) + '|'
+    for row in rows:
+        full = row.get('full')
+        refusal = f'{full["p50"]:.2f} s | {_sum(full["calls"], ""):.1f}' if full else 'waits | -'
+        yield (
+            f'| {row["computes"]} | {row["requesters"]} | {row["way"]} | {row["per_second"]:.1f} '
+            f'| {row["p50"]:.2f} s | {row["p95"]:.2f} s | {_sum(row["calls"], ""):.2f} '
+            f'| {_sum(row["calls"], "claims"):.2f} | {_sum(row["calls"], "409"):.2f} | {_sum(row["calls"], "5xx"):.2f} '
+            f'| {100 * row["balance"]:.0f} | {refusal} | {row["load"]:.0f} |'
+        )
+
+
+def _sum(calls: Mapping[str, float], kind: str) -> float:
+    """Of one kind or, with '', of all: an answer's status is no call."""
+    wanted = (kind,) if kind else ('candidates', 'claims', 'held', 'upkeep')
+    return sum(calls.get(f'{who} {each}', 0) for who in ('asking', 'computes') for each in wanted)
+
+
+def plot(rows: Sequence[Row], path: Path) -> None:
+    """Requests a second and the time until one is placed, by requesters: a column for each number of computes."""
+    import matplotlib
+
+    matplotlib.use('svg')
+    matplotlib.rcParams |= {'svg.fonttype': 'none', 'svg.hashsalt': 'ecomp', 'font.size': 8}
+    from matplotlib import pyplot
+
+    sizes = sorted({row['computes'] for row in rows})
+    figure, axes = pyplot.subplots(2, len(sizes), figsize=(3 * len(sizes), 4.5), squeeze=False, layout='constrained')
+    for column, size in enumerate(sizes):
+        above, below = axes[0][column], axes[1][column]
+        above.set_title(f'{size} computes')
+        for way in WAYS:
+            mine = sorted((row for row in rows if row['computes'] == size and row['way'] == way), key=_cell)
+            if not mine:
+                continue
+            at = [row['requesters'] for row in mine]
+            (line,) = above.plot(at, [row['per_second'] for row in mine], marker='o', markersize=3, label=way)
+            below.plot(at, [row['p50'] for row in mine], marker='o', markersize=3, color=line.get_color())
+            below.plot(at, [row['p95'] for row in mine], linestyle=':', color=line.get_color())
+        for each in (above, below):
+            each.set_xscale('log', base=2)
+            each.set_xticks([1, 8, 32], ['1', '8', '32'])
+            each.grid(alpha=0.3)
+        above.set_ylim(bottom=0)
+        below.set_yscale('log')
+        below.set_xlabel('requesters')
+    axes[0][0].set_ylabel('instances a second')
+    axes[1][0].set_ylabel('s until placed: p50, p95 dotted')
+    axes[0][0].legend()
+    figure.savefig(path, metadata={'Date': None})
+
+
+def numbers(text: str) -> list[int]:
+    """`1,8,32`."""
+    return [int(each) for each in text.split(',')]
+
+
+def ways(text: str) -> list[str]:
+    """`one,pull`."""
+    if wrong := set(text.split(',')) - set(WAYS):
+        raise argparse.ArgumentTypeError(f'{", ".join(wrong)}: the ways are {", ".join(WAYS)}')
+    return text.split(',')
+
+
+def main() -> None:
+    """See the module."""
+    if sys.argv[1:2] == ['--requester']:
+        return requester(*sys.argv[2:])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument('--computes', type=numbers, default=[10, 100])
+    parser.add_argument('--requesters', type=numbers, default=[1, 8, 32])
+    parser.add_argument('--ways', type=ways, default=list(WAYS))
+    parser.add_argument('--requests', type=int, default=320, help='instances in each cell')
+    parser.add_argument('--results', type=Path, default=RESULTS)
+    parser.add_argument('--quick', action='store_true', help='10 computes, 40 requests a cell, and nothing is kept')
+    parser.add_argument('--plot', action='store_true')
+    options = parser.parse_args()
+    if options.plot:
+        rows = sorted({_cell(row): row for row in read(options.results)}.values(), key=_cell)
+        plot(rows, PLOT)
+        print('\n'.join(table(rows)))
+        return None
+    if options.quick:
+        options.computes, options.requesters, options.requests = [10], [1, 8], 40
+        options.results = Path(os.devnull)
+    return run(options)
+
+
+if __name__ == '__main__':
+    main()

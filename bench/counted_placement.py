@@ -1,0 +1,112 @@
+"""Placement with its calls counted: python bench/counted_placement.py PROCESSES THREADS PORT...
+
+Served at each of the ports, by several processes, so PostgreSQL has to be behind it. GET /counts, at any port, is
+{port: {kind: calls}}: so whoever is to be told apart is given a port of his own. Kinds are a method and what it is
+about, `claims` being POST and PUT of allocations, and `409` and `5xx` what was answered so.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+KINDS = ('candidates', 'claims', 'held', 'upkeep', '409', '5xx')
+"""`held`: what one consumer or provider holds; `upkeep`: everything about providers themselves."""
+
+
+def kind(method: str, path: str) -> str:
+    """What a call is counted as."""
+    if path == '/allocation_candidates':
+        return 'candidates'
+    if 'allocations' in path:
+        return 'held' if method == 'GET' else 'claims'
+    return 'upkeep'
+
+
+class Counted:
+    """A WSGI application that counts what it hands on; the counts are shared by all processes forked from here."""
+
+    def __init__(self, ports: Sequence[str]) -> None:
+        self._numbers = {(port, each): i for i, (port, each) in enumerate((p, k) for p in ports for k in KINDS)}
+        self._counts = multiprocessing.Array('q', len(self._numbers))
+        self.application: Callable[..., Iterable[bytes]] | None = None
+
+    def __call__(self, environ: dict[str, Any], start: Callable[..., Any]) -> Iterable[bytes]:
+        """See PEP 3333."""
+        port = str(environ['SERVER_PORT'])
+        if environ['PATH_INFO'] == '/counts':
+            found: dict[str, dict[str, int]] = {}
+            for (name, each), i in self._numbers.items():
+                found.setdefault(name, {})[each] = self._counts[i]
+            start('200 OK', [('content-type', 'application/json')])
+            return [json.dumps(found).encode()]
+        self._add(port, kind(environ['REQUEST_METHOD'], environ['PATH_INFO']))
+
+        def started(status: str, *rest: Any) -> Any:
+            if status.startswith('409'):
+                self._add(port, '409')
+            elif status.startswith('5'):
+                self._add(port, '5xx')
+            return start(status, *rest)
+
+        assert self.application is not None
+        return self.application(environ, started)
+
+    def _add(self, port: str, what: str) -> None:
+        with self._counts.get_lock():
+            self._counts[self._numbers[port, what]] += 1
+
+
+def main(processes: int, threads: int, ports: Sequence[str]) -> None:
+    """Serve until a signal ends it."""
+    import waitress
+
+    counted = Counted(ports)
+    sockets = []
+    for port in ports:
+        listener = socket.socket()
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(('127.0.0.1', int(port)))
+        sockets.append(listener)
+    # The tables are made when it is imported: once, for two that do it at a time get in each other's way.
+    if (child := os.fork()) == 0:
+        import placement.wsgi.api
+
+        assert placement.wsgi.api.application
+
+        os._exit(0)
+    if os.waitpid(child, 0)[1] != 0:
+        sys.exit('placement could not make its tables')
+    children = []
+    ours, theirs = os.pipe()
+    for _ in range(processes):
+        if (child := os.fork()) == 0:
+            from placement.wsgi import api
+
+            # However this ends, nothing is written to the pipe, and then its other end is gone.
+            os.close(theirs)
+            threading.Thread(target=lambda: os._exit(len(os.read(ours, 1))), daemon=True).start()
+            counted.application = api.application
+            waitress.serve(counted, sockets=sockets, threads=threads, connection_limit=4000, asyncore_use_poll=True)
+            os._exit(0)
+        children.append(child)
+
+    def end(*_: object) -> None:
+        for each in children:
+            os.kill(each, signal.SIGKILL)
+        os._exit(0)
+
+    signal.signal(signal.SIGTERM, end)
+    os.wait()
+    end()
+
+
+if __name__ == '__main__':
+    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3:])
