@@ -22,8 +22,8 @@ from ecomp.agent.locks import InstanceLocks
 from ecomp.agent.worker import WorkerSettings, prepare, work
 from ecomp.errors import BuildFailed
 from ecomp.model.guest import BaseImage
+from ecomp.virt import Hypervisor
 from ecomp.virt.fake import FakeHypervisor
-from ecomp.virt.hypervisor import Hypervisor
 
 PATIENCE = 60.0
 
