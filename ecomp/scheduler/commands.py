@@ -60,7 +60,7 @@ def remarks(wanted: Wanted, delivered: Mapping[str, Delivered]) -> list[str]:
     """What else there is to say of it, a line each."""
     said = [f'{name} was requested before: nothing is changed' for name, each in delivered.items() if each.again]
     if not said and len(delivered) < wanted.count:
-        said.append(f'{len(delivered)} of {wanted.count} are placed: there is no room for more')
+        said.append(f'{len(delivered)} of {wanted.count} are placed: there is no room, or no quota, for more')
     return said
 
 
@@ -80,14 +80,25 @@ def asked(config: ScheduleConfig, query: str, options: Options) -> str:
 def _plan(out: Terminal, config: ScheduleConfig, store: Store, command: Command) -> int:
     from ecomp.scheduler.plan import plan
     from ecomp.scheduler.show import as_plan
+    from ecomp.scheduler.wanted import Wanted
 
-    options, query = command.options, asked(config, command.words[0], command.options)
+    options, query, count = command.options, asked(config, command.words[0], command.options), command.options.size or 1
     backend = ask_placement(config.placement, query)
+    wanted = Wanted(
+        *(str(uuid.uuid4()), query, '', config.user_id, options.project or config.project_id, ''),
+        weigh=options.weigh or SPREAD,
+        count=count,
+        minimum=options.min or count,
+        group=options.membership,
+    )
     try:
-        ranked = plan(store, backend, options.weigh or SPREAD, options.membership, random.Random())
-        out.put(as_plan(ranked, options.format or 'table'))
+        ranked = plan(store, backend, wanted, random.Random())
     except NoCapacity as error:
         return no_capacity(out, error, store, backend, query, options.membership)
+    out.put(as_plan(ranked, options.format or 'table'))
+    placed = sum(each.instances for each in ranked)
+    if placed < count:
+        out.say(f'{placed} of {count} would be placed: there is no room, or no quota, for more')
     return 0
 
 

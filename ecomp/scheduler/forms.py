@@ -69,10 +69,12 @@ def is_image(word: str) -> bool:
     return '://' in word.partition('=')[0]
 
 
-def _one_query(name: str, words: Sequence[str]) -> tuple[str, ...]:
-    if len(words) > 1 or (words and '=' not in words[0]):
-        raise UsageError(f'{name}: give one placement query, in quotes')
-    return tuple(words) or ('',)
+def _planned(name: str, words: Sequence[str]) -> tuple[str, ...]:
+    # The words of the command that is planned; the image decides nothing.
+    query, *image = _query_and_image(name, words)
+    if (query and '=' not in query) or not all(is_image(word) for word in image):
+        raise UsageError(f'{name}: give one placement query, in quotes, and at most one image URL')
+    return (query,)
 
 
 def _flavor_and_query(name: str, words: Sequence[str]) -> tuple[str, ...]:
@@ -130,9 +132,9 @@ FORMS = {
     QUERY: Form('<id>', "the instance's address", _one_instance),
     'plan': Form(
         "plan 'resources=…'",
-        'which computes would be tried, in order, with their weights; nothing is claimed',
-        _one_query,
-        frozenset({'flavor', 'weigh', 'on', 'group', 'policy', 'strictness', 'format'}),
+        'which computes would be tried, in order, and how many each would get; nothing is claimed',
+        _planned,
+        frozenset({'size', 'min', 'flavor', 'weigh', 'on', 'project', 'group', 'policy', 'strictness', 'format'}),
     ),
     'destroy': Form(
         'destroy <id>…',

@@ -56,12 +56,7 @@ class Placer:
                 log.warning('compute %s is not alive: skipped', provider)
             candidates = [each for each in choice.tries if refusals[each.compute] < REFUSALS]
             self.of = max(len({each.compute for each in candidates}), self.of, 1)
-            for candidate in candidates:
-                _check(candidate.allocations)
-            goal = wanted.count
-            if candidates:
-                goal = terms.room(total(candidates[0].allocations), wanted.count, wanted.minimum)
-            lacking = goal - len(held)
+            lacking = goal(candidates, terms, wanted) - len(held)
             if lacking <= 0:
                 break
             batch = distribute(candidates, offer.rooms, lacking, wanted.weigh, self.rng, group)[0]
@@ -118,14 +113,27 @@ class Placer:
         return len(distribute(choice.tries, offer.rooms, wanted.count, wanted.weigh, self.rng, terms.group)[0])
 
     def _refusal(self, offer: Offer, choice: Choice, terms: Terms, taken: list[Candidate]) -> NoCapacity:
-        wanted, room = self.wanted, len(taken)
-        rule = '' if terms.group is None else f' in group {terms.group.name} ({terms.group.rule})'
-        if wanted.count > 1 and room:
-            least = '' if wanted.minimum == wanted.count else f', and at least {wanted.minimum} are wanted'
-            return TooFew(f'there is room for {room} of {wanted.count}{rule}{least}', taken)
+        if self.wanted.count > 1 and taken:
+            return too_few(self.wanted, terms.group, taken)
         if self.tried and (terms.group is None or choice.tries):
             return NoCapacity('every candidate was taken meanwhile')
         return NoCapacity(why_none(offer, choice, self.alive, terms.group))
+
+
+def goal(candidates: Sequence[Candidate], terms: Terms, wanted: Wanted) -> int:
+    """How many to place: as many as the quota allows. OverQuota; UsageError: no guest can be made of the candidates."""
+    for candidate in candidates:
+        _check(candidate.allocations)
+    if not candidates:
+        return wanted.count
+    return terms.room(total(candidates[0].allocations), wanted.count, wanted.minimum)
+
+
+def too_few(wanted: Wanted, group: Group | None, taken: Sequence[Candidate]) -> TooFew:
+    """The refusal of a set, of which there is room for those `taken` alone."""
+    rule = '' if group is None else f' in group {group.name} ({group.rule})'
+    least = '' if wanted.minimum == wanted.count else f', and at least {wanted.minimum} are wanted'
+    return TooFew(f'there is room for {len(taken)} of {wanted.count}{rule}{least}', taken)
 
 
 def why_none(offer: Offer, choice: Choice, alive: Collection[str], group: Group | None) -> str:

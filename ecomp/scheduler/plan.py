@@ -8,20 +8,20 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 
 from ecomp.errors import NoCapacity
-from ecomp.model.choose import Offer, Room, choose
-from ecomp.model.group import Membership
+from ecomp.model.choose import Offer, Room, choose, distribute
 from ecomp.placement.client import Placement
 from ecomp.scheduler.hosts import alive
-from ecomp.scheduler.joining import settled
-from ecomp.scheduler.place import why_none
+from ecomp.scheduler.joining import terms_of
+from ecomp.scheduler.place import goal, too_few, why_none
+from ecomp.scheduler.wanted import Wanted
 from ecomp.store.client import Store
 
 
 @dataclass(frozen=True)
 class Ranked:
-    """A compute that would be tried. `asked` is what it would give, `rooms` what it has, both by class.
+    """A compute that would be tried. `asked` is what one would get there, `rooms` what it has, both by class.
 
-    `weight` is None where there is no reason to prefer any.
+    `weight` is None where there is no reason to prefer any; `instances` is how many would be placed there.
     """
 
     compute: str
@@ -29,23 +29,32 @@ class Ranked:
     weight: float | None
     asked: Mapping[str, int]
     rooms: Mapping[str, Room]
+    instances: int
 
 
 def plan(
-    store: Store,
-    backend: Future[tuple[Placement, Offer]],
-    weigh: str,
-    wanted: Membership | None,
-    rng: random.Random,
+    store: Store, backend: Future[tuple[Placement, Offer]], wanted: Wanted, rng: random.Random
 ) -> list[Ranked]:
-    """The computes in the order in which they would be tried. Errors: NoCapacity; UsageError, Conflict of the group."""
-    group = settled(store, wanted)
+    """The computes in the order in which they would be tried.
+
+    Errors: NoCapacity (TooFew and OverQuota are such); UsageError (no guest can be made of that), and Conflict of the
+    group.
+    """
+    terms = terms_of(store, wanted.group, wanted.project_id, wanted.instances)
     there = alive(store)
     _, offer = backend.result()
-    choice = choose(offer, there, weigh, rng, group)
-    if not choice.tries:
-        raise NoCapacity(why_none(offer, choice, there, group))
+    choice = choose(offer, there, wanted.weigh, rng, terms.group)
+    count = goal(choice.tries, terms, wanted)
+    taken = distribute(choice.tries, offer.rooms, count, wanted.weigh, rng, terms.group)[0]
+    if not choice.tries or not taken:
+        raise NoCapacity(why_none(offer, choice, there, terms.group))
+    if len(taken) < wanted.minimum:
+        raise too_few(wanted, terms.group, taken)
     return [
-        Ranked(compute, there[compute], weight, allocations[compute], offer.rooms.get(compute, {}))
-        for compute, allocations, weight in choice.tries
+        Ranked(
+            *(each.compute, there[each.compute], each.weight, each.allocations[each.compute]),
+            offer.rooms.get(each.compute, {}),
+            sum(other is each for other in taken),
+        )
+        for each in choice.tries
     ]

@@ -89,11 +89,12 @@ def as_plan(ranked: Sequence[Ranked], form: str) -> str:
     if form == 'json':
         return json.dumps([_ranked(each) for each in ranked], indent=2)
     classes = [*NEEDED, *sorted({name for each in ranked for name in each.asked} - set(NEEDED))]
-    head = ('COMPUTE', 'HOST', 'WEIGHT', *(f'{name} USED/CAPACITY' for name in classes))
+    head = ('COMPUTE', 'HOST', 'WEIGHT', *(f'{name} USED/CAPACITY' for name in classes), 'INSTANCES')
     rows = [
         (
             *(each.compute, each.hostname or '-', '-' if each.weight is None else f'{each.weight:.2f}'),
             *(f'{room.used}/{room.capacity}' if (room := each.rooms.get(name)) else '-' for name in classes),
+            str(each.instances),
         )
         for each in ranked
     ]
@@ -153,7 +154,7 @@ def _ranked(each: Ranked) -> dict[str, object]:
     asked = dict(sorted(each.asked.items()))
     return {
         **{'compute': each.compute, 'hostname': each.hostname, 'weight': each.weight},
-        **{'asked': asked, 'resources': rooms},
+        **{'asked': asked, 'resources': rooms, 'instances': each.instances},
     }
 
 

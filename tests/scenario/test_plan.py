@@ -6,7 +6,7 @@ import json
 import socket
 from collections import Counter
 
-from tests.commands import Control
+from tests.commands import Control, Result
 from tests.scenario.story import IMAGE, NOTIFIED, SMALL, one_line, place
 
 TOY = 'VCPU:8,DISK_GB:100,MEMORY_MB:4096'
@@ -51,10 +51,66 @@ def test_the_plan_is_what_then_happens(cluster: Control) -> None:
     lines = cluster.eschedule('plan', SMALL, '--weigh=pack').stdout.splitlines()
     assert lines[0].split() == ['COMPUTE', 'HOST', 'WEIGHT', *(
         word for name in ('VCPU', 'MEMORY_MB', 'DISK_GB') for word in (name, 'USED/CAPACITY')
-    )]  # fmt: skip
+    ), 'INSTANCES']  # fmt: skip
     assert lines[1].split()[:4] == [computes[1], socket.gethostname(), '0.50', '0/2']
+    assert [line.split()[-1] for line in lines[1:]] == ['1', '0', '0']
     done = cluster.eschedule('plan', SMALL.replace('VCPU:1', 'VCPU:9'))
     assert (done.code, done.stdout) == (3, 'NO ALLOCATIONS LEFT\n')
+
+
+def placed(done: Result) -> Counter[str]:
+    """How many each compute got, or would get."""
+    assert done.code == 0, done
+    if done.stdout.startswith('NOTIFIED'):
+        return Counter(line.split(', ')[1] for line in done.stdout.splitlines())
+    return Counter({each['compute']: each['instances'] for each in json.loads(done.stdout) if each['instances']})
+
+
+def test_the_plan_of_a_set_is_what_then_happens(cluster: Control) -> None:
+    computes = [cluster.ecompute(f'VCPU:{size},DISK_GB:100,MEMORY_MB:4096').uuid for size in (2, 4, 8)]
+    place(cluster, SMALL, '--on', computes[2])
+    place(cluster, SMALL, '--on', computes[0])
+    for words in (
+        ('--count', '5'),
+        ('--count', '2', '--weigh', 'pack'),
+        ('--count', '2', '--group', 'web', '--policy', 'anti-affinity'),
+        ('--count', '3', '--group', 'db', '--policy', 'affinity', '--weigh', 'pack'),
+    ):
+        # What is said of a new one decides nothing, but for the image it may be said all the same.
+        planned = placed(cluster.eschedule('plan', SMALL, IMAGE, *words, '-f', 'json'))
+        assert sum(planned.values()) == int(words[1])
+        if words[-1] != 'anti-affinity':  # of equals any
+            assert placed(cluster.eschedule(SMALL, IMAGE, *words)) == planned
+        else:
+            assert set(planned.values()) == {1}
+    # Two are left of fourteen, and then one.
+    assert sum(placed(cluster.eschedule(SMALL, IMAGE, '--count', '1')).values()) == 1
+    both = [cluster.eschedule(*words, SMALL, '--count', '2') for words in (('plan',), ())]
+    for done in both:
+        assert (done.code, done.stdout) == (3, 'NO ALLOCATIONS LEFT\n')
+        assert 'there is room for 1 of 2' in done.stderr
+    assert both[0].stderr == both[1].stderr
+    done = cluster.eschedule('plan', SMALL, '--count', '2', '--min', '1', '-f', 'json')
+    assert sum(placed(done).values()) == 1
+    assert '1 of 2 would be placed: there is no room, or no quota, for more' in done.stderr
+
+
+def test_what_would_be_refused_is_not_planned(cluster: Control) -> None:
+    cluster.ecompute(TOY)
+    one_line(cluster.eschedule('quota', 'set', 'shop', 'instances=2'), 0, 'quota of project shop')
+    place(cluster, SMALL, '--project', 'shop')
+    assert placed(cluster.eschedule('plan', SMALL, '--project', 'shop', '-f', 'json')).total() == 1
+    for words in (('--project', 'shop', '--count', '2'), ('--count', '2', '--project', 'shop', '--group', 'new')):
+        real, planned = cluster.eschedule(SMALL, *words), cluster.eschedule('plan', SMALL, *words)
+        assert real.code == planned.code != 0
+        assert (planned.stdout, planned.stderr) == (real.stdout, real.stderr)
+    done = cluster.eschedule('plan', SMALL, '--project', 'shop', '--count', '2')
+    assert 'instances: limit 2, used 1, asked 2' in done.stderr
+    assert cluster.eschedule('plan', SMALL, '--project', 'other', '--count', '2').code == 0
+    for query in ('resources=VCPU:1', 'resources=VCPU:1,MEMORY_MB:64'):
+        real, planned = cluster.eschedule(query), cluster.eschedule('plan', query)
+        assert real.code == planned.code == 2
+        assert real.stderr == planned.stderr
 
 
 def test_a_host_is_named_by_what_it_is_called(cluster: Control) -> None:
