@@ -51,6 +51,9 @@ KEEPALIVE = (
 
 PAGE = 500
 
+RENEWED = 1.0
+"""Seconds in which a fence that did not hold has to be a new one."""
+
 SHORTEST = 0.2
 """Seconds between two tries while a leader is being elected, and the least a call is given."""
 
@@ -189,24 +192,31 @@ class Store:
     ) -> int | None:
         """All operations if all conditions hold: the new revision; else None, and nothing is changed.
 
-        Raises UnknownOutcome when no answer came, and Unreachable when the store's fence does not hold.
+        Raises UnknownOutcome when no answer came, and Unreachable when the store's fence does not hold, nor a new one
+        within a moment.
         https://etcd.io/docs/v3.4/learning/api/#transaction
         """
-        fence = self.fence if fenced else None
-        request = etcdrpc.TxnRequest(
-            compare=[_compare(each) for each in (*conditions, *([fence.condition] if fence else []))],
-            success=[_operation(each) for each in operations],
-            failure=[_look(fence.condition.key)] if fence else [],
-        )
-        reply = self._write(lambda client, limit: client.kvstub.Txn(request, limit, metadata=METADATA))
-        if reply.succeeded:
-            return int(reply.header.revision)
-        if fence is not None:
-            found = reply.responses[0].response_range.kvs
-            if (found[0].mod_revision if found else 0) != fence.condition.revision:
-                fence.broken()
+        until = 0.0
+        while True:
+            fence = self.fence if fenced else None
+            request = etcdrpc.TxnRequest(
+                compare=[_compare(each) for each in (*conditions, *([fence.condition] if fence else []))],
+                success=[_operation(each) for each in operations],
+                failure=[_look(fence.condition.key)] if fence else [],
+            )
+            reply = self._write(partial(_transaction, request))
+            if reply.succeeded:
+                return int(reply.header.revision)
+            found = reply.responses[0].response_range.kvs if fence else []
+            if fence is None or (found[0].mod_revision if found else 0) == fence.condition.revision:
+                return None
+            fence.broken()
+            until = until or time.monotonic() + RENEWED
+            # After an outage longer than the lease everybody is here, while the key is put again.
+            while self.fence is fence and time.monotonic() < until:
+                time.sleep(RENEWED / 100)
+            if time.monotonic() >= until:
                 raise Unreachable(f'{fence.condition.key} is not as we put it: nothing is written before it is')
-        return None
 
     def grant(self, seconds: int) -> int:
         """A new lease. One nobody uses ends by itself, so an unknown outcome harms nobody."""
@@ -338,6 +348,10 @@ def header_of(reply: Any) -> Header:
 
 def _range(request: Any, client: Any, limit: float) -> Any:
     return client.kvstub.Range(request, limit, metadata=METADATA)
+
+
+def _transaction(request: Any, client: Any, limit: float) -> Any:
+    return client.kvstub.Txn(request, limit, metadata=METADATA)
 
 
 def _entry(kv: Any) -> Entry:

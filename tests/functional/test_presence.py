@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from ecomp.errors import Conflict, Unreachable
-from ecomp.store.client import Put, Store, Unchanged
+from ecomp.store.client import RENEWED, Put, Store, Unchanged
 from ecomp.store.presence import Presence
 from tests.functional.store_client import connected
 from tests.servers import Etcd, until
@@ -169,15 +170,22 @@ def test_who_only_overslept_puts_the_key_again_and_goes_on(store: Store, prefix:
     entry = store.get(key)
     assert entry is not None
     store.revoke(entry.lease)
-    with pytest.raises(Unreachable):
-        store.commit([], [Put(prefix + 'x', '1')])
-
-    def goes_on() -> int | None:
-        with contextlib.suppress(Unreachable):
-            return store.commit([], [Put(prefix + 'x', '1')])
-        return None
-
-    until(goes_on, 5, 'it writes again, without waiting for its next refresh')
+    # Without waiting for its next refresh, and several at once.
+    with ThreadPoolExecutor(8) as threads:
+        written = [threads.submit(store.commit, [], [Put(f'{prefix}{number}', '1')]) for number in range(8)]
+        assert all(each.result(10) for each in written)
     assert store.get(key) is not None
     assert not lost
     alive.stop()
+
+
+def test_who_cannot_put_the_key_again_writes_nothing_meanwhile(store: Store, prefix: str) -> None:
+    key = prefix + 'c'
+    alive = presence(store, key, 'mine')
+    alive.start()
+    alive.stop()  # so nobody puts it again
+    began = time.monotonic()
+    with pytest.raises(Unreachable, match='is not as we put it'):
+        store.commit([], [Put(prefix + 'x', '1')])
+    assert time.monotonic() - began >= RENEWED
+    assert store.get(prefix + 'x') is None
