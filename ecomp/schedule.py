@@ -27,7 +27,7 @@ from ecomp.model.image import check_image
 from ecomp.model.text import printable_lines
 from ecomp.scheduler.arguments import Command, Options, parse, parser
 from ecomp.scheduler.ask import ask_placement
-from ecomp.scheduler.commands import RUNS, as_notified, asked, no_capacity, reach_all, remarks
+from ecomp.scheduler.commands import RUNS, as_notified, asked, no_capacity, reach_all, refused, remarks
 from ecomp.scheduler.forms import CREATE
 from ecomp.scheduler.terminal import Terminal, now
 
@@ -173,6 +173,8 @@ def _enqueue(config: ScheduleConfig, options: Options, new: New) -> int:
             options.membership,
         )
         is_new = enqueue(store, waiting, revision, shared, _who(new.requested), options.uuid is not None)
+    except NoCapacity as error:
+        return refused(TERMINAL, error)
     except KeyboardInterrupt:
         _say(f'interrupted; instance {instance}: eschedule {instance} says whether it is queued all the same')
         return EcompError.exit_code

@@ -105,14 +105,20 @@ def _plan(out: Terminal, config: ScheduleConfig, store: Store, command: Command)
 def no_capacity(
     out: Terminal, error: NoCapacity, store: Store, backend: Backend, query: str, group: Membership | None
 ) -> int:
-    """Say that there is none, and then why; the exit code."""
-    with suppress(OSError):  # run() flushes once more, and makes it count
-        out.put('NO ALLOCATIONS LEFT')
-    out.say(str(error))
+    """Say that there is none, and then why, and what each compute lacks; the exit code."""
+    code = refused(out, error)
     if not isinstance(error, OverQuota):
         from ecomp.scheduler.explain import tell
 
         tell(store, backend, query, group, error.taken if isinstance(error, TooFew) else (), out.say)
+    return code
+
+
+def refused(out: Terminal, error: NoCapacity) -> int:
+    """Say that there is none, and then why; the exit code."""
+    with suppress(OSError):  # run() flushes once more, and makes it count
+        out.put('NO ALLOCATIONS LEFT')
+    out.say(str(error))
     return error.exit_code
 
 

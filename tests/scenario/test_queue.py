@@ -246,7 +246,8 @@ def test_groups_and_quotas_hold_for_what_is_taken(small: Control) -> None:
     one_line(called(small, '--queue', '--flavor', 'small', '--group', 'new'), 2, 'no group new yet')
     queue(small, '--project', 'shop')
     refused = called(small, '--queue', '--flavor', 'small', '--project', 'shop')
-    one_line(refused, 3, 'the quota of project shop does not allow it: instances: limit 4, used 4, asked 1')
+    assert (refused.code, refused.stdout) == (3, 'NO ALLOCATIONS LEFT\n')
+    assert 'the quota of project shop does not allow it: instances: limit 4, used 4, asked 1' in refused.stderr
     one, other = small.ecompute(TOY, queues=True), small.ecompute(TOY, queues=True)
     taken = until(lambda: len(waiting(small)) == 1 and allocations(small), 30, 'all but one are taken')
     assert taken
