@@ -195,18 +195,12 @@ def _clear(cluster: Any, instances: set[str]) -> None:
     until(lambda: not cluster.there, 600, 'every instance is gone')
 
 
-def can_pull() -> bool:
-    """Whether this eschedule has a queue."""
-    done = subprocess.run([sys.executable, '-m', 'ecomp.schedule', '--help'], capture_output=True, text=True, cwd=TOP)
-    return '--queue' in done.stdout
-
-
 def run(options: argparse.Namespace) -> None:
     """Measure what is asked for and not in the results yet."""
     from bench.cluster import Cluster
     from tests.commands import eschedule
 
-    ways = [way for way in options.ways if way != 'pull' or can_pull()]
+    ways = options.ways
     for computes in options.computes:
         # Those with queues are a cluster of their own: what they ask beside is not to be in the others' figures.
         for kept, settings in (([way for way in ways if way != 'pull'], {}), (['pull'], {'queues': True})):
@@ -241,14 +235,14 @@ def _cell(row: Row) -> tuple[int, int, str]:
 
 
 def table(rows: Sequence[Row]) -> Iterator[str]:
-    """The results in Markdown. Calls are those of claims and candidates and of what is held, by anybody."""
+    """The results in Markdown. Calls are placement's by anybody, but of a refusal only those of who is refused."""
     names = ['computes', 'requesters', 'way', 'a second', 'p50', 'p95', 'calls', 'claims', '409', '5xx', 'balance']
     names += ['refusal', 'its calls', 'load']
     yield f'| {" | ".join(names)} |'
     yield '|---' * len(names) + '|'
     for row in rows:
         full = row.get('full')
-        refusal = f'{full["p50"]:.2f} s | {_sum(full["calls"], ""):.1f}' if full else 'waits | -'
+        refusal = f'{full["p50"]:.2f} s | {_sum(full["calls"], "", ("asking",)):.1f}' if full else 'waits | -'
         yield (
             f'| {row["computes"]} | {row["requesters"]} | {row["way"]} | {row["per_second"]:.1f} '
             f'| {row["p50"]:.2f} s | {row["p95"]:.2f} s | {_sum(row["calls"], ""):.2f} '
@@ -257,10 +251,10 @@ def table(rows: Sequence[Row]) -> Iterator[str]:
         )
 
 
-def _sum(calls: Mapping[str, float], kind: str) -> float:
+def _sum(calls: Mapping[str, float], kind: str, by: Sequence[str] = ('asking', 'computes')) -> float:
     """Of one kind or, with '', of all: an answer's status is no call."""
     wanted = (kind,) if kind else ('candidates', 'claims', 'held', 'upkeep')
-    return sum(calls.get(f'{who} {each}', 0) for who in ('asking', 'computes') for each in wanted)
+    return sum(calls.get(f'{who} {each}', 0) for who in by for each in wanted)
 
 
 def plot(rows: Sequence[Row], path: Path) -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from ecomp.errors import UsageError
+from ecomp.model.allocation import is_class
 from ecomp.model.image import check_image
 from ecomp.model.network import DEFAULT_NETWORKS, MOST_INTERFACES, Attachment
 from ecomp.yaml_file import Node, Section, Wrong, YamlFile, between, described, each_once, flag, one_of, shown, text_of
@@ -375,7 +376,7 @@ def _ratio(node: Node) -> float:
 
 
 def _resource_class(name: str) -> str:
-    if not re.fullmatch('[A-Z0-9_]{1,255}', name):
+    if not is_class(name):
         raise Wrong('must be a resource class: capitals, digits and _')
     return name
 

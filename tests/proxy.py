@@ -46,10 +46,14 @@ class Proxy:
 
     def lose_request(self, pattern: bytes, and_stay_away: bool = False) -> None:
         """The next request that holds `pattern` does not arrive: its connection is cut."""
-        self._rules.append(_Rule(pattern, None, and_stay_away))
+        self.lose(pattern, None, and_stay_away)
 
     def lose_answer(self, pattern: bytes, applied: Callable[[], object], and_stay_away: bool = False) -> None:
         """The next request that holds `pattern` arrives, its answer does not: it is cut once `applied()` is true."""
+        self.lose(pattern, applied, and_stay_away)
+
+    def lose(self, pattern: bytes, applied: Callable[[], object] | None, and_stay_away: bool = False) -> None:
+        """Its answer if there is an `applied`, else the request itself: for tests of both."""
         self._rules.append(_Rule(pattern, applied, and_stay_away))
 
     def go_away(self) -> None:

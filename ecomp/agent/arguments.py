@@ -4,25 +4,17 @@ from __future__ import annotations
 
 import argparse
 import re
-from typing import NoReturn
 
 from ecomp import __version__
-from ecomp.errors import UsageError
+from ecomp.arguments import Parser
 
 MOST = 1000
 """Pretended computes in one process: with more it is busy with saying that they live."""
 
 
-class _Parser(argparse.ArgumentParser):
-    """argparse, with its errors in one line like all others."""
-
-    def error(self, message: str) -> NoReturn:
-        raise UsageError(f'{message}; --help shows all')
-
-
 def parser() -> argparse.ArgumentParser:
     """Its parse_args() raises UsageError."""
-    made = _Parser('ecompute', description='Take requests for this machine from etcd and make them VMs.')
+    made = Parser('ecompute', description='Take requests for this machine from etcd and make them VMs.')
     made.add_argument('--config', metavar='FILE', help='instead of compute.yaml in the current directory')
     made.add_argument('--fake', metavar='INVENTORY', help="pretend: 'VCPU:4,DISK_GB:10,MEMORY_MB:512', no libvirt")
     made.add_argument('--count', metavar='N', type=_count, help=f'with --fake: pretend so many, 1 to {MOST}')

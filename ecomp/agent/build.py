@@ -140,6 +140,7 @@ def build(
             hypervisor.create_disk(spec)
         failpoint('disk-created')
         if spec.seed is not None:
+            checkpoint()
             hypervisor.create_seed(instance, spec.seed)
             failpoint('seed-written')
         report('disk')

@@ -22,7 +22,7 @@ from ecomp.errors import EcompError, NoCapacity, PlacementRefusal, Unreadable
 from ecomp.model import keys
 from ecomp.model.explain import Provider
 from ecomp.model.group import Group
-from ecomp.model.pull import Line, Place, fits, line_of, next_of, patience, subscribed, widened
+from ecomp.model.pull import Backlog, Place, backlog_of, fits, next_of, patience, subscribed, widened
 from ecomp.model.queue import Waiting
 from ecomp.model.status import DISABLED
 from ecomp.placement import allocations as ledger
@@ -57,14 +57,14 @@ class Reader:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._state: State = {}
-        self._line = Line()
+        self._backlog = Backlog()
 
-    def read(self, state: State) -> Line:
+    def read(self, state: State) -> Backlog:
         """What it says. From any thread."""
         with self._lock:
             if state is not self._state:
-                self._state, self._line = state, line_of(state, self._line)
-            return self._line
+                self._state, self._backlog = state, backlog_of(state, self._backlog)
+            return self._backlog
 
 
 class Queues:
@@ -82,7 +82,7 @@ class Queues:
         presence: Presence,
         complaints: Complaints,
         follow: Callable[..., Follower | Part],
-        read: Callable[[State], Line],
+        read: Callable[[State], Backlog],
         may_take: Callable[[], bool],
         now: Callable[[], str],
     ) -> None:
@@ -90,7 +90,7 @@ class Queues:
         self._store = store
         self._placement = placement
         self._complaints = complaints
-        self._read_line = read
+        self._read_backlog = read
         self._may_take = may_take
         self._taker = Taker(compute, store, placement, lambda: presence.lease, now)
         self._rng = random.Random()
@@ -100,7 +100,7 @@ class Queues:
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name='queues', daemon=True)
         self._nudged = False
-        self._line: Line | None = None
+        self._backlog: Backlog | None = None
         self._passed_over: dict[str, float] = {}
         self._asked_for: dict[str, float] = {}
         self._refused: dict[str, Provider] = {}
@@ -137,13 +137,13 @@ class Queues:
                 self._changed.notify()
 
     def _on_queues(self, state: State) -> None:
-        line = self._read_line(state)
+        backlog = self._read_backlog(state)
         with self._changed:
             # What others take is nothing to think about anew: of a thousand computes each would, at every step.
-            if self._line is None or line.has_more or self._compute in line.marks:
+            if self._backlog is None or backlog.has_more or self._compute in backlog.marks:
                 self._nudged = True
                 self._changed.notify()
-            self._line = line
+            self._backlog = backlog
 
     def _on_back(self) -> None:
         self._complaints.settle(FOLLOWING)
@@ -182,12 +182,12 @@ class Queues:
             now = time.monotonic()
             self._passed_over = {name: until for name, until in self._passed_over.items() if until > now}
             with self._changed:
-                line = self._line or Line()
-            places = line.places.values()
+                backlog = self._backlog or Backlog()
+            places = backlog.places.values()
             # What we have just been at is left out: the state may be behind.
             ours = [
                 (key, *mark)
-                for key, mark in line.marks.get(self._compute, {}).items()
+                for key, mark in backlog.marks.get(self._compute, {}).items()
                 if keys.last(key) not in self._passed_over
             ]
             for key, mark, place in ours:
@@ -198,33 +198,33 @@ class Queues:
                 else:
                     self._take(place, mark, self._is_open)
             if self._read == -math.inf:
-                self._look(line)  # before anything waits: then all would look at once
+                self._look(backlog)  # before anything waits: then all would look at once
             if not places:
                 self._look_at = math.inf
                 return BEHIND if self._passed_over else EVERY
             if ours:
                 continue
-            found = self._next(line)
+            found = self._next(backlog)
             if found is not None:
                 allowed, theirs = self._group(found.waiting)
                 if not allowed:
                     self._leave(each for each in places if each.waiting.group == found.waiting.group)
                 elif self._let_others_go_first(found, theirs):
-                    self._among = widened(self._among, self._compete(found, line))
+                    self._among = widened(self._among, self._compete(found, backlog))
             else:
                 return max(min([self._look_at, *self._passed_over.values()]) - now, 0.01)
         return EVERY
 
-    def _next(self, line: Line) -> Place | None:
+    def _next(self, backlog: Backlog) -> Place | None:
         """What to take, by what this compute had left when it looked last."""
         if self._changed_here:
-            self._look(line)
-        found = self._chosen(line)
+            self._look(backlog)
+        found = self._chosen(backlog)
         now = time.monotonic()
         if found is None and now >= self._look_at:
             self._look_at = math.inf
-            self._look(line)
-            found = self._chosen(line)
+            self._look(backlog)
+            found = self._chosen(backlog)
         if found is not None:
             self._look_at = math.inf
         elif self._look_at == math.inf:
@@ -232,10 +232,10 @@ class Queues:
             self._look_at = max(now, self._read + every) + self._rng.uniform(0.0, SPREAD_OVER)
         return found
 
-    def _still_fits(self, place: Place, line: Line) -> bool:
+    def _still_fits(self, place: Place, backlog: Backlog) -> bool:
         """Whether what was chosen fits indeed: asked by the one that has its mark, or all would look."""
         if time.monotonic() - self._read > BELIEVED:
-            self._look(line)
+            self._look(backlog)
         elif not self._is_open():
             return False
         return fits(place.waiting.flavor, self._room)
@@ -247,18 +247,18 @@ class Queues:
             self._room, self._takes = replace(self._room, traits=there), {}
         return DISABLED not in there
 
-    def _chosen(self, line: Line) -> Place | None:
+    def _chosen(self, backlog: Backlog) -> Place | None:
         refused = {query: False for query, then in self._refused.items() if then == self._room}
-        self._takes = subscribed(line.flavors, self._room, self._takes) | refused
-        return next_of(line.places.values(), self._takes, self._passed_over, self._among, self._rng)
+        self._takes = subscribed(backlog.flavors, self._room, self._takes) | refused
+        return next_of(backlog.places.values(), self._takes, self._passed_over, self._among, self._rng)
 
-    def _look(self, line: Line) -> None:
+    def _look(self, backlog: Backlog) -> None:
         """Read what this compute has left, without what a dead attempt of ours holds for a request that waits."""
         with self._changed:
             self._changed_here = False
         if self._tidy:
             held = ledger.of_provider(self._placement, self._compute)
-            for each in line.places.values():
+            for each in backlog.places.values():
                 instance = each.waiting.instance
                 if instance in held and self._taker.let_go(instance):
                     log.info('released the claim of %s, which waits in its queue again', instance)
@@ -285,19 +285,19 @@ class Queues:
         if self._stopped.wait(patience(self._room, theirs, self._computes, self._rng)):
             return False
         with self._changed:
-            line = self._line or Line()
-        return line.places.get(place.waiting.key) == place
+            backlog = self._backlog or Backlog()
+        return backlog.places.get(place.waiting.key) == place
 
-    def _compete(self, place: Place, line: Line) -> bool:
+    def _compete(self, place: Place, backlog: Backlog) -> bool:
         """Take what others may be after, too; where its flavor is gone all of that is left alone."""
-        if self._take(place, 0, partial(self._still_fits, place, line)):
+        if self._take(place, 0, partial(self._still_fits, place, backlog)):
             return True
         flavor, now = place.waiting.flavor.name, time.monotonic()
         if now - self._asked_for.get(flavor, -math.inf) > LEFT_ALONE:  # mostly it was a race
             self._asked_for = {name: when for name, when in self._asked_for.items() if now - when <= LEFT_ALONE}
             self._asked_for[flavor] = now
             if self._store.get(keys.flavor(flavor)) is None:
-                self._leave(each for each in line.places.values() if each.waiting.flavor.name == flavor)
+                self._leave(each for each in backlog.places.values() if each.waiting.flavor.name == flavor)
         return False
 
     def _take(self, place: Place, mark: int, still_fits: Callable[[], bool]) -> bool:

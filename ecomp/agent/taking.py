@@ -20,12 +20,10 @@ from ecomp.placement import allocations as ledger
 from ecomp.placement.claiming import claim
 from ecomp.placement.client import Placement
 from ecomp.store.client import Delete, Exists, Put, Store, Unchanged
+from ecomp.store.requests import withdraw
 from ecomp.store.sharing import Excluded, commit_with, joined
 
 log = logging.getLogger(__name__)
-
-READ_BACKS = 3
-"""Just after a cut gRPC hands one call in five to the connection that broke."""
 
 
 class Taker:
@@ -71,14 +69,7 @@ class Taker:
 
     def give_back(self, queue_key: str, mark: int) -> bool:
         """Take our mark away, so that others may take the request; False if it was not there any more as it was."""
-        key = keys.taker(queue_key)
-        for left in reversed(range(READ_BACKS)):
-            try:
-                return self._store.commit([Unchanged(key, mark)], [Delete(key)]) is not None
-            except UnknownOutcome:
-                if not left:
-                    raise
-        return False
+        return withdraw(self._store, keys.taker(queue_key), mark)
 
     def let_go(self, instance: str) -> bool:
         """Release what this compute holds for a request that it does not take after all; True if it held something.

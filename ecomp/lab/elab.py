@@ -13,9 +13,9 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import NoReturn
 
 from ecomp import __version__
+from ecomp.arguments import Parser
 from ecomp.errors import EcompError, NotFound, UsageError
 from ecomp.lab import control, guest, machine, namespaces, state
 from ecomp.lab.hosts import Host
@@ -47,15 +47,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
 
 
-class _Parser(argparse.ArgumentParser):
-    """argparse, with its errors in one line like all others."""
-
-    def error(self, message: str) -> NoReturn:
-        raise UsageError(f'{message}; --help shows all')
-
-
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser('elab', description='A whole cluster on one machine: etcd, placement and hypervisor hosts.')
+    parser = Parser('elab', description='A whole cluster on one machine: etcd, placement and hypervisor hosts.')
     parser.add_argument('--version', action='version', version=f'elab {__version__}')
     commands = parser.add_subparsers(required=True, metavar='COMMAND')
 

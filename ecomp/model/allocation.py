@@ -6,7 +6,8 @@ The shape is placement's: {provider uuid: {'resources': {class: amount}}}
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 Resources = Mapping[str, int]
@@ -17,6 +18,13 @@ NEEDED = ('VCPU', 'MEMORY_MB', 'DISK_GB')
 
 LARGEST = 2**31 - 1
 """placement's own limit of an amount (its schema's maximum)."""
+
+_CLASS = re.compile('[A-Z0-9_]{1,255}')
+
+
+def is_class(name: str) -> bool:
+    """True for what placement takes as the name of a resource class, or of a trait (its schema's pattern)."""
+    return _CLASS.fullmatch(name) is not None
 
 
 def parse_allocations(value: Any) -> dict[str, dict[str, int]]:
@@ -43,11 +51,16 @@ def to_wire(allocations: Allocations) -> dict[str, dict[str, dict[str, int]]]:
 
 def total(allocations: Allocations) -> dict[str, int]:
     """What the consumer has in all: a shared provider may give the disk."""
-    summed: dict[str, int] = {}
-    for resources in allocations.values():
+    return summed(allocations.values())
+
+
+def summed(each: Iterable[Resources]) -> dict[str, int]:
+    """All of them together."""
+    found: dict[str, int] = {}
+    for resources in each:
         for name, amount in resources.items():
-            summed[name] = summed.get(name, 0) + amount
-    return summed
+            found[name] = found.get(name, 0) + amount
+    return found
 
 
 def missing(resources: Resources) -> list[str]:

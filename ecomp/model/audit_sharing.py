@@ -7,10 +7,9 @@ from collections.abc import Iterator, Mapping
 from ecomp.model import keys
 from ecomp.model.findings import Finding
 from ecomp.model.group import Group
-from ecomp.model.instance import Request
+from ecomp.model.instance import Invalid, Request
 from ecomp.model.planes import World
-from ecomp.model.queue import Waiting
-from ecomp.model.quota import Quota, charge, summed
+from ecomp.model.quota import Quota, counted
 
 QUOTED = 3
 """Instances that a finding names."""
@@ -76,16 +75,9 @@ def quotas(world: World) -> Iterator[Finding]:
 
 
 def _requested(world: World, project: str) -> dict[str, int]:
-    found = {}
-    for instance, places in world.queued.items():
-        for waiting in places.values():
-            if isinstance(waiting, Waiting) and waiting.project_id == project:
-                found[instance] = charge(waiting.flavor.resources)
-    for instance, wishes in world.wishes.items():
-        for wish in wishes.values():
-            if isinstance(wish, Request) and wish.project_id == project:
-                found[instance] = charge(wish.resources)
-    return summed(found.values())
+    waits = (waiting for places in world.queued.values() for waiting in places.values())
+    wishes = (wish for asked in world.wishes.values() for wish in asked.values())
+    return counted(project, (each for each in (*waits, *wishes) if not isinstance(each, Invalid)))
 
 
 def _differs(one: Mapping[str, int], other: Mapping[str, int]) -> tuple[str, str] | None:

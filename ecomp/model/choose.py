@@ -113,8 +113,8 @@ def share_left(asked: Resources, room: Mapping[str, Room]) -> float:
 
 def distribute(
     tries: Sequence[Candidate], rooms: Rooms, count: int, weigh: str, rng: random.Random, group: Group | None = None
-) -> tuple[list[Candidate], Rooms]:
-    """The candidates that so many would take, one after the other, and what room there is then.
+) -> list[Candidate]:
+    """The candidates that so many would take, one after the other.
 
     Fewer, if there is no room for all, or the group allows no more. `tries` is in choose()'s order. What `rooms` does
     not know is no limit.
@@ -122,20 +122,20 @@ def distribute(
     if group is None or not group.strict or group.policy != AFFINITY or group.on:
         return _distribute(tries, rooms, count, weigh, rng, group)
     # All of them share one compute, which nobody has chosen yet: the first that has room for all, or else for most.
-    best: tuple[list[Candidate], Rooms] = [], rooms
+    best: list[Candidate] = []
     for compute in dict.fromkeys(each.compute for each in tries):
         there = [each for each in tries if each.compute == compute]
         found = _distribute(there, rooms, count, weigh, rng, None)
-        if len(found[0]) > len(best[0]):
+        if len(found) > len(best):
             best = found
-        if len(found[0]) == count:
+        if len(found) == count:
             break
     return best
 
 
 def _distribute(
     tries: Sequence[Candidate], rooms: Rooms, count: int, weigh: str, rng: random.Random, group: Group | None
-) -> tuple[list[Candidate], Rooms]:
+) -> list[Candidate]:
     now = {provider: dict(room) for provider, room in rooms.items()}
     fitting = list(tries)
     on = Counter(group.on if group is not None else ())
@@ -163,7 +163,7 @@ def _distribute(
         if group is not None and group.strict:
             left = [other for other, each in enumerate(fitting) if group.admits(each.compute, on)]
             fitting, weights = [fitting[other] for other in left], [weights[other] for other in left]
-    return taken, now
+    return taken
 
 
 def _take(allocations: Allocations, rooms: dict[str, dict[str, Room]]) -> bool:

@@ -6,19 +6,16 @@ Written as a placement query with resources and traits alone: 'resources=VCPU:1,
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from ecomp.model.allocation import LARGEST, Resources
+from ecomp.model.allocation import LARGEST, Resources, is_class
 from ecomp.model.json_object import load_object
+from ecomp.model.names import check_plain
 
 VERSION = 1
-_NAME = re.compile('[A-Za-z0-9][A-Za-z0-9._-]{0,62}')
-_CLASS = re.compile('[A-Z0-9_]{1,255}')
-"""placement's own pattern for resource classes and traits."""
 
 
 @dataclass(frozen=True)
@@ -43,9 +40,7 @@ class Flavor:
 
 def check_flavor_name(name: str) -> str:
     """The name as it is; ValueError if it is none."""
-    if not _NAME.fullmatch(name):
-        raise ValueError(f'{name[:80]!r} is no name of a flavor: it has 1 to 63 letters, digits, ., _ and -')
-    return name
+    return check_plain(name, 'a flavor')
 
 
 def parse_flavor(name: str, text: str) -> Flavor:
@@ -132,6 +127,6 @@ def _amount(name: str, text: str) -> int:
 
 
 def _name_of(what: str, text: str) -> str:
-    if not _CLASS.fullmatch(text):
+    if not is_class(text):
         raise ValueError(f'{text[:80]!r} is no {what}: those are of A-Z, 0-9 and _')
     return text

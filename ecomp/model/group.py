@@ -8,7 +8,6 @@ says; with its last one it is gone.
 from __future__ import annotations
 
 import json
-import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -18,13 +17,13 @@ from typing import Any, NamedTuple
 from ecomp.errors import Conflict, UsageError
 from ecomp.model import keys
 from ecomp.model.json_object import load_object
+from ecomp.model.names import check_plain
 
 VERSION = 1
 AFFINITY, ANTI_AFFINITY = 'affinity', 'anti-affinity'
 POLICIES = (AFFINITY, ANTI_AFFINITY)
 LARGEST = 1000
 """Members a group may have: its key is rewritten with each, and a set of 1.4 MB in the same transaction is to fit."""
-_NAME = re.compile('[A-Za-z0-9][A-Za-z0-9._-]{0,62}')
 
 
 class Membership(NamedTuple):
@@ -104,9 +103,7 @@ class Group:
 
 def check_group_name(name: str) -> str:
     """The name as it is; ValueError if it is none."""
-    if not _NAME.fullmatch(name):
-        raise ValueError(f'{name[:80]!r} is no name of a group: it has 1 to 63 letters, digits, ., _ and -')
-    return name
+    return check_plain(name, 'a group')
 
 
 def settle(there: Group | None, wanted: Membership) -> Group:

@@ -1,7 +1,7 @@
-"""What an instance may be called. Pure, and light to import.
+"""What instances, and what groups and flavors may be called. Pure, and light to import.
 
-A name is its guest's host name and stands wherever its uuid may: so it is an RFC 1123 label in lower case, never a
-command, and never hexadecimal alone, which is how the beginning of a uuid looks.
+An instance's name is its guest's host name and stands wherever its uuid may: so it is an RFC 1123 label in lower case,
+never a command, and never hexadecimal alone, which is how the beginning of a uuid looks.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ PREFIX = 4
 """Digits of a uuid that may stand for all of it, at least."""
 
 _LABEL = re.compile('[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?')
+_PLAIN = re.compile('[A-Za-z0-9][A-Za-z0-9._-]{0,62}')
 _HEXADECIMAL = re.compile('[0-9a-f-]+')
 
 
@@ -45,6 +46,13 @@ def check_name(text: str) -> str:
         raise ValueError(f'{shown} is no name: of 0-9, a-f and - alone it looks like the beginning of a uuid')
     if text in RESERVED:
         raise ValueError(f'{shown} is no name: it is a command')
+    return text
+
+
+def check_plain(text: str, what: str) -> str:
+    """The name of a group or a flavor as it is; ValueError if it is none. `what` is `a group`."""
+    if not _PLAIN.fullmatch(text):
+        raise ValueError(f'{text[:80]!r} is no name of {what}: it has 1 to 63 letters, digits, ., _ and -')
     return text
 
 

@@ -50,7 +50,7 @@ class Nonsense(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Line:
+class Backlog:
     """The queues at one moment.
 
     `places`: what waits and nobody takes, by its key, oldest first; `flavors`: theirs, by their queries; `marks`: by
@@ -65,7 +65,7 @@ class Line:
     parsed: Mapping[str, Place | Nonsense] = field(default_factory=dict, repr=False)
 
 
-def line_of(state: Mapping[str, Written], before: Line) -> Line:
+def backlog_of(state: Mapping[str, Written], before: Backlog) -> Backlog:
     """What the keys under /queues/ say; what was read `before` is not read again."""
     parsed: dict[str, Place | Nonsense] = {}
     takers = []
@@ -89,7 +89,7 @@ def line_of(state: Mapping[str, Written], before: Line) -> Line:
     in_order = dict(sorted(places.items(), key=lambda item: item[1].revision))
     flavors = {each.waiting.flavor.query: each.waiting.flavor for each in in_order.values()}
     has_more = any(before.places.get(key) is not place for key, place in in_order.items())
-    return Line(in_order, flavors, marks, has_more, parsed)
+    return Backlog(in_order, flavors, marks, has_more, parsed)
 
 
 def fits(flavor: Flavor, provider: Provider) -> bool:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ecomp.model import keys
-from ecomp.model.allocation import missing
+from ecomp.model.allocation import Resources, missing
 from ecomp.model.choose import QUEUE, Why
 from ecomp.model.flavor import Flavor, parse_flavor
 from ecomp.model.group import Membership, membership_from
@@ -56,6 +56,11 @@ class Waiting:
     def key(self) -> str:
         """Where it waits."""
         return keys.queue(self.flavor.name, self.instance)
+
+    @property
+    def resources(self) -> Resources:
+        """What it will have."""
+        return self.flavor.resources
 
     def request(self, compute: str, now: str) -> Request:
         """What the compute that took it is asked for."""

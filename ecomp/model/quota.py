@@ -8,17 +8,15 @@ has been delivered) to the transaction that removes it.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
-from ecomp.model.allocation import LARGEST, Resources
+from ecomp.model.allocation import LARGEST, Resources, is_class, summed
 from ecomp.model.json_object import load_object
 
 VERSION = 1
 INSTANCES = 'instances'
-_CLASS = re.compile('[A-Z0-9_]{1,255}')
 
 
 class Excess(NamedTuple):
@@ -71,18 +69,25 @@ def charge(resources: Resources) -> dict[str, int]:
     return {**resources, INSTANCES: 1}
 
 
+class Asked(Protocol):
+    """A request, delivered or waiting, and what it counts for."""
+
+    @property
+    def instance(self) -> str: ...
+    @property
+    def project_id(self) -> str: ...
+    @property
+    def resources(self) -> Resources: ...
+
+
+def counted(project: str, asked: Iterable[Asked]) -> dict[str, int]:
+    """What a project has by the requests there are. Of one instance the last counts."""
+    return summed({each.instance: charge(each.resources) for each in asked if each.project_id == project}.values())
+
+
 def times(each: Mapping[str, int], count: int) -> dict[str, int]:
     """So much, so many times."""
     return {name: amount * count for name, amount in each.items()}
-
-
-def summed(charges: Iterable[Mapping[str, int]]) -> dict[str, int]:
-    """All of them together."""
-    found: dict[str, int] = {}
-    for each in charges:
-        for name, amount in each.items():
-            found[name] = found.get(name, 0) + amount
-    return found
 
 
 def refusal(project: str, excess: Sequence[Excess]) -> str:
@@ -95,7 +100,7 @@ def parse_limits(words: Sequence[str]) -> dict[str, int | None]:
     found: dict[str, int | None] = {}
     for word in words:
         name, _, text = word.partition('=')
-        if name != INSTANCES and not _CLASS.fullmatch(name):
+        if name != INSTANCES and not is_class(name):
             raise ValueError(f'{word[:80]!r} is no limit: give VCPU=10, MEMORY_MB=8192, DISK_GB=100 or instances=5')
         if text != 'none' and not (text.isascii() and text.isdecimal() and int(text) <= LARGEST):
             raise ValueError(f'{word[:80]!r}: a limit is a whole number from 0 to {LARGEST}, or none')

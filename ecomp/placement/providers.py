@@ -52,8 +52,12 @@ def set_inventory(placement: Placement, provider: str, inventory: Mapping[str, M
 
 
 def inventory(placement: Placement, provider: str) -> dict[str, dict[str, Any]]:
-    """The inventory as placement has it: {class: {'total', 'reserved', 'allocation_ratio', …}}."""
-    return dict(_part(placement, f'/resource_providers/{provider}/inventories', 'inventories', dict))
+    """The inventory as placement has it: {class: {'total', 'reserved', 'allocation_ratio', …}}, all of them numbers."""
+    found: dict[str, Any] = _part(placement, f'/resource_providers/{provider}/inventories', 'inventories', dict)
+    for each in found.values():
+        if not isinstance(each, dict) or not all(map(_is_number, each.values())) or each.get('step_size', 1) < 1:
+            raise placement.foreign()
+    return found
 
 
 def is_as(placement: Placement, provider: str, wanted: Mapping[str, Mapping[str, float]]) -> bool:
@@ -66,12 +70,15 @@ def is_as(placement: Placement, provider: str, wanted: Mapping[str, Mapping[str,
         return False
     # Not every database keeps all digits of a ratio.
     pairs = ((there[name].get(part), value) for name, each in wanted.items() for part, value in each.items())
-    return all(isinstance(have, int | float) and math.isclose(have, value, rel_tol=1e-6) for have, value in pairs)
+    return all(have is not None and math.isclose(have, value, rel_tol=1e-6) for have, value in pairs)
 
 
 def usages(placement: Placement, provider: str) -> dict[str, int]:
     """How much of each class is used."""
-    return dict(_part(placement, f'/resource_providers/{provider}/usages', 'usages', dict))
+    found: dict[str, int] = _part(placement, f'/resource_providers/{provider}/usages', 'usages', dict)
+    if not all(type(amount) is int for amount in found.values()):
+        raise placement.foreign()
+    return found
 
 
 def project_usages(placement: Placement, project: str) -> tuple[int, dict[str, int]]:
@@ -90,6 +97,15 @@ def project_usages(placement: Placement, project: str) -> tuple[int, dict[str, i
     except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
         raise placement.foreign() from error
     return count, {name: amount for name, amount in used.items() if amount}
+
+
+def matching(placement: Placement, query: str) -> frozenset[str]:
+    """The providers for which all of the query holds. PlacementRefusal: placement does not know a trait of it."""
+    data = placement.get(f'/resource_providers?{query}')
+    try:
+        return frozenset(each['uuid'] for each in data['resource_providers'])
+    except (KeyError, TypeError) as error:
+        raise placement.foreign() from error
 
 
 def names(placement: Placement) -> dict[str, str]:
@@ -164,3 +180,7 @@ def _part(placement: Placement, path: str, name: str, kind: type) -> Any:
     if not isinstance(found, kind):
         raise placement.foreign()
     return found
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float) and math.isfinite(value)

@@ -12,7 +12,8 @@ from ecomp.errors import NotFound
 from ecomp.model.explain import Inventory, Provider
 from ecomp.model.query import Amount, Constraint, Has, words
 from ecomp.placement.client import Placement
-from ecomp.placement.providers import inventory, usages
+from ecomp.placement.providers import inventory, matching, usages
+from ecomp.placement.traits import AGGREGATES, TRAITS, names
 
 SHARES = 'MISC_SHARES_VIA_AGGREGATE'
 
@@ -37,29 +38,28 @@ def everyone(placement: Placement) -> dict[str, Listed]:
         raise placement.foreign() from error
 
 
-def holding(placement: Placement, constraint: Constraint) -> set[str]:
+def holding(placement: Placement, constraint: Constraint) -> frozenset[str]:
     """The providers on which one constraint of a query holds, by itself."""
     if not isinstance(constraint, Amount) and constraint.key == 'root_required':
         constraint = replace(constraint, key='required')
     if isinstance(constraint, Has) and constraint.key == 'in_tree':
-        return set(constraint.any_of)
-    return _named(placement, words([constraint]))
+        return frozenset(constraint.any_of)
+    return matching(placement, words([constraint]))
 
 
 def sharing(placement: Placement) -> list[Provider]:
     """The providers that share what they have with others, through aggregates."""
-    uuids = _named(placement, f'required={SHARES}')
+    uuids = matching(placement, f'required={SHARES}')
     found = (look(placement, uuid, True, traits=False, aggregates=True) for uuid in uuids)
     return [each for each in found if each is not None]
 
 
 def look(placement: Placement, uuid: str, alone: bool, *, traits: bool, aggregates: bool) -> Provider | None:
     """One provider, with its traits and aggregates if they matter; None if it is not there (any more)."""
-    path = f'/resource_providers/{uuid}'
     try:
         have, used = inventory(placement, uuid), usages(placement, uuid)
-        there = placement.get(f'{path}/traits')['traits'] if traits else ()
-        near = placement.get(f'{path}/aggregates')['aggregates'] if aggregates else ()
+        there = names(placement, uuid, TRAITS) if traits else frozenset()
+        near = names(placement, uuid, AGGREGATES) if aggregates else frozenset()
         inventories = {
             name: Inventory(
                 *(each['total'], each['reserved'], each['allocation_ratio']),
@@ -68,16 +68,8 @@ def look(placement: Placement, uuid: str, alone: bool, *, traits: bool, aggregat
             )
             for name, each in have.items()
         }
-        return Provider(uuid, inventories, frozenset(there), frozenset(near), alone)
+        return Provider(uuid, inventories, there, near, alone)
     except NotFound:
         return None
-    except (KeyError, TypeError) as error:
-        raise placement.foreign() from error
-
-
-def _named(placement: Placement, query: str) -> set[str]:
-    data = placement.get(f'/resource_providers?{query}')
-    try:
-        return {each['uuid'] for each in data['resource_providers']}
-    except (KeyError, TypeError) as error:
+    except KeyError as error:
         raise placement.foreign() from error

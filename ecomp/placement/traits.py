@@ -11,7 +11,7 @@ from typing import Any
 from ecomp.errors import GenerationConflict, PlacementRefusal
 from ecomp.model.status import CUSTOM
 from ecomp.placement.client import Placement
-from ecomp.placement.providers import TRIES
+from ecomp.placement.providers import TRIES, matching
 
 TRAITS, AGGREGATES = 'traits', 'aggregates'
 
@@ -58,12 +58,9 @@ def make_known(placement: Placement, wanted: Collection[str]) -> Names:
 def having(placement: Placement, trait: str) -> Names:
     """The providers that have a trait; none if placement does not even know it."""
     try:
-        found = placement.get(f'/resource_providers?required={trait}')['resource_providers']
-        return frozenset(each['uuid'] for each in found)
+        return matching(placement, f'required={trait}')
     except PlacementRefusal:
         return frozenset()
-    except (KeyError, TypeError) as error:
-        raise placement.foreign() from error
 
 
 def _known(placement: Placement, wanted: Collection[str]) -> Names:

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple
 
 from ecomp import __version__
+from ecomp.arguments import Parser
 from ecomp.errors import UsageError
 from ecomp.model.choose import WEIGHS
 from ecomp.model.group import POLICIES, Membership, check_group_name
@@ -102,7 +103,7 @@ def parser() -> argparse.ArgumentParser:
     usage = ["eschedule [options] 'resources=VCPU:1,DISK_GB:1,MEMORY_MB:256' [IMAGE_URL]"]
     usage += [f'       eschedule {form.usage}' for name, form in FORMS.items() if name != CREATE]
     lines = [f'  {form.usage:26} {form.help}' for form in FORMS.values()]
-    parser = _Parser(
+    parser = Parser(
         'eschedule',
         usage='\n'.join(usage),
         epilog='\n'.join([*lines, '', ID, '', EXITS]),
@@ -143,13 +144,6 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument('--config', metavar='FILE', help='instead of schedule.yaml in the current directory')
     parser.add_argument('--version', action='version', version=f'eschedule {__version__}')
     return parser
-
-
-class _Parser(argparse.ArgumentParser):
-    """argparse, with its errors in one line like all others."""
-
-    def error(self, message: str) -> NoReturn:
-        raise UsageError(f'{message}; --help shows all')
 
 
 def _command(words: Sequence[str], flavored: bool) -> tuple[str, tuple[str, ...]]:

@@ -18,15 +18,13 @@ from ecomp.model.instance import Request, to_json
 from ecomp.scheduler.find import read_record
 from ecomp.store.client import Delete, Put, Store, Unchanged
 from ecomp.store.names import Change
+from ecomp.store.requests import withdraw
 from ecomp.store.sharing import commit_with, nothing
 
 log = logging.getLogger(__name__)
 
 LEASE_SECONDS = 60
 """How long a dead eschedule's request key says that somebody is at it."""
-
-READ_BACKS = 3
-"""Just after a cut gRPC hands one call in five to the connection that broke."""
 
 USER_DATA_SECONDS = 7 * 24 * 3600
 """How long a set's user-data stays, for computes that are away: as long as the record of what failed."""
@@ -86,7 +84,7 @@ def deliver(
         first = deliveries[0]
         instance = first.request.instance
         try:
-            if withdraw(store, request, revision):
+            if withdraw(store, request_key, revision):
                 return False
             # All or none: what became of one became of each.
             if store.get(keys.host(first.compute, instance)) is not None:
@@ -96,22 +94,6 @@ def deliver(
             return record is not None and read_record(record).compute == first.compute
         except EcompError:
             raise UnknownOutcome(f'{error}; whether {request} was delivered is not known') from error
-
-
-def withdraw(store: Store, request: str, revision: int) -> bool:
-    """Make a delivery impossible; False when it is too late, or it had become so before.
-
-    Our request key is dropped by the delivery alone (or its lease), so while it is there and unchanged nothing was
-    delivered; but a delivery still on its way could land after a mere look. Moving the key ourselves prevents that.
-    """
-    request_key = keys.request(request)
-    for left in reversed(range(READ_BACKS)):
-        try:
-            return store.commit([Unchanged(request_key, revision)], [Delete(request_key)]) is not None
-        except UnknownOutcome:
-            if not left:
-                raise
-    return False
 
 
 def quietly_revoke(store: Store, lease: int) -> None:

@@ -17,13 +17,14 @@ from ecomp.model.guest_data import SharedUserData
 from ecomp.model.instance import Invalid
 from ecomp.model.queue import Waiting, parse_waiting, to_json
 from ecomp.model.text import printable
-from ecomp.scheduler.deliver import LEASE_SECONDS, USER_DATA_SECONDS, announce, quietly_revoke, withdraw
+from ecomp.scheduler.deliver import LEASE_SECONDS, USER_DATA_SECONDS, announce, quietly_revoke
 from ecomp.scheduler.find import Found, find
 from ecomp.scheduler.flavors import read
 from ecomp.scheduler.joining import settled, take_names, terms_of, together
 from ecomp.scheduler.wanted import Asked, check_same
 from ecomp.store.client import Delete, Put, Store, Unchanged
 from ecomp.store.names import Change
+from ecomp.store.requests import withdraw
 from ecomp.store.sharing import Excluded, charged, commit_with, joined
 
 log = logging.getLogger(__name__)
@@ -124,7 +125,7 @@ def _resume(
 def _read_back(store: Store, waiting: Waiting, revision: int, error: UnknownOutcome) -> bool:
     """Whether it is queued, by a commit without an answer: first one that is still on its way is made impossible."""
     try:
-        withdraw(store, waiting.instance, revision)
+        withdraw(store, keys.request(waiting.instance), revision)
         if _before(store, waiting):
             return True
     except Unreachable as later:

@@ -59,7 +59,7 @@ class Placer:
             lacking = goal(candidates, terms, wanted) - len(held)
             if lacking <= 0:
                 break
-            batch = distribute(candidates, offer.rooms, lacking, wanted.weigh, self.rng, group)[0]
+            batch = distribute(candidates, offer.rooms, lacking, wanted.weigh, self.rng, group)
             if not batch or len(held) + len(batch) < wanted.minimum:
                 break
             if group is None and not line.is_alone:  # where a group's members may be is not for others' sake
@@ -94,14 +94,14 @@ class Placer:
         weigh, lacking = self.wanted.weigh, len(batch)
         # Not shuffled: each reckons what the others take in the same order.
         alike = candidates if weigh == FIRST else sorted(candidates, key=lambda each: each.compute)
-        places = distribute(alike, rooms, line.ahead + lacking + SCARCE, weigh, self.rng)[0]
+        places = distribute(alike, rooms, line.ahead + lacking + SCARCE, weigh, self.rng)
         spare = len(places) - line.ahead - lacking
         if line.should_look(spare):
             return None
         if weigh == SPREAD and lacking == 1 and spare >= SCARCE:
             # Shuffled: of many equals others hardly take ours, also those whom we do not know of. Sets would meet on
             # some compute all the same, where placement lets one wait for the other.
-            places = distribute(candidates, rooms, line.ahead + 1, weigh, self.rng)[0]
+            places = distribute(candidates, rooms, line.ahead + 1, weigh, self.rng)
         if spare >= 0:
             return places[line.ahead : line.ahead + lacking]
         return [self.rng.choice(places)] if lacking == 1 else batch
@@ -110,7 +110,7 @@ class Placer:
         """How many of those wanted there is room for."""
         wanted = self.wanted
         choice = choose(offer, self.alive, wanted.weigh, self.rng, terms.group)
-        return len(distribute(choice.tries, offer.rooms, wanted.count, wanted.weigh, self.rng, terms.group)[0])
+        return len(distribute(choice.tries, offer.rooms, wanted.count, wanted.weigh, self.rng, terms.group))
 
     def _refusal(self, offer: Offer, choice: Choice, terms: Terms, taken: list[Candidate]) -> NoCapacity:
         if self.wanted.count > 1 and taken:

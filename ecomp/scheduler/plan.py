@@ -45,8 +45,8 @@ def plan(
     _, offer = backend.result()
     choice = choose(offer, there, wanted.weigh, rng, terms.group)
     count = goal(choice.tries, terms, wanted)
-    taken = distribute(choice.tries, offer.rooms, count, wanted.weigh, rng, terms.group)[0]
-    if not choice.tries or not taken:
+    taken = distribute(choice.tries, offer.rooms, count, wanted.weigh, rng, terms.group)
+    if not taken:
         raise NoCapacity(why_none(offer, choice, there, terms.group))
     if len(taken) < wanted.minimum:
         raise too_few(wanted, terms.group, taken)

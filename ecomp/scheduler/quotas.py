@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 from ecomp.errors import Conflict, NotFound, UnknownOutcome, UsageError
 from ecomp.failpoints import failpoint
 from ecomp.model import keys
-from ecomp.model.instance import Request, parse_request
+from ecomp.model.instance import Invalid, Request, parse_request
 from ecomp.model.queue import Waiting, parse_waiting
-from ecomp.model.quota import INSTANCES, Quota, charge, parse_limits, summed
+from ecomp.model.quota import INSTANCES, Quota, counted, parse_limits
 from ecomp.model.text import printable
 from ecomp.scheduler.show import table
 from ecomp.store.client import Delete, Put, Store
@@ -50,7 +50,7 @@ def recount(store: Store, project: str, change: Callable[[Quota | None], Quota])
     for _ in range(TRIES):
         now, unchanged = quota(store, project)
         wanted = change(now)
-        reckoned = counted(store, project)
+        reckoned = _counted(store, project)
         new = Quota(project, wanted.limits, reckoned)
         written: Put | Delete = put_quota(new) if wanted.limits else Delete(keys.quota(project))
         try:
@@ -62,25 +62,20 @@ def recount(store: Store, project: str, change: Callable[[Quota | None], Quota])
         if not wanted.limits:
             return None
         failpoint('quota-reckoned')
-        exact = counted(store, project, revision)
+        exact = _counted(store, project, revision)
         return new if exact == reckoned else _corrected(store, project, reckoned, exact)
     raise Conflict(f'quota of project {printable(project)}: changed by somebody else all the time; try again')
 
 
-def counted(store: Store, project: str, revision: int = 0) -> dict[str, int]:
+def _counted(store: Store, project: str, revision: int = 0) -> dict[str, int]:
     """What a project has, by the requests there are, or were at a revision of etcd."""
-    found = {}
     # Those that wait first: what is moved meanwhile is seen twice, and counts once.
-    for key, entry in store.snapshot(keys.QUEUES, revision=revision).entries.items():
-        waiting = parse_waiting(key, entry.value)
-        if isinstance(waiting, Waiting) and waiting.project_id == project:
-            found[waiting.instance] = charge(waiting.flavor.resources)
+    waiting = store.snapshot(keys.QUEUES, revision=revision).entries
+    asked: list[Waiting | Request | Invalid] = [parse_waiting(key, each.value) for key, each in waiting.items()]
     for key, entry in store.snapshot(keys.HOSTS, revision=revision).entries.items():
-        compute, _, name = key.removeprefix(keys.HOSTS).partition('/')
-        request = parse_request(compute, key, entry.value)
-        if isinstance(request, Request) and request.project_id == project:
-            found[name] = charge(request.resources)
-    return summed(found.values())
+        compute = key.removeprefix(keys.HOSTS).partition('/')[0]
+        asked.append(parse_request(compute, key, entry.value))
+    return counted(project, (each for each in asked if not isinstance(each, Invalid)))
 
 
 def one_quota(store: Store, project: str) -> Quota:

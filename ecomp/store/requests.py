@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from ecomp.errors import UnknownOutcome
 from ecomp.model import keys
 from ecomp.model.instance import announced
-from ecomp.store.client import Entry, Snapshot, Store
+from ecomp.store.client import Delete, Entry, Snapshot, Store, Unchanged
+
+READ_BACKS = 3
+"""Just after a cut gRPC hands one call in five to the connection that broke."""
 
 
 def at_it(store: Store) -> set[str]:
@@ -33,3 +37,18 @@ def in_line(snapshot: Snapshot, revision: int) -> tuple[int, int]:
         instances(each for each in entries if each.revision < revision),
         instances(each for each in entries if each.revision > revision),
     )
+
+
+def withdraw(store: Store, key: str, revision: int) -> bool:
+    """Take our own key away, as it was at this revision; False if it was not there any more, or another one is.
+
+    While it is there nothing that needs it has been done; but a transaction still on its way could land after a mere
+    look, and cannot without it. UnknownOutcome.
+    """
+    for left in reversed(range(READ_BACKS)):
+        try:
+            return store.commit([Unchanged(key, revision)], [Delete(key)]) is not None
+        except UnknownOutcome:
+            if not left:
+                raise
+    return False

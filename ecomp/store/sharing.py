@@ -9,11 +9,11 @@ from typing import TypeVar
 
 from ecomp.errors import Conflict, EcompError, Unreadable
 from ecomp.model import keys
-from ecomp.model.allocation import Resources
+from ecomp.model.allocation import Resources, summed
 from ecomp.model.group import LARGEST, Group, Membership, allowed, settle
 from ecomp.model.group import from_json as group_from_json
 from ecomp.model.group import to_json as group_to_json
-from ecomp.model.quota import Quota, charge, summed
+from ecomp.model.quota import Quota, charge
 from ecomp.model.quota import from_json as quota_from_json
 from ecomp.model.quota import to_json as quota_to_json
 from ecomp.model.record import Record

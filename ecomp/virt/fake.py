@@ -6,13 +6,15 @@ import hashlib
 import json
 import threading
 from collections.abc import Callable, Mapping, Set
-from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any, TypeVar
 
 from ecomp.errors import BuildFailed, Conflict, EcompError, UsageError
 from ecomp.model.guest import Address, BaseImage, Guest, GuestSpec, Reserved
 from ecomp.virt import image
+
+T = TypeVar('T')
 
 
 class FakeHypervisor:
@@ -30,20 +32,11 @@ class FakeHypervisor:
         if self._file is None:
             return
         self._file.parent.mkdir(parents=True, exist_ok=True)
-        with suppress(FileNotFoundError):
-            reserved = json.loads(self._beside('reserved').read_text())
-            self._reserved = {mac: Reserved(*each) for mac, each in reserved.items()}
-        with suppress(FileNotFoundError):
-            self._seeds = frozenset(json.loads(self._beside('seeds').read_text()))
-        try:
-            stored = json.loads(self._file.read_text())
-            guests = [Guest(**guest) for guest in stored]
-        except FileNotFoundError:
-            return
-        except (ValueError, TypeError) as error:
-            raise EcompError(f'{self._file} is not what this ecompute writes ({error}): remove it') from error
+        reserved = _read(self._beside('reserved'), lambda data: {mac: Reserved(*each) for mac, each in data.items()})
+        seeds = _read(self._beside('seeds'), lambda data: frozenset(map(str, data)))
+        guests = _read(self._file, lambda data: {guest.instance: guest for guest in (Guest(**each) for each in data)})
         with self._lock:
-            self._guests = {guest.instance: guest for guest in guests}
+            self._reserved, self._seeds, self._guests = reserved or {}, seeds or frozenset(), guests or {}
 
     def virt_type(self, wanted: str) -> str:
         if wanted == 'kvm':
@@ -214,6 +207,16 @@ class FakeHypervisor:
     def _changed(self, reason: str) -> None:
         if self._notify is not None:
             self._notify(reason)
+
+
+def _read(path: Path, parse: Callable[[Any], T]) -> T | None:
+    """What an earlier process wrote down; None if none has. EcompError if none of ours did."""
+    try:
+        return parse(json.loads(path.read_text()))
+    except FileNotFoundError:
+        return None
+    except (AttributeError, ValueError, TypeError) as error:
+        raise EcompError(f'{path} is not what this ecompute writes ({error}): remove it') from error
 
 
 def _write(path: Path, content: object, stage: str | None) -> None:

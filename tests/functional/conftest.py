@@ -82,6 +82,22 @@ def shaky_store(etcd_proxy: Proxy) -> Iterator[Store]:
         store.close()
 
 
+@pytest.fixture
+def placement_proxy(placement: PlacementServer) -> Iterator[Proxy]:
+    with Proxy(placement.port) as proxy:
+        yield proxy
+
+
+@pytest.fixture
+def shaky_placement(placement_proxy: Proxy) -> Iterator[Placement]:
+    """A placement client behind placement_proxy."""
+    client = Placement(f'http://{placement_proxy.address}', (2.0, 5.0))
+    try:
+        yield client
+    finally:
+        client.close()
+
+
 # A libvirt host of our own, and guests for it
 
 

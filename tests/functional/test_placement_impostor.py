@@ -22,7 +22,7 @@ from ecomp.errors import (
     Unreachable,
 )
 from ecomp.placement import allocations as ledger
-from ecomp.placement import providers
+from ecomp.placement import providers, room
 from ecomp.placement.client import HEADERS
 from tests.functional.placement_client import claim, connected, new
 
@@ -184,6 +184,52 @@ def test_other_json_than_a_project_s_usages(usages: Any) -> None:
     wrong = pytest.raises(Unreachable, match='not as placement does')
     with impostor(answer) as server, connected(server.url) as client, wrong:
         providers.project_usages(client, 'web')
+
+
+GOOD = {'total': 4, 'reserved': 0, 'allocation_ratio': 1.0, 'min_unit': 1, 'max_unit': 4, 'step_size': 1}
+
+
+@pytest.mark.parametrize(
+    'inventories',
+    [
+        {'VCPU': 7},
+        {'VCPU': []},
+        {'VCPU': {**GOOD, 'total': 'many'}},
+        {'VCPU': {**GOOD, 'total': None}},
+        {'VCPU': {**GOOD, 'allocation_ratio': INF}},
+        {'VCPU': {**GOOD, 'allocation_ratio': True}},
+        {'VCPU': {**GOOD, 'step_size': 0}},
+        {'VCPU': {each: GOOD[each] for each in GOOD if each != 'max_unit'}},
+    ],
+)
+def test_other_json_than_an_inventory(inventories: Any) -> None:
+    answer = (200, 'application/json', json.dumps({'inventories': inventories, 'usages': {}}).encode())
+    with impostor(answer) as server, connected(server.url) as client:
+        with pytest.raises(Unreachable, match='not as placement does'):
+            room.look(client, new(), True, traits=False, aggregates=False)
+        with pytest.raises(Unreachable, match='not as placement does'):
+            providers.shares(client, [new()])
+
+
+@pytest.mark.parametrize('usages', [{'VCPU': 'x'}, {'VCPU': None}, {'VCPU': INF}, {'VCPU': 0.5}, {'VCPU': {}}])
+def test_other_json_than_usages(usages: Any) -> None:
+    answer = (200, 'application/json', json.dumps({'inventories': {'VCPU': GOOD}, 'usages': usages}).encode())
+    with impostor(answer) as server, connected(server.url) as client:
+        for ask in (
+            lambda: providers.usages(client, new()),
+            lambda: room.look(client, new(), True, traits=False, aggregates=False),
+        ):
+            with pytest.raises(Unreachable, match='not as placement does'):
+                ask()
+
+
+@pytest.mark.parametrize('traits', [7, 'abc', [7], [['x']], {'x': 1}])
+def test_other_json_than_traits(traits: Any) -> None:
+    body = {'inventories': {}, 'usages': {}, 'traits': traits, 'resource_provider_generation': 1}
+    answer = (200, 'application/json', json.dumps(body).encode())
+    wrong = pytest.raises(Unreachable, match='not as placement does')
+    with impostor(answer) as server, connected(server.url) as client, wrong:
+        room.look(client, new(), True, traits=True, aggregates=False)
 
 
 ERRORS = [

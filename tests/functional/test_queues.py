@@ -25,7 +25,6 @@ from ecomp.store.client import Put, Store, Unchanged
 from ecomp.store.requests import at_it
 from tests.functional.cloud import IMAGE, SMALL, WHO, Cloud, new
 from tests.proxy import Proxy
-from tests.servers import PlacementServer
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -36,17 +35,9 @@ def flavor(cloud: Cloud) -> Iterator[Flavor]:
     made = Flavor(f'f{new()}', SMALL)
     cloud.etcd.put(keys.flavor(made.name), flavor_to_json(made))
     yield made
-    cloud.etcd.delete(keys.flavor(made.name))
-    for key in cloud.etcd.keys(f'{keys.QUEUES}{made.name}/'):
+    # And those that a test named after it.
+    for key in (*cloud.etcd.keys(keys.flavor(made.name)), *cloud.etcd.keys(f'{keys.QUEUES}{made.name}')):
         cloud.etcd.delete(key)
-
-
-@pytest.fixture
-def shaky_placement(placement: PlacementServer) -> Iterator[tuple[Placement, Proxy]]:
-    with Proxy(placement.port) as proxy:
-        client = Placement(f'http://{proxy.address}', (2.0, 5.0))
-        yield client, proxy
-        client.close()
 
 
 def request(flavor: Flavor, instance: str | None = None, name: str | None = None) -> Waiting:
@@ -110,10 +101,7 @@ def test_queued_once_though_the_request_or_its_answer_is_lost(
     cloud: Cloud, flavor: Flavor, etcd_proxy: Proxy, shaky_store: Store, arrives: bool, resume: bool
 ) -> None:
     waiting = request(flavor)
-    if arrives:
-        etcd_proxy.lose_answer(waiting.key.encode(), lambda: cloud.etcd.get(waiting.key))
-    else:
-        etcd_proxy.lose_request(waiting.key.encode())
+    etcd_proxy.lose(waiting.key.encode(), (lambda: cloud.etcd.get(waiting.key)) if arrives else None)
     if arrives or not resume:
         put(cloud, waiting, resume, shaky_store)
     else:
@@ -129,10 +117,8 @@ def test_when_it_stays_unknown_the_same_uuid_goes_on(
     cloud: Cloud, flavor: Flavor, etcd_proxy: Proxy, shaky_store: Store, arrives: bool
 ) -> None:
     waiting = request(flavor)
-    if arrives:
-        etcd_proxy.lose_answer(waiting.key.encode(), lambda: cloud.etcd.get(waiting.key), and_stay_away=True)
-    else:
-        etcd_proxy.lose_request(waiting.key.encode(), and_stay_away=True)
+    applied = (lambda: cloud.etcd.get(waiting.key)) if arrives else None
+    etcd_proxy.lose(waiting.key.encode(), applied, and_stay_away=True)
     with pytest.raises(UnknownOutcome, match=f'--uuid {waiting.instance} goes on') as caught:
         put(cloud, waiting, store=shaky_store)
     assert caught.value.exit_code == 7
@@ -143,7 +129,7 @@ def test_when_it_stays_unknown_the_same_uuid_goes_on(
 def test_of_several_at_one_uuid_one_gets_it(cloud: Cloud, flavor: Flavor) -> None:
     """Each into another queue, so that no two of the keys are the same."""
     instance = new()
-    others = [Flavor(f'{flavor.name[:30]}-{number}', SMALL) for number in range(6)]
+    others = [Flavor(f'{flavor.name}-{number}', SMALL) for number in range(6)]
     for each in others:
         cloud.etcd.put(keys.flavor(each.name), flavor_to_json(each))
 
@@ -160,9 +146,6 @@ def test_of_several_at_one_uuid_one_gets_it(cloud: Cloud, flavor: Flavor) -> Non
     assert len(there) == 1
     assert there == [keys.queue(name, instance) for name in done]
     assert cloud.etcd.get(keys.request(instance)) is None
-    cloud.etcd.delete(there[0])
-    for each in others:
-        cloud.etcd.delete(keys.flavor(each.name))
 
 
 def test_a_name_is_one_waiting_instance_s(cloud: Cloud, flavor: Flavor) -> None:
@@ -222,33 +205,13 @@ def test_nobody_takes_of_a_flavor_that_is_not_there(cloud: Cloud, flavor: Flavor
 
 
 @pytest.mark.parametrize('arrives', [True, False])
-def test_a_mark_that_is_lost_or_its_answer(
-    cloud: Cloud, flavor: Flavor, etcd_proxy: Proxy, shaky_store: Store, arrives: bool
+@pytest.mark.parametrize('which', ['mark', 'move'])
+def test_a_mark_or_a_move_that_is_lost_or_its_answer(
+    cloud: Cloud, flavor: Flavor, etcd_proxy: Proxy, shaky_store: Store, arrives: bool, which: str
 ) -> None:
     compute, found = cloud.compute(), queued(cloud, flavor)
-    mark = keys.taker(found.waiting.key)
-    if arrives:
-        etcd_proxy.lose_answer(mark.encode(), lambda: cloud.etcd.get(mark))
-    else:
-        etcd_proxy.lose_request(mark.encode())
-    assert taker(cloud, compute, store=shaky_store).take(found) is arrives
-    assert etcd_proxy.lost.is_set()
-    if arrives:
-        is_taken(cloud, compute, found.waiting)
-    else:
-        waits(cloud, found.waiting)
-
-
-@pytest.mark.parametrize('arrives', [True, False])
-def test_a_move_that_is_lost_or_its_answer(
-    cloud: Cloud, flavor: Flavor, etcd_proxy: Proxy, shaky_store: Store, arrives: bool
-) -> None:
-    compute, found = cloud.compute(), queued(cloud, flavor)
-    host_key = keys.host(compute, found.waiting.instance)
-    if arrives:
-        etcd_proxy.lose_answer(host_key.encode(), lambda: cloud.etcd.get(host_key))
-    else:
-        etcd_proxy.lose_request(host_key.encode())
+    key = {'mark': keys.taker(found.waiting.key), 'move': keys.host(compute, found.waiting.instance)}[which]
+    etcd_proxy.lose(key.encode(), (lambda: cloud.etcd.get(key)) if arrives else None)
     assert taker(cloud, compute, store=shaky_store).take(found) is arrives
     assert etcd_proxy.lost.is_set()
     if arrives:
@@ -263,10 +226,7 @@ def test_a_move_that_stays_unknown_goes_on_from_its_mark(
 ) -> None:
     compute, found = cloud.compute(), queued(cloud, flavor)
     host_key, mark_key = keys.host(compute, found.waiting.instance), keys.taker(found.waiting.key)
-    if arrives:
-        etcd_proxy.lose_answer(host_key.encode(), lambda: cloud.etcd.get(host_key), and_stay_away=True)
-    else:
-        etcd_proxy.lose_request(host_key.encode(), and_stay_away=True)
+    etcd_proxy.lose(host_key.encode(), (lambda: cloud.etcd.get(host_key)) if arrives else None, and_stay_away=True)
     with pytest.raises(Unreachable):
         taker(cloud, compute, store=shaky_store).take(found)
     assert cloud.server.allocations(found.waiting.instance) == {compute: SMALL}, 'nothing is released (rule 1)'
@@ -279,29 +239,24 @@ def test_a_move_that_stays_unknown_goes_on_from_its_mark(
 
 @pytest.mark.parametrize('arrives', [True, False])
 def test_a_claim_that_is_lost_or_its_answer(
-    cloud: Cloud, flavor: Flavor, shaky_placement: tuple[Placement, Proxy], arrives: bool
+    cloud: Cloud, flavor: Flavor, placement_proxy: Proxy, shaky_placement: Placement, arrives: bool
 ) -> None:
     compute, found = cloud.compute(), queued(cloud, flavor)
-    placement, proxy = shaky_placement
     put_it = f'PUT /allocations/{found.waiting.instance}'.encode()
-    if arrives:
-        proxy.lose_answer(put_it, lambda: cloud.server.allocations(found.waiting.instance))
-    else:
-        proxy.lose_request(put_it)
-    assert taker(cloud, compute, placement=placement).take(found)
-    assert proxy.lost.is_set()
+    placement_proxy.lose(put_it, (lambda: cloud.server.allocations(found.waiting.instance)) if arrives else None)
+    assert taker(cloud, compute, placement=shaky_placement).take(found)
+    assert placement_proxy.lost.is_set()
     is_taken(cloud, compute, found.waiting)
 
 
 def test_a_claim_that_stays_unknown_is_moved_by_the_next_taker(
-    cloud: Cloud, flavor: Flavor, shaky_placement: tuple[Placement, Proxy]
+    cloud: Cloud, flavor: Flavor, placement_proxy: Proxy, shaky_placement: Placement
 ) -> None:
     here, there, found = cloud.compute(), cloud.compute(), queued(cloud, flavor)
-    placement, proxy = shaky_placement
     put_it = f'PUT /allocations/{found.waiting.instance}'.encode()
-    proxy.lose_answer(put_it, lambda: cloud.server.allocations(found.waiting.instance), and_stay_away=True)
+    placement_proxy.lose_answer(put_it, lambda: cloud.server.allocations(found.waiting.instance), and_stay_away=True)
     with pytest.raises(UnknownOutcome):
-        taker(cloud, here, placement=placement).take(found)
+        taker(cloud, here, placement=shaky_placement).take(found)
     assert cloud.server.allocations(found.waiting.instance) == {here: SMALL}
     held = ledger.consumer(cloud.placement, found.waiting.instance)
     assert taker(cloud, there).take(found)

@@ -86,7 +86,7 @@ def test_a_refused_claim_is_tried_on_the_next(cloud: Cloud) -> None:
 
 
 class Refreshing(Store):
-    """A store that knows which leases were refreshed, and when its request key was on one."""
+    """A store that knows which leases it granted, and which it refreshed."""
 
     def __init__(self, cloud: Cloud) -> None:
         super().__init__(EtcdConfig((cloud.etcd.endpoint,)))

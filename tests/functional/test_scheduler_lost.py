@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
 from ecomp.conf import EtcdConfig
@@ -18,25 +16,9 @@ from ecomp.scheduler.wanted import Delivered
 from ecomp.store.client import Store
 from tests.functional.cloud import SMALL, Cloud, new
 from tests.proxy import Proxy
-from tests.servers import PlacementServer, free_port
+from tests.servers import free_port
 
 pytestmark = pytest.mark.timeout(120)
-
-
-@pytest.fixture
-def placement_proxy(placement: PlacementServer) -> Iterator[Proxy]:
-    with Proxy(placement.port) as proxy:
-        yield proxy
-
-
-@pytest.fixture
-def shaky_placement(placement_proxy: Proxy) -> Iterator[Placement]:
-    """A placement client behind placement_proxy."""
-    client = Placement(f'http://{placement_proxy.address}', (2.0, 5.0))
-    try:
-        yield client
-    finally:
-        client.close()
 
 
 # Lost on the way to etcd

@@ -11,7 +11,7 @@ from ecomp.store.client import Delete, Entry, Put, Store
 from ecomp.store.shared_follower import Part, SharedFollower
 from tests.functional.store_client import config
 from tests.proxy import Proxy
-from tests.servers import Etcd, until
+from tests.servers import until
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -34,14 +34,8 @@ class Hearing:
 
 
 @pytest.fixture
-def proxied(etcd: Etcd) -> Iterator[Proxy]:
-    with Proxy(etcd.port) as proxy:
-        yield proxy
-
-
-@pytest.fixture
-def shared(proxied: Proxy, prefix: str) -> Iterator[SharedFollower]:
-    made = SharedFollower(config(proxied.address, 2.0), prefix, len(prefix + 'a/'))
+def shared(etcd_proxy: Proxy, prefix: str) -> Iterator[SharedFollower]:
+    made = SharedFollower(config(etcd_proxy.address, 2.0), prefix, len(prefix + 'a/'))
     made.start()
     yield made
     made.stop()
@@ -69,20 +63,20 @@ def test_each_part_sees_its_own_and_nothing_else(shared: SharedFollower, store: 
 
 
 def test_what_changed_while_etcd_was_away_is_seen_once_it_is_back(
-    shared: SharedFollower, proxied: Proxy, store: Store, prefix: str
+    shared: SharedFollower, etcd_proxy: Proxy, store: Store, prefix: str
 ) -> None:
     a, b = prefix + 'a/1', prefix + 'b/1'
     store.commit([], [Put(a, '1'), Put(b, '1')])
     one, two = Hearing(shared, prefix + 'a/'), Hearing(shared, prefix + 'b/')
     one.sees({a: b'1'})
     two.sees({b: b'1'})
-    proxied.go_away()
+    etcd_proxy.go_away()
     for each in (one, two):
         until(lambda each=each: each.lost, 30, 'each is told of the loss')
     late = Hearing(shared, prefix + 'a/')
     assert len(late.lost) == 1
     store.commit([], [Delete(a), Put(b, '2')])
-    proxied.come_back()
+    etcd_proxy.come_back()
     one.sees({})
     late.sees({})
     two.sees({b: b'2'})

@@ -235,7 +235,7 @@ def test_a_disabled_one_is_disabled_and_no_change_of_the_query_helps(query: str)
     assert advice(query, disabled) is None
     # Another one's is proposed, also where that is farther off.
     full = provider(VCPU=Inventory(4, used=4), DISK_GB=Inventory(1, used=1))
-    assert advice(query, Provider('d', ROOMY, {DISABLED}), full)
+    assert advice(query, Provider('d', ROOMY, {DISABLED}), full) == 'free 1 VCPU and 1 DISK_GB on p'
     # Who asks for disabled ones gets them.
     assert lacks(enabled_only(f'{GUEST}&required={DISABLED}'), Provider('d', ROOMY, {DISABLED})) == []
     assert advice(f'{GUEST}&required={DISABLED}', provider()) == f'ask without required={DISABLED}'

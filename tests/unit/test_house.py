@@ -22,6 +22,7 @@ MAX_LINES = 400
 ARROWS: dict[str, set[str]] = {
     'ecomp': set(),
     'ecomp.errors': set(),
+    'ecomp.arguments': {'ecomp.errors'},
     'ecomp.log': set(),
     'ecomp.failpoints': {'ecomp.errors'},
     'ecomp.yaml_file': {'ecomp.errors'},
@@ -33,14 +34,17 @@ ARROWS: dict[str, set[str]] = {
     'ecomp.virt': {'ecomp.errors', 'ecomp.failpoints', 'ecomp.files', 'ecomp.conf', 'ecomp.model'},
     # log, because a worker is a process of its own, and logging is set up once per process.
     'ecomp.agent': {
-        *('ecomp', 'ecomp.errors', 'ecomp.failpoints', 'ecomp.files', 'ecomp.conf', 'ecomp.log'),
+        *('ecomp', 'ecomp.arguments', 'ecomp.errors', 'ecomp.failpoints', 'ecomp.files', 'ecomp.conf', 'ecomp.log'),
         *('ecomp.model', 'ecomp.placement', 'ecomp.store', 'ecomp.virt'),
     },
     'ecomp.scheduler': {
-        *('ecomp', 'ecomp.errors', 'ecomp.failpoints', 'ecomp.conf'),
+        *('ecomp', 'ecomp.arguments', 'ecomp.errors', 'ecomp.failpoints', 'ecomp.conf'),
         *('ecomp.model', 'ecomp.placement', 'ecomp.store'),
     },
-    'ecomp.lab': {'ecomp', 'ecomp.errors', 'ecomp.conf', 'ecomp.log', 'ecomp.model', 'ecomp.placement', 'ecomp.store'},
+    'ecomp.lab': {
+        *('ecomp', 'ecomp.arguments', 'ecomp.errors', 'ecomp.conf', 'ecomp.log'),
+        *('ecomp.model', 'ecomp.placement', 'ecomp.store'),
+    },
     'ecomp.compute': {
         *('ecomp', 'ecomp.errors', 'ecomp.failpoints', 'ecomp.conf', 'ecomp.log'),
         *('ecomp.model', 'ecomp.placement', 'ecomp.store', 'ecomp.virt', 'ecomp.agent'),

@@ -131,7 +131,7 @@ def roomy(*each: int) -> Offer:
 def solved(offer: Offer, group: Group | None, count: int, weigh: str = SPREAD, seed: int = 1) -> list[Candidate]:
     rng = random.Random(seed)
     choice = choose(offer, HOSTS, weigh, rng, group)
-    return distribute(choice.tries, offer.rooms, count, weigh, rng, group)[0]
+    return distribute(choice.tries, offer.rooms, count, weigh, rng, group)
 
 
 def test_together_is_where_all_have_room() -> None:

@@ -17,10 +17,10 @@ from ecomp.model.pull import (
     JITTER,
     LONGEST,
     MOST,
-    Line,
+    Backlog,
     Place,
+    backlog_of,
     fits,
-    line_of,
     next_of,
     patience,
     subscribed,
@@ -57,39 +57,39 @@ def state(waiting: Iterable[Place], **marks: str) -> dict[str, Entry]:
     return found
 
 
-def test_a_line_is_in_order_and_says_who_takes_what() -> None:
+def test_a_backlog_is_in_order_and_says_who_takes_what() -> None:
     one, two, three = waiting = places(SMALL, LARGE, SMALL)
-    line = line_of(state(waiting, f2=COMPUTE), Line())
-    assert list(line.places.items()) == [(each.waiting.key, each) for each in (one, three)]
-    assert line.flavors == {SMALL.query: SMALL}
-    assert line.marks == {COMPUTE: {two.waiting.key: (1002, two)}}
-    assert line.has_more
+    backlog = backlog_of(state(waiting, f2=COMPUTE), Backlog())
+    assert list(backlog.places.items()) == [(each.waiting.key, each) for each in (one, three)]
+    assert backlog.flavors == {SMALL.query: SMALL}
+    assert backlog.marks == {COMPUTE: {two.waiting.key: (1002, two)}}
+    assert backlog.has_more
 
 
-def test_a_line_has_more_when_somebody_could_take_what_nobody_could_before() -> None:
+def test_a_backlog_has_more_when_somebody_could_take_what_nobody_could_before() -> None:
     waiting = places(SMALL, SMALL)
-    whole = line_of(state(waiting), Line())
-    assert not line_of(state(waiting), whole).has_more
-    marked = line_of(state(waiting, f1=COMPUTE), whole)
+    whole = backlog_of(state(waiting), Backlog())
+    assert not backlog_of(state(waiting), whole).has_more
+    marked = backlog_of(state(waiting, f1=COMPUTE), whole)
     assert not marked.has_more
-    assert line_of(state(waiting), marked).has_more, 'it was given back'
-    assert not line_of(state(waiting[1:]), marked).has_more, 'it was taken'
-    assert line_of(state(places(SMALL, SMALL, LARGE)), whole).has_more
+    assert backlog_of(state(waiting), marked).has_more, 'it was given back'
+    assert not backlog_of(state(waiting[1:]), marked).has_more, 'it was taken'
+    assert backlog_of(state(places(SMALL, SMALL, LARGE)), whole).has_more
     # Cancelled and asked for again.
     anew = [waiting[0], Place(9, waiting[1].waiting)]
-    assert line_of(state(anew), whole).has_more
+    assert backlog_of(state(anew), whole).has_more
 
 
-def test_a_line_reads_each_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_backlog_reads_each_once(monkeypatch: pytest.MonkeyPatch) -> None:
     waiting, read = places(SMALL, LARGE, FAST), list[str]()
     parse = pull.parse_waiting
     monkeypatch.setattr(pull, 'parse_waiting', lambda key, value: [read.append(key), parse(key, value)][1])
-    line = line_of(state(waiting[:2]), Line())
-    line = line_of(state(waiting), line)
-    line = line_of(state([waiting[0], Place(9, waiting[1].waiting), waiting[2]]), line)
+    backlog = backlog_of(state(waiting[:2]), Backlog())
+    backlog = backlog_of(state(waiting), backlog)
+    backlog = backlog_of(state([waiting[0], Place(9, waiting[1].waiting), waiting[2]]), backlog)
     again = waiting[1].waiting.key
     assert sorted(read) == sorted([*(each.waiting.key for each in waiting), again])
-    assert [each.revision for each in line.places.values()] == [1, 3, 9]
+    assert [each.revision for each in backlog.places.values()] == [1, 3, 9]
 
 
 def test_what_makes_no_sense_is_in_nobodys_way() -> None:
@@ -102,11 +102,11 @@ def test_what_makes_no_sense_is_in_nobodys_way() -> None:
         '/queues/': Entry('', b'', 4),
         **state([good]),
     }
-    line = line_of(found, Line())
-    assert list(line.places.values()) == [good]
-    assert line.marks == {COMPUTE: {f'/queues/small/{INSTANCE}': (3, None)}}
+    backlog = backlog_of(found, Backlog())
+    assert list(backlog.places.values()) == [good]
+    assert backlog.marks == {COMPUTE: {f'/queues/small/{INSTANCE}': (3, None)}}
     for rubbish in (b'', b'[]', b'{"compute": ["x"]}', b'{"compute": null}'):
-        marked = line_of({**found, key: Entry(key, rubbish, 5)}, line)
+        marked = backlog_of({**found, key: Entry(key, rubbish, 5)}, backlog)
         assert (marked.places, set(marked.marks)) == ({}, {COMPUTE}), 'whoever it is: somebody is at it'
 
 

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ecomp.model.quota import Quota, charge, from_json, parse_limits, refusal, summed, times, to_json
+from ecomp.model.allocation import summed
+from ecomp.model.quota import Quota, charge, from_json, parse_limits, refusal, times, to_json
 
 SMALL = charge({'VCPU': 2, 'MEMORY_MB': 128})
 amounts = st.dictionaries(st.sampled_from(['VCPU', 'MEMORY_MB', 'CUSTOM_X', 'instances']), st.integers(0, 50))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -82,10 +80,22 @@ def test_what_is_written_is_what_is_read(asked: list[Constraint], more: list[Con
     assert set(parse(f'limit=1&{words(asked)}')) == set(asked)
 
 
-@given(st.lists(st.sampled_from('resources=VCPU:1,!&in:required%+ A').map(str)).map(''.join))
+PIECES = ['resources=', 'required=', 'member_of=', 'VCPU', ':', '1', ',', '&', '!', 'in:', '%', '%2C', '+', ' ', 'A']
+pieces = st.lists(st.sampled_from(PIECES)).map(''.join)
+
+
+@given(pieces | pieces.map('resources=VCPU:1&{}'.format) | pieces.map('resources=VCPU:1&required={}'.format))
 def test_any_text_is_read_or_beyond_it(query: str) -> None:
-    with suppress(Unexplained):
-        assert parse(query)
+    try:
+        read = parse(query)
+    except Unexplained:
+        return
+    assert any(isinstance(each, Amount) for each in read)
+
+
+def test_a_query_with_an_end_of_any_kind_is_read() -> None:
+    for end in ('', '&', '&&', '&required=A', '&required=!A', '&limit=1', '&member_of=in:A,B', '&required=%41'):
+        assert parse(f'resources=VCPU:1{end}')[0] == Amount('VCPU', 1)
 
 
 # What is sent: not for those that are disabled

@@ -50,6 +50,19 @@ def test_a_file_that_is_not_ours(text: str, tmp_path: Path) -> None:
         FakeHypervisor(tmp_path).prepare()
 
 
+@pytest.mark.parametrize(
+    ('what', 'text'),
+    [
+        *(('reserved', each) for each in ('', '{', '[1]', 'null', '{"52:54:00:00:00:01": 7}', '{"x": [1, 2, 3]}')),
+        *(('seeds', each) for each in ('', '{', '7', 'null')),
+    ],
+)
+def test_a_file_beside_it_that_is_not_ours(what: str, text: str, tmp_path: Path) -> None:
+    (tmp_path / f'fake-{what}.json').write_text(text)
+    with pytest.raises(EcompError, match=rf'fake-{what}\.json .* remove it'):
+        FakeHypervisor(tmp_path).prepare()
+
+
 def test_kvm_is_not_pretended() -> None:
     assert FakeHypervisor().virt_type('auto') == 'qemu'
     with pytest.raises(UsageError):
