@@ -29,6 +29,7 @@ PLACES = {
     'power-asked': 'eschedule: a stop, start or reboot is written, the user has no answer',
     'host-released': 'eschedule: host forget released the claim of a destroyed instance, its keys are there',
     'host-emptied': 'eschedule: host forget has removed all leftovers, the provider is there',
+    'quota-counted': 'eschedule: what a project has is counted, its quota is not set',
     'quota-reckoned': 'eschedule: a quota is set, what was delivered at that moment is not counted yet',
     'host-disabled': 'eschedule: a compute is disabled, the user has no answer',
     'host-enabled': 'eschedule: a compute is enabled, the user has no answer',

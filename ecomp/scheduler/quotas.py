@@ -51,6 +51,7 @@ def recount(store: Store, project: str, change: Callable[[Quota | None], Quota])
         now, unchanged = quota(store, project)
         wanted = change(now)
         reckoned = _counted(store, project)
+        failpoint('quota-counted')
         new = Quota(project, wanted.limits, reckoned)
         written: Put | Delete = put_quota(new) if wanted.limits else Delete(keys.quota(project))
         try:

@@ -122,6 +122,22 @@ class Armed(Ecompute):
         until(stopped, 30, f'ecompute is frozen at {failpoint}; fired: {self._fired.names}')
 
 
+def killed_at(compute: Armed, step: str, seconds: float = 30.0) -> None:
+    """Wait until it has killed itself there."""
+    until(lambda: not compute.is_running, seconds, f'it is killed at {step}; fired: {compute._fired.names}')
+    assert compute._process is not None
+    assert compute._process.returncode == -signal.SIGKILL, compute.last_words()
+    assert compute._fired.names == [step]
+
+
+def start_again(compute: Armed) -> float:
+    """Start it without failpoints; when."""
+    compute.failpoint = ''
+    began = time.monotonic()
+    compute.start()
+    return began
+
+
 def some(steps: Sequence[str], *quick: str) -> list[Any]:
     """The steps as parameters of a test: all but the quick ones are slow."""
     return [pytest.param(step, marks=[] if step in quick else [pytest.mark.slow]) for step in steps]

@@ -29,7 +29,7 @@ SOON = 60.0
 """Seconds in which everything but a minute's look has to have happened, on a machine that is busy with others."""
 STILLBORN = re.compile(r'Traceback .*\n(?:  .*\n)*.*spawn_main\n(?:  .*\n)+EOFError: Ran out of input\n')
 """What Python says, before any code of ours, of a worker whose ecompute was killed while it was starting it."""
-WRITTEN = 3.0
+WRITTEN = 20.0
 """Seconds in which that is written whole, line by line."""
 _numbers = itertools.count(1)
 

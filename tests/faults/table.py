@@ -108,8 +108,24 @@ RULES: dict[int, tuple[str, tuple[str, ...]]] = {
             'faults/test_guests.py::test_changed_by_hand',
         ),
     ),
-    7: ('groups, quotas and names change in the delivering transaction: they come with later issues', ()),
-    8: ('a set is one request: sets come with a later issue', ()),
+    7: (
+        'groups, quotas and names change in the delivering transaction',
+        (
+            'scenario/test_group.py::test_never_two_on_a_compute_however_many_ask_at_once',
+            'scenario/test_quota.py::test_however_many_ask_at_once_it_is_just_so_many',
+            'faults/test_sharing.py::test_eschedule_killed',
+            'faults/test_sharing.py::test_quota_set_while_one_is_delivered',
+            'scenario/test_names.py::test_one_of_two_gets_it_and_the_next_one_when_it_is_free_again',
+        ),
+    ),
+    8: (
+        'a set is one request',
+        (
+            'scenario/test_set.py::test_sets_that_race_are_whole_or_not_at_all',
+            'faults/test_eschedule_killed.py::test_killed_with_a_part_of_the_set_claimed',
+            'faults/test_eschedule_killed.py::test_killed_with_the_whole_set_claimed_or_delivered',
+        ),
+    ),
     9: (
         'one state directory, one uuid, one compute',
         (

@@ -127,8 +127,10 @@ def iso_of_nobody(host: Hypervisor, _: str) -> Iterator[str]:
     nobody = str(uuid.uuid4())
     path = host.state / f'seeds/{nobody}.iso'
     path.touch()
-    yield nobody
-    path.unlink()
+    try:
+        yield nobody
+    finally:
+        path.unlink()
 
 
 def reserve(host: Hypervisor, command: str, instance: str, address: str) -> None:

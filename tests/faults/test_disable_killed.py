@@ -9,14 +9,13 @@ from pathlib import Path
 import pytest
 
 from tests.commands import Control, write_config
-from tests.faults.hands import Armed, Eschedule, settled
-from tests.faults.test_ecompute_killed import killed_at, start_again
+from tests.faults.hands import Armed, Eschedule, killed_at, settled, start_again
 from tests.scenario.story import SMALL, one_line, place, reserved
 
 pytestmark = pytest.mark.timeout(180)
 
-DESCRIBED_FAILPOINTS = ('described-here', 'described')
-HOST_FAILPOINTS = ('host-disabled', 'host-enabled')
+DESCRIBED_FAILPOINTS = NOTED, SET = 'described-here', 'described'
+HOST_FAILPOINTS = DISABLED, ENABLED = 'host-disabled', 'host-enabled'
 
 GROUPS = [f'5ca1ab1e-0000-4000-8000-00000000000{number}' for number in range(2)]
 STATUS = {'COMPUTE_STATUS_DISABLED', 'CUSTOM_ECOMP_DISABLED'}
@@ -33,8 +32,8 @@ def add(control: Control, compute: Armed, trait: str) -> None:
     control.placement.call('PUT', path, {**there, 'traits': [*there['traits'], trait]})
 
 
-@pytest.mark.parametrize('step', DESCRIBED_FAILPOINTS)
-@pytest.mark.parametrize('times', [1, 2, 3])
+# What is noted is noted four times: of traits and of aggregates, before they are set and after.
+@pytest.mark.parametrize(('step', 'times'), [(SET, 1), *((NOTED, times) for times in (1, 2, 3, 4))])
 def test_killed_while_it_says_what_it_is(cluster: Control, tmp_path: Path, step: str, times: int) -> None:
     """F2: kill -9 of ecompute between what it notes and what it sets of its traits and aggregates (fake)"""
 
@@ -91,7 +90,7 @@ def test_killed_in_the_middle_of_its_end(cluster: Control, tmp_path: Path, disab
 
 @pytest.mark.parametrize(
     ('command', 'already', 'step'),
-    [('disable', 'is disabled already', 'host-disabled'), ('enable', 'is enabled already', 'host-enabled')],
+    [('disable', 'is disabled already', DISABLED), ('enable', 'is enabled already', ENABLED)],
 )
 def test_killed_before_it_says_so(cluster: Control, command: str, already: str, step: str) -> None:
     """F1: kill -9 of host disable, and of host enable, once it is done: said again, it is so already (fake)"""

@@ -12,7 +12,7 @@ import pytest
 
 from tests.commands import Control
 from tests.faults.figures import figure
-from tests.faults.hands import Armed, settled, some
+from tests.faults.hands import Armed, killed_at, settled, some, start_again
 from tests.faults.hypervisor import Hypervisor
 from tests.scenario.story import addressed, place, reached, reserved
 from tests.servers import until
@@ -34,22 +34,6 @@ def compute(cluster: Control, tmp_path: Path) -> Armed:
     made = Armed(cluster.etcd.endpoint, cluster.placement.url, directory=tmp_path / 'compute')
     cluster.at_exit.callback(made.close)
     return made
-
-
-def killed_at(compute: Armed, step: str) -> None:
-    """Wait until it has killed itself there."""
-    until(lambda: not compute.is_running, 30, f'it is killed at {step}; fired: {compute._fired.names}')
-    assert compute._process is not None
-    assert compute._process.returncode == -signal.SIGKILL, compute.last_words()
-    assert compute._fired.names == [step]
-
-
-def start_again(compute: Armed) -> float:
-    """Start it without failpoints; when."""
-    compute.failpoint = ''
-    began = time.monotonic()
-    compute.start()
-    return began
 
 
 @pytest.mark.parametrize('step', some(BUILD_FAILPOINTS, 'confirmed', 'seeded', 'disk-created', 'built', 'addressed'))

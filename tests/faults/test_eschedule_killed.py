@@ -98,7 +98,7 @@ def test_killed_with_a_part_of_the_set_claimed(cluster: Control, then: str) -> N
         look_twice(cluster, other)
         assert cluster.placement.consumers(other.uuid) == {}
         assert not [record(cluster, instance) for instance in claimed if record(cluster, instance)]
-    settled(cluster, one)
+    settled(cluster, one, other)
 
 
 @pytest.mark.parametrize('step', ['claimed', DELIVERED])

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
+from ecomp.store.watch import LAST_DELAY
 from tests.commands import Ecompute, Result
 from tests.faults.certificates import Authority
 from tests.faults.etcds import EtcdCluster, EtcdControl, Member, Tls
@@ -159,7 +160,7 @@ def test_an_expired_certificate_is_exchanged(secured: EtcdControl, office: Offic
     for torn in ((b'', b''), (good[0], late[1].read_bytes()), (good[0][:99], good[1]), (good[0], good[1][:99])):
         for content, target in zip(torn, office.client, strict=True):
             target.write_bytes(content)
-        time.sleep(3)  # in which it tries again a few times
+        time.sleep(LAST_DELAY + 1)  # in which it tries again, however long it has waited before
         assert backs(compute) == 0
         assert compute.is_running
     for content, target in zip(good, office.client, strict=True):

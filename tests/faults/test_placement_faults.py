@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
-import subprocess
-import sys
 import time
 import uuid
 from collections.abc import Iterator
@@ -18,9 +17,9 @@ import pytest
 from tests.commands import Control, Ecompute, Result, eschedule, write_config
 from tests.faults.faulty_placement import KINDS, METHODS, FaultyPlacement
 from tests.faults.figures import figure
-from tests.faults.hands import guests, idle, lapse_requests, losses, settled, some
+from tests.faults.hands import Eschedule, guests, idle, lapse_requests, losses, settled, some
 from tests.scenario.story import SMALL, addressed, log_of, logged, notified, place, reached, record, reserved
-from tests.servers import environment, until
+from tests.servers import until
 
 LOUD = [kind for kind in KINDS if kind not in ('slow', 'lost')]
 """Those that ecompute cannot but notice."""
@@ -180,7 +179,7 @@ def test_eschedule_creates(cluster: Control, tmp_path: Path) -> None:
 
 
 def test_a_refusal_stands_whatever_becomes_of_its_reasons(cluster: Control, tmp_path: Path) -> None:
-    """F16: placement fails, in all the ways, once eschedule has its refusal: exit 3 in time, without reasons (fake)"""
+    """F16: placement fails once eschedule has its refusal, each way an answer can: exit 3 in time, no reasons (fake)"""
     compute = cluster.ecompute()
     cases = [kind for kind in KINDS if kind != 'refused' and kind not in METHODS]
 
@@ -207,18 +206,12 @@ def test_nobody_has_to_wait_for_the_reasons(cluster: Control, faulty: FaultyPlac
     """F16: Ctrl-C while placement takes its time over the reasons of a refusal: exit 3 all the same (fake)"""
     config = write_config(tmp_path / 'slow.yaml', cluster.etcd.endpoint, faulty.url)
     faulty.fail('slow', which=lambda _, path: path.startswith('/resource_providers'), seconds=60.0)
-    with subprocess.Popen(
-        [sys.executable, '-m', 'ecomp.schedule', '--config', str(config), SMALL],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=environment(),
-    ) as refused:
+    with Eschedule(cluster, SMALL, config=config) as refused:
         until(lambda: faulty.hits, 20, 'the reasons are asked for')
-        refused.send_signal(signal.SIGINT)
-        out, err = refused.communicate(timeout=40)
-    assert (refused.returncode, out) == (3, 'NO ALLOCATIONS LEFT\n')
-    assert err == 'eschedule: no compute is alive: is ecompute running anywhere?\n'
+        os.kill(refused.pid, signal.SIGINT)
+        done = refused.end(40)
+    assert (done.code, done.stdout) == (3, 'NO ALLOCATIONS LEFT\n')
+    assert done.stderr == 'eschedule: no compute is alive: is ecompute running anywhere?\n'
 
 
 @pytest.mark.slow

@@ -11,9 +11,8 @@ import pytest
 import yaml
 
 from tests.commands import Control
-from tests.faults.hands import Armed, settled
+from tests.faults.hands import Armed, killed_at, settled, start_again
 from tests.faults.hypervisor import Hypervisor
-from tests.faults.test_ecompute_killed import killed_at, start_again
 from tests.scenario.story import addressed, place, reached
 from tests.servers import until
 

@@ -8,8 +8,10 @@ from __future__ import annotations
 import base64
 import json
 import os
+from collections import Counter
 from collections.abc import Collection
 from typing import Any, NamedTuple
+from urllib.parse import parse_qs
 
 from tests.commands import Control, Ecompute
 from tests.faults.audit import audit_clean
@@ -59,7 +61,7 @@ def violations(
     """
     etcd = everything(control)
     held = {consumer: each for consumer, each in allocations(control).items() if consumer not in foreign}
-    families = ('hosts', 'queues', 'instances', 'requests', 'booted', 'names', 'computes')
+    families = ('hosts', 'queues', 'instances', 'requests', 'booted', 'names', 'computes', 'groups', 'quotas')
     under = {prefix: _under(etcd, f'/{prefix}/') for prefix in families}
     records = {name: json.loads(kept.value) for name, kept in under['instances'].items() if name not in foreign}
     paths = [path.partition('/') for path in under['hosts']]
@@ -109,6 +111,16 @@ def violations(
         called = records[name].get('name')
         if called and called not in under['names']:
             found.append(f'{name}: is called {called}, and there is no such name')
+    asked = [(compute, name, json.loads(under['hosts'][f'{compute}/{name}'].value)) for compute, name in wished]
+    asked += [
+        ('', path.partition('/')[2], json.loads(kept.value))
+        for path, kept in under['queues'].items()
+        if path.partition('/')[2] in waiting
+    ]
+    for name, kept in under['groups'].items():
+        found += _group(name, json.loads(kept.value), asked)
+    for project, kept in under['quotas'].items():
+        found += _quota(project, json.loads(kept.value), asked)
     for name, kept in under['requests'].items():
         found += _request(control, name, kept, dead)
     takers = {name: kept for name, kept in under['queues'].items() if name.endswith('/taker')}
@@ -162,6 +174,40 @@ def _compare(
     if name in records and records[name]['compute'] != compute:
         found.append(f'{name}: requested of {compute}, its record is of {records[name]["compute"]}')
     return found
+
+
+Asked = list[tuple[str, str, dict[str, Any]]]
+"""Each request with its instance and its compute, which is '' while it waits."""
+
+
+def _group(name: str, group: dict[str, Any], asked: Asked) -> list[str]:
+    members = {each: compute for compute, each, request in asked if (request.get('group') or {}).get('name') == name}
+    found = [] if group['members'] == members else [f'group {name}: has {group["members"]}, asked for are {members}']
+    on = [compute for compute in members.values() if compute]
+    together = group['policy'] == 'affinity'
+    if group['strict'] and len(set(on)) != (min(len(on), 1) if together else len(on)):
+        found.append(f'group {name}: is strict {group["policy"]}, and on {on}')
+    return found
+
+
+def _quota(project: str, quota: dict[str, Any], asked: Asked) -> list[str]:
+    used: Counter[str] = Counter()
+    for _, _, request in asked:
+        if request['project_id'] == project:
+            used.update({**_amounts(request), 'instances': 1})
+    counted = {name: amount for name, amount in used.items() if amount}
+    return [] if quota['used'] == counted else [f'quota {project}: counts {quota["used"]}, asked for is {counted}']
+
+
+def _amounts(request: dict[str, Any]) -> dict[str, int]:
+    """What a request is for: allocated; or, one to be destroyed, what it was; or, one that waits, what it asks for."""
+    if 'flavor' in request:
+        pairs = (each.split(':') for each in parse_qs(request['query'])['resources'][0].split(','))
+        return {name: int(amount) for name, amount in pairs}
+    amounts: Counter[str] = Counter(request.get('resources', {}))
+    for each in request['allocations'].values():
+        amounts.update(each['resources'])
+    return dict(amounts)
 
 
 def _record(name: str, record: dict[str, Any], lease: int) -> list[str]:

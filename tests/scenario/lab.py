@@ -32,7 +32,11 @@ class Lab:
         self.name = name
         self.audited = False
         self.directory = ROOT / name
-        self.elab('up', '--hosts', str(hosts))
+        try:
+            self.elab('up', '--hosts', str(hosts))
+        except BaseException:
+            self.close()
+            raise
         self.facts = json.loads((self.directory / 'lab.json').read_text())
         self.hosts = [f'hv{number}' for number in range(1, hosts + 1)]
 

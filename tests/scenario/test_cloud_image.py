@@ -79,7 +79,7 @@ class Guest:
 def guests(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mapping[str, Guest]]:
     """A guest for each way, booted side by side, by way."""
     work = tmp_path_factory.mktemp('cloud')
-    lab = Lab(f't{os.getpid()}', len(WAYS))
+    lab = Lab(f'd{os.getpid()}', len(WAYS))
     try:
         shutil.copyfile(debian_image(), lab.directory / 'images/debian.qcow2')
         for way, host in WAYS.items():

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 
-from tests.commands import Control, Ecompute
+from tests.commands import Control, Ecompute, write_config
+from tests.faults.faulty_placement import FaultyPlacement
 from tests.faults.hands import Eschedule
 from tests.scenario.invariants import check
 from tests.scenario.story import NOBODY, SMALL, addressed, one_line, place, reached
@@ -162,13 +164,28 @@ def test_drain_says_what_lives_there_and_waits_for_it(cluster: Control) -> None:
     assert cluster.placement.consumers(compute.uuid) == {}
 
 
+@contextmanager
+def draining_in_sight(control: Control, compute: Ecompute) -> Iterator[Eschedule]:
+    """A drain that has looked twice at what is there, and so knows who was at it before."""
+    asked: list[str] = []
+    with FaultyPlacement(control.placement.port) as placement:
+        placement.fail('broken', lambda _, path: bool(asked.append(path)))
+        config = write_config(control.directory / 'drain.yaml', control.etcd.endpoint, placement.url)
+        with Eschedule(control, 'host', 'drain', '--wait', compute.uuid, config=config) as draining:
+            # Once for what it says, and then at each look, behind the one at who is at it.
+            held = f'/resource_providers/{compute.uuid}/allocations'
+            until(lambda: asked.count(held) >= 3, 40, 'it has looked twice')
+            yield draining
+
+
 def test_drain_waits_for_one_that_asked_before(cluster: Control) -> None:
     """It has its candidates, and claims and delivers when it goes on."""
     compute = cluster.ecompute()
     with Eschedule(cluster, SMALL, failpoint='announced:stop') as slow:
         slow.stopped_at('announced')
-        with Eschedule(cluster, 'host', 'drain', '--wait', compute.uuid) as draining:
-            until(lambda: traits(cluster, compute) >= BOTH, 20, 'it is disabled')
+        with draining_in_sight(cluster, compute) as draining:
+            assert traits(cluster, compute) >= BOTH
+            assert not draining.has_ended
             slow.go_on()
             result = slow.end()
             if result.code == 0:  # placement had answered before
@@ -195,8 +212,7 @@ def test_drain_waits_for_one_that_is_being_taken_from_a_queue(cluster: Control) 
     late = cluster.eschedule('host', 'drain', '--wait', '--timeout', '0', compute.uuid)
     assert late.code == 6, late
     assert 'requests under way, which may be for it; it stays disabled' in late.stderr.splitlines()[-1]
-    with Eschedule(cluster, 'host', 'drain', '--wait', compute.uuid) as draining:
-        time.sleep(3)
+    with draining_in_sight(cluster, compute) as draining:
         assert not draining.has_ended
         mark()  # as another does after the first has given it back
         assert draining.end().code == 0

@@ -69,7 +69,12 @@ def test_softly(cluster: Control) -> None:
     computes = started(cluster, 'VCPU:2,DISK_GB:10,MEMORY_MB:512', 'VCPU:2,DISK_GB:10,MEMORY_MB:512')
     found = notified(called(cluster, SMALL, '--count', '3', '--group', 'web', *APART, '--soft').stdout)
     assert sorted(Counter(compute for compute, _ in found).values()) == [1, 2]
-    assert place(cluster, SMALL, '--group', 'db', *TOGETHER, '--soft')
+    called(cluster, 'destroy', '--wait', *(instance for _, instance in found))
+    # Spread, they would be one on each.
+    two = called(cluster, SMALL, '--count', '2', '--group', 'db', *TOGETHER, '--soft')
+    (first, second) = (compute for compute, _ in notified(two.stdout))
+    assert first == second
+    assert place(cluster, SMALL, '--group', 'db')[0] != first, 'there is no room with them'
     settled(cluster, *computes)
 
 

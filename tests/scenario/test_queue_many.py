@@ -6,21 +6,20 @@ import json
 import sys
 from collections import Counter
 from collections.abc import Sequence
-from pathlib import Path
 
 import pytest
 
 from tests.commands import Control
-from tests.faults.hands import Armed, settled
+from tests.faults.hands import Armed, guests, killed_at, settled
 from tests.scenario.invariants import allocations, everything
-from tests.scenario.story import SMALL, called
+from tests.scenario.story import SMALL, called, reached
 from tests.servers import until
 
 ROOM = 'VCPU:16,DISK_GB:100,MEMORY_MB:16384'
 STEPS = 'marked', 'taken', 'moved'
 LONG = 600.0
 
-FEW = pytest.param(6, 60, id='few')
+FEW = pytest.param(6, 60, id='few', marks=pytest.mark.timeout(900))
 MANY = pytest.param(50, 500, id='many', marks=[pytest.mark.slow, pytest.mark.timeout(1800)])
 
 
@@ -92,8 +91,8 @@ def test_half_of_the_computes_are_killed_while_they_take(small: Control, count: 
         each.failpoint = f'{STEPS[number % len(STEPS)]}:kill'
     start(made)
     instances = enqueue(small, requests)
-    until(lambda: not any(each.is_running for each in dying), LONG, 'each of them has died while it took one')
     for each in dying:
+        killed_at(each, each.failpoint.removesuffix(':kill'), LONG)
         each.failpoint = ''
     start(dying)
     until(lambda: set(states(small).values()) == {'active'}, LONG, 'all are active')
@@ -102,10 +101,25 @@ def test_half_of_the_computes_are_killed_while_they_take(small: Control, count: 
     assert held.keys() == instances
     assert all(len(providers) == 1 for providers in held.values())
     settled(small, *made)
-    guests = [guest['instance'] for each in made for guest in _guests(each)]
-    assert sorted(guests) == sorted(instances), 'each has one guest, on one compute'
+    there = [instance for each in made for instance in guests(each)]
+    assert sorted(there) == sorted(instances), 'each has one guest, on one compute'
 
 
+def test_an_idle_one_takes_before_one_that_is_nearly_full(small: Control) -> None:
+    made = computes(small, 2, queues=True)
+    start(made)
+    full, idle = made
+    done = called(small, SMALL, '--count', '15', '--on', full.uuid)
+    assert done.code == 0, done
+    # One after the other: so each is for the two of them, and the full one waits nearly 0.2 s longer.
+    for _ in range(4):
+        (instance,) = enqueue(small, 1)
+        assert reached(small, instance, 'active')['compute'] == idle.uuid
+    settled(small, *made)
+
+
+# How even it is in the end hangs on waits of a few ms, which a busy machine's clocks do not keep.
+@pytest.mark.slow
 @pytest.mark.parametrize(('count', 'requests'), [FEW, MANY])
 def test_the_idlest_take_first(small: Control, count: int, requests: int) -> None:
     """The balance of the pull queue against that of eschedule's own spread, on the same load."""
@@ -129,8 +143,3 @@ def test_the_idlest_take_first(small: Control, count: int, requests: int) -> Non
     sys.stdout.write(f'\n{count} computes, {requests} requests: spread {pushed:.3f}, pull {pulled:.3f}\n')
     assert pulled <= pushed + 0.2
     settled(small, *made)
-
-
-def _guests(compute: Armed) -> list[dict[str, object]]:
-    path = Path(compute.directory / 'state' / 'fake.json')
-    return list(json.loads(path.read_text())) if path.exists() else []

@@ -62,7 +62,7 @@ def test_what_is_typed_wrongly_is_one_line(cluster: Control) -> None:
     one_line(called(cluster, 'quota', 'show'), 2, 'which quota')
 
 
-def test_what_fails_and_what_is_destroyed_unseen_is_given_back(cluster: Control) -> None:
+def test_what_is_destroyed_unseen_is_given_back(cluster: Control) -> None:
     (compute,) = started(cluster, ROOMY)
     called(cluster, 'quota', 'set', 'web', 'instances=2')
     compute.pause()
