@@ -171,11 +171,9 @@ def _wait(
                 spent = deadline.spent
                 limit = deadline.seconds if known else max(deadline.seconds, first_look)
                 if spent >= limit:
-                    raise StillGoing(
-                        f'{instance}: {deadline.seconds:g} s are up, still waiting for: {what(record)}; it goes on'
-                        + ('' if known else ' (etcd did not answer)')
-                    )
-                tell(f'waiting for: {what(record)}, {spent:.0f} s')
+                    how_far = f'still waiting for: {what(record)}' if known else 'and etcd did not answer'
+                    raise StillGoing(f'{instance}: {deadline.seconds:g} s are up, {how_far}; it goes on')
+                tell(f'waiting for: {what(record) if known else "etcd to answer"}, {spent:.0f} s')
                 changed.wait(min(TICK, limit - spent))
     finally:
         follower.stop()
