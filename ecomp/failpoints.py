@@ -5,7 +5,8 @@
     ECOMP_FAILPOINT=claimed:stop            SIGSTOP instead: frozen until somebody sends SIGCONT
 
 Several are separated by commas. Each that fires first adds a line `name pid` to the file ECOMP_FAILPOINT_FIRED names,
-so that a test can assert that it did. Off, and one look at a value, unless the variable is set.
+so that a test can assert that it did. The variable is read once, when a process first comes to one; without it each
+is one look into an empty table.
 """
 
 from __future__ import annotations
@@ -75,19 +76,14 @@ PLACES = {
 
 ACTIONS = {'kill': signal.SIGKILL, 'stop': signal.SIGSTOP}
 
-_SETTING = os.environ.get('ECOMP_FAILPOINT', '')
-
 
 def failpoint(name: str) -> None:
     """Die or freeze here, if a test armed this place. UsageError for a setting that names no place."""
-    if _SETTING:
-        _arrive(name)
+    if name in (armed := _armed()):
+        _arrive(name, *armed[name])
 
 
-def _arrive(name: str) -> None:
-    if name not in (armed := _armed()):
-        return
-    action, times = armed[name]
+def _arrive(name: str, action: signal.Signals, times: int | None) -> None:
     fired = os.environ.get('ECOMP_FAILPOINT_FIRED')
     if fired is not None:
         # One write, appended: several processes may come here.
@@ -103,8 +99,8 @@ def _arrive(name: str) -> None:
 
 @cache
 def _armed() -> dict[str, tuple[signal.Signals, int | None]]:
-    found = {}
-    for each in _SETTING.split(','):
+    found: dict[str, tuple[signal.Signals, int | None]] = {}
+    for each in filter(None, os.environ.get('ECOMP_FAILPOINT', '').split(',')):
         name, _, rest = each.partition(':')
         action, _, times = rest.partition(':')
         if name not in PLACES or action not in ACTIONS or not (times or '1').isdecimal():
