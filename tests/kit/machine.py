@@ -1,0 +1,134 @@
+"""A machine of a test's own: namespaces in which names, addresses and directories are free, and packages are reached.
+
+Its network, processes and mounts are its own, and all of them end with it. /run and /var/lib/elab are empty there; what
+is written to apt's directories stays there. slirp4netns, in user space, is its uplink. With `root` it is another
+system, whose file system is below that directory.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.kit.servers import until
+
+NEEDED = {
+    'ip': 'iproute2',
+    'unshare': 'util-linux',
+    'nsenter': 'util-linux',
+    'setpriv': 'util-linux',
+    'slirp4netns': 'slirp4netns',
+}
+"""Commands, and the Debian packages they are in."""
+
+# The metadata address is never to be asked for outside of a lab. ip(8) says `Peer netns reference is invalid` where
+# mounts are shared, and `ip netns exec` fails where / is no mount point: so the root is a mount, and pivoted into.
+INSIDE = """
+set -eu
+root=$1 own=$2; shift 2
+mount --make-rprivate /
+if [ "$root" != / ]; then
+    mkdir "$own/root"
+    mount --bind "$root" "$own/root"
+    mount --rbind /dev "$own/root/dev"
+    for each; do mkdir -p "$own/root$each"; mount --bind "$each" "$own/root$each"; done
+    mount -t proc proc "$own/root/proc"
+    mkdir -p "$own/root/old"
+    cd "$own/root"
+    pivot_root . old
+    umount -l /old
+    own=/tmp
+else
+    mount -t proc proc /proc
+    umount -l /sys
+fi
+# What /sys/class/net shows is the network of whoever mounted it.
+mount -t sysfs sysfs /sys
+mount -t tmpfs tmpfs /run
+mkdir -p /run/lock /run/own/upper /run/own/work /var/lib/elab
+if [ "$root" = / ]; then
+    for each in lib cache; do
+        mkdir /run/own/upper/$each /run/own/work/$each
+        overlay=upperdir=/run/own/upper/$each,workdir=/run/own/work/$each
+        mount -t overlay -o "lowerdir=/var/$each/apt,$overlay" overlay /var/$each/apt
+    done
+    mount -t tmpfs tmpfs /var/lib/elab
+fi
+ip link set lo up
+ip route add blackhole 169.254.0.0/16
+echo 'nameserver 10.0.2.3' >/run/own/resolv.conf
+mount --bind /run/own/resolv.conf /etc/resolv.conf
+touch /run/own/ready
+# Process 1 has to reap whoever is left to it, which bash does: libvirt takes a QEMU that nobody reaps for a living one.
+while :; do sleep 3600 & wait $!; done
+"""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A machine that runs; `pid` is its process 1, seen from here."""
+
+    pid: int
+
+    def inside(self, command: Sequence[str], cwd: Path = Path('/')) -> list[str]:
+        """The command line that runs `command` there, in that directory of it."""
+        return ['nsenter', '-t', str(self.pid), '-n', '-m', '-p', '--', 'env', '-C', str(cwd), *command]
+
+    def run(self, command: Sequence[str], cwd: Path = Path('/')) -> subprocess.CompletedProcess[str]:
+        """Run a command there to its end."""
+        inside = self.inside(command, cwd)
+        return subprocess.run(inside, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
+
+
+def lacking() -> str:
+    """What keeps a machine from being made here, in words; '' if nothing does."""
+    if os.geteuid() != 0:
+        return 'namespaces need root'
+    packages = sorted({package for command, package in NEEDED.items() if shutil.which(command) is None})
+    if packages:
+        return 'not installed: ' + ', '.join(packages)
+    return '' if Path('/dev/net/tun').exists() else 'there is no /dev/net/tun, which slirp4netns needs'
+
+
+@contextmanager
+def machine(root: Path = Path('/'), shared: Sequence[Path] = ()) -> Iterator[Machine]:
+    """Start one; nothing of it is left afterwards, but what was written to `root` and to the `shared` directories.
+
+    `shared` are directories of this machine that are in another system too, at the same paths.
+    """
+    with ExitStack() as undo:
+        own = Path(tempfile.mkdtemp(prefix='ecomp-machine-'))
+        undo.callback(shutil.rmtree, own)
+        log = undo.enter_context((own / 'log').open('w+'))
+        # pdeathsig and kill-child: whatever ends the test, also kill -9, ends everything.
+        tied = ['setpriv', '--pdeathsig', 'KILL', '--']
+        namespaces = ['unshare', '--net', '--mount', '--ipc', '--pid', '--fork', '--kill-child', '--']
+        shell = ['bash', '-c', INSIDE, 'bash', str(root), str(own), *map(str, shared)]
+        process = subprocess.Popen([*tied, *namespaces, *shell], stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+        undo.callback(_end, process)
+
+        def first() -> int:
+            assert process.poll() is None, f'it ended:\n{(own / "log").read_text()[-2000:]}'
+            return int(Path(f'/proc/{process.pid}/task/{process.pid}/children').read_text().strip() or 0)
+
+        made = Machine(until(first, 30, 'its first process runs'))
+
+        def ready() -> bool:
+            return bool(first()) and Path(f'/proc/{made.pid}/root/run/own/ready').exists()
+
+        until(ready, 30, 'it is set up')
+        uplink = ['slirp4netns', '--configure', '--mtu=65520', '--disable-host-loopback', str(made.pid), 'tap0']
+        undo.callback(_end, subprocess.Popen([*tied, *uplink], stdin=subprocess.DEVNULL, stdout=log, stderr=log))
+        until(lambda: 'tap0' in made.run(['ip', '-o', 'link']).stdout, 30, 'it has an uplink')
+        yield made
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.kill()
+    process.wait()
