@@ -47,8 +47,9 @@ LAB = [
 TEST = [
     'hypothesis>=6.100',
     'mypy>=1.11',
-    'pytest>=8.0',
+    'pytest>=8.0,<9.2',  # in 9.2, pytest-xdist 3.8 passes over its groups
     'pytest-timeout>=2.3',
+    'pytest-xdist>=3.7',  # --no-loadscope-reorder
     'ruff>=0.6',
     'types-PyYAML',
     'types-psutil',

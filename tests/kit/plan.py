@@ -1,0 +1,133 @@
+"""A plugin of pytest: which process runs what, what a skip means, and when a test was last run.
+
+Tests that share something that is dear to make (a lab, a libvirt host, what a module makes for itself) are run by one
+process, one after the other; all else by whichever is free. What takes longest begins first.
+"""
+
+from __future__ import annotations
+
+import datetime
+from pathlib import Path
+
+import pytest
+
+LABS = 'lab of the stories', 'first lab of the faults', 'second lab of the faults'
+"""Each is made by one process, for the fixtures `whole` and `hypervisors`."""
+HALF = 'test_j'
+"""Modules up to here share the first lab of the faults."""
+LONG = 'long'
+LAST_RUN = Path(__file__).parents[1] / 'last_run'
+"""When each test that only --all runs passed last: a line each, `2026-01-31 NODEID`. `tests/run --all` writes it."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """What tests/run says."""
+    group = parser.getgroup('ecomp')
+    group.addoption('--nothing-skipped', action='store_true', help='a test that is skipped has failed')
+    group.addoption('--note-last-run', action='store_true', help=f'write down in {LAST_RUN.name} which slow tests pass')
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Group what shares something: here, for xdist reads the groups before anybody else may change the items."""
+    group = _group(item)
+    if group:
+        item.add_marker(pytest.mark.xdist_group(group))
+    if 'unit' in item.path.parts:
+        item.add_marker(pytest.mark.fast)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with what takes longest."""
+    items.sort(key=_rank)
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """AssertionError where xdist has passed over the groups: each process would make a lab of its own."""
+    if getattr(session.config.option, 'loadgroup', False):
+        for item in session.items:
+            mark = item.get_closest_marker('xdist_group')
+            assert mark is None or item.nodeid.endswith(f'@{mark.args[0]}'), f'{item.nodeid} is in no group'
+
+
+def _group(item: pytest.Item) -> str | None:
+    assert isinstance(item, pytest.Function)
+    if 'hypervisors' in item.fixturenames:
+        # They wait for so much that one lab of theirs would be the last to be done.
+        return LABS[1 + (item.path.stem > HALF)]
+    if 'whole' in item.fixturenames:
+        return LABS[0]
+    found = item._fixtureinfo.name2fixturedefs.values()
+    return item.path.stem if any(each[-1].scope in ('module', 'class') for each in found) else None
+
+
+def _rank(item: pytest.Item) -> int:
+    if item.get_closest_marker(LONG):
+        return 0
+    group = item.get_closest_marker('xdist_group')
+    if group:
+        return 1 if group.args[0] in LABS else 2
+    return 4 if 'unit' in item.path.parts else 3
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_make_collect_report(collector: pytest.Collector) -> object:
+    """The same of a module that skips itself."""
+    outcome = yield
+    report = outcome.get_result()
+    if report.skipped and collector.config.getoption('nothing_skipped'):
+        report.outcome = 'failed'
+        report.longrepr = f'skipped, where nothing may be: {report.longrepr}'
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> object:
+    """With --nothing-skipped: what is skipped is what somebody relies on having been tried."""
+    outcome = yield
+    report = outcome.get_result()
+    if report.skipped and not hasattr(report, 'wasxfail') and item.config.getoption('nothing_skipped'):
+        report.outcome = 'failed'
+        report.longrepr = f'skipped, where nothing may be: {report.longrepr}'
+    # What a test printed of a hostile text cannot be sent to xdist's first process as it is.
+    report.sections = [(name, _encodable(text)) for name, text in report.sections]
+    if report.failed and (said := str(report.longrepr)) != _encodable(said):
+        report.longrepr = _encodable(said)
+    if report.passed and report.when == 'call':
+        report.user_properties.append(('slow', item.get_closest_marker('slow') is not None))
+
+
+class LastRuns:
+    """When each slow test passed last, by node id."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        lines = path.read_text().splitlines() if path.exists() else []
+        self.dates = {name: date for date, _, name in (line.partition(' ') for line in lines)}
+
+    def oldest(self) -> str:
+        """`DATE NODEID` of the one that has not passed for longest; '' if none ever did."""
+        return min((f'{date} {name}' for name, date in self.dates.items()), default='')
+
+    def write(self, passed: list[str], today: str) -> None:
+        """These passed today."""
+        self.dates.update(dict.fromkeys(passed, today))
+        self._path.write_text(''.join(f'{date} {name}\n' for name, date in sorted(self.dates.items())))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """Say which slow test has not been run for longest; with --note-last-run, write down those that passed."""
+    passed = terminalreporter.stats.get('passed', [])
+    slow = [_own_name(each.nodeid) for each in passed if ('slow', True) in each.user_properties]
+    runs = LastRuns(LAST_RUN)
+    if config.getoption('note_last_run') and slow:
+        runs.write(slow, datetime.datetime.now(datetime.UTC).date().isoformat())
+    if runs.oldest():
+        terminalreporter.write_line(f'{len(runs.dates)} tests are run by --all alone; longest ago: {runs.oldest()}')
+
+
+def _own_name(nodeid: str) -> str:
+    # xdist adds @GROUP behind the parameters.
+    return nodeid[: nodeid.rfind('@')] if nodeid.rfind('@') > nodeid.rfind(']') else nodeid
+
+
+def _encodable(text: str) -> str:
+    return text.encode('utf-8', 'backslashreplace').decode()

@@ -1,0 +1,80 @@
+"""What tests/run promises: a skip is a failure, what shares a lab is run by one process, old runs are named."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.kit.plan import LastRuns
+from tests.kit.servers import environment
+
+TESTS = """
+import os
+import pytest
+
+@pytest.fixture(scope='session')
+def whole():
+    return os.getpid()
+
+@pytest.fixture(scope='session')
+def pids(tmp_path_factory):
+    return tmp_path_factory.getbasetemp().parent / 'pids'
+
+@pytest.mark.parametrize('number', range(12))
+def test_of_a_lab(whole, number, pids):
+    with open(pids, 'a') as file:
+        file.write(f'{whole}\\n')
+
+@pytest.mark.parametrize('number', range(12))
+def test_of_none(number):
+    pass
+"""
+
+
+def run(directory: Path, text: str, *words: str) -> subprocess.CompletedProcess[str]:
+    """pytest with the plugin, on one file, with no other configuration than the markers."""
+    (directory / 'test_them.py').write_text(text)
+    (directory / 'pytest.ini').write_text('[pytest]\nmarkers =\n    slow\n    fast\n    long\n')
+    command = [sys.executable, '-m', 'pytest', '-p', 'tests.kit.plan', '-p', 'no:cacheprovider', *words]
+    return subprocess.run(command, cwd=directory, env=environment(), capture_output=True, text=True, check=False)
+
+
+def test_a_skip_is_a_failure_where_nothing_may_be_skipped(tmp_path: Path) -> None:
+    (tmp_path / 'test_gone.py').write_text('import pytest\npytest.importorskip("nothing_of_that_name")\n')
+    text = """
+import pytest
+
+def test_one():
+    pytest.skip('no root')
+
+@pytest.mark.skip(reason='not here')
+def test_two():
+    pass
+"""
+    assert '3 skipped' in run(tmp_path, text).stdout
+    refused = run(tmp_path, text, '--nothing-skipped', '--continue-on-collection-errors')
+    assert refused.returncode == 1, refused.stdout
+    # A mark and a module skip before a test begins.
+    assert '1 failed, 2 errors' in refused.stdout
+    assert refused.stdout.count('skipped, where nothing may be') >= 3
+
+
+def test_what_shares_a_lab_is_run_by_one_process(tmp_path: Path) -> None:
+    base = tmp_path / 'base'
+    words = ['-n', '2', '--dist', 'loadgroup', '--no-loadscope-reorder', '--basetemp', str(base)]
+    done = run(tmp_path, TESTS, *words)
+    assert (done.returncode, '24 passed' in done.stdout) == (0, True), done.stdout
+    assert len(set((base / 'pids').read_text().split())) == 1
+
+
+def test_the_longest_not_run_is_named(tmp_path: Path) -> None:
+    path = tmp_path / 'last_run'
+    path.write_text('2026-01-31 tests/x.py::test_a[a b]\n2025-12-24 tests/x.py::test_b\n')
+    runs = LastRuns(path)
+    assert runs.dates == {'tests/x.py::test_a[a b]': '2026-01-31', 'tests/x.py::test_b': '2025-12-24'}
+    assert runs.oldest() == '2025-12-24 tests/x.py::test_b'
+    runs.write(['tests/x.py::test_b'], '2026-02-01')
+    assert path.read_text() == '2026-01-31 tests/x.py::test_a[a b]\n2026-02-01 tests/x.py::test_b\n'
+    assert LastRuns(path).oldest() == '2026-01-31 tests/x.py::test_a[a b]'
+    assert LastRuns(tmp_path / 'none').oldest() == ''
