@@ -22,8 +22,8 @@ from statistics import median
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from tests.commands import Ecompute, write_config
-from tests.servers import Etcd, PlacementServer
+from tests.kit.commands import Ecompute, write_config
+from tests.kit.servers import Etcd, PlacementServer
 
 QUERY = 'resources=VCPU:1,DISK_GB:1,MEMORY_MB:1'
 ROOM = 'VCPU:100000,DISK_GB:100000,MEMORY_MB:100000'

@@ -21,8 +21,8 @@ from typing import Any, Self
 from ecomp.conf import EtcdConfig
 from ecomp.model import keys
 from ecomp.store.watch import Follower, State
-from tests.commands import write_config
-from tests.servers import TOP, Etcd, PlacementServer, Server, free_port, until
+from tests.kit.commands import write_config
+from tests.kit.servers import TOP, Etcd, PlacementServer, Server, free_port, until
 
 PROCESSES, THREADS = 2, 2
 """Placement's: one process a core, as docker.sh has it."""

@@ -96,7 +96,7 @@ class Requesters:
     """So many processes, started and ready."""
 
     def __init__(self, count: int, config: Path, way: str) -> None:
-        from tests.servers import environment
+        from tests.kit.servers import environment
 
         again = [sys.executable, __file__, '--requester', str(config), way]
         self._processes = [
@@ -185,8 +185,8 @@ def _percentile(values: Sequence[float], percent: int) -> float:
 
 
 def _clear(cluster: Any, instances: set[str]) -> None:
-    from tests.commands import eschedule
-    from tests.servers import until
+    from tests.kit.commands import eschedule
+    from tests.kit.servers import until
 
     named = sorted(instances)
     for start in range(0, len(named), 500):
@@ -198,7 +198,7 @@ def _clear(cluster: Any, instances: set[str]) -> None:
 def run(options: argparse.Namespace) -> None:
     """Measure what is asked for and not in the results yet."""
     from bench.cluster import Cluster
-    from tests.commands import eschedule
+    from tests.kit.commands import eschedule
 
     ways = options.ways
     for computes in options.computes:

@@ -27,8 +27,8 @@ from ecomp.model.flavor import Flavor
 from ecomp.model.queue import Waiting
 from ecomp.model.queue import to_json as waiting_to_json
 from ecomp.store.client import Put, Store
-from tests.commands import Ecompute
-from tests.servers import Etcd, PlacementServer, until
+from tests.kit.commands import Ecompute
+from tests.kit.servers import Etcd, PlacementServer, until
 
 CELLS = ('0:0', '30000:0', '30000:3000', '30000:30000')
 ROOM = 'VCPU:1000,DISK_GB:1000,MEMORY_MB:100000'

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple, Self
 
 import yaml
 
-from tests.commands import Control, Ecompute
-from tests.servers import Etcd, PlacementServer, until
+from tests.kit.commands import Control, Ecompute
+from tests.kit.servers import Etcd, PlacementServer, until
 
 
 def wipe(etcd: Etcd) -> None:
@@ -237,7 +237,7 @@ class EtcdControl(Control):
     """A Control whose commands read `section` as the `etcd:` of their configuration; the checks ask `etcd` itself."""
 
     def __init__(self, etcd: Etcd, placement: PlacementServer, directory: Path, section: Mapping[str, Any]) -> None:
-        super().__init__(etcd, placement, directory)
+        super().__init__(etcd, placement, directory, mortal=True)
         self.section = dict(section)
         self.configure(self.schedule_yaml)
 

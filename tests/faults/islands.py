@@ -13,17 +13,18 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
 from typing import Self
 
 import pytest
 
 from ecomp.errors import EcompError
 from ecomp.lab.machine import run
-from tests.commands import Ecompute
-from tests.servers import Etcd, PlacementServer
+from tests.kit.commands import Ecompute
+from tests.kit.servers import Etcd, PlacementServer
 
 _numbers = itertools.count(os.getpid() % 200 * 64)
-"""Of the cables: so that two test runs on one machine do not take the same."""
+"""Of the cables: one that is taken, by another test run on this machine, is passed over."""
 
 BOTH, REQUESTS, ANSWERS = 'both', 'requests', 'answers'
 
@@ -32,7 +33,8 @@ class Island:
     """A namespace and its cable. `with` removes both."""
 
     def __init__(self) -> None:
-        number = next(_numbers) % 16384
+        taken = {path.name for path in Path('/sys/class/net').iterdir()}
+        number = next(each % 16384 for each in _numbers if f'ecf14v{each % 16384}' not in taken)
         self.space = f'ecf14-{number}'
         self._link = f'ecf14v{number}'
         base = f'10.214.{number // 64}.{number % 64 * 4}'.rpartition('.')

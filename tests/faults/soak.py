@@ -27,7 +27,6 @@ from pathlib import Path
 from typing import Any
 
 from tests.faults import validator
-from tests.faults.audit import findings
 from tests.faults.history import History, Line, read
 from tests.faults.soak_account import CONTROL, Account
 from tests.faults.soak_clients import Clients
@@ -35,6 +34,7 @@ from tests.faults.soak_cluster import Cluster
 from tests.faults.soak_faults import Faults
 from tests.faults.soak_plan import Fault, Plan, Size, make
 from tests.faults.soak_planes import Watcher, collect, control_planes, in_work, processes
+from tests.kit.audit import findings
 
 QUIET = 420.0
 """Seconds until nothing may be in work any more: a dead eschedule's key lives 60 s, and its claim is released after two

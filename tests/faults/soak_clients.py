@@ -13,7 +13,7 @@ from pathlib import Path
 
 from tests.faults.history import History
 from tests.faults.soak_plan import Operation
-from tests.servers import environment
+from tests.kit.servers import environment
 
 AT_ONCE = 6
 """eschedules that run at the same time: on two cores more of them only wait for each other."""

@@ -20,14 +20,14 @@ import yaml
 from ecomp.lab import control, namespaces, state
 from ecomp.lab.hosts import Host
 from ecomp.lab.machine import Process
-from tests.boot_sectors import HALT, boot_disk
-from tests.commands import write_config
 from tests.faults.history import History
 from tests.faults.soak_parts import Compute, FakePart, FakeServer, HostPart, LabPart, Part
 from tests.faults.soak_plan import Size
-from tests.proxy import Proxy
-from tests.scenario.lab import Lab
-from tests.servers import until
+from tests.kit.boot_sectors import HALT, boot_disk
+from tests.kit.commands import write_config
+from tests.kit.lab import Lab
+from tests.kit.proxy import Proxy
+from tests.kit.servers import until
 
 FAKE_VCPUS = 3
 GUESTS = 6

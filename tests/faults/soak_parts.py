@@ -10,7 +10,7 @@ from pathlib import Path
 from ecomp.lab import machine, state
 from ecomp.lab.hosts import Host
 from ecomp.lab.machine import Process
-from tests.commands import Ecompute
+from tests.kit.commands import Ecompute
 
 
 class Part:

@@ -19,9 +19,9 @@ from ecomp.placement.client import Placement
 from ecomp.scheduler import repair
 from ecomp.scheduler.audit import audit
 from ecomp.store.client import Store
-from tests.faults.audit import audit_clean
-from tests.faults.hypervisor import SOON, Hypervisor
-from tests.servers import until
+from tests.kit.audit import audit_clean
+from tests.kit.hypervisor import SOON, Hypervisor
+from tests.kit.servers import until
 
 STRANGER = 'a-stranger'
 
@@ -212,7 +212,6 @@ def stranger(host: Hypervisor) -> Iterator[str]:
     host.disk(nobody).unlink()
 
 
-@pytest.mark.timeout(600)
 def test_each_defect_on_libvirt_is_found_as_itself_and_nothing_else(host: Hypervisor) -> None:
     instance = host.running()
     audit_clean(host.lab, SOON)
@@ -224,7 +223,6 @@ def test_each_defect_on_libvirt_is_found_as_itself_and_nothing_else(host: Hyperv
     assert host.virsh('domstate', instance).strip() == 'running'
 
 
-@pytest.mark.timeout(600)
 def test_leftovers_go_and_strangers_stay(host: Hypervisor, stranger: str) -> None:
     instance = host.running()
     pid = host.qemu(instance)

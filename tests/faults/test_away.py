@@ -12,15 +12,13 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from tests.commands import Control, Ecompute, Result, eschedule, write_config
-from tests.faults.hands import Eschedule, lapse, lapse_requests, look_twice, settled
-from tests.proxy import Proxy
-from tests.scenario.gate import Gate
-from tests.scenario.invariants import everything
-from tests.scenario.story import NOBODY, SMALL, addressed, notified, one_line, place, reached
-from tests.servers import Server, until
-
-pytestmark = pytest.mark.timeout(300)
+from tests.kit.commands import Control, Ecompute, Result, eschedule, write_config
+from tests.kit.gate import Gate
+from tests.kit.hands import Eschedule, lapse, lapse_requests, look_twice, settled
+from tests.kit.invariants import everything
+from tests.kit.proxy import Proxy
+from tests.kit.servers import Server, until
+from tests.kit.story import NOBODY, SMALL, addressed, notified, one_line, place, reached
 
 ETCD_SECONDS = 40.0
 """At most a few calls of 5 s each, and the start of seven commands at once on a slow machine."""

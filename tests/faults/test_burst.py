@@ -11,12 +11,12 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from tests.commands import Control, Result
 from tests.faults.figures import figure
-from tests.faults.hands import guests, lapse_requests, look_twice, settled
-from tests.scenario.invariants import allocations
-from tests.scenario.story import SMALL, at_once, notified, reached
-from tests.servers import until
+from tests.kit.commands import Control, Result
+from tests.kit.hands import guests, lapse_requests, look_twice, settled
+from tests.kit.invariants import allocations
+from tests.kit.servers import until
+from tests.kit.story import SMALL, at_once, notified, reached
 
 REQUESTS, AT_ONCE, COMPUTES, EACH, DESTROYS = 60, 12, 3, 15, 12
 RESUME = re.compile(r'--uuid ([0-9a-f-]{36})')

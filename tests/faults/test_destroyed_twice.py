@@ -6,10 +6,10 @@ from collections import Counter
 
 import pytest
 
-from tests.commands import Control
-from tests.faults.hands import Eschedule, guests, settled
-from tests.scenario.story import NOBODY, addressed, at_once, log_of, one_line, place, reached, record
-from tests.servers import until
+from tests.kit.commands import Control
+from tests.kit.hands import Eschedule, guests, settled
+from tests.kit.servers import until
+from tests.kit.story import NOBODY, addressed, at_once, log_of, one_line, place, reached, record
 
 
 def test_destroyed_again_and_destroy_of_nobody(cluster: Control) -> None:

@@ -8,11 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.commands import Control, write_config
-from tests.faults.hands import Armed, Eschedule, killed_at, settled, start_again
-from tests.scenario.story import SMALL, one_line, place, reserved
-
-pytestmark = pytest.mark.timeout(180)
+from tests.kit.commands import Control, write_config
+from tests.kit.hands import Armed, Eschedule, killed_at, settled, start_again
+from tests.kit.story import SMALL, one_line, place, reserved
 
 DESCRIBED_FAILPOINTS = NOTED, SET = 'described-here', 'described'
 HOST_FAILPOINTS = DISABLED, ENABLED = 'host-disabled', 'host-enabled'

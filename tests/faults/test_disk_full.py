@@ -14,17 +14,15 @@ import pytest
 from ecomp.agent.images.cache import ImageCache
 from ecomp.errors import BuildFailed
 from ecomp.virt.image import inspect
-from tests.boot_sectors import HALT, boot_disk
-from tests.commands import Control, Ecompute
-from tests.faults.hands import guests, idle, lapse_requests
-from tests.faults.tuned import tuned
-from tests.functional.image_server import serving
-from tests.functional.test_images import LIMITS, get, kept
-from tests.scenario.invariants import check
-from tests.scenario.story import SMALL, addressed, log_of, logged, one_line, place, reached, record
-from tests.servers import Etcd, PlacementServer, until
-
-pytestmark = pytest.mark.timeout(180)
+from tests.kit.boot_sectors import HALT, boot_disk
+from tests.kit.commands import Control, Ecompute
+from tests.kit.hands import guests, idle, lapse_requests
+from tests.kit.image_server import serving
+from tests.kit.images import LIMITS, get, kept
+from tests.kit.invariants import check
+from tests.kit.servers import PATIENCE, Etcd, PlacementServer, until
+from tests.kit.story import SMALL, addressed, log_of, logged, one_line, place, reached, record
+from tests.kit.tuned import tuned
 
 KIB, MIB = 2**10, 2**20
 PAGE = os.sysconf('SC_PAGE_SIZE')
@@ -153,7 +151,7 @@ def test_state_directory_at_start(cluster: Control, small_disk: Callable[[int], 
         disk.fill()
         compute.launch()
         assert compute._process is not None
-        assert compute._process.wait(30) == 1, compute.last_words()
+        assert compute._process.wait(PATIENCE * 30) == 1, compute.last_words()
         lines = [line for line in log_of(compute) if line.startswith('ecompute: ')]
         assert FULL in lines[-1], lines
         assert str(disk.path / 'state') in lines[-1], lines
@@ -195,7 +193,7 @@ def test_etcd(own_placement: PlacementServer, small_disk: Callable[[int], SmallD
     # Two segments of its log are 64 MiB each, taken beforehand; its database grows.
     disk = small_disk(140 * MIB)
     with Etcd(disk.path / 'etcd') as etcd:
-        control = Control(etcd, own_placement, tmp_path)
+        control = Control(etcd, own_placement, tmp_path, mortal=True)
         try:
             compute = control.ecompute()
             _, instance = place(control)
@@ -236,7 +234,7 @@ def test_placement(own_etcd: Etcd, small_disk: Callable[[int], SmallDisk], tmp_p
     """F21: no room for placement's database, it answers 500: exit 7, nothing claimed, destroys wait (fake)"""
     disk = small_disk(3 * MIB)
     with PlacementServer(disk.path / 'placement') as placement:
-        control = Control(own_etcd, placement, tmp_path)
+        control = Control(own_etcd, placement, tmp_path, mortal=True)
         try:
             compute = control.ecompute()
             _, instance = place(control)

@@ -4,35 +4,17 @@ from __future__ import annotations
 
 import json
 import uuid
-from typing import Any
 
 import pytest
 
-from tests.commands import Control
-from tests.faults.hands import guests
-from tests.scenario.invariants import check
-from tests.scenario.story import IMAGE, SMALL, addressed, logged, place, reached, record
-from tests.servers import b64, until
+from tests.kit.by_hand import claim, request
+from tests.kit.commands import Control
+from tests.kit.hands import guests
+from tests.kit.invariants import check
+from tests.kit.servers import b64, until
+from tests.kit.story import SMALL, addressed, logged, place, reached, record
 
 ROOM = {'VCPU': 1, 'DISK_GB': 1, 'MEMORY_MB': 128}
-
-
-def request(compute: str, instance: str, **room: int) -> dict[str, Any]:
-    """A request as a foreign client would write it."""
-    allocations = {compute: {'resources': {**ROOM, **room}}}
-    return {'allocations': allocations, 'instance': instance, 'image': IMAGE, 'user_id': 'u', 'project_id': 'p'}
-
-
-def claim(control: Control, instance: str, *computes: str) -> None:
-    """A claim for it on these computes."""
-    body = {
-        'allocations': {compute: {'resources': ROOM} for compute in computes},
-        'user_id': 'u',
-        'project_id': 'p',
-        'consumer_generation': None,
-        'consumer_type': 'INSTANCE',
-    }
-    control.placement.call('PUT', f'/allocations/{instance}', body)
 
 
 def test_asked_of_another_compute(cluster: Control) -> None:

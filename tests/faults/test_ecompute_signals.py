@@ -17,12 +17,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.commands import Control, Ecompute
 from tests.faults.figures import figure
-from tests.faults.hands import BIG, Armed, Eschedule, guests, is_stopped, lapse, revision, settled
-from tests.scenario.invariants import everything
-from tests.scenario.story import SMALL, addressed, log_of, logged, place, reached, record, reserved
-from tests.servers import until
+from tests.kit.commands import Control, Ecompute
+from tests.kit.hands import BIG, Armed, Eschedule, guests, lapse, revision, settled
+from tests.kit.invariants import everything
+from tests.kit.servers import PATIENCE, is_stopped, until
+from tests.kit.story import SMALL, addressed, log_of, logged, place, reached, record, reserved
 
 ENDS_WITHIN = 20.0
 
@@ -171,7 +171,7 @@ def test_a_storm_of_signals(cluster: Control) -> None:
 def refused(compute: Ecompute) -> str:
     """The one line of an ecompute that refused to start because somebody else is here."""
     assert compute._process is not None
-    assert compute._process.wait(30) == 5, compute.last_words()
+    assert compute._process.wait(PATIENCE * 30) == 5, compute.last_words()
     (line,) = said(compute)
     return line
 
@@ -229,7 +229,7 @@ def test_stopped_in_the_middle(cluster: Control, tmp_path: Path, step: str, numb
     os.kill(compute.pid, number)  # it is there when the process goes on
     compute.resume()
     assert compute._process is not None
-    assert compute._process.wait(ENDS_WITHIN) == 0
+    assert compute._process.wait(PATIENCE * ENDS_WITHIN) == 0
     figure('F36', ended_s=time.monotonic() - began)
     assert reserved(cluster, compute.uuid) == 4
     assert cluster.etcd.get(f'/computes/{compute.uuid}') is None

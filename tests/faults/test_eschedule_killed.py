@@ -13,12 +13,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.commands import Control, Ecompute
 from tests.faults.figures import figure
-from tests.faults.hands import Eschedule, lapse, look_twice, revision, settled
-from tests.scenario.invariants import check, everything
-from tests.scenario.story import NOTIFIED, SMALL, addressed, notified, one_line, place, reached, record
-from tests.servers import until
+from tests.kit.commands import Control, Ecompute
+from tests.kit.hands import Eschedule, lapse, look_twice, revision, settled
+from tests.kit.invariants import check, everything
+from tests.kit.servers import until
+from tests.kit.story import NOTIFIED, SMALL, addressed, notified, one_line, place, reached, record
 
 EARLY_FAILPOINTS = ('announced', 'claimed')
 SET_FAILPOINTS = ('claimed-some',)
@@ -253,7 +253,6 @@ def test_frozen_after_the_tombstone(cluster: Control) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_killed_with_its_claim_and_left_alone(cluster: Control, tmp_path: Path) -> None:
     """F1: kill -9 of eschedule with its claim: its lease runs out, and its compute releases it in two looks (fake)"""
     compute: Ecompute = cluster.ecompute(directory=tmp_path / 'compute')

@@ -18,13 +18,14 @@ import pytest
 from ecomp.conf import EtcdConfig
 from ecomp.errors import EcompError
 from ecomp.store.client import Put, Store
-from tests.commands import Control, Ecompute
 from tests.faults.etcds import EtcdCluster, EtcdControl, fill, make_room
 from tests.faults.figures import figure
-from tests.faults.hands import Eschedule, settled
-from tests.proxy import Proxy
-from tests.scenario.invariants import allocations
-from tests.scenario.story import (
+from tests.kit.commands import Control, Ecompute
+from tests.kit.hands import Eschedule, settled
+from tests.kit.invariants import allocations
+from tests.kit.proxy import Proxy
+from tests.kit.servers import PATIENCE, Etcd, PlacementServer, until
+from tests.kit.story import (
     SMALL,
     SOON,
     addressed,
@@ -36,9 +37,6 @@ from tests.scenario.story import (
     reached,
     record,
 )
-from tests.servers import Etcd, PlacementServer, until
-
-pytestmark = pytest.mark.timeout(300)
 
 LOST = 'trying again until it is back'
 
@@ -93,7 +91,7 @@ def is_refused(control: Control, etcd: Etcd, *words: str, within: float = 20.0) 
     """eschedule ends in time with exit 7 and one line that names etcd."""
     began = time.monotonic()
     one_line(control.eschedule(*words), 7, 'etcd at ')
-    assert time.monotonic() - began < within
+    assert time.monotonic() - began < PATIENCE * within
     assert etcd
 
 
@@ -371,7 +369,7 @@ def test_quorum_lost_while_an_eschedule_is_at_it(several: Control, members: Etcd
         began = time.monotonic()
         eschedule.go_on()
         one_line(eschedule.end(), 7, 'etcd at ')
-        assert time.monotonic() - began < 30
+        assert time.monotonic() - began < PATIENCE * 30
     for each in members.members[:2]:
         each.launch()
     for each in members.members:
@@ -388,7 +386,7 @@ def test_quorum_lost_while_an_eschedule_is_at_it(several: Control, members: Etcd
 def small(own_placement: PlacementServer, tmp_path: Path) -> Iterator[Control]:
     """With an etcd that is soon full."""
     with Etcd(tmp_path / 'etcd', '--quota-backend-bytes=8388608') as etcd:
-        control = Control(etcd, own_placement, tmp_path)
+        control = Control(etcd, own_placement, tmp_path, mortal=True)
         try:
             yield control
         finally:

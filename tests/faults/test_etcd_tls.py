@@ -14,14 +14,12 @@ import pytest
 import yaml
 
 from ecomp.store.watch import LAST_DELAY
-from tests.commands import Ecompute, Result
 from tests.faults.certificates import Authority
 from tests.faults.etcds import EtcdCluster, EtcdControl, Member, Tls
-from tests.faults.hands import settled
-from tests.scenario.story import SMALL, addressed, logged, one_line, place
-from tests.servers import PlacementServer, environment, until
-
-pytestmark = pytest.mark.timeout(300)
+from tests.kit.commands import Ecompute, Result
+from tests.kit.hands import settled
+from tests.kit.servers import PlacementServer, environment, until
+from tests.kit.story import SMALL, addressed, logged, one_line, place
 
 HOSTS = ('localhost', '127.0.0.1')
 LOST = 'trying again until it is back'

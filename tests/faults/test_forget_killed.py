@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from tests.commands import Control
-from tests.faults.hands import Eschedule, lapse, settled
-from tests.scenario.invariants import everything
-from tests.scenario.story import addressed, one_line, place, reached
-
-pytestmark = pytest.mark.timeout(180)
+from tests.kit.commands import Control
+from tests.kit.hands import Eschedule, lapse, settled
+from tests.kit.invariants import everything
+from tests.kit.story import addressed, one_line, place, reached
 
 FORGET_FAILPOINTS = {'host-released': 3, 'host-emptied': 1}
 """Where it dies, and how many things the second one removes, of two instances and a provider."""

@@ -12,13 +12,11 @@ import pytest
 
 from ecomp.agent.plan import GONE_BOTH, GONE_DISK, GONE_DOMAIN, UNDEFINED
 from ecomp.model.guest import CRASHED, NO_SPACE
-from tests.boot_sectors import HALT, boot_disk
 from tests.faults.figures import figure
-from tests.faults.hypervisor import Hypervisor
-from tests.faults.lab_fixtures import SMALL_MB
-from tests.servers import until
-
-pytestmark = pytest.mark.timeout(240)
+from tests.kit.boot_sectors import HALT
+from tests.kit.hypervisor import Hypervisor, put_image
+from tests.kit.lab_fixtures import SMALL_MB
+from tests.kit.servers import until
 
 STEP_FAILPOINTS = ('disk-created',)
 
@@ -50,12 +48,6 @@ WRITE_16_MIB = (
     + HALT
     + struct.pack('<BBHHHQ', 16, 0, 127, 0, 0xF000, 2048)
 )
-
-
-def put_image(host: Hypervisor, name: str, sector: bytes) -> str:
-    """An image of the lab that boots this code; its name."""
-    (host.lab.directory / 'images' / name).write_bytes(boot_disk(sector))
-    return name
 
 
 # F19

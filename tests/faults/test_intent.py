@@ -7,12 +7,12 @@ import uuid
 
 import pytest
 
-from tests.commands import Control
-from tests.faults.hands import guests, look_twice, some
-from tests.faults.tuned import tuned
-from tests.scenario.invariants import check
-from tests.scenario.story import SMALL, addressed, at_once, logged, notified, one_line, place, reached, record
-from tests.servers import until
+from tests.kit.commands import Control
+from tests.kit.hands import guests, look_twice, some
+from tests.kit.invariants import check
+from tests.kit.servers import until
+from tests.kit.story import SMALL, addressed, at_once, logged, notified, one_line, place, reached, record
+from tests.kit.tuned import tuned
 
 BUILD_FAILPOINTS = ['confirmed', 'building', 'reserved', 'seeded', 'built', 'active', 'addressed']
 

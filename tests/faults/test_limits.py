@@ -14,14 +14,12 @@ from ecomp.conf import EtcdConfig
 from ecomp.store.client import Entry, Store
 from ecomp.store.presence import Presence
 from ecomp.store.watch import Follower
-from tests.commands import Control
-from tests.faults.hands import guests, idle
-from tests.faults.tuned import tuned
-from tests.scenario.invariants import check
-from tests.scenario.story import SMALL, addressed, at_once, log_of, notified, place, record
-from tests.servers import until
-
-pytestmark = pytest.mark.timeout(180)
+from tests.kit.commands import Control
+from tests.kit.hands import guests, idle
+from tests.kit.invariants import check
+from tests.kit.servers import PATIENCE, until
+from tests.kit.story import SMALL, addressed, at_once, log_of, notified, place, record
+from tests.kit.tuned import tuned
 
 
 @pytest.mark.parametrize(
@@ -39,8 +37,8 @@ def test_too_little(cluster: Control, limit: str, says: str) -> None:
     began = time.monotonic()
     compute.launch()
     assert compute._process is not None
-    assert compute._process.wait(30) == 2
-    assert time.monotonic() - began < 15
+    assert compute._process.wait(PATIENCE * 30) == 2
+    assert time.monotonic() - began < PATIENCE * 15
     (line,) = log_of(compute)
     assert line.startswith(f'ecompute: limited to {says}, and '), line
     assert cluster.placement.inventory(compute.uuid) == {}

@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 
-from tests.commands import Control, Ecompute
 from tests.faults.etcds import SavedSnapshot, Snapshot, wipe
 from tests.faults.figures import figure
-from tests.faults.hands import Armed, settled
-from tests.scenario.story import (
+from tests.kit.commands import Control, Ecompute
+from tests.kit.hands import Armed, accept, settled
+from tests.kit.servers import Etcd, PlacementServer, until
+from tests.kit.story import (
     IMAGE,
     NOBODY,
     SMALL,
@@ -26,9 +27,6 @@ from tests.scenario.story import (
     record,
     reserved,
 )
-from tests.servers import Etcd, PlacementServer, until
-
-pytestmark = pytest.mark.timeout(300)
 
 STRANGE = 'is not the one this compute knew'
 FAILPOINTS = (REPUBLISHED := 'republished',)
@@ -52,15 +50,6 @@ def armed(control: Control) -> Armed:
 
 def stop(compute: Ecompute) -> None:
     assert compute.stop() == 0
-
-
-def accept(compute: Ecompute) -> None:
-    """Stop it if it runs, and start it with --accept-new-etcd; the next start is an ordinary one again."""
-    if compute.is_running:
-        stop(compute)
-    compute.options = ['--accept-new-etcd']
-    compute.start()
-    compute.options = []
 
 
 def request_by_hand(control: Control, compute: Ecompute, instance: str, **more: str) -> None:

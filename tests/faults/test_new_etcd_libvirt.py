@@ -13,12 +13,10 @@ import yaml
 from ecomp.lab import state
 from ecomp.lab.elab import _start_control
 from ecomp.lab.namespaces import CONTROL
-from tests.boot_sectors import HALT, boot_disk
-from tests.faults.hypervisor import ROOM, Hypervisor
-from tests.scenario.lab import Lab, running
-from tests.servers import until
-
-pytestmark = pytest.mark.timeout(600)
+from tests.kit.boot_sectors import HALT, boot_disk
+from tests.kit.hypervisor import ROOM, Hypervisor
+from tests.kit.lab import Lab, lab_name, running
+from tests.kit.servers import until
 
 
 @pytest.fixture
@@ -26,7 +24,7 @@ def own_host() -> Iterator[Hypervisor]:
     """A host of a lab of this test's own, for its etcd is everybody's."""
     if os.geteuid() != 0:
         pytest.skip('hypervisors in namespaces need root')
-    lab = Lab(f'ecetc{os.getpid()}', 1)
+    lab = Lab(lab_name('etcd'), 1)
     try:
         (lab.directory / 'images/idle.raw').write_bytes(boot_disk(HALT))
         host = Hypervisor(lab, 'hv1')

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.commands import Control, Ecompute, Result
-from tests.faults.hands import settled, some
-from tests.scenario.story import NOTIFIED, SMALL, addressed, place, reached, reserved
-from tests.servers import environment, until
+from tests.kit.commands import Control, Ecompute, Result
+from tests.kit.hands import settled, some
+from tests.kit.servers import environment, until
+from tests.kit.story import NOTIFIED, SMALL, addressed, place, reached, reserved
 
 WITHOUT = {
     'closed': '>&- 2>&-',

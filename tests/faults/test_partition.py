@@ -13,9 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.commands import Control, Ecompute
 from tests.faults.figures import figure
-from tests.faults.hands import guests, idle, losses, settled
 from tests.faults.islands import (
     ANSWERS,
     BOTH,
@@ -27,8 +25,10 @@ from tests.faults.islands import (
     SlowLine,
     islands,
 )
-from tests.scenario.story import SMALL, addressed, log_of, place, reached, record
-from tests.servers import until
+from tests.kit.commands import Control, Ecompute
+from tests.kit.hands import guests, idle, losses, settled
+from tests.kit.servers import until
+from tests.kit.story import SMALL, addressed, log_of, place, reached, record
 
 DETECTED_WITHIN = 45.0
 
@@ -41,7 +41,7 @@ def archipelago(directory: Path, number: int) -> Iterator[tuple[Control, list[Is
         mainland = made[0].gateway
         etcd = stack.enter_context(EtcdAt(directory / 'etcd').at(mainland))
         placement = stack.enter_context(PlacementAt(directory / 'placement').at(mainland))
-        control = Control(etcd, placement, directory)
+        control = Control(etcd, placement, directory, mortal=True)
         stack.callback(control.close)
         computes = []
         for number_, island in enumerate(made):

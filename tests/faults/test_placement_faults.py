@@ -14,12 +14,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.commands import Control, Ecompute, Result, eschedule, write_config
-from tests.faults.faulty_placement import KINDS, METHODS, FaultyPlacement
 from tests.faults.figures import figure
-from tests.faults.hands import Eschedule, guests, idle, lapse_requests, losses, settled, some
-from tests.scenario.story import SMALL, addressed, log_of, logged, notified, place, reached, record, reserved
-from tests.servers import until
+from tests.kit.commands import Control, Ecompute, Result, eschedule, write_config
+from tests.kit.faulty_placement import KINDS, METHODS, FaultyPlacement
+from tests.kit.hands import Eschedule, guests, idle, lapse_requests, losses, settled, some
+from tests.kit.servers import until
+from tests.kit.story import SMALL, addressed, log_of, logged, notified, place, reached, record, reserved
 
 LOUD = [kind for kind in KINDS if kind not in ('slow', 'lost')]
 """Those that ecompute cannot but notice."""

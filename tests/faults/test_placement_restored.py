@@ -11,12 +11,12 @@ import time
 
 import pytest
 
-from tests.commands import Control, Ecompute
-from tests.faults.audit import findings
 from tests.faults.figures import figure
-from tests.faults.hands import guests, look_twice, losses, settled
-from tests.scenario.story import SMALL, addressed, log_of, logged, notified, place, reached, record, reserved
-from tests.servers import until
+from tests.kit.audit import findings
+from tests.kit.commands import Control, Ecompute
+from tests.kit.hands import guests, look_twice, losses, settled
+from tests.kit.servers import until
+from tests.kit.story import SMALL, addressed, log_of, logged, notified, place, reached, record, reserved
 
 DATABASE = 'placement.sqlite'
 

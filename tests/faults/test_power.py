@@ -11,19 +11,15 @@ from typing import Any
 
 import pytest
 
-from tests.boot_sectors import POWER_BUTTON
-from tests.commands import Control, Ecompute
 from tests.faults.etcds import SavedSnapshot, wipe
 from tests.faults.figures import figure
-from tests.faults.hands import Eschedule, guests, settled
-from tests.faults.hypervisor import Hypervisor
-from tests.faults.test_guests import put_image
-from tests.faults.test_new_etcd import accept
-from tests.faults.tuned import tuned
-from tests.scenario.story import addressed, at_once, logged, one_line, place, reached, record
-from tests.servers import until
-
-pytestmark = pytest.mark.timeout(240)
+from tests.kit.boot_sectors import POWER_BUTTON
+from tests.kit.commands import Control, Ecompute
+from tests.kit.hands import Eschedule, accept, guests, settled
+from tests.kit.hypervisor import Hypervisor, put_image
+from tests.kit.servers import until
+from tests.kit.story import addressed, at_once, logged, one_line, place, reached, record
+from tests.kit.tuned import tuned
 
 STEP_FAILPOINTS = POWERING, POWERED = ('powering', 'powered')
 ASKED_FAILPOINTS = (POWER_ASKED := 'power-asked',)
@@ -244,6 +240,7 @@ def test_off_and_on(host: Hypervisor) -> None:
     host.settled()
 
 
+@pytest.mark.slow
 def test_restarted_while_a_guest_has_time(host: Hypervisor) -> None:
     """F38: ecompute killed while a guest has time to turn itself off: it has it once more, and no longer (libvirt)"""
     instance = host.running()

@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.commands import Control
-from tests.faults.hands import Armed, Eschedule, killed_at, lapse, settled, start_again
-from tests.scenario.invariants import allocations
-from tests.scenario.story import SMALL, one_line, reached
-from tests.servers import until
+from tests.kit.commands import Control
+from tests.kit.hands import Armed, Eschedule, killed_at, lapse, settled, start_again
+from tests.kit.invariants import allocations
+from tests.kit.servers import until
+from tests.kit.story import SMALL, one_line, reached
 
 TAKING_FAILPOINTS = ('marked', 'taken', 'moved')
 QUEUED_FAILPOINTS = QUEUED, UNQUEUED = 'queued', 'unqueued'

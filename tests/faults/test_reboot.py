@@ -9,10 +9,8 @@ from functools import partial
 import pytest
 
 from tests.faults.figures import figure
-from tests.faults.hypervisor import Hypervisor
-from tests.servers import until
-
-pytestmark = pytest.mark.timeout(240)
+from tests.kit.hypervisor import Hypervisor
+from tests.kit.servers import until
 
 
 def boot(host: Hypervisor, another: bool = True) -> None:

@@ -30,7 +30,7 @@ from ecomp.placement import allocations as ledger
 from ecomp.placement.client import Placement
 from ecomp.store.client import Put, Store
 from ecomp.virt.fake import FakeHypervisor
-from tests.servers import Etcd, PlacementServer
+from tests.kit.servers import Etcd, PlacementServer
 
 NOW = '2026-11-21T09:00:00.000Z'
 SIZE = {'VCPU': 1, 'MEMORY_MB': 64, 'DISK_GB': 1}
@@ -109,6 +109,7 @@ TASKS: dict[str, tuple[str | None, Callable[[World], None]]] = {
 
 @pytest.mark.parametrize('task', TASKS)
 @pytest.mark.parametrize('since', ['rewritten', 'deleted'])
+@pytest.mark.fast
 def test_rule_5_a_late_write_is_none(
     etcd: Etcd, placement: PlacementServer, world: World, task: str, since: str
 ) -> None:
@@ -129,6 +130,7 @@ def test_rule_5_a_late_write_is_none(
     assert world.hypervisor.guests() == {}
 
 
+@pytest.mark.fast
 def test_rule_5_in_time_it_is_written(etcd: Etcd, placement: PlacementServer, world: World) -> None:
     """The same tasks, each in time: else the test above could not fail."""
     name = world.request.instance

@@ -10,13 +10,11 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.commands import Control
-from tests.faults.hands import Armed, killed_at, settled, start_again
-from tests.faults.hypervisor import Hypervisor
-from tests.scenario.story import addressed, place, reached
-from tests.servers import until
-
-pytestmark = pytest.mark.timeout(240)
+from tests.kit.commands import Control
+from tests.kit.hands import Armed, killed_at, settled, start_again
+from tests.kit.hypervisor import Hypervisor
+from tests.kit.servers import until
+from tests.kit.story import addressed, place, reached
 
 SEED_FAILPOINTS = ('seed-written',)
 (STEP,) = SEED_FAILPOINTS
@@ -72,6 +70,7 @@ def test_a_worker_killed_with_a_seed_written(iso_host: Hypervisor) -> None:
     iso_host.nothing_of(instance)
 
 
+@pytest.mark.slow
 def test_every_worker_killed_with_a_seed_written(iso_host: Hypervisor) -> None:
     """F3: every worker that writes a guest's seed dies of it: it is in error, and nothing is left (libvirt)"""
     iso_host.restart(f'{STEP}:kill')
@@ -82,6 +81,7 @@ def test_every_worker_killed_with_a_seed_written(iso_host: Hypervisor) -> None:
     iso_host.settled()
 
 
+@pytest.mark.slow
 def test_ecompute_killed_while_a_worker_has_written_a_seed(iso_host: Hypervisor) -> None:
     """F4: kill -9 of ecompute while a worker is frozen with a seed written: the next one ends the build (libvirt)"""
     iso_host.restart(f'{STEP}:stop:1')
@@ -98,6 +98,7 @@ def test_ecompute_killed_while_a_worker_has_written_a_seed(iso_host: Hypervisor)
     iso_host.settled()
 
 
+@pytest.mark.slow
 def test_destroyed_with_its_seed_written(iso_host: Hypervisor) -> None:
     """F26: destroy while the worker is frozen with a guest's seed written: on CONT it is undone and gone (libvirt)"""
     other = iso_host.running()

@@ -6,11 +6,10 @@ import uuid
 
 import pytest
 
-from tests.commands import Control
-from tests.faults.hands import Armed, Eschedule, killed_at, lapse, look_twice, settled, start_again
-from tests.scenario.story import SMALL, addressed, called, notified, one_line, place, reached
-from tests.scenario.test_group import APART, ROOMY, members
-from tests.scenario.test_quota import used
+from tests.kit.commands import Control
+from tests.kit.hands import Armed, Eschedule, killed_at, lapse, look_twice, settled, start_again
+from tests.kit.sharing import APART, ROOMY, members, used
+from tests.kit.story import SMALL, addressed, called, notified, one_line, place, reached
 
 FAILPOINTS = COUNTED, RECKONED = 'quota-counted', 'quota-reckoned'
 WORDS = (SMALL, '--project', 'web', '--group', 'web', *APART)

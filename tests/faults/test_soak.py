@@ -15,16 +15,17 @@ import pytest
 from tests.faults.history import read
 from tests.faults.soak import figures, report, soak
 from tests.faults.soak_plan import Size, make
+from tests.kit.lab import lab_name
 
 SEED = 11
 SIZE = Size(seconds=80, operations=100, clients=12, fakes=10, hosts=2, fault_every=3, longest=6, patient=True)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.geteuid() != 0, reason='hypervisors in namespaces need root')
-@pytest.mark.timeout(900)
 def test_nothing_is_lost_doubled_or_leaked_whatever_breaks(tmp_path: Path) -> None:
     """F33: the short soak: 100 operations on ten fakes and two real hosts, a fault every three seconds (libvirt)"""
-    path = soak(make(SEED, SIZE), f'soak{os.getpid()}', tmp_path)
+    path = soak(make(SEED, SIZE), lab_name('soak'), tmp_path)
 
     assert report(path) == [], f'the history is {path}'
     # A soak in which nothing happened would show nothing.

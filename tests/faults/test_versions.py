@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 
 from ecomp.model.record import from_json
-from tests.commands import Control
-from tests.faults.hands import guests
-from tests.faults.test_duplicates import ROOM, claim
-from tests.faults.tuned import tuned
-from tests.scenario.invariants import check
-from tests.scenario.story import IMAGE, addressed, logged, one_line, place, reached, record
-from tests.servers import until
+from tests.kit.by_hand import ROOM, claim
+from tests.kit.commands import Control
+from tests.kit.hands import guests
+from tests.kit.invariants import check
+from tests.kit.servers import until
+from tests.kit.story import IMAGE, addressed, logged, one_line, place, reached, record
+from tests.kit.tuned import tuned
 
 
 def of_2019(compute: str, instance: str, image: str | None = IMAGE) -> dict[str, Any]:

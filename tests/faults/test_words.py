@@ -18,11 +18,10 @@ from hypothesis import strategies as st
 
 from ecomp import schedule
 from ecomp.scheduler.forms import FORMS
-from tests.commands import Control, Result, write_config
-from tests.scenario.invariants import allocations, check, everything
-from tests.scenario.story import NOBODY, SMALL, notified, one_line
-from tests.scenario.test_bad_input import run
-from tests.servers import free_port
+from tests.kit.commands import Control, Result, run, write_config
+from tests.kit.invariants import allocations, check, everything
+from tests.kit.servers import free_port
+from tests.kit.story import NOBODY, SMALL, notified, one_line
 
 CODES = range(9)
 """DESIGN.md: 0 done to 8 audit findings."""
@@ -194,7 +193,7 @@ def test_an_unreadable_configuration(tmp_path: Path, module: str) -> None:
     import subprocess
     import sys
 
-    from tests.servers import environment
+    from tests.kit.servers import environment
 
     home = tmp_path / 'home'
     home.mkdir(mode=0o700)

@@ -10,13 +10,11 @@ import uuid
 import pytest
 
 from tests.faults.figures import figure
-from tests.faults.hands import some
-from tests.faults.hypervisor import Hypervisor, held, logged_at
-from tests.faults.slow_images import SlowImages
-from tests.scenario.lab import running
-from tests.servers import until
-
-pytestmark = pytest.mark.timeout(240)
+from tests.kit.hands import some
+from tests.kit.hypervisor import Hypervisor, held, logged_at
+from tests.kit.lab import running
+from tests.kit.servers import until
+from tests.kit.slow_images import SlowImages
 
 BUILD_FAILPOINTS = ('image-part', 'image-ready', 'disk-created', 'domain-defined', 'domain-started')
 DESTROY_FAILPOINTS = ('domain-destroyed', 'domain-undefined', 'disk-deleted')
@@ -35,7 +33,7 @@ def death(host: Hypervisor, pid: int) -> str:
 # F3: killed
 
 
-@pytest.mark.parametrize('step', some(BUILD_FAILPOINTS, 'image-part', 'disk-created', 'domain-started'))
+@pytest.mark.parametrize('step', some(BUILD_FAILPOINTS, 'disk-created', 'domain-started'))
 def test_killed_while_building(host: Hypervisor, step: str) -> None:
     """F3: kill -9 of a worker at a step of a build, once: the next one builds it (libvirt)"""
     host.restart(f'{step}:kill:1')
@@ -49,7 +47,7 @@ def test_killed_while_building(host: Hypervisor, step: str) -> None:
     host.settled()
 
 
-@pytest.mark.parametrize('step', some(DESTROY_FAILPOINTS, 'domain-destroyed', 'disk-deleted'))
+@pytest.mark.parametrize('step', some(DESTROY_FAILPOINTS, 'domain-destroyed'))
 def test_killed_while_destroying(host: Hypervisor, step: str) -> None:
     """F3: kill -9 of a worker at a step of a destroy, once: the next one ends it (libvirt)"""
     host.restart(f'{step}:kill:1')
@@ -64,7 +62,7 @@ def test_killed_while_destroying(host: Hypervisor, step: str) -> None:
     host.settled()
 
 
-@pytest.mark.parametrize('step', some(BUILD_FAILPOINTS[:-1], 'image-part'))
+@pytest.mark.parametrize('step', some(BUILD_FAILPOINTS[:-1]))
 def test_killed_by_every_build(host: Hypervisor, step: str) -> None:
     """F3: every worker that builds it dies of it: after three it is in error, and nothing is left (libvirt)"""
     host.restart(f'{step}:kill')

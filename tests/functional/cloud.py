@@ -22,7 +22,7 @@ from ecomp.placement.client import Placement
 from ecomp.scheduler.create import create
 from ecomp.scheduler.wanted import Delivered, Wanted
 from ecomp.store.client import Put, Store, Unchanged
-from tests.servers import Etcd, PlacementServer
+from tests.kit.servers import Etcd, PlacementServer
 
 IMAGE = 'http://images.example/i.qcow2'
 SMALL = {'VCPU': 1, 'MEMORY_MB': 64, 'DISK_GB': 1}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,8 +22,10 @@ from tests.functional.guest import COMPUTE, MakeSpec
 from tests.functional.in_process import InProcess, empty, start
 from tests.functional.libvirt_host import LibvirtHost, libvirt_host, missing
 from tests.functional.store_client import connected
-from tests.proxy import Proxy
-from tests.servers import Etcd, PlacementServer
+from tests.kit.image_server import Web, serving
+from tests.kit.images import MIB
+from tests.kit.proxy import Proxy
+from tests.kit.servers import Etcd, PlacementServer
 
 if TYPE_CHECKING:
     from ecomp.virt.libvirt_host import Libvirt
@@ -96,6 +100,31 @@ def shaky_placement(placement_proxy: Proxy) -> Iterator[Placement]:
         yield client
     finally:
         client.close()
+
+
+# Images
+
+
+@pytest.fixture(scope='module')
+def image(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    """A qcow2 with something in it; its virtual size is 16 MiB."""
+    directory = tmp_path_factory.mktemp('image')
+    raw, made = directory / 'raw', directory / 'qcow2'
+    raw.write_bytes(os.urandom(MIB))
+    os.truncate(raw, 16 * MIB)
+    subprocess.run(['qemu-img', 'convert', '-f', 'raw', '-O', 'qcow2', str(raw), str(made)], check=True)
+    return made.read_bytes()
+
+
+@pytest.fixture
+def web(image: bytes) -> Iterator[Web]:
+    with serving(image) as server:
+        yield server
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    return tmp_path / 'images'
 
 
 # A libvirt host of our own, and guests for it

@@ -11,11 +11,12 @@ import shutil
 import signal
 import subprocess
 import tempfile
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+
+from tests.kit.servers import until
 
 # Our directories by those of libvirt they are bound over, and what libvirtd expects in them.
 BOUND = {
@@ -52,14 +53,6 @@ def missing() -> str | None:
     return None if os.geteuid() == 0 else 'namespaces and libvirtd need root'
 
 
-def wait_until(true: Callable[[], object], what: str, seconds: float = 60) -> None:
-    """Poll until `true()` holds; AssertionError naming `what` after the deadline."""
-    deadline = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < deadline, f'not within {seconds} s: {what}'
-        time.sleep(0.02)
-
-
 @dataclass(frozen=True)
 class LibvirtHost:
     namespace: str
@@ -87,7 +80,7 @@ class LibvirtHost:
         """kill -9, and wait until the process is gone."""
         pid = self.pid()
         os.kill(pid, signal.SIGKILL)
-        wait_until(lambda: not running(pid), 'libvirtd gone')
+        until(lambda: not running(pid), 60, 'libvirtd gone')
 
 
 def running(pid: int) -> bool:
@@ -126,7 +119,7 @@ def libvirt_host() -> Iterator[LibvirtHost]:
         shell = ['unshare', '-m', 'sh', '-e', '-c', DAEMONS, 'daemons', str(root), *pairs]
         subprocess.run(['ip', 'netns', 'exec', namespace, *shell], check=True, timeout=60)
         host = LibvirtHost(namespace, root)
-        wait_until((root / 'run/libvirt-sock').exists, 'the socket of libvirtd')
+        until((root / 'run/libvirt-sock').exists, 60, 'the socket of libvirtd')
         (root / 'network.xml').write_text(NETWORK)
         host.inside(['virsh', '-q', 'net-define', str(root / 'network.xml')])
         yield host
@@ -145,4 +138,4 @@ def end_processes(namespace: str) -> None:
                 os.kill(pid, signal.SIGKILL)
         return not left()
 
-    wait_until(kill_all, f'processes of {namespace} gone')
+    until(kill_all, 60, f'processes of {namespace} gone')

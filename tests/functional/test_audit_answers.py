@@ -24,7 +24,7 @@ from ecomp.scheduler.audit import answers, asking, audit
 from ecomp.store.client import Put, Store, Unchanged
 from ecomp.virt.fake import FakeHypervisor
 from tests.functional.cloud import Cloud
-from tests.servers import until
+from tests.kit.servers import until
 
 MAC = '52:54:00:00:00:01'
 BASE = BaseImage('/base', 'qcow2', 0)

@@ -14,7 +14,7 @@ from ecomp.scheduler.wanted import Delivered
 from ecomp.store.client import Put
 from tests.functional.cloud import SMALL, Cloud, at_it, new
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.fast
 
 
 def orphan(cloud: Cloud, compute: str) -> str:

@@ -19,9 +19,10 @@ from ecomp.errors import BuildFailed, Conflict
 from ecomp.model.guest import Guest, GuestSpec, Reserved
 from ecomp.virt import Hypervisor
 from ecomp.virt.fake import FakeHypervisor
-from tests.boot_sectors import POWER_BUTTON, boot_disk
 from tests.functional.guest import COMPUTE, MakeSpec, build
-from tests.functional.libvirt_host import LibvirtHost, wait_until
+from tests.functional.libvirt_host import LibvirtHost
+from tests.kit.boot_sectors import POWER_BUTTON, boot_disk
+from tests.kit.servers import until
 
 pytest.importorskip('libvirt', reason="libvirt-python is not installed: pip install '.[hypervisor]'")
 
@@ -212,7 +213,7 @@ def test_shut_down(hypervisor: Hypervisor, spec: GuestSpec) -> None:
         return not hypervisor.guests()[instance].running
 
     for _ in range(2):
-        wait_until(off, 'the guest has turned itself off')
+        until(off, 60, 'the guest has turned itself off')
         assert hypervisor.guests() == {instance: Guest(instance, COMPUTE, defined=True, running=False, disk=True)}
         hypervisor.shutdown(instance, COMPUTE)
         hypervisor.resume(instance, COMPUTE)
@@ -256,7 +257,7 @@ def test_changes_are_told(hypervisor: Hypervisor, spec: GuestSpec) -> None:
     hypervisor.on_change(told.put)
     hypervisor.create_disk(spec)
     hypervisor.start(spec)
-    wait_until(lambda: spec.instance in told.get(timeout=60), 'the start is told')
+    until(lambda: spec.instance in told.get(timeout=60), 60, 'the start is told')
 
 
 def test_several_at_once(hypervisor: Hypervisor, make_spec: MakeSpec) -> None:

@@ -21,14 +21,11 @@ from ecomp.agent.images.bases import Bases
 from ecomp.agent.images.cache import ImageCache
 from ecomp.errors import BuildFailed
 from ecomp.virt.image import inspect
-from tests.functional.image_server import Handler, Web
-from tests.functional.test_images import LIMITS, MIB, cache, directory, get, image, kept, refused, web
-from tests.servers import free_port, until
-
-__all__ = ['directory', 'image', 'web']
+from tests.kit.image_server import Handler, Web
+from tests.kit.images import LIMITS, MIB, cache, get, kept, refused
+from tests.kit.servers import PATIENCE, free_port, until
 
 pytestmark = [
-    pytest.mark.timeout(120),
     pytest.mark.skipif(
         shutil.which('qemu-img') is None, reason='qemu-img makes the images: apt-get install qemu-utils'
     ),
@@ -116,7 +113,7 @@ def test_a_cached_image_is_used_while_its_server_cannot_be_asked(
     for answer in ('error', 'no_http', 'silence', 'reset'):
         caplog.clear()
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr('tests.functional.image_server.Handler.answer_good', getattr(Handler, f'answer_{answer}'))
+            patch.setattr('tests.kit.image_server.Handler.answer_good', getattr(Handler, f'answer_{answer}'))
             if answer == 'reset':
                 patch.setattr(web, 'image', web.image + bytes(512))  # it is new, and then breaks off
             with caplog.at_level(logging.WARNING):
@@ -162,7 +159,7 @@ def test_a_pinned_image_waits_for_nobody_once_it_is_cached(web: Web, directory: 
         assert get(cache(directory), f'{web.url}slowly#sha256={sha256(image)}') == first
         assert not other.done()
         web.may_go_on.set()
-        assert other.result(30) == first
+        assert other.result(PATIENCE * 30) == first
 
 
 def test_another_content_than_pinned_is_refused(web: Web, directory: Path, image: bytes) -> None:
@@ -376,7 +373,7 @@ def test_downloads_take_room_from_their_beginning(web: Web, directory: Path) -> 
         with pytest.raises(BuildFailed, match='being downloaded, and cannot go'):
             get(ours, web.url + 'good')
         web.may_go_on.set()
-        other.result(30)
+        other.result(PATIENCE * 30)
 
 
 def test_base_volumes_of_before_serve_their_disks_and_then_go(web: Web, directory: Path) -> None:
@@ -454,7 +451,7 @@ def test_a_silent_server_keeps_nobody_from_being_destroyed(web: Web, directory: 
     began = time.monotonic()
     with pytest.raises(Cancelled):
         get(cache(directory), web.url + path, checkpoint)
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < PATIENCE * 10
     gaps = [after - before for before, after in zip(asked_at, asked_at[1:], strict=False)]
     assert max(gaps) < 1.0
     assert kept(directory) == []

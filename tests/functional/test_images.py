@@ -7,9 +7,8 @@ import os
 import shutil
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,78 +16,18 @@ import pytest
 from ecomp.agent.build import Cancelled
 from ecomp.agent.images import sources, transfer
 from ecomp.agent.images.bases import Bases
-from ecomp.agent.images.cache import ImageCache, Limits
+from ecomp.agent.images.cache import ImageCache
 from ecomp.errors import BuildFailed
 from ecomp.model.guest import BaseImage
-from ecomp.virt.image import inspect
-from tests.functional.image_server import Web, serving
-from tests.servers import free_port, until
+from tests.kit.image_server import Web
+from tests.kit.images import LIMITS, MIB, cache, get, kept, refused
+from tests.kit.servers import PATIENCE, free_port, until
 
 pytestmark = [
-    pytest.mark.timeout(120),
     pytest.mark.skipif(
         shutil.which('qemu-img') is None, reason='qemu-img makes the images: apt-get install qemu-utils'
     ),
 ]
-
-MIB = 2**20
-
-
-@pytest.fixture(scope='module')
-def image(tmp_path_factory: pytest.TempPathFactory) -> bytes:
-    """A qcow2 with something in it; its virtual size is 16 MiB."""
-    directory = tmp_path_factory.mktemp('image')
-    raw, made = directory / 'raw', directory / 'qcow2'
-    raw.write_bytes(os.urandom(MIB))
-    os.truncate(raw, 16 * MIB)
-    subprocess.run(['qemu-img', 'convert', '-f', 'raw', '-O', 'qcow2', str(raw), str(made)], check=True)
-    return made.read_bytes()
-
-
-@pytest.fixture
-def web(image: bytes) -> Iterator[Web]:
-    with serving(image) as server:
-        yield server
-
-
-@pytest.fixture
-def directory(tmp_path: Path) -> Path:
-    return tmp_path / 'images'
-
-
-LIMITS = Limits(cache=2**30, disk=100 * 2**30)
-
-
-def cache(directory: Path, local: Path | None = None, limit: int = LIMITS.cache) -> ImageCache:
-    return ImageCache(directory, inspect, local, replace(LIMITS, cache=limit))
-
-
-def get(
-    cache: ImageCache,
-    url: str,
-    checkpoint: Callable[[], None] = lambda: None,
-    tell: Callable[[int, int | None], None] = lambda *_: None,
-) -> BaseImage:
-    """The base volume of an image, let go at once."""
-    with cache.held(url, checkpoint, tell) as base:
-        return base
-
-
-def kept(directory: Path) -> list[str]:
-    """What is in the cache, locks left out."""
-    return (
-        sorted(path.name for path in directory.iterdir() if not path.name.startswith('.')) if directory.exists() else []
-    )
-
-
-def refused(directory: Path, url: str, reason: str, local: Path | None = None) -> None:
-    """The image cannot be had, for this reason, and nothing of it stays."""
-    before = kept(directory)
-    with pytest.raises(BuildFailed, match=reason) as caught:
-        get(cache(directory, local), url)
-    assert caught.value.stage == 'image'
-    assert '\n' not in str(caught.value)
-    assert kept(directory) == before
 
 
 # What works
@@ -117,7 +56,7 @@ def test_many_at_once_are_one_download(web: Web, directory: Path) -> None:
         asking = [pool.submit(get, cache(directory), web.url + 'slowly') for _ in range(4)]
         until(lambda: web.asked, 10, 'somebody downloads')
         web.may_go_on.set()
-        found = {each.result(30) for each in asking}
+        found = {each.result(PATIENCE * 30) for each in asking}
     assert len(found) == 1
     # Whoever waited for it has it: nobody asks again, not even whether it is the same.
     assert web.asked == ['slowly', 'SHA256SUMS']
@@ -211,7 +150,7 @@ def test_an_endless_drip_is_given_up(
     monkeypatch.setattr(transfer, 'DEADLINE', 0.5)
     began = time.monotonic()
     refused(directory, web.url + path, r'not here after 0\.5 s, [0-9]+ bytes so far')
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < PATIENCE * 5
 
 
 # A destroy meanwhile
@@ -234,7 +173,7 @@ def test_so_is_the_wait_for_another_s_download(web: Web, directory: Path) -> Non
         with pytest.raises(Cancelled):
             get(cache(directory), web.url + 'slowly', cancel)
         web.may_go_on.set()
-        assert Path(other.result(30).path).exists()
+        assert Path(other.result(PATIENCE * 30).path).exists()
 
 
 # The disk

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.servers import PLACEMENT_HEADERS, environment, free_port, until
+from tests.kit.servers import PLACEMENT_HEADERS, environment, free_port, until
 
 pytestmark = [
     pytest.mark.skipif(shutil.which('etcd') is None, reason='etcd is not installed: apt-get install etcd-server'),

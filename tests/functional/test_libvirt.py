@@ -27,7 +27,8 @@ from ecomp.errors import BuildFailed, Conflict, EcompError, Unreachable, UsageEr
 from ecomp.model.guest import Address, Guest, GuestSpec, mac_address
 from ecomp.model.network import DEFAULT_NETWORKS, Attachment
 from tests.functional.guest import COMPUTE, MakeSpec, build
-from tests.functional.libvirt_host import LibvirtHost, wait_until
+from tests.functional.libvirt_host import LibvirtHost
+from tests.kit.servers import until
 
 libvirt = pytest.importorskip('libvirt', reason="libvirt-python is not installed: pip install '.[hypervisor]'")
 from ecomp.virt import xml  # noqa: E402
@@ -97,8 +98,8 @@ def test_a_seed_is_a_second_disk_that_qemu_alone_reads(
 
 
 def rules(host: LibvirtHost) -> str:
-    """All that filters frames on the host."""
-    return host.inside(['ebtables', '-t', 'nat', '-L']).stdout
+    """All that filters frames on the host, as ebtables of Debian 12 prints it; that of Debian 13 puts the ! first."""
+    return host.inside(['ebtables', '-t', 'nat', '-L']).stdout.replace('! -s ', '-s ! ')
 
 
 def test_what_a_guest_may_send(real: Libvirt, spec: GuestSpec, host: LibvirtHost, connection: object) -> None:
@@ -323,18 +324,18 @@ def test_libvirtd_killed_and_back(host: LibvirtHost, real: Libvirt, spec: GuestS
     files = len(os.listdir('/proc/self/fd'))
     for _ in range(3):
         host.kill_libvirtd()
-        wait_until(lambda: 'lost' in told.get(timeout=60), 'the loss is told')
+        until(lambda: 'lost' in told.get(timeout=60), 60, 'the loss is told')
         with pytest.raises(Unreachable, match='libvirt'):
             real.guests()
         host.start_libvirtd()
-        wait_until(lambda: 'back' in told.get(timeout=60), 'the return is told')
+        until(lambda: 'back' in told.get(timeout=60), 60, 'the return is told')
         assert real.guests()[spec.instance] == Guest(spec.instance, COMPUTE, defined=True, running=True, disk=True)
     # One more may be held by the last error; one for each connection would be a leak.
     assert len(os.listdir('/proc/self/fd')) < files + 3
     while not told.empty():
         told.get()
     real.destroy(spec.instance, COMPUTE)
-    wait_until(lambda: spec.instance in told.get(timeout=60), 'events come over the new connection')
+    until(lambda: spec.instance in told.get(timeout=60), 60, 'events come over the new connection')
 
 
 def test_libvirtd_frozen(host: LibvirtHost, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -359,7 +360,7 @@ def test_libvirtd_frozen(host: LibvirtHost, monkeypatch: pytest.MonkeyPatch) -> 
         except Unreachable:
             return False
 
-    wait_until(answers, 'libvirtd answers again')
+    until(answers, 60, 'libvirtd answers again')
     frozen.close()
     with pytest.raises(EcompError, match='closed'):
         frozen.guests()
@@ -461,8 +462,8 @@ def inside_the_host(state: str, instance: str) -> None:
         subprocess.run(['ip', 'neigh', 'del', *entry], check=True)
     asked = threading.Thread(target=subprocess.run, args=(client,), kwargs={'capture_output': True})
     asked.start()
-    wait_until(lambda: 'leases: virbr0.status' in told.get(timeout=60), 'the lease is told')
-    wait_until(lambda: hypervisor.addresses(instance), 'the lease is seen')
+    until(lambda: 'leases: virbr0.status' in told.get(timeout=60), 60, 'the lease is told')
+    until(lambda: hypervisor.addresses(instance), 60, 'the lease is seen')
     address = hypervisor.addresses(instance)[leased]
     assert address.source == 'lease'
     assert address.address.startswith('10.77.0.')

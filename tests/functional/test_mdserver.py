@@ -26,7 +26,7 @@ from ecomp.agent.metadata import GuestData
 from ecomp.model.guest_data import USER_DATA_LIMIT
 from ecomp.model.instance import Request
 from ecomp.model.network import network_config
-from tests.servers import until
+from tests.kit.servers import until
 
 TREE = Path(__file__).parents[2]
 SCRIPT = TREE / 'md_server/mdserver/server.py'

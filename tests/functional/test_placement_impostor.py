@@ -26,8 +26,6 @@ from ecomp.placement import providers, room
 from ecomp.placement.client import HEADERS
 from tests.functional.placement_client import claim, connected, new
 
-pytestmark = pytest.mark.timeout(120)
-
 
 class Impostor(http.server.BaseHTTPRequestHandler):
     """Answers everything with what the server was told."""

@@ -11,10 +11,8 @@ from ecomp.model.host import Share
 from ecomp.placement import providers
 from ecomp.placement.client import Placement
 from tests.functional.placement_client import claim, connected, new
-from tests.proxy import Proxy
-from tests.servers import PlacementServer
-
-pytestmark = pytest.mark.timeout(120)
+from tests.kit.proxy import Proxy
+from tests.kit.servers import PlacementServer
 
 
 @pytest.fixture

@@ -18,9 +18,7 @@ from ecomp.placement import allocations, providers, traits
 from ecomp.placement.client import Placement
 from ecomp.placement.traits import AGGREGATES, TRAITS
 from tests.functional.placement_client import claim, connected, new
-from tests.servers import PlacementServer
-
-pytestmark = pytest.mark.timeout(120)
+from tests.kit.servers import PlacementServer
 
 AVX2, SSD, RACK, FAST = 'HW_CPU_X86_AVX2', 'STORAGE_DISK_SSD', 'CUSTOM_RACK_7', 'CUSTOM_FAST'
 TOTALS = {name: {'total': 16, 'reserved': 0} for name in ('VCPU', 'MEMORY_MB', 'DISK_GB')}

@@ -13,9 +13,7 @@ from ecomp.errors import Conflict, Unreachable
 from ecomp.store.client import RENEWED, Put, Store, Unchanged
 from ecomp.store.presence import Presence
 from tests.functional.store_client import connected
-from tests.servers import Etcd, until
-
-pytestmark = pytest.mark.timeout(120)
+from tests.kit.servers import PATIENCE, Etcd, until
 
 
 def presence(store: Store, key: str, token: str, lost: list[str] | None = None) -> Presence:
@@ -176,7 +174,7 @@ def test_who_only_overslept_puts_the_key_again_and_goes_on(
     # Without waiting for its next refresh, and several at once.
     with ThreadPoolExecutor(8) as threads:
         written = [threads.submit(store.commit, [], [Put(f'{prefix}{number}', '1')]) for number in range(8)]
-        assert all(each.result(10) for each in written)
+        assert all(each.result(PATIENCE * 10) for each in written)
     assert store.get(key) is not None
     assert not lost
     alive.stop()

@@ -24,9 +24,7 @@ from ecomp.scheduler.find import find
 from ecomp.store.client import Put, Store, Unchanged
 from ecomp.store.requests import at_it
 from tests.functional.cloud import IMAGE, SMALL, WHO, Cloud, new
-from tests.proxy import Proxy
-
-pytestmark = pytest.mark.timeout(120)
+from tests.kit.proxy import Proxy
 
 
 @pytest.fixture

@@ -14,7 +14,8 @@ import pytest
 
 from ecomp.errors import BuildFailed
 from ecomp.model.guest import Reserved, all_macs, mac_address
-from tests.functional.libvirt_host import LibvirtHost, wait_until
+from tests.functional.libvirt_host import LibvirtHost
+from tests.kit.servers import until
 
 libvirt = pytest.importorskip('libvirt', reason="libvirt-python is not installed: pip install '.[hypervisor]'")
 from ecomp.virt.libvirt_host import Libvirt  # noqa: E402
@@ -183,7 +184,7 @@ def lease(host: LibvirtHost, mac: str, network: Any) -> str:
         said = host.inside(client)
         found = re.search(r'lease of (\S+) obtained', said.stdout + said.stderr)
         assert found, said
-        wait_until(lambda: found[1] in {each['ipaddr'] for each in network.DHCPLeases()}, 'the lease is known')
+        until(lambda: found[1] in {each['ipaddr'] for each in network.DHCPLeases()}, 60, 'the lease is known')
         return found[1]
     finally:
         host.inside(['ip', 'link', 'del', 'evt0'])

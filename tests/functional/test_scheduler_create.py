@@ -23,10 +23,9 @@ from ecomp.scheduler.destroy import destroy
 from ecomp.scheduler.wanted import Delivered
 from ecomp.store.client import Store
 from tests.functional.cloud import IMAGE, SMALL, WHO, Cloud, at_it, new
-from tests.servers import until
+from tests.kit.servers import PATIENCE, until
 
-pytestmark = pytest.mark.timeout(120)
-
+pytestmark = pytest.mark.fast
 
 # The plain way
 
@@ -262,7 +261,7 @@ def test_the_first_one_wakes_up_before_its_claim_and_takes_nothing_back(cloud: C
         # Only now the first one hears from placement, and of another compute.
         candidates.set_result((cloud.placement, Offer([{slow: SMALL}])))
         with pytest.raises(Conflict, match='another eschedule took it over'):
-            first.result(30)
+            first.result(PATIENCE * 30)
     cloud.is_whole(quick, wanted)
     assert cloud.server.consumers(slow) == {}
 

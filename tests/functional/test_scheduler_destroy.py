@@ -17,10 +17,9 @@ from ecomp.scheduler.destroy import destroy
 from ecomp.scheduler.find import all_records, find, living
 from ecomp.store.client import Delete, Entry, Put, Store, Unchanged
 from tests.functional.cloud import IMAGE, SMALL, Cloud, new
-from tests.proxy import Proxy
+from tests.kit.proxy import Proxy
 
-pytestmark = pytest.mark.timeout(120)
-
+pytestmark = pytest.mark.fast
 
 # Destroy, find
 

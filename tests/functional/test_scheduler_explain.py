@@ -16,7 +16,7 @@ from ecomp.scheduler.explain import reasons
 from ecomp.store.client import Store
 from tests.functional.in_process import InProcess, put
 from tests.functional.store_client import connected
-from tests.servers import Etcd
+from tests.kit.servers import Etcd
 
 GUEST = 'resources=VCPU:1,MEMORY_MB:256,DISK_GB:1'
 AVX2 = 'HW_CPU_X86_AVX2'

@@ -15,11 +15,8 @@ from ecomp.scheduler import claim as claims
 from ecomp.scheduler.wanted import Delivered
 from ecomp.store.client import Store
 from tests.functional.cloud import SMALL, Cloud, new
-from tests.proxy import Proxy
-from tests.servers import free_port
-
-pytestmark = pytest.mark.timeout(120)
-
+from tests.kit.proxy import Proxy
+from tests.kit.servers import free_port
 
 # Lost on the way to etcd
 

@@ -18,9 +18,8 @@ from ecomp.scheduler.wanted import Delivered, Wanted
 from ecomp.store.client import Put, Store
 from ecomp.store.names import freed, given_back
 from tests.functional.cloud import IMAGE, Cloud, new
-from tests.proxy import Proxy
+from tests.kit.proxy import Proxy
 
-pytestmark = pytest.mark.timeout(120)
 FAILURE = Failure('image', 'HTTP 404', 'nothing is left')
 
 

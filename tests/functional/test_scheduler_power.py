@@ -17,10 +17,8 @@ from ecomp.scheduler.power import Accepted, power
 from ecomp.scheduler.wait import Deadline, wait_for_power
 from ecomp.store.client import Store
 from tests.functional.cloud import IMAGE, Cloud, new
-from tests.proxy import Proxy
-from tests.servers import until
-
-pytestmark = pytest.mark.timeout(120)
+from tests.kit.proxy import Proxy
+from tests.kit.servers import PATIENCE, until
 
 
 def lives(cloud: Cloud, state: str = ACTIVE, said: str | None = None) -> tuple[str, str]:
@@ -135,7 +133,7 @@ def test_its_steps_are_told_and_its_end(cloud: Cloud) -> None:
         write(cloud, compute, instance, STOPPED, reboot.at(OFF))
         until(lambda: waits_for('its domain to start'), 10, 'it is off')
         write(cloud, compute, instance, ACTIVE, reboot.id)
-        assert waiting.result(20).state == ACTIVE
+        assert waiting.result(PATIENCE * 20).state == ACTIVE
 
 
 def test_a_wait_in_vain_ends(cloud: Cloud) -> None:

@@ -10,10 +10,8 @@ from ecomp.errors import EcompError
 from ecomp.store.client import Delete, Entry, Put, Store
 from ecomp.store.shared_follower import Part, SharedFollower
 from tests.functional.store_client import config
-from tests.proxy import Proxy
-from tests.servers import until
-
-pytestmark = pytest.mark.timeout(120)
+from tests.kit.proxy import Proxy
+from tests.kit.servers import until
 
 
 class Hearing:

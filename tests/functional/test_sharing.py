@@ -20,8 +20,6 @@ from ecomp.store.client import Entry, Store
 from ecomp.store.sharing import ended, group, quota, rejoined
 from tests.functional.cloud import IMAGE, SMALL, Cloud, new
 
-pytestmark = pytest.mark.timeout(120)
-
 GROUP, QUOTA = keys.group('web'), keys.quota('shop')
 
 

@@ -19,7 +19,7 @@ from ecomp.placement import allocations
 from ecomp.placement.client import Placement
 from ecomp.store.client import Put, Store
 from ecomp.virt.fake import FakeHypervisor
-from tests.servers import Etcd, PlacementServer
+from tests.kit.servers import Etcd, PlacementServer
 
 COMPUTE, INSTANCE = 'b8756be5-a30d-4311-920c-0ad996367a8e', 'd578fb7c-7787-4e73-b69a-a7b3ef9bf73a'
 

@@ -25,9 +25,9 @@ AGGREGATES = tuple(str(uuid.UUID(int=number)) for number in range(4))
 
 
 def test_what_is_said_is_what_placement_does(in_process: InProcess) -> None:
-    seen = ask(in_process, range(10), 50)
+    seen = ask(in_process, range(10), 15)
     # None of the cases is one that never came up.
-    assert all(seen[each] > 5 for each in ('refused', 'fits', 'changed', 'freed', 'beyond')), seen
+    assert all(seen[each] > 1 for each in ('refused', 'fits', 'changed', 'freed', 'beyond')), seen
 
 
 @pytest.mark.slow

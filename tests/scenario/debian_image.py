@@ -10,7 +10,7 @@ import os
 import subprocess
 from pathlib import Path
 
-from tests.kept import kept
+from tests.kit.kept import kept
 
 RELEASE = 'bookworm'
 PACKAGES = (

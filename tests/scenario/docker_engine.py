@@ -13,13 +13,13 @@ import shutil
 import signal
 import subprocess
 import tempfile
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.kept import kept
+from tests.kit.kept import kept
+from tests.kit.servers import until
 
 NEEDED = {
     'dockerd': 'docker.io',
@@ -94,14 +94,6 @@ def missing() -> str | None:
     return None if Path('/dev/net/tun').exists() else 'there is no /dev/net/tun, which slirp4netns needs'
 
 
-def wait_until(true: Callable[[], object], what: str, seconds: float = 60) -> None:
-    """Poll until `true()` holds; AssertionError naming `what` after the deadline."""
-    deadline = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < deadline, f'not within {seconds} s: {what}'
-        time.sleep(0.05)
-
-
 @dataclass(frozen=True)
 class Engine:
     """A running dockerd. `pid` is its process 1, seen from the machine; `host` is for DOCKER_HOST."""
@@ -140,7 +132,7 @@ def engine() -> Iterator[Engine]:
         def first_inside() -> str:
             return Path(f'/proc/{unshare.pid}/task/{unshare.pid}/children').read_text().strip()
 
-        wait_until(first_inside, 'the namespaces')
+        until(first_inside, 60, 'the namespaces')
         running = Engine(int(first_inside()), f'unix://{root}/docker.sock')
         undo.callback(_end_dockerd, unshare, running.pid)
         uplink = ['slirp4netns', '--configure', '--mtu=65520', '--disable-host-loopback', str(running.pid), 'tap0']
@@ -151,7 +143,7 @@ def engine() -> Iterator[Engine]:
             command = ['docker', '--host', running.host, 'version']
             return subprocess.run(command, check=False, capture_output=True).returncode == 0
 
-        wait_until(answers, f'dockerd answers on {running.host}')
+        until(answers, 60, f'dockerd answers on {running.host}')
         running.docker('import', str(base), BASE)
         context = root / 'postgres'
         context.mkdir()

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
-import yaml
 
-from tests.scenario.lab import BOOT, Lab
-from tests.servers import until
+from tests.kit.lab import BOOT, Lab
+from tests.kit.servers import until
 
 QUERY = 'resources=VCPU:1,DISK_GB:1,MEMORY_MB:192'
 # Of qemu-guest-agent what libvirt asks for: https://qemu.readthedocs.io/en/latest/interop/qemu-ga-ref.html
@@ -42,31 +38,10 @@ agent &
 """
 SILENT = AGENT.replace('agent() {', 'agent() {\n    exec 3<>$port; echo "ecomp-guest: silent agent"; sleep 3600')
 
-pytestmark = [
-    pytest.mark.skipif(os.geteuid() != 0, reason='hypervisors in namespaces need root'),
-    pytest.mark.timeout(420),
-]
-
-
-@pytest.fixture
-def lab(guest_image: Path) -> Iterator[Lab]:
-    """One host, whose guests are on its LAN as well."""
-    made = Lab(f'q{os.getpid()}', 1)
-    try:
-        (made.directory / 'images/guest.qcow2').write_bytes(guest_image.read_bytes())
-        made.stop_ecompute('hv1')
-        config = made.directory / 'hv1/compute.yaml'
-        config.write_text(yaml.safe_dump({**yaml.safe_load(config.read_text()), 'bridge': 'br0'}))
-        made.start_ecomputes()
-        yield made
-    finally:
-        made.close()
-
-
-def place(lab: Lab, name: str, script: str) -> str:
+def place(lab: Lab, there: str, name: str, script: str) -> str:
     file = lab.directory / f'{name}.sh'
     file.write_text(script)
-    _, instance = lab.place(QUERY, lab.url('guest.qcow2'), '--name', name, '--user-data', str(file))
+    _, instance = lab.place(f'{QUERY}&{there}', lab.url('guest.qcow2'), '--name', name, '--user-data', str(file))
     lab.addressed(instance)
     return instance
 
@@ -78,20 +53,22 @@ def bridged(lab: Lab, instance: str) -> dict[str, str | None]:
     return interface
 
 
+@pytest.mark.slow
 def test_an_agent_says_the_address_on_a_bridge(lab: Lab) -> None:
-    silent = place(lab, 'silent', SILENT)
-    until(lambda: 'ecomp-guest: silent agent' in lab.console('hv1', silent), BOOT, 'it opened its channel')
-    talking = place(lab, 'talking', AGENT)
-    told = dict(line.split() for line in lab.told('hv1', talking)['address'])
-    until(lambda: bridged(lab, talking)['address'], 60, 'its address is known')
-    known = bridged(lab, talking)
-    assert (known['address'], known['source']) == (told['eth1'], 'agent')
-    assert f'({known["mac"]} on br0, by agent)' in lab.eschedule('show', talking).stdout
-    assert 'ecomp-guest: agent asked' in lab.console('hv1', talking)
-    assert bridged(lab, silent)['address'] is None
+    with lab.configured('hv1', bridge='br0') as there:
+        silent = place(lab, there, 'silent', SILENT)
+        until(lambda: 'ecomp-guest: silent agent' in lab.console('hv1', silent), BOOT, 'it opened its channel')
+        talking = place(lab, there, 'talking', AGENT)
+        told = dict(line.split() for line in lab.told('hv1', talking)['address'])
+        until(lambda: bridged(lab, talking)['address'], 60, 'its address is known')
+        known = bridged(lab, talking)
+        assert (known['address'], known['source']) == (told['eth1'], 'agent')
+        assert f'({known["mac"]} on br0, by agent)' in lab.eschedule('show', talking).stdout
+        assert 'ecomp-guest: agent asked' in lab.console('hv1', talking)
+        assert bridged(lab, silent)['address'] is None
 
-    # What would ask an agent first does not wait for one.
-    assert lab.eschedule('stop', '--wait', silent).code == 0
-    assert lab.virsh('hv1', 'domstate', '--reason', silent).strip() == 'shut off (shutdown)'
-    lab.destroy(silent, talking)
-    lab.check()
+        # What would ask an agent first does not wait for one.
+        assert lab.eschedule('stop', '--wait', silent).code == 0
+        assert lab.virsh('hv1', 'domstate', '--reason', silent).strip() == 'shut off (shutdown)'
+        lab.destroy(silent, talking)
+        lab.check()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import subprocess
 import sys
 import uuid
@@ -12,31 +11,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.commands import Control, Result, eschedule, write_config
-from tests.scenario.invariants import allocations, check, everything
-from tests.scenario.story import NOBODY, SMALL, addressed, one_line, place
-from tests.servers import environment, free_port
-
-
-def run(module: str, *words: str, directory: Path, closed: bool = False, stdout: int = subprocess.PIPE) -> Result:
-    """A command in a directory, as a person would; `closed`: with no stdout at all."""
-    command = [sys.executable, '-m', module, *words]
-    if closed:
-        command = ['sh', '-c', 'exec "$@" >&-', 'sh', *command]
-    done = subprocess.run(
-        command,
-        stdin=subprocess.DEVNULL,
-        stdout=stdout,
-        stderr=subprocess.PIPE,
-        text=True,
-        check=False,
-        timeout=60,
-        cwd=directory,
-        env=environment(),
-    )
-    assert not re.search('Traceback|Exception ignored', done.stderr), done
-    return Result(done.returncode, done.stdout or '', done.stderr)
-
+from tests.kit.commands import Control, Result, eschedule, run, write_config
+from tests.kit.invariants import allocations, check, everything
+from tests.kit.servers import environment, free_port
+from tests.kit.story import NOBODY, SMALL, addressed, one_line, place
 
 # The command line
 

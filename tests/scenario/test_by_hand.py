@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
-from tests.commands import Control, Ecompute
-from tests.scenario.invariants import allocations, check, everything
-from tests.scenario.story import (
+from tests.kit.commands import Control, Ecompute
+from tests.kit.invariants import allocations, check, everything
+from tests.kit.servers import until
+from tests.kit.story import (
     IMAGE,
     NOBODY,
     SMALL,
@@ -23,7 +24,6 @@ from tests.scenario.story import (
     reached,
     record,
 )
-from tests.servers import until
 
 RESOURCES = {'VCPU': 1, 'DISK_GB': 1, 'MEMORY_MB': 128}
 USER, PROJECT = 'c1a0d1e5-0000-4000-8000-00000000000a', 'c1a0d1e5-0000-4000-8000-00000000000b'

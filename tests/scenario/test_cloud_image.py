@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.commands import Result
+from tests.kit.commands import Result
+from tests.kit.lab import Lab, lab_name
+from tests.kit.servers import until
 from tests.scenario.debian_image import debian_image
-from tests.scenario.lab import Lab
-from tests.servers import until
 
 QUERY = 'resources=VCPU:1,DISK_GB:3,MEMORY_MB:512'
 READY = 400
@@ -39,8 +39,8 @@ print(json.dumps([ec2.get_instance_metadata(*where), ec2.get_instance_userdata(*
 """
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.skipif(os.geteuid() != 0, reason='hypervisors in namespaces need root'),
-    pytest.mark.timeout(900),
 ]
 
 
@@ -79,7 +79,7 @@ class Guest:
 def guests(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mapping[str, Guest]]:
     """A guest for each way, booted side by side, by way."""
     work = tmp_path_factory.mktemp('cloud')
-    lab = Lab(f'd{os.getpid()}', len(WAYS))
+    lab = Lab(lab_name('cloud'), len(WAYS))
     try:
         shutil.copyfile(debian_image(), lab.directory / 'images/debian.qcow2')
         for way, host in WAYS.items():

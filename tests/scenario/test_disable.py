@@ -7,15 +7,13 @@ from contextlib import contextmanager
 
 import pytest
 
-from tests.commands import Control, Ecompute, write_config
-from tests.faults.faulty_placement import FaultyPlacement
-from tests.faults.hands import Eschedule
-from tests.scenario.invariants import check
-from tests.scenario.story import NOBODY, SMALL, addressed, one_line, place, reached
-from tests.scenario.test_hosts import hosts, silence, states
-from tests.servers import until
-
-pytestmark = pytest.mark.timeout(180)
+from tests.kit.commands import Control, Ecompute, write_config
+from tests.kit.faulty_placement import FaultyPlacement
+from tests.kit.hands import Eschedule
+from tests.kit.invariants import check
+from tests.kit.servers import until
+from tests.kit.sharing import hosts, silence, states
+from tests.kit.story import NOBODY, SMALL, addressed, one_line, place, reached
 
 BOTH = {'COMPUTE_STATUS_DISABLED', 'CUSTOM_ECOMP_DISABLED'}
 

@@ -13,16 +13,15 @@ from pathlib import Path
 
 import pytest
 
+from tests.kit.servers import until
 from tests.scenario import docker_engine
-from tests.scenario.docker_engine import BASE, POSTGRES, Engine, wait_until
+from tests.scenario.docker_engine import BASE, POSTGRES, Engine
 
 TOP = Path(__file__).resolve().parents[2]
 SCRIPT = TOP / 'docker.sh'
 SMALL = 'resources=VCPU:1,DISK_GB:1,MEMORY_MB:64'
 
 # The first test makes the images as well: a minute and a half, on a machine that has nothing else to do.
-pytestmark = pytest.mark.timeout(600)
-
 Run = Callable[..., subprocess.CompletedProcess[str]]
 
 
@@ -78,7 +77,7 @@ def ecompute(engine: Engine, directory: Path) -> Iterator[subprocess.Popen[str]]
                 assert process.poll() is None, log.read_text()
                 return '/computes/' in etcd_keys(engine)
 
-            wait_until(ready, 'ecompute has registered')
+            until(ready, 60, 'ecompute has registered')
             yield process
         finally:
             process.terminate()
@@ -124,7 +123,7 @@ def test_up_used_down(engine: Engine, run: Run, tmp_path: Path) -> None:
         match = re.fullmatch(r'NOTIFIED TARGET, ([0-9a-f-]{36}), OF INSTANCE ([0-9a-f-]{36})\n', notified)
         assert match, notified
         instance = match[2]
-        wait_until(lambda: address(instance), 'the instance has an address')
+        until(lambda: address(instance), 60, 'the instance has an address')
         before = address(instance)
         assert re.fullmatch(r'\d+(\.\d+){3}', before or '')
 
@@ -132,7 +131,7 @@ def test_up_used_down(engine: Engine, run: Run, tmp_path: Path) -> None:
         assert 'docker volume rm ecomp-etcd ecomp-postgres' in succeeded(run(SCRIPT, 'down'))
         succeeded(run(SCRIPT))
         assert address(instance) == before
-        wait_until(lambda: eschedule(SMALL).returncode == 0, 'ecompute is back at work')
+        until(lambda: eschedule(SMALL).returncode == 0, 60, 'ecompute is back at work')
 
         succeeded(eschedule('destroy', instance, '--wait'))
         assert eschedule('destroy', instance).returncode == 4
@@ -175,7 +174,7 @@ def test_own_database(engine: Engine, run: Run) -> None:
     environment = [word for setting in mine for word in ('--env', setting)]
     engine.docker('run', '--detach', '--name', 'own', '--publish', f'{gateway}:5432:5432', *environment, POSTGRES)
     try:
-        wait_until(lambda: run('docker', 'exec', 'own', 'pg_isready', '-h', '127.0.0.1').returncode == 0, 'PostgreSQL')
+        until(lambda: run('docker', 'exec', 'own', 'pg_isready', '-h', '127.0.0.1').returncode == 0, 60, 'PostgreSQL')
         succeeded(run(SCRIPT, PLACEMENT_DATABASE='postgresql+psycopg2://me:secret@host.docker.internal/mine'))
         assert set(started(engine)) == {'ecomp-etcd', 'ecomp-placement', 'own'}
         tables = engine.docker('exec', 'own', 'psql', '-h', '/run/postgresql', '-U', 'me', '-c', r'\dt', 'mine')

@@ -8,9 +8,12 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-from tests.commands import Control, write_config
-from tests.scenario.invariants import allocations, check, everything
-from tests.scenario.story import (
+import pytest
+
+from tests.kit.commands import Control, write_config
+from tests.kit.invariants import allocations, check, everything
+from tests.kit.servers import Server
+from tests.kit.story import (
     IMAGE,
     NOBODY,
     NOTIFIED,
@@ -24,7 +27,6 @@ from tests.scenario.story import (
     reached,
     record,
 )
-from tests.servers import Server
 
 TOY = 'VCPU:4,DISK_GB:10,MEMORY_MB:512'
 
@@ -96,6 +98,7 @@ def test_ten_at_once_and_then_ten_more_than_fit(cluster: Control) -> None:
     assert log.count('INSTANTIATE INSTANCE ') == log.count('ALLOCATIONS ARE {') == 12
 
 
+@pytest.mark.fast
 def test_the_log_has_the_readmes_words(cluster: Control) -> None:
     compute = cluster.ecompute()
     _, instance = place(cluster, SMALL, IMAGE)
@@ -120,6 +123,7 @@ def test_no_candidate_for_a_required_trait(cluster: Control) -> None:
     check(cluster, compute)
 
 
+@pytest.mark.fast
 def test_a_refusal_says_what_each_compute_lacks(cluster: Control) -> None:
     small, full, dead = cluster.ecompute(), cluster.ecompute('VCPU:1,DISK_GB:10,MEMORY_MB:8192'), cluster.ecompute()
     place(cluster, f'{SMALL}&in_tree={full.uuid}')
@@ -195,6 +199,7 @@ def test_granular_groups_and_member_of_pass_through(cluster: Control) -> None:
 # Destroying
 
 
+@pytest.mark.fast
 def test_destroy_and_destroy_again(cluster: Control) -> None:
     compute = cluster.ecompute()
     _, instance = place(cluster)
@@ -276,6 +281,7 @@ def test_destroy_of_a_failed_one_removes_its_record(cluster: Control) -> None:
 # Showing
 
 
+@pytest.mark.fast
 def test_list_and_show(cluster: Control) -> None:
     compute = cluster.ecompute()
     assert cluster.eschedule('list', '-f', 'json').stdout == '[]\n'

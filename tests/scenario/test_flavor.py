@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 
-from tests.commands import Control, eschedule, write_config
-from tests.scenario.story import IMAGE, SMALL, notified, one_line, reached, record
+from tests.kit.commands import Control, eschedule, write_config
+from tests.kit.story import IMAGE, SMALL, notified, one_line, reached, record
 
 TINY = 'resources=VCPU:1,DISK_GB:1,MEMORY_MB:128'
 

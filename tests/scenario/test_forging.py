@@ -17,8 +17,8 @@ from pathlib import Path
 import pytest
 
 from ecomp.model.guest import mac_address
-from tests.scenario.lab import BOOT, Lab, answers
-from tests.servers import until
+from tests.kit.lab import BOOT, Lab, answers, lab_name
+from tests.kit.servers import until
 
 QUERY = 'resources=VCPU:1,DISK_GB:1,MEMORY_MB:192'
 SECRET = 'secret-of-'
@@ -56,8 +56,8 @@ echo "after $(ask /latest/meta-data/instance-id)"
 """
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.skipif(os.geteuid() != 0, reason='hypervisors in namespaces need root'),
-    pytest.mark.timeout(600),
 ]
 
 
@@ -84,7 +84,7 @@ class Guest:
 @pytest.fixture
 def lab(guest_image: Path) -> Iterator[Lab]:
     """One host."""
-    made = Lab(f'f{os.getpid()}', 1)
+    made = Lab(lab_name('forging'), 1)
     try:
         (made.directory / 'images/guest.qcow2').write_bytes(guest_image.read_bytes())
         yield made

@@ -7,19 +7,13 @@ from collections import Counter
 
 import pytest
 
-from tests.commands import Control
-from tests.faults.hands import settled
-from tests.scenario.story import SMALL, addressed, at_once, called, one_line, place, reached
-from tests.scenario.test_set import notified, started
+from tests.kit.commands import Control
+from tests.kit.hands import settled
+from tests.kit.sharing import all_notified, members, started
+from tests.kit.story import SMALL, addressed, at_once, called, one_line, place, reached
 
 ROOMY = 'VCPU:20,DISK_GB:100,MEMORY_MB:4096'
 APART, TOGETHER = ('--policy', 'anti-affinity'), ('--policy', 'affinity')
-
-
-def members(cluster: Control, name: str) -> dict[str, str]:
-    """Who is in the group, and on which compute, as etcd has it."""
-    value = cluster.etcd.get(f'/groups/{name}')
-    return {} if value is None else dict(json.loads(value)['members'])
 
 
 def test_apart_until_there_is_no_other_compute(cluster: Control) -> None:
@@ -55,7 +49,7 @@ def test_apart_until_there_is_no_other_compute(cluster: Control) -> None:
 
 def test_together_where_all_of_them_fit(cluster: Control) -> None:
     computes = started(cluster, 'VCPU:2,DISK_GB:10,MEMORY_MB:512', 'VCPU:4,DISK_GB:10,MEMORY_MB:1024')
-    found = notified(called(cluster, SMALL, '--count', '3', '--group', 'db', *TOGETHER).stdout)
+    found = all_notified(called(cluster, SMALL, '--count', '3', '--group', 'db', *TOGETHER).stdout)
     assert {compute for compute, _ in found} == {computes[1].uuid}
     assert place(cluster, SMALL, '--group', 'db')[0] == computes[1].uuid
     refused = called(cluster, SMALL, '--group', 'db')
@@ -67,12 +61,12 @@ def test_together_where_all_of_them_fit(cluster: Control) -> None:
 
 def test_softly(cluster: Control) -> None:
     computes = started(cluster, 'VCPU:2,DISK_GB:10,MEMORY_MB:512', 'VCPU:2,DISK_GB:10,MEMORY_MB:512')
-    found = notified(called(cluster, SMALL, '--count', '3', '--group', 'web', *APART, '--soft').stdout)
+    found = all_notified(called(cluster, SMALL, '--count', '3', '--group', 'web', *APART, '--soft').stdout)
     assert sorted(Counter(compute for compute, _ in found).values()) == [1, 2]
     called(cluster, 'destroy', '--wait', *(instance for _, instance in found))
     # Spread, they would be one on each.
     two = called(cluster, SMALL, '--count', '2', '--group', 'db', *TOGETHER, '--soft')
-    (first, second) = (compute for compute, _ in notified(two.stdout))
+    (first, second) = (compute for compute, _ in all_notified(two.stdout))
     assert first == second
     assert place(cluster, SMALL, '--group', 'db')[0] != first, 'there is no room with them'
     settled(cluster, *computes)
@@ -98,7 +92,7 @@ def test_a_set_that_is_to_be_apart_is_all_or_none(cluster: Control) -> None:
     assert 'the smallest change that fits: --count 3' in refused.stderr
     assert [cluster.placement.consumers(each.uuid) for each in computes] == [{}, {}, {}]
     assert members(cluster, 'web') == {}
-    found = notified(called(cluster, SMALL, '--count', '4', '--min', '2', '--group', 'web', *APART).stdout)
+    found = all_notified(called(cluster, SMALL, '--count', '4', '--min', '2', '--group', 'web', *APART).stdout)
     assert {compute for compute, _ in found} == {each.uuid for each in computes}
     settled(cluster, *computes)
 
@@ -120,7 +114,7 @@ def test_never_two_on_a_compute_however_many_ask_at_once(cluster: Control, racer
     computes = started(cluster, *[ROOMY] * size)
     words = [SMALL, '--group', 'web', *APART]
     results = at_once(cluster, [words] * racers, width=racers)
-    placed = [notified(each.stdout)[0] for each in results if each.code == 0]
+    placed = [all_notified(each.stdout)[0] for each in results if each.code == 0]
     assert Counter(each.code for each in results) == {0: size, 3: racers - size}
     assert len({compute for compute, _ in placed}) == size
     assert members(cluster, 'web') == {instance: compute for compute, instance in placed}

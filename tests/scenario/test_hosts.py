@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import socket
 import uuid
-from typing import Any
 
 import pytest
 
-from tests.commands import Control, Ecompute
-from tests.faults.hands import Eschedule, guests, lapse
-from tests.scenario.invariants import allocations, check, everything
-from tests.scenario.story import (
+from tests.kit.commands import Control, Ecompute
+from tests.kit.hands import Eschedule, guests
+from tests.kit.invariants import allocations, check, everything
+from tests.kit.servers import until
+from tests.kit.sharing import hosts, silence, states
+from tests.kit.story import (
     NOBODY,
     SMALL,
     addressed,
@@ -24,26 +24,6 @@ from tests.scenario.story import (
     record,
     reserved,
 )
-from tests.servers import until
-
-pytestmark = pytest.mark.timeout(180)
-
-
-def hosts(control: Control) -> dict[str, dict[str, Any]]:
-    """What `eschedule hosts -f json` says, by compute."""
-    result = control.eschedule('hosts', '-f', 'json')
-    assert (result.code, result.stderr) == (0, ''), result
-    return {each['compute']: each for each in json.loads(result.stdout)}
-
-
-def states(control: Control) -> dict[str, str]:
-    return {compute: each['state'] for compute, each in hosts(control).items()}
-
-
-def silence(control: Control, compute: Ecompute) -> None:
-    """kill -9, and as long after as its lease lasts."""
-    compute.kill()
-    lapse(control, f'/computes/{compute.uuid}')
 
 
 def forget(control: Control, compute: str) -> list[str]:

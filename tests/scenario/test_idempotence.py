@@ -14,10 +14,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.commands import Control, Result, write_config
-from tests.scenario.gate import Gate
-from tests.scenario.invariants import allocations, check, everything
-from tests.scenario.story import (
+from tests.kit.commands import Control, Result, write_config
+from tests.kit.gate import Gate
+from tests.kit.invariants import allocations, check, everything
+from tests.kit.servers import environment, until
+from tests.kit.story import (
     IMAGE,
     SMALL,
     addressed,
@@ -29,7 +30,6 @@ from tests.scenario.story import (
     reached,
     record,
 )
-from tests.servers import environment, until
 
 CLAIM = b'PUT /allocations/'
 
@@ -149,7 +149,6 @@ def test_killed_after_its_claim_and_resumed(cluster: Control, instance: str, gat
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
 def test_killed_after_its_claim_and_never_resumed(cluster: Control, instance: str, gate: Gate, slow: Path) -> None:
     compute = cluster.ecompute()
     addressed(cluster, place(cluster)[1])

@@ -11,11 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.commands import Control
-from tests.scenario.story import NOTIFIED, SMALL
-from tests.servers import until
+from tests.kit.commands import Control
+from tests.kit.servers import until
+from tests.kit.story import NOTIFIED, SMALL
 
 TOP = Path(__file__).resolve().parents[2]
+pytestmark = pytest.mark.slow
+
 COMMANDS = ('eschedule', 'ecompute', 'elab', 'mdserver')
 
 

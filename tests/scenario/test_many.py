@@ -8,46 +8,16 @@ import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests.commands import Control, Result, write_config
-from tests.scenario.invariants import check
-from tests.scenario.story import SMALL, addressed, notified, one_line, reached, record, reserved
-from tests.servers import Server, environment, until
+from tests.kit.commands import Control, Result
+from tests.kit.invariants import check
+from tests.kit.many import Many
+from tests.kit.servers import environment, until
+from tests.kit.story import SMALL, addressed, notified, one_line, reached, record, reserved
 
 TOY = 'VCPU:4,DISK_GB:10,MEMORY_MB:512'
-
-
-class Many(Server):
-    """`ecompute --fake TOY --count N` with the compute.yaml that is in its directory."""
-
-    name = 'many'
-
-    def __init__(self, cluster: Control, count: int, **settings: Any) -> None:
-        super().__init__(cluster.directory)
-        self.count = count
-        self._etcd = cluster.etcd
-        write_config(self.directory / 'compute.yaml', cluster.etcd.endpoint, cluster.placement.url, **settings)
-        cluster.at_exit.callback(self.close)
-
-    def command(self) -> list[str]:
-        """compute.yaml is in the directory it is started in."""
-        return [sys.executable, '-m', 'ecomp.compute', '--fake', TOY, '--count', str(self.count)]
-
-    def environment(self) -> dict[str, str]:
-        """Its throw-away state goes with the test, also when it is killed."""
-        return {**super().environment(), 'TMPDIR': str(self.directory)}
-
-    def is_ready(self) -> bool:
-        """This very process says so, of all."""
-        return f' {self.pid} {self.count} computes are ready' in self.last_words()
-
-    @property
-    def computes(self) -> set[str]:
-        """Their uuids, as etcd has them."""
-        return {key.rsplit('/', 1)[1] for key in self._etcd.keys('/computes/')}
 
 
 def test_five_in_one_process(cluster: Control) -> None:
@@ -78,6 +48,7 @@ def test_five_in_one_process(cluster: Control) -> None:
     assert list(cluster.directory.glob('ecompute-fake-*')) == []
 
 
+@pytest.mark.slow
 def test_killed_and_started_again_they_are_the_same(cluster: Control) -> None:
     many = Many(cluster, 5, state='state')
     many.start()

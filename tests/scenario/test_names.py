@@ -15,9 +15,10 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.commands import Control, Ecompute
-from tests.scenario.invariants import allocations, check, everything
-from tests.scenario.story import (
+from tests.kit.commands import Control, Ecompute
+from tests.kit.invariants import allocations, check, everything
+from tests.kit.servers import environment, until
+from tests.kit.story import (
     SMALL,
     addressed,
     at_once,
@@ -30,7 +31,6 @@ from tests.scenario.story import (
     reached,
     record,
 )
-from tests.servers import environment, until
 
 KEY = 'ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAA me@here'
 OTHER_KEY = 'ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIAEBAQEBAQEBAQEBAQEBAQEBAQEBAQEBAQEBAQEBAQEB you@there'

@@ -6,8 +6,8 @@ import json
 import socket
 from collections import Counter
 
-from tests.commands import Control, Result
-from tests.scenario.story import IMAGE, NOTIFIED, SMALL, one_line, place
+from tests.kit.commands import Control, Result
+from tests.kit.story import IMAGE, NOTIFIED, SMALL, one_line, place
 
 TOY = 'VCPU:8,DISK_GB:100,MEMORY_MB:4096'
 

@@ -7,11 +7,11 @@ import json
 import pytest
 
 from ecomp.model.power import ACTIONS
-from tests.commands import Control, Ecompute
-from tests.faults.hands import Eschedule
-from tests.scenario.invariants import check, everything
-from tests.scenario.story import IMAGE, NOBODY, SMALL, addressed, logged, one_line, place, reached, record
-from tests.servers import until
+from tests.kit.commands import Control, Ecompute
+from tests.kit.hands import Eschedule
+from tests.kit.invariants import check, everything
+from tests.kit.servers import until
+from tests.kit.story import IMAGE, NOBODY, SMALL, addressed, logged, one_line, place, reached, record
 
 
 def running(compute: Ecompute) -> set[str]:

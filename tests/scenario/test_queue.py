@@ -6,19 +6,23 @@ import json
 import re
 import time
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 
-from ecomp.agent.queues import BELIEVED
-from tests.commands import Control, Ecompute, write_config
-from tests.faults.faulty_placement import FaultyPlacement
-from tests.faults.hands import lapse, settled
-from tests.scenario.invariants import allocations, everything
-from tests.scenario.story import IMAGE, SMALL, addressed, called, logged, one_line, place, reached, record
-from tests.servers import b64, until
+from tests.kit.commands import Control, Ecompute, write_config
+from tests.kit.faulty_placement import FaultyPlacement
+from tests.kit.hands import lapse, settled
+from tests.kit.invariants import allocations, everything
+from tests.kit.servers import b64, until
+from tests.kit.story import IMAGE, SMALL, addressed, called, logged, one_line, place, reached, record
+from tests.kit.tuned import tuned
 
 QUEUED = re.compile(r'QUEUED INSTANCE ([0-9a-f-]{36})\n')
 TOY = 'VCPU:4,DISK_GB:10,MEMORY_MB:512'
+SHORTLY = 0.5
+"""Seconds for which a compute of these tests believes what it saw of its own room."""
 
 
 @pytest.fixture
@@ -40,6 +44,25 @@ def queue(control: Control, *words: str) -> str:
 def waiting(control: Control) -> list[str]:
     """The instances that wait."""
     return [key.rsplit('/', 1)[1] for key in control.etcd.keys('/queues/') if not key.endswith('/taker')]
+
+
+@contextmanager
+def overheard(control: Control) -> Iterator[tuple[str, list[str]]]:
+    """Placement at another URL, and the paths it has been asked for there."""
+    asked: list[str] = []
+    with FaultyPlacement(control.placement.port) as placement:
+        placement.fail('broken', lambda _, path: bool(asked.append(path)))
+        yield placement.url, asked
+        control.at_exit.close()  # before their placement goes
+
+
+def leaves_it(control: Control, asked: list[str], compute: Ecompute, instance: str) -> None:
+    """The compute finds out that it is disabled, lets go of the instance if it was at it, and has not taken it."""
+    traits = f'/resource_providers/{compute.uuid}/traits'
+    until(lambda: traits in asked, 20, 'it has asked what it is')
+    until(lambda: control.etcd.get(f'/queues/small/{instance}/taker') is None, 20, 'it is not at it')
+    assert waiting(control) == [instance]
+    assert instance not in control.placement.consumers(compute.uuid)
 
 
 def test_taken_by_a_compute_that_asks_for_work(small: Control) -> None:
@@ -184,22 +207,23 @@ def test_placed_and_taken_side_by_side(small: Control) -> None:
 
 def test_a_compute_that_is_disabled_takes_nothing(small: Control) -> None:
     """From the moment that `host disable` has returned, however lately the compute looked; and again once enabled."""
-    compute = small.ecompute(queues=True)
-    addressed(small, queue(small))  # so it has just looked, and knows of room for more
-    assert called(small, 'host', 'disable', compute.uuid).code == 0
-    instance = queue(small)
-    time.sleep(2)
-    assert waiting(small) == [instance]
-    assert instance not in small.placement.consumers(compute.uuid)
-    other = small.ecompute(queues=True)
-    assert reached(small, instance, 'active')['compute'] == other.uuid
-    other.stop()
-    assert called(small, 'host', 'enable', compute.uuid).code == 0
-    again = queue(small)
-    until(lambda: waiting(small) == [], 40, 'it has looked again, after 20 s at most, and takes it')
-    assert reached(small, again, 'active')['compute'] == compute.uuid
-    other.start()
-    settled(small, compute, other)
+    with overheard(small) as (placement, asked):
+        # That it looks again within 20 s is shown in less.
+        compute = tuned(small, TOY, numbers={'queues.BELIEVED': 2}, placement=placement, queues=True)
+        addressed(small, queue(small))  # so it has just looked, and knows of room for more
+        assert called(small, 'host', 'disable', compute.uuid).code == 0
+        asked.clear()
+        instance = queue(small)
+        leaves_it(small, asked, compute, instance)
+        other = small.ecompute(queues=True)
+        assert reached(small, instance, 'active')['compute'] == other.uuid
+        other.stop()
+        assert called(small, 'host', 'enable', compute.uuid).code == 0
+        again = queue(small)
+        until(lambda: waiting(small) == [], 40, 'it has looked again, and takes it')
+        assert reached(small, again, 'active')['compute'] == compute.uuid
+        other.start()
+        settled(small, compute, other)
 
 
 def test_a_mark_that_nobody_is_behind_any_more(small: Control) -> None:
@@ -316,15 +340,12 @@ def test_those_whose_flavor_is_gone_hold_up_nobody_else(small: Control) -> None:
 
 def test_one_request_has_one_compute_ask_placement(small: Control) -> None:
     """However many wait for work, and whatever they knew before: else a thousand would ask for each."""
-    asked: list[str] = []
-    with FaultyPlacement(small.placement.port) as placement:
-        placement.fail('broken', lambda _, path: bool(asked.append(path)))
-        computes = [Ecompute(small.etcd.endpoint, placement.url, TOY, queues=True) for _ in range(6)]
-        for each in computes:
-            small.at_exit.enter_context(each)
+    with overheard(small) as (placement, asked):
+        believed = {'queues.BELIEVED': SHORTLY}
+        computes = [tuned(small, TOY, numbers=believed, placement=placement, queues=True) for _ in range(6)]
         looks = {f'/resource_providers/{each.uuid}/usages' for each in computes}
         until(lambda: looks <= set(asked), 20, 'each has looked once, before there was anything')
-        time.sleep(BELIEVED + 1)
+        time.sleep(2 * SHORTLY)  # until none of them believes what it saw
         asked.clear()
         instance = queue(small)
         addressed(small, instance)
@@ -332,26 +353,25 @@ def test_one_request_has_one_compute_ask_placement(small: Control) -> None:
         assert took is not None
         assert set(asked) & looks == {f'/resource_providers/{took["compute"]}/usages'}
         settled(small, *computes)
-        small.at_exit.close()  # before their placement goes
 
 
 def test_what_placement_says_by_now_counts(small: Control) -> None:
     """Disabled unseen by the compute: it finds out when it is about to take, and another takes it."""
-    one = small.ecompute(TOY, queues=True)
-    addressed(small, queue(small))  # it has looked
-    time.sleep(BELIEVED + 1)
-    trait = f'/resource_providers/{one.uuid}/traits'
-    now = small.placement.call('GET', trait)
-    generation = now['resource_provider_generation']
-    body = {'traits': ['COMPUTE_STATUS_DISABLED', *now['traits']], 'resource_provider_generation': generation}
-    small.placement.call('PUT', trait, body)
-    instance = queue(small)
-    time.sleep(2)
-    assert waiting(small) == [instance]
-    assert instance not in small.placement.consumers(one.uuid)
-    other = small.ecompute(TOY, queues=True)
-    addressed(small, instance)
-    took = record(small, instance)
-    assert took is not None
-    assert took['compute'] == other.uuid
-    settled(small, one, other)
+    with overheard(small) as (placement, asked):
+        one = tuned(small, TOY, numbers={'queues.BELIEVED': SHORTLY}, placement=placement, queues=True)
+        addressed(small, queue(small))  # it has looked
+        time.sleep(2 * SHORTLY)  # until it does not believe what it saw
+        trait = f'/resource_providers/{one.uuid}/traits'
+        now = small.placement.call('GET', trait)
+        generation = now['resource_provider_generation']
+        body = {'traits': ['COMPUTE_STATUS_DISABLED', *now['traits']], 'resource_provider_generation': generation}
+        small.placement.call('PUT', trait, body)
+        asked.clear()
+        instance = queue(small)
+        leaves_it(small, asked, one, instance)
+        other = small.ecompute(TOY, queues=True)
+        addressed(small, instance)
+        took = record(small, instance)
+        assert took is not None
+        assert took['compute'] == other.uuid
+        settled(small, one, other)

@@ -7,19 +7,12 @@ from collections import Counter
 
 import pytest
 
-from tests.commands import Control
-from tests.faults.hands import settled
-from tests.scenario.story import SMALL, addressed, at_once, called, one_line, place
-from tests.scenario.test_set import notified, started
+from tests.kit.commands import Control
+from tests.kit.hands import settled
+from tests.kit.sharing import all_notified, started, used
+from tests.kit.story import SMALL, addressed, at_once, called, one_line, place
 
 ROOMY = 'VCPU:60,DISK_GB:100,MEMORY_MB:8192'
-
-
-def used(cluster: Control, project: str) -> dict[str, int]:
-    """What the project's quota says it has."""
-    value = cluster.etcd.get(f'/quotas/{project}')
-    assert value is not None
-    return dict(json.loads(value)['used'])
 
 
 def test_limit_used_and_asked_are_named(cluster: Control) -> None:
@@ -33,7 +26,7 @@ def test_limit_used_and_asked_are_named(cluster: Control) -> None:
     one_line(refused, 3, 'the quota of project web does not allow it: VCPU: limit 3, used 2, asked 2')
     assert len(cluster.placement.consumers(computes[0].uuid)) == 3
     # At least one of two does.
-    assert len(notified(called(cluster, SMALL, '--count', '2', '--min', '1', '--project', 'web').stdout)) == 1
+    assert len(all_notified(called(cluster, SMALL, '--count', '2', '--min', '1', '--project', 'web').stdout)) == 1
     assert used(cluster, 'web') == {'VCPU': 3, 'DISK_GB': 3, 'MEMORY_MB': 384, 'instances': 3}
     table = called(cluster, 'quota', 'show', 'web').stdout.splitlines()
     assert [line.split() for line in table if line.startswith(('VCPU', 'DISK_GB'))] == [
@@ -85,7 +78,7 @@ def test_however_many_ask_at_once_it_is_just_so_many(cluster: Control, racers: i
     assert used(cluster, 'web')['instances'] == most
     for each in results:
         assert each.code == 0 or f'instances: limit {most}, used ' in each.stderr
-    placed = [notified(each.stdout)[0][1] for each in results if each.code == 0]
+    placed = [all_notified(each.stdout)[0][1] for each in results if each.code == 0]
     for instance in placed:
         addressed(cluster, instance)
     ended = at_once(cluster, [['destroy', '--wait', each] for each in placed], width=most)

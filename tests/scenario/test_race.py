@@ -7,11 +7,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from tests.commands import Control, eschedule, write_config
-from tests.faults.faulty_placement import FaultyPlacement
-from tests.scenario.invariants import allocations, check
-from tests.scenario.story import NOTIFIED, SMALL, reached
-from tests.scenario.test_many import Many
+from tests.kit.commands import Control, eschedule, write_config
+from tests.kit.faulty_placement import FaultyPlacement
+from tests.kit.invariants import allocations, check
+from tests.kit.many import Many
+from tests.kit.story import NOTIFIED, SMALL, reached
 
 
 class Watched(FaultyPlacement):
@@ -31,7 +31,6 @@ class Watched(FaultyPlacement):
 @pytest.mark.parametrize(
     ('computes', 'slots', 'racing'), [(5, 12, 8), pytest.param(20, 50, 32, marks=pytest.mark.slow)]
 )
-@pytest.mark.timeout(600)
 def test_the_last_slots(cluster: Control, computes: int, slots: int, racing: int) -> None:
     """So many slots are left on so many computes, and twice as many are asked for than there are racing."""
     many = Many(cluster, computes)

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.commands import Control, Ecompute, Result
-from tests.scenario.invariants import check, everything
-from tests.scenario.story import (
+from tests.kit.commands import Control, Ecompute, Result
+from tests.kit.invariants import check, everything
+from tests.kit.servers import until
+from tests.kit.story import (
     SMALL,
     addressed,
     at_once,
@@ -23,7 +24,6 @@ from tests.scenario.story import (
     record,
     reserved,
 )
-from tests.servers import until
 
 
 def refused_start(compute: Ecompute) -> Result:

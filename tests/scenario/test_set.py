@@ -9,32 +9,15 @@ from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from tests.commands import Control, Ecompute, eschedule, write_config
-from tests.faults.faulty_placement import FaultyPlacement
-from tests.faults.hands import lapse, settled
-from tests.scenario.invariants import everything
-from tests.scenario.story import IMAGE, NOTIFIED, SMALL, addressed, one_line, reached
+from tests.kit.commands import Control, Ecompute, eschedule, write_config
+from tests.kit.faulty_placement import FaultyPlacement
+from tests.kit.hands import lapse, settled
+from tests.kit.invariants import everything
+from tests.kit.sharing import all_notified, started
+from tests.kit.story import IMAGE, SMALL, addressed, one_line, reached
 
 TOY = 'VCPU:8,DISK_GB:100,MEMORY_MB:4096'
 SCRIPT = '#!/bin/sh\necho canary\n'
-
-
-def started(cluster: Control, *inventories: str) -> list[Ecompute]:
-    """Computes, started side by side. From this thread, with whose end they would end."""
-    computes = [Ecompute(cluster.etcd.endpoint, cluster.placement.url, each) for each in inventories]
-    for compute in computes:
-        cluster.at_exit.callback(compute.close)
-        compute.launch()
-    for compute in computes:
-        compute.wait_ready()
-    return computes
-
-
-def notified(stdout: str) -> list[tuple[str, str]]:
-    """(compute, instance) of each line; there is no other."""
-    found = NOTIFIED.findall(stdout)
-    assert len(found) == len(stdout.splitlines()), stdout
-    return found
 
 
 def held(cluster: Control, computes: list[Ecompute]) -> dict[str, dict[str, int]]:
@@ -58,7 +41,7 @@ def test_a_hundred_cost_one_question_and_one_claim(cluster: Control) -> None:
     assert Counter(asked)['GET', '/allocation_candidates'] == 1
     assert 1 <= Counter(asked)['POST', '/allocations'] <= 2
     assert {path for _, path in asked} == {'/allocation_candidates', '/allocations'}
-    pairs = notified(done.stdout)
+    pairs = all_notified(done.stdout)
     assert len({instance for _, instance in pairs}) == 100
     # Spread: five on each.
     assert Counter(compute for compute, _ in pairs) == {each.uuid: 5 for each in computes}
@@ -100,7 +83,7 @@ def test_names_data_and_waiting(cluster: Control, tmp_path: Path) -> None:
     done = cluster.eschedule(*words, '--wait')
     assert done.code == 0, done
     lines = done.stdout.splitlines()
-    instances = [instance for _, instance in notified('\n'.join(lines[:3]) + '\n')]
+    instances = [instance for _, instance in all_notified('\n'.join(lines[:3]) + '\n')]
     assert lines[3:] == [addressed(cluster, instance) for instance in instances]
     named = [json.loads(cluster.eschedule('show', name, '-f', 'json').stdout) for name in ('web-1', 'web-2', 'web-3')]
     assert [each['instance'] for each in named] == instances
@@ -138,7 +121,7 @@ def test_user_data_that_is_gone_from_etcd_is_said(cluster: Control, tmp_path: Pa
     (key,) = cluster.etcd.keys('/user-data/')
     lapse(cluster, key)
     compute.resume()
-    for _, instance in notified(done.stdout):
+    for _, instance in all_notified(done.stdout):
         found = reached(cluster, instance, 'error')
         assert 'its user-data is not in etcd any more' in found['error']['reason']
     settled(cluster, compute)
@@ -151,7 +134,7 @@ def test_sets_that_race_are_whole_or_not_at_all(cluster: Control) -> None:
         racing = [threads.submit(cluster.eschedule, SMALL, IMAGE, '--count', '10') for _ in range(4)]
         results = [each.result() for each in racing]
     assert all(each.code in (0, 3) for each in results), results
-    placed = [pair for each in results for pair in (notified(each.stdout) if each.code == 0 else [])]
+    placed = [pair for each in results for pair in (all_notified(each.stdout) if each.code == 0 else [])]
     assert len(placed) in (10, 20)
     assert held(cluster, computes).keys() == {instance for _, instance in placed}
     assert len(cluster.etcd.keys('/hosts/')) == len(placed)

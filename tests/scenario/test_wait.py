@@ -14,10 +14,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 from ecomp.model.record import STAGES
-from tests.commands import Control, Result
-from tests.scenario.invariants import check
-from tests.scenario.story import NOBODY, SMALL, addressed, notified, one_line, place, reached, record
-from tests.servers import environment, until
+from tests.kit.commands import Control, Result
+from tests.kit.invariants import check
+from tests.kit.servers import environment, until
+from tests.kit.story import NOBODY, SMALL, addressed, notified, one_line, place, reached, record
 
 
 @contextmanager

@@ -51,7 +51,7 @@ SSH2 = f'---- BEGIN SSH2 PUBLIC KEY ----\nComment: "x"\n{CANARY}\n---- END SSH2 
         b'Content-Type: multipart/mixed; boundary="x"\nMIME-Version: 1.0\n\n--x--\n',
         b'## template: jinja\n#cloud-config\n',
         b'#include\nhttp://h/x\n',
-        gzip.compress(b'#cloud-config\n'),
+        gzip.compress(b'#cloud-config\n', mtime=0),
     ],
 )
 def test_what_cloud_init_takes(data: bytes) -> None:

@@ -18,32 +18,21 @@ from ecomp.model.instance import SIZE_LIMIT, Invalid, Request, name_to_json, nam
 from ecomp.model.power import Power
 from ecomp.model.record import new_record
 from ecomp.model.record import to_json as record_to_json
+from tests.kit.hostile import (
+    ALLOCATIONS,
+    COMPUTE,
+    HOSTILE,
+    IMAGE,
+    INSTANCE,
+    NAMES,
+    OTHER,
+    RESOURCES,
+    XML,
+    request,
+)
 
-COMPUTE = 'b8756be5-a30d-4311-920c-0ad996367a8e'
-OTHER = '0a1b2c3d-0000-4000-8000-000000000001'
-INSTANCE = 'd578fb7c-7787-4e73-b69a-a7b3ef9bf73a'
-IMAGE = 'http://images.example/cirros.img'
-RESOURCES = {'VCPU': 1, 'DISK_GB': 1, 'MEMORY_MB': 256}
-ALLOCATIONS = {COMPUTE: {'resources': RESOURCES}}
 ETCD_LIMIT = 1_500_000  # 1.5 MiB, and some for the rest of the transaction
 KEY = keys.host(COMPUTE, INSTANCE)
-
-
-def request(**changed: Any) -> dict[str, Any]:
-    return {
-        'version': 1,
-        'instance': INSTANCE,
-        'allocations': ALLOCATIONS,
-        'image': IMAGE,
-        'user_id': 'a user',
-        'project_id': 'a project',
-        'consumer_generation': None,
-        **changed,
-    }
-
-
-def without(*names: str) -> dict[str, Any]:
-    return {name: value for name, value in request().items() if name not in names}
 
 
 def parsed(value: bytes | str | dict[str, Any], key: str = KEY) -> Request | Invalid:
@@ -106,110 +95,6 @@ def test_what_is_asked_of_its_power() -> None:
     assert parsed(to_json(found)) == found
 
 
-# What each value is refused for.
-HOSTILE: list[tuple[bytes | str | dict[str, Any], str]] = [
-    (b'', 'not JSON'),
-    (b'\xff\xfe{}', 'not text in UTF-8'),
-    ('not JSON', 'not JSON'),
-    ('{"a": 1', 'not JSON'),
-    (json.dumps(request()) + ' and more', 'not JSON'),
-    ('null', 'expected a JSON object, not NoneType'),
-    ('[]', 'expected a JSON object, not list'),
-    ('"text"', 'expected a JSON object, not str'),
-    ('[' * 100_000, 'nested too deeply'),
-    ('{"a":' * 50_000 + '1' + '}' * 50_000, 'nested too deeply'),
-    (b' ' * (SIZE_LIMIT + 1), f'the limit is {SIZE_LIMIT}'),
-    (b'x' * 2**20, f'the limit is {SIZE_LIMIT}'),
-    ('{"version": NaN}', 'NaN is not a number'),
-    ('{"version": Infinity}', 'Infinity is not a number'),
-    ('{"version": -Infinity}', '-Infinity is not a number'),
-    ('{"version": ' + '9' * 5000 + '}', '4300 digits'),
-    ('{"version": 1, "version": 1}', 'a key stands twice'),
-    ('{"allocations": {"' + COMPUTE + '": {}, "' + COMPUTE + '": {}}}', 'a key stands twice'),
-    ({}, 'lacks allocations, instance, image'),
-    (without('allocations'), 'lacks allocations'),
-    (without('instance'), 'lacks instance'),
-    (without('image'), 'lacks image'),
-    *((request(power=wrong), 'power: expected') for wrong in (7, 'stop', [], {}, {'action': 'stop'}, {'id': OTHER})),
-    (request(power={'action': 'explode', 'id': OTHER}), "'explode'"),
-    (request(power={'action': ['stop'], 'id': OTHER}), 'power: expected'),
-    (request(power={'action': 'stop', 'id': 'now'}), "'now'"),
-    (request(power={'action': 'stop', 'id': 7}), 'power: expected'),
-    (request(version=2), 'version 2 of the request is not known here'),
-    (request(version=0), 'version 0'),
-    (request(version=-1), 'version -1'),
-    (request(version='1'), "version '1'"),
-    (request(version=True), 'version True'),
-    (request(version=1.0), 'version 1.0'),
-    (request(version=None), 'version None'),
-    (request(instance=OTHER), f'for instance {OTHER!r} but its key says {INSTANCE}'),
-    (request(instance=INSTANCE.upper()), 'but its key says'),
-    (request(instance=None), 'for instance None'),
-    (request(instance=['x']), 'but its key says'),
-    (request(allocations=None), 'expected an object, not NoneType'),
-    (request(allocations=[]), 'expected an object, not list'),
-    (request(allocations={COMPUTE: None}), 'has no resources'),
-    (request(allocations={COMPUTE: []}), 'has no resources'),
-    (request(allocations={COMPUTE: {}}), 'has no resources'),
-    (request(allocations={COMPUTE: {'resources': {}}}), 'has no resources'),
-    (request(allocations={COMPUTE: {'resources': 7}}), 'has no resources'),
-    (request(allocations={COMPUTE: {'resources': {**RESOURCES, 'VCPU': 0}}}), 'VCPU is 0'),
-    (request(allocations={COMPUTE: {'resources': {**RESOURCES, 'VCPU': -1}}}), 'VCPU is -1'),
-    (request(allocations={COMPUTE: {'resources': {**RESOURCES, 'VCPU': True}}}), 'VCPU is True'),
-    (request(allocations={COMPUTE: {'resources': {**RESOURCES, 'VCPU': 1.5}}}), 'VCPU is 1.5'),
-    (request(allocations={COMPUTE: {'resources': {**RESOURCES, 'VCPU': '1'}}}), "VCPU is '1'"),
-    (request(allocations={COMPUTE: {'resources': {**RESOURCES, 'VCPU': None}}}), 'VCPU is None'),
-    (request(allocations={COMPUTE: {'resources': {**RESOURCES, 'VCPU': 2**31}}}), 'not a whole number from 1 to'),
-    (request(allocations={COMPUTE: {'resources': {**RESOURCES, 'VCPU': 10**100}}}), 'not a whole number from 1 to'),
-    (request(allocations={OTHER: {'resources': RESOURCES}}), f'are for {OTHER}, not for this compute {COMPUTE}'),
-    (request(allocations={COMPUTE: {'resources': {'VCPU': 1}}}), 'have no MEMORY_MB, DISK_GB'),
-    (request(image=None), 'image: expected a URL, not None'),
-    (request(image=7), 'image: expected a URL, not 7'),
-    (request(image=''), 'must be a URL'),
-    (request(image='/etc/shadow'), 'must be a URL'),
-    (request(image='ftp://host/x'), 'must be a URL'),
-    (request(image='--os-variant=x'), 'must be a URL'),
-    (request(image='http://'), 'names no host'),
-    (request(image='http://host/a b'), 'a space or a control character'),
-    (request(image='http://host/\x00'), 'a space or a control character'),
-    (request(image='http://host/\ud800'), 'not a URL'),
-    (request(image='http://host/' + 'x' * 2048), 'more than 2048'),
-    (request(allocations={}, image=IMAGE), 'allocations {} with an image'),
-    (request(user_id=7), 'user_id: expected text, not int'),
-    (request(project_id=['x']), 'project_id: expected text, not list'),
-    (request(query={'a': 1}), 'query: expected text, not dict'),
-    (request(stages=[]), 'stages: expected an object'),
-    (request(stages={'requested': 7}), 'stages: expected an object'),
-    (request(stages=None), 'stages: expected an object'),
-    (request(name=7), 'name: expected text, not int'),
-    (request(name='Web 1'), 'is no host name'),
-    (request(name='../../x'), 'is no host name'),
-    (request(name='x' * 64), 'is no host name'),
-    (request(ssh_keys='ssh-ed25519 canary'), 'ssh_keys: expected a list of public keys'),
-    (request(ssh_keys=['ssh-ed25519 a\ncanary']), 'ssh_keys: expected a list of public keys'),
-    (request(ssh_keys=['']), 'ssh_keys: expected a list of public keys'),
-    (request(ssh_keys=[7]), 'ssh_keys: expected a list of public keys'),
-    (request(user_data={'canary': 1}), 'user_data: expected base64'),
-    (request(user_data='#!/bin/sh canary'), 'user_data: expected base64'),
-    (request(user_data='canary\ud800'), 'user_data: expected base64'),
-    (request(user_data=''), 'user_data: expected base64'),
-    (request(user_data=base64.b64encode(bytes(USER_DATA_LIMIT + 1)).decode()), f'the limit is {USER_DATA_LIMIT}'),
-    *(
-        (request(user_data_sha256=junk), 'user_data_sha256: expected 64 hexadecimal digits')
-        for junk in ('', 'canary', 7, ['canary'], 'f' * 63, 'F' * 64, '../' + 'f' * 61, 'f' * 64 + '\n')
-    ),
-    *((request(count=junk), 'is no number of instances') for junk in (0, -1, True, 1.5, '3', None, [2])),
-    *((request(group=junk), 'group: expected an object with a name') for junk in ('web', [], {}, {'name': 7})),
-    (request(group={'name': 'web', 'policy': 'spread', 'strict': True}), "not a group: policy is 'spread'"),
-    (request(group={'name': 'web', 'policy': 'affinity'}), "strict 'None'"),
-    (request(group={'name': '../x', 'policy': 'affinity', 'strict': True}), 'is no name of a group'),
-    *(
-        (request(resources=junk), 'resources: expected an object of amounts')
-        for junk in ([], {'VCPU': 0}, {'VCPU': True}, {'VCPU': '1'}, {'VCPU': 2**31}, None)
-    ),
-]
-
-
 @pytest.mark.parametrize('junk', [7, [], {}, {'weigh': 7, 'weight': 1, 'of': 1}, {'weigh': 'x', 'of': '1'}])
 def test_why_it_is_there_is_passed_over_where_it_says_nothing(junk: object) -> None:
     found = parsed(request(why=junk))
@@ -239,27 +124,6 @@ def test_what_cannot_be_understood_is_refused_with_its_reason(value: bytes | str
     assert found.instance == INSTANCE
 
 
-NAMES = [
-    '../../etc/passwd',
-    '..',
-    '',
-    INSTANCE.upper(),
-    '{' + INSTANCE + '}',
-    'urn:uuid:' + INSTANCE,
-    INSTANCE.replace('-', ''),
-    INSTANCE + '\n',
-    ' ' + INSTANCE,
-    '-x',
-    'a b',
-    '<disk/>',
-    "\"/><source file='/etc/shadow'/>",
-    'x' * 300,
-    'd578fb7c-7787-4e73-b69a-a7b3ef9bf73а',  # the last letter is Cyrillic
-    'd578fb7c\x00',
-    '�',
-]
-
-
 @pytest.mark.parametrize('name', NAMES)
 def test_a_key_that_names_no_uuid_is_refused(name: str) -> None:
     # It would become a file name, a domain's name, a consumer.
@@ -284,20 +148,6 @@ def test_what_is_taken_fits_into_a_record() -> None:
     found = parsed(message)
     if isinstance(found, Request):
         assert len(record_to_json(new_record(COMPUTE, found, 'now'))) < ETCD_LIMIT
-
-
-XML = [
-    '<x/>',
-    ']]>',
-    '&x;',
-    '"/><source file="/etc/shadow"/>',
-    '\x00',
-    '\x1b[2J',
-    '$(reboot)',
-    "'; --",
-    '\ud800',
-    '\r\n',
-]
 
 
 @pytest.mark.parametrize('text', XML)

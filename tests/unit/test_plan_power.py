@@ -19,7 +19,7 @@ THIS, EARLIER = '0a1b2c3d-0000-4000-8000-000000000001', '0a1b2c3d-0000-4000-8000
 RUNS = Guest(INSTANCE, HERE, defined=True, running=True, disk=True)
 IS_OFF = replace(RUNS, running=False)
 PAUSED = replace(RUNS, trouble=NO_SPACE)
-SAID = {None, EARLIER, f'{EARLIER}:{ASKED}', f'{EARLIER}:{OFF}', THIS, f'{THIS}:{ASKED}', f'{THIS}:{OFF}'}
+SAID = (None, EARLIER, f'{EARLIER}:{ASKED}', f'{EARLIER}:{OFF}', THIS, f'{THIS}:{ASKED}', f'{THIS}:{OFF}')
 
 # What is done of a guest that runs, by how far the record says it is: of one that is off it is always the same.
 RUNNING: dict[str, dict[str | None, Kind]] = {

@@ -1,19 +1,22 @@
-"""Fake ecomputes with another number in their daemon, in another environment, or below a limit."""
+"""Fake ecomputes with other numbers (so that nobody waits for a minute's clock), another environment, or a limit."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
-from tests.commands import Control
-from tests.faults.hands import Armed
+from tests.kit.commands import Control
+from tests.kit.hands import Armed
 
 PATCHED = """
 import sys
-from ecomp.agent import daemon
+from importlib import import_module
 for setting in filter(None, '{numbers}'.split(',')):
-    name, _, value = setting.partition('=')
-    assert hasattr(daemon, name), name
-    setattr(daemon, name, type(getattr(daemon, name))(float(value)))
+    where, _, value = setting.partition('=')
+    module, _, name = where.rpartition('.')
+    module = import_module('ecomp.agent.' + (module or 'daemon'))
+    assert hasattr(module, name), name
+    setattr(module, name, type(getattr(module, name))(float(value)))
 from ecomp.compute import main
 sys.exit(main())
 """
@@ -25,7 +28,10 @@ def patched(numbers: Mapping[str, float]) -> str:
 
 
 class Tuned(Armed):
-    """`numbers` such as {'EVERY': 1} are the daemon's; `extra` is added to its environment; `prefix` runs it."""
+    """`numbers` such as {'EVERY': 1} are the daemon's, {'queues.BELIEVED': 1} those of another module of ecomp.agent.
+
+    `extra` is added to its environment; `prefix` runs it.
+    """
 
     numbers: Mapping[str, float]
     extra: Mapping[str, str]
@@ -51,9 +57,13 @@ def tuned(
     extra: Mapping[str, str] | None = None,
     prefix: Sequence[str] = (),
     start: bool = True,
+    **settings: Any,
 ) -> Tuned:
-    """A fake ecompute of this kind, started unless `start` is False, ended with `control`."""
-    compute = Tuned(control.etcd.endpoint, control.placement.url, inventory)
+    """A fake ecompute of this kind, started unless `start` is False, ended with `control`.
+
+    `settings` are those of its compute.yaml; `placement` among them is another URL than the control's.
+    """
+    compute = Tuned(control.etcd.endpoint, settings.pop('placement', control.placement.url), inventory, **settings)
     compute.failpoint, compute.numbers, compute.extra, compute.prefix = failpoint, numbers or {}, extra or {}, prefix
     if start:
         control.at_exit.enter_context(compute)

@@ -3,26 +3,38 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import json
 import os
 import re
 import signal
-import subprocess
 import sys
 import urllib.request
 import xml.etree.ElementTree as ET
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from tests.commands import Result, eschedule
-from tests.faults.audit import audit_clean
-from tests.servers import until
+import yaml
+
+from ecomp.errors import EcompError
+from ecomp.lab import machine, state
+from ecomp.lab.hosts import Host
+from ecomp.lab.network import CONTROL
+from tests.kit.audit import audit_clean
+from tests.kit.commands import Command, Result, asked
+from tests.kit.servers import TOP, until
 
 ROOT = Path('/var/lib/elab')
 NOTIFIED = re.compile(r'NOTIFIED TARGET, (\S+), OF INSTANCE (\S+)')
 HEADERS = {'x-auth-token': 'admin', 'openstack-api-version': 'placement 1.39'}
 BOOT = 120.0
 """Seconds an emulated guest may take to its address while the machine is busy with others."""
+
+
+def lab_name(what: str) -> str:
+    """A name for a lab of this process: tests/run finds by it what was left up."""
+    return f't{os.environ.get("ECOMP_TESTS", "")}-{what}{os.getpid()}'
 
 
 class Lab:
@@ -32,7 +44,11 @@ class Lab:
         self.name = name
         self.audited = False
         self.directory = ROOT / name
+        self._memory = self.directory / CONTROL
+        self._memory.mkdir(parents=True)
         try:
+            # etcd and placement write through to a disk, which costs more than all else they do.
+            machine.run(['mount', '-t', 'tmpfs', 'tmpfs', str(self._memory)])
             self.elab('up', '--hosts', str(hosts))
         except BaseException:
             self.close()
@@ -42,27 +58,29 @@ class Lab:
 
     def close(self) -> None:
         """Remove it."""
+        with contextlib.suppress(EcompError):  # it was not mounted yet
+            machine.run(['umount', '-l', str(self._memory)])
         self.elab('down')
 
     def elab(self, command: str, *words: str) -> str:
         """Run elab, which must succeed; its standard output."""
-        done = subprocess.run(
-            [sys.executable, '-m', 'ecomp.lab.elab', command, '--name', self.name, *words],
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=240,
-        )
-        assert done.returncode == 0, f'elab {command} {words}: {done.stdout}{done.stderr}'
+        elab = [sys.executable, '-m', 'ecomp.lab.elab', command, '--name', self.name, *words]
+        with Command(elab, TOP) as under_way:
+            done = under_way.end(600)
+        assert done.code == 0, f'elab {command} {words}: {done.stdout}{done.stderr}'
         return done.stdout
+
+    def inside(self, host: str, *command: str) -> str:
+        """Run a command on a host, as `elab exec` does; its standard output."""
+        return machine.run(Host(state.load(self.name), host).command(list(command)))
 
     def virsh(self, host: str, *words: str) -> str:
         """virsh on a host."""
-        return self.elab('exec', host, 'virsh', '-q', '-c', 'qemu:///system', *words)
+        return self.inside(host, 'virsh', '-q', '-c', 'qemu:///system', *words)
 
     def eschedule(self, *words: str, timeout: float = 300.0) -> Result:
         """eschedule with the lab's schedule.yaml."""
-        return eschedule(self.directory / 'schedule.yaml', *words, timeout=timeout)
+        return asked(self.directory / 'schedule.yaml', *words, timeout=timeout)
 
     def url(self, name: str) -> str:
         """The URL of a file in the lab's images directory."""
@@ -93,8 +111,9 @@ class Lab:
         return (self.directory / host / 'ecompute.log').read_text()
 
     def console(self, host: str, instance: str) -> str:
-        """What a guest has printed on its serial console."""
-        return (self.state(host) / 'console' / f'{instance}.log').read_text(errors='replace')
+        """What a guest has printed on its serial console; '' before it has one."""
+        log = self.state(host) / 'console' / f'{instance}.log'
+        return log.read_text(errors='replace') if log.exists() else ''
 
     def told(self, host: str, instance: str) -> dict[str, list[str]]:
         """What our small guest said of itself: {fact: values}, once it has said all."""
@@ -117,13 +136,29 @@ class Lab:
         return until(asked, BOOT, f'{instance} has an address')
 
     def domains(self, host: str) -> dict[str, str]:
-        """{name: state} of all domains on a host."""
-        rows = (line.split(None, 2) for line in self.virsh(host, 'list', '--all').splitlines() if line.strip())
-        return {name: state for _, name, state in rows}
+        """{name: state} of all domains on a host; what is neither running nor off is its number in libvirt."""
+        import libvirt
+
+        words = {libvirt.VIR_DOMAIN_RUNNING: 'running', libvirt.VIR_DOMAIN_SHUTOFF: 'shut off'}
+        with self._libvirt(host) as connection:
+            states = {each.name(): each.state()[0] for each in connection.listAllDomains()}
+        return {name: words.get(state, str(state)) for name, state in states.items()}
 
     def domain(self, host: str, instance: str) -> ET.Element:
         """A domain's definition."""
-        return ET.fromstring(self.virsh(host, 'dumpxml', instance))
+        with self._libvirt(host) as connection:
+            return ET.fromstring(connection.lookupByName(instance).XMLDesc())
+
+    @contextlib.contextmanager
+    def _libvirt(self, host: str) -> Iterator[Any]:
+        import libvirt
+
+        # By its socket, which is a file out here too: a process in the host's namespaces for each question costs more.
+        connection = libvirt.open(f'qemu+unix:///system?socket={self.directory}/{host}/run/libvirt-sock')
+        try:
+            yield connection
+        finally:
+            connection.close()
 
     def disks(self, host: str) -> set[str]:
         """The overlays on a host, by instance."""
@@ -172,6 +207,21 @@ class Lab:
     def start_ecomputes(self) -> None:
         """Start what has been stopped: elab up does what is missing."""
         self.elab('up')
+
+    @contextlib.contextmanager
+    def configured(self, host: str, **settings: Any) -> Iterator[str]:
+        """A host whose compute.yaml says this, too: `in_tree=…`, which places an instance there."""
+        config = self.directory / host / 'compute.yaml'
+        before = config.read_text()
+        self.stop_ecompute(host)
+        config.write_text(yaml.safe_dump({**yaml.safe_load(before), **settings}))
+        try:
+            self.start_ecomputes()
+            yield f'in_tree={self.compute(host)}'
+        finally:
+            self.stop_ecompute(host)
+            config.write_text(before)
+            self.start_ecomputes()
 
     def disagreements(self) -> list[str]:
         """Where libvirt, the disks, placement and etcd tell different stories. Nothing may be in work."""
@@ -238,12 +288,12 @@ class Lab:
 
 
 def running(pid: int) -> bool:
-    """True while a process lives (a zombie does not)."""
+    """True while a process lives (a zombie does not), or a thread of it: until the last has ended, it has its locks."""
     try:
         state = Path(f'/proc/{pid}/stat').read_text().rpartition(')')[2].split()[0]
+        return state != 'Z' or len(os.listdir(f'/proc/{pid}/task')) > 1
     except OSError:
         return False
-    return state != 'Z'
 
 
 def answers(address: str) -> bool:

@@ -18,10 +18,11 @@ from typing import Any
 from ecomp.agent.locks import InstanceLocks
 from ecomp.lab import machine, namespaces, state
 from ecomp.lab.hosts import Host
-from tests.faults.hands import is_stopped
-from tests.faults.tuned import patched
-from tests.scenario.lab import NOTIFIED, Lab, running
-from tests.servers import until
+from tests.kit.boot_sectors import boot_disk
+from tests.kit.lab import NOTIFIED, Lab, running
+from tests.kit.servers import is_stopped, until
+from tests.kit.tuned import patched
+from tests.kit.warm import Warm
 
 SMALL = 'resources=VCPU:1,DISK_GB:1,MEMORY_MB:64'
 ROOM = {'VCPU': 12, 'MEMORY_MB': 2048, 'DISK_GB': 40}
@@ -53,12 +54,17 @@ class Hypervisor:
         """Start ecompute, armed with `failpoint` (see ecomp.failpoints), and do not wait. `numbers`: see tuned."""
         host = self._host()
         self.armed, self.tuned, self._fired = failpoint, bool(numbers), self.directory / f'fired-{next(_numbers)}'
-        env = {'ECOMP_FAILPOINT': failpoint, 'ECOMP_FAILPOINT_FIRED': str(self._fired)}
+        found = {'PATH': machine.search_path(), 'PYTHONPATH': machine.python_path()}
+        env = {**os.environ, **found, 'ECOMP_FAILPOINT': failpoint, 'ECOMP_FAILPOINT_FIRED': str(self._fired)}
         self._from = host.log.stat().st_size if host.log.exists() else 0
         config = str(self.directory / 'compute.yaml')
         program = ['-c', patched(numbers)] if numbers else ['-m', 'ecomp.compute']
-        command = host.command([sys.executable, *program, '--config', config, *options])
-        host.lab.remember(self._ecompute, machine.start(self._ecompute, command, host.log, self.directory, env))
+        command = [sys.executable, *program, '--config', config, *options]
+        with host.log.open('ab') as log:
+            # virtlogd's view of the host: it outlives libvirtd.
+            inside = host.lab.processes[f'{self.name} virtlogd'].pid
+            pid = Warm(command, self.directory, env, log.fileno(), log.fileno(), inside).pid
+        host.lab.remember(self._ecompute, machine.Process(self._ecompute, pid, machine.started_at(pid) or 0))
 
     def wait_ready(self) -> None:
         """Return when ecompute says that it is ready."""
@@ -369,3 +375,9 @@ def _descriptors(pid: int) -> list[Path]:
 
 def _failed(value: bytes) -> bool:
     return bool(json.loads(value)['state'] == 'error')
+
+
+def put_image(host: Hypervisor, name: str, sector: bytes) -> str:
+    """An image of the lab that boots this code; its name."""
+    (host.lab.directory / 'images' / name).write_bytes(boot_disk(sector))
+    return name

@@ -13,9 +13,9 @@ from collections.abc import Collection
 from typing import Any, NamedTuple
 from urllib.parse import parse_qs
 
-from tests.commands import Control, Ecompute
-from tests.faults.audit import audit_clean
-from tests.servers import until
+from tests.kit.audit import audit_clean
+from tests.kit.commands import Control, Ecompute
+from tests.kit.servers import until
 
 STATES = {'scheduled', 'building', 'active', 'stopped', 'destroying', 'gone', 'error'}
 ENDED = {'gone', 'error'}

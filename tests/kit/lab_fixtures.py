@@ -1,7 +1,8 @@
-"""Fixtures of the fault rows on real libvirt: two hosts of one lab, made once a session."""
+"""Fixtures of real libvirt: the lab of the stories, and that of the faults. See plan.LABS for who shares which."""
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 from collections.abc import Iterator
@@ -11,13 +12,48 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.boot_sectors import HALT, boot_disk
-from tests.faults.hypervisor import ROOM, Hypervisor
-from tests.faults.slow_images import SlowImages
-from tests.scenario.lab import ROOT, Lab
+from tests.kit.boot_sectors import HALT, boot_disk
+from tests.kit.hypervisor import ROOM, Hypervisor
+from tests.kit.lab import ROOT, Lab, lab_name
+from tests.kit.slow_images import SlowImages
 
+KEY = 'ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIGOd6V0cVCYrYWIwTNsw7vbFLXN1Fy9CZtGLdpB1YP1q story@lab'
+"""What a guest of the stories' lab is given by its host."""
 SMALL_MB = 8
 """The size of the second host's file system of images."""
+
+
+@pytest.fixture(scope='session')
+def whole(guest_image: Path) -> Iterator[Lab]:
+    """Three hosts, whose guests get our key and user-data."""
+    if os.geteuid() != 0:
+        pytest.skip('hypervisors in namespaces need root')
+    name = lab_name('stories')
+    # What is there already elab leaves as it is.
+    for number in (1, 2, 3):
+        conf = ROOT / name / f'hv{number}/mdserver.conf'
+        conf.parent.mkdir(parents=True)
+        conf.write_text(f'[mdserver]\nuser-data = user-data\n\n[public-keys]\ndefault = {KEY}\n')
+    lab = Lab(name, 3)
+    try:
+        (lab.directory / 'images/guest.qcow2').write_bytes(guest_image.read_bytes())
+        (lab.directory / 'images/idle.raw').write_bytes(boot_disk(HALT))
+        yield lab
+    finally:
+        lab.close()
+
+
+@pytest.fixture
+def lab(whole: Lab) -> Iterator[Lab]:
+    """The lab of the stories, empty before and after, with all planes agreeing at the end."""
+    yield whole
+    whole.start_ecomputes()
+    left = [key.rsplit('/', 1)[1] for key in whole.etcd('/hosts/')]
+    whole.destroy(*left)
+    for key, value in whole.etcd('/instances/').items():
+        if json.loads(value)['state'] == 'error':
+            whole.destroy(key.rsplit('/', 1)[1])
+    whole.check()
 
 
 @pytest.fixture(scope='session')
@@ -25,7 +61,7 @@ def hypervisors() -> Iterator[tuple[Hypervisor, Hypervisor]]:
     """Two hosts. The second has its images on a small file system of their own, which grows if it is told to."""
     if os.geteuid() != 0:
         pytest.skip('hypervisors in namespaces need root')
-    name = f'ecflv{os.getpid()}'
+    name = lab_name('faults')
     # Before the host is made: its daemons get their view of the machine's file systems when they start.
     small = ROOT / name / 'hv2/state/images'
     small.mkdir(parents=True)

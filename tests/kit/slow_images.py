@@ -1,4 +1,4 @@
-"""A web server whose files come by half: `python -m tests.faults.slow_images ADDRESS PORT DIRECTORY GO`.
+"""A web server whose files come by half: `python -m tests.kit.slow_images ADDRESS PORT DIRECTORY GO`.
 
 The second half is sent once the file GO is there. Each file that was sent whole is a line `sent CLIENT NAME`.
 """
@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import BinaryIO
 
 from ecomp.lab import namespaces, state
-from tests.scenario.lab import Lab
-from tests.servers import Server, free_port
+from tests.kit.lab import Lab
+from tests.kit.servers import Server, free_port
 
 LONGEST = 120.0
 CHUNK = 2**20
@@ -73,7 +73,7 @@ class SlowImages(Server):
 
     def command(self) -> list[str]:
         """In the lab's control namespace."""
-        program = [sys.executable, '-m', 'tests.faults.slow_images', *self._where, str(self._images), str(self._go)]
+        program = [sys.executable, '-m', 'tests.kit.slow_images', *self._where, str(self._images), str(self._go)]
         return [*self._prefix, *program]
 
     def is_ready(self) -> bool:

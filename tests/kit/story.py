@@ -6,13 +6,11 @@ import json
 import re
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import redirect_stderr, redirect_stdout
-from io import StringIO
 from typing import Any
 
-from ecomp import schedule
-from tests.commands import Control, Ecompute, Result
-from tests.servers import until
+from tests.kit import commands
+from tests.kit.commands import Control, Ecompute, Result
+from tests.kit.servers import until
 
 SMALL = 'resources=VCPU:1,DISK_GB:1,MEMORY_MB:128'
 """Four of them fill an ecompute --fake 'VCPU:4,DISK_GB:10,MEMORY_MB:512'."""
@@ -30,11 +28,8 @@ def place(control: Control, *words: str) -> tuple[str, str]:
 
 
 def called(control: Control, *words: str) -> Result:
-    """eschedule in this process: a start of Python for each of a hundred would take a minute, and show no more."""
-    out, err = StringIO(), StringIO()
-    with redirect_stdout(out), redirect_stderr(err):
-        code = schedule.main(['--config', str(control.schedule_yaml), *words])
-    return Result(code, out.getvalue(), err.getvalue())
+    """eschedule in this process: see commands.called."""
+    return commands.called(control.schedule_yaml, *words)
 
 
 def notified(result: Result) -> tuple[str, str]:

@@ -6,8 +6,8 @@ import json
 from collections.abc import Collection
 from typing import Any, Protocol
 
-from tests.commands import Result
-from tests.servers import until
+from tests.kit.commands import Result
+from tests.kit.servers import until
 
 CLEAN, FINDINGS = 0, 8
 

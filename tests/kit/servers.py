@@ -8,11 +8,13 @@ ecomp is imported here but what has no state: a test of the store must not lean 
 from __future__ import annotations
 
 import base64
+import contextlib
 import json
 import os
 import shutil
 import signal
 import socket
+import sqlite3
 import subprocess
 import sys
 import tempfile
@@ -20,24 +22,68 @@ import time
 import urllib.error
 import urllib.request
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, Protocol, Self, TypeVar
 
-TOP = Path(__file__).resolve().parent.parent
+from tests.kit.warm import Warm, is_python
+
+TOP = Path(__file__).resolve().parents[2]
 PLACEMENT_HEADERS = {'x-auth-token': 'admin', 'openstack-api-version': 'placement 1.39'}
 READY_SECONDS = 60.0
+KEPT_TABLES = {'alembic_version', 'consumer_types', 'resource_classes', 'traits'}
+"""Of placement's database: what is the same in an empty one, and remembered by its server."""
+FIRST_PAUSE, LAST_PAUSE = 0.02, 0.25
+PATIENCE = 4
+"""How many times slower a machine may be that is busy with others."""
 
 Value = TypeVar('Value')
 
 
+class Process(Protocol):
+    """What tests ask of a process: subprocess.Popen's words."""
+
+    pid: int
+
+    @property
+    def returncode(self) -> int | None:
+        """None while it runs; a signal's number is negative."""
+
+    def poll(self) -> int | None:
+        """The returncode."""
+
+    def wait(self, timeout: float | None = None) -> int:
+        """The returncode once it has ended; subprocess.TimeoutExpired."""
+
+    def send_signal(self, sig: int, /) -> None:
+        """Nothing happens once it has ended."""
+
+    def kill(self) -> None:
+        """SIGKILL."""
+
+
 def until(condition: Callable[[], Value], seconds: float, what: str) -> Value:
-    """Poll until `condition()` is true, and return it; AssertionError saying what was waited for."""
-    deadline = time.monotonic() + seconds
-    while not (value := condition()):
-        assert time.monotonic() < deadline, f'not within {seconds:g} s: {what}'
-        time.sleep(0.02)
-    return value
+    """Poll until `condition()` is true, and return it; AssertionError saying what was waited for.
+
+    `seconds` is what it takes at most where nothing else runs; PATIENCE times as long is waited.
+    """
+    deadline = time.monotonic() + seconds * PATIENCE
+    pause = FIRST_PAUSE
+    while True:
+        began = time.monotonic()
+        if value := condition():
+            return value
+        assert time.monotonic() < deadline, f'not within {PATIENCE} x {seconds:g} s: {what}'
+        # Who asks takes processor from what is asked about: a dear question is asked less often, and so is a late one.
+        time.sleep(max(pause, 2 * (time.monotonic() - began)))
+        pause = min(1.2 * pause, LAST_PAUSE)
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether the process is frozen by a signal. proc(5)"""
+    with contextlib.suppress(FileNotFoundError):
+        return Path(f'/proc/{pid}/stat').read_text().rpartition(')')[2].split()[0] == 'T'
+    return False
 
 
 def free_port() -> int:
@@ -53,6 +99,22 @@ def environment() -> dict[str, str]:
     return {**os.environ, 'PYTHONPATH': os.pathsep.join(filter(None, paths))}
 
 
+def begin(command: Sequence[str], cwd: Path, env: Mapping[str, str], stdout: int, stderr: int) -> Process:
+    """Start a process that dies with this one, in a session of its own; a Python program warm (see warm)."""
+    if is_python(command) and 'LD_PRELOAD' not in env:
+        return Warm(command, cwd, env, stdout, stderr)
+    # setpriv becomes the command, so the pid is the process's. Not preexec_fn: that would be a fork with gRPC alive.
+    return subprocess.Popen(
+        ['setpriv', '--pdeathsig', 'KILL', '--', *command],
+        stdin=subprocess.DEVNULL,
+        stdout=stdout,
+        stderr=stderr,
+        cwd=cwd,
+        env=env,
+        start_new_session=True,
+    )
+
+
 class Server:
     """A process with a directory; `with` starts it, and ends it with all it left.
 
@@ -66,7 +128,7 @@ class Server:
         self.directory = directory or Path(tempfile.mkdtemp(prefix=f'ecomp-test-{self.name}-'))
         self.directory.mkdir(parents=True, exist_ok=True)
         self.log = self.directory / f'{self.name}.log'
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: Process | None = None
 
     def command(self) -> list[str]:
         """What is run."""
@@ -104,17 +166,8 @@ class Server:
     def launch(self) -> Self:
         """Start it, and do not wait."""
         assert not self.is_running, f'{self.name} runs already'
-        # setpriv becomes the command, so the pid is the server's. Not preexec_fn: that would be a fork with gRPC alive.
         with self.log.open('ab') as output:
-            self._process = subprocess.Popen(
-                ['setpriv', '--pdeathsig', 'KILL', '--', *self.command()],
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                cwd=self.directory,
-                env=self.environment(),
-                start_new_session=True,
-            )
+            self._process = begin(self.command(), self.directory, self.environment(), output.fileno(), output.fileno())
         return self
 
     def start(self) -> Self:
@@ -138,10 +191,11 @@ class Server:
         self._signal(signal.SIGCONT)
         self._signal(number)
         try:
-            return self._process.wait(patience)
+            return self._process.wait(PATIENCE * patience)
         except subprocess.TimeoutExpired:
             self.kill()
-            raise AssertionError(f'{self.name} did not end within {patience:g} s:\n{self.last_words()}') from None
+            said = self.last_words()
+            raise AssertionError(f'{self.name} did not end within {PATIENCE} x {patience:g} s:\n{said}') from None
 
     def kill(self) -> None:
         """kill -9, and wait until it is gone."""
@@ -152,7 +206,7 @@ class Server:
     def pause(self) -> None:
         """Freeze it (SIGSTOP): its connections stay, and nothing answers."""
         self._signal(signal.SIGSTOP)
-        os.waitid(os.P_PID, self.pid, os.WSTOPPED)
+        until(lambda: is_stopped(self.pid), 30, f'{self.name} is frozen')
 
     def resume(self) -> None:
         """Let a frozen one go on."""
@@ -282,6 +336,13 @@ class PlacementServer(Server):
         except OSError:
             return False
         return True
+
+    def empty(self) -> None:
+        """Take all providers, consumers and what they hold out of its database: by HTTP it takes a request for each."""
+        with contextlib.closing(sqlite3.connect(self.directory / 'placement.sqlite', timeout=60)) as database, database:
+            named = database.execute("SELECT name FROM sqlite_master WHERE type = 'table'")
+            for table in {name for (name,) in named} - KEPT_TABLES:
+                database.execute(f'DELETE FROM {table}')
 
     def call(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """One request; its JSON object, {} if there is none. urllib.error.HTTPError for 400 and above."""

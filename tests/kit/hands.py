@@ -7,12 +7,11 @@ import itertools
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import pytest
 
@@ -20,11 +19,11 @@ from ecomp.agent.claims import APART, ClaimKeeper
 from ecomp.conf import EtcdConfig
 from ecomp.placement.client import Placement
 from ecomp.store.client import Store
-from tests.commands import Control, Ecompute, Result
-from tests.faults.audit import audit_clean
-from tests.scenario.invariants import check, everything
-from tests.scenario.story import log_of
-from tests.servers import b64, environment, until
+from tests.kit.audit import audit_clean
+from tests.kit.commands import Command, Control, Ecompute
+from tests.kit.invariants import check, everything
+from tests.kit.servers import b64, is_stopped, until
+from tests.kit.story import log_of
 
 BIG = 'VCPU:64,DISK_GB:64,MEMORY_MB:65536'
 _numbers = itertools.count(1)
@@ -46,40 +45,13 @@ class Fired:
         return [line.split()[0] for line in self._path.read_text().splitlines()] if self._path.exists() else []
 
 
-class Eschedule:
-    """An eschedule under way; `with` ends it, whatever it is doing."""
+class Eschedule(Command):
+    """An eschedule under way, armed with `failpoint`; `with` ends it, whatever it is doing."""
 
     def __init__(self, control: Control, *words: str, failpoint: str = '', config: Path | None = None) -> None:
         self._fired = Fired(control.directory)
         command = [sys.executable, '-m', 'ecomp.schedule', '--config', str(config or control.schedule_yaml), *words]
-        self._process = subprocess.Popen(
-            ['setpriv', '--pdeathsig', 'KILL', '--', *command],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env={**environment(), **self._fired.environment(failpoint)},
-            cwd=control.directory,
-        )
-        self.pid = self._process.pid
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._process.poll() is None:
-            self._process.kill()
-        self._process.communicate()
-
-    @property
-    def has_ended(self) -> bool:
-        """Whether it has ended."""
-        return self._process.poll() is not None
-
-    def end(self, seconds: float = 90.0) -> Result:
-        """How it ended; a negative code is a signal's number."""
-        stdout, stderr = self._process.communicate(timeout=seconds)
-        return Result(self._process.returncode, stdout, stderr)
+        super().__init__(command, control.directory, self._fired.environment(failpoint))
 
     def killed_at(self, failpoint: str) -> None:
         """Wait until it has killed itself there."""
@@ -91,14 +63,10 @@ class Eschedule:
         """Wait until it has frozen itself there."""
 
         def stopped() -> bool:
-            assert self._process.poll() is None, (failpoint, self.end())
+            assert not self.has_ended, (failpoint, self.end())
             return self._fired.names[-1:] == [failpoint] and is_stopped(self.pid)
 
         until(stopped, 30, f'eschedule is frozen at {failpoint}')
-
-    def go_on(self) -> None:
-        """Let a frozen one go on."""
-        self._process.send_signal(signal.SIGCONT)
 
 
 class Armed(Ecompute):
@@ -138,6 +106,15 @@ def start_again(compute: Armed) -> float:
     return began
 
 
+def accept(compute: Ecompute) -> None:
+    """Stop it if it runs, and start it with --accept-new-etcd; the next start is an ordinary one again."""
+    if compute.is_running:
+        assert compute.stop() == 0
+    compute.options = ['--accept-new-etcd']
+    compute.start()
+    compute.options = []
+
+
 def some(steps: Sequence[str], *quick: str) -> list[Any]:
     """The steps as parameters of a test: all but the quick ones are slow."""
     return [pytest.param(step, marks=[] if step in quick else [pytest.mark.slow]) for step in steps]
@@ -147,13 +124,6 @@ def settled(control: Control, *computes: Ecompute) -> None:
     """What every row ends with: the invariants hold, and the audit finds nothing."""
     check(control, *computes)
     audit_clean(control)
-
-
-def is_stopped(pid: int) -> bool:
-    """Whether the process is frozen by a signal. proc(5)"""
-    with contextlib.suppress(FileNotFoundError):
-        return Path(f'/proc/{pid}/stat').read_text().rpartition(')')[2].split()[0] == 'T'
-    return False
 
 
 def lapse(control: Control, key: str) -> None:
@@ -201,9 +171,10 @@ def cpu_seconds(pid: int) -> float:
 
 @contextlib.contextmanager
 def idle(pid: int, share: float = 0.05) -> Iterator[None]:
-    """AssertionError if the process takes more than this share of a core meanwhile; for some seconds at least."""
+    """AssertionError if the process takes more than this share of a core meanwhile, and in two seconds at least."""
     began, before = time.monotonic(), cpu_seconds(pid)
     yield
+    time.sleep(max(began + 2.0 - time.monotonic(), 0.0))
     spent, took = cpu_seconds(pid) - before, time.monotonic() - began
     assert spent <= share * took + 0.02, f'{spent:.2f} s of processor time in {took:.1f} s'
 

@@ -1,0 +1,28 @@
+"""Requests and claims as a foreign client would make them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tests.kit.commands import Control
+from tests.kit.story import IMAGE
+
+ROOM = {'VCPU': 1, 'DISK_GB': 1, 'MEMORY_MB': 128}
+
+
+def request(compute: str, instance: str, **room: int) -> dict[str, Any]:
+    """A request as a foreign client would write it."""
+    allocations = {compute: {'resources': {**ROOM, **room}}}
+    return {'allocations': allocations, 'instance': instance, 'image': IMAGE, 'user_id': 'u', 'project_id': 'p'}
+
+
+def claim(control: Control, instance: str, *computes: str) -> None:
+    """A claim for it on these computes."""
+    body = {
+        'allocations': {compute: {'resources': ROOM} for compute in computes},
+        'user_id': 'u',
+        'project_id': 'p',
+        'consumer_generation': None,
+        'consumer_type': 'INSTANCE',
+    }
+    control.placement.call('PUT', f'/allocations/{instance}', body)

@@ -1,0 +1,205 @@
+"""ecompute and eschedule as their users run them, on the real servers of tests and benchmarks."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import urllib.request
+import uuid
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, chdir, redirect_stderr, redirect_stdout
+from dataclasses import dataclass, field
+from io import StringIO
+from pathlib import Path
+from typing import Any, NamedTuple, Self
+
+import yaml
+
+from ecomp import schedule
+from tests.kit.servers import PATIENCE, Etcd, PlacementServer, Server, b64, begin, environment
+
+
+class Ecompute(Server):
+    """`ecompute --fake` (or a real one, with `inventory` None) with a state of its own that outlives a restart."""
+
+    name = 'ecompute'
+
+    def __init__(
+        self,
+        etcd: str,
+        placement: str,
+        inventory: str | None = 'VCPU:4,DISK_GB:10,MEMORY_MB:512',
+        directory: Path | None = None,
+        **settings: Any,
+    ) -> None:
+        super().__init__(directory)
+        self.uuid = str(settings.setdefault('uuid', str(uuid.uuid4())))
+        self.config = self.directory / 'compute.yaml'
+        self.inventory = inventory
+        self.options: list[str] = []
+        self._etcd = etcd
+        write_config(self.config, etcd, placement, **{'state': str(self.directory / 'state'), **settings})
+
+    def command(self) -> list[str]:
+        """python -m ecomp.compute."""
+        fake = ['--fake', self.inventory] if self.inventory is not None else []
+        return [sys.executable, '-m', 'ecomp.compute', '--config', str(self.config), *fake, *self.options]
+
+    def is_ready(self) -> bool:
+        """Its /computes key is there, and says that this very process put it: an earlier one's may still be."""
+        body = {'key': b64(f'/computes/{self.uuid}')}
+        request = urllib.request.Request(f'http://{self._etcd}/v3/kv/range', json.dumps(body).encode())
+        try:
+            with urllib.request.urlopen(request, timeout=5) as answer:
+                there = bool(json.load(answer).get('kvs'))
+        except OSError:
+            return False
+        return there and f' {self.pid} ready: ' in self.last_words(1000)
+
+
+class Result(NamedTuple):
+    """How a command ended."""
+
+    code: int
+    stdout: str
+    stderr: str
+
+
+class Command:
+    """A command under way; `with` ends it, whatever it is doing."""
+
+    def __init__(self, command: Sequence[str], cwd: Path, extra: Mapping[str, str] | None = None) -> None:
+        self._stdout, self._stderr = os.memfd_create('stdout'), os.memfd_create('stderr')
+        self._process = begin(command, cwd, {**environment(), **(extra or {})}, self._stdout, self._stderr)
+        self.pid = self._process.pid
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.kill()
+        self._process.wait()
+        os.close(self._stdout)
+        os.close(self._stderr)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether it has ended."""
+        return self._process.poll() is not None
+
+    @property
+    def stdout(self) -> str:
+        """What it has printed so far."""
+        return _read(self._stdout)
+
+    @property
+    def stderr(self) -> str:
+        """What it has said so far."""
+        return _read(self._stderr)
+
+    def end(self, seconds: float = 90.0) -> Result:
+        """How it ended; a negative code is a signal's number. subprocess.TimeoutExpired."""
+        return Result(self._process.wait(PATIENCE * seconds), self.stdout, self.stderr)
+
+    def go_on(self) -> None:
+        """Let a frozen one go on."""
+        self._process.send_signal(signal.SIGCONT)
+
+
+def _read(file: int) -> str:
+    # Not seek and read: the command's own place in the file is the same one.
+    return os.pread(file, os.fstat(file).st_size, 0).decode()
+
+
+def eschedule(config: Path, *words: str, timeout: float = 120.0) -> Result:
+    """Run `python -m ecomp.schedule --config …` to its end."""
+    command = [sys.executable, '-m', 'ecomp.schedule', '--config', str(config), *words]
+    with Command(command, config.parent) as under_way:
+        return under_way.end(timeout)
+
+
+def called(config: Path, *words: str) -> Result:
+    """eschedule to its end in this process, in the directory of its configuration; of the main thread alone.
+
+    What it prints is what a process of it would: a process for each of thousands of commands would show no more.
+    """
+    out, err = StringIO(), StringIO()
+    with redirect_stdout(out), redirect_stderr(err), chdir(config.parent):
+        code = schedule.main(['--config', str(config), *words])
+    return Result(code, out.getvalue(), err.getvalue())
+
+
+def asked(config: Path, *words: str, timeout: float = 120.0) -> Result:
+    """eschedule to its end: called(), or a process of it where several ask at once."""
+    # Nor may a command be called where servers are killed: gRPC keeps what it knows of an address for the next one.
+    if threading.current_thread() is threading.main_thread():
+        return called(config, *words)
+    return eschedule(config, *words, timeout=timeout)
+
+
+def run(module: str, *words: str, directory: Path, closed: bool = False, stdout: int = subprocess.PIPE) -> Result:
+    """A command in a directory, as a person would; `closed`: with no stdout at all."""
+    command = [sys.executable, '-m', module, *words]
+    if not closed and stdout == subprocess.PIPE:
+        with Command(command, directory) as under_way:
+            ended = under_way.end(60)
+        assert not re.search('Traceback|Exception ignored', ended.stderr), ended
+        return ended
+    if closed:
+        command = ['sh', '-c', 'exec "$@" >&-', 'sh', *command]
+    done = subprocess.run(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=stdout,
+        stderr=subprocess.PIPE,
+        text=True,
+        check=False,
+        timeout=60,
+        cwd=directory,
+        env=environment(),
+    )
+    assert not re.search('Traceback|Exception ignored', done.stderr), done
+    return Result(done.returncode, done.stdout or '', done.stderr)
+
+
+def write_config(path: Path, etcd: str, placement: str, **settings: Any) -> Path:
+    """A compute.yaml or schedule.yaml that points at these servers, with more settings if given; the path."""
+    path.write_text(yaml.safe_dump({'etcd': {'endpoints': [etcd]}, 'placement': {'endpoint': placement}, **settings}))
+    return path
+
+
+@dataclass
+class Control:
+    """etcd and placement, and a directory with a schedule.yaml and a compute.yaml that point at them."""
+
+    etcd: Etcd
+    placement: PlacementServer
+    directory: Path
+    at_exit: ExitStack = field(default_factory=ExitStack)
+    audited: bool = False
+    mortal: bool = False
+    """Whether a test may kill or freeze the servers."""
+
+    def __post_init__(self) -> None:
+        self.schedule_yaml = write_config(self.directory / 'schedule.yaml', self.etcd.endpoint, self.placement.url)
+        state = str(self.directory / 'state')
+        self.compute_yaml = write_config(
+            self.directory / 'compute.yaml', self.etcd.endpoint, self.placement.url, state=state
+        )
+
+    def eschedule(self, *words: str, timeout: float = 120.0) -> Result:
+        """eschedule with our schedule.yaml."""
+        return (eschedule if self.mortal else asked)(self.schedule_yaml, *words, timeout=timeout)
+
+    def ecompute(self, inventory: str | None = 'VCPU:4,DISK_GB:10,MEMORY_MB:512', **settings: Any) -> Ecompute:
+        """A started fake ecompute, ended with this."""
+        return self.at_exit.enter_context(Ecompute(self.etcd.endpoint, self.placement.url, inventory, **settings))
+
+    def close(self) -> None:
+        """End the ecomputes that were started here."""
+        self.at_exit.close()

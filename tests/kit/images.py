@@ -1,0 +1,49 @@
+"""The image cache, and a web server for it that does everything wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from ecomp.agent.images.cache import ImageCache, Limits
+from ecomp.errors import BuildFailed
+from ecomp.model.guest import BaseImage
+from ecomp.virt.image import inspect
+
+MIB = 2**20
+LIMITS = Limits(cache=2**30, disk=100 * 2**30)
+
+
+def cache(directory: Path, local: Path | None = None, limit: int = LIMITS.cache) -> ImageCache:
+    return ImageCache(directory, inspect, local, replace(LIMITS, cache=limit))
+
+
+def get(
+    cache: ImageCache,
+    url: str,
+    checkpoint: Callable[[], None] = lambda: None,
+    tell: Callable[[int, int | None], None] = lambda *_: None,
+) -> BaseImage:
+    """The base volume of an image, let go at once."""
+    with cache.held(url, checkpoint, tell) as base:
+        return base
+
+
+def kept(directory: Path) -> list[str]:
+    """What is in the cache, locks left out."""
+    return (
+        sorted(path.name for path in directory.iterdir() if not path.name.startswith('.')) if directory.exists() else []
+    )
+
+
+def refused(directory: Path, url: str, reason: str, local: Path | None = None) -> None:
+    """The image cannot be had, for this reason, and nothing of it stays."""
+    before = kept(directory)
+    with pytest.raises(BuildFailed, match=reason) as caught:
+        get(cache(directory, local), url)
+    assert caught.value.stage == 'image'
+    assert '\n' not in str(caught.value)
+    assert kept(directory) == before

@@ -1,0 +1,41 @@
+"""`ecompute --fake … --count N`: many pretended computes in one process."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from tests.kit.commands import Control, write_config
+from tests.kit.servers import Server
+
+TOY = 'VCPU:4,DISK_GB:10,MEMORY_MB:512'
+
+
+class Many(Server):
+    """`ecompute --fake TOY --count N` with the compute.yaml that is in its directory."""
+
+    name = 'many'
+
+    def __init__(self, cluster: Control, count: int, **settings: Any) -> None:
+        super().__init__(cluster.directory)
+        self.count = count
+        self._etcd = cluster.etcd
+        write_config(self.directory / 'compute.yaml', cluster.etcd.endpoint, cluster.placement.url, **settings)
+        cluster.at_exit.callback(self.close)
+
+    def command(self) -> list[str]:
+        """compute.yaml is in the directory it is started in."""
+        return [sys.executable, '-m', 'ecomp.compute', '--fake', TOY, '--count', str(self.count)]
+
+    def environment(self) -> dict[str, str]:
+        """Its throw-away state goes with the test, also when it is killed."""
+        return {**super().environment(), 'TMPDIR': str(self.directory)}
+
+    def is_ready(self) -> bool:
+        """This very process says so, of all."""
+        return f' {self.pid} {self.count} computes are ready' in self.last_words()
+
+    @property
+    def computes(self) -> set[str]:
+        """Their uuids, as etcd has them."""
+        return {key.rsplit('/', 1)[1] for key in self._etcd.keys('/computes/')}
