@@ -56,7 +56,8 @@ if [ "$root" = / ]; then
     for each in lib cache; do
         mkdir /run/own/upper/$each /run/own/work/$each
         overlay=upperdir=/run/own/upper/$each,workdir=/run/own/work/$each
-        mount -t overlay -o "lowerdir=/var/$each/apt,$overlay" overlay /var/$each/apt
+        # Where there is no overlay file system, apt's lists and packages are the machine's own.
+        mount -t overlay -o "lowerdir=/var/$each/apt,$overlay" overlay /var/$each/apt || :
     done
     mount -t tmpfs tmpfs /var/lib/elab
 fi
