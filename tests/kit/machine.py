@@ -31,19 +31,17 @@ NEEDED = {
 # mounts are shared, and `ip netns exec` fails where / is no mount point: so the root is a mount, and pivoted into.
 INSIDE = """
 set -eu
-root=$1 own=$2; shift 2
+root=$1 own=$2
 mount --make-rprivate /
 if [ "$root" != / ]; then
     mkdir "$own/root"
     mount --bind "$root" "$own/root"
     mount --rbind /dev "$own/root/dev"
-    for each; do mkdir -p "$own/root$each"; mount --bind "$each" "$own/root$each"; done
     mount -t proc proc "$own/root/proc"
     mkdir -p "$own/root/old"
     cd "$own/root"
     pivot_root . old
     umount -l /old
-    own=/tmp
 else
     mount -t proc proc /proc
     umount -l /sys
@@ -51,11 +49,11 @@ fi
 # What /sys/class/net shows is the network of whoever mounted it.
 mount -t sysfs sysfs /sys
 mount -t tmpfs tmpfs /run
-mkdir -p /run/lock /run/own/upper /run/own/work /var/lib/elab
+mkdir -p /run/lock /run/own/upper /run/own/scratch /var/lib/elab
 if [ "$root" = / ]; then
     for each in lib cache; do
-        mkdir /run/own/upper/$each /run/own/work/$each
-        overlay=upperdir=/run/own/upper/$each,workdir=/run/own/work/$each
+        mkdir /run/own/upper/$each /run/own/scratch/$each
+        overlay=upperdir=/run/own/upper/$each,workdir=/run/own/scratch/$each
         # Where there is no overlay file system, apt's lists and packages are the machine's own.
         mount -t overlay -o "lowerdir=/var/$each/apt,$overlay" overlay /var/$each/apt || :
     done
@@ -98,11 +96,8 @@ def lacking() -> str:
 
 
 @contextmanager
-def machine(root: Path = Path('/'), shared: Sequence[Path] = ()) -> Iterator[Machine]:
-    """Start one; nothing of it is left afterwards, but what was written to `root` and to the `shared` directories.
-
-    `shared` are directories of this machine that are in another system too, at the same paths.
-    """
+def machine(root: Path = Path('/')) -> Iterator[Machine]:
+    """Start one; nothing of it is left afterwards, but what was written to files."""
     with ExitStack() as undo:
         own = Path(tempfile.mkdtemp(prefix='ecomp-machine-'))
         undo.callback(shutil.rmtree, own)
@@ -110,7 +105,7 @@ def machine(root: Path = Path('/'), shared: Sequence[Path] = ()) -> Iterator[Mac
         # pdeathsig and kill-child: whatever ends the test, also kill -9, ends everything.
         tied = ['setpriv', '--pdeathsig', 'KILL', '--']
         namespaces = ['unshare', '--net', '--mount', '--ipc', '--pid', '--fork', '--kill-child', '--']
-        shell = ['bash', '-c', INSIDE, 'bash', str(root), str(own), *map(str, shared)]
+        shell = ['bash', '-c', INSIDE, 'bash', str(root), str(own)]
         process = subprocess.Popen([*tied, *namespaces, *shell], stdin=subprocess.DEVNULL, stdout=log, stderr=log)
         undo.callback(_end, process)
 

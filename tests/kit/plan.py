@@ -120,8 +120,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     runs = LastRuns(LAST_RUN)
     if config.getoption('note_last_run') and slow:
         runs.write(slow, datetime.datetime.now(datetime.UTC).date().isoformat())
-    if runs.oldest():
-        terminalreporter.write_line(f'{len(runs.dates)} tests are run by --all alone; longest ago: {runs.oldest()}')
+    oldest = runs.oldest() or 'none, no run of it is noted'
+    terminalreporter.write_line(f'of --all alone, passed longest ago: {oldest} ({len(runs.dates)} in {LAST_RUN.name})')
 
 
 def _own_name(nodeid: str) -> str:
