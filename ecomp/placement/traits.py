@@ -11,7 +11,7 @@ from typing import Any
 from ecomp.errors import GenerationConflict, PlacementRefusal
 from ecomp.model.status import CUSTOM
 from ecomp.placement.client import Placement
-from ecomp.placement.providers import TRIES, matching
+from ecomp.placement.providers import TRIES, give_way, matching
 
 TRAITS, AGGREGATES = 'traits', 'aggregates'
 
@@ -41,6 +41,7 @@ def change(placement: Placement, provider: str, kind: str, to: Callable[[Names],
         except GenerationConflict:
             if not left:
                 raise
+            give_way()
     return False
 
 

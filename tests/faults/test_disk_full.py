@@ -21,7 +21,7 @@ from tests.kit.image_server import serving
 from tests.kit.images import LIMITS, get, kept
 from tests.kit.invariants import check
 from tests.kit.servers import PATIENCE, Etcd, PlacementServer, until
-from tests.kit.story import SMALL, addressed, log_of, logged, one_line, place, reached, record
+from tests.kit.story import SMALL, addressed, log_of, logged, logs, one_line, place, reached, record
 from tests.kit.tuned import tuned
 
 KIB, MIB = 2**10, 2**20
@@ -184,7 +184,7 @@ def test_log(cluster: Control, small_disk: Callable[[int], SmallDisk]) -> None:
     disk.free()
     _, instance = place(cluster)
     addressed(cluster, instance)
-    assert logged(compute, 'INSTANTIATE', instance)
+    assert logs(compute, 'INSTANTIATE', instance)
     check(cluster, compute)
 
 
@@ -209,7 +209,7 @@ def test_etcd(own_placement: PlacementServer, small_disk: Callable[[int], SmallD
             disk.free()
             etcd.start()
             until(lambda: logged(compute, 'etcd', 'is back'), 20, 'its return is said')
-            assert len(logged(compute, 'etcd', 'trying again until it is back')) == 1
+            assert len(logs(compute, 'etcd', 'trying again until it is back')) == 1
             assert addressed(control, instance) == address
             for key in etcd.keys('/filler/'):
                 etcd.delete(key)

@@ -12,7 +12,7 @@ from tests.kit.commands import Control
 from tests.kit.hands import guests
 from tests.kit.invariants import check
 from tests.kit.servers import b64, until
-from tests.kit.story import SMALL, addressed, logged, place, reached, record
+from tests.kit.story import SMALL, addressed, logged, logs, place, reached, record
 
 ROOM = {'VCPU': 1, 'DISK_GB': 1, 'MEMORY_MB': 128}
 
@@ -25,7 +25,7 @@ def test_asked_of_another_compute(cluster: Control) -> None:
     before, held = record(cluster, instance), cluster.placement.allocations(instance)
     cluster.etcd.put(f'/hosts/{second.uuid}/{instance}', json.dumps(request(second.uuid, instance)))
     until(lambda: cluster.etcd.get(f'/hosts/{second.uuid}/{instance}') is None, 20, 'it is dropped')
-    assert logged(second, instance, 'request dropped', f'it is the instance of compute {first.uuid}')
+    assert logs(second, instance, 'request dropped', f'it is the instance of compute {first.uuid}')
     # Not even its tombstone there destroys it.
     gone = {**request(second.uuid, instance), 'allocations': {}, 'image': None}
     cluster.etcd.put(f'/hosts/{second.uuid}/{instance}', json.dumps(gone))
@@ -76,7 +76,7 @@ def test_asked_of_one_twice(cluster: Control) -> None:
         addressed(cluster, other)
         assert cluster.eschedule('destroy', '--wait', other).code == 0
         assert (record(cluster, instance), set(guests(compute))) == (before, {instance})
-    assert len(logged(compute, 'INSTANTIATE', instance)) == 1
+    assert len(logs(compute, 'INSTANTIATE', instance)) == 1
     check(cluster, compute)
 
 

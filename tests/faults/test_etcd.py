@@ -31,6 +31,7 @@ from tests.kit.story import (
     addressed,
     at_once,
     logged,
+    logs,
     notified,
     one_line,
     place,
@@ -422,8 +423,8 @@ def test_no_space(small: Control) -> None:
     assert small.placement.allocations(destroyed) == {}
     assert record(small, destroyed) is None
     one_line(small.eschedule(destroyed), 4, destroyed)
-    assert logged(compute, destroyed, 'is gone')
-    assert logged(compute, 'no record of its end is kept', 'defragment')
+    assert logs(compute, destroyed, 'is gone')
+    assert logs(compute, 'no record of its end is kept', 'defragment')
     before = allocations(small)
     keys = small.etcd.keys('/')
     for words in ((SMALL,), ('destroy', kept)):

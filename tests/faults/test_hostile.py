@@ -26,7 +26,7 @@ from tests.kit.hands import guests
 from tests.kit.hostile import COMPUTE, HOSTILE, INSTANCE, NAMES, XML, request
 from tests.kit.invariants import check
 from tests.kit.servers import until
-from tests.kit.story import IMAGE, SMALL, addressed, called, logged, one_line, place, reached, record
+from tests.kit.story import IMAGE, SMALL, addressed, called, logged, logs, one_line, place, reached, record
 
 DEEP = b'[' * 100_000
 DEEP_OBJECT = b'{"a":' * 100_000 + b'1' + b'}' * 100_000
@@ -167,7 +167,7 @@ def test_hostile_requests(cluster: Control, compute: Ecompute) -> None:
         assert renamed(reason, instance).decode() in found['error']['reason'], found
         assert len(found['error']['reason']) <= REASON_LIMIT
         assert found['error']['stage'] == 'scheduled'
-        assert len(logged(compute, 'failed', instance)) == 1
+        assert len(logs(compute, 'failed', instance)) == 1
         assert cluster.etcd.get(f'/hosts/{COMPUTE}/{instance}') is None
     assert set(guests(compute)) == {before, during}
     for directory in (compute.directory, compute.directory / 'state', cluster.directory, Path.cwd()):
@@ -252,7 +252,7 @@ def test_hostile_records(cluster: Control, compute: Ecompute) -> None:
     again = lives(cluster, compute)  # its event has all planned again; else the minute's look does
     for instance in waiting:
         reached(cluster, instance, 'active')
-        assert len(logged(compute, f'/instances/{instance}', 'trying again')) == 1
+        assert len(logs(compute, f'/instances/{instance}', 'trying again')) == 1
     assert set(guests(compute)) == {good, also, again, *waiting}
     check(cluster, compute)
 

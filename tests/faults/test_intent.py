@@ -11,7 +11,7 @@ from tests.kit.commands import Control
 from tests.kit.hands import guests, look_twice, some
 from tests.kit.invariants import check
 from tests.kit.servers import until
-from tests.kit.story import SMALL, addressed, at_once, logged, notified, one_line, place, reached, record
+from tests.kit.story import SMALL, addressed, at_once, logged, logs, notified, one_line, place, reached, record
 from tests.kit.tuned import tuned
 
 BUILD_FAILPOINTS = ['confirmed', 'building', 'reserved', 'seeded', 'built', 'active', 'addressed']
@@ -87,7 +87,7 @@ def test_a_request_removed_by_hand(cluster: Control) -> None:
     until(lambda: len(logged(compute, instance, 'unmanaged')) == 2, 20, 'once in each life of the process')
     _, other = place(cluster)
     addressed(cluster, other)
-    assert len(logged(compute, instance, 'unmanaged')) == 2
+    assert len(logs(compute, instance, 'unmanaged', number=2)) == 2
     assert set(guests(compute)) == {instance, other}
     assert cluster.placement.allocations(instance) == held
     assert cluster.eschedule('destroy', '--wait', instance).code == 0
@@ -133,7 +133,7 @@ def test_a_record_removed_by_hand(cluster: Control) -> None:
     cluster.etcd.delete(f'/instances/{instance}')
     found = reached(cluster, instance, 'active')
     assert 'its record was lost' in found['fault']
-    assert len(logged(compute, 'INSTANTIATE', instance)) == 1
+    assert len(logs(compute, 'INSTANTIATE', instance)) == 1
 
     def has_address() -> bool:
         return [each['address'] for each in (record(cluster, instance) or {})['addresses']] == [address]

@@ -22,6 +22,7 @@ from tests.kit.story import (
     addressed,
     log_of,
     logged,
+    logs,
     place,
     reached,
     record,
@@ -193,7 +194,7 @@ def test_restored(own_control: Control, kind: Callable[[Etcd], Snapshot], away: 
     reached(own_control, destroyed, 'gone')
     reached(own_control, came, 'active')
     until(lambda: set(guests(compute)) == {came}, 10, 'only what came since is here')
-    assert len(logged(compute, 'INSTANTIATE', destroyed)) == 1
+    assert len(logs(compute, 'INSTANTIATE', destroyed)) == 1
     assert etcd.keys('/names/') == ['/names/came']
     settled(own_control, compute)
     stop(compute)
@@ -214,7 +215,7 @@ def test_a_name_that_was_given_away_meanwhile(own_control: Control) -> None:
     addressed(own_control, NOBODY)
     kept = reached(own_control, instance, 'active')
     assert kept['fault'] == "its name one was another instance's when this etcd was accepted"
-    assert len(logged(compute, instance, 'its name one was another')) == 1
+    assert len(logs(compute, instance, 'its name one was another')) == 1
     audited = own_control.eschedule('audit')
     assert audited.code == 8
     assert [line.split()[:2] for line in audited.stdout.splitlines()[1:]] == [['name-missing', instance]]
@@ -243,7 +244,7 @@ def test_restored_and_overtaken(own_control: Control) -> None:
     assert int(etcd.call('kv/range', {'key': 'eA=='})['header']['revision']) > seen['revision']
     compute.launch()
     is_loud(compute)
-    assert 'raft term' in logged(compute, STRANGE)[0]
+    assert 'raft term' in logs(compute, STRANGE)[0]
     accept(compute)
     settled(own_control, compute)
 

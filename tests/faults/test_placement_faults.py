@@ -19,7 +19,7 @@ from tests.kit.commands import Control, Ecompute, Result, eschedule, write_confi
 from tests.kit.faulty_placement import KINDS, METHODS, FaultyPlacement
 from tests.kit.hands import Eschedule, guests, idle, lapse_requests, losses, settled, some
 from tests.kit.servers import until
-from tests.kit.story import SMALL, addressed, log_of, logged, notified, place, reached, record, reserved
+from tests.kit.story import SMALL, addressed, log_of, logs, notified, place, reached, record, reserved
 
 LOUD = [kind for kind in KINDS if kind not in ('slow', 'lost')]
 """Those that ecompute cannot but notice."""
@@ -131,7 +131,7 @@ def test_ecompute_starts_and_stops(cluster: Control, tmp_path: Path) -> None:
         assert codes == [0] * len(computes)
         for kind, (_, compute) in computes.items():
             assert reserved(cluster, compute.uuid) == (4 if kind == 'lost' else 0), kind
-            assert logged(compute, 'could not reserve VCPU'), kind
+            assert logs(compute, 'could not reserve VCPU'), kind
     settled(cluster)
 
 

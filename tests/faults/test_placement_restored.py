@@ -16,7 +16,7 @@ from tests.kit.audit import findings
 from tests.kit.commands import Control, Ecompute
 from tests.kit.hands import guests, look_twice, losses, settled
 from tests.kit.servers import until
-from tests.kit.story import SMALL, addressed, log_of, logged, notified, place, reached, record, reserved
+from tests.kit.story import SMALL, addressed, log_of, logs, notified, place, reached, record, reserved
 
 DATABASE = 'placement.sqlite'
 
@@ -113,7 +113,7 @@ def test_the_provider_is_gone_and_nobody_restarts_anything(own_control: Control)
     figure('F17', recovered_s=time.monotonic() - began)
     assert own_control.placement.inventory(compute.uuid)['VCPU']['reserved'] == 0
     unharmed(own_control, compute, instance, address)
-    assert len(logged(compute, 'registering again')) == 1
+    assert len(logs(compute, 'registering again')) == 1
     lost, _ = losses(compute, '')  # its provider, and placement itself if it looked while that was away
     until(lambda: losses(compute, '') == (lost, lost), 20, 'each return is logged')
     assert 1 <= lost <= 2, log_of(compute)

@@ -18,7 +18,7 @@ from tests.kit.commands import Control, Ecompute
 from tests.kit.hands import Eschedule, accept, guests, settled
 from tests.kit.hypervisor import Hypervisor, put_image
 from tests.kit.servers import until
-from tests.kit.story import addressed, at_once, logged, one_line, place, reached, record
+from tests.kit.story import addressed, at_once, logged, logs, one_line, place, reached, record
 from tests.kit.tuned import tuned
 
 STEP_FAILPOINTS = POWERING, POWERED = ('powering', 'powered')
@@ -132,7 +132,7 @@ def test_a_start_after_a_stop_that_is_under_way(cluster: Control) -> None:
     assert done(cluster, instance)['state'] == 'active'
     assert runs(compute, instance)
     # It was asked, so it may go off late: that is waited for.
-    assert len(logged(compute, 'START INSTANCE', instance)) == 1
+    assert len(logs(compute, 'START INSTANCE', instance)) == 1
     settled(cluster, compute)
 
 
@@ -170,7 +170,7 @@ def test_a_record_removed_by_hand(cluster: Control) -> None:
     cluster.etcd.delete(f'/instances/{instance}')
     assert 'its record was lost' in reached(cluster, instance, 'active')['fault']
     done(cluster, instance)
-    assert len(logged(compute, 'START INSTANCE', instance)) == 1
+    assert len(logs(compute, 'START INSTANCE', instance)) == 1
     assert cluster.eschedule('destroy', '--wait', instance).code == 0
     settled(cluster, compute)
 

@@ -14,7 +14,7 @@ from tests.kit.commands import Control
 from tests.kit.hands import guests
 from tests.kit.invariants import check
 from tests.kit.servers import until
-from tests.kit.story import IMAGE, addressed, logged, one_line, place, reached, record
+from tests.kit.story import IMAGE, addressed, logged, logs, one_line, place, reached, record
 from tests.kit.tuned import tuned
 
 
@@ -99,7 +99,7 @@ def test_a_record_of_the_next_version(cluster: Control, version: int) -> None:
     one_line(cluster.eschedule('list'), 1, key, f'version {version}')
     _, other = place(cluster)  # nobody else is hindered
     addressed(cluster, other)
-    assert len(logged(compute, key, 'trying again')) == 1
+    assert len(logs(compute, key, 'trying again')) == 1
     assert cluster.etcd.get(key) == newer.encode()
     assert set(guests(compute)) == {instance, other}
     # The newer ecompute is back, and has written what this version reads.
@@ -145,7 +145,7 @@ def test_a_state_directory_of_another_version(cluster: Control) -> None:
     compute.stop()
     path.write_text(newer)
     compute.start()
-    assert logged(compute, str(path), 'version 2')
+    assert logs(compute, str(path), 'version 2')
     assert path.read_text() == newer
     assert addressed(cluster, instance)
     addressed(cluster, place(cluster)[1])

@@ -7,6 +7,7 @@ process, one after the other; all else by whichever is free. What takes longest 
 from __future__ import annotations
 
 import datetime
+import zlib
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,8 @@ LABS = 'lab of the stories', 'first lab of the faults', 'second lab of the fault
 HALF = 'test_j'
 """Modules up to here share the first lab of the faults."""
 LONG = 'long'
+LONGEST_ID = 100
+"""Characters of a parameter that are part of a test's name as they stand."""
 LAST_RUN = Path(__file__).parents[1] / 'last_run'
 """When each test that only --all runs passed last: a line each, `2026-01-31 NODEID`. `tests/run --all` writes it."""
 
@@ -25,6 +28,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup('ecomp')
     group.addoption('--nothing-skipped', action='store_true', help='a test that is skipped has failed')
     group.addoption('--note-last-run', action='store_true', help=f'write down in {LAST_RUN.name} which slow tests pass')
+
+
+def pytest_make_parametrize_id(val: object) -> str | None:
+    """A short name for a long parameter: as it stands it would be in every report, and sent to every process."""
+    if not isinstance(val, str | bytes) or len(val) <= LONGEST_ID:
+        return None
+    data = val.encode(errors='surrogatepass') if isinstance(val, str) else val
+    return f'{val[:20]!r}..{len(val)}..{zlib.crc32(data):08x}'
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:

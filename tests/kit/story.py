@@ -96,6 +96,19 @@ def logged(compute: Ecompute, *words: str) -> list[str]:
     return [line for line in log_of(compute) if all(word in line for word in words)]
 
 
+def logs(compute: Ecompute, *words: str, number: int = 1) -> list[str]:
+    """The lines of an ecompute's log that have all of these words, once there are so many: it may log what it did
+    after others can see it."""
+
+    def there() -> list[str] | None:
+        found = logged(compute, *words)
+        return found if len(found) >= number else None
+
+    found = until(there, SOON, f'compute {compute.uuid} logs {words}')
+    assert found is not None
+    return found
+
+
 def reserved(control: Control, compute: str) -> int:
     """How much VCPU of a compute is reserved."""
     return int(control.placement.inventory(compute)['VCPU']['reserved'])

@@ -19,6 +19,7 @@ from tests.kit.story import (
     addressed,
     log_of,
     logged,
+    logs,
     one_line,
     place,
     reached,
@@ -144,7 +145,7 @@ def test_a_request_for_an_instance_of_another_compute_is_dropped(cluster: Contro
 
     until(lambda: cluster.etcd.get(f'/hosts/{other.uuid}/{instance}') is None, 20, 'the request is dropped')
     assert everything(cluster)[f'/instances/{instance}'] == before
-    assert logged(other, instance, 'request dropped', owner.uuid)
+    assert logs(other, instance, 'request dropped', owner.uuid)
     check(cluster, owner, other)
 
 
@@ -207,7 +208,7 @@ def test_values_that_are_no_requests(cluster: Control) -> None:
 
     # Each once in the log, in one line, and everything else goes on.
     for instance in asked:
-        assert len(logged(compute, instance)) == 1
+        assert len(logs(compute, instance)) == 1
     place(cluster)
     check(cluster, compute)
     assert cluster.eschedule('list').code == 0
@@ -230,7 +231,7 @@ def test_a_key_that_names_no_instance_is_reported_once_and_left(cluster: Control
     # What comes after it is carried out, and takes the planner round several times.
     for _ in range(2):
         addressed(cluster, place(cluster)[1])
-    assert len(logged(compute, key)) == 1
+    assert len(logs(compute, key)) == 1
     assert len(log_of(compute)) < 30
     assert cluster.etcd.get(key) is not None
     assert record(cluster, NOBODY) is None
@@ -248,7 +249,7 @@ def test_the_request_of_a_living_guest_becomes_unreadable(cluster: Control) -> N
     fault = until(lambda: (record(cluster, instance) or {}).get('fault'), 20, 'its fault is recorded')
     assert 'unreadable' in str(fault)
     addressed(cluster, place(cluster)[1])
-    assert len(logged(compute, instance, 'unreadable')) == 1
+    assert len(logs(compute, instance, 'unreadable')) == 1
     found = record(cluster, instance)
     assert found is not None
     assert found['state'] == 'active'
@@ -268,7 +269,7 @@ def test_a_deleted_request_key_destroys_nothing(cluster: Control) -> None:
 
     until(lambda: logged(compute, instance, 'unmanaged'), 20, 'it is reported')
     addressed(cluster, place(cluster)[1])  # the compute lives on
-    assert len(logged(compute, instance, 'unmanaged')) == 1
+    assert len(logs(compute, instance, 'unmanaged')) == 1
     assert fake_guests(compute)[instance]['running']
     assert instance in allocations(cluster)
     # A destroy of it is still carried out.
@@ -300,7 +301,7 @@ def test_a_record_that_cannot_be_read_harms_no_other_instance(cluster: Control) 
     compute.start()
     _, second = place(cluster)
     reached(cluster, second, 'active')
-    assert len(logged(compute, f'/instances/{instance}', 'version 99')) == 1
+    assert len(logs(compute, f'/instances/{instance}', 'version 99')) == 1
     assert fake_guests(compute)[instance]['running']
     one_line(cluster.eschedule('show', instance), 1, f'/instances/{instance}', 'version 99')
     listed = cluster.eschedule('list')

@@ -20,7 +20,7 @@ from tests.kit.story import (
     SMALL,
     addressed,
     at_once,
-    logged,
+    logs,
     notified,
     one_line,
     place,
@@ -103,9 +103,9 @@ def test_the_log_has_the_readmes_words(cluster: Control) -> None:
     compute = cluster.ecompute()
     _, instance = place(cluster, SMALL, IMAGE)
     reached(cluster, instance, 'active')
-    assert logged(compute, f' INSTANTIATE INSTANCE {instance} WITH IMAGE {IMAGE}')
+    assert logs(compute, f' INSTANTIATE INSTANCE {instance} WITH IMAGE {IMAGE}')
     wire = f"{{'{compute.uuid}': {{'resources': {{'VCPU': 1, 'DISK_GB': 1, 'MEMORY_MB': 128}}}}}}"
-    assert logged(compute, f' ALLOCATIONS ARE {wire}')
+    assert logs(compute, f' ALLOCATIONS ARE {wire}')
 
 
 def test_no_candidate_for_a_required_trait(cluster: Control) -> None:

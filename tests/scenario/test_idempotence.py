@@ -23,7 +23,7 @@ from tests.kit.story import (
     SMALL,
     addressed,
     at_once,
-    logged,
+    logs,
     notified,
     one_line,
     place,
@@ -93,7 +93,7 @@ def test_the_same_again_changes_nothing_and_says_so(cluster: Control, instance: 
         one_line(refused, 5, instance, 'exists', SMALL, IMAGE)
         assert refused.stdout == ''
     assert (everything(cluster), allocations(cluster)) == before
-    assert len(logged(compute, 'INSTANTIATE')) == 1
+    assert len(logs(compute, 'INSTANTIATE')) == 1
     check(cluster, compute)
 
 
@@ -144,7 +144,7 @@ def test_killed_after_its_claim_and_resumed(cluster: Control, instance: str, gat
         assert notified(resumed) == (compute.uuid, instance)
         one_line(resumed, 0, instance, 'taking over')
     addressed(cluster, instance)
-    assert len(logged(compute, 'INSTANTIATE')) == 1
+    assert len(logs(compute, 'INSTANTIATE')) == 1
     check(cluster, compute)
 
 
@@ -159,7 +159,7 @@ def test_killed_after_its_claim_and_never_resumed(cluster: Control, instance: st
         first.wait()
     # First its lease runs out, then it is seen twice.
     until(lambda: instance not in allocations(cluster), 300, 'its claim is released')
-    assert logged(compute, instance, 'no request stands behind it')
+    assert logs(compute, instance, 'no request stands behind it')
     assert cluster.etcd.keys('/requests/') == []
     check(cluster, compute)
     place(cluster, '--uuid', instance, SMALL)

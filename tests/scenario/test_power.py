@@ -11,7 +11,7 @@ from tests.kit.commands import Control, Ecompute
 from tests.kit.hands import Eschedule
 from tests.kit.invariants import check, everything
 from tests.kit.servers import until
-from tests.kit.story import IMAGE, NOBODY, SMALL, addressed, logged, one_line, place, reached, record
+from tests.kit.story import IMAGE, NOBODY, SMALL, addressed, logged, logs, one_line, place, reached, record
 
 
 def running(compute: Ecompute) -> set[str]:
@@ -49,7 +49,7 @@ def test_stopped_started_and_rebooted(cluster: Control) -> None:
     assert running(compute) == {first}
     switched(cluster, 'reboot', *instances)
     assert running(compute) == set(instances), 'a reboot ends running, also of one that was stopped'
-    assert len(logged(compute, 'START INSTANCE', first)) == 2
+    assert len(logs(compute, 'START INSTANCE', first, number=2)) == 2
     assert [addressed(cluster, each) for each in instances] == addresses
     assert cluster.placement.allocations(first) == held
     check(cluster, compute)
@@ -116,7 +116,7 @@ def test_a_silent_compute_does_it_when_it_is_back(cluster: Control) -> None:
     assert logged(compute, 'START INSTANCE', instance) == []
     compute.restart()
     switched(cluster, 'start', instance)
-    assert len(logged(compute, 'START INSTANCE', instance)) == 1
+    assert len(logs(compute, 'START INSTANCE', instance)) == 1
     compute.restart()
     assert running(compute) == {instance}, 'done once'
     check(cluster, compute)
@@ -169,7 +169,7 @@ def test_a_start_that_fails_says_why_and_is_not_tried_again(cluster: Control) ->
     assert failed.stderr.endswith('its disk is gone\n')
     # What is seen of it now is what its record then says.
     until(lambda: (record(cluster, instance) or {})['fault'] == 'its disk is gone', 20, 'the fault is what is seen')
-    assert len(logged(compute, instance, 'it could not be started: its disk is gone')) == 1
+    assert len(logs(compute, instance, 'it could not be started: its disk is gone')) == 1
     compute.stop()
     path.write_text(whole)
     compute.start()

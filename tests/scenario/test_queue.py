@@ -16,7 +16,7 @@ from tests.kit.faulty_placement import FaultyPlacement
 from tests.kit.hands import lapse, settled
 from tests.kit.invariants import allocations, everything
 from tests.kit.servers import b64, until
-from tests.kit.story import IMAGE, SMALL, addressed, called, logged, one_line, place, reached, record
+from tests.kit.story import IMAGE, SMALL, addressed, called, logs, one_line, place, reached, record
 from tests.kit.tuned import tuned
 
 QUEUED = re.compile(r'QUEUED INSTANCE ([0-9a-f-]{36})\n')
@@ -74,7 +74,7 @@ def test_taken_by_a_compute_that_asks_for_work(small: Control) -> None:
     assert (found['compute'], found['name'], found['image'], found['query']) == (compute.uuid, 'web1', IMAGE, SMALL)
     assert {'requested', 'scheduled', 'started'} <= set(found['stages'])
     assert allocations(small) == {instance: {compute.uuid: {'VCPU': 1, 'DISK_GB': 1, 'MEMORY_MB': 128}}}
-    assert logged(compute, f'took instance {instance} from the queue of flavor small')
+    assert logs(compute, f'took instance {instance} from the queue of flavor small')
     assert waiting(small) == []
     settled(small, compute)
 

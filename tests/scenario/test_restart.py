@@ -17,6 +17,7 @@ from tests.kit.story import (
     at_once,
     log_of,
     logged,
+    logs,
     notified,
     one_line,
     place,
@@ -79,8 +80,8 @@ def test_a_signal_closes_the_host_and_the_next_start_opens_it(cluster: Control, 
     assert found is not None
     assert found['state'] == 'active'
     assert found['addresses'][0]['address'] == address
-    assert len(logged(compute, 'INSTANTIATE', kept)) == 1
-    assert logged(compute, 'resource provider', compute.uuid, 'is there, with usages')
+    assert len(logs(compute, 'INSTANTIATE', kept)) == 1
+    assert logs(compute, 'resource provider', compute.uuid, 'is there, with usages')
     place(cluster)
     check(cluster, compute)
 
@@ -209,7 +210,7 @@ def test_stopping_while_the_control_plane_is_away(own_control: Control) -> None:
     own_control.etcd.kill()
     own_control.placement.kill()
     assert compute.stop() == 0
-    assert logged(compute, 'could not reserve VCPU')
+    assert logs(compute, 'could not reserve VCPU')
     own_control.etcd.start()
     own_control.placement.start()
     compute.start()
