@@ -148,4 +148,4 @@ def cluster(
 def _empty(etcd: Etcd, placement: PlacementServer) -> None:
     every = base64.b64encode(b'\0').decode()
     etcd.call('kv/deleterange', {'key': every, 'range_end': every})
-    placement.empty()
+    placement.database.empty()

@@ -44,11 +44,7 @@ def everything(control: Control) -> dict[str, Kept]:
 
 def allocations(control: Control) -> dict[str, dict[str, dict[str, int]]]:
     """All of placement's allocations: {consumer: {provider: {class: amount}}}."""
-    held: dict[str, dict[str, dict[str, int]]] = {}
-    for provider in control.placement.call('GET', '/resource_providers')['resource_providers']:
-        for consumer, resources in control.placement.consumers(provider['uuid']).items():
-            held.setdefault(consumer, {})[provider['uuid']] = resources
-    return held
+    return control.placement.database.allocations()
 
 
 def violations(

@@ -14,7 +14,6 @@ import os
 import shutil
 import signal
 import socket
-import sqlite3
 import subprocess
 import sys
 import tempfile
@@ -26,13 +25,12 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, Self, TypeVar
 
+from tests.kit.placement_database import PlacementDatabase
 from tests.kit.warm import Warm, is_python
 
 TOP = Path(__file__).resolve().parents[2]
 PLACEMENT_HEADERS = {'x-auth-token': 'admin', 'openstack-api-version': 'placement 1.39'}
 READY_SECONDS = 60.0
-KEPT_TABLES = {'alembic_version', 'consumer_types', 'resource_classes', 'traits'}
-"""Of placement's database: what is the same in an empty one, and remembered by its server."""
 FIRST_PAUSE, LAST_PAUSE = 0.02, 0.25
 PATIENCE = 4
 """How many times slower a machine may be that is busy with others."""
@@ -314,6 +312,7 @@ class PlacementServer(Server):
         (self.directory / 'placement.conf').touch()
         self.port = free_port()
         self.url = f'http://127.0.0.1:{self.port}'
+        self.database = PlacementDatabase(self.directory / 'placement.sqlite')
 
     def command(self) -> list[str]:
         """The lab's own server."""
@@ -324,7 +323,7 @@ class PlacementServer(Server):
         return {
             **environment(),
             'OS_PLACEMENT_CONFIG_DIR': str(self.directory),
-            'OS_PLACEMENT_DATABASE__CONNECTION': f'sqlite:///{self.directory / "placement.sqlite"}',
+            'OS_PLACEMENT_DATABASE__CONNECTION': f'sqlite:///{self.database.path}',
             'OS_PLACEMENT_DATABASE__SYNC_ON_STARTUP': 'True',
             'OS_API__AUTH_STRATEGY': 'noauth2',
         }
@@ -337,13 +336,6 @@ class PlacementServer(Server):
             return False
         return True
 
-    def empty(self) -> None:
-        """Take all providers, consumers and what they hold out of its database: by HTTP it takes a request for each."""
-        with contextlib.closing(sqlite3.connect(self.directory / 'placement.sqlite', timeout=60)) as database, database:
-            named = database.execute("SELECT name FROM sqlite_master WHERE type = 'table'")
-            for table in {name for (name,) in named} - KEPT_TABLES:
-                database.execute(f'DELETE FROM {table}')
-
     def call(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """One request; its JSON object, {} if there is none. urllib.error.HTTPError for 400 and above."""
         headers = {**PLACEMENT_HEADERS, 'content-type': 'application/json', 'accept': 'application/json'}
@@ -354,22 +346,15 @@ class PlacementServer(Server):
 
     def allocations(self, consumer: str) -> dict[str, dict[str, int]]:
         """What a consumer holds: {provider: {class: amount}}."""
-        held = self.call('GET', f'/allocations/{consumer}')['allocations']
-        return {provider: each['resources'] for provider, each in held.items()}
+        return self.database.allocations_of(consumer)
 
     def consumers(self, provider: str) -> dict[str, dict[str, int]]:
         """Who holds what of a provider: {consumer: {class: amount}}."""
-        held = self.call('GET', f'/resource_providers/{provider}/allocations')['allocations']
-        return {consumer: each['resources'] for consumer, each in held.items()}
+        return self.database.consumers(provider)
 
     def inventory(self, provider: str) -> dict[str, dict[str, Any]]:
         """A provider's inventory, {} if there is no such provider."""
-        try:
-            return dict(self.call('GET', f'/resource_providers/{provider}/inventories')['inventories'])
-        except urllib.error.HTTPError as error:
-            if error.code == 404:
-                return {}
-            raise
+        return self.database.inventory(provider)
 
     def make_provider(self, **totals: int) -> str:
         """A new provider with this inventory, such as VCPU=4; its uuid."""

@@ -79,6 +79,7 @@ PLACES: dict[str, set[str]] = {
     'bottle': {'mdserver'},
     'waitress': {'mdserver', 'ecomp.lab'},  # the lab serves placement with it
     'placement': {'ecomp.lab'},
+    'jsonschema': {'ecomp.lab'},  # placement's own
     # metadata starts mdserver; the lab starts the cluster's daemons.
     'subprocess': {'ecomp.lab', 'ecomp.agent.metadata'},
 }

@@ -1,0 +1,51 @@
+"""The lab's placement checks each of its schemas once, and every request against them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from ecomp.lab.placement_server import check_schemas_once
+
+jsonschema = pytest.importorskip('jsonschema', reason="placement is not installed: pip install '.[lab]'")
+
+WHOLE_NUMBER = {'type': 'integer', 'minimum': 1}
+
+
+@pytest.fixture
+def checked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The schemas that were checked, in order."""
+    validator = jsonschema.validators.validator_for({})
+    check, found = validator.check_schema, []
+
+    def note(schema: Any, *rest: Any, **named: Any) -> None:
+        found.append(schema)
+        check(schema, *rest, **named)
+
+    monkeypatch.setattr(validator, 'check_schema', note)
+    check_schemas_once()
+    return found
+
+
+def test_a_schema_is_checked_at_its_first_use(checked: list[Any]) -> None:
+    for _ in range(3):
+        jsonschema.validate(3, WHOLE_NUMBER)
+    assert checked == [WHOLE_NUMBER]
+    jsonschema.validate('x', {'type': 'string'})
+    assert checked == [WHOLE_NUMBER, {'type': 'string'}]
+
+
+@pytest.mark.usefixtures('checked')
+def test_what_is_sent_is_held_against_it_each_time() -> None:
+    for _ in range(2):
+        with pytest.raises(jsonschema.ValidationError):
+            jsonschema.validate(0, WHOLE_NUMBER)
+
+
+@pytest.mark.usefixtures('checked')
+def test_one_that_makes_no_sense_is_refused_each_time() -> None:
+    nonsense = {'type': 'no such type'}
+    for _ in range(2):
+        with pytest.raises(jsonschema.SchemaError):
+            jsonschema.validate(3, nonsense)
