@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import random
+import time
 from collections.abc import Callable, Sequence
 
 from ecomp.errors import Conflict, NotFound, UnknownOutcome, UsageError
@@ -17,6 +19,8 @@ from ecomp.store.client import Delete, Put, Store
 from ecomp.store.sharing import put_quota, quota
 
 TRIES = 50
+PAUSE = 0.05
+"""Seconds between two of them, at most."""
 
 
 def limit(store: Store, project: str, words: Sequence[str]) -> str:
@@ -44,36 +48,36 @@ def limit(store: Store, project: str, words: Sequence[str]) -> str:
 def recount(store: Store, project: str, change: Callable[[Quota | None], Quota]) -> Quota | None:
     """Change a quota, and count what the project has; None once it has no limits, and is gone.
 
-    What is delivered and removed meanwhile is counted by whoever does it, from the moment this is written; so what
-    there was at just that moment is looked up afterwards, and what was reckoned before is put right.
+    What is delivered and removed while a quota is there changes it, so what was counted is written only if nothing
+    was. While there is none nobody changes it: the first is written twice, and counted once it is there.
     """
     for _ in range(TRIES):
         now, unchanged = quota(store, project)
         wanted = change(now)
-        reckoned = _counted(store, project)
+        new = Quota(project, wanted.limits, _counted(store, project))
         failpoint('quota-counted')
-        new = Quota(project, wanted.limits, reckoned)
         written: Put | Delete = put_quota(new) if wanted.limits else Delete(keys.quota(project))
         try:
             revision = store.commit([unchanged], [written])
         except UnknownOutcome:
             continue  # done once more it is no other
         if revision is None:
+            time.sleep(random.uniform(0, PAUSE))
             continue
         if not wanted.limits:
             return None
+        if now is not None:
+            return new
         failpoint('quota-reckoned')
-        exact = _counted(store, project, revision)
-        return new if exact == reckoned else _corrected(store, project, reckoned, exact)
     raise Conflict(f'quota of project {printable(project)}: changed by somebody else all the time; try again')
 
 
-def _counted(store: Store, project: str, revision: int = 0) -> dict[str, int]:
-    """What a project has, by the requests there are, or were at a revision of etcd."""
+def _counted(store: Store, project: str) -> dict[str, int]:
+    """What a project has, by the requests there are."""
     # Those that wait first: what is moved meanwhile is seen twice, and counts once.
-    waiting = store.snapshot(keys.QUEUES, revision=revision).entries
+    waiting = store.snapshot(keys.QUEUES).entries
     asked: list[Waiting | Request | Invalid] = [parse_waiting(key, each.value) for key, each in waiting.items()]
-    for key, entry in store.snapshot(keys.HOSTS, revision=revision).entries.items():
+    for key, entry in store.snapshot(keys.HOSTS).entries.items():
         compute = key.removeprefix(keys.HOSTS).partition('/')[0]
         asked.append(parse_request(compute, key, entry.value))
     return counted(project, (each for each in asked if not isinstance(each, Invalid)))
@@ -105,21 +109,6 @@ def as_quota(found: Quota, form: str) -> str:
         most, used = found.limits.get(name), found.used.get(name, 0)
         rows.append((name, '-' if most is None else str(most), str(used), '-' if most is None else str(most - used)))
     return table(rows)
-
-
-def _corrected(store: Store, project: str, reckoned: dict[str, int], exact: dict[str, int]) -> Quota:
-    for _ in range(TRIES):
-        now, unchanged = quota(store, project)
-        if now is None:
-            break
-        right = now.with_used(exact).without_used(reckoned)
-        try:
-            if store.commit([unchanged], [put_quota(right)]) is not None:
-                return right
-        except UnknownOutcome as error:
-            cure = 'what was delivered at that moment may not be counted: the same command again counts anew'
-            raise UnknownOutcome(f'{error}; {cure}', error.backend) from error
-    raise Conflict(f'quota of project {printable(project)}: changed by somebody else all the time; set it once more')
 
 
 def _classes(found: Quota) -> list[str]:

@@ -107,7 +107,7 @@ def test_quota_set_while_one_is_delivered(cluster: Control, killed: bool) -> Non
     compute = cluster.ecompute(ROOMY)
     place(cluster, SMALL, '--project', 'web')
     words = ('quota', 'set', 'web', 'instances=5')
-    failpoint = f'{COUNTED}:stop' + (f',{RECKONED}:kill' if killed else '')
+    failpoint = f'{COUNTED}:stop:1' + (f',{RECKONED}:kill' if killed else '')
     with Eschedule(cluster, *words, failpoint=failpoint) as setting:
         setting.stopped_at(COUNTED)
         place(cluster, SMALL, '--project', 'web')
