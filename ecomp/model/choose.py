@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -33,10 +34,14 @@ Rooms = Mapping[str, Mapping[str, Room]]
 
 @dataclass(frozen=True)
 class Offer:
-    """Placement's answer: who could give what was asked for, a possibility each, and what room those providers have."""
+    """Placement's answer: who could give what was asked for, a possibility each, and what room those providers have.
+
+    `asked`: when placement was asked, in seconds of this process's monotonic clock; nothing in it is newer.
+    """
 
     candidates: Sequence[Allocations]
     rooms: Rooms = field(default_factory=dict)
+    asked: float = field(default=-math.inf, compare=False)
 
 
 class Candidate(NamedTuple):

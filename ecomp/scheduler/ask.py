@@ -13,6 +13,11 @@ if TYPE_CHECKING:
     Backend = Future[tuple[Placement, Offer]]
 
 
+FRESH = 2.0
+"""Seconds between placement's being asked and the request key's being there, at most: after more it is asked again. So
+whoever disables a compute knows after that time of everybody who was told before that there is room on it."""
+
+
 def ask_placement(endpoint: str, query: str) -> Backend:
     """Placement, and what it offers for a query; the future raises what that raises.
 

@@ -14,6 +14,7 @@ from ecomp.model.record import SCHEDULED
 from ecomp.placement import allocations as ledger
 from ecomp.placement import providers, traits
 from ecomp.placement.client import Placement
+from ecomp.scheduler.ask import FRESH
 from ecomp.scheduler.hosts import compute_of, look
 from ecomp.store.client import Store
 
@@ -82,14 +83,19 @@ def drained(
 
     `tell` gets what is waited for, about once a second. StillGoing when the time is up: it stays disabled.
     """
-    # Whoever asked placement before may still claim there and deliver; those that ask now hear that it is disabled.
-    asking = _asking(store)
+    # Whoever asked placement before it was disabled may still claim there and deliver; those that ask now hear of it.
+    # Of the former those that have announced themselves are seen, and all have within FRESH. A mark is put before its
+    # taker asks.
+    began = time.monotonic()
+    placing, taking, all_announced = frozenset[str](), _marks(store), False
     while True:
+        late = time.monotonic() - began > FRESH
         # Before what is there: what they deliver meanwhile is then seen.
-        asking &= _asking(store)
+        now = frozenset(store.snapshot(keys.REQUESTS, keys_only=True).entries)
+        placing, taking, all_announced = placing & now if all_announced else now, taking & _marks(store), late
         requests = store.snapshot(keys.host_prefix(compute), keys_only=True).entries
         left = {keys.last(key) for key in requests} | ledger.of_provider(placement, compute).keys()
-        if not left and not asking:
+        if all_announced and not (left or placing or taking):
             return
         what = f'{_count(len(left))} to go' if left else 'requests under way, which may be for it'
         if deadline.spent >= deadline.seconds:
@@ -98,11 +104,10 @@ def drained(
         time.sleep(max(min(EVERY, deadline.seconds - deadline.spent), 0))
 
 
-def _asking(store: Store) -> frozenset[tuple[str, int]]:
-    """Who is at a request now: an eschedule, by its key, or the compute whose mark is on one in a queue."""
+def _marks(store: Store) -> frozenset[tuple[str, int]]:
+    """The marks that computes have on requests in queues now, and their revisions."""
     waiting = store.snapshot(keys.QUEUES, keys_only=True).entries
-    marks = {(key, entry.revision) for key, entry in waiting.items() if key.endswith(keys.TAKER)}
-    return frozenset((key, 0) for key in store.snapshot(keys.REQUESTS, keys_only=True).entries) | marks
+    return frozenset((key, entry.revision) for key, entry in waiting.items() if key.endswith(keys.TAKER))
 
 
 def _check(placement: Placement, compute: str) -> None:
