@@ -9,6 +9,7 @@
     ├── NotFound               4  no such thing
     ├── Conflict               5  exists already, or somebody else changed it first
     │   └── GenerationConflict 5  placement's generation moved: read again, decide again
+    │       └── ConsumerConflict  5  a consumer's: somebody else claimed or released for the same instance
     ├── StillGoing             6  the time is up, the work goes on
     ├── Unreachable            7  a backend cannot be reached; nothing was changed
     │   ├── UnknownOutcome     7  a write was sent and no answer came: read back before anything else
@@ -65,6 +66,10 @@ class Conflict(EcompError):
 
 class GenerationConflict(Conflict):
     """placement.concurrent_update: GET before anything else is tried."""
+
+
+class ConsumerConflict(GenerationConflict):
+    """The generation that was sent is not the consumer's."""
 
 
 class StillGoing(EcompError):

@@ -12,7 +12,7 @@ from ecomp.model import keys
 from ecomp.placement import allocations as ledger
 from ecomp.placement.client import Placement
 from ecomp.store.client import Store
-from ecomp.store.requests import at_it
+from ecomp.store.requests import at_it, wanted
 
 log = logging.getLogger(__name__)
 
@@ -55,8 +55,11 @@ class ClaimKeeper:
         # meanwhile has its key by now. etcd is asked itself, for a followed state may be behind.
         wished = [keys.last(key) for key in self._store.snapshot(keys.host_prefix(self._compute), True).entries]
         self._seen, ready = due(self._seen, orphans(held, wished, guests, at_it(self._store)), now)
-        for consumer in ready:
-            current = ledger.consumer(self._placement, consumer)
-            if self._compute in current.allocations and ledger.release(self._placement, consumer, current):
+        for consumer, released in ledger.release_unless(self._placement, ready, self._wanted).items():
+            if released:
                 log.warning('released the claim of %s: no request stands behind it', consumer)
             self._seen.pop(consumer, None)
+
+    def _wanted(self, holding: Mapping[str, ledger.Consumer]) -> set[str]:
+        elsewhere = {consumer for consumer, held in holding.items() if self._compute not in held.allocations}
+        return elsewhere | wanted(self._store, {consumer: held.allocations for consumer, held in holding.items()})

@@ -5,7 +5,8 @@ https://docs.openstack.org/api-ref/placement/#allocation-candidates and #allocat
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,12 +36,13 @@ def candidates(placement: Placement, query: str) -> Offer:
     """
     if any(character < ' ' or character == '\x7f' for character in query):
         raise PlacementRefusal('the query has a control character in it')
+    asked = time.monotonic()
     # What follows a # is not sent: half of the query would be silently gone.
     data = placement.get('/allocation_candidates?' + enabled_only(query).replace('#', '%23'))
     try:
         found = [parse_allocations(each['allocations']) for each in data['allocation_requests']]
         summaries = data['provider_summaries'].items()
-        return Offer(found, {provider: _rooms(summary['resources']) for provider, summary in summaries})
+        return Offer(found, {provider: _rooms(summary['resources']) for provider, summary in summaries}, asked)
     except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
         raise placement.foreign() from error
 
@@ -109,6 +111,24 @@ def release(placement: Placement, instance: str, held: Consumer) -> bool:
     except GenerationConflict:
         return False
     return True
+
+
+def release_unless(
+    placement: Placement, consumers: Iterable[str], wanted: Callable[[Mapping[str, Consumer]], Collection[str]]
+) -> dict[str, bool]:
+    """Release what these consumers hold, but for those that are wanted: {consumer: it holds nothing any more}.
+
+    This is the order of reading before anything is given away (rule 11): the generations first, then `wanted` asks
+    etcd who stands behind these consumers, then they are released with the generations read. Whoever comes to stand
+    behind one after that look claims after it, too, and moves its generation.
+    """
+    held = {each: consumer(placement, each) for each in consumers}
+    holding = {each: found for each, found in held.items() if found.allocations}
+    kept = wanted(holding) if holding else ()
+    return {
+        each: each not in holding or (each not in kept and release(placement, each, found))
+        for each, found in held.items()
+    }
 
 
 def of_provider(placement: Placement, provider: str) -> dict[str, Mapping[str, int]]:

@@ -3,19 +3,30 @@
 from __future__ import annotations
 
 import logging
+import math
 import random
 import time
 from collections.abc import Callable, Mapping
 
-from ecomp.errors import GenerationConflict, UnknownOutcome, Unreachable
+from ecomp.errors import ConsumerConflict, EcompError, GenerationConflict, UnknownOutcome, Unreachable
 from ecomp.model.allocation import Allocations, difference
 from ecomp.placement import allocations as ledger
+from ecomp.placement.allocations import Consumer
 from ecomp.placement.client import Placement
 
 log = logging.getLogger(__name__)
 
 TRIES = 4
 """nova's number for provider conflicts; placement itself has tried ten times before it answers 409."""
+EMPTY_SECONDS = 3.0
+"""How long a consumer has to hold nothing, and have a generation all the same, to be taken for one that was left so.
+
+Placement makes a consumer in a transaction of its own, before its allocations; killed between the two it leaves one
+that nobody sees, and whose generation is 0. Sooner it may be the consumer of a claim that is being made this moment:
+that one, refused, would take the consumer away, whatever it holds by then.
+"""
+EMPTY_PAUSE = 0.25
+"""Seconds between two looks at such a consumer."""
 
 
 def claim(
@@ -24,50 +35,75 @@ def claim(
     user_id: str,
     project_id: str,
     check: Callable[[], None],
+    above: int = 0,
 ) -> None:
-    """Each instance holds exactly what is wanted for it when this returns.
+    """Each instance holds exactly what is wanted for it when this returns, with a generation higher than `above`.
 
-    What somebody before us claimed for it is taken over with the current generation, which makes that one's late
-    release a 409; a later one's is not: `check` raises Conflict once the instance is not ours any more.
-    Errors: NoCapacity, Unreachable, Conflict, GenerationConflict after several tries.
+    What somebody before us claimed for it is moved, with the generation it has: that makes that one's late release a
+    409. It is never released first: placement forgets a consumer with its last allocation and counts from 1 again, so
+    a late release could meet its own number once more. `check` raises Conflict once the instance is not ours any more.
+    Errors: NoCapacity, Unreachable, Conflict, GenerationConflict after several tries; ConsumerConflict of a set may be
+    about one of it that was left empty, and is none when that is claimed by itself.
     """
     generations: dict[str, int | None] = dict.fromkeys(wanted)
-    for left in reversed(range(TRIES)):
+    empty_since, left = math.inf, TRIES
+    while True:
+        error: EcompError
         try:
-            return _write(placement, wanted, user_id, project_id, generations)
-        except UnknownOutcome as error:
-            unknown = error
-        except GenerationConflict as error:
-            if not left:
-                raise
-            log.debug('claim for %s: %s', in_short(wanted), error)
-            unknown = None
+            _write(placement, wanted, user_id, project_id, generations)
+            generations = {instance: (now or 0) + 1 for instance, now in generations.items()}
+            if all(now is not None and now > above for now in generations.values()):
+                return
+            continue
+        except (UnknownOutcome, GenerationConflict) as caught:
+            error, left = caught, left - 1
+        if not left and isinstance(error, GenerationConflict):
+            raise error
+        log.debug('claim for %s: %s', in_short(wanted), error)
         try:
             held = {instance: ledger.consumer(placement, instance) for instance in wanted}
-        except Unreachable as error:
-            if unknown is None:
+        except Unreachable as unread:
+            if isinstance(error, GenerationConflict):
                 raise
-            raise UnknownOutcome(f'{error}; whether {in_short(wanted)} holds its claim is not known') from error
-        # Only a claim whose answer was lost may be taken for ours as it stands. One found after a 409 is
-        # somebody's: moving it by its generation is what makes their late release fail.
-        if unknown is not None and all(
-            difference(each, held[instance].allocations) is None for instance, each in wanted.items()
-        ):
-            return None
-        if unknown is not None and not left:
-            raise unknown
+            raise UnknownOutcome(f'{unread}; whether {in_short(wanted)} holds its claim is not known') from unread
         # Asked after the generation was read: whoever takes our place after this look claims after it, too,
         # and one of the two claims finds that the generation has moved.
         check()
-        generations = {instance: each.generation for instance, each in held.items()}
-        time.sleep(random.uniform(0, 0.1 * (TRIES - left)))
-    return None
+        found = {instance: each.generation for instance, each in held.items()}
+        if isinstance(error, UnknownOutcome):
+            if all(_is_ours(held[each], wanted[each], sent, above) for each, sent in generations.items()):
+                return
+            if not left:
+                raise error
+        if isinstance(error, ConsumerConflict) and found == generations and None in found.values():
+            # Nobody changed it, and yet it is not as it looks: one of them was left empty.
+            if len(wanted) > 1:
+                raise error
+            empty_since = min(empty_since, time.monotonic())
+            if time.monotonic() - empty_since < EMPTY_SECONDS:
+                left += 1
+                time.sleep(EMPTY_PAUSE)
+            else:
+                generations = dict.fromkeys(wanted, 0)
+            continue
+        generations = found
+        time.sleep(random.uniform(0, 0.1 * left))
 
 
 def in_short(wanted: Mapping[str, object]) -> str:
     """Whom it is about, fit for one line."""
     first = next(iter(wanted))
     return first if len(wanted) == 1 else f'{first} (of {len(wanted)})'
+
+
+def _is_ours(held: Consumer, wanted: Allocations, sent: int | None, above: int) -> bool:
+    """Whether what is held is what we claimed with the generation `sent`, though no answer came.
+
+    Not known where that was None: somebody may have claimed the same, and until the generation has moved once more
+    their late release takes it away.
+    """
+    moved = sent is not None and held.generation == sent + 1 > above
+    return moved and difference(wanted, held.allocations) is None
 
 
 def _write(

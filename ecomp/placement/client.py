@@ -15,6 +15,7 @@ from urllib3.util.retry import Retry
 
 from ecomp.errors import (
     Conflict,
+    ConsumerConflict,
     EcompError,
     GenerationConflict,
     NoCapacity,
@@ -66,8 +67,9 @@ class Placement:
     """Placement at one endpoint. May be shared by threads: each call is one request.
 
     Errors: PlacementRefusal (400, placement's own words), NotFound (404), GenerationConflict (409
-    placement.concurrent_update), Conflict (409 duplicate name or in use), NoCapacity (any other 409),
-    Unreachable (nothing was changed), UnknownOutcome (a write without an answer), EcompError (401, 403, 406).
+    placement.concurrent_update; ConsumerConflict where it is about a consumer), Conflict (409 duplicate name or in
+    use), NoCapacity (any other 409), Unreachable (nothing was changed), UnknownOutcome (a write without an answer),
+    EcompError (401, 403, 406).
     """
 
     def __init__(self, endpoint: str, timeout: tuple[float, float] = TIMEOUT) -> None:
@@ -159,7 +161,8 @@ class Placement:
             return NotFound(detail)
         if status == 409:
             if code == 'placement.concurrent_update':
-                return GenerationConflict(detail)
+                # One code for providers and consumers; placement's handlers/util.py has the words.
+                return (ConsumerConflict if 'consumer generation' in detail else GenerationConflict)(detail)
             if code in ('placement.duplicate_name', 'placement.inventory.inuse', 'placement.resource_provider.inuse'):
                 return Conflict(detail)
             return NoCapacity(detail)

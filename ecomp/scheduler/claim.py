@@ -7,15 +7,16 @@ while nobody else is at the same instance.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 
-from ecomp.errors import Conflict, GenerationConflict, NoCapacity
+from ecomp.errors import Conflict, ConsumerConflict, GenerationConflict, NoCapacity, PlacementRefusal
 from ecomp.failpoints import failpoint
 from ecomp.model import keys
 from ecomp.model.allocation import Allocations
 from ecomp.model.choose import Candidate
 from ecomp.placement import allocations as ledger
+from ecomp.placement import providers
 from ecomp.placement.claiming import claim, in_short
 from ecomp.placement.client import Placement
 from ecomp.store.client import Store
@@ -25,23 +26,32 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Claimer:
-    """Claims for one request. `still_ours` is False once somebody else took its request key."""
+    """Claims for one request. `still_ours` is False once somebody else took its request key.
+
+    `above`: the generation that each claim gets is higher, see claiming.claim().
+    """
 
     placement: Placement
     user_id: str
     project_id: str
     still_ours: Callable[[], bool]
+    above: int = 0
 
     def claim_what_fits(self, wanted: Mapping[str, Candidate]) -> set[str]:
         """Claim for all of them at once or, where placement has no room for one, for as many as it can.
 
-        The instances that hold their candidate now. Errors: Unreachable, Conflict.
+        The instances that hold their candidate now. Errors: Unreachable, Conflict, PlacementRefusal.
         """
         try:
             self.claim({instance: candidate.allocations for instance, candidate in wanted.items()})
-        except (NoCapacity, GenerationConflict) as error:
+        except (NoCapacity, GenerationConflict, PlacementRefusal) as error:
             if len(wanted) == 1:
-                (candidate,) = wanted.values()
+                ((instance, candidate),) = wanted.items()
+                if isinstance(error, ConsumerConflict):
+                    why = 'what it holds in placement is changed by somebody else all the time; try again'
+                    raise Conflict(f'{instance}: {why}') from error
+                if isinstance(error, PlacementRefusal) and self._is_there(candidate):
+                    raise
                 log.warning('compute %s: %s', candidate.compute, error)
                 return set()
             # One that is full fails the whole, and which it was has no code of its own.
@@ -56,7 +66,11 @@ class Claimer:
             if not self.still_ours():
                 raise Conflict(f'{in_short(wanted)}: another eschedule took it over, or this one was too slow')
 
-        claim(self.placement, wanted, self.user_id, self.project_id, check)
+        claim(self.placement, wanted, self.user_id, self.project_id, check, self.above)
+
+    def _is_there(self, candidate: Candidate) -> bool:
+        """False if one of its providers was removed, by `host forget`, since it was offered."""
+        return all(providers.name(self.placement, each) is not None for each in candidate.allocations)
 
 
 def halves(wanted: Mapping[str, Candidate]) -> tuple[dict[str, Candidate], dict[str, Candidate]]:
@@ -75,22 +89,23 @@ def halves(wanted: Mapping[str, Candidate]) -> tuple[dict[str, Candidate], dict[
     )
 
 
-def abandon(store: Store, placement: Placement, instance: str, request: str, revision: int) -> bool:
-    """Release what the instance holds, unless somebody else is at it or it was delivered; True if released.
+def abandon(store: Store, placement: Placement, instances: Iterable[str], request: str, revision: int) -> bool:
+    """Release what the instances hold, but for those that somebody else is at or that were delivered; True if all.
 
-    `request` is the uuid of its request key, `revision` that of the key when it was ours.
-    The order closes the race with a second eschedule of the same uuid: it writes /requests first and claims
-    after, so either its key is seen here, or its claim moves the generation read here before.
+    `request` is the uuid of their request key, `revision` that of the key when it was ours. Who is at them is asked
+    once the generations are read (rule 11): a second eschedule of the same uuid writes /requests first and claims
+    after, so either its key is seen here, or its claim moves a generation read here before.
     """
-    held = ledger.consumer(placement, instance)
-    if not held.allocations:
-        return True
-    at_it = store.get(keys.request(request))
-    if at_it is not None and at_it.revision != revision:
-        return False
-    if store.get(keys.instance(instance)) is not None:
-        return False
-    compute_keys = [keys.host(provider, instance) for provider in held.allocations]
-    if any(store.get(key) is not None for key in compute_keys):
-        return False
-    return ledger.release(placement, instance, held)
+
+    def wanted(holding: Mapping[str, ledger.Consumer]) -> Collection[str]:
+        at_it = store.get(keys.request(request))
+        if at_it is not None and at_it.revision != revision:
+            return holding
+        return [
+            instance
+            for instance, held in holding.items()
+            if store.get(keys.instance(instance)) is not None
+            or any(store.get(keys.host(provider, instance)) is not None for provider in held.allocations)
+        ]
+
+    return all(ledger.release_unless(placement, instances, wanted).values())

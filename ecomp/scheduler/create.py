@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import random
+import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import Future
 
@@ -17,8 +18,10 @@ from ecomp.model import keys
 from ecomp.model.choose import Candidate, Offer, Why
 from ecomp.placement import allocations as ledger
 from ecomp.placement.client import Placement
+from ecomp.scheduler.ask import FRESH
 from ecomp.scheduler.claim import Claimer, abandon
 from ecomp.scheduler.deliver import LEASE_SECONDS, Delivery, announce, deliver, quietly_revoke
+from ecomp.scheduler.earlier import left_behind
 from ecomp.scheduler.joining import Terms, take_names, terms_of, together
 from ecomp.scheduler.place import Placer
 from ecomp.scheduler.wanted import Delivered, Wanted, before, check_size, request_of
@@ -28,6 +31,11 @@ from ecomp.store.requests import in_line
 from ecomp.store.sharing import Excluded, charged, joined
 
 log = logging.getLogger(__name__)
+
+ABOVE = 3
+"""Whoever resumes a uuid claims with a higher generation than this. Placement counts from 1 again once a claim was
+released, and the release of an eschedule that was frozen carries the number it read: 1, and one more for each time
+that this uuid was taken over by then."""
 
 UNCHANGED, UNDONE = 'nothing was changed', 'nothing was placed, and its claim is released'
 """What is left of a request that did not get through."""
@@ -60,15 +68,12 @@ def create(
     except Unreachable as error:
         raise _with(error, UNCHANGED) from error
     tried: list[str] = []
+    earlier: list[str] = []  # those that may hold what an earlier eschedule claimed
 
     def still_ours() -> bool:
         store.keep_alive(lease)  # whoever is at it for long is alive, or would not ask
         at_it = store.get(keys.request(wanted.instance))
         return at_it is not None and at_it.revision == revision
-
-    def give_back(instances: Collection[str]) -> None:
-        if not _abandon(store, placement, instances, wanted.instance, revision):
-            raise Conflict(f'{wanted.instance}: another eschedule took it over, or this one was too slow')
 
     def look_again() -> Offer:
         store.keep_alive(lease)
@@ -87,31 +92,35 @@ def create(
             return there
         failpoint('announced')
         alive = [keys.last(key) for key in store.snapshot(keys.COMPUTES, keys_only=True).entries]
+        announced = time.monotonic()
         placement, offer = backend.result()
-        claimer = Claimer(placement, wanted.user_id, wanted.project_id, still_ours)
-        placer = Placer(claimer, give_back, look_again, line, alive, wanted, rng, tried)
+        if announced - offer.asked > FRESH:
+            offer = look_again()  # who waits for a compute to be drained waits no longer than that for us
+        claimer = Claimer(placement, wanted.user_id, wanted.project_id, still_ours, ABOVE if resume else 0)
+        placer = Placer(claimer, look_again, line, alive, wanted, rng, tried)
+        placed: dict[str, Candidate] = {}
         if resume and placer.room(offer, terms) < wanted.minimum:
             # The room that is missing may be what an earlier eschedule of this uuid claimed and left.
-            _abandon(store, placement, wanted.instances, wanted.instance, revision)
-            offer = look_again()
-        placed: dict[str, Candidate] = {}
+            earlier += wanted.instances
+            placed = placer.take_over(left_behind(placement, wanted, alive, terms.group))
         while True:
             placed = placer.place(offer, terms, placed)
             failpoint('claimed')
             try:
-                return _deliver(store, wanted, terms, placed, placer.of, revision, now())
+                delivered = _deliver(store, wanted, terms, placed, placer.of, revision, now())
+                _undo_quietly(store, placement, set(tried) - placed.keys(), wanted.instance, revision)
+                return delivered
             except Excluded as lost:
                 # Of its group or its project others were delivered first, and what we hold may not be where it is.
                 log.debug('%s: others were faster, %d of %d may stay', wanted.instance, len(lost.kept), len(placed))
-                give_back([instance for instance in placed if instance not in lost.kept])
                 placed = {instance: placed[instance] for instance in lost.kept}
                 terms, offer = _terms(store, wanted), look_again()
     except UnknownOutcome:
         raise  # nothing is released while it is not known what was written (rule 1)
     except BaseException as error:
         left = UNCHANGED
-        if tried:
-            left = _undo(store, placement, tried, wanted.instance, revision)
+        if tried or earlier:
+            left = _undo(store, placement, {*tried, *earlier}, wanted.instance, revision)
             failpoint('undone')
         quietly_revoke(store, lease)
         if isinstance(error, Unreachable):
@@ -155,7 +164,7 @@ def _deliver(
 def _undo(store: Store, placement: Placement, tried: Iterable[str], request: str, revision: int) -> str:
     """Release the claims; what is left of them, in one sentence."""
     try:
-        if _abandon(store, placement, tried, request, revision):
+        if abandon(store, placement, tried, request, revision):
             return UNDONE
         return f'{request}: its claim is not ours any more and stays'
     except EcompError as error:
@@ -166,9 +175,10 @@ def _undo(store: Store, placement: Placement, tried: Iterable[str], request: str
         )
 
 
-def _abandon(store: Store, placement: Placement, instances: Iterable[str], request: str, revision: int) -> bool:
-    released = [abandon(store, placement, instance, request, revision) for instance in instances]
-    return all(released)
+def _undo_quietly(store: Store, placement: Placement, instances: Collection[str], request: str, revision: int) -> None:
+    """Release the claims of a set that are not needed: it is delivered, and what cannot be done the computes do."""
+    if instances:
+        log.debug('%s', _undo(store, placement, instances, request, revision))
 
 
 def _with(error: Unreachable, state: str) -> Unreachable:

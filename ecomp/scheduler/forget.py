@@ -7,7 +7,7 @@ same command again goes on.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -23,7 +23,7 @@ from ecomp.placement.client import Placement
 from ecomp.scheduler.hosts import Seen, look
 from ecomp.store.client import Delete, Put, Store, Unchanged
 from ecomp.store.names import Change
-from ecomp.store.requests import at_it
+from ecomp.store.requests import at_it, wanted
 from ecomp.store.sharing import commit_with, ended, nothing
 
 TRIES = 5
@@ -76,15 +76,16 @@ def forget(
 
 
 def _read(store: Store, placement: Placement, compute: str) -> _Both:
-    # placement first: what is claimed since cannot be in it, and what was delivered since has its key by then.
+    # placement first: what is claimed since cannot be in it, and what was delivered since has its key by then. Then who
+    # is at what, and /hosts last: requests move there.
     provider, held = None, {}
     name = providers.name(placement, compute)
     if name is not None:
         provider = InPlacement(compute, name, providers.shares(placement, [compute]).get(compute, {}))
         if provider.is_ours:
             held = ledger.of_provider(placement, compute)
-    seen = look(store)
-    return _Both(provider, held, seen, frozenset(at_it(store)))
+    placing = frozenset(at_it(store))
+    return _Both(provider, held, look(store), placing)
 
 
 def _allowed(compute: str, planes: _Both) -> Leftovers:
@@ -119,7 +120,7 @@ def _remove(
             raise _Changed
 
     for instance in left.ended:
-        _release(store, placement, compute, instance)
+        _release(store, placement, compute, instance, its_end=True)
         failpoint('host-released')
         record = _ended(compute, seen, instance, now())
         put = Put(keys.instance(instance), to_json(record), store.grant(KEPT[GONE]))
@@ -134,18 +135,24 @@ def _remove(
         tell(f'{consumer}: its claim is released: no request stands behind it')
 
 
-def _release(store: Store, placement: Placement, compute: str, consumer: str) -> None:
-    """Release what a consumer holds, if it holds anything here.
+def _release(store: Store, placement: Placement, compute: str, consumer: str, its_end: bool = False) -> None:
+    """Release what a consumer holds, if it holds anything here. `its_end`: its request here is a destroy.
 
     Nobody claims on a silent compute, and whoever claims elsewhere for this consumer moves the generation read.
     """
-    held = ledger.consumer(placement, consumer)
-    if compute not in held.allocations:
-        return
-    if store.get(keys.compute(compute)) is not None or consumer in at_it(store):
-        raise _Changed
-    if not ledger.release(placement, consumer, held):
-        raise _Changed
+
+    def needed(holding: Mapping[str, ledger.Consumer]) -> Collection[str]:
+        on = holding[consumer].allocations
+        if compute not in on:
+            return holding
+        if store.get(keys.compute(compute)) is not None or wanted(store, {consumer: () if its_end else on}):
+            raise _Changed
+        return ()
+
+    if not ledger.release_unless(placement, [consumer], needed)[consumer]:
+        held = ledger.consumer(placement, consumer)
+        if compute in held.allocations:
+            raise _Changed
 
 
 def _ended(compute: str, seen: Seen, instance: str, now: str) -> Record:

@@ -25,14 +25,15 @@ REFUSALS = 2
 
 @dataclass
 class Placer:
-    """Claims for one request. What may hold a claim, however this ends, is in `tried`; `give_back` releases some.
+    """Claims for one request. What may hold a claim, however this ends, is in `tried`.
 
+    A claim that turns out to be in the wrong place is left until it is moved, or the request has ended: released and
+    claimed anew, a late release of somebody else's could meet its generation once more (rule 3).
     `look_again` asks placement once more who could; `line` says who else is at it, see Line.
     `of`: how many computes could have taken one, when that was asked first.
     """
 
     claimer: Claimer
-    give_back: Callable[[Collection[str]], None]
     look_again: Callable[[], Offer]
     line: Callable[[], tuple[int, int]]
     alive: Collection[str]
@@ -56,7 +57,7 @@ class Placer:
                 log.warning('compute %s is not alive: skipped', provider)
             candidates = [each for each in choice.tries if refusals[each.compute] < REFUSALS]
             self.of = max(len({each.compute for each in candidates}), self.of, 1)
-            lacking = goal(candidates, terms, wanted) - len(held)
+            lacking = goal([*candidates, *held.values()], terms, wanted) - len(held)
             if lacking <= 0:
                 break
             batch = distribute(candidates, offer.rooms, lacking, wanted.weigh, self.rng, group)
@@ -80,12 +81,16 @@ class Placer:
             refusals.update({candidate.compute for instance, candidate in asked.items() if instance not in claimed})
             if len(held) < wanted.minimum and _is_undecided(terms.group):
                 # All of them share one compute: if not this, then another.
-                self.give_back(held)
                 held, group = {}, terms.group
             offer = line.look()
         if len(held) < wanted.minimum:
             raise self._refusal(offer, choice, terms, [*held.values(), *batch])
         return {instance: held[instance] for instance in wanted.instances if instance in held}
+
+    def take_over(self, left: Mapping[str, Candidate]) -> dict[str, Candidate]:
+        """Make ours what an earlier eschedule of these uuids claimed: what of it is ours now."""
+        self.tried += [instance for instance in left if instance not in self.tried]
+        return {instance: left[instance] for instance in self.claimer.claim_what_fits(left)} if left else {}
 
     def _behind(
         self, line: Line, candidates: Sequence[Candidate], rooms: Rooms, batch: list[Candidate]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Collection, Mapping
 
 from ecomp.errors import EcompError
 from ecomp.model import keys
@@ -25,7 +26,7 @@ from ecomp.scheduler.find import find
 from ecomp.scheduler.quotas import recount
 from ecomp.store.client import Delete, Put, Store, Unchanged
 from ecomp.store.names import given_back
-from ecomp.store.requests import at_it
+from ecomp.store.requests import at_it, wanted
 from ecomp.store.sharing import put_group, rejoined
 
 AT_ONCE = 50
@@ -85,17 +86,17 @@ def _mended(store: Store, placement: Placement, finding: Finding, etcd: dict[str
 
 
 def _release(store: Store, placement: Placement, instance: str) -> str:
-    # The generation is read before etcd is: whoever claims after that look finds that it has moved.
-    held = ledger.consumer(placement, instance)
-    if not held.allocations:
-        return 'is released already'
-    wanted = any(store.get(keys.host(provider, instance)) for provider in held.allocations)
-    placing = instance in at_it(store)
-    record = store.get(keys.instance(instance))
-    lives = record is not None and from_json(record.value).state not in (GONE, ERROR)
-    if wanted or placing or lives or not ledger.release(placement, instance, held):
+    on: list[str] = []
+
+    def needed(holding: Mapping[str, ledger.Consumer]) -> Collection[str]:
+        on[:] = sorted(holding[instance].allocations)
+        record = store.get(keys.instance(instance))
+        lives = record is not None and from_json(record.value).state not in (GONE, ERROR)
+        return {instance} if lives else wanted(store, {instance: on})
+
+    if not ledger.release_unless(placement, [instance], needed)[instance]:
         return NOT_ANY_MORE
-    return f'released on {", ".join(sorted(held.allocations))}'
+    return f'released on {", ".join(on)}' if on else 'is released already'
 
 
 def _claim_again(store: Store, placement: Placement, finding: Finding, etcd: dict[str, Kept]) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from ecomp.errors import UnknownOutcome
 from ecomp.model import keys
@@ -18,6 +18,19 @@ def at_it(store: Store) -> set[str]:
     # In this order: what is delivered into a queue meanwhile is seen twice rather than not at all.
     placing = in_requests(store.snapshot(keys.REQUESTS))
     return placing | {keys.in_queue(key) for key in store.snapshot(keys.QUEUES, keys_only=True).entries}
+
+
+def wanted(store: Store, holding: Mapping[str, Iterable[str]]) -> set[str]:
+    """Which of these instances somebody stands behind: {instance: the computes whose request keys count}.
+
+    Requests move from /requests and /queues to /hosts: read the other way round, one that moves is in neither.
+    """
+    there = at_it(store)
+    return {
+        instance
+        for instance, computes in holding.items()
+        if instance in there or any(store.get(keys.host(compute, instance)) is not None for compute in computes)
+    }
 
 
 def in_requests(snapshot: Snapshot) -> set[str]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import random
+import time
 import uuid
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -15,10 +16,11 @@ from dataclasses import dataclass
 from ecomp.errors import EcompError
 from ecomp.model import keys
 from ecomp.model.allocation import Allocations
-from ecomp.model.choose import Offer
+from ecomp.model.choose import Candidate, Offer
 from ecomp.model.instance import Request, parse_request
 from ecomp.placement import allocations as ledger
 from ecomp.placement.client import Placement
+from ecomp.scheduler.claim import Claimer
 from ecomp.scheduler.create import create
 from ecomp.scheduler.wanted import Delivered, Wanted
 from ecomp.store.client import Put, Store, Unchanged
@@ -58,17 +60,28 @@ class Cloud:
         placement: Placement | None = None,
         now: Callable[[], str] = lambda: 'now',
         found: list[Allocations] | None = None,
+        offer: Offer | None = None,
     ) -> Delivered:
-        """create(), with candidates as found, or else as placement says."""
+        """create(), with what was offered or found before, or else what placement says now."""
         placement = placement or self.placement
         backend: Future[tuple[Placement, Offer]] = Future()
         try:
-            offer = ledger.candidates(placement, wanted.query) if found is None else Offer(found)
+            if found is not None:
+                offer = Offer(found, asked=time.monotonic())
+            offer = offer or ledger.candidates(placement, wanted.query)
             backend.set_result((placement, offer))
         except EcompError as error:
             backend.set_exception(error)
         (delivered,) = create(store or self.store, backend, wanted, WHO, resume, random.Random(), now).values()
         return delivered
+
+    def claimer(self, placement: Placement | None = None) -> Claimer:
+        """What claims for a request that stays ours."""
+        return Claimer(placement or self.placement, 'a-user', 'a-project', lambda: True)
+
+    def candidate(self, compute: str) -> Candidate:
+        """One small guest there."""
+        return Candidate(compute, {compute: SMALL}, None)
 
     def delivered(self, compute: str, instance: str) -> Request:
         """The request that stands at the compute's key."""

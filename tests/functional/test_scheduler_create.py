@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 
@@ -225,7 +226,7 @@ def test_a_second_one_takes_over_and_the_first_one_s_late_release_releases_nothi
     # The first one freezes here, and the user asks again.
     assert cloud.create(wanted, resume=True) == Delivered(second)
     cloud.is_whole(second, wanted)
-    assert not claims.abandon(cloud.store, cloud.placement, wanted.instance, wanted.instance, revision)
+    assert not claims.abandon(cloud.store, cloud.placement, [wanted.instance], wanted.instance, revision)
     assert not ledger.release(cloud.placement, wanted.instance, held)
     cloud.store.revoke(lease)
     cloud.is_whole(second, wanted)
@@ -241,7 +242,7 @@ def test_the_first_one_does_not_abandon_what_the_second_is_at(cloud: Cloud) -> N
     abandoned: list[bool] = []
 
     def meanwhile() -> str:  # the second one has claimed, and not yet delivered
-        abandoned.append(claims.abandon(cloud.store, cloud.placement, wanted.instance, wanted.instance, revision))
+        abandoned.append(claims.abandon(cloud.store, cloud.placement, [wanted.instance], wanted.instance, revision))
         return 'now'
 
     assert cloud.create(wanted, resume=True, now=meanwhile) == Delivered(compute)
@@ -259,7 +260,7 @@ def test_the_first_one_wakes_up_before_its_claim_and_takes_nothing_back(cloud: C
         until(lambda: cloud.etcd.get(keys.request(wanted.instance)), 10, 'the first one is at it')
         assert cloud.create(wanted, resume=True) == Delivered(quick)
         # Only now the first one hears from placement, and of another compute.
-        candidates.set_result((cloud.placement, Offer([{slow: SMALL}])))
+        candidates.set_result((cloud.placement, Offer([{slow: SMALL}], asked=time.monotonic())))
         with pytest.raises(Conflict, match='another eschedule took it over'):
             first.result(PATIENCE * 30)
     cloud.is_whole(quick, wanted)

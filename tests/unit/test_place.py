@@ -43,7 +43,6 @@ def placed(found: Offer, seed: int, weigh: str, ahead: int, behind: int = 0, cou
     )  # fmt: skip
     placer = Placer(
         Willing(None, '', '', lambda: True),  # type: ignore[arg-type]  # placement is not asked
-        lambda _: pytest.fail('nothing is to be given back'),
         lambda: found,
         lambda: (ahead, behind),
         list(found.rooms),

@@ -1,0 +1,240 @@
+"""Claims are moved, and not given away from under somebody: generations that begin anew, and who reads what first.
+
+Each of these orders lost a claim, or made a uuid unusable, in 1.0.0.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from ecomp.agent.claims import APART, ClaimKeeper
+from ecomp.conf import EtcdConfig
+from ecomp.errors import NoCapacity, NotFound, PlacementRefusal, UnknownOutcome
+from ecomp.model import keys
+from ecomp.model.instance import Request, to_json
+from ecomp.placement import allocations as ledger
+from ecomp.placement.claiming import claim
+from ecomp.placement.client import Placement
+from ecomp.scheduler.ask import FRESH
+from ecomp.scheduler.drain import change_status, drained
+from ecomp.scheduler.forget import forget
+from ecomp.scheduler.repair import _release as repaired
+from ecomp.scheduler.wait import Deadline
+from ecomp.scheduler.wanted import Delivered
+from ecomp.store.client import Put, Snapshot, Store
+from tests.functional.cloud import RESOURCES, SMALL, Cloud, at_it, new
+
+pytestmark = pytest.mark.fast
+ROOM_FOR_ONE = {'VCPU': 1, 'MEMORY_MB': 64, 'DISK_GB': 1}
+
+
+class Between(Placement):
+    """Placement, where something happens once before a request is sent, or in place of it (`lost`)."""
+
+    at: tuple[str, str] | None = None
+    lost = False
+
+    def then(self, method: str, path: str, do: Callable[[], object] = lambda: None, lost: bool = False) -> None:
+        self.at, self.do, self.lost = (method, path), do, lost
+
+    def _send(self, method: str, path: str, body: dict[str, Any] | None, unanswered: Any) -> Any:
+        if (method, path) == self.at:
+            self.at = None
+            self.do()
+            if self.lost:
+                raise UnknownOutcome('lost', 'placement')
+        return super()._send(method, path, body, unanswered)
+
+
+class Moving(Store):
+    """An etcd where `do` happens once, before it is read who is placing."""
+
+    do: Callable[[], object] | None = None
+
+    def snapshot(self, prefix: str, keys_only: bool = False, revision: int = 0) -> Snapshot:
+        if prefix == keys.REQUESTS and self.do is not None:
+            do, self.do = self.do, None
+            do()
+        return super().snapshot(prefix, keys_only, revision)
+
+
+@pytest.fixture
+def between(cloud: Cloud) -> Between:
+    return Between(cloud.server.url)
+
+
+def left_empty(cloud: Cloud, instance: str) -> None:
+    """Placement makes the consumer, and then finds that there is no such provider."""
+    with pytest.raises(PlacementRefusal):
+        ledger.claim(cloud.placement, instance, {new(): SMALL}, 'a-user', 'a-project')
+
+
+def delivered_meanwhile(cloud: Cloud, compute: str, instance: str, lease: int) -> None:
+    """What its eschedule does last: the request key goes, and the request is there."""
+    request = Request(instance, {compute: SMALL}, 'image', 'a-user', 'a-project', 'query', {'requested': 'now'})
+    cloud.store.commit([], [Put(keys.host(compute, instance), to_json(request))])
+    cloud.store.revoke(lease)
+
+
+def test_a_uuid_whose_consumer_was_left_empty_is_placed_all_the_same(cloud: Cloud) -> None:
+    """A1"""
+    compute = cloud.compute()
+    wanted = cloud.wanted(compute)
+    left_empty(cloud, wanted.instance)
+    assert cloud.create(wanted, resume=True) == Delivered(compute)
+    cloud.is_whole(compute, wanted)
+
+
+def test_a_set_with_one_that_was_left_empty_is_claimed(cloud: Cloud) -> None:
+    """A1"""
+    compute = cloud.compute(VCPU=3, MEMORY_MB=512, DISK_GB=10)
+    instances = [new() for _ in range(3)]
+    left_empty(cloud, instances[1])
+    claimer = cloud.claimer()
+    assert claimer.claim_what_fits({each: cloud.candidate(compute) for each in instances}) == set(instances)
+    assert cloud.server.consumers(compute).keys() == set(instances)
+
+
+def test_one_that_is_changed_all_the_time_is_not_said_to_find_no_room(cloud: Cloud, between: Between) -> None:
+    """A1"""
+    compute, instance = cloud.compute(), new()
+
+    def meddle() -> None:
+        held = ledger.consumer(cloud.placement, instance)
+        ledger.claim(cloud.placement, instance, {compute: SMALL}, 'a-user', 'a-project', held.generation)
+        between.then('PUT', f'/allocations/{instance}', meddle)
+
+    meddle()
+    with pytest.raises(Exception, match='changed by somebody else all the time') as refused:
+        cloud.claimer(between).claim_what_fits({instance: cloud.candidate(compute)})
+    assert not isinstance(refused.value, NoCapacity)
+    assert getattr(refused.value, 'exit_code', None) == 5
+
+
+def test_a_candidate_that_was_forgotten_meanwhile_is_passed_over(cloud: Cloud) -> None:
+    there, gone = cloud.compute(), new()
+    cloud.etcd.put(keys.compute(gone), '{"token": "x"}')
+    for instance, compute in ((new(), gone), (new(), there)):
+        claimed = cloud.claimer().claim_what_fits({instance: cloud.candidate(compute)})
+        assert claimed == ({instance} if compute == there else set())
+
+
+def test_a_late_release_of_the_first_one_meets_another_generation(cloud: Cloud) -> None:
+    """A2: all the room there is, is what the first one claimed and left"""
+    compute = cloud.compute(**ROOM_FOR_ONE)
+    wanted = cloud.wanted(compute)
+    ledger.claim(cloud.placement, wanted.instance, {compute: SMALL}, 'a-user', 'a-project')
+    held = ledger.consumer(cloud.placement, wanted.instance)
+    assert cloud.create(wanted, resume=True) == Delivered(compute)
+    assert not ledger.release(cloud.placement, wanted.instance, held)
+    cloud.is_whole(compute, wanted)
+
+
+def test_a_late_release_meets_another_generation_also_after_somebody_else_s_release(cloud: Cloud) -> None:
+    """A2, with a third one between"""
+    compute = cloud.compute(**ROOM_FOR_ONE)
+    wanted = cloud.wanted(compute)
+    ledger.claim(cloud.placement, wanted.instance, {compute: SMALL}, 'a-user', 'a-project')
+    held = ledger.consumer(cloud.placement, wanted.instance)
+    assert ledger.release(cloud.placement, wanted.instance, held)
+    assert cloud.create(wanted, resume=True) == Delivered(compute)
+    assert not ledger.release(cloud.placement, wanted.instance, held)
+    cloud.is_whole(compute, wanted)
+
+
+@pytest.mark.parametrize('query', [RESOURCES.replace('64', '32'), f'{RESOURCES}&required=HW_CPU_X86_AVX2'])
+def test_what_was_claimed_for_another_query_is_not_taken_for_this_one_s(cloud: Cloud, query: str) -> None:
+    compute = cloud.compute(**ROOM_FOR_ONE)
+    wanted = cloud.wanted(compute, resources=query)
+    ledger.claim(cloud.placement, wanted.instance, {compute: SMALL}, 'a-user', 'a-project')
+    with pytest.raises(NoCapacity):
+        cloud.create(wanted, resume=True)
+    # It is over with that uuid, so that what it held can be asked for once more.
+    cloud.has_nothing_of(wanted, compute)
+
+
+def test_a_lost_claim_beside_an_equal_one_moves_it(cloud: Cloud, between: Between) -> None:
+    """A3"""
+    compute, instance = cloud.compute(), new()
+    ledger.claim(cloud.placement, instance, {compute: SMALL}, 'a-user', 'a-project')
+    held = ledger.consumer(cloud.placement, instance)
+    between.then('PUT', f'/allocations/{instance}', lost=True)
+    claim(between, {instance: {compute: SMALL}}, 'a-user', 'a-project', lambda: None)
+    assert not ledger.release(cloud.placement, instance, held)
+    assert cloud.server.consumers(compute).keys() == {instance}
+
+
+def test_the_claim_keeper_leaves_what_was_taken_over_while_it_looked(cloud: Cloud, between: Between) -> None:
+    """A4"""
+    compute = cloud.compute()
+    wanted = cloud.wanted(compute)
+    ledger.claim(cloud.placement, wanted.instance, {compute: SMALL}, 'a-user', 'a-project')
+    keeper = ClaimKeeper(compute, cloud.store, between)
+    keeper.look([], 0.0)
+    between.then('GET', f'/allocations/{wanted.instance}', lambda: cloud.create(wanted, resume=True))
+    keeper.look([], APART)
+    cloud.is_whole(compute, wanted)
+
+
+def test_who_asked_before_it_was_disabled_asks_again(cloud: Cloud) -> None:
+    """A6: asked, and frozen until the compute is said to be empty"""
+    compute = cloud.compute()
+    wanted = cloud.wanted(compute)
+    offer = ledger.candidates(cloud.placement, wanted.query)
+    change_status(cloud.store, cloud.placement, 'host drain', compute, lambda _: None)
+    drained(cloud.store, cloud.placement, compute, Deadline(60), lambda _: None)
+    with pytest.raises(NoCapacity):
+        cloud.create(wanted, offer=offer)
+    cloud.has_nothing_of(wanted, compute)
+
+
+def test_a_drain_waits_for_who_has_just_asked(cloud: Cloud) -> None:
+    """A6: asked, and announced after the drain looked first"""
+    compute = cloud.compute()
+    wanted = cloud.wanted(compute)
+    offer = ledger.candidates(cloud.placement, wanted.query)
+    change_status(cloud.store, cloud.placement, 'host drain', compute, lambda _: None)
+    waited: list[str] = []
+
+    def tell(what: str) -> None:
+        if not waited:
+            assert time.monotonic() - offer.asked < FRESH
+            assert cloud.create(wanted, offer=offer) == Delivered(compute)
+        waited.append(what)
+        if 'to go' in what:
+            raise InterruptedError
+
+    with pytest.raises(InterruptedError):
+        drained(cloud.store, cloud.placement, compute, Deadline(60), tell)
+
+
+def test_forget_leaves_what_is_delivered_while_it_looks(cloud: Cloud) -> None:
+    """A7"""
+    compute = cloud.compute(alive=False)
+    wanted = cloud.wanted(compute)
+    lease = cloud.store.grant(60)
+    at_it(cloud, wanted, lease)
+    ledger.claim(cloud.placement, wanted.instance, {compute: SMALL}, 'a-user', 'a-project')
+    store = Moving(EtcdConfig((cloud.etcd.endpoint,)))
+    store.do = lambda: delivered_meanwhile(cloud, compute, wanted.instance, lease)
+    with pytest.raises(Exception, match=f'compute {compute} is not forgotten') as refused:
+        forget(store, cloud.placement, compute, lambda: 'now', lambda _: None)
+    assert not isinstance(refused.value, NotFound)
+    assert cloud.server.consumers(compute).keys() == {wanted.instance}
+
+
+def test_a_repair_leaves_what_is_delivered_while_it_looks(cloud: Cloud) -> None:
+    """A8"""
+    compute = cloud.compute()
+    wanted = cloud.wanted(compute)
+    lease = cloud.store.grant(60)
+    at_it(cloud, wanted, lease)
+    ledger.claim(cloud.placement, wanted.instance, {compute: SMALL}, 'a-user', 'a-project')
+    store = Moving(EtcdConfig((cloud.etcd.endpoint,)))
+    store.do = lambda: delivered_meanwhile(cloud, compute, wanted.instance, lease)
+    assert 'it has changed' in repaired(store, cloud.placement, wanted.instance)
+    assert cloud.server.consumers(compute).keys() == {wanted.instance}
