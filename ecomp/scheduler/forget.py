@@ -23,7 +23,7 @@ from ecomp.placement.client import Placement
 from ecomp.scheduler.hosts import Seen, look
 from ecomp.store.client import Delete, Put, Store, Unchanged
 from ecomp.store.names import Change
-from ecomp.store.requests import at_it, wanted
+from ecomp.store.requests import in_requests, wanted
 from ecomp.store.sharing import commit_with, ended, nothing
 
 TRIES = 5
@@ -84,7 +84,7 @@ def _read(store: Store, placement: Placement, compute: str) -> _Both:
         provider = InPlacement(compute, name, providers.shares(placement, [compute]).get(compute, {}))
         if provider.is_ours:
             held = ledger.of_provider(placement, compute)
-    placing = frozenset(at_it(store))
+    placing = frozenset(in_requests(store.snapshot(keys.REQUESTS)))
     return _Both(provider, held, look(store), placing)
 
 
@@ -145,7 +145,8 @@ def _release(store: Store, placement: Placement, compute: str, consumer: str, it
         on = holding[consumer].allocations
         if compute not in on:
             return holding
-        if store.get(keys.compute(compute)) is not None or wanted(store, {consumer: () if its_end else on}):
+        # What it claimed for a request that waits in a queue, nobody but itself would have taken there.
+        if store.get(keys.compute(compute)) is not None or wanted(store, {consumer: () if its_end else on}, False):
             raise _Changed
         return ()
 

@@ -77,9 +77,11 @@ def check_size(wanted: Wanted) -> None:
     """Said before anything is claimed: the delivery is one transaction."""
     keys_each = len(json.dumps(wanted.ssh_keys))
     size = wanted.count * (len(json.dumps([wanted.query, wanted.image])) + keys_each + 1000)
-    if wanted.count > 1 and size > MOST_BYTES:
+    shared = len(wanted.shared.text) if wanted.shared else 0
+    if wanted.count > 1 and size + shared > MOST_BYTES:
         what = f'{wanted.count} instances with {keys_each} bytes of ssh keys each'
-        raise UsageError(f'{what} are more than etcd takes at once: name fewer keys, or ask for fewer instances')
+        more = f' and {shared} bytes of user-data' if shared else ''
+        raise UsageError(f'{what}{more} are more than etcd takes at once: name fewer keys, or ask for fewer instances')
 
 
 def request_of(

@@ -20,12 +20,13 @@ def at_it(store: Store) -> set[str]:
     return placing | {keys.in_queue(key) for key in store.snapshot(keys.QUEUES, keys_only=True).entries}
 
 
-def wanted(store: Store, holding: Mapping[str, Iterable[str]]) -> set[str]:
+def wanted(store: Store, holding: Mapping[str, Iterable[str]], waiting: bool = True) -> set[str]:
     """Which of these instances somebody stands behind: {instance: the computes whose request keys count}.
 
     Requests move from /requests and /queues to /hosts: read the other way round, one that moves is in neither.
+    `waiting` False: one that waits in a queue does not count, for the compute that would take it is dead.
     """
-    there = at_it(store)
+    there = at_it(store) if waiting else in_requests(store.snapshot(keys.REQUESTS))
     return {
         instance
         for instance, computes in holding.items()

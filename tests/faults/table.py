@@ -84,8 +84,8 @@ RULES: dict[int, tuple[str, tuple[str, ...]]] = {
         ),
     ),
     3: (
-        'a claim is released as it was read, and moved by its generation: never released and claimed anew, for placement '
-        'then counts from 1 again and a late release meets its own number',
+        'a claim is released as it was read, and moved by its generation: never released and claimed anew, for then '
+        'placement counts from 1 again and a late release meets its own number',
         (
             MOVED + 'test_a_late_release_of_the_first_one_meets_another_generation',
             MOVED + 'test_a_late_release_meets_another_generation_also_after_somebody_else_s_release',
@@ -151,8 +151,8 @@ RULES: dict[int, tuple[str, tuple[str, ...]]] = {
         ),
     ),
     11: (
-        "before anything is given away: its generation, then who is at it, then its request's own key, then the release; "
-        'requests move that way, and read in another order one that moves is nowhere',
+        "before anything is given away: its generation, then who is at it, then its request's own key, then the "
+        'release; requests move that way, and read in another order one that moves is nowhere',
         (
             MOVED + 'test_the_claim_keeper_leaves_what_was_taken_over_while_it_looked',
             MOVED + 'test_forget_leaves_what_is_delivered_while_it_looks',

@@ -227,6 +227,16 @@ def test_forget_leaves_what_is_delivered_while_it_looks(cloud: Cloud) -> None:
     assert cloud.server.consumers(compute).keys() == {wanted.instance}
 
 
+def test_a_dead_taker_is_forgotten_with_its_claim_for_what_still_waits(cloud: Cloud) -> None:
+    compute = cloud.compute(alive=False)
+    wanted = cloud.wanted(compute)
+    cloud.etcd.put(f'{keys.QUEUES}small/{wanted.instance}', '{}')
+    ledger.claim(cloud.placement, wanted.instance, {compute: SMALL}, 'a-user', 'a-project')
+    forget(cloud.store, cloud.placement, compute, lambda: 'now', lambda _: None)
+    assert cloud.server.allocations(wanted.instance) == {}
+    assert cloud.etcd.keys(keys.QUEUES) == [f'{keys.QUEUES}small/{wanted.instance}']
+
+
 def test_a_repair_leaves_what_is_delivered_while_it_looks(cloud: Cloud) -> None:
     """A8"""
     compute = cloud.compute()

@@ -73,6 +73,13 @@ def test_all_or_none_and_at_least(cluster: Control) -> None:
     many.write_text(''.join(f'ssh-ed25519 {blob} {number}\n' for number in range(40)))
     done = cluster.eschedule(SMALL, IMAGE, '--count', '100', '--ssh-key', str(many))
     one_line(done, 2, 'bytes of ssh keys each', 'more than etcd takes at once')
+    # They are delivered in one transaction with their user-data.
+    many.write_text(''.join(f'ssh-ed25519 {blob} {number}\n' for number in range(17)))
+    data = cluster.directory / 'user-data'
+    data.write_text('#!/bin/sh\n' + '#' * 200_000)
+    done = cluster.eschedule(SMALL, IMAGE, '--count', '100', '--ssh-key', str(many), '--user-data', str(data))
+    one_line(done, 2, 'bytes of user-data', 'more than etcd takes at once')
+    assert cluster.placement.database.allocations().keys() == {each['instance'] for each in told}
 
 
 def test_names_data_and_waiting(cluster: Control, tmp_path: Path) -> None:
