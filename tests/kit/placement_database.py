@@ -24,11 +24,25 @@ JOIN resource_providers ON resource_providers.id = resource_provider_id
 JOIN resource_classes ON resource_classes.id = resource_class_id WHERE resource_providers.uuid = ?"""
 
 
+_SCHEMA: list[bytes] = []
+"""An empty one, as a server of this process made it: the next need not make it anew, which is most of its start."""
+
+
 @dataclass(frozen=True)
 class PlacementDatabase:
     """One file, which its server may be writing at the same time, or may have left when it was killed."""
 
     path: Path
+
+    @contextlib.contextmanager
+    def beginning(self) -> Iterator[None]:
+        """Inside, its server is started, and asked nothing that changes anything."""
+        fresh = not self.path.exists()
+        if fresh and _SCHEMA:
+            self.path.write_bytes(_SCHEMA[0])
+        yield
+        if fresh and not _SCHEMA and self.path.exists():
+            _SCHEMA.append(self.path.read_bytes())
 
     def empty(self) -> None:
         """Take all providers, consumers and what they hold out."""

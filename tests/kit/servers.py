@@ -328,6 +328,11 @@ class PlacementServer(Server):
             'OS_API__AUTH_STRATEGY': 'noauth2',
         }
 
+    def start(self) -> Self:
+        """Start it, and return when it is ready."""
+        with self.database.beginning():
+            return super().start()
+
     def is_ready(self) -> bool:
         """It lists providers: GET / answers with the database down, too."""
         try:
