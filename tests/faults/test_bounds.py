@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from ecomp.agent.daemon import MOST
+from ecomp.agent.planner import MOST
 from ecomp.placement.client import POOL
 from tests.faults.figures import figure
 from tests.kit.commands import Control, Ecompute
@@ -122,7 +122,7 @@ def test_no_more_than_ten_thousand(cluster: Control) -> None:
 
 def exceeded(cluster: Control, most: int) -> None:
     """One request more than `most`."""
-    compute = tuned(cluster, ROOMY, numbers={'MOST': most})
+    compute = tuned(cluster, ROOMY, numbers={'planner.MOST': most})
     _, good = place(cluster, SMALL)
     reached(cluster, good, 'active')
     # As many as are wanted, and quickly there: names that are no uuid stay, and nothing is made of them.

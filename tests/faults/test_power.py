@@ -211,7 +211,7 @@ def lasts(host: Hypervisor, instance: str) -> str:
 
 def test_off_and_on(host: Hypervisor) -> None:
     """F38: a guest that listens turns itself off, one that does not is switched off; both start again (libvirt)"""
-    host.restart(numbers={'GRACE': 12, 'ASK_AGAIN': 0.5})
+    host.restart(numbers={'planner.GRACE': 12, 'planner.ASK_AGAIN': 0.5})
     listens, deaf = host.place(put_image(host, 'power-button.raw', POWER_BUTTON)), host.place()
     other = host.running()
     for each in (listens, deaf):
@@ -247,7 +247,7 @@ def test_restarted_while_a_guest_has_time(host: Hypervisor) -> None:
     host.ask('stop', instance)
     until(lambda: host.lines('SHUT DOWN INSTANCE', instance), 20, 'it was asked')
     assert host.qemu(instance), 'it has a minute'
-    host.restart(numbers={'GRACE': 1})
+    host.restart(numbers={'planner.GRACE': 1})
     host.reached(instance, 'stopped')
     assert lasts(host, instance) == 'shut off (destroyed)'
     host.ask('start', instance)
@@ -258,7 +258,7 @@ def test_restarted_while_a_guest_has_time(host: Hypervisor) -> None:
 @pytest.mark.slow
 def test_qemu_frozen(host: Hypervisor) -> None:
     """F38: a QEMU that is frozen takes no order: it is switched off all the same, and nobody hangs (libvirt)"""
-    host.restart(numbers={'GRACE': 2})
+    host.restart(numbers={'planner.GRACE': 2})
     instance, other = host.running(), host.running()
     os.kill(host.qemu(instance), signal.SIGSTOP)
     host.ask('stop', instance)
@@ -274,7 +274,7 @@ def test_qemu_frozen(host: Hypervisor) -> None:
 @pytest.mark.slow
 def test_libvirtd_away(host: Hypervisor) -> None:
     """F38: libvirtd killed when a stop, and when a start, is asked for: both are done when it is back (libvirt)"""
-    host.restart(numbers={'GRACE': 2})
+    host.restart(numbers={'planner.GRACE': 2})
     off, on = host.running(), host.running()
     host.ask('stop', on)
     host.reached(on, 'stopped')

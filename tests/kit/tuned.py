@@ -28,7 +28,7 @@ def patched(numbers: Mapping[str, float]) -> str:
 
 
 class Tuned(Armed):
-    """`numbers` such as {'EVERY': 1} are the daemon's, {'queues.BELIEVED': 1} those of another module of ecomp.agent.
+    """`numbers` such as {'EVERY': 1} are the daemon's, {'pulling.BELIEVED': 1} those of another module of ecomp.agent.
 
     `extra` is added to its environment; `prefix` runs it.
     """

@@ -209,7 +209,7 @@ def test_a_compute_that_is_disabled_takes_nothing(small: Control) -> None:
     """From the moment that `host disable` has returned, however lately the compute looked; and again once enabled."""
     with overheard(small) as (placement, asked):
         # That it looks again within 20 s is shown in less.
-        compute = tuned(small, TOY, numbers={'queues.BELIEVED': 2}, placement=placement, queues=True)
+        compute = tuned(small, TOY, numbers={'pulling.BELIEVED': 2}, placement=placement, queues=True)
         addressed(small, queue(small))  # so it has just looked, and knows of room for more
         assert called(small, 'host', 'disable', compute.uuid).code == 0
         asked.clear()
@@ -341,7 +341,7 @@ def test_those_whose_flavor_is_gone_hold_up_nobody_else(small: Control) -> None:
 def test_one_request_has_one_compute_ask_placement(small: Control) -> None:
     """However many wait for work, and whatever they knew before: else a thousand would ask for each."""
     with overheard(small) as (placement, asked):
-        believed = {'queues.BELIEVED': SHORTLY}
+        believed = {'pulling.BELIEVED': SHORTLY}
         computes = [tuned(small, TOY, numbers=believed, placement=placement, queues=True) for _ in range(6)]
         looks = {f'/resource_providers/{each.uuid}/usages' for each in computes}
         until(lambda: looks <= set(asked), 20, 'each has looked once, before there was anything')
@@ -358,7 +358,7 @@ def test_one_request_has_one_compute_ask_placement(small: Control) -> None:
 def test_what_placement_says_by_now_counts(small: Control) -> None:
     """Disabled unseen by the compute: it finds out when it is about to take, and another takes it."""
     with overheard(small) as (placement, asked):
-        one = tuned(small, TOY, numbers={'queues.BELIEVED': SHORTLY}, placement=placement, queues=True)
+        one = tuned(small, TOY, numbers={'pulling.BELIEVED': SHORTLY}, placement=placement, queues=True)
         addressed(small, queue(small))  # it has looked
         time.sleep(2 * SHORTLY)  # until it does not believe what it saw
         trait = f'/resource_providers/{one.uuid}/traits'
