@@ -65,6 +65,7 @@ class Memory:
             request = request or (before.request if before else None)
             if request is None or request.is_tombstone:
                 return
+            self._ended.pop(record.instance, None)  # a uuid used again: the file says that it lives
             new = Remembered(request, record)
             if new != before:
                 self._known[record.instance] = new
@@ -74,6 +75,7 @@ class Memory:
         """The instance is gone, or failed: nothing of it is here, and it is not to be made again."""
         with self._lock:
             self._known.pop(instance, None)
+            self._ended.pop(instance, None)  # the oldest are first
             self._ended[instance] = self._now()
             self._write(instance, json.dumps({'version': VERSION, 'ended': self._ended[instance]}))
             self._sweep()

@@ -1,0 +1,80 @@
+"""What the state directory remembers of the instances here, over days, restarts and reboots."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+
+from ecomp.agent.memory import Memory
+from ecomp.model.instance import Request
+from ecomp.model.record import ACTIVE, BUILDING, new_record, timestamp
+
+COMPUTE = 'b8756be5-a30d-4311-920c-0ad996367a8e'
+INSTANCE, OTHER = 'd578fb7c-7787-4e73-b69a-a7b3ef9bf73a', '5ca1ab1e-0000-4000-8000-000000000000'
+REQUEST = Request(INSTANCE, {COMPUTE: {'VCPU': 1, 'MEMORY_MB': 1, 'DISK_GB': 1}}, 'http://h/i', 'u', 'p')
+RECORD = new_record(COMPUTE, REQUEST, 'T1').at(BUILDING, 'T2')
+DAY = timedelta(days=1)
+
+
+class Machine:
+    """A state directory, a clock and a boot."""
+
+    def __init__(self, directory: Path) -> None:
+        self.state = directory / 'state'
+        self._boot_id = directory / 'boot_id'
+        self.clock = datetime(2026, 1, 1, tzinfo=UTC)
+        self.boot('first')
+
+    def boot(self, name: str) -> None:
+        self._boot_id.write_text(f'{name}\n')
+
+    def memory(self) -> Memory:
+        """As a start reads it."""
+        return Memory(self.state, COMPUTE, lambda: timestamp(self.clock), self._boot_id)
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Machine:
+    made = Machine(tmp_path)
+    made.memory().before_reboot()  # the first start
+    return made
+
+
+def test_what_ended_is_remembered_for_a_day(machine: Machine) -> None:
+    memory = machine.memory()
+    memory.remember(REQUEST, RECORD)
+    memory.ended(INSTANCE)
+    machine.clock += DAY / 2
+    memory.ended(OTHER)
+    assert machine.memory().all_ended() == {INSTANCE, OTHER}
+    machine.clock += DAY * 0.75
+    memory.ended(COMPUTE)
+    assert machine.memory().all_ended() == {OTHER, COMPUTE}
+
+
+def test_a_uuid_that_is_used_again_is_remembered_for_as_long_as_it_lives(machine: Machine) -> None:
+    """It failed, its record was destroyed, and the same command with the same --uuid made it once more."""
+    memory = machine.memory()
+    memory.remember(REQUEST, RECORD)
+    memory.ended(INSTANCE)
+    memory.remember(REQUEST, RECORD.at(ACTIVE, 'T3'))
+    assert memory.all_ended() == frozenset()
+    machine.clock += DAY * 1.1
+    memory.ended(OTHER)  # which sweeps what ended more than a day ago
+    machine.boot('second')
+    again = machine.memory()
+    assert again.all()[INSTANCE].record.state == ACTIVE
+    assert again.before_reboot() == {INSTANCE}
+
+
+def test_what_ends_twice_does_not_keep_older_ends_from_being_forgotten(machine: Machine) -> None:
+    memory = machine.memory()
+    for each in (INSTANCE, OTHER):
+        memory.ended(each)
+    machine.clock += DAY / 2
+    memory.ended(INSTANCE)
+    machine.clock += DAY * 0.75
+    memory.ended(COMPUTE)
+    assert memory.all_ended() == machine.memory().all_ended() == {INSTANCE, COMPUTE}
