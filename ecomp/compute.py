@@ -182,6 +182,7 @@ def _wire(
     from ecomp.agent.complaints import Complaints
     from ecomp.agent.daemon import Daemon
     from ecomp.agent.digest import Answerer
+    from ecomp.agent.ends import note_ends
     from ecomp.agent.instances import Instances, Shape
     from ecomp.agent.memory import Memory
     from ecomp.agent.metadata import GuestData
@@ -216,6 +217,7 @@ def _wire(
         if common.accept:
             republish(compute, store, placement, memory, set(hypervisor.guests()), _now())
             failpoint('republished')
+        note_ends(compute, store, memory, set(hypervisor.guests()))
         reserve_again(hypervisor, memory)
         # Not before: killed until now, the next start is to find the same strange etcd.
         common.remember()

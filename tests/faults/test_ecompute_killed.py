@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -16,6 +17,7 @@ from tests.kit.hands import Armed, killed_at, settled, some, start_again
 from tests.kit.hypervisor import Hypervisor
 from tests.kit.servers import until
 from tests.kit.story import addressed, place, reached, reserved
+from tests.kit.tuned import tuned
 
 BUILD_FAILPOINTS = (
     *('confirmed', 'building', 'reserved', 'seeded', 'image-ready', 'disk-created', 'domain-started', 'built'),
@@ -64,6 +66,29 @@ def test_killed_while_destroying(cluster: Control, compute: Armed, step: str) ->
     reached(cluster, instance, 'gone')
     figure('F2', recovered_s=time.monotonic() - began)
     assert addressed(cluster, other) == address
+    settled(cluster, compute)
+
+
+@pytest.mark.parametrize('by_hand', [False, True])
+def test_killed_before_the_state_directory_hears_of_an_end(cluster: Control, by_hand: bool) -> None:
+    """F2: kill -9 of ecompute between an end in etcd and in its directory: the next start frees the address (fake)"""
+    quick = {'claims.APART': 0.5, 'planner.APART': 0.5}  # between two looks for what vanished
+    compute = tuned(cluster, numbers=quick)
+    _, instance = place(cluster)
+    addressed(cluster, instance)
+    compute.kill()
+    if by_hand:
+        (compute.directory / 'state/fake.json').write_text('[]')
+    compute.failpoint = 'ended:kill'
+    compute.start()
+    if not by_hand:
+        assert cluster.eschedule('destroy', instance).code == 0
+    killed_at(compute, 'ended')
+    start_again(compute)
+    assert reached(cluster, instance, 'gone')
+    state = compute.directory / 'state'
+    assert json.loads((state / 'fake-reserved.json').read_text()) == {}
+    assert 'ended' in json.loads((state / f'instances/{instance}.json').read_text())
     settled(cluster, compute)
 
 
