@@ -24,7 +24,7 @@ from ecomp.model import keys
 from ecomp.model.allocation import difference, to_wire, total
 from ecomp.model.guest import Address, BaseImage, Guest, GuestSpec, all_macs
 from ecomp.model.guest_data import shared_user_data
-from ecomp.model.instance import Request
+from ecomp.model.instance import Invalid, Request
 from ecomp.model.network import Attachment
 from ecomp.model.record import (
     ACTIVE,
@@ -38,6 +38,7 @@ from ecomp.model.record import (
     Progress,
     Record,
     new_record,
+    refused_record,
 )
 from ecomp.model.text import printable
 from ecomp.placement import allocations as ledger
@@ -188,8 +189,9 @@ class Instances:
         self._records.end(record.at(GONE, self._now(), 'gone'), revision)
         log.info('instance %s is gone', instance)
 
-    def refuse(self, instance: str, revision: int, reason: str, guest: Guest | None) -> None:
+    def refuse(self, wish: Invalid, revision: int, guest: Guest | None) -> None:
         """A request that cannot be understood ends in error, with the reason; a guest that is there stays."""
+        instance, reason = wish.instance, wish.reason
         if not keys.is_uuid(instance):
             name = printable(keys.host(self._compute, instance), 200)
             log.error('%s: %s; it stays there until somebody removes it', name, reason)
@@ -204,7 +206,7 @@ class Instances:
         if guest is not None:
             log.error('instance %s: its request is unreadable and its guest is kept: %s', instance, reason)
             return
-        record = record or Record(instance, self._compute, ERROR, None, stages={'scheduled': self._now()})
+        record = record or refused_record(self._compute, wish, self._now())
         self._fail(record, revision, Failure('scheduled', reason, ''))
 
     def end_without_request(self, instance: str) -> None:

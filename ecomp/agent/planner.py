@@ -23,7 +23,7 @@ from ecomp.agent.records import Superseded
 from ecomp.errors import EcompError, Unreachable
 from ecomp.model import keys
 from ecomp.model.guest import Address, Guest
-from ecomp.model.instance import Invalid, Request, parse_request
+from ecomp.model.instance import Invalid, Request, parse_request, shares
 from ecomp.model.record import ACTIVE, STOPPED, Record
 from ecomp.store.client import Entry
 from ecomp.virt import Hypervisor
@@ -142,7 +142,8 @@ class Planner:
         log.debug('%s %s: %s', task.kind.value, instance, task.reason)
         try:
             if task.kind is Kind.REFUSE:
-                self._instances.refuse(instance, revision, task.reason, guest)
+                assert isinstance(wish, Invalid)  # plan() refuses nothing else
+                self._instances.refuse(wish, revision, guest)
                 self._refused[instance] = revision
             elif task.kind is Kind.CLEAR:
                 self._instances.clear(instance, revision, task.reason)
@@ -158,7 +159,7 @@ class Planner:
             elif task.kind is Kind.ADDRESS:
                 self._instances.address(instance, revision, addresses)
             else:
-                assert isinstance(wish, Request)  # plan() refuses what is Invalid
+                assert isinstance(wish, Request)  # as above
                 self._carry_out_wish(task.kind, wish, revision, guest)
             self._later.pop(instance, None)
             self.settled(instance)
@@ -242,7 +243,7 @@ class Planner:
             parsed = parse_request(self._compute, key, entry.value)
             destroy = isinstance(parsed, Request) and parsed.is_tombstone
             if known is None and len(self._wishes) >= MOST and not destroy:
-                parsed = Invalid(name, f'this compute has {MOST} instances, and takes no more')
+                parsed = Invalid(name, f'this compute has {MOST} instances, and takes no more', shares(parsed))
             self._wishes[name] = entry.revision, parsed
 
     def _records(self, busy: Set[str]) -> tuple[dict[str, Record], set[str]]:

@@ -14,9 +14,9 @@ from __future__ import annotations
 import binascii
 import json
 import re
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, TypeVar
 
 from ecomp.model import keys
 from ecomp.model.allocation import LARGEST, Allocations, Resources, missing, parse_allocations, to_wire, total
@@ -27,6 +27,8 @@ from ecomp.model.image import check_image
 from ecomp.model.json_object import load_object
 from ecomp.model.names import is_label
 from ecomp.model.power import Power, parse_power
+
+Found = TypeVar('Found')
 
 VERSION = 1
 SIZE_LIMIT = 384 * 1024
@@ -74,11 +76,25 @@ class Request:
 
 
 @dataclass(frozen=True)
+class Shares:
+    """What an instance has of what others want, too: a name, a place in a group, what its project's quota counts."""
+
+    name: str | None = None
+    group: str | None = None
+    project_id: str = ''
+    resources: Resources = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class Invalid:
-    """A value that cannot be understood, and why. Never half done, never a crash."""
+    """A value that cannot be understood, and why. Never half done, never a crash.
+
+    `shares` is what it was delivered with, as far as that can be told: to be let go of with it.
+    """
 
     instance: str
     reason: str
+    shares: Shares = Shares()
 
 
 def parse_request(compute: str, key: str, value: bytes) -> Request | Invalid:
@@ -87,9 +103,39 @@ def parse_request(compute: str, key: str, value: bytes) -> Request | Invalid:
     try:
         return _parse(compute, name, value)
     except ValueError as error:
-        return Invalid(name, str(error)[:REASON_LIMIT])
+        return Invalid(name, str(error)[:REASON_LIMIT], _shares(value))
     except RecursionError:  # a reason quotes what is wrong
         return Invalid(name, 'the request is nested too deeply')
+
+
+def shares(wish: Request | Invalid) -> Shares:
+    """What it shares with others."""
+    if isinstance(wish, Invalid):
+        return wish.shares
+    return Shares(wish.name, wish.group.name if wish.group else None, wish.project_id, wish.resources)
+
+
+def _shares(value: bytes) -> Shares:
+    """What a request that is refused says of it, each field as far as it can be understood."""
+    try:
+        data = load_object(value) if len(value) <= SIZE_LIMIT else {}
+    except ValueError:
+        data = {}
+    group = _or_none(lambda: membership_from(data.get('group')))
+    found = Shares(_or_none(lambda: name_field(data)), group.name if group else None)
+    # Who knows of versions has counted it in its project's quota; what is written by hand nobody has.
+    version = data.get('version')
+    if type(version) is not int or version <= VERSION:
+        return found
+    has = _or_none(lambda: total(parse_allocations(data.get('allocations'))) or _left(data))
+    return replace(found, project_id=_or_none(lambda: text_field(data, 'project_id')) or '', resources=has or {})
+
+
+def _or_none(read: Callable[[], Found]) -> Found | None:
+    try:
+        return read()
+    except (ValueError, RecursionError):  # a reason quotes what is wrong
+        return None
 
 
 def _parse(compute: str, name: str, value: bytes) -> Request:

@@ -22,7 +22,7 @@ from typing import Any
 from ecomp.model import keys
 from ecomp.model.allocation import Resources
 from ecomp.model.choose import Why, why_from
-from ecomp.model.instance import REASON_LIMIT, Request
+from ecomp.model.instance import REASON_LIMIT, Invalid, Request
 from ecomp.model.json_object import load_object
 from ecomp.model.names import is_label
 
@@ -130,6 +130,22 @@ def new_record(compute: str, request: Request, now: str) -> Record:
         name=request.name,
         group=request.group.name if request.group else None,
         why=request.why,
+    )
+
+
+def refused_record(compute: str, wish: Invalid, now: str) -> Record:
+    """The first record of a request that is not understood: with what it shares, for its end to let go of."""
+    shares = wish.shares
+    return Record(
+        instance=wish.instance,
+        compute=compute,
+        state=SCHEDULED,
+        image=None,
+        resources=shares.resources,
+        project_id=shares.project_id,
+        stages={'scheduled': now},
+        name=shares.name,
+        group=shares.group,
     )
 
 

@@ -16,6 +16,7 @@ from tests.kit.commands import Control, Ecompute
 from tests.kit.hands import guests
 from tests.kit.invariants import check
 from tests.kit.servers import b64, until
+from tests.kit.sharing import APART, members, used
 from tests.kit.story import IMAGE, SMALL, logged, place, reached, record
 from tests.kit.tuned import tuned
 from tests.kit.use import Use
@@ -130,9 +131,12 @@ def exceeded(cluster: Control, most: int) -> None:
     for start in range(0, len(names), 128):
         transact(cluster, dict.fromkeys(names[start : start + 128], '{}'))
     until(lambda: len(logged(compute, 'is not a uuid')) == most - 1, 240, 'all are looked at')
-    _, late = place(cluster, SMALL)
+    assert cluster.eschedule('quota', 'set', 'q', 'instances=1').code == 0
+    shared = ('--name', 'late', '--group', 'g', *APART, '--project', 'q')
+    _, late = place(cluster, SMALL, *shared)
     found = reached(cluster, late, 'error')
     assert found['error']['stage'] == 'scheduled'
+    assert (members(cluster, 'g'), used(cluster, 'q')) == ({}, {})
     assert f'has {most} instances, and takes no more' in found['error']['reason']
     assert cluster.placement.allocations(late) == {}
     # What it had it keeps, and can still destroy.
@@ -140,6 +144,6 @@ def exceeded(cluster: Control, most: int) -> None:
     assert cluster.eschedule('destroy', '--wait', good).code == 0
     for start in range(0, len(names), 128):
         transact(cluster, dict.fromkeys(names[start : start + 128]))
-    _, again = place(cluster, SMALL)
+    _, again = place(cluster, SMALL, *shared)
     reached(cluster, again, 'active')
     check(cluster, compute)

@@ -14,7 +14,8 @@ from tests.kit.commands import Control
 from tests.kit.hands import guests
 from tests.kit.invariants import check
 from tests.kit.servers import until
-from tests.kit.story import IMAGE, addressed, logged, logs, one_line, place, reached, record
+from tests.kit.sharing import APART, members, used
+from tests.kit.story import IMAGE, SMALL, addressed, logged, logs, one_line, place, reached, record
 from tests.kit.tuned import tuned
 
 
@@ -56,6 +57,24 @@ def test_a_request_of_the_next_version(cluster: Control) -> None:
     error = reached(cluster, instance, 'error')['error']
     assert 'version 2 of the request is not known here: this ecompute takes 1' in error['reason']
     assert logged(compute, 'INSTANTIATE', instance) == []
+    check(cluster, compute)
+
+
+def test_what_a_request_of_the_next_version_shared(cluster: Control) -> None:
+    """F34: a request of a newer version that is refused leaves its group and its quota, and its name is free (fake)"""
+    compute = cluster.ecompute()
+    assert cluster.eschedule('quota', 'set', 'q', 'instances=1').code == 0
+    words = (SMALL, '--name', 'web', '--group', 'g', *APART, '--project', 'q')
+    compute.pause()  # it is not to take it before it is rewritten
+    _, instance = place(cluster, *words)
+    key = f'/hosts/{compute.uuid}/{instance}'
+    cluster.etcd.put(key, json.dumps({**json.loads(cluster.etcd.get(key) or b''), 'version': 2}))
+    compute.resume()
+    found = reached(cluster, instance, 'error')
+    assert (found['name'], found['project_id']) == ('web', 'q')
+    assert (members(cluster, 'g'), used(cluster, 'q')) == ({}, {})
+    _, again = place(cluster, *words)
+    reached(cluster, again, 'active')
     check(cluster, compute)
 
 

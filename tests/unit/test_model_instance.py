@@ -14,7 +14,17 @@ from ecomp.model import keys
 from ecomp.model.choose import Why
 from ecomp.model.group import ANTI_AFFINITY, Membership
 from ecomp.model.guest_data import KEYS_LIMIT, USER_DATA_LIMIT
-from ecomp.model.instance import SIZE_LIMIT, Invalid, Request, name_to_json, named, parse_request, to_json
+from ecomp.model.instance import (
+    SIZE_LIMIT,
+    Invalid,
+    Request,
+    Shares,
+    name_to_json,
+    named,
+    parse_request,
+    shares,
+    to_json,
+)
 from ecomp.model.power import Power
 from ecomp.model.record import new_record
 from ecomp.model.record import to_json as record_to_json
@@ -122,6 +132,35 @@ def test_what_cannot_be_understood_is_refused_with_its_reason(value: bytes | str
     assert '\n' not in found.reason
     assert 'canary' not in found.reason
     assert found.instance == INSTANCE
+
+
+GROUP = {'name': 'g', 'policy': ANTI_AFFINITY, 'strict': True}
+
+
+def shared(value: dict[str, Any]) -> Shares:
+    found = parsed(value)
+    assert isinstance(found, Invalid)
+    return found.shares
+
+
+def test_what_is_refused_says_what_it_was_delivered_with() -> None:
+    newer = request(version=2, name='web', group=GROUP, project_id='p')
+    assert shared(newer) == Shares('web', 'g', 'p', RESOURCES)
+    tombstone = {**newer, 'allocations': {}, 'image': None, 'resources': RESOURCES}
+    assert shared(tombstone) == Shares('web', 'g', 'p', RESOURCES)
+    # Each as far as it goes.
+    assert shared({**newer, 'name': 'no name', 'allocations': 7}) == Shares(None, 'g', 'p')
+    assert shared({**newer, 'group': {'name': 7}, 'project_id': 7}) == Shares('web', None, '', RESOURCES)
+    # Nobody has counted in a quota what an eschedule of ours would not have written.
+    assert shared(request(image=7, name='web', group=GROUP, project_id='p')) == Shares('web', 'g')
+    assert shares(Invalid(INSTANCE, 'no', Shares('web'))) == Shares('web')
+
+
+def test_what_is_understood_says_it_too() -> None:
+    assert isinstance(found := parsed(request(name='web', group=GROUP, project_id='p')), Request)
+    assert shares(found) == Shares('web', 'g', 'p', RESOURCES)
+    assert isinstance(plain := parsed(request(project_id='p')), Request)
+    assert shares(plain) == Shares(None, None, 'p', RESOURCES)
 
 
 @pytest.mark.parametrize('name', NAMES)
