@@ -187,7 +187,7 @@ class Planner:
         self._read_wishes(state)
         records, unreadable = self._records(busy)
         without = [each.instance for each in records.values() if pending(each)]
-        addresses = {instance: self._hypervisor.addresses(instance) for instance in without}
+        addresses = {instance: self._addresses(instance) for instance in without}
         # What is written of these is not known, so nothing is done about them.
         wishes = {instance: wish for instance, (_, wish) in self._wishes.items() if instance not in unreadable}
         known = {instance: guest for instance, guest in guests.items() if instance not in unreadable}
@@ -282,6 +282,19 @@ class Planner:
             switch.done(wish, revision, guest)
         else:
             instances.destroy(wish, revision)
+
+    def _addresses(self, instance: str) -> Mapping[str, Address]:
+        """Those a guest has; none where that cannot be told of it: it must not stop the others."""
+        asking = f'asking for the addresses of {instance}'
+        try:
+            found = self._hypervisor.addresses(instance)
+        except Unreachable:
+            raise
+        except EcompError as error:
+            self._complaints.complain(asking, error)
+            return {}
+        self.settled(asking)
+        return found
 
     def _end_without_request(self, instance: str) -> None:
         """If a stopped build's request was deleted by hand, its record says so; a guest that got there is kept."""

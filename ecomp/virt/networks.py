@@ -55,10 +55,15 @@ class Networks:
             return str(network.bridgeName()) if dhcp.read(network.XMLDesc()).served else None
 
     def gives(self, name: str, address: str) -> bool:
-        """Whether the address is one that the network's DHCP may give out."""
-        with self._connection.use(f'asking for the DHCP of network {name}') as connection:
-            definition = dhcp.read(connection.networkLookupByName(name).XMLDesc())
-            return dhcp.is_in(definition, IPv4Address(address))
+        """Whether the address is one that the network's DHCP may give out. A network that is not there gives none."""
+        try:
+            with self._connection.use(f'asking for the DHCP of network {name}') as connection:
+                definition = dhcp.read(connection.networkLookupByName(name).XMLDesc())
+        except EcompError as error:
+            if _code(error) != libvirt.VIR_ERR_NO_NETWORK:
+                raise
+            return False
+        return dhcp.is_in(definition, IPv4Address(address))
 
     def leases(self, name: str, macs: Iterable[str]) -> Mapping[str, str]:
         """The IPv4 address each of these MACs was given last. A network that is not there or off has given none."""
@@ -66,13 +71,15 @@ class Networks:
             with self._connection.use(f'asking for the leases of network {name}') as connection:
                 leases = connection.networkLookupByName(name).DHCPLeases()
         except EcompError as error:
-            if not isinstance(error.__cause__, libvirt.libvirtError) or error.__cause__.get_error_code() not in (
-                libvirt.VIR_ERR_NO_NETWORK,
-                libvirt.VIR_ERR_OPERATION_INVALID,
-            ):
+            if _code(error) not in (libvirt.VIR_ERR_NO_NETWORK, libvirt.VIR_ERR_OPERATION_INVALID):
                 raise
             return {}
         return newest(leases, macs)
+
+
+def _code(error: EcompError) -> int | None:
+    """libvirt's own code of what failed."""
+    return error.__cause__.get_error_code() if isinstance(error.__cause__, libvirt.libvirtError) else None
 
 
 def newest(leases: Iterable[Mapping[str, Any]], macs: Iterable[str]) -> dict[str, str]:

@@ -18,7 +18,9 @@ from tests.functional.libvirt_host import LibvirtHost
 from tests.kit.servers import until
 
 libvirt = pytest.importorskip('libvirt', reason="libvirt-python is not installed: pip install '.[hypervisor]'")
+from ecomp.virt.connection import Connection  # noqa: E402
 from ecomp.virt.libvirt_host import Libvirt  # noqa: E402
+from ecomp.virt.networks import Networks  # noqa: E402
 
 SMALL = """<network><name>small</name><forward mode='open'/><bridge name='virbr1' stp='off'/>
 <ip address='10.78.0.1' netmask='255.255.255.0'><dhcp><range start='10.78.0.1' end='10.78.0.9'/></dhcp></ip>
@@ -159,6 +161,25 @@ def test_where_libvirt_gives_out_none(prepared: Libvirt, connection: Any) -> Non
             network.undefine()
     with pytest.raises(BuildFailed, match='scheduled: network gone: Network not found'):
         prepared.reserve(instance, mac_address(instance, 0), 'gone')
+
+
+def test_a_network_that_is_gone_gives_and_gave_nobody_anything(host: LibvirtHost) -> None:
+    """Its guests may be there still, with addresses that the host sees or an agent tells."""
+    own = Connection(host.uri)
+    try:
+        networks = Networks(own)
+        assert networks.gives('default', first_address(own)) is True
+        assert networks.gives('gone', '10.78.0.2') is False
+        assert networks.leases('gone', ['52:54:00:99:01:00']) == {}
+    finally:
+        own.close()
+
+
+def first_address(own: Connection) -> str:
+    """The first address that the default network gives out."""
+    with own.use('reading the default network') as opened:
+        text = opened.networkLookupByName('default').XMLDesc()
+    return str(ET.fromstring(text).find('ip/dhcp/range').attrib['start'])  # type: ignore[union-attr]
 
 
 def test_every_interface_s_goes_with_its_instance(real: Libvirt, small: Any) -> None:

@@ -1,0 +1,81 @@
+"""One compute's steps, list, plan and carry out, without threads: what fails for one instance is that one's alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from ecomp.errors import EcompError, Unreachable
+from ecomp.model.guest import Address
+from ecomp.model.record import ACTIVE
+from ecomp.scheduler.destroy import destroy
+from ecomp.virt.fake import FakeHypervisor
+from tests.functional.cloud import Cloud
+from tests.functional.toy import toy
+
+pytestmark = pytest.mark.fast
+
+
+def test_made_addressed_and_destroyed(cloud: Cloud, tmp_path: Path) -> None:
+    with toy(cloud, tmp_path) as one:
+        instance = one.place()
+        assert one.step() == [f'build {instance}']
+        assert one.step() == [f'address {instance}']
+        assert one.step() == []
+        assert one.record(instance).state == ACTIVE
+        destroy(cloud.store, instance)
+        (work,) = one.planned()
+        one.planner.begin(work)
+        assert one.planned() == [], 'it is in work'
+        assert not one.planner.is_idle
+        one.planner.carry_out(work)
+        assert one.planner.is_idle
+        assert one.step() == []
+        assert cloud.server.allocations(instance) == {}
+        assert one.hypervisor.guests() == {}
+
+
+class Odd(FakeHypervisor):
+    """What it answers for some guests is an error."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.odd: dict[str, EcompError] = {}
+
+    def addresses(self, instance: str) -> Mapping[str, Address]:
+        if instance in self.odd:
+            raise self.odd[instance]
+        return super().addresses(instance)
+
+
+def test_what_one_guest_s_addresses_fail_with_hinders_no_other(
+    cloud: Cloud, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As where its network was undefined."""
+    hypervisor = Odd()
+    with toy(cloud, tmp_path, hypervisor) as one:
+        odd = one.place()
+        hypervisor.odd[odd] = EcompError("libvirt: asking for the DHCP: no network with matching name 'lan'")
+        assert one.step() == [f'build {odd}']
+        other = one.place()
+        assert one.step() == [f'build {other}']
+        assert one.step() == [f'address {other}']
+        assert one.planner.awaits_addresses
+        assert [line.levelname for line in caplog.records if 'no network' in line.message] == ['WARNING'], 'said once'
+        destroy(cloud.store, odd)
+        assert one.step() == [f'destroy {odd}']
+        assert one.step() == []
+
+
+def test_a_hypervisor_that_is_away_is_no_guest_s_fault(cloud: Cloud, tmp_path: Path) -> None:
+    hypervisor = Odd()
+    with toy(cloud, tmp_path, hypervisor) as one:
+        instance = one.place()
+        assert one.step() == [f'build {instance}']
+        hypervisor.odd[instance] = Unreachable('libvirt is gone', 'libvirt')
+        with pytest.raises(Unreachable):
+            one.step()
+        hypervisor.odd.clear()
+        assert one.step() == [f'address {instance}']
