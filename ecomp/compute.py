@@ -227,11 +227,10 @@ def _wire(
     claims, complaints, threads = ClaimKeeper(compute, store, placement), Complaints(), 2 * _workers(config) + 2
     closing = threading.Event()
 
-    def every_minute() -> None:
-        watch_over()
+    def keep() -> None:
         provider.keep(lambda: closing.is_set() or daemon.read_only)
 
-    daemon = Daemon(compute, instances, hypervisor, runner, claims, memory, complaints, every_minute, threads)
+    daemon = Daemon(compute, instances, hypervisor, runner, claims, memory, complaints, watch_over, keep, threads)
     if not fake:  # a pretended guest has no cloud-init, and fakes are many
         at_exit.callback(guest_data.on_ready(daemon.nudge))
 

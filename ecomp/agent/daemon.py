@@ -1,12 +1,14 @@
 """The daemon: the threads in which one compute follows what is asked for, plans, and carries the plan out.
 
-Three kinds of threads: the caller's (the main thread) tends the workers; one plans, at every nudge and once a minute;
-a few carry out tasks, one an instance at a time. An event only ever nudges the planner.
+The caller's (the main thread) tends the workers; one plans, at every nudge and once a minute; a few carry out tasks,
+one an instance at a time; and what is asked of placement once a minute is asked in one of its own, for it may take a
+minute to say nothing. An event only ever nudges the planner.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import random
 import threading
 import time
@@ -20,6 +22,7 @@ from ecomp.agent.memory import Memory
 from ecomp.agent.plan import Kind
 from ecomp.agent.planner import FIRST_DELAY, LAST_DELAY, LOOKING, Planner
 from ecomp.agent.pool import Runner
+from ecomp.agent.rounds import Round
 from ecomp.errors import EcompError
 from ecomp.store.client import Entry
 from ecomp.virt import Hypervisor
@@ -32,6 +35,7 @@ POLL = 2.0
 """Seconds between two looks for addresses while one is pending and no lease was announced: a bridge has none."""
 BUILDS = 32
 """Builds that are begun, most of which may wait for one image. A thread each, made when it is needed."""
+PLANNING = 'planning'
 
 
 class Daemon:
@@ -46,15 +50,21 @@ class Daemon:
         claims: ClaimKeeper,
         memory: Memory,
         complaints: Complaints,
-        every_minute: Callable[[], None],
+        watch_over: Callable[[], None],
+        keep_registered: Callable[[], None],
         threads: int,
     ) -> None:
         self._hypervisor = hypervisor
         self._runner = runner
         self._claims = claims
         self._complaints = complaints
-        self._every_minute = every_minute
         self._planner = Planner(compute, instances, hypervisor, runner, memory, complaints, self.nudge)
+        near = {'reading records again': self._planner.recheck, 'looking after the metadata server': watch_over}
+        far = {LOOKING: self._look_at_claims, 'looking at the provider': keep_registered}
+        told = (complaints, self._planner.settled, self._is_ending)
+        self._near, self._far = Round(near, *told), Round(far, *told)
+        self._far_runs = threading.Lock()
+        self._next_minute = 0.0
         # Builds wait for images; nothing else is to wait for builds, nor those of other images for a few.
         self._builds = ThreadPoolExecutor(max(threads, BUILDS), thread_name_prefix='build')
         self._others = ThreadPoolExecutor(threads, thread_name_prefix='task')
@@ -65,7 +75,6 @@ class Daemon:
         self._stopping = False
         self.read_only = False
         self._state: Mapping[str, Entry] | None = None
-        self._look_delay = 0.0
 
     def begin(self) -> None:
         """Work, as far as nobody need tend the workers. run() is to follow, unless another one's does for both."""
@@ -125,56 +134,70 @@ class Daemon:
         """What failed may work now: nothing waits out its delay. From any thread."""
         self._planner.works_again()
 
-    def _plan_for_ever(self) -> None:
-        next_minute = time.monotonic()
-        planner = self._planner
-        while not self._stopping and not self.read_only:
-            with self._changed:
-                poll = [time.monotonic() + POLL] if planner.awaits_addresses else []
-                wake = min([next_minute, *planner.due(), *poll])
-                if not self._nudged:
-                    self._changed.wait(max(wake - time.monotonic(), 0.01))
-                look, self._nudged, self._look = self._look, False, False
-                state = self._state
-            if self._stopping or self.read_only or state is None:
-                next_minute = time.monotonic() + POLL  # the first list nudges; until then there is nothing to plan
-                continue
-            doing, began = 'planning', time.monotonic()
-            try:
-                minute = look or time.monotonic() >= next_minute
-                if minute:
-                    next_minute = time.monotonic() + EVERY * random.uniform(0.9, 1.1)
-                for work in planner.step(state):
-                    planner.begin(work)
-                    threads = self._builds if work.task.kind is Kind.BUILD else self._others
-                    threads.submit(planner.carry_out, work)
-                planner.settled(doing)
-                if minute and not self._look_around():
-                    self._look_delay = min(max(self._look_delay * 2, FIRST_DELAY), LAST_DELAY)
-                    next_minute = time.monotonic() + self._look_delay * random.uniform(0.5, 1.0)
-                elif minute:
-                    self._look_delay = 0.0
-                continue
-            except EcompError as error:
-                self._complaints.complain(doing, error, began)
-            except Exception:
-                log.exception('planning failed in a way nobody thought of; trying again')
-            next_minute = min(next_minute, time.monotonic() + LAST_DELAY * random.uniform(0.5, 1.0))
+    def _is_ending(self) -> bool:
+        return self._stopping or self.read_only
 
-    def _look_around(self) -> bool:
-        """What is done once a minute; what fails of it hinders nothing else. True if all of it worked."""
-        looks: dict[str, Callable[[], None]] = {
-            LOOKING: lambda: self._claims.look(self._planner.guests, time.monotonic()),
-            'reading records again': self._planner.recheck,
-            'looking after the metadata server': self._every_minute,
-        }
+    def _plan_for_ever(self) -> None:
         worked = True
-        for doing, look in looks.items():
+        while not self._is_ending():
             began = time.monotonic()
             try:
-                look()
-                self._planner.settled(doing)
+                state, look = self._wait(worked)
+                if state is None or self._is_ending():
+                    continue
+                began = time.monotonic()
+                self._plan(state, look)
+                worked = True
+                continue
             except EcompError as error:
-                worked = False
-                self._complaints.complain(doing, error, began)
-        return worked
+                self._complaints.complain(PLANNING, error, began)
+            except Exception:
+                log.exception('planning failed in a way nobody thought of; trying again')
+                time.sleep(FIRST_DELAY)  # whatever it is, it is not to be met a thousand times a second
+            worked = False
+            self._next_minute = min(self._next_minute, time.monotonic() + LAST_DELAY * random.uniform(0.5, 1.0))
+
+    def _wait(self, worked: bool) -> tuple[Mapping[str, Entry] | None, bool]:
+        """Until there may be something to plan: what is asked, None before the first list; and see look_soon()."""
+        with self._changed:
+            now = time.monotonic()
+            times = [self._next_minute, *self._planner.due(), *([now + POLL] if self._planner.awaits_addresses else [])]
+            if self._state is None:
+                times = [now + EVERY]  # the first list nudges
+            elif worked:
+                times += [self._near.again, self._far.again]
+            if not self._nudged:
+                self._changed.wait(max(min(times) - now, 0.01))
+            look, self._nudged, self._look = self._look, False, False
+            return self._state, look
+
+    def _plan(self, state: Mapping[str, Entry], look: bool) -> None:
+        minute = look or time.monotonic() >= self._next_minute
+        if minute:
+            self._next_minute = time.monotonic() + EVERY * random.uniform(0.9, 1.1)
+        for work in self._planner.step(state):
+            self._planner.begin(work)
+            threads = self._builds if work.task.kind is Kind.BUILD else self._others
+            threads.submit(self._planner.carry_out, work)
+        self._planner.settled(PLANNING)
+        if minute or time.monotonic() >= self._near.again:
+            self._near.run()
+        # One that waits for placement still is the next one, too.
+        if (minute or time.monotonic() >= self._far.again) and self._far_runs.acquire(blocking=False):
+            try:
+                threading.Thread(target=self._run_far, name='minute', daemon=True).start()
+            except BaseException:
+                self._far_runs.release()
+                raise
+
+    def _run_far(self) -> None:
+        self._far.again = math.inf
+        try:
+            self._far.run()
+        finally:
+            self._far_runs.release()
+        if self._far.again < math.inf:
+            self.nudge('what is asked of placement failed')  # so that it is tried again in time
+
+    def _look_at_claims(self) -> None:
+        self._claims.look(self._hypervisor.guests(), time.monotonic())

@@ -32,6 +32,7 @@ class Toy:
     runner: Inline
     instances: Instances
     planner: Planner
+    memory: Memory
     nudges: list[str] = field(default_factory=list)
 
     def place(self) -> str:
@@ -72,6 +73,6 @@ def toy(cloud: Cloud, state: Path, hypervisor: FakeHypervisor | None = None) -> 
     nudges: list[str] = []
     planner = Planner(compute, instances, hypervisor, runner, memory, Complaints(), nudges.append)
     try:
-        yield Toy(cloud, compute, hypervisor, runner, instances, planner, nudges)
+        yield Toy(cloud, compute, hypervisor, runner, instances, planner, memory, nudges)
     finally:
         runner.stop()

@@ -1,0 +1,81 @@
+"""The daemon's threads in this process: what one of them waits for, or cannot have, holds up no other."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from ecomp.agent.claims import ClaimKeeper
+from ecomp.agent.complaints import Complaints
+from ecomp.agent.daemon import Daemon
+from ecomp.model import keys
+from ecomp.model.record import ACTIVE, from_json
+from ecomp.scheduler.destroy import destroy
+from tests.functional.cloud import Cloud
+from tests.functional.toy import Toy, toy
+from tests.kit.servers import until
+
+pytestmark = pytest.mark.fast
+
+
+class Keeper(ClaimKeeper):
+    """Waits for placement for as long as it is frozen."""
+
+    def __init__(self, one: Toy) -> None:
+        super().__init__(one.compute, one.cloud.store, one.cloud.placement)
+        self.asks, self.answers = threading.Event(), threading.Event()
+        self.answers.set()
+
+    def look(self, guests: Collection[str], now: float) -> None:
+        self.asks.set()
+        self.answers.wait()
+        super().look(guests, now)
+
+
+@contextmanager
+def running(one: Toy, keeper: Keeper) -> Iterator[Daemon]:
+    """The daemon of a compute, which is told by tell(); drained at the end, as at a signal."""
+    complaints = Complaints()
+    asked = one.compute, one.instances, one.hypervisor, one.runner, keeper, one.memory, complaints
+    made = Daemon(*asked, watch_over=lambda: None, keep_registered=lambda: None, threads=2)
+    made.begin()
+    try:
+        yield made
+    finally:
+        made.stop()
+        made.drain()
+
+
+def tell(daemon: Daemon, one: Toy) -> None:
+    """What is asked of it, whole, as its follower would."""
+    daemon.on_state(one.cloud.store.snapshot(keys.host_prefix(one.compute)).entries)
+
+
+def reached(one: Toy, instance: str, state: str) -> None:
+    def there() -> bool:
+        value = one.cloud.etcd.get(keys.instance(instance))
+        return value is not None and from_json(value).state == state
+
+    until(there, 20, f'{instance} is {state}')
+
+
+def test_a_placement_that_gives_no_answer_holds_up_nothing_else(cloud: Cloud, tmp_path: Path) -> None:
+    with toy(cloud, tmp_path) as one:
+        keeper = Keeper(one)
+        keeper.answers.clear()
+        with running(one, keeper) as daemon:
+            first = one.place()
+            tell(daemon, one)
+            reached(one, first, ACTIVE)
+            assert keeper.asks.wait(60), 'it is asked once a minute, and first at the start'
+            second = one.place()
+            destroy(cloud.store, first)
+            tell(daemon, one)
+            reached(one, second, ACTIVE)
+            until(lambda: cloud.etcd.get(keys.host(one.compute, first)) is None, 20, 'the destroy is carried out')
+        assert not keeper.answers.is_set(), 'nor does its end wait for placement'
+        keeper.answers.set()
