@@ -178,7 +178,10 @@ class Daemon:
         for work in self._planner.step(state):
             self._planner.begin(work)
             threads = self._builds if work.task.kind is Kind.BUILD else self._others
-            threads.submit(self._planner.carry_out, work)
+            try:
+                threads.submit(self._planner.carry_out, work)
+            except RuntimeError as error:  # it waits for one of those there are, and there may be none
+                self._planner.hand_back(work, f'no thread can be started for it: {error}')
         self._planner.settled(PLANNING)
         if minute or time.monotonic() >= self._near.again:
             self._near.run()
@@ -186,9 +189,9 @@ class Daemon:
         if (minute or time.monotonic() >= self._far.again) and self._far_runs.acquire(blocking=False):
             try:
                 threading.Thread(target=self._run_far, name='minute', daemon=True).start()
-            except BaseException:
+            except RuntimeError as error:
                 self._far_runs.release()
-                raise
+                raise EcompError(f'no thread can be started to ask placement: {error}') from error
 
     def _run_far(self) -> None:
         self._far.again = math.inf

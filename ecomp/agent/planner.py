@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import random
+import threading
 import time
 from collections.abc import Callable, Mapping, Set
 from typing import NamedTuple
@@ -79,7 +80,9 @@ class Planner:
         self.awaits_addresses = False
         """Whether some guest had no address yet at the last step."""
         self._wishes: dict[str, tuple[int, Wish]] = {}
-        self._busy: dict[str, Task] = {}
+        self._lock = threading.Lock()
+        self._busy: dict[str, Work] = {}
+        self._under_way: set[str] = set()
         self._later: dict[str, tuple[float, float]] = {}
         self._reported: set[str] = set()
         self._refused: dict[str, int] = {}
@@ -102,7 +105,17 @@ class Planner:
 
     def begin(self, work: Work) -> None:
         """From now on its instance is in work, until carry_out() returns: no step says anything of it."""
-        self._busy[work.task.instance] = work.task
+        self._busy[work.task.instance] = work
+
+    def hand_back(self, work: Work, reason: str) -> None:
+        """Nobody may ever come to carry it out: a step says it again, later. Whoever comes yet does nothing of it."""
+        instance = work.task.instance
+        with self._lock:
+            if self._busy.get(instance) is not work or instance in self._under_way:
+                return
+            del self._busy[instance]
+        self._complaints.complain(instance, EcompError(reason))
+        self._put_off(instance)
 
     @property
     def is_idle(self) -> bool:
@@ -118,8 +131,8 @@ class Planner:
 
     def stop_builds(self) -> None:
         """Let the builds in work stop at their next step and undo themselves; the next start makes them again."""
-        for instance, task in list(self._busy.items()):
-            if task.kind is Kind.BUILD:
+        for instance, work in list(self._busy.items()):
+            if work.task.kind is Kind.BUILD:
                 self._runner.cancel(instance)
 
     def recheck(self) -> None:
@@ -136,9 +149,13 @@ class Planner:
             self.works_again()
 
     def carry_out(self, work: Work) -> None:
-        """Do it, and tell of what fails. The next step says what is left to do."""
+        """Do what was begun, and tell of what fails. The next step says what is left to do."""
         task, revision, wish, guest, addresses = work
         instance, began = task.instance, time.monotonic()
+        with self._lock:
+            if self._busy.get(instance) is not work:
+                return  # it was handed back
+            self._under_way.add(instance)
         log.debug('%s %s: %s', task.kind.value, instance, task.reason)
         try:
             if task.kind is Kind.REFUSE:
@@ -175,7 +192,9 @@ class Planner:
             log.exception('%s of instance %s failed in a way nobody thought of', task.kind.value, instance)
             self._put_off(instance)
         finally:
-            del self._busy[instance]
+            with self._lock:
+                self._under_way.discard(instance)
+                del self._busy[instance]
             self._nudge(f'{task.kind.value} of {instance} ended')
 
     def works_again(self) -> None:
@@ -211,7 +230,7 @@ class Planner:
                 self._report(task)
                 continue
             working_at = self._busy.get(task.instance)
-            if working_at is not None and task.kind is Kind.DESTROY and working_at.kind is Kind.BUILD:
+            if working_at is not None and task.kind is Kind.DESTROY and working_at.task.kind is Kind.BUILD:
                 self._runner.cancel(task.instance)
             if working_at is not None or task.instance in busy:
                 continue

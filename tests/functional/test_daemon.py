@@ -79,3 +79,28 @@ def test_a_placement_that_gives_no_answer_holds_up_nothing_else(cloud: Cloud, tm
             until(lambda: cloud.etcd.get(keys.host(one.compute, first)) is None, 20, 'the destroy is carried out')
         assert not keeper.answers.is_set(), 'nor does its end wait for placement'
         keeper.answers.set()
+
+
+def test_a_thread_that_cannot_be_started_is_tried_again(
+    cloud: Cloud, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As where the limit on processes is reached for a while."""
+    real, tried, none = threading.Thread.start, threading.Event(), threading.Event()
+
+    def start(thread: threading.Thread) -> None:
+        if none.is_set() and thread.name.startswith(('build', 'task')):
+            tried.set()
+            raise RuntimeError("can't start new thread")
+        real(thread)
+
+    monkeypatch.setattr(threading.Thread, 'start', start)
+    with toy(cloud, tmp_path) as one, running(one, Keeper(one)) as daemon:
+        none.set()
+        instance = one.place()
+        tell(daemon, one)
+        assert tried.wait(60)
+        until(lambda: 'no thread can be started' in caplog.text, 20, 'it says so')
+        none.clear()
+        reached(one, instance, ACTIVE)
+        assert caplog.text.count('no thread can be started') <= 2, 'said once, and that it works again'
+        assert one.hypervisor.guests().keys() == {instance}

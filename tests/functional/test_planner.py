@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ecomp.errors import EcompError, Unreachable
-from ecomp.model.guest import Address
+from ecomp.model.guest import Address, GuestSpec
 from ecomp.model.record import ACTIVE
 from ecomp.scheduler.destroy import destroy
 from ecomp.virt.fake import FakeHypervisor
@@ -79,3 +79,37 @@ def test_a_hypervisor_that_is_away_is_no_guest_s_fault(cloud: Cloud, tmp_path: P
             one.step()
         hypervisor.odd.clear()
         assert one.step() == [f'address {instance}']
+
+
+def test_what_is_handed_back_is_planned_again_and_done_once(cloud: Cloud, tmp_path: Path) -> None:
+    with toy(cloud, tmp_path) as one:
+        instance = one.place()
+        (work,) = one.planned()
+        one.planner.begin(work)
+        one.planner.hand_back(work, 'no thread')
+        assert one.planner.is_idle
+        assert one.planned() == [], 'it is put off'
+        one.planner.carry_out(work)  # by a thread that comes late
+        assert one.hypervisor.guests() == {}
+        one.planner.works_again()
+        assert one.step() == [f'build {instance}']
+        one.planner.hand_back(work, 'no thread')
+        one.planner.carry_out(work)
+        assert one.step() == [f'address {instance}']
+
+
+def test_what_is_under_way_cannot_be_handed_back(cloud: Cloud, tmp_path: Path) -> None:
+    """A thread there was has come to it although no further one could be started."""
+
+    class Slow(FakeHypervisor):
+        def create_disk(self, spec: GuestSpec) -> None:
+            one.planner.hand_back(work, 'no thread')
+            assert one.planned() == [], 'it is in work'
+            super().create_disk(spec)
+
+    with toy(cloud, tmp_path, Slow()) as one:
+        instance = one.place()
+        (work,) = one.planned()
+        one.planner.begin(work)
+        one.planner.carry_out(work)
+        assert one.record(instance).state == ACTIVE
