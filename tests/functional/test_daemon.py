@@ -12,6 +12,7 @@ import pytest
 from ecomp.agent.claims import ClaimKeeper
 from ecomp.agent.complaints import Complaints
 from ecomp.agent.daemon import Daemon
+from ecomp.agent.planner import Planner
 from ecomp.model import keys
 from ecomp.model.record import ACTIVE, from_json
 from ecomp.scheduler.destroy import destroy
@@ -104,3 +105,24 @@ def test_a_thread_that_cannot_be_started_is_tried_again(
         reached(one, instance, ACTIVE)
         assert caplog.text.count('no thread can be started') <= 2, 'said once, and that it works again'
         assert one.hypervisor.guests().keys() == {instance}
+
+
+def test_a_planner_that_meets_what_nobody_thought_of_goes_on(
+    cloud: Cloud, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also where it only reckons when to plan next."""
+    with toy(cloud, tmp_path) as one:
+        real, failures = Planner.due, [MemoryError('none'), MemoryError('none')]
+
+        def due(planner: Planner) -> list[float]:
+            if failures:
+                raise failures.pop()
+            return real(planner)
+
+        monkeypatch.setattr(Planner, 'due', due)
+        with running(one, Keeper(one)) as daemon:
+            instance = one.place()
+            tell(daemon, one)
+            reached(one, instance, ACTIVE)
+        assert failures == []
+        assert 'nobody thought of' in caplog.text
