@@ -117,7 +117,9 @@ class Puller:
             now = time.monotonic()
             self._passed_over = {name: until for name, until in self._passed_over.items() if until > now}
             with self._lock:
-                backlog = self._backlog or Backlog()
+                backlog = self._backlog
+            if backlog is None:
+                return EVERY  # the first list is worth a step: before it nothing is known of what a dead attempt holds
             places = backlog.places.values()
             # What we have just been at is left out: the state may be behind.
             ours = [
@@ -197,7 +199,9 @@ class Puller:
                 instance = each.waiting.instance
                 if instance in held and self._taker.let_go(instance):
                     log.info('released the claim of %s, which waits in its queue again', instance)
-            self._tidy = False
+            # One that another is at is that one's to move; it may also give it back as it is.
+            theirs = [marks for whose, marks in backlog.marks.items() if whose != self._compute]
+            self._tidy = any(keys.last(key) in held for marks in theirs for key in marks)
         found = look(self._placement, self._compute, True, traits=True, aggregates=False) or Provider(self._compute)
         if found != self._room:
             self._room, self._takes = found, {}

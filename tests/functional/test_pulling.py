@@ -1,0 +1,120 @@
+"""What a compute takes from the queues, step by step, on real etcd and placement: without its thread, or its clock."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from ecomp.agent.pulling import Puller
+from ecomp.agent.taking import Taker
+from ecomp.model import keys
+from ecomp.model.flavor import Flavor
+from ecomp.model.flavor import to_json as flavor_to_json
+from ecomp.model.pull import Backlog, backlog_of
+from ecomp.model.queue import Waiting, mark_to_json, to_json
+from ecomp.placement import allocations as ledger
+from tests.functional.cloud import IMAGE, SMALL, Cloud, new
+
+pytestmark = pytest.mark.fast
+
+ONE = {'VCPU': 1, 'MEMORY_MB': 64, 'DISK_GB': 1}
+"""A compute with room for one small guest."""
+
+
+@pytest.fixture
+def flavor(cloud: Cloud) -> Iterator[Flavor]:
+    """A flavor of the test's own, and its queue."""
+    made = Flavor(f'f{new()}', SMALL)
+    cloud.etcd.put(keys.flavor(made.name), flavor_to_json(made))
+    yield made
+    for key in (keys.flavor(made.name), *cloud.etcd.keys(f'{keys.QUEUES}{made.name}/')):
+        cloud.etcd.delete(key)
+
+
+class Compute:
+    """One that takes from one flavor's queue, when it is told to."""
+
+    def __init__(self, cloud: Cloud, flavor: Flavor, **totals: int) -> None:
+        self.cloud, self.flavor = cloud, flavor
+        self.uuid = cloud.compute(**totals)
+        lease = cloud.store.grant(60)
+        self.taker = Taker(self.uuid, cloud.store, cloud.placement, lambda: lease, lambda: '2026-11-21T09:00:00.000Z')
+        self.puller = Puller(self.uuid, cloud.store, cloud.placement, self.taker, lambda: True, lambda _: False)
+        self._before = Backlog()
+
+    def put(self, project: str = 'p') -> str:
+        """One more waits, as any client may have put it; the instance."""
+        waiting = Waiting(new(), self.flavor, IMAGE, 'u', project, {'requested': '2026-11-21T08:00:00.000Z'})
+        self.cloud.etcd.put(waiting.key, to_json(waiting))
+        return waiting.instance
+
+    def hear(self) -> bool:
+        """As its followers would say it: what is asked of it, and what waits. Whether it is worth a step."""
+        told = self.puller.on_hosts(self.cloud.store.snapshot(keys.host_prefix(self.uuid)).entries)
+        waits = self.cloud.store.snapshot(f'{keys.QUEUES}{self.flavor.name}/').entries
+        self._before = backlog_of(waits, self._before)
+        return self.puller.on_backlog(self._before) or told
+
+    def goes_on(self) -> None:
+        """So much later that nothing it has been at is passed over."""
+        self.puller._passed_over.clear()
+        self.hear()
+        self.puller.step()
+
+    @property
+    def holds(self) -> set[str]:
+        return set(self.cloud.server.consumers(self.uuid))
+
+    @property
+    def waiting(self) -> set[str]:
+        return {keys.in_queue(key) for key in self.cloud.etcd.keys(f'{keys.QUEUES}{self.flavor.name}/')}
+
+    @property
+    def taken(self) -> set[str]:
+        return {keys.last(key) for key in self.cloud.etcd.keys(keys.host_prefix(self.uuid))}
+
+
+def test_it_takes_what_it_has_room_for(cloud: Cloud, flavor: Flavor) -> None:
+    one = Compute(cloud, flavor, **ONE)
+    first, second = one.put(), one.put()
+    assert one.hear()
+    one.puller.step()
+    assert (one.taken, one.waiting, one.holds) == ({first}, {second}, {first})
+
+
+# What a dead attempt of its own holds
+
+
+def test_a_dead_attempt_s_claim_is_released_although_it_heard_of_other_things_first(
+    cloud: Cloud, flavor: Flavor
+) -> None:
+    """Killed with its claim and started again, with other instances here, before its queues are listed."""
+    one = Compute(cloud, flavor, **ONE)
+    instance = one.put()
+    ledger.claim(cloud.placement, instance, {one.uuid: SMALL}, 'u', 'p')
+    other = keys.host(one.uuid, new())
+    cloud.etcd.put(other, '{}')
+    assert one.puller.on_hosts(cloud.store.snapshot(keys.host_prefix(one.uuid)).entries)
+    one.puller.step()
+    cloud.etcd.delete(other)
+    one.hear()
+    one.puller.step()
+    assert (one.taken, one.waiting) == ({instance}, set())
+
+
+def test_a_dead_attempt_s_claim_is_released_although_another_compute_was_at_it(cloud: Cloud, flavor: Flavor) -> None:
+    """That one gave it back before it claimed anything."""
+    one = Compute(cloud, flavor, **ONE)
+    instance = one.put()
+    ledger.claim(cloud.placement, instance, {one.uuid: SMALL}, 'u', 'p')
+    mark = keys.taker(keys.queue(flavor.name, instance))
+    cloud.etcd.put(mark, mark_to_json(new()))
+    one.hear()
+    one.puller.step()
+    assert one.holds == {instance}, 'it is the other one to move'
+    cloud.etcd.delete(mark)
+    assert one.hear()
+    one.puller._look_at = 0.0  # a minute later
+    one.puller.step()
+    assert (one.taken, one.waiting) == ({instance}, set())
