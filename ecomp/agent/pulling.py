@@ -12,7 +12,7 @@ import math
 import random
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 
@@ -21,6 +21,7 @@ from ecomp.errors import NoCapacity, PlacementRefusal, Unreadable
 from ecomp.model import keys
 from ecomp.model.explain import Provider
 from ecomp.model.group import Group
+from ecomp.model.instance import REASON_LIMIT
 from ecomp.model.pull import Backlog, Place, fits, next_of, patience, subscribed, widened
 from ecomp.model.queue import Waiting
 from ecomp.model.status import DISABLED
@@ -73,7 +74,9 @@ class Puller:
         self._backlog: Backlog | None = None
         self._passed_over: dict[str, float] = {}
         self._asked_for: dict[str, float] = {}
-        self._refused: dict[str, Provider] = {}
+        # What placement said no to: of a flavor, with so much left here, and until when; of one request, until when.
+        self._refused: dict[str, tuple[Provider, float]] = {}
+        self._doubted: dict[str, float] = {}
         self._takes: dict[str, bool] = {}
         # What is asked of this compute, and what of that we have moved there ourselves.
         self._here: set[str] = set()
@@ -115,7 +118,8 @@ class Puller:
         """
         while self._may_take():
             now = time.monotonic()
-            self._passed_over = {name: until for name, until in self._passed_over.items() if until > now}
+            self._passed_over, self._doubted = _still(self._passed_over, now), _still(self._doubted, now)
+            self._refused = {query: each for query, each in self._refused.items() if each[1] > now}
             with self._lock:
                 backlog = self._backlog
             if backlog is None:
@@ -185,9 +189,9 @@ class Puller:
         return DISABLED not in there
 
     def _chosen(self, backlog: Backlog) -> Place | None:
-        refused = {query: False for query, then in self._refused.items() if then == self._room}
-        self._takes = subscribed(backlog.flavors, self._room, self._takes) | refused
-        return next_of(backlog.places.values(), self._takes, self._passed_over, self._among, self._rng)
+        self._takes = subscribed(backlog.flavors, self._room, self._takes)
+        takes = self._takes | {query: False for query, (then, _) in self._refused.items() if then == self._room}
+        return next_of(backlog.places.values(), takes, self._passed_over, self._among, self._rng)
 
     def _look(self, backlog: Backlog) -> None:
         """Read what this compute has left, without what a dead attempt of ours holds for a request that waits."""
@@ -248,10 +252,12 @@ class Puller:
         taken = False
         try:
             taken = self._taker.take(place, mark, still_fits)
-        except (NoCapacity, PlacementRefusal) as error:
+        except NoCapacity as error:
             log.debug('%s: %s', instance, error)
-            self._refused[waiting.flavor.query] = self._room
+            self._refused[waiting.flavor.query] = self._room, time.monotonic() + EVERY
             self._read = -math.inf
+        except PlacementRefusal as error:
+            self._on_refusal(place, str(error))
         finally:
             self._pass_over(instance)
             if not taken:
@@ -264,9 +270,27 @@ class Puller:
             log.info('took instance %s from the queue of flavor %s', instance, waiting.flavor.name)
         return taken
 
+    def _on_refusal(self, place: Place, reason: str) -> None:
+        """Placement takes no such claim: it is of that request alone, unless placement has lost our provider.
+
+        So it is looked for before the request is tried once more, and ended the second time.
+        """
+        instance = place.waiting.instance
+        self._read = -math.inf
+        if self._doubted.pop(instance, None) is None:
+            self._doubted[instance] = time.monotonic() + EVERY
+            return
+        said = f'placement refuses its claim: {reason[:REASON_LIMIT]}'
+        if self._taker.refuse(place, said):
+            log.error('instance %s failed at stage scheduled: %s', instance, said)
+
     def _leave(self, places: Iterable[Place]) -> None:
         for each in places:
             self._pass_over(each.waiting.instance, LEFT_ALONE)
 
     def _pass_over(self, instance: str, seconds: float = BEHIND) -> None:
         self._passed_over[instance] = time.monotonic() + seconds
+
+
+def _still(until: Mapping[str, float], now: float) -> dict[str, float]:
+    return {name: when for name, when in until.items() if when > now}

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 
 from ecomp.errors import Conflict, EcompError, UnknownOutcome
 from ecomp.failpoints import failpoint
@@ -16,12 +17,14 @@ from ecomp.model import keys
 from ecomp.model.instance import to_json
 from ecomp.model.pull import Place
 from ecomp.model.queue import Waiting, mark_to_json, marked_by
+from ecomp.model.record import ERROR, KEPT, Failure, new_record
+from ecomp.model.record import to_json as record_to_json
 from ecomp.placement import allocations as ledger
 from ecomp.placement.claiming import claim
 from ecomp.placement.client import Placement
 from ecomp.store.client import Delete, Exists, Put, Store, Unchanged
 from ecomp.store.requests import withdraw
-from ecomp.store.sharing import Excluded, commit_with, joined
+from ecomp.store.sharing import Excluded, commit_with, ended, joined
 
 log = logging.getLogger(__name__)
 
@@ -42,8 +45,9 @@ class Taker:
         """Take it; False if somebody else was faster, or it was cancelled: nothing of it is left here then.
 
         `marked` is the revision of our own mark, if an earlier attempt left one; `still_fits` is asked once there is a
-        mark. Errors: NoCapacity (placement has no room here), Unreachable, Conflict, GenerationConflict: it waits
-        again, and what may be claimed for it is moved by its next taker, or released by let_go().
+        mark. Errors: NoCapacity (placement has no room here), PlacementRefusal (it takes no such claim), Unreachable,
+        Conflict, GenerationConflict: it waits again, and what may be claimed for it is moved by its next taker, or
+        released by let_go().
         """
         waiting = place.waiting
         mark = self._mark(place, marked)
@@ -66,6 +70,21 @@ class Taker:
         self._give_back_if_possible(waiting.key, mark)
         self.let_go(waiting.instance)
         return False
+
+    def refuse(self, place: Place, reason: str) -> bool:
+        """End one in error that no compute can take, with the reason; False if somebody is at it, or it is not there.
+
+        Nothing may be held for it. Errors: Unreachable and its like; asked again it is done, or found done.
+        """
+        waiting, now = place.waiting, self._now()
+        key, instance = waiting.key, waiting.instance
+        record = new_record(self._compute, waiting.request(self._compute, now), now).at(ERROR, now, 'error')
+        record = replace(record, error=Failure('scheduled', reason, 'nothing was made of it'))
+        absent = [Unchanged(each, 0) for each in (keys.taker(key), keys.instance(instance))]
+        conditions = [Unchanged(key, place.revision), *absent]
+        lease = self._store.grant(KEPT[ERROR])
+        operations: list[Put | Delete] = [Delete(key), Put(keys.instance(instance), record_to_json(record), lease)]
+        return commit_with(self._store, conditions, operations, lambda: ended(self._store, record, lease)) is not None
 
     def give_back(self, queue_key: str, mark: int) -> bool:
         """Take our mark away, so that others may take the request; False if it was not there any more as it was."""

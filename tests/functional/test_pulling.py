@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 from ecomp.agent.pulling import Puller
 from ecomp.agent.taking import Taker
+from ecomp.errors import NoCapacity
 from ecomp.model import keys
 from ecomp.model.flavor import Flavor
 from ecomp.model.flavor import to_json as flavor_to_json
-from ecomp.model.pull import Backlog, backlog_of
+from ecomp.model.pull import Backlog, Place, backlog_of
 from ecomp.model.queue import Waiting, mark_to_json, to_json
+from ecomp.model.record import ERROR, Record, from_json
 from ecomp.placement import allocations as ledger
+from ecomp.scheduler.destroy import destroy
 from tests.functional.cloud import IMAGE, SMALL, Cloud, new
 
 pytestmark = pytest.mark.fast
 
+ROOM = {'VCPU': 2, 'MEMORY_MB': 512, 'DISK_GB': 10}
 ONE = {'VCPU': 1, 'MEMORY_MB': 64, 'DISK_GB': 1}
 """A compute with room for one small guest."""
 
@@ -48,6 +53,10 @@ class Compute:
         waiting = Waiting(new(), self.flavor, IMAGE, 'u', project, {'requested': '2026-11-21T08:00:00.000Z'})
         self.cloud.etcd.put(waiting.key, to_json(waiting))
         return waiting.instance
+
+    def place(self, instance: str) -> Place:
+        """Where it waits."""
+        return self._before.places[keys.queue(self.flavor.name, instance)]
 
     def hear(self) -> bool:
         """As its followers would say it: what is asked of it, and what waits. Whether it is worth a step."""
@@ -118,3 +127,74 @@ def test_a_dead_attempt_s_claim_is_released_although_another_compute_was_at_it(c
     one.puller._look_at = 0.0  # a minute later
     one.puller.step()
     assert (one.taken, one.waiting) == ({instance}, set())
+
+
+# What placement refuses
+
+
+def record(cloud: Cloud, instance: str) -> Record:
+    value = cloud.etcd.get(keys.instance(instance))
+    assert value is not None
+    return from_json(value, instance)
+
+
+def test_one_that_placement_refuses_ends_in_error_and_the_others_are_taken(cloud: Cloud, flavor: Flavor) -> None:
+    """Its project's id is too long for placement: no eschedule of ours has put it there."""
+    one = Compute(cloud, flavor)
+    poison, good = one.put('p' * 300), one.put()
+    one.hear()
+    one.puller.step()
+    assert (one.taken, one.waiting) == ({good}, {poison}), 'it may be that placement lost its provider'
+    one.goes_on()
+    assert one.waiting == set()
+    found = record(cloud, poison)
+    assert (found.state, found.compute, found.project_id) == (ERROR, one.uuid, 'p' * 300)
+    assert found.error is not None
+    assert found.error.stage == 'scheduled'
+    assert 'placement refuses its claim' in found.error.reason
+    assert one.holds == {good}
+    # And its record goes as that of any other that failed.
+    assert destroy(cloud.store, poison)
+    assert cloud.etcd.get(keys.instance(poison)) is None
+
+
+def test_a_provider_that_placement_lost_is_no_request_s_fault(cloud: Cloud, flavor: Flavor) -> None:
+    """It answers 400 to that as well; it has the same room when it is back."""
+    one = Compute(cloud, flavor)
+    one.goes_on()
+    instance = one.put()
+    one.hear()
+    for path in ('/inventories', ''):
+        cloud.server.call('DELETE', f'/resource_providers/{one.uuid}{path}')
+    one.puller._on_refusal(one.place(instance), 'no such provider')
+    one.goes_on()
+    assert one.waiting == {instance}, 'it fits nowhere now'
+    cloud.server.call('POST', '/resource_providers', {'uuid': one.uuid, 'name': one.uuid})
+    room = {name: {'total': amount} for name, amount in ROOM.items()}
+    inventories = {'resource_provider_generation': 0, 'inventories': room}
+    cloud.server.call('PUT', f'/resource_providers/{one.uuid}/inventories', inventories)
+    one.puller._look_at = 0.0  # a minute later
+    one.goes_on()
+    assert (one.taken, one.waiting) == ({instance}, set())
+
+
+def test_a_flavor_that_placement_had_no_room_for_is_tried_again_later(
+    cloud: Cloud, flavor: Flavor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = Compute(cloud, flavor)
+    instance = one.put()
+    one.hear()
+    real, refusals = Taker.take, [NoCapacity('just now')]
+
+    def take(taker: Taker, *words: Any) -> bool:
+        if refusals:
+            raise refusals.pop()
+        return real(taker, *words)
+
+    monkeypatch.setattr(Taker, 'take', take)
+    one.puller.step()
+    one.goes_on()
+    assert one.waiting == {instance}, 'nothing has changed since'
+    one.puller._refused = {query: (room, 0.0) for query, (room, _) in one.puller._refused.items()}  # a minute later
+    one.goes_on()
+    assert one.taken == {instance}

@@ -194,6 +194,25 @@ def test_only_what_fits_is_taken_and_the_oldest_first(small: Control) -> None:
     settled(small, compute, other)
 
 
+def test_one_that_placement_refuses_holds_up_no_other(small: Control) -> None:
+    """Its project's id is longer than placement takes: another client has put it there."""
+    poison = str(uuid.uuid4())
+    value = {
+        **{'version': 1, 'instance': poison, 'flavor': 'small', 'query': SMALL, 'image': IMAGE},
+        **{'user_id': 'u', 'project_id': 'p' * 300, 'stages': {'requested': '2026-11-21T08:00:00.000Z'}},
+    }
+    small.etcd.put(f'/queues/small/{poison}', json.dumps(value))
+    good = [queue(small) for _ in range(3)]
+    compute = small.ecompute(queues=True)
+    for each in good:
+        reached(small, each, 'active')
+    assert 'placement refuses its claim' in reached(small, poison, 'error')['error']['reason']
+    one_line(small.eschedule(poison), 1, 'placement refuses its claim')
+    assert logs(compute, ' ERROR ', poison, 'placement refuses its claim')
+    assert small.eschedule('destroy', poison).code == 0
+    settled(small, compute)
+
+
 def test_placed_and_taken_side_by_side(small: Control) -> None:
     compute = small.ecompute(queues=True)
     pushed = [place(small)[1] for _ in range(3)]
