@@ -184,7 +184,7 @@ def _wire(
     from ecomp.agent.digest import Answerer
     from ecomp.agent.ends import note_ends
     from ecomp.agent.instances import Instances, Shape
-    from ecomp.agent.memory import Memory
+    from ecomp.agent.memory import Memory, boot_id
     from ecomp.agent.metadata import GuestData
     from ecomp.agent.provider import Provider
     from ecomp.agent.queues import Queues, Reader
@@ -199,6 +199,7 @@ def _wire(
     compute = state.compute_uuid(config.uuid)
     log.info('compute %s, state in %s, ecomp %s', compute, config.state, __version__)
     who = {'version': __version__, 'hostname': socket.gethostname(), 'since': _now(), 'token': state.token()}
+    who |= {'boot': boot_id(), 'pid': str(os.getpid())}  # what two with the same token differ in
     presence = Presence(store, keys.compute(compute), who, lambda reason: daemon.become_read_only(reason))
     if familiar:
         presence.check()

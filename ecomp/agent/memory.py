@@ -34,6 +34,11 @@ SWEPT = 10
 BOOT_ID = Path('/proc/sys/kernel/random/boot_id')
 
 
+def boot_id(path: Path = BOOT_ID) -> str:
+    """Which boot of this machine this is. proc_sys_kernel(5)"""
+    return path.read_text().strip()
+
+
 @dataclass(frozen=True)
 class Remembered:
     """One instance as last written down."""
@@ -45,11 +50,11 @@ class Remembered:
 class Memory:
     """The files. From any thread; `now` gives ISO 8601 times. A disk that is full makes it forget, and a log line."""
 
-    def __init__(self, state: Path, compute: str, now: Callable[[], str], boot_id: Path = BOOT_ID) -> None:
+    def __init__(self, state: Path, compute: str, now: Callable[[], str], boot_file: Path = BOOT_ID) -> None:
         self._directory = state / 'instances'
         self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._boot_file = state / 'boot'
-        self._boot_id = boot_id.read_text().strip()
+        self._boot_id = boot_id(boot_file)
         self._now = now
         self._lock = threading.Lock()
         self._known: dict[str, Remembered] = {}

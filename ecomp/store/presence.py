@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import threading
+import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -20,13 +21,21 @@ from ecomp.store.client import Entry, Fence, Put, Store, Unchanged
 log = logging.getLogger(__name__)
 
 SECONDS = 30
+LATE = 5
+"""Seconds by which a lease may end late."""
+COPY = (
+    'one state directory is a copy of the other: stop one of them, and remove `uuid` and `token` from its directory '
+    'before it is started again'
+)
 
 
 class Presence:
-    """Holds `key` with `value` (a JSON object with a "token") until stop().
+    """Holds `key` with `value` (a JSON object with a "token", and "boot", the machine's boot id) until stop().
 
-    The same token takes its own key over at once, so a restart need not wait for the old lease. on_lost is
-    called, once, when another token is found in the key.
+    The same token takes its own key over at once, so a restart need not wait for the old lease; where the machine was
+    booted since, it waits until the lease ends: one that does not is a copy's, of the state directory with the token.
+    on_lost is called, once, when the key is found to be somebody else's: of another token, or of the same one in a
+    value that is not ours, for a process of our own that has ended puts nothing any more.
     """
 
     def __init__(self, store: Store, key: str, value: Mapping[str, Any], on_lost: Callable[[str], None]) -> None:
@@ -41,11 +50,19 @@ class Presence:
         self._thread = threading.Thread(target=self._run, name='presence', daemon=True)
 
     def check(self) -> None:
-        """Raise Conflict if another living owner holds the key."""
-        self._entry()
+        """Raise Conflict if another living owner holds the key. May wait for as long as a lease lasts."""
+        until = 0.0
+        while (entry := self._entry()) is not None and entry.lease and self._is_of_another_boot(entry):
+            if not until:
+                log.info('%s is that of an earlier boot, or of a copy: waiting until it has ended', self._key)
+            until = until or time.monotonic() + SECONDS + LATE
+            if time.monotonic() >= until:
+                raise self._conflict(entry, COPY)
+            self._stopped.wait(SECONDS / 30)
 
     def start(self) -> None:
         """Put the key and keep it. Conflict if another owner holds it."""
+        self.check()
         self._publish()
         self._thread.start()
 
@@ -75,17 +92,23 @@ class Presence:
         entry = self._store.get(self._key)
         if entry is None:
             return None
-        try:
-            holder = load_object(entry.value)
-            token = holder['token']
-        except (ValueError, KeyError):
+        holder = _holder(entry)
+        if holder is None:
             return entry  # nothing an ecompute wrote: not an owner
-        if token != self._value['token']:
-            raise Conflict(
-                f'{self._key} is held by another ecompute, on {_word(holder, "hostname")} since '
-                f'{_word(holder, "since")}: stop that one, or give this one a `uuid:` of its own'
-            )
+        if holder['token'] != self._value['token']:
+            raise self._conflict(entry, 'stop that one, or give this one a `uuid:` of its own')
+        if self._revision and entry.lease and holder != self._value:
+            raise self._conflict(entry, COPY)
         return entry
+
+    def _is_of_another_boot(self, entry: Entry) -> bool:
+        holder = _holder(entry)
+        return holder is not None and holder.get('boot', self._value.get('boot')) != self._value.get('boot')
+
+    def _conflict(self, entry: Entry, cure: str) -> Conflict:
+        holder = _holder(entry) or {}
+        where = f'on {_word(holder, "hostname")} since {_word(holder, "since")}'
+        return Conflict(f'{self._key} is held by another ecompute, {where}: {cure}')
 
     def _publish(self) -> None:
         self._store.recognise()
@@ -123,6 +146,15 @@ class Presence:
                 continue  # the follower of our prefix says that etcd is away, once
             except Exception:
                 log.exception('keeping %s failed in a way nobody thought of; trying again', self._key)
+
+
+def _holder(entry: Entry) -> dict[str, Any] | None:
+    """What an ecompute wrote; None if none did."""
+    try:
+        holder = load_object(entry.value)
+    except ValueError:
+        return None
+    return holder if 'token' in holder else None
 
 
 def _word(holder: Mapping[str, Any], name: str) -> str:

@@ -51,6 +51,72 @@ def test_the_same_token_takes_over_at_once_and_another_is_refused(store: Store, 
     stranger.stop()
 
 
+def of_a_copy(store: Store, key: str, name: str, lost: list[str], **more: str) -> Presence:
+    """One of several that have the same token."""
+    return Presence(store, key, {'hostname': name, 'since': f'when-{name}', 'token': 'mine', **more}, lost.append)
+
+
+def test_of_two_with_the_same_token_the_first_is_told_and_writes_nothing_any_more(
+    etcd: Etcd, store: Store, prefix: str
+) -> None:
+    """Its state directory was copied: neither is what the other has left behind."""
+    key, lost, theirs_lost = prefix + 'c', list[str](), list[str]()
+    first = of_a_copy(store, key, 'first', lost)
+    first.start()
+    with connected(etcd.endpoint) as others:
+        second = of_a_copy(others, key, 'second', theirs_lost)
+        second.start()
+        first.look()
+        until(lambda: lost, 10, 'it is told')
+        assert 'held by another ecompute, on second since when-second' in lost[0]
+        assert 'copy' in lost[0]
+        with pytest.raises(Unreachable, match='is not as we put it'):
+            store.commit([], [Put(prefix + 'x', '1')])
+        assert others.commit([], [Put(prefix + 'x', '2')])
+        second.stop()
+        assert theirs_lost == []
+    first.stop()
+    assert len(lost) == 1
+
+
+def test_its_own_value_put_again_by_hand_is_no_copy_s(etcd: Etcd, store: Store, prefix: str) -> None:
+    key, lost = prefix + 'c', list[str]()
+    alive = of_a_copy(store, key, 'first', lost)
+    alive.start()
+    before = store.get(key)
+    assert before is not None
+    for value in (before.value, b'{"token": "mine"}'):
+        etcd.put(key, value)
+        alive.look()
+
+        def right() -> bool:
+            entry = store.get(key)
+            return entry is not None and entry.lease != 0 and entry.value == before.value
+
+        until(right, 10, 'it is put right')
+    alive.stop()
+    assert lost == []
+
+
+def test_after_a_boot_the_lease_is_waited_for(store: Store, prefix: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy's does not end; that of the machine's last boot does."""
+    monkeypatch.setattr('ecomp.store.presence.SECONDS', 1)
+    key, lost = prefix + 'c', list[str]()
+    original = of_a_copy(store, key, 'original', lost, boot='one')
+    original.start()
+    copy = of_a_copy(store, key, 'copy', lost, boot='another')
+    for deed in (copy.check, copy.start):
+        with pytest.raises(Conflict, match='on original since when-original: one state directory is a copy'):
+            deed()
+    same_boot = of_a_copy(store, key, 'original', [], boot='one')
+    same_boot.check()
+    original._stopped.set()  # killed: nobody refreshes it, nor takes it away
+    original.look()
+    copy.start()
+    copy.stop()
+    assert lost == []
+
+
 @pytest.mark.parametrize('value', ['', 'not JSON', '[]', '{}', 'null', '7'])
 def test_a_key_without_an_owner_is_taken(store: Store, prefix: str, value: str) -> None:
     store.commit([], [Put(prefix + 'c', value)])

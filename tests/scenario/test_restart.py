@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 from pathlib import Path
 
 import pytest
 
 from tests.kit.commands import Control, Ecompute, Result
+from tests.kit.hands import guests
 from tests.kit.invariants import check, everything
 from tests.kit.servers import until
 from tests.kit.story import (
@@ -264,3 +266,26 @@ def test_who_loses_its_uuid_to_another_only_watches(cluster: Control) -> None:
     compute.start()
     addressed(cluster, unseen)
     check(cluster, compute)
+
+
+def test_a_compute_whose_state_directory_was_copied(cluster: Control, tmp_path: Path) -> None:
+    """As with an image of a machine that had run ecompute: one of the two only watches, and nothing is made twice."""
+    original = cluster.ecompute()
+    kept = place(cluster)[1]
+    addressed(cluster, kept)
+    original.stop()
+    directory = tmp_path / 'copy'
+    shutil.copytree(original.directory / 'state', directory / 'state')
+    original.start()
+    copy = Ecompute(cluster.etcd.endpoint, cluster.placement.url, directory=directory, uuid=original.uuid)
+    cluster.at_exit.callback(copy.close)
+    copy.start()
+    until(lambda: logged(original, 'one state directory is a copy of the other', 'only watches'), 40, 'it notices')
+    made = [place(cluster)[1] for _ in range(3)]
+    for each in made:
+        addressed(cluster, each)
+    assert guests(original).keys() == {kept}
+    assert guests(copy).keys() == {kept, *made}
+    assert original.stop() == 0
+    assert reserved(cluster, copy.uuid) == 0, 'it closes nothing that is the other one\'s'
+    check(cluster, copy)
