@@ -111,11 +111,19 @@ class Delete:
 class Fence:
     """What every commit of a store compares besides: that its owner is who it says it is (rule 9).
 
-    `broken` is told, from any thread, that a commit was refused for it, and must be quick.
+    `broken` is told, from any thread, that a commit was refused for it, and must be quick. Where there is one,
+    `deletes` is compared instead by commits of deletes alone: a full etcd takes nothing else, so no new key of its own.
     """
 
     condition: Unchanged
     broken: Callable[[], None]
+    deletes: Unchanged | None = None
+
+    def of(self, operations: Sequence[Put | Delete]) -> Unchanged:
+        """What a commit of these compares."""
+        if self.deletes is not None and all(isinstance(each, Delete) for each in operations):
+            return self.deletes
+        return self.condition
 
 
 class _Client(etcd3.Etcd3Client):  # type: ignore[misc]
@@ -199,16 +207,17 @@ class Store:
         until = 0.0
         while True:
             fence = self.fence if fenced else None
+            held = fence.of(operations) if fence else None
             request = etcdrpc.TxnRequest(
-                compare=[_compare(each) for each in (*conditions, *([fence.condition] if fence else []))],
+                compare=[_compare(each) for each in (*conditions, *([held] if held else []))],
                 success=[_operation(each) for each in operations],
-                failure=[_look(fence.condition.key)] if fence else [],
+                failure=[_look(held.key)] if held else [],
             )
             reply = self._write(partial(_transaction, request))
             if reply.succeeded:
                 return int(reply.header.revision)
-            found = reply.responses[0].response_range.kvs if fence else []
-            if fence is None or (found[0].mod_revision if found else 0) == fence.condition.revision:
+            found = reply.responses[0].response_range.kvs if held else []
+            if fence is None or held is None or (found[0].mod_revision if found else 0) == held.revision:
                 return None
             fence.broken()
             until = until or time.monotonic() + RENEWED
@@ -216,7 +225,7 @@ class Store:
             while self.fence is fence and time.monotonic() < until:
                 time.sleep(RENEWED / 100)
             if time.monotonic() >= until:
-                raise Unreachable(f'{fence.condition.key} is not as we put it: nothing is written before it is')
+                raise Unreachable(f'{held.key} is not as we put it: nothing is written before it is')
 
     def grant(self, seconds: int) -> int:
         """A new lease. One nobody uses ends by itself, so an unknown outcome harms nobody."""

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ecomp.errors import Conflict, EcompError, UnknownOutcome
+from ecomp.errors import Conflict, EcompError, NoSpace, UnknownOutcome
 from ecomp.model.json_object import load_object
 from ecomp.store.client import Entry, Fence, Put, Store, Unchanged
 
@@ -115,10 +115,17 @@ class Presence:
         # Twice at most: a lost race is somebody else's put, and the second read says whose.
         for _ in range(2):
             entry = self._entry()
-            lease = self._store.grant(SECONDS)
-            put = Put(self._key, json.dumps(self._value), lease)
             condition = Unchanged(self._key, entry.revision if entry else 0)
-            if written := self._store.commit([condition], [put], fenced=False):
+            try:
+                lease = self._store.grant(SECONDS)
+                put = Put(self._key, json.dumps(self._value), lease)
+                written = self._store.commit([condition], [put], fenced=False)
+            except NoSpace:
+                if entry is None and self._revision:
+                    # Nobody can put it now. As long as nobody has, what makes room again may go.
+                    self._store.fence = Fence(Unchanged(self._key, self._revision), self._woken.set, condition)
+                raise
+            if written:
                 self._lease = lease
                 self._revision = written
                 self._store.fence = Fence(Unchanged(self._key, written), self._woken.set)

@@ -21,7 +21,7 @@ from ecomp.store.client import Put, Store
 from tests.faults.etcds import EtcdCluster, EtcdControl, fill, make_room
 from tests.faults.figures import figure
 from tests.kit.commands import Control, Ecompute
-from tests.kit.hands import Eschedule, settled
+from tests.kit.hands import Eschedule, lapse, settled
 from tests.kit.invariants import allocations
 from tests.kit.proxy import Proxy
 from tests.kit.servers import PATIENCE, Etcd, PlacementServer, until
@@ -438,6 +438,30 @@ def test_no_space(small: Control) -> None:
     began = time.monotonic()
     addressed(small, wanted)
     figure('F12', recovered_s=time.monotonic() - began)
+    assert small.eschedule('destroy', '--wait', kept).code == 0
+    settled(small, compute)
+
+
+def test_no_space_and_frozen_past_the_lease(small: Control) -> None:
+    """F12: etcd full, and a compute frozen for longer than its lease: a destroy that was accepted completes (fake)"""
+    compute = small.ecompute()
+    _, kept = place(small)
+    _, destroyed = place(small)
+    for instance in (kept, destroyed):
+        addressed(small, instance)
+
+    def accepted() -> None:
+        assert small.eschedule('destroy', destroyed).code == 0
+        fill(small.etcd)
+        lapse(small, f'/computes/{compute.uuid}')
+
+    frozen(compute, accepted)
+    until(lambda: small.etcd.get(f'/hosts/{compute.uuid}/{destroyed}') is None, SOON, 'its request is gone')
+    assert running(compute) == {kept}
+    assert small.placement.allocations(destroyed) == {}
+    assert small.etcd.get(f'/computes/{compute.uuid}') is None
+    make_room(small.etcd)
+    until(lambda: small.etcd.get(f'/computes/{compute.uuid}'), SOON, 'it says again that it is alive')
     assert small.eschedule('destroy', '--wait', kept).code == 0
     settled(small, compute)
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 
 import pytest
 
-from ecomp.errors import Conflict, Unreachable
-from ecomp.store.client import RENEWED, Put, Store, Unchanged
+from ecomp.errors import Conflict, NoSpace, Unreachable
+from ecomp.store.client import RENEWED, Delete, Put, Store, Unchanged
 from ecomp.store.presence import Presence
 from tests.functional.store_client import connected
 from tests.kit.servers import PATIENCE, Etcd, until
@@ -256,3 +258,48 @@ def test_who_cannot_put_the_key_again_writes_nothing_meanwhile(store: Store, pre
         store.commit([], [Put(prefix + 'x', '1')])
     assert time.monotonic() - began >= RENEWED
     assert store.get(prefix + 'x') is None
+
+
+@contextmanager
+def full(etcd: Etcd) -> Iterator[None]:
+    """An etcd that says it is out of space, which is all it takes for it to behave so."""
+    member = etcd.call('cluster/member/list', {})['members'][0]['ID']
+    alarm = {'memberID': member, 'alarm': 'NOSPACE'}
+    etcd.call('maintenance/alarm', {**alarm, 'action': 'ACTIVATE'})
+    yield
+    etcd.call('maintenance/alarm', {**alarm, 'action': 'DEACTIVATE'})
+
+
+def test_who_overslept_and_finds_etcd_full_may_delete_as_long_as_nobody_has_the_key(own_etcd: Etcd) -> None:
+    lost: list[str] = []
+    with connected(own_etcd.endpoint) as store, connected(own_etcd.endpoint) as others:
+        late = presence(store, '/c', 'mine', lost)
+        late.start()
+        for each in ('/x', '/y', '/z'):
+            store.commit([], [Put(each, '1')])
+        entry = store.get('/c')
+        assert entry is not None
+        with full(own_etcd):
+            store.revoke(entry.lease)
+            assert store.commit([], [Delete('/x')])
+            assert store.commit([Unchanged('/y', 1)], [Delete('/y')]) is None, 'conditions count as ever'
+            with pytest.raises(NoSpace):
+                store.commit([], [Put('/x', '2')])
+        # As soon as there is room: its key first.
+        late.look()
+        until(lambda: store.get('/c'), 10, 'its key is there')
+        assert store.commit([], [Put('/x', '2')])
+
+        # And not at all where another one has put it.
+        entry = store.get('/c')
+        assert entry is not None
+        late._stopped.set()  # frozen
+        late.look()
+        store.revoke(entry.lease)
+        theirs = presence(others, '/c', 'theirs')
+        theirs.start()
+        with full(own_etcd), pytest.raises(Unreachable, match='is not as we put it'):
+            store.commit([], [Delete('/z')])
+        assert others.get('/z') is not None
+        theirs.stop()
+    assert lost == []
