@@ -106,8 +106,12 @@ class Daemon:
         self._runner.wake()
 
     def become_read_only(self, reason: str) -> None:
-        """Begin nothing more, for good: somebody else is this compute now (rule 9). What runs goes on."""
+        """Begin nothing more, for good: somebody else is this compute now (rule 9). What runs goes on.
+
+        A build stops at its next step and undoes itself: the other one makes it.
+        """
         self.read_only = True
+        self._planner.stop_builds()
         log.error('%s. From now on this one only watches; what runs goes on', reason)
 
     def on_state(self, state: Mapping[str, Entry]) -> None:

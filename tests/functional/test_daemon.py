@@ -14,8 +14,10 @@ from ecomp.agent.complaints import Complaints
 from ecomp.agent.daemon import Daemon
 from ecomp.agent.planner import Planner
 from ecomp.model import keys
+from ecomp.model.guest import GuestSpec
 from ecomp.model.record import ACTIVE, from_json
 from ecomp.scheduler.destroy import destroy
+from ecomp.virt.fake import FakeHypervisor
 from tests.functional.cloud import Cloud
 from tests.functional.toy import Toy, toy
 from tests.kit.servers import until
@@ -126,3 +128,29 @@ def test_a_planner_that_meets_what_nobody_thought_of_goes_on(
             reached(one, instance, ACTIVE)
         assert failures == []
         assert 'nobody thought of' in caplog.text
+
+
+class Held(FakeHypervisor):
+    """Makes no disk before it may."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked, self.may = threading.Event(), threading.Event()
+
+    def create_disk(self, spec: GuestSpec) -> None:
+        self.asked.set()
+        assert self.may.wait(60)
+        super().create_disk(spec)
+
+
+def test_who_becomes_read_only_starts_nothing_that_is_in_work(cloud: Cloud, tmp_path: Path) -> None:
+    """Somebody else is this compute, and makes it: frozen in the middle and continued, this one undoes what it did."""
+    hypervisor = Held()
+    with toy(cloud, tmp_path, hypervisor) as one, running(one, Keeper(one)) as daemon:
+        one.place()
+        tell(daemon, one)
+        assert hypervisor.asked.wait(60)
+        daemon.become_read_only('another one is this compute')
+        hypervisor.may.set()
+        until(lambda: daemon._planner.is_idle, 20, 'it has ended')
+        assert hypervisor.guests() == {}
