@@ -225,6 +225,7 @@ class Planner:
             self._complaints.hand_over(instance, LOOKING)
         self.awaits_addresses = bool(without)
         found = []
+        self._reported &= {task.instance for task in tasks if task.kind is Kind.REPORT}
         for task in tasks:
             if task.kind is Kind.REPORT:
                 self._report(task)
@@ -264,6 +265,10 @@ class Planner:
             if known is None and len(self._wishes) >= MOST and not destroy:
                 parsed = Invalid(name, f'this compute has {MOST} instances, and takes no more', shares(parsed))
             self._wishes[name] = entry.revision, parsed
+        for name in before.keys() - self._wishes.keys():
+            self._refused.pop(name, None)
+            for doing in (_reading(name), _asking(name)):
+                self._complaints.hand_over(doing, LOOKING)
 
     def _records(self, busy: Set[str]) -> tuple[dict[str, Record], set[str]]:
         """The records by instance, and the instances whose record cannot be read: theirs must not stop the others."""
@@ -272,7 +277,7 @@ class Planner:
             # An instance in work has its record in that thread's hands.
             if instance in busy or instance in self._busy or not keys.is_uuid(instance):
                 continue
-            reading = f'reading {instance}'
+            reading = _reading(instance)
             try:
                 record = self._instances.record(instance)
             except Unreachable:
@@ -304,7 +309,7 @@ class Planner:
 
     def _addresses(self, instance: str) -> Mapping[str, Address]:
         """Those a guest has; none where that cannot be told of it: it must not stop the others."""
-        asking = f'asking for the addresses of {instance}'
+        asking = _asking(instance)
         try:
             found = self._hypervisor.addresses(instance)
         except Unreachable:
@@ -334,3 +339,14 @@ class Planner:
         if task.instance not in self._reported:
             self._reported.add(task.instance)
             log.warning('instance %s %s', task.instance, task.reason)
+
+
+# What a failure of one instance is known by among the complaints.
+
+
+def _reading(instance: str) -> str:
+    return f'reading {instance}'
+
+
+def _asking(instance: str) -> str:
+    return f'asking for the addresses of {instance}'

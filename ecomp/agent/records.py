@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection
+from contextlib import suppress
 
 from ecomp.agent.memory import Memory
 from ecomp.errors import EcompError, NoSpace, UnknownOutcome
@@ -88,6 +89,10 @@ class Records:
         try:
             lease = self._store.grant(KEPT[record.state])
             self.write(record, revision, extra, lease, lambda: ended(self._store, record, lease if failed else 0))
+        except Superseded:
+            with suppress(EcompError):  # it ends by itself, in a day or a week
+                self._store.revoke(lease)
+            raise
         except NoSpace as error:
             if failed:
                 raise

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from ecomp.agent.records import Superseded
 from ecomp.errors import EcompError, Unreachable
-from ecomp.model.guest import Address, GuestSpec
-from ecomp.model.record import ACTIVE
+from ecomp.model import keys
+from ecomp.model.guest import Address, BaseImage, GuestSpec
+from ecomp.model.record import ACTIVE, GONE
 from ecomp.scheduler.destroy import destroy
 from ecomp.virt.fake import FakeHypervisor
-from tests.functional.cloud import Cloud
+from tests.functional.cloud import Cloud, new
 from tests.functional.toy import toy
 
 pytestmark = pytest.mark.fast
@@ -113,3 +116,59 @@ def test_what_is_under_way_cannot_be_handed_back(cloud: Cloud, tmp_path: Path) -
         one.planner.begin(work)
         one.planner.carry_out(work)
         assert one.record(instance).state == ACTIVE
+
+
+def test_nothing_is_kept_of_what_is_not_asked_for_any_more(cloud: Cloud, tmp_path: Path) -> None:
+    with toy(cloud, tmp_path) as one:
+        unreadable, junk = new(), keys.host(one.compute, 'no-uuid')
+        cloud.etcd.put(keys.host(one.compute, unreadable), '{}')
+        cloud.etcd.put(keys.instance(unreadable), '{"version": 99}')
+        cloud.etcd.put(junk, '{}')
+        assert one.step() == ['refuse no-uuid']
+        assert one.step() == []
+        assert one.complaints._open.keys() == {f'reading {unreadable}'}
+        cloud.etcd.delete(keys.host(one.compute, unreadable))
+        cloud.etcd.delete(junk)
+        assert one.step() == []
+        assert (one.complaints._open, one.planner._refused) == ({}, {})
+        cloud.etcd.put(junk, '{}')
+        assert one.step() == ['refuse no-uuid'], 'another one of that name is said again'
+        cloud.etcd.delete(junk)
+
+
+def test_a_guest_nobody_asks_for_is_said_each_time_it_comes(
+    cloud: Cloud, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with toy(cloud, tmp_path) as one:
+        instance = new()
+        spec = GuestSpec(instance, one.compute, 1, 64, 1, BaseImage('', '', 0), 'qemu')
+        for _ in range(2):
+            one.hypervisor.create_disk(spec)
+            one.step()
+            one.step()
+            one.hypervisor.delete_disk(instance)
+            one.step()
+        assert caplog.text.count(f'instance {instance} is here but nobody asks for it') == 2
+
+
+def test_an_end_that_comes_late_leaves_no_lease(cloud: Cloud, tmp_path: Path) -> None:
+    """Of a day or a week, one for each try."""
+
+    def leases() -> set[str]:
+        return {each['ID'] for each in cloud.etcd.call('lease/leases', {}).get('leases', [])}
+
+    with toy(cloud, tmp_path) as one:
+        instance = one.place()
+        one.step()
+        destroy(cloud.store, instance)
+        (work,) = one.planned()
+        before = leases()
+        key = keys.host(one.compute, instance)
+        value = cloud.etcd.get(key)
+        assert value is not None
+        cloud.etcd.put(key, value)  # since it was planned
+        record = replace(one.record(instance), state=GONE)
+        with pytest.raises(Superseded):
+            one.instances._records.end(record, work.revision)
+        assert leases() <= before
+        assert one.step() == [f'destroy {instance}']

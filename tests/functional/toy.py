@@ -33,6 +33,7 @@ class Toy:
     instances: Instances
     planner: Planner
     memory: Memory
+    complaints: Complaints
     nudges: list[str] = field(default_factory=list)
 
     def place(self) -> str:
@@ -71,8 +72,9 @@ def toy(cloud: Cloud, state: Path, hypervisor: FakeHypervisor | None = None) -> 
     shape = Shape('qemu', True, DEFAULT_NETWORKS, 'here')
     instances = Instances(compute, cloud.store, cloud.placement, runner, hypervisor, data, shape, memory, lambda: NOW)
     nudges: list[str] = []
-    planner = Planner(compute, instances, hypervisor, runner, memory, Complaints(), nudges.append)
+    complaints = Complaints()
+    planner = Planner(compute, instances, hypervisor, runner, memory, complaints, nudges.append)
     try:
-        yield Toy(cloud, compute, hypervisor, runner, instances, planner, memory, nudges)
+        yield Toy(cloud, compute, hypervisor, runner, instances, planner, memory, complaints, nudges)
     finally:
         runner.stop()
