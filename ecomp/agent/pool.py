@@ -103,7 +103,18 @@ class _Worker:
     pipe: Connection
     started: float
     ends_only: bool
+    to_send: queue.SimpleQueue[tuple[Any, ...] | None] = field(default_factory=queue.SimpleQueue)
     ticket: _Ticket | None = None
+
+    def send_all(self) -> None:
+        """Send what is in `to_send`, until None: then the pipe is closed, which ends a worker after its job.
+
+        A thread's, for a worker that is frozen reads nothing, and a job may be larger than what its pipe holds.
+        """
+        while (message := self.to_send.get()) is not None:
+            with suppress(OSError):  # it has died; its sentinel reports the job
+                self.pipe.send(message)
+        self.pipe.close()
 
 
 class _Waker:
@@ -155,6 +166,7 @@ class Pool:
         self._workers: list[_Worker] = []
         self._numbers = iter(range(1, 2**62))
         self._start_at, self._delay = 0.0, 0.0
+        self._lacks = False
 
     def run(self, job: Job) -> Iterator[News]:
         """See Runner. Raises WorkerDied when the worker was killed."""
@@ -175,7 +187,7 @@ class Pool:
                 at_it = worker.ticket
                 if at_it and at_it.is_build_of(instance) and not at_it.cancelled:
                     at_it.cancelled = True
-                    _send(worker, ('cancel', at_it.number))
+                    worker.to_send.put(('cancel', at_it.number))
 
     def tend(self, timeout: float) -> None:
         """See Runner: start what is missing, hand out jobs, hear results, notice deaths."""
@@ -183,8 +195,8 @@ class Pool:
         if len(self._workers) < self._size and now < self._start_at:
             timeout = min(timeout, self._start_at - now)
         else:
-            while len(self._workers) < self._size:
-                self._start()
+            while len(self._workers) < self._size and self._starts():
+                pass
         self._hand_out()
         sentinels = {worker.process.sentinel: worker for worker in self._workers}
         pipes = {worker.pipe: worker for worker in self._workers}
@@ -207,9 +219,9 @@ class Pool:
         self._waker.wake_on_signals()
 
     def stop(self) -> None:
-        """See Runner. Closing its pipe ends a worker after its job."""
+        """See Runner."""
         for worker in self._workers:
-            worker.pipe.close()
+            worker.to_send.put(None)
         for worker in self._workers:
             worker.process.join()
         with self._lock:
@@ -220,17 +232,45 @@ class Pool:
             ticket.told.put(('failed', WorkerDied('the pool was stopped')))
         self._waker.close()
 
+    def _starts(self) -> bool:
+        """Start one; False, and a line, where the machine has no process or descriptor left for it: soon again."""
+        try:
+            self._start()
+        except (OSError, RuntimeError) as error:
+            if not self._lacks:
+                log.error('a worker cannot be started: %s; trying again', error)
+            self._lacks = True
+            self._put_off()
+            return False
+        self._lacks = False
+        return True
+
     def _start(self) -> None:
         ours, theirs = self._context.Pipe()
         process = self._context.Process(
             target=self._entry, args=(theirs, self._settings), name='ecompute worker', daemon=True
         )
-        process.start()
-        theirs.close()
+        worker = _Worker(process, ours, time.monotonic(), ends_only=False)
+        sender = threading.Thread(target=worker.send_all, name='to a worker', daemon=True)
+        try:
+            sender.start()
+            process.start()
+        except BaseException:
+            worker.to_send.put(None)
+            if not sender.is_alive():
+                ours.close()
+            raise
+        finally:
+            theirs.close()
         with self._lock:
             # The last one, so that of two idle ones the other is asked first.
-            last = len(self._workers) == self._size - 1 and not any(each.ends_only for each in self._workers)
-            self._workers.append(_Worker(process, ours, time.monotonic(), ends_only=last))
+            is_last = len(self._workers) == self._size - 1
+            worker.ends_only = is_last and not any(each.ends_only for each in self._workers)
+            self._workers.append(worker)
+
+    def _put_off(self) -> None:
+        self._delay = min(max(2 * self._delay, FIRST_DELAY), LAST_DELAY)
+        self._start_at = time.monotonic() + self._delay
 
     def _hand_out(self) -> None:
         with self._lock:
@@ -240,7 +280,7 @@ class Pool:
                     self._waiting.remove(ticket)
                     worker.ticket = ticket
                     ticket.fetches = ticket.image
-                    _send(worker, ('job', ticket.number, ticket.job))
+                    worker.to_send.put(('job', ticket.number, ticket.job))
 
     def _next(self, worker: _Worker) -> _Ticket | None:
         ending = next((each for each in self._waiting if isinstance(each.job, ENDING)), None)
@@ -284,12 +324,13 @@ class Pool:
             self._workers.remove(worker)
             ticket, worker.ticket = worker.ticket, None
         code = worker.process.exitcode
-        worker.pipe.close()
+        worker.to_send.put(None)
         log.error('worker %s ended with %s; a new one takes its place', worker.process.pid, code)
         # One that dies young would die again: not at once, or starting workers is all that is done here.
-        young = time.monotonic() - worker.started < YOUNG
-        self._delay = min(max(2 * self._delay, FIRST_DELAY), LAST_DELAY) if young else 0.0
-        self._start_at = time.monotonic() + self._delay
+        if time.monotonic() - worker.started < YOUNG:
+            self._put_off()
+        else:
+            self._delay, self._start_at = 0.0, 0.0
         if ticket is not None:
             ticket.told.put(('failed', WorkerDied(f'its worker process ended in the middle of it ({code})')))
 
@@ -337,11 +378,6 @@ class Inline:
     def _checkpoint(self, instance: str) -> None:
         if instance in self._cancelled:
             raise Cancelled
-
-
-def _send(worker: _Worker, message: tuple[Any, ...]) -> None:
-    with suppress(ConnectionError):  # it has just died; its sentinel reports the job
-        worker.pipe.send(message)
 
 
 class Pretended:

@@ -13,6 +13,8 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from multiprocessing.context import SpawnProcess
 from pathlib import Path
 
 import psutil
@@ -436,3 +438,48 @@ def test_pretended_jobs_run_where_they_are_asked_for() -> None:
     inline.wake()
     inline.tend(60)
     inline.stop()
+
+
+def test_a_frozen_worker_is_not_waited_for_however_large_its_job(pair: Tended) -> None:
+    """A seed may be larger than what a pipe holds; whoever hands jobs in, or cancels one, is not held up either."""
+    first, second, last = (pair.hand_in(job('good')) for _ in range(3))
+    for each in (first, second, last):
+        pair.result(each)
+    frozen = [worker.process.pid for worker in pair.pool._workers if not worker.ends_only]
+    for pid in frozen:
+        assert pid is not None
+        os.kill(pid, signal.SIGSTOP)
+    large = [job('good') for _ in frozen]
+    handed = [
+        pair.hand_in(Build(replace(each.spec, seed={'user-data': os.urandom(2**21)}), each.image)) for each in large
+    ]
+    pair.tend_until(lambda: all(each.ticket for each in pair.pool._workers if not each.ends_only), 'both have a job')
+    gone = str(uuid.uuid4())
+    assert pair.result(pair.hand_in(Destroy(gone, COMPUTE))) == [], 'others work'
+    pair.pool.cancel(large[0].instance)
+    for pid in frozen:
+        assert pid is not None
+        os.kill(pid, signal.SIGCONT)
+    assert isinstance(pair.error(handed[0]), Cancelled | None)
+    assert pair.result(handed[1]) == ALL
+
+
+@pytest.mark.parametrize('error', [BlockingIOError(11, 'no process left'), RuntimeError("can't start new thread")])
+def test_a_worker_that_cannot_be_started_is_tried_again(
+    pool: Tended, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error: Exception
+) -> None:
+    """As where a limit is reached for a while: said once."""
+    real, failures = SpawnProcess.start, [error] * 3
+
+    def start(process: SpawnProcess) -> None:
+        if failures:
+            raise failures.pop()
+        real(process)
+
+    monkeypatch.setattr(SpawnProcess, 'start', start)
+    descriptors = len(os.listdir('/proc/self/fd'))
+    while failures:
+        pool.pool.tend(0.05)
+    until(lambda: len(os.listdir('/proc/self/fd')) <= descriptors + 2, 20, 'nothing is left open of those')
+    assert pool.result(pool.hand_in(job('good'))) == ALL
+    assert caplog.text.count('a worker cannot be started') == 1
