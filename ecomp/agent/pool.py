@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import logging
 import multiprocessing
-import os
 import queue
-import signal
 import threading
 import time
 from collections import deque
@@ -23,6 +21,7 @@ from multiprocessing.context import SpawnProcess
 from typing import Any, Protocol
 
 from ecomp.agent.build import Build, Cancelled, Destroy, Images, Job, News, Shutdown, SwitchOff, carry_out
+from ecomp.agent.waker import Waker
 from ecomp.agent.worker import WorkerSettings, main
 from ecomp.errors import BuildFailed, EcompError
 from ecomp.model.guest import BaseImage
@@ -117,37 +116,6 @@ class _Worker:
         self.pipe.close()
 
 
-class _Waker:
-    """A pipe that ends a wait. os.write to it is all a signal handler does."""
-
-    def __init__(self) -> None:
-        self.reader, self._writer = os.pipe()
-        os.set_blocking(self.reader, False)
-        os.set_blocking(self._writer, False)
-        self._on_signals = False
-
-    def wake(self) -> None:
-        with suppress(BlockingIOError):  # full of wakes nobody has read yet: that will do
-            os.write(self._writer, b'.')
-
-    def wake_on_signals(self) -> None:
-        # The kernel may give a signal to any thread, and then the poll in the main thread, where alone Python's
-        # handlers run, does not end: the signal would be heard up to a minute later.
-        signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
-        self._on_signals = True
-
-    def clear(self) -> None:
-        with suppress(BlockingIOError):
-            while os.read(self.reader, 4096):
-                pass
-
-    def close(self) -> None:
-        if self._on_signals:
-            signal.set_wakeup_fd(-1)
-        os.close(self.reader)
-        os.close(self._writer)
-
-
 class Pool:
     """`size` worker processes, and one more for ENDING alone: a slow download must not keep a guest from going.
 
@@ -160,7 +128,7 @@ class Pool:
         self._context = multiprocessing.get_context('spawn')
         self._settings = settings
         self._size = size + 1
-        self._waker = _Waker()
+        self._waker = Waker()
         self._lock = threading.Lock()
         self._waiting: deque[_Ticket] = deque()
         self._workers: list[_Worker] = []
@@ -341,7 +309,7 @@ class Inline:
     def __init__(self, hypervisor: Hypervisor, images: Images) -> None:
         self._hypervisor = hypervisor
         self._images = images
-        self._waker = _Waker()
+        self._waker = Waker()
         self._cancelled: set[str] = set()
 
     def run(self, job: Job) -> Iterator[News]:
