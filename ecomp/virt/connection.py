@@ -123,6 +123,7 @@ class Connection:
             raise Unreachable(f'{self._name}: {reason(error)} (is libvirtd running?)', self._name) from error
 
     def _connect(self, result: Future[libvirt.virConnect]) -> None:
+        connection = None
         try:
             connection = libvirt.open(self.uri)
             connection.setKeepAlive(KEEPALIVE_INTERVAL, KEEPALIVE_COUNT)
@@ -131,6 +132,8 @@ class Connection:
                 self._register(connection)
         except Exception as error:
             # Whatever it is, it belongs to those who wait for the result.
+            if connection is not None:
+                self._release(connection)
             with self._lock:
                 self._opening = None
             result.set_exception(error)
@@ -151,6 +154,7 @@ class Connection:
         if self._registered is None or self._registered[0] is not connection:
             lifecycle = libvirt.VIR_DOMAIN_EVENT_ID_LIFECYCLE
             number = connection.domainEventRegisterAny(None, lifecycle, self._on_lifecycle, None)
+            self._registered = (connection, number, None)  # so that it is taken off, whatever comes
             self._registered = (connection, number, self._register_networks(connection))
 
     def _register_networks(self, connection: libvirt.virConnect) -> int | None:

@@ -366,6 +366,37 @@ def test_libvirtd_frozen(host: LibvirtHost, monkeypatch: pytest.MonkeyPatch) -> 
         frozen.guests()
 
 
+@pytest.mark.usefixtures('real')
+@pytest.mark.parametrize('step', ['registerCloseCallback', 'domainEventRegisterAny', 'networkEventRegisterAny'])
+def test_a_connection_that_breaks_while_it_is_made_leaves_no_socket(
+    host: LibvirtHost, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    """libvirt holds a connection for as long as a callback of ours is on it."""
+
+    def breaks(*_: object) -> None:
+        error = libvirt.libvirtError('')
+        error.err = (libvirt.VIR_ERR_SYSTEM_ERROR, libvirt.VIR_FROM_RPC, 'it broke', 2, None, None, None, -1, -1)
+        raise error
+
+    broken = Libvirt(host.root / 'state', uri=host.uri)
+    broken.on_change(lambda _: None)
+    opened = broken._connection
+    opened._drop(opened._get())
+    works = getattr(libvirt.virConnect, step)
+    monkeypatch.setattr(libvirt.virConnect, step, breaks)
+    for _ in range(3):
+        with pytest.raises(Unreachable):
+            broken.guests()
+    files = len(os.listdir('/proc/self/fd'))
+    for _ in range(20):
+        with pytest.raises(Unreachable):
+            broken.guests()
+    until(lambda: len(os.listdir('/proc/self/fd')) < files + 5, 5, 'what was opened is closed')
+    monkeypatch.setattr(libvirt.virConnect, step, works)
+    assert broken.guests() == {}
+    broken.close()
+
+
 def in_a_worker(state: Path, uri: str, spec: GuestSpec) -> None:
     hypervisor = Libvirt(state, uri=uri)
     build(hypervisor, spec)
