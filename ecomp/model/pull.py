@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import islice, pairwise
 from typing import NamedTuple, Protocol
 
 from ecomp.model import keys
@@ -55,41 +55,84 @@ class Backlog:
 
     `places`: what waits and nobody takes, by its key, oldest first; `flavors`: theirs, by their queries; `marks`: by
     compute what it has marked, {key: (the mark's revision, what is marked or None)}; `has_more`: something is among
-    the places that was not before.
+    the places that was not before. The rest is what the next one is made from: what was read, which keys are marks, and
+    how many places there are of each query.
     """
 
     places: Mapping[str, Place] = field(default_factory=dict)
     flavors: Mapping[str, Flavor] = field(default_factory=dict)
     marks: Mapping[str, Mapping[str, tuple[int, Place | None]]] = field(default_factory=dict)
     has_more: bool = False
+    state: Mapping[str, Written] = field(default_factory=dict, repr=False)
     parsed: Mapping[str, Place | Nonsense] = field(default_factory=dict, repr=False)
+    takers: frozenset[str] = field(default=frozenset(), repr=False)
+    counts: Mapping[str, int] = field(default_factory=dict, repr=False)
 
 
 def backlog_of(state: Mapping[str, Written], before: Backlog) -> Backlog:
-    """What the keys under /queues/ say; what was read `before` is not read again."""
-    parsed: dict[str, Place | Nonsense] = {}
-    takers = []
-    for key, entry in state.items():
-        known = before.parsed.get(key)
-        if known is not None and known.revision == entry.revision:
-            parsed[key] = known
-        elif keys.queued(key) is not None:
-            waiting = parse_waiting(key, entry.value)
-            place = Place(entry.revision, waiting) if isinstance(waiting, Waiting) else Nonsense(entry.revision)
-            parsed[key] = place
+    """What the keys under /queues/ say. Each event brings all of them: only what was not so `before` is looked at.
+
+    10,000 that wait are 20,000 events at least, and each compute hears them.
+    """
+    known = before.state
+    touched = [
+        key
+        for key, entry in state.items()
+        if (old := known.get(key)) is not entry and (old is None or old.revision != entry.revision)
+    ]
+    new = sum(key not in known for key in touched)
+    gone = known.keys() - state.keys() if len(state) < len(known) + new else set()
+    parsed, takers = dict(before.parsed), set(before.takers - gone)
+    for key in gone:
+        parsed.pop(key, None)
+    for key in touched:
+        if keys.queued(key) is not None:
+            waiting = parse_waiting(key, state[key].value)
+            revision = state[key].revision
+            parsed[key] = Place(revision, waiting) if isinstance(waiting, Waiting) else Nonsense(revision)
         elif key.endswith(keys.TAKER):
-            takers.append(key)
-    places = {key: each for key, each in parsed.items() if isinstance(each, Place)}
+            takers.add(key)
+    places, flavors, counts = dict(before.places), dict(before.flavors), dict(before.counts)
+    added = []
+    for key in {each.removesuffix(keys.TAKER) for each in (*touched, *gone)}:
+        was, said = places.get(key), parsed.get(key)
+        now = said if isinstance(said, Place) and keys.taker(key) not in takers else None
+        if was is now:
+            continue
+        if was is not None:
+            query = places.pop(key).waiting.flavor.query
+            counts[query] -= 1
+            if not counts[query]:
+                del counts[query], flavors[query]
+        if now is not None:
+            added.append(now)
+    for place in sorted(added, key=lambda each: each.revision):
+        flavor = place.waiting.flavor
+        places[place.waiting.key], flavors[flavor.query] = place, flavor
+        counts[flavor.query] = counts.get(flavor.query, 0) + 1
+    marks, has_more = _marks(state, takers, parsed), bool(added)
+    return Backlog(_in_order(places, len(added)), flavors, marks, has_more, state, parsed, frozenset(takers), counts)
+
+
+def _in_order(places: dict[str, Place], added: int) -> dict[str, Place]:
+    """By revision. What was `added` is last, and mostly youngest; what was given back is older."""
+    last = list(islice(reversed(places.values()), added + 1))
+    if all(later.revision > earlier.revision for later, earlier in pairwise(last)):
+        return places
+    return dict(sorted(places.items(), key=lambda item: item[1].revision))
+
+
+def _marks(
+    state: Mapping[str, Written], takers: Iterable[str], parsed: Mapping[str, Place | Nonsense]
+) -> dict[str, dict[str, tuple[int, Place | None]]]:
     marks: dict[str, dict[str, tuple[int, Place | None]]] = {}
     for key in takers:
         queue_key = key.removesuffix(keys.TAKER)
-        marked, compute = places.pop(queue_key, None), marked_by(state[key].value)
+        marked, compute = parsed.get(queue_key), marked_by(state[key].value)
         if compute is not None:
-            marks.setdefault(compute, {})[queue_key] = state[key].revision, marked
-    in_order = dict(sorted(places.items(), key=lambda item: item[1].revision))
-    flavors = {each.waiting.flavor.query: each.waiting.flavor for each in in_order.values()}
-    has_more = any(before.places.get(key) is not place for key, place in in_order.items())
-    return Backlog(in_order, flavors, marks, has_more, parsed)
+            place = marked if isinstance(marked, Place) else None
+            marks.setdefault(compute, {})[queue_key] = state[key].revision, place
+    return marks
 
 
 def fits(flavor: Flavor, provider: Provider) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -90,6 +91,54 @@ def test_a_backlog_reads_each_once(monkeypatch: pytest.MonkeyPatch) -> None:
     again = waiting[1].waiting.key
     assert sorted(read) == sorted([*(each.waiting.key for each in waiting), again])
     assert [each.revision for each in backlog.places.values()] == [1, 3, 9]
+
+
+CHANGE = st.tuples(st.sampled_from(['put', 'other', 'junk', 'delete', 'mark', 'scrawl', 'unmark']), st.integers(0, 5))
+
+
+@given(st.lists(st.lists(CHANGE, max_size=4), max_size=12))
+def test_a_backlog_made_from_the_one_before_is_the_same_as_one_made_anew(steps: list[list[tuple[str, int]]]) -> None:
+    there, revision, backlog = dict[str, Entry](), 0, Backlog()
+    some = places(SMALL, LARGE, SMALL, FAST, SMALL, LARGE)
+    for changes in steps:
+        for what, number in changes:
+            revision += 1
+            key, request = some[number].waiting.key, to_json(some[number].waiting)
+            values = {'put': request, 'other': request.replace('i.qcow2', 'j.qcow2'), 'junk': '{}'}
+            marks = {'mark': mark_to_json(COMPUTE), 'scrawl': '[]'}
+            if what in values:
+                there[key] = Entry(key, values[what].encode(), revision)
+            elif what in marks:
+                there[keys.taker(key)] = Entry(keys.taker(key), marks[what].encode(), revision)
+            else:
+                there.pop(key if what == 'delete' else keys.taker(key), None)
+        before, backlog = backlog, backlog_of(dict(there), backlog)
+        anew = backlog_of(dict(there), Backlog())
+        assert list(backlog.places.items()) == list(anew.places.items())
+        assert (backlog.flavors, backlog.marks, backlog.counts) == (anew.flavors, anew.marks, anew.counts)
+        assert backlog.has_more == any(before.places.get(key) is not each for key, each in backlog.places.items())
+
+
+def test_what_an_event_is_not_about_is_not_looked_at() -> None:
+    """Of 10,000 that wait each event would cost every compute as much as reading all of them."""
+    looked: list[str] = []
+
+    class Watched(Entry):
+        def __getattribute__(self, name: str) -> Any:
+            if name in ('revision', 'value'):
+                looked.append(super().__getattribute__('key'))
+            return super().__getattribute__(name)
+
+    waiting = places(*[SMALL] * 100)
+    there = {key: Watched(key, entry.value, entry.revision) for key, entry in state(waiting).items()}
+    backlog = backlog_of(dict(there), Backlog())
+    assert len(set(looked)) == 100
+    looked.clear()
+    mark = keys.taker(waiting[7].waiting.key)
+    there[mark] = Watched(mark, mark_to_json(COMPUTE).encode(), 1000)
+    backlog = backlog_of(dict(there), backlog)
+    assert set(looked) == {mark}
+    assert len(backlog.places) == 99
 
 
 def test_what_makes_no_sense_is_in_nobodys_way() -> None:
