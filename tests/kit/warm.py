@@ -32,7 +32,7 @@ PRELOAD = [
     *('ecomp.compute', 'ecomp.agent.daemon', 'ecomp.agent.queues', 'ecomp.store.client', 'ecomp.virt.fake'),
     *('ecomp.agent.digest', 'ecomp.agent.inventory', 'ecomp.agent.known_etcd', 'ecomp.agent.limits'),
     *('ecomp.agent.provider', 'ecomp.agent.republish', 'ecomp.agent.reserved', 'ecomp.agent.served'),
-    *('ecomp.agent.several', 'encodings.utf_8_sig', 'netrc'),
+    *('ecomp.agent.ends', 'ecomp.agent.several', 'encodings.utf_8_sig', 'netrc'),
     *('placement.deploy', 'ecomp.lab.placement_server', 'ecomp.lab.elab', 'tests.kit.warm'),
     'tests.kit.warmed',
 ]
