@@ -1,0 +1,262 @@
+"""A small cloud in a world, and the words in which a scenario says who does what in it."""
+
+from __future__ import annotations
+
+import json
+import random
+import uuid
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+from ecomp.errors import UnknownOutcome, Unreachable
+from ecomp.model import keys
+from ecomp.model.choose import Offer
+from ecomp.model.flavor import parse_flavor
+from ecomp.model.flavor import to_json as flavor_json
+from ecomp.model.group import Group, Membership
+from ecomp.model.group import to_json as group_json
+from ecomp.model.instance import Request, name_to_json
+from ecomp.model.instance import to_json as request_json
+from ecomp.model.power import Power
+from ecomp.model.pull import Place
+from ecomp.model.queue import Waiting
+from ecomp.model.queue import to_json as waiting_json
+from ecomp.model.quota import Quota, counted
+from ecomp.model.quota import to_json as quota_json
+from ecomp.placement import allocations as ledger
+from ecomp.placement.client import Placement
+from ecomp.scheduler.claim import abandon
+from ecomp.scheduler.create import create
+from ecomp.scheduler.deliver import announce
+from ecomp.scheduler.destroy import destroy
+from ecomp.scheduler.enqueue import enqueue
+from ecomp.scheduler.power import power
+from ecomp.scheduler.wanted import Delivered, Wanted
+from ecomp.store.client import Put
+from tests.model.compute import Compute
+from tests.model.digests import answer_audits
+from tests.model.etcd import Etcd, ModelStore
+from tests.model.placement import ModelPlacement, PlacementModel, Provider
+from tests.model.virtual import NOW
+from tests.model.world import EXPIRY, MINUTE, Actor, World
+
+QUERY = 'resources=VCPU:1,MEMORY_MB:1,DISK_GB:1'
+SIZE = {'VCPU': 1, 'MEMORY_MB': 1, 'DISK_GB': 1}
+IMAGE = 'http://x/i'
+FLAVOR = 'small'
+WHO = {'host': 'h', 'pid': 1}
+
+
+def name_uuid(number: int) -> str:
+    """A uuid that is easily told from others."""
+    return str(uuid.UUID(int=number << 100, version=4))
+
+
+A, B = name_uuid(1), name_uuid(2)
+"""Two computes."""
+I, J, K, S = name_uuid(3), name_uuid(4), name_uuid(5), name_uuid(9)
+"""Three instances, and a set."""
+NAMES = {A: 'A', B: 'B', I: 'I', J: 'J', K: 'K', S: 'S'} | {
+    str(uuid.uuid5(uuid.UUID(S), str(number))): f'S{number}' for number in (1, 2, 3)
+}
+
+
+@dataclass
+class Command:
+    """An eschedule that creates: whether there was room for it from beginning to end, and what it was asked for."""
+
+    actor: Actor
+    wanted: Wanted
+    resume: bool
+
+
+class Cloud:
+    """etcd, placement, computes, and the commands that were given."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        world.names |= NAMES
+        self.etcd = Etcd(world)
+        self.model = PlacementModel(world)
+        self.store = ModelStore(self.etcd)
+        self.placement = ModelPlacement(self.model, world)
+        self.computes: dict[str, Compute] = {}
+        self.commands: list[Command] = []
+        self.is_ample = True
+        """Whether nothing that is asked for has to be refused."""
+        self.computes_freeze = False
+        """Whether computes may be frozen for longer than their leases, too."""
+        self.is_limited = True
+        """Whether quotas are set before anything is delivered."""
+        self.may_fail: set[str] = set()
+        """The instances that may end in error."""
+        answer_audits(self.etcd, self.computes)
+        world.events.append(self._expiries)
+        world.events.append(self._minutes)
+
+    # What is there
+
+    def host(self, uuid: str, room: int = 4) -> Compute:
+        """One more compute."""
+        each = {'reserved': 0, 'min_unit': 1, 'max_unit': 99, 'step_size': 1, 'allocation_ratio': 1.0}
+        sizes = {'VCPU': room, 'MEMORY_MB': 9, 'DISK_GB': 9}
+        inventories = {name: {'total': total, **each} for name, total in sizes.items()}
+        self.model.providers[uuid] = Provider(uuid, 1, inventories)
+        made = self.computes[uuid] = Compute(uuid, self.world, self.etcd, self.placement)
+        return made
+
+    def claimed(self, instance: str, compute: str) -> None:
+        """A claim."""
+        ledger.claim(self.placement, instance, {compute: SIZE}, 'u', 'p')
+
+    def limited(self, instances: int) -> None:
+        """The project has a quota."""
+        self.store.commit([], [Put(keys.quota('p'), quota_json(Quota('p', {'instances': instances}, {})))])
+
+    def delivered(self, instance: str, compute: str, name: str | None = None, group: Membership | None = None) -> None:
+        """A request that its compute has not seen yet, with all that a delivery writes."""
+        self.claimed(instance, compute)
+        stages = {'requested': NOW, 'scheduled': NOW}
+        request = Request(instance, {compute: SIZE}, IMAGE, 'u', 'p', QUERY, stages, name, group=group)
+        puts = [Put(keys.host(compute, instance), request_json(request))]
+        if name:
+            puts.append(Put(keys.name(name), name_to_json(instance)))
+        if group:
+            made = Group(group.name, group.policy or '', bool(group.strict), {instance: compute})
+            puts.append(Put(keys.group(group.name), group_json(made)))
+        entry = self.etcd.entries.get(keys.quota('p'))
+        if entry is not None:
+            limits = json.loads(entry.value)['limits']
+            puts.append(Put(keys.quota('p'), quota_json(Quota('p', limits, counted('p', [request])))))
+        self.store.commit([], puts)
+
+    def flavor(self) -> int:
+        """The flavor that is waited for; its revision."""
+        written = self.store.commit([], [Put(keys.flavor(FLAVOR), flavor_json(parse_flavor(FLAVOR, QUERY)))])
+        assert written
+        return written
+
+    def waiting(self, instance: str, name: str | None = None, group: Membership | None = None) -> Place:
+        """A request that waits in the flavor's queue, as enqueue() leaves it."""
+        flavor = self.flavor()
+        waiting = self.to_wait(instance, name, group)
+        enqueue(self.store, waiting, flavor, None, WHO, resume=False)
+        return Place(self.etcd.entries[waiting.key].revision, waiting)
+
+    def to_wait(self, instance: str, name: str | None = None, group: Membership | None = None) -> Waiting:
+        """Such a request."""
+        flavor = parse_flavor(FLAVOR, QUERY)
+        return Waiting(instance, flavor, IMAGE, 'u', 'p', {'requested': NOW}, name, group=group)
+
+    # Who acts
+
+    def act(self, name: str, work: Callable[[], object], mortal: bool = True, **what: Any) -> Actor:
+        """Anybody."""
+        return self.world.act(name, work, mortal, **what)
+
+    def creates(self, name: str, instance: str, resume: bool = False, seed: int = 1, **what: Any) -> Actor:
+        """An eschedule: `eschedule QUERY [--uuid]`."""
+        asks_first = what.pop('asks_first', False)
+        wanted = Wanted(instance, QUERY, IMAGE, 'u', 'p', NOW, **what)
+        actor = self.act(name, lambda: self.create(wanted, resume, seed, asks_first))
+        self.commands.append(Command(actor, wanted, resume))
+        return actor
+
+    def create(self, wanted: Wanted, resume: bool, seed: int = 1, asks_first: bool = False) -> dict[str, Delivered]:
+        """What eschedule does. `asks_first`: placement is asked by a thread of its own, before anything else is done."""
+        store = ModelStore(self.etcd)
+        backend = cast('Future[tuple[Placement, Offer]]', Asked(self, wanted.query, asks_first))
+        return create(store, backend, wanted, WHO, resume, random.Random(seed), lambda: NOW)
+
+    def abandons(self, name: str, instance: str, request: str) -> Actor:
+        """An eschedule that could not deliver, and undoes its claim: its request key has ended."""
+        return self.act(name, lambda: abandon(ModelStore(self.etcd), self.placement, instance, request, -1))
+
+    def destroys(self, name: str, instance: str) -> Actor:
+        """`eschedule destroy`."""
+        return self.act(name, lambda: destroy(ModelStore(self.etcd), instance))
+
+    def powers(self, name: str, instance: str, action: str) -> Actor:
+        """`eschedule stop`, `start` or `reboot`."""
+        return self.act(name, lambda: power(ModelStore(self.etcd), instance, Power(action, name_uuid(77))))
+
+    def enqueues(self, name: str, instance: str, resume: bool = False) -> Actor:
+        """`eschedule --queue`."""
+        flavor, waiting = self.flavor(), self.to_wait(instance)
+        return self.act(name, lambda: enqueue(ModelStore(self.etcd), waiting, flavor, None, WHO, resume))
+
+    def takes(self, compute: str, place: Place) -> Actor:
+        """A compute at one request that waits."""
+        host = self.computes[compute]
+        return self.act(f'{NAMES[compute]}, taking', lambda: host.taker.take(place))
+
+    def announced(self, instance: str) -> int:
+        """Somebody is at it, who will never end; the revision of its key."""
+        lease = self.store.grant(60)
+        return announce(self.store, lease, instance, {'version': 1, 'instances': [instance], **WHO}, True)
+
+    # What happens by itself
+
+    def _expiries(self) -> list[tuple[str, str, Callable[[], None]]]:
+        bounds = self.world.bounds
+        if not bounds.expiries:
+            return []
+        used = sorted({entry.lease for entry in self.etcd.entries.values() if entry.lease})
+        if not self.computes_freeze:
+            used = [lease for lease in used if all(each.presence.lease != lease for each in self.computes.values())]
+        return [
+            (f'the lease of {self._owner(lease)} ends', EXPIRY, lambda lease=lease: self.etcd.end(lease))  # type: ignore[misc]
+            for lease in used
+        ]
+
+    def _minutes(self) -> list[tuple[str, str, Callable[[], None]]]:
+        return [('a minute passes', MINUTE, self._pass_minute)] if self.world.bounds.minutes else []
+
+    def _pass_minute(self) -> None:
+        self.world.clock += 61.0
+
+    def _owner(self, lease: int) -> str:
+        for uuid, compute in self.computes.items():
+            if compute.presence.lease == lease:
+                return f'compute {NAMES[uuid]}'
+        return f'{self.etcd.leases[lease].owner} ({lease})'
+
+    def unknown(self) -> list[Command]:
+        """The commands after which the user is told to give them again, with --uuid: killed, or with exit 7."""
+        return [
+            replace(each, resume=True)
+            for each in self.commands
+            if each.actor.dead or isinstance(each.actor.outcome, Unreachable | UnknownOutcome)
+        ]
+
+    def told(self) -> Mapping[str, str]:
+        """What users were told: {instance: compute}."""
+        found: dict[str, str] = {}
+        for each in self.commands:
+            if isinstance(each.actor.outcome, dict):
+                found |= {instance: delivered.compute for instance, delivered in each.actor.outcome.items()}
+        return found
+
+
+class Asked:
+    """The future of ask_placement(): by a thread of its own, or where it is waited for."""
+
+    def __init__(self, cloud: Cloud, query: str, at_once: bool) -> None:
+        self._cloud, self._query = cloud, query
+        self._asker: Actor | None = None
+        if at_once:
+            mine = cloud.world.now
+            name = f'the thread of {mine.name}' if mine is not None else 'a thread'
+            self._asker = cloud.act(name, lambda: ledger.candidates(cloud.placement, query), mortal=False)
+
+    def result(self) -> tuple[Placement, Offer]:
+        """Placement, and what it offers."""
+        asker = self._asker
+        if asker is None:
+            return self._cloud.placement, ledger.candidates(self._cloud.placement, self._query)
+        self._cloud.world.wait('what placement offers', lambda: asker.done)
+        if isinstance(asker.outcome, BaseException):
+            raise asker.outcome
+        return self._cloud.placement, cast(Offer, asker.outcome)

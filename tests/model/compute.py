@@ -1,0 +1,188 @@
+"""A compute of the model: the product's planner, its tasks, its claim keeper and what takes from the queues.
+
+All are the product's; what is pretended is its guests, its disk, and the threads: each of them is a function here.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, cast
+
+from ecomp.agent.claims import ClaimKeeper
+from ecomp.agent.complaints import Complaints
+from ecomp.agent.instances import Instances, Shape
+from ecomp.agent.memory import Memory
+from ecomp.agent.metadata import GuestData
+from ecomp.agent.planner import Planner
+from ecomp.agent.pool import Inline, Pretended
+from ecomp.agent.pulling import Puller
+from ecomp.agent.republish import republish
+from ecomp.agent.reserved import reserve_again
+from ecomp.agent.taking import Taker
+from ecomp.errors import EcompError
+from ecomp.model import keys
+from ecomp.model.digest import Digest
+from ecomp.model.guest import GuestSpec
+from ecomp.model.network import DEFAULT_NETWORKS
+from ecomp.model.pull import Backlog, backlog_of
+from ecomp.store.presence import Presence
+from ecomp.virt.fake import FakeHypervisor
+from tests.model.directory import Disk
+from tests.model.etcd import Etcd, ModelStore
+from tests.model.placement import ModelPlacement
+from tests.model.virtual import NOW
+from tests.model.world import Call, World
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+class Guests(FakeHypervisor):
+    """The product's pretended guests; before each change whoever makes it may be killed."""
+
+    def __init__(self, world: World) -> None:
+        super().__init__()
+        self._world = world
+        world.prints.append(lambda: (tuple(self.guests().items()), tuple(self.reservations().items())))
+
+    def create_disk(self, spec: GuestSpec) -> None:
+        """See FakeHypervisor, as the next three."""
+        self._before('makes the disk', spec.instance)
+        super().create_disk(spec)
+
+    def start(self, spec: GuestSpec) -> None:
+        self._before('starts the domain', spec.instance)
+        super().start(spec)
+
+    def destroy(self, instance: str, compute: str) -> None:
+        self._before('destroys the domain', instance)
+        super().destroy(instance, compute)
+
+    def delete_disk(self, instance: str) -> None:
+        self._before('deletes the disk', instance)
+        super().delete_disk(instance)
+
+    def _before(self, what: str, instance: str) -> None:
+        self._world.call(Call('libvirt', (what, instance), writes=True), lambda: None)
+
+
+class Works(Inline):
+    """Jobs are done by whoever asks, without the pipe that wakes a main thread."""
+
+    def __init__(self, hypervisor: FakeHypervisor) -> None:
+        self._hypervisor = hypervisor
+        self._images = Pretended()
+        self._cancelled: set[str] = set()
+
+
+class Compute:
+    """One host. `is_dead`: it never comes back, and nobody waits for it."""
+
+    def __init__(self, uuid: str, world: World, etcd: Etcd, placement: ModelPlacement) -> None:
+        self.uuid = uuid
+        self.world, self.etcd, self.placement = world, etcd, placement
+        self.hypervisor = Guests(world)
+        self.disk = Disk(world, uuid)
+        self.disk.files['boot_id'] = 'first'
+        self.is_dead = False
+        self.now = NOW
+        self.start()
+
+    def start(self, republishes: bool = False) -> None:
+        """A process begins, with what its host has and nothing else."""
+        state = cast('Path', self.disk.at('state'))
+        self.store = ModelStore(self.etcd)
+        value = {'hostname': 'h', 'token': 'token of ' + self.uuid, 'since': NOW}
+        self.presence = Presence(self.store, keys.compute(self.uuid), value, lambda _: None)
+        memory = Memory(state, self.uuid, lambda: self.now, cast('Path', self.disk.at('boot_id')))
+        if republishes:
+            republish(self.uuid, self.store, self.placement, memory, set(self.hypervisor.guests()), self.now)
+        reserve_again(self.hypervisor, memory)
+        runner = Works(self.hypervisor)
+        shape = Shape('qemu', True, DEFAULT_NETWORKS, 'h')
+        self.guest_data = GuestData(state / 'metadata')
+        self.instances = Instances(
+            *(self.uuid, self.store, self.placement, runner, self.hypervisor, self.guest_data, shape, memory),
+            lambda: self.now,
+        )
+        planned = self.uuid, self.instances, self.hypervisor, runner, memory, Complaints()
+        self.planner = Planner(*planned, lambda _: None)
+        self.keeper = ClaimKeeper(self.uuid, self.store, self.placement)
+        taker = Taker(self.uuid, self.store, self.placement, lambda: self.presence.lease, lambda: self.now)
+        self.puller = Puller(
+            *(self.uuid, self.store, self.placement, taker), lambda: not self.is_dead, self._waits
+        )
+        self.puller._rng = random.Random(self.uuid)
+        self.memory, self.taker, self._backlog = memory, taker, Backlog()
+        self.presence._publish()
+
+    def look_after_presence(self) -> None:
+        """What its thread does: the lease is kept; where the key is not as we put it, it is put again."""
+        entry = self.presence._entry() if self.store.keep_alive(self.presence.lease) else None
+        if entry is None or entry.revision != self.presence._revision:
+            self.presence._publish()
+
+    def plan(self) -> int:
+        """List, plan and carry out; how many tasks."""
+        state = self.store.snapshot(keys.host_prefix(self.uuid)).entries
+        works = self.planner.step(state)
+        for work in works:
+            self.planner.begin(work)
+        for work in works:
+            self.planner.carry_out(work)
+        return len(works)
+
+    def keep_claims(self) -> None:
+        """The minute's look."""
+        self.keeper.look(self.hypervisor.guests(), self.world.read_clock())
+
+    def hear_hosts(self) -> bool:
+        """What is asked of it, for what takes from the queues."""
+        return self.puller.on_hosts(self.store.snapshot(keys.host_prefix(self.uuid)).entries)
+
+    def hear_queues(self) -> bool:
+        """What waits."""
+        self._backlog = backlog_of(self.store.snapshot(keys.QUEUES).entries, self._backlog)
+        return self.puller.on_backlog(self._backlog)
+
+    def pull(self) -> None:
+        """Take what fits."""
+        try:
+            self.puller.step()
+        except EcompError:
+            self.puller.failed()
+            raise
+
+    def digest(self) -> Digest:
+        """What it would tell an audit."""
+        reserved = {mac: f'{each.instance} {each.address}' for mac, each in self.hypervisor.reservations().items()}
+        isos = dict.fromkeys(self.hypervisor.seeds(), '')
+        return Digest(self.hypervisor.guests(), {}, self.guest_data.all(), isos, reserved)
+
+    def do(self, *work: Callable[[], Any]) -> list[EcompError]:
+        """One after the other; what failed, of which each is tried again some time."""
+        failed = []
+        for each in work:
+            try:
+                each()
+            except EcompError as error:
+                failed.append(error)
+        return failed
+
+    def rounds(self, number: int, *work: Callable[[], Any]) -> Callable[[], None]:
+        """An actor's work: this, so many times."""
+
+        def go() -> None:
+            for _ in range(number):
+                self.do(*work)
+
+        return go
+
+    def remembered(self) -> Mapping[str, object]:
+        """What its state directory says lives here."""
+        return self.memory.all()
+
+    def _waits(self, seconds: float) -> bool:
+        self.world.sleep(seconds)
+        return self.is_dead

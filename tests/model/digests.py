@@ -1,0 +1,33 @@
+"""Computes that answer audits at once, as soon as one is asked for: what they say is theirs, when is not their choice."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from ecomp.model import keys
+from ecomp.model.digest import to_pages
+from ecomp.store.client import Delete, Put
+from tests.model.etcd import Etcd
+
+if TYPE_CHECKING:
+    from tests.model.compute import Compute
+
+
+def answer_audits(etcd: Etcd, computes: Mapping[str, Compute]) -> None:
+    """From now on they do."""
+
+    def answer(operations: Sequence[Put | Delete]) -> None:
+        for asked in operations:
+            audit = asked.key.removeprefix(keys.AUDIT)
+            if not isinstance(asked, Put) or audit == asked.key or '/' in audit:
+                continue
+            for uuid, compute in computes.items():
+                if compute.is_dead or keys.compute(uuid) not in etcd.entries:
+                    continue
+                pages = to_pages(compute.digest())
+                parts = {'heard': '', **{str(number): page for number, page in enumerate(pages)}}
+                put = [Put(keys.digest(audit, uuid, part), value, asked.lease) for part, value in parts.items()]
+                etcd.commit([], put)
+
+    etcd.listeners.append(answer)

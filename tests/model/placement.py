@@ -1,0 +1,391 @@
+"""placement in memory, behind the product's own client: an HTTP request in, a status and a JSON object out.
+
+Providers without trees. Held against the real one by test_models_are_true.py. What is kept as it is there, however odd: a
+consumer is a row that is made in a transaction before its allocations are; its generation begins anew once its last
+allocation has gone; undoing takes the row by its id, whatever hangs on it by then.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import parse_qsl
+
+import os_traits
+
+from ecomp.placement.client import Placement
+from tests.model.world import Call, World
+
+Json = dict[str, Any]
+Held = dict[str, dict[str, int]]
+"""What a consumer holds: {provider: {class: amount}}."""
+CONCURRENT, IN_USE, DUPLICATE = (
+    *('placement.concurrent_update', 'placement.resource_provider.inuse', 'placement.duplicate_name'),
+)
+LARGEST = 2147483647
+
+
+class Refused(Exception):
+    """An answer of 400 and above."""
+
+    def __init__(self, status: int, detail: str, code: str = 'placement.undefined_code') -> None:
+        super().__init__(detail)
+        self.answer = status, {'errors': [{'status': status, 'code': code, 'detail': detail}]}
+
+
+@dataclass
+class Row:
+    """A consumer."""
+
+    id: int
+    user: str
+    project: str
+    generation: int = 0
+
+
+@dataclass
+class Provider:
+    """A resource provider."""
+
+    name: str
+    generation: int = 0
+    inventories: dict[str, Json] = field(default_factory=dict)
+    traits: frozenset[str] = frozenset()
+    aggregates: frozenset[str] = frozenset()
+
+
+@dataclass
+class Begun:
+    """A write of allocations whose consumers are there: which of them it made, and what it read of all of them."""
+
+    bodies: Mapping[str, Json]
+    rows: dict[str, tuple[int, int]]
+    made: list[str]
+
+
+class PlacementModel:
+    """What is in it."""
+
+    def __init__(self, world: World) -> None:
+        self.providers: dict[str, Provider] = {}
+        self.rows: dict[str, Row] = {}
+        self.held: dict[str, Held] = {}
+        self.custom: set[str] = set()
+        self._ids = itertools.count(1)
+        self.writes = 0
+        """How often anything was written."""
+        self._print: tuple[int, int] = (-1, 0)
+        world.prints.append(self._shape)
+
+    def used(self, provider: str, name: str) -> int:
+        """How much of a class is used of a provider, also by allocations whose consumer has gone."""
+        return sum(held.get(provider, {}).get(name, 0) for held in self.held.values())
+
+    def capacity(self, provider: str, name: str) -> int:
+        """How much of it there is."""
+        each = self.providers[provider].inventories.get(name)
+        return 0 if each is None else int((each['total'] - each['reserved']) * each['allocation_ratio'])
+
+    # Allocations
+
+    def makes(self, bodies: Mapping[str, Json]) -> bool:
+        """Whether such a write would make a consumer."""
+        return any(name not in self.rows and each['consumer_generation'] is None for name, each in bodies.items())
+
+    def begin(self, bodies: Mapping[str, Json]) -> Begun:
+        """The first transactions of a write: each consumer is there."""
+        begun = Begun(bodies, {}, [])
+        try:
+            for name, body in bodies.items():
+                row = self.rows.get(name)
+                generation = body['consumer_generation']
+                if (row.generation if row else None) != generation:
+                    expected = row.generation if row else 'null'
+                    said = f'consumer generation conflict - expected {expected} but got {generation}'
+                    raise Refused(409, said, CONCURRENT)
+                if row is None:
+                    row = self.rows[name] = Row(next(self._ids), body['user_id'], body['project_id'])
+                    begun.made.append(name)
+                    self.writes += 1
+                begun.rows[name] = row.id, row.generation
+        except Refused:
+            self._undo(begun)
+            raise
+        return begun
+
+    def finish(self, begun: Begun) -> None:
+        """The last one: their allocations are as is asked for, or nothing is changed."""
+        for body in begun.bodies.values():
+            for provider in body['allocations']:
+                if provider not in self.providers:
+                    # The consumers that were made stay: as it is there.
+                    raise Refused(400, f"Allocation for resource provider '{provider}' that does not exist.")
+        try:
+            wanted = {name: _held(body) for name, body in begun.bodies.items()}
+            self._check(wanted)
+            for name, (number, generation) in begun.rows.items():
+                row = self.rows.get(name)
+                if not wanted[name] and not self.held.get(name):
+                    continue
+                if row is None or (row.id, row.generation) != (number, generation):
+                    raise Refused(409, 'Inventory and/or allocations changed while attempting to allocate', CONCURRENT)
+        except Refused:
+            self._undo(begun)
+            raise
+        self.writes += 1
+        for name, body in begun.bodies.items():
+            before = self.held.pop(name, {})
+            for provider in {*before, *wanted[name]}:
+                self.providers[provider].generation += 1
+            if wanted[name]:
+                self.held[name] = wanted[name]
+                row = self.rows[name]
+                row.generation, row.user, row.project = row.generation + 1, body['user_id'], body['project_id']
+            elif before:
+                del self.rows[name]
+
+    def _check(self, wanted: Mapping[str, Held]) -> None:
+        """Capacity, by what all of them would have."""
+        after = {**self.held, **wanted}
+        for name in {each for held in wanted.values() for each in held}:
+            for kind in {kind for held in wanted.values() for kind in held.get(name, {})}:
+                each = self.providers[name].inventories.get(kind)
+                now = self.used(name, kind)
+                then = sum(held.get(name, {}).get(kind, 0) for held in after.values())
+                if each is None or (then > self.capacity(name, kind) and (now <= self.capacity(name, kind) or then > now)):
+                    raise Refused(409, f'Unable to allocate inventory: no {kind} on {name} for so much')
+                for amount in (held.get(name, {}).get(kind, 0) for held in wanted.values()):
+                    if amount and not (each['min_unit'] <= amount <= each['max_unit'] and amount % each['step_size'] == 0):
+                        raise Refused(409, f'Unable to allocate inventory: so much {kind} is not given on {name}')
+
+    def _undo(self, begun: Begun) -> None:
+        for name in begun.made:
+            row = self.rows.get(name)
+            if row is not None and row.id == begun.rows[name][0]:
+                del self.rows[name]
+                self.writes += 1
+
+    # Requests
+
+    def ask(self, path: str) -> Json:
+        """GET. Refused."""
+        where, _, query = path.partition('?')
+        parts = where.strip('/').split('/')
+        asked = parse_qsl(query, keep_blank_values=True)
+        if parts[0] == 'allocations':
+            return self._consumer(parts[1])
+        if parts[0] == 'allocation_candidates':
+            return self._candidates(asked)
+        if parts[0] == 'usages':
+            return self._project(dict(asked)['project_id'])
+        if parts[0] == 'traits':
+            named = dict(asked)['name'].removeprefix('in:').split(',')
+            return {'traits': [each for each in named if self._is_known(each)]}
+        if len(parts) == 1:
+            found = [name for name in self.providers if self._matches(name, asked)]
+            return {'resource_providers': [self._summary(name) for name in found]}
+        provider = self._provider(parts[1])
+        generation = {'resource_provider_generation': provider.generation}
+        if len(parts) == 2:
+            return self._summary(parts[1])
+        if parts[2] == 'inventories':
+            return {'inventories': {name: dict(each) for name, each in provider.inventories.items()}, **generation}
+        if parts[2] == 'usages':
+            return {'usages': {name: self.used(parts[1], name) for name in provider.inventories}, **generation}
+        if parts[2] == 'allocations':
+            held = {name: each[parts[1]] for name, each in self.held.items() if parts[1] in each and name in self.rows}
+            return {'allocations': {name: {'resources': dict(each)} for name, each in held.items()}, **generation}
+        return {parts[2]: sorted(getattr(provider, parts[2])), **generation}
+
+    def write(self, method: str, path: str, body: Json | None) -> None:
+        """POST, PUT or DELETE of what is no allocation. Refused."""
+        parts = path.strip('/').split('/')
+        if parts[0] == 'traits':
+            self.custom.add(parts[1])
+            self.writes += 1
+            return
+        if method == 'POST':
+            assert body is not None
+            if body['uuid'] in self.providers or body['name'] in {each.name for each in self.providers.values()}:
+                raise Refused(409, f'Conflicting resource provider {body["name"]} already exists.', DUPLICATE)
+            self.providers[body['uuid']] = Provider(body['name'])
+            self.writes += 1
+            return
+        provider = self._provider(parts[1])
+        if method == 'DELETE':
+            if any(parts[1] in each for each in self.held.values()):
+                raise Refused(409, f'Unable to delete resource provider {parts[1]}: it has allocations', IN_USE)
+            del self.providers[parts[1]]
+        else:
+            assert body is not None
+            if body['resource_provider_generation'] != provider.generation:
+                raise Refused(409, 'resource provider generation conflict', CONCURRENT)
+            self._set(parts[1], parts[2], body[parts[2]])
+            provider.generation += 1
+        self.writes += 1
+
+    def _set(self, name: str, part: str, value: Any) -> None:
+        provider = self.providers[name]
+        if part == 'inventories':
+            new = {kind: {**_PLAIN, **each} for kind, each in value.items()}
+            if any(self.used(name, kind) for kind in provider.inventories.keys() - new.keys()):
+                raise Refused(409, 'update conflict: Inventory is in use', 'placement.inventory.inuse')
+            if any(each['reserved'] > each['total'] for each in new.values()):
+                raise Refused(400, 'Unable to update inventory: reserved is more than there is')
+            provider.inventories = new
+            return
+        unknown = [each for each in value if part == 'traits' and not self._is_known(each)]
+        if unknown:
+            raise Refused(400, f'No such trait {", ".join(unknown)}')
+        setattr(provider, part, frozenset(value))
+
+    def _provider(self, name: str) -> Provider:
+        if name not in self.providers:
+            raise Refused(404, f'No resource provider with uuid {name} found')
+        return self.providers[name]
+
+    def _consumer(self, name: str) -> Json:
+        held, row = self.held.get(name), self.rows.get(name)
+        if not held or row is None:
+            return {'allocations': {}}
+        allocations = {
+            provider: {'resources': dict(each), 'generation': self.providers[provider].generation}
+            for provider, each in held.items()
+        }
+        who = {'project_id': row.project, 'user_id': row.user, 'consumer_type': 'INSTANCE'}
+        return {'allocations': allocations, 'consumer_generation': row.generation, **who}
+
+    def _candidates(self, asked: list[tuple[str, str]]) -> Json:
+        found = [name for name in self.providers if self._matches(name, asked)]
+        limit = int(dict(asked).get('limit', 0)) or None
+        resources = _amounts(dict(asked)['resources'])
+        requests = [
+            {'allocations': {name: {'resources': resources}}, 'mappings': {'': [name]}} for name in found[:limit]
+        ]
+        return {
+            'allocation_requests': requests,
+            'provider_summaries': {
+                name: {
+                    'resources': {
+                        kind: {'capacity': self.capacity(name, kind), 'used': self.used(name, kind)}
+                        for kind in self.providers[name].inventories
+                    }
+                }
+                for name in found[:limit]
+            },
+        }
+
+    def _project(self, project: str) -> Json:
+        total: dict[str, int] = {}
+        for name, held in self.held.items():
+            if name in self.rows and self.rows[name].project == project:
+                total['consumer_count'] = total.get('consumer_count', 0) + 1
+                for resources in held.values():
+                    for kind, amount in resources.items():
+                        total[kind] = total.get(kind, 0) + amount
+        return {'usages': {'INSTANCE': total} if total else {}}
+
+    def _summary(self, name: str) -> Json:
+        provider = self.providers[name]
+        alone = {'root_provider_uuid': name, 'parent_provider_uuid': None}
+        return {'uuid': name, 'name': provider.name, 'generation': provider.generation, **alone}
+
+    def _matches(self, name: str, asked: list[tuple[str, str]]) -> bool:
+        return all(self._is_so(name, key, value) for key, value in asked)
+
+    def _is_so(self, name: str, key: str, value: str) -> bool:
+        provider = self.providers[name]
+        if key == 'resources':
+            return all(self._gives(name, kind, amount) for kind, amount in _amounts(value).items())
+        if key in ('required', 'root_required'):
+            each = value.removeprefix('in:').split(',')
+            unknown = [trait for trait in each if not self._is_known(trait.lstrip('!'))]
+            if unknown:
+                raise Refused(400, f'No such trait(s): {", ".join(unknown)}.')
+            if value.startswith('in:'):
+                return not provider.traits.isdisjoint(each)
+            return all((trait[1:] not in provider.traits) if trait[0] == '!' else trait in provider.traits for trait in each)
+        if key == 'member_of':
+            near = set(value.lstrip('!').removeprefix('in:').split(','))
+            return provider.aggregates.isdisjoint(near) == value.startswith('!')
+        return {'in_tree': name, 'uuid': name, 'name': provider.name}.get(key, value) == value
+
+    def _gives(self, name: str, kind: str, amount: int) -> bool:
+        each = self.providers[name].inventories.get(kind)
+        if each is None or self.used(name, kind) + amount > self.capacity(name, kind):
+            return False
+        return bool(each['min_unit'] <= amount <= each['max_unit'] and amount % each['step_size'] == 0)
+
+    def _is_known(self, trait: str) -> bool:
+        return trait in self.custom or trait in _KNOWN
+
+    def _shape(self) -> int:
+        if self._print[0] != self.writes:
+            rows = sorted((name, each.generation, each.user, each.project) for name, each in self.rows.items())
+            self._print = self.writes, hash(repr((rows, sorted(self.held.items()), sorted(self.providers.items()))))
+        return self._print[1]
+
+
+class ModelPlacement(Placement):
+    """The product's client, but for all that it sends."""
+
+    def __init__(self, model: PlacementModel, world: World) -> None:
+        self.endpoint, self.name = 'memory', 'placement in memory'
+        self._model, self._world = model, world
+
+    def get(self, path: str) -> Json:
+        """See Placement."""
+        return self._world.call(Call('placement', ('GET', path)), lambda: self._answered(lambda: self._model.ask(path)))
+
+    def write(self, method: str, path: str, body: Json | None) -> None:
+        """See Placement."""
+        what = (method, path, json.dumps(body))
+        model = self._model
+        if not path.startswith('/allocations'):
+            call = Call('placement', what, writes=True)
+            self._world.call(call, lambda: self._answered(lambda: model.write(method, path, body)))
+            return
+        assert body is not None, 'a claim is released as it was read, never by DELETE'
+        bodies = body if method == 'POST' else {path.rsplit('/', 1)[-1]: body}
+        call = Call(
+            *('placement', what, True), lambda: self._answered(lambda: model.begin(bodies)), lambda: model.makes(bodies)
+        )
+        begun = self._world.call(call, lambda: self._answered(lambda: model.finish(model.begin(bodies))))
+        if begun is not None:
+            second = Call('placement', ('goes on', *what), writes=True, is_second=True)
+            self._world.call(second, lambda: self._answered(lambda: model.finish(begun)))
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+    def _answered(self, do: Callable[[], Any]) -> Any:
+        try:
+            return do()
+        except Refused as error:
+            raise self._error(_Answer(*error.answer), AssertionError) from None  # type: ignore[arg-type]
+
+
+class _Answer:
+    """What the product's client looks at of an HTTP answer."""
+
+    def __init__(self, status: int, body: Json) -> None:
+        self.status_code, self._body = status, body
+
+    def json(self) -> Json:
+        """The body."""
+        return self._body
+
+
+_PLAIN = {'reserved': 0, 'min_unit': 1, 'max_unit': LARGEST, 'step_size': 1, 'allocation_ratio': 1.0}
+_KNOWN = frozenset(os_traits.get_traits())
+
+
+def _held(body: Json) -> Held:
+    return {provider: dict(each['resources']) for provider, each in body['allocations'].items()}
+
+
+def _amounts(value: str) -> dict[str, int]:
+    return {name: int(amount) for name, _, amount in (each.partition(':') for each in value.split(','))}

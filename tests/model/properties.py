@@ -1,0 +1,211 @@
+"""What must hold of a cloud at rest. Read from the models themselves, not by the product; its audit is asked last."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from ecomp.errors import EcompError, NoCapacity, UsageError
+from ecomp.model import keys
+from ecomp.scheduler.audit import audit
+from tests.model.cloud import Cloud
+
+Json = dict[str, Any]
+
+
+class Facts:
+    """What stands in both planes, and on the hosts."""
+
+    def __init__(self, cloud: Cloud) -> None:
+        self.cloud = cloud
+        under: dict[str, dict[str, Json]] = {}
+        for key, entry in cloud.etcd.entries.items():
+            family, _, rest = key[1:].partition('/')
+            value = json.loads(entry.value) if entry.value[:1] == b'{' else {'text': entry.value.decode()}
+            under.setdefault(family, {})[rest] = {**value, '': entry}
+        self.under = under
+        self.asked = [(*path.split('/'), value) for path, value in under.get('hosts', {}).items()]
+        self.records = under.get('instances', {})
+        self.waiting = {
+            path.rpartition('/')[2]: value for path, value in under.get('queues', {}).items() if not path.endswith('taker')
+        }
+        self.held = cloud.model.held
+        self.dead = {uuid for uuid, compute in cloud.computes.items() if compute.is_dead}
+        self.living = {
+            name: record for name, record in self.records.items() if record['state'] in ('active', 'stopped')
+        }
+
+    def called(self, instance: str) -> str:
+        """Its name in the story."""
+        return self.cloud.world.names.get(instance, instance)
+
+
+def violations(cloud: Cloud) -> list[str]:
+    """What does not hold."""
+    facts = Facts(cloud)
+    return [wrong for rule in RULES for wrong in rule(facts)]
+
+
+def acknowledged(facts: Facts) -> Iterator[str]:
+    """Whoever was told NOTIFIED has an instance, on the compute that was named; or it has ended."""
+    there = {(instance, compute) for compute, instance, _ in facts.asked}
+    for instance, compute in facts.cloud.told().items():
+        record = facts.records.get(instance)
+        if (instance, compute) not in there and (record is None or record['state'] not in ('gone', 'error')):
+            yield f'{facts.called(instance)} was NOTIFIED, and nobody is asked for it'
+    for instance, record in facts.records.items():
+        if record['state'] == 'error' and instance not in facts.cloud.may_fail:
+            yield f'{facts.called(instance)} ends in error: {record["error"]["reason"]}'
+        elif record['state'] not in ('active', 'stopped', 'gone', 'error') and record['compute'] not in facts.dead:
+            yield f'{facts.called(instance)} is {record["state"]} for ever'
+
+
+def answered(facts: Facts) -> Iterator[str]:
+    """Nobody is told that there is no room where there is."""
+    for command in facts.cloud.commands:
+        outcome = command.actor.outcome
+        if facts.cloud.is_ample and isinstance(outcome, NoCapacity | UsageError):
+            yield f'{command.actor.name} is refused, with room for it: {outcome}'
+
+
+def requests(facts: Facts) -> Iterator[str]:
+    """One request an instance, carried out; none that is a tombstone for ever; nobody at it any more."""
+    for instance, number in Counter(instance for _, instance, _ in facts.asked).items():
+        if number > 1:
+            yield f'{facts.called(instance)} is requested of {number} computes'
+    for compute, instance, request in facts.asked:
+        record = facts.records.get(instance)
+        if compute in facts.dead:
+            if compute not in facts.cloud.model.providers:
+                yield f'{facts.called(instance)} is requested of a compute that was forgotten'
+        elif not request['allocations']:
+            yield f'{facts.called(instance)} is to be destroyed, and is not'
+        elif record is None or record['state'] not in ('active', 'stopped') or record['compute'] != compute:
+            yield f'{facts.called(instance)} is requested of {facts.called(compute)} and does not live there'
+        if instance in facts.waiting:
+            yield f'{facts.called(instance)} waits, and is requested of a compute'
+    for name in facts.under.get('requests', {}):
+        yield f'somebody is at {facts.called(name)} for ever'
+    for path in facts.under.get('queues', {}):
+        if path.endswith('/taker'):
+            yield f'{path} is taken for ever'
+
+
+def claims(facts: Facts) -> Iterator[str]:
+    """What is held is what is requested, where it is requested, and nobody else holds anything."""
+    wanted = {
+        instance: {provider: each['resources'] for provider, each in request['allocations'].items()}
+        for _, instance, request in facts.asked
+    }
+    for instance, asked in wanted.items():
+        if asked and facts.held.get(instance, {}) != asked:
+            yield f'{facts.called(instance)} is requested, and holds {_named(facts, facts.held.get(instance))}'
+    for consumer, held in facts.held.items():
+        if consumer not in wanted and not facts.dead.issuperset(held):
+            yield f'the claim of {facts.called(consumer)} is leaked: {_named(facts, held)}'
+    for provider, each in facts.cloud.model.providers.items():
+        for kind in each.inventories:
+            if facts.cloud.model.used(provider, kind) > facts.cloud.model.capacity(provider, kind):
+                yield f'more {kind} of {facts.called(provider)} is held than there is'
+
+
+def guests(facts: Facts) -> Iterator[str]:
+    """A living instance is one guest, on its compute; there are no others, and nothing else is remembered."""
+    for uuid, compute in facts.cloud.computes.items():
+        here = {name for name, record in facts.living.items() if record['compute'] == uuid}
+        if compute.is_dead:
+            continue
+        there = compute.hypervisor.guests()
+        for name in there.keys() - here:
+            yield f'{facts.called(name)} is a guest on {facts.called(uuid)} that nobody asks for'
+        for name in here:
+            guest = there.get(name)
+            if guest is None or not guest.disk or guest.running != (facts.living[name]['state'] == 'active'):
+                yield f'{facts.called(name)} is {facts.living[name]["state"]}, and its guest is not'
+        for name in compute.remembered().keys() - here:
+            yield f'{facts.called(name)} is remembered on {facts.called(uuid)}, and does not live there'
+        for each in compute.hypervisor.reservations().values():
+            if each.instance not in here:
+                yield f'{facts.called(each.instance)} has an address reserved, and does not live there'
+    for name, record in facts.living.items():
+        booted = facts.under.get('booted', {}).get(name, {}).get('text')
+        if record['compute'] not in facts.dead and booted != (record['addresses'] or [{'address': None}])[0]['address']:
+            yield f'/booted says {booted} of {facts.called(name)}, its record something else'
+    for name in facts.under.get('booted', {}).keys() - facts.living.keys():
+        yield f'/booted speaks of {facts.called(name)}, which does not live'
+
+
+def shared(facts: Facts) -> Iterator[str]:
+    """Names, groups and quotas say what lives and waits, neither more nor less."""
+    asked = {instance: (compute, request) for compute, instance, request in facts.asked}
+    asked |= {instance: ('', request) for instance, request in facts.waiting.items()}
+    called = {request['name']: instance for instance, (_, request) in asked.items() if request.get('name')}
+    names = {
+        name: value['instance'] for name, value in facts.under.get('names', {}).items() if not value[''].lease
+    }
+    if names != called:
+        yield f'the names are {_named(facts, names)}, and called so are {_named(facts, called)}'
+    members: dict[str, dict[str, str]] = {}
+    for instance, (compute, request) in asked.items():
+        if request.get('group'):
+            members.setdefault(request['group']['name'], {})[instance] = compute
+    groups = facts.under.get('groups', {})
+    if {name: group['members'] for name, group in groups.items()} != members:
+        yield f'the groups have {_named(facts, groups)}, and members are {_named(facts, members)}'
+    for name, group in groups.items():
+        on = [compute for compute in group['members'].values() if compute]
+        if group['strict'] and len(set(on)) != (min(len(on), 1) if group['policy'] == 'affinity' else len(on)):
+            yield f'group {name} is strict {group["policy"]}, and is on {_named(facts, on)}'
+    for project, quota in facts.under.get('quotas', {}).items():
+        used: Counter[str] = Counter()
+        for _, request in asked.values():
+            if request['project_id'] == project:
+                used.update({'VCPU': 1, 'MEMORY_MB': 1, 'DISK_GB': 1, 'instances': 1})
+        if Counter(quota['used']) != used:
+            yield f'the quota counts {quota["used"]}, and there are {used["instances"]} instances'
+        over = [name for name, most in quota['limits'].items() if quota['used'].get(name, 0) > most]
+        if over and facts.cloud.is_limited:
+            yield f'the quota is exceeded: {quota}'
+
+
+def waits(facts: Facts) -> Iterator[str]:
+    """What fits somewhere does not wait."""
+    model = facts.cloud.model
+    for instance, request in facts.waiting.items():
+        for uuid, compute in facts.cloud.computes.items():
+            if compute.is_dead or model.used(uuid, 'VCPU') >= model.capacity(uuid, 'VCPU') or _is_kept_off(facts, request, uuid):
+                continue
+            yield f'{facts.called(instance)} waits for ever, and {facts.called(uuid)} has room'
+
+
+def audited(facts: Facts) -> Iterator[str]:
+    """The product's own audit finds nothing."""
+    try:
+        report = audit(facts.cloud.store, facts.cloud.placement)
+    except EcompError as error:
+        yield f'the audit fails: {error}'
+        return
+    for finding in report.findings:
+        yield f'the audit finds {finding.code} of {facts.called(finding.subject)}: {finding.sentence}'
+
+
+def _is_kept_off(facts: Facts, request: Json, compute: str) -> bool:
+    group = facts.under.get('groups', {}).get((request.get('group') or {}).get('name', ''))
+    if group is None or not group['strict']:
+        return False
+    on = {each for each in group['members'].values() if each}
+    return bool(on) and (compute in on) != (group['policy'] == 'affinity')
+
+
+def _named(facts: Facts, what: object) -> str:
+    text = str(what)
+    for uuid, name in facts.cloud.world.names.items():
+        text = text.replace(uuid, name)
+    return text
+
+
+RULES: list[Callable[[Facts], Iterator[str]]] = [
+    *(acknowledged, answered, requests, claims, guests, shared, waits, audited),
+]

@@ -1,0 +1,116 @@
+"""What becomes of a cloud that is left alone: the dead stay dead, their leases end, computes go on until nothing is done."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ecomp.errors import Conflict, EcompError, NoCapacity, NotFound
+from ecomp.model import keys
+from ecomp.scheduler.destroy import destroy
+from tests.model.cloud import Cloud
+from tests.model.compute import Compute
+from tests.model.properties import violations
+
+ROUNDS = 20
+"""A minute each. What has not come to rest by then never does."""
+SHORT = 180
+"""Seconds: leases of what is under way. Longer ones are of what is kept."""
+
+
+def left_alone(cloud: Cloud) -> list[str]:
+    """Leave it alone, ask once more for what nobody knows the end of, and in the end destroy all: what is wrong."""
+    return next((wrong for wrong in _stages(cloud) if wrong), [])
+
+
+def _stages(cloud: Cloud) -> Iterator[list[str]]:
+    yield [f'failed in a way nobody thought of: {each}' for each in cloud.world.surprises]
+    yield settle(cloud)
+    yield violations(cloud)
+    yield ask_again(cloud)
+    yield settle(cloud)
+    yield violations(cloud)
+    destroy_all(cloud)
+    yield settle(cloud)
+    yield violations(cloud)
+    yield nothing_left(cloud)
+    yield [f'failed in a way nobody thought of: {each}' for each in cloud.world.surprises]
+
+
+def settle(cloud: Cloud) -> list[str]:
+    """Until nobody writes anything for three minutes; what is still done after ROUNDS of them."""
+    for actor in cloud.world.actors:
+        actor.dead = not actor.done
+    owners = {actor.name for actor in cloud.world.actors}
+    for lease, each in list(cloud.etcd.leases.items()):
+        if each.owner in owners and each.seconds <= SHORT and not _is_presence(cloud, lease):
+            cloud.etcd.end(lease)
+    quiet = 0
+    for _ in range(ROUNDS):
+        before = cloud.etcd.revision, cloud.model.writes
+        failed = [error for each in cloud.computes.values() if not each.is_dead for error in _minute(each)]
+        cloud.world.clock += 61.0
+        quiet = quiet + 1 if before == (cloud.etcd.revision, cloud.model.writes) else 0
+        if quiet == 3:
+            return [f'at rest, and something fails for ever: {error}' for error in failed]
+    return [f'does not come to rest: after {ROUNDS} minutes something is still written every minute']
+
+
+def ask_again(cloud: Cloud) -> list[str]:
+    """The same commands with --uuid, where the user was told to, or could not be told anything."""
+    wrong = []
+    for command in cloud.unknown():
+        name = cloud.world.names.get(command.wanted.instance, command.wanted.instance)
+        try:
+            cloud.create(command.wanted, resume=True)
+        except Conflict:
+            continue  # it ended, or is being destroyed
+        except NoCapacity as error:
+            if cloud.is_ample:
+                wrong.append(f'{name}: asked for again with --uuid, there is "no capacity", with room for it: {error}')
+        except EcompError as error:
+            wrong.append(f'{name}: asked for again with --uuid: {error}')
+    return wrong
+
+
+def destroy_all(cloud: Cloud) -> None:
+    """Whatever lives, or waits."""
+    asked = [keys.last(key) for key in cloud.etcd.entries if key.startswith(keys.HOSTS)]
+    waiting = [key for key in cloud.etcd.entries if key.startswith(keys.QUEUES) and not key.endswith(keys.TAKER)]
+    for instance in [*asked, *map(keys.last, waiting)]:
+        try:
+            destroy(cloud.store, instance)
+        except NotFound:
+            continue
+
+
+def nothing_left(cloud: Cloud) -> list[str]:
+    """What is there though all is destroyed."""
+    dead = {uuid for uuid, compute in cloud.computes.items() if compute.is_dead}
+    kept = (keys.COMPUTES, keys.INSTANCES, keys.FLAVORS, keys.QUOTAS)
+    left = [
+        f'all is destroyed, and {key} is left'
+        for key, entry in cloud.etcd.entries.items()
+        if not key.startswith(kept) and not entry.lease and not any(each in key for each in dead)
+    ]
+    for consumer, held in cloud.model.held.items():
+        left += [f'all is destroyed, and {consumer} holds something of {each}' for each in held.keys() - dead]
+    for compute in cloud.computes.values():
+        if not compute.is_dead:
+            left += [f'all is destroyed, and {each} is remembered' for each in compute.remembered()]
+            left += [f'all is destroyed, and {each} is a guest' for each in compute.hypervisor.guests()]
+            left += [f'all is destroyed, and {each} is reserved' for each in compute.hypervisor.reservations()]
+    return left
+
+
+def _minute(compute: Compute) -> list[EcompError]:
+    if compute.is_dead:
+        return []
+    compute.planner.works_again()
+    return compute.do(
+        *(compute.look_after_presence, compute.plan, compute.plan, compute.keep_claims, compute.planner.recheck),
+        *(compute.hear_hosts, compute.hear_queues, compute.pull),
+    )
+
+
+def _is_presence(cloud: Cloud, lease: int) -> bool:
+    return any(lease == each.presence.lease for each in cloud.computes.values() if not each.is_dead)

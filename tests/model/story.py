@@ -1,0 +1,136 @@
+"""A schedule in words: who did what, in which order, and what became of it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+from ecomp.store.client import Entry, Put, Snapshot
+from tests.model.world import ANSWER, HALVES, INTERRUPT, KILL, LATE, READ, REQUEST, Call, Step, World
+
+FATES = {
+    KILL: 'and is killed before that',
+    REQUEST: 'and the request is lost on its way',
+    ANSWER: 'which is done, and the answer is lost',
+    LATE: 'and hears nothing: the request is still on its way',
+    HALVES: 'of which the first half is done',
+    INTERRUPT: 'and is interrupted by Ctrl-C before that',
+    READ: 'and hears nothing',
+}
+
+
+def tell(world: World) -> str:
+    """The whole of it, a numbered line each."""
+    lines = []
+    for number, step in enumerate(world.steps, 1):
+        lines.append(f'{number:4}. {_line(step)}')
+    text = '\n'.join(lines)
+    for uuid, name in world.names.items():
+        text = text.replace(uuid, name)
+    return text
+
+
+def _line(step: Step) -> str:
+    if step.call is None:
+        return f'-- {step.fate} --'
+    said = f'{step.actor} {WORDS[step.call.where](step.call)}'
+    if step.fate in (KILL, REQUEST, LATE, INTERRUPT, READ):
+        return f'{said}, {"and placement is killed before that" if step.call.is_second else FATES[step.fate]}'
+    answer = _answer(step)
+    return f'{said}{f": {answer}" if answer else ""}{f", {FATES[step.fate]}" if step.fate else ""}'
+
+
+def _etcd(call: Call) -> str:
+    kind, *rest = call.what
+    if kind == 'commit':
+        conditions, operations = rest
+        writes = [f'{"puts" if isinstance(each, Put) else "deletes"} {each.key}' for each in operations]  # type: ignore[attr-defined]
+        compared = ', '.join(dict.fromkeys(key for key, _ in conditions))  # type: ignore[attr-defined]
+        return ' and '.join(writes or ['compares']) + (f' (if {compared} is as it was)' if compared else '')
+    words = {
+        'get': 'reads', 'list': 'lists', 'count': 'counts', 'grant': 'has a lease granted, of seconds:',
+        'keep': 'keeps its lease', 'revoke': 'ends its lease',
+    }  # fmt: skip
+    return f'{words[str(kind)]} {rest[0]}'
+
+
+def _placement(call: Call) -> str:
+    what = list(call.what)
+    begins = 'has placement go on with the second half: ' if call.is_second else ''
+    method, path, body = [*what[call.is_second :], None][:3]
+    path = str(path)
+    if method == 'GET':
+        place = path.split('?')[0].strip('/').split('/')
+        if place[0] == 'allocations':
+            return f'asks placement for the claim of {place[1]}'
+        if place[0] == 'allocation_candidates':
+            return 'asks placement who could'
+        return f'asks placement for {path[:120]}'
+    data = json.loads(str(body))
+    if method == 'PUT' and path.startswith('/allocations/'):
+        data = {path.rsplit('/', 1)[-1]: data}
+    elif path != '/allocations':
+        return f'{method} {path}'
+    return begins + ' and '.join(_claim(name, each) for name, each in data.items())
+
+
+def _claim(name: str, body: dict[str, Any]) -> str:
+    on = ', '.join(body['allocations'])
+    generation = 'null' if body['consumer_generation'] is None else body['consumer_generation']
+    what = f'claims {on} for {name}' if on else f'releases the claim of {name}'
+    return f'{what}, with generation {generation}'
+
+
+def _disk(call: Call) -> str:
+    _, whose, name, _ = call.what
+    return f'writes {name} into the state directory of {whose}'
+
+
+def _libvirt(call: Call) -> str:
+    return ' of '.join(map(str, call.what))
+
+
+def _clock(call: Call) -> str:
+    kind, what = call.what
+    return f'sleeps {what} s' if kind == 'sleeps' else f'waits for {what}'
+
+
+def _begins(_: Call) -> str:
+    return 'begins'
+
+
+WORDS: dict[str, Callable[[Call], str]] = {
+    'etcd': _etcd, 'placement': _placement, 'disk': _disk, 'libvirt': _libvirt, 'clock': _clock, '': _begins,
+}  # fmt: skip
+
+
+def _answer(step: Step) -> str:
+    call, answer = step.call, step.answer
+    assert call is not None
+    if isinstance(answer, Exception):
+        return f'{type(answer).__name__}, {answer}'
+    if call.where == 'etcd':
+        if isinstance(answer, Snapshot):
+            return ', '.join(answer.entries) or 'nothing is there'
+        if isinstance(answer, Entry):
+            return f'it is there, of revision {answer.revision}'
+        if call.what[0] == 'commit':
+            return 'refused' if answer is None else f'done, at revision {answer}'
+        return 'it is not there' if call.what[0] == 'get' else ''
+    if call.where == 'placement' and isinstance(answer, dict):
+        return _said(answer)
+    return 'done' if call.where == 'placement' else ''
+
+
+def _said(answer: dict[str, Any]) -> str:
+    if 'consumer_generation' in answer:
+        return f'generation {answer["consumer_generation"]}, on {", ".join(answer["allocations"])}'
+    if 'allocation_requests' in answer:
+        on = [provider for each in answer['allocation_requests'] for provider in each['allocations']]
+        return ', '.join(on) or 'nobody'
+    if 'allocations' in answer:
+        return ', '.join(answer['allocations']) or 'nothing is held'
+    return str(answer)[:120]
+
+

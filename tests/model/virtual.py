@@ -1,0 +1,154 @@
+"""Time, chance and threads inside a world: what waits lets others go on, and nothing is by chance."""
+
+from __future__ import annotations
+
+import logging
+import random
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime, tzinfo
+from typing import Any
+from unittest import mock
+
+from tests.model import directory
+from tests.model.world import World
+
+NOW = '2030-01-01T00:00:00Z'
+
+
+class Inside:
+    """The world this thread is in, None while it is in none. Other threads never are in one."""
+
+    world: World | None = None
+    thread = 0
+
+    @classmethod
+    def here(cls) -> World | None:
+        """The world, for those who are in it."""
+        return cls.world if cls.world is not None and threading.get_ident() == cls.thread else None
+
+
+class Threads:
+    """Of a pool of threads: what is handed in is done at once, by whoever hands it in."""
+
+    def __init__(self, *_: object, **__: object) -> None:
+        pass
+
+    def __enter__(self) -> Threads:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def map(self, work: Callable[..., Any], *each: Iterable[Any]) -> Iterator[Any]:
+        """In order."""
+        return map(work, *each)
+
+    def submit(self, work: Callable[..., Any], *arguments: Any) -> None:
+        """Done at once."""
+        work(*arguments)
+
+    def shutdown(self) -> None:
+        """Nothing is left to do."""
+
+
+class Moment(datetime):
+    """The time of day, which stands still."""
+
+    @classmethod
+    def now(cls, tz: tzinfo | None = None) -> Moment:
+        """Always the same."""
+        return cls(2030, 1, 1, tzinfo=tz or UTC)
+
+
+_sleep, _monotonic, _uniform, _uuid4, _wait = (
+    *(time.sleep, time.monotonic, random.uniform, uuid.uuid4, threading.Event.wait),
+)
+
+
+def _virtual_sleep(seconds: float) -> None:
+    world = Inside.here()
+    if world is None:
+        _sleep(seconds)
+    else:
+        world.sleep(seconds)
+
+
+def _virtual_monotonic() -> float:
+    world = Inside.here()
+    return _monotonic() if world is None else world.read_clock()
+
+
+def _virtual_uniform(low: float, high: float) -> float:
+    return _uniform(low, high) if Inside.here() is None else (low + high) / 2
+
+
+def _virtual_uuid4() -> uuid.UUID:
+    world = Inside.here()
+    if world is None:
+        return _uuid4()
+    if world.now is None:
+        world.quiet += 1
+        return uuid.UUID(int=world.quiet, version=4)
+    world.now.uuids += 1
+    return uuid.UUID(int=(abs(hash(world.now.name)) << 16) + world.now.uuids, version=4)
+
+
+def _virtual_wait(event: threading.Event, timeout: float | None = None) -> bool:
+    world = Inside.here()
+    if world is None:
+        return _wait(event, timeout)
+    if not event.is_set():
+        assert timeout is not None, 'waits for ever'
+        world.sleep(timeout)
+    return event.is_set()
+
+
+def _surprise(_: logging.Logger, message: str, *arguments: object) -> None:
+    world = Inside.here()
+    if world is not None:
+        world.surprises.append(f'{message % arguments}: {sys.exc_info()[1]!r}')
+
+
+@contextmanager
+def virtual() -> Iterator[None]:
+    """Inside, whoever is in a world has its time, and no threads."""
+    import ecomp.agent.memory
+    import ecomp.agent.metadata
+    import ecomp.scheduler.audit
+    import ecomp.scheduler.destroy
+
+    patches = [
+        mock.patch.object(time, 'sleep', _virtual_sleep),
+        mock.patch.object(time, 'monotonic', _virtual_monotonic),
+        mock.patch.object(random, 'uniform', _virtual_uniform),
+        mock.patch.object(uuid, 'uuid4', _virtual_uuid4),
+        mock.patch.object(threading.Event, 'wait', _virtual_wait),
+        mock.patch.object(ecomp.scheduler.audit, 'ThreadPoolExecutor', Threads),
+        mock.patch.object(ecomp.scheduler.destroy, 'datetime', Moment),
+        mock.patch.object(ecomp.agent.memory, 'write_durably', directory.write_durably),
+        mock.patch.object(ecomp.agent.metadata, 'write_durably', directory.write_quietly),
+        mock.patch.object(logging.Logger, 'exception', _surprise),
+        mock.patch.object(logging.Logger, 'isEnabledFor', lambda *_: Inside.here() is None),
+    ]
+    for each in patches:
+        each.start()
+    try:
+        yield
+    finally:
+        for each in patches:
+            each.stop()
+
+
+@contextmanager
+def inside(world: World) -> Iterator[None]:
+    """This thread is in the world. In virtual() only."""
+    Inside.world, Inside.thread = world, threading.get_ident()
+    try:
+        yield
+    finally:
+        Inside.world = None

@@ -1,0 +1,362 @@
+"""One execution: actors that stop at every call to etcd or placement, and what may become of each of them there.
+
+The actors are functions of the product, each in a greenlet. A call is atomic: before it the actor stops, and somebody
+else decides who goes on, and how: as if nothing were, or with the request lost, or its answer, or killed for good.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, TypeVar
+
+import greenlet
+
+from ecomp.errors import EcompError, UnknownOutcome, Unreachable
+
+Value = TypeVar('Value')
+
+KILL, REQUEST, ANSWER, LATE, HALVES, EXPIRY, MINUTE, INTERRUPT, READ = (
+    *('kill', 'request', 'answer', 'late', 'halves', 'expiry', 'minute', 'interrupt', 'read'),
+)
+TOO_LONG = 600
+"""Steps of one execution: what takes more does not come to rest."""
+
+
+class Bounds(NamedTuple):
+    """How far it is explored: `preemptions` of an actor that could go on, `faults` in all, and so many of each kind.
+
+    `requests` and `answers` of writes are lost, and `reads`; `late` requests arrive after their sender has given up;
+    `halves` are writes of placement that another one may come between, or its end; `expiries` of leases of the living,
+    `minutes` that pass, `interrupts` by Ctrl-C.
+    """
+
+    preemptions: int = 2
+    faults: int = 1
+    kills: int = 0
+    requests: int = 0
+    answers: int = 0
+    late: int = 0
+    halves: int = 0
+    expiries: int = 0
+    minutes: int = 0
+    interrupts: int = 0
+    reads: int = 0
+
+
+SHAKY = Bounds(2, 1, kills=1, requests=1, answers=1)
+"""The usual: somebody may die, or a network may lose one message."""
+
+COST = {
+    name: tuple(each in ('faults', field) for each in Bounds._fields)
+    for name, field in (
+        *((KILL, 'kills'), (REQUEST, 'requests'), (ANSWER, 'answers'), (LATE, 'late'), (HALVES, 'halves')),
+        *((EXPIRY, 'expiries'), (MINUTE, 'minutes'), (INTERRUPT, 'interrupts'), (READ, 'reads')),
+    )
+}
+FREE = (False,) * len(Bounds._fields)
+HALF = Bounds._fields.index('halves')
+
+
+class Killed(BaseException):
+    """Nothing of the product catches this for good."""
+
+
+class Pruned(Exception):
+    """Whatever could follow has been seen."""
+
+
+class Restless(Exception):
+    """It goes on and on."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """What an actor is about to do. `what` decides, with the state of the world, what the answer is."""
+
+    where: str
+    what: tuple[Hashable, ...]
+    writes: bool = False
+    half: Callable[[], object] | None = None
+    """What is done of it when others come between its two halves; None: it is done at once."""
+    divisible: Callable[[], bool] = lambda: False
+    is_second: bool = False
+    """Placement goes on with a second half: all that may come between is placement's end."""
+
+
+class Step(NamedTuple):
+    """One line of the story."""
+
+    actor: str
+    call: Call | None
+    fate: str
+    answer: object
+
+
+@dataclass(eq=False)
+class Actor:
+    """One of those who act. `outcome` is what its work returned, or the error it ended with."""
+
+    name: str
+    work: Callable[[], object]
+    mortal: bool = True
+    ready: Callable[[], bool] = lambda: True
+    call: Call = Call('', ('begins',))
+    history: int = 0
+    wakes: float | None = None
+    done: bool = False
+    dead: bool = False
+    leases: int = 0
+    uuids: int = 0
+    outcome: object = None
+    greenlet: Any = None
+
+    @property
+    def is_at_it(self) -> bool:
+        """Whether it may go on some time."""
+        return not self.done and not self.dead
+
+
+class Option(NamedTuple):
+    """What may come next: its name in a replay, who goes on, what becomes of the call, and what that costs."""
+
+    name: str
+    actor: Actor | None
+    fate: str
+    cost: tuple[bool, ...]
+    event: Callable[[], None] | None = None
+
+
+Chooser = Callable[['World', Sequence[Option]], int]
+
+
+@dataclass(eq=False)
+class World:
+    """Runs `actors` by what `choose` says. `prints` say what else there is to tell two moments apart.
+
+    `events` are what may happen by itself: (name, kind, whether it may, what it does).
+    """
+
+    bounds: Bounds
+    choose: Chooser
+    actors: list[Actor] = field(default_factory=list)
+    prints: list[Callable[[], Hashable]] = field(default_factory=list)
+    events: list[Callable[[], list[tuple[str, str, Callable[[], None]]]]] = field(default_factory=list)
+    names: dict[str, str] = field(default_factory=dict)
+    """What each uuid is called in the story."""
+    steps: list[Step] = field(default_factory=list)
+    clock: float = 1000.0
+    now: Actor | None = None
+    last: Actor | None = None
+    quiet: int = 0
+    surprises: list[str] = field(default_factory=list)
+    """What the product caught and nobody thought of."""
+    over: bool = False
+
+    def __post_init__(self) -> None:
+        self.left: tuple[int, ...] = tuple(self.bounds)
+        self._hub: Any = None
+        self.hushed = hash('scene')
+
+    def act(self, name: str, work: Callable[[], object], mortal: bool = True, **what: Any) -> Actor:
+        """One more who acts."""
+        actor = Actor(name, work, mortal, history=hash(name), **what)
+        self.actors.append(actor)
+        if self._hub is not None:
+            self._begin(actor)
+        return actor
+
+    # What the models call
+
+    def call(self, call: Call, do: Callable[[], Value], shape: Callable[[Any], Hashable] = repr) -> Value:
+        """Do it when it is its turn; Unreachable or UnknownOutcome where the request or its answer was lost.
+
+        `shape` makes of the answer what tells it from others.
+        """
+        actor = self.now
+        if actor is None or self.over:
+            if self.over:
+                raise Killed
+            self.hushed = hash((self.hushed, call.what)) if call.writes else self.hushed
+            return do()
+        fate = self._pause(actor, call)
+        if fate == INTERRUPT:
+            self._tell(actor, call, fate, None)
+            raise KeyboardInterrupt
+        if fate == LATE:
+            self.act(f'the late request of {actor.name}', lambda: self.call(call, do, shape), mortal=False)
+        if fate in (REQUEST, LATE, READ, KILL):  # of those that are killed only a second half is here
+            self._tell(actor, call, fate, None)
+            raise _lost(call)
+        try:
+            answer = do() if fate != HALVES or call.half is None else call.half()
+        except EcompError as error:
+            self._tell(actor, call, fate, error)
+            actor.history = hash((actor.history, call.what, fate, type(error), str(error)))
+            raise
+        self._tell(actor, call, fate, answer)
+        actor.history = hash((actor.history, call.what, fate, shape(answer)))
+        if fate == ANSWER:
+            raise _lost(call)
+        return answer  # type: ignore[return-value]
+
+    def sleep(self, seconds: float) -> None:
+        """Let others go on."""
+        if self.over:
+            raise Killed
+        if self.now is None:
+            self.clock += seconds
+            return
+        actor = self.now
+        actor.wakes = self.clock + max(seconds, 0.0)
+        self._pause(actor, Call('clock', ('sleeps', round(seconds, 3))))
+        self.clock = max(self.clock, actor.wakes)
+        actor.wakes = None
+        self._tell(actor, actor.call, '', None)
+        actor.history = hash((actor.history, 'sleeps', self.clock))
+
+    def wait(self, what: str, ready: Callable[[], bool]) -> None:
+        """Wait for something in this world."""
+        actor = self.now
+        assert actor is not None, what
+        actor.ready = ready
+        self._pause(actor, Call('clock', ('waits', what)))
+        actor.ready = lambda: True
+        actor.history = hash((actor.history, 'waited', what))
+
+    def read_clock(self) -> float:
+        """Seconds."""
+        if self.now is not None:
+            self.now.history = hash((self.now.history, self.clock))
+        return self.clock
+
+    def mark(self) -> int:
+        """A name for what is written now, that is the same in whatever order others write."""
+        return hash((self.now.name, self.now.history)) if self.now is not None else self.hushed
+
+    # What runs it
+
+    def run(self) -> None:
+        """Until nobody can go on. Errors: Pruned, Restless, and what an actor raises that is no error of ours."""
+        self._hub = greenlet.getcurrent()
+        try:
+            for actor in list(self.actors):
+                self._begin(actor)
+            while options := self._options():
+                if len(self.steps) > TOO_LONG:
+                    raise Restless
+                self._do(options[self.choose(self, options)])
+        finally:
+            self._abandon()
+
+    def state(self) -> Hashable:
+        """All that decides what can follow, but for what is left of the bounds."""
+        actors = tuple((each.history, each.call.what, each.done, each.dead, each.wakes) for each in self.actors)
+        last = self.last.name if self.last is not None else ''
+        return actors, self.clock, last, tuple(each() for each in self.prints)
+
+    def _options(self) -> list[Option]:
+        able = [each for each in self.actors if each.is_at_it and each.ready()]
+        awake = [each for each in able if each.wakes is None]
+        first = min(able, key=lambda each: each.wakes or 0.0, default=None)
+        goes_on = self.last if self.last in awake else None
+        order = sorted(able, key=lambda each: (each is not goes_on, each.wakes or 0.0))
+        found: list[Option] = []
+        for actor in order:
+            # To leave one that could go on costs; so does to wake one while others are awake, or before its time.
+            late = actor.wakes is not None and (bool(awake) or actor is not first)
+            cost = ((goes_on is not None and actor is not goes_on) or late, *FREE[1:])
+            self._offer(found, Option(actor.name, actor, '', cost))
+            for fate in self._fates(actor):
+                self._offer(found, Option(f'{actor.name}/{fate}', actor, fate, _sum(cost, COST[fate])))
+        if able:
+            for each in self.events:
+                for name, kind, event in each():
+                    self._offer(found, Option(name, None, kind, COST[kind], event))
+        return found
+
+    def _offer(self, found: list[Option], option: Option) -> None:
+        if all(left >= cost for left, cost in zip(self.left, option.cost, strict=True)):
+            found.append(option)
+
+    def _fates(self, actor: Actor) -> list[str]:
+        call = actor.call
+        if call.is_second:
+            return [KILL]
+        if self.left[1] <= 0 or not actor.mortal:
+            return []
+        fates = [KILL, INTERRUPT] if call.where not in ('', 'clock') else []
+        if call.writes and call.where in ('etcd', 'placement'):
+            fates += [ANSWER, REQUEST, *([LATE] if call.where == 'etcd' else [])]
+            if self.left[HALF] and call.divisible():
+                fates.append(HALVES)
+        elif call.where in ('etcd', 'placement'):
+            fates.append(READ)
+        return fates
+
+    def _do(self, option: Option) -> None:
+        self.left = tuple(left - cost for left, cost in zip(self.left, option.cost, strict=True))
+        actor = option.actor
+        if actor is None:
+            assert option.event is not None
+            self.steps.append(Step('', None, option.name, None))
+            option.event()
+            return
+        if option.fate == KILL and not actor.call.is_second:
+            self._tell(actor, actor.call, KILL, None)
+            actor.dead = True
+            self.last = None
+            return
+        self.last = actor
+        self._switch(actor, option.fate)
+
+    def _begin(self, actor: Actor) -> None:
+        def body() -> None:
+            try:
+                actor.outcome = actor.work()
+            except (EcompError, KeyboardInterrupt) as error:
+                actor.outcome = error
+            except Killed:
+                return
+            actor.done = True
+
+        actor.greenlet = greenlet.greenlet(body)
+        before, self.now = self.now, actor
+        # One that another one begins stops at its first call, and that one goes on.
+        actor.greenlet.parent = greenlet.getcurrent()
+        actor.greenlet.switch()
+        actor.greenlet.parent = self._hub
+        self.now = before
+
+    def _switch(self, actor: Actor, fate: str) -> None:
+        self.now = actor
+        actor.greenlet.switch(fate)
+        self.now = None
+
+    def _pause(self, actor: Actor, call: Call) -> str:
+        actor.call = call
+        fate = str(actor.greenlet.parent.switch())
+        if self.over:
+            raise Killed
+        return fate
+
+    def _tell(self, actor: Actor, call: Call, fate: str, answer: object) -> None:
+        self.steps.append(Step(actor.name, call, fate, answer))
+
+    def _abandon(self) -> None:
+        self.over = True
+        for actor in self.actors:
+            if actor.greenlet is not None and not actor.greenlet.dead:
+                self.now = actor
+                actor.greenlet.parent = greenlet.getcurrent()
+                actor.greenlet.throw(Killed)
+        self.now, self.over = None, False
+
+
+def _lost(call: Call) -> Unreachable:
+    kind = UnknownOutcome if call.writes else Unreachable
+    return kind(f'{call.where} gives no answer', call.where)
+
+
+def _sum(one: tuple[bool, ...], other: tuple[bool, ...]) -> tuple[bool, ...]:
+    return tuple(a or b for a, b in zip(one, other, strict=True))
