@@ -40,7 +40,7 @@ from tests.model.digests import answer_audits
 from tests.model.etcd import Etcd, ModelStore
 from tests.model.placement import ModelPlacement, PlacementModel, Provider
 from tests.model.virtual import NOW
-from tests.model.world import EXPIRY, MINUTE, Actor, World
+from tests.model.world import EXPIRY, MINUTE, Actor, Event, World
 
 QUERY = 'resources=VCPU:1,MEMORY_MB:1,DISK_GB:1'
 SIZE = {'VCPU': 1, 'MEMORY_MB': 1, 'DISK_GB': 1}
@@ -156,11 +156,11 @@ class Cloud:
         """Anybody."""
         return self.world.act(name, work, mortal, **what)
 
-    def creates(self, name: str, instance: str, resume: bool = False, seed: int = 1, **what: Any) -> Actor:
+    def creates(self, who: str, instance: str, resume: bool = False, seed: int = 1, **what: Any) -> Actor:
         """An eschedule: `eschedule QUERY [--uuid]`."""
         asks_first = what.pop('asks_first', False)
         wanted = Wanted(instance, QUERY, IMAGE, 'u', 'p', NOW, **what)
-        actor = self.act(name, lambda: self.create(wanted, resume, seed, asks_first))
+        actor = self.act(who, lambda: self.create(wanted, resume, seed, asks_first))
         self.commands.append(Command(actor, wanted, resume))
         return actor
 
@@ -199,7 +199,7 @@ class Cloud:
 
     # What happens by itself
 
-    def _expiries(self) -> list[tuple[str, str, Callable[[], None]]]:
+    def _expiries(self) -> list[Event]:
         bounds = self.world.bounds
         if not bounds.expiries:
             return []
@@ -211,7 +211,7 @@ class Cloud:
             for lease in used
         ]
 
-    def _minutes(self) -> list[tuple[str, str, Callable[[], None]]]:
+    def _minutes(self) -> list[Event]:
         return [('a minute passes', MINUTE, self._pass_minute)] if self.world.bounds.minutes else []
 
     def _pass_minute(self) -> None:

@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from tests.model.cloud import Cloud
-from tests.model.rest import left_alone
+from tests.model.rest import fingerprint, left_alone
 from tests.model.story import tell
 from tests.model.virtual import inside, virtual
-from tests.model.world import SHAKY, Bounds, Option, Pruned, Restless, World
+from tests.model.world import SHAKY, Bounds, Chooser, Option, Pruned, Restless, World
 
 Check = Callable[[], Iterable[str]]
 Scene = Callable[[Cloud], Check | None]
@@ -68,6 +68,12 @@ class Explored:
     exhausted: bool = False
     findings: list[Finding] = field(default_factory=list)
 
+    def judge(self, wrong: Sequence[str], world: World, choices: tuple[str, ...]) -> None:
+        """Keep what is wrong with an execution, unless that is known."""
+        self.longest = max(self.longest, len(world.steps))
+        if wrong and wrong[0] not in {each.wrong[0] for each in self.findings}:
+            self.findings.append(Finding(tuple(wrong), tell(world), choices))
+
     def add(self, other: Explored) -> None:
         """Both."""
         self.schedules += other.schedules
@@ -76,6 +82,18 @@ class Explored:
         self.longest = max(self.longest, other.longest)
         known = {each.wrong[0] for each in self.findings}
         self.findings += [each for each in other.findings if each.wrong[0] not in known]
+
+
+class Choice(NamedTuple):
+    """What there was to choose from, and which of it was chosen."""
+
+    options: list[Option]
+    pick: int
+
+    @property
+    def made(self) -> Option:
+        """The one that was."""
+        return self.options[self.pick]
 
 
 class Seen:
@@ -96,33 +114,66 @@ class Seen:
         return True
 
 
-class _Follow:
-    """Chooses as was chosen before, then the first of all; remembers what else there was."""
+class Follow:
+    """Chooses as was chosen before, then the first of all; remembers what else there was.
 
-    def __init__(self, choices: Sequence[str], seen: Seen | None, rng: random.Random | None = None) -> None:
-        self._choices, self._seen, self._rng = choices, seen, rng
-        self.trail: list[tuple[list[str], int]] = []
+    `before` is what there was to choose from in an earlier execution, and what was chosen: it is so again.
+    """
 
-    def __call__(self, world: World, options: Sequence[Option]) -> int:
-        names = [each.name for each in options]
-        if len(self.trail) < len(self._choices):
-            pick = names.index(self._choices[len(self.trail)])
-        else:
-            if self._seen is not None and not self._seen.add(world.state(), world.left):
-                raise Pruned
-            pick = 0 if self._rng is None else self._pick(options)
-        self.trail.append((names, pick))
-        return pick
+    def __init__(
+        self, before: Sequence[Choice] = (), seen: Seen | None = None, rng: random.Random | None = None
+    ) -> None:
+        self._before, self._seen, self._rng = before, seen, rng
+        self.trail: list[Choice] = []
 
-    def _pick(self, options: Sequence[Option]) -> int:
+    def known(self) -> Option | None:
+        """See Chooser."""
+        if len(self.trail) >= len(self._before):
+            return None
+        choice = self._before[len(self.trail)]
+        self.trail.append(choice)
+        return choice.made
+
+    def choose(self, world: World, options: list[Option]) -> Option:
+        """See Chooser."""
+        if self._seen is not None and not self._seen.add(world.state(), tuple(world.left)):
+            raise Pruned
+        self.trail.append(Choice(options, 0 if self._rng is None else self._pick(self._rng, options)))
+        return self.trail[-1].made
+
+    def _pick(self, rng: random.Random, options: Sequence[Option]) -> int:
         """By chance: mostly whoever is at it goes on."""
-        assert self._rng is not None
         weights = [0.1 if each.fate else 0.3 if number else 1.0 for number, each in enumerate(options)]
-        return self._rng.choices(range(len(options)), weights)[0]
+        return rng.choices(range(len(options)), weights)[0]
+
+    @property
+    def choices(self) -> tuple[str, ...]:
+        """What was chosen, as a replay calls it."""
+        return tuple(each.made.name for each in self.trail)
 
 
-def play(scenario: Scenario, chooser: _Follow, bounds: Bounds | None = None) -> tuple[list[str], World]:
-    """One execution: what is wrong in the end. Errors: Pruned; ValueError where a choice is not there to be made."""
+class Named:
+    """Chooses what somebody named, then the first of all."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self._names = iter(names)
+
+    def known(self) -> None:
+        """See Chooser: each is looked up."""
+
+    def choose(self, _: World, options: list[Option]) -> Option:
+        """See Chooser. StopIteration where there is no such choice."""
+        name = next(self._names, options[0].name)
+        return next(each for each in options if each.name == name)
+
+
+def play(
+    scenario: Scenario, chooser: Chooser, bounds: Bounds | None = None, ends: set[int] | None = None
+) -> tuple[list[str], World]:
+    """One execution: what is wrong in the end. Errors: Pruned; StopIteration where a choice is not there to be made.
+
+    `ends` are those that were left alone before, and then all was well.
+    """
     world = World(bounds or scenario.bounds, chooser)
     with inside(world):
         cloud = Cloud(world)
@@ -132,7 +183,12 @@ def play(scenario: Scenario, chooser: _Follow, bounds: Bounds | None = None) -> 
         except Restless:
             return [f'does not come to rest: {len(world.steps)} steps, and somebody is still at it'], world
         wrong = list(check() or ()) if check is not None else []
-        return wrong or left_alone(cloud), world
+        end = fingerprint(cloud)
+        if not wrong and (ends is None or end not in ends):
+            wrong = left_alone(cloud)
+        if not wrong and ends is not None:
+            ends.add(end)
+        return wrong, world
 
 
 def explore(
@@ -147,11 +203,12 @@ def explore(
     With fewer preemptions first: what is found is as simple as can be.
     """
     bounds, began, total = bounds or scenario.bounds, _monotonic(), Explored()
+    ends: set[int] = set()
     with virtual():
         for preemptions in range(bounds.preemptions + 1):
             left = None if seconds is None else seconds - (_monotonic() - began)
             more = None if schedules is None else schedules - total.schedules
-            found = _explore(scenario, bounds._replace(preemptions=preemptions), left, more, first)
+            found = _explore(scenario, bounds._replace(preemptions=preemptions), left, more, first, ends)
             states = max(total.states, found.states)
             total.add(found)
             total.states, total.exhausted = states, found.exhausted
@@ -161,31 +218,27 @@ def explore(
 
 
 def _explore(
-    scenario: Scenario, bounds: Bounds, seconds: float | None, schedules: int | None, first: bool
+    scenario: Scenario, bounds: Bounds, seconds: float | None, schedules: int | None, first: bool, ends: set[int]
 ) -> Explored:
-    found, seen, choices, began = Explored(), Seen(), [''][:0], _monotonic()
+    found, seen, before, began = Explored(), Seen(), [Choice([], 0)][:0], _monotonic()
     while True:
-        chooser = _Follow(choices, seen)
+        chooser = Follow(before, seen)
         found.schedules += 1
         try:
-            wrong, world = play(scenario, chooser, bounds)
-            found.longest = max(found.longest, len(world.steps))
-            if wrong and wrong[0] not in {each.wrong[0] for each in found.findings}:
-                made = tuple(names[pick] for names, pick in chooser.trail)
-                found.findings.append(Finding(tuple(wrong), tell(world), made))
+            found.judge(*play(scenario, chooser, bounds, ends), chooser.choices)
         except Pruned:
             found.pruned += 1
         found.states = len(seen)
         trail = chooser.trail
-        while trail and trail[-1][1] + 1 >= len(trail[-1][0]):
+        while trail and trail[-1].pick + 1 >= len(trail[-1].options):
             trail.pop()
         found.exhausted = not trail
         late = seconds is not None and _monotonic() - began > seconds
         many = schedules is not None and found.schedules >= schedules
         if found.exhausted or late or many or (first and found.findings):
             return found
-        names, pick = trail[-1]
-        choices = [*(names[pick] for names, pick in trail[:-1]), names[pick + 1]]
+        options, pick = trail.pop()
+        before = [*trail, Choice(options, pick + 1)]
 
 
 def wander(scenario: Scenario, bounds: Bounds, seed: int, seconds: float) -> Explored:
@@ -193,13 +246,9 @@ def wander(scenario: Scenario, bounds: Bounds, seed: int, seconds: float) -> Exp
     found, began = Explored(), _monotonic()
     with virtual():
         while _monotonic() - began < seconds:
-            chooser = _Follow((), None, random.Random(seed + found.schedules))
+            chooser = Follow(rng=random.Random(seed + found.schedules))
             found.schedules += 1
-            wrong, world = play(scenario, chooser, bounds)
-            found.longest = max(found.longest, len(world.steps))
-            if wrong and wrong[0] not in {each.wrong[0] for each in found.findings}:
-                made = tuple(names[pick] for names, pick in chooser.trail)
-                found.findings.append(Finding(tuple(wrong), tell(world), made))
+            found.judge(*play(scenario, chooser, bounds), chooser.choices)
     return found
 
 
@@ -210,7 +259,7 @@ WIDE = Bounds(*(99 for _ in Bounds._fields))
 def replay(scenario: Scenario, choices: Sequence[str]) -> tuple[list[str], str]:
     """What is wrong at the end of these choices, and their story."""
     with virtual():
-        wrong, world = play(scenario, _Follow(choices, None), WIDE)
+        wrong, world = play(scenario, Named(choices), WIDE)
         return wrong, tell(world)
 
 

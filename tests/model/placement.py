@@ -78,7 +78,7 @@ class PlacementModel:
         self.writes = 0
         """How often anything was written."""
         self._print: tuple[int, int] = (-1, 0)
-        world.prints.append(self._shape)
+        world.prints.append(self.shape)
 
     def used(self, provider: str, name: str) -> int:
         """How much of a class is used of a provider, also by allocations whose consumer has gone."""
@@ -322,7 +322,8 @@ class PlacementModel:
     def _is_known(self, trait: str) -> bool:
         return trait in self.custom or trait in _KNOWN
 
-    def _shape(self) -> int:
+    def shape(self) -> int:
+        """What tells two states apart."""
         if self._print[0] != self.writes:
             rows = sorted((name, each.generation, each.user, each.project) for name, each in self.rows.items())
             self._print = self.writes, hash(repr((rows, sorted(self.held.items()), sorted(self.providers.items()))))

@@ -112,7 +112,7 @@ def claims(facts: Facts) -> Iterator[str]:
 
 
 def guests(facts: Facts) -> Iterator[str]:
-    """A living instance is one guest, on its compute; there are no others, and nothing else is remembered."""
+    """A living instance is one guest, on its compute; there are no others, and nothing is reserved for others."""
     for uuid, compute in facts.cloud.computes.items():
         here = {name for name, record in facts.living.items() if record['compute'] == uuid}
         if compute.is_dead:
@@ -124,8 +124,6 @@ def guests(facts: Facts) -> Iterator[str]:
             guest = there.get(name)
             if guest is None or not guest.disk or guest.running != (facts.living[name]['state'] == 'active'):
                 yield f'{facts.called(name)} is {facts.living[name]["state"]}, and its guest is not'
-        for name in compute.remembered().keys() - here:
-            yield f'{facts.called(name)} is remembered on {facts.called(uuid)}, and does not live there'
         for each in compute.hypervisor.reservations().values():
             if each.instance not in here:
                 yield f'{facts.called(each.instance)} has an address reserved, and does not live there'

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 
-from ecomp.errors import Conflict, EcompError, NoCapacity, NotFound
+from ecomp.errors import Conflict, EcompError, NoCapacity, NotFound, Unreachable
 from ecomp.model import keys
 from ecomp.scheduler.destroy import destroy
 from tests.model.cloud import Cloud
@@ -31,13 +32,31 @@ def _stages(cloud: Cloud) -> Iterator[list[str]]:
     yield violations(cloud)
     destroy_all(cloud)
     yield settle(cloud)
+    restart_all(cloud)
+    yield settle(cloud)
     yield violations(cloud)
     yield nothing_left(cloud)
+    yield nothing_remembered(cloud)
     yield [f'failed in a way nobody thought of: {each}' for each in cloud.world.surprises]
 
 
+def fingerprint(cloud: Cloud) -> int:
+    """What decides how it goes on when it is left alone: who wrote what, and in which order, does not.
+
+    Of whoever is a part of a compute its whole history does, for that goes on.
+    """
+    commands = {each.actor for each in cloud.commands}
+    actors = [(each.dead, each.done, repr(each.outcome) if each in commands else each.history) for each in cloud.world.actors]
+    etcd = [(each.key, each.value, each.lease) for _, each in sorted(cloud.etcd.entries.items())]
+    hosts = [
+        (*each.hypervisor.guests().items(), *each.hypervisor.reservations().items(), *each.disk.files.items())
+        for each in cloud.computes.values()
+    ]
+    return hash((repr(actors), repr(etcd), tuple(sorted(cloud.etcd.leases)), repr(hosts), cloud.model.shape(), cloud.world.clock))
+
+
 def settle(cloud: Cloud) -> list[str]:
-    """Until nobody writes anything for three minutes; what is still done after ROUNDS of them."""
+    """Until nobody writes anything for two minutes; what is still done after ROUNDS of them."""
     for actor in cloud.world.actors:
         actor.dead = not actor.done
     owners = {actor.name for actor in cloud.world.actors}
@@ -50,7 +69,7 @@ def settle(cloud: Cloud) -> list[str]:
         failed = [error for each in cloud.computes.values() if not each.is_dead for error in _minute(each)]
         cloud.world.clock += 61.0
         quiet = quiet + 1 if before == (cloud.etcd.revision, cloud.model.writes) else 0
-        if quiet == 3:
+        if quiet == 2:
             return [f'at rest, and something fails for ever: {error}' for error in failed]
     return [f'does not come to rest: after {ROUNDS} minutes something is still written every minute']
 
@@ -69,6 +88,10 @@ def ask_again(cloud: Cloud) -> list[str]:
                 wrong.append(f'{name}: asked for again with --uuid, there is "no capacity", with room for it: {error}')
         except EcompError as error:
             wrong.append(f'{name}: asked for again with --uuid: {error}')
+    for actor in cloud.world.actors:
+        if actor.again is not None and (actor.dead or isinstance(actor.outcome, Unreachable)):
+            with suppress(Conflict, NotFound):  # it says why not, or all of it was done
+                actor.again()
     return wrong
 
 
@@ -87,19 +110,39 @@ def nothing_left(cloud: Cloud) -> list[str]:
     """What is there though all is destroyed."""
     dead = {uuid for uuid, compute in cloud.computes.items() if compute.is_dead}
     kept = (keys.COMPUTES, keys.INSTANCES, keys.FLAVORS, keys.QUOTAS)
+    # Of what was on a compute that is dead nobody has taken anything away yet.
+    out = {keys.last(key) for key in cloud.etcd.entries if key.startswith(tuple(map(keys.host_prefix, dead)) or '-')}
     left = [
         f'all is destroyed, and {key} is left'
         for key, entry in cloud.etcd.entries.items()
-        if not key.startswith(kept) and not entry.lease and not any(each in key for each in dead)
+        if not key.startswith(kept) and not entry.lease
+        if not any(each in key or each.encode() in entry.value for each in (*dead, *out))
     ]
     for consumer, held in cloud.model.held.items():
         left += [f'all is destroyed, and {consumer} holds something of {each}' for each in held.keys() - dead]
     for compute in cloud.computes.values():
         if not compute.is_dead:
-            left += [f'all is destroyed, and {each} is remembered' for each in compute.remembered()]
             left += [f'all is destroyed, and {each} is a guest' for each in compute.hypervisor.guests()]
             left += [f'all is destroyed, and {each} is reserved' for each in compute.hypervisor.reservations()]
     return left
+
+
+def restart_all(cloud: Cloud) -> None:
+    """A new process on each host."""
+    for compute in cloud.computes.values():
+        if not compute.is_dead:
+            cloud.etcd.end(compute.presence.lease)
+            compute.start()
+
+
+def nothing_remembered(cloud: Cloud) -> list[str]:
+    """What ended is not remembered by a state directory any more, at the latest once its compute was started again."""
+    return [
+        f'{cloud.world.names.get(each, each)} has ended, and is remembered on {cloud.world.names[uuid]}'
+        for uuid, compute in cloud.computes.items()
+        for each in compute.remembered()
+        if not compute.is_dead
+    ]
 
 
 def _minute(compute: Compute) -> list[EcompError]:
@@ -107,7 +150,7 @@ def _minute(compute: Compute) -> list[EcompError]:
         return []
     compute.planner.works_again()
     return compute.do(
-        *(compute.look_after_presence, compute.plan, compute.plan, compute.keep_claims, compute.planner.recheck),
+        *(compute.look_after_presence, compute.plan, compute.keep_claims, compute.planner.recheck),
         *(compute.hear_hosts, compute.hear_queues, compute.pull),
     )
 

@@ -6,9 +6,9 @@ else decides who goes on, and how: as if nothing were, or with the request lost,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import greenlet
 
@@ -19,6 +19,8 @@ Value = TypeVar('Value')
 KILL, REQUEST, ANSWER, LATE, HALVES, EXPIRY, MINUTE, INTERRUPT, READ = (
     *('kill', 'request', 'answer', 'late', 'halves', 'expiry', 'minute', 'interrupt', 'read'),
 )
+LONG = 1.0
+"""Seconds of sleep that are waiting for others."""
 TOO_LONG = 600
 """Steps of one execution: what takes more does not come to rest."""
 
@@ -47,15 +49,14 @@ class Bounds(NamedTuple):
 SHAKY = Bounds(2, 1, kills=1, requests=1, answers=1)
 """The usual: somebody may die, or a network may lose one message."""
 
-COST = {
-    name: tuple(each in ('faults', field) for each in Bounds._fields)
+FIELD = {
+    name: Bounds._fields.index(field)
     for name, field in (
         *((KILL, 'kills'), (REQUEST, 'requests'), (ANSWER, 'answers'), (LATE, 'late'), (HALVES, 'halves')),
         *((EXPIRY, 'expiries'), (MINUTE, 'minutes'), (INTERRUPT, 'interrupts'), (READ, 'reads')),
     )
 }
-FREE = (False,) * len(Bounds._fields)
-HALF = Bounds._fields.index('halves')
+PREEMPTIONS, FAULTS = 0, 1
 
 
 class Killed(BaseException):
@@ -109,6 +110,8 @@ class Actor:
     leases: int = 0
     uuids: int = 0
     outcome: object = None
+    again: Callable[[], object] | None = None
+    """What its user is told to do where it was killed, or its outcome is not known."""
     greenlet: Any = None
 
     @property
@@ -116,32 +119,52 @@ class Actor:
         """Whether it may go on some time."""
         return not self.done and not self.dead
 
+    @property
+    def sleeps(self) -> bool:
+        """Whether it lets others go on, and not for a mere moment between two tries."""
+        return self.wakes is not None and self.call.what[1] >= LONG  # type: ignore[operator]
+
 
 class Option(NamedTuple):
-    """What may come next: its name in a replay, who goes on, what becomes of the call, and what that costs."""
+    """What may come next: who goes on, or what happens by itself; what becomes of the call; what that costs."""
 
-    name: str
-    actor: Actor | None
-    fate: str
-    cost: tuple[bool, ...]
-    event: Callable[[], None] | None = None
+    who: str
+    fate: str = ''
+    preempts: bool = False
+    is_event: bool = False
+
+    @property
+    def name(self) -> str:
+        """What a replay calls it."""
+        return f'{self.who}/{self.fate}' if self.fate and not self.is_event else self.who
 
 
-Chooser = Callable[['World', Sequence[Option]], int]
+class Chooser(Protocol):
+    """Says what comes next. What it knows already is not looked at anew."""
+
+    def known(self) -> Option | None:
+        """What was chosen at this point before; None: choose."""
+
+    def choose(self, world: World, options: list[Option]) -> Option:
+        """One of them. Pruned."""
+
+
+Event = tuple[str, str, Callable[[], None]]
+"""Its name, its kind (see Bounds), and what it does."""
 
 
 @dataclass(eq=False)
 class World:
-    """Runs `actors` by what `choose` says. `prints` say what else there is to tell two moments apart.
+    """Runs `actors` by what `chooser` says. `prints` say what else there is to tell two moments apart.
 
-    `events` are what may happen by itself: (name, kind, whether it may, what it does).
+    `events` say what may happen by itself.
     """
 
     bounds: Bounds
-    choose: Chooser
+    chooser: Chooser
     actors: list[Actor] = field(default_factory=list)
     prints: list[Callable[[], Hashable]] = field(default_factory=list)
-    events: list[Callable[[], list[tuple[str, str, Callable[[], None]]]]] = field(default_factory=list)
+    events: list[Callable[[], list[Event]]] = field(default_factory=list)
     names: dict[str, str] = field(default_factory=dict)
     """What each uuid is called in the story."""
     steps: list[Step] = field(default_factory=list)
@@ -154,7 +177,9 @@ class World:
     over: bool = False
 
     def __post_init__(self) -> None:
-        self.left: tuple[int, ...] = tuple(self.bounds)
+        self.left = list(self.bounds)
+        self._left_of: frozenset[str] = frozenset()
+        self._reckon()
         self._hub: Any = None
         self.hushed = hash('scene')
 
@@ -242,10 +267,16 @@ class World:
         try:
             for actor in list(self.actors):
                 self._begin(actor)
-            while options := self._options():
+            while True:
+                option = self.chooser.known()
+                if option is None:
+                    options = self._options()
+                    if not options:
+                        return
+                    option = self.chooser.choose(self, options)
                 if len(self.steps) > TOO_LONG:
                     raise Restless
-                self._do(options[self.choose(self, options)])
+                self._do(option)
         finally:
             self._abandon()
 
@@ -257,51 +288,52 @@ class World:
 
     def _options(self) -> list[Option]:
         able = [each for each in self.actors if each.is_at_it and each.ready()]
-        awake = [each for each in able if each.wakes is None]
-        first = min(able, key=lambda each: each.wakes or 0.0, default=None)
+        if not able:
+            return []
+        awake = [each for each in able if not each.sleeps]
+        first = min(able, key=lambda each: each.wakes or 0.0)
         goes_on = self.last if self.last in awake else None
-        order = sorted(able, key=lambda each: (each is not goes_on, each.wakes or 0.0))
         found: list[Option] = []
-        for actor in order:
-            # To leave one that could go on costs; so does to wake one while others are awake, or before its time.
-            late = actor.wakes is not None and (bool(awake) or actor is not first)
-            cost = ((goes_on is not None and actor is not goes_on) or late, *FREE[1:])
-            self._offer(found, Option(actor.name, actor, '', cost))
-            for fate in self._fates(actor):
-                self._offer(found, Option(f'{actor.name}/{fate}', actor, fate, _sum(cost, COST[fate])))
-        if able:
-            for each in self.events:
-                for name, kind, event in each():
-                    self._offer(found, Option(name, None, kind, COST[kind], event))
+        for actor in sorted(able, key=lambda each: (each is not goes_on, each.wakes or 0.0)):
+            # To leave one that could go on costs, unless it waits a moment anyway; so does to wake one before its time.
+            early = actor.sleeps and (bool(awake) or actor is not first)
+            left = goes_on is not None and actor is not goes_on and goes_on.wakes is None
+            preempts = early or left
+            if preempts and not self.left[PREEMPTIONS]:
+                continue
+            found.append(Option(actor.name, '', preempts))
+            if self._left_of:
+                found += [Option(actor.name, fate, preempts) for fate in self._fates(actor) if fate in self._left_of]
+        if self._left_of:
+            events = (each for event in self.events for each in event())
+            found += [Option(name, kind, is_event=True) for name, kind, _ in events if kind in self._left_of]
         return found
-
-    def _offer(self, found: list[Option], option: Option) -> None:
-        if all(left >= cost for left, cost in zip(self.left, option.cost, strict=True)):
-            found.append(option)
 
     def _fates(self, actor: Actor) -> list[str]:
         call = actor.call
         if call.is_second:
             return [KILL]
-        if self.left[1] <= 0 or not actor.mortal:
+        if not actor.mortal or call.where in ('', 'clock'):
             return []
-        fates = [KILL, INTERRUPT] if call.where not in ('', 'clock') else []
-        if call.writes and call.where in ('etcd', 'placement'):
-            fates += [ANSWER, REQUEST, *([LATE] if call.where == 'etcd' else [])]
-            if self.left[HALF] and call.divisible():
-                fates.append(HALVES)
-        elif call.where in ('etcd', 'placement'):
-            fates.append(READ)
-        return fates
+        if call.where not in ('etcd', 'placement'):
+            return [KILL, INTERRUPT]
+        if not call.writes:
+            return [KILL, INTERRUPT, READ]
+        halves = [HALVES] if HALVES in self._left_of and call.divisible() else []
+        return [KILL, INTERRUPT, ANSWER, REQUEST, *([LATE] if call.where == 'etcd' else halves)]
 
     def _do(self, option: Option) -> None:
-        self.left = tuple(left - cost for left, cost in zip(self.left, option.cost, strict=True))
-        actor = option.actor
-        if actor is None:
-            assert option.event is not None
-            self.steps.append(Step('', None, option.name, None))
-            option.event()
+        if option.preempts:
+            self.left[PREEMPTIONS] -= 1
+        if option.fate:
+            self.left[FAULTS] -= 1
+            self.left[FIELD[option.fate]] -= 1
+            self._reckon()
+        if option.is_event:
+            self.steps.append(Step('', None, option.who, None))
+            next(do for each in self.events for name, _, do in each() if name == option.who)()
             return
+        actor = next(each for each in self.actors if each.name == option.who)
         if option.fate == KILL and not actor.call.is_second:
             self._tell(actor, actor.call, KILL, None)
             actor.dead = True
@@ -309,6 +341,10 @@ class World:
             return
         self.last = actor
         self._switch(actor, option.fate)
+
+    def _reckon(self) -> None:
+        some = self.left[FAULTS] > 0
+        self._left_of = frozenset(fate for fate, number in FIELD.items() if some and self.left[number] > 0)
 
     def _begin(self, actor: Actor) -> None:
         def body() -> None:
@@ -356,7 +392,3 @@ class World:
 def _lost(call: Call) -> Unreachable:
     kind = UnknownOutcome if call.writes else Unreachable
     return kind(f'{call.where} gives no answer', call.where)
-
-
-def _sum(one: tuple[bool, ...], other: tuple[bool, ...]) -> tuple[bool, ...]:
-    return tuple(a or b for a, b in zip(one, other, strict=True))

@@ -1,0 +1,180 @@
+"""Operators beside users: drain, forget, audit --fix, quota set; and what they say is so."""
+
+from __future__ import annotations
+
+from ecomp.errors import EcompError
+from ecomp.model import keys
+from ecomp.scheduler.audit import audit
+from ecomp.scheduler.drain import disable, drained, enable
+from ecomp.scheduler.forget import forget
+from ecomp.scheduler.quotas import limit
+from ecomp.scheduler.repair import mend
+from ecomp.scheduler.wait import Deadline
+from tests.model.cloud import A, B, Cloud, I, J
+from tests.model.etcd import ModelStore
+from tests.model.explorer import Check, Scenario
+from tests.model.virtual import NOW
+from tests.model.world import SHAKY, Actor, Bounds
+
+
+def _forgets(cloud: Cloud, compute: str, after: Actor) -> Actor:
+    """`host forget`, given once its compute is silent."""
+
+    def go() -> None:
+        forget(ModelStore(cloud.etcd), cloud.placement, compute, lambda: NOW, lambda _: None)
+
+    def work() -> None:
+        cloud.world.wait('the compute to be silent', lambda: not after.is_at_it)
+        go()
+
+    return cloud.act('host forget', work, again=go)
+
+
+def _ends(cloud: Cloud, compute: str) -> Actor:
+    """A compute ends in good order, or for good: its lease ends."""
+
+    def work() -> None:
+        ModelStore(cloud.etcd).revoke(cloud.computes[compute].presence.lease)
+        cloud.computes[compute].is_dead = True
+
+    return cloud.act(f'compute {cloud.world.names[compute]}', work, mortal=False)
+
+
+def _fixes(cloud: Cloud) -> Actor:
+    """`audit --fix`, from when it has looked twice."""
+    first, second = (audit(cloud.store, cloud.placement) for _ in range(2))
+    assert [each for each in second.findings if each.fix]
+    return cloud.act('audit --fix', lambda: mend(ModelStore(cloud.etcd), cloud.placement, first, second))
+
+
+def _limits(cloud: Cloud, name: str) -> Actor:
+    """`quota set`."""
+
+    def go() -> str:
+        return limit(ModelStore(cloud.etcd), 'p', ['instances=5'])
+
+    return cloud.act(name, go, again=go)
+
+
+def drain_and_create(cloud: Cloud) -> Check:
+    """`host drain --wait` of an empty compute, while a create is on its way that asked placement before."""
+    cloud.host(A)
+    cloud.is_ample = False
+    said: list[str] = []
+
+    def work() -> None:
+        store = ModelStore(cloud.etcd)
+        disable(cloud.placement, A)
+        drained(store, cloud.placement, A, Deadline(5.0), lambda _: None)
+        said.append('drained')
+
+    cloud.creates('eschedule', I, asks_first=True)
+    cloud.act('host drain', work)
+
+    def check() -> list[str]:
+        there = [key for key in cloud.etcd.entries if key.startswith(keys.host_prefix(A))]
+        return ['drain said that nothing lives there, and then something does'] if said and there else []
+
+    return check
+
+
+def forget_and_create(cloud: Cloud) -> None:
+    """A compute ends and is forgotten while a request for it is on its way."""
+    cloud.host(A)
+    cloud.is_ample = False
+    cloud.creates('eschedule', I)
+    _forgets(cloud, A, _ends(cloud, A))
+
+
+def forget_with_another(cloud: Cloud) -> None:
+    """The same where another compute has room: the request goes there, or was delivered before."""
+    cloud.host(A)
+    cloud.host(B)
+    cloud.creates('eschedule', I, weigh='first')
+    _forgets(cloud, A, _ends(cloud, A))
+
+
+def forget_what_is_destroyed(cloud: Cloud) -> None:
+    """A compute is dead, and its last instance is destroyed while it is forgotten."""
+    cloud.host(A)
+    cloud.limited(5)
+    cloud.delivered(I, A, name='web')
+    ends = _ends(cloud, A)
+    cloud.destroys('destroy', I)
+    _forgets(cloud, A, ends)
+
+
+def fix_and_create(cloud: Cloud) -> None:
+    """`audit --fix` releases an orphan while the same --uuid is asked again."""
+    cloud.host(A)
+    cloud.claimed(I, A)
+    _fixes(cloud)
+    cloud.creates('eschedule', I, resume=True)
+
+
+def fix_drift(cloud: Cloud) -> None:
+    """`audit --fix` mends a quota, a name and a group that say too much, beside a create and a destroy."""
+    from ecomp.model.group import Group, Membership
+    from ecomp.model.group import to_json as group_json
+    from ecomp.model.instance import name_to_json
+    from ecomp.store.client import Put
+
+    host = cloud.host(A)
+    cloud.limited(5)
+    together = Membership('g', 'affinity', True)
+    cloud.delivered(I, A, 'web', together)
+    host.plan()
+    host.plan()
+    astray = Group('g', 'affinity', True, {I: A, J: A})
+    cloud.store.commit([], [Put(keys.name('old'), name_to_json(J)), Put(keys.group('g'), group_json(astray))])
+    _fixes(cloud)
+    cloud.creates('eschedule', J, name='db')
+    cloud.destroys('destroy', I)
+
+
+def first_quota_twice(cloud: Cloud) -> None:
+    """A project's first quota is set twice at once, beside a delivery."""
+    cloud.host(A)
+    cloud.creates('eschedule', I)
+    for number in (1, 2):
+        _limits(cloud, f'quota set {number}')
+
+
+def quota_and_destroy(cloud: Cloud) -> None:
+    """A project's first quota is set while its instance is destroyed, and its compute carries that out."""
+    host = cloud.host(A)
+    cloud.delivered(I, A)
+    host.plan()
+    host.plan()
+    cloud.destroys('destroy', I)
+    cloud.act('A', host.rounds(2, host.plan))
+    _limits(cloud, 'quota set')
+
+
+def disable_and_enable(cloud: Cloud) -> Check:
+    """disable and enable at once, beside a claim: each is done, and the provider's traits are somebody's."""
+    cloud.host(A)
+    cloud.is_ample = False
+    one = cloud.act('host disable', lambda: disable(cloud.placement, A))
+    two = cloud.act('host enable', lambda: enable(ModelStore(cloud.etcd), cloud.placement, A))
+    cloud.creates('eschedule', I)
+
+    def check() -> list[str]:
+        failed = [each.outcome for each in (one, two) if isinstance(each.outcome, EcompError)]
+        unharmed = not any(step.fate for step in cloud.world.steps)
+        return [f'disable or enable fails: {each}' for each in failed if unharmed]
+
+    return check
+
+
+SCENARIOS = [
+    Scenario(drain_and_create, Bounds(2, 0)),
+    Scenario(forget_and_create, Bounds(2, 0)),
+    Scenario(forget_with_another, Bounds(2, 0)),
+    Scenario(forget_what_is_destroyed, SHAKY),
+    Scenario(fix_and_create, Bounds(2, 0)),
+    Scenario(fix_drift, SHAKY),
+    Scenario(first_quota_twice, Bounds(2, 0)),
+    Scenario(quota_and_destroy, Bounds(2, 1, answers=1)),
+    Scenario(disable_and_enable, SHAKY),
+]

@@ -1,0 +1,134 @@
+"""Requests that wait in a queue: who takes them, who destroys them, and what is left of those that died."""
+
+from __future__ import annotations
+
+from ecomp.model import keys
+from ecomp.model.group import Membership
+from tests.model.cloud import A, B, Cloud, I, J
+from tests.model.explorer import Scenario
+from tests.model.world import SHAKY, Bounds
+
+APART = Membership('g', 'anti-affinity', True)
+
+
+def two_takers(cloud: Cloud) -> None:
+    """Two computes at one waiting request; a mark's lease may end, either may die, a message may be lost."""
+    for each in (A, B):
+        cloud.host(each)
+    cloud.computes_freeze = True
+    place = cloud.waiting(I)
+    for each in (A, B):
+        cloud.takes(each, place)
+
+
+def taken_and_destroyed(cloud: Cloud) -> None:
+    """A waiting request is destroyed while it is taken."""
+    cloud.host(A)
+    place = cloud.waiting(I)
+    cloud.takes(A, place)
+    cloud.destroys('destroy', I)
+
+
+def queued_and_direct(cloud: Cloud) -> None:
+    """One uuid, asked for through the queue and directly, and a taker."""
+    host = cloud.host(A)
+    cloud.enqueues('eschedule --queue', I, resume=True)
+    cloud.creates('eschedule', I, resume=True)
+    cloud.act('A, taking', host.rounds(1, host.hear_queues, host.pull))
+
+
+def queue_orphan_consumer(cloud: Cloud) -> None:
+    """placement ends between its two transactions while a waiting request is claimed."""
+    cloud.host(A)
+    cloud.takes(A, cloud.waiting(I))
+
+
+def restarted_taker(cloud: Cloud) -> None:
+    """A compute of one place dies with a claim for what waits; it has another instance, and is started again."""
+    host = cloud.host(A, room=2)
+    cloud.delivered(J, A)
+    host.plan()
+    cloud.waiting(I)
+    # Killed at `taken`, and its mark has ended with its lease.
+    cloud.claimed(I, A)
+    cloud.etcd.end(host.presence.lease)
+    host.start()
+    told: list[str] = []
+
+    def hear_hosts() -> None:
+        if host.hear_hosts():
+            told.append('hosts')
+
+    def hear_queues() -> None:
+        if host.hear_queues():
+            told.append('queues')
+
+    cloud.act('A, following /hosts', hear_hosts, mortal=False)
+    cloud.act('A, following /queues', hear_queues, mortal=False)
+
+    def pull() -> None:
+        for number in (1, 2):
+            cloud.world.wait('something to be worth a step', lambda number=number: len(told) >= number)  # type: ignore[misc]
+            host.do(host.pull)
+
+    cloud.act('A, taking', pull, mortal=False)
+
+
+def apart_and_cancelled(cloud: Cloud) -> None:
+    """Strict anti-affinity: one waits and is taken by A or B, one is placed directly, and the waiting one is destroyed."""
+    for each in (A, B):
+        cloud.host(each)
+    cloud.limited(3)
+    cloud.is_ample = False
+    place = cloud.waiting(I, 'web', APART)
+    for each in (A, B):
+        cloud.takes(each, place)
+    cloud.creates('eschedule', J, group=APART)
+    cloud.destroys('destroy', I)
+
+
+def taker_killed(cloud: Cloud) -> None:
+    """A compute takes and builds what waits; it may die anywhere and is started again."""
+    host = cloud.host(A, room=1)
+    cloud.waiting(I)
+    cloud.act('A', host.rounds(2, host.hear_queues, host.pull, host.plan))
+
+
+def frozen_taker(cloud: Cloud) -> None:
+    """A taker is frozen for longer than its lease, the other one takes it meanwhile, and it is destroyed."""
+    for each in (A, B):
+        cloud.host(each)
+    cloud.computes_freeze = True
+    place = cloud.waiting(I)
+    for each in (A, B):
+        cloud.takes(each, place)
+    cloud.destroys('destroy', I)
+
+
+def flavor_removed(cloud: Cloud) -> None:
+    """A flavor goes while what waits for it is taken, and comes back."""
+    from ecomp.store.client import Delete
+    from tests.model.etcd import ModelStore
+
+    cloud.host(A)
+    cloud.takes(A, cloud.waiting(I))
+    store = ModelStore(cloud.etcd)
+
+    def remove() -> None:
+        store.commit([], [Delete(keys.flavor('small'))])
+        cloud.flavor()
+
+    cloud.act('flavor unset, and set', remove, mortal=False)
+
+
+SCENARIOS = [
+    Scenario(two_takers, Bounds(2, 2, kills=1, requests=1, answers=1, expiries=1)),
+    Scenario(taken_and_destroyed, SHAKY),
+    Scenario(queued_and_direct, SHAKY),
+    Scenario(queue_orphan_consumer, Bounds(1, 2, halves=1, kills=1)),
+    Scenario(restarted_taker, Bounds(2, 0)),
+    Scenario(apart_and_cancelled, Bounds(2, 0)),
+    Scenario(taker_killed, SHAKY),
+    Scenario(frozen_taker, Bounds(2, 2, expiries=1, answers=1)),
+    Scenario(flavor_removed, SHAKY),
+]

@@ -1,0 +1,82 @@
+"""What instances share: groups, quotas, names; two who want the same at once."""
+
+from __future__ import annotations
+
+from ecomp.model.group import Membership
+from tests.model.cloud import A, B, Cloud, I, J, S
+from tests.model.explorer import Check, Scenario
+from tests.model.world import SHAKY
+
+APART = Membership('g', 'anti-affinity', True)
+TOGETHER = Membership('g', 'affinity', True)
+
+
+def apart(cloud: Cloud) -> None:
+    """Two of one strict anti-affinity group; a message may be lost."""
+    for each in (A, B):
+        cloud.host(each)
+    cloud.creates('eschedule 1', I, seed=1, group=APART)
+    cloud.creates('eschedule 2', J, seed=1, group=APART)
+
+
+def together(cloud: Cloud) -> None:
+    """Two of one strict affinity group, on two computes with room for both."""
+    for each in (A, B):
+        cloud.host(each)
+    cloud.creates('eschedule 1', I, seed=1, group=TOGETHER)
+    cloud.creates('eschedule 2', J, seed=2, group=TOGETHER)
+
+
+def quota_of_one(cloud: Cloud) -> None:
+    """A quota of one, and two who ask."""
+    cloud.host(A)
+    cloud.limited(1)
+    cloud.is_ample = False
+    cloud.creates('eschedule 1', I, seed=1)
+    cloud.creates('eschedule 2', J, seed=2)
+
+
+def one_name(cloud: Cloud) -> Check:
+    """One name, and two who want it."""
+    cloud.host(A)
+    one, two = (
+        cloud.creates(f'eschedule {number}', each, seed=number, name='web') for number, each in enumerate((I, J), 1)
+    )
+
+    def check() -> list[str]:
+        both = isinstance(one.outcome, dict) and isinstance(two.outcome, dict)
+        return ['two instances have one name'] if both else []
+
+    return check
+
+
+def set_in_group(cloud: Cloud) -> None:
+    """A set of two, of which one will do, and a single one in one strict anti-affinity group, with a quota of two."""
+    for each in (A, B):
+        cloud.host(each)
+    cloud.limited(2)
+    cloud.is_ample = False
+    cloud.creates('the set', S, seed=1, count=2, minimum=1, group=APART, name='web')
+    cloud.creates('the single one', J, seed=2, group=APART)
+
+
+def name_of_destroyed(cloud: Cloud) -> None:
+    """An instance is destroyed, and its name taken by another one that is created meanwhile."""
+    host = cloud.host(A)
+    cloud.limited(5)
+    cloud.delivered(I, A, 'web')
+    host.plan()
+    host.plan()
+    cloud.destroys('destroy', I)
+    cloud.act('A', host.rounds(2, host.plan))
+    cloud.creates('eschedule', J, name='web')
+
+
+SCENARIOS = [
+    Scenario(apart, SHAKY),
+    Scenario(together, SHAKY),
+    Scenario(quota_of_one, SHAKY),
+    Scenario(one_name, SHAKY),
+    Scenario(set_in_group, SHAKY),
+    Scenario(name_of_destroyed, SHAKY),
+]
