@@ -45,6 +45,7 @@ LAB = [
 ]
 
 TEST = [
+    'greenlet>=3',  # tests/model switches between its actors with it
     'hypothesis>=6.100',
     'mypy>=1.11',
     'pytest>=8.0,<9.2',  # in 9.2, pytest-xdist 3.8 passes over its groups

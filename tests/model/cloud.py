@@ -22,7 +22,6 @@ from ecomp.model.instance import to_json as request_json
 from ecomp.model.power import Power
 from ecomp.model.pull import Place
 from ecomp.model.queue import Waiting
-from ecomp.model.queue import to_json as waiting_json
 from ecomp.model.quota import Quota, counted
 from ecomp.model.quota import to_json as quota_json
 from ecomp.placement import allocations as ledger
@@ -56,9 +55,9 @@ def name_uuid(number: int) -> str:
 
 A, B = name_uuid(1), name_uuid(2)
 """Two computes."""
-I, J, K, S = name_uuid(3), name_uuid(4), name_uuid(5), name_uuid(9)
+U, V, W, S = name_uuid(3), name_uuid(4), name_uuid(5), name_uuid(9)
 """Three instances, and a set."""
-NAMES = {A: 'A', B: 'B', I: 'I', J: 'J', K: 'K', S: 'S'} | {
+NAMES = {A: 'A', B: 'B', U: 'U', V: 'V', W: 'W', S: 'S'} | {
     str(uuid.uuid5(uuid.UUID(S), str(number))): f'S{number}' for number in (1, 2, 3)
 }
 
@@ -86,6 +85,8 @@ class Cloud:
         self.commands: list[Command] = []
         self.is_ample = True
         """Whether nothing that is asked for has to be refused."""
+        self.is_astray = False
+        """Whether something was wrong to begin with, which only an operator mends."""
         self.computes_freeze = False
         """Whether computes may be frozen for longer than their leases, too."""
         self.is_limited = True
@@ -156,6 +157,11 @@ class Cloud:
         """Anybody."""
         return self.world.act(name, work, mortal, **what)
 
+    def works(self, compute: str, doing: str, work: Callable[[], object]) -> Actor:
+        """A thread of a compute."""
+        name = f'{NAMES[compute]}, {doing}' if doing else NAMES[compute]
+        return self.act(name, work, process=self.computes[compute].process)
+
     def creates(self, who: str, instance: str, resume: bool = False, seed: int = 1, **what: Any) -> Actor:
         """An eschedule: `eschedule QUERY [--uuid]`."""
         asks_first = what.pop('asks_first', False)
@@ -165,7 +171,7 @@ class Cloud:
         return actor
 
     def create(self, wanted: Wanted, resume: bool, seed: int = 1, asks_first: bool = False) -> dict[str, Delivered]:
-        """What eschedule does. `asks_first`: placement is asked by a thread of its own, before anything else is done."""
+        """What eschedule does. `asks_first`: placement is asked by a thread of its own, before all else."""
         store = ModelStore(self.etcd)
         backend = cast('Future[tuple[Placement, Offer]]', Asked(self, wanted.query, asks_first))
         return create(store, backend, wanted, WHO, resume, random.Random(seed), lambda: NOW)
@@ -190,7 +196,7 @@ class Cloud:
     def takes(self, compute: str, place: Place) -> Actor:
         """A compute at one request that waits."""
         host = self.computes[compute]
-        return self.act(f'{NAMES[compute]}, taking', lambda: host.taker.take(place))
+        return self.works(compute, 'taking', lambda: host.taker.take(place))
 
     def announced(self, instance: str) -> int:
         """Somebody is at it, who will never end; the revision of its key."""
@@ -218,9 +224,9 @@ class Cloud:
         self.world.clock += 61.0
 
     def _owner(self, lease: int) -> str:
-        for uuid, compute in self.computes.items():
+        for compute in self.computes.values():
             if compute.presence.lease == lease:
-                return f'compute {NAMES[uuid]}'
+                return f'compute {NAMES[compute.uuid]}'
         return f'{self.etcd.leases[lease].owner} ({lease})'
 
     def unknown(self) -> list[Command]:

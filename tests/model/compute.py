@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from ecomp.agent.claims import ClaimKeeper
 from ecomp.agent.complaints import Complaints
+from ecomp.agent.ends import note_ends
 from ecomp.agent.instances import Instances, Shape
 from ecomp.agent.memory import Memory
 from ecomp.agent.metadata import GuestData
@@ -87,6 +88,9 @@ class Compute:
         self.disk.files['boot_id'] = 'first'
         self.is_dead = False
         self.now = NOW
+        self.republishes = False
+        """Whether it is started with --accept-new-etcd."""
+        self.process: object = None
         self.start()
 
     def start(self, republishes: bool = False) -> None:
@@ -98,6 +102,7 @@ class Compute:
         memory = Memory(state, self.uuid, lambda: self.now, cast('Path', self.disk.at('boot_id')))
         if republishes:
             republish(self.uuid, self.store, self.placement, memory, set(self.hypervisor.guests()), self.now)
+        note_ends(self.uuid, self.store, memory, set(self.hypervisor.guests()))
         reserve_again(self.hypervisor, memory)
         runner = Works(self.hypervisor)
         shape = Shape('qemu', True, DEFAULT_NETWORKS, 'h')
@@ -116,6 +121,12 @@ class Compute:
         self.puller._rng = random.Random(self.uuid)
         self.memory, self.taker, self._backlog = memory, taker, Backlog()
         self.presence._publish()
+        self.process = object()
+
+    def restart(self) -> None:
+        """Its process was killed, or ends; the next one begins."""
+        self.etcd.end(self.presence.lease)
+        self.start(self.republishes)
 
     def look_after_presence(self) -> None:
         """What its thread does: the lease is kept; where the key is not as we put it, it is put again."""

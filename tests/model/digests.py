@@ -1,4 +1,4 @@
-"""Computes that answer audits at once, as soon as one is asked for: what they say is theirs, when is not their choice."""
+"""Computes that answer audits at once: what they say is theirs, when they say it is not their choice."""
 
 from __future__ import annotations
 

@@ -29,8 +29,8 @@ class Lease:
 class Etcd:
     """What is in it. `past` has what was there at each revision, `print` tells two states apart.
 
-    What is told apart is who wrote what at which of its steps, and not in which order others wrote: but for requests and
-    queues, whose order means something, and quotas, which are counted by what there was at a revision.
+    What is told apart is who wrote what at which of its steps, and not in which order others wrote: but for requests
+    and queues, whose order means something, and quotas, which are counted by what there was at a revision.
     """
 
     def __init__(self, world: World) -> None:

@@ -1,7 +1,7 @@
 """Every schedule of a scenario within its bounds, depth-first with replay; a state that was seen is not explored twice.
 
-A scenario sets a scene in a new cloud each time; what was chosen before is chosen again, by name, and then the next thing
-that has not been tried. https://www.microsoft.com/en-us/research/publication/iterative-context-bounding/
+A scenario sets a scene in a new cloud each time; what was chosen before is chosen again, and then the next thing that
+has not been tried. https://www.microsoft.com/en-us/research/publication/iterative-context-bounding/
 """
 
 from __future__ import annotations
@@ -241,14 +241,33 @@ def _explore(
         before = [*trail, Choice(options, pick + 1)]
 
 
-def wander(scenario: Scenario, bounds: Bounds, seed: int, seconds: float) -> Explored:
-    """Schedules by chance, for so long: what is beyond the bounds that can be exhausted."""
+def look_for(scenario: Scenario, schedules: int, seed: int = 1) -> Explored:
+    """So many schedules at most, until something is found: half of them in order, the others by chance."""
+    found = explore(scenario, schedules=schedules // 2)
+    if not found.exhausted and not found.findings:
+        found.add(wander(scenario, scenario.bounds, seed, schedules=schedules - found.schedules))
+    return found
+
+
+def wander(
+    scenario: Scenario,
+    bounds: Bounds,
+    seed: int,
+    seconds: float | None = None,
+    schedules: int | None = None,
+    first: bool = True,
+) -> Explored:
+    """Schedules by chance, so many or for so long: what is beyond the bounds that can be exhausted."""
     found, began = Explored(), _monotonic()
+    ends: set[int] = set()
     with virtual():
-        while _monotonic() - began < seconds:
+        while not (first and found.findings):
+            late = seconds is not None and _monotonic() - began > seconds
+            if late or (schedules is not None and found.schedules >= schedules):
+                break
             chooser = Follow(rng=random.Random(seed + found.schedules))
             found.schedules += 1
-            found.judge(*play(scenario, chooser, bounds), chooser.choices)
+            found.judge(*play(scenario, chooser, bounds, ends), chooser.choices)
     return found
 
 

@@ -1,7 +1,7 @@
 """placement in memory, behind the product's own client: an HTTP request in, a status and a JSON object out.
 
-Providers without trees. Held against the real one by test_models_are_true.py. What is kept as it is there, however odd: a
-consumer is a row that is made in a transaction before its allocations are; its generation begins anew once its last
+Providers without trees. Held against the real one by test_models_are_true.py. What is kept as it is there, however odd:
+a consumer is a row that is made in a transaction before its allocations are; its generation begins anew once its last
 allocation has gone; undoing takes the row by its id, whatever hangs on it by then.
 """
 
@@ -153,13 +153,13 @@ class PlacementModel:
         for name in {each for held in wanted.values() for each in held}:
             for kind in {kind for held in wanted.values() for kind in held.get(name, {})}:
                 each = self.providers[name].inventories.get(kind)
-                now = self.used(name, kind)
+                now, there = self.used(name, kind), self.capacity(name, kind)
                 then = sum(held.get(name, {}).get(kind, 0) for held in after.values())
-                if each is None or (then > self.capacity(name, kind) and (now <= self.capacity(name, kind) or then > now)):
+                if each is None or (then > there and (now <= there or then > now)):
                     raise Refused(409, f'Unable to allocate inventory: no {kind} on {name} for so much')
-                for amount in (held.get(name, {}).get(kind, 0) for held in wanted.values()):
-                    if amount and not (each['min_unit'] <= amount <= each['max_unit'] and amount % each['step_size'] == 0):
-                        raise Refused(409, f'Unable to allocate inventory: so much {kind} is not given on {name}')
+                amounts = [held.get(name, {}).get(kind, 0) for held in wanted.values()]
+                if not all(_is_given(each, amount) for amount in amounts if amount):
+                    raise Refused(409, f'Unable to allocate inventory: so much {kind} is not given on {name}')
 
     def _undo(self, begun: Begun) -> None:
         for name in begun.made:
@@ -307,7 +307,7 @@ class PlacementModel:
                 raise Refused(400, f'No such trait(s): {", ".join(unknown)}.')
             if value.startswith('in:'):
                 return not provider.traits.isdisjoint(each)
-            return all((trait[1:] not in provider.traits) if trait[0] == '!' else trait in provider.traits for trait in each)
+            return all((trait.lstrip('!') in provider.traits) == (trait[0] != '!') for trait in each)
         if key == 'member_of':
             near = set(value.lstrip('!').removeprefix('in:').split(','))
             return provider.aggregates.isdisjoint(near) == value.startswith('!')
@@ -317,7 +317,7 @@ class PlacementModel:
         each = self.providers[name].inventories.get(kind)
         if each is None or self.used(name, kind) + amount > self.capacity(name, kind):
             return False
-        return bool(each['min_unit'] <= amount <= each['max_unit'] and amount % each['step_size'] == 0)
+        return _is_given(each, amount)
 
     def _is_known(self, trait: str) -> bool:
         return trait in self.custom or trait in _KNOWN
@@ -382,6 +382,10 @@ class _Answer:
 
 _PLAIN = {'reserved': 0, 'min_unit': 1, 'max_unit': LARGEST, 'step_size': 1, 'allocation_ratio': 1.0}
 _KNOWN = frozenset(os_traits.get_traits())
+
+
+def _is_given(inventory: Json, amount: int) -> bool:
+    return inventory['min_unit'] <= amount <= inventory['max_unit'] and not amount % inventory['step_size']
 
 
 def _held(body: Json) -> Held:

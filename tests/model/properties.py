@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from ecomp.errors import EcompError, NoCapacity, UsageError
-from ecomp.model import keys
 from ecomp.scheduler.audit import audit
 from tests.model.cloud import Cloud
 
@@ -26,11 +25,11 @@ class Facts:
             value = json.loads(entry.value) if entry.value[:1] == b'{' else {'text': entry.value.decode()}
             under.setdefault(family, {})[rest] = {**value, '': entry}
         self.under = under
-        self.asked = [(*path.split('/'), value) for path, value in under.get('hosts', {}).items()]
+        hosts = ((path.partition('/'), value) for path, value in under.get('hosts', {}).items())
+        self.asked: list[tuple[str, str, Json]] = [(compute, name, value) for (compute, _, name), value in hosts]
         self.records = under.get('instances', {})
-        self.waiting = {
-            path.rpartition('/')[2]: value for path, value in under.get('queues', {}).items() if not path.endswith('taker')
-        }
+        queues = under.get('queues', {}).items()
+        self.waiting = {path.rpartition('/')[2]: value for path, value in queues if not path.endswith('/taker')}
         self.held = cloud.model.held
         self.dead = {uuid for uuid, compute in cloud.computes.items() if compute.is_dead}
         self.living = {
@@ -173,9 +172,9 @@ def waits(facts: Facts) -> Iterator[str]:
     model = facts.cloud.model
     for instance, request in facts.waiting.items():
         for uuid, compute in facts.cloud.computes.items():
-            if compute.is_dead or model.used(uuid, 'VCPU') >= model.capacity(uuid, 'VCPU') or _is_kept_off(facts, request, uuid):
-                continue
-            yield f'{facts.called(instance)} waits for ever, and {facts.called(uuid)} has room'
+            full = model.used(uuid, 'VCPU') >= model.capacity(uuid, 'VCPU')
+            if not compute.is_dead and not full and not _is_kept_off(facts, request, uuid):
+                yield f'{facts.called(instance)} waits for ever, and {facts.called(uuid)} has room'
 
 
 def audited(facts: Facts) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""What becomes of a cloud that is left alone: the dead stay dead, their leases end, computes go on until nothing is done."""
+"""What becomes of a cloud that is left alone: the leases of the dead end, computes go on until nothing is done."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ def left_alone(cloud: Cloud) -> list[str]:
 def _stages(cloud: Cloud) -> Iterator[list[str]]:
     yield [f'failed in a way nobody thought of: {each}' for each in cloud.world.surprises]
     yield settle(cloud)
-    yield violations(cloud)
+    if not cloud.is_astray:
+        yield violations(cloud)
     yield ask_again(cloud)
     yield settle(cloud)
     yield violations(cloud)
@@ -46,19 +47,26 @@ def fingerprint(cloud: Cloud) -> int:
     Of whoever is a part of a compute its whole history does, for that goes on.
     """
     commands = {each.actor for each in cloud.commands}
-    actors = [(each.dead, each.done, repr(each.outcome) if each in commands else each.history) for each in cloud.world.actors]
+    actors = [
+        (each.dead, each.done, repr(each.outcome) if each in commands else each.history) for each in cloud.world.actors
+    ]
     etcd = [(each.key, each.value, each.lease) for _, each in sorted(cloud.etcd.entries.items())]
     hosts = [
         (*each.hypervisor.guests().items(), *each.hypervisor.reservations().items(), *each.disk.files.items())
         for each in cloud.computes.values()
     ]
-    return hash((repr(actors), repr(etcd), tuple(sorted(cloud.etcd.leases)), repr(hosts), cloud.model.shape(), cloud.world.clock))
+    leases = tuple(sorted(cloud.etcd.leases))
+    return hash((repr(actors), repr(etcd), leases, repr(hosts), cloud.model.shape(), cloud.world.clock))
 
 
 def settle(cloud: Cloud) -> list[str]:
     """Until nobody writes anything for two minutes; what is still done after ROUNDS of them."""
+    killed = {actor.process for actor in cloud.world.actors if actor.dead}
     for actor in cloud.world.actors:
         actor.dead = not actor.done
+    for compute in cloud.computes.values():
+        if killed & {compute.process, compute.uuid} and not compute.is_dead:
+            compute.restart()
     owners = {actor.name for actor in cloud.world.actors}
     for lease, each in list(cloud.etcd.leases.items()):
         if each.owner in owners and each.seconds <= SHORT and not _is_presence(cloud, lease):
@@ -89,7 +97,7 @@ def ask_again(cloud: Cloud) -> list[str]:
         except EcompError as error:
             wrong.append(f'{name}: asked for again with --uuid: {error}')
     for actor in cloud.world.actors:
-        if actor.again is not None and (actor.dead or isinstance(actor.outcome, Unreachable)):
+        if actor.again is not None and (cloud.is_astray or actor.dead or isinstance(actor.outcome, Unreachable)):
             with suppress(Conflict, NotFound):  # it says why not, or all of it was done
                 actor.again()
     return wrong
@@ -131,8 +139,7 @@ def restart_all(cloud: Cloud) -> None:
     """A new process on each host."""
     for compute in cloud.computes.values():
         if not compute.is_dead:
-            cloud.etcd.end(compute.presence.lease)
-            compute.start()
+            compute.restart()
 
 
 def nothing_remembered(cloud: Cloud) -> list[str]:

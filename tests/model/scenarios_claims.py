@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.model.cloud import A, B, Cloud, I, J, S
+from tests.model.cloud import A, B, Cloud, S, U, V
 from tests.model.explorer import Check, Scenario
 from tests.model.world import SHAKY, Bounds
 
@@ -10,48 +10,48 @@ from tests.model.world import SHAKY, Bounds
 def orphan_consumer(cloud: Cloud) -> None:
     """placement ends between its two transactions of a claim, and the same command is given again, with --uuid."""
     cloud.host(A)
-    cloud.creates('eschedule 1', I, resume=True)
+    cloud.creates('eschedule 1', U, resume=True)
 
 
 def orphan_consumer_taken_over(cloud: Cloud) -> None:
     """Two eschedules at one uuid, of which one's claim is in its first half when the other one comes."""
     cloud.host(A)
-    cloud.creates('eschedule 1', I, resume=True, seed=1)
-    cloud.creates('eschedule 2', I, resume=True, seed=2)
+    cloud.creates('eschedule 1', U, resume=True, seed=1)
+    cloud.creates('eschedule 2', U, resume=True, seed=2)
 
 
 def late_release(cloud: Cloud) -> None:
     """An eschedule that could not deliver undoes its claim while the same --uuid is asked again; room for one alone."""
     cloud.host(A, room=1)
-    cloud.claimed(I, A)
-    cloud.abandons('eschedule 1', I, I)
-    cloud.creates('eschedule 2', I, resume=True)
+    cloud.claimed(U, A)
+    cloud.abandons('eschedule 1', U, U)
+    cloud.creates('eschedule 2', U, resume=True)
 
 
 def late_release_ample(cloud: Cloud) -> None:
     """The same with room for more, and a message that may be lost."""
     cloud.host(A)
-    cloud.claimed(I, A)
-    cloud.abandons('eschedule 1', I, I)
-    cloud.creates('eschedule 2', I, resume=True)
+    cloud.claimed(U, A)
+    cloud.abandons('eschedule 1', U, U)
+    cloud.creates('eschedule 2', U, resume=True)
 
 
 def claim_keeper(cloud: Cloud) -> None:
     """A claim that is left on A is due to be released when the same --uuid is asked again."""
     host = cloud.host(A)
-    cloud.claimed(I, A)
+    cloud.claimed(U, A)
     host.keep_claims()
     cloud.world.clock += 61.0
-    cloud.act('A, looking at claims', host.keep_claims)
-    cloud.creates('eschedule', I, resume=True)
+    cloud.works(A, 'looking at claims', host.keep_claims)
+    cloud.creates('eschedule', U, resume=True)
 
 
 def one_uuid_twice(cloud: Cloud) -> None:
     """Two eschedules at one uuid, with room for many; either may die, and a message may be lost."""
     cloud.host(A)
     cloud.host(B)
-    cloud.creates('eschedule 1', I, resume=True, seed=1)
-    cloud.creates('eschedule 2', I, resume=True, seed=2)
+    cloud.creates('eschedule 1', U, resume=True, seed=1)
+    cloud.creates('eschedule 2', U, resume=True, seed=2)
 
 
 def set_twice(cloud: Cloud) -> None:
@@ -70,14 +70,14 @@ def set_against_single(cloud: Cloud) -> None:
     cloud.limited(2)
     cloud.is_ample = False
     cloud.creates('the set', S, seed=1, count=2, minimum=1)
-    cloud.creates('the single one', I, seed=2)
+    cloud.creates('the single one', U, seed=2)
 
 
 def last_place(cloud: Cloud) -> Check:
     """Two requests for the last place: one of them has it."""
     cloud.host(A, room=1)
     cloud.is_ample = False
-    one, two = cloud.creates('eschedule 1', I, seed=1), cloud.creates('eschedule 2', J, seed=2)
+    one, two = cloud.creates('eschedule 1', U, seed=1), cloud.creates('eschedule 2', V, seed=2)
 
     def check() -> list[str]:
         unharmed = not any(step.fate for step in cloud.world.steps)
@@ -88,30 +88,30 @@ def last_place(cloud: Cloud) -> Check:
 
 
 def killed_and_again(cloud: Cloud) -> None:
-    """An eschedule may be killed; the same --uuid is asked again at any time, and once more, beside the claim keeper."""
+    """An eschedule may be killed; the same --uuid is asked again at any time, and once more, beside the keeper."""
     host = cloud.host(A, room=1)
-    cloud.creates('eschedule 1', I, resume=True, seed=1)
-    cloud.creates('eschedule 2', I, resume=True, seed=2)
-    cloud.act('A, looking at claims', host.rounds(2, host.keep_claims))
+    cloud.creates('eschedule 1', U, resume=True, seed=1)
+    cloud.creates('eschedule 2', U, resume=True, seed=2)
+    cloud.works(A, 'looking at claims', host.rounds(2, host.keep_claims))
 
 
 def interrupted(cloud: Cloud) -> None:
     """Ctrl-C at any moment of a create, beside another one at the same uuid."""
     cloud.host(A, room=1)
-    cloud.creates('eschedule 1', I, resume=True, seed=1)
-    cloud.creates('eschedule 2', I, resume=True, seed=2)
+    cloud.creates('eschedule 1', U, resume=True, seed=1)
+    cloud.creates('eschedule 2', U, resume=True, seed=2)
 
 
 def foreign_claim(cloud: Cloud) -> Check:
     """A consumer that is nobody's instance holds something, and is released by the keeper alone, after two looks."""
     host = cloud.host(A)
-    cloud.claimed(J, A)
-    cloud.act('A, looking at claims', host.rounds(2, host.keep_claims))
-    cloud.creates('eschedule', I)
+    cloud.claimed(V, A)
+    cloud.works(A, 'looking at claims', host.rounds(2, host.keep_claims))
+    cloud.creates('eschedule', U)
 
     def check() -> list[str]:
         minute = any(step.fate == 'a minute passes' for step in cloud.world.steps)
-        return ['released after one look'] if not minute and J not in cloud.model.held else []
+        return ['released after one look'] if not minute and V not in cloud.model.held else []
 
     return check
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from ecomp.model.group import Membership
-from tests.model.cloud import A, Cloud, I, J
+from ecomp.store.client import Delete
+from tests.model.cloud import A, Cloud, U, V
 from tests.model.compute import Compute
 from tests.model.explorer import Scenario
 from tests.model.world import SHAKY, Bounds
@@ -14,7 +15,7 @@ TOGETHER = Membership('g', 'affinity', True)
 def _delivered(cloud: Cloud) -> Compute:
     host = cloud.host(A)
     cloud.limited(5)
-    cloud.delivered(I, A, 'web', TOGETHER)
+    cloud.delivered(U, A, 'web', TOGETHER)
     return host
 
 
@@ -28,72 +29,71 @@ def _active(cloud: Cloud) -> Compute:
 def built_and_destroyed(cloud: Cloud) -> None:
     """A destroy while it is built; ecompute may be killed anywhere, and a message may be lost."""
     host = _delivered(cloud)
-    cloud.act('A', host.rounds(3, host.plan))
-    cloud.destroys('destroy', I)
+    cloud.works(A, '', host.rounds(3, host.plan))
+    cloud.destroys('destroy', U)
 
 
 def destroyed_twice(cloud: Cloud) -> None:
     """Two destroys of an active one, while its compute is at it."""
     host = _active(cloud)
-    cloud.act('A', host.rounds(2, host.plan))
-    cloud.destroys('destroy 1', I)
-    cloud.destroys('destroy 2', I)
+    cloud.works(A, '', host.rounds(2, host.plan))
+    cloud.destroys('destroy 1', U)
+    cloud.destroys('destroy 2', U)
 
 
 def stopped_and_destroyed(cloud: Cloud) -> None:
     """A stop and a destroy of an active one."""
     host = _active(cloud)
-    cloud.act('A', host.rounds(3, host.plan))
-    cloud.destroys('destroy', I)
-    cloud.powers('stop', I, 'stop')
+    cloud.works(A, '', host.rounds(3, host.plan))
+    cloud.destroys('destroy', U)
+    cloud.powers('stop', U, 'stop')
 
 
 def rebooted(cloud: Cloud) -> None:
     """A reboot of an active one; ecompute may be killed anywhere."""
     host = _active(cloud)
-    cloud.act('A', host.rounds(4, host.plan))
-    cloud.powers('reboot', I, 'reboot')
+    cloud.works(A, '', host.rounds(4, host.plan))
+    cloud.powers('reboot', U, 'reboot')
 
 
 def killed_twice(cloud: Cloud) -> None:
     """ecompute is killed in a build, started again beside a destroy, and killed once more."""
     host = _delivered(cloud)
-    first = cloud.act('A', host.rounds(2, host.plan))
+    first = cloud.works(A, '', host.rounds(2, host.plan))
 
     def again() -> None:
         cloud.world.wait('the first to be killed', lambda: first.dead)
-        host.start()
+        host.restart()
         host.rounds(3, host.plan)()
 
-    cloud.act('A again', again)
-    cloud.destroys('destroy', I)
+    cloud.act('A again', again, process=A)
+    cloud.destroys('destroy', U)
 
 
 def resumed_and_built(cloud: Cloud) -> None:
     """The same --uuid again, while what the first one delivered is built and the keeper looks."""
     host = cloud.host(A)
-    cloud.creates('eschedule 1', I, resume=True, seed=1)
-    cloud.creates('eschedule 2', I, resume=True, seed=2)
-    cloud.act('A', host.rounds(2, host.plan, host.keep_claims))
+    cloud.creates('eschedule 1', U, resume=True, seed=1)
+    cloud.creates('eschedule 2', U, resume=True, seed=2)
+    cloud.works(A, '', host.rounds(2, host.plan, host.keep_claims))
 
 
 def destroyed_and_asked_again(cloud: Cloud) -> None:
     """A destroyed one's uuid is asked for again, while its compute is at the destroy: refused, or nothing is lost."""
     host = _active(cloud)
-    cloud.destroys('destroy', I)
-    cloud.act('A', host.rounds(2, host.plan))
-    cloud.creates('eschedule', I, resume=True)
+    cloud.destroys('destroy', U)
+    cloud.works(A, '', host.rounds(2, host.plan))
+    cloud.creates('eschedule', U, resume=True)
 
 
 def published_again(cloud: Cloud) -> None:
     """etcd was exchanged for an empty one; the compute publishes what it runs, beside a create of the same uuid."""
     host = _active(cloud)
-    empty = [key for key in cloud.etcd.entries]
-    for key in empty:
-        del cloud.etcd.entries[key]
+    cloud.store.commit([], [Delete(key) for key in cloud.etcd.entries])
     cloud.is_ample = False
-    cloud.act('A', lambda: host.start(republishes=True))
-    cloud.creates('eschedule', J, name='web')
+    host.republishes = True
+    cloud.works(A, '', lambda: host.start(republishes=True))
+    cloud.creates('eschedule', V, name='web')
 
 
 SCENARIOS = [

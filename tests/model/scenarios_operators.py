@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from ecomp.errors import EcompError
 from ecomp.model import keys
+from ecomp.model.group import Group, Membership
+from ecomp.model.group import to_json as group_json
+from ecomp.model.instance import name_to_json
 from ecomp.scheduler.audit import audit
 from ecomp.scheduler.drain import disable, drained, enable
 from ecomp.scheduler.forget import forget
 from ecomp.scheduler.quotas import limit
-from ecomp.scheduler.repair import mend
+from ecomp.scheduler.repair import fix, mend
 from ecomp.scheduler.wait import Deadline
-from tests.model.cloud import A, B, Cloud, I, J
+from ecomp.store.client import Put
+from tests.model.cloud import A, B, Cloud, U, V, W
 from tests.model.etcd import ModelStore
 from tests.model.explorer import Check, Scenario
 from tests.model.virtual import NOW
@@ -44,7 +48,14 @@ def _fixes(cloud: Cloud) -> Actor:
     """`audit --fix`, from when it has looked twice."""
     first, second = (audit(cloud.store, cloud.placement) for _ in range(2))
     assert [each for each in second.findings if each.fix]
-    return cloud.act('audit --fix', lambda: mend(ModelStore(cloud.etcd), cloud.placement, first, second))
+
+    def go() -> None:
+        mend(ModelStore(cloud.etcd), cloud.placement, first, second)
+
+    def again() -> None:
+        fix(cloud.store, cloud.placement, lambda _: None)
+
+    return cloud.act('audit --fix', go, again=again)
 
 
 def _limits(cloud: Cloud, name: str) -> Actor:
@@ -68,7 +79,7 @@ def drain_and_create(cloud: Cloud) -> Check:
         drained(store, cloud.placement, A, Deadline(5.0), lambda _: None)
         said.append('drained')
 
-    cloud.creates('eschedule', I, asks_first=True)
+    cloud.creates('eschedule', U, asks_first=True)
     cloud.act('host drain', work)
 
     def check() -> list[str]:
@@ -82,7 +93,7 @@ def forget_and_create(cloud: Cloud) -> None:
     """A compute ends and is forgotten while a request for it is on its way."""
     cloud.host(A)
     cloud.is_ample = False
-    cloud.creates('eschedule', I)
+    cloud.creates('eschedule', U)
     _forgets(cloud, A, _ends(cloud, A))
 
 
@@ -90,7 +101,7 @@ def forget_with_another(cloud: Cloud) -> None:
     """The same where another compute has room: the request goes there, or was delivered before."""
     cloud.host(A)
     cloud.host(B)
-    cloud.creates('eschedule', I, weigh='first')
+    cloud.creates('eschedule', U, weigh='first')
     _forgets(cloud, A, _ends(cloud, A))
 
 
@@ -98,44 +109,40 @@ def forget_what_is_destroyed(cloud: Cloud) -> None:
     """A compute is dead, and its last instance is destroyed while it is forgotten."""
     cloud.host(A)
     cloud.limited(5)
-    cloud.delivered(I, A, name='web')
+    cloud.delivered(U, A, name='web')
     ends = _ends(cloud, A)
-    cloud.destroys('destroy', I)
+    cloud.destroys('destroy', U)
     _forgets(cloud, A, ends)
 
 
 def fix_and_create(cloud: Cloud) -> None:
     """`audit --fix` releases an orphan while the same --uuid is asked again."""
     cloud.host(A)
-    cloud.claimed(I, A)
+    cloud.claimed(U, A)
     _fixes(cloud)
-    cloud.creates('eschedule', I, resume=True)
+    cloud.creates('eschedule', U, resume=True)
 
 
 def fix_drift(cloud: Cloud) -> None:
     """`audit --fix` mends a quota, a name and a group that say too much, beside a create and a destroy."""
-    from ecomp.model.group import Group, Membership
-    from ecomp.model.group import to_json as group_json
-    from ecomp.model.instance import name_to_json
-    from ecomp.store.client import Put
-
     host = cloud.host(A)
+    cloud.is_astray = True
     cloud.limited(5)
     together = Membership('g', 'affinity', True)
-    cloud.delivered(I, A, 'web', together)
+    cloud.delivered(U, A, 'web', together)
     host.plan()
     host.plan()
-    astray = Group('g', 'affinity', True, {I: A, J: A})
-    cloud.store.commit([], [Put(keys.name('old'), name_to_json(J)), Put(keys.group('g'), group_json(astray))])
+    astray = Group('g', 'affinity', True, {U: A, W: A})
+    cloud.store.commit([], [Put(keys.name('old'), name_to_json(W)), Put(keys.group('g'), group_json(astray))])
     _fixes(cloud)
-    cloud.creates('eschedule', J, name='db')
-    cloud.destroys('destroy', I)
+    cloud.creates('eschedule', V, name='db')
+    cloud.destroys('destroy', U)
 
 
 def first_quota_twice(cloud: Cloud) -> None:
     """A project's first quota is set twice at once, beside a delivery."""
     cloud.host(A)
-    cloud.creates('eschedule', I)
+    cloud.creates('eschedule', U)
     for number in (1, 2):
         _limits(cloud, f'quota set {number}')
 
@@ -143,11 +150,11 @@ def first_quota_twice(cloud: Cloud) -> None:
 def quota_and_destroy(cloud: Cloud) -> None:
     """A project's first quota is set while its instance is destroyed, and its compute carries that out."""
     host = cloud.host(A)
-    cloud.delivered(I, A)
+    cloud.delivered(U, A)
     host.plan()
     host.plan()
-    cloud.destroys('destroy', I)
-    cloud.act('A', host.rounds(2, host.plan))
+    cloud.destroys('destroy', U)
+    cloud.works(A, '', host.rounds(2, host.plan))
     _limits(cloud, 'quota set')
 
 
@@ -157,7 +164,7 @@ def disable_and_enable(cloud: Cloud) -> Check:
     cloud.is_ample = False
     one = cloud.act('host disable', lambda: disable(cloud.placement, A))
     two = cloud.act('host enable', lambda: enable(ModelStore(cloud.etcd), cloud.placement, A))
-    cloud.creates('eschedule', I)
+    cloud.creates('eschedule', U)
 
     def check() -> list[str]:
         failed = [each.outcome for each in (one, two) if isinstance(each.outcome, EcompError)]

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from ecomp.model import keys
 from ecomp.model.group import Membership
-from tests.model.cloud import A, B, Cloud, I, J
+from ecomp.store.client import Delete
+from tests.model.cloud import A, B, Cloud, U, V
+from tests.model.etcd import ModelStore
 from tests.model.explorer import Scenario
 from tests.model.world import SHAKY, Bounds
 
@@ -16,7 +18,7 @@ def two_takers(cloud: Cloud) -> None:
     for each in (A, B):
         cloud.host(each)
     cloud.computes_freeze = True
-    place = cloud.waiting(I)
+    place = cloud.waiting(U)
     for each in (A, B):
         cloud.takes(each, place)
 
@@ -24,33 +26,33 @@ def two_takers(cloud: Cloud) -> None:
 def taken_and_destroyed(cloud: Cloud) -> None:
     """A waiting request is destroyed while it is taken."""
     cloud.host(A)
-    place = cloud.waiting(I)
+    place = cloud.waiting(U)
     cloud.takes(A, place)
-    cloud.destroys('destroy', I)
+    cloud.destroys('destroy', U)
 
 
 def queued_and_direct(cloud: Cloud) -> None:
     """One uuid, asked for through the queue and directly, and a taker."""
     host = cloud.host(A)
-    cloud.enqueues('eschedule --queue', I, resume=True)
-    cloud.creates('eschedule', I, resume=True)
-    cloud.act('A, taking', host.rounds(1, host.hear_queues, host.pull))
+    cloud.enqueues('eschedule --queue', U, resume=True)
+    cloud.creates('eschedule', U, resume=True)
+    cloud.works(A, 'taking', host.rounds(1, host.hear_queues, host.pull))
 
 
 def queue_orphan_consumer(cloud: Cloud) -> None:
     """placement ends between its two transactions while a waiting request is claimed."""
     cloud.host(A)
-    cloud.takes(A, cloud.waiting(I))
+    cloud.takes(A, cloud.waiting(U))
 
 
 def restarted_taker(cloud: Cloud) -> None:
     """A compute of one place dies with a claim for what waits; it has another instance, and is started again."""
     host = cloud.host(A, room=2)
-    cloud.delivered(J, A)
+    cloud.delivered(V, A)
     host.plan()
-    cloud.waiting(I)
+    cloud.waiting(U)
     # Killed at `taken`, and its mark has ended with its lease.
-    cloud.claimed(I, A)
+    cloud.claimed(U, A)
     cloud.etcd.end(host.presence.lease)
     host.start()
     told: list[str] = []
@@ -75,23 +77,23 @@ def restarted_taker(cloud: Cloud) -> None:
 
 
 def apart_and_cancelled(cloud: Cloud) -> None:
-    """Strict anti-affinity: one waits and is taken by A or B, one is placed directly, and the waiting one is destroyed."""
+    """Strict anti-affinity: one waits and is taken by A or B, one is placed directly; the waiting one is destroyed."""
     for each in (A, B):
         cloud.host(each)
     cloud.limited(3)
     cloud.is_ample = False
-    place = cloud.waiting(I, 'web', APART)
+    place = cloud.waiting(U, 'web', APART)
     for each in (A, B):
         cloud.takes(each, place)
-    cloud.creates('eschedule', J, group=APART)
-    cloud.destroys('destroy', I)
+    cloud.creates('eschedule', V, group=APART)
+    cloud.destroys('destroy', U)
 
 
 def taker_killed(cloud: Cloud) -> None:
     """A compute takes and builds what waits; it may die anywhere and is started again."""
     host = cloud.host(A, room=1)
-    cloud.waiting(I)
-    cloud.act('A', host.rounds(2, host.hear_queues, host.pull, host.plan))
+    cloud.waiting(U)
+    cloud.works(A, '', host.rounds(2, host.hear_queues, host.pull, host.plan))
 
 
 def frozen_taker(cloud: Cloud) -> None:
@@ -99,19 +101,16 @@ def frozen_taker(cloud: Cloud) -> None:
     for each in (A, B):
         cloud.host(each)
     cloud.computes_freeze = True
-    place = cloud.waiting(I)
+    place = cloud.waiting(U)
     for each in (A, B):
         cloud.takes(each, place)
-    cloud.destroys('destroy', I)
+    cloud.destroys('destroy', U)
 
 
 def flavor_removed(cloud: Cloud) -> None:
     """A flavor goes while what waits for it is taken, and comes back."""
-    from ecomp.store.client import Delete
-    from tests.model.etcd import ModelStore
-
     cloud.host(A)
-    cloud.takes(A, cloud.waiting(I))
+    cloud.takes(A, cloud.waiting(U))
     store = ModelStore(cloud.etcd)
 
     def remove() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ecomp.model.group import Membership
-from tests.model.cloud import A, B, Cloud, I, J, S
+from tests.model.cloud import A, B, Cloud, S, U, V
 from tests.model.explorer import Check, Scenario
 from tests.model.world import SHAKY
 
@@ -15,16 +15,16 @@ def apart(cloud: Cloud) -> None:
     """Two of one strict anti-affinity group; a message may be lost."""
     for each in (A, B):
         cloud.host(each)
-    cloud.creates('eschedule 1', I, seed=1, group=APART)
-    cloud.creates('eschedule 2', J, seed=1, group=APART)
+    cloud.creates('eschedule 1', U, seed=1, group=APART)
+    cloud.creates('eschedule 2', V, seed=1, group=APART)
 
 
 def together(cloud: Cloud) -> None:
     """Two of one strict affinity group, on two computes with room for both."""
     for each in (A, B):
         cloud.host(each)
-    cloud.creates('eschedule 1', I, seed=1, group=TOGETHER)
-    cloud.creates('eschedule 2', J, seed=2, group=TOGETHER)
+    cloud.creates('eschedule 1', U, seed=1, group=TOGETHER)
+    cloud.creates('eschedule 2', V, seed=2, group=TOGETHER)
 
 
 def quota_of_one(cloud: Cloud) -> None:
@@ -32,15 +32,15 @@ def quota_of_one(cloud: Cloud) -> None:
     cloud.host(A)
     cloud.limited(1)
     cloud.is_ample = False
-    cloud.creates('eschedule 1', I, seed=1)
-    cloud.creates('eschedule 2', J, seed=2)
+    cloud.creates('eschedule 1', U, seed=1)
+    cloud.creates('eschedule 2', V, seed=2)
 
 
 def one_name(cloud: Cloud) -> Check:
     """One name, and two who want it."""
     cloud.host(A)
     one, two = (
-        cloud.creates(f'eschedule {number}', each, seed=number, name='web') for number, each in enumerate((I, J), 1)
+        cloud.creates(f'eschedule {number}', each, seed=number, name='web') for number, each in enumerate((U, V), 1)
     )
 
     def check() -> list[str]:
@@ -57,19 +57,19 @@ def set_in_group(cloud: Cloud) -> None:
     cloud.limited(2)
     cloud.is_ample = False
     cloud.creates('the set', S, seed=1, count=2, minimum=1, group=APART, name='web')
-    cloud.creates('the single one', J, seed=2, group=APART)
+    cloud.creates('the single one', V, seed=2, group=APART)
 
 
 def name_of_destroyed(cloud: Cloud) -> None:
     """An instance is destroyed, and its name taken by another one that is created meanwhile."""
     host = cloud.host(A)
     cloud.limited(5)
-    cloud.delivered(I, A, 'web')
+    cloud.delivered(U, A, 'web')
     host.plan()
     host.plan()
-    cloud.destroys('destroy', I)
-    cloud.act('A', host.rounds(2, host.plan))
-    cloud.creates('eschedule', J, name='web')
+    cloud.destroys('destroy', U)
+    cloud.works(A, '', host.rounds(2, host.plan))
+    cloud.creates('eschedule', V, name='web')
 
 
 SCENARIOS = [

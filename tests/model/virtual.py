@@ -65,8 +65,8 @@ class Moment(datetime):
         return cls(2030, 1, 1, tzinfo=tz or UTC)
 
 
-_sleep, _monotonic, _uniform, _uuid4, _wait = (
-    *(time.sleep, time.monotonic, random.uniform, uuid.uuid4, threading.Event.wait),
+_sleep, _monotonic, _uniform, _uuid4, _wait, _heard = (
+    *(time.sleep, time.monotonic, random.uniform, uuid.uuid4, threading.Event.wait, logging.Logger.isEnabledFor),
 )
 
 
@@ -114,6 +114,10 @@ def _surprise(_: logging.Logger, message: str, *arguments: object) -> None:
         world.surprises.append(f'{message % arguments}: {sys.exc_info()[1]!r}')
 
 
+def _is_heard(logger: logging.Logger, level: int) -> bool:
+    return Inside.here() is None and _heard(logger, level)
+
+
 @contextmanager
 def virtual() -> Iterator[None]:
     """Inside, whoever is in a world has its time, and no threads."""
@@ -122,7 +126,7 @@ def virtual() -> Iterator[None]:
     import ecomp.scheduler.audit
     import ecomp.scheduler.destroy
 
-    patches = [
+    patches: list[Any] = [
         mock.patch.object(time, 'sleep', _virtual_sleep),
         mock.patch.object(time, 'monotonic', _virtual_monotonic),
         mock.patch.object(random, 'uniform', _virtual_uniform),
@@ -133,7 +137,7 @@ def virtual() -> Iterator[None]:
         mock.patch.object(ecomp.agent.memory, 'write_durably', directory.write_durably),
         mock.patch.object(ecomp.agent.metadata, 'write_durably', directory.write_quietly),
         mock.patch.object(logging.Logger, 'exception', _surprise),
-        mock.patch.object(logging.Logger, 'isEnabledFor', lambda *_: Inside.here() is None),
+        mock.patch.object(logging.Logger, 'isEnabledFor', _is_heard),
     ]
     for each in patches:
         each.start()

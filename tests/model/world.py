@@ -6,6 +6,7 @@ else decides who goes on, and how: as if nothing were, or with the request lost,
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, TypeVar
@@ -19,6 +20,8 @@ Value = TypeVar('Value')
 KILL, REQUEST, ANSWER, LATE, HALVES, EXPIRY, MINUTE, INTERRUPT, READ = (
     *('kill', 'request', 'answer', 'late', 'halves', 'expiry', 'minute', 'interrupt', 'read'),
 )
+LIVE = 2.0
+"""Seconds that placement takes for a write at most, if it does not end meanwhile."""
 LONG = 1.0
 """Seconds of sleep that are waiting for others."""
 TOO_LONG = 600
@@ -105,6 +108,8 @@ class Actor:
     call: Call = Call('', ('begins',))
     history: int = 0
     wakes: float | None = None
+    until: float = math.inf
+    """When placement has done the second half of what it is at."""
     done: bool = False
     dead: bool = False
     leases: int = 0
@@ -112,6 +117,8 @@ class Actor:
     outcome: object = None
     again: Callable[[], object] | None = None
     """What its user is told to do where it was killed, or its outcome is not known."""
+    process: object = None
+    """Those of one process are killed together."""
     greenlet: Any = None
 
     @property
@@ -220,6 +227,7 @@ class World:
             actor.history = hash((actor.history, call.what, fate, type(error), str(error)))
             raise
         self._tell(actor, call, fate, answer)
+        actor.until = self.clock + LIVE if fate == HALVES else math.inf
         actor.history = hash((actor.history, call.what, fate, shape(answer)))
         if fate == ANSWER:
             raise _lost(call)
@@ -290,6 +298,8 @@ class World:
         able = [each for each in self.actors if each.is_at_it and each.ready()]
         if not able:
             return []
+        until = min(each.until for each in able)
+        able = [each for each in able if each.wakes is None or each.wakes <= until]
         awake = [each for each in able if not each.sleeps]
         first = min(able, key=lambda each: each.wakes or 0.0)
         goes_on = self.last if self.last in awake else None
@@ -336,7 +346,8 @@ class World:
         actor = next(each for each in self.actors if each.name == option.who)
         if option.fate == KILL and not actor.call.is_second:
             self._tell(actor, actor.call, KILL, None)
-            actor.dead = True
+            for each in self.actors:
+                each.dead = each.dead or each is actor or (each.process is not None and each.process is actor.process)
             self.last = None
             return
         self.last = actor

@@ -1,0 +1,90 @@
+"""`python -m tests.model [--hours N | --seconds N] [SCENARIO...]`: explore for as long as there is time.
+
+Each scenario has its share of the time: first all schedules within its bounds, then, by chance, schedules beyond them.
+What is found is told as a story, with what `--replay` takes; the table of all is the last thing on stdout. Exit 1:
+something was found that is not expected.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+
+from tests.model.explorer import Explored, decode, explore, replay, wander
+from tests.model.scenarios import EXPECTED, SCENARIOS
+from tests.model.world import Bounds
+
+
+def main(words: list[str]) -> int:
+    """Do what is asked; the exit code."""
+    parser = argparse.ArgumentParser('python -m tests.model', description=(__doc__ or '').split('\n')[0])
+    length = parser.add_mutually_exclusive_group()
+    length.add_argument('--hours', type=float, help='how long in all')
+    length.add_argument('--seconds', type=float, default=60.0, help='how long in all (60)')
+    length.add_argument('--replay', metavar='STRING', help='tell the story of what was found, as it was told with it')
+    parser.add_argument('scenarios', nargs='*', metavar='SCENARIO', help='these alone')
+    parser.add_argument('--seed', type=int, default=1, help='of what is chosen by chance (1)')
+    options = parser.parse_args(words)
+    if options.replay:
+        return _replay(options.replay)
+    unknown = [each for each in options.scenarios if each not in SCENARIOS]
+    if unknown:
+        parser.error(f'no such scenario: {", ".join(unknown)}; there are {", ".join(SCENARIOS)}')
+    seconds = options.hours * 3600 if options.hours else options.seconds
+    return _explore(options.scenarios or list(SCENARIOS), seconds, options.seed)
+
+
+def _replay(text: str) -> int:
+    name, choices = decode(text)
+    wrong, story = replay(SCENARIOS[name], choices)
+    sys.stdout.write(f'{SCENARIOS[name].title}\n{story}\n')
+    sys.stdout.write(''.join(f'WRONG: {each}\n' for each in wrong) or 'nothing is wrong\n')
+    return 1 if wrong else 0
+
+
+def _explore(names: list[str], seconds: float, seed: int) -> int:
+    began, rows, unexpected = time.monotonic(), [], 0
+    for number, name in enumerate(names):
+        scenario = SCENARIOS[name]
+        # What one does not need is there for those after it.
+        share = (seconds - (time.monotonic() - began)) / (len(names) - number)
+        first = name in EXPECTED
+        found = explore(scenario, seconds=share * (0.5 if share > 60 else 0.8), first=first)
+        left = seconds - (time.monotonic() - began) - share * (len(names) - number - 1)
+        if left > 0 and not found.findings:
+            found.add(wander(scenario, _wider(scenario.bounds), seed, left, first=first))
+        for each in found.findings:
+            sys.stdout.write(f'\n{name}: {scenario.title}\n{each.story}\n')
+            sys.stdout.write(''.join(f'WRONG: {wrong}\n' for wrong in each.wrong))
+            sys.stdout.write(f"python -m tests.model --replay '{each.replay(scenario)}'\n")
+        if found.findings and name not in EXPECTED:
+            unexpected += 1
+        rows.append(_row(name, found))
+        sys.stdout.flush()
+    sys.stdout.write('\n' + '\n'.join([_HEAD, *rows]) + '\n')
+    return 1 if unexpected else 0
+
+
+def _wider(bounds: Bounds) -> Bounds:
+    """One more of all that there is."""
+    return Bounds(*(each + 1 if each else 0 for each in bounds))._replace(faults=bounds.faults + 1)
+
+
+_HEAD = f'{"SCENARIO":28} {"SCHEDULES":>10} {"STATES":>9} {"STEPS":>6}  {"ALL":4} FINDINGS'
+
+
+def _row(name: str, found: Explored) -> str:
+    letter = f' ({EXPECTED[name]})' if name in EXPECTED else ''
+    every = 'yes' if found.exhausted else 'no'
+    counted = f'{found.schedules:10} {found.states:9} {found.longest:6}'
+    return f'{name:28} {counted}  {every:4} {len(found.findings)}{letter}'
+
+
+if __name__ == '__main__':
+    if os.environ.get('PYTHONHASHSEED') != '0':
+        # The order of a set is by chance, and a replay is to meet the same one.
+        again = [sys.executable, '-m', 'tests.model', *sys.argv[1:]]
+        os.execve(sys.executable, again, {**os.environ, 'PYTHONHASHSEED': '0'})
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,180 @@
+"""The promises, under every interleaving: each scenario within a number of schedules, whatever machine this is.
+
+What is found is told as a story, and replayed with `python -m tests.model --replay`.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+
+from ecomp.model import keys
+from ecomp.model.group import Group
+from ecomp.model.group import to_json as group_json
+from ecomp.model.instance import name_to_json
+from ecomp.model.quota import Quota
+from ecomp.model.quota import to_json as quota_json
+from ecomp.placement import allocations as ledger
+from ecomp.scheduler.audit import audit
+from ecomp.store.client import Delete, Put
+from tests.model.cloud import SIZE, A, Cloud, U, V
+from tests.model.explorer import Check, Explored, Follow, Scenario, decode, encode, explore, look_for, replay
+from tests.model.rest import left_alone
+from tests.model.scenarios import EXPECTED, SCENARIOS
+from tests.model.virtual import inside, virtual
+from tests.model.world import Bounds, World
+
+SCHEDULES = 300
+"""Of each scenario, always: about two seconds."""
+MANY = 8_000
+"""Of each with --all: ten minutes of them together."""
+
+
+@pytest.mark.parametrize('name', SCENARIOS)
+def test_nothing_is_lost_doubled_or_leaked(name: str) -> None:
+    judge(name, look_for(SCENARIOS[name], SCHEDULES if name not in EXPECTED else MANY))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('name', [name for name in SCENARIOS if name not in EXPECTED])
+def test_nor_in_many_more(name: str) -> None:
+    judge(name, look_for(SCENARIOS[name], MANY, seed=2))
+
+
+def judge(name: str, found: Explored) -> None:
+    """A defect that is known is found, by whoever looks; nothing else is."""
+    if name in EXPECTED:
+        assert found.findings, f'{EXPECTED[name]} is mended, it seems: take {name} out of EXPECTED'
+        return
+    for each in found.findings:
+        wrong = '\n'.join(f'WRONG: {wrong}' for wrong in each.wrong)
+        pytest.fail(f'{SCENARIOS[name].title}\n{each.story}\n{wrong}\n{each.replay(SCENARIOS[name])}', pytrace=False)
+
+
+def test_every_expected_defect_has_a_scenario() -> None:
+    assert [name for name in EXPECTED if name not in SCENARIOS] == []
+    assert all(each.title for each in SCENARIOS.values())
+
+
+# A leak that is planted by hand is found, by the product's audit and by what is looked for here
+
+
+def _claim(cloud: Cloud) -> None:
+    ledger.claim(cloud.placement, V, {A: SIZE}, 'u', 'p')
+
+
+def _claim_gone(cloud: Cloud) -> None:
+    ledger.release(cloud.placement, U, ledger.consumer(cloud.placement, U))
+
+
+def _put(key: str, value: str) -> object:
+    return lambda cloud: cloud.store.commit([], [Put(key, value)])
+
+
+def _delete(key: str) -> object:
+    return lambda cloud: cloud.store.commit([], [Delete(key)])
+
+
+def _domain(cloud: Cloud) -> None:
+    hypervisor = cloud.computes[A].hypervisor
+    guest = hypervisor.guests()[U]
+    hypervisor._guests[V] = type(guest)(V, A, defined=True, running=True, disk=True)
+
+
+def _domain_gone(cloud: Cloud) -> None:
+    cloud.computes[A].hypervisor.destroy(U, A)
+    cloud.computes[A].hypervisor.delete_disk(U)
+
+
+def _reservation(cloud: Cloud) -> None:
+    cloud.computes[A].hypervisor.reserve(V, '52:54:00:00:00:01', 'default')
+
+
+LEAKS = {
+    'a claim': _claim,
+    'a claim that is gone': _claim_gone,
+    'a name': _put(keys.name('other'), name_to_json(V)),
+    'a name that is gone': _delete(keys.name('web')),
+    'a member of a group': _put(keys.group('h'), group_json(Group('h', 'affinity', True, {V: A}))),
+    'a quota that counts too much': _put(keys.quota('p'), quota_json(Quota('p', {'instances': 5}, {'instances': 2}))),
+    'an address': _put(keys.booted(V), '10.0.0.1'),
+    'an address that is gone': _delete(keys.booted(U)),
+    'a request that is gone': _delete(keys.host(A, U)),
+    'a domain': _domain,
+    'a domain that is gone': _domain_gone,
+    'a reservation': _reservation,
+}
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize('leak', LEAKS)
+def test_a_planted_leak_is_found(leak: str) -> None:
+    world = World(Bounds(), Follow())
+    with virtual(), inside(world):
+        cloud = Cloud(world)
+        host = cloud.host(A)
+        cloud.limited(5)
+        cloud.delivered(U, A, 'web')
+        for _ in range(4):
+            host.plan()
+        assert audit(cloud.store, cloud.placement).findings == []
+        LEAKS[leak](cloud)  # type: ignore[operator]
+        assert audit(cloud.store, cloud.placement).findings != []
+
+
+def test_a_planted_leak_is_found_at_rest() -> None:
+    def scene(cloud: Cloud) -> None:
+        """A claim whose consumer nobody ever heard of, on a compute that never looks at claims."""
+        host = cloud.host(A)
+        host.keep_claims = lambda: None  # type: ignore[method-assign]
+        cloud.claimed(V, A)
+        cloud.creates('eschedule', U)
+
+    found = explore(Scenario(scene, Bounds(0, 0)))
+    assert [each.wrong[0] for each in found.findings] == [
+        "the claim of V is leaked: {'A': {'VCPU': 1, 'MEMORY_MB': 1, 'DISK_GB': 1}}"
+    ]
+
+
+# The explorer itself
+
+
+@pytest.mark.fast
+def test_every_end_that_can_be_is_met() -> None:
+    met: set[bytes] = set()
+
+    def scene(cloud: Cloud) -> Check:
+        """Two who each read a key and write it with a letter of their own behind, without comparing."""
+
+        def adds(letter: str) -> None:
+            before = cloud.store.get('/x')
+            cloud.store.commit([], [Put('/x', (before.value.decode() if before else '') + letter)])
+
+        for letter in 'ab':
+            cloud.act(letter, partial(adds, letter), mortal=False)
+
+        def check() -> list[str]:
+            met.add(cloud.etcd.entries['/x'].value)
+            return ['it is not left alone']
+
+        return check
+
+    assert explore(Scenario(scene, Bounds(9, 0)), first=False).exhausted
+    assert met == {b'a', b'b', b'ab', b'ba'}
+
+
+@pytest.mark.fast
+def test_what_is_found_is_replayed() -> None:
+    scenario = SCENARIOS['set_against_single']
+    world = World(scenario.bounds, chooser := Follow())
+    with virtual(), inside(world):
+        cloud = Cloud(world)
+        scenario.scene(cloud)
+        world.run()
+        assert left_alone(cloud) == []
+    name, choices = decode(encode(scenario.name, chooser.choices))
+    assert (name, choices) == (scenario.name, list(chooser.choices))
+    wrong, story = replay(scenario, choices)
+    assert wrong == []
+    assert len(story.splitlines()) == len(world.steps)
