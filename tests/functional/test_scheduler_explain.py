@@ -14,8 +14,8 @@ from ecomp.placement.allocations import candidates
 from ecomp.placement.room import SHARES
 from ecomp.scheduler.explain import reasons
 from ecomp.store.client import Store
-from tests.functional.in_process import InProcess, put
 from tests.functional.store_client import connected
+from tests.kit.in_process import InProcess, put
 from tests.kit.servers import Etcd
 
 GUEST = 'resources=VCPU:1,MEMORY_MB:256,DISK_GB:1'

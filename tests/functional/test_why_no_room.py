@@ -15,7 +15,7 @@ from ecomp.model.explain import Cure, Provider, changed, miss, smallest, unexpla
 from ecomp.model.query import Amount, enabled_only, parse, words
 from ecomp.placement import room
 from ecomp.placement.allocations import candidates
-from tests.functional.in_process import InProcess, empty, put
+from tests.kit.in_process import InProcess, empty, put
 
 CLASSES = ('VCPU', 'MEMORY_MB', 'DISK_GB', 'VGPU')
 TRAITS = ('HW_CPU_X86_AVX2', 'HW_CPU_X86_VMX', 'STORAGE_DISK_SSD', 'COMPUTE_STATUS_DISABLED')

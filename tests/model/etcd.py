@@ -38,6 +38,7 @@ class Etcd:
         self.revision = 1
         self.entries: dict[str, Entry] = {}
         self.leases: dict[int, Lease] = {}
+        self.granted = 0
         self.past: dict[int, dict[str, Entry]] = {1: {}}
         self.marks: dict[int, int] = {0: 0, 1: 1}
         self.order = 0
@@ -62,7 +63,9 @@ class Etcd:
         """The new revision if all conditions hold."""
         if len(conditions) > MOST or len(operations) > MOST:
             raise EcompError('etcd refuses: too many operations in txn request')
-        if len({each.key for each in operations}) < len(operations):
+        put = [each.key for each in operations if isinstance(each, Put)]
+        deleted = {each.key for each in operations if isinstance(each, Delete)}
+        if len(set(put)) < len(put) or not deleted.isdisjoint(put):
             raise EcompError('etcd refuses: duplicate key given in txn request')
         if not all(map(self.holds, conditions)):
             return None
@@ -169,9 +172,10 @@ class ModelStore(Store):
         if actor is not None:
             actor.leases += 1
             # The same whatever others do.
-            lease, name = 1000 * (self._world.actors.index(actor) + 1) + actor.leases, actor.name
+            lease, name = 100_000 * (self._world.actors.index(actor) + 1) + actor.leases, actor.name
         else:
-            lease = max((each for each in self._etcd.leases if each < 1000), default=0) + 1
+            self._etcd.granted += 1
+            lease = self._etcd.granted
 
         return self._world.call(Call('etcd', ('grant', seconds)), lambda: self._etcd.grant(seconds, name, lease))
 

@@ -136,10 +136,10 @@ class PlacementModel:
             self._undo(begun)
             raise
         self.writes += 1
+        for provider in {each for name, held in wanted.items() for each in held or self.held.get(name, {})}:
+            self.providers[provider].generation += 1
         for name, body in begun.bodies.items():
             before = self.held.pop(name, {})
-            for provider in {*before, *wanted[name]}:
-                self.providers[provider].generation += 1
             if wanted[name]:
                 self.held[name] = wanted[name]
                 row = self.rows[name]
@@ -155,7 +155,7 @@ class PlacementModel:
                 each = self.providers[name].inventories.get(kind)
                 now, there = self.used(name, kind), self.capacity(name, kind)
                 then = sum(held.get(name, {}).get(kind, 0) for held in after.values())
-                if each is None or (then > there and (now <= there or then > now)):
+                if each is None or (then > there and then > now):
                     raise Refused(409, f'Unable to allocate inventory: no {kind} on {name} for so much')
                 amounts = [held.get(name, {}).get(kind, 0) for held in wanted.values()]
                 if not all(_is_given(each, amount) for amount in amounts if amount):
@@ -196,8 +196,12 @@ class PlacementModel:
         if parts[2] == 'usages':
             return {'usages': {name: self.used(parts[1], name) for name in provider.inventories}, **generation}
         if parts[2] == 'allocations':
-            held = {name: each[parts[1]] for name, each in self.held.items() if parts[1] in each and name in self.rows}
-            return {'allocations': {name: {'resources': dict(each)} for name, each in held.items()}, **generation}
+            held = {
+                name: {'resources': dict(each[parts[1]]), 'consumer_generation': self.rows[name].generation}
+                for name, each in self.held.items()
+                if parts[1] in each and name in self.rows
+            }
+            return {'allocations': held, **generation}
         return {parts[2]: sorted(getattr(provider, parts[2])), **generation}
 
     def write(self, method: str, path: str, body: Json | None) -> None:
@@ -223,8 +227,9 @@ class PlacementModel:
             assert body is not None
             if body['resource_provider_generation'] != provider.generation:
                 raise Refused(409, 'resource provider generation conflict', CONCURRENT)
+            before = provider.traits
             self._set(parts[1], parts[2], body[parts[2]])
-            provider.generation += 1
+            provider.generation += parts[2] != 'traits' or provider.traits != before
         self.writes += 1
 
     def _set(self, name: str, part: str, value: Any) -> None:
@@ -294,7 +299,8 @@ class PlacementModel:
         return {'uuid': name, 'name': provider.name, 'generation': provider.generation, **alone}
 
     def _matches(self, name: str, asked: list[tuple[str, str]]) -> bool:
-        return all(self._is_so(name, key, value) for key, value in asked)
+        answers = [self._is_so(name, key, value) for key, value in asked]  # what one refuses is, whatever the others say
+        return all(answers)
 
     def _is_so(self, name: str, key: str, value: str) -> bool:
         provider = self.providers[name]
