@@ -12,9 +12,9 @@ import os
 import sys
 import time
 
+from tests.model.acting import Bounds
 from tests.model.explorer import Explored, decode, explore, replay, wander
 from tests.model.scenarios import EXPECTED, SCENARIOS
-from tests.model.world import Bounds
 
 
 def main(words: list[str]) -> int:

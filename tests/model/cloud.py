@@ -34,12 +34,14 @@ from ecomp.scheduler.enqueue import enqueue
 from ecomp.scheduler.power import power
 from ecomp.scheduler.wanted import Delivered, Wanted
 from ecomp.store.client import Put
+from tests.model.acting import EXPIRY, MINUTE, Actor, Event
 from tests.model.compute import Compute
 from tests.model.digests import answer_audits
 from tests.model.etcd import Etcd, ModelStore
-from tests.model.placement import ModelPlacement, PlacementModel, Provider
+from tests.model.placement import PlacementModel, Provider
+from tests.model.placement_client import ModelPlacement
 from tests.model.virtual import NOW
-from tests.model.world import EXPIRY, MINUTE, Actor, Event, World
+from tests.model.world import World
 
 QUERY = 'resources=VCPU:1,MEMORY_MB:1,DISK_GB:1'
 SIZE = {'VCPU': 1, 'MEMORY_MB': 1, 'DISK_GB': 1}

@@ -29,11 +29,12 @@ from ecomp.model.network import DEFAULT_NETWORKS
 from ecomp.model.pull import Backlog, backlog_of
 from ecomp.store.presence import Presence
 from ecomp.virt.fake import FakeHypervisor
+from tests.model.acting import Call
 from tests.model.directory import Disk
 from tests.model.etcd import Etcd, ModelStore
-from tests.model.placement import ModelPlacement
+from tests.model.placement_client import ModelPlacement
 from tests.model.virtual import NOW
-from tests.model.world import Call, World
+from tests.model.world import World
 
 if TYPE_CHECKING:
     from pathlib import Path

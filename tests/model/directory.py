@@ -7,7 +7,8 @@ from fnmatch import fnmatch
 from pathlib import PurePosixPath
 from typing import Any
 
-from tests.model.world import Call, World
+from tests.model.acting import Call
+from tests.model.world import World
 
 
 class Disk:

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from ecomp.errors import EcompError, Unreachable
 from ecomp.model import keys
 from ecomp.store.client import Delete, Entry, Exists, Fence, Put, Snapshot, Store, Unchanged
-from tests.model.world import Call, World
+from tests.model.acting import Call
+from tests.model.world import World
 
 MOST = 128
 """Operations, and conditions, of one transaction."""

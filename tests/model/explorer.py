@@ -12,11 +12,12 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from tests.model.acting import SHAKY, Bounds, Chooser, Option
 from tests.model.cloud import Cloud
 from tests.model.rest import fingerprint, left_alone
 from tests.model.story import tell
 from tests.model.virtual import inside, virtual
-from tests.model.world import SHAKY, Bounds, Chooser, Option, Pruned, Restless, World
+from tests.model.world import Pruned, Restless, World
 
 Check = Callable[[], Iterable[str]]
 Scene = Callable[[Cloud], Check | None]

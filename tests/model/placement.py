@@ -1,4 +1,4 @@
-"""placement in memory, behind the product's own client: an HTTP request in, a status and a JSON object out.
+"""placement in memory: a request in, a JSON object out, or a status and why.
 
 Providers without trees. Held against the real one by test_models_are_true.py. What is kept as it is there, however odd:
 a consumer is a row that is made in a transaction before its allocations are; its generation begins anew once its last
@@ -8,16 +8,14 @@ allocation has gone; undoing takes the row by its id, whatever hangs on it by th
 from __future__ import annotations
 
 import itertools
-import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import parse_qsl
 
 import os_traits
 
-from ecomp.placement.client import Placement
-from tests.model.world import Call, World
+from tests.model.world import World
 
 Json = dict[str, Any]
 Held = dict[str, dict[str, int]]
@@ -299,7 +297,7 @@ class PlacementModel:
         return {'uuid': name, 'name': provider.name, 'generation': provider.generation, **alone}
 
     def _matches(self, name: str, asked: list[tuple[str, str]]) -> bool:
-        answers = [self._is_so(name, key, value) for key, value in asked]  # what one refuses is, whatever the others say
+        answers = [self._is_so(name, key, value) for key, value in asked]  # what one refuses is refused
         return all(answers)
 
     def _is_so(self, name: str, key: str, value: str) -> bool:
@@ -334,56 +332,6 @@ class PlacementModel:
             rows = sorted((name, each.generation, each.user, each.project) for name, each in self.rows.items())
             self._print = self.writes, hash(repr((rows, sorted(self.held.items()), sorted(self.providers.items()))))
         return self._print[1]
-
-
-class ModelPlacement(Placement):
-    """The product's client, but for all that it sends."""
-
-    def __init__(self, model: PlacementModel, world: World) -> None:
-        self.endpoint, self.name = 'memory', 'placement in memory'
-        self._model, self._world = model, world
-
-    def get(self, path: str) -> Json:
-        """See Placement."""
-        return self._world.call(Call('placement', ('GET', path)), lambda: self._answered(lambda: self._model.ask(path)))
-
-    def write(self, method: str, path: str, body: Json | None) -> None:
-        """See Placement."""
-        what = (method, path, json.dumps(body))
-        model = self._model
-        if not path.startswith('/allocations'):
-            call = Call('placement', what, writes=True)
-            self._world.call(call, lambda: self._answered(lambda: model.write(method, path, body)))
-            return
-        assert body is not None, 'a claim is released as it was read, never by DELETE'
-        bodies = body if method == 'POST' else {path.rsplit('/', 1)[-1]: body}
-        call = Call(
-            *('placement', what, True), lambda: self._answered(lambda: model.begin(bodies)), lambda: model.makes(bodies)
-        )
-        begun = self._world.call(call, lambda: self._answered(lambda: model.finish(model.begin(bodies))))
-        if begun is not None:
-            second = Call('placement', ('goes on', *what), writes=True, is_second=True)
-            self._world.call(second, lambda: self._answered(lambda: model.finish(begun)))
-
-    def close(self) -> None:
-        """Nothing is open."""
-
-    def _answered(self, do: Callable[[], Any]) -> Any:
-        try:
-            return do()
-        except Refused as error:
-            raise self._error(_Answer(*error.answer), AssertionError) from None  # type: ignore[arg-type]
-
-
-class _Answer:
-    """What the product's client looks at of an HTTP answer."""
-
-    def __init__(self, status: int, body: Json) -> None:
-        self.status_code, self._body = status, body
-
-    def json(self) -> Json:
-        """The body."""
-        return self._body
 
 
 _PLAIN = {'reserved': 0, 'min_unit': 1, 'max_unit': LARGEST, 'step_size': 1, 'allocation_ratio': 1.0}

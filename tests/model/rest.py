@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 
 from ecomp.errors import Conflict, EcompError, NoCapacity, NotFound, Unreachable
@@ -26,7 +26,7 @@ def left_alone(cloud: Cloud) -> list[str]:
 def _stages(cloud: Cloud) -> Iterator[list[str]]:
     yield [f'failed in a way nobody thought of: {each}' for each in cloud.world.surprises]
     yield settle(cloud)
-    if not cloud.is_astray:
+    if not to_be_repeated(cloud):
         yield violations(cloud)
     yield ask_again(cloud)
     yield settle(cloud)
@@ -96,11 +96,19 @@ def ask_again(cloud: Cloud) -> list[str]:
                 wrong.append(f'{name}: asked for again with --uuid, there is "no capacity", with room for it: {error}')
         except EcompError as error:
             wrong.append(f'{name}: asked for again with --uuid: {error}')
-    for actor in cloud.world.actors:
-        if actor.again is not None and (cloud.is_astray or actor.dead or isinstance(actor.outcome, Unreachable)):
-            with suppress(Conflict, NotFound):  # it says why not, or all of it was done
-                actor.again()
+    for again in to_be_repeated(cloud):
+        with suppress(Conflict, NotFound):  # it says why not, or all of it was done
+            again()
     return wrong
+
+
+def to_be_repeated(cloud: Cloud) -> list[Callable[[], object]]:
+    """What operators are told to do once more; or have to anyway, where something was astray."""
+    return [
+        actor.again
+        for actor in cloud.world.actors
+        if actor.again is not None and (cloud.is_astray or actor.dead or isinstance(actor.outcome, Unreachable))
+    ]
 
 
 def destroy_all(cloud: Cloud) -> None:

@@ -28,6 +28,7 @@ EXPECTED = {
     'forget_with_another': 'A7',
     'fix_and_create': 'A8',
     'first_quota_twice': 'A12',
-    'killed_and_again': 'told "no capacity", and another eschedule of its uuid has delivered it',
+    # Exit 3, "no allocations left", and another eschedule of the same uuid holds or has delivered it: exit 0, or 5.
+    'one_place_twice': 'A19',
 }
 """The letter of the defect each of these finds: who mends it takes it out, and from then on it must find nothing."""

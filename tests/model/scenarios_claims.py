@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from ecomp.errors import Conflict
+from ecomp.model import keys
+from ecomp.placement import allocations as ledger
+from tests.model.acting import SHAKY, Bounds
 from tests.model.cloud import A, B, Cloud, S, U, V
 from tests.model.explorer import Check, Scenario
-from tests.model.world import SHAKY, Bounds
 
 
 def orphan_consumer(cloud: Cloud) -> None:
@@ -34,6 +37,45 @@ def late_release_ample(cloud: Cloud) -> None:
     cloud.claimed(U, A)
     cloud.abandons('eschedule 1', U, U)
     cloud.creates('eschedule 2', U, resume=True)
+
+
+def release_beside_resume(cloud: Cloud) -> None:
+    """The same, and nothing is lost."""
+    late_release_ample(cloud)
+
+
+def lost_delivery(cloud: Cloud) -> None:
+    """An eschedule's delivery may have no answer, and it may be asked again beside it."""
+    cloud.host(A)
+    cloud.creates('eschedule 1', U, resume=True, seed=1)
+    cloud.creates('eschedule 2', U, resume=True, seed=2)
+
+
+def late_delivery(cloud: Cloud) -> Check:
+    """Whatever an eschedule sends to etcd may arrive after it has given up: what it says then is so for good."""
+    cloud.host(A)
+    command = cloud.creates('eschedule', U)
+
+    def check() -> list[str]:
+        there = any(key.startswith(keys.HOSTS) for key in cloud.etcd.entries)
+        refused = isinstance(command.outcome, Conflict)
+        return ['said that nothing was delivered, and it was'] if refused and there else []
+
+    return check
+
+
+def unconfirmed(cloud: Cloud) -> Check:
+    """A request without a claim, as somebody may write one: it is not built."""
+    host = cloud.host(A)
+    cloud.delivered(U, A)
+    ledger.release(cloud.placement, U, ledger.consumer(cloud.placement, U))
+    cloud.may_fail.add(U)
+    cloud.works(A, '', host.rounds(2, host.plan))
+
+    def check() -> list[str]:
+        return ['it was built'] if host.hypervisor.guests() else []
+
+    return check
 
 
 def claim_keeper(cloud: Cloud) -> None:
@@ -90,9 +132,17 @@ def last_place(cloud: Cloud) -> Check:
 def killed_and_again(cloud: Cloud) -> None:
     """An eschedule may be killed; the same --uuid is asked again at any time, and once more, beside the keeper."""
     host = cloud.host(A, room=1)
+    cloud.is_ample = False  # while the other one holds it
     cloud.creates('eschedule 1', U, resume=True, seed=1)
     cloud.creates('eschedule 2', U, resume=True, seed=2)
     cloud.works(A, 'looking at claims', host.rounds(2, host.keep_claims))
+
+
+def one_place_twice(cloud: Cloud) -> None:
+    """Two eschedules at one uuid, and room for it alone: neither is told that there is none."""
+    cloud.host(A, room=1)
+    cloud.creates('eschedule 1', U, resume=True, seed=1)
+    cloud.creates('eschedule 2', U, resume=True, seed=2)
 
 
 def interrupted(cloud: Cloud) -> None:
@@ -122,11 +172,16 @@ SCENARIOS = [
     Scenario(orphan_consumer_taken_over, Bounds(2, 1, halves=1)),
     Scenario(late_release, Bounds(2, 0)),
     Scenario(late_release_ample, LOST),
+    Scenario(release_beside_resume, Bounds(2, 0)),
+    Scenario(lost_delivery, Bounds(2, 2, answers=1, expiries=1)),
+    Scenario(late_delivery, Bounds(2, 1, late=1)),
+    Scenario(unconfirmed, SHAKY),
     Scenario(claim_keeper, Bounds(2, 0)),
     Scenario(one_uuid_twice, SHAKY),
     Scenario(set_twice, Bounds(2, 1, answers=1)),
     Scenario(set_against_single, SHAKY),
     Scenario(last_place, SHAKY),
+    Scenario(one_place_twice, Bounds(2, 0)),
     Scenario(killed_and_again, Bounds(2, 2, kills=1, expiries=1, minutes=1)),
     Scenario(interrupted, Bounds(2, 1, interrupts=1)),
     Scenario(foreign_claim, Bounds(2, 2, minutes=2)),

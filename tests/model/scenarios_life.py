@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from ecomp.model.group import Membership
 from ecomp.store.client import Delete
+from tests.model.acting import SHAKY, Bounds
 from tests.model.cloud import A, Cloud, U, V
 from tests.model.compute import Compute
 from tests.model.explorer import Scenario
-from tests.model.world import SHAKY, Bounds
 
 TOGETHER = Membership('g', 'affinity', True)
 

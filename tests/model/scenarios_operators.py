@@ -14,11 +14,11 @@ from ecomp.scheduler.quotas import limit
 from ecomp.scheduler.repair import fix, mend
 from ecomp.scheduler.wait import Deadline
 from ecomp.store.client import Put
+from tests.model.acting import SHAKY, Actor, Bounds
 from tests.model.cloud import A, B, Cloud, U, V, W
 from tests.model.etcd import ModelStore
 from tests.model.explorer import Check, Scenario
 from tests.model.virtual import NOW
-from tests.model.world import SHAKY, Actor, Bounds
 
 
 def _forgets(cloud: Cloud, compute: str, after: Actor) -> Actor:
@@ -147,6 +147,13 @@ def first_quota_twice(cloud: Cloud) -> None:
         _limits(cloud, f'quota set {number}')
 
 
+def first_quota(cloud: Cloud) -> None:
+    """A project's first quota is set beside a delivery."""
+    cloud.host(A)
+    cloud.creates('eschedule', U)
+    _limits(cloud, 'quota set')
+
+
 def quota_and_destroy(cloud: Cloud) -> None:
     """A project's first quota is set while its instance is destroyed, and its compute carries that out."""
     host = cloud.host(A)
@@ -182,6 +189,7 @@ SCENARIOS = [
     Scenario(fix_and_create, Bounds(2, 0)),
     Scenario(fix_drift, SHAKY),
     Scenario(first_quota_twice, Bounds(2, 0)),
+    Scenario(first_quota, SHAKY),
     Scenario(quota_and_destroy, Bounds(2, 1, answers=1)),
     Scenario(disable_and_enable, SHAKY),
 ]

@@ -5,10 +5,10 @@ from __future__ import annotations
 from ecomp.model import keys
 from ecomp.model.group import Membership
 from ecomp.store.client import Delete
+from tests.model.acting import SHAKY, Bounds
 from tests.model.cloud import A, B, Cloud, U, V
 from tests.model.etcd import ModelStore
 from tests.model.explorer import Scenario
-from tests.model.world import SHAKY, Bounds
 
 APART = Membership('g', 'anti-affinity', True)
 
@@ -107,6 +107,15 @@ def frozen_taker(cloud: Cloud) -> None:
     cloud.destroys('destroy', U)
 
 
+def late_move(cloud: Cloud) -> None:
+    """Whatever a taker sends to etcd may arrive after it has given up; another one takes, too."""
+    for each in (A, B):
+        cloud.host(each)
+    place = cloud.waiting(U)
+    for each in (A, B):
+        cloud.takes(each, place)
+
+
 def flavor_removed(cloud: Cloud) -> None:
     """A flavor goes while what waits for it is taken, and comes back."""
     cloud.host(A)
@@ -129,5 +138,6 @@ SCENARIOS = [
     Scenario(apart_and_cancelled, Bounds(2, 0)),
     Scenario(taker_killed, SHAKY),
     Scenario(frozen_taker, Bounds(2, 2, expiries=1, answers=1)),
+    Scenario(late_move, Bounds(2, 1, late=1)),
     Scenario(flavor_removed, SHAKY),
 ]

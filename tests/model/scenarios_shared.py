@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from ecomp.model.group import Membership
+from tests.model.acting import SHAKY
 from tests.model.cloud import A, B, Cloud, S, U, V
 from tests.model.explorer import Check, Scenario
-from tests.model.world import SHAKY
 
 APART = Membership('g', 'anti-affinity', True)
 TOGETHER = Membership('g', 'affinity', True)

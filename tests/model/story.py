@@ -7,7 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 from ecomp.store.client import Entry, Put, Snapshot
-from tests.model.world import ANSWER, HALVES, INTERRUPT, KILL, LATE, READ, REQUEST, Call, Step, World
+from tests.model.acting import ANSWER, HALVES, INTERRUPT, KILL, LATE, READ, REQUEST, Call, Step
+from tests.model.world import World
 
 FATES = {
     KILL: 'and is killed before that',

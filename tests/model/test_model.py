@@ -18,12 +18,13 @@ from ecomp.model.quota import to_json as quota_json
 from ecomp.placement import allocations as ledger
 from ecomp.scheduler.audit import audit
 from ecomp.store.client import Delete, Put
+from tests.model.acting import Bounds
 from tests.model.cloud import SIZE, A, Cloud, U, V
 from tests.model.explorer import Check, Explored, Follow, Scenario, decode, encode, explore, look_for, replay
 from tests.model.rest import left_alone
 from tests.model.scenarios import EXPECTED, SCENARIOS
 from tests.model.virtual import inside, virtual
-from tests.model.world import Bounds, World
+from tests.model.world import World
 
 SCHEDULES = 300
 """Of each scenario, always: about two seconds."""

@@ -1,0 +1,29 @@
+"""A real server and its model, asked the same: what each says, and what that means."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ecomp.errors import EcompError
+
+Ask = Callable[[Any], object]
+
+
+def fresh() -> str:
+    """A uuid of nobody's."""
+    return str(uuid.uuid4())
+
+
+def answer(ask: Ask, of: object) -> object:
+    """What it says, or which error."""
+    try:
+        return ask(of)
+    except EcompError as error:
+        return type(error).__name__
+
+
+def differ(calls: Sequence[str], real: object, model: object) -> str:
+    """The sequence, and where it ends differently."""
+    return '\n'.join([*calls, f'really: {real}', f'model:  {model}'])

@@ -1,0 +1,232 @@
+"""Bugs that are planted in the product, one at a time: each has to be found, or nobody looks at something that matters.
+
+`python -m tests.model.mutations NAME` imports the product with one of them in it, and explores the scenarios that are
+to find it: exit 0 if one does. Nothing is written; the source is changed as it is imported.
+"""
+
+from __future__ import annotations
+
+import importlib.machinery
+import importlib.util
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import CodeType, ModuleType
+from typing import NamedTuple
+
+TOP = Path(__file__).resolve().parents[2]
+SCHEDULES = 3_000
+
+
+class Mutation(NamedTuple):
+    """`old` becomes `new` in a module; one of the scenarios finds something then."""
+
+    module: str
+    old: str
+    new: str
+    scenarios: tuple[str, ...]
+
+    @property
+    def path(self) -> Path:
+        """The module's file."""
+        return TOP / (self.module.replace('.', '/') + '.py')
+
+    def source(self) -> str:
+        """The module with the bug in it. AssertionError where there is no such place any more, or more than one."""
+        text = self.path.read_text()
+        assert text.count(self.old) == 1, f'{self.path}: {text.count(self.old)} places have {self.old!r}'
+        return text.replace(self.old, self.new)
+
+
+MUTATIONS = {
+    'abandon asks nobody who is at it': Mutation(
+        'ecomp.scheduler.claim',
+        'if at_it is not None and at_it.revision != revision:',
+        'if at_it is not None and at_it.revision < 0:',
+        ('one_uuid_twice',),
+    ),
+    'abandon does not look for a delivery': Mutation(
+        'ecomp.scheduler.claim',
+        'if any(store.get(key) is not None for key in compute_keys):',
+        'if not compute_keys:',
+        ('lost_delivery', 'one_uuid_twice'),
+    ),
+    'abandon reads the generation last': Mutation(
+        'ecomp.scheduler.claim',
+        'return ledger.release(placement, instance, held)',
+        'return ledger.release(placement, instance, ledger.consumer(placement, instance))',
+        ('release_beside_resume',),
+    ),
+    'an equal claim is taken for ours': Mutation(
+        'ecomp.placement.claiming',
+        'if unknown is not None and all(',
+        'if all(',
+        ('release_beside_resume',),
+    ),
+    'a claim is moved without being asked': Mutation(
+        'ecomp.placement.claiming', '        check()\n', '', ('one_uuid_twice', 'two_takers')
+    ),
+    'a delivery does not compare its request key': Mutation(
+        'ecomp.scheduler.deliver',
+        'conditions = [Unchanged(request_key, revision)]',
+        'conditions: list[Unchanged] = []',
+        ('one_uuid_twice',),
+    ),
+    'a request key is on no lease': Mutation(
+        'ecomp.scheduler.deliver', '[Put(key, text, lease)]', '[Put(key, text)]', ('one_name', 'one_uuid_twice')
+    ),
+    'a lost delivery is only looked for': Mutation(
+        'ecomp.scheduler.deliver',
+        'if withdraw(store, request_key, revision):',
+        'if store.get(request_key) is not None:',
+        ('late_delivery',),
+    ),
+    'a queued request does not compare who is at it': Mutation(
+        'ecomp.scheduler.enqueue',
+        '*(Unchanged(request_key, request), Unchanged(keys.instance(instance), 0), Unchanged(waiting.key, 0)),',
+        '*(Unchanged(keys.instance(instance), 0), Unchanged(waiting.key, 0)),',
+        ('queued_and_direct',),
+    ),
+    'a move does not compare what it moves': Mutation(
+        'ecomp.agent.taking',
+        '''            *(Unchanged(queue_key, place.revision), Unchanged(mark_key, mark)),
+            *(Unchanged(keys.instance(instance), 0), Unchanged(host_key, 0)),
+''',
+        '',
+        ('taken_and_destroyed', 'two_takers'),
+    ),
+    'a mark is on no lease': Mutation(
+        'ecomp.agent.taking', '[Put(key, mark_to_json(self._compute), lease)]',
+        '[Put(key, mark_to_json(self._compute))]', ('two_takers',),
+    ),
+    'a compute builds what placement does not confirm': Mutation(
+        'ecomp.agent.instances',
+        '        if differs:\n            self._fail(record, revision',
+        '        if differs == "never":\n            self._fail(record, revision',
+        ('unconfirmed',),
+    ),
+    'an end leaves its address': Mutation(
+        'ecomp.agent.records',
+        'extra = [Delete(keys.host(self._compute, instance)), Delete(keys.booted(instance))]',
+        'extra = [Delete(keys.host(self._compute, instance))]',
+        ('built_and_destroyed',),
+    ),
+    'an end leaves its place in the group': Mutation(
+        'ecomp.store.sharing',
+        'operations.append(put_group(theirs.without(record.instance)))',
+        'pass',
+        ('built_and_destroyed',),
+    ),
+    'an end leaves its quota': Mutation(
+        'ecomp.store.sharing',
+        'operations.append(put_quota(counted.without_used(charge(record.resources))))',
+        'pass',
+        ('built_and_destroyed',),
+    ),
+    'a quota is not compared': Mutation(
+        'ecomp.store.sharing',
+        'return [unchanged], [put_quota(counted.with_used(summed(charges.values())))]',
+        'return [], [put_quota(counted.with_used(summed(charges.values())))]',
+        ('quota_of_one',),
+    ),
+    'a quota that is not there is not compared': Mutation(
+        'ecomp.store.sharing',
+        'return [unchanged], []  # one that is made this moment counts what is there\n    charges',
+        'return [], []\n    charges',
+        ('first_quota',),
+    ),
+    'a group is not compared': Mutation(
+        'ecomp.store.sharing', 'return [unchanged], [put_group(now)]\n\n\ndef charged',
+        'return [], [put_group(now)]\n\n\ndef charged', ('apart',),
+    ),
+    'a name is not compared': Mutation(
+        'ecomp.scheduler.joining', 'return free, [Put(', 'return [], [Put(', ('one_name',)
+    ),
+    'a group admits everybody': Mutation(
+        'ecomp.model.group', 'return bool(on.get(compute)) == (self.policy == AFFINITY)', 'return True', ('apart',)
+    ),
+    'a quota allows everything': Mutation(
+        'ecomp.model.quota', 'if each.asked and each.used + each.asked > each.limit]', 'if each.limit < 0]',
+        ('quota_of_one',),
+    ),
+    'a recount is not put right': Mutation(
+        'ecomp.scheduler.quotas',
+        'return new if exact == reckoned else _corrected(store, project, reckoned, exact)',
+        'return new',
+        ('first_quota', 'quota_and_destroy'),
+    ),
+    'the keeper releases at the first look': Mutation(
+        'ecomp.agent.claims', 'if now - when >= APART}', 'if now >= when}', ('foreign_claim',)
+    ),
+    'the keeper does not ask who is at it': Mutation(
+        'ecomp.agent.claims', ' - set(guests) - set(at_it)', ' - set(guests)', ('foreign_claim',)
+    ),
+    'the keeper does not look for requests': Mutation(
+        'ecomp.agent.claims', 'set(held) - set(wished) - set(guests)', 'set(held) - set(guests)', ('foreign_claim',)
+    ),
+    'a start does not ask what has ended': Mutation(
+        'ecomp.agent.ends', 'memory.ended(instance)', 'pass', ('built_and_destroyed',)
+    ),
+    'a compute does not keep its presence': Mutation(
+        'ecomp.store.presence', 'put = Put(self._key, json.dumps(self._value), lease)',
+        'put = Put(self._key, json.dumps(self._value))', ('one_name',),
+    ),
+}
+"""By name: what is wrong then."""
+
+CHEAP = (
+    *('a delivery does not compare its request key', 'a quota is not compared', 'an end leaves its address'),
+    *('the keeper releases at the first look', 'a lost delivery is only looked for'),
+)
+"""Those that are always tried."""
+
+
+class Loader(importlib.machinery.SourceFileLoader):
+    """Imports one module with the bug in it."""
+
+    def __init__(self, mutation: Mutation) -> None:
+        super().__init__(mutation.module, str(mutation.path))
+        self._mutation = mutation
+
+    def get_code(self, fullname: str) -> CodeType:
+        """Compiled anew: what is kept of it has no bug."""
+        del fullname
+        return compile(self._mutation.source(), str(self._mutation.path), 'exec')
+
+
+class Finder:
+    """Finds that one module, and no other."""
+
+    def __init__(self, mutation: Mutation) -> None:
+        self._mutation = mutation
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        """See importlib.abc.MetaPathFinder."""
+        del path, target
+        if fullname != self._mutation.module:
+            return None
+        return importlib.util.spec_from_loader(fullname, Loader(self._mutation))
+
+
+def main(name: str) -> int:
+    """Plant it, and look for it; the exit code."""
+    mutation = MUTATIONS[name]
+    assert mutation.module not in sys.modules, 'the product is imported already'
+    sys.meta_path.insert(0, Finder(mutation))  # type: ignore[arg-type]
+    # Only now: they import the product.
+    from tests.model.explorer import look_for
+    from tests.model.scenarios import SCENARIOS
+
+    for each in mutation.scenarios:
+        found = look_for(SCENARIOS[each], SCHEDULES)
+        for finding in found.findings:
+            sys.stdout.write(f'{each}, after {found.schedules} schedules: {finding.wrong[0]}\n')
+            return 0
+        sys.stdout.write(f'{each}: nothing in {found.schedules} schedules\n')
+    return 1
+
+
+if __name__ == '__main__':
+    sys.exit(main(sys.argv[1]))

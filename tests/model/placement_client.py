@@ -1,0 +1,62 @@
+"""The product's client of placement, over the one in memory: a request is one step, a claim may be two."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+from ecomp.placement.client import Placement
+from tests.model.acting import Call
+from tests.model.placement import Json, PlacementModel, Refused
+from tests.model.world import World
+
+
+class ModelPlacement(Placement):
+    """The product's client, but for all that it sends."""
+
+    def __init__(self, model: PlacementModel, world: World) -> None:
+        self.endpoint, self.name = 'memory', 'placement in memory'
+        self._model, self._world = model, world
+
+    def get(self, path: str) -> Json:
+        """See Placement."""
+        return self._world.call(Call('placement', ('GET', path)), lambda: self._answered(lambda: self._model.ask(path)))
+
+    def write(self, method: str, path: str, body: Json | None) -> None:
+        """See Placement."""
+        what = (method, path, json.dumps(body))
+        model = self._model
+        if not path.startswith('/allocations'):
+            call = Call('placement', what, writes=True)
+            self._world.call(call, lambda: self._answered(lambda: model.write(method, path, body)))
+            return
+        assert body is not None, 'a claim is released as it was read, never by DELETE'
+        bodies = body if method == 'POST' else {path.rsplit('/', 1)[-1]: body}
+        call = Call(
+            *('placement', what, True), lambda: self._answered(lambda: model.begin(bodies)), lambda: model.makes(bodies)
+        )
+        begun = self._world.call(call, lambda: self._answered(lambda: model.finish(model.begin(bodies))))
+        if begun is not None:
+            second = Call('placement', ('goes on', *what), writes=True, is_second=True)
+            self._world.call(second, lambda: self._answered(lambda: model.finish(begun)))
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+    def _answered(self, do: Callable[[], Any]) -> Any:
+        try:
+            return do()
+        except Refused as error:
+            raise self._error(_Answer(*error.answer), AssertionError) from None  # type: ignore[arg-type]
+
+
+class _Answer:
+    """What the product's client looks at of an HTTP answer."""
+
+    def __init__(self, status: int, body: Json) -> None:
+        self.status_code, self._body = status, body
+
+    def json(self) -> Json:
+        """The body."""
+        return self._body
