@@ -124,7 +124,8 @@ class Pair:
         """With all its parts, or some."""
         total = self.rng.randint(2, 5)
         vcpu = {'total': total, 'reserved': self.rng.choice([0, 0, 0, 1, total, total + 1])}
-        disks: list[dict[str, Any]] = [{}, {'DISK_GB': {'total': 2, 'allocation_ratio': 1.5}}, {'DISK_GB': {'total': 4}}]
+        disk = {'total': 2, 'allocation_ratio': 1.5}
+        disks: list[dict[str, Any]] = [{}, {'DISK_GB': disk}, {'DISK_GB': {'total': 4}}]
         more = self.rng.choice(disks)
         inventories: dict[str, Any] = {'VCPU': vcpu, **more}
         return {**self.known(provider), 'inventories': inventories}
