@@ -19,7 +19,7 @@ from functools import cache
 from ecomp.errors import UsageError
 
 PLACES = {
-    'announced': 'eschedule: the request key is put, nothing is claimed',
+    'announced': 'eschedule: the request key is put, placement has been asked, nothing is claimed',
     'claimed-some': 'eschedule: placement holds a part of what a set wants, nothing is delivered',
     'claimed': 'eschedule: placement holds the claim, nothing is delivered',
     'delivered': 'eschedule: the compute has the request, the user has no answer',

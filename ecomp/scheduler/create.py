@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import Future
 
-from ecomp.errors import Conflict, EcompError, UnknownOutcome, Unreachable
+from ecomp.errors import Conflict, EcompError, NoCapacity, UnknownOutcome, Unreachable
 from ecomp.failpoints import failpoint
 from ecomp.model import keys
 from ecomp.model.choose import Candidate, Offer, Why
@@ -90,12 +90,12 @@ def create(
         if there:
             quietly_revoke(store, lease)
             return there
-        failpoint('announced')
         alive = [keys.last(key) for key in store.snapshot(keys.COMPUTES, keys_only=True).entries]
         announced = time.monotonic()
         placement, offer = backend.result()
         if announced - offer.asked > FRESH:
             offer = look_again()  # who waits for a compute to be drained waits no longer than that for us
+        failpoint('announced')
         claimer = Claimer(placement, wanted.user_id, wanted.project_id, still_ours, ABOVE if resume else 0)
         placer = Placer(claimer, look_again, line, alive, wanted, rng, tried)
         placed: dict[str, Candidate] = {}
@@ -104,7 +104,13 @@ def create(
             earlier += wanted.instances
             placed = placer.take_over(left_behind(placement, wanted, alive, terms.group))
         while True:
-            placed = placer.place(offer, terms, placed)
+            try:
+                placed = placer.place(offer, terms, placed)
+            except NoCapacity as error:
+                if resume and not still_ours():
+                    # The room that is missing may be what it claims for the same instances.
+                    raise Conflict(f'{wanted.instance}: another eschedule took it over') from error
+                raise
             failpoint('claimed')
             try:
                 delivered = _deliver(store, wanted, terms, placed, placer.of, revision, now())

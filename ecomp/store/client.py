@@ -171,11 +171,12 @@ class Store:
         reply = self._read(partial(_range, etcdrpc.RangeRequest(key=key.encode())))
         return _entry(reply.kvs[0]) if reply.kvs else None
 
-    def snapshot(self, prefix: str, keys_only: bool = False, revision: int = 0) -> Snapshot:
-        """Everything under a prefix, in pages, all at one revision: the present one if none is given."""
+    def snapshot(self, prefix: str, keys_only: bool = False) -> Snapshot:
+        """Everything under a prefix, in pages, all at one revision."""
         start = prefix.encode()
         end = increment_last_byte(start)
         entries: dict[str, Entry] = {}
+        revision = 0
         while True:
             request = etcdrpc.RangeRequest(
                 key=start, range_end=end, limit=PAGE, revision=revision, keys_only=keys_only

@@ -5,6 +5,7 @@ Each of these orders lost a claim, or made a uuid unusable, in 1.0.0.
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +14,7 @@ import pytest
 
 from ecomp.agent.claims import APART, ClaimKeeper
 from ecomp.conf import EtcdConfig
-from ecomp.errors import NoCapacity, NotFound, PlacementRefusal, UnknownOutcome
+from ecomp.errors import Conflict, NoCapacity, NotFound, PlacementRefusal, UnknownOutcome
 from ecomp.model import keys
 from ecomp.model.instance import Request, to_json
 from ecomp.placement import allocations as ledger
@@ -25,7 +26,7 @@ from ecomp.scheduler.forget import forget
 from ecomp.scheduler.repair import _release as repaired
 from ecomp.scheduler.wait import Deadline
 from ecomp.scheduler.wanted import Delivered
-from ecomp.store.client import Put, Snapshot, Store
+from ecomp.store.client import Put, Snapshot, Store, Unchanged
 from tests.functional.cloud import RESOURCES, SMALL, Cloud, at_it, new
 
 pytestmark = pytest.mark.fast
@@ -55,11 +56,11 @@ class Moving(Store):
 
     do: Callable[[], object] | None = None
 
-    def snapshot(self, prefix: str, keys_only: bool = False, revision: int = 0) -> Snapshot:
+    def snapshot(self, prefix: str, keys_only: bool = False) -> Snapshot:
         if prefix == keys.REQUESTS and self.do is not None:
             do, self.do = self.do, None
             do()
-        return super().snapshot(prefix, keys_only, revision)
+        return super().snapshot(prefix, keys_only)
 
 
 @pytest.fixture
@@ -166,6 +167,25 @@ def test_a_lost_claim_beside_an_equal_one_moves_it(cloud: Cloud, between: Betwee
     claim(between, {instance: {compute: SMALL}}, 'a-user', 'a-project', lambda: None)
     assert not ledger.release(cloud.placement, instance, held)
     assert cloud.server.consumers(compute).keys() == {instance}
+
+
+def test_no_room_beside_another_eschedule_of_the_same_uuid_is_not_called_so(cloud: Cloud) -> None:
+    """A19: the room that is missing is what the other one has just claimed"""
+    compute = cloud.compute(**ROOM_FOR_ONE)
+    wanted = cloud.wanted(compute)
+    key, text = keys.request(wanted.instance), json.dumps({'version': 1, 'instances': [wanted.instance]})
+
+    def other() -> None:
+        ours = cloud.store.get(key)
+        assert ours is not None
+        assert cloud.store.commit([Unchanged(key, ours.revision)], [Put(key, text, ours.lease)])
+        ledger.claim(cloud.placement, wanted.instance, {compute: SMALL}, 'a-user', 'a-project')
+
+    store = Moving(EtcdConfig((cloud.etcd.endpoint,)))
+    store.do = other
+    with pytest.raises(Conflict, match='another eschedule took it over'):
+        cloud.create(wanted, resume=True, store=store)
+    assert cloud.server.consumers(compute).keys() == {wanted.instance}
 
 
 def test_the_claim_keeper_leaves_what_was_taken_over_while_it_looked(cloud: Cloud, between: Between) -> None:

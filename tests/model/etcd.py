@@ -28,10 +28,10 @@ class Lease:
 
 
 class Etcd:
-    """What is in it. `past` has what was there at each revision, `print` tells two states apart.
+    """What is in it. `print` tells two states apart.
 
     What is told apart is who wrote what at which of its steps, and not in which order others wrote: but for requests
-    and queues, whose order means something, and quotas, which are counted by what there was at a revision.
+    and queues, whose order means something, and quotas, which two may change at once.
     """
 
     def __init__(self, world: World) -> None:
@@ -40,7 +40,6 @@ class Etcd:
         self.entries: dict[str, Entry] = {}
         self.leases: dict[int, Lease] = {}
         self.granted = 0
-        self.past: dict[int, dict[str, Entry]] = {1: {}}
         self.marks: dict[int, int] = {0: 0, 1: 1}
         self.order = 0
         self.listeners: list[Callable[[Sequence[Put | Delete]], None]] = []
@@ -101,7 +100,6 @@ class Etcd:
             if isinstance(each, Put):
                 new = self.entries[each.key] = Entry(each.key, each.value.encode(), self.revision, each.lease)
                 self._print ^= hash(self.shape(new))
-        self.past[self.revision] = dict(self.entries)
         put = [each.key for each in operations if isinstance(each, Put)]
         if any(each.startswith((keys.REQUESTS, keys.QUEUES)) and not each.endswith(keys.TAKER) for each in put):
             self.order = hash((self.order, mark))
@@ -126,17 +124,17 @@ class ModelStore(Store):
         """See Store."""
         return self._world.call(Call('etcd', ('get', key)), lambda: self._etcd.entries.get(key), self._etcd.shape)
 
-    def snapshot(self, prefix: str, keys_only: bool = False, revision: int = 0) -> Snapshot:
+    def snapshot(self, prefix: str, keys_only: bool = False) -> Snapshot:
         """See Store."""
 
         def read() -> Snapshot:
-            there = self._etcd.past[revision] if revision else self._etcd.entries
+            there = self._etcd.entries
             found = {key: there[key] for key in sorted(there) if key.startswith(prefix)}
             if keys_only:
                 found = {key: Entry(key, b'', each.revision, each.lease) for key, each in found.items()}
-            return Snapshot(revision or self._etcd.revision, found)
+            return Snapshot(self._etcd.revision, found)
 
-        return self._world.call(Call('etcd', ('list', prefix, self._etcd.marks[revision])), read, self._etcd.shape)
+        return self._world.call(Call('etcd', ('list', prefix)), read, self._etcd.shape)
 
     def count(self, prefix: str) -> int:
         """See Store."""

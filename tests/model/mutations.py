@@ -47,21 +47,50 @@ MUTATIONS = {
     ),
     'abandon does not look for a delivery': Mutation(
         'ecomp.scheduler.claim',
-        'if any(store.get(key) is not None for key in compute_keys):',
-        'if not compute_keys:',
+        'or any(store.get(keys.host(provider, instance)) is not None for provider in held.allocations)',
+        'or not held.allocations',
         ('lost_delivery', 'one_uuid_twice'),
     ),
-    'abandon reads the generation last': Mutation(
-        'ecomp.scheduler.claim',
-        'return ledger.release(placement, instance, held)',
-        'return ledger.release(placement, instance, ledger.consumer(placement, instance))',
-        ('release_beside_resume',),
+    'what is released is read once more': Mutation(
+        'ecomp.placement.allocations',
+        '(each not in kept and release(placement, each, found))',
+        '(each not in kept and release(placement, each, consumer(placement, each)))',
+        ('release_beside_resume', 'claim_keeper'),
+    ),
+    'who is at it is asked after the requests': Mutation(
+        'ecomp.store.requests',
+        '    there = at_it(store) if waiting else in_requests(store.snapshot(keys.REQUESTS))\n    return {',
+        '''    asked = {
+        instance
+        for instance, computes in holding.items()
+        if any(store.get(keys.host(compute, instance)) is not None for compute in computes)
+    }
+    there = at_it(store) if waiting else in_requests(store.snapshot(keys.REQUESTS))
+    return asked | (there & holding.keys())
+    return {''',
+        ('fix_and_create', 'claim_keeper'),
     ),
     'an equal claim is taken for ours': Mutation(
         'ecomp.placement.claiming',
-        'if unknown is not None and all(',
-        'if all(',
-        ('release_beside_resume',),
+        'moved = sent is not None and held.generation == sent + 1 > above',
+        'moved = bool(held.allocations)',
+        ('late_release_ample',),
+    ),
+    'a claim is not moved far enough': Mutation(
+        'ecomp.scheduler.create', 'ABOVE if resume else 0', '0', ('late_release', 'one_uuid_twice', 'killed_and_again')
+    ),
+    'a consumer that was left empty is a conflict': Mutation(
+        'ecomp.placement.claiming', 'generations = dict.fromkeys(wanted, 0)', 'raise error', ('orphan_consumer',)
+    ),
+    'a consumer that is being made is taken for empty': Mutation(
+        'ecomp.placement.claiming', 'EMPTY_SECONDS = 3.0', 'EMPTY_SECONDS = 0.0', ('orphan_consumer_taken_over',)
+    ),
+    'a drain does not wait for who has not announced itself': Mutation(
+        'ecomp.scheduler.drain', 'if all_announced and not (', 'if not (', ('drain_and_create',)
+    ),
+    'a first quota is counted once': Mutation(
+        'ecomp.scheduler.quotas', 'if now is not None:\n            return new', 'if new:\n            return new',
+        ('first_quota',),
     ),
     'a claim is moved without being asked': Mutation(
         'ecomp.placement.claiming', '        check()\n', '', ('one_uuid_twice', 'two_takers')
@@ -87,17 +116,9 @@ MUTATIONS = {
         '*(Unchanged(keys.instance(instance), 0), Unchanged(waiting.key, 0)),',
         ('queued_and_direct',),
     ),
-    'a move does not compare what it moves': Mutation(
-        'ecomp.agent.taking',
-        '''            *(Unchanged(queue_key, place.revision), Unchanged(mark_key, mark)),
-            *(Unchanged(keys.instance(instance), 0), Unchanged(host_key, 0)),
-''',
-        '',
-        ('taken_and_destroyed', 'two_takers'),
-    ),
     'a mark is on no lease': Mutation(
         'ecomp.agent.taking', '[Put(key, mark_to_json(self._compute), lease)]',
-        '[Put(key, mark_to_json(self._compute))]', ('two_takers',),
+        '[Put(key, mark_to_json(self._compute))]', ('dead_taker',),
     ),
     'a compute builds what placement does not confirm': Mutation(
         'ecomp.agent.instances',
@@ -148,12 +169,6 @@ MUTATIONS = {
     'a quota allows everything': Mutation(
         'ecomp.model.quota', 'if each.asked and each.used + each.asked > each.limit]', 'if each.limit < 0]',
         ('quota_of_one',),
-    ),
-    'a recount is not put right': Mutation(
-        'ecomp.scheduler.quotas',
-        'return new if exact == reckoned else _corrected(store, project, reckoned, exact)',
-        'return new',
-        ('first_quota', 'quota_and_destroy'),
     ),
     'the keeper releases at the first look': Mutation(
         'ecomp.agent.claims', 'if now - when >= APART}', 'if now >= when}', ('foreign_claim',)

@@ -234,10 +234,10 @@ class PlacementModel:
         provider = self.providers[name]
         if part == 'inventories':
             new = {kind: {**_PLAIN, **each} for kind, each in value.items()}
-            if any(self.used(name, kind) for kind in provider.inventories.keys() - new.keys()):
-                raise Refused(409, 'update conflict: Inventory is in use', 'placement.inventory.inuse')
             if any(each['reserved'] > each['total'] for each in new.values()):
                 raise Refused(400, 'Unable to update inventory: reserved is more than there is')
+            if any(self.used(name, kind) for kind in provider.inventories.keys() - new.keys()):
+                raise Refused(409, 'update conflict: Inventory is in use', 'placement.inventory.inuse')
             provider.inventories = new
             return
         unknown = [each for each in value if part == 'traits' and not self._is_known(each)]

@@ -8,7 +8,7 @@ from ecomp.store.client import Delete
 from tests.model.acting import SHAKY, Bounds
 from tests.model.cloud import A, B, Cloud, U, V
 from tests.model.etcd import ModelStore
-from tests.model.explorer import Scenario
+from tests.model.explorer import Check, Scenario
 
 APART = Membership('g', 'anti-affinity', True)
 
@@ -107,6 +107,22 @@ def frozen_taker(cloud: Cloud) -> None:
     cloud.destroys('destroy', U)
 
 
+def dead_taker(cloud: Cloud) -> Check:
+    """A taker dies for good, at any moment: another one takes what waits."""
+    for each in (A, B):
+        cloud.host(each)
+    taker = cloud.takes(A, cloud.waiting(U))
+
+    def check() -> list[str]:
+        host = cloud.computes[A]
+        host.is_dead = taker.dead
+        if taker.dead:
+            cloud.etcd.end(host.presence.lease)
+        return []
+
+    return check
+
+
 def late_move(cloud: Cloud) -> None:
     """Whatever a taker sends to etcd may arrive after it has given up; another one takes, too."""
     for each in (A, B):
@@ -138,6 +154,7 @@ SCENARIOS = [
     Scenario(apart_and_cancelled, Bounds(2, 0)),
     Scenario(taker_killed, SHAKY),
     Scenario(frozen_taker, Bounds(2, 2, expiries=1, answers=1)),
+    Scenario(dead_taker, Bounds(1, 1, kills=1)),
     Scenario(late_move, Bounds(2, 1, late=1)),
     Scenario(flavor_removed, SHAKY),
 ]
