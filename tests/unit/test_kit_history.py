@@ -1,0 +1,406 @@
+"""The history judge: a history in which all is well passes, and each thing that is not is found, and it alone."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+
+from tests.kit.ending import Kept
+from tests.kit.history import Ask, Change, History, judge
+
+ONE, TWO = (f'{number}0000000-0000-4000-8000-000000000000' for number in (1, 2))
+LIVES, DOOMED, BROKEN, WAITS, TAKEN, REFUSED, OTHER = (f'{n}aaaaaaa-0000-4000-8000-000000000000' for n in range(1, 8))
+SIZE = {'VCPU': 1, 'DISK_GB': 1, 'MEMORY_MB': 64}
+QUERY = 'resources=VCPU:1,DISK_GB:1,MEMORY_MB:64'
+IMAGE = 'http://images.invalid/i.qcow2'
+ROOM = {'VCPU': 4, 'DISK_GB': 10, 'MEMORY_MB': 512}
+LEASE = 7
+STAGES = dict.fromkeys(('requested', 'scheduled', 'image', 'disk', 'started'), 'T')
+
+
+def value(**facts: Any) -> str:
+    return json.dumps({'version': 1, **facts})
+
+
+def request(compute: str, instance: str, **more: Any) -> str:
+    facts = {'image': IMAGE, 'project_id': 'web', **more}
+    return value(instance=instance, allocations={compute: {'resources': SIZE}}, **facts)
+
+
+def tombstone(instance: str, project: str = 'web') -> str:
+    return value(instance=instance, allocations={}, image=None, resources=SIZE, project_id=project)
+
+
+def waiting(instance: str, **more: Any) -> str:
+    return value(instance=instance, flavor='small', query=QUERY, project_id='web', **more)
+
+
+def record(compute: str, instance: str, state: str, **more: Any) -> str:
+    stages = STAGES if state in ('active', 'stopped') else {'scheduled': 'T'}
+    return value(instance=instance, compute=compute, state=state, stages=stages, **{'error': None, **more})
+
+
+def notified(compute: str, instance: str) -> str:
+    return f'NOTIFIED TARGET, {compute}, OF INSTANCE {instance}\n'
+
+
+def create(code: int | None, stdout: str = '', *words: str, pid: int = 0) -> Ask:
+    return Ask((*words, QUERY), code, stdout, '', pid=pid)
+
+
+def destroy(instance: str, said: str = 'destroy accepted, it carries it out') -> Ask:
+    return Ask(('destroy', instance), 0, '', f'eschedule: {instance}: {said}\n')
+
+
+@dataclass
+class Story:
+    """A history as it is being written: each step is a revision."""
+
+    asks: list[Ask] = field(default_factory=list)
+    changes: list[Change] = field(default_factory=list)
+    held: dict[str, dict[str, dict[str, int]]] = field(default_factory=dict)
+    more: dict[str, Any] = field(default_factory=dict)
+
+    def step(self, *keys: tuple[str, str | None] | tuple[str, str | None, int]) -> None:
+        """One transaction: (key, value or None, and the lease it is on)."""
+        revision = len({each.revision for each in self.changes}) + 1
+        for key, text, *lease in keys:
+            kept = None if text is None else Kept(text.encode(), lease[0] if lease else 0)
+            self.changes.append(Change(revision, key, kept))
+
+    def announced(self, instance: str, pid: int = 9) -> None:
+        """An eschedule is at it."""
+        self.step((f'/requests/{instance}', value(instances=[instance], pid=pid), LEASE))
+
+    def delivered(self, compute: str, instance: str, **more: Any) -> None:
+        """It is announced, claimed and delivered."""
+        self.announced(instance)
+        self.held[instance] = {compute: SIZE}
+        named: list[tuple[str, str]] = []
+        if 'name' in more:
+            named = [(f'/names/{more["name"]}', value(instance=instance))]
+        self.step((f'/hosts/{compute}/{instance}', request(compute, instance, **more)), *named,
+                  (f'/requests/{instance}', None))
+
+    def built(self, compute: str, instance: str, *states: str, **more: Any) -> None:
+        """Its record goes through these."""
+        for state in states:
+            self.step((f'/instances/{instance}', record(compute, instance, state, **more)))
+
+    def ended(self, compute: str, instance: str, state: str = 'gone', **more: Any) -> None:
+        """Its last record, and nothing else of it."""
+        self.held.pop(instance, None)
+        last = record(compute, instance, state, **more)
+        self.step((f'/hosts/{compute}/{instance}', None), (f'/instances/{instance}', last, LEASE))
+
+    def history(self) -> History:
+        capacity = {ONE: ROOM, TWO: ROOM}
+        whole = History(tuple(self.asks), {}, self.changes, self.held, capacity)
+        return replace(whole, **self.more)
+
+
+def good() -> Story:
+    """What every test begins with: one of each fate, with a name, a group and a quota."""
+    story = Story()
+    group = {'name': 'apart', 'policy': 'anti-affinity', 'strict': True}
+    story.delivered(ONE, LIVES, name='web1', group=group)
+    story.step(('/groups/apart', value(policy='anti-affinity', strict=True, members={LIVES: ONE})))
+    story.asks.append(create(0, notified(ONE, LIVES)))
+    story.built(ONE, LIVES, 'building', 'building', 'active', 'stopped', 'active', name='web1')
+    story.delivered(TWO, DOOMED)
+    story.asks.append(create(0, notified(TWO, DOOMED), '--uuid', DOOMED))
+    story.built(TWO, DOOMED, 'scheduled', 'building')
+    story.step((f'/hosts/{TWO}/{DOOMED}', tombstone(DOOMED)))
+    story.asks.append(destroy(DOOMED))
+    story.built(TWO, DOOMED, 'destroying')
+    story.ended(TWO, DOOMED)
+    story.delivered(TWO, BROKEN)
+    story.asks.append(create(1, notified(TWO, BROKEN), '--wait'))
+    story.ended(TWO, BROKEN, 'error', error={'reason': 'HTTP 404'})
+    for instance in (WAITS, TAKEN):
+        story.step((f'/queues/small/{instance}', waiting(instance)))
+        story.asks.append(Ask(('--queue', '--flavor', 'small'), 0, f'QUEUED INSTANCE {instance}\n', ''))
+    story.step((f'/queues/small/{TAKEN}/taker', value(compute=ONE), LEASE))
+    story.held[TAKEN] = {ONE: SIZE}
+    story.step((f'/queues/small/{TAKEN}', None), (f'/queues/small/{TAKEN}/taker', None),
+               (f'/hosts/{ONE}/{TAKEN}', request(ONE, TAKEN)))
+    story.built(ONE, TAKEN, 'building', 'active')
+    story.asks.append(create(3, 'NO ALLOCATIONS LEFT\n', '--uuid', REFUSED))
+    used = {name: 3 * amount for name, amount in SIZE.items()}
+    story.step(('/quotas/web', value(limits={'instances': 9}, used={**used, 'instances': 3})))
+    return story
+
+
+def wrong(story: Story) -> list[str]:
+    found = judge(story.history())
+    return [*found.never, *found.still]
+
+
+def test_a_good_history_passes() -> None:
+    assert wrong(good()) == []
+    assert wrong(Story()) == []
+
+
+def put(*keys: tuple[str, str | None] | tuple[str, str | None, int]) -> Callable[[Story], None]:
+    return lambda story: story.step(*keys)
+
+
+def answered(number: int, **facts: Any) -> Callable[[Story], None]:
+    def change(story: Story) -> None:
+        story.asks[number] = story.asks[number]._replace(**facts)
+
+    return change
+
+
+def silent(story: Story, *, building: bool) -> None:
+    """Delivered and never carried out, or only begun."""
+    story.delivered(ONE, OTHER, project_id='other')
+    story.asks.append(create(0, notified(ONE, OTHER)))
+    if building:
+        story.built(ONE, OTHER, 'building')
+
+
+def untold(story: Story, *asks: Ask) -> None:
+    """Delivered by an eschedule, of which nobody was told."""
+    story.delivered(ONE, OTHER, project_id='other')
+    story.built(ONE, OTHER, 'building', 'active')
+    story.asks.extend(asks)
+
+
+def twice(story: Story) -> None:
+    story.delivered(ONE, OTHER, project_id='other')
+    story.step((f'/hosts/{ONE}/{OTHER}', None), (f'/instances/{OTHER}', record(ONE, OTHER, 'gone'), LEASE))
+    story.delivered(ONE, OTHER, project_id='other')
+    story.asks.append(create(0, notified(ONE, OTHER)))
+    story.ended(ONE, OTHER)
+
+
+def on_two(story: Story) -> None:
+    story.step((f'/hosts/{TWO}/{LIVES}', request(TWO, LIVES, name='web1')))
+    story.step((f'/hosts/{TWO}/{LIVES}', None))
+
+
+def named(story: Story) -> None:
+    """Two of one name, at the delivery of the second one."""
+    story.delivered(TWO, OTHER, project_id='other', name='web1')
+    story.built(TWO, OTHER, 'building', name='web1')
+    story.step(('/names/web1', value(instance=LIVES)))
+    story.ended(TWO, OTHER, 'error', error={'reason': 'r'}, name='web1')
+
+
+def destroyed(story: Story, said: str) -> None:
+    story.asks.append(destroy(LIVES, said))
+
+
+def leftover(code: int | None) -> Callable[[Story], None]:
+    def change(story: Story) -> None:
+        story.announced(OTHER, pid=77)
+        story.asks.append(create(code, pid=77))
+
+    return change
+
+
+def claimed(instance: str, *computes: str, **more: int) -> Callable[[Story], None]:
+    def change(story: Story) -> None:
+        story.held[instance] = {compute: {**SIZE, **more} for compute in computes}
+
+    return change
+
+
+def released(instance: str) -> Callable[[Story], None]:
+    def change(story: Story) -> None:
+        del story.held[instance]
+
+    return change
+
+
+def after(*steps: Callable[[Story], None]) -> Callable[[Story], None]:
+    def change(story: Story) -> None:
+        for each in steps:
+            each(story)
+
+    return change
+
+
+WRONG: list[tuple[Sequence[str], Callable[[Story], None]]] = [
+    # Commands and what came of them
+    (['was never delivered', 'is not begun at the end'], lambda story: story.asks.append(
+        create(0, notified(ONE, OTHER)))),
+    (['was never delivered', 'is not begun at the end'], lambda story: story.asks.append(
+        Ask(('--queue', '--flavor', 'small'), 0, f'QUEUED INSTANCE {OTHER}\n', ''))),
+    (['was never delivered', 'is not begun at the end'], lambda story: story.asks.append(
+        create(0, json.dumps([{'instance': OTHER, 'compute': ONE}]), '-f', 'json'))),
+    (['was delivered to'], answered(0, stdout=notified(TWO, LIVES))),
+    (['was delivered 2 times'], twice),
+    (['was refused and delivered'], answered(1, code=3, stdout='')),
+    (['was refused and delivered'], answered(1, code=5, stdout='')),
+    (['of which nobody was told'], untold),
+    (['of which nobody was told'], lambda story: untold(story, create(3))),
+    (['of which nobody was told'], lambda story: untold(story, Ask(('list',), 7, '', ''))),
+    (['is not begun at the end'], lambda story: silent(story, building=False)),
+    (['is building at the end'], lambda story: silent(story, building=True)),
+    (['is active at the end'], lambda story: destroyed(story, 'destroy accepted, it carries it out')),
+    (['is active at the end'], lambda story: destroyed(story, 'is being destroyed on x already')),
+    (['is active at the end'], lambda story: destroyed(story, 'gone')),
+    (['is left by an eschedule that ended with {0}'], leftover(0)),
+    (['is left by an eschedule that ended with {3}'], leftover(3)),
+    # Records
+    (['gone, then active', 'is active after its destroy', 'not asked for it', 'instance without a request',
+      'instance without an allocation', 'is active at the end'],
+     put((f'/instances/{DOOMED}', record(TWO, DOOMED, 'active')))),
+    (['gone, then building', 'is building after its destroy', 'not asked for it', 'instance without a request',
+      'instance without an allocation', 'is building at the end', 'is building at the end'],
+     put((f'/instances/{DOOMED}', None), (f'/instances/{DOOMED}', record(TWO, DOOMED, 'building')))),
+    (['active, then building', 'is building at the end'],
+     put((f'/instances/{LIVES}', record(ONE, LIVES, 'building', name='web1')))),
+    (['active, then error'], after(
+        put((f'/instances/{TAKEN}', record(ONE, TAKEN, 'error', error={'reason': 'r'}))),
+        put((f'/instances/{TAKEN}', record(ONE, TAKEN, 'error', error={'reason': 'r'}), LEASE),
+            (f'/hosts/{ONE}/{TAKEN}', None)),
+        put(('/quotas/web', value(used={**{name: 2 * each for name, each in SIZE.items()}, 'instances': 2}))),
+        released(TAKEN))),
+    (['nothing, then active'], after(
+        lambda story: story.delivered(ONE, OTHER, project_id='other'),
+        lambda story: story.built(ONE, OTHER, 'active'), lambda story: story.asks.append(create(None)))),
+    (['moves from compute', 'on a compute that is not asked', 'its record is of'],
+     put((f'/instances/{TAKEN}', record(TWO, TAKEN, 'active')))),
+    (['is in error without a reason'], put((f'/instances/{BROKEN}', record(TWO, BROKEN, 'error', error={}), LEASE))),
+    (['its record went while it was active'], after(
+        put((f'/instances/{TAKEN}', None)), put((f'/instances/{TAKEN}', record(ONE, TAKEN, 'building'))),
+        put((f'/instances/{TAKEN}', record(ONE, TAKEN, 'active'))))),
+    (['its request went while it was active', 'was delivered 2 times'], after(
+        put((f'/hosts/{ONE}/{TAKEN}', None)), put((f'/hosts/{ONE}/{TAKEN}', request(ONE, TAKEN))))),
+    (['its request went, and no record says', 'is not begun at the end', 'allocation without an instance'], after(
+        lambda story: silent(story, building=False), put((f'/hosts/{ONE}/{OTHER}', None)))),
+    (['is asked for again after its destroy', 'request without an instance', 'held None'],
+     put((f'/hosts/{TWO}/{DOOMED}', request(TWO, DOOMED, project_id='other')))),
+    # Where it is
+    (['is requested of 2 computes at once', 'was delivered 2 times'], on_two),
+    (['waits in 1 queues, and is requested of 1'], after(
+        put((f'/queues/small/{TAKEN}', waiting(TAKEN))), put((f'/queues/small/{TAKEN}', None)))),
+    (['waits in 2 queues', 'waits in 2 queues', 'quota web'], put((f'/queues/large/{WAITS}', waiting(WAITS)))),
+    (['is on no lease', 'without a lease'], put((f'/requests/{OTHER}', value(instances=[OTHER], pid=5)))),
+    (['is on no lease', 'without a lease'], put((f'/queues/small/{WAITS}/taker', value(compute=ONE)))),
+    (['is being taken, and does not wait'], put((f'/queues/small/{OTHER}/taker', value(compute=ONE), LEASE))),
+    # Names, groups, quotas
+    (['the name web1 is taken from it', 'the name web1 is taken from it', 'nobody was told'], named),
+    (['is delivered as web2, which is not its name'], after(
+        put((f'/hosts/{ONE}/{OTHER}', request(ONE, OTHER, name='web2', project_id='other'))), claimed(OTHER, ONE),
+        put((f'/instances/{OTHER}', record(ONE, OTHER, 'building'))),
+        put((f'/instances/{OTHER}', record(ONE, OTHER, 'active'))))),
+    (['the name web1 is taken', 'there is no such name'], put(('/names/web1', None))),
+    (['a name, and no living instance'], put(('/names/web9', value(instance=DOOMED)))),
+    (['group apart: has'], put(('/groups/apart', value(policy='anti-affinity', strict=True, members={})))),
+    (['quota web: counts'], put(('/quotas/web', value(limits={}, used={'VCPU': 9})))),
+    # Claims
+    (['instance without an allocation', 'held None'], released(LIVES)),
+    (['held'], claimed(LIVES, ONE, VCPU=2)),
+    (['held'], claimed(LIVES, TWO)),
+    (['held'], claimed(LIVES, ONE, TWO)),
+    (['allocation without an instance'], claimed(DOOMED, TWO)),
+    (['allocation without an instance'], claimed(WAITS, TWO)),
+    (['5 VCPU are claimed, and it has 4', 'held'], claimed(LIVES, ONE, VCPU=4)),
+    (['/computes without a lease'], put((f'/computes/{ONE}', value(hostname='h')))),
+]
+
+
+@pytest.mark.parametrize(('words', 'change'), WRONG, ids=[f'{n} {words[0][:40]}' for n, (words, _) in enumerate(WRONG)])
+def test_what_is_wrong_is_found_and_it_alone(words: Sequence[str], change: Callable[[Story], None]) -> None:
+    story = good()
+    change(story)
+    found = wrong(story)
+    left = list(found)
+    for each in words:
+        there = [line for line in left if each in line]
+        assert there, (each, found)
+        left.remove(there[0])
+    assert left == [], found
+
+
+# What looks like it, and is not
+
+
+def test_whose_answer_was_lost_may_have_been_delivered() -> None:
+    for code in (None, -9, 7, 1):
+        story = good()
+        untold(story, create(code))
+        assert wrong(story) == []
+
+
+def test_a_set_that_was_refused_is_told_from_one_that_was_placed() -> None:
+    member = str(uuid.uuid5(uuid.UUID(REFUSED), '2'))
+    story = good()
+    story.delivered(ONE, member, project_id='other')
+    story.built(ONE, member, 'building', 'active')
+    story.asks.append(create(3, '', '--count', '2', '--uuid', REFUSED))
+    assert 'was refused and delivered' in ' '.join(wrong(story))
+    story.asks[-1] = create(7, '', '--count=2', f'--uuid={REFUSED}')
+    assert wrong(story) == []
+
+
+def test_what_a_compute_that_is_away_has_waits() -> None:
+    for building in (False, True):
+        story = good()
+        silent(story, building=building)
+        story.more['away'] = {ONE}
+        assert wrong(story) == []
+    story.step((f'/hosts/{ONE}/{OTHER}', tombstone(OTHER, project='other')))
+    story.asks.append(destroy(OTHER))
+    story.built(ONE, OTHER, 'destroying')
+    story.held.pop(OTHER)
+    assert wrong(story) == []
+
+
+def test_what_was_there_before_may_be_told_again_and_destroyed() -> None:
+    story = Story([create(0, notified(ONE, LIVES), '--uuid', LIVES), destroy(LIVES)])
+    keys = (f'/hosts/{ONE}/{LIVES}', request(ONE, LIVES)), (f'/instances/{LIVES}', record(ONE, LIVES, 'active'))
+    story.more['before'] = {key: Kept(text.encode(), 0) for key, text in keys}
+    story.held[LIVES] = {ONE: SIZE}
+    assert ['is active at the end' in line for line in wrong(story)] == [True]
+    story.step((f'/hosts/{ONE}/{LIVES}', tombstone(LIVES)))
+    story.built(ONE, LIVES, 'destroying')
+    story.ended(ONE, LIVES)
+    assert wrong(story) == []
+
+
+def test_one_that_failed_may_be_removed_and_its_uuid_used_again() -> None:
+    story = good()
+    story.step((f'/instances/{BROKEN}', None))
+    story.asks.append(destroy(BROKEN, 'its record is removed; nothing else was left of it'))
+    story.delivered(ONE, BROKEN, project_id='other')
+    story.built(ONE, BROKEN, 'building', 'active')
+    story.asks.append(create(0, notified(ONE, BROKEN), '--uuid', BROKEN))
+    assert [line for line in wrong(story) if 'is active at the end' not in line] == []
+
+
+def test_a_full_etcd_keeps_no_record_of_an_end() -> None:
+    story = good()
+    story.step((f'/hosts/{ONE}/{TAKEN}', tombstone(TAKEN)))
+    story.asks.append(destroy(TAKEN))
+    story.step((f'/instances/{TAKEN}', None), (f'/hosts/{ONE}/{TAKEN}', None))
+    del story.held[TAKEN]
+    assert ['quota web' in line for line in wrong(story)] == [True]
+
+
+def test_of_what_was_written_by_hand_nothing_is_said() -> None:
+    story = good()
+    story.step((f'/hosts/{ONE}/{OTHER}', '{"allocations": 5'))
+    story.step((f'/instances/{OTHER}', '[]'), ('/names/theirs', '7'), ('/requests/' + OTHER, 'x'))
+    story.held[OTHER] = {ONE: {'VCPU': 90}}
+    story.more['by_hand'] = {OTHER, 'theirs'}
+    assert wrong(story) == []
+
+
+def test_an_ask_knows_what_it_asked_for() -> None:
+    assert create(0).is_create
+    assert Ask(('--wait', 'http://i/x', '--flavor', 's'), 0, '', '').is_create
+    assert not Ask(('plan', QUERY), 0, '', '').is_create
+    assert not Ask(('flavor', 'set', 'small', QUERY), 0, '', '').is_create
+    assert not Ask(('destroy', LIVES), 0, '', '').is_create
+    assert create(0, '', '--uuid', LIVES.upper()).asked == {LIVES}
+    assert create(0, '', '--uuid', 'junk').asked == set()
