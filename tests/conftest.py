@@ -27,7 +27,7 @@ from tests.kit.kept import kept
 from tests.kit.lab_fixtures import host, hypervisors, lab, slow_images, small_host, whole
 from tests.kit.servers import TOP, Etcd, PlacementServer
 
-pytest_plugins = ['tests.kit.plan']
+pytest_plugins = ['tests.kit.plan', 'tests.kit.judging']
 
 __all__ = ['host', 'hypervisors', 'lab', 'slow_images', 'small_host', 'whole']
 

@@ -11,6 +11,7 @@ import subprocess
 import urllib.error
 import urllib.request
 from collections.abc import Mapping, Sequence
+from http.client import HTTPResponse
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -140,16 +141,16 @@ class Member(Etcd):
         except OSError:
             return False
 
-    def call(self, path: str, body: Mapping[str, Any], timeout: float = 10.0) -> dict[str, Any]:
-        """One call of the JSON gateway, over TLS if it speaks that."""
+    def ask(self, path: str, body: Mapping[str, Any], timeout: float = 10.0) -> HTTPResponse:
+        """The answer of one call of the JSON gateway, over TLS if it speaks that."""
         context = None
         if self._tls:
             context = ssl.create_default_context(cafile=str(self._tls.authority))
             context.check_hostname, context.verify_mode = False, ssl.CERT_NONE  # what we ask is not what is tested
             context.load_cert_chain(*map(str, self._tls.client))
         request = urllib.request.Request(f'{self._local}/v3/{path}', json.dumps(body).encode())
-        with urllib.request.urlopen(request, timeout=timeout, context=context) as answer:
-            return dict(json.load(answer))
+        answer: HTTPResponse = urllib.request.urlopen(request, timeout=timeout, context=context)
+        return answer
 
 
 class EtcdCluster:

@@ -7,12 +7,14 @@ import re
 import shlex
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from tests.kit.commands import Control, Ecompute, Result
 from tests.kit.hands import settled, some
+from tests.kit.journal import JOURNAL
 from tests.kit.servers import environment, until
 from tests.kit.story import NOTIFIED, SMALL, addressed, place, reached, reserved
 
@@ -71,6 +73,7 @@ def test_ecompute_without_output(cluster: Control, tmp_path: Path, how: str) -> 
 def in_shell(control: Control, words: str, redirection: str) -> Result:
     """An eschedule in a shell, with its output redirected."""
     command = shlex.join([sys.executable, '-m', 'ecomp.schedule', '--config', str(control.schedule_yaml)])
+    began = time.monotonic()
     done = subprocess.run(
         ['bash', '-c', f'{command} {words} {redirection}'],
         stdin=subprocess.DEVNULL,
@@ -80,6 +83,7 @@ def in_shell(control: Control, words: str, redirection: str) -> Result:
         timeout=60,
         check=False,
     )
+    JOURNAL.ended(shlex.split(words), None, ('', ''), began, 0)  # nobody may have heard its answer
     return Result(done.returncode, done.stdout, done.stderr)
 
 

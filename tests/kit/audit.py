@@ -7,6 +7,7 @@ from collections.abc import Collection
 from typing import Any, Protocol
 
 from tests.kit.commands import Result
+from tests.kit.journal import JOURNAL
 from tests.kit.servers import until
 
 CLEAN, FINDINGS = 0, 8
@@ -43,3 +44,4 @@ def audit_clean(cluster: Cluster, seconds: float = 30.0, foreign: Collection[str
     except AssertionError as error:
         raise AssertionError('\n'.join([str(error), *map(str, seen)])) from None
     cluster.audited = True
+    JOURNAL.foreign |= set(foreign)

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 import urllib.request
 import uuid
 from collections.abc import Mapping, Sequence
@@ -21,7 +22,9 @@ from typing import Any, NamedTuple, Self
 import yaml
 
 from ecomp import schedule
+from tests.kit.journal import JOURNAL, own
 from tests.kit.servers import PATIENCE, Etcd, PlacementServer, Server, b64, begin, environment
+from tests.kit.witness import Watched, started_here
 
 
 class Ecompute(Server):
@@ -44,6 +47,7 @@ class Ecompute(Server):
         self.options: list[str] = []
         self._etcd = etcd
         write_config(self.config, etcd, placement, **{'state': str(self.directory / 'state'), **settings})
+        JOURNAL.runs(self)
 
     def command(self) -> list[str]:
         """python -m ecomp.compute."""
@@ -74,6 +78,7 @@ class Command:
     """A command under way; `with` ends it, whatever it is doing."""
 
     def __init__(self, command: Sequence[str], cwd: Path, extra: Mapping[str, str] | None = None) -> None:
+        self._words, self._began = own(command), time.monotonic()
         self._stdout, self._stderr = os.memfd_create('stdout'), os.memfd_create('stderr')
         self._process = begin(command, cwd, {**environment(), **(extra or {})}, self._stdout, self._stderr)
         self.pid = self._process.pid
@@ -84,6 +89,9 @@ class Command:
     def __exit__(self, *_: object) -> None:
         self._process.kill()
         self._process.wait()
+        if self._words is not None:
+            said = self.stdout, self.stderr
+            JOURNAL.ended(self._words, self._process.returncode, said, self._began, self.pid)
         os.close(self._stdout)
         os.close(self._stderr)
 
@@ -106,9 +114,13 @@ class Command:
         """How it ended; a negative code is a signal's number. subprocess.TimeoutExpired."""
         return Result(self._process.wait(PATIENCE * seconds), self.stdout, self.stderr)
 
+    def send(self, number: int) -> None:
+        """Send it a signal, unless it has ended."""
+        self._process.send_signal(number)
+
     def go_on(self) -> None:
         """Let a frozen one go on."""
-        self._process.send_signal(signal.SIGCONT)
+        self.send(signal.SIGCONT)
 
 
 def _read(file: int) -> str:
@@ -128,9 +140,12 @@ def called(config: Path, *words: str) -> Result:
 
     What it prints is what a process of it would: a process for each of thousands of commands would show no more.
     """
-    out, err = StringIO(), StringIO()
+    out, err, began, code = StringIO(), StringIO(), time.monotonic(), None
     with redirect_stdout(out), redirect_stderr(err), chdir(config.parent):
-        code = schedule.main(['--config', str(config), *words])
+        try:
+            code = schedule.main(['--config', str(config), *words])
+        finally:
+            JOURNAL.ended(words, code, (out.getvalue(), err.getvalue()), began, os.getpid())
     return Result(code, out.getvalue(), err.getvalue())
 
 
@@ -153,6 +168,7 @@ def run(module: str, *words: str, directory: Path, closed: bool = False, stdout:
         return ended
     if closed:
         command = ['sh', '-c', 'exec "$@" >&-', 'sh', *command]
+    began, words_of_ours = time.monotonic(), own(command)
     done = subprocess.run(
         command,
         stdin=subprocess.DEVNULL,
@@ -164,6 +180,8 @@ def run(module: str, *words: str, directory: Path, closed: bool = False, stdout:
         cwd=directory,
         env=environment(),
     )
+    if words_of_ours is not None:
+        JOURNAL.ended(words_of_ours, None, ('', done.stderr), began, 0)  # nobody has heard its answer
     assert not re.search('Traceback|Exception ignored', done.stderr), done
     return Result(done.returncode, done.stdout or '', done.stderr)
 
@@ -185,13 +203,19 @@ class Control:
     audited: bool = False
     mortal: bool = False
     """Whether a test may kill or freeze the servers."""
+    history_broken: str = ''
+    """Why its history is not one of ecomp alone, so that it cannot be judged."""
 
     def __post_init__(self) -> None:
+        watched = Watched(self.etcd.ask, self.placement.database.path, started_here)
+        self.watched = None if self.history_broken else watched
         self.schedule_yaml = write_config(self.directory / 'schedule.yaml', self.etcd.endpoint, self.placement.url)
         state = str(self.directory / 'state')
         self.compute_yaml = write_config(
             self.directory / 'compute.yaml', self.etcd.endpoint, self.placement.url, state=state
         )
+        if self.watched is not None:
+            JOURNAL.made(self.watched)
 
     def eschedule(self, *words: str, timeout: float = 120.0) -> Result:
         """eschedule with our schedule.yaml."""

@@ -11,7 +11,8 @@ import signal
 import sys
 import urllib.request
 import xml.etree.ElementTree as ET
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from http.client import HTTPResponse
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,9 @@ from ecomp.lab.hosts import Host
 from ecomp.lab.network import CONTROL
 from tests.kit.audit import audit_clean
 from tests.kit.commands import Command, Result, asked
+from tests.kit.journal import JOURNAL
 from tests.kit.servers import TOP, until
+from tests.kit.witness import Watched, process_works
 
 ROOT = Path('/var/lib/elab')
 NOTIFIED = re.compile(r'NOTIFIED TARGET, (\S+), OF INSTANCE (\S+)')
@@ -55,6 +58,7 @@ class Lab:
             raise
         self.facts = json.loads((self.directory / 'lab.json').read_text())
         self.hosts = [f'hv{number}' for number in range(1, hosts + 1)]
+        self.watched = Watched(self.ask, self.directory / CONTROL / 'placement.sqlite', self.works)
 
     def close(self) -> None:
         """Remove it."""
@@ -176,6 +180,17 @@ class Lab:
             found: dict[str, Any] = json.load(answer)
         return found
 
+    def ask(self, path: str, body: Mapping[str, Any]) -> HTTPResponse:
+        """The answer of one call of the JSON gateway of etcd, to be read and closed."""
+        request = urllib.request.Request(f'http://{self.facts["etcd"]}/v3/{path}', json.dumps(body).encode())
+        answer: HTTPResponse = urllib.request.urlopen(request, timeout=30)
+        return answer
+
+    def works(self, compute: str) -> bool | None:
+        """Whether the ecompute of this uuid runs; None: it is of no host here."""
+        host = next((host for host in self.hosts if self.compute(host) == compute), None)
+        return None if host is None else process_works(self.ecompute_pid(host))
+
     def etcd(self, prefix: str) -> dict[str, bytes]:
         """All keys under a prefix, with their values."""
         start = prefix.encode()
@@ -189,9 +204,8 @@ class Lab:
     def put(self, key: str, value: str) -> None:
         """Write an etcd key, as another client would."""
         body = {'key': base64.b64encode(key.encode()).decode(), 'value': base64.b64encode(value.encode()).decode()}
-        urllib.request.urlopen(
-            urllib.request.Request(f'http://{self.facts["etcd"]}/v3/kv/put', json.dumps(body).encode()), timeout=30
-        ).close()
+        JOURNAL.wrote('kv/put', body)
+        self.ask('kv/put', body).close()
 
     def ecompute_pid(self, host: str) -> int:
         """The pid of a host's ecompute, as elab wrote it down last."""

@@ -22,9 +22,11 @@ import urllib.error
 import urllib.request
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from http.client import HTTPResponse
 from pathlib import Path
 from typing import Any, Protocol, Self, TypeVar
 
+from tests.kit.journal import JOURNAL
 from tests.kit.placement_database import PlacementDatabase
 from tests.kit.warm import Warm, is_python
 
@@ -270,10 +272,16 @@ class Etcd(Server):
         except (OSError, ValueError, KeyError):
             return False
 
-    def call(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
-        """One call of the JSON gateway: etcd without our client. https://etcd.io/docs/v3.4/dev-guide/api_grpc_gateway/"""
+    def ask(self, path: str, body: Mapping[str, Any], timeout: float = 10.0) -> HTTPResponse:
+        """The answer of one call of the JSON gateway, to be read and closed."""
         request = urllib.request.Request(f'http://{self.endpoint}/v3/{path}', json.dumps(body).encode())
-        with urllib.request.urlopen(request, timeout=10) as answer:
+        answer: HTTPResponse = urllib.request.urlopen(request, timeout=timeout)
+        return answer
+
+    def call(self, path: str, body: Mapping[str, Any], timeout: float = 10.0) -> dict[str, Any]:
+        """One call of the JSON gateway: etcd without our client. https://etcd.io/docs/v3.4/dev-guide/api_grpc_gateway/"""
+        JOURNAL.wrote(path, body)
+        with self.ask(path, body, timeout) as answer:
             return dict(json.load(answer))
 
     def get(self, key: str) -> bytes | None:
@@ -343,6 +351,7 @@ class PlacementServer(Server):
 
     def call(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """One request; its JSON object, {} if there is none. urllib.error.HTTPError for 400 and above."""
+        JOURNAL.claimed(method, path, body)
         headers = {**PLACEMENT_HEADERS, 'content-type': 'application/json', 'accept': 'application/json'}
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(self.url + path, data, headers, method=method)

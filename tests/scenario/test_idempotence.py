@@ -4,32 +4,19 @@ from __future__ import annotations
 
 import random
 import signal
-import subprocess
 import sys
 import uuid
 from collections.abc import Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from tests.kit.commands import Control, Result, write_config
+from tests.kit.commands import Command, Control, Result, write_config
 from tests.kit.gate import Gate
 from tests.kit.invariants import allocations, check, everything
-from tests.kit.servers import environment, until
-from tests.kit.story import (
-    IMAGE,
-    SMALL,
-    addressed,
-    at_once,
-    logs,
-    notified,
-    one_line,
-    place,
-    reached,
-    record,
-)
+from tests.kit.servers import until
+from tests.kit.story import IMAGE, SMALL, addressed, at_once, logs, notified, one_line, place, reached, record
 
 CLAIM = b'PUT /allocations/'
 
@@ -52,22 +39,9 @@ def slow(cluster: Control, gate: Gate) -> Path:
     return write_config(cluster.directory / 'slow.yaml', cluster.etcd.endpoint, gate.url)
 
 
-@contextmanager
-def begun(config: Path, *words: str) -> Iterator[subprocess.Popen[str]]:
+def begun(config: Path, *words: str) -> Command:
     """An eschedule that is still at it."""
-    process = subprocess.Popen(
-        [sys.executable, '-m', 'ecomp.schedule', '--config', str(config), *words],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=environment(),
-    )
-    try:
-        yield process
-    finally:
-        process.kill()
-        process.communicate()
+    return Command([sys.executable, '-m', 'ecomp.schedule', '--config', str(config), *words], config.parent)
 
 
 def test_the_same_again_changes_nothing_and_says_so(cluster: Control, instance: str) -> None:
@@ -133,8 +107,8 @@ def test_killed_after_its_claim_and_resumed(cluster: Control, instance: str, gat
     gate.hold(CLAIM)
     with begun(slow, '--uuid', instance, SMALL) as first:
         assert gate.held.wait(20)  # placement has answered, and nobody has heard it
-        first.send_signal(signal.SIGKILL)
-        first.wait()
+        first.send(signal.SIGKILL)
+        first.end()
         assert allocations(cluster) == {instance: {compute.uuid: {'VCPU': 1, 'DISK_GB': 1, 'MEMORY_MB': 128}}}
         assert record(cluster, instance) is None
         check(cluster, compute, dead=[first.pid])
@@ -155,8 +129,8 @@ def test_killed_after_its_claim_and_never_resumed(cluster: Control, instance: st
     gate.hold(CLAIM)
     with begun(slow, '--uuid', instance, SMALL) as first:
         assert gate.held.wait(20)
-        first.send_signal(signal.SIGKILL)
-        first.wait()
+        first.send(signal.SIGKILL)
+        first.end()
     # First its lease runs out, then it is seen twice.
     until(lambda: instance not in allocations(cluster), 300, 'its claim is released')
     assert logs(compute, instance, 'no request stands behind it')
@@ -171,12 +145,12 @@ def test_interrupted_after_its_claim_it_releases_it(cluster: Control, instance: 
     gate.hold(CLAIM)
     with begun(slow, '--uuid', instance, SMALL) as first:
         assert gate.held.wait(20)
-        first.send_signal(signal.SIGINT)
+        first.send(signal.SIGINT)
         gate.open()
-        _, err = first.communicate(timeout=20)
-        assert 'Traceback' not in err
+        ended = first.end(20)
+        assert 'Traceback' not in ended.stderr
         # Before or after the delivery: all of it is there, or nothing is.
-        assert first.returncode in (0, 1)
+        assert ended.code in (0, 1)
     check(cluster, compute)
 
 
@@ -192,12 +166,12 @@ def test_the_answer_to_the_claim_is_lost(
             gate.break_off()  # the connection alone: it can read back what became of its claim
         else:
             gate.cut()
-        out, err = first.communicate(timeout=20)
+        code, out, err = first.end(20)
     if back:
-        assert (first.returncode, out, err) == (0, f'NOTIFIED TARGET, {compute.uuid}, OF INSTANCE {instance}\n', '')
+        assert (code, out, err) == (0, f'NOTIFIED TARGET, {compute.uuid}, OF INSTANCE {instance}\n', '')
     else:
         # Nothing is released while it is not known what was done: the command to go on with is named.
-        assert (first.returncode, out) == (7, '')
+        assert (code, out) == (7, '')
         one_line(Result(7, out, err), 7, f'the same command with --uuid {instance}')
         assert instance in allocations(cluster)
         assert notified(cluster.eschedule('--uuid', instance, SMALL)) == (compute.uuid, instance)
@@ -226,8 +200,8 @@ def test_the_second_takes_over_from_the_first(cluster: Control, instance: str, g
         assert gate.held.wait(20)
         second = cluster.eschedule('--uuid', instance, SMALL)
         gate.open()
-        out, err = first.communicate(timeout=20)
-    assert (first.returncode, out) == (5, '')
+        code, out, err = first.end(20)
+    assert (code, out) == (5, '')
     assert 'Traceback' not in err
     assert notified(second)[1] == instance
     addressed(cluster, instance)

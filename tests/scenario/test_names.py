@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 import uuid
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ import yaml
 
 from tests.kit.commands import Control, Ecompute
 from tests.kit.invariants import allocations, check, everything
+from tests.kit.journal import JOURNAL
 from tests.kit.servers import environment, until
 from tests.kit.story import (
     SMALL,
@@ -273,9 +275,11 @@ def test_user_data_from_standard_input(cluster: Control) -> None:
     compute = cluster.ecompute()
     command = [sys.executable, '-m', 'ecomp.schedule', '--config', str(cluster.schedule_yaml), SMALL]
     for words, data in ((['--user-data', '-'], SCRIPT), ([], None)):
+        began = time.monotonic()
         done = subprocess.run(
             [*command, *words], input=SCRIPT, capture_output=True, text=True, check=True, timeout=60, env=environment()
         )
+        JOURNAL.ended([SMALL, *words], done.returncode, (done.stdout, done.stderr), began, 0)
         instance = done.stdout.split()[-1]
         addressed(cluster, instance)
         assert guest_data(compute)[instance]['user_data'] == data

@@ -14,28 +14,19 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 from ecomp.model.record import STAGES
-from tests.kit.commands import Control, Result
+from tests.kit.commands import Command, Control, Result
 from tests.kit.invariants import check
 from tests.kit.servers import environment, until
 from tests.kit.story import NOBODY, SMALL, addressed, notified, one_line, place, reached, record
 
 
 @contextmanager
-def waiting_for(control: Control, instance: str) -> Iterator[subprocess.Popen[str]]:
+def waiting_for(control: Control, instance: str) -> Iterator[Command]:
     """An eschedule that waits for a new instance, which has been delivered."""
     words = ['--config', str(control.schedule_yaml), '--uuid', instance, '--wait', SMALL]
-    with subprocess.Popen(
-        [sys.executable, '-m', 'ecomp.schedule', *words],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=environment(),
-    ) as process:
-        try:
-            until(lambda: any(key.endswith(instance) for key in control.etcd.keys('/hosts/')), 20, 'it is delivered')
-            yield process
-        finally:
-            process.kill()
+    with Command([sys.executable, '-m', 'ecomp.schedule', *words], control.directory) as waiting:
+        until(lambda: any(key.endswith(instance) for key in control.etcd.keys('/hosts/')), 20, 'it is delivered')
+        yield waiting
 
 
 def test_wait_for_each_stage(cluster: Control) -> None:
@@ -144,11 +135,10 @@ def test_an_interrupted_wait_stops_nothing(cluster: Control) -> None:
     compute.pause()
     instance = str(uuid.uuid4())
     with waiting_for(cluster, instance) as waiting:
-        assert waiting.stdout is not None
-        assert notified(Result(0, waiting.stdout.readline(), '')) == (compute.uuid, instance)
-        waiting.send_signal(signal.SIGINT)
-        out, err = waiting.communicate(timeout=30)
-        one_line(Result(waiting.returncode, out, err), 1, 'interrupted')
+        said = until(lambda: waiting.stdout, 20, 'it says where it is')
+        assert notified(Result(0, said, '')) == (compute.uuid, instance)
+        waiting.send(signal.SIGINT)
+        one_line(waiting.end(30), 1, 'interrupted')
     compute.resume()
     addressed(cluster, instance)
     check(cluster, compute)
@@ -171,9 +161,9 @@ def test_waiting_for_what_fails(cluster: Control) -> None:
         # Somebody takes its allocation away: it must not be built any more.
         cluster.placement.call('DELETE', f'/allocations/{instance}')
         compute.resume()
-        out, err = waiting.communicate(timeout=30)
+        ended = waiting.end(30)
     reason = 'placement holds no allocation'
-    one_line(Result(waiting.returncode, out, err), 1, instance, 'failed at stage scheduled', reason)
+    one_line(ended, 1, instance, 'failed at stage scheduled', reason)
     failed = cluster.eschedule(instance)
     one_line(failed, 1, instance, 'failed at stage scheduled', reason)
     assert failed.stdout == ''
@@ -189,6 +179,6 @@ def test_waiting_for_what_is_destroyed(cluster: Control) -> None:
     with waiting_for(cluster, instance) as waiting:
         assert cluster.eschedule('destroy', instance).code == 0
         compute.resume()
-        out, err = waiting.communicate(timeout=30)
-    one_line(Result(waiting.returncode, out, err), 4, instance, 'destroyed while waiting')
+        ended = waiting.end(30)
+    one_line(ended, 4, instance, 'destroyed while waiting')
     check(cluster, compute)

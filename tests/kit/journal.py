@@ -1,0 +1,95 @@
+"""What the test that runs now has done so far: its commands, what it wrote by hand, and where it did so."""
+
+from __future__ import annotations
+
+import base64
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from tests.kit.history import Ask
+
+WRITES = {'kv/put', 'kv/deleterange'}
+
+
+class Runs(Protocol):
+    """An ecompute of the test's own."""
+
+    uuid: str
+
+    @property
+    def pid(self) -> int: ...
+    @property
+    def is_running(self) -> bool: ...
+
+
+class Witness(Protocol):
+    """Who can be asked for the history of an etcd and a placement: see tests/kit/witness.py."""
+
+    def begin(self) -> None:
+        """The history begins now."""
+
+
+class Journal:
+    """Written by any thread; empty while no test that is judged runs."""
+
+    def __init__(self) -> None:
+        self._open = False
+        self.end()
+
+    def begin(self) -> None:
+        """A test begins."""
+        self.end()
+        self._open = True
+
+    def end(self) -> None:
+        """Nothing is written down until the next one."""
+        self._open = False
+        self.asks: list[Ask] = []
+        self.by_hand: set[str] = set()
+        self.foreign: set[str] = set()
+        self.computes: list[Runs] = []
+        self.witnesses: list[Witness] = []
+
+    def made(self, witness: Witness) -> None:
+        """The test has an etcd and a placement of this history; it begins with this."""
+        if self._open:
+            witness.begin()
+            self.witnesses.append(witness)
+
+    def runs(self, compute: Runs) -> None:
+        """The test has a compute."""
+        if self._open:
+            self.computes.append(compute)
+
+    def ended(self, words: Sequence[str], code: int | None, said: tuple[str, str], began: float, pid: int) -> None:
+        """An eschedule has ended; words and what it said, stdout and stderr."""
+        if self._open:
+            given = tuple(words[2:] if words[:1] == ['--config'] else words)
+            self.asks.append(Ask(given, code, *said, began, time.monotonic(), pid))
+
+    def wrote(self, path: str, body: Mapping[str, Any]) -> None:
+        """A call of etcd's gateway beside ecomp; what is written so is the test's own."""
+        if self._open and path in WRITES and 'range_end' not in body:
+            key = base64.b64decode(body['key']).decode(errors='replace')
+            self.by_hand |= _subjects(key)
+
+    def claimed(self, method: str, path: str, body: Mapping[str, Any] | None) -> None:
+        """The same of a request to placement."""
+        if self._open and method != 'GET' and path.startswith(('/allocations', '/resource_providers/')):
+            self.by_hand |= {path.split('/')[2]} if path.count('/') > 1 else set(body or ())
+
+
+def own(command: Sequence[str]) -> list[str] | None:
+    """The words of an eschedule, --config at their head, in a command as it is started; None for any other."""
+    module = 'ecomp.schedule'
+    return list(command[list(command).index(module) + 1 :]) if module in command else None
+
+
+def _subjects(key: str) -> set[str]:
+    """What a key is about: of /hosts/<compute>/<instance> the instance, of others the first part that says it."""
+    parts = key.removesuffix('/taker').split('/')
+    return {parts[-1]} if len(parts) > 2 else set()
+
+
+JOURNAL = Journal()

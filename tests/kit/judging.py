@@ -1,0 +1,78 @@
+"""A plugin of pytest: every scenario and fault test that has passed is judged by its history before it may end.
+
+A test that breaks the history on purpose says so: `@pytest.mark.history_broken('etcd is wiped')`, or the argument of
+the same name of what it is judged by.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.kit.commands import Control
+from tests.kit.history import Verdict, judge
+from tests.kit.hypervisor import Hypervisor
+from tests.kit.journal import JOURNAL, Witness
+from tests.kit.lab import Lab
+from tests.kit.servers import until
+from tests.kit.witness import Watched
+
+PARTS = {'scenario', 'faults'}
+SOON = 20.0
+"""Seconds until what is in work at a test's end has come to its end."""
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> Iterator[None]:
+    """Begin to write down what the test does, and its fixtures for it."""
+    if PARTS & set(item.path.parts):
+        JOURNAL.begin()
+    return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    """Judge what it has done, while all of it is still there."""
+    if not PARTS & set(item.path.parts):
+        return (yield)
+    for witness in _shared(item):
+        JOURNAL.made(witness)
+    try:
+        result = yield
+        if not item.get_closest_marker('history_broken'):
+            for each in JOURNAL.witnesses:
+                assert isinstance(each, Watched)
+                judged(each)
+        return result
+    finally:
+        JOURNAL.end()
+
+
+def judged(watched: Watched) -> None:
+    """Return once nothing is to be said of its history; AssertionError with what is."""
+    found = [Verdict([], ['not looked'])]
+
+    def clean() -> bool:
+        found[0] = judge(watched.history())
+        return bool(found[0].never) or not found[0].still
+
+    try:
+        until(clean, SOON, 'all that was asked for has come to its end')
+    except AssertionError as error:
+        raise AssertionError('\n'.join([str(error), *found[0].still])) from None
+    assert not found[0].never, '\n'.join(['its history has:', *found[0].never, *found[0].still])
+
+
+def _shared(item: pytest.Item) -> list[Witness]:
+    """What the test uses that was made for more tests than this one."""
+    arguments: dict[str, Any] = getattr(item, 'funcargs', {})
+    labs = {each.lab if isinstance(each, Hypervisor) else each for each in arguments.values() if _is_of_a_lab(each)}
+    controls = [each for each in arguments.values() if isinstance(each, Control)]
+    found: list[Witness] = [each.watched for each in [*labs, *controls] if each.watched is not None]
+    return [each for each in found if each not in JOURNAL.witnesses]
+
+
+def _is_of_a_lab(value: object) -> bool:
+    return isinstance(value, Lab | Hypervisor)

@@ -1,0 +1,131 @@
+"""Collects the history of one etcd and one placement, for the judge: from the servers themselves, and cheaply.
+
+etcd is asked for what changed by a watch from the revision where the test began; placement's claims are read from its
+database, for by HTTP each provider would be two requests.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import json
+import os
+import sqlite3
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from http.client import HTTPResponse
+from pathlib import Path
+from typing import Any
+
+from tests.kit.ending import Kept
+from tests.kit.history import Change, History
+from tests.kit.journal import JOURNAL
+from tests.kit.servers import b64, is_stopped
+
+Ask = Callable[[str, Mapping[str, Any]], AbstractContextManager[HTTPResponse]]
+"""POSTs a JSON object to a path of etcd's gateway; the answer, to be read line by line."""
+EVERYTHING = {'key': b64(b'\0'), 'range_end': b64(b'\0')}
+
+CLAIMS = """
+SELECT a.consumer_id, p.uuid, c.name, a.used
+FROM allocations a JOIN resource_providers p ON p.id = a.resource_provider_id
+JOIN resource_classes c ON c.id = a.resource_class_id"""
+TOTALS = """
+SELECT p.uuid, c.name, CAST(i.total * i.allocation_ratio AS INTEGER)
+FROM inventories i JOIN resource_providers p ON p.id = i.resource_provider_id
+JOIN resource_classes c ON c.id = i.resource_class_id"""
+
+
+class Compacted(Exception):
+    """etcd has forgotten some of the history."""
+
+
+class Revisions:
+    """What changed in an etcd since a revision, read as far as it was asked for."""
+
+    def __init__(self, ask: Ask, since: int = 0) -> None:
+        self._ask = ask
+        self.before: dict[str, Kept] = {}
+        self.changes: list[Change] = []
+        self.revision = since
+
+    def begin(self) -> None:
+        """From now on: all that is there is what was before."""
+        answer = self._call('kv/range', EVERYTHING)
+        self.before = dict(_kept(each) for each in answer.get('kvs', []))
+        self.changes, self.revision = [], int(answer['header']['revision'])
+
+    def read_on(self) -> int:
+        """Read what changed since the last look; the revision up to which all is known. Compacted, OSError."""
+        latest = int(self._call('kv/range', {'key': b64('x'), 'count_only': True})['header']['revision'])
+        if latest <= self.revision:
+            return self.revision
+        request = {'create_request': {**EVERYTHING, 'start_revision': self.revision + 1}}
+        with self._ask('watch', request) as answer:
+            while self.revision < latest:
+                result = json.loads(answer.readline())['result']
+                if result.get('canceled'):
+                    raise Compacted(f'etcd has forgotten all before revision {result.get("compact_revision")}')
+                for event in result.get('events', []):
+                    (key, kept), self.revision = _kept(event['kv']), int(event['kv']['mod_revision'])
+                    self.changes.append(Change(self.revision, key, None if event.get('type') == 'DELETE' else kept))
+        return self.revision
+
+    def _call(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
+        with self._ask(path, body) as answer:
+            return dict(json.load(answer))
+
+
+class Watched:
+    """One etcd and one placement (its database), and whether the computes of this or that uuid work."""
+
+    def __init__(self, ask: Ask, database: Path, works: Callable[[str], bool | None]) -> None:
+        self._revisions = Revisions(ask)
+        self._database, self._works = database, works
+
+    def begin(self) -> None:
+        """The history begins now."""
+        self._revisions.begin()
+
+    def history(self) -> History:
+        """All of it up to now, with what the running test has done. Compacted, OSError."""
+        self._revisions.read_on()
+        held, capacity = claims(self._database)
+        etcd = dict(self._revisions.before)
+        for each in self._revisions.changes:
+            etcd[each.key] = each.kept or Kept(b'', 0)
+        computes = {key.split('/')[2] for key in etcd if key.startswith('/hosts/')}
+        alive = {key.split('/')[2] for key, kept in etcd.items() if key.startswith('/computes/') and kept.value}
+        away = {each for each in computes if each not in alive or self._works(each) is False}
+        return History(
+            tuple(JOURNAL.asks), self._revisions.before, self._revisions.changes,
+            held, capacity, away, frozenset(JOURNAL.by_hand), frozenset(JOURNAL.foreign),
+        )
+
+
+def claims(database: Path) -> tuple[dict[str, dict[str, dict[str, int]]], dict[str, dict[str, int]]]:
+    """What placement's database says is claimed, and what of each class every provider has."""
+    held: dict[str, dict[str, dict[str, int]]] = {}
+    capacity: dict[str, dict[str, int]] = {}
+    with contextlib.closing(sqlite3.connect(f'file:{database}?mode=ro', uri=True, timeout=60)) as opened:
+        for consumer, provider, name, amount in opened.execute(CLAIMS):
+            held.setdefault(consumer, {}).setdefault(provider, {})[name] = amount
+        for provider, name, most in opened.execute(TOTALS):
+            capacity.setdefault(provider, {})[name] = most
+    return held, capacity
+
+
+def started_here(compute: str) -> bool | None:
+    """Whether the ecompute of this uuid works, where the running test has started it; None: nobody knows."""
+    ours = [each for each in JOURNAL.computes if each.uuid == compute]
+    return any(each.is_running and not is_stopped(each.pid) for each in ours) if ours else None
+
+
+def process_works(pid: int) -> bool:
+    """Whether a process is there, and not frozen."""
+    return os.path.exists(f'/proc/{pid}') and not is_stopped(pid)
+
+
+def _kept(found: Mapping[str, Any]) -> tuple[str, Kept]:
+    key = base64.b64decode(found['key']).decode(errors='replace')
+    return key, Kept(base64.b64decode(found.get('value', '')), int(found.get('lease', 0)))
