@@ -8,7 +8,8 @@ Every line has `t` (seconds of the run's own monotonic clock) and `what`:
     skip       number of an operation that could not be asked (the create it is about had no uuid), or of a fault
     fault      id, kind, target, seconds; `over` ends it; `recovered` says how long its part took from then on
     exit       part, code, ready: an ecompute, etcd … that ended without any fault; `stuck`: one that did not end
-    state      instance, state, compute: a record as etcd showed it
+    change     revision, key, value (None: removed), lease: every change of etcd, in order
+    state      instance, state, compute: of these, what a record says anew
     process    compute, pid, fds, threads, rss (MiB), when (start, end)
     quiet      after: the seconds until nothing was in work any more; left: what was all the same
     final      all planes, and what the audit found: once, the last

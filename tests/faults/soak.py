@@ -41,6 +41,8 @@ QUIET = 420.0
 looks a minute apart, each up to 66 s late."""
 AUDIT = 150.0
 """Seconds after which an audit has to find nothing."""
+KINDS = ('history', 'lost', 'doubled', 'leaked')
+"""Violations of which each kind is a figure of its own."""
 LATE = 300.0
 """Seconds the clients may take after the last operation was due."""
 
@@ -69,7 +71,7 @@ def _run(plan: Plan, cluster: Cluster, history: History) -> None:
     computes = {str(each['name']): uuid for uuid, each in cluster.computes().items()}
     images = str(cluster.whole.facts['images'])
     clients = Clients(plan.operations, cluster.schedules, computes, images, history, cluster.directory)
-    faults = Faults(cluster)
+    faults = Faults(cluster, watcher)
     timeline = list(plan.faults)
     ends: list[tuple[float, Fault]] = []
     clients.start()
@@ -140,8 +142,8 @@ def figures(lines: Sequence[Line]) -> dict[str, Any]:
         'seconds': round(max(ends, default=0) - min((each.t for each in account.asks), default=0)),
         'requests': len(account.asks),
         'acknowledged': len(account.acknowledged) + codes['destroy 0'],
-        **{kind: found[kind] for kind in ('lost', 'doubled', 'leaked')},
-        'other violations': sum(found.values()) - found['lost'] - found['doubled'] - found['leaked'],
+        **{kind: found[kind] for kind in KINDS},
+        'other violations': sum(found.values()) - sum(found[kind] for kind in KINDS),
         'answers': dict(sorted(codes.items())),
         'states': dict(sorted(states.items())),
         'faults': sum(faults.values()),

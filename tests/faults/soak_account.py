@@ -9,6 +9,8 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from tests.faults.history import Line
+from tests.kit import history as judging
+from tests.kit.ending import Kept
 
 NOTIFIED = re.compile(r'NOTIFIED TARGET, ([0-9a-f-]{36}), OF INSTANCE ([0-9a-f-]{36})\n')
 IN_TREE = re.compile(r'in_tree=([0-9a-f-]{36})')
@@ -126,16 +128,16 @@ class Account:
         ]
 
     @cached_property
-    def courses(self) -> dict[str, list[str]]:
-        """The states of each instance that were seen, in order."""
-        found: dict[str, list[str]] = {}
-        for line in self.of('state'):
-            found.setdefault(line['instance'], []).append(line['state'])
-        return found
-
-    def states(self, instance: str) -> list[str]:
-        """The states of an instance that were seen."""
-        return self.courses.get(instance, [])
+    def history(self) -> judging.History:
+        """What the judge of every test judges."""
+        asks = [
+            judging.Ask(each.argv, each.code, each.stdout, each.stderr, each.t, each.end) for each in self.asks
+        ]
+        changes = [
+            judging.Change(line['revision'], line['key'], line['value'] and Kept(line['value'].encode(), line['lease']))
+            for line in self.of('change')
+        ]
+        return judging.History(asks, {}, changes, self.planes['allocations'], self.planes['capacity'])
 
     @cached_property
     def faults(self) -> list[Span]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import json
 import os
 import signal
@@ -16,6 +15,7 @@ from ecomp.lab.hosts import Host
 from tests.faults.soak_cluster import Cluster
 from tests.faults.soak_parts import Compute, Part
 from tests.faults.soak_plan import Fault
+from tests.faults.soak_planes import Watcher
 
 End = Callable[[], dict[str, object]]
 """Ends a fault; what is to be said of it."""
@@ -24,8 +24,8 @@ End = Callable[[], dict[str, object]]
 class Faults:
     """The faults of one run. Everything here is the main thread's."""
 
-    def __init__(self, cluster: Cluster) -> None:
-        self._cluster = cluster
+    def __init__(self, cluster: Cluster, watcher: Watcher) -> None:
+        self._cluster, self._watcher = cluster, watcher
         self._history = cluster.history
         self._open: dict[int, End] = {}
 
@@ -159,11 +159,10 @@ class Faults:
         return {}
 
     def _compact(self) -> tuple[dict[str, object], None] | None:
-        where = self._cluster.direct[0]
         try:
-            revision = _ask(where, 'kv/range', {'key': base64.b64encode(b'x').decode()})['header']['revision']
-            _ask(where, 'kv/compaction', {'revision': revision, 'physical': True})
-        except OSError:
+            revision = self._watcher.read_on()  # what is forgotten is written down
+            _compact(self._cluster.direct[0], revision)
+        except (OSError, ValueError):
             return None
         return {'revision': revision}, None
 
@@ -172,9 +171,8 @@ def _has_fired(path: Path) -> bool:
     return path.exists() and path.stat().st_size > 0
 
 
-def _ask(where: str, path: str, body: dict[str, object]) -> dict[str, dict[str, object]]:
-    request = urllib.request.Request(f'http://{where}/v3/{path}', json.dumps(body).encode())
-    with urllib.request.urlopen(request, timeout=2) as answer:
-        found: dict[str, dict[str, object]] = json.load(answer)
-    return found
+def _compact(where: str, revision: int) -> None:
+    body = {'revision': revision, 'physical': True}
+    request = urllib.request.Request(f'http://{where}/v3/kv/compaction', json.dumps(body).encode())
+    urllib.request.urlopen(request, timeout=2).close()
 

@@ -10,12 +10,17 @@ import json
 import re
 import threading
 import urllib.request
+from collections.abc import Mapping
 from contextlib import suppress
+from http.client import HTTPResponse
 from pathlib import Path
 from typing import Any
 
 from tests.faults.history import History
 from tests.faults.soak_cluster import Cluster
+from tests.kit.history import Change
+from tests.kit.servers import b64
+from tests.kit.witness import Revisions
 
 HEADERS = {'x-auth-token': 'admin', 'openstack-api-version': 'placement 1.39'}
 LOOK = 0.5
@@ -25,29 +30,32 @@ BAD_WORDS = re.compile('Traceback|nobody thought of')
 Planes = dict[str, Any]
 
 
-def under(where: str, prefix: str, since: int = 0) -> tuple[int, list[dict[str, Any]]]:
-    """etcd's revision, and what is under a prefix and was written at revision `since` or later: key, value, lease."""
+def under(where: str, prefix: str) -> list[dict[str, str]]:
+    """What is under a prefix in etcd: key, value."""
     start = prefix.encode()
     end = start[:-1] + bytes([start[-1] + 1])
-    body = {'key': _b64(start), 'range_end': _b64(end), 'min_mod_revision': since}
-    request = urllib.request.Request(f'http://{where}/v3/kv/range', json.dumps(body).encode())
-    with urllib.request.urlopen(request, timeout=3) as answer:
+    with _post(where, 'kv/range', {'key': b64(start), 'range_end': b64(end)}) as answer:
         found = json.load(answer)
-    kvs = [
+    return [
         {
             'key': base64.b64decode(each['key']).decode(),
             'value': base64.b64decode(each.get('value', '')).decode(errors='replace'),
-            'lease': int(each.get('lease', 0)),
         }
         for each in found.get('kvs', [])
     ]
-    return int(found['header']['revision']), kvs
 
 
 def collect(cluster: Cluster) -> Planes:
     """Everything that is anywhere."""
     planes = control_planes(cluster)
     planes['guests'], planes['left'] = {}, {}
+    planes['capacity'] = {
+        compute: {
+            name: int(each['total'] * each['allocation_ratio'])
+            for name, each in _placement(cluster.direct[1], f'/resource_providers/{compute}/inventories').items()
+        }
+        for compute in cluster.computes()
+    }
     for fake in cluster.fakes:
         path = fake.server.directory / 'state/fake.json'
         there = json.loads(path.read_text()) if path.exists() else []
@@ -72,7 +80,7 @@ def collect(cluster: Cluster) -> Planes:
 def control_planes(cluster: Cluster) -> Planes:
     """What etcd and placement hold."""
     where, placement = cluster.direct
-    everything = {name: under(where, f'/{name}/')[1] for name in ('hosts', 'instances', 'requests', 'booted')}
+    everything = {name: under(where, f'/{name}/') for name in ('hosts', 'instances', 'requests', 'booted')}
     held: dict[str, dict[str, Any]] = {}
     for compute in cluster.computes():
         for consumer, each in _placement(placement, f'/resource_providers/{compute}/allocations').items():
@@ -101,30 +109,47 @@ def in_work(planes: Planes) -> list[str]:
 
 
 class Watcher(threading.Thread):
-    """Writes down every state of every record that it happens to see."""
+    """Writes down every change of etcd, soon after it: before anybody may have etcd forget it."""
 
     def __init__(self, where: str, history: History) -> None:
         super().__init__(name='watcher', daemon=True)
-        self._where, self._history = where, history
+        self._history = history
+        self._revisions = Revisions(lambda path, body: _post(where, path, body))
+        self._states: dict[str, str] = {}
+        self._lock = threading.Lock()
         self._stopped = threading.Event()
 
     def run(self) -> None:
-        since, seen = 0, dict[str, str]()
         while not self._stopped.wait(LOOK):
             with suppress(OSError, ValueError, KeyError):
-                revision, kvs = under(self._where, '/instances/', since)
-                since = revision + 1
-                for each in kvs:
-                    record = json.loads(each['value'])
-                    name, state = record['instance'], record['state']
-                    if seen.get(name) != state:
-                        seen[name] = state
-                        self._history.write('state', instance=name, state=state, compute=record['compute'])
+                self.read_on()
+
+    def read_on(self) -> int:
+        """Write down what is new; the revision up to which all is. OSError, or its like while etcd is ending."""
+        with self._lock:
+            try:
+                return self._revisions.read_on()
+            finally:
+                for each in self._revisions.changes:
+                    self._write(each)
+                self._revisions.changes.clear()
 
     def stop(self) -> None:
-        """End."""
+        """End, with all that etcd has."""
         self._stopped.set()
         self.join()
+        self.read_on()
+
+    def _write(self, change: Change) -> None:
+        kept = change.kept
+        value, lease = (None, 0) if kept is None else (kept.value.decode(errors='replace'), kept.lease)
+        self._history.write('change', revision=change.revision, key=change.key, value=value, lease=lease)
+        if value is not None and change.key.startswith('/instances/'):
+            record = json.loads(value)
+            name, state = record['instance'], record['state']
+            if self._states.get(name) != state:
+                self._states[name] = state
+                self._history.write('state', instance=name, state=state, compute=record['compute'])
 
 
 def processes(cluster: Cluster, when: str) -> None:
@@ -144,7 +169,7 @@ def processes(cluster: Cluster, when: str) -> None:
 def _placement(endpoint: str, path: str) -> dict[str, Any]:
     request = urllib.request.Request(endpoint + path, headers=HEADERS)
     with urllib.request.urlopen(request, timeout=30) as answer:
-        found: dict[str, Any] = json.load(answer)['allocations']
+        found: dict[str, Any] = json.load(answer)[path.rpartition('/')[2]]
     return found
 
 
@@ -157,5 +182,7 @@ def _last(key: str) -> str:
     return key.rsplit('/', 1)[1]
 
 
-def _b64(text: bytes) -> str:
-    return base64.b64encode(text).decode()
+def _post(where: str, path: str, body: Mapping[str, Any]) -> HTTPResponse:
+    request = urllib.request.Request(f'http://{where}/v3/{path}', json.dumps(body).encode())
+    answer: HTTPResponse = urllib.request.urlopen(request, timeout=3)
+    return answer

@@ -10,13 +10,13 @@ computes that nothing had happened to had more room than that.
 from __future__ import annotations
 
 import sys
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from tests.faults.history import Line, read
 from tests.faults.soak_account import Account, Ask
+from tests.kit.history import judge
 
 DEADLINE = 60.0
 """Seconds an eschedule may take, --wait and being frozen apart: some calls of 5 s to etcd, one of 30 s to placement."""
@@ -25,25 +25,18 @@ LONG = 10.0
 """Seconds of a control plane's fault from which on computes may count as silent: their lease is 30 s."""
 AFTER = 15.0
 """Seconds after a fault's end in which its consequences may still be met."""
-LIVING, ENDED = {'active', 'stopped'}, {'gone', 'error'}
+LIVING = {'active', 'stopped'}
 CODES = {'create': {0, 3, 5, 7}, 'destroy': {0, 4, 5, 7}}
 WAITING = {'create': {1, 4, 6}, 'destroy': {6}}
 """What --wait adds."""
-AFTERWARDS = {
-    'scheduled': {'building', 'active', 'stopped', 'error', 'destroying', 'gone'},
-    'building': {'active', 'stopped', 'error', 'destroying', 'gone'},
-    'active': {'stopped', 'destroying', 'gone'},
-    'stopped': {'active', 'destroying', 'gone'},
-    'destroying': {'gone'},
-    'gone': set(),
-    'error': set(),
-}
 MORE_FDS, MORE_THREADS = 20, 16
 """What an ecompute may have more at the end than before the first request: its pools of threads fill as needed."""
 
 
 class Violation(NamedTuple):
-    """`kind` is lost, doubled, leaked, answer, late, refused, crash, growth or audit."""
+    """`kind` is history (what the judge of every test finds), lost, doubled, leaked, answer, late, refused, crash,
+    growth or audit.
+    """
 
     kind: str
     text: str
@@ -54,7 +47,7 @@ def violations(lines: Sequence[Line]) -> list[Violation]:
     account = Account(lines)
     if account.final is None:
         return [Violation('lost', 'the run ended before everything was looked at')]
-    rules = (_answers, _refusals, _fates, _planes, _twice, _course, _parts, _growth, _audit)
+    rules = (_answers, _refusals, _judged, _fates, _guests, _parts, _growth, _audit)
     return [found for rule in rules for found in rule(account)]
 
 
@@ -136,91 +129,50 @@ def _refusals(account: Account) -> Iterator[Violation]:
             yield Violation('refused', f'{ask}: at most {most} instances, and room for {room}')
 
 
+def _judged(account: Account) -> Iterator[Violation]:
+    """What every test is judged by: the commands, and all that etcd held meanwhile."""
+    found = judge(account.history)
+    yield from (Violation('history', text) for text in [*found.never, *found.still])
+
+
 def _fates(account: Account) -> Iterator[Violation]:
-    """Every acknowledged create is accounted for, and so is every accepted destroy."""
+    """What became of an instance has a cause that the soak knows."""
     records = account.planes['records']
     for instance, asks in account.acknowledged.items():
-        record, destroys = records.get(instance), account.destroys(instance)
+        record = records.get(instance)
         if record is None:
-            if 'error' not in account.states(instance) or not destroys:
-                yield Violation('lost', f'{asks[0]}: nothing is known of {instance}')
             continue
         state = record['state']
-        if state == 'gone' and not destroys:
+        if state == 'gone' and not account.destroys(instance):
             yield Violation('lost', f'{asks[0]}: {instance} is gone, and nobody asked for that')
         if state == 'stopped' and instance not in account.killed_guests:
             yield Violation('lost', f'{asks[0]}: {instance} is off, and nobody switched it off')
         if state in LIVING and asks[0].image == 'missing' and account.computes[record['compute']]['real']:
             yield Violation('answer', f'{asks[0]}: {instance} is {state} from an image that is not there')
-    for destroyed in {each.instance for each in account.asks if each.kind == 'destroy' and each.code in (0, 6)}:
-        record = records.get(destroyed)
-        if record is not None and record['state'] != 'gone':
-            yield Violation('lost', f'{destroyed}: its destroy was accepted, and it is {record["state"]}')
-    for instance, asks in account.creates.items():
-        if instance in records and all(each.code in (2, 3, 5) for each in asks):
-            yield Violation('answer', f'{asks[0]}: refused, and {instance} is {records[instance]["state"]}')
 
 
-def _planes(account: Account) -> Iterator[Violation]:
-    """At the end: what lives is in every plane once, and of all else nothing is anywhere."""
+def _guests(account: Account) -> Iterator[Violation]:
+    """At the end: the guest of what lives is there once, and of all else nothing is left on any compute."""
     planes = account.planes
     where: dict[str, list[str]] = {}
     for compute, guests in planes['guests'].items():
         for instance in guests:
             where.setdefault(instance, []).append(compute)
-    asked = Counter(instance for _, instance, _ in planes['hosts'])
-    for instance, record in planes['records'].items():
+    living = {name: record for name, record in planes['records'].items() if record['state'] in LIVING}
+    for instance, record in living.items():
         state, compute = record['state'], record['compute']
-        if state not in LIVING | ENDED:
-            yield Violation('lost', f'{instance}: is {state} still')
-        if (state == 'error') != bool(record['error'] and record['error']['reason']):
-            yield Violation('answer', f'{instance}: {state}, with error {record["error"]}')
-        if state not in LIVING:
-            continue
         guest = planes['guests'].get(compute, {}).get(instance)
         if guest is None or not guest['disk'] or guest['running'] != (state == 'active'):
             yield Violation('lost', f'{instance}: {state} on {compute}, its guest there is {guest}')
-        held = planes['allocations'].get(instance, {})
-        if held.get(compute) != record['resources']:
-            yield Violation('lost', f'{instance}: {record["resources"]} on {compute}, and it holds {held}')
-        if [compute, instance, True] not in planes['hosts']:
-            yield Violation('lost', f'{instance}: {state} on {compute}, and no request asks for it')
-    living = {name for name, record in planes['records'].items() if record['state'] in LIVING}
-    there = {'guest': where, 'claim': planes['allocations'], 'request': asked, '/booted key': planes['booted']}
-    there['/requests key'] = dict.fromkeys(planes['requests'])
+    there = {'guest': list(where)}
     for compute, left in planes['left'].items():
-        there[f'guest data on {compute}'] = dict.fromkeys(left['guest data'])
+        there[f'guest data on {compute}'] = left['guest data']
         if left['parts']:
             yield Violation('leaked', f'{compute}: {left["parts"]}')
     for what, names in there.items():
-        yield from (Violation('leaked', f'{name}: a {what}, and no instance') for name in names.keys() - living)
-    for what, many in (('guests', where), ('claims', planes['allocations'])):
-        found = {name: sorted(each) for name, each in many.items() if len(each) > 1}
-        yield from (Violation('doubled', f'{name}: {what} on {computes}') for name, computes in found.items())
-    yield from (Violation('doubled', f'{name}: requested {count} times') for name, count in asked.items() if count > 1)
-
-
-def _twice(account: Account) -> Iterator[Violation]:
-    """One uuid is one instance, whoever asks and however often."""
-    for instance, asks in account.acknowledged.items():
-        computes = {each.notified.compute for each in asks if each.notified}
-        record = account.planes['records'].get(instance)
-        if record is not None:
-            computes.add(record['compute'])
-        if len(computes) > 1:
-            yield Violation('doubled', f'{instance}: on {sorted(computes)}')
-        made = [each for each in asks if each.code == 0 and 'requested before' not in each.stderr]
-        if len(made) > 1:
-            yield Violation('doubled', f'{made[1]}: placed {instance}, which {made[0]} had placed')
-
-
-def _course(account: Account) -> Iterator[Violation]:
-    """No state that cannot follow the one before; not all of them were seen."""
-    for instance, states in account.courses.items():
-        removed = any('record is removed' in each.stderr or each.code != 0 for each in account.destroys(instance))
-        for before, after in zip(states, states[1:], strict=False):
-            if after not in AFTERWARDS[before] and not (before == 'error' and removed):
-                yield Violation('doubled' if before in ENDED else 'lost', f'{instance}: {before}, then {after}')
+        yield from (Violation('leaked', f'{name}: a {what}, and no instance') for name in set(names) - living.keys())
+    found = {name: sorted(each) for name, each in where.items() if len(each) > 1}
+    yield from (Violation('doubled', f'{name}: guests on {computes}') for name, computes in found.items())
 
 
 def _parts(account: Account) -> Iterator[Violation]:

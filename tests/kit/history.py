@@ -326,6 +326,14 @@ def _answers(history: History, course: Course) -> Iterator[str]:
     for instance, life in course.lives.items():
         if instance not in history.by_hand and len(life.deliveries) > 1 + life.failed:
             yield f'{instance}: was delivered {len(life.deliveries)} times: {life.deliveries}'
+    new: dict[str, list[Ask]] = {}
+    for ask in history.asks:
+        for instance in ask.placed:
+            if f'{instance} was requested before' not in ask.stderr:
+                new.setdefault(instance, []).append(ask)
+    for instance, asks in new.items():
+        if len(asks) > 1 + course.lives.get(instance, Life()).failed:
+            yield f'{instance}: was placed, say {len(asks)}, and none of them that it was there before: {asks[1]}'
     told = {instance for ask in history.asks for instance in ask.placed}
     unsure = [ask for ask in history.asks if ask.is_create and ask.code not in CERTAIN]
     untold: dict[int, list[str]] = {}

@@ -237,6 +237,7 @@ WRONG: list[tuple[Sequence[str], Callable[[Story], None]]] = [
         create(0, json.dumps([{'instance': OTHER, 'compute': ONE}]), '-f', 'json'))),
     (['was delivered to'], answered(0, stdout=notified(TWO, LIVES))),
     (['was delivered 2 times'], twice),
+    (['none of them that it was there'], lambda story: story.asks.append(create(0, notified(ONE, LIVES)))),
     (['was refused and delivered'], answered(1, code=3, stdout='')),
     (['was refused and delivered'], answered(1, code=5, stdout='')),
     (['of which nobody was told'], untold),
@@ -357,7 +358,8 @@ def test_what_a_compute_that_is_away_has_waits() -> None:
 
 
 def test_what_was_there_before_may_be_told_again_and_destroyed() -> None:
-    story = Story([create(0, notified(ONE, LIVES), '--uuid', LIVES), destroy(LIVES)])
+    again = Ask((QUERY,), 0, notified(ONE, LIVES), f'eschedule: {LIVES} was requested before: nothing is changed\n')
+    story = Story([again, again, destroy(LIVES)])
     keys = (f'/hosts/{ONE}/{LIVES}', request(ONE, LIVES)), (f'/instances/{LIVES}', record(ONE, LIVES, 'active'))
     story.more['before'] = {key: Kept(text.encode(), 0) for key, text in keys}
     story.held[LIVES] = {ONE: SIZE}
