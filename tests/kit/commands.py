@@ -207,7 +207,7 @@ class Control:
     """Why its history is not one of ecomp alone, so that it cannot be judged."""
 
     def __post_init__(self) -> None:
-        watched = Watched(self.etcd.ask, self.placement.database.path, started_here)
+        watched = Watched(self.etcd.ask, self.placement.database.path, started_here, self.etcd, self.placement)
         self.watched = None if self.history_broken else watched
         self.schedule_yaml = write_config(self.directory / 'schedule.yaml', self.etcd.endpoint, self.placement.url)
         state = str(self.directory / 'state')

@@ -198,8 +198,9 @@ class Course:
         return self.lives.setdefault(instance, Life())
 
     def _say(self, revision: int, text: str, *about: str) -> None:
-        if not set(about) & set(self._history.by_hand):
-            self.wrong.append(f'{", ".join(about)}: {text}, at revision {revision}')
+        line = f'{", ".join(about)}: {text}, at revision {revision}'
+        if not set(about) & set(self._history.by_hand) and line not in self.wrong[-4:]:
+            self.wrong.append(line)
 
     def _take(self, key: str, kept: Kept | None) -> None:
         """Have the key as it is from now on, in all of our books."""

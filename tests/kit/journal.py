@@ -10,6 +10,7 @@ from typing import Any, Protocol
 from tests.kit.history import Ask
 
 WRITES = {'kv/put', 'kv/deleterange'}
+TRANSACTED = 'requestPut', 'request_put', 'requestDeleteRange', 'request_delete_range'
 
 
 class Runs(Protocol):
@@ -70,9 +71,12 @@ class Journal:
 
     def wrote(self, path: str, body: Mapping[str, Any]) -> None:
         """A call of etcd's gateway beside ecomp; what is written so is the test's own."""
-        if self._open and path in WRITES and 'range_end' not in body:
-            key = base64.b64decode(body['key']).decode(errors='replace')
-            self.by_hand |= _subjects(key)
+        writes = [body] if path in WRITES else []
+        for each in body.get('success', []) if path == 'kv/txn' else ():
+            writes += [each[name] for name in TRANSACTED if name in each]
+        for each in writes if self._open else ():
+            if 'range_end' not in each:
+                self.by_hand |= _subjects(base64.b64decode(each['key']).decode(errors='replace'))
 
     def claimed(self, method: str, path: str, body: Mapping[str, Any] | None) -> None:
         """The same of a request to placement."""

@@ -52,6 +52,7 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
 
 def judged(watched: Watched) -> None:
     """Return once nothing is to be said of its history; AssertionError with what is."""
+    watched.mend()
     found = [Verdict([], ['not looked'])]
 
     def clean() -> bool:

@@ -20,7 +20,7 @@ from typing import Any
 from tests.kit.ending import Kept
 from tests.kit.history import Change, History
 from tests.kit.journal import JOURNAL
-from tests.kit.servers import b64, is_stopped
+from tests.kit.servers import Server, b64, is_stopped
 
 Ask = Callable[[str, Mapping[str, Any]], AbstractContextManager[HTTPResponse]]
 """POSTs a JSON object to a path of etcd's gateway; the answer, to be read line by line."""
@@ -33,7 +33,10 @@ JOIN resource_classes c ON c.id = a.resource_class_id"""
 TOTALS = """
 SELECT p.uuid, c.name, CAST(i.total * i.allocation_ratio AS INTEGER)
 FROM inventories i JOIN resource_providers p ON p.id = i.resource_provider_id
-JOIN resource_classes c ON c.id = i.resource_class_id"""
+JOIN resource_classes c ON c.id = i.resource_class_id
+WHERE COALESCE(i.updated_at, i.created_at) < (
+    SELECT MAX(a.created_at) FROM allocations a WHERE a.resource_provider_id = i.resource_provider_id
+)"""
 
 
 class Compacted(Exception):
@@ -79,13 +82,23 @@ class Revisions:
 class Watched:
     """One etcd and one placement (its database), and whether the computes of this or that uuid work."""
 
-    def __init__(self, ask: Ask, database: Path, works: Callable[[str], bool | None]) -> None:
+    def __init__(
+        self, ask: Ask, database: Path, works: Callable[[str], bool | None], *servers: Server
+    ) -> None:
         self._revisions = Revisions(ask)
-        self._database, self._works = database, works
+        self._database, self._works, self._servers = database, works, servers
 
     def begin(self) -> None:
         """The history begins now."""
         self._revisions.begin()
+
+    def mend(self) -> None:
+        """See that the servers run, whatever the test left of them: else nobody could say what became of it all."""
+        for each in self._servers:
+            if each.is_running:
+                each.resume()
+            else:
+                each.start()
 
     def history(self) -> History:
         """All of it up to now, with what the running test has done. Compacted, OSError."""
@@ -104,7 +117,10 @@ class Watched:
 
 
 def claims(database: Path) -> tuple[dict[str, dict[str, dict[str, int]]], dict[str, dict[str, int]]]:
-    """What placement's database says is claimed, and what of each class every provider has."""
+    """What placement's database says is claimed, and what of each class the providers have that this was claimed of.
+
+    What has been made smaller since may be less than what is claimed, and is left out.
+    """
     held: dict[str, dict[str, dict[str, int]]] = {}
     capacity: dict[str, dict[str, int]] = {}
     with contextlib.closing(sqlite3.connect(f'file:{database}?mode=ro', uri=True, timeout=60)) as opened:
