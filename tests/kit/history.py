@@ -246,9 +246,9 @@ class Course:
                     holder, now = str(_object(was).get('instance')), str(_object(kept).get('instance'))
                     if holder != now and (holder in self._hosts or holder in self._queues):
                         self._say(revision, f'the name {name} is taken from it, which lives', holder, name)
-                case ['requests', *_] | ['queues', _, _, 'taker']:
+                case ['requests', instance] | ['queues', _, instance, 'taker']:
                     if kept is not None and not kept.lease:
-                        self._say(revision, 'is on no lease', key.split('/')[2 if key.startswith('/r') else 3])
+                        self._say(revision, 'is on no lease', instance)
 
     def _once(self, revision: int, instance: str) -> None:
         """It is in one place at a time."""

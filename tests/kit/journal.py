@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any, Protocol
 
 from tests.kit.history import Ask
@@ -29,6 +30,9 @@ class Witness(Protocol):
 
     def begin(self) -> None:
         """The history begins now."""
+
+    def read_on(self) -> None:
+        """Read what there is so far."""
 
 
 class Journal:
@@ -70,7 +74,13 @@ class Journal:
             self.asks.append(Ask(given, code, *said, began, time.monotonic(), pid))
 
     def wrote(self, path: str, body: Mapping[str, Any]) -> None:
-        """A call of etcd's gateway beside ecomp; what is written so is the test's own."""
+        """A call of etcd's gateway beside ecomp; what is written so is the test's own.
+
+        What it is to forget is read first.
+        """
+        for witness in self.witnesses if path == 'kv/compaction' else ():
+            with suppress(OSError):  # of an etcd that is down, nothing is forgotten
+                witness.read_on()
         writes = [body] if path in WRITES else []
         for each in body.get('success', []) if path == 'kv/txn' else ():
             writes += [each[name] for name in TRANSACTED if name in each]

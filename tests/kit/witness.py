@@ -61,8 +61,10 @@ class Revisions:
     def read_on(self) -> int:
         """Read what changed since the last look; the revision up to which all is known. Compacted, OSError."""
         latest = int(self._call('kv/range', {'key': b64('x'), 'count_only': True})['header']['revision'])
-        if latest <= self.revision:
-            return self.revision
+        if latest < self.revision:
+            raise Compacted(f'etcd was at revision {self.revision}, and is at {latest}')
+        if latest == self.revision:
+            return latest
         request = {'create_request': {**EVERYTHING, 'start_revision': self.revision + 1}}
         with self._ask('watch', request) as answer:
             while self.revision < latest:
@@ -91,6 +93,10 @@ class Watched:
     def begin(self) -> None:
         """The history begins now."""
         self._revisions.begin()
+
+    def read_on(self) -> None:
+        """Read what changed so far. Compacted, OSError."""
+        self._revisions.read_on()
 
     def mend(self) -> None:
         """See that the servers run, whatever the test left of them: else nobody could say what became of it all."""
