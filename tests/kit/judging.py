@@ -43,10 +43,12 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
         result = yield
         watched = [each for each in JOURNAL.witnesses if isinstance(each, Watched)]
         mark = item.get_closest_marker('history_broken')
-        if mark is not None:
-            assert any([is_broken(each) for each in watched]), f'its history is whole, and it says: {mark.args[0]}'
-        for each in watched if mark is None else ():
-            judged(each)
+        if mark is None:
+            for each in watched:
+                judged(each)
+        else:
+            (reason,) = mark.args
+            assert any(is_broken(each) for each in watched), f'its history is whole, and it says: {reason}'
         return result
     finally:
         JOURNAL.end()
