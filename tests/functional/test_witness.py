@@ -9,10 +9,15 @@ from collections.abc import Iterator
 
 import pytest
 
+from ecomp.store.client import Put
+from tests.functional.store_client import connected
+from tests.kit.commands import Control
 from tests.kit.ending import Kept
 from tests.kit.history import Change
 from tests.kit.journal import JOURNAL, own
+from tests.kit.judging import is_broken, judged
 from tests.kit.servers import Etcd, PlacementServer, b64
+from tests.kit.story import SMALL, place, reached
 from tests.kit.witness import Compacted, Revisions, claims
 
 
@@ -77,6 +82,27 @@ def test_claims_are_what_placement_says(own_placement: PlacementServer) -> None:
     with contextlib.closing(sqlite3.connect(own_placement.database)) as database, database:
         database.execute("UPDATE inventories SET total = 1, updated_at = '2999-01-01' WHERE total = 4")
     assert claims(own_placement.database) == (held, {provider: {'DISK_GB': 9}})
+
+
+@pytest.mark.usefixtures('journal')  # before the cluster
+@pytest.mark.unaudited('its record is made wrong')
+def test_a_test_is_judged_by_what_it_left(cluster: Control) -> None:
+    compute = cluster.ecompute()
+    _, instance = place(cluster)
+    reached(cluster, instance, 'active')
+    assert cluster.watched is not None
+    judged(cluster.watched)
+    assert not is_broken(cluster.watched)
+    # Not by the journal's etcd, as somebody else would.
+    key, value = f'/instances/{instance}', cluster.etcd.get(f'/instances/{instance}')
+    assert value is not None
+    with connected(cluster.etcd.endpoint) as store:
+        store.commit([], [Put(key, value.decode().replace('"active"', '"building"'))])
+    with pytest.raises(AssertionError, match=f'{instance}: active, then building'):
+        judged(cluster.watched)
+    assert is_broken(cluster.watched)
+    assert [each.words for each in JOURNAL.asks] == [(SMALL,)]
+    assert [each.uuid for each in JOURNAL.computes] == [compute.uuid]
 
 
 @pytest.mark.usefixtures('journal')
