@@ -49,6 +49,7 @@ def wipe(lab: Lab) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.history_broken('etcd is wiped')
 def test_wiped_under_guests(own_host: Hypervisor) -> None:
     """F13: etcd wiped while guests run: they run on, through a restart and the acceptance (libvirt)"""
     one, two = own_host.running(), own_host.running()

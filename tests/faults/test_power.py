@@ -175,7 +175,12 @@ def test_a_record_removed_by_hand(cluster: Control) -> None:
     settled(cluster, compute)
 
 
-@pytest.mark.parametrize('lost', ['wiped', pytest.param('restored', marks=pytest.mark.slow)])
+WIPED = pytest.mark.history_broken('etcd is wiped')
+
+
+@pytest.mark.parametrize(
+    'lost', [pytest.param('wiped', marks=WIPED), pytest.param('restored', marks=pytest.mark.slow)]
+)
 def test_etcd_has_forgotten(own_control: Control, lost: str) -> None:
     """F38: etcd wiped, or restored from before a start: what was done is not done again, what was not is (fake)"""
     compute = own_control.ecompute()
