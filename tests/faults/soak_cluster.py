@@ -10,7 +10,6 @@ import contextlib
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from functools import partial
 from pathlib import Path
@@ -49,9 +48,9 @@ class Cluster:
         self.down: set[str] = set()
         self.stack = contextlib.ExitStack()
         try:
-            self.stack.callback(_remove_lab, name)  # also one that did not come up
-            # A lab has one host at least; without `hosts` it is not used.
+            # A lab has one host at least; without `hosts` it is not used. One that does not come up removes itself.
             self.whole = Lab(name, max(size.hosts, 1))
+            self.stack.callback(self.whole.close)
             self._start()
         except BaseException:
             self.close()
@@ -214,9 +213,3 @@ class Cluster:
             if isinstance(part, HostPart) and part.log.exists():
                 shutil.copy(part.log, self.directory / f'{part.host.name}.log')
         self.stack.close()
-
-
-def _remove_lab(name: str) -> None:
-    command = [sys.executable, '-m', 'ecomp.lab.elab', 'down', '--name', name]
-    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=240, check=False)
-    assert done.returncode == 0, done.stderr
