@@ -203,19 +203,15 @@ class Control:
     audited: bool = False
     mortal: bool = False
     """Whether a test may kill or freeze the servers."""
-    history_broken: str = ''
-    """Why its history is not one of ecomp alone, so that it cannot be judged."""
 
     def __post_init__(self) -> None:
-        watched = Watched(self.etcd.ask, self.placement.database.path, started_here, self.etcd, self.placement)
-        self.watched = None if self.history_broken else watched
+        self.watched = Watched(self.etcd.ask, self.placement.database.path, started_here, self.etcd, self.placement)
         self.schedule_yaml = write_config(self.directory / 'schedule.yaml', self.etcd.endpoint, self.placement.url)
         state = str(self.directory / 'state')
         self.compute_yaml = write_config(
             self.directory / 'compute.yaml', self.etcd.endpoint, self.placement.url, state=state
         )
-        if self.watched is not None:
-            JOURNAL.made(self.watched)
+        JOURNAL.made(self.watched)
 
     def eschedule(self, *words: str, timeout: float = 120.0) -> Result:
         """eschedule with our schedule.yaml."""

@@ -1,7 +1,7 @@
 """A plugin of pytest: every scenario and fault test that has passed is judged by its history before it may end.
 
-A test that breaks the history on purpose says so: `@pytest.mark.history_broken('etcd is wiped')`, or the argument of
-the same name of what it is judged by.
+A test that breaks the history on purpose says so: `@pytest.mark.history_broken('etcd is wiped')`. A test that says so
+and whose history is whole has failed.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def _shared(item: pytest.Item) -> list[Witness]:
     arguments: dict[str, Any] = getattr(item, 'funcargs', {})
     labs = {each.lab if isinstance(each, Hypervisor) else each for each in arguments.values() if _is_of_a_lab(each)}
     controls = [each for each in arguments.values() if isinstance(each, Control)]
-    found: list[Witness] = [each.watched for each in [*labs, *controls] if each.watched is not None]
+    found: list[Witness] = [each.watched for each in [*labs, *controls]]
     return [each for each in found if each not in JOURNAL.witnesses]
 
 
