@@ -15,10 +15,10 @@ from tests.kit.commands import Control
 from tests.kit.ending import Kept
 from tests.kit.history import Change
 from tests.kit.journal import JOURNAL, own
-from tests.kit.judging import is_broken, judged
+from tests.kit.judging import is_broken
 from tests.kit.servers import Etcd, PlacementServer, b64
 from tests.kit.story import SMALL, place, reached
-from tests.kit.witness import Compacted, Revisions, claims
+from tests.kit.witness import Compacted, Revisions, claims, judged
 
 
 @pytest.fixture

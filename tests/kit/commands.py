@@ -24,7 +24,7 @@ import yaml
 from ecomp import schedule
 from tests.kit.journal import JOURNAL, own
 from tests.kit.servers import PATIENCE, Etcd, PlacementServer, Server, b64, begin, environment
-from tests.kit.witness import Watched, started_here
+from tests.kit.witness import Watched, judged, started_here
 
 
 class Ecompute(Server):
@@ -222,5 +222,9 @@ class Control:
         return self.at_exit.enter_context(Ecompute(self.etcd.endpoint, self.placement.url, inventory, **settings))
 
     def close(self) -> None:
-        """End the ecomputes that were started here."""
-        self.at_exit.close()
+        """End the ecomputes that were started here; judge first, where that is the test's own doing and it is well."""
+        try:
+            if JOURNAL.leave(self.watched) and sys.exception() is None:
+                judged(self.watched)
+        finally:
+            self.at_exit.close()

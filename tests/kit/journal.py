@@ -62,6 +62,13 @@ class Journal:
             witness.begin()
             self.witnesses.append(witness)
 
+    def leave(self, witness: Witness) -> bool:
+        """Whether it was a witness until now, while the test goes on; it is no more."""
+        there = witness in self.witnesses
+        if there:
+            self.witnesses.remove(witness)
+        return there
+
     def runs(self, compute: Runs) -> None:
         """The test has a compute."""
         if self._open:

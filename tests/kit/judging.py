@@ -12,16 +12,13 @@ from typing import Any
 import pytest
 
 from tests.kit.commands import Control
-from tests.kit.history import Verdict, judge
+from tests.kit.history import judge
 from tests.kit.hypervisor import Hypervisor
 from tests.kit.journal import JOURNAL, Witness
 from tests.kit.lab import Lab
-from tests.kit.servers import until
-from tests.kit.witness import Compacted, Watched
+from tests.kit.witness import Compacted, Watched, judged
 
 PARTS = {'scenario', 'faults'}
-SOON = 20.0
-"""Seconds until what is in work at a test's end has come to its end."""
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -52,22 +49,6 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
         return result
     finally:
         JOURNAL.end()
-
-
-def judged(watched: Watched) -> None:
-    """Return once nothing is to be said of its history; AssertionError with what is."""
-    watched.mend()
-    found = [Verdict([], ['not looked'])]
-
-    def clean() -> bool:
-        found[0] = judge(watched.history())
-        return bool(found[0].never) or not found[0].still
-
-    try:
-        until(clean, SOON, 'all that was asked for has come to its end')
-    except AssertionError as error:
-        raise AssertionError('\n'.join([str(error), *found[0].still])) from None
-    assert not found[0].never, '\n'.join(['its history has:', *found[0].never, *found[0].still])
 
 
 def is_broken(watched: Watched) -> bool:

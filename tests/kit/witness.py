@@ -18,12 +18,14 @@ from pathlib import Path
 from typing import Any
 
 from tests.kit.ending import Kept
-from tests.kit.history import Change, History
+from tests.kit.history import Change, History, Verdict, judge
 from tests.kit.journal import JOURNAL
-from tests.kit.servers import Server, b64, is_stopped
+from tests.kit.servers import Server, b64, is_stopped, until
 
 Ask = Callable[[str, Mapping[str, Any]], AbstractContextManager[HTTPResponse]]
 """POSTs a JSON object to a path of etcd's gateway; the answer, to be read line by line."""
+SOON = 20.0
+"""Seconds until what is in work at a test's end has come to its end."""
 EVERYTHING = {'key': b64(b'\0'), 'range_end': b64(b'\0')}
 
 CLAIMS = """
@@ -120,6 +122,22 @@ class Watched:
             tuple(JOURNAL.asks), self._revisions.before, self._revisions.changes,
             held, capacity, away, frozenset(JOURNAL.by_hand), frozenset(JOURNAL.foreign),
         )
+
+
+def judged(watched: Watched) -> None:
+    """Return once nothing is to be said of its history; AssertionError with what is."""
+    watched.mend()
+    found = [Verdict([], ['not looked'])]
+
+    def clean() -> bool:
+        found[0] = judge(watched.history())
+        return bool(found[0].never) or not found[0].still
+
+    try:
+        until(clean, SOON, 'all that was asked for has come to its end')
+    except AssertionError as error:
+        raise AssertionError('\n'.join([str(error), *found[0].still])) from None
+    assert not found[0].never, '\n'.join(['its history has:', *found[0].never, *found[0].still])
 
 
 def claims(database: Path) -> tuple[dict[str, dict[str, dict[str, int]]], dict[str, dict[str, int]]]:
