@@ -18,7 +18,7 @@ from tests.kit.journal import JOURNAL, own
 from tests.kit.judging import is_broken
 from tests.kit.servers import Etcd, PlacementServer, b64
 from tests.kit.story import SMALL, place, reached
-from tests.kit.witness import Compacted, Revisions, claims, judged
+from tests.kit.witness import Compacted, Revisions, judged
 
 
 @pytest.fixture
@@ -62,8 +62,9 @@ def test_what_etcd_has_forgotten_is_said(own_etcd: Etcd) -> None:
 
 
 def test_claims_are_what_placement_says(own_placement: PlacementServer) -> None:
+    database = own_placement.database
     provider, idle = own_placement.make_provider(VCPU=4, DISK_GB=9), own_placement.make_provider(VCPU=2)
-    assert claims(own_placement.database) == ({}, {})
+    assert (database.allocations(), database.capacities()) == ({}, {})
     consumer = str(uuid.uuid4())
     body = {
         'allocations': {provider: {'resources': {'VCPU': 3, 'DISK_GB': 1}}},
@@ -75,13 +76,13 @@ def test_claims_are_what_placement_says(own_placement: PlacementServer) -> None:
     own_placement.call('PUT', f'/allocations/{consumer}', body)
     held = {consumer: {provider: own_placement.allocations(consumer)[provider]}}
     assert held == {consumer: {provider: {'VCPU': 3, 'DISK_GB': 1}}}
-    assert claims(own_placement.database) == (held, {provider: {'VCPU': 4, 'DISK_GB': 9}})
-    assert idle not in claims(own_placement.database)[1]
+    assert (database.allocations(), database.capacities()) == (held, {provider: {'VCPU': 4, 'DISK_GB': 9}})
+    assert idle not in database.capacities()
 
     # What is made smaller afterwards may be less than what is claimed.
-    with contextlib.closing(sqlite3.connect(own_placement.database)) as database, database:
-        database.execute("UPDATE inventories SET total = 1, updated_at = '2999-01-01' WHERE total = 4")
-    assert claims(own_placement.database) == (held, {provider: {'DISK_GB': 9}})
+    with contextlib.closing(sqlite3.connect(database.path)) as opened, opened:
+        opened.execute("UPDATE inventories SET total = 1, updated_at = '2999-01-01' WHERE total = 4")
+    assert (database.allocations(), database.capacities()) == (held, {provider: {'DISK_GB': 9}})
 
 
 @pytest.mark.usefixtures('journal')  # before the cluster
@@ -102,6 +103,7 @@ def test_a_test_is_judged_by_what_it_left(cluster: Control) -> None:
     assert is_broken(cluster.watched)
     assert [each.words for each in JOURNAL.asks] == [(SMALL,)]
     assert [each.uuid for each in JOURNAL.computes] == [compute.uuid]
+    assert JOURNAL.leave(cluster.watched)  # or it would be judged once more when it ends
 
 
 @pytest.mark.usefixtures('journal')

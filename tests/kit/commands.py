@@ -205,7 +205,7 @@ class Control:
     """Whether a test may kill or freeze the servers."""
 
     def __post_init__(self) -> None:
-        self.watched = Watched(self.etcd.ask, self.placement.database.path, started_here, self.etcd, self.placement)
+        self.watched = Watched(self.etcd.ask, self.placement.database, started_here, self.etcd, self.placement)
         self.schedule_yaml = write_config(self.directory / 'schedule.yaml', self.etcd.endpoint, self.placement.url)
         state = str(self.directory / 'state')
         self.compute_yaml = write_config(

@@ -15,7 +15,6 @@ from tests.kit.audit import audit_clean
 from tests.kit.commands import Control, Ecompute
 from tests.kit.ending import Kept, ending
 from tests.kit.servers import until
-from tests.kit.witness import claims
 
 REQUEST_LEASE = 60
 PATIENCE = 20.0
@@ -47,7 +46,8 @@ def violations(
     request keys may wait for their lease.
     """
     etcd = everything(control)
-    found = ending(etcd, *claims(control.placement.database.path), foreign)
+    database = control.placement.database
+    found = ending(etcd, database.allocations(), database.capacities(), foreign)
     for key, kept in etcd.items():
         if key.startswith('/requests/') and kept.lease:
             found += _request(control, key, kept, dead)

@@ -25,6 +25,7 @@ from ecomp.lab.network import CONTROL
 from tests.kit.audit import audit_clean
 from tests.kit.commands import Command, Result, asked
 from tests.kit.journal import JOURNAL
+from tests.kit.placement_database import PlacementDatabase
 from tests.kit.servers import TOP, until
 from tests.kit.witness import Watched, process_works
 
@@ -58,7 +59,7 @@ class Lab:
             raise
         self.facts = json.loads((self.directory / 'lab.json').read_text())
         self.hosts = [f'hv{number}' for number in range(1, hosts + 1)]
-        self.watched = Watched(self.ask, self.directory / CONTROL / 'placement.sqlite', self.works)
+        self.watched = Watched(self.ask, PlacementDatabase(self.directory / CONTROL / 'placement.sqlite'), self.works)
 
     def close(self) -> None:
         """Remove it."""

@@ -23,6 +23,13 @@ HAS = f"""SELECT resource_classes.name, {', '.join(INVENTORY)} FROM inventories
 JOIN resource_providers ON resource_providers.id = resource_provider_id
 JOIN resource_classes ON resource_classes.id = resource_class_id WHERE resource_providers.uuid = ?"""
 
+CAPACITIES = """SELECT resource_providers.uuid, resource_classes.name, CAST(total * allocation_ratio AS INTEGER)
+FROM inventories JOIN resource_providers ON resource_providers.id = resource_provider_id
+JOIN resource_classes ON resource_classes.id = resource_class_id
+WHERE COALESCE(inventories.updated_at, inventories.created_at) < (
+    SELECT MAX(allocations.created_at) FROM allocations
+    WHERE allocations.resource_provider_id = inventories.resource_provider_id
+)"""
 
 _SCHEMA: list[bytes] = []
 """An empty one, as a server of this process made it: the next need not make it anew, which is most of its start."""
@@ -69,6 +76,18 @@ class PlacementDatabase:
         with self._opened() as database:
             rows = database.execute(HAS, (provider,)).fetchall()
         return {name: dict(zip(INVENTORY, amounts, strict=True)) for name, *amounts in rows}
+
+    def capacities(self) -> dict[str, dict[str, int]]:
+        """What of each class the providers have that something was claimed of since: {provider: {class: amount}}.
+
+        What has been made smaller since may be less than what is claimed, and is left out.
+        """
+        with self._opened() as database:
+            rows = database.execute(CAPACITIES).fetchall()
+        found: dict[str, dict[str, int]] = {}
+        for provider, name, most in rows:
+            found.setdefault(provider, {})[name] = most
+        return found
 
     def _held(self, question: str, *about: str) -> dict[str, dict[str, dict[str, int]]]:
         with self._opened() as database:

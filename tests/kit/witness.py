@@ -7,19 +7,17 @@ database, for by HTTP each provider would be two requests.
 from __future__ import annotations
 
 import base64
-import contextlib
 import json
 import os
-import sqlite3
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from http.client import HTTPResponse
-from pathlib import Path
 from typing import Any
 
 from tests.kit.ending import Kept
 from tests.kit.history import Change, History, Verdict, judge
 from tests.kit.journal import JOURNAL
+from tests.kit.placement_database import PlacementDatabase
 from tests.kit.servers import Server, b64, is_stopped, until
 
 Ask = Callable[[str, Mapping[str, Any]], AbstractContextManager[HTTPResponse]]
@@ -27,18 +25,6 @@ Ask = Callable[[str, Mapping[str, Any]], AbstractContextManager[HTTPResponse]]
 SOON = 20.0
 """Seconds until what is in work at a test's end has come to its end."""
 EVERYTHING = {'key': b64(b'\0'), 'range_end': b64(b'\0')}
-
-CLAIMS = """
-SELECT a.consumer_id, p.uuid, c.name, a.used
-FROM allocations a JOIN resource_providers p ON p.id = a.resource_provider_id
-JOIN resource_classes c ON c.id = a.resource_class_id"""
-TOTALS = """
-SELECT p.uuid, c.name, CAST(i.total * i.allocation_ratio AS INTEGER)
-FROM inventories i JOIN resource_providers p ON p.id = i.resource_provider_id
-JOIN resource_classes c ON c.id = i.resource_class_id
-WHERE COALESCE(i.updated_at, i.created_at) < (
-    SELECT MAX(a.created_at) FROM allocations a WHERE a.resource_provider_id = i.resource_provider_id
-)"""
 
 
 class Compacted(Exception):
@@ -87,7 +73,7 @@ class Watched:
     """One etcd and one placement (its database), and whether the computes of this or that uuid work."""
 
     def __init__(
-        self, ask: Ask, database: Path, works: Callable[[str], bool | None], *servers: Server
+        self, ask: Ask, database: PlacementDatabase, works: Callable[[str], bool | None], *servers: Server
     ) -> None:
         self._revisions = Revisions(ask)
         self._database, self._works, self._servers = database, works, servers
@@ -111,7 +97,6 @@ class Watched:
     def history(self) -> History:
         """All of it up to now, with what the running test has done. Compacted, OSError."""
         self._revisions.read_on()
-        held, capacity = claims(self._database)
         etcd = dict(self._revisions.before)
         for each in self._revisions.changes:
             etcd[each.key] = each.kept or Kept(b'', 0)
@@ -120,7 +105,8 @@ class Watched:
         away = {each for each in computes if each not in alive or self._works(each) is False}
         return History(
             tuple(JOURNAL.asks), self._revisions.before, self._revisions.changes,
-            held, capacity, away, frozenset(JOURNAL.by_hand), frozenset(JOURNAL.foreign),
+            self._database.allocations(), self._database.capacities(), away,
+            frozenset(JOURNAL.by_hand), frozenset(JOURNAL.foreign),
         )
 
 
@@ -138,21 +124,6 @@ def judged(watched: Watched) -> None:
     except AssertionError as error:
         raise AssertionError('\n'.join([str(error), *found[0].still])) from None
     assert not found[0].never, '\n'.join(['its history has:', *found[0].never, *found[0].still])
-
-
-def claims(database: Path) -> tuple[dict[str, dict[str, dict[str, int]]], dict[str, dict[str, int]]]:
-    """What placement's database says is claimed, and what of each class the providers have that this was claimed of.
-
-    What has been made smaller since may be less than what is claimed, and is left out.
-    """
-    held: dict[str, dict[str, dict[str, int]]] = {}
-    capacity: dict[str, dict[str, int]] = {}
-    with contextlib.closing(sqlite3.connect(f'file:{database}?mode=ro', uri=True, timeout=60)) as opened:
-        for consumer, provider, name, amount in opened.execute(CLAIMS):
-            held.setdefault(consumer, {}).setdefault(provider, {})[name] = amount
-        for provider, name, most in opened.execute(TOTALS):
-            capacity.setdefault(provider, {})[name] = most
-    return held, capacity
 
 
 def started_here(compute: str) -> bool | None:
