@@ -103,6 +103,8 @@ def create(
             # The room that is missing may be what an earlier eschedule of this uuid claimed and left.
             earlier += wanted.instances
             placed = placer.take_over(left_behind(placement, wanted, alive, terms.group))
+            if len(placed) < wanted.minimum:
+                offer = look_again()  # it may have been released since placement was asked, and be free by now
         while True:
             try:
                 placed = placer.place(offer, terms, placed)

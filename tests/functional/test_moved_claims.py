@@ -188,6 +188,17 @@ def test_no_room_beside_another_eschedule_of_the_same_uuid_is_not_called_so(clou
     assert cloud.server.consumers(compute).keys() == {wanted.instance}
 
 
+def test_what_an_earlier_one_releases_once_placement_was_asked_is_room(cloud: Cloud) -> None:
+    compute = cloud.compute(**ROOM_FOR_ONE)
+    wanted = cloud.wanted(compute)
+    ledger.claim(cloud.placement, wanted.instance, {compute: SMALL}, 'a-user', 'a-project')
+    offer = ledger.candidates(cloud.placement, wanted.query)
+    assert offer.candidates == []
+    assert ledger.release(cloud.placement, wanted.instance, ledger.consumer(cloud.placement, wanted.instance))
+    assert cloud.create(wanted, resume=True, offer=offer) == Delivered(compute)
+    cloud.is_whole(compute, wanted)
+
+
 def test_the_claim_keeper_leaves_what_was_taken_over_while_it_looked(cloud: Cloud, between: Between) -> None:
     """A4"""
     compute = cloud.compute()
