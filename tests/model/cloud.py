@@ -180,7 +180,7 @@ class Cloud:
 
     def abandons(self, name: str, instance: str, request: str) -> Actor:
         """An eschedule that could not deliver, and undoes its claim: its request key has ended."""
-        return self.act(name, lambda: abandon(ModelStore(self.etcd), self.placement, instance, request, -1))
+        return self.act(name, lambda: abandon(ModelStore(self.etcd), self.placement, [instance], request, -1))
 
     def destroys(self, name: str, instance: str) -> Actor:
         """`eschedule destroy`."""

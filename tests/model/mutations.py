@@ -77,7 +77,7 @@ MUTATIONS = {
         ('late_release_ample',),
     ),
     'a claim is not moved far enough': Mutation(
-        'ecomp.scheduler.create', 'ABOVE if resume else 0', '0', ('late_release', 'one_uuid_twice', 'killed_and_again')
+        'ecomp.scheduler.create', 'ABOVE if resume else 0', '0', ('late_releases',)
     ),
     'a consumer that was left empty is a conflict': Mutation(
         'ecomp.placement.claiming', 'generations = dict.fromkeys(wanted, 0)', 'raise error', ('orphan_consumer',)

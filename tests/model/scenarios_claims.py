@@ -44,6 +44,24 @@ def release_beside_resume(cloud: Cloud) -> None:
     late_release_ample(cloud)
 
 
+def late_releases(cloud: Cloud) -> None:
+    """Two late releases of one claim, so that placement may count from 1 again between them; the same --uuid."""
+    cloud.host(A)
+    cloud.claimed(U, A)
+    for number in (1, 2):
+        cloud.abandons(f'eschedule {number}', U, U)
+    cloud.creates('eschedule 3', U, resume=True)
+
+
+def late_releases_of_the_last(cloud: Cloud) -> None:
+    """The same with room for one alone."""
+    cloud.host(A, room=1)
+    cloud.claimed(U, A)
+    for number in (1, 2):
+        cloud.abandons(f'eschedule {number}', U, U)
+    cloud.creates('eschedule 3', U, resume=True)
+
+
 def lost_delivery(cloud: Cloud) -> None:
     """An eschedule's delivery may have no answer, and it may be asked again beside it."""
     cloud.host(A)
@@ -173,6 +191,8 @@ SCENARIOS = [
     Scenario(late_release, Bounds(2, 0)),
     Scenario(late_release_ample, LOST),
     Scenario(release_beside_resume, Bounds(2, 0)),
+    Scenario(late_releases, Bounds(2, 0)),
+    Scenario(late_releases_of_the_last, Bounds(2, 0)),
     Scenario(lost_delivery, Bounds(2, 2, answers=1, expiries=1)),
     Scenario(late_delivery, Bounds(2, 1, late=1)),
     Scenario(unconfirmed, SHAKY),
