@@ -20,6 +20,7 @@ from ecomp.placement import providers
 from ecomp.placement.claiming import claim, in_short
 from ecomp.placement.client import Placement
 from ecomp.store.client import Store
+from ecomp.store.requests import being_taken
 
 log = logging.getLogger(__name__)
 
@@ -92,6 +93,8 @@ def halves(wanted: Mapping[str, Candidate]) -> tuple[dict[str, Candidate], dict[
 def abandon(store: Store, placement: Placement, instances: Iterable[str], request: str, revision: int) -> bool:
     """Release what the instances hold, but for those that somebody else is at or that were delivered; True if all.
 
+    A compute that is taking one out of a queue, where it was put by the same uuid, is somebody else.
+
     `request` is the uuid of their request key, `revision` that of the key when it was ours. Who is at them is asked
     once the generations are read (rule 11): a second eschedule of the same uuid writes /requests first and claims
     after, so either its key is seen here, or its claim moves a generation read here before.
@@ -101,10 +104,12 @@ def abandon(store: Store, placement: Placement, instances: Iterable[str], reques
         at_it = store.get(keys.request(request))
         if at_it is not None and at_it.revision != revision:
             return holding
+        taken = being_taken(store)
         return [
             instance
             for instance, held in holding.items()
-            if store.get(keys.instance(instance)) is not None
+            if instance in taken
+            or store.get(keys.instance(instance)) is not None
             or any(store.get(keys.host(provider, instance)) is not None for provider in held.allocations)
         ]
 

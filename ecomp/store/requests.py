@@ -39,6 +39,12 @@ def in_requests(snapshot: Snapshot) -> set[str]:
     return {instance for key, entry in snapshot.entries.items() for instance in announced(key, entry.value)}
 
 
+def being_taken(store: Store) -> set[str]:
+    """The waiting instances that a compute has marked: one that marks it after this claims after this, too."""
+    waiting = store.snapshot(keys.QUEUES, keys_only=True).entries
+    return {keys.in_queue(key) for key in waiting if key.endswith(keys.TAKER)}
+
+
 def in_line(snapshot: Snapshot, revision: int) -> tuple[int, int]:
     """How many instances are being placed by those whose request key is older than this revision, and is newer."""
 

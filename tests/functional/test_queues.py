@@ -18,6 +18,7 @@ from ecomp.model.pull import Place
 from ecomp.model.queue import Waiting, mark_to_json
 from ecomp.placement import allocations as ledger
 from ecomp.placement.client import Placement
+from ecomp.scheduler.claim import abandon
 from ecomp.scheduler.destroy import destroy
 from ecomp.scheduler.enqueue import enqueue
 from ecomp.scheduler.find import find
@@ -410,3 +411,26 @@ def test_a_mark_and_what_waits_stand_behind_a_claim(cloud: Cloud, flavor: Flavor
     for now in (4 * APART, 5 * APART):
         keeper.look([], now)
     assert cloud.server.allocations(instance) == {}
+
+
+def test_who_undoes_a_claim_leaves_that_of_a_taker_of_the_same_uuid(cloud: Cloud, flavor: Flavor) -> None:
+    """An eschedule without --queue was overtaken at its uuid by one with it, and a compute is taking what waits."""
+    compute, found = cloud.compute(), queued(cloud, flavor)
+    instance = found.waiting.instance
+    undone: list[bool] = []
+
+    def meanwhile() -> str:  # claimed, and not yet moved
+        undone.append(abandon(cloud.store, cloud.placement, [instance], instance, 1))
+        return 'now'
+
+    assert taker(cloud, compute, now=meanwhile).take(found)
+    assert undone == [False]
+    is_taken(cloud, compute, found.waiting)
+
+
+def test_who_undoes_a_claim_releases_it_though_its_uuid_waits(cloud: Cloud, flavor: Flavor) -> None:
+    compute, found = cloud.compute(), queued(cloud, flavor)
+    instance = found.waiting.instance
+    ledger.claim(cloud.placement, instance, {compute: SMALL}, 'a-user', 'a-project')
+    assert abandon(cloud.store, cloud.placement, [instance], instance, 1)
+    waits(cloud, found.waiting)

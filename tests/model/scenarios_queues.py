@@ -39,6 +39,14 @@ def queued_and_direct(cloud: Cloud) -> None:
     cloud.works(A, 'taking', host.rounds(1, host.hear_queues, host.pull))
 
 
+def overtaken_by_a_queue(cloud: Cloud) -> None:
+    """What waits is taken while an eschedule that was overtaken at its uuid undoes its claim."""
+    cloud.host(A)
+    cloud.claimed(U, A)
+    cloud.takes(A, cloud.waiting(U))
+    cloud.abandons('eschedule', U, U)
+
+
 def queue_orphan_consumer(cloud: Cloud) -> None:
     """placement ends between its two transactions while a waiting request is claimed."""
     cloud.host(A)
@@ -149,6 +157,7 @@ SCENARIOS = [
     Scenario(two_takers, Bounds(2, 2, kills=1, requests=1, answers=1, expiries=1)),
     Scenario(taken_and_destroyed, SHAKY),
     Scenario(queued_and_direct, SHAKY),
+    Scenario(overtaken_by_a_queue, SHAKY),
     Scenario(queue_orphan_consumer, Bounds(1, 2, halves=1, kills=1)),
     Scenario(restarted_taker, Bounds(2, 0)),
     Scenario(apart_and_cancelled, Bounds(2, 0)),
