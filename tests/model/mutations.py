@@ -51,6 +51,9 @@ MUTATIONS = {
         'or not held.allocations',
         ('lost_delivery', 'one_uuid_twice'),
     ),
+    'abandon does not ask who is being taken': Mutation(
+        'ecomp.scheduler.claim', 'if instance in taken\n', 'if not held.allocations\n', ('overtaken_by_a_queue',)
+    ),
     'what is released is read once more': Mutation(
         'ecomp.placement.allocations',
         '(each not in kept and release(placement, each, found))',
@@ -174,10 +177,11 @@ MUTATIONS = {
         'ecomp.agent.claims', 'if now - when >= APART}', 'if now >= when}', ('foreign_claim',)
     ),
     'the keeper does not ask who is at it': Mutation(
-        'ecomp.agent.claims', ' - set(guests) - set(at_it)', ' - set(guests)', ('foreign_claim',)
+        'ecomp.agent.claims', ' - set(guests) - set(at_it)', ' - set(guests)', ('claim_of_the_dead',)
     ),
     'the keeper does not look for requests': Mutation(
-        'ecomp.agent.claims', 'set(held) - set(wished) - set(guests)', 'set(held) - set(guests)', ('foreign_claim',)
+        'ecomp.agent.claims', 'set(held) - set(wished) - set(guests)', 'set(held) - set(guests)',
+        ('claim_of_a_removed_request',),
     ),
     'a start does not ask what has ended': Mutation(
         'ecomp.agent.ends', 'memory.ended(instance)', 'pass', ('built_and_destroyed',)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 
 from ecomp.errors import Conflict, EcompError, NoCapacity, NotFound, Unreachable
 from ecomp.model import keys
+from ecomp.model.record import ERROR, GONE
 from ecomp.scheduler.destroy import destroy
+from ecomp.scheduler.wanted import Wanted
 from tests.model.cloud import Cloud
 from tests.model.compute import Compute
 from tests.model.properties import violations
@@ -89,8 +92,9 @@ def ask_again(cloud: Cloud) -> list[str]:
         name = cloud.world.names.get(command.wanted.instance, command.wanted.instance)
         try:
             cloud.create(command.wanted, resume=True)
-        except Conflict:
-            continue  # it ended, or is being destroyed
+        except Conflict as error:
+            if not has_past(cloud, command.wanted):
+                wrong.append(f'{name}: asked for again with --uuid, and refused for no reason that lasts: {error}')
         except NoCapacity as error:
             if cloud.is_ample:
                 wrong.append(f'{name}: asked for again with --uuid, there is "no capacity", with room for it: {error}')
@@ -100,6 +104,22 @@ def ask_again(cloud: Cloud) -> list[str]:
         with suppress(Conflict, NotFound):  # it says why not, or all of it was done
             again()
     return wrong
+
+
+def has_past(cloud: Cloud, wanted: Wanted) -> bool:
+    """Whether who asks for it again is refused for a reason: it ended, ends or waits, or its name is another's."""
+    entries = cloud.etcd.entries
+    instance, name = wanted.instance, entries.get(keys.name(wanted.name or ''))
+    if name is not None and instance.encode() not in name.value:
+        return True
+    record = entries.get(keys.instance(instance))
+    if record is not None and json.loads(record.value)['state'] in (GONE, ERROR):
+        return True
+    there = [each for key, each in entries.items() if key.endswith(f'/{instance}')]
+    waits = any(each.key.startswith(keys.QUEUES) for each in there)
+    return waits or any(
+        each.key.startswith(keys.HOSTS) and not json.loads(each.value)['allocations'] for each in there
+    )
 
 
 def to_be_repeated(cloud: Cloud) -> list[Callable[[], object]]:

@@ -5,15 +5,23 @@ from __future__ import annotations
 from ecomp.errors import Conflict
 from ecomp.model import keys
 from ecomp.placement import allocations as ledger
+from ecomp.store.client import Delete
 from tests.model.acting import SHAKY, Bounds
 from tests.model.cloud import A, B, Cloud, S, U, V
+from tests.model.etcd import ModelStore
 from tests.model.explorer import Check, Scenario
 
 
-def orphan_consumer(cloud: Cloud) -> None:
+def orphan_consumer(cloud: Cloud) -> Check:
     """placement ends between its two transactions of a claim, and the same command is given again, with --uuid."""
     cloud.host(A)
-    cloud.creates('eschedule 1', U, resume=True)
+    command = cloud.creates('eschedule 1', U, resume=True)
+
+    def check() -> list[str]:
+        refused = isinstance(command.outcome, Conflict)
+        return [f'refused, and nobody else is at it: {command.outcome}'] if refused else []
+
+    return check
 
 
 def orphan_consumer_taken_over(cloud: Cloud) -> None:
@@ -184,6 +192,35 @@ def foreign_claim(cloud: Cloud) -> Check:
     return check
 
 
+def claim_of_the_dead(cloud: Cloud) -> Check:
+    """Whoever is at a claim dies while the keeper looks: released after two looks that saw nobody, a minute apart."""
+    host = cloud.host(A)
+    cloud.claimed(U, A)
+    cloud.announced(U)
+    lease = cloud.etcd.entries[keys.request(U)].lease
+    cloud.works(A, 'looking at claims', host.rounds(3, host.keep_claims))
+    cloud.act('the lease of the dead', lambda: ModelStore(cloud.etcd).revoke(lease), mortal=False)
+    return lambda: _released_early(cloud, 'the lease of the dead')
+
+
+def claim_of_a_removed_request(cloud: Cloud) -> Check:
+    """The same of a request that somebody removes by hand before it is built."""
+    host = cloud.host(A)
+    cloud.delivered(U, A)
+    cloud.works(A, 'looking at claims', host.rounds(3, host.keep_claims))
+    by_hand = ModelStore(cloud.etcd)
+    cloud.act('somebody', lambda: by_hand.commit([], [Delete(keys.host(A, U))]), mortal=False)
+    return lambda: _released_early(cloud, 'somebody')
+
+
+def _released_early(cloud: Cloud, who: str) -> list[str]:
+    """Whether the keeper released a claim less than a minute after somebody stood behind it."""
+    told = [step.fate if step.call is None else step.actor for step in cloud.world.steps]
+    end = next((number for number, each in enumerate(told) if each.startswith(who)), len(told))
+    early = U not in cloud.model.held and 'a minute passes' not in told[end:]
+    return ['its claim is released, and within the last minute somebody stood behind it'] if early else []
+
+
 LOST = Bounds(2, 1, requests=1, answers=1)
 SCENARIOS = [
     Scenario(orphan_consumer, Bounds(1, 2, halves=1, kills=1)),
@@ -205,4 +242,6 @@ SCENARIOS = [
     Scenario(killed_and_again, Bounds(2, 2, kills=1, expiries=1, minutes=1)),
     Scenario(interrupted, Bounds(2, 1, interrupts=1)),
     Scenario(foreign_claim, Bounds(2, 2, minutes=2)),
+    Scenario(claim_of_the_dead, Bounds(2, 2, minutes=2)),
+    Scenario(claim_of_a_removed_request, Bounds(2, 2, minutes=2)),
 ]
