@@ -199,13 +199,17 @@ class Puller:
             self._changed_here = False
         if self._tidy:
             held = ledger.of_provider(self._placement, self._compute)
-            for each in backlog.places.values():
-                instance = each.waiting.instance
-                if instance in held and self._taker.let_go(instance):
-                    log.info('released the claim of %s, which waits in its queue again', instance)
             # One that another is at is that one's to move; it may also give it back as it is.
             theirs = [marks for whose, marks in backlog.marks.items() if whose != self._compute]
             self._tidy = any(keys.last(key) in held for marks in theirs for key in marks)
+            for each in backlog.places.values():
+                instance = each.waiting.instance
+                if instance not in held:
+                    continue
+                if self._taker.clear_up(each):
+                    log.info('released the claim of %s, which waits in its queue again', instance)
+                else:
+                    self._tidy = True
         found = look(self._placement, self._compute, True, traits=True, aggregates=False) or Provider(self._compute)
         if found != self._room:
             self._room, self._takes = found, {}

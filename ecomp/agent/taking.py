@@ -2,7 +2,8 @@
 
 The mark is on our lease, and the move compares it: whoever was frozen for longer than its lease moves nothing. So a
 claim that is left of somebody's dead attempt is moved by the next taker (rule 3), or released by
-the compute it is on.
+the compute it is on. Both do so while they have the mark: placement counts a claim's generation from 1 again once it
+was released, so one that is late could meet its number at the next but one taker's claim.
 """
 
 from __future__ import annotations
@@ -47,29 +48,47 @@ class Taker:
         `marked` is the revision of our own mark, if an earlier attempt left one; `still_fits` is asked once there is a
         mark. Errors: NoCapacity (placement has no room here), PlacementRefusal (it takes no such claim), Unreachable,
         Conflict, GenerationConflict: it waits again, and what may be claimed for it is moved by its next taker, or
-        released by let_go().
+        released by clear_up().
         """
         waiting = place.waiting
         mark = self._mark(place, marked)
         if mark is None:
             return False
         failpoint('marked')
+        moved = False
         try:
             if not still_fits():
                 raise Conflict(f'{waiting.instance}: does not fit here any more')
             self._claim(waiting, mark)
             failpoint('taken')
-            if self._move(place, mark):
-                failpoint('moved')
-                return True
+            moved, mark = self._move(place, mark)
         except Conflict as error:
             log.debug('%s', error)
         except EcompError:
             self._give_back_if_possible(waiting.key, mark)
             raise
-        self._give_back_if_possible(waiting.key, mark)
-        self.let_go(waiting.instance)
+        if moved:
+            failpoint('moved')
+            return True
+        try:
+            self.let_go(waiting.instance)
+        finally:
+            self._give_back_if_possible(waiting.key, mark)
         return False
+
+    def clear_up(self, place: Place) -> bool:
+        """Release what a dead attempt of ours claimed for one that waits; False if somebody is at it, or it is gone.
+
+        Errors: Unreachable and its like; it is done then, or can be done again.
+        """
+        mark = self._mark(place, 0, is_taken=False)
+        if mark is None:
+            return False
+        try:
+            self.let_go(place.waiting.instance)
+        finally:
+            self._give_back_if_possible(place.waiting.key, mark)
+        return True
 
     def refuse(self, place: Place, reason: str) -> bool:
         """End one in error that no compute can take, with the reason; False if somebody is at it, or it is not there.
@@ -102,13 +121,16 @@ class Taker:
             return False
         return ledger.release(self._placement, instance, held)
 
-    def _mark(self, place: Place, marked: int) -> int | None:
-        """Put our mark; its revision, None if the request is not there any more or somebody else has marked it."""
+    def _mark(self, place: Place, marked: int, is_taken: bool = True) -> int | None:
+        """Put our mark; its revision, None if the request is not there any more or somebody else has marked it.
+
+        `is_taken` False: not to take it.
+        """
         queue_key, lease = place.waiting.key, self._lease()
         key = keys.taker(queue_key)
-        # Of a flavor that is not there nobody takes.
-        there = Exists(keys.flavor(place.waiting.flavor.name))
-        conditions = (Unchanged(queue_key, place.revision), Unchanged(key, marked), there)
+        conditions: list[Unchanged | Exists] = [Unchanged(queue_key, place.revision), Unchanged(key, marked)]
+        if is_taken:  # of a flavor that is not there nobody takes
+            conditions.append(Exists(keys.flavor(place.waiting.flavor.name)))
         try:
             return self._store.commit(conditions, [Put(key, mark_to_json(self._compute), lease)])
         except UnknownOutcome:
@@ -127,8 +149,8 @@ class Taker:
         wanted = {waiting.instance: {self._compute: waiting.flavor.resources}}
         claim(self._placement, wanted, waiting.user_id, waiting.project_id, check)
 
-    def _move(self, place: Place, mark: int) -> bool:
-        """Deliver it to ourselves, once: True when it is, False when it is known that it is not."""
+    def _move(self, place: Place, mark: int) -> tuple[bool, int]:
+        """Deliver it to ourselves, once: True when it is, False when it is known that it is not; and our mark then."""
         waiting = place.waiting
         queue_key, instance = waiting.key, waiting.instance
         mark_key, host_key = keys.taker(queue_key), keys.host(self._compute, instance)
@@ -139,19 +161,23 @@ class Taker:
         request = to_json(waiting.request(self._compute, self._now()))
         operations: list[Put | Delete] = [Delete(queue_key), Delete(mark_key), Put(host_key, request)]
         try:
-            return commit_with(
+            written = commit_with(
                 self._store,
                 conditions,
                 operations,
                 lambda: joined(self._store, waiting.group, {instance: self._compute}),
-            ) is not None
+            )
+            return written is not None, mark
         except Excluded as error:
             raise Conflict(f'{instance}: its group allows it here no more') from error
         except UnknownOutcome:
-            # A move that is still on its way could land after a mere look: without its mark it cannot.
+            # A move that is still on its way could land after a mere look: without its mark as it was it cannot.
+            again = self._mark(place, mark, is_taken=False)
+            if again is not None:
+                return False, again
             if self.give_back(queue_key, mark):
-                return False
-            return self._store.get(host_key) is not None
+                return False, mark
+            return self._store.get(host_key) is not None, mark
 
     def _give_back_if_possible(self, queue_key: str, mark: int) -> None:
         try:

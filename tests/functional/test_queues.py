@@ -367,6 +367,50 @@ def test_taken_in_the_middle_of_being_cancelled(cloud: Cloud, flavor: Flavor) ->
     assert cloud.delivered(compute, found.waiting.instance).is_tombstone
 
 
+class Interrupted(Placement):
+    """Placement, where somebody else acts just before a release."""
+
+    def __init__(self, url: str, act: Callable[[], object]) -> None:
+        super().__init__(url)
+        self.act = act
+
+    def write(self, method: str, path: str, body: dict[str, Any] | None) -> None:
+        if body is not None and body.get('allocations') == {}:
+            self.act()
+        super().write(method, path, body)
+
+
+def test_nobody_else_takes_while_a_dead_attempt_is_cleared_up(cloud: Cloud, flavor: Flavor) -> None:
+    """Else one of two who do could have the claim's number, which begins anew, and lose it to this release."""
+    here, there, found = cloud.compute(), cloud.compute(), queued(cloud, flavor)
+    ledger.claim(cloud.placement, found.waiting.instance, {here: SMALL}, 'a-user', 'a-project')
+    taken: list[bool] = []
+    slow = Interrupted(cloud.server.url, lambda: taken.append(taker(cloud, there).take(found)))
+    assert taker(cloud, here, placement=slow).clear_up(found)
+    assert taken == [False]
+    waits(cloud, found.waiting)
+
+
+def test_nobody_else_takes_while_a_taker_gives_up(cloud: Cloud, flavor: Flavor) -> None:
+    """Its move never arrives. The same."""
+    here, there, found = cloud.compute(), cloud.compute(), queued(cloud, flavor)
+
+    class Lossy(Store):
+        def __init__(self) -> None:
+            self.__dict__.update(cloud.store.__dict__)
+
+        def commit(self, conditions: Any, operations: Any, fenced: bool = True) -> int | None:
+            if any(each.key.startswith(keys.HOSTS) for each in operations):
+                raise UnknownOutcome('lost', 'etcd')
+            return super().commit(conditions, operations, fenced)
+
+    taken: list[bool] = []
+    slow = Interrupted(cloud.server.url, lambda: taken.append(taker(cloud, there).take(found)))
+    assert not taker(cloud, here, store=Lossy(), placement=slow).take(found)
+    assert taken == [False]
+    waits(cloud, found.waiting)
+
+
 def test_what_is_delivered_here_is_not_let_go(cloud: Cloud, flavor: Flavor) -> None:
     compute, found = cloud.compute(), queued(cloud, flavor)
     mine = taker(cloud, compute)
