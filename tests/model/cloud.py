@@ -55,11 +55,11 @@ def name_uuid(number: int) -> str:
     return str(uuid.UUID(int=number << 100, version=4))
 
 
-A, B = name_uuid(1), name_uuid(2)
-"""Two computes."""
+A, B, C = name_uuid(1), name_uuid(2), name_uuid(6)
+"""Three computes."""
 U, V, W, S = name_uuid(3), name_uuid(4), name_uuid(5), name_uuid(9)
 """Three instances, and a set."""
-NAMES = {A: 'A', B: 'B', U: 'U', V: 'V', W: 'W', S: 'S'} | {
+NAMES = {A: 'A', B: 'B', C: 'C', U: 'U', V: 'V', W: 'W', S: 'S'} | {
     str(uuid.uuid5(uuid.UUID(S), str(number))): f'S{number}' for number in (1, 2, 3)
 }
 

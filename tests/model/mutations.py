@@ -123,6 +123,21 @@ MUTATIONS = {
         'ecomp.agent.taking', '[Put(key, mark_to_json(self._compute), lease)]',
         '[Put(key, mark_to_json(self._compute))]', ('dead_taker',),
     ),
+    'what a dead attempt claimed is released without a mark': Mutation(
+        'ecomp.agent.taking', 'mark = self._mark(place, 0, is_taken=False)', 'mark: int | None = 0', ('late_let_go',)
+    ),
+    'a taker releases after it gave back': Mutation(
+        'ecomp.agent.taking',
+        '''        try:
+            self.let_go(waiting.instance)
+        finally:
+            self._give_back_if_possible(waiting.key, mark)
+        return False''',
+        '''        self._give_back_if_possible(waiting.key, mark)
+        self.let_go(waiting.instance)
+        return False''',
+        ('three_takers',),
+    ),
     'a compute builds what placement does not confirm': Mutation(
         'ecomp.agent.instances',
         '        if differs:\n            self._fail(record, revision',

@@ -6,7 +6,7 @@ from ecomp.model import keys
 from ecomp.model.group import Membership
 from ecomp.store.client import Delete
 from tests.model.acting import SHAKY, Bounds
-from tests.model.cloud import A, B, Cloud, U, V
+from tests.model.cloud import A, B, C, Cloud, U, V
 from tests.model.etcd import ModelStore
 from tests.model.explorer import Check, Scenario
 
@@ -140,6 +140,26 @@ def late_move(cloud: Cloud) -> None:
         cloud.takes(each, place)
 
 
+def late_let_go(cloud: Cloud) -> None:
+    """A compute releases late what its dead attempt claimed; another one takes over and may lose it, and a third."""
+    for each in (A, B, C):
+        cloud.host(each)
+    place = cloud.waiting(U)
+    cloud.claimed(U, A)
+    cloud.works(A, 'clearing up', lambda: cloud.computes[A].taker.clear_up(place))
+    for each in (B, C):
+        cloud.takes(each, place)
+
+
+def three_takers(cloud: Cloud) -> None:
+    """Three computes at one waiting request, of which two may lose what they send."""
+    for each in (A, B, C):
+        cloud.host(each)
+    place = cloud.waiting(U)
+    for each in (A, B, C):
+        cloud.takes(each, place)
+
+
 def flavor_removed(cloud: Cloud) -> None:
     """A flavor goes while what waits for it is taken, and comes back."""
     cloud.host(A)
@@ -165,5 +185,7 @@ SCENARIOS = [
     Scenario(frozen_taker, Bounds(2, 2, expiries=1, answers=1)),
     Scenario(dead_taker, Bounds(1, 1, kills=1)),
     Scenario(late_move, Bounds(2, 1, late=1)),
+    Scenario(late_let_go, Bounds(2, 1, requests=1)),
+    Scenario(three_takers, Bounds(1, 2, requests=2)),
     Scenario(flavor_removed, SHAKY),
 ]
