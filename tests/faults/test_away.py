@@ -162,7 +162,7 @@ def test_etcd_lost_at_the_delivery(own_control: Control, arrived: bool) -> None:
         else:
             proxy.lose_request(key.encode(), and_stay_away=True)
         result = eschedule(config, SMALL, '--uuid', instance, timeout=ETCD_SECONDS)
-        assert proxy.lost.is_set()
+        assert proxy.has_lost
     not_known = f'whether {instance} was delivered is not known', f'the same command with --uuid {instance}'
     one_line(result, 7, f'etcd at {proxy.address} cannot be reached', *not_known)
     assert result.stdout == ''
@@ -256,7 +256,7 @@ def test_etcd_lost_at_the_tombstone(own_control: Control, arrived: bool) -> None
         else:
             proxy.lose_request(pattern, and_stay_away=True)
         result = eschedule(config, 'destroy', instance, timeout=ETCD_SECONDS)
-        assert proxy.lost.is_set()
+        assert proxy.has_lost
     not_known = f'whether the destroy of {instance} is accepted is not known', 'the same command again'
     one_line(result, 7, f'etcd at {proxy.address} cannot be reached', *not_known)
     assert applied() is arrived

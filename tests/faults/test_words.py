@@ -7,6 +7,7 @@ here is everything else, and what is left behind.
 from __future__ import annotations
 
 import os
+import time
 import uuid
 from contextlib import redirect_stderr, redirect_stdout
 from io import StringIO
@@ -20,6 +21,7 @@ from ecomp import schedule
 from ecomp.scheduler.forms import FORMS
 from tests.kit.commands import Control, Result, run, write_config
 from tests.kit.invariants import allocations, check, everything
+from tests.kit.journal import JOURNAL
 from tests.kit.servers import free_port
 from tests.kit.story import NOBODY, SMALL, notified, one_line
 
@@ -38,12 +40,13 @@ OPTION_VALUES = st.tuples(st.sampled_from([*OPTIONS[:3], *OPTIONS[-3:]]), WORDS)
 
 def called(*words: str) -> Result:
     """eschedule in this process; what it prints stays in its streams, whatever it is."""
-    out, err = StringIO(), StringIO()
+    out, err, began = StringIO(), StringIO(), time.monotonic()
     with redirect_stdout(out), redirect_stderr(err):
         try:
             code = schedule.main(words)
         except SystemExit as ended:  # --help and --version, as argparse ends them
             code = int(ended.code or 0)
+    JOURNAL.ended(words, code, (out.getvalue(), err.getvalue()), began, os.getpid())
     return Result(code, out.getvalue(), err.getvalue())
 
 

@@ -94,7 +94,7 @@ def test_a_lost_answer_is_read_back(placement: PlacementServer) -> None:
     with Proxy(placement.port) as proxy, connected(f'http://{proxy.address}') as client:
         proxy.lose_answer(b'DELETE', gone)
         assert providers.delete(client, provider)
-        assert proxy.lost.is_set()
+        assert proxy.has_lost
 
 
 def test_a_lost_request_is_asked_again_and_if_lost_again_said(placement: PlacementServer) -> None:

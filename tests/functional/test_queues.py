@@ -107,7 +107,7 @@ def test_queued_once_though_the_request_or_its_answer_is_lost(
         with pytest.raises(EcompError, match='not queued'):
             put(cloud, waiting, resume, shaky_store)
         assert put(cloud, waiting, resume=True)
-    assert etcd_proxy.lost.is_set()
+    assert etcd_proxy.has_lost
     waits(cloud, waiting)
 
 
@@ -212,7 +212,7 @@ def test_a_mark_or_a_move_that_is_lost_or_its_answer(
     key = {'mark': keys.taker(found.waiting.key), 'move': keys.host(compute, found.waiting.instance)}[which]
     etcd_proxy.lose(key.encode(), (lambda: cloud.etcd.get(key)) if arrives else None)
     assert taker(cloud, compute, store=shaky_store).take(found) is arrives
-    assert etcd_proxy.lost.is_set()
+    assert etcd_proxy.has_lost
     if arrives:
         is_taken(cloud, compute, found.waiting)
     else:
@@ -244,7 +244,7 @@ def test_a_claim_that_is_lost_or_its_answer(
     put_it = f'PUT /allocations/{found.waiting.instance}'.encode()
     placement_proxy.lose(put_it, (lambda: cloud.server.allocations(found.waiting.instance)) if arrives else None)
     assert taker(cloud, compute, placement=shaky_placement).take(found)
-    assert placement_proxy.lost.is_set()
+    assert placement_proxy.has_lost
     is_taken(cloud, compute, found.waiting)
 
 

@@ -142,7 +142,7 @@ def test_a_destroy_that_is_lost_or_whose_answer_is(
     else:
         etcd_proxy.lose_request(pattern)
     answer = destroy(shaky_store, wanted.instance)
-    assert etcd_proxy.lost.is_set()
+    assert etcd_proxy.has_lost
     assert ('already' in answer) is arrives
     assert cloud.delivered(compute, wanted.instance).is_tombstone
 

@@ -27,7 +27,7 @@ def test_a_delivery_whose_answer_is_lost_was_one(cloud: Cloud, etcd_proxy: Proxy
     host_key = keys.host(compute, wanted.instance)
     etcd_proxy.lose_answer(host_key.encode(), lambda: cloud.etcd.get(host_key))
     assert cloud.create(wanted, store=shaky_store) == Delivered(compute)
-    assert etcd_proxy.lost.is_set()
+    assert etcd_proxy.has_lost
     cloud.is_whole(compute, wanted)
 
 
@@ -37,7 +37,7 @@ def test_a_delivery_that_is_lost_is_undone(cloud: Cloud, etcd_proxy: Proxy, shak
     etcd_proxy.lose_request(keys.host(compute, wanted.instance).encode())
     with pytest.raises(EcompError):
         cloud.create(wanted, store=shaky_store)
-    assert etcd_proxy.lost.is_set()
+    assert etcd_proxy.has_lost
     cloud.has_nothing_of(wanted, compute)
 
 
@@ -75,7 +75,7 @@ def test_anothers_delivery_is_not_taken_for_the_one_that_was_lost(
     etcd_proxy.lose_request(keys.host(here, instance).encode())
     with pytest.raises(Conflict, match='not delivered'):
         cloud.create(cloud.wanted(here, instance), store=shaky_store, now=meanwhile)
-    assert etcd_proxy.lost.is_set()
+    assert etcd_proxy.has_lost
     cloud.is_whole(there, cloud.wanted(there, instance))
     assert cloud.etcd.get(keys.host(here, instance)) is None
 
@@ -92,7 +92,7 @@ def test_an_announcement_that_is_lost_or_whose_answer_is(
     else:
         etcd_proxy.lose_request(request_key.encode())
     assert cloud.create(wanted, store=shaky_store) == Delivered(compute)
-    assert etcd_proxy.lost.is_set()
+    assert etcd_proxy.has_lost
     cloud.is_whole(compute, wanted)
 
 
@@ -123,7 +123,7 @@ def test_a_claim_that_is_lost_or_whose_answer_is_ends_in_exactly_one(
     else:
         placement_proxy.lose_request(request)
     claims.Claimer(shaky_placement, 'a-user', 'a-project', lambda: True).claim({instance: {compute: SMALL}})
-    assert placement_proxy.lost.is_set()
+    assert placement_proxy.has_lost
     assert cloud.server.consumers(compute) == {instance: SMALL}
 
 

@@ -99,7 +99,7 @@ def test_an_order_that_is_lost_or_whose_answer_is(
     else:
         etcd_proxy.lose_request(stop.id.encode())
     accepted = power(shaky_store, instance, stop)
-    assert etcd_proxy.lost.is_set()
+    assert etcd_proxy.has_lost
     assert accepted.said == f'{instance}: stop accepted, {compute} carries it out'
     assert (accepted.power, cloud.delivered(compute, instance).power) == (stop, stop)
 

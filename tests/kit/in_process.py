@@ -7,6 +7,7 @@ one, the fixture `in_process`.
 from __future__ import annotations
 
 import json
+from functools import cache
 from typing import Any
 
 import requests
@@ -38,8 +39,9 @@ class InProcess(Placement):
         raise self._error(answer, AssertionError)  # type: ignore[arg-type]
 
 
+@cache
 def start() -> InProcess:
-    """A placement with nothing in it."""
+    """The one of this process."""
     from oslo_config import cfg
     from placement import conf, db_api, deploy
 

@@ -44,6 +44,11 @@ class Proxy:
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
 
+    @property
+    def has_lost(self) -> bool:
+        """Whether it has lost what it was to lose. Who was cut off may know that before the proxy has said so."""
+        return self.lost.wait(10)
+
     def lose_request(self, pattern: bytes, and_stay_away: bool = False) -> None:
         """The next request that holds `pattern` does not arrive: its connection is cut."""
         self.lose(pattern, None, and_stay_away)

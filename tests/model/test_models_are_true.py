@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 
 import pytest
 
 from ecomp.conf import EtcdConfig
 from ecomp.placement.client import Placement
 from ecomp.store.client import Delete, Fence, Put, Store, Unchanged
-from tests.kit.in_process import start
+from tests.kit.in_process import empty, start
 from tests.kit.servers import Etcd
 from tests.model.acting import Bounds
 from tests.model.alike import answer, fresh
@@ -88,10 +89,11 @@ def run_placement(client: Placement, world: World, steps: int, seed: int) -> Non
 
 
 @pytest.fixture(scope='module')
-def in_process() -> Placement:
+def in_process() -> Iterator[Placement]:
     """The real one, in this process: a server of its own would take ten times as long."""
     pytest.importorskip('placement', reason="openstack-placement is not installed: pip install '.[lab]'")
-    return start()
+    yield start()
+    empty(start())
 
 
 def test_placement_answers_as_the_model(in_process: Placement, world: World) -> None:

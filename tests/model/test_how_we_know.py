@@ -1,0 +1,38 @@
+"""The page that says how we know names tests and scenarios that are there."""
+
+from __future__ import annotations
+
+import ast
+import re
+
+import pytest
+
+from tests.kit.servers import TOP
+from tests.model.scenarios import SCENARIOS
+
+PAGE = (TOP / 'docs/explanation/how-we-know.md').read_text()
+pytestmark = pytest.mark.fast
+TESTS = re.findall(r'`(\w+/test_\w+\.py)::(test_\w+)`', PAGE)
+
+
+def test_it_names_what_holds_each_defect() -> None:
+    rows = PAGE[PAGE.index('| defect |') :].splitlines()[2:]
+    assert len(rows) > 20
+    named = re.compile(r'\| (`\w+/test_\w+\.py::test_\w+`|the scenario `\w+`) \|$')
+    assert [row for row in rows if row and not named.search(row)] == []
+
+
+@pytest.mark.parametrize(('path', 'name'), TESTS)
+def test_each_test_is_there(path: str, name: str) -> None:
+    tree = ast.parse((TOP / 'tests' / path).read_text())
+    assert name in {each.name for each in tree.body if isinstance(each, ast.FunctionDef)}
+
+
+@pytest.mark.parametrize('name', re.findall(r'the scenario `(\w+)`', PAGE))
+def test_each_scenario_is_there(name: str) -> None:
+    assert name in SCENARIOS
+
+
+@pytest.mark.parametrize('path', re.findall(r'`(tests/[\w/.]+)`', PAGE))
+def test_each_place_is_there(path: str) -> None:
+    assert (TOP / path).exists()
