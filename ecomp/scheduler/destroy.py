@@ -7,16 +7,17 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
 
-from ecomp.errors import Conflict, NotFound, UnknownOutcome, Unreachable
+from ecomp.errors import Conflict, NotFound, UnknownOutcome, Unreachable, Unreadable
 from ecomp.failpoints import failpoint
 from ecomp.model import keys
+from ecomp.model.group import Membership
 from ecomp.model.instance import Request, to_json
-from ecomp.model.record import ERROR, GONE, KEPT, timestamp
+from ecomp.model.record import ERROR, GONE, KEPT, Record, timestamp
 from ecomp.model.record import to_json as record_to_json
 from ecomp.scheduler.find import Found, living
 from ecomp.store.client import Delete, Entry, Put, Store, Unchanged
 from ecomp.store.names import Change, freed
-from ecomp.store.sharing import commit_with, ended, nothing
+from ecomp.store.sharing import commit_with, ended, group, nothing
 
 TRIES = 5
 
@@ -73,7 +74,7 @@ def _transaction(store: Store, found: Found) -> tuple[list[Unchanged], list[Put 
             stages={name: time for name, time in record.stages.items() if time},
             # A compute that has not seen the request yet is to free all of it the same.
             name=found.name,
-            group=request.group if request else None,
+            group=request.group if request else _group_of(store, record),
             left=request.resources if request else record.resources,
         )
     )
@@ -85,6 +86,15 @@ def _transaction(store: Store, found: Found) -> tuple[list[Unchanged], list[Put 
     if store.get(keys.compute(compute)) is None:
         done += ' when it is back: it is silent now'
     return unchanged, [Put(host_key, tombstone)], nothing, done
+
+
+def _group_of(store: Store, record: Record) -> Membership | None:
+    """The group of one whose request is gone, or cannot be understood; None where there is nothing to leave."""
+    try:
+        theirs = group(store, record.group)[0] if record.group else None
+    except Unreadable:
+        return None  # the audit tells of it
+    return theirs.membership if theirs is not None else None
 
 
 def _out_of_queue(

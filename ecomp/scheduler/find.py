@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ecomp.errors import EcompError, NotFound, UsageError
 from ecomp.model import keys
 from ecomp.model.instance import Invalid, Request, parse_request
 from ecomp.model.names import uuid_prefix
-from ecomp.model.record import ERROR, GONE, Record, from_json, new_record
+from ecomp.model.record import ERROR, GONE, Record, from_json, new_record, refused_record
 from ecomp.model.text import printable
 from ecomp.store.client import Entry, Store
 from ecomp.store.names import holder
@@ -157,7 +157,7 @@ def _scheduled(entry: Entry) -> Record:
     compute, instance = entry.key.split('/')[-2:]
     request = parse_request(compute, entry.key, entry.value)
     if isinstance(request, Invalid):
-        return Record(instance=instance, compute=compute, state='scheduled', image=None, fault=request.reason)
+        return replace(refused_record(compute, replace(request, instance=instance), ''), fault=request.reason)
     return new_record(compute, request, '')
 
 

@@ -11,7 +11,11 @@ import pytest
 
 from ecomp.conf import EtcdConfig
 from ecomp.errors import NotFound
+from ecomp.model import instance as requests
 from ecomp.model import keys
+from ecomp.model.group import Group, Membership
+from ecomp.model.group import to_json as group_to_json
+from ecomp.model.instance import Request, Shares
 from ecomp.model.record import ACTIVE, ERROR, GONE, Failure, Record, to_json
 from ecomp.scheduler.destroy import destroy
 from ecomp.scheduler.find import all_records, find, living
@@ -117,6 +121,24 @@ def test_a_destroy_of_a_failed_one_removes_the_record(cloud: Cloud) -> None:
     assert cloud.etcd.get(keys.host(compute, instance)) is None
     with pytest.raises(NotFound):
         destroy(cloud.store, instance)
+
+
+def test_a_destroy_of_one_that_its_compute_will_refuse_says_what_it_shared(cloud: Cloud) -> None:
+    """A newer eschedule delivered it. Its compute sees the tombstone alone."""
+    compute, instance = new(), new()
+    name, group = f'n{instance}', Group(f'g{instance}', 'anti-affinity', False, {instance: compute})
+    membership = Membership(group.name, group.policy, group.strict)
+    newer = Request(instance, {compute: SMALL}, IMAGE, 'a-user', 'a-project', 'query', {}, name, group=membership)
+    key = keys.host(compute, instance)
+    cloud.etcd.put(key, json.dumps({**json.loads(requests.to_json(newer)), 'version': 99}))
+    cloud.etcd.put(keys.group(group.name), group_to_json(group))
+    destroy(cloud.store, instance)
+    entry = cloud.store.get(key)
+    assert entry is not None
+    tombstone = requests.parse_request(compute, key, entry.value)
+    assert isinstance(tombstone, Request)
+    assert tombstone.is_tombstone
+    assert requests.shares(tombstone) == Shares(name, group.name, 'a-project', SMALL)
 
 
 def test_a_destroy_without_its_request_is_asked_for_anew(cloud: Cloud) -> None:
