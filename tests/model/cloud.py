@@ -141,17 +141,21 @@ class Cloud:
         assert written
         return written
 
-    def waiting(self, instance: str, name: str | None = None, group: Membership | None = None) -> Place:
+    def waiting(
+        self, instance: str, name: str | None = None, group: Membership | None = None, project: str = 'p'
+    ) -> Place:
         """A request that waits in the flavor's queue, as enqueue() leaves it."""
         flavor = self.flavor()
-        waiting = self.to_wait(instance, name, group)
+        waiting = self.to_wait(instance, name, group, project)
         enqueue(self.store, waiting, flavor, None, WHO, resume=False)
         return Place(self.etcd.entries[waiting.key].revision, waiting)
 
-    def to_wait(self, instance: str, name: str | None = None, group: Membership | None = None) -> Waiting:
+    def to_wait(
+        self, instance: str, name: str | None = None, group: Membership | None = None, project: str = 'p'
+    ) -> Waiting:
         """Such a request."""
         flavor = parse_flavor(FLAVOR, QUERY)
-        return Waiting(instance, flavor, IMAGE, 'u', 'p', {'requested': NOW}, name, group=group)
+        return Waiting(instance, flavor, IMAGE, 'u', project, {'requested': NOW}, name, group=group)
 
     # Who acts
 

@@ -21,10 +21,10 @@ from ecomp.agent.pulling import Puller
 from ecomp.agent.republish import republish
 from ecomp.agent.reserved import reserve_again
 from ecomp.agent.taking import Taker
-from ecomp.errors import EcompError
+from ecomp.errors import Conflict, EcompError
 from ecomp.model import keys
 from ecomp.model.digest import Digest
-from ecomp.model.guest import GuestSpec
+from ecomp.model.guest import Address, GuestSpec
 from ecomp.model.network import DEFAULT_NETWORKS
 from ecomp.model.pull import Backlog, backlog_of
 from ecomp.store.presence import Presence
@@ -46,6 +46,8 @@ class Guests(FakeHypervisor):
     def __init__(self, world: World) -> None:
         super().__init__()
         self._world = world
+        self.unheard: set[str] = set()
+        """Those of whose addresses libvirt says nothing that anybody understands."""
         world.prints.append(lambda: (tuple(self.guests().items()), tuple(self.reservations().items())))
 
     def create_disk(self, spec: GuestSpec) -> None:
@@ -65,6 +67,17 @@ class Guests(FakeHypervisor):
         self._before('deletes the disk', instance)
         super().delete_disk(instance)
 
+    def addresses(self, instance: str) -> Mapping[str, Address]:
+        """See FakeHypervisor."""
+        if instance in self.unheard:
+            raise EcompError(f'libvirt: no addresses of {instance}')
+        return super().addresses(instance)
+
+    def lose_power(self, compute: str) -> None:
+        """All are off, and nobody is told."""
+        for each in self.guests():
+            self.switch_off(each, compute)
+
     def _before(self, what: str, instance: str) -> None:
         self._world.call(Call('libvirt', (what, instance), writes=True), lambda: None)
 
@@ -81,8 +94,8 @@ class Works(Inline):
 class Compute:
     """One host. `is_dead`: it never comes back, and nobody waits for it."""
 
-    def __init__(self, uuid: str, world: World, etcd: Etcd, placement: ModelPlacement) -> None:
-        self.uuid = uuid
+    def __init__(self, uuid: str, world: World, etcd: Etcd, placement: ModelPlacement, since: str = NOW) -> None:
+        self.uuid, self.since = uuid, since
         self.world, self.etcd, self.placement = world, etcd, placement
         self.hypervisor = Guests(world)
         self.disk = Disk(world, uuid)
@@ -91,6 +104,10 @@ class Compute:
         self.now = NOW
         self.republishes = False
         """Whether it is started with --accept-new-etcd."""
+        self.is_read_only = False
+        """Whether it has found that somebody else is this compute."""
+        self.threads_lacking = 0
+        """For so many tasks no thread can be started, and none ever comes."""
         self.process: object = None
         self.start()
 
@@ -98,7 +115,7 @@ class Compute:
         """A process begins, with what its host has and nothing else."""
         state = cast('Path', self.disk.at('state'))
         self.store = ModelStore(self.etcd)
-        value = {'hostname': 'h', 'token': 'token of ' + self.uuid, 'since': NOW}
+        value = {'hostname': 'h', 'token': 'token of ' + self.uuid, 'since': self.since}
         self.presence = Presence(self.store, keys.compute(self.uuid), value, lambda _: None)
         memory = Memory(state, self.uuid, lambda: self.now, cast('Path', self.disk.at('boot_id')))
         if republishes:
@@ -131,17 +148,27 @@ class Compute:
 
     def look_after_presence(self) -> None:
         """What its thread does: the lease is kept; where the key is not as we put it, it is put again."""
-        entry = self.presence._entry() if self.store.keep_alive(self.presence.lease) else None
+        try:
+            entry = self.presence._entry() if self.store.keep_alive(self.presence.lease) else None
+        except Conflict:
+            self.is_read_only = True
+            raise
         if entry is None or entry.revision != self.presence._revision:
             self.presence._publish()
 
     def plan(self) -> int:
         """List, plan and carry out; how many tasks."""
+        if self.is_read_only:
+            return 0
         state = self.store.snapshot(keys.host_prefix(self.uuid)).entries
         works = self.planner.step(state)
         for work in works:
             self.planner.begin(work)
-        for work in works:
+        lacking = min(self.threads_lacking, len(works))
+        self.threads_lacking -= lacking
+        for work in works[:lacking]:
+            self.planner.hand_back(work, 'no thread')
+        for work in works[lacking:]:
             self.planner.carry_out(work)
         return len(works)
 
@@ -157,6 +184,11 @@ class Compute:
         """What waits."""
         self._backlog = backlog_of(self.store.snapshot(keys.QUEUES).entries, self._backlog)
         return self.puller.on_backlog(self._backlog)
+
+    @property
+    def knows_of_waiting(self) -> bool:
+        """Whether something waits, by what it heard last."""
+        return bool(self._backlog.places)
 
     def pull(self) -> None:
         """Take what fits."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
-from ecomp.errors import EcompError, Unreachable
+from ecomp.errors import EcompError, NoSpace, Unreachable
 from ecomp.model import keys
 from ecomp.store.client import Delete, Entry, Exists, Fence, Put, Snapshot, Store, Unchanged
 from tests.model.acting import Call
@@ -42,6 +42,8 @@ class Etcd:
         self.granted = 0
         self.marks: dict[int, int] = {0: 0, 1: 1}
         self.order = 0
+        self.is_full = False
+        """Whether it takes deletes alone."""
         self.listeners: list[Callable[[Sequence[Put | Delete]], None]] = []
         """Who hears of each write, at once."""
         self._print = 0
@@ -49,6 +51,7 @@ class Etcd:
 
     def grant(self, seconds: int, owner: str, lease: int) -> int:
         """A new lease."""
+        self._has_room()
         self.leases[lease] = Lease(owner, seconds)
         return lease
 
@@ -67,12 +70,18 @@ class Etcd:
         deleted = {each.key for each in operations if isinstance(each, Delete)}
         if len(set(put)) < len(put) or not deleted.isdisjoint(put):
             raise EcompError('etcd refuses: duplicate key given in txn request')
+        if put:
+            self._has_room()  # said before anything is compared
         if not all(map(self.holds, conditions)):
             return None
         for each in operations:
             if isinstance(each, Put) and each.lease and each.lease not in self.leases:
                 raise EcompError('etcd refuses: requested lease not found')
         return self._write(operations)
+
+    def _has_room(self) -> None:
+        if self.is_full:
+            raise NoSpace('etcd is full', 'etcd')
 
     def holds(self, condition: Unchanged | Exists) -> bool:
         """Whether a condition does."""
@@ -147,23 +156,27 @@ class ModelStore(Store):
         """See Store."""
         while True:
             fence = self.fence if fenced else None
-            compared = [*conditions, *([fence.condition] if fence else [])]
+            held = fence.of(operations) if fence else None
+            compared = [*conditions, *([held] if held else [])]
             marks = tuple((each.key, self._mark(each)) for each in compared)
             call = Call('etcd', ('commit', marks, tuple(operations)), writes=True)
 
-            def write(compared: Sequence[Unchanged | Exists] = compared, fence: Fence | None = fence) -> int | None:
+            def write(
+                compared: Sequence[Unchanged | Exists] = compared, held: Unchanged | None = held
+            ) -> int | None:
                 written = self._etcd.commit(compared, operations)
-                is_ours = fence is None or self._etcd.holds(fence.condition)
+                is_ours = held is None or self._etcd.holds(held)
                 return written if written is not None else None if is_ours else -1
 
             written = self._world.call(call, write, self._etcd.shape)
             if written != -1:
                 return written
             assert fence is not None
+            assert held is not None
             fence.broken()
             self._world.sleep(RENEWED)
             if self.fence is fence:
-                raise Unreachable(f'{fence.condition.key} is not as we put it: nothing is written before it is')
+                raise Unreachable(f'{held.key} is not as we put it: nothing is written before it is')
 
     def grant(self, seconds: int) -> int:
         """See Store."""

@@ -201,6 +201,46 @@ MUTATIONS = {
     'a start does not ask what has ended': Mutation(
         'ecomp.agent.ends', 'memory.ended(instance)', 'pass', ('built_and_destroyed',)
     ),
+    'a compute takes before it has heard what waits': Mutation(
+        'ecomp.agent.pulling',
+        'if backlog is None:\n',
+        'backlog = backlog or Backlog()\n            if backlog is None:\n',
+        ('restarted_taker',),
+    ),
+    'a uuid used again is remembered as ended': Mutation(
+        'ecomp.agent.memory', 'self._ended.pop(record.instance, None)', 'pass', ('used_again_and_rebooted',)
+    ),
+    'a refused request keeps what it shared': Mutation(
+        'ecomp.model.instance', 'str(error)[:REASON_LIMIT], _shares(value))', 'str(error)[:REASON_LIMIT])', ('refused',)
+    ),
+    'a destroy of what is refused forgets what it shared': Mutation(
+        'ecomp.scheduler.destroy', 'if request else _group_of(store, record)', 'if request else None', ('refused',)
+    ),
+    'a task without a thread is in work for ever': Mutation(
+        'ecomp.agent.planner',
+        '            del self._busy[instance]\n        self._complaints',
+        '        self._complaints',
+        ('no_thread',),
+    ),
+    'one guest without an answer stops its host': Mutation(
+        'ecomp.agent.planner',
+        'found = self._hypervisor.addresses(instance)\n        except Unreachable:',
+        'found = self._hypervisor.addresses(instance)\n        except EcompError:',
+        ('unheard',),
+    ),
+    'a copy of a compute is the same compute': Mutation(
+        'ecomp.store.presence',
+        'if self._revision and entry.lease and holder != self._value:',
+        'if self._revision < 0:',
+        ('cloned',),
+    ),
+    'what placement refuses is put down to its flavor': Mutation(
+        'ecomp.agent.pulling', 'except NoCapacity as error:', 'except (NoCapacity, PlacementRefusal) as error:',
+        ('refused_by_placement',),
+    ),
+    'a full etcd takes no deletes of a compute without a lease': Mutation(
+        'ecomp.store.presence', 'if entry is None and self._revision:', 'if self._revision < 0:', ('full',)
+    ),
     'a compute does not keep its presence': Mutation(
         'ecomp.store.presence', 'put = Put(self._key, json.dumps(self._value), lease)',
         'put = Put(self._key, json.dumps(self._value))', ('one_name',),

@@ -96,6 +96,9 @@ class PlacementModel:
     def begin(self, bodies: Mapping[str, Json]) -> Begun:
         """The first transactions of a write: each consumer is there."""
         begun = Begun(bodies, {}, [])
+        for body in bodies.values():
+            if any(not 1 <= len(body[who]) <= 255 for who in ('user_id', 'project_id')):
+                raise Refused(400, 'JSON does not validate: a user or project id is of 1 to 255 characters')
         try:
             for name, body in bodies.items():
                 row = self.rows.get(name)

@@ -184,10 +184,14 @@ def _minute(compute: Compute) -> list[EcompError]:
     if compute.is_dead:
         return []
     compute.planner.works_again()
-    return compute.do(
+    failed = compute.do(
         *(compute.look_after_presence, compute.plan, compute.keep_claims, compute.planner.recheck),
         *(compute.hear_hosts, compute.hear_queues, compute.pull),
     )
+    if compute.knows_of_waiting:  # what it was just at it looks at again a moment later
+        compute.world.clock += 1.0
+        failed += compute.do(compute.hear_queues, compute.pull)
+    return failed
 
 
 def _is_presence(cloud: Cloud, lease: int) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tests.model import (
     scenarios_claims,
+    scenarios_hosts,
     scenarios_life,
     scenarios_operators,
     scenarios_queues,
@@ -11,7 +12,7 @@ from tests.model import (
 )
 from tests.model.explorer import Scenario
 
-ROOMS = (scenarios_claims, scenarios_operators, scenarios_queues, scenarios_shared, scenarios_life)
+ROOMS = (scenarios_claims, scenarios_operators, scenarios_queues, scenarios_shared, scenarios_life, scenarios_hosts)
 SCENARIOS: dict[str, Scenario] = {each.name: each for room in ROOMS for each in room.SCENARIOS}
 
 EXPECTED: dict[str, str] = {}

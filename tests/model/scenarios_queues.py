@@ -140,6 +140,15 @@ def late_move(cloud: Cloud) -> None:
         cloud.takes(each, place)
 
 
+def refused_by_placement(cloud: Cloud) -> None:
+    """What waits first is nothing that placement takes a claim for: it ends with the reason, and the next is taken."""
+    host = cloud.host(A)
+    cloud.waiting(U, project='p' * 256)
+    cloud.waiting(V)
+    cloud.may_fail.add(U)
+    cloud.works(A, 'taking', host.rounds(2, host.hear_queues, host.pull, lambda: cloud.world.sleep(1.0)))
+
+
 def late_let_go(cloud: Cloud) -> None:
     """A compute releases late what its dead attempt claimed; another one takes over and may lose it, and a third."""
     for each in (A, B, C):
@@ -185,6 +194,7 @@ SCENARIOS = [
     Scenario(frozen_taker, Bounds(2, 2, expiries=1, answers=1)),
     Scenario(dead_taker, Bounds(1, 1, kills=1)),
     Scenario(late_move, Bounds(2, 1, late=1)),
+    Scenario(refused_by_placement, SHAKY),
     Scenario(late_let_go, Bounds(2, 1, requests=1)),
     Scenario(three_takers, Bounds(1, 2, requests=2)),
     Scenario(flavor_removed, SHAKY),
