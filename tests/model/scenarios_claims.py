@@ -198,7 +198,7 @@ def claim_of_the_dead(cloud: Cloud) -> Check:
     cloud.claimed(U, A)
     cloud.announced(U)
     lease = cloud.etcd.entries[keys.request(U)].lease
-    cloud.works(A, 'looking at claims', host.rounds(3, host.keep_claims))
+    cloud.works(A, 'looking at claims', host.rounds(3, host.keep_claims, lambda: cloud.world.sleep(61.0)))
     cloud.act('the lease of the dead', lambda: ModelStore(cloud.etcd).revoke(lease), mortal=False)
     return lambda: _released_early(cloud, 'the lease of the dead')
 
@@ -207,7 +207,7 @@ def claim_of_a_removed_request(cloud: Cloud) -> Check:
     """The same of a request that somebody removes by hand before it is built."""
     host = cloud.host(A)
     cloud.delivered(U, A)
-    cloud.works(A, 'looking at claims', host.rounds(3, host.keep_claims))
+    cloud.works(A, 'looking at claims', host.rounds(3, host.keep_claims, lambda: cloud.world.sleep(61.0)))
     by_hand = ModelStore(cloud.etcd)
     cloud.act('somebody', lambda: by_hand.commit([], [Delete(keys.host(A, U))]), mortal=False)
     return lambda: _released_early(cloud, 'somebody')
@@ -215,10 +215,16 @@ def claim_of_a_removed_request(cloud: Cloud) -> Check:
 
 def _released_early(cloud: Cloud, who: str) -> list[str]:
     """Whether the keeper released a claim less than a minute after somebody stood behind it."""
-    told = [step.fate if step.call is None else step.actor for step in cloud.world.steps]
-    end = next((number for number, each in enumerate(told) if each.startswith(who)), len(told))
-    early = U not in cloud.model.held and 'a minute passes' not in told[end:]
+    told = [(step.actor, step.call.where if step.call else '') for step in cloud.world.steps]
+    end = next((number for number, (actor, _) in enumerate(told) if actor == who), len(told))
+    early = U not in cloud.model.held and 'clock' not in [where for _, where in told[end : _release(cloud)]]
     return ['its claim is released, and within the last minute somebody stood behind it'] if early else []
+
+
+def _release(cloud: Cloud) -> int:
+    """Which step it is that releases a claim."""
+    calls = (step.call for step in cloud.world.steps)
+    return next(number for number, each in enumerate(calls) if each and each.where == 'placement' and each.writes)
 
 
 LOST = Bounds(2, 1, requests=1, answers=1)
@@ -242,6 +248,6 @@ SCENARIOS = [
     Scenario(killed_and_again, Bounds(2, 2, kills=1, expiries=1, minutes=1)),
     Scenario(interrupted, Bounds(2, 1, interrupts=1)),
     Scenario(foreign_claim, Bounds(2, 2, minutes=2)),
-    Scenario(claim_of_the_dead, Bounds(2, 2, minutes=2)),
-    Scenario(claim_of_a_removed_request, Bounds(2, 2, minutes=2)),
+    Scenario(claim_of_the_dead, Bounds(3, 0)),
+    Scenario(claim_of_a_removed_request, Bounds(3, 0)),
 ]
