@@ -21,7 +21,7 @@ from tests.model.explorer import Check, Scenario
 from tests.model.virtual import NOW
 
 
-def _forgets(cloud: Cloud, compute: str, after: Actor) -> Actor:
+def forgets(cloud: Cloud, compute: str, after: Actor) -> Actor:
     """`host forget`, given once its compute is silent."""
 
     def go() -> None:
@@ -34,7 +34,7 @@ def _forgets(cloud: Cloud, compute: str, after: Actor) -> Actor:
     return cloud.act('host forget', work, again=go)
 
 
-def _ends(cloud: Cloud, compute: str) -> Actor:
+def ends(cloud: Cloud, compute: str) -> Actor:
     """A compute ends in good order, or for good: its lease ends."""
 
     def work() -> None:
@@ -44,7 +44,7 @@ def _ends(cloud: Cloud, compute: str) -> Actor:
     return cloud.act(f'compute {cloud.world.names[compute]}', work, mortal=False)
 
 
-def _fixes(cloud: Cloud) -> Actor:
+def fixes(cloud: Cloud) -> Actor:
     """`audit --fix`, from when it has looked twice."""
     first, second = (audit(cloud.store, cloud.placement) for _ in range(2))
     assert [each for each in second.findings if each.fix]
@@ -58,7 +58,7 @@ def _fixes(cloud: Cloud) -> Actor:
     return cloud.act('audit --fix', go, again=again)
 
 
-def _limits(cloud: Cloud, name: str) -> Actor:
+def limits(cloud: Cloud, name: str) -> Actor:
     """`quota set`."""
 
     def go() -> str:
@@ -67,26 +67,31 @@ def _limits(cloud: Cloud, name: str) -> Actor:
     return cloud.act(name, go, again=go)
 
 
-def drain_and_create(cloud: Cloud) -> Check:
-    """`host drain --wait` of an empty compute, while a create is on its way that asked placement before."""
-    cloud.host(A)
-    cloud.is_ample = False
+def drains(cloud: Cloud, compute: str) -> Check:
+    """`host drain --wait`: what it says in the end is so for good."""
     said: list[str] = []
 
     def work() -> None:
         store = ModelStore(cloud.etcd)
-        disable(cloud.placement, A)
-        drained(store, cloud.placement, A, Deadline(5.0), lambda _: None)
+        disable(cloud.placement, compute)
+        drained(store, cloud.placement, compute, Deadline(5.0), lambda _: None)
         said.append('drained')
 
-    cloud.creates('eschedule', U, asks_first=True)
     cloud.act('host drain', work)
 
     def check() -> list[str]:
-        there = [key for key in cloud.etcd.entries if key.startswith(keys.host_prefix(A))]
+        there = [key for key in cloud.etcd.entries if key.startswith(keys.host_prefix(compute))]
         return ['drain said that nothing lives there, and then something does'] if said and there else []
 
     return check
+
+
+def drain_and_create(cloud: Cloud) -> Check:
+    """`host drain --wait` of an empty compute, while a create is on its way that asked placement before."""
+    cloud.host(A)
+    cloud.is_ample = False
+    cloud.creates('eschedule', U, asks_first=True)
+    return drains(cloud, A)
 
 
 def forget_and_create(cloud: Cloud) -> None:
@@ -94,7 +99,7 @@ def forget_and_create(cloud: Cloud) -> None:
     cloud.host(A)
     cloud.is_ample = False
     cloud.creates('eschedule', U)
-    _forgets(cloud, A, _ends(cloud, A))
+    forgets(cloud, A, ends(cloud, A))
 
 
 def forget_with_another(cloud: Cloud) -> None:
@@ -102,7 +107,7 @@ def forget_with_another(cloud: Cloud) -> None:
     cloud.host(A)
     cloud.host(B)
     cloud.creates('eschedule', U, weigh='first')
-    _forgets(cloud, A, _ends(cloud, A))
+    forgets(cloud, A, ends(cloud, A))
 
 
 def forget_what_is_destroyed(cloud: Cloud) -> None:
@@ -110,16 +115,16 @@ def forget_what_is_destroyed(cloud: Cloud) -> None:
     cloud.host(A)
     cloud.limited(5)
     cloud.delivered(U, A, name='web')
-    ends = _ends(cloud, A)
+    silent = ends(cloud, A)
     cloud.destroys('destroy', U)
-    _forgets(cloud, A, ends)
+    forgets(cloud, A, silent)
 
 
 def fix_and_create(cloud: Cloud) -> None:
     """`audit --fix` releases an orphan while the same --uuid is asked again."""
     cloud.host(A)
     cloud.claimed(U, A)
-    _fixes(cloud)
+    fixes(cloud)
     cloud.creates('eschedule', U, resume=True)
 
 
@@ -134,7 +139,7 @@ def fix_drift(cloud: Cloud) -> None:
     host.plan()
     astray = Group('g', 'affinity', True, {U: A, W: A})
     cloud.store.commit([], [Put(keys.name('old'), name_to_json(W)), Put(keys.group('g'), group_json(astray))])
-    _fixes(cloud)
+    fixes(cloud)
     cloud.creates('eschedule', V, name='db')
     cloud.destroys('destroy', U)
 
@@ -144,14 +149,14 @@ def first_quota_twice(cloud: Cloud) -> None:
     cloud.host(A)
     cloud.creates('eschedule', U)
     for number in (1, 2):
-        _limits(cloud, f'quota set {number}')
+        limits(cloud, f'quota set {number}')
 
 
 def first_quota(cloud: Cloud) -> None:
     """A project's first quota is set beside a delivery."""
     cloud.host(A)
     cloud.creates('eschedule', U)
-    _limits(cloud, 'quota set')
+    limits(cloud, 'quota set')
 
 
 def quota_and_destroy(cloud: Cloud) -> None:
@@ -162,7 +167,7 @@ def quota_and_destroy(cloud: Cloud) -> None:
     host.plan()
     cloud.destroys('destroy', U)
     cloud.works(A, '', host.rounds(2, host.plan))
-    _limits(cloud, 'quota set')
+    limits(cloud, 'quota set')
 
 
 def disable_and_enable(cloud: Cloud) -> Check:

@@ -1,0 +1,135 @@
+"""Three at a time: what two of them leave to each other, and what a third does meanwhile."""
+
+from __future__ import annotations
+
+from ecomp.model.group import Membership
+from ecomp.placement import allocations as ledger
+from tests.model.acting import SHAKY, Bounds
+from tests.model.cloud import A, B, Cloud, U, V, W
+from tests.model.explorer import Check, Scenario
+from tests.model.scenarios_operators import drains, ends, fixes, forgets, limits
+
+APART = Membership('g', 'anti-affinity', True)
+
+
+def keeper_drain_and_create(cloud: Cloud) -> Check:
+    """A claim is left on A and due; A is drained, and the same --uuid asked again."""
+    host = cloud.host(A)
+    cloud.host(B)
+    cloud.claimed(U, A)
+    host.keep_claims()
+    cloud.world.clock += 61.0
+    cloud.works(A, 'looking at claims', host.keep_claims)
+    cloud.creates('eschedule', U, resume=True)
+    return drains(cloud, A)
+
+
+def keeper_drain_and_create_anew(cloud: Cloud) -> Check:
+    """The same where the create is another one's, which asks placement first; and two looks."""
+    host = cloud.host(A)
+    cloud.is_ample = False
+    cloud.claimed(V, A)
+    cloud.works(A, 'looking at claims', host.rounds(2, host.keep_claims))
+    cloud.creates('eschedule', U, asks_first=True)
+    return drains(cloud, A)
+
+
+def fix_destroy_and_resume(cloud: Cloud) -> None:
+    """`audit --fix` releases a claim whose uuid is asked for again, and is destroyed at once."""
+    host = cloud.host(A)
+    cloud.claimed(U, A)
+    fixes(cloud)
+    cloud.creates('eschedule', U, resume=True)
+    cloud.destroys('destroy', U)
+    cloud.works(A, '', host.rounds(2, host.plan))
+
+
+def fix_taking_and_destroy(cloud: Cloud) -> None:
+    """`audit --fix` releases a claim of one that was put into a queue since; it is taken, and destroyed."""
+    cloud.host(A)
+    cloud.claimed(U, A)
+    fixes(cloud)
+    cloud.takes(A, cloud.waiting(U))
+    cloud.destroys('destroy', U)
+
+
+def quota_two_creates_and_destroy(cloud: Cloud) -> None:
+    """A project's first quota is set while two are created and a third is destroyed."""
+    host = cloud.host(A)
+    cloud.is_ample, cloud.is_limited = False, False
+    cloud.delivered(W, A)
+    for _ in range(3):
+        host.plan()
+    limits(cloud, 'quota set')
+    for number, each in enumerate((U, V), 1):
+        cloud.creates(f'eschedule {number}', each, seed=number)
+    cloud.destroys('destroy', W)
+    cloud.works(A, '', host.rounds(1, host.plan))
+
+
+def group_forget_and_drain(cloud: Cloud) -> Check:
+    """A member's host is dead and forgotten, the other one drained, while one joins; its destroy was accepted."""
+    for each in (A, B):
+        cloud.host(each)
+    cloud.is_ample = False
+    cloud.delivered(V, A, group=APART)
+    silent = ends(cloud, A)
+    cloud.destroys('destroy', V)
+    forgets(cloud, A, silent)
+    cloud.creates('eschedule', U, group=APART)
+    return drains(cloud, B)
+
+
+def policy_of_two(cloud: Cloud) -> Check:
+    """Two make one group at once, with two policies, and the one host they may be on is drained."""
+    for each in (A, B):
+        cloud.host(each)
+    cloud.is_ample = False
+    cloud.creates('eschedule 1', U, seed=1, group=APART)
+    cloud.creates('eschedule 2', V, seed=2, group=Membership('g', 'affinity', True))
+    return drains(cloud, A)
+
+
+def forget_and_taker(cloud: Cloud) -> None:
+    """A taker ends with a claim for what waits, and is forgotten; another one takes, and is started again."""
+    for each in (A, B):
+        cloud.host(each)
+    place = cloud.waiting(U)
+    cloud.claimed(U, A)
+    forgets(cloud, A, ends(cloud, A))
+    other = cloud.computes[B]
+    taker = cloud.takes(B, place)
+
+    def again() -> None:
+        cloud.world.wait('the taker to be killed', lambda: taker.dead)
+        other.restart()
+        other.rounds(2, other.hear_queues, other.pull)()
+
+    cloud.act('B again', again, process=B)
+
+
+def two_resumes_and_a_late_release(cloud: Cloud) -> None:
+    """An eschedule that had taken a uuid over undoes it late; the keeper is due, and the uuid asked once more."""
+    host = cloud.host(A)
+    cloud.claimed(U, A)
+    for generation in (1, 2, 3):
+        held = ledger.consumer(cloud.placement, U)
+        ledger.claim(cloud.placement, U, held.allocations, 'u', 'p', generation)
+    host.keep_claims()
+    cloud.world.clock += 61.0
+    cloud.abandons('eschedule 2', U, U)
+    cloud.works(A, 'looking at claims', host.keep_claims)
+    cloud.creates('eschedule 3', U, resume=True)
+
+
+SCENARIOS = [
+    Scenario(keeper_drain_and_create, Bounds(2, 0)),
+    Scenario(keeper_drain_and_create_anew, Bounds(2, 2, minutes=2)),
+    Scenario(fix_destroy_and_resume, SHAKY),
+    Scenario(fix_taking_and_destroy, SHAKY),
+    Scenario(quota_two_creates_and_destroy, Bounds(2, 1, answers=1)),
+    Scenario(group_forget_and_drain, Bounds(2, 0)),
+    Scenario(policy_of_two, Bounds(2, 0)),
+    Scenario(forget_and_taker, SHAKY),
+    Scenario(two_resumes_and_a_late_release, Bounds(2, 0)),
+]
