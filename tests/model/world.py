@@ -85,7 +85,8 @@ class World:
         self.hushed = hash('scene')
 
     def act(self, name: str, work: Callable[[], object], mortal: bool = True, **what: Any) -> Actor:
-        """One more who acts."""
+        """One more who acts. The name is nobody else's: a choice says who goes on by it."""
+        assert all(each.name != name for each in self.actors), name
         actor = Actor(name, work, mortal, history=hash(name), **what)
         self.actors.append(actor)
         if self._hub is not None:
@@ -110,7 +111,9 @@ class World:
             self._tell(actor, call, fate, None)
             raise KeyboardInterrupt
         if fate == LATE:
-            self.act(f'the late request of {actor.name}', lambda: self.call(call, do, shape), mortal=False)
+            before = sum(each.name.startswith(f'late request of {actor.name}') for each in self.actors)
+            name = f'late request of {actor.name} ({before + 1})'
+            self.act(name, lambda: self.call(call, do, shape), mortal=False)
         if fate in (REQUEST, LATE, READ, KILL):  # of those that are killed only a second half is here
             self._tell(actor, call, fate, None)
             raise _lost(call)
