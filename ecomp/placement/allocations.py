@@ -17,6 +17,11 @@ from ecomp.model.query import enabled_only
 from ecomp.placement.client import Placement
 
 CONSUMER_TYPE = 'INSTANCE'
+TOGETHER = 20
+"""Consumers that are read, asked about and released together, at most: so little time passes between the two."""
+STALE = 20.0
+"""Seconds after which what was read of a consumer is too old to release by. Its number may mean another claim by then:
+placement counts from 1 again once a consumer holds nothing."""
 
 
 @dataclass(frozen=True)
@@ -120,15 +125,19 @@ def release_unless(
 
     This is the order of reading before anything is given away (rule 11): the generations first, then `wanted` asks
     etcd who stands behind these consumers, then they are released with the generations read. Whoever comes to stand
-    behind one after that look claims after it, too, and moves its generation.
+    behind one after that look claims after it, too, and moves its generation. Whoever was frozen in between for longer
+    than STALE releases nothing.
     """
-    held = {each: consumer(placement, each) for each in consumers}
-    holding = {each: found for each, found in held.items() if found.allocations}
-    kept = wanted(holding) if holding else ()
-    return {
-        each: each not in holding or (each not in kept and release(placement, each, found))
-        for each, found in held.items()
-    }
+    named, done = list(consumers), dict[str, bool]()
+    for first in range(0, len(named), TOGETHER):
+        began = time.monotonic()
+        held = {each: consumer(placement, each) for each in named[first : first + TOGETHER]}
+        holding = {each: found for each, found in held.items() if found.allocations}
+        kept = wanted(holding) if holding else ()
+        for each in held:
+            spared = each in kept or time.monotonic() - began > STALE
+            done[each] = each not in holding or (not spared and release(placement, each, holding[each]))
+    return done
 
 
 def of_provider(placement: Placement, provider: str) -> dict[str, Mapping[str, int]]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
@@ -197,6 +197,34 @@ def test_what_an_earlier_one_releases_once_placement_was_asked_is_room(cloud: Cl
     assert ledger.release(cloud.placement, wanted.instance, ledger.consumer(cloud.placement, wanted.instance))
     assert cloud.create(wanted, resume=True, offer=offer) == Delivered(compute)
     cloud.is_whole(compute, wanted)
+
+
+def test_who_was_frozen_between_look_and_release_releases_nothing(
+    cloud: Cloud, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A20: by then the number it read may be another claim's"""
+    compute, instance = cloud.compute(), new()
+    ledger.claim(cloud.placement, instance, {compute: SMALL}, 'a-user', 'a-project')
+    monkeypatch.setattr(ledger, 'STALE', 0.2)
+    assert ledger.release_unless(cloud.placement, [instance], lambda _: time.sleep(0.3) or ()) == {instance: False}
+    assert cloud.server.consumers(compute).keys() == {instance}
+    assert ledger.release_unless(cloud.placement, [instance], lambda _: ()) == {instance: True}
+
+
+def test_many_are_released_in_portions(cloud: Cloud) -> None:
+    compute, asked = cloud.compute(VCPU=50, MEMORY_MB=5000, DISK_GB=50), list[int]()
+    instances = [new() for _ in range(2 * ledger.TOGETHER + 1)]
+    ledger.claim_set(cloud.placement, {each: {compute: SMALL} for each in instances}, 'a-user', 'a-project', {})
+    kept = instances[0]
+
+    def wanted(holding: Mapping[str, ledger.Consumer]) -> set[str]:
+        asked.append(len(holding))
+        return {kept} & holding.keys()
+
+    done = ledger.release_unless(cloud.placement, [*instances, new()], wanted)
+    assert asked == [ledger.TOGETHER, ledger.TOGETHER, 1]
+    assert [each for each, gone in done.items() if not gone] == [kept]
+    assert cloud.server.consumers(compute).keys() == {kept}
 
 
 def test_the_claim_keeper_leaves_what_was_taken_over_while_it_looked(cloud: Cloud, between: Between) -> None:

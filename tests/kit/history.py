@@ -296,7 +296,8 @@ class Course:
         state, compute = str(record.get('state')), str(record.get('compute'))
         if was is not None and state != life.state and state not in AFTERWARDS.get(str(life.state), set()):
             self._say(revision, f'{life.state}, then {state}', instance)
-        if was is None and (life.state == 'gone' or state not in FIRST):
+        found = state == 'stopped' and record.get('fault')  # a disk of this name was there before the request
+        if was is None and (life.state == 'gone' or not (state in FIRST or found)):
             self._say(revision, f'{life.state or "nothing"}, then {state}', instance)
         if was is not None and str(earlier.get('compute')) != compute:
             self._say(revision, f'moves from compute {earlier.get("compute")} to {compute}', instance)

@@ -56,8 +56,8 @@ MUTATIONS = {
     ),
     'what is released is read once more': Mutation(
         'ecomp.placement.allocations',
-        '(each not in kept and release(placement, each, found))',
-        '(each not in kept and release(placement, each, consumer(placement, each)))',
+        '(not spared and release(placement, each, holding[each]))',
+        '(not spared and release(placement, each, consumer(placement, each)))',
         ('release_beside_resume', 'claim_keeper'),
     ),
     'who is at it is asked after the requests': Mutation(

@@ -24,5 +24,7 @@ EXPECTED: dict[str, str] = {'two_resumes_and_a_late_release': 'A20', 'forget_and
 
 A20: placement counts a claim's generation from 1 again once it was released, and a release that read its number before
 that and is sent after the next claim but one has the same meets it. ABOVE of ecomp.scheduler.create and the takers'
-marks keep apart what is likely; these need somebody who stands still between a look and a release.
+marks keep apart what is likely, and nobody releases by what he read more than STALE seconds before
+(ecomp.placement.allocations). These need somebody who stands still for less than that, while two others come and go.
+Time stands still here.
 """

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import threading
 import urllib.error
 import uuid
 from collections.abc import Callable, Iterator
@@ -578,15 +579,11 @@ def test_a_backend_that_is_away(own_control: Control) -> None:
 def test_what_is_in_work_is_never_a_finding(cluster: Control) -> None:
     computes = [cluster.ecompute(BIG) for _ in range(2)]
     store, placement = Store(EtcdConfig((cluster.etcd.endpoint,))), Placement(cluster.placement.url)
-    instances: list[str] = []
     audits = 0
-    with _working(cluster, instances) as is_working:
-        while is_working():
-            found = audit(store, placement, 0.5).findings
-            assert found == []
+    with _working(cluster) as made:
+        while audits < 4 or len(made()) < 20:
+            assert audit(store, placement, 0.5).findings == []
             audits += 1
-    assert audits > 3
-    assert len(instances) == 20
     audit_clean(cluster)
     assert allocations(cluster) == {}
     for compute in computes:
@@ -596,18 +593,31 @@ def test_what_is_in_work_is_never_a_finding(cluster: Control) -> None:
 
 
 @contextlib.contextmanager
-def _working(cluster: Control, instances: list[str]) -> Iterator[Callable[[], bool]]:
-    """20 instances are made and destroyed, several at a time, while the block runs."""
-    def life(_: int) -> None:
-        instance = notified(cluster.eschedule(SMALL))[1]
-        instances.append(instance)
-        done = cluster.eschedule('destroy', '--wait', instance)
-        assert done.code == 0, done
+def _working(cluster: Control) -> Iterator[Callable[[], list[str]]]:
+    """Instances are made and destroyed, several at a time, while the block runs; those made so far."""
+    instances: list[str] = []
+    over = threading.Event()
+
+    def lives() -> None:
+        while not over.is_set():
+            instance = notified(cluster.eschedule(SMALL))[1]
+            instances.append(instance)
+            done = cluster.eschedule('destroy', '--wait', instance)
+            assert done.code == 0, done
 
     with ThreadPoolExecutor(4) as threads:
-        lives = [threads.submit(life, number) for number in range(20)]
-        yield lambda: not all(each.done() for each in lives)
-        for each in lives:
+        working = [threads.submit(lives) for _ in range(4)]
+
+        def made() -> list[str]:
+            for each in working:
+                assert not each.done(), each.result()
+            return instances
+
+        try:
+            yield made
+        finally:
+            over.set()
+        for each in working:
             each.result()
 
 

@@ -265,6 +265,9 @@ WRONG: list[tuple[Sequence[str], Callable[[Story], None]]] = [
             (f'/hosts/{ONE}/{TAKEN}', None)),
         put(('/quotas/web', value(used={**{name: 2 * each for name, each in SIZE.items()}, 'instances': 2}))),
         released(TAKEN))),
+    (['nothing, then stopped'], after(
+        lambda story: story.delivered(ONE, OTHER, project_id='other'),
+        lambda story: story.built(ONE, OTHER, 'stopped'), lambda story: story.asks.append(create(None)))),
     (['nothing, then active'], after(
         lambda story: story.delivered(ONE, OTHER, project_id='other'),
         lambda story: story.built(ONE, OTHER, 'active'), lambda story: story.asks.append(create(None)))),
@@ -378,6 +381,14 @@ def test_one_that_failed_may_be_removed_and_its_uuid_used_again() -> None:
     story.built(ONE, BROKEN, 'building', 'active')
     story.asks.append(create(0, notified(ONE, BROKEN), '--uuid', BROKEN))
     assert [line for line in wrong(story) if 'is active at the end' not in line] == []
+
+
+def test_what_is_there_before_it_is_asked_for_may_be_stopped() -> None:
+    story = good()
+    story.delivered(ONE, OTHER, project_id='other')
+    story.built(ONE, OTHER, 'stopped', fault='its disk is there')
+    story.asks.append(create(None))
+    assert not [line for line in wrong(story) if 'then' in line]
 
 
 def test_a_full_etcd_keeps_no_record_of_an_end() -> None:
