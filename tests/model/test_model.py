@@ -26,8 +26,8 @@ from tests.model.scenarios import EXPECTED, SCENARIOS
 from tests.model.virtual import inside, virtual
 from tests.model.world import World
 
-SCHEDULES = 300
-"""Of each scenario, always: about two seconds."""
+SCHEDULES = 120
+"""Of each scenario, always: about a second, a minute of them together."""
 MANY = 8_000
 """Of each with --all: ten minutes of them together."""
 
