@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import datetime
 import zlib
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,6 +21,10 @@ HALF = 'test_j'
 LONG = 'long'
 LONGEST_ID = 100
 """Characters of a parameter that are part of a test's name as they stand."""
+NAMED = 5
+"""Tests that never passed, and are named; of more it is said how many there are."""
+SLOW = pytest.StashKey[list[str]]()
+"""The names of all slow tests that were collected."""
 LAST_RUN = Path(__file__).parents[1] / 'last_run'
 """When each test that only --all runs passed last: a line each, `2026-01-31 NODEID`. `tests/run --all` writes it."""
 
@@ -47,9 +53,19 @@ def pytest_itemcollected(item: pytest.Item) -> None:
         item.add_marker(pytest.mark.fast)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with what takes longest."""
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Begin with what takes longest; remember which are slow, before any of them are left out."""
     items.sort(key=_rank)
+    slow = [_own_name(each.nodeid) for each in items if each.get_closest_marker('slow')]
+    getattr(config, 'workeroutput', {})['slow'] = slow
+    config.stash[SLOW] = slow
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """One of xdist's processes has ended, and says what there was; in the one that starts them nothing is read."""
+    node.config.stash[SLOW] = getattr(node, 'workeroutput', {}).get('slow', [])
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
@@ -118,6 +134,10 @@ class LastRuns:
         """`DATE NODEID` of the one that has not passed for longest; '' if none ever did."""
         return min((f'{date} {name}' for name, date in self.dates.items()), default='')
 
+    def never(self, names: Iterable[str]) -> list[str]:
+        """Those of these that no run of is noted."""
+        return sorted(set(names) - self.dates.keys())
+
     def write(self, passed: list[str], today: str) -> None:
         """These passed today."""
         self.dates.update(dict.fromkeys(passed, today))
@@ -133,6 +153,11 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
         runs.write(slow, datetime.datetime.now(datetime.UTC).date().isoformat())
     oldest = runs.oldest() or 'none, no run of it is noted'
     terminalreporter.write_line(f'of --all alone, passed longest ago: {oldest} ({len(runs.dates)} in {LAST_RUN.name})')
+    never = runs.never(config.stash.get(SLOW, [])) if runs.dates else []
+    for name in never[:NAMED]:
+        terminalreporter.write_line(f'of --all alone, never passed: {name}')
+    if never[NAMED:]:
+        terminalreporter.write_line(f'of --all alone, never passed: {len(never[NAMED:])} more')
 
 
 def _own_name(nodeid: str) -> str:

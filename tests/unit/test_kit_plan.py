@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.kit.plan import LastRuns
 from tests.kit.servers import environment
 
@@ -78,3 +80,31 @@ def test_the_longest_not_run_is_named(tmp_path: Path) -> None:
     assert path.read_text() == '2026-01-31 tests/x.py::test_a[a b]\n2026-02-01 tests/x.py::test_b\n'
     assert LastRuns(path).oldest() == '2026-01-31 tests/x.py::test_a[a b]'
     assert LastRuns(tmp_path / 'none').oldest() == ''
+    assert LastRuns(path).never(['tests/x.py::test_c', 'tests/x.py::test_a[a b]']) == ['tests/x.py::test_c']
+
+
+@pytest.mark.parametrize('words', [('-n0',), ('-n2',)], ids=['in one process', 'in two'])
+def test_slow_tests_that_never_passed_are_named(tmp_path: Path, words: tuple[str, ...]) -> None:
+    noted = tmp_path / 'noted'
+    noted.write_text('2026-01-31 test_them.py::test_slow[0]\n')
+    (tmp_path / 'conftest.py').write_text(
+        f'from pathlib import Path\nfrom tests.kit import plan\nplan.LAST_RUN = Path({str(noted)!r})\n'
+    )
+    text = """
+import pytest
+
+@pytest.mark.slow
+@pytest.mark.parametrize('number', range(8))
+def test_slow(number):
+    pass
+
+def test_other():
+    pass
+"""
+    done = run(tmp_path, text, '-m', 'not slow', *words)
+    assert done.returncode == 0, done.stdout
+    named = [line for line in done.stdout.splitlines() if 'never passed' in line]
+    assert named == [
+        *(f'of --all alone, never passed: test_them.py::test_slow[{number}]' for number in range(1, 6)),
+        'of --all alone, never passed: 2 more',
+    ]
