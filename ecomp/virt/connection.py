@@ -134,6 +134,9 @@ class Connection:
             # Whatever it is, it belongs to those who wait for the result.
             if connection is not None:
                 self._release(connection)
+                # Nobody else has it. Not left to the last reference: the error has one, and is in a circle with us.
+                with suppress(libvirt.libvirtError):
+                    connection.close()
             with self._lock:
                 self._opening = None
             result.set_exception(error)

@@ -6,12 +6,14 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.kit.commands import Control
+from tests.kit.journal import JOURNAL
 from tests.kit.servers import until
 from tests.kit.story import NOTIFIED, SMALL
 
@@ -66,7 +68,9 @@ def test_placing_and_pretending_need_no_libvirt(programs: Path, tmp_path: Path, 
         )
     try:
         until(lambda: ' ready: ' in (tmp_path / 'log').read_text(), 20, 'ecompute is ready')
+        began = time.monotonic()
         done = run(programs / 'eschedule', SMALL, '--wait=started', cwd=tmp_path)
+        JOURNAL.ended([SMALL, '--wait=started'], done.returncode, (done.stdout, done.stderr), began, 0)
         assert done.returncode == 0, done
         assert NOTIFIED.match(done.stdout)
     finally:
