@@ -11,6 +11,7 @@ from ecomp.model import keys
 from ecomp.model.record import ERROR, GONE
 from ecomp.scheduler.destroy import destroy
 from ecomp.scheduler.wanted import Wanted
+from ecomp.store.client import Entry
 from tests.model.cloud import Cloud
 from tests.model.compute import Compute
 from tests.model.properties import violations
@@ -107,10 +108,16 @@ def ask_again(cloud: Cloud) -> list[str]:
 
 
 def has_past(cloud: Cloud, wanted: Wanted) -> bool:
-    """Whether who asks for it again is refused for a reason: it ended, ends or waits, or its name is another's."""
+    """Whether who asks for it again is refused for a reason: it ended, ends or waits, or is called otherwise.
+
+    Its name may be another's, too.
+    """
     entries = cloud.etcd.entries
     instance, name = wanted.instance, entries.get(keys.name(wanted.name or ''))
     if name is not None and instance.encode() not in name.value:
+        return True
+    called = {keys.last(key) for key, each in entries.items() if key.startswith(keys.NAMES) and _names(each, instance)}
+    if called - {wanted.name}:
         return True
     record = entries.get(keys.instance(instance))
     if record is not None and json.loads(record.value)['state'] in (GONE, ERROR):
@@ -120,6 +127,10 @@ def has_past(cloud: Cloud, wanted: Wanted) -> bool:
     return waits or any(
         each.key.startswith(keys.HOSTS) and not json.loads(each.value)['allocations'] for each in there
     )
+
+
+def _names(entry: Entry, instance: str) -> bool:
+    return json.loads(entry.value).get('instance') == instance
 
 
 def to_be_repeated(cloud: Cloud) -> list[Callable[[], object]]:
