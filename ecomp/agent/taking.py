@@ -1,15 +1,16 @@
 """Take one request out of its queue: mark it, claim it against ourselves, move it to our own /hosts key.
 
 The mark is on our lease, and the move compares it: whoever was frozen for longer than its lease moves nothing. So a
-claim that is left of somebody's dead attempt is moved by the next taker (rule 3), or released by
-the compute it is on. Both do so while they have the mark: placement counts a claim's generation from 1 again once it
-was released, so one that is late could meet its number at the next but one taker's claim.
+claim that is left of somebody's dead attempt is moved by the next taker (rule 3), or released by the compute it is on.
+Both do so while they have the mark: placement counts a claim's generation from 1 again once it was released, so one
+that is late could meet its number at the next but one taker's claim.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 
 from ecomp.errors import Conflict, EcompError, UnknownOutcome
@@ -85,7 +86,8 @@ class Taker:
         if mark is None:
             return False
         try:
-            self.let_go(place.waiting.instance)
+            if self.let_go(place.waiting.instance):
+                log.info('released the claim of %s, which waits in its queue again', place.waiting.instance)
         finally:
             self._give_back_if_possible(place.waiting.key, mark)
         return True
@@ -103,7 +105,11 @@ class Taker:
         conditions = [Unchanged(key, place.revision), *absent]
         lease = self._store.grant(KEPT[ERROR])
         operations: list[Put | Delete] = [Delete(key), Put(keys.instance(instance), record_to_json(record), lease)]
-        return commit_with(self._store, conditions, operations, lambda: ended(self._store, record, lease)) is not None
+        if commit_with(self._store, conditions, operations, lambda: ended(self._store, record, lease)) is not None:
+            return True
+        with suppress(EcompError):  # nothing is on it; it ends by itself, in a week
+            self._store.revoke(lease)
+        return False
 
     def give_back(self, queue_key: str, mark: int) -> bool:
         """Take our mark away, so that others may take the request; False if it was not there any more as it was."""

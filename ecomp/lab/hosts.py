@@ -97,7 +97,7 @@ class Host:
         _write_once(self.directory / 'mdserver.conf', MDSERVER_CONF.format(keys=_public_keys()))
 
     def _prepare_kvm(self) -> None:
-        """A /dev/kvm that QEMU may open, whoever the machine's own belongs to.
+        """A /dev/kvm that QEMU may open, where the machine's own is not everybody's.
 
         Where nobody ran udev it is root's, and in a container its group is a number of the machine around it. libvirtd,
         root, can open that, QEMU cannot, and libvirt takes the difference for a change: it probes QEMU anew for every
@@ -105,9 +105,9 @@ class Host:
         """
         node = self.directory / 'dev/kvm'
         node.parent.mkdir(mode=0o700, exist_ok=True)  # for the host alone: whoever is on the machine has no use for it
-        with contextlib.suppress(FileNotFoundError):  # no KVM at all
+        with contextlib.suppress(FileNotFoundError, PermissionError):  # no KVM; nobody may make devices
             device = os.stat('/dev/kvm')
-            if not node.exists():
+            if device.st_mode & 0o006 != 0o006 and not node.exists():
                 os.mknod(node, stat.S_IFCHR, device.st_rdev)
                 os.chmod(node, 0o666)  # systemd's own rule
 

@@ -6,6 +6,7 @@ https://docs.openstack.org/api-ref/placement/#allocation-candidates and #allocat
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,11 +18,12 @@ from ecomp.model.query import enabled_only
 from ecomp.placement.client import Placement
 
 CONSUMER_TYPE = 'INSTANCE'
-TOGETHER = 20
-"""Consumers that are read, asked about and released together, at most: so little time passes between the two."""
 STALE = 20.0
 """Seconds after which what was read of a consumer is too old to release by. Its number may mean another claim by then:
 placement counts from 1 again once a consumer holds nothing."""
+TOGETHER, READING = 20, 4.0
+"""Consumers that are read, asked about and released together, at most, and seconds of reading after which no more are
+added to these: with a slow placement, too, they are released before that is stale."""
 
 
 @dataclass(frozen=True)
@@ -128,10 +130,12 @@ def release_unless(
     behind one after that look claims after it, too, and moves its generation. Whoever was frozen in between for longer
     than STALE releases nothing.
     """
-    named, done = list(consumers), dict[str, bool]()
-    for first in range(0, len(named), TOGETHER):
-        began = time.monotonic()
-        held = {each: consumer(placement, each) for each in named[first : first + TOGETHER]}
+    left, done = deque(consumers), dict[str, bool]()
+    while left:
+        began, held = time.monotonic(), dict[str, Consumer]()
+        while left and len(held) < TOGETHER and (not held or time.monotonic() - began < READING):
+            each = left.popleft()
+            held[each] = consumer(placement, each)
         holding = {each: found for each, found in held.items() if found.allocations}
         kept = wanted(holding) if holding else ()
         for each in held:

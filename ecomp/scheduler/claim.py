@@ -64,10 +64,14 @@ class Claimer:
         """Each instance holds exactly what is wanted for it when this returns: see claiming.claim()."""
 
         def check() -> None:
-            if not self.still_ours():
-                raise Conflict(f'{in_short(wanted)}: another eschedule took it over, or this one was too slow')
+            self.check(in_short(wanted))
 
         claim(self.placement, wanted, self.user_id, self.project_id, check, self.above)
+
+    def check(self, instances: str) -> None:
+        """Conflict unless the request is ours still; `instances` is what the message says of it."""
+        if not self.still_ours():
+            raise Conflict(f'{instances}: another eschedule took it over, or this one was too slow')
 
     def _is_there(self, candidate: Candidate) -> bool:
         """False if one of its providers was removed, by `host forget`, since it was offered."""
@@ -93,11 +97,10 @@ def halves(wanted: Mapping[str, Candidate]) -> tuple[dict[str, Candidate], dict[
 def abandon(store: Store, placement: Placement, instances: Iterable[str], request: str, revision: int) -> bool:
     """Release what the instances hold, but for those that somebody else is at or that were delivered; True if all.
 
-    A compute that is taking one out of a queue, where it was put by the same uuid, is somebody else.
-
-    `request` is the uuid of their request key, `revision` that of the key when it was ours. Who is at them is asked
-    once the generations are read (rule 11): a second eschedule of the same uuid writes /requests first and claims
-    after, so either its key is seen here, or its claim moves a generation read here before.
+    Somebody else is another eschedule, or a compute that takes the same uuid out of a queue. `request` is the uuid of
+    their request key, `revision` that of the key when it was ours. Who is at them is asked once the generations are
+    read (rule 11): a second eschedule of the same uuid writes /requests first and claims after, so either its key is
+    seen here, or its claim moves a generation read here before.
     """
 
     def wanted(holding: Mapping[str, ledger.Consumer]) -> Collection[str]:

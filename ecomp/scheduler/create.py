@@ -108,10 +108,9 @@ def create(
         while True:
             try:
                 placed = placer.place(offer, terms, placed)
-            except NoCapacity as error:
-                if resume and not still_ours():
-                    # The room that is missing may be what it claims for the same instances.
-                    raise Conflict(f'{wanted.instance}: another eschedule took it over') from error
+            except NoCapacity:
+                if resume:  # the room that is missing may be what another one has claimed for the same instances
+                    claimer.check(wanted.instance)
                 raise
             failpoint('claimed')
             try:
@@ -174,7 +173,7 @@ def _undo(store: Store, placement: Placement, tried: Iterable[str], request: str
     try:
         if abandon(store, placement, tried, request, revision):
             return UNDONE
-        return f'{request}: its claim is not ours any more and stays'
+        return f'{request}: its claim stays: somebody else is at it, or this eschedule was too slow to release it'
     except EcompError as error:
         log.debug('the claim of %s could not be released: %s', request, error)
         return (

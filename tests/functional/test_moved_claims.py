@@ -211,6 +211,15 @@ def test_who_was_frozen_between_look_and_release_releases_nothing(
     assert ledger.release_unless(cloud.placement, [instance], lambda _: ()) == {instance: True}
 
 
+def test_of_a_slow_placement_few_are_released_together(cloud: Cloud, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else what was read first would be stale each time, and nothing ever released."""
+    compute, instances, asked = cloud.compute(), [new(), new()], list[int]()
+    ledger.claim_set(cloud.placement, {each: {compute: SMALL} for each in instances}, 'a-user', 'a-project', {})
+    monkeypatch.setattr(ledger, 'READING', 0.0)
+    done = ledger.release_unless(cloud.placement, instances, lambda holding: asked.append(len(holding)) or ())
+    assert (done, asked) == (dict.fromkeys(instances, True), [1, 1])
+
+
 def test_many_are_released_in_portions(cloud: Cloud) -> None:
     compute, asked = cloud.compute(VCPU=50, MEMORY_MB=5000, DISK_GB=50), list[int]()
     instances = [new() for _ in range(2 * ledger.TOGETHER + 1)]

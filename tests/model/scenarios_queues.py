@@ -106,12 +106,7 @@ def taker_killed(cloud: Cloud) -> None:
 
 def frozen_taker(cloud: Cloud) -> None:
     """A taker is frozen for longer than its lease, the other one takes it meanwhile, and it is destroyed."""
-    for each in (A, B):
-        cloud.host(each)
-    cloud.computes_freeze = True
-    place = cloud.waiting(U)
-    for each in (A, B):
-        cloud.takes(each, place)
+    two_takers(cloud)
     cloud.destroys('destroy', U)
 
 
