@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Mapping
+from functools import partial
 
 from ecomp.model import keys
 from ecomp.placement import allocations as ledger
 from ecomp.placement.client import Placement
 from ecomp.store.client import Store
+from ecomp.store.released import note
 from ecomp.store.requests import at_it, wanted
 
 log = logging.getLogger(__name__)
@@ -55,7 +57,8 @@ class ClaimKeeper:
         # meanwhile has its key by now. etcd is asked itself, for a followed state may be behind.
         wished = [keys.last(key) for key in self._store.snapshot(keys.host_prefix(self._compute), True).entries]
         self._seen, ready = due(self._seen, orphans(held, wished, guests, at_it(self._store)), now)
-        for consumer, released in ledger.release_unless(self._placement, ready, self._wanted).items():
+        noting = partial(note, self._store)
+        for consumer, released in ledger.release_unless(self._placement, ready, self._wanted, noting).items():
             if released:
                 log.warning('released the claim of %s: no request stands behind it', consumer)
             self._seen.pop(consumer, None)

@@ -203,7 +203,10 @@ class Puller:
             theirs = [marks for whose, marks in backlog.marks.items() if whose != self._compute]
             self._tidy = any(keys.last(key) in held for marks in theirs for key in marks)
             for each in backlog.places.values():
-                if each.waiting.instance in held and not self._taker.clear_up(each):
+                instance = each.waiting.instance
+                if instance in held and self._taker.let_go(instance):
+                    log.info('released the claim of %s, which waits in its queue again', instance)
+                elif instance in held:
                     self._tidy = True
         found = look(self._placement, self._compute, True, traits=True, aggregates=False) or Provider(self._compute)
         if found != self._room:

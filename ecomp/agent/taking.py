@@ -2,8 +2,6 @@
 
 The mark is on our lease, and the move compares it: whoever was frozen for longer than its lease moves nothing. So a
 claim that is left of somebody's dead attempt is moved by the next taker (rule 3), or released by the compute it is on.
-Both do so while they have the mark: placement counts a claim's generation from 1 again once it was released, so one
-that is late could meet its number at the next but one taker's claim.
 """
 
 from __future__ import annotations
@@ -12,6 +10,7 @@ import logging
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 
 from ecomp.errors import Conflict, EcompError, UnknownOutcome
 from ecomp.failpoints import failpoint
@@ -25,6 +24,7 @@ from ecomp.placement import allocations as ledger
 from ecomp.placement.claiming import claim
 from ecomp.placement.client import Placement
 from ecomp.store.client import Delete, Exists, Put, Store, Unchanged
+from ecomp.store.released import highest, note
 from ecomp.store.requests import withdraw
 from ecomp.store.sharing import Excluded, commit_with, ended, joined
 
@@ -49,7 +49,7 @@ class Taker:
         `marked` is the revision of our own mark, if an earlier attempt left one; `still_fits` is asked once there is a
         mark. Errors: NoCapacity (placement has no room here), PlacementRefusal (it takes no such claim), Unreachable,
         Conflict, GenerationConflict: it waits again, and what may be claimed for it is moved by its next taker, or
-        released by clear_up().
+        released by let_go().
         """
         waiting = place.waiting
         mark = self._mark(place, marked)
@@ -76,21 +76,6 @@ class Taker:
         finally:
             self._give_back_if_possible(waiting.key, mark)
         return False
-
-    def clear_up(self, place: Place) -> bool:
-        """Release what a dead attempt of ours claimed for one that waits; False if somebody is at it, or it is gone.
-
-        Errors: Unreachable and its like; it is done then, or can be done again.
-        """
-        mark = self._mark(place, 0, is_taken=False)
-        if mark is None:
-            return False
-        try:
-            if self.let_go(place.waiting.instance):
-                log.info('released the claim of %s, which waits in its queue again', place.waiting.instance)
-        finally:
-            self._give_back_if_possible(place.waiting.key, mark)
-        return True
 
     def refuse(self, place: Place, reason: str) -> bool:
         """End one in error that no compute can take, with the reason; False if somebody is at it, or it is not there.
@@ -125,6 +110,8 @@ class Taker:
             return False
         if self._store.get(keys.host(self._compute, instance)) is not None:
             return False
+        if held.generation is not None:
+            note(self._store, {instance: held.generation})
         return ledger.release(self._placement, instance, held)
 
     def _mark(self, place: Place, marked: int, is_taken: bool = True) -> int | None:
@@ -153,7 +140,8 @@ class Taker:
                 raise Conflict(f'{waiting.instance}: somebody else is taking it, or it was cancelled')
 
         wanted = {waiting.instance: {self._compute: waiting.flavor.resources}}
-        claim(self._placement, wanted, waiting.user_id, waiting.project_id, check)
+        above = partial(highest, self._store, wanted)
+        claim(self._placement, wanted, waiting.user_id, waiting.project_id, check, above)
 
     def _move(self, place: Place, mark: int) -> tuple[bool, int]:
         """Deliver it to ourselves, once: True when it is, False when it is known that it is not; and our mark then."""

@@ -12,6 +12,7 @@
     /queues/<flavor>/<instance>   a request that waits for a compute to take it
     /queues/<flavor>/<instance>/taker   the compute that is taking it; on that one's lease
     /computes/<compute>           alive; on ecompute's lease
+    /released/<2 digits>/<lease>  generations of claims that were released, of instances that begin so; on this lease
     /cluster                      this etcd's identity, written once
     /audit/<audit>                eschedule asks every compute what is there; on its lease
     /audit/<audit>/<compute>      eschedule asks one compute to remove leftovers; on the same lease
@@ -36,6 +37,7 @@ GROUPS = '/groups/'
 QUOTAS = '/quotas/'
 QUEUES = '/queues/'
 TAKER = '/taker'
+RELEASED = '/released/'
 CLUSTER = '/cluster'
 AUDIT = '/audit/'
 DIGESTS = '/digests/'
@@ -105,6 +107,16 @@ def queued(key: str) -> tuple[str, str] | None:
 def in_queue(key: str) -> str:
     """The instance that a key in the queues is about, whichever of the two it is."""
     return last(key.removesuffix(TAKER))
+
+
+def released_prefix(instance: str) -> str:
+    """Where it is noted which generation its claim had when it was released."""
+    return f'{RELEASED}{instance[:2].lower()}/'
+
+
+def released(instance: str, lease: int) -> str:
+    """The key of one such note."""
+    return f'{released_prefix(instance)}{lease:x}'
 
 
 def user_data(sha256: str) -> str:

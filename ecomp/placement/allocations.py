@@ -6,7 +6,6 @@ https://docs.openstack.org/api-ref/placement/#allocation-candidates and #allocat
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,12 +17,8 @@ from ecomp.model.query import enabled_only
 from ecomp.placement.client import Placement
 
 CONSUMER_TYPE = 'INSTANCE'
-STALE = 20.0
-"""Seconds after which what was read of a consumer is too old to release by. Its number may mean another claim by then:
-placement counts from 1 again once a consumer holds nothing."""
-TOGETHER, READING = 20, 4.0
-"""Consumers that are read, asked about and released together, at most, and seconds of reading after which no more are
-added to these: with a slow placement, too, they are released before that is stale."""
+TOGETHER = 20
+"""Consumers that are read, asked about and released together, at most: so little time passes between the two."""
 
 
 @dataclass(frozen=True)
@@ -121,26 +116,27 @@ def release(placement: Placement, instance: str, held: Consumer) -> bool:
 
 
 def release_unless(
-    placement: Placement, consumers: Iterable[str], wanted: Callable[[Mapping[str, Consumer]], Collection[str]]
+    placement: Placement,
+    consumers: Iterable[str],
+    wanted: Callable[[Mapping[str, Consumer]], Collection[str]],
+    note: Callable[[Mapping[str, int]], None],
 ) -> dict[str, bool]:
     """Release what these consumers hold, but for those that are wanted: {consumer: it holds nothing any more}.
 
     This is the order of reading before anything is given away (rule 11): the generations first, then `wanted` asks
     etcd who stands behind these consumers, then they are released with the generations read. Whoever comes to stand
-    behind one after that look claims after it, too, and moves its generation. Whoever was frozen in between for longer
-    than STALE releases nothing.
+    behind one after that look claims after it, too, and moves its generation. `note` writes down the generations of
+    those that are released next (ecomp.store.released): nobody else's claim ever gets these numbers again.
     """
-    left, done = deque(consumers), dict[str, bool]()
-    while left:
-        began, held = time.monotonic(), dict[str, Consumer]()
-        while left and len(held) < TOGETHER and (not held or time.monotonic() - began < READING):
-            each = left.popleft()
-            held[each] = consumer(placement, each)
+    named, done = list(consumers), dict[str, bool]()
+    for first in range(0, len(named), TOGETHER):
+        held = {each: consumer(placement, each) for each in named[first : first + TOGETHER]}
         holding = {each: found for each, found in held.items() if found.allocations}
         kept = wanted(holding) if holding else ()
+        going = {each: found for each, found in holding.items() if each not in kept}
+        note({each: found.generation for each, found in going.items() if found.generation is not None})
         for each in held:
-            spared = each in kept or time.monotonic() - began > STALE
-            done[each] = each not in holding or (not spared and release(placement, each, holding[each]))
+            done[each] = each not in holding or (each in going and release(placement, each, going[each]))
     return done
 
 

@@ -35,13 +35,15 @@ def claim(
     user_id: str,
     project_id: str,
     check: Callable[[], None],
-    above: int = 0,
+    above: Callable[[], int] = lambda: 0,
 ) -> None:
-    """Each instance holds exactly what is wanted for it when this returns, with a generation higher than `above`.
+    """Each instance holds exactly what is wanted for it when this returns, with a generation higher than `above` says.
 
     What somebody before us claimed for it is moved, with the generation it has: that makes that one's late release a
     409. It is never released first: placement forgets a consumer with its last allocation and counts from 1 again, so
-    a late release could meet its own number once more. `check` raises Conflict once the instance is not ours any more.
+    a late release could meet its own number once more. Where somebody else releases it, `above` says after each of our
+    claims what its number was at most; 0 where nobody else can have claimed. `check` raises Conflict once the instance
+    is not ours any more.
     Errors: NoCapacity, Unreachable, Conflict, GenerationConflict after several tries; ConsumerConflict of a set may be
     about one of it that was left empty, and is none when that is claimed by itself.
     """
@@ -51,12 +53,14 @@ def claim(
         error: EcompError
         try:
             _write(placement, wanted, user_id, project_id, generations)
-            generations = {instance: (now or 0) + 1 for instance, now in generations.items()}
-            if all(now is not None and now > above for now in generations.values()):
-                return
-            continue
         except (UnknownOutcome, GenerationConflict) as caught:
             error, left = caught, left - 1
+        else:
+            moved = {instance: (now or 0) + 1 for instance, now in generations.items()}
+            if min(moved.values()) > above():
+                return
+            generations = dict(moved)
+            continue
         if not left and isinstance(error, GenerationConflict):
             raise error
         log.debug('claim for %s: %s', in_short(wanted), error)
@@ -71,7 +75,8 @@ def claim(
         check()
         found = {instance: each.generation for instance, each in held.items()}
         if isinstance(error, UnknownOutcome):
-            if all(_is_ours(held[each], wanted[each], sent, above) for each, sent in generations.items()):
+            ours = all(_is_ours(held[each], wanted[each], sent) for each, sent in generations.items())
+            if ours and min(each.generation or 0 for each in held.values()) > above():
                 return
             if not left:
                 raise error
@@ -96,13 +101,13 @@ def in_short(wanted: Mapping[str, object]) -> str:
     return first if len(wanted) == 1 else f'{first} (of {len(wanted)})'
 
 
-def _is_ours(held: Consumer, wanted: Allocations, sent: int | None, above: int) -> bool:
+def _is_ours(held: Consumer, wanted: Allocations, sent: int | None) -> bool:
     """Whether what is held is what we claimed with the generation `sent`, though no answer came.
 
     Not known where that was None: somebody may have claimed the same, and until the generation has moved once more
     their late release takes it away.
     """
-    moved = sent is not None and held.generation == sent + 1 > above
+    moved = sent is not None and held.generation == sent + 1
     return moved and difference(wanted, held.allocations) is None
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 from ecomp.errors import Conflict, ConsumerConflict, GenerationConflict, NoCapacity, PlacementRefusal
 from ecomp.failpoints import failpoint
@@ -20,6 +21,7 @@ from ecomp.placement import providers
 from ecomp.placement.claiming import claim, in_short
 from ecomp.placement.client import Placement
 from ecomp.store.client import Store
+from ecomp.store.released import note
 from ecomp.store.requests import being_taken
 
 log = logging.getLogger(__name__)
@@ -29,14 +31,14 @@ log = logging.getLogger(__name__)
 class Claimer:
     """Claims for one request. `still_ours` is False once somebody else took its request key.
 
-    `above`: the generation that each claim gets is higher, see claiming.claim().
+    `above`: the generations that its claims get are higher, see claiming.claim(); 0 where nobody else can have claimed.
     """
 
     placement: Placement
     user_id: str
     project_id: str
     still_ours: Callable[[], bool]
-    above: int = 0
+    above: Callable[[Collection[str]], int] = lambda _: 0
 
     def claim_what_fits(self, wanted: Mapping[str, Candidate]) -> set[str]:
         """Claim for all of them at once or, where placement has no room for one, for as many as it can.
@@ -66,7 +68,7 @@ class Claimer:
         def check() -> None:
             self.check(in_short(wanted))
 
-        claim(self.placement, wanted, self.user_id, self.project_id, check, self.above)
+        claim(self.placement, wanted, self.user_id, self.project_id, check, lambda: self.above(wanted))
 
     def check(self, instances: str) -> None:
         """Conflict unless the request is ours still; `instances` is what the message says of it."""
@@ -116,4 +118,4 @@ def abandon(store: Store, placement: Placement, instances: Iterable[str], reques
             or any(store.get(keys.host(provider, instance)) is not None for provider in held.allocations)
         ]
 
-    return all(ledger.release_unless(placement, instances, wanted).values())
+    return all(ledger.release_unless(placement, instances, wanted, partial(note, store)).values())

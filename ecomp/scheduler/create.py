@@ -27,15 +27,15 @@ from ecomp.scheduler.place import Placer
 from ecomp.scheduler.wanted import Delivered, Wanted, before, check_size, request_of
 from ecomp.store.client import Store
 from ecomp.store.names import Change
+from ecomp.store.released import highest
 from ecomp.store.requests import in_line
 from ecomp.store.sharing import Excluded, charged, joined
 
 log = logging.getLogger(__name__)
 
 ABOVE = 3
-"""Whoever resumes a uuid claims with a higher generation than this. Placement counts from 1 again once a claim was
-released, and the release of an eschedule that was frozen carries the number it read: 1, and one more for each time
-that this uuid was taken over by then."""
+"""Whoever resumes a uuid claims with a higher generation than this, whatever is noted of it: an ecomp of before 1.1, or
+placement's own tools, release without a note, and what they read was mostly the first claim's number."""
 
 UNCHANGED, UNDONE = 'nothing was changed', 'nothing was placed, and its claim is released'
 """What is left of a request that did not get through."""
@@ -79,6 +79,9 @@ def create(
         store.keep_alive(lease)
         return ledger.candidates(placement, wanted.query)
 
+    def released(instances: Collection[str]) -> int:
+        return max(ABOVE, highest(store, instances)) if resume else 0  # nobody has heard of a uuid that was made here
+
     def line() -> tuple[int, int]:
         return in_line(store.snapshot(keys.REQUESTS), revision)
 
@@ -96,7 +99,7 @@ def create(
         if announced - offer.asked > FRESH:
             offer = look_again()  # who waits for a compute to be drained waits no longer than that for us
         failpoint('announced')
-        claimer = Claimer(placement, wanted.user_id, wanted.project_id, still_ours, ABOVE if resume else 0)
+        claimer = Claimer(placement, wanted.user_id, wanted.project_id, still_ours, released)
         placer = Placer(claimer, look_again, line, alive, wanted, rng, tried)
         placed: dict[str, Candidate] = {}
         if resume and placer.room(offer, terms) < wanted.minimum:

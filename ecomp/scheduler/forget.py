@@ -23,6 +23,7 @@ from ecomp.placement.client import Placement
 from ecomp.scheduler.hosts import Seen, look
 from ecomp.store.client import Delete, Put, Store, Unchanged
 from ecomp.store.names import Change
+from ecomp.store.released import note
 from ecomp.store.requests import in_requests, wanted
 from ecomp.store.sharing import commit_with, ended, nothing
 
@@ -150,7 +151,7 @@ def _release(store: Store, placement: Placement, compute: str, consumer: str, it
             raise _Changed
         return ()
 
-    if not ledger.release_unless(placement, [consumer], needed)[consumer]:
+    if not ledger.release_unless(placement, [consumer], needed, partial(note, store))[consumer]:
         held = ledger.consumer(placement, consumer)
         if compute in held.allocations:
             raise _Changed

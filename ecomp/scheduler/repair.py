@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Collection, Mapping
+from functools import partial
 
 from ecomp.errors import EcompError
 from ecomp.model import keys
@@ -26,6 +27,7 @@ from ecomp.scheduler.find import find
 from ecomp.scheduler.quotas import recount
 from ecomp.store.client import Delete, Put, Store, Unchanged
 from ecomp.store.names import given_back
+from ecomp.store.released import note
 from ecomp.store.requests import at_it, wanted
 from ecomp.store.sharing import put_group, rejoined
 
@@ -94,7 +96,7 @@ def _release(store: Store, placement: Placement, instance: str) -> str:
         lives = record is not None and from_json(record.value).state not in (GONE, ERROR)
         return {instance} if lives else wanted(store, {instance: on})
 
-    if not ledger.release_unless(placement, [instance], needed)[instance]:
+    if not ledger.release_unless(placement, [instance], needed, partial(note, store))[instance]:
         return NOT_ANY_MORE
     return f'released on {", ".join(on)}' if on else 'is released already'
 

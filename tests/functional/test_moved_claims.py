@@ -8,25 +8,28 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import pytest
 
 from ecomp.agent.claims import APART, ClaimKeeper
 from ecomp.conf import EtcdConfig
-from ecomp.errors import Conflict, NoCapacity, NotFound, PlacementRefusal, UnknownOutcome
+from ecomp.errors import Conflict, NoCapacity, NotFound, PlacementRefusal, UnknownOutcome, Unreachable
 from ecomp.model import keys
 from ecomp.model.instance import Request, to_json
 from ecomp.placement import allocations as ledger
 from ecomp.placement.claiming import claim
 from ecomp.placement.client import Placement
 from ecomp.scheduler.ask import FRESH
+from ecomp.scheduler.claim import abandon
 from ecomp.scheduler.drain import change_status, drained
 from ecomp.scheduler.forget import forget
 from ecomp.scheduler.repair import _release as repaired
 from ecomp.scheduler.wait import Deadline
 from ecomp.scheduler.wanted import Delivered
 from ecomp.store.client import Put, Snapshot, Store, Unchanged
+from ecomp.store.released import highest, note
 from tests.functional.cloud import RESOURCES, SMALL, Cloud, at_it, new
 
 pytestmark = pytest.mark.fast
@@ -199,25 +202,38 @@ def test_what_an_earlier_one_releases_once_placement_was_asked_is_room(cloud: Cl
     cloud.is_whole(compute, wanted)
 
 
-def test_who_was_frozen_between_look_and_release_releases_nothing(
-    cloud: Cloud, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A20: by then the number it read may be another claim's"""
+@pytest.mark.parametrize('count', [1, 2])
+def test_a_release_that_is_sent_late_meets_no_claim_made_since(cloud: Cloud, count: int) -> None:
+    """A20: whoever read the number stood still while the claim was released, and made anew by somebody else"""
+    compute = cloud.compute(VCPU=9, MEMORY_MB=900, DISK_GB=9)
+    instances = [new() for _ in range(count)]
+
+    def claim_all() -> dict[str, ledger.Consumer]:
+        wanted = {each: {compute: SMALL} for each in instances}
+        claim(cloud.placement, wanted, 'u', 'p', lambda: None, partial(highest, cloud.store, instances))
+        return {each: ledger.consumer(cloud.placement, each) for each in instances}
+
+    reads = [claim_all()]
+    for _ in range(3):
+        assert abandon(cloud.store, cloud.placement, instances, instances[0], -1)
+        reads.append(claim_all())
+        for read in reads[:-1]:
+            assert [ledger.release(cloud.placement, *each) for each in read.items()] == [False] * count
+        assert cloud.server.consumers(compute).keys() == set(instances)
+    assert {read[each].generation for read in reads for each in instances} == {1, 2, 3, 4}
+
+
+def test_what_is_not_noted_is_not_released(cloud: Cloud) -> None:
     compute, instance = cloud.compute(), new()
     ledger.claim(cloud.placement, instance, {compute: SMALL}, 'a-user', 'a-project')
-    monkeypatch.setattr(ledger, 'STALE', 0.2)
-    assert ledger.release_unless(cloud.placement, [instance], lambda _: time.sleep(0.3) or ()) == {instance: False}
+
+    def note(generations: Mapping[str, int]) -> None:
+        assert generations == {instance: 1}
+        raise Unreachable('etcd cannot be reached', 'etcd')
+
+    with pytest.raises(Unreachable):
+        ledger.release_unless(cloud.placement, [instance], lambda _: (), note)
     assert cloud.server.consumers(compute).keys() == {instance}
-    assert ledger.release_unless(cloud.placement, [instance], lambda _: ()) == {instance: True}
-
-
-def test_of_a_slow_placement_few_are_released_together(cloud: Cloud, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else what was read first would be stale each time, and nothing ever released."""
-    compute, instances, asked = cloud.compute(), [new(), new()], list[int]()
-    ledger.claim_set(cloud.placement, {each: {compute: SMALL} for each in instances}, 'a-user', 'a-project', {})
-    monkeypatch.setattr(ledger, 'READING', 0.0)
-    done = ledger.release_unless(cloud.placement, instances, lambda holding: asked.append(len(holding)) or ())
-    assert (done, asked) == (dict.fromkeys(instances, True), [1, 1])
 
 
 def test_many_are_released_in_portions(cloud: Cloud) -> None:
@@ -230,7 +246,7 @@ def test_many_are_released_in_portions(cloud: Cloud) -> None:
         asked.append(len(holding))
         return {kept} & holding.keys()
 
-    done = ledger.release_unless(cloud.placement, [*instances, new()], wanted)
+    done = ledger.release_unless(cloud.placement, [*instances, new()], wanted, partial(note, cloud.store))
     assert asked == [ledger.TOGETHER, ledger.TOGETHER, 1]
     assert [each for each, gone in done.items() if not gone] == [kept]
     assert cloud.server.consumers(compute).keys() == {kept}

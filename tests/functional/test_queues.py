@@ -380,19 +380,18 @@ class Interrupted(Placement):
         super().write(method, path, body)
 
 
-def test_nobody_else_takes_while_a_dead_attempt_is_cleared_up(cloud: Cloud, flavor: Flavor) -> None:
-    """Else one of two who do could have the claim's number, which begins anew, and lose it to this release."""
+def test_who_takes_what_a_dead_attempt_claimed_keeps_it(cloud: Cloud, flavor: Flavor) -> None:
     here, there, found = cloud.compute(), cloud.compute(), queued(cloud, flavor)
     ledger.claim(cloud.placement, found.waiting.instance, {here: SMALL}, 'a-user', 'a-project')
     taken: list[bool] = []
     slow = Interrupted(cloud.server.url, lambda: taken.append(taker(cloud, there).take(found)))
-    assert taker(cloud, here, placement=slow).clear_up(found)
-    assert taken == [False]
-    waits(cloud, found.waiting)
+    assert not taker(cloud, here, placement=slow).let_go(found.waiting.instance)
+    assert taken == [True]
+    is_taken(cloud, there, found.waiting)
 
 
 def test_nobody_else_takes_while_a_taker_gives_up(cloud: Cloud, flavor: Flavor) -> None:
-    """Its move never arrives. The same."""
+    """Its move never arrives, and its mark stands until what it claimed is released."""
     here, there, found = cloud.compute(), cloud.compute(), queued(cloud, flavor)
 
     class Lossy(Store):

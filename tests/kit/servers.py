@@ -11,6 +11,7 @@ import base64
 import contextlib
 import json
 import os
+import random
 import shutil
 import signal
 import socket
@@ -34,6 +35,8 @@ TOP = Path(__file__).resolve().parents[2]
 PLACEMENT_HEADERS = {'x-auth-token': 'admin', 'openstack-api-version': 'placement 1.39'}
 READY_SECONDS = 60.0
 FIRST_PAUSE, LAST_PAUSE = 0.02, 0.25
+SYSTEM = random.SystemRandom()
+"""Not hypothesis's, which begins at the same number in each of the processes that run tests."""
 PATIENCE = 4
 """How many times slower a machine may be that is busy with others."""
 
@@ -87,10 +90,13 @@ def is_stopped(pid: int) -> bool:
 
 
 def free_port() -> int:
-    """A TCP port of 127.0.0.1 that nobody had a moment ago."""
-    with socket.socket() as listener:
-        listener.bind(('127.0.0.1', 0))
-        return int(listener.getsockname()[1])
+    """A TCP port of 127.0.0.1 that nobody had a moment ago, and that the kernel gives to nobody who asks for any."""
+    dynamic, _ = Path('/proc/sys/net/ipv4/ip_local_port_range').read_text().split()
+    while True:
+        port = SYSTEM.randrange(10_000, int(dynamic))
+        with socket.socket() as listener, contextlib.suppress(OSError):
+            listener.bind(('127.0.0.1', port))
+            return port
 
 
 def environment() -> dict[str, str]:

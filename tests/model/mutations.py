@@ -56,8 +56,8 @@ MUTATIONS = {
     ),
     'what is released is read once more': Mutation(
         'ecomp.placement.allocations',
-        '(not spared and release(placement, each, holding[each]))',
-        '(not spared and release(placement, each, consumer(placement, each)))',
+        '(each in going and release(placement, each, going[each]))',
+        '(each in going and release(placement, each, consumer(placement, each)))',
         ('release_beside_resume', 'claim_keeper'),
     ),
     'who is at it is asked after the requests': Mutation(
@@ -75,12 +75,33 @@ MUTATIONS = {
     ),
     'an equal claim is taken for ours': Mutation(
         'ecomp.placement.claiming',
-        'moved = sent is not None and held.generation == sent + 1 > above',
+        'moved = sent is not None and held.generation == sent + 1',
         'moved = bool(held.allocations)',
-        ('late_release_ample',),
+        ('overtaken_by_a_queue',),
     ),
     'a claim is not moved far enough': Mutation(
-        'ecomp.scheduler.create', 'ABOVE if resume else 0', '0', ('late_releases',)
+        'ecomp.scheduler.create', 'max(ABOVE, highest(store, instances))', 'ABOVE', ('two_resumes_and_a_late_release',)
+    ),
+    'what is released is not noted': Mutation(
+        'ecomp.placement.allocations',
+        '        note({each: found.generation for each, found in going.items() if found.generation is not None})\n',
+        '',
+        ('two_resumes_and_a_late_release', 'forget_and_taker'),
+    ),
+    'a taker does not claim above what was released': Mutation(
+        'ecomp.agent.taking', 'partial(highest, self._store, wanted)', 'lambda: 0', ('forget_and_taker',)
+    ),
+    'what is released is noted after that': Mutation(
+        'ecomp.placement.allocations',
+        '''        note({each: found.generation for each, found in going.items() if found.generation is not None})
+        for each in held:
+            done[each] = each not in holding or (each in going and release(placement, each, going[each]))
+''',
+        '''        for each in held:
+            done[each] = each not in holding or (each in going and release(placement, each, going[each]))
+        note({each: found.generation for each, found in going.items() if found.generation is not None})
+''',
+        ('two_resumes_and_a_late_release', 'late_releases'),
     ),
     'a consumer that was left empty is a conflict': Mutation(
         'ecomp.placement.claiming', 'generations = dict.fromkeys(wanted, 0)', 'raise error', ('orphan_consumer',)
@@ -123,20 +144,8 @@ MUTATIONS = {
         'ecomp.agent.taking', '[Put(key, mark_to_json(self._compute), lease)]',
         '[Put(key, mark_to_json(self._compute))]', ('dead_taker',),
     ),
-    'what a dead attempt claimed is released without a mark': Mutation(
-        'ecomp.agent.taking', 'mark = self._mark(place, 0, is_taken=False)', 'mark: int | None = 0', ('late_let_go',)
-    ),
-    'a taker releases after it gave back': Mutation(
-        'ecomp.agent.taking',
-        '''        try:
-            self.let_go(waiting.instance)
-        finally:
-            self._give_back_if_possible(waiting.key, mark)
-        return False''',
-        '''        self._give_back_if_possible(waiting.key, mark)
-        self.let_go(waiting.instance)
-        return False''',
-        ('three_takers',),
+    'a taker releases what it does not note': Mutation(
+        'ecomp.agent.taking', 'note(self._store, {instance: held.generation})', 'pass', ('late_let_go', 'three_takers')
     ),
     'a compute builds what placement does not confirm': Mutation(
         'ecomp.agent.instances',

@@ -150,7 +150,7 @@ def late_let_go(cloud: Cloud) -> None:
         cloud.host(each)
     place = cloud.waiting(U)
     cloud.claimed(U, A)
-    cloud.works(A, 'clearing up', lambda: cloud.computes[A].taker.clear_up(place))
+    cloud.works(A, 'clearing up', lambda: cloud.computes[A].taker.let_go(U))
     for each in (B, C):
         cloud.takes(each, place)
 

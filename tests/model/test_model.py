@@ -22,7 +22,7 @@ from tests.model.acting import Bounds
 from tests.model.cloud import SIZE, A, Cloud, U, V
 from tests.model.explorer import Check, Explored, Follow, Scenario, decode, encode, explore, look_for, replay
 from tests.model.rest import left_alone
-from tests.model.scenarios import EXPECTED, SCENARIOS
+from tests.model.scenarios import SCENARIOS
 from tests.model.virtual import inside, virtual
 from tests.model.world import World
 
@@ -34,27 +34,22 @@ MANY = 8_000
 
 @pytest.mark.parametrize('name', SCENARIOS)
 def test_nothing_is_lost_doubled_or_leaked(name: str) -> None:
-    judge(name, look_for(SCENARIOS[name], SCHEDULES if name not in EXPECTED else MANY))
+    judge(name, look_for(SCENARIOS[name], SCHEDULES))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('name', [name for name in SCENARIOS if name not in EXPECTED])
+@pytest.mark.parametrize('name', SCENARIOS)
 def test_nor_in_many_more(name: str) -> None:
     judge(name, look_for(SCENARIOS[name], MANY, seed=2))
 
 
 def judge(name: str, found: Explored) -> None:
-    """A defect that is known is found, by whoever looks; nothing else is."""
-    if name in EXPECTED:
-        assert found.findings, f'{EXPECTED[name]} is mended, it seems: take {name} out of EXPECTED'
-        return
     for each in found.findings:
         wrong = '\n'.join(f'WRONG: {wrong}' for wrong in each.wrong)
         pytest.fail(f'{SCENARIOS[name].title}\n{each.story}\n{wrong}\n{each.replay(SCENARIOS[name])}', pytrace=False)
 
 
-def test_every_expected_defect_has_a_scenario() -> None:
-    assert [name for name in EXPECTED if name not in SCENARIOS] == []
+def test_every_scenario_has_a_title() -> None:
     assert all(each.title for each in SCENARIOS.values())
 
 

@@ -1,0 +1,49 @@
+"""The generation that a claim had when it was released, so that the next claim of the same instance gets a higher one.
+
+Placement counts a consumer's generation from 1 again once it holds nothing. Somebody who read it before that, and
+releases by it late, could meet the same number at another claim. So whoever releases a claim notes its generation
+first, and whoever claims for an instance that others may have claimed for goes on until it is above what is noted.
+
+Each note is a key of its own, on a lease of its own: nobody has to read or compare anything to write one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+from ecomp.errors import UnknownOutcome
+from ecomp.model import keys
+from ecomp.model.released import from_json, to_json
+from ecomp.store.client import Put, Store
+
+SECONDS = 3600
+"""How long it is noted. A release that was sent longer ago than this is not on its way any more."""
+TRIES = 3
+
+
+def note(store: Store, generations: Mapping[str, int]) -> None:
+    """Note that claims of these generations are released next: {instance: generation}, at most 128 of them.
+
+    Errors: Unreachable, UnknownOutcome: nothing may be released then.
+    """
+    if not generations:
+        return
+    lease = store.grant(SECONDS)
+    by_key: dict[str, dict[str, int]] = {}
+    for instance, generation in generations.items():
+        by_key.setdefault(keys.released(instance, lease), {})[instance] = generation
+    puts = [Put(key, to_json(theirs), lease) for key, theirs in by_key.items()]
+    for left in reversed(range(TRIES)):
+        try:
+            store.commit([], puts)
+            return
+        except UnknownOutcome:  # written twice it says the same
+            if not left:
+                raise
+
+
+def highest(store: Store, instances: Collection[str]) -> int:
+    """The highest generation that is noted for any of these; 0 if none is. Asked after something was claimed."""
+    prefixes = {keys.released_prefix(each) for each in instances}
+    noted = store.snapshot(prefixes.pop() if len(prefixes) == 1 else keys.RELEASED)
+    return max((from_json(each.value).get(name, 0) for each in noted.entries.values() for name in instances), default=0)

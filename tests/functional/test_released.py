@@ -1,0 +1,75 @@
+"""What is noted of a claim before it is released."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+
+import pytest
+
+from ecomp.conf import EtcdConfig
+from ecomp.errors import UnknownOutcome
+from ecomp.model import keys
+from ecomp.store import released
+from ecomp.store.client import Delete, Exists, Put, Store, Unchanged
+from ecomp.store.released import highest, note
+from tests.functional.cloud import Cloud, new
+
+pytestmark = pytest.mark.fast
+
+
+class Lossy(Store):
+    """An etcd whose first `times` answers are lost."""
+
+    times = 0
+
+    def commit(
+        self, conditions: Sequence[Unchanged | Exists], operations: Sequence[Put | Delete], fenced: bool = True
+    ) -> int | None:
+        written = super().commit(conditions, operations, fenced)
+        self.times -= 1
+        if self.times >= 0:
+            raise UnknownOutcome('no answer', 'etcd')
+        return written
+
+
+@pytest.fixture
+def lossy(cloud: Cloud) -> Iterator[Lossy]:
+    with closing(Lossy(EtcdConfig((cloud.etcd.endpoint,)))) as store:
+        yield store
+
+
+def test_the_highest_number_stays_for_an_hour(cloud: Cloud) -> None:
+    one, other, third, fourth = (digits + new()[2:] for digits in ('00', '00', '00', 'f0'))
+    assert highest(cloud.store, [one]) == 0
+    note(cloud.store, {one: 4, other: 2, fourth: 3})
+    note(cloud.store, {one: 3})
+    note(cloud.store, {})
+    asked = ([one], [other], [third], [fourth], [other, third], [third, fourth], [fourth, one], [])
+    assert [highest(cloud.store, each) for each in asked] == [4, 2, 0, 3, 2, 3, 4, 0]
+    found = cloud.store.snapshot(keys.RELEASED).entries
+    assert [each.key for each in found.values() if one in each.key] == []
+    for each in found.values():
+        assert released.SECONDS - 60 < cloud.store.keep_alive(each.lease) <= released.SECONDS
+
+
+@pytest.mark.parametrize(
+    'junk', ['', 'seven', '7', '[]', '{}', '[' * 9999, '{"generations": 7}', '{"generations": {"%s": %s}}']
+)
+@pytest.mark.parametrize('number', ['"7"', '-1', '0', 'true', '7.0', '1001', '1' + 5000 * '0', 'null', '1e999', '{}'])
+def test_what_nobody_of_ours_wrote_is_nothing(cloud: Cloud, junk: str, number: str) -> None:
+    instance = new()
+    cloud.etcd.put(keys.released(instance, 1), junk % (instance, number) if '%' in junk else junk)
+    assert highest(cloud.store, [instance]) == highest(cloud.store, [instance, new()]) == 0
+    note(cloud.store, {instance: 2})
+    assert highest(cloud.store, [instance]) == 2
+
+
+def test_an_answer_that_is_lost_is_asked_for_again(cloud: Cloud, lossy: Lossy) -> None:
+    instance = new()
+    lossy.times = released.TRIES - 1
+    note(lossy, {instance: 3})
+    assert highest(cloud.store, [instance]) == 3
+    lossy.times = released.TRIES
+    with pytest.raises(UnknownOutcome):
+        note(lossy, {instance: 4})
