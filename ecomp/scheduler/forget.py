@@ -151,7 +151,9 @@ def _release(store: Store, placement: Placement, compute: str, consumer: str, it
             raise _Changed
         return ()
 
-    if not ledger.release_unless(placement, [consumer], needed, partial(note, store))[consumer]:
+    # A uuid is never used twice: nobody claims again for one that has ended.
+    noting = (lambda _: None) if its_end else partial(note, store)
+    if not ledger.release_unless(placement, [consumer], needed, noting)[consumer]:
         held = ledger.consumer(placement, consumer)
         if compute in held.allocations:
             raise _Changed

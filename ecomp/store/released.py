@@ -10,8 +10,9 @@ Each note is a key of its own, on a lease of its own: nobody has to read or comp
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 
-from ecomp.errors import UnknownOutcome
+from ecomp.errors import NoSpace, UnknownOutcome
 from ecomp.model import keys
 from ecomp.model.released import from_json, to_json
 from ecomp.store.client import Put, Store
@@ -24,10 +25,16 @@ TRIES = 3
 def note(store: Store, generations: Mapping[str, int]) -> None:
     """Note that claims of these generations are released next: {instance: generation}, at most 128 of them.
 
+    Nothing is noted in an etcd that is full: what is claimed may go all the same, and nobody can announce a new claim.
     Errors: Unreachable, UnknownOutcome: nothing may be released then.
     """
     if not generations:
         return
+    with suppress(NoSpace):
+        _write(store, generations)
+
+
+def _write(store: Store, generations: Mapping[str, int]) -> None:
     lease = store.grant(SECONDS)
     by_key: dict[str, dict[str, int]] = {}
     for instance, generation in generations.items():

@@ -21,15 +21,16 @@ PATIENCE = 20.0
 
 
 def everything(control: Control) -> dict[str, Kept]:
-    """All of etcd, at one revision."""
+    """All of etcd, at one revision, but for the notes of released claims: each is on a lease and ends by itself."""
     every = base64.b64encode(b'\0').decode()
     found = control.etcd.call('kv/range', {'key': every, 'range_end': every}).get('kvs', [])
-    return {
+    there = {
         base64.b64decode(each['key']).decode(): Kept(
             base64.b64decode(each.get('value', '')), int(each.get('lease', 0))
         )
         for each in found
     }
+    return {key: kept for key, kept in there.items() if not (key.startswith('/released/') and kept.lease)}
 
 
 def allocations(control: Control) -> dict[str, dict[str, dict[str, int]]]:
