@@ -104,7 +104,7 @@ def seed(guests: Path, directory: Path, mac: str, phones_home: bool) -> Mapping[
     """
     command = [*_mdserver('seed', guests), *([] if phones_home else ['--no-phone-home']), mac, *_conf(directory)]
     try:
-        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=SEED_SECONDS, check=False)
+        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=SEED_SECONDS, cwd='/')
     except subprocess.TimeoutExpired as error:
         raise BuildFailed('scheduled', f'its seed is not known within {SEED_SECONDS:g} s') from error
     said = done.stderr.decode(errors='replace').strip().splitlines() or [f'mdserver.seed ended with {done.returncode}']
@@ -116,9 +116,11 @@ def seed(guests: Path, directory: Path, mac: str, phones_home: bool) -> Mapping[
 class MetadataServer:
     """The server at 169.254.169.254: somebody's, or ours."""
 
-    def __init__(self, guests: Path, directory: Path) -> None:
+    def __init__(self, guests: Path, directory: Path, bridge: str) -> None:
+        """Ours answers this host, whoever is on the guests' `bridge` and whoever has a lease, and no machine else."""
         self._guests = guests
         self._directory = directory
+        self._bridge = bridge
         self._process: subprocess.Popen[bytes] | None = None
 
     def ensure(self) -> None:
@@ -137,8 +139,8 @@ class MetadataServer:
             return
         elif answer() is not None:
             raise EcompError(f'what listens on {ADDRESS}:80 is no metadata server: stop it, or bind it elsewhere')
-        command = [*_mdserver('server', self._guests), '--with-parent', *_conf(self._directory)]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE)
+        own = ['--bridge', self._bridge, '--with-parent', *_conf(self._directory)]
+        self._process = subprocess.Popen([*_mdserver('server', self._guests), *own], stdin=subprocess.PIPE, cwd='/')
         end = time.monotonic() + START_SECONDS
         while not is_metadata(answer()):
             if self._process.poll() is not None or time.monotonic() > end:
@@ -163,12 +165,13 @@ class MetadataServer:
 
 
 def _mdserver(front_door: str, guests: Path) -> list[str]:
-    return [sys.executable, '-m', f'mdserver.{front_door}', '--guests', str(guests)]
+    # -P: what lies in the directory that ecompute is started in is not root's to run.
+    return [sys.executable, '-P', '-m', f'mdserver.{front_door}', '--guests', str(guests.resolve())]
 
 
 def _conf(directory: Path) -> list[str]:
     path = directory / 'mdserver.conf'
-    return [str(path)] if path.exists() else []
+    return [str(path.resolve())] if path.exists() else []
 
 
 def is_metadata(page: bytes | None) -> bool:

@@ -24,12 +24,13 @@ def keep_served(
 
     Where no bridge is libvirt's none can be served, which is said if it is `wanted`.
     """
-    if libvirt.bridge_name() is None:
+    bridge = libvirt.bridge_name()
+    if bridge is None:
         if wanted:
             none = 'networks: none of them is a network whose bridge libvirt made'
             log.warning('%s: no metadata is served; `metadata: iso` puts it on a disk', none)
         return lambda: None
-    server = MetadataServer(state / 'metadata', directory)
+    server = MetadataServer(state / 'metadata', directory, bridge)
     # One that was killed left the address where it was: with this file it is ours to take off.
     mark = state / 'metadata-address'
     ours = mark.exists()

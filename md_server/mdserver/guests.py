@@ -173,6 +173,21 @@ def current(leases: Iterable[Lease], now: float) -> dict[str, str]:
     return {address: lease.mac for address, lease in by_address.items() if by_mac[lease.mac] is lease}
 
 
+def is_on(bridge: str, address: str, neighbours: Path) -> bool:
+    """Whether the kernel knows this address on this bridge, as it does of whoever has just connected over it."""
+    try:
+        lines = neighbours.read_text(encoding='ascii', errors='replace').splitlines()
+    except OSError:
+        return False
+    # IP address, HW type, Flags, HW address, Mask, Device.
+    return any(fields[0] == address and fields[5:] == [bridge] for fields in map(str.split, lines) if fields)
+
+
+def has_lease(address: str, leases: str, now: float) -> bool:
+    """Whether this address is leased to anybody; `leases` and `now` as of find()."""
+    return address in current(_read_leases(leases)[0], now)
+
+
 def parse_neighbours(text: str) -> dict[str, frozenset[str]]:
     """Address to the MACs of its complete entries, from the text of /proc/net/arp; other lines are passed over."""
     seen: dict[str, set[str]] = {}

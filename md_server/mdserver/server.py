@@ -32,9 +32,8 @@ if not __package__:
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 import bottle
-import waitress
 
-from mdserver import __version__, conf, guests, metadata
+from mdserver import __version__, conf, guests, limits, metadata
 
 LOG = logging.getLogger('mdserver')
 
@@ -44,12 +43,22 @@ WHY = 'mdserver.why'
 THREADS = 4
 HEADER_LIMIT = 8192  # bytes
 BODY_LIMIT = 1024  # bytes; phone_home has a uuid to send
-CONNECTIONS = 500
-SILENCE = 20  # seconds after which a connection that says nothing is closed
+CONNECTIONS = 500  # of all clients together; what one may have is in limits
 
 
 class App(bottle.Bottle):  # type: ignore[misc]
-    """bottle with errors in one plain line, and one line in the log for each request."""
+    """bottle with errors in one plain line, and one line in the log for each request: for one address one a second.
+
+    Of what one address asks faster than that, the first few all the same.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._lines = limits.Shares(limits.LINES, limits.FIRST_LINES)
+
+    def may_say(self, address: str) -> bool:
+        """Whether another line of this address goes into the log now."""
+        return self._lines.allows(address, time.monotonic())
 
     def default_error_handler(self, res: bottle.HTTPError) -> str:
         bottle.response.content_type = 'text/plain; charset=utf-8'
@@ -57,6 +66,8 @@ class App(bottle.Bottle):  # type: ignore[misc]
 
     def wsgi(self, environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
         def logged(status: str, *rest: Any) -> Any:
+            if not self.may_say(environ['REMOTE_ADDR']):
+                return start_response(status, *rest)
             # Quoted: a path is the client's own words and must stay within its line.
             asked = f'{quote(environ["REQUEST_METHOD"])[:10]} {quote(environ["PATH_INFO"], "/=:")[:200]}'
             LOG.info(
@@ -75,14 +86,14 @@ def make_app(config: conf.Config) -> bottle.Bottle:
     def asking() -> metadata.Guest:
         """Who asks; raises HTTPError."""
         environ = bottle.request.environ
+        address = environ['REMOTE_ADDR']
         try:
-            address = environ['REMOTE_ADDR']
             known = guests.find(address, config.leases, config.neighbours, config.guests, time.time())
             guest = guests.filled_in(known, config, address)
         except guests.Unknown as error:
             environ[WHY] = f' ({error}: {error.detail})'
-            if isinstance(error, guests.Forged):
-                LOG.warning('REFUSED %s: %s: %s', environ['REMOTE_ADDR'], error, error.detail)
+            if isinstance(error, guests.Forged) and app.may_say(address):
+                LOG.warning('REFUSED %s: %s: %s', address, error, error.detail)
             raise bottle.HTTPError(404, f'{error}') from None
         except (guests.Broken, ValueError) as error:
             LOG.error('client=%s: %s', environ['REMOTE_ADDR'], error)
@@ -151,6 +162,17 @@ def listen(address: str, port: int) -> socket.socket:
     return sock
 
 
+def may_ask(address: str, bridge: str | None, config: conf.Config) -> bool:
+    """Whether this address is heard at all: this machine itself, and guests. Without a bridge, everybody.
+
+    The host answers for 169.254.169.254 on all its interfaces, so whoever is on its LAN gets as far as this. Not by
+    SO_BINDTODEVICE: a network that is started again has another bridge of the same name.
+    """
+    if bridge is None or address == config.listen_address or address.startswith('127.'):
+        return True
+    return guests.is_on(bridge, address, config.neighbours) or guests.has_lease(address, config.leases, time.time())
+
+
 def end_with_parent() -> None:
     """Wait until standard input ends, then end this process as SIGTERM does."""
     try:
@@ -186,6 +208,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument('--listen', metavar='ADDRESS[:PORT]', help='instead of the file\'s (169.254.169.254:80)')
     parser.add_argument('--guests', metavar='DIR', type=Path,
                         help='where ecompute puts a file for each guest (/var/lib/ecompute/metadata)')
+    parser.add_argument('--bridge', metavar='NAME',
+                        help='answer this machine, who is on the guests\' bridge, and who has a lease; nobody else')
     parser.add_argument('--with-parent', action='store_true', help='end when standard input ends')
     parser.add_argument('--version', action='version', version=f'mdserver {__version__}')
     arguments = parser.parse_args(argv)
@@ -203,10 +227,10 @@ def main(argv: list[str] | None = None) -> int:
         print(f'mdserver: {error}', file=sys.stderr)
         return 1
     with sock:
-        server = waitress.create_server(
-            make_app(config), sockets=[sock], ident=f'mdserver/{__version__}', threads=THREADS,
-            max_request_header_size=HEADER_LIMIT, max_request_body_size=BODY_LIMIT,
-            connection_limit=CONNECTIONS, channel_timeout=SILENCE, cleanup_interval=SILENCE // 4,
+        server = limits.Server(
+            make_app(config), sock, lambda address: may_ask(address, arguments.bridge, config),
+            ident=f'mdserver/{__version__}', threads=THREADS,
+            max_request_header_size=HEADER_LIMIT, max_request_body_size=BODY_LIMIT, connection_limit=CONNECTIONS,
             # Otherwise waitress removes X-Forwarded-For, and what is removed cannot be refused.
             clear_untrusted_proxy_headers=False,
             asyncore_use_poll=True,

@@ -1,0 +1,174 @@
+"""One guest, or a machine of the LAN, against the metadata server: it answers the others all the same."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.kit.servers import TOP, until
+
+COMMAND = [sys.executable, '-P', '-m', 'mdserver.server']
+UUID, MAC = 'd578fb7c-7787-4e73-b69a-a7b3ef9bf73a', '52:54:00:aa:00:01'
+ENEMY, VICTIM = '127.0.0.66', '127.0.0.9'
+
+
+class Server:
+    """One on loopback, of which each address is a client of its own; VICTIM has a lease."""
+
+    def __init__(self, directory: Path, *options: str) -> None:
+        (directory / 'metadata').mkdir()
+        lease = {'ip-address': VICTIM, 'mac-address': MAC, 'expiry-time': int(time.time()) + 3600}
+        (directory / 'virbr0.status').write_text(json.dumps([lease]))
+        guest = {'version': 1, 'instance': UUID, 'mac': MAC, 'hostname': 'web1', 'public_keys': [], 'user_data': 'x'}
+        (directory / 'metadata' / f'{MAC}.json').write_text(json.dumps(guest))
+        conf = directory / 'mdserver.conf'
+        conf.write_text('[mdserver]\nguests = metadata\nleases = *.status\n')
+        self.log = directory / 'log'
+        with self.log.open('wb') as stderr:
+            self.process = subprocess.Popen(
+                [*COMMAND, str(conf), '--listen', '127.0.0.1:0', *options],
+                cwd=directory, env={**os.environ, 'PYTHONPATH': str(TOP / 'md_server')}, stderr=stderr,
+            )
+        said = until(lambda: re.search(r'LISTENING ON http://127.0.0.1:(\d+)/', self.log.read_text()), 30, 'it listens')
+        self.port = int(said[1])
+
+    def connect(self, source: str) -> socket.socket:
+        return socket.create_connection(('127.0.0.1', self.port), 20, (source, 0))
+
+    def get(self, source: str, path: str = '/latest/meta-data/instance-id') -> tuple[int, bytes]:
+        asked = http.client.HTTPConnection('127.0.0.1', self.port, timeout=20, source_address=(source, 0))
+        with contextlib.closing(asked):
+            asked.request('GET', path)
+            answer = asked.getresponse()
+            return answer.status, answer.read()
+
+    def close(self) -> None:
+        self.process.terminate()
+        self.process.wait(20)
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[Server]:
+    with contextlib.closing(Server(tmp_path)) as running:
+        yield running
+
+
+def is_open(connection: socket.socket) -> bool:
+    connection.setblocking(False)
+    try:
+        return connection.recv(1) != b''
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+
+
+def test_one_client_s_connections_keep_nobody_else_out(server: Server) -> None:
+    """ENEMY: 520 connections of one guest, and no other one hears anything"""
+    with contextlib.ExitStack() as stack:
+        held = [stack.enter_context(server.connect(ENEMY)) for _ in range(520)]
+        for each in held:
+            with contextlib.suppress(OSError):
+                each.sendall(b'GET / HT')
+        for _ in range(10):
+            assert server.get(VICTIM) == (200, UUID.encode())
+        until(lambda: sum(map(is_open, held)) == 16, 20, 'the oldest are ended')
+        assert all(map(is_open, held[-16:]))
+    lines = [line for line in server.log.read_text().splitlines() if 'more than 16' in line]
+    assert 1 <= len(lines) <= 20, lines
+
+
+def test_a_request_that_drips_is_not_waited_for(server: Server) -> None:
+    with server.connect(ENEMY) as drip:
+        began = time.monotonic()
+        drip.sendall(b'GET / HTTP/1.1\r\n')
+        while is_open(drip):
+            with contextlib.suppress(OSError):
+                drip.setblocking(True)
+                drip.sendall(b'X')
+            time.sleep(0.5)
+            assert time.monotonic() - began < 60
+        assert time.monotonic() - began > 9
+    assert server.get(VICTIM) == (200, UUID.encode())
+
+
+def test_a_crawl_waits_a_little_and_a_flood_costs_little(server: Server) -> None:
+    """cloud-init asks some thirty things at once; who asks without an end has ten answers a second."""
+    began = time.monotonic()
+    assert [server.get(VICTIM)[0] for _ in range(30)] == 30 * [200]
+    assert time.monotonic() - began < 15
+    before, began, answered = len(server.log.read_text()), time.monotonic(), 0
+    while time.monotonic() - began < 5:
+        with contextlib.suppress(OSError, http.client.HTTPException):
+            answered += server.get(ENEMY, '/')[0] == 200
+    seconds = time.monotonic() - began
+    assert 20 <= answered <= 20 + 10 * (seconds + 1)
+    lines = server.log.read_text()[before:].splitlines()
+    assert len(lines) <= 20 + 2 * seconds, lines
+
+
+def test_what_is_asked_in_advance_is_not_answered(server: Server) -> None:
+    """419 pipelined requests a second cost half a core; of one connection one is heard now."""
+    with server.connect(VICTIM) as connection:
+        connection.sendall(200 * b'GET /latest/meta-data/instance-id HTTP/1.1\r\nHost: x\r\n\r\n')
+        said = b''
+        with contextlib.suppress(ConnectionResetError):
+            while piece := connection.recv(65536):
+                said += piece
+    assert said.count(b'HTTP/1.1 ') == 1
+    assert b'Connection: close' in said
+
+
+def test_a_machine_that_is_no_guest_is_not_answered(tmp_path: Path) -> None:
+    """The host answers for 169.254.169.254 on all its interfaces, to whoever has a route over it."""
+    script = '''
+set -e
+ip link set lo up
+ip link add lan type veth peer name there
+ip netns add "$1"; ip link set there netns "$1"
+ip addr add 10.9.0.1/24 dev lan; ip link set lan up; ip addr add 169.254.169.254/32 dev lo
+ip -n "$1" addr add 10.9.0.2/24 dev there; ip -n "$1" link set there up
+ip -n "$1" route add 169.254.169.254 via 10.9.0.1
+"$2" -P -m mdserver.server --guests "$3" --bridge virbr0 --with-parent <"$3/stdin" 2>"$3/log" & server=$!
+exec 3>"$3/stdin"
+for _ in $(seq 100); do grep -q LISTENING "$3/log" && break; sleep 0.1; done
+curl -s -m 10 -o "$3/local" -w '%{http_code} ' http://169.254.169.254/
+ip netns exec "$1" curl -s -m 10 -o "$3/lan" -w '%{http_code}' http://169.254.169.254/ || true
+ip netns del "$1"; exec 3>&-; wait $server
+'''
+    os.mkfifo(tmp_path / 'stdin')
+    name = f'emdlan{os.getpid()}'
+    done = subprocess.run(
+        ['unshare', '--net', '--mount', 'bash', '-c', script, 'bash', name, sys.executable, str(tmp_path)],
+        env={**os.environ, 'PYTHONPATH': str(TOP / 'md_server')}, capture_output=True, text=True, timeout=120,
+    )
+    subprocess.run(['ip', 'netns', 'del', name], capture_output=True)
+    assert done.stdout == '200 000', (done, (tmp_path / 'log').read_text())
+    assert 'client=10.9.0.2 is no guest here: not answered' in (tmp_path / 'log').read_text()
+
+
+def test_nothing_of_the_directory_it_is_started_in_is_run(tmp_path: Path) -> None:
+    """root's ecompute ran a bottle.py that lay there."""
+    from ecomp.agent.metadata import seed
+
+    (tmp_path / 'bottle.py').write_text('open("ran", "w")\n')
+    (tmp_path / 'mdserver').mkdir()
+    (tmp_path / 'mdserver/__init__.py').write_text('open("ran", "w")\n')
+    guests = tmp_path / 'metadata'
+    guests.mkdir()
+    guest = {'version': 1, 'instance': UUID, 'mac': MAC, 'hostname': 'web1', 'public_keys': [], 'user_data': 'x'}
+    (guests / f'{MAC}.json').write_text(json.dumps(guest))
+    with contextlib.chdir(tmp_path):
+        assert json.loads(seed(guests, tmp_path, MAC, False)['meta-data'])['instance-id'] == UUID
+    assert not (tmp_path / 'ran').exists()
