@@ -126,11 +126,16 @@ class Fence:
         return self.condition
 
 
+PUBLIC = Path('the authorities that gRPC knows')
+"""In place of ca_cert where there is none: etcd3 speaks in clear text to an etcd without one, certificates or not."""
+
+
 class _Client(etcd3.Etcd3Client):  # type: ignore[misc]
     """etcd3's, but an OSError for a certificate or key that is empty: gRPC ends the whole process over one."""
 
     def _get_secure_creds(self, ca_cert: Path, cert_key: Path | None = None, cert_cert: Path | None = None) -> Any:
-        files = [None if each is None else (each, each.read_bytes()) for each in (ca_cert, cert_key, cert_cert)]
+        given = (None if ca_cert is PUBLIC else ca_cert, cert_key, cert_cert)
+        files = [None if each is None else (each, each.read_bytes()) for each in given]
         for each in files:
             if each is not None and not each[1]:
                 raise OSError(errno.ENODATA, 'is empty', str(each[0]))
@@ -292,7 +297,7 @@ class Store:
         return _Client(
             host=host,
             port=port,
-            ca_cert=config.ca_cert,
+            ca_cert=config.ca_cert or (PUBLIC if config.cert_cert else None),
             cert_key=config.cert_key,
             cert_cert=config.cert_cert,
             timeout=config.timeout,

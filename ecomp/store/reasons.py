@@ -24,7 +24,7 @@ _TLS = (
     ('certificate has expired', 'its certificate has expired'),
     ('certificate is not yet valid', 'its certificate is not valid yet: is the clock right?'),
     ('Hostname Verification', 'its certificate is made out to another name'),
-    ('CERTIFICATE_VERIFY_FAILED', 'its certificate is not signed by the authority in ca_cert'),
+    ('CERTIFICATE_VERIFY_FAILED', 'its certificate is not signed by the authority in ca_cert (none: a public one)'),
     ('security handshaker', 'ca_cert, cert_cert or cert_key is no certificate or key, or they do not belong together'),
     ('TSI_DATA_CORRUPTED', 'it refuses our certificate: is cert_cert missing, expired, or not signed for it?'),
     ('TSI_PROTOCOL_FAILURE', 'it does not speak TLS as we do'),

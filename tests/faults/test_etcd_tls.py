@@ -14,8 +14,8 @@ import pytest
 import yaml
 
 from ecomp.store.watch import LAST_DELAY
-from tests.faults.certificates import Authority
 from tests.faults.etcds import EtcdCluster, EtcdControl, Member, Tls
+from tests.kit.certificates import Authority
 from tests.kit.commands import Ecompute, Result
 from tests.kit.hands import settled
 from tests.kit.servers import PlacementServer, environment, until
@@ -91,6 +91,7 @@ def test_certificates(secured: EtcdControl, office: Office, tmp_path: Path) -> N
     empty = tmp_path / 'empty'
     empty.touch()
     refused(secured, {'ca_cert': str(stranger.certificate)}, 'not signed by the authority in ca_cert')
+    refused(secured, {'ca_cert': None}, 'none: a public one')
     refused(secured, {'cert_cert': None, 'cert_key': None}, 'it refuses our certificate')
     refused(secured, {'cert_cert': pair[0], 'cert_key': pair[1]}, 'it refuses our certificate')
     refused(secured, {'cert_cert': late[0], 'cert_key': late[1]}, 'it refuses our certificate', 'expired')

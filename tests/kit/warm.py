@@ -38,7 +38,7 @@ PRELOAD = [
 ]
 PROBE = 'etcd3'
 """What is there in a warm process: the server passes over what it cannot import, without a word."""
-PR_SET_PDEATHSIG, CLONE_NEWNS = 1, 0x20000
+PR_SET_PDEATHSIG, PR_SET_NAME, CLONE_NEWNS = 1, 15, 0x20000
 
 _CONTEXT = multiprocessing.get_context('forkserver')
 _CONTEXT.set_forkserver_preload(PRELOAD)
@@ -121,6 +121,8 @@ class _Child:
         command, cwd, env, inside = self._told
         libc = ctypes.CDLL(None, use_errno=True)
         libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        # What top and ps show: its command line is the server's.
+        libc.prctl(PR_SET_NAME, command[2].rpartition('.')[2].encode()[:15])
         # Else the server would outlive this test run for as long as one of its children lives.
         os.close(forkserver._forkserver._forkserver_alive_fd)  # type: ignore[attr-defined]
         forkserver._forkserver._forkserver_alive_fd = None  # type: ignore[attr-defined]
