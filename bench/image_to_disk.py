@@ -21,6 +21,7 @@ from statistics import median
 
 from lab import Lab, main
 
+from ecomp.agent.images import inspection
 from ecomp.agent.images.cache import ImageCache, Limits
 from ecomp.conf import load_compute
 from ecomp.model.guest import GuestSpec
@@ -42,7 +43,7 @@ def inside(rounds: int, server: str) -> None:
     """The measuring itself, on the lab host."""
     state = load_compute(LAB.compute_yaml).state
     libvirt = Libvirt(state)
-    cache = ImageCache(state / 'images', libvirt.inspect, None, Limits(2**40, 2**40))
+    cache = ImageCache(state / 'images', inspection.inspect, None, Limits(2**40, 2**40))
     for size in SIZES:
         measure(size, rounds, server, libvirt, cache, state / 'images')
     libvirt.close()

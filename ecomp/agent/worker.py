@@ -9,9 +9,7 @@ same instance, ('news', number, News), ('done', number), ('failed', number, exce
 
 from __future__ import annotations
 
-import ctypes
 import logging
-import os
 import signal
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -20,14 +18,14 @@ from typing import Any
 
 from ecomp import log as logs
 from ecomp.agent.build import Cancelled, Images, Job, carry_out
+from ecomp.agent.images import inspection
 from ecomp.agent.images.cache import ImageCache, Limits
 from ecomp.agent.locks import InstanceLocks
+from ecomp.agent.parent import die_with
 from ecomp.errors import EcompError
 from ecomp.virt import Hypervisor
 
 log = logging.getLogger(__name__)
-
-PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True)
@@ -48,14 +46,15 @@ def main(pipe: Connection, settings: WorkerSettings) -> None:
     hypervisor: Hypervisor = Libvirt(settings.state)
     directory = hypervisor.image_directory()
     assert directory is not None  # only the fake has none, and it has no workers
-    images = ImageCache(directory, hypervisor.inspect, settings.local_images, settings.limits)
+    images = ImageCache(directory, inspection.inspect, settings.local_images, settings.limits)
     images.sweep()  # it may take the place of one that was killed
     work(pipe, hypervisor, images, InstanceLocks(settings.state))
 
 
 def prepare(settings: WorkerSettings) -> None:
     """What a worker process does first. It dies with its parent, however that dies."""
-    _die_with(settings.parent)
+    # Else a worker goes on building after its parent was killed with -9, beside the next ecompute's.
+    die_with(settings.parent)
     # Ctrl-C goes to the whole terminal's group; when to stop is the parent's business.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -102,10 +101,3 @@ def _answer(
         log.exception('a job failed in a way nobody thought of')
         return ('failed', number, EcompError(f'{type(error).__name__}: {error}'))
     return ('done', number)
-
-
-def _die_with(parent: int) -> None:
-    # Else a worker goes on building after its parent was killed with -9, beside the next ecompute's.
-    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it died before we asked
-        os._exit(1)

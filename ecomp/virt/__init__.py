@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Set
 from pathlib import Path
 from typing import Protocol
 
-from ecomp.model.guest import Address, BaseImage, Guest, GuestSpec, Reserved
+from ecomp.model.guest import Address, Guest, GuestSpec, Reserved
 
 
 class Hypervisor(Protocol):
@@ -34,9 +34,6 @@ class Hypervisor(Protocol):
 
     def image_directory(self) -> Path | None:
         """Where base volumes are kept; None where images are only pretended."""
-
-    def inspect(self, path: Path) -> BaseImage:
-        """What the file at `path` is. BuildFailed('image', …) if it is not a disk we take."""
 
     def guests(self) -> Mapping[str, Guest]:
         """Everything here that carries our mark, by instance uuid: domains and overlay volumes."""

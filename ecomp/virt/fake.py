@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ecomp.errors import BuildFailed, Conflict, EcompError, UsageError
-from ecomp.model.guest import Address, BaseImage, Guest, GuestSpec, Reserved
+from ecomp.model.guest import Address, Guest, GuestSpec, Reserved
 from ecomp.virt import image
 
 T = TypeVar('T')
@@ -48,9 +48,6 @@ class FakeHypervisor:
 
     def image_directory(self) -> Path | None:
         return None
-
-    def inspect(self, path: Path) -> BaseImage:
-        return BaseImage(str(path), 'qcow2', 0)
 
     def guests(self) -> Mapping[str, Guest]:
         with self._lock:

@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from pathlib import Path
 
 from ecomp.errors import BuildFailed, Conflict, EcompError, Unreachable, UsageError
-from ecomp.model.guest import Address, BaseImage, Guest, GuestSpec, Reserved
+from ecomp.model.guest import Address, Guest, GuestSpec, Reserved
 from ecomp.model.network import DEFAULT_NETWORKS, Attachment
-from ecomp.virt import access, image, networks, xml
+from ecomp.virt import access, networks, xml
 from ecomp.virt.agents import Agents
 from ecomp.virt.connection import Connection, libvirt
 from ecomp.virt.domains import Domains
@@ -106,9 +106,6 @@ class Libvirt:
 
     def image_directory(self) -> Path | None:
         return self._volumes.directory
-
-    def inspect(self, path: Path) -> BaseImage:
-        return image.inspect(path)
 
     def guests(self) -> Mapping[str, Guest]:
         # Disks first: a guest removed between the two questions is then seen with too much, not with too little.

@@ -13,12 +13,11 @@ import pytest
 
 from ecomp.agent.images.cache import ImageCache
 from ecomp.errors import BuildFailed
-from ecomp.virt.image import inspect
 from tests.kit.boot_sectors import HALT, boot_disk
 from tests.kit.commands import Control, Ecompute
 from tests.kit.hands import guests, idle, lapse_requests
 from tests.kit.image_server import serving
-from tests.kit.images import LIMITS, get, kept
+from tests.kit.images import LIMITS, get, inspect, kept
 from tests.kit.invariants import check
 from tests.kit.servers import PATIENCE, Etcd, PlacementServer, until
 from tests.kit.story import SMALL, addressed, log_of, logged, logs, one_line, place, reached, record

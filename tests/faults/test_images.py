@@ -33,11 +33,11 @@ from ecomp.agent.images import sources, transfer
 from ecomp.agent.images.cache import ImageCache
 from ecomp.errors import BuildFailed
 from ecomp.model.guest import BaseImage, GuestSpec
-from ecomp.virt.image import capacity, inspect
+from ecomp.virt.image import capacity
 from tests.kit.boot_sectors import HALT, boot_disk
 from tests.kit.hypervisor import SMALL, SOON, Hypervisor
 from tests.kit.image_server import Handler, Web, serving
-from tests.kit.images import LIMITS, get, kept
+from tests.kit.images import LIMITS, get, inspect, kept
 from tests.kit.lab import Lab, lab_name
 from tests.kit.servers import PATIENCE, environment, until
 from tests.kit.slow_images import SlowImages
@@ -224,7 +224,7 @@ FETCH = """
 import sys
 from pathlib import Path
 from ecomp.agent.images.cache import ImageCache, Limits
-from ecomp.virt.image import inspect
+from ecomp.agent.images.inspection import inspect
 
 cache = ImageCache(Path(sys.argv[1]), inspect, None, Limits(int(sys.argv[3]), 2**40))
 cache.sweep()
@@ -286,9 +286,9 @@ def test_a_gzip_bomb(web: Web, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(Handler, 'answer_good', bomb)
     written: list[int] = []
 
-    def look(path: Path) -> BaseImage:
+    def look(path: Path, checkpoint: Callable[[], None]) -> BaseImage:
         written.append(path.stat().st_size)
-        return inspect(path)
+        return inspect(path, checkpoint)
 
     cache = ImageCache(tmp_path / 'images', look, None, LIMITS)
     refused(cache, tmp_path / 'images', web.url + 'good', 'not a disk image')

@@ -20,9 +20,8 @@ from ecomp.agent.images import transfer
 from ecomp.agent.images.bases import Bases
 from ecomp.agent.images.cache import ImageCache
 from ecomp.errors import BuildFailed
-from ecomp.virt.image import inspect
 from tests.kit.image_server import Handler, Web
-from tests.kit.images import LIMITS, MIB, cache, get, kept, refused
+from tests.kit.images import LIMITS, MIB, cache, get, inspect, kept, refused
 from tests.kit.servers import PATIENCE, free_port, until
 
 pytestmark = [

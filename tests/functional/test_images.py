@@ -7,7 +7,7 @@ import os
 import shutil
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -268,7 +268,7 @@ def test_without_a_shelf_no_local_image_is_taken(directory: Path, shelf: Path) -
 
 
 def test_what_inspect_refuses_is_not_kept(web: Web, directory: Path) -> None:
-    def particular(path: Path) -> BaseImage:
+    def particular(path: Path, _: Callable[[], None]) -> BaseImage:
         assert path.suffix == '.part'
         raise BuildFailed('image', f'{path.stat().st_size} bytes are too many')
 

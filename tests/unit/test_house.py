@@ -57,6 +57,7 @@ ARROWS: dict[str, set[str]] = {
 }
 FRONT_DOORS = {
     *('ecomp.compute', 'ecomp.schedule', 'ecomp.lab.elab', 'ecomp.lab.placement_server'),
+    'ecomp.agent.images.inspector',
     *('mdserver.server', 'mdserver.seed'),
 }
 
@@ -80,8 +81,8 @@ PLACES: dict[str, set[str]] = {
     'waitress': {'mdserver', 'ecomp.lab'},  # the lab serves placement with it
     'placement': {'ecomp.lab'},
     'jsonschema': {'ecomp.lab'},  # placement's own
-    # metadata starts mdserver; the lab starts the cluster's daemons.
-    'subprocess': {'ecomp.lab', 'ecomp.agent.metadata'},
+    # metadata starts mdserver; an image is looked at by a child; the lab starts the cluster's daemons.
+    'subprocess': {'ecomp.lab', 'ecomp.agent.metadata', 'ecomp.agent.images.inspection'},
 }
 # These take time, uuids and randomness as arguments, and touch nothing.
 PURE = {'ecomp.model', 'ecomp.virt.xml', 'ecomp.agent.plan', 'ecomp.scheduler.timeline', 'mdserver.metadata'}
@@ -94,7 +95,7 @@ IMPURE_CALLS = {'open', 'input', 'datetime.now', 'datetime.utcnow', 'datetime.to
 # Modules that may ask for the time of day in seconds, with the reason. Timers take time.monotonic.
 WALL_CLOCK = {'mdserver.server': 'dnsmasq says in seconds since 1970 when a DHCP lease ends'}
 # Modules that may leave the process without a front door, with the reason.
-LEAVES = {'ecomp.agent.worker': 'a worker whose parent is gone has nobody to raise to'}
+LEAVES = {'ecomp.agent.parent': 'a child whose parent is gone has nobody to raise to'}
 
 EXITS = {'print', 'exit', 'quit', 'sys.exit', 'os._exit', 'SystemExit'}
 SHELLS = {'os.system', 'os.popen', 'os.spawnl', 'os.spawnv', 'os.execv', 'os.execvp', 'os.fork'}

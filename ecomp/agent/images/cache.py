@@ -45,7 +45,11 @@ class ImageCache:
     """
 
     def __init__(
-        self, directory: Path, inspect: Callable[[Path], BaseImage], local: Path | None, limits: Limits
+        self,
+        directory: Path,
+        inspect: Callable[[Path, Checkpoint], BaseImage],
+        local: Path | None,
+        limits: Limits,
     ) -> None:
         self._directory = directory
         self._inspect = inspect
@@ -102,7 +106,7 @@ class ImageCache:
         try:
             with self._transferred(url, None, entry.version, checkpoint, tell) as fetched:
                 if fetched is not None:
-                    return self._kept(url, fetched)
+                    return self._kept(url, fetched, checkpoint)
         except Away as error:
             self._away[url] = time.monotonic() + AWAY
             log.warning('%s; its image is cached, and used as it was', error.reason)
@@ -113,7 +117,7 @@ class ImageCache:
     def _fetched(self, url: str, pin: str | None, checkpoint: Checkpoint, tell: Tell) -> Held:
         with self._transferred(url, pin, None, checkpoint, tell) as fetched:
             assert fetched is not None  # with nothing known, nothing can be the same
-            return self._kept(url, fetched)
+            return self._kept(url, fetched, checkpoint)
 
     @contextmanager
     def _transferred(
@@ -127,9 +131,9 @@ class ImageCache:
         finally:
             part.unlink(missing_ok=True)
 
-    def _kept(self, url: str, fetched: Fetched) -> Held:
+    def _kept(self, url: str, fetched: Fetched, checkpoint: Checkpoint) -> Held:
         part = self._bases.part(url)
-        image = self._inspect(part)
+        image = self._inspect(part, checkpoint)
         if image.virtual_size > self._limits.disk:
             size, most = image.virtual_size / GIB, self._limits.disk / GIB
             raise BuildFailed('image', f'the image is {size:.1f} GiB, and this host has {most:.1f} GiB for disks')

@@ -1,0 +1,76 @@
+"""What a downloaded file is, found out within limits: its tables are made up by whoever may name an image.
+
+A child does the looking (inspector.py), so that a destroy, a SIGTERM or the time-out ends it in the middle of it.
+Limits as Nova has them for `qemu-img info` (nova/virt/images.py, QEMU_IMG_LIMITS): 30 s of processor, 1 GiB.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import ecomp
+from ecomp.errors import BuildFailed, EcompError
+from ecomp.model.guest import BaseImage
+
+SECONDS = 30
+"""Of processor, and of time."""
+MEMORY = 2**30
+TICK = 0.1
+INSPECTOR = 'ecomp.agent.images.inspector'
+
+
+def inspect(path: Path, checkpoint: Callable[[], None]) -> BaseImage:
+    """See virt.image.inspect, whose errors are ours; one that takes too long is refused, too.
+
+    Whatever the checkpoint raises ends it at once. EcompError where it could not be looked at, which may pass.
+    """
+    limits = [str(os.getpid()), str(SECONDS), str(MEMORY)]
+    end = time.monotonic() + SECONDS
+    try:
+        # -P and / : nothing is imported from a directory that happens to be the current one.
+        child = subprocess.Popen(
+            [sys.executable, '-P', '-m', INSPECTOR, str(path.absolute()), *limits],
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, cwd='/', env=_environment(),
+        )  # fmt: skip
+    except OSError as error:
+        raise EcompError(f'the image cannot be looked at: {error.strerror}') from error
+    with child:
+        try:
+            answer = _answer(child, end, checkpoint)
+        finally:
+            child.kill()
+    if child.returncode == -signal.SIGXCPU:
+        raise _too_long()
+    if child.returncode != 0:
+        raise EcompError(f'the image was not looked at: the process that does it ended with {child.returncode}')
+    found = json.loads(answer)
+    if 'reason' in found:
+        raise BuildFailed('image', found['reason'])
+    return BaseImage(str(path), found['format'], found['virtual_size'])
+
+
+def _answer(child: subprocess.Popen[bytes], end: float, checkpoint: Callable[[], None]) -> bytes:
+    while True:
+        checkpoint()
+        try:
+            return child.communicate(timeout=TICK)[0]
+        except subprocess.TimeoutExpired:
+            if time.monotonic() > end:
+                raise _too_long() from None
+
+
+def _too_long() -> BuildFailed:
+    return BuildFailed('image', f'the image takes more than {SECONDS} s to be looked at: it is not taken')
+
+
+def _environment() -> dict[str, str]:
+    """Ours, in which ecomp is found where we have it from."""
+    ours = str(Path(ecomp.__file__).parents[1])
+    return {**os.environ, 'PYTHONPATH': os.pathsep.join(filter(None, (ours, os.environ.get('PYTHONPATH'))))}
