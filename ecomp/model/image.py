@@ -6,6 +6,8 @@ import re
 from urllib.parse import unquote, urlsplit
 
 SCHEMES = ('http', 'https', 'file')
+# An @ before the path, as URL parsers do it, and without // too.
+USERINFO = re.compile(r'([^/?#]*//)?[^/?#]*@')
 PIN = re.compile('sha256=([0-9a-f]{64})', re.IGNORECASE)
 GNU_SUM = re.compile(r'([0-9a-f]{64}) [ *](.+)', re.IGNORECASE)
 BSD_SUM = re.compile(r'SHA256 ?\((.+)\) ?= ?([0-9a-f]{64})', re.IGNORECASE)
@@ -16,9 +18,15 @@ def check_image(url: str) -> str:
 
     http and https need a host; file needs an absolute path (each compute decides by its `images:`
     directory whether it takes it). A fragment can only be #sha256= and the 64 hexadecimal digits of its content.
+    A user or a password is refused, and the reason does not quote it: an instance's image is for everybody to read.
     """
     if len(url) > 2048 or re.search(r'[\x00-\x20\x7f]', url):
         raise ValueError('the image is not a URL: it has a space or a control character, or more than 2048 characters')
+    if USERINFO.match(url):
+        raise ValueError(
+            'the image has a user or a password in its URL, which everybody could read: put it where its server asks '
+            'for none, or name a file of its compute (file:///…)'
+        )
     try:
         url.encode()  # half of a surrogate pair cannot be sent, nor hashed for the cached file's name
         parts = urlsplit(url)

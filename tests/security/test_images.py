@@ -5,6 +5,7 @@ The many ways to answer badly are in functional/test_images.py, stories of hosti
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import struct
@@ -15,6 +16,7 @@ from array import array
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from uuid import uuid4
 
 import pytest
 
@@ -22,6 +24,9 @@ from ecomp.agent.build import Cancelled
 from ecomp.agent.images import inspection
 from ecomp.agent.images.cache import ImageCache
 from ecomp.errors import BuildFailed
+from ecomp.model import keys
+from ecomp.model.instance import Invalid, parse_request
+from tests.kit.commands import run
 from tests.kit.image_server import Web, serving
 from tests.kit.images import LIMITS, MIB, get, kept
 from tests.kit.servers import PATIENCE
@@ -173,3 +178,32 @@ def test_a_refusal_shows_no_byte_of_what_was_fetched(web: Web, tmp_path: Path, p
     numbers = {str(int.from_bytes(page[at : at + size], 'big')) for size in (4, 8) for at in range(min(len(page), 64))}
     for secret in ('hunter2', 'TOKEN', 'etcdserver', '3.4.23', '68 75 6e', page[:8].hex(' '), *(numbers - {'0', '3'})):
         assert secret not in said
+
+
+# Secrets of whoever asks
+
+
+SECRET = 'http://alice:hunter2@images.example.org/x.qcow2'
+
+
+def test_a_password_in_an_image_url_is_refused_before_anybody_reads_it(tmp_path: Path) -> None:
+    """It would be in the request, the record, `show` and `list`, for everybody."""
+    done = run('ecomp.schedule', 'resources=VCPU:1,MEMORY_MB:64,DISK_GB:1', SECRET, directory=tmp_path)
+    assert done.code == 2
+    assert done.stdout == ''
+    assert done.stderr.startswith('eschedule: the image has a user or a password in its URL')
+    assert 'hunter2' not in done.stderr
+
+
+def test_nor_does_a_compute_take_one_from_somebody_else(tmp_path: Path) -> None:
+    compute, instance = str(uuid4()), str(uuid4())
+    allocations = {compute: {'resources': {'VCPU': 1, 'MEMORY_MB': 64, 'DISK_GB': 1}}}
+    value = json.dumps({'allocations': allocations, 'instance': instance, 'image': SECRET})
+    wish = parse_request(compute, keys.host(compute, instance), value.encode())
+    assert isinstance(wish, Invalid)
+    assert 'the image has a user or a password in its URL' in wish.reason
+    assert 'hunter2' not in repr(wish)
+    cache = ImageCache(tmp_path / 'images', inspection.inspect, None, LIMITS)
+    with pytest.raises(BuildFailed, match='the image has a user or a password') as refused:
+        get(cache, SECRET)
+    assert 'hunter2' not in str(refused.value)
