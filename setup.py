@@ -21,7 +21,7 @@ REQUIRES = [
     'protobuf>=6.33.5,<8',
     # 1.60 is the oldest whose keep-alive options were seen to find a dead peer in time.
     'grpcio>=1.60,<2',
-    'requests>=2.31',
+    'requests>=2.32.4',  # from 2.32.2 on, whoever adapts it may say how a connection is made; .4 keeps .netrc to itself
     'psutil>=5.9',
     'PyYAML>=6.0.1',
     'os-traits>=3.9',  # the names of traits, which placement takes from there too
@@ -35,7 +35,7 @@ HYPERVISOR = [
     'oslo.utils[image-inspection]>=8.0',
     'pycdlib>=1.14',
     'pyroute2>=0.7.9',
-    'urllib3>=2.3',  # requests brings it; from here on a response that waits can be ended by another thread
+    'urllib3>=2.6',  # requests brings it; the connections that images come over are made from its own
     'watchdog>=4.0',
 ]
 

@@ -23,6 +23,7 @@ from lab import Lab, main
 
 from ecomp.agent.images import inspection
 from ecomp.agent.images.cache import ImageCache, Limits
+from ecomp.agent.images.connections import reach_of
 from ecomp.conf import load_compute
 from ecomp.model.guest import GuestSpec
 from ecomp.virt.libvirt_host import Libvirt
@@ -41,9 +42,10 @@ def timed(do: Callable[[], object]) -> float:
 
 def inside(rounds: int, server: str) -> None:
     """The measuring itself, on the lab host."""
-    state = load_compute(LAB.compute_yaml).state
+    config = load_compute(LAB.compute_yaml)
+    state = config.state
     libvirt = Libvirt(state)
-    cache = ImageCache(state / 'images', inspection.inspect, None, Limits(2**40, 2**40))
+    cache = ImageCache(state / 'images', inspection.inspect, None, Limits(2**40, 2**40), reach_of(config))
     for size in SIZES:
         measure(size, rounds, server, libvirt, cache, state / 'images')
     libvirt.close()

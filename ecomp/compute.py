@@ -289,6 +289,7 @@ def _hypervisor(
 ) -> tuple[Hypervisor, Runner, Callable[[], None], Seed]:
     """The hypervisor, what carries out its jobs, what is to be looked after every minute, and see nocloud()."""
     from ecomp.agent.images.cache import GIB, Limits
+    from ecomp.agent.images.connections import reach_of
     from ecomp.agent.inventory import look
     from ecomp.agent.pool import Inline, Pool, Pretended
     from ecomp.agent.served import keep_served, nocloud
@@ -311,7 +312,8 @@ def _hypervisor(
     # No instance is given more than what there is in all, so no image above that is of use here.
     disk = (config.inventory or {}).get('DISK_GB', 0) * GIB or look(config.state, []).disk
     limits = Limits(_image_cache(config) * GIB, disk)
-    pool = Pool(_workers(config), WorkerSettings(config.state, config.images, os.getpid(), limits))
+    settings = WorkerSettings(config.state, config.images, os.getpid(), limits, reach_of(config))
+    pool = Pool(_workers(config), settings)
     at_exit.callback(pool.stop)
     return libvirt, pool, watch_over, nocloud(config, lambda: libvirt.bridge_name() is not None)
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from ecomp.errors import UsageError
 from ecomp.model.allocation import is_class
-from ecomp.model.image import check_image
+from ecomp.model.image import check_image, check_source
 from ecomp.model.network import DEFAULT_NETWORKS, MOST_INTERFACES, Attachment
 from ecomp.yaml_file import Node, Section, Wrong, YamlFile, between, described, each_once, flag, one_of, shown, text_of
 
@@ -51,11 +51,12 @@ class EtcdConfig:
 class ComputeConfig:
     """What ecompute is told. None means ecompute finds out itself. All paths are absolute.
 
-    `placement` is a URL without a slash at its end, `inventory` is total by resource class (MEMORY_MB in MiB,
-    DISK_GB in GiB), `networks` is what each guest is plugged into, in order, `images` a directory images may be
-    named from, `image_cache` is in GiB, `metadata` is how guests are told theirs, `network` or `iso`, `queues` is
-    whether it takes from the flavors' queues, `directory` the one compute.yaml was in. `traits` and `aggregates` are
-    the provider's, beside its own and other people's; `allocation_ratios` are by resource class, 1 where there is none.
+    `placement` is a URL without a slash at its end, `inventory` is total by resource class (MEMORY_MB in MiB, DISK_GB
+    in GiB), `networks` is what each guest is plugged into, in order, `images` a directory images may be named from,
+    `image_cache` is in GiB, `image_sources` host names and networks, `image_proxy` a URL, `metadata` is how guests are
+    told theirs, `network` or `iso`, `queues` is whether it takes from the flavors' queues, `directory` the one
+    compute.yaml was in. `traits` and `aggregates` are the provider's, beside its own and other people's;
+    `allocation_ratios` are by resource class, 1 where there is none.
     """
 
     uuid: str | None = None
@@ -70,6 +71,8 @@ class ComputeConfig:
     virt_type: str = 'auto'
     images: Path | None = None
     image_cache: int | None = None
+    image_sources: tuple[str, ...] | None = None
+    image_proxy: str | None = None
     queues: bool = False
     traits: tuple[str, ...] = ()
     aggregates: tuple[str, ...] = ()
@@ -112,6 +115,8 @@ def load_compute(path: Path | None = None) -> ComputeConfig:
         virt_type=top.take('virt_type', one_of('auto', 'kvm', 'qemu'), ComputeConfig.virt_type),
         images=top.take('images', file.path_of, None),
         image_cache=top.take('image_cache', between(1, MAX_INT), None),
+        image_sources=top.take('image_sources', each_once(_checked(check_source)), None),
+        image_proxy=top.take('image_proxy', _url, None),
         queues=top.take('queues', flag, ComputeConfig.queues),
         traits=top.take('traits', each_once(_trait), ()),
         aggregates=top.take('aggregates', each_once(_uuid), ()),
@@ -129,7 +134,7 @@ def load_schedule(path: Path | None = None) -> ScheduleConfig:
     config = ScheduleConfig(
         etcd=_etcd(file, top.section('etcd')),
         placement=top.section('placement').take('endpoint', _url, ScheduleConfig.placement),
-        image=top.take('image', _image, ScheduleConfig.image),
+        image=top.take('image', _checked(check_image), ScheduleConfig.image),
         user_id=top.take('user_id', _identifier, ScheduleConfig.user_id),
         project_id=top.take('project_id', _identifier, ScheduleConfig.project_id),
         user_data=top.take('user_data', file.path_of, None),
@@ -208,11 +213,14 @@ def _networks(top: Section) -> tuple[Attachment, ...]:
 # As in yaml_file: each makes a value of a node, or raises Wrong with what it should have been.
 
 
-def _image(node: Node) -> str:
-    try:
-        return check_image(text_of(node))
-    except ValueError as error:
-        raise Wrong(str(error)) from error
+def _checked(check: Callable[[str], str]) -> Callable[[Node], str]:
+    def parse(node: Node) -> str:
+        try:
+            return check(text_of(node))
+        except ValueError as error:
+            raise Wrong(str(error)) from error
+
+    return parse
 
 
 def _identifier(node: Node) -> str:

@@ -20,6 +20,7 @@ from ecomp import log as logs
 from ecomp.agent.build import Cancelled, Images, Job, carry_out
 from ecomp.agent.images import inspection
 from ecomp.agent.images.cache import ImageCache, Limits
+from ecomp.agent.images.connections import Reach
 from ecomp.agent.locks import InstanceLocks
 from ecomp.agent.parent import die_with
 from ecomp.errors import EcompError
@@ -36,6 +37,7 @@ class WorkerSettings:
     local_images: Path | None
     parent: int
     limits: Limits
+    reach: Reach = Reach()
 
 
 def main(pipe: Connection, settings: WorkerSettings) -> None:
@@ -46,7 +48,7 @@ def main(pipe: Connection, settings: WorkerSettings) -> None:
     hypervisor: Hypervisor = Libvirt(settings.state)
     directory = hypervisor.image_directory()
     assert directory is not None  # only the fake has none, and it has no workers
-    images = ImageCache(directory, inspection.inspect, settings.local_images, settings.limits)
+    images = ImageCache(directory, inspection.inspect, settings.local_images, settings.limits, settings.reach)
     images.sweep()  # it may take the place of one that was killed
     work(pipe, hypervisor, images, InstanceLocks(settings.state))
 

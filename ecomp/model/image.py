@@ -8,6 +8,7 @@ from urllib.parse import unquote, urlsplit
 SCHEMES = ('http', 'https', 'file')
 # An @ before the path, as URL parsers do it, and without // too.
 USERINFO = re.compile(r'([^/?#]*//)?[^/?#]*@')
+HOST = re.compile(r'[A-Za-z0-9_]([A-Za-z0-9_.-]{0,252})')
 PIN = re.compile('sha256=([0-9a-f]{64})', re.IGNORECASE)
 GNU_SUM = re.compile(r'([0-9a-f]{64}) [ *](.+)', re.IGNORECASE)
 BSD_SUM = re.compile(r'SHA256 ?\((.+)\) ?= ?([0-9a-f]{64})', re.IGNORECASE)
@@ -44,6 +45,18 @@ def check_image(url: str) -> str:
     if parts.fragment and not PIN.fullmatch(parts.fragment):
         raise ValueError(f'the image {url} has a #fragment that is not #sha256= and 64 hexadecimal digits')
     return url
+
+
+def check_source(text: str) -> str:
+    """A host's name, in small letters, or a network in CIDR, where images may come from; else ValueError."""
+    from ipaddress import ip_network  # for those who list some
+
+    try:
+        return str(ip_network(text))
+    except ValueError:
+        if HOST.fullmatch(text) and not text.replace('.', '').isdecimal():
+            return text.lower().rstrip('.')
+    raise ValueError('must be the name of a host, or a network like 10.1.0.0/16')
 
 
 def pinned(url: str) -> tuple[str, str | None]:

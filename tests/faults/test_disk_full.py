@@ -17,7 +17,7 @@ from tests.kit.boot_sectors import HALT, boot_disk
 from tests.kit.commands import Control, Ecompute
 from tests.kit.hands import guests, idle, lapse_requests
 from tests.kit.image_server import serving
-from tests.kit.images import LIMITS, get, inspect, kept
+from tests.kit.images import LIMITS, LOOPBACK, get, inspect, kept
 from tests.kit.invariants import check
 from tests.kit.servers import PATIENCE, Etcd, PlacementServer, until
 from tests.kit.story import SMALL, addressed, log_of, logged, logs, one_line, place, reached, record
@@ -84,7 +84,7 @@ def test_download(small_disk: Callable[[int], SmallDisk]) -> None:
     """F21: no room for the image: the download says so, its .part is gone, and it is taken once there is room (fake)"""
     disk = small_disk(8 * MIB)
     directory = disk.path / 'images'
-    cache = ImageCache(directory, inspect, None, LIMITS)
+    cache = ImageCache(directory, inspect, None, LIMITS, LOOPBACK)
     with serving(boot_disk(HALT)) as server:
         first = get(cache, server.url + 'good')
         disk.fill()

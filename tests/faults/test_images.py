@@ -11,6 +11,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import struct
 import subprocess
 import sys
@@ -25,11 +26,9 @@ from urllib.parse import urlsplit
 
 import pytest
 import yaml
-from requests import PreparedRequest, Response
-from requests.adapters import HTTPAdapter
 
 from ecomp.agent.build import Cancelled
-from ecomp.agent.images import sources, transfer
+from ecomp.agent.images import connections, sources, transfer
 from ecomp.agent.images.cache import ImageCache
 from ecomp.errors import BuildFailed
 from ecomp.model.guest import BaseImage, GuestSpec
@@ -37,7 +36,7 @@ from ecomp.virt.image import capacity
 from tests.kit.boot_sectors import HALT, boot_disk
 from tests.kit.hypervisor import SMALL, SOON, Hypervisor
 from tests.kit.image_server import Handler, Web, serving
-from tests.kit.images import LIMITS, get, inspect, kept
+from tests.kit.images import LIMITS, LOOPBACK, get, inspect, kept
 from tests.kit.lab import Lab, lab_name
 from tests.kit.servers import PATIENCE, environment, until
 from tests.kit.slow_images import SlowImages
@@ -78,7 +77,7 @@ def web(image: bytes) -> Iterator[Web]:
 @pytest.fixture
 def cache(tmp_path: Path) -> ImageCache:
     """An empty one, in `tmp_path`/images."""
-    return ImageCache(tmp_path / 'images', inspect, None, LIMITS)
+    return ImageCache(tmp_path / 'images', inspect, None, LIMITS, LOOPBACK)
 
 
 def refused(cache: ImageCache, directory: Path, url: str, reason: str) -> None:
@@ -152,7 +151,7 @@ def test_60_tb(web: Web, cache: ImageCache, tmp_path: Path) -> None:
     assert len(web.image) < 100 * MIB
     reason = 'the image is 61440.0 GiB, and this host has 100.0 GiB for disks'
     refused(cache, tmp_path / 'images', web.url + 'good', reason)
-    large = ImageCache(tmp_path / 'images', inspect, None, replace(LIMITS, disk=60 * TIB))
+    large = ImageCache(tmp_path / 'images', inspect, None, replace(LIMITS, disk=60 * TIB), LOOPBACK)
     base = get(large, web.url + 'good')
     assert base.virtual_size == 60 * TIB
     spec = GuestSpec('d578fb7c-7787-4e73-b69a-a7b3ef9bf73a', 'a compute', 1, 64, 10, base, 'qemu')
@@ -225,8 +224,9 @@ import sys
 from pathlib import Path
 from ecomp.agent.images.cache import ImageCache, Limits
 from ecomp.agent.images.inspection import inspect
+from tests.kit.images import LOOPBACK
 
-cache = ImageCache(Path(sys.argv[1]), inspect, None, Limits(int(sys.argv[3]), 2**40))
+cache = ImageCache(Path(sys.argv[1]), inspect, None, Limits(int(sys.argv[3]), 2**40), LOOPBACK)
 cache.sweep()
 with cache.held(sys.argv[2], lambda: None, lambda *_: None) as base:
     print(base.path)
@@ -290,7 +290,7 @@ def test_a_gzip_bomb(web: Web, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         written.append(path.stat().st_size)
         return inspect(path, checkpoint)
 
-    cache = ImageCache(tmp_path / 'images', look, None, LIMITS)
+    cache = ImageCache(tmp_path / 'images', look, None, LIMITS, LOOPBACK)
     refused(cache, tmp_path / 'images', web.url + 'good', 'not a disk image')
     assert written == [len(zeroes)]
 
@@ -321,19 +321,20 @@ def test_a_redirect_to_the_metadata_address(
     named, ip = re.escape(str(urlsplit(where).hostname)), r'(::ffff:)?169\.254\.169\.254|::ffff:a9fe:a9fe'
     monkeypatch.setattr(Handler, 'answer_moved', lambda handler: handler.redirect(where))
     connected: list[object] = []
-    create = HTTPAdapter.send
+    ours, create = web.server_address[:2], connections.create_connection
 
-    def send(self: HTTPAdapter, request: PreparedRequest, **options: Any) -> Response:
-        connected.append(request.url)
-        assert str(request.url).startswith(web.url), 'asked'
-        return create(self, request, **options)
+    def create_connection(address: tuple[str, int], *given: Any, **named: Any) -> socket.socket:
+        connected.append(address)
+        assert address == ours
+        return create(address, *given, **named)
 
-    monkeypatch.setattr(HTTPAdapter, 'send', send)
-    refused(cache, tmp_path / 'images', web.url + 'moved', f'moved: {named} is ({ip}), a link-local address')
-    assert connected == [web.url + 'moved']
+    monkeypatch.setattr(connections, 'create_connection', create_connection)
+    # To where is not told: that is a part of the server's answer.
+    refused(cache, tmp_path / 'images', web.url + 'moved', 'moved: redirected to a link-local address')
+    assert connected == [ours]
     # Nor is it asked when it is what was asked for.
     refused(cache, tmp_path / 'images', where, f'{named} is ({ip}), a link-local address')
-    assert connected == [web.url + 'moved']
+    assert connected == [ours]
 
 
 def test_hostile_images_on_a_host(host: Hypervisor, tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from ecomp.agent.images.bases import Bases
 from ecomp.agent.images.cache import ImageCache
 from ecomp.errors import BuildFailed
 from tests.kit.image_server import Handler, Web
-from tests.kit.images import LIMITS, MIB, cache, get, inspect, kept, refused
+from tests.kit.images import LIMITS, LOOPBACK, MIB, cache, get, inspect, kept, refused
 from tests.kit.servers import PATIENCE, free_port, until
 
 pytestmark = [
@@ -205,7 +205,7 @@ def test_an_image_that_changes_on_its_way_is_refused(web: Web, directory: Path, 
 
 
 def test_an_image_above_what_the_host_could_give_is_refused(web: Web, directory: Path) -> None:
-    small = ImageCache(directory, inspect, None, replace(LIMITS, disk=8 * MIB))
+    small = ImageCache(directory, inspect, None, replace(LIMITS, disk=8 * MIB), LOOPBACK)
     web.image = raw(8 * MIB + 512)
     with pytest.raises(BuildFailed, match='the image is 0.0 GiB, and this host has 0.0 GiB for disks'):
         get(small, web.url + 'good')

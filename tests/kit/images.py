@@ -9,11 +9,15 @@ from pathlib import Path
 import pytest
 
 from ecomp.agent.images.cache import ImageCache, Limits
+from ecomp.agent.images.connections import Reach
 from ecomp.errors import BuildFailed
 from ecomp.model.guest import BaseImage
+from ecomp.model.image_sources import image_sources
 from ecomp.virt import image
 
 MIB = 2**20
+# Where the servers of tests are. What nobody lists is not fetched from: see tests/security/test_images.py.
+LOOPBACK = Reach(image_sources(['127.0.0.0/8']))
 LIMITS = Limits(cache=2**30, disk=100 * 2**30)
 
 
@@ -24,7 +28,7 @@ def inspect(path: Path, checkpoint: Callable[[], None]) -> BaseImage:
 
 
 def cache(directory: Path, local: Path | None = None, limit: int = LIMITS.cache) -> ImageCache:
-    return ImageCache(directory, inspect, local, replace(LIMITS, cache=limit))
+    return ImageCache(directory, inspect, local, replace(LIMITS, cache=limit), LOOPBACK)
 
 
 def get(

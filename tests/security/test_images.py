@@ -8,14 +8,20 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import socket
+import ssl
 import struct
 import subprocess
 import sys
 import time
 from array import array
 from collections.abc import Iterator
+from hashlib import sha256
+from ipaddress import ip_address
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
+from urllib.parse import urlsplit
 from uuid import uuid4
 
 import pytest
@@ -23,13 +29,16 @@ import pytest
 from ecomp.agent.build import Cancelled
 from ecomp.agent.images import inspection
 from ecomp.agent.images.cache import ImageCache
+from ecomp.agent.images.connections import Reach, reach_of
+from ecomp.conf import load_compute
 from ecomp.errors import BuildFailed
 from ecomp.model import keys
+from ecomp.model.image_sources import image_sources, why_not
 from ecomp.model.instance import Invalid, parse_request
 from tests.kit.commands import run
-from tests.kit.image_server import Web, serving
-from tests.kit.images import LIMITS, MIB, get, kept
-from tests.kit.servers import PATIENCE
+from tests.kit.image_server import Handler, Web, serving
+from tests.kit.images import LIMITS, LOOPBACK, MIB, get, inspect, kept
+from tests.kit.servers import PATIENCE, free_port
 
 needs_qemu_img = pytest.mark.skipif(shutil.which('qemu-img') is None, reason='qemu-img (qemu-utils) is not installed')
 BOOT = b'\0' * 510 + b'\x55\xaa'
@@ -153,7 +162,7 @@ def test_a_destroy_or_a_signal_ends_the_looking_at_once(
         if len(looking) > 3:
             raise stopped
 
-    cache = ImageCache(tmp_path / 'images', lambda _, check: inspection.inspect(hostile, check), None, LIMITS)
+    cache = ImageCache(tmp_path / 'images', lambda _, check: inspection.inspect(hostile, check), None, LIMITS, LOOPBACK)
     hostile = shelf / 'slow'
     with pytest.raises(stopped):
         get(cache, web.url + 'good', checkpoint)
@@ -170,7 +179,7 @@ def test_a_destroy_or_a_signal_ends_the_looking_at_once(
 )
 def test_a_refusal_shows_no_byte_of_what_was_fetched(web: Web, tmp_path: Path, page: bytes) -> None:
     web.image = page
-    cache = ImageCache(tmp_path / 'images', inspection.inspect, None, LIMITS)
+    cache = ImageCache(tmp_path / 'images', inspection.inspect, None, LIMITS, LOOPBACK)
     with pytest.raises(BuildFailed) as refused:
         get(cache, web.url + 'good')
     said = refused.value.reason
@@ -203,7 +212,251 @@ def test_nor_does_a_compute_take_one_from_somebody_else(tmp_path: Path) -> None:
     assert isinstance(wish, Invalid)
     assert 'the image has a user or a password in its URL' in wish.reason
     assert 'hunter2' not in repr(wish)
-    cache = ImageCache(tmp_path / 'images', inspection.inspect, None, LIMITS)
+    cache = ImageCache(tmp_path / 'images', inspection.inspect, None, LIMITS, LOOPBACK)
     with pytest.raises(BuildFailed, match='the image has a user or a password') as refused:
         get(cache, SECRET)
     assert 'hunter2' not in str(refused.value)
+
+
+# Where it may come from
+
+
+ADDRESSES = [
+    ('127.0.0.1', 'loopback'), ('127.9.9.9', 'loopback'), ('::1', 'loopback'), ('::ffff:127.0.0.1', 'loopback'),
+    ('::ffff:0:127.0.0.1', 'loopback'), ('::127.0.0.1', 'loopback'), ('64:ff9b::7f00:1', 'loopback'),
+    ('2002:7f00:1::', 'loopback'), ('169.254.169.254', 'link-local'), ('169.254.170.2', 'link-local'),
+    ('fe80::1', 'link-local'), ('::ffff:169.254.169.254', 'link-local'), ('64:ff9b::a9fe:a9fe', 'link-local'),
+    ('2002:a9fe:a9fe::1', 'link-local'), ('0.0.0.0', 'not the address of a host'), ('::', 'not the address of a host'),
+    ('0.0.0.7', 'not the address of a host'), ('224.0.0.1', 'not the address of a host'),
+    ('ff02::1', 'not the address of a host'), ('255.255.255.255', 'not the address of a host'),
+    ('fd00:ec2::254', 'metadata'), ('fd20:ce::254', 'metadata'), ('100.100.100.200', 'metadata'),
+    ('192.0.0.192', 'metadata'), ('168.63.129.16', 'metadata'), ('64:ff9b::6464:64c8', 'metadata'),
+    ('64:ff9b:1::a9fe:a9fe', 'translated'), ('2001:0:a9fe:a9fe::', 'link-local'),
+]  # fmt: skip
+TAKEN = ['10.200.0.2', '192.168.1.7', '172.16.0.1', '100.64.0.1', 'fd12::1', '198.51.100.7', '::ffff:10.0.0.1']
+
+
+@pytest.mark.parametrize(('address', 'what'), ADDRESSES)
+@pytest.mark.parametrize('listed', [(), ('0.0.0.0/0', '::/0', '169.254.0.0/16'), ('a.name',)])
+def test_what_nobody_takes_an_image_from(address: str, what: str, listed: tuple[str, ...]) -> None:
+    """Whatever is listed: that is meant for the addresses of others."""
+    found = why_not('a.name', ip_address(address), image_sources(listed) if listed else None)
+    assert found is not None
+    assert what in found
+
+
+@pytest.mark.parametrize('address', TAKEN)
+def test_servers_in_the_building_are_taken(address: str) -> None:
+    assert why_not('a.name', ip_address(address), None) is None
+
+
+def test_what_is_listed_is_all_that_is_allowed() -> None:
+    sources = image_sources(['images.example.org', '10.1.0.0/16', '127.0.0.2', '::1/128'])
+    may = [('images.example.org', '203.0.113.7'), ('Images.Example.ORG.', '10.9.9.9'), ('any', '10.1.2.3')]
+    may += [('any', '127.0.0.2'), ('any', '::1'), ('any', '::ffff:10.1.0.1'), ('any', '::ffff:127.0.0.2')]
+    for host, address in may:
+        assert why_not(host, ip_address(address), sources) is None, (host, address)
+    for host, address in [('any', '203.0.113.7'), ('x.images.example.org', '203.0.113.7'), ('any', '10.2.0.1')]:
+        assert why_not(host, ip_address(address), sources) == 'not in the `image_sources:` of this compute'
+    # A name that is listed says nothing of what this host's loopback is for.
+    for host, address in [('images.example.org', '127.0.0.1'), ('any', '127.0.0.1'), ('images.example.org', 'fe80::1')]:
+        assert why_not(host, ip_address(address), sources), (host, address)
+    assert why_not('any', ip_address('10.1.0.1'), image_sources([])) is not None
+
+
+def everywhere(directory: Path, reach: Reach) -> ImageCache:
+    """An image cache that may fetch from there."""
+    return ImageCache(directory / 'images', inspect, None, LIMITS, reach)
+
+
+def refusal(cache: ImageCache, url: str) -> str:
+    """Why an image cannot be had."""
+    with pytest.raises(BuildFailed) as refused:
+        get(cache, url)
+    assert refused.value.stage == 'image'
+    return refused.value.reason
+
+
+@pytest.fixture
+def names(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[list[str]]]:
+    """What a name server says: for each name the answers it gives, one after another, the last one for ever."""
+    answers: dict[str, list[list[str]]] = {}
+    real = socket.getaddrinfo
+
+    def getaddrinfo(host: Any, port: Any, *given: Any, **named: Any) -> Any:
+        if host not in answers or named.get('flags', 0) & socket.AI_NUMERICHOST:
+            return real(host, port, *given, **named)
+        said = answers[host].pop(0) if len(answers[host]) > 1 else answers[host][0]
+        return [each for address in said for each in real(address, port, *given, **named)]
+
+    monkeypatch.setattr(socket, 'getaddrinfo', getaddrinfo)
+    return answers
+
+
+def port_of(url: str) -> int:
+    """The port of a test's server."""
+    found = urlsplit(url).port
+    assert found is not None
+    return found
+
+
+def test_loopback_is_refused_and_its_answer_is_not_asked_for(web: Web, tmp_path: Path) -> None:
+    port = port_of(web.url)
+    for host in ('127.0.0.1', 'localhost', '0.0.0.0', '127.1', '2130706433', '[::ffff:127.0.0.1]', '[::1]'):
+        said = refusal(everywhere(tmp_path, Reach()), f'http://{host}:{port}/good')
+        assert said.endswith(': no image is taken from there'), said
+        assert 'a loopback address' in said or 'not the address of a host' in said
+    assert web.asked == []
+
+
+def test_a_name_is_resolved_once(web: Web, tmp_path: Path, names: dict[str, list[list[str]]]) -> None:
+    """First the address that is looked at, then another one: what was checked is connected to."""
+    names['images.example.org'] = [['127.0.0.1'], ['169.254.169.254']]
+    url = f'http://images.example.org:{port_of(web.url)}/good'
+    assert get(everywhere(tmp_path, LOOPBACK), f'{url}#sha256={sha256(BOOT).hexdigest()}').format == 'raw'
+    assert web.asked == ['good']
+    web.asked.clear()
+    names['images.example.org'] = [['127.0.0.1', '169.254.169.254']]
+    said = refusal(everywhere(tmp_path, LOOPBACK), f'{url}?2')
+    assert said == f'{url}?2: images.example.org is 169.254.169.254, a link-local address: no image is taken from there'
+    assert web.asked == []
+
+
+def test_every_hop_of_a_redirect_is_checked(
+    web: Web, tmp_path: Path, names: dict[str, list[list[str]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names['images.example.org'] = names['hidden-hunter2.example.org'] = [['127.0.0.1']]
+    port = port_of(web.url)
+    only = Reach(image_sources(['images.example.org', '127.0.0.1/32']))
+    assert get(everywhere(tmp_path, only), f'http://images.example.org:{port}/moved').format == 'raw'
+    for where, what in [
+        (f'http://127.0.0.2:{port}/good', 'a loopback address'),
+        ('http://169.254.169.254/hunter2', 'a link-local address'),
+        ('http://hunter2:x@127.0.0.1/', 'what is no URL of an image, or has a user or a password'),
+        ('ftp://hunter2/', 'what is no URL of an image'),
+        ('http://[hunter2/', 'what is no URL of an image'),
+    ]:
+        monkeypatch.setattr(Handler, 'answer_moved', lambda handler, where=where: handler.redirect(where))
+        said = refusal(everywhere(tmp_path, only), f'http://images.example.org:{port}/moved?{len(what)}')
+        assert f': redirected to {what}' in said
+        assert 'hunter2' not in said
+    assert 'good' in web.asked
+    assert web.asked.count('good') == 1
+
+
+def test_the_body_of_a_redirect_is_not_read(web: Web, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be endless, and would be read into memory."""
+    waited: list[bool] = []
+
+    def answer(handler: Handler) -> None:
+        handler.say(b'x', length=10**12, status=302, location='good')
+        waited.append(handler.server.may_go_on.wait(20))
+
+    monkeypatch.setattr(Handler, 'answer_moved', answer)
+    assert get(everywhere(tmp_path, LOOPBACK), web.url + 'moved').format == 'raw'
+    assert waited == []
+
+
+def test_nothing_is_fetched_from_etcd_or_placement(
+    web: Web, tmp_path: Path, names: dict[str, list[list[str]]]
+) -> None:
+    port = port_of(web.url)
+    names['control.example.org'] = names['other.example.org'] = [['127.0.0.1']]
+    for control in ('127.0.0.1', 'control.example.org'):
+        reach = Reach(LOOPBACK.sources, control=((control, port),))
+        for host in ('127.0.0.1', 'control.example.org', 'other.example.org'):
+            said = refusal(everywhere(tmp_path, reach), f'http://{host}:{port}/good')
+            assert said.endswith('127.0.0.1, etcd or placement: no image is taken from there')
+    assert web.asked == []
+    assert get(everywhere(tmp_path, Reach(LOOPBACK.sources, control=(('127.0.0.1', port + 1),))), web.url + 'good')
+
+
+def test_the_control_plane_is_what_the_configuration_names(tmp_path: Path) -> None:
+    path = tmp_path / 'compute.yaml'
+    path.write_text(
+        'etcd: {endpoints: ["ds1:2379", "[fd12::1]:2380"]}\nplacement: {endpoint: https://ds2/placement}\n'
+        'image_sources: [Images.Example.org, 127.0.0.0/8, fd12::7]\nimage_proxy: http://proxy:3128\n'
+    )
+    reach = reach_of(load_compute(path))
+    assert reach.control == (('ds1', 2379), ('fd12::1', 2380), ('ds2', 443))
+    assert reach.proxy == 'http://proxy:3128'
+    assert reach.sources == image_sources(['images.example.org', '127.0.0.0/8', 'fd12::7/128'])
+    path.write_text('')
+    assert reach_of(load_compute(path)) == Reach(control=(('localhost', 2379), ('localhost', 8080)))
+
+
+@pytest.fixture(scope='module')
+def authority(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A certificate of images.example.org, signed by itself, and its key."""
+    directory = tmp_path_factory.mktemp('tls')
+    command = ['openssl', 'req', '-x509', '-newkey', 'ec', '-pkeyopt', 'ec_paramgen_curve:P-256', '-nodes']
+    command += ['-days', '2', '-subj', '/CN=images.example.org', '-addext', 'subjectAltName=DNS:images.example.org']
+    subprocess.run([*command, '-keyout', 'key', '-out', 'cert'], cwd=directory, check=True, capture_output=True)
+    return directory
+
+
+def test_a_certificate_is_checked_against_the_name(
+    web: Web, authority: Path, tmp_path: Path, names: dict[str, list[list[str]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked_for: list[str | None] = []
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(authority / 'cert', authority / 'key')
+    context.sni_callback = lambda _socket, name, _context: asked_for.append(name)
+    web.socket = context.wrap_socket(web.socket, server_side=True)
+    names['images.example.org'] = names['other.example.org'] = [['127.0.0.1']]
+    port = port_of(web.url)
+    url = f'https://images.example.org:{port}/good'
+    assert 'cannot be reached' in refusal(everywhere(tmp_path, LOOPBACK), url)
+    monkeypatch.setenv('REQUESTS_CA_BUNDLE', str(authority / 'cert'))
+    assert get(everywhere(tmp_path, LOOPBACK), url).format == 'raw'
+    assert 'cannot be reached' in refusal(everywhere(tmp_path, LOOPBACK), f'https://other.example.org:{port}/good')
+    assert set(asked_for) == {'images.example.org', 'other.example.org'}
+    assert set(web.asked) == {'good', 'SHA256SUMS'}
+
+
+# By way of what
+
+
+def test_no_proxy_and_no_password_of_the_environment_is_used(
+    web: Web, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent: list[str | None] = []
+    answer = Handler.answer_good
+    monkeypatch.setattr(Handler, 'answer_good', lambda self: (sent.append(self.headers['authorization']), answer(self)))
+    (tmp_path / '.netrc').write_text('machine 127.0.0.1 login root password hunter2\n')
+    monkeypatch.setenv('HOME', str(tmp_path))
+    monkeypatch.setenv('NETRC', str(tmp_path / '.netrc'))
+    for name in ('http_proxy', 'https_proxy', 'all_proxy', 'HTTP_PROXY', 'ALL_PROXY'):
+        monkeypatch.setenv(name, f'http://127.0.0.1:{free_port()}')
+    assert get(everywhere(tmp_path, LOOPBACK), web.url + 'good').format == 'raw'
+    assert sent == [None]
+
+
+def test_what_a_proxy_resolves_is_checked_by_name(web: Web, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The test's server is the proxy: it is asked for whole URLs."""
+    whole: list[str] = []
+
+    def proxied(handler: Handler) -> None:
+        whole.append(handler.path)
+        handler.say(b'' if handler.path.endswith('SHA256SUMS') else BOOT)
+
+    monkeypatch.setattr(Handler, 'do_GET', proxied)
+    only = Reach(image_sources(['images.example.org', '10.0.0.0/8']), web.url.rstrip('/'), (('ds1', 2379),))
+    for url in ('http://images.example.org/x', 'http://10.1.2.3/x'):
+        assert get(everywhere(tmp_path, only), url).format == 'raw'
+        assert whole == [url, url.replace('/x', '/SHA256SUMS')]
+        whole.clear()
+    for host, what in [
+        ('other.example.org', 'not in the `image_sources:` of this compute'),
+        ('127.0.0.1', 'a loopback address'),
+        ('127.1', 'a loopback address'),
+        ('[::1]', 'a loopback address'),
+        ('192.168.1.1', 'not in the `image_sources:` of this compute'),
+        ('169.254.169.254', 'a link-local address'),
+    ]:
+        assert what in refusal(everywhere(tmp_path, only), f'http://{host}/x')
+    any_name = Reach(None, web.url.rstrip('/'), (('ds1', 2379),))
+    assert 'a loopback address' in refusal(everywhere(tmp_path, any_name), 'http://localhost/x')
+    assert 'etcd or placement' in refusal(everywhere(tmp_path, any_name), 'http://ds1:2379/x')
+    assert whole == []
+    assert get(everywhere(tmp_path, any_name), 'http://unknown.example.org/y').format == 'raw'

@@ -26,6 +26,7 @@ from ecomp.model.network import Attachment
 
 TOP = Path(__file__).resolve().parents[2]
 UUID = 'b8756be5-a30d-4311-920c-0ad996367a8e'
+WHERE = 'must be the name of a host, or a network like 10.1.0.0/16'
 
 
 @pytest.fixture
@@ -149,6 +150,8 @@ aggregates:
 allocation_ratios: {{VCPU: 16, MEMORY_MB: 1.5}}
 virt_type: qemu
 images: ../images
+image_sources: [Images.Example.org, 10.1.0.0/16, 127.0.0.1, 'fd12::/64']
+image_proxy: http://proxy:3128/
 """
     )
     assert config == ComputeConfig(
@@ -177,6 +180,8 @@ images: ../images
         allocation_ratios={'VCPU': 16.0, 'MEMORY_MB': 1.5},
         virt_type='qemu',
         images=tmp_path.parent / 'images',
+        image_sources=('images.example.org', '10.1.0.0/16', '127.0.0.1/32', 'fd12::/64'),
+        image_proxy='http://proxy:3128',
         directory=tmp_path,
     )
 
@@ -305,6 +310,15 @@ def test_every_mistake_is_named_with_its_line_and_in_order(mistakes: Callable[[s
         ('state: "a\\0b"', 'state: must be one line of printable text'),
         ('state: "\\ud800"', 'state: must be one line of printable text'),
         ('traits: CUSTOM_X', 'traits: must be a list, not CUSTOM_X'),
+        ('image_sources: h', 'image_sources: must be a list, not h'),
+        *(
+            (f'image_sources: [{text}]', f'image_sources: line 1: {WHERE}')
+            for text in ('10.1.0.1/16', '"10.1"', 'http://h/', '"*.example.org"', '"h:80"', 'user@h', '/x')
+        ),
+        ('image_sources: [h, H.]', 'image_sources: line 1: H. is there twice'),
+        ('image_proxy: proxy:3128', 'image_proxy: must be a URL like http://ds1:8080'),
+        ('image_proxy: http://me:secret@h', 'image_proxy: must not carry a user or password: it would be in logs and '
+         'process lists'),
         (
             'traits: [HW_CPU_X86_AVX2,\n HW_CPU_X86_AVX3]',
             'traits: line 2: HW_CPU_X86_AVX3 is none of os-traits, and one of your own begins with CUSTOM_',

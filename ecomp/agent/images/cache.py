@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ecomp.agent.images.bases import Bases, Entry, Held
+from ecomp.agent.images.connections import Reach
 from ecomp.agent.images.sources import Away, Version, source
 from ecomp.agent.images.transfer import Fetched, Tell, Transfer
 from ecomp.errors import BuildFailed
@@ -39,7 +40,8 @@ class Limits:
 
 
 class ImageCache:
-    """Base volumes in `directory`. `inspect` says what a file is; `local` is where file:// URLs may point, if anywhere.
+    """Base volumes in `directory`. `inspect` says what a file is; `local` is where file:// URLs may point, if anywhere,
+    and `reach` where http and https URLs may.
 
     Errors: BuildFailed('image', reason), and whatever the checkpoint raises.
     """
@@ -50,11 +52,13 @@ class ImageCache:
         inspect: Callable[[Path, Checkpoint], BaseImage],
         local: Path | None,
         limits: Limits,
+        reach: Reach,
     ) -> None:
         self._directory = directory
         self._inspect = inspect
         self._local = local
         self._limits = limits
+        self._reach = reach
         self._bases = Bases(directory, limits.cache)
         self._away: dict[str, float] = {}
 
@@ -125,7 +129,7 @@ class ImageCache:
     ) -> Iterator[Fetched | None]:
         """Inside, a download is there under its temporary name; None if the image is the one known."""
         part = self._bases.part(url)
-        where = source(url, self._local)
+        where = source(url, self._local, self._reach)
         try:
             yield Transfer(url, where, known, pin, lambda: part.open('wb'), self._bases.reserve).run(checkpoint, tell)
         finally:

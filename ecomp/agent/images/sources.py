@@ -5,11 +5,10 @@ A source is asked with the version that is cached, and answers with a stream of 
 
 from __future__ import annotations
 
-import ipaddress
-import socket
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
+from http import HTTPStatus
 from pathlib import Path
 from typing import Protocol
 from urllib.parse import unquote, urldefrag, urljoin, urlsplit
@@ -17,6 +16,7 @@ from urllib.parse import unquote, urldefrag, urljoin, urlsplit
 import requests
 from urllib3.exceptions import HTTPError
 
+from ecomp.agent.images.connections import Connections, Reach, Refused
 from ecomp.errors import BuildFailed
 from ecomp.model.image import check_image
 
@@ -56,15 +56,12 @@ class Stream(Protocol):
     def read(self) -> bytes:
         """The next bytes, at most CHUNK; none at the end."""
 
-    def stop(self) -> None:
-        """From another thread: a read() that waits ends soon."""
-
     def close(self) -> None:
         """Let go of it."""
 
 
 class Source(Protocol):
-    """Errors of all: BuildFailed('image', reason), and of them Away."""
+    """Errors of all: BuildFailed('image', reason), and of them Away; no reason shows what a web server answered."""
 
     def open(self, known: Version | None) -> Stream | None:
         """The image, or None if it is the one that is known."""
@@ -72,13 +69,19 @@ class Source(Protocol):
     def sums(self) -> str | None:
         """The SHA256SUMS in the same directory; None if there is none."""
 
+    def stop(self) -> None:
+        """From another thread: what waits, here or in a read() of a stream, ends soon, and nothing more is asked."""
+
+    def close(self) -> None:
+        """Nothing of it stays open."""
+
 
 class Remote:
     """An image on a web server. `url` has no fragment."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, reach: Reach) -> None:
         self._url = url
-        self._session = requests.Session()
+        self._connections = Connections(reach)
 
     def open(self, known: Version | None) -> Stream | None:
         """See Source."""
@@ -118,9 +121,17 @@ class Remote:
             raise BuildFailed('image', f'{url}: is too long for checksums; put #sha256=… on the URL of the image')
         return text.decode(errors='replace')
 
+    def stop(self) -> None:
+        """See Source."""
+        self._connections.stop()
+
+    def close(self) -> None:
+        """See Source."""
+        self._connections.close()
+
     def _unwelcome(self, answer: requests.Response, what: str = '') -> BuildFailed:
         answer.close()
-        reason = f'{what or self._url + ": "}the server answers HTTP {answer.status_code} {answer.reason}'
+        reason = f'{what or self._url + ": "}the server answers HTTP {_status(answer.status_code)}'
         passing = answer.status_code >= 500 or answer.status_code == 429
         return Away('image', reason) if passing else BuildFailed('image', reason)
 
@@ -128,19 +139,16 @@ class Remote:
         """The answer to a GET, redirects followed by us: each hop is checked like the first URL."""
         here = url
         headers = {'accept-encoding': 'identity', **headers}
-        for _ in range(REDIRECTS + 1):
-            _check_host(url, here)
-            answer = self._session.get(here, stream=True, timeout=TIMEOUT, allow_redirects=False, headers=headers)
+        for hop in range(REDIRECTS + 1):
+            try:
+                answer = self._connections.get(here, TIMEOUT, headers)
+            except Refused as refused:
+                what = f'redirected to {refused.what}' if hop else f'{refused.where}, {refused.what}'
+                raise BuildFailed('image', f'{url}: {what}: no image is taken from there') from refused
             if not answer.is_redirect:
                 return answer
             answer.close()
-            here = urldefrag(urljoin(here, answer.headers['location'])).url
-            try:
-                check_image(here)
-            except ValueError as error:
-                raise BuildFailed('image', f'{url}: redirected: {error}') from error
-            if urlsplit(here).scheme == 'file':
-                raise BuildFailed('image', f'{url}: redirected to a local file, which is not followed')
+            here = _redirected(url, here, answer.headers['location'])
         raise BuildFailed('image', f'{url}: more than {REDIRECTS} redirects')
 
 
@@ -163,11 +171,6 @@ class _Body:
             # Not iter_content: it would unpack what is transferred with gzip, bombs included. read1, or a slow drip
             # would be inside one read, deadline or not.
             return bytes(self._answer.raw.read1(CHUNK, decode_content=False))
-
-    def stop(self) -> None:
-        """See Stream."""
-        with suppress(ValueError, RuntimeError, OSError):  # it has ended already
-            self._answer.raw.shutdown()
 
     def close(self) -> None:
         """See Stream."""
@@ -202,6 +205,12 @@ class Local:
             with path.open('rb') as file:
                 return file.read(MOST_SUMS).decode(errors='replace')
 
+    def stop(self) -> None:
+        """See Source."""
+
+    def close(self) -> None:
+        """See Source."""
+
     def _path(self) -> Path:
         if self._directory is None:
             raise BuildFailed(
@@ -227,17 +236,14 @@ class _File:
         with _said(self._url):
             return self._file.read(CHUNK)
 
-    def stop(self) -> None:
-        """See Stream."""
-
     def close(self) -> None:
         """See Stream."""
         self._file.close()
 
 
-def source(url: str, local: Path | None) -> Source:
+def source(url: str, local: Path | None, reach: Reach) -> Source:
     """Where the image at a URL that check_image() let through, without its fragment, comes from."""
-    return Local(url, local) if urlsplit(url).scheme == 'file' else Remote(url)
+    return Local(url, local) if urlsplit(url).scheme == 'file' else Remote(url, reach)
 
 
 @contextmanager
@@ -256,18 +262,26 @@ def _said(url: str) -> Iterator[None]:
     except OSError as error:
         raise BuildFailed('image', f'{url}: cannot be read: {error.strerror}') from error
     except (ValueError, RuntimeError) as error:
-        # A redirect to what is no URL, a zero byte in a path, a link that leads to itself.
-        raise BuildFailed('image', f'{url}: {error}') from error
+        # A zero byte in a path, a link that leads to itself. Of the web, an answer is in the words.
+        words = error if urlsplit(url).scheme == 'file' else 'what the server answers is not HTTP'
+        raise BuildFailed('image', f'{url}: {words}') from error
 
 
-def _check_host(url: str, here: str) -> None:
-    """Nothing is fetched from a link-local address: there are metadata services, and what they say is a secret."""
-    host = urlsplit(here).hostname
+def _status(code: int) -> str:
+    """A status code, and its name: not the one in the answer."""
     try:
-        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-    except (OSError, UnicodeError):
-        return  # the request that follows says it
-    for *_, (address, *_) in found:
-        ip = ipaddress.ip_address(str(address).partition('%')[0])
-        if (getattr(ip, 'ipv4_mapped', None) or ip).is_link_local:
-            raise BuildFailed('image', f'{url}: {host} is {ip}, a link-local address: no image is taken from there')
+        return f'{code} {HTTPStatus(code).phrase}'
+    except ValueError:
+        return str(code)
+
+
+def _redirected(url: str, here: str, location: str) -> str:
+    """The URL that `url`, which led here, leads to next. BuildFailed, which does not show it."""
+    try:
+        there = check_image(urldefrag(urljoin(here, location)).url)
+    except ValueError:
+        what = 'what is no URL of an image, or has a user or a password'
+        raise BuildFailed('image', f'{url}: redirected to {what}, which is not followed') from None
+    if urlsplit(there).scheme == 'file':
+        raise BuildFailed('image', f'{url}: redirected to a local file, which is not followed')
+    return there

@@ -60,7 +60,6 @@ class Transfer:
         self._pin = pin
         self._file = file
         self._reserve = reserve
-        self._stream: Stream | None = None
         self._given_up = False
         self._giving_up = threading.Lock()
         self._ended = threading.Event()
@@ -89,8 +88,8 @@ class Transfer:
             with self._giving_up:
                 # Whatever the thread waits for, from here on it opens no file, and what it writes is nobody's.
                 self._given_up = True
-                if not self._ended.is_set() and self._stream is not None:
-                    self._stream.stop()
+                if not self._ended.is_set():
+                    self._source.stop()
         if isinstance(self._result, BaseException):
             raise self._result
         return self._result
@@ -101,6 +100,7 @@ class Transfer:
         except BaseException as error:
             self._result = error
         finally:
+            self._source.close()
             self._ended.set()
 
     def _fetch(self) -> Fetched | None:
@@ -108,7 +108,7 @@ class Transfer:
         self._answered = True
         if stream is None:
             return None
-        with closing(stream), self._open(stream) as file:
+        with closing(stream), self._open() as file:
             expected = self._pin
             if expected is None and (sums := self._source.sums()) is not None:
                 expected = sum_of(sums, self._url)
@@ -117,11 +117,10 @@ class Transfer:
             raise BuildFailed('image', f'{self._url}: changed while it was downloaded: ask again')
         return found
 
-    def _open(self, stream: Stream) -> IO[bytes]:
+    def _open(self) -> IO[bytes]:
         with self._giving_up:
             if self._given_up:
                 raise _GivenUp
-            self._stream = stream
             return self._file()
 
     def _download(self, stream: Stream, file: IO[bytes], expected: str | None) -> Fetched:

@@ -1,0 +1,225 @@
+"""The connections that images come over: each name is resolved once, its addresses are checked, and one of these is
+connected to; and all of them can be shut by another thread, whatever waits on them.
+
+urllib3 makes a connection in `_new_conn`, for http and https alike: TLS, with the name in SNI and against the
+certificate, and HTTP are above it. A check before the request would be of another answer of the name server.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+from urllib.parse import SplitResult, urlsplit
+
+import requests
+from requests.adapters import HTTPAdapter
+from urllib3.connection import HTTPConnection, HTTPSConnection
+from urllib3.exceptions import ConnectTimeoutError, NameResolutionError, NewConnectionError
+from urllib3.util.connection import create_connection
+
+from ecomp.conf import ComputeConfig
+from ecomp.model.image_sources import (
+    Address,
+    ImageSources,
+    all_of,
+    image_sources,
+    why_not,
+    why_not_name,
+    without_zone,
+)
+
+CONTROL = 'etcd or placement'
+
+
+@dataclass(frozen=True)
+class Reach:
+    """Where images may be fetched from. `control` is host and port of etcd and placement: never from there.
+
+    `proxy` is the URL of what fetches them for us: it resolves names, and of those only what they say is checked.
+    """
+
+    sources: ImageSources | None = None
+    proxy: str | None = None
+    control: tuple[tuple[str, int], ...] = ()
+
+
+def reach_of(config: ComputeConfig) -> Reach:
+    """What compute.yaml says of it."""
+    named = [urlsplit(f'//{each}') for each in config.etcd.endpoints] + [urlsplit(config.placement)]
+    control = tuple((each.hostname or '', _port(each)) for each in named)
+    sources = None if config.image_sources is None else image_sources(config.image_sources)
+    return Reach(sources, config.image_proxy, control)
+
+
+class Refused(Exception):
+    """Nothing is fetched from `where`, for it is `what`."""
+
+    def __init__(self, where: str, what: str) -> None:
+        super().__init__(where, what)
+        self.where = where
+        self.what = what
+
+
+class Connections:
+    """All connections of one source: get() until stop() or close()."""
+
+    def __init__(self, reach: Reach) -> None:
+        self._reach = reach
+        self._session = _Session()
+        # Neither a proxy nor ~/.netrc of the environment: the one resolves names unchecked, the other is root's own.
+        self._session.trust_env = False
+        self._session.verify = os.environ.get('REQUESTS_CA_BUNDLE') or os.environ.get('CURL_CA_BUNDLE') or True
+        if reach.proxy is not None:
+            self._session.proxies = {'http': reach.proxy, 'https': reach.proxy}
+        for scheme in ('http://', 'https://'):
+            self._session.mount(scheme, _Adapter(self))
+        self._lock = threading.Lock()
+        self._stopped = False
+        self._open: list[socket.socket] = []
+
+    def get(self, url: str, timeout: tuple[float, float], headers: Mapping[str, str]) -> requests.Response:
+        """The answer to a GET, its body not read, redirects not followed. Refused, RequestException."""
+        parts = urlsplit(url)
+        if self._reach.proxy is not None:
+            self._check_for_proxy(parts.hostname or '', _port(parts))
+        return self._session.get(url, stream=True, timeout=timeout, allow_redirects=False, headers=dict(headers))
+
+    def stop(self) -> None:
+        """From another thread: whatever waits for an answer, a byte or a handshake ends soon, and nothing is opened."""
+        with self._lock:
+            self._stopped = True
+            for each in self._open:
+                with suppress(OSError):
+                    each.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Nothing of them stays open."""
+        self.stop()
+        self._session.close()
+        with self._lock:
+            for each in self._open:
+                each.close()
+            self._open.clear()
+
+    def opened(self, connection: HTTPConnection) -> socket.socket:
+        """A socket to where this connection is for. Refused, HTTPError."""
+        host, port = connection.host.strip('[]'), connection.port
+        failure: Exception | None = None
+        for address in self._resolved(connection, host, port):
+            try:
+                made = create_connection(
+                    (str(address), port), connection.timeout, socket_options=connection.socket_options
+                )
+            except TimeoutError:
+                failure = ConnectTimeoutError(connection, f'{address} gives no answer')
+            except OSError as error:
+                failure = NewConnectionError(connection, f'{address}: {error}')
+            else:
+                return self._noted(connection, made)
+        assert failure is not None  # getaddrinfo answers with one address at least, or raises
+        raise failure
+
+    def _resolved(self, connection: HTTPConnection, host: str, port: int) -> list[Address]:
+        try:
+            found = _addresses(host)
+        except socket.gaierror as error:
+            raise NameResolutionError(host, connection, error) from error
+        except (OSError, ValueError) as error:
+            raise NewConnectionError(connection, f'{type(error).__name__}') from error
+        if self._reach.proxy is None:
+            for address in found:
+                self._check(host, port, address)
+        return found
+
+    def _check(self, host: str, port: int, address: Address) -> None:
+        what = why_not(host, address, self._reach.sources)
+        if what is None and self._is_control(port, address):
+            what = CONTROL
+        if what is not None:
+            raise Refused(f'{host} is {address}', what)
+
+    def _is_control(self, port: int, address: Address) -> bool:
+        ours = set(all_of(address))
+        for host, theirs in self._reach.control:
+            if theirs == port:
+                with suppress(OSError, ValueError):  # what has no address now is not reached by its address
+                    if any(ours & set(all_of(each)) for each in _addresses(host)):
+                        return True
+        return False
+
+    def _check_for_proxy(self, host: str, port: int) -> None:
+        """What can be said of a URL whose name the proxy resolves."""
+        try:
+            addresses = _addresses(host, socket.AI_NUMERICHOST)
+        except (OSError, ValueError):
+            what = why_not_name(host, self._reach.sources)
+            if what is None and (host.lower().rstrip('.'), port) in self._reach.control:
+                what = CONTROL
+            if what is not None:
+                raise Refused(host, what) from None
+        else:
+            for address in addresses:
+                self._check(host, port, address)
+
+    def _noted(self, connection: HTTPConnection, made: socket.socket) -> socket.socket:
+        # A duplicate: TLS takes the socket itself away, and in the middle of a handshake there is no other yet.
+        with self._lock:
+            if self._stopped:
+                made.close()
+                raise NewConnectionError(connection, 'nobody waits for it any more')
+            self._open.append(made.dup())
+        return made
+
+
+def _port(parts: SplitResult) -> int:
+    return parts.port or (443 if parts.scheme == 'https' else 80)
+
+
+def _addresses(host: str, flags: int = 0) -> list[Address]:
+    """The addresses of a host, in the order in which they are to be tried. OSError, ValueError."""
+    found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM, flags=flags)
+    return [without_zone(str(address[0])) for *_, address in found]
+
+
+class _Session(requests.Session):
+    def get_redirect_target(self, resp: requests.Response) -> None:
+        """None, or requests would read the whole body of a redirect, however long, to know where to go next."""
+
+
+class _Http(HTTPConnection):
+    def __init__(self, *given: Any, connections: Connections, **named: Any) -> None:
+        super().__init__(*given, **named)
+        self._connections = connections
+
+    def _new_conn(self) -> socket.socket:
+        return self._connections.opened(self)
+
+
+class _Https(HTTPSConnection):
+    def __init__(self, *given: Any, connections: Connections, **named: Any) -> None:
+        super().__init__(*given, **named)
+        self._connections = connections
+
+    def _new_conn(self) -> socket.socket:
+        return self._connections.opened(self)
+
+
+class _Adapter(HTTPAdapter):
+    """requests' own, but for how a connection is opened."""
+
+    def __init__(self, connections: Connections) -> None:
+        self._connections = connections
+        super().__init__()
+
+    def get_connection_with_tls_context(self, *given: Any, **named: Any) -> Any:
+        """A pool (urllib3.HTTPConnectionPool) whose connections are ours."""
+        pool: Any = super().get_connection_with_tls_context(*given, **named)
+        made: type[_Http] | type[_Https] = _Https if pool.scheme == 'https' else _Http
+        pool.ConnectionCls = partial(made, connections=self._connections)
+        return pool
