@@ -9,8 +9,8 @@ import hashlib
 import os
 import threading
 import time
-from collections.abc import Callable
-from contextlib import closing, suppress
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from typing import IO
 
@@ -21,6 +21,11 @@ from ecomp.model.image import sum_of
 
 DEADLINE = 3600.0
 """Seconds all of it may take. A time-out between two bytes alone lets a slow drip go on for ever."""
+ANSWER = 60.0
+"""Seconds a server has to answer, redirects and all, and as many for the SHA256SUMS beside the image."""
+RATE = 64 * 2**10
+SPELL = 60.0
+"""Bytes a second, and for how many seconds it may be fewer: that long, and no longer, an image may drip."""
 PATIENCE = 10.0
 """Seconds a server has for its first word on an image that is cached."""
 TICK = 0.2
@@ -64,6 +69,8 @@ class Transfer:
         self._giving_up = threading.Lock()
         self._ended = threading.Event()
         self._result: Fetched | BaseException | None = None
+        self._waits_for: tuple[str, float] | None = None
+        self._downloads = False
         self._answered = False
         self._done = 0
         self._total: int | None = None
@@ -73,12 +80,18 @@ class Transfer:
         threading.Thread(target=self._run, name='download', daemon=True).start()
         began = told_at = time.monotonic()
         told = 0
+        pace = _Pace()
         try:
             while not self._ended.wait(TICK):
                 checkpoint()
                 now = time.monotonic()
                 if self._known is not None and not self._answered and now - began > PATIENCE:
                     raise Away('image', f'{self._url}: the server gives no answer in time')
+                if (waits := self._waits_for) is not None and now - waits[1] > ANSWER:
+                    raise Away('image', f'{self._url}: no {waits[0]} after {ANSWER:g} s')
+                if self._downloads and pace.is_slow(now, self._done):
+                    slow = f'less than {RATE // 2**10} KiB/s for {SPELL:g} s'
+                    raise Away('image', f'{self._url}: {slow}, {self._done} bytes so far')
                 if now - began > DEADLINE:
                     raise Away('image', f'{self._url}: not here after {DEADLINE:g} s, {self._done} bytes so far')
                 if now - told_at >= TOLD_EVERY and self._done != told:
@@ -104,14 +117,17 @@ class Transfer:
             self._ended.set()
 
     def _fetch(self) -> Fetched | None:
-        stream = self._source.open(self._known)
+        with self._waiting('answer'):
+            stream = self._source.open(self._known)
         self._answered = True
         if stream is None:
             return None
         with closing(stream), self._open() as file:
             expected = self._pin
-            if expected is None and (sums := self._source.sums()) is not None:
-                expected = sum_of(sums, self._url)
+            if expected is None:
+                with self._waiting(SUMS):
+                    sums = self._source.sums()
+                expected = None if sums is None else sum_of(sums, self._url)
             found = self._download(stream, file, expected)
         if expected is None and not self._is_still(found.version):
             raise BuildFailed('image', f'{self._url}: changed while it was downloaded: ask again')
@@ -129,6 +145,7 @@ class Transfer:
         if length:
             self._reserve(file.fileno(), length)
         failpoint('image-begun')
+        self._downloads = True
         while chunk := stream.read():
             if self._given_up:
                 raise _GivenUp
@@ -137,6 +154,7 @@ class Transfer:
             file.write(chunk)
             digest.update(chunk)
             self._done += len(chunk)
+        self._downloads = False
         if length is not None and length != self._done:
             raise BuildFailed('image', f'{self._url}: cut off after {self._done} of {length} bytes')
         if not self._done:
@@ -152,11 +170,35 @@ class Transfer:
         """Whether the server has still what it began to send. If it cannot be asked, nothing says otherwise."""
         if not version.etag and not version.modified:
             return True
-        with suppress(Away):
+        with suppress(Away), self._waiting('answer'):
             if (newer := self._source.open(version)) is not None:
                 newer.close()
                 return False
         return True
+
+
+    @contextmanager
+    def _waiting(self, what: str) -> Iterator[None]:
+        """Inside, it has a time of its own."""
+        self._waits_for = what, time.monotonic()
+        yield
+        self._waits_for = None
+
+
+class _Pace:
+    """Whether a download is too slow, spell by spell, the first of which begins with the first question."""
+
+    def __init__(self) -> None:
+        self._since: float | None = None
+        self._done = 0
+
+    def is_slow(self, now: float, done: int) -> bool:
+        """Asked now and then; `done` is how many bytes are here."""
+        if self._since is not None and now - self._since < SPELL:
+            return False
+        slow = self._since is not None and done - self._done < RATE * (now - self._since)
+        self._since, self._done = now, done
+        return slow
 
 
 class _GivenUp(Exception):
