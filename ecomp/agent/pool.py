@@ -8,6 +8,7 @@ parent-death signal follows the thread that started it.
 from __future__ import annotations
 
 import logging
+import math
 import multiprocessing
 import queue
 import threading
@@ -32,6 +33,10 @@ log = logging.getLogger(__name__)
 
 YOUNG = 5.0
 FIRST_DELAY, LAST_DELAY = 0.1, 10.0
+DOWNLOADS = 2.0
+"""Seconds after which a build whose image is not there yet is one that downloads it."""
+MOST_LENT = 8
+"""Workers beyond the pool's size, each in the place of one that downloads."""
 ENDING = (Destroy, Shutdown, SwitchOff)
 """Jobs that take something away: they are short, and do not wait for builds."""
 Entry = Callable[[Connection, WorkerSettings], None]
@@ -75,6 +80,7 @@ class _Ticket:
     cancelled: bool = False
     fetches: str | None = None
     """The image a worker may be fetching for it."""
+    begun: float = math.inf
 
     def is_build_of(self, instance: str) -> bool:
         return isinstance(self.job, Build) and self.job.instance == instance
@@ -105,6 +111,10 @@ class _Worker:
     to_send: queue.SimpleQueue[tuple[Any, ...] | None] = field(default_factory=queue.SimpleQueue)
     ticket: _Ticket | None = None
 
+    def downloads_at(self) -> float:
+        """When its job is, or will be, one that downloads; never, if it has its image."""
+        return self.ticket.begun + DOWNLOADS if self.ticket and self.ticket.fetches else math.inf
+
     def send_all(self) -> None:
         """Send what is in `to_send`, until None: then the pipe is closed, which ends a worker after its job.
 
@@ -120,7 +130,8 @@ class Pool:
     """`size` worker processes, and one more for ENDING alone: a slow download must not keep a guest from going.
 
     What does not fit waits in order, ENDING first. Builds of an image that a worker is fetching wait for it, and what
-    becomes of it becomes of them: no other build waits for theirs.
+    becomes of it becomes of them: no other build waits for theirs. Where something else is to be built, another worker
+    takes the place of each that downloads, so that servers that drip hold up nobody whose image is here.
     """
 
     def __init__(self, size: int, settings: WorkerSettings, entry: Entry = main) -> None:
@@ -132,6 +143,7 @@ class Pool:
         self._lock = threading.Lock()
         self._waiting: deque[_Ticket] = deque()
         self._workers: list[_Worker] = []
+        self._dismissed: list[SpawnProcess] = []
         self._numbers = iter(range(1, 2**62))
         self._start_at, self._delay = 0.0, 0.0
         self._lacks = False
@@ -160,10 +172,13 @@ class Pool:
     def tend(self, timeout: float) -> None:
         """See Runner: start what is missing, hand out jobs, hear results, notice deaths."""
         now = time.monotonic()
-        if len(self._workers) < self._size and now < self._start_at:
+        self._hand_out()
+        wanted, look_again = self._wanted(now)
+        timeout = max(0.0, min(timeout, look_again - now))
+        if len(self._workers) < wanted and now < self._start_at:
             timeout = min(timeout, self._start_at - now)
         else:
-            while len(self._workers) < self._size and self._starts():
+            while len(self._workers) < wanted and self._starts():
                 pass
         self._hand_out()
         sentinels = {worker.process.sentinel: worker for worker in self._workers}
@@ -190,8 +205,8 @@ class Pool:
         """See Runner."""
         for worker in self._workers:
             worker.to_send.put(None)
-        for worker in self._workers:
-            worker.process.join()
+        for process in [*self._dismissed, *(worker.process for worker in self._workers)]:
+            process.join()
         with self._lock:
             left = [*self._waiting, *(worker.ticket for worker in self._workers if worker.ticket)]
             self._waiting.clear()
@@ -199,6 +214,23 @@ class Pool:
         for ticket in left:  # else the thread that waits for it would keep this process from ending
             ticket.told.put(('failed', WorkerDied('the pool was stopped')))
         self._waker.close()
+
+    def _wanted(self, now: float) -> tuple[int, float]:
+        """How many workers there should be, and when that may be more; those too many that are idle are dismissed."""
+        with self._lock:
+            times = [worker.downloads_at() for worker in self._workers]
+            lent = min(len([each for each in times if each <= now]), MOST_LENT)
+            idle = [each for each in self._workers if each.ticket is None and not each.ends_only]
+            for worker in idle[: max(0, len(self._workers) - self._size - lent)]:
+                self._workers.remove(worker)
+                worker.to_send.put(None)
+                self._dismissed.append(worker.process)
+            self._dismissed = [each for each in self._dismissed if each.exitcode is None]
+            waits = any(each.image not in self._fetched() for each in self._waiting if not isinstance(each.job, ENDING))
+        return self._size + (lent if waits else 0), min((t for t in times if t > now), default=math.inf)
+
+    def _fetched(self) -> set[str | None]:
+        return {each.ticket.fetches for each in self._workers if each.ticket} - {None}
 
     def _starts(self) -> bool:
         """Start one; False, and a line, where the machine has no process or descriptor left for it: soon again."""
@@ -232,7 +264,7 @@ class Pool:
             theirs.close()
         with self._lock:
             # The last one, so that of two idle ones the other is asked first.
-            is_last = len(self._workers) == self._size - 1
+            is_last = len(self._workers) >= self._size - 1
             worker.ends_only = is_last and not any(each.ends_only for each in self._workers)
             self._workers.append(worker)
 
@@ -254,7 +286,7 @@ class Pool:
         ending = next((each for each in self._waiting if isinstance(each.job, ENDING)), None)
         if ending is not None or worker.ends_only:
             return ending
-        fetched = {each.ticket.fetches for each in self._workers if each.ticket} - {None}
+        fetched = self._fetched()
         return next((each for each in self._waiting if each.image not in fetched), None)
 
     def _hear(self, worker: _Worker) -> None:
@@ -266,11 +298,13 @@ class Pool:
                     continue
                 with self._lock:
                     self._share(ticket, kind, what)
-                    if kind == 'waits' or isinstance(what, str):
+                    if kind == 'begun':
+                        ticket.begun = time.monotonic()
+                    elif kind == 'waits' or isinstance(what, str):
                         ticket.fetches = None
                     elif kind != 'news':
                         worker.ticket = None
-                if kind != 'waits':
+                if kind not in ('begun', 'waits'):
                     ticket.told.put((kind, what))
         except (EOFError, ConnectionError):
             return  # its sentinel says the same

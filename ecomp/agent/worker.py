@@ -3,8 +3,8 @@
 Long-lived and spawned, never forked: gRPC and libvirt do not survive a fork (FACTS: 9 of 30 children hung). It has
 a libvirt connection of its own and never speaks to etcd or placement.
 
-Messages to it: ('job', number, Job), ('cancel', number). From it: ('waits', number) for another process that is at the
-same instance, ('news', number, News), ('done', number), ('failed', number, exception).
+Messages to it: ('job', number, Job), ('cancel', number). From it: ('begun', number), ('waits', number) for another
+process that is at the same instance, ('news', number, News), ('done', number), ('failed', number, exception).
 """
 
 from __future__ import annotations
@@ -95,6 +95,7 @@ def _answer(
         checkpoint()
 
     try:
+        pipe.send(('begun', number))
         with locks.held(job.instance, wait):
             carry_out(job, hypervisor, images, lambda news: pipe.send(('news', number, news)), checkpoint)
     except (EcompError, Cancelled) as error:

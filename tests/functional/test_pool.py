@@ -118,16 +118,24 @@ class Tended:
 
 
 @pytest.fixture
-def pool(tmp_path: Path) -> Iterator[Tended]:
+def none_lent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No worker takes the place of one that downloads, or who waits for which would be a matter of seconds."""
+    monkeypatch.setattr('ecomp.agent.pool.MOST_LENT', 0)
+
+
+@pytest.fixture
+def pool(tmp_path: Path, none_lent: None) -> Iterator[Tended]:
     """One worker."""
+    del none_lent
     tended = Tended(tmp_path, 1)
     yield tended
     tended.close()
 
 
 @pytest.fixture
-def pair(tmp_path: Path) -> Iterator[Tended]:
+def pair(tmp_path: Path, none_lent: None) -> Iterator[Tended]:
     """Two workers."""
+    del none_lent
     tended = Tended(tmp_path, 2)
     yield tended
     tended.close()
@@ -306,6 +314,40 @@ def test_builds_that_wait_for_one_image_keep_no_other_build_waiting(pair: Tended
         told = pair.result(each)
         assert told[0] == Progress('image', 34, 600), 'also those that wait are told how far it is'
         assert [news for news in told if not isinstance(news, Progress)] == ALL
+
+
+def test_downloads_keep_no_build_of_what_is_here_waiting(pair: Tended, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two that drip, and there are two workers: others take their places, and go again when the two are back."""
+    monkeypatch.setattr('ecomp.agent.pool.MOST_LENT', 8)
+    drips = [job('comes'), job('comes')]
+    handed = [pair.hand_in(each) for each in drips]
+    busy = {pair.pid(each) for each in drips}
+    for _ in range(3):
+        work = job('good')
+        assert pair.result(pair.hand_in(work)) == ALL
+        assert pair.pid(work) not in busy
+    assert not any(each.done() for each in handed)
+    assert len(pair.pool._workers) <= 3 + len(drips)
+    (pair.directory / 'go').touch()
+    for each in handed:
+        assert pair.result(each)[-3:] == ALL
+    pair.tend_until(lambda: len(pair.pool._workers) == 3, 'there are as many as before')
+    pair.tend_until(lambda: not pair.pool._dismissed, 'the others have ended')
+    assert len([each for each in pair.pool._workers if each.ends_only]) == 1
+
+
+def test_so_many_downloads_have_workers_and_no_more(pair: Tended, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr('ecomp.agent.pool.MOST_LENT', 1)
+    drips = [job('comes') for _ in range(4)]
+    handed = [pair.hand_in(each) for each in drips]
+    for each in drips[:3]:
+        pair.pid(each)
+    assert len(pair.pool._workers) == 3 + 1
+    assert pair.result(pair.hand_in(Destroy(str(uuid.uuid4()), COMPUTE))) == []
+    assert not (pair.directory / f'{drips[3].instance}.pid').exists()
+    (pair.directory / 'go').touch()
+    for each in handed:
+        assert pair.result(each)[-3:] == ALL
 
 
 def test_why_an_image_cannot_be_had_is_told_to_all_who_wait_for_it(pair: Tended) -> None:
