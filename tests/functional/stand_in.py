@@ -18,12 +18,15 @@ from pathlib import Path
 from typing import Any, cast
 from urllib.parse import parse_qs, urlsplit
 
+from ecomp.agent.images import inspection
+from ecomp.agent.images.cache import ImageCache
 from ecomp.agent.locks import InstanceLocks
 from ecomp.agent.worker import WorkerSettings, prepare, work
 from ecomp.errors import BuildFailed
 from ecomp.model.guest import BaseImage
 from ecomp.virt import Hypervisor
 from ecomp.virt.fake import FakeHypervisor
+from tests.kit.images import LOOPBACK
 
 PATIENCE = 60.0
 
@@ -86,6 +89,13 @@ def entry(pipe: Connection, settings: WorkerSettings) -> None:
     """Instead of ecomp.agent.worker.main."""
     prepare(settings)
     work(pipe, cast(Hypervisor, OneForAll(settings.state)), Images(settings.state), InstanceLocks(settings.state))
+
+
+def downloading(pipe: Connection, settings: WorkerSettings) -> None:
+    """One whose images are downloaded, from servers of the test's own."""
+    prepare(settings)
+    images = ImageCache(settings.state / 'images', inspection.inspect, None, settings.limits, LOOPBACK)
+    work(pipe, cast(Hypervisor, OneForAll(settings.state)), images, InstanceLocks(settings.state))
 
 
 def broken(pipe: Connection, settings: WorkerSettings) -> None:

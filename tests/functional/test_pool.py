@@ -29,6 +29,7 @@ from ecomp.model.guest import BaseImage, GuestSpec
 from ecomp.model.record import Progress
 from ecomp.virt.fake import FakeHypervisor
 from tests.functional import stand_in
+from tests.kit.image_server import serving
 from tests.kit.servers import PATIENCE, environment, until
 
 COMPUTE = 'b8756be5-a30d-4311-920c-0ad996367a8e'
@@ -334,6 +335,25 @@ def test_downloads_keep_no_build_of_what_is_here_waiting(pair: Tended, monkeypat
     pair.tend_until(lambda: len(pair.pool._workers) == 3, 'there are as many as before')
     pair.tend_until(lambda: not pair.pool._dismissed, 'the others have ended')
     assert len([each for each in pair.pool._workers if each.ends_only]) == 1
+
+
+def test_a_cached_image_is_built_while_servers_drip(tmp_path: Path) -> None:
+    """The same with the real cache, and a server that does so."""
+    tended = Tended(tmp_path, 2, stand_in.downloading)
+    with serving(b'\0' * 510 + b'\x55\xaa') as web:
+        cached = replace(job('good'), image=web.url + 'good')
+        assert [each for each in tended.result(tended.hand_in(cached)) if isinstance(each, str)] == ALL
+        drips = [replace(job('drip'), image=f'{web.url}drip?{number}') for number in range(2)]
+        handed = [tended.hand_in(each) for each in drips]
+        tended.tend_until(lambda: web.asked.count('drip') == 2, 'both drip')
+        again = replace(job('good'), image=web.url + 'good')
+        assert [each for each in tended.result(tended.hand_in(again)) if isinstance(each, str)] == ALL
+        assert not any(each.done() for each in handed)
+        for each in drips:
+            tended.pool.cancel(each.instance)
+        assert [type(tended.error(each)) for each in handed] == [Cancelled, Cancelled]
+        assert tended.guests() == {cached.instance, again.instance}
+        tended.close()
 
 
 def test_so_many_downloads_have_workers_and_no_more(pair: Tended, monkeypatch: pytest.MonkeyPatch) -> None:
