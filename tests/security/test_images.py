@@ -26,6 +26,7 @@ from typing import Any
 from urllib.parse import urlsplit
 from uuid import uuid4
 
+import psutil
 import pytest
 
 from ecomp.agent.build import Cancelled
@@ -369,6 +370,12 @@ def test_nothing_is_fetched_from_etcd_or_placement(
         for host in ('127.0.0.1', 'control.example.org', 'other.example.org'):
             said = refusal(everywhere(tmp_path, reach), f'http://{host}:{port}/good')
             assert said.endswith('127.0.0.1, etcd or placement: no image is taken from there')
+    # Where it is on this host, it may listen on every address of it.
+    own = [each.address for found in psutil.net_if_addrs().values() for each in found if each.family == socket.AF_INET]
+    anywhere = Reach(image_sources(['127.0.0.0/8', '0.0.0.0/0']), control=(('localhost', port),))
+    for address in ('127.0.0.2', *own):
+        said = refusal(everywhere(tmp_path, anywhere), f'http://{address}:{port}/good')
+        assert said.endswith(f'{address}, etcd or placement: no image is taken from there')
     assert web.asked == []
     assert get(everywhere(tmp_path, Reach(LOOPBACK.sources, control=(('127.0.0.1', port + 1),))), web.url + 'good')
 

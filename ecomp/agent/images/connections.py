@@ -149,7 +149,9 @@ class Connections:
         for host, theirs in self._reach.control:
             if theirs == port:
                 with suppress(OSError, ValueError):  # what has no address now is not reached by its address
-                    if any(ours & set(all_of(each)) for each in _addresses(host)):
+                    found = {each for address in _addresses(host) for each in all_of(address)}
+                    here = any(each.is_loopback for each in found)
+                    if ours & found or (here and any(map(_is_own, ours))):
                         return True
         return False
 
@@ -185,6 +187,15 @@ def _addresses(host: str, flags: int = 0) -> list[Address]:
     """The addresses of a host, in the order in which they are to be tried. OSError, ValueError."""
     found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM, flags=flags)
     return [without_zone(str(address[0])) for *_, address in found]
+
+
+def _is_own(address: Address) -> bool:
+    """Whether it is this host's: the kernel speaks to it from itself. Nothing is sent."""
+    family = socket.AF_INET if address.version == 4 else socket.AF_INET6
+    with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect((str(address), 9))
+        return address.is_loopback or without_zone(str(probe.getsockname()[0])) == address
+    return False
 
 
 class _Session(requests.Session):
