@@ -18,6 +18,7 @@ import threading
 import time
 from array import array
 from collections.abc import Iterator
+from contextlib import ExitStack
 from hashlib import sha256
 from ipaddress import ip_address
 from pathlib import Path
@@ -516,6 +517,27 @@ def test_nor_does_one_in_the_middle_of_a_handshake(tmp_path: Path) -> None:
     with socket.create_server(('127.0.0.1', 0)) as server, pytest.raises(Cancelled):
         get(everywhere(tmp_path, LOOPBACK), f'https://127.0.0.1:{server.getsockname()[1]}/good', checkpoint)
     until(lambda: not [each for each in threading.enumerate() if each.name == 'download'], 3, 'its thread ends')
+
+
+def test_nor_does_one_that_tries_one_address_after_another(tmp_path: Path, names: dict[str, list[list[str]]]) -> None:
+    """A name may have any number of them, and each may be silent for seconds."""
+    names['images.example.org'] = [['127.0.0.1'] * 20]
+    began = threading.Event()
+
+    def checkpoint() -> None:
+        if began.wait(0.5):
+            raise Cancelled
+        began.set()
+
+    with ExitStack() as full:
+        server = full.enter_context(socket.create_server(('127.0.0.1', 0), backlog=0))
+        for _ in range(4):  # from then on nobody is answered
+            waiting = full.enter_context(socket.socket())
+            waiting.setblocking(False)
+            waiting.connect_ex(server.getsockname())
+        with pytest.raises(Cancelled):
+            get(everywhere(tmp_path, LOOPBACK), f'http://images.example.org:{server.getsockname()[1]}/x', checkpoint)
+        until(lambda: not [each for each in threading.enumerate() if each.name == 'download'], 4, 'its thread ends')
 
 
 @pytest.mark.parametrize(

@@ -110,8 +110,10 @@ class Connections:
     def opened(self, connection: HTTPConnection) -> socket.socket:
         """A socket to where this connection is for. Refused, HTTPError."""
         host, port = connection.host.strip('[]'), connection.port
-        failure: Exception | None = None
+        failure: Exception = NewConnectionError(connection, 'nobody waits for it any more')
         for address in self._resolved(connection, host, port):
+            if self._stopped:
+                break
             try:
                 made = create_connection(
                     (str(address), port), connection.timeout, socket_options=connection.socket_options
@@ -122,7 +124,6 @@ class Connections:
                 failure = NewConnectionError(connection, f'{address}: {error}')
             else:
                 return self._noted(connection, made)
-        assert failure is not None  # getaddrinfo answers with one address at least, or raises
         raise failure
 
     def _resolved(self, connection: HTTPConnection, host: str, port: int) -> list[Address]:
