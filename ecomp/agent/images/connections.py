@@ -73,6 +73,7 @@ class Connections:
         self._reach = reach
         self._session = _Session()
         # Neither a proxy nor ~/.netrc of the environment: the one resolves names unchecked, the other is root's own.
+        # Only its certificate authorities are taken.
         self._session.trust_env = False
         self._session.verify = os.environ.get('REQUESTS_CA_BUNDLE') or os.environ.get('CURL_CA_BUNDLE') or True
         if reach.proxy is not None:
