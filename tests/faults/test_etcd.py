@@ -132,9 +132,12 @@ def test_killed_again_and_again(own_control: Control) -> None:
     ended = threading.Event()
 
     def restart() -> None:
-        while not ended.wait(1.5):
+        # Longer each time: on a machine that is busy with others no command may be through in the first ones.
+        up = 1.5
+        while not ended.wait(up):
             etcd.kill()
             etcd.start()
+            up *= 1.05
 
     # Whoever started a server's process is the one whose thread must live on: so the clients are in threads.
     results: dict[str, int] = {}
