@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import gc
 import io
-import json
 import os
 import random
 import socket
@@ -24,6 +23,7 @@ from ecomp.conf import ScheduleConfig, load_schedule
 from ecomp.errors import EcompError, NoCapacity, UnknownOutcome, UsageError
 from ecomp.model.choose import SPREAD
 from ecomp.model.image import check_image
+from ecomp.model.json_object import dump
 from ecomp.model.text import printable_lines
 from ecomp.scheduler.arguments import Command, Options, parse, parser
 from ecomp.scheduler.ask import ask_placement
@@ -181,7 +181,7 @@ def _enqueue(config: ScheduleConfig, options: Options, new: New) -> int:
     finally:
         store.close()
     if options.format == 'json':
-        _put(json.dumps([{'instance': instance, 'flavor': flavor.name, 'name': waiting.name}], indent=2))
+        _put(dump([{'instance': instance, 'flavor': flavor.name, 'name': waiting.name}], indent=2))
     else:
         _put(f'QUEUED INSTANCE {instance}')
     if not is_new:

@@ -5,7 +5,6 @@ Nothing is done while nobody asks. A compute that is read-only answers, too, unl
 
 from __future__ import annotations
 
-import json
 import logging
 import queue
 import threading
@@ -19,7 +18,7 @@ from ecomp.conf import EtcdConfig
 from ecomp.errors import EcompError
 from ecomp.model import keys
 from ecomp.model.digest import Digest, Leftover, clearance_from_json, failed, to_pages
-from ecomp.model.json_object import load_object
+from ecomp.model.json_object import dump, load_object
 from ecomp.model.record import ERROR, GONE, from_json
 from ecomp.store.client import Entry, Put, Store, Unchanged
 from ecomp.store.requests import at_it
@@ -118,7 +117,7 @@ class Answerer:
                 if compute in ('', self._compute) and self._is_ours():
                     self._put(entry, audit, 'heard' if not compute else 'clearing', '')
                     if compute:
-                        self._put(entry, audit, 'cleared', json.dumps(self._clear(entry)))
+                        self._put(entry, audit, 'cleared', dump(self._clear(entry)))
                     else:
                         self._tell(entry, audit)
             except EcompError as error:

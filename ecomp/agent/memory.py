@@ -23,7 +23,7 @@ from ecomp.model import instance as requests
 from ecomp.model import keys
 from ecomp.model import record as records
 from ecomp.model.instance import Invalid, Request
-from ecomp.model.json_object import load_object
+from ecomp.model.json_object import dump, load_object
 from ecomp.model.record import Record
 
 log = logging.getLogger(__name__)
@@ -82,7 +82,7 @@ class Memory:
             self._known.pop(instance, None)
             self._ended.pop(instance, None)  # the oldest are first
             self._ended[instance] = self._now()
-            self._write(instance, json.dumps({'version': VERSION, 'ended': self._ended[instance]}))
+            self._write(instance, dump({'version': VERSION, 'ended': self._ended[instance]}))
             self._sweep()
 
     def all(self) -> Mapping[str, Remembered]:
@@ -120,10 +120,10 @@ class Memory:
                 self._ended[path.stem] = str(data['ended'])
                 return
             key = keys.host(compute, path.stem)
-            request = requests.parse_request(compute, key, json.dumps(data['request']).encode())
+            request = requests.parse_request(compute, key, dump(data['request']).encode())
             if isinstance(request, Invalid):
                 raise ValueError(request.reason)
-            record = records.from_json(json.dumps(data['record']).encode())
+            record = records.from_json(dump(data['record']).encode())
             self._known[path.stem] = Remembered(request, record)
         except (OSError, ValueError, KeyError) as error:
             log.warning('%s: not a memory of ours, and left alone: %s', path, error)
@@ -146,4 +146,4 @@ class Memory:
 
 def _to_json(each: Remembered) -> str:
     request, record = json.loads(requests.to_json(each.request)), records.to_dict(each.record)
-    return json.dumps({'version': VERSION, 'request': request, 'record': record})
+    return dump({'version': VERSION, 'request': request, 'record': record})

@@ -10,6 +10,8 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from ecomp.model.json_object import is_text
+
 Resources = Mapping[str, int]
 Allocations = Mapping[str, Resources]
 
@@ -18,6 +20,12 @@ NEEDED = ('VCPU', 'MEMORY_MB', 'DISK_GB')
 
 LARGEST = 2**31 - 1
 """placement's own limit of an amount (its schema's maximum)."""
+
+MOST = LARGEST * LARGEST
+"""Of amounts together, whoever's: what is above is no sum of anything there is."""
+
+SENTENCE = 500
+"""Characters of a difference at most: placement may name anything."""
 
 _CLASS = re.compile('[A-Z0-9_]{1,255}')
 
@@ -34,11 +42,10 @@ def parse_allocations(value: Any) -> dict[str, dict[str, int]]:
     parsed: dict[str, dict[str, int]] = {}
     for provider, entry in value.items():
         resources = entry.get('resources') if isinstance(entry, dict) else None
-        if not isinstance(resources, dict) or not resources:
+        if not isinstance(resources, dict) or not resources or not is_text(provider):
             raise ValueError(f'allocations: {provider!r} has no resources')
         for name, amount in resources.items():
-            # bool is an int to Python, and True would become one VCPU.
-            if type(amount) is not int or not 0 < amount <= LARGEST:
+            if not is_amount(amount, LARGEST) or not amount:
                 raise ValueError(f'allocations: {name} is {amount!r}, not a whole number from 1 to {LARGEST}')
         parsed[provider] = dict(resources)
     return parsed
@@ -47,6 +54,11 @@ def parse_allocations(value: Any) -> dict[str, dict[str, int]]:
 def to_wire(allocations: Allocations) -> dict[str, dict[str, dict[str, int]]]:
     """{provider: {class: amount}} in placement's shape."""
     return {provider: {'resources': dict(resources)} for provider, resources in allocations.items()}
+
+
+def is_amount(value: object, most: int = MOST) -> bool:
+    """True for a whole number from 0 to `most`. True itself is an int to Python, and would be one VCPU."""
+    return type(value) is int and 0 <= value <= most
 
 
 def total(allocations: Allocations) -> dict[str, int]:
@@ -82,7 +94,8 @@ def difference(asked: Allocations, held: Allocations) -> str | None:
             parts.append(f'{words(held[provider])} held on {provider} was not requested')
         elif dict(asked[provider]) != dict(held[provider]):
             parts.append(f'requested {words(asked[provider])}, held {words(held[provider])} on {provider}')
-    return 'the request and placement differ: ' + '; '.join(parts)
+    said = 'the request and placement differ: ' + '; '.join(parts)
+    return said if len(said) <= SENTENCE else f'{said[:SENTENCE]}…'
 
 
 def words(resources: Resources) -> str:

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from ecomp.model.allocation import Allocations, Resources
+from ecomp.model.allocation import LARGEST, Allocations, Resources, is_amount
 from ecomp.model.group import AFFINITY, Group
 
 SPREAD, PACK, RANDOM, FIRST = 'spread', 'pack', 'random', 'first'
@@ -65,8 +65,12 @@ def why_from(data: Any) -> Why | None:
     if not isinstance(data, dict):
         return None
     weigh, weight, of = (data.get(name) for name in Why._fields)
-    sound = isinstance(weigh, str) and type(of) is int and of > 0 and (weight is None or type(weight) in (int, float))
-    return Why(str(weigh)[:40], weight, of) if sound and isinstance(of, int) else None
+    if not isinstance(weigh, str) or not is_amount(of, LARGEST) or not of:
+        return None
+    # Of NaN neither holds.
+    if weight is not None and (type(weight) not in (int, float) or not -LARGEST <= weight <= LARGEST):
+        return None
+    return Why(weigh[:40], weight, int(of))
 
 
 @dataclass(frozen=True)

@@ -8,11 +8,10 @@ does, with which a restored etcd begins anew, or etcd's own cluster id, if its m
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict, dataclass
 
 from ecomp.model import keys
-from ecomp.model.json_object import load_object
+from ecomp.model.json_object import dump, load_object
 
 VERSION = 1
 
@@ -70,7 +69,7 @@ def unlike(known: Known, value: bytes | None) -> str | None:
 
 def new(identity: str, now: str) -> str:
     """The value of /cluster."""
-    return json.dumps({'version': VERSION, 'identity': identity, 'since': now})
+    return dump({'version': VERSION, 'identity': identity, 'since': now})
 
 
 def identity(value: bytes) -> str:
@@ -83,7 +82,7 @@ def identity(value: bytes) -> str:
 
 def to_json(known: Known) -> str:
     """As the state directory keeps it."""
-    return json.dumps({'version': VERSION, **asdict(known)})
+    return dump({'version': VERSION, **asdict(known)})
 
 
 def from_json(value: bytes) -> Known:

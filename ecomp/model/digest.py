@@ -8,17 +8,18 @@ JSON, versioned, in pages that each fit an etcd value. Page 0 is written last an
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from ecomp.model.guest import Guest
-from ecomp.model.json_object import load_object
+from ecomp.model.json_object import dump, load, load_object
 
 VERSION = 1
 PAGE_BYTES = 400 * 1024
 """A page is no longer than this and one entry: etcd takes 1.5 MiB."""
+REASON = 500
+"""Characters of what a compute says that it cannot tell."""
 
 _DICTS = ('without_base', 'seeds', 'isos', 'reservations', 'parts')
 
@@ -66,12 +67,12 @@ def to_pages(digest: Digest) -> list[str]:
             pages[-1][name][key] = value
     pages = pages or [{'version': VERSION}]
     pages[0]['pages'] = len(pages)
-    return [json.dumps(each) for each in pages]
+    return [dump(each) for each in pages]
 
 
 def failed(reason: str) -> str:
     """Page 0 of a compute that cannot say what is there, and why."""
-    return json.dumps({'version': VERSION, 'pages': 1, 'error': reason})
+    return dump({'version': VERSION, 'pages': 1, 'error': reason})
 
 
 def from_pages(values: Sequence[bytes]) -> Digest:
@@ -79,41 +80,67 @@ def from_pages(values: Sequence[bytes]) -> Digest:
     pages = [load_object(each) for each in values]
     if not pages:
         raise ValueError('no page is there')
-    versions = {each.get('version') for each in pages}
-    if versions != {VERSION}:
-        raise ValueError(f'a digest of version {versions}: this ecomp reads {VERSION}')
+    for each in pages:
+        _check_version(each, 'digest')
     if pages[0].get('error'):
-        raise ValueError(str(pages[0]['error']))
+        raise ValueError(str(pages[0]['error'])[:REASON])
     if pages[0].get('pages') != len(pages):
-        raise ValueError(f'{len(pages)} of its {pages[0].get("pages")} pages are there')
+        raise ValueError(f'{len(pages)} of its {str(pages[0].get("pages"))[:20]} pages are there')
     try:
-        guests = [Guest(**each) for page in pages for each in page.get('guests', [])]
-        merged = {name: {k: str(v) for page in pages for k, v in page.get(name, {}).items()} for name in _DICTS}
+        guests = [_guest(**each) for page in pages for each in page.get('guests', [])]
+        merged = {name: {k: _text(v) for page in pages for k, v in page.get(name, {}).items()} for name in _DICTS}
         return Digest({each.instance: each for each in guests}, **merged)
     except (TypeError, AttributeError) as error:
-        raise ValueError(f'not a digest: {error}') from error
+        raise ValueError(f'not a digest: {str(error)[:REASON]}') from error
 
 
 def clearance_to_json(leftovers: Sequence[Leftover]) -> str:
     """What one compute is asked to remove, for /audit/<audit>/<compute>."""
-    return json.dumps({'version': VERSION, 'leftovers': [vars(each) for each in leftovers]})
+    return dump({'version': VERSION, 'leftovers': [vars(each) for each in leftovers]})
 
 
 def clearance_from_json(value: bytes) -> list[Leftover]:
     """What is asked to be removed. ValueError if it cannot be understood."""
     data = load_object(value)
-    if data.get('version') != VERSION:
-        raise ValueError(f'a clearance of version {data.get("version")!r}: this ecomp reads {VERSION}')
+    _check_version(data, 'clearance')
     try:
-        return [Leftover(str(each['kind']), str(each['name']), str(each['mark'])) for each in data['leftovers']]
+        return [Leftover(*(_text(each[name]) for name in ('kind', 'name', 'mark'))) for each in data['leftovers']]
     except (TypeError, KeyError) as error:
-        raise ValueError(f'not a clearance: {error}') from error
+        raise ValueError(f'not a clearance: {str(error)[:REASON]}') from error
+
+
+def cleared_from_json(value: bytes) -> list[str]:
+    """What a compute says that it removed, a line each. ValueError if it says no such thing."""
+    lines = load(value)
+    if not isinstance(lines, list) or not all(isinstance(each, str) for each in lines):
+        raise ValueError('it does not say what it removed')
+    return lines
+
+
+def _check_version(data: Mapping[str, Any], what: str) -> None:
+    version = data.get('version')
+    if type(version) is not int or version != VERSION:
+        raise ValueError(f'a {what} of version {version!r:.40}: this ecomp reads {VERSION}')
+
+
+def _guest(instance: Any, compute: Any, defined: Any, running: Any, disk: Any) -> Guest:
+    """TypeError for what is none."""
+    if not all(isinstance(each, bool) for each in (defined, running, disk)):
+        raise TypeError('whether a guest is defined, runs and has a disk is true or false')
+    return Guest(_text(instance), None if compute is None else _text(compute), defined, running, disk)
+
+
+def _text(value: Any) -> str:
+    """TypeError for anything but text."""
+    if not isinstance(value, str):
+        raise TypeError(f'expected text, not {type(value).__name__}')
+    return value
 
 
 def _entries(digest: Digest) -> Iterator[tuple[str, str, Any, int]]:
     for guest in digest.guests.values():
         said = {name: getattr(guest, name) for name in ('instance', 'compute', 'defined', 'running', 'disk')}
-        yield 'guests', '', said, len(json.dumps(said)) + 2
+        yield 'guests', '', said, len(dump(said)) + 2
     for name in _DICTS:
         for key, value in getattr(digest, name).items():
-            yield name, key, value, len(json.dumps({key: value})) + 2
+            yield name, key, value, len(dump({key: value})) + 2

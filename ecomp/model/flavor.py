@@ -5,14 +5,13 @@ Written as a placement query with resources and traits alone: 'resources=VCPU:1,
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 from ecomp.model.allocation import LARGEST, Resources, is_class
-from ecomp.model.json_object import load_object
+from ecomp.model.json_object import DIGITS, dump, load_object
 from ecomp.model.names import check_plain
 
 VERSION = 1
@@ -84,7 +83,7 @@ def on_top(flavor: Flavor, query: str) -> str:
 
 def to_json(flavor: Flavor) -> str:
     """The value of the flavor's key."""
-    return json.dumps({'version': VERSION, **to_dict(flavor)})
+    return dump({'version': VERSION, **to_dict(flavor)})
 
 
 def to_dict(flavor: Flavor) -> dict[str, Any]:
@@ -100,11 +99,14 @@ def to_dict(flavor: Flavor) -> dict[str, Any]:
 def from_json(name: str, value: bytes) -> Flavor:
     """The flavor at a key. ValueError if it cannot be understood."""
     data = load_object(value)
-    if data.get('version', VERSION) != VERSION:
-        raise ValueError(f'version {data["version"]!r} of a flavor is not known here')
+    version = data.get('version', VERSION)
+    if type(version) is not int or version != VERSION:
+        raise ValueError(f'version {version!r:.40} of a flavor is not known here')
     resources, traits = data.get('resources'), (data.get('required', []), data.get('forbidden', []))
     if not isinstance(resources, Mapping) or not all(isinstance(each, list) for each in traits):
         raise ValueError('expected resources, required and forbidden')
+    if not all(isinstance(each, int | str) for each in resources.values()):
+        raise ValueError('expected amounts of resources')
     asked = ','.join(f'{each}:{amount}' for each, amount in resources.items())
     named = [*map(str, traits[0]), *(f'!{each}' for each in traits[1])]
     return parse_flavor(name, f'resources={asked}' + (f'&required={",".join(named)}' if named else ''))
@@ -121,7 +123,7 @@ def _amounts(value: str) -> dict[str, str]:
 
 
 def _amount(name: str, text: str) -> int:
-    if not text.isdecimal() or not text.isascii() or not 0 < int(text) <= LARGEST:
+    if not text.isdecimal() or not text.isascii() or len(text) > DIGITS or not 0 < int(text) <= LARGEST:
         raise ValueError(f'{name}: {text[:40]!r} is not a whole number from 1 to {LARGEST}')
     return int(text)
 

@@ -7,7 +7,6 @@ says; with its last one it is gone.
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -16,7 +15,7 @@ from typing import Any, NamedTuple
 
 from ecomp.errors import Conflict, UsageError
 from ecomp.model import keys
-from ecomp.model.json_object import load_object
+from ecomp.model.json_object import dump, load_object
 from ecomp.model.names import check_plain
 
 VERSION = 1
@@ -132,7 +131,7 @@ def allowed(group: Group, places: Mapping[str, str]) -> list[str]:
 def to_json(group: Group) -> str:
     """The value of the group's key."""
     value = {'version': VERSION, 'policy': group.policy, 'strict': group.strict, 'members': dict(group.members)}
-    return json.dumps(value, separators=(',', ':'))
+    return dump(value, separators=(',', ':'))
 
 
 def from_json(name: str, value: bytes) -> Group:
@@ -140,7 +139,7 @@ def from_json(name: str, value: bytes) -> Group:
     data = load_object(value)
     version = data.get('version')
     if type(version) is not int or not 1 <= version <= VERSION:
-        raise ValueError(f'a group of version {version!r}: this ecomp reads up to {VERSION}')
+        raise ValueError(f'a group of version {version!r:.40}: this ecomp reads up to {VERSION}')
     members = data.get('members')
     if not isinstance(members, dict) or not all(_is_place(*each) for each in members.items()):
         raise ValueError('not a group: members is no object of instances and computes')

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import binascii
 import hashlib
-import json
 from dataclasses import dataclass
 from typing import Self
+
+from ecomp.model.json_object import dump, load_object
 
 USER_DATA_LIMIT = 256 * 1024
 """Bytes of user-data. It rides in the request, as base64."""
@@ -35,14 +36,14 @@ class SharedUserData:
     def of(cls, data: bytes) -> Self:
         """That of this user-data. `text` is the value of its key."""
         encoded = binascii.b2a_base64(data, newline=False).decode()
-        return cls(hashlib.sha256(data).hexdigest(), json.dumps({'version': 1, 'user_data': encoded}))
+        return cls(hashlib.sha256(data).hexdigest(), dump({'version': 1, 'user_data': encoded}))
 
 
 def shared_user_data(value: bytes, sha256: str) -> bytes:
     """The user-data in the value of such a key. ValueError if it is not what has this hash."""
     try:
-        data = binascii.a2b_base64(json.loads(value)['user_data'], strict_mode=True)
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        data = binascii.a2b_base64(load_object(value)['user_data'], strict_mode=True)
+    except (ValueError, KeyError, TypeError) as error:
         raise ValueError('it cannot be read') from error
     if len(data) > USER_DATA_LIMIT:
         raise ValueError(f'it has {len(data)} bytes; the limit is {USER_DATA_LIMIT}')

@@ -12,19 +12,27 @@ allocated.
 from __future__ import annotations
 
 import binascii
-import json
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, TypeVar
 
 from ecomp.model import keys
-from ecomp.model.allocation import LARGEST, Allocations, Resources, missing, parse_allocations, to_wire, total
+from ecomp.model.allocation import (
+    LARGEST,
+    Allocations,
+    Resources,
+    is_amount,
+    missing,
+    parse_allocations,
+    to_wire,
+    total,
+)
 from ecomp.model.choose import Why, why_from
 from ecomp.model.group import Membership, membership_from
 from ecomp.model.guest_data import USER_DATA_LIMIT
 from ecomp.model.image import check_image
-from ecomp.model.json_object import load_object
+from ecomp.model.json_object import dump, load_object
 from ecomp.model.names import is_label
 from ecomp.model.power import Power, parse_power
 
@@ -131,6 +139,13 @@ def _shares(value: bytes) -> Shares:
     return replace(found, project_id=_or_none(lambda: text_field(data, 'project_id')) or '', resources=has or {})
 
 
+def check_size(value: bytes) -> None:
+    """ValueError for a request that is too large to be written down."""
+    size = len(value) + 5 * value.count(b'\x7f')  # the one letter of ASCII that is escaped without need
+    if size > SIZE_LIMIT:
+        raise ValueError(f'the request has {size} bytes; the limit is {SIZE_LIMIT}')
+
+
 def _or_none(read: Callable[[], Found]) -> Found | None:
     try:
         return read()
@@ -141,8 +156,7 @@ def _or_none(read: Callable[[], Found]) -> Found | None:
 def _parse(compute: str, name: str, value: bytes) -> Request:
     if not keys.is_uuid(name):
         raise ValueError(f'{name[:100]!r} is not a uuid')
-    if len(value) > SIZE_LIMIT:
-        raise ValueError(f'the request has {len(value)} bytes; the limit is {SIZE_LIMIT}')
+    check_size(value)
     data = load_object(value)
     version = data.get('version', VERSION)
     if type(version) is not int or not 1 <= version <= VERSION:
@@ -200,7 +214,7 @@ def to_json(request: Request) -> str:
         'user_data_sha256': request.user_data_sha256,
         'user_data': None if user_data is None else binascii.b2a_base64(user_data, newline=False).decode(),
     }
-    return json.dumps(
+    return dump(
         {
             'version': VERSION,
             'instance': request.instance,
@@ -224,7 +238,7 @@ def to_json(request: Request) -> str:
 def announced(key: str, value: bytes) -> set[str]:
     """The instances an eschedule is at, by its /requests key. A value that cannot be read counts for its key's name."""
     try:
-        named = {str(each) for each in load_object(value)['instances']}
+        named = {str(each)[:REASON_LIMIT] for each in load_object(value)['instances']}
     except (ValueError, KeyError, TypeError):
         named = set()
     return {keys.last(key), *named}
@@ -232,7 +246,7 @@ def announced(key: str, value: bytes) -> set[str]:
 
 def name_to_json(instance: str) -> str:
     """The value of the key /names/<name>: whose name it is."""
-    return json.dumps({'version': VERSION, 'instance': instance})
+    return dump({'version': VERSION, 'instance': instance})
 
 
 def named(value: bytes) -> str:
@@ -292,14 +306,14 @@ def sha256_field(data: Mapping[str, Any]) -> str | None:
 
 def _count(data: Mapping[str, Any]) -> int:
     count = data.get('count', 1)
-    if type(count) is not int or count < 1:
+    if not is_amount(count, LARGEST) or not count:
         raise ValueError(f'count: {str(count)[:40]!r} is no number of instances')
-    return count
+    return int(count)
 
 
 def _left(data: Mapping[str, Any]) -> dict[str, int]:
     left = data.get('resources', {})
-    if not isinstance(left, dict) or not all(type(amount) is int and 0 < amount <= LARGEST for amount in left.values()):
+    if not isinstance(left, dict) or not all(amount and is_amount(amount, LARGEST) for amount in left.values()):
         raise ValueError('resources: expected an object of amounts')
     return left
 

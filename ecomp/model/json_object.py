@@ -1,29 +1,85 @@
-"""JSON that somebody wrote into etcd, read with care."""
+"""JSON that somebody wrote into etcd, read with care; and JSON of ours, which is written so that it can be read."""
 
 from __future__ import annotations
 
 import json
+import math
 from typing import Any
 
-VALUE_LIMIT = 1024**2
-"""Bytes of a value looked at."""
+VALUE_LIMIT = 1280 * 1024
+"""Bytes of a value looked at: a record of the largest request, whose text is escaped in it, is no longer."""
+DIGITS = 500
+"""Of a number. Python writes none of more than 4,300, and a sum of these has hardly more than they have."""
+DEPTH = 64
+"""How deep objects and lists may stand in each other: what is no deeper can also be quoted in a reason."""
 
 
 def load_object(value: bytes) -> dict[str, Any]:
-    """A JSON object from bytes; ValueError in plain words. NaN and doubled keys are refused."""
+    """A JSON object from bytes; ValueError in plain words, as load()."""
+    data = load(value)
+    if not isinstance(data, dict):
+        raise ValueError(f'expected a JSON object, not {type(data).__name__}')
+    return data
+
+
+def load(value: bytes) -> Any:
+    """JSON from bytes; ValueError in plain words.
+
+    NaN, numbers that are no number to Python or have more than DIGITS, doubled keys and what is nested deeper than
+    DEPTH are refused.
+    """
     if len(value) > VALUE_LIMIT:
         raise ValueError(f'it has {len(value)} bytes; the limit is {VALUE_LIMIT}')
     try:
-        data = json.loads(value.decode(), parse_constant=_no_constant, object_pairs_hook=_no_doubles)
+        data = _DECODER.decode(value.decode())
     except UnicodeDecodeError as error:
         raise ValueError('not text in UTF-8') from error
     except json.JSONDecodeError as error:
         raise ValueError(f'not JSON: {error}') from error
     except RecursionError as error:
         raise ValueError('it is nested too deeply') from error
-    if not isinstance(data, dict):
-        raise ValueError(f'expected a JSON object, not {type(data).__name__}')
+    if isinstance(data, dict | list) and not _is_shallow(data):
+        raise ValueError('it is nested too deeply')
     return data
+
+
+def dump(data: Any, indent: int | None = None, separators: tuple[str, str] | None = None) -> str:
+    """As JSON, of printable ASCII alone. ValueError for a number that JSON does not have."""
+    return json.dumps(data, indent=indent, separators=separators, allow_nan=False)
+
+
+def is_text(value: object) -> bool:
+    """True for text that can be written in UTF-8: JSON has halves of surrogate pairs, too."""
+    if not isinstance(value, str):
+        return False
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _is_shallow(data: dict[str, Any] | list[Any]) -> bool:
+    level: list[Any] = [data]
+    for _ in range(DEPTH):
+        inner = (each.values() if isinstance(each, dict) else each for each in level)
+        level = [value for values in inner for value in values if isinstance(value, dict | list)]
+        if not level:
+            return True
+    return False
+
+
+def _float(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(f'not JSON we take: {text[:40]} is too large a number')
+    return number
+
+
+def _int(text: str) -> int:
+    if len(text) > DIGITS:
+        raise ValueError(f'not JSON we take: a number of {len(text)} digits')
+    return int(text)
 
 
 def _no_constant(name: str) -> None:
@@ -35,3 +91,8 @@ def _no_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(data) != len(pairs):
         raise ValueError('not JSON we take: a key stands twice')
     return data
+
+
+_DECODER = json.JSONDecoder(
+    parse_float=_float, parse_int=_int, parse_constant=_no_constant, object_pairs_hook=_no_doubles
+)

@@ -9,7 +9,6 @@ its revision is its place in the queue. Below it, at …/taker, is the mark of t
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,16 +21,16 @@ from ecomp.model.group import Membership, membership_from
 from ecomp.model.image import check_image
 from ecomp.model.instance import (
     REASON_LIMIT,
-    SIZE_LIMIT,
     Invalid,
     Request,
+    check_size,
     name_field,
     sha256_field,
     ssh_keys_field,
     stages_field,
     text_field,
 )
-from ecomp.model.json_object import load_object
+from ecomp.model.json_object import dump, is_text, load_object
 from ecomp.model.record import QUEUED, Record
 
 VERSION = 1
@@ -87,7 +86,7 @@ def to_json(waiting: Waiting) -> str:
         'ssh_keys': None if waiting.ssh_keys is None else list(waiting.ssh_keys),
         'user_data_sha256': waiting.user_data_sha256,
     }
-    return json.dumps(
+    return dump(
         {
             'version': VERSION,
             'instance': waiting.instance,
@@ -117,8 +116,7 @@ def _parse(key: str, value: bytes) -> Waiting:
     place = keys.queued(key)
     if place is None or not keys.is_uuid(place[1]):
         raise ValueError(f'{key[:200]!r} is not {keys.QUEUES}<flavor>/<uuid>')
-    if len(value) > SIZE_LIMIT:
-        raise ValueError(f'the request has {len(value)} bytes; the limit is {SIZE_LIMIT}')
+    check_size(value)
     data = load_object(value)
     version = data.get('version')
     if type(version) is not int or not 1 <= version <= VERSION:
@@ -148,6 +146,8 @@ def _needed(data: Mapping[str, Any], name: str) -> str:
     text = text_field(data, name)
     if not text:
         raise ValueError(f'the request lacks {name}')
+    if not is_text(text):  # placement fails over it each time, and all that waits would wait for that
+        raise ValueError(f'{name}: {text[:40]!r} is no text')
     return text
 
 
@@ -173,7 +173,7 @@ def record_of(key: str, value: bytes) -> Record:
 
 def mark_to_json(compute: str) -> str:
     """The value of a taker's key."""
-    return json.dumps({'version': VERSION, 'compute': compute})
+    return dump({'version': VERSION, 'compute': compute})
 
 
 def marked_by(value: bytes) -> str | None:

@@ -7,13 +7,12 @@ has been delivered) to the transaction that removes it.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Protocol
 
-from ecomp.model.allocation import LARGEST, Resources, is_class, summed
-from ecomp.model.json_object import load_object
+from ecomp.model.allocation import LARGEST, MOST, Resources, is_amount, is_class, summed
+from ecomp.model.json_object import DIGITS, dump, load_object
 
 VERSION = 1
 INSTANCES = 'instances'
@@ -60,7 +59,8 @@ class Quota:
         return self._moved(charge, -1)
 
     def _moved(self, charge: Mapping[str, int], sign: int) -> Quota:
-        now = {name: max(self.used.get(name, 0) + sign * charge.get(name, 0), 0) for name in {*self.used, *charge}}
+        sums = {name: self.used.get(name, 0) + sign * charge.get(name, 0) for name in {*self.used, *charge}}
+        now = {name: min(max(each, 0), MOST) for name, each in sums.items()}
         return replace(self, used={name: now[name] for name in sorted(now) if now[name]})
 
 
@@ -102,7 +102,7 @@ def parse_limits(words: Sequence[str]) -> dict[str, int | None]:
         name, _, text = word.partition('=')
         if name != INSTANCES and not is_class(name):
             raise ValueError(f'{word[:80]!r} is no limit: give VCPU=10, MEMORY_MB=8192, DISK_GB=100 or instances=5')
-        if text != 'none' and not (text.isascii() and text.isdecimal() and int(text) <= LARGEST):
+        if text != 'none' and not (text.isascii() and text.isdecimal() and len(text) < DIGITS and int(text) <= LARGEST):
             raise ValueError(f'{word[:80]!r}: a limit is a whole number from 0 to {LARGEST}, or none')
         if name in found:
             raise ValueError(f'{name} is given twice')
@@ -112,7 +112,7 @@ def parse_limits(words: Sequence[str]) -> dict[str, int | None]:
 
 def to_json(quota: Quota) -> str:
     """The value of the project's key."""
-    return json.dumps({'version': VERSION, 'limits': dict(quota.limits), 'used': dict(quota.used)})
+    return dump({'version': VERSION, 'limits': dict(quota.limits), 'used': dict(quota.used)})
 
 
 def from_json(project: str, value: bytes) -> Quota:
@@ -120,11 +120,11 @@ def from_json(project: str, value: bytes) -> Quota:
     data = load_object(value)
     version = data.get('version')
     if type(version) is not int or not 1 <= version <= VERSION:
-        raise ValueError(f'a quota of version {version!r}: this ecomp reads up to {VERSION}')
+        raise ValueError(f'a quota of version {version!r:.40}: this ecomp reads up to {VERSION}')
     parts = []
     for part in ('limits', 'used'):
         amounts = data.get(part)
-        if not isinstance(amounts, dict) or not all(type(each) is int and each >= 0 for each in amounts.values()):
+        if not isinstance(amounts, dict) or not all(map(is_amount, amounts.values())):
             raise ValueError(f'not a quota: {part} is no object of amounts')
         parts.append(amounts)
     return Quota(project, *parts)

@@ -13,17 +13,16 @@ JSON, versioned: {"version", "instance", "compute", "state", "image", "resources
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from typing import Any
 
 from ecomp.model import keys
-from ecomp.model.allocation import Resources
+from ecomp.model.allocation import LARGEST, Resources, is_amount
 from ecomp.model.choose import Why, why_from
 from ecomp.model.instance import REASON_LIMIT, Invalid, Request
-from ecomp.model.json_object import load_object
+from ecomp.model.json_object import dump, load_object
 from ecomp.model.names import is_label
 
 VERSION = 1
@@ -156,7 +155,7 @@ def to_dict(record: Record) -> dict[str, Any]:
 
 def to_json(record: Record) -> str:
     """The record as etcd holds it."""
-    return json.dumps(to_dict(record))
+    return dump(to_dict(record))
 
 
 def from_json(value: bytes, instance: str | None = None) -> Record:
@@ -175,6 +174,17 @@ def from_json(value: bytes, instance: str | None = None) -> Record:
     return record
 
 
+def is_another_s(value: bytes, compute: str) -> bool:
+    """True for what a newer ecomp wrote, as it seems, of an instance of another compute."""
+    try:
+        data = load_object(value)
+    except ValueError:
+        return False
+    version, whose = data.get('version'), data.get('compute')
+    newer = type(version) is int and version > VERSION
+    return newer and isinstance(whose, str) and keys.is_uuid(whose) and whose != compute
+
+
 def _record(data: Mapping[str, Any]) -> Record:
     version = data.get('version')
     if type(version) is not int or not 1 <= version <= VERSION:
@@ -187,7 +197,7 @@ def _record(data: Mapping[str, Any]) -> Record:
         compute=_compute(data, state),
         state=state,
         image=_take(data, 'image', str | None, None),
-        resources=_object(data, 'resources', int),
+        resources=_resources(data),
         query=_take(data, 'query', str | None, None),
         user_id=_take(data, 'user_id', str, ''),
         project_id=_take(data, 'project_id', str, ''),
@@ -196,7 +206,7 @@ def _record(data: Mapping[str, Any]) -> Record:
         stages=_object(data, 'stages', str),
         error=Failure(*(_take(error, name, str) for name in ('stage', 'reason', 'cleaned'))) if error else None,
         fault=_take(data, 'fault', str | None, None),
-        attempts=_take(data, 'attempts', int, 0),
+        attempts=_attempts(data),
         name=_name(data),
         power=_take(data, 'power', str | None, None),
         progress=_progress(data.get('progress')),
@@ -219,6 +229,20 @@ def _take(data: Mapping[str, Any], name: str, kind: Any, *default: Any) -> Any:
 def _object(data: Mapping[str, Any], name: str, kind: type) -> dict[str, Any]:
     values: dict[str, Any] = _take(data, name, dict, {})
     return {key: _take(values, key, kind) for key in values}
+
+
+def _resources(data: Mapping[str, Any]) -> dict[str, int]:
+    values = _object(data, 'resources', int)
+    if not all(map(is_amount, values.values())):
+        raise ValueError(f'not a record: resources is {values!r}')
+    return values
+
+
+def _attempts(data: Mapping[str, Any]) -> int:
+    attempts: int = _take(data, 'attempts', int, 0)
+    if not is_amount(attempts, LARGEST):
+        raise ValueError(f'not a record: attempts is {attempts}')
+    return attempts
 
 
 def _uuid(data: Mapping[str, Any], name: str) -> str:

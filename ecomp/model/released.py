@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 
-from ecomp.model.json_object import load_object
+from ecomp.model.json_object import dump, load_object
 
 MOST = 1000
 """A generation above this is not believed: each step up to it is a call to placement."""
@@ -13,7 +12,7 @@ MOST = 1000
 
 def to_json(generations: Mapping[str, int]) -> str:
     """The value of the key."""
-    return json.dumps({'version': 1, 'generations': dict(generations)})
+    return dump({'version': 1, 'generations': dict(generations)})
 
 
 def from_json(value: bytes) -> dict[str, int]:

@@ -5,7 +5,6 @@ Each look asks every compute what it has, by a key on a lease; the answers are o
 
 from __future__ import annotations
 
-import json
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
@@ -18,6 +17,7 @@ from ecomp.model import keys
 from ecomp.model.audit import audit as compare
 from ecomp.model.digest import Digest, from_pages
 from ecomp.model.findings import Finding, Revisions, confirmed
+from ecomp.model.json_object import dump
 from ecomp.model.planes import FAMILIES, Kept, Planes, Provider, World, involved
 from ecomp.model.quota import INSTANCES
 from ecomp.placement import allocations as ledger
@@ -105,7 +105,7 @@ def _look(store: Store, placement: Placement) -> Planes:
     alive = {keys.last(key) for key, kept in etcd.items() if key.startswith(keys.COMPUTES) and kept.lease}
     with ThreadPoolExecutor(AT_ONCE) as threads, asking(store) as (name, lease):
         # First the computes are asked: they work while placement is read.
-        value = json.dumps({'version': 1})
+        value = dump({'version': 1})
         if store.commit([Unchanged(keys.audit(name), 0)], [Put(keys.audit(name), value, lease)]) is None:
             raise EcompError(f'{keys.audit(name)} is there already')
         held = dict(threads.map(lambda each: _provider(placement, *each), providers.names(placement).items()))

@@ -6,7 +6,6 @@ once it is known to be gone nothing is delivered late.
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from ecomp.errors import Conflict, EcompError, UnknownOutcome
 from ecomp.model import keys
 from ecomp.model.guest_data import SharedUserData
 from ecomp.model.instance import Request, to_json
+from ecomp.model.json_object import dump
 from ecomp.scheduler.find import read_record
 from ecomp.store.client import Delete, Put, Store, Unchanged
 from ecomp.store.names import Change
@@ -40,7 +40,7 @@ class Delivery:
 
 def announce(store: Store, lease: int, request: str, value: Mapping[str, object], resume: bool) -> int:
     """Put the request key; its revision. A key that is there is taken over only if `resume`: the user gave the uuid."""
-    key, text = keys.request(request), json.dumps(value)
+    key, text = keys.request(request), dump(value)
     for _ in range(3):
         before = store.get(key) if resume else None
         if before is not None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 
 from ecomp.conf import ScheduleConfig
 from ecomp.errors import EcompError, NotFound, UnknownOutcome, Unreachable, Unreadable, UsageError
 from ecomp.model import keys
 from ecomp.model.flavor import Flavor, check_flavor_name, from_json, on_top, parse_flavor, to_dict, to_json
+from ecomp.model.json_object import dump
 from ecomp.model.text import printable
 from ecomp.scheduler.show import table
 from ecomp.store.client import Delete, Entry, Put, Store, Unchanged
@@ -73,7 +73,7 @@ def delete(store: Store, name: str) -> str:
 def as_flavors(flavors: Mapping[str, tuple[Flavor, str]], form: str) -> str:
     """What users read: a table with one line each, or a JSON array."""
     if form == 'json':
-        return json.dumps([{**to_dict(each), 'source': source} for each, source in flavors.values()], indent=2)
+        return dump([{**to_dict(each), 'source': source} for each, source in flavors.values()], indent=2)
     rows: list[Sequence[str]] = [('FLAVOR', 'RESOURCES', 'TRAITS', 'IN')]
     for name, (each, source) in flavors.items():
         asked = ','.join(f'{part}:{amount}' for part, amount in each.resources.items())

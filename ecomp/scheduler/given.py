@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import stat
 from collections.abc import Callable, Sequence
@@ -11,6 +10,7 @@ from pathlib import Path
 from ecomp.conf import ScheduleConfig
 from ecomp.errors import UsageError
 from ecomp.model.guest_data import KEYS_LIMIT, USER_DATA_LIMIT, check_user_data, looks_unknown, public_keys
+from ecomp.model.json_object import dump
 from ecomp.model.text import printable
 
 STDIN = '-'
@@ -54,7 +54,7 @@ def ssh_keys(paths: Sequence[str | Path]) -> tuple[str, ...]:
             found.update(dict.fromkeys(public_keys(data)))
         except ValueError as error:
             raise UsageError(f'{what}: {error}') from error
-    size = len(json.dumps(list(found)))
+    size = len(dump(list(found)))
     if size > KEYS_LIMIT:
         raise UsageError(f'ssh keys: have {size} bytes together, and {KEYS_LIMIT} is the limit: name fewer')
     return tuple(found)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 
 from ecomp.errors import NotFound
 from ecomp.model.group import Group
+from ecomp.model.json_object import dump
 from ecomp.model.text import printable
 from ecomp.scheduler.hosts import alive
 from ecomp.scheduler.show import table
@@ -25,7 +25,7 @@ def one_group(store: Store, name: str) -> Group:
 def as_groups(groups: Sequence[Group], form: str) -> str:
     """A table with one line each, or a JSON array."""
     if form == 'json':
-        return json.dumps([_as_dict(each) for each in groups], indent=2)
+        return dump([_as_dict(each) for each in groups], indent=2)
     rows: list[Sequence[str]] = [('GROUP', 'POLICY', 'MEMBERS', 'COMPUTES')]
     rows += [(each.name, each.rule, str(len(each.members)), str(len(each.on))) for each in groups]
     return table(rows)
@@ -34,7 +34,7 @@ def as_groups(groups: Sequence[Group], form: str) -> str:
 def as_members(store: Store, found: Group, form: str) -> str:
     """Who is where: a table with one line each, or a JSON object."""
     if form == 'json':
-        return json.dumps(_as_dict(found), indent=2)
+        return dump(_as_dict(found), indent=2)
     names = alive(store)
     rows: list[Sequence[str]] = [('INSTANCE', 'COMPUTE', 'HOST')]
     by_compute = sorted(found.members.items(), key=lambda each: (each[1], each[0]))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
 from typing import NamedTuple
 
@@ -10,7 +9,7 @@ from ecomp.errors import Conflict, UnknownOutcome, Unreachable
 from ecomp.failpoints import failpoint
 from ecomp.model import keys
 from ecomp.model.instance import Invalid, Request, parse_request
-from ecomp.model.json_object import load_object
+from ecomp.model.json_object import dump, load_object
 from ecomp.model.power import START, STOP, Power, action_id
 from ecomp.model.record import ACTIVE, ERROR, STOPPED
 from ecomp.scheduler.find import Found, living
@@ -94,7 +93,7 @@ def _already(store: Store, found: Found, request: Request, wanted: Power) -> Acc
 
 def _rewritten(found: Found, entry: Entry, wanted: Power) -> Put:
     """The request with this in it, and all else as it was, whoever wrote it."""
-    value = json.dumps({**load_object(entry.value), 'power': asdict(wanted)})
+    value = dump({**load_object(entry.value), 'power': asdict(wanted)})
     still = parse_request(found.record.compute, entry.key, value.encode())
     if isinstance(still, Invalid):
         raise Conflict(f'{found.record.instance}: its request takes no more: {still.reason}')

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 import time
 from collections.abc import Callable, Sequence
@@ -11,6 +10,7 @@ from ecomp.errors import Conflict, NotFound, UnknownOutcome, UsageError
 from ecomp.failpoints import failpoint
 from ecomp.model import keys
 from ecomp.model.instance import Invalid, Request, parse_request
+from ecomp.model.json_object import dump
 from ecomp.model.queue import Waiting, parse_waiting
 from ecomp.model.quota import INSTANCES, Quota, counted, parse_limits
 from ecomp.model.text import printable
@@ -94,7 +94,7 @@ def one_quota(store: Store, project: str) -> Quota:
 def as_quotas(quotas: Sequence[Quota], form: str) -> str:
     """A table with one line each, or a JSON array."""
     if form == 'json':
-        return json.dumps([_as_dict(each) for each in quotas], indent=2)
+        return dump([_as_dict(each) for each in quotas], indent=2)
     rows: list[Sequence[str]] = [('PROJECT', 'USED/LIMIT')]
     rows += [(printable(each.project, 100), _words(each)) for each in quotas]
     return table(rows)
@@ -103,7 +103,7 @@ def as_quotas(quotas: Sequence[Quota], form: str) -> str:
 def as_quota(found: Quota, form: str) -> str:
     """A table with one line for each class, or a JSON object."""
     if form == 'json':
-        return json.dumps(_as_dict(found), indent=2)
+        return dump(_as_dict(found), indent=2)
     rows: list[Sequence[str]] = [('RESOURCE', 'LIMIT', 'USED', 'LEFT')]
     for name in _classes(found):
         most, used = found.limits.get(name), found.used.get(name, 0)

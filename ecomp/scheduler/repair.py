@@ -6,14 +6,13 @@ that runs, nothing of somebody else's, nothing on a compute that does not answer
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Collection, Mapping
 from functools import partial
 
 from ecomp.errors import EcompError
 from ecomp.model import keys
-from ecomp.model.digest import clearance_to_json
+from ecomp.model.digest import clearance_to_json, cleared_from_json
 from ecomp.model.findings import Finding, confirmed
 from ecomp.model.group import from_json as group_from_json
 from ecomp.model.instance import Request, named, parse_request
@@ -212,7 +211,7 @@ def _cleared(store: Store, compute: str, findings: list[Finding]) -> list[str]:
             if compute not in answers(store, name, {compute}, 'clearing', 'cleared'):
                 return [f'compute {compute}: not known to be mended: it gives no answer']
             entry = store.get(keys.digest(name, compute, 'cleared'))
-            lines = json.loads(entry.value) if entry is not None else []
+            lines = cleared_from_json(entry.value) if entry is not None else []
             return [f'compute {compute}: {line}' for line in lines]
     except (EcompError, ValueError) as error:
         return [f'compute {compute}: not known to be mended: {error}']

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ecomp.model.allocation import NEEDED
 from ecomp.model.host import DISABLED, Host, Share
+from ecomp.model.json_object import dump
 from ecomp.model.power import ASKED, OFF, phase
 from ecomp.model.record import ACTIVE, BUILDING, ERROR, Interface, Record, to_dict
 from ecomp.model.text import printable
@@ -25,7 +25,7 @@ COLUMNS = ('INSTANCE', 'NAME', 'STATE', 'ADDRESS', 'COMPUTE', 'REQUESTED')
 def as_list(records: Sequence[Record], form: str) -> str:
     """All records: a table with one line each, or a JSON array of records."""
     if form == 'json':
-        return json.dumps([to_dict(each) for each in records], indent=2)
+        return dump([to_dict(each) for each in records], indent=2)
     rows = [
         (
             *(each.instance, each.name or '-', each.state, each.address or '-', each.compute or '-'),
@@ -39,7 +39,7 @@ def as_list(records: Sequence[Record], form: str) -> str:
 def as_detail(record: Record, form: str) -> str:
     """One record whole: a line a field, or the JSON object."""
     if form == 'json':
-        return json.dumps(to_dict(record), indent=2)
+        return dump(to_dict(record), indent=2)
     rows = [
         ('instance', record.instance),
         ('name', record.name or '-'),
@@ -70,7 +70,7 @@ def as_detail(record: Record, form: str) -> str:
 def as_hosts(hosts: Sequence[Host], form: str) -> str:
     """All computes: a table with one line each, or a JSON array."""
     if form == 'json':
-        return json.dumps([_host(each) for each in hosts], indent=2)
+        return dump([_host(each) for each in hosts], indent=2)
     # What every guest needs, and then what only some computes have.
     classes = [*NEEDED, *sorted({name for each in hosts for name in each.resources} - set(NEEDED))]
     head = ('COMPUTE', 'HOST', 'STATE', 'INSTANCES', *(f'{name} USED/FREE' for name in classes))
@@ -87,7 +87,7 @@ def as_hosts(hosts: Sequence[Host], form: str) -> str:
 def as_plan(ranked: Sequence[Ranked], form: str) -> str:
     """The computes that would be tried, in order: a table with one line each, or a JSON array."""
     if form == 'json':
-        return json.dumps([_ranked(each) for each in ranked], indent=2)
+        return dump([_ranked(each) for each in ranked], indent=2)
     classes = [*NEEDED, *sorted({name for each in ranked for name in each.asked} - set(NEEDED))]
     head = ('COMPUTE', 'HOST', 'WEIGHT', *(f'{name} USED/CAPACITY' for name in classes), 'INSTANCES')
     rows = [
@@ -104,7 +104,7 @@ def as_plan(ranked: Sequence[Ranked], form: str) -> str:
 def as_findings(findings: Sequence[Finding], form: str) -> str:
     """What an audit found: a table with one line each, '' for nothing; or a JSON array."""
     if form == 'json':
-        return json.dumps([each.to_dict() for each in findings], indent=2)
+        return dump([each.to_dict() for each in findings], indent=2)
     rows = [(each.code, each.subject, each.sentence) for each in findings]
     return table([('CODE', 'SUBJECT', 'FINDING'), *rows]) if rows else ''
 

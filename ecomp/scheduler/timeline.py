@@ -6,12 +6,12 @@ eschedule's machine and the others by the compute's: where those differ a time m
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import NamedTuple
 
+from ecomp.model.json_object import dump
 from ecomp.model.record import ERROR, STAGES, Record
 from ecomp.model.text import printable
 from ecomp.scheduler.show import table
@@ -121,7 +121,7 @@ def _as_json(records: Sequence[Record], timelines: Sequence[Sequence[Reached]]) 
     rounded = {
         stage: {name: round(value, 3) for name, value in each.items()} for stage, each in percentiles(timelines).items()
     }
-    return json.dumps({'instances': instances, 'percentiles': rounded}, indent=2)
+    return dump({'instances': instances, 'percentiles': rounded}, indent=2)
 
 
 def _percentile(values: Sequence[float], part: float) -> float:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import uuid
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -14,6 +13,7 @@ from ecomp.model.choose import SPREAD, Why
 from ecomp.model.group import Membership
 from ecomp.model.guest_data import SharedUserData
 from ecomp.model.instance import Request
+from ecomp.model.json_object import dump
 from ecomp.model.record import ERROR, GONE
 from ecomp.scheduler.find import Found, find
 from ecomp.store.client import Store
@@ -75,8 +75,8 @@ class Delivered:
 
 def check_size(wanted: Wanted) -> None:
     """Said before anything is claimed: the delivery is one transaction."""
-    keys_each = len(json.dumps(wanted.ssh_keys))
-    size = wanted.count * (len(json.dumps([wanted.query, wanted.image])) + keys_each + 1000)
+    keys_each = len(dump(wanted.ssh_keys))
+    size = wanted.count * (len(dump([wanted.query, wanted.image])) + keys_each + 1000)
     shared = len(wanted.shared.text) if wanted.shared else 0
     if wanted.count > 1 and size + shared > MOST_BYTES:
         what = f'{wanted.count} instances with {keys_each} bytes of ssh keys each'

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 
 from ecomp.model.choose import FIRST, PACK, QUEUE, RANDOM, SPREAD, Why
 from ecomp.model.group import AFFINITY, Group
+from ecomp.model.json_object import dump
 from ecomp.model.record import Record
 from ecomp.scheduler.find import Found
 from ecomp.scheduler.hosts import alive
@@ -50,7 +50,7 @@ def as_why(found: Told, form: str) -> str:
             'why': weighed._asdict() if weighed else None,
             'group': None if theirs is None else {**theirs.membership._asdict(), 'others': others},
         }
-        return json.dumps(told, indent=2)
+        return dump(told, indent=2)
     host = f'{found.host} ({record.compute})' if found.host else record.compute
     lines = [f'{record.name or record.instance} is on {host}, since {record.stages.get("scheduled", "some time")}']
     if record.query:

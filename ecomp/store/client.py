@@ -173,12 +173,12 @@ class Store:
 
     def get(self, key: str) -> Entry | None:
         """The key's entry, None if it is not there."""
-        reply = self._read(partial(_range, etcdrpc.RangeRequest(key=key.encode())))
+        reply = self._read(partial(_range, etcdrpc.RangeRequest(key=_bytes(key))))
         return _entry(reply.kvs[0]) if reply.kvs else None
 
     def snapshot(self, prefix: str, keys_only: bool = False) -> Snapshot:
         """Everything under a prefix, in pages, all at one revision."""
-        start = prefix.encode()
+        start = _bytes(prefix)
         end = increment_last_byte(start)
         entries: dict[str, Entry] = {}
         revision = 0
@@ -197,7 +197,7 @@ class Store:
 
     def count(self, prefix: str) -> int:
         """How many keys there are under a prefix."""
-        key = prefix.encode()
+        key = _bytes(prefix)
         request = etcdrpc.RangeRequest(key=key, range_end=increment_last_byte(key), count_only=True)
         return int(self._read(partial(_range, request)).count)
 
@@ -369,19 +369,24 @@ def _transaction(request: Any, client: Any, limit: float) -> Any:
     return client.kvstub.Txn(request, limit, metadata=METADATA)
 
 
+def _bytes(key: str) -> bytes:
+    """A part of a key may come from JSON, which knows halves of surrogate pairs; to etcd it is bytes."""
+    return key.encode(errors='surrogatepass')
+
+
 def _entry(kv: Any) -> Entry:
     return Entry(kv.key.decode(errors='replace'), kv.value, kv.mod_revision, kv.lease)
 
 
 def _compare(condition: Unchanged | Exists) -> Any:
-    key, target = condition.key.encode(), etcdrpc.Compare.MOD
+    key, target = _bytes(condition.key), etcdrpc.Compare.MOD
     if isinstance(condition, Exists):
         return etcdrpc.Compare(key=key, target=target, result=etcdrpc.Compare.GREATER, mod_revision=0)
     return etcdrpc.Compare(key=key, target=target, result=etcdrpc.Compare.EQUAL, mod_revision=condition.revision)
 
 
 def _operation(operation: Put | Delete) -> Any:
-    key = operation.key.encode()
+    key = _bytes(operation.key)
     if isinstance(operation, Put):
         put = etcdrpc.PutRequest(key=key, value=operation.value.encode(), lease=operation.lease)
         return etcdrpc.RequestOp(request_put=put)
@@ -389,4 +394,4 @@ def _operation(operation: Put | Delete) -> Any:
 
 
 def _look(key: str) -> Any:
-    return etcdrpc.RequestOp(request_range=etcdrpc.RangeRequest(key=key.encode(), keys_only=True))
+    return etcdrpc.RequestOp(request_range=etcdrpc.RangeRequest(key=_bytes(key), keys_only=True))

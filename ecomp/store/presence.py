@@ -7,7 +7,6 @@ that was frozen for longer than its lease writes nothing before it has looked wh
 
 from __future__ import annotations
 
-import json
 import logging
 import threading
 import time
@@ -15,7 +14,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ecomp.errors import Conflict, EcompError, NoSpace, UnknownOutcome
-from ecomp.model.json_object import load_object
+from ecomp.model.json_object import dump, load_object
 from ecomp.store.client import Entry, Fence, Put, Store, Unchanged
 
 log = logging.getLogger(__name__)
@@ -118,7 +117,7 @@ class Presence:
             condition = Unchanged(self._key, entry.revision if entry else 0)
             try:
                 lease = self._store.grant(SECONDS)
-                put = Put(self._key, json.dumps(self._value), lease)
+                put = Put(self._key, dump(self._value), lease)
                 written = self._store.commit([condition], [put], fenced=False)
             except NoSpace:
                 if entry is None and self._revision:

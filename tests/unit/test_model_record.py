@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ecomp.model.allocation import MOST
 from ecomp.model.instance import Request
 from ecomp.model.record import (
     ACTIVE,
@@ -47,7 +48,7 @@ records = st.builds(
     compute=uuids,
     state=st.sampled_from([SCHEDULED, BUILDING, ACTIVE, STOPPED, DESTROYING, GONE, ERROR]),
     image=st.none() | texts,
-    resources=st.dictionaries(texts, st.integers()),
+    resources=st.dictionaries(texts, st.integers(0, MOST)),
     query=st.none() | texts,
     user_id=texts,
     project_id=texts,

@@ -1,0 +1,279 @@
+"""Numbers, depth and text of what stands in etcd: what a reader takes can be written again, else it says why not."""
+
+from __future__ import annotations
+
+import ast
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ecomp.conf import EtcdConfig
+from ecomp.model import digest, flavor, group, instance, keys, queue, quota
+from ecomp.model.allocation import LARGEST, MOST
+from ecomp.model.choose import Why
+from ecomp.model.guest_data import SharedUserData, shared_user_data
+from ecomp.model.instance import SIZE_LIMIT, Invalid, Request, parse_request
+from ecomp.model.json_object import DEPTH, VALUE_LIMIT, dump, load_object
+from ecomp.model.record import ACTIVE, Record, new_record
+from ecomp.model.record import from_json as record_from_json
+from ecomp.model.record import to_json as record_to_json
+from ecomp.store.client import Delete, Put, Store, Unchanged
+from tests.kit.hostile import COMPUTE, IMAGE, INSTANCE, OTHER, request
+from tests.kit.servers import TOP, Etcd
+
+pytestmark = pytest.mark.fast
+
+KEY = keys.host(COMPUTE, INSTANCE)
+HUGE, HUGER, VAST = '1e999', '-1e999', '9' * 4300
+HALF = '\ud800'
+
+
+def nested(depth: int) -> list[Any]:
+    found: list[Any] = []
+    for _ in range(depth - 1):
+        found = [found]
+    return found
+
+
+DEEP, SHALLOW = nested(DEPTH + 1), nested(DEPTH - 5)
+
+
+def with_number(value: dict[str, Any], text: str) -> bytes:
+    """The value with a number where it says "HERE"."""
+    return json.dumps(value).replace('"HERE"', text).encode()
+
+
+def stored(**changed: Any) -> dict[str, Any]:
+    return {**json.loads(record_to_json(Record(INSTANCE, COMPUTE, ACTIVE, IMAGE))), **changed}
+
+
+WHY = {'weigh': 'spread', 'weight': 'HERE', 'of': 3}
+
+
+@pytest.mark.parametrize('number', [HUGE, HUGER, VAST, '1e400', '-' + VAST])
+def test_a_number_that_is_none_stands_in_no_value(number: str) -> None:
+    """`"weight": 1e999` made an instance that could be neither shown nor destroyed (ENEMY 6)."""
+    with pytest.raises(ValueError, match='too large a number|a number of 430. digits'):
+        load_object(with_number({'why': WHY}, number))
+    found = parse_request(COMPUTE, KEY, with_number(request(why=WHY), number))
+    assert isinstance(found, Invalid)
+    with pytest.raises(ValueError, match='number'):
+        record_from_json(with_number(stored(why=WHY), number))
+
+
+@pytest.mark.parametrize('number', ['1e300', '-1e300', '9' * 400, str(LARGEST + 1), 'true', '"x"', '[1]'])
+def test_a_weight_that_nobody_weighed_is_none(number: str) -> None:
+    found = parse_request(COMPUTE, KEY, with_number(request(why=WHY), number))
+    assert isinstance(found, Request)
+    assert found.why is None
+    again = parse_request(COMPUTE, KEY, instance.to_json(found).encode())
+    assert again == found
+    record = new_record(COMPUTE, found, 'now')
+    assert record_from_json(record_to_json(record).encode()) == record
+
+
+def test_a_weight_is_kept() -> None:
+    found = parse_request(COMPUTE, KEY, with_number(request(why=WHY), '0.75'))
+    assert isinstance(found, Request)
+    assert found.why == Why('spread', 0.75, 3)
+
+
+def test_nothing_is_written_that_nobody_reads() -> None:
+    with pytest.raises(ValueError, match='not JSON compliant|Out of range'):
+        record_to_json(Record(INSTANCE, COMPUTE, ACTIVE, IMAGE, why=Why('spread', float('inf'), 3)))
+    with pytest.raises(ValueError, match='not JSON compliant|Out of range'):
+        dump({'weight': float('nan')})
+    shown = dump(['\x7f\x9b\u202e' + HALF], indent=0)
+    assert shown.replace('\n', '').isprintable()
+    assert json.loads(shown) == ['\x7f\x9b\u202e' + HALF]
+
+
+def dumped_elsewhere(source: str) -> list[int]:
+    """The lines that write JSON by themselves."""
+    calls = (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call))
+    return [node.lineno for node in calls if ast.unparse(node.func) in ('json.dumps', 'json.dump')]
+
+
+def test_one_function_writes_json() -> None:
+    """What goes to etcd, to the memory of it and to a terminal."""
+    rooms = ['model', 'scheduler', 'store', 'agent/digest.py', 'agent/memory.py', 'schedule.py', 'compute.py']
+    found = {}
+    for room in rooms:
+        there = TOP / 'ecomp' / room
+        for path in [there] if there.is_file() else sorted(there.rglob('*.py')):
+            found[str(path.relative_to(TOP))] = dumped_elsewhere(Path(path).read_text())
+    assert [each for each in found if found[each]] == ['ecomp/model/json_object.py']
+
+
+AMOUNTS: list[tuple[Callable[[bytes], Any], dict[str, Any]]] = [
+    (lambda value: quota.from_json('p', value), {'version': 1, 'limits': {}, 'used': {'VCPU': 'HERE'}}),
+    (lambda value: quota.from_json('p', value), {'version': 1, 'limits': {'VCPU': 'HERE'}, 'used': {}}),
+    (record_from_json, stored(resources={'VCPU': 'HERE'})),
+    (record_from_json, stored(attempts='HERE')),
+]
+
+
+@pytest.mark.parametrize('number', [str(MOST + 1), '9' * 400, '-1', '1.5', 'true', VAST])
+@pytest.mark.parametrize(('read', 'value'), AMOUNTS)
+def test_an_amount_has_bounds(read: Callable[[bytes], Any], value: dict[str, Any], number: str) -> None:
+    """A quota's `used` of 4,300 digits: no instance of the project could be made any more (ENEMY 17)."""
+    with pytest.raises(ValueError, match='record|quota|number'):
+        read(with_number(value, number))
+
+
+def test_a_quota_counts_to_its_bound() -> None:
+    full = quota.from_json('p', with_number({'version': 1, 'limits': {}, 'used': {'VCPU': 'HERE'}}, str(MOST)))
+    more = full.with_used({'VCPU': LARGEST})
+    assert quota.from_json('p', quota.to_json(more).encode()) == more
+
+
+VERSIONS: list[Callable[[Any], Any]] = [
+    lambda version: digest.from_pages([json.dumps({'version': version, 'pages': 1}).encode()]),
+    lambda version: digest.clearance_from_json(json.dumps({'version': version, 'leftovers': []}).encode()),
+    lambda version: flavor.from_json('f', json.dumps({'version': version, 'resources': {'VCPU': 1}}).encode()),
+    lambda version: group.from_json('g', json.dumps({'version': version, 'members': {}}).encode()),
+    lambda version: quota.from_json('p', json.dumps({'version': version, 'limits': {}, 'used': {}}).encode()),
+    lambda version: record_from_json(json.dumps(stored(version=version)).encode()),
+]
+
+
+@pytest.mark.parametrize('version', [[1], {'a': 1}, True, 1.0, '1', None, 10**400, 'x' * 100_000, SHALLOW])
+@pytest.mark.parametrize('read', VERSIONS)
+def test_a_version_is_a_whole_number(read: Callable[[Any], Any], version: Any) -> None:
+    """An unhashable one of one compute's digest ended `eschedule audit` for all (ENEMY 17)."""
+    with pytest.raises(ValueError, match='version') as caught:
+        read(version)
+    assert len(str(caught.value)) < 2000
+
+
+def test_what_is_too_deep_is_refused_and_what_is_not_can_be_quoted() -> None:
+    for deep in (DEEP, {'a': DEEP}, nested(DEPTH)):
+        with pytest.raises(ValueError, match='nested too deeply'):
+            load_object(json.dumps({'version': deep}).encode())
+    assert repr(load_object(json.dumps({'a': nested(DEPTH - 1)}).encode()))
+    for depth in (500, 900, 100_000):
+        value = b'{"version": 1, "pages": 1, "error": ' + b'[' * depth + b']' * depth + b'}'
+        with pytest.raises(ValueError, match='nested too deeply'):
+            digest.from_pages([value])
+        with pytest.raises(ValueError, match='cannot be read'):
+            shared_user_data(value, 'x')
+
+
+@pytest.mark.parametrize(
+    'guest',
+    [
+        {'instance': ['x'], 'compute': None, 'defined': True, 'running': True, 'disk': True},
+        {'instance': 'x', 'compute': 7, 'defined': True, 'running': True, 'disk': True},
+        {'instance': 'x', 'compute': None, 'defined': 'yes', 'running': True, 'disk': True},
+        {'instance': 'x', 'compute': None, 'defined': True, 'running': True, 'disk': True, 'trouble': {}},
+        {'instance': 'x'},
+        7,
+    ],
+)
+def test_a_guest_of_a_digest_is_one(guest: Any) -> None:
+    with pytest.raises(ValueError, match='not a digest'):
+        digest.from_pages([json.dumps({'version': 1, 'pages': 1, 'guests': [guest]}).encode()])
+
+
+@pytest.mark.parametrize('value', [7, None, {'a': 1}, ['x']])
+def test_what_a_digest_names_is_text(value: Any) -> None:
+    for name in ('without_base', 'seeds', 'isos', 'reservations', 'parts'):
+        with pytest.raises(ValueError, match='not a digest'):
+            digest.from_pages([json.dumps({'version': 1, 'pages': 1, name: {'x': value}}).encode()])
+    leftover = {'kind': 'disk', 'name': value, 'mark': ''}
+    with pytest.raises(ValueError, match='not a clearance'):
+        digest.clearance_from_json(json.dumps({'version': 1, 'leftovers': [leftover]}).encode())
+
+
+@pytest.mark.parametrize('value', [b'7', b'{}', b'["x", 7]', b'[' * 100_000, b'[' + b'9' * 5000 + b']', b'\xff', b''])
+def test_what_a_compute_says_that_it_removed_is_lines(value: bytes) -> None:
+    with pytest.raises(ValueError, match='.'):
+        digest.cleared_from_json(value)
+    assert digest.cleared_from_json(b'["disk x: removed"]') == ['disk x: removed']
+
+
+@pytest.mark.parametrize('name', ['user_id', 'project_id'])
+def test_half_of_a_character_waits_in_no_queue(name: str) -> None:
+    """Placement fails over a claim for it, and whoever takes from the queue would try just that for ever."""
+    fields = {'flavor': 'f', 'instance': INSTANCE, 'query': 'resources=VCPU:1,MEMORY_MB:1,DISK_GB:1', 'image': IMAGE}
+    value = {'version': 1, **fields, 'user_id': 'u', 'project_id': 'p'}
+    assert isinstance(queue.parse_waiting(keys.queue('f', INSTANCE), json.dumps(value).encode()), queue.Waiting)
+    found = queue.parse_waiting(keys.queue('f', INSTANCE), json.dumps({**value, name: HALF}).encode())
+    assert isinstance(found, Invalid)
+    assert found.reason.startswith(f'{name}: ')
+
+
+def test_half_of_a_character_is_a_key_like_any_other(etcd: Etcd) -> None:
+    """A guest of such a project, or in such a group, could be made, and its end never written down."""
+    store = Store(EtcdConfig((etcd.endpoint,)))
+    key = keys.quota(f'{INSTANCE}{HALF}')
+    try:
+        assert store.get(key) is None
+        assert store.commit([Unchanged(key, 0)], [Put(key, '7')])
+        entry = store.get(key)
+        assert entry is not None
+        assert entry.value == b'7'
+        assert len(store.snapshot(key).entries) == store.count(key) == 1
+        assert store.commit([Unchanged(key, entry.revision)], [Delete(key)])
+        assert store.get(key) is None
+    finally:
+        store.close()
+
+
+@pytest.mark.parametrize('character', ['é', 'x', '中', '\U0001f600', '"', '\x7f'])
+def test_the_record_of_the_largest_request_is_read_again(character: str) -> None:
+    """Text is escaped in what we write, and may be three times as long there."""
+    room = SIZE_LIMIT - len(json.dumps(request(query='')).encode())
+    each = 6 if character == '\x7f' else len(json.dumps(character, ensure_ascii=False).encode()) - 2
+    value = json.dumps(request(query=character * (room // each)), ensure_ascii=False).encode()
+    found = parse_request(COMPUTE, KEY, value)
+    assert isinstance(found, Request), found
+    assert isinstance(parse_request(COMPUTE, KEY, value.replace(b'"}', character.encode() * 7 + b'"}')), Invalid)
+    record = new_record(COMPUTE, found, 'now')
+    written = record_to_json(record).encode()
+    assert len(written) <= VALUE_LIMIT
+    assert record_from_json(written) == record
+
+
+@pytest.mark.parametrize('amount', [{}, [], None, 1.5, {'a': SHALLOW}])
+def test_a_flavor_s_amounts_are_numbers(amount: Any) -> None:
+    with pytest.raises(ValueError, match='expected amounts'):
+        flavor.from_json('f', json.dumps({'version': 1, 'resources': {'VCPU': amount}}).encode())
+
+
+def test_digits_without_end() -> None:
+    with pytest.raises(ValueError, match='not a whole number from 1'):
+        flavor.parse_flavor('f', f'resources=VCPU:{VAST}9')
+    with pytest.raises(ValueError, match='a limit is a whole number'):
+        quota.parse_limits([f'VCPU={VAST}9'])
+    waiting = {'version': 1, 'flavor': 'f', 'instance': INSTANCE, 'query': f'resources=VCPU:{VAST}9', 'image': IMAGE}
+    found = queue.parse_waiting(keys.queue('f', INSTANCE), json.dumps(waiting).encode())
+    assert isinstance(found, Invalid)
+
+
+def test_user_data_in_etcd_is_read_with_care() -> None:
+    shared = SharedUserData.of(b'#cloud-config\n')
+    assert shared_user_data(shared.text.encode(), shared.sha256) == b'#cloud-config\n'
+    doubled = shared.text.replace('{', '{"user_data": "x", ', 1)
+    for value in (doubled.encode(), b'[' * 100_000, b'{"user_data": ' + b'9' * 5000 + b'}', b' ' * (VALUE_LIMIT + 1)):
+        with pytest.raises(ValueError, match='it cannot be read'):
+            shared_user_data(value, shared.sha256)
+
+
+def test_a_count_has_a_bound() -> None:
+    for count in (LARGEST + 1, 10**400):
+        found = parse_request(COMPUTE, KEY, json.dumps(request(count=count)).encode())
+        assert isinstance(found, Invalid)
+        assert 'is no number of instances' in found.reason
+
+
+def test_a_place_in_allocations_names_a_provider() -> None:
+    """What is claimed on another provider is no part of a key unless it is text."""
+    resources = {'resources': {'VCPU': 1, 'MEMORY_MB': 1, 'DISK_GB': 1}}
+    found = parse_request(COMPUTE, KEY, json.dumps(request(allocations={COMPUTE: resources, HALF: resources})).encode())
+    assert isinstance(found, Invalid)
+    fine = parse_request(COMPUTE, KEY, json.dumps(request(allocations={COMPUTE: resources, OTHER: resources})).encode())
+    assert isinstance(fine, Request)
