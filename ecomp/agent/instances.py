@@ -177,9 +177,9 @@ class Instances:
             log.info('instance %s is active', instance)
 
     def destroy(self, request: Request, revision: int) -> None:
-        """Remove the guest and everything of it; its record stays a day as `gone`."""
+        """Remove the guest and everything of it; its record stays a day as `gone`, whatever it was before."""
         instance = request.instance
-        record = self.record(instance) or new_record(self._compute, request, self._now())
+        record = self._records.to_end(instance) or new_record(self._compute, request, self._now())
         if record.state != DESTROYING:
             with suppress(NoSpace):  # a full etcd takes no record; what is destroyed gives it room
                 record = self._records.write(record.at(DESTROYING, self._now()), revision)

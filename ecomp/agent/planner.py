@@ -21,7 +21,7 @@ from ecomp.agent.plan import Kind, Task, Wish, pending, plan, unready
 from ecomp.agent.pool import Runner
 from ecomp.agent.power import Shutdowns
 from ecomp.agent.records import Superseded
-from ecomp.errors import EcompError, Unreachable
+from ecomp.errors import EcompError, Unreachable, Unreadable
 from ecomp.model import keys
 from ecomp.model.guest import Address, Guest
 from ecomp.model.instance import Invalid, Request, parse_request, shares
@@ -273,7 +273,7 @@ class Planner:
     def _records(self, busy: Set[str]) -> tuple[dict[str, Record], set[str]]:
         """The records by instance, and the instances whose record cannot be read: theirs must not stop the others."""
         found, unreadable = {}, set()
-        for instance in self._wishes:
+        for instance, (_, wish) in self._wishes.items():
             # An instance in work has its record in that thread's hands.
             if instance in busy or instance in self._busy or not keys.is_uuid(instance):
                 continue
@@ -283,8 +283,10 @@ class Planner:
             except Unreachable:
                 raise
             except EcompError as error:
-                self._complaints.complain(reading, error)
-                unreadable.add(instance)
+                # A destroy goes by its request, which names all there is to know; and it says what it could not read.
+                if not (isinstance(error, Unreadable) and isinstance(wish, Request) and wish.is_tombstone):
+                    self._complaints.complain(reading, error)
+                    unreadable.add(instance)
                 continue
             self.settled(reading)
             if record is not None:

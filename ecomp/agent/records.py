@@ -7,10 +7,10 @@ from collections.abc import Callable, Collection
 from contextlib import suppress
 
 from ecomp.agent.memory import Memory
-from ecomp.errors import EcompError, NoSpace, UnknownOutcome
+from ecomp.errors import EcompError, NoSpace, UnknownOutcome, Unreadable
 from ecomp.failpoints import failpoint
 from ecomp.model import keys
-from ecomp.model.record import ACTIVE, DESTROYING, ERROR, KEPT, STOPPED, Record, from_json, to_json
+from ecomp.model.record import ACTIVE, DESTROYING, ERROR, KEPT, STOPPED, Record, from_json, is_another_s, to_json
 from ecomp.store.client import Delete, Put, Store, Unchanged
 from ecomp.store.names import Change, freed
 from ecomp.store.sharing import commit_with, ended, nothing
@@ -29,19 +29,37 @@ class Records:
         self._compute = compute
         self._store = store
         self._memory = memory
-        self._known: dict[str, tuple[Record, int]] = {}
+        self._known: dict[str, tuple[Record | None, int]] = {}
 
     def get(self, instance: str) -> Record | None:
-        """The record as last read or written; read if we have none. EcompError for one that cannot be understood."""
-        if instance not in self._known:
+        """The record as last read or written; read if we have none. Unreadable."""
+        record, _ = self._known.get(instance, (None, 0))
+        if record is None:
             entry = self._store.get(keys.instance(instance))
             if entry is None:
                 return None
             try:
-                self._known[instance] = from_json(entry.value, instance), entry.revision
+                record = from_json(entry.value, instance)
             except ValueError as error:
-                raise EcompError(f'{entry.key}: {error}') from error
-        return self._known[instance][0]
+                raise Unreadable(entry.key, error) from error
+            self._known[instance] = record, entry.revision
+        return record
+
+    def to_end(self, instance: str) -> Record | None:
+        """The same for what is to end; None also for one that cannot be understood, which the next write replaces.
+
+        Unreadable for one that may be another compute's: of a newer version, which says so.
+        """
+        try:
+            return self.get(instance)
+        except Unreadable as error:
+            entry = self._store.get(keys.instance(instance))
+            if entry is not None:
+                if is_another_s(entry.value, self._compute):
+                    raise
+                self._known[instance] = None, entry.revision
+                log.warning('%s; a destroy of it was accepted, and goes by its request', error)
+            return None
 
     def forget(self, instance: str) -> None:
         """Read the record anew next time."""

@@ -5,7 +5,6 @@ What is imported late is imported late on purpose: each command loads what it ne
 
 from __future__ import annotations
 
-import json
 import random
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -16,6 +15,7 @@ from ecomp.conf import ScheduleConfig
 from ecomp.errors import EcompError, NoCapacity, OverQuota, StillGoing, TooFew
 from ecomp.model import keys
 from ecomp.model.choose import SPREAD
+from ecomp.model.json_object import dump
 from ecomp.model.power import ACTIONS, Power
 from ecomp.model.record import ERROR, STAGES, Record, parse_address
 from ecomp.scheduler import operators
@@ -53,7 +53,7 @@ def as_notified(wanted: Wanted, delivered: Mapping[str, Delivered], form: str) -
         {'instance': instance, 'compute': each.compute, 'name': wanted.instances[instance]}
         for instance, each in delivered.items()
     ]
-    return json.dumps(found, indent=2)
+    return dump(found, indent=2)
 
 
 def remarks(wanted: Wanted, delivered: Mapping[str, Delivered]) -> list[str]:
@@ -145,13 +145,13 @@ def _destroy(out: Terminal, config: ScheduleConfig, store: Store, command: Comma
 
 def _destroy_one(out: Terminal, config: ScheduleConfig, store: Store, options: Options, word: str) -> None:
     from ecomp.scheduler.destroy import destroy
-    from ecomp.scheduler.find import find, resolve
+    from ecomp.scheduler.find import is_known, resolve
     from ecomp.scheduler.wait import Deadline, wait_until_gone
 
     instance = resolve(store, word)
     done = destroy(store, instance)
     out.say(done)
-    if options.wait is not None and find(store, instance) is not None:
+    if options.wait is not None and is_known(store, instance):
         with Live() as tell:
             wait_until_gone(config.etcd, instance, Deadline(options.patience), tell)
         out.say(f'{instance}: gone')

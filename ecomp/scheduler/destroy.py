@@ -11,10 +11,10 @@ from ecomp.errors import Conflict, NotFound, UnknownOutcome, Unreachable, Unread
 from ecomp.failpoints import failpoint
 from ecomp.model import keys
 from ecomp.model.group import Membership
-from ecomp.model.instance import Request, to_json
+from ecomp.model.instance import SIZE_LIMIT, Request, to_json
 from ecomp.model.record import ERROR, GONE, KEPT, Record, timestamp
 from ecomp.model.record import to_json as record_to_json
-from ecomp.scheduler.find import Found, living
+from ecomp.scheduler.find import Found, living, requested
 from ecomp.store.client import Delete, Entry, Put, Store, Unchanged
 from ecomp.store.names import Change, freed
 from ecomp.store.sharing import commit_with, ended, group, nothing
@@ -28,12 +28,13 @@ def destroy(store: Store, instance: str) -> str:
     """Accept the destroy; what was done, in one sentence. NotFound if it is gone or unknown.
 
     An instance in error has nothing left but its record, which is removed here. Asked again while it is
-    being destroyed: says so and changes nothing.
+    being destroyed: says so and changes nothing. Of one whose record cannot be read its request says enough: Unreadable
+    only where no compute is asked for it.
     """
     asked = False
     for _ in range(TRIES):
         try:
-            found = living(store, instance)
+            found = _living(store, instance)
             if found.is_destroying:
                 return f'{instance}: is being destroyed on {found.record.compute} already'
             conditions, operations, shared, done = _transaction(store, found)
@@ -54,6 +55,16 @@ def destroy(store: Store, instance: str) -> str:
     raise Conflict(f'{instance}: changed by somebody else all the time; try again')
 
 
+def _living(store: Store, instance: str) -> Found:
+    try:
+        return living(store, instance)
+    except Unreadable:
+        found = requested(store, instance)
+        if found is None:
+            raise
+        return found
+
+
 def _transaction(store: Store, found: Found) -> tuple[list[Unchanged], list[Put | Delete], Sharing, str]:
     if found.queue_entry is not None:
         return _out_of_queue(store, found, found.queue_entry)
@@ -68,16 +79,17 @@ def _transaction(store: Store, found: Found) -> tuple[list[Unchanged], list[Put 
             f'{record.instance}: its record is removed; nothing else was left of it',
         )
     request = found.request
-    tombstone = to_json(
-        replace(
-            Request(record.instance, {}, None, record.user_id, record.project_id, record.query),
-            stages={name: time for name, time in record.stages.items() if time},
-            # A compute that has not seen the request yet is to free all of it the same.
-            name=found.name,
-            group=request.group if request else _group_of(store, record),
-            left=request.resources if request else record.resources,
-        )
+    bare = Request(
+        *(record.instance, {}, None, record.user_id, record.project_id),
+        # A compute that has not seen the request yet is to free all of it the same.
+        name=found.name,
+        group=request.group if request else _group_of(store, record),
+        left=request.resources if request else record.resources,
     )
+    stages = {name: time for name, time in record.stages.items() if time}
+    tombstone = to_json(replace(bare, query=record.query, stages=stages))
+    if len(tombstone) > SIZE_LIMIT:  # a text that is escaped here may have been a third as long
+        tombstone = to_json(bare)
     unchanged = [Unchanged(host_key, found.request_entry.revision if found.request_entry else 0)]
     if found.request_entry is None:
         # Or an instance that ended since its record was read is destroyed a second time: its request is gone, too.

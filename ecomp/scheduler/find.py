@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from ecomp.errors import EcompError, NotFound, UsageError
+from ecomp.errors import EcompError, NotFound, Unreadable, UsageError
 from ecomp.model import keys
 from ecomp.model.instance import Invalid, Request, parse_request
 from ecomp.model.names import uuid_prefix
@@ -85,7 +85,7 @@ def resolve(store: Store, word: str) -> str:
 
 
 def find(store: Store, instance: str) -> Found | None:
-    """The instance, None if nobody ever heard of it (or a record of it was removed)."""
+    """The instance, None if nobody ever heard of it (or a record of it was removed). Unreadable."""
     entry = store.get(keys.instance(instance))
     if entry is not None:
         record = read_record(entry)
@@ -99,7 +99,14 @@ def find(store: Store, instance: str) -> Found | None:
     for key in store.snapshot(keys.QUEUES, keys_only=True).entries:
         if _waiting(key) == instance and (queue_entry := store.get(key)) is not None:
             return Found(_queued(queue_entry), None, None, queue_entry)
-    # No record yet: its compute has not seen it. The key's name holds the compute, so all names are looked at.
+    return requested(store, instance)  # no record yet: its compute has not seen it
+
+
+def requested(store: Store, instance: str) -> Found | None:
+    """The instance by its request alone, None if no compute is asked for it.
+
+    The key's name holds the compute, so all names are looked at.
+    """
     for key in store.snapshot(keys.HOSTS, keys_only=True).entries:
         if keys.last(key) == instance and _names_instance(key):
             request_entry = store.get(key)
@@ -108,8 +115,16 @@ def find(store: Store, instance: str) -> Found | None:
     return None
 
 
+def is_known(store: Store, instance: str) -> bool:
+    """Whether there is anything of it, readable or not."""
+    try:
+        return find(store, instance) is not None
+    except Unreadable:
+        return True
+
+
 def living(store: Store, instance: str) -> Found:
-    """The instance, NotFound if it is gone or was never there."""
+    """The instance. Errors: NotFound (it is gone or was never there), Unreadable (its record)."""
     found = find(store, instance)
     if found is None:
         raise NotFound(f'{instance}: no such instance')
@@ -142,15 +157,14 @@ def all_records(store: Store, with_gone: bool) -> tuple[list[Record], list[Ecomp
 
 
 def read_record(entry: Entry) -> Record:
-    """The record in an entry; a plain error names the key of one that cannot be read, and the cure.
+    """The record in an entry. Unreadable names the key, and the cure.
 
     Removing it is safe: a compute that has the instance writes down anew what it has.
     """
     try:
         return from_json(entry.value, entry.key.removeprefix(keys.INSTANCES))
     except ValueError as error:
-        key = printable(entry.key, 100)
-        raise EcompError(f'{key}: {error}; unless a newer ecomp wrote it, remove it: etcdctl del {key}') from error
+        raise Unreadable(printable(entry.key, 100), error) from error
 
 
 def _scheduled(entry: Entry) -> Record:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from ecomp.conf import EtcdConfig
-from ecomp.errors import Conflict, EcompError, NotFound, StillGoing
+from ecomp.errors import Conflict, EcompError, NotFound, StillGoing, Unreadable
 from ecomp.model import keys
 from ecomp.model.power import ASKED, OFF, STOP, action_id, phase
 from ecomp.model.record import ACTIVE, DESTROYING, ERROR, GONE, QUEUED, STAGES, STOPPED, Record
@@ -99,12 +99,18 @@ def wait_until_gone(config: EtcdConfig, instance: str, deadline: Deadline, tell:
     """Return once the instance is gone. StillGoing when the time is up: the destroy goes on."""
     seen = False
 
+    def read(entry: Entry) -> Record:
+        try:
+            return read_record(entry)
+        except Unreadable:  # its compute writes another one when it is gone
+            return Record(instance, '', DESTROYING, None)
+
     def reached(record: Record | None) -> bool:
         nonlocal seen
         seen = seen or record is not None
         return (record is None and seen) or (record is not None and record.state == GONE)
 
-    _wait(config, instance, reached, deadline, tell, lambda _: 'its compute to destroy it')
+    _wait(config, instance, reached, deadline, tell, lambda _: 'its compute to destroy it', read)
 
 
 def wait_for_power(
@@ -146,6 +152,7 @@ def _wait(
     deadline: Deadline,
     tell: Callable[[str], None],
     what: Callable[[Record | None], str],
+    read: Callable[[Entry], Record] = read_record,
 ) -> Record | None:
     key = keys.instance(instance)
     changed = threading.Condition()
@@ -165,7 +172,7 @@ def _wait(
             with changed:
                 known = bool(entries)
                 entry = entries[0] if entries else None
-                record = read_record(entry) if entry else None
+                record = read(entry) if entry else None
                 if known and reached(record):
                     return record
                 spent = deadline.spent

@@ -245,7 +245,8 @@ def test_hostile_records(cluster: Control, compute: Ecompute) -> None:
         assert len(line) < 1000
     survives(cluster)
     for instance in planted:
-        for words in (['show', instance], ['destroy', instance], [instance]):
+        # One that is requested of a compute can be destroyed all the same: tests/security/test_unreadable.py.
+        for words in (['show', instance], *([] if instance in waiting else [['destroy', instance]]), [instance]):
             one_line(called(cluster, *words), 1, f'/instances/{instance}')
     for key in [*odd, *(f'/instances/{instance}'.encode() for instance in planted)]:
         cluster.etcd.delete(key)  # type: ignore[arg-type]
