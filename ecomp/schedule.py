@@ -24,7 +24,7 @@ from ecomp.errors import EcompError, NoCapacity, UnknownOutcome, UsageError
 from ecomp.model.choose import SPREAD
 from ecomp.model.image import check_image
 from ecomp.model.json_object import dump
-from ecomp.model.text import printable_lines
+from ecomp.model.text import printable_lines, printable_whole
 from ecomp.scheduler.arguments import Command, Options, parse, parser
 from ecomp.scheduler.ask import ask_placement
 from ecomp.scheduler.commands import RUNS, as_notified, asked, no_capacity, reach_all, refused, remarks
@@ -195,7 +195,7 @@ def _who(requested: str) -> dict[str, object]:
 
 
 def _put(text: str) -> None:
-    print(text, flush=True)
+    print(printable_whole(text), flush=True)
 
 
 def _say(text: str) -> None:

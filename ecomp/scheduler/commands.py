@@ -18,6 +18,7 @@ from ecomp.model.choose import SPREAD
 from ecomp.model.json_object import dump
 from ecomp.model.power import ACTIONS, Power
 from ecomp.model.record import ERROR, STAGES, Record, parse_address
+from ecomp.model.text import printable
 from ecomp.scheduler import operators
 from ecomp.scheduler.arguments import Command, Options
 from ecomp.scheduler.ask import ask_placement
@@ -268,4 +269,4 @@ def _reach(out: Terminal, config: ScheduleConfig, instance: str, stage: str, dea
     with Live() as tell:
         record = wait_for_stage(config.etcd, instance, stage, deadline, tell)
     if record.address and STAGES.index(stage) >= STAGES.index(ADDRESSED):
-        out.put(record.address)
+        out.put(printable(record.address))

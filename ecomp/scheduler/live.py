@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 
+from ecomp.model.text import printable
+
 
 class Live:
     """One line on the terminal that is written over; nothing at all where stderr is no terminal."""
@@ -23,5 +25,5 @@ class Live:
     def _tell(self, text: str) -> None:
         if sys.stderr.isatty():
             self._shown = True
-            sys.stderr.write(f'\r\x1b[K{text}')
+            sys.stderr.write(f'\r\x1b[K{printable(text)}')
             sys.stderr.flush()

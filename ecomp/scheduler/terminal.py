@@ -11,7 +11,10 @@ from ecomp.model.record import timestamp
 
 
 class Terminal(NamedTuple):
-    """Where words go: `put` is for data, to stdout at once, `say` for everything else."""
+    """Where words go: `put` is for data, to stdout at once, `say` for everything else.
+
+    Both let through what can be printed, and line breaks: whoever puts a line sees that there is none in it.
+    """
 
     put: Callable[[str], None]
     say: Callable[[str], None]

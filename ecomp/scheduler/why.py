@@ -8,6 +8,7 @@ from ecomp.model.choose import FIRST, PACK, QUEUE, RANDOM, SPREAD, Why
 from ecomp.model.group import AFFINITY, Group
 from ecomp.model.json_object import dump
 from ecomp.model.record import Record
+from ecomp.model.text import printable
 from ecomp.scheduler.find import Found
 from ecomp.scheduler.hosts import alive
 from ecomp.store.client import Store
@@ -60,7 +61,7 @@ def as_why(found: Told, form: str) -> str:
         rule = 'with' if theirs.policy == AFFINITY else 'apart from'
         where = ', '.join(f'{each} on {on or "none yet"}' for each, on in others.items()) or 'nobody else is in it'
         lines.append(f'it is in group {theirs.name} ({theirs.rule}), {rule} its others: {where}')
-    return '\n'.join(lines)
+    return '\n'.join(map(printable, lines))
 
 
 def _weighed(weighed: Why | None) -> str:
