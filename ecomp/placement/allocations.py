@@ -14,6 +14,7 @@ from ecomp.errors import GenerationConflict, PlacementRefusal
 from ecomp.model.allocation import Allocations, parse_allocations, to_wire
 from ecomp.model.choose import Offer, Room
 from ecomp.model.query import enabled_only
+from ecomp.placement.answers import WRONG, text, whole
 from ecomp.placement.client import Placement
 
 CONSUMER_TYPE = 'INSTANCE'
@@ -45,25 +46,24 @@ def candidates(placement: Placement, query: str) -> Offer:
         found = [parse_allocations(each['allocations']) for each in data['allocation_requests']]
         summaries = data['provider_summaries'].items()
         return Offer(found, {provider: _rooms(summary['resources']) for provider, summary in summaries}, asked)
-    except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
+    except WRONG as error:
         raise placement.foreign() from error
 
 
-def _rooms(resources: Mapping[str, Mapping[str, int]]) -> dict[str, Room]:
-    return {name: Room(int(each['capacity']), int(each['used'])) for name, each in resources.items()}
+def _rooms(resources: Mapping[str, Mapping[str, object]]) -> dict[str, Room]:
+    return {name: Room(whole(each['capacity']), whole(each['used'])) for name, each in resources.items()}
 
 
 def consumer(placement: Placement, instance: str) -> Consumer:
     """What an instance holds. A consumer placement does not know answers 200 and holds nothing."""
     data = placement.get(f'/allocations/{instance}')
     try:
-        held = data['allocations']
+        held = parse_allocations(data['allocations'])
         if not held:
             return Consumer()
-        return Consumer(
-            parse_allocations(held), data['consumer_generation'], data.get('user_id', ''), data.get('project_id', '')
-        )
-    except (KeyError, TypeError, ValueError) as error:
+        owner = (text(data.get(each, '')) for each in ('user_id', 'project_id'))
+        return Consumer(held, whole(data['consumer_generation']), *owner)
+    except WRONG as error:
         raise placement.foreign() from error
 
 
@@ -144,8 +144,8 @@ def of_provider(placement: Placement, provider: str) -> dict[str, Mapping[str, i
     """What each consumer holds of one provider: {consumer: {class: amount}}."""
     data = placement.get(f'/resource_providers/{provider}/allocations')
     try:
-        return {name: dict(each['resources']) for name, each in data['allocations'].items()}
-    except (KeyError, TypeError, AttributeError) as error:
+        return dict(parse_allocations(data['allocations']))
+    except WRONG as error:
         raise placement.foreign() from error
 
 

@@ -6,10 +6,10 @@ values"), never by message text. A GET is tried again; a write never is: its cal
 
 from __future__ import annotations
 
+import time
 from typing import Any, Self
 
 import requests
-from requests.adapters import HTTPAdapter
 from urllib3.exceptions import NewConnectionError, ReadTimeoutError
 from urllib3.util.retry import Retry
 
@@ -24,6 +24,8 @@ from ecomp.errors import (
     UnknownOutcome,
     Unreachable,
 )
+from ecomp.placement import answers, limited
+from ecomp.placement.limited import LIMITS, LimitedAdapter, Limits
 
 # 1.28 made consumer generations safe, 1.38 made consumer_type required. Pinned rather than `latest`, which
 # changed the request under the 2019 code: an older server answers 406 at the first call.
@@ -33,6 +35,8 @@ HEADERS = {
     'x-auth-token': 'admin',
     'openstack-api-version': f'placement {MICROVERSION}',
     'accept': 'application/json',
+    # What is packed may be a thousand times as long.
+    'accept-encoding': 'identity',
 }
 
 # http_proxy is for the way out of the building, and placement is in it. Not trust_env=False, for that also forgets
@@ -45,9 +49,12 @@ TIMEOUT = (3.05, 30.0)
 POOL = 16
 """Connections that are kept for the next call."""
 
+DETAIL = 1000
+"""Characters of what placement says is wrong, at most."""
+
 
 class _Retry(Retry):
-    """urllib3's, but a server that gives no answer in time is not waited for a second time."""
+    """urllib3's, but who gives no answer in time, or one without an end, is not asked a second time."""
 
     def increment(
         self,
@@ -58,7 +65,7 @@ class _Retry(Retry):
         _pool: Any = None,
         _stacktrace: Any = None,
     ) -> Self:
-        if isinstance(error, ReadTimeoutError):
+        if error is not None and (isinstance(error, ReadTimeoutError) or limited.is_overlong(error)):
             raise error
         return super().increment(method, url, response, error, _pool, _stacktrace)
 
@@ -72,10 +79,11 @@ class Placement:
     EcompError (401, 403, 406).
     """
 
-    def __init__(self, endpoint: str, timeout: tuple[float, float] = TIMEOUT) -> None:
+    def __init__(self, endpoint: str, timeout: tuple[float, float] = TIMEOUT, limits: Limits = LIMITS) -> None:
         self.endpoint = endpoint.rstrip('/')
         self.name = f'placement at {self.endpoint}'
         self._timeout = timeout
+        self._limits = limits
         self._session = requests.Session()
         self._session.headers.update(HEADERS)
         retry = _Retry(
@@ -89,7 +97,7 @@ class Placement:
             # Or a gateway's "come back in an hour" is an hour in which nobody is told anything.
             respect_retry_after_header=False,
         )
-        adapter = HTTPAdapter(max_retries=retry, pool_maxsize=POOL)
+        adapter = LimitedAdapter(max_retries=retry, pool_maxsize=POOL)
         self._session.mount('http://', adapter)
         self._session.mount('https://', adapter)
 
@@ -97,12 +105,9 @@ class Placement:
         """The JSON object at a path (with its query)."""
         answer = self._send('GET', path, None, Unreachable)
         try:
-            data = answer.json()
-        except requests.exceptions.JSONDecodeError as error:
+            return answers.parse(answer.content)
+        except ValueError as error:
             raise self.foreign() from error
-        if not isinstance(data, dict):
-            raise self.foreign()
-        return data
 
     def foreign(self) -> Unreachable:
         """The error for an answer that is none of placement's."""
@@ -122,36 +127,55 @@ class Placement:
     def _send(
         self, method: str, path: str, body: dict[str, Any] | None, unanswered: type[Unreachable]
     ) -> requests.Response:
+        until = limited.begin(self._limits)
         try:
             answer = self._session.request(
-                method, self.endpoint + path, json=body, timeout=self._timeout, allow_redirects=False, proxies=NO_PROXY
+                *(method, self.endpoint + path),
+                json=body,
+                timeout=self._timeout,
+                allow_redirects=False,
+                proxies=NO_PROXY,
+                stream=True,
             )
-        except requests.ConnectionError as error:
-            reason = getattr(error.args[0], 'reason', None) if error.args else None
-            if isinstance(error, requests.ConnectTimeout) or isinstance(reason, NewConnectionError):
-                raise Unreachable(f'{self.name} cannot be reached: no connection', self.name) from error
-            if isinstance(reason, ReadTimeoutError):
-                raise unanswered(f'{self.name} gave no answer in {self._timeout[1]:g} s', self.name) from error
-            raise unanswered(f'{self.name} cannot be reached: the connection broke', self.name) from error
-        except requests.Timeout as error:
-            raise unanswered(f'{self.name} gave no answer in {self._timeout[1]:g} s', self.name) from error
+            try:
+                if answer.headers.get('content-encoding', 'identity') != 'identity':
+                    raise unanswered(str(self.foreign()), self.name)
+                answer.content  # noqa: B018  read here, where what comes of it is understood
+            finally:
+                answer.close()
         except requests.RequestException as error:
-            raise unanswered(f'{self.name} cannot be reached: {type(error).__name__}', self.name) from error
+            raise self._lost(error, until, unanswered) from error
         # A proxy's welcome page is a 200 as well, and no claim.
         json = answer.headers.get('content-type', '').startswith('application/json')
         if answer.status_code in (201, 204) or (answer.status_code == 200 and json):
             return answer
         raise self._error(answer, unanswered)
 
+    def _lost(self, error: requests.RequestException, until: float, unanswered: type[Unreachable]) -> Unreachable:
+        """What became of a call without an answer, or without a whole one."""
+        first = error.args[0] if error.args else None
+        reason = getattr(first, 'reason', None)
+        if isinstance(error, requests.ConnectTimeout) or isinstance(reason, NewConnectionError):
+            return Unreachable(f'{self.name} cannot be reached: no connection', self.name)
+        if limited.is_overlong(error):
+            return unanswered(str(self.foreign()), self.name)
+        if isinstance(error, requests.Timeout) or ReadTimeoutError in (type(first), type(reason)):
+            if time.monotonic() < until:
+                return unanswered(f'{self.name} gave no answer in {self._timeout[1]:g} s', self.name)
+            return unanswered(f'{self.name} gave no whole answer in {self._limits.seconds:g} s', self.name)
+        if isinstance(error, requests.ConnectionError):
+            return unanswered(f'{self.name} cannot be reached: the connection broke', self.name)
+        return unanswered(f'{self.name} cannot be reached: {type(error).__name__}', self.name)
+
     def _error(self, answer: requests.Response, unanswered: type[Unreachable]) -> EcompError:
         status = answer.status_code
-        try:
-            first = answer.json()['errors'][0]
-            code, detail = str(first.get('code', '')), ' '.join(str(first['detail']).split())
-        except (ValueError, KeyError, IndexError, TypeError, AttributeError):
-            code, detail = '', ''
         if status >= 500:
             return unanswered(f'{self.name} fails with HTTP {status}: see its log', self.name)
+        try:
+            first = answers.parse(answer.content)['errors'][0]
+            code, detail = str(first.get('code', '')), ' '.join(answers.text(first['detail']).split())[:DETAIL]
+        except (*answers.WRONG, IndexError):
+            code, detail = '', ''
         if not detail:
             why = f'answers HTTP {status}, but not as placement does: is `placement:` right?'
             return Unreachable(f'{self.endpoint} {why}', self.name)

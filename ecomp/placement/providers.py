@@ -15,6 +15,7 @@ from urllib.parse import quote
 
 from ecomp.errors import Conflict, GenerationConflict, NoCapacity, NotFound, UnknownOutcome
 from ecomp.model.host import Share
+from ecomp.placement.answers import MOST, WRONG, number, text, whole
 from ecomp.placement.client import Placement
 
 TRIES = 20
@@ -46,6 +47,8 @@ def set_inventory(placement: Placement, provider: str, inventory: Mapping[str, M
     path = f'/resource_providers/{provider}'
     for left in reversed(range(TRIES)):
         generation = _part(placement, path, 'generation', int)
+        if abs(generation) > MOST:
+            raise placement.foreign()
         body = {'resource_provider_generation': generation, 'inventories': {k: dict(v) for k, v in inventory.items()}}
         try:
             return placement.write('PUT', f'{path}/inventories', body)
@@ -64,10 +67,10 @@ def give_way() -> None:
 def inventory(placement: Placement, provider: str) -> dict[str, dict[str, Any]]:
     """The inventory as placement has it: {class: {'total', 'reserved', 'allocation_ratio', …}}, all of them numbers."""
     found: dict[str, Any] = _part(placement, f'/resource_providers/{provider}/inventories', 'inventories', dict)
-    for each in found.values():
-        if not isinstance(each, dict) or not all(map(_is_number, each.values())) or each.get('step_size', 1) < 1:
-            raise placement.foreign()
-    return found
+    try:
+        return {text(name): _checked(each) for name, each in found.items()}
+    except WRONG as error:
+        raise placement.foreign() from error
 
 
 def is_as(placement: Placement, provider: str, wanted: Mapping[str, Mapping[str, float]]) -> bool:
@@ -86,9 +89,10 @@ def is_as(placement: Placement, provider: str, wanted: Mapping[str, Mapping[str,
 def usages(placement: Placement, provider: str) -> dict[str, int]:
     """How much of each class is used."""
     found: dict[str, int] = _part(placement, f'/resource_providers/{provider}/usages', 'usages', dict)
-    if not all(type(amount) is int for amount in found.values()):
-        raise placement.foreign()
-    return found
+    try:
+        return {text(name): whole(amount) for name, amount in found.items()}
+    except WRONG as error:
+        raise placement.foreign() from error
 
 
 def project_usages(placement: Placement, project: str) -> tuple[int, dict[str, int]]:
@@ -101,10 +105,10 @@ def project_usages(placement: Placement, project: str) -> tuple[int, dict[str, i
     try:
         # An eschedule of 2019 told no type.
         for amounts in (data['usages'].get(kind, {}) for kind in ('INSTANCE', 'unknown')):
-            each = {name: int(amount) for name, amount in amounts.items()}
+            each = {text(name): whole(amount) for name, amount in amounts.items()}
             count += each.pop('consumer_count', 0)
             used.update(each)
-    except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
+    except WRONG as error:
         raise placement.foreign() from error
     return count, {name: amount for name, amount in used.items() if amount}
 
@@ -113,8 +117,8 @@ def matching(placement: Placement, query: str) -> frozenset[str]:
     """The providers for which all of the query holds. PlacementRefusal: placement does not know a trait of it."""
     data = placement.get(f'/resource_providers?{query}')
     try:
-        return frozenset(each['uuid'] for each in data['resource_providers'])
-    except (KeyError, TypeError) as error:
+        return frozenset(text(each['uuid']) for each in data['resource_providers'])
+    except WRONG as error:
         raise placement.foreign() from error
 
 
@@ -122,17 +126,19 @@ def names(placement: Placement) -> dict[str, str]:
     """Every provider's name, by its uuid: also of those that are nobody's compute."""
     data = placement.get('/resource_providers')
     try:
-        return {each['uuid']: each['name'] for each in data['resource_providers']}
-    except (KeyError, TypeError) as error:
+        return {text(each['uuid']): text(each['name']) for each in data['resource_providers']}
+    except WRONG as error:
         raise placement.foreign() from error
 
 
 def name(placement: Placement, provider: str) -> str | None:
     """A provider's name, None if there is no such provider."""
     try:
-        return str(placement.get(f'/resource_providers/{provider}')['name'])
+        return text(placement.get(f'/resource_providers/{provider}').get('name'))
     except NotFound:
         return None
+    except ValueError as error:
+        raise placement.foreign() from error
 
 
 def shares(placement: Placement, wanted: Collection[str]) -> dict[str, dict[str, Share]]:
@@ -143,7 +149,7 @@ def shares(placement: Placement, wanted: Collection[str]) -> dict[str, dict[str,
     data = placement.get('/allocation_candidates?resources=VCPU:1')
     try:
         roomy = {
-            provider: {each: Share(share['capacity'], share['used']) for each, share in summary['resources'].items()}
+            provider: {name: _share(each) for name, each in summary['resources'].items()}
             for provider, summary in data['provider_summaries'].items()
         }
         found = {}
@@ -153,7 +159,7 @@ def shares(placement: Placement, wanted: Collection[str]) -> dict[str, dict[str,
             except NotFound:
                 continue
         return found
-    except (KeyError, TypeError, AttributeError) as error:
+    except WRONG as error:
         raise placement.foreign() from error
 
 
@@ -187,10 +193,19 @@ def _shares(placement: Placement, provider: str) -> dict[str, Share]:
 def _part(placement: Placement, path: str, name: str, kind: type) -> Any:
     """One part of an answer; Unreachable if it is none of placement's."""
     found = placement.get(path).get(name)
-    if not isinstance(found, kind):
+    if type(found) is not kind:  # True is an int to Python
         raise placement.foreign()
     return found
 
 
-def _is_number(value: Any) -> bool:
-    return type(value) in (int, float) and math.isfinite(value)
+def _share(given: Mapping[str, object]) -> Share:
+    return Share(whole(given['capacity']), whole(given['used']))
+
+
+def _checked(each: Mapping[str, Any]) -> dict[str, Any]:
+    """One class of an inventory, with whole numbers and a ratio. One of WRONG if it is none."""
+    for name, value in each.items():
+        number(value) if name == 'allocation_ratio' else whole(value)
+    if each.get('step_size', 1) < 1:
+        raise ValueError('nothing is a multiple of less than 1')
+    return dict(each)

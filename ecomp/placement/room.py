@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from ecomp.errors import NotFound
 from ecomp.model.explain import Inventory, Provider
 from ecomp.model.query import Amount, Constraint, Has, words
+from ecomp.placement.answers import WRONG, text
 from ecomp.placement.client import Placement
 from ecomp.placement.providers import inventory, matching, usages
 from ecomp.placement.traits import AGGREGATES, TRAITS, names
@@ -31,10 +32,11 @@ def everyone(placement: Placement) -> dict[str, Listed]:
     """Every provider there is, by its uuid."""
     data = placement.get('/resource_providers')
     try:
-        found = [(each['uuid'], each['name'], each['root_provider_uuid']) for each in data['resource_providers']]
+        said = data['resource_providers']
+        found = [tuple(text(each[part]) for part in ('uuid', 'name', 'root_provider_uuid')) for each in said]
         trees = Counter(root for _, _, root in found)
         return {uuid: Listed(uuid, name, trees[root] == 1) for uuid, name, root in found}
-    except (KeyError, TypeError) as error:
+    except WRONG as error:
         raise placement.foreign() from error
 
 
@@ -71,5 +73,5 @@ def look(placement: Placement, uuid: str, alone: bool, *, traits: bool, aggregat
         return Provider(uuid, inventories, there, near, alone)
     except NotFound:
         return None
-    except KeyError as error:
+    except WRONG as error:
         raise placement.foreign() from error

@@ -9,7 +9,9 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 from ecomp.errors import GenerationConflict, PlacementRefusal
+from ecomp.model.json_object import is_text
 from ecomp.model.status import CUSTOM
+from ecomp.placement.answers import whole
 from ecomp.placement.client import Placement
 from ecomp.placement.providers import TRIES, give_way, matching
 
@@ -70,14 +72,14 @@ def _known(placement: Placement, wanted: Collection[str]) -> Names:
 
 def _read(placement: Placement, provider: str, kind: str) -> tuple[Names, int]:
     data = placement.get(f'/resource_providers/{provider}/{kind}')
-    generation = data.get('resource_provider_generation')
-    if not isinstance(generation, int):
-        raise placement.foreign()
-    return _names(placement, data, kind), generation
+    try:
+        return _names(placement, data, kind), whole(data.get('resource_provider_generation'))
+    except ValueError as error:
+        raise placement.foreign() from error
 
 
 def _names(placement: Placement, data: dict[str, Any], kind: str) -> Names:
     found = data.get(kind)
-    if not isinstance(found, list) or not all(isinstance(each, str) for each in found):
+    if not isinstance(found, list) or not all(map(is_text, found)):
         raise placement.foreign()
     return frozenset(found)

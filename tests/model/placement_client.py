@@ -57,6 +57,7 @@ class _Answer:
     def __init__(self, status: int, body: Json) -> None:
         self.status_code, self._body = status, body
 
-    def json(self) -> Json:
+    @property
+    def content(self) -> bytes:
         """The body."""
-        return self._body
+        return json.dumps(self._body).encode()

@@ -1,0 +1,123 @@
+"""Answers that end: after so many bytes and so many seconds in all, heads included.
+
+A socket's time limit is between two bytes, and requests has no limit of bytes: a server that sends a byte a second, or
+never stops, would hold a thread, or fill the memory, for ever. So each read of an answer looks at both.
+"""
+
+from __future__ import annotations
+
+import http.client
+import io
+import logging
+import time
+from contextvars import ContextVar
+from typing import Any, NamedTuple
+
+from requests.adapters import HTTPAdapter
+from urllib3.connection import HTTPConnection, HTTPSConnection
+from urllib3.connectionpool import HTTPConnectionPool, HTTPSConnectionPool
+
+
+class Limits(NamedTuple):
+    """Of one answer, in all."""
+
+    size: int
+    seconds: float
+
+
+LIMITS = Limits(64 * 1024**2, 60.0)
+"""Ten thousand candidates are 10 MB."""
+
+
+class Overlong(OSError):
+    """The answer has more bytes than are taken."""
+
+
+class _Left(NamedTuple):
+    """What is left of a call: bytes of each answer, and until when on the monotonic clock."""
+
+    size: int
+    until: float
+
+
+_LEFT: ContextVar[_Left] = ContextVar('what is left of the call of this thread')
+
+
+def begin(limits: Limits) -> float:
+    """From now on these count for this thread's call, with all that is tried again in it; when its time is up."""
+    left = _Left(limits.size, time.monotonic() + limits.seconds)
+    _LEFT.set(left)
+    return left.until
+
+
+def is_overlong(error: BaseException | None) -> bool:
+    """Whether it is that an answer has too many bytes, whoever wrapped that."""
+    while error is not None:
+        if any(isinstance(each, Overlong) for each in (error, *error.args)):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+class LimitedAdapter(HTTPAdapter):
+    """requests' own, over connections whose answers end. Who sends calls begin() first."""
+
+    def init_poolmanager(self, *given: Any, **named: Any) -> None:
+        """See HTTPAdapter."""
+        super().init_poolmanager(*given, **named)
+        # Of a head that is none it logs a traceback; what is wrong with an answer we say in our own words.
+        logging.getLogger('urllib3.connection').setLevel(logging.ERROR)
+        self.poolmanager.pool_classes_by_scheme = {'http': _HttpPool, 'https': _HttpsPool}
+
+
+class _Reader(io.RawIOBase):
+    """The bytes of one answer, from its head on."""
+
+    def __init__(self, raw: io.RawIOBase, sock: Any) -> None:
+        self._raw, self._sock = raw, sock
+        self._left, self._until = _LEFT.get()
+        self._patience = sock.gettimeout() or self._until
+
+    def readable(self) -> bool:
+        """It is there for nothing else."""
+        return True
+
+    def readinto(self, buffer: Any) -> int | None:
+        """See io.RawIOBase. TimeoutError, Overlong."""
+        left = self._until - time.monotonic()
+        if left <= 0:
+            raise TimeoutError('no whole answer in time')
+        if left < self._patience:
+            self._sock.settimeout(left)
+        count: int | None = self._raw.readinto(buffer)  # type: ignore[attr-defined]
+        self._left -= count or 0
+        if self._left < 0:
+            raise Overlong('the answer is too long')
+        return count
+
+    def close(self) -> None:
+        """The socket stays with its connection."""
+        self._raw.close()
+        super().close()
+
+
+class _Response(http.client.HTTPResponse):
+    def __init__(self, sock: Any, *given: Any, **named: Any) -> None:
+        super().__init__(sock, *given, **named)
+        self.fp = io.BufferedReader(_Reader(self.fp.detach(), sock))
+
+
+class _Http(HTTPConnection):
+    response_class = _Response
+
+
+class _Https(HTTPSConnection):
+    response_class = _Response
+
+
+class _HttpPool(HTTPConnectionPool):
+    ConnectionCls = _Http
+
+
+class _HttpsPool(HTTPSConnectionPool):
+    ConnectionCls = _Https

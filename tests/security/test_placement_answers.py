@@ -1,0 +1,297 @@
+"""Whatever stands where placement should be: what it answers ends, and is an answer, or one line says it is none."""
+
+from __future__ import annotations
+
+import gzip
+import itertools
+import json
+import logging
+import random
+import threading
+import time
+import tracemalloc
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import pytest
+
+from ecomp.errors import EcompError, UnknownOutcome, Unreachable
+from ecomp.model.choose import SPREAD, choose
+from ecomp.placement import allocations as ledger
+from ecomp.placement import providers, room, traits
+from ecomp.placement.client import Placement
+from ecomp.placement.limited import Limits
+from tests.security.wire import Wire, said, whole, wire
+
+NAME = 'd578fb7c-7787-4e73-b69a-a7b3ef9bf73a'
+SHORT = Limits(200_000, 1.0)
+
+
+@contextmanager
+def client(server: Wire, limits: Limits = SHORT) -> Iterator[Placement]:
+    found = Placement(server.url, (2.0, 0.6), limits)
+    try:
+        yield found
+    finally:
+        found.close()
+
+
+def refused(pieces: Callable[[], Iterable[bytes]], says: str, limits: Limits = SHORT) -> float:
+    """A GET ends in one line, a write in an unknown outcome; the seconds that the slower took."""
+    longest = 0.0
+    with wire(pieces) as server:
+        for call, kind in (
+            (lambda placement: placement.get('/x'), Unreachable),
+            (lambda placement: placement.write('PUT', '/x', {}), UnknownOutcome),
+        ):
+            with client(server, limits) as placement:
+                began = time.monotonic()
+                with pytest.raises(kind, match=says) as caught:
+                    call(placement)
+                longest = max(longest, time.monotonic() - began)
+                assert str(caught.value).isprintable()
+                assert len(str(caught.value)) < 1500
+    return longest
+
+
+HEAD = b'HTTP/1.1 200 OK\r\ncontent-type: application/json\r\n'
+CHUNKED = HEAD + b'transfer-encoding: chunked\r\n\r\n'
+
+
+def drip(head: bytes, each: bytes = b' ') -> Callable[[], Iterator[bytes]]:
+    """The head at once, then a little at a time, for ever."""
+
+    def pieces() -> Iterator[bytes]:
+        yield head
+        while True:
+            yield b''
+            yield each
+
+    return pieces
+
+
+DRIPS = [
+    drip(HEAD + b'content-length: 1000000\r\n\r\n{'),
+    drip(HEAD + b'\r\n{'),
+    drip(CHUNKED, b'1\r\nx\r\n'),
+    drip(HEAD + b'x-a: ', b'a'),
+    drip(b'HTTP/1.1 200 ', b'O'),
+    drip(b'HTTP/1.1 100 Continue\r\n', b'\r\nHTTP/1.1 100 Continue\r\n'),
+]
+
+
+@pytest.mark.parametrize('pieces', DRIPS, ids=range(len(DRIPS)))
+def test_an_answer_that_drips_ends(pieces: Callable[[], Iterator[bytes]]) -> None:
+    """A byte a second was an answer without an end: in ecompute that was the planner's thread (ENEMY 13)."""
+    assert refused(pieces, 'gave no whole answer in 1 s|not as placement does') < 5
+
+
+def flood(head: bytes, each: bytes) -> Callable[[], Iterator[bytes]]:
+    return lambda: itertools.chain([head], itertools.repeat(each))
+
+
+PACKED = gzip.compress(b' ' * 100_000_000)
+FLOODS = [
+    flood(HEAD + b'\r\n', b' ' * 65536),
+    flood(HEAD + b'content-length: 100000000000\r\n\r\n', b' ' * 65536),
+    flood(CHUNKED, b'10000\r\n' + b' ' * 65536 + b'\r\n'),
+    flood(b'', b'HTTP/1.1 100 Continue\r\n\r\n' * 1000),
+    lambda: [whole(PACKED, '200 OK', 'content-encoding: gzip')],
+    lambda: [whole(gzip.compress(b'{}'), '404 Not Found', 'content-encoding: gzip')],
+    lambda: [whole(b'{}', '200 OK', 'content-encoding: x')],
+]
+
+
+@pytest.mark.parametrize('pieces', FLOODS, ids=range(len(FLOODS)))
+def test_an_answer_without_an_end_ends(pieces: Callable[[], Iterable[bytes]]) -> None:
+    """It was 3.6 GiB in 20 s, and growing (ENEMY 13)."""
+    tracemalloc.start()
+    try:
+        refused(pieces, 'not as placement does', Limits(2_000_000, 20.0))
+        assert tracemalloc.get_traced_memory()[1] < 40_000_000
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_connection_is_kept_for_the_next_call() -> None:
+    """As it was before; and the next call has all its time."""
+    accepted = []
+    with wire(lambda: [said({'a': 1})]) as server, client(server, Limits(1000, 0.8)) as placement:
+        real = server._serve
+        server._serve = lambda connection: (accepted.append(1), real(connection))  # type: ignore[method-assign, func-returns-value, assignment]
+        for _ in range(5):
+            assert placement.get('/x') == {'a': 1}
+            time.sleep(0.3)
+    assert (server.asked, len(accepted)) == (5, 1)
+
+
+def test_what_is_silent_for_too_long_is_given_up_as_before() -> None:
+    assert refused(lambda: itertools.chain([HEAD], itertools.repeat(b'', 40)), 'gave no answer in 0.6 s') < 2
+
+
+def test_threads_have_their_limits_each() -> None:
+    with wire(lambda: [said({'a': 1})]) as server, client(server) as placement:
+        found: list[dict[str, Any]] = []
+        threads = [threading.Thread(target=lambda: found.append(placement.get('/x'))) for _ in range(4)]
+        for each in threads:
+            each.start()
+        for each in threads:
+            each.join()
+    assert found == [{'a': 1}] * 4
+
+
+UNREADABLE = [
+    b'[' * 100_000,
+    b'{"a":' * 100_000,
+    b'{"allocations": ' + b'[' * 900 + b']' * 900 + b'}',
+    b'{"a": ' + b'9' * 5000 + b'}',
+    b'{"a": NaN}',
+    b'\xff\xfe{}',
+    b'7',
+    b'',
+]
+
+
+@pytest.mark.parametrize('body', UNREADABLE)
+@pytest.mark.parametrize('status', ['200 OK', '400 Bad Request', '409 Conflict', '404 Not Found'])
+def test_what_is_no_json_is_one_line(body: bytes, status: str) -> None:
+    """Deep JSON and an integer of more than 4,300 digits were a traceback (ENEMY 17)."""
+    with wire(lambda: [whole(body, status)]) as server, client(server) as placement:
+        for call in (
+            lambda: ledger.consumer(placement, NAME),
+            lambda: placement.write('PUT', '/x', {}),
+        ):
+            with pytest.raises(EcompError) as caught:
+                call()
+            assert '\n' not in str(caught.value)
+            assert 'not as placement does' in str(caught.value)
+
+
+def test_what_placement_says_is_wrong_is_not_endless() -> None:
+    body = json.dumps({'errors': [{'detail': 'x ' * 50_000, 'code': 'y'}]}).encode()
+    with wire(lambda: [whole(body, '400 Bad Request')]) as server, client(server) as placement:
+        with pytest.raises(EcompError) as caught:
+            placement.get('/x')
+        assert len(str(caught.value)) <= 1000
+
+
+DIGITS, INFINITE = 10**4299, float('inf')
+NUMBERS = [DIGITS, -DIGITS, 10**400, True, '1', None, 1.5, [1], {}, '\ud800']
+TEXTS = [7, None, ['x'], {}, '\ud800', True]
+STOCK = {'total': 4, 'reserved': 0, 'allocation_ratio': 1.0, 'min_unit': 1, 'max_unit': 4, 'step_size': 1}
+
+
+def bodies() -> Iterator[tuple[str, Callable[[Placement], Any], object]]:
+    """(what, who takes it, an answer with one thing wrong in it)."""
+    for wrong in NUMBERS:
+        for name in ('capacity', 'used'):
+            share = {'capacity': 4, 'used': 1, name: wrong}
+            offer = {'allocation_requests': [], 'provider_summaries': {NAME: {'resources': {'VCPU': share}}}}
+            yield 'candidates', lambda client: ledger.candidates(client, 'resources=VCPU:1'), offer
+            yield 'shares', lambda client: providers.shares(client, [NAME]), offer
+        held = {NAME: {'resources': {'VCPU': wrong}}}
+        yield 'held', lambda client: ledger.of_provider(client, NAME), {'allocations': held}
+        yield 'consumer', lambda client: ledger.consumer(client, NAME), {'allocations': held, 'consumer_generation': 1}
+        good = {NAME: {'resources': {'VCPU': 1}}}
+        for generation in ({'consumer_generation': wrong}, {}):
+            yield 'generation', lambda client: ledger.consumer(client, NAME), {'allocations': good, **generation}
+        for name in STOCK:
+            if (name, wrong) != ('allocation_ratio', 1.5):
+                stock = {'inventories': {'VCPU': {**STOCK, name: wrong}}}
+                yield name, lambda client: providers.inventory(client, NAME), stock
+        yield 'usages', lambda client: providers.usages(client, NAME), {'usages': {'VCPU': wrong}}
+        used = {'usages': {'INSTANCE': {'consumer_count': 1, 'VCPU': wrong}}}
+        yield 'project', lambda client: providers.project_usages(client, 'p'), used
+        names = {'traits': [], 'resource_provider_generation': wrong}
+        yield 'traits', lambda client: traits.names(client, NAME, traits.TRAITS), names
+        yield 'set', lambda client: providers.set_inventory(client, NAME, {'VCPU': {'total': 1}}), {'generation': wrong}
+    for wrong in TEXTS:
+        whose = {'uuid': NAME, 'name': NAME, 'root_provider_uuid': NAME}
+        for name in whose:
+            listed = {'resource_providers': [{**whose, name: wrong}]}
+            yield 'everyone', room.everyone, listed
+        yield 'names', providers.names, {'resource_providers': [{**whose, 'uuid': wrong}]}
+        yield 'matching', lambda client: providers.matching(client, 'x'), {'resource_providers': [{'uuid': wrong}]}
+        yield 'name', lambda client: providers.name(client, NAME), {'name': wrong}
+        owned = {'allocations': {NAME: {'resources': {'VCPU': 1}}}, 'consumer_generation': 1, 'user_id': wrong}
+        yield 'owner', lambda client: ledger.consumer(client, NAME), owned
+    for shape in ([], 'ab', 7, {NAME: 7}, {NAME: 'ab'}, {NAME: {'resources': 'ab'}}, {NAME: {'resources': ['ab']}}):
+        yield 'held', lambda client: ledger.of_provider(client, NAME), {'allocations': shape}
+
+
+def test_what_is_taken_has_its_kind_and_its_bounds() -> None:
+    """The ten places of ENEMY 17: a number of 4,300 digits, 1e999, another shape."""
+    current: list[object] = [None]
+    passed = []
+    with wire(lambda: [said(current[0])]) as server, client(server, Limits(10**6, 20.0)) as placement:
+        for what, take, answer in bodies():
+            current[0] = answer
+            with suppress(NotPlacement):
+                with told_apart():
+                    take(placement)
+                passed.append((what, str(answer)[:300]))
+    assert passed == []
+
+
+class NotPlacement(Exception):
+    """It was said that this is none of placement's answers."""
+
+
+@contextmanager
+def told_apart() -> Iterator[None]:
+    try:
+        yield
+    except Unreachable as error:
+        if 'not as placement does' not in str(error):
+            raise
+        raise NotPlacement from error
+
+
+@pytest.mark.parametrize('number', ['1e999', '-1e999', '1e400'])
+def test_a_number_that_is_none(number: str) -> None:
+    share = {'capacity': 'HERE', 'used': 1}
+    offer = {'allocation_requests': [], 'provider_summaries': {NAME: {'resources': {'VCPU': share}}}}
+    stock = {'inventories': {'VCPU': {**STOCK, 'allocation_ratio': 'HERE'}}}
+    for answer, take in (
+        (offer, lambda client: ledger.candidates(client, 'resources=VCPU:1')),
+        (stock, lambda client: providers.inventory(client, NAME)),
+    ):
+        body = whole(json.dumps(answer).replace('"HERE"', number).encode())
+        with (
+            wire(lambda body=body: [body]) as server,  # type: ignore[misc]
+            client(server) as placement,
+            pytest.raises(Unreachable, match='not as placement does'),
+        ):
+            take(placement)
+
+
+def test_the_largest_numbers_are_reckoned_with() -> None:
+    """What placement can say at most, and what is taken at most: nothing divides or multiplies beyond a float."""
+    most = 10**50
+    taken = {NAME: {'resources': {'VCPU': 1}}}
+    for capacity, used in ((most, most), (most, 0), (1, most), (-most, most), (0, most)):
+        share = {'capacity': capacity, 'used': used}
+        stock = {**STOCK, 'total': most, 'max_unit': most, 'allocation_ratio': 1e49}
+        answer = {
+            'allocation_requests': [{'allocations': taken}],
+            'provider_summaries': {NAME: {'resources': {'VCPU': share}}},
+            'inventories': {'VCPU': stock},
+            'usages': {'VCPU': used},
+        }
+        with wire(lambda answer=answer: [said(answer)]) as server, client(server) as placement:  # type: ignore[misc]
+            offer = ledger.candidates(placement, 'resources=VCPU:1')
+            assert choose(offer, [NAME], SPREAD, random.Random(0)).tries
+            found = room.look(placement, NAME, True, traits=False, aggregates=False)
+            assert found is not None
+            assert found.inventories['VCPU'].free >= 0
+            assert providers.shares(placement, [NAME])
+
+
+def test_no_library_logs_a_traceback(caplog: pytest.LogCaptureFixture) -> None:
+    """Of a head that is none."""
+    caplog.set_level(logging.WARNING)
+    heads = b'HTTP/1.1 200 OK\r\ncontent-type: application/json\r\nno colon\r\n x: y\r\ncontent-length: 2\r\n\r\n{}'
+    with wire(lambda: [heads]) as server, client(server) as placement, pytest.raises(Unreachable):
+        placement.get('/x')
+    assert [each.message for each in caplog.records if each.exc_info] == []

@@ -1,0 +1,89 @@
+"""Servers that answer HTTP with whatever bytes they are told, each on a port of its own."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+
+Answer = Callable[[], Iterable[bytes]]
+
+
+def whole(body: bytes, status: str = '200 OK', *heads: str) -> bytes:
+    """A well-formed answer."""
+    lines = [f'HTTP/1.1 {status}', 'content-type: application/json', f'content-length: {len(body)}', *heads]
+    return '\r\n'.join(lines).encode() + b'\r\n\r\n' + body
+
+
+def said(value: object) -> bytes:
+    """A well-formed answer of this JSON."""
+    return whole(json.dumps(value).encode())
+
+
+class Wire:
+    """Answers each request with what `answer` makes then, piece by piece; an empty piece is a moment of silence."""
+
+    def __init__(self, answer: Answer) -> None:
+        self.answer = answer
+        self.asked = 0
+        self._socket = socket.create_server(('127.0.0.1', 0))
+        self._open = True
+        self.url = f'http://127.0.0.1:{self._socket.getsockname()[1]}'
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """End."""
+        self._open = False
+        with suppress(OSError):  # accept() ends by it
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while self._open:
+            try:
+                connection, _ = self._socket.accept()
+            except OSError:
+                return
+            threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
+
+    def _serve(self, connection: socket.socket) -> None:
+        with connection, suppress(OSError):
+            while self._open and self._read(connection):
+                self.asked += 1
+                for piece in self.answer():
+                    if not self._open:
+                        return
+                    if piece:
+                        connection.sendall(piece)
+                    else:
+                        time.sleep(0.05)
+
+    def _read(self, connection: socket.socket) -> bool:
+        """One request; False if there is no further one."""
+        got = b''
+        while b'\r\n\r\n' not in got:
+            more = connection.recv(65536)
+            if not more:
+                return False
+            got += more
+        head, _, body = got.partition(b'\r\n\r\n')
+        lengths = [line.split(b':')[1] for line in head.lower().split(b'\r\n') if line.startswith(b'content-length')]
+        length = int(lengths[0]) if lengths else 0
+        while len(body) < length:
+            body += connection.recv(65536)
+        return True
+
+
+@contextmanager
+def wire(answer: Answer) -> Iterator[Wire]:
+    """One, ended with the block."""
+    server = Wire(answer)
+    try:
+        yield server
+    finally:
+        server.close()
