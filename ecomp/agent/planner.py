@@ -238,8 +238,9 @@ class Planner:
             if self._later.get(task.instance, (0.0, 0.0))[0] > now:
                 continue
             revision, wish = self._wishes[task.instance]
-            if task.kind is Kind.REFUSE and self._refused.get(task.instance) == revision:
-                continue  # said once; it is still there because nobody may take it away
+            refused = self._refused.get(task.instance)
+            if task.kind is Kind.REFUSE and (refused == revision or (refused and not keys.is_uuid(task.instance))):
+                continue  # said once, however often it is written; it is there because nobody may take it away
             if task.kind is Kind.VANISHED and task.instance in self._hypervisor.guests():
                 continue  # it came back this moment
             found.append(Work(task, revision, wish, guests.get(task.instance), addresses.get(task.instance, {})))
@@ -260,7 +261,7 @@ class Planner:
                 continue
             if known is not None:
                 self._later.pop(name, None)  # a new request need not wait out an old one's delay
-            parsed = parse_request(self._compute, key, entry.value)
+            parsed = parse_request(self._compute, key, entry.value, entry.dropped)
             destroy = isinstance(parsed, Request) and parsed.is_tombstone
             if known is None and len(self._wishes) >= MOST and not destroy:
                 parsed = Invalid(name, f'this compute has {MOST} instances, and takes no more', shares(parsed))

@@ -105,11 +105,14 @@ class Invalid:
     shares: Shares = Shares()
 
 
-def parse_request(compute: str, key: str, value: bytes) -> Request | Invalid:
-    """The request at a key under a compute's prefix, or the reason it is none."""
+def parse_request(compute: str, key: str, value: bytes, dropped: int = 0) -> Request | Invalid:
+    """The request at a key under a compute's prefix, or the reason it is none.
+
+    `dropped`: so many bytes it has, and they were not kept (see ecomp.store.kept).
+    """
     name = key.removeprefix(keys.host_prefix(compute))
     try:
-        return _parse(compute, name, value)
+        return _parse(compute, name, value, dropped)
     except ValueError as error:
         return Invalid(name, str(error)[:REASON_LIMIT], _shares(value))
     except RecursionError:  # a reason quotes what is wrong
@@ -139,11 +142,14 @@ def _shares(value: bytes) -> Shares:
     return replace(found, project_id=_or_none(lambda: text_field(data, 'project_id')) or '', resources=has or {})
 
 
-def check_size(value: bytes) -> None:
+def check_size(value: bytes, dropped: int = 0) -> None:
     """ValueError for a request that is too large to be written down."""
-    size = len(value) + 5 * value.count(b'\x7f')  # the one letter of ASCII that is escaped without need
+    # The one letter of ASCII that is escaped without need is then six.
+    size = dropped or len(value) + 5 * value.count(b'\x7f')
     if size > SIZE_LIMIT:
         raise ValueError(f'the request has {size} bytes; the limit is {SIZE_LIMIT}')
+    if dropped:
+        raise ValueError(f'the request has {size} bytes, and with what else is asked of this compute that is too much')
 
 
 def _or_none(read: Callable[[], Found]) -> Found | None:
@@ -153,10 +159,10 @@ def _or_none(read: Callable[[], Found]) -> Found | None:
         return None
 
 
-def _parse(compute: str, name: str, value: bytes) -> Request:
+def _parse(compute: str, name: str, value: bytes, dropped: int) -> Request:
     if not keys.is_uuid(name):
         raise ValueError(f'{name[:100]!r} is not a uuid')
-    check_size(value)
+    check_size(value, dropped)
     data = load_object(value)
     version = data.get('version', VERSION)
     if type(version) is not int or not 1 <= version <= VERSION:

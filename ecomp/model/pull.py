@@ -78,7 +78,7 @@ def backlog_of(state: Mapping[str, Written], before: Backlog) -> Backlog:
     touched = [
         key
         for key, entry in state.items()
-        if (old := known.get(key)) is not entry and (old is None or old.revision != entry.revision)
+        if (old := known.get(key)) is not entry and (old is None or _version(old) != _version(entry))
     ]
     new = sum(key not in known for key in touched)
     gone = known.keys() - state.keys() if len(state) < len(known) + new else set()
@@ -112,6 +112,11 @@ def backlog_of(state: Mapping[str, Written], before: Backlog) -> Backlog:
         counts[flavor.query] = counts.get(flavor.query, 0) + 1
     marks, has_more = _marks(state, takers, parsed), bool(added)
     return Backlog(_in_order(places, len(added)), flavors, marks, has_more, state, parsed, frozenset(takers), counts)
+
+
+def _version(written: Written) -> tuple[int, int]:
+    """What tells it from another one: a value that was too much to be kept may be kept later."""
+    return written.revision, len(written.value)
 
 
 def _in_order(places: dict[str, Place], added: int) -> dict[str, Place]:

@@ -162,6 +162,8 @@ def read_record(entry: Entry) -> Record:
     Removing it is safe: a compute that has the instance writes down anew what it has.
     """
     try:
+        if entry.dropped:
+            raise ValueError(f'it has {entry.dropped} bytes: too many')
         return from_json(entry.value, entry.key.removeprefix(keys.INSTANCES))
     except ValueError as error:
         raise Unreadable(printable(entry.key, 100), error) from error

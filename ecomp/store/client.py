@@ -28,6 +28,7 @@ from ecomp.conf import EtcdConfig
 from ecomp.errors import EcompError, NoSpace, UnknownOutcome, Unreachable, UsageError
 from ecomp.model.cluster import Header
 from ecomp.store import reasons
+from ecomp.store.pages import TooLong, pages
 
 if TYPE_CHECKING:
     from ecomp.store.guard import Guard
@@ -40,7 +41,8 @@ KEEPALIVE = (
     ('grpc.keepalive_timeout_ms', 5_000),
     ('grpc.http2.ping_timeout_ms', 5_000),
     ('grpc.http2.max_pings_without_data', 0),
-    ('grpc.max_receive_message_length', -1),
+    # A page or a watch is no longer: see ecomp.store.pages.
+    ('grpc.max_receive_message_length', 64 * 1024**2),
     # http_proxy is for the way out of the building; etcd is in it.
     ('grpc.enable_http_proxy', 0),
     ('grpc.initial_reconnect_backoff_ms', 200),
@@ -48,8 +50,6 @@ KEEPALIVE = (
     ('grpc.min_reconnect_backoff_ms', 10_000),
     ('grpc.max_reconnect_backoff_ms', 3_000),
 )
-
-PAGE = 500
 
 RENEWED = 1.0
 """Seconds in which a fence that did not hold has to be a new one."""
@@ -60,12 +60,16 @@ SHORTEST = 0.2
 
 @dataclass(frozen=True)
 class Entry:
-    """One key: its value, the revision that wrote it last, and its lease (0: none)."""
+    """One key: its value, the revision that wrote it last, and its lease (0: none).
+
+    `dropped` is how many bytes the value has that a follower does not keep: `value` is empty then.
+    """
 
     key: str
     value: bytes
     revision: int
     lease: int = 0
+    dropped: int = 0
 
 
 @dataclass(frozen=True)
@@ -176,24 +180,21 @@ class Store:
         reply = self._read(partial(_range, etcdrpc.RangeRequest(key=_bytes(key))))
         return _entry(reply.kvs[0]) if reply.kvs else None
 
-    def snapshot(self, prefix: str, keys_only: bool = False) -> Snapshot:
-        """Everything under a prefix, in pages, all at one revision."""
+    def snapshot(
+        self, prefix: str, keys_only: bool = False, keep: Callable[[Entry], Entry | None] = lambda entry: entry
+    ) -> Snapshot:
+        """Everything under a prefix, in pages, all at one revision. `keep` says what of each, page by page."""
         start = _bytes(prefix)
         end = increment_last_byte(start)
         entries: dict[str, Entry] = {}
         revision = 0
-        while True:
-            request = etcdrpc.RangeRequest(
-                key=start, range_end=end, limit=PAGE, revision=revision, keys_only=keys_only
-            )
-            reply = self._read(partial(_range, request))
+        for reply in pages(lambda request: self._read(partial(_range, request)), start, end, keys_only):
             revision = revision or reply.header.revision
             for kv in reply.kvs:
-                entry = _entry(kv)
-                entries[entry.key] = entry
-            if not reply.more:
-                return Snapshot(revision, entries)
-            start = reply.kvs[-1].key + b'\0'
+                kept = keep(_entry(kv))
+                if kept is not None:
+                    entries[kept.key] = kept
+        return Snapshot(revision, entries)
 
     def count(self, prefix: str) -> int:
         """How many keys there are under a prefix."""
@@ -350,6 +351,8 @@ class Store:
         if reasons.is_full(error):
             cure = 'compact and defragment it, and disarm its alarm'
             return NoSpace(f'{name} takes no writes ({reasons.details(error)}): {cure}')
+        if reasons.is_too_long(error):
+            return TooLong(f'{name}: {reasons.details(error)}')
         if reasons.is_refusal(error):
             return EcompError(f'{name} refuses: {reasons.details(error)}')
         secure = self._config.ca_cert is not None or self._config.cert_cert is not None

@@ -42,6 +42,12 @@ def is_full(error: grpc.RpcError) -> bool:
     return bool(error.code() == grpc.StatusCode.RESOURCE_EXHAUSTED and 'space exceeded' in details(error))
 
 
+def is_too_long(error: grpc.RpcError) -> bool:
+    """Whether it is our own side that takes no message as long as the answer."""
+    exhausted = error.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+    return bool(exhausted and 'Received message larger than max' in details(error))
+
+
 def is_refusal(error: grpc.RpcError) -> bool:
     """Whether etcd understood the call and says no."""
     too_large = error.code() == grpc.StatusCode.RESOURCE_EXHAUSTED and 'larger than max' in details(error)

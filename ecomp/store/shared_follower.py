@@ -10,6 +10,8 @@ from collections.abc import Callable
 
 from ecomp.conf import EtcdConfig
 from ecomp.errors import EcompError
+from ecomp.model.instance import SIZE_LIMIT
+from ecomp.model.json_object import VALUE_LIMIT
 from ecomp.store.client import Entry
 from ecomp.store.guard import Guard
 from ecomp.store.watch import Follower, State
@@ -21,9 +23,11 @@ class SharedFollower:
     All parts' prefixes have `length`. Each hears of all that is under `prefix`, so it is for those who are most of it.
     """
 
-    def __init__(self, config: EtcdConfig, prefix: str, length: int, guard: Guard | None = None) -> None:
-        on_lost, on_back = self._on_lost, self._on_back
-        self._follower = Follower(config, prefix, self._on_state, guard=guard, on_lost=on_lost, on_back=on_back)
+    def __init__(
+        self, config: EtcdConfig, prefix: str, length: int, guard: Guard | None = None, largest: int = VALUE_LIMIT
+    ) -> None:
+        told = (self._on_lost, self._on_back)
+        self._follower = Follower(config, prefix, self._on_state, 60.0, guard, *told, largest)
         self._length = length
         self._lock = threading.Lock()
         self._whole: State | None = None
@@ -121,8 +125,9 @@ def following(
     on_state: Callable[[State], None],
     on_lost: Callable[[EcompError], None],
     on_back: Callable[[], None],
+    largest: int = SIZE_LIMIT,
 ) -> Follower | Part:
-    """A follower of the prefix of its own or, where there is one, a part of the shared one."""
+    """A follower of the prefix of its own or, where there is one, a part of the shared one: of requests."""
     if shared is not None:
         return Part(shared, prefix, on_state, on_lost, on_back)
-    return Follower(config, prefix, on_state, guard=guard, on_lost=on_lost, on_back=on_back)
+    return Follower(config, prefix, on_state, 60.0, guard, on_lost, on_back, largest)

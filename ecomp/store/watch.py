@@ -20,8 +20,10 @@ from etcd3.utils import increment_last_byte
 
 from ecomp.conf import EtcdConfig
 from ecomp.errors import EcompError, StrangeEtcd
+from ecomp.model.json_object import VALUE_LIMIT
 from ecomp.store.client import Entry, Store, header_of
 from ecomp.store.guard import Guard
+from ecomp.store.kept import MOST, Kept
 
 log = logging.getLogger(__name__)
 
@@ -36,9 +38,12 @@ class _Resync(Exception):
 class Follower:
     """A thread that hands the state of a prefix to on_state(state): first whole, then at every change.
 
-    `state` maps keys to entries and is never changed afterwards. on_state is called in this thread and must
-    be quick. A lost etcd is told to on_lost once, tried again with growing delays, and told to on_back once when it is
-    back; by default both are logged. With a guard it ends where an etcd begins that is not the one we knew (rule 10).
+    `state` maps keys to entries and is never changed afterwards. on_state is called in this thread and must be quick.
+    A lost etcd is told to on_lost once, tried again with growing delays, and told to on_back once when it is back; by
+    default both are logged. With a guard it ends where an etcd begins that is not the one we knew (rule 10).
+
+    Of a value larger than `largest`, and of one with which there would be more than `most` bytes in all, only the key
+    and the revision are kept (see Entry.dropped). That is logged once for each key.
     """
 
     def __init__(
@@ -50,6 +55,8 @@ class Follower:
         guard: Guard | None = None,
         on_lost: Callable[[EcompError], None] | None = None,
         on_back: Callable[[], None] | None = None,
+        largest: int = VALUE_LIMIT,
+        most: int = MOST,
     ) -> None:
         # A channel of its own: a long list must not hold up the stream, nor a frozen stream the writes.
         self._store = Store(config, guard)
@@ -59,6 +66,7 @@ class Follower:
         self._prefix = prefix
         self._on_state = on_state
         self._resync = resync
+        self._kept = Kept(largest, most)
         self._stopped = threading.Event()
         self._call: Any = None
         self._thread = threading.Thread(target=self._run, name=f'follow {prefix}', daemon=True)
@@ -81,7 +89,8 @@ class Follower:
         self._delay = FIRST_DELAY
         while not self._stopped.is_set():
             try:
-                snapshot = self._store.snapshot(self._prefix)
+                snapshot = self._store.snapshot(self._prefix, keep=self._kept.keep)
+                self._kept.end(snapshot.entries)
                 self._store.recognise()
                 if lost:
                     self._on_back()
@@ -123,7 +132,7 @@ class Follower:
                     raise _Resync('the watch is answered by an etcd that is behind')
                 self._delay = FIRST_DELAY  # it lists and it watches: only now nothing is wrong any more
                 for event in reply.events:
-                    _apply(event, state)
+                    self._apply(event, state)
                 if reply.events:
                     self._on_state(dict(state))
             raise _Resync('the stream ended')
@@ -135,6 +144,16 @@ class Follower:
             wanted.put(None)
             self._call.cancel()
 
+    def _apply(self, event: Any, state: dict[str, Entry]) -> None:
+        key = event.kv.key.decode(errors='replace')
+        if event.type == event.DELETE:
+            state.pop(key, None)
+            self._kept.forget(key)
+        else:
+            kept = self._kept.keep(Entry(key, event.kv.value, event.kv.mod_revision, event.kv.lease))
+            if kept is not None:
+                state[key] = kept
+
     def _log_loss(self, error: EcompError) -> None:
         log.warning('%s; trying again until it is back', error)
 
@@ -142,9 +161,3 @@ class Follower:
         log.info('etcd at %s is back', self._store.where)
 
 
-def _apply(event: Any, state: dict[str, Entry]) -> None:
-    key = event.kv.key.decode(errors='replace')
-    if event.type == event.DELETE:
-        state.pop(key, None)
-    else:
-        state[key] = Entry(key, event.kv.value, event.kv.mod_revision, event.kv.lease)

@@ -1,0 +1,44 @@
+"""A list in pages of which none is too long: first of few keys, then of more as long as they are small.
+
+etcd takes 1.5 MiB for each key (its --max-request-bytes), and limits a page by the number of its keys alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from etcd3 import etcdrpc
+
+from ecomp.errors import EcompError
+
+MOST, FEWEST = 500, 10
+"""Keys of a page. FEWEST fit into a message, whatever they are."""
+EASY = 4 * 1024**2
+"""Bytes of a page that is not meant to be longer."""
+
+
+class TooLong(EcompError):
+    """What etcd answers is longer than the longest message that is taken."""
+
+
+def pages(ask: Callable[[Any], Any], start: bytes, end: bytes, keys_only: bool) -> Iterator[Any]:
+    """Each page of what is from `start` to `end`, all at one revision. Errors: those of `ask`."""
+    limit, revision = MOST if keys_only else FEWEST, 0
+    while True:
+        request = etcdrpc.RangeRequest(
+            key=start, range_end=end, limit=limit, revision=revision, keys_only=keys_only
+        )
+        try:
+            reply = ask(request)
+        except TooLong:
+            if limit == FEWEST:
+                raise
+            limit = FEWEST
+            continue
+        yield reply
+        if not reply.more:
+            return
+        revision, start = revision or reply.header.revision, reply.kvs[-1].key + b'\0'
+        size = sum(len(kv.key) + len(kv.value) for kv in reply.kvs)
+        limit = max(min(limit * 4, limit * EASY // max(size, 1), MOST), FEWEST)
