@@ -33,10 +33,6 @@ from ecomp.store.sharing import Excluded, charged, joined
 
 log = logging.getLogger(__name__)
 
-ABOVE = 3
-"""Whoever resumes a uuid claims with a higher generation than this, whatever is noted of it: an ecomp of before 1.1, or
-placement's own tools, release without a note, and what they read was mostly the first claim's number."""
-
 UNCHANGED, UNDONE = 'nothing was changed', 'nothing was placed, and its claim is released'
 """What is left of a request that did not get through."""
 
@@ -80,7 +76,7 @@ def create(
         return ledger.candidates(placement, wanted.query)
 
     def released(instances: Collection[str]) -> int:
-        return max(ABOVE, highest(store, instances)) if resume else 0  # nobody has heard of a uuid that was made here
+        return highest(store, instances) if resume else 0  # nobody has heard of a uuid that was made here
 
     def line() -> tuple[int, int]:
         return in_line(store.snapshot(keys.REQUESTS), revision)

@@ -144,7 +144,7 @@ def test_a_late_release_meets_another_generation_also_after_somebody_else_s_rele
     wanted = cloud.wanted(compute)
     ledger.claim(cloud.placement, wanted.instance, {compute: SMALL}, 'a-user', 'a-project')
     held = ledger.consumer(cloud.placement, wanted.instance)
-    assert ledger.release(cloud.placement, wanted.instance, held)
+    assert abandon(cloud.store, cloud.placement, [wanted.instance], wanted.instance, -1)
     assert cloud.create(wanted, resume=True) == Delivered(compute)
     assert not ledger.release(cloud.placement, wanted.instance, held)
     cloud.is_whole(compute, wanted)

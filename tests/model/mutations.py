@@ -80,13 +80,13 @@ MUTATIONS = {
         ('overtaken_by_a_queue',),
     ),
     'a claim is not moved far enough': Mutation(
-        'ecomp.scheduler.create', 'max(ABOVE, highest(store, instances))', 'ABOVE', ('two_resumes_and_a_late_release',)
+        'ecomp.scheduler.create', 'highest(store, instances) if resume else 0', '0', ('late_release_keeper_and_resume',)
     ),
     'what is released is not noted': Mutation(
         'ecomp.placement.allocations',
         '        note({each: found.generation for each, found in going.items() if found.generation is not None})\n',
         '',
-        ('two_resumes_and_a_late_release', 'forget_and_taker'),
+        ('late_release_keeper_and_resume', 'forget_and_taker'),
     ),
     'a taker does not claim above what was released': Mutation(
         'ecomp.agent.taking', 'partial(highest, self._store, wanted)', 'lambda: 0', ('forget_and_taker',)
@@ -101,7 +101,7 @@ MUTATIONS = {
             done[each] = each not in holding or (each in going and release(placement, each, going[each]))
         note({each: found.generation for each, found in going.items() if found.generation is not None})
 ''',
-        ('two_resumes_and_a_late_release', 'late_releases'),
+        ('late_release_keeper_and_resume', 'late_releases'),
     ),
     'a consumer that was left empty is a conflict': Mutation(
         'ecomp.placement.claiming', 'generations = dict.fromkeys(wanted, 0)', 'raise error', ('orphan_consumer',)
@@ -251,8 +251,8 @@ MUTATIONS = {
         'ecomp.store.presence', 'if entry is None and self._revision:', 'if self._revision < 0:', ('full',)
     ),
     'a compute does not keep its presence': Mutation(
-        'ecomp.store.presence', 'put = Put(self._key, json.dumps(self._value), lease)',
-        'put = Put(self._key, json.dumps(self._value))', ('one_name',),
+        'ecomp.store.presence', 'put = Put(self._key, dump(self._value), lease)',
+        'put = Put(self._key, dump(self._value))', ('one_name',),
     ),
 }
 """By name: what is wrong then."""

@@ -28,7 +28,7 @@ from tests.model.world import World
 
 SCHEDULES = 120
 """Of each scenario, always: about a second, a minute of them together."""
-MANY = 8_000
+MANY = 2_000
 """Of each with --all: ten minutes of them together."""
 
 

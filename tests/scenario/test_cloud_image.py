@@ -20,7 +20,7 @@ from tests.kit.servers import until
 from tests.scenario.debian_image import debian_image
 
 QUERY = 'resources=VCPU:1,DISK_GB:3,MEMORY_MB:512'
-READY = 400
+READY = 1200
 """Seconds an emulated Debian may take to the end of its cloud-init, with another beside it."""
 WAYS = {'network': 'hv1', 'iso': 'hv2'}
 """The host on which guests are told of themselves in this way."""
@@ -40,6 +40,7 @@ print(json.dumps([ec2.get_instance_metadata(*where), ec2.get_instance_userdata(*
 
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.timeout(3000),
     pytest.mark.skipif(os.geteuid() != 0, reason='hypervisors in namespaces need root'),
 ]
 
