@@ -103,9 +103,10 @@ class Server(TcpWSGIServer):  # type: ignore[misc]
         self._ends: list[_Channel] = []
         self._complaints = Shares(LINES, 1)
         super().__init__(
-            application, _sock=sock, bind_socket=False, asyncore_loop_timeout=LOOK_SECONDS, cleanup_interval=1,
+            application, _sock=sock, bind_socket=False, cleanup_interval=1,
             sockinfo=(sock.family, sock.type, sock.proto, sock.getsockname()), **adjustments,
         )
+        self.adj.asyncore_loop_timeout = LOOK_SECONDS  # given as the others it would be made a whole number, 0
 
     def admit(self, channel: _Channel) -> float:
         """When, on the monotonic clock, it may be read. What is one too many ends before the next look."""

@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.kit.servers import TOP, until
@@ -101,6 +102,13 @@ def test_a_request_that_drips_is_not_waited_for(server: Server) -> None:
             assert time.monotonic() - began < 60
         assert time.monotonic() - began > 9
     assert server.get(VICTIM) == (200, UUID.encode())
+
+
+def test_who_is_asked_nothing_does_nothing(server: Server) -> None:
+    assert server.get(VICTIM) == (200, UUID.encode())
+    before = psutil.Process(server.process.pid).cpu_times().user
+    time.sleep(3)
+    assert psutil.Process(server.process.pid).cpu_times().user - before < 0.3
 
 
 def test_a_crawl_waits_a_little_and_a_flood_costs_little(server: Server) -> None:
