@@ -10,7 +10,7 @@ from ecomp.agent.memory import Memory
 from ecomp.errors import EcompError, NoSpace, UnknownOutcome, Unreadable
 from ecomp.failpoints import failpoint
 from ecomp.model import keys
-from ecomp.model.record import ACTIVE, DESTROYING, ERROR, KEPT, STOPPED, Record, from_json, is_another_s, to_json
+from ecomp.model.record import ACTIVE, DESTROYING, ERROR, KEPT, STOPPED, Record, from_json, is_newer, to_json
 from ecomp.store.client import Delete, Put, Store, Unchanged
 from ecomp.store.names import Change, freed
 from ecomp.store.sharing import commit_with, ended, nothing
@@ -48,14 +48,14 @@ class Records:
     def to_end(self, instance: str) -> Record | None:
         """The same for what is to end; None also for one that cannot be understood, which the next write replaces.
 
-        Unreadable for one that may be another compute's: of a newer version, which says so.
+        Unreadable for one of a newer version, which may hold more than is known here.
         """
         try:
             return self.get(instance)
         except Unreadable as error:
             entry = self._store.get(keys.instance(instance))
             if entry is not None:
-                if is_another_s(entry.value, self._compute):
+                if is_newer(entry.value):
                     raise
                 self._known[instance] = None, entry.revision
                 log.warning('%s; a destroy of it was accepted, and goes by its request', error)

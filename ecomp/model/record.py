@@ -174,15 +174,13 @@ def from_json(value: bytes, instance: str | None = None) -> Record:
     return record
 
 
-def is_another_s(value: bytes, compute: str) -> bool:
-    """True for what a newer ecomp wrote, as it seems, of an instance of another compute."""
+def is_newer(value: bytes) -> bool:
+    """True for what says of itself that a newer ecomp wrote it: whoever does not know its fields leaves it alone."""
     try:
-        data = load_object(value)
+        version = load_object(value).get('version')
     except ValueError:
         return False
-    version, whose = data.get('version'), data.get('compute')
-    newer = type(version) is int and version > VERSION
-    return newer and isinstance(whose, str) and keys.is_uuid(whose) and whose != compute
+    return type(version) is int and version > VERSION
 
 
 def _record(data: Mapping[str, Any]) -> Record:

@@ -12,7 +12,7 @@ from ecomp.failpoints import failpoint
 from ecomp.model import keys
 from ecomp.model.group import Membership
 from ecomp.model.instance import SIZE_LIMIT, Request, to_json
-from ecomp.model.record import ERROR, GONE, KEPT, Record, timestamp
+from ecomp.model.record import ERROR, GONE, KEPT, Record, is_newer, timestamp
 from ecomp.model.record import to_json as record_to_json
 from ecomp.scheduler.find import Found, living, requested
 from ecomp.store.client import Delete, Entry, Put, Store, Unchanged
@@ -29,7 +29,7 @@ def destroy(store: Store, instance: str) -> str:
 
     An instance in error has nothing left but its record, which is removed here. Asked again while it is
     being destroyed: says so and changes nothing. Of one whose record cannot be read its request says enough: Unreadable
-    only where no compute is asked for it.
+    only where no compute is asked for it, and for a record of a newer version.
     """
     asked = False
     for _ in range(TRIES):
@@ -59,8 +59,10 @@ def _living(store: Store, instance: str) -> Found:
     try:
         return living(store, instance)
     except Unreadable:
+        entry = store.get(keys.instance(instance))
         found = requested(store, instance)
-        if found is None:
+        # What a newer ecomp wrote may name more than a destroy by this one removes.
+        if found is None or (entry is not None and is_newer(entry.value)):
             raise
         return found
 

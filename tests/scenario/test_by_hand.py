@@ -206,9 +206,11 @@ def test_values_that_are_no_requests(cluster: Control) -> None:
         refused(cluster, here, instance, *words)
     check(cluster, compute)
 
-    # Each once in the log, in one line, and everything else goes on.
+    # Each once in the log, in one line, and everything else goes on; what is not even kept is said before.
     for instance in asked:
-        assert len(logs(compute, instance)) == 1
+        said = logs(compute, instance)
+        assert len([line for line in said if 'not kept' not in line]) == 1
+        assert len(said) == 1 + ('the limit is' in asked[instance])
     place(cluster)
     check(cluster, compute)
     assert cluster.eschedule('list').code == 0

@@ -18,7 +18,7 @@ from tests.kit.story import IMAGE, SMALL, addressed, called, logged, logs, one_l
 
 DEEP = '[' * 100_000
 INFINITE = '{"version": 1, "why": {"weigh": "spread", "weight": Infinity, "of": 3}}'
-DAMAGED = ['', 'null', DEEP, INFINITE, '{"version": 99}']
+DAMAGED = ['', 'null', DEEP, INFINITE, '{"version": "new"}']
 GROUP = ['--group', 'web', '--policy', 'anti-affinity', '--soft']
 
 
@@ -110,9 +110,10 @@ def test_without_a_request_there_is_nothing_to_go_by(cluster: Control, compute: 
     check(cluster, compute)
 
 
-def test_what_a_newer_ecomp_wrote_of_another_compute_is_not_overwritten(cluster: Control, compute: Ecompute) -> None:
+@pytest.mark.parametrize('whose', ['ours', 'theirs'])
+def test_what_a_newer_ecomp_wrote_is_not_overwritten(cluster: Control, compute: Ecompute, whose: str) -> None:
     instance, other = str(uuid.uuid4()), str(uuid.uuid4())
-    newer = json.dumps({'version': 2, 'compute': other, 'instance': instance})
+    newer = json.dumps({'version': 2, 'compute': compute.uuid if whose == 'ours' else other, 'instance': instance})
     put(cluster, instance, newer)
     tombstone = {'allocations': {}, 'instance': instance, 'image': None, 'user_id': 'u', 'project_id': 'p'}
     cluster.etcd.put(f'/hosts/{compute.uuid}/{instance}', json.dumps(tombstone))
