@@ -95,6 +95,7 @@ def test_it_is_asked_for_once(cluster: Control, compute: Ecompute) -> None:
     assert 'is being destroyed' in called(cluster, 'destroy', instance).stderr
     assert cluster.etcd.get(f'/hosts/{compute.uuid}/{instance}') == before
     compute.start()
+    until(lambda: cluster.etcd.get(f'/instances/{instance}') != b'null', 20, 'it is carried out')
     reached(cluster, instance, 'gone')
     assert len(logged(compute, f'/instances/{instance}')) == 1
     check(cluster, compute)
