@@ -212,6 +212,7 @@ def stranger(host: Hypervisor) -> Iterator[str]:
     host.disk(nobody).unlink()
 
 
+@pytest.mark.slow
 def test_each_defect_on_libvirt_is_found_as_itself_and_nothing_else(host: Hypervisor) -> None:
     instance = host.running()
     audit_clean(host.lab, SOON)

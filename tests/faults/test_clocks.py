@@ -105,7 +105,8 @@ def test_clocks_that_differ(
     check(cluster, compute)
 
 
-@pytest.mark.parametrize('jump', [pytest.param('+1h', marks=pytest.mark.slow), '-400d'])
+@pytest.mark.slow
+@pytest.mark.parametrize('jump', ['+1h', '-400d'])
 def test_a_clock_that_jumps(cluster: Control, always: dict[str, str], tmp_path: Path, jump: str) -> None:
     """F30: ecompute's clock jumps while it runs: it stays alive, works on, and releases nothing early (fake)"""
     clock = Clock(always, tmp_path / 'clock')

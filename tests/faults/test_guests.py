@@ -152,7 +152,8 @@ def test_guests_disk_is_full(small_host: Hypervisor) -> None:
 # F29
 
 
-@pytest.mark.parametrize('long', [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize('long', [False, True])
 def test_changed_by_hand(host: Hypervisor, long: bool) -> None:
     """F29: domains and disks removed by hand: each recorded as it is; a claim goes where both are gone (libvirt)
 

@@ -433,6 +433,7 @@ def padded(path: Path, size: int) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_many_builds_of_one_cold_image(host: Hypervisor, slow_images: SlowImages) -> None:
     """F23: eight builds of a cold image at once: one download, overlays for all, and others do not wait (libvirt)"""
     host.plain()

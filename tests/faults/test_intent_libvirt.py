@@ -24,7 +24,7 @@ FOREIGN = """<domain type='qemu'><name>{name}</name><uuid>{uuid}</uuid><memory u
 
 
 # One at a time: whether the worker hears of the destroy before its next step is the race that is meant.
-@pytest.mark.parametrize('step', some(WORKER_FAILPOINTS, 'disk-created', 'domain-started'))
+@pytest.mark.parametrize('step', some(WORKER_FAILPOINTS, 'domain-started'))
 def test_destroyed_at_a_step_of_the_worker(host: Hypervisor, step: str) -> None:
     """F26: a destroy that comes while the worker is at any of its steps: gone, and nothing of it is left (libvirt)"""
     host.restart(f'{step}:stop:1')

@@ -29,13 +29,11 @@ def found_again(host: Hypervisor) -> None:
 
 
 KILL, TERM = signal.SIGKILL, signal.SIGTERM
-QUICK = [('domain-destroyed', TERM, 'back')]
 ALL = [(step, how, when) for step in STEP_FAILPOINTS for how in (KILL, TERM) for when in ('away', 'back')]
 
 
-@pytest.mark.parametrize(
-    ('step', 'how', 'when'), [pytest.param(*each, marks=[] if each in QUICK else [pytest.mark.slow]) for each in ALL]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(('step', 'how', 'when'), ALL)
 def test_libvirtd_ends_in_a_step(host: Hypervisor, step: str, how: int, when: str) -> None:
     """F18: libvirtd killed or stopped, and started again, while a worker is in a step: the step is done again (libvirt)
 

@@ -214,6 +214,7 @@ def lasts(host: Hypervisor, instance: str) -> str:
     return host.virsh('domstate', '--reason', instance).strip()
 
 
+@pytest.mark.slow
 def test_off_and_on(host: Hypervisor) -> None:
     """F38: a guest that listens turns itself off, one that does not is switched off; both start again (libvirt)"""
     host.restart(numbers={'planner.GRACE': 12, 'planner.ASK_AGAIN': 0.5})

@@ -36,6 +36,7 @@ def at_least(host: Hypervisor, number: int) -> bool:
     return len(host.qemus()) >= number
 
 
+@pytest.mark.slow
 def test_rebooted(host: Hypervisor) -> None:
     """F20: what ran runs again on its disk, what was off stays off, what was destroyed meanwhile is gone (libvirt)"""
     ran, asked, off, doomed, stopping = (host.running() for _ in range(5))

@@ -33,7 +33,7 @@ def death(host: Hypervisor, pid: int) -> str:
 # F3: killed
 
 
-@pytest.mark.parametrize('step', some(BUILD_FAILPOINTS, 'disk-created', 'domain-started'))
+@pytest.mark.parametrize('step', some(BUILD_FAILPOINTS, 'domain-started'))
 def test_killed_while_building(host: Hypervisor, step: str) -> None:
     """F3: kill -9 of a worker at a step of a build, once: the next one builds it (libvirt)"""
     host.restart(f'{step}:kill:1')

@@ -65,7 +65,7 @@ def is_free(port: int) -> bool:
     return True
 
 
-@pytest.mark.parametrize('number', [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize('number', [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM])
 def test_both_answer_end_with_it_and_remember(tmp_path: Path, number: int) -> None:
     etcd, placement = free_port(), free_port()
     with control(tmp_path / 'data', etcd, placement) as process:

@@ -17,7 +17,7 @@ import pytest
 LABS = 'lab of the stories', 'first lab of the faults', 'second lab of the faults'
 """Each is made by one process, for the fixtures `whole` and `hypervisors`."""
 HALF = 'test_j'
-"""Modules up to here share the first lab of the faults."""
+"""Modules up to here share the first lab of the faults, where slow tests are run; what is not slow shares one lab."""
 LONG = 'long'
 LONGEST_ID = 100
 """Characters of a parameter that are part of a test's name as they stand."""
@@ -79,8 +79,8 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 def _group(item: pytest.Item) -> str | None:
     assert isinstance(item, pytest.Function)
     if 'hypervisors' in item.fixturenames:
-        # They wait for so much that one lab of theirs would be the last to be done.
-        return LABS[1 + (item.path.stem > HALF)]
+        # The slow ones wait for so much that one lab of theirs would be the last to be done.
+        return LABS[1 + (item.path.stem > HALF and 'not slow' not in item.config.option.markexpr)]
     if 'whole' in item.fixturenames:
         return LABS[0]
     found = item._fixtureinfo.name2fixturedefs.values()

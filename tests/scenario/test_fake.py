@@ -51,6 +51,7 @@ class Toy(Server):
         return ' ready: ' in self.last_words()
 
 
+@pytest.mark.slow
 def test_ten_fakes_take_forty_of_fifty_requests(cluster: Control) -> None:
     write_config(cluster.directory / 'compute.yaml', cluster.etcd.endpoint, cluster.placement.url)
     toys = [Toy(cluster.directory, number) for number in range(10)]

@@ -84,6 +84,7 @@ def test_killed_and_started_again_they_are_the_same(cluster: Control) -> None:
     check(cluster)
 
 
+@pytest.mark.slow
 def test_they_take_from_queues(cluster: Control) -> None:
     many = Many(cluster, 5, queues=True)
     many.start()

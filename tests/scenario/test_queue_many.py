@@ -83,6 +83,7 @@ def balance(control: Control, made: Sequence[Armed]) -> float:
     return max(shares) - min(shares)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(('count', 'requests'), [FEW, MANY])
 def test_half_of_the_computes_are_killed_while_they_take(small: Control, count: int, requests: int) -> None:
     made = computes(small, count, queues=True)
