@@ -19,15 +19,15 @@ REQUIRES = [
     # What etcd3 generated loads in protobuf 4 and later only with the pure-Python implementation, which ecomp/store
     # selects. From 6.33.5 that one has its fixes (CVE-2025-4565, CVE-2026-0994); 8 is not known to keep it.
     'protobuf>=6.33.5,<8',
-    # 1.60 is the oldest whose keep-alive options were seen to find a dead peer in time.
-    'grpcio>=1.60,<2',
+    # From 1.60 on its keep-alive options were seen to find a dead peer in time; 1.65.4 closes CVE-2024-7246.
+    'grpcio>=1.65.4,<2',
     'requests>=2.32.4',  # from 2.32.2 on, whoever adapts it may say how a connection is made; .4 keeps .netrc to itself
     'psutil>=5.9',
     'PyYAML>=6.0.1',
     'os-traits>=3.9',  # the names of traits, which placement takes from there too
     # mdserver's.
     'bottle>=0.13',
-    'waitress>=3',
+    'waitress>=3.0.1',
 ]
 
 HYPERVISOR = [
@@ -41,7 +41,7 @@ HYPERVISOR = [
 
 LAB = [
     'openstack-placement==16.0.0',
-    'waitress>=3',
+    'waitress>=3.0.1',
 ]
 
 TEST = [

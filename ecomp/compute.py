@@ -305,7 +305,7 @@ def _hypervisor(
         return pretended, inline, lambda: None, nocloud(config, lambda: False)
     from ecomp.virt.libvirt_host import Libvirt
 
-    libvirt = Libvirt(config.state, config.networks)
+    libvirt = Libvirt(config.state, config.networks, control=reach_of(config).control)
     at_exit.callback(libvirt.close)
     libvirt.prepare()
     watch_over = keep_served(libvirt, config.state, config.directory, config.metadata == 'network', at_exit)

@@ -99,7 +99,7 @@ class ScheduleConfig:
 
 
 def load_compute(path: Path | None = None) -> ComputeConfig:
-    """The configuration in `path`, or in ./compute.yaml if that is there, or the defaults. UsageError."""
+    """The configuration in `path`, or in the compute.yaml that is found (config_path), or the defaults. UsageError."""
     file = YamlFile.read(path, 'compute.yaml')
     top = file.top
     config = ComputeConfig(
@@ -128,7 +128,7 @@ def load_compute(path: Path | None = None) -> ComputeConfig:
 
 
 def load_schedule(path: Path | None = None) -> ScheduleConfig:
-    """The configuration in `path`, or in ./schedule.yaml if that is there, or the defaults. UsageError."""
+    """The configuration in `path`, or in the schedule.yaml that is found (config_path), or the defaults. UsageError."""
     file = YamlFile.read(path, 'schedule.yaml')
     top = file.top
     config = ScheduleConfig(

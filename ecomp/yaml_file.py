@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from ecomp import config_path
 from ecomp.errors import UsageError
 
 MAX_BYTES = 64 * 1024
@@ -110,13 +111,17 @@ class YamlFile:
 
     @classmethod
     def read(cls, path: Path | None, usual: str) -> YamlFile:
-        """Read `path`; None means the usual name, which need not be there. UsageError if it is not YAML."""
+        """Read `path`; None means the usual name, where that is found, if it is. UsageError if it is not YAML."""
+        named = path is not None
+        path = path if path is not None else config_path.find(usual)
         name = shown(str(path or usual), 200)
         try:
             directory = Path(os.path.abspath(path or usual)).parent
-            if path is None and not os.path.lexists(usual):
+            if path is None:
                 return cls(name, directory, None)
-            with open(path or usual, 'rb') as stream:
+            with open(path, 'rb') as stream:
+                if not named:
+                    config_path.check(name, os.fstat(stream.fileno()))
                 content = stream.read(MAX_BYTES + 1)
         except (OSError, ValueError) as error:
             reason = error.strerror if isinstance(error, OSError) else error

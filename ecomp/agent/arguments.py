@@ -15,7 +15,8 @@ MOST = 1000
 def parser() -> argparse.ArgumentParser:
     """Its parse_args() raises UsageError."""
     made = Parser('ecompute', description='Take requests for this machine from etcd and make them VMs.')
-    made.add_argument('--config', metavar='FILE', help='instead of compute.yaml in the current directory')
+    config = 'in place of compute.yaml in ./, ~/.config/ecomp/ or /etc/ecomp/'
+    made.add_argument('--config', metavar='FILE', help=config)
     made.add_argument('--fake', metavar='INVENTORY', help="pretend: 'VCPU:4,DISK_GB:10,MEMORY_MB:512', no libvirt")
     made.add_argument('--count', metavar='N', type=_count, help=f'with --fake: pretend so many, 1 to {MOST}')
     made.add_argument(

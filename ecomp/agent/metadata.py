@@ -16,8 +16,9 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
+from ecomp import config_path
 from ecomp.agent.state import write_durably
-from ecomp.errors import BuildFailed, EcompError
+from ecomp.errors import BuildFailed, EcompError, UsageError
 from ecomp.files import watch
 from ecomp.model.instance import Request
 from ecomp.model.network import network_config
@@ -102,11 +103,13 @@ def seed(guests: Path, directory: Path, mac: str, phones_home: bool) -> Mapping[
     `guests` is GuestData's directory, `directory` may have an mdserver.conf. With `phones_home` a metadata server is
     there to hear of it when its cloud-init is through.
     """
-    command = [*_mdserver('seed', guests), *([] if phones_home else ['--no-phone-home']), mac, *_conf(directory)]
     try:
+        command = [*_mdserver('seed', guests), *([] if phones_home else ['--no-phone-home']), mac, *_conf(directory)]
         done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=SEED_SECONDS, cwd='/')
     except subprocess.TimeoutExpired as error:
         raise BuildFailed('scheduled', f'its seed is not known within {SEED_SECONDS:g} s') from error
+    except UsageError as error:
+        raise BuildFailed('scheduled', str(error)) from error
     said = done.stderr.decode(errors='replace').strip().splitlines() or [f'mdserver.seed ended with {done.returncode}']
     if done.returncode:
         raise BuildFailed('scheduled', said[-1])
@@ -170,8 +173,12 @@ def _mdserver(front_door: str, guests: Path) -> list[str]:
 
 
 def _conf(directory: Path) -> list[str]:
+    """UsageError: somebody else could have written it."""
     path = directory / 'mdserver.conf'
-    return [str(path.resolve())] if path.exists() else []
+    if not path.exists():
+        return []
+    config_path.check(str(path), path.stat())
+    return [str(path.resolve())]
 
 
 def is_metadata(page: bytes | None) -> bool:

@@ -45,7 +45,7 @@ def main(pipe: Connection, settings: WorkerSettings) -> None:
     prepare(settings)
     from ecomp.virt.libvirt_host import Libvirt
 
-    hypervisor: Hypervisor = Libvirt(settings.state)
+    hypervisor: Hypervisor = Libvirt(settings.state, control=settings.reach.control)
     directory = hypervisor.image_directory()
     assert directory is not None  # only the fake has none, and it has no workers
     images = ImageCache(directory, inspection.inspect, settings.local_images, settings.limits, settings.reach)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from ecomp.errors import EcompError
 from ecomp.lab.machine import Process, end, run, started_at
-from ecomp.lab.network import CONTROL, Layout
+from ecomp.lab.network import CONTROL, FENCED, Layout, fence
 
 # The private directories of a host, and what they are mounted over inside it.
 MOUNTS = {
@@ -69,6 +69,7 @@ def ensure_host(layout: Layout, host: str) -> bool:
     # To the machine and the other hosts' guests. There is no default route: nothing gets out.
     run(['ip', '-n', space, 'route', 'replace', str(layout.network), 'via', str(layout.control)])
     run(['ip', '-n', control, 'route', 'replace', str(layout.guests(host)), 'via', str(layout.address(host))])
+    _ensure_fence(layout, space)
     return made
 
 
@@ -136,6 +137,17 @@ def _ensure_namespace(layout: Layout, place: str) -> bool:
     script = 'for each; do echo "${each#*=}" > "/proc/sys/${each%%=*}"; done'
     run(['ip', 'netns', 'exec', space, 'sh', '-c', script, 'sh', *settings])
     return missing
+
+
+def _ensure_fence(layout: Layout, space: str) -> None:
+    within = ['ip', 'netns', 'exec', space]
+    run([*within, 'iptables-restore', '--noflush', '--wait'], fence(layout))
+    for hook, chain in FENCED.items():
+        rule = [hook, '-i', 'virbr0', '-j', chain]
+        try:
+            run([*within, 'iptables', '--wait', '--check', *rule])
+        except EcompError:
+            run([*within, 'iptables', '--wait', '--insert', *rule])
 
 
 def _ensure_bridge(layout: Layout, place: str, address: str) -> None:

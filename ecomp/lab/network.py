@@ -20,8 +20,12 @@ from ecomp.errors import EcompError, UsageError
 MOST_HOSTS = 64
 CONTROL = 'control'
 METADATA_ADDRESS = '169.254.169.254'
+DNSMASQ = 'http://libvirt.org/schemas/network/dnsmasq/1.0'
 ETCD_PORT = 2379
 PLACEMENT_PORT = 8080
+
+FENCED = {'INPUT': 'elab-host', 'FORWARD': 'elab-lan'}
+"""The chains of a host that decide what its guests reach, by what comes to them: what virbr0 brings."""
 
 # Far from what home routers, Docker (172.17/16) and libvirt (192.168.122/24) take; the others only if those are taken.
 SECOND_OCTETS = (*range(200, 255), *range(20, 200))
@@ -130,9 +134,10 @@ def network_xml(guests: IPv4Network, uuid: str) -> str:
     """libvirt's network `default` of one host, for virNetworkDefineXML. https://libvirt.org/formatnetwork.html
 
     `open`: libvirt routes and filters nothing, so the machine reaches the guests, and without a default route in the
-    namespace nothing gets out. No DNS: it could only ask servers that cannot be reached from here.
+    namespace nothing gets out. No DNS: it could only ask servers that cannot be reached from here. DHCP answers only
+    MACs with a reservation: a guest that asks as many others would take all addresses there are.
     """
-    root = ET.Element('network')
+    root = ET.Element('network', {'xmlns:dnsmasq': DNSMASQ})
     ET.SubElement(root, 'name').text = 'default'
     ET.SubElement(root, 'uuid').text = uuid
     ET.SubElement(root, 'forward', mode='open')
@@ -143,7 +148,27 @@ def network_xml(guests: IPv4Network, uuid: str) -> str:
     ET.SubElement(dhcp, 'range', start=str(guests[2]), end=str(guests[-2]))
     # Guests reach it through their gateway; on the bridge it is this host's and nobody else's.
     ET.SubElement(root, 'ip', address=METADATA_ADDRESS, netmask='255.255.255.255')
+    ET.SubElement(ET.SubElement(root, 'dnsmasq:options'), 'dnsmasq:option', value='dhcp-ignore=tag:!known')
     return ET.tostring(root, encoding='unicode')
+
+
+def fence(layout: Layout) -> str:
+    """What guests behind virbr0 reach of a host and of the lab's LAN, for iptables-restore.
+
+    Of the host its DHCP and its metadata server; of the LAN (the machine, etcd, placement, hosts) the image server.
+    A guest may answer whoever asks it.
+    """
+    let_pass = {
+        'INPUT': ('-p udp --dport 67', '-p tcp --dport 80', '-p icmp'),
+        'FORWARD': (f'! -d {layout.lan}', f'-d {layout.control} -p tcp --dport 80'),
+    }
+    made = [f':{chain} - [0:0]' for chain in FENCED.values()]
+    added = []
+    for hook, chain in FENCED.items():
+        rules = ('-m conntrack --ctstate ESTABLISHED,RELATED', *let_pass[hook])
+        added += [f'-A {chain} {rule} -j RETURN' for rule in rules]
+        added.append(f'-A {chain} -j REJECT --reject-with icmp-admin-prohibited')
+    return '\n'.join(('*filter', *made, *added, 'COMMIT', ''))
 
 
 def share(cores: int, memory_mb: int, disk_gb: int, hosts: int) -> dict[str, int]:

@@ -141,7 +141,8 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument('--all', action='store_true', help='list: also what is gone')
     mend = 'audit: mend what is safe to mend, after two looks a minute apart'
     parser.add_argument('--fix', action='store_true', help=mend)
-    parser.add_argument('--config', metavar='FILE', help='instead of schedule.yaml in the current directory')
+    config = 'in place of schedule.yaml in ./, ~/.config/ecomp/ or /etc/ecomp/'
+    parser.add_argument('--config', metavar='FILE', help=config)
     parser.add_argument('--version', action='version', version=f'eschedule {__version__}')
     return parser
 

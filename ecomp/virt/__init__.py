@@ -23,7 +23,8 @@ class Hypervisor(Protocol):
     def prepare(self) -> None:
         """See that the storage pool, the networks and the filters are there, or say what is missing.
 
-        Guests can do without filters, and a log line says so: each can take another one's address then.
+        Guests can do without filters, and a log line says so: each can take another one's address then,
+        and speak to etcd and placement.
         """
 
     def virt_type(self, wanted: str) -> str:

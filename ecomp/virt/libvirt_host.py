@@ -22,8 +22,8 @@ from ecomp.virt.volumes import Volumes
 LOG = logging.getLogger(__name__)
 
 NO_FILTERS = (
-    "libvirt cannot filter what guests send ({why}), so each can take another one's address: it takes libvirt's "
-    "nwfilter driver, and ebtables, which is in Debian's package iptables"
+    "libvirt cannot filter what guests send ({why}), so each can take another one's address and speak to etcd and "
+    "placement: it takes libvirt's nwfilter driver, and ebtables, which is in Debian's package iptables"
 )
 
 
@@ -31,18 +31,23 @@ class Libvirt:
     """Guests on libvirt at `uri`, disks in `state`/images (the pool `ecompute`), NoCloud disks in `state`/seeds,
     consoles in `state`/console.
 
-    `attachments` are what prepare() looks for; a guest's own are in its spec.
+    `attachments` are what prepare() looks for; a guest's own are in its spec. `control` is host and port of etcd and
+    placement, which no guest reaches.
     """
 
     def __init__(
-        self, state: Path, attachments: Sequence[Attachment] = DEFAULT_NETWORKS, uri: str = 'qemu:///system'
+        self,
+        state: Path,
+        attachments: Sequence[Attachment] = DEFAULT_NETWORKS,
+        uri: str = 'qemu:///system',
+        control: Sequence[tuple[str, int]] = (),
     ) -> None:
         self._state = state.absolute()
         self._attachments = attachments
         self._connection = Connection(uri)
         self._agents = Agents(uri)
         self._domains = Domains(self._connection)
-        self._filters = Filters(self._connection)
+        self._filters = Filters(self._connection, control)
         self._volumes = Volumes(self._connection, self._state / 'images')
         self._seeds = Seeds(self._state / 'seeds')
         self._networks = Networks(self._connection)
@@ -146,8 +151,8 @@ class Libvirt:
         seed = str(self._seeds.path(spec.instance)) if spec.seed is not None else None
         disk, console = self._volumes.path(spec.instance), self._console(spec.instance)
         # Asked each time: somebody may have removed the filters, or installed what was missing.
-        filtered = not self._filters.prepare()
-        description = xml.domain_xml(spec, str(disk), str(console), seed=seed, filtered=filtered)
+        control = None if self._filters.prepare() else self._filters.services()
+        description = xml.domain_xml(spec, str(disk), str(console), seed=seed, control=control)
         self._domains.start(spec, description)
 
     def resume(self, instance: str, compute: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import socket
 from collections.abc import Callable, Iterable, Mapping
-from ipaddress import IPv4Address
+from ipaddress import IPv4Address, IPv6Address, ip_address
 from pathlib import Path
 from typing import Any
 
@@ -111,6 +111,16 @@ def neighbours(macs: Iterable[str]) -> dict[str, str]:
             if mac in wanted and entry['state'] & KNOWN and not address.startswith(('169.254.', '0.')):
                 found[mac] = address
     return found
+
+
+def own_addresses() -> list[IPv4Address | IPv6Address]:
+    """All that this host has now, but for those that only it reaches itself by."""
+    from pyroute2 import IPRoute
+
+    with IPRoute() as route:
+        texts = (each.get_attr('IFA_LOCAL', each.get_attr('IFA_ADDRESS')) for each in route.get_addr())
+        found = {ip_address(text) for text in texts if text is not None}
+    return sorted((each for each in found if not each.is_loopback), key=str)
 
 
 def has_metadata_address(bridge: str) -> bool:

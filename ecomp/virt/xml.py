@@ -1,16 +1,19 @@
 """PURE: the XML libvirt is given for our domains, volumes and pool, and what is read from libvirt's own.
 
 Everything is built with ElementTree, so a value can never become markup. Formats: libvirt.org/formatdomain.html,
-formatstorage.html, formatcaps.html, formatnwfilter.html.
+formatstorage.html, formatcaps.html.
 """
 
 from __future__ import annotations
 
 import xml.etree.ElementTree as ET
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from ecomp.model.guest import GuestSpec
 from ecomp.model.network import Attachment
+from ecomp.virt import filter_xml
+from ecomp.virt.filter_xml import Service
 
 MARK_NAMESPACE = 'urn:ecomp:1'
 ARCHITECTURE = 'x86_64'
@@ -20,30 +23,6 @@ EMULATED = 'qemu64'  # QEMU's own choice for MACHINE, where a domain names no pr
 
 AGENT = 'org.qemu.guest_agent.0'
 """The channel that a guest's agent looks for."""
-OWN_MAC, OWN_ADDRESS = 'ecompute-own-mac', 'ecompute-own-address'
-FILTERS = {
-    OWN_MAC: """\
-<filter name='ecompute-own-mac' chain='root'>
-  <uuid>b7b6e653-b336-5eec-8ff1-49b8f8b673fc</uuid>
-  <rule action='drop' direction='out'><mac match='no' srcmacaddr='$MAC'/></rule>
-</filter>
-""",
-    # The rest is dropped, and not what is seen to be forged: a VLAN tag of 0 hides that from ebtables, not from a host.
-    OWN_ADDRESS: """\
-<filter name='ecompute-own-address' chain='root'>
-  <uuid>62c4b57f-8868-572f-9e89-c7e759a9491c</uuid>
-  <rule action='accept' direction='out' priority='100'><ip srcmacaddr='$MAC' srcipaddr='$IP'/></rule>
-  <rule action='accept' direction='out' priority='200'><ip srcmacaddr='$MAC' dstipaddr='255.255.255.255'/></rule>
-  <rule action='accept' direction='out' priority='300'><arp srcmacaddr='$MAC' arpsrcipaddr='$IP'/></rule>
-  <rule action='accept' direction='out' priority='400'><ipv6 srcmacaddr='$MAC'/></rule>
-  <rule action='drop' direction='out' priority='500'><mac/></rule>
-</filter>
-""",
-}
-"""What a guest may send, by name: what is from its own MAC; and then of IPv4 and ARP only what is from its own address,
-or to all, as it asks for one. Few rules: each is a program that libvirt runs at every start. Other rules need another
-name: what is defined under a name is taken as it is.
-"""
 
 
 @dataclass(frozen=True)
@@ -78,12 +57,13 @@ def seed_url(instance: str) -> str:
 
 
 def domain_xml(
-    spec: GuestSpec, disk: str, console_log: str, *, seed: str | None = None, filtered: bool = True
+    spec: GuestSpec, disk: str, console_log: str, *, seed: str | None = None, control: Collection[Service] | None = ()
 ) -> str:
     """A guest's domain: name and uuid are the instance's, the metadata holds our mark.
 
     `disk` is the overlay's path, `console_log` the file the serial console is copied to, `seed` the path of its NoCloud
-    disk, None where it asks the network. Where libvirt has FILTERS, it is to be `filtered`.
+    disk, None where it asks the network. `control` is what the guest's filter keeps it from; None where libvirt has no
+    filters.
     """
     domain = ET.Element('domain', type=spec.virt_type)
     _text(domain, 'name', spec.instance)
@@ -102,8 +82,10 @@ def domain_xml(
     devices = ET.SubElement(domain, 'devices')
     _disks(devices, spec, disk, seed)
     _devices(devices, spec, console_log)
-    if filtered:
-        _filter(devices, spec)
+    if control is not None:
+        addresses = dict(zip(spec.macs, spec.reserved, strict=False))
+        for interface, mac in zip(devices.findall('interface'), spec.macs, strict=True):
+            filter_xml.reference(interface, addresses.get(mac), control)
     return _serialized(domain)
 
 
@@ -130,7 +112,9 @@ def _disks(devices: ET.Element, spec: GuestSpec, disk: str, seed: str | None) ->
     # The whole chain, and its end: what an image's header says never decides which file of the host is opened.
     base = ET.SubElement(drive, 'backingStore', type='file')
     ET.SubElement(base, 'format', type=spec.base.format)
-    ET.SubElement(base, 'source', file=spec.base.path)
+    # It stays root's, whom libvirt would have give it to QEMU: one guest that broke out would write to all on it.
+    source = ET.SubElement(base, 'source', file=spec.base.path)
+    ET.SubElement(source, 'seclabel', model='dac', relabel='no')
     ET.SubElement(base, 'backingStore')
     ET.SubElement(drive, 'target', dev='vda', bus='virtio')
     if seed is None:
@@ -158,15 +142,6 @@ def _devices(devices: ET.Element, spec: GuestSpec, console_log: str) -> None:
     ET.SubElement(ET.SubElement(devices, 'channel', type='unix'), 'target', type='virtio', name=AGENT)
     _text(ET.SubElement(devices, 'rng', model='virtio'), 'backend', '/dev/urandom', model='random')
     ET.SubElement(devices, 'memballoon', model='virtio')
-
-
-def _filter(devices: ET.Element, spec: GuestSpec) -> None:
-    addresses = dict(zip(spec.macs, spec.reserved, strict=False))
-    for interface, mac in zip(devices.findall('interface'), spec.macs, strict=True):
-        address = addresses.get(mac)
-        reference = ET.SubElement(interface, 'filterref', filter=OWN_ADDRESS if address else OWN_MAC)
-        if address:
-            ET.SubElement(reference, 'parameter', name='IP', value=address)
 
 
 def volume_xml(name: str, capacity: int, base: str, base_format: str) -> str:

@@ -237,7 +237,9 @@ def test_two_labs_at_once_and_one_goes() -> None:
             elab('down', '--name', name)
 
 
-@pytest.mark.parametrize('moment', ['nothing', 'control', 'etcd', pytest.param('hv1 libvirtd', marks=pytest.mark.slow), 'hv1 ecompute'])
+@pytest.mark.parametrize(
+    'moment', ['nothing', 'control', 'etcd', pytest.param('hv1 libvirtd', marks=pytest.mark.slow), 'hv1 ecompute']
+)
 def test_what_a_killed_up_has_made_is_found_and_removed(moment: str) -> None:
     name = f'{NAME}k'
 

@@ -31,7 +31,7 @@ from tests.functional.libvirt_host import LibvirtHost
 from tests.kit.servers import until
 
 libvirt = pytest.importorskip('libvirt', reason="libvirt-python is not installed: pip install '.[hypervisor]'")
-from ecomp.virt import xml  # noqa: E402
+from ecomp.virt import filter_xml  # noqa: E402
 from ecomp.virt.libvirt_host import NO_FILTERS, Libvirt  # noqa: E402
 
 BRIDGED = (*DEFAULT_NETWORKS, Attachment('bridge', 'br0'))
@@ -58,6 +58,9 @@ def test_disk_and_domain_as_asked(real: Libvirt, spec: GuestSpec, host: LibvirtH
         assert macs == list(replace(spec, networks=BRIDGED).macs)
         assert domain.info()[1:4] == [32 * 1024, 32 * 1024, 2]
         assert domain.blockInfo('vda')[0] == 2**30
+        # What many guests are on is nothing that one of them can write to, if it breaks out of QEMU.
+        overlay = real.image_directory() / f'{spec.instance}.qcow2'
+        assert (Path(spec.base.path).stat().st_uid, overlay.stat().st_uid) == (0, getpwnam('libvirt-qemu').pw_uid)
         # The schema knows all that we write.
         connection.defineXMLFlags(domain.XMLDesc(), libvirt.VIR_DOMAIN_DEFINE_VALIDATE)
     finally:
@@ -104,15 +107,28 @@ def rules(host: LibvirtHost) -> str:
 
 def test_what_a_guest_may_send(real: Libvirt, spec: GuestSpec, host: LibvirtHost, connection: object) -> None:
     host.inside(['ip', 'link', 'add', 'br0', 'type', 'bridge'])
+    control = [('10.88.0.9', 2379), ('10.88.0.9', 8080), ('10.88.0.10', 2379), ('fd00:88::9', 8080)]
+    real = Libvirt(host.root / 'state', uri=host.uri, control=control)
+    for_all = [
+        '-p IPv4 --ip-proto udp --ip-sport 67 -j DROP',
+        '-p IPv6 --ip6-proto udp --ip6-sport 547 -j DROP',
+        '-p IPv6 --ip6-proto ipv6-icmp --ip6-icmp-type router-advertisement -j DROP',
+        '-p IPv6 --ip6-proto ipv6-icmp --ip6-icmp-type redirect -j DROP',
+        '-p IPv4 --ip-dst 10.88.0.9 --ip-proto tcp --ip-dport 2379 -j DROP',
+        '-p IPv4 --ip-dst 10.88.0.9 --ip-proto tcp --ip-dport 8080 -j DROP',
+        '-p IPv4 --ip-dst 10.88.0.10 --ip-proto tcp --ip-dport 2379 -j DROP',
+        '-p IPv6 --ip6-dst fd00:88::9 --ip6-proto tcp --ip6-dport 8080 -j DROP',
+    ]
     try:
         build(real, replace(spec, networks=BRIDGED, reserved=('10.77.0.50', None)))
         for _ in range(2):
             bindings = {each.portDev(): each.filterName() for each in connection.listAllNWFilterBindings()}
-            assert sorted(bindings.values()) == [xml.OWN_ADDRESS, xml.OWN_MAC]
+            assert sorted(bindings.values()) == [filter_xml.GUEST_ADDRESS, filter_xml.GUEST_MAC]
             known, bridged = sorted(bindings, key=bindings.__getitem__)
             first, second = replace(spec, networks=BRIDGED).macs
             chains = {text.split(',')[0]: text.splitlines()[1:] for text in rules(host).split('Bridge chain: ')}
             assert [line.strip() for line in chains[f'libvirt-I-{known}'] if line.strip()] == [
+                *for_all,
                 f'-p IPv4 -s {first} --ip-src 10.77.0.50 -j ACCEPT',
                 f'-p IPv4 -s {first} --ip-dst 255.255.255.255 -j ACCEPT',
                 f'-p ARP -s {first} --arp-ip-src 10.77.0.50 -j ACCEPT',
@@ -120,12 +136,13 @@ def test_what_a_guest_may_send(real: Libvirt, spec: GuestSpec, host: LibvirtHost
                 '-j DROP',
             ]
             assert [line.strip() for line in chains[f'libvirt-I-{bridged}'] if line.strip()] == [
-                f'-s ! {second} -j DROP'
+                *for_all,
+                f'-s ! {second} -j DROP',
             ]
             real.switch_off(spec.instance, COMPUTE)
             assert 'libvirt-I' not in rules(host)
             # Nobody has them now, so somebody can remove them; and they are there again when they are needed.
-            for name in xml.FILTERS:
+            for name in filter_xml.FILTERS:
                 connection.nwfilterLookupByName(name).undefine()
             real.resume(spec.instance, COMPUTE)
     finally:
@@ -135,7 +152,7 @@ def test_what_a_guest_may_send(real: Libvirt, spec: GuestSpec, host: LibvirtHost
 
 
 def test_filters_that_are_there_stay(real: Libvirt, connection: object) -> None:
-    before = {name: connection.nwfilterLookupByName(name).UUIDString() for name in xml.FILTERS}
+    before = {name: connection.nwfilterLookupByName(name).UUIDString() for name in filter_xml.FILTERS}
     for name, number in before.items():
         theirs = connection.nwfilterLookupByName(name)
         theirs.undefine()
@@ -145,7 +162,7 @@ def test_filters_that_are_there_stay(real: Libvirt, connection: object) -> None:
         assert connection.nwfilterLookupByName(name).UUIDString() == own != number
         connection.nwfilterLookupByName(name).undefine()
     real.prepare()
-    assert {name: connection.nwfilterLookupByName(name).UUIDString() for name in xml.FILTERS} == before
+    assert {name: connection.nwfilterLookupByName(name).UUIDString() for name in filter_xml.FILTERS} == before
 
 
 def unfiltered(caplog: pytest.LogCaptureFixture) -> list[str]:

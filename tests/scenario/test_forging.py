@@ -7,35 +7,17 @@ import os
 import re
 import signal
 import subprocess
-import urllib.request
 import xml.etree.ElementTree as ET
 from collections.abc import Iterator
-from dataclasses import dataclass
 from ipaddress import IPv4Network
 from pathlib import Path
 
 import pytest
 
-from ecomp.model.guest import mac_address
 from tests.kit.lab import BOOT, Lab, answers, lab_name
+from tests.kit.orders import SECRET, Guest, boots, place
 from tests.kit.servers import until
 
-QUERY = 'resources=VCPU:1,DISK_GB:1,MEMORY_MB:192'
-SECRET = 'secret-of-'
-# Its web server runs what it is sent, as a whole, and answers with what that says.
-ORDERS = """\
-#!/bin/sh
-# {secret}
-mkdir -p /www/cgi-bin
-cat >/www/cgi-bin/run <<'END'
-#!/bin/sh
-printf 'Content-Type: text/plain\\r\\n\\r\\n'
-cat >/tmp/orders
-sh /tmp/orders 2>&1
-END
-chmod +x /www/cgi-bin/run
-echo 'ecomp-guest: takes orders'
-"""
 # Become somebody else, ask, and be oneself again.
 FORGE = """\
 become() {{
@@ -61,26 +43,6 @@ pytestmark = [
 ]
 
 
-@dataclass(frozen=True)
-class Guest:
-    """A small guest that takes orders."""
-
-    name: str
-    instance: str
-    address: str
-
-    @property
-    def mac(self) -> str:
-        return mac_address(self.instance, 0)
-
-    def run(self, script: str) -> str:
-        """What the script says that it is sent to run."""
-        asked = urllib.request.Request(f'http://{self.address}/cgi-bin/run', script.encode())
-        with urllib.request.urlopen(asked, timeout=60) as answer:
-            said: bytes = answer.read()
-        return said.decode()
-
-
 @pytest.fixture
 def lab(guest_image: Path) -> Iterator[Lab]:
     """One host."""
@@ -90,20 +52,6 @@ def lab(guest_image: Path) -> Iterator[Lab]:
         yield made
     finally:
         made.close()
-
-
-def place(lab: Lab, name: str) -> Guest:
-    script = lab.directory / f'{name}.sh'
-    script.write_text(ORDERS.format(secret=SECRET + name))
-    _, instance = lab.place(QUERY, lab.url('guest.qcow2'), '--name', name, '--user-data', str(script))
-    address = lab.addressed(instance)
-    until(lambda: boots(lab, instance), BOOT, f'{name} takes orders')
-    return Guest(name, instance, address)
-
-
-def boots(lab: Lab, instance: str) -> int:
-    """How often it has begun to take orders."""
-    return len(re.findall('^ecomp-guest: takes orders', lab.console('hv1', instance), re.MULTILINE))
 
 
 def forge(guest: Guest, mac: str, address: str) -> dict[str, str]:
@@ -147,7 +95,7 @@ def expires(lab: Lab, guest: Guest) -> int:
 
 def test_each_guest_sees_its_own_whatever_it_calls_itself(lab: Lab) -> None:
     a, b = place(lab, 'one'), place(lab, 'two')
-    assert filters(lab) == ['ecompute-own-address'] * 2
+    assert filters(lab) == ['ecompute-guest-address'] * 2
     for guest, other in ((a, b), (b, a)):
         for mac, address in ((guest.mac, other.address), (other.mac, guest.address), (other.mac, other.address)):
             assert forge(guest, mac, address) == refused(guest), (mac, address)
@@ -164,7 +112,7 @@ def test_each_guest_sees_its_own_whatever_it_calls_itself(lab: Lab) -> None:
     os.kill(pid(lab, 'hv1 libvirtd'), signal.SIGKILL)
     lab.stop_ecompute('hv1', signal.SIGKILL)
     lab.elab('up')
-    assert filters(lab) == ['ecompute-own-address'] * 2
+    assert filters(lab) == ['ecompute-guest-address'] * 2
     for guest, other in ((a, b), (b, a)):
         assert forge(guest, other.mac, other.address) == refused(guest)
 

@@ -25,17 +25,19 @@ ARROWS: dict[str, set[str]] = {
     'ecomp.arguments': {'ecomp.errors'},
     'ecomp.log': set(),
     'ecomp.failpoints': {'ecomp.errors'},
-    'ecomp.yaml_file': {'ecomp.errors'},
+    'ecomp.config_path': {'ecomp.errors'},
+    'ecomp.yaml_file': {'ecomp.config_path', 'ecomp.errors'},
     'ecomp.files': set(),
+    'ecomp.addresses': {'ecomp.model'},
     'ecomp.conf': {'ecomp.errors', 'ecomp.yaml_file', 'ecomp.model'},
     'ecomp.model': {'ecomp.errors'},
     'ecomp.placement': {'ecomp.errors', 'ecomp.conf', 'ecomp.model'},
     'ecomp.store': {'ecomp.errors', 'ecomp.conf', 'ecomp.model'},
-    'ecomp.virt': {'ecomp.errors', 'ecomp.failpoints', 'ecomp.files', 'ecomp.conf', 'ecomp.model'},
+    'ecomp.virt': {'ecomp.addresses', 'ecomp.errors', 'ecomp.failpoints', 'ecomp.files', 'ecomp.conf', 'ecomp.model'},
     # log, because a worker is a process of its own, and logging is set up once per process.
     'ecomp.agent': {
-        *('ecomp', 'ecomp.arguments', 'ecomp.errors', 'ecomp.failpoints', 'ecomp.files', 'ecomp.conf', 'ecomp.log'),
-        *('ecomp.model', 'ecomp.placement', 'ecomp.store', 'ecomp.virt'),
+        *('ecomp', 'ecomp.addresses', 'ecomp.arguments', 'ecomp.config_path', 'ecomp.errors', 'ecomp.failpoints'),
+        *('ecomp.files', 'ecomp.conf', 'ecomp.log', 'ecomp.model', 'ecomp.placement', 'ecomp.store', 'ecomp.virt'),
     },
     'ecomp.scheduler': {
         *('ecomp', 'ecomp.arguments', 'ecomp.errors', 'ecomp.failpoints', 'ecomp.conf'),
@@ -85,7 +87,10 @@ PLACES: dict[str, set[str]] = {
     'subprocess': {'ecomp.lab', 'ecomp.agent.metadata', 'ecomp.agent.images.inspection'},
 }
 # These take time, uuids and randomness as arguments, and touch nothing.
-PURE = {'ecomp.model', 'ecomp.virt.xml', 'ecomp.agent.plan', 'ecomp.scheduler.timeline', 'mdserver.metadata'}
+PURE = {
+    *('ecomp.model', 'ecomp.virt.xml', 'ecomp.virt.filter_xml', 'ecomp.agent.plan', 'ecomp.scheduler.timeline'),
+    'mdserver.metadata',
+}
 IMPURE_IMPORTS = {
     *('glob', 'http', 'logging', 'multiprocessing', 'os', 'pathlib', 'secrets', 'shutil', 'signal', 'socket'),
     *('sys', 'tempfile', 'threading', 'time'),

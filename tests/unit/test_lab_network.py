@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from ecomp.errors import EcompError, UsageError
 from ecomp.lab.network import (
     CONTROL,
+    DNSMASQ,
     METADATA_ADDRESS,
     MOST_HOSTS,
     SECOND_OCTETS,
@@ -112,7 +113,9 @@ def test_the_network_of_a_host_is_open_and_carries_the_metadata_address() -> Non
         ('dns', None, {'enable': 'no'}),
         ('ip', None, {'address': '10.200.3.1', 'netmask': '255.255.255.0'}),
         ('ip', None, {'address': METADATA_ADDRESS, 'netmask': '255.255.255.255'}),
+        (f'{{{DNSMASQ}}}options', None, {}),
     ]
+    assert [each.attrib for each in root.iter(f'{{{DNSMASQ}}}option')] == [{'value': 'dhcp-ignore=tag:!known'}]
     ranges = root.findall('ip/dhcp/range')
     assert [each.attrib for each in ranges] == [{'start': '10.200.3.2', 'end': '10.200.3.254'}]
 

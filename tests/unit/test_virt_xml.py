@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import xml.etree.ElementTree as ET
 from dataclasses import replace
+from ipaddress import IPv4Address, IPv6Address
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ import pytest
 from ecomp.model.guest import BaseImage, GuestSpec
 from ecomp.model.network import Attachment
 from ecomp.virt import image, xml
+from ecomp.virt.filter_xml import Service
 
 GOLDEN = Path(__file__).parent / 'golden'
 IMAGES = '/var/lib/ecompute/images'
@@ -26,10 +28,12 @@ SPEC = GuestSpec(
 DISK = f'{IMAGES}/{SPEC.instance}.qcow2'
 LOG = f'/var/lib/ecompute/console/{SPEC.instance}.log'
 
+V4, V6 = Service(IPv4Address('10.0.0.2'), 2379), Service(IPv6Address('fd00::2'), 8080)
+SECOND = Service(IPv4Address('10.0.0.3'), 2379)
 TWO = (Attachment('network', 'default'), Attachment('bridge', 'br0'))
 CASES = {
     'domain-qemu.xml': xml.domain_xml(SPEC, DISK, LOG),
-    'domain-kvm.xml': xml.domain_xml(replace(SPEC, virt_type='kvm'), DISK, LOG),
+    'domain-kvm.xml': xml.domain_xml(replace(SPEC, virt_type='kvm'), DISK, LOG, control=[V4, V6, SECOND]),
     'domain-bridge-raw.xml': xml.domain_xml(
         replace(
             SPEC, networks=TWO, reserved=('10.0.0.5', None), base=BaseImage(f'{IMAGES}/base-debian.raw', 'raw', 2**31)
@@ -38,7 +42,7 @@ CASES = {
         LOG,
     ),
     'domain-iso.xml': xml.domain_xml(SPEC, DISK, LOG, seed=f'/var/lib/ecompute/seeds/{SPEC.instance}.iso'),
-    'domain-unfiltered.xml': xml.domain_xml(replace(SPEC, reserved=('10.0.0.5',)), DISK, LOG, filtered=False),
+    'domain-unfiltered.xml': xml.domain_xml(replace(SPEC, reserved=('10.0.0.5',)), DISK, LOG, control=None),
     'volume.xml': xml.volume_xml(f'{SPEC.instance}.qcow2', image.capacity(SPEC), SPEC.base.path, 'qcow2'),
     'volume-no-resize.xml': xml.volume_xml(
         f'{SPEC.instance}.qcow2', image.capacity(replace(SPEC, disk_gb=None)), f'{IMAGES}/base-debian.raw', 'raw'

@@ -233,6 +233,8 @@ def _held(path: Path) -> Held:
     descriptor = _flocked(path, fcntl.LOCK_SH)
     try:
         os.utime(descriptor)
+        if os.fstat(descriptor).st_uid != os.geteuid():  # libvirt gave it to QEMU, at an earlier ecomp's start
+            os.fchown(descriptor, os.geteuid(), os.getegid())
         return Held(inspected(path), descriptor)
     except BaseException:
         os.close(descriptor)

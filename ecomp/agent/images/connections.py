@@ -23,6 +23,7 @@ from urllib3.connection import HTTPConnection, HTTPSConnection
 from urllib3.exceptions import ConnectTimeoutError, NameResolutionError, NewConnectionError
 from urllib3.util.connection import create_connection
 
+from ecomp.addresses import addresses, is_own
 from ecomp.conf import ComputeConfig
 from ecomp.model.image_sources import (
     Address,
@@ -31,7 +32,6 @@ from ecomp.model.image_sources import (
     image_sources,
     why_not,
     why_not_name,
-    without_zone,
 )
 
 CONTROL = 'etcd or placement'
@@ -129,7 +129,7 @@ class Connections:
 
     def _resolved(self, connection: HTTPConnection, host: str, port: int) -> list[Address]:
         try:
-            found = _addresses(host)
+            found = addresses(host)
         except socket.gaierror as error:
             raise NameResolutionError(host, connection, error) from error
         except (OSError, ValueError) as error:
@@ -151,16 +151,16 @@ class Connections:
         for host, theirs in self._reach.control:
             if theirs == port:
                 with suppress(OSError, ValueError):  # what has no address now is not reached by its address
-                    found = {each for address in _addresses(host) for each in all_of(address)}
+                    found = {each for address in addresses(host) for each in all_of(address)}
                     here = any(each.is_loopback for each in found)
-                    if ours & found or (here and any(map(_is_own, ours))):
+                    if ours & found or (here and any(map(is_own, ours))):
                         return True
         return False
 
     def _check_for_proxy(self, host: str, port: int) -> None:
         """What can be said of a URL whose name the proxy resolves."""
         try:
-            addresses = _addresses(host, socket.AI_NUMERICHOST)
+            there = addresses(host, socket.AI_NUMERICHOST)
         except (OSError, ValueError):
             what = why_not_name(host, self._reach.sources)
             if what is None and (host.lower().rstrip('.'), port) in self._reach.control:
@@ -168,7 +168,7 @@ class Connections:
             if what is not None:
                 raise Refused(host, what) from None
         else:
-            for address in addresses:
+            for address in there:
                 self._check(host, port, address)
 
     def _noted(self, connection: HTTPConnection, made: socket.socket) -> socket.socket:
@@ -183,21 +183,6 @@ class Connections:
 
 def _port(parts: SplitResult) -> int:
     return parts.port or (443 if parts.scheme == 'https' else 80)
-
-
-def _addresses(host: str, flags: int = 0) -> list[Address]:
-    """The addresses of a host, in the order in which they are to be tried. OSError, ValueError."""
-    found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM, flags=flags)
-    return [without_zone(str(address[0])) for *_, address in found]
-
-
-def _is_own(address: Address) -> bool:
-    """Whether it is this host's: the kernel speaks to it from itself. Nothing is sent."""
-    family = socket.AF_INET if address.version == 4 else socket.AF_INET6
-    with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect((str(address), 9))
-        return address.is_loopback or without_zone(str(probe.getsockname()[0])) == address
-    return False
 
 
 class _Session(requests.Session):

@@ -1,0 +1,44 @@
+"""A configuration that nobody named: where it is found, and from whom it is taken.
+
+ecompute is root, and schedule.yaml names the file that goes to guests as user-data: whoever may put a file where the
+next command is typed would be believed.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from ecomp.errors import UsageError
+
+VARIABLE = 'ECOMP_CONFIG'
+
+
+def find(name: str) -> Path | None:
+    """The first file of this name in ./, ~/.config/ecomp/ and /etc/ecomp/, None if there is none.
+
+    Where $ECOMP_CONFIG names a directory, it is in that alone. UsageError: it is not there.
+    """
+    if own := os.environ.get(VARIABLE):
+        path = Path(own) / name
+        if not os.path.lexists(path):
+            raise UsageError(f'{VARIABLE}={own}: has no {name}')
+        return path
+    places = (Path(), Path(os.path.expanduser('~/.config/ecomp')), Path('/etc/ecomp'))
+    return next((place / name for place in places if os.path.lexists(place / name)), None)
+
+
+def check(name: str, found: os.stat_result) -> None:
+    """UsageError for a file that belongs to somebody else than root and the caller, or that others can write to."""
+    callers = {0, os.geteuid()}
+    if os.geteuid() == 0 and (behind_sudo := os.environ.get('SUDO_UID', '')).isdecimal():
+        callers.add(int(behind_sudo))
+    if found.st_uid not in callers:
+        raise UsageError(
+            f'{name}: belongs to user {found.st_uid}, and a configuration that nobody named is taken from root and you '
+            f'alone: chown it, or name it (--config)'
+        )
+    # A user's own group has the user's number, and nobody else in it.
+    others = 0o002 if found.st_gid == found.st_uid else 0o022
+    if found.st_mode & others:
+        raise UsageError(f'{name}: others can write to it: chmod go-w {name}')

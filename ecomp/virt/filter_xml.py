@@ -1,0 +1,80 @@
+"""PURE: what a guest may send, as libvirt's network filters. https://libvirt.org/formatnwfilter.html
+
+Few rules: each is a program that libvirt runs at every start, some 20 ms. Other rules need another name: what is
+defined under a name is taken as it is.
+"""
+
+from __future__ import annotations
+
+import xml.etree.ElementTree as ET
+from collections.abc import Collection
+from dataclasses import dataclass
+from ipaddress import IPv4Address, IPv6Address
+
+GUEST_MAC, GUEST_ADDRESS = 'ecompute-guest-mac', 'ecompute-guest-address'
+
+# All on Ethernet's level: what two guests of one bridge send each other is not seen on that of IP.
+_NO_SERVER = """\
+  <rule action='drop' direction='out' priority='10'><ip protocol='udp' srcportstart='67'/></rule>
+  <rule action='drop' direction='out' priority='20'><ipv6 protocol='udp' srcportstart='547'/></rule>
+  <rule action='drop' direction='out' priority='30'><ipv6 protocol='icmpv6' type='134'/></rule>
+  <rule action='drop' direction='out' priority='40'><ipv6 protocol='icmpv6' type='137'/></rule>
+"""
+_NO_CONTROL = """\
+  <rule action='drop' direction='out' priority='50'>
+    <ip protocol='tcp' dstipaddr='$CONTROL4[@1]' dstportstart='$PORT4[@1]'/>
+  </rule>
+  <rule action='drop' direction='out' priority='60'>
+    <ipv6 protocol='tcp' dstipaddr='$CONTROL6[@1]' dstportstart='$PORT6[@1]'/>
+  </rule>
+"""
+
+FILTERS = {
+    GUEST_MAC: f"""\
+<filter name='{GUEST_MAC}' chain='root'>
+  <uuid>0a4e4e5b-6a5a-5f0f-9c1e-3d6d1f9d7a11</uuid>
+{_NO_SERVER}{_NO_CONTROL}\
+  <rule action='drop' direction='out' priority='100'><mac match='no' srcmacaddr='$MAC'/></rule>
+</filter>
+""",
+    # The rest is dropped, and not what is seen to be forged: a VLAN tag of 0 hides that from ebtables, not from a host.
+    GUEST_ADDRESS: f"""\
+<filter name='{GUEST_ADDRESS}' chain='root'>
+  <uuid>5b8f6f0e-0c53-5b0c-8a39-8f0b6f3c2e27</uuid>
+{_NO_SERVER}{_NO_CONTROL}\
+  <rule action='accept' direction='out' priority='100'><ip srcmacaddr='$MAC' srcipaddr='$IP'/></rule>
+  <rule action='accept' direction='out' priority='200'><ip srcmacaddr='$MAC' dstipaddr='255.255.255.255'/></rule>
+  <rule action='accept' direction='out' priority='300'><arp srcmacaddr='$MAC' arpsrcipaddr='$IP'/></rule>
+  <rule action='accept' direction='out' priority='400'><ipv6 srcmacaddr='$MAC'/></rule>
+  <rule action='drop' direction='out' priority='500'><mac/></rule>
+</filter>
+""",
+}
+"""By name. On each interface: a guest is no DHCP server (its port is 67, DHCPv6's 547) and no router (router
+advertisements and redirects are ICMPv6 134 and 137) of its neighbours, and reaches neither etcd nor placement. What it
+sends is from its own MAC; where it has a reserved address, IPv4 and ARP are from that alone, or to all, as it asks for
+one.
+"""
+
+
+@dataclass(frozen=True)
+class Service:
+    """A TCP service that no guest reaches."""
+
+    address: IPv4Address | IPv6Address
+    port: int
+
+
+# A variable of libvirt's has at least one value; nobody listens there.
+_NOWHERE = (Service(IPv4Address('0.0.0.0'), 1), Service(IPv6Address('::'), 1))
+
+
+def reference(interface: ET.Element, address: str | None, control: Collection[Service]) -> None:
+    """Give a domain's `<interface>` its filter: for its reserved IPv4 `address`, None where it has none."""
+    filtered = ET.SubElement(interface, 'filterref', filter=GUEST_ADDRESS if address else GUEST_MAC)
+    if address:
+        ET.SubElement(filtered, 'parameter', name='IP', value=address)
+    for version, nowhere in zip((4, 6), _NOWHERE, strict=True):
+        for each in [each for each in control if each.address.version == version] or [nowhere]:
+            ET.SubElement(filtered, 'parameter', name=f'CONTROL{version}', value=str(each.address))
+            ET.SubElement(filtered, 'parameter', name=f'PORT{version}', value=str(each.port))

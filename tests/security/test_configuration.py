@@ -1,0 +1,113 @@
+"""A configuration that nobody named is taken from whom it may be: where it is found, and whose it is."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from ecomp.agent import metadata
+from ecomp.conf import load_compute, load_schedule
+from ecomp.errors import BuildFailed, UsageError
+
+STRANGER = 54321
+as_root = pytest.mark.skipif(os.geteuid() != 0, reason='only root can give a file to somebody else')
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Somebody's home; the current directory is work/ in it."""
+    monkeypatch.setenv('HOME', str(tmp_path))
+    monkeypatch.delenv('ECOMP_CONFIG', raising=False)
+    monkeypatch.delenv('SUDO_UID', raising=False)
+    (tmp_path / '.config/ecomp').mkdir(parents=True)
+    (tmp_path / 'work').mkdir()
+    monkeypatch.chdir(tmp_path / 'work')
+    return tmp_path
+
+
+def write(path: Path, user: str = 'nobody-else') -> Path:
+    path.write_text(f'user_id: {user}\n')
+    path.chmod(0o644)
+    return path
+
+
+def test_where_it_is_found(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    default = load_schedule().user_id
+    write(home / '.config/ecomp/schedule.yaml', 'of-home')
+    assert load_schedule().user_id == 'of-home'
+    write(home / 'work/schedule.yaml', 'here')
+    assert load_schedule().user_id == 'here'
+    (home / 'other').mkdir()
+    monkeypatch.setenv('ECOMP_CONFIG', str(home / 'other'))
+    with pytest.raises(UsageError, match=f'^ECOMP_CONFIG={home}/other: has no schedule.yaml$'):
+        load_schedule()
+    write(home / 'other/schedule.yaml', 'told')
+    assert load_schedule().user_id == 'told'
+    assert load_schedule(home / 'work/schedule.yaml').user_id == 'here'
+    assert default not in ('of-home', 'here', 'told')
+
+
+def test_paths_in_it_are_meant_from_where_it_is(home: Path) -> None:
+    (home / '.config/ecomp/schedule.yaml').write_text('user_data: boot.sh\n')
+    assert load_schedule().user_data == home / '.config/ecomp/boot.sh'
+
+
+@as_root
+@pytest.mark.parametrize('load', [load_schedule, load_compute])
+def test_a_stranger_s_is_not_taken(home: Path, load: Callable[..., object]) -> None:
+    """It names the file that goes to guests, and the etcd to put it into (ENEMY 12)."""
+    name = 'schedule.yaml' if load is load_schedule else 'compute.yaml'
+    path = home / 'work' / name
+    path.write_text('')
+    os.chown(path, STRANGER, STRANGER)
+    with pytest.raises(UsageError, match=f'^{name}: belongs to user {STRANGER}, .*: chown it, or name it'):
+        load()
+    load(path)
+    # One of ours behind a stranger's link is ours all the same.
+    path.rename(home / 'theirs')
+    (home / 'ours').write_text('')
+    path.symlink_to(home / 'ours')
+    os.chown(path, STRANGER, STRANGER, follow_symlinks=False)
+    load()
+
+
+@as_root
+def test_with_sudo_it_may_be_the_caller_s_own(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write(home / 'work/schedule.yaml')
+    os.chown(path, STRANGER, STRANGER)
+    monkeypatch.setenv('SUDO_UID', str(STRANGER))
+    assert load_schedule().user_id == 'nobody-else'
+    monkeypatch.setenv('SUDO_UID', str(STRANGER + 1))
+    with pytest.raises(UsageError, match='belongs to user'):
+        load_schedule()
+    monkeypatch.setattr(os, 'geteuid', lambda: STRANGER + 1)
+    monkeypatch.setenv('SUDO_UID', str(STRANGER))
+    with pytest.raises(UsageError, match='belongs to user'):
+        load_schedule()
+
+
+@as_root
+def test_nobody_else_can_write_to_it(home: Path) -> None:
+    path = write(home / 'work/schedule.yaml')
+    cases = (0o666, 0, False), (0o664, 0, True), (0o664, 4, False), (0o646, 0, False), (0o600, 4, True)
+    for mode, group, taken in cases:
+        os.chown(path, 0, group)
+        path.chmod(mode)
+        if taken:
+            assert load_schedule().user_id == 'nobody-else'
+        else:
+            with pytest.raises(UsageError, match='^schedule.yaml: others can write to it: chmod go-w schedule.yaml$'):
+                load_schedule()
+
+
+@as_root
+def test_the_metadata_server_s_too(home: Path) -> None:
+    """It lies beside compute.yaml, and nobody names it."""
+    path = home / 'work/mdserver.conf'
+    path.write_text('[public-keys]\n')
+    os.chown(path, STRANGER, STRANGER)
+    with pytest.raises(BuildFailed, match='mdserver.conf: belongs to user'):
+        metadata.seed(home, path.parent, '52:54:00:00:00:01', phones_home=False)

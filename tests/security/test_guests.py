@@ -1,0 +1,140 @@
+"""A guest that was taken over, on a lab: what it reaches, and what its neighbours hear of it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from ipaddress import IPv4Network
+from pathlib import Path
+
+import pytest
+
+from ecomp.lab.network import ETCD_PORT, FENCED, PLACEMENT_PORT, Layout
+from tests.kit.lab import Lab, lab_name
+from tests.kit.orders import Guest, place
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(os.geteuid() != 0, reason='hypervisors in namespaces need root'),
+]
+
+
+@pytest.fixture
+def lab(guest_image: Path) -> Iterator[Lab]:
+    """One host."""
+    made = Lab(lab_name('guests'), 1)
+    try:
+        (made.directory / 'images/guest.qcow2').write_bytes(guest_image.read_bytes())
+        yield made
+    finally:
+        made.close()
+
+
+class Page(BaseHTTPRequestHandler):
+    """What a developer has on his machine."""
+
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(b'private')
+
+    def log_message(self, *_: object) -> None:
+        """Nothing on the terminal."""
+
+
+@contextmanager
+def listening(address: str) -> Iterator[int]:
+    """A web server of the machine's own; its port."""
+    with ThreadingHTTPServer((address, 0), Page) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield server.server_port
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def reaches(guest: Guest, url: str) -> str:
+    """What the guest is told there."""
+    return guest.run(f'timeout 5 wget -q -O - {url} </dev/null 2>&1 || echo nothing')
+
+
+def test_a_guest_reaches_what_is_for_guests_and_nothing_else(lab: Lab) -> None:
+    """A guest was the cluster's administrator, and reached all that listens on the developer's machine (ENEMY 1)."""
+    guest = place(lab, 'one')
+    layout = Layout(lab.name, IPv4Network(lab.facts['network']))
+    control, machine, host = str(layout.control), str(layout.machine), str(layout.address('hv1'))
+    gateway = layout.guests('hv1')[1]
+    (lab.directory / 'images/hello').write_text('hello')
+    assert reaches(guest, f'http://{control}/hello') == 'hello'
+    assert reaches(guest, 'http://169.254.169.254/latest/meta-data/instance-id') == guest.instance
+    with listening(machine) as port:
+        for where in (
+            *(f'{control}:{ETCD_PORT}/version', f'{control}:{PLACEMENT_PORT}/', f'{machine}:{port}/'),
+            *(f'{host}:{each}/' for each in (22, 111, port)),
+            *(f'{gateway}:{each}/' for each in (22, 53, 111)),
+        ):
+            said = reaches(guest, f'http://{where}')
+            assert said.endswith('nothing\n'), (where, said)
+    # Unhindered by the lab's own fence, its filter keeps it from etcd and placement.
+    for hook, chain in FENCED.items():
+        lab.inside('hv1', 'iptables', '--delete', hook, '-i', 'virbr0', '-j', chain)
+    with listening(machine) as port:
+        assert reaches(guest, f'http://{machine}:{port}/') == 'private'
+    for port in (ETCD_PORT, PLACEMENT_PORT):
+        assert 'nothing' in reaches(guest, f'http://{control}:{port}/version')
+    # And elab up puts it back.
+    lab.elab('up')
+    with listening(machine) as port:
+        assert 'nothing' in reaches(guest, f'http://{machine}:{port}/')
+    lab.destroy(guest.instance)
+    lab.check()
+
+
+# Sends DHCPDISCOVERs of MACs of its own making from where it is, and prints the addresses that it is offered.
+MANY = """\
+import os, socket, struct, time
+sock = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+sock.setsockopt(socket.SOL_SOCKET, socket.SO_BROADCAST, 1)
+sock.setsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, b'eth0')
+sock.bind(('0.0.0.0', 68))
+sock.settimeout(4)
+for mac in [bytes.fromhex(known)] + [bytes((2, 0, 0, 0, 0, number)) for number in range(20)]:
+    head = struct.pack('!4BIHH4s4s4s4s', 1, 1, 6, 0, int.from_bytes(mac[2:], 'big'), 0, 0x8000, *[bytes(4)] * 4)
+    sock.sendto(head + mac + bytes(10 + 64 + 128) + bytes((99, 130, 83, 99, 53, 1, 1, 255)), ('255.255.255.255', 67))
+    time.sleep(0.1)
+try:
+    while True:
+        said = sock.recv(2000)
+        print(said[28:34].hex(':'), socket.inet_ntoa(said[16:20]))
+except TimeoutError:
+    pass
+"""
+
+
+def test_dhcp_answers_those_alone_who_have_a_reservation(lab: Lab) -> None:
+    """One guest took all 252 addresses in 1.7 s, by the hardware addresses in what it asked (ENEMY 4)."""
+    guest = place(lab, 'one')
+    name, host = f'many{os.getpid()}', f'elab-{lab.name}-hv1'
+
+    def ip(*words: str) -> str:
+        return subprocess.run(['ip', *words], check=True, timeout=60, capture_output=True, text=True).stdout
+
+    ip('netns', 'add', name)
+    try:
+        ip('-n', host, 'link', 'add', 'many', 'type', 'veth', 'peer', 'name', 'eth0', 'netns', name)
+        ip('-n', host, 'link', 'set', 'many', 'master', 'virbr0', 'up')
+        ip('-n', name, 'link', 'set', 'eth0', 'up')
+        asked = f"known = '{guest.mac.replace(':', '')}'\n{MANY}"
+        offered = ip('netns', 'exec', name, sys.executable, '-c', asked).split('\n')
+    finally:
+        ip('netns', 'del', name)
+    assert offered == [f'{guest.mac} {guest.address}', '']
+    lab.destroy(guest.instance)
+    lab.check()
