@@ -237,8 +237,12 @@ def test_two_labs_at_once_and_one_goes() -> None:
             elab('down', '--name', name)
 
 
+DAEMONS = 'libvirtd', 'ecompute'
+
+
 @pytest.mark.parametrize(
-    'moment', ['nothing', 'control', 'etcd', pytest.param('hv1 libvirtd', marks=pytest.mark.slow), 'hv1 ecompute']
+    'moment',
+    ['nothing', 'control', 'etcd', *(pytest.param(f'hv1 {each}', marks=pytest.mark.slow) for each in DAEMONS)],
 )
 def test_what_a_killed_up_has_made_is_found_and_removed(moment: str) -> None:
     name = f'{NAME}k'

@@ -255,6 +255,10 @@ class Etcd(Server):
         self._peer = f'http://127.0.0.1:{free_port()}'
         self._options = options
 
+    def environment(self) -> dict[str, str]:
+        """Less often looking for garbage: a seventh of what it does."""
+        return {**environment(), 'GOGC': '400'}
+
     def command(self) -> list[str]:
         """etcd with everything in our directory."""
         client = f'http://{self.endpoint}'

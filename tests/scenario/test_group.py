@@ -108,9 +108,9 @@ def test_plan_and_then_the_real_thing(cluster: Control) -> None:
     assert called(cluster, 'plan', SMALL, '--group', 'web').code == 3
 
 
-@pytest.mark.parametrize('racers', [12, pytest.param(32, marks=pytest.mark.slow)])
+@pytest.mark.parametrize('racers', [8, pytest.param(32, marks=pytest.mark.slow)])
 def test_never_two_on_a_compute_however_many_ask_at_once(cluster: Control, racers: int) -> None:
-    size = 20 if racers > 20 else 8
+    size = 20 if racers > 20 else 5
     computes = started(cluster, *[ROOMY] * size)
     words = [SMALL, '--group', 'web', *APART]
     results = at_once(cluster, [words] * racers, width=racers)

@@ -29,7 +29,8 @@ class Watched(FaultyPlacement):
 
 
 @pytest.mark.parametrize(
-    ('computes', 'slots', 'racing'), [(5, 12, 8), pytest.param(20, 50, 32, marks=pytest.mark.slow)]
+    ('computes', 'slots', 'racing'),
+    [(3, 7, 5), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((5, 12, 8), (20, 50, 32)))],
 )
 def test_the_last_slots(cluster: Control, computes: int, slots: int, racing: int) -> None:
     """So many slots are left on so many computes, and twice as many are asked for than there are racing."""

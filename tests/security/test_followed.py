@@ -228,7 +228,7 @@ def test_a_compute_under_a_flood(cluster: Control) -> None:
     compute = cluster.ecompute('VCPU:8,DISK_GB:10,MEMORY_MB:1024')
     _, instance = notified(cluster.eschedule(QUERY))
     addressed(cluster, instance)
-    large, junk = [str(uuid.uuid4()) for _ in range(5)], [f'junk{number}' for number in range(20)]
+    large, junk = [str(uuid.uuid4()) for _ in range(3)], [f'junk{number}' for number in range(8)]
     for name in (*large, *junk):
         cluster.etcd.put(f'/hosts/{compute.uuid}/{name}', 'x' * BIG)
     for name in large:
