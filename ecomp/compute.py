@@ -191,7 +191,7 @@ def _wire(
     from ecomp.agent.republish import republish
     from ecomp.agent.reserved import reserve_again
     from ecomp.agent.several import Ears
-    from ecomp.store.presence import Presence
+    from ecomp.store.presence import Presence, hashed
     from ecomp.store.shared_follower import following
 
     fake, guard, familiar, placement = common.fake, common.guard, common.familiar, common.placement
@@ -260,7 +260,7 @@ def _wire(
 
         follower = follow(ears.hosts, prefix, on_state, on_lost, on_back)
         told = (config.etcd, hypervisor, config.state, may_remove, ears.audits)
-        answerer = Answerer(compute, state.token(), *told)
+        answerer = Answerer(compute, hashed(state.token()), *told)
         answerer.start()
         at_exit.callback(answerer.stop)
         if familiar:

@@ -129,7 +129,9 @@ class Answerer:
         """False if another ecompute is this compute now: it is to answer."""
         entry = self._store.get(keys.compute(self._compute))
         try:
-            return entry is None or load_object(entry.value).get('token', self._token) == self._token
+            if entry is None or not entry.lease:
+                return True
+            return load_object(entry.value).get('token', self._token) == self._token
         except ValueError:
             return True
 

@@ -35,16 +35,17 @@ def audit(planes: Planes) -> list[Finding]:
 
 
 def _computes(world: World) -> Iterator[Finding]:
+    for key, kept in world.planes.etcd.items():
+        if key.startswith(keys.COMPUTES) and not kept.lease:
+            compute = keys.last(key)
+            yield Finding('presence-unleased', compute, f'{key} is on no lease: nobody is alive by it')
     for compute in sorted(world.alive):
         provider = world.planes.providers.get(compute)
         if provider is None:
             yield Finding('provider-missing', compute, f'etcd says compute {compute} lives, placement does not know it')
         elif not provider.inventory:
             yield Finding('inventory-missing', compute, f'compute {compute} lives, placement has no inventory of it')
-        key = world.kept(keys.compute(compute))
-        if key is not None and not key.lease:
-            yield Finding('presence-unleased', compute, f'{keys.compute(compute)} is on no lease: it says so for ever')
-        elif compute in world.planes.mute:
+        if compute in world.planes.mute:
             why = world.planes.mute[compute]
             yield Finding('compute-mute', compute, f'etcd says compute {compute} lives, it gives no digest: {why}')
     for compute in sorted(world.computes & world.planes.providers.keys()):

@@ -93,7 +93,7 @@ CODES = {
         "a quota counts other than placement does for its project", how='whose claim it is: openstack allocation show'
     ),
     'attempt-unleased': Code('somebody is at a request for ever', how='if nobody is, delete the key: etcdctl del'),
-    'presence-unleased': Code('a compute says it is alive for ever', how='delete the key: etcdctl del'),
+    'presence-unleased': Code('a compute says it is alive, and on no lease', how='delete the key: etcdctl del'),
     # computes
     'compute-mute': Code('a living compute gives no digest', how="see its ecompute's log; restart it"),
     'domain-missing': Code('an instance lives and has no domain', how='eschedule destroy <instance>'),

@@ -58,7 +58,7 @@ class World:
 
     def __init__(self, planes: Planes) -> None:
         self.planes = planes
-        self.alive = {keys.last(key) for key in self._under(keys.COMPUTES)}
+        self.alive = {keys.last(key) for key, kept in self._under(keys.COMPUTES).items() if kept.lease}
         self.records: dict[str, Record] = {}
         self.unreadable: dict[str, str] = {}
         for key, kept in self._under(keys.INSTANCES).items():

@@ -89,7 +89,8 @@ def create(
         if there:
             quietly_revoke(store, lease)
             return there
-        alive = [keys.last(key) for key in store.snapshot(keys.COMPUTES, keys_only=True).entries]
+        found = store.snapshot(keys.COMPUTES, keys_only=True).entries
+        alive = [keys.last(key) for key, entry in found.items() if entry.lease]
         announced = time.monotonic()
         placement, offer = backend.result()
         if announced - offer.asked > FRESH:

@@ -70,8 +70,9 @@ def compute_of(store: Store, word: str) -> str:
 
 
 def alive(store: Store) -> dict[str, str | None]:
-    """The computes that are alive, each with its host name if it says one."""
-    return {keys.last(key): _hostname(entry) for key, entry in store.snapshot(keys.COMPUTES).entries.items()}
+    """The computes that are alive, each with its host name if it says one. Who is, says so on a lease."""
+    found = store.snapshot(keys.COMPUTES).entries
+    return {keys.last(key): _hostname(entry) for key, entry in found.items() if entry.lease}
 
 
 def look(store: Store) -> Seen:

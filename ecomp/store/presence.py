@@ -7,6 +7,7 @@ that was frozen for longer than its lease writes nothing before it has looked wh
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import threading
 import time
@@ -31,7 +32,8 @@ COPY = (
 class Presence:
     """Holds `key` with `value` (a JSON object with a "token", and "boot", the machine's boot id) until stop().
 
-    The same token takes its own key over at once, so a restart need not wait for the old lease; where the machine was
+    The token is put as hashed(): whoever reads etcd is not told it. A key without a lease is nobody's. The same token
+    takes its own key over at once, so a restart need not wait for the old lease; where the machine was
     booted since, it waits until the lease ends: one that does not is a copy's, of the state directory with the token.
     on_lost is called, once, when the key is found to be somebody else's: of another token, or of the same one in a
     value that is not ours, for a process of our own that has ended puts nothing any more.
@@ -40,7 +42,8 @@ class Presence:
     def __init__(self, store: Store, key: str, value: Mapping[str, Any], on_lost: Callable[[str], None]) -> None:
         self._store = store
         self._key = key
-        self._value = dict(value)
+        self._token = str(value['token'])
+        self._value = {**value, 'token': hashed(self._token)}
         self._on_lost = on_lost
         self._lease = 0
         self._revision = 0
@@ -92,9 +95,10 @@ class Presence:
         if entry is None:
             return None
         holder = _holder(entry)
-        if holder is None:
-            return entry  # nothing an ecompute wrote: not an owner
-        if holder['token'] != self._value['token']:
+        if holder is None or not entry.lease:
+            return entry  # nothing an ecompute wrote, or nothing that would end with it: not an owner
+        # As it is also what an ecompute of 1.0 put.
+        if holder['token'] not in (self._value['token'], self._token):
             raise self._conflict(entry, 'stop that one, or give this one a `uuid:` of its own')
         if self._revision and entry.lease and holder != self._value:
             raise self._conflict(entry, COPY)
@@ -152,6 +156,11 @@ class Presence:
                 continue  # the follower of our prefix says that etcd is away, once
             except Exception:
                 log.exception('keeping %s failed in a way nobody thought of; trying again', self._key)
+
+
+def hashed(token: str) -> str:
+    """What etcd is told of a token."""
+    return hashlib.sha256(token.encode()).hexdigest()
 
 
 def _holder(entry: Entry) -> dict[str, Any] | None:

@@ -19,7 +19,7 @@ from ecomp.model.json_object import VALUE_LIMIT
 from ecomp.model.record import Record, from_json, parse_address
 from ecomp.model.record import to_json as record_to_json
 from ecomp.store.client import Entry, Snapshot, Store
-from ecomp.store.presence import Presence
+from ecomp.store.presence import Presence, hashed
 from ecomp.store.requests import in_requests
 from tests.kit.commands import Control, Ecompute, Result
 from tests.kit.hands import guests
@@ -314,8 +314,9 @@ def test_a_hostile_presence(cluster: Control, monkeypatch: pytest.MonkeyPatch) -
     try:
         for presence in alive.values():
             presence.start()
+        lease = cluster.etcd.grant()
         for key, value in zip(alive, JUNK, strict=True):
-            cluster.etcd.put(key, value)
+            cluster.etcd.put(key, value, lease)
         for key, value in zip(alive, JUNK, strict=True):
             if b'"token": 7' in value:  # an owner's, however odd
                 until(lambda key=key: lost[key], 20, 'it knows that somebody else is this compute')  # type: ignore[misc]
@@ -324,7 +325,7 @@ def test_a_hostile_presence(cluster: Control, monkeypatch: pytest.MonkeyPatch) -
                 continue
 
             def right(key: str = key) -> bool:
-                return (cluster.etcd.get(key) or b'').startswith(b'{"token": "mine"')
+                return (cluster.etcd.get(key) or b'').startswith(f'{{"token": "{hashed("mine")}"'.encode())
 
             until(right, 20, 'it is put right')
             assert lost[key] == []

@@ -45,7 +45,7 @@ class Cloud:
         """A provider with room for two small guests, or with `totals`."""
         compute = self.server.make_provider(**(totals or {'VCPU': 2, 'MEMORY_MB': 512, 'DISK_GB': 10}))
         if alive:
-            self.etcd.put(keys.compute(compute), '{"token": "x"}')
+            self.etcd.put(keys.compute(compute), '{"token": "x"}', self.etcd.grant())
         return compute
 
     def wanted(self, compute: str, instance: str | None = None, resources: str = RESOURCES) -> Wanted:

@@ -173,7 +173,7 @@ def test_another_ecompute_that_is_this_compute_now_answers_alone(cloud: Cloud, h
     second.start()
     try:
         for token, instance in (('mine', mine), ('theirs', theirs)) * 3:
-            cloud.etcd.put(keys.compute(host.compute), json.dumps({'token': token}))
+            cloud.etcd.put(keys.compute(host.compute), json.dumps({'token': token}), cloud.etcd.grant())
             assert set(from_pages([ask(cloud.store, host)['0']]).guests) == {instance}
     finally:
         second.stop()

@@ -129,9 +129,41 @@ def test_a_key_without_an_owner_is_taken(store: Store, prefix: str, value: str) 
 
 
 def test_an_owner_of_whom_little_is_known_is_one(store: Store, prefix: str) -> None:
-    store.commit([], [Put(prefix + 'c', '{"token": "theirs"}')])
+    lease = store.grant(60)
+    store.commit([], [Put(prefix + 'c', '{"token": "theirs"}', lease)])
     with pytest.raises(Conflict, match=r'on \? since \?'):
         presence(store, prefix + 'c', 'mine').check()
+    store.revoke(lease)
+
+
+def test_etcd_is_not_told_the_token(store: Store, prefix: str) -> None:
+    """Whoever reads it is none the wiser; and who put it as it is, as 1.0 did, is the same one all the same."""
+    alive = presence(store, prefix + 'c', 'mine')
+    lease = store.grant(60)
+    store.commit([], [Put(prefix + 'c', '{"token": "mine"}', lease)])
+    alive.start()
+    entry = store.get(prefix + 'c')
+    assert entry is not None
+    assert b'mine' not in entry.value.replace(b'host-of-mine', b'')
+    with pytest.raises(Conflict):
+        presence(store, prefix + 'c', 'yours').check()
+    alive.stop()
+    store.revoke(lease)
+
+
+def test_who_is_on_no_lease_is_nobody(store: Store, prefix: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One put of another token made a compute read-only for good (ENEMY 2)."""
+    monkeypatch.setattr('ecomp.store.presence.SECONDS', 1)
+    key, lost = prefix + 'c', list[str]()
+    theirs = Put(key, json.dumps({'token': 'theirs', 'hostname': 'elsewhere', 'since': 'now'}))
+    store.commit([], [theirs])
+    alive = presence(store, key, 'mine', lost)
+    alive.start()
+    for _ in range(2):
+        written = store.commit([], [theirs], fenced=False)
+        until(lambda written=written: (store.get(key) or theirs).revision > written, 10, 'it is put again')  # type: ignore[misc]
+    assert lost == []
+    alive.stop()
 
 
 def test_a_lost_lease_is_replaced(store: Store, prefix: str, monkeypatch: pytest.MonkeyPatch) -> None:

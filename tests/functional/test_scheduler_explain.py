@@ -40,7 +40,7 @@ class World:
         inventories = {name: {'total': size or 4, 'reserved': 0 if size else 4} for name, size in totals.items()}
         put(self.placement, f'/resource_providers/{compute}/inventories', inventories=inventories)
         if alive:
-            self.etcd.put(keys.compute(compute), json.dumps({'hostname': host, 'token': 'x'}))
+            self.etcd.put(keys.compute(compute), json.dumps({'hostname': host, 'token': 'x'}), self.etcd.grant())
         return compute
 
     def uses(self, compute: str, **amounts: int) -> None:
@@ -116,7 +116,7 @@ def test_computes_that_are_dead_closed_or_without_a_name(world: World) -> None:
     nameless = world.compute(None)
     world.compute('hv2', VCPU=0)
     bare = str(uuid.uuid4())
-    world.etcd.put(keys.compute(bare), '{"hostname": "hv1"}')
+    world.etcd.put(keys.compute(bare), '{"hostname": "hv1"}', world.etcd.grant())
     # Somebody else's, in a placement that is shared.
     others = str(uuid.uuid4())
     world.placement.write('POST', '/resource_providers', {'uuid': others, 'name': 'nova'})

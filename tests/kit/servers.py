@@ -299,9 +299,14 @@ class Etcd(Server):
         found = self.call('kv/range', {'key': b64(key)}).get('kvs')
         return base64.b64decode(found[0].get('value', '')) if found else None
 
-    def put(self, key: str, value: str | bytes) -> int:
+    def put(self, key: str, value: str | bytes, lease: int = 0) -> int:
         """Write a key; the revision."""
-        return int(self.call('kv/put', {'key': b64(key), 'value': b64(value)})['header']['revision'])
+        body = {'key': b64(key), 'value': b64(value), 'lease': lease}
+        return int(self.call('kv/put', body)['header']['revision'])
+
+    def grant(self, seconds: int = 600) -> int:
+        """A new lease."""
+        return int(self.call('lease/grant', {'TTL': seconds})['ID'])
 
     def delete(self, key: str) -> None:
         """Remove a key."""

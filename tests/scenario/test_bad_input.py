@@ -167,7 +167,8 @@ def test_wrong_words_for_ecompute(tmp_path: Path, words: list[str], says: str) -
 )
 def test_wrong_queries(cluster: Control, query: str, says: str) -> None:
     provider = cluster.placement.make_provider(VCPU=4, DISK_GB=10, MEMORY_MB=512)
-    cluster.etcd.put(f'/computes/{provider}', '{}')  # as good as alive: nothing gets as far as being carried out
+    # As good as alive: nothing gets as far as being carried out.
+    cluster.etcd.put(f'/computes/{provider}', '{}', cluster.etcd.grant())
     refused = cluster.eschedule(query)
     one_line(refused, 2, says)
     assert refused.stdout == ''

@@ -108,13 +108,16 @@ def test_what_only_one_plane_knows_is_shown_too(cluster: Control) -> None:
     assert cluster.eschedule('hosts').stdout.splitlines()[1:] == []
 
     alive, requested = str(uuid.uuid4()), str(uuid.uuid4())
-    cluster.etcd.put(f'/computes/{alive}', '{"hostname": "hv9"}')
+    cluster.etcd.put(f'/computes/{alive}', '{"hostname": "hv9"}', cluster.etcd.grant())
+    # Who is on no lease is nobody.
+    cluster.etcd.put(f'/computes/{(nobody := str(uuid.uuid4()))}', '{"hostname": "hv8"}')
     cluster.etcd.put(f'/hosts/{requested}/{NOBODY}', 'not JSON')
     line = f'{alive} hv9 up 0 - - -\n{requested} - silent 1 - - -'
     shown = cluster.eschedule('hosts').stdout
     assert [each.split() for each in shown.splitlines()[1:]] == [each.split() for each in line.splitlines()]
     cluster.etcd.delete(f'/hosts/{requested}/{NOBODY}')
-    cluster.etcd.delete(f'/computes/{alive}')
+    for each in (alive, nobody):
+        cluster.etcd.delete(f'/computes/{each}')
 
 
 def test_more_claimed_than_there_is(cluster: Control) -> None:
@@ -377,7 +380,7 @@ def test_nothing_is_ended_for_one_that_is_alive_again(cluster: Control) -> None:
     with Eschedule(cluster, 'host', 'forget', compute.uuid, failpoint='host-released:stop') as slow:
         slow.stopped_at('host-released')
         # As good as alive, and it has not read its requests yet.
-        cluster.etcd.put(f'/computes/{compute.uuid}', '{}')
+        cluster.etcd.put(f'/computes/{compute.uuid}', '{}', cluster.etcd.grant())
         slow.go_on()
         one_line(slow.end(), 5, compute.uuid, 'is not forgotten', 'it is alive')
     assert set(everything(cluster)) == {*before, f'/computes/{compute.uuid}'}
