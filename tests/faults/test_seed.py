@@ -57,6 +57,7 @@ def test_ecompute_killed_with_a_seed_written(cluster: Control, tmp_path: Path) -
     assert seeds.read_text() == '[]'
 
 
+@pytest.mark.slow
 def test_a_worker_killed_with_a_seed_written(iso_host: Hypervisor) -> None:
     """F3: kill -9 of a worker when a guest's seed is written, once: the next one builds it (libvirt)"""
     iso_host.restart(f'{STEP}:kill:1')

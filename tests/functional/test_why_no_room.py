@@ -25,7 +25,7 @@ AGGREGATES = tuple(str(uuid.UUID(int=number)) for number in range(4))
 
 
 def test_what_is_said_is_what_placement_does(in_process: InProcess) -> None:
-    seen = ask(in_process, range(10), 6)
+    seen = ask(in_process, range(6), 10)
     # None of the cases is one that never came up.
     assert all(seen[each] > 1 for each in ('refused', 'fits', 'changed', 'freed', 'beyond')), seen
 

@@ -156,6 +156,7 @@ def test_what_fits_runs_and_the_rest_is_refused(lab: Lab) -> None:
     lab.check()
 
 
+@pytest.mark.slow
 def test_destroy_of_one_whose_allocation_is_gone_already(lab: Lab) -> None:
     """Story 4: the domain goes all the same."""
     host, instance = lab.place(SMALL, lab.url('idle.raw'), '--wait=started')

@@ -252,7 +252,7 @@ def test_who_loses_its_uuid_to_another_only_watches(cluster: Control) -> None:
     _, kept = place(cluster)
     addressed(cluster, kept)
     theirs = json.dumps({'hostname': 'other', 'version': '1', 'since': 'now', 'token': 'theirs'})
-    cluster.etcd.put(f'/computes/{compute.uuid}', theirs)
+    cluster.etcd.put(f'/computes/{compute.uuid}', theirs, cluster.etcd.grant())
     until(lambda: logged(compute, 'on other since now', 'this one only watches'), 20, 'it notices')
     before = {key: value for key, value in everything(cluster).items() if key.startswith('/instances/')}
     _, unseen = place(cluster)
