@@ -35,6 +35,7 @@ from ecomp.model.image import check_image
 from ecomp.model.json_object import dump, load_object
 from ecomp.model.names import is_label
 from ecomp.model.power import Power, parse_power
+from ecomp.model.text import printable
 
 Found = TypeVar('Found')
 
@@ -114,7 +115,7 @@ def parse_request(compute: str, key: str, value: bytes, dropped: int = 0) -> Req
     try:
         return _parse(compute, name, value, dropped)
     except ValueError as error:
-        return Invalid(name, str(error)[:REASON_LIMIT], _shares(value))
+        return Invalid(name, printable(str(error), REASON_LIMIT), _shares(value))
     except RecursionError:  # a reason quotes what is wrong
         return Invalid(name, 'the request is nested too deeply')
 

@@ -32,6 +32,7 @@ from ecomp.model.instance import (
 )
 from ecomp.model.json_object import dump, is_text, load_object
 from ecomp.model.record import QUEUED, Record
+from ecomp.model.text import printable
 
 VERSION = 1
 
@@ -107,7 +108,7 @@ def parse_waiting(key: str, value: bytes) -> Waiting | Invalid:
     try:
         return _parse(key, value)
     except ValueError as error:
-        return Invalid(keys.last(key), str(error)[:REASON_LIMIT])
+        return Invalid(keys.last(key), printable(str(error), REASON_LIMIT))
     except RecursionError:  # a reason quotes what is wrong
         return Invalid(keys.last(key), 'the request is nested too deeply')
 

@@ -24,6 +24,7 @@ from ecomp.model.choose import Why, why_from
 from ecomp.model.instance import REASON_LIMIT, Invalid, Request
 from ecomp.model.json_object import dump, load_object
 from ecomp.model.names import is_label
+from ecomp.model.text import printable
 
 VERSION = 1
 
@@ -166,7 +167,7 @@ def from_json(value: bytes, instance: str | None = None) -> Record:
     try:
         record = _record(load_object(value))
     except ValueError as error:
-        raise ValueError(str(error)[:REASON_LIMIT]) from error
+        raise ValueError(printable(str(error), REASON_LIMIT)) from error
     except RecursionError as error:  # a reason quotes what is wrong
         raise ValueError('not a record: nested too deeply') from error
     if instance not in (None, record.instance):

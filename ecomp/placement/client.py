@@ -145,6 +145,8 @@ class Placement:
                 answer.close()
         except requests.RequestException as error:
             raise self._lost(error, until, unanswered) from error
+        except (ValueError, OverflowError) as error:  # of a piece's length that is below zero, or beyond all memory
+            raise unanswered(str(self.foreign()), self.name) from error
         # A proxy's welcome page is a 200 as well, and no claim.
         json = answer.headers.get('content-type', '').startswith('application/json')
         if answer.status_code in (201, 204) or (answer.status_code == 200 and json):

@@ -87,6 +87,13 @@ def test_an_answer_that_drips_ends(pieces: Callable[[], Iterator[bytes]]) -> Non
     assert refused(pieces, 'gave no whole answer in 1 s|not as placement does') < 5
 
 
+@pytest.mark.parametrize('length', [b'-1', b'-1e999', b'-' + 20 * b'f', 20 * b'f', b'x', b''])
+def test_a_piece_of_a_length_that_is_none(length: bytes) -> None:
+    """A length below zero, or beyond all memory, was a traceback; found by the fuzzer's 10,902nd case."""
+    pieces = [CHUNKED + length + b'\r\n{}\r\n0\r\n\r\n']
+    refused(lambda: pieces, 'not as placement does|no answer in|ChunkedEncodingError')
+
+
 def flood(head: bytes, each: bytes) -> Callable[[], Iterator[bytes]]:
     return lambda: itertools.chain([head], itertools.repeat(each))
 

@@ -77,3 +77,12 @@ def test_a_clearance() -> None:
     for wrong in ('', '{}', '{"version": 1}', '{"version": 1, "leftovers": [1]}', '{"version": 2, "leftovers": []}'):
         with pytest.raises(ValueError, match='.'):
             clearance_from_json(wrong.encode())
+
+
+@pytest.mark.parametrize(
+    'page', [{'pages': 'a\nb\x1b[2J'}, {'pages': 1, 'error': 'a\nb\x1b[2J'}, {'pages': 1, 'guests': [{'a\nb': 1}]}]
+)
+def test_what_is_said_of_one_that_is_none_is_one_line(page: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match=r'a\\nb') as raised:
+        from_pages([json.dumps({'version': 1, **page}).encode()])
+    assert str(raised.value).isprintable()
