@@ -132,6 +132,8 @@ def _run(config: ComputeConfig, fake: bool, count: int | None, accept: bool, at_
         at_exit.callback(known.stop)
 
     common = _Common(fake, accept, guard, is_familiar(guard, store, _now()), placement, remember)
+    if not fake:
+        _warn_of_holes(store)
     begin = None
     if count is None:
         daemon, begin = _wire(config, state, store, common, at_exit)
@@ -316,6 +318,14 @@ def _hypervisor(
     pool = Pool(_workers(config), settings)
     at_exit.callback(pool.stop)
     return libvirt, pool, watch_over, nocloud(config, lambda: libvirt.bridge_name() is not None)
+
+
+def _warn_of_holes(store: Store) -> None:
+    from ecomp.store.versions import holes
+
+    with suppress(EcompError):  # what it is about is said by whoever needs etcd
+        if warning := holes(store.version()):
+            log.warning('%s', warning)
 
 
 def _refuse_others(hypervisor: Hypervisor, store: Store, compute: str) -> None:

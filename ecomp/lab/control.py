@@ -14,8 +14,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from base64 import b64encode
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,6 +27,8 @@ from ecomp.lab.network import ETCD_PORT, PLACEMENT_PORT, Layout
 
 START_SECONDS = 60.0
 LOCALHOST = '127.0.0.1'
+NO_PAGE = 'http://localhost:1'
+"""An origin that no page has, for browsers connect to no port 1. etcd takes an empty list for everybody."""
 
 Say = Callable[[str], None]
 
@@ -56,7 +57,12 @@ class Server:
 
 
 def etcd(data: Path, addresses: list[str], port: int) -> Server:
-    """A member of its own, listening for clients on these addresses. Old revisions are compacted after an hour."""
+    """A member of its own, listening for clients on these addresses. Old revisions are compacted after an hour.
+
+    A page in somebody's browser speaks no gRPC, so without the JSON gateway it can ask for /health, /metrics and
+    /version alone: by none of another's names (DNS rebinding), and no other origin may read the answers.
+    https://etcd.io/docs/v3.4/op-guide/configuration/
+    """
     urls = ','.join(f'http://{address}:{port}' for address in addresses)
     # A single member talks to no other: any free port of the loopback does for its peers.
     peers = f'http://{LOCALHOST}:0'
@@ -65,6 +71,7 @@ def etcd(data: Path, addresses: list[str], port: int) -> Server:
     command += ['--listen-peer-urls', peers, '--initial-advertise-peer-urls', peers]
     command += ['--initial-cluster', f'lab={peers}']
     command += ['--auto-compaction-mode=periodic', '--auto-compaction-retention=1h']
+    command += ['--enable-grpc-gateway=false', f'--host-whitelist={",".join(names(addresses))}', f'--cors={NO_PAGE}']
     where = f'{addresses[0]}:{port}'
     return Server('etcd', command, data / 'etcd.log', lambda _: etcd_healthy(where))
 
@@ -126,20 +133,15 @@ def answers(url: str, headers: Mapping[str, str] | None = None) -> bool:
     return True
 
 
-def revision(etcd_at: str, key: str) -> int:
-    """The revision that wrote a key last, by the JSON gateway of etcd at host:port; 0: no key, or no answer."""
-    body = json.dumps({'key': b64encode(key.encode()).decode(), 'keys_only': True}).encode()
-    try:
-        found = json.loads(_ask(f'http://{etcd_at}/v3/kv/range', data=body)).get('kvs', [])
-    except (OSError, ValueError):
-        return 0
-    return int(found[0]['mod_revision']) if found else 0
+def names(addresses: Iterable[str]) -> list[str]:
+    """By what a server that listens there is called by whoever means it."""
+    return ['localhost', LOCALHOST, *(each for each in addresses if each != LOCALHOST)]
 
 
-def _ask(url: str, headers: Mapping[str, str] | None = None, data: bytes | None = None) -> bytes:
+def _ask(url: str, headers: Mapping[str, str] | None = None) -> bytes:
     # A proxy of the machine's environment knows nothing of the lab. Errors of HTTP are OSErrors too.
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    with opener.open(urllib.request.Request(url, data, dict(headers or {})), timeout=5) as answer:
+    with opener.open(urllib.request.Request(url, headers=dict(headers or {})), timeout=5) as answer:
         return bytes(answer.read())
 
 

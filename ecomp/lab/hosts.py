@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import shutil
 import stat
@@ -10,12 +11,16 @@ import sys
 import uuid
 from pathlib import Path
 
-from ecomp.errors import EcompError
-from ecomp.lab import control, machine, namespaces
+from ecomp.conf import EtcdConfig
+from ecomp.errors import EcompError, Unreachable
+from ecomp.lab import machine, namespaces
 from ecomp.lab.network import network_xml, share
 from ecomp.lab.state import Lab
+from ecomp.model.keys import COMPUTES
+from ecomp.store.client import Store
 
 START_SECONDS = 90.0
+ETCD_SECONDS = 5.0
 MIB = 1024**2
 GIB = 1024**3
 
@@ -175,8 +180,19 @@ class Host:
         return self.lab.running(f'{self.name} ecompute') is not None and self._presence() > self._older
 
     def _presence(self) -> int:
+        """The revision that wrote its key in etcd; 0: no key, or no answer."""
         compute = self.compute()
-        return control.revision(self.lab.layout.etcd, f'/computes/{compute}') if compute else 0
+        if compute is None:
+            return 0
+        try:
+            entry = self._store.get(COMPUTES + compute)
+        except Unreachable:
+            return 0
+        return entry.revision if entry else 0
+
+    @functools.cached_property
+    def _store(self) -> Store:
+        return Store(EtcdConfig((self.lab.layout.etcd,), timeout=ETCD_SECONDS))
 
     def compute(self) -> str | None:
         """The uuid of its ecompute; None before its first start."""

@@ -9,11 +9,16 @@ from __future__ import annotations
 import gc
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 CONNECTIONS = 2000
+NAMES = ('localhost', '127.0.0.1', '::1')
+
+Application = Callable[[dict[str, Any], Callable[..., Any]], Iterable[bytes]]
+"""WSGI: PEP 3333."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -32,8 +37,32 @@ def main(argv: Sequence[str]) -> int:
     # Each ecompute keeps as many connections as it builds instances; above the limit nobody new is heard. Only poll()
     # takes descriptors from 1024 on.
     limits = {'connection_limit': CONNECTIONS, 'asyncore_use_poll': True}
-    waitress.serve(api.application, host=address, port=int(port), threads=1, ident='placement', **limits)
+    application = named(api.application, (*NAMES, address))
+    waitress.serve(application, host=address, port=int(port), threads=1, ident='placement', **limits)
     return 0
+
+
+def named(application: Application, names: Collection[str]) -> Application:
+    """The application for those who ask by one of these names or addresses, or by none; 421 for the others.
+
+    A page in somebody's browser can have a name of its own lead here, and is then of the same origin (DNS rebinding).
+    """
+
+    def asked(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
+        host = environ.get('HTTP_HOST')
+        if host is None or _name(host) in names:
+            return application(environ, start_response)
+        start_response('421 Misdirected Request', [('content-type', 'text/plain; charset=utf-8')])
+        return [f'placement answers here by {" and ".join(names)} alone\n'.encode()]
+
+    return asked
+
+
+def _name(host: str) -> str | None:
+    try:
+        return urlsplit(f'//{host}').hostname
+    except ValueError:
+        return None
 
 
 def check_schemas_once() -> None:

@@ -9,16 +9,13 @@ others answers for ever.
 from __future__ import annotations
 
 import contextlib
-import errno
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import etcd3
 import grpc
 from etcd3 import etcdrpc
 from etcd3.utils import increment_last_byte
@@ -28,28 +25,13 @@ from ecomp.conf import EtcdConfig
 from ecomp.errors import EcompError, NoSpace, UnknownOutcome, Unreachable, UsageError
 from ecomp.model.cluster import Header
 from ecomp.store import reasons
+from ecomp.store.connection import connect
 from ecomp.store.pages import TooLong, pages
 
 if TYPE_CHECKING:
     from ecomp.store.guard import Guard
 
 METADATA = (('hasleader', 'true'),)
-
-# A frozen peer is noticed in 10 s only with all four; etcd itself cuts clients that ping faster.
-KEEPALIVE = (
-    ('grpc.keepalive_time_ms', 10_000),
-    ('grpc.keepalive_timeout_ms', 5_000),
-    ('grpc.http2.ping_timeout_ms', 5_000),
-    ('grpc.http2.max_pings_without_data', 0),
-    # A page or a watch is no longer: see ecomp.store.pages.
-    ('grpc.max_receive_message_length', 64 * 1024**2),
-    # http_proxy is for the way out of the building; etcd is in it.
-    ('grpc.enable_http_proxy', 0),
-    ('grpc.initial_reconnect_backoff_ms', 200),
-    # How long a connection may take to be made: a call's own time limit is to end it, not this.
-    ('grpc.min_reconnect_backoff_ms', 10_000),
-    ('grpc.max_reconnect_backoff_ms', 3_000),
-)
 
 RENEWED = 1.0
 """Seconds in which a fence that did not hold has to be a new one."""
@@ -130,22 +112,6 @@ class Fence:
         return self.condition
 
 
-PUBLIC = Path('the authorities that gRPC knows')
-"""In place of ca_cert where there is none: etcd3 speaks in clear text to an etcd without one, certificates or not."""
-
-
-class _Client(etcd3.Etcd3Client):  # type: ignore[misc]
-    """etcd3's, but an OSError for a certificate or key that is empty: gRPC ends the whole process over one."""
-
-    def _get_secure_creds(self, ca_cert: Path, cert_key: Path | None = None, cert_cert: Path | None = None) -> Any:
-        given = (None if ca_cert is PUBLIC else ca_cert, cert_key, cert_cert)
-        files = [None if each is None else (each, each.read_bytes()) for each in given]
-        for each in files:
-            if each is not None and not each[1]:
-                raise OSError(errno.ENODATA, 'is empty', str(each[0]))
-        return grpc.ssl_channel_credentials(*(each and each[1] for each in files))
-
-
 class Store:
     """One process's connection to etcd. Made after a fork or spawn, never carried over one.
 
@@ -195,6 +161,17 @@ class Store:
                 if kept is not None:
                     entries[kept.key] = kept
         return Snapshot(revision, entries)
+
+    def version(self) -> str:
+        """What the member that answers calls its version, as `3.4.23`.
+
+        https://etcd.io/docs/v3.4/dev-guide/api_reference_v3/ (Maintenance.Status; not asked for a user's rights)
+        """
+
+        def ask(client: Any, limit: float) -> Any:
+            return client.maintenancestub.Status(etcdrpc.StatusRequest(), limit, metadata=METADATA)
+
+        return str(self._read(ask, linearizable=False).version)
 
     def count(self, prefix: str) -> int:
         """How many keys there are under a prefix."""
@@ -293,17 +270,7 @@ class Store:
             self._client.channel.close()
 
     def _connected(self) -> Any:
-        config, endpoint = self._config, self._config.endpoints[self._next]
-        host, _, port = endpoint.rpartition(':')
-        return _Client(
-            host=host,
-            port=port,
-            ca_cert=config.ca_cert or (PUBLIC if config.cert_cert else None),
-            cert_key=config.cert_key,
-            cert_cert=config.cert_cert,
-            timeout=config.timeout,
-            grpc_options=[*KEEPALIVE, *config.grpc_options],
-        )
+        return connect(self._config, self._config.endpoints[self._next])
 
     def _read(self, ask: Callable[[Any, float], Any], linearizable: bool = True) -> Any:
         """Ask until one endpoint answers, within the time limit; `ask` may be called again."""

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import time
-import urllib.request
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -16,6 +14,7 @@ from tests.faults.soak_cluster import Cluster
 from tests.faults.soak_parts import Compute, Part
 from tests.faults.soak_plan import Fault
 from tests.faults.soak_planes import Watcher
+from tests.kit.gateway import ask
 
 End = Callable[[], dict[str, object]]
 """Ends a fault; what is to be said of it."""
@@ -161,7 +160,7 @@ class Faults:
     def _compact(self) -> tuple[dict[str, object], None] | None:
         try:
             revision = self._watcher.read_on()  # what is forgotten is written down
-            _compact(self._cluster.direct[0], revision)
+            ask(self._cluster.direct[0], 'kv/compaction', {'revision': revision, 'physical': True}, 2.0).close()
         except (OSError, ValueError):
             return None
         return {'revision': revision}, None
@@ -169,10 +168,3 @@ class Faults:
 
 def _has_fired(path: Path) -> bool:
     return path.exists() and path.stat().st_size > 0
-
-
-def _compact(where: str, revision: int) -> None:
-    body = {'revision': revision, 'physical': True}
-    request = urllib.request.Request(f'http://{where}/v3/kv/compaction', json.dumps(body).encode())
-    urllib.request.urlopen(request, timeout=2).close()
-

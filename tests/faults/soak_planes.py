@@ -10,19 +10,20 @@ import json
 import re
 import threading
 import urllib.request
-from collections.abc import Mapping
 from contextlib import suppress
-from http.client import HTTPResponse
 from pathlib import Path
 from typing import Any
 
 from tests.faults.history import History
 from tests.faults.soak_cluster import Cluster
+from tests.kit.gateway import ask
 from tests.kit.history import Change
 from tests.kit.servers import b64
 from tests.kit.witness import Revisions
 
 HEADERS = {'x-auth-token': 'admin', 'openstack-api-version': 'placement 1.39'}
+LIMIT = 3.0
+"""Seconds for a call of etcd."""
 LOOK = 0.5
 """Seconds between two looks at the records."""
 BAD_WORDS = re.compile('Traceback|nobody thought of')
@@ -34,8 +35,8 @@ def under(where: str, prefix: str) -> list[dict[str, str]]:
     """What is under a prefix in etcd: key, value."""
     start = prefix.encode()
     end = start[:-1] + bytes([start[-1] + 1])
-    with _post(where, 'kv/range', {'key': b64(start), 'range_end': b64(end)}) as answer:
-        found = json.load(answer)
+    with ask(where, 'kv/range', {'key': b64(start), 'range_end': b64(end)}, LIMIT) as answer:
+        found = json.loads(answer.read())
     return [
         {
             'key': base64.b64decode(each['key']).decode(),
@@ -114,7 +115,7 @@ class Watcher(threading.Thread):
     def __init__(self, where: str, history: History) -> None:
         super().__init__(name='watcher', daemon=True)
         self._history = history
-        self._revisions = Revisions(lambda path, body: _post(where, path, body))
+        self._revisions = Revisions(lambda path, body: ask(where, path, body, LIMIT))
         self._states: dict[str, str] = {}
         self._lock = threading.Lock()
         self._stopped = threading.Event()
@@ -180,9 +181,3 @@ def _bad(lines: list[str]) -> list[str]:
 
 def _last(key: str) -> str:
     return key.rsplit('/', 1)[1]
-
-
-def _post(where: str, path: str, body: Mapping[str, Any]) -> HTTPResponse:
-    request = urllib.request.Request(f'http://{where}/v3/{path}', json.dumps(body).encode())
-    answer: HTTPResponse = urllib.request.urlopen(request, timeout=3)
-    return answer

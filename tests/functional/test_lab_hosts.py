@@ -18,6 +18,7 @@ import pytest
 
 from ecomp.errors import UsageError
 from ecomp.lab import guest, machine
+from ecomp.store.versions import holes
 from tests.kit.servers import environment, until
 
 ROOT = Path('/var/lib/elab')
@@ -150,6 +151,10 @@ def test_a_host_has_its_own_libvirt_network_and_ecompute(lab: dict[str, Any]) ->
     assert '"max_version": "1.39"' in fetch(f'{lab["placement"]}/')
     assert json.loads(fetch(f'http://{lab["etcd"]}/health'))['health'] == 'true'
     assert (ROOT / NAME / 'schedule.yaml').exists()
+    # What is known of this etcd is said once, at the start.
+    said = (ROOT / NAME / 'hv1/ecompute.log').read_text()
+    known = holes(json.loads(fetch(f'http://{lab["etcd"]}/version'))['etcdserver'])
+    assert said.count('WARNING') == said.count(f'WARNING {known}') == (known is not None)
 
 
 @pytest.mark.usefixtures('lab')

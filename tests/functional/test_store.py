@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import threading
 import time
 from collections.abc import Callable
@@ -25,6 +26,11 @@ pytestmark = pytest.mark.fast
 def test_a_key_that_is_not_there_is_none(store: Store, prefix: str) -> None:
     assert store.get(prefix + 'x') is None
     assert store.snapshot(prefix).entries == {}
+
+
+def test_a_member_says_its_version(store: Store) -> None:
+    said = subprocess.run(['etcd', '--version'], check=True, capture_output=True, text=True).stdout
+    assert said.splitlines()[0] == f'etcd Version: {store.version()}'
 
 
 def test_an_entry_is_whole(store: Store, prefix: str) -> None:

@@ -12,7 +12,6 @@ import sys
 import urllib.request
 import xml.etree.ElementTree as ET
 from collections.abc import Iterator, Mapping
-from http.client import HTTPResponse
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ from ecomp.lab.hosts import Host
 from ecomp.lab.network import CONTROL
 from tests.kit.audit import audit_clean
 from tests.kit.commands import Command, Result, asked
+from tests.kit.gateway import Reply, ask
 from tests.kit.journal import JOURNAL
 from tests.kit.placement_database import PlacementDatabase
 from tests.kit.servers import TOP, until
@@ -181,11 +181,9 @@ class Lab:
             found: dict[str, Any] = json.load(answer)
         return found
 
-    def ask(self, path: str, body: Mapping[str, Any]) -> HTTPResponse:
-        """The answer of one call of the JSON gateway of etcd, to be read and closed."""
-        request = urllib.request.Request(f'http://{self.facts["etcd"]}/v3/{path}', json.dumps(body).encode())
-        answer: HTTPResponse = urllib.request.urlopen(request, timeout=30)
-        return answer
+    def ask(self, path: str, body: Mapping[str, Any]) -> Reply:
+        """The answer of one call of etcd, to be read and closed."""
+        return ask(self.facts['etcd'], path, body)
 
     def works(self, compute: str) -> bool | None:
         """Whether the ecompute of this uuid runs; None: it is of no host here."""
@@ -197,9 +195,8 @@ class Lab:
         start = prefix.encode()
         end = start[:-1] + bytes([start[-1] + 1])
         body = {'key': base64.b64encode(start).decode(), 'range_end': base64.b64encode(end).decode()}
-        request = urllib.request.Request(f'http://{self.facts["etcd"]}/v3/kv/range', json.dumps(body).encode())
-        with urllib.request.urlopen(request, timeout=30) as answer:
-            found = json.load(answer).get('kvs', [])
+        with self.ask('kv/range', body) as answer:
+            found = json.loads(answer.read()).get('kvs', [])
         return {base64.b64decode(kv['key']).decode(): base64.b64decode(kv.get('value', '')) for kv in found}
 
     def put(self, key: str, value: str) -> None:

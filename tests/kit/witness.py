@@ -10,18 +10,17 @@ import base64
 import json
 import os
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
-from http.client import HTTPResponse
 from typing import Any
 
 from tests.kit.ending import Kept
+from tests.kit.gateway import Reply
 from tests.kit.history import Change, History, Verdict, judge
 from tests.kit.journal import JOURNAL
 from tests.kit.placement_database import PlacementDatabase
 from tests.kit.servers import Server, b64, is_stopped, until
 
-Ask = Callable[[str, Mapping[str, Any]], AbstractContextManager[HTTPResponse]]
-"""POSTs a JSON object to a path of etcd's gateway; the answer, to be read line by line."""
+Ask = Callable[[str, Mapping[str, Any]], Reply]
+"""Sends a JSON object to a path of etcd's gateway; the answer, to be read line by line."""
 SOON = 20.0
 """Seconds until what is in work at a test's end has come to its end."""
 EVERYTHING = {'key': b64(b'\0'), 'range_end': b64(b'\0')}
@@ -66,7 +65,7 @@ class Revisions:
 
     def _call(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
         with self._ask(path, body) as answer:
-            return dict(json.load(answer))
+            return dict(json.loads(answer.read()))
 
 
 class Watched:

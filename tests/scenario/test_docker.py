@@ -21,6 +21,34 @@ TOP = Path(__file__).resolve().parents[2]
 SCRIPT = TOP / 'docker.sh'
 SMALL = 'resources=VCPU:1,DISK_GB:1,MEMORY_MB:64'
 
+# As a page in somebody's browser asks, and as a guest that this machine routes for.
+ASKED = """\
+set -e
+ask() { # WHAT CURL-WORDS...
+    printf '%s %s\\n' "$(curl -s -o /dev/null -m 4 -w '%{http_code}' "${@:2}" || :)" "$1"
+}
+ask 'etcd as a page' -H 'Origin: http://evil.example' -d '{"key":"a2V5"}' http://localhost:2379/v3/kv/range
+ask 'etcd by another name' -H 'Host: evil.example' http://localhost:2379/version
+ask 'etcd by its own' http://localhost:2379/version
+ask 'placement by another name' -H 'Host: evil.example' http://localhost:8080/
+ask 'placement by its own' http://localhost:8080/
+unshare --net sleep 60 &
+guest=$!
+trap "kill $guest" EXIT
+sleep 1
+ip link add guest0 type veth peer name eth0 netns "$guest"
+ip address add 10.99.0.1/24 dev guest0
+ip link set guest0 up
+inside() { nsenter --net --target "$guest" "$@"; }
+inside ip address add 10.99.0.2/24 dev eth0
+inside ip link set eth0 up
+inside ip route add default via 10.99.0.1
+curl() { inside curl "$@"; }
+address() { docker inspect -f '{{.NetworkSettings.Networks.ecomp.IPAddress}}' "$1"; }
+ask 'etcd from a guest' "http://$(address ecomp-etcd):2379/version"
+ask 'placement from a guest' "http://$(address ecomp-placement):8080/"
+"""
+
 # The first test makes the images as well: a minute and a half, on a machine that has nothing else to do.
 Run = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -109,6 +137,11 @@ def test_up_used_down(engine: Engine, run: Run, tmp_path: Path) -> None:
     again = succeeded(run(SCRIPT))
     assert again.count('running already') == 3
     assert started(engine) == containers
+    assert succeeded(run('bash', '-c', ASKED)).splitlines() == [
+        *('404 etcd as a page', '421 etcd by another name', '200 etcd by its own'),
+        *('421 placement by another name', '200 placement by its own'),
+        *('000 etcd from a guest', '000 placement from a guest'),
+    ]
 
     def eschedule(*words: str) -> subprocess.CompletedProcess[str]:
         return run(sys.executable, '-m', 'ecomp.schedule', *words)

@@ -15,7 +15,7 @@ from ecomp.model.flavor import parse_flavor
 from ecomp.model.instance import SIZE_LIMIT, Invalid, parse_request
 from ecomp.model.pull import Backlog, Nonsense, Place, backlog_of
 from ecomp.model.queue import Waiting, to_json
-from ecomp.store import client
+from ecomp.store import connection
 from ecomp.store import kept as keeping
 from ecomp.store import pages as paging
 from ecomp.store.client import Entry, Put, Store, Unchanged
@@ -184,8 +184,8 @@ def test_a_list_of_large_values_comes_in_small_pages(
 def test_a_message_that_is_too_long_is_an_error_in_words(
     etcd: Etcd, prefix: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    limits = [(name, value if 'message' not in name else 200_000) for name, value in client.KEEPALIVE]
-    monkeypatch.setattr(client, 'KEEPALIVE', limits)
+    limits = [(name, value if 'message' not in name else 200_000) for name, value in connection.KEEPALIVE]
+    monkeypatch.setattr(connection, 'KEEPALIVE', limits)
     for number in range(10):
         etcd.put(f'{prefix}{number}', 'y' * 100_000)
     store = Store(EtcdConfig((etcd.endpoint,)))
