@@ -84,7 +84,7 @@ def from_pages(values: Sequence[bytes]) -> Digest:
     for each in pages:
         _check_version(each, 'digest')
     if pages[0].get('error'):
-        raise ValueError(printable(str(pages[0]['error']), REASON))
+        raise ValueError(printable(str(pages[0]['error']))[:REASON])
     if pages[0].get('pages') != len(pages):
         raise ValueError(f'{len(pages)} of its {printable(str(pages[0].get("pages")), 20)} pages are there')
     try:
@@ -92,7 +92,7 @@ def from_pages(values: Sequence[bytes]) -> Digest:
         merged = {name: {k: _text(v) for page in pages for k, v in page.get(name, {}).items()} for name in _DICTS}
         return Digest({each.instance: each for each in guests}, **merged)
     except (TypeError, AttributeError) as error:
-        raise ValueError(f'not a digest: {printable(str(error), REASON)}') from error
+        raise ValueError(f'not a digest: {printable(str(error))[:REASON]}') from error
 
 
 def clearance_to_json(leftovers: Sequence[Leftover]) -> str:
@@ -107,7 +107,7 @@ def clearance_from_json(value: bytes) -> list[Leftover]:
     try:
         return [Leftover(*(_text(each[name]) for name in ('kind', 'name', 'mark'))) for each in data['leftovers']]
     except (TypeError, KeyError) as error:
-        raise ValueError(f'not a clearance: {printable(str(error), REASON)}') from error
+        raise ValueError(f'not a clearance: {printable(str(error))[:REASON]}') from error
 
 
 def cleared_from_json(value: bytes) -> list[str]:

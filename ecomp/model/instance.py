@@ -115,7 +115,7 @@ def parse_request(compute: str, key: str, value: bytes, dropped: int = 0) -> Req
     try:
         return _parse(compute, name, value, dropped)
     except ValueError as error:
-        return Invalid(name, printable(str(error), REASON_LIMIT), _shares(value))
+        return Invalid(name, printable(str(error))[:REASON_LIMIT], _shares(value))
     except RecursionError:  # a reason quotes what is wrong
         return Invalid(name, 'the request is nested too deeply')
 

@@ -108,7 +108,7 @@ def parse_waiting(key: str, value: bytes) -> Waiting | Invalid:
     try:
         return _parse(key, value)
     except ValueError as error:
-        return Invalid(keys.last(key), printable(str(error), REASON_LIMIT))
+        return Invalid(keys.last(key), printable(str(error))[:REASON_LIMIT])
     except RecursionError:  # a reason quotes what is wrong
         return Invalid(keys.last(key), 'the request is nested too deeply')
 

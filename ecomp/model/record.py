@@ -167,7 +167,7 @@ def from_json(value: bytes, instance: str | None = None) -> Record:
     try:
         record = _record(load_object(value))
     except ValueError as error:
-        raise ValueError(printable(str(error), REASON_LIMIT)) from error
+        raise ValueError(printable(str(error))[:REASON_LIMIT]) from error
     except RecursionError as error:  # a reason quotes what is wrong
         raise ValueError('not a record: nested too deeply') from error
     if instance not in (None, record.instance):
