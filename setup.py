@@ -40,6 +40,7 @@ HYPERVISOR = [
 ]
 
 LAB = [
+    'cryptography>=43',  # elab certs
     'openstack-placement==16.0.0',
     'waitress>=3.0.1',
 ]

@@ -14,6 +14,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
+from ecomp.endpoints import EtcdConfig as EtcdConfig
+from ecomp.endpoints import PlacementConfig as PlacementConfig
+from ecomp.endpoints import etcd_of, placement_of, url
 from ecomp.errors import UsageError
 from ecomp.model.allocation import is_class
 from ecomp.model.image import check_image, check_source
@@ -36,22 +39,10 @@ DEFAULT_IMAGE = 'http://download.cirros-cloud.net/0.3.6/cirros-0.3.6-x86_64-disk
 
 
 @dataclass(frozen=True)
-class EtcdConfig:
-    """Where etcd is and how to reach it. `endpoints` are host:port; `timeout` is in seconds, for one call."""
-
-    endpoints: tuple[str, ...] = ('localhost:2379',)
-    ca_cert: Path | None = None
-    cert_key: Path | None = None
-    cert_cert: Path | None = None
-    timeout: float = 5.0
-    grpc_options: tuple[tuple[str, str | int], ...] = ()
-
-
-@dataclass(frozen=True)
 class ComputeConfig:
     """What ecompute is told. None means ecompute finds out itself. All paths are absolute.
 
-    `placement` is a URL without a slash at its end, `inventory` is total by resource class (MEMORY_MB in MiB, DISK_GB
+    `inventory` is total by resource class (MEMORY_MB in MiB, DISK_GB
     in GiB), `networks` is what each guest is plugged into, in order, `images` a directory images may be named from,
     `image_cache` is in GiB, `image_sources` host names and networks, `image_proxy` a URL, `metadata` is how guests are
     told theirs, `network` or `iso`, `queues` is whether it takes from the flavors' queues, `directory` the one
@@ -61,7 +52,7 @@ class ComputeConfig:
 
     uuid: str | None = None
     etcd: EtcdConfig = EtcdConfig()
-    placement: str = 'http://localhost:8080'
+    placement: PlacementConfig = PlacementConfig()
     resize: bool = True
     networks: tuple[Attachment, ...] = DEFAULT_NETWORKS
     metadata: str = 'network'
@@ -89,7 +80,7 @@ class ScheduleConfig:
     """
 
     etcd: EtcdConfig = EtcdConfig()
-    placement: str = 'http://localhost:8080'
+    placement: PlacementConfig = PlacementConfig()
     image: str = DEFAULT_IMAGE
     user_id: str = DEFAULT_USER_ID
     project_id: str = DEFAULT_PROJECT_ID
@@ -104,8 +95,8 @@ def load_compute(path: Path | None = None) -> ComputeConfig:
     top = file.top
     config = ComputeConfig(
         uuid=top.take('uuid', _uuid, None),
-        etcd=_etcd(file, top.section('etcd')),
-        placement=top.section('placement').take('endpoint', _url, ComputeConfig.placement),
+        etcd=etcd_of(file, top.section('etcd')),
+        placement=placement_of(file, top.section('placement')),
         resize=top.take('resize', flag, ComputeConfig.resize),
         networks=_networks(top),
         metadata=top.take('metadata', one_of('network', 'iso'), ComputeConfig.metadata),
@@ -116,7 +107,7 @@ def load_compute(path: Path | None = None) -> ComputeConfig:
         images=top.take('images', file.path_of, None),
         image_cache=top.take('image_cache', between(1, MAX_INT), None),
         image_sources=top.take('image_sources', each_once(_checked(check_source)), None),
-        image_proxy=top.take('image_proxy', _url, None),
+        image_proxy=top.take('image_proxy', url, None),
         queues=top.take('queues', flag, ComputeConfig.queues),
         traits=top.take('traits', each_once(_trait), ()),
         aggregates=top.take('aggregates', each_once(_uuid), ()),
@@ -132,8 +123,8 @@ def load_schedule(path: Path | None = None) -> ScheduleConfig:
     file = YamlFile.read(path, 'schedule.yaml')
     top = file.top
     config = ScheduleConfig(
-        etcd=_etcd(file, top.section('etcd')),
-        placement=top.section('placement').take('endpoint', _url, ScheduleConfig.placement),
+        etcd=etcd_of(file, top.section('etcd')),
+        placement=placement_of(file, top.section('placement')),
         image=top.take('image', _checked(check_image), ScheduleConfig.image),
         user_id=top.take('user_id', _identifier, ScheduleConfig.user_id),
         project_id=top.take('project_id', _identifier, ScheduleConfig.project_id),
@@ -179,29 +170,6 @@ def parse_inventory(text: str) -> dict[str, int]:
     return totals
 
 
-def _etcd(file: YamlFile, etcd: Section) -> EtcdConfig:
-    for key in ('user', 'password'):
-        etcd.refuse(key, 'logging in with a password cannot be done safely; use certificates (cert_cert, cert_key)')
-    host = etcd.take('host', _host, 'localhost')
-    port = etcd.take('port', between(1, 65535), 2379)
-    single: tuple[str, ...] = (f'{host}:{port}',)
-    endpoints = etcd.take('endpoints', _endpoints, single)
-    for key in ('host', 'port'):
-        if key in etcd and 'endpoints' in etcd:
-            etcd.complain(key, 'say either endpoints, or host and port')
-    for key, other in (('cert_key', 'cert_cert'), ('cert_cert', 'cert_key')):
-        if key in etcd and other not in etcd:
-            etcd.complain(key, f'needs {other} beside it')
-    return EtcdConfig(
-        endpoints=endpoints,
-        ca_cert=etcd.take('ca_cert', file.file_of, None),
-        cert_key=etcd.take('cert_key', file.file_of, None),
-        cert_cert=etcd.take('cert_cert', file.file_of, None),
-        timeout=etcd.take('timeout', _seconds, EtcdConfig.timeout),
-        grpc_options=etcd.take('grpc_options', _grpc_options, ()),
-    )
-
-
 def _networks(top: Section) -> tuple[Attachment, ...]:
     if 'networks' in top and 'bridge' in top:
         top.complain('bridge', 'say it in networks, where it stands beside them: - bridge: NAME')
@@ -227,14 +195,6 @@ def _identifier(node: Node) -> str:
     if len(text := text_of(node)) > 255:
         raise Wrong(f'must be at most 255 characters, has {len(text)}')
     return text
-
-
-def _seconds(node: Node) -> float:
-    if node.kind not in ('int', 'float') or not re.fullmatch(r'[0-9]{1,9}(\.[0-9]*)?', node.text):
-        raise Wrong(f'must be a number of seconds, not {described(node)}')
-    if not 0 < (seconds := float(node.text)) <= 3600:
-        raise Wrong(f'must be more than 0 and at most 3600 seconds, not {shown(node.text)}')
-    return seconds
 
 
 def _uuid(node: Node) -> str:
@@ -290,67 +250,6 @@ def _interface(node: Node) -> str:
     if not re.fullmatch(r'(?!\.\.?$)[A-Za-z0-9_.-]{1,15}', text := text_of(node)):
         raise Wrong(f'must be the name of a network interface (at most 15 characters), not {shown(text)}')
     return text
-
-
-def _host(node: Node) -> str:
-    return _checked_host(text_of(node))
-
-
-def _checked_host(text: str) -> str:
-    """A name or address as it stands before a colon and a port: an IPv6 address gets its brackets."""
-    import ipaddress  # only a file that names a host needs it
-
-    if re.fullmatch(r'[A-Za-z0-9_]([A-Za-z0-9_.-]{0,253})', text):
-        return text
-    try:
-        return f'[{ipaddress.IPv6Address(text.removeprefix("[").removesuffix("]"))}]'
-    except ValueError as error:
-        raise Wrong(f'must be a host name or address, not {shown(text)}') from error
-
-
-def _endpoints(node: Node) -> tuple[str, ...]:
-    if node.kind != 'seq' or not node.items:
-        raise Wrong(f'must be a list like [ds1:2379, ds2:2379], not {described(node)}')
-    found: list[str] = []
-    for text in map(text_of, node.items):
-        host, _, port = text.rpartition(':')
-        if not re.fullmatch('[0-9]{1,5}', port) or not 1 <= int(port) <= 65535:
-            raise Wrong(f'{shown(text)} must be host:port, the port 1 to 65535')
-        found.append(f'{_checked_host(host)}:{int(port)}')
-    return tuple(found)
-
-
-def _grpc_options(node: Node) -> tuple[tuple[str, str | int], ...]:
-    if node.kind != 'map':
-        raise Wrong(f'must be names with values, not {described(node)}')
-    found: dict[str, str | int] = {}
-    for key, value in node.pairs:
-        if text_of(key) in found:
-            raise Wrong(f'{shown(key.text)} is there twice')
-        if value.kind == 'bool':
-            found[key.text] = int(flag(value))
-        else:
-            found[key.text] = between(-MAX_INT - 1, MAX_INT)(value) if value.kind == 'int' else text_of(value)
-    return tuple(found.items())
-
-
-def _url(node: Node) -> str:
-    from urllib.parse import urlsplit  # as above
-
-    text = text_of(node)
-    try:
-        parts = urlsplit(text)
-        port = parts.port
-        host = _checked_host(parts.hostname or '')
-    except (ValueError, Wrong) as error:
-        raise Wrong('must be a URL like http://ds1:8080') from error
-    if '@' in parts.netloc:  # not shown again: it may be a password
-        raise Wrong('must not carry a user or password: it would be in logs and process lists')
-    if parts.scheme not in ('http', 'https') or parts.query or parts.fragment or ' ' in text or not host:
-        raise Wrong(f'must be a URL like http://ds1:8080, not {shown(text)}')
-    if port == 0:
-        raise Wrong('the port must be 1 to 65535')
-    return text.rstrip('/')
 
 
 def _by_class(what: str, parse: Callable[[Node], T]) -> Callable[[Node], Mapping[str, T]]:

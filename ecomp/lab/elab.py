@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 
 from ecomp import __version__
@@ -73,6 +74,17 @@ def _parser() -> argparse.ArgumentParser:
     only.add_argument('--etcd-port', type=int, default=ETCD_PORT, metavar='PORT')
     only.add_argument('--placement-port', type=int, default=PLACEMENT_PORT, metavar='PORT')
     only.add_argument('--data', type=Path, default=Path('elab-control'), metavar='DIR', help='default: ./elab-control')
+    certs = command('certs', _certs, 'make certificates for etcd, placement and everybody who asks them')
+    certs.add_argument('directory', type=Path, metavar='DIR', help='where they are made, and kept when it is run again')
+    for option, what in (
+        ('--control', 'names and addresses of the control host; clients are told the first'),
+        ('--compute', 'hypervisors'),
+        ('--scheduler', 'machines where eschedule runs'),
+        ('--operator', 'people who may do everything'),
+    ):
+        certs.add_argument(option, nargs='+', action='extend', default=[], metavar='NAME', help=what)
+    certs.add_argument('--etcd-port', type=int, default=ETCD_PORT, metavar='PORT')
+    certs.add_argument('--placement-port', type=int, default=PLACEMENT_PORT, metavar='PORT')
     made = command('guest', _guest, 'make a small guest image out of Debian packages')
     made.add_argument('output', type=Path, metavar='OUT.qcow2')
     return parser
@@ -224,6 +236,24 @@ def _control(options: argparse.Namespace) -> int:
         print(where, flush=True)
 
     control.run_control(options.etcd_port, options.placement_port, options.data, _say, ready)
+    return 0
+
+
+def _certs(options: argparse.Namespace) -> int:
+    machine.require({}, ['cryptography'])
+    from ecomp.lab import certs
+
+    if not options.control:
+        raise UsageError('certs: --control NAME: by which name or address do others reach etcd and placement?')
+    cluster = certs.Cluster(
+        servers=tuple(options.control),
+        computes=tuple(options.compute),
+        schedulers=tuple(options.scheduler),
+        operators=tuple(options.operator),
+        etcd_port=options.etcd_port,
+        placement_port=options.placement_port,
+    )
+    certs.make(options.directory, cluster, datetime.now(UTC).replace(microsecond=0), _say)
     return 0
 
 

@@ -7,12 +7,15 @@ values"), never by message text. A GET is tried again; a write never is: its cal
 from __future__ import annotations
 
 import time
+from pathlib import Path
 from typing import Any, Self
 
 import requests
+from requests.auth import AuthBase
 from urllib3.exceptions import NewConnectionError, ReadTimeoutError
 from urllib3.util.retry import Retry
 
+from ecomp.conf import PlacementConfig
 from ecomp.errors import (
     Conflict,
     ConsumerConflict,
@@ -24,7 +27,7 @@ from ecomp.errors import (
     UnknownOutcome,
     Unreachable,
 )
-from ecomp.placement import answers, limited
+from ecomp.placement import answers, limited, tls
 from ecomp.placement.limited import LIMITS, LimitedAdapter, Limits
 
 # 1.28 made consumer generations safe, 1.38 made consumer_type required. Pinned rather than `latest`, which
@@ -32,7 +35,6 @@ from ecomp.placement.limited import LIMITS, LimitedAdapter, Limits
 MICROVERSION = '1.39'
 
 HEADERS = {
-    'x-auth-token': 'admin',
     'openstack-api-version': f'placement {MICROVERSION}',
     'accept': 'application/json',
     # What is packed may be a thousand times as long.
@@ -70,6 +72,32 @@ class _Retry(Retry):
         return super().increment(method, url, response, error, _pool, _stacktrace)
 
 
+def _token_in(path: Path) -> str:
+    """The token in a file. EcompError for one that cannot be read, is empty or is none of a header's words."""
+    try:
+        token = path.read_text(encoding='ascii').strip()
+    except (OSError, ValueError) as error:
+        why = error.strerror if isinstance(error, OSError) else 'not ASCII'
+        raise EcompError(f'token_file {path}: {why}') from error
+    if not token or not token.isprintable() or ' ' in token:
+        raise EcompError(f'token_file {path}: must hold one word')
+    return token
+
+
+class _Token(AuthBase):
+    """Says who asks: what the file has at each call, or `admin`, which placement takes without authentication.
+
+    With it requests leaves the .netrc of whoever calls alone.
+    """
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+
+    def __call__(self, request: requests.PreparedRequest) -> requests.PreparedRequest:
+        request.headers['x-auth-token'] = 'admin' if self._path is None else _token_in(self._path)
+        return request
+
+
 class Placement:
     """Placement at one endpoint. May be shared by threads: each call is one request.
 
@@ -79,16 +107,24 @@ class Placement:
     EcompError (401, 403, 406).
     """
 
-    def __init__(self, endpoint: str, timeout: tuple[float, float] = TIMEOUT, limits: Limits = LIMITS) -> None:
-        self.endpoint = endpoint.rstrip('/')
+    def __init__(
+        self, where: PlacementConfig | str, timeout: tuple[float, float] = TIMEOUT, limits: Limits = LIMITS
+    ) -> None:
+        config = where if isinstance(where, PlacementConfig) else PlacementConfig(where)
+        self.endpoint = config.endpoint.rstrip('/')
         self.name = f'placement at {self.endpoint}'
         self._timeout = timeout
         self._limits = limits
         self._session = requests.Session()
         self._session.headers.update(HEADERS)
+        self._session.auth = _Token(config.token_file)
+        # Paths, not what is in them: each connection reads them anew, so what was exchanged counts from the next on.
+        self._verify = None if config.ca_cert is None else str(config.ca_cert)
+        self._session.cert = None if config.cert_cert is None else (str(config.cert_cert), str(config.cert_key))
         retry = _Retry(
             total=2,
             connect=0,
+            other=0,  # of TLS: urllib3 would send a write a second time
             backoff_factor=0.2,
             backoff_jitter=0.2,
             status_forcelist=(502, 503, 504),
@@ -135,6 +171,7 @@ class Placement:
                 timeout=self._timeout,
                 allow_redirects=False,
                 proxies=NO_PROXY,
+                verify=self._verify,  # a session's own gives way to REQUESTS_CA_BUNDLE
                 stream=True,
             )
             try:
@@ -145,6 +182,8 @@ class Placement:
                 answer.close()
         except requests.RequestException as error:
             raise self._lost(error, until, unanswered) from error
+        except OSError as error:  # a certificate that is not there
+            raise EcompError(f'{self.name} cannot be asked: {error}') from error
         except (ValueError, OverflowError) as error:  # of a piece's length that is below zero, or beyond all memory
             raise unanswered(str(self.foreign()), self.name) from error
         # A proxy's welcome page is a 200 as well, and no claim.
@@ -159,6 +198,9 @@ class Placement:
         reason = getattr(first, 'reason', None)
         if isinstance(error, requests.ConnectTimeout) or isinstance(reason, NewConnectionError):
             return Unreachable(f'{self.name} cannot be reached: no connection', self.name)
+        if isinstance(error, requests.exceptions.SSLError):
+            was_not_sent, why = tls.reason(error)
+            return (Unreachable if was_not_sent else unanswered)(f'{self.name} cannot be reached: {why}', self.name)
         if limited.is_overlong(error):
             return unanswered(str(self.foreign()), self.name)
         if isinstance(error, requests.Timeout) or ReadTimeoutError in (type(first), type(reason)):
@@ -166,7 +208,9 @@ class Placement:
                 return unanswered(f'{self.name} gave no answer in {self._timeout[1]:g} s', self.name)
             return unanswered(f'{self.name} gave no whole answer in {self._limits.seconds:g} s', self.name)
         if isinstance(error, requests.ConnectionError):
-            return unanswered(f'{self.name} cannot be reached: the connection broke', self.name)
+            # Whoever does not take our certificate often hangs up before its word about that arrives.
+            question = ': does it take our certificate?' if self.endpoint.startswith('https:') else ''
+            return unanswered(f'{self.name} cannot be reached: the connection broke{question}', self.name)
         return unanswered(f'{self.name} cannot be reached: {type(error).__name__}', self.name)
 
     def _error(self, answer: requests.Response, unanswered: type[Unreachable]) -> EcompError:
@@ -179,7 +223,10 @@ class Placement:
         except (*answers.WRONG, IndexError):
             code, detail = '', ''
         if not detail:
-            why = f'answers HTTP {status}, but not as placement does: is `placement:` right?'
+            # What stands before it says so of a certificate or a token that it does not take; nginx says 400.
+            secure = self.endpoint.startswith('https:') and status in (400, 401, 403)
+            wrong = 'token_file, cert_cert and `placement:`' if secure else '`placement:`'
+            why = f'answers HTTP {status}, but not as placement does: is {wrong} right?'
             return Unreachable(f'{self.endpoint} {why}', self.name)
         if status == 400:
             return PlacementRefusal(detail)

@@ -7,6 +7,7 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from ecomp.conf import PlacementConfig
     from ecomp.model.choose import Offer
     from ecomp.placement.client import Placement
 
@@ -18,7 +19,7 @@ FRESH = 2.0
 whoever disables a compute knows after that time of everybody who was told before that there is room on it."""
 
 
-def ask_placement(endpoint: str, query: str) -> Backend:
+def ask_placement(config: PlacementConfig, query: str) -> Backend:
     """Placement, and what it offers for a query; the future raises what that raises.
 
     Nearly all of what a claim takes is imports and waiting. What this one needs is imported first, and not beside what
@@ -31,7 +32,7 @@ def ask_placement(endpoint: str, query: str) -> Backend:
 
     def ask() -> None:
         try:
-            placement = Placement(endpoint)
+            placement = Placement(config)
             future.set_result((placement, candidates(placement, query)))
         except BaseException as error:
             future.set_exception(error)

@@ -353,7 +353,8 @@ def test_another_compute_s_request(cluster: Control, compute: Ecompute) -> None:
     check(cluster, compute, other)
 
 
-def test_what_is_shown_of_a_request_nobody_has_read(cluster: Control) -> None:
+@pytest.mark.parametrize('each', [4, pytest.param(1, marks=pytest.mark.slow)])
+def test_what_is_shown_of_a_request_nobody_has_read(cluster: Control, each: int) -> None:
     """F24: eschedule survives requests that no compute has looked at, and can destroy them (fake)"""
     planted = {str(uuid.uuid4()): value for value, _ in HOSTILE}
     for instance, value in planted.items():
@@ -362,7 +363,7 @@ def test_what_is_shown_of_a_request_nobody_has_read(cluster: Control) -> None:
     assert (shown.code, shown.stderr) == (0, '')
     assert len(shown.stdout.splitlines()) == 1 + len(planted)
     results: list[Result] = []
-    for instance in planted:
+    for instance in list(planted)[::each]:
         results.append(called(cluster, 'show', instance))
         assert 'fault' in results[-1].stdout
         one_line(called(cluster, instance), 6, instance, 'waiting for')

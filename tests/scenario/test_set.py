@@ -9,6 +9,8 @@ from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import pytest
+
 from tests.kit.commands import Control, Ecompute, eschedule, write_config
 from tests.kit.faulty_placement import FaultyPlacement
 from tests.kit.hands import lapse, settled
@@ -25,8 +27,9 @@ def held(cluster: Control, computes: list[Ecompute]) -> dict[str, dict[str, int]
     return {name: each for compute in computes for name, each in cluster.placement.consumers(compute.uuid).items()}
 
 
-def test_a_hundred_cost_one_question_and_one_claim(cluster: Control) -> None:
-    computes = started(cluster, *[TOY] * 20)
+@pytest.mark.parametrize('count', [40, pytest.param(100, marks=pytest.mark.slow)])
+def test_a_hundred_cost_one_question_and_one_claim(cluster: Control, count: int) -> None:
+    computes = started(cluster, *[TOY] * (count // 5))
     asked: list[tuple[str, str]] = []
     with FaultyPlacement(cluster.placement.port) as placement:
         # Every request passes, and is written down.
@@ -36,13 +39,13 @@ def test_a_hundred_cost_one_question_and_one_claim(cluster: Control) -> None:
         assert done.code == 2
         assert '1 to 60 with names' in done.stderr
         assert asked == []
-        done = eschedule(config, SMALL, IMAGE, '--count', '100')
+        done = eschedule(config, SMALL, IMAGE, '--count', str(count))
     assert done.code == 0, done
     assert Counter(asked)['GET', '/allocation_candidates'] == 1
     assert 1 <= Counter(asked)['POST', '/allocations'] <= 2
     assert {path for _, path in asked} == {'/allocation_candidates', '/allocations'}
     pairs = all_notified(done.stdout)
-    assert len({instance for _, instance in pairs}) == 100
+    assert len({instance for _, instance in pairs}) == count
     # Spread: five on each.
     assert Counter(compute for compute, _ in pairs) == {each.uuid: 5 for each in computes}
     for _, instance in pairs:

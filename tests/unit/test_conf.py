@@ -17,6 +17,7 @@ from ecomp.conf import (
     DEFAULT_USER_ID,
     ComputeConfig,
     EtcdConfig,
+    PlacementConfig,
     ScheduleConfig,
     load_compute,
     load_schedule,
@@ -61,7 +62,7 @@ def test_without_a_file_everything_points_at_localhost(tmp_path: Path, monkeypat
     assert load_compute(None) == ComputeConfig(
         uuid=None,
         etcd=EtcdConfig(('localhost:2379',), None, None, None, 5.0, ()),
-        placement='http://localhost:8080',
+        placement=PlacementConfig('http://localhost:8080'),
         resize=True,
         networks=(Attachment('network', 'default'),),
         metadata='network',
@@ -73,7 +74,7 @@ def test_without_a_file_everything_points_at_localhost(tmp_path: Path, monkeypat
         directory=tmp_path,
     )
     assert load_schedule(None) == ScheduleConfig(
-        EtcdConfig(), 'http://localhost:8080', DEFAULT_IMAGE, DEFAULT_USER_ID, DEFAULT_PROJECT_ID
+        EtcdConfig(), PlacementConfig('http://localhost:8080'), DEFAULT_IMAGE, DEFAULT_USER_ID, DEFAULT_PROJECT_ID
     )
 
 
@@ -168,7 +169,7 @@ image_proxy: http://proxy:3128/
                 ('grpc.optimize', 1),
             ),
         ),
-        placement='https://ds1:8081/placement',
+        placement=PlacementConfig('https://ds1:8081/placement'),
         resize=False,
         networks=(Attachment('network', 'default'), Attachment('bridge', 'br0')),
         metadata='iso',
@@ -186,12 +187,34 @@ image_proxy: http://proxy:3128/
     )
 
 
+def test_placement_behind_certificates(compute: Callable[[str | bytes], ComputeConfig], tmp_path: Path) -> None:
+    for name in ('ca', 'cert', 'key', 'token'):
+        (tmp_path / name).touch()
+    files = f'ca_cert: ca, cert_cert: ./cert, cert_key: {tmp_path}/key, token_file: token'
+    assert compute(f'placement: {{endpoint: "https://ds1", {files}}}').placement == PlacementConfig(
+        'https://ds1', tmp_path / 'ca', tmp_path / 'key', tmp_path / 'cert', tmp_path / 'token'
+    )
+    for wrong, said in (
+        (f'endpoint: "http://ds1", {files}', 'ca_cert: needs an endpoint with https://, not http://ds1'),
+        ('cert_cert: cert, cert_key: key', 'cert_cert: needs an endpoint with https://, not http://localhost:8080'),
+        ('endpoint: "https://ds1", cert_cert: cert', 'cert_cert: needs cert_key beside it'),
+        ('endpoint: "https://ds1", cert_key: key', 'cert_key: needs cert_cert beside it'),
+        ('token_file: nowhere', 'is not a file that can be read'),
+        ('user: me', 'user: unknown key'),
+    ):
+        with pytest.raises(UsageError) as caught:
+            compute(f'placement: {{{wrong}}}')
+        assert said in str(caught.value), wrong
+
+
 def test_a_schedule_file(tmp_path: Path) -> None:
     path = tmp_path / 'mine.yaml'
     path.write_text(
         '{user_id: me, project_id: "12", image: "https://h/i", etcd: {host: ds1}, placement: {endpoint: "http://ds1"}}'
     )
-    assert load_schedule(path) == ScheduleConfig(EtcdConfig(('ds1:2379',)), 'http://ds1', 'https://h/i', 'me', '12')
+    assert load_schedule(path) == ScheduleConfig(
+        EtcdConfig(('ds1:2379',)), PlacementConfig('http://ds1'), 'https://h/i', 'me', '12'
+    )
 
 
 def test_what_guests_are_given_are_files_beside_it_that_need_not_be_there_yet(tmp_path: Path) -> None:

@@ -29,7 +29,8 @@ ARROWS: dict[str, set[str]] = {
     'ecomp.yaml_file': {'ecomp.config_path', 'ecomp.errors'},
     'ecomp.files': set(),
     'ecomp.addresses': {'ecomp.model'},
-    'ecomp.conf': {'ecomp.errors', 'ecomp.yaml_file', 'ecomp.model'},
+    'ecomp.endpoints': {'ecomp.yaml_file'},
+    'ecomp.conf': {'ecomp.endpoints', 'ecomp.errors', 'ecomp.yaml_file', 'ecomp.model'},
     'ecomp.model': {'ecomp.errors'},
     'ecomp.placement': {'ecomp.errors', 'ecomp.conf', 'ecomp.model'},
     'ecomp.store': {'ecomp.errors', 'ecomp.conf', 'ecomp.model'},
@@ -83,6 +84,7 @@ PLACES: dict[str, set[str]] = {
     'waitress': {'mdserver', 'ecomp.lab'},  # the lab serves placement with it
     'placement': {'ecomp.lab'},
     'jsonschema': {'ecomp.lab'},  # placement's own
+    'cryptography': {'ecomp.lab.certs'},
     # metadata starts mdserver; an image is looked at by a child; the lab starts the cluster's daemons.
     'subprocess': {'ecomp.lab', 'ecomp.agent.metadata', 'ecomp.agent.images.inspection'},
 }

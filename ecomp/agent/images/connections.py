@@ -51,7 +51,7 @@ class Reach:
 
 def reach_of(config: ComputeConfig) -> Reach:
     """What compute.yaml says of it."""
-    named = [urlsplit(f'//{each}') for each in config.etcd.endpoints] + [urlsplit(config.placement)]
+    named = [urlsplit(f'//{each}') for each in config.etcd.endpoints] + [urlsplit(config.placement.endpoint)]
     control = tuple((each.hostname or '', _port(each)) for each in named)
     sources = None if config.image_sources is None else image_sources(config.image_sources)
     return Reach(sources, config.image_proxy, control)

@@ -1,0 +1,153 @@
+"""Where etcd and placement are and how they are reached: these sections of compute.yaml and schedule.yaml.
+
+Any certificate means TLS, and each of the two asks for one in the same words.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from ecomp.yaml_file import Node, Section, Wrong, YamlFile, between, described, flag, shown, text_of
+
+MAX_INT = 2**31 - 1  # gRPC's limit for an option
+
+
+@dataclass(frozen=True)
+class EtcdConfig:
+    """Where etcd is and how to reach it. `endpoints` are host:port; `timeout` is in seconds, for one call."""
+
+    endpoints: tuple[str, ...] = ('localhost:2379',)
+    ca_cert: Path | None = None
+    cert_key: Path | None = None
+    cert_cert: Path | None = None
+    timeout: float = 5.0
+    grpc_options: tuple[tuple[str, str | int], ...] = ()
+
+
+@dataclass(frozen=True)
+class PlacementConfig:
+    """Where placement is and who asks it.
+
+    `endpoint` is a URL without a slash at its end. `ca_cert` signed its certificate (None: an authority this machine
+    knows), `cert_cert` is ours with its key (None: it asks for none), `token_file` holds what it knows us by (None:
+    the word `admin`, as placement has it without authentication). Both are read anew for each connection and each call.
+    """
+
+    endpoint: str = 'http://localhost:8080'
+    ca_cert: Path | None = None
+    cert_key: Path | None = None
+    cert_cert: Path | None = None
+    token_file: Path | None = None
+
+
+def etcd_of(file: YamlFile, etcd: Section) -> EtcdConfig:
+    """The section `etcd`."""
+    for key in ('user', 'password'):
+        etcd.refuse(key, 'logging in with a password cannot be done safely; use certificates (cert_cert, cert_key)')
+    host = etcd.take('host', _host, 'localhost')
+    port = etcd.take('port', between(1, 65535), 2379)
+    single: tuple[str, ...] = (f'{host}:{port}',)
+    endpoints = etcd.take('endpoints', _endpoints, single)
+    for key in ('host', 'port'):
+        if key in etcd and 'endpoints' in etcd:
+            etcd.complain(key, 'say either endpoints, or host and port')
+    return EtcdConfig(
+        endpoints,
+        *_certificates(file, etcd),
+        timeout=etcd.take('timeout', _seconds, EtcdConfig.timeout),
+        grpc_options=etcd.take('grpc_options', _grpc_options, ()),
+    )
+
+
+def placement_of(file: YamlFile, placement: Section) -> PlacementConfig:
+    """The section `placement`."""
+    endpoint = placement.take('endpoint', url, PlacementConfig.endpoint)
+    for key in ('ca_cert', 'cert_cert', 'cert_key'):
+        if key in placement and not endpoint.startswith('https://'):
+            placement.complain(key, f'needs an endpoint with https://, not {endpoint}')
+    return PlacementConfig(
+        endpoint,
+        *_certificates(file, placement),
+        token_file=placement.take('token_file', file.file_of, None),
+    )
+
+
+def _certificates(file: YamlFile, section: Section) -> tuple[Path | None, Path | None, Path | None]:
+    """ca_cert, cert_key, cert_cert."""
+    for key, other in (('cert_key', 'cert_cert'), ('cert_cert', 'cert_key')):
+        if key in section and other not in section:
+            section.complain(key, f'needs {other} beside it')
+    ca_cert = section.take('ca_cert', file.file_of, None)
+    return ca_cert, section.take('cert_key', file.file_of, None), section.take('cert_cert', file.file_of, None)
+
+
+def _seconds(node: Node) -> float:
+    if node.kind not in ('int', 'float') or not re.fullmatch(r'[0-9]{1,9}(\.[0-9]*)?', node.text):
+        raise Wrong(f'must be a number of seconds, not {described(node)}')
+    if not 0 < (seconds := float(node.text)) <= 3600:
+        raise Wrong(f'must be more than 0 and at most 3600 seconds, not {shown(node.text)}')
+    return seconds
+
+
+def _host(node: Node) -> str:
+    return _checked_host(text_of(node))
+
+
+def _checked_host(text: str) -> str:
+    """A name or address as it stands before a colon and a port: an IPv6 address gets its brackets."""
+    import ipaddress  # only a file that names a host needs it
+
+    if re.fullmatch(r'[A-Za-z0-9_]([A-Za-z0-9_.-]{0,253})', text):
+        return text
+    try:
+        return f'[{ipaddress.IPv6Address(text.removeprefix("[").removesuffix("]"))}]'
+    except ValueError as error:
+        raise Wrong(f'must be a host name or address, not {shown(text)}') from error
+
+
+def _endpoints(node: Node) -> tuple[str, ...]:
+    if node.kind != 'seq' or not node.items:
+        raise Wrong(f'must be a list like [ds1:2379, ds2:2379], not {described(node)}')
+    found: list[str] = []
+    for text in map(text_of, node.items):
+        host, _, port = text.rpartition(':')
+        if not re.fullmatch('[0-9]{1,5}', port) or not 1 <= int(port) <= 65535:
+            raise Wrong(f'{shown(text)} must be host:port, the port 1 to 65535')
+        found.append(f'{_checked_host(host)}:{int(port)}')
+    return tuple(found)
+
+
+def _grpc_options(node: Node) -> tuple[tuple[str, str | int], ...]:
+    if node.kind != 'map':
+        raise Wrong(f'must be names with values, not {described(node)}')
+    found: dict[str, str | int] = {}
+    for key, value in node.pairs:
+        if text_of(key) in found:
+            raise Wrong(f'{shown(key.text)} is there twice')
+        if value.kind == 'bool':
+            found[key.text] = int(flag(value))
+        else:
+            found[key.text] = between(-MAX_INT - 1, MAX_INT)(value) if value.kind == 'int' else text_of(value)
+    return tuple(found.items())
+
+
+def url(node: Node) -> str:
+    """A URL of http or https, without a slash at its end; Wrong."""
+    from urllib.parse import urlsplit  # as above
+
+    text = text_of(node)
+    try:
+        parts = urlsplit(text)
+        port = parts.port
+        host = _checked_host(parts.hostname or '')
+    except (ValueError, Wrong) as error:
+        raise Wrong('must be a URL like http://ds1:8080') from error
+    if '@' in parts.netloc:  # not shown again: it may be a password
+        raise Wrong('must not carry a user or password: it would be in logs and process lists')
+    if parts.scheme not in ('http', 'https') or parts.query or parts.fragment or ' ' in text or not host:
+        raise Wrong(f'must be a URL like http://ds1:8080, not {shown(text)}')
+    if port == 0:
+        raise Wrong('the port must be 1 to 65535')
+    return text.rstrip('/')

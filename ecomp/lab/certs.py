@@ -1,0 +1,226 @@
+"""`elab certs DIR`: an authority, and a directory with certificates for everybody who speaks with etcd and placement.
+
+    DIR/ca.crt, DIR/ca.key    the authority; its key stays where it was made
+    DIR/etcd, DIR/placement   server.crt and server.key, beside a copy of ca.crt; placement's has `token`, too
+    DIR/compute-NAME, DIR/scheduler-NAME, DIR/operator-NAME
+                              client.crt and client.key, ca.crt, token, and the compute.yaml or schedule.yaml that names
+                              them by relative paths: /etc/ecomp of that machine, as it is
+
+What is there and holds for a month more stays as it is. https://cryptography.io/en/latest/x509/reference/
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from ipaddress import ip_address
+from pathlib import Path
+
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+
+from ecomp.errors import EcompError, UsageError
+
+AUTHORITY_DAYS = 3650
+DAYS = 730
+NAME = re.compile(r'[A-Za-z0-9_:]([A-Za-z0-9_.:-]{0,200})')
+LEFT_DAYS = 30
+"""Who has fewer days left is made anew."""
+
+CLIENT_YAML = """\
+# Written once by elab certs.
+etcd:
+  host: '{host}'
+  port: {etcd_port}
+  ca_cert: ca.crt
+  cert_cert: client.crt
+  cert_key: client.key
+placement:
+  endpoint: https://{bracketed}:{placement_port}
+  ca_cert: ca.crt
+  cert_cert: client.crt
+  cert_key: client.key
+  token_file: token
+"""
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Whom the certificates are for.
+
+    `servers` are the names and addresses by which etcd and placement are reached, the one that clients are told first;
+    `computes`, `schedulers` and `operators` are names of machines and people. The ports are etcd's and placement's.
+    """
+
+    servers: tuple[str, ...]
+    computes: tuple[str, ...]
+    schedulers: tuple[str, ...]
+    operators: tuple[str, ...]
+    etcd_port: int
+    placement_port: int
+
+
+@dataclass(frozen=True)
+class _Signer:
+    certificate: x509.Certificate
+    key: ec.EllipticCurvePrivateKey
+
+
+def make(directory: Path, cluster: Cluster, now: datetime, say: Callable[[str], None]) -> None:
+    """Make what is missing or about to end; `say` is told of each directory. EcompError, UsageError for a name."""
+    for name in (*cluster.servers, *cluster.computes, *cluster.schedulers, *cluster.operators):
+        if not NAME.fullmatch(name):
+            raise UsageError(f'{name!r} is no name of a machine or a person, and no address')
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        signer = _authority(directory, now, say)
+        token = directory / 'placement' / 'token'
+        for server in ('etcd', 'placement'):
+            (directory / server).mkdir(mode=0o700, exist_ok=True)
+            _certificate(directory / server, 'server', f'ecomp {server}', cluster.servers, signer, now, say)
+        if not token.exists():
+            _write(token, f'{secrets.token_urlsafe(32)}\n'.encode())
+        clients = [('compute', cluster.computes), ('scheduler', cluster.schedulers), ('operator', cluster.operators)]
+        for role, names in clients:
+            for name in names:
+                place = directory / f'{role}-{name}'
+                place.mkdir(mode=0o700, exist_ok=True)
+                _certificate(place, 'client', place.name, (), signer, now, say)
+                _write(place / 'token', token.read_bytes())
+                _configuration(place / ('compute.yaml' if role == 'compute' else 'schedule.yaml'), cluster)
+    except OSError as error:
+        raise EcompError(f'{error.filename}: {error.strerror}') from error
+
+
+def _authority(directory: Path, now: datetime, say: Callable[[str], None]) -> _Signer:
+    certificate, key = directory / 'ca.crt', directory / 'ca.key'
+    if certificate.exists():
+        try:
+            loaded = serialization.load_pem_private_key(key.read_bytes(), None)
+            assert isinstance(loaded, ec.EllipticCurvePrivateKey), 'it is one of ours'
+            return _Signer(x509.load_pem_x509_certificate(certificate.read_bytes()), loaded)
+        except (ValueError, TypeError, AssertionError) as error:
+            raise EcompError(f'{certificate} and {key} are no authority of elab certs: {error}') from error
+    made = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, 'ecomp authority')])
+    usage = x509.KeyUsage(
+        digital_signature=True, key_cert_sign=True, crl_sign=True, content_commitment=False, key_encipherment=False,
+        data_encipherment=False, key_agreement=False, encipher_only=False, decipher_only=False,
+    )  # fmt: skip
+    signed = (
+        _builder(name, name, made, now, AUTHORITY_DAYS)
+        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+        .add_extension(usage, critical=True)
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(made.public_key()), critical=False)
+        .sign(made, hashes.SHA256())
+    )
+    # The key first: killed in between, a key without a certificate is made anew, and has signed nothing.
+    _write(key, _pem(made))
+    _write(certificate, signed.public_bytes(serialization.Encoding.PEM))
+    say(f'{certificate}: until {_until(signed)}')
+    return _Signer(signed, made)
+
+
+def _certificate(
+    place: Path, kind: str, name: str, names: Sequence[str], signer: _Signer, now: datetime, say: Callable[[str], None]
+) -> None:
+    """`kind`.crt and `kind`.key in `place`, made out to these names or addresses, unless those there will do."""
+    path = place / f'{kind}.crt'
+    authority = signer.certificate.public_bytes(serialization.Encoding.PEM)
+    _write(place / 'ca.crt', authority)
+    wanted = x509.SubjectAlternativeName([_general_name(each) for each in names])
+    if path.exists() and (place / f'{kind}.key').exists() and _will_do(path, wanted, signer, now):
+        return
+    key = ec.generate_private_key(ec.SECP256R1())
+    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
+    # Whoever looks whether a server is ready shows the server's own.
+    purposes = [ExtendedKeyUsageOID.CLIENT_AUTH, *([ExtendedKeyUsageOID.SERVER_AUTH] if names else [])]
+    builder = (
+        _builder(subject, signer.certificate.subject, key, now, DAYS)
+        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+        .add_extension(x509.ExtendedKeyUsage(purposes), critical=False)
+        .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(signer.key.public_key()), critical=False)
+    )
+    if names:
+        builder = builder.add_extension(wanted, critical=False)
+    signed = builder.sign(signer.key, hashes.SHA256())
+    # Whoever reads them between these two finds a pair that does not belong together, says so, and reads them again.
+    _write(place / f'{kind}.key', _pem(key))
+    _write(path, signed.public_bytes(serialization.Encoding.PEM))
+    say(f'{place}: until {_until(signed)}')
+
+
+def _will_do(path: Path, wanted: x509.SubjectAlternativeName, signer: _Signer, now: datetime) -> bool:
+    try:
+        found = x509.load_pem_x509_certificate(path.read_bytes())
+        found.verify_directly_issued_by(signer.certificate)
+    except Exception:  # it is somebody else's, or none at all: cryptography raises many things
+        return False
+    if found.not_valid_after_utc < now + timedelta(days=LEFT_DAYS):
+        return False
+    try:
+        return found.extensions.get_extension_for_class(x509.SubjectAlternativeName).value == wanted
+    except x509.ExtensionNotFound:
+        return not list(wanted)
+
+
+def _builder(
+    subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePrivateKey, now: datetime, days: int
+) -> x509.CertificateBuilder:
+    return (
+        x509.CertificateBuilder()
+        .subject_name(subject)
+        .issuer_name(issuer)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        # An hour ago: the clocks of the others may be behind.
+        .not_valid_before(now - timedelta(hours=1))
+        .not_valid_after(now + timedelta(days=days))
+    )
+
+
+def _general_name(name: str) -> x509.GeneralName:
+    try:
+        return x509.IPAddress(ip_address(name))
+    except ValueError:
+        return x509.DNSName(name)
+
+
+def _configuration(path: Path, cluster: Cluster) -> None:
+    if not path.exists():
+        host = cluster.servers[0]
+        text = CLIENT_YAML.format(
+            host=host,
+            bracketed=f'[{host}]' if ':' in host else host,
+            etcd_port=cluster.etcd_port,
+            placement_port=cluster.placement_port,
+        )
+        _write(path, text.encode())
+
+
+def _pem(key: ec.EllipticCurvePrivateKey) -> bytes:
+    return key.private_bytes(
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    )
+
+
+def _write(path: Path, content: bytes) -> None:
+    """The whole file or the one before, and nobody else's to read."""
+    new = path.with_name(f'{path.name}.new')
+    new.unlink(missing_ok=True)
+    descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(descriptor, 'wb') as output:
+        output.write(content)
+        output.flush()
+        os.fsync(output.fileno())
+    new.rename(path)
+
+
+def _until(certificate: x509.Certificate) -> str:
+    return certificate.not_valid_after_utc.date().isoformat()

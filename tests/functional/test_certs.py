@@ -1,0 +1,169 @@
+"""`elab certs`: what it makes is believed by openssl, etcd and each other, and by nobody else."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import subprocess
+from collections.abc import Iterator
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip('cryptography', reason="pip install '.[lab]'")
+
+from ecomp.conf import load_compute, load_schedule
+from ecomp.errors import Unreachable, UsageError
+from ecomp.lab import certs, elab
+from ecomp.store.client import Store
+from tests.kit.servers import Etcd
+
+pytestmark = pytest.mark.fast
+
+NOW = datetime.now(UTC).replace(microsecond=0)
+CONTROL = ('localhost', '127.0.0.1', '::1')
+
+
+def cluster(**changed: tuple[str, ...]) -> certs.Cluster:
+    names = {'servers': CONTROL, 'computes': ('hv1', 'hv2'), 'schedulers': ('shell',), 'operators': ('ann',), **changed}
+    return certs.Cluster(**names, etcd_port=2379, placement_port=8080)
+
+
+def made(directory: Path, now: datetime = NOW, **changed: tuple[str, ...]) -> list[str]:
+    """Make them; what is said."""
+    said: list[str] = []
+    certs.make(directory, cluster(**changed), now, said.append)
+    return said
+
+
+def openssl(*words: str | Path) -> str:
+    done = subprocess.run(['openssl', *map(str, words)], check=True, capture_output=True, text=True)
+    return done.stdout
+
+
+def everything(directory: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(directory)): path.read_bytes() for path in directory.rglob('*') if path.is_file()}
+
+
+def test_each_has_a_directory_that_is_whole(tmp_path: Path) -> None:
+    top = tmp_path / 'certs'
+    said = made(top)
+    clients = ('compute-hv1', 'compute-hv2', 'scheduler-shell', 'operator-ann')
+    assert {path.name for path in top.iterdir()} == {'ca.crt', 'ca.key', 'etcd', 'placement', *clients}
+    assert len(said) == 7
+    for server in ('etcd', 'placement'):
+        openssl('verify', '-CAfile', top / 'ca.crt', '-purpose', 'sslserver', top / server / 'server.crt')
+        names = openssl('x509', '-in', top / server / 'server.crt', '-noout', '-ext', 'subjectAltName')
+        assert names.split('\n')[1].strip() == 'DNS:localhost, IP Address:127.0.0.1, IP Address:0:0:0:0:0:0:0:1'
+    for client in clients:
+        certificate = top / client / 'client.crt'
+        openssl('verify', '-CAfile', top / client / 'ca.crt', '-purpose', 'sslclient', certificate)
+        assert openssl('x509', '-in', certificate, '-noout', '-subject').strip() == f'subject=CN = {client}'
+        assert (top / client / 'token').read_bytes() == (top / 'placement/token').read_bytes()
+        # A client is no server: one that is taken over is not etcd to the others.
+        wrong = subprocess.run(
+            ['openssl', 'verify', '-CAfile', top / 'ca.crt', '-purpose', 'sslserver', certificate], capture_output=True
+        )
+        assert wrong.returncode != 0
+    for path in (top, *top.rglob('*')):
+        assert path.stat().st_mode & 0o077 == 0, path
+
+
+def test_what_holds_stays_and_what_ends_soon_is_made_anew(tmp_path: Path) -> None:
+    made(tmp_path)
+    before = everything(tmp_path)
+    (tmp_path / 'compute-hv1/compute.yaml').write_text('# mine\n')
+    assert made(tmp_path) == []
+    assert made(tmp_path, NOW + timedelta(days=certs.DAYS - certs.LEFT_DAYS - 1)) == []
+    assert everything(tmp_path) == {**before, 'compute-hv1/compute.yaml': b'# mine\n'}
+    said = made(tmp_path, NOW + timedelta(days=certs.DAYS - certs.LEFT_DAYS + 1))
+    assert len(said) == 6
+    after = everything(tmp_path)
+    changed = {name for name in after if after[name] != before[name]} - {'compute-hv1/compute.yaml'}
+    assert {name.rpartition('/')[2] for name in changed} == {'server.crt', 'server.key', 'client.crt', 'client.key'}
+    assert after['ca.crt'] == before['ca.crt']
+    assert after['compute-hv1/compute.yaml'] == b'# mine\n'
+
+
+def test_other_names_are_another_certificate_and_others_stay(tmp_path: Path) -> None:
+    made(tmp_path)
+    before = everything(tmp_path)
+    made(tmp_path, servers=('ds1', '10.0.0.5'), computes=('hv3',))
+    after = everything(tmp_path)
+    assert before.keys() < after.keys()
+    changed = {name.partition('/')[0] for name in before if after[name] != before[name]}
+    assert changed == {'etcd', 'placement'}
+    assert 'host: \'ds1\'' in after['compute-hv3/compute.yaml'].decode()
+
+
+def test_another_authority_s_are_made_anew(tmp_path: Path) -> None:
+    one, other = tmp_path / 'one', tmp_path / 'other'
+    made(one)
+    made(other)
+    for name in ('client.crt', 'client.key'):
+        (one / 'operator-ann' / name).write_bytes((other / 'operator-ann' / name).read_bytes())
+    assert [line.partition(':')[0] for line in made(one)] == [str(one / 'operator-ann')]
+    (one / 'scheduler-shell/client.crt').write_text('none')
+    assert [line.partition(':')[0] for line in made(one)] == [str(one / 'scheduler-shell')]
+
+
+@pytest.fixture
+def secured(tmp_path: Path) -> Iterator[tuple[Path, Etcd]]:
+    """The directory, and an etcd that takes nobody without a certificate."""
+    top = tmp_path / 'certs'
+    made(top)
+    own = top / 'etcd'
+    options = [f'--cert-file={own}/server.crt', f'--key-file={own}/server.key', '--client-cert-auth']
+
+    class Secured(Etcd):
+        def command(self) -> list[str]:
+            words = [each.replace(f'http://{self.endpoint}', f'https://{self.endpoint}') for each in super().command()]
+            return [*words, *options, f'--trusted-ca-file={own}/ca.crt']
+
+        def is_ready(self) -> bool:
+            with contextlib.suppress(OSError), socket.create_connection(('127.0.0.1', self.port)):
+                return True
+            return False
+
+    with Secured(tmp_path / 'etcd') as etcd:
+        yield top, etcd
+
+
+def test_etcd_takes_those_it_was_made_for(secured: tuple[Path, Etcd]) -> None:
+    top, etcd = secured
+    for name, load in (('compute-hv1/compute.yaml', load_compute), ('operator-ann/schedule.yaml', load_schedule)):
+        path = top / name
+        path.write_text(path.read_text().replace('port: 2379', f'port: {etcd.port}'))
+        config = load(path)
+        store = Store(config.etcd)
+        assert store.get('/nothing') is None
+        store.close()
+        stranger = Store(replace(config.etcd, cert_cert=None, cert_key=None))
+        with pytest.raises(Unreachable, match='refuses our certificate'):
+            stranger.get('/nothing')
+        stranger.close()
+        assert config.placement.endpoint == 'https://localhost:8080'
+        assert config.placement.token_file == path.parent / 'token'
+
+
+@pytest.mark.parametrize('name', ['', '../x', '-x', 'a b', 'é', 'a/b'])
+def test_a_name_that_is_none(tmp_path: Path, name: str) -> None:
+    for changed in ('servers', 'computes', 'operators'):
+        with pytest.raises(UsageError, match='no name of a machine'):
+            made(tmp_path / 'certs', **{changed: (name,)})
+    assert not (tmp_path / 'certs').exists()
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert elab.main(['certs', str(tmp_path / 'x'), '--compute', 'hv1']) == 2
+    assert 'by which name or address' in capsys.readouterr().err
+    words = ['certs', str(tmp_path / 'x'), '--control', 'ds1', '10.0.0.5', '--compute', 'hv1', 'hv2']
+    words += ['--operator', 'ann']
+    assert elab.main(words) == 0
+    out, err = capsys.readouterr()
+    assert (out, len(err.splitlines())) == ('', 6)
+    (tmp_path / 'file').write_text('')
+    assert elab.main(['certs', str(tmp_path / 'file'), '--control', 'ds1']) == 1
+    assert capsys.readouterr().err.count('\n') == 1

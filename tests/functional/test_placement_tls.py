@@ -1,0 +1,257 @@
+"""Placement behind a front that asks who is there: certificates, a token, and what is said where one is wrong."""
+
+from __future__ import annotations
+
+import http.client
+import re
+import shutil
+import ssl
+import threading
+import uuid
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ecomp.conf import PlacementConfig
+from ecomp.errors import EcompError, UnknownOutcome, Unreachable
+from ecomp.placement import providers
+from ecomp.placement.client import Placement
+from tests.kit.certificates import Authority
+from tests.kit.servers import PlacementServer
+
+pytestmark = pytest.mark.fast
+NAMES = ('localhost', '127.0.0.1')
+OURS = re.compile('our certificate|certificate of ours')
+
+
+class Front(ThreadingHTTPServer):
+    """Takes those alone who have a certificate and know the token, and passes on what they ask.
+
+    `breaks` is how many of the next calls are read, and then the connection is cut; `heard` are all calls.
+    """
+
+    daemon_threads = True
+
+    def __init__(self, behind: PlacementServer, directory: Path) -> None:
+        self.authority = Authority(directory / 'ca')
+        self.directory, self.behind = directory, behind
+        self.token, self.says = 'the-token', b'{"errors": [{"detail": "who are you?"}]}'
+        self.breaks = 0
+        self.heard: list[str] = []
+        self.issue()
+        super().__init__(('127.0.0.1', 0), _Handler)
+
+    @property
+    def url(self) -> str:
+        return f'https://127.0.0.1:{self.server_address[1]}'
+
+    def issue(self, *names: str, days: int = 10) -> None:
+        """Its own certificate, from the next connection on."""
+        self.authority.issue(self.directory, 'server', *(names or NAMES), days=days)
+
+    def get_request(self) -> tuple[Any, Any]:
+        """A connection; TLS begins in its own thread."""
+        connection, address = super().get_request()
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(self.directory / 'server.crt', self.directory / 'server.key')
+        context.load_verify_locations(self.authority.certificate)
+        context.verify_mode = ssl.CERT_REQUIRED
+        connection.settimeout(10)
+        return context.wrap_socket(connection, server_side=True, do_handshake_on_connect=False), address
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """What it refuses is what the tests are about."""
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = 'HTTP/1.1'
+    server: Front
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Not on stderr."""
+
+    def do_any(self) -> None:
+        front = self.server
+        body = self.rfile.read(int(self.headers.get('content-length', 0)))
+        front.heard.append(f'{self.command} {self.path}')
+        if front.breaks:
+            front.breaks -= 1
+            self.close_connection = True
+            self.connection.detach()  # no good-bye of TLS
+            return
+        if self.headers['x-auth-token'] != front.token:
+            self.answer(401, {'content-type': 'application/json'}, front.says)
+            return
+        headers = {name: value for name, value in self.headers.items() if not name.lower().startswith('x-')}
+        behind = http.client.HTTPConnection('127.0.0.1', front.behind.port, timeout=30)
+        behind.request(self.command, self.path, body or None, {**headers, 'x-auth-token': 'admin'})
+        answer = behind.getresponse()
+        self.answer(answer.status, {'content-type': answer.headers.get('content-type', 'text/plain')}, answer.read())
+        behind.close()
+
+    def answer(self, status: int, headers: dict[str, str], body: bytes) -> None:
+        self.send_response(status)
+        for name, value in headers.items():
+            self.send_header(name, value)
+        if status != 204:
+            self.send_header('content-length', str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    do_GET = do_PUT = do_POST = do_DELETE = do_any
+
+
+@pytest.fixture
+def front(placement: PlacementServer, tmp_path: Path) -> Iterator[Front]:
+    with Front(placement, tmp_path / 'front') as made:
+        thread = threading.Thread(target=made.serve_forever, kwargs={'poll_interval': 0.05})
+        thread.start()
+        yield made
+        made.shutdown()
+        thread.join()
+
+
+@pytest.fixture
+def config(front: Front, tmp_path: Path) -> PlacementConfig:
+    certificate, key = front.authority.issue(tmp_path / 'own', 'client')
+    token = tmp_path / 'token'
+    token.write_text('the-token\n')
+    return PlacementConfig(front.url, front.authority.certificate, key, certificate, token)
+
+
+def without(config: PlacementConfig, **changed: object) -> PlacementConfig:
+    return PlacementConfig(**{**config.__dict__, **changed})
+
+
+@pytest.fixture
+def client(config: PlacementConfig) -> Iterator[Placement]:
+    made = Placement(config, (2.0, 5.0))
+    yield made
+    made.close()
+
+
+def test_who_has_a_certificate_and_the_token_reads_and_writes(client: Placement) -> None:
+    compute = str(uuid.uuid4())
+    providers.ensure(client, compute)
+    assert client.get(f'/resource_providers/{compute}')['name'] == compute
+    client.write('DELETE', f'/resource_providers/{compute}', None)
+
+
+def test_a_token_is_read_anew_for_each_call(client: Placement, config: PlacementConfig, front: Front) -> None:
+    front.token = 'another'
+    with pytest.raises(EcompError, match='refuses with HTTP 401: who are you'):
+        client.get('/resource_providers')
+    front.says = b'<html>'
+    with pytest.raises(EcompError, match='answers HTTP 401.* is token_file, cert_cert and `placement:` right'):
+        client.get('/resource_providers')
+    assert config.token_file is not None
+    config.token_file.write_text('another')
+    assert 'resource_providers' in client.get('/resource_providers')
+    for content, said in ((b'', 'one word'), (b'two words', 'one word'), (b'\xff', 'not ASCII'), (b'a\nb', 'one word')):
+        config.token_file.write_bytes(content)
+        with pytest.raises(EcompError, match=f'token_file {config.token_file}: .*{said}'):
+            client.get('/resource_providers')
+    config.token_file.unlink()
+    with pytest.raises(EcompError, match='No such file'):
+        client.get('/resource_providers')
+
+
+def refused(config: PlacementConfig) -> str:
+    """What is said to who asks so: one line, and a write fails as a read does."""
+    made = Placement(config, (2.0, 5.0))
+    try:
+        with pytest.raises(Unreachable) as read:
+            made.get('/resource_providers')
+        # Of what they say after it was sent nobody knows whether it was carried out.
+        with pytest.raises((Unreachable, UnknownOutcome)):
+            made.write('POST', '/resource_providers', {'name': 'never'})
+    finally:
+        made.close()
+    assert str(read.value).isprintable()
+    assert str(read.value).startswith(f'placement at {config.endpoint} cannot be reached: ')
+    return str(read.value)
+
+
+def test_a_client_without_a_certificate_is_told_which_it_needs(config: PlacementConfig, front: Front) -> None:
+    assert OURS.search(refused(without(config, cert_cert=None, cert_key=None)))
+    assert front.heard == []
+
+
+def test_a_certificate_of_another_authority_is_none(config: PlacementConfig, front: Front, tmp_path: Path) -> None:
+    certificate, key = Authority(tmp_path / 'other').issue(tmp_path / 'other', 'client')
+    assert OURS.search(refused(without(config, cert_cert=certificate, cert_key=key)))
+    assert 'not signed by the authority in ca_cert' in refused(without(config, ca_cert=tmp_path / 'other/ca.crt'))
+    assert 'not signed by the authority in ca_cert' in refused(without(config, ca_cert=None))
+    assert front.heard == []
+
+
+def test_an_expired_certificate_is_one_line_and_exchanged_on_disk(
+    client: Placement, config: PlacementConfig, front: Front, tmp_path: Path
+) -> None:
+    front.authority.issue(tmp_path / 'own', 'client', days=-1)
+    assert OURS.search(refused(config))
+    front.authority.issue(tmp_path / 'own', 'client')
+    front.issue(days=-1)
+    assert refused(config).endswith('its certificate has expired')
+    front.issue('elsewhere')
+    assert refused(config).endswith('its certificate is made out to another name')
+    with pytest.raises(Unreachable):
+        client.get('/resource_providers')
+    front.issue()
+    assert 'resource_providers' in client.get('/resource_providers')  # the same client as before
+
+
+def test_files_that_are_no_certificates(config: PlacementConfig, tmp_path: Path) -> None:
+    empty = tmp_path / 'empty'
+    empty.write_text('')
+    other = Authority(tmp_path / 'pair').issue(tmp_path / 'pair', 'client')
+    for changed in ({'cert_cert': empty}, {'cert_key': empty}, {'cert_key': other[1]}, {'ca_cert': empty}):
+        with pytest.raises(EcompError) as said:
+            Placement(without(config, **changed), (2.0, 5.0)).get('/resource_providers')
+        assert str(said.value).isprintable(), changed
+        assert 'ca_cert' in str(said.value), changed
+    shutil.rmtree(tmp_path / 'own')
+    with pytest.raises(EcompError, match=str(tmp_path / 'own')):
+        Placement(config, (2.0, 5.0)).get('/resource_providers')
+
+
+def test_one_that_does_not_speak_tls(config: PlacementConfig) -> None:
+    with ThreadingHTTPServer(('127.0.0.1', 0), _Handler) as plain:
+        thread = threading.Thread(target=plain.serve_forever, kwargs={'poll_interval': 0.05})
+        thread.start()
+        said = refused(without(config, endpoint=f'https://127.0.0.1:{plain.server_address[1]}'))
+        plain.shutdown()
+        thread.join()
+    assert 'does not speak TLS' in said
+
+
+def test_a_write_is_never_sent_twice(client: Placement, front: Front) -> None:
+    """urllib3 tries whatever fails in TLS again, writes too."""
+    client.get('/resource_providers')
+    front.heard.clear()
+    front.breaks = 1
+    with pytest.raises(UnknownOutcome):
+        client.write('POST', '/resource_providers', {'name': str(uuid.uuid4())})
+    assert front.heard == ['POST /resource_providers']
+
+
+def test_nobody_s_netrc_is_sent(config: PlacementConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    netrc = tmp_path / 'netrc'
+    netrc.write_text('machine 127.0.0.1 login me password secret\n')
+    netrc.chmod(0o600)
+    monkeypatch.setenv('NETRC', str(netrc))
+    said: list[str | None] = []
+    answer = _Handler.answer
+
+    def listened(handler: _Handler, *rest: Any) -> None:
+        said.append(handler.headers['authorization'])
+        answer(handler, *rest)
+
+    monkeypatch.setattr(_Handler, 'answer', listened)
+    client = Placement(config, (2.0, 5.0))
+    client.get('/resource_providers')
+    client.close()
+    assert said == [None]
