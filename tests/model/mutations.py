@@ -220,7 +220,10 @@ MUTATIONS = {
         'ecomp.agent.memory', 'self._ended.pop(record.instance, None)', 'pass', ('used_again_and_rebooted',)
     ),
     'a refused request keeps what it shared': Mutation(
-        'ecomp.model.instance', 'printable(str(error))[:REASON_LIMIT], _shares(value))', 'str(error)[:REASON_LIMIT])', ('refused',)
+        'ecomp.model.instance',
+        'printable(str(error))[:REASON_LIMIT], _shares(value))',
+        'printable(str(error))[:REASON_LIMIT])',
+        ('refused',),
     ),
     'a destroy of what is refused forgets what it shared': Mutation(
         'ecomp.scheduler.destroy', 'if request else _group_of(store, record)', 'if request else None', ('refused',)

@@ -26,8 +26,8 @@ from tests.model.scenarios import SCENARIOS
 from tests.model.virtual import inside, virtual
 from tests.model.world import World
 
-SCHEDULES = 40
-"""Of each scenario, always: half a second, half a minute of them together."""
+SCHEDULES = 30
+"""Of each scenario, always: a third of a minute of them together."""
 MANY = 2_000
 """Of each with --all: ten minutes of them together."""
 
