@@ -398,9 +398,11 @@ def test_a_connection_that_breaks_while_it_is_made_leaves_no_socket(
     broken = Libvirt(host.root / 'state', uri=host.uri)
     broken.on_change(lambda _: None)
     opened = broken._connection
-    opened._drop(opened._get())
+    first = opened._get()
     works = getattr(libvirt.virConnect, step)
     monkeypatch.setattr(libvirt.virConnect, step, breaks)
+    # Not before: once it is dropped, a thread opens the next one, without anybody asking.
+    opened._drop(first)
     for _ in range(3):
         with pytest.raises(Unreachable):
             broken.guests()

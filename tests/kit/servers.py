@@ -39,6 +39,10 @@ SYSTEM = random.SystemRandom()
 """Not hypothesis's, which begins at the same number in each of the processes that run tests."""
 PATIENCE = 4
 """How many times slower a machine may be that is busy with others."""
+WORKERS = 16
+"""Each of the processes of a run has every sixteenth port for its own."""
+GIVEN: set[int] = set()
+"""The ports free_port has given in this process."""
 
 Value = TypeVar('Value')
 
@@ -90,12 +94,20 @@ def is_stopped(pid: int) -> bool:
 
 
 def free_port() -> int:
-    """A TCP port of 127.0.0.1 that nobody had a moment ago, and that the kernel gives to nobody who asks for any."""
+    """A TCP port of 127.0.0.1 that nobody had a moment ago, and that the kernel gives to nobody who asks for any.
+
+    No process of a run gives one twice, and none gives another's: between the question and the use it may be anybody's,
+    and a server that is down for a moment must find its own again.
+    """
     dynamic, _ = Path('/proc/sys/net/ipv4/ip_local_port_range').read_text().split()
+    worker = int(os.environ.get('PYTEST_XDIST_WORKER', 'gw0')[2:]) % WORKERS
     while True:
-        port = SYSTEM.randrange(10_000, int(dynamic))
+        port = SYSTEM.randrange(10_000 + worker, int(dynamic), WORKERS)
+        if port in GIVEN:
+            continue
         with socket.socket() as listener, contextlib.suppress(OSError):
             listener.bind(('127.0.0.1', port))
+            GIVEN.add(port)
             return port
 
 

@@ -90,7 +90,8 @@ def test_a_request_and_a_destroy_of_2019_are_carried_out(cluster: Control) -> No
 
     found = reached(cluster, instance, 'active')
     assert (found['image'], found['user_id'], found['project_id']) == (IMAGE, USER, PROJECT)
-    assert cluster.eschedule(instance).stdout.strip() == addressed(cluster, instance)
+    address = addressed(cluster, instance)
+    assert cluster.eschedule(instance).stdout.strip() == address
     check(cluster, compute)
 
     # placement's answer, with allocations emptied: all of it, consumer_generation and consumer_type, too.
