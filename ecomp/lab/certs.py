@@ -6,7 +6,8 @@
                               client.crt and client.key, ca.crt, token, and the compute.yaml or schedule.yaml that names
                               them by relative paths: /etc/ecomp of that machine, as it is
 
-What is there and holds for a month more stays as it is. https://cryptography.io/en/latest/x509/reference/
+What is there and holds for a month more stays as it is, and one process at a time makes what is not.
+https://cryptography.io/en/latest/x509/reference/
 """
 
 from __future__ import annotations
@@ -21,15 +22,21 @@ from ipaddress import ip_address
 from pathlib import Path
 
 from cryptography import x509
+from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from ecomp.errors import EcompError, UsageError
+from ecomp.lab import state
 
 AUTHORITY_DAYS = 3650
 DAYS = 730
-NAME = re.compile(r'[A-Za-z0-9_:]([A-Za-z0-9_.:-]{0,200})')
+CLIENT = re.compile(r'[A-Za-z0-9_][A-Za-z0-9_.-]{0,49}')
+"""With `scheduler-` before it a common name, which has 64 characters at most (RFC 5280, ub-common-name)."""
+SERVER = re.compile(r'[A-Za-z0-9_][A-Za-z0-9_.-]{0,252}')
+NONE_OF_OURS = (ValueError, TypeError, InvalidSignature, UnsupportedAlgorithm, x509.InvalidVersion)
+"""What cryptography raises of a file that is no certificate or key, or of somebody else."""
 LEFT_DAYS = 30
 """Who has fewer days left is made anew."""
 
@@ -74,39 +81,49 @@ class _Signer:
 
 def make(directory: Path, cluster: Cluster, now: datetime, say: Callable[[str], None]) -> None:
     """Make what is missing or about to end; `say` is told of each directory. EcompError, UsageError for a name."""
-    for name in (*cluster.servers, *cluster.computes, *cluster.schedulers, *cluster.operators):
-        if not NAME.fullmatch(name):
-            raise UsageError(f'{name!r} is no name of a machine or a person, and no address')
+    for name in cluster.servers:
+        if not SERVER.fullmatch(name) and not _is_address(name):
+            raise UsageError(f'{name!r} is no name of a machine, and no address')
+    for name in (*cluster.computes, *cluster.schedulers, *cluster.operators):
+        if not CLIENT.fullmatch(name):
+            raise UsageError(f'{name!r} is no name of a machine or a person of at most 50 characters')
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        signer = _authority(directory, now, say)
-        token = directory / 'placement' / 'token'
-        for server in ('etcd', 'placement'):
-            (directory / server).mkdir(mode=0o700, exist_ok=True)
-            _certificate(directory / server, 'server', f'ecomp {server}', cluster.servers, signer, now, say)
-        if not token.exists():
-            _write(token, f'{secrets.token_urlsafe(32)}\n'.encode())
-        clients = [('compute', cluster.computes), ('scheduler', cluster.schedulers), ('operator', cluster.operators)]
-        for role, names in clients:
-            for name in names:
-                place = directory / f'{role}-{name}'
-                place.mkdir(mode=0o700, exist_ok=True)
-                _certificate(place, 'client', place.name, (), signer, now, say)
-                _write(place / 'token', token.read_bytes())
-                _configuration(place / ('compute.yaml' if role == 'compute' else 'schedule.yaml'), cluster)
+        with state.locked(directory):
+            _make(directory, cluster, now, say)
     except OSError as error:
-        raise EcompError(f'{error.filename}: {error.strerror}') from error
+        raise EcompError(f'{error.filename or directory}: {error.strerror}') from error
+
+
+def _make(directory: Path, cluster: Cluster, now: datetime, say: Callable[[str], None]) -> None:
+    signer = _authority(directory, now, say)
+    token = directory / 'placement' / 'token'
+    for server in ('etcd', 'placement'):
+        (directory / server).mkdir(mode=0o700, exist_ok=True)
+        _certificate(directory / server, 'server', f'ecomp {server}', cluster.servers, signer, now, say)
+    if not token.exists():
+        _write(token, f'{secrets.token_urlsafe(32)}\n'.encode())
+    clients = [('compute', cluster.computes), ('scheduler', cluster.schedulers), ('operator', cluster.operators)]
+    for role, names in clients:
+        for name in names:
+            place = directory / f'{role}-{name}'
+            place.mkdir(mode=0o700, exist_ok=True)
+            _certificate(place, 'client', place.name, (), signer, now, say)
+            _write(place / 'token', token.read_bytes())
+            _configuration(place / ('compute.yaml' if role == 'compute' else 'schedule.yaml'), cluster)
 
 
 def _authority(directory: Path, now: datetime, say: Callable[[str], None]) -> _Signer:
     certificate, key = directory / 'ca.crt', directory / 'ca.key'
     if certificate.exists():
         try:
+            found = x509.load_pem_x509_certificate(certificate.read_bytes())
             loaded = serialization.load_pem_private_key(key.read_bytes(), None)
-            assert isinstance(loaded, ec.EllipticCurvePrivateKey), 'it is one of ours'
-            return _Signer(x509.load_pem_x509_certificate(certificate.read_bytes()), loaded)
-        except (ValueError, TypeError, AssertionError) as error:
+        except NONE_OF_OURS as error:
             raise EcompError(f'{certificate} and {key} are no authority of elab certs: {error}') from error
+        if not isinstance(loaded, ec.EllipticCurvePrivateKey) or loaded.public_key() != found.public_key():
+            raise EcompError(f'{key} does not belong to {certificate}, or is none of elab certs')
+        return _Signer(found, loaded)
     made = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, 'ecomp authority')])
     usage = x509.KeyUsage(
@@ -135,7 +152,7 @@ def _certificate(
     authority = signer.certificate.public_bytes(serialization.Encoding.PEM)
     _write(place / 'ca.crt', authority)
     wanted = x509.SubjectAlternativeName([_general_name(each) for each in names])
-    if path.exists() and (place / f'{kind}.key').exists() and _will_do(path, wanted, signer, now):
+    if path.exists() and (place / f'{kind}.key').exists() and _will_do(place, kind, wanted, signer, now):
         return
     key = ec.generate_private_key(ec.SECP256R1())
     subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
@@ -150,17 +167,21 @@ def _certificate(
     if names:
         builder = builder.add_extension(wanted, critical=False)
     signed = builder.sign(signer.key, hashes.SHA256())
-    # Whoever reads them between these two finds a pair that does not belong together, says so, and reads them again.
+    # Whoever reads them between these two finds a pair that does not belong together, says so, and reads them again;
+    # killed between them, the next run makes both anew.
     _write(place / f'{kind}.key', _pem(key))
     _write(path, signed.public_bytes(serialization.Encoding.PEM))
     say(f'{place}: until {_until(signed)}')
 
 
-def _will_do(path: Path, wanted: x509.SubjectAlternativeName, signer: _Signer, now: datetime) -> bool:
+def _will_do(place: Path, kind: str, wanted: x509.SubjectAlternativeName, signer: _Signer, now: datetime) -> bool:
     try:
-        found = x509.load_pem_x509_certificate(path.read_bytes())
+        found = x509.load_pem_x509_certificate((place / f'{kind}.crt').read_bytes())
+        key = serialization.load_pem_private_key((place / f'{kind}.key').read_bytes(), None)
         found.verify_directly_issued_by(signer.certificate)
-    except Exception:  # it is somebody else's, or none at all: cryptography raises many things
+    except NONE_OF_OURS:
+        return False
+    if key.public_key() != found.public_key():
         return False
     if found.not_valid_after_utc < now + timedelta(days=LEFT_DAYS):
         return False
@@ -185,11 +206,16 @@ def _builder(
     )
 
 
-def _general_name(name: str) -> x509.GeneralName:
+def _is_address(name: str) -> bool:
     try:
-        return x509.IPAddress(ip_address(name))
+        ip_address(name)
     except ValueError:
-        return x509.DNSName(name)
+        return False
+    return '%' not in name
+
+
+def _general_name(name: str) -> x509.GeneralName:
+    return x509.IPAddress(ip_address(name)) if _is_address(name) else x509.DNSName(name)
 
 
 def _configuration(path: Path, cluster: Cluster) -> None:

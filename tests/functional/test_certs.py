@@ -6,6 +6,7 @@ import contextlib
 import socket
 import subprocess
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -15,7 +16,7 @@ import pytest
 pytest.importorskip('cryptography', reason="pip install '.[lab]'")
 
 from ecomp.conf import load_compute, load_schedule
-from ecomp.errors import Unreachable, UsageError
+from ecomp.errors import EcompError, Unreachable, UsageError
 from ecomp.lab import certs, elab
 from ecomp.store.client import Store
 from tests.kit.servers import Etcd
@@ -109,6 +110,32 @@ def test_another_authority_s_are_made_anew(tmp_path: Path) -> None:
     assert [line.partition(':')[0] for line in made(one)] == [str(one / 'scheduler-shell')]
 
 
+def test_a_pair_that_does_not_belong_together_is_made_anew(tmp_path: Path) -> None:
+    """As one is whose maker was killed after the key."""
+    made(tmp_path)
+    before = everything(tmp_path)
+    for place, kind in (('etcd', 'server'), ('compute-hv1', 'client')):
+        (tmp_path / place / f'{kind}.key').write_bytes(before['compute-hv2/client.key'])
+        assert [line.partition(':')[0] for line in made(tmp_path)] == [str(tmp_path / place)]
+        (tmp_path / place / f'{kind}.key').write_text('none')
+        assert [line.partition(':')[0] for line in made(tmp_path)] == [str(tmp_path / place)]
+    assert made(tmp_path) == []
+    for key in (before['compute-hv1/client.key'], b'none'):
+        (tmp_path / 'ca.key').write_bytes(key)
+        with pytest.raises(EcompError, match=r'ca\.key'):
+            made(tmp_path)
+
+
+def test_two_at_once_make_one_authority(tmp_path: Path) -> None:
+    with ThreadPoolExecutor(4) as pool:
+        said = list(pool.map(lambda name: made(tmp_path / 'certs', computes=(name,)), ('a', 'b', 'c', 'd')))
+    assert sum(line.startswith(f'{tmp_path}/certs/ca.crt') for lines in said for line in lines) == 1
+    for name in 'abcd':
+        openssl('verify', '-CAfile', tmp_path / 'certs/ca.crt', tmp_path / f'certs/compute-{name}/client.crt')
+    tokens = {path.read_bytes() for path in (tmp_path / 'certs').glob('*/token')}
+    assert len(tokens) == 1
+
+
 @pytest.fixture
 def secured(tmp_path: Path) -> Iterator[tuple[Path, Etcd]]:
     """The directory, and an etcd that takes nobody without a certificate."""
@@ -148,12 +175,20 @@ def test_etcd_takes_those_it_was_made_for(secured: tuple[Path, Etcd]) -> None:
         assert config.placement.token_file == path.parent / 'token'
 
 
-@pytest.mark.parametrize('name', ['', '../x', '-x', 'a b', 'é', 'a/b'])
+@pytest.mark.parametrize('name', ['', '../x', '-x', 'a b', 'é', 'a/b', 'ds1:2379', 'fe80::1%eth0', '[::1]'])
 def test_a_name_that_is_none(tmp_path: Path, name: str) -> None:
     for changed in ('servers', 'computes', 'operators'):
         with pytest.raises(UsageError, match='no name of a machine'):
             made(tmp_path / 'certs', **{changed: (name,)})
     assert not (tmp_path / 'certs').exists()
+
+
+def test_the_longest_names(tmp_path: Path) -> None:
+    made(tmp_path, schedulers=(50 * 'a',), servers=('.'.join(4 * [60 * 'a']),))
+    openssl('verify', '-CAfile', tmp_path / 'ca.crt', tmp_path / f'scheduler-{50 * "a"}' / 'client.crt')
+    for changed, name in (('schedulers', 51 * 'a'), ('servers', 254 * 'a')):
+        with pytest.raises(UsageError, match='no name of a machine'):
+            made(tmp_path, **{changed: (name,)})
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
