@@ -72,15 +72,18 @@ class _Retry(Retry):
         return super().increment(method, url, response, error, _pool, _stacktrace)
 
 
-def _token_in(path: Path) -> str:
-    """The token in a file. EcompError for one that cannot be read, is empty or is none of a header's words."""
+def _token_in(path: Path, backend: str) -> str:
+    """The token in a file. Unreachable for one that cannot be read, is empty or is none of a header's words.
+
+    Unreachable, because a file that is being exchanged is missing or empty for a moment, and the next call may do.
+    """
     try:
         token = path.read_text(encoding='ascii').strip()
     except (OSError, ValueError) as error:
         why = error.strerror if isinstance(error, OSError) else 'not ASCII'
-        raise EcompError(f'token_file {path}: {why}') from error
+        raise Unreachable(f'token_file {path}: {why}', backend) from error
     if not token or not token.isprintable() or ' ' in token:
-        raise EcompError(f'token_file {path}: must hold one word')
+        raise Unreachable(f'token_file {path}: must hold one word', backend)
     return token
 
 
@@ -90,11 +93,11 @@ class _Token(AuthBase):
     With it requests leaves the .netrc of whoever calls alone.
     """
 
-    def __init__(self, path: Path | None) -> None:
-        self._path = path
+    def __init__(self, path: Path | None, backend: str) -> None:
+        self._path, self._backend = path, backend
 
     def __call__(self, request: requests.PreparedRequest) -> requests.PreparedRequest:
-        request.headers['x-auth-token'] = 'admin' if self._path is None else _token_in(self._path)
+        request.headers['x-auth-token'] = 'admin' if self._path is None else _token_in(self._path, self._backend)
         return request
 
 
@@ -117,7 +120,7 @@ class Placement:
         self._limits = limits
         self._session = requests.Session()
         self._session.headers.update(HEADERS)
-        self._session.auth = _Token(config.token_file)
+        self._session.auth = _Token(config.token_file, self.name)
         # Paths, not what is in them: each connection reads them anew, so what was exchanged counts from the next on.
         self._verify = None if config.ca_cert is None else str(config.ca_cert)
         self._session.cert = None if config.cert_cert is None else (str(config.cert_cert), str(config.cert_key))
@@ -182,8 +185,10 @@ class Placement:
                 answer.close()
         except requests.RequestException as error:
             raise self._lost(error, until, unanswered) from error
-        except OSError as error:  # a certificate that is not there
-            raise EcompError(f'{self.name} cannot be asked: {error}') from error
+        except OSError as error:
+            # requests raises plain ones of a file of ours that is not there, before it connects.
+            kind = Unreachable if type(error) is OSError else unanswered
+            raise kind(f'{self.name} cannot be asked: {error}', self.name) from error
         except (ValueError, OverflowError) as error:  # of a piece's length that is below zero, or beyond all memory
             raise unanswered(str(self.foreign()), self.name) from error
         # A proxy's welcome page is a 200 as well, and no claim.
