@@ -26,7 +26,7 @@ from ecomp.yaml_file import Node, Section, Wrong, YamlFile, between, described, 
 if TYPE_CHECKING:
     from ecomp.model.flavor import Flavor
 
-MAX_INT = 2**31 - 1  # placement's limit for a total, and gRPC's for an option
+MAX_INT = 2**31 - 1  # placement's limit for a total
 MOST_RATIO = 1000
 
 T = TypeVar('T')
@@ -42,12 +42,11 @@ DEFAULT_IMAGE = 'http://download.cirros-cloud.net/0.3.6/cirros-0.3.6-x86_64-disk
 class ComputeConfig:
     """What ecompute is told. None means ecompute finds out itself. All paths are absolute.
 
-    `inventory` is total by resource class (MEMORY_MB in MiB, DISK_GB
-    in GiB), `networks` is what each guest is plugged into, in order, `images` a directory images may be named from,
-    `image_cache` is in GiB, `image_sources` host names and networks, `image_proxy` a URL, `metadata` is how guests are
-    told theirs, `network` or `iso`, `queues` is whether it takes from the flavors' queues, `directory` the one
-    compute.yaml was in. `traits` and `aggregates` are the provider's, beside its own and other people's;
-    `allocation_ratios` are by resource class, 1 where there is none.
+    `inventory` is total by resource class (MEMORY_MB in MiB, DISK_GB in GiB), `networks` is what each guest is plugged
+    into, in order, `images` a directory images may be named from, `image_cache` is in GiB, `image_sources` host names
+    and networks, `image_proxy` a URL, `metadata` is how guests are told theirs, `network` or `iso`, `queues` is whether
+    it takes from the flavors' queues, `directory` the one compute.yaml was in. `traits` and `aggregates` are the
+    provider's, beside its own and other people's; `allocation_ratios` are by resource class, 1 where there is none.
     """
 
     uuid: str | None = None

@@ -33,8 +33,8 @@ class Presence:
     """Holds `key` with `value` (a JSON object with a "token", and "boot", the machine's boot id) until stop().
 
     The token is put as hashed(): whoever reads etcd is not told it. A key without a lease is nobody's. The same token
-    takes its own key over at once, so a restart need not wait for the old lease; where the machine was
-    booted since, it waits until the lease ends: one that does not is a copy's, of the state directory with the token.
+    takes its own key over at once, so a restart need not wait for the old lease; where the machine was booted since, it
+    waits until the lease ends: one that does not is a copy's, of the state directory with the token.
     on_lost is called, once, when the key is found to be somebody else's: of another token, or of the same one in a
     value that is not ours, for a process of our own that has ended puts nothing any more.
     """
@@ -100,7 +100,7 @@ class Presence:
         # As it is also what an ecompute of 1.0 put.
         if holder['token'] not in (self._value['token'], self._token):
             raise self._conflict(entry, 'stop that one, or give this one a `uuid:` of its own')
-        if self._revision and entry.lease and holder != self._value:
+        if self._revision and holder != self._value:
             raise self._conflict(entry, COPY)
         return entry
 

@@ -1,6 +1,6 @@
 """PURE: what is known of an etcd by its version.
 
-https://etcd.io/docs/latest/triage/ says which releases are still mended; each release's advisories are at
+https://etcd.io/docs/v3.6/op-guide/versioning/ says which releases are still mended; each release's advisories are at
 https://github.com/etcd-io/etcd/security/advisories.
 """
 
