@@ -69,30 +69,9 @@ RUN if [ -f /build/ca.crt ]; then export PIP_CERT=/build/ca.crt; fi; \
     /opt/placement/bin/pip check
 FROM ${BASE}
 COPY --from=install /opt/placement /opt/placement
-COPY front.py /opt/front/front.py
-ENV PYTHONPATH=/opt/front PATH=/opt/placement/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin
+COPY placement_server.py /opt/server/
+ENV PYTHONPATH=/opt/server PATH=/opt/placement/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin
 USER 65534:65534
-'
-
-# Placement for those alone who ask by a name in PLACEMENT_NAMES: a page in somebody's browser can have a name of
-# its own lead to localhost, and is then of the same origin (DNS rebinding). No names: everybody.
-FRONT='import os
-from urllib.parse import urlsplit
-from placement.wsgi.api import application as placement
-
-NAMES = os.environ["PLACEMENT_NAMES"].split()
-
-
-def application(environ, start_response):
-    host = environ.get("HTTP_HOST")
-    try:
-        known = not NAMES or host is None or urlsplit("//" + host).hostname in NAMES
-    except ValueError:
-        known = False
-    if known:
-        return placement(environ, start_response)
-    start_response("421 Misdirected Request", [("content-type", "text/plain; charset=utf-8")])
-    return [("placement answers here by %s alone\n" % " and ".join(NAMES)).encode()]
 '
 
 say() { printf '%s\n' "$*"; }
@@ -152,9 +131,10 @@ image() { # IMAGE: it is here, pulled if need be
 }
 
 placement_image() { # sets IMAGE. Its tag says what went into it, so a changed pin or base is a new image
-    local work start=$SECONDS
+    local work server start=$SECONDS
+    server=$(cat "$(dirname "$(readlink -f "$0")")/ecomp/lab/placement_server.py")
     image "$PYTHON_IMAGE"
-    IMAGE=ecomp-placement:$(digest "$DOCKERFILE" "$FRONT" "$PINS" "$(docker image inspect -f '{{.Id}}' "$PYTHON_IMAGE")")
+    IMAGE=ecomp-placement:$(digest "$DOCKERFILE" "$server" "$PINS" "$(docker image inspect -f '{{.Id}}' "$PYTHON_IMAGE")")
     if docker image inspect "$IMAGE" >/dev/null 2>&1; then
         say "placement image: there ($IMAGE)"
         return
@@ -167,7 +147,7 @@ placement_image() { # sets IMAGE. Its tag says what went into it, so a changed p
     printf '%s' "$DOCKERFILE" >"$work/build/Dockerfile"
     # shellcheck disable=SC2086  # one a line
     printf '%s\n' $PINS >"$work/build/pins.txt"
-    printf '%s' "$FRONT" >"$work/build/front.py"
+    printf '%s\n' "$server" >"$work/build/placement_server.py"
     if [ -n "$PLACEMENT_BUILD_CA" ]; then cp -- "$PLACEMENT_BUILD_CA" "$work/build/ca.crt"; fi
     if ! docker build --build-arg "BASE=$PYTHON_IMAGE" --tag "$IMAGE" "$work/build" >"$work/log" 2>&1; then
         tail -n 12 "$work/log" | indented
@@ -243,21 +223,34 @@ postgres_password() { # made once, kept as a label of the volume: it lasts exact
     docker volume inspect -f '{{index .Labels "ecomp.password"}}' ecomp-postgres
 }
 
+fence_rule() { # sets BRIDGE and RULE. What this machine itself sends, by 127.0.0.1 too, is not forwarded
+    BRIDGE=br-$(docker network inspect -f '{{slice .Id 0 12}}' ecomp)
+    RULE=(DOCKER-USER -o "$BRIDGE" ! -i "$BRIDGE" -m conntrack --ctstate NEW -j DROP)
+    grep -q "^ *$BRIDGE:" /proc/net/dev # and not where another machine's Docker was asked
+}
+
 fence() { # Docker before 28 lets whoever routes through this machine, its guests too, reach a container's own address
-    local bridge rule
-    if [ -n "$OPEN" ] || [[ ! $SERVER =~ ^([0-9]+)\. ]] || ((BASH_REMATCH[1] >= 28)); then return; fi
-    bridge=br-$(docker network inspect -f '{{slice .Id 0 12}}' ecomp)
-    # What this machine itself sends, by 127.0.0.1 too, is not forwarded.
-    rule=(DOCKER-USER -o "$bridge" ! -i "$bridge" -m conntrack --ctstate NEW -j DROP)
-    if grep -q "^ *$bridge:" /proc/net/dev; then # and not where another machine's Docker was asked
-        if iptables -C "${rule[@]}" 2>/dev/null; then return; fi
-        if iptables -I "${rule[@]}" 2>/dev/null; then
+    if [ -n "$OPEN" ] || [[ ! $SERVER =~ ^([0-9]+)\. ]] || ((BASH_REMATCH[1] >= 28)); then
+        unfence # the rule of an earlier run keeps others from what is published for them now
+        return
+    fi
+    if fence_rule; then
+        if iptables -C "${RULE[@]}" 2>/dev/null; then return; fi
+        if iptables -I "${RULE[@]}" 2>/dev/null; then
             say "Docker $SERVER: nobody but this machine reaches the containers, by a rule that lasts until the next boot"
             return
         fi
     fi
     printf 'docker.sh: Docker %s lets guests and neighbours reach these containers at their own addresses: %s\n' \
-        "$SERVER" "install Docker 28, or after each boot: sudo iptables -I ${rule[*]}" >&2
+        "$SERVER" "install Docker 28, or after each boot: sudo iptables -I ${RULE[*]}" >&2
+}
+
+unfence() {
+    fence_rule || return 0
+    while iptables -D "${RULE[@]}" 2>/dev/null; do :; done
+    if iptables -C "${RULE[@]}" 2>/dev/null; then
+        say "a rule of ours keeps other machines out of the containers still: sudo iptables -D ${RULE[*]}"
+    fi
 }
 
 up() {
@@ -273,10 +266,13 @@ up() {
     usable_port ecomp-etcd "$ETCD_PORT" ETCD_PORT
     usable_port ecomp-placement "$PLACEMENT_PORT" PLACEMENT_PORT
 
-    if [ -z "$OPEN" ]; then names='localhost 127.0.0.1 ::1 ecomp-placement' etcd_names='localhost,127.0.0.1,[::1]'; fi
+    if [ -z "$OPEN" ]; then
+        names="'localhost', '127.0.0.1', '::1', '$REACH', 'ecomp-placement'" etcd_names="localhost,127.0.0.1,::1,$REACH"
+    fi
     image "$ETCD_IMAGE"
     placement_image
     if ! docker network inspect ecomp >/dev/null 2>&1; then docker network create ecomp >/dev/null; fi
+    fence
 
     # Without its JSON gateway a page in a browser can ask etcd for /health, /metrics and /version alone, and reads no
     # answer: browsers connect to no port 1, so no page is of that origin.
@@ -304,8 +300,8 @@ up() {
     export OS_PLACEMENT_DATABASE__CONNECTION=$url
     placement=(--publish "$BIND_ADDRESS:$PLACEMENT_PORT:8080" --add-host host.docker.internal:host-gateway
         --label "ecomp.database=$(digest "$url")" --env OS_PLACEMENT_DATABASE__CONNECTION
-        --env OS_API__AUTH_STRATEGY=noauth2 --env "PLACEMENT_NAMES=$names" "$IMAGE"
-        gunicorn --no-control-socket --workers "$PLACEMENT_WORKERS" --bind 0.0.0.0:8080 front:application)
+        --env OS_API__AUTH_STRATEGY=noauth2 "$IMAGE" gunicorn --no-control-socket --workers "$PLACEMENT_WORKERS"
+        --bind 0.0.0.0:8080 "placement_server:application($names)")
     if ! running_as_wanted ecomp-placement "${placement[@]}"; then
         # Once, before the workers: several that each sync an empty database get in each other's way.
         if ! error=$(docker run --rm --network ecomp --add-host host.docker.internal:host-gateway \
@@ -320,7 +316,6 @@ up() {
     wait_for ecomp-placement answers "$PLACEMENT_PORT" \
         '/resource_providers?uuid=00000000-0000-0000-0000-000000000000'
 
-    fence
     say "up after $((SECONDS - begin)) s: etcd at $SHOWN:$ETCD_PORT, placement at http://$SHOWN:$PLACEMENT_PORT/"
     if [ -n "$OPEN" ]; then
         printf 'docker.sh: neither asks for a password: whoever reaches %s can do everything\n' "$BIND_ADDRESS" >&2
@@ -337,6 +332,7 @@ down() {
         fi
     done
     if docker network inspect ecomp >/dev/null 2>&1; then
+        unfence
         docker network rm ecomp >/dev/null
         say 'network ecomp: removed'
     fi

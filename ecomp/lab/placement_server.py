@@ -1,7 +1,8 @@
 """Placement over SQLite, for a lab or a single machine: `python -m ecomp.lab.placement_server ADDRESS PORT`.
 
 The settings come in the environment (`ecomp.lab.control.placement_environment`). Exactly one thread: with more, SQLite
-answers "database is locked", and half of all concurrent claims get a 500.
+answers "database is locked", and half of all concurrent claims get a 500. docker.sh has this file in its image and
+serves `application` with gunicorn over PostgreSQL: nothing of ecomp is imported here.
 """
 
 from __future__ import annotations
@@ -26,20 +27,27 @@ def main(argv: Sequence[str]) -> int:
     address, port = argv
     # A directory to be looked in has to have the file, and ours says nothing: all is in the environment.
     Path(os.environ['OS_PLACEMENT_CONFIG_DIR'], 'placement.conf').touch()
-    # Imported here: placement reads its environment and makes its tables when this is imported.
+    # Imported here, where the tests need no waitress.
     import waitress
-    from placement.wsgi import api
 
-    check_schemas_once()
+    placement = application(*NAMES, address)
     # What is there now stays: looking through all of it for garbage, again and again, is a twelfth of its time.
     gc.freeze()
     gc.set_threshold(50_000, 20, 100)
     # Each ecompute keeps as many connections as it builds instances; above the limit nobody new is heard. Only poll()
     # takes descriptors from 1024 on.
     limits = {'connection_limit': CONNECTIONS, 'asyncore_use_poll': True}
-    application = named(api.application, (*NAMES, address))
-    waitress.serve(application, host=address, port=int(port), threads=1, ident='placement', **limits)
+    waitress.serve(placement, host=address, port=int(port), threads=1, ident='placement', **limits)
     return 0
+
+
+def application(*names: str) -> Application:
+    """Placement for those who ask by one of these names or addresses; without names for everybody."""
+    # Imported here: placement reads its environment and makes its tables when this is imported.
+    from placement.wsgi import api
+
+    check_schemas_once()
+    return named(api.application, tuple(dict.fromkeys(names))) if names else api.application
 
 
 def named(application: Application, names: Collection[str]) -> Application:

@@ -189,14 +189,29 @@ def test_several_workers_share_the_claims(engine: Engine, run: Run) -> None:
 
 @pytest.mark.slow
 def test_other_ports(engine: Engine, run: Run) -> None:
-    """What is running is made anew when its settings changed, and only that."""
+    """What is running is made anew when its settings changed, and only that; who may reach it follows."""
+
+    def fences() -> int:
+        return succeeded(run('iptables', '-S', 'DOCKER-USER')).count('-j DROP')
+
+    fenced = int(int(engine.docker('version', '--format', '{{.Server.Version}}').partition('.')[0]) < 28)
     succeeded(run(SCRIPT))
+    assert fences() == fenced
     before = started(engine)
     changed = succeeded(run(SCRIPT, PLACEMENT_PORT='18080', BIND_ADDRESS='0.0.0.0'))
     assert 'placement at http://localhost:18080/' in changed
     after = started(engine)
     assert {name for name in after if after[name] != before[name]} == {'ecomp-etcd', 'ecomp-placement'}
     assert '0.0.0.0:18080' in engine.docker('port', 'ecomp-placement')
+    assert fences() == 0
+
+    succeeded(run(SCRIPT, BIND_ADDRESS='127.0.0.2'))
+    assert fences() == fenced
+    status = ('curl', '-s', '-o', '/dev/null', '-w', '%{http_code} ')
+    urls = ('http://127.0.0.2:8080/', 'http://127.0.0.2:2379/version')
+    assert [succeeded(run(*status, url)).strip() for url in urls] == ['200', '200']
+    succeeded(run(SCRIPT, 'down'))
+    assert fences() == 0
 
 
 @pytest.mark.slow
