@@ -16,7 +16,7 @@ import os
 import re
 import secrets
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 from ipaddress import ip_address
 from pathlib import Path
@@ -61,7 +61,8 @@ placement:
 class Cluster:
     """Whom the certificates are for.
 
-    `servers` are the names and addresses by which etcd and placement are reached, the one that clients are told first;
+    `servers` are the names and addresses by which etcd and placement are reached, the one that clients are told first,
+    or none: those that were said when their certificates were made;
     `computes`, `schedulers` and `operators` are names of machines and people. The ports are etcd's and placement's.
     """
 
@@ -87,6 +88,8 @@ def make(directory: Path, cluster: Cluster, now: datetime, say: Callable[[str], 
     for name in (*cluster.computes, *cluster.schedulers, *cluster.operators):
         if not CLIENT.fullmatch(name):
             raise UsageError(f'{name!r} is no name of a machine or a person of at most 50 characters')
+    if not cluster.servers:
+        cluster = replace(cluster, servers=_servers(directory / 'etcd/server.crt'))
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         with state.locked(directory):
@@ -172,6 +175,16 @@ def _certificate(
     _write(place / f'{kind}.key', _pem(key))
     _write(path, signed.public_bytes(serialization.Encoding.PEM))
     say(f'{place}: until {_until(signed)}')
+
+
+def _servers(path: Path) -> tuple[str, ...]:
+    """The names and addresses in etcd's certificate. UsageError if there is none."""
+    try:
+        found = x509.load_pem_x509_certificate(path.read_bytes())
+        names = found.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    except (FileNotFoundError, ValueError, x509.ExtensionNotFound) as error:
+        raise UsageError('--control NAME: by which name or address do others reach etcd and placement?') from error
+    return tuple(str(each.value) for each in names)
 
 
 def _will_do(place: Path, kind: str, wanted: x509.SubjectAlternativeName, signer: _Signer, now: datetime) -> bool:

@@ -1,32 +1,48 @@
 """The control plane's servers: how each is started, and how it is asked whether it is ready.
 
-`elab control` runs etcd and placement on localhost, in the foreground. A lab has them in its own namespace, with a
-server for images and DHCP for the LAN beside them (`lab_servers`).
+A lab has etcd and placement in its own namespace, with a server for images and DHCP for the LAN beside them
+(`lab_servers`). With certificates (ecomp.lab.certs) etcd takes nobody without one, and stunnel stands before placement.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
-import signal
 import socket
+import ssl
 import sys
 import threading
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType
 
-from ecomp.errors import EcompError, UsageError
 from ecomp.lab import machine
 from ecomp.lab.machine import Process
 from ecomp.lab.network import ETCD_PORT, PLACEMENT_PORT, Layout
 
 START_SECONDS = 60.0
 LOCALHOST = '127.0.0.1'
+SOCKET = 'placement.socket'
+STUNNEL = """\
+; Written by elab control at each start, and read where the socket is: its whole path could be longer than 107 bytes.
+foreground = yes
+pid =
+debug = warning
+[placement]
+accept = {where}
+connect = /proc/self/cwd/{socket}
+cert = {certs}/server.crt
+key = {certs}/server.key
+CAfile = {certs}/ca.crt
+verifyChain = yes
+requireCert = yes
+sslVersionMin = TLSv1.2
+; Seconds for a handshake, and until who says nothing is let go.
+TIMEOUTbusy = 10
+TIMEOUTidle = 600
+"""
 NO_PAGE = 'http://localhost:1'
 """An origin that no page has, for browsers connect to no port 1. etcd takes an empty list for everybody."""
 
@@ -56,14 +72,15 @@ class Server:
         machine.wait_for(self.what, done, process, self.log, START_SECONDS)
 
 
-def etcd(data: Path, addresses: list[str], port: int) -> Server:
+def etcd(data: Path, addresses: list[str], port: int, certs: Path | None = None) -> Server:
     """A member of its own, listening for clients on these addresses. Old revisions are compacted after an hour.
 
+    `certs` has its own certificate and the authority of those it takes; None: it takes everybody, in clear text.
     A page in somebody's browser speaks no gRPC, so without the JSON gateway it can ask for /health, /metrics and
     /version alone: by none of another's names (DNS rebinding), and no other origin may read the answers.
     https://etcd.io/docs/v3.4/op-guide/configuration/
     """
-    urls = ','.join(f'http://{address}:{port}' for address in addresses)
+    urls = ','.join(f'{_scheme(certs)}://{bracketed(address)}:{port}' for address in addresses)
     # A single member talks to no other: any free port of the loopback does for its peers.
     peers = f'http://{LOCALHOST}:0'
     command = ['etcd', '--name', 'lab', '--data-dir', str(data / 'etcd')]
@@ -72,8 +89,11 @@ def etcd(data: Path, addresses: list[str], port: int) -> Server:
     command += ['--initial-cluster', f'lab={peers}']
     command += ['--auto-compaction-mode=periodic', '--auto-compaction-retention=1h']
     command += ['--enable-grpc-gateway=false', f'--host-whitelist={",".join(names(addresses))}', f'--cors={NO_PAGE}']
-    where = f'{addresses[0]}:{port}'
-    return Server('etcd', command, data / 'etcd.log', lambda _: etcd_healthy(where))
+    if certs is not None:
+        command += [f'--cert-file={certs}/server.crt', f'--key-file={certs}/server.key']
+        command += ['--client-cert-auth', f'--trusted-ca-file={certs}/ca.crt']
+    where = f'{_scheme(certs)}://{bracketed(addresses[0])}:{port}'
+    return Server('etcd', command, data / 'etcd.log', lambda _: etcd_healthy(where, certs))
 
 
 def placement(data: Path, address: str, port: int) -> Server:
@@ -82,6 +102,22 @@ def placement(data: Path, address: str, port: int) -> Server:
     where = f'http://{address}:{port}'
     env = placement_environment(data)
     return Server('placement', command, data / 'placement.log', lambda _: placement_answers(where), env)
+
+
+def placement_behind(data: Path, address: str, port: int, certs: Path) -> list[Server]:
+    """Placement on a socket in `data`, and stunnel before it, which takes those alone who have a certificate.
+
+    Placement takes those alone who know the word in `certs`/token. https://www.stunnel.org/static/stunnel.html
+    """
+    settings, text = data / 'stunnel.conf', STUNNEL.format(where=f'{address}:{port}', socket=SOCKET, certs=certs)
+    settings.write_text(text, encoding='utf-8', errors='surrogateescape')
+    command = [sys.executable, '-m', 'ecomp.lab.placement_server', SOCKET, str(certs / 'token')]
+    where = f'https://{bracketed(address)}:{port}'
+    log, env = data / 'placement.log', placement_environment(data)
+    return [
+        Server('placement', command, log, lambda process: _takes(f'/proc/{process.pid}/cwd/{SOCKET}'), env),
+        Server('stunnel', ['stunnel4', str(settings)], data / 'stunnel.log', lambda _: placement_answers(where, certs)),
+    ]
 
 
 def placement_environment(data: Path) -> dict[str, str]:
@@ -111,23 +147,32 @@ def lab_servers(layout: Layout, data: Path, images: Path) -> list[Server]:
     ]
 
 
-def etcd_healthy(where: str) -> bool:
-    """Whether etcd at host:port says it is healthy: it has a leader and writes get through."""
+def etcd_healthy(where: str, certs: Path | None = None) -> bool:
+    """Whether etcd at this URL says it is healthy: it has a leader and writes get through."""
     try:
-        return bool(json.loads(_ask(f'http://{where}/health')).get('health') in ('true', True))
+        return bool(json.loads(_ask(f'{where}/health', certs=certs)).get('health') in ('true', True))
     except (OSError, ValueError):
         return False
 
 
-def placement_answers(where: str) -> bool:
+def placement_answers(where: str, certs: Path | None = None) -> bool:
     """Whether placement at this URL answers a question that needs its database."""
-    return answers(f'{where}/resource_providers', {'x-auth-token': 'admin'})
+    token = 'admin' if certs is None else (certs / 'token').read_text(encoding='ascii').strip()
+    return answers(f'{where}/resource_providers', {'x-auth-token': token}, certs)
 
 
-def answers(url: str, headers: Mapping[str, str] | None = None) -> bool:
+def _takes(path: str) -> bool:
+    """Whether somebody listens on the socket at this path, of at most 107 bytes. unix(7)"""
+    with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as asked:
+        asked.connect(path)
+        return True
+    return False
+
+
+def answers(url: str, headers: Mapping[str, str] | None = None, certs: Path | None = None) -> bool:
     """Whether a GET of this URL succeeds."""
     try:
-        _ask(url, headers)
+        _ask(url, headers, certs)
     except OSError:
         return False
     return True
@@ -138,9 +183,24 @@ def names(addresses: Iterable[str]) -> list[str]:
     return ['localhost', LOCALHOST, *(each for each in addresses if each != LOCALHOST)]
 
 
-def _ask(url: str, headers: Mapping[str, str] | None = None) -> bytes:
+def bracketed(address: str) -> str:
+    """An address as it stands before a colon and a port."""
+    return f'[{address}]' if ':' in address else address
+
+
+def _scheme(certs: Path | None) -> str:
+    return 'http' if certs is None else 'https'
+
+
+def _ask(url: str, headers: Mapping[str, str] | None = None, certs: Path | None = None) -> bytes:
     # A proxy of the machine's environment knows nothing of the lab. Errors of HTTP are OSErrors too.
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    handlers: list[urllib.request.BaseHandler] = [urllib.request.ProxyHandler({})]
+    if certs is not None:
+        context = ssl.create_default_context(cafile=str(certs / 'ca.crt'))
+        context.check_hostname = False  # asked by its address, whatever name it is made out to
+        context.load_cert_chain(certs / 'server.crt', certs / 'server.key')
+        handlers.append(urllib.request.HTTPSHandler(context=context))
+    opener = urllib.request.build_opener(*handlers)
     with opener.open(urllib.request.Request(url, headers=dict(headers or {})), timeout=5) as answer:
         return bytes(answer.read())
 
@@ -152,55 +212,3 @@ def _listens_for_dhcp(process: Process) -> bool:
     except OSError:
         return False
     return any(line.split()[1].endswith(':0043') for line in sockets.splitlines()[1:])
-
-
-def run_control(etcd_port: int, placement_port: int, data: Path, say: Say, ready: Callable[[], None]) -> None:
-    """etcd and placement on localhost until SIGINT or SIGTERM ends them, or one ends by itself (EcompError).
-
-    What they know stays in `data`. `ready` is called once both are. UsageError for a port that is taken.
-    """
-    machine.require(machine.CONTROL_PROGRAMS, ['placement', 'waitress'])
-    for what, option, port in (('etcd', '--etcd-port', etcd_port), ('placement', '--placement-port', placement_port)):
-        _check_free(what, option, port)
-    try:
-        data.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UsageError(f'--data {data}: {error.strerror}') from error
-    data = data.resolve()
-    stopped = threading.Event()
-
-    def stop(_number: int, _frame: FrameType | None) -> None:
-        stopped.set()
-
-    with ExitStack() as at_exit:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            at_exit.callback(signal.signal, number, signal.signal(number, stop))
-        running: list[tuple[Server, Process]] = []
-        at_exit.callback(lambda: machine.end(process for _, process in running))
-        for server in (etcd(data, [LOCALHOST], etcd_port), placement(data, LOCALHOST, placement_port)):
-            began = time.monotonic()
-            # They end with this process, also when it is killed and can end nothing itself.
-            process = server.start(['setpriv', '--pdeathsig', 'TERM', '--'])
-            running.append((server, process))
-            server.wait(process, stopped)
-            if stopped.is_set():
-                return
-            say(f'{server.what} is ready ({time.monotonic() - began:.1f} s)')
-        ready()
-        say(f'data is in {data}; Ctrl-C ends both')
-        while not stopped.wait(0.5):
-            for server, process in running:
-                if not machine.alive(process):
-                    raise EcompError(f'{server.what} ended: {machine.last_line(server.log)} (see {server.log})')
-
-
-def _check_free(what: str, option: str, port: int) -> None:
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((LOCALHOST, port))
-        except OSError as error:
-            reason = f'port {port} for {what} cannot be had ({error.strerror}): say another with {option}'
-            raise UsageError(reason) from error
-        except OverflowError as error:
-            raise UsageError(f'{option} {port}: a port is 1 to 65535') from error

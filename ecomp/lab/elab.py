@@ -18,7 +18,7 @@ from pathlib import Path
 from ecomp import __version__
 from ecomp.arguments import Parser
 from ecomp.errors import EcompError, NotFound, UsageError
-from ecomp.lab import control, guest, machine, namespaces, state
+from ecomp.lab import control, foreground, guest, machine, namespaces, state
 from ecomp.lab.hosts import Host
 from ecomp.lab.network import CONTROL, ETCD_PORT, MOST_HOSTS, PLACEMENT_PORT, check_name
 from ecomp.lab.state import Lab
@@ -70,14 +70,17 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument('host', metavar='HOST')
     run.add_argument('words', metavar='CMD', nargs=argparse.REMAINDER)
     of_a_lab('down', _down, 'remove the lab, its guests and all it made')
-    only = command('control', _control, 'only etcd and placement, on localhost and in the foreground')
+    only = command('control', _control, 'only etcd and placement, in the foreground')
+    only.add_argument('--bind', default=control.LOCALHOST, metavar='ADDRESS', help='where both listen (127.0.0.1)')
+    where = 'the directory of elab certs; on an address that others reach DIR/certs of --data, made if need be'
+    only.add_argument('--certs', type=Path, metavar='DIR', help=where)
     only.add_argument('--etcd-port', type=int, default=ETCD_PORT, metavar='PORT')
     only.add_argument('--placement-port', type=int, default=PLACEMENT_PORT, metavar='PORT')
     only.add_argument('--data', type=Path, default=Path('elab-control'), metavar='DIR', help='default: ./elab-control')
     certs = command('certs', _certs, 'make certificates for etcd, placement and everybody who asks them')
     certs.add_argument('directory', type=Path, metavar='DIR', help='where they are made, and kept when it is run again')
     for option, what in (
-        ('--control', 'names and addresses of the control host; clients are told the first'),
+        ('--control', 'names and addresses of the control host, the first for clients; once is enough'),
         ('--compute', 'hypervisors'),
         ('--scheduler', 'machines where eschedule runs'),
         ('--operator', 'people who may do everything'),
@@ -231,11 +234,14 @@ def _down(options: argparse.Namespace) -> int:
 
 
 def _control(options: argparse.Namespace) -> int:
-    def ready() -> None:
-        where = f'etcd localhost:{options.etcd_port}\nplacement http://localhost:{options.placement_port}'
+    host = 'localhost' if options.bind == control.LOCALHOST else control.bracketed(options.bind)
+
+    def ready(scheme: str) -> None:
+        where = f'etcd {host}:{options.etcd_port}\nplacement {scheme}://{host}:{options.placement_port}'
         print(where, flush=True)
 
-    control.run_control(options.etcd_port, options.placement_port, options.data, _say, ready)
+    ports = options.etcd_port, options.placement_port
+    foreground.run(foreground.Asked(*ports, options.data, options.bind, options.certs), _say, ready)
     return 0
 
 
@@ -243,8 +249,6 @@ def _certs(options: argparse.Namespace) -> int:
     machine.require({}, ['cryptography'])
     from ecomp.lab import certs
 
-    if not options.control:
-        raise UsageError('certs: --control NAME: by which name or address do others reach etcd and placement?')
     cluster = certs.Cluster(
         servers=tuple(options.control),
         computes=tuple(options.compute),

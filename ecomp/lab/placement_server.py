@@ -1,13 +1,18 @@
 """Placement over SQLite, for a lab or a single machine: `python -m ecomp.lab.placement_server ADDRESS PORT`.
 
+Or `... SOCKET TOKEN_FILE`, on a socket of this machine's, for those alone who know the word in the file.
 The settings come in the environment (`ecomp.lab.control.placement_environment`). Exactly one thread: with more, SQLite
-answers "database is locked", and half of all concurrent claims get a 500. docker.sh has this file in its image and
-serves `application` with gunicorn over PostgreSQL: nothing of ecomp is imported here.
+answers "database is locked", and half of all concurrent claims get a 500.
+
+docker.sh has this file in its image and serves `application` with gunicorn over PostgreSQL: nothing of ecomp is
+imported here.
 """
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import hmac
 import os
 import sys
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -24,30 +29,39 @@ Application = Callable[[dict[str, Any], Callable[..., Any]], Iterable[bytes]]
 
 def main(argv: Sequence[str]) -> int:
     """Serve until a signal ends it."""
-    address, port = argv
+    first, second = argv
     # A directory to be looked in has to have the file, and ours says nothing: all is in the environment.
     Path(os.environ['OS_PLACEMENT_CONFIG_DIR'], 'placement.conf').touch()
     # Imported here, where the tests need no waitress.
     import waitress
 
-    placement = application(*NAMES, address)
+    if second.isdecimal():
+        where_to: dict[str, Any] = {'host': first, 'port': int(second)}
+        placement = application(*NAMES, first)
+    else:
+        where_to = {'unix_socket': first, 'unix_socket_perms': '600'}
+        placement = application(token_file=second)
     # What is there now stays: looking through all of it for garbage, again and again, is a twelfth of its time.
     gc.freeze()
     gc.set_threshold(50_000, 20, 100)
     # Each ecompute keeps as many connections as it builds instances; above the limit nobody new is heard. Only poll()
     # takes descriptors from 1024 on.
     limits = {'connection_limit': CONNECTIONS, 'asyncore_use_poll': True}
-    waitress.serve(placement, host=address, port=int(port), threads=1, ident='placement', **limits)
+    waitress.serve(placement, **where_to, threads=1, ident='placement', **limits)
     return 0
 
 
-def application(*names: str) -> Application:
-    """Placement for those who ask by one of these names or addresses; without names for everybody."""
+def application(*names: str, token_file: str | None = None) -> Application:
+    """Placement for those who ask by one of these names or addresses, and say the word in the file.
+
+    Without names by any name; None: whatever they say.
+    """
     # Imported here: placement reads its environment and makes its tables when this is imported.
     from placement.wsgi import api
 
     check_schemas_once()
-    return named(api.application, tuple(dict.fromkeys(names))) if names else api.application
+    placement = api.application if token_file is None else known(api.application, Path(token_file))
+    return named(placement, tuple(dict.fromkeys(names))) if names else placement
 
 
 def named(application: Application, names: Collection[str]) -> Application:
@@ -62,6 +76,27 @@ def named(application: Application, names: Collection[str]) -> Application:
             return application(environ, start_response)
         start_response('421 Misdirected Request', [('content-type', 'text/plain; charset=utf-8')])
         return [f'placement answers here by {" and ".join(names)} alone\n'.encode()]
+
+    return asked
+
+
+def known(application: Application, token_file: Path) -> Application:
+    """The application for those who say the word in the file, read anew for each; 401 for the others.
+
+    To placement without authentication `admin` is the administrator, and what else begins with X- says who asks: so
+    nobody else's word for those gets through. https://docs.openstack.org/placement/latest/configuration/config.html
+    """
+
+    def asked(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
+        said, word = environ.get('HTTP_X_AUTH_TOKEN', '').encode('latin-1', 'replace'), b''
+        with contextlib.suppress(OSError):
+            word = token_file.read_bytes().strip()
+        # A file that is empty is nobody's leave.
+        if word and hmac.compare_digest(said, word):
+            own = {name: value for name, value in environ.items() if not name.startswith('HTTP_X_')}
+            return application({**own, 'HTTP_X_AUTH_TOKEN': 'admin'}, start_response)
+        start_response('401 Unauthorized', [('content-type', 'application/json')])
+        return [b'{"errors": [{"status": 401, "title": "Unauthorized", "detail": "token_file has another word"}]}']
 
     return asked
 

@@ -99,6 +99,16 @@ def test_other_names_are_another_certificate_and_others_stay(tmp_path: Path) -> 
     assert 'host: \'ds1\'' in after['compute-hv3/compute.yaml'].decode()
 
 
+def test_the_servers_names_need_not_be_said_again(tmp_path: Path) -> None:
+    made(tmp_path)
+    before = everything(tmp_path)
+    said = made(tmp_path, servers=(), computes=('hv3',), schedulers=(), operators=())
+    assert [line.partition(':')[0] for line in said] == [str(tmp_path / 'compute-hv3')]
+    after = everything(tmp_path)
+    assert {name: after[name] for name in before} == before
+    assert after['compute-hv3/compute.yaml'] == before['compute-hv1/compute.yaml']
+
+
 def test_another_authority_s_are_made_anew(tmp_path: Path) -> None:
     one, other = tmp_path / 'one', tmp_path / 'other'
     made(one)

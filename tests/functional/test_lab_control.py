@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import http.client
 import importlib.util
 import json
 import os
 import shutil
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import UTC, datetime
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
+from ecomp.lab import certs, elab
 from tests.kit.servers import PLACEMENT_HEADERS, environment, free_port, until
 
 pytestmark = [
@@ -27,8 +32,8 @@ pytestmark = [
 
 
 @contextmanager
-def control(data: Path, etcd: int, placement: int) -> Iterator[subprocess.Popen[str]]:
-    words = ['--etcd-port', str(etcd), '--placement-port', str(placement), '--data', str(data)]
+def control(data: Path, etcd: int, placement: int, *more: str) -> Iterator[subprocess.Popen[str]]:
+    words = ['--etcd-port', str(etcd), '--placement-port', str(placement), '--data', str(data), *more]
     process = subprocess.Popen(
         [sys.executable, '-m', 'ecomp.lab.elab', 'control', *words],
         env=environment(),
@@ -160,3 +165,143 @@ def test_a_taken_port_is_one_line(tmp_path: Path, which: str) -> None:
     assert errors.splitlines() == [
         f'elab: port {taken} for {which} cannot be had (Address already in use): say another with --{which}-port'
     ]
+
+
+# Behind certificates
+
+
+class Secured(NamedTuple):
+    """A control plane that takes nobody without a certificate: where its parts are, and the directory of elab certs."""
+
+    etcd: int
+    placement: int
+    certs: Path
+
+    def asked(self, who: str, token: str | None = None, **headers: str) -> tuple[int, str]:
+        """What placement answers to who has this one's certificate and token, and its certificate's number."""
+        own = self.certs / who
+        context = ssl.create_default_context(cafile=str(own / 'ca.crt'))
+        if (own / 'client.crt').exists():
+            context.load_cert_chain(own / 'client.crt', own / 'client.key')
+        connection = http.client.HTTPSConnection('localhost', self.placement, timeout=20, context=context)
+        try:
+            said = (own / 'token').read_text().strip() if token is None else token
+            connection.request('GET', '/resource_providers', headers={**headers, 'x-auth-token': said})
+            found = connection.sock.getpeercert()
+            answer = connection.getresponse()
+            answer.read()
+            return answer.status, str(found['serialNumber'])
+        finally:
+            connection.close()
+
+
+@pytest.fixture(scope='module')
+def secured(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Secured]:
+    if shutil.which('stunnel4') is None:
+        pytest.skip('stunnel4 is not installed: apt-get install stunnel4')
+    top = tmp_path_factory.mktemp('secured')
+    made = Secured(free_port(), free_port(), top / 'certs')
+    issue(made)
+    with control(top / 'data', made.etcd, made.placement, '--certs', str(made.certs)) as process:
+        assert ready(process) == [f'etcd localhost:{made.etcd}', f'placement https://localhost:{made.placement}']
+        yield made
+        process.terminate()
+        assert process.wait(20) == 0
+    assert is_free(made.etcd)
+    assert is_free(made.placement)
+
+
+def issue(made: Secured) -> None:
+    """What elab certs does."""
+    names = {'servers': ('localhost', '127.0.0.1'), 'computes': ('hv1',), 'schedulers': (), 'operators': ('ann',)}
+    cluster = certs.Cluster(**names, etcd_port=made.etcd, placement_port=made.placement)
+    certs.make(made.certs, cluster, datetime.now(UTC).replace(microsecond=0), lambda _: None)
+
+
+def test_a_compute_and_an_operator_with_certificates_are_a_cluster(secured: Secured, tmp_path: Path) -> None:
+    words = ['--fake', 'VCPU:4,DISK_GB:10,MEMORY_MB:1024']
+    with (tmp_path / 'log').open('w') as log:
+        compute = subprocess.Popen(
+            [sys.executable, '-m', 'ecomp.compute', *words],
+            cwd=secured.certs / 'compute-hv1', env=environment(), stdout=log, stderr=log,
+        )  # fmt: skip
+    try:
+        until(lambda: ' ready: ' in (tmp_path / 'log').read_text(), 30, 'the compute is ready')
+        done = subprocess.run(
+            [sys.executable, '-m', 'ecomp.schedule', 'resources=VCPU:1,DISK_GB:1,MEMORY_MB:64', '--wait'],
+            cwd=secured.certs / 'operator-ann', env=environment(), capture_output=True, text=True, timeout=120,
+        )  # fmt: skip
+        assert (done.returncode, done.stderr) == (0, '')
+        assert done.stdout.startswith('NOTIFIED TARGET, ')
+    finally:
+        compute.terminate()
+        compute.wait(60)
+
+
+def test_who_has_no_certificate_or_not_the_word_is_told_nothing(secured: Secured) -> None:
+    assert secured.asked('operator-ann')[0] == 200
+    for token in ('admin', '', 'x', 'é'):
+        assert secured.asked('operator-ann', token, **{'X-Roles': 'admin', 'X-User-Id': 'admin'})[0] == 401
+    (secured.certs / 'nobody').mkdir()
+    for name in ('ca.crt', 'token'):
+        shutil.copy(secured.certs / 'operator-ann' / name, secured.certs / 'nobody')
+    with pytest.raises(OSError, match='(?i)certificate required|closed|reset|EOF'):
+        secured.asked('nobody')
+    refused = subprocess.run(
+        ['etcdctl', f'--endpoints=https://localhost:{secured.etcd}', f'--cacert={secured.certs}/ca.crt', 'get', 'x'],
+        env=environment(), capture_output=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert refused.returncode != 0
+
+
+def test_a_certificate_that_is_exchanged_counts_without_a_restart(secured: Secured) -> None:
+    before = secured.asked('operator-ann')[1]
+    (secured.certs / 'placement/server.crt').unlink()
+    issue(secured)
+    until(lambda: secured.asked('operator-ann')[1] != before, 20, 'the new certificate is shown')
+
+
+def test_on_an_address_that_others_reach_it_makes_certificates(tmp_path: Path) -> None:
+    """In a network of its own, which has one such address."""
+    start = 'ip link set lo up; ip address add 10.77.0.1/32 dev lo; exec "$@"'
+    command = [sys.executable, '-m', 'ecomp.lab.elab', 'control', '--bind', '10.77.0.1']
+    process = subprocess.Popen(
+        ['unshare', '--net', 'sh', '-c', start, 'sh', *command],
+        cwd=tmp_path, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    try:
+        assert ready(process) == ['etcd 10.77.0.1:2379', 'placement https://10.77.0.1:8080']
+        made = tmp_path / 'elab-control/certs'
+        assert elab.main(['certs', str(made), '--operator', 'ann']) == 0
+        eschedule = ['nsenter', '--net', f'--target={process.pid}', sys.executable, '-m', 'ecomp.schedule', 'hosts']
+        for place, code in ((made / 'operator-ann', 0), (tmp_path, 7)):
+            done = subprocess.run(
+                eschedule, cwd=place, env=environment(), capture_output=True, text=True, timeout=60, check=False
+            )
+            assert done.returncode == code, done
+    finally:
+        process.terminate()
+        _, errors = process.communicate(timeout=30)
+    assert process.returncode == 0
+    assert 'elab certs elab-control/certs --compute HOST...' in errors
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize(
+    ('words', 'said'),
+    [
+        (['--bind', '0.0.0.0'], '--bind 0.0.0.0: say which address'),
+        (['--bind', 'ds1'], '--bind ds1: must be an address'),
+        (['--certs', 'nowhere'], '--certs nowhere: nowhere/etcd/ca.crt cannot be read: elab certs makes it'),
+        (['--bind', '192.0.2.1'], 'port 2379 for etcd cannot be had (Cannot assign requested address)'),
+    ],
+)
+def test_what_it_refuses_is_one_line(
+    words: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert elab.main(['control', '--data', 'data', *words]) == 2
+    error = capsys.readouterr().err
+    assert said in error
+    assert error.count('\n') == 1
+    assert not Path('data').exists()

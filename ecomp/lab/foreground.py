@@ -1,0 +1,148 @@
+"""`elab control`: etcd and placement in the foreground, for as long as it runs and no longer.
+
+On localhost they take whoever asks; on an address that others reach only those who have a certificate.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from ipaddress import ip_address
+from pathlib import Path
+from types import FrameType
+
+from ecomp.errors import EcompError, UsageError
+from ecomp.lab import control, machine
+from ecomp.lab.control import LOCALHOST, Server
+from ecomp.lab.machine import Process
+
+FILES = {'etcd': ('ca.crt', 'server.crt', 'server.key'), 'placement': ('ca.crt', 'server.crt', 'server.key', 'token')}
+"""What of `elab certs` is needed, by its directory."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """Where both listen: `bind` is an address of this machine, `certs` the directory of `elab certs`.
+
+    None: none on localhost, and else `data`/certs.
+    """
+
+    etcd_port: int
+    placement_port: int
+    data: Path
+    bind: str = LOCALHOST
+    certs: Path | None = None
+
+
+def run(asked: Asked, say: Callable[[str], None], ready: Callable[[str], None]) -> None:
+    """etcd and placement until SIGINT or SIGTERM ends them, or one ends by itself (EcompError).
+
+    What they know stays in `data`. `ready` is called once both are, with `http` or `https` of placement. UsageError for
+    a port that is taken, an address that is none of this machine's, and certificates that are not there.
+    """
+    secure = _check(asked)
+    programs = {**machine.CONTROL_PROGRAMS, **({'stunnel4': 'stunnel4'} if secure else {})}
+    machine.require(programs, ['placement', 'waitress', *(['cryptography'] if secure else [])])
+    try:
+        asked.data.mkdir(mode=0o700 if secure else 0o755, parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f'--data {asked.data}: {error.strerror}') from error
+    if secure and asked.certs is None:
+        asked = replace(asked, certs=_made(asked, say))
+    stopped = threading.Event()
+
+    def stop(_number: int, _frame: FrameType | None) -> None:
+        stopped.set()
+
+    with ExitStack() as at_exit:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            at_exit.callback(signal.signal, number, signal.signal(number, stop))
+        running: list[tuple[Server, Process]] = []
+        at_exit.callback(lambda: machine.end(process for _, process in running))
+        for server in _servers(asked, asked.data.resolve()):
+            began = time.monotonic()
+            # They end with this process, also when it is killed and can end nothing itself.
+            process = server.start(['setpriv', '--pdeathsig', 'TERM', '--'])
+            running.append((server, process))
+            server.wait(process, stopped)
+            if stopped.is_set():
+                return
+            say(f'{server.what} is ready ({time.monotonic() - began:.1f} s)')
+        ready('https' if secure else 'http')
+        say(f'data is in {asked.data.resolve()}; Ctrl-C ends both')
+        written = _written(asked)
+        while not stopped.wait(0.5):
+            for server, process in running:
+                if not machine.alive(process):
+                    raise EcompError(f'{server.what} ended: {machine.last_line(server.log)} (see {server.log})')
+                # etcd reads its certificate for each connection, stunnel when it is told.
+                if server.what == 'stunnel' and (now := _written(asked)) != written:
+                    written = now
+                    os.kill(process.pid, signal.SIGHUP)
+
+
+def _servers(asked: Asked, data: Path) -> list[Server]:
+    if asked.certs is None:
+        placement = control.placement(data, asked.bind, asked.placement_port)
+        return [control.etcd(data, [asked.bind], asked.etcd_port), placement]
+    certs = asked.certs.resolve()
+    behind = control.placement_behind(data, asked.bind, asked.placement_port, certs / 'placement')
+    return [control.etcd(data, [asked.bind], asked.etcd_port, certs / 'etcd'), *behind]
+
+
+def _written(asked: Asked) -> float:
+    """When placement's certificate was written last; 0 without one, and while it is exchanged."""
+    try:
+        return 0.0 if asked.certs is None else (asked.certs / 'placement/server.crt').stat().st_mtime
+    except FileNotFoundError:
+        return 0.0
+
+
+def _made(asked: Asked, say: Callable[[str], None]) -> Path:
+    """The certificates in `data`, made if they are not there."""
+    from ecomp.lab import certs
+
+    directory = asked.data / 'certs'
+    if not (directory / 'placement/server.crt').exists():
+        cluster = certs.Cluster((asked.bind,), (), (), (), asked.etcd_port, asked.placement_port)
+        certs.make(directory, cluster, datetime.now(UTC).replace(microsecond=0), say)
+        say(f'for those who ask: elab certs {directory} --compute HOST... --scheduler NAME... --operator NAME...')
+    return directory
+
+
+def _check(asked: Asked) -> bool:
+    """Whether they take those alone who have a certificate. UsageError for what cannot be had."""
+    try:
+        address = ip_address(asked.bind)
+    except ValueError as error:
+        raise UsageError(f'--bind {asked.bind}: must be an address of this machine') from error
+    if address.is_unspecified:
+        raise UsageError(f'--bind {asked.bind}: say which address of this machine, so that its name can be certified')
+    for place, names in FILES.items() if asked.certs is not None else ():
+        for name in names:
+            path = Path(asked.certs or '.', place, name)
+            if not os.access(path, os.R_OK):
+                raise UsageError(f'--certs {asked.certs}: {path} cannot be read: elab certs makes it')
+    for what, port in (('etcd', asked.etcd_port), ('placement', asked.placement_port)):
+        _check_free(what, asked.bind, port, socket.AF_INET6 if address.version == 6 else socket.AF_INET)
+    return asked.certs is not None or not address.is_loopback
+
+
+def _check_free(what: str, bind: str, port: int, family: socket.AddressFamily) -> None:
+    option = f'--{what}-port'
+    with socket.socket(family) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((bind, port))
+        except OSError as error:
+            reason = f'port {port} for {what} cannot be had ({error.strerror}): say another with {option}'
+            raise UsageError(reason) from error
+        except OverflowError as error:
+            raise UsageError(f'{option} {port}: a port is 1 to 65535') from error
