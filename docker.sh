@@ -11,9 +11,14 @@
 #
 # Settings, all of them environment variables:
 #
-#   BIND_ADDRESS        127.0.0.1     where both are published. Neither asks anybody for a password, so
-#                                     anything else (0.0.0.0, or this machine's address on a network you
-#                                     trust) lets whoever reaches it do everything. Docker publishes past ufw.
+#   BIND_ADDRESS        127.0.0.1     where both are published. Anything else (0.0.0.0, or this machine's
+#                                     address on a network) lets others reach them, past ufw, and wants
+#                                     certificates
+#   CERTS               certs, if others reach them. The directory of `elab certs`, which is run if there is none and
+#                                     BIND_ADDRESS is one address: both then take those alone who have a
+#                                     certificate, and placement's word. What is exchanged there counts
+#                                     without a restart
+#   INSECURE            (unset)       1: others need no certificate, and whoever reaches them can do everything
 #   ETCD_PORT           2379
 #   PLACEMENT_PORT      8080
 #   PLACEMENT_WORKERS   one a core    gunicorn processes, about 75 MB each
@@ -36,6 +41,8 @@ PLACEMENT_PORT=${PLACEMENT_PORT:-8080}
 PLACEMENT_WORKERS=${PLACEMENT_WORKERS:-$(nproc)}
 PLACEMENT_DATABASE=${PLACEMENT_DATABASE:-}
 PLACEMENT_BUILD_CA=${PLACEMENT_BUILD_CA:-}
+CERTS=${CERTS:-}
+INSECURE=${INSECURE:-}
 ETCD_IMAGE=${ETCD_IMAGE:-quay.io/coreos/etcd:v3.6.14}
 POSTGRES_IMAGE=${POSTGRES_IMAGE:-postgres:17}
 PYTHON_IMAGE=${PYTHON_IMAGE:-python:3.11-slim-bookworm}
@@ -69,10 +76,37 @@ RUN if [ -f /build/ca.crt ]; then export PIP_CERT=/build/ca.crt; fi; \
     /opt/placement/bin/pip check
 FROM ${BASE}
 COPY --from=install /opt/placement /opt/placement
-COPY placement_server.py /opt/server/
+COPY placement_server.py gunicorn_tls.py /opt/server/
 ENV PYTHONPATH=/opt/server PATH=/opt/placement/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin
 USER 65534:65534
 '
+
+# gunicorn with certificates: whoever begins to speak and does not go on has no thread for longer than ten seconds.
+TLS='certfile, keyfile, ca_certs, cert_reqs = "/certs/server.crt", "/certs/server.key", "/certs/ca.crt", 2
+threads, keepalive = 32, 30
+
+
+def ssl_context(_config, default):
+    context = default()
+    wrap = context.wrap_socket
+
+    def wrap_socket(connection, **options):
+        connection.settimeout(10)
+        return wrap(connection, **options)
+
+    context.wrap_socket = wrap_socket
+    return context
+'
+
+# Whether placement answers a question that reaches its database: / answers 200 without one.
+ASK='import ssl, urllib.request
+context = ssl.create_default_context(cafile="/certs/ca.crt")
+context.check_hostname = False
+context.load_cert_chain("/certs/server.crt", "/certs/server.key")
+token = open("/certs/token").read().strip()
+request = urllib.request.Request("https://127.0.0.1:8080/resource_providers", headers={"x-auth-token": token})
+opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=context))
+opener.open(request, timeout=5)'
 
 say() { printf '%s\n' "$*"; }
 
@@ -131,10 +165,11 @@ image() { # IMAGE: it is here, pulled if need be
 }
 
 placement_image() { # sets IMAGE. Its tag says what went into it, so a changed pin or base is a new image
-    local work server start=$SECONDS
+    local work server base start=$SECONDS
     server=$(cat "$(dirname "$(readlink -f "$0")")/ecomp/lab/placement_server.py")
     image "$PYTHON_IMAGE"
-    IMAGE=ecomp-placement:$(digest "$DOCKERFILE" "$server" "$PINS" "$(docker image inspect -f '{{.Id}}' "$PYTHON_IMAGE")")
+    base=$(docker image inspect -f '{{.Id}}' "$PYTHON_IMAGE")
+    IMAGE=ecomp-placement:$(digest "$DOCKERFILE" "$server" "$TLS" "$PINS" "$base")
     if docker image inspect "$IMAGE" >/dev/null 2>&1; then
         say "placement image: there ($IMAGE)"
         return
@@ -148,6 +183,7 @@ placement_image() { # sets IMAGE. Its tag says what went into it, so a changed p
     # shellcheck disable=SC2086  # one a line
     printf '%s\n' $PINS >"$work/build/pins.txt"
     printf '%s\n' "$server" >"$work/build/placement_server.py"
+    printf '%s' "$TLS" >"$work/build/gunicorn_tls.py"
     if [ -n "$PLACEMENT_BUILD_CA" ]; then cp -- "$PLACEMENT_BUILD_CA" "$work/build/ca.crt"; fi
     if ! docker build --build-arg "BASE=$PYTHON_IMAGE" --tag "$IMAGE" "$work/build" >"$work/log" 2>&1; then
         tail -n 12 "$work/log" | indented
@@ -237,7 +273,7 @@ fence() { # Docker before 28 lets whoever routes through this machine, its guest
     if fence_rule; then
         if iptables -C "${RULE[@]}" 2>/dev/null; then return; fi
         if iptables -I "${RULE[@]}" 2>/dev/null; then
-            say "Docker $SERVER: nobody but this machine reaches the containers, by a rule that lasts until the next boot"
+            say "Docker $SERVER: nobody but this machine reaches the containers, by a rule until the next boot"
             return
         fi
     fi
@@ -253,8 +289,27 @@ unfence() {
     fi
 }
 
+certificates() { # sets CERTS to the whole path of the directory, or to nothing where nobody needs one
+    local name
+    if [ -z "$CERTS" ]; then
+        if [ -z "$OPEN" ] || [ "$INSECURE" = 1 ]; then return; fi
+        CERTS=certs
+    fi
+    if [ ! -e "$CERTS/placement/server.crt" ] && [[ $REACH != 127.0.0.1 && $REACH != ::1 ]] &&
+        command -v elab >/dev/null; then
+        elab certs "$CERTS" --control "$REACH" --etcd-port "$ETCD_PORT" --placement-port "$PLACEMENT_PORT" || exit 1
+    fi
+    for name in etcd/ca.crt etcd/server.crt etcd/server.key placement/ca.crt placement/server.crt placement/server.key \
+        placement/token; do
+        [ -r "$CERTS/$name" ] || fail 2 "$CERTS/$name cannot be read: certificates come of" \
+            "elab certs $CERTS --control ADDRESS (pip install '.[lab]');" \
+            "INSECURE=1 lets everybody in who reaches $BIND_ADDRESS"
+    done
+    CERTS=$(readlink -f "$CERTS")
+}
+
 up() {
-    local begin=$SECONDS placement error url names='' etcd_names='*'
+    local begin=$SECONDS placement error url owner names='' etcd_names='*' etcd_tls=() scheme=http
     [[ $PLACEMENT_WORKERS =~ ^[1-9][0-9]*$ ]] || fail 2 "PLACEMENT_WORKERS is '$PLACEMENT_WORKERS', not a number from 1"
     case $PLACEMENT_DATABASE in
     '' | postgresql+psycopg2://*) ;;
@@ -266,7 +321,12 @@ up() {
     usable_port ecomp-etcd "$ETCD_PORT" ETCD_PORT
     usable_port ecomp-placement "$PLACEMENT_PORT" PLACEMENT_PORT
 
-    if [ -z "$OPEN" ]; then
+    certificates
+    if [ -n "$CERTS" ]; then
+        names="token_file='/certs/token'" scheme=https
+        etcd_tls=(--cert-file /certs/server.crt --key-file /certs/server.key --trusted-ca-file /certs/ca.crt
+            --client-cert-auth)
+    elif [ -z "$OPEN" ]; then
         names="'localhost', '127.0.0.1', '::1', '$REACH', 'ecomp-placement'" etcd_names="localhost,127.0.0.1,::1,$REACH"
     fi
     image "$ETCD_IMAGE"
@@ -276,12 +336,18 @@ up() {
 
     # Without its JSON gateway a page in a browser can ask etcd for /health, /metrics and /version alone, and reads no
     # answer: browsers connect to no port 1, so no page is of that origin.
-    start ecomp-etcd --publish "$BIND_ADDRESS:$ETCD_PORT:2379" --volume ecomp-etcd:/etcd-data --entrypoint etcd \
-        "$ETCD_IMAGE" --name ecomp --data-dir /etcd-data \
-        --listen-client-urls http://0.0.0.0:2379 --advertise-client-urls http://ecomp-etcd:2379 \
+    start ecomp-etcd --publish "$BIND_ADDRESS:$ETCD_PORT:2379" --volume ecomp-etcd:/etcd-data \
+        ${CERTS:+--volume "$CERTS/etcd:/certs:ro"} --entrypoint etcd \
+        "$ETCD_IMAGE" --name ecomp --data-dir /etcd-data "${etcd_tls[@]}" \
+        --listen-client-urls "$scheme://0.0.0.0:2379" --advertise-client-urls "$scheme://ecomp-etcd:2379" \
         --auto-compaction-mode periodic --auto-compaction-retention 1h \
         --enable-grpc-gateway=false --host-whitelist "$etcd_names" --cors http://localhost:1
-    wait_for ecomp-etcd answers "$ETCD_PORT" /health
+    if [ -z "$CERTS" ]; then
+        wait_for ecomp-etcd answers "$ETCD_PORT" /health
+    else # by its own certificate, which is made out to another name than this one
+        wait_for ecomp-etcd docker exec ecomp-etcd etcdctl --endpoints https://127.0.0.1:2379 \
+            --insecure-skip-tls-verify --cert /certs/server.crt --key /certs/server.key endpoint health
+    fi
 
     url=$PLACEMENT_DATABASE
     if [ -z "$url" ]; then
@@ -300,8 +366,15 @@ up() {
     export OS_PLACEMENT_DATABASE__CONNECTION=$url
     placement=(--publish "$BIND_ADDRESS:$PLACEMENT_PORT:8080" --add-host host.docker.internal:host-gateway
         --label "ecomp.database=$(digest "$url")" --env OS_PLACEMENT_DATABASE__CONNECTION
-        --env OS_API__AUTH_STRATEGY=noauth2 "$IMAGE" gunicorn --no-control-socket --workers "$PLACEMENT_WORKERS"
-        --bind 0.0.0.0:8080 "placement_server:application($names)")
+        --env OS_API__AUTH_STRATEGY=noauth2)
+    if [ -n "$CERTS" ]; then
+        # As whoever the key belongs to, and nobody else may read it.
+        owner=$(stat -c %u:%g "$CERTS/placement/server.key")
+        placement+=(--volume "$CERTS/placement:/certs:ro" --user "$owner" --cap-drop ALL
+            --security-opt no-new-privileges)
+    fi
+    placement+=("$IMAGE" gunicorn --no-control-socket --workers "$PLACEMENT_WORKERS" --bind 0.0.0.0:8080
+        ${CERTS:+--config /opt/server/gunicorn_tls.py} "placement_server:application($names)")
     if ! running_as_wanted ecomp-placement "${placement[@]}"; then
         # Once, before the workers: several that each sync an empty database get in each other's way.
         if ! error=$(docker run --rm --network ecomp --add-host host.docker.internal:host-gateway \
@@ -312,12 +385,18 @@ up() {
         say "placement's tables: made or up to date"
     fi
     start ecomp-placement "${placement[@]}"
-    # A query that reaches the database: / answers 200 without one.
-    wait_for ecomp-placement answers "$PLACEMENT_PORT" \
-        '/resource_providers?uuid=00000000-0000-0000-0000-000000000000'
+    if [ -z "$CERTS" ]; then
+        # A query that reaches the database: / answers 200 without one.
+        wait_for ecomp-placement answers "$PLACEMENT_PORT" \
+            '/resource_providers?uuid=00000000-0000-0000-0000-000000000000'
+    else
+        wait_for ecomp-placement docker exec ecomp-placement python3 -c "$ASK"
+    fi
 
-    say "up after $((SECONDS - begin)) s: etcd at $SHOWN:$ETCD_PORT, placement at http://$SHOWN:$PLACEMENT_PORT/"
-    if [ -n "$OPEN" ]; then
+    say "up after $((SECONDS - begin)) s: etcd at $SHOWN:$ETCD_PORT, placement at $scheme://$SHOWN:$PLACEMENT_PORT/"
+    if [ -n "$CERTS" ]; then
+        say "for those who ask: elab certs $CERTS --compute HOST... --scheduler NAME... --operator NAME..."
+    elif [ -n "$OPEN" ]; then
         printf 'docker.sh: neither asks for a password: whoever reaches %s can do everything\n' "$BIND_ADDRESS" >&2
     fi
 }

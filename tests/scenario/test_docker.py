@@ -198,7 +198,7 @@ def test_other_ports(engine: Engine, run: Run) -> None:
     succeeded(run(SCRIPT))
     assert fences() == fenced
     before = started(engine)
-    changed = succeeded(run(SCRIPT, PLACEMENT_PORT='18080', BIND_ADDRESS='0.0.0.0'))
+    changed = succeeded(run(SCRIPT, PLACEMENT_PORT='18080', BIND_ADDRESS='0.0.0.0', INSECURE='1'))
     assert 'placement at http://localhost:18080/' in changed
     after = started(engine)
     assert {name for name in after if after[name] != before[name]} == {'ecomp-etcd', 'ecomp-placement'}
@@ -212,6 +212,49 @@ def test_other_ports(engine: Engine, run: Run) -> None:
     assert [succeeded(run(*status, url)).strip() for url in urls] == ['200', '200']
     succeeded(run(SCRIPT, 'down'))
     assert fences() == 0
+
+
+@pytest.mark.slow
+def test_for_others_behind_certificates(engine: Engine, run: Run, tmp_path: Path) -> None:
+    """On an address that others reach: whoever has no certificate, or not the word, is told nothing."""
+    address = '10.77.0.1'
+    succeeded(run('ip', 'address', 'add', f'{address}/32', 'dev', 'lo'))
+    done = run(SCRIPT, BIND_ADDRESS='0.0.0.0')
+    assert (done.returncode, done.stderr.count('\n')) == (2, 1)
+    assert 'certs/etcd/ca.crt cannot be read: certificates come of elab certs certs --control ADDRESS' in done.stderr
+    assert started(engine) == {}
+
+    tools = tmp_path / 'bin'
+    tools.mkdir()
+    (tools / 'elab').write_text(f'#!/bin/sh\nexec {sys.executable} -m ecomp.lab.elab "$@"\n')
+    (tools / 'elab').chmod(0o755)
+    paths = {'PATH': f'{tools}:{os.environ["PATH"]}', 'BIND_ADDRESS': address}
+    up = succeeded(run(SCRIPT, **paths))
+    assert f'etcd at {address}:2379, placement at https://{address}:8080/' in up
+    assert succeeded(run(SCRIPT, **paths)).count('running already') == 3
+
+    succeeded(run(tools / 'elab', 'certs', 'certs', '--control', address, '--operator', 'ann'))
+    own = tmp_path / 'certs/operator-ann'
+    hosts = (sys.executable, '-m', 'ecomp.schedule', '--config')
+    succeeded(run(*hosts, own / 'schedule.yaml', 'hosts'))
+    curl = ('curl', '-s', '-o', '/dev/null', '-m', '30', '-w', '%{http_code}', '--cacert', own / 'ca.crt')
+    url = f'https://{address}:8080/resource_providers'
+    assert run(*curl, '-H', 'X-Auth-Token: admin', url).stdout == '000'
+    assert run(*curl, f'https://{address}:2379/version').stdout == '000'
+    mine = ('--cert', own / 'client.crt', '--key', own / 'client.key')
+    word = f'X-Auth-Token: {(own / "token").read_text().strip()}'
+    assert run(*curl, *mine, '-H', 'X-Auth-Token: admin', '-H', 'X-Roles: admin', url).stdout == '401'
+    assert run(*curl, *mine, '-H', word, url).stdout == '200'
+    # More than it has threads begin to speak and do not go on.
+    held = (sys.executable, '-c', SILENT, address)
+    assert succeeded(run(*held, *curl, *mine, '-H', word, url)) == '200'
+
+    shown = f'openssl s_client -connect {address}:8080 </dev/null 2>/dev/null | openssl x509 -noout -serial'
+    before = succeeded(run('sh', '-c', shown))
+    (tmp_path / 'certs/placement/server.crt').unlink()
+    succeeded(run(tools / 'elab', 'certs', 'certs', '--control', address))
+    until(lambda: succeeded(run('sh', '-c', shown)) != before, 20, 'the new certificate is shown')
+    succeeded(run(*hosts, own / 'schedule.yaml', 'hosts'))
 
 
 @pytest.mark.slow
@@ -321,4 +364,13 @@ import os, socket, subprocess, sys
 with socket.create_server(('127.0.0.1', 0)) as taken:
     environment = os.environ | {'ETCD_PORT': str(taken.getsockname()[1])}
     sys.exit(subprocess.run([sys.argv[1]], env=environment).returncode)
+"""
+
+# A command beside two hundred connections to placement of which each has said one byte.
+SILENT = """
+import socket, subprocess, sys
+held = [socket.create_connection((sys.argv[1], 8080)) for _ in range(200)]
+for each in held:
+    each.sendall(b'\\x16')
+sys.exit(subprocess.run(sys.argv[2:]).returncode)
 """
