@@ -130,8 +130,8 @@ def placement_environment(data: Path) -> dict[str, str]:
     }
 
 
-def lab_servers(layout: Layout, data: Path, images: Path) -> list[Server]:
-    """What runs in a lab's control namespace, in the order of starting."""
+def lab_servers(layout: Layout, data: Path, images: Path, certs: Path) -> list[Server]:
+    """What runs in a lab's control namespace, in the order of starting; `certs` is what `elab certs` makes."""
     own = str(layout.control)
     web = [sys.executable, '-m', 'http.server', '--bind', own, '--directory', str(images), '80']
     dhcp = ['dnsmasq', '--keep-in-foreground', '--conf-file=/dev/null', '--pid-file=', '--port=0']
@@ -140,8 +140,8 @@ def lab_servers(layout: Layout, data: Path, images: Path) -> list[Server]:
     # No router and no DNS: a guest's way out and its metadata are on the network it shares with its host alone.
     dhcp += ['--dhcp-option=3', '--dhcp-option=6', f'--dhcp-leasefile={data}/dhcp.leases']
     return [
-        etcd(data, [own, LOCALHOST], ETCD_PORT),
-        placement(data, own, PLACEMENT_PORT),
+        etcd(data, [own, LOCALHOST], ETCD_PORT, certs / 'etcd'),
+        *placement_behind(data, own, PLACEMENT_PORT, certs / 'placement'),
         Server('images', web, data / 'images.log', lambda _: answers(layout.images)),
         Server('dhcp', dhcp, data / 'dhcp.log', _listens_for_dhcp),
     ]

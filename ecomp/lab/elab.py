@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import os
 import shutil
 import subprocess
 import sys
@@ -28,8 +29,15 @@ SCHEDULE_YAML = """\
 etcd:
   host: {etcd_host}
   port: {etcd_port}
+  ca_cert: {own}/ca.crt
+  cert_cert: {own}/client.crt
+  cert_key: {own}/client.key
 placement:
   endpoint: {placement}
+  ca_cert: {own}/ca.crt
+  cert_cert: {own}/client.crt
+  cert_key: {own}/client.key
+  token_file: {own}/token
 # What `elab guest {directory}/images/guest.qcow2` makes; from elsewhere nothing can be fetched.
 image: {images}guest.qcow2
 """
@@ -102,8 +110,8 @@ def _count(text: str) -> int:
 def _up(options: argparse.Namespace) -> int:
     name = check_name(options.name)
     machine.require_root('elab up')
-    modules = ['placement', 'waitress', 'libvirt', 'mdserver']
-    machine.require({**machine.CONTROL_PROGRAMS, **machine.HOST_PROGRAMS}, modules)
+    modules = ['placement', 'waitress', 'cryptography', 'libvirt', 'mdserver']
+    machine.require({**machine.CONTROL_PROGRAMS, **machine.SECURE_PROGRAMS, **machine.HOST_PROGRAMS}, modules)
     with _lock(name), _step(f'lab {name} is up'):
         lab = state.load_or_create(name, options.hosts)
         if options.hosts and options.hosts < lab.count:
@@ -133,7 +141,8 @@ def _start_control(lab: Lab) -> None:
     for directory in (data, images):
         directory.mkdir(exist_ok=True)
     namespaces.ensure_control(layout)
-    servers = control.lab_servers(layout, data, images)
+    _make_certificates(lab)
+    servers = control.lab_servers(layout, data, images, lab.certs)
     prefix = namespaces.inside(layout, lab.directory, CONTROL)
     for server in servers:
         if not lab.running(server.what):
@@ -150,10 +159,24 @@ def _start_control(lab: Lab) -> None:
                 etcd_host=etcd_host,
                 etcd_port=etcd_port,
                 placement=layout.placement,
+                own=lab.operator,
                 images=layout.images,
             ),
             encoding='utf-8',
         )
+
+
+def _make_certificates(lab: Lab) -> None:
+    from ecomp.lab import certs
+
+    lab.certs.mkdir(mode=0o711, exist_ok=True)  # the operator's own are below it; all else in it is root's
+    own = str(lab.layout.control)
+    servers = (own, control.LOCALHOST, 'localhost')
+    cluster = certs.Cluster(servers, tuple(lab.hosts), (), (state.OPERATOR,), ETCD_PORT, PLACEMENT_PORT)
+    certs.make(lab.certs, cluster, datetime.now(UTC).replace(microsecond=0), lambda _: None)
+    if caller := os.environ.get('SUDO_UID'):
+        for path in (lab.operator, *lab.operator.iterdir()):
+            os.chown(path, int(caller), -1)
 
 
 def _status(options: argparse.Namespace) -> int:
@@ -161,7 +184,7 @@ def _status(options: argparse.Namespace) -> int:
     lab = state.load(check_name(options.name))
     layout = lab.layout
     rows = [('PLACE', 'ADDRESS', 'STATE')]
-    for server in control.lab_servers(layout, lab.directory / CONTROL, lab.directory / 'images'):
+    for server in control.lab_servers(layout, lab.directory / CONTROL, lab.directory / 'images', lab.certs):
         process = lab.running(server.what)
         said = 'down' if process is None else 'ready' if server.ready(process) else 'no answer'
         rows.append((server.what, str(layout.control), said))
@@ -211,13 +234,14 @@ def _down(options: argparse.Namespace) -> int:
     directory = state.ROOT / name
     try:
         lab = state.load(name)
-    except NotFound:
-        lab = None  # killed before it was written down, or removed by hand: what bears its name is still found
+    except EcompError:
+        # Killed before it was written down, removed by hand, or made by another elab: what bears its name is found.
+        lab = None
         if not directory.exists() and not namespaces.of_lab(name):
             _say(f'there is no lab {name}')
             return 0
     with _lock(name), _step(f'lab {name} is gone'):
-        with contextlib.suppress(NotFound):
+        with contextlib.suppress(EcompError):
             lab = state.load(name)  # an elab up may just have ended
         spaces = namespaces.of_lab(name)
         recorded = list(lab.processes.values()) if lab else []

@@ -48,7 +48,7 @@ def run(asked: Asked, say: Callable[[str], None], ready: Callable[[str], None]) 
     a port that is taken, an address that is none of this machine's, and certificates that are not there.
     """
     secure = _check(asked)
-    programs = {**machine.CONTROL_PROGRAMS, **({'stunnel4': 'stunnel4'} if secure else {})}
+    programs = {**machine.CONTROL_PROGRAMS, **(machine.SECURE_PROGRAMS if secure else {})}
     machine.require(programs, ['placement', 'waitress', *(['cryptography'] if secure else [])])
     try:
         asked.data.mkdir(mode=0o700 if secure else 0o755, parents=True, exist_ok=True)

@@ -32,8 +32,15 @@ COMPUTE_YAML = """\
 etcd:
   host: {etcd_host}
   port: {etcd_port}
+  ca_cert: {own}/ca.crt
+  cert_cert: {own}/client.crt
+  cert_key: {own}/client.key
 placement:
   endpoint: {placement}
+  ca_cert: {own}/ca.crt
+  cert_cert: {own}/client.crt
+  cert_key: {own}/client.key
+  token_file: {own}/token
 state: {state}
 # This host's share of the machine.
 inventory:
@@ -192,7 +199,9 @@ class Host:
 
     @functools.cached_property
     def _store(self) -> Store:
-        return Store(EtcdConfig((self.lab.layout.etcd,), timeout=ETCD_SECONDS))
+        own = self.lab.operator
+        files = own / 'ca.crt', own / 'client.key', own / 'client.crt'
+        return Store(EtcdConfig((self.lab.layout.etcd,), *files, timeout=ETCD_SECONDS))
 
     def compute(self) -> str | None:
         """The uuid of its ecompute; None before its first start."""
@@ -214,7 +223,12 @@ class Host:
             self.lab.count,
         )
         return COMPUTE_YAML.format(
-            etcd_host=etcd_host, etcd_port=etcd_port, placement=layout.placement, state=self.directory / 'state', **part
+            etcd_host=etcd_host,
+            etcd_port=etcd_port,
+            placement=layout.placement,
+            own=self.lab.certs / f'compute-{self.name}',
+            state=self.directory / 'state',
+            **part,
         )
 
 

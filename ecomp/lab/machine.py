@@ -21,6 +21,7 @@ from ecomp.errors import EcompError, UsageError
 
 # Every program the lab runs, and Debian's package of it.
 CONTROL_PROGRAMS = {'etcd': 'etcd-server', 'setpriv': 'util-linux'}
+SECURE_PROGRAMS = {'stunnel4': 'stunnel4'}
 HOST_PROGRAMS = {
     'ip': 'iproute2',
     'unshare': 'util-linux',

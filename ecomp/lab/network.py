@@ -66,7 +66,7 @@ class Layout:
 
     @property
     def placement(self) -> str:
-        return f'http://{self.control}:{PLACEMENT_PORT}'
+        return f'https://{self.control}:{PLACEMENT_PORT}'
 
     @property
     def images(self) -> str:

@@ -20,8 +20,9 @@ from ecomp.lab import machine
 from ecomp.lab.machine import Process
 from ecomp.lab.network import CONTROL, Layout, choose_network, host_names, routed_networks
 
-VERSION = 1
+VERSION = 2
 ROOT = Path('/var/lib/elab')
+OPERATOR = 'lab'
 
 
 @dataclass
@@ -32,6 +33,16 @@ class Lab:
     layout: Layout
     count: int
     processes: dict[str, Process] = field(default_factory=dict)
+
+    @property
+    def certs(self) -> Path:
+        """As `elab certs` makes it: of etcd, placement, each host's ecompute, and whoever runs eschedule here."""
+        return self.directory / 'certs'
+
+    @property
+    def operator(self) -> Path:
+        """The certificate and the token of whoever runs eschedule here."""
+        return self.certs / f'operator-{OPERATOR}'
 
     @property
     def hosts(self) -> list[str]:
@@ -87,7 +98,10 @@ def load(name: str, root: Path = ROOT) -> Lab:
     except PermissionError as error:
         raise EcompError(f'{directory}/lab.json: {error.strerror}') from error
     if data['version'] != VERSION:
-        raise EcompError(f'{directory}/lab.json is of version {data["version"]}, and this elab knows {VERSION}')
+        raise EcompError(
+            f'{directory}/lab.json is of version {data["version"]}, and this elab knows {VERSION}: '
+            f'elab down --name {name}, then elab up'
+        )
     # Start times count from the boot: after another one they say nothing.
     recorded = data['processes'] if data['boot'] == _boot() else {}
     processes = {what: Process(**process) for what, process in recorded.items()}
@@ -110,8 +124,12 @@ def load_or_create(name: str, count: int | None, root: Path = ROOT) -> Lab:
 
 
 def all_labs(root: Path = ROOT) -> list[Lab]:
-    """Every lab on this machine."""
-    return [load(path.parent.name, root) for path in sorted(root.glob('*/lab.json'))]
+    """Every lab on this machine but those another elab made: one of them that is up is seen by its routes."""
+    found = []
+    for path in sorted(root.glob('*/lab.json')):
+        with contextlib.suppress(EcompError):
+            found.append(load(path.parent.name, root))
+    return found
 
 
 @contextlib.contextmanager

@@ -16,9 +16,10 @@ from pathlib import Path
 
 import yaml
 
-from ecomp.lab import control, namespaces, state
+from ecomp.lab import control, machine, namespaces, state
 from ecomp.lab.hosts import Host
 from ecomp.lab.machine import Process
+from ecomp.lab.network import ETCD_PORT, PLACEMENT_PORT
 from tests.faults.history import History
 from tests.faults.soak_parts import Compute, FakePart, FakeServer, HostPart, LabPart, Part
 from tests.faults.soak_plan import Size
@@ -61,14 +62,12 @@ class Cluster:
         layout, data = self.lab.layout, self.lab.directory / 'control'
         images = self.lab.directory / 'images'
         (images / 'idle.raw').write_bytes(boot_disk(HALT))
-        prefix = namespaces.inside(layout, self.lab.directory, 'control')
-        for server in control.lab_servers(layout, data, images)[:2]:
-            self._add(LabPart(self.lab, server.what, partial(server.start, prefix), server.ready))
+        self._start_control(data)
         self.proxies = {
-            'etcd': self.stack.enter_context(Proxy(2379, str(layout.control))),
-            'placement': self.stack.enter_context(Proxy(8080, str(layout.control))),
+            'etcd': self.stack.enter_context(Proxy(ETCD_PORT, str(layout.control))),
+            'placement': self.stack.enter_context(Proxy(PLACEMENT_PORT, str(layout.control))),
         }
-        self.direct = layout.etcd, layout.placement
+        self.direct = layout.etcd, f'http://{layout.control}:{PLACEMENT_PORT}'
         self.proxied = self.proxies['etcd'].address, f'http://{self.proxies["placement"].address}'
         image = {'image': layout.images + 'idle.raw'}
         self.schedules = {
@@ -83,11 +82,23 @@ class Cluster:
             self._start_fake(number)
         self._wait_ready(0)
 
+    def _start_control(self, data: Path) -> None:
+        """etcd and placement anew, on the same data and in plain text: a fault loses the request it was told."""
+        own, prefix = str(self.lab.layout.control), namespaces.inside(self.lab.layout, self.lab.directory, 'control')
+        machine.end(self.lab.processes[what] for what in ('stunnel', 'placement', 'etcd'))
+        servers = control.etcd(data, [own, control.LOCALHOST], ETCD_PORT), control.placement(data, own, PLACEMENT_PORT)
+        for server in servers:
+            self.lab.remember(server.what, server.start(prefix))
+        for server in servers:
+            server.wait(self.lab.processes[server.what])
+            self._add(LabPart(self.lab, server.what, partial(server.start, prefix), server.ready))
+
     def _prepare_host(self, host: Host) -> None:
         """Give it a share of our guests, and start its ecompute anew with it."""
         path = host.directory / 'compute.yaml'
         room = -(-GUESTS // self.size.hosts)
         settings = yaml.safe_load(path.read_text())
+        settings |= {'etcd': {'endpoints': [self.direct[0]]}, 'placement': {'endpoint': self.direct[1]}}
         settings['inventory'] = {'VCPU': room, 'MEMORY_MB': 1024, 'DISK_GB': 2 * room}
         path.write_text(yaml.safe_dump(settings))
         what = f'{host.name} libvirtd'

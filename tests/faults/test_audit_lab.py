@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from ecomp.conf import EtcdConfig
+from ecomp.conf import load_schedule
 from ecomp.model.guest import mac_address
 from ecomp.placement.client import Placement
 from ecomp.scheduler import repair
@@ -29,7 +29,8 @@ STRANGER = 'a-stranger'
 @contextmanager
 def backends(host: Hypervisor) -> Iterator[tuple[Store, Placement]]:
     """etcd and placement of the lab, as eschedule has them."""
-    store, placement = Store(EtcdConfig((host.lab.facts['etcd'],))), Placement(host.lab.facts['placement'])
+    config = load_schedule(host.lab.directory / 'schedule.yaml')
+    store, placement = Store(config.etcd), Placement(config.placement)
     try:
         yield store, placement
     finally:

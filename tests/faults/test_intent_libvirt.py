@@ -119,8 +119,10 @@ def test_a_request_removed_by_hand(host: Hypervisor) -> None:
 
 def delete(host: Hypervisor, key: str) -> None:
     """Remove an etcd key, as an operator would."""
+    own = host.lab.operator
+    certs = [f'--cacert={own}/ca.crt', f'--cert={own}/client.crt', f'--key={own}/client.key']
     done = subprocess.run(
-        ['etcdctl', f'--endpoints=http://{host.lab.facts["etcd"]}', 'del', key],
+        ['etcdctl', f'--endpoints=https://{host.lab.facts["etcd"]}', *certs, 'del', key],
         env={**os.environ, 'ETCDCTL_API': '3'},
         capture_output=True,
         text=True,

@@ -19,6 +19,7 @@ import pytest
 from ecomp.errors import UsageError
 from ecomp.lab import guest, machine
 from ecomp.store.versions import holes
+from tests.kit.lab import get_json
 from tests.kit.servers import environment, until
 
 ROOT = Path('/var/lib/elab')
@@ -30,7 +31,7 @@ def missing() -> str:
     """What keeps a lab from being made here, in words; '' if nothing does."""
     try:
         machine.require_root('a lab')
-        programs = {**machine.CONTROL_PROGRAMS, **machine.HOST_PROGRAMS, **guest.PROGRAMS}
+        programs = {**machine.CONTROL_PROGRAMS, **machine.SECURE_PROGRAMS, **machine.HOST_PROGRAMS, **guest.PROGRAMS}
         machine.require(programs, ['placement', 'waitress', 'libvirt'])
     except UsageError as error:
         return str(error)
@@ -145,15 +146,20 @@ def test_a_host_has_its_own_libvirt_network_and_ecompute(lab: dict[str, Any]) ->
     assert 'Active:         yes' in inside('virsh', '-c', 'qemu:///system', 'net-info', 'default')
     assert '169.254.169.254/32' in inside('ip', '-o', 'address', 'show', 'virbr0')
     rows = [line.split() for line in elab('status', '--name', NAME).stdout.splitlines()]
-    assert [row[0] for row in rows] == ['PLACE', 'etcd', 'placement', 'images', 'dhcp', 'hv1']
+    assert [row[0] for row in rows] == ['PLACE', 'etcd', 'placement', 'stunnel', 'images', 'dhcp', 'hv1']
     assert all(row[2].startswith('ready') for row in rows[1:])
     # And the machine reaches the control plane, for eschedule.
-    assert '"max_version": "1.39"' in fetch(f'{lab["placement"]}/')
-    assert json.loads(fetch(f'http://{lab["etcd"]}/health'))['health'] == 'true'
-    assert (ROOT / NAME / 'schedule.yaml').exists()
+    own = ROOT / NAME / 'certs/operator-lab'
+    assert get_json(f'{lab["placement"]}/', own)['versions'][0]['max_version'] == '1.39'
+    assert get_json(f'https://{lab["etcd"]}/health', own)['health'] == 'true'
+    hosts = [sys.executable, '-m', 'ecomp.schedule', 'hosts']
+    assert subprocess.run(hosts, cwd=ROOT / NAME, env=environment(), capture_output=True).returncode == 0
+    # And nobody else is answered there.
+    for where in (lab['placement'], f'http://{lab["etcd"]}', f'https://{lab["etcd"]}'):
+        assert fetch(f'{where}/version') == ''
     # What is known of this etcd is said once, at the start.
     said = (ROOT / NAME / 'hv1/ecompute.log').read_text()
-    known = holes(json.loads(fetch(f'http://{lab["etcd"]}/version'))['etcdserver'])
+    known = holes(get_json(f'https://{lab["etcd"]}/version', own)['etcdserver'])
     assert said.count(' WARNING ') == said.count(f' {known}\n') == (known is not None)
 
 

@@ -186,9 +186,18 @@ def run(module: str, *words: str, directory: Path, closed: bool = False, stdout:
     return Result(done.returncode, done.stdout or '', done.stderr)
 
 
-def write_config(path: Path, etcd: str, placement: str, **settings: Any) -> Path:
-    """A compute.yaml or schedule.yaml that points at these servers, with more settings if given; the path."""
-    path.write_text(yaml.safe_dump({'etcd': {'endpoints': [etcd]}, 'placement': {'endpoint': placement}, **settings}))
+def write_config(path: Path, etcd: str, placement: str, certs: Path | None = None, **settings: Any) -> Path:
+    """A compute.yaml or schedule.yaml that points at these servers, with more settings if given; the path.
+
+    `certs`, if given, is a directory with a client's certificate and its token.
+    """
+    secure: dict[str, str] = {}
+    token: dict[str, str] = {}
+    if certs is not None:
+        secure = {'ca_cert': f'{certs}/ca.crt', 'cert_cert': f'{certs}/client.crt', 'cert_key': f'{certs}/client.key'}
+        token = {'token_file': f'{certs}/token'}
+    sections = {'etcd': {'endpoints': [etcd], **secure}, 'placement': {'endpoint': placement, **secure, **token}}
+    path.write_text(yaml.safe_dump({**sections, **settings}))
     return path
 
 

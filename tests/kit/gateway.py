@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any, Protocol, Self
 
 import grpc
@@ -36,14 +37,19 @@ class Reply(Protocol):
 class GrpcReply:
     """The answer of one call over gRPC; OSError for whatever etcd does not answer."""
 
-    def __init__(self, where: str, path: str, body: Mapping[str, Any], timeout: float) -> None:
+    def __init__(self, where: str, path: str, body: Mapping[str, Any], timeout: float, certs: Path | None) -> None:
         from google.protobuf import json_format  # here, after the room above has said which protobuf it is
 
         stub, method, kind = CALLS[path]
         request = json_format.ParseDict(dict(body), kind())
         self._ended = threading.Event()
         # A proxy of the environment's knows nothing of a lab.
-        self._channel = grpc.insecure_channel(where, [('grpc.enable_http_proxy', 0)])
+        options = [('grpc.enable_http_proxy', 0)]
+        if certs is None:
+            self._channel = grpc.insecure_channel(where, options)
+        else:
+            files = [(certs / name).read_bytes() for name in ('ca.crt', 'client.key', 'client.crt')]
+            self._channel = grpc.secure_channel(where, grpc.ssl_channel_credentials(*files), options)
         call = getattr(stub(self._channel), method)
         try:
             self._replies = call(self._asked(request), timeout=timeout) if path == 'watch' else None
@@ -81,9 +87,11 @@ class GrpcReply:
         self._ended.wait()
 
 
-def ask(where: str, path: str, body: Mapping[str, Any], timeout: float = 30.0) -> Reply:
-    """One call of etcd at host:port, to be read and closed; OSError."""
-    return GrpcReply(where, path, body, timeout)
+def ask(
+    where: str, path: str, body: Mapping[str, Any], timeout: float = 30.0, certs: Path | None = None
+) -> Reply:
+    """One call of etcd at host:port, to be read and closed; OSError. `certs` has a client's certificate."""
+    return GrpcReply(where, path, body, timeout, certs)
 
 
 def _as_json(message: Any) -> dict[str, Any]:

@@ -8,6 +8,7 @@ import json
 import os
 import re
 import signal
+import ssl
 import sys
 import urllib.request
 import xml.etree.ElementTree as ET
@@ -31,7 +32,6 @@ from tests.kit.witness import Watched, process_works
 
 ROOT = Path('/var/lib/elab')
 NOTIFIED = re.compile(r'NOTIFIED TARGET, (\S+), OF INSTANCE (\S+)')
-HEADERS = {'x-auth-token': 'admin', 'openstack-api-version': 'placement 1.39'}
 BOOT = 120.0
 """Seconds an emulated guest may take to its address while the machine is busy with others."""
 
@@ -48,6 +48,7 @@ class Lab:
         self.name = name
         self.audited = False
         self.directory = ROOT / name
+        self.operator = self.directory / 'certs/operator-lab'
         self._memory = self.directory / CONTROL
         self._memory.mkdir(parents=True)
         try:
@@ -176,14 +177,21 @@ class Lab:
 
     def placement(self, path: str) -> dict[str, Any]:
         """GET from placement."""
-        request = urllib.request.Request(self.facts['placement'] + path, headers=HEADERS)
-        with urllib.request.urlopen(request, timeout=30) as answer:
-            found: dict[str, Any] = json.load(answer)
-        return found
+        return get_json(self.facts['placement'] + path, self.operator)
+
+    def put_claim(self, instance: str, body: Mapping[str, Any]) -> None:
+        """PUT an instance's allocations to placement, as other people's clients do."""
+        own = self.operator
+        curl = ['curl', '-sS', '--fail', '--cacert', f'{own}/ca.crt', '--cert', f'{own}/client.crt']
+        headers = ['content-type: application/json', f'x-auth-token: {(own / "token").read_text().strip()}']
+        headers += ['openstack-api-version: placement 1.39']
+        words = [word for header in headers for word in ('-H', header)]
+        url = f'{self.facts["placement"]}/allocations/{instance}'
+        machine.run([*curl, '--key', f'{own}/client.key', *words, '-X', 'PUT', '-d', json.dumps(body), url])
 
     def ask(self, path: str, body: Mapping[str, Any]) -> Reply:
         """The answer of one call of etcd, to be read and closed."""
-        return ask(self.facts['etcd'], path, body)
+        return ask(self.facts['etcd'], path, body, certs=self.operator)
 
     def works(self, compute: str) -> bool | None:
         """Whether the ecompute of this uuid runs; None: it is of no host here."""
@@ -297,6 +305,20 @@ class Lab:
         if instances:
             done = self.eschedule('destroy', '--wait', *instances)
             assert done.code == 0, done
+
+
+def get_json(url: str, certs: Path, timeout: float = 30.0) -> dict[str, Any]:
+    """What etcd or placement answers to a GET of whoever has the certificate and the token in this directory."""
+    context = ssl.create_default_context(cafile=str(certs / 'ca.crt'))
+    context.load_cert_chain(certs / 'client.crt', certs / 'client.key')
+    token = (certs / 'token').read_text().strip()
+    headers = {'x-auth-token': token, 'openstack-api-version': 'placement 1.39'}
+    opener = urllib.request.build_opener(
+        urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=context)
+    )
+    with opener.open(urllib.request.Request(url, headers=headers), timeout=timeout) as answer:
+        found: dict[str, Any] = json.load(answer)
+    return found
 
 
 def running(pid: int) -> bool:

@@ -17,6 +17,7 @@ import pytest
 import yaml
 
 from ecomp.model.network import network_config
+from tests.kit.commands import write_config
 from tests.kit.lab import BOOT, NOTIFIED, Lab, answers, running
 from tests.kit.lab_fixtures import KEY
 from tests.kit.servers import until
@@ -168,13 +169,7 @@ def test_destroy_of_one_whose_allocation_is_gone_already(lab: Lab) -> None:
         'user_id': held['user_id'],
         'consumer_type': 'INSTANCE',
     }
-    done = subprocess.run(
-        ['curl', '-sS', '--fail', '-X', 'PUT', '-d', json.dumps(body), '-H', 'content-type: application/json']
-        + ['-H', 'x-auth-token: admin', '-H', 'openstack-api-version: placement 1.39']
-        + [f'{lab.facts["placement"]}/allocations/{instance}'],
-        capture_output=True,
-    )
-    assert done.returncode == 0, done
+    lab.put_claim(instance, body)
     lab.destroy(instance)
     assert instance not in lab.domains(host)
 
@@ -350,9 +345,8 @@ def test_a_guest_that_cannot_reach_the_metadata_address(lab: Lab) -> None:
 
 def test_a_bridge_that_is_not_there_is_named_at_the_start(lab: Lab) -> None:
     config = lab.directory / 'nobridge.yaml'
-    where = {'etcd': {'endpoints': [lab.facts['etcd']]}, 'placement': {'endpoint': lab.facts['placement']}}
     nobridge = {'networks': [{'network': 'default'}, {'bridge': 'nobr0'}], 'state': str(lab.directory / 'nobridge')}
-    config.write_text(yaml.safe_dump({**where, **nobridge}))
+    write_config(config, lab.facts['etcd'], lab.facts['placement'], lab.operator, **nobridge)
     inside = [sys.executable, '-m', 'ecomp.lab.elab', 'exec', '--name', lab.name, 'hv1']
     command = [*inside, sys.executable, '-m', 'ecomp.compute', '--config', str(config)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
@@ -486,13 +480,7 @@ def _written_by_2019(lab: Lab, host: str) -> str:
     allocations = {compute: {'resources': {'VCPU': 1, 'DISK_GB': 1, 'MEMORY_MB': 64}}}
     claim = {'allocations': allocations, 'user_id': 'somebody', 'project_id': 'theirs', 'consumer_generation': None}
     body = {**claim, 'consumer_type': 'INSTANCE'}
-    done = subprocess.run(
-        ['curl', '-sS', '--fail', '-X', 'PUT', '-d', json.dumps(body), '-H', 'content-type: application/json']
-        + ['-H', 'x-auth-token: admin', '-H', 'openstack-api-version: placement 1.39']
-        + [f'{lab.facts["placement"]}/allocations/{instance}'],
-        capture_output=True,
-    )
-    assert done.returncode == 0, done
+    lab.put_claim(instance, body)
     value = {**claim, 'instance': instance, 'image': lab.url('idle.raw')}
     lab.put(f'/hosts/{compute}/{instance}', json.dumps(value))
     return instance

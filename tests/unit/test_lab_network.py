@@ -35,7 +35,7 @@ def test_everything_follows_from_the_name_and_the_network() -> None:
     assert layout.namespace('hv2') == 'elab-lab-hv2'
     assert layout.machine == IPv4Address('10.200.0.1')
     assert layout.etcd == '10.200.0.2:2379'
-    assert layout.placement == 'http://10.200.0.2:8080'
+    assert layout.placement == 'https://10.200.0.2:8080'
     assert layout.images == 'http://10.200.0.2/'
     assert layout.address('hv2') == IPv4Address('10.200.0.12')
     assert layout.guests('hv2') == IPv4Network('10.200.2.0/24')
