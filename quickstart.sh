@@ -17,7 +17,7 @@ LAB=/var/lib/elab/lab
 QUERY='resources=VCPU:1,DISK_GB:1,MEMORY_MB:256'
 PACKAGES=(
     gcc pkg-config libvirt-dev                                                             # to build libvirt-python
-    etcd-server                                                                            # the control plane
+    etcd-server stunnel4                                                                   # the control plane
     libvirt-daemon-system libvirt-daemon-driver-qemu libvirt-clients qemu-system-x86 qemu-utils  # the hypervisors
     dnsmasq-base iptables iproute2                                                         # their networks
     busybox-static syslinux mtools                                                         # the small guest

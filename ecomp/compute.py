@@ -25,6 +25,7 @@ from ecomp import __version__
 from ecomp import log as logs
 from ecomp.agent.arguments import parser
 from ecomp.conf import ComputeConfig, load_compute, parse_inventory
+from ecomp.endpoints import in_clear
 from ecomp.errors import Conflict, EcompError, UsageError
 from ecomp.failpoints import failpoint
 from ecomp.model import keys
@@ -133,7 +134,7 @@ def _run(config: ComputeConfig, fake: bool, count: int | None, accept: bool, at_
 
     common = _Common(fake, accept, guard, is_familiar(guard, store, _now()), placement, remember)
     if not fake:
-        _warn_of_holes(store)
+        _warn_of_holes(config, store)
     begin = None
     if count is None:
         daemon, begin = _wire(config, state, store, common, at_exit)
@@ -320,9 +321,11 @@ def _hypervisor(
     return libvirt, pool, watch_over, nocloud(config, lambda: libvirt.bridge_name() is not None)
 
 
-def _warn_of_holes(store: Store) -> None:
+def _warn_of_holes(config: ComputeConfig, store: Store) -> None:
     from ecomp.store.versions import holes
 
+    for host in in_clear(config.etcd, config.placement):
+        log.warning('%s is asked in plain text: whoever is on the way there can do everything (insecure)', host)
     with suppress(EcompError):  # what it is about is said by whoever needs etcd
         if warning := holes(store.version()):
             log.warning('%s', warning)

@@ -1,6 +1,7 @@
 """Where etcd and placement are and how they are reached: these sections of compute.yaml and schedule.yaml.
 
-Any certificate means TLS, and each of the two asks for one in the same words.
+Any certificate means TLS, and each of the two asks for one in the same words. Without one other machines are asked
+only where the file says `insecure: true`.
 """
 
 from __future__ import annotations
@@ -12,6 +13,11 @@ from pathlib import Path
 from ecomp.yaml_file import Node, Section, Wrong, YamlFile, between, described, flag, shown, text_of
 
 MAX_INT = 2**31 - 1  # gRPC's limit for an option
+CERTIFICATES = ('ca_cert', 'cert_cert', 'cert_key')
+CLEAR = (
+    '{} is no address of this machine, and all would be said in plain text: say {}ca_cert, cert_cert and cert_key '
+    '(`elab certs` makes them), or, where nobody else is on that network, insecure: true'
+)
 
 
 @dataclass(frozen=True)
@@ -49,29 +55,66 @@ def etcd_of(file: YamlFile, etcd: Section) -> EtcdConfig:
     host = etcd.take('host', _host, 'localhost')
     port = etcd.take('port', between(1, 65535), 2379)
     single: tuple[str, ...] = (f'{host}:{port}',)
+    insecure = etcd.take('insecure', flag, False)
     endpoints = etcd.take('endpoints', _endpoints, single)
     for key in ('host', 'port'):
         if key in etcd and 'endpoints' in etcd:
             etcd.complain(key, 'say either endpoints, or host and port')
-    return EtcdConfig(
+    config = EtcdConfig(
         endpoints,
         *_certificates(file, etcd),
         timeout=etcd.take('timeout', _seconds, EtcdConfig.timeout),
         grpc_options=etcd.take('grpc_options', _grpc_options, ()),
     )
+    if not insecure and not _says_how(etcd) and (others := _in_clear(config)):
+        etcd.complain('endpoints' if 'endpoints' in etcd else 'host', CLEAR.format(others[0], ''))
+    return config
 
 
 def placement_of(file: YamlFile, placement: Section) -> PlacementConfig:
     """The section `placement`."""
     endpoint = placement.take('endpoint', url, PlacementConfig.endpoint)
-    for key in ('ca_cert', 'cert_cert', 'cert_key'):
+    for key in CERTIFICATES:
         if key in placement and not endpoint.startswith('https://'):
             placement.complain(key, f'needs an endpoint with https://, not {endpoint}')
-    return PlacementConfig(
+    insecure = placement.take('insecure', flag, False)
+    config = PlacementConfig(
         endpoint,
         *_certificates(file, placement),
         token_file=placement.take('token_file', file.file_of, None),
     )
+    if not insecure and not _says_how(placement) and (others := _in_clear(config)):
+        placement.complain('endpoint', CLEAR.format(others[0], 'https://, '))
+    return config
+
+
+def in_clear(*asked: EtcdConfig | PlacementConfig) -> list[str]:
+    """The hosts that are asked in plain text, and are none of this machine's."""
+    return [host for each in asked for host in _in_clear(each)]
+
+
+def _in_clear(asked: EtcdConfig | PlacementConfig) -> list[str]:
+    where: tuple[str, ...]
+    if isinstance(asked, PlacementConfig):
+        scheme, _, rest = asked.endpoint.partition('://')
+        where = () if scheme == 'https' else (rest.partition('/')[0],)
+    else:
+        where = () if asked.ca_cert or asked.cert_key or asked.cert_cert else asked.endpoints
+    return [each for each in where if not _is_local(re.sub(r':[0-9]+\Z', '', each))]
+
+
+def _says_how(section: Section) -> bool:
+    """Whether it has certificates, right or wrong: what is wrong with them is said already."""
+    return any(key in section for key in CERTIFICATES)
+
+
+def _is_local(host: str) -> bool:
+    import ipaddress  # as below
+
+    try:
+        return ipaddress.ip_address(host.removeprefix('[').removesuffix(']')).is_loopback
+    except ValueError:
+        return host.lower() == 'localhost'
 
 
 def _certificates(file: YamlFile, section: Section) -> tuple[Path | None, Path | None, Path | None]:

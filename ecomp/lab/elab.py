@@ -80,7 +80,7 @@ def _parser() -> argparse.ArgumentParser:
     of_a_lab('down', _down, 'remove the lab, its guests and all it made')
     only = command('control', _control, 'only etcd and placement, in the foreground')
     only.add_argument('--bind', default=control.LOCALHOST, metavar='ADDRESS', help='where both listen (127.0.0.1)')
-    where = 'the directory of elab certs; on an address that others reach DIR/certs of --data, made if need be'
+    where = 'as elab certs makes it, and made if need be; on an address that others reach ./certs is the default'
     only.add_argument('--certs', type=Path, metavar='DIR', help=where)
     only.add_argument('--etcd-port', type=int, default=ETCD_PORT, metavar='PORT')
     only.add_argument('--placement-port', type=int, default=PLACEMENT_PORT, metavar='PORT')

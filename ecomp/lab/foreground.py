@@ -31,7 +31,7 @@ FILES = {'etcd': ('ca.crt', 'server.crt', 'server.key'), 'placement': ('ca.crt',
 class Asked:
     """Where both listen: `bind` is an address of this machine, `certs` the directory of `elab certs`.
 
-    None: none on localhost, and else `data`/certs.
+    None: none on localhost, and else `certs`.
     """
 
     etcd_port: int
@@ -47,15 +47,16 @@ def run(asked: Asked, say: Callable[[str], None], ready: Callable[[str], None]) 
     What they know stays in `data`. `ready` is called once both are, with `http` or `https` of placement. UsageError for
     a port that is taken, an address that is none of this machine's, and certificates that are not there.
     """
-    secure = _check(asked)
+    asked = _checked(asked)
+    secure = asked.certs is not None
     programs = {**machine.CONTROL_PROGRAMS, **(machine.SECURE_PROGRAMS if secure else {})}
     machine.require(programs, ['placement', 'waitress', *(['cryptography'] if secure else [])])
     try:
         asked.data.mkdir(mode=0o700 if secure else 0o755, parents=True, exist_ok=True)
     except OSError as error:
         raise UsageError(f'--data {asked.data}: {error.strerror}') from error
-    if secure and asked.certs is None:
-        asked = replace(asked, certs=_made(asked, say))
+    if asked.certs is not None:
+        _make_certificates(asked.certs, asked, say)
     stopped = threading.Event()
 
     def stop(_number: int, _frame: FrameType | None) -> None:
@@ -105,34 +106,32 @@ def _written(asked: Asked) -> float:
         return 0.0
 
 
-def _made(asked: Asked, say: Callable[[str], None]) -> Path:
-    """The certificates in `data`, made if they are not there."""
+def _make_certificates(directory: Path, asked: Asked, say: Callable[[str], None]) -> None:
+    """Those of etcd and placement, where there are none; UsageError where they cannot be read."""
     from ecomp.lab import certs
 
-    directory = asked.data / 'certs'
     if not (directory / 'placement/server.crt').exists():
-        cluster = certs.Cluster((asked.bind,), (), (), (), asked.etcd_port, asked.placement_port)
+        servers = ('localhost', LOCALHOST) if asked.bind == LOCALHOST else (asked.bind,)
+        cluster = certs.Cluster(servers, (), (), (), asked.etcd_port, asked.placement_port)
         certs.make(directory, cluster, datetime.now(UTC).replace(microsecond=0), say)
         say(f'for those who ask: elab certs {directory} --compute HOST... --scheduler NAME... --operator NAME...')
-    return directory
+    for place, names in FILES.items():
+        for name in names:
+            if not os.access(directory / place / name, os.R_OK):
+                raise UsageError(f'{directory}/{place}/{name} cannot be read: elab certs makes it')
 
 
-def _check(asked: Asked) -> bool:
-    """Whether they take those alone who have a certificate. UsageError for what cannot be had."""
+def _checked(asked: Asked) -> Asked:
+    """With certificates where others reach it. UsageError for an address or a port that cannot be had."""
     try:
         address = ip_address(asked.bind)
     except ValueError as error:
         raise UsageError(f'--bind {asked.bind}: must be an address of this machine') from error
     if address.is_unspecified:
         raise UsageError(f'--bind {asked.bind}: say which address of this machine, so that its name can be certified')
-    for place, names in FILES.items() if asked.certs is not None else ():
-        for name in names:
-            path = Path(asked.certs or '.', place, name)
-            if not os.access(path, os.R_OK):
-                raise UsageError(f'--certs {asked.certs}: {path} cannot be read: elab certs makes it')
     for what, port in (('etcd', asked.etcd_port), ('placement', asked.placement_port)):
         _check_free(what, asked.bind, port, socket.AF_INET6 if address.version == 6 else socket.AF_INET)
-    return asked.certs is not None or not address.is_loopback
+    return asked if address.is_loopback or asked.certs is not None else replace(asked, certs=Path('certs'))
 
 
 def _check_free(what: str, bind: str, port: int, family: socket.AddressFamily) -> None:

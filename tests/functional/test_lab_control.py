@@ -271,7 +271,7 @@ def test_on_an_address_that_others_reach_it_makes_certificates(tmp_path: Path) -
     )  # fmt: skip
     try:
         assert ready(process) == ['etcd 10.77.0.1:2379', 'placement https://10.77.0.1:8080']
-        made = tmp_path / 'elab-control/certs'
+        made = tmp_path / 'certs'
         assert elab.main(['certs', str(made), '--operator', 'ann']) == 0
         eschedule = ['nsenter', '--net', f'--target={process.pid}', sys.executable, '-m', 'ecomp.schedule', 'hosts']
         for place, code in ((made / 'operator-ann', 0), (tmp_path, 7)):
@@ -283,7 +283,19 @@ def test_on_an_address_that_others_reach_it_makes_certificates(tmp_path: Path) -
         process.terminate()
         _, errors = process.communicate(timeout=30)
     assert process.returncode == 0
-    assert 'elab certs elab-control/certs --compute HOST...' in errors
+    assert 'elab certs certs --compute HOST...' in errors
+
+
+def test_certificates_that_are_not_whole_are_named(
+    secured: Secured, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(secured.certs, tmp_path / 'certs')
+    (tmp_path / 'certs/etcd/server.key').unlink()
+    ports = ['--etcd-port', str(free_port()), '--placement-port', str(free_port())]
+    words = ['control', '--data', str(tmp_path / 'data'), '--certs', str(tmp_path / 'certs'), *ports]
+    assert elab.main(words) == 2
+    said = f'elab: {tmp_path}/certs/etcd/server.key cannot be read: elab certs makes it\n'
+    assert capsys.readouterr().err == said
 
 
 @pytest.mark.fast
@@ -292,7 +304,6 @@ def test_on_an_address_that_others_reach_it_makes_certificates(tmp_path: Path) -
     [
         (['--bind', '0.0.0.0'], '--bind 0.0.0.0: say which address'),
         (['--bind', 'ds1'], '--bind ds1: must be an address'),
-        (['--certs', 'nowhere'], '--certs nowhere: nowhere/etcd/ca.crt cannot be read: elab certs makes it'),
         (['--bind', '192.0.2.1'], 'port 2379 for etcd cannot be had (Cannot assign requested address)'),
     ],
 )

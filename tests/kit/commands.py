@@ -191,9 +191,12 @@ def write_config(path: Path, etcd: str, placement: str, certs: Path | None = Non
 
     `certs`, if given, is a directory with a client's certificate and its token.
     """
-    secure: dict[str, str] = {}
+    secure: dict[str, str | bool] = {}
     token: dict[str, str] = {}
-    if certs is not None:
+    if certs is None:
+        own = etcd.startswith('127.') and placement.startswith('http://127.')
+        secure = {} if own else {'insecure': True}
+    else:
         secure = {'ca_cert': f'{certs}/ca.crt', 'cert_cert': f'{certs}/client.crt', 'cert_key': f'{certs}/client.key'}
         token = {'token_file': f'{certs}/token'}
     sections = {'etcd': {'endpoints': [etcd], **secure}, 'placement': {'endpoint': placement, **secure, **token}}

@@ -389,7 +389,7 @@ def test_nothing_is_fetched_from_etcd_or_placement(
 def test_the_control_plane_is_what_the_configuration_names(tmp_path: Path) -> None:
     path = tmp_path / 'compute.yaml'
     path.write_text(
-        'etcd: {endpoints: ["ds1:2379", "[fd12::1]:2380"]}\nplacement: {endpoint: https://ds2/placement}\n'
+        'etcd: {endpoints: ["ds1:2379", "[fd12::1]:2380"], insecure: true}\nplacement: {endpoint: https://ds2/placement}\n'
         'image_sources: [Images.Example.org, 127.0.0.0/8, fd12::7]\nimage_proxy: http://proxy:3128\n'
     )
     reach = reach_of(load_compute(path))

@@ -22,6 +22,7 @@ from ecomp.conf import (
     load_compute,
     load_schedule,
 )
+from ecomp.endpoints import in_clear
 from ecomp.errors import UsageError
 from ecomp.model.network import Attachment
 
@@ -114,7 +115,7 @@ def test_the_examples_are_valid_and_name_every_key(
     (tmp_path / name).write_text(text)
     said = load(tmp_path / name)
     assert set(yaml.safe_load(text)) == {f.name for f in dataclasses.fields(said)} - {'directory'}
-    assert set(yaml.safe_load(text)['etcd']) == {f.name for f in dataclasses.fields(EtcdConfig)}
+    assert set(yaml.safe_load(text)['etcd']) == {f.name for f in dataclasses.fields(EtcdConfig)} | {'insecure'}
     assert len(said.etcd.endpoints) == 3
     # What can be shown as a default is the default.
     for key in ('resize', 'networks', 'metadata', 'state', 'virt_type', 'placement', 'image', 'user_id', 'project_id'):
@@ -207,10 +208,45 @@ def test_placement_behind_certificates(compute: Callable[[str | bytes], ComputeC
         assert said in str(caught.value), wrong
 
 
+@pytest.mark.parametrize(
+    ('section', 'host', 'key'),
+    [
+        ('etcd: {host: ds1}', 'ds1:2379', 'etcd.host'),
+        ('etcd: {host: 10.0.0.5, insecure: no}', '10.0.0.5:2379', 'etcd.host'),
+        ('etcd: {host: "fd12::1"}', '[fd12::1]:2379', 'etcd.host'),
+        ('etcd: {endpoints: ["localhost:1", "localhost.evil:2"]}', 'localhost.evil:2', 'etcd.endpoints'),
+        ('placement: {endpoint: "http://ds1:8080/"}', 'ds1:8080', 'placement.endpoint'),
+        ('placement: {endpoint: "http://127.0.0.1.example"}', '127.0.0.1.example', 'placement.endpoint'),
+        ('placement: {endpoint: "http://localhost@ds1"}', '', 'placement.endpoint'),
+    ],
+)
+def test_nothing_is_said_in_plain_text_by_accident(
+    compute: Callable[[str | bytes], ComputeConfig], section: str, host: str, key: str
+) -> None:
+    with pytest.raises(UsageError) as caught:
+        compute(section)
+    said = str(caught.value)
+    assert f'{key}: ' in said
+    if host:
+        assert f'{key}: {host} is no address of this machine, and all would be said in plain text' in said
+        allowed = compute(section.replace(', insecure: no', '').replace('}', ', insecure: yes}'))
+        assert in_clear(allowed.etcd, allowed.placement) == [host]
+
+
+@pytest.mark.parametrize('host', ['localhost', 'LocalHost', '127.0.0.1', '127.9.9.9', '::1', '[::1]'])
+def test_this_machine_is_asked_in_plain_text(compute: Callable[[str | bytes], ComputeConfig], host: str) -> None:
+    bracketed = f'[{host.strip("[]")}]' if ':' in host else host
+    config = compute(f'etcd: {{host: "{host}"}}\nplacement: {{endpoint: "http://{bracketed}"}}')
+    assert in_clear(config.etcd, config.placement) == []
+    config = compute(f'etcd: {{endpoints: ["{bracketed}:1"]}}\nplacement: {{endpoint: "http://{bracketed}:8080/x"}}')
+    assert in_clear(config.etcd, config.placement) == []
+
+
 def test_a_schedule_file(tmp_path: Path) -> None:
     path = tmp_path / 'mine.yaml'
     path.write_text(
-        '{user_id: me, project_id: "12", image: "https://h/i", etcd: {host: ds1}, placement: {endpoint: "http://ds1"}}'
+        '{user_id: me, project_id: "12", image: "https://h/i", etcd: {host: ds1, insecure: yes}, '
+        'placement: {endpoint: "http://ds1", insecure: yes}}'
     )
     assert load_schedule(path) == ScheduleConfig(
         EtcdConfig(('ds1:2379',)), PlacementConfig('http://ds1'), 'https://h/i', 'me', '12'
@@ -246,7 +282,7 @@ def test_what_guests_are_given_are_files_beside_it_that_need_not_be_there_yet(tm
     ],
 )
 def test_endpoints(compute: Callable[[str | bytes], ComputeConfig], text: str, endpoints: tuple[str, ...]) -> None:
-    assert compute(f'etcd: {{{text}}}').etcd.endpoints == endpoints
+    assert compute(f'etcd: {{insecure: true, {text}}}').etcd.endpoints == endpoints
 
 
 def test_a_config_is_frozen_and_can_go_to_a_worker(compute: Callable[[str | bytes], ComputeConfig]) -> None:

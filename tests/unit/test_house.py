@@ -49,7 +49,7 @@ ARROWS: dict[str, set[str]] = {
         *('ecomp.model', 'ecomp.placement', 'ecomp.store'),
     },
     'ecomp.compute': {
-        *('ecomp', 'ecomp.errors', 'ecomp.failpoints', 'ecomp.conf', 'ecomp.log'),
+        *('ecomp', 'ecomp.endpoints', 'ecomp.errors', 'ecomp.failpoints', 'ecomp.conf', 'ecomp.log'),
         *('ecomp.model', 'ecomp.placement', 'ecomp.store', 'ecomp.virt', 'ecomp.agent'),
     },
     'ecomp.schedule': {
