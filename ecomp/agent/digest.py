@@ -38,6 +38,7 @@ def look(hypervisor: Hypervisor, state: Path) -> Digest:
         dict.fromkeys(hypervisor.seeds(), ''),
         {mac: f'{each.instance} {each.address}' for mac, each in hypervisor.reservations().items()},
         parts(state),
+        dict.fromkeys(hypervisor.open_dhcp(), ''),
     )
 
 

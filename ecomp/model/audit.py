@@ -31,6 +31,9 @@ def audit(planes: Planes) -> list[Finding]:
                     Leftover('part', name, mark))
             for name, mark in digest.parts.items()
         )  # fmt: skip
+        for name in digest.open_dhcp:
+            said = f'the DHCP of network {name} on compute {compute} gives an address to whatever MAC asks'
+            found.append(Finding('dhcp-open', compute, said))
     return found
 
 

@@ -22,14 +22,15 @@ PAGE_BYTES = 400 * 1024
 REASON = 500
 """Characters of what a compute says that it cannot tell."""
 
-_DICTS = ('without_base', 'seeds', 'isos', 'reservations', 'parts')
+_DICTS = ('without_base', 'seeds', 'isos', 'reservations', 'parts', 'open_dhcp')
 
 
 @dataclass(frozen=True)
 class Digest:
     """`guests` carry our mark; `without_base` are those whose base volume is gone, with its path; `seeds` is {mac:
     instance}; `isos` are the instances that have a NoCloud disk; `reservations` is what DHCP keeps, {mac: 'instance
-    address'}; `parts` are files nobody is writing, by name, each with a mark that changes if it is written again.
+    address'}; `parts` are files nobody is writing, by name, each with a mark that changes if it is written again;
+    `open_dhcp` are the networks whose DHCP answers any MAC.
     """
 
     guests: Mapping[str, Guest] = field(default_factory=dict)
@@ -38,6 +39,7 @@ class Digest:
     isos: Mapping[str, str] = field(default_factory=dict)
     reservations: Mapping[str, str] = field(default_factory=dict)
     parts: Mapping[str, str] = field(default_factory=dict)
+    open_dhcp: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -129,6 +129,12 @@ CODES = {
         how='virsh net-update <network> delete ip-dhcp-host, then restart its ecompute',
     ),
     'part-orphaned': Code('a file left half written', fix='has its compute remove it'),
+    'dhcp-open': Code(
+        'a guest can take every address of a network',
+        how="virsh net-edit it: <network xmlns:dnsmasq='http://libvirt.org/schemas/network/dnsmasq/1.0'>, and before "
+        "</network> <dnsmasq:options><dnsmasq:option value='dhcp-ignore=tag:!known'/></dnsmasq:options>; then virsh "
+        'net-destroy and net-start it, without guests',
+    ),
 }
 
 

@@ -42,6 +42,9 @@ class Hypervisor(Protocol):
     def without_base(self) -> Mapping[str, str]:
         """The instances whose overlay lies on a base volume that is not there: its path."""
 
+    def open_dhcp(self) -> Set[str]:
+        """The networks guests are plugged into whose DHCP gives an address to whatever MAC asks."""
+
     def users(self, instance: str) -> Set[str]:
         """The names of all domains, whoever's, that have the instance's overlay for a disk."""
 

@@ -13,6 +13,7 @@ from ipaddress import IPv4Address, IPv4Network
 
 NOT_SERVED = frozenset({'bridge', 'private', 'vepa', 'passthrough', 'hostdev'})
 """Forward modes in which libvirt only plugs guests into what others look after."""
+DNSMASQ = 'http://libvirt.org/schemas/network/dnsmasq/1.0'
 
 
 @dataclass(frozen=True)
@@ -28,13 +29,14 @@ class Reservation:
 class Dhcp:
     """What a network gives out: `ranges` of IPv4 addresses, first and last; `own` are the network's, never a guest's.
 
-    `served` is false where the bridge is not libvirt's own.
+    `served` is false where the bridge is not libvirt's own; `known_only`: who has no reservation is not answered.
     """
 
     ranges: tuple[tuple[IPv4Address, IPv4Address], ...]
     own: frozenset[IPv4Address]
     reservations: tuple[Reservation, ...]
     served: bool
+    known_only: bool = False
 
     def of(self, mac: str) -> Reservation | None:
         """What is reserved for a MAC."""
@@ -61,7 +63,10 @@ def read(xml: str) -> Dhcp:
             for each in element.iterfind('dhcp/host')
         ]
     mode = forward.get('mode', 'nat') if forward is not None else ''
-    return Dhcp(tuple(ranges), frozenset(own), tuple(reservations), mode not in NOT_SERVED)
+    # https://libvirt.org/formatnetwork.html#network-namespaces, and dnsmasq(8): a reservation sets the tag.
+    options = {each.get('value') for each in root.iterfind(f'{{{DNSMASQ}}}options/{{{DNSMASQ}}}option')}
+    known_only = 'dhcp-ignore=tag:!known' in options
+    return Dhcp(tuple(ranges), frozenset(own), tuple(reservations), mode not in NOT_SERVED, known_only)
 
 
 def choose(dhcp: Dhcp, taken: Set[IPv4Address], mac: str) -> IPv4Address | None:

@@ -56,6 +56,9 @@ class FakeHypervisor:
     def without_base(self) -> Mapping[str, str]:
         return {}
 
+    def open_dhcp(self) -> Set[str]:
+        return set()
+
     def users(self, instance: str) -> Set[str]:
         with self._lock:
             guest = self._guests.get(instance)

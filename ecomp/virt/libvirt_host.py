@@ -126,6 +126,10 @@ class Libvirt:
     def without_base(self) -> Mapping[str, str]:
         return self._volumes.without_base()
 
+    def open_dhcp(self) -> Set[str]:
+        networks = {name for kind, name in self._attachments if kind == 'network'}
+        return {name for name in networks if self._networks.answers_anybody(name)}
+
     def users(self, instance: str) -> Set[str]:
         return self._domains.users(str(self._volumes.path(instance)))
 

@@ -56,14 +56,22 @@ class Networks:
 
     def gives(self, name: str, address: str) -> bool:
         """Whether the address is one that the network's DHCP may give out. A network that is not there gives none."""
+        definition = self._dhcp(name)
+        return definition is not None and dhcp.is_in(definition, IPv4Address(address))
+
+    def answers_anybody(self, name: str) -> bool:
+        """Whether the network's DHCP gives an address to whatever MAC asks. A network that is not there gives none."""
+        definition = self._dhcp(name)
+        return definition is not None and bool(definition.ranges) and definition.served and not definition.known_only
+
+    def _dhcp(self, name: str) -> dhcp.Dhcp | None:
         try:
             with self._connection.use(f'asking for the DHCP of network {name}') as connection:
-                definition = dhcp.read(connection.networkLookupByName(name).XMLDesc())
+                return dhcp.read(connection.networkLookupByName(name).XMLDesc())
         except EcompError as error:
             if _code(error) != libvirt.VIR_ERR_NO_NETWORK:
                 raise
-            return False
-        return dhcp.is_in(definition, IPv4Address(address))
+            return None
 
     def leases(self, name: str, macs: Iterable[str]) -> Mapping[str, str]:
         """The IPv4 address each of these MACs was given last. A network that is not there or off has given none."""

@@ -24,6 +24,7 @@ from uuid import uuid4
 import pytest
 
 from ecomp.errors import BuildFailed, Conflict, EcompError, Unreachable, UsageError
+from ecomp.model.findings import CODES
 from ecomp.model.guest import Address, Guest, GuestSpec, mac_address
 from ecomp.model.network import DEFAULT_NETWORKS, Attachment
 from tests.functional.guest import COMPUTE, MakeSpec, build
@@ -547,6 +548,27 @@ def test_leases_and_the_metadata_address(host: LibvirtHost, real: Libvirt, spec:
     done = host.inside([sys.executable, '-c', script], env={**os.environ, 'PYTHONPATH': path}, check=False)
     host.inside(['ip', 'link', 'del', 'br0'])
     assert done.returncode == 0, done.stderr
+
+
+SHUT = """<network xmlns:dnsmasq='http://libvirt.org/schemas/network/dnsmasq/1.0'><name>shut</name>
+<forward mode='open'/><bridge name='virbr8'/>
+<ip address='10.78.0.1' netmask='255.255.255.0'><dhcp><range start='10.78.0.2' end='10.78.0.9'/></dhcp></ip>
+<dnsmasq:options><dnsmasq:option value='dhcp-ignore=tag:!known'/></dnsmasq:options></network>"""
+
+
+@pytest.mark.usefixtures('real')
+def test_networks_whose_dhcp_answers_anybody(host: LibvirtHost) -> None:
+    """On libvirt's own a guest took all addresses; with the line that the audit says it gets none (ENEMY 3)."""
+    (host.root / 'shut.xml').write_text(SHUT)
+    host.inside(['virsh', '-q', 'net-define', str(host.root / 'shut.xml')])
+    networks = [Attachment('network', name) for name in ('default', 'shut', 'nowhere')]
+    some = Libvirt(host.root / 'state', [*networks, Attachment('bridge', 'br0')], host.uri)
+    try:
+        assert some.open_dhcp() == {'default'}
+    finally:
+        some.close()
+        host.inside(['virsh', '-q', 'net-undefine', 'shut'])
+    assert "<dnsmasq:option value='dhcp-ignore=tag:!known'/>" in CODES['dhcp-open'].how
 
 
 def test_what_the_processor_of_a_guest_can_do(real: Libvirt, caplog: pytest.LogCaptureFixture) -> None:
