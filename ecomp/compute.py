@@ -293,6 +293,7 @@ def _hypervisor(
     """The hypervisor, what carries out its jobs, what is to be looked after every minute, and see nocloud()."""
     from ecomp.agent.images.cache import GIB, Limits
     from ecomp.agent.images.connections import reach_of
+    from ecomp.agent.images.scrub import Scrubber
     from ecomp.agent.inventory import look
     from ecomp.agent.pool import Inline, Pool, Pretended
     from ecomp.agent.served import keep_served, nocloud
@@ -318,6 +319,9 @@ def _hypervisor(
     settings = WorkerSettings(config.state, config.images, os.getpid(), limits, reach_of(config))
     pool = Pool(_workers(config), settings)
     at_exit.callback(pool.stop)
+    scrubber = Scrubber(config.state / 'images')
+    at_exit.callback(scrubber.stop)
+    scrubber.start()
     return libvirt, pool, watch_over, nocloud(config, lambda: libvirt.bridge_name() is not None)
 
 

@@ -35,7 +35,12 @@ T = TypeVar('T')
 # because placement makes a row for every new one. They are uuid5(NAMESPACE_URL, 'ecomp:user' and 'ecomp:project').
 DEFAULT_USER_ID = '17e6e83b-634e-5c2c-a5ac-0a147aa07def'
 DEFAULT_PROJECT_ID = '18dbf4e8-fca6-5cf2-b50f-511855813014'
-DEFAULT_IMAGE = 'http://download.cirros-cloud.net/0.3.6/cirros-0.3.6-x86_64-disk.img'
+# Not 2019's 0.3.6, of which nobody publishes a SHA-256 (Cirros itself has MD5 alone). This one many pin, metal3 and
+# kubevirt among them.
+DEFAULT_IMAGE = (
+    'https://download.cirros-cloud.net/0.6.2/cirros-0.6.2-x86_64-disk.img'
+    '#sha256=07e44a73e54c94d988028515403c1ed762055e01b83a767edf3c2b387f78ce00'
+)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from ecomp.agent.images.bases import idle
+from ecomp.agent.images.bases import bad, idle
 from ecomp.agent.locks import InstanceLocks
 from ecomp.agent.metadata import GuestData
 from ecomp.conf import EtcdConfig
@@ -39,6 +39,7 @@ def look(hypervisor: Hypervisor, state: Path) -> Digest:
         {mac: f'{each.instance} {each.address}' for mac, each in hypervisor.reservations().items()},
         parts(state),
         dict.fromkeys(hypervisor.open_dhcp(), ''),
+        dict.fromkeys(bad(state / 'images'), ''),
     )
 
 

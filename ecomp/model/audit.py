@@ -31,6 +31,9 @@ def audit(planes: Planes) -> list[Finding]:
                     Leftover('part', name, mark))
             for name, mark in digest.parts.items()
         )  # fmt: skip
+        for name in digest.bad_bases:
+            said = f'base volume {name} on compute {compute} is not what it was when it was fetched'
+            found.append(Finding('base-differs', compute, said))
         for name in digest.open_dhcp:
             said = f'the DHCP of network {name} on compute {compute} gives an address to whatever MAC asks'
             found.append(Finding('dhcp-open', compute, said))

@@ -22,7 +22,7 @@ PAGE_BYTES = 400 * 1024
 REASON = 500
 """Characters of what a compute says that it cannot tell."""
 
-_DICTS = ('without_base', 'seeds', 'isos', 'reservations', 'parts', 'open_dhcp')
+_DICTS = ('without_base', 'seeds', 'isos', 'reservations', 'parts', 'open_dhcp', 'bad_bases')
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,8 @@ class Digest:
     """`guests` carry our mark; `without_base` are those whose base volume is gone, with its path; `seeds` is {mac:
     instance}; `isos` are the instances that have a NoCloud disk; `reservations` is what DHCP keeps, {mac: 'instance
     address'}; `parts` are files nobody is writing, by name, each with a mark that changes if it is written again;
-    `open_dhcp` are the networks whose DHCP answers any MAC.
+    `open_dhcp` are the networks whose DHCP answers any MAC, `bad_bases` base volumes that are not what they were, by
+    their SHA-256.
     """
 
     guests: Mapping[str, Guest] = field(default_factory=dict)
@@ -40,6 +41,7 @@ class Digest:
     reservations: Mapping[str, str] = field(default_factory=dict)
     parts: Mapping[str, str] = field(default_factory=dict)
     open_dhcp: Mapping[str, str] = field(default_factory=dict)
+    bad_bases: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -129,6 +129,10 @@ CODES = {
         how='virsh net-update <network> delete ip-dhcp-host, then restart its ecompute',
     ),
     'part-orphaned': Code('a file left half written', fix='has its compute remove it'),
+    'base-differs': Code(
+        'a base volume is not what was fetched',
+        how='eschedule destroy the instances on it, which its ecompute named; the next of that image fetches it again',
+    ),
     'dhcp-open': Code(
         'a guest can take every address of a network',
         how="virsh net-edit it: <network xmlns:dnsmasq='http://libvirt.org/schemas/network/dnsmasq/1.0'>, and before "

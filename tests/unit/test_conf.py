@@ -24,6 +24,7 @@ from ecomp.conf import (
 )
 from ecomp.endpoints import in_clear
 from ecomp.errors import UsageError
+from ecomp.model.image import check_image, pinned
 from ecomp.model.network import Attachment
 
 TOP = Path(__file__).resolve().parents[2]
@@ -120,6 +121,12 @@ def test_the_examples_are_valid_and_name_every_key(
     # What can be shown as a default is the default.
     for key in ('resize', 'networks', 'metadata', 'state', 'virt_type', 'placement', 'image', 'user_id', 'project_id'):
         assert getattr(said, key, None) == getattr(default, key, None)
+
+
+def test_the_default_image_is_fetched_as_it_was_published() -> None:
+    bare, digest = pinned(check_image(DEFAULT_IMAGE))
+    assert bare.startswith('https://')
+    assert digest is not None
 
 
 # Values

@@ -309,6 +309,7 @@ PLANTED: list[tuple[str, str, Callable[[Making], object]]] = [
     ('reservation-missing', ACTIVE, _unreserved),
     ('reservation-differs', OFF, lambda w: w.reserve(ONE, OFF, '10.0.0.9')),
     ('dhcp-open', ONE, lambda w: w.digests.update({ONE: replace(w.digests[ONE], open_dhcp={'default': ''})})),
+    ('base-differs', ONE, lambda w: w.digests.update({ONE: replace(w.digests[ONE], bad_bases={'ab12': ''})})),
     ('part-orphaned', ONE, lambda w: w.digests.update({ONE: replace(w.digests[ONE], parts={'images/x.part': '1'})})),
 ]
 

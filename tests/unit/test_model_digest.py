@@ -25,7 +25,7 @@ names = st.text(max_size=40)
 guests = st.builds(Guest, names, names | st.none(), st.booleans(), st.booleans(), st.booleans())
 words = st.dictionaries(names, names, max_size=20)
 digests = st.builds(
-    lambda found, *rest: Digest({each.instance: each for each in found}, *rest), st.lists(guests), *[words] * 6
+    lambda found, *rest: Digest({each.instance: each for each in found}, *rest), st.lists(guests), *[words] * 7
 )
 
 

@@ -4,6 +4,7 @@ base-<SHA-256 of its content>.<format>  a base volume. Its time of modification 
                                         has an flock of it, until an overlay refers to it
 base-<of its URL>.part                  a download; as long as it will be
 .url-<of its URL>.json                  what a URL had when it was last asked
+.read-<SHA-256>, .bad-<SHA-256>         when it was last read as a whole; that it is not what it was (scrub.py)
 base-<of its URL>.<format>              a base volume as they were named before: good for the overlays that are on it
 """
 
@@ -32,6 +33,7 @@ from ecomp.virt.image import chain, inspected
 VERSION = 1
 FORMATS = ('qcow2', 'raw')
 LOCK = '.lock'
+BAD = '.bad-'
 GB = 2**30
 
 
@@ -107,11 +109,28 @@ class Bases:
 
     def has(self, entry: Entry) -> bool:
         """Whether that content is here, whole."""
-        return any(_status(self._path(entry.sha256, each))[1] == entry.size for each in FORMATS)
+        sizes = [_status(self._path(entry.sha256, each))[1] for each in FORMATS]
+        return entry.size in sizes and not self._bad(entry.sha256).exists()
+
+    def scrubbed(self, sha256: str) -> float:
+        """When the base volume with this content was last read as a whole, in seconds since the epoch; 0: never."""
+        with suppress(FileNotFoundError):
+            return self._read_file(sha256).stat().st_mtime
+        return 0.0
+
+    def judge(self, sha256: str, good: bool) -> None:
+        """It was read as a whole just now: if it is not `good`, it is not taken any more. OSError."""
+        if good:
+            self._bad(sha256).unlink(missing_ok=True)
+        else:
+            self._bad(sha256).touch()
+        self._read_file(sha256).touch()
 
     def take(self, sha256: str, size: int | None = None) -> Held | None:
         """The base volume with this content (and of this size, if it is known) and a hold of it; None if not here."""
         with self._locked():
+            if self._bad(sha256).exists():
+                return None
             for path in (self._path(sha256, each) for each in FORMATS):
                 with suppress(FileNotFoundError):
                     if size in (None, path.stat().st_size):
@@ -122,11 +141,16 @@ class Bases:
         """Make a download that is whole a base volume, unless its content is one already; a hold of it. OSError."""
         path = self._path(sha256, format)
         with self._locked():
-            if not path.exists() or path.stat().st_size != part.stat().st_size:
+            bad = self._bad(sha256).exists()
+            if bad or not path.exists() or path.stat().st_size != part.stat().st_size:
                 # Readable by QEMU's user; an image is no secret, the overlays are.
                 part.chmod(0o644)
+                # In the place of a bad one: guests that are on it have the good one from their next start on.
                 part.rename(path)
                 _sync(self._directory)
+                self._bad(sha256).unlink(missing_ok=True)
+            with suppress(OSError):  # it is read once more, then
+                self._read_file(sha256).touch()
             return _held(path)
 
     def reserve(self, descriptor: int, size: int) -> None:
@@ -184,8 +208,11 @@ class Bases:
         for path in self._directory.glob('.url-*.json'):
             with suppress(OSError, ValueError, KeyError, TypeError):
                 _, entry = _read(path)
-                if not any(self._path(entry.sha256, each).exists() for each in FORMATS):
+                if not self._is_there(entry.sha256):
                     path.unlink()
+        for path in [*self._directory.glob('.read-*'), *self._directory.glob(f'{BAD}*')]:
+            if not self._is_there(path.name.partition('-')[2]):
+                path.unlink(missing_ok=True)
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
@@ -200,8 +227,22 @@ class Bases:
     def _path(self, sha256: str, format: str) -> Path:
         return self._directory / f'base-{sha256}.{format}'
 
+    def _is_there(self, sha256: str) -> bool:
+        return any(self._path(sha256, each).exists() for each in FORMATS)
+
+    def _read_file(self, sha256: str) -> Path:
+        return self._directory / f'.read-{sha256}'
+
+    def _bad(self, sha256: str) -> Path:
+        return self._directory / f'{BAD}{sha256}'
+
     def _entry_file(self, url: str) -> Path:
         return self._directory / f'.url-{_key(url)}.json'
+
+
+def bad(directory: Path) -> list[str]:
+    """The SHA-256s of the base volumes there that are not what they were, and are taken for no new disk."""
+    return sorted(path.name.removeprefix(BAD) for path in directory.glob(f'{BAD}*'))
 
 
 @contextmanager

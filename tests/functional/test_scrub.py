@@ -1,0 +1,134 @@
+"""What a base volume was when it was fetched, it has to be the day after."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import shutil
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from ecomp.agent.images.bases import Bases, bad
+from ecomp.agent.images.scrub import DAY, Scrubber
+from tests.kit.image_server import Web
+from tests.kit.images import LIMITS, MIB, cache, get
+from tests.kit.servers import until
+
+pytestmark = [
+    pytest.mark.fast,
+    pytest.mark.skipif(
+        shutil.which('qemu-img') is None, reason='qemu-img makes the images: apt-get install qemu-utils'
+    ),
+]
+
+
+def change(path: Path) -> None:
+    """As a broken disk does, or somebody with root's rights: one byte, and no other time."""
+    before = path.stat()
+    with path.open('r+b') as file:
+        file.seek(-1, os.SEEK_END)
+        file.write(b'\x01')
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+def overlay(directory: Path, base: Path) -> str:
+    """An instance whose disk lies on it."""
+    made = directory / 'instance.qcow2'
+    subprocess.run(
+        ['qemu-img', 'create', '-q', '-f', 'qcow2', '-b', str(base), '-F', 'qcow2', str(made)], check=True
+    )
+    return made.stem
+
+
+def test_what_was_fetched_is_read_again_a_day_later(
+    web: Web, directory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    fetched = get(cache(directory), web.url + 'good')
+    path = Path(fetched.path)
+    content = path.read_bytes()
+    instance = overlay(directory, path)
+    scrubber = Scrubber(directory)
+    change(path)
+    scrubber.scrub(time.time())
+    assert bad(directory) == [], 'it was read when it was fetched'
+    with caplog.at_level(logging.ERROR):
+        scrubber.scrub(time.time() + DAY)
+    assert caplog.messages == [
+        f'{path} is not what it was when it was fetched: no disk is made of it any more, '
+        f'and the guests on it read what is there now: {instance}'
+    ]
+    assert bad(directory) == [hashlib.sha256(content).hexdigest()]
+
+    # The next one is made of what the server has, in the same place: the guest on it has that from its next start on.
+    asked = len(web.asked)
+    again = get(cache(directory), web.url + 'good')
+    assert len(web.asked) > asked
+    assert again == fetched
+    assert path.read_bytes() == content
+    assert bad(directory) == []
+
+
+def test_one_that_is_pinned_is_fetched_again_as_well(web: Web, directory: Path) -> None:
+    digest = hashlib.sha256(Path(get(cache(directory), web.url + 'good').path).read_bytes()).hexdigest()
+    pinned = f'{web.url}good#sha256={digest}'
+    path = Path(get(cache(directory), pinned).path)
+    change(path)
+    Scrubber(directory).scrub(time.time() + DAY)
+    asked = len(web.asked)
+    get(cache(directory), pinned)
+    assert len(web.asked) > asked
+    assert hashlib.sha256(path.read_bytes()).hexdigest() == digest
+
+
+def test_one_that_is_good_again_is_taken_again(web: Web, directory: Path) -> None:
+    path = Path(get(cache(directory), web.url + 'good').path)
+    content, tomorrow = path.read_bytes(), time.time() + DAY
+    change(path)
+    Scrubber(directory).scrub(tomorrow)
+    assert bad(directory)
+    path.write_bytes(content)
+    Scrubber(directory).scrub(tomorrow + DAY)
+    assert bad(directory) == []
+
+
+def test_each_is_read_once_a_day_and_what_is_gone_is_forgotten(web: Web, directory: Path) -> None:
+    get(cache(directory), web.url + 'good')
+    path = Path(get(cache(directory), web.url + 'good?2').path)
+    mark = next(each for each in directory.glob('.read-*') if each.name.removeprefix('.read-') in path.name)
+    os.utime(mark, (1.0, 1.0))
+    scrubber = Scrubber(directory)
+    scrubber.scrub(time.time())
+    assert time.time() - mark.stat().st_mtime < 60
+    os.utime(mark, (time.time() - DAY + 60,) * 2)
+    before = mark.stat().st_mtime
+    scrubber.scrub(time.time())
+    assert mark.stat().st_mtime == before
+    path.unlink()
+    Bases(directory, LIMITS.cache).sweep()
+    assert not mark.exists()
+
+
+def test_a_thread_reads_slowly_and_stops_at_once(web: Web, directory: Path) -> None:
+    path = Path(get(cache(directory), web.url + 'good').path)
+    for mark in directory.glob('.read-*'):
+        mark.unlink()
+    slow = Scrubber(directory, rate=1)
+    slow.start()
+    began = time.monotonic()
+    time.sleep(0.2)
+    slow.stop()
+    assert time.monotonic() - began < 10
+    assert not list(directory.glob('.read-*')), 'it was not read to its end'
+    quick = Scrubber(directory, rate=64 * MIB)
+    quick.start()
+    until(lambda: list(directory.glob('.read-*')), 20, f'{path} is read')
+    quick.stop()
+
+
+def test_a_directory_that_is_not_there_yet(tmp_path: Path) -> None:
+    Scrubber(tmp_path / 'nowhere').scrub(time.time())
+    assert bad(tmp_path / 'nowhere') == []
