@@ -176,7 +176,7 @@ def _make_certificates(lab: Lab) -> None:
     certs.make(lab.certs, cluster, datetime.now(UTC).replace(microsecond=0), lambda _: None)
     if caller := os.environ.get('SUDO_UID'):
         for path in (lab.operator, *lab.operator.iterdir()):
-            os.chown(path, int(caller), -1)
+            os.chown(path, int(caller), -1, follow_symlinks=False)  # the directory is the caller's
 
 
 def _status(options: argparse.Namespace) -> int:

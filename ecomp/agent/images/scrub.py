@@ -53,17 +53,19 @@ class Scrubber:
                 continue
             try:
                 found = self._read(path)
+                if found is None:
+                    return
+                self._bases.judge(named[1], good=found == named[1])
+            except FileNotFoundError:
+                continue  # evicted meanwhile
             except OSError as error:
-                log.error('%s cannot be read: %s', path, error.strerror)
+                log.error('%s cannot be read, or what came of it noted: %s', path, error.strerror)
                 continue
-            if found is None:
-                return
             if found != named[1]:
                 log.error(
                     '%s is not what it was when it was fetched: no disk is made of it any more, and the guests on it'
                     ' read what is there now: %s', path, ', '.join(self._users(path)) or 'none',
                 )  # fmt: skip
-            self._bases.judge(named[1], good=found == named[1])
 
     def _read(self, path: Path) -> str | None:
         """Its SHA-256; None if we were stopped."""
