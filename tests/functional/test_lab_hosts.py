@@ -163,6 +163,18 @@ def test_a_host_has_its_own_libvirt_network_and_ecompute(lab: dict[str, Any]) ->
     assert said.count(' WARNING ') == said.count(f' {known}\n') == (known is not None)
 
 
+def test_a_lab_that_another_elab_made_can_be_removed() -> None:
+    name = f'{NAME}old'
+    (ROOT / name).mkdir(parents=True)
+    (ROOT / name / 'lab.json').write_text('{"version": 1}')
+    try:
+        said = elab('up', '--name', name, code=1).stderr
+        assert f'is of version 1, and this elab knows 2: elab down --name {name}, then elab up\n' in said
+    finally:
+        elab('down', '--name', name)
+    assert not (ROOT / name).exists()
+
+
 @pytest.mark.usefixtures('lab')
 def test_qemu_can_open_the_kvm_of_a_host() -> None:
     """Whoever the machine's own belongs to: else libvirt probes QEMU anew for each guest, for up to a minute."""
