@@ -6,13 +6,16 @@ import json
 import re
 import shutil
 import subprocess
+import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import pytest
+import yaml
 
+from ecomp.agent.images.scrub import Scrubber
 from ecomp.conf import load_schedule
 from ecomp.model.guest import mac_address
 from ecomp.placement.client import Placement
@@ -183,6 +186,39 @@ def download_of_nobody(host: Hypervisor, _: str) -> Iterator[str]:
     path.unlink()
 
 
+@contextmanager
+def changed_base(host: Hypervisor, _: str) -> Iterator[str]:
+    """A base volume that is not what its name says, when it is read again."""
+    digest = uuid.uuid4().hex * 2
+    path = host.state / 'images' / f'base-{digest}.raw'
+    path.write_bytes(b'something else')
+    Scrubber(path.parent).scrub(time.time())
+    yield host.compute
+    for each in (path, *path.parent.glob(f'.*-{digest}')):
+        each.unlink()
+
+
+OPEN = """<network><name>open</name><forward mode='open'/><bridge name='virbr7'/>
+<ip address='10.79.0.1' netmask='255.255.255.0'><dhcp><range start='10.79.0.2' end='10.79.0.9'/></dhcp></ip></network>"""
+
+
+@contextmanager
+def open_network(host: Hypervisor, _: str) -> Iterator[str]:
+    """Guests are plugged into a network as libvirt makes them."""
+    definition, config = host.lab.directory / 'open.xml', host.directory / 'compute.yaml'
+    definition.write_text(OPEN)
+    host.virsh('net-define', str(definition))
+    before = config.read_text()
+    networks = [{'network': 'default'}, {'network': 'open'}]
+    config.write_text(yaml.safe_dump({**yaml.safe_load(before), 'networks': networks}))
+    host.restart()
+    yield host.compute
+    config.write_text(before)
+    host.restart()
+    host.virsh('net-destroy', 'open')
+    host.virsh('net-undefine', 'open')
+
+
 PLANTS: dict[str, Callable[[Hypervisor, str], AbstractContextManager[str]]] = {
     'base-missing': base_gone,
     'disk-missing': disk_gone,
@@ -192,10 +228,12 @@ PLANTS: dict[str, Callable[[Hypervisor, str], AbstractContextManager[str]]] = {
     'seed-orphaned': seed_of_nobody,
     'iso-orphaned': iso_of_nobody,
     'part-orphaned': download_of_nobody,
+    'base-differs': changed_base,
     'reservation-orphaned': reservation_of_nobody,
     # Last, for they end with a new ecompute, whose workers sweep such files as they start.
     'reservation-missing': unreserved,
     'reservation-differs': reserved_otherwise,
+    'dhcp-open': open_network,
 }
 
 

@@ -242,7 +242,7 @@ MUTATIONS = {
     ),
     'a copy of a compute is the same compute': Mutation(
         'ecomp.store.presence',
-        'if self._revision and entry.lease and holder != self._value:',
+        'if self._revision and holder != self._value:',
         'if self._revision < 0:',
         ('cloned',),
     ),

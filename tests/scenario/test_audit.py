@@ -478,7 +478,10 @@ PLANTS: list[Callable[[Scene], str]] = [
 ]
 NOTICED = [domain_off, domain_running, record_missing, provider_missing, inventory_missing, capacity_exceeded]
 """What an ecompute mends itself, once a minute: then it is planted again."""
-ON_A_HYPERVISOR = {'base-missing', 'iso-orphaned', 'reservation-orphaned', 'reservation-missing', 'reservation-differs'}
+ON_A_HYPERVISOR = {
+    *('base-missing', 'iso-orphaned', 'reservation-orphaned', 'reservation-missing', 'reservation-differs'),
+    *('base-differs', 'dhcp-open'),
+}
 """What is planted, and mended, in faults/test_audit_lab.py."""
 
 
