@@ -199,7 +199,8 @@ def changed_base(host: Hypervisor, _: str) -> Iterator[str]:
 
 
 OPEN = """<network><name>open</name><forward mode='open'/><bridge name='virbr7'/>
-<ip address='10.79.0.1' netmask='255.255.255.0'><dhcp><range start='10.79.0.2' end='10.79.0.9'/></dhcp></ip></network>"""
+<ip address='10.79.0.1' netmask='255.255.255.0'><dhcp><range start='10.79.0.2' end='10.79.0.9'/></dhcp></ip>
+</network>"""
 
 
 @contextmanager
