@@ -25,6 +25,7 @@ class Kind(Enum):
     DESTROY = 'destroy'
     REFUSE = 'refuse'
     CLEAR = 'clear'
+    MISPLACED = 'misplaced'
     POWER = 'power'
     RESUME = 'resume'
     SHUTDOWN = 'shutdown'
@@ -89,7 +90,7 @@ def plan(
 
 def _ending(compute: str, wish: Wish, record: Record | None) -> tuple[Kind, str] | None:
     if record is not None and record.compute != compute:
-        return Kind.CLEAR, f'it is the instance of compute {record.compute}'
+        return Kind.MISPLACED, f'it is the instance of compute {record.compute}'
     if record is not None and record.state == GONE:
         return Kind.CLEAR, 'it is gone, and a uuid is never used twice'
     if isinstance(wish, Invalid):

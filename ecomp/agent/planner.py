@@ -164,6 +164,8 @@ class Planner:
                 self._refused[instance] = revision
             elif task.kind is Kind.CLEAR:
                 self._instances.clear(instance, revision, task.reason)
+            elif task.kind is Kind.MISPLACED:
+                self._instances.misplaced(instance, revision, task.reason)
             elif task.kind is Kind.POWER:
                 self._instances.switch.note(instance, revision, guest)
             elif task.kind is Kind.RESUME:

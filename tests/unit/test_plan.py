@@ -121,7 +121,7 @@ def test_the_table(wish: str, state: str | None, guest: str) -> None:
 @pytest.mark.parametrize(('wish', 'state', 'guest'), list(product(WISHES, STATES[1:], GUESTS)))
 def test_another_compute_s_instance_is_never_touched(wish: str, state: str, guest: str) -> None:
     tasks = planned(WISHES[wish], record(state, ELSEWHERE), GUESTS[guest])
-    assert tasks == [Task(Kind.CLEAR, INSTANCE, f'it is the instance of compute {ELSEWHERE}')]
+    assert tasks == [Task(Kind.MISPLACED, INSTANCE, f'it is the instance of compute {ELSEWHERE}')]
 
 
 @pytest.mark.parametrize('guest', [guest for guest in GUESTS.values() if guest])
