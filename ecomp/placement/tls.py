@@ -9,6 +9,7 @@ _WORDS = (
     ('certificate has expired', 'its certificate has expired'),
     ('certificate is not yet valid', 'its certificate is not valid yet: is the clock right?'),
     ('mismatch, certificate is not valid for', 'its certificate is made out to another name'),
+    ('Missing Authority Key Identifier', 'its certificate has no Authority Key Identifier, which Python 3.13 asks for'),
     ('CERTIFICATE_VERIFY_FAILED', 'its certificate is not signed by the authority in ca_cert (none: a public one)'),
     ('ALERT_CERTIFICATE_EXPIRED', 'it says that our certificate (cert_cert) has expired'),
     ('CERTIFICATE_REQUIRED', 'it wants a certificate of ours: cert_cert and cert_key'),

@@ -11,6 +11,7 @@ import sys
 import urllib.request
 import xml.etree.ElementTree as ET
 from collections.abc import Iterator
+from ipaddress import IPv4Network
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from tests.kit.servers import environment, until
 ROOT = Path('/var/lib/elab')
 NAME = f'f{os.getpid()}'
 BOOT = 90.0
+MAC = '52:54:00:00:aa:01'
 
 
 def missing() -> str:
@@ -134,6 +136,8 @@ def domain_xml(name: str, disk: str, console: str) -> str:
     for kind in ('network', 'bridge'):
         interface = ET.SubElement(devices, 'interface', type=kind)
         ET.SubElement(interface, 'source', {kind: 'default' if kind == 'network' else 'br0'})
+        if kind == 'network':
+            ET.SubElement(interface, 'mac', address=MAC)
         ET.SubElement(interface, 'model', type='virtio')
     serial = ET.SubElement(devices, 'serial', type='file')
     ET.SubElement(serial, 'source', path=console)
@@ -196,6 +200,10 @@ def test_the_guest_boots_says_who_it_is_answers_and_switches_off(lab: dict[str, 
     definition = ROOT / NAME / 'hv1/plain.xml'
     definition.write_text(domain_xml('plain', '/var/lib/libvirt/images/plain.qcow2', '/var/log/libvirt/plain.console'))
     inside('virsh', 'define', str(definition))
+    # DHCP answers those it has a reservation for, and nobody else.
+    address = str(next(IPv4Network(lab['guests']['hv1']).hosts()) + 76)
+    reservation = f"<host mac='{MAC}' ip='{address}'/>"
+    inside('virsh', 'net-update', 'default', 'add', 'ip-dhcp-host', reservation, '--live', '--config')
     inside('virsh', 'start', 'plain')
 
     def told() -> list[str]:
@@ -206,7 +214,7 @@ def test_the_guest_boots_says_who_it_is_answers_and_switches_off(lab: dict[str, 
     said = told()
     addresses = dict(line.split()[1:] for line in said if line.startswith('address '))
     assert set(addresses) == {'eth0', 'eth1'}
-    assert addresses['eth0'].rpartition('.')[0] == lab['guests']['hv1'].rpartition('.')[0]
+    assert addresses['eth0'] == address
     assert addresses['eth1'].rpartition('.')[0] == lab['addresses']['control'].rpartition('.')[0]
     assert f'disk {virtual_size(image)}' in said
     assert 'no metadata' in said  # it is no instance, and so nobody to the metadata server
@@ -216,6 +224,7 @@ def test_the_guest_boots_says_who_it_is_answers_and_switches_off(lab: dict[str, 
     inside('virsh', 'shutdown', 'plain')
     until(lambda: not inside('virsh', '-q', 'list', '--name').strip(), 30, 'the guest has switched off')
     inside('virsh', 'undefine', 'plain')
+    inside('virsh', 'net-update', 'default', 'delete', 'ip-dhcp-host', reservation, '--live', '--config')
 
 
 @pytest.mark.usefixtures('lab')

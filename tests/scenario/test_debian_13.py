@@ -70,7 +70,7 @@ def test_the_quickstart_and_its_commands(trixie: Machine) -> None:
     assert len(tried) == 3
     placed, status, destroyed = (run(trixie, 'sh', '-c', each) for each in tried)
     assert placed.startswith('NOTIFIED TARGET')
-    assert status.count('ready') == 7
+    assert status.count('ready') == 8
     assert destroyed == ''
     assert '3 computes' in run(trixie, 'sh', '-c', f'{tried[2].split(" destroy ")[0]} audit 2>&1')
     run(trixie, './quickstart.sh', 'down')

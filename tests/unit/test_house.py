@@ -100,7 +100,10 @@ IMPURE_IMPORTS = {
 IMPURE_CALLS = {'open', 'input', 'datetime.now', 'datetime.utcnow', 'datetime.today', 'date.today', 'uuid.uuid4'}
 
 # Modules that may ask for the time of day in seconds, with the reason. Timers take time.monotonic.
-WALL_CLOCK = {'mdserver.server': 'dnsmasq says in seconds since 1970 when a DHCP lease ends'}
+WALL_CLOCK = {
+    'mdserver.server': 'dnsmasq says in seconds since 1970 when a DHCP lease ends',
+    'ecomp.agent.images.scrub': 'when a base volume was last read is a time of modification, and outlives a boot',
+}
 # Modules that may leave the process without a front door, with the reason.
 LEAVES = {'ecomp.agent.parent': 'a child whose parent is gone has nobody to raise to'}
 
