@@ -74,6 +74,8 @@ class Cluster:
             False: write_config(self.directory / 'direct.yaml', *self.direct, **image),
             True: write_config(self.directory / 'proxied.yaml', *self.proxied, **image),
         }
+        # What the lab's own audit asks by, too.
+        write_config(self.lab.directory / 'schedule.yaml', *self.direct, **image)
         self.hosts = [Host(self.lab, name) for name in self.lab.hosts[: self.size.hosts]]
         for host in self.hosts:
             self._prepare_host(host)
