@@ -109,7 +109,6 @@ TASKS: dict[str, tuple[str | None, Callable[[World], None]]] = {
 
 @pytest.mark.parametrize('task', TASKS)
 @pytest.mark.parametrize('since', ['rewritten', 'deleted'])
-@pytest.mark.fast
 def test_rule_5_a_late_write_is_none(
     etcd: Etcd, placement: PlacementServer, world: World, task: str, since: str
 ) -> None:

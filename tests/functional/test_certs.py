@@ -21,8 +21,6 @@ from ecomp.lab import certs, elab
 from ecomp.store.client import Store
 from tests.kit.servers import Etcd
 
-pytestmark = pytest.mark.fast
-
 NOW = datetime.now(UTC).replace(microsecond=0)
 CONTROL = ('localhost', '127.0.0.1', '::1')
 

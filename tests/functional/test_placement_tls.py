@@ -28,7 +28,6 @@ from tests.kit.commands import Control, Ecompute
 from tests.kit.servers import PlacementServer
 from tests.kit.story import SMALL, log_of, logs, place, reached, record
 
-pytestmark = pytest.mark.fast
 NAMES = ('localhost', '127.0.0.1')
 OURS = re.compile('our certificate|certificate of ours')
 

@@ -19,7 +19,6 @@ from tests.kit.images import LIMITS, MIB, cache, get
 from tests.kit.servers import until
 
 pytestmark = [
-    pytest.mark.fast,
     pytest.mark.skipif(
         shutil.which('qemu-img') is None, reason='qemu-img makes the images: apt-get install qemu-utils'
     ),

@@ -13,8 +13,6 @@ from ecomp.errors import Unreachable
 from ecomp.store.client import Store
 from tests.kit.certificates import Authority
 
-pytestmark = pytest.mark.fast
-
 
 def first_bytes(**settings: Path) -> bytes:
     """What whoever answers at the endpoint hears first."""
