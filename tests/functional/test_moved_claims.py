@@ -32,7 +32,6 @@ from ecomp.store.client import Put, Snapshot, Store, Unchanged
 from ecomp.store.released import highest, note
 from tests.functional.cloud import RESOURCES, SMALL, Cloud, at_it, new
 
-pytestmark = pytest.mark.fast
 ROOM_FOR_ONE = {'VCPU': 1, 'MEMORY_MB': 64, 'DISK_GB': 1}
 
 

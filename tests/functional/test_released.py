@@ -55,10 +55,10 @@ def test_the_highest_number_stays_for_an_hour(cloud: Cloud) -> None:
 
 
 @pytest.fixture
-def no_garbage() -> Iterator[None]:
+def no_garbage(junk: str) -> Iterator[None]:
     """What other tests left is not collected just where a deep value has no room for it: pytest takes that for ours."""
-    gc.collect()
-    gc.disable()
+    if len(junk) > 1000:
+        gc.disable()
     yield
     gc.enable()
 
