@@ -14,10 +14,10 @@
 #   BIND_ADDRESS        127.0.0.1     where both are published. Anything else (0.0.0.0, or this machine's
 #                                     address on a network) lets others reach them, past ufw, and wants
 #                                     certificates
-#   CERTS               certs, if others reach them. The directory of `elab certs`, which is run if there is none and
-#                                     BIND_ADDRESS is one address: both then take those alone who have a
-#                                     certificate, and placement's word. What is exchanged there counts
-#                                     without a restart
+#   CERTS               (unset)       the directory of `elab certs`; ./certs, if others reach them. It is made if there
+#                                     is none and BIND_ADDRESS is one address. Both then take those alone who
+#                                     have a certificate, and placement's word. What is exchanged there
+#                                     counts without a restart
 #   INSECURE            (unset)       1: others need no certificate, and whoever reaches them can do everything
 #   ETCD_PORT           2379
 #   PLACEMENT_PORT      8080
@@ -309,7 +309,7 @@ certificates() { # sets CERTS to the whole path of the directory, or to nothing 
 }
 
 up() {
-    local begin=$SECONDS placement error url owner names='' etcd_names='*' etcd_tls=() scheme=http
+    local begin=$SECONDS placement error url owner ports='' names='' etcd_names='*' etcd_tls=() scheme=http
     [[ $PLACEMENT_WORKERS =~ ^[1-9][0-9]*$ ]] || fail 2 "PLACEMENT_WORKERS is '$PLACEMENT_WORKERS', not a number from 1"
     case $PLACEMENT_DATABASE in
     '' | postgresql+psycopg2://*) ;;
@@ -395,7 +395,10 @@ up() {
 
     say "up after $((SECONDS - begin)) s: etcd at $SHOWN:$ETCD_PORT, placement at $scheme://$SHOWN:$PLACEMENT_PORT/"
     if [ -n "$CERTS" ]; then
-        say "for those who ask: elab certs $CERTS --compute HOST... --scheduler NAME... --operator NAME..."
+        if [ "$ETCD_PORT $PLACEMENT_PORT" != '2379 8080' ]; then
+            ports=" --etcd-port $ETCD_PORT --placement-port $PLACEMENT_PORT"
+        fi
+        say "for those who ask: elab certs $CERTS$ports --compute HOST... --scheduler NAME... --operator NAME..."
     elif [ -n "$OPEN" ]; then
         printf 'docker.sh: neither asks for a password: whoever reaches %s can do everything\n' "$BIND_ADDRESS" >&2
     fi

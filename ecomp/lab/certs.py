@@ -88,9 +88,9 @@ def make(directory: Path, cluster: Cluster, now: datetime, say: Callable[[str], 
     for name in (*cluster.computes, *cluster.schedulers, *cluster.operators):
         if not CLIENT.fullmatch(name):
             raise UsageError(f'{name!r} is no name of a machine or a person of at most 50 characters')
-    if not cluster.servers:
-        cluster = replace(cluster, servers=_servers(directory / 'etcd/server.crt'))
     try:
+        if not cluster.servers:
+            cluster = replace(cluster, servers=_servers(directory / 'etcd/server.crt'))
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         with state.locked(directory):
             _make(directory, cluster, now, say)
@@ -121,10 +121,10 @@ def _authority(directory: Path, now: datetime, say: Callable[[str], None]) -> _S
     if certificate.exists():
         try:
             found = x509.load_pem_x509_certificate(certificate.read_bytes())
-            loaded = serialization.load_pem_private_key(key.read_bytes(), None)
+            loaded, public = serialization.load_pem_private_key(key.read_bytes(), None), found.public_key()
         except NONE_OF_OURS as error:
             raise EcompError(f'{certificate} and {key} are no authority of elab certs: {error}') from error
-        if not isinstance(loaded, ec.EllipticCurvePrivateKey) or loaded.public_key() != found.public_key():
+        if not isinstance(loaded, ec.EllipticCurvePrivateKey) or loaded.public_key() != public:
             raise EcompError(f'{key} does not belong to {certificate}, or is none of elab certs')
         return _Signer(found, loaded)
     made = ec.generate_private_key(ec.SECP256R1())
@@ -182,7 +182,7 @@ def _servers(path: Path) -> tuple[str, ...]:
     try:
         found = x509.load_pem_x509_certificate(path.read_bytes())
         names = found.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
-    except (FileNotFoundError, ValueError, x509.ExtensionNotFound) as error:
+    except (FileNotFoundError, x509.ExtensionNotFound, *NONE_OF_OURS) as error:
         raise UsageError('--control NAME: by which name or address do others reach etcd and placement?') from error
     return tuple(str(each.value) for each in names)
 

@@ -26,7 +26,7 @@ START_SECONDS = 60.0
 LOCALHOST = '127.0.0.1'
 SOCKET = 'placement.socket'
 STUNNEL = """\
-; Written by elab control at each start, and read where the socket is: its whole path could be longer than 107 bytes.
+; Written by elab at each start, and read where the socket is: its whole path could be longer than 107 bytes.
 foreground = yes
 pid =
 debug = warning
@@ -58,9 +58,13 @@ class Server:
     log: Path
     ready: Callable[[Process], bool]
     env: Mapping[str, str] = field(default_factory=dict)
+    files: Mapping[Path, str] = field(default_factory=dict)
+    """Its settings, written at each start."""
 
     def start(self, prefix: list[str]) -> Process:
         """Start it by `prefix + command`; it is not ready yet."""
+        for path, text in self.files.items():
+            path.write_text(text, encoding='utf-8', errors='surrogateescape')
         return machine.start(self.what, [*prefix, *self.command], self.log, self.log.parent, self.env)
 
     def wait(self, process: Process, stopped: threading.Event | None = None) -> None:
@@ -110,13 +114,15 @@ def placement_behind(data: Path, address: str, port: int, certs: Path) -> list[S
     Placement takes those alone who know the word in `certs`/token. https://www.stunnel.org/static/stunnel.html
     """
     settings, text = data / 'stunnel.conf', STUNNEL.format(where=f'{address}:{port}', socket=SOCKET, certs=certs)
-    settings.write_text(text, encoding='utf-8', errors='surrogateescape')
     command = [sys.executable, '-m', 'ecomp.lab.placement_server', SOCKET, str(certs / 'token')]
     where = f'https://{bracketed(address)}:{port}'
     log, env = data / 'placement.log', placement_environment(data)
     return [
         Server('placement', command, log, lambda process: _takes(f'/proc/{process.pid}/cwd/{SOCKET}'), env),
-        Server('stunnel', ['stunnel4', str(settings)], data / 'stunnel.log', lambda _: placement_answers(where, certs)),
+        Server(
+            'stunnel', ['stunnel4', str(settings)], data / 'stunnel.log', lambda _: placement_answers(where, certs),
+            files={settings: text},
+        ),
     ]
 
 

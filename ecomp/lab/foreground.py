@@ -22,6 +22,7 @@ from ecomp.errors import EcompError, UsageError
 from ecomp.lab import control, machine
 from ecomp.lab.control import LOCALHOST, Server
 from ecomp.lab.machine import Process
+from ecomp.lab.network import ETCD_PORT, PLACEMENT_PORT
 
 FILES = {'etcd': ('ca.crt', 'server.crt', 'server.key'), 'placement': ('ca.crt', 'server.crt', 'server.key', 'token')}
 """What of `elab certs` is needed, by its directory."""
@@ -114,7 +115,10 @@ def _make_certificates(directory: Path, asked: Asked, say: Callable[[str], None]
         servers = ('localhost', LOCALHOST) if asked.bind == LOCALHOST else (asked.bind,)
         cluster = certs.Cluster(servers, (), (), (), asked.etcd_port, asked.placement_port)
         certs.make(directory, cluster, datetime.now(UTC).replace(microsecond=0), say)
-        say(f'for those who ask: elab certs {directory} --compute HOST... --scheduler NAME... --operator NAME...')
+        words = f'elab certs {directory}'
+        if (asked.etcd_port, asked.placement_port) != (ETCD_PORT, PLACEMENT_PORT):
+            words += f' --etcd-port {asked.etcd_port} --placement-port {asked.placement_port}'
+        say(f'for those who ask: {words} --compute HOST... --scheduler NAME... --operator NAME...')
     for place, names in FILES.items():
         for name in names:
             if not os.access(directory / place / name, os.R_OK):

@@ -153,12 +153,18 @@ def locked(directory: Path, busy: Callable[[], None] = lambda: None) -> Iterator
                 busy()
                 fcntl.flock(descriptor, fcntl.LOCK_EX)
             # Whoever had the lock before may have removed the directory: then this is the lock of nothing.
-            with contextlib.suppress(FileNotFoundError):
-                if directory.stat().st_ino == os.fstat(descriptor).st_ino:
-                    yield
-                    return
+            if _is_at(descriptor, directory):
+                yield
+                return
         finally:
             os.close(descriptor)
+
+
+def _is_at(descriptor: int, path: Path) -> bool:
+    try:
+        return path.stat().st_ino == os.fstat(descriptor).st_ino
+    except FileNotFoundError:
+        return False
 
 
 def _boot() -> str:

@@ -133,6 +133,9 @@ def test_a_pair_that_does_not_belong_together_is_made_anew(tmp_path: Path) -> No
         (tmp_path / 'ca.key').write_bytes(key)
         with pytest.raises(EcompError, match=r'ca\.key'):
             made(tmp_path)
+    (tmp_path / 'ca.key').unlink()
+    with pytest.raises(EcompError, match=r'ca\.key: No such file'):
+        made(tmp_path)
 
 
 def test_two_at_once_make_one_authority(tmp_path: Path) -> None:
@@ -209,5 +212,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     out, err = capsys.readouterr()
     assert (out, len(err.splitlines())) == ('', 6)
     (tmp_path / 'file').write_text('')
+    assert elab.main(['certs', str(tmp_path / 'file'), '--compute', 'hv1']) == 1
+    assert capsys.readouterr().err == f'elab: {tmp_path}/file/etcd/server.crt: Not a directory\n'
     assert elab.main(['certs', str(tmp_path / 'file'), '--control', 'ds1']) == 1
     assert capsys.readouterr().err.count('\n') == 1

@@ -111,6 +111,17 @@ def test_each_is_read_once_a_day_and_what_is_gone_is_forgotten(web: Web, directo
     assert not mark.exists()
 
 
+def test_one_that_is_fetched_by_another_name_is_read_all_the_same(web: Web, directory: Path) -> None:
+    """The one that is here was not read then: only what came was."""
+    path = Path(get(cache(directory), web.url + 'good').path)
+    (mark,) = directory.glob('.read-*')
+    os.utime(mark, (1.0, 1.0))
+    change(path)
+    assert get(cache(directory), web.url + 'good?same').path == str(path)
+    Scrubber(directory).scrub(time.time())
+    assert len(bad(directory)) == 1
+
+
 def test_a_thread_reads_slowly_and_stops_at_once(web: Web, directory: Path) -> None:
     path = Path(get(cache(directory), web.url + 'good').path)
     for mark in directory.glob('.read-*'):

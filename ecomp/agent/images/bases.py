@@ -149,8 +149,8 @@ class Bases:
                 part.rename(path)
                 _sync(self._directory)
                 self._bad(sha256).unlink(missing_ok=True)
-            with suppress(OSError):  # it is read once more, then
-                self._read_file(sha256).touch()
+                with suppress(OSError):  # it is read once more, then
+                    self._read_file(sha256).touch()
             return _held(path)
 
     def reserve(self, descriptor: int, size: int) -> None:
