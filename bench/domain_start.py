@@ -80,10 +80,10 @@ def inside(pairs: int, images: str) -> None:
         request = Request(instance, {compute: SHARE}, images + 'blank.raw', 'bench', 'bench')
         key = keys.host(compute, instance)
         taken = started.after(instance, lambda: store.commit([], [Put(key, to_json(request))]))
-        until(lambda: b'"active"' in value(store, keys.instance(instance)))
+        until(lambda: b'"active"' in value(store, keys.record(compute, instance)))
         store.commit([], [Put(key, to_json(Request(instance, {}, None, 'bench', 'bench')))])
         until(lambda: store.get(key) is None)
-        store.commit([Unchanged(key, 0)], [Delete(keys.instance(instance))])
+        store.commit([Unchanged(key, 0)], [Delete(keys.record(compute, instance))])
         return taken
 
     def floor() -> float:

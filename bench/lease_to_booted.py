@@ -109,11 +109,11 @@ def inside(pairs: int, images: str) -> None:
         key = keys.host(compute, instance)
         request = Request(instance, {compute: SHARE}, images + 'blank.raw', 'bench', 'bench')
         store.commit([], [Put(key, to_json(request))])
-        until(lambda: (entry := store.get(keys.instance(instance))) is not None and b'"active"' in entry.value)
+        until(lambda: (entry := store.get(keys.record(compute, instance))) is not None and b'"active"' in entry.value)
         taken = -ask(mac_address(instance, 0)) + seen.at(keys.booted(instance))
         store.commit([], [Put(key, to_json(Request(instance, {}, None, 'bench', 'bench')))])
         until(lambda: store.get(key) is None)
-        store.commit([Unchanged(key, 0)], [Delete(keys.instance(instance))])
+        store.commit([Unchanged(key, 0)], [Delete(keys.record(compute, instance))])
         return taken
 
     def floor() -> float:

@@ -21,12 +21,16 @@ from ecomp.model.digest import Digest, Leftover, clearance_from_json, failed, to
 from ecomp.model.json_object import dump, load_object
 from ecomp.model.record import ERROR, GONE, from_json
 from ecomp.store.client import Entry, Put, Store, Unchanged
+from ecomp.store.places import listed
 from ecomp.store.requests import at_it
 from ecomp.store.shared_follower import Part, SharedFollower
 from ecomp.store.watch import Follower
 from ecomp.virt import Hypervisor
 
 log = logging.getLogger(__name__)
+
+ANSWER_SECONDS = 240
+"""How long an answer stays whose asker was killed: longer than any audit waits."""
 
 
 def look(hypervisor: Hypervisor, state: Path) -> Digest:
@@ -92,6 +96,7 @@ class Answerer:
         else:
             self._follower = Follower(config, keys.AUDIT, self._on_state, on_lost=_say_nothing, on_back=_say_nothing)
         self._seen: frozenset[str] = frozenset()
+        self._lease, self._audit = 0, ''
         self._asked: queue.SimpleQueue[Entry | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name='audits', daemon=True)
 
@@ -146,8 +151,11 @@ class Answerer:
             self._put(entry, audit, number, pages[number])
 
     def _put(self, entry: Entry, audit: str, part: int | str, value: str) -> None:
-        # Whoever asked and has gone is told nothing; and all of it goes with the lease.
-        put = Put(keys.digest(audit, self._compute, part), value, entry.lease)
+        # Whoever asked and has gone is told nothing. Not on its lease, whose other keys are not ours to write: whoever
+        # asked removes the answer, or it runs out.
+        if not self._lease or self._audit != audit:
+            self._lease, self._audit = self._store.grant(ANSWER_SECONDS), audit
+        put = Put(keys.digest(audit, self._compute, part), value, self._lease)
         if self._store.commit([Unchanged(entry.key, entry.revision)], [put]) is None:
             raise EcompError('nobody waits for it any more')
 
@@ -220,8 +228,9 @@ class Answerer:
             return True
         if instance in at_it(self._store):
             return True
-        record = self._store.get(keys.instance(instance))
         try:
-            return record is not None and from_json(record.value).state not in (GONE, ERROR)
+            # Whoever's it is: what lies here may be the only copy of what lives elsewhere.
+            records = listed(self._store, instance).records.values()
+            return any(from_json(each.value).state not in (GONE, ERROR) for each in records)
         except ValueError:
             return True

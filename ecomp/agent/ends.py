@@ -25,14 +25,15 @@ def note_ends(compute: str, store: Store, memory: Memory, here: Collection[str])
     asked = {keys.last(key) for key in store.snapshot(keys.host_prefix(compute), keys_only=True).entries}
     for instance in memory.all().keys() - asked - set(here):
         # Read after the requests were: its end takes both in one transaction, so what lives has one of them.
-        if _has_ended(compute, store.get(keys.instance(instance))):
+        places = keys.record(compute, instance), keys.old_record(instance)
+        if all(_has_ended(compute, each) for each in store.read(places).values()):
             memory.ended(instance)
             log.info('instance %s had ended, and this compute had not written that down', instance)
 
 
-def _has_ended(compute: str, entry: Entry | None) -> bool:
+def _has_ended(compute: str, entry: Entry) -> bool:
     try:
-        record = from_json(entry.value) if entry else None
+        record = from_json(entry.value)
     except ValueError:
         return False  # a newer ecomp's, perhaps
-    return record is None or record.state in (GONE, ERROR) or record.compute != compute
+    return record.state in (GONE, ERROR) or record.compute != compute

@@ -225,21 +225,6 @@ class Instances:
         log.error('instance %s: request dropped: %s', instance, reason)
         self._release(instance)
 
-    def misplaced(self, instance: str, revision: int, reason: str) -> None:
-        """Its record is another compute's: drop the request, or write ours again, if ours it is.
-
-        Whoever may write to etcd may write a record. It is believed only of the compute that placement names, where
-        this one remembers the instance: else that compute's own would end a guest that runs, and give its claim away.
-        """
-        remembered = self._memory.all().get(instance)
-        if remembered is None or set(ledger.consumer(self._placement, instance).allocations) != {self._compute}:
-            self.clear(instance, revision, reason)
-            return
-        record = remembered.record
-        booted = [] if record.address is None else [Put(keys.booted(instance), record.address)]
-        self._records.write(record, revision, booted)
-        log.error('instance %s: %s, somebody has written; placement has it here: written again', instance, reason)
-
     def vanished(self, instance: str, revision: int) -> None:
         """End an instance of whom neither domain nor disk is left, though nobody asked: its claim goes, too."""
         record = self._known(instance)

@@ -25,7 +25,6 @@ class Kind(Enum):
     DESTROY = 'destroy'
     REFUSE = 'refuse'
     CLEAR = 'clear'
-    MISPLACED = 'misplaced'
     POWER = 'power'
     RESUME = 'resume'
     SHUTDOWN = 'shutdown'
@@ -56,7 +55,6 @@ class Task:
 
 
 def plan(
-    compute: str,
     wishes: Mapping[str, Wish],
     records: Mapping[str, Record],
     guests: Mapping[str, Guest],
@@ -74,7 +72,7 @@ def plan(
     tasks = []
     for instance, wish in wishes.items():
         record, guest = records.get(instance), guests.get(instance)
-        task = _ending(compute, wish, record)
+        task = _ending(wish, record)
         if task is None and record is not None and record.state in (ACTIVE, STOPPED):
             assert isinstance(wish, Request)  # _ending() has refused the others
             task = _power(wish.power, record, guest, asked.get(instance))
@@ -88,9 +86,7 @@ def plan(
     return tasks
 
 
-def _ending(compute: str, wish: Wish, record: Record | None) -> tuple[Kind, str] | None:
-    if record is not None and record.compute != compute:
-        return Kind.MISPLACED, f'it is the instance of compute {record.compute}'
+def _ending(wish: Wish, record: Record | None) -> tuple[Kind, str] | None:
     if record is not None and record.state == GONE:
         return Kind.CLEAR, 'it is gone, and a uuid is never used twice'
     if isinstance(wish, Invalid):

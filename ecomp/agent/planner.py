@@ -164,8 +164,6 @@ class Planner:
                 self._refused[instance] = revision
             elif task.kind is Kind.CLEAR:
                 self._instances.clear(instance, revision, task.reason)
-            elif task.kind is Kind.MISPLACED:
-                self._instances.misplaced(instance, revision, task.reason)
             elif task.kind is Kind.POWER:
                 self._instances.switch.note(instance, revision, guest)
             elif task.kind is Kind.RESUME:
@@ -217,7 +215,7 @@ class Planner:
         self._shutdowns.keep({name for name, each in guests.items() if each.running and name in self._wishes})
         asked = self._shutdowns.patience(now)
         ready = self._instances.ready_now() if any(map(unready, records.values())) else set()
-        tasks = plan(self._compute, wishes, records, known, addresses, vanished, self._before_reboot, asked, ready)
+        tasks = plan(wishes, records, known, addresses, vanished, self._before_reboot, asked, ready)
         if self._before_reboot and not unreadable and not busy and not any(each.kind is Kind.RESUME for each in tasks):
             self._before_reboot = frozenset()
             self._memory.dealt_with()

@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection
 from contextlib import suppress
+from typing import NamedTuple
 
 from ecomp.agent.memory import Memory
 from ecomp.errors import EcompError, NoSpace, UnknownOutcome, Unreadable
 from ecomp.failpoints import failpoint
 from ecomp.model import keys
 from ecomp.model.record import ACTIVE, DESTROYING, ERROR, KEPT, STOPPED, Record, from_json, is_newer, to_json
-from ecomp.store.client import Delete, Put, Store, Unchanged
+from ecomp.store.client import Delete, Entry, Put, Store, Unchanged
 from ecomp.store.names import Change, freed
 from ecomp.store.sharing import commit_with, ended, nothing
 
@@ -22,28 +23,38 @@ class Superseded(Exception):
     """The request changed while we were at it: plan anew."""
 
 
+class Found(NamedTuple):
+    """A record as last read or written, None where there is none; the revisions of its key, and of the older one.
+
+    ecomp 1.0 has the records of all computes at keys.old_record(): ours among them move with their next write.
+    """
+
+    record: Record | None = None
+    revision: int = 0
+    older: int = 0
+
+
 class Records:
-    """Errors of every write: Superseded, Unreachable, UnknownOutcome (read again before the next)."""
+    """Errors of every write: Superseded, Unreachable, UnknownOutcome (read again before the next).
+
+    What lies below another compute is never read: a record is believed of the compute that its key names.
+    """
 
     def __init__(self, compute: str, store: Store, memory: Memory) -> None:
         self._compute = compute
         self._store = store
         self._memory = memory
-        self._known: dict[str, tuple[Record | None, int]] = {}
+        self._known: dict[str, Found] = {}
 
     def get(self, instance: str) -> Record | None:
         """The record as last read or written; read if we have none. Unreadable."""
-        record, _ = self._known.get(instance, (None, 0))
-        if record is None:
-            entry = self._store.get(keys.instance(instance))
-            if entry is None:
+        known = self._known.get(instance, Found())
+        if known.record is None:
+            known = self._read(instance)
+            if known.record is None:
                 return None
-            try:
-                record = from_json(entry.value, instance)
-            except ValueError as error:
-                raise Unreadable(entry.key, error) from error
-            self._known[instance] = record, entry.revision
-        return record
+            self._known[instance] = known
+        return known.record
 
     def to_end(self, instance: str) -> Record | None:
         """The same for what is to end; None also for one that cannot be understood, which the next write replaces.
@@ -53,11 +64,12 @@ class Records:
         try:
             return self.get(instance)
         except Unreadable as error:
-            entry = self._store.get(keys.instance(instance))
-            if entry is not None:
-                if is_newer(entry.value):
+            own, older = self._places(instance)
+            there = self._store.read([own, older])
+            if own in there or older in there:
+                if any(is_newer(each.value) for each in there.values()):
                     raise
-                self._known[instance] = None, entry.revision
+                self._known[instance] = Found(None, _revision(there.get(own)), _revision(there.get(older)))
                 log.warning('%s; a destroy of it was accepted, and goes by its request', error)
             return None
 
@@ -70,8 +82,9 @@ class Records:
         changed = []
         for instance in instances:
             known = self._known.get(instance)
-            entry = self._store.get(keys.instance(instance))
-            if known is not None and (entry is None or entry.revision != known[1]):
+            own, older = self._places(instance)
+            entry = self._store.get(own if known is None or known.revision else older)
+            if known is not None and _revision(entry) != (known.revision or known.older):
                 self.forget(instance)
                 changed.append(instance)
         return changed
@@ -88,11 +101,10 @@ class Records:
 
         `shared` says what else is changed of what others change, too.
         """
-        key, value = keys.instance(record.instance), to_json(record)
-        _, before = self._known.get(record.instance, (None, 0))
-        put = Put(key, value, lease)
-        written = self.commit(record.instance, revision, [Unchanged(key, before)], [put, *extra], shared)
-        self._known[record.instance] = record, written
+        put = Put(self._places(record.instance)[0], to_json(record), lease)
+        unchanged, moved = self._as_read(record.instance)
+        written = self.commit(record.instance, revision, unchanged, [put, *moved, *extra], shared)
+        self._known[record.instance] = Found(record, written)
         if record.state in (ACTIVE, STOPPED, DESTROYING):
             self._memory.remember(None, record)
         return record
@@ -103,7 +115,9 @@ class Records:
         By its name an instance in error is found as long as its record is there.
         """
         instance, failed = record.instance, record.state == ERROR
-        extra = [Delete(keys.host(self._compute, instance)), Delete(keys.booted(instance))]
+        extra = [Delete(keys.host(self._compute, instance))]
+        if not failed:  # what fails has never had an address; it may be another compute's that has one
+            extra.append(Delete(keys.booted(instance)))
         try:
             lease = self._store.grant(KEPT[record.state])
             self.write(record, revision, extra, lease, lambda: ended(self._store, record, lease if failed else 0))
@@ -116,10 +130,10 @@ class Records:
                 raise
             # A full etcd takes deletes alone, and that is how it gets room again: what its group and its quota count is
             # left to the audit.
-            key = keys.instance(instance)
-            _, before = self._known.get(instance, (None, 0))
+            unchanged, moved = self._as_read(instance)
             mine, change = freed(self._store, record.name, instance)
-            self.commit(instance, revision, [Unchanged(key, before), *mine], [Delete(key), *extra, *change])
+            delete = Delete(self._places(instance)[0])
+            self.commit(instance, revision, [*unchanged, *mine], [delete, *moved, *extra, *change])
             log.warning('instance %s: no record of its end is kept: %s', instance, error)
         failpoint('ended')
         self.forget(instance)
@@ -144,3 +158,30 @@ class Records:
             self.forget(instance)
             raise Superseded
         return written
+
+    def _places(self, instance: str) -> tuple[str, str]:
+        return keys.record(self._compute, instance), keys.old_record(instance)
+
+    def _read(self, instance: str) -> Found:
+        own, older = self._places(instance)
+        there = self._store.read([own, older])
+        try:
+            if own in there:
+                return Found(from_json(there[own].value, instance, self._compute), there[own].revision)
+            if older not in there:
+                return Found()
+            record = from_json(there[older].value, instance)
+        except ValueError as error:
+            raise Unreadable(own if own in there else older, error) from error
+        # Whoever writes where everybody may says nothing of another compute's.
+        return Found(record, 0, there[older].revision) if record.compute == self._compute else Found()
+
+    def _as_read(self, instance: str) -> tuple[list[Unchanged], list[Put | Delete]]:
+        """What a write compares of the record as it is known, and what takes it from its older key."""
+        known, (own, older) = self._known.get(instance, Found()), self._places(instance)
+        moved: list[Put | Delete] = [Delete(older)] if known.older else []
+        return [Unchanged(own, known.revision), *([Unchanged(older, known.older)] if moved else [])], moved
+
+
+def _revision(entry: Entry | None) -> int:
+    return entry.revision if entry is not None else 0

@@ -131,23 +131,31 @@ class _Place:
     def __init__(self, compute: str, store: Store, instance: str) -> None:
         self.store = store
         self.compute = compute
-        self.host_key, self.record_key = keys.host(compute, instance), keys.instance(instance)
-        self.booted_key = keys.booted(instance)
-        self._host, self._record = store.get(self.host_key), store.get(self.record_key)
+        self.host_key, self.record_key = keys.host(compute, instance), keys.record(compute, instance)
+        self.booted_key, self.older_key = keys.booted(instance), keys.old_record(instance)
+        self._there = store.read([self.host_key, self.record_key, self.older_key])
 
     def said(self) -> Said:
         """EcompError if the record cannot be understood: a newer ecomp's, perhaps."""
+        entry = self._there.get(self.record_key) or self._there.get(self.older_key)
         try:
-            record = records.from_json(self._record.value) if self._record else None
+            record = records.from_json(entry.value) if entry else None
         except ValueError as error:
-            raise EcompError(f'{self.record_key}: {error}') from error
-        return Said(parse_request(self.compute, self.host_key, self._host.value) if self._host else None, record)
+            raise EcompError(f'{entry.key if entry else ""}: {error}') from error
+        host = self._there.get(self.host_key)
+        return Said(parse_request(self.compute, self.host_key, host.value) if host else None, record)
+
+    @property
+    def is_older(self) -> bool:
+        """Whether its record is where ecomp 1.0 has it, and there alone."""
+        return self.older_key in self._there and self.record_key not in self._there
 
     def commit(self, operations: Collection[Put | Delete], also: Collection[Unchanged] = ()) -> bool:
         """False: it is not what it was, or the answer was lost: look again."""
-        conditions = [
-            Unchanged(self.host_key, _revision(self._host)), Unchanged(self.record_key, _revision(self._record)), *also
-        ]
+        read = (self.host_key, self.record_key, self.older_key)
+        conditions = [*(Unchanged(key, _revision(self._there.get(key))) for key in read), *also]
+        if self.is_older and self.record_key in {each.key for each in operations}:
+            operations = [*operations, Delete(self.older_key)]
         try:
             return self.store.commit(conditions, list(operations)) is not None
         except UnknownOutcome:

@@ -86,10 +86,11 @@ class Taker:
         key, instance = waiting.key, waiting.instance
         record = new_record(self._compute, waiting.request(self._compute, now), now).at(ERROR, now, 'error')
         record = replace(record, error=Failure('scheduled', reason, 'nothing was made of it'))
-        absent = [Unchanged(each, 0) for each in (keys.taker(key), keys.instance(instance))]
+        own = keys.record(self._compute, instance)
+        absent = [Unchanged(each, 0) for each in (keys.taker(key), own)]
         conditions = [Unchanged(key, place.revision), *absent]
         lease = self._store.grant(KEPT[ERROR])
-        operations: list[Put | Delete] = [Delete(key), Put(keys.instance(instance), record_to_json(record), lease)]
+        operations: list[Put | Delete] = [Delete(key), Put(own, record_to_json(record), lease)]
         if commit_with(self._store, conditions, operations, lambda: ended(self._store, record, lease)) is not None:
             return True
         with suppress(EcompError):  # nothing is on it; it ends by itself, in a week
@@ -150,7 +151,7 @@ class Taker:
         mark_key, host_key = keys.taker(queue_key), keys.host(self._compute, instance)
         conditions = [
             *(Unchanged(queue_key, place.revision), Unchanged(mark_key, mark)),
-            *(Unchanged(keys.instance(instance), 0), Unchanged(host_key, 0)),
+            *(Unchanged(keys.record(self._compute, instance), 0), Unchanged(host_key, 0)),
         ]
         request = to_json(waiting.request(self._compute, self._now()))
         operations: list[Put | Delete] = [Delete(queue_key), Delete(mark_key), Put(host_key, request)]

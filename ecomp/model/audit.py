@@ -134,7 +134,7 @@ def _called(world: World, record: Record) -> Iterator[Finding]:
 
 def _instance(world: World, instance: str) -> Iterator[Finding]:
     if instance in world.unreadable:
-        said = f'{keys.instance(instance)} cannot be understood: {world.unreadable[instance]}'
+        said = f'{world.record_key(instance)} cannot be understood: {world.unreadable[instance]}'
         yield Finding('record-unreadable', instance, said)
         return
     for compute, wish in world.wishes.get(instance, {}).items():
@@ -143,6 +143,14 @@ def _instance(world: World, instance: str) -> Iterator[Finding]:
             yield Finding('request-unreadable', instance, said, compute)
             return
     record = world.records.get(instance)
+    for compute, state in sorted(world.contradicting.get(instance, {}).items()):
+        said = f'compute {compute} has a record that says {state}'
+        if record is not None:
+            told = f'its record says {record.state} on compute {record.compute}, and {said}'
+            yield Finding('record-doubled', instance, told, compute)
+        else:
+            others = ', '.join(sorted(world.wishes.get(instance, {})))
+            yield Finding('request-misplaced', instance, f'{said}, and it is requested of compute {others}', compute)
     if record is not None and world.is_living(instance):
         yield from _living(world, record)
         home = {record.compute}
@@ -152,21 +160,18 @@ def _instance(world: World, instance: str) -> Iterator[Finding]:
     else:
         yield from _unrecorded(world, instance)
         home = set(world.wishes.get(instance, {}))
-    yield from _elsewhere(world, instance, home)
+    yield from _elsewhere(world, instance, home | world.contradicting.get(instance, {}).keys())
 
 
 def _living(world: World, record: Record) -> Iterator[Finding]:
     instance, compute = record.instance, record.compute
     said = f'its record says {record.state} on compute {compute}'
-    kept = world.kept(keys.instance(instance))
+    kept = world.kept(world.record_key(instance))
     if kept is not None and kept.lease:
         yield Finding('record-leased', instance, f'{said}, and is on a lease: it will vanish')
     wishes = world.wishes.get(instance, {})
     if not wishes:
         yield Finding('request-missing', instance, f'{said}, and no compute is asked for it', compute)
-    elif compute not in wishes:
-        others = ', '.join(sorted(wishes))
-        yield Finding('request-misplaced', instance, f'{said}, and it is requested of compute {others}')
     elif len(wishes) > 1:
         yield Finding('request-doubled', instance, f'it is requested of computes {", ".join(sorted(wishes))}')
     if world.is_in_work(instance):
@@ -241,7 +246,7 @@ def _ended(world: World, record: Record) -> Iterator[Finding]:
     said = f'its record says {record.state}'
     for compute in world.wishes.get(instance, {}):
         yield Finding('request-ended', instance, f'{said}, and it is requested of compute {compute}', compute)
-    kept = world.kept(keys.instance(instance))
+    kept = world.kept(world.record_key(instance))
     if kept is not None and not kept.lease:
         yield Finding('record-unleased', instance, f'{said}, and is on no lease: it will stay for ever')
     yield from _traces(world, instance, said)

@@ -42,7 +42,7 @@ CODES = {
     # etcd
     'request-doubled': Code('an instance is requested of two computes', how='delete the wrong one: etcdctl del'),
     'request-misplaced': Code(
-        'an instance is requested of one compute and recorded by another', how='delete the request: etcdctl del'
+        'an instance is requested of one compute and recorded by another', how='delete the wrong one: etcdctl del'
     ),
     'request-missing': Code('an instance lives without a request', how='eschedule destroy <instance> removes it whole'),
     'request-ended': Code('a request of an instance that has ended', fix='deletes the request'),
@@ -64,6 +64,7 @@ CODES = {
     ),
     'taker-unleased': Code('a compute is taking a request for ever', how='if it is not, delete the key: etcdctl del'),
     'record-missing': Code('an instance runs and has no record', how='restart its ecompute, which writes it again'),
+    'record-doubled': Code('another compute has a record of it, too', how='delete the wrong one: etcdctl del'),
     'record-unreadable': Code('a record that cannot be understood', how='delete it, and restart its ecompute'),
     'record-unleased': Code('the record of what has ended will stay for ever', fix='puts it on a lease'),
     'record-leased': Code(

@@ -3,7 +3,8 @@
     /hosts/<compute>/<instance>   eschedule's request, ecompute's desired state
     /requests/<request>           somebody is at it; on eschedule's lease
     /booted/<instance>            the address, plain text
-    /instances/<instance>         the record
+    /instances/<compute>/<instance>   the record; <compute> is `none` where no compute ever had it
+    /instances/<instance>         the record, as ecomp 1.0 wrote it; read, moved and written no more
     /names/<name>                 whose name it is; with the delivery, gone with the instance
     /groups/<group>               who is together or apart, and where; changed with each delivery and each end
     /quotas/<project>             what a project may have, and has; changed likewise
@@ -16,8 +17,9 @@
     /cluster                      this etcd's identity, written once
     /audit/<audit>                eschedule asks every compute what is there; on its lease
     /audit/<audit>/<compute>      eschedule asks one compute to remove leftovers; on the same lease
-    /digests/<audit>/<compute>/…  ecompute's answers; on the same lease
+    /digests/<compute>/<audit>/…  ecompute's answers; removed by who asked, or with a lease
 
+What only one compute writes lies below its uuid, so that a role of etcd's can be cut to it.
 Prefixes end with a slash, or /hosts/1 would also match /hosts/10.
 """
 
@@ -41,6 +43,8 @@ RELEASED = '/released/'
 CLUSTER = '/cluster'
 AUDIT = '/audit/'
 DIGESTS = '/digests/'
+NONE = 'none'
+"""In place of the compute in the record of what was taken out of its queue before a compute took it."""
 
 
 def host_prefix(compute: str) -> str:
@@ -63,9 +67,25 @@ def booted(instance: str) -> str:
     return BOOTED + instance
 
 
-def instance(instance: str) -> str:
-    """The key of an instance's record."""
+def record_prefix(compute: str) -> str:
+    """Where the records of one compute are; '' for those of no compute."""
+    return f'{INSTANCES}{compute or NONE}/'
+
+
+def record(compute: str, instance: str) -> str:
+    """The key of an instance's record on a compute, '' for none."""
+    return record_prefix(compute) + instance
+
+
+def old_record(instance: str) -> str:
+    """Where ecomp 1.0 has an instance's record, of whichever compute."""
     return INSTANCES + instance
+
+
+def recorded(key: str) -> tuple[str | None, str]:
+    """The compute ('': none; None: only the record itself says) and the instance of a key below INSTANCES."""
+    compute, slash, instance = key.removeprefix(INSTANCES).partition('/')
+    return ('' if compute == NONE else compute, instance) if slash else (None, compute)
 
 
 def name(name: str) -> str:
@@ -139,9 +159,14 @@ def clearance(audit: str, compute: str) -> str:
     return f'{AUDIT}{audit}/{compute}'
 
 
+def digest_prefix(audit: str, compute: str) -> str:
+    """Where the parts of a compute's answer are."""
+    return f'{DIGESTS}{compute}/{audit}/'
+
+
 def digest(audit: str, compute: str, part: int | str) -> str:
     """The key of one part of a compute's answer: a page's number, or 'cleared'."""
-    return f'{DIGESTS}{audit}/{compute}/{part}'
+    return f'{digest_prefix(audit, compute)}{part}'
 
 
 def last(key: str) -> str:

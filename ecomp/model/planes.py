@@ -11,6 +11,7 @@ from ecomp.model.digest import Digest
 from ecomp.model.group import from_json as group_from_json
 from ecomp.model.guest import Guest
 from ecomp.model.instance import Invalid, Request, announced, named, parse_request
+from ecomp.model.places import sort
 from ecomp.model.queue import Waiting, parse_waiting
 from ecomp.model.quota import from_json as quota_from_json
 from ecomp.model.record import BUILDING, DESTROYING, ERROR, GONE, SCHEDULED, Record, from_json
@@ -25,11 +26,12 @@ FAMILIES = (
 
 
 class Kept(NamedTuple):
-    """One etcd key: its value, the revision that wrote it last, its lease (0: none)."""
+    """One etcd key: its value, the revision that wrote it last, its lease (0: none), the revision that made it."""
 
     value: bytes
     revision: int
     lease: int = 0
+    created: int = 0
 
 
 class Provider(NamedTuple):
@@ -61,12 +63,24 @@ class World:
         self.alive = {keys.last(key) for key, kept in self._under(keys.COMPUTES).items() if kept.lease}
         self.records: dict[str, Record] = {}
         self.unreadable: dict[str, str] = {}
-        for key, kept in self._under(keys.INSTANCES).items():
-            name = key.removeprefix(keys.INSTANCES)
-            try:
-                self.records[name] = from_json(kept.value, name)
-            except ValueError as error:
-                self.unreadable[name] = str(error)
+        # What computes other than the believed one say, by the state of their records: that it lives, or that there
+        # was such an instance before.
+        self.contradicting: dict[str, dict[str, str]] = {}
+        self._record_keys: dict[str, str] = {}
+        for name, at in sort(planes.etcd.items()).items():
+            for compute, key in at.record_keys.items():
+                try:
+                    record = from_json(planes.etcd[key].value, name, keys.recorded(key)[0])
+                except ValueError as error:
+                    if compute == at.compute:
+                        self.unreadable[name] = str(error)
+                    continue
+                if compute == at.compute:
+                    self.records[name] = record
+                elif record.state not in (GONE, ERROR) or at.record is None:
+                    self.contradicting.setdefault(name, {})[compute] = record.state
+            if at.record_key is not None:
+                self._record_keys[name] = at.record_key
         self.wishes: dict[str, dict[str, Request | Invalid]] = {}
         for key, kept in self._under(keys.HOSTS).items():
             compute, _, name = key.removeprefix(keys.HOSTS).partition('/')
@@ -134,6 +148,10 @@ class World:
     def kept(self, key: str) -> Kept | None:
         """A key, None if it is not there."""
         return self.planes.etcd.get(key)
+
+    def record_key(self, instance: str) -> str:
+        """The key of the record that is believed."""
+        return self._record_keys.get(instance) or keys.old_record(instance)
 
     def attempts(self) -> Mapping[str, Kept]:
         """The keys that say an eschedule is at it."""

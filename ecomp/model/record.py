@@ -35,9 +35,6 @@ STATES = frozenset({SCHEDULED, BUILDING, ACTIVE, STOPPED, DESTROYING, GONE, ERRO
 
 STAGES = ('requested', 'scheduled', 'image', 'disk', 'started', 'addressed', 'ready')
 
-ADDRESS = frozenset('0123456789abcdefABCDEF.:')
-"""The letters of an IP address, of which the longest has 45."""
-
 KEPT = {GONE: 24 * 3600, ERROR: 7 * 24 * 3600}
 """Seconds a record stays after its end, on a lease."""
 
@@ -159,10 +156,11 @@ def to_json(record: Record) -> str:
     return dump(to_dict(record))
 
 
-def from_json(value: bytes, instance: str | None = None) -> Record:
-    """The record in an etcd value. ValueError for one of a newer version, of another `instance`, or none at all.
+def from_json(value: bytes, instance: str | None = None, compute: str | None = None) -> Record:
+    """The record in an etcd value. ValueError for one of a newer version, or none at all.
 
-    Fields that are not known here are passed over.
+    So also for one of another `instance` or `compute` than its key says; None: whichever. Fields that are not known
+    here are passed over.
     """
     try:
         record = _record(load_object(value))
@@ -172,6 +170,8 @@ def from_json(value: bytes, instance: str | None = None) -> Record:
         raise ValueError('not a record: nested too deeply') from error
     if instance not in (None, record.instance):
         raise ValueError(f'a record of instance {record.instance}, not of {instance}')
+    if compute not in (None, record.compute):
+        raise ValueError(f'a record of compute {record.compute or "none"}, not of {compute or "none"}')
     return record
 
 
@@ -278,14 +278,6 @@ def _progress(data: Any) -> Progress | None:
     except ValueError:
         return None
     return found if all(0 <= each < 2**63 for each in (found.done, found.total or 0)) else None
-
-
-def parse_address(value: bytes) -> str:
-    """The address that a key in /booted holds. ValueError if it is none."""
-    text = value[:100].decode(errors='replace')
-    if not 2 <= len(text) <= 45 or set(text) - ADDRESS:
-        raise ValueError(f'not an address: {text!r}')
-    return text
 
 
 def timestamp(now: datetime) -> str:

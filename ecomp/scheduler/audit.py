@@ -1,6 +1,6 @@
 """`eschedule audit`: read all planes, compare them, and say only what two looks agree on.
 
-Each look asks every compute what it has, by a key on a lease; the answers are on the same lease and go with it.
+Each look asks every compute what it has, by a key on a lease; each answers below a key of its own, on its own lease.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from ecomp.model.quota import INSTANCES
 from ecomp.placement import allocations as ledger
 from ecomp.placement import providers
 from ecomp.placement.client import Placement
-from ecomp.store.client import Put, Store, Unchanged
+from ecomp.store.client import AT_ONCE as MOST
+from ecomp.store.client import Delete, Put, Store, Unchanged
 
 LEASE_SECONDS = 180
 HEARD_SECONDS, ANSWER_SECONDS = 5.0, 120.0
@@ -75,20 +76,23 @@ def audit(store: Store, placement: Placement, again: float = AGAIN_SECONDS) -> R
 
 @contextmanager
 def asking(store: Store) -> Iterator[tuple[str, int]]:
-    """A name for an audit and its lease, which ends with the block and takes along all that was asked and answered."""
-    lease = store.grant(LEASE_SECONDS)
+    """A name for an audit and its lease: with the block ends what was asked, and what was answered is removed."""
+    lease, name = store.grant(LEASE_SECONDS), str(uuid.uuid4())
     try:
-        yield str(uuid.uuid4()), lease
+        yield name, lease
     finally:
         with suppress(EcompError):  # then it runs out by itself
             store.revoke(lease)
+            left = [key for key in store.snapshot(keys.DIGESTS, keys_only=True).entries if f'/{name}/' in key]
+            for first in range(0, len(left), MOST):
+                store.commit([], [Delete(key) for key in left[first : first + MOST]])
 
 
 def answers(store: Store, audit: str, computes: set[str], heard: str, answered: str) -> set[str]:
     """Wait for each compute's part `answered`; those that gave it. Who does not put part `heard` soon is given up."""
     began, delay = time.monotonic(), FIRST_DELAY
     while True:
-        there = store.snapshot(f'{keys.DIGESTS}{audit}/', keys_only=True).entries
+        there = store.snapshot(keys.DIGESTS, keys_only=True).entries
         done = {compute for compute in computes if keys.digest(audit, compute, answered) in there}
         going = {compute for compute in computes if keys.digest(audit, compute, heard) in there}
         spent = time.monotonic() - began
@@ -113,7 +117,7 @@ def _look(store: Store, placement: Placement) -> Planes:
         digests: dict[str, Digest] = {}
         mute = dict.fromkeys(alive - answered, 'it does not answer: frozen, killed this minute, or too old?')
         for compute in sorted(answered):
-            pages = store.snapshot(f'{keys.DIGESTS}{name}/{compute}/').entries
+            pages = store.snapshot(keys.digest_prefix(name, compute)).entries
             numbered = sorted((int(keys.last(key)), each.value) for key, each in pages.items() if _is_page(key))
             try:
                 digests[compute] = from_pages([value for _, value in numbered])
@@ -135,7 +139,7 @@ def _usage(placement: Placement, project: str) -> dict[str, int]:
 
 def _etcd(store: Store) -> dict[str, Kept]:
     return {
-        key: Kept(entry.value, entry.revision, entry.lease)
+        key: Kept(entry.value, entry.revision, entry.lease, entry.created)
         for family in FAMILIES
         for key, entry in store.snapshot(family).entries.items()
     }

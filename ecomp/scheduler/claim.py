@@ -114,8 +114,7 @@ def abandon(store: Store, placement: Placement, instances: Iterable[str], reques
             instance
             for instance, held in holding.items()
             if instance in taken
-            or store.get(keys.instance(instance)) is not None
-            or any(store.get(keys.host(provider, instance)) is not None for provider in held.allocations)
+            or store.read([key(each, instance) for each in held.allocations for key in (keys.host, keys.record)])
         ]
 
     return all(ledger.release_unless(placement, instances, wanted, partial(note, store)).values())

@@ -13,11 +13,10 @@ from typing import TYPE_CHECKING
 
 from ecomp.conf import ScheduleConfig
 from ecomp.errors import EcompError, NoCapacity, OverQuota, StillGoing, TooFew
-from ecomp.model import keys
 from ecomp.model.choose import SPREAD
 from ecomp.model.json_object import dump
 from ecomp.model.power import ACTIONS, Power
-from ecomp.model.record import ERROR, STAGES, Record, parse_address
+from ecomp.model.record import ERROR, STAGES, Record
 from ecomp.model.text import printable
 from ecomp.scheduler import operators
 from ecomp.scheduler.arguments import Command, Options
@@ -127,15 +126,11 @@ def _query(out: Terminal, _: ScheduleConfig, store: Store, command: Command) -> 
     from ecomp.scheduler.find import living, resolve
     from ecomp.scheduler.show import no_address
 
-    instance = resolve(store, command.words[0])
-    booted = store.get(keys.booted(instance))
-    if booted is not None:
-        try:
-            out.put(parse_address(booted.value))
-        except ValueError as error:
-            raise EcompError(f'{booted.key}: {error}') from error
+    # Not of /booted: every compute may write there, of every instance.
+    record = living(store, resolve(store, command.words[0])).record
+    if record.address:
+        out.put(printable(record.address))
         return 0
-    record = living(store, instance).record
     out.say(no_address(record))
     return EcompError.exit_code if record.state == ERROR else StillGoing.exit_code
 

@@ -15,9 +15,9 @@ from ecomp.model import keys
 from ecomp.model.guest_data import SharedUserData
 from ecomp.model.instance import Request, to_json
 from ecomp.model.json_object import dump
-from ecomp.scheduler.find import read_record
 from ecomp.store.client import Delete, Put, Store, Unchanged
 from ecomp.store.names import Change
+from ecomp.store.places import places
 from ecomp.store.requests import withdraw
 from ecomp.store.sharing import commit_with, nothing
 
@@ -74,7 +74,7 @@ def deliver(
     operations: list[Put | Delete] = [Delete(request_key)]
     for each in deliveries:
         instance = each.request.instance
-        conditions.append(Unchanged(keys.instance(instance), 0))
+        conditions.append(Unchanged(keys.record(each.compute, instance), 0))
         operations.append(Put(keys.host(each.compute, instance), to_json(each.request)))
     if user_data is not None:
         operations.append(Put(keys.user_data(user_data.sha256), user_data.text, store.grant(USER_DATA_SECONDS)))
@@ -90,8 +90,7 @@ def deliver(
             if store.get(keys.host(first.compute, instance)) is not None:
                 return True
             # The record of another compute is of what another eschedule of this uuid delivered.
-            record = store.get(keys.instance(instance))
-            return record is not None and read_record(record).compute == first.compute
+            return first.compute in places(store, instance).records
         except EcompError:
             raise UnknownOutcome(f'{error}; whether {request} was delivered is not known') from error
 

@@ -17,6 +17,7 @@ from ecomp.model.record import to_json as record_to_json
 from ecomp.scheduler.find import Found, living, requested
 from ecomp.store.client import Delete, Entry, Put, Store, Unchanged
 from ecomp.store.names import Change, freed
+from ecomp.store.places import places
 from ecomp.store.sharing import commit_with, ended, group, nothing
 
 TRIES = 5
@@ -59,10 +60,10 @@ def _living(store: Store, instance: str) -> Found:
     try:
         return living(store, instance)
     except Unreadable:
-        entry = store.get(keys.instance(instance))
-        found = requested(store, instance)
+        at = places(store, instance)
+        found = requested(at)
         # What a newer ecomp wrote may name more than a destroy by this one removes.
-        if found is None or (entry is not None and is_newer(entry.value)):
+        if found is None or (at.record is not None and is_newer(at.record.value)):
             raise
         return found
 
@@ -71,8 +72,9 @@ def _transaction(store: Store, found: Found) -> tuple[list[Unchanged], list[Put 
     if found.queue_entry is not None:
         return _out_of_queue(store, found, found.queue_entry)
     record, compute = found.record, found.record.compute
-    record_key, host_key = keys.instance(record.instance), keys.host(compute, record.instance)
-    record_revision = found.record_entry.revision if found.record_entry else 0
+    host_key, entry = keys.host(compute, record.instance), found.record_entry
+    record_key = entry.key if entry else keys.record(compute, record.instance)
+    record_revision = entry.revision if entry else 0
     if record.state == ERROR and found.request_entry is None:
         return (
             [Unchanged(record_key, record_revision), Unchanged(host_key, 0)],
@@ -116,7 +118,7 @@ def _out_of_queue(
 ) -> tuple[list[Unchanged], list[Put | Delete], Sharing, str]:
     """A request that waits goes, whoever is taking it, and its record says gone: a uuid is never used twice."""
     record = found.record
-    record_key = keys.instance(record.instance)
+    record_key = keys.record('', record.instance)
     gone = record_to_json(record.at(GONE, timestamp(datetime.now(UTC)), 'gone'))
     conditions = [Unchanged(entry.key, entry.revision), Unchanged(record_key, 0)]
     put = Put(record_key, gone, store.grant(KEPT[GONE]))

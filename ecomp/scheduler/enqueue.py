@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import NamedTuple
@@ -26,8 +25,6 @@ from ecomp.store.client import Delete, Put, Store, Unchanged
 from ecomp.store.names import Change
 from ecomp.store.requests import withdraw
 from ecomp.store.sharing import Excluded, charged, commit_with, joined
-
-log = logging.getLogger(__name__)
 
 
 class Kept(NamedTuple):
@@ -76,22 +73,32 @@ def enqueue(
 def _enqueued(
     store: Store, waiting: Waiting, flavor: int, data: SharedUserData | None, who: Mapping[str, object], resume: bool
 ) -> bool:
-    if resume:
-        return _resume(store, waiting, flavor, data, who)
-    _allowed(store, waiting)
+    instance = waiting.instance
+    if not resume:
+        _allowed(store, waiting)  # said before anything is written
+    elif _before(store, waiting):
+        return False
+    lease = store.grant(LEASE_SECONDS)
     try:
-        if _commit(store, waiting, flavor, data, 0):
-            return True
-    except UnknownOutcome as error:
-        # From here on it is as with a uuid that has a past; and a commit still on its way needs that nobody is at
-        # this uuid.
-        log.debug('%s; looking what became of it', error)
+        value = {'version': 1, 'instances': [instance], 'query': waiting.flavor.query, **who}
+        revision = announce(store, lease, instance, value, resume)
+        # Delivered since we looked? From here on nobody else can: a delivery needs the key we hold now.
+        if resume and _before(store, waiting):
+            return False
         try:
-            _resume(store, waiting, flavor, data, who)
-        except Unreachable as later:
-            raise _unknown(waiting, later) from later
-        return True
-    raise Conflict(f'{waiting.instance}: somebody else changed its flavor or its name meanwhile: try again')
+            if _commit(store, waiting, flavor, data, revision):
+                return True
+        except UnknownOutcome as error:
+            if _read_back(store, waiting, revision):
+                return True
+            if resume:
+                raise Conflict(f'{instance}: not queued, and nothing is changed: {error}; try again') from error
+        else:
+            why = 'somebody else changed its flavor or its name, or took it over'
+            raise Conflict(f'{instance}: not queued: {why}; try again')
+    finally:
+        quietly_revoke(store, lease)
+    return _enqueued(store, waiting, flavor, data, who, resume=True)
 
 
 def _unknown(waiting: Waiting, error: Unreachable) -> UnknownOutcome:
@@ -99,55 +106,26 @@ def _unknown(waiting: Waiting, error: Unreachable) -> UnknownOutcome:
     return UnknownOutcome(f'{error}; whether it is queued is not known: {cure}', error.backend)
 
 
-def _resume(
-    store: Store, waiting: Waiting, flavor: int, data: SharedUserData | None, who: Mapping[str, object]
-) -> bool:
-    instance = waiting.instance
-    if _before(store, waiting):
-        return False
-    lease = store.grant(LEASE_SECONDS)
-    try:
-        value = {'version': 1, 'instances': [instance], 'query': waiting.flavor.query, **who}
-        revision = announce(store, lease, instance, value, resume=True)
-        # Delivered since we looked? From here on nobody else can: a delivery needs the key we hold now.
-        if _before(store, waiting):
-            return False
-        try:
-            if _commit(store, waiting, flavor, data, revision):
-                return True
-        except UnknownOutcome as error:
-            return _read_back(store, waiting, revision, error)
-        raise Conflict(f'{instance}: not queued: another eschedule took it over, or its flavor was changed; try again')
-    finally:
-        quietly_revoke(store, lease)
-
-
-def _read_back(store: Store, waiting: Waiting, revision: int, error: UnknownOutcome) -> bool:
+def _read_back(store: Store, waiting: Waiting, revision: int) -> bool:
     """Whether it is queued, by a commit without an answer: first one that is still on its way is made impossible."""
     try:
         withdraw(store, keys.request(waiting.instance), revision)
-        if _before(store, waiting):
-            return True
+        return _before(store, waiting)
     except Unreachable as later:
         raise _unknown(waiting, later) from later
-    raise Conflict(f'{waiting.instance}: not queued, and nothing is changed: {error}; try again') from error
 
 
 def _commit(store: Store, waiting: Waiting, flavor: int, data: SharedUserData | None, request: int) -> bool:
-    """Queue it in one transaction, if nobody else is at this uuid: `request` is the revision of our own key, 0: none.
+    """Queue it in one transaction, while our own key, of revision `request`, says that we are at this uuid.
 
     Its name becomes its own, its group and its quota have it in the same transaction, or nothing does.
     Errors: Conflict (the name is somebody else's by now, the group another), OverQuota.
     """
     instance = waiting.instance
     request_key = keys.request(instance)
-    conditions = [
-        *(Unchanged(request_key, request), Unchanged(keys.instance(instance), 0), Unchanged(waiting.key, 0)),
-        Unchanged(keys.flavor(waiting.flavor.name), flavor),
-    ]
-    operations: list[Put | Delete] = [Put(waiting.key, to_json(waiting))]
-    if request:
-        operations.append(Delete(request_key))
+    flavor_key = keys.flavor(waiting.flavor.name)
+    conditions = [Unchanged(request_key, request), Unchanged(waiting.key, 0), Unchanged(flavor_key, flavor)]
+    operations: list[Put | Delete] = [Put(waiting.key, to_json(waiting)), Delete(request_key)]
     if data is not None:
         operations.append(Put(keys.user_data(data.sha256), data.text, store.grant(USER_DATA_SECONDS)))
 

@@ -8,10 +8,12 @@ from ecomp.errors import EcompError, NotFound, Unreadable, UsageError
 from ecomp.model import keys
 from ecomp.model.instance import Invalid, Request, parse_request
 from ecomp.model.names import uuid_prefix
-from ecomp.model.record import ERROR, GONE, Record, from_json, new_record, refused_record
+from ecomp.model.places import Places, sort
+from ecomp.model.record import GONE, Record, from_json, new_record, refused_record
 from ecomp.model.text import printable
 from ecomp.store.client import Entry, Store
 from ecomp.store.names import holder
+from ecomp.store.places import listed, near
 
 QUOTED = 5
 """How many instances an error names."""
@@ -69,8 +71,8 @@ def resolve(store: Store, word: str) -> str:
         if entry is None:
             raise NotFound(f'{word}: no living instance has this name, and it is no command; --help shows all')
         return holder(entry)
-    recorded = store.snapshot(keys.INSTANCES + beginning, keys_only=True).entries
-    found = {keys.last(key) for key in recorded if keys.is_uuid(keys.last(key))}
+    recorded = map(keys.last, store.snapshot(keys.INSTANCES, keys_only=True).entries)
+    found = {name for name in recorded if name.startswith(beginning) and keys.is_uuid(name)}
     # Those that no compute has taken or seen yet: what is moved meanwhile is seen twice.
     waiting = store.snapshot(keys.QUEUES, keys_only=True).entries
     found |= {each for each in map(_waiting, waiting) if each and each.startswith(beginning)}
@@ -86,33 +88,27 @@ def resolve(store: Store, word: str) -> str:
 
 def find(store: Store, instance: str) -> Found | None:
     """The instance, None if nobody ever heard of it (or a record of it was removed). Unreadable."""
-    entry = store.get(keys.instance(instance))
-    if entry is not None:
-        record = read_record(entry)
-        request_entry = store.get(keys.host(record.compute, instance))
-        if request_entry is None and record.state not in (GONE, ERROR):
-            # Mostly it ended between the two looks, for both are written at once then.
-            entry = store.get(keys.instance(instance)) or entry
-            record = read_record(entry)
-        return Found(record, entry, request_entry)
-    # Before the requests: what is moved meanwhile is found there.
-    for key in store.snapshot(keys.QUEUES, keys_only=True).entries:
-        if _waiting(key) == instance and (queue_entry := store.get(key)) is not None:
+    at = near(store, instance)
+    if at is None:
+        # Before the requests: what is moved meanwhile is found there.
+        queue_entry = waiting_at(store, instance)
+        if queue_entry is not None:
             return Found(_queued(queue_entry), None, None, queue_entry)
-    return requested(store, instance)  # no record yet: its compute has not seen it
+        at = listed(store, instance)
+    if at.record is not None:
+        return Found(read_record(at.record), at.record, at.request)
+    return requested(at)
 
 
-def requested(store: Store, instance: str) -> Found | None:
-    """The instance by its request alone, None if no compute is asked for it.
+def waiting_at(store: Store, instance: str) -> Entry | None:
+    """The instance's place in a queue; None where it waits in none."""
+    mine = [key for key in store.snapshot(keys.QUEUES, keys_only=True).entries if _waiting(key) == instance]
+    return next((entry for entry in map(store.get, mine) if entry is not None), None)
 
-    The key's name holds the compute, so all names are looked at.
-    """
-    for key in store.snapshot(keys.HOSTS, keys_only=True).entries:
-        if keys.last(key) == instance and _names_instance(key):
-            request_entry = store.get(key)
-            if request_entry is not None:
-                return Found(_scheduled(request_entry), None, request_entry)
-    return None
+
+def requested(at: Places[Entry]) -> Found | None:
+    """The instance by its request alone, None if no compute is asked for it."""
+    return Found(_scheduled(at.request), None, at.request) if at.request is not None else None
 
 
 def is_known(store: Store, instance: str) -> bool:
@@ -141,17 +137,16 @@ def all_records(store: Store, with_gone: bool) -> tuple[list[Record], list[Ecomp
     # In this order: what is moved on meanwhile is seen twice, and counts where it was seen last.
     queued = {_waiting(key): entry for key, entry in store.snapshot(keys.QUEUES).entries.items() if _waiting(key)}
     records, unreadable = {each: _queued(entry) for each, entry in queued.items() if each}, []
-    asked = [key for key in store.snapshot(keys.HOSTS, keys_only=True).entries if _names_instance(key)]
-    recorded = store.snapshot(keys.INSTANCES).entries
-    for key, entry in recorded.items():
+    # The value of a request may be large (user-data), and mostly it is not needed.
+    asked = [each for each in store.snapshot(keys.HOSTS, keys_only=True).entries.items() if _names_instance(each[0])]
+    for instance, at in sort([*asked, *store.snapshot(keys.INSTANCES).entries.items()]).items():
         try:
-            records[keys.last(key)] = read_record(entry)
+            if at.record is not None:
+                records[instance] = read_record(at.record)
+            elif at.request is not None and (request := store.get(at.request.key)) is not None:
+                records[instance] = _scheduled(request)
         except EcompError as error:
             unreadable.append(error)
-    for key in asked:
-        # Its value may be large (user-data), and mostly it is not needed.
-        if keys.instance(keys.last(key)) not in recorded and (request := store.get(key)) is not None:
-            records[keys.last(key)] = _scheduled(request)
     shown = [each for each in records.values() if with_gone or each.state != GONE]
     return sorted(shown, key=lambda each: (each.stages.get('requested', ''), each.instance)), unreadable
 
@@ -164,7 +159,8 @@ def read_record(entry: Entry) -> Record:
     try:
         if entry.dropped:
             raise ValueError(f'it has {entry.dropped} bytes: too many')
-        return from_json(entry.value, entry.key.removeprefix(keys.INSTANCES))
+        compute, instance = keys.recorded(entry.key)
+        return from_json(entry.value, instance, compute)
     except ValueError as error:
         raise Unreadable(printable(entry.key, 100), error) from error
 

@@ -115,7 +115,7 @@ def _remove(
     silent = Unchanged(keys.compute(compute), 0)
 
     def commit(instance: str, operations: list[Put | Delete], shared: Callable[[], Change] = nothing) -> None:
-        written = (keys.host(compute, instance), keys.instance(instance))
+        written = keys.host(compute, instance), keys.record(compute, instance), keys.old_record(instance)
         unchanged = [Unchanged(key, seen.entries[key].revision if key in seen.entries else 0) for key in written]
         if commit_with(store, [silent, *unchanged], operations, shared) is None:
             raise _Changed
@@ -124,8 +124,9 @@ def _remove(
         _release(store, placement, compute, instance, its_end=True)
         failpoint('host-released')
         record = _ended(compute, seen, instance, now())
-        put = Put(keys.instance(instance), to_json(record), store.grant(KEPT[GONE]))
-        removed: list[Put | Delete] = [put, Delete(keys.host(compute, instance)), Delete(keys.booted(instance))]
+        put = Put(keys.record(compute, instance), to_json(record), store.grant(KEPT[GONE]))
+        rest = keys.host(compute, instance), keys.booted(instance), keys.old_record(instance)
+        removed: list[Put | Delete] = [put, *map(Delete, rest)]
         commit(instance, removed, partial(ended, store, record))
         tell(f'{instance}: its destroy had been accepted: its claim and its keys are removed, its record says gone')
     for name in left.stray:

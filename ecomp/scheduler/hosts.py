@@ -12,6 +12,7 @@ from ecomp.model import keys, status
 from ecomp.model.host import Host, InEtcd, InPlacement, hosts
 from ecomp.model.instance import Invalid, Request, parse_request
 from ecomp.model.json_object import load_object
+from ecomp.model.places import sort
 from ecomp.model.record import Record
 from ecomp.model.text import printable
 from ecomp.placement import providers, traits
@@ -90,11 +91,12 @@ def look(store: Store) -> Seen:
             junk.setdefault(compute, []).append(name)
     records: dict[str, Record] = {}
     errors: dict[str, EcompError] = {}
-    for key, entry in recorded.items():
+    for instance, at in sort({**requested, **recorded}.items()).items():
         try:
-            records[keys.last(key)] = read_record(entry)
+            if at.record is not None:
+                records[instance] = read_record(at.record)
         except EcompError as error:
-            errors[keys.last(key)] = error
+            errors[instance] = error
     etcd = InEtcd(there, requests, records, frozenset(errors), junk)
     return Seen(etcd, {**requested, **recorded}, tuple(errors.values()))
 

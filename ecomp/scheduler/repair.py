@@ -16,6 +16,7 @@ from ecomp.model.digest import clearance_to_json, cleared_from_json
 from ecomp.model.findings import Finding, confirmed
 from ecomp.model.group import from_json as group_from_json
 from ecomp.model.instance import Request, named, parse_request
+from ecomp.model.places import sort
 from ecomp.model.planes import Kept
 from ecomp.model.quota import Quota
 from ecomp.model.record import ERROR, GONE, KEPT, from_json
@@ -26,6 +27,7 @@ from ecomp.scheduler.find import find
 from ecomp.scheduler.quotas import recount
 from ecomp.store.client import Delete, Put, Store, Unchanged
 from ecomp.store.names import given_back
+from ecomp.store.places import listed
 from ecomp.store.released import note
 from ecomp.store.requests import at_it, wanted
 from ecomp.store.sharing import put_group, rejoined
@@ -91,8 +93,8 @@ def _release(store: Store, placement: Placement, instance: str) -> str:
 
     def needed(holding: Mapping[str, ledger.Consumer]) -> Collection[str]:
         on[:] = sorted(holding[instance].allocations)
-        record = store.get(keys.instance(instance))
-        lives = record is not None and from_json(record.value).state not in (GONE, ERROR)
+        records = [from_json(each.value) for each in listed(store, instance).records.values()]
+        lives = any(each.state not in (GONE, ERROR) for each in records)
         return {instance} if lives else wanted(store, {instance: on})
 
     if not ledger.release_unless(placement, [instance], needed, partial(note, store))[instance]:
@@ -117,7 +119,7 @@ def _claim_again(store: Store, placement: Placement, finding: Finding, etcd: dic
 
 def _write(store: Store, finding: Finding, etcd: dict[str, Kept]) -> str:
     """Change one key, if it and the record are still as the second audit read them."""
-    record = keys.instance(finding.subject)
+    record = _record_key(etcd, finding.subject)
     if finding.code == 'record-unleased':
         value = etcd[record].value
         lease = store.grant(KEPT[from_json(value).state])
@@ -143,7 +145,7 @@ def _name_back(store: Store, instance: str, etcd: dict[str, Kept]) -> str:
     if found is None or found.name is None or change is None:
         return NOT_ANY_MORE
     conditions, operations = change
-    about = [keys.instance(instance), keys.host(found.record.compute, instance)]
+    about = [_record_key(etcd, instance), keys.host(found.record.compute, instance)]
     conditions = [*conditions, *_as_read(etcd, *about)]
     done = f'{keys.name(found.name)} is its own again'
     return done if operations and store.commit(conditions, operations) is not None else NOT_ANY_MORE
@@ -152,7 +154,7 @@ def _name_back(store: Store, instance: str, etcd: dict[str, Kept]) -> str:
 def _name_away(store: Store, name: str, etcd: dict[str, Kept]) -> str:
     """Delete a name nobody living has. What makes its instance live moves that one's record, or the name itself."""
     key = keys.name(name)
-    conditions = _as_read(etcd, key, keys.instance(named(etcd[key].value)))
+    conditions = _as_read(etcd, key, _record_key(etcd, named(etcd[key].value)))
     return f'{key} is deleted' if store.commit(conditions, [Delete(key)]) is not None else NOT_ANY_MORE
 
 
@@ -163,7 +165,7 @@ def _group_back(store: Store, finding: Finding, etcd: dict[str, Kept]) -> str:
     if not isinstance(request, Request) or request.group is None:
         return NOT_ANY_MORE
     conditions, operations = rejoined(store, request.group, instance, finding.compute)
-    conditions = [*conditions, *_as_read(etcd, key, keys.instance(instance))]
+    conditions = [*conditions, *_as_read(etcd, key, _record_key(etcd, instance))]
     done = f'it is in group {request.group.name}'
     return done if operations and store.commit(conditions, operations) is not None else NOT_ANY_MORE
 
@@ -175,11 +177,12 @@ def _group_away(store: Store, name: str, etcd: dict[str, Kept]) -> str:
     placing = at_it(store)
     out: dict[str, list[Unchanged]] = {}
     for instance, compute in found.members.items():
-        record = etcd.get(keys.instance(instance))
+        record_key = _record_key(etcd, instance)
+        record = etcd.get(record_key)
         lives = record is not None and from_json(record.value).state not in (GONE, ERROR)
         if not lives and instance not in placing and store.get(keys.host(compute, instance)) is None:
             unasked = Unchanged(keys.host(compute, instance), 0)
-            out[instance] = [unasked, *_as_read(etcd, keys.instance(instance))]
+            out[instance] = [unasked, *_as_read(etcd, record_key)]
         if len(out) == AT_ONCE:
             break
     conditions = [*_as_read(etcd, key), *(each for about in out.values() for each in about)]
@@ -194,6 +197,12 @@ def _count_anew(store: Store, project: str) -> str:
 
     found = recount(store, project, same)
     return 'counted anew' if found is not None else NOT_ANY_MORE
+
+
+def _record_key(etcd: dict[str, Kept], instance: str) -> str:
+    """The key of the record that is believed, and of one that nobody has written yet."""
+    at = sort((key, each) for key, each in etcd.items() if keys.last(key) == instance).get(instance)
+    return (at and (at.record_key or keys.record(at.compute, instance))) or keys.old_record(instance)
 
 
 def _as_read(etcd: dict[str, Kept], *about: str) -> list[Unchanged]:

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from ecomp.conf import EtcdConfig
 from ecomp.errors import Conflict, EcompError, NotFound, StillGoing, Unreadable
-from ecomp.model import keys
 from ecomp.model.power import ASKED, OFF, STOP, action_id, phase
 from ecomp.model.record import ACTIVE, DESTROYING, ERROR, GONE, QUEUED, STAGES, STOPPED, Record
 from ecomp.model.text import printable
 from ecomp.scheduler.find import read_record
+from ecomp.scheduler.whereabouts import Whereabouts
 from ecomp.store.client import Entry
-from ecomp.store.watch import Follower
 
 if TYPE_CHECKING:
     from ecomp.scheduler.power import Accepted
@@ -97,7 +95,6 @@ def wait_for_stage(
 
 def wait_until_gone(config: EtcdConfig, instance: str, deadline: Deadline, tell: Callable[[str], None]) -> None:
     """Return once the instance is gone. StillGoing when the time is up: the destroy goes on."""
-    seen = False
 
     def read(entry: Entry) -> Record:
         try:
@@ -106,11 +103,9 @@ def wait_until_gone(config: EtcdConfig, instance: str, deadline: Deadline, tell:
             return Record(instance, '', DESTROYING, None)
 
     def reached(record: Record | None) -> bool:
-        nonlocal seen
-        seen = seen or record is not None
-        return (record is None and seen) or (record is not None and record.state == GONE)
+        return record is not None and record.state == GONE
 
-    _wait(config, instance, reached, deadline, tell, lambda _: 'its compute to destroy it', read)
+    _wait(config, instance, reached, deadline, tell, lambda _: 'its compute to destroy it', read, ends=True)
 
 
 def wait_for_power(
@@ -153,34 +148,21 @@ def _wait(
     tell: Callable[[str], None],
     what: Callable[[Record | None], str],
     read: Callable[[Entry], Record] = read_record,
+    ends: bool = False,
 ) -> Record | None:
-    key = keys.instance(instance)
-    changed = threading.Condition()
-    entries: list[Entry | None] = []
-
-    def on_state(state: Mapping[str, Entry]) -> None:
-        with changed:
-            entries[:] = [state.get(key)]
-            changed.notify()
-
-    follower = Follower(config, key, on_state)
-    # With nothing left of the time, each is looked at once.
-    first_look = deadline.spent + config.timeout
-    follower.start()
-    try:
+    """`ends`: of what is nowhere the end has come."""
+    with Whereabouts(config, instance) as at:
+        # With nothing left of the time, each is looked at once.
+        first_look = deadline.spent + config.timeout
         while True:
-            with changed:
-                known = bool(entries)
-                entry = entries[0] if entries else None
-                record = read(entry) if entry else None
-                if known and reached(record):
-                    return record
-                spent = deadline.spent
-                limit = deadline.seconds if known else max(deadline.seconds, first_look)
-                if spent >= limit:
-                    how_far = f'still waiting for: {what(record)}' if known else 'and etcd did not answer'
-                    raise StillGoing(f'{instance}: {deadline.seconds:g} s are up, {how_far}; it goes on')
-                tell(f'waiting for: {what(record) if known else "etcd to answer"}, {spent:.0f} s')
-                changed.wait(min(TICK, limit - spent))
-    finally:
-        follower.stop()
+            known, entry = at.look()
+            record = read(entry) if entry else None
+            if known and (reached(record) or (ends and at.is_nowhere)):
+                return record
+            spent = deadline.spent
+            limit = deadline.seconds if known else max(deadline.seconds, first_look)
+            if spent >= limit:
+                how_far = f'still waiting for: {what(record)}' if known else 'and etcd did not answer'
+                raise StillGoing(f'{instance}: {deadline.seconds:g} s are up, {how_far}; it goes on')
+            tell(f'waiting for: {what(record) if known else "etcd to answer"}, {spent:.0f} s')
+            at.wait(min(TICK, limit - spent))

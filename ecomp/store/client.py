@@ -36,13 +36,16 @@ METADATA = (('hasleader', 'true'),)
 RENEWED = 1.0
 """Seconds in which a fence that did not hold has to be a new one."""
 
+AT_ONCE = 128
+"""Operations in a transaction, at most: etcd's own --max-txn-ops."""
+
 SHORTEST = 0.2
 """Seconds between two tries while a leader is being elected, and the least a call is given."""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One key: its value, the revision that wrote it last, and its lease (0: none).
+    """One key: its value, the revision that wrote it last, its lease (0: none), and the revision that made it.
 
     `dropped` is how many bytes the value has that a follower does not keep: `value` is empty then.
     """
@@ -52,6 +55,7 @@ class Entry:
     revision: int
     lease: int = 0
     dropped: int = 0
+    created: int = field(default=0, compare=False)
 
 
 @dataclass(frozen=True)
@@ -145,6 +149,17 @@ class Store:
         """The key's entry, None if it is not there."""
         reply = self._read(partial(_range, etcdrpc.RangeRequest(key=_bytes(key))))
         return _entry(reply.kvs[0]) if reply.kvs else None
+
+    def read(self, wanted: Sequence[str]) -> dict[str, Entry]:
+        """Those of these keys that are there, all at one revision as long as there are at most AT_ONCE."""
+        found: dict[str, Entry] = {}
+        for first in range(0, len(wanted), AT_ONCE):
+            ranges = [etcdrpc.RangeRequest(key=_bytes(key)) for key in wanted[first : first + AT_ONCE]]
+            request = etcdrpc.TxnRequest(success=[etcdrpc.RequestOp(request_range=each) for each in ranges])
+            reply = self._read(partial(_transaction, request))
+            entries = [_entry(kv) for each in reply.responses for kv in each.response_range.kvs]
+            found |= {each.key: each for each in entries}
+        return found
 
     def snapshot(
         self, prefix: str, keys_only: bool = False, keep: Callable[[Entry], Entry | None] = lambda entry: entry
@@ -345,7 +360,7 @@ def _bytes(key: str) -> bytes:
 
 
 def _entry(kv: Any) -> Entry:
-    return Entry(kv.key.decode(errors='replace'), kv.value, kv.mod_revision, kv.lease)
+    return Entry(kv.key.decode(errors='replace'), kv.value, kv.mod_revision, kv.lease, created=kv.create_revision)
 
 
 def _compare(condition: Unchanged | Exists) -> Any:

@@ -100,11 +100,11 @@ def test_frozen_while_another_takes_its_uuid(cluster: Control, tmp_path: Path, r
         )
         cluster.at_exit.enter_context(other)
         addressed(cluster, instance)
-        before = revision(cluster, f'/instances/{instance}')
+        before = revision(cluster, f'/instances/{compute.uuid}/{instance}')
     began = time.monotonic()
     until(lambda: logged(compute, 'this one only watches'), 20, 'it notices')
     figure('F5', detected_s=time.monotonic() - began)
-    assert revision(cluster, f'/instances/{instance}') == before, 'the late one wrote'
+    assert revision(cluster, f'/instances/{compute.uuid}/{instance}') == before, 'the late one wrote'
     assert guests(compute) == {}
     assert cluster.eschedule('destroy', '--wait', instance).code == 0
     assert compute.stop() == 0

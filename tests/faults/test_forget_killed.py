@@ -31,6 +31,7 @@ def test_killed_in_the_middle_it_is_run_again(cluster: Control, step: str, left:
     assert len(again.stderr.splitlines()) == left, again
     for instance in instances:
         reached(cluster, instance, 'gone')
-    assert set(everything(cluster)) - {'/cluster'} == {f'/instances/{instance}' for instance in instances}
+    gone = {f'/instances/{compute.uuid}/{instance}' for instance in instances}
+    assert set(everything(cluster)) - {'/cluster'} == gone
     one_line(cluster.eschedule('host', 'forget', compute.uuid), 4, 'no such compute')
     settled(cluster)

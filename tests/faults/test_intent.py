@@ -130,7 +130,7 @@ def test_a_record_removed_by_hand(cluster: Control) -> None:
     compute = tuned(cluster, numbers={'EVERY': 0.3})
     _, instance = place(cluster)
     address = addressed(cluster, instance)
-    cluster.etcd.delete(f'/instances/{instance}')
+    cluster.etcd.delete(cluster.etcd.record_key(instance))
     found = reached(cluster, instance, 'active')
     assert 'its record was lost' in found['fault']
     assert len(logs(compute, 'INSTANTIATE', instance)) == 1

@@ -167,7 +167,7 @@ def test_a_record_removed_by_hand(cluster: Control) -> None:
     compute = tuned(cluster, numbers={'EVERY': 0.3})
     instance = made(cluster, compute, '')
     assert cluster.eschedule('reboot', '--wait', instance).code == 0
-    cluster.etcd.delete(f'/instances/{instance}')
+    cluster.etcd.delete(cluster.etcd.record_key(instance))
     assert 'its record was lost' in reached(cluster, instance, 'active')['fault']
     done(cluster, instance)
     assert len(logs(compute, 'START INSTANCE', instance)) == 1

@@ -78,7 +78,7 @@ def record(world: World, state: str) -> Record:
 def planes(etcd: Etcd, placement: PlacementServer, world: World) -> list[object]:
     """All that is written anywhere of the instance."""
     name = world.request.instance
-    names = (keys.host(world.compute, name), keys.instance(name), keys.booted(name))
+    names = (keys.host(world.compute, name), keys.record(world.compute, name), keys.booted(name))
     return [*(etcd.get(each) for each in names), placement.allocations(name)]
 
 
@@ -115,7 +115,7 @@ def test_rule_5_a_late_write_is_none(
     state, carry_out = TASKS[task]
     name = world.request.instance
     if state is not None:
-        etcd.put(keys.instance(name), record_json(record(world, state)))
+        etcd.put_record(record_json(record(world, state)))
         assert world.instances.record(name) is not None  # as ecompute knows it
     # Between the plan and the task.
     if since == 'rewritten':

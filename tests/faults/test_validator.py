@@ -72,7 +72,7 @@ def lives(compute: str, instance: str, *states: str) -> list[dict[str, dict[str,
         if name == 'destroying':
             found.append({host: {**asked, 'allocations': {}, 'resources': SIZE}})
         ended: dict[str, dict[str, Any] | None] = {host: None} if name in ('gone', 'error') else {}
-        found.append({f'/instances/{instance}': facts, **ended})
+        found.append({f'/instances/{compute}/{instance}': facts, **ended})
     return found
 
 

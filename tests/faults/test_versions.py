@@ -104,7 +104,7 @@ def test_a_record_of_the_next_version(cluster: Control, version: int) -> None:
     compute = tuned(cluster, numbers={'EVERY': 0.3})
     _, instance = place(cluster)
     addressed(cluster, instance)
-    key = f'/instances/{instance}'
+    key = f'/instances/{compute.uuid}/{instance}'
     ours = cluster.etcd.get(key)
     assert ours is not None
     newer = json.dumps({**json.loads(ours), 'version': version, 'state': 'migrating', 'volumes': []})
@@ -134,7 +134,7 @@ def test_fields_nobody_knows(cluster: Control) -> None:
     instance = str(uuid.uuid4())
     claim(cluster, instance, compute.uuid)
     body = {**of_2019(compute.uuid, instance), 'version': 1, 'volume': 'v', 'zone': {'policy': 'spread'}}
-    request_key, record_key = f'/hosts/{compute.uuid}/{instance}', f'/instances/{instance}'
+    request_key, record_key = f'/hosts/{compute.uuid}/{instance}', f'/instances/{compute.uuid}/{instance}'
     cluster.etcd.put(request_key, json.dumps(body))
     address = addressed(cluster, instance)
     assert cluster.etcd.get(request_key) == json.dumps(body).encode()  # eschedule's own, which nobody rewrites

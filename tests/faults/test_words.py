@@ -152,7 +152,7 @@ def test_queries(cluster: Control) -> None:
             _, instance = notified(ended)
             done = cluster.eschedule('destroy', '--wait', instance)
             assert done.code == 0, done
-            before |= {f'/instances/{instance}'}
+            before |= {f'/instances/{compute.uuid}/{instance}'}
     assert len(taken) <= 3, taken
     check(cluster, compute)
 

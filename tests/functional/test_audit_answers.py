@@ -109,13 +109,13 @@ def codes(cloud: Cloud, host: Host) -> list[tuple[str, str]]:
 
 
 def ask(store: Store, host: Host) -> dict[str, bytes]:
-    """One compute's whole answer, by the part's name, each seen to be on the lease of the question."""
+    """One compute's whole answer, by the part's name, each seen to be on a lease, and removed with the question."""
     with asking(store) as (name, lease):
         assert store.commit([Unchanged(keys.audit(name), 0)], [Put(keys.audit(name), '{}', lease)])
         assert answers(store, name, {host.compute}, 'heard', '0') == {host.compute}
-        entries = store.snapshot(f'{keys.DIGESTS}{name}/{host.compute}/').entries
-        assert {each.lease for each in entries.values()} == {lease}
-    assert not store.snapshot(f'{keys.DIGESTS}{name}/').entries
+        entries = store.snapshot(keys.digest_prefix(name, host.compute)).entries
+        assert all(each.lease not in (0, lease) for each in entries.values())
+    assert not store.snapshot(keys.digest_prefix(name, host.compute)).entries
     assert store.get(keys.audit(name)) is None
     return {keys.last(key): each.value for key, each in entries.items()}
 
@@ -140,7 +140,7 @@ def test_a_base_volume_that_is_gone(cloud: Cloud, host: Host) -> None:
         'resources': {}, 'addresses': [], 'error': None, 'fault': None,
     }  # fmt: skip
     cloud.etcd.put(keys.host(host.compute, instance), json.dumps(request))
-    cloud.etcd.put(keys.instance(instance), json.dumps(record))
+    cloud.etcd.put_record(json.dumps(record))
     body = {'allocations': wire, 'user_id': 'u', 'project_id': 'p', 'consumer_generation': None}
     cloud.server.call('PUT', f'/allocations/{instance}', {**body, 'consumer_type': 'INSTANCE'})
     host.hypervisor.create_disk(spec := GuestSpec(instance, host.compute, 1, 64, 1, BASE, 'qemu'))
@@ -148,7 +148,7 @@ def test_a_base_volume_that_is_gone(cloud: Cloud, host: Host) -> None:
     assert codes(cloud, host) == []
     host.hypervisor.bases = {instance: '/images/base-x.qcow2'}
     assert codes(cloud, host) == [('base-missing', instance)]
-    for key in (keys.host(host.compute, instance), keys.instance(instance)):
+    for key in (keys.host(host.compute, instance), keys.record(host.compute, instance)):
         cloud.etcd.delete(key)
     cloud.server.call('DELETE', f'/allocations/{instance}')
 
@@ -238,7 +238,7 @@ def test_an_orphaned_nocloud_disk_is_removed(cloud: Cloud, host: Host) -> None:
 def test_what_is_no_leftover_stays(cloud: Cloud, host: Host) -> None:
     running, used, asked, lives, tried = host.domain(), host.disk(), host.disk(), host.disk(), host.disk()
     cloud.etcd.put(keys.host(host.compute, asked), '{}')
-    cloud.etcd.put(keys.instance(lives), json.dumps({'state': 'who knows'}))
+    cloud.etcd.put(keys.record(host.compute, lives), json.dumps({'state': 'who knows'}))
     cloud.etcd.put(keys.request(tried), json.dumps({'instances': [tried]}))
     data = GuestData(host.state / 'metadata')
     data.write(Request(asked, {}, None, '', ''), [MAC])
@@ -266,7 +266,7 @@ def test_what_is_no_leftover_stays(cloud: Cloud, host: Host) -> None:
         assert host.hypervisor.guests() == before
         assert data.all() == {MAC: asked}
     finally:
-        for key in (keys.host(host.compute, asked), keys.instance(lives), keys.request(tried)):
+        for key in (keys.host(host.compute, asked), keys.record(host.compute, lives), keys.request(tried)):
             cloud.etcd.delete(key)
 
 

@@ -60,7 +60,7 @@ def tell(daemon: Daemon, one: Toy) -> None:
 
 def reached(one: Toy, instance: str, state: str) -> None:
     def there() -> bool:
-        value = one.cloud.etcd.get(keys.instance(instance))
+        value = one.cloud.etcd.record(instance)
         return value is not None and from_json(value).state == state
 
     until(there, 20, f'{instance} is {state}')

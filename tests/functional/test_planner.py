@@ -122,7 +122,7 @@ def test_nothing_is_kept_of_what_is_not_asked_for_any_more(cloud: Cloud, tmp_pat
     with toy(cloud, tmp_path) as one:
         unreadable, junk = new(), keys.host(one.compute, 'no-uuid')
         cloud.etcd.put(keys.host(one.compute, unreadable), '{}')
-        cloud.etcd.put(keys.instance(unreadable), '{"version": 99}')
+        cloud.etcd.put(keys.record(one.compute, unreadable), '{"version": 99}')
         cloud.etcd.put(junk, '{}')
         assert one.step() == ['refuse no-uuid']
         assert one.step() == []

@@ -133,7 +133,7 @@ def test_a_dead_attempt_s_claim_is_released_although_another_compute_was_at_it(c
 
 
 def record(cloud: Cloud, instance: str) -> Record:
-    value = cloud.etcd.get(keys.instance(instance))
+    value = cloud.etcd.record(instance)
     assert value is not None
     return from_json(value, instance)
 
@@ -155,7 +155,7 @@ def test_one_that_placement_refuses_ends_in_error_and_the_others_are_taken(cloud
     assert one.holds == {good}
     # And its record goes as that of any other that failed.
     assert destroy(cloud.store, poison)
-    assert cloud.etcd.get(keys.instance(poison)) is None
+    assert cloud.etcd.record(poison) is None
 
 
 def test_a_provider_that_placement_lost_is_no_request_s_fault(cloud: Cloud, flavor: Flavor) -> None:

@@ -201,7 +201,7 @@ def test_a_uuid_with_a_past_is_never_used_again(cloud: Cloud, state: str, reason
     compute = cloud.compute()
     wanted = cloud.wanted(compute)
     record = Record(wanted.instance, compute, state, IMAGE, query=wanted.query)
-    cloud.etcd.put(keys.instance(wanted.instance), to_json(record))
+    cloud.etcd.put_record(to_json(record))
     with pytest.raises(Conflict, match=reason):
         cloud.create(wanted, resume=True)
     cloud.has_nothing_of(wanted, compute)

@@ -59,7 +59,7 @@ class Ending(Store):
 
     def __init__(self, cloud: Cloud, compute: str, instance: str, before: str) -> None:
         super().__init__(EtcdConfig((cloud.etcd.endpoint,)))
-        self._end = (keys.host(compute, instance), keys.instance(instance))
+        self._end = (keys.host(compute, instance), keys.record(compute, instance))
         self._gone = to_json(Record(instance, compute, GONE, None, stages={'gone': 'just now'}))
         self._before: str | None = before
 
@@ -69,10 +69,10 @@ class Ending(Store):
             request, record = self._end
             super().commit([], [Delete(request), Put(record, self._gone)])
 
-    def get(self, key: str) -> Entry | None:
-        if key == self._end[0]:
-            self._happens('get')
-        return super().get(key)
+    def read(self, wanted: Sequence[str]) -> dict[str, Entry]:
+        if self._end[0] in wanted:
+            self._happens('read')
+        return super().read(wanted)
 
     def commit(
         self, conditions: Sequence[Unchanged], operations: Sequence[Put | Delete], fenced: bool = True
@@ -82,10 +82,10 @@ class Ending(Store):
 
 
 @pytest.mark.parametrize('has_request', [True, False])
-@pytest.mark.parametrize('before', ['get', 'commit'])
+@pytest.mark.parametrize('before', ['read', 'commit'])
 def test_what_ends_while_it_is_looked_at_is_not_destroyed_again(cloud: Cloud, before: str, has_request: bool) -> None:
     compute, instance = cloud.compute(), new()
-    cloud.etcd.put(keys.instance(instance), to_json(Record(instance, compute, ACTIVE, IMAGE)))
+    cloud.etcd.put_record(to_json(Record(instance, compute, ACTIVE, IMAGE)))
     if has_request:
         cloud.etcd.put(keys.host(compute, instance), json.dumps({'instance': instance}))
     with pytest.raises(NotFound, match='gone since just now'):
@@ -107,7 +107,7 @@ def test_there_is_nothing_to_destroy(cloud: Cloud) -> None:
     with pytest.raises(NotFound, match=f'{instance}: no such instance'):
         destroy(cloud.store, instance)
     gone = Record(instance, new(), GONE, None, stages={'gone': 'yesterday'})
-    cloud.etcd.put(keys.instance(instance), to_json(gone))
+    cloud.etcd.put_record(to_json(gone))
     with pytest.raises(NotFound, match='gone since yesterday'):
         destroy(cloud.store, instance)
 
@@ -115,9 +115,9 @@ def test_there_is_nothing_to_destroy(cloud: Cloud) -> None:
 def test_a_destroy_of_a_failed_one_removes_the_record(cloud: Cloud) -> None:
     instance, compute = new(), new()
     failed = Record(instance, compute, ERROR, IMAGE, error=Failure('image', 'HTTP 404', 'nothing is left'))
-    cloud.etcd.put(keys.instance(instance), to_json(failed))
+    cloud.etcd.put_record(to_json(failed))
     assert 'its record is removed' in destroy(cloud.store, instance)
-    assert cloud.etcd.get(keys.instance(instance)) is None
+    assert cloud.etcd.record(instance) is None
     assert cloud.etcd.get(keys.host(compute, instance)) is None
     with pytest.raises(NotFound):
         destroy(cloud.store, instance)
@@ -144,7 +144,7 @@ def test_a_destroy_of_one_that_its_compute_will_refuse_says_what_it_shared(cloud
 def test_a_destroy_without_its_request_is_asked_for_anew(cloud: Cloud) -> None:
     # The key was removed by hand: the domain is kept, and only this takes it down.
     instance, compute = new(), new()
-    cloud.etcd.put(keys.instance(instance), to_json(Record(instance, compute, ACTIVE, IMAGE, query='resources=…')))
+    cloud.etcd.put_record(to_json(Record(instance, compute, ACTIVE, IMAGE, query='resources=…')))
     destroy(cloud.store, instance)
     assert cloud.delivered(compute, instance).is_tombstone
 
@@ -178,7 +178,7 @@ def test_what_is_known_of_an_instance(cloud: Cloud) -> None:
     assert found is not None
     assert found.record_entry is None
     assert (found.record.state, found.record.compute, found.record.resources) == ('scheduled', compute, SMALL)
-    cloud.etcd.put(keys.instance(wanted.instance), to_json(replace(found.record, state=ACTIVE)))
+    cloud.etcd.put_record(to_json(replace(found.record, state=ACTIVE)))
     found = find(cloud.store, wanted.instance)
     assert found is not None
     assert found.record.state == ACTIVE
@@ -191,7 +191,7 @@ def test_the_list_has_those_a_compute_has_not_seen_yet(cloud: Cloud) -> None:
     seen, unseen, gone = (cloud.wanted(compute, new()) for _ in range(3))
     cloud.create(unseen)
     for wanted, state in ((seen, ACTIVE), (gone, GONE)):
-        cloud.etcd.put(keys.instance(wanted.instance), to_json(Record(wanted.instance, compute, state, IMAGE)))
+        cloud.etcd.put_record(to_json(Record(wanted.instance, compute, state, IMAGE)))
 
     def listed(with_gone: bool) -> dict[str, str]:
         records = all_records(cloud.store, with_gone)

@@ -69,7 +69,7 @@ def test_anothers_delivery_is_not_taken_for_the_one_that_was_lost(
     def meanwhile() -> str:
         assert cloud.create(cloud.wanted(there, instance), resume=True) == Delivered(there)
         record = new_record(there, cloud.delivered(there, instance), 'now')
-        cloud.etcd.put(keys.instance(instance), to_json(record))
+        cloud.etcd.put_record(to_json(record))
         return 'now'
 
     etcd_proxy.lose_request(keys.host(here, instance).encode())

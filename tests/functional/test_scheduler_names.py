@@ -45,11 +45,11 @@ def record(cloud: Cloud, wanted: Wanted, state: str) -> None:
     if state == ERROR:
         lease = cloud.store.grant(3600)
         mine, change = freed(cloud.store, wanted.name, wanted.instance, lease)
-        put = Put(keys.instance(wanted.instance), to_json(replace(made, error=FAILURE)), lease)
+        put = Put(keys.record(compute, wanted.instance), to_json(replace(made, error=FAILURE)), lease)
         assert cloud.store.commit(mine, [put, *change])
         cloud.etcd.delete(keys.host(compute, wanted.instance))
     else:
-        cloud.etcd.put(keys.instance(wanted.instance), to_json(made))
+        cloud.etcd.put_record(to_json(made))
 
 
 def refusal(cloud: Cloud, wanted: Wanted, resume: bool = False) -> str:
@@ -288,7 +288,7 @@ def test_of_many_that_begin_so_a_few_are_named(cloud: Cloud) -> None:
     digits = new()[:8]
     for _ in range(8):
         instance = digits + new()[8:]
-        cloud.etcd.put(keys.instance(instance), to_json(Record(instance, new(), ACTIVE, IMAGE)))
+        cloud.etcd.put_record(to_json(Record(instance, new(), ACTIVE, IMAGE)))
     with pytest.raises(UsageError, match=r'8 instances begin so: \S+, \S+, \S+, \S+, \S+ and 3 more$'):
         resolve(cloud.store, digits)
 

@@ -32,7 +32,7 @@ def lives(cloud: Cloud, state: str = ACTIVE, said: str | None = None) -> tuple[s
 
 def write(cloud: Cloud, compute: str, instance: str, state: str, said: str | None, fault: str | None = None) -> None:
     record = Record(instance, compute, state, IMAGE, fault=fault, power=said)
-    cloud.etcd.put(keys.instance(instance), to_json(record))
+    cloud.etcd.put_record(to_json(record))
 
 
 def test_it_is_written_beside_all_that_is_there(cloud: Cloud) -> None:

@@ -16,6 +16,7 @@ from ecomp.errors import EcompError, NotFound, StillGoing
 from ecomp.model import keys
 from ecomp.model.record import ACTIVE, BUILDING, ERROR, GONE, Failure, Progress, Record, to_json
 from ecomp.scheduler.wait import WAITS_FOR, Deadline, wait_for_stage, wait_until_gone
+from ecomp.store.client import Delete, Put
 from tests.functional.cloud import IMAGE, Cloud, new
 from tests.kit.servers import PATIENCE, free_port, until
 
@@ -43,7 +44,7 @@ def test_a_stage_is_waited_for_as_it_happens(cloud: Cloud, told: list[str]) -> N
         until(lambda: answered(told), 10, 'etcd has answered it')
         for stage in ('image', 'disk', 'started', 'addressed'):
             record = record.at(ACTIVE, 't', stage)
-            cloud.etcd.put(keys.instance(instance), to_json(record))
+            cloud.etcd.put_record(to_json(record))
             if stage != 'addressed':
                 until(partial(waits_for, _after(stage)), 10, f'{stage} is seen')
         assert waiting.result(PATIENCE * 10) == record
@@ -56,9 +57,9 @@ def test_how_far_a_download_is_is_told(cloud: Cloud, told: list[str]) -> None:
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(wait_for_stage, config, instance, 'started', Deadline(30), told.append)
         progress = Progress('image', 34_000_000, 600_000_000)
-        cloud.etcd.put(keys.instance(instance), to_json(replace(record, progress=progress)))
+        cloud.etcd.put_record(to_json(replace(record, progress=progress)))
         until(lambda: any(each.startswith('waiting for: image, 34 of 600 MB, ') for each in told), 10, 'it is told')
-        cloud.etcd.put(keys.instance(instance), to_json(record.at(ACTIVE, 't', 'image', 'disk', 'started')))
+        cloud.etcd.put_record(to_json(record.at(ACTIVE, 't', 'image', 'disk', 'started')))
         assert waiting.result(PATIENCE * 10).progress is None
 
 
@@ -68,26 +69,26 @@ def _after(stage: str) -> str:
 
 def test_several_are_waited_for_under_one_deadline(cloud: Cloud, told: list[str]) -> None:
     config, deadline = EtcdConfig((cloud.etcd.endpoint,)), Deadline(0.5)
-    there = new()
-    cloud.etcd.put(keys.instance(there), to_json(Record(there, new(), ACTIVE, IMAGE, stages={'started': 't'})))
+    there, compute = new(), new()
+    cloud.etcd.put_record(to_json(Record(there, compute, ACTIVE, IMAGE, stages={'started': 't'})))
     with pytest.raises(StillGoing, match=r'0\.5 s are up'):
         wait_for_stage(config, new(), 'started', deadline, told.append)
     assert deadline.spent >= 0.5
     # Nothing is left of it: each of the others is still looked at, once.
     assert wait_for_stage(config, there, 'started', deadline, told.append).instance == there
     every = dict.fromkeys(('requested', 'scheduled', 'image', 'disk', 'started'), 't')
-    cloud.etcd.put(keys.instance(there), to_json(Record(there, new(), ACTIVE, IMAGE, stages=every)))
+    cloud.etcd.put_record(to_json(Record(there, compute, ACTIVE, IMAGE, stages=every)))
     with pytest.raises(StillGoing, match='DHCP lease; it goes on'):
         wait_for_stage(config, there, 'addressed', deadline, told.append)
 
 
 def test_a_record_that_goes_ends_a_wait(cloud: Cloud, told: list[str]) -> None:
     instance, config = new(), EtcdConfig((cloud.etcd.endpoint,))
-    cloud.etcd.put(keys.instance(instance), to_json(Record(instance, new(), ACTIVE, IMAGE)))
+    cloud.etcd.put_record(to_json(Record(instance, new(), ACTIVE, IMAGE)))
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(wait_for_stage, config, instance, 'started', Deadline(30), told.append)
         until(lambda: answered(told), 10, 'etcd has answered it')
-        cloud.etcd.delete(keys.instance(instance))
+        cloud.etcd.delete(cloud.etcd.record_key(instance))
         with pytest.raises(NotFound, match='its record was removed'):
             waiting.result(PATIENCE * 20)
 
@@ -96,8 +97,8 @@ def test_a_wait_ends_when_there_is_nothing_to_wait_for(cloud: Cloud, told: list[
     config = EtcdConfig((cloud.etcd.endpoint,))
     failed, gone, slow = new(), new(), new()
     error = Failure('image', 'HTTP 404', 'nothing is left')
-    cloud.etcd.put(keys.instance(failed), to_json(Record(failed, new(), ERROR, IMAGE, error=error)))
-    cloud.etcd.put(keys.instance(gone), to_json(Record(gone, new(), GONE, IMAGE)))
+    cloud.etcd.put_record(to_json(Record(failed, new(), ERROR, IMAGE, error=error)))
+    cloud.etcd.put_record(to_json(Record(gone, new(), GONE, IMAGE)))
     with pytest.raises(EcompError, match='failed at stage image: HTTP 404') as caught:
         wait_for_stage(config, failed, 'started', Deadline(10), told.append)
     assert caught.value.exit_code == 1
@@ -120,28 +121,41 @@ def test_a_wait_on_an_etcd_that_is_away_says_so(told: list[str], caplog: pytest.
 
 
 def test_an_end_is_waited_for(cloud: Cloud, told: list[str]) -> None:
-    gone, removed = new(), new()
+    gone, removed, compute = new(), new(), new()
     config = EtcdConfig((cloud.etcd.endpoint,))
 
-    def comes_and_goes() -> bool:
-        cloud.etcd.put(keys.instance(removed), to_json(Record(removed, new(), ACTIVE, IMAGE)))
-        cloud.etcd.delete(keys.instance(removed))
-        return waiting.done()
-
     with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(wait_until_gone, config, gone, Deadline(30), told.append)
+        for instance in (gone, removed):
+            cloud.etcd.put_record(to_json(Record(instance, compute, ACTIVE, IMAGE)))
+            waiting = pool.submit(wait_until_gone, config, instance, Deadline(30), told.append)
+            until(lambda: answered(told), 10, 'etcd has answered it')
+            told.clear()
+            if instance == gone:
+                cloud.etcd.put_record(to_json(Record(gone, compute, GONE, IMAGE)))
+            else:  # a failed one's record is removed at once
+                cloud.etcd.delete(cloud.etcd.record_key(removed))
+            waiting.result(PATIENCE * 20)
+    wait_until_gone(config, new(), Deadline(30), told.append)
+
+
+def test_one_that_waits_in_a_queue_is_followed_to_its_compute(cloud: Cloud, told: list[str]) -> None:
+    instance, compute = new(), new()
+    config, waits = EtcdConfig((cloud.etcd.endpoint,)), keys.queue('small', instance)
+    cloud.etcd.put(waits, '{}')
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(wait_for_stage, config, instance, 'started', Deadline(30), told.append)
         until(lambda: answered(told), 10, 'etcd has answered it')
-        cloud.etcd.put(keys.instance(gone), to_json(Record(gone, new(), ACTIVE, IMAGE)))
-        cloud.etcd.put(keys.instance(gone), to_json(Record(gone, new(), GONE, IMAGE)))
-        waiting.result(PATIENCE * 20)
-        # A failed one's record is removed at once.
-        waiting = pool.submit(wait_until_gone, config, removed, Deadline(30), told.append)
-        until(comes_and_goes, 20, 'the record is seen to be gone')
-        waiting.result(PATIENCE * 20)
+        request, record = keys.host(compute, instance), Record(instance, compute, ACTIVE, IMAGE)
+        cloud.store.commit([], [Delete(waits), Put(request, '{}')])
+        cloud.etcd.put_record(to_json(record.at(ACTIVE, 't', 'started')))
+        assert waiting.result(PATIENCE * 20).compute == compute
+    cloud.etcd.delete(request)
 
 
 def test_no_thread_is_left(cloud: Cloud, told: list[str]) -> None:
     before = threading.active_count()
+    instance = new()
+    cloud.etcd.put_record(to_json(Record(instance, new(), ACTIVE, IMAGE)))
     with pytest.raises(StillGoing):
-        wait_until_gone(EtcdConfig((cloud.etcd.endpoint,)), new(), Deadline(0.1), told.append)
+        wait_until_gone(EtcdConfig((cloud.etcd.endpoint,)), instance, Deadline(0.1), told.append)
     until(lambda: threading.active_count() <= before, 5, 'as many threads as before')

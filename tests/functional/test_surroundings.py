@@ -68,7 +68,7 @@ def test_a_build_whose_request_was_deleted_says_so(
     etcd: Etcd, placement: PlacementServer, tmp_path: Path, state: str, after: str
 ) -> None:
     store, client = Store(EtcdConfig(endpoints=(etcd.endpoint,))), Placement(placement.url)
-    key = keys.instance(INSTANCE)
+    key = keys.record(COMPUTE, INSTANCE)
     store.commit([], [Put(key, to_json(Record(INSTANCE, COMPUTE, state, 'http://h/i')))])
     hypervisor = FakeHypervisor()
     runner = Inline(hypervisor, Pretended())

@@ -94,7 +94,7 @@ def test_a_test_is_judged_by_what_it_left(cluster: Control) -> None:
     judged(cluster.watched)
     assert not is_broken(cluster.watched)
     # Not by the journal's etcd, as somebody else would.
-    key, value = f'/instances/{instance}', cluster.etcd.get(f'/instances/{instance}')
+    key, value = cluster.etcd.record_key(instance), cluster.etcd.record(instance)
     assert value is not None
     with connected(cluster.etcd.endpoint) as store:
         store.commit([], [Put(key, value.decode().replace('"active"', '"building"'))])

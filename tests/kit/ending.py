@@ -42,11 +42,23 @@ def ending(
     """
     held = {consumer: each for consumer, each in held.items() if consumer not in foreign}
     under = {family: _under(etcd, f'/{family}/') for family in FAMILIES}
+    places = under['instances']
+    # Of what a compute refused that another has there are two: the one that lives counts.
+    ended = {path for path, kept in places.items() if kept.lease}
+    order = sorted(places, key=lambda path: path not in ended)
+    under['instances'] = {path.rpartition('/')[2]: places[path] for path in order}
     records = {name: json.loads(kept.value) for name, kept in under['instances'].items() if name not in foreign}
     paths = [(*path.partition('/')[::2], kept) for path, kept in under['hosts'].items()]
     wished = [(compute, name) for compute, name, _ in paths if name not in foreign]
     found: list[str] = []
 
+    recorded = [path.rpartition('/')[2] for path in places if path not in ended]
+    found += [f'{name}: has {recorded.count(name)} records' for name in records if recorded.count(name) > 1]
+    for path, kept in places.items():
+        where, name = path.rpartition('/')[::2]
+        compute = json.loads(kept.value)['compute'] if name in records else None
+        if compute is not None and where not in ('', compute or 'none'):
+            found.append(f'{name}: the record of compute {compute} is below {where}')
     names = [name for _, name in wished]
     found += [f'{name}: is requested of {names.count(name)} computes' for name in set(names) if names.count(name) > 1]
     alive = {name for name, record in records.items() if record['state'] not in ENDED}

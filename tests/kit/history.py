@@ -172,6 +172,7 @@ class Course:
         self._hosts: dict[str, dict[str, dict[str, Any]]] = {}
         self._queues: dict[str, dict[str, dict[str, Any]]] = {}
         self._records: dict[str, dict[str, Any]] = {}
+        self._places: dict[str, str] = {}
 
     def run(self) -> Mapping[str, Kept]:
         """Look at every revision in turn; etcd at the end."""
@@ -217,10 +218,12 @@ class Course:
                     there[where] = _object(kept)
                 elif not there:
                     del books[family][instance]
-            case ['instances', instance]:
-                self._records.pop(instance, None)
+            case ['instances', *_, instance]:
+                # ecomp 1.0 has it at another key, and it moves from there in one revision.
                 if kept is not None:
-                    self._records[instance] = _object(kept)
+                    self._records[instance], self._places[instance] = _object(kept), key
+                elif self._places.get(instance) == key:
+                    del self._records[instance], self._places[instance]
 
     def _step(self, revision: int, changes: Sequence[Change]) -> None:
         """One revision: each change against what was before, then what all of them together have made."""
@@ -239,7 +242,12 @@ class Course:
                         self._life(instance).queued.append(revision)
                     self._once(revision, instance)
                     self._named(revision, instance, _object(kept))
-                case ['instances', instance]:
+                case ['instances', instance] if kept is None and self._places.get(instance) not in (None, key):
+                    continue  # moved below its compute
+                case ['instances', *where, instance]:
+                    if where and kept is not None and where[0] != (_object(kept).get('compute') or 'none'):
+                        self._say(revision, f'is recorded below {where[0]} by another compute', instance)
+                    was = was or before.get(f'/instances/{instance}')
                     tombstone = any(each.endswith(f'/{instance}') for each in removed if each.startswith('/hosts/'))
                     self._record(revision, instance, was, kept, tombstone)
                 case ['names', name]:

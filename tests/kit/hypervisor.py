@@ -275,7 +275,7 @@ class Hypervisor:
 
     def record(self, instance: str) -> dict[str, Any]:
         """The instance's record; {} if there is none."""
-        value = self.lab.etcd(f'/instances/{instance}').get(f'/instances/{instance}')
+        value = self.lab.record(instance)
         return dict(json.loads(value)) if value else {}
 
     def reached(self, instance: str, state: str, seconds: float = SOON, **fields: Any) -> dict[str, Any]:

@@ -53,9 +53,10 @@ def violations(
         if key.startswith('/requests/') and kept.lease:
             found += _request(control, key, kept, dead)
     records = {
-        key.removeprefix('/instances/'): json.loads(kept.value)
-        for key, kept in etcd.items()
-        if key.startswith('/instances/') and key.removeprefix('/instances/') not in foreign
+        key.rpartition('/')[2]: json.loads(kept.value)
+        # Of what a compute refused that another has there are two: the one that lives counts.
+        for key, kept in sorted(etcd.items(), key=lambda each: not each[1].lease)
+        if key.startswith('/instances/') and key.rpartition('/')[2] not in foreign
     }
     for each in computes:
         found += _guests(each, records, foreign)

@@ -207,6 +207,11 @@ class Lab:
             found = json.loads(answer.read()).get('kvs', [])
         return {base64.b64decode(kv['key']).decode(): base64.b64decode(kv.get('value', '')) for kv in found}
 
+    def record(self, instance: str) -> bytes | None:
+        """An instance's record, below whichever compute; None if there is none."""
+        found = [value for key, value in self.etcd('/instances/').items() if key.endswith(f'/{instance}')]
+        return found[0] if found else None
+
     def put(self, key: str, value: str) -> None:
         """Write an etcd key, as another client would."""
         body = {'key': base64.b64encode(key.encode()).decode(), 'value': base64.b64encode(value.encode()).decode()}

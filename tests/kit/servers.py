@@ -320,6 +320,21 @@ class Etcd(Server):
         """A new lease."""
         return int(self.call('lease/grant', {'TTL': seconds})['ID'])
 
+    def record_key(self, instance: str) -> str:
+        """Where an instance's record is, below whichever compute."""
+        found = [key for key in self.keys('/instances/') if key.endswith(f'/{instance}')]
+        asked = [key for key in found if len(found) > 1 and self.get(key.replace('/instances/', '/hosts/')) is not None]
+        return (asked or found or [f'/instances/{instance}'])[0]
+
+    def record(self, instance: str) -> bytes | None:
+        """An instance's record, below whichever compute it is."""
+        return self.get(self.record_key(instance))
+
+    def put_record(self, value: str, lease: int = 0) -> int:
+        """Write a record, where its own compute would; the revision."""
+        told = json.loads(value)
+        return self.put(f'/instances/{told["compute"] or "none"}/{told["instance"]}', value, lease)
+
     def delete(self, key: str) -> None:
         """Remove a key."""
         self.call('kv/deleterange', {'key': b64(key)})

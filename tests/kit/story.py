@@ -48,7 +48,7 @@ def at_once(control: Control, commands: Sequence[Sequence[str]], width: int = 6)
 
 def record(control: Control, instance: str) -> dict[str, Any] | None:
     """The instance's record, None if there is none."""
-    value = control.etcd.get(f'/instances/{instance}')
+    value = control.etcd.record(instance)
     return None if value is None else dict(json.loads(value))
 
 

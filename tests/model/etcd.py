@@ -6,7 +6,7 @@ Held against the real one by test_models_are_true.py.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ecomp.errors import EcompError, NoSpace, Unreachable
 from ecomp.model import keys
@@ -107,7 +107,9 @@ class Etcd:
             before = self.entries.pop(each.key, None)
             self._print ^= hash(self.shape(before)) if before else 0
             if isinstance(each, Put):
-                new = self.entries[each.key] = Entry(each.key, each.value.encode(), self.revision, each.lease)
+                created = before.created if before else self.revision
+                new = Entry(each.key, each.value.encode(), self.revision, each.lease, created=created)
+                self.entries[each.key] = new
                 self._print ^= hash(self.shape(new))
         put = [each.key for each in operations if isinstance(each, Put)]
         if any(each.startswith((keys.REQUESTS, keys.QUEUES)) and not each.endswith(keys.TAKER) for each in put):
@@ -140,10 +142,21 @@ class ModelStore(Store):
             there = self._etcd.entries
             found = {key: there[key] for key in sorted(there) if key.startswith(prefix)}
             if keys_only:
-                found = {key: Entry(key, b'', each.revision, each.lease) for key, each in found.items()}
+                found = {key: replace(each, value=b'') for key, each in found.items()}
             return Snapshot(self._etcd.revision, found)
 
         return self._world.call(Call('etcd', ('list', prefix)), read, self._etcd.shape)
+
+    def read(self, wanted: Sequence[str]) -> dict[str, Entry]:
+        """See Store."""
+
+        def look() -> dict[str, Entry]:
+            return {key: self._etcd.entries[key] for key in wanted if key in self._etcd.entries}
+
+        def shape(found: dict[str, Entry]) -> Hashable:
+            return tuple(map(self._etcd.shape, found.values()))
+
+        return self._world.call(Call('etcd', ('read', tuple(wanted))), look, shape)
 
     def count(self, prefix: str) -> int:
         """See Store."""

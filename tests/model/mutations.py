@@ -47,7 +47,7 @@ MUTATIONS = {
     ),
     'abandon does not look for a delivery': Mutation(
         'ecomp.scheduler.claim',
-        'or any(store.get(keys.host(provider, instance)) is not None for provider in held.allocations)',
+        'or store.read([key(each, instance) for each in held.allocations for key in (keys.host, keys.record)])',
         'or not held.allocations',
         ('lost_delivery', 'one_uuid_twice'),
     ),
@@ -136,8 +136,8 @@ MUTATIONS = {
     ),
     'a queued request does not compare who is at it': Mutation(
         'ecomp.scheduler.enqueue',
-        '*(Unchanged(request_key, request), Unchanged(keys.instance(instance), 0), Unchanged(waiting.key, 0)),',
-        '*(Unchanged(keys.instance(instance), 0), Unchanged(waiting.key, 0)),',
+        'conditions = [Unchanged(request_key, request), Unchanged(waiting.key, 0), Unchanged(flavor_key, flavor)]',
+        'conditions = [Unchanged(waiting.key, 0), Unchanged(flavor_key, flavor)]',
         ('queued_and_direct',),
     ),
     'a mark is on no lease': Mutation(

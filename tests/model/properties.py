@@ -27,7 +27,7 @@ class Facts:
         self.under = under
         hosts = ((path.partition('/'), value) for path, value in under.get('hosts', {}).items())
         self.asked: list[tuple[str, str, Json]] = [(compute, name, value) for (compute, _, name), value in hosts]
-        self.records = under.get('instances', {})
+        self.records = {path.rpartition('/')[2]: value for path, value in under.get('instances', {}).items()}
         queues = under.get('queues', {}).items()
         self.waiting = {path.rpartition('/')[2]: value for path, value in queues if not path.endswith('/taker')}
         self.held = cloud.model.held

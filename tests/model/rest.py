@@ -119,7 +119,8 @@ def has_past(cloud: Cloud, wanted: Wanted) -> bool:
     called = {keys.last(key) for key, each in entries.items() if key.startswith(keys.NAMES) and _names(each, instance)}
     if called - {wanted.name}:
         return True
-    record = entries.get(keys.instance(instance))
+    records = [each for key, each in entries.items() if key.startswith(keys.INSTANCES) and key.endswith(instance)]
+    record = records[0] if records else None
     if record is not None and json.loads(record.value)['state'] in (GONE, ERROR):
         return True
     there = [each for key, each in entries.items() if key.endswith(f'/{instance}')]

@@ -24,7 +24,7 @@ def used_again_and_rebooted(cloud: Cloud) -> Check:
     _plans(host)
     destroy(cloud.store, U)
     _plans(host)
-    cloud.store.commit([], [Delete(keys.instance(U))])  # its record's day is over
+    cloud.store.commit([], [Delete(keys.record(A, U))])  # its record's day is over
     for each in (U, V):
         cloud.delivered(each, A)
     _plans(host)

@@ -104,7 +104,7 @@ class Scene:
         """Change a record behind its ecompute's back."""
         found = record(self.control, instance)
         assert found is not None
-        self.put(f'/instances/{instance}', {**found, **changed}, seconds)
+        self.put(self.control.etcd.record_key(instance), {**found, **changed}, seconds)
 
 
     def join(self, members: dict[str, str]) -> None:
@@ -264,6 +264,10 @@ def request_ended(scene: Scene) -> str:
         'version': 1, 'instance': scene.gone, 'image': 'http://images.invalid/i',
         'allocations': {other: {'resources': SIZE}},
     }  # fmt: skip
+    found = record(scene.control, scene.gone)
+    assert found is not None
+    scene.control.etcd.delete(scene.control.etcd.record_key(scene.gone))
+    scene.put(f'/instances/{other}/{scene.gone}', {**found, 'compute': other}, 3600)
     scene.put(f'/hosts/{other}/{scene.gone}', request)
     return scene.gone
 
@@ -303,13 +307,21 @@ def taker_unleased(scene: Scene) -> str:
     return nobody
 
 
+def record_doubled(scene: Scene) -> str:
+    found = record(scene.control, scene.instance)
+    assert found is not None
+    other = scene.two.uuid
+    scene.put(f'/instances/{other}/{scene.instance}', {**found, 'compute': other})
+    return scene.instance
+
+
 def record_missing(scene: Scene) -> str:
-    scene.control.etcd.delete(f'/instances/{scene.instance}')
+    scene.control.etcd.delete(scene.control.etcd.record_key(scene.instance))
     return scene.instance
 
 
 def record_unreadable(scene: Scene) -> str:
-    scene.put(f'/instances/{(nobody := new())}', {'version': 99})
+    scene.put(f'/instances/{scene.one.uuid}/{(nobody := new())}', {'version': 99})
     return nobody
 
 
@@ -468,7 +480,8 @@ PLANTS: list[Callable[[Scene], str]] = [
     *(provider_missing, inventory_missing, capacity_exceeded),
     *(allocation_orphaned, allocation_missing, allocation_differs, allocation_doubled),
     *(request_doubled, request_misplaced, request_missing, request_ended, request_unreadable),
-    *(record_missing, record_unreadable, record_unleased, record_leased, booted_orphaned, booted_differs),
+    *(record_doubled, record_missing, record_unreadable, record_unleased, record_leased),
+    *(booted_orphaned, booted_differs),
     *(group_unreadable, group_broken, group_orphaned, group_missing, quota_unreadable, quota_differs, usage_differs),
     *(name_orphaned, name_missing, attempt_unleased, presence_unleased, compute_mute),
     *(queued_unreadable, queued_flavorless, queued_doubled, taker_unleased),
@@ -653,7 +666,7 @@ def test_what_fix_mends(scene: Scene, plant: Callable[[Scene], str]) -> None:
     if plant is not part_orphaned:
         assert subject in told[1] or MAC in told[1]
     if plant is record_unleased:
-        assert everything(scene.control)[f'/instances/{scene.gone}'].lease
+        assert everything(scene.control)[scene.control.etcd.record_key(scene.gone)].lease
     # Nothing else is touched.
     assert record(scene.control, scene.instance) == before['instance']
     assert allocations(scene.control) == {scene.instance: before['held']}

@@ -136,17 +136,18 @@ def test_a_request_that_differs_from_its_allocation_is_not_built(cluster: Contro
     assert allocations(cluster) == {}
 
 
-def test_a_request_for_an_instance_of_another_compute_is_dropped(cluster: Control) -> None:
+def test_a_request_for_an_instance_of_another_compute_is_refused(cluster: Control) -> None:
     owner, other = cluster.ecompute(), cluster.ecompute()
     _, instance = place(cluster, f'{SMALL}&in_tree={owner.uuid}')
     addressed(cluster, instance)
-    before = everything(cluster)[f'/instances/{instance}']
+    key = f'/instances/{owner.uuid}/{instance}'
+    before = everything(cluster)[key]
 
     write(cluster, other.uuid, instance, request(other.uuid, instance))
 
-    until(lambda: cluster.etcd.get(f'/hosts/{other.uuid}/{instance}') is None, 20, 'the request is dropped')
-    assert everything(cluster)[f'/instances/{instance}'] == before
-    assert logs(other, instance, 'request dropped', owner.uuid)
+    until(lambda: cluster.etcd.get(f'/hosts/{other.uuid}/{instance}') is None, 20, 'the request is refused')
+    assert everything(cluster)[key] == before
+    assert logs(other, instance, 'failed at stage scheduled', owner.uuid)
     check(cluster, owner, other)
 
 
@@ -298,20 +299,20 @@ def test_a_record_that_cannot_be_read_harms_no_other_instance(cluster: Control) 
     _, instance = place(cluster)
     addressed(cluster, instance)
     compute.stop()
-    good = cluster.etcd.get(f'/instances/{instance}')
+    good = cluster.etcd.record(instance)
     assert good is not None
-    cluster.etcd.put(f'/instances/{instance}', json.dumps({'version': 99}))
+    cluster.etcd.put(f'/instances/{compute.uuid}/{instance}', json.dumps({'version': 99}))
     compute.start()
     _, second = place(cluster)
     reached(cluster, second, 'active')
-    assert len(logs(compute, f'/instances/{instance}', 'version 99')) == 1
+    assert len(logs(compute, f'/instances/{compute.uuid}/{instance}', 'version 99')) == 1
     assert fake_guests(compute)[instance]['running']
-    one_line(cluster.eschedule('show', instance), 1, f'/instances/{instance}', 'version 99')
+    one_line(cluster.eschedule('show', instance), 1, f'/instances/{compute.uuid}/{instance}', 'version 99')
     listed = cluster.eschedule('list')
     assert second in listed.stdout
     assert listed.code == 1
-    one_line(listed, 1, f'/instances/{instance}', 'version 99')
-    cluster.etcd.put(f'/instances/{instance}', good)
+    one_line(listed, 1, f'/instances/{compute.uuid}/{instance}', 'version 99')
+    cluster.etcd.put(f'/instances/{compute.uuid}/{instance}', good)
     compute.stop()
     compute.start()
     check(cluster, compute)

@@ -145,14 +145,14 @@ def test_a_record_that_cannot_be_read_is_named_with_its_cure_and_the_rest_is_sho
     _, other = place(cluster)
     for each in (instance, other):
         addressed(cluster, each)
-    cluster.etcd.put(f'/instances/{instance}', '{"version": 99}')
-    cure = f'etcdctl del /instances/{instance}'
+    cluster.etcd.put(f'/instances/{compute.uuid}/{instance}', '{"version": 99}')
+    cure = f'etcdctl del /instances/{compute.uuid}/{instance}'
     for command, shown in (('hosts', compute.uuid), ('list', other)):
         result = cluster.eschedule(command)
-        one_line(result, 1, f'/instances/{instance}: ', 'version 99', cure)
+        one_line(result, 1, f'/instances/{compute.uuid}/{instance}: ', 'version 99', cure)
         assert shown in result.stdout
     # The cure does: what the compute has is written down anew.
-    cluster.etcd.delete(f'/instances/{instance}')
+    cluster.etcd.delete(cluster.etcd.record_key(instance))
     compute.restart()
     reached(cluster, instance, 'active')
     assert cluster.eschedule('list').code == 0
@@ -286,7 +286,7 @@ def test_destroys_it_never_carried_out_end_with_it(cluster: Control) -> None:
         one_line(cluster.eschedule('--uuid', instance, SMALL), 5, 'never used twice')
     assert allocations(cluster) == {}
     nothing_of(cluster, compute.uuid)
-    assert set(everything(cluster)) - {'/cluster'} == {f'/instances/{seen}', f'/instances/{unseen}'}
+    assert set(everything(cluster)) - {'/cluster'} == {f'/instances/{compute.uuid}/{each}' for each in (seen, unseen)}
     check(cluster)
     one_line(cluster.eschedule('host', 'forget', compute.uuid), 4, 'no such compute')
 

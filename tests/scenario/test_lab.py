@@ -418,7 +418,7 @@ def test_a_build_that_fails_leaves_nothing(lab: Lab) -> None:
             assert instance not in lab.disks(host)
             lab.check()
             assert lab.eschedule('destroy', instance).code == 0
-            assert not lab.etcd(f'/instances/{instance}')
+            assert lab.record(instance) is None
             assert lab.eschedule(instance).code == 4
     finally:
         subprocess.run([*mount, 'umount', str(images)], check=True)
@@ -470,8 +470,7 @@ def _active(lab: Lab, instance: str) -> bool:
 
 def _state(lab: Lab, instance: str) -> str:
     """Its record's, asked of etcd: a command for each look would take more processor than what is waited for."""
-    key = f'/instances/{instance}'
-    return str(json.loads(lab.etcd(key).get(key, b'{}')).get('state', ''))
+    return str(json.loads(lab.record(instance) or b'{}').get('state', ''))
 
 
 def _written_by_2019(lab: Lab, host: str) -> str:

@@ -162,7 +162,7 @@ def test_a_failed_one_is_found_by_its_name_until_somebody_takes_it(cluster: Cont
     reached(cluster, failed, 'error')
     one_line(cluster.eschedule('web1'), 1, f'{failed}: failed at stage scheduled')
     name = everything(cluster)['/names/web1']
-    assert name.lease == everything(cluster)[f'/instances/{failed}'].lease != 0
+    assert name.lease == everything(cluster)[f'/instances/{compute.uuid}/{failed}'].lease != 0
     second = place(cluster, SMALL, '--name', 'web1')[1]
     address = addressed(cluster, second)
     assert cluster.eschedule('web1').stdout == f'{address}\n'

@@ -248,7 +248,6 @@ READERS: dict[str, tuple[Callable[[bytes], object], Any]] = {
     'cluster': (lambda value: taken(cluster.identity, value), {'version': 1, 'identity': OTHER, 'since': NOW}),
     'known': (read_known, {'version': 1, 'identity': OTHER, 'cluster': 2**63, 'revision': 7, 'term': 2}),
     'released': (lambda value: released.to_json(released.from_json(value)), {'generations': {INSTANCE: 3}}),
-    'address': (lambda value: shown(taken(records.parse_address, value)), '10.0.0.1'),
 }
 
 
@@ -303,7 +302,7 @@ def test_any_json_at_all(name: str, value: Any) -> None:
 PLACES = {
     'request': keys.host(COMPUTE, INSTANCE),
     'tombstone': keys.host(OTHER, INSTANCE),
-    'record': keys.instance(INSTANCE),
+    'record': keys.record(COMPUTE, INSTANCE),
     'waiting': keys.queue('f', INSTANCE),
     'group': keys.group('web'),
     'quota': keys.quota('p'),
@@ -312,7 +311,6 @@ PLACES = {
     'compute': keys.compute(COMPUTE),
     'name': keys.name('web1'),
     'taker': keys.taker(keys.queue('f', INSTANCE)),
-    'address': keys.booted(INSTANCE),
 }
 
 
@@ -324,6 +322,8 @@ def test_an_audit_of_it_all_comes_to_its_end(number: int) -> None:
         for name, key in PLACES.items():
             good = READERS[name][1]
             value = mutant(good, rng) if rng.random() < 0.4 else json.dumps(good).encode()
+            if name == 'record' and rng.random() < 0.2:
+                etcd[keys.old_record(INSTANCE)] = Kept(value, rng.randrange(3), rng.randrange(2))
             if rng.random() < 0.8:
                 etcd[key] = Kept(value, rng.randrange(3), rng.randrange(2))
         digests = {}

@@ -27,8 +27,8 @@ def compute(cluster: Control) -> Ecompute:
     return cluster.ecompute('VCPU:16,DISK_GB:100,MEMORY_MB:8192')
 
 
-def put(cluster: Control, instance: str, value: str) -> None:
-    cluster.etcd.put(f'/instances/{instance}', value)
+def put(cluster: Control, compute: Ecompute, instance: str, value: str) -> None:
+    cluster.etcd.put(f'/instances/{compute.uuid}/{instance}', value)
 
 
 def test_a_weight_that_is_no_number_ends_in_error(cluster: Control, compute: Ecompute) -> None:
@@ -59,11 +59,11 @@ def test_a_destroy_goes_by_the_request(cluster: Control, compute: Ecompute) -> N
     addressed(cluster, good)
     compute.stop()
     for instance, value in damaged.items():
-        put(cluster, instance, value)
+        put(cluster, compute, instance, value)
     compute.start()
     for instance in damaged:
-        logs(compute, f'/instances/{instance}', 'trying again')
-        one_line(called(cluster, 'show', instance), 1, f'/instances/{instance}')
+        logs(compute, f'/instances/{compute.uuid}/{instance}', 'trying again')
+        one_line(called(cluster, 'show', instance), 1, f'/instances/{compute.uuid}/{instance}')
     # What is wrong with each in one line, and the others.
     both = called(cluster, 'show', *damaged, good)
     assert (both.code, len(both.stderr.splitlines())) == (1, len(damaged))
@@ -89,25 +89,25 @@ def test_it_is_asked_for_once(cluster: Control, compute: Ecompute) -> None:
     _, instance = place(cluster)
     addressed(cluster, instance)
     compute.stop()
-    put(cluster, instance, 'null')
+    put(cluster, compute, instance, 'null')
     assert 'destroy accepted' in called(cluster, 'destroy', instance).stderr
     before = cluster.etcd.get(f'/hosts/{compute.uuid}/{instance}')
     assert 'is being destroyed' in called(cluster, 'destroy', instance).stderr
     assert cluster.etcd.get(f'/hosts/{compute.uuid}/{instance}') == before
     compute.start()
-    until(lambda: cluster.etcd.get(f'/instances/{instance}') != b'null', 20, 'it is carried out')
+    until(lambda: cluster.etcd.record(instance) != b'null', 20, 'it is carried out')
     reached(cluster, instance, 'gone')
-    assert len(logged(compute, f'/instances/{instance}')) == 1
+    assert len(logged(compute, f'/instances/{compute.uuid}/{instance}')) == 1
     check(cluster, compute)
 
 
 def test_without_a_request_there_is_nothing_to_go_by(cluster: Control, compute: Ecompute) -> None:
     """And the cure is said."""
     instance = str(uuid.uuid4())
-    put(cluster, instance, 'null')
+    put(cluster, compute, instance, 'null')
     for words in (['destroy', instance], ['destroy', '--wait', instance], ['show', instance], [instance]):
-        one_line(called(cluster, *words), 1, f'etcdctl del /instances/{instance}')
-    cluster.etcd.delete(f'/instances/{instance}')
+        one_line(called(cluster, *words), 1, f'etcdctl del /instances/{compute.uuid}/{instance}')
+    cluster.etcd.delete(cluster.etcd.record_key(instance))
     check(cluster, compute)
 
 
@@ -115,15 +115,15 @@ def test_without_a_request_there_is_nothing_to_go_by(cluster: Control, compute: 
 def test_what_a_newer_ecomp_wrote_is_not_overwritten(cluster: Control, compute: Ecompute, whose: str) -> None:
     instance, other = str(uuid.uuid4()), str(uuid.uuid4())
     newer = json.dumps({'version': 2, 'compute': compute.uuid if whose == 'ours' else other, 'instance': instance})
-    put(cluster, instance, newer)
+    put(cluster, compute, instance, newer)
     tombstone = {'allocations': {}, 'instance': instance, 'image': None, 'user_id': 'u', 'project_id': 'p'}
     cluster.etcd.put(f'/hosts/{compute.uuid}/{instance}', json.dumps(tombstone))
-    logs(compute, f'/instances/{instance}', 'version 2', 'trying again')
+    logs(compute, f'/instances/{compute.uuid}/{instance}', 'version 2', 'trying again')
     _, good = place(cluster)
     addressed(cluster, good)
-    assert cluster.etcd.get(f'/instances/{instance}') == newer.encode()
+    assert cluster.etcd.record(instance) == newer.encode()
     assert cluster.etcd.get(f'/hosts/{compute.uuid}/{instance}') is not None
-    for key in (f'/hosts/{compute.uuid}/{instance}', f'/instances/{instance}'):
+    for key in (f'/hosts/{compute.uuid}/{instance}', f'/instances/{compute.uuid}/{instance}'):
         cluster.etcd.delete(key)
     check(cluster, compute)
 

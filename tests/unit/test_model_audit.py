@@ -68,7 +68,7 @@ class Making:
         interface = Interface('default', mac_address(instance, 0), address, 'lease' if address else None, address)
         error = Failure('image', 'it is no image', 'all') if state == record.ERROR else None
         made = Record(instance, compute, state, IMAGE, SIZE, addresses=(interface,), error=error, name=name)
-        self.put(keys.instance(instance), record.to_json(made), lease)
+        self.put(keys.record(compute, instance), record.to_json(made), lease)
 
     def wait(self, instance: str, name: str | None = None, flavor: str = 'small') -> None:
         waiting = Waiting(instance, Flavor(flavor, SIZE), IMAGE, 'u', 'p', name=name)
@@ -168,7 +168,7 @@ def test_a_world_in_which_all_agree(world: Making) -> None:
 
 def _misplaced(world: Making) -> None:
     del world.etcd[keys.host(ONE, ACTIVE)]
-    world.ask(TWO, ACTIVE)
+    world.ask(TWO, ACTIVE, name='web1')
 
 
 def _differs(world: Making) -> None:
@@ -180,7 +180,7 @@ def _two_of_a_name(world: Making) -> None:
 
 
 def _no_record(world: Making) -> None:
-    del world.etcd[keys.instance(ACTIVE)]
+    del world.etcd[keys.record(ONE, ACTIVE)]
 
 
 def _two_requests_and_no_record(world: Making) -> None:
@@ -234,6 +234,7 @@ PLANTED: list[tuple[str, str, Callable[[Making], object]]] = [
     ('request-doubled', ACTIVE, lambda w: w.ask(TWO, ACTIVE)),
     ('request-doubled', NOBODY, _two_requests_and_no_record),
     ('request-misplaced', ACTIVE, _misplaced),
+    ('request-misplaced', GONE, lambda w: w.ask(TWO, GONE)),
     ('request-missing', ACTIVE, lambda w: w.etcd.pop(keys.host(ONE, ACTIVE))),
     ('request-ended', GONE, lambda w: w.ask(ONE, GONE)),
     ('request-ended', FAILED, lambda w: w.ask(ONE, FAILED)),
@@ -247,9 +248,11 @@ PLANTED: list[tuple[str, str, Callable[[Making], object]]] = [
     ('queued-doubled', GONE, lambda w: w.wait(GONE)),
     ('queued-doubled', NOBODY, lambda w: (w.wait(NOBODY), w.ask(TWO, NOBODY))),
     ('taker-unleased', NOBODY, lambda w: (w.wait(NOBODY), w.put(keys.taker(keys.queue('small', NOBODY)), '{}'))),
+    ('record-doubled', ACTIVE, lambda w: w.write(ACTIVE, record.STOPPED, TWO)),
+    ('record-doubled', GONE, lambda w: w.write(GONE, record.ACTIVE, TWO)),
     ('record-missing', ACTIVE, _no_record),
-    ('record-unreadable', ACTIVE, lambda w: w.put(keys.instance(ACTIVE), '{"version": 99}')),
-    ('record-unreadable', 'no-uuid', lambda w: w.put(keys.instance('no-uuid'), '{}')),
+    ('record-unreadable', ACTIVE, lambda w: w.put(keys.record(ONE, ACTIVE), '{"version": 99}')),
+    ('record-unreadable', 'no-uuid', lambda w: w.put(keys.record(ONE, 'no-uuid'), '{}')),
     ('record-unleased', GONE, lambda w: w.write(GONE, record.GONE)),
     ('record-unleased', FAILED, lambda w: w.write(FAILED, record.ERROR, name='failed')),
     ('record-leased', ACTIVE, lambda w: w.write(ACTIVE, record.ACTIVE, lease=LEASE, address='10.0.0.1', name='web1')),
@@ -375,13 +378,13 @@ def test_one_that_no_compute_has_seen_yet(world: Making) -> None:
 def test_a_destroy_its_compute_has_not_seen_yet(world: Making, record_there: bool) -> None:
     world.ask(ONE, ACTIVE, tombstone=True)
     if not record_there:
-        del world.etcd[keys.instance(ACTIVE)], world.etcd[keys.booted(ACTIVE)]
+        del world.etcd[keys.record(ONE, ACTIVE)], world.etcd[keys.booted(ACTIVE)]
     assert audit(world.planes()) == []
 
 
 def test_the_name_of_what_cannot_be_understood(world: Making) -> None:
     world.call('web2', NOBODY)
-    for key in (keys.instance(NOBODY), keys.host(TWO, NOBODY)):
+    for key in (keys.record(TWO, NOBODY), keys.host(TWO, NOBODY)):
         world.put(key, '{"version": 99, "name": "web2"}')
         assert world.codes() == ['record-unreadable' if key.startswith(keys.INSTANCES) else 'request-unreadable']
         del world.etcd[key]
@@ -414,12 +417,12 @@ def test_a_power_that_is_being_switched(world: Making, said: str | None, state: 
     asked = json.loads(world.etcd[key].value) | {'power': {'action': 'reboot', 'id': GONE}}
     world.put(key, json.dumps(asked))
     world.write(ACTIVE, state, address='10.0.0.1')
-    told = json.loads(world.etcd[keys.instance(ACTIVE)].value)
-    world.put(keys.instance(ACTIVE), json.dumps(told | {'power': said}))
+    told = json.loads(world.etcd[keys.record(ONE, ACTIVE)].value)
+    world.put(keys.record(ONE, ACTIVE), json.dumps(told | {'power': said}))
     world.guest(ONE, ACTIVE, running=running)
     assert audit(world.planes()) == []
     # Once it is done, the record has to be right.
-    world.put(keys.instance(ACTIVE), json.dumps(told | {'power': GONE}))
+    world.put(keys.record(ONE, ACTIVE), json.dumps(told | {'power': GONE}))
     differs = {(record.ACTIVE, False): ['domain-off'], (record.STOPPED, True): ['domain-running']}
     assert world.codes() == differs.get((state, running), [])
 
@@ -526,7 +529,7 @@ def test_what_is_involved_in_an_instance(world: Making) -> None:
     world.put(keys.request(NOBODY), json.dumps({'instances': [ACTIVE, GONE]}), LEASE)
     found = involved(world.etcd)
     assert set(found[ACTIVE]) == {
-        keys.host(ONE, ACTIVE), keys.instance(ACTIVE), keys.booted(ACTIVE), keys.request(NOBODY)
+        keys.host(ONE, ACTIVE), keys.record(ONE, ACTIVE), keys.booted(ACTIVE), keys.request(NOBODY)
     }  # fmt: skip
     assert set(found[ONE]) == {keys.compute(ONE)}
     assert found[NOBODY] == {keys.request(NOBODY): world.etcd[keys.request(NOBODY)].revision}

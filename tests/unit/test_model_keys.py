@@ -18,7 +18,13 @@ def test_the_keys_users_and_other_hosts_see() -> None:
     assert keys.host(COMPUTE, INSTANCE) == f'/hosts/{COMPUTE}/{INSTANCE}'
     assert keys.request(INSTANCE) == f'/requests/{INSTANCE}'
     assert keys.booted(INSTANCE) == f'/booted/{INSTANCE}'
-    assert keys.instance(INSTANCE) == f'/instances/{INSTANCE}'
+    assert keys.record(COMPUTE, INSTANCE) == f'/instances/{COMPUTE}/{INSTANCE}'
+    assert keys.record('', INSTANCE) == f'/instances/none/{INSTANCE}'
+    assert keys.old_record(INSTANCE) == f'/instances/{INSTANCE}'
+    assert keys.digest('a', COMPUTE, 3) == f'/digests/{COMPUTE}/a/3'
+    assert keys.recorded(keys.record(COMPUTE, INSTANCE)) == (COMPUTE, INSTANCE)
+    assert keys.recorded(keys.record('', INSTANCE)) == ('', INSTANCE)
+    assert keys.recorded(keys.old_record(INSTANCE)) == (None, INSTANCE)
     assert keys.compute(COMPUTE) == f'/computes/{COMPUTE}'
 
 

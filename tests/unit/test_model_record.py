@@ -28,7 +28,6 @@ from ecomp.model.record import (
     Record,
     from_json,
     new_record,
-    parse_address,
     timestamp,
     to_dict,
     to_json,
@@ -220,14 +219,3 @@ def test_progress_is_of_a_stage_and_goes_when_it_is_reached() -> None:
 )  # fmt: skip
 def test_progress_that_is_not_understood_is_none(value: Any) -> None:
     assert from_json(stored(progress=value)) == RECORD
-
-
-@pytest.mark.parametrize('address', ['10.0.0.1', '::1', '2001:db8::ffff:192.0.2.1', 'fe80::5054:ff:fe00:1'])
-def test_an_address_is_read(address: str) -> None:
-    assert parse_address(address.encode()) == address
-
-
-@pytest.mark.parametrize('value', [b'', b'x', b'10.0.0.1\n', b'10.0.0.1\x1b[2J', b'\xff', b'a-host', b'1' * 46, b'{}'])
-def test_what_is_no_address_is_refused(value: bytes) -> None:
-    with pytest.raises(ValueError, match='not an address'):
-        parse_address(value)

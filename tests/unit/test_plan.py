@@ -86,7 +86,6 @@ def planned(
     wish: Wish, known: Record | None, guest: Guest | None, addresses: dict[str, Address] | None = None
 ) -> list[Task]:
     return plan(
-        HERE,
         {INSTANCE: wish},
         {INSTANCE: known} if known else {},
         {INSTANCE: guest} if guest else {},
@@ -118,21 +117,15 @@ def test_the_table(wish: str, state: str | None, guest: str) -> None:
         assert task.reason
 
 
-@pytest.mark.parametrize(('wish', 'state', 'guest'), list(product(WISHES, STATES[1:], GUESTS)))
-def test_another_compute_s_instance_is_never_touched(wish: str, state: str, guest: str) -> None:
-    tasks = planned(WISHES[wish], record(state, ELSEWHERE), GUESTS[guest])
-    assert tasks == [Task(Kind.MISPLACED, INSTANCE, f'it is the instance of compute {ELSEWHERE}')]
-
-
 @pytest.mark.parametrize('guest', [guest for guest in GUESTS.values() if guest])
 def test_a_guest_nobody_asks_for_is_kept_and_reported(guest: Guest) -> None:
-    assert plan(HERE, {}, {}, {INSTANCE: guest}, {}) == [
+    assert plan({}, {}, {INSTANCE: guest}, {}) == [
         Task(Kind.REPORT, INSTANCE, 'is here but nobody asks for it: kept, and unmanaged')
     ]
 
 
 def test_nothing_asked_for_and_nothing_there_is_nothing_to_do() -> None:
-    assert plan(HERE, {}, {}, {}, {}) == []
+    assert plan({}, {}, {}, {}) == []
 
 
 @pytest.mark.parametrize(('wish', 'state', 'guest'), list(product(['asked', 'unreadable'], (None, *STATES), GUESTS)))
@@ -144,7 +137,7 @@ def test_only_a_tombstone_destroys(wish: str, state: str | None, guest: str) -> 
 def test_instances_are_planned_each_by_itself() -> None:
     neighbour = Request(NEIGHBOUR, ASKED.allocations, 'http://h/i', 'u', 'p')
     guests = {INSTANCE: GUESTS['runs']}
-    tasks = plan(HERE, {INSTANCE: TOMBSTONE, NEIGHBOUR: neighbour}, {INSTANCE: record(ACTIVE)}, guests, {})  # type: ignore[arg-type]
+    tasks = plan({INSTANCE: TOMBSTONE, NEIGHBOUR: neighbour}, {INSTANCE: record(ACTIVE)}, guests, {})  # type: ignore[arg-type]
     assert [(task.instance, task.kind) for task in tasks] == [(INSTANCE, Kind.DESTROY), (NEIGHBOUR, Kind.BUILD)]
 
 
@@ -187,10 +180,10 @@ def test_that_a_guest_was_killed_is_remembered_while_it_is_off() -> None:
 def test_what_vanished_ends_and_what_was_merely_missed_does_not() -> None:
     stopped = replace(record(STOPPED), fault=GONE_BOTH)
     wishes, records = {INSTANCE: ASKED}, {INSTANCE: stopped}
-    assert plan(HERE, wishes, records, {}, {}) == []
-    assert [task.kind for task in plan(HERE, wishes, records, {}, {}, vanished=[INSTANCE])] == [Kind.VANISHED]
+    assert plan(wishes, records, {}, {}) == []
+    assert [task.kind for task in plan(wishes, records, {}, {}, vanished=[INSTANCE])] == [Kind.VANISHED]
     for guest in filter(None, GUESTS.values()):
-        tasks = plan(HERE, wishes, records, {INSTANCE: guest}, {}, vanished=[INSTANCE])
+        tasks = plan(wishes, records, {INSTANCE: guest}, {}, vanished=[INSTANCE])
         assert Kind.VANISHED not in [task.kind for task in tasks]
 
 
@@ -198,13 +191,13 @@ def test_what_ran_before_a_reboot_is_started_again_and_nothing_else() -> None:
     for state, guest in product((ACTIVE, STOPPED), GUESTS):
         there = {INSTANCE: found} if (found := GUESTS[guest]) else {}
         for before in ([], [INSTANCE]):
-            tasks = plan(HERE, {INSTANCE: ASKED}, {INSTANCE: record(state)}, there, {}, before_reboot=before)
+            tasks = plan({INSTANCE: ASKED}, {INSTANCE: record(state)}, there, {}, before_reboot=before)
             resumed = Kind.RESUME in [task.kind for task in tasks]
             ran = bool(before) and state == ACTIVE
             assert resumed == (ran and guest in ('is off', 'is off, killed')), (state, guest)
     off = GUESTS['is off']
     assert off is not None
-    tasks = plan(HERE, {INSTANCE: TOMBSTONE}, {INSTANCE: record(ACTIVE)}, {INSTANCE: off}, {}, before_reboot=[INSTANCE])
+    tasks = plan({INSTANCE: TOMBSTONE}, {INSTANCE: record(ACTIVE)}, {INSTANCE: off}, {}, before_reboot=[INSTANCE])
     assert [task.kind for task in tasks] == [Kind.DESTROY]
 
 
@@ -230,12 +223,12 @@ def test_an_address_is_written_down_when_it_is_new(known: str | None, found: dic
 
 def test_cloud_init_is_through_once() -> None:
     active = record(ACTIVE)
-    tasks = plan(HERE, {INSTANCE: ASKED}, {INSTANCE: active}, {INSTANCE: GUESTS['runs']}, {}, ready=[INSTANCE])
+    tasks = plan({INSTANCE: ASKED}, {INSTANCE: active}, {INSTANCE: GUESTS['runs']}, {}, ready=[INSTANCE])
     assert [task.kind for task in tasks] == [Kind.READY]
     told = active.at(ACTIVE, '2026-01-01T00:00:00.000Z', 'ready')
-    assert plan(HERE, {INSTANCE: ASKED}, {INSTANCE: told}, {INSTANCE: GUESTS['runs']}, {}, ready=[INSTANCE]) == []
+    assert plan({INSTANCE: ASKED}, {INSTANCE: told}, {INSTANCE: GUESTS['runs']}, {}, ready=[INSTANCE]) == []
     # Off, it is first written down as off, and stays what it was.
-    off = plan(HERE, {INSTANCE: ASKED}, {INSTANCE: active}, {INSTANCE: GUESTS['is off']}, {}, ready=[INSTANCE])
+    off = plan({INSTANCE: ASKED}, {INSTANCE: active}, {INSTANCE: GUESTS['is off']}, {}, ready=[INSTANCE])
     assert [task.kind for task in off] == [Kind.POWER]
 
 

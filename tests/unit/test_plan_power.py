@@ -45,7 +45,7 @@ def planned(
     there = {INSTANCE: guest} if guest else {}
     asked = {INSTANCE: patience} if patience else {}
     before = [INSTANCE] if before_reboot else []
-    tasks = plan(HERE, {INSTANCE: request}, {INSTANCE: record}, there, {}, (), before, asked)
+    tasks = plan({INSTANCE: request}, {INSTANCE: record}, there, {}, (), before, asked)
     assert all(task.reason for task in tasks)
     return [task.kind for task in tasks]
 
@@ -99,7 +99,7 @@ def test_of_whom_nothing_is_seen_nothing_is_done(action: str) -> None:
     assert planned(power, None, None, fault=GONE_BOTH) == []
     request = Request(INSTANCE, {HERE: {'VCPU': 1}}, 'http://h/i', 'u', 'p', power=power)
     record = Record(INSTANCE, HERE, STOPPED, 'http://h/i', fault=GONE_BOTH)
-    tasks = plan(HERE, {INSTANCE: request}, {INSTANCE: record}, {}, {}, vanished=[INSTANCE])
+    tasks = plan({INSTANCE: request}, {INSTANCE: record}, {}, {}, vanished=[INSTANCE])
     assert [each.kind for each in tasks] == [Kind.VANISHED]
 
 
