@@ -15,6 +15,7 @@
     │   ├── UnknownOutcome     7  a write was sent and no answer came: read back before anything else
     │   ├── NoSpace            7  etcd is full: it takes deletes and nothing else
     │   └── StrangeEtcd        7  etcd answers, and is not the one this compute knew
+    ├── Denied                 1  etcd knows who we are, and does not let us do that
     ├── Unreadable             1  what a key of etcd holds cannot be understood
     └── BuildFailed            1  an instance could not be made: the stage and a plain reason
 
@@ -96,6 +97,10 @@ class NoSpace(Unreachable):
 
 class StrangeEtcd(Unreachable):
     """Etcd was wiped, restored or exchanged: nothing may be written to it before somebody accepts it."""
+
+
+class Denied(EcompError):
+    """The message names the keys it was about, and the certificate."""
 
 
 class Unreadable(EcompError):

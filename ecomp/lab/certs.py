@@ -4,7 +4,8 @@
     DIR/etcd, DIR/placement   server.crt and server.key, beside a copy of ca.crt; placement's has `token`, too
     DIR/compute-NAME, DIR/scheduler-NAME, DIR/operator-NAME
                               client.crt and client.key, ca.crt, token, and the compute.yaml or schedule.yaml that names
-                              them by relative paths: /etc/ecomp of that machine, as it is
+                              them by relative paths: /etc/ecomp of that machine, as it is. A compute.yaml says the
+                              compute's uuid, too, for its certificate's role in etcd (roles.py)
 
 What is there and holds for a month more stays as it is, and one process at a time makes what is not.
 https://cryptography.io/en/latest/x509/reference/
@@ -15,8 +16,9 @@ from __future__ import annotations
 import os
 import re
 import secrets
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 from ipaddress import ip_address
 from pathlib import Path
@@ -27,8 +29,10 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
+from ecomp.conf import load_compute
 from ecomp.errors import EcompError, UsageError
 from ecomp.lab import state
+from ecomp.model import keys
 
 AUTHORITY_DAYS = 3650
 DAYS = 730
@@ -64,6 +68,7 @@ class Cluster:
     `servers` are the names and addresses by which etcd and placement are reached, the one that clients are told first,
     or none: those that were said when their certificates were made;
     `computes`, `schedulers` and `operators` are names of machines and people. The ports are etcd's and placement's.
+    `uuids` are those of computes that have one already, by their names.
     """
 
     servers: tuple[str, ...]
@@ -72,6 +77,7 @@ class Cluster:
     operators: tuple[str, ...]
     etcd_port: int
     placement_port: int
+    uuids: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -88,6 +94,8 @@ def make(directory: Path, cluster: Cluster, now: datetime, say: Callable[[str], 
     for name in (*cluster.computes, *cluster.schedulers, *cluster.operators):
         if not CLIENT.fullmatch(name):
             raise UsageError(f'{name!r} is no name of a machine or a person of at most 50 characters')
+    for name, compute in cluster.uuids.items():
+        _check_uuid(name, compute, directory / f'compute-{name}/compute.yaml')
     try:
         if not cluster.servers:
             cluster = replace(cluster, servers=_servers(directory / 'etcd/server.crt'))
@@ -113,7 +121,18 @@ def _make(directory: Path, cluster: Cluster, now: datetime, say: Callable[[str],
             place.mkdir(mode=0o700, exist_ok=True)
             _certificate(place, 'client', place.name, (), signer, now, say)
             _write(place / 'token', token.read_bytes())
-            _configuration(place / ('compute.yaml' if role == 'compute' else 'schedule.yaml'), cluster)
+            if role == 'compute':
+                _configuration(place / 'compute.yaml', cluster, f'uuid: {cluster.uuids.get(name) or uuid.uuid4()}\n')
+            else:
+                _configuration(place / 'schedule.yaml', cluster)
+
+
+def _check_uuid(name: str, compute: str, path: Path) -> None:
+    """UsageError if it is none, or if `path` is there and says another or none: it is written once."""
+    if not keys.is_uuid(compute):
+        raise UsageError(f'--compute {name}={compute}: a uuid is like 3d9a1c9e-8f0b-4b62-9a53-5a8f0c1e7d24')
+    if path.exists() and (said := load_compute(path).uuid) != compute:
+        raise UsageError(f'{path} is there, with {f"uuid {said}" if said else "no uuid"}: say `uuid: {compute}` in it')
 
 
 def _authority(directory: Path, now: datetime, say: Callable[[str], None]) -> _Signer:
@@ -231,7 +250,7 @@ def _general_name(name: str) -> x509.GeneralName:
     return x509.IPAddress(ip_address(name)) if _is_address(name) else x509.DNSName(name)
 
 
-def _configuration(path: Path, cluster: Cluster) -> None:
+def _configuration(path: Path, cluster: Cluster, more: str = '') -> None:
     if not path.exists():
         host = cluster.servers[0]
         text = CLIENT_YAML.format(
@@ -240,7 +259,7 @@ def _configuration(path: Path, cluster: Cluster) -> None:
             etcd_port=cluster.etcd_port,
             placement_port=cluster.placement_port,
         )
-        _write(path, text.encode())
+        _write(path, (text + more).encode())
 
 
 def _pem(key: ec.EllipticCurvePrivateKey) -> bytes:

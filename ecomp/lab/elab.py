@@ -89,13 +89,17 @@ def _parser() -> argparse.ArgumentParser:
     certs.add_argument('directory', type=Path, metavar='DIR', help='where they are made, and kept when it is run again')
     for option, what in (
         ('--control', 'names and addresses of the control host, the first for clients; once is enough'),
-        ('--compute', 'hypervisors'),
+        ('--compute', 'hypervisors; NAME=UUID for one that has a uuid already'),
         ('--scheduler', 'machines where eschedule runs'),
         ('--operator', 'people who may do everything'),
     ):
         certs.add_argument(option, nargs='+', action='extend', default=[], metavar='NAME', help=what)
     certs.add_argument('--etcd-port', type=int, default=ETCD_PORT, metavar='PORT')
     certs.add_argument('--placement-port', type=int, default=PLACEMENT_PORT, metavar='PORT')
+    roles = certs.add_mutually_exclusive_group()
+    hold = 'have etcd hold each certificate in DIR to its role, so that no compute writes what is of another'
+    roles.add_argument('--enable', action='store_true', help=hold)
+    roles.add_argument('--disable', action='store_true', help='have etcd let every certificate do everything again')
     made = command('guest', _guest, 'make a small guest image out of Debian packages')
     made.add_argument('output', type=Path, metavar='OUT.qcow2')
     return parser
@@ -273,15 +277,28 @@ def _certs(options: argparse.Namespace) -> int:
     machine.require({}, ['cryptography'])
     from ecomp.lab import certs
 
+    if options.disable and (options.control or options.compute or options.scheduler or options.operator):
+        raise UsageError('--disable makes no certificates: say it alone')
+    now = datetime.now(UTC).replace(microsecond=0)
+    computes = [each.partition('=') for each in options.compute]
     cluster = certs.Cluster(
         servers=tuple(options.control),
-        computes=tuple(options.compute),
+        computes=tuple(name for name, _, _ in computes),
         schedulers=tuple(options.scheduler),
         operators=tuple(options.operator),
         etcd_port=options.etcd_port,
         placement_port=options.placement_port,
+        uuids={name: compute for name, says, compute in computes if says},
     )
-    certs.make(options.directory, cluster, datetime.now(UTC).replace(microsecond=0), _say)
+    if not options.disable:
+        certs.make(options.directory, cluster, now, _say)
+    if options.enable or options.disable:
+        from ecomp.lab import roles  # as the others need no etcd3
+
+        if options.enable:
+            roles.enable(options.directory, now, _say)
+        else:
+            roles.disable(options.directory, _say)
     return 0
 
 

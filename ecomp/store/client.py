@@ -22,7 +22,7 @@ from etcd3.utils import increment_last_byte
 from google.protobuf.internal import api_implementation
 
 from ecomp.conf import EtcdConfig
-from ecomp.errors import EcompError, NoSpace, UnknownOutcome, Unreachable, UsageError
+from ecomp.errors import Denied, EcompError, NoSpace, UnknownOutcome, Unreachable, UsageError
 from ecomp.model.cluster import Header
 from ecomp.store import reasons
 from ecomp.store.connection import connect
@@ -40,7 +40,7 @@ AT_ONCE = 128
 """Operations in a transaction, at most: etcd's own --max-txn-ops."""
 
 SHORTEST = 0.2
-"""Seconds between two tries while a leader is being elected, and the least a call is given."""
+"""Seconds between two tries while etcd takes nothing for a moment, and the least a call is given."""
 
 
 @dataclass(frozen=True)
@@ -147,7 +147,7 @@ class Store:
 
     def get(self, key: str) -> Entry | None:
         """The key's entry, None if it is not there."""
-        reply = self._read(partial(_range, etcdrpc.RangeRequest(key=_bytes(key))))
+        reply = self._read(partial(_range, etcdrpc.RangeRequest(key=_bytes(key))), about=(key,))
         return _entry(reply.kvs[0]) if reply.kvs else None
 
     def read(self, wanted: Sequence[str]) -> dict[str, Entry]:
@@ -169,7 +169,7 @@ class Store:
         end = increment_last_byte(start)
         entries: dict[str, Entry] = {}
         revision = 0
-        for reply in pages(lambda request: self._read(partial(_range, request)), start, end, keys_only):
+        for reply in pages(lambda each: self._read(partial(_range, each), about=(prefix,)), start, end, keys_only):
             revision = revision or reply.header.revision
             for kv in reply.kvs:
                 kept = keep(_entry(kv))
@@ -192,7 +192,7 @@ class Store:
         """How many keys there are under a prefix."""
         key = _bytes(prefix)
         request = etcdrpc.RangeRequest(key=key, range_end=increment_last_byte(key), count_only=True)
-        return int(self._read(partial(_range, request)).count)
+        return int(self._read(partial(_range, request), about=(prefix,)).count)
 
     def commit(
         self, conditions: Sequence[Unchanged | Exists], operations: Sequence[Put | Delete], fenced: bool = True
@@ -212,7 +212,7 @@ class Store:
                 success=[_operation(each) for each in operations],
                 failure=[_look(held.key)] if held else [],
             )
-            reply = self._write(partial(_transaction, request))
+            reply = self._write(partial(_transaction, request), [each.key for each in operations])
             if reply.succeeded:
                 return int(reply.header.revision)
             found = reply.responses[0].response_range.kvs if held else []
@@ -287,17 +287,21 @@ class Store:
     def _connected(self) -> Any:
         return connect(self._config, self._config.endpoints[self._next])
 
-    def _read(self, ask: Callable[[Any, float], Any], linearizable: bool = True) -> Any:
-        """Ask until one endpoint answers, within the time limit; `ask` may be called again."""
-        return self._ask(ask, Unreachable, linearizable)
+    def _read(
+        self, ask: Callable[[Any, float], Any], linearizable: bool = True, about: Sequence[str] = ()
+    ) -> Any:
+        """Ask until one endpoint answers, within the time limit; `ask` may be called again. `about`: which keys."""
+        return self._ask(ask, Unreachable, linearizable, about)
 
-    def _write(self, ask: Callable[[Any, float], Any]) -> Any:
+    def _write(self, ask: Callable[[Any, float], Any], about: Sequence[str] = ()) -> Any:
         """The same, but nothing is sent a second time that may have arrived."""
         if self._guard is not None:
             self._guard.admit()
-        return self._ask(ask, UnknownOutcome, True)
+        return self._ask(ask, UnknownOutcome, True, about)
 
-    def _ask(self, ask: Callable[[Any, float], Any], unanswered: type[Unreachable], linearizable: bool) -> Any:
+    def _ask(
+        self, ask: Callable[[Any, float], Any], unanswered: type[Unreachable], linearizable: bool, about: Sequence[str]
+    ) -> Any:
         before = self._guard.known if self._guard is not None else None
         deadline = time.monotonic() + self._config.timeout
         several = len(self._config.endpoints) > 1
@@ -318,23 +322,27 @@ class Store:
                 if several or not young or error.code() != grpc.StatusCode.DEADLINE_EXCEEDED:
                     self.move_on(client)
                 late = time.monotonic() > deadline - SHORTEST
-                if reasons.is_electing(error) and not late:
+                if reasons.is_passing(error) and not late:
                     left = max(left, 1)
                     time.sleep(SHORTEST)
                 elif left <= 0 or late or not reasons.may_work_elsewhere(error, repeatable):
                     sent = unanswered if not reasons.was_not_sent(error) else Unreachable
-                    raise self._translated(error, sent) from error
+                    raise self._translated(error, sent, about, repeatable) from error
         if self._guard is not None and before is not None and linearizable:
             self._guard.check(before, header_of(reply), self.where)
         return reply
 
-    def _translated(self, error: grpc.RpcError, unanswered: type[Unreachable]) -> EcompError:
+    def _translated(
+        self, error: grpc.RpcError, unanswered: type[Unreachable], about: Sequence[str] = (), read: bool = False
+    ) -> EcompError:
         name = f'etcd at {self.where}'
         if reasons.is_full(error):
             cure = 'compact and defragment it, and disarm its alarm'
             return NoSpace(f'{name} takes no writes ({reasons.details(error)}): {cure}')
         if reasons.is_too_long(error):
             return TooLong(f'{name}: {reasons.details(error)}')
+        if reasons.is_denied(error):
+            return Denied(f'{name} does not let {reasons.denied(self._config.cert_cert, about, read)}')
         if reasons.is_refusal(error):
             return EcompError(f'{name} refuses: {reasons.details(error)}')
         secure = self._config.ca_cert is not None or self._config.cert_cert is not None

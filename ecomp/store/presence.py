@@ -12,6 +12,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
 from ecomp.errors import Conflict, EcompError, NoSpace, UnknownOutcome
@@ -23,6 +24,8 @@ log = logging.getLogger(__name__)
 SECONDS = 30
 LATE = 5
 """Seconds by which a lease may end late."""
+NEVER = 2**63 - 1
+"""A revision that no key has."""
 COPY = (
     'one state directory is a copy of the other: stop one of them, and remove `uuid` and `token` from its directory '
     'before it is started again'
@@ -52,19 +55,15 @@ class Presence:
         self._thread = threading.Thread(target=self._run, name='presence', daemon=True)
 
     def check(self) -> None:
-        """Raise Conflict if another living owner holds the key. May wait for as long as a lease lasts."""
-        until = 0.0
-        while (entry := self._entry()) is not None and entry.lease and self._is_of_another_boot(entry):
-            if not until:
-                log.info('%s is that of an earlier boot, or of a copy: waiting until it has ended', self._key)
-            until = until or time.monotonic() + SECONDS + LATE
-            if time.monotonic() >= until:
-                raise self._conflict(entry, COPY)
-            self._stopped.wait(SECONDS / 30)
+        """Raise what start() would: Conflict, and Denied where the key is another's to write (ecomp.model.roles)."""
+        self._wait()
+        with suppress(NoSpace):
+            # What may not be put is refused whatever is compared.
+            self._store.commit([Unchanged(self._key, NEVER)], [Put(self._key, '')], fenced=False)
 
     def start(self) -> None:
         """Put the key and keep it. Conflict if another owner holds it."""
-        self.check()
+        self._wait()
         self._publish()
         self._thread.start()
 
@@ -88,6 +87,17 @@ class Presence:
                 self._store.revoke(self._lease)
             except EcompError as error:
                 log.warning('%s: %s is gone in %d s by itself', error, self._key, SECONDS)
+
+    def _wait(self) -> None:
+        """Raise Conflict if another living owner holds the key. May wait for as long as a lease lasts."""
+        until = 0.0
+        while (entry := self._entry()) is not None and entry.lease and self._is_of_another_boot(entry):
+            if not until:
+                log.info('%s is that of an earlier boot, or of a copy: waiting until it has ended', self._key)
+            until = until or time.monotonic() + SECONDS + LATE
+            if time.monotonic() >= until:
+                raise self._conflict(entry, COPY)
+            self._stopped.wait(SECONDS / 30)
 
     def _entry(self) -> Entry | None:
         """The key as it is now. Conflict if another owner holds it."""

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
+from pathlib import Path
 
 import grpc
+
+from ecomp.model.text import printable
 
 _REFUSED = {
     grpc.StatusCode.UNAUTHENTICATED,
@@ -16,7 +20,12 @@ _REFUSED = {
     grpc.StatusCode.OUT_OF_RANGE,
 }
 
+NAMED = 3
+"""Keys that are named in one line."""
+
 _NOT_CONNECTED = 'failed to connect to all addresses; last error: '
+_NOBODY = 'etcdserver: user name not found'
+_ROLES_CHANGED = 'etcdserver: revision of auth store is old'
 _NO_ADDRESS = ('DNS resolution failed', 'errors resolving ')
 
 # What gRPC's TLS says, and what there is to do about it; the first that is found counts.
@@ -54,15 +63,33 @@ def is_refusal(error: grpc.RpcError) -> bool:
     return too_large or error.code() in _REFUSED
 
 
-def is_electing(error: grpc.RpcError) -> bool:
-    """Whether the member has no leader just now; it did not pass the call on."""
-    return bool(error.code() == grpc.StatusCode.UNAVAILABLE and details(error) == 'etcdserver: no leader')
+def is_denied(error: grpc.RpcError) -> bool:
+    """Whether it is etcd's roles that say no. https://etcd.io/docs/v3.4/op-guide/authentication/"""
+    nobody = error.code() == grpc.StatusCode.FAILED_PRECONDITION and details(error) == _NOBODY
+    return bool(nobody or error.code() == grpc.StatusCode.PERMISSION_DENIED)
+
+
+def denied(certificate: Path | None, about: Sequence[str], read: bool) -> str:
+    """Whom it does not let do what, and what there is to do. Of several keys etcd does not say which."""
+    who = str(certificate) if certificate else 'whoever has no certificate (cert_cert)'
+    named = [printable(each, 200) for each in about[:NAMED]]
+    more = [f'{len(about) - NAMED} more'] if len(about) > NAMED else []
+    what = f'{"read" if read else "write"} {", ".join([*named, *more])}' if about else 'do that'
+    cure = "is that this machine's certificate, is it for an operator, or has `elab certs DIR --enable` to run again?"
+    return f'{who} {what}: {cure}'
+
+
+def is_passing(error: grpc.RpcError) -> bool:
+    """Whether etcd did nothing, and soon will: it has no leader just now, or its roles were changed meanwhile."""
+    electing = error.code() == grpc.StatusCode.UNAVAILABLE and details(error) == 'etcdserver: no leader'
+    changed = error.code() == grpc.StatusCode.INVALID_ARGUMENT and details(error) == _ROLES_CHANGED
+    return bool(electing or changed)
 
 
 def was_not_sent(error: grpc.RpcError) -> bool:
     """Whether the call never left, or was not passed on, so that nothing was changed."""
     unavailable = error.code() == grpc.StatusCode.UNAVAILABLE
-    return bool(unavailable and (details(error).startswith((_NOT_CONNECTED, *_NO_ADDRESS)) or is_electing(error)))
+    return bool(unavailable and details(error).startswith((_NOT_CONNECTED, *_NO_ADDRESS))) or is_passing(error)
 
 
 def may_work_elsewhere(error: grpc.RpcError, repeatable: bool) -> bool:

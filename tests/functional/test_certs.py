@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import socket
 import subprocess
+import uuid
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -19,7 +18,7 @@ from ecomp.conf import load_compute, load_schedule
 from ecomp.errors import EcompError, Unreachable, UsageError
 from ecomp.lab import certs, elab
 from ecomp.store.client import Store
-from tests.kit.servers import Etcd
+from tests.kit.secured import Secured
 
 NOW = datetime.now(UTC).replace(microsecond=0)
 CONTROL = ('localhost', '127.0.0.1', '::1')
@@ -105,7 +104,41 @@ def test_the_servers_names_need_not_be_said_again(tmp_path: Path) -> None:
     assert [line.partition(':')[0] for line in said] == [str(tmp_path / 'compute-hv3')]
     after = everything(tmp_path)
     assert {name: after[name] for name in before} == before
-    assert after['compute-hv3/compute.yaml'] == before['compute-hv1/compute.yaml']
+    own, other = (yaml.splitlines() for yaml in (after['compute-hv3/compute.yaml'], before['compute-hv1/compute.yaml']))
+    assert own[:-1] == other[:-1]  # the last is the uuid
+
+
+def test_a_compute_yaml_says_which_compute_it_is(tmp_path: Path) -> None:
+    made(tmp_path)
+    told = {name: load_compute(tmp_path / f'compute-{name}/compute.yaml').uuid for name in ('hv1', 'hv2')}
+    assert None not in told.values()
+    assert told['hv1'] != told['hv2']
+    made(tmp_path)
+    assert load_compute(tmp_path / 'compute-hv1/compute.yaml').uuid == told['hv1']
+    assert 'uuid' not in (tmp_path / 'operator-ann/schedule.yaml').read_text()
+
+
+def test_the_uuid_of_a_compute_that_has_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    own, other = str(uuid.uuid4()), str(uuid.uuid4())
+    top, path = str(tmp_path / 'x'), tmp_path / 'x/compute-hv1/compute.yaml'
+
+    def asked(*words: str) -> tuple[int, str]:
+        return elab.main(['certs', top, '--control', 'ds1', '--compute', *words]), capsys.readouterr().err
+
+    for wrong in ('', 'x', own.upper(), own.replace('-', '')):
+        code, said = asked(f'hv1={wrong}')
+        assert (code, said.count('\n')) == (2, 1)
+        assert said.startswith(f'elab: --compute hv1={wrong}: a uuid is like ')
+    assert not (tmp_path / 'x').exists()
+    assert asked(f'hv1={own}', 'hv2')[0] == 0
+    assert load_compute(path).uuid == own
+    assert asked(f'hv1={own}') == (0, '')
+    assert asked(f'hv1={other}', 'hv3') == (
+        2, f'elab: {path} is there, with uuid {own}: say `uuid: {other}` in it\n'
+    )
+    path.write_text(path.read_text().replace(f'uuid: {own}\n', ''))
+    assert asked(f'hv1={own}') == (2, f'elab: {path} is there, with no uuid: say `uuid: {own}` in it\n')
+    assert not (tmp_path / 'x/compute-hv3').exists()
 
 
 def test_another_authority_s_are_made_anew(tmp_path: Path) -> None:
@@ -149,28 +182,15 @@ def test_two_at_once_make_one_authority(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def secured(tmp_path: Path) -> Iterator[tuple[Path, Etcd]]:
+def secured(tmp_path: Path) -> Iterator[tuple[Path, Secured]]:
     """The directory, and an etcd that takes nobody without a certificate."""
     top = tmp_path / 'certs'
     made(top)
-    own = top / 'etcd'
-    options = [f'--cert-file={own}/server.crt', f'--key-file={own}/server.key', '--client-cert-auth']
-
-    class Secured(Etcd):
-        def command(self) -> list[str]:
-            words = [each.replace(f'http://{self.endpoint}', f'https://{self.endpoint}') for each in super().command()]
-            return [*words, *options, f'--trusted-ca-file={own}/ca.crt']
-
-        def is_ready(self) -> bool:
-            with contextlib.suppress(OSError), socket.create_connection(('127.0.0.1', self.port)):
-                return True
-            return False
-
-    with Secured(tmp_path / 'etcd') as etcd:
+    with Secured(tmp_path / 'etcd', top) as etcd:
         yield top, etcd
 
 
-def test_etcd_takes_those_it_was_made_for(secured: tuple[Path, Etcd]) -> None:
+def test_etcd_takes_those_it_was_made_for(secured: tuple[Path, Secured]) -> None:
     top, etcd = secured
     for name, load in (('compute-hv1/compute.yaml', load_compute), ('operator-ann/schedule.yaml', load_schedule)):
         path = top / name

@@ -1,0 +1,125 @@
+"""`elab certs DIR --enable`: etcd asks who writes what, by the certificates that are in DIR.
+
+What there is to change is looked up each time, so what was killed on the way is run again, and so is what was done
+before a new machine had its certificate. Nothing is changed before all is read that may be refused.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from datetime import datetime
+from pathlib import Path
+
+from ecomp.conf import load_compute, load_schedule
+from ecomp.errors import Conflict, Denied, UnknownOutcome, UsageError
+from ecomp.model import cluster, keys, roles
+from ecomp.model.record import timestamp
+from ecomp.store.client import Put, Snapshot, Unchanged
+from ecomp.store.roles import Accounts
+from ecomp.store.versions import holes
+
+COMPUTE, SCHEDULER, OPERATOR = roles.KINDS
+NAMED = 5
+"""Of records at the old place as many are named."""
+
+
+def enable(directory: Path, now: datetime, say: Callable[[str], None]) -> None:
+    """Have etcd hold every certificate to its role; `say` is told of each step.
+
+    UsageError for a directory that says too little, Conflict where computes of an earlier version run, EcompError.
+    """
+    wanted = roles.wanted(_computes(directory), _named(directory, SCHEDULER), _named(directory, OPERATOR))
+    with _operator(directory) as accounts:
+        if warning := holes(accounts.version()):
+            say(f'warning: {warning}. Roles hold mistakes off there, and not attackers')
+        if earlier := _old_places(accounts.snapshot(keys.INSTANCES, keys_only=True)):
+            named = ', '.join(earlier[:NAMED]) + (' …' if len(earlier) > NAMED else '')
+            raise Conflict(f'{named}: written by an earlier ecompute; start those computes with this version first')
+        found = accounts.roles()
+        for change in roles.changes(found, wanted):
+            accounts.apply(change)
+            say(roles.described(change))
+        if _put_cluster(accounts, now):
+            say(f'{keys.CLUSTER}: written, for no compute may')
+        if not accounts.is_on():
+            accounts.turn_on()
+            end = f'elab certs {directory} --disable ends that'
+            say(f'etcd at {accounts.where} holds each certificate to its role; {end}')
+        if others := roles.unknown(found, wanted):
+            words = f'etcdctl user delete {others[0]}'
+            say(f'in etcd, and not in {directory}: {", ".join(others)}; whose certificate is to count no more: {words}')
+
+
+def disable(directory: Path, say: Callable[[str], None]) -> None:
+    """Have etcd let every certificate do everything again. Users and roles stay. EcompError."""
+    with _operator(directory) as accounts:
+        was_on = accounts.is_on()
+        if was_on:
+            accounts.turn_off()
+        now = 'lets every certificate do everything' + ('' if was_on else ', as it did')
+        say(f'etcd at {accounts.where} {now}; its users and roles stay')
+
+
+def _named(directory: Path, kind: str) -> list[str]:
+    """The directories of a kind; their names are those in the certificates."""
+    return sorted(path.name for path in directory.glob(f'{kind}*') if (path / 'client.crt').exists())
+
+
+def _computes(directory: Path) -> dict[str, str]:
+    """Each compute's uuid by its user. UsageError if one says none, or another's."""
+    found: dict[str, str] = {}
+    for name in _named(directory, COMPUTE):
+        path = directory / name / 'compute.yaml'
+        if not path.exists():
+            raise UsageError(f'{path} is not there: it has to say which compute this is, as `uuid: …`')
+        compute = load_compute(path).uuid
+        if compute is None:
+            line = "`uuid: …`, with what is in that compute's /var/lib/ecompute/uuid"
+            raise UsageError(f'{path} does not say which compute this is: add the line {line}')
+        if compute in found.values():
+            other = next(each for each, theirs in found.items() if theirs == compute)
+            raise UsageError(f'{path}: uuid {compute} is that of {other}, too: each compute has one of its own')
+        found[name] = compute
+    return found
+
+
+@contextmanager
+def _operator(directory: Path) -> Iterator[Accounts]:
+    """etcd, by the certificate of the first operator who may do everything there."""
+    paths = [directory / name / 'schedule.yaml' for name in _named(directory, OPERATOR)]
+    configs = [load_schedule(path).etcd for path in paths]
+    if not configs:
+        raise UsageError(f'{directory} has no certificate that may do this: elab certs {directory} --operator NAME')
+    for number, config in enumerate(configs):
+        with closing(Accounts(config)) as accounts:
+            try:
+                accounts.check()
+            except Denied:  # of one who is new
+                if number + 1 < len(configs):
+                    continue
+                raise
+            yield accounts
+            return
+
+
+def _old_places(records: Snapshot) -> list[str]:
+    """The keys of records as they were before they lay below their compute's, of instances that live: on no lease."""
+    return [
+        key
+        for key, entry in sorted(records.entries.items())
+        if not entry.lease and '/' not in key.removeprefix(keys.INSTANCES)
+    ]
+
+
+def _put_cluster(accounts: Accounts, now: datetime) -> bool:
+    """Say which etcd this is, if nobody has: whether it was we."""
+    value = cluster.new(str(uuid.uuid4()), timestamp(now))
+    while accounts.get(keys.CLUSTER) is None:
+        try:
+            if accounts.commit([Unchanged(keys.CLUSTER, 0)], [Put(keys.CLUSTER, value)]) is not None:
+                return True
+        except UnknownOutcome:
+            continue  # the next look says what became of it
+    return False

@@ -1,0 +1,387 @@
+"""`elab certs DIR --enable`: what it changes in etcd, what it refuses, and that we work behind it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pytest
+import yaml
+
+pytest.importorskip('cryptography', reason="pip install '.[lab]'")
+
+from ecomp.conf import load_compute
+from ecomp.errors import Conflict, Denied, EcompError, UsageError
+from ecomp.lab import control, elab
+from ecomp.lab.roles import enable
+from ecomp.model import cluster, keys, roles
+from ecomp.model.roles import Permission
+from ecomp.store.client import Delete, Entry, Put, Unchanged
+from ecomp.store.presence import Presence
+from ecomp.store.roles import Accounts
+from ecomp.store.watch import Follower
+from tests.kit.behind_roles import BehindRoles, behind_roles
+from tests.kit.secured import certify, etcd_of
+from tests.kit.servers import PlacementServer, environment, until
+
+
+@pytest.fixture
+def cloud(tmp_path: Path) -> Iterator[BehindRoles]:
+    with behind_roles(tmp_path) as made:
+        yield made
+
+
+def found(cloud: BehindRoles, user: str = 'operator-ann') -> roles.Roles:
+    with closing(Accounts(etcd_of(cloud.certs, user))) as accounts:
+        return accounts.roles()
+
+
+def put(cloud: BehindRoles, key: str, user: str = 'compute-hv1', lease: int = 0) -> None:
+    cloud.stores[user].commit([], [Put(key, 'x', lease)])
+
+
+def test_it_says_what_it_does_and_does_it_once(cloud: BehindRoles) -> None:
+    put(cloud, '/flavors/small')
+    assert cloud.stores['operator-ann'].get('/cluster') is None
+    said = cloud.enable()
+    assert said[-2:] == [
+        '/cluster: written, for no compute may',
+        f'etcd at localhost:{cloud.etcd.port} holds each certificate to its role; '
+        f'elab certs {cloud.certs} --disable ends that',
+    ]
+    assert f'role compute-hv1: may write /hosts/{cloud.computes["compute-hv1"]}/' in said
+    assert {f'user {user}: added' for user in (*cloud.stores, 'root')} <= {*said}
+    entry = cloud.stores['compute-hv1'].get('/cluster')
+    assert entry is not None
+    assert cluster.identity(entry.value)
+    there = found(cloud)
+    assert there == roles.wanted(cloud.computes, ['scheduler-shell'], ['operator-ann'])
+    with pytest.raises(Denied):
+        put(cloud, '/flavors/small')
+    assert cloud.enable() == []
+    assert found(cloud) == there
+    again = cloud.stores['compute-hv1'].get('/cluster')
+    assert again == entry
+
+
+def test_the_commands(cloud: BehindRoles, capsys: pytest.CaptureFixture[str]) -> None:
+    where = f'etcd at localhost:{cloud.etcd.port}'
+    assert elab.main(['certs', str(cloud.certs), '--enable']) == 0
+    out, err = capsys.readouterr()
+    assert out == ''
+    assert f'{where} holds each certificate to its role' in err
+    version = cloud.stores['operator-ann'].version()
+    warned = [line for line in err.splitlines() if line.startswith(f'warning: etcd {version}')]
+    assert len(warned) == version.startswith('3.4.')
+    assert all(line.endswith('Roles hold mistakes off there, and not attackers') for line in warned)
+    with pytest.raises(Denied):
+        put(cloud, '/flavors/small')
+    for more in ('', ', as it did'):
+        assert elab.main(['certs', str(cloud.certs), '--disable']) == 0
+        said = f'{where} lets every certificate do everything{more}; its users and roles stay\n'
+        assert capsys.readouterr() == ('', said)
+        put(cloud, '/flavors/small')
+    assert found(cloud) == roles.wanted(cloud.computes, ['scheduler-shell'], ['operator-ann'])
+    said = f'{where} holds each certificate to its role; elab certs {cloud.certs} --disable ends that'
+    assert cloud.enable() == [said]
+    with pytest.raises(Denied):
+        put(cloud, '/flavors/small')
+    assert elab.main(['certs', str(cloud.certs), '--enable', '--disable']) == 2
+    assert elab.main(['certs', str(cloud.certs), '--compute', 'hv4', '--disable']) == 2
+    assert not (cloud.certs / 'compute-hv4').exists()
+
+
+def test_a_compute_and_people_that_come_later(cloud: BehindRoles, capsys: pytest.CaptureFixture[str]) -> None:
+    cloud.enable()
+    # The operator who comes first in the alphabet is one whom etcd does not know yet.
+    words = ['--compute', 'hv3', '--operator', 'aaron', '--etcd-port', str(cloud.etcd.port)]
+    assert elab.main(['certs', str(cloud.certs), *words, '--enable']) == 0
+    said = capsys.readouterr().err
+    compute = load_compute(cloud.certs / 'compute-hv3/compute.yaml').uuid
+    assert f'role compute-hv3: may write /hosts/{compute}/\n' in said
+    assert 'user operator-aaron: has role root\n' in said
+    assert 'hv1' not in said
+    store = cloud.store('compute-hv3')
+    store.commit([], [Put(f'/computes/{compute}', 'x')])
+    with pytest.raises(Denied):
+        store.commit([], [Put(f'/computes/{cloud.computes["compute-hv1"]}', 'x')])
+    cloud.store('operator-aaron').commit([], [Put('/flavors/small', 'x')])
+
+
+def test_what_a_role_has_too_much_and_who_is_not_here(cloud: BehindRoles) -> None:
+    cloud.enable()
+    old = Permission(roles.WRITE, '/instances/', '/instances0')
+    with closing(Accounts(etcd_of(cloud.certs, 'operator-ann'))) as accounts:
+        accounts.apply(roles.Grant('compute-hv1', old))
+        accounts.apply(roles.Grant('scheduler', Permission(roles.BOTH, '/hosts/', '/hosts0')))
+        accounts.apply(roles.AddRole('compute-gone'))
+        for user in ('compute-gone', 'operator-gone', 'backup'):
+            accounts.apply(roles.AddUser(user))
+        accounts.apply(roles.Give('compute-gone', 'compute-gone'))
+        accounts.apply(roles.Give('compute-hv2', 'root'))
+    put(cloud, '/instances/x', lease=cloud.stores['operator-ann'].grant(60))
+    others = 'compute-gone, operator-gone'
+    gone = (
+        f'in etcd, and not in {cloud.certs}: {others}; '
+        'whose certificate is to count no more: etcdctl user delete compute-gone'
+    )
+    assert cloud.enable() == [
+        'role scheduler: may write /hosts/',
+        'role compute-hv1: may no more write /instances/',
+        'user compute-hv2: has role root no more',
+        gone,
+    ]
+    with pytest.raises(Denied):
+        put(cloud, '/instances/x')
+    assert cloud.enable() == [gone]
+    code, said = cloud.etcdctl('operator-ann', 'user', 'delete', 'compute-hv2')
+    assert code == 0, said
+    with pytest.raises(Denied):
+        cloud.stores['compute-hv2'].get('/cluster')
+
+
+def test_another_uuid_in_a_compute_yaml_is_another_boundary(cloud: BehindRoles) -> None:
+    cloud.enable()
+    path, old, new = cloud.certs / 'compute-hv1/compute.yaml', cloud.computes['compute-hv1'], str(uuid.uuid4())
+    path.write_text(path.read_text().replace(old, new))
+    said = cloud.enable()
+    assert [line.rpartition(' ')[0] for line in said] == 4 * ['role compute-hv1: may write'] + 4 * [
+        'role compute-hv1: may no more write'
+    ]
+    put(cloud, f'/hosts/{new}/x')
+    with pytest.raises(Denied):
+        put(cloud, f'/hosts/{old}/x')
+
+
+def refused(cloud: BehindRoles, error: type[Exception], *words: str) -> None:
+    """It is refused in one line with these words, and nothing is changed."""
+    before = found(cloud), cloud.stores['operator-ann'].snapshot('/')
+    with pytest.raises(error) as raised:
+        cloud.enable()
+    assert '\n' not in str(raised.value)
+    for each in words:
+        assert each in str(raised.value)
+    assert (found(cloud), cloud.stores['operator-ann'].snapshot('/')) == before
+    put(cloud, '/flavors/small')
+
+
+def test_a_compute_yaml_that_does_not_say_which_compute(cloud: BehindRoles) -> None:
+    path, own = cloud.certs / 'compute-hv1/compute.yaml', cloud.computes['compute-hv1']
+    text = path.read_text()
+    path.write_text(text.replace(f'uuid: {own}\n', ''))
+    refused(cloud, UsageError, f'{path} does not say which compute this is: add the line `uuid: …`')
+    path.unlink()
+    refused(cloud, UsageError, f'{path} is not there')
+    other = cloud.computes['compute-hv2']
+    path.write_text(text.replace(own, other))
+    refused(cloud, UsageError, 'compute-hv2/compute.yaml', f'uuid {other} is that of compute-hv1, too')
+    path.write_text(text.replace(own, 'x'))
+    refused(cloud, UsageError, f'{path}:', 'must be a uuid')
+    path.write_text(text)
+    assert cloud.enable()
+
+
+def test_without_an_operator(cloud: BehindRoles) -> None:
+    away = cloud.certs / 'operator-ann'
+    away.rename(cloud.certs / 'ann')
+    for deed in (cloud.enable, cloud.disable):
+        with pytest.raises(UsageError, match=r'certs has no certificate that may do this: elab certs \S+ --operator'):
+            deed()
+    (cloud.certs / 'ann').rename(away)
+    cloud.enable()
+    certify(cloud.certs, cloud.etcd.port, operators=('bob',))
+    away.rename(cloud.certs / 'ann')
+    for deed in (cloud.enable, cloud.disable):
+        with pytest.raises(Denied, match='operator-bob/client.crt do that'):
+            deed()
+
+
+def test_records_at_the_old_place(cloud: BehindRoles) -> None:
+    records = [f'/instances/{number}{str(uuid.uuid4())[1:]}' for number in range(6)]
+    put(cloud, '/instances/ended', lease=cloud.stores['compute-hv1'].grant(60))
+    put(cloud, f'/instances/{cloud.computes["compute-hv1"]}/{uuid.uuid4()}')
+    for record in records:
+        put(cloud, record)
+    cure = 'written by an earlier ecompute; start those computes with this version first'
+    refused(cloud, Conflict, f'{", ".join(records[:5])} …: {cure}')
+    cloud.stores['operator-ann'].commit([], [Delete(record) for record in records[:5]])
+    refused(cloud, Conflict, f'{records[5]}: {cure}')
+    cloud.stores['operator-ann'].commit([], [Delete(records[5])])
+    assert cloud.enable()
+
+
+@pytest.mark.parametrize('asks', [0, 1])
+def test_an_etcd_that_does_not_look_at_who_asks(cloud: BehindRoles, asks: int) -> None:
+    """With all refused nobody could turn it off again: one asks for no certificate, one for any of the authority's."""
+    right, cloud.etcd.asks = cloud.etcd.asks, cloud.etcd.asks[:asks]
+    cloud.etcd.restart()
+    until(lambda: _works(lambda: put(cloud, '/flavors/small')), 10, 'it is back')
+    with pytest.raises(UsageError, match='knows nobody by a certificate: start it with --client-cert-auth'):
+        cloud.enable()
+    put(cloud, '/flavors/small')
+    assert cloud.disable()[0].endswith('do everything, as it did; its users and roles stay')
+    cloud.etcd.asks = right
+    cloud.etcd.restart()
+    until(lambda: _works(lambda: put(cloud, '/flavors/small')), 10, 'it is back')
+    assert len(cloud.enable()) == 1
+    with pytest.raises(Denied):
+        put(cloud, '/flavors/small')
+
+
+def test_an_etcd_that_is_away(cloud: BehindRoles, capsys: pytest.CaptureFixture[str]) -> None:
+    cloud.etcd.stop()
+    for option in ('--enable', '--disable'):
+        assert elab.main(['certs', str(cloud.certs), option]) == 7
+        said = capsys.readouterr().err
+        assert said.startswith(f'elab: etcd at localhost:{cloud.etcd.port} cannot be reached: ')
+        assert said.count('\n') == 1
+
+
+def test_killed_on_the_way_it_goes_on(cloud: BehindRoles) -> None:
+    class Killed(Exception):
+        pass
+
+    steps = 0
+    while True:
+        left = steps
+
+        def say(_: str) -> None:
+            nonlocal left
+            left -= 1
+            if left < 0:
+                raise Killed
+
+        try:
+            enable(cloud.certs, datetime.now(UTC), say)
+        except Killed:
+            steps += 7
+            continue
+        break
+    assert found(cloud) == roles.wanted(cloud.computes, ['scheduler-shell'], ['operator-ann'])
+    with pytest.raises(Denied):
+        put(cloud, '/flavors/small')
+
+
+# What we do with etcd, behind roles.
+
+
+def test_reads_transactions_leases_and_watches(cloud: BehindRoles) -> None:
+    cloud.enable()
+    own, compute = cloud.stores['compute-hv1'], cloud.computes['compute-hv1']
+    prefix, key = keys.host_prefix(compute), f'{keys.host_prefix(compute)}x'
+    states: list[dict[str, Entry]] = []
+    follower = Follower(etcd_of(cloud.certs, 'compute-hv1'), prefix, lambda state: states.append(dict(state)))
+    follower.start()
+    try:
+        until(lambda: states, 10, 'it has listed')
+        scheduler = cloud.stores['scheduler-shell']
+        revision = scheduler.commit([Unchanged(key, 0)], [Put(key, 'asked')])
+        assert revision is not None
+        until(lambda: states[-1].keys() == {key}, 10, 'it is told of the request')
+        assert own.commit([Unchanged(key, 0)], [Delete(key)]) is None
+        assert own.commit([Unchanged(key, revision)], [Delete(key)]) is not None
+        until(lambda: not states[-1], 10, 'it is told of the end')
+        assert own.count(prefix) == 0
+        lease = own.grant(60)
+        record, name = f'/instances/{compute}/x', '/names/web'
+        assert own.commit([], [Put(record, 'gone', lease), Put(name, 'gone', lease)])
+        assert own.keep_alive(lease) > 50
+        assert scheduler.commit([], [Delete(record)])
+        own.revoke(lease)
+        assert own.get(name) is None
+        assert own.version().startswith('3.')
+        cloud.etcd.restart()
+        until(lambda: _works(lambda: put(cloud, key)), 10, 'it is itself after a restart')
+        until(lambda: states[-1].keys() == {key}, 10, 'it is told after a restart')
+    finally:
+        follower.stop()
+    url = f'https://localhost:{cloud.etcd.port}'
+    assert control.etcd_healthy(url, cloud.certs / 'etcd')
+
+
+def _works(deed: Callable[[], None]) -> bool:
+    try:
+        deed()
+    except EcompError:
+        return False
+    return True
+
+
+def test_presence(cloud: BehindRoles) -> None:
+    cloud.enable()
+    lost: list[str] = []
+    first, second = (keys.compute(cloud.computes[f'compute-hv{number}']) for number in (1, 2))
+    theirs = Presence(cloud.stores['compute-hv1'], second, {'token': 'a'}, lost.append)
+    for deed in (theirs.check, theirs.start):
+        with pytest.raises(Denied, match=f'compute-hv1/client.crt write {second}: is that this machine'):
+            deed()
+    assert cloud.stores['operator-ann'].get(second) is None
+    alive = Presence(cloud.stores['compute-hv1'], first, {'token': 'a'}, lost.append)
+    alive.check()
+    assert cloud.stores['operator-ann'].get(first) is None
+    alive.start()
+    assert cloud.stores['operator-ann'].get(first) is not None
+    alive.stop()
+    assert cloud.stores['operator-ann'].get(first) is None
+    assert lost == []
+
+
+def test_nobody_is_refused_while_roles_are_changed(cloud: BehindRoles) -> None:
+    """etcd refuses what was asked before a role was changed and comes to be done after it: it is asked again."""
+    cloud.enable()
+    wrong: list[Exception] = []
+    done, stopped = [0, 0, 0], threading.Event()
+
+    def work(number: int) -> None:
+        store, key = cloud.store('compute-hv1'), f'/hosts/{cloud.computes["compute-hv1"]}/{number}'
+        while not stopped.is_set():
+            try:
+                entry = store.get(key)
+                assert store.commit([Unchanged(key, entry.revision if entry else 0)], [Put(key, 'x')])
+                done[number] += 1
+            except Exception as error:
+                wrong.append(error)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(len(done))]
+    for thread in threads:
+        thread.start()
+    try:
+        certify(cloud.certs, cloud.etcd.port, tuple(f'n{number}' for number in range(4)))
+        cloud.enable()
+        cloud.disable()
+        cloud.enable()
+    finally:
+        stopped.set()
+        for thread in threads:
+            thread.join()
+    assert wrong == []
+    assert all(done)
+
+
+def test_an_ecompute_with_another_s_certificate(cloud: BehindRoles, own_placement: PlacementServer) -> None:
+    """One line, and it ends before placement is told of a compute that does not work."""
+    cloud.enable()
+    own, other = cloud.certs / 'compute-hv1', cloud.computes['compute-hv2']
+    etcd = {'endpoints': [f'localhost:{cloud.etcd.port}'], 'ca_cert': 'ca.crt'}
+    etcd |= {'cert_cert': 'client.crt', 'cert_key': 'client.key'}
+    config, placement = own / 'wrong.yaml', {'endpoint': own_placement.url}
+    told = {'etcd': etcd, 'placement': placement, 'uuid': other, 'state': str(own / 'state')}
+    config.write_text(yaml.safe_dump(told))
+    inventory = 'VCPU:4,DISK_GB:10,MEMORY_MB:512'
+    command = [sys.executable, '-m', 'ecomp.compute', '--config', str(config), '--fake', inventory]
+    began = time.monotonic()
+    ended = subprocess.run(command, capture_output=True, text=True, env=environment(), timeout=80)
+    assert time.monotonic() - began < 60
+    assert ended.returncode == 1
+    said = f'etcd at localhost:{cloud.etcd.port} does not let {own}/client.crt write {keys.compute(other)}: '
+    assert ended.stderr.splitlines()[-1].startswith(f'ecompute: {said}')
+    assert 'Traceback' not in ended.stderr
+    assert own_placement.call('GET', '/resource_providers')['resource_providers'] == []
+    assert cloud.stores['operator-ann'].snapshot('/').entries.keys() == {'/cluster'}

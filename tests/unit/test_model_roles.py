@@ -1,0 +1,176 @@
+"""Who may write what: every key there is, tried on every role; and what changes make a role of what is there."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from ecomp.model import keys, roles
+from ecomp.model.roles import (
+    AddRole,
+    AddUser,
+    Change,
+    Give,
+    Grant,
+    Grants,
+    Permission,
+    Revoke,
+    Roles,
+    Take,
+    below,
+    changes,
+    described,
+    of_compute,
+    of_scheduler,
+    unknown,
+    wanted,
+)
+
+OWN, OTHER, INSTANCE = (f'{digit * 8}-0000-4000-8000-000000000000' for digit in '123')
+
+# A key, and whether the compute OWN and a scheduler may write it.
+KEYS = [
+    (f'/hosts/{OWN}/{INSTANCE}', True, True),
+    (f'/hosts/{OTHER}/{INSTANCE}', False, True),
+    (f'/hosts/{OWN}', False, True),
+    (f'/hosts/{OWN}0', False, True),
+    (f'/instances/{OWN}/{INSTANCE}', True, True),
+    (f'/instances/{OTHER}/{INSTANCE}', False, True),
+    (f'/instances/{INSTANCE}', False, True),
+    (f'/digests/{OWN}/a/0', True, True),
+    (f'/digests/{OTHER}/a/0', False, True),
+    (f'/computes/{OWN}', True, False),
+    (f'/computes/{OWN}/x', False, False),
+    (f'/computes/{OWN}0', False, False),
+    (f'/computes/{OTHER}', False, False),
+    (f'/booted/{INSTANCE}', True, True),
+    (f'/queues/f/{INSTANCE}', True, True),
+    (f'/queues/f/{INSTANCE}/taker', True, True),
+    ('/names/web', True, True),
+    ('/groups/web', True, True),
+    ('/quotas/p', True, True),
+    ('/released/ab/1', True, True),
+    (f'/requests/{INSTANCE}', False, True),
+    ('/user-data/ab', False, True),
+    ('/audit/a', False, True),
+    (f'/audit/a/{OWN}', False, True),
+    ('/flavors/small', False, False),
+    ('/cluster', False, False),
+    ('/anything', False, False),
+    ('/', False, False),
+    ('anything', False, False),
+    ('\0', False, False),
+]
+
+
+def allows(permissions: Grants, kind: str, key: str) -> bool:
+    """As etcd reads them. https://etcd.io/docs/v3.4/learning/design-auth-v3/"""
+    return any(
+        each.kind in (kind, roles.BOTH) and (each.key == key or (each.range_end and each.key <= key < each.range_end))
+        for each in permissions
+    )
+
+
+@pytest.mark.parametrize(('key', 'compute', 'scheduler'), KEYS)
+def test_who_may_write_what(key: str, compute: bool, scheduler: bool) -> None:
+    assert allows(of_compute(OWN), roles.WRITE, key) == compute
+    assert allows(of_scheduler(), roles.WRITE, key) == scheduler
+    for permissions in (of_compute(OWN), of_scheduler()):
+        assert allows(permissions, roles.READ, key) == key.startswith('/')
+
+
+def test_every_prefix_of_the_layout_is_tried() -> None:
+    prefixes = [value for name, value in vars(keys).items() if name.isupper() and str(value).startswith('/')]
+    assert keys.HOSTS in prefixes
+    for prefix in {*prefixes} - {keys.TAKER}:
+        assert any(key.startswith(prefix) for key, *_ in KEYS), prefix
+
+
+def test_each_has_its_role() -> None:
+    made = wanted({'compute-a': OWN, 'compute-b': OTHER}, ['scheduler-s', 'scheduler-t'], ['operator-o'])
+    assert made.users == {
+        'compute-a': {'compute-a'}, 'compute-b': {'compute-b'}, 'scheduler-s': {'scheduler'},
+        'scheduler-t': {'scheduler'}, 'operator-o': {'root'}, 'root': {'root'},
+    }  # fmt: skip
+    assert made.roles == {'compute-a': of_compute(OWN), 'compute-b': of_compute(OTHER), 'scheduler': of_scheduler()}
+
+
+def done(found: Roles, steps: list[Change]) -> Roles:
+    """What etcd makes of these; AssertionError for what it refuses."""
+    users, held = dict(found.users), dict(found.roles)
+    for step in steps:
+        match step:
+            case AddRole(role):
+                assert role not in held
+                held[role] = frozenset()
+            case AddUser(user):
+                assert user not in users
+                users[user] = frozenset()
+            case Grant(role, permission):
+                held[role] = frozenset({each for each in held[role] if each[1:] != permission[1:]} | {permission})
+            case Revoke(role, permission):
+                assert any(each[1:] == permission[1:] for each in held[role])
+                held[role] = frozenset(each for each in held[role] if each[1:] != permission[1:])
+            case Give(user, role):
+                assert role in held or role == roles.ROOT
+                users[user] |= {role}
+            case Take(user, role):
+                users[user] -= {role}
+    return Roles(users, held)
+
+
+LAYOUTS = [
+    Roles({}, {}),
+    wanted({}, [], ['operator-o']),
+    wanted({'compute-a': OWN}, ['scheduler-s'], ['operator-o']),
+    wanted({'compute-a': OTHER}, ['scheduler-s'], ['operator-o']),
+    # Older ones: the same keys with another kind, a prefix that is none any more, a role too many.
+    Roles(
+        {'compute-a': frozenset({'root', 'compute-a'}), 'root': frozenset()},
+        {'compute-a': frozenset({below('/', roles.BOTH), Permission(roles.WRITE, f'/hosts/{OWN}/', '\0')})},
+    ),
+    Roles({}, {'compute-a': frozenset({below('/', roles.BOTH), below(f'/hosts/{OWN}/', roles.READ)})}),
+]
+
+
+@pytest.mark.parametrize(('found', 'aim'), itertools.product(LAYOUTS, LAYOUTS[1:4]))
+def test_changes_end_at_what_is_wanted_from_wherever_they_stop(found: Roles, aim: Roles) -> None:
+    steps = changes(found, aim)
+    for stop in range(len(steps) + 1):
+        there = done(found, steps[:stop])
+        # What may be written before and after may be written in between.
+        for role in found.roles.keys() & aim.roles.keys():
+            for key, _, _ in KEYS:
+                if allows(found.roles[role], roles.WRITE, key) and allows(aim.roles[role], roles.WRITE, key):
+                    assert allows(there.roles[role], roles.WRITE, key)
+        there = done(there, changes(there, aim))
+        assert {name: there.users[name] for name in aim.users} == aim.users
+        assert {name: there.roles[name] for name in aim.roles} == aim.roles
+        assert changes(there, aim) == []
+
+
+def test_what_is_of_others_stays() -> None:
+    found = Roles({'backup': frozenset({'reader'}), 'compute-gone': frozenset()}, {'reader': frozenset({below('/x/')})})
+    aim = LAYOUTS[2]
+    there = done(found, changes(found, aim))
+    assert there.users['backup'] == {'reader'}
+    assert there.roles['reader'] == {below('/x/')}
+    assert unknown(there, aim) == ['compute-gone']
+    assert unknown(there, wanted({}, [], [])) == ['compute-a', 'compute-gone', 'operator-o', 'scheduler-s']
+
+
+@pytest.mark.parametrize(
+    ('change', 'words'),
+    [
+        (AddRole('r'), 'role r: added'),
+        (AddUser('u'), 'user u: added'),
+        (Give('u', 'r'), 'user u: has role r'),
+        (Take('u', 'r'), 'user u: has role r no more'),
+        (Grant('r', below('/hosts/')), 'role r: may write /hosts/'),
+        (Grant('r', Permission(roles.WRITE, '/cluster')), 'role r: may write /cluster'),
+        (Revoke('r', Permission(roles.BOTH, '/a', '/b')), 'role r: may no more readwrite /a to /b'),
+    ],
+)
+def test_in_words(change: Change, words: str) -> None:
+    assert described(change) == words
