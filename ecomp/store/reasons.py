@@ -70,13 +70,12 @@ def is_denied(error: grpc.RpcError) -> bool:
 
 
 def denied(certificate: Path | None, about: Sequence[str], read: bool) -> str:
-    """Whom it does not let do what, and what there is to do. Of several keys etcd does not say which."""
+    """Whom it does not let do what, and why. Of several keys etcd does not say which."""
     who = str(certificate) if certificate else 'whoever has no certificate (cert_cert)'
     named = [printable(each, 200) for each in about[:NAMED]]
     more = [f'{len(about) - NAMED} more'] if len(about) > NAMED else []
     what = f'{"read" if read else "write"} {", ".join([*named, *more])}' if about else 'do that'
-    cure = "is that this machine's certificate, is it for an operator, or has `elab certs DIR --enable` to run again?"
-    return f'{who} {what}: {cure}'
+    return f'{who} {what}: it is for another certificate, or `elab certs DIR --enable` has to run again'
 
 
 def is_passing(error: grpc.RpcError) -> bool:

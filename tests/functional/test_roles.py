@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 import threading
@@ -29,7 +30,7 @@ from ecomp.store.roles import Accounts
 from ecomp.store.watch import Follower
 from tests.kit.behind_roles import BehindRoles, behind_roles
 from tests.kit.secured import certify, etcd_of
-from tests.kit.servers import PlacementServer, environment, until
+from tests.kit.servers import PlacementServer, begin, environment, until
 
 
 @pytest.fixture
@@ -296,7 +297,7 @@ def test_reads_transactions_leases_and_watches(cloud: BehindRoles) -> None:
         assert scheduler.commit([], [Delete(record)])
         own.revoke(lease)
         assert own.get(name) is None
-        assert own.version().startswith('3.')
+        assert {store.version() for store in cloud.stores.values()} == {own.version()}
         cloud.etcd.restart()
         until(lambda: _works(lambda: put(cloud, key)), 10, 'it is itself after a restart')
         until(lambda: states[-1].keys() == {key}, 10, 'it is told after a restart')
@@ -320,7 +321,7 @@ def test_presence(cloud: BehindRoles) -> None:
     first, second = (keys.compute(cloud.computes[f'compute-hv{number}']) for number in (1, 2))
     theirs = Presence(cloud.stores['compute-hv1'], second, {'token': 'a'}, lost.append)
     for deed in (theirs.check, theirs.start):
-        with pytest.raises(Denied, match=f'compute-hv1/client.crt write {second}: is that this machine'):
+        with pytest.raises(Denied, match=f'compute-hv1/client.crt write {second}: it is for another certificate'):
             deed()
     assert cloud.stores['operator-ann'].get(second) is None
     alive = Presence(cloud.stores['compute-hv1'], first, {'token': 'a'}, lost.append)
@@ -365,17 +366,66 @@ def test_nobody_is_refused_while_roles_are_changed(cloud: BehindRoles) -> None:
     assert all(done)
 
 
+def configured(cloud: BehindRoles, user: str, placement: PlacementServer, **settings: str) -> Path:
+    """A configuration of this user's for a placement that takes everybody."""
+    etcd = {'endpoints': [f'localhost:{cloud.etcd.port}'], 'ca_cert': 'ca.crt'}
+    etcd |= {'cert_cert': 'client.crt', 'cert_key': 'client.key'}
+    path = cloud.certs / user / 'other.yaml'
+    path.write_text(yaml.safe_dump({'etcd': etcd, 'placement': {'endpoint': placement.url}, **settings}))
+    return path
+
+
+def ecompute(cloud: BehindRoles, compute: str, placement: PlacementServer) -> list[str]:
+    """The command of a pretended one with the certificate of compute-hv1."""
+    state = str(cloud.certs / 'compute-hv1/state')
+    config = configured(cloud, 'compute-hv1', placement, uuid=compute, state=state)
+    inventory = 'VCPU:4,DISK_GB:10,MEMORY_MB:512'
+    return [sys.executable, '-m', 'ecomp.compute', '--config', str(config), '--fake', inventory]
+
+
+def test_an_ecompute_that_loses_its_role_waits(cloud: BehindRoles, own_placement: PlacementServer) -> None:
+    """It says so once, goes on trying, not often, and keeps what it was asked for."""
+    cloud.enable()
+    compute = cloud.computes['compute-hv1']
+    log = cloud.certs / 'compute-hv1/log'
+    with log.open('w') as output:
+        child = begin(
+            ecompute(cloud, compute, own_placement), cloud.certs, environment(), output.fileno(), output.fileno()
+        )
+    try:
+        until(lambda: 'ready: ' in log.read_text(), 20, 'it is ready')
+        path = cloud.certs / 'compute-hv1/compute.yaml'
+        path.write_text(path.read_text().replace(compute, str(uuid.uuid4())))
+        cloud.enable()
+        config = configured(cloud, 'scheduler-shell', own_placement)
+        command = [sys.executable, '-m', 'ecomp.schedule', '--config', str(config)]
+        command += ['resources=VCPU:1,DISK_GB:1,MEMORY_MB:256', 'http://images.example/x.img']
+        asked = subprocess.run(command, capture_output=True, text=True, env=environment(), timeout=80)
+        assert asked.stdout.startswith(f'NOTIFIED TARGET, {compute}, OF INSTANCE '), asked
+        until(lambda: 'does not let' in log.read_text(), 20, 'it says that it may not')
+        before = _jiffies(child.pid)
+        time.sleep(5)
+        assert _jiffies(child.pid) - before < 100  # of 500
+        said = [line for line in log.read_text().splitlines() if 'does not let' in line]
+        assert len(said) == 1
+        assert 'client.crt write /instances/' in said[0]
+        assert 'Traceback' not in log.read_text()
+        assert cloud.stores['operator-ann'].count(keys.host_prefix(compute)) == 1
+    finally:
+        child.send_signal(signal.SIGTERM)
+        assert child.wait(60) == 0
+
+
+def _jiffies(pid: int) -> int:
+    """Hundredths of a second of processor. proc(5)"""
+    return sum(map(int, Path(f'/proc/{pid}/stat').read_text().rpartition(')')[2].split()[11:13]))
+
+
 def test_an_ecompute_with_another_s_certificate(cloud: BehindRoles, own_placement: PlacementServer) -> None:
     """One line, and it ends before placement is told of a compute that does not work."""
     cloud.enable()
     own, other = cloud.certs / 'compute-hv1', cloud.computes['compute-hv2']
-    etcd = {'endpoints': [f'localhost:{cloud.etcd.port}'], 'ca_cert': 'ca.crt'}
-    etcd |= {'cert_cert': 'client.crt', 'cert_key': 'client.key'}
-    config, placement = own / 'wrong.yaml', {'endpoint': own_placement.url}
-    told = {'etcd': etcd, 'placement': placement, 'uuid': other, 'state': str(own / 'state')}
-    config.write_text(yaml.safe_dump(told))
-    inventory = 'VCPU:4,DISK_GB:10,MEMORY_MB:512'
-    command = [sys.executable, '-m', 'ecomp.compute', '--config', str(config), '--fake', inventory]
+    command = ecompute(cloud, other, own_placement)
     began = time.monotonic()
     ended = subprocess.run(command, capture_output=True, text=True, env=environment(), timeout=80)
     assert time.monotonic() - began < 60
