@@ -16,13 +16,14 @@ from ecomp.conf import load_compute, load_schedule
 from ecomp.errors import Conflict, Denied, UnknownOutcome, UsageError
 from ecomp.model import cluster, keys, roles
 from ecomp.model.record import timestamp
+from ecomp.model.text import printable
 from ecomp.store.client import Put, Snapshot, Unchanged
 from ecomp.store.roles import Accounts
 from ecomp.store.versions import holes
 
 COMPUTE, SCHEDULER, OPERATOR = roles.KINDS
 NAMED = 5
-"""Of records at the old place as many are named."""
+"""Of records and of computes as many are named."""
 
 
 def enable(directory: Path, now: datetime, say: Callable[[str], None]) -> None:
@@ -35,9 +36,13 @@ def enable(directory: Path, now: datetime, say: Callable[[str], None]) -> None:
         if warning := holes(accounts.version()):
             say(f'warning: {warning}. Roles hold mistakes off there, and not attackers')
         if earlier := _old_places(accounts.snapshot(keys.INSTANCES, keys_only=True)):
-            named = ', '.join(earlier[:NAMED]) + (' …' if len(earlier) > NAMED else '')
-            raise Conflict(f'{named}: written by an earlier ecompute; start those computes with this version first')
+            cure = 'written by an earlier ecompute; start those computes with this version first'
+            raise Conflict(f'{_listed(earlier)}: {cure}')
         found = accounts.roles()
+        alive = [keys.last(key) for key, each in accounts.snapshot(keys.COMPUTES).entries.items() if each.lease]
+        if left_out := roles.without_role(alive, found, wanted):
+            cure = 'say `uuid: …` in its compute.yaml there, and run this again'
+            say(f'warning: no certificate in {directory} is for a compute that lives, {_listed(left_out)}: {cure}')
         for change in roles.changes(found, wanted):
             accounts.apply(change)
             say(roles.described(change))
@@ -48,8 +53,9 @@ def enable(directory: Path, now: datetime, say: Callable[[str], None]) -> None:
             end = f'elab certs {directory} --disable ends that'
             say(f'etcd at {accounts.where} holds each certificate to its role; {end}')
         if others := roles.unknown(found, wanted):
-            words = f'etcdctl user delete {others[0]}'
-            say(f'in etcd, and not in {directory}: {", ".join(others)}; whose certificate is to count no more: {words}')
+            names = [printable(each, 200) for each in others]
+            cure = f'whose certificate is to count no more: etcdctl user delete {names[0]}'
+            say(f'in etcd, and not in {directory}: {", ".join(names)}; {cure}')
 
 
 def disable(directory: Path, say: Callable[[str], None]) -> None:
@@ -111,6 +117,10 @@ def _old_places(records: Snapshot) -> list[str]:
         for key, entry in sorted(records.entries.items())
         if not entry.lease and '/' not in key.removeprefix(keys.INSTANCES)
     ]
+
+
+def _listed(words: list[str]) -> str:
+    return ', '.join(printable(each, 200) for each in words[:NAMED]) + (' …' if len(words) > NAMED else '')
 
 
 def _put_cluster(accounts: Accounts, now: datetime) -> bool:

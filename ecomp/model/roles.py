@@ -144,6 +144,12 @@ def unknown(found: Roles, wanted: Roles) -> list[str]:
     return sorted(each for each in found.users.keys() - wanted.users.keys() if each.startswith(KINDS))
 
 
+def without_role(computes: Collection[str], found: Roles, wanted: Roles) -> list[str]:
+    """Of these uuids those whose compute none of the roles is for, once there are the wanted ones."""
+    held = {each for permissions in {**found.roles, **wanted.roles}.values() for each in permissions}
+    return sorted(each for each in computes if Permission(WRITE, keys.compute(each)) not in held)
+
+
 def described(change: Change) -> str:
     """In words, for a person."""
     match change:

@@ -236,6 +236,28 @@ def test_an_etcd_that_does_not_look_at_who_asks(cloud: BehindRoles, asks: int) -
         put(cloud, '/flavors/small')
 
 
+def test_a_compute_that_lives_and_is_left_out_is_named(cloud: BehindRoles, capsys: pytest.CaptureFixture[str]) -> None:
+    """As one is whose directory was made anew, with another uuid than it has."""
+    own, other = cloud.computes['compute-hv1'], str(uuid.uuid4())
+    for compute in (own, other):
+        put(cloud, keys.compute(compute), lease=cloud.stores['compute-hv1'].grant(60))
+    put(cloud, keys.compute(str(uuid.uuid4())))  # on no lease: nobody's
+
+    def warned() -> list[str]:
+        assert elab.main(['certs', str(cloud.certs), '--enable']) == 0
+        return [line for line in capsys.readouterr().err.splitlines() if ' lives, ' in line]
+
+    cure = 'say `uuid: …` in its compute.yaml there, and run this again'
+    for _ in range(2):
+        said = f'warning: no certificate in {cloud.certs} is for a compute that lives, {other}: {cure}'
+        assert warned() == [said]
+    path = cloud.certs / 'compute-hv2/compute.yaml'
+    path.write_text(path.read_text().replace(cloud.computes['compute-hv2'], other))
+    assert warned() == []
+    path.write_text(path.read_text().replace(other, cloud.computes['compute-hv2']))
+    assert warned() == [said]
+
+
 def test_an_etcd_that_is_away(cloud: BehindRoles, capsys: pytest.CaptureFixture[str]) -> None:
     cloud.etcd.stop()
     for option in ('--enable', '--disable'):

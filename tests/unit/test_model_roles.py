@@ -25,6 +25,7 @@ from ecomp.model.roles import (
     of_scheduler,
     unknown,
     wanted,
+    without_role,
 )
 
 OWN, OTHER, INSTANCE = (f'{digit * 8}-0000-4000-8000-000000000000' for digit in '123')
@@ -158,6 +159,13 @@ def test_what_is_of_others_stays() -> None:
     assert there.roles['reader'] == {below('/x/')}
     assert unknown(there, aim) == ['compute-gone']
     assert unknown(there, wanted({}, [], [])) == ['compute-a', 'compute-gone', 'operator-o', 'scheduler-s']
+
+
+def test_computes_that_no_role_is_for() -> None:
+    found, aim = wanted({'compute-a': OWN, 'compute-b': INSTANCE}, [], []), wanted({'compute-a': OTHER}, [], [])
+    assert without_role([OWN, OTHER, INSTANCE], found, aim) == [OWN]
+    assert without_role([OTHER, INSTANCE], found, aim) == []
+    assert without_role([OWN, INSTANCE], Roles({}, {}), aim) == [OWN, INSTANCE]
 
 
 @pytest.mark.parametrize(
