@@ -10,6 +10,7 @@ from __future__ import annotations
 import http.client
 import json
 import logging
+import os
 import subprocess
 import sys
 import time
@@ -30,6 +31,14 @@ VERSION = 1
 READY = '.ready'
 START_SECONDS = 10.0
 SEED_SECONDS = 60.0
+USER = '65520'
+"""Who ours is once it listens: a number that is nobody's, and so owns no file and no other process.
+
+`nobody` has files on NFS and is what other daemons are; dnsmasq's users are on some distributions only, and a DHCP
+server's. systemd's table of uids has 65520 to 65533 as unused, Debian's policy (9.2.2) as reserved; below 65536 a
+container has them too. Two of one machine are in a lab alone: either may end the other there, and can do no more to it
+(ptrace(2): not dumpable).
+"""
 
 
 class GuestData:
@@ -120,7 +129,10 @@ class MetadataServer:
     """The server at 169.254.169.254: somebody's, or ours."""
 
     def __init__(self, guests: Path, directory: Path, bridge: str) -> None:
-        """Ours answers this host, whoever is on the guests' `bridge` and whoever has a lease, and no machine else."""
+        """Ours answers this host, whoever is on the guests' `bridge` and whoever has a lease, and no machine else.
+
+        Of root's it is USER once it listens.
+        """
         self._guests = guests
         self._directory = directory
         self._bridge = bridge
@@ -143,6 +155,8 @@ class MetadataServer:
         elif answer() is not None:
             raise EcompError(f'what listens on {ADDRESS}:80 is no metadata server: stop it, or bind it elsewhere')
         own = ['--bridge', self._bridge, '--with-parent', *_conf(self._directory)]
+        if os.geteuid() == 0:
+            own += ['--user', USER]
         self._process = subprocess.Popen([*_mdserver('server', self._guests), *own], stdin=subprocess.PIPE, cwd='/')
         end = time.monotonic() + START_SECONDS
         while not is_metadata(answer()):

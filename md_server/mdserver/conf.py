@@ -103,10 +103,13 @@ def public_key(text: str) -> str:
     return text
 
 
-def read_user_data(path: Path) -> bytes:
-    """The user-data file, as it is: text, gzip or multipart. Raises ValueError with a reason."""
+def read_user_data(path: Path, opener: Callable[[str, int], int] | None = None) -> bytes:
+    """The user-data file, as it is: text, gzip or multipart. Raises ValueError with a reason.
+
+    `opener` opens it, as that of open() does.
+    """
     try:
-        with path.open('rb') as file:
+        with open(path, 'rb', opener=opener) as file:
             data = file.read(USER_DATA_LIMIT + 1)
     except OSError as error:
         raise ValueError(f'{path}: {error.strerror}') from error

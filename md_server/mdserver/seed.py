@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from mdserver import conf, guests, metadata
+from mdserver.files import Files
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -29,7 +30,8 @@ def main(argv: list[str] | None = None) -> int:
         config = conf.load(arguments.conf)
         if arguments.guests is not None:
             config = replace(config, guests=arguments.guests)
-        guest = guests.filled_in(guests.read(config.guests, arguments.mac), config)
+        known = Files(config)
+        guest = known.filled_in(known.guest(arguments.mac))
     except conf.ConfError as error:
         print(f'mdserver: {error}', file=sys.stderr)
         return 2

@@ -2,7 +2,8 @@
 
 Started as `mdserver [CONF]`, as `python -m mdserver.server`, or straight from the tree as
 `sudo python md_server/mdserver/server.py mdserver.conf`. Ends with exit 0 at SIGINT, SIGTERM or, with --with-parent, at
-the end of its standard input; exit 1 when it cannot listen, 2 when it is told something wrong.
+the end of its standard input; exit 1 when it cannot listen, 2 when it is told something wrong. With --user it is root
+until it listens and that user before it reads what anybody sends; what only root may open its monitor opens.
 
 waitress rather than bottle's own wsgiref: that serves one client at a time, and threads on top of it are one for each
 client that says nothing. waitress reads a request whole in its one loop, with limits, before a thread is given to it.
@@ -11,6 +12,7 @@ client that says nothing. waitress reads a request whole in its one loop, with l
 from __future__ import annotations
 
 import argparse
+import codecs
 import errno
 import logging
 import os
@@ -20,6 +22,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
@@ -33,13 +36,16 @@ if not __package__:
 
 import bottle
 
-from mdserver import __version__, conf, guests, limits, metadata
+from mdserver import __version__, conf, guests, limits, metadata, privileges
+from mdserver.files import Files
+from mdserver.monitor import Monitor
 
 LOG = logging.getLogger('mdserver')
 
 INSTANCE = 'mdserver.instance'
 WHY = 'mdserver.why'
 
+LATE = ('idna', 'ascii', 'latin-1')  # Python imports these when first used, maybe from where root alone can read
 THREADS = 4
 HEADER_LIMIT = 8192  # bytes
 BODY_LIMIT = 1024  # bytes; phone_home has a uuid to send
@@ -79,49 +85,47 @@ class App(bottle.Bottle):  # type: ignore[misc]
         return super().wsgi(environ, logged)  # type: ignore[no-any-return]
 
 
-def make_app(config: conf.Config) -> bottle.Bottle:
+def make_app(files: Files) -> bottle.Bottle:
     """The WSGI application. Who asks is REMOTE_ADDR and nothing a client can say."""
     app = App()
 
-    def asking() -> metadata.Guest:
-        """Who asks; raises HTTPError."""
+    def asking() -> tuple[str, metadata.Guest]:
+        """Who asks, and its MAC; raises HTTPError."""
         environ = bottle.request.environ
         address = environ['REMOTE_ADDR']
         try:
-            known = guests.find(address, config.leases, config.neighbours, config.guests, time.time())
-            guest = guests.filled_in(known, config, address)
+            mac = files.leased_to(address, time.time())
+            guest = files.filled_in(files.guest(mac), address)
         except guests.Unknown as error:
             environ[WHY] = f' ({error}: {error.detail})'
             if isinstance(error, guests.Forged) and app.may_say(address):
                 LOG.warning('REFUSED %s: %s: %s', address, error, error.detail)
             raise bottle.HTTPError(404, f'{error}') from None
-        except (guests.Broken, ValueError) as error:
+        except (guests.Broken, OSError, ValueError) as error:
             LOG.error('client=%s: %s', environ['REMOTE_ADDR'], error)
             raise bottle.HTTPError(500, 'what is known of this guest cannot be read: see the log of mdserver') from None
         environ[INSTANCE] = guest.instance
-        return guest
+        return mac, guest
 
     def serve(path: str = '') -> bottle.HTTPResponse:
         _refuse_proxies()
         if not path.strip('/'):
             return _plain(metadata.versions())
-        body = metadata.answer(path, asking())
+        body = metadata.answer(path, asking()[1])
         return bottle.HTTPError(404, 'no such data') if body is None else _plain(body)
 
     def hear(instance: str) -> bottle.HTTPResponse:
         _refuse_proxies()
-        if asking().instance != instance:
+        mac, guest = asking()
+        if guest.instance != instance:
             return bottle.HTTPError(404, 'no such data')
         try:
-            guests.note_ready(config.guests, instance)
+            files.note_ready(mac, instance)
+        except FileNotFoundError:
+            return bottle.HTTPError(404, 'no such data')  # it was removed meanwhile
         except OSError as error:
             LOG.error('instance %s is ready, and that cannot be noted: %s', instance, error)
             return bottle.HTTPError(500, 'that cannot be noted: see the log of mdserver')
-        try:
-            asking()
-        except bottle.HTTPError:
-            guests.take_back(config.guests, instance)  # it was removed meanwhile, and nothing of it is to stay
-            raise
         return _plain(b'ok')
 
     app.route('/', 'GET', serve)
@@ -162,7 +166,7 @@ def listen(address: str, port: int) -> socket.socket:
     return sock
 
 
-def may_ask(address: str, bridge: str | None, config: conf.Config) -> bool:
+def may_ask(address: str, bridge: str | None, config: conf.Config, files: Files) -> bool:
     """Whether this address is heard at all: this machine itself, and guests. Without a bridge, everybody.
 
     The host answers for 169.254.169.254 on all its interfaces, so whoever is on its LAN gets as far as this. Not by
@@ -170,7 +174,7 @@ def may_ask(address: str, bridge: str | None, config: conf.Config) -> bool:
     """
     if bridge is None or address == config.listen_address or address.startswith('127.'):
         return True
-    return guests.is_on(bridge, address, config.neighbours) or guests.has_lease(address, config.leases, time.time())
+    return files.is_on(bridge, address) or files.has_lease(address, time.time())
 
 
 def end_with_parent() -> None:
@@ -185,7 +189,35 @@ def end_with_parent() -> None:
 
 
 def _end(_signal: int, _frame: FrameType | None) -> None:
+    # A monitor that ends from now on does as it should.
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     raise SystemExit(0)
+
+
+def _become(name: str, ids: privileges.Ids) -> None:
+    for encoding in LATE:
+        codecs.lookup(encoding)
+    try:
+        privileges.drop(ids)
+    except OSError as error:
+        advice = 'it needs CAP_SETUID and CAP_SETGID, and must not keep any capability'
+        raise OSError(f'--user {name}: cannot become that user: {error.strerror}: {advice}') from error
+
+
+def _dismiss(monitor: Monitor) -> None:
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    monitor.close()
+
+
+def _user(name: str) -> privileges.Ids:
+    """Who --user names. Raises ConfError."""
+    try:
+        ids = privileges.find(name)
+    except ValueError as error:
+        raise conf.ConfError(f'--user: {error}') from error
+    if os.geteuid() != 0:
+        raise conf.ConfError('--user: only root can become another user: start it with sudo, or leave --user out')
+    return ids
 
 
 def _configure(arguments: argparse.Namespace) -> conf.Config:
@@ -210,6 +242,7 @@ def main(argv: list[str] | None = None) -> int:
                         help='where ecompute puts a file for each guest (/var/lib/ecompute/metadata)')
     parser.add_argument('--bridge', metavar='NAME',
                         help='answer this machine, who is on the guests\' bridge, and who has a lease; nobody else')
+    parser.add_argument('--user', metavar='NAME', help='once it listens, be this user (a name or a number), not root')
     parser.add_argument('--with-parent', action='store_true', help='end when standard input ends')
     parser.add_argument('--version', action='version', version=f'mdserver {__version__}')
     arguments = parser.parse_args(argv)
@@ -217,30 +250,53 @@ def main(argv: list[str] | None = None) -> int:
     # First of all, so that no moment is left in which a signal ends it with another exit code.
     signal.signal(signal.SIGTERM, _end)
     signal.signal(signal.SIGINT, _end)
-    try:
-        config = _configure(arguments)
-        sock = listen(config.listen_address, config.port)
-    except conf.ConfError as error:
-        print(f'mdserver: {error}', file=sys.stderr)
-        return 2
-    except OSError as error:
-        print(f'mdserver: {error}', file=sys.stderr)
+    orphaned: list[int] = []
+
+    def on_orphaned(number: int, _frame: FrameType | None) -> None:
+        orphaned.append(number)
+        raise SystemExit(1)
+
+    with ExitStack() as at_exit:
+        try:
+            config = _configure(arguments)
+            files = Files(config)
+            if arguments.user is not None:
+                ids = _user(arguments.user)
+                signal.signal(signal.SIGCHLD, on_orphaned)
+                # Before there is a socket, which is none of its business.
+                monitor = Monitor(config)
+                at_exit.callback(_dismiss, monitor)
+                files = Files(config, monitor.ask)
+            sock = at_exit.enter_context(listen(config.listen_address, config.port))
+            if arguments.user is not None:
+                _become(arguments.user, ids)
+        except conf.ConfError as error:
+            print(f'mdserver: {error}', file=sys.stderr)
+            return 2
+        except OSError as error:
+            print(f'mdserver: {error}', file=sys.stderr)
+            return 1
+        _serve(arguments, config, files, sock)
+    if orphaned:
+        LOG.error('ENDED: its monitor, which opened its files for it, is gone')
         return 1
-    with sock:
-        server = limits.Server(
-            make_app(config), sock, lambda address: may_ask(address, arguments.bridge, config),
-            ident=f'mdserver/{__version__}', threads=THREADS,
-            max_request_header_size=HEADER_LIMIT, max_request_body_size=BODY_LIMIT, connection_limit=CONNECTIONS,
-            # Otherwise waitress removes X-Forwarded-For, and what is removed cannot be refused.
-            clear_untrusted_proxy_headers=False,
-            asyncore_use_poll=True,
-        )
-        LOG.info('LISTENING ON http://%s:%d/ GUESTS IN %s', *sock.getsockname(), config.guests)
-        if arguments.with_parent:
-            threading.Thread(target=end_with_parent, daemon=True).start()
-        server.run()
     LOG.info('ENDED')
     return 0
+
+
+def _serve(arguments: argparse.Namespace, config: conf.Config, files: Files, sock: socket.socket) -> None:
+    server = limits.Server(
+        make_app(files), sock, lambda address: may_ask(address, arguments.bridge, config, files),
+        ident=f'mdserver/{__version__}', threads=THREADS,
+        max_request_header_size=HEADER_LIMIT, max_request_body_size=BODY_LIMIT, connection_limit=CONNECTIONS,
+        # Otherwise waitress removes X-Forwarded-For, and what is removed cannot be refused.
+        clear_untrusted_proxy_headers=False,
+        asyncore_use_poll=True,
+    )
+    LOG.info('LISTENING ON http://%s:%d/ GUESTS IN %s AS UID %d', *sock.getsockname(), config.guests, os.geteuid())
+    if arguments.with_parent:
+        threading.Thread(target=end_with_parent, daemon=True).start()
+    server.run()
 
 
 if __name__ == '__main__':

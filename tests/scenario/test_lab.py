@@ -13,9 +13,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import yaml
 
+from ecomp.agent.metadata import USER
 from ecomp.model.network import network_config
 from tests.kit.commands import write_config
 from tests.kit.lab import BOOT, NOTIFIED, Lab, answers, running
@@ -38,6 +40,9 @@ def test_a_guest_boots_with_its_identity_and_address_and_goes(lab: Lab) -> None:
 
     told = lab.told(host, instance)
     assert told['phoned'] == [f'http://169.254.169.254/phone-home/{instance}/']
+    # Told by who is nobody, and cannot open what it serves.
+    children = psutil.Process(lab.ecompute_pid(host)).children()
+    assert [set(each.uids()) for each in children if 'mdserver.server' in each.cmdline()] == [{int(USER)}]
     its_own = lab.told(host, named)
     assert (its_own['instance-id'], its_own['hostname'], its_own['key']) == ([named], ['web1'], [OTHER_KEY])
     assert its_own['user-data'] == SCRIPT.splitlines()

@@ -91,7 +91,7 @@ PLACES: dict[str, set[str]] = {
 # These take time, uuids and randomness as arguments, and touch nothing.
 PURE = {
     *('ecomp.model', 'ecomp.virt.xml', 'ecomp.virt.filter_xml', 'ecomp.agent.plan', 'ecomp.scheduler.timeline'),
-    *('ecomp.store.versions', 'mdserver.metadata'),
+    *('ecomp.store.versions', 'mdserver.guests', 'mdserver.metadata'),
 }
 IMPURE_IMPORTS = {
     *('glob', 'http', 'logging', 'multiprocessing', 'os', 'pathlib', 'secrets', 'shutil', 'signal', 'socket'),

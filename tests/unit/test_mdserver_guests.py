@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from mdserver import conf, guests
+from mdserver import conf, files, guests
+from mdserver.files import Files
 from mdserver.guests import Broken, Forged, GuestFile, Lease, Unknown, current, parse_guest, parse_leases
 from mdserver.metadata import Guest
 
@@ -141,7 +142,8 @@ class Host:
         self.status.write_text(json.dumps([entry()]))
 
     def find(self, address: str = IP, now: float = NOW) -> GuestFile:
-        return guests.find(address, str(self.status.parent / '*.status'), self.arp, self.guests, now)
+        found = Files(conf.Config(leases=str(self.status.parent / '*.status'), neighbours=self.arp, guests=self.guests))
+        return found.guest(found.leased_to(address, now))
 
 
 @pytest.fixture
@@ -201,13 +203,14 @@ def test_what_a_guest_was_not_given_is_mdserver_confs(tmp_path: Path) -> None:
     (tmp_path / 'data').write_bytes(b'#!default')
     config = conf.Config(user_data=tmp_path / 'data', public_keys=(('ops', 'ssh-rsa O'),))
     network = {'version': 2}
-    assert guests.filled_in(GuestFile(UUID, 'web1', None, None, network), config, IP) == Guest(
+    filled_in = Files(config).filled_in
+    assert filled_in(GuestFile(UUID, 'web1', None, None, network), IP) == Guest(
         UUID, IP, 'web1', (('ops', 'ssh-rsa O'),), b'#!default', network
     )
-    assert guests.filled_in(GuestFile(UUID, 'web1', ('A', 'B'), b'#!mine'), config) == Guest(
+    assert filled_in(GuestFile(UUID, 'web1', ('A', 'B'), b'#!mine')) == Guest(
         UUID, '', 'web1', (('default', 'A'), ('key-1', 'B')), b'#!mine'
     )
-    assert guests.filled_in(GuestFile(UUID, 'web1', (), b''), config) == Guest(UUID, '', 'web1', (), b'')
+    assert filled_in(GuestFile(UUID, 'web1', (), b'')) == Guest(UUID, '', 'web1', (), b'')
 
 
 def test_a_guest_file_that_is_none(host: Host) -> None:
@@ -221,7 +224,7 @@ def test_a_guest_file_that_is_none(host: Host) -> None:
     with pytest.raises(Broken, match='is not a regular file'):
         host.find()
     host.file.unlink()
-    host.file.write_bytes(b' ' * (guests.LIMIT + 1))
+    host.file.write_bytes(b' ' * (files.LIMIT + 1))
     with pytest.raises(Broken, match='is larger than'):
         host.find()
     host.file.write_text('{"instance"')

@@ -7,7 +7,7 @@ from pathlib import Path
 from wsgiref.util import setup_testing_defaults
 
 import pytest
-from mdserver import guests
+from mdserver import files
 from mdserver.conf import Config
 from mdserver.server import make_app
 
@@ -31,7 +31,7 @@ def say_ready(config: Config) -> str:
     environ = {'REMOTE_ADDR': ADDRESS, 'REQUEST_METHOD': 'POST', 'PATH_INFO': f'/phone-home/{UUID}/'}
     setup_testing_defaults(environ)
     answered = []
-    list(make_app(config)(environ, lambda status, *_: answered.append(status)))
+    list(make_app(files.Files(config))(environ, lambda status, *_: answered.append(status)))
     return answered[0]
 
 
@@ -41,20 +41,21 @@ def test_it_is_noted(config: Config) -> None:
 
 
 def test_of_one_that_is_removed_meanwhile_nothing_stays(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
-    note = guests.note_ready
+    is_there = files._is_there
 
-    def removed_before(directory: Path, instance: str) -> None:
-        (directory / f'{MAC}.json').unlink()
-        note(directory, instance)
+    def removed_since(config: Config, mac: str, instance: str) -> bool:
+        was_there = is_there(config, mac, instance)
+        (config.guests / f'{MAC}.json').unlink(missing_ok=True)
+        return was_there
 
-    monkeypatch.setattr(guests, 'note_ready', removed_before)
+    monkeypatch.setattr(files, '_is_there', removed_since)
     assert say_ready(config) == '404 Not Found'
     assert list(config.guests.iterdir()) == []
 
 
 def test_one_whose_directory_is_full_is_told_so(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(_directory: Path, _instance: str) -> None:
+    def full(*_: object) -> None:
         raise OSError(28, 'No space left on device')
 
-    monkeypatch.setattr(guests, 'note_ready', full)
+    monkeypatch.setattr(files, '_leave_word', full)
     assert say_ready(config).startswith('500 ')
