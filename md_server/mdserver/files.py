@@ -141,7 +141,7 @@ def carry_out(config: conf.Config, request: str) -> list[Opened]:
         case ['leases']:
             return [_open(Path(name)) for name in sorted(glob.glob(config.leases))]
         case ['user-data'] if config.user_data is not None:
-            return [_open(config.user_data, 0)]
+            return [_open(config.user_data, links=True)]
         case ['guest', mac] if is_mac(mac):
             return [_open(_file_of(config, mac))]
         case ['ready', mac, instance] if is_mac(mac) and is_uuid(instance):
@@ -157,10 +157,11 @@ def _file_of(config: conf.Config, mac: str) -> Path:
     return config.guests / f'{mac}.json'
 
 
-def _open(path: Path, flags: int = os.O_NOFOLLOW | os.O_NONBLOCK) -> Opened:
+def _open(path: Path, links: bool = False) -> Opened:
     # O_NONBLOCK: opening a FIFO planted here must not wait for a writer.
+    flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
     try:
-        return str(path), os.open(path, os.O_RDONLY | os.O_CLOEXEC | flags)
+        return str(path), os.open(path, flags if links else flags | os.O_NOFOLLOW)
     except OSError as error:
         return str(path), error
 

@@ -174,7 +174,10 @@ def may_ask(address: str, bridge: str | None, config: conf.Config, files: Files)
     """
     if bridge is None or address == config.listen_address or address.startswith('127.'):
         return True
-    return files.is_on(bridge, address) or files.has_lease(address, time.time())
+    try:
+        return files.is_on(bridge, address) or files.has_lease(address, time.time())
+    except OSError:
+        return False  # its monitor is gone, and so is it in a moment
 
 
 def end_with_parent() -> None:

@@ -120,6 +120,9 @@ def test_it_has_no_rights_and_does_all_that_root_did(running: Server, tmp_path: 
     assert len(threads) > 4
     assert [rights(f'{running.pid}/task/{each}') for each in threads] == len(threads) * [nothing(USER, USER)]
     assert f' AS UID {USER}\n' in running.log.read_text()
+    # Nor does another one of that user, of another host in a lab, see into it.
+    look = f'cat /proc/{running.pid}/environ /proc/{running.pid}/mem; ls /proc/{running.pid}/fd/'
+    assert run('setpriv', '--reuid', USER, '--regid', USER, '--clear-groups', 'sh', '-c', look).stdout == ''
 
     assert running.ask('/latest/meta-data/instance-id') == (200, UUID.encode())
     # root's alone, below a directory that is root's alone; and edits count, however the editor makes them.
@@ -129,6 +132,9 @@ def test_it_has_no_rights_and_does_all_that_root_did(running: Server, tmp_path: 
     (tmp_path / 'new').write_text('#!three\n')
     (tmp_path / 'new').chmod(0o600)
     (tmp_path / 'new').rename(tmp_path / 'user-data')
+    assert running.ask('/latest/user-data') == (200, b'#!three\n')
+    (tmp_path / 'user-data').rename(tmp_path / 'elsewhere')
+    (tmp_path / 'user-data').symlink_to('elsewhere')
     assert running.ask('/latest/user-data') == (200, b'#!three\n')
     (tmp_path / 'user-data').unlink()
     assert running.ask('/latest/user-data')[0] == 500
