@@ -45,7 +45,7 @@ LOG = logging.getLogger('mdserver')
 INSTANCE = 'mdserver.instance'
 WHY = 'mdserver.why'
 
-LATE = ('idna', 'ascii', 'latin-1')  # Python imports these when first used, maybe from where root alone can read
+LATE = ('idna', 'ascii')  # Python imports these when first used, maybe from where root alone can read
 THREADS = 4
 HEADER_LIMIT = 8192  # bytes
 BODY_LIMIT = 1024  # bytes; phone_home has a uuid to send
