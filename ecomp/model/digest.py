@@ -1,4 +1,4 @@
-"""What one compute says is there, for an audit: its answer at /digests/<audit>/<compute>/<page>.
+"""What one compute says is there, for an audit: its answer at /digests/<compute>/<audit>/<page>.
 
 JSON, versioned, in pages that each fit an etcd value. Page 0 is written last and says how many there are:
 {"version", "pages", "error", "guests": [{"instance", "compute", "defined", "running", "disk"}], "without_base":

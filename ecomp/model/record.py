@@ -1,4 +1,4 @@
-"""An instance's record: what the key /instances/<instance> holds, written by its ecompute.
+"""An instance's record: what the key /instances/<compute>/<instance> holds, written by its ecompute.
 
 JSON, versioned: {"version", "instance", "compute", "state", "image", "resources": {class: amount},
 "query", "user_id", "project_id", "addresses": [{"network", "mac", "address", "source", "expected"}],
