@@ -51,6 +51,10 @@ MUTATIONS = {
         'or not held.allocations',
         ('lost_delivery', 'one_uuid_twice'),
     ),
+    'a record is believed wherever it is': Mutation(
+        'ecomp.agent.records', 'if record.compute == self._compute else Found()', 'if record else Found()',
+        ('foreign_records',),
+    ),
     'abandon does not ask who is being taken': Mutation(
         'ecomp.scheduler.claim', 'if instance in taken\n', 'if not held.allocations\n', ('overtaken_by_a_queue',)
     ),
@@ -155,8 +159,7 @@ MUTATIONS = {
     ),
     'an end leaves its address': Mutation(
         'ecomp.agent.records',
-        'extra = [Delete(keys.host(self._compute, instance)), Delete(keys.booted(instance))]',
-        'extra = [Delete(keys.host(self._compute, instance))]',
+        'extra.append(Delete(keys.booted(instance)))', 'extra.append(Delete(keys.host(self._compute, instance)))',
         ('built_and_destroyed',),
     ),
     'an end leaves its place in the group': Mutation(

@@ -27,7 +27,10 @@ class Facts:
         self.under = under
         hosts = ((path.partition('/'), value) for path, value in under.get('hosts', {}).items())
         self.asked: list[tuple[str, str, Json]] = [(compute, name, value) for (compute, _, name), value in hosts]
-        self.records = {path.rpartition('/')[2]: value for path, value in under.get('instances', {}).items()}
+        # What somebody else says of it comes before what its own compute does.
+        recorded = sorted(under.get('instances', {}).items(), key=lambda each: each[0].startswith(each[1]['compute']))
+        recorded.sort(key=lambda each: each[1]['compute'] in cloud.computes)
+        self.records = {path.rpartition('/')[2]: value for path, value in recorded}
         queues = under.get('queues', {}).items()
         self.waiting = {path.rpartition('/')[2]: value for path, value in queues if not path.endswith('/taker')}
         self.held = cloud.model.held

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from ecomp.model import keys
 from ecomp.model.group import Membership
-from ecomp.store.client import Delete
+from ecomp.model.record import GONE, KEPT, Record, to_json
+from ecomp.store.client import Delete, Put
 from tests.model.acting import SHAKY, Bounds
-from tests.model.cloud import A, Cloud, U, V
+from tests.model.cloud import A, B, Cloud, U, V
 from tests.model.compute import Compute
 from tests.model.explorer import Scenario
 
@@ -56,6 +58,21 @@ def rebooted(cloud: Cloud) -> None:
     cloud.powers('reboot', U, 'reboot')
 
 
+def foreign_records(cloud: Cloud) -> None:
+    """Somebody writes at any time that it is another compute's, and gone; it is built, and destroyed, all the same."""
+    host = _delivered(cloud)
+    forged = to_json(Record(U, B, GONE, None))
+
+    def forges() -> None:
+        lease = cloud.store.grant(KEPT[GONE])
+        for key in (keys.old_record(U), keys.record(B, U)):
+            cloud.store.commit([], [Put(key, forged, lease)])
+
+    cloud.works(A, '', host.rounds(3, host.plan))
+    cloud.act('somebody', forges)
+    cloud.destroys('destroy', U)
+
+
 def killed_twice(cloud: Cloud) -> None:
     """ecompute is killed in a build, started again beside a destroy, and killed once more."""
     host = _delivered(cloud)
@@ -101,6 +118,7 @@ SCENARIOS = [
     Scenario(destroyed_twice, SHAKY),
     Scenario(stopped_and_destroyed, SHAKY),
     Scenario(rebooted, SHAKY),
+    Scenario(foreign_records, SHAKY),
     Scenario(killed_twice, Bounds(2, 2, kills=2)),
     Scenario(resumed_and_built, Bounds(2, 1, kills=1)),
     Scenario(destroyed_and_asked_again, SHAKY),
