@@ -44,6 +44,7 @@ from ecomp.model.text import printable
 from ecomp.placement import allocations as ledger
 from ecomp.placement.client import Placement
 from ecomp.store.client import Delete, Put, Store
+from ecomp.store.places import listed
 from ecomp.virt import Hypervisor
 
 log = logging.getLogger(__name__)
@@ -179,14 +180,17 @@ class Instances:
     def destroy(self, request: Request, revision: int) -> None:
         """Remove the guest and everything of it; its record stays a day as `gone`, whatever it was before."""
         instance = request.instance
-        record = self._records.to_end(instance) or new_record(self._compute, request, self._now())
+        known = self._records.to_end(instance)
+        record = known or new_record(self._compute, request, self._now())
+        address = known is None and self._is_here_alone(instance)
         if record.state != DESTROYING:
+            extra = [Delete(keys.booted(instance))] if address else []  # later the record is not lost any more
             with suppress(NoSpace):  # a full etcd takes no record; what is destroyed gives it room
-                record = self._records.write(record.at(DESTROYING, self._now()), revision)
+                record = self._records.write(record.at(DESTROYING, self._now()), revision, extra)
             failpoint('destroying')
         log.info('DESTROY INSTANCE %s', instance)
         self._remove(instance)
-        self._records.end(record.at(GONE, self._now(), 'gone'), revision)
+        self._records.end(record.at(GONE, self._now(), 'gone'), revision, address)
         log.info('instance %s is gone', instance)
 
     def refuse(self, wish: Invalid, revision: int, guest: Guest | None) -> None:
@@ -374,6 +378,10 @@ class Instances:
                 if not left:
                     raise  # else: read what became of it
         raise Unreachable(f'the claim of {instance} is changed by somebody else all the time')
+
+    def _is_here_alone(self, instance: str) -> bool:
+        """Whether no other compute is asked for it."""
+        return not listed(self._store, instance).requests.keys() - {self._compute}
 
     def _known(self, instance: str) -> Record:
         record = self.record(instance)

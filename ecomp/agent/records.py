@@ -109,14 +109,15 @@ class Records:
             self._memory.remember(None, record)
         return record
 
-    def end(self, record: Record, revision: int) -> None:
+    def end(self, record: Record, revision: int, address: bool = False) -> None:
         """The last record, on a lease, and no request, no address and no name any more, in one transaction.
 
-        By its name an instance in error is found as long as its record is there.
+        By its name an instance in error is found as long as its record is there. An address is another compute's if
+        this one never wrote one, for somebody may have asked both; `address`: it may have, and that is not known.
         """
         instance, failed = record.instance, record.state == ERROR
         extra = [Delete(keys.host(self._compute, instance))]
-        if not failed:  # what fails has never had an address; it may be another compute's that has one
+        if address or 'addressed' in record.stages:
             extra.append(Delete(keys.booted(instance)))
         try:
             lease = self._store.grant(KEPT[record.state])

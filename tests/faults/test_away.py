@@ -158,9 +158,9 @@ def test_etcd_lost_at_the_delivery(own_control: Control, arrived: bool) -> None:
     with Proxy(own_control.etcd.port) as proxy:
         config = write_config(own_control.directory / 'proxy.yaml', proxy.address, own_control.placement.url)
         if arrived:
-            proxy.lose_answer(key.encode(), lambda: own_control.etcd.get(key), and_stay_away=True)
+            proxy.lose_answer(b'"allocations"', lambda: own_control.etcd.get(key), and_stay_away=True)
         else:
-            proxy.lose_request(key.encode(), and_stay_away=True)
+            proxy.lose_request(b'"allocations"', and_stay_away=True)
         result = eschedule(config, SMALL, '--uuid', instance, timeout=ETCD_SECONDS)
         assert proxy.has_lost
     not_known = f'whether {instance} was delivered is not known', f'the same command with --uuid {instance}'

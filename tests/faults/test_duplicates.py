@@ -18,18 +18,18 @@ ROOM = {'VCPU': 1, 'DISK_GB': 1, 'MEMORY_MB': 128}
 
 
 def test_asked_of_another_compute(cluster: Control) -> None:
-    """F25: the uuid of a running guest, asked for on a second compute: dropped there, the first untouched (fake)"""
+    """F25: the uuid of a running guest, asked for on a second compute: refused there, the first untouched (fake)"""
     first, second = cluster.ecompute(), cluster.ecompute()
     _, instance = place(cluster, f'{SMALL}&in_tree={first.uuid}')
     address = addressed(cluster, instance)
     before, held = record(cluster, instance), cluster.placement.allocations(instance)
     cluster.etcd.put(f'/hosts/{second.uuid}/{instance}', json.dumps(request(second.uuid, instance)))
-    until(lambda: cluster.etcd.get(f'/hosts/{second.uuid}/{instance}') is None, 20, 'it is dropped')
-    assert logs(second, instance, 'request dropped', f'it is the instance of compute {first.uuid}')
+    until(lambda: cluster.etcd.get(f'/hosts/{second.uuid}/{instance}') is None, 20, 'it is refused')
+    assert logs(second, instance, 'failed at stage scheduled', f'held on {first.uuid}')
     # Not even its tombstone there destroys it.
     gone = {**request(second.uuid, instance), 'allocations': {}, 'image': None}
     cluster.etcd.put(f'/hosts/{second.uuid}/{instance}', json.dumps(gone))
-    until(lambda: cluster.etcd.get(f'/hosts/{second.uuid}/{instance}') is None, 20, 'it is dropped again')
+    until(lambda: cluster.etcd.get(f'/hosts/{second.uuid}/{instance}') is None, 20, 'it is gone there')
     assert (record(cluster, instance), cluster.placement.allocations(instance)) == (before, held)
     assert (set(guests(first)), guests(second)) == ({instance}, {})
     assert addressed(cluster, instance) == address
