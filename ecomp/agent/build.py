@@ -44,45 +44,62 @@ class Build:
 
 
 @dataclass(frozen=True)
-class Destroy:
-    """A guest of this compute to remove, with its disk. Nothing there is success."""
+class Step:
+    """Something done to a guest of this compute in one step."""
 
     instance: str
     compute: str
 
-
-@dataclass(frozen=True)
-class Resume:
-    """A guest of this compute to start again, as it is defined."""
-
-    instance: str
-    compute: str
+    def carry_out(self, hypervisor: Hypervisor) -> None:
+        """Do it. Errors: those of the hypervisor."""
+        raise NotImplementedError
 
 
-@dataclass(frozen=True)
-class Shutdown:
-    """A guest of this compute to be asked to turn itself off."""
+class Destroy(Step):
+    """It is removed, with its disk. Nothing there is success."""
 
-    instance: str
-    compute: str
-
-
-@dataclass(frozen=True)
-class SwitchOff:
-    """A guest of this compute to switch off; its domain stays defined, its disk is kept."""
-
-    instance: str
-    compute: str
+    def carry_out(self, hypervisor: Hypervisor) -> None:
+        """Domain first, then its disk: never pull a disk from under a guest that may still write."""
+        hypervisor.destroy(self.instance, self.compute)
+        failpoint('domain-undefined')
+        hypervisor.delete_disk(self.instance)
+        failpoint('disk-deleted')
 
 
-@dataclass(frozen=True)
-class Forget:
-    """What is left of a guest whose domain and disk are gone: its console log."""
+class Resume(Step):
+    """It is started again, as it is defined."""
 
-    instance: str
+    def carry_out(self, hypervisor: Hypervisor) -> None:
+        """See Hypervisor."""
+        hypervisor.resume(self.instance, self.compute)
 
 
-Job = Build | Destroy | Resume | Shutdown | SwitchOff | Forget
+class Shutdown(Step):
+    """It is asked to turn itself off."""
+
+    def carry_out(self, hypervisor: Hypervisor) -> None:
+        """See Hypervisor."""
+        hypervisor.shutdown(self.instance, self.compute)
+
+
+class SwitchOff(Step):
+    """It is switched off; its domain stays defined, its disk is kept."""
+
+    def carry_out(self, hypervisor: Hypervisor) -> None:
+        """See Hypervisor."""
+        hypervisor.switch_off(self.instance, self.compute)
+
+
+class Forget(Step):
+    """What is left of a guest whose domain and disk are gone is removed: its console log."""
+
+    def carry_out(self, hypervisor: Hypervisor) -> None:
+        """Nothing is removed of one that came back."""
+        if self.instance not in hypervisor.guests():
+            hypervisor.delete_disk(self.instance)
+
+
+Job = Build | Step
 News = str | Progress
 """What is told of a job: a stage is reached, or how far it is."""
 
@@ -97,17 +114,8 @@ def carry_out(
     """Do a job of any kind. Errors: EcompError, and Cancelled from the checkpoint."""
     if isinstance(job, Build):
         build(job, hypervisor, images, report, checkpoint)
-    elif isinstance(job, Resume):
-        hypervisor.resume(job.instance, job.compute)
-    elif isinstance(job, Shutdown):
-        hypervisor.shutdown(job.instance, job.compute)
-    elif isinstance(job, SwitchOff):
-        hypervisor.switch_off(job.instance, job.compute)
-    elif isinstance(job, Forget):
-        if job.instance not in hypervisor.guests():
-            hypervisor.delete_disk(job.instance)
     else:
-        destroy(job, hypervisor)
+        job.carry_out(hypervisor)
 
 
 def build(
@@ -157,11 +165,3 @@ def build(
         failpoint('domain-started')
         report('started')
         undo.pop_all()
-
-
-def destroy(job: Destroy, hypervisor: Hypervisor) -> None:
-    """Domain first, then its disk: never pull a disk from under a guest that may still write."""
-    hypervisor.destroy(job.instance, job.compute)
-    failpoint('domain-undefined')
-    hypervisor.delete_disk(job.instance)
-    failpoint('disk-deleted')

@@ -232,7 +232,7 @@ class Instances:
     def vanished(self, instance: str, revision: int) -> None:
         """End an instance of whom neither domain nor disk is left, though nobody asked: its claim goes, too."""
         record = self._known(instance)
-        for _ in self._runner.run(Forget(instance)):
+        for _ in self._runner.run(Forget(instance, self._compute)):
             pass
         self._forget(instance)
         self._release(instance)

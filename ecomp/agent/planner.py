@@ -11,7 +11,6 @@ import random
 import threading
 import time
 from collections.abc import Callable, Mapping, Set
-from typing import NamedTuple
 
 from ecomp.agent.claims import APART, due
 from ecomp.agent.complaints import Complaints
@@ -21,6 +20,7 @@ from ecomp.agent.plan import Kind, Task, Wish, pending, plan, unready
 from ecomp.agent.pool import Runner
 from ecomp.agent.power import Shutdowns
 from ecomp.agent.records import Superseded
+from ecomp.agent.tasks import CARRIED_OUT, Work
 from ecomp.errors import EcompError, Unreachable, Unreadable
 from ecomp.model import keys
 from ecomp.model.guest import Address, Guest
@@ -39,16 +39,6 @@ RECHECKED = 200
 GRACE, ASK_AGAIN = 60.0, 10.0
 """Seconds a guest has to turn itself off before it is switched off, and between two times it is asked to."""
 LOOKING = 'looking at claims'
-
-
-class Work(NamedTuple):
-    """A task with its wish as planned: by the time a thread is free, the key may have been deleted."""
-
-    task: Task
-    revision: int
-    wish: Wish
-    guest: Guest | None
-    addresses: Mapping[str, Address]
 
 
 class Planner:
@@ -150,34 +140,20 @@ class Planner:
 
     def carry_out(self, work: Work) -> None:
         """Do what was begun, and tell of what fails. The next step says what is left to do."""
-        task, revision, wish, guest, addresses = work
-        instance, began = task.instance, time.monotonic()
+        task, instance, began = work.task, work.instance, time.monotonic()
         with self._lock:
             if self._busy.get(instance) is not work:
                 return  # it was handed back
             self._under_way.add(instance)
         log.debug('%s %s: %s', task.kind.value, instance, task.reason)
         try:
+            CARRIED_OUT[task.kind](self._instances, work)
             if task.kind is Kind.REFUSE:
-                assert isinstance(wish, Invalid)  # plan() refuses nothing else
-                self._instances.refuse(wish, revision, guest)
-                self._refused[instance] = revision
-            elif task.kind is Kind.CLEAR:
-                self._instances.clear(instance, revision, task.reason)
-            elif task.kind is Kind.POWER:
-                self._instances.switch.note(instance, revision, guest)
+                self._refused[instance] = work.revision
             elif task.kind is Kind.RESUME:
-                self._instances.switch.resume(instance, revision)
                 self._before_reboot -= {instance}
-            elif task.kind is Kind.VANISHED:
-                self._instances.vanished(instance, revision)
-            elif task.kind is Kind.READY:
-                self._instances.ready(instance, revision)
-            elif task.kind is Kind.ADDRESS:
-                self._instances.address(instance, revision, addresses)
-            else:
-                assert isinstance(wish, Request)  # as above
-                self._carry_out_wish(task.kind, wish, revision, guest)
+            elif task.kind is Kind.SHUTDOWN:
+                self._shutdowns.asked(instance, time.monotonic())
             self._later.pop(instance, None)
             self.settled(instance)
         except Superseded:
@@ -293,22 +269,6 @@ class Planner:
             if record is not None:
                 found[instance] = record
         return found, unreadable
-
-    def _carry_out_wish(self, kind: Kind, wish: Request, revision: int, guest: Guest | None) -> None:
-        instances, switch = self._instances, self._instances.switch
-        if kind is Kind.BUILD:
-            instances.build(wish, revision, guest)
-        elif kind is Kind.SHUTDOWN:
-            switch.shut_down(wish, revision)
-            self._shutdowns.asked(wish.instance, time.monotonic())
-        elif kind is Kind.SWITCH_OFF:
-            switch.switch_off(wish, revision)
-        elif kind is Kind.START:
-            switch.start(wish, revision)
-        elif kind is Kind.DONE:
-            switch.done(wish, revision, guest)
-        else:
-            instances.destroy(wish, revision)
 
     def _addresses(self, instance: str) -> Mapping[str, Address]:
         """Those a guest has; none where that cannot be told of it: it must not stop the others."""

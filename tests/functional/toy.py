@@ -11,8 +11,9 @@ from ecomp.agent.complaints import Complaints
 from ecomp.agent.instances import Instances, Shape
 from ecomp.agent.memory import Memory
 from ecomp.agent.metadata import GuestData
-from ecomp.agent.planner import Planner, Work
+from ecomp.agent.planner import Planner
 from ecomp.agent.pool import Inline, Pretended
+from ecomp.agent.tasks import Work
 from ecomp.model import keys
 from ecomp.model.network import DEFAULT_NETWORKS
 from ecomp.model.record import Record

@@ -21,7 +21,6 @@ from ecomp.agent.build import (
     SwitchOff,
     build,
     carry_out,
-    destroy,
 )
 from ecomp.errors import BuildFailed, EcompError
 from ecomp.model.guest import BaseImage, Guest, GuestSpec
@@ -119,7 +118,7 @@ def test_what_it_is_told_is_on_a_disk_before_it_starts() -> None:
     assert hypervisor.spec is not None
     assert hypervisor.spec.seed == TOLD.spec.seed
     assert "b'{}'" not in repr(TOLD), 'user-data may be secret'
-    destroy(Destroy(INSTANCE, COMPUTE), hypervisor)
+    Destroy(INSTANCE, COMPUTE).carry_out(hypervisor)
     assert hypervisor.seeds() == set()
 
 
@@ -171,10 +170,10 @@ def test_the_domain_goes_before_its_disk() -> None:
     hypervisor = Recording()
     made(hypervisor)
     hypervisor.asked.clear()
-    destroy(Destroy(INSTANCE, COMPUTE), hypervisor)
+    Destroy(INSTANCE, COMPUTE).carry_out(hypervisor)
     assert hypervisor.asked == ['destroy', 'delete_disk']
     assert guests(hypervisor) == {}
-    destroy(Destroy(INSTANCE, COMPUTE), hypervisor)  # nothing there is success
+    Destroy(INSTANCE, COMPUTE).carry_out(hypervisor)  # nothing there is success
 
 
 @pytest.mark.parametrize('there', [False, True])
@@ -185,7 +184,7 @@ def test_what_is_left_of_one_without_a_trace_goes_unless_it_came_back(there: boo
     else:
         FakeHypervisor.create_seed(hypervisor, INSTANCE, {})
     hypervisor.asked.clear()
-    carry_out(Forget(INSTANCE), hypervisor, hypervisor, lambda _: None, lambda: None)
+    carry_out(Forget(INSTANCE, COMPUTE), hypervisor, hypervisor, lambda _: None, lambda: None)
     assert hypervisor.asked == ([] if there else ['delete_disk'])
     assert hypervisor.seeds() == ({INSTANCE} if there else set())
     assert bool(guests(hypervisor)) == there
@@ -209,7 +208,7 @@ def test_errors_come_whole_out_of_a_worker(error: BuildFailed) -> None:
 
 
 @pytest.mark.parametrize(
-    'job', [JOB, TOLD, *(kind(INSTANCE, COMPUTE) for kind in (Destroy, Resume, Shutdown, SwitchOff)), Forget(INSTANCE)]
+    'job', [JOB, TOLD, *(kind(INSTANCE, COMPUTE) for kind in (Destroy, Resume, Shutdown, SwitchOff, Forget))]
 )
 def test_jobs_go_whole_into_a_worker(job: Job) -> None:
     assert pickle.loads(pickle.dumps(job)) == job
