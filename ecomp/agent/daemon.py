@@ -156,7 +156,7 @@ class Daemon:
             except EcompError as error:
                 self._complaints.complain(PLANNING, error, began)
             except Exception:
-                log.exception('planning failed in a way nobody thought of; trying again')
+                log.exception('unexpected error while planning; trying again')
                 time.sleep(FIRST_DELAY)  # whatever it is, it is not to be met a thousand times a second
             worked = False
             self._next_minute = min(self._next_minute, time.monotonic() + LAST_DELAY * random.uniform(0.5, 1.0))

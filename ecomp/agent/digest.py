@@ -130,7 +130,7 @@ class Answerer:
             except EcompError as error:
                 log.debug('audit %s is not answered: %s', entry.key, error)
             except Exception:
-                log.exception('answering audit %s failed in a way nobody thought of', entry.key)
+                log.exception('unexpected error while answering %s', entry.key)
 
     def _is_ours(self) -> bool:
         """False if another ecompute is this compute now: it is to answer."""

@@ -23,6 +23,7 @@ from ecomp.agent.records import Superseded
 from ecomp.agent.tasks import CARRIED_OUT, Work
 from ecomp.errors import EcompError, Unreachable, Unreadable
 from ecomp.model import keys
+from ecomp.model.backoff import Backoff
 from ecomp.model.guest import Address, Guest
 from ecomp.model.instance import Invalid, Request, parse_request, shares
 from ecomp.model.record import ACTIVE, STOPPED, Record
@@ -73,7 +74,7 @@ class Planner:
         self._lock = threading.Lock()
         self._busy: dict[str, Work] = {}
         self._under_way: set[str] = set()
-        self._later: dict[str, tuple[float, float]] = {}
+        self._later: dict[str, tuple[float, Backoff]] = {}
         self._reported: set[str] = set()
         self._refused: dict[str, int] = {}
         self._missing: dict[str, float] = {}
@@ -165,7 +166,7 @@ class Planner:
             self._complaints.complain(instance, error, began)
             self._put_off(instance)
         except Exception:
-            log.exception('%s of instance %s failed in a way nobody thought of', task.kind.value, instance)
+            log.exception('unexpected error in the %s of instance %s', task.kind.value, instance)
             self._put_off(instance)
         finally:
             with self._lock:
@@ -211,7 +212,8 @@ class Planner:
                 self._runner.cancel(task.instance)
             if working_at is not None or task.instance in busy:
                 continue
-            if self._later.get(task.instance, (0.0, 0.0))[0] > now:
+            put_off = self._later.get(task.instance)
+            if put_off is not None and put_off[0] > now:
                 continue
             revision, wish = self._wishes[task.instance]
             refused = self._refused.get(task.instance)
@@ -294,9 +296,8 @@ class Planner:
             self._complaints.complain(instance, error)
 
     def _put_off(self, instance: str) -> None:
-        _, before = self._later.get(instance, (0.0, 0.0))
-        delay = min(max(before * 2, FIRST_DELAY), LAST_DELAY)
-        self._later[instance] = time.monotonic() + delay * random.uniform(0.5, 1.0), delay
+        _, backoff = self._later.get(instance, (0.0, Backoff(FIRST_DELAY, LAST_DELAY)))
+        self._later[instance] = time.monotonic() + backoff.next() * random.uniform(0.5, 1.0), backoff
 
     def _report(self, task: Task) -> None:
         if task.instance not in self._reported:

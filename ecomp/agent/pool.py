@@ -25,6 +25,7 @@ from ecomp.agent.build import Build, Cancelled, Destroy, Images, Job, News, Shut
 from ecomp.agent.waker import Waker
 from ecomp.agent.worker import WorkerSettings, main
 from ecomp.errors import BuildFailed, EcompError
+from ecomp.model.backoff import Backoff
 from ecomp.model.guest import BaseImage
 from ecomp.model.record import Progress
 from ecomp.virt import Hypervisor
@@ -145,7 +146,7 @@ class Pool:
         self._workers: list[_Worker] = []
         self._dismissed: list[SpawnProcess] = []
         self._numbers = iter(range(1, 2**62))
-        self._start_at, self._delay = 0.0, 0.0
+        self._start_at, self._backoff = 0.0, Backoff(FIRST_DELAY, LAST_DELAY)
         self._lacks = False
 
     def run(self, job: Job) -> Iterator[News]:
@@ -269,8 +270,7 @@ class Pool:
             self._workers.append(worker)
 
     def _put_off(self) -> None:
-        self._delay = min(max(2 * self._delay, FIRST_DELAY), LAST_DELAY)
-        self._start_at = time.monotonic() + self._delay
+        self._start_at = time.monotonic() + self._backoff.next()
 
     def _hand_out(self) -> None:
         with self._lock:
@@ -332,7 +332,8 @@ class Pool:
         if time.monotonic() - worker.started < YOUNG:
             self._put_off()
         else:
-            self._delay, self._start_at = 0.0, 0.0
+            self._backoff.reset()
+            self._start_at = 0.0
         if ticket is not None:
             ticket.told.put(('failed', WorkerDied(f'its worker process ended in the middle of it ({code})')))
 

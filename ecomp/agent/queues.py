@@ -17,6 +17,7 @@ from ecomp.agent.pulling import EVERY, Puller
 from ecomp.agent.taking import Taker
 from ecomp.errors import EcompError
 from ecomp.model import keys
+from ecomp.model.backoff import Backoff
 from ecomp.model.pull import Backlog, backlog_of
 from ecomp.placement.client import Placement
 from ecomp.store.client import Store
@@ -112,7 +113,7 @@ class Queues:
             self._changed.notify()
 
     def _run(self) -> None:
-        wake, delay = EVERY, 0.0
+        wake, backoff = EVERY, Backoff(FIRST_DELAY, LAST_DELAY)
         while not self._stopped.is_set():
             with self._changed:
                 if not self._nudged:
@@ -120,14 +121,14 @@ class Queues:
                 self._nudged = False
             began = time.monotonic()
             try:
-                wake, delay = self._puller.step(), 0.0
+                wake = self._puller.step()
+                backoff.reset()
                 self._complaints.settle(TAKING)
                 continue
             except EcompError as error:
                 self._complaints.complain(TAKING, error, began)
             except Exception:
-                log.exception('taking from the queues failed in a way nobody thought of; trying again')
+                log.exception('unexpected error while taking from the queues; trying again')
             self._puller.failed()
-            delay = min(max(delay * 2, FIRST_DELAY), LAST_DELAY)
-            self._stopped.wait(delay * self._rng.uniform(0.5, 1.0))
+            self._stopped.wait(backoff.next() * self._rng.uniform(0.5, 1.0))
             wake = 0.0

@@ -10,10 +10,12 @@ from collections.abc import Callable, Mapping
 
 from ecomp.agent.complaints import Complaints
 from ecomp.errors import EcompError
+from ecomp.model.backoff import Backoff
 
 log = logging.getLogger(__name__)
 
-FIRST_DELAY, LAST_DELAY = 0.5, 15.0
+AGAIN = 0.5, 15.0
+"""Seconds before what failed is tried again: the first time, and at most."""
 
 
 class Round:
@@ -36,16 +38,16 @@ class Round:
         self._complaints = complaints
         self._settled = settled
         self._is_ending = is_ending
-        self._delay = 0.0
+        self._backoff = Backoff(*AGAIN)
 
     def run(self) -> None:
         """One round. Never raises."""
         worked = [self._works(doing, look) for doing, look in self._looks.items()]
         if all(worked):
-            self._delay, self.again = 0.0, math.inf
+            self.again = math.inf
+            self._backoff.reset()
         else:
-            self._delay = min(max(self._delay * 2, FIRST_DELAY), LAST_DELAY)
-            self.again = time.monotonic() + self._delay * random.uniform(0.5, 1.0)
+            self.again = time.monotonic() + self._backoff.next() * random.uniform(0.5, 1.0)
 
     def _works(self, doing: str, look: Callable[[], None]) -> bool:
         if self._is_ending():
@@ -60,5 +62,5 @@ class Round:
                 self._complaints.complain(doing, error, began)
         except Exception:
             if not self._is_ending():  # else what it speaks with is closed under it
-                log.exception('%s failed in a way nobody thought of; trying again', doing)
+                log.exception('unexpected error while %s; trying again', doing)
         return False

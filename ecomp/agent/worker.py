@@ -101,6 +101,6 @@ def _answer(
     except (EcompError, Cancelled) as error:
         return ('failed', number, error)
     except Exception as error:  # a defect of ours: this job fails, the worker goes on
-        log.exception('a job failed in a way nobody thought of')
+        log.exception('unexpected error in a job of instance %s', job.instance)
         return ('failed', number, EcompError(f'{type(error).__name__}: {error}'))
     return ('done', number)

@@ -15,6 +15,7 @@ from typing import NamedTuple
 from ecomp.errors import EcompError, NotFound
 from ecomp.model import keys
 from ecomp.model.audit import audit as compare
+from ecomp.model.backoff import Backoff
 from ecomp.model.digest import Digest, from_pages
 from ecomp.model.findings import Finding, Revisions, confirmed
 from ecomp.model.json_object import dump
@@ -90,7 +91,7 @@ def asking(store: Store) -> Iterator[tuple[str, int]]:
 
 def answers(store: Store, audit: str, computes: set[str], heard: str, answered: str) -> set[str]:
     """Wait for each compute's part `answered`; those that gave it. Who does not put part `heard` soon is given up."""
-    began, delay = time.monotonic(), FIRST_DELAY
+    began, backoff = time.monotonic(), Backoff(FIRST_DELAY, LAST_DELAY)
     while True:
         there = store.snapshot(keys.DIGESTS, keys_only=True).entries
         done = {compute for compute in computes if keys.digest(audit, compute, answered) in there}
@@ -98,8 +99,7 @@ def answers(store: Store, audit: str, computes: set[str], heard: str, answered: 
         spent = time.monotonic() - began
         if done >= computes or spent > ANSWER_SECONDS or (spent > HEARD_SECONDS and done >= going):
             return done
-        time.sleep(delay)
-        delay = min(delay * 2, LAST_DELAY)
+        time.sleep(backoff.next())
 
 
 def _look(store: Store, placement: Placement) -> Planes:

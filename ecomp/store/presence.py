@@ -165,7 +165,7 @@ class Presence:
             except EcompError:
                 continue  # the follower of our prefix says that etcd is away, once
             except Exception:
-                log.exception('keeping %s failed in a way nobody thought of; trying again', self._key)
+                log.exception('unexpected error while keeping %s; trying again', self._key)
 
 
 def hashed(token: str) -> str:

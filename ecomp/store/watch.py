@@ -20,6 +20,7 @@ from etcd3.utils import increment_last_byte
 
 from ecomp.conf import EtcdConfig
 from ecomp.errors import EcompError, StrangeEtcd
+from ecomp.model.backoff import Backoff
 from ecomp.model.json_object import VALUE_LIMIT
 from ecomp.store.client import Entry, Store, header_of
 from ecomp.store.guard import Guard
@@ -67,6 +68,7 @@ class Follower:
         self._on_state = on_state
         self._resync = resync
         self._kept = Kept(largest, most)
+        self._backoff = Backoff(FIRST_DELAY, LAST_DELAY)
         self._stopped = threading.Event()
         self._call: Any = None
         self._thread = threading.Thread(target=self._run, name=f'follow {prefix}', daemon=True)
@@ -86,7 +88,6 @@ class Follower:
 
     def _run(self) -> None:
         lost = False
-        self._delay = FIRST_DELAY
         while not self._stopped.is_set():
             try:
                 snapshot = self._store.snapshot(self._prefix, keep=self._kept.keep)
@@ -109,9 +110,8 @@ class Follower:
                     self._on_lost(error)
                 lost = True
             except Exception:  # without this thread ecompute would be deaf, and look as if it were well
-                log.exception('following %s failed in a way nobody thought of; trying again', self._prefix)
-            self._stopped.wait(self._delay * random.uniform(0.5, 1.0))
-            self._delay = min(self._delay * 2, LAST_DELAY)
+                log.exception('unexpected error while following %s; trying again', self._prefix)
+            self._stopped.wait(self._backoff.next() * random.uniform(0.5, 1.0))
 
     def _watch(self, revision: int, state: dict[str, Entry]) -> None:
         """Apply changes from `revision` on until the planned end; _Resync at any other."""
@@ -130,7 +130,7 @@ class Follower:
                 # A member that lags may answer a watch; so may an etcd without our history. The next list tells.
                 if self._guard is not None and not self._guard.observe(header_of(reply)):
                     raise _Resync('the watch is answered by an etcd that is behind')
-                self._delay = FIRST_DELAY  # it lists and it watches: only now nothing is wrong any more
+                self._backoff.reset()  # it lists and it watches: only now nothing is wrong any more
                 for event in reply.events:
                     self._apply(event, state)
                 if reply.events:

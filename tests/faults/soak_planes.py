@@ -26,7 +26,7 @@ LIMIT = 3.0
 """Seconds for a call of etcd."""
 LOOK = 0.5
 """Seconds between two looks at the records."""
-BAD_WORDS = re.compile('Traceback|nobody thought of')
+BAD_WORDS = re.compile('Traceback|unexpected error')
 
 Planes = dict[str, Any]
 

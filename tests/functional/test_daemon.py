@@ -127,7 +127,7 @@ def test_a_planner_that_meets_what_nobody_thought_of_goes_on(
             tell(daemon, one)
             reached(one, instance, ACTIVE)
         assert failures == []
-        assert 'nobody thought of' in caplog.text
+        assert 'unexpected error while planning' in caplog.text
 
 
 class Held(FakeHypervisor):

@@ -112,7 +112,7 @@ class Hypervisor:
     def said(self) -> str:
         """What ecompute has logged since it was started, or mark(); there is never a traceback in it."""
         deadline = time.monotonic() + WRITTEN
-        while re.search('Traceback|nobody thought of', text := self._said()):
+        while re.search('Traceback|unexpected error', text := self._said()):
             assert time.monotonic() < deadline, text
             time.sleep(0.1)
         return text

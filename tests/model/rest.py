@@ -28,7 +28,7 @@ def left_alone(cloud: Cloud) -> list[str]:
 
 
 def _stages(cloud: Cloud) -> Iterator[list[str]]:
-    yield [f'failed in a way nobody thought of: {each}' for each in cloud.world.surprises]
+    yield [f'unexpected error: {each}' for each in cloud.world.surprises]
     yield settle(cloud)
     if not to_be_repeated(cloud):
         yield violations(cloud)
@@ -42,7 +42,7 @@ def _stages(cloud: Cloud) -> Iterator[list[str]]:
     yield violations(cloud)
     yield nothing_left(cloud)
     yield nothing_remembered(cloud)
-    yield [f'failed in a way nobody thought of: {each}' for each in cloud.world.surprises]
+    yield [f'unexpected error: {each}' for each in cloud.world.surprises]
 
 
 def fingerprint(cloud: Cloud) -> int:
