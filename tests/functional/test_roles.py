@@ -14,7 +14,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
-import yaml
 
 pytest.importorskip('cryptography', reason="pip install '.[lab]'")
 
@@ -388,19 +387,10 @@ def test_nobody_is_refused_while_roles_are_changed(cloud: BehindRoles) -> None:
     assert all(done)
 
 
-def configured(cloud: BehindRoles, user: str, placement: PlacementServer, **settings: str) -> Path:
-    """A configuration of this user's for a placement that takes everybody."""
-    etcd = {'endpoints': [f'localhost:{cloud.etcd.port}'], 'ca_cert': 'ca.crt'}
-    etcd |= {'cert_cert': 'client.crt', 'cert_key': 'client.key'}
-    path = cloud.certs / user / 'other.yaml'
-    path.write_text(yaml.safe_dump({'etcd': etcd, 'placement': {'endpoint': placement.url}, **settings}))
-    return path
-
-
 def ecompute(cloud: BehindRoles, compute: str, placement: PlacementServer) -> list[str]:
     """The command of a pretended one with the certificate of compute-hv1."""
     state = str(cloud.certs / 'compute-hv1/state')
-    config = configured(cloud, 'compute-hv1', placement, uuid=compute, state=state)
+    config = cloud.configured('compute-hv1', placement.url, uuid=compute, state=state)
     inventory = 'VCPU:4,DISK_GB:10,MEMORY_MB:512'
     return [sys.executable, '-m', 'ecomp.compute', '--config', str(config), '--fake', inventory]
 
@@ -419,7 +409,7 @@ def test_an_ecompute_that_loses_its_role_waits(cloud: BehindRoles, own_placement
         path = cloud.certs / 'compute-hv1/compute.yaml'
         path.write_text(path.read_text().replace(compute, str(uuid.uuid4())))
         cloud.enable()
-        config = configured(cloud, 'scheduler-shell', own_placement)
+        config = cloud.configured('scheduler-shell', own_placement.url)
         command = [sys.executable, '-m', 'ecomp.schedule', '--config', str(config)]
         command += ['resources=VCPU:1,DISK_GB:1,MEMORY_MB:256', 'http://images.example/x.img']
         asked = subprocess.run(command, capture_output=True, text=True, env=environment(), timeout=80)

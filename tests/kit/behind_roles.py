@@ -9,6 +9,9 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
+
+import yaml
 
 from ecomp.lab import roles
 from ecomp.store.client import Store
@@ -47,6 +50,14 @@ class BehindRoles:
         said: list[str] = []
         roles.disable(self.certs, said.append)
         return said
+
+    def configured(self, user: str, placement: str, **settings: Any) -> Path:
+        """A configuration of this user's, for a placement that takes everybody."""
+        etcd = {'endpoints': [f'localhost:{self.etcd.port}'], 'ca_cert': 'ca.crt'}
+        etcd |= {'cert_cert': 'client.crt', 'cert_key': 'client.key'}
+        path = self.certs / user / 'other.yaml'
+        path.write_text(yaml.safe_dump({'etcd': etcd, 'placement': {'endpoint': placement}, **settings}))
+        return path
 
     def etcdctl(self, user: str, *words: str) -> tuple[int, str]:
         """The exit code and what etcd's own client says with this user's certificate, whatever ecomp thinks."""

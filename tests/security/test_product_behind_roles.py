@@ -1,0 +1,299 @@
+"""The product with each side held to its role: all its commands work, and nobody is refused what is its own."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip('cryptography', reason="pip install '.[lab]'")
+pytest.importorskip('placement', reason="pip install '.[lab]'")
+
+from ecomp.errors import Denied
+from ecomp.placement.client import Placement
+from ecomp.scheduler import repair
+from ecomp.store.client import Delete, Put
+from tests.kit.servers import PlacementServer, until
+from tests.kit.story import IMAGE, NOBODY, SMALL, SOON, one_line
+from tests.security.product import OPERATOR, SCHEDULER, Product, product
+
+ONE, TWO = 'compute-hv1', 'compute-hv2'
+HUGE = 'resources=VCPU:640,DISK_GB:1,MEMORY_MB:128'
+CURE = '`elab certs DIR --enable` has to run again'
+
+
+@pytest.fixture(scope='module')
+def cloud(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Product]:
+    directory = tmp_path_factory.mktemp('product')
+    with PlacementServer(directory / 'placement') as placement, product(directory, placement) as made:
+        made.does('flavor', 'set', 'small', SMALL, user=OPERATOR)
+        yield made
+
+
+@pytest.fixture(autouse=True)
+def _well(cloud: Product) -> Iterator[None]:
+    yield
+    cloud.is_well()
+
+
+# What each is there for
+
+
+def test_an_instance_and_all_that_is_asked_of_it(cloud: Product, tmp_path: Path) -> None:
+    data = tmp_path / 'user-data'
+    data.write_text('#!/bin/sh\n')
+    compute, instance = cloud.place(SMALL, IMAGE, '--name', 'web', '--user-data', str(data))
+    address = cloud.does('wait', 'web')
+    assert cloud.does(instance) == address
+    assert cloud.does('wait', 'web', '--for', 'addressed')
+    assert instance in cloud.does('list')
+    assert compute in cloud.does('show', 'web')
+    for command in ('why', 'timeline'):
+        assert cloud.does(command, 'web')
+    assert compute in cloud.does('plan', SMALL, '--on', compute)
+    for power, state in (('stop', 'stopped'), ('start', 'active'), ('reboot', 'active'), ('stop', 'stopped')):
+        cloud.does(power, '--wait', 'web')
+        cloud.reached(instance, state)
+    cloud.does('destroy', '--wait', 'web')
+    assert instance not in cloud.does('list')
+    assert instance in cloud.does('list', '--all')
+    assert cloud.entries('/names/') == {}
+
+
+def test_a_set_in_a_group(cloud: Product, tmp_path: Path) -> None:
+    data = tmp_path / 'user-data'
+    data.write_text('#!/bin/sh\necho set\n')
+    words = ['--count', '4', '--min', '2', '--group', 'apart', '--policy', 'anti-affinity', '--name', 'many']
+    made = json.loads(cloud.does(SMALL, *words, '--soft', '--user-data', str(data), '-f', 'json'))
+    instances = [each['instance'] for each in made]
+    assert {each['compute'] for each in made} == {each.uuid for each in cloud.computes.values()}
+    cloud.does('wait', *instances)
+    assert 'apart' in cloud.does('group', 'list')
+    shown = cloud.does('group', 'show', 'apart')
+    assert all(each in shown for each in instances)
+    assert 'apart' in cloud.does('group', 'show', 'apart', user=OPERATOR)
+    cloud.does('destroy', '--wait', *instances)
+    assert cloud.entries('/groups/') == {}
+
+
+def test_a_queue(cloud: Product, tmp_path: Path) -> None:
+    data = tmp_path / 'user-data'
+    data.write_text('#!/bin/sh\necho queue\n')
+    said = cloud.does('--queue', '--flavor', 'small', '--name', 'q', '--user-data', str(data), '--wait', IMAGE)
+    instance = said.split()[2]
+    assert cloud.record(instance)['compute'] in {each.uuid for each in cloud.computes.values()}
+    cloud.does('destroy', '--wait', 'q')
+    cloud.does('flavor', 'set', 'huge', HUGE, user=OPERATOR)
+    assert 'huge' in cloud.does('flavor', 'list')
+    waits = cloud.does('--queue', '--flavor', 'huge', '--name', 'h').split()[2]
+    assert cloud.does('show', 'h', '-f', 'json')
+    assert cloud.record(waits)['state'] == ''
+    cloud.does('destroy', '--wait', 'h')
+    cloud.does('flavor', 'delete', 'huge', user=OPERATOR)
+    assert cloud.entries('/queues/') == {}
+
+
+def test_one_in_error_is_destroyed(cloud: Product) -> None:
+    compute = cloud.computes[ONE]
+    compute.pause()
+    instance = cloud.does(SMALL, '--on', compute.uuid, '--name', 'failed').split()[-1]
+    cloud.placement.call('DELETE', f'/allocations/{instance}')
+    compute.resume()
+    cloud.reached(instance, 'error')
+    one_line(cloud.asks('failed'), 1, 'failed at stage')
+    assert 'its record is removed' in cloud.asks('destroy', 'failed').stderr
+    assert cloud.record(instance)['state'] == ''
+
+
+def test_quotas(cloud: Product) -> None:
+    cloud.does('quota', 'set', 'few', 'instances=1', user=OPERATOR)
+    _, instance = cloud.place(SMALL, '--project', 'few')
+    assert 'few' in cloud.does('quota', 'list')
+    assert '1' in cloud.does('quota', 'show', 'few')
+    over = cloud.asks(SMALL, '--project', 'few')
+    assert (over.code, over.stdout) == (3, 'NO ALLOCATIONS LEFT\n')
+    cloud.does('destroy', '--wait', instance)
+    assert ' 0' in cloud.does('quota', 'show', 'few')
+
+
+def test_an_audit_that_mends(cloud: Product) -> None:
+    """Not as the command, which takes its minute: the same as it, of whoever has a scheduler's certificate."""
+    compute = cloud.computes[TWO]
+    _, instance = cloud.place(SMALL, '--on', compute.uuid, '--name', 'kept')
+    images = compute.directory / 'state/images'
+    images.mkdir(exist_ok=True)
+    (images / 'base-0123.part').write_bytes(b'half')
+    name = json.dumps({'version': 1, 'instance': NOBODY})
+    planted = [Put(f'/booted/{NOBODY}', '10.1.1.1'), Put('/names/nobody', name), Delete('/names/kept')]
+    cloud.operator.commit([], planted)
+    found = [('booted-orphaned', NOBODY), ('name-missing', instance), ('name-orphaned', 'nobody')]
+    assert sorted(cloud.audit()) == sorted([*found, ('part-orphaned', compute.uuid)])
+    told: list[str] = []
+    with closing(cloud.cloud.store(SCHEDULER)) as store:
+        asked = Placement(cloud.placement.url)
+        report = repair.fix(store, asked, told.append, apart=0.2)
+        asked.close()
+    assert report.findings == [], told
+    assert len(told) == 5, told
+    assert not (images / 'base-0123.part').exists()
+    assert cloud.audit(OPERATOR) == []
+    cloud.does('destroy', '--wait', 'kept')
+
+
+def test_a_host_comes_and_goes(cloud: Product) -> None:
+    compute = cloud.another('hv3')
+    assert compute.uuid in cloud.does('hosts')
+    living = cloud.place(SMALL, '--on', compute.uuid)[1]
+    cloud.does('host', 'disable', compute.uuid, user=OPERATOR)
+    assert cloud.asks(SMALL, '--on', compute.uuid).code == 3
+    cloud.does('host', 'enable', compute.uuid, user=OPERATOR)
+    cloud.does('host', 'drain', compute.uuid, user=OPERATOR)
+    cloud.does('destroy', '--wait', living)
+    cloud.does('host', 'drain', '--wait', compute.uuid, user=OPERATOR)
+    cloud.does('host', 'enable', compute.uuid, user=OPERATOR)
+    dying = cloud.place(SMALL, '--on', compute.uuid, '--name', 'dying')[1]
+    compute.kill()
+    one_line(cloud.asks('host', 'forget', compute.uuid, user=OPERATOR), 5, 'is not forgotten')
+    entry = cloud.operator.get(f'/computes/{compute.uuid}')
+    assert entry is not None
+    cloud.operator.revoke(entry.lease)  # as its time would
+    assert 'when it is back' in cloud.asks('destroy', dying).stderr
+    cloud.does('host', 'forget', compute.uuid, user=OPERATOR)
+    assert compute.uuid not in cloud.does('hosts')
+    assert cloud.entries(f'/hosts/{compute.uuid}/') == cloud.entries('/names/') == {}
+    assert cloud.record(dying)['state'] == 'gone'
+
+
+def test_whoever_is_killed_goes_on(cloud: Product) -> None:
+    compute = cloud.computes[ONE]
+    kept = cloud.place(SMALL, '--on', compute.uuid, '--name', 'kept')[1]
+    compute.kill()
+    waiting = cloud.does(SMALL, '--on', compute.uuid).split()[-1]
+    compute.start()
+    cloud.reached(waiting, 'active')
+    cloud.cloud.etcd.kill()
+    cloud.cloud.etcd.start()
+    until(lambda: cloud.asks('list').code == 0, SOON, 'etcd is back')
+    after = cloud.place(SMALL, '--on', compute.uuid)[1]
+    cloud.does('stop', '--wait', 'kept')
+    cloud.does('start', '--wait', 'kept')
+    compute.restart()
+    cloud.does('destroy', '--wait', kept, waiting, after)
+
+
+# What is not theirs
+
+
+def test_what_a_scheduler_may_not(cloud: Product) -> None:
+    """And is told so in one line, with a cure."""
+    before = {key: each.value for key, each in cloud.entries().items()}
+    for words in (('flavor', 'set', 'small', 'resources=VCPU:9'), ('flavor', 'delete', 'small')):
+        said = one_line(cloud.asks(*words), 1, 'write /flavors/small: it is for another certificate', CURE)
+        assert f'{SCHEDULER}/client.crt' in said
+    for key in ('/cluster', f'/computes/{cloud.computes[ONE].uuid}', '/flavors/new'):
+        for words in (('put', key, 'x'), ('del', key)):
+            code, said = cloud.cloud.etcdctl(SCHEDULER, *words)
+            assert (code != 0, 'permission denied' in said) == (True, True), (words, said)
+    assert {key: each.value for key, each in cloud.entries().items()} == before
+
+
+def test_eschedule_with_a_compute_s_certificate_claims_nothing(cloud: Product) -> None:
+    before = cloud.placement.database.allocations()
+    one_line(cloud.asks(SMALL, user=ONE), 1, 'write /requests/', 'it is for another certificate', CURE)
+    assert cloud.placement.database.allocations() == before
+    assert cloud.asks('list', user=ONE).code == 0
+
+
+# A compute that was taken over
+
+
+@pytest.fixture
+def victim(cloud: Product) -> Iterator[str]:
+    """An instance on the other compute, with a name, a group and a quota."""
+    cloud.does('quota', 'set', 'theirs', 'instances=5', user=OPERATOR)
+    group = ['--group', 'theirs', '--policy', 'affinity']
+    words = ['--on', cloud.computes[TWO].uuid, '--name', 'victim', '--project', 'theirs', *group]
+    instance = cloud.place(SMALL, *words)[1]
+    yield instance
+    cloud.does('destroy', '--wait', instance)
+
+
+def test_it_forges_what_is_of_others(cloud: Product, victim: str) -> None:
+    """As record, request, answer or presence of another, or as an operator: by our client and by etcd's own."""
+    other, new = cloud.computes[TWO].uuid, str(uuid.uuid4())
+    keys = [f'/instances/{below}{victim}' for below in (f'{other}/', '', 'none/')]
+    keys += [f'/hosts/{other}/{victim}', f'/hosts/{other}/{new}', f'/computes/{other}', f'/digests/{other}/{new}/0']
+    keys += [f'/audit/{new}/{other}', '/cluster', '/flavors/small', f'/requests/{victim}', '/user-data/ab']
+    shown, before = cloud.does('show', 'victim'), cloud.entries()
+    guests = (cloud.computes[TWO].directory / 'state/fake.json').read_text()
+    for key in keys:
+        for words in (('put', key, '{}'), ('del', key)):
+            code, said = cloud.cloud.etcdctl(ONE, *words)
+            assert (code != 0, 'permission denied' in said) == (True, True), (words, said)
+        for deed in (Put(key, '{}'), Delete(key)):
+            with pytest.raises(Denied, match=key):
+                cloud.cloud.stores[ONE].commit([], [deed])
+    assert cloud.entries() == before
+    assert cloud.does('show', 'victim') == shown
+    assert cloud.audit() == []
+    assert (cloud.computes[TWO].directory / 'state/fake.json').read_text() == guests
+
+
+def mended(cloud: Product) -> list[str]:
+    """What a scheduler's --fix leaves of what the audit finds: codes."""
+    with closing(cloud.cloud.store(SCHEDULER)) as store:
+        asked = Placement(cloud.placement.url)
+        report = repair.fix(store, asked, lambda _: None, apart=0.2)
+        asked.close()
+    return [each.code for each in report.findings]
+
+
+def codes(cloud: Product) -> list[str]:
+    return sorted(code for code, _ in cloud.audit())
+
+
+def test_it_forges_an_address(cloud: Product, victim: str) -> None:
+    """Only clients of 2019 read it there."""
+    address, own = cloud.does('victim'), cloud.cloud.stores[ONE]
+    own.commit([], [Put(f'/booted/{victim}', '10.66.66.66')])
+    assert cloud.does('victim') == address
+    assert cloud.audit() == [('booted-differs', victim)]
+    own.commit([], [Put(f'/booted/{victim}', address.strip())])
+
+
+def test_it_takes_a_name_a_group_and_a_count(cloud: Product, victim: str) -> None:
+    before = {key: each.value for key, each in cloud.entries('/').items()}
+    own = cloud.cloud.stores[ONE]
+    quota = Put('/quotas/theirs', json.dumps({**json.loads(before['/quotas/theirs']), 'used': {}}))
+    own.commit([], [Delete('/names/victim'), Delete('/groups/theirs'), quota])
+    assert victim in cloud.does('show', victim)
+    assert codes(cloud) == ['group-missing', 'name-missing', 'quota-differs']
+    assert mended(cloud) == []
+    now = cloud.entries('/')
+    for key in ('/names/victim', '/groups/theirs', '/quotas/theirs'):
+        assert json.loads(now[key].value) == json.loads(before[key]), key
+
+
+def test_it_empties_a_queue(cloud: Product) -> None:
+    """Who asked for it is told that nobody knows it: nothing else knew what waits."""
+    cloud.does('flavor', 'set', 'huge', HUGE, user=OPERATOR)
+    waits = cloud.does('--queue', '--flavor', 'huge').split()[2]
+    cloud.cloud.stores[ONE].commit([], [Delete(f'/queues/huge/{waits}')])
+    one_line(cloud.asks('show', waits), 4, 'no such instance')
+    assert cloud.audit() == []
+    cloud.does('flavor', 'delete', 'huge', user=OPERATOR)
+
+
+def test_it_writes_what_was_released(cloud: Product, victim: str) -> None:
+    """These notes are of claims that ended: what lives goes on, and new ones are made."""
+    own = cloud.cloud.stores[ONE]
+    ended = cloud.place(SMALL)[1]
+    cloud.does('destroy', '--wait', ended)
+    own.commit([], [Delete(key) for key in cloud.entries('/released/')])
+    own.commit([], [Put(f'/released/{victim[:2]}/1', '{}', own.grant(60))])
+    assert cloud.audit() == []
+    cloud.does('destroy', '--wait', cloud.place(SMALL)[1])
