@@ -19,7 +19,7 @@ from pathlib import Path
 from ecomp import __version__
 from ecomp.arguments import Parser
 from ecomp.errors import EcompError, NotFound, UsageError
-from ecomp.lab import control, foreground, guest, machine, namespaces, state
+from ecomp.lab import control, foreground, guest, machine, namespaces, roles, state
 from ecomp.lab.hosts import Host
 from ecomp.lab.network import CONTROL, ETCD_PORT, MOST_HOSTS, PLACEMENT_PORT, check_name
 from ecomp.lab.state import Lab
@@ -131,6 +131,7 @@ def _up(options: argparse.Namespace) -> int:
             for host in hosts:
                 host.wait_libvirt()
         with _step('ecompute on ' + ', '.join(lab.hosts)):
+            _hold_to_roles(lab, hosts)
             for host in hosts:
                 host.start_ecompute()
             for host in hosts:
@@ -181,6 +182,12 @@ def _make_certificates(lab: Lab) -> None:
     if caller := os.environ.get('SUDO_UID'):
         for path in (lab.operator, *lab.operator.iterdir()):
             os.chown(path, int(caller), -1, follow_symlinks=False)  # the directory is the caller's
+
+
+def _hold_to_roles(lab: Lab, hosts: Sequence[Host]) -> None:
+    """Have etcd hold each ecompute to what is its own; a lab that an earlier elab began stays without roles."""
+    if all(host.takes_role() for host in hosts):
+        roles.enable(lab.certs, datetime.now(UTC), lambda _: None)
 
 
 def _status(options: argparse.Namespace) -> int:
@@ -292,13 +299,10 @@ def _certs(options: argparse.Namespace) -> int:
     )
     if not options.disable:
         certs.make(options.directory, cluster, now, _say)
-    if options.enable or options.disable:
-        from ecomp.lab import roles  # as the others need no etcd3
-
-        if options.enable:
-            roles.enable(options.directory, now, _say)
-        else:
-            roles.disable(options.directory, _say)
+    if options.enable:
+        roles.enable(options.directory, now, _say)
+    elif options.disable:
+        roles.disable(options.directory, _say)
     return 0
 
 

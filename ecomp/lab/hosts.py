@@ -11,7 +11,7 @@ import sys
 import uuid
 from pathlib import Path
 
-from ecomp.conf import EtcdConfig
+from ecomp.conf import EtcdConfig, load_compute
 from ecomp.errors import EcompError, Unreachable
 from ecomp.lab import machine, namespaces
 from ecomp.lab.network import network_xml, share
@@ -41,6 +41,7 @@ placement:
   cert_cert: {own}/client.crt
   cert_key: {own}/client.key
   token_file: {own}/token
+uuid: {compute}
 state: {state}
 # This host's share of the machine.
 inventory:
@@ -122,6 +123,18 @@ class Host:
             if device.st_mode & 0o006 != 0o006 and not node.exists():
                 os.mknod(node, stat.S_IFCHR, device.st_rdev)
                 os.chmod(node, 0o666)  # systemd's own rule
+
+    def takes_role(self) -> bool:
+        """Have its certificate's role be that of the compute its compute.yaml names now; False where that names none.
+
+        As what an earlier elab wrote does, whose ecomputes may run, too.
+        """
+        own = load_compute(self.directory / 'compute.yaml').uuid
+        told = self._certificate / 'compute.yaml'
+        if own is not None and load_compute(told).uuid != own:
+            lines = [line for line in told.read_text(encoding='utf-8').splitlines() if not line.startswith('uuid:')]
+            _write(told, '\n'.join([*lines, f'uuid: {own}\n']))
+        return own is not None
 
     def start_libvirt(self) -> None:
         """virtlogd and libvirtd, started; not waited for."""
@@ -210,6 +223,10 @@ class Host:
         except (FileNotFoundError, ValueError):
             return None
 
+    @property
+    def _certificate(self) -> Path:
+        return self.lab.certs / f'compute-{self.name}'
+
     def _virsh(self, *words: str) -> str:
         return machine.run(self.command(['virsh', '-q', '-c', 'qemu:///system', *words]))
 
@@ -226,7 +243,8 @@ class Host:
             etcd_host=etcd_host,
             etcd_port=etcd_port,
             placement=layout.placement,
-            own=self.lab.certs / f'compute-{self.name}',
+            own=self._certificate,
+            compute=self.compute() or uuid.uuid4(),
             state=self.directory / 'state',
             **part,
         )
@@ -234,9 +252,13 @@ class Host:
 
 def _write_once(path: Path, text: str) -> None:
     if not path.exists():
-        new = path.with_name(f'{path.name}.new')
-        new.write_text(text, encoding='utf-8')
-        new.rename(path)  # killed before this, the next up writes it; half a file would stay
+        _write(path, text)
+
+
+def _write(path: Path, text: str) -> None:
+    new = path.with_name(f'{path.name}.new')
+    new.write_text(text, encoding='utf-8')
+    new.rename(path)  # killed before this, the next up writes it; half a file would stay
 
 
 def _public_keys() -> str:

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import urllib.request
+import uuid
 import xml.etree.ElementTree as ET
 from collections.abc import Iterator
 from ipaddress import IPv4Network
@@ -17,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from ecomp.conf import load_compute
 from ecomp.errors import UsageError
 from ecomp.lab import guest, machine, state
 from ecomp.store.versions import holes
@@ -257,6 +259,27 @@ def test_up_again_starts_only_what_has_ended() -> None:
     elab('status', '--name', NAME)
 
 
+def etcdctl(lab: dict[str, Any], user: str, *words: str) -> tuple[int, str]:
+    """The exit code and the words of etcd's own client with the certificate of a user of the lab's."""
+    own = ROOT / NAME / 'certs' / user
+    asked = ['etcdctl', f'--endpoints=https://{lab["etcd"]}', f'--cacert={own}/ca.crt', f'--cert={own}/client.crt']
+    asked += [f'--key={own}/client.key', *words]
+    environ = {**environment(), 'ETCDCTL_API': '3'}
+    done = subprocess.run(asked, capture_output=True, text=True, env=environ, timeout=30)
+    return done.returncode, done.stdout + done.stderr
+
+
+def held(lab: dict[str, Any], *hosts: str) -> list[str]:
+    """Of these hosts those whose ecomputes may write their own key and no other one, nor a flavor."""
+    found = []
+    for host in hosts:
+        user, compute = f'compute-{host}', (ROOT / NAME / host / 'state/uuid').read_text().strip()
+        keys = f'/hosts/{compute}/x', f'/hosts/{compute}0/x', '/flavors/x'
+        if ['permission denied' in etcdctl(lab, user, 'del', key)[1] for key in keys] == [False, True, True]:
+            found.append(host)
+    return found
+
+
 @pytest.mark.usefixtures('lab')
 def test_exec_hands_on_output_and_exit_code() -> None:
     assert elab('exec', '--name', NAME, 'control', 'sh', '-c', 'echo out; exit 7', code=7).stdout == 'out\n'
@@ -314,6 +337,49 @@ def test_what_a_killed_up_has_made_is_found_and_removed(moment: str) -> None:
 
     assert traces(name, link) == []
     elab('down', '--name', name)  # nothing there is no error
+
+
+def test_each_ecompute_is_held_to_its_role(lab: dict[str, Any]) -> None:
+    assert held(lab, 'hv1') == ['hv1']
+    config, told = (ROOT / NAME / each / 'compute.yaml' for each in ('hv1', 'certs/compute-hv1'))
+    assert load_compute(config).uuid == load_compute(told).uuid
+    # Whoever asks by the lab's schedule.yaml may do everything.
+    assert etcdctl(lab, 'operator-lab', 'put', '/flavors/x', 'x')[0] == 0
+    assert etcdctl(lab, 'operator-lab', 'del', '/flavors/x')[0] == 0
+    log = (ROOT / NAME / 'hv1/ecompute.log').read_text()
+    assert 'does not let' not in log
+
+
+def test_another_uuid_and_another_host(lab: dict[str, Any]) -> None:
+    """compute.yaml may be changed, and a lab may grow: the roles follow."""
+    config, new = ROOT / NAME / 'hv1/compute.yaml', str(uuid.uuid4())
+    old = load_compute(config).uuid or ''
+    config.write_text(config.read_text().replace(old, new))
+    pid = facts(NAME)['processes']['hv1 ecompute']['pid']
+    os.kill(pid, signal.SIGTERM)
+    until(lambda: machine.started_at(pid) is None, 30, 'ecompute is gone')
+    elab('up', '--name', NAME, '--hosts', '2')
+    assert (ROOT / NAME / 'hv1/state/uuid').read_text().strip() == new
+    assert held(lab, 'hv1', 'hv2') == ['hv1', 'hv2']
+    assert 'permission denied' in etcdctl(lab, 'compute-hv1', 'del', f'/hosts/{old}/x')[1]
+    rows = [line.split() for line in elab('status', '--name', NAME).stdout.splitlines()]
+    assert [row[0] for row in rows][-2:] == ['hv1', 'hv2']
+
+
+def test_a_lab_of_an_earlier_elab_stays_without_roles(lab: dict[str, Any]) -> None:
+    """Its compute.yaml says no uuid, and an ecompute of then may run, which writes records elsewhere."""
+    config = ROOT / NAME / 'hv1/compute.yaml'
+    own = load_compute(config).uuid
+    config.write_text(config.read_text().replace(f'uuid: {own}\n', ''))
+    elab('certs', str(ROOT / NAME / 'certs'), '--disable')
+    assert held(lab, 'hv1', 'hv2') == []
+    pid = facts(NAME)['processes']['hv1 ecompute']['pid']
+    os.kill(pid, signal.SIGTERM)
+    until(lambda: machine.started_at(pid) is None, 30, 'ecompute is gone')
+    elab('up', '--name', NAME)
+    assert held(lab, 'hv1', 'hv2') == []
+    assert (ROOT / NAME / 'hv1/state/uuid').read_text().strip() == own
+    elab('status', '--name', NAME)
 
 
 def test_down_leaves_nothing_and_others_alone(lab: dict[str, Any]) -> None:
