@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from ecomp.errors import EcompError, NotFound, Unreadable, UsageError
+from ecomp.errors import Conflict, EcompError, NotFound, Unreadable, UsageError
 from ecomp.model import keys
 from ecomp.model.instance import Invalid, Request, parse_request
 from ecomp.model.names import uuid_prefix
@@ -61,7 +61,7 @@ class Found:
 def resolve(store: Store, word: str) -> str:
     """The uuid of the instance a word means: a name, a uuid, or the only uuid that begins so.
 
-    Errors: NotFound, UsageError (several begin so).
+    Errors: NotFound, UsageError (several begin so), Conflict (the name leads to one that is called otherwise).
     """
     if keys.is_uuid(word):
         return word
@@ -70,7 +70,8 @@ def resolve(store: Store, word: str) -> str:
         entry = store.get(keys.name(word))
         if entry is None:
             raise NotFound(f'{word}: no living instance has this name, and it is no command; --help shows all')
-        return holder(entry)
+        _check_called(store, word, instance := holder(entry))
+        return instance
     recorded = map(keys.last, store.snapshot(keys.INSTANCES, keys_only=True).entries)
     found = {name for name in recorded if name.startswith(beginning) and keys.is_uuid(name)}
     # Those that no compute has taken or seen yet: what is moved meanwhile is seen twice.
@@ -84,6 +85,20 @@ def resolve(store: Store, word: str) -> str:
         first = ', '.join(sorted(found)[:QUOTED]) + (f' and {len(found) - QUOTED} more' if len(found) > QUOTED else '')
         raise UsageError(f'{word}: {len(found)} instances begin so: {first}')
     return found.pop()
+
+
+def _check_called(store: Store, name: str, instance: str) -> None:
+    """Conflict if it is called otherwise: every compute may write every name, and a destroy by it would hit another."""
+    try:
+        found = find(store, instance)
+    except Unreadable:
+        return
+    # Of one that failed, and whose record an older ecompute wrote, no name is known.
+    if found is None or found.name == name or (found.name, found.request, found.queue_entry) == (None, None, None):
+        return
+    called = f'is called {printable(found.name)}' if found.name else 'has no name'
+    wrong = f'{keys.name(name)} leads to instance {instance}, which {called}'
+    raise Conflict(f'{wrong}: say the uuid of the one that is meant; eschedule audit says more')
 
 
 def find(store: Store, instance: str) -> Found | None:

@@ -107,6 +107,8 @@ class Product:
             wrong = [line for line in log_of(each) if WRONG.search(line)]
             assert wrong == [], wrong
         until(lambda: self.audit() == [], SOON, 'the audit finds nothing')
+        left = [key for key in self.entries() if key.startswith(('/audit/', '/digests/', '/requests/'))]
+        assert left == [], left
 
 
 @contextmanager

@@ -278,14 +278,57 @@ def test_it_takes_a_name_a_group_and_a_count(cloud: Product, victim: str) -> Non
         assert json.loads(now[key].value) == json.loads(before[key]), key
 
 
-def test_it_empties_a_queue(cloud: Product) -> None:
-    """Who asked for it is told that nobody knows it: nothing else knew what waits."""
+def test_it_has_a_name_lead_elsewhere(cloud: Product, victim: str) -> None:
+    """Or whoever destroys `other` destroys the victim."""
+    own, other = cloud.cloud.stores[ONE], cloud.place(SMALL, '--name', 'other')[1]
+    nameless = cloud.place(SMALL)[1]
+    for instance, called in ((victim, 'is called victim'), (nameless, 'has no name')):
+        own.commit([], [Put('/names/other', json.dumps({'version': 1, 'instance': instance}))])
+        for words in (('destroy', 'other'), ('other',), ('stop', 'other'), ('show', 'other')):
+            one_line(cloud.asks(*words), 5, f'/names/other leads to instance {instance}, which {called}: say the uuid')
+        assert cloud.record(instance)['state'] == 'active'
+        assert other in cloud.does('show', other)
+        assert codes(cloud) == ['name-missing', 'name-orphaned']
+    assert mended(cloud) == ['name-missing']
+    assert mended(cloud) == []
+    cloud.does('destroy', '--wait', 'other', nameless)
+
+
+def test_it_empties_a_queue_and_fills_it(cloud: Product) -> None:
+    """Who asked for it is told that nobody knows it, for nothing else knew what waits; what it puts there is built."""
     cloud.does('flavor', 'set', 'huge', HUGE, user=OPERATOR)
-    waits = cloud.does('--queue', '--flavor', 'huge').split()[2]
-    cloud.cloud.stores[ONE].commit([], [Delete(f'/queues/huge/{waits}')])
+    waits, forged = cloud.does('--queue', '--flavor', 'huge').split()[2], str(uuid.uuid4())
+    value = cloud.entries('/queues/')[f'/queues/huge/{waits}'].value.decode()
+    value = value.replace(waits, forged).replace('huge', 'small').replace('640', '1')
+    own = cloud.cloud.stores[ONE]
+    own.commit([], [Delete(f'/queues/huge/{waits}'), Put(f'/queues/small/{forged}', value)])
     one_line(cloud.asks('show', waits), 4, 'no such instance')
-    assert cloud.audit() == []
+    cloud.reached(forged, 'active')
+    cloud.does('destroy', '--wait', forged)
     cloud.does('flavor', 'delete', 'huge', user=OPERATOR)
+
+
+@pytest.mark.parametrize('state', ['active', 'gone'])
+def test_it_says_that_it_has_the_victim(cloud: Product, victim: str, state: str) -> None:
+    """Or that it was asked to end it: believed is the compute that was asked first."""
+    own, compute = cloud.cloud.stores[ONE], cloud.computes[ONE].uuid
+    shown, address, held = cloud.does('show', 'victim'), cloud.does('victim'), cloud.placement.allocations(victim)
+    record = json.dumps({**cloud.record(victim), 'compute': compute, 'state': state})
+    request = cloud.entries('/hosts/')[f'/hosts/{cloud.computes[TWO].uuid}/{victim}'].value.decode()
+    tombstone = json.dumps({**json.loads(request), 'allocations': {}, 'image': None})
+    keys = f'/instances/{compute}/{victim}', f'/hosts/{compute}/{victim}'
+    own.commit([], [Put(keys[0], record)])
+    assert (cloud.does('show', 'victim'), cloud.does('victim')) == (shown, address)
+    assert codes(cloud) == ['record-doubled'] * (state == 'active')
+    own.commit([], [Put(keys[1], tombstone)])
+    until(lambda: cloud.operator.get(keys[1]) is None, SOON, 'its ecompute has ended what it has not')
+    assert (cloud.does('show', victim), cloud.does(victim)) == (shown, address)
+    assert cloud.placement.allocations(victim) == held
+    own.commit([], [Delete(keys[0])])
+    # Of what all share its ecompute has let go: the name, the place in the group, the quota; /booted is by hand.
+    assert mended(cloud) == ['booted-differs'] * (state == 'active')
+    own.commit([], [Put(f'/booted/{victim}', address.strip())])
+    assert (cloud.does('show', 'victim'), cloud.does('victim')) == (shown, address)
 
 
 def test_it_writes_what_was_released(cloud: Product, victim: str) -> None:
