@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import pytest
 
@@ -161,9 +161,9 @@ def test_a_list_of_large_values_comes_in_small_pages(
     sizes: list[int] = []
     real = store._read
 
-    def read(ask: object, linearizable: bool = True) -> object:
+    def read(ask: object, linearizable: bool = True, about: Sequence[str] = ()) -> object:
         try:
-            reply = real(ask, linearizable)  # type: ignore[arg-type]
+            reply = real(ask, linearizable, about)  # type: ignore[arg-type]
         except paging.TooLong:
             sizes.append(-1)
             raise
