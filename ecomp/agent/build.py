@@ -70,7 +70,7 @@ class Resume(Step):
     """It is started again, as it is defined."""
 
     def carry_out(self, hypervisor: Hypervisor) -> None:
-        """See Hypervisor."""
+        """Errors: those of Hypervisor.resume()."""
         hypervisor.resume(self.instance, self.compute)
 
 
@@ -78,7 +78,7 @@ class Shutdown(Step):
     """It is asked to turn itself off."""
 
     def carry_out(self, hypervisor: Hypervisor) -> None:
-        """See Hypervisor."""
+        """Errors: those of Hypervisor.shutdown()."""
         hypervisor.shutdown(self.instance, self.compute)
 
 
@@ -86,7 +86,7 @@ class SwitchOff(Step):
     """It is switched off; its domain stays defined, its disk is kept."""
 
     def carry_out(self, hypervisor: Hypervisor) -> None:
-        """See Hypervisor."""
+        """Errors: those of Hypervisor.switch_off()."""
         hypervisor.switch_off(self.instance, self.compute)
 
 

@@ -19,9 +19,8 @@ from ecomp.errors import EcompError
 from ecomp.model import keys
 from ecomp.model.digest import Digest, Leftover, clearance_from_json, failed, to_pages
 from ecomp.model.json_object import dump, load_object
-from ecomp.model.record import ERROR, GONE, from_json
 from ecomp.store.client import Entry, Put, Store, Unchanged
-from ecomp.store.places import listed
+from ecomp.store.places import lives
 from ecomp.store.requests import at_it
 from ecomp.store.shared_follower import Part, SharedFollower
 from ecomp.store.watch import Follower
@@ -229,8 +228,7 @@ class Answerer:
         if instance in at_it(self._store):
             return True
         try:
-            # Whoever's it is: what lies here may be the only copy of what lives elsewhere.
-            records = listed(self._store, instance).records.values()
-            return any(from_json(each.value).state not in (GONE, ERROR) for each in records)
+            # Wherever that is: what lies here may be the only copy.
+            return lives(self._store, instance)
         except ValueError:
             return True

@@ -166,22 +166,30 @@ class Records:
     def _read(self, instance: str) -> Found:
         own, older = self._places(instance)
         there = self._store.read([own, older])
+        if own not in there:
+            record = older_record(there.get(older), self._compute, instance)
+            return Found() if record is None else Found(record, 0, there[older].revision)
         try:
-            if own in there:
-                return Found(from_json(there[own].value, instance, self._compute), there[own].revision)
-            if older not in there:
-                return Found()
-            record = from_json(there[older].value, instance)
+            return Found(from_json(there[own].value, instance, self._compute), there[own].revision)
         except ValueError as error:
-            raise Unreadable(own if own in there else older, error) from error
-        # Whoever writes where everybody may says nothing of another compute's.
-        return Found(record, 0, there[older].revision) if record.compute == self._compute else Found()
+            raise Unreadable(own, error) from error
 
     def _as_read(self, instance: str) -> tuple[list[Unchanged], list[Put | Delete]]:
         """What a write compares of the record as it is known, and what takes it from its older key."""
         known, (own, older) = self._known.get(instance, Found()), self._places(instance)
         moved: list[Put | Delete] = [Delete(older)] if known.older else []
         return [Unchanged(own, known.revision), *([Unchanged(older, known.older)] if moved else [])], moved
+
+
+def older_record(entry: Entry | None, compute: str, instance: str) -> Record | None:
+    """The record at keys.old_record() if ecomp 1.0 wrote it of this instance of this compute; else None.
+
+    So also for one that cannot be understood: nobody of ours writes there any more, and others may.
+    """
+    try:
+        return from_json(entry.value, instance, compute) if entry is not None else None
+    except ValueError:
+        return None
 
 
 def _revision(entry: Entry | None) -> int:

@@ -12,6 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from ecomp.agent.memory import Memory, Remembered
+from ecomp.agent.records import older_record
 from ecomp.errors import EcompError, GenerationConflict, UnknownOutcome, Unreachable, Unreadable
 from ecomp.model import instance as requests
 from ecomp.model import keys
@@ -130,36 +131,34 @@ class _Place:
 
     def __init__(self, compute: str, store: Store, instance: str) -> None:
         self.store = store
-        self.compute = compute
+        self.compute, self.instance = compute, instance
         self.host_key, self.record_key = keys.host(compute, instance), keys.record(compute, instance)
         self.booted_key, self.older_key = keys.booted(instance), keys.old_record(instance)
         self._there = store.read([self.host_key, self.record_key, self.older_key])
 
     def said(self) -> Said:
         """EcompError if the record cannot be understood: a newer ecomp's, perhaps."""
-        entry = self._there.get(self.record_key) or self._there.get(self.older_key)
+        entry = self._there.get(self.record_key)
         try:
-            record = records.from_json(entry.value) if entry else None
+            record = records.from_json(entry.value) if entry else self._older()
         except ValueError as error:
-            raise EcompError(f'{entry.key if entry else ""}: {error}') from error
+            raise EcompError(f'{self.record_key}: {error}') from error
         host = self._there.get(self.host_key)
         return Said(parse_request(self.compute, self.host_key, host.value) if host else None, record)
-
-    @property
-    def is_older(self) -> bool:
-        """Whether its record is where ecomp 1.0 has it, and there alone."""
-        return self.older_key in self._there and self.record_key not in self._there
 
     def commit(self, operations: Collection[Put | Delete], also: Collection[Unchanged] = ()) -> bool:
         """False: it is not what it was, or the answer was lost: look again."""
         read = (self.host_key, self.record_key, self.older_key)
         conditions = [*(Unchanged(key, _revision(self._there.get(key))) for key in read), *also]
-        if self.is_older and self.record_key in {each.key for each in operations}:
+        if self._older() is not None and self.record_key in {each.key for each in operations}:
             operations = [*operations, Delete(self.older_key)]
         try:
             return self.store.commit(conditions, list(operations)) is not None
         except UnknownOutcome:
             return False
+
+    def _older(self) -> Record | None:
+        return older_record(self._there.get(self.older_key), self.compute, self.instance)
 
 
 def _publish(at: _Place, step: Publish, placement: Placement) -> bool:

@@ -36,7 +36,7 @@ def enable(directory: Path, now: datetime, say: Callable[[str], None]) -> None:
         if warning := holes(accounts.version()):
             say(f'warning: {warning}. Roles hold mistakes off there, and not attackers')
         if earlier := _old_places(accounts.snapshot(keys.INSTANCES, keys_only=True)):
-            cure = 'written by an earlier ecompute; start those computes with this version first'
+            cure = 'written by an earlier ecompute; start those computes with this version first, and delete what stays'
             raise Conflict(f'{_listed(earlier)}: {cure}')
         found = accounts.roles()
         alive = [keys.last(key) for key, each in accounts.snapshot(keys.COMPUTES).entries.items() if each.lease]

@@ -67,14 +67,9 @@ def booted(instance: str) -> str:
     return BOOTED + instance
 
 
-def record_prefix(compute: str) -> str:
-    """Where the records of one compute are; '' for those of no compute."""
-    return f'{INSTANCES}{compute or NONE}/'
-
-
 def record(compute: str, instance: str) -> str:
     """The key of an instance's record on a compute, '' for none."""
-    return record_prefix(compute) + instance
+    return f'{INSTANCES}{compute or NONE}/{instance}'
 
 
 def old_record(instance: str) -> str:

@@ -60,7 +60,7 @@ class Places(Generic[Kind]):
         return self.record_keys.get(self.compute)
 
 
-def sort(found: Iterable[tuple[str, Kind]]) -> dict[str, Places[Kind]]:
+def by_instance(found: Iterable[tuple[str, Kind]]) -> dict[str, Places[Kind]]:
     """Of keys and what is at them, those below /hosts and /instances, by instance."""
     places: dict[str, Places[Kind]] = {}
     older = []

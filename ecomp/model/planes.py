@@ -11,7 +11,7 @@ from ecomp.model.digest import Digest
 from ecomp.model.group import from_json as group_from_json
 from ecomp.model.guest import Guest
 from ecomp.model.instance import Invalid, Request, announced, named, parse_request
-from ecomp.model.places import sort
+from ecomp.model.places import by_instance
 from ecomp.model.queue import Waiting, parse_waiting
 from ecomp.model.quota import from_json as quota_from_json
 from ecomp.model.record import BUILDING, DESTROYING, ERROR, GONE, SCHEDULED, Record, from_json
@@ -67,7 +67,7 @@ class World:
         # was such an instance before.
         self.contradicting: dict[str, dict[str, str]] = {}
         self._record_keys: dict[str, str] = {}
-        for name, at in sort(planes.etcd.items()).items():
+        for name, at in by_instance(planes.etcd.items()).items():
             for compute, key in at.record_keys.items():
                 try:
                     record = from_json(planes.etcd[key].value, name, keys.recorded(key)[0])

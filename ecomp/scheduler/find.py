@@ -8,7 +8,7 @@ from ecomp.errors import Conflict, EcompError, NotFound, Unreadable, UsageError
 from ecomp.model import keys
 from ecomp.model.instance import Invalid, Request, parse_request
 from ecomp.model.names import uuid_prefix
-from ecomp.model.places import Places, sort
+from ecomp.model.places import Places, by_instance
 from ecomp.model.record import GONE, Record, from_json, new_record, refused_record
 from ecomp.model.text import printable
 from ecomp.store.client import Entry, Store
@@ -154,7 +154,7 @@ def all_records(store: Store, with_gone: bool) -> tuple[list[Record], list[Ecomp
     records, unreadable = {each: _queued(entry) for each, entry in queued.items() if each}, []
     # The value of a request may be large (user-data), and mostly it is not needed.
     asked = [each for each in store.snapshot(keys.HOSTS, keys_only=True).entries.items() if _names_instance(each[0])]
-    for instance, at in sort([*asked, *store.snapshot(keys.INSTANCES).entries.items()]).items():
+    for instance, at in by_instance([*asked, *store.snapshot(keys.INSTANCES).entries.items()]).items():
         try:
             if at.record is not None:
                 records[instance] = read_record(at.record)

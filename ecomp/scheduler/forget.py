@@ -125,8 +125,9 @@ def _remove(
         failpoint('host-released')
         record = _ended(compute, seen, instance, now())
         put = Put(keys.record(compute, instance), to_json(record), store.grant(KEPT[GONE]))
-        rest = keys.host(compute, instance), keys.booted(instance), keys.old_record(instance)
-        removed: list[Put | Delete] = [put, *map(Delete, rest)]
+        removed: list[Put | Delete] = [put, Delete(keys.host(compute, instance)), Delete(keys.booted(instance))]
+        if put.key not in seen.entries:
+            removed.append(Delete(keys.old_record(instance)))
         commit(instance, removed, partial(ended, store, record))
         tell(f'{instance}: its destroy had been accepted: its claim and its keys are removed, its record says gone')
     for name in left.stray:

@@ -12,7 +12,7 @@ from ecomp.model import keys, status
 from ecomp.model.host import Host, InEtcd, InPlacement, hosts
 from ecomp.model.instance import Invalid, Request, parse_request
 from ecomp.model.json_object import load_object
-from ecomp.model.places import sort
+from ecomp.model.places import by_instance
 from ecomp.model.record import Record
 from ecomp.model.text import printable
 from ecomp.placement import providers, traits
@@ -91,7 +91,7 @@ def look(store: Store) -> Seen:
             junk.setdefault(compute, []).append(name)
     records: dict[str, Record] = {}
     errors: dict[str, EcompError] = {}
-    for instance, at in sort({**requested, **recorded}.items()).items():
+    for instance, at in by_instance({**requested, **recorded}.items()).items():
         try:
             if at.record is not None:
                 records[instance] = read_record(at.record)

@@ -16,7 +16,7 @@ from ecomp.model.digest import clearance_to_json, cleared_from_json
 from ecomp.model.findings import Finding, confirmed
 from ecomp.model.group import from_json as group_from_json
 from ecomp.model.instance import Request, named, parse_request
-from ecomp.model.places import sort
+from ecomp.model.places import by_instance
 from ecomp.model.planes import Kept
 from ecomp.model.quota import Quota
 from ecomp.model.record import ERROR, GONE, KEPT, from_json
@@ -27,7 +27,7 @@ from ecomp.scheduler.find import find
 from ecomp.scheduler.quotas import recount
 from ecomp.store.client import Delete, Put, Store, Unchanged
 from ecomp.store.names import given_back
-from ecomp.store.places import listed
+from ecomp.store.places import lives
 from ecomp.store.released import note
 from ecomp.store.requests import at_it, wanted
 from ecomp.store.sharing import put_group, rejoined
@@ -93,9 +93,7 @@ def _release(store: Store, placement: Placement, instance: str) -> str:
 
     def needed(holding: Mapping[str, ledger.Consumer]) -> Collection[str]:
         on[:] = sorted(holding[instance].allocations)
-        records = [from_json(each.value) for each in listed(store, instance).records.values()]
-        lives = any(each.state not in (GONE, ERROR) for each in records)
-        return {instance} if lives else wanted(store, {instance: on})
+        return {instance} if lives(store, instance) else wanted(store, {instance: on})
 
     if not ledger.release_unless(placement, [instance], needed, partial(note, store))[instance]:
         return NOT_ANY_MORE
@@ -179,8 +177,8 @@ def _group_away(store: Store, name: str, etcd: dict[str, Kept]) -> str:
     for instance, compute in found.members.items():
         record_key = _record_key(etcd, instance)
         record = etcd.get(record_key)
-        lives = record is not None and from_json(record.value).state not in (GONE, ERROR)
-        if not lives and instance not in placing and store.get(keys.host(compute, instance)) is None:
+        is_living = record is not None and from_json(record.value).state not in (GONE, ERROR)
+        if not is_living and instance not in placing and store.get(keys.host(compute, instance)) is None:
             unasked = Unchanged(keys.host(compute, instance), 0)
             out[instance] = [unasked, *_as_read(etcd, record_key)]
         if len(out) == AT_ONCE:
@@ -201,7 +199,7 @@ def _count_anew(store: Store, project: str) -> str:
 
 def _record_key(etcd: dict[str, Kept], instance: str) -> str:
     """The key of the record that is believed, and of one that nobody has written yet."""
-    at = sort((key, each) for key, each in etcd.items() if keys.last(key) == instance).get(instance)
+    at = by_instance((key, each) for key, each in etcd.items() if keys.last(key) == instance).get(instance)
     return (at and (at.record_key or keys.record(at.compute, instance))) or keys.old_record(instance)
 
 

@@ -43,7 +43,7 @@ class Whereabouts:
         if key and state is not None:
             before, self._last = self._last, state.get(key)
             if before is not None and self._last is None:
-                key = ''  # it is not there any more: moved, or removed
+                self._follow(key := '')  # it is not there any more: moved, or removed
         if not key:
             try:
                 key, self._last = self._find()

@@ -7,7 +7,8 @@ of them has costs a list of every key.
 from __future__ import annotations
 
 from ecomp.model import keys
-from ecomp.model.places import Places, sort
+from ecomp.model.places import Places, by_instance
+from ecomp.model.record import ERROR, GONE, from_json
 from ecomp.store.client import Entry, Store
 
 
@@ -19,10 +20,16 @@ def places(store: Store, instance: str) -> Places[Entry]:
 def near(store: Store, instance: str) -> Places[Entry] | None:
     """Where it is, if a living compute has it; None where that is not known."""
     there = store.snapshot(keys.COMPUTES, keys_only=True).entries
-    alive = {compute for compute in map(keys.last, there) if keys.is_uuid(compute)}
+    alive = {keys.last(key) for key, each in there.items() if each.lease and keys.is_uuid(keys.last(key))}
     both = [key for each in sorted(alive) for key in (keys.host(each, instance), keys.record(each, instance))]
-    found = sort(store.read([*both, keys.old_record(instance)]).items()).get(instance)
+    found = by_instance(store.read([*both, keys.old_record(instance)]).items()).get(instance)
     return found if found is not None and found.compute in alive else None
+
+
+def lives(store: Store, instance: str) -> bool:
+    """Whether any compute has a record of it that says so. ValueError for one that cannot be understood."""
+    records = [from_json(each.value) for each in listed(store, instance).records.values()]
+    return any(each.state not in (GONE, ERROR) for each in records)
 
 
 def listed(store: Store, instance: str) -> Places[Entry]:
@@ -32,4 +39,4 @@ def listed(store: Store, instance: str) -> Places[Entry]:
     mine = [key for key in names if keys.last(key) == instance]
     # A record may be written, and its request go, since the names were read.
     records = [keys.record(key.split('/')[2], instance) for key in mine if key.startswith(keys.HOSTS)]
-    return sort(store.read(sorted({*mine, *records})).items()).get(instance) or Places()
+    return by_instance(store.read(sorted({*mine, *records})).items()).get(instance) or Places()

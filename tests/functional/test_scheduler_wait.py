@@ -8,14 +8,16 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
+from typing import NoReturn
 
 import pytest
 
 from ecomp.conf import EtcdConfig
-from ecomp.errors import EcompError, NotFound, StillGoing
+from ecomp.errors import EcompError, NotFound, StillGoing, Unreachable
 from ecomp.model import keys
 from ecomp.model.record import ACTIVE, BUILDING, ERROR, GONE, Failure, Progress, Record, to_json
 from ecomp.scheduler.wait import WAITS_FOR, Deadline, wait_for_stage, wait_until_gone
+from ecomp.scheduler.whereabouts import Whereabouts
 from ecomp.store.client import Delete, Put
 from tests.functional.cloud import IMAGE, Cloud, new
 from tests.kit.servers import PATIENCE, free_port, until
@@ -150,6 +152,26 @@ def test_one_that_waits_in_a_queue_is_followed_to_its_compute(cloud: Cloud, told
         cloud.etcd.put_record(to_json(record.at(ACTIVE, 't', 'started')))
         assert waiting.result(PATIENCE * 20).compute == compute
     cloud.etcd.delete(request)
+
+
+def test_one_that_moves_while_etcd_is_away_is_found_again(cloud: Cloud) -> None:
+    """From a queue to its compute; a look in between that gets no answer is made again."""
+    instance, compute = new(), new()
+    waits, request = keys.queue('small', instance), keys.host(compute, instance)
+    cloud.etcd.put(waits, '{}')
+    with Whereabouts(EtcdConfig((cloud.etcd.endpoint,)), instance) as at:
+        assert at.look() == (True, None)
+        cloud.store.commit([], [Delete(waits), Put(request, '{}')])
+        real, at._find = at._find, _unreachable  # type: ignore[method-assign]
+        until(lambda: at.look() == (False, None), 10, 'it is seen to be gone, and not found')
+        at._find = real  # type: ignore[method-assign]
+        cloud.etcd.put_record(to_json(Record(instance, compute, ACTIVE, IMAGE)))
+        until(lambda: at.look()[1] is not None, 10, 'it is found')
+    cloud.etcd.delete(request)
+
+
+def _unreachable() -> NoReturn:
+    raise Unreachable('etcd is away')
 
 
 def test_no_thread_is_left(cloud: Cloud, told: list[str]) -> None:

@@ -52,7 +52,9 @@ MUTATIONS = {
         ('lost_delivery', 'one_uuid_twice'),
     ),
     'a record is believed wherever it is': Mutation(
-        'ecomp.agent.records', 'if record.compute == self._compute else Found()', 'if record else Found()',
+        'ecomp.agent.records',
+        'return from_json(entry.value, instance, compute) if',
+        'return from_json(entry.value, instance) if',
         ('foreign_records',),
     ),
     'abandon does not ask who is being taken': Mutation(

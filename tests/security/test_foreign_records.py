@@ -80,6 +80,23 @@ def test_one_in_its_own_place_is_not_read(cluster: Control) -> None:
     check(cluster, compute)
 
 
+def test_rubbish_in_the_older_place_holds_nothing_up(cluster: Control) -> None:
+    """Whoever may write there could keep an instance from being made, and from being destroyed."""
+    compute = tuned(cluster, QUERY, numbers={'EVERY': 1})
+    compute.pause()
+    made = []
+    for value in ('', 'null', '{"version": 2}', '[' * 50_000):
+        made.append(place(cluster, SMALL)[1])
+        cluster.etcd.put(f'/instances/{made[-1]}', value)
+    compute.resume()
+    for instance in made:
+        key = f'/instances/{compute.uuid}/{instance}'
+        until(lambda key=key: b'"active"' in (cluster.etcd.get(key) or b''), 20, 'it is active')  # type: ignore[misc]
+        assert cluster.eschedule('destroy', '--wait', instance).code == 0
+        cluster.etcd.delete(f'/instances/{instance}')
+    check(cluster, compute)
+
+
 def test_what_ecomp_1_0_has_written_is_read_and_moves(cluster: Control) -> None:
     """For one version: its records lie below no compute, and the next write of their own compute takes them there."""
     compute = tuned(cluster, QUERY, numbers={'EVERY': 1})
