@@ -133,7 +133,7 @@ schedule() {
         begin "scheduling a VM: eschedule '$QUERY' $image"
         eschedule "$QUERY" "$image" --wait
         finish
-        instance=$(running_instance)
+        made=$(running_instance) # there was none before
     fi
     printf '== eschedule list\n'
     eschedule list
@@ -147,8 +147,9 @@ try_next() {
 Try next (./quickstart.sh down removes it all):
   .venv/bin/eschedule --config $LAB/schedule.yaml '$QUERY'
   ${sudo}.venv/bin/elab status
-  .venv/bin/eschedule --config $LAB/schedule.yaml destroy $instance
 END
+    # Nothing but what was made just now: what ran before is somebody's.
+    [ -z "${made-}" ] || printf '  %s destroy %s\n' ".venv/bin/eschedule --config $LAB/schedule.yaml" "$made"
 }
 
 case ${1-} in

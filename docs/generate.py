@@ -1,0 +1,366 @@
+"""The reference and the man pages, from the code and from the example files.
+
+    python -m docs.generate
+
+It writes docs/reference/*.md and docs/man/*. tests/unit/test_docs.py holds them against this, so that each sentence has
+one home: a row, a docstring or a comment beside what it is about.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import re
+import textwrap
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from types import ModuleType
+
+import mdserver.conf
+import mdserver.server
+
+from docs.writing import Block, Code, ManPage, Section, Table, Terms, doc, docstring, link, markdown, roff
+from ecomp import agent, conf, config_path, errors
+from ecomp.agent import arguments
+from ecomp.cli import shapes
+from ecomp.cli.commands import EXITS, FAMILIES, MEANS, OPTIONS
+from ecomp.lab import elab
+from ecomp.model import (
+    boots,
+    cluster,
+    digest,
+    findings,
+    flavor,
+    group,
+    instance,
+    keys,
+    order,
+    power,
+    queue,
+    quota,
+    record,
+    roles,
+)
+from ecomp.store import released
+from tests.faults import table as faults
+
+TOP = Path(__file__).resolve().parents[1]
+REFERENCE, MAN = TOP / 'docs/reference', TOP / 'docs/man'
+MATRIX = '../../tests/faults/README.md'
+
+
+def generated() -> dict[Path, str]:
+    """The text of every file that is made from the code."""
+    made = {REFERENCE / name: text for name, text in reference()}
+    made |= {MAN / f'{page.name}.{page.number}': roff(page) for page in man_pages()}
+    return made
+
+
+# What is there
+
+
+def reference() -> Iterator[tuple[str, str]]:
+    """Each page of the reference, by its file's name."""
+    top = 'Each says this, too, with `--help`. Data is on stdout, everything else on stderr.'
+    yield 'commands.md', markdown('Commands', [top], [*eschedule(), *others()])
+    for name, config in CONFIGURATIONS.items():
+        yield f'{name}.md', markdown(name, *configuration(name, config))
+    yield 'etcd.md', markdown('Keys in etcd', *etcd())
+    yield 'records.md', markdown('Records and states', *records())
+    yield 'audit.md', markdown('Audit codes', *audit())
+    yield 'json.md', markdown('What -f json prints', *documents())
+    yield 'exit-codes.md', markdown('Exit codes', *exit_codes())
+    yield 'threads.md', markdown('Threads of an ecompute', docstring(agent), [])
+    yield 'faults.md', markdown('Faults', *tested_faults())
+
+
+def man_pages() -> Iterator[ManPage]:
+    """Each man page."""
+    names = 'schedule.yaml', 'compute.yaml'
+    places = [(f'./{name}, ~/.config/ecomp/{name}, /etc/ecomp/{name}', f'see {name}(5)') for name in names]
+    files = Section('FILES', [Terms(('', ''), places)])
+    environment = Section('ENVIRONMENT', [Terms(('', ''), [(config_path.VARIABLE, doc(config_path.find))])])
+    exits = Section('EXIT STATUS', [Terms(('', ''), [(str(code), text) for code, text in EXITS.items()])])
+    commands = [each for family in FAMILIES.values() for each in family]
+    yield ManPage('eschedule', 1, 'place instances on hypervisors, look at them, change and destroy them', [
+        Section('SYNOPSIS', [Code('\n'.join(f'eschedule {each.usage}' for each in commands))]),
+        Section('COMMANDS', [*MEANS.values(), Terms(('', ''), [(each.usage, each.description) for each in commands])]),
+        Section('OPTIONS', [Terms(('', ''), [option(row) for rows in OPTIONS.values() for row in rows])]),
+        exits, files, environment,
+    ], ['ecompute(8)', 'elab(1)', 'schedule.yaml(5)'])  # fmt: skip
+    yield ManPage('ecompute', 8, 'take requests for this machine from etcd and make them VMs', [
+        *of_parser(arguments.parser()), exits, files, environment,
+    ], ['eschedule(1)', 'mdserver(8)', 'compute.yaml(5)'])  # fmt: skip
+    yield ManPage('mdserver', 8, 'the metadata server of the guests on a hypervisor', [
+        *of_parser(mdserver.server.parser()),
+    ], ['ecompute(8)', 'mdserver.conf(5)'])  # fmt: skip
+    yield ManPage('elab', 1, 'a whole cluster on one machine, and certificates for real ones', [
+        *of_parser(elab.parser()), exits,
+    ], ['eschedule(1)', 'ecompute(8)'])  # fmt: skip
+    for name, config in CONFIGURATIONS.items():
+        top, sections = configuration(name, config)
+        of = {'compute.yaml': 'ecompute(8)', 'schedule.yaml': 'eschedule(1)'}.get(name, 'mdserver(8)')
+        about = f'the configuration of {of[:-3]}'
+        yield ManPage(name, 5, about, [Section('DESCRIPTION', top), *sections], [of])
+
+
+# Commands
+
+
+def documents() -> tuple[list[Block], list[Section]]:
+    """The shape of every command's answer as JSON."""
+    by_shape: dict[str, list[str]] = {}
+    for name, shape in shapes.SHAPES.items():
+        by_shape.setdefault(repr(shape), []).append(name)
+    sections = [
+        Section(', '.join(f'eschedule {name}' for name in names), list(_fields(shapes.SHAPES[names[0]])))
+        for names in by_shape.values()
+    ]
+    refused = 'What `create` and `plan` print where there is no room, or no quota; the exit code is 3.'
+    return docstring(shapes), [*sections, Section('A refusal', [refused, *_fields(shapes.REFUSED)])]
+
+
+def _fields(shape: shapes.Schema) -> Iterator[Block]:
+    """What it is as a whole, and each field of it."""
+    several = 'anyOf' in shape
+    shape = shape['anyOf'][0] if several else shape
+    whole = 'For one word an object, for several an array of these:' if several else 'An object:'
+    if shape['type'] == 'array':
+        whole, shape = 'An array of these:', shape['items']
+    rows = [[f'`{name}`', kind, said or '-'] for name, kind, said in _flat(shape, '')]
+    yield whole
+    yield Table(['field', 'type', 'what it is'], rows)
+
+
+def _flat(shape: shapes.Schema, path: str) -> Iterator[tuple[str, str, str]]:
+    for name, field in shape.get('properties', {}).items():
+        yield from _flat_field(field, f'{path}{name}')
+    if isinstance(shape.get('additionalProperties'), dict):
+        yield from _flat_field(shape['additionalProperties'], f'{path}<name>')
+
+
+def _flat_field(field: shapes.Schema, path: str) -> Iterator[tuple[str, str, str]]:
+    kinds = field['type'] if isinstance(field['type'], list) else [field['type']]
+    yield path, ' or '.join(kinds), field['description'] + _choice(field)
+    if 'items' in field:
+        inner = list(_flat(field['items'], f'{path}[].'))
+        yield from inner or [(f'{path}[]', field['items']['type'], field['items']['description'])]
+    yield from _flat(field, f'{path}.')
+
+
+def _choice(field: shapes.Schema) -> str:
+    return (': ' if field['description'] else '') + ', '.join(field['enum']) if 'enum' in field else ''
+
+
+def eschedule() -> Iterator[Section]:
+    """Its commands by family, and what they share."""
+    names = {family: ', '.join(link(f'eschedule {each.name}') for each in rows) for family, rows in FAMILIES.items()}
+    yield Section('eschedule', [*MEANS.values(), *(f'{family}: {links}.' for family, links in names.items())])
+    for rows in FAMILIES.values():
+        for each in rows:
+            exits = ', '.join(f'{code} ({EXITS[code]})' for code in sorted({0, 1, 2, 7, *each.exits}))
+            blocks: list[Block] = [Code(f'eschedule {each.usage}'), each.description]
+            if taken := [option(row) for row in each.takes()]:
+                blocks.append(Terms(('option', ''), taken))
+            yield Section(f'eschedule {each.name}', [*blocks, f'Example: `{each.example}`', f'Exit codes: {exits}.'])
+
+
+def others() -> Iterator[Section]:
+    """The other commands."""
+    for name, parser in (
+        ('ecompute', arguments.parser()),
+        ('mdserver', mdserver.server.parser()),
+        ('elab', elab.parser()),
+    ):
+        for section in of_parser(parser):
+            yield section._replace(title=name if section.title in ('SYNOPSIS', name) else f'{name}: {section.title}')
+    for script in ('docker.sh', 'quickstart.sh'):
+        said = re.match(r'#!.*\n((?:#.*\n)+)', (TOP / script).read_text())
+        assert said, script
+        yield Section(script, [Code(re.sub('(?m)^# ?', '', said[1]).strip())])
+
+
+def option(row: object) -> tuple[str, str]:
+    """An option of eschedule, how it is written, and what it does."""
+    flags, metavar, said = row.flags, row.metavar, row.help  # type: ignore[attr-defined]
+    value = metavar if not metavar or metavar.startswith('[') else f' {metavar}'
+    return ', '.join(f'{flag}{value}' for flag in flags), said
+
+
+def of_parser(parser: argparse.ArgumentParser) -> Iterator[Section]:
+    """What argparse knows of a command: how it is written, and each of its sub-commands with its options."""
+    inner = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
+    yield Section('SYNOPSIS', [_usage(parser), parser.description or '', *([] if inner else _options(parser))])
+    for each in inner:
+        for name, sub in each.choices.items():
+            yield Section(name, [_usage(sub), _sentence(sub.description or name), *_options(sub)])
+
+
+def _sentence(text: str) -> str:
+    return f'{text[:1].upper()}{text[1:]}.'
+
+
+def _usage(parser: argparse.ArgumentParser) -> Code:
+    # In one line: where argparse breaks it is of the terminal and of Python's version.
+    parser.formatter_class = functools.partial(argparse.HelpFormatter, width=10_000)  # type: ignore[assignment]
+    usage = parser.format_usage().removeprefix('usage: ').strip()
+    lines = textwrap.wrap(usage, 100, subsequent_indent='    ', break_long_words=False, break_on_hyphens=False)
+    return Code('\n'.join(lines))
+
+
+def _options(parser: argparse.ArgumentParser) -> list[Block]:
+    rows = []
+    for action in parser._actions:
+        if isinstance(action, argparse._HelpAction | argparse._VersionAction | argparse._SubParsersAction):
+            continue
+        value = '' if action.nargs == 0 else f' {action.metavar or action.dest.upper()}'
+        written = ', '.join(f'{flag}{value}' for flag in action.option_strings) or str(action.metavar or action.dest)
+        assert action.help, f'{parser.prog}: {written} says nothing of itself'
+        rows.append((written, action.help.replace('%%', '%')))
+    return [Terms(('argument', ''), rows)] if rows else []
+
+
+# Configuration
+
+
+CONFIGURATIONS = {
+    'compute.yaml': conf.ComputeConfig,
+    'schedule.yaml': conf.ScheduleConfig,
+    'mdserver.conf': mdserver.conf.Config,
+}
+
+
+def configuration(name: str, config: type) -> tuple[list[Block], list[Section]]:
+    """What the example file says at its top, and a section for each key: its comment, its default, its lines."""
+    header, *blocks = re.split(r'\n{2,}', (TOP / name).read_text().strip())
+    sections, inside = [], ''
+    for block in blocks:
+        comments, lines = _apart(block.split('\n'))
+        if lines and (found := re.fullmatch(r'\[.*\]', lines[0])):
+            inside, lines = f'{found[0]} ', lines[1:]
+        names = re.findall(r'(?m)^([\w-]+)(?::| =)', '\n'.join(lines))
+        about: list[Block] = [' '.join(comments), *_defaults(config, names)]
+        if lines:
+            about.append(Code('\n'.join(lines), '' if inside else 'yaml'))
+        if any(about):
+            sections.append(Section((inside + ', '.join(names)).strip(), about))
+    _nothing_left_out(name, config, sections)
+    return docstring(re.sub('(?m)^# ?', '', header)), sections
+
+
+def _apart(lines: Iterable[str]) -> tuple[list[str], list[str]]:
+    """The comment's lines, and the settings, most of which are comments, too: `#key: value` or `# key = value`."""
+    comments, settings = [], []
+    for line in lines:
+        if re.match(r'# (?! |[\w-]+ = )', line):
+            comments.append(line[2:])
+        else:
+            settings.append(re.sub(r'^#( (?! ))?', '', line))
+    return comments, settings
+
+
+def _defaults(config: type, names: Iterable[str]) -> list[Block]:
+    defaults = {each.name: each.default for each in dataclasses.fields(config)}
+    known = [(name, defaults.get(name.replace('-', '_'))) for name in names]
+    plain = [(name, value) for name, value in known if isinstance(value, str | int | Path) and len(str(value)) < 50]
+    many = len(plain) > 1
+    return [f'Default{f" of {name}" if many else ""}: `{value}`.' for name, value in plain]
+
+
+def _nothing_left_out(name: str, config: type, sections: Iterable[Section]) -> None:
+    told = {word for section in sections for word in re.findall(r'[\w-]+', section.title)}
+    fields = {each.name.replace('user_data', 'user-data') if name == 'mdserver.conf' else each.name
+              for each in dataclasses.fields(config)} - {'directory', 'path', 'neighbours', 'public_keys'}  # fmt: skip
+    assert fields <= told, f'{name} says nothing of {sorted(fields - told)}'
+
+
+# etcd, records, audit, exit codes, faults
+
+
+VALUES: dict[str, ModuleType] = {
+    'The request: /hosts/': instance,
+    'Its order': order,
+    'Power': power,
+    'What waits: /queues/': queue,
+    'Groups': group,
+    'Quotas': quota,
+    'Flavors': flavor,
+    'Released claims': released,
+    'Which etcd: /cluster': cluster,
+    'Answers to an audit: /digests/': digest,
+}
+
+
+def etcd() -> tuple[list[Block], list[Section]]:
+    """Every key, who may write it behind roles, and what is in it."""
+    first, listed, *rest = doc(keys).split('\n\n')
+    rows = []
+    for line in listed.split('\n'):
+        key, said = re.split(r' {2,}', line.strip(), maxsplit=1)
+        rows.append([f'`{key}`', ', '.join(_writers(key)), said])
+    who = Table(['key', 'may be written by', 'what it is'], rows)
+    top = [first, who, *(each.replace('\n', ' ') for each in rest), *docstring(roles)]
+    top += [f'compute-NAME: {doc(roles.of_compute)}', f'scheduler-NAME: {doc(roles.of_scheduler)}']
+    return top, [Section(title, docstring(module)) for title, module in VALUES.items()]
+
+
+def _writers(pattern: str) -> list[str]:
+    key = re.sub('<.*?>|…', 'x', pattern)
+    kinds = {'compute': roles.of_compute('x'), 'scheduler': roles.of_scheduler()}
+    return [kind for kind, grants in kinds.items() if any(_covers(each, key) for each in grants)] + ['operator']
+
+
+def _covers(grant: roles.Permission, key: str) -> bool:
+    inside = grant.key <= key < grant.range_end if grant.range_end else grant.key == key
+    return inside and grant.kind != roles.READ
+
+
+def records() -> tuple[list[Block], list[Section]]:
+    """The record, its states and stages."""
+    kept = ', '.join(f'`{state}` {seconds // 3600} hours' for state, seconds in record.KEPT.items())
+    return docstring(record), [
+        Section('Stages', [f'In this order: {", ".join(f"`{stage}`" for stage in record.STAGES)}.']),
+        Section('How long a record stays after its end', [f'{kept}.']),
+        *(Section(title, docstring(of)) for title, of in (
+            ('addresses', record.Interface), ('boots', boots), ('error', record.Failure),
+            ('progress', record.Progress), ('power', power),
+        )),
+    ]  # fmt: skip
+
+
+def audit() -> tuple[list[Block], list[Section]]:
+    """Every code of a finding."""
+    rows = [[f'`{code}`', each.meaning, each.fix or '-', each.how or '-'] for code, each in findings.CODES.items()]
+    head = ['code', 'what it means', 'what `audit --fix` does', 'what a person does where it does not']
+    return [*docstring(findings), Table(head, rows)], []
+
+
+def exit_codes() -> tuple[list[Block], list[Section]]:
+    """What each exit code means, and every error with its own."""
+    codes = Terms(('code', ''), [(str(code), says) for code, says in EXITS.items()])
+    return ['Of all commands, everywhere.', codes], [Section('Errors', docstring(errors))]
+
+
+def tested_faults() -> tuple[list[Block], list[Section]]:
+    """The rows of the fault matrix, and how many tests each has."""
+    count = Counter(case.row for case in faults.cases())
+    rows = [[f'F{number}', says, str(count[number] or faults.NOT_HERE[number])] for number, says in faults.ROWS.items()]
+    matrix = f'[The matrix]({MATRIX}) has each test, the rules of the protocol, and the failpoints.'
+    says = 'Whatever can be killed, frozen, cut off, filled or wiped is, by tests.'
+    return [f'{says} {matrix}', Table(['row', 'fault', 'tests'], rows)], []
+
+
+def main(made: Mapping[Path, str]) -> None:
+    """Write what changed, and remove what is no more."""
+    for directory in (REFERENCE, MAN):
+        directory.mkdir(parents=True, exist_ok=True)
+        for path in set(directory.iterdir()) - made.keys():
+            path.unlink()
+    for path, text in made.items():
+        path.write_text(text)
+
+
+if __name__ == '__main__':
+    main(generated())
