@@ -160,7 +160,9 @@ image() { # IMAGE: it is here, pulled if need be
     local error start=$SECONDS
     if docker image inspect "$1" >/dev/null 2>&1; then return; fi
     say "$1: pulling …"
-    error=$(docker pull --quiet "$1" 2>&1 >/dev/null) || fail 1 "cannot pull $1: $(last_line "$error")"
+    error=$(docker pull --quiet "$1" 2>&1 >/dev/null) || fail 1 "cannot pull $1: $(last_line "$error");" \
+        "without a registry: docker load it from a file, or have \`elab control\` run both without Docker" \
+        "(pip install '.[lab]')"
     say "$1: pulled in $((SECONDS - start)) s"
 }
 
@@ -310,6 +312,8 @@ certificates() { # sets CERTS to the whole path of the directory, or to nothing 
 
 up() {
     local begin=$SECONDS placement error url owner ports='' names='' etcd_names='*' etcd_tls=() scheme=http
+    [[ $BIND_ADDRESS =~ ^([0-9]{1,3}\.){3}[0-9]{1,3}$ || $BIND_ADDRESS =~ ^\[[0-9a-fA-F:.]+\]$ ]] ||
+        fail 2 "BIND_ADDRESS is '$BIND_ADDRESS', not an address of this machine, like 192.0.2.7, 0.0.0.0 or [::1]"
     [[ $PLACEMENT_WORKERS =~ ^[1-9][0-9]*$ ]] || fail 2 "PLACEMENT_WORKERS is '$PLACEMENT_WORKERS', not a number from 1"
     case $PLACEMENT_DATABASE in
     '' | postgresql+psycopg2://*) ;;

@@ -48,6 +48,7 @@ LAB = [
 TEST = [
     'greenlet>=3',  # tests/model switches between its actors with it
     'hypothesis>=6.100',
+    'jsonschema>=4.20',  # what -f json prints has its shape
     'mypy>=1.11',
     'pytest>=8.0,<9.2',  # in 9.2, pytest-xdist 3.8 passes over its groups
     'pytest-timeout>=2.3',
@@ -71,6 +72,11 @@ setup(
         *find_packages('md_server', include=['mdserver', 'mdserver.*']),
     ],
     package_dir={'mdserver': 'md_server/mdserver'},
+    package_data={'ecomp': ['units/*.service'], 'mdserver': ['*.service']},
+    data_files=[
+        (f'share/man/man{number}', [str(page.relative_to(TOP)) for page in sorted(TOP.glob(f'docs/man/*.{number}'))])
+        for number in '158'
+    ],
     install_requires=REQUIRES,
     extras_require={'hypervisor': HYPERVISOR, 'lab': LAB, 'test': TEST},
     entry_points={
