@@ -21,13 +21,14 @@ from ecomp.errors import UsageError
 from ecomp.model.allocation import is_class
 from ecomp.model.image import check_image, check_source
 from ecomp.model.network import DEFAULT_NETWORKS, MOST_INTERFACES, Attachment
+from ecomp.model.reach import DEFAULT_REACH, Reach, check_user, parse_reach
 from ecomp.yaml_file import Node, Section, Wrong, YamlFile, between, described, each_once, flag, one_of, shown, text_of
 
 if TYPE_CHECKING:
     from ecomp.model.flavor import Flavor
 
 MAX_INT = 2**31 - 1  # placement's limit for a total
-MOST_RATIO = 1000
+MOST_RATIO = 1000  # of an inventory; a larger allocation ratio is refused
 
 T = TypeVar('T')
 
@@ -45,13 +46,9 @@ DEFAULT_IMAGE = (
 
 @dataclass(frozen=True)
 class ComputeConfig:
-    """What ecompute is told. None means ecompute finds out itself. All paths are absolute.
+    """What ecompute is told, as compute.yaml explains it; `directory` is that file's. None: it finds out itself.
 
-    `inventory` is total by resource class (MEMORY_MB in MiB, DISK_GB in GiB), `networks` is what each guest is plugged
-    into, in order, `images` a directory images may be named from, `image_cache` is in GiB, `image_sources` host names
-    and networks, `image_proxy` a URL, `metadata` is how guests are told theirs, `network` or `iso`, `queues` is whether
-    it takes from the flavors' queues, `directory` the one compute.yaml was in. `traits` and `aggregates` are the
-    provider's, beside its own and other people's; `allocation_ratios` are by resource class, 1 where there is none.
+    `path` is that file, None where there is none.
     """
 
     uuid: str | None = None
@@ -73,14 +70,14 @@ class ComputeConfig:
     aggregates: tuple[str, ...] = ()
     allocation_ratios: Mapping[str, float] = field(default_factory=dict)
     directory: Path = Path('.')
+    path: Path | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True)
 class ScheduleConfig:
-    """What eschedule is told: where etcd and placement are, who instances belong to, and what goes without saying.
+    """What eschedule is told, as schedule.yaml explains it. All paths are absolute; `flavors` are by name.
 
-    `user_data` and `ssh_keys` are files, absolute, read when an instance is made; None and none: mdserver.conf's.
-    `flavors` are by name.
+    `path` is that file, None where there is none.
     """
 
     etcd: EtcdConfig = EtcdConfig()
@@ -91,10 +88,13 @@ class ScheduleConfig:
     user_data: Path | None = None
     ssh_keys: tuple[Path, ...] = ()
     flavors: Mapping[str, Flavor] = field(default_factory=dict)
+    reach: Reach = DEFAULT_REACH
+    ssh_user: str = 'debian'
+    path: Path | None = field(default=None, compare=False)
 
 
 def load_compute(path: Path | None = None) -> ComputeConfig:
-    """The configuration in `path`, or in the compute.yaml that is found (config_path), or the defaults. UsageError."""
+    """The configuration in `path`; None means the compute.yaml that config_path finds, or the defaults. UsageError."""
     file = YamlFile.read(path, 'compute.yaml')
     top = file.top
     config = ComputeConfig(
@@ -117,13 +117,14 @@ def load_compute(path: Path | None = None) -> ComputeConfig:
         aggregates=top.take('aggregates', each_once(_uuid), ()),
         allocation_ratios=top.take('allocation_ratios', _by_class('ratios', _ratio), {}),
         directory=file.directory,
+        path=file.path,
     )
     file.finish()
     return config
 
 
 def load_schedule(path: Path | None = None) -> ScheduleConfig:
-    """The configuration in `path`, or in the schedule.yaml that is found (config_path), or the defaults. UsageError."""
+    """The configuration in `path`; None means the schedule.yaml that config_path finds, or the defaults. UsageError."""
     file = YamlFile.read(path, 'schedule.yaml')
     top = file.top
     config = ScheduleConfig(
@@ -135,6 +136,9 @@ def load_schedule(path: Path | None = None) -> ScheduleConfig:
         user_data=top.take('user_data', file.path_of, None),
         ssh_keys=top.take('ssh_keys', file.paths_of, ()),
         flavors=top.take('flavors', _flavors, {}),
+        reach=top.take('reach', _reach, ScheduleConfig.reach),
+        ssh_user=top.take('ssh_user', _checked(check_user), ScheduleConfig.ssh_user),
+        path=file.path,
     )
     file.finish()
     return config
@@ -155,9 +159,9 @@ def _flavors(node: Node) -> dict[str, Flavor]:
 
 
 def parse_inventory(text: str) -> dict[str, int]:
-    """Totals from `VCPU:4,DISK_GB:10,MEMORY_MB:512`, the form of `ecompute --fake`; spaces around parts are allowed.
+    """{class: total} of `VCPU:4,DISK_GB:10,MEMORY_MB:512`, as `ecompute --fake` takes it, with spaces around parts.
 
-    UsageError if a part is no CLASS:TOTAL, is there twice, or the total is not positive.
+    UsageError if a part is no CLASS:TOTAL with a total above 0, or a class is there twice.
     """
     totals: dict[str, int] = {}
     for part in text.split(','):
@@ -179,10 +183,11 @@ def _networks(top: Section) -> tuple[Attachment, ...]:
         top.complain('bridge', 'say it in networks, where it stands beside them: - bridge: NAME')
     # The form of 2019: a second interface.
     nothing: tuple[Attachment, ...] = ()
-    return top.take('networks', _network_list, (*DEFAULT_NETWORKS, *top.take('bridge', _bridge, nothing)))
+    second = top.take('bridge', lambda node: (Attachment('bridge', _interface(node)),), nothing)
+    return top.take('networks', _network_list, (*DEFAULT_NETWORKS, *second))
 
 
-# As in yaml_file: each makes a value of a node, or raises Wrong with what it should have been.
+# As in yaml_file: each reads a node's value, or raises Wrong with what it should have been.
 
 
 def _checked(check: Callable[[str], str]) -> Callable[[Node], str]:
@@ -193,6 +198,13 @@ def _checked(check: Callable[[str], str]) -> Callable[[Node], str]:
             raise Wrong(str(error)) from error
 
     return parse
+
+
+def _reach(node: Node) -> Reach:
+    try:
+        return parse_reach(text_of(node))
+    except ValueError as error:
+        raise Wrong(str(error)) from error
 
 
 def _identifier(node: Node) -> str:
@@ -240,10 +252,6 @@ def _attachment(item: Node) -> Attachment:
     return Attachment(key.text, kinds[key.text](value))
 
 
-def _bridge(node: Node) -> tuple[Attachment, ...]:
-    return (Attachment('bridge', _interface(node)),)
-
-
 def _network(node: Node) -> str:
     if '/' in (text := text_of(node)) or len(text) > 100:
         raise Wrong(f'must be the name of a network of libvirt, not {shown(text)}')
@@ -257,7 +265,7 @@ def _interface(node: Node) -> str:
 
 
 def _by_class(what: str, parse: Callable[[Node], T]) -> Callable[[Node], Mapping[str, T]]:
-    """A mapping of resource classes, each to `what`."""
+    """A reader of a mapping of resource classes, each value by `parse`; `what` names the values for people."""
 
     def parse_all(node: Node) -> Mapping[str, T]:
         if node.kind != 'map' or not node.pairs:

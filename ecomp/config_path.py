@@ -17,7 +17,7 @@ VARIABLE = 'ECOMP_CONFIG'
 def find(name: str) -> Path | None:
     """The first file of this name in ./, ~/.config/ecomp/ and /etc/ecomp/, None if there is none.
 
-    Where $ECOMP_CONFIG names a directory, it is in that alone. UsageError: it is not there.
+    If $ECOMP_CONFIG names a directory, the file in that one; UsageError if it has none.
     """
     if own := os.environ.get(VARIABLE):
         path = Path(own) / name
@@ -28,8 +28,13 @@ def find(name: str) -> Path | None:
     return next((place / name for place in places if os.path.lexists(place / name)), None)
 
 
+def told(name: str, path: Path | None) -> str:
+    """By which file of this name we were told where etcd and placement are, as the end of a sentence."""
+    return f'told by {path}' if path is not None else f'a guess: no {name} was found, --config FILE names one'
+
+
 def check(name: str, found: os.stat_result) -> None:
-    """UsageError for a file that belongs to somebody else than root and the caller, or that others can write to."""
+    """UsageError for a file that neither root nor the caller owns, or that other users can write to."""
     callers = {0, os.geteuid()}
     if os.geteuid() == 0 and (behind_sudo := os.environ.get('SUDO_UID', '')).isdecimal():
         callers.add(int(behind_sudo))

@@ -22,7 +22,10 @@ CLEAR = (
 
 @dataclass(frozen=True)
 class EtcdConfig:
-    """Where etcd is and how to reach it. `endpoints` are host:port; `timeout` is in seconds, for one call."""
+    """Where etcd is and how it is reached. `endpoints` are host:port; `timeout` is in seconds, for each call.
+
+    `ca_cert` has the authority that signed its certificate, `cert_cert` and `cert_key` ours; all None means plain text.
+    """
 
     endpoints: tuple[str, ...] = ('localhost:2379',)
     ca_cert: Path | None = None
@@ -34,11 +37,9 @@ class EtcdConfig:
 
 @dataclass(frozen=True)
 class PlacementConfig:
-    """Where placement is and who asks it.
+    """Where placement is and who asks it, as the example files explain it. `endpoint` has no slash at its end.
 
-    `endpoint` is a URL without a slash at its end. `ca_cert` signed its certificate (None: an authority this machine
-    knows), `cert_cert` is ours with its key (None: it asks for none), `token_file` holds what it knows us by (None:
-    the word `admin`, as placement has it without authentication). Both are read anew for each connection and each call.
+    Certificates are read anew for each connection, `token_file` for each call.
     """
 
     endpoint: str = 'http://localhost:8080'
@@ -49,10 +50,10 @@ class PlacementConfig:
 
 
 def etcd_of(file: YamlFile, etcd: Section) -> EtcdConfig:
-    """The section `etcd`."""
+    """The EtcdConfig in the section `etcd`; what is wrong in it is noted in `file`."""
     for key in ('user', 'password'):
         etcd.refuse(key, 'logging in with a password cannot be done safely; use certificates (cert_cert, cert_key)')
-    host = etcd.take('host', _host, 'localhost')
+    host = etcd.take('host', lambda node: _checked_host(text_of(node)), 'localhost')
     port = etcd.take('port', between(1, 65535), 2379)
     single: tuple[str, ...] = (f'{host}:{port}',)
     insecure = etcd.take('insecure', flag, False)
@@ -66,13 +67,13 @@ def etcd_of(file: YamlFile, etcd: Section) -> EtcdConfig:
         timeout=etcd.take('timeout', _seconds, EtcdConfig.timeout),
         grpc_options=etcd.take('grpc_options', _grpc_options, ()),
     )
-    if not insecure and not _says_how(etcd) and (others := _in_clear(config)):
+    if not insecure and not _says_how(etcd) and (others := in_clear(config)):
         etcd.complain('endpoints' if 'endpoints' in etcd else 'host', CLEAR.format(others[0], ''))
     return config
 
 
 def placement_of(file: YamlFile, placement: Section) -> PlacementConfig:
-    """The section `placement`."""
+    """The PlacementConfig in the section `placement`; what is wrong in it is noted in `file`."""
     endpoint = placement.take('endpoint', url, PlacementConfig.endpoint)
     for key in CERTIFICATES:
         if key in placement and not endpoint.startswith('https://'):
@@ -83,28 +84,25 @@ def placement_of(file: YamlFile, placement: Section) -> PlacementConfig:
         *_certificates(file, placement),
         token_file=placement.take('token_file', file.file_of, None),
     )
-    if not insecure and not _says_how(placement) and (others := _in_clear(config)):
+    if not insecure and not _says_how(placement) and (others := in_clear(config)):
         placement.complain('endpoint', CLEAR.format(others[0], 'https://, '))
     return config
 
 
 def in_clear(*asked: EtcdConfig | PlacementConfig) -> list[str]:
-    """The hosts that are asked in plain text, and are none of this machine's."""
-    return [host for each in asked for host in _in_clear(each)]
-
-
-def _in_clear(asked: EtcdConfig | PlacementConfig) -> list[str]:
-    where: tuple[str, ...]
-    if isinstance(asked, PlacementConfig):
-        scheme, _, rest = asked.endpoint.partition('://')
-        where = () if scheme == 'https' else (rest.partition('/')[0],)
-    else:
-        where = () if asked.ca_cert or asked.cert_key or asked.cert_cert else asked.endpoints
-    return [each for each in where if not _is_local(re.sub(r':[0-9]+\Z', '', each))]
+    """The hosts that are asked in plain text and are not this machine; of etcd with their ports."""
+    found: list[str] = []
+    for each in asked:
+        if isinstance(each, PlacementConfig):
+            scheme, _, rest = each.endpoint.partition('://')
+            found += [] if scheme == 'https' else [rest.partition('/')[0]]
+        elif not (each.ca_cert or each.cert_key or each.cert_cert):
+            found += each.endpoints
+    return [each for each in found if not _is_local(re.sub(r':[0-9]+\Z', '', each))]
 
 
 def _says_how(section: Section) -> bool:
-    """Whether it has certificates, right or wrong: what is wrong with them is said already."""
+    """Whether the section names a certificate, right or wrong: what is wrong with it is noted already."""
     return any(key in section for key in CERTIFICATES)
 
 
@@ -118,7 +116,7 @@ def _is_local(host: str) -> bool:
 
 
 def _certificates(file: YamlFile, section: Section) -> tuple[Path | None, Path | None, Path | None]:
-    """ca_cert, cert_key, cert_cert."""
+    """The section's ca_cert, cert_key and cert_cert; None for each it does not have."""
     for key, other in (('cert_key', 'cert_cert'), ('cert_cert', 'cert_key')):
         if key in section and other not in section:
             section.complain(key, f'needs {other} beside it')
@@ -134,12 +132,8 @@ def _seconds(node: Node) -> float:
     return seconds
 
 
-def _host(node: Node) -> str:
-    return _checked_host(text_of(node))
-
-
 def _checked_host(text: str) -> str:
-    """A name or address as it stands before a colon and a port: an IPv6 address gets its brackets."""
+    """A host name or address as it is written before a colon and a port: an IPv6 address in brackets. Wrong."""
     import ipaddress  # only a file that names a host needs it
 
     if re.fullmatch(r'[A-Za-z0-9_]([A-Za-z0-9_.-]{0,253})', text):
@@ -177,7 +171,7 @@ def _grpc_options(node: Node) -> tuple[tuple[str, str | int], ...]:
 
 
 def url(node: Node) -> str:
-    """A URL of http or https, without a slash at its end; Wrong."""
+    """A URL of http or https, without a slash at its end. Wrong."""
     from urllib.parse import urlsplit  # as above
 
     text = text_of(node)

@@ -46,7 +46,7 @@ class NoCapacity(EcompError):
 
 
 class TooFew(NoCapacity):
-    """The message says for how many there is room; `taken` are the candidates that they would take."""
+    """The message says for how many of a set there is room; `taken` are the candidates that those would take."""
 
     def __init__(self, message: str, taken: Sequence[Any] = ()) -> None:
         super().__init__(message)
@@ -78,7 +78,7 @@ class StillGoing(EcompError):
 
 
 class Unreachable(EcompError):
-    """`backend` names what is away, such as 'etcd at localhost:2379'; '' where it answers and cannot serve this."""
+    """`backend` names what gives no answer, 'etcd at localhost:2379' for one; '' if it answers and cannot do this."""
 
     exit_code = 7
 
@@ -96,7 +96,7 @@ class NoSpace(Unreachable):
 
 
 class StrangeEtcd(Unreachable):
-    """Etcd was wiped, restored or exchanged: nothing may be written to it before somebody accepts it."""
+    """Etcd was wiped, restored or exchanged: nothing is written to it before an operator accepts it."""
 
 
 class Denied(EcompError):
@@ -111,7 +111,7 @@ class Unreadable(EcompError):
 
 
 class BuildFailed(EcompError):
-    """An instance could not be made. `stage` is where (image, disk, started), `reason` why."""
+    """An instance could not be made: `stage` is the step that failed, image, disk or started, `reason` says why."""
 
     def __init__(self, stage: str, reason: str) -> None:
         super().__init__(f'{stage}: {reason}')

@@ -30,6 +30,7 @@ PLACES = {
     'power-asked': 'eschedule: a stop, start or reboot is written, the user has no answer',
     'host-released': 'eschedule: host forget released the claim of a destroyed instance, its keys are there',
     'host-emptied': 'eschedule: host forget has removed all leftovers, the provider is there',
+    'host-unregistered': 'eschedule: host forget has removed all but the name of the host',
     'quota-counted': 'eschedule: what a project has is counted, its quota is not set',
     'quota-reckoned': 'eschedule: a quota is set, what was delivered at that moment is not counted yet',
     'host-disabled': 'eschedule: a compute is disabled, the user has no answer',
@@ -72,13 +73,13 @@ PLACES = {
     'domain-undefined': 'worker: the domain is gone, its disk is there',
     'disk-deleted': 'worker: domain and disk are gone, nobody has been told',
 }
-"""Each name, the process it is in, and what is true there."""
+"""{name: the process that comes to it, and what is true then}."""
 
 ACTIONS = {'kill': signal.SIGKILL, 'stop': signal.SIGSTOP}
 
 
 def failpoint(name: str) -> None:
-    """Die or freeze here, if a test armed this place. UsageError for a setting that names no place."""
+    """Kill or stop this process if a test armed this place. UsageError for a setting that cannot be understood."""
     if name in (armed := _armed()):
         _arrive(name, *armed[name])
 

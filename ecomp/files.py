@@ -1,8 +1,10 @@
-"""Files that somebody else writes, seen as they are written."""
+"""Files: those that somebody else writes, seen as they are written, and our own, written whole or not at all."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 
@@ -31,3 +33,39 @@ def watch(directory: Path, suffix: str, written: Callable[[Path], None]) -> Call
         observer.join()
 
     return stop
+
+
+def write_durably(path: Path, content: str | bytes, mode: int = 0o600) -> None:
+    """Write a file whole or not at all, also across a power cut. OSError names it; nothing half written stays."""
+    temporary = part_of(path)
+    try:
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, mode)
+        with os.fdopen(descriptor, 'wb') as file:
+            file.write(content.encode() if isinstance(content, str) else content)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except OSError as error:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise OSError(error.errno, error.strerror, str(path)) from error
+    sync(path.parent)
+
+
+def part_of(path: Path) -> Path:
+    """Where a file is while it is written; whoever is killed then leaves it there."""
+    return path.with_name(f'.{path.name}.part')
+
+
+def sync(directory: Path) -> None:
+    """See that what was made or renamed in a directory is there after a power cut. OSError."""
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def search_path() -> str:
+    """PATH, and where Debian keeps root's programs: sudo's or a plain user's PATH may lack those."""
+    return os.pathsep.join((os.environ.get('PATH', os.defpath), '/usr/local/sbin', '/usr/sbin', '/sbin'))

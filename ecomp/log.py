@@ -14,12 +14,14 @@ import sys
 from datetime import datetime
 from typing import TextIO
 
+from ecomp.model.text import escaped
+
 # Up to the last @ before the path, as URL parsers do it: a password may hold an @ of its own.
 USERINFO = re.compile(r'(?<=://)[^/\s?#"\'<>]*@')
 
 
 def configure(stream: TextIO | None = None) -> None:
-    """Send this process's log to `stream`, stderr if None: ours from INFO on, other people's libraries' warnings.
+    """Send this process's log to `stream`, stderr if None: our own from INFO on, and libraries' warnings.
 
     A second call replaces what the first one set up.
     """
@@ -39,9 +41,9 @@ def configure(stream: TextIO | None = None) -> None:
 
 
 def hold_descriptors() -> None:
-    """See that descriptors 0, 1 and 2 are open. Called first of all, before anything else can get their numbers.
+    """Open /dev/null as descriptor 0, 1 or 2 where that is closed. Called before this process opens anything else.
 
-    Python has None for what was closed before it began (`>&-`); and a socket or a lock would get the number, into which
+    A stream that was closed before Python began (`>&-`) is None; a socket or a lock would get its number, into which
     any library may write.
     """
     for number in range(3):
@@ -71,16 +73,11 @@ class _OneLine(logging.Formatter):
             text = f'{text}\n{self.formatException(record.exc_info)}'
         if record.stack_info:
             text = f'{text}\n{record.stack_info}'
-        return f'{when} {record.levelname} {record.process} {_one_line(redact(text))}'
-
-
-def _one_line(text: str) -> str:
-    # isprintable is also False for what moves a terminal's cursor and for halves of surrogate pairs.
-    return ''.join(c if c.isprintable() else c.encode('unicode_escape').decode('ascii') for c in text)
+        return f'{when} {record.levelname} {record.process} {escaped(redact(text))}'
 
 
 def configure_plain(command: str, stream: TextIO | None = None) -> None:
-    """For a command a person types: warnings on stderr as `command: message`, without time and level."""
+    """Send warnings to `stream`, stderr if None, as `command: message`: for a command that a person types."""
     configure(stream=stream)
     handler = logging.getLogger().handlers[0]
     handler.setFormatter(_Plain(command))
@@ -95,4 +92,4 @@ class _Plain(logging.Formatter):
         self._command = command
 
     def format(self, record: logging.LogRecord) -> str:
-        return f'{self._command}: {_one_line(redact(record.getMessage()))}'
+        return f'{self._command}: {escaped(redact(record.getMessage()))}'

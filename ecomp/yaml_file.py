@@ -7,29 +7,33 @@ keep the last, is a mistake like any other.
 
 from __future__ import annotations
 
+import json
 import os
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 from ecomp import config_path
 from ecomp.errors import UsageError
+from ecomp.model.json_object import dump
+from ecomp.model.near import did_you_mean
+from ecomp.model.text import escaped
 
-MAX_BYTES = 64 * 1024
-MAX_DEPTH = 8
+MAX_BYTES = 64 * 1024  # of a file; a larger one is refused
+MAX_DEPTH = 8  # of mappings and lists in each other; deeper ones are refused
 
 T = TypeVar('T')
 
 
 class Wrong(Exception):
-    """Why one value is refused; whoever catches it knows the file, the line and the key."""
+    """Why one value is refused; the reader of its section adds the file, the line and the key."""
 
 
 @dataclass(frozen=True)
 class Node:
-    """A value in the file: `kind` is str, int, float, bool, null, map or seq, or YAML's name of something else."""
+    """A value in the file. `kind` is str, int, float, bool, null, map or seq, or YAML's name of another type."""
 
     kind: str
     line: int
@@ -39,7 +43,10 @@ class Node:
 
 
 class Section:
-    """One mapping of a file. Keys are taken one by one; what nobody has taken at the end is unknown."""
+    """One mapping of a file, whose keys are taken one by one; a key that is never taken is unknown.
+
+    `complain` notes a mistake by its line; `prefix` is the names of the sections around it, each with a dot.
+    """
 
     def __init__(self, complain: Callable[[int, str], None], node: Node | None, prefix: str = '') -> None:
         self._complain = complain
@@ -65,7 +72,10 @@ class Section:
         return key in self._nodes and self._nodes[key].kind != 'null'
 
     def take(self, key: str, parse: Callable[[Node], T], default: T) -> T:
-        """The key's value. What `parse` refuses is noted and the default returned: finish() raises in the end."""
+        """The key's value as `parse` reads it, `default` if the key is missing or has none.
+
+        What `parse` refuses with Wrong is noted for finish(), and the default returned.
+        """
         self._taken[key] = None
         if key not in self:
             return default
@@ -76,42 +86,46 @@ class Section:
             return default
 
     def section(self, key: str) -> Section:
-        """The mapping under a key, empty if the key is not there."""
+        """The mapping under a key, empty if the key is missing."""
         self._taken[key] = None
         section = Section(self._complain, self._nodes.get(key), f'{self._prefix}{key}.')
         self._sections.append(section)
         return section
 
     def refuse(self, key: str, reason: str) -> None:
-        """A key that is known, and never right."""
+        """Note the reason if the key is there: no value of it is right."""
         if key in self._keys:
             self._taken[key] = None
             self.complain(key, reason)
 
     def complain(self, key: str, reason: str) -> None:
-        """Note what is wrong with a key that is there."""
+        """Note the reason against a key that is there."""
         self._complain(self._keys[key], f'{self._prefix}{shown(key)}: {reason}')
 
     def finish(self) -> None:
-        """Note every key that nobody has taken."""
+        """Note every key that was not taken, here and in the sections below."""
         for key in self._keys.keys() - self._taken.keys():
-            self.complain(key, 'unknown key' + _guess(key, self._taken))
+            self.complain(key, 'unknown key' + did_you_mean(key, self._taken))
         for section in self._sections:
             section.finish()
 
 
 class YamlFile:
-    """A configuration file: its top section, the directory it is in, and all that was found wrong so far."""
+    """A configuration file: its top section, its directory, the mistakes noted so far; no `path` without a file."""
 
-    def __init__(self, name: str, directory: Path, node: Node | None) -> None:
+    def __init__(self, name: str, directory: Path, node: Node | None, path: Path | None = None) -> None:
         self.directory = directory
+        self.path = path
         self._name = name
         self._problems: list[tuple[int, str]] = []
         self.top = Section(lambda line, text: self._problems.append((line, text)), node)
 
     @classmethod
     def read(cls, path: Path | None, usual: str) -> YamlFile:
-        """Read `path`; None means the usual name, where that is found, if it is. UsageError if it is not YAML."""
+        """The file at `path`; None means one of the `usual` name where config_path finds it, else an empty one.
+
+        UsageError if it cannot be read or is not YAML.
+        """
         named = path is not None
         path = path if path is not None else config_path.find(usual)
         name = shown(str(path or usual), 200)
@@ -128,10 +142,10 @@ class YamlFile:
             raise UsageError(f'{name}: cannot be read: {reason}') from error
         if len(content) > MAX_BYTES:
             raise UsageError(f'{name}: is larger than {MAX_BYTES // 1024} KiB; this is not a configuration file')
-        return cls(name, directory, _parse(content, name))
+        return cls(name, directory, _parse(content, name), directory / path.name)
 
     def path_of(self, node: Node) -> Path:
-        """A path, relative ones meant from the file's directory."""
+        """An absolute path; a relative one is taken from the file's directory. Wrong."""
         text = text_of(node)
         if text.startswith('~'):
             raise Wrong('write the directory out: whose home ~ is depends on who starts the program')
@@ -151,14 +165,14 @@ class YamlFile:
         return path
 
     def finish(self) -> None:
-        """UsageError with everything that was found wrong, in the order of the lines."""
+        """UsageError with a line for each mistake noted, in the order of their lines in the file."""
         self.top.finish()
         if self._problems:
             raise UsageError('\n'.join(f'{self._name}:{line}: {text}' for line, text in sorted(self._problems)))
 
 
 def _parse(content: bytes, name: str) -> Node | None:
-    """The document as nodes with their lines, None if it is empty. UsageError: not YAML, or more than we take of it."""
+    """The document as nodes with their lines, None if it is empty. UsageError for what is not YAML, or not taken."""
     import yaml  # here, because without a file eschedule need not wait for it
 
     def refuse(mark: Any, reason: str) -> UsageError:
@@ -198,11 +212,27 @@ def _parse(content: bytes, name: str) -> Node | None:
         raise UsageError(f'{name}: not YAML: {shown(str(error))}') from error
 
 
-# Each of these makes a value of a node, or raises Wrong with what it should have been.
+def why_no_mapping(text: str) -> str | None:
+    """Why a text is no YAML of keys with values, with the line; None if it is. Nothing in it is quoted or made."""
+    import yaml  # as above
+
+    try:
+        # The events alone: what an alias stands for is not written out.
+        loader = getattr(yaml, 'CSafeLoader', yaml.SafeLoader)
+        events = [type(event) for event in yaml.parse(text, Loader=loader)]
+    except yaml.MarkedYAMLError as error:
+        return f'line {error.problem_mark.line + 1} is not YAML' if error.problem_mark else 'it is not YAML'
+    except (yaml.YAMLError, ValueError, OverflowError):
+        return 'it is not YAML'
+    root = events[2] if len(events) > 3 else yaml.MappingStartEvent
+    return None if root is yaml.MappingStartEvent else 'it is not keys with values'
+
+
+# Each of these reads a node's value, or raises Wrong with what it should have been.
 
 
 def text_of(node: Node) -> str:
-    """One line of printable text."""
+    """A text: one printable line, not empty."""
     if node.kind in ('int', 'float', 'bool', 'timestamp'):
         raise Wrong(f'must be text; put {shown(node.text)} in quotes')
     if node.kind != 'str':
@@ -213,21 +243,21 @@ def text_of(node: Node) -> str:
 
 
 def flag(node: Node) -> bool:
-    """True or False, in the words YAML has for them."""
+    """A truth value, in any of the words that YAML has for them."""
     if node.kind != 'bool':
         raise Wrong(f'must be True or False, not {described(node)}')
     return node.text.lower() in ('true', 'yes', 'on')
 
 
 def whole_number(node: Node) -> int:
-    """A plain decimal: YAML 1.1 also reads 010 as 8 and 1:30 as 90, which nobody means."""
+    """A whole number written in decimals: YAML 1.1 also reads 010 as 8 and 1:30 as 90, which nobody means."""
     if node.kind != 'int' or not re.fullmatch(r'[-+]?(0|[1-9][0-9]{0,17})', node.text):
         raise Wrong(f'must be a whole number, not {described(node)}')
     return int(node.text)
 
 
 def between(low: int, high: int) -> Callable[[Node], int]:
-    """A whole number from `low` to `high`."""
+    """A reader of whole numbers from `low` to `high`."""
 
     def parse(node: Node) -> int:
         if not low <= (number := whole_number(node)) <= high:
@@ -238,7 +268,7 @@ def between(low: int, high: int) -> Callable[[Node], int]:
 
 
 def one_of(*words: str) -> Callable[[Node], str]:
-    """One of a few words."""
+    """A reader of one of these words."""
 
     def parse(node: Node) -> str:
         if (word := text_of(node)) not in words:
@@ -249,7 +279,7 @@ def one_of(*words: str) -> Callable[[Node], str]:
 
 
 def each_once(parse: Callable[[Node], T]) -> Callable[[Node], tuple[T, ...]]:
-    """A list, each of it as `parse` makes it, and nothing twice."""
+    """A reader of a list, each item by `parse`, and none twice."""
 
     def parse_all(node: Node) -> tuple[T, ...]:
         if node.kind != 'seq':
@@ -268,19 +298,20 @@ def each_once(parse: Callable[[Node], T]) -> Callable[[Node], tuple[T, ...]]:
 
 
 def described(node: Node) -> str:
-    """What a node is, in words, for a message."""
-    words = {'map': 'a mapping', 'seq': 'a list', 'null': 'nothing'}
+    """What a node holds, in words, for a message."""
+    words = {'map': 'a mapping', 'seq': 'a list' if node.items else 'an empty list', 'null': 'nothing'}
     return words.get(node.kind) or shown(node.text)
 
 
 def shown(text: str, limit: int = 60) -> str:
-    """A text from outside, safe to print in one line."""
-    safe = ''.join(c if c.isprintable() else c.encode('unicode_escape').decode('ascii') for c in text[: limit + 1])
+    """A text from outside as one printable line, cut off with `…` after `limit` characters."""
+    safe = escaped(text[: limit + 1])
     return safe if len(text) <= limit else f'{safe[:limit]}…'
 
 
-def _guess(key: str, known: Iterable[str]) -> str:
-    import difflib  # only for a mistake
+def dump_yaml(value: object) -> str:
+    """A value that JSON has as YAML, of printable ASCII alone, without a line break at its end."""
+    import yaml
 
-    close = difflib.get_close_matches(key[:60], known, 1)
-    return f' (did you mean {close[0]}?)' if close else ''
+    plain = json.loads(dump(value))  # nothing that stands twice is written as an alias
+    return str(yaml.safe_dump(plain, sort_keys=False, width=1000)).rstrip('\n').removesuffix('\n...')

@@ -22,7 +22,7 @@ class _Loss(NamedTuple):
 
 
 class Complaints:
-    """What fails now, by what was being done. From any thread."""
+    """What is failing now, by what was being done: each is logged once, not at every try. From any thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

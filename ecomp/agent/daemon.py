@@ -1,8 +1,7 @@
-"""The daemon: the threads in which one compute follows what is asked for, plans, and carries the plan out.
+"""The loop of one compute: plan at every nudge and once a minute, and have tasks carried out side by side.
 
-The caller's (the main thread) tends the workers; one plans, at every nudge and once a minute; a few carry out tasks,
-one an instance at a time; and what is asked of placement once a minute is asked in one of its own, for it may take a
-minute to say nothing. An event only ever nudges the planner.
+An event only ever nudges the planner. What is asked of placement once a minute is asked in a thread of its own, for it
+may take a minute to say nothing.
 """
 
 from __future__ import annotations
@@ -15,17 +14,12 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 
-from ecomp.agent.claims import ClaimKeeper
-from ecomp.agent.complaints import Complaints
-from ecomp.agent.instances import Instances
-from ecomp.agent.memory import Memory
-from ecomp.agent.plan import Kind
-from ecomp.agent.planner import FIRST_DELAY, LAST_DELAY, LOOKING, Planner
-from ecomp.agent.pool import Runner
-from ecomp.agent.rounds import Round
+from ecomp.agent.agenda import Agenda
+from ecomp.agent.instance.plan import Kind
+from ecomp.agent.instance.surroundings import Host
+from ecomp.agent.planner import Planner
 from ecomp.errors import EcompError
 from ecomp.store.client import Entry
-from ecomp.virt import Hypervisor
 
 log = logging.getLogger(__name__)
 
@@ -35,67 +29,58 @@ POLL = 2.0
 """Seconds between two looks for addresses while one is pending and no lease was announced: a bridge has none."""
 BUILDS = 32
 """Builds that are begun, most of which may wait for one image. A thread each, made when it is needed."""
-PLANNING = 'planning'
+PLANNING, HERE, FAR = 'planning', 'looks that ask this host or etcd', 'looks that ask placement'
 
 
 class Daemon:
-    """The loop of one compute: run() until stop() is called, then drain()."""
+    """The loop: begin(), run() until stop() is called, then drain().
+
+    `far` is what is asked of placement once a minute, by what that is called, and for the first time after `first`
+    seconds; `threads` is how many tasks are carried out at once, beside builds.
+    """
 
     def __init__(
-        self,
-        compute: str,
-        instances: Instances,
-        hypervisor: Hypervisor,
-        runner: Runner,
-        claims: ClaimKeeper,
-        memory: Memory,
-        complaints: Complaints,
-        watch_over: Callable[[], None],
-        keep_registered: Callable[[], None],
-        threads: int,
+        self, host: Host, planner: Planner, far: Mapping[str, Callable[[], None]], threads: int, first: float = 0.0
     ) -> None:
-        self._hypervisor = hypervisor
-        self._runner = runner
-        self._claims = claims
-        self._complaints = complaints
-        self._planner = Planner(compute, instances, hypervisor, runner, memory, complaints, self.nudge)
-        near = {'reading records again': self._planner.recheck, 'looking after the metadata server': watch_over}
-        far = {LOOKING: self._look_at_claims, 'looking at the provider': keep_registered}
-        told = (complaints, self._planner.settled, self._is_ending)
-        self._near, self._far = Round(near, *told), Round(far, *told)
-        self._far_runs = threading.Lock()
-        self._next_minute = 0.0
+        self._hypervisor = host.hypervisor
+        self._runner = host.runner
+        self._planner = planner
+        self._agenda = planner.agenda
+        self._complaints = planner.complaints
+        self._here = {'reading records again': planner.recheck, 'looking after the metadata server': host.look_after}
+        self._far = far
+        # Of planning and the two rounds of looks: which has failed, and whether the far one is under way.
+        self._rounds: Agenda[str] = Agenda()
         # Builds wait for images; nothing else is to wait for builds, nor those of other images for a few.
         self._builds = ThreadPoolExecutor(max(threads, BUILDS), thread_name_prefix='build')
         self._others = ThreadPoolExecutor(threads, thread_name_prefix='task')
         self._thread = threading.Thread(target=self._plan_for_ever, name='planner', daemon=True)
-        self._changed = threading.Condition()
-        self._nudged = True
-        self._look = False
+        self._next_minute = time.monotonic() + first
+        # Never changed, only put in place of the one before, and then there is a nudge.
+        self._state: Mapping[str, Entry] | None = None
+        # False until it is True for good. No lock, for a signal handler sets it.
         self._stopping = False
         self.read_only = False
-        self._state: Mapping[str, Entry] | None = None
 
     def begin(self) -> None:
         """Work, as far as nobody need tend the workers. run() is to follow, unless another one's does for both."""
-        self._hypervisor.on_change(self.nudge, self.look_soon)
+        self._hypervisor.on_change(self._agenda.nudge, self._agenda.look_soon)
         self._thread.start()
 
-    def run(self) -> None:
-        """Work, until stop(). Called by the main thread after begin()."""
-        while not self._stopping:
-            self._runner.tend(EVERY)
+    def run(self, alive: Callable[[], float]) -> None:
+        """Work, until stop(). Called by the main thread after begin().
 
-    def wake_on_signals(self) -> None:
-        """From now on a signal ends the wait in run() at once. The main thread's work."""
-        self._runner.wake_on_signals()
+        `alive` is called whenever the loop goes around, and says after how many seconds it has to have done so again.
+        """
+        while not self._stopping:
+            self._runner.tend(min(EVERY, alive()))
 
     def drain(self) -> None:
         """Begin nothing more, and return when what is in work has ended."""
         self._stopping = True
-        self.nudge('stop')
+        self._agenda.nudge('stop')
         self._planner.stop_builds()
-        while self._thread.is_alive() or not self._planner.is_idle:
+        while self._thread.is_alive() or self._agenda.in_work():
             self._runner.tend(0.2)
         self._builds.shutdown()
         self._others.shutdown()
@@ -115,96 +100,93 @@ class Daemon:
         log.error('%s. From now on this one only watches; what runs goes on', reason)
 
     def on_state(self, state: Mapping[str, Entry]) -> None:
-        """What is asked of this compute, whole: the follower's callback."""
-        with self._changed:
-            self._state = state
-            self._nudged = True
-            self._changed.notify()
-
-    def nudge(self, reason: str) -> None:
-        """Plan soon: something may have changed. From any thread."""
-        log.debug('nudged: %s', reason)
-        with self._changed:
-            self._nudged = True
-            self._changed.notify()
-
-    def look_soon(self, reason: str) -> None:
-        """The same, and do what is done once a minute."""
-        with self._changed:
-            self._look = True
-        self.nudge(reason)
-
-    def works_again(self) -> None:
-        """What failed may work now: nothing waits out its delay. From any thread."""
-        self._planner.works_again()
+        """Take all requests there are for this compute, and plan. The follower's callback."""
+        self._state = state
+        self._agenda.nudge('its requests were read')
 
     def _is_ending(self) -> bool:
         return self._stopping or self.read_only
 
     def _plan_for_ever(self) -> None:
-        worked = True
         while not self._is_ending():
             began = time.monotonic()
             try:
-                state, look = self._wait(worked)
-                if state is None or self._is_ending():
-                    continue
+                minute = self._agenda.wait(self._next())
                 began = time.monotonic()
-                self._plan(state, look)
-                worked = True
+                state = self._state
+                if state is not None and not self._is_ending():
+                    self._plan(state, minute or began >= self._next_minute)
+                self._rounds.forget(PLANNING)
                 continue
             except EcompError as error:
                 self._complaints.complain(PLANNING, error, began)
             except Exception:
                 log.exception('unexpected error while planning; trying again')
-                time.sleep(FIRST_DELAY)  # whatever it is, it is not to be met a thousand times a second
-            worked = False
-            self._next_minute = min(self._next_minute, time.monotonic() + LAST_DELAY * random.uniform(0.5, 1.0))
+            self._rounds.put_off(PLANNING)
+            self._next_minute = min(self._next_minute, self._rounds.when(PLANNING))
 
-    def _wait(self, worked: bool) -> tuple[Mapping[str, Entry] | None, bool]:
-        """Until there may be something to plan: what is asked, None before the first list; and see look_soon()."""
-        with self._changed:
-            now = time.monotonic()
-            times = [self._next_minute, *self._planner.due(), *([now + POLL] if self._planner.awaits_addresses else [])]
-            if self._state is None:
-                times = [now + EVERY]  # the first list nudges
-            elif worked:
-                times += [self._near.again, self._far.again]
-            if not self._nudged:
-                self._changed.wait(max(min(times) - now, 0.01))
-            look, self._nudged, self._look = self._look, False, False
-            return self._state, look
+    def _next(self) -> float:
+        """When, on the monotonic clock, there is something to plan even if nothing happens."""
+        now = time.monotonic()
+        again = self._rounds.when(PLANNING)
+        if again < math.inf:
+            return again  # all else needs a plan that works
+        if self._state is None:
+            return now + EVERY  # the first list nudges
+        poll = [now + POLL] if self._planner.awaits_addresses else []
+        # Whatever is overdue is not to be met a thousand times a second.
+        return max(min([self._next_minute, self._rounds.next(), *self._planner.due(), *poll]), now + 0.01)
 
-    def _plan(self, state: Mapping[str, Entry], look: bool) -> None:
-        minute = look or time.monotonic() >= self._next_minute
+    def _plan(self, state: Mapping[str, Entry], minute: bool) -> None:
         if minute:
             self._next_minute = time.monotonic() + EVERY * random.uniform(0.9, 1.1)
         for work in self._planner.step(state):
-            self._planner.begin(work)
+            self._agenda.begin(work.instance, work)
             threads = self._builds if work.task.kind is Kind.BUILD else self._others
             try:
                 threads.submit(self._planner.carry_out, work)
             except RuntimeError as error:  # it waits for one of those there are, and there may be none
                 self._planner.hand_back(work, f'no thread can be started for it: {error}')
         self._planner.settled(PLANNING)
-        if minute or time.monotonic() >= self._near.again:
-            self._near.run()
+        now = time.monotonic()
+        if minute or self._rounds.when(HERE) <= now:
+            self._run_round(HERE, self._here)
         # One that waits for placement still is the next one, too.
-        if (minute or time.monotonic() >= self._far.again) and self._far_runs.acquire(blocking=False):
+        if (minute or self._rounds.when(FAR) <= now) and not self._rounds.in_work():
+            self._rounds.begin(FAR, FAR)
             try:
                 threading.Thread(target=self._run_far, name='minute', daemon=True).start()
             except RuntimeError as error:
-                self._far_runs.release()
+                self._rounds.end(FAR)
                 raise EcompError(f'no thread can be started to ask placement: {error}') from error
 
     def _run_far(self) -> None:
-        self._far.again = math.inf
-        try:
-            self._far.run()
-        finally:
-            self._far_runs.release()
-        if self._far.again < math.inf:
-            self.nudge('what is asked of placement failed')  # so that it is tried again in time
+        worked = self._run_round(FAR, self._far)
+        self._rounds.end(FAR)
+        if not worked:
+            self._agenda.nudge('what is asked of placement failed')  # so that it is tried again in time
 
-    def _look_at_claims(self) -> None:
-        self._claims.look(self._hypervisor.guests(), time.monotonic())
+    def _run_round(self, name: str, looks: Mapping[str, Callable[[], None]]) -> bool:
+        """One look after the other: what fails of them hinders nothing else. Never raises."""
+        worked = [self._works(doing, look) for doing, look in looks.items()]
+        if all(worked):
+            self._rounds.forget(name)
+        else:
+            self._rounds.put_off(name)
+        return all(worked)
+
+    def _works(self, doing: str, look: Callable[[], None]) -> bool:
+        if self._is_ending():
+            return True
+        began = time.monotonic()
+        try:
+            look()
+            self._planner.settled(doing)
+            return True
+        except EcompError as error:
+            if not self._is_ending():
+                self._complaints.complain(doing, error, began)
+        except Exception:
+            if not self._is_ending():  # else what it speaks with is closed under it
+                log.exception('unexpected error while %s; trying again', doing)
+        return False

@@ -31,7 +31,7 @@ class InstanceLocks:
 
     @contextmanager
     def held(self, instance: str, checkpoint: Callable[[], None]) -> Iterator[None]:
-        """Nobody else is at the instance inside. EcompError after a minute of waiting; the checkpoint's errors."""
+        """Hold the instance's lock inside the block. EcompError after a minute of waiting; the checkpoint's errors."""
         byte = int.from_bytes(hashlib.sha256(instance.encode()).digest()[:7])
         deadline = time.monotonic() + PATIENCE
         while True:

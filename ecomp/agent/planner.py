@@ -7,32 +7,29 @@ task an instance at a time. The daemon does, and so may a test.
 from __future__ import annotations
 
 import logging
-import random
-import threading
+import queue
 import time
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Mapping, Set
 
-from ecomp.agent.claims import APART, due
+from ecomp.agent.agenda import Agenda
 from ecomp.agent.complaints import Complaints
-from ecomp.agent.instances import Instances
-from ecomp.agent.memory import Memory
-from ecomp.agent.plan import Kind, Task, Wish, pending, plan, unready
-from ecomp.agent.pool import Runner
-from ecomp.agent.power import Shutdowns
-from ecomp.agent.records import Superseded
-from ecomp.agent.tasks import CARRIED_OUT, Work
+from ecomp.agent.host.claims import APART, due
+from ecomp.agent.host.memory import Memory
+from ecomp.agent.instance.instances import Instances
+from ecomp.agent.instance.plan import Kind, Task, Wish, pending, plan, unready
+from ecomp.agent.instance.power import Shutdowns
+from ecomp.agent.instance.records import Superseded
+from ecomp.agent.instance.surroundings import Host
+from ecomp.agent.instance.tasks import CARRIED_OUT, Work
 from ecomp.errors import EcompError, Unreachable, Unreadable
 from ecomp.model import keys
-from ecomp.model.backoff import Backoff
 from ecomp.model.guest import Address, Guest
 from ecomp.model.instance import Invalid, Request, parse_request, shares
 from ecomp.model.record import ACTIVE, STOPPED, Record
 from ecomp.store.client import Entry
-from ecomp.virt import Hypervisor
 
 log = logging.getLogger(__name__)
 
-FIRST_DELAY, LAST_DELAY = 0.5, 15.0
 MOST = 10_000
 """Requests a compute takes: what is beyond is refused, so that nobody can fill its memory."""
 RECHECKED = 200
@@ -45,36 +42,25 @@ LOOKING = 'looking at claims'
 class Planner:
     """What is asked of one compute, and what of it is in work or put off.
 
-    step(), due() and recheck() are one thread's, or one's after the other; begin() is that thread's too. carry_out() is
-    any thread's, settled() and works_again() anybody's. `nudge` is called when it is worth another step.
+    step(), due() and recheck() are one thread's, or one's after the other; all else is any thread's. Whoever has the
+    work of a step carried out begins it in the `agenda` first, and what is worth another step nudges that.
     """
 
     def __init__(
-        self,
-        compute: str,
-        instances: Instances,
-        hypervisor: Hypervisor,
-        runner: Runner,
-        memory: Memory,
-        complaints: Complaints,
-        nudge: Callable[[str], None],
+        self, compute: str, instances: Instances, host: Host, memory: Memory, complaints: Complaints
     ) -> None:
         self._compute = compute
         self._instances = instances
-        self._hypervisor = hypervisor
-        self._runner = runner
+        self._hypervisor = host.hypervisor
+        self._runner = host.runner
         self._memory = memory
-        self._complaints = complaints
-        self._nudge = nudge
-        self.guests: Mapping[str, Guest] = {}
-        """What was here at the last step."""
+        self.agenda: Agenda[Work] = Agenda()
+        self.complaints = complaints
         self.awaits_addresses = False
         """Whether some guest had no address yet at the last step."""
+        # What was carried out, and when, from whoever did it to the next step: all else is the planning thread's.
+        self._done: queue.SimpleQueue[tuple[Work, float]] = queue.SimpleQueue()
         self._wishes: dict[str, tuple[int, Wish]] = {}
-        self._lock = threading.Lock()
-        self._busy: dict[str, Work] = {}
-        self._under_way: set[str] = set()
-        self._later: dict[str, tuple[float, Backoff]] = {}
         self._reported: set[str] = set()
         self._refused: dict[str, int] = {}
         self._missing: dict[str, float] = {}
@@ -90,39 +76,24 @@ class Planner:
         """
         self._planned = time.monotonic()
         # Taken before anything is looked at: whose task ends while we look is planned at its end's nudge.
-        busy = set(self._busy)
-        self.guests = self._hypervisor.guests()
-        return self._plan(state, self.guests, busy)
-
-    def begin(self, work: Work) -> None:
-        """From now on its instance is in work, until carry_out() returns: no step says anything of it."""
-        self._busy[work.task.instance] = work
+        busy = self.agenda.in_work().keys()
+        self._note_done()
+        return self._plan(state, self._hypervisor.guests(), busy)
 
     def hand_back(self, work: Work, reason: str) -> None:
         """Nobody may ever come to carry it out: a step says it again, later. Whoever comes yet does nothing of it."""
-        instance = work.task.instance
-        with self._lock:
-            if self._busy.get(instance) is not work or instance in self._under_way:
-                return
-            del self._busy[instance]
-        self._complaints.complain(instance, EcompError(reason))
-        self._put_off(instance)
-
-    @property
-    def is_idle(self) -> bool:
-        """Whether nothing is in work."""
-        return not self._busy
+        if self.agenda.hand_back(work.instance, work):
+            self.complaints.complain(work.instance, EcompError(reason))
+            self.agenda.put_off(work.instance)
 
     def due(self) -> list[float]:
         """When, on the monotonic clock, a step will find something to do even if nothing happens."""
-        # One in work is not due: its end nudges. (A copy: the tasks' threads change it.)
-        later = [when for name, (when, _) in list(self._later.items()) if name not in self._busy]
         missing = [first + APART for first in self._missing.values()]
-        return [*later, *missing, *self._shutdowns.next(after=self._planned)]
+        return [self.agenda.next(), *missing, *self._shutdowns.next(after=self._planned)]
 
     def stop_builds(self) -> None:
         """Let the builds in work stop at their next step and undo themselves; the next start makes them again."""
-        for instance, work in list(self._busy.items()):
+        for instance, work in self.agenda.in_work().items():
             if work.task.kind is Kind.BUILD:
                 self._runner.cancel(instance)
 
@@ -130,54 +101,55 @@ class Planner:
         """Read some records again, the next ones each time."""
         self._to_recheck = self._to_recheck or list(self._wishes)
         now, self._to_recheck = self._to_recheck[:RECHECKED], self._to_recheck[RECHECKED:]
-        changed = self._instances.recheck([each for each in now if each not in self._busy])
+        busy = self.agenda.in_work()
+        changed = self._instances.recheck([each for each in now if each not in busy])
         if changed:
-            self._nudge(f'the records of {", ".join(changed)} were changed by somebody else')
+            self.agenda.nudge(f'the records of {", ".join(changed)} were changed by somebody else')
 
     def settled(self, doing: str) -> None:
-        """This works."""
-        if self._complaints.settle(doing):
+        """Note that what was being done works; if it did not before, nothing waits any longer."""
+        if self.complaints.settle(doing):
             self.works_again()
 
     def carry_out(self, work: Work) -> None:
         """Do what was begun, and tell of what fails. The next step says what is left to do."""
         task, instance, began = work.task, work.instance, time.monotonic()
-        with self._lock:
-            if self._busy.get(instance) is not work:
-                return  # it was handed back
-            self._under_way.add(instance)
+        if not self.agenda.take(instance, work):
+            return  # it was handed back
         log.debug('%s %s: %s', task.kind.value, instance, task.reason)
         try:
             CARRIED_OUT[task.kind](self._instances, work)
-            if task.kind is Kind.REFUSE:
-                self._refused[instance] = work.revision
-            elif task.kind is Kind.RESUME:
-                self._before_reboot -= {instance}
-            elif task.kind is Kind.SHUTDOWN:
-                self._shutdowns.asked(instance, time.monotonic())
-            self._later.pop(instance, None)
+            self._done.put((work, time.monotonic()))
+            self.agenda.forget(instance)
             self.settled(instance)
         except Superseded:
             self._instances.forget(instance)
-            self._complaints.hand_over(instance, LOOKING)
+            self.complaints.hand_over(instance, LOOKING)
             if task.kind is Kind.BUILD:
                 self._end_without_request(instance)
         except EcompError as error:
-            self._complaints.complain(instance, error, began)
-            self._put_off(instance)
+            self.complaints.complain(instance, error, began)
+            self.agenda.put_off(instance)
         except Exception:
             log.exception('unexpected error in the %s of instance %s', task.kind.value, instance)
-            self._put_off(instance)
+            self.agenda.put_off(instance)
         finally:
-            with self._lock:
-                self._under_way.discard(instance)
-                del self._busy[instance]
-            self._nudge(f'{task.kind.value} of {instance} ended')
+            self.agenda.end(instance)
+            self.agenda.nudge(f'{task.kind.value} of {instance} ended')
 
     def works_again(self) -> None:
         """What failed may work now: nothing waits out its delay. From any thread."""
-        self._later.clear()
-        self._nudge('what failed works again')
+        self.agenda.hurry('what failed works again')
+
+    def _note_done(self) -> None:
+        while not self._done.empty():
+            work, when = self._done.get()
+            if work.task.kind is Kind.REFUSE:
+                self._refused[work.instance] = work.revision
+            elif work.task.kind is Kind.RESUME:
+                self._before_reboot -= {work.instance}
+            elif work.task.kind is Kind.SHUTDOWN:
+                self._shutdowns.asked(work.instance, when)
 
     def _plan(self, state: Mapping[str, Entry], guests: Mapping[str, Guest], busy: Set[str]) -> list[Work]:
         self._read_wishes(state)
@@ -188,7 +160,8 @@ class Planner:
         wishes = {instance: wish for instance, (_, wish) in self._wishes.items() if instance not in unreadable}
         known = {instance: guest for instance, guest in guests.items() if instance not in unreadable}
         now = time.monotonic()
-        self._missing, vanished = due(self._missing, self._without_trace(records, guests), now)
+        lived = {name for name, each in records.items() if each.state in (ACTIVE, STOPPED)}
+        self._missing, vanished = due(self._missing, lived - guests.keys(), now)
         self._shutdowns.keep({name for name, each in guests.items() if each.running and name in self._wishes})
         asked = self._shutdowns.patience(now)
         ready = self._instances.ready_now() if any(map(unready, records.values())) else set()
@@ -196,10 +169,9 @@ class Planner:
         if self._before_reboot and not unreadable and not busy and not any(each.kind is Kind.RESUME for each in tasks):
             self._before_reboot = frozenset()
             self._memory.dealt_with()
-        open_still = {task.instance for task in tasks}
-        for instance in [each for each in list(self._later) if each not in open_still and each not in self._busy]:
-            self._later.pop(instance, None)  # nothing is to be done any more
-            self._complaints.hand_over(instance, LOOKING)
+        for instance in self.agenda.forget_all_but({each.instance for each in tasks if each.kind is not Kind.REPORT}):
+            self.complaints.hand_over(instance, LOOKING)
+        put_off = self.agenda.put_off_now(now)
         self.awaits_addresses = bool(without)
         found = []
         self._reported &= {task.instance for task in tasks if task.kind is Kind.REPORT}
@@ -207,13 +179,12 @@ class Planner:
             if task.kind is Kind.REPORT:
                 self._report(task)
                 continue
-            working_at = self._busy.get(task.instance)
-            if working_at is not None and task.kind is Kind.DESTROY and working_at.task.kind is Kind.BUILD:
-                self._runner.cancel(task.instance)
-            if working_at is not None or task.instance in busy:
+            if task.instance in busy:
+                working_at = self.agenda.in_work().get(task.instance) if task.kind is Kind.DESTROY else None
+                if working_at is not None and working_at.task.kind is Kind.BUILD:
+                    self._runner.cancel(task.instance)
                 continue
-            put_off = self._later.get(task.instance)
-            if put_off is not None and put_off[0] > now:
+            if task.instance in put_off:
                 continue
             revision, wish = self._wishes[task.instance]
             refused = self._refused.get(task.instance)
@@ -224,13 +195,10 @@ class Planner:
             found.append(Work(task, revision, wish, guests.get(task.instance), addresses.get(task.instance, {})))
         return found
 
-    def _without_trace(self, records: Mapping[str, Record], guests: Mapping[str, Guest]) -> set[str]:
-        return {name for name, each in records.items() if each.state in (ACTIVE, STOPPED) and name not in guests}
-
     def _read_wishes(self, state: Mapping[str, Entry]) -> None:
         before = self._wishes
         self._wishes = {}
-        prefix = keys.host_prefix(self._compute)
+        prefix = keys.request_prefix(self._compute)
         for key, entry in state.items():
             name = key.removeprefix(prefix)
             known = before.get(name)
@@ -238,7 +206,7 @@ class Planner:
                 self._wishes[name] = known
                 continue
             if known is not None:
-                self._later.pop(name, None)  # a new request need not wait out an old one's delay
+                self.agenda.forget(name)  # a new request need not wait out an old one's delay
             parsed = parse_request(self._compute, key, entry.value, entry.dropped)
             destroy = isinstance(parsed, Request) and parsed.is_tombstone
             if known is None and len(self._wishes) >= MOST and not destroy:
@@ -247,14 +215,14 @@ class Planner:
         for name in before.keys() - self._wishes.keys():
             self._refused.pop(name, None)
             for doing in (_reading(name), _asking(name)):
-                self._complaints.hand_over(doing, LOOKING)
+                self.complaints.hand_over(doing, LOOKING)
 
     def _records(self, busy: Set[str]) -> tuple[dict[str, Record], set[str]]:
         """The records by instance, and the instances whose record cannot be read: theirs must not stop the others."""
         found, unreadable = {}, set()
         for instance, (_, wish) in self._wishes.items():
             # An instance in work has its record in that thread's hands.
-            if instance in busy or instance in self._busy or not keys.is_uuid(instance):
+            if instance in busy or not keys.is_uuid(instance):
                 continue
             reading = _reading(instance)
             try:
@@ -264,7 +232,7 @@ class Planner:
             except EcompError as error:
                 # A destroy goes by its request, which names all there is to know; and it says what it could not read.
                 if not (isinstance(error, Unreadable) and isinstance(wish, Request) and wish.is_tombstone):
-                    self._complaints.complain(reading, error)
+                    self.complaints.complain(reading, error)
                     unreadable.add(instance)
                 continue
             self.settled(reading)
@@ -280,7 +248,7 @@ class Planner:
         except Unreachable:
             raise
         except EcompError as error:
-            self._complaints.complain(asking, error)
+            self.complaints.complain(asking, error)
             return {}
         self.settled(asking)
         return found
@@ -293,11 +261,7 @@ class Planner:
         except Superseded:
             self._instances.forget(instance)
         except EcompError as error:
-            self._complaints.complain(instance, error)
-
-    def _put_off(self, instance: str) -> None:
-        _, backoff = self._later.get(instance, (0.0, Backoff(FIRST_DELAY, LAST_DELAY)))
-        self._later[instance] = time.monotonic() + backoff.next() * random.uniform(0.5, 1.0), backoff
+            self.complaints.complain(instance, error)
 
     def _report(self, task: Task) -> None:
         if task.instance not in self._reported:

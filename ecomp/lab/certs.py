@@ -13,7 +13,6 @@ https://cryptography.io/en/latest/x509/reference/
 
 from __future__ import annotations
 
-import os
 import re
 import secrets
 import uuid
@@ -31,44 +30,30 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from ecomp.conf import load_compute
 from ecomp.errors import EcompError, UsageError
+from ecomp.files import write_durably
 from ecomp.lab import state
+from ecomp.lab.control import bracketed
+from ecomp.lab.network import backends_yaml
 from ecomp.model import keys
 
-AUTHORITY_DAYS = 3650
-DAYS = 730
+AUTHORITY_DAYS = 3650  # that the authority is valid
+DAYS = 730  # that each other certificate is valid
 CLIENT = re.compile(r'[A-Za-z0-9_][A-Za-z0-9_.-]{0,49}')
-"""With `scheduler-` before it a common name, which has 64 characters at most (RFC 5280, ub-common-name)."""
+"""The name of a machine or person: with `scheduler-` before it a certificate's common name, which RFC 5280
+(ub-common-name) limits to 64 characters."""
 SERVER = re.compile(r'[A-Za-z0-9_][A-Za-z0-9_.-]{0,252}')
 NONE_OF_OURS = (ValueError, TypeError, InvalidSignature, UnsupportedAlgorithm, x509.InvalidVersion)
-"""What cryptography raises of a file that is no certificate or key, or of somebody else."""
+"""What cryptography raises for a file that is no certificate or key, or that another authority signed."""
 LEFT_DAYS = 30
-"""Who has fewer days left is made anew."""
-
-CLIENT_YAML = """\
-# Written once by elab certs.
-etcd:
-  host: '{host}'
-  port: {etcd_port}
-  ca_cert: ca.crt
-  cert_cert: client.crt
-  cert_key: client.key
-placement:
-  endpoint: https://{bracketed}:{placement_port}
-  ca_cert: ca.crt
-  cert_cert: client.crt
-  cert_key: client.key
-  token_file: token
-"""
+"""Days: a certificate that is valid for fewer than these is made anew."""
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """Whom the certificates are for.
+    """Whom the certificates are for: `computes` and `schedulers` are names of machines, `operators` of people.
 
-    `servers` are the names and addresses by which etcd and placement are reached, the one that clients are told first,
-    or none: those that were said when their certificates were made;
-    `computes`, `schedulers` and `operators` are names of machines and people. The ports are etcd's and placement's.
-    `uuids` are those of computes that have one already, by their names.
+    `servers` are the names and addresses of the host that etcd and placement are on, first the one that clients are
+    given; none means those in etcd's certificate. `uuids` has the uuid of each compute that has one already, by name.
     """
 
     servers: tuple[str, ...]
@@ -87,7 +72,10 @@ class _Signer:
 
 
 def make(directory: Path, cluster: Cluster, now: datetime, say: Callable[[str], None]) -> None:
-    """Make what is missing or about to end; `say` is told of each directory. EcompError, UsageError for a name."""
+    """Make each certificate that is missing or ends soon; `say` gets a line for each directory.
+
+    EcompError; UsageError for a name or uuid that cannot be taken.
+    """
     for name in cluster.servers:
         if not SERVER.fullmatch(name) and not _is_address(name):
             raise UsageError(f'{name!r} is no name of a machine, and no address')
@@ -113,14 +101,14 @@ def _make(directory: Path, cluster: Cluster, now: datetime, say: Callable[[str],
         (directory / server).mkdir(mode=0o700, exist_ok=True)
         _certificate(directory / server, 'server', f'ecomp {server}', cluster.servers, signer, now, say)
     if not token.exists():
-        _write(token, f'{secrets.token_urlsafe(32)}\n'.encode())
+        write_durably(token, f'{secrets.token_urlsafe(32)}\n'.encode())
     clients = [('compute', cluster.computes), ('scheduler', cluster.schedulers), ('operator', cluster.operators)]
     for role, names in clients:
         for name in names:
             place = directory / f'{role}-{name}'
             place.mkdir(mode=0o700, exist_ok=True)
             _certificate(place, 'client', place.name, (), signer, now, say)
-            _write(place / 'token', token.read_bytes())
+            write_durably(place / 'token', token.read_bytes())
             if role == 'compute':
                 _configuration(place / 'compute.yaml', cluster, f'uuid: {cluster.uuids.get(name) or uuid.uuid4()}\n')
             else:
@@ -128,7 +116,7 @@ def _make(directory: Path, cluster: Cluster, now: datetime, say: Callable[[str],
 
 
 def _check_uuid(name: str, compute: str, path: Path) -> None:
-    """UsageError if it is none, or if `path` is there and says another or none: it is written once."""
+    """UsageError if `compute` is no uuid, or not the one in the compute.yaml at `path`, which is written once."""
     if not keys.is_uuid(compute):
         raise UsageError(f'--compute {name}={compute}: a uuid is like 3d9a1c9e-8f0b-4b62-9a53-5a8f0c1e7d24')
     if path.exists() and (said := load_compute(path).uuid) != compute:
@@ -160,8 +148,8 @@ def _authority(directory: Path, now: datetime, say: Callable[[str], None]) -> _S
         .sign(made, hashes.SHA256())
     )
     # The key first: killed in between, a key without a certificate is made anew, and has signed nothing.
-    _write(key, _pem(made))
-    _write(certificate, signed.public_bytes(serialization.Encoding.PEM))
+    write_durably(key, _pem(made))
+    write_durably(certificate, signed.public_bytes(serialization.Encoding.PEM))
     say(f'{certificate}: until {_until(signed)}')
     return _Signer(signed, made)
 
@@ -169,10 +157,10 @@ def _authority(directory: Path, now: datetime, say: Callable[[str], None]) -> _S
 def _certificate(
     place: Path, kind: str, name: str, names: Sequence[str], signer: _Signer, now: datetime, say: Callable[[str], None]
 ) -> None:
-    """`kind`.crt and `kind`.key in `place`, made out to these names or addresses, unless those there will do."""
+    """Make `kind`.crt and `kind`.key in `place` for these names or addresses, unless those there will do."""
     path = place / f'{kind}.crt'
     authority = signer.certificate.public_bytes(serialization.Encoding.PEM)
-    _write(place / 'ca.crt', authority)
+    write_durably(place / 'ca.crt', authority)
     wanted = x509.SubjectAlternativeName([_general_name(each) for each in names])
     if path.exists() and (place / f'{kind}.key').exists() and _will_do(place, kind, wanted, signer, now):
         return
@@ -191,8 +179,8 @@ def _certificate(
     signed = builder.sign(signer.key, hashes.SHA256())
     # Whoever reads them between these two finds a pair that does not belong together, says so, and reads them again;
     # killed between them, the next run makes both anew.
-    _write(place / f'{kind}.key', _pem(key))
-    _write(path, signed.public_bytes(serialization.Encoding.PEM))
+    write_durably(place / f'{kind}.key', _pem(key))
+    write_durably(path, signed.public_bytes(serialization.Encoding.PEM))
     say(f'{place}: until {_until(signed)}')
 
 
@@ -213,9 +201,7 @@ def _will_do(place: Path, kind: str, wanted: x509.SubjectAlternativeName, signer
         found.verify_directly_issued_by(signer.certificate)
     except NONE_OF_OURS:
         return False
-    if key.public_key() != found.public_key():
-        return False
-    if found.not_valid_after_utc < now + timedelta(days=LEFT_DAYS):
+    if key.public_key() != found.public_key() or found.not_valid_after_utc < now + timedelta(days=LEFT_DAYS):
         return False
     try:
         return found.extensions.get_extension_for_class(x509.SubjectAlternativeName).value == wanted
@@ -253,31 +239,15 @@ def _general_name(name: str) -> x509.GeneralName:
 def _configuration(path: Path, cluster: Cluster, more: str = '') -> None:
     if not path.exists():
         host = cluster.servers[0]
-        text = CLIENT_YAML.format(
-            host=host,
-            bracketed=f'[{host}]' if ':' in host else host,
-            etcd_port=cluster.etcd_port,
-            placement_port=cluster.placement_port,
-        )
-        _write(path, (text + more).encode())
+        placement = f'https://{bracketed(host)}:{cluster.placement_port}'
+        backends = backends_yaml(f"'{host}'", cluster.etcd_port, placement)
+        write_durably(path, f'# Written once by elab certs.\n{backends}{more}'.encode())
 
 
 def _pem(key: ec.EllipticCurvePrivateKey) -> bytes:
     return key.private_bytes(
         serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
     )
-
-
-def _write(path: Path, content: bytes) -> None:
-    """The whole file or the one before, and nobody else's to read."""
-    new = path.with_name(f'{path.name}.new')
-    new.unlink(missing_ok=True)
-    descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with os.fdopen(descriptor, 'wb') as output:
-        output.write(content)
-        output.flush()
-        os.fsync(output.fileno())
-    new.rename(path)
 
 
 def _until(certificate: x509.Certificate) -> str:

@@ -22,7 +22,7 @@ from ecomp.lab import machine
 from ecomp.lab.machine import Process
 from ecomp.lab.network import ETCD_PORT, PLACEMENT_PORT, Layout
 
-START_SECONDS = 60.0
+START_SECONDS = 60.0  # that a server has until it can be used; then EcompError
 LOCALHOST = '127.0.0.1'
 SOCKET = 'placement.socket'
 STUNNEL = """\
@@ -46,12 +46,13 @@ TIMEOUTidle = 600
 NO_PAGE = 'http://localhost:1'
 """An origin that no page has, for browsers connect to no port 1. etcd takes an empty list for everybody."""
 
-Say = Callable[[str], None]
-
 
 @dataclass(frozen=True)
-class Server:
-    """One server: its command, where it logs, and `ready`, which asks the server itself."""
+class LabServer:
+    """A server of the control plane. `what` names it for people; `ready` asks it whether it can be used.
+
+    `files` are the settings that start() writes before it runs the command.
+    """
 
     what: str
     command: list[str]
@@ -59,16 +60,15 @@ class Server:
     ready: Callable[[Process], bool]
     env: Mapping[str, str] = field(default_factory=dict)
     files: Mapping[Path, str] = field(default_factory=dict)
-    """Its settings, written at each start."""
 
     def start(self, prefix: list[str]) -> Process:
-        """Start it by `prefix + command`; it is not ready yet."""
+        """Run `prefix` and the command as one, without waiting until the server is ready."""
         for path, text in self.files.items():
             path.write_text(text, encoding='utf-8', errors='surrogateescape')
         return machine.start(self.what, [*prefix, *self.command], self.log, self.log.parent, self.env)
 
     def wait(self, process: Process, stopped: threading.Event | None = None) -> None:
-        """Until it is ready or `stopped` is set; EcompError if it does not come up."""
+        """Wait until the server is ready or `stopped` is set. EcompError if it ends or START_SECONDS are over."""
 
         def done() -> bool:
             return (stopped is not None and stopped.is_set()) or self.ready(process)
@@ -76,12 +76,16 @@ class Server:
         machine.wait_for(self.what, done, process, self.log, START_SECONDS)
 
 
-def etcd(data: Path, addresses: list[str], port: int, certs: Path | None = None) -> Server:
-    """A member of its own, listening for clients on these addresses. Old revisions are compacted after an hour.
+def etcd(data: Path, addresses: list[str], port: int, certs: Path | None = None) -> LabServer:
+    """An etcd of one member that listens for clients on these addresses, and compacts revisions after an hour.
 
-    `certs` has its own certificate and the authority of those it takes; None: it takes everybody, in clear text.
+    `certs` has its certificate, and the authority that its clients' are signed by; None: it takes any client, in clear
+    text.
     A page in somebody's browser speaks no gRPC, so without the JSON gateway it can ask for /health, /metrics and
     /version alone: by none of another's names (DNS rebinding), and no other origin may read the answers.
+    One that ends in the first milliseconds of its first start has written that it has begun, and not that it is a
+    member: it would wait for a leader for ever. So there is a file beside its data until it has been healthy once, and
+    while there is, etcd is told that it is the only member.
     https://etcd.io/docs/v3.4/op-guide/configuration/
     """
     urls = ','.join(f'{_scheme(certs)}://{bracketed(address)}:{port}' for address in addresses)
@@ -96,30 +100,41 @@ def etcd(data: Path, addresses: list[str], port: int, certs: Path | None = None)
     if certs is not None:
         command += [f'--cert-file={certs}/server.crt', f'--key-file={certs}/server.key']
         command += ['--client-cert-auth', f'--trusted-ca-file={certs}/ca.crt']
+    begun = data / 'etcd.begun'
+    # Not at any start: what was written just before the last end could be lost by it.
+    command += ['--force-new-cluster'] if begun.exists() else []
     where = f'{_scheme(certs)}://{bracketed(addresses[0])}:{port}'
-    return Server('etcd', command, data / 'etcd.log', lambda _: etcd_healthy(where, certs))
+
+    def ready(_: Process) -> bool:
+        if not etcd_healthy(where, certs):
+            return False
+        begun.unlink(missing_ok=True)
+        return True
+
+    files = {} if (data / 'etcd/member').exists() else {begun: ''}
+    return LabServer('etcd', command, data / 'etcd.log', ready, files=files)
 
 
-def placement(data: Path, address: str, port: int) -> Server:
-    """Placement over SQLite in `data`, on one thread."""
+def placement(data: Path, address: str, port: int) -> LabServer:
+    """Placement over SQLite in the directory `data`, without TLS: whoever reaches it is its administrator."""
     command = [sys.executable, '-m', 'ecomp.lab.placement_server', address, str(port)]
     where = f'http://{address}:{port}'
     env = placement_environment(data)
-    return Server('placement', command, data / 'placement.log', lambda _: placement_answers(where), env)
+    return LabServer('placement', command, data / 'placement.log', lambda _: placement_answers(where), env)
 
 
-def placement_behind(data: Path, address: str, port: int, certs: Path) -> list[Server]:
-    """Placement on a socket in `data`, and stunnel before it, which takes those alone who have a certificate.
+def placement_behind(data: Path, address: str, port: int, certs: Path) -> list[LabServer]:
+    """Placement on a socket in `data`, and stunnel before it, which lets clients with a certificate through to it.
 
-    Placement takes those alone who know the word in `certs`/token. https://www.stunnel.org/static/stunnel.html
+    Placement answers those of them that send the word in `certs`/token. https://www.stunnel.org/static/stunnel.html
     """
     settings, text = data / 'stunnel.conf', STUNNEL.format(where=f'{address}:{port}', socket=SOCKET, certs=certs)
     command = [sys.executable, '-m', 'ecomp.lab.placement_server', SOCKET, str(certs / 'token')]
     where = f'https://{bracketed(address)}:{port}'
     log, env = data / 'placement.log', placement_environment(data)
     return [
-        Server('placement', command, log, lambda process: _takes(f'/proc/{process.pid}/cwd/{SOCKET}'), env),
-        Server(
+        LabServer('placement', command, log, lambda process: _takes(f'/proc/{process.pid}/cwd/{SOCKET}'), env),
+        LabServer(
             'stunnel', ['stunnel4', str(settings)], data / 'stunnel.log', lambda _: placement_answers(where, certs),
             files={settings: text},
         ),
@@ -127,7 +142,7 @@ def placement_behind(data: Path, address: str, port: int, certs: Path) -> list[S
 
 
 def placement_environment(data: Path) -> dict[str, str]:
-    """placement's whole configuration. noauth2: the token `admin` is the administrator, and anybody may say it."""
+    """Placement's whole configuration. With noauth2 any client that sends the token `admin` is the administrator."""
     return {
         'OS_PLACEMENT_CONFIG_DIR': str(data),  # so that one of the machine's own in /etc is not read
         'OS_PLACEMENT_DATABASE__CONNECTION': f'sqlite:///{data}/placement.sqlite',
@@ -136,8 +151,8 @@ def placement_environment(data: Path) -> dict[str, str]:
     }
 
 
-def lab_servers(layout: Layout, data: Path, images: Path, certs: Path) -> list[Server]:
-    """What runs in a lab's control namespace, in the order of starting; `certs` is what `elab certs` makes."""
+def lab_servers(layout: Layout, data: Path, images: Path, certs: Path) -> list[LabServer]:
+    """The servers of a lab's control namespace in the order they are started; `elab certs` made `certs`."""
     own = str(layout.control)
     web = [sys.executable, '-m', 'http.server', '--bind', own, '--directory', str(images), '80']
     dhcp = ['dnsmasq', '--keep-in-foreground', '--conf-file=/dev/null', '--pid-file=', '--port=0']
@@ -148,13 +163,13 @@ def lab_servers(layout: Layout, data: Path, images: Path, certs: Path) -> list[S
     return [
         etcd(data, [own, LOCALHOST], ETCD_PORT, certs / 'etcd'),
         *placement_behind(data, own, PLACEMENT_PORT, certs / 'placement'),
-        Server('images', web, data / 'images.log', lambda _: answers(layout.images)),
-        Server('dhcp', dhcp, data / 'dhcp.log', _listens_for_dhcp),
+        LabServer('images', web, data / 'images.log', lambda _: answers(layout.images)),
+        LabServer('dhcp', dhcp, data / 'dhcp.log', _listens_for_dhcp),
     ]
 
 
 def etcd_healthy(where: str, certs: Path | None = None) -> bool:
-    """Whether etcd at this URL says it is healthy: it has a leader and writes get through."""
+    """Whether etcd at this URL says that it is healthy: it has a leader and takes writes."""
     try:
         return bool(json.loads(_ask(f'{where}/health', certs=certs)).get('health') in ('true', True))
     except (OSError, ValueError):
@@ -168,7 +183,7 @@ def placement_answers(where: str, certs: Path | None = None) -> bool:
 
 
 def _takes(path: str) -> bool:
-    """Whether somebody listens on the socket at this path, of at most 107 bytes. unix(7)"""
+    """Whether a process listens on the socket at this path, of at most 107 bytes. unix(7)"""
     with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as asked:
         asked.connect(path)
         return True
@@ -185,12 +200,12 @@ def answers(url: str, headers: Mapping[str, str] | None = None, certs: Path | No
 
 
 def names(addresses: Iterable[str]) -> list[str]:
-    """By what a server that listens there is called by whoever means it."""
+    """The names and addresses by which clients rightly call a server that listens on these addresses."""
     return ['localhost', LOCALHOST, *(each for each in addresses if each != LOCALHOST)]
 
 
 def bracketed(address: str) -> str:
-    """An address as it stands before a colon and a port."""
+    """An address or name as it is written before a colon and a port: IPv6 in brackets."""
     return f'[{address}]' if ':' in address else address
 
 

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -16,37 +18,31 @@ from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
-from ecomp import __version__
+from ecomp import __version__, systemd
 from ecomp.arguments import Parser
 from ecomp.errors import EcompError, NotFound, UsageError
-from ecomp.lab import control, foreground, guest, machine, namespaces, roles, state
-from ecomp.lab.hosts import Host
-from ecomp.lab.network import CONTROL, ETCD_PORT, MOST_HOSTS, PLACEMENT_PORT, check_name
+from ecomp.lab import control, foreground, guest, machine, namespaces, roles, shell, state
+from ecomp.lab.hosts import LabHost
+from ecomp.lab.network import CONTROL, ETCD_PORT, MOST_HOSTS, PLACEMENT_PORT, backends_yaml, check_name
 from ecomp.lab.state import Lab
 
 SCHEDULE_YAML = """\
 # Written once by elab: eschedule, run in this directory or with --config, asks the lab {name}.
-etcd:
-  host: {etcd_host}
-  port: {etcd_port}
-  ca_cert: {own}/ca.crt
-  cert_cert: {own}/client.crt
-  cert_key: {own}/client.key
-placement:
-  endpoint: {placement}
-  ca_cert: {own}/ca.crt
-  cert_cert: {own}/client.crt
-  cert_key: {own}/client.key
-  token_file: {own}/token
+{backends}\
 # What `elab guest {directory}/images/guest.qcow2` makes; from elsewhere nothing can be fetched.
 image: {images}guest.qcow2
+# Its hosts are no machines that ssh finds.
+reach: {reach}
 """
+
+
+IMAGE = Path('images/guest.qcow2')
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run elab; the exit code."""
     try:
-        options = _parser().parse_args(argv)
+        options = parser().parse_args(argv)
         return int(options.run(options))
     except EcompError as error:
         _say(f'elab: {error}')
@@ -56,10 +52,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = Parser('elab', description='A whole cluster on one machine: etcd, placement and hypervisor hosts.')
-    parser.add_argument('--version', action='version', version=f'elab {__version__}')
-    commands = parser.add_subparsers(required=True, metavar='COMMAND')
+def parser() -> argparse.ArgumentParser:
+    """What elab may be told."""
+    made = Parser('elab', description='A whole cluster on one machine: etcd, placement and hypervisor hosts.')
+    made.add_argument('--version', action='version', version=f'elab {__version__}')
+    commands = made.add_subparsers(required=True, metavar='COMMAND')
 
     def command(name: str, run: Callable[[argparse.Namespace], int], text: str) -> argparse.ArgumentParser:
         added = commands.add_parser(name, help=text, description=text)
@@ -71,20 +68,28 @@ def _parser() -> argparse.ArgumentParser:
         added.add_argument('--name', default='lab', help='which lab, where there are several (default: lab)')
         return added
 
+    def ports(added: argparse.ArgumentParser) -> None:
+        for name, port in (('etcd', ETCD_PORT), ('placement', PLACEMENT_PORT)):
+            added.add_argument(f'--{name}-port', type=int, default=port, metavar='PORT', help=f'default: {port}')
+
     up = of_a_lab('up', _up, 'make the lab, or of one that is there what is missing or has ended')
     up.add_argument('--hosts', type=_count, metavar='N', help='how many hypervisor hosts (3); a lab can grow')
     of_a_lab('status', _status, 'what is there, and whether it answers')
     run = of_a_lab('exec', _exec, 'run a command in a host (hv1, hv2 …) or in `control`')
-    run.add_argument('host', metavar='HOST')
-    run.add_argument('words', metavar='CMD', nargs=argparse.REMAINDER)
+    run.add_argument('host', metavar='HOST', help='the host, or control')
+    run.add_argument('words', metavar='CMD', nargs=argparse.REMAINDER, help='the command and its words')
+    inside = of_a_lab('shell', _shell, 'a shell in which eschedule asks the lab, by its schedule.yaml')
+    inside.add_argument('words', metavar='CMD', nargs=argparse.REMAINDER, help='a command, in place of the shell')
+    command('list', _list, 'all labs of this machine: whether each is up, and where it is')
     of_a_lab('down', _down, 'remove the lab, its guests and all it made')
     only = command('control', _control, 'only etcd and placement, in the foreground')
     only.add_argument('--bind', default=control.LOCALHOST, metavar='ADDRESS', help='where both listen (127.0.0.1)')
     where = 'as elab certs makes it, and made if need be; on an address that others reach ./certs is the default'
     only.add_argument('--certs', type=Path, metavar='DIR', help=where)
-    only.add_argument('--etcd-port', type=int, default=ETCD_PORT, metavar='PORT')
-    only.add_argument('--placement-port', type=int, default=PLACEMENT_PORT, metavar='PORT')
+    ports(only)
     only.add_argument('--data', type=Path, default=Path('elab-control'), metavar='DIR', help='default: ./elab-control')
+    unit = 'print the systemd unit that runs this command in this directory, and end'
+    only.add_argument('--unit', action='store_true', help=unit)
     certs = command('certs', _certs, 'make certificates for etcd, placement and everybody who asks them')
     certs.add_argument('directory', type=Path, metavar='DIR', help='where they are made, and kept when it is run again')
     for option, what in (
@@ -94,15 +99,14 @@ def _parser() -> argparse.ArgumentParser:
         ('--operator', 'people who may do everything'),
     ):
         certs.add_argument(option, nargs='+', action='extend', default=[], metavar='NAME', help=what)
-    certs.add_argument('--etcd-port', type=int, default=ETCD_PORT, metavar='PORT')
-    certs.add_argument('--placement-port', type=int, default=PLACEMENT_PORT, metavar='PORT')
+    ports(certs)
     roles = certs.add_mutually_exclusive_group()
     hold = 'have etcd hold each certificate in DIR to its role, so that no compute writes what is of another'
     roles.add_argument('--enable', action='store_true', help=hold)
     roles.add_argument('--disable', action='store_true', help='have etcd let every certificate do everything again')
-    made = command('guest', _guest, 'make a small guest image out of Debian packages')
-    made.add_argument('output', type=Path, metavar='OUT.qcow2')
-    return parser
+    image = command('guest', _guest, 'make a small guest image out of Debian packages')
+    image.add_argument('output', type=Path, metavar='OUT.qcow2', help='the file it is to be')
+    return made
 
 
 def _count(text: str) -> int:
@@ -122,7 +126,8 @@ def _up(options: argparse.Namespace) -> int:
             _say(f'lab {name} has {lab.count} hosts already; elab down removes them')
         with _step('control plane'):
             _start_control(lab)
-        hosts = [Host(lab, each) for each in lab.hosts]
+        hosts = [LabHost(lab, each) for each in lab.hosts]
+        _divide(hosts)
         with _step('namespaces and libvirtd of ' + ', '.join(lab.hosts)):
             # Each waits for its own QEMU to be probed, so all are started before the first is waited for.
             for host in hosts:
@@ -131,14 +136,42 @@ def _up(options: argparse.Namespace) -> int:
             for host in hosts:
                 host.wait_libvirt()
         with _step('ecompute on ' + ', '.join(lab.hosts)):
-            _hold_to_roles(lab, hosts)
+            # A lab that an earlier elab began stays without roles.
+            if all(host.takes_role() for host in hosts):
+                roles.enable(lab.certs, datetime.now(UTC), lambda _: None)
             for host in hosts:
                 host.start_ecompute()
             for host in hosts:
                 host.wait_ecompute()
+    _see_to_image(lab)
     print(f'etcd {lab.layout.etcd}\nplacement {lab.layout.placement}\nimages {lab.layout.images}')
     print(f'schedule.yaml {lab.directory}/schedule.yaml')
     return 0
+
+
+def _divide(hosts: Sequence[LabHost]) -> None:
+    """Where hosts join others, take from those what is the new ones' share of the machine; guests go on."""
+    there = [host for host in hosts if host.is_made]
+    if not there or len(there) == len(hosts):
+        return
+    less = [host.name for host in there if host.share_with_more()]
+    if less:
+        _say(f'{", ".join(less)}: less now, for the machine is divided among {len(hosts)} hosts')
+
+
+def _see_to_image(lab: Lab) -> None:
+    """The guest image that schedule.yaml names: another lab's is taken, and else it is said how to make one."""
+    mine = lab.directory / IMAGE
+    theirs = [each.directory / IMAGE for each in state.all_labs() if (each.directory / IMAGE).is_file()]
+    if mine.exists():
+        return
+    if theirs:
+        part = mine.with_suffix('.part')
+        shutil.copyfile(theirs[0], part)
+        part.rename(mine)
+        _say(f'{mine}: copied from {theirs[0]}')
+    else:
+        _say(f'there is no guest image yet: elab guest {mine}')
 
 
 def _start_control(lab: Lab) -> None:
@@ -156,19 +189,16 @@ def _start_control(lab: Lab) -> None:
         server.wait(lab.processes[server.what])
     schedule = lab.directory / 'schedule.yaml'
     if not schedule.exists():
-        etcd_host, _, etcd_port = layout.etcd.partition(':')
-        schedule.write_text(
-            SCHEDULE_YAML.format(
-                name=layout.name,
-                directory=lab.directory,
-                etcd_host=etcd_host,
-                etcd_port=etcd_port,
-                placement=layout.placement,
-                own=lab.operator,
-                images=layout.images,
-            ),
-            encoding='utf-8',
-        )
+        backends = backends_yaml(str(layout.control), ETCD_PORT, layout.placement, f'{lab.operator}/')
+        text = SCHEDULE_YAML.format(name=layout.name, backends=backends, directory=lab.directory, images=layout.images,
+                                      reach=json.dumps(_reach(layout.name)))
+        schedule.write_text(text, encoding='utf-8')
+
+
+def _reach(name: str) -> str:
+    """How eschedule enters a host: by this elab, which has to be root's, as its caller became it."""
+    words = [*(['sudo'] if 'SUDO_UID' in os.environ else []), sys.executable, '-P', '-m', 'ecomp.lab.elab', 'exec']
+    return f'{shlex.join([*words, "--name", name])} {{host}}'
 
 
 def _make_certificates(lab: Lab) -> None:
@@ -184,12 +214,6 @@ def _make_certificates(lab: Lab) -> None:
             os.chown(path, int(caller), -1, follow_symlinks=False)  # the directory is the caller's
 
 
-def _hold_to_roles(lab: Lab, hosts: Sequence[Host]) -> None:
-    """Have etcd hold each ecompute to what is its own; a lab that an earlier elab began stays without roles."""
-    if all(host.takes_role() for host in hosts):
-        roles.enable(lab.certs, datetime.now(UTC), lambda _: None)
-
-
 def _status(options: argparse.Namespace) -> int:
     machine.require_root('elab status')
     lab = state.load(check_name(options.name))
@@ -197,19 +221,22 @@ def _status(options: argparse.Namespace) -> int:
     rows = [('PLACE', 'ADDRESS', 'STATE')]
     for server in control.lab_servers(layout, lab.directory / CONTROL, lab.directory / 'images', lab.certs):
         process = lab.running(server.what)
-        said = 'down' if process is None else 'ready' if server.ready(process) else 'no answer'
+        said = 'down' if process is None else 'ready' if server.ready(process) else f'no answer (pid {process.pid})'
         rows.append((server.what, str(layout.control), said))
+    etcd_answers = ('etcd', str(layout.control), 'ready') in rows
     for name in lab.hosts:
-        rows.append((name, str(layout.address(name)), _host_state(Host(lab, name))))
-    broken = [row[0] for row in rows[1:] if not row[2].startswith('ready')]
+        rows.append((name, str(layout.address(name)), _host_state(LabHost(lab, name), etcd_answers)))
     for place, address, said in rows:
         print(f'{place:<10} {address:<15} {said}')
-    if broken:
-        _say(f'not ready: {", ".join(broken)}; elab up --name {layout.name} starts what is down')
-    return 1 if broken else 0
+    kinds = {kind: [row[0] for row in rows[1:] if row[2].startswith(kind)] for kind in ('down', 'no answer', 'unknown')}
+    if kinds['down']:
+        _say(f'down: {", ".join(kinds["down"])}; elab up --name {layout.name} starts what is down')
+    if kinds['no answer']:
+        _say(f'no answer: {", ".join(kinds["no answer"])}; end what hangs, and elab up --name {layout.name} starts it')
+    return 1 if any(kinds.values()) else 0
 
 
-def _host_state(host: Host) -> str:
+def _host_state(host: LabHost, etcd_answers: bool) -> str:
     lab = host.lab
     if not namespaces.exists(lab.layout, host.name):
         return 'down: no namespace'
@@ -217,6 +244,10 @@ def _host_state(host: Host) -> str:
         return f'down: libvirtd (see {host.directory}/libvirtd.log)'
     if not host.network_runs():
         return 'down: network default'
+    if not lab.running(f'{host.name} ecompute'):
+        return f'down: ecompute (see {host.log})'
+    if not etcd_answers:
+        return 'unknown: ecompute runs, and etcd does not say whether it works'
     if not host.ecompute_answers():
         return f'down: ecompute (see {host.log})'
     return f'ready: compute {host.compute()}, guests {lab.layout.guests(host.name)}, {host.guests()} running'
@@ -231,12 +262,30 @@ def _exec(options: argparse.Namespace) -> int:
         raise UsageError(f'exec {options.host}: which command?')
     if not namespaces.exists(lab.layout, options.host):
         raise EcompError(f'{options.host} is down: elab up --name {lab.layout.name} starts it')
-    child = subprocess.Popen([*namespaces.inside(lab.layout, lab.directory, options.host), *options.words])
-    while True:
-        # Ctrl-C reaches the command too; what that means is the command's to decide.
-        with contextlib.suppress(KeyboardInterrupt):
-            code = child.wait()
-            return code if code >= 0 else 128 - code
+    return shell.waited(
+        subprocess.Popen([*namespaces.inside(lab.layout, lab.directory, options.host), *options.words])
+    )
+
+
+def _shell(options: argparse.Namespace) -> int:
+    return shell.run(state.load(check_name(options.name)), options.words)
+
+
+def _list(_: argparse.Namespace) -> int:
+    found = state.all_labs()
+    if not found:
+        _say('there is no lab: elab up makes one')
+        return 0
+    for row in [('LAB', 'STATE', 'HOSTS', 'NETWORK', 'DIRECTORY'), *map(_as_row, found)]:
+        print('{:<16} {:<13} {:<5} {:<15} {}'.format(*row))
+    return 0
+
+
+def _as_row(lab: Lab) -> tuple[str, ...]:
+    servers = ('etcd', 'placement', *(f'{host} {each}' for host in lab.hosts for each in ('libvirtd', 'ecompute')))
+    running = [each for each in servers if lab.running(each)]
+    said = 'up' if len(running) == len(servers) else 'partly up' if running else 'down'
+    return lab.layout.name, said, str(lab.count), str(lab.layout.network), str(lab.directory)
 
 
 def _down(options: argparse.Namespace) -> int:
@@ -262,7 +311,11 @@ def _down(options: argparse.Namespace) -> int:
             namespaces.end_processes(spaces, recorded)
         with _step('namespaces and links removed'):
             namespaces.remove(spaces, lab.layout if lab else None)
-        shutil.rmtree(directory)
+        try:
+            shutil.rmtree(directory)
+        except OSError as error:
+            what = f'{directory} cannot be removed whole ({error.filename}: {error.strerror})'
+            raise EcompError(f'{what}: unmount what is mounted there, and say elab down again') from error
     with contextlib.suppress(OSError):  # other labs are in it
         state.ROOT.rmdir()
     return 0
@@ -276,7 +329,12 @@ def _control(options: argparse.Namespace) -> int:
         print(where, flush=True)
 
     ports = options.etcd_port, options.placement_port
-    foreground.run(foreground.Asked(*ports, options.data, options.bind, options.certs), _say, ready)
+    asked = foreground.Endpoints(*ports, options.data, options.bind, options.certs)
+    if options.unit:
+        program = systemd.program(sys.argv[0], sys.executable, 'ecomp.lab.elab')
+        print(systemd.unit('ecomp-control.service', [*program, *foreground.words(asked)]), end='')
+    else:
+        foreground.run(asked, systemd.Service.of(os.environ), _say, ready)
     return 0
 
 
@@ -312,15 +370,13 @@ def _guest(options: argparse.Namespace) -> int:
     return 0
 
 
-@contextlib.contextmanager
-def _lock(name: str) -> Iterator[None]:
-    with state.locked(state.ROOT / name, lambda: _say(f'another elab is at work on lab {name}: waiting for it')):
-        yield
+def _lock(name: str) -> contextlib.AbstractContextManager[None]:
+    return state.locked(state.ROOT / name, lambda: _say(f'another elab is at work on lab {name}: waiting for it'))
 
 
 @contextlib.contextmanager
 def _step(what: str) -> Iterator[None]:
-    """Say what was done and how long it took, when it was."""
+    """Say `what` was done and how many seconds it took, once the block is through."""
     began = time.monotonic()
     yield
     _say(f'{time.monotonic() - began:6.1f} s  {what}')

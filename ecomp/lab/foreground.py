@@ -20,19 +20,20 @@ from types import FrameType
 
 from ecomp.errors import EcompError, UsageError
 from ecomp.lab import control, machine
-from ecomp.lab.control import LOCALHOST, Server
+from ecomp.lab.control import LOCALHOST, LabServer
 from ecomp.lab.machine import Process
 from ecomp.lab.network import ETCD_PORT, PLACEMENT_PORT
+from ecomp.systemd import Service
 
 FILES = {'etcd': ('ca.crt', 'server.crt', 'server.key'), 'placement': ('ca.crt', 'server.crt', 'server.key', 'token')}
-"""What of `elab certs` is needed, by its directory."""
+"""The files of `elab certs` that the servers read, by directory."""
 
 
 @dataclass(frozen=True)
-class Asked:
-    """Where both listen: `bind` is an address of this machine, `certs` the directory of `elab certs`.
+class Endpoints:
+    """Where etcd and placement listen, and where their data is; `bind` is an address of this machine.
 
-    None: none on localhost, and else `certs`.
+    `certs` is the directory that `elab certs` makes; None means no certificates on a loopback address, else ./certs.
     """
 
     etcd_port: int
@@ -42,13 +43,15 @@ class Asked:
     certs: Path | None = None
 
 
-def run(asked: Asked, say: Callable[[str], None], ready: Callable[[str], None]) -> None:
-    """etcd and placement until SIGINT or SIGTERM ends them, or one ends by itself (EcompError).
+def run(asked: Endpoints, service: Service, say: Callable[[str], None], ready: Callable[[str], None]) -> None:
+    """Run etcd and placement until SIGINT or SIGTERM; EcompError if one of them ends by itself.
 
-    What they know stays in `data`. `ready` is called once both are, with `http` or `https` of placement. UsageError for
-    a port that is taken, an address that is none of this machine's, and certificates that are not there.
+    Their data stays. `ready` is called once both can be used, with the scheme of placement's URL, `http` or `https`.
+    UsageError for a port that is taken, an address that is none of this machine's, and certificates that are missing.
     """
-    asked = _checked(asked)
+    asked = _with_certs(asked)
+    for what, port in (('etcd', asked.etcd_port), ('placement', asked.placement_port)):
+        _check_free(what, asked.bind, port)
     secure = asked.certs is not None
     programs = {**machine.CONTROL_PROGRAMS, **(machine.SECURE_PROGRAMS if secure else {})}
     machine.require(programs, ['placement', 'waitress', *(['cryptography'] if secure else [])])
@@ -66,7 +69,7 @@ def run(asked: Asked, say: Callable[[str], None], ready: Callable[[str], None]) 
     with ExitStack() as at_exit:
         for number in (signal.SIGINT, signal.SIGTERM):
             at_exit.callback(signal.signal, number, signal.signal(number, stop))
-        running: list[tuple[Server, Process]] = []
+        running: list[tuple[LabServer, Process]] = []
         at_exit.callback(lambda: machine.end(process for _, process in running))
         for server in _servers(asked, asked.data.resolve()):
             began = time.monotonic()
@@ -78,9 +81,11 @@ def run(asked: Asked, say: Callable[[str], None], ready: Callable[[str], None]) 
                 return
             say(f'{server.what} is ready ({time.monotonic() - began:.1f} s)')
         ready('https' if secure else 'http')
+        service.ready(f'etcd and placement answer at {asked.bind}')
         say(f'data is in {asked.data.resolve()}; Ctrl-C ends both')
         written = _written(asked)
         while not stopped.wait(0.5):
+            service.alive()
             for server, process in running:
                 if not machine.alive(process):
                     raise EcompError(f'{server.what} ended: {machine.last_line(server.log)} (see {server.log})')
@@ -88,9 +93,18 @@ def run(asked: Asked, say: Callable[[str], None], ready: Callable[[str], None]) 
                 if server.what == 'stunnel' and (now := _written(asked)) != written:
                     written = now
                     os.kill(process.pid, signal.SIGHUP)
+        service.stopping('etcd and placement come to an end')
 
 
-def _servers(asked: Asked, data: Path) -> list[Server]:
+def words(asked: Endpoints) -> list[str]:
+    """What `elab` is told so that it runs these from any directory. UsageError for what is no address to listen at."""
+    asked = _with_certs(asked)
+    told = ['control', '--bind', asked.bind, '--data', str(asked.data.absolute())]
+    told += ['--etcd-port', str(asked.etcd_port), '--placement-port', str(asked.placement_port)]
+    return told if asked.certs is None else [*told, '--certs', str(asked.certs.absolute())]
+
+
+def _servers(asked: Endpoints, data: Path) -> list[LabServer]:
     if asked.certs is None:
         placement = control.placement(data, asked.bind, asked.placement_port)
         return [control.etcd(data, [asked.bind], asked.etcd_port), placement]
@@ -99,16 +113,16 @@ def _servers(asked: Asked, data: Path) -> list[Server]:
     return [control.etcd(data, [asked.bind], asked.etcd_port, certs / 'etcd'), *behind]
 
 
-def _written(asked: Asked) -> float:
-    """When placement's certificate was written last; 0 without one, and while it is exchanged."""
+def _written(asked: Endpoints) -> float:
+    """When placement's certificate was written, in seconds since the epoch; 0 without one, and while it is replaced."""
     try:
         return 0.0 if asked.certs is None else (asked.certs / 'placement/server.crt').stat().st_mtime
     except FileNotFoundError:
         return 0.0
 
 
-def _make_certificates(directory: Path, asked: Asked, say: Callable[[str], None]) -> None:
-    """Those of etcd and placement, where there are none; UsageError where they cannot be read."""
+def _make_certificates(directory: Path, asked: Endpoints, say: Callable[[str], None]) -> None:
+    """Make certificates for etcd and placement if there are none; UsageError if one of FILES cannot be read."""
     from ecomp.lab import certs
 
     if not (directory / 'placement/server.crt').exists():
@@ -125,21 +139,19 @@ def _make_certificates(directory: Path, asked: Asked, say: Callable[[str], None]
                 raise UsageError(f'{directory}/{place}/{name} cannot be read: elab certs makes it')
 
 
-def _checked(asked: Asked) -> Asked:
-    """With certificates where others reach it. UsageError for an address or a port that cannot be had."""
+def _with_certs(asked: Endpoints) -> Endpoints:
+    """The same with `certs` set where other machines reach `bind`. UsageError for what is no address to listen at."""
     try:
         address = ip_address(asked.bind)
     except ValueError as error:
         raise UsageError(f'--bind {asked.bind}: must be an address of this machine') from error
     if address.is_unspecified:
         raise UsageError(f'--bind {asked.bind}: say which address of this machine, so that its name can be certified')
-    for what, port in (('etcd', asked.etcd_port), ('placement', asked.placement_port)):
-        _check_free(what, asked.bind, port, socket.AF_INET6 if address.version == 6 else socket.AF_INET)
     return asked if address.is_loopback or asked.certs is not None else replace(asked, certs=Path('certs'))
 
 
-def _check_free(what: str, bind: str, port: int, family: socket.AddressFamily) -> None:
-    option = f'--{what}-port'
+def _check_free(what: str, bind: str, port: int) -> None:
+    option, family = f'--{what}-port', socket.AF_INET6 if ':' in bind else socket.AF_INET
     with socket.socket(family) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

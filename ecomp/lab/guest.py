@@ -18,6 +18,7 @@ from pathlib import Path
 
 from ecomp.errors import EcompError, UsageError
 from ecomp.lab import guest_files, machine
+from ecomp.model.allocation import MIB
 
 PROGRAMS = {
     'apt-get': 'apt',
@@ -31,11 +32,13 @@ PROGRAMS = {
 # Packages that depend on the newest kernel made for guests, Debian's first.
 KERNELS = ('linux-image-cloud-amd64', 'linux-image-virtual', 'linux-image-kvm')
 HEADS, SECTORS, SECTOR = 64, 32, 512
-MIB = 1024**2
 
 
 def make(output: Path, say: Callable[[str], None]) -> None:
-    """Write the image, qcow2; an existing file is replaced only by a whole one. UsageError, EcompError."""
+    """Write the image to `output` as qcow2; a file that is there is replaced once the new one is whole.
+
+    UsageError, EcompError.
+    """
     machine.require(PROGRAMS)
     busybox = _static_busybox()
     if not output.parent.is_dir():
@@ -109,7 +112,7 @@ def is_static(program: bytes) -> bool:
 
 
 def _fetch_kernel(work: Path, say: Callable[[str], None]) -> tuple[Path, list[tuple[str, bytes]]]:
-    """The kernel's file, and those of our modules that it has as files, in order."""
+    """The kernel's file, and (name, content) of each of MODULES that its package has as a file, in that order."""
     packages = _kernel_packages()
     say(f'downloading {" ".join(packages)}')
     downloads, tree = work / 'packages', work / 'tree'
@@ -126,7 +129,7 @@ def _fetch_kernel(work: Path, say: Callable[[str], None]) -> tuple[Path, list[tu
 
 
 def _kernel_packages() -> list[str]:
-    """The real packages behind the first name this distribution knows."""
+    """The packages that hold the kernel and its modules, by the first of KERNELS that apt knows. EcompError."""
     for name in KERNELS:
         found = _depends(name, 'linux-image-')
         if found:
@@ -145,16 +148,12 @@ def _depends(package: str, prefix: str) -> list[str]:
 
 
 def _module(path: Path) -> bytes:
-    content = path.read_bytes()
-    if path.suffix == '.xz':
-        return lzma.decompress(content)
-    if path.suffix == '.gz':
-        return gzip.decompress(content)
     if path.suffix == '.zst':
         machine.require({'zstd': 'zstd'})
         machine.run(['zstd', '-q', '-d', str(path), '-o', str(path.with_suffix(''))])
         return path.with_suffix('').read_bytes()
-    return content
+    unpack = {'.xz': lzma.decompress, '.gz': gzip.decompress}.get(path.suffix, bytes)
+    return unpack(path.read_bytes())
 
 
 def _write_fat(raw: Path, kernel: Path, initrd: Path, work: Path) -> None:

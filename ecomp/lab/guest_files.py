@@ -8,7 +8,7 @@ Everything the guest has to say is a line on the serial console that begins with
     seed | network-config …      each line of the NoCloud seed's, on that disk or at the address in the SMBIOS serial
     disk 1073741824              the size of /dev/vda in bytes
     ready                        then user-data that begins with #! is run, its output as it comes
-    phoned http://…              the phone_home of vendor-data, if it has one, was told
+    phoned http://…              it was told at the address in vendor-data, if that has one, how user-data ended
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ fi
 if [ -n "$disk$seed" ]; then
     part meta-data | tell seed
     part network-config | tell network-config
-    home=$(part vendor-data | sed -n 's/^phone_home: .*"url": "\\([^"]*\\)".*/\\1/p')
+    home=$(part vendor-data | sed -n "s/.*'\\(http[^']*phone-home[^']*\\)'.*/\\1/p")
 fi
 
 mkdir -p /www
@@ -115,10 +115,10 @@ echo "ecomp-guest $instance" >/www/index.html
 httpd -h /www
 say ready
 if [ "$(head -c 2 /tmp/user-data 2>/dev/null)" = '#!' ]; then
-    sh /tmp/user-data
+    sh /tmp/user-data || failed="&stage=modules-final&error=user-data+ended+with+$?"
 fi
-# As cloud-init does when it is through.
-if [ -n "$home" ] && timeout 5 wget -q -O /dev/null --post-data "instance_id=$instance" "$home"; then
+# As the script in vendor-data does when cloud-init is through.
+if [ -n "$home" ] && timeout 5 wget -q -O /dev/null --post-data "instance_id=$instance$failed" "$home"; then
     say "phoned $home"
 fi
 while :; do sleep 3600; done

@@ -13,35 +13,24 @@ from pathlib import Path
 
 from ecomp.conf import EtcdConfig, load_compute
 from ecomp.errors import EcompError, Unreachable
+from ecomp.files import write_durably
 from ecomp.lab import machine, namespaces
-from ecomp.lab.network import network_xml, share
+from ecomp.lab.network import ETCD_PORT, backends_yaml, network_xml, share, with_less
 from ecomp.lab.state import Lab
+from ecomp.model.allocation import GIB, MIB
 from ecomp.model.keys import COMPUTES
 from ecomp.store.client import Store
 
-START_SECONDS = 90.0
-ETCD_SECONDS = 5.0
-MIB = 1024**2
-GIB = 1024**3
+START_SECONDS = 90.0  # that libvirtd and ecompute each have to answer; then EcompError
+END_SECONDS = 30.0  # that an ecompute has to end by itself; then it is killed
+ETCD_SECONDS = 5.0  # that etcd has for each answer; then ecompute counts as not there
 
 # The group and user QEMU runs as, in Debian's and Ubuntu's libvirt.
 QEMU_USER = 'libvirt-qemu'
 
 COMPUTE_YAML = """\
 # Written once by elab; change it as you like and start the host's ecompute again (elab up does, when it has ended).
-etcd:
-  host: {etcd_host}
-  port: {etcd_port}
-  ca_cert: {own}/ca.crt
-  cert_cert: {own}/client.crt
-  cert_key: {own}/client.key
-placement:
-  endpoint: {placement}
-  ca_cert: {own}/ca.crt
-  cert_cert: {own}/client.crt
-  cert_key: {own}/client.key
-  token_file: {own}/token
-uuid: {compute}
+{backends}uuid: {compute}
 state: {state}
 # This host's share of the machine.
 inventory:
@@ -50,6 +39,12 @@ inventory:
   DISK_GB: {DISK_GB}
 virt_type: auto
 """
+
+QUEUES_YAML = """\
+# One host of the lab takes what waits in the flavors' queues; eschedule places on all of them.
+queues: True
+"""
+QUEUES_HOST = 'hv1'
 
 MDSERVER_CONF = """\
 # Written once by elab, for the guests of this host.
@@ -71,8 +66,8 @@ security_driver = "none"
 """
 
 
-class Host:
-    """A host of a lab. Each method makes what is missing; done already is success. EcompError."""
+class LabHost:
+    """A host of a lab. Each method makes what is missing, and does nothing where that is there. EcompError."""
 
     def __init__(self, lab: Lab, name: str) -> None:
         self.lab = lab
@@ -82,11 +77,11 @@ class Host:
         self._older = 0
 
     def command(self, words: list[str]) -> list[str]:
-        """These words as a command inside the host."""
+        """What runs these `words`, a program and its arguments, in the host's namespaces."""
         return [*namespaces.inside(self.lab.layout, self.lab.directory, self.name), *words]
 
     def prepare(self) -> None:
-        """Its namespace, and its files: libvirt's private directories, compute.yaml and mdserver.conf (once)."""
+        """Make the host's namespace, libvirt's private directories, and compute.yaml and mdserver.conf if missing."""
         if namespaces.ensure_host(self.lab.layout, self.name):
             # What libvirt believes to be running was in a namespace that is gone, with a boot of the machine for one.
             shutil.rmtree(self.directory / 'run', ignore_errors=True)
@@ -110,7 +105,7 @@ class Host:
         _write_once(self.directory / 'mdserver.conf', MDSERVER_CONF.format(keys=_public_keys()))
 
     def _prepare_kvm(self) -> None:
-        """A /dev/kvm that QEMU may open, where the machine's own is not everybody's.
+        """Make a /dev/kvm for the host that QEMU may open, where only root may open the machine's own.
 
         Where nobody ran udev it is root's, and in a container its group is a number of the machine around it. libvirtd,
         root, can open that, QEMU cannot, and libvirt takes the difference for a change: it probes QEMU anew for every
@@ -125,19 +120,19 @@ class Host:
                 os.chmod(node, 0o666)  # systemd's own rule
 
     def takes_role(self) -> bool:
-        """Have its certificate's role be that of the compute its compute.yaml names now; False where that names none.
+        """Write the uuid of the host's compute.yaml to the one beside its certificate, by which etcd's role is made.
 
-        As what an earlier elab wrote does, whose ecomputes may run, too.
+        False where that compute.yaml, of an earlier elab, has no uuid; its ecompute may run, too.
         """
         own = load_compute(self.directory / 'compute.yaml').uuid
         told = self._certificate / 'compute.yaml'
         if own is not None and load_compute(told).uuid != own:
             lines = [line for line in told.read_text(encoding='utf-8').splitlines() if not line.startswith('uuid:')]
-            _write(told, '\n'.join([*lines, f'uuid: {own}\n']))
+            write_durably(told, '\n'.join([*lines, f'uuid: {own}\n']), 0o644)
         return own is not None
 
     def start_libvirt(self) -> None:
-        """virtlogd and libvirtd, started; not waited for."""
+        """Start virtlogd and libvirtd, without waiting until they answer."""
         for daemon in ('virtlogd', 'libvirtd'):
             what = f'{self.name} {daemon}'
             if not self.lab.running(what):
@@ -146,7 +141,7 @@ class Host:
                 self.lab.remember(what, machine.start(what, command, self.directory / f'{daemon}.log', self.directory))
 
     def wait_libvirt(self) -> None:
-        """Until libvirtd answers; then its network runs."""
+        """Wait until libvirtd answers, then define and start its network `default`."""
         process = self.lab.processes[f'{self.name} libvirtd']
         machine.wait_for(
             f'{self.name} libvirtd', self.libvirt_answers, process, self.directory / 'libvirtd.log', START_SECONDS
@@ -173,34 +168,34 @@ class Host:
         return True
 
     def network_runs(self) -> bool:
-        """Whether the bridge of the network `default` is there."""
+        """Whether the network `default` runs, by its bridge."""
         return namespaces.has_interface(self.lab.layout, self.name, 'virbr0')
 
     def guests(self) -> int:
-        """How many domains run."""
+        """How many of the host's domains run."""
         return len(self._virsh('list', '--name').split())
 
     def start_ecompute(self) -> None:
-        """ecompute, started; not waited for."""
+        """Start ecompute, without waiting until it is in etcd."""
         what = f'{self.name} ecompute'
         if not self.lab.running(what):
             # The key of one that was killed stays until its lease ends, and says nothing about this one.
             self._older = self._presence()
-            words = [sys.executable, '-m', 'ecomp.compute', '--config', str(self.directory / 'compute.yaml')]
-            command = self.command(words)
+            config = str(self.directory / 'compute.yaml')
+            command = self.command([sys.executable, '-m', 'ecomp.compute', '--config', config])
             self.lab.remember(what, machine.start(what, command, self.log, self.directory))
 
     def wait_ecompute(self) -> None:
-        """Until it says in etcd that it is there."""
+        """Wait until ecompute has put its presence in etcd."""
         process = self.lab.processes[f'{self.name} ecompute']
         machine.wait_for(f'{self.name} ecompute', self.ecompute_answers, process, self.log, START_SECONDS)
 
     def ecompute_answers(self) -> bool:
-        """Whether it runs, and has said so in etcd since it was started."""
+        """Whether ecompute runs, and has put its presence in etcd since start_ecompute()."""
         return self.lab.running(f'{self.name} ecompute') is not None and self._presence() > self._older
 
     def _presence(self) -> int:
-        """The revision that wrote its key in etcd; 0: no key, or no answer."""
+        """The revision of ecompute's presence in etcd; 0 where it has none, or etcd gives no answer."""
         compute = self.compute()
         if compute is None:
             return 0
@@ -217,7 +212,7 @@ class Host:
         return Store(EtcdConfig((self.lab.layout.etcd,), *files, timeout=ETCD_SECONDS))
 
     def compute(self) -> str | None:
-        """The uuid of its ecompute; None before its first start."""
+        """The uuid of the host's ecompute; None before its first start."""
         try:
             return str(uuid.UUID((self.directory / 'state/uuid').read_text(encoding='ascii').strip()))
         except (FileNotFoundError, ValueError):
@@ -230,39 +225,52 @@ class Host:
     def _virsh(self, *words: str) -> str:
         return machine.run(self.command(['virsh', '-q', '-c', 'qemu:///system', *words]))
 
-    def _compute_yaml(self) -> str:
-        layout = self.lab.layout
-        etcd_host, _, etcd_port = layout.etcd.partition(':')
-        part = share(
+    @property
+    def is_made(self) -> bool:
+        """Whether an `elab up` has written its compute.yaml."""
+        return (self.directory / 'compute.yaml').exists()
+
+    def share_with_more(self) -> bool:
+        """Where its compute.yaml gives it more than its share of the machine is now, write that and end its ecompute.
+
+        True if so; its guests go on, and start_ecompute() starts it with the new share.
+        """
+        path = self.directory / 'compute.yaml'
+        before = path.read_text(encoding='utf-8')
+        after = with_less(before, self._share())
+        if after == before:
+            return False
+        write_durably(path, after, 0o644)
+        process = self.lab.running(f'{self.name} ecompute')
+        machine.end([process] if process else [], END_SECONDS)
+        return True
+
+    def _share(self) -> dict[str, int]:
+        return share(
             os.cpu_count() or 1,
             os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE') // MIB,
             shutil.disk_usage(self.lab.directory).free // GIB,
             self.lab.count,
         )
-        return COMPUTE_YAML.format(
-            etcd_host=etcd_host,
-            etcd_port=etcd_port,
-            placement=layout.placement,
-            own=self._certificate,
+
+    def _compute_yaml(self) -> str:
+        layout = self.lab.layout
+        text = COMPUTE_YAML.format(
+            backends=backends_yaml(str(layout.control), ETCD_PORT, layout.placement, f'{self._certificate}/'),
             compute=self.compute() or uuid.uuid4(),
             state=self.directory / 'state',
-            **part,
+            **self._share(),
         )
+        return text + QUEUES_YAML if self.name == QUEUES_HOST else text
 
 
 def _write_once(path: Path, text: str) -> None:
     if not path.exists():
-        _write(path, text)
-
-
-def _write(path: Path, text: str) -> None:
-    new = path.with_name(f'{path.name}.new')
-    new.write_text(text, encoding='utf-8')
-    new.rename(path)  # killed before this, the next up writes it; half a file would stay
+        write_durably(path, text, 0o644)
 
 
 def _public_keys() -> str:
-    """The keys of whoever called, through sudo or not, as lines of mdserver.conf."""
+    """A line of mdserver.conf with the first ssh key of the user who called elab, with sudo or without."""
     homes = [Path.home()]
     if caller := os.environ.get('SUDO_USER'):
         with contextlib.suppress(RuntimeError):  # no such user any more

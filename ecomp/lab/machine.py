@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ecomp.errors import EcompError, UsageError
+from ecomp.files import search_path
 
 # Every program the lab runs, and Debian's package of it.
 CONTROL_PROGRAMS = {'etcd': 'etcd-server', 'setpriv': 'util-linux'}
@@ -39,27 +40,22 @@ HOST_PROGRAMS = {
 
 @dataclass(frozen=True)
 class Process:
-    """A process: `what` it is for people, `started` its start in clock ticks since boot."""
+    """A process: `what` names it for people, `started` is when it started in clock ticks since the boot."""
 
     what: str
     pid: int
     started: int
 
 
-def search_path() -> str:
-    """PATH, and where Debian keeps root's programs: sudo's or a plain user's PATH may lack those."""
-    return os.pathsep.join((os.environ.get('PATH', os.defpath), '/usr/local/sbin', '/usr/sbin', '/sbin'))
-
-
 def python_path() -> str:
-    """PYTHONPATH by which a server in another directory finds what this process found, in a source tree too."""
+    """A PYTHONPATH with which a server in another directory imports the same ecomp and mdserver as this process."""
     specs = [importlib.util.find_spec(name) for name in ('ecomp', 'mdserver')]
     tops = [str(Path(spec.origin).parent.parent) for spec in specs if spec is not None and spec.origin]
     return os.pathsep.join([*dict.fromkeys(tops), *filter(None, [os.environ.get('PYTHONPATH')])])
 
 
 def started_at(pid: int) -> int | None:
-    """When a process started, in clock ticks since boot; None when it is gone or only waits to be reaped. proc(5)"""
+    """When a process started, in clock ticks since the boot; None if it has ended, reaped or not. proc(5)"""
     try:
         # The command in parentheses may hold anything; after the last ) come the fields from the third on.
         fields = Path(f'/proc/{pid}/stat').read_text(encoding='utf-8', errors='replace').rpartition(')')[2].split()
@@ -69,12 +65,15 @@ def started_at(pid: int) -> int | None:
 
 
 def alive(process: Process) -> bool:
-    """Whether it still runs: this very process, not another that was given its pid."""
+    """Whether the process still runs; another one with its pid does not count."""
     return started_at(process.pid) == process.started
 
 
 def end(processes: Iterable[Process], patience: float = 5.0) -> None:
-    """End them: SIGTERM, and after `patience` seconds SIGKILL. Those that are gone already are success. EcompError."""
+    """Send SIGTERM to each process that still runs, and SIGKILL after `patience` seconds.
+
+    EcompError names those that run 10 s later.
+    """
     left = [process for process in processes if alive(process)]
     for number, seconds in ((signal.SIGTERM, patience), (signal.SIGKILL, 10.0)):
         for process in left:
@@ -109,8 +108,11 @@ def start(what: str, command: Sequence[str], log: Path, cwd: Path, env: Mapping[
     return Process(what, child.pid, started)
 
 
-def run(command: Sequence[str], text: str | None = None, log: Path | None = None) -> str:
-    """Run a program to its end; its stdout. EcompError with its last line of stderr when it fails."""
+def run(command: Sequence[str], text: str | None = None) -> str:
+    """Run a program to its end with `text` on its stdin, None for nothing; what it wrote to stdout.
+
+    EcompError with the last line of its stderr when it fails.
+    """
     try:
         done = subprocess.run(
             command,
@@ -124,9 +126,6 @@ def run(command: Sequence[str], text: str | None = None, log: Path | None = None
         )
     except OSError as error:
         raise EcompError(f'{command[0]} cannot be run: {error}') from error
-    if log is not None and done.stderr:
-        with log.open('a', encoding='utf-8') as output:
-            output.write(done.stderr)
     if done.returncode:
         said = done.stderr.strip().splitlines() or ['no word why']
         raise EcompError(f'{" ".join(command[:8])} failed ({done.returncode}): {said[-1]}')
@@ -134,7 +133,7 @@ def run(command: Sequence[str], text: str | None = None, log: Path | None = None
 
 
 def wait_for(what: str, ready: Callable[[], bool], process: Process, log: Path, seconds: float) -> None:
-    """Ask until `ready()`; EcompError with the log's last line when the process ends or the time is up."""
+    """Call `ready` until it is true; EcompError with the log's last line if the process ends or `seconds` pass."""
     deadline = time.monotonic() + seconds
     while not ready():
         if not alive(process):
@@ -145,7 +144,7 @@ def wait_for(what: str, ready: Callable[[], bool], process: Process, log: Path, 
 
 
 def last_line(log: Path) -> str:
-    """The last line of a log that says something."""
+    """The last line of a log that is not empty."""
     with contextlib.suppress(FileNotFoundError):
         lines = [line for line in log.read_text(encoding='utf-8', errors='replace').splitlines() if line.strip()]
         if lines:
@@ -160,7 +159,7 @@ def require_root(command: str) -> None:
 
 
 def require(programs: Mapping[str, str], modules: Iterable[str] = ()) -> None:
-    """UsageError that names every Debian package and Python module that is missing, each with its command."""
+    """UsageError that names what is missing of `programs`, {program: Debian package}, and of Python `modules`."""
     absent = [program for program in programs if not shutil.which(program, path=search_path())]
     packages = sorted({programs[program] for program in absent})
     lacking = [module for module in modules if importlib.util.find_spec(module) is None]

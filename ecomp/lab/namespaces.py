@@ -33,7 +33,7 @@ ENTER = (
 
 
 def inside(layout: Layout, directory: Path, place: str) -> list[str]:
-    """What a command is prefixed with to run in a host (`directory` is the lab's) or in `control`."""
+    """The words before a command that have it run in a host or in `control`; `directory` is the lab's."""
     prefix = ['ip', 'netns', 'exec', layout.namespace(place)]
     if place == CONTROL:
         return prefix
@@ -41,11 +41,11 @@ def inside(layout: Layout, directory: Path, place: str) -> list[str]:
 
 
 def ensure_control(layout: Layout) -> None:
-    """The control namespace with the LAN's bridge, and the machine's link and route to it."""
+    """Make the control namespace with the LAN's bridge, and the machine's link and route to it, if missing."""
     _ensure_namespace(layout, CONTROL)
     space = layout.namespace(CONTROL)
     _ensure_bridge(layout, CONTROL, str(layout.control))
-    if not _exists(space, 'machine'):
+    if not has_interface(layout, CONTROL, 'machine'):
         _forget_link(layout)
         run(['ip', 'link', 'add', layout.link, 'type', 'veth', 'peer', 'name', 'machine', 'netns', space])
     run(['ip', '-n', space, 'link', 'set', 'machine', 'master', 'br0', 'up'])
@@ -55,14 +55,14 @@ def ensure_control(layout: Layout) -> None:
 
 
 def ensure_host(layout: Layout, host: str) -> bool:
-    """A host's namespace on the LAN, by a bridge of its own (for `bridge: br0`), and the way to its guests.
+    """Make a host's namespace, on the LAN by a bridge of its own (for `bridge: br0`), and the route to its guests.
 
-    True if there was none.
+    True if the namespace was missing.
     """
     made = _ensure_namespace(layout, host)
     space, control = layout.namespace(host), layout.namespace(CONTROL)
     _ensure_bridge(layout, host, str(layout.address(host)))
-    if not _exists(space, 'eth0'):
+    if not has_interface(layout, host, 'eth0'):
         run(['ip', '-n', control, 'link', 'add', host, 'type', 'veth', 'peer', 'name', 'eth0', 'netns', space])
     run(['ip', '-n', control, 'link', 'set', host, 'master', 'br0', 'up'])
     run(['ip', '-n', space, 'link', 'set', 'eth0', 'master', 'br0', 'up'])
@@ -74,7 +74,7 @@ def ensure_host(layout: Layout, host: str) -> bool:
 
 
 def exists(layout: Layout, place: str) -> bool:
-    """Whether the namespace is there and can be entered."""
+    """Whether the namespace of a host or of `control` is there and can be entered."""
     try:
         run(['ip', '-n', layout.namespace(place), 'link', 'show', 'lo'])
     except EcompError:
@@ -84,32 +84,31 @@ def exists(layout: Layout, place: str) -> bool:
 
 def has_interface(layout: Layout, place: str, name: str) -> bool:
     """Whether there is an interface of that name in a host or in `control`."""
-    return _exists(layout.namespace(place), name)
+    links = json.loads(run(['ip', '-n', layout.namespace(place), '-json', 'link', 'show']))
+    return any(each['ifname'] == name for each in links)
 
 
 def of_lab(name: str) -> list[str]:
-    """The namespaces there are that bear this lab's name, whether or not anybody remembers making them."""
+    """The namespaces on this machine whose names begin with this lab's, also those that lab.json does not have."""
     lines = run(['ip', 'netns', 'list']).splitlines()
     found = (line.split()[0] for line in lines if line.strip())
     return sorted(space for space in found if re.fullmatch(f'elab-{re.escape(name)}-({CONTROL}|hv[0-9]+)', space))
 
 
-def end_processes(spaces: list[str], recorded: list[Process]) -> int:
-    """End all that runs in these namespaces, and what was recorded; how many there were."""
-    ended = 0
+def end_processes(spaces: list[str], recorded: list[Process]) -> None:
+    """End every process in these namespaces, and each that was recorded and still runs. EcompError."""
     for _ in range(10):  # what is ended may just have started something
         found = {process.pid: process for process in recorded if started_at(process.pid) == process.started}
         for space in spaces:
             found |= {process.pid: process for process in _processes(space)}
         if not found:
-            return ended
-        ended += len(found)
+            return
         end(found.values(), patience=3.0)
     raise EcompError('processes in the lab are started faster than they can be ended')
 
 
 def remove(spaces: list[str], layout: Layout | None) -> None:
-    """Remove the namespaces and with them every interface in them; and the machine's link, with its route."""
+    """Remove these namespaces with the interfaces in them, and the link of `layout`, None for no link."""
     if layout is not None:
         _forget_link(layout)
     for space in spaces:
@@ -152,14 +151,10 @@ def _ensure_fence(layout: Layout, space: str) -> None:
 
 def _ensure_bridge(layout: Layout, place: str, address: str) -> None:
     space = layout.namespace(place)
-    if not _exists(space, 'br0'):
+    if not has_interface(layout, place, 'br0'):
         run(['ip', '-n', space, 'link', 'add', 'br0', 'address', layout.mac(place), 'type', 'bridge'])
     run(['ip', '-n', space, 'address', 'replace', f'{address}/24', 'dev', 'br0'])
     run(['ip', '-n', space, 'link', 'set', 'br0', 'up'])
-
-
-def _exists(space: str, link: str) -> bool:
-    return link in {each['ifname'] for each in json.loads(run(['ip', '-n', space, '-json', 'link', 'show']))}
 
 
 def _forget_link(layout: Layout) -> None:

@@ -11,21 +11,21 @@ from __future__ import annotations
 
 import re
 import xml.etree.ElementTree as ET
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from ipaddress import IPv4Address, IPv4Network
 
 from ecomp.errors import EcompError, UsageError
+from ecomp.model.network import METADATA_ADDRESS
 
-MOST_HOSTS = 64
+MOST_HOSTS = 64  # of one lab; more are refused
 CONTROL = 'control'
-METADATA_ADDRESS = '169.254.169.254'
 DNSMASQ = 'http://libvirt.org/schemas/network/dnsmasq/1.0'
 ETCD_PORT = 2379
 PLACEMENT_PORT = 8080
 
 FENCED = {'INPUT': 'elab-host', 'FORWARD': 'elab-lan'}
-"""The chains of a host that decide what its guests reach, by what comes to them: what virbr0 brings."""
+"""{chain of iptables: our chain} in a host: what virbr0 brings to the first is decided by the second."""
 
 # Far from what home routers, Docker (172.17/16) and libvirt (192.168.122/24) take; the others only if those are taken.
 SECOND_OCTETS = (*range(200, 255), *range(20, 200))
@@ -33,7 +33,7 @@ SECOND_OCTETS = (*range(200, 255), *range(20, 200))
 
 @dataclass(frozen=True)
 class Layout:
-    """Where everything of one lab is. `network` is its /16; hosts are named hv1, hv2 …"""
+    """The names and addresses of one lab. `network` is its /16; its hosts are hv1, hv2 …"""
 
     name: str
     network: IPv4Network
@@ -61,7 +61,7 @@ class Layout:
 
     @property
     def etcd(self) -> str:
-        """host:port."""
+        """Where etcd answers, as host:port."""
         return f'{self.control}:{ETCD_PORT}'
 
     @property
@@ -70,7 +70,7 @@ class Layout:
 
     @property
     def images(self) -> str:
-        """What a file in the lab's directory images/ is reached under; ends with a slash."""
+        """The URL of the lab's directory images/, with a slash at its end."""
         return f'http://{self.control}/'
 
     def address(self, host: str) -> IPv4Address:
@@ -78,7 +78,7 @@ class Layout:
         return self.lan[10 + host_number(host)]
 
     def guests(self, host: str) -> IPv4Network:
-        """The guests' own network on a host."""
+        """The network that libvirt's DHCP on a host gives its guests addresses of."""
         return self._subnet(host_number(host))
 
     def namespace(self, place: str) -> str:
@@ -86,7 +86,10 @@ class Layout:
         return f'elab-{self.name}-{place}'
 
     def mac(self, place: str) -> str:
-        """A bridge's own MAC: without one, it changes with every port, and neighbours remember the old one."""
+        """The MAC of the bridge br0 of a host or of `control`.
+
+        Without one of its own a bridge changes its MAC with every port, and neighbours remember the old one.
+        """
         return f'02:e1:ab:{self.number:02x}:00:{0 if place == CONTROL else host_number(place):02x}'
 
     def _subnet(self, third: int) -> IPv4Network:
@@ -94,12 +97,12 @@ class Layout:
 
 
 def host_names(count: int) -> list[str]:
-    """hv1 … hv<count>."""
+    """The names hv1 … hv<count>."""
     return [f'hv{number}' for number in range(1, count + 1)]
 
 
 def host_number(host: str) -> int:
-    """The i of hv<i>."""
+    """The i of the name hv<i>."""
     return int(host.removeprefix('hv'))
 
 
@@ -111,7 +114,10 @@ def check_name(name: str) -> str:
 
 
 def choose_network(taken: Iterable[IPv4Network]) -> IPv4Network:
-    """The first free 10.N.0.0/16. `taken`: what the machine routes or other labs have; a default route is not in it."""
+    """The first 10.N.0.0/16 that overlaps none of the `taken` ones: routes of this machine, and other labs' networks.
+
+    EcompError when all are taken.
+    """
     used = list(taken)
     for number in SECOND_OCTETS:
         network = IPv4Network(f'10.{number}.0.0/16')
@@ -122,12 +128,19 @@ def choose_network(taken: Iterable[IPv4Network]) -> IPv4Network:
 
 def routed_networks(routes: Iterable[dict[str, object]]) -> list[IPv4Network]:
     """The destinations in `ip -json -4 route show table all`, default routes left out."""
-    found = []
-    for route in routes:
-        destination = str(route.get('dst', 'default'))
-        if destination not in ('default', '0.0.0.0/0'):
-            found.append(IPv4Network(destination, strict=False))
-    return found
+    destinations = (str(route.get('dst', 'default')) for route in routes)
+    return [IPv4Network(each, strict=False) for each in destinations if each not in ('default', '0.0.0.0/0')]
+
+
+def backends_yaml(host: str, etcd_port: int, placement: str, own: str = '') -> str:
+    """The sections of a compute.yaml or schedule.yaml that reach etcd and placement by a certificate.
+
+    `placement` is its URL; `own` is the directory of the certificate with a slash at its end, '' for the file's own.
+    """
+    names = {'ca_cert': 'ca.crt', 'cert_cert': 'client.crt', 'cert_key': 'client.key'}
+    files = ''.join(f'  {key}: {own}{name}\n' for key, name in names.items())
+    etcd = f'etcd:\n  host: {host}\n  port: {etcd_port}\n{files}'
+    return f'{etcd}placement:\n  endpoint: {placement}\n{files}  token_file: {own}token\n'
 
 
 def network_xml(guests: IPv4Network, uuid: str) -> str:
@@ -153,10 +166,10 @@ def network_xml(guests: IPv4Network, uuid: str) -> str:
 
 
 def fence(layout: Layout) -> str:
-    """What guests behind virbr0 reach of a host and of the lab's LAN, for iptables-restore.
+    """The rules for guests behind virbr0, as iptables-restore takes them.
 
-    Of the host its DHCP and its metadata server; of the LAN (the machine, etcd, placement, hosts) the image server.
-    A guest may answer whoever asks it.
+    They reach DHCP and the metadata server of their host; of the LAN (the machine, etcd, placement, hosts) the image
+    server alone; and they may answer any machine.
     """
     let_pass = {
         'INPUT': ('-p udp --dport 67', '-p tcp --dport 80', '-p icmp'),
@@ -172,9 +185,21 @@ def fence(layout: Layout) -> str:
 
 
 def share(cores: int, memory_mb: int, disk_gb: int, hosts: int) -> dict[str, int]:
-    """One host's inventory: its part of the machine. Cores are shared out more than once: emulated guests are small."""
+    """One host's inventory: cores, MiB of memory and GiB of disk of this machine, divided by the number of `hosts`.
+
+    Never less than 4, 512 and 1, so several hosts may be given the same cores: emulated guests are small.
+    """
     return {
         'VCPU': max(4, cores // hosts),
         'MEMORY_MB': max(512, memory_mb // hosts),
         'DISK_GB': max(1, disk_gb // hosts),
     }
+
+
+def with_less(compute_yaml: str, part: Mapping[str, int]) -> str:
+    """The text of a compute.yaml, with each amount of its inventory that is above the host's `part` made that."""
+    return re.sub(
+        r'(?m)^(  )(\w+)(: )(\d{1,18})$',
+        lambda found: f'{found[1]}{found[2]}{found[3]}{min(int(found[4]), part.get(found[2], int(found[4])))}',
+        compute_yaml,
+    )

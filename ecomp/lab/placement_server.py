@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-CONNECTIONS = 2000
+CONNECTIONS = 2000  # at once; further clients wait
 NAMES = ('localhost', '127.0.0.1', '::1')
 
 Application = Callable[[dict[str, Any], Callable[..., Any]], Iterable[bytes]]
@@ -52,9 +52,9 @@ def main(argv: Sequence[str]) -> int:
 
 
 def application(*names: str, token_file: str | None = None) -> Application:
-    """Placement for those who ask by one of these names or addresses, and say the word in the file.
+    """Placement for clients that call it by one of these `names` or addresses and send the word in `token_file`.
 
-    Without names by any name; None: whatever they say.
+    Without names it may be called by any; None means that no word is needed.
     """
     # Imported here: placement reads its environment and makes its tables when this is imported.
     from placement.wsgi import api
@@ -65,7 +65,7 @@ def application(*names: str, token_file: str | None = None) -> Application:
 
 
 def named(application: Application, names: Collection[str]) -> Application:
-    """The application for those who ask by one of these names or addresses, or by none; 421 for the others.
+    """The application for requests whose Host is one of these names or addresses, or missing; 421 for the others.
 
     A page in somebody's browser can have a name of its own lead here, and is then of the same origin (DNS rebinding).
     """
@@ -81,10 +81,10 @@ def named(application: Application, names: Collection[str]) -> Application:
 
 
 def known(application: Application, token_file: Path) -> Application:
-    """The application for those who say the word in the file, read anew for each; 401 for the others.
+    """The application for requests that send the word in the file, read anew for each; 401 for the others.
 
-    To placement without authentication `admin` is the administrator, and what else begins with X- says who asks: so
-    nobody else's word for those gets through. https://docs.openstack.org/placement/latest/configuration/config.html
+    Placement without authentication takes the token `admin` for the administrator and other X- headers for who asks:
+    a client's own never reach it. https://docs.openstack.org/placement/latest/configuration/config.html
     """
 
     def asked(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
@@ -109,9 +109,9 @@ def _name(host: str) -> str | None:
 
 
 def check_schemas_once() -> None:
-    """Let jsonschema check each of placement's schemas at its first use alone, not at every request.
+    """Have jsonschema check each of placement's schemas at its first use alone, not at every request.
 
-    They are placement's own and never change; checking them anew is a third of the processor time of its answers.
+    The schemas never change, and checking them anew is a third of the processor time of placement's answers.
     https://python-jsonschema.readthedocs.io/en/stable/validate/#jsonschema.validate
     """
     from jsonschema.validators import validator_for

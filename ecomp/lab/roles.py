@@ -15,21 +15,22 @@ from pathlib import Path
 from ecomp.conf import load_compute, load_schedule
 from ecomp.errors import Conflict, Denied, UnknownOutcome, UsageError
 from ecomp.model import cluster, keys, roles
+from ecomp.model.cluster import holes
 from ecomp.model.record import timestamp
 from ecomp.model.text import printable
 from ecomp.store.client import Put, Snapshot, Unchanged
 from ecomp.store.roles import Accounts
-from ecomp.store.versions import holes
 
 COMPUTE, SCHEDULER, OPERATOR = roles.KINDS
 NAMED = 5
-"""Of records and of computes as many are named."""
+"""How many records, or computes, a message names at most; `…` stands for the others."""
 
 
 def enable(directory: Path, now: datetime, say: Callable[[str], None]) -> None:
-    """Have etcd hold every certificate to its role; `say` is told of each step.
+    """Have etcd let each certificate in `directory` write what its role may; `say` gets a line for each step.
 
-    UsageError for a directory that says too little, Conflict where computes of an earlier version run, EcompError.
+    UsageError where a compute's certificate has no uuid beside it, Conflict where computes of an earlier version run,
+    EcompError.
     """
     wanted = roles.wanted(_computes(directory), _named(directory, SCHEDULER), _named(directory, OPERATOR))
     with _operator(directory) as accounts:
@@ -69,12 +70,12 @@ def disable(directory: Path, say: Callable[[str], None]) -> None:
 
 
 def _named(directory: Path, kind: str) -> list[str]:
-    """The directories of a kind; their names are those in the certificates."""
+    """The names of the directories of a kind, `compute-` for one: they are also the certificates' common names."""
     return sorted(path.name for path in directory.glob(f'{kind}*') if (path / 'client.crt').exists())
 
 
 def _computes(directory: Path) -> dict[str, str]:
-    """Each compute's uuid by its user. UsageError if one says none, or another's."""
+    """The uuid of each compute by its user in etcd. UsageError for a compute.yaml without one, or with another's."""
     found: dict[str, str] = {}
     for name in _named(directory, COMPUTE):
         path = directory / name / 'compute.yaml'
@@ -93,7 +94,7 @@ def _computes(directory: Path) -> dict[str, str]:
 
 @contextmanager
 def _operator(directory: Path) -> Iterator[Accounts]:
-    """etcd, by the certificate of the first operator who may do everything there."""
+    """A connection to etcd with the certificate of the first operator whose role may do everything. UsageError."""
     paths = [directory / name / 'schedule.yaml' for name in _named(directory, OPERATOR)]
     configs = [load_schedule(path).etcd for path in paths]
     if not configs:
@@ -111,7 +112,7 @@ def _operator(directory: Path) -> Iterator[Accounts]:
 
 
 def _old_places(records: Snapshot) -> list[str]:
-    """The keys of records as they were before they lay below their compute's, of instances that live: on no lease."""
+    """The keys of records right below /instances/, where earlier versions wrote them, of instances that live."""
     return [
         key
         for key, entry in sorted(records.entries.items())
@@ -124,7 +125,7 @@ def _listed(words: list[str]) -> str:
 
 
 def _put_cluster(accounts: Accounts, now: datetime) -> bool:
-    """Say which etcd this is, if nobody has: whether it was we."""
+    """Write /cluster if it is missing; whether it was."""
     value = cluster.new(str(uuid.uuid4()), timestamp(now))
     while accounts.get(keys.CLUSTER) is None:
         try:

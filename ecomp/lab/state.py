@@ -16,6 +16,7 @@ from ipaddress import IPv4Network
 from pathlib import Path
 
 from ecomp.errors import EcompError, NotFound
+from ecomp.files import write_durably
 from ecomp.lab import machine
 from ecomp.lab.machine import Process
 from ecomp.lab.network import CONTROL, Layout, choose_network, host_names, routed_networks
@@ -27,7 +28,7 @@ OPERATOR = 'lab'
 
 @dataclass
 class Lab:
-    """One lab: where it is, how many hosts it has, and the processes started for it that were seen last."""
+    """One lab: its `directory`, how many hosts it has, and the process last started for each of its servers."""
 
     directory: Path
     layout: Layout
@@ -36,12 +37,12 @@ class Lab:
 
     @property
     def certs(self) -> Path:
-        """As `elab certs` makes it: of etcd, placement, each host's ecompute, and whoever runs eschedule here."""
+        """The directory `elab certs` makes: for etcd, placement, each host's ecompute and this machine's eschedule."""
         return self.directory / 'certs'
 
     @property
     def operator(self) -> Path:
-        """The certificate and the token of whoever runs eschedule here."""
+        """The directory with the certificate and the token of eschedule on this machine."""
         return self.certs / f'operator-{OPERATOR}'
 
     @property
@@ -53,12 +54,12 @@ class Lab:
         return [CONTROL, *self.hosts]
 
     def running(self, what: str) -> Process | None:
-        """The process started as `what`, if it still runs."""
+        """The process started as `what`; None if it has ended, or none was."""
         process = self.processes.get(what)
         return process if process is not None and machine.alive(process) else None
 
     def remember(self, what: str, process: Process) -> None:
-        """Write down that `what` is this process now."""
+        """Write down in lab.json that `what` is this process now."""
         self.processes[what] = process
         self.save()
 
@@ -80,21 +81,18 @@ class Lab:
             'boot': _boot(),
             'processes': {what: asdict(process) for what, process in self.processes.items()},
         }
-        new = self.directory / 'lab.json.new'
-        with new.open('w', encoding='utf-8') as output:
-            json.dump(data, output, indent=1)
-            output.flush()
-            os.fsync(output.fileno())
-        new.rename(self.directory / 'lab.json')
+        write_durably(self.directory / 'lab.json', json.dumps(data, indent=1), 0o644)
 
 
 def load(name: str, root: Path = ROOT) -> Lab:
-    """The lab of that name. NotFound if there is none."""
+    """The lab of that name. NotFound if there is none, EcompError if another version of elab made it."""
     directory = root / name
     try:
         data = json.loads((directory / 'lab.json').read_text(encoding='utf-8'))
     except FileNotFoundError as error:
-        raise NotFound(f'there is no lab {name!r}: elab up makes one') from error
+        there = [each.layout.name for each in all_labs(root)]
+        more = f' (there is {", ".join(there)})' if there else ''
+        raise NotFound(f'there is no lab {name!r}{more}: elab up --name {name} makes one') from error
     except PermissionError as error:
         raise EcompError(f'{directory}/lab.json: {error.strerror}') from error
     if data['version'] != VERSION:
@@ -108,23 +106,26 @@ def load(name: str, root: Path = ROOT) -> Lab:
     return Lab(directory, Layout(name, IPv4Network(data['network'])), data['hosts'], processes)
 
 
-def load_or_create(name: str, count: int | None, root: Path = ROOT) -> Lab:
-    """The lab of that name, with at least `count` hosts (3 if it is new); written down, nothing made yet."""
+def load_or_create(name: str, count: int | None) -> Lab:
+    """The lab of that name with at least `count` hosts, written to lab.json; nothing else of it is made.
+
+    None means as many hosts as it has, 3 for a new one.
+    """
     with contextlib.suppress(NotFound):
-        lab = load(name, root)
+        lab = load(name)
         lab.count = max(lab.count, count or 0)
         lab.save()
         return lab
-    with locked(root):  # two labs that choose at once must not choose the same
+    with locked(ROOT):  # two labs that choose at once must not choose the same
         routes = json.loads(machine.run(['ip', '-json', '-4', 'route', 'show', 'table', 'all']) or '[]')
-        taken = routed_networks(routes) + [lab.layout.network for lab in all_labs(root)]
-        lab = Lab(root / name, Layout(name, choose_network(taken)), count or 3)
+        taken = routed_networks(routes) + [lab.layout.network for lab in all_labs()]
+        lab = Lab(ROOT / name, Layout(name, choose_network(taken)), count or 3)
         lab.save()
     return lab
 
 
 def all_labs(root: Path = ROOT) -> list[Lab]:
-    """Every lab on this machine but those another elab made: one of them that is up is seen by its routes."""
+    """Every lab on this machine that load() can read; one of another version that is up is seen by its routes."""
     found = []
     for path in sorted(root.glob('*/lab.json')):
         with contextlib.suppress(EcompError):
@@ -134,9 +135,9 @@ def all_labs(root: Path = ROOT) -> list[Lab]:
 
 @contextlib.contextmanager
 def locked(directory: Path, busy: Callable[[], None] = lambda: None) -> Iterator[None]:
-    """Hold the lock on a directory, which is made if missing; `busy` is called once if somebody else has it.
+    """Hold the lock on a directory, made if missing; `busy` is called once if another process holds it.
 
-    The lock is let go with the process, however that ends.
+    The kernel lets the lock go with the process, however that ends.
     """
     while True:
         # Raised of a directory that is removed before mkdir looks at it; what is none cannot be opened as one.

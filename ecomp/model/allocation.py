@@ -15,17 +15,20 @@ from ecomp.model.json_object import is_text
 Resources = Mapping[str, int]
 Allocations = Mapping[str, Resources]
 
+MIB, GIB = 2**20, 2**30
+"""Bytes of one MEMORY_MB, and of one DISK_GB."""
+
 NEEDED = ('VCPU', 'MEMORY_MB', 'DISK_GB')
-"""What a guest cannot be made without."""
+"""The classes a guest cannot be made without."""
 
 LARGEST = 2**31 - 1
-"""placement's own limit of an amount (its schema's maximum)."""
+"""The largest amount of one class; above it placement refuses (its schema's maximum)."""
 
 MOST = LARGEST * LARGEST
-"""Of amounts together, whoever's: what is above is no sum of anything there is."""
+"""The largest sum of amounts; a larger number is taken for none, for no amounts there are have that sum."""
 
 SENTENCE = 500
-"""Characters of a difference at most: placement may name anything."""
+"""Characters of a difference; the rest is cut off, for placement may name anything."""
 
 _CLASS = re.compile('[A-Z0-9_]{1,255}')
 
@@ -52,7 +55,7 @@ def parse_allocations(value: Any) -> dict[str, dict[str, int]]:
 
 
 def to_wire(allocations: Allocations) -> dict[str, dict[str, dict[str, int]]]:
-    """{provider: {class: amount}} in placement's shape."""
+    """The allocations in placement's shape."""
     return {provider: {'resources': dict(resources)} for provider, resources in allocations.items()}
 
 
@@ -62,12 +65,12 @@ def is_amount(value: object, most: int = MOST) -> bool:
 
 
 def total(allocations: Allocations) -> dict[str, int]:
-    """What the consumer has in all: a shared provider may give the disk."""
+    """What the consumer has in all; several providers may give parts of it, a shared one the disk."""
     return summed(allocations.values())
 
 
 def summed(each: Iterable[Resources]) -> dict[str, int]:
-    """All of them together."""
+    """The sum of these amounts, by class."""
     found: dict[str, int] = {}
     for resources in each:
         for name, amount in resources.items():
@@ -99,5 +102,5 @@ def difference(asked: Allocations, held: Allocations) -> str | None:
 
 
 def words(resources: Resources) -> str:
-    """As a query writes them: VCPU:1,DISK_GB:1."""
+    """The amounts as a query has them: VCPU:1,DISK_GB:1."""
     return ','.join(f'{name}:{amount}' for name, amount in sorted(resources.items()))

@@ -9,17 +9,18 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from ecomp.model import keys
-from ecomp.model.allocation import Resources, difference, words
+from ecomp.model.allocation import Resources, difference, summed, words
 from ecomp.model.audit_sharing import groups, membership, quotas
 from ecomp.model.digest import Leftover
 from ecomp.model.findings import Finding
 from ecomp.model.instance import Invalid, Request
+from ecomp.model.inventory import capacity
 from ecomp.model.planes import Planes, World
 from ecomp.model.record import ACTIVE, ERROR, Record
 
 
 def audit(planes: Planes) -> list[Finding]:
-    """Every disagreement there is now, computes first."""
+    """Every disagreement between the planes, those about computes first."""
     world = World(planes)
     found = [*_computes(world), *_attempts(world), *_queues(world), *_names(world), *groups(world), *quotas(world)]
     for instance in world.instances():
@@ -41,10 +42,14 @@ def audit(planes: Planes) -> list[Finding]:
 
 
 def _computes(world: World) -> Iterator[Finding]:
+    known = {*world.alive, *world.planes.providers, *world.away()}
     for key, kept in world.planes.etcd.items():
         if key.startswith(keys.COMPUTES) and not kept.lease:
             compute = keys.last(key)
             yield Finding('presence-unleased', compute, f'{key} is on no lease: nobody is alive by it')
+        if key.startswith(keys.HOSTNAMES) and keys.last(key) not in known:
+            told = f'{key} is the name of a compute that neither placement nor a request or a living record speaks of'
+            yield Finding('hostname-orphaned', keys.last(key), told)
     for compute in sorted(world.alive):
         provider = world.planes.providers.get(compute)
         if provider is None:
@@ -56,14 +61,10 @@ def _computes(world: World) -> Iterator[Finding]:
             yield Finding('compute-mute', compute, f'etcd says compute {compute} lives, it gives no digest: {why}')
     for compute in sorted(world.computes & world.planes.providers.keys()):
         provider = world.planes.providers[compute]
-        used: dict[str, int] = {}
-        for resources in provider.held.values():
-            for name, amount in resources.items():
-                used[name] = used.get(name, 0) + amount
-        for name, amount in sorted(used.items()):
+        for name, amount in sorted(summed(provider.held.values()).items()):
             each = provider.inventory.get(name, {})
             # Not less `reserved`: a compute that was stopped has all its VCPU reserved, and its guests go on.
-            there = int(each.get('total', 0) * each.get('allocation_ratio', 1.0))
+            there = capacity(each.get('total', 0), each.get('allocation_ratio', 1.0))
             if amount > there:
                 yield Finding('capacity-exceeded', compute, f'{name}:{amount} is held of it, and it has {there}')
 
@@ -139,7 +140,7 @@ def _instance(world: World, instance: str) -> Iterator[Finding]:
         return
     for compute, wish in world.wishes.get(instance, {}).items():
         if isinstance(wish, Invalid):
-            said = f'{keys.host(compute, instance)} cannot be understood: {wish.reason}'
+            said = f'{keys.request(compute, instance)} cannot be understood: {wish.reason}'
             yield Finding('request-unreadable', instance, said, compute)
             return
     record = world.records.get(instance)
@@ -200,7 +201,7 @@ def _claim(world: World, record: Record, said: str) -> Iterator[Finding]:
 
 
 def _guest(world: World, record: Record, said: str) -> Iterator[Finding]:
-    """What the instance's own compute has of it."""
+    """Disagreements between a living instance's record and what its own compute has of it."""
     instance, compute = record.instance, record.compute
     digest = world.planes.digests.get(compute)
     if digest is None:
@@ -228,7 +229,7 @@ def _guest(world: World, record: Record, said: str) -> Iterator[Finding]:
 
 
 def _reserved(world: World, record: Record) -> Iterator[Finding]:
-    """The addresses its record expects against those reserved in its compute's networks."""
+    """Addresses that its record expects and that its compute's networks do not reserve."""
     instance, compute = record.instance, record.compute
     there = world.reserved.get(instance, {}).get(compute, {})
     for each in record.addresses:
@@ -267,7 +268,7 @@ def _unrecorded(world: World, instance: str) -> Iterator[Finding]:
 
 
 def _traces(world: World, instance: str, said: str) -> Iterator[Finding]:
-    """What must not be left of an instance that is not there, beside its guest."""
+    """The address and the claim left of an instance that has ended, or that no key names."""
     booted = world.kept(keys.booted(instance))
     if booted is not None:
         address = booted.value.decode(errors='replace')
@@ -280,7 +281,7 @@ def _traces(world: World, instance: str, said: str) -> Iterator[Finding]:
 
 
 def _elsewhere(world: World, instance: str, home: set[str]) -> Iterator[Finding]:
-    """What computes have of an instance that is not to be theirs."""
+    """What computes other than those in `home` have of the instance."""
     record = world.records.get(instance)
     if record is None:
         said = f'it is requested of compute {", ".join(sorted(home))}' if home else 'nothing asks for it'
@@ -305,7 +306,7 @@ def _elsewhere(world: World, instance: str, home: set[str]) -> Iterator[Finding]
             code = 'domain-running' if guest.running and record is not None and not home else 'domain-orphaned'
             does = 'runs' if guest.running else 'is defined'
             yield Finding(code, instance, f'its domain {does} on compute {compute}; {said}', compute)
-    for compute in sorted(world.isos.get(instance, ())):
+    for compute in sorted(world.seeds.get(instance, ())):
         # Where its disk is, that is found, and goes with the other.
         if compute not in home and compute not in world.guests.get(instance, {}):
             iso = f'its NoCloud disk is on compute {compute}; {said}'
@@ -314,15 +315,15 @@ def _elsewhere(world: World, instance: str, home: set[str]) -> Iterator[Finding]
         if compute not in home and compute not in domains:
             kept = f'compute {compute} keeps {", ".join(sorted(reserved.values()))} for it; {said}'
             yield Finding('reservation-orphaned', instance, kept, compute, Leftover('reservations', instance))
-    for compute, macs in sorted(world.seeds.get(instance, {}).items()):
+    for compute, macs in sorted(world.metadata.get(instance, {}).items()):
         if compute not in home and compute not in domains:
             for mac in sorted(macs):
-                seed = f'compute {compute} has metadata of {mac} for it; {said}'
-                yield Finding('seed-orphaned', instance, seed, compute, Leftover('seed', mac, instance))
+                kept = f'compute {compute} has metadata of {mac} for it; {said}'
+                yield Finding('seed-orphaned', instance, kept, compute, Leftover('seed', mac, instance))
 
 
 def _domains(world: World, instance: str) -> Mapping[str, bool]:
-    """The computes that have a domain of their own of this instance, and whether it runs."""
+    """{compute: whether it runs} of the computes with a domain of this instance that has their own mark."""
     return {
         compute: guest.running
         for compute, guest in world.guests.get(instance, {}).items()

@@ -12,11 +12,11 @@ from ecomp.model.planes import World
 from ecomp.model.quota import Quota, counted
 
 QUOTED = 3
-"""Instances that a finding names."""
+"""How many instances a finding names at most; it says how many more there are."""
 
 
 def groups(world: World) -> Iterator[Finding]:
-    """Keys that cannot be understood, rules that do not hold, and members who are not there (any more)."""
+    """Groups whose key cannot be read, whose rule is broken, or that have members that are no living instances."""
     for name, found in world.groups.items():
         if not isinstance(found, Group):
             yield Finding('group-unreadable', name, f'{keys.group(name)} cannot be understood: {found}')
@@ -36,7 +36,7 @@ def _is_there(world: World, instance: str) -> bool:
 
 
 def membership(world: World, instance: str) -> Iterator[Finding]:
-    """A living instance that is not in the group its request names."""
+    """Requests of a living instance whose group does not have it on their compute."""
     for compute, wish in world.wishes.get(instance, {}).items():
         if not isinstance(wish, Request) or wish.is_tombstone or wish.group is None:
             continue
@@ -54,7 +54,7 @@ def membership(world: World, instance: str) -> Iterator[Finding]:
 
 
 def quotas(world: World) -> Iterator[Finding]:
-    """What each project is said to have, against its requests, and against what placement counts for it."""
+    """Quotas that cannot be read, or that count other than the project's requests, or than placement, do."""
     for project, found in world.quotas.items():
         if not isinstance(found, Quota):
             yield Finding('quota-unreadable', project, f'{keys.quota(project)} cannot be understood: {found}')
@@ -81,7 +81,7 @@ def _requested(world: World, project: str) -> dict[str, int]:
 
 
 def _differs(one: Mapping[str, int], other: Mapping[str, int]) -> tuple[str, str] | None:
-    """The amounts in which they differ, of both, in words; None if they are the same."""
+    """The amounts that differ, in words, of the one and of the other; None if none does."""
     names = sorted(name for name in {*one, *other} if one.get(name, 0) != other.get(name, 0))
     if not names:
         return None

@@ -11,32 +11,21 @@ from typing import Any, NamedTuple
 
 from ecomp.model.allocation import LARGEST, Allocations, Resources, is_amount
 from ecomp.model.group import AFFINITY, Group
+from ecomp.model.inventory import Room, Rooms
 
 SPREAD, PACK, RANDOM, FIRST = 'spread', 'pack', 'random', 'first'
 WEIGHS = (SPREAD, PACK, RANDOM, FIRST)
-"""Ways to choose: the emptiest first, the fullest that it fits on first, any, or in placement's own order."""
-
+"""Ways to order candidates: the emptiest first, the fullest that has room first, by chance, or as placement does."""
 
 QUEUE = 'queue'
-"""No way to choose: a compute took it by itself."""
-
-
-class Room(NamedTuple):
-    """Of one class of a provider: what can be given in all, and what is given."""
-
-    capacity: int
-    used: int
-
-
-Rooms = Mapping[str, Mapping[str, Room]]
-"""{provider: {class: Room}}"""
+"""Written in place of a way where no order was made: a compute took the request from a queue."""
 
 
 @dataclass(frozen=True)
 class Offer:
-    """Placement's answer: who could give what was asked for, a possibility each, and what room those providers have.
+    """Placement's answer to a query: the candidates, and the room of the providers in them.
 
-    `asked`: when placement was asked, in seconds of this process's monotonic clock; nothing in it is newer.
+    `asked` is when placement was asked, in seconds of this process's monotonic clock: nothing in the answer is newer.
     """
 
     candidates: Sequence[Allocations]
@@ -45,7 +34,7 @@ class Offer:
 
 
 class Candidate(NamedTuple):
-    """One to try. `weight` is the larger the sooner; None where there is no reason to prefer any."""
+    """A candidate on one compute. The one with the largest `weight` is tried first; None: it was not weighed."""
 
     compute: str
     allocations: Allocations
@@ -53,7 +42,7 @@ class Candidate(NamedTuple):
 
 
 class Why(NamedTuple):
-    """Why an instance is where it is: how computes were weighed, this one's weight (as above), and of how many."""
+    """Why an instance is on its compute: how candidates were weighed, its own weight, and of how many it is."""
 
     weigh: str
     weight: float | None
@@ -61,7 +50,7 @@ class Why(NamedTuple):
 
 
 def why_from(data: Any) -> Why | None:
-    """What a request or a record says of it: {"weigh", "weight", "of"}. Nothing depends on it: None for all else."""
+    """The Why in a request or a record, {"weigh", "weight", "of"}; None for other data, as nothing depends on it."""
     if not isinstance(data, dict):
         return None
     weigh, weight, of = (data.get(name) for name in Why._fields)
@@ -75,7 +64,7 @@ def why_from(data: Any) -> Why | None:
 
 @dataclass(frozen=True)
 class Choice:
-    """The candidates to try, in order, and the providers passed over."""
+    """The candidates in the order they are tried, and the providers of those that are not."""
 
     tries: Sequence[Candidate]
     skipped: Sequence[str]
@@ -84,11 +73,11 @@ class Choice:
 def choose(
     offer: Offer, alive: Iterable[str], weigh: str, rng: random.Random, group: Group | None = None
 ) -> Choice:
-    """Candidates whose compute is alive, the heaviest first; of a group, those that it allows, the preferred first.
+    """The candidates whose compute is in `alive` and allowed by the group: those it prefers first, then the heaviest.
 
-    Equals are shuffled, for racing schedulers must not all want the same one. A candidate may name several providers
-    (shared storage); its compute is the one in `alive`. One without a living compute, or with two, is passed over:
-    nobody would hear the request.
+    Equal ones are shuffled, for racing schedulers must not all want the same one. A candidate may name several
+    providers (shared storage). One with no compute in `alive`, or with two, is left out: no compute would get the
+    request.
     """
     living = set(alive)
     tries: list[Candidate] = []
@@ -111,9 +100,9 @@ def choose(
 
 
 def share_left(asked: Resources, room: Mapping[str, Room]) -> float:
-    """What is left of a compute once that is taken from it, from 0 to 1: of the class that is scarcest then.
+    """The share from 0 to 1 that is free on a compute once it gives what is `asked`, of the class with least.
 
-    In hundredths: what differs by less is equal.
+    Rounded to hundredths, so that computes that differ by less are equal.
     """
     known = [(room[name], amount) for name, amount in asked.items() if name in room and room[name].capacity]
     shares = [1 - (each.used + amount) / each.capacity for each, amount in known]
@@ -123,10 +112,9 @@ def share_left(asked: Resources, room: Mapping[str, Room]) -> float:
 def distribute(
     tries: Sequence[Candidate], rooms: Rooms, count: int, weigh: str, rng: random.Random, group: Group | None = None
 ) -> list[Candidate]:
-    """The candidates that so many would take, one after the other.
+    """The candidates that `count` instances take one after the other, fewer where room or the group ends.
 
-    Fewer, if there is no room for all, or the group allows no more. `tries` is in choose()'s order. What `rooms` does
-    not know is no limit.
+    `tries` is in choose()'s order. A class or provider that `rooms` does not have is no limit.
     """
     if group is None or not group.strict or group.policy != AFFINITY or group.on:
         return _distribute(tries, rooms, count, weigh, rng, group)
@@ -176,7 +164,7 @@ def _distribute(
 
 
 def _take(allocations: Allocations, rooms: dict[str, dict[str, Room]]) -> bool:
-    """Take it from the rooms, if it fits."""
+    """Count the allocations as used in `rooms`; False, and nothing counted, if they do not fit."""
     wanted = [
         (room, name, amount)
         for provider, asked in allocations.items()

@@ -1,4 +1,4 @@
-"""Which etcd this is (rule 10): what a compute remembers of one, and what another one looks like. Pure.
+"""Which etcd this is (rule 10): what a compute remembers of one, what another one looks like, its holes. Pure.
 
 /cluster, written once by the first ecompute that finds none and remembers none, is JSON: {"version", "identity": uuid,
 "since": ISO time}. An etcd that was wiped has another one, or none. One restored from an older snapshot has the same:
@@ -8,6 +8,7 @@ does, with which a restored etcd begins anew, or etcd's own cluster id, if its m
 
 from __future__ import annotations
 
+import re
 from dataclasses import asdict, dataclass
 
 from ecomp.model import keys
@@ -15,10 +16,17 @@ from ecomp.model.json_object import dump, load_object
 
 VERSION = 1
 
+MENDED = {(3, 5): 33, (3, 6): 14, (3, 7): 1}
+"""The first release of each minor version without a hole that is known.
+
+https://etcd.io/docs/v3.6/op-guide/versioning/ says which releases are still mended; each release's advisories are at
+https://github.com/etcd-io/etcd/security/advisories.
+"""
+
 
 @dataclass(frozen=True)
 class Header:
-    """What etcd says of itself in every reply."""
+    """What etcd says in every reply: its cluster id, its revision and its raft term."""
 
     cluster: int
     revision: int
@@ -26,26 +34,26 @@ class Header:
 
 
 @dataclass(frozen=True)
-class Known:
-    """What is remembered of an etcd, the highest revision and term seen; all empty: nothing."""
+class KnownCluster:
+    """What is remembered of an etcd, with the highest revision and term seen; the defaults mean nothing."""
 
     identity: str = ''
     cluster: int = 0
     revision: int = 0
     term: int = 0
 
-    def with_header(self, header: Header) -> Known:
-        """What is remembered after one more reply."""
-        return Known(
+    def with_header(self, header: Header) -> KnownCluster:
+        """What is remembered after a reply with this header."""
+        return KnownCluster(
             self.identity, header.cluster, max(self.revision, header.revision), max(self.term, header.term)
         )
 
 
-def unfamiliar(known: Known, header: Header) -> str | None:
-    """Why the sender of a reply is not the etcd we knew, in words; None if it may be.
+def unfamiliar(known: KnownCluster, header: Header) -> str | None:
+    """Why a reply with this header is not from the etcd we knew, in words; None if it may be.
 
-    Sound for a linearizable reply to what was sent after `known` was seen: no member of a healthy cluster is behind
-    then. Anything else, such as a watch, may come from one that is.
+    Right for a linearizable reply to what was sent after `known` was seen: no member of a healthy cluster is behind
+    then. Any other, such as a watch's, may come from a member that is.
     """
     if known.cluster and header.cluster != known.cluster:
         return f'its cluster id is {header.cluster:x}, and {known.cluster:x} was known'
@@ -56,8 +64,8 @@ def unfamiliar(known: Known, header: Header) -> str | None:
     return None
 
 
-def unlike(known: Known, value: bytes | None) -> str | None:
-    """Why /cluster is not that of the etcd we knew, in words; None if it is."""
+def unlike(known: KnownCluster, value: bytes | None) -> str | None:
+    """Why `value`, that of /cluster or None, is not of the etcd we knew, in words; None if it is."""
     if value is None:
         return f'{keys.CLUSTER} is not there, and identity {known.identity} was known'
     try:
@@ -68,29 +76,43 @@ def unlike(known: Known, value: bytes | None) -> str | None:
 
 
 def new(identity: str, now: str) -> str:
-    """The value of /cluster."""
+    """The value of /cluster for this identity; `now` is an ISO time."""
     return dump({'version': VERSION, 'identity': identity, 'since': now})
 
 
 def identity(value: bytes) -> str:
-    """The identity in /cluster. ValueError for a value that has none."""
+    """The identity in a value of /cluster. ValueError if it has none."""
     found = load_object(value).get('identity')
     if not isinstance(found, str) or not keys.is_uuid(found):
         raise ValueError('it holds no identity')
     return found
 
 
-def to_json(known: Known) -> str:
-    """As the state directory keeps it."""
+def to_json(known: KnownCluster) -> str:
+    """The text in which the state directory keeps what is known."""
     return dump({'version': VERSION, **asdict(known)})
 
 
-def from_json(value: bytes) -> Known:
-    """What the state directory keeps. ValueError if it is none of it."""
+def from_json(value: bytes) -> KnownCluster:
+    """What is known, from to_json()'s text. ValueError for any other."""
     data = load_object(value)
-    wanted = {name: type(each) for name, each in {'version': VERSION, **asdict(Known())}.items()}
+    wanted = {name: type(each) for name, each in {'version': VERSION, **asdict(KnownCluster())}.items()}
     if {name: type(each) for name, each in data.items()} != wanted or data.pop('version') != VERSION:
         raise ValueError('not what an ecompute of this version remembers')
     if not keys.is_uuid(data['identity']):
         raise ValueError('it holds no identity')
-    return Known(**data)
+    return KnownCluster(**data)
+
+
+def holes(version: str) -> str | None:
+    """One line for the log about an etcd of this version (`3.4.23`); None: nothing is known of it."""
+    parts = re.match(r'(\d+)\.(\d+)\.(\d+)', version)
+    if parts is None:
+        return None
+    major, minor, patch = (int(each) for each in parts.groups())
+    cure = f'{", ".join(f"{m}.{n}.{least}" for (m, n), least in MENDED.items())} and newer have none that is known'
+    if (major, minor) < min(MENDED):
+        return f'etcd {version} is end-of-life, and its roles are no boundary: {cure}'
+    if patch < MENDED.get((major, minor), 0):
+        return f'etcd {version} has holes that are known: {cure}'
+    return None

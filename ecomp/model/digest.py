@@ -18,26 +18,31 @@ from ecomp.model.text import printable
 
 VERSION = 1
 PAGE_BYTES = 400 * 1024
-"""A page is no longer than this and one entry: etcd takes 1.5 MiB."""
+"""Bytes of a page after which the next one begins: one entry more must fit into the 1.5 MiB that etcd takes."""
 REASON = 500
-"""Characters of what a compute says that it cannot tell."""
+"""Characters of a compute's reason why it gives no digest; the rest is cut off."""
 
-_DICTS = ('without_base', 'seeds', 'isos', 'reservations', 'parts', 'open_dhcp', 'bad_bases')
+_DICTS = {
+    **{'without_base': 'without_base', 'metadata': 'seeds', 'seeds': 'isos'},
+    **{name: name for name in ('reservations', 'parts', 'open_dhcp', 'bad_bases')},
+}
+"""What is a dictionary of a digest: {field: its name in JSON}, where ecomp 1.0 called the metadata seeds."""
 
 
 @dataclass(frozen=True)
 class Digest:
-    """`guests` carry our mark; `without_base` are those whose base volume is gone, with its path; `seeds` is {mac:
-    instance}; `isos` are the instances that have a NoCloud disk; `reservations` is what DHCP keeps, {mac: 'instance
-    address'}; `parts` are files nobody is writing, by name, each with a mark that changes if it is written again;
-    `open_dhcp` are the networks whose DHCP answers any MAC, `bad_bases` base volumes that are not what they were, by
-    their SHA-256.
+    """What one compute has. `guests` are the domains and disks with our mark, by instance.
+
+    `without_base` is {instance: path of its missing base volume}; `metadata` {MAC: instance} of the metadata server's
+    files; `seeds` the instances with a NoCloud disk; `reservations` {MAC: 'instance address'} of DHCP. `parts` is {file
+    that no process writes: a mark that changes if it is written again}; `open_dhcp` the networks whose DHCP answers any
+    MAC; `bad_bases` the SHA-256s of base volumes whose content has changed.
     """
 
     guests: Mapping[str, Guest] = field(default_factory=dict)
     without_base: Mapping[str, str] = field(default_factory=dict)
+    metadata: Mapping[str, str] = field(default_factory=dict)
     seeds: Mapping[str, str] = field(default_factory=dict)
-    isos: Mapping[str, str] = field(default_factory=dict)
     reservations: Mapping[str, str] = field(default_factory=dict)
     parts: Mapping[str, str] = field(default_factory=dict)
     open_dhcp: Mapping[str, str] = field(default_factory=dict)
@@ -46,10 +51,10 @@ class Digest:
 
 @dataclass(frozen=True)
 class Leftover:
-    """What a compute is asked to remove: a 'disk', an 'iso' or the 'reservations' (an instance's), a 'seed' (of a MAC)
-    or a 'part' (of a name).
+    """What a compute is asked to remove.
 
-    `mark` is what the digest said of it: the seed's instance, the part's mark.
+    `kind` is an instance's 'disk', its NoCloud disk ('iso') or its 'reservations', the metadata of a MAC ('seed'), or a
+    'part'. `mark` is what the digest said of metadata or a part: the instance, the mark; what differs since is kept.
     """
 
     kind: str
@@ -58,12 +63,12 @@ class Leftover:
 
 
 def to_pages(digest: Digest) -> list[str]:
-    """The digest as values for etcd, page 0 first."""
+    """The digest as values of its keys, page 0 first."""
     pages: list[dict[str, Any]] = []
     size = PAGE_BYTES
     for name, key, value, length in _entries(digest):
         if size + length > PAGE_BYTES:
-            pages.append({'version': VERSION, 'guests': [], **{each: {} for each in _DICTS}})
+            pages.append({'version': VERSION, 'guests': [], **{each: {} for each in _DICTS.values()}})
             size = 0
         size += length
         if name == 'guests':
@@ -76,12 +81,12 @@ def to_pages(digest: Digest) -> list[str]:
 
 
 def failed(reason: str) -> str:
-    """Page 0 of a compute that cannot say what is there, and why."""
+    """The value of page 0 of a compute that gives no digest, for this reason."""
     return dump({'version': VERSION, 'pages': 1, 'error': reason})
 
 
 def from_pages(values: Sequence[bytes]) -> Digest:
-    """The digest in its pages, page 0 first. ValueError for anything but all of them, or with the compute's reason."""
+    """The digest in these values, page 0 first. ValueError for a missing or wrong page, or for a compute's reason."""
     pages = [load_object(each) for each in values]
     if not pages:
         raise ValueError('no page is there')
@@ -93,19 +98,22 @@ def from_pages(values: Sequence[bytes]) -> Digest:
         raise ValueError(f'{len(pages)} of its {printable(str(pages[0].get("pages")), 20)} pages are there')
     try:
         guests = [_guest(**each) for page in pages for each in page.get('guests', [])]
-        merged = {name: {k: _text(v) for page in pages for k, v in page.get(name, {}).items()} for name in _DICTS}
+        merged = {
+            name: {key: _text(value) for page in pages for key, value in page.get(each, {}).items()}
+            for name, each in _DICTS.items()
+        }
         return Digest({each.instance: each for each in guests}, **merged)
     except (TypeError, AttributeError) as error:
         raise ValueError(f'not a digest: {printable(str(error))[:REASON]}') from error
 
 
 def clearance_to_json(leftovers: Sequence[Leftover]) -> str:
-    """What one compute is asked to remove, for /audit/<audit>/<compute>."""
+    """The value of /audit/<audit>/<compute>: what that compute is asked to remove."""
     return dump({'version': VERSION, 'leftovers': [vars(each) for each in leftovers]})
 
 
 def clearance_from_json(value: bytes) -> list[Leftover]:
-    """What is asked to be removed. ValueError if it cannot be understood."""
+    """The leftovers in such a value. ValueError if it cannot be understood."""
     data = load_object(value)
     _check_version(data, 'clearance')
     try:
@@ -115,7 +123,7 @@ def clearance_from_json(value: bytes) -> list[Leftover]:
 
 
 def cleared_from_json(value: bytes) -> list[str]:
-    """What a compute says that it removed, a line each. ValueError if it says no such thing."""
+    """The lines in which a compute says what it removed. ValueError for a value without them."""
     lines = load(value)
     if not isinstance(lines, list) or not all(isinstance(each, str) for each in lines):
         raise ValueError('it does not say what it removed')
@@ -129,14 +137,14 @@ def _check_version(data: Mapping[str, Any], what: str) -> None:
 
 
 def _guest(instance: Any, compute: Any, defined: Any, running: Any, disk: Any) -> Guest:
-    """TypeError for what is none."""
+    """The Guest in these values. TypeError if one of them is of another type."""
     if not all(isinstance(each, bool) for each in (defined, running, disk)):
         raise TypeError('whether a guest is defined, runs and has a disk is true or false')
     return Guest(_text(instance), None if compute is None else _text(compute), defined, running, disk)
 
 
 def _text(value: Any) -> str:
-    """TypeError for anything but text."""
+    """The value, which is text. TypeError if it is not."""
     if not isinstance(value, str):
         raise TypeError(f'expected text, not {type(value).__name__}')
     return value
@@ -146,6 +154,6 @@ def _entries(digest: Digest) -> Iterator[tuple[str, str, Any, int]]:
     for guest in digest.guests.values():
         said = {name: getattr(guest, name) for name in ('instance', 'compute', 'defined', 'running', 'disk')}
         yield 'guests', '', said, len(dump(said)) + 2
-    for name in _DICTS:
+    for name, each in _DICTS.items():
         for key, value in getattr(digest, name).items():
-            yield name, key, value, len(dump({key: value})) + 2
+            yield each, key, value, len(dump({key: value})) + 2

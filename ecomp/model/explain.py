@@ -7,44 +7,16 @@ be from min_unit to max_unit, and a multiple of step_size.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from ecomp.model.allocation import LARGEST, NEEDED, Resources
+from ecomp.model.allocation import NEEDED, Resources, summed
 from ecomp.model.group import Group
+from ecomp.model.inventory import Inventory
 from ecomp.model.query import Amount, Constraint, Has, HasNot
 from ecomp.model.status import DISABLED
 
-
-@dataclass(frozen=True)
-class Inventory:
-    """One class of a provider, and how much of it is used."""
-
-    total: int
-    reserved: int = 0
-    allocation_ratio: float = 1.0
-    min_unit: int = 1
-    max_unit: int = LARGEST
-    step_size: int = 1
-    used: int = 0
-
-    @property
-    def capacity(self) -> int:
-        """What can be given in all."""
-        return int((self.total - self.reserved) * self.allocation_ratio)
-
-    @property
-    def free(self) -> int:
-        """What can still be given."""
-        return max(self.capacity - self.used, 0)
-
-    def nearest(self, amount: int, room: int) -> int | None:
-        """The amount nearest to this one that may be asked for if there is so much room; None if none may."""
-        least, most = self.min_unit, min(self.max_unit, room)
-        below = min(amount, most) // self.step_size * self.step_size
-        above = -(-max(amount, least) // self.step_size) * self.step_size
-        possible = [each for each in (below, above) if max(least, 1) <= each <= most]
-        return min(possible, key=lambda each: abs(each - amount), default=None)
+ORDINALS = ('first', 'second', 'third')
 
 
 @dataclass(frozen=True)
@@ -60,26 +32,22 @@ class Provider:
     @property
     def is_closed(self) -> bool:
         """True if all its VCPU is reserved: its ecompute stopped in good order."""
-        have = self.inventories.get('VCPU')
-        return have is not None and have.reserved >= have.total
+        return 'VCPU' in self.inventories and self.inventories['VCPU'].is_shut
 
     def less(self, given: Iterable[Resources]) -> Provider:
-        """The provider, with this given away, too."""
-        now = dict(self.inventories)
-        for resources in given:
-            for name, amount in resources.items():
-                if name in now:
-                    now[name] = replace(now[name], used=now[name].used + amount)
+        """The provider with these amounts used as well."""
+        more = summed(given)
+        now = {name: replace(each, used=each.used + more.get(name, 0)) for name, each in self.inventories.items()}
         return replace(self, inventories=now)
 
     def what(self, key: str) -> Collection[str]:
-        """What it has of that which a parameter of a query is about."""
+        """The provider's aggregates, tree or traits, as the parameter `key` of a query is about."""
         return {'member_of': self.aggregates, 'in_tree': (self.uuid,)}.get(key, self.traits)
 
 
 @dataclass(frozen=True)
-class In:
-    """In this group: ours, not placement's, and so no part of a query."""
+class GroupConstraint:
+    """The constraint to be in this group; placement knows nothing of it, so it is no part of a query."""
 
     group: str
 
@@ -89,51 +57,56 @@ class In:
 
 @dataclass(frozen=True)
 class Cure:
-    """What makes one constraint hold: `instead` in its place (None: without it), and to free so much first."""
+    """What makes a constraint hold: to ask for `instead` (None: to drop it), once `freed` of its class is free."""
 
-    constraint: Constraint | In
+    constraint: Constraint | GroupConstraint
     instead: Constraint | None
     freed: int = 0
 
 
 @dataclass(frozen=True)
-class Failure:
-    """A constraint that does not hold; `shortage` is from 0 (all but fulfilled) to 1; `cure` None: there is none."""
+class UnmetConstraint:
+    """A constraint that fails; `shortage` is from 0, almost met, to 1; `cure` None means that nothing helps."""
 
-    constraint: Constraint | In
+    constraint: Constraint | GroupConstraint
     why: str
     shortage: float
     cure: Cure | None
 
     @property
     def is_disabled(self) -> bool:
-        """True if it is that the provider is disabled, which no change of the query helps."""
+        """True if it fails because the provider is disabled, which no change of the query helps."""
         return _is_enabled(self.constraint)
 
 
 @dataclass(frozen=True)
 class Miss:
-    """A provider with every constraint that does not hold there; none: it can give what is asked for."""
+    """A provider and the constraints that fail on it; without any it can give what is asked for."""
 
     provider: str
-    failures: tuple[Failure, ...]
+    failures: tuple[UnmetConstraint, ...]
 
     @property
     def fits(self) -> bool:
-        """True if placement would name it."""
+        """True if placement would name the provider as a candidate."""
         return not self.failures
 
     @property
+    def is_disabled(self) -> bool:
+        """True if the provider is disabled, and lacks nothing else."""
+        return bool(self.failures) and all(each.is_disabled for each in self.failures)
+
+    @property
     def cures(self) -> tuple[Cure, ...] | None:
-        """What would have to be changed, all of it; None if no change helps."""
+        """The cures of all failures; None if one has no cure."""
         found = tuple(each.cure for each in self.failures if each.cure is not None)
         return found if len(found) == len(self.failures) else None
 
 
 def unexplained(query: Iterable[Constraint], provider: Provider, sharing: Iterable[Provider]) -> str | None:
-    """Why a provider is beyond these rules, as the end of a sentence; None if it is not.
+    """Why these rules do not cover a provider, as the end of a sentence; None if they do.
 
-    `sharing` are those with the trait MISC_SHARES_VIA_AGGREGATE.
+    `sharing` are the providers with the trait MISC_SHARES_VIA_AGGREGATE.
     """
     if not provider.alone:
         return 'its resource providers are nested'
@@ -148,7 +121,7 @@ def unexplained(query: Iterable[Constraint], provider: Provider, sharing: Iterab
 
 
 def miss(query: Sequence[Constraint], provider: Provider) -> Miss:
-    """Every constraint that fails on a provider which unexplained() has nothing against."""
+    """The constraints of a query that fail on a provider, for which unexplained() is None."""
     # A guest cannot be made without these: the class that is left out is never the last one.
     may_drop = any(isinstance(each, Amount) and each.name in NEEDED for each in query)
     found = (_failure(each, provider, may_drop) for each in query)
@@ -156,36 +129,50 @@ def miss(query: Sequence[Constraint], provider: Provider) -> Miss:
     return Miss(provider.uuid, tuple(sorted(failures, key=lambda each: not each.is_disabled)))
 
 
-def apart(found: Miss, group: Group | None) -> Miss:
-    """The same, with what the group of the instance says of this provider."""
-    why = None if group is None else group.excludes(found.provider)
-    if group is None or why is None:
+def apart(
+    found: Miss, group: Group | None, taken: Sequence[str] = (), called: Callable[[str], str] = str
+) -> Miss:
+    """The miss with a failure added if the instance's group excludes this provider; None means no group.
+
+    `taken` are the computes that the others of its set take, in order: with these its group has members, too. `called`
+    says what a compute is called.
+    """
+    if group is None:
         return found
-    constraint = In(group.name)
-    return Miss(found.provider, (*found.failures, Failure(constraint, why, 1.0, Cure(constraint, None))))
+    why = group.excludes(found.provider, called)
+    if why is None and taken:
+        others = group.with_members({str(number): compute for number, compute in enumerate(taken)})
+        if others.excludes(found.provider) is not None:
+            number = taken.index(found.provider) if found.provider in taken else 0
+            which = ORDINALS[number] if number < len(ORDINALS) else f'no. {number + 1}'
+            why = f"the set's {which} takes {called(taken[number])} (group {group.name}, {group.rule})"
+    if why is None:
+        return found
+    constraint = GroupConstraint(group.name)
+    return Miss(found.provider, (*found.failures, UnmetConstraint(constraint, why, 1.0, Cure(constraint, None))))
 
 
 def nearest(misses: Iterable[Miss]) -> list[Miss]:
-    """Those with the fewest failing constraints first, and of these the ones that fall short by least."""
+    """The misses sorted by how many constraints fail, then by how much they fall short, the least first."""
     return sorted(misses, key=lambda each: (len(each.failures), sum(failure.shortage for failure in each.failures)))
 
 
 def smallest(misses: Iterable[Miss]) -> Miss | None:
-    """The one that the smallest change makes fit: one of the query alone before one that has to free something."""
+    """The miss that the smallest change cures: one that changes the query alone before one that must free something."""
     curable = [each for each in nearest(misses) if each.cures]
     by_query = (each for each in curable if not any(cure.freed for cure in each.cures or ()))
     return next(by_query, next(iter(curable), None))
 
 
 def changed(query: Iterable[Constraint], cures: Iterable[Cure]) -> tuple[Constraint, ...]:
-    """The query with these changes made."""
-    instead: dict[Constraint | In, Constraint | None] = {each.constraint: each.instead for each in cures}
+    """The query with the constraints that have a cure replaced, or dropped, by it."""
+    instead: dict[Constraint | GroupConstraint, Constraint | None] = {each.constraint: each.instead for each in cures}
     now = (instead.get(each, each) for each in query)
     return tuple(each for each in now if each is not None)
 
 
 def in_words(cures: Sequence[Cure], host: str) -> str:
-    """What is to be done, in one sentence: free 1 VCPU on hv2, ask for DISK_GB:10, without required=CUSTOM_FAST."""
+    """The cures as one instruction: free 1 VCPU on hv2, ask for DISK_GB:10, without required=CUSTOM_FAST."""
     freed = [f'{each.freed} {_name(each.constraint)}' for each in cures if each.freed]
     asked = [str(each.instead) for each in cures if each.instead not in (None, each.constraint)]
     without = [_name(each.constraint) for each in cures if each.instead is None]
@@ -199,11 +186,13 @@ def in_words(cures: Sequence[Cure], host: str) -> str:
     return ', '.join(parts)
 
 
-def _name(constraint: Constraint | In) -> str:
+def _name(constraint: Constraint | GroupConstraint) -> str:
+    if isinstance(constraint, Has) and constraint.typed:
+        return constraint.typed
     return constraint.name if isinstance(constraint, Amount) else str(constraint)
 
 
-def _failure(constraint: Constraint, provider: Provider, may_drop: bool) -> Failure | None:
+def _failure(constraint: Constraint, provider: Provider, may_drop: bool) -> UnmetConstraint | None:
     if isinstance(constraint, Amount):
         return _short(constraint, provider.inventories.get(constraint.name), may_drop)
     there = provider.what(constraint.key)
@@ -215,11 +204,11 @@ def _failure(constraint: Constraint, provider: Provider, may_drop: bool) -> Fail
         return None
     # Asked without it, a query is sent with it all the same.
     cure = None if _is_enabled(constraint) else Cure(constraint, None)
-    return Failure(constraint, _lack(constraint), 1.0, cure)
+    return UnmetConstraint(constraint, _lack(constraint), 1.0, cure)
 
 
-def _is_enabled(constraint: Constraint | In) -> bool:
-    """Whether it is what a disabled compute fails."""
+def _is_enabled(constraint: Constraint | GroupConstraint) -> bool:
+    """Whether it is the constraint that fails on a disabled compute."""
     return isinstance(constraint, HasNot) and constraint.name == DISABLED
 
 
@@ -237,11 +226,11 @@ def _lack(constraint: Has | HasNot) -> str:
     return f'lacks each of {names}' if several else f'lacks {names}'
 
 
-def _short(asked: Amount, have: Inventory | None, may_drop: bool) -> Failure | None:
+def _short(asked: Amount, have: Inventory | None, may_drop: bool) -> UnmetConstraint | None:
     name, amount = asked.name, asked.amount
     without = Cure(asked, None) if may_drop and name not in NEEDED else None
     if have is None:
-        return Failure(asked, f'has no {name}', 1.0, without)
+        return UnmetConstraint(asked, f'has no {name}', 1.0, without)
     why = []
     if have.used + amount > have.capacity:
         there = f'free {have.free} of {have.capacity}'
@@ -258,7 +247,7 @@ def _short(asked: Amount, have: Inventory | None, may_drop: bool) -> Failure | N
         return None
     possible = have.nearest(amount, have.free)
     shortage = 1.0 if possible is None else min(abs(amount - possible) / amount, 1.0)
-    return Failure(asked, '; '.join(why), shortage, _cure(asked, have, possible, without))
+    return UnmetConstraint(asked, '; '.join(why), shortage, _cure(asked, have, possible, without))
 
 
 def _cure(asked: Amount, have: Inventory, possible: int | None, without: Cure | None) -> Cure | None:

@@ -13,12 +13,16 @@ from ecomp.model.digest import Leftover
 
 
 class Code(NamedTuple):
-    """One code: what it means; what `audit --fix` does about it, '' for nothing; else how a person mends it."""
+    """One code: what it means; what `audit --fix` does about it, '' for nothing; how a person mends it otherwise."""
 
     meaning: str
     fix: str = ''
     how: str = ''
 
+
+WRONG_KEY = 'delete the wrong one: etcdctl del'
+UNREADABLE = 'if no newer ecomp wrote it, delete the key: etcdctl del'
+UNREADABLE_REQUEST = 'eschedule destroy <instance>; of what is no uuid: etcdctl del'
 
 CODES = {
     # placement
@@ -40,31 +44,20 @@ CODES = {
         'an instance holds on two computes', how='correct it with its generation: PUT /allocations/<instance>'
     ),
     # etcd
-    'request-doubled': Code('an instance is requested of two computes', how='delete the wrong one: etcdctl del'),
-    'request-misplaced': Code(
-        'an instance is requested of one compute and recorded by another', how='delete the wrong one: etcdctl del'
-    ),
+    'request-doubled': Code('an instance is requested of two computes', how=WRONG_KEY),
+    'request-misplaced': Code('an instance is requested of one compute and recorded by another', how=WRONG_KEY),
     'request-missing': Code('an instance lives without a request', how='eschedule destroy <instance> removes it whole'),
     'request-ended': Code('a request of an instance that has ended', fix='deletes the request'),
-    'request-unreadable': Code(
-        'a request that cannot be understood', how='eschedule destroy <instance>; of what is no uuid: etcdctl del'
-    ),
-    'queued-unreadable': Code(
-        'a waiting request that cannot be understood',
-        how='eschedule destroy <instance>; of what is no uuid: etcdctl del',
-    ),
+    'request-unreadable': Code('a request that cannot be understood', how=UNREADABLE_REQUEST),
+    'queued-unreadable': Code('a waiting request that cannot be understood', how=UNREADABLE_REQUEST),
     'queued-flavorless': Code(
         'a request waits for a flavor that is not there',
         how='eschedule flavor set it again, or eschedule destroy <instance>',
     ),
-    'queued-doubled': Code(
-        'a request waits that was delivered already',
-        fix='takes it out of the queue',
-        how='delete the wrong one: etcdctl del',
-    ),
+    'queued-doubled': Code('a request waits that was delivered already', 'takes it out of the queue', WRONG_KEY),
     'taker-unleased': Code('a compute is taking a request for ever', how='if it is not, delete the key: etcdctl del'),
     'record-missing': Code('an instance runs and has no record', how='restart its ecompute, which writes it again'),
-    'record-doubled': Code('another compute has a record of it, too', how='delete the wrong one: etcdctl del'),
+    'record-doubled': Code('another compute has a record of it, too', how=WRONG_KEY),
     'record-unreadable': Code('a record that cannot be understood', how='delete it, and restart its ecompute'),
     'record-unleased': Code('the record of what has ended will stay for ever', fix='puts it on a lease'),
     'record-leased': Code(
@@ -72,28 +65,23 @@ CODES = {
     ),
     'booted-orphaned': Code('an address of no living instance', fix='deletes it'),
     'booted-differs': Code('an address other than the recorded one', how='put the right one: etcdctl put'),
-    'name-orphaned': Code(
-        'a name of no living instance', fix='deletes it', how='if no newer ecomp wrote it, delete the key: etcdctl del'
-    ),
+    'name-orphaned': Code('a name of no living instance', fix='deletes it', how=UNREADABLE),
     'name-missing': Code(
         'a living instance does not have its name',
         fix='gives it back',
         how='another one has it: destroy one of the two, or let both be and say the uuid of this one',
     ),
-    'group-unreadable': Code(
-        'a group that cannot be understood', how='if no newer ecomp wrote it, delete the key: etcdctl del'
-    ),
+    'group-unreadable': Code('a group that cannot be understood', how=UNREADABLE),
     'group-broken': Code('the rule of a strict group does not hold', how='destroy what is not to be there'),
     'group-orphaned': Code('a member of a group that is no living instance', fix='takes it out'),
     'group-missing': Code('a living instance is not in its group', fix='puts it in, where it is'),
-    'quota-unreadable': Code(
-        'a quota that cannot be understood', how='if no newer ecomp wrote it, delete the key: etcdctl del'
-    ),
+    'quota-unreadable': Code('a quota that cannot be understood', how=UNREADABLE),
     'quota-differs': Code('a quota counts other than is requested', fix='counts anew'),
     'usage-differs': Code(
         "a quota counts other than placement does for its project", how='whose claim it is: openstack allocation show'
     ),
     'attempt-unleased': Code('somebody is at a request for ever', how='if nobody is, delete the key: etcdctl del'),
+    'hostname-orphaned': Code('the host name of a compute that is not there', fix='deletes it'),
     'presence-unleased': Code('a compute says it is alive, and on no lease', how='delete the key: etcdctl del'),
     # computes
     'compute-mute': Code('a living compute gives no digest', how="see its ecompute's log; restart it"),
@@ -144,9 +132,10 @@ CODES = {
 
 
 class Finding(NamedTuple):
-    """One disagreement, of an instance, a compute or a name. `sentence` says plane against plane; `compute` is where.
+    """One disagreement about `subject`, an instance, a compute or a name; `sentence` says which plane says what.
 
-    `leftover` is what --fix has removed there, `mendable` whether it does what the code's `fix` says.
+    `compute` is the compute it is on, '' for none; `leftover` is what --fix has that compute remove, None for nothing.
+    `mendable` False means that --fix leaves this one, whatever its code says.
     """
 
     code: str
@@ -158,12 +147,12 @@ class Finding(NamedTuple):
 
     @property
     def fix(self) -> str:
-        """What --fix does about it, '' for nothing."""
+        """What `audit --fix` does about it, '' for nothing."""
         return CODES[self.code].fix if self.mendable else ''
 
     @property
     def how(self) -> str:
-        """What a person does about it, '' where --fix does it."""
+        """How a person mends it, '' where `audit --fix` does."""
         return '' if self.fix else CODES[self.code].how
 
     def to_dict(self) -> dict[str, Any]:
@@ -172,13 +161,13 @@ class Finding(NamedTuple):
 
 
 Revisions = Mapping[str, Mapping[str, int]]
-"""Of each subject, the keys that are about it with their revisions."""
+"""{subject: {key about it: etcd's revision}}."""
 
 
 def confirmed(first: Iterable[Finding], second: Iterable[Finding], revisions: Sequence[Revisions]) -> list[Finding]:
-    """What both looks found, word for word, about which no key was written from the first of `revisions` to the last.
+    """The findings that both looks have, word for word, and about whose subject no key changed in any of `revisions`.
 
-    What is in work is written about: what two planes said of it at different moments is no disagreement.
+    What is in work changes keys: what two planes say of it at different moments is no disagreement.
     """
     again = set(second)
     return [

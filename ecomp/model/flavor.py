@@ -1,6 +1,7 @@
 """A flavor: what is asked of placement, by a name. Pure.
 
 Written as a placement query with resources and traits alone: 'resources=VCPU:1,MEMORY_MB:256&required=T,!FORBIDDEN'.
+The key /flavors/<flavor> holds JSON: {"version", "name", "resources": {class: amount}, "required", "forbidden"}.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ VERSION = 1
 
 @dataclass(frozen=True)
 class Flavor:
-    """So much of each class, on a compute that has all of the `required` traits and none of the `forbidden` ones."""
+    """Amounts of classes, on a compute that has all of the `required` traits and none of the `forbidden` ones."""
 
     name: str
     resources: Resources
@@ -33,7 +34,7 @@ class Flavor:
 
     @cached_property
     def query(self) -> str:
-        """The query that asks for it."""
+        """The placement query that asks for the flavor."""
         return on_top(self, '')
 
 
@@ -66,9 +67,9 @@ def parse_flavor(name: str, text: str) -> Flavor:
 
 
 def on_top(flavor: Flavor, query: str) -> str:
-    """The flavor's query with another one on top: its amounts count in place of the flavor's, all else is added.
+    """The flavor's query with `query` added, whose amounts replace the flavor's of the same class.
 
-    ValueError if its resources are not CLASS:AMOUNT.
+    ValueError if resources of `query` are not CLASS:AMOUNT.
     """
     amounts = {name: str(amount) for name, amount in flavor.resources.items()}
     rest = []

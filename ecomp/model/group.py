@@ -8,7 +8,7 @@ says; with its last one it is gone.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -22,11 +22,11 @@ VERSION = 1
 AFFINITY, ANTI_AFFINITY = 'affinity', 'anti-affinity'
 POLICIES = (AFFINITY, ANTI_AFFINITY)
 LARGEST = 1000
-"""Members a group may have: its key is rewritten with each, and a set of 1.4 MB in the same transaction is to fit."""
+"""Members of a group; one more is refused. Its key is rewritten with each, beside a set of up to 1.4 MB."""
 
 
 class Membership(NamedTuple):
-    """What a request says of its group: None where it says nothing."""
+    """What a request says of its group. `policy` or `strict` None: it does not say, and takes the group as it is."""
 
     name: str
     policy: str | None = None
@@ -35,7 +35,7 @@ class Membership(NamedTuple):
 
 @dataclass(frozen=True)
 class Group:
-    """A group, and on which compute each of its members is ('' for one that waits)."""
+    """A group; `members` is {instance: its compute, '' while it waits in a queue}."""
 
     name: str
     policy: str
@@ -44,7 +44,7 @@ class Group:
 
     @property
     def membership(self) -> Membership:
-        """What a member's request says of it."""
+        """The Membership that a member's request has."""
         return Membership(self.name, self.policy, self.strict)
 
     @property
@@ -54,43 +54,46 @@ class Group:
 
     @cached_property
     def on(self) -> Counter[str]:
-        """How many members there are on each compute."""
+        """{compute: how many members are on it}."""
         return Counter(compute for compute in self.members.values() if compute)
 
     def with_members(self, members: Mapping[str, str]) -> Group:
-        """The group with these, too, or with these elsewhere."""
+        """The group with these members, too; those it has already are moved to the compute named."""
         return replace(self, members={**self.members, **members})
 
     def without(self, *instances: str) -> Group:
-        """The group without these; as it is, if none of them is a member."""
+        """The group without these members."""
         return replace(self, members={name: each for name, each in self.members.items() if name not in instances})
 
     def admits(self, compute: str, on: Mapping[str, int]) -> bool:
-        """Whether a further member may be on a compute, with so many on each."""
+        """Whether one more member may be on the compute; `on` is how many are on each compute already."""
         if not self.strict or not compute or not any(on.values()):
             return True
         return bool(on.get(compute)) == (self.policy == AFFINITY)
 
-    def excludes(self, compute: str) -> str | None:
-        """Why no further member may be on a compute, as the end of a sentence; None if one may."""
+    def excludes(self, compute: str, called: Callable[[str], str] = str) -> str | None:
+        """Why no other member may be placed on a compute, as the end of a sentence; None if one may.
+
+        `called` says what a compute is called.
+        """
         on = self.on
         if self.admits(compute, on):
             return None
         if self.policy == ANTI_AFFINITY:
             return f'group {self.name} has a member there ({self.rule})'
-        return f'group {self.name} is on {", ".join(sorted(on))} ({self.rule})'
+        return f'group {self.name} is on {", ".join(sorted(map(called, on)))} ({self.rule})'
 
     @property
     def sign(self) -> int:
-        """1 where members are drawn to each other, -1 where they are driven apart."""
+        """1 for affinity, -1 for anti-affinity."""
         return 1 if self.policy == AFFINITY else -1
 
     def preference(self, compute: str) -> int:
-        """The larger, the sooner a further member is to be there."""
+        """How much the group prefers this compute for its next member: the largest number first."""
         return self.sign * self.on[compute]
 
     def broken(self) -> list[str]:
-        """What of a strict rule does not hold, a line each: computes with several, or several computes."""
+        """A line for each breach of a strict rule: members on several computes, or several members on one."""
         on = self.on
         if not self.strict:
             return []
@@ -106,7 +109,10 @@ def check_group_name(name: str) -> str:
 
 
 def settle(there: Group | None, wanted: Membership) -> Group:
-    """The group that is meant. Errors: UsageError (nobody has said what it is), Conflict (it is another)."""
+    """The group `there`, or a new one if None, as the request wants it.
+
+    UsageError if a new one has no policy; Conflict if the request says other than the group is.
+    """
     name = wanted.name
     if there is None:
         if wanted.policy is None:
@@ -118,7 +124,7 @@ def settle(there: Group | None, wanted: Membership) -> Group:
 
 
 def allowed(group: Group, places: Mapping[str, str]) -> list[str]:
-    """Which of these instances, in their order, may be members where they are: {instance: compute}."""
+    """The instances of `places`, {instance: compute}, that may be members there, if they come in this order."""
     found: list[str] = []
     now = group.without(*places)
     for instance, compute in places.items():

@@ -14,17 +14,18 @@ NO_SPACE = 'it is paused, for its disk cannot be written: is the file system ful
 
 
 class Address(NamedTuple):
-    """An IPv4 address a guest has, and what says so.
+    """An IPv4 address a guest has, and what says so: `lease` (libvirt's DHCP), `arp` (the host's table) or `agent`.
 
-    That is `lease` (libvirt's DHCP), `arp` (the host's neighbour table) or `agent` (the guest itself).
+    `since` is the ISO time at which a lease was given, or given again; '' where that is not known.
     """
 
     address: str
     source: str
+    since: str = ''
 
 
-class Reserved(NamedTuple):
-    """An IPv4 address that is kept for an interface of an instance."""
+class ReservedAddress(NamedTuple):
+    """An IPv4 address that a network's DHCP reserves for an interface of an instance."""
 
     instance: str
     address: str
@@ -41,12 +42,12 @@ class BaseImage:
 
 @dataclass(frozen=True)
 class GuestSpec:
-    """All a hypervisor needs to make one guest. Memory in MiB, disk in GiB.
+    """All a hypervisor needs to make one guest. Memory is in MiB, disk in GiB.
 
-    `disk_gb` None means the image's own size (`resize: False`). `networks` has an interface each, in order, at most
-    MOST_INTERFACES; `reserved` has the IPv4 address kept for each, or None, or ends before. `virt_type` is libvirt's
-    domain type, `kvm` or `qemu`. `seed` is what a NoCloud disk tells it, by the names of its files; None where it asks
-    the network.
+    `disk_gb` None means the image's own size (`resize: False`). The guest has an interface on each of `networks`, at
+    most MOST_INTERFACES; `reserved` has their IPv4 addresses in the same order, None or nothing where none is reserved.
+    `virt_type` is libvirt's domain type, `kvm` or `qemu`. `seed` has the files of its NoCloud disk, {name: content};
+    None means that it has no such disk and asks the metadata server.
     """
 
     instance: str
@@ -62,13 +63,13 @@ class GuestSpec:
 
     @property
     def macs(self) -> tuple[str, ...]:
-        """The interfaces' MAC addresses, in order."""
+        """The MAC addresses of the interfaces, in the order of `networks`."""
         return tuple(mac_address(self.instance, number) for number in range(len(self.networks)))
 
 
 @dataclass(frozen=True)
 class Guest:
-    """What is present on this host of one instance that carries our mark.
+    """What a host has of one instance: a domain with our mark, its disk, or both.
 
     `compute` is the provider uuid in the domain's mark, None when only a disk is there. `trouble` is what libvirt says
     is wrong with its QEMU (crashed, or paused for want of disk), in plain words; '' if nothing is.
@@ -89,5 +90,5 @@ def mac_address(instance: str, number: int) -> str:
 
 
 def all_macs(instance: str) -> tuple[str, ...]:
-    """Every MAC an interface of the instance can have, whatever the networks were when it was made."""
+    """Every MAC an interface of the instance can have, for as many networks as it can be on."""
     return tuple(mac_address(instance, number) for number in range(MOST_INTERFACES))

@@ -16,31 +16,31 @@ from typing import Self
 from ecomp.model.json_object import dump, load_object
 
 USER_DATA_LIMIT = 256 * 1024
-"""Bytes of user-data. It rides in the request, as base64."""
+"""Bytes of user-data; more is refused. A request holds it as base64."""
 KEYS_LIMIT = 32 * 1024
-"""Bytes of all of an instance's ssh keys."""
+"""Bytes of all ssh keys of an instance; more are refused."""
 
 GZIP = b'\x1f\x8b'
 KNOWN = (b'#cloud-', b'#!', b'#include', b'#part-handler', b'## template:', GZIP)
-"""How user-data begins that cloud-init takes; or there is a MIME header near its beginning."""
+"""How user-data begins that cloud-init takes; it also takes what has a MIME header near its beginning."""
 
 
 @dataclass(frozen=True)
 class SharedUserData:
-    """User-data that the requests of a set refer to by its hash, for it is in etcd once."""
+    """User-data of a set: its SHA-256, which the set's requests hold, and the value of the key that holds it once."""
 
     sha256: str
     text: str
 
     @classmethod
     def of(cls, data: bytes) -> Self:
-        """That of this user-data. `text` is the value of its key."""
+        """The SharedUserData of these bytes."""
         encoded = binascii.b2a_base64(data, newline=False).decode()
         return cls(hashlib.sha256(data).hexdigest(), dump({'version': 1, 'user_data': encoded}))
 
 
 def shared_user_data(value: bytes, sha256: str) -> bytes:
-    """The user-data in the value of such a key. ValueError if it is not what has this hash."""
+    """The user-data in the value of a set's key. ValueError if its SHA-256 is another."""
     try:
         data = binascii.a2b_base64(load_object(value)['user_data'], strict_mode=True)
     except (ValueError, KeyError, TypeError) as error:
@@ -53,7 +53,7 @@ def shared_user_data(value: bytes, sha256: str) -> bytes:
 
 
 def check_user_data(data: bytes) -> bytes:
-    """The user-data as it is; ValueError if it cannot be any. Its size is its reader's to look at."""
+    """The user-data as it is; ValueError if cloud-init cannot read it. The size is not checked."""
     if not data:
         raise ValueError('is empty')
     if data.startswith(GZIP):
@@ -69,14 +69,14 @@ def check_user_data(data: bytes) -> bytes:
 
 
 def looks_unknown(data: bytes) -> bool:
-    """True for user-data that cloud-init would pass over: it has none of the first lines it knows."""
+    """True for user-data that cloud-init would ignore: it begins with none of KNOWN and has no MIME header."""
     return not data.startswith(KNOWN) and b'mime-version:' not in data[:4096].lower()
 
 
 def public_keys(data: bytes) -> tuple[str, ...]:
-    """The keys in a file of OpenSSH public keys, a line each. ValueError, with the line, for anything else in it.
+    """The keys in a file of OpenSSH public keys, a line each, without empty lines and comments.
 
-    Empty lines and comments are passed over.
+    ValueError, with the line, for any other line.
     """
     try:
         lines = data.decode().splitlines()
@@ -86,7 +86,7 @@ def public_keys(data: bytes) -> tuple[str, ...]:
     for number, line in enumerate(lines, 1):
         if line.strip() and not line.lstrip().startswith('#'):
             try:
-                found.append(_public_key(line.split()))
+                found.append(public_key(line.split()))
             except ValueError as error:
                 raise ValueError(f'line {number}: {error}') from error
     if not found:
@@ -94,7 +94,8 @@ def public_keys(data: bytes) -> tuple[str, ...]:
     return tuple(dict.fromkeys(found))
 
 
-def _public_key(fields: list[str]) -> str:
+def public_key(fields: list[str]) -> str:
+    """The OpenSSH public key that these words of a line are: type, base64, comment. ValueError if they are none."""
     key = ' '.join(fields)
     if 'PRIVATE KEY' in key or key.startswith('PuTTY-User-Key-File'):
         raise ValueError('is a private key: name the public one, whose file ends in .pub')

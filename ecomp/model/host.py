@@ -6,92 +6,80 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from ecomp.model import keys, status
+from ecomp.model.computes import NOBODY, Computes, Living
 from ecomp.model.instance import Invalid, Request
+from ecomp.model.inventory import Room
 from ecomp.model.record import ACTIVE, BUILDING, DESTROYING, GONE, SCHEDULED, STOPPED, Record
 
 UP, DISABLED, CLOSED, SILENT, ORPHANED = 'up', 'disabled', 'closed', 'silent', 'orphaned'
 
 LIVING = (SCHEDULED, BUILDING, ACTIVE, STOPPED)
-"""States of an instance that is there, or on its way, and that nobody asked to destroy."""
+"""States of an instance that has not ended and that nobody asked to destroy."""
 
 QUOTED = 3
-"""How many instances a refusal names."""
-
-
-@dataclass(frozen=True)
-class Share:
-    """One class of a provider. `capacity` is what can be given in all: (total - reserved) * allocation_ratio.
-
-    `shut`: all of it is reserved, so what is used says nothing about too much having been given.
-    """
-
-    capacity: int
-    used: int
-    shut: bool = False
-
-    @property
-    def free(self) -> int:
-        """What can still be given."""
-        return max(self.capacity - self.used, 0)
-
-    @property
-    def over(self) -> int:
-        """How much more is given than there is: the inventory became smaller after it was claimed."""
-        return 0 if self.shut else max(self.used - self.capacity, 0)
+"""How many instances a refusal names at most; it says how many more there are."""
 
 
 @dataclass(frozen=True)
 class InPlacement:
-    """A resource provider of placement's. `traits` are those that say that it is disabled."""
+    """A resource provider. `traits` are those of its traits that say that it is disabled."""
 
     uuid: str
     name: str
-    shares: Mapping[str, Share] = field(default_factory=dict)
+    shares: Mapping[str, Room] = field(default_factory=dict)
     traits: frozenset[str] = frozenset()
 
     @property
     def is_ours(self) -> bool:
-        """True for what an ecompute registers: named by its uuid, and with VCPU (or nothing at all yet).
+        """True for a provider named by its uuid that has VCPU, or no inventory yet, as an ecompute registers it.
 
-        A placement may be shared: nova names its computes by host name, and a storage pool has no VCPU. Those are
-        not ours to show or to remove.
+        Others are not ours to show or remove: nova names its computes by host name, a storage pool has no VCPU.
         """
         return self.name == self.uuid and (not self.shares or 'VCPU' in self.shares)
 
 
 @dataclass(frozen=True)
 class InEtcd:
-    """What etcd says: who is alive, with its host name; the requests by compute and instance; records by instance.
+    """What etcd says: who lives and what each is called, requests by compute and instance, records by instance.
 
-    `unreadable` are the instances whose record cannot be read. Names that are no uuid are no instances: they are in
-    `junk`, by compute.
+    `unreadable` are the instances whose record cannot be read; `junk` has, by compute, the names of requests that are
+    no uuids.
     """
 
-    alive: Mapping[str, str | None] = field(default_factory=dict)
+    computes: Computes = NOBODY
     requests: Mapping[str, Mapping[str, Request | Invalid]] = field(default_factory=dict)
     records: Mapping[str, Record] = field(default_factory=dict)
     unreadable: Collection[str] = ()
     junk: Mapping[str, Collection[str]] = field(default_factory=dict)
 
+    @property
+    def alive(self) -> Collection[str]:
+        """The computes that are alive."""
+        return self.computes.living
+
 
 @dataclass(frozen=True)
 class Host:
-    """One line of `eschedule hosts`. `disabled`: nothing is placed there until an operator enables it, up or not."""
+    """One line of `eschedule hosts`. `disabled` means that nothing is placed there until an operator enables it.
+
+    `said` is what it says of itself while it is alive.
+    """
 
     compute: str
     hostname: str | None
     state: str
     instances: int
-    resources: Mapping[str, Share]
+    resources: Mapping[str, Room]
     disabled: bool = False
+    said: Living = Living()
 
 
 @dataclass(frozen=True)
 class Leftovers:
-    """What is left of a compute that nothing lives on.
+    """What is left of a compute on which no instance lives.
 
-    `ended`: instances whose destroy was accepted; `stray`: names of requests that nobody would carry out (their
-    instance is gone or another compute's, or they name none); `orphans`: consumers nobody stands behind.
+    `ended` are the instances whose destroy was accepted; `stray` the names of requests that no compute would carry out,
+    for their instance is gone, another compute's or none; `orphans` the consumers without request or record.
     """
 
     ended: tuple[str, ...] = ()
@@ -100,7 +88,7 @@ class Leftovers:
 
 
 def hosts(etcd: InEtcd, providers: Mapping[str, InPlacement]) -> list[Host]:
-    """Every compute that either plane knows, by host name and uuid; those without a name last."""
+    """Every compute that etcd or placement knows, sorted by host name and uuid; those without a name are last."""
     known = {*etcd.alive, *etcd.requests, *etcd.junk}
     known |= {record.compute for record in etcd.records.values() if record.state in LIVING}
     known |= {provider.uuid for provider in providers.values() if provider.is_ours}
@@ -109,7 +97,7 @@ def hosts(etcd: InEtcd, providers: Mapping[str, InPlacement]) -> list[Host]:
 
 
 def living(compute: str, etcd: InEtcd) -> set[str]:
-    """The instances that live on a compute, or are on their way there."""
+    """The instances that live on a compute, or are requested of it."""
     requests = etcd.requests.get(compute, {})
     wanted = {
         name
@@ -123,7 +111,7 @@ def living(compute: str, etcd: InEtcd) -> set[str]:
 
 
 def there(compute: str, etcd: InEtcd) -> set[str]:
-    """The instances that live on a compute, and those it has not destroyed yet."""
+    """The instances that live on a compute, and those it is destroying."""
     left = leftovers(compute, etcd, ())
     return living(compute, etcd) | set(left.ended)
 
@@ -131,11 +119,11 @@ def there(compute: str, etcd: InEtcd) -> set[str]:
 def refusal(compute: str, etcd: InEtcd, held: Collection[str], at_it: Collection[str]) -> str | None:
     """Why a compute must not be forgotten, in one sentence; None if it may be.
 
-    `held` are the consumers placement counts there; `at_it` the instances living eschedules are at.
+    `held` are the consumers with allocations there; `at_it` the instances that an eschedule is at work on now.
     """
     if compute in etcd.alive:
-        where = f' on {etcd.alive[compute]}' if etcd.alive[compute] else ''
-        return f'it is alive{where}: stop its ecompute first'
+        host = etcd.computes.host(compute)
+        return f'it is alive{f" on {host}" if host else ""}: stop its ecompute first'
     there = sorted(living(compute, etcd))
     if there:
         return f'{_some(there)} still there: destroy what is not wanted any more, then forget the host'
@@ -148,12 +136,12 @@ def refusal(compute: str, etcd: InEtcd, held: Collection[str], at_it: Collection
     for name in sorted(held):
         others = [other for other in _homes(name, etcd) if other != compute]
         if others:
-            return f'instance {name} of compute {others[0]} holds a part of it: destroy it first'
+            return f'instance {name} of compute {etcd.computes.called(others[0])} holds a part of it: destroy it first'
     return None
 
 
 def leftovers(compute: str, etcd: InEtcd, held: Collection[str]) -> Leftovers:
-    """What is to be removed with a compute that refusal() has nothing against."""
+    """What is to be removed with a compute for which refusal() is None; `held` as there."""
     requests = etcd.requests.get(compute, {})
     stray = {name for name in requests if _is_stray(compute, etcd.records.get(name))}
     # A record only says destroying once a tombstone was there.
@@ -182,7 +170,8 @@ def _host(compute: str, etcd: InEtcd, provider: InPlacement | None) -> Host:
         state = SILENT
     else:
         state = ORPHANED
-    return Host(compute, etcd.alive.get(compute), state, len(living(compute, etcd)), shares, disabled)
+    there, said = len(living(compute, etcd)), etcd.computes.living.get(compute, Living())
+    return Host(compute, etcd.computes.host(compute), state, there, shares, disabled, said)
 
 
 def _is_tombstone(wish: Request | Invalid) -> bool:
@@ -190,7 +179,7 @@ def _is_tombstone(wish: Request | Invalid) -> bool:
 
 
 def _is_stray(compute: str, record: Record | None) -> bool:
-    """True for a request whose compute would drop it as it is."""
+    """True for a request that its compute would drop: its instance is gone, or another compute's by its record."""
     return record is not None and (record.compute != compute or record.state == GONE)
 
 

@@ -48,7 +48,7 @@ def check_image(url: str) -> str:
 
 
 def check_source(text: str) -> str:
-    """A host's name, in small letters, or a network in CIDR, where images may come from; else ValueError."""
+    """An entry of `image_sources:` as it is compared: a host's name in small letters, or a network. ValueError."""
     from ipaddress import ip_network  # for those who list some
 
     try:
@@ -60,14 +60,14 @@ def check_source(text: str) -> str:
 
 
 def pinned(url: str) -> tuple[str, str | None]:
-    """A checked URL without its fragment, and the SHA-256 its content must have; None if it says nothing of that."""
+    """A checked URL without its fragment, and the SHA-256 in that, which the content must have; None without one."""
     bare, _, fragment = url.partition('#')
     found = PIN.fullmatch(fragment)
     return bare, found[1].lower() if found else None
 
 
 def sum_of(sums: str, url: str) -> str | None:
-    """What a SHA256SUMS (as sha256sum writes it, or the BSDs do) says of the file the URL ends in; None if nothing."""
+    """The SHA-256 that `sums`, as sha256sum or the BSDs write it, has for the last name in `url`; None for none."""
     name = unquote(urlsplit(url).path).rpartition('/')[2]
     for line in sums.splitlines():
         if found := GNU_SUM.fullmatch(line.strip()):

@@ -40,14 +40,14 @@ EMBEDDING = tuple(map(IPv6Network, ('::/96', '::ffff:0:0/96', '::ffff:0:0:0/96',
 
 @dataclass(frozen=True)
 class ImageSources:
-    """What `image_sources:` lists, and then is all that is allowed: host names, in small letters, and networks."""
+    """The hosts that `image_sources:` allows, all others being refused: names in small letters, and networks."""
 
     names: tuple[str, ...]
     networks: tuple[Network, ...]
 
 
 def image_sources(said: Sequence[str]) -> ImageSources:
-    """Of what check_source() let through."""
+    """The ImageSources of texts that check_source() accepted."""
     networks: list[Network] = []
     names: list[str] = []
     for each in said:
@@ -59,7 +59,7 @@ def image_sources(said: Sequence[str]) -> ImageSources:
 
 
 def all_of(address: Address) -> Iterator[Address]:
-    """The address, and the IPv4 addresses it stands for."""
+    """The address and, of an IPv6 address, the IPv4 addresses that are embedded in it."""
     yield address
     if isinstance(address, IPv6Address):
         if int(address) > 1 and any(address in network for network in EMBEDDING):
@@ -71,7 +71,10 @@ def all_of(address: Address) -> Iterator[Address]:
 
 
 def why_not_name(host: str, sources: ImageSources | None) -> str | None:
-    """Why nothing is fetched from this host, by its name alone; None if nothing is against it."""
+    """Why no image is fetched from a host of this name, whatever its address; None if one may be.
+
+    `sources` None means that no configuration lists any.
+    """
     name = host.lower().rstrip('.')
     if sources is not None and name not in sources.names:
         return 'not in the `image_sources:` of this compute'
@@ -79,9 +82,9 @@ def why_not_name(host: str, sources: ImageSources | None) -> str | None:
 
 
 def why_not(host: str, address: Address, sources: ImageSources | None) -> str | None:
-    """Why nothing is fetched from this address, which is one of this host's; None if nothing is against it.
+    """Why no image is fetched from this address of this host; None if one may be.
 
-    A listed network opens loopback only where it is of loopback alone, and nothing else that is refused to everybody:
+    A listed network allows loopback addresses only if it lies within loopback, and no other address in REFUSED:
     0.0.0.0/0 is meant for the addresses of others.
     """
     listed = sources.networks if sources is not None else ()
@@ -100,5 +103,5 @@ def _opens(listed: Network, loopback: Network, address: Address) -> bool:
 
 
 def without_zone(text: str) -> Address:
-    """An address as getaddrinfo writes it. ValueError."""
+    """The address in getaddrinfo's text, without its zone. ValueError."""
     return ip_address(text.partition('%')[0])

@@ -1,20 +1,15 @@
 """A request: what the key /hosts/<compute>/<instance> holds, parsed once at the edge.
 
-JSON, as in 2019: allocations, instance, image, user_id, project_id, consumer_generation; since then also
-"version", "query" (the placement query it came from), "stages" ({"requested": ISO time, …}), where they were given
-"name", "ssh_keys" (a list of OpenSSH public keys) and "user_data" (base64: it may be gzip) or, of a set,
-"user_data_sha256" (it is at the key /user-data/<sha256>) and "count", "group" ({"name", "policy", "strict"}), "why"
-({"weigh", "weight", "of"}), and "power" (see ecomp.model.power; only once it was asked for). A tombstone is the same
-with allocations {} and image null: the instance is to be destroyed; "resources" ({class: amount}) is then what it was
-allocated.
+JSON, as in 2019: allocations, instance, image, user_id, project_id, consumer_generation; since then also "version",
+the other fields of an order (ecomp.model.order), "why" ({"weigh", "weight", "of"}), and "power" (ecomp.model.power;
+once it was asked for). A tombstone is the same with allocations {} and image null: the instance is to be destroyed;
+"resources" ({class: amount}) is then what it was allocated.
 """
 
 from __future__ import annotations
 
-import binascii
-import re
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import KW_ONLY, asdict, dataclass, field, replace
 from typing import Any, TypeVar
 
 from ecomp.model import keys
@@ -29,11 +24,10 @@ from ecomp.model.allocation import (
     total,
 )
 from ecomp.model.choose import Why, why_from
-from ecomp.model.group import Membership, membership_from
-from ecomp.model.guest_data import USER_DATA_LIMIT
+from ecomp.model.group import membership_from
 from ecomp.model.image import check_image
 from ecomp.model.json_object import dump, load_object
-from ecomp.model.names import is_label
+from ecomp.model.order import Order, dump_fields, name_field, parse_fields, text_field
 from ecomp.model.power import Power, parse_power
 from ecomp.model.text import printable
 
@@ -48,28 +42,15 @@ REASON_LIMIT = 500
 
 
 @dataclass(frozen=True)
-class Request:
+class Request(Order):
     """What one compute is to make of one instance. No allocations: it is to be destroyed.
 
-    `ssh_keys` and `user_data` None: those of the compute's mdserver.conf. `user_data_sha256`: it is at the key of this
-    hash, and `user_data` is None until it was read from there. `count`: of how many it was asked for in one request.
-    `left`: of a tombstone, what it was allocated.
+    `left`: of a tombstone, what it was allocated. `why`: how it came to be on its compute.
     """
 
-    instance: str
     allocations: Allocations
-    image: str | None
-    user_id: str
-    project_id: str
-    query: str | None = None
-    stages: Mapping[str, str] = field(default_factory=dict)
-    name: str | None = None
-    ssh_keys: tuple[str, ...] | None = field(default=None, repr=False)
-    user_data: bytes | None = field(default=None, repr=False)
+    _: KW_ONLY
     power: Power | None = None
-    user_data_sha256: str | None = None
-    count: int = 1
-    group: Membership | None = None
     left: Resources = field(default_factory=dict)
     why: Why | None = None
 
@@ -109,9 +90,9 @@ class Invalid:
 def parse_request(compute: str, key: str, value: bytes, dropped: int = 0) -> Request | Invalid:
     """The request at a key under a compute's prefix, or the reason it is none.
 
-    `dropped`: so many bytes it has, and they were not kept (see ecomp.store.kept).
+    `dropped`: so many bytes it has, and they were not kept (see ecomp.store.cache).
     """
-    name = key.removeprefix(keys.host_prefix(compute))
+    name = key.removeprefix(keys.request_prefix(compute))
     try:
         return _parse(compute, name, value, dropped)
     except ValueError as error:
@@ -124,7 +105,7 @@ def shares(wish: Request | Invalid) -> Shares:
     """What it shares with others."""
     if isinstance(wish, Invalid):
         return wish.shares
-    return Shares(wish.name, wish.group.name if wish.group else None, wish.project_id, wish.resources)
+    return Shares(wish.name, wish.group_name, wish.project_id, wish.resources)
 
 
 def _shares(value: bytes) -> Shares:
@@ -175,7 +156,6 @@ def _parse(compute: str, name: str, value: bytes, dropped: int) -> Request:
         raise ValueError(f'the request is for instance {data["instance"]!r} but its key says {name}')
     allocations = parse_allocations(data['allocations'])
     image = data['image']
-    stages = stages_field(data)
     if allocations:
         if compute not in allocations:
             others = ', '.join(sorted(allocations))
@@ -186,27 +166,14 @@ def _parse(compute: str, name: str, value: bytes, dropped: int) -> Request:
         lacking = missing(total(allocations))
         if lacking:
             raise ValueError(f'the allocations have no {", ".join(lacking)}: a guest needs all of them')
-        image_or_none: str | None = image
     elif image is not None:
         # Neither a request nor a tombstone, and only a tombstone destroys.
         raise ValueError('allocations {} with an image: to destroy, the image has to be null')
-    else:
-        image_or_none = None
     return Request(
-        instance=name,
-        allocations=allocations,
-        image=image_or_none,
-        user_id=text_field(data, 'user_id'),
-        project_id=text_field(data, 'project_id'),
-        query=text_field(data, 'query') or None,
-        stages=stages,
-        name=name_field(data),
-        ssh_keys=ssh_keys_field(data),
-        user_data=_user_data(data),
+        name,
+        allocations,
+        **parse_fields(data),
         power=parse_power(data.get('power')),
-        user_data_sha256=sha256_field(data),
-        count=_count(data),
-        group=membership_from(data.get('group')),
         left=_left(data),
         why=why_from(data.get('why')),
     )
@@ -214,27 +181,13 @@ def _parse(compute: str, name: str, value: bytes, dropped: int) -> Request:
 
 def to_json(request: Request) -> str:
     """The value of the request's key. 2019's fields keep their names and meaning."""
-    user_data = request.user_data
-    given = {
-        'name': request.name,
-        'ssh_keys': None if request.ssh_keys is None else list(request.ssh_keys),
-        'user_data_sha256': request.user_data_sha256,
-        'user_data': None if user_data is None else binascii.b2a_base64(user_data, newline=False).decode(),
-    }
     return dump(
         {
             'version': VERSION,
             'instance': request.instance,
             'allocations': to_wire(request.allocations),
-            'image': request.image,
-            'user_id': request.user_id,
-            'project_id': request.project_id,
-            'consumer_generation': None,
-            'query': request.query,
-            'stages': dict(request.stages),
-            **{field: value for field, value in given.items() if value is not None},
-            **({'count': request.count} if request.count > 1 else {}),
-            **({'group': request.group._asdict()} if request.group else {}),
+            **dict.fromkeys(('image', 'user_id', 'project_id', 'consumer_generation')),  # 2019's, in 2019's order
+            **dump_fields(request),
             **({'resources': dict(request.left)} if request.left else {}),
             **({'why': request.why._asdict()} if request.why else {}),
             **({'power': asdict(request.power)} if request.power else {}),
@@ -264,77 +217,8 @@ def named(value: bytes) -> str:
     return instance
 
 
-def stages_field(data: Mapping[str, Any]) -> dict[str, str]:
-    """When each stage was reached."""
-    stages = data.get('stages', {})
-    if not isinstance(stages, dict) or not all(isinstance(time, str) for time in stages.values()):
-        raise ValueError('stages: expected an object of times')
-    return stages
-
-
-def text_field(data: Mapping[str, Any], name: str) -> str:
-    """A field of text, '' where there is none."""
-    value = data.get(name)
-    if value is None:
-        return ''
-    if not isinstance(value, str):
-        raise ValueError(f'{name}: expected text, not {type(value).__name__}')
-    return value
-
-
-def name_field(data: Mapping[str, Any]) -> str | None:
-    """The name that the instance was given."""
-    name = text_field(data, 'name') or None
-    if name is not None and not is_label(name):
-        raise ValueError(f'name: {name[:80]!r} is no host name')
-    return name
-
-
-# Neither is quoted, whatever it holds: a reason is logged, and stands in the record.
-
-
-def ssh_keys_field(data: Mapping[str, Any]) -> tuple[str, ...] | None:
-    """The public keys that it was given."""
-    lines = data.get('ssh_keys')
-    if lines is None:
-        return None
-    if not isinstance(lines, list) or not all(isinstance(each, str) and each and each.isprintable() for each in lines):
-        raise ValueError('ssh_keys: expected a list of public keys, a line each')
-    return tuple(lines)
-
-
-def sha256_field(data: Mapping[str, Any]) -> str | None:
-    """The hash of the user-data that it was given."""
-    digest = data.get('user_data_sha256')
-    if digest is not None and (not isinstance(digest, str) or not re.fullmatch('[0-9a-f]{64}', digest)):
-        raise ValueError('user_data_sha256: expected 64 hexadecimal digits')
-    return digest
-
-
-def _count(data: Mapping[str, Any]) -> int:
-    count = data.get('count', 1)
-    if not is_amount(count, LARGEST) or not count:
-        raise ValueError(f'count: {str(count)[:40]!r} is no number of instances')
-    return int(count)
-
-
 def _left(data: Mapping[str, Any]) -> dict[str, int]:
     left = data.get('resources', {})
     if not isinstance(left, dict) or not all(amount and is_amount(amount, LARGEST) for amount in left.values()):
         raise ValueError('resources: expected an object of amounts')
     return left
-
-
-def _user_data(data: Mapping[str, Any]) -> bytes | None:
-    text = data.get('user_data')
-    if text is None:
-        return None
-    try:
-        decoded = binascii.a2b_base64(text, strict_mode=True) if isinstance(text, str) else None
-    except ValueError:
-        decoded = None
-    if not decoded:
-        raise ValueError('user_data: expected base64')
-    if len(decoded) > USER_DATA_LIMIT:
-        raise ValueError(f'user_data: has {len(decoded)} bytes; the limit is {USER_DATA_LIMIT}')
-    return decoded

@@ -7,11 +7,11 @@ import math
 from typing import Any
 
 VALUE_LIMIT = 1280 * 1024
-"""Bytes of a value looked at: a record of the largest request, whose text is escaped in it, is no longer."""
+"""Bytes of a value; a longer one is refused. The record of the largest request, with its text escaped, is shorter."""
 DIGITS = 500
-"""Of a number. Python writes none of more than 4,300, and a sum of these has hardly more than they have."""
+"""Digits of a number; one with more is refused. Python writes none of more than 4,300, and sums of these have fewer."""
 DEPTH = 64
-"""How deep objects and lists may stand in each other: what is no deeper can also be quoted in a reason."""
+"""Levels of objects and lists in each other; deeper ones are refused, for a reason could not quote them."""
 
 
 def load_object(value: bytes) -> dict[str, Any]:

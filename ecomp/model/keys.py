@@ -5,14 +5,15 @@
     /booted/<instance>            the address, plain text
     /instances/<compute>/<instance>   the record; <compute> is `none` where no compute ever had it
     /instances/<instance>         the record, as ecomp 1.0 wrote it; read, moved and written no more
-    /names/<name>                 whose name it is; with the delivery, gone with the instance
+    /names/<name>                 whose name it is, {"version", "instance"}; with the delivery, gone with the instance
     /groups/<group>               who is together or apart, and where; changed with each delivery and each end
     /quotas/<project>             what a project may have, and has; changed likewise
-    /user-data/<sha256>           a set's user-data; with the delivery, on a lease of a week
+    /user-data/<sha256>           a set's or a queue's, {"version", "user_data"} (base64); on a lease of a week
     /flavors/<flavor>             what is asked of placement, by a name; operators'
     /queues/<flavor>/<instance>   a request that waits for a compute to take it
     /queues/<flavor>/<instance>/taker   the compute that is taking it; on that one's lease
-    /computes/<compute>           alive; on ecompute's lease
+    /computes/<compute>           alive: hostname, version, since, token's hash, boot id, pid, kind, queues; on 30 s
+    /hostnames/<compute>          its host's name, {"version", "hostname"}; stays until the compute is forgotten
     /released/<2 digits>/<lease>  generations of claims that were released, of instances that begin so; on this lease
     /cluster                      this etcd's identity, written once
     /audit/<audit>                eschedule asks every compute what is there; on its lease
@@ -28,11 +29,12 @@ from __future__ import annotations
 import uuid
 
 HOSTS = '/hosts/'
-REQUESTS = '/requests/'
+ATTEMPTS = '/requests/'
 BOOTED = '/booted/'
 INSTANCES = '/instances/'
 NAMES = '/names/'
 COMPUTES = '/computes/'
+HOSTNAMES = '/hostnames/'
 USER_DATA = '/user-data/'
 FLAVORS = '/flavors/'
 GROUPS = '/groups/'
@@ -47,19 +49,19 @@ NONE = 'none'
 """In place of the compute in the record of what was taken out of its queue before a compute took it."""
 
 
-def host_prefix(compute: str) -> str:
+def request_prefix(compute: str) -> str:
     """The prefix one ecompute watches."""
     return f'{HOSTS}{compute}/'
 
 
-def host(compute: str, instance: str) -> str:
+def request(compute: str, instance: str) -> str:
     """The key of one request."""
     return f'{HOSTS}{compute}/{instance}'
 
 
-def request(first_instance: str) -> str:
+def attempt(first_instance: str) -> str:
     """The key that says an eschedule is at it. Named after the instance, so two at one uuid collide."""
-    return REQUESTS + first_instance
+    return ATTEMPTS + first_instance
 
 
 def booted(instance: str) -> str:
@@ -142,6 +144,11 @@ def user_data(sha256: str) -> str:
 def compute(compute: str) -> str:
     """The key that says an ecompute is alive."""
     return COMPUTES + compute
+
+
+def hostname(compute: str) -> str:
+    """The key that says what a compute's host is called, also while that compute is away."""
+    return HOSTNAMES + compute
 
 
 def audit(audit: str) -> str:

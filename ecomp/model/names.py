@@ -1,7 +1,8 @@
 """What instances, and what groups and flavors may be called. Pure, and light to import.
 
 An instance's name is its guest's host name and stands wherever its uuid may: so it is an RFC 1123 label in lower case,
-never a command, and never hexadecimal alone, which is how the beginning of a uuid looks.
+never a command, and never as long as a uuid and hexadecimal alone. A shorter name may look like the beginning of a uuid
+(db1, cafe): then the name is meant.
 """
 
 from __future__ import annotations
@@ -12,16 +13,18 @@ RESERVED = frozenset(
     {
         *('destroy', 'list', 'show', 'wait', 'timeline', 'events', 'stop', 'start', 'reboot', 'hosts', 'host'),
         *('plan', 'why', 'audit', 'doctor', 'flavor', 'group', 'quota', 'help', 'version', 'create', 'query'),
+        *('ssh', 'ssh-config', 'console', 'log', 'logs', 'run', 'apply', 'move', 'migrate', 'evacuate', 'rebuild'),
+        *('resize', 'image', 'top', 'metrics', 'exec', 'copy', 'clear', 'completion'),
     }
 )
-"""The commands there are and those that are meant to come: a name given today must not hide behind one tomorrow."""
+"""Words that are no names: the commands, and those that are planned, which would hide instances named today."""
 
 PREFIX = 4
-"""Digits of a uuid that may stand for all of it, at least."""
+"""Digits of a uuid that stand for all of it, at least; fewer mean none."""
 
 _LABEL = re.compile('[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?')
 _PLAIN = re.compile('[A-Za-z0-9][A-Za-z0-9._-]{0,62}')
-_HEXADECIMAL = re.compile('[0-9a-f-]+')
+_UUID = re.compile('[0-9a-f]{32,}')
 
 
 def is_label(text: str) -> bool:
@@ -30,8 +33,8 @@ def is_label(text: str) -> bool:
 
 
 def is_name(text: str) -> bool:
-    """True for what may be an instance's name."""
-    return is_label(text) and not _HEXADECIMAL.fullmatch(text) and text not in RESERVED
+    """True for a text that may be an instance's name."""
+    return is_label(text) and not _UUID.fullmatch(text.replace('-', '')) and text not in RESERVED
 
 
 def check_name(text: str) -> str:
@@ -42,8 +45,8 @@ def check_name(text: str) -> str:
             raise ValueError(f'{shown} is no name: use lower case')
         rule = '1 to 63 letters, digits and -, and no - at either end'
         raise ValueError(f'{shown} is no name: it becomes a host name, which has {rule}')
-    if _HEXADECIMAL.fullmatch(text):
-        raise ValueError(f'{shown} is no name: of 0-9, a-f and - alone it looks like the beginning of a uuid')
+    if _UUID.fullmatch(text.replace('-', '')):
+        raise ValueError(f'{shown} is no name: of 32 digits or more, 0-9 and a-f alone, it looks like a uuid')
     if text in RESERVED:
         raise ValueError(f'{shown} is no name: it is a command')
     return text
@@ -57,7 +60,7 @@ def check_plain(text: str, what: str) -> str:
 
 
 def uuid_prefix(text: str) -> str | None:
-    """The beginning of a canonical uuid that a word means, with or without dashes; None if it means none."""
+    """The beginning of a uuid that a text, with or without dashes, is; written as uuids are, None if it is none."""
     digits = text.lower().replace('-', '')
     if not PREFIX <= len(digits) < 32 or not re.fullmatch('[0-9a-f]+', digits):
         return None

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 MOST_INTERFACES = 8
-"""How many a guest can have."""
+"""Interfaces of a guest; a configuration with more is refused."""
 
 
 class Attachment(NamedTuple):
@@ -16,17 +16,20 @@ class Attachment(NamedTuple):
     name: str
 
 
+METADATA_ADDRESS = '169.254.169.254'
+"""Where guests look for a metadata server: EC2's, and link-local, so that no router knows it."""
+
 DEFAULT_NETWORKS = (Attachment('network', 'default'),)
 
 METRIC = 100
-"""Of the first interface's routes; what networkd and NetworkManager give a first one, too."""
+"""The metric of the first interface's routes, as networkd and NetworkManager have it; the next ones have multiples."""
 
 
 def network_config(macs: Sequence[str]) -> dict[str, Any] | None:
-    """What cloud-init is told of a guest's interfaces, in order: DHCP on each, and the first one's routes come first.
+    """What cloud-init is told of the interfaces with these MACs: DHCP on each, and the first one's routes come first.
 
-    None for a single one, with which every image does the same by itself. Netplan's version 2, which cloud-init hands
-    on to netplan or translates; it finds the interfaces by their MACs, so that the keys need not be their names.
+    None for a single one, on which every image asks DHCP by itself. Netplan's version 2, which cloud-init hands on to
+    netplan or translates; it finds the interfaces by their MACs, so that the keys need not be their names.
     Sources: cloud-init's "Networking config version 2" and network_state.py (22.4 to 25.1), netplan-yaml(5).
     """
     if len(macs) < 2:

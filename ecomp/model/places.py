@@ -2,7 +2,8 @@
 
 More than one compute may have something of one instance: somebody wrote it by hand, or a compute writes what is not its
 own. Believed is the compute that is asked for it; of several the one whose key is the oldest, for whoever wants to be
-taken for it comes later.
+taken for it comes later. What ecomp 1.0 may have written, below no compute, counts only where it can be read: else
+rubbish there, which anybody may have put long before, would hide the record that a compute has written.
 """
 
 from __future__ import annotations
@@ -15,24 +16,23 @@ from ecomp.model import keys
 from ecomp.model.record import from_json
 
 
-class Written(Protocol):
-    """What is at a key: its value, and the revision that made the key."""
+class StoredValue(Protocol):
+    """What is at a key: its value, etcd's revision that wrote that, and the one that made the key."""
 
     @property
-    def value(self) -> bytes:
-        """The bytes."""
-
+    def value(self) -> bytes: ...
     @property
-    def created(self) -> int:
-        """The revision."""
+    def revision(self) -> int: ...
+    @property
+    def created(self) -> int: ...
 
 
-Kind = TypeVar('Kind', bound=Written)
+Kind = TypeVar('Kind', bound=StoredValue)
 
 
 @dataclass
 class Places(Generic[Kind]):
-    """One instance's requests and records by compute; '' has the record of none, and one that cannot be read."""
+    """One instance's requests and records by compute; '' is for a record naming none, or an older unreadable one."""
 
     requests: dict[str, Kind] = field(default_factory=dict)
     records: dict[str, Kind] = field(default_factory=dict)
@@ -40,28 +40,28 @@ class Places(Generic[Kind]):
 
     @property
     def compute(self) -> str:
-        """The compute that is believed."""
+        """The compute whose request and record are believed; '' if there is none."""
         among = self.requests or self.records
         return min(among, key=lambda each: (among[each].created, each), default='')
 
     @property
     def request(self) -> Kind | None:
-        """The request there; None where that compute is not asked for it."""
+        """The request of that compute; None if it has none."""
         return self.requests.get(self.compute)
 
     @property
     def record(self) -> Kind | None:
-        """The record there; None while that compute has written none."""
+        """The record of that compute; None while it has written none."""
         return self.records.get(self.compute)
 
     @property
     def record_key(self) -> str | None:
-        """The key of that record."""
+        """The key of that record; None while there is none."""
         return self.record_keys.get(self.compute)
 
 
 def by_instance(found: Iterable[tuple[str, Kind]]) -> dict[str, Places[Kind]]:
-    """Of keys and what is at them, those below /hosts and /instances, by instance."""
+    """{instance: Places} of the keys below /hosts/ and /instances/ among `found`, pairs of a key and what is at it."""
     places: dict[str, Places[Kind]] = {}
     older = []
     for key, written in found:
@@ -75,9 +75,11 @@ def by_instance(found: Iterable[tuple[str, Kind]]) -> dict[str, Places[Kind]]:
             else:
                 _add(places, place, key, instance, written)
     for key, instance, written in older:
-        compute = _compute_in(written.value)
-        if instance not in places or compute not in places[instance].records:
-            _add(places, compute, key, instance, written)
+        records = places.setdefault(instance, Places()).records
+        named = _compute_in(written.value)
+        # Unreadable, it is the instance's record only where nobody has another.
+        if (not records) if named is None else (named not in records):
+            _add(places, named or '', key, instance, written)
     return places
 
 
@@ -86,8 +88,9 @@ def _add(places: dict[str, Places[Kind]], compute: str, key: str, instance: str,
     mine.records[compute], mine.record_keys[compute] = written, key
 
 
-def _compute_in(value: bytes) -> str:
+def _compute_in(value: bytes) -> str | None:
+    """The compute that a record names, '' if it names none; None if the record cannot be read."""
     try:
         return from_json(value).compute
     except ValueError:
-        return ''
+        return None

@@ -7,25 +7,27 @@ from typing import Any, NamedTuple, TypeVar
 
 from ecomp.model import keys
 from ecomp.model.allocation import Resources
+from ecomp.model.computes import computes_of
 from ecomp.model.digest import Digest
 from ecomp.model.group import from_json as group_from_json
 from ecomp.model.guest import Guest
+from ecomp.model.host import CLOSED, SILENT
 from ecomp.model.instance import Invalid, Request, announced, named, parse_request
 from ecomp.model.places import by_instance
-from ecomp.model.queue import Waiting, parse_waiting
+from ecomp.model.queue import QueueEntry, parse_waiting
 from ecomp.model.quota import from_json as quota_from_json
 from ecomp.model.record import BUILDING, DESTROYING, ERROR, GONE, SCHEDULED, Record, from_json
 
 Parsed = TypeVar('Parsed')
 
 FAMILIES = (
-    *(keys.REQUESTS, keys.QUEUES, keys.HOSTS, keys.INSTANCES, keys.BOOTED, keys.NAMES, keys.COMPUTES),
-    *(keys.FLAVORS, keys.GROUPS, keys.QUOTAS),
+    *(keys.ATTEMPTS, keys.QUEUES, keys.HOSTS, keys.INSTANCES, keys.BOOTED, keys.NAMES, keys.COMPUTES),
+    *(keys.HOSTNAMES, keys.FLAVORS, keys.GROUPS, keys.QUOTAS),
 )
-"""The keys an audit reads."""
+"""The prefixes of the keys an audit reads."""
 
 
-class Kept(NamedTuple):
+class KeyValue(NamedTuple):
     """One etcd key: its value, the revision that wrote it last, its lease (0: none), the revision that made it."""
 
     value: bytes
@@ -34,7 +36,7 @@ class Kept(NamedTuple):
     created: int = 0
 
 
-class Provider(NamedTuple):
+class ProviderState(NamedTuple):
     """One resource provider. `inventory` is placement's {class: {'total', 'allocation_ratio', …}}."""
 
     name: str
@@ -43,24 +45,26 @@ class Provider(NamedTuple):
 
 
 class Planes(NamedTuple):
-    """All of it, as it was read. `mute` are living computes that gave no digest, and why.
+    """What an audit read: providers, keys of etcd and digests of computes, each by name.
 
-    `usages` is what placement counts for each project that has a quota, as a quota counts it.
+    `mute` has the reason for each living compute that gave no digest; `usages` what placement counts for each project
+    that has a quota, as a quota counts it.
     """
 
-    providers: Mapping[str, Provider]
-    etcd: Mapping[str, Kept]
+    providers: Mapping[str, ProviderState]
+    etcd: Mapping[str, KeyValue]
     digests: Mapping[str, Digest]
     mute: Mapping[str, str] = {}
     usages: Mapping[str, Mapping[str, int]] = {}
 
 
 class World:
-    """The planes, understood: what each of them says of an instance."""
+    """The planes, parsed and indexed by instance."""
 
     def __init__(self, planes: Planes) -> None:
         self.planes = planes
         self.alive = {keys.last(key) for key, kept in self._under(keys.COMPUTES).items() if kept.lease}
+        self.known = computes_of(self._under(keys.COMPUTES), self._under(keys.HOSTNAMES))
         self.records: dict[str, Record] = {}
         self.unreadable: dict[str, str] = {}
         # What computes other than the believed one say, by the state of their records: that it lives, or that there
@@ -92,15 +96,10 @@ class World:
                 self.names[key.removeprefix(keys.NAMES)] = named(kept.value)
             except ValueError:
                 self.names[key.removeprefix(keys.NAMES)] = None
-        # The reason where a key cannot be understood.
-        self.groups = {
-            name: _read(group_from_json, name, kept) for name, kept in self._named(keys.GROUPS).items()
-        }
-        self.quotas = {
-            name: _read(quota_from_json, name, kept) for name, kept in self._named(keys.QUOTAS).items()
-        }
+        self.groups = self._read(group_from_json, keys.GROUPS)
+        self.quotas = self._read(quota_from_json, keys.QUOTAS)
         # What waits in which flavor's queue; a mark of its taker says only that somebody is at it.
-        self.queued: dict[str, dict[str, Waiting | Invalid]] = {}
+        self.queued: dict[str, dict[str, QueueEntry | Invalid]] = {}
         self.at_it: set[str] = set()
         for key, kept in self._under(keys.QUEUES).items():
             if not key.endswith(keys.TAKER):
@@ -109,7 +108,7 @@ class World:
                 self.queued.setdefault(name, {})[flavor] = parse_waiting(key, kept.value)
             if kept.lease or not key.endswith(keys.TAKER):
                 self.at_it.add(keys.in_queue(key))
-        for key, kept in self._under(keys.REQUESTS).items():
+        for key, kept in self._under(keys.ATTEMPTS).items():
             if kept.lease:
                 self.at_it |= announced(key, kept.value)
         self.computes = self.alive | {name for name, each in planes.providers.items() if each.name == name}
@@ -117,18 +116,16 @@ class World:
         self.computes |= {each.compute for each in self.records.values()} - {''}
         self.computes |= {compute for asked in self.wishes.values() for compute in asked}
         self.guests: dict[str, dict[str, Guest]] = {}
-        self.seeds: dict[str, dict[str, list[str]]] = {}
+        self.metadata: dict[str, dict[str, list[str]]] = {}
+        self.seeds: dict[str, set[str]] = {}
+        self.reserved: dict[str, dict[str, dict[str, str]]] = {}
         for compute, digest in planes.digests.items():
             for name, guest in digest.guests.items():
                 self.guests.setdefault(name, {})[compute] = guest
-            for mac, name in digest.seeds.items():
-                self.seeds.setdefault(name, {}).setdefault(compute, []).append(mac)
-        self.isos: dict[str, set[str]] = {}
-        for compute, digest in planes.digests.items():
-            for name in digest.isos:
-                self.isos.setdefault(name, set()).add(compute)
-        self.reserved: dict[str, dict[str, dict[str, str]]] = {}
-        for compute, digest in planes.digests.items():
+            for mac, name in digest.metadata.items():
+                self.metadata.setdefault(name, {}).setdefault(compute, []).append(mac)
+            for name in digest.seeds:
+                self.seeds.setdefault(name, set()).add(compute)
             for mac, text in digest.reservations.items():
                 name, _, address = text.partition(' ')
                 self.reserved.setdefault(name, {}).setdefault(compute, {})[mac] = address
@@ -138,31 +135,31 @@ class World:
                 self.held.setdefault(consumer, {})[provider] = resources
 
     def instances(self) -> list[str]:
-        """Every instance any plane speaks of. What holds nothing of a compute of ours is somebody else's."""
+        """Every instance that any plane names, sorted. A consumer that holds nothing of a compute is none of ours."""
         found = {*self.wishes, *self.records, *self.unreadable, *self.guests}
-        found |= {*self.seeds, *self.isos, *self.reserved}
+        found |= {*self.metadata, *self.seeds, *self.reserved}
         found |= {keys.last(key) for key in self._under(keys.BOOTED)}
         found |= {consumer for consumer, held in self.held.items() if not self.computes.isdisjoint(held)}
         return sorted(found)
 
-    def kept(self, key: str) -> Kept | None:
-        """A key, None if it is not there."""
+    def kept(self, key: str) -> KeyValue | None:
+        """What is at a key; None if there is no such key."""
         return self.planes.etcd.get(key)
 
     def record_key(self, instance: str) -> str:
-        """The key of the record that is believed."""
+        """The key of the instance's record that is believed (see places)."""
         return self._record_keys.get(instance) or keys.old_record(instance)
 
-    def attempts(self) -> Mapping[str, Kept]:
-        """The keys that say an eschedule is at it."""
-        return self._under(keys.REQUESTS)
+    def attempts(self) -> Mapping[str, KeyValue]:
+        """The keys by which eschedules say that they are at work on an order."""
+        return self._under(keys.ATTEMPTS)
 
-    def marks(self) -> Mapping[str, Kept]:
-        """The keys that say which compute is taking a request that waits."""
+    def marks(self) -> Mapping[str, KeyValue]:
+        """The keys by which computes say that they take a waiting request."""
         return {key: kept for key, kept in self._under(keys.QUEUES).items() if key.endswith(keys.TAKER)}
 
     def called(self, instance: str) -> set[str]:
-        """What its record and its requests call an instance; an older ecompute writes down no name."""
+        """The names its record and its requests give an instance; a record of an older ecompute has none."""
         wishes = self.wishes.get(instance, {}).values()
         record = self.records.get(instance)
         waits = self.queued.get(instance, {}).values()
@@ -171,46 +168,60 @@ class World:
         return {name for name in said if name}
 
     def is_living(self, instance: str) -> bool:
-        """True when it has a record and has not ended."""
+        """True when the instance has a record that says neither gone nor error."""
         return instance in self.records and self.records[instance].state not in (GONE, ERROR)
 
     def is_in_work(self, instance: str) -> bool:
-        """True while what is there of it is about to change, by what its record and its request say."""
+        """True while its record or its request says that it is being built or destroyed."""
         record, wishes = self.records.get(instance), self.wishes.get(instance, {}).values()
         if any(isinstance(wish, Request) and wish.is_tombstone for wish in wishes):
             return record is None or record.state not in (GONE, ERROR)
         return record is not None and record.state in (SCHEDULED, BUILDING, DESTROYING)
 
     def is_switching(self, instance: str) -> bool:
-        """True while a stop, start or reboot of it was asked for and is not carried out."""
+        """True while a request asks for a stop, start or reboot that its record does not say is done."""
         record, wishes = self.records.get(instance), self.wishes.get(instance, {}).values()
         asked = [wish.power for wish in wishes if isinstance(wish, Request) and wish.power]
         return record is not None and any(not power.is_done(record.power) for power in asked)
 
-    def silent(self) -> list[str]:
-        """The computes there are that do not say they are alive: what they have cannot be compared."""
-        return sorted(self.computes - self.alive)
+    def away(self) -> dict[str, str]:
+        """The computes without a presence, CLOSED or SILENT: what they have cannot be compared.
 
-    def _named(self, prefix: str) -> dict[str, Kept]:
-        return {key.removeprefix(prefix): kept for key, kept in self._under(prefix).items()}
+        One of which only records of what has ended are left, they are kept for a while, was forgotten.
+        """
+        ended = {each.compute for each in self.records.values()}
+        living = {each.compute for each in self.records.values() if self.is_living(each.instance)}
+        asked = {compute for asked in self.wishes.values() for compute in asked}
+        forgotten = ended - living - asked - self.planes.providers.keys()
+        return {each: self._state(each) for each in sorted(self.computes - self.alive - forgotten)}
 
-    def _under(self, prefix: str) -> dict[str, Kept]:
+    def _state(self, compute: str) -> str:
+        provider = self.planes.providers.get(compute)
+        vcpu = provider.inventory.get('VCPU') if provider else None
+        return CLOSED if vcpu and vcpu.get('reserved', 0) >= vcpu.get('total', 0) else SILENT
+
+
+    def _read(self, parse: Callable[[str, bytes], Parsed], prefix: str) -> dict[str, Parsed | str]:
+        """{name: what `parse` makes of its key, or the reason why it cannot} of the keys `prefix` + name."""
+        found: dict[str, Parsed | str] = {}
+        for key, kept in self._under(prefix).items():
+            name = key.removeprefix(prefix)
+            try:
+                found[name] = parse(name, kept.value)
+            except ValueError as error:
+                found[name] = str(error)
+        return found
+
+    def _under(self, prefix: str) -> dict[str, KeyValue]:
         return {key: kept for key, kept in self.planes.etcd.items() if key.startswith(prefix)}
 
 
-def _read(parse: Callable[[str, bytes], Parsed], name: str, kept: Kept) -> Parsed | str:
-    try:
-        return parse(name, kept.value)
-    except ValueError as error:
-        return str(error)
-
-
-def involved(etcd: Mapping[str, Kept]) -> dict[str, dict[str, int]]:
-    """Of each instance and compute, the keys that are about it, with their revisions."""
+def involved(etcd: Mapping[str, KeyValue]) -> dict[str, dict[str, int]]:
+    """{instance, compute or project: {key: revision}} of the keys that are about each."""
     found: dict[str, dict[str, int]] = {}
     for key, kept in etcd.items():
         about: Iterable[str] = {keys.in_queue(key) if key.startswith(keys.QUEUES) else keys.last(key)}
-        if key.startswith(keys.REQUESTS):
+        if key.startswith(keys.ATTEMPTS):
             about = announced(key, kept.value)
         elif key.startswith(keys.QUOTAS):
             about = {key.removeprefix(keys.QUOTAS)}

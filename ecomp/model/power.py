@@ -15,37 +15,37 @@ from ecomp.model import keys
 STOP, START, REBOOT = ACTIONS = ('stop', 'start', 'reboot')
 ASKED, OFF = 'asked', 'off'
 NOT_STARTED = 'it could not be started'
-"""How the fault of a guest begins whose start failed."""
+"""How a record's fault begins whose guest could not be started."""
 
 
 @dataclass(frozen=True)
 class Power:
-    """What is asked, and its id: asked again it is another one."""
+    """What a request asks for, one of ACTIONS, and its id: the same action asked for again has another id."""
 
     action: str
     id: str
 
     def is_done(self, said: str | None) -> bool:
-        """Whether the record's `power` says that this was carried out."""
+        """Whether `said`, a record's `power`, says that this was carried out."""
         return said == self.id
 
     def at(self, phase: str) -> str:
-        """The record's `power` in the middle of this."""
+        """The record's `power` while this is in `phase`, ASKED or OFF."""
         return f'{self.id}:{phase}'
 
 
 def phase(said: str | None) -> str:
-    """How far a record's `power` says the last one has come: ASKED, OFF, or '' for the end."""
+    """How far the last action has come by a record's `power`: ASKED, OFF, or '' for done."""
     return (said or '').partition(':')[2]
 
 
 def action_id(said: str | None) -> str:
-    """Which one a record's `power` is about, '' for none."""
+    """The id of the action that a record's `power` is about, '' for none."""
     return (said or '').partition(':')[0]
 
 
 def parse_power(data: Any) -> Power | None:
-    """A request's `power`, None for none. ValueError for what is none."""
+    """The Power in a request's `power`; None for None. ValueError for any other data."""
     if data is None:
         return None
     if not isinstance(data, dict) or data.get('action') not in ACTIONS or not keys.is_uuid(data.get('id', '')):

@@ -6,45 +6,37 @@ import random
 from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import islice, pairwise
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from ecomp.model import keys
 from ecomp.model.allocation import NEEDED
 from ecomp.model.explain import Provider, miss
 from ecomp.model.flavor import Flavor
 from ecomp.model.group import Group
+from ecomp.model.places import StoredValue
 from ecomp.model.query import parse
-from ecomp.model.queue import Waiting, marked_by, parse_waiting
+from ecomp.model.queue import QueueEntry, marked_by, parse_waiting
 from ecomp.model.status import DISABLED
 
 LONGEST = 0.2
-"""Seconds a full compute waits before it takes anything."""
+"""Seconds a full compute waits before it takes a request; one with free room waits the share of them it has used."""
 JITTER, EACH, MOST = 0.02, 0.002, 2.0
-"""Seconds by which equal ones differ: so many, more if that is less than EACH for each compute there is, up to MOST.
+"""Seconds within which computes of equal load wait at random: EACH for every compute, at least JITTER, at most MOST.
 
-EACH is the time in which etcd tells all of them that one was faster: so of a thousand only a few are after the same."""
+EACH is the time in which etcd tells every compute that one was faster, so of a thousand only a few go for the same."""
 WIDEST = 64
-"""How far from the front of its queue a request may be, at most, that is taken."""
-
-
-class Written(Protocol):
-    """A key's value, and the revision that wrote it."""
-
-    @property
-    def value(self) -> bytes: ...
-    @property
-    def revision(self) -> int: ...
+"""Requests at the front of a queue among which a compute chooses, at most."""
 
 
 class Place(NamedTuple):
-    """A waiting request, and the revision that put it in the queue."""
+    """A waiting request, and etcd's revision that put it in the queue."""
 
     revision: int
-    waiting: Waiting
+    waiting: QueueEntry
 
 
-class Nonsense(NamedTuple):
-    """What nobody can understand, and so nobody takes."""
+class InvalidEntry(NamedTuple):
+    """A key that holds no request that can be read, so no compute takes it."""
 
     revision: int
 
@@ -53,26 +45,26 @@ class Nonsense(NamedTuple):
 class Backlog:
     """The queues at one moment.
 
-    `places`: what waits and nobody takes, by its key, oldest first; `flavors`: theirs, by their queries; `marks`: by
-    compute what it has marked, {key: (the mark's revision, what is marked or None)}; `has_more`: something is among
-    the places that was not before. The rest is what the next one is made from: what was read, which keys are marks, and
-    how many places there are of each query.
+    `places` are the requests that wait and that no compute is taking, by key, oldest first; `flavors` are theirs, by
+    query. `marks` has what each compute is taking, {key: (the mark's revision, the request, or None if it is gone)}.
+    `has_more` says that a place is new since the backlog before. From the other fields the next backlog is made: the
+    keys that were read, what they hold, which are marks, and how many places there are of each query.
     """
 
     places: Mapping[str, Place] = field(default_factory=dict)
     flavors: Mapping[str, Flavor] = field(default_factory=dict)
     marks: Mapping[str, Mapping[str, tuple[int, Place | None]]] = field(default_factory=dict)
     has_more: bool = False
-    state: Mapping[str, Written] = field(default_factory=dict, repr=False)
-    parsed: Mapping[str, Place | Nonsense] = field(default_factory=dict, repr=False)
+    state: Mapping[str, StoredValue] = field(default_factory=dict, repr=False)
+    parsed: Mapping[str, Place | InvalidEntry] = field(default_factory=dict, repr=False)
     takers: frozenset[str] = field(default=frozenset(), repr=False)
     counts: Mapping[str, int] = field(default_factory=dict, repr=False)
 
 
-def backlog_of(state: Mapping[str, Written], before: Backlog) -> Backlog:
-    """What the keys under /queues/ say. Each event brings all of them: only what was not so `before` is looked at.
+def backlog_of(state: Mapping[str, StoredValue], before: Backlog) -> Backlog:
+    """The backlog in `state`, the keys under /queues/. Only keys that changed since `before` are read.
 
-    10,000 that wait are 20,000 events at least, and each compute hears them.
+    10,000 waiting requests are at least 20,000 events, each compute gets them, and each brings all keys.
     """
     known = before.state
     touched = [
@@ -89,7 +81,7 @@ def backlog_of(state: Mapping[str, Written], before: Backlog) -> Backlog:
         if keys.queued(key) is not None:
             waiting = parse_waiting(key, state[key].value)
             revision = state[key].revision
-            parsed[key] = Place(revision, waiting) if isinstance(waiting, Waiting) else Nonsense(revision)
+            parsed[key] = Place(revision, waiting) if isinstance(waiting, QueueEntry) else InvalidEntry(revision)
         elif key.endswith(keys.TAKER):
             takers.add(key)
     places, flavors, counts = dict(before.places), dict(before.flavors), dict(before.counts)
@@ -114,13 +106,13 @@ def backlog_of(state: Mapping[str, Written], before: Backlog) -> Backlog:
     return Backlog(_in_order(places, len(added)), flavors, marks, has_more, state, parsed, frozenset(takers), counts)
 
 
-def _version(written: Written) -> tuple[int, int]:
-    """What tells it from another one: a value that was too much to be kept may be kept later."""
+def _version(written: StoredValue) -> tuple[int, int]:
+    """What tells one value of a key from another; a value that was too long to be kept may be kept later."""
     return written.revision, len(written.value)
 
 
 def _in_order(places: dict[str, Place], added: int) -> dict[str, Place]:
-    """By revision. What was `added` is last, and mostly youngest; what was given back is older."""
+    """The places by revision. The `added` ones are last, and in order unless a taker gave an older one back."""
     last = list(islice(reversed(places.values()), added + 1))
     if all(later.revision > earlier.revision for later, earlier in pairwise(last)):
         return places
@@ -128,7 +120,7 @@ def _in_order(places: dict[str, Place], added: int) -> dict[str, Place]:
 
 
 def _marks(
-    state: Mapping[str, Written], takers: Iterable[str], parsed: Mapping[str, Place | Nonsense]
+    state: Mapping[str, StoredValue], takers: Iterable[str], parsed: Mapping[str, Place | InvalidEntry]
 ) -> dict[str, dict[str, tuple[int, Place | None]]]:
     marks: dict[str, dict[str, tuple[int, Place | None]]] = {}
     for key in takers:
@@ -141,14 +133,14 @@ def _marks(
 
 
 def fits(flavor: Flavor, provider: Provider) -> bool:
-    """Whether the provider may take one of it now, by placement's own rules."""
+    """Whether the provider has room for one instance of the flavor now, by placement's own rules."""
     return DISABLED not in provider.traits and not miss(parse(flavor.query), provider).failures
 
 
 def subscribed(flavors: Mapping[str, Flavor], provider: Provider, known: Mapping[str, bool]) -> dict[str, bool]:
-    """Of each query that somebody waits with, whether the provider may take it now; as `known` where that is there.
+    """{query: whether the provider may take it now} of the flavors that requests wait for; `known` answers are kept.
 
-    A flavor nobody waits for is not looked at: there may be tens of thousands.
+    Other flavors are not looked at: there may be tens of thousands.
     """
     return {query: known[query] if query in known else fits(flavor, provider) for query, flavor in flavors.items()}
 
@@ -156,7 +148,10 @@ def subscribed(flavors: Mapping[str, Flavor], provider: Provider, known: Mapping
 def next_of(
     places: Iterable[Place], takes: Mapping[str, bool], passed_over: Container[str], among: int, rng: random.Random
 ) -> Place | None:
-    """Any of the first `among` (1: the first) that may be taken, of those that are not `passed_over` (instances)."""
+    """A place chosen at random from the first `among` that `takes` allows; None if there is none.
+
+    Instances in `passed_over` are left out.
+    """
     fit = (
         each for each in places if takes.get(each.waiting.flavor.query) and each.waiting.instance not in passed_over
     )
@@ -165,15 +160,16 @@ def next_of(
 
 
 def widened(among: int, won: bool) -> int:
-    """Among how many of the first to choose after going for one: twice as many if somebody was faster, else half."""
+    """The next `among` of next_of(): half of it after this compute `won` a place, twice as many after another did."""
     return max(among // 2, 1) if won else min(among * 2, WIDEST)
 
 
 def patience(provider: Provider, group: Group | None, computes: int, rng: random.Random) -> float:
-    """Seconds a compute lets the others go first: the more, the more of its scarcest class is used.
+    """Seconds this compute waits before it takes a request, so that computes with more room take it first.
 
-    Of a soft `group` those that it prefers go first whatever they have. The more `computes` there are the more they
-    differ: of many idle ones the first waits no longer for that; loaded ones do, up to MOST: idler ones may be near.
+    It waits longer the more of its scarcest class is used, and LONGEST more where a soft `group` prefers others. Equal
+    ones differ by chance, by more the more `computes` there are: an idle one draws from all of that time, a full one
+    from its end.
     """
     shares = [
         each.used / each.capacity if each.capacity > 0 else 1.0

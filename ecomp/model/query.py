@@ -16,12 +16,12 @@ READ = ('resources', 'required', 'root_required', 'member_of', 'in_tree', 'limit
 
 
 class Unexplained(ValueError):
-    """What is asked is more than can be explained here; str() says why, as the end of a sentence."""
+    """The query asks for what these rules do not cover; str() says why, as the end of a sentence."""
 
 
 @dataclass(frozen=True)
 class Amount:
-    """So much of a resource class."""
+    """An amount of a resource class."""
 
     name: str
     amount: int
@@ -32,10 +32,14 @@ class Amount:
 
 @dataclass(frozen=True)
 class Has:
-    """One of these traits (`required`, `root_required`), aggregates (`member_of`) or trees (`in_tree`) at least."""
+    """At least one of these traits (`required`, `root_required`), aggregates (`member_of`) or trees (`in_tree`).
+
+    `typed` is what stands for it in what the user typed, where that was no query: `--on hv1`.
+    """
 
     key: str
     any_of: tuple[str, ...]
+    typed: str = ''
 
     def __str__(self) -> str:
         return f'{self.key}={"in:" if len(self.any_of) > 1 else ""}{",".join(self.any_of)}'
@@ -55,13 +59,13 @@ class HasNot:
 Constraint = Amount | Has | HasNot
 
 ENABLED = HasNot('root_required', DISABLED)
-"""What every query asks as it is sent."""
+"""What enabled_only() adds to a query: not on a compute that is disabled."""
 
 
 def parse(query: str) -> tuple[Constraint, ...]:
-    """What the query asks of a provider, each thing once, in its order. Unexplained for one with granular groups.
+    """The constraints in the query, each once, in its order. Unexplained for one with granular groups.
 
-    `limit` is left out: it changes how many candidates are named, and not whether there is one.
+    `limit` is none of them: it changes how many candidates are named, and not whether there is one.
     """
     given: dict[str, list[str]] = {}
     for key, value in parse_qsl(query, keep_blank_values=True):
@@ -85,9 +89,9 @@ def parse(query: str) -> tuple[Constraint, ...]:
 
 
 def enabled_only(query: str) -> str:
-    """The query as it is sent: not for computes that are disabled, unless it speaks of that itself.
+    """The query with ENABLED added, unless it names that trait itself; also with granular groups, of whose root it is.
 
-    With granular groups too, for it is about their root. What placement will refuse is left for it to refuse.
+    A query that placement will refuse stays as it is.
     """
     pairs = parse_qsl(query, keep_blank_values=True)
     about = [value for key, value in pairs if key.startswith(('required', 'root_required'))]
@@ -108,7 +112,7 @@ def names(value: str) -> tuple[str, ...]:
 
 
 def words(constraints: Iterable[Constraint]) -> str:
-    """A query that asks just this."""
+    """The query that asks for these constraints and nothing else."""
     amounts, roots, rest = [], [], []
     for each in constraints:
         if isinstance(each, Amount):

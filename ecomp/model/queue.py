@@ -1,56 +1,40 @@
 """A request that waits in a flavor's queue, as it is written and read. Pure.
 
-The value of /queues/<flavor>/<instance>, JSON: version, instance, flavor, query (the flavor's as it was then: that is
-what is claimed, whatever becomes of the flavor), image, user_id, project_id, stages ({"requested": ISO time}), and
-where they were given name, ssh_keys, user_data_sha256 and group (see ecomp.model.instance). It is never written again:
-its revision is its place in the queue. Below it, at …/taker, is the mark of the compute that is taking it: {"version",
-"compute"}.
+The value of /queues/<flavor>/<instance>, JSON: version, instance, flavor, and the fields of an order
+(ecomp.model.order), of which query is the flavor's as it was then: that is what is claimed, whatever becomes of the
+flavor. It is never written again: its revision is its place in the queue. Below it, at …/taker, is the mark of the
+compute that is taking it: {"version", "compute"}.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from ecomp.model import keys
 from ecomp.model.allocation import Resources, missing
 from ecomp.model.choose import QUEUE, Why
 from ecomp.model.flavor import Flavor, parse_flavor
-from ecomp.model.group import Membership, membership_from
 from ecomp.model.image import check_image
-from ecomp.model.instance import (
-    REASON_LIMIT,
-    Invalid,
-    Request,
-    check_size,
-    name_field,
-    sha256_field,
-    ssh_keys_field,
-    stages_field,
-    text_field,
-)
+from ecomp.model.instance import REASON_LIMIT, Invalid, Request, check_size
 from ecomp.model.json_object import dump, is_text, load_object
-from ecomp.model.record import QUEUED, Record
+from ecomp.model.order import Order, dump_fields, parse_fields, text_field
+from ecomp.model.record import QUEUED, Record, recorded
 from ecomp.model.text import printable
 
 VERSION = 1
 
 
 @dataclass(frozen=True)
-class Waiting:
-    """A request that waits for a compute. `flavor` is as it was when it was asked for."""
+class QueueEntry(Order):
+    """An order that waits for a compute. `flavor` is as it was when it was asked for, and `query` is its query."""
 
-    instance: str
     flavor: Flavor
-    image: str
-    user_id: str
-    project_id: str
-    stages: Mapping[str, str] = field(default_factory=dict)
-    name: str | None = None
-    ssh_keys: tuple[str, ...] | None = field(default=None, repr=False)
-    user_data_sha256: str | None = None
-    group: Membership | None = None
+
+    def __post_init__(self) -> None:
+        """What it asks for is what its flavor asks for."""
+        object.__setattr__(self, 'query', self.flavor.query)
 
     @property
     def key(self) -> str:
@@ -64,46 +48,18 @@ class Waiting:
 
     def request(self, compute: str, now: str) -> Request:
         """What the compute that took it is asked for."""
-        return Request(
-            instance=self.instance,
-            allocations={compute: dict(self.flavor.resources)},
-            image=self.image,
-            user_id=self.user_id,
-            project_id=self.project_id,
-            query=self.flavor.query,
-            stages={**self.stages, 'scheduled': now},
-            name=self.name,
-            ssh_keys=self.ssh_keys,
-            user_data_sha256=self.user_data_sha256,
-            group=self.group,
-            why=Why(QUEUE, None, 1),
-        )
+        stages = {**self.stages, 'scheduled': now}
+        allocations = {compute: dict(self.flavor.resources)}
+        return Request(allocations=allocations, why=Why(QUEUE, None, 1), **self.parts(stages=stages))
 
 
-def to_json(waiting: Waiting) -> str:
+def to_json(waiting: QueueEntry) -> str:
     """The value of the request's key."""
-    given = {
-        'name': waiting.name,
-        'ssh_keys': None if waiting.ssh_keys is None else list(waiting.ssh_keys),
-        'user_data_sha256': waiting.user_data_sha256,
-    }
-    return dump(
-        {
-            'version': VERSION,
-            'instance': waiting.instance,
-            'flavor': waiting.flavor.name,
-            'query': waiting.flavor.query,
-            'image': waiting.image,
-            'user_id': waiting.user_id,
-            'project_id': waiting.project_id,
-            'stages': dict(waiting.stages),
-            **{name: value for name, value in given.items() if value is not None},
-            **({'group': waiting.group._asdict()} if waiting.group else {}),
-        }
-    )
+    place = {'instance': waiting.instance, 'flavor': waiting.flavor.name, 'query': waiting.flavor.query}
+    return dump({'version': VERSION, **place, **dump_fields(waiting)})
 
 
-def parse_waiting(key: str, value: bytes) -> Waiting | Invalid:
+def parse_waiting(key: str, value: bytes) -> QueueEntry | Invalid:
     """The request at a key in the queues, or the reason it is none: then nobody takes it."""
     try:
         return _parse(key, value)
@@ -113,7 +69,7 @@ def parse_waiting(key: str, value: bytes) -> Waiting | Invalid:
         return Invalid(keys.last(key), 'the request is nested too deeply')
 
 
-def _parse(key: str, value: bytes) -> Waiting:
+def _parse(key: str, value: bytes) -> QueueEntry:
     place = keys.queued(key)
     if place is None or not keys.is_uuid(place[1]):
         raise ValueError(f'{key[:200]!r} is not {keys.QUEUES}<flavor>/<uuid>')
@@ -129,18 +85,10 @@ def _parse(key: str, value: bytes) -> Waiting:
     lacking = missing(flavor.resources)
     if lacking:
         raise ValueError(f'its flavor has no {", ".join(lacking)}: a guest needs all of them')
-    return Waiting(
-        instance=place[1],
-        flavor=flavor,
-        image=check_image(_needed(data, 'image')),
-        user_id=_needed(data, 'user_id'),
-        project_id=_needed(data, 'project_id'),
-        stages=stages_field(data),
-        name=name_field(data),
-        ssh_keys=ssh_keys_field(data),
-        user_data_sha256=sha256_field(data),
-        group=membership_from(data.get('group')),
-    )
+    check_image(_needed(data, 'image'))
+    for name in ('user_id', 'project_id'):
+        _needed(data, name)
+    return QueueEntry(place[1], flavor, **parse_fields(data))
 
 
 def _needed(data: Mapping[str, Any], name: str) -> str:
@@ -156,20 +104,8 @@ def record_of(key: str, value: bytes) -> Record:
     """What there is to show of a request that waits: no compute has a record of it."""
     waiting = parse_waiting(key, value)
     if isinstance(waiting, Invalid):
-        return Record(keys.last(key), '', QUEUED, None, fault=f'nobody takes it: {waiting.reason}')
-    return Record(
-        instance=waiting.instance,
-        compute='',
-        state=QUEUED,
-        image=waiting.image,
-        resources=waiting.flavor.resources,
-        query=waiting.flavor.query,
-        user_id=waiting.user_id,
-        project_id=waiting.project_id,
-        stages=waiting.stages,
-        name=waiting.name,
-        group=waiting.group.name if waiting.group else None,
-    )
+        return Record(keys.last(key), '', QUEUED, fault=f'nobody takes it: {waiting.reason}')
+    return Record(compute='', state=QUEUED, resources=waiting.resources, **recorded(waiting))
 
 
 def mark_to_json(compute: str) -> str:

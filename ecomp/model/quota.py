@@ -19,7 +19,7 @@ INSTANCES = 'instances'
 
 
 class Excess(NamedTuple):
-    """One limit that does not allow what is asked for."""
+    """A limit that `asked` more would exceed."""
 
     name: str
     limit: int
@@ -33,29 +33,29 @@ class Excess(NamedTuple):
 
 @dataclass(frozen=True)
 class Quota:
-    """The limits of a project; what has none is unlimited."""
+    """The limits of a project and what it has, {class or 'instances': amount}; a class without a limit is unlimited."""
 
     project: str
     limits: Mapping[str, int] = field(default_factory=dict)
     used: Mapping[str, int] = field(default_factory=dict)
 
     def excess(self, charge: Mapping[str, int]) -> list[Excess]:
-        """Which limits so much more would exceed; none: it is allowed."""
+        """The limits that `charge` more would exceed; empty if it is allowed."""
         found = (
             Excess(name, limit, self.used.get(name, 0), charge.get(name, 0)) for name, limit in self.limits.items()
         )
         return [each for each in found if each.asked and each.used + each.asked > each.limit]
 
     def room(self, charge: Mapping[str, int], count: int) -> int:
-        """How many of so much each are allowed, `count` at most."""
+        """How many times `charge` is allowed, `count` at most."""
         return next((number for number in range(count, 0, -1) if not self.excess(times(charge, number))), 0)
 
     def with_used(self, charge: Mapping[str, int]) -> Quota:
-        """The quota with so much more in use."""
+        """The quota with `charge` more in use."""
         return self._moved(charge, 1)
 
     def without_used(self, charge: Mapping[str, int]) -> Quota:
-        """The quota with so much less in use; never less than nothing."""
+        """The quota with `charge` less in use, of no class below 0."""
         return self._moved(charge, -1)
 
     def _moved(self, charge: Mapping[str, int], sign: int) -> Quota:
@@ -65,11 +65,11 @@ class Quota:
 
 
 def charge(resources: Resources) -> dict[str, int]:
-    """What one instance of these resources counts for."""
+    """What one instance of these resources counts for in a quota."""
     return {**resources, INSTANCES: 1}
 
 
-class Asked(Protocol):
+class Demand(Protocol):
     """A request, delivered or waiting, and what it counts for."""
 
     @property
@@ -80,23 +80,23 @@ class Asked(Protocol):
     def resources(self) -> Resources: ...
 
 
-def counted(project: str, asked: Iterable[Asked]) -> dict[str, int]:
-    """What a project has by the requests there are. Of one instance the last counts."""
+def counted(project: str, asked: Iterable[Demand]) -> dict[str, int]:
+    """What a project has by these requests; of several of one instance the last counts."""
     return summed({each.instance: charge(each.resources) for each in asked if each.project_id == project}.values())
 
 
 def times(each: Mapping[str, int], count: int) -> dict[str, int]:
-    """So much, so many times."""
+    """Each amount, `count` times."""
     return {name: amount * count for name, amount in each.items()}
 
 
 def refusal(project: str, excess: Sequence[Excess]) -> str:
-    """Why it is not allowed, in one sentence."""
+    """Why the project may not have more, in one sentence."""
     return f'the quota of project {project} does not allow it: {"; ".join(map(str, excess))}'
 
 
 def parse_limits(words: Sequence[str]) -> dict[str, int | None]:
-    """Limits as they are typed: VCPU=10, instances=3, DISK_GB=none (None: no limit any more). ValueError says why."""
+    """{class: limit} of words like VCPU=10, instances=3 and DISK_GB=none; None means no limit. ValueError."""
     found: dict[str, int | None] = {}
     for word in words:
         name, _, text = word.partition('=')

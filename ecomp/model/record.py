@@ -2,28 +2,39 @@
 
 JSON, versioned: {"version", "instance", "compute", "state", "image", "resources": {class: amount},
 "query", "user_id", "project_id", "addresses": [{"network", "mac", "address", "source", "expected"}],
-"console": "<host>:<file>" or null, "stages": {stage: ISO time}, "error": {"stage", "reason", "cleaned"} or null,
+"console": "<host>:<file>" or null, "stages": {stage: ISO time}, each the first time it was reached, "boots": see
+ecomp.model.boots (left out before the first), "error": {"stage", "reason", "cleaned"} or null,
 "fault": text or null, "attempts": how often a worker died of it or failed in an unknown way, "name": text or null,
 "group": its name or null, "why": {"weigh", "weight", "of"} (how it came to be on its compute) or null,
 "power": see ecomp.model.power, "progress": {"stage", "done", "total"} in bytes, while that stage takes long, or null}.
+Only where there is something to say, and by the guest's own first word: "host_keys": ["<type> <base64>"], its sshd's;
+"cloud_init": {"stage", "reason"}, what failed of it: then `ready` is never reached, and the guest goes on.
 
     queued -> scheduled -> building -> active <-> stopped -> destroying -> gone
                                   \\-> error                      (only before the first active)
+
+Trouble after the first active is a fault, and nothing of the guest is removed. What is queued has no record yet; gone
+without a compute is what was taken out of its queue. A record counts if it is of the compute that is asked for the
+instance; of several, of the one whose key is the oldest. A uuid is never used twice.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import KW_ONLY, asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from typing import Any
 
+from ecomp.model import boots as of_boots
 from ecomp.model import keys
 from ecomp.model.allocation import LARGEST, Resources, is_amount
+from ecomp.model.boots import Boot, Boots
 from ecomp.model.choose import Why, why_from
+from ecomp.model.group import Membership
+from ecomp.model.guest_word import GuestFailure, failed, host_keys
 from ecomp.model.instance import REASON_LIMIT, Invalid, Request
 from ecomp.model.json_object import dump, load_object
-from ecomp.model.names import is_label
+from ecomp.model.order import FIELDS, Order
 from ecomp.model.text import printable
 
 VERSION = 1
@@ -78,33 +89,64 @@ class Progress:
 
 
 @dataclass(frozen=True)
-class Record:
-    """What is known of one instance. `compute` '': none has taken it."""
+class Record(Order):
+    """What is known of one instance, and of what was asked for what a record has. `compute` '': none has taken it."""
 
-    instance: str
     compute: str
     state: str
-    image: str | None
+    _: KW_ONLY
     resources: Resources = field(default_factory=dict)
-    query: str | None = None
-    user_id: str = ''
-    project_id: str = ''
     addresses: tuple[Interface, ...] = ()
     console: str | None = None
-    stages: Mapping[str, str] = field(default_factory=dict)
     error: Failure | None = None
     fault: str | None = None
     attempts: int = 0
-    name: str | None = None
     power: str | None = None
     progress: Progress | None = None
-    group: str | None = None
     why: Why | None = None
+    host_keys: tuple[str, ...] = ()
+    cloud_init: GuestFailure | None = None
+    boots: Boots = ()
 
     def at(self, state: str, now: str, *stages: str) -> Record:
         """The record in another state, the stages reached at `now` (the first time counts)."""
         new = {stage: now for stage in stages if stage not in self.stages}
-        return replace(self, state=state, stages={**self.stages, **new}, progress=None)
+        console = None if state in KEPT else self.console  # that file is removed with it
+        return replace(self, state=state, stages={**self.stages, **new}, progress=None, console=console)
+
+    def on(self, reason: str, now: str) -> Record:
+        """The record of a guest that was seen running at `now`: in a new boot, if it was off before."""
+        before = self.off(now) if self.state == STOPPED else self  # an older ecompute writes no boots' ends
+        begun = of_boots.begun(before.known_boots, reason, now)
+        # In a new boot cloud-init runs again.
+        failed = self.cloud_init if begun == self.known_boots else None
+        return replace(before.at(ACTIVE, now), boots=begun, cloud_init=failed)
+
+    def off(self, now: str) -> Record:
+        """The record of a guest that was seen off at `now`."""
+        return replace(self.at(STOPPED, now), boots=of_boots.reached(self.known_boots, of_boots.STOPPED, now))
+
+    def has(self, stage: str, now: str) -> Record:
+        """The record of a guest that reached a stage in its last boot."""
+        return replace(self.at(self.state, now, stage), boots=of_boots.reached(self.known_boots, stage, now))
+
+    @property
+    def known_boots(self) -> Boots:
+        """The boots, of which an older ecompute wrote the first alone, and among the stages."""
+        return of_boots.of(self.boots, self.stages)
+
+    @property
+    def boot(self) -> Boot | None:
+        """The last boot; None before the first."""
+        return of_boots.numbered(self.known_boots, None)
+
+    @property
+    def reached(self) -> Mapping[str, str]:
+        """The stages, with the times of the last boot for those that come with each."""
+        boot = self.boot
+        if boot is None:
+            return self.stages
+        return {**{name: time for name, time in self.stages.items() if name not in of_boots.STAGES}, **boot.stages}
 
     @property
     def address(self) -> str | None:
@@ -112,22 +154,17 @@ class Record:
         return self.addresses[0].address if self.addresses else None
 
 
+def recorded(order: Order) -> dict[str, Any]:
+    """The fields of an order that a record has, by name. Of its group that is the name."""
+    group = Membership(order.group.name) if order.group else None
+    fields = {each.name: getattr(order, each.name) for each in FIELDS if each.recorded}
+    return {'instance': order.instance, **fields, 'group': group}
+
+
 def new_record(compute: str, request: Request, now: str) -> Record:
     """The first record of a request: it has reached its compute."""
-    return Record(
-        instance=request.instance,
-        compute=compute,
-        state=SCHEDULED,
-        image=request.image,
-        resources=request.resources,
-        query=request.query,
-        user_id=request.user_id,
-        project_id=request.project_id,
-        stages=dict(request.stages) if 'scheduled' in request.stages else {**request.stages, 'scheduled': now},
-        name=request.name,
-        group=request.group.name if request.group else None,
-        why=request.why,
-    )
+    record = Record(compute=compute, state=SCHEDULED, resources=request.resources, why=request.why, **recorded(request))
+    return record.at(SCHEDULED, now, 'scheduled')
 
 
 def refused_record(compute: str, wish: Invalid, now: str) -> Record:
@@ -137,18 +174,29 @@ def refused_record(compute: str, wish: Invalid, now: str) -> Record:
         instance=wish.instance,
         compute=compute,
         state=SCHEDULED,
-        image=None,
         resources=shares.resources,
         project_id=shares.project_id,
         stages={'scheduled': now},
         name=shares.name,
-        group=shares.group,
+        group=Membership(shares.group) if shares.group else None,
     )
+
+
+_WRITTEN = (
+    *('version', 'instance', 'compute', 'state', 'image', 'resources', 'query', 'user_id', 'project_id', 'addresses'),
+    *('console', 'stages', 'error', 'fault', 'attempts', 'name', 'power', 'progress', 'group', 'why'),
+)
+"""The order in which a record is shown; what is not named here follows."""
 
 
 def to_dict(record: Record) -> dict[str, Any]:
     """The record as the JSON object that users and etcd see."""
-    return {'version': VERSION, **asdict(record), 'why': record.why._asdict() if record.why else None}
+    left_out = {each.name for each in FIELDS if not each.recorded}
+    optional = ('host_keys', 'cloud_init', 'boots')
+    left_out |= {name for name in optional if not getattr(record, name)}  # as 1.0 wrote it
+    values = {name: value for name, value in asdict(record).items() if name not in left_out}
+    named = {'version': VERSION, 'group': record.group_name, 'why': record.why._asdict() if record.why else None}
+    return dict.fromkeys(_WRITTEN) | values | named
 
 
 def to_json(record: Record) -> str:
@@ -192,26 +240,39 @@ def _record(data: Mapping[str, Any]) -> Record:
     if state not in STATES:
         raise ValueError(f'not a record: state is {state!r}')
     return Record(
-        instance=_uuid(data, 'instance'),
-        compute=_compute(data, state),
-        state=state,
-        image=_take(data, 'image', str | None, None),
+        _uuid(data, 'instance'),
+        _compute(data, state),
+        state,
+        **_asked(data),
         resources=_resources(data),
-        query=_take(data, 'query', str | None, None),
-        user_id=_take(data, 'user_id', str, ''),
-        project_id=_take(data, 'project_id', str, ''),
         addresses=tuple(_interface(each) for each in _take(data, 'addresses', list, [])),
         console=_take(data, 'console', str | None, None),
-        stages=_object(data, 'stages', str),
         error=Failure(*(_take(error, name, str) for name in ('stage', 'reason', 'cleaned'))) if error else None,
         fault=_take(data, 'fault', str | None, None),
         attempts=_attempts(data),
-        name=_name(data),
         power=_take(data, 'power', str | None, None),
         progress=_progress(data.get('progress')),
-        group=_take(data, 'group', str | None, None),
         why=why_from(data.get('why')),
+        host_keys=host_keys(data.get('host_keys')),
+        cloud_init=_cloud_init(data.get('cloud_init')),
+        boots=of_boots.parse(data.get('boots')),
     )
+
+
+def _asked(data: Mapping[str, Any]) -> dict[str, Any]:
+    """What a record has of the order."""
+    group = _take(data, 'group', str | None, None)
+    values: dict[str, Any] = {'group': Membership(group) if group else None}
+    for each in FIELDS:
+        if each.recorded and each.name not in values:
+            refusal = ValueError(f'not a record: {each.name} is {data.get(each.name)!r}')
+            try:
+                values[each.name] = each.parse(data, each.name)
+            except ValueError:
+                raise refusal from None
+            if data.get(each.name, '') is None and values[each.name] is not None:
+                raise refusal
+    return values
 
 
 def _take(data: Mapping[str, Any], name: str, kind: Any, *default: Any) -> Any:
@@ -255,18 +316,16 @@ def _compute(data: Mapping[str, Any], state: str) -> str:
     return '' if state == GONE and data.get('compute') == '' else _uuid(data, 'compute')
 
 
-def _name(data: Mapping[str, Any]) -> str | None:
-    name: str | None = _take(data, 'name', str | None, None)
-    if name is not None and not is_label(name):
-        raise ValueError(f'not a record: name is {name!r}')
-    return name
-
-
 def _interface(data: Any) -> Interface:
     if not isinstance(data, dict):
         raise ValueError(f'not a record: an address is {data!r}')
     known = (_take(data, name, str | None, None) for name in ('address', 'source', 'expected'))
     return Interface(_take(data, 'network', str), _take(data, 'mac', str), *known)
+
+
+def _cloud_init(data: Any) -> GuestFailure | None:
+    """A guest's own words: what is not understood is passed over."""
+    return failed(data.get('stage'), data.get('reason')) if isinstance(data, dict) else None
 
 
 def _progress(data: Any) -> Progress | None:

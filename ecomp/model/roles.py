@@ -16,13 +16,13 @@ from ecomp.model import keys
 
 READ, WRITE, BOTH = 'read', 'write', 'readwrite'
 ROOT = 'root'
-"""etcd's own: the user without whom there is no authentication, and the role that may do everything."""
+"""The name of etcd's own user, which authentication needs, and of its own role, which may do everything."""
 SCHEDULER = 'scheduler'
 KINDS = ('compute-', 'scheduler-', 'operator-')
 
 
 class Permission(NamedTuple):
-    """`kind` is what may be done to `key` alone or, with a `range_end`, to all keys from `key` up to before that."""
+    """What may be done, READ, WRITE or BOTH, to `key` alone or, with `range_end`, to keys from `key` up to there."""
 
     kind: str
     key: str
@@ -34,47 +34,47 @@ Grants = frozenset[Permission]
 
 @dataclass(frozen=True)
 class Roles:
-    """Each user's roles, and what each role may do."""
+    """The roles of each user, and the permissions of each role, by name."""
 
     users: Mapping[str, frozenset[str]]
     roles: Mapping[str, Grants]
 
 
 class AddRole(NamedTuple):
-    """There is a role that may do nothing yet."""
+    """Add a role without permissions."""
 
     role: str
 
 
 class AddUser(NamedTuple):
-    """There is a user without a role."""
+    """Add a user without roles."""
 
     user: str
 
 
 class Grant(NamedTuple):
-    """The role may do this, too, in place of what it might do to the same keys."""
+    """Give the role this permission, in place of the one for the same keys."""
 
     role: str
     permission: Permission
 
 
 class Give(NamedTuple):
-    """The user has the role, too."""
+    """Give the user the role."""
 
     user: str
     role: str
 
 
 class Take(NamedTuple):
-    """The user has the role no more."""
+    """Take the role from the user."""
 
     user: str
     role: str
 
 
 class Revoke(NamedTuple):
-    """The role may do nothing to these keys as such."""
+    """Take the permission for these keys from the role."""
 
     role: str
     permission: Permission
@@ -84,29 +84,30 @@ Change = AddRole | AddUser | Grant | Give | Take | Revoke
 
 
 def below(prefix: str, kind: str = WRITE) -> Permission:
-    """That of all keys under a prefix that ends with a slash."""
+    """The permission for every key under a prefix that ends with a slash."""
     return Permission(kind, prefix, f'{prefix[:-1]}0')  # the character after a slash
 
 
 EVERYTHING = below('/', READ)
 SHARED = frozenset(map(below, (keys.QUEUES, keys.NAMES, keys.GROUPS, keys.QUOTAS, keys.RELEASED, keys.BOOTED)))
-"""What computes and schedulers change in the same transactions, of whatever instance it is."""
+"""Permissions of every compute and scheduler: their transactions change these keys, of any instance."""
 
 
 def of_compute(compute: str) -> Grants:
-    """What the compute of this uuid may do: its own requests, records, answers and presence, and what is shared."""
+    """The permissions of the compute with this uuid: SHARED, and its own requests, records, digests, life and name."""
     own = (below(f'{prefix}{compute}/') for prefix in (keys.HOSTS, keys.INSTANCES, keys.DIGESTS))
-    return SHARED | {EVERYTHING, *own, Permission(WRITE, keys.compute(compute))}
+    alone = (Permission(WRITE, each) for each in (keys.compute(compute), keys.hostname(compute)))
+    return SHARED | {EVERYTHING, *own, *alone}
 
 
 def of_scheduler() -> Grants:
-    """What a machine may do where eschedule runs."""
-    own = (keys.REQUESTS, keys.HOSTS, keys.USER_DATA, keys.INSTANCES, keys.AUDIT, keys.DIGESTS)
+    """The permissions of a machine that eschedule runs on."""
+    own = (keys.ATTEMPTS, keys.HOSTS, keys.USER_DATA, keys.INSTANCES, keys.AUDIT, keys.DIGESTS, keys.HOSTNAMES)
     return SHARED | {EVERYTHING, *map(below, own)}
 
 
 def wanted(computes: Mapping[str, str], schedulers: Collection[str], operators: Collection[str]) -> Roles:
-    """The roles of these users; of `computes` with their uuids."""
+    """The users and roles there should be; `computes` is {user: uuid of its compute}."""
     users = {each: frozenset({each}) for each in computes}
     users |= {each: frozenset({SCHEDULER}) for each in schedulers}
     users |= {each: frozenset({ROOT}) for each in (ROOT, *operators)}
@@ -114,9 +115,9 @@ def wanted(computes: Mapping[str, str], schedulers: Collection[str], operators: 
 
 
 def changes(found: Roles, wanted: Roles) -> list[Change]:
-    """What makes `wanted` of what is there, in this order; other users and roles stay as they are.
+    """The changes, in this order, that make `wanted` of `found`; other users and roles stay as they are.
 
-    Whoever may do something before and after may do it in between.
+    No user loses between two of them what it may do both before and after all of them.
     """
     gives: list[Change] = []
     takes: list[Change] = []
@@ -140,18 +141,18 @@ def changes(found: Roles, wanted: Roles) -> list[Change]:
 
 
 def unknown(found: Roles, wanted: Roles) -> list[str]:
-    """The users of our kinds that are in etcd, and are not wanted."""
+    """The users of our KINDS that are in etcd and not in `wanted`."""
     return sorted(each for each in found.users.keys() - wanted.users.keys() if each.startswith(KINDS))
 
 
 def without_role(computes: Collection[str], found: Roles, wanted: Roles) -> list[str]:
-    """Of these uuids those whose compute none of the roles is for, once there are the wanted ones."""
+    """The uuids among `computes` for which neither `found` nor `wanted` has a role."""
     held = {each for permissions in {**found.roles, **wanted.roles}.values() for each in permissions}
     return sorted(each for each in computes if Permission(WRITE, keys.compute(each)) not in held)
 
 
 def described(change: Change) -> str:
-    """In words, for a person."""
+    """The change in words, for a person."""
     match change:
         case AddRole(role):
             return f'role {role}: added'

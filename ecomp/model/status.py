@@ -11,37 +11,37 @@ from collections.abc import Set
 DISABLED = 'COMPUTE_STATUS_DISABLED'
 BY_OPERATOR = 'CUSTOM_ECOMP_DISABLED'
 CUSTOM = 'CUSTOM_'
-"""How the traits begin that are not os-traits'."""
+"""How every trait begins that os-traits does not have."""
 STATUS = frozenset({DISABLED, BY_OPERATOR})
 
 Names = frozenset[str]
 
 
 def changed(there: Set[str], wanted: Set[str], ours: Set[str]) -> Names:
-    """What is to be there: all that is wanted, and nothing that was `ours` and is not; somebody else's stays."""
+    """The names a provider should have: the `wanted` ones, and of those `there` all that are not `ours`."""
     return frozenset((there - (ours - wanted)) | wanted)
 
 
 def ours_then(there: Set[str], wanted: Set[str], ours: Set[str]) -> Names:
-    """What of it all is ours from then on: what was there before we wanted it is somebody else's."""
+    """The names that are ours after changed(): the `wanted` ones, without those that others had put there before."""
     return frozenset(wanted & (ours | (wanted - there)))
 
 
 def disabled(there: Set[str]) -> Names:
-    """The traits of a compute that an operator disables."""
+    """The traits of a compute once an operator has disabled it."""
     return frozenset(there | STATUS)
 
 
 def enabled(there: Set[str], alive: bool) -> Names:
-    """The traits of a compute that an operator enables; one that is stopped stays so until its start."""
+    """The traits of a compute once an operator has enabled it; one not `alive` stays disabled until its next start."""
     return frozenset(there - (STATUS if alive else {BY_OPERATOR}))
 
 
 def opened(there: Set[str]) -> Names:
-    """The traits of a compute that runs."""
+    """The traits of a compute once it has started."""
     return frozenset(there if BY_OPERATOR in there else there - {DISABLED})
 
 
 def stopped(there: Set[str]) -> Names:
-    """The traits of a compute that was stopped."""
+    """The traits of a compute once it was stopped."""
     return frozenset(there | {DISABLED})

@@ -2,24 +2,35 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
+
+_UUID = re.compile('(?<![/0-9a-z-])[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}(?![/0-9a-z-])')
+
 
 def printable(text: str, limit: int = 2000) -> str:
     """One line of what can be printed: all else is escaped, and what is longer ends in `…`."""
-    safe = _escaped(text[:limit])
+    safe = escaped(text[:limit])
     return safe if len(text) <= limit else f'{safe}…'
 
 
 def printable_lines(text: str) -> str:
-    """The same with its line breaks kept: a configuration's mistakes are a line each."""
+    """The text with each line as printable() makes it: a configuration's mistakes are a line each."""
     return '\n'.join(printable(line) for line in text.split('\n'))
 
 
 def printable_whole(text: str) -> str:
-    """All of it, with its line breaks and however long its lines are: what is data is not cut."""
-    return '\n'.join(map(_escaped, text.split('\n')))
+    """The text with what cannot be printed escaped in each line, and no line cut: it is data."""
+    return '\n'.join(map(escaped, text.split('\n')))
 
 
-def _escaped(line: str) -> str:
+def escaped(line: str) -> str:
+    """One line, with what moves a terminal's cursor and halves of surrogate pairs escaped, too."""
     if line.isprintable():
         return line
     return ''.join(c if c.isprintable() else c.encode('unicode_escape').decode('ascii') for c in line)
+
+
+def renamed(text: str, called: Mapping[str, str]) -> str:
+    """The text with what people call it in place of each uuid in `called`; the path of a key stays as it is."""
+    return _UUID.sub(lambda found: called.get(found[0], found[0]), text) if called else text

@@ -13,65 +13,38 @@ import os_traits
 
 from ecomp.model.status import CUSTOM, STATUS
 
-# Where os-traits has an old name and a new one, both: a query may ask for either.
-CPU = {
-    '3dnow': (os_traits.HW_CPU_X86_3DNOW,),
-    'abm': (os_traits.HW_CPU_X86_ABM,),
-    'aes': (os_traits.HW_CPU_X86_AESNI,),
-    'amd-no-ssb': (os_traits.HW_CPU_X86_AMD_NO_SSB,),
-    'amd-ssbd': (os_traits.HW_CPU_X86_AMD_SSBD,),
-    'amx-bf16': (os_traits.HW_CPU_X86_AMXBF16,),
-    'amx-int8': (os_traits.HW_CPU_X86_AMXINT8,),
-    'amx-tile': (os_traits.HW_CPU_X86_AMXTILE,),
-    'avx': (os_traits.HW_CPU_X86_AVX,),
-    'avx2': (os_traits.HW_CPU_X86_AVX2,),
-    'avx512-vpopcntdq': (os_traits.HW_CPU_X86_AVX512VPOPCNTDQ,),
-    'avx512bitalg': (os_traits.HW_CPU_X86_AVX512BITALG,),
-    'avx512bw': (os_traits.HW_CPU_X86_AVX512BW,),
-    'avx512cd': (os_traits.HW_CPU_X86_AVX512CD,),
-    'avx512dq': (os_traits.HW_CPU_X86_AVX512DQ,),
-    'avx512er': (os_traits.HW_CPU_X86_AVX512ER,),
-    'avx512f': (os_traits.HW_CPU_X86_AVX512F,),
-    'avx512ifma': (os_traits.HW_CPU_X86_AVX512IFMA,),
-    'avx512pf': (os_traits.HW_CPU_X86_AVX512PF,),
-    'avx512vbmi': (os_traits.HW_CPU_X86_AVX512VBMI,),
-    'avx512vbmi2': (os_traits.HW_CPU_X86_AVX512VBMI2,),
-    'avx512vl': (os_traits.HW_CPU_X86_AVX512VL,),
-    'avx512vnni': (os_traits.HW_CPU_X86_AVX512VNNI,),
-    'bmi1': (os_traits.HW_CPU_X86_BMI,),
-    'bmi2': (os_traits.HW_CPU_X86_BMI2,),
-    'f16c': (os_traits.HW_CPU_X86_F16C,),
-    'fma': (os_traits.HW_CPU_X86_FMA3,),
-    'fma4': (os_traits.HW_CPU_X86_FMA4,),
-    'gfni': (os_traits.HW_CPU_X86_AVX512GFNI,),
-    'ibpb': (os_traits.HW_CPU_X86_AMD_IBPB,),
-    'md-clear': (os_traits.HW_CPU_X86_INTEL_MD_CLEAR,),
-    'mmx': (os_traits.HW_CPU_X86_MMX,),
-    'mpx': (os_traits.HW_CPU_X86_MPX,),
-    'pcid': (os_traits.HW_CPU_X86_INTEL_PCID,),
-    'pclmuldq': (os_traits.HW_CPU_X86_CLMUL,),
-    'pdpe1gb': (os_traits.HW_CPU_X86_PDPE1GB,),
-    'pni': (os_traits.HW_CPU_X86_SSE3,),
-    'rtm': (os_traits.HW_CPU_X86_TSX,),
-    'sha-ni': (os_traits.HW_CPU_X86_SHA,),
-    'spec-ctrl': (os_traits.HW_CPU_X86_INTEL_SPEC_CTRL,),
-    'ssbd': (os_traits.HW_CPU_X86_INTEL_SSBD,),
-    'sse': (os_traits.HW_CPU_X86_SSE,),
-    'sse2': (os_traits.HW_CPU_X86_SSE2,),
-    'sse4.1': (os_traits.HW_CPU_X86_SSE41,),
-    'sse4.2': (os_traits.HW_CPU_X86_SSE42,),
-    'sse4a': (os_traits.HW_CPU_X86_SSE4A,),
-    'ssse3': (os_traits.HW_CPU_X86_SSSE3,),
-    'stibp': (os_traits.HW_CPU_X86_STIBP,),
-    'svm': (os_traits.HW_CPU_X86_SVM, os_traits.HW_CPU_X86_AMD_SVM),
-    'tbm': (os_traits.HW_CPU_X86_TBM,),
-    'vaes': (os_traits.HW_CPU_X86_AVX512VAES,),
-    'virt-ssbd': (os_traits.HW_CPU_X86_AMD_VIRT_SSBD,),
-    'vmx': (os_traits.HW_CPU_X86_VMX, os_traits.HW_CPU_X86_INTEL_VMX),
-    'vpclmulqdq': (os_traits.HW_CPU_X86_AVX512VPCLMULQDQ,),
-    'xop': (os_traits.HW_CPU_X86_XOP,),
+_SAME = (
+    '3dnow abm amx-bf16 amx-int8 amx-tile avx avx2 avx512-vpopcntdq avx512bitalg avx512bw avx512cd avx512dq avx512er '
+    'avx512f avx512ifma avx512pf avx512vbmi avx512vbmi2 avx512vl avx512vnni bmi2 f16c fma4 mmx mpx pdpe1gb sse sse2 '
+    'sse4.1 sse4.2 sse4a ssse3 stibp tbm xop'
+)
+"""The features that os-traits names as libvirt does, in capitals and without - and dots."""
+_OTHERWISE = {
+    'aes': ('AESNI',),
+    'amd-no-ssb': ('AMD_NO_SSB',),
+    'amd-ssbd': ('AMD_SSBD',),
+    'bmi1': ('BMI',),
+    'fma': ('FMA3',),
+    'gfni': ('AVX512GFNI',),
+    'ibpb': ('AMD_IBPB',),
+    'md-clear': ('INTEL_MD_CLEAR',),
+    'pcid': ('INTEL_PCID',),
+    'pclmuldq': ('CLMUL',),
+    'pni': ('SSE3',),
+    'rtm': ('TSX',),
+    'sha-ni': ('SHA',),
+    'spec-ctrl': ('INTEL_SPEC_CTRL',),
+    'ssbd': ('INTEL_SSBD',),
+    # An old name and a new one: a query may ask for either.
+    'svm': ('SVM', 'AMD_SVM'),
+    'vmx': ('VMX', 'INTEL_VMX'),
+    'vaes': ('AVX512VAES',),
+    'virt-ssbd': ('AMD_VIRT_SSBD',),
+    'vpclmulqdq': ('AVX512VPCLMULQDQ',),
 }
-"""What each feature of a processor is called, by libvirt's name for it. The others have no trait."""
+_NAMES = {each: (each.replace('-', '').replace('.', '').upper(),) for each in _SAME.split()} | _OTHERWISE
+CPU = {each: tuple(getattr(os_traits, f'HW_CPU_X86_{name}') for name in names) for each, names in _NAMES.items()}
+"""The traits of each feature of a processor, by libvirt's name for it. Other features have no trait."""
 
 
 def cpu_traits(features: Iterable[str]) -> frozenset[str]:

@@ -6,20 +6,21 @@ https://docs.openstack.org/api-ref/placement/#allocation-candidates and #allocat
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from ecomp.errors import GenerationConflict, PlacementRefusal
 from ecomp.model.allocation import Allocations, parse_allocations, to_wire
-from ecomp.model.choose import Offer, Room
+from ecomp.model.choose import Offer
+from ecomp.model.inventory import Room
 from ecomp.model.query import enabled_only
+from ecomp.model.query_check import named
 from ecomp.placement.answers import WRONG, text, whole
 from ecomp.placement.client import Placement
+from ecomp.placement.vocabulary import unknown
 
 CONSUMER_TYPE = 'INSTANCE'
-TOGETHER = 20
-"""Consumers that are read, asked about and released together, at most: so little time passes between the two."""
 
 
 @dataclass(frozen=True)
@@ -35,22 +36,28 @@ class Consumer:
 def candidates(placement: Placement, query: str) -> Offer:
     """Who could give what the query asks for, and is not disabled.
 
-    The query is handed on as it is, but for that. PlacementRefusal with placement's words if it is malformed.
+    The query is handed on as it is, but for that. PlacementRefusal if it is malformed, with placement's words, or names
+    what placement does not know, with ours.
     """
     if any(character < ' ' or character == '\x7f' for character in query):
         raise PlacementRefusal('the query has a control character in it')
     asked = time.monotonic()
     # What follows a # is not sent: half of the query would be silently gone.
-    data = placement.get('/allocation_candidates?' + enabled_only(query).replace('#', '%23'))
+    try:
+        data = placement.get('/allocation_candidates?' + enabled_only(query).replace('#', '%23'))
+    except PlacementRefusal as error:
+        strange = '; '.join(filter(None, unknown(placement, named(query))))
+        raise PlacementRefusal(strange or str(error)) from error
     try:
         found = [parse_allocations(each['allocations']) for each in data['allocation_requests']]
         summaries = data['provider_summaries'].items()
-        return Offer(found, {provider: _rooms(summary['resources']) for provider, summary in summaries}, asked)
+        return Offer(found, {provider: rooms(summary['resources']) for provider, summary in summaries}, asked)
     except WRONG as error:
         raise placement.foreign() from error
 
 
-def _rooms(resources: Mapping[str, Mapping[str, object]]) -> dict[str, Room]:
+def rooms(resources: Mapping[str, Mapping[str, object]]) -> dict[str, Room]:
+    """What a provider's summary says of each class. One of WRONG if it is none."""
     return {name: Room(whole(each['capacity']), whole(each['used'])) for name, each in resources.items()}
 
 
@@ -113,31 +120,6 @@ def release(placement: Placement, instance: str, held: Consumer) -> bool:
     except GenerationConflict:
         return False
     return True
-
-
-def release_unless(
-    placement: Placement,
-    consumers: Iterable[str],
-    wanted: Callable[[Mapping[str, Consumer]], Collection[str]],
-    note: Callable[[Mapping[str, int]], None],
-) -> dict[str, bool]:
-    """Release what these consumers hold, but for those that are wanted: {consumer: it holds nothing any more}.
-
-    This is the order of reading before anything is given away (rule 11): the generations first, then `wanted` asks
-    etcd who stands behind these consumers, then they are released with the generations read. Whoever comes to stand
-    behind one after that look claims after it, too, and moves its generation. `note` writes down the generations of
-    those that are released next (ecomp.store.released): nobody else's claim ever gets these numbers again.
-    """
-    named, done = list(consumers), dict[str, bool]()
-    for first in range(0, len(named), TOGETHER):
-        held = {each: consumer(placement, each) for each in named[first : first + TOGETHER]}
-        holding = {each: found for each, found in held.items() if found.allocations}
-        kept = wanted(holding) if holding else ()
-        going = {each: found for each, found in holding.items() if each not in kept}
-        note({each: found.generation for each, found in going.items() if found.generation is not None})
-        for each in held:
-            done[each] = each not in holding or (each in going and release(placement, each, going[each]))
-    return done
 
 
 def of_provider(placement: Placement, provider: str) -> dict[str, Mapping[str, int]]:

@@ -19,7 +19,7 @@ WRONG = (AttributeError, KeyError, OverflowError, RecursionError, TypeError, Val
 
 
 def parse(body: bytes) -> dict[str, Any]:
-    """The JSON object that an answer is. ValueError for anything else."""
+    """Parse an answer's body as a JSON object. ValueError for anything else."""
     try:
         data = _DECODER.decode(body.decode())
     except RecursionError as error:
@@ -30,21 +30,21 @@ def parse(body: bytes) -> dict[str, Any]:
 
 
 def whole(value: object) -> int:
-    """A whole number as it is; ValueError if it is none that placement says."""
+    """Return the value if it is a whole number from -MOST to MOST; ValueError if not."""
     if type(value) is not int or not -MOST <= value <= MOST:
         raise ValueError('not a whole number')
     return value
 
 
 def number(value: object) -> float:
-    """The same of any number."""
+    """Return the value if it is a number from -MOST to MOST, whole or not; ValueError if not."""
     if type(value) is float and math.isfinite(value) and -MOST <= value <= MOST:
         return value
     return whole(value)
 
 
 def text(value: object) -> str:
-    """Text as it is: it may become a part of a key or of a path. ValueError if it is none."""
+    """Return the value if it is text that may become part of a key or a path; ValueError if not."""
     if not isinstance(value, str) or not is_text(value):
         raise ValueError('not a text')
     return value

@@ -1,4 +1,4 @@
-"""Make instances hold exactly what is wanted for them, knowing at each step what placement holds (rules 1 and 3)."""
+"""Claim for instances, and release, knowing at each step what placement holds (rules 1, 3 and 11)."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import logging
 import math
 import random
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 
 from ecomp.errors import ConsumerConflict, EcompError, GenerationConflict, UnknownOutcome, Unreachable
 from ecomp.model.allocation import Allocations, difference
-from ecomp.placement import allocations as ledger
+from ecomp.placement import allocations
 from ecomp.placement.allocations import Consumer
 from ecomp.placement.client import Placement
 
@@ -27,6 +27,8 @@ that one, refused, would take the consumer away, whatever it holds by then.
 """
 EMPTY_PAUSE = 0.25
 """Seconds between two looks at such a consumer."""
+TOGETHER = 20
+"""Consumers that are read, asked about and released together, at most: so little time passes between the two."""
 
 
 def claim(
@@ -65,7 +67,7 @@ def claim(
             raise error
         log.debug('claim for %s: %s', in_short(wanted), error)
         try:
-            held = {instance: ledger.consumer(placement, instance) for instance in wanted}
+            held = {instance: allocations.consumer(placement, instance) for instance in wanted}
         except Unreachable as unread:
             if isinstance(error, GenerationConflict):
                 raise
@@ -95,8 +97,34 @@ def claim(
         time.sleep(random.uniform(0, 0.1 * left))
 
 
+def release(
+    placement: Placement,
+    consumers: Iterable[str],
+    wanted: Callable[[Mapping[str, Consumer]], Collection[str]],
+    note: Callable[[Mapping[str, int]], None] = lambda _: None,
+) -> dict[str, bool | None]:
+    """Release what these consumers hold: True for each that holds nothing now, None for those that are wanted.
+
+    False for one that somebody changed meanwhile. This is the order of reading before anything is given away (rule 11):
+    the generations first, then `wanted` asks etcd who stands behind these consumers, then they are released with the
+    generations read. Whoever comes to stand behind one after that look claims after it, too, and moves its generation.
+    `note` writes down the generations of those that are released next (ecomp.store.released), so that nobody else's
+    claim ever gets these numbers again; it is left out where nobody claims again.
+    """
+    named, done = list(consumers), dict[str, bool | None]()
+    for first in range(0, len(named), TOGETHER):
+        held = {each: allocations.consumer(placement, each) for each in named[first : first + TOGETHER]}
+        holding = {each: found for each, found in held.items() if found.allocations}
+        kept = wanted(holding) if holding else ()
+        going = {each: found for each, found in holding.items() if each not in kept}
+        note({each: found.generation for each, found in going.items() if found.generation is not None})
+        for each, found in held.items():
+            done[each] = None if each in kept else allocations.release(placement, each, found)
+    return done
+
+
 def in_short(wanted: Mapping[str, object]) -> str:
-    """Whom it is about, fit for one line."""
+    """The instances of a claim in one line: the first, and how many there are in all."""
     first = next(iter(wanted))
     return first if len(wanted) == 1 else f'{first} (of {len(wanted)})'
 
@@ -119,6 +147,6 @@ def _write(
     generations: Mapping[str, int | None],
 ) -> None:
     if len(wanted) > 1:
-        return ledger.claim_set(placement, wanted, user_id, project_id, generations)
-    ((instance, allocations),) = wanted.items()
-    return ledger.claim(placement, instance, allocations, user_id, project_id, generations[instance])
+        return allocations.claim_set(placement, wanted, user_id, project_id, generations)
+    ((instance, each),) = wanted.items()
+    return allocations.claim(placement, instance, each, user_id, project_id, generations[instance])

@@ -6,9 +6,14 @@ values"), never by message text. A GET is tried again; a write never is: its cal
 
 from __future__ import annotations
 
+import threading
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import requests
 from requests.auth import AuthBase
@@ -28,7 +33,7 @@ from ecomp.errors import (
     Unreachable,
 )
 from ecomp.placement import answers, limited, tls
-from ecomp.placement.limited import LIMITS, LimitedAdapter, Limits
+from ecomp.placement.limited import LIMITS, AnswerLimits, LimitedAdapter
 
 # 1.28 made consumer generations safe, 1.38 made consumer_type required. Pinned rather than `latest`, which
 # changed the request under the 2019 code: an older server answers 406 at the first call.
@@ -48,11 +53,25 @@ NO_PROXY: dict[str, Any] = {'http': None, 'https': None, 'all': None}
 TIMEOUT = (3.05, 30.0)
 """Seconds to connect, and between two bytes of an answer."""
 
+SLOW = 3.0
+"""Seconds without an answer after which whoever waits for it is told so."""
+
 POOL = 16
 """Connections that are kept for the next call."""
 
-DETAIL = 1000
+DETAIL = 900
 """Characters of what placement says is wrong, at most."""
+
+
+PREAMBLE = 'The server could not comply with the request since it is either malformed or otherwise incorrect.'
+SCHEMA = 'Failed validating'
+"""What placement begins each 400 with, and the beginning of what only its developers want to see."""
+
+
+def in_short(detail: str) -> str:
+    """What placement says of a request that it refuses, without what it says of all, and without its schema."""
+    said = detail.removeprefix(PREAMBLE).strip().partition(SCHEMA)[0].strip()
+    return f'placement refuses it: {said or detail}'
 
 
 class _Retry(Retry):
@@ -101,6 +120,13 @@ class _Token(AuthBase):
         return request
 
 
+class About(NamedTuple):
+    """What placement says of itself: its newest microversion, and the time, None if it does not say that."""
+
+    version: str
+    clock: datetime | None
+
+
 class Placement:
     """Placement at one endpoint. May be shared by threads: each call is one request.
 
@@ -111,13 +137,19 @@ class Placement:
     """
 
     def __init__(
-        self, where: PlacementConfig | str, timeout: tuple[float, float] = TIMEOUT, limits: Limits = LIMITS
+        self,
+        where: PlacementConfig | str,
+        timeout: tuple[float, float] = TIMEOUT,
+        limits: AnswerLimits = LIMITS,
+        slow: Callable[[str, float], None] | None = None,
     ) -> None:
+        """`slow`, if given, is told, from a thread, of an answer that takes longer than SLOW seconds: name, seconds."""
         config = where if isinstance(where, PlacementConfig) else PlacementConfig(where)
         self.endpoint = config.endpoint.rstrip('/')
         self.name = f'placement at {self.endpoint}'
         self._timeout = timeout
         self._limits = limits
+        self._slow = slow
         self._session = requests.Session()
         self._session.headers.update(HEADERS)
         self._session.auth = _Token(config.token_file, self.name)
@@ -148,8 +180,21 @@ class Placement:
         except ValueError as error:
             raise self.foreign() from error
 
+    def about(self) -> About:
+        """The newest microversion it has, and its clock. Its own database is not asked for this."""
+        answer = self._send('GET', '/', None, Unreachable)
+        try:
+            version = answers.text(answers.parse(answer.content)['versions'][0]['max_version'])
+        except (*answers.WRONG, IndexError) as error:
+            raise self.foreign() from error
+        try:
+            clock = parsedate_to_datetime(answer.headers.get('date', ''))
+        except ValueError:
+            return About(version, None)
+        return About(version, clock if clock.tzinfo is not None else clock.replace(tzinfo=UTC))
+
     def foreign(self) -> Unreachable:
-        """The error for an answer that is none of placement's."""
+        """Make the error for an answer that placement does not give, so that something else is listening there."""
         return Unreachable(f'{self.endpoint} answers, but not as placement does: is `placement:` right?', self.name)
 
     def write(self, method: str, path: str, body: dict[str, Any] | None) -> None:
@@ -167,6 +212,25 @@ class Placement:
         self, method: str, path: str, body: dict[str, Any] | None, unanswered: type[Unreachable]
     ) -> requests.Response:
         until = limited.begin(self._limits)
+        with self._noticed():
+            return self._sent(method, path, body, unanswered, until)
+
+    @contextmanager
+    def _noticed(self) -> Iterator[None]:
+        if self._slow is None:
+            yield
+            return
+        timer = threading.Timer(SLOW, self._slow, (self.name, SLOW))
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
+
+    def _sent(
+        self, method: str, path: str, body: dict[str, Any] | None, unanswered: type[Unreachable], until: float
+    ) -> requests.Response:
         try:
             answer = self._session.request(
                 *(method, self.endpoint + path),
@@ -234,7 +298,7 @@ class Placement:
             why = f'answers HTTP {status}, but not as placement does: is {wrong} right?'
             return Unreachable(f'{self.endpoint} {why}', self.name)
         if status == 400:
-            return PlacementRefusal(detail)
+            return PlacementRefusal(in_short(detail))
         if status == 404:
             return NotFound(detail)
         if status == 409:

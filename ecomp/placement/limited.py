@@ -18,14 +18,14 @@ from urllib3.connection import HTTPConnection, HTTPSConnection
 from urllib3.connectionpool import HTTPConnectionPool, HTTPSConnectionPool
 
 
-class Limits(NamedTuple):
-    """Of one answer, in all."""
+class AnswerLimits(NamedTuple):
+    """Limits of one answer, over all the tries it takes."""
 
     size: int
     seconds: float
 
 
-LIMITS = Limits(64 * 1024**2, 60.0)
+LIMITS = AnswerLimits(64 * 1024**2, 60.0)
 """Ten thousand candidates are 10 MB."""
 
 
@@ -43,15 +43,15 @@ class _Left(NamedTuple):
 _LEFT: ContextVar[_Left] = ContextVar('what is left of the call of this thread')
 
 
-def begin(limits: Limits) -> float:
-    """From now on these count for this thread's call, with all that is tried again in it; when its time is up."""
+def begin(limits: AnswerLimits) -> float:
+    """Start these limits for the next call of this thread, retries included; return when its time is up."""
     left = _Left(limits.size, time.monotonic() + limits.seconds)
     _LEFT.set(left)
     return left.until
 
 
 def is_overlong(error: BaseException | None) -> bool:
-    """Whether it is that an answer has too many bytes, whoever wrapped that."""
+    """Whether an error means that an answer had too many bytes, however it was wrapped."""
     while error is not None:
         if any(isinstance(each, Overlong) for each in (error, *error.args)):
             return True
@@ -60,7 +60,7 @@ def is_overlong(error: BaseException | None) -> bool:
 
 
 class LimitedAdapter(HTTPAdapter):
-    """requests' own, over connections whose answers end. Who sends calls begin() first."""
+    """requests' adapter, with limits on each answer. Call begin() before each request."""
 
     def init_poolmanager(self, *given: Any, **named: Any) -> None:
         """See HTTPAdapter."""

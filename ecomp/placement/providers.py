@@ -10,11 +10,13 @@ import random
 import time
 from collections import Counter
 from collections.abc import Collection, Mapping
+from dataclasses import fields
 from typing import Any
 from urllib.parse import quote
 
 from ecomp.errors import Conflict, GenerationConflict, NoCapacity, NotFound, UnknownOutcome
-from ecomp.model.host import Share
+from ecomp.model.inventory import Inventory, Room
+from ecomp.placement.allocations import rooms
 from ecomp.placement.answers import MOST, WRONG, number, text, whole
 from ecomp.placement.client import Placement
 
@@ -61,7 +63,7 @@ def set_inventory(placement: Placement, provider: str, inventory: Mapping[str, M
 
 
 def give_way() -> None:
-    """Wait a moment that nobody else waits, before a lost race is run again."""
+    """Wait for a random moment before a write that lost a race is tried again."""
     time.sleep(random.uniform(0, PAUSE))
 
 
@@ -74,8 +76,21 @@ def inventory(placement: Placement, provider: str) -> dict[str, dict[str, Any]]:
         raise placement.foreign() from error
 
 
+def inventories(placement: Placement, provider: str) -> dict[str, Inventory]:
+    """What the provider has of each class, and how much of it is used."""
+    have, used = inventory(placement, provider), usages(placement, provider)
+    parts = [each.name for each in fields(Inventory) if each.name != 'used']
+    try:
+        return {
+            name: Inventory(**{part: each[part] for part in parts}, used=used.get(name, 0))
+            for name, each in have.items()
+        }
+    except KeyError as error:
+        raise placement.foreign() from error
+
+
 def is_as(placement: Placement, provider: str, wanted: Mapping[str, Mapping[str, float]]) -> bool:
-    """Whether the provider is there, with this inventory."""
+    """Whether placement has the provider, with exactly this inventory."""
     try:
         there = inventory(placement, provider)
     except NotFound:
@@ -142,17 +157,14 @@ def name(placement: Placement, provider: str) -> str | None:
         raise placement.foreign() from error
 
 
-def shares(placement: Placement, wanted: Collection[str]) -> dict[str, dict[str, Share]]:
+def shares(placement: Placement, wanted: Collection[str]) -> dict[str, dict[str, Room]]:
     """What each wanted provider can give and has given, by class; those that are not there (any more) are left out.
 
     Most come with one request, which names every provider with a VCPU free; each of the others takes two.
     """
     data = placement.get('/allocation_candidates?resources=VCPU:1')
     try:
-        roomy = {
-            provider: {name: _share(each) for name, each in summary['resources'].items()}
-            for provider, summary in data['provider_summaries'].items()
-        }
+        roomy = {each: rooms(summary['resources']) for each, summary in data['provider_summaries'].items()}
         found = {}
         for provider in wanted:
             try:
@@ -181,14 +193,12 @@ def delete(placement: Placement, provider: str) -> bool:
     raise UnknownOutcome(f'{placement.name}: whether provider {provider} is removed is not known', placement.name)
 
 
-def _shares(placement: Placement, provider: str) -> dict[str, Share]:
-    used = usages(placement, provider)
-    found = {}
-    for each, have in inventory(placement, provider).items():
-        capacity = int((have['total'] - have['reserved']) * have['allocation_ratio'])  # as placement itself reckons
-        # Only VCPU is reserved whole to say something: that its ecompute stopped in good order.
-        found[each] = Share(capacity, used.get(each, 0), each == 'VCPU' and have['reserved'] >= have['total'])
-    return found
+def _shares(placement: Placement, provider: str) -> dict[str, Room]:
+    # Only VCPU is reserved whole to say something: that its ecompute stopped in good order.
+    return {
+        name: Room(each.capacity, each.used, name == 'VCPU' and each.is_shut)
+        for name, each in inventories(placement, provider).items()
+    }
 
 
 def _part(placement: Placement, path: str, name: str, kind: type) -> Any:
@@ -197,10 +207,6 @@ def _part(placement: Placement, path: str, name: str, kind: type) -> Any:
     if type(found) is not kind:  # True is an int to Python
         raise placement.foreign()
     return found
-
-
-def _share(given: Mapping[str, object]) -> Share:
-    return Share(whole(given['capacity']), whole(given['used']))
 
 
 def _checked(each: Mapping[str, Any]) -> dict[str, Any]:

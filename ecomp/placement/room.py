@@ -9,18 +9,18 @@ from collections import Counter
 from dataclasses import dataclass, replace
 
 from ecomp.errors import NotFound
-from ecomp.model.explain import Inventory, Provider
+from ecomp.model.explain import Provider
 from ecomp.model.query import Amount, Constraint, Has, words
 from ecomp.placement.answers import WRONG, text
 from ecomp.placement.client import Placement
-from ecomp.placement.providers import inventory, matching, usages
+from ecomp.placement.providers import inventories, matching
 from ecomp.placement.traits import AGGREGATES, TRAITS, names
 
 SHARES = 'MISC_SHARES_VIA_AGGREGATE'
 
 
 @dataclass(frozen=True)
-class Listed:
+class ProviderListing:
     """A provider as a list names it. `alone`: it has no parent and no children."""
 
     uuid: str
@@ -28,14 +28,14 @@ class Listed:
     alone: bool
 
 
-def everyone(placement: Placement) -> dict[str, Listed]:
-    """Every provider there is, by its uuid."""
+def everyone(placement: Placement) -> dict[str, ProviderListing]:
+    """List every provider: {uuid: ProviderListing}."""
     data = placement.get('/resource_providers')
     try:
         said = data['resource_providers']
         found = [tuple(text(each[part]) for part in ('uuid', 'name', 'root_provider_uuid')) for each in said]
         trees = Counter(root for _, _, root in found)
-        return {uuid: Listed(uuid, name, trees[root] == 1) for uuid, name, root in found}
+        return {uuid: ProviderListing(uuid, name, trees[root] == 1) for uuid, name, root in found}
     except WRONG as error:
         raise placement.foreign() from error
 
@@ -59,19 +59,9 @@ def sharing(placement: Placement) -> list[Provider]:
 def look(placement: Placement, uuid: str, alone: bool, *, traits: bool, aggregates: bool) -> Provider | None:
     """One provider, with its traits and aggregates if they matter; None if it is not there (any more)."""
     try:
-        have, used = inventory(placement, uuid), usages(placement, uuid)
+        have = inventories(placement, uuid)
         there = names(placement, uuid, TRAITS) if traits else frozenset()
         near = names(placement, uuid, AGGREGATES) if aggregates else frozenset()
-        inventories = {
-            name: Inventory(
-                *(each['total'], each['reserved'], each['allocation_ratio']),
-                *(each['min_unit'], each['max_unit'], each['step_size']),
-                used.get(name, 0),
-            )
-            for name, each in have.items()
-        }
-        return Provider(uuid, inventories, there, near, alone)
+        return Provider(uuid, have, there, near, alone)
     except NotFound:
         return None
-    except WRONG as error:
-        raise placement.foreign() from error

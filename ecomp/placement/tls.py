@@ -21,7 +21,7 @@ _WORDS = (
 
 
 def reason(error: BaseException) -> tuple[bool, str]:
-    """Whether nothing was sent for sure, and why TLS failed.
+    """Say of a TLS error whether the request certainly was not sent, and why TLS failed.
 
     Whoever does not believe the other's certificate has not spoken yet; what comes later may come after the call.
     """

@@ -48,14 +48,19 @@ def change(placement: Placement, provider: str, kind: str, to: Callable[[Names],
 
 
 def make_known(placement: Placement, wanted: Collection[str]) -> Names:
-    """Those traits that placement does not know, after the CUSTOM_ ones among them were made."""
+    """Create the CUSTOM_ traits among these that placement lacks; return those it still does not know."""
     if not wanted:
         return frozenset()
-    unknown = frozenset(wanted) - _known(placement, wanted)
-    for name in sorted(unknown):
+    missing = frozenset(wanted) - _known(placement, wanted)
+    for name in sorted(missing):
         if name.startswith(CUSTOM):
             placement.write('PUT', f'/traits/{name}', None)  # made by somebody else meanwhile: as good
-    return frozenset(name for name in unknown if not name.startswith(CUSTOM))
+    return _not_to_be_made(missing)
+
+
+def unknown(placement: Placement, wanted: Collection[str]) -> Names:
+    """Those among these traits, of which there must be one, that placement neither knows nor would create."""
+    return _not_to_be_made(frozenset(wanted) - _known(placement, wanted))
 
 
 def having(placement: Placement, trait: str) -> Names:
@@ -64,6 +69,10 @@ def having(placement: Placement, trait: str) -> Names:
         return matching(placement, f'required={trait}')
     except PlacementRefusal:
         return frozenset()
+
+
+def _not_to_be_made(missing: Names) -> Names:
+    return frozenset(name for name in missing if not name.startswith(CUSTOM))
 
 
 def _known(placement: Placement, wanted: Collection[str]) -> Names:

@@ -8,28 +8,23 @@ others answers for ever.
 
 from __future__ import annotations
 
-import contextlib
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import grpc
 from etcd3 import etcdrpc
 from etcd3.utils import increment_last_byte
-from google.protobuf.internal import api_implementation
 
 from ecomp.conf import EtcdConfig
-from ecomp.errors import Denied, EcompError, NoSpace, UnknownOutcome, Unreachable, UsageError
+from ecomp.errors import UnknownOutcome, Unreachable
+from ecomp.model import keys
 from ecomp.model.cluster import Header
-from ecomp.store import reasons
-from ecomp.store.connection import connect
-from ecomp.store.pages import TooLong, pages
-
-if TYPE_CHECKING:
-    from ecomp.store.guard import Guard
+from ecomp.store.connection import Connection
+from ecomp.store.guard import Guard
+from ecomp.store.pages import pages
 
 METADATA = (('hasleader', 'true'),)
 
@@ -38,9 +33,6 @@ RENEWED = 1.0
 
 AT_ONCE = 128
 """Operations in a transaction, at most: etcd's own --max-txn-ops."""
-
-SHORTEST = 0.2
-"""Seconds between two tries while etcd takes nothing for a moment, and the least a call is given."""
 
 
 @dataclass(frozen=True)
@@ -110,40 +102,25 @@ class Fence:
     deletes: Unchanged | None = None
 
     def of(self, operations: Sequence[Put | Delete]) -> Unchanged:
-        """What a commit of these compares."""
+        """The condition that a commit of these operations compares."""
         if self.deletes is not None and all(isinstance(each, Delete) for each in operations):
             return self.deletes
         return self.condition
 
 
 class Store:
-    """One process's connection to etcd. Made after a fork or spawn, never carried over one.
+    """One process's etcd. Made after a fork or spawn, never carried over one.
 
-    It speaks with one of the endpoints, and after any failure with the next, over a new connection: so each member is
-    met under its own name, for certificates are made out to that, and those on disk are read again.
     Errors: Unreachable when nothing was changed (NoSpace and, with a guard, StrangeEtcd are such), UnknownOutcome when
     a transaction was sent and no answer came (read back before anything else), EcompError when etcd answered and
     refused.
     """
 
     def __init__(self, config: EtcdConfig, guard: Guard | None = None) -> None:
-        if api_implementation.Type() != 'python':
-            raise UsageError(
-                'etcd3 needs PROTOCOL_BUFFERS_PYTHON_IMPLEMENTATION=python, and it is set to '
-                f'{api_implementation.Type()!r}: unset it'
-            )
-        self.where = ','.join(config.endpoints)
-        self._config = config
+        self._connection = Connection(config)
+        self.where = self._connection.where
         self._guard = guard
-        self._lock = threading.Lock()
-        self._next = 0
-        self._closed = False
         self.fence: Fence | None = None
-        self._since = time.monotonic()
-        try:
-            self._client = self._connected()
-        except OSError as error:
-            raise UsageError(f'etcd certificate {error.filename}: {error.strerror}') from error
 
     def get(self, key: str) -> Entry | None:
         """The key's entry, None if it is not there."""
@@ -193,6 +170,12 @@ class Store:
         key = _bytes(prefix)
         request = etcdrpc.RangeRequest(key=key, range_end=increment_last_byte(key), count_only=True)
         return int(self._read(partial(_range, request), about=(prefix,)).count)
+
+    def revision(self) -> int:
+        """The revision that etcd is at."""
+        key = _bytes(keys.CLUSTER)
+        reply = self._read(partial(_range, etcdrpc.RangeRequest(key=key, count_only=True)), about=(keys.CLUSTER,))
+        return int(reply.header.revision)
 
     def commit(
         self, conditions: Sequence[Unchanged | Exists], operations: Sequence[Put | Delete], fenced: bool = True
@@ -249,43 +232,44 @@ class Store:
     def revoke(self, lease: int) -> None:
         """End a lease and every key on it. One that is gone already is fine."""
         request = etcdrpc.LeaseRevokeRequest(ID=lease)
-        client = self._client
+        client = self._connection.client
         try:
-            client.leasestub.LeaseRevoke(request, self._config.timeout, metadata=METADATA)
+            client.leasestub.LeaseRevoke(request, self._connection.config.timeout, metadata=METADATA)
         except grpc.RpcError as error:
-            self.move_on(client)
+            self._connection.move_on(client)
             if error.code() != grpc.StatusCode.NOT_FOUND:
-                raise self._translated(error, Unreachable) from error
+                raise self._connection.translated(error, Unreachable) from error
 
     def recognise(self) -> None:
         """With a guard, see that this is the etcd we knew; StrangeEtcd if not."""
         if self._guard is not None:
-            self._guard.recognise(self)
+            entry = self.get(keys.CLUSTER)
+            self._guard.recognise(entry.value if entry else None, self.where)
+
+    def adopt(self, new: str) -> None:
+        """With a guard that remembers nothing, take this etcd for the one we know; EcompError for one without a name.
+
+        `new` is put into /cluster if there is nothing.
+        """
+        while (entry := self.get(keys.CLUSTER)) is None:
+            try:
+                self.commit([Unchanged(keys.CLUSTER, 0)], [Put(keys.CLUSTER, new)])
+            except UnknownOutcome:
+                continue  # the next look says what became of it
+        if self._guard is not None:
+            self._guard.adopt(entry.value, self.where)
 
     def watch(self, requests: Iterator[Any], seconds: float) -> Any:
         """A watch stream that ends after so many seconds at the latest: for Follower, who knows what to make of it."""
-        return etcdrpc.WatchStub(self._client.channel).Watch(requests, timeout=seconds, metadata=METADATA)
+        return etcdrpc.WatchStub(self._connection.client.channel).Watch(requests, timeout=seconds, metadata=METADATA)
 
-    def move_on(self, failed: Any = None) -> None:
-        """Use a new connection, to the next endpoint, in place of the present one (of `failed`, if it still is)."""
-        with self._lock:
-            if self._closed or (failed is not None and failed is not self._client):
-                return
-            self._next = (self._next + 1) % len(self._config.endpoints)
-            # The old one is not closed: others may be using it, and it goes when they let go of it.
-            self._since = time.monotonic()
-            with contextlib.suppress(OSError):  # certificates may be missing, or empty, while they are exchanged
-                self._client = self._connected()
+    def move_on(self) -> None:
+        """Use a new connection, to the next endpoint, in place of the present one."""
+        self._connection.move_on()
 
     def close(self) -> None:
         """Let the connection go."""
-        with self._lock:
-            self._closed = True
-            # Not etcd3's close(): it ends the watcher thread, and we never start one.
-            self._client.channel.close()
-
-    def _connected(self) -> Any:
-        return connect(self._config, self._config.endpoints[self._next])
+        self._connection.close()
 
     def _read(
         self, ask: Callable[[Any, float], Any], linearizable: bool = True, about: Sequence[str] = ()
@@ -303,54 +287,14 @@ class Store:
         self, ask: Callable[[Any, float], Any], unanswered: type[Unreachable], linearizable: bool, about: Sequence[str]
     ) -> Any:
         before = self._guard.known if self._guard is not None else None
-        deadline = time.monotonic() + self._config.timeout
-        several = len(self._config.endpoints) > 1
-        repeatable = unanswered is Unreachable
-        # Once more also with one endpoint: just after a cut gRPC hands one call in five to the connection that broke.
-        left = len(self._config.endpoints) + 1
-        while True:
-            client, left = self._client, left - 1
-            # A member that hangs is not to use up the time of those that do not; and what is sent to a leader that
-            # dies is lost without a word.
-            share = self._config.timeout / 2 if several else self._config.timeout
-            try:
-                reply = ask(client, max(min(share, deadline - time.monotonic()), SHORTEST))
-                break
-            except grpc.RpcError as error:
-                # A connection that is being made slowly is not begun anew for ever, unless there are others to try.
-                young = time.monotonic() - self._since < 2 * self._config.timeout
-                if several or not young or error.code() != grpc.StatusCode.DEADLINE_EXCEEDED:
-                    self.move_on(client)
-                late = time.monotonic() > deadline - SHORTEST
-                if reasons.is_passing(error) and not late:
-                    left = max(left, 1)
-                    time.sleep(SHORTEST)
-                elif left <= 0 or late or not reasons.may_work_elsewhere(error, repeatable):
-                    sent = unanswered if not reasons.was_not_sent(error) else Unreachable
-                    raise self._translated(error, sent, about, repeatable) from error
+        reply = self._connection.ask(ask, unanswered, about)
         if self._guard is not None and before is not None and linearizable:
             self._guard.check(before, header_of(reply), self.where)
         return reply
 
-    def _translated(
-        self, error: grpc.RpcError, unanswered: type[Unreachable], about: Sequence[str] = (), read: bool = False
-    ) -> EcompError:
-        name = f'etcd at {self.where}'
-        if reasons.is_full(error):
-            cure = 'compact and defragment it, and disarm its alarm'
-            return NoSpace(f'{name} takes no writes ({reasons.details(error)}): {cure}')
-        if reasons.is_too_long(error):
-            return TooLong(f'{name}: {reasons.details(error)}')
-        if reasons.is_denied(error):
-            return Denied(f'{name} does not let {reasons.denied(self._config.cert_cert, about, read)}')
-        if reasons.is_refusal(error):
-            return EcompError(f'{name} refuses: {reasons.details(error)}')
-        secure = self._config.ca_cert is not None or self._config.cert_cert is not None
-        return unanswered(f'{name} cannot be reached: {reasons.why(error, secure)}', name)
-
 
 def header_of(reply: Any) -> Header:
-    """What a reply says of its sender."""
+    """The header of a reply, as a value."""
     return Header(int(reply.header.cluster_id), int(reply.header.revision), int(reply.header.raft_term))
 
 

@@ -9,16 +9,15 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-from ecomp.errors import EcompError, StrangeEtcd, UnknownOutcome
+from ecomp.errors import EcompError, StrangeEtcd
 from ecomp.model import cluster, keys
-from ecomp.model.cluster import Header, Known
-from ecomp.store.client import Put, Store, Unchanged
+from ecomp.model.cluster import Header, KnownCluster
 
 
 class Guard:
     """What is known of etcd. `on_change` hears of everything new that is to be remembered, and must be quick."""
 
-    def __init__(self, known: Known, on_change: Callable[[Known], None]) -> None:
+    def __init__(self, known: KnownCluster, on_change: Callable[[KnownCluster], None]) -> None:
         self._lock = threading.Lock()
         self._known = known
         self._on_change = on_change
@@ -26,7 +25,7 @@ class Guard:
         self._when_strange: list[Callable[[str], None]] = []
 
     @property
-    def known(self) -> Known:
+    def known(self) -> KnownCluster:
         """What has been seen so far: take it before a request is sent, and check() the reply with it."""
         return self._known
 
@@ -43,7 +42,7 @@ class Guard:
         if self._strange:
             raise StrangeEtcd(self._strange)
 
-    def check(self, before: Known, header: Header, where: str) -> None:
+    def check(self, before: KnownCluster, header: Header, where: str) -> None:
         """Look at a linearizable reply; StrangeEtcd if it is none of the etcd we knew."""
         self.admit()
         reason = cluster.unfamiliar(before, header)
@@ -60,29 +59,26 @@ class Guard:
             self._learn(self._known.with_header(header))
         return True
 
-    def recognise(self, store: Store) -> None:
-        """Look at /cluster; StrangeEtcd if it is not the one we knew."""
-        entry = store.get(keys.CLUSTER)
-        reason = cluster.unlike(self._known, entry.value if entry else None)
+    def recognise(self, value: bytes | None, where: str) -> None:
+        """Look at what /cluster of the etcd at `where` has, None for no such key; StrangeEtcd if it is not ours."""
+        reason = cluster.unlike(self._known, value)
         if reason is not None:
-            self._refuse(store.where, reason)
+            self._refuse(where, reason)
 
-    def adopt(self, store: Store, new: str) -> None:
-        """With nothing remembered, take the etcd for what it says it is; `new` is put into /cluster if it has none."""
-        while (entry := store.get(keys.CLUSTER)) is None:
-            try:
-                store.commit([Unchanged(keys.CLUSTER, 0)], [Put(keys.CLUSTER, new)])
-            except UnknownOutcome:
-                continue  # the next look says what became of it
+    def adopt(self, value: bytes, where: str) -> None:
+        """With nothing remembered, know the etcd at `where` by what its /cluster has.
+
+        Raises EcompError if no identity can be read there.
+        """
         try:
-            identity = cluster.identity(entry.value)
+            identity = cluster.identity(value)
         except ValueError as error:
-            raise EcompError(f'{keys.CLUSTER} in etcd at {store.where}: {error}: remove that key') from error
+            raise EcompError(f'{keys.CLUSTER} in etcd at {where}: {error}: remove that key') from error
         with self._lock:
             known = self._known
-            self._learn(Known(identity, known.cluster, known.revision, known.term))
+            self._learn(KnownCluster(identity, known.cluster, known.revision, known.term))
 
-    def _learn(self, known: Known) -> None:
+    def _learn(self, known: KnownCluster) -> None:
         if known != self._known:
             self._known = known
             if known.identity:

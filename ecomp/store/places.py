@@ -13,15 +13,18 @@ from ecomp.store.client import Entry, Store
 
 
 def places(store: Store, instance: str) -> Places[Entry]:
-    """Where it is, empty if it is nowhere. What waits in a queue meanwhile may have been there before."""
+    """Find the instance's keys, wherever they are; empty if there are none.
+
+    Queues are not looked at: what waits in one meanwhile may have been there before.
+    """
     return near(store, instance) or listed(store, instance)
 
 
 def near(store: Store, instance: str) -> Places[Entry] | None:
-    """Where it is, if a living compute has it; None where that is not known."""
+    """Find the instance's keys among the living computes' alone; None if none of these has it."""
     there = store.snapshot(keys.COMPUTES, keys_only=True).entries
     alive = {keys.last(key) for key, each in there.items() if each.lease and keys.is_uuid(keys.last(key))}
-    both = [key for each in sorted(alive) for key in (keys.host(each, instance), keys.record(each, instance))]
+    both = [key for each in sorted(alive) for key in (keys.request(each, instance), keys.record(each, instance))]
     found = by_instance(store.read([*both, keys.old_record(instance)]).items()).get(instance)
     return found if found is not None and found.compute in alive else None
 
@@ -33,7 +36,7 @@ def lives(store: Store, instance: str) -> bool:
 
 
 def listed(store: Store, instance: str) -> Places[Entry]:
-    """Where it is, empty if it is nowhere, by the names of all keys. Look at the queues before this."""
+    """Find the instance's keys by listing the names of all keys. Look at the queues before this."""
     # Requests before records: what ends meanwhile is then seen twice rather than not at all.
     names = [key for family in (keys.HOSTS, keys.INSTANCES) for key in store.snapshot(family, keys_only=True).entries]
     mine = [key for key in names if keys.last(key) == instance]

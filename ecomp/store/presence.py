@@ -61,6 +61,10 @@ class Presence:
             # What may not be put is refused whatever is compared.
             self._store.commit([Unchanged(self._key, NEVER)], [Put(self._key, '')], fenced=False)
 
+    def say(self, **more: object) -> None:
+        """Have the value say this as well, before start()."""
+        self._value = {**self._value, **more}
+
     def start(self) -> None:
         """Put the key and keep it. Conflict if another owner holds it."""
         self._wait()
@@ -169,7 +173,7 @@ class Presence:
 
 
 def hashed(token: str) -> str:
-    """What etcd is told of a token."""
+    """The hash of a token, which is what etcd gets of it."""
     return hashlib.sha256(token.encode()).hexdigest()
 
 

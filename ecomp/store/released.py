@@ -4,7 +4,8 @@ Placement counts a consumer's generation from 1 again once it holds nothing. Som
 releases by it late, could meet the same number at another claim. So whoever releases a claim notes its generation
 first, and whoever claims for an instance that others may have claimed for goes on until it is above what is noted.
 
-Each note is a key of its own, on a lease of its own: nobody has to read or compare anything to write one.
+Each note is a key of its own, on a lease of its own: nobody has to read or compare anything to write one. It has
+{"version", "generations": {instance: number}}, of instances that begin with the key's 2 digits.
 """
 
 from __future__ import annotations
@@ -14,12 +15,14 @@ from contextlib import suppress
 
 from ecomp.errors import NoSpace, UnknownOutcome
 from ecomp.model import keys
-from ecomp.model.released import from_json, to_json
+from ecomp.model.json_object import dump, load_object
 from ecomp.store.client import Put, Store
 
 SECONDS = 3600
 """How long it is noted. A release that was sent longer ago than this is not on its way any more."""
 TRIES = 3
+MOST = 1000
+"""A generation above this is not believed: each step up to it is a call to placement."""
 
 
 def note(store: Store, generations: Mapping[str, int]) -> None:
@@ -54,3 +57,18 @@ def highest(store: Store, instances: Collection[str]) -> int:
     prefixes = {keys.released_prefix(each) for each in instances}
     noted = store.snapshot(prefixes.pop() if len(prefixes) == 1 else keys.RELEASED)
     return max((from_json(each.value).get(name, 0) for each in noted.entries.values() for name in instances), default=0)
+
+
+def to_json(generations: Mapping[str, int]) -> str:
+    """The value of a key."""
+    return dump({'version': 1, 'generations': dict(generations)})
+
+
+def from_json(value: bytes) -> dict[str, int]:
+    """What a key says: {instance: generation}; nothing where nobody of ours wrote it."""
+    try:
+        found = load_object(value).get('generations')
+    except ValueError:
+        return {}
+    entries = found.items() if isinstance(found, dict) else ()
+    return {name: number for name, number in entries if type(number) is int and 0 < number <= MOST}

@@ -16,7 +16,7 @@ READ_BACKS = 3
 def at_it(store: Store) -> set[str]:
     """The instances that a living eschedule is at, or that wait to be taken, or that a compute is taking."""
     # In this order: what is delivered into a queue meanwhile is seen twice rather than not at all.
-    placing = in_requests(store.snapshot(keys.REQUESTS))
+    placing = in_requests(store.snapshot(keys.ATTEMPTS))
     return placing | {keys.in_queue(key) for key in store.snapshot(keys.QUEUES, keys_only=True).entries}
 
 
@@ -26,11 +26,11 @@ def wanted(store: Store, holding: Mapping[str, Iterable[str]], waiting: bool = T
     Requests move from /requests and /queues to /hosts: read the other way round, one that moves is in neither.
     `waiting` False: one that waits in a queue does not count, for the compute that would take it is dead.
     """
-    there = at_it(store) if waiting else in_requests(store.snapshot(keys.REQUESTS))
+    there = at_it(store) if waiting else in_requests(store.snapshot(keys.ATTEMPTS))
     return {
         instance
         for instance, computes in holding.items()
-        if instance in there or any(store.get(keys.host(compute, instance)) is not None for compute in computes)
+        if instance in there or any(store.get(keys.request(compute, instance)) is not None for compute in computes)
     }
 
 
@@ -60,7 +60,7 @@ def in_line(snapshot: Snapshot, revision: int) -> tuple[int, int]:
 
 
 def withdraw(store: Store, key: str, revision: int) -> bool:
-    """Take our own key away, as it was at this revision; False if it was not there any more, or another one is.
+    """Delete our attempt's key if it is still of this revision; False if it is gone or somebody else's.
 
     While it is there nothing that needs it has been done; but a transaction still on its way could land after a mere
     look, and cannot without it. UnknownOutcome.

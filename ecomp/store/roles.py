@@ -43,7 +43,7 @@ class Accounts(Store):
     """A Store of an operator's. Denied for everything but is_on() where it is on, and we have not the role root."""
 
     def is_on(self) -> bool:
-        """Whether etcd asks for users. Before 3.5 it can be asked for that only by somebody it does not know."""
+        """Whether authentication is on. An etcd before 3.5 says so only to somebody it does not know."""
 
         def ask(client: Any, limit: float) -> bool:
             try:
@@ -57,7 +57,7 @@ class Accounts(Store):
         return bool(self._read(ask))
 
     def turn_on(self) -> None:
-        """Ask for users from now on; there has to be one named `root`, who has the role `root`.
+        """Turn authentication on; there has to be a user named `root`, who has the role `root`.
 
         UsageError if etcd knows nobody by a certificate, for it would let nobody do anything then: as it was before.
         """
@@ -75,7 +75,7 @@ class Accounts(Store):
             raise UsageError(f'etcd at {self.where} {reason}') from error
 
     def turn_off(self) -> None:
-        """Ask for none any more; they stay."""
+        """Turn authentication off; users and roles stay."""
         self._change('AuthDisable', etcdrpc.AuthDisableRequest())
 
     def check(self) -> None:
@@ -83,7 +83,7 @@ class Accounts(Store):
         self._look('UserList', etcdrpc.AuthUserListRequest())
 
     def roles(self) -> Roles:
-        """All there are."""
+        """Read all users and roles."""
         users = self._look('UserList', etcdrpc.AuthUserListRequest()).users
         names = self._look('RoleList', etcdrpc.AuthRoleListRequest()).roles
         return Roles(

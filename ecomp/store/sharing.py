@@ -1,10 +1,15 @@
-"""What instances share, groups and quotas: changed only inside transactions that deliver or remove (rule 7)."""
+"""What instances share, names, groups and quotas: changed only inside transactions that deliver or remove (rule 7).
+
+A name belongs to one living instance. One that failed is still found by it, on its record's lease, until somebody else
+takes the name.
+"""
 
 from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import TypeVar
 
 from ecomp.errors import Conflict, EcompError, Unreadable
@@ -13,14 +18,18 @@ from ecomp.model.allocation import Resources, summed
 from ecomp.model.group import LARGEST, Group, Membership, allowed, settle
 from ecomp.model.group import from_json as group_from_json
 from ecomp.model.group import to_json as group_to_json
+from ecomp.model.instance import name_to_json, named
 from ecomp.model.quota import Quota, charge
 from ecomp.model.quota import from_json as quota_from_json
 from ecomp.model.quota import to_json as quota_to_json
-from ecomp.model.record import Record
-from ecomp.store.client import Delete, Put, Store, Unchanged
-from ecomp.store.names import Change, freed
+from ecomp.model.record import ERROR, KEPT, Record
+from ecomp.model.record import to_json as record_to_json
+from ecomp.store.client import Delete, Entry, Put, Store, Unchanged
 
 Shared = TypeVar('Shared', Group, Quota)
+
+Change = tuple[list[Unchanged], list[Put | Delete]]
+"""What a transaction compares, and does, about what is shared."""
 
 TRIES = 100
 """How often a transaction is tried that others win; each time one of them has got through."""
@@ -36,9 +45,35 @@ class Excluded(Exception):
         self.kept = kept
 
 
-def nothing() -> Change:
-    """No change of what is shared."""
-    return [], []
+def holder(entry: Entry) -> str:
+    """The instance a name's key is about. Unreadable."""
+    try:
+        return named(entry.value)
+    except ValueError as error:
+        raise Unreadable(entry.key, error) from error
+
+
+def freed(store: Store, name: str | None, instance: str, lease: int = 0) -> Change:
+    """Let go of an instance's name: it goes, or stays on the `lease` of the record of one that failed.
+
+    Nothing at all where the name is another's by now, or nobody's.
+    """
+    entry = store.get(keys.name(name)) if name else None
+    if entry is None or not _is_of(entry, instance):
+        return [], []
+    change: Put | Delete = Put(entry.key, entry.value.decode(), lease) if lease else Delete(entry.key)
+    return [Unchanged(entry.key, entry.revision)], [change]
+
+
+def given_back(store: Store, name: str | None, instance: str) -> Change | None:
+    """Give a living instance the name it had, where that is nobody's or a failed one's; None where it is another's."""
+    entry = store.get(keys.name(name)) if name else None
+    if name is None or (entry is not None and not entry.lease and _is_of(entry, instance)):
+        return [], []
+    if entry is not None and not entry.lease:
+        return None
+    key = keys.name(name)
+    return [Unchanged(key, entry.revision if entry else 0)], [Put(key, name_to_json(instance))]
 
 
 def group(store: Store, name: str) -> tuple[Group | None, Unchanged]:
@@ -47,7 +82,7 @@ def group(store: Store, name: str) -> tuple[Group | None, Unchanged]:
 
 
 def quota(store: Store, project: str) -> tuple[Quota | None, Unchanged]:
-    """The same of a project's quota."""
+    """A project's quota, None if it has none, and the condition that this is still so. Unreadable."""
     return _read(store, keys.quota(project), lambda value: quota_from_json(project, value))
 
 
@@ -99,8 +134,24 @@ def charged(store: Store, project: str, resources: Mapping[str, Resources]) -> C
 
 
 def put_quota(found: Quota) -> Put:
-    """Write it down."""
+    """The write of a quota's key."""
     return Put(keys.quota(found.project), quota_to_json(found))
+
+
+def write_end(store: Store, record: Record, conditions: Sequence[Unchanged], removed: Iterable[str]) -> int | None:
+    """Write an instance's last record, on a lease, and let go of all it shared; `removed`: the other keys that go.
+
+    By its name an instance in error is found as long as its record is there.
+    The new revision; None where it is one of `conditions` that does not hold. Errors: those of the store.
+    """
+    lease = store.grant(KEPT[record.state])
+    put = Put(keys.record(record.compute, record.instance), record_to_json(record), lease)
+    named = lease if record.state == ERROR else 0
+    written = commit_with(store, conditions, [put, *map(Delete, removed)], lambda: ended(store, record, named))
+    if written is None:
+        with suppress(EcompError):  # nothing is on it; it ends by itself, in a day or a week
+            store.revoke(lease)
+    return written
 
 
 def ended(store: Store, record: Record, lease: int = 0) -> Change:
@@ -110,7 +161,7 @@ def ended(store: Store, record: Record, lease: int = 0) -> Change:
     """
     conditions, operations = freed(store, record.name, record.instance, lease)
     try:
-        theirs, unchanged = group(store, record.group) if record.group else (None, None)
+        theirs, unchanged = group(store, record.group.name) if record.group else (None, None)
         if theirs is not None and unchanged is not None and record.instance in theirs.members:
             conditions.append(unchanged)
             operations.append(put_group(theirs.without(record.instance)))
@@ -161,7 +212,7 @@ def commit_with(
 
 
 def put_group(found: Group) -> Put | Delete:
-    """Write it down; with its last member it goes."""
+    """The write of a group's key, or its deletion where nobody is in the group."""
     key = keys.group(found.name)
     return Put(key, group_to_json(found)) if found.members else Delete(key)
 
@@ -174,3 +225,10 @@ def _read(store: Store, key: str, parse: Callable[[bytes], Shared]) -> tuple[Sha
         return parse(entry.value), Unchanged(key, entry.revision)
     except ValueError as error:
         raise Unreadable(key, error) from error
+
+
+def _is_of(entry: Entry, instance: str) -> bool:
+    try:
+        return named(entry.value) == instance
+    except ValueError:
+        return False

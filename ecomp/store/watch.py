@@ -1,7 +1,7 @@
-"""Follow a prefix: the whole of it, then every change, for as long as it takes.
+"""Follow prefixes: the whole of each, then every change, for as long as it takes.
 
-An event is a nudge and the list is the truth: after any end of a stream, and once a minute in any case, the
-prefix is listed anew. So a lost connection, a compaction, a refused or a silent watch are one case
+An event is a nudge and the list is the truth: after any end of the stream, and once a minute in any case, the
+prefixes are listed anew. So a lost connection, a compaction, a refused or a silent watch are one case
 (RELIABILITY.md 1.8; https://etcd.io/docs/v3.4/learning/api/#watch-api).
 """
 
@@ -11,8 +11,8 @@ import logging
 import queue
 import random
 import threading
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
 
 import grpc
 from etcd3 import etcdrpc
@@ -22,13 +22,15 @@ from ecomp.conf import EtcdConfig
 from ecomp.errors import EcompError, StrangeEtcd
 from ecomp.model.backoff import Backoff
 from ecomp.model.json_object import VALUE_LIMIT
+from ecomp.store.cache import MOST, Cache
 from ecomp.store.client import Entry, Store, header_of
 from ecomp.store.guard import Guard
-from ecomp.store.kept import MOST, Kept
 
 log = logging.getLogger(__name__)
 
 State = Mapping[str, Entry]
+Subscription = tuple[str, Callable[[State], None]]
+"""A prefix, and what is called with the state of it."""
 FIRST_DELAY, LAST_DELAY = 0.2, 5.0
 
 
@@ -36,22 +38,30 @@ class _Resync(Exception):
     """The stream is over or cannot be trusted any more: list anew."""
 
 
-class Follower:
-    """A thread that hands the state of a prefix to on_state(state): first whole, then at every change.
+class _Watch(NamedTuple):
+    """One prefix, and what is kept of what is there."""
 
-    `state` maps keys to entries and is never changed afterwards. on_state is called in this thread and must be quick.
+    prefix: str
+    on_state: Callable[[State], None]
+    kept: Cache
+
+
+class Follower:
+    """A thread that hands the state of each prefix to its callback: first whole, then at every change.
+
+    A state maps keys to entries and is never changed afterwards. The callbacks are called in this thread and must be
+    quick. All prefixes are listed before any state is handed on, and are watched on one stream.
     A lost etcd is told to on_lost once, tried again with growing delays, and told to on_back once when it is back; by
     default both are logged. With a guard it ends where an etcd begins that is not the one we knew (rule 10).
 
-    Of a value larger than `largest`, and of one with which there would be more than `most` bytes in all, only the key
-    and the revision are kept (see Entry.dropped). That is logged once for each key.
+    Of a value larger than `largest`, and of one with which there would be more than `most` bytes of a prefix in all,
+    only the key and the revision are kept (see Entry.dropped). That is logged once for each key.
     """
 
     def __init__(
         self,
         config: EtcdConfig,
-        prefix: str,
-        on_state: Callable[[State], None],
+        subscriptions: Iterable[Subscription],
         resync: float = 60.0,
         guard: Guard | None = None,
         on_lost: Callable[[EcompError], None] | None = None,
@@ -64,14 +74,12 @@ class Follower:
         self._guard = guard
         self._on_lost = on_lost or self._log_loss
         self._on_back = on_back or self._log_return
-        self._prefix = prefix
-        self._on_state = on_state
+        self._all = [_Watch(*each, Cache(largest, most)) for each in subscriptions]
         self._resync = resync
-        self._kept = Kept(largest, most)
         self._backoff = Backoff(FIRST_DELAY, LAST_DELAY)
         self._stopped = threading.Event()
         self._call: Any = None
-        self._thread = threading.Thread(target=self._run, name=f'follow {prefix}', daemon=True)
+        self._thread = threading.Thread(target=self._run, name=f'follow {self._all[0].prefix}', daemon=True)
 
     def start(self) -> None:
         """Begin; on_state is called soon."""
@@ -90,18 +98,19 @@ class Follower:
         lost = False
         while not self._stopped.is_set():
             try:
-                snapshot = self._store.snapshot(self._prefix, keep=self._kept.keep)
-                self._kept.end(snapshot.entries)
+                revisions = self._list()
+                if self._stopped.is_set():
+                    return
                 self._store.recognise()
                 if lost:
                     self._on_back()
                 lost = False
-                state = dict(snapshot.entries)
-                self._on_state(dict(state))
-                self._watch(snapshot.revision + 1, state)
+                for _, on_state, kept in self._all:
+                    on_state(dict(kept.entries))
+                self._watch(revisions)
                 continue  # the planned end of a stream: list again at once
             except _Resync as reason:
-                log.debug('listing %s anew: %s', self._prefix, reason)
+                log.debug('listing %s anew: %s', self._all[0].prefix, reason)
                 self._store.move_on()
             except StrangeEtcd:
                 return  # the guard has said so; there is nothing to follow here
@@ -110,18 +119,31 @@ class Follower:
                     self._on_lost(error)
                 lost = True
             except Exception:  # without this thread ecompute would be deaf, and look as if it were well
-                log.exception('unexpected error while following %s; trying again', self._prefix)
+                log.exception('unexpected error while following %s; trying again', self._all[0].prefix)
             self._stopped.wait(self._backoff.next() * random.uniform(0.5, 1.0))
 
-    def _watch(self, revision: int, state: dict[str, Entry]) -> None:
-        """Apply changes from `revision` on until the planned end; _Resync at any other."""
-        key = self._prefix.encode()
+    def _list(self) -> list[int]:
+        """Read each prefix anew; from which revisions on to watch them. Fewer where stop() comes in between."""
+        revisions = []
+        for prefix, _, kept in self._all:
+            if not self._stopped.is_set():
+                snapshot = self._store.snapshot(prefix, keep=kept.keep)
+                kept.end(snapshot.entries)
+                revisions.append(snapshot.revision + 1)
+        return revisions
+
+    def _watch(self, revisions: Iterable[int]) -> None:
+        """Apply the changes of each from its revision on, until the planned end; _Resync at any other."""
         wanted: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        create = etcdrpc.WatchCreateRequest(key=key, range_end=increment_last_byte(key), start_revision=revision)
-        wanted.put(etcdrpc.WatchRequest(create_request=create))
+        for each, revision in zip(self._all, revisions, strict=True):
+            key = each.prefix.encode()
+            create = etcdrpc.WatchCreateRequest(key=key, range_end=increment_last_byte(key), start_revision=revision)
+            wanted.put(etcdrpc.WatchRequest(create_request=create))
         self._call = self._store.watch(iter(wanted.get, None), self._resync * random.uniform(0.8, 1.2))
         if self._stopped.is_set():  # stop() may have come before there was a call to cancel
             self._call.cancel()
+        # etcd says which number a watch has in the order in which they were asked for, and before its first event.
+        watched: dict[int, _Watch] = {}
         try:
             for reply in self._call:
                 # A watch may be refused in the same message that says it was created.
@@ -130,11 +152,12 @@ class Follower:
                 # A member that lags may answer a watch; so may an etcd without our history. The next list tells.
                 if self._guard is not None and not self._guard.observe(header_of(reply)):
                     raise _Resync('the watch is answered by an etcd that is behind')
-                self._backoff.reset()  # it lists and it watches: only now nothing is wrong any more
-                for event in reply.events:
-                    self._apply(event, state)
+                if reply.created:
+                    watched[reply.watch_id] = self._all[len(watched)]
+                if len(watched) == len(self._all):
+                    self._backoff.reset()  # it lists and it watches: only now nothing is wrong any more
                 if reply.events:
-                    self._on_state(dict(state))
+                    self._apply(reply.events, watched.get(reply.watch_id))
             raise _Resync('the stream ended')
         except grpc.RpcError as error:
             if error.code() == grpc.StatusCode.DEADLINE_EXCEEDED:
@@ -144,20 +167,19 @@ class Follower:
             wanted.put(None)
             self._call.cancel()
 
-    def _apply(self, event: Any, state: dict[str, Entry]) -> None:
-        key = event.kv.key.decode(errors='replace')
-        if event.type == event.DELETE:
-            state.pop(key, None)
-            self._kept.forget(key)
-        else:
-            kept = self._kept.keep(Entry(key, event.kv.value, event.kv.mod_revision, event.kv.lease))
-            if kept is not None:
-                state[key] = kept
+    def _apply(self, events: Iterable[Any], watch: _Watch | None) -> None:
+        if watch is None:
+            raise _Resync('a change came of what is not watched')
+        for event in events:
+            key = event.kv.key.decode(errors='replace')
+            if event.type == event.DELETE:
+                watch.kept.forget(key)
+            else:
+                watch.kept.keep(Entry(key, event.kv.value, event.kv.mod_revision, event.kv.lease))
+        watch.on_state(dict(watch.kept.entries))
 
     def _log_loss(self, error: EcompError) -> None:
         log.warning('%s; trying again until it is back', error)
 
     def _log_return(self) -> None:
         log.info('etcd at %s is back', self._store.where)
-
-

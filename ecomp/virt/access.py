@@ -18,14 +18,14 @@ ENTER, READ_WRITE = 0o1, 0o6
 KVM = Path('/dev/kvm')
 # libvirt then holds its own cache of what QEMU can do for outdated whenever it looks.
 UNUSABLE_KVM = (
-    'cannot be opened by {name}: every start of a guest takes seconds longer, while libvirt probes QEMU again. '
-    'chgrp kvm /dev/kvm; chmod 660 /dev/kvm'
+    'cannot be opened by {name}: every start of a guest, and this one of ecompute, takes up to a minute longer, while '
+    'libvirt probes QEMU again. chgrp kvm /dev/kvm; chmod 660 /dev/kvm'
 )
 
 
 @dataclass(frozen=True)
 class User:
-    """Who QEMU is: the name, and every group the kernel will know."""
+    """The user QEMU runs as: its name, its number, and the numbers of all its groups."""
 
     name: str
     uid: int
@@ -44,18 +44,29 @@ def user(uid: int, gid: int) -> User:
 
 
 def check_reachable(directory: Path, qemu: User) -> None:
-    """UsageError, with the command that helps, for the first directory on the way that QEMU cannot enter."""
+    """UsageError, with the command that helps, for the first directory on the way that QEMU cannot enter.
+
+    One that is not there is made by ecompute, so that it can.
+    """
+    if (step := blocked(directory, qemu)) is not None:
+        raise UsageError(
+            f'QEMU runs as {qemu.name}, who cannot enter {step}, on the way to the disks in {directory}: '
+            f'setfacl -m u:{qemu.name}:x {shlex.quote(str(step))} (or chmod o+x, or another `state:`)'
+        )
+
+
+def blocked(directory: Path, qemu: User) -> Path | None:
+    """The first directory that is there on the way, and that QEMU cannot enter."""
     real = directory.resolve()
-    for step in (*reversed(real.parents), real):
-        if not can(ENTER, step, qemu):
-            raise UsageError(
-                f'QEMU runs as {qemu.name}, who cannot enter {step}, on the way to the disks in {directory}: '
-                f'setfacl -m u:{qemu.name}:x {shlex.quote(str(step))} (or chmod o+x, or another `state:`)'
-            )
+    steps = (*reversed(real.parents), real)
+    return next((step for step in steps if step.exists() and not can(ENTER, step, qemu)), None)
 
 
 def can(wanted: int, path: Path, qemu: User) -> bool:
-    """Whether QEMU may use an existing file or directory so (ENTER, READ_WRITE), by its own mode and ACL."""
+    """Whether QEMU may use an existing file or directory in the `wanted` way, ENTER or READ_WRITE.
+
+    By that file's own mode and ACL; the directories above it are not looked at.
+    """
     status = path.stat()
     try:
         acl = os.getxattr(path, ACL)
@@ -91,17 +102,22 @@ def granted(mode: int, owner: int, group: int, acl: bytes, qemu: User) -> int:
     return mode & 0o7
 
 
+def no_kvm(*, cpu_flag: bool, device: bool, offered: bool) -> list[str]:
+    """Why guests cannot have KVM, in words; nothing if they can."""
+    needed = {
+        'the CPU has neither vmx nor svm': cpu_flag,
+        '/dev/kvm is not there for QEMU to open': device,
+        'libvirt does not offer it': offered,
+    }
+    return [what for what, there in needed.items() if not there]
+
+
 def choose_virt_type(wanted: str, *, cpu_flag: bool, device: bool, offered: bool) -> str:
-    """libvirt's domain type. /dev/kvm may be there where the CPU cannot do it, and a guest then hangs for ever."""
-    missing = [
-        what
-        for there, what in (
-            (cpu_flag, 'the CPU has neither vmx nor svm'),
-            (device, '/dev/kvm is not there for QEMU to open'),
-            (offered, 'libvirt does not offer it'),
-        )
-        if not there
-    ]
+    """`kvm` or `qemu` for a `wanted` auto, kvm or qemu. UsageError where kvm is wanted and one of the three is missing.
+
+    /dev/kvm alone proves nothing: it may be there where the CPU cannot do it, and a guest then hangs for ever.
+    """
+    missing = no_kvm(cpu_flag=cpu_flag, device=device, offered=offered)
     if wanted == 'qemu' or (wanted == 'auto' and missing):
         return 'qemu'
     if wanted not in ('auto', 'kvm'):

@@ -14,14 +14,14 @@ from ecomp.errors import EcompError
 from ecomp.virt import xml
 from ecomp.virt.connection import Connection, libvirt
 
-LOG = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 PATIENCE = 1
-"""Seconds an agent has for each answer; libvirt's default is to wait for ever."""
+"""Seconds an agent has for each answer, then it has given none; libvirt's default is to wait for ever."""
 
 
 class Agents:
-    """Asked one after another, by a thread and a connection of their own: an agent that is silent holds up nobody."""
+    """Asks guests' agents one by one, in a thread and on a connection of its own, so a silent one delays no caller."""
 
     def __init__(self, uri: str) -> None:
         self._connection = Connection(uri)
@@ -30,7 +30,7 @@ class Agents:
         self._asked: dict[str, Future[Mapping[str, Any]]] = {}
 
     def addresses(self, instance: str, macs: Iterable[str]) -> Mapping[str, str]:
-        """The IPv4 address of each of these MACs by the last answer; the agent is asked again for the next call."""
+        """{MAC: IPv4 address} of these MACs by the agent's last answer; it is asked again for the next call."""
         asked = self._asked.get(instance)
         if asked is not None and not asked.done():
             return {}
@@ -43,7 +43,7 @@ class Agents:
         return said(asked.result(), macs) if asked is not None else {}
 
     def forget(self, instance: str) -> None:
-        """It has ended."""
+        """Drop the answer of an instance that has ended."""
         self._asked.pop(instance, None)
 
     def close(self) -> None:
@@ -65,12 +65,12 @@ class Agents:
                 answer: Mapping[str, Any] = domain.interfaceAddresses(libvirt.VIR_DOMAIN_INTERFACE_ADDRESSES_SRC_AGENT)
                 return answer
         except (EcompError, ValueError) as error:  # ValueError: a name in the answer that is no text
-            LOG.debug('the agent of %s: %s', instance, error)
+            log.debug('the agent of %s: %s', instance, error)
             return {}
 
 
 def said(answer: Mapping[str, Any], macs: Iterable[str]) -> dict[str, str]:
-    """Of virDomainInterfaceAddresses' answer, the first address of each of these MACs that others could reach."""
+    """{MAC: address}: of each of these MACs the first in virDomainInterfaceAddresses' answer that others can reach."""
     wanted = set(macs)
     found: dict[str, str] = {}
     for interface in answer.values():

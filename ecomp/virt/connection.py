@@ -10,9 +10,11 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from functools import cache
 
-from ecomp.errors import EcompError, Unreachable, UsageError
+from ecomp.errors import BuildFailed, EcompError, Unreachable, UsageError
+from ecomp.model.backoff import Backoff
 
 try:
     import libvirt
@@ -23,12 +25,14 @@ except ImportError as error:
 
 __all__ = ['Connection', 'libvirt', 'reason']
 
-LOG = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
-# A dead daemon is seen after interval * (count + 1) seconds. Without this a call to a frozen one never returns.
 KEEPALIVE_INTERVAL, KEEPALIVE_COUNT = 5, 3
+"""Seconds, and how often: a libvirtd that is silent for interval * (count + 1) is gone. Else a call would never end."""
 OPEN_TIMEOUT = 20.0
+"""Seconds to wait for a connection; then it is Unreachable."""
 REOPEN_FIRST, REOPEN_MOST = 0.2, 5.0
+"""Seconds between two tries to open a lost connection: the first, and the longest, of the doubled ones after it."""
 
 BROKEN_CODES = frozenset({libvirt.VIR_ERR_SYSTEM_ERROR, libvirt.VIR_ERR_INTERNAL_ERROR, libvirt.VIR_ERR_NO_CONNECT})
 BROKEN_DOMAINS = frozenset({libvirt.VIR_FROM_REMOTE, libvirt.VIR_FROM_RPC})
@@ -40,8 +44,35 @@ def reason(error: libvirt.libvirtError) -> str:
 
 
 def is_broken(error: libvirt.libvirtError) -> bool:
-    """Whether the error is the connection's own, not an answer."""
+    """Whether the connection broke; other errors are libvirtd's answers."""
     return error.get_error_code() in BROKEN_CODES and error.get_error_domain() in BROKEN_DOMAINS
+
+
+@dataclass(frozen=True)
+class Ignored:
+    """Ends the block at a libvirt error with this code, and does not raise it."""
+
+    code: int
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> bool:
+        return isinstance(error, libvirt.libvirtError) and error.get_error_code() == self.code
+
+
+@contextmanager
+def building(stage: str, what: str = '') -> Iterator[None]:
+    """Raise libvirt's errors as BuildFailed in this stage; `what` is put before their message.
+
+    Those of a broken connection are raised as they are.
+    """
+    try:
+        yield
+    except libvirt.libvirtError as error:
+        if is_broken(error):
+            raise
+        raise BuildFailed(stage, what + reason(error)) from error
 
 
 class Connection:
@@ -64,9 +95,9 @@ class Connection:
 
     @contextmanager
     def use(self, doing: str) -> Iterator[libvirt.virConnect]:
-        """The open connection, for a block that says what it is `doing`, as in 'listing domains'.
+        """The open connection. libvirt's errors leave the block as Unreachable, if it broke, or as EcompError.
 
-        What the block does not handle of libvirt's errors is raised as Unreachable or EcompError.
+        `doing` is for their messages, 'listing domains' for one.
         """
         connection = self._get()
         try:
@@ -78,10 +109,10 @@ class Connection:
             raise EcompError(f'libvirt: {doing}: {reason(error)}') from error
 
     def watch(self, notify: Callable[[str], None], look: Callable[[str], None] | None = None) -> None:
-        """From now on notify(reason) when a domain's state changes, or the connection is lost or back.
+        """From now on call notify(reason) when a domain's state changes, or the connection is lost or back.
 
-        look(reason) when a network was started: nothing of what was put on its bridge before is there.
-        A lost connection is then opened again without anybody asking, as soon as libvirt answers.
+        Call look(reason), None for nothing, when a network was started: its bridge has lost what was put on it.
+        From now on a lost connection is opened again as soon as libvirtd answers, also while nothing uses it.
         """
         first, self._notify, self._look = self._notify is None, notify, look
         with self.use('registering for events') as connection:
@@ -168,7 +199,7 @@ class Connection:
             if is_broken(error):
                 raise
             # Without their driver, on a host of bridges.
-            LOG.debug('libvirt tells nothing of networks: %s', reason(error))
+            log.debug('libvirt tells nothing of networks: %s', reason(error))
             return None
 
     def _release(self, connection: libvirt.virConnect) -> None:
@@ -208,14 +239,13 @@ class Connection:
         while not self._closed.is_set():
             self._lost.wait()
             self._lost.clear()
-            delay = REOPEN_FIRST
+            backoff = Backoff(REOPEN_FIRST, REOPEN_MOST)
             while not self._closed.is_set():
                 try:
                     self._get()
                 except EcompError as error:
-                    LOG.debug('%s', error)
-                    self._closed.wait(delay)
-                    delay = min(2 * delay, REOPEN_MOST)
+                    log.debug('%s', error)
+                    self._closed.wait(backoff.next())
                 else:
                     if self._notify is not None:
                         # Events in the gap are gone: whoever listens must look at everything again.
@@ -225,7 +255,7 @@ class Connection:
 
 @cache
 def _run_event_loop() -> None:
-    """Once for each process, before its first open; the loop runs as long as the process (libvirt cannot end one)."""
+    """Start libvirt's event loop once in this process, before its first open; libvirt cannot end one."""
     # libvirt prints every error to stderr by itself; ours are raised.
     libvirt.registerErrorHandler(lambda _context, _error: None, None)
     libvirt.virEventRegisterDefaultImpl()

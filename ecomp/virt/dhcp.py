@@ -12,13 +12,14 @@ from dataclasses import dataclass
 from ipaddress import IPv4Address, IPv4Network
 
 NOT_SERVED = frozenset({'bridge', 'private', 'vepa', 'passthrough', 'hostdev'})
-"""Forward modes in which libvirt only plugs guests into what others look after."""
+"""Forward modes in which libvirt gives out no addresses: the network is made by others."""
+UNITS = {'seconds': 1, 'minutes': 60, 'hours': 3600}
 DNSMASQ = 'http://libvirt.org/schemas/network/dnsmasq/1.0'
 
 
 @dataclass(frozen=True)
 class Reservation:
-    """One `<host>`: libvirt's dnsmasq gives this address to this MAC and to no other; `name` is '' if it has none."""
+    """One `<host>`: dnsmasq gives this address to this MAC and to no other. `name` is its `name`, '' for none."""
 
     mac: str
     address: str
@@ -27,9 +28,10 @@ class Reservation:
 
 @dataclass(frozen=True)
 class Dhcp:
-    """What a network gives out: `ranges` of IPv4 addresses, first and last; `own` are the network's, never a guest's.
+    """What a network gives out: `ranges` of IPv4 addresses, (first, last), but none of its `own`.
 
-    `served` is false where the bridge is not libvirt's own; `known_only`: who has no reservation is not answered.
+    `seconds` is how long the leases of each range last, 0 for ever. `served` False means that the bridge is not
+    libvirt's; `known_only` that only MACs with a reservation are answered.
     """
 
     ranges: tuple[tuple[IPv4Address, IPv4Address], ...]
@@ -37,17 +39,23 @@ class Dhcp:
     reservations: tuple[Reservation, ...]
     served: bool
     known_only: bool = False
+    seconds: tuple[int, ...] = ()
+
+    def lasts(self, address: IPv4Address) -> int:
+        """The seconds for which a lease of this address lasts; 0 for ever, or where that is not known."""
+        ranges = zip(self.ranges, self.seconds, strict=True)
+        return next((seconds for (first, last), seconds in ranges if first <= address <= last), 0)
 
     def of(self, mac: str) -> Reservation | None:
-        """What is reserved for a MAC."""
+        """The reservation of a MAC, None if it has none."""
         return next((each for each in self.reservations if each.mac == mac), None)
 
 
 def read(xml: str) -> Dhcp:
-    """The DHCP in a network's definition; one without has no ranges."""
+    """The DHCP of a network by its definition in XML; without `<dhcp>` it has no ranges."""
     root = ET.fromstring(xml)
     forward = root.find('forward')
-    ranges, own, reservations = [], set(), []
+    ranges, seconds, own, reservations = [], [], set(), []
     for element in root.iterfind('ip'):
         if element.get('family', 'ipv4') != 'ipv4':
             continue
@@ -58,6 +66,7 @@ def read(xml: str) -> Dhcp:
             (IPv4Address(each.get('start', '')), IPv4Address(each.get('end', '')))
             for each in element.iterfind('dhcp/range')
         ]
+        seconds += [_lasts(each.find('lease')) for each in element.iterfind('dhcp/range')]
         reservations += [
             Reservation(each.get('mac', '').lower(), each.get('ip', ''), each.get('name', ''))
             for each in element.iterfind('dhcp/host')
@@ -66,11 +75,19 @@ def read(xml: str) -> Dhcp:
     # https://libvirt.org/formatnetwork.html#network-namespaces, and dnsmasq(8): a reservation sets the tag.
     options = {each.get('value') for each in root.iterfind(f'{{{DNSMASQ}}}options/{{{DNSMASQ}}}option')}
     known_only = 'dhcp-ignore=tag:!known' in options
-    return Dhcp(tuple(ranges), frozenset(own), tuple(reservations), mode not in NOT_SERVED, known_only)
+    served = mode not in NOT_SERVED
+    return Dhcp(tuple(ranges), frozenset(own), tuple(reservations), served, known_only, tuple(seconds))
+
+
+def _lasts(lease: ET.Element | None) -> int:
+    """The seconds that a range's `<lease>` says; without one dnsmasq's own hour."""
+    if lease is None:
+        return 3600
+    return int(lease.get('expiry', '0')) * UNITS[lease.get('unit', 'minutes')]
 
 
 def choose(dhcp: Dhcp, taken: Set[IPv4Address], mac: str) -> IPv4Address | None:
-    """An address in the ranges that is not taken, the same for a MAC while it is free; None if all are taken."""
+    """An address in the ranges that is not in `taken`, for one MAC always the same while it is free; None: all are."""
     taken = taken | dhcp.own
     sizes = [int(last) - int(first) + 1 for first, last in dhcp.ranges]
     start = int.from_bytes(hashlib.sha256(mac.encode()).digest()[:8], 'big')
@@ -87,11 +104,11 @@ def choose(dhcp: Dhcp, taken: Set[IPv4Address], mac: str) -> IPv4Address | None:
 
 
 def is_in(dhcp: Dhcp, address: IPv4Address) -> bool:
-    """Whether it is one the network may give out."""
+    """Whether the network may give out the address."""
     return address not in dhcp.own and any(first <= address <= last for first, last in dhcp.ranges)
 
 
 def host_xml(reservation: Reservation) -> str:
-    """The reservation for virNetworkUpdate. dnsmasq tells the name to the guest, which is its host name by DHCP."""
+    """The reservation as virNetworkUpdate takes it. dnsmasq tells the guest the name, as its host name."""
     attributes = {'mac': reservation.mac, 'ip': reservation.address, 'name': reservation.name}
     return ET.tostring(ET.Element('host', {key: value for key, value in attributes.items() if value}), 'unicode')

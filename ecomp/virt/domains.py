@@ -13,12 +13,14 @@ from ecomp.failpoints import failpoint
 from ecomp.model.guest import CRASHED, NO_SPACE, GuestSpec
 from ecomp.model.network import Attachment
 from ecomp.virt import xml
-from ecomp.virt.connection import Connection, is_broken, libvirt, reason
+from ecomp.virt.connection import Connection, Ignored, building, is_broken, libvirt, reason
 
 DESTROY_DEADLINE = 60.0
+"""Seconds a domain has to end; then EcompError, and the caller tries again."""
 ASK_DEADLINE = 5.0
-"""Seconds within which a QEMU that is well takes an order."""
+"""Seconds a QEMU has to take a press of the power button; then it is left to answer or not."""
 RETRY_FIRST, RETRY_MOST = 0.05, 2.0
+"""Seconds between two looks at a domain that is to end: the first, and the longest, of the doubled ones after it."""
 
 # What would keep a domain from being undefined. Not every driver knows every flag: the last is for those.
 UNDEFINE_FLAGS = (
@@ -39,8 +41,8 @@ BUSY = frozenset(
 
 
 @dataclass(frozen=True)
-class Found:
-    """A domain of ours."""
+class Domain:
+    """A domain with our mark; `trouble` is what is wrong with its QEMU, in plain words, '' for nothing."""
 
     mark: xml.Mark
     defined: bool
@@ -49,26 +51,22 @@ class Found:
 
 
 class Domains:
-    """Errors: Conflict, Unreachable, EcompError; BuildFailed from start."""
+    """The domains of one libvirt. Errors: Conflict, Unreachable, EcompError; BuildFailed from start and resume."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
 
-    def ours(self) -> Mapping[str, Found]:
-        """Every domain with our mark, by instance uuid."""
+    def ours(self) -> Mapping[str, Domain]:
+        """{instance: domain} of every domain with our mark."""
         found = {}
         with self._connection.use('listing domains') as connection:
             for domain in connection.listAllDomains():
-                try:
+                with Ignored(libvirt.VIR_ERR_NO_DOMAIN):  # gone between the list and the question
                     mark = _mark(domain)
                     if mark is not None and mark.instance == domain.UUIDString():
-                        found[mark.instance] = Found(
+                        found[mark.instance] = Domain(
                             mark, bool(domain.isPersistent()), bool(domain.isActive()), _trouble(*domain.state())
                         )
-                except libvirt.libvirtError as error:
-                    # Gone between the list and the question.
-                    if error.get_error_code() != libvirt.VIR_ERR_NO_DOMAIN:
-                        raise
         return found
 
     def users(self, disk: str) -> Set[str]:
@@ -76,12 +74,9 @@ class Domains:
         found = set()
         with self._connection.use(f'looking for who has {disk}') as connection:
             for domain in connection.listAllDomains():
-                try:
+                with Ignored(libvirt.VIR_ERR_NO_DOMAIN):
                     if any(disk in xml.disks(domain.XMLDesc(flags)) for flags in (0, libvirt.VIR_DOMAIN_XML_INACTIVE)):
                         found.add(domain.name())
-                except libvirt.libvirtError as error:
-                    if error.get_error_code() != libvirt.VIR_ERR_NO_DOMAIN:
-                        raise
         return found
 
     def is_running(self, instance: str) -> bool:
@@ -90,43 +85,33 @@ class Domains:
             return any(domain.isActive() for domain in _named(connection, instance))
 
     def start(self, spec: GuestSpec, description: str) -> None:
-        """Define the domain from its XML and start it. One of ours that runs is left alone.
+        """Define the domain from the XML in `description` and start it; do nothing if it runs.
 
-        One that is defined but off is what is left of a build that was interrupted: it is defined anew.
+        One that is defined and off is left from an interrupted build, and is defined anew.
         """
-        with self._connection.use(f'starting domain {spec.instance}') as connection:
-            try:
-                for domain in _named(connection, spec.instance):
-                    _check_ours(domain, spec.instance, spec.compute)
-                    if domain.isActive():
-                        return
-                    _undefine(domain)
-                domain = connection.defineXML(description)
-                failpoint('domain-defined')
-                domain.create()
-            except libvirt.libvirtError as error:
-                if is_broken(error):
-                    raise
-                raise BuildFailed('started', reason(error)) from error
+        with self._connection.use(f'starting domain {spec.instance}') as connection, building('started'):
+            for domain in _named(connection, spec.instance):
+                _check_ours(domain, spec.instance, spec.compute)
+                if domain.isActive():
+                    return
+                _undefine(domain)
+            domain = connection.defineXML(description)
+            failpoint('domain-defined')
+            domain.create()
 
     def resume(self, instance: str, compute: str) -> None:
-        """Start our domain as it is defined. One that runs is left alone."""
-        with self._connection.use(f'starting domain {instance}') as connection:
-            try:
-                domains = _named(connection, instance)
-                for domain in domains:
-                    _check_ours(domain, instance, compute)
-                    if not domain.isActive():
-                        domain.create()
-            except libvirt.libvirtError as error:
-                if is_broken(error):
-                    raise
-                raise BuildFailed('started', reason(error)) from error
-        if not domains:
-            raise BuildFailed('started', 'its domain is gone')
+        """Start our domain as it is defined; do nothing if it runs."""
+        with self._connection.use(f'starting domain {instance}') as connection, building('started'):
+            domains = _named(connection, instance)
+            for domain in domains:
+                _check_ours(domain, instance, compute)
+                if not domain.isActive():
+                    domain.create()
+            if not domains:
+                raise BuildFailed('started', 'its domain is gone')
 
     def shutdown(self, instance: str, compute: str) -> None:
-        """Press the power button of our domain, if it runs; return without waiting for what the guest does."""
+        """Press the power button of our domain if it runs, without waiting for what the guest does."""
         asking: Future[None] = Future()
 
         def ask() -> None:
@@ -148,11 +133,11 @@ class Domains:
             self.is_running(instance)  # Unreachable if it is not QEMU that does not answer
 
     def switch_off(self, instance: str, compute: str) -> None:
-        """End the domain, and keep its definition; return once it is seen off."""
+        """End our domain and wait until it is off; its definition stays."""
         self._end(instance, compute, undefine=False)
 
     def destroy(self, instance: str, compute: str) -> None:
-        """End the domain and remove its definition; return once it is seen gone."""
+        """End our domain, remove its definition and wait until it is gone."""
         self._end(instance, compute, undefine=True)
 
     def _end(self, instance: str, compute: str, undefine: bool) -> None:
@@ -177,26 +162,20 @@ class Domains:
         raise EcompError(f'domain {instance} is still there after {DESTROY_DEADLINE:g} s of destroying it: {last}')
 
     def interfaces(self, instance: str) -> Mapping[str, Attachment]:
-        """What our domain's interfaces are plugged into, by MAC address, in order; none if it is not there."""
-        with self._connection.use(f'asking for the interfaces of {instance}') as connection:
-            try:
-                return xml.interfaces(connection.lookupByUUIDString(instance).XMLDesc())
-            except libvirt.libvirtError as error:
-                if error.get_error_code() != libvirt.VIR_ERR_NO_DOMAIN:
-                    raise
-                return {}
+        """{MAC: what it is plugged into} of our domain's interfaces, in order; empty if there is no domain."""
+        use = self._connection.use(f'asking for the interfaces of {instance}')
+        with use as connection, Ignored(libvirt.VIR_ERR_NO_DOMAIN):
+            return xml.interfaces(connection.lookupByUUIDString(instance).XMLDesc())
+        return {}
 
 
 def _named(connection: libvirt.virConnect, instance: str) -> list[libvirt.virDomain]:
     """The domains with this uuid or this name: none, one, or two different ones."""
     found: dict[str, libvirt.virDomain] = {}
     for lookup in (connection.lookupByUUIDString, connection.lookupByName):
-        try:
+        with Ignored(libvirt.VIR_ERR_NO_DOMAIN):
             domain = lookup(instance)
             found[domain.UUIDString()] = domain
-        except libvirt.libvirtError as error:
-            if error.get_error_code() != libvirt.VIR_ERR_NO_DOMAIN:
-                raise
     return list(found.values())
 
 
@@ -215,12 +194,9 @@ def _press(connection: Connection, instance: str, compute: str) -> None:
 
 
 def _mark(domain: libvirt.virDomain) -> xml.Mark | None:
-    try:
+    with Ignored(libvirt.VIR_ERR_NO_DOMAIN_METADATA):
         return xml.mark(domain.metadata(libvirt.VIR_DOMAIN_METADATA_ELEMENT, xml.MARK_NAMESPACE))
-    except libvirt.libvirtError as error:
-        if error.get_error_code() == libvirt.VIR_ERR_NO_DOMAIN_METADATA:
-            return None
-        raise
+    return None
 
 
 def _check_ours(domain: libvirt.virDomain, instance: str, compute: str) -> None:
@@ -255,7 +231,7 @@ def _undefine(domain: libvirt.virDomain) -> None:
 
 
 def _until(deadline: float) -> Iterator[None]:
-    """Turns of a loop, at once and then ever further apart, until the deadline (time.monotonic) has passed."""
+    """Turns of a loop, at once and then ever further apart, until time.monotonic() has passed the deadline."""
     delay = RETRY_FIRST
     yield
     while time.monotonic() < deadline:

@@ -11,30 +11,31 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ecomp.errors import BuildFailed, Conflict, EcompError, UsageError
-from ecomp.model.guest import Address, Guest, GuestSpec, Reserved
+from ecomp.model.guest import Address, Guest, GuestSpec, ReservedAddress
 from ecomp.virt import image
 
 T = TypeVar('T')
 
 
 class FakeHypervisor:
-    """With `state`, the guests are in `state`/fake.json, so that the next process finds them running."""
+    """Guests that are only pretended. `state` is the directory they are kept in, None for this process's memory."""
 
     def __init__(self, state: Path | None = None) -> None:
-        self._file = state / 'fake.json' if state else None
+        self._state = state
         self._lock = threading.RLock()
         self._notify: Callable[[str], None] | None = None
         self._guests: dict[str, Guest] = {}
-        self._reserved: dict[str, Reserved] = {}
+        self._reserved: dict[str, ReservedAddress] = {}
         self._seeds: frozenset[str] = frozenset()
 
     def prepare(self) -> None:
-        if self._file is None:
+        if (state := self._state) is None:
             return
-        self._file.parent.mkdir(parents=True, exist_ok=True)
-        reserved = _read(self._beside('reserved'), lambda data: {mac: Reserved(*each) for mac, each in data.items()})
-        seeds = _read(self._beside('seeds'), lambda data: frozenset(map(str, data)))
-        guests = _read(self._file, lambda data: {guest.instance: guest for guest in (Guest(**each) for each in data)})
+        state.mkdir(parents=True, exist_ok=True)
+        kept = state / 'fake-reserved.json'
+        reserved = _read(kept, lambda data: {mac: ReservedAddress(*each) for mac, each in data.items()})
+        seeds = _read(state / 'fake-seeds.json', lambda data: frozenset(map(str, data)))
+        guests = _read(state / 'fake.json', lambda data: {each.instance: each for each in (Guest(**it) for it in data)})
         with self._lock:
             self._reserved, self._seeds, self._guests = reserved or {}, seeds or frozenset(), guests or {}
 
@@ -67,7 +68,7 @@ class FakeHypervisor:
     def create_disk(self, spec: GuestSpec) -> None:
         image.capacity(spec)
         with self._lock:
-            guest = self._guests.get(spec.instance, _nothing(spec.instance))
+            guest = self._guest(spec.instance)
             if guest.running:
                 raise BuildFailed('disk', f'domain {spec.instance} is running: its disk is not made again')
             self._put(replace(guest, disk=True), 'disk')
@@ -75,7 +76,7 @@ class FakeHypervisor:
     def create_seed(self, instance: str, files: Mapping[str, bytes]) -> None:
         del files
         with self._lock:
-            if self._guests.get(instance, _nothing(instance)).running:
+            if self._guest(instance).running:
                 raise BuildFailed('disk', f'domain {instance} is running: its seed is not made again')
             self._put_seeds(self._seeds | {instance}, 'disk')
 
@@ -84,13 +85,13 @@ class FakeHypervisor:
 
     def delete_seed(self, instance: str) -> None:
         with self._lock:
-            if self._guests.get(instance, _nothing(instance)).running:
+            if self._guest(instance).running:
                 raise Conflict(f'domain {instance} is running: its seed is not removed')
             self._put_seeds(self._seeds - {instance})
 
     def start(self, spec: GuestSpec) -> None:
         with self._lock:
-            guest = self._guests.get(spec.instance, _nothing(spec.instance))
+            guest = self._guest(spec.instance)
             if guest.compute not in (None, spec.compute):
                 raise Conflict(
                     f'domain {spec.instance} is here and belongs to compute {guest.compute}, '
@@ -112,7 +113,7 @@ class FakeHypervisor:
         self._changed(f'fake: domain {instance} started')
 
     def shutdown(self, instance: str, compute: str) -> None:
-        """It turns itself off at once."""
+        """Switch the guest off: a pretended one takes no time for it."""
         self.switch_off(instance, compute)
 
     def switch_off(self, instance: str, compute: str) -> None:
@@ -127,7 +128,7 @@ class FakeHypervisor:
 
     def delete_disk(self, instance: str) -> None:
         with self._lock:
-            guest = self._guests.get(instance, _nothing(instance))
+            guest = self._guest(instance)
             if guest.running:
                 raise Conflict(f'domain {instance} is running: its disk is not removed')
             self.delete_seed(instance)
@@ -138,15 +139,15 @@ class FakeHypervisor:
         return None
 
     def reserve(self, instance: str, mac: str, network: str, wanted: str | None = None) -> str | None:
-        """One in 10.0.0.0/8, the same every time."""
+        """An address in 10.0.0.0/8, for one MAC always the same."""
         del network, wanted
         digest = hashlib.sha256(mac.encode()).digest()
         address = f'10.{digest[0]}.{digest[1]}.{digest[2] % 254 + 1}'
         with self._lock:
-            self._keep({**self._reserved, mac: Reserved(instance, address)}, 'scheduled')
+            self._keep({**self._reserved, mac: ReservedAddress(instance, address)}, 'scheduled')
         return address
 
-    def reservations(self) -> Mapping[str, Reserved]:
+    def reservations(self) -> Mapping[str, ReservedAddress]:
         with self._lock:
             return dict(self._reserved)
 
@@ -157,7 +158,7 @@ class FakeHypervisor:
                 self._keep(kept)
 
     def addresses(self, instance: str) -> Mapping[str, Address]:
-        """What is reserved: no guest asks for it, so it is there as soon as the guest runs."""
+        """What is reserved for a guest that runs: a pretended one has it without asking."""
         with self._lock:
             if instance not in self._guests or not self._guests[instance].running:
                 return {}
@@ -171,38 +172,36 @@ class FakeHypervisor:
     def close(self) -> None:
         self._notify = None
 
+    def _guest(self, instance: str) -> Guest:
+        return self._guests.get(instance, _nothing(instance))
+
     def _ours(self, instance: str, compute: str) -> Guest:
-        guest = self._guests.get(instance, _nothing(instance))
+        guest = self._guest(instance)
         if guest.compute not in (None, compute):
             raise Conflict(f'domain {instance} is here and belongs to compute {guest.compute}: not touched')
         return guest
 
     def _put(self, guest: Guest, stage: str | None = None) -> None:
-        """Remember what is there of a guest; forget one of whom nothing is. See _write."""
+        """Keep what there is of a guest; drop one of which there is nothing."""
         guests = {**self._guests, guest.instance: guest}
         if guest == _nothing(guest.instance):
             del guests[guest.instance]
-        if guests == self._guests:
-            return
-        if self._file is not None:
-            _write(self._file, [asdict(guest) for guest in guests.values()], stage)
-        self._guests = guests
+        if guests != self._guests:
+            self._write('', [asdict(guest) for guest in guests.values()], stage)
+            self._guests = guests
 
-    def _keep(self, reserved: dict[str, Reserved], stage: str | None = None) -> None:
-        if self._file is not None:
-            _write(self._beside('reserved'), reserved, stage)
+    def _keep(self, reserved: dict[str, ReservedAddress], stage: str | None = None) -> None:
+        self._write('-reserved', reserved, stage)
         self._reserved = reserved
 
     def _put_seeds(self, seeds: frozenset[str], stage: str | None = None) -> None:
-        if seeds == self._seeds:
-            return
-        if self._file is not None:
-            _write(self._beside('seeds'), sorted(seeds), stage)
-        self._seeds = seeds
+        if seeds != self._seeds:
+            self._write('-seeds', sorted(seeds), stage)
+            self._seeds = seeds
 
-    def _beside(self, what: str) -> Path:
-        assert self._file is not None  # asked for only with one
-        return self._file.with_name(f'fake-{what}.json')
+    def _write(self, which: str, content: object, stage: str | None) -> None:
+        if self._state is not None:
+            _write(self._state / f'fake{which}.json', content, stage)
 
     def _changed(self, reason: str) -> None:
         if self._notify is not None:
@@ -210,7 +209,7 @@ class FakeHypervisor:
 
 
 def _read(path: Path, parse: Callable[[Any], T]) -> T | None:
-    """What an earlier process wrote down; None if none has. EcompError if none of ours did."""
+    """What an earlier process wrote to the file; None if it is missing. EcompError if `parse` cannot read it."""
     try:
         return parse(json.loads(path.read_text()))
     except FileNotFoundError:
@@ -220,10 +219,7 @@ def _read(path: Path, parse: Callable[[Any], T]) -> T | None:
 
 
 def _write(path: Path, content: object, stage: str | None) -> None:
-    """Written down before it is believed.
-
-    Where it cannot be written, as on a full disk: BuildFailed in a build's `stage`, else EcompError.
-    """
+    """Write a file whole or not at all; on a full disk BuildFailed in this `stage` of a build, None for EcompError."""
     new = path.with_suffix('.new')
     try:
         new.write_text(json.dumps(content))

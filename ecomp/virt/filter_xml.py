@@ -70,7 +70,10 @@ _NOWHERE = (Service(IPv4Address('0.0.0.0'), 1), Service(IPv6Address('::'), 1))
 
 
 def reference(interface: ET.Element, address: str | None, control: Collection[Service]) -> None:
-    """Give a domain's `<interface>` its filter: for its reserved IPv4 `address`, None where it has none."""
+    """Add the filter to a domain's `<interface>`; `address` is its reserved IPv4 address, None for none.
+
+    `control` are the services that the guest may not reach.
+    """
     filtered = ET.SubElement(interface, 'filterref', filter=GUEST_ADDRESS if address else GUEST_MAC)
     if address:
         ET.SubElement(filtered, 'parameter', name='IP', value=address)

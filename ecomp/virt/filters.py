@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import logging
-import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from ecomp.addresses import addresses, is_own
+from ecomp.files import search_path
 from ecomp.model.image_sources import Address
 from ecomp.virt import filter_xml
 from ecomp.virt.connection import Connection, is_broken, libvirt, reason
@@ -16,12 +16,9 @@ from ecomp.virt.networks import own_addresses
 
 log = logging.getLogger(__name__)
 
-# A PATH that came through sudo may lack where root's programs are.
-PLACES = os.pathsep.join((os.environ.get('PATH', os.defpath), '/usr/local/sbin', '/usr/sbin', '/sbin'))
-
 
 class Filters:
-    """`control` is host and port of etcd and placement. Errors: Unreachable, EcompError."""
+    """The filters of one libvirt. `control` is host and port of etcd and of placement. Unreachable, EcompError."""
 
     def __init__(self, connection: Connection, control: Sequence[tuple[str, int]]) -> None:
         self._connection = connection
@@ -29,13 +26,19 @@ class Filters:
         self._found: dict[str, list[Address]] = {}
 
     def prepare(self) -> str:
-        """See that libvirt knows our filters: '', or in words why this host has none."""
-        if shutil.which('ebtables', path=PLACES) is None:
+        """Define our filters where libvirt does not have them; '', or in words why this host can have none."""
+        return self._try('defining network filters', _define_all)
+
+    def missing(self) -> str:
+        """What prepare() would say, and nothing is defined."""
+        return self._try('looking for network filters', lambda connection: connection.listAllNWFilters())
+
+    def _try(self, doing: str, call: Callable[[libvirt.virConnect], object]) -> str:
+        if shutil.which('ebtables', path=search_path()) is None:
             return 'ebtables is not installed'
-        with self._connection.use('defining network filters') as connection:
+        with self._connection.use(doing) as connection:
             try:
-                for name, definition in filter_xml.FILTERS.items():
-                    _define(connection, name, definition)
+                call(connection)
             except libvirt.libvirtError as error:
                 # One daemon for all says the first; where each driver has its own, and this one is not there, the
                 # daemon that was asked passes on that it cannot be reached, and lives.
@@ -46,9 +49,9 @@ class Filters:
         return ''
 
     def services(self) -> list[Service]:
-        """What no guest reaches: etcd and placement, at each address that their names have now.
+        """The services no guest may reach: etcd and placement, at each address that their names have now.
 
-        What is on this host itself a guest would reach by any of this host's addresses.
+        A service on this host is listed with all of the host's addresses, for a guest could reach it by any.
         """
         found: dict[Service, None] = {}
         for host, port in self._control:
@@ -64,6 +67,11 @@ class Filters:
         except (OSError, ValueError) as error:
             log.warning('%s has no address now (%s): guests are kept from those it had', host, error)
         return self._found.get(host, [])
+
+
+def _define_all(connection: libvirt.virConnect) -> None:
+    for name, definition in filter_xml.FILTERS.items():
+        _define(connection, name, definition)
 
 
 def _define(connection: libvirt.virConnect, name: str, definition: str) -> None:

@@ -14,20 +14,20 @@ from pathlib import Path
 from typing import BinaryIO
 
 from ecomp.errors import BuildFailed
+from ecomp.model.allocation import GIB, MIB
 from ecomp.model.guest import BaseImage, GuestSpec
 
-GIB = 2**30
 TAKEN = 'qcow2 and raw are taken'
 QCOW2_MAGIC = b'QFI\xfb'
 OFFSET_BITS = 0x00FFFFFFFFFFFE00
 COMPRESSED = 1 << 62
-L1_MOST = 32 * 2**20
-BACKING_MOST = 1023
-CLUSTER_MOST = 2**21
+L1_MOST = 32 * MIB
+BACKING_MOST = 1023  # bytes of the name of a base file, by the format
+CLUSTER_MOST = 2**21  # bytes of a cluster, by the format
 
 
 def capacity(spec: GuestSpec) -> int:
-    """Bytes of the instance's disk. BuildFailed('disk', …) if the image does not fit in it.
+    """The size of the instance's disk in bytes. BuildFailed('disk', …) if the image is larger.
 
     qemu-img itself would make the smaller overlay, and the guest would find its file system cut off.
     """
@@ -40,11 +40,11 @@ def capacity(spec: GuestSpec) -> int:
 
 
 def inspect(path: Path) -> BaseImage:
-    """What the file at `path` is: a whole qcow2 that names no other file, or a raw disk with a boot signature.
+    """The format and size of the file at `path`: a whole qcow2 that names no other file, or a raw disk that boots.
 
-    BuildFailed('image', …) for all else; its reason shows no byte of the file, which may be a secret of somebody's
-    server. How long it takes and how much memory is the file's doing: what is not ours is looked at in a child, with
-    limits (agent/images/inspection.py).
+    BuildFailed('image', …) for any other; its reason quotes no byte of the file, which may be secret. The file decides
+    how much time and memory this takes, so one from outside is looked at in a child with limits
+    (agent/images/inspection.py).
     """
     # 110 ms, and needed once per image only.
     from oslo_utils.imageutils import format_inspector
@@ -72,7 +72,7 @@ def inspect(path: Path) -> BaseImage:
 
 
 def inspected(path: Path) -> BaseImage:
-    """What inspect() said of the file that is a base volume now, named for its format. OSError."""
+    """The same of a base volume, which inspect() accepted, by its name and its header alone. OSError."""
     if path.suffix == '.raw':
         return BaseImage(str(path), 'raw', path.stat().st_size)
     with path.open('rb') as file:
@@ -80,7 +80,7 @@ def inspected(path: Path) -> BaseImage:
 
 
 def backing(path: Path) -> str | None:
-    """The file a qcow2 lies on, as its header names it; None if it names none or is none, or cannot be read."""
+    """The file that a qcow2's header names as its base; None if it names none, is no qcow2 or cannot be read."""
     try:
         return _backing(path)
     except OSError:
@@ -88,7 +88,7 @@ def backing(path: Path) -> str | None:
 
 
 def chain(path: Path) -> list[str]:
-    """All files a qcow2 lies on, down to the last. OSError where one is there and cannot be read."""
+    """The base of a qcow2, that one's base, and so on. OSError for one that is there and cannot be read."""
     found: list[str] = []
     below = _backing(path)
     while below is not None and (below := os.path.realpath(below)) not in found:
@@ -119,7 +119,7 @@ def _refused(what: str) -> BuildFailed:
 
 
 def _check_raw(file: BinaryIO) -> int:
-    """The size of a raw disk. Only the signature tells one from any other file."""
+    """The size of a raw disk in bytes. Only the boot signature tells one from any other file."""
     start = file.read(512)
     size = os.fstat(file.fileno()).st_size
     if not start:
@@ -134,7 +134,7 @@ def _check_raw(file: BinaryIO) -> int:
 
 
 def _check_qcow2(file: BinaryIO) -> int:
-    """The virtual size, once every table and cluster the file speaks of is seen to be inside it.
+    """The virtual size in bytes, if every table and cluster that the file names is inside it.
 
     Reads no more than the file is long: every table is where a cluster begins, so no two of them overlap.
     """

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Mapping, Sequence, Set
+from functools import partial
 from pathlib import Path
 
 from ecomp.errors import BuildFailed, Conflict, EcompError, Unreachable, UsageError
-from ecomp.model.guest import Address, Guest, GuestSpec, Reserved
+from ecomp.model.guest import Address, Guest, GuestSpec
 from ecomp.model.network import DEFAULT_NETWORKS, Attachment
 from ecomp.virt import access, networks, xml
 from ecomp.virt.agents import Agents
@@ -19,7 +21,7 @@ from ecomp.virt.reservations import Reservations
 from ecomp.virt.seeds import Seeds
 from ecomp.virt.volumes import Volumes
 
-LOG = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 NO_FILTERS = (
     "libvirt cannot filter what guests send ({why}), so each can take another one's address and speak to etcd and "
@@ -31,8 +33,8 @@ class Libvirt:
     """Guests on libvirt at `uri`, disks in `state`/images (the pool `ecompute`), NoCloud disks in `state`/seeds,
     consoles in `state`/console.
 
-    `attachments` are what prepare() looks for; a guest's own are in its spec. `control` is host and port of etcd and
-    placement, which no guest reaches.
+    `attachments` are the networks that prepare() starts; a guest's own are in its spec. `control` is host and port of
+    etcd and of placement, which no guest reaches.
     """
 
     def __init__(
@@ -53,8 +55,25 @@ class Libvirt:
         self._networks = Networks(self._connection)
         self._reservations = Reservations(self._connection)
         self._stop_watching: Callable[[], None] | None = None
+        # What one part does by itself.
+        self.shutdown, self.switch_off = self._domains.shutdown, self._domains.switch_off
+        self.destroy, self.without_base = self._domains.destroy, self._volumes.without_base
+        self.reserve, self.reservations = self._reservations.reserve, self._reservations.ours
+        self.seeds = self._seeds.present
+
+    def check(self) -> None:
+        """Raise what prepare() would of this host as it is; nothing is changed."""
+        access.check_reachable(self._volumes.directory, self._qemu())
+        for attachment in self._attachments:
+            self._networks.check(attachment)
+        self._volumes.check()
+
+    def computes(self) -> Set[str]:
+        """The computes that the domains here belong to, also before prepare()."""
+        return {each.mark.compute for each in self._domains.ours().values()}
 
     def prepare(self) -> None:
+        self.check()
         for directory, mode in (
             *((each, 0o711) for each in (self._state, self._volumes.directory, self._seeds.directory)),
             (self._consoles, 0o700),
@@ -64,23 +83,21 @@ class Libvirt:
                 directory.chmod(mode)
             except OSError as error:
                 raise UsageError(f'{directory} cannot be made or opened up: {error.strerror} (see `state:`)') from error
-        capabilities = self._capabilities()
-        if 'qemu' not in capabilities.domain_types:
-            raise UsageError(
-                f'libvirt knows no QEMU for {xml.ARCHITECTURE} guests: install qemu-system-x86 and restart libvirtd'
-            )
-        qemu = access.user(capabilities.qemu_uid, capabilities.qemu_gid)
-        access.check_reachable(self._volumes.directory, qemu)
+        qemu = self._qemu()
+        access.check_reachable(self._volumes.directory, qemu)  # again: what was just made may have an ACL of its own
         if access.KVM.exists() and not access.can(access.READ_WRITE, access.KVM, qemu):
-            LOG.warning('%s %s', access.KVM, access.UNUSABLE_KVM.format(name=qemu.name))
+            log.warning('%s %s', access.KVM, access.UNUSABLE_KVM.format(name=qemu.name))
         for attachment in self._attachments:
             self._networks.prepare(attachment)
         self._volumes.prepare()
         if why := self._filters.prepare():
-            LOG.warning(NO_FILTERS.format(why=why))
+            log.warning(NO_FILTERS.format(why=why))
         # libvirt probes QEMU for this, which takes seconds once: here, and not in the first guest's start.
+        log.info('libvirt is asked what QEMU can do here: seconds at the first time, up to a minute of a busy machine')
+        began = time.monotonic()
         with self._connection.use('probing QEMU') as connection:
             connection.getDomainCapabilities(None, xml.ARCHITECTURE, xml.MACHINE, self.virt_type('auto'))
+        log.info('libvirt has said so, after %.1f s', time.monotonic() - began)
 
     def virt_type(self, wanted: str) -> str:
         flags = Path('/proc/cpuinfo').read_text(errors='replace').split()
@@ -105,7 +122,7 @@ class Libvirt:
         except Unreachable:
             raise
         except EcompError as error:
-            LOG.warning('no traits of the processor: %s', error)
+            log.warning('no traits of the processor: %s', error)
             return frozenset()
         return (xml.cpu_features(model) | cpu.more) - cpu.fewer
 
@@ -122,9 +139,6 @@ class Libvirt:
                 instance, found.mark.compute, found.defined, found.running, instance in disks, found.trouble
             )
         return guests
-
-    def without_base(self) -> Mapping[str, str]:
-        return self._volumes.without_base()
 
     def open_dhcp(self) -> Set[str]:
         networks = {name for kind, name in self._attachments if kind == 'network'}
@@ -143,9 +157,6 @@ class Libvirt:
             raise BuildFailed('disk', f'domain {instance} is running: its seed is not made again')
         self._seeds.create(instance, files)
 
-    def seeds(self) -> Set[str]:
-        return self._seeds.present()
-
     def delete_seed(self, instance: str) -> None:
         if self._domains.is_running(instance):
             raise Conflict(f'domain {instance} is running: its seed is not removed')
@@ -153,7 +164,7 @@ class Libvirt:
 
     def start(self, spec: GuestSpec) -> None:
         seed = str(self._seeds.path(spec.instance)) if spec.seed is not None else None
-        disk, console = self._volumes.path(spec.instance), self._console(spec.instance)
+        disk, console = self._volumes.path(spec.instance), self.console(spec.instance)
         # Asked each time: somebody may have removed the filters, or installed what was missing.
         control = None if self._filters.prepare() else self._filters.services()
         description = xml.domain_xml(spec, str(disk), str(console), seed=seed, control=control)
@@ -162,15 +173,6 @@ class Libvirt:
     def resume(self, instance: str, compute: str) -> None:
         self._filters.prepare()
         self._domains.resume(instance, compute)
-
-    def shutdown(self, instance: str, compute: str) -> None:
-        self._domains.shutdown(instance, compute)
-
-    def switch_off(self, instance: str, compute: str) -> None:
-        self._domains.switch_off(instance, compute)
-
-    def destroy(self, instance: str, compute: str) -> None:
-        self._domains.destroy(instance, compute)
 
     def delete_disk(self, instance: str) -> None:
         if self._domains.is_running(instance):
@@ -181,15 +183,6 @@ class Libvirt:
         for path in self._consoles.glob(f'{instance}.log*'):
             path.unlink(missing_ok=True)
 
-    def console(self, instance: str) -> Path | None:
-        return self._console(instance)
-
-    def reserve(self, instance: str, mac: str, network: str, wanted: str | None = None) -> str | None:
-        return self._reservations.reserve(instance, mac, network, wanted)
-
-    def reservations(self) -> Mapping[str, Reserved]:
-        return self._reservations.ours()
-
     def release(self, instance: str) -> None:
         self._reservations.release(instance)
         self._agents.forget(instance)
@@ -198,17 +191,13 @@ class Libvirt:
         interfaces = self._domains.interfaces(instance)
         found: dict[str, Address] = {}
         for network in {name for kind, name in interfaces.values() if kind == 'network'}:
-            leases = self._networks.leases(network, interfaces)
-            found |= {mac: Address(address, 'lease') for mac, address in leases.items()}
+            found |= self._networks.leases(network, interfaces)
         # On a bridge somebody else's server gives the address: the host sees it when the guest talks to it.
-        others = [mac for mac in interfaces if mac not in found]
-        for mac, address in (networks.neighbours(others) if others else {}).items():
-            if self._is_believed(interfaces[mac], address):
-                found[mac] = Address(address, 'arp')
-        silent = [mac for mac in others if mac not in found]
-        for mac, address in (self._agents.addresses(instance, silent) if silent else {}).items():
-            if self._is_believed(interfaces[mac], address):
-                found[mac] = Address(address, 'agent')
+        for source, ask in (('arp', networks.neighbours), ('agent', partial(self._agents.addresses, instance))):
+            left = [mac for mac in interfaces if mac not in found]
+            for mac, address in (ask(left) if left else {}).items():
+                if self._is_believed(interfaces[mac], address):
+                    found[mac] = Address(address, source)
         return found
 
     def _is_believed(self, attachment: Attachment, address: str) -> bool:
@@ -222,30 +211,28 @@ class Libvirt:
         try:
             self._stop_watching = networks.watch_leases(networks.LEASES, notify)
         except OSError as error:
-            LOG.warning('%s cannot be watched (%s): a lease is seen when next asked for', networks.LEASES, error)
+            log.warning('%s cannot be watched (%s): a lease is seen when next asked for', networks.LEASES, error)
 
     def ensure_metadata_address(self) -> bool:
-        """See that the network's bridge carries 169.254.169.254; True if it did not, and now does."""
+        """Put 169.254.169.254 on the network's bridge; True if it was not there, and now is."""
         bridge = self.bridge_name()
-        if bridge is None:
-            return False
-        if networks.has_metadata_address(bridge):
+        if bridge is None or networks.has_metadata_address(bridge):
             return False
         networks.set_metadata_address(bridge, True)
         return True
 
     def metadata_address_present(self) -> bool:
-        """Whether the network's bridge carries 169.254.169.254."""
+        """Whether the network's bridge has 169.254.169.254."""
         bridge = self.bridge_name()
         return bridge is not None and networks.has_metadata_address(bridge)
 
     def remove_metadata_address(self) -> None:
-        """Take 169.254.169.254 off the bridge: for whoever ensure_metadata_address answered True."""
+        """Take 169.254.169.254 off the network's bridge, for the process that put it there."""
         if (bridge := self.bridge_name()) is not None:
             networks.set_metadata_address(bridge, False)
 
     def bridge_name(self) -> str | None:
-        """The first bridge of the networks that libvirt made, for metadata is not for LANs; None if there is none."""
+        """The first bridge that libvirt made for one of the networks, None for none: metadata is not for LANs."""
         names = (name for kind, name in self._attachments if kind == 'network')
         return next(filter(None, map(self._networks.own_bridge, names)), None)
 
@@ -263,8 +250,17 @@ class Libvirt:
     def _consoles(self) -> Path:
         return self._state / 'console'
 
-    def _console(self, instance: str) -> Path:
+    def console(self, instance: str) -> Path:
         return self._consoles / f'{instance}.log'
+
+    def _qemu(self) -> access.User:
+        """Who QEMU runs as. UsageError where libvirt knows none."""
+        capabilities = self._capabilities()
+        if 'qemu' not in capabilities.domain_types:
+            raise UsageError(
+                f'libvirt knows no QEMU for {xml.ARCHITECTURE} guests: install qemu-system-x86 and restart libvirtd'
+            )
+        return access.user(capabilities.qemu_uid, capabilities.qemu_gid)
 
     def _capabilities(self) -> xml.Capabilities:
         with self._connection.use('asking for its capabilities') as connection:

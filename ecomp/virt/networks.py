@@ -5,62 +5,71 @@ from __future__ import annotations
 import json
 import socket
 from collections.abc import Callable, Iterable, Mapping
+from datetime import UTC, datetime
 from ipaddress import IPv4Address, IPv6Address, ip_address
 from pathlib import Path
 from typing import Any
 
 from ecomp.errors import EcompError, UsageError
 from ecomp.files import watch
-from ecomp.model.network import Attachment
+from ecomp.model.guest import Address
+from ecomp.model.network import METADATA_ADDRESS, Attachment
+from ecomp.model.record import timestamp
 from ecomp.virt import dhcp
 from ecomp.virt.connection import Connection, libvirt
 
-METADATA_ADDRESS = '169.254.169.254'
 # NUD_REACHABLE, STALE, DELAY, PROBE and PERMANENT of linux/neighbour.h: states in which the MAC is believed.
 KNOWN = 0x02 | 0x04 | 0x08 | 0x10 | 0x80
 INTERFACES = Path('/sys/class/net')
 LEASES = Path('/var/lib/libvirt/dnsmasq')
-"""Where libvirt's helper of dnsmasq writes `<bridge>.status`, anew for each lease."""
+"""The directory where libvirt's helper for dnsmasq writes `<bridge>.status`, anew for each lease."""
 
 
 class Networks:
-    """Errors: UsageError, Unreachable, EcompError."""
+    """The networks of one libvirt. Errors: UsageError, Unreachable, EcompError."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
 
-    def prepare(self, attachment: Attachment) -> None:
-        """See that libvirt's network is defined and running, or the bridge there."""
+    def check(self, attachment: Attachment) -> bool:
+        """Whether guests can be plugged into it now: libvirt's network may be off.
+
+        UsageError if it is not defined, or a bridge is not there.
+        """
         kind, name = attachment
         if kind == 'bridge':
             if not (INTERFACES / name / 'bridge').is_dir():
-                raise UsageError(f'this host has no bridge {name}: make it (see BRIDGE.md) or leave it out')
-            return
-        with self._connection.use(f'preparing the network {name}') as connection:
+                raise UsageError(f'this host has no bridge {name}: make it (see docs/howto/bridge.md) or leave it out')
+            return True
+        with self._connection.use(f'looking for the network {name}') as connection:
             try:
-                network = connection.networkLookupByName(name)
+                return bool(connection.networkLookupByName(name).isActive())
             except libvirt.libvirtError as error:
                 if error.get_error_code() != libvirt.VIR_ERR_NO_NETWORK:
                     raise
                 usual = 'virsh net-define /usr/share/libvirt/networks/default.xml; virsh net-autostart default'
                 cure = usual if name == 'default' else 'virsh net-list --all has those there are'
                 raise UsageError(f'libvirt has no network {name!r}: {cure}') from error
-            if not network.isActive():
-                network.create()
+
+    def prepare(self, attachment: Attachment) -> None:
+        """Start libvirt's network if it is off. UsageError as check() has it."""
+        if not self.check(attachment):
+            with self._connection.use(f'starting the network {attachment.name}') as connection:
+                connection.networkLookupByName(attachment.name).create()
 
     def own_bridge(self, name: str) -> str | None:
-        """The bridge libvirt made for the network's guests; None if they are on somebody else's."""
+        """The bridge that libvirt made for the network; None if the network uses one made by others."""
         with self._connection.use(f'asking for the bridge of network {name}') as connection:
             network = connection.networkLookupByName(name)
             return str(network.bridgeName()) if dhcp.read(network.XMLDesc()).served else None
 
     def gives(self, name: str, address: str) -> bool:
-        """Whether the address is one that the network's DHCP may give out. A network that is not there gives none."""
+        """Whether the network's DHCP may give out the address; False if the network is not there."""
         definition = self._dhcp(name)
         return definition is not None and dhcp.is_in(definition, IPv4Address(address))
 
     def answers_anybody(self, name: str) -> bool:
-        """Whether the network's DHCP gives an address to whatever MAC asks. A network that is not there gives none."""
+        """Whether the network's DHCP gives an address to any MAC that asks; False if the network is not there."""
         definition = self._dhcp(name)
         return definition is not None and bool(definition.ranges) and definition.served and not definition.known_only
 
@@ -73,36 +82,43 @@ class Networks:
                 raise
             return None
 
-    def leases(self, name: str, macs: Iterable[str]) -> Mapping[str, str]:
-        """The IPv4 address each of these MACs was given last. A network that is not there or off has given none."""
+    def leases(self, name: str, macs: Iterable[str]) -> Mapping[str, Address]:
+        """{MAC: the IPv4 address leased to it last} of these MACs; empty if the network is not there, or off."""
         try:
             with self._connection.use(f'asking for the leases of network {name}') as connection:
-                leases = connection.networkLookupByName(name).DHCPLeases()
+                network = connection.networkLookupByName(name)
+                leases, definition = network.DHCPLeases(), network.XMLDesc()
         except EcompError as error:
             if _code(error) not in (libvirt.VIR_ERR_NO_NETWORK, libvirt.VIR_ERR_OPERATION_INVALID):
                 raise
             return {}
-        return newest(leases, macs)
+        return newest(leases, macs, dhcp.read(definition))
 
 
 def _code(error: EcompError) -> int | None:
-    """libvirt's own code of what failed."""
+    """The code of the libvirt error that caused this one; None if none did."""
     return error.__cause__.get_error_code() if isinstance(error.__cause__, libvirt.libvirtError) else None
 
 
-def newest(leases: Iterable[Mapping[str, Any]], macs: Iterable[str]) -> dict[str, str]:
-    """Of virNetworkGetDHCPLeases' answer, each MAC's IPv4 address that expires last."""
+def newest(leases: Iterable[Mapping[str, Any]], macs: Iterable[str], network: dhcp.Dhcp) -> dict[str, Address]:
+    """{MAC: IPv4 address} of these MACs, by the lease in virNetworkGetDHCPLeases' answer that expires last."""
     wanted = set(macs)
     by_expiry = sorted(leases, key=lambda lease: int(lease['expirytime']))
     return {
-        lease['mac'].lower(): lease['ipaddr']
+        lease['mac'].lower(): Address(lease['ipaddr'], 'lease', _given(lease, network))
         for lease in by_expiry
         if lease['type'] == libvirt.VIR_IP_ADDR_TYPE_IPV4 and lease['mac'] and lease['mac'].lower() in wanted
     }
 
 
+def _given(lease: Mapping[str, Any], network: dhcp.Dhcp) -> str:
+    """When a lease was given, or given again, by when it expires."""
+    lasts = network.lasts(IPv4Address(lease['ipaddr']))
+    return timestamp(datetime.fromtimestamp(int(lease['expirytime']) - lasts, UTC)) if lasts else ''
+
+
 def neighbours(macs: Iterable[str]) -> dict[str, str]:
-    """The IPv4 address each of these MACs has in this host's ARP table, as far as it has one.
+    """{MAC: IPv4 address} of those of these MACs that this host's ARP table has.
 
     Asked of the kernel: libvirt 9.0's own look at the table fails ("wrong nlmsg len"), and says so of a guest without
     an address as well.
@@ -122,7 +138,7 @@ def neighbours(macs: Iterable[str]) -> dict[str, str]:
 
 
 def own_addresses() -> list[IPv4Address | IPv6Address]:
-    """All that this host has now, but for those that only it reaches itself by."""
+    """The addresses that this host has now, without its loopback ones."""
     from pyroute2 import IPRoute
 
     with IPRoute() as route:
@@ -144,9 +160,9 @@ def has_metadata_address(bridge: str) -> bool:
 
 
 def set_metadata_address(bridge: str, present: bool) -> None:
-    """Put 169.254.169.254/32 on the bridge, or take it off. Already so is success, and so is off a bridge that is gone.
+    """Put 169.254.169.254/32 on the bridge, or take it off, if it is not so already. A missing bridge has it not.
 
-    On the network's own bridge and nowhere else: no other machine can be asked by its guests then.
+    On the network's own bridge and nowhere else: its guests can then ask no other machine. EcompError.
     """
     from pyroute2 import IPRoute, NetlinkError
 
@@ -165,16 +181,19 @@ def set_metadata_address(bridge: str, present: bool) -> None:
             raise EcompError(f'{METADATA_ADDRESS} cannot be {verb} {bridge}: {error.args[-1]}') from error
 
 
-def leased(path: Path) -> frozenset[tuple[str, str]] | None:
-    """Who has which address by the helper's file: MACs and addresses. None if that cannot be told."""
+def leased(path: Path) -> frozenset[tuple[str, ...]] | None:
+    """The (MAC, address, expiry) of each lease in a file of the helper's; None if it cannot be read."""
+    parts = 'mac-address', 'ip-address', 'expiry-time'
     try:
-        return frozenset((str(each['mac-address']), str(each['ip-address'])) for each in json.loads(path.read_bytes()))
+        return frozenset(tuple(str(each[part]) for part in parts) for each in json.loads(path.read_bytes()))
     except (OSError, ValueError, TypeError, KeyError):
         return None
 
 
 def watch_leases(directory: Path, notify: Callable[[str], None]) -> Callable[[], None]:
-    """From now on notify(reason) within milliseconds of a new lease; returns what ends it.
+    """From now on call notify(reason) within milliseconds of a lease being given, or given again.
+
+    So until the returned function is called.
 
     OSError if the directory cannot be watched.
     """

@@ -12,15 +12,15 @@ from ipaddress import IPv4Address
 
 from ecomp.errors import BuildFailed, EcompError
 from ecomp.model import keys
-from ecomp.model.guest import Reserved, all_macs
+from ecomp.model.guest import ReservedAddress, all_macs
 from ecomp.virt import dhcp
-from ecomp.virt.connection import Connection, is_broken, libvirt, reason
+from ecomp.virt.connection import Connection, Ignored, building, libvirt
 from ecomp.virt.dhcp import Dhcp, Reservation
 
 STAGE = 'scheduled'
-"""What an instance has reached that is refused for want of an address: nothing of it is made before."""
+"""The stage of an instance that gets no address: nothing of it is made before."""
 TRIES = 20
-"""How often an address is chosen anew that somebody else took that very moment."""
+"""How often an address is chosen that another process takes at that moment; then EcompError."""
 HOST = libvirt.VIR_NETWORK_SECTION_IP_DHCP_HOST
 ADD, DELETE = libvirt.VIR_NETWORK_UPDATE_COMMAND_ADD_LAST, libvirt.VIR_NETWORK_UPDATE_COMMAND_DELETE
 LIVE, CONFIG = libvirt.VIR_NETWORK_UPDATE_AFFECT_LIVE, libvirt.VIR_NETWORK_UPDATE_AFFECT_CONFIG
@@ -29,51 +29,47 @@ READ_AGAIN = libvirt.VIR_ERR_OPERATION_INVALID
 
 
 class Reservations:
-    """Errors: Unreachable, EcompError; BuildFailed from reserve."""
+    """The addresses reserved in one libvirt's networks. Errors: Unreachable, EcompError; BuildFailed from reserve."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
 
-    def reserve(self, instance: str, mac: str, network: str, wanted: str | None) -> str | None:
-        """The address this interface gets on this network, from now on; the one it has, the `wanted`, or a free one.
+    def reserve(self, instance: str, mac: str, network: str, wanted: str | None = None) -> str | None:
+        """Reserve an address for the interface with this MAC: the one it has, else `wanted`, else a free one.
 
         None where libvirt gives out no addresses. Processes and threads may do this at once: libvirt takes no address
-        twice, and whoever is told so looks again.
+        twice, and who comes second chooses anew.
         """
-        with self._connection.use(f'reserving an address on network {network}') as connection:
-            try:
-                found = connection.networkLookupByName(network)
-                for _ in range(TRIES):
-                    definitions = _definitions(found)
-                    if not definitions:
-                        raise BuildFailed(STAGE, f'network {network} was stopped and is gone')
-                    first = definitions[min(definitions)]
-                    if not first.ranges or not first.served:
-                        return None
-                    address = _chosen(found, definitions, mac, wanted)
-                    if address is None:
-                        raise BuildFailed(STAGE, f'network {network} has no free address: {_words(first)}')
-                    if _written(found, definitions, Reservation(mac, address, instance)):
-                        return address
-            except libvirt.libvirtError as error:
-                if is_broken(error):
-                    raise
-                raise BuildFailed(STAGE, f'network {network}: {reason(error)}') from error
+        use = self._connection.use(f'reserving an address on network {network}')
+        with use as connection, building(STAGE, f'network {network}: '):
+            found = connection.networkLookupByName(network)
+            for _ in range(TRIES):
+                definitions = _definitions(found)
+                if not definitions:
+                    raise BuildFailed(STAGE, f'network {network} was stopped and is gone')
+                first = definitions[min(definitions)]
+                if not first.ranges or not first.served:
+                    return None
+                address = _chosen(found, definitions, mac, wanted)
+                if address is None:
+                    raise BuildFailed(STAGE, f'network {network} has no free address: {_words(first)}')
+                if _written(found, definitions, Reservation(mac, address, instance)):
+                    return address
         raise EcompError(f'network {network}: every address chosen for {instance} was taken by somebody else')
 
-    def ours(self) -> Mapping[str, Reserved]:
-        """All that is reserved for instances, by MAC."""
-        found: dict[str, Reserved] = {}
+    def ours(self) -> Mapping[str, ReservedAddress]:
+        """What is reserved for instances, {MAC: Reserved}."""
+        found: dict[str, ReservedAddress] = {}
         with self._connection.use('listing DHCP reservations') as connection:
             for _, definitions in _networks(connection):
                 for _, definition in sorted(definitions.items(), reverse=True):  # what is running counts
                     for each in definition.reservations:
                         if keys.is_uuid(each.name) and each.mac in all_macs(each.name):
-                            found[each.mac] = Reserved(each.name, each.address)
+                            found[each.mac] = ReservedAddress(each.name, each.address)
         return found
 
     def release(self, instance: str) -> None:
-        """Remove all that is reserved for an instance, on whatever network. Nothing there is success."""
+        """Remove every reservation of the instance, on any network."""
         macs = frozenset(all_macs(instance))
         for _ in range(TRIES):
             with self._connection.use(f'releasing the addresses of {instance}') as connection:
@@ -104,7 +100,7 @@ def _networks(connection: libvirt.virConnect) -> Iterator[tuple[libvirt.virNetwo
 
 
 def _definitions(network: libvirt.virNetwork) -> dict[int, Dhcp]:
-    """What the network is now (LIVE) and what it will be after a restart (CONFIG), as far as it is either."""
+    """The network's DHCP now, at LIVE, if it runs, and after its next start, at CONFIG, if it is persistent."""
     found = {}
     if network.isActive():
         found[LIVE] = dhcp.read(network.XMLDesc())
@@ -114,7 +110,7 @@ def _definitions(network: libvirt.virNetwork) -> dict[int, Dhcp]:
 
 
 def _chosen(network: libvirt.virNetwork, definitions: Mapping[int, Dhcp], mac: str, wanted: str | None) -> str | None:
-    """The address that is reserved for the MAC already, that it has, that is wanted, or a free one; None: all taken."""
+    """The address the MAC has reserved, else the one leased to it, else `wanted`, else a free one; None: all taken."""
     for _, definition in sorted(definitions.items()):
         if (held := definition.of(mac)) is not None:
             return held.address
@@ -131,7 +127,7 @@ def _chosen(network: libvirt.virNetwork, definitions: Mapping[int, Dhcp], mac: s
 
 
 def _written(network: libvirt.virNetwork, definitions: Mapping[int, Dhcp], reservation: Reservation) -> bool:
-    """Write it where it is not yet; False if somebody else was faster."""
+    """Write the reservation into each definition that lacks it; False if another process changed one meanwhile."""
     missing = 0
     for flag, definition in definitions.items():
         held = definition.of(reservation.mac)
@@ -143,13 +139,10 @@ def _written(network: libvirt.virNetwork, definitions: Mapping[int, Dhcp], reser
 
 
 def _update(network: libvirt.virNetwork, command: int, reservation: Reservation, flags: int) -> bool:
-    try:
+    with Ignored(READ_AGAIN):
         network.update(command, HOST, -1, dhcp.host_xml(reservation), flags)
-    except libvirt.libvirtError as error:
-        if error.get_error_code() != READ_AGAIN:
-            raise
-        return False
-    return True
+        return True
+    return False
 
 
 def _parsed(address: str | None) -> Iterator[IPv4Address]:

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Set
-from contextlib import suppress
 from io import BytesIO
 from pathlib import Path
 
 from ecomp.errors import BuildFailed, Unreachable
+from ecomp.files import part_of, write_durably
 from ecomp.model import keys
 
 SUFFIX = '.iso'
@@ -22,7 +22,7 @@ LABEL = 'cidata'
 
 
 class Seeds:
-    """The files in one directory."""
+    """The NoCloud disks in `directory`."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -31,42 +31,38 @@ class Seeds:
         return self.directory / (instance + SUFFIX)
 
     def present(self) -> Set[str]:
-        """The instances that have one. Unreachable if that cannot be seen."""
-        try:
-            names = os.listdir(self.directory)
-        except OSError as error:
-            raise Unreachable(f'{self.directory}: {error.strerror}: is its file system mounted?') from error
-        stems = (name.removesuffix(SUFFIX) for name in names if name.endswith(SUFFIX))
-        return {stem for stem in stems if keys.is_uuid(stem)}
+        """The instances that have a NoCloud disk. Unreachable if the directory cannot be read."""
+        return instances_in(self.directory, SUFFIX)
 
     def create(self, instance: str, files: Mapping[str, bytes]) -> None:
-        """Write it, in place of one that is there. No domain may be running on it. BuildFailed('disk', reason)."""
-        part = self._part(instance)
+        """Write the instance's NoCloud disk anew. No domain may be running on it. BuildFailed('disk', reason)."""
         try:
             # Root's alone, for user-data may hold secrets: libvirt gives it to QEMU's user when the guest is started.
-            part.unlink(missing_ok=True)
-            descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-            with os.fdopen(descriptor, 'wb') as file:
-                file.write(iso(files))
-                file.flush()
-                os.fsync(file.fileno())
-            part.rename(self.path(instance))
+            write_durably(self.path(instance), iso(files))
         except OSError as error:
-            with suppress(OSError):
-                part.unlink(missing_ok=True)
             raise BuildFailed('disk', f'{self.path(instance)}: {error.strerror}') from error
 
     def delete(self, instance: str) -> None:
-        """Remove it. Nothing there is success."""
-        for path in (self._part(instance), self.path(instance)):
+        """Remove the instance's NoCloud disk, if it has one."""
+        for path in (part_of(self.path(instance)), self.path(instance)):
             path.unlink(missing_ok=True)
 
-    def _part(self, instance: str) -> Path:
-        return self.directory / f'{instance}{SUFFIX}.part'
+
+def instances_in(directory: Path, suffix: str) -> Set[str]:
+    """The uuids that with this suffix are names of files in the directory.
+
+    Unreachable if it cannot be read: nothing may be taken for gone because of that.
+    """
+    try:
+        names = os.listdir(directory)
+    except OSError as error:
+        raise Unreachable(f'{directory}: {error.strerror}: is its file system mounted?') from error
+    stems = (name.removesuffix(suffix) for name in names if name.endswith(suffix))
+    return {stem for stem in stems if keys.is_uuid(stem)}
 
 
 def iso(files: Mapping[str, bytes]) -> bytes:
-    """An ISO 9660 file system of these files, with their names in Rock Ridge, for Linux, and in Joliet, for others."""
+    """An ISO 9660 file system with these files, {name: content}, named in Rock Ridge, for Linux, and in Joliet."""
     import pycdlib  # late: most ecomputes write none, and each worker imports this module anew
 
     disk = pycdlib.PyCdlib()

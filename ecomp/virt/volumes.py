@@ -7,62 +7,69 @@ import time
 from collections.abc import Mapping, Set
 from contextlib import suppress
 from pathlib import Path
-from uuid import UUID
 
-from ecomp.errors import BuildFailed, Conflict, EcompError, Unreachable
+from ecomp.errors import BuildFailed, Conflict, EcompError
 from ecomp.model.guest import GuestSpec
 from ecomp.virt import image, xml
-from ecomp.virt.connection import Connection, is_broken, libvirt, reason
+from ecomp.virt.connection import Connection, Ignored, is_broken, libvirt, reason
+from ecomp.virt.seeds import instances_in
 
 POOL = 'ecompute'
 SUFFIX = '.qcow2'
 REFRESH_DEADLINE = 20.0
+"""Seconds libvirt may refuse to refresh the pool; then its error is raised."""
 
 
 class Volumes:
-    """Errors: Conflict, Unreachable, EcompError; BuildFailed from create."""
+    """The overlays in `directory`. Errors: Conflict, Unreachable, EcompError; BuildFailed from create."""
 
     def __init__(self, connection: Connection, directory: Path) -> None:
         self._connection = connection
         self.directory = directory
 
+    def check(self) -> None:
+        """Conflict if the pool is over another directory than ours."""
+        with self._connection.use(f'looking for the storage pool {POOL}') as connection:
+            self._pool(connection)
+
     def prepare(self) -> None:
-        """See that the pool is defined over our directory, started, and started with libvirtd from now on."""
+        """Define the pool over our directory, start it, and have libvirtd start it from now on; if not done already."""
         with self._connection.use(f'preparing the storage pool {POOL}') as connection:
-            try:
-                pool = connection.storagePoolLookupByName(POOL)
-            except libvirt.libvirtError as error:
-                if error.get_error_code() != libvirt.VIR_ERR_NO_STORAGE_POOL:
-                    raise
+            pool = self._pool(connection)
+            if pool is None:
                 pool = connection.storagePoolDefineXML(xml.pool_xml(POOL, str(self.directory)))
                 pool.build()
-            target = xml.pool_target(pool.XMLDesc())
-            if os.path.realpath(target) != os.path.realpath(self.directory):
-                raise Conflict(
-                    f'the storage pool {POOL} is over {target}, not {self.directory}: another ecompute uses this '
-                    f'libvirt, or `state:` was changed; if the pool is not needed: virsh pool-destroy {POOL}; '
-                    f'virsh pool-undefine {POOL}'
-                )
             if not pool.isActive():
                 pool.create()
             if not pool.autostart():
                 pool.setAutostart(True)
 
-    def present(self) -> Set[str]:
-        """The instances that have an overlay.
-
-        Asked of the directory: libvirt's list of a pool is a cache, and to refresh it opens every volume. A directory
-        that cannot be read is Unreachable and not empty: nothing may be taken for gone because of it.
-        """
+    def _pool(self, connection: libvirt.virConnect) -> libvirt.virStoragePool | None:
+        """The pool over our directory, None if libvirt has none of its name. Conflict if it is over another one."""
         try:
-            names = os.listdir(self.directory)
-        except OSError as error:
-            raise Unreachable(f'{self.directory}: {error.strerror}: is its file system mounted?') from error
-        stems = (name.removesuffix(SUFFIX) for name in names if name.endswith(SUFFIX))
-        return {stem for stem in stems if _is_uuid(stem)}
+            pool = connection.storagePoolLookupByName(POOL)
+        except libvirt.libvirtError as error:
+            if error.get_error_code() != libvirt.VIR_ERR_NO_STORAGE_POOL:
+                raise
+            return None
+        target = xml.pool_target(pool.XMLDesc())
+        if os.path.realpath(target) != os.path.realpath(self.directory):
+            raise Conflict(
+                f'the storage pool {POOL} is over {target}, not {self.directory}: another ecompute uses this '
+                f'libvirt, or `state:` was changed; if the pool is not needed: virsh pool-destroy {POOL}; '
+                f'virsh pool-undefine {POOL}'
+            )
+        return pool
+
+    def present(self) -> Set[str]:
+        """The instances that have an overlay. Unreachable if the directory cannot be read.
+
+        Not asked of libvirt: its list of a pool is a cache, and to refresh it opens every volume.
+        """
+        return instances_in(self.directory, SUFFIX)
 
     def without_base(self) -> Mapping[str, str]:
-        """The instances whose base volume is not there, with its path."""
+        """{instance: path of its base volume} where no file is at that path."""
         bases = {instance: image.backing(self.path(instance)) for instance in self.present()}
         there = {base: os.path.exists(base) for base in set(bases.values()) if base}
         return {instance: base for instance, base in bases.items() if base and not there[base]}
@@ -71,7 +78,7 @@ class Volumes:
         return self.directory / (instance + SUFFIX)
 
     def create(self, spec: GuestSpec) -> None:
-        """Make the overlay, in place of one that is there. No domain may be running on it."""
+        """Make the instance's overlay anew. No domain may be running on the one that is there."""
         description = xml.volume_xml(
             spec.instance + SUFFIX, image.capacity(spec), spec.base.path, spec.base.format
         )
@@ -98,23 +105,20 @@ class Volumes:
                 raise BuildFailed('disk', self._why(reason(error))) from error
 
     def delete(self, instance: str) -> None:
-        """Remove the overlay. Nothing there is success."""
+        """Remove the instance's overlay, if it has one."""
         with self._connection.use(f'deleting the disk of {instance}') as connection:
             pool = _active_pool(connection)
             for refreshed in (False, True):
-                try:
+                with Ignored(libvirt.VIR_ERR_NO_STORAGE_VOL):
                     pool.storageVolLookupByName(instance + SUFFIX).delete()
                     return
-                except libvirt.libvirtError as error:
-                    if error.get_error_code() != libvirt.VIR_ERR_NO_STORAGE_VOL:
-                        raise
                 if refreshed or not self.path(instance).exists():
                     return
                 # There, and libvirt has not seen it: a volume half made when libvirtd was killed.
                 _refresh(pool)
 
     def _why(self, message: str) -> str:
-        """libvirt's message, said plainly when the disk is full."""
+        """Why no overlay could be made: that the disk is full, if it is, else libvirt's `message`."""
         # qemu-img's exit status says no more than "1": the file system itself is asked.
         try:
             free = os.statvfs(self.directory)
@@ -145,11 +149,3 @@ def _refresh(pool: libvirt.virStoragePool) -> None:
             if not busy or time.monotonic() > deadline:
                 raise
         time.sleep(0.05)
-
-
-def _is_uuid(text: str) -> bool:
-    """Whether it is a uuid exactly as we write them."""
-    try:
-        return str(UUID(text)) == text
-    except ValueError:
-        return False

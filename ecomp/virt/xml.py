@@ -11,7 +11,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from ecomp.model.guest import GuestSpec
-from ecomp.model.network import Attachment
+from ecomp.model.network import METADATA_ADDRESS, Attachment
 from ecomp.virt import filter_xml
 from ecomp.virt.filter_xml import Service
 
@@ -22,12 +22,12 @@ MACHINE = 'pc'
 EMULATED = 'qemu64'  # QEMU's own choice for MACHINE, where a domain names no processor
 
 AGENT = 'org.qemu.guest_agent.0'
-"""The channel that a guest's agent looks for."""
+"""The name of the channel that a guest's agent opens."""
 
 
 @dataclass(frozen=True)
 class Mark:
-    """What says that a domain is ours: the instance it is and the compute (provider uuid) that made it."""
+    """What says that a domain is ours: the uuids of its instance and of the compute that made it."""
 
     instance: str
     compute: str
@@ -35,7 +35,7 @@ class Mark:
 
 @dataclass(frozen=True)
 class Cpu:
-    """A processor: a model of libvirt's, with more features than that has, and without some."""
+    """A processor: a model that libvirt knows, the features it has beside the model's, and those of them it lacks."""
 
     model: str
     more: frozenset[str] = frozenset()
@@ -52,18 +52,18 @@ class Capabilities:
 
 
 def seed_url(instance: str) -> str:
-    """Where a guest's cloud-init finds its NoCloud seed; the metadata server answers there."""
-    return f'http://169.254.169.254/seed/{instance}/'
+    """The URL at which the metadata server has the NoCloud seed of an instance."""
+    return f'http://{METADATA_ADDRESS}/seed/{instance}/'
 
 
 def domain_xml(
     spec: GuestSpec, disk: str, console_log: str, *, seed: str | None = None, control: Collection[Service] | None = ()
 ) -> str:
-    """A guest's domain: name and uuid are the instance's, the metadata holds our mark.
+    """The definition of a guest's domain, with the instance's uuid as name and uuid, and our mark in its metadata.
 
-    `disk` is the overlay's path, `console_log` the file the serial console is copied to, `seed` the path of its NoCloud
-    disk, None where it asks the network. `control` is what the guest's filter keeps it from; None where libvirt has no
-    filters.
+    `disk` is the overlay's path, `console_log` that of the file the serial console is copied to, `seed` that of the
+    NoCloud disk, None where the guest asks the metadata server. `control` are the services that the guest's filter
+    blocks; None where libvirt has no filters.
     """
     domain = ET.Element('domain', type=spec.virt_type)
     _text(domain, 'name', spec.instance)
@@ -145,7 +145,7 @@ def _devices(devices: ET.Element, spec: GuestSpec, console_log: str) -> None:
 
 
 def volume_xml(name: str, capacity: int, base: str, base_format: str) -> str:
-    """An overlay volume: qcow2 of `capacity` bytes over `base`, whose format is recorded and so never probed."""
+    """The definition of an overlay: a qcow2 of `capacity` bytes over `base`, whose format is named, not probed."""
     volume = ET.Element('volume', type='file')
     _text(volume, 'name', name)
     _text(volume, 'capacity', str(capacity), unit='bytes')
@@ -161,7 +161,7 @@ def volume_xml(name: str, capacity: int, base: str, base_format: str) -> str:
 
 
 def pool_xml(name: str, target: str) -> str:
-    """A directory pool."""
+    """The definition of a storage pool over the directory `target`."""
     pool = ET.Element('pool', type='dir')
     _text(pool, 'name', name)
     _text(ET.SubElement(pool, 'target'), 'path', target)
@@ -169,19 +169,19 @@ def pool_xml(name: str, target: str) -> str:
 
 
 def pool_target(xml: str) -> str:
-    """The directory of a pool, '' if it has none."""
+    """The directory of a pool by its definition, '' if it has none."""
     return ET.fromstring(xml).findtext('target/path', '')
 
 
 def mark(xml: str) -> Mark | None:
-    """The mark in a domain's metadata element of our namespace; None if it is not a complete one."""
+    """The mark in the metadata element of our namespace; None if a part of it is missing."""
     element = ET.fromstring(xml)
     instance, compute = element.get('uuid'), element.get('compute')
     return Mark(instance, compute) if instance and compute else None
 
 
 def interfaces(xml: str) -> dict[str, Attachment]:
-    """What each of a domain's interfaces is plugged into, by MAC address, in order."""
+    """{MAC: what it is plugged into} of a domain's interfaces, in order."""
     found = {}
     for interface in ET.fromstring(xml).iterfind('devices/interface'):
         mac, source, kind = interface.find('mac'), interface.find('source'), interface.get('type', '')
@@ -192,18 +192,18 @@ def interfaces(xml: str) -> dict[str, Attachment]:
 
 
 def has_agent(xml: str) -> bool:
-    """Whether an agent in the domain has opened its channel."""
+    """Whether an agent in the guest has opened its channel, by the definition of the running domain."""
     targets = ET.fromstring(xml).iterfind('devices/channel/target')
     return any(target.get('name') == AGENT and target.get('state') == 'connected' for target in targets)
 
 
 def disks(xml: str) -> tuple[str, ...]:
-    """The files that are a domain's disks, or what those lie on."""
+    """The paths of a domain's disks and of the files they lie on."""
     return tuple(source.get('file', '') for source in ET.fromstring(xml).iterfind('devices/disk//source'))
 
 
 def capabilities(xml: str) -> Capabilities:
-    """What we need to know of libvirt's answer to getCapabilities."""
+    """The Capabilities in libvirt's answer to getCapabilities."""
     root = ET.fromstring(xml)
     guests = [guest for guest in root.findall('guest') if guest.findtext('os_type') == 'hvm']
     types = {
@@ -218,9 +218,9 @@ def capabilities(xml: str) -> Capabilities:
 
 
 def guest_cpu(domain_capabilities: str, virt_type: str) -> Cpu | None:
-    """The processor that domain_xml() gives a guest, by libvirt's answer to getDomainCapabilities.
+    """The processor that a guest has by domain_xml(), from libvirt's answer to getDomainCapabilities.
 
-    None if libvirt does not say.
+    None if that does not say.
     """
     if virt_type != 'kvm':
         return Cpu(EMULATED)
@@ -233,14 +233,14 @@ def guest_cpu(domain_capabilities: str, virt_type: str) -> Cpu | None:
 
 
 def cpu_xml(model: str) -> str:
-    """A processor as baselineHypervisorCPU takes it."""
+    """A processor of this model as baselineHypervisorCPU takes it."""
     cpu = ET.Element('cpu')
     _text(cpu, 'model', model)
     return _serialized(cpu)
 
 
 def cpu_features(xml: str) -> frozenset[str]:
-    """The features in the answer of baselineHypervisorCPU, expanded."""
+    """The features in an expanded answer of baselineHypervisorCPU."""
     cpu = ET.fromstring(xml)
     return frozenset(_names(cpu) - _names(cpu, 'disable') - _names(cpu, 'forbid'))
 

@@ -1,9 +1,7 @@
 """mdserver.conf: INI as in 2019, read once, typed, complete; every bad key is named with its line.
 
-    [mdserver]      listen_address, port, guests, leases, user-data
-    [public-keys]   NAME = one OpenSSH public key; `default` and as many others as wanted
-
-Paths are relative to the file. Raises ConfError, whose str() is one line: what, where, what to do.
+The example file explains the keys. Paths are relative to the file. str() of a ConfError is one line: what, where, what
+to do.
 """
 
 from __future__ import annotations
@@ -12,21 +10,28 @@ import base64
 import configparser
 import ipaddress
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-USER_DATA_LIMIT = 1 << 20  # bytes
+USER_DATA_LIMIT = 1 << 20
+"""Bytes of the user-data file; a larger one is refused."""
+PATHS = {'guests': 'a directory', 'leases': "the status files of libvirt's dnsmasq", 'user-data': 'a file'}
+"""The keys of [mdserver] that are paths, and what each names."""
 
 
 class ConfError(Exception):
-    """The configuration cannot be used."""
+    """The configuration cannot be used; str() is one line that says why."""
 
 
 @dataclass(frozen=True)
 class Config:
-    """`leases` is a glob of dnsmasq's status files; `neighbours`, the kernel's ARP table, is no key of the file."""
+    """What mdserver is told. `guests` is ecompute's directory with a file for each guest.
+
+    `leases` is a glob of dnsmasq's status files. `user_data` (None: none) and `public_keys`, of names and lines, are
+    for guests that have none of their own. `neighbours`, the kernel's ARP table, is no key of the file.
+    """
 
     listen_address: str = '169.254.169.254'
     port: int = 80
@@ -38,7 +43,7 @@ class Config:
 
 
 def load(path: Path | None) -> Config:
-    """The configuration in this file; without one, the defaults."""
+    """The configuration in the file at `path`; None means the defaults."""
     if path is None:
         return Config()
     try:
@@ -51,7 +56,7 @@ def load(path: Path | None) -> Config:
 
 
 def parse(text: str, path: Path) -> Config:
-    """The configuration in this text; `path` is what its paths are relative to, and what messages name."""
+    """The configuration in `text`; `path` is its file, whose directory paths are relative to."""
     # Raw: a key's comment may hold a '%'. No section's keys are everybody's, so [DEFAULT] is one more unknown section.
     parser = configparser.RawConfigParser(default_section='', empty_lines_in_values=False)
     try:
@@ -80,7 +85,7 @@ def parse(text: str, path: Path) -> Config:
                 if section == 'public-keys':
                     keys.append((_key_name(name), public_key(value)))
                 else:
-                    values[name.replace('-', '_')] = _reader(name)(value, path.parent)
+                    values[name.replace('-', '_')] = _value(name, value, path.parent)
             except ValueError as error:
                 bad.append((lines_of[section, name], f'"{name}": {error}'))
     if bad:
@@ -89,7 +94,10 @@ def parse(text: str, path: Path) -> Config:
 
 
 def public_key(text: str) -> str:
-    """An OpenSSH public key's one line, checked (RFC 4253 6.6: the blob begins with its type). Raises ValueError."""
+    """The one line of an OpenSSH public key as it is. Raises ValueError if it is none.
+
+    RFC 4253 6.6: the blob begins with the key's type.
+    """
     what = 'is not an OpenSSH public key: put the one line of ~/.ssh/id_ed25519.pub or the like here'
     kind, _, rest = text.partition(' ')
     blob = rest.split(' ')[0]
@@ -104,9 +112,9 @@ def public_key(text: str) -> str:
 
 
 def read_user_data(path: Path, opener: Callable[[str, int], int] | None = None) -> bytes:
-    """The user-data file, as it is: text, gzip or multipart. Raises ValueError with a reason.
+    """The bytes of the user-data file: text, gzip or multipart. Raises ValueError with a reason.
 
-    `opener` opens it, as that of open() does.
+    `opener` opens the file, as that of open() does; None: this process does.
     """
     try:
         with open(path, 'rb', opener=opener) as file:
@@ -119,63 +127,41 @@ def read_user_data(path: Path, opener: Callable[[str, int], int] | None = None) 
 
 
 def address_port(text: str, default: int) -> tuple[str, int]:
-    """`ADDRESS[:PORT]` of --listen. Raises ValueError."""
+    """The address and the port in `ADDRESS[:PORT]`, `default` without a port. Raises ValueError."""
     address, colon, port = text.partition(':')
-    return _address(address, Path()), _port(port, Path()) if colon else default
+    return _address(address), _port(port) if colon else default
 
 
-def _reader(name: str) -> Callable[[str, Path], Any]:
-    known: Mapping[str, Callable[[str, Path], Any]] = {
-        'listen_address': _address,
-        'port': _port,
-        'guests': _directory,
-        'leases': _glob,
-        'user-data': _user_data,
-        'password': _password,
-    }
-    if name not in known:
-        names = ', '.join(key for key in known if key != 'password')
-        raise ValueError(f'unknown key in [mdserver]: known are {names}')
-    return known[name]
+def _value(name: str, text: str, base: Path) -> Any:
+    """The value of a key of [mdserver]; `base` is the directory that its paths are relative to. Raises ValueError."""
+    match name:
+        case 'listen_address':
+            return _address(text)
+        case 'port':
+            return _port(text)
+        case 'password':  # in 2019 every guest on the host was given this one, in clear text
+            raise ValueError('guests are given no password any more: remove it and put a key into [public-keys]')
+    if name not in PATHS:
+        raise ValueError(f'unknown key in [mdserver]: known are listen_address, port, {", ".join(PATHS)}')
+    if not text:
+        raise ValueError(f'is empty: name {PATHS[name]}')
+    if name == 'user-data':  # served anew for each request; read here so that a wrong name is told now, not in a guest
+        read_user_data(base / text)
+    return str(base / text) if name == 'leases' else base / text
 
 
-def _address(value: str, _base: Path) -> str:
+def _address(value: str) -> str:
     try:
         return str(ipaddress.IPv4Address(value))
     except ValueError as error:
         raise ValueError(f'{value!r} is not an IPv4 address') from error
 
 
-def _port(value: str, _base: Path) -> int:
+def _port(value: str) -> int:
     # 0 is any free port: for tests.
     if not re.fullmatch('[0-9]{1,5}', value) or int(value) > 65535:
         raise ValueError(f'{value!r} is not a port, 0 to 65535')
     return int(value)
-
-
-def _directory(value: str, base: Path) -> Path:
-    if not value:
-        raise ValueError('is empty: name a directory')
-    return base / value
-
-
-def _glob(value: str, base: Path) -> str:
-    if not value:
-        raise ValueError('is empty: name the status files of libvirt\'s dnsmasq')
-    return str(base / value)
-
-
-def _user_data(value: str, base: Path) -> Path:
-    if not value:
-        raise ValueError('is empty: name a file')
-    # Served anew for each request; read here so that a wrong name is told now, not in a guest.
-    read_user_data(base / value)
-    return base / value
-
-
-def _password(_value: str, _base: Path) -> str:
-    # In 2019 every guest on the host was given this one, in clear text.
-    raise ValueError('guests are given no password any more: remove it and put a key into [public-keys]')
 
 
 def _key_name(name: str) -> str:
@@ -185,9 +171,9 @@ def _key_name(name: str) -> str:
 
 
 def _lines(text: str) -> dict[tuple[str, str | None], int]:
-    """(section, key) to its line, (section, None) to the section's own: configparser does not keep them.
+    """{(section, key): line number} with (section, None) for the section's own line: configparser does not keep them.
 
-    By configparser's rules: a line further in than its key's, directly below it, goes on with that key's value.
+    As configparser reads them: a line that is indented more than the key above it goes on with that key's value.
     """
     found: dict[tuple[str, str | None], int] = {}
     section = ''

@@ -8,7 +8,8 @@ Whoever may opens them, this process itself or its monitor (see there), asked in
     leases              dnsmasq's status files
     user-data           the file that mdserver.conf names
     guest MAC           ecompute's file of this guest
-    ready MAC INSTANCE  nothing to read: leave word for ecompute that this guest's cloud-init is through
+    ready MAC INSTANCE WORD
+                        nothing to read: leave for ecompute what this guest has said of its cloud-init's end, JSON
 """
 
 from __future__ import annotations
@@ -18,52 +19,46 @@ import glob
 import os
 import stat
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
-from mdserver import conf, metadata
-from mdserver.guests import (
-    Broken,
-    Forged,
-    GuestFile,
-    Lease,
-    Unknown,
-    current,
-    is_mac,
-    is_uuid,
-    parse_guest,
-    parse_leases,
-    parse_neighbours,
-)
+from mdserver import conf, guests, metadata
+from mdserver.guests import Broken, Forged, GuestFile, Lease, Unknown
 
-LIMIT = 1 << 21  # bytes; nothing read here is honestly larger: 256 KiB of gzip are 1.5 MiB of JSON
+LIMIT = 1 << 21
+"""Bytes of a file; a larger one is refused. None is honestly: 256 KiB of gzip are 1.5 MiB of JSON."""
 
 Opened = tuple[str, 'int | OSError']
-"""A file's name and its descriptor, which is the asker's to close, or why there is none."""
+"""A file's name and its open descriptor, which the asker closes, or the error of opening it."""
 
 
 class Files:
-    """What is asked of them for one request. `ask` carries out one of the four ways above; without it, this process."""
+    """The files about guests, read anew for each request. `ask` opens them in the four ways above.
+
+    None means that this process opens them itself.
+    """
 
     def __init__(self, config: conf.Config, ask: Callable[[str], list[Opened]] | None = None) -> None:
         self._config = config
         self._ask = ask or partial(carry_out, config)
 
     def leased_to(self, address: str, now: float) -> str:
-        """The MAC of the guest that asks from this IPv4 address; `now` is in seconds since the epoch.
+        """The MAC of the guest that this IPv4 address is leased to; `now` is in seconds since the epoch.
 
-        Raises Unknown (Forged among them) or Broken.
+        Raises Unknown, Forged if the kernel sees another MAC there, or Broken.
         """
         leases, trouble = self._leases()
-        mac = current(leases, now).get(address)
+        mac = guests.current(leases, now).get(address)
         if mac is None:
             trouble = trouble or [f'looked in {self._config.leases}']
             raise Unknown(f'no current DHCP lease for {address}', '; '.join(trouble))
         neighbours = self._config.neighbours
         try:
-            seen = parse_neighbours(neighbours.read_text(encoding='ascii', errors='replace')).get(address, frozenset())
+            table = neighbours.read_text(encoding='ascii', errors='replace')
         except OSError as error:
             raise Broken(f'{neighbours}: {error.strerror}') from error
+        seen = guests.parse_neighbours(table).get(address, frozenset())
         # No entry proves nothing (the kernel forgets); an entry that says otherwise is another machine.
         if seen - {mac}:
             detail = f'leased to {mac}, used by {", ".join(sorted(seen))}'
@@ -71,10 +66,10 @@ class Files:
         return mac
 
     def guest(self, mac: str) -> GuestFile:
-        """The guest that has this MAC address. Raises Unknown or Broken."""
+        """ecompute's file of the guest with this MAC address. Raises Unknown or Broken."""
         [(name, opened)] = self._ask(f'guest {mac}')
         try:
-            return parse_guest(_whole(opened), mac)
+            return guests.parse_guest(_whole(opened), mac)
         except FileNotFoundError as error:
             raise Unknown(f'no instance with the MAC address {mac}', f'{name} is not there') from error
         except OSError as error:
@@ -82,27 +77,27 @@ class Files:
         except ValueError as error:
             raise Broken(f'{name}: {error}') from error
 
-    def filled_in(self, known: GuestFile, address: str = '') -> metadata.Guest:
-        """All there is to tell it: mdserver.conf's keys and user-data where it has none of its own.
-
-        Raises ValueError.
-        """
+    def filled_in(self, known: GuestFile, address: str = '') -> metadata.GuestMetadata:
+        """What the guest is told: its own keys and user-data, else mdserver.conf's. Raises ValueError."""
         keys = self._config.public_keys
         if known.public_keys is not None:
             keys = tuple((f'key-{n}' if n else 'default', key) for n, key in enumerate(known.public_keys))
         user_data = known.user_data
         if user_data is None and self._config.user_data is not None:
             user_data = conf.read_user_data(self._config.user_data, lambda *_: self._user_data())
-        return metadata.Guest(known.instance, address, known.hostname, keys, user_data, known.network_config)
+        return metadata.GuestMetadata(known.instance, address, known.hostname, keys, user_data, known.network_config)
 
-    def note_ready(self, mac: str, instance: str) -> None:
-        """Leave word that cloud-init is through. FileNotFoundError: this guest is gone; OSError."""
-        for _, opened in self._ask(f'ready {mac} {instance}'):
+    def note_ready(self, mac: str, instance: str, word: bytes) -> None:
+        """Tell ecompute, by a file, what a guest said of its cloud-init's end: its first `word` counts, no further one.
+
+        FileNotFoundError if the guest is gone; OSError.
+        """
+        for _, opened in self._ask(f'ready {mac} {instance} {word.decode("ascii")}'):
             if isinstance(opened, OSError):
                 raise opened
 
     def is_on(self, bridge: str, address: str) -> bool:
-        """Whether the kernel knows this address on this bridge, as it does of whoever has just connected over it."""
+        """Whether the neighbour table has this address on this bridge, as it has for a client that just connected."""
         try:
             lines = self._config.neighbours.read_text(encoding='ascii', errors='replace').splitlines()
         except OSError:
@@ -111,16 +106,16 @@ class Files:
         return any(fields[0] == address and fields[5:] == [bridge] for fields in map(str.split, lines) if fields)
 
     def has_lease(self, address: str, now: float) -> bool:
-        """Whether this address is leased to anybody; `now` as of leased_to()."""
-        return address in current(self._leases()[0], now)
+        """Whether this address is leased to any machine; `now` is in seconds since the epoch."""
+        return address in guests.current(self._leases()[0], now)
 
     def _leases(self) -> tuple[list[Lease], list[str]]:
-        """The leases in all status files that can be read, and what is wrong with the others."""
+        """The leases in all status files that can be read, and a line for each that cannot."""
         leases: list[Lease] = []
         trouble = []
         for name, opened in self._ask('leases'):
             try:
-                leases += parse_leases(_whole(opened))
+                leases += guests.parse_leases(_whole(opened))
             except OSError as error:
                 trouble.append(f'{name}: {error.strerror}')
             except ValueError as error:
@@ -135,18 +130,18 @@ class Files:
 
 
 def carry_out(config: conf.Config, request: str) -> list[Opened]:
-    """Open what is asked for in one of the four ways, and nothing else."""
-    # One space between words, nothing in them but what a MAC and a uuid have: no path can be said.
-    match request.split(' '):
+    """Open the files that `request`, one of the four ways above, names; EINVAL for any other request."""
+    # One space between words, nothing in the first three but what a MAC and a uuid have: no path can be said.
+    match request.split(' ', 3):
         case ['leases']:
             return [_open(Path(name)) for name in sorted(glob.glob(config.leases))]
         case ['user-data'] if config.user_data is not None:
             return [_open(config.user_data, links=True)]
-        case ['guest', mac] if is_mac(mac):
+        case ['guest', mac] if guests.is_mac(mac):
             return [_open(_file_of(config, mac))]
-        case ['ready', mac, instance] if is_mac(mac) and is_uuid(instance):
+        case ['ready', mac, instance, word] if guests.is_mac(mac) and guests.is_uuid(instance):
             try:
-                _leave_word(config, mac, instance)
+                _leave_word(config, mac, instance, word)
             except OSError as error:
                 return [(str(error.filename), error)]
             return []
@@ -166,27 +161,35 @@ def _open(path: Path, links: bool = False) -> Opened:
         return str(path), error
 
 
-def _leave_word(config: conf.Config, mac: str, instance: str) -> None:
-    word = config.guests / f'{instance}.ready'
+def _leave_word(config: conf.Config, mac: str, instance: str, word: str) -> None:
+    told, being_told = config.guests / f'{instance}.ready', config.guests / f'{instance}.said'
+    gone = FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(told))
     # Of guests that are there alone: nobody fills the directory with words of others.
     if not _is_there(config, mac, instance):
-        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(word))
-    # An empty file of the instance's name; said twice is said once.
-    os.close(os.open(word, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600))
+        raise gone
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
+    with open(os.open(being_told, flags, 0o600), 'wb') as file:
+        file.write(word.encode())
+        file.flush()
+        os.fsync(file.fileno())
+    # Whole or not at all, and only the first: what runs in a guest later does not take its keys back.
+    with suppress(FileExistsError):
+        os.link(being_told, told)
+    being_told.unlink(missing_ok=True)
     if not _is_there(config, mac, instance):
-        word.unlink(missing_ok=True)  # it was removed meanwhile, and nothing of it is to stay
-        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(word))
+        told.unlink(missing_ok=True)  # it was removed meanwhile, and nothing of it is to stay
+        raise gone
 
 
 def _is_there(config: conf.Config, mac: str, instance: str) -> bool:
     try:
-        return parse_guest(_whole(_open(_file_of(config, mac))[1]), mac).instance == instance
+        return guests.parse_guest(_whole(_open(_file_of(config, mac))[1]), mac).instance == instance
     except (OSError, ValueError):
         return False
 
 
 def _whole(opened: int | OSError) -> bytes:
-    """All of a regular file, at most LIMIT bytes, and close it. Raises OSError, ValueError."""
+    """The bytes of an opened regular file, which is closed. Raises OSError, ValueError for more than LIMIT."""
     if isinstance(opened, OSError):
         raise opened
     try:

@@ -21,7 +21,7 @@ _COMPLETE = 0x2
 
 
 class Unknown(Exception):
-    """Nothing is known of who asks. str() may be told to the client; `detail` is for the log only."""
+    """Which guest asks is not known. str() may be sent to the client, `detail` goes to the log alone."""
 
     def __init__(self, message: str, detail: str = '') -> None:
         super().__init__(message)
@@ -29,25 +29,25 @@ class Unknown(Exception):
 
 
 class Forged(Unknown):
-    """The address is somebody's, and the machine that asks is not that somebody."""
+    """The address is leased to another machine than the one that asks."""
 
 
 class Broken(Exception):
-    """A file that should tell of this guest cannot be used. For the log: it names the file."""
+    """A file about this guest cannot be used. str() names the file, and goes to the log alone."""
 
 
 @dataclass(frozen=True)
 class Lease:
-    """One DHCP lease of libvirt's dnsmasq."""
+    """One DHCP lease of libvirt's dnsmasq; `expiry` is in seconds since the epoch, infinite for a lease without end."""
 
     address: str
     mac: str
-    expiry: float  # seconds since the epoch
+    expiry: float
 
 
 @dataclass(frozen=True)
 class GuestFile:
-    """What ecompute wrote of one guest. None in `public_keys` or `user_data`: mdserver.conf's are taken."""
+    """What ecompute wrote of one guest. `public_keys` or `user_data` None means mdserver.conf's."""
 
     instance: str
     hostname: str
@@ -57,9 +57,9 @@ class GuestFile:
 
 
 def parse_leases(data: bytes) -> list[Lease]:
-    """The IPv4 leases in one status file, in its order; entries that make no sense are passed over.
+    """The IPv4 leases in one status file, in its order, without those entries that are no lease.
 
-    An empty file is no leases: so dnsmasq's file begins. Raises ValueError when the whole is not a JSON list.
+    An empty file has no leases: dnsmasq's begins empty. Raises ValueError for what is no JSON list.
     """
     if not data.strip():
         return []
@@ -71,18 +71,18 @@ def parse_leases(data: bytes) -> list[Lease]:
         if not isinstance(entry, dict):
             continue
         address, mac, expiry = entry.get('ip-address'), entry.get('mac-address'), entry.get('expiry-time')
-        if not isinstance(mac, str) or not is_mac(mac.lower()):
+        if not isinstance(mac, str) or not isinstance(address, str) or type(expiry) is not int:
             continue
-        if not isinstance(address, str) or not _is_ipv4(address):
-            continue
-        if isinstance(expiry, bool) or not isinstance(expiry, int):
-            continue
-        leases.append(Lease(address, mac.lower(), expiry or float('inf')))
+        if is_mac(mac.lower()) and _is_ipv4(address):
+            leases.append(Lease(address, mac.lower(), expiry or float('inf')))
     return leases
 
 
 def current(leases: Iterable[Lease], now: float) -> dict[str, str]:
-    """Address to MAC of the leases that count: not expired, and of two for one address or one MAC the newest."""
+    """{address: MAC} of the leases that have not expired at `now`, of two for one address or one MAC the later.
+
+    `now` is in seconds since the epoch.
+    """
     by_address: dict[str, Lease] = {}
     by_mac: dict[str, Lease] = {}
     for lease in sorted(leases, key=lambda lease: lease.expiry):
@@ -92,7 +92,7 @@ def current(leases: Iterable[Lease], now: float) -> dict[str, str]:
 
 
 def parse_neighbours(text: str) -> dict[str, frozenset[str]]:
-    """Address to the MACs of its complete entries, from the text of /proc/net/arp; other lines are passed over."""
+    """{address: MACs} of the complete entries in `text`, which is that of /proc/net/arp, without any other line."""
     seen: dict[str, set[str]] = {}
     for line in text.splitlines():
         fields = line.split()
@@ -104,7 +104,7 @@ def parse_neighbours(text: str) -> dict[str, frozenset[str]]:
 
 
 def parse_guest(data: bytes, mac: str) -> GuestFile:
-    """ecompute's file of the guest with this MAC; keys it does not know are passed over. Raises ValueError."""
+    """What `data`, ecompute's file of the guest with this MAC, says, without unknown keys. Raises ValueError."""
     record = _load(data)
     if not isinstance(record, dict):
         raise ValueError('is not a JSON object')

@@ -6,13 +6,14 @@ Two trees, both answered with and without trailing slashes:
     /seed/<uuid>/…             NoCloud's, the one current cloud images find (SMBIOS serial `ds=nocloud-net;s=…`);
                                the same files can be put on a disk for the guest: seed()
 
-and a third that is posted to: /phone-home/<uuid>/, by cloud-init's module of that name, when all else has run.
+and a third that is posted to: /phone-home/<uuid>/, by a script in vendor-data, when cloud-init is through. What is
+posted is a form as cloud-init's phone_home has it, pub_key_ed25519 and its like, and beside that stage and error.
 
 A body has no newline at its end: cloud-init takes an EC2 value with a newline in it for a list of values.
 
 Sources: Amazon's "Instance metadata" user guide; cloud-init's `sources/helpers/ec2.py` (an index entry that ends in "/"
 is a directory, `0=name` stands for `0/openssh-key`), `DataSourceNoCloud.py`, `util.read_seeded`,
-`cc_phone_home.py`; Cirros' `ds/ec2`.
+`cc_phone_home.py`, `cc_scripts_vendor.py`, `cmd/main.py` (status.json and result.json); Cirros' `ds/ec2`.
 """
 
 from __future__ import annotations
@@ -21,18 +22,79 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import parse_qsl
 
 VERSIONS = ('2009-04-04', 'latest')
+
+FIELDS = 32
+"""Of a posted form; one with more is refused."""
+HOST_KEYS = ('pub_key_ed25519', 'pub_key_ecdsa', 'pub_key_rsa')
+"""The fields of the form that are host keys: what sshd makes today. Others are passed over."""
+
+REPORT = """\
+#!/bin/sh
+# Tells the host what became of cloud-init, and which keys sshd has. It waits in the background until cloud-init ends.
+python=$(sed -n '1s/^#! *//p' "$(command -v cloud-init)")
+exec ${python:-python3} - "$0" <<'END'
+import glob, json, os, shutil, sys, time
+from urllib import parse, request
+
+if os.fork():
+    os._exit(0)
+os.setsid()
+null = os.open(os.devnull, os.O_RDWR)
+for number in range(3):
+    os.dup2(null, number)
+
+RUN = '/run/cloud-init/'
+for _ in range(5 * 24 * 3600):
+    if os.path.exists(RUN + 'result.json'):
+        break
+    time.sleep(0.2)
+with open(RUN + 'status.json') as file:
+    stages = json.load(file)['v1']
+said = {}
+for stage in ('init-local', 'init', 'modules-config', 'modules-final'):
+    errors = (stages.get(stage) or {}).get('errors')
+    if errors:
+        said.update(stage=stage, error='; '.join(map(str, errors))[:500])
+        break
+for kind in ('ed25519', 'ecdsa', 'rsa'):
+    for name in glob.glob('/etc/ssh/ssh_host_%s_key.pub' % kind):
+        with open(name) as file:
+            said['pub_key_' + kind] = ' '.join(file.read().split()[:2])
+# What is in vendor-data cloud-init runs once, and what is there at each boot.
+PER_BOOT = '/var/lib/cloud/scripts/per-boot/'
+try:
+    if not sys.argv[1].startswith(PER_BOOT):
+        os.makedirs(PER_BOOT, exist_ok=True)
+        shutil.copy(sys.argv[1], PER_BOOT + 'ecomp-report')
+except OSError:
+    pass
+home = request.build_opener(request.ProxyHandler({}))
+for pause in (1, 2, 4, 8, 15, 30, 60, 0):
+    try:
+        home.open('URL', parse.urlencode(said).encode(), 10)
+        break
+    except OSError:
+        time.sleep(pause)
+END
+"""
+"""The vendor-data, with URL for where to post. cloud-init runs it as a script, once; for later boots it copies itself.
+
+Not phone_home, cloud-init's module for this: it comes before the end, does not know of failures, and warns in the
+guest's log of each kind of key that is not there. A script is not in the way of the user's own cloud-config either.
+"""
 
 Tree = Mapping[str, 'bytes | Tree']
 
 
 @dataclass(frozen=True)
-class Guest:
-    """All there is to tell one guest, defaults filled in.
+class GuestMetadata:
+    """All that one guest is told, mdserver.conf's defaults included.
 
-    `instance` is its uuid, `address` the IPv4 address it asks from, `public_keys` (name, OpenSSH line) with unique
-    names, `user_data` and `network_config` None when there is none.
+    `instance` is its uuid, `address` the IPv4 address it asks from; `public_keys` are pairs of a unique name and an
+    OpenSSH line. `user_data` or `network_config` None means that it has none.
     """
 
     instance: str
@@ -44,11 +106,11 @@ class Guest:
 
 
 def versions() -> bytes:
-    """The body of `/`: the same for everybody, so that anybody can see that a metadata server answers."""
+    """The body of `/`, the same for every client, so that each can see that a metadata server answers."""
     return '\n'.join(VERSIONS).encode()
 
 
-def answer(path: str, guest: Guest) -> bytes | None:
+def answer(path: str, guest: GuestMetadata) -> bytes | None:
     """The body for this guest at this path, None where there is nothing (404)."""
     # Empty steps are dropped: a trailing slash means nothing, and the clients of 2019 ask for `public-keys//0`.
     match [step for step in path.split('/') if step]:
@@ -62,7 +124,7 @@ def answer(path: str, guest: Guest) -> bytes | None:
     return None
 
 
-def _ec2(guest: Guest) -> Tree:
+def _ec2(guest: GuestMetadata) -> Tree:
     hostname = guest.hostname.encode()
     meta_data: dict[str, bytes | Tree] = {
         'hostname': hostname,
@@ -82,10 +144,10 @@ def _ec2(guest: Guest) -> Tree:
     return tree
 
 
-def seed(guest: Guest, phones_home: bool) -> dict[str, bytes]:
-    """The files of a NoCloud disk of this guest's own, by name; those that have nothing to say are left out.
+def seed(guest: GuestMetadata, phones_home: bool) -> dict[str, bytes]:
+    """The files of this guest's NoCloud disk, {name: content}, without those that would be empty.
 
-    With `phones_home` its vendor-data asks it to say when it is through: somebody has to listen there.
+    With `phones_home` the vendor-data has the guest say when cloud-init is through; a metadata server must hear that.
     """
     files = _seed(guest, {})
     if not phones_home:
@@ -94,7 +156,7 @@ def seed(guest: Guest, phones_home: bool) -> dict[str, bytes]:
     return {name: body for name, body in files.items() if body or name in ('meta-data', 'user-data')}
 
 
-def _seed(guest: Guest, extra: Mapping[str, str]) -> dict[str, bytes]:
+def _seed(guest: GuestMetadata, extra: Mapping[str, str]) -> dict[str, bytes]:
     # cloud-init 22.4 drops a seed found by SMBIOS as "local" unless its meta-data says `dsmode: net`; one on a disk is
     # to be taken before there is a network.
     meta_data = {
@@ -122,15 +184,26 @@ def phone_home(instance: str) -> str:
     return f'/phone-home/{instance}/'
 
 
+def word(body: bytes) -> bytes:
+    """What a form that a guest posted says: JSON {"version": 1, "host_keys": [text], "stage", "error": text or null}.
+
+    ecompute believes none of it unseen. ValueError for more than FIELDS.
+    """
+    said = dict(parse_qsl(body.decode('ascii', 'replace'), errors='replace', max_num_fields=FIELDS))
+    keys = [said[name] for name in HOST_KEYS if name in said]
+    failed = {name: said.get(name) for name in ('stage', 'error')}
+    return json.dumps({'version': 1, 'host_keys': keys, **failed}).encode()
+
+
 def _vendor_data(instance: str) -> bytes:
-    # phone_home is the last of cloud-init's modules. What it would send besides, the host's keys, nobody needs. JSON is
-    # YAML; a user's own phone_home takes its place.
-    asked = {'url': f'http://169.254.169.254{phone_home(instance)}', 'post': ['instance_id'], 'tries': 10}
-    return f'#cloud-config\nphone_home: {json.dumps(asked)}'.encode()
+    return REPORT.replace('URL', f'http://169.254.169.254{phone_home(instance)}').encode()
 
 
 def _look_up(tree: Tree, steps: list[str]) -> bytes | None:
-    """Walk the tree. A name is listed whole and asked for without what follows a `/` or `=` in it."""
+    """The body at these steps of the tree, None if there is none.
+
+    A directory's body lists whole names; a step has a name's part before a `/` or `=`.
+    """
     node: bytes | Tree = tree
     for step in steps:
         if isinstance(node, bytes):

@@ -1,8 +1,9 @@
 """The process beside mdserver that keeps root's rights, once mdserver itself has given them up.
 
 mdserver reads what guests send and so has to be nobody; its files are root's, below directories that are root's. So a
-child that stays root opens them, and hands the descriptors over: it is asked in one of the four ways of files, reads no
-word of a guest's, and ends with mdserver. This is privilege separation as sshd has it (Provos, Friedl, Honeyman 2003,
+child that stays root opens them, and hands the descriptors over: it is asked in one of the four ways of files, writes
+down what a guest said without reading it, and ends with mdserver. This is privilege separation as sshd has it (Provos,
+Friedl, Honeyman 2003,
 https://www.usenix.org/conference/12th-usenix-security-symposium/preventing-privilege-escalation).
 
 A request is a packet of text, the answer one for each file, `ERRNO NAME`, with its descriptor where ERRNO is 0, and one
@@ -22,13 +23,15 @@ from contextlib import suppress
 from mdserver import conf
 from mdserver.files import Opened, carry_out
 
-REQUEST_LIMIT = 256  # bytes; the longest way to ask has 60
-NAME_LIMIT = 8192  # bytes; the kernel's, for a path, is 4096
+REQUEST_LIMIT = 32768
+"""Bytes of a request, which is cut off there; the longest has what a guest said: 4 KiB, in JSON's escapes six times."""
+NAME_LIMIT = 8192
+"""Bytes of an answer, which is cut off there; the kernel takes paths of up to 4096."""
 END = b'.'
 
 
 class Monitor:
-    """One that runs from now on, until close(). It is a fork: to be made while there is one thread."""
+    """A monitor process, from now until close(). It is forked, so make it while this process has one thread."""
 
     def __init__(self, config: conf.Config) -> None:
         self._lock = threading.Lock()
@@ -38,7 +41,7 @@ class Monitor:
         theirs.close()
 
     def ask(self, request: str) -> list[Opened]:
-        """Have the monitor carry this out (see files). OSError: it is gone. Any thread's."""
+        """What files.carry_out() returns for `request`, opened by the monitor. OSError if that is gone. Thread-safe."""
         found: list[Opened] = []
         with self._lock:
             try:
@@ -55,7 +58,7 @@ class Monitor:
         return found
 
     def close(self) -> None:
-        """End it."""
+        """End the monitor, and wait until it is gone."""
         self._hang_up()
         self._channel.close()
         self._process.join()

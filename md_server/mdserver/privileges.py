@@ -11,6 +11,7 @@ import errno
 import os
 import pwd
 import re
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,20 +20,22 @@ LARGEST = 2**32 - 2  # of a uid: the one above means "as it is"
 
 
 class Ids(NamedTuple):
-    """A user's number and that of its group."""
+    """The number of a user and of its group."""
 
     uid: int
     gid: int
 
 
 def find(user: str) -> Ids:
-    """A user by name or, as chown(1) takes it, by number, which nobody need have. Raises ValueError."""
+    """The numbers of a user by name or, as chown(1) takes it, by a number that no user need have. Raises ValueError."""
     try:
         entry = pwd.getpwnam(user)
     except KeyError as error:
         if not re.fullmatch('[0-9]{1,10}', user) or int(user) > LARGEST:
             raise ValueError(f'there is no user {user!r} here: name one that is, or give a number') from error
-        ids = _by_number(int(user))
+        ids = Ids(int(user), int(user))
+        with suppress(KeyError):
+            ids = Ids(ids.uid, pwd.getpwuid(ids.uid).pw_gid)
     else:
         ids = Ids(entry.pw_uid, entry.pw_gid)
     if ids.uid == 0:
@@ -41,9 +44,9 @@ def find(user: str) -> Ids:
 
 
 def drop(ids: Ids) -> None:
-    """Be this user, of this one group, with no capability, and never anybody else again. Raises OSError.
+    """Make this process that user, of that group alone, without any capability, for good. Raises OSError.
 
-    To be called while there is one thread.
+    Called while the process has one thread.
     """
     os.setgroups([])
     os.setresgid(ids.gid, ids.gid, ids.gid)
@@ -59,10 +62,3 @@ def drop(ids: Ids) -> None:
     except PermissionError:
         return
     raise OSError(errno.EPERM, 'it can become root again')
-
-
-def _by_number(number: int) -> Ids:
-    try:
-        return Ids(number, pwd.getpwuid(number).pw_gid)
-    except KeyError:
-        return Ids(number, number)

@@ -18,12 +18,11 @@ from mdserver.files import Files
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Print the files; the exit code."""
+    """Print the files of the guest's seed as JSON; the exit code."""
     parser = argparse.ArgumentParser(prog='mdserver.seed', description="A guest's NoCloud seed, as JSON.")
     parser.add_argument('mac', help='of any of its interfaces')
     parser.add_argument('conf', nargs='?', type=Path, help='mdserver.conf; without one, the defaults')
-    parser.add_argument('--guests', metavar='DIR', type=Path,
-                        help='where ecompute puts a file for each guest (/var/lib/ecompute/metadata)')
+    parser.add_argument('--guests', metavar='DIR', type=Path, help="ecompute's files of guests, in place of the file's")
     parser.add_argument('--no-phone-home', action='store_true', help='no metadata server is there to hear of it')
     arguments = parser.parse_args(argv)
     try:
@@ -32,12 +31,9 @@ def main(argv: list[str] | None = None) -> int:
             config = replace(config, guests=arguments.guests)
         known = Files(config)
         guest = known.filled_in(known.guest(arguments.mac))
-    except conf.ConfError as error:
+    except (conf.ConfError, guests.Unknown, guests.Broken, ValueError) as error:
         print(f'mdserver: {error}', file=sys.stderr)
-        return 2
-    except (guests.Unknown, guests.Broken, ValueError) as error:
-        print(f'mdserver: {error}', file=sys.stderr)
-        return 1
+        return 2 if isinstance(error, conf.ConfError) else 1
     files = metadata.seed(guest, phones_home=not arguments.no_phone_home)
     print(json.dumps({name: body.decode('utf-8', 'surrogateescape') for name, body in files.items()}))
     return 0

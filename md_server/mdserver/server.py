@@ -16,17 +16,19 @@ import codecs
 import errno
 import logging
 import os
+import re
 import signal
 import socket
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 from urllib.parse import quote
 
 if not __package__:
@@ -40,30 +42,30 @@ from mdserver import __version__, conf, guests, limits, metadata, privileges
 from mdserver.files import Files
 from mdserver.monitor import Monitor
 
-LOG = logging.getLogger('mdserver')
+log = logging.getLogger('mdserver')
 
 INSTANCE = 'mdserver.instance'
 WHY = 'mdserver.why'
 
 LATE = ('idna', 'ascii')  # Python imports these when first used, maybe from where root alone can read
 THREADS = 4
-HEADER_LIMIT = 8192  # bytes
-BODY_LIMIT = 1024  # bytes; phone_home has a uuid to send
-CONNECTIONS = 500  # of all clients together; what one may have is in limits
+HEADER_LIMIT = 8192  # bytes; more is refused
+BODY_LIMIT = 4096  # bytes, more is refused; a guest has its host keys to say, and what went wrong
+CONNECTIONS = 500  # of all clients together, further ones wait; what one may have is in limits
 
 
 class App(bottle.Bottle):  # type: ignore[misc]
-    """bottle with errors in one plain line, and one line in the log for each request: for one address one a second.
+    """bottle with errors in one plain line, and a line in the log for each request (--verbose).
 
-    Of what one address asks faster than that, the first few all the same.
+    Of one address that is LINES a second, and FIRST_LINES at once; for further requests there is no line.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self._lines = limits.Shares(limits.LINES, limits.FIRST_LINES)
+        self._lines = limits.FairShares(limits.LINES, limits.FIRST_LINES)
 
     def may_say(self, address: str) -> bool:
-        """Whether another line of this address goes into the log now."""
+        """Whether another line about this address may go into the log now."""
         return self._lines.allows(address, time.monotonic())
 
     def default_error_handler(self, res: bottle.HTTPError) -> str:
@@ -76,7 +78,7 @@ class App(bottle.Bottle):  # type: ignore[misc]
                 return start_response(status, *rest)
             # Quoted: a path is the client's own words and must stay within its line.
             asked = f'{quote(environ["REQUEST_METHOD"])[:10]} {quote(environ["PATH_INFO"], "/=:")[:200]}'
-            LOG.info(
+            log.debug(
                 '%s %s client=%s instance=%s%s',
                 asked, status[:3], environ['REMOTE_ADDR'], environ.get(INSTANCE, '-'), environ.get(WHY, ''),
             )
@@ -86,11 +88,11 @@ class App(bottle.Bottle):  # type: ignore[misc]
 
 
 def make_app(files: Files) -> bottle.Bottle:
-    """The WSGI application. Who asks is REMOTE_ADDR and nothing a client can say."""
+    """The WSGI application. It knows a client by REMOTE_ADDR, and by nothing that the client sends."""
     app = App()
 
-    def asking() -> tuple[str, metadata.Guest]:
-        """Who asks, and its MAC; raises HTTPError."""
+    def asking() -> tuple[str, metadata.GuestMetadata]:
+        """The MAC of the guest that asks, and what it is told; raises HTTPError."""
         environ = bottle.request.environ
         address = environ['REMOTE_ADDR']
         try:
@@ -99,10 +101,10 @@ def make_app(files: Files) -> bottle.Bottle:
         except guests.Unknown as error:
             environ[WHY] = f' ({error}: {error.detail})'
             if isinstance(error, guests.Forged) and app.may_say(address):
-                LOG.warning('REFUSED %s: %s: %s', address, error, error.detail)
+                log.warning('REFUSED %s: %s: %s', address, error, error.detail)
             raise bottle.HTTPError(404, f'{error}') from None
         except (guests.Broken, OSError, ValueError) as error:
-            LOG.error('client=%s: %s', environ['REMOTE_ADDR'], error)
+            log.error('client=%s: %s', environ['REMOTE_ADDR'], error)
             raise bottle.HTTPError(500, 'what is known of this guest cannot be read: see the log of mdserver') from None
         environ[INSTANCE] = guest.instance
         return mac, guest
@@ -120,11 +122,15 @@ def make_app(files: Files) -> bottle.Bottle:
         if guest.instance != instance:
             return bottle.HTTPError(404, 'no such data')
         try:
-            files.note_ready(mac, instance)
+            said = metadata.word(bottle.request.body.read(BODY_LIMIT))
+        except ValueError:
+            return bottle.HTTPError(400, f'a form of at most {metadata.FIELDS} fields, please')
+        try:
+            files.note_ready(mac, instance, said)
         except FileNotFoundError:
             return bottle.HTTPError(404, 'no such data')  # it was removed meanwhile
         except OSError as error:
-            LOG.error('instance %s is ready, and that cannot be noted: %s', instance, error)
+            log.error('instance %s is ready, and that cannot be noted: %s', instance, error)
             return bottle.HTTPError(500, 'that cannot be noted: see the log of mdserver')
         return _plain(b'ok')
 
@@ -148,7 +154,7 @@ def _plain(body: bytes) -> bottle.HTTPResponse:
 
 
 def listen(address: str, port: int) -> socket.socket:
-    """A bound socket. Raises OSError whose str() is what, where, what to do."""
+    """A socket that listens there. Raises OSError, whose str() says what, where and what to do."""
     sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
@@ -167,9 +173,9 @@ def listen(address: str, port: int) -> socket.socket:
 
 
 def may_ask(address: str, bridge: str | None, config: conf.Config, files: Files) -> bool:
-    """Whether this address is heard at all: this machine itself, and guests. Without a bridge, everybody.
+    """Whether this address may ask: this machine's own, and guests' on `bridge`. None: any address may.
 
-    The host answers for 169.254.169.254 on all its interfaces, so whoever is on its LAN gets as far as this. Not by
+    The host answers for 169.254.169.254 on all its interfaces, so clients on its LAN get as far as this. Not done with
     SO_BINDTODEVICE: a network that is started again has another bridge of the same name.
     """
     if bridge is None or address == config.listen_address or address.startswith('127.'):
@@ -213,7 +219,7 @@ def _dismiss(monitor: Monitor) -> None:
 
 
 def _user(name: str) -> privileges.Ids:
-    """Who --user names. Raises ConfError."""
+    """The numbers of the user that --user names. Raises ConfError."""
     try:
         ids = privileges.find(name)
     except ValueError as error:
@@ -236,20 +242,49 @@ def _configure(arguments: argparse.Namespace) -> conf.Config:
     return config
 
 
+class _Parser(argparse.ArgumentParser):
+    """argparse, with its errors in one line as those of ecomp's commands are."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f'mdserver: {message}; --help shows all\n')
+
+
+class _OneLine(logging.Formatter):
+    """`2026-01-31T12:00:00.123+01:00 INFO 4711 message`, as ecompute has it, in whose log this may be."""
+
+    def __init__(self) -> None:
+        super().__init__('%(asctime)s %(levelname)s %(process)d %(message)s')
+
+    def formatTime(self, record: logging.LogRecord, _datefmt: str | None = None) -> str:
+        return datetime.fromtimestamp(record.created).astimezone().isoformat(timespec='milliseconds')
+
+
+def parser() -> argparse.ArgumentParser:
+    """What mdserver may be told."""
+    made = _Parser(prog='mdserver', description='Metadata for the guests on this host.')
+    made.add_argument('conf', nargs='?', type=Path, metavar='CONF', help='mdserver.conf; without one, the defaults')
+    made.add_argument('--listen', metavar='ADDRESS[:PORT]', help="instead of the file's (169.254.169.254:80)")
+    made.add_argument('--guests', metavar='DIR', type=Path, help='the files of guests (/var/lib/ecompute/metadata)')
+    made.add_argument('--bridge', metavar='NAME', help='answer nobody but this host, and leases on this bridge')
+    made.add_argument('--user', metavar='NAME', help='once it listens, be this user (a name or a number), not root')
+    made.add_argument('--with-parent', action='store_true', help='end when standard input ends')
+    made.add_argument('--verbose', action='store_true', help='log each request too, not only what is wrong')
+    unit = 'print the systemd unit that runs it beside ecompute, with CONF if given, and end'
+    made.add_argument('--unit', action='store_true', help=unit)
+    made.add_argument('--version', action='version', version=f'mdserver {__version__}')
+    return made
+
+
 def main(argv: list[str] | None = None) -> int:
     """Serve until a signal, or the end of standard input with --with-parent; the exit code."""
-    parser = argparse.ArgumentParser(prog='mdserver', description='Metadata for the guests on this host.')
-    parser.add_argument('conf', nargs='?', type=Path, help='mdserver.conf; without one, the defaults')
-    parser.add_argument('--listen', metavar='ADDRESS[:PORT]', help='instead of the file\'s (169.254.169.254:80)')
-    parser.add_argument('--guests', metavar='DIR', type=Path,
-                        help='where ecompute puts a file for each guest (/var/lib/ecompute/metadata)')
-    parser.add_argument('--bridge', metavar='NAME',
-                        help='answer this machine, who is on the guests\' bridge, and who has a lease; nobody else')
-    parser.add_argument('--user', metavar='NAME', help='once it listens, be this user (a name or a number), not root')
-    parser.add_argument('--with-parent', action='store_true', help='end when standard input ends')
-    parser.add_argument('--version', action='version', version=f'mdserver {__version__}')
-    arguments = parser.parse_args(argv)
-    logging.basicConfig(format='%(asctime)s %(levelname)s %(process)d %(message)s', level=logging.INFO)
+    arguments = parser().parse_args(argv)
+    handler = logging.StreamHandler()
+    handler.setFormatter(_OneLine())
+    logging.basicConfig(handlers=[handler], level=logging.INFO)
+    log.setLevel(logging.DEBUG if arguments.verbose else logging.INFO)
+    if arguments.unit:
+        print(unit(arguments.conf, sys.argv[0]), end='')
+        return 0
     # First of all, so that no moment is left in which a signal ends it with another exit code.
     signal.signal(signal.SIGTERM, _end)
     signal.signal(signal.SIGINT, _end)
@@ -273,17 +308,14 @@ def main(argv: list[str] | None = None) -> int:
             sock = at_exit.enter_context(listen(config.listen_address, config.port))
             if arguments.user is not None:
                 _become(arguments.user, ids)
-        except conf.ConfError as error:
+        except (conf.ConfError, OSError) as error:
             print(f'mdserver: {error}', file=sys.stderr)
-            return 2
-        except OSError as error:
-            print(f'mdserver: {error}', file=sys.stderr)
-            return 1
+            return 2 if isinstance(error, conf.ConfError) else 1
         _serve(arguments, config, files, sock)
     if orphaned:
-        LOG.error('ENDED: its monitor, which opened its files for it, is gone')
+        log.error('ENDED: its monitor, which opened its files for it, is gone')
         return 1
-    LOG.info('ENDED')
+    log.info('ENDED')
     return 0
 
 
@@ -296,10 +328,29 @@ def _serve(arguments: argparse.Namespace, config: conf.Config, files: Files, soc
         clear_untrusted_proxy_headers=False,
         asyncore_use_poll=True,
     )
-    LOG.info('LISTENING ON http://%s:%d/ GUESTS IN %s AS UID %d', *sock.getsockname(), config.guests, os.geteuid())
+    log.info('LISTENING ON http://%s:%d/ GUESTS IN %s AS UID %d', *sock.getsockname(), config.guests, os.geteuid())
+    notify('READY=1')
     if arguments.with_parent:
         threading.Thread(target=end_with_parent, daemon=True).start()
     server.run()
+
+
+def notify(state: str) -> None:
+    """Tell systemd, if it has started this process as a service: sd_notify(3)."""
+    if path := os.environ.get('NOTIFY_SOCKET'):
+        # It acts by itself where it hears nothing.
+        with suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as said:
+            said.settimeout(5)
+            said.sendto(state.encode(), path.replace('@', '\0', 1) if path.startswith('@') else path)
+
+
+def unit(conf_file: Path | None, program: str) -> str:
+    """The unit that --unit prints, for mdserver as this `program`."""
+    interpreter = [] if os.access(program, os.X_OK) else [sys.executable]
+    words = [*interpreter, os.path.abspath(program), *([str(conf_file.absolute())] if conf_file else [])]
+    first, *others = ('"' + re.sub(r'(["\\])', r'\\\1', each).replace('%', '%%') + '"' for each in words)
+    said = ' '.join([first, *(each.replace('$', '$$') for each in others)])  # systemd.service(5) on command lines
+    return Path(__file__).with_name('mdserver.service').read_text(encoding='utf-8').replace('@words@', said)
 
 
 if __name__ == '__main__':

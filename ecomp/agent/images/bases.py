@@ -17,15 +17,17 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from ecomp.agent.images.sources import Version
+from ecomp.agent.images.transfer import Download
 from ecomp.agent.locks import try_lock
-from ecomp.agent.state import write_durably
 from ecomp.errors import BuildFailed
 from ecomp.failpoints import failpoint
+from ecomp.files import sync, write_durably
+from ecomp.model.allocation import GIB, MIB
 from ecomp.model.guest import BaseImage
 from ecomp.model.json_object import load_object
 from ecomp.virt.image import chain, inspected
@@ -34,81 +36,64 @@ VERSION = 1
 FORMATS = ('qcow2', 'raw')
 LOCK = '.lock'
 BAD = '.bad-'
-GB = 2**30
 
 
 @dataclass(frozen=True)
-class Entry:
-    """What a URL had when it was last asked: the content, how many bytes, and the server's version of it."""
-
-    sha256: str
-    size: int
-    version: Version
-
-
-@dataclass(frozen=True)
-class Held:
-    """A base volume that is not evicted until close()."""
+class BaseHold:
+    """A base volume, and the open file whose flock keeps it from being evicted until close()."""
 
     image: BaseImage
     descriptor: int
 
     def close(self) -> None:
-        """Let it go."""
+        """Allow that the base volume is evicted."""
         os.close(self.descriptor)
 
 
 class Bases:
-    """The files in `directory`. `limit` is how many bytes base volumes and downloads may take together."""
+    """The base volumes in `directory`. `limit` is in bytes, of them and downloads together: the oldest are evicted."""
 
     def __init__(self, directory: Path, limit: int) -> None:
         self._directory = directory
         self._limit = limit
 
-    @contextmanager
-    def asking(self, url: str, checkpoint: Callable[[], None]) -> Iterator[None]:
-        """Nobody else asks for this URL inside. `checkpoint` is called while somebody does."""
+    def asking(self, url: str, checkpoint: Callable[[], None]) -> AbstractContextManager[None]:
+        """Keep other processes and threads from asking for this URL; `checkpoint` is called while one of them does."""
         # Not a blocking lock: a destroy must not wait for another instance's download.
-        while (lock := try_lock(self._directory / LOCK, self.part(url).stem)) is None:
-            checkpoint()
-            time.sleep(0.1)
-        try:
-            yield
-        finally:
-            os.close(lock)
+        return self._locked(self.part(url).stem, 0.1, checkpoint)
 
     def part(self, url: str) -> Path:
-        """Where a download of this URL is written."""
+        """The path a download of this URL is written to."""
         return self._directory / f'base-{_key(url)}.part'
 
-    def entry(self, url: str) -> Entry | None:
-        """What the URL had when it was last asked; None if that is not known, or cannot be read."""
+    def entry(self, url: str) -> Download | None:
+        """What learn() wrote down last for the URL; None if nothing is there, or it cannot be read."""
         try:
             named, entry = _read(self._entry_file(url))
         except (OSError, ValueError, KeyError, TypeError):
             return None  # it is asked again, and then known
         return entry if named == url else None
 
-    def learn(self, url: str, entry: Entry) -> None:
-        """Write down what the URL has now. OSError."""
+    def learn(self, url: str, entry: Download) -> None:
+        """Write down what image the URL has now. OSError."""
         text = json.dumps({'version': VERSION, 'url': url, 'found': asdict(entry)})
         write_durably(self._entry_file(url), text + '\n')
 
     def still(self, url: str) -> None:
-        """Write down that the URL has still the same, as of now."""
+        """Write down that the URL has the same image now as when learn() was called."""
         with suppress(OSError):
             os.utime(self._entry_file(url))
 
     def asked(self, url: str) -> object:
-        """What changes whenever somebody learns what the URL has."""
+        """A value that is another one after each learn() or still() of the URL, by whatever process."""
         try:
             found = self._entry_file(url).stat()
         except OSError:
             return None
         return found.st_ino, found.st_mtime_ns
 
-    def has(self, entry: Entry) -> bool:
-        """Whether that content is here, whole."""
+    def has(self, entry: Download) -> bool:
+        """Whether a base volume with this content and size is here, and was not found bad."""
         sizes = [_status(self._path(entry.sha256, each))[1] for each in FORMATS]
         return entry.size in sizes and not self._bad(entry.sha256).exists()
 
@@ -119,15 +104,15 @@ class Bases:
         return 0.0
 
     def judge(self, sha256: str, good: bool) -> None:
-        """It was read as a whole just now: if it is not `good`, it is not taken any more. OSError."""
+        """Note that the base volume was read as a whole now; one that is not `good` is not taken again. OSError."""
         if good:
             self._bad(sha256).unlink(missing_ok=True)
         else:
             self._bad(sha256).touch()
         self._read_file(sha256).touch()
 
-    def take(self, sha256: str, size: int | None = None) -> Held | None:
-        """The base volume with this content (and of this size, if it is known) and a hold of it; None if not here."""
+    def take(self, sha256: str, size: int | None = None) -> BaseHold | None:
+        """Hold the base volume with this content, of `size` bytes (None: of any size); None if it is not here."""
         with self._locked():
             if self._bad(sha256).exists():
                 return None
@@ -137,8 +122,8 @@ class Bases:
                         return _held(path)
         return None
 
-    def keep(self, part: Path, sha256: str, format: str) -> Held:
-        """Make a download that is whole a base volume, unless its content is one already; a hold of it. OSError."""
+    def keep(self, part: Path, sha256: str, format: str) -> BaseHold:
+        """Make the whole download `part` a base volume, unless its content is one already, and hold it. OSError."""
         path = self._path(sha256, format)
         with self._locked():
             bad = self._bad(sha256).exists()
@@ -147,20 +132,20 @@ class Bases:
                 part.chmod(0o644)
                 # In the place of a bad one: guests that are on it have the good one from their next start on.
                 part.rename(path)
-                _sync(self._directory)
+                sync(self._directory)
                 self._bad(sha256).unlink(missing_ok=True)
                 with suppress(OSError):  # it is read once more, then
                     self._read_file(sha256).touch()
             return _held(path)
 
     def reserve(self, descriptor: int, size: int) -> None:
-        """See that a download may become `size` bytes long, and make it so. BuildFailed if it may not."""
+        """Make the open download `size` bytes long, evicting what must go for it. BuildFailed if that is too much."""
         with self._locked():
             self._make_room(size - os.fstat(descriptor).st_size, size)
             os.ftruncate(descriptor, size)
 
     def sweep(self) -> None:
-        """Remove what a worker left that was killed in the middle of a download, or while it made room for one."""
+        """Remove what is left of downloads and evictions whose worker was killed."""
         with self._locked():
             self._forget_evicted()
         for part in self._directory.glob('base-*.part'):
@@ -201,7 +186,7 @@ class Bases:
         self._forget_evicted()
 
     def _in_use(self) -> set[str]:
-        """Every file that a qcow2 in the pool lies on. What cannot be read may lie on anything: OSError."""
+        """Every file that a qcow2 in the pool lies on. OSError for one that cannot be read: it may lie on any."""
         return {str(below) for path in self._directory.iterdir() if path.is_file() for below in chain(path)}
 
     def _forget_evicted(self) -> None:
@@ -215,10 +200,13 @@ class Bases:
                 path.unlink(missing_ok=True)
 
     @contextmanager
-    def _locked(self) -> Iterator[None]:
-        """Nobody else looks for a base volume, makes one or evicts one inside; that is short."""
-        while (lock := try_lock(self._directory / LOCK, 'bases')) is None:
-            time.sleep(0.002)
+    def _locked(
+        self, what: str = 'bases', pause: float = 0.002, checkpoint: Callable[[], None] = lambda: None
+    ) -> Iterator[None]:
+        """Hold the lock of this name, tried every `pause` seconds; `bases` is for finding, making and evicting them."""
+        while (lock := try_lock(self._directory / LOCK, what)) is None:
+            checkpoint()
+            time.sleep(pause)
         try:
             yield
         finally:
@@ -241,13 +229,16 @@ class Bases:
 
 
 def bad(directory: Path) -> list[str]:
-    """The SHA-256s of the base volumes there that are not what they were, and are taken for no new disk."""
+    """The SHA-256s of the base volumes whose content has changed, which are used for no new disk."""
     return sorted(path.name.removeprefix(BAD) for path in directory.glob(f'{BAD}*'))
 
 
 @contextmanager
 def idle(part: Path) -> Iterator[bool]:
-    """Whether nobody is downloading to this .part file; if so, nobody begins inside. Always true of other files."""
+    """True if no process is downloading to this .part file, and none can begin before the block ends.
+
+    Always true of other files.
+    """
     try:
         lock = try_lock(part.parent / LOCK, part.stem, create=False)
     except FileNotFoundError:
@@ -260,30 +251,30 @@ def idle(part: Path) -> Iterator[bool]:
             os.close(lock)
 
 
-def _read(path: Path) -> tuple[str, Entry]:
-    """The URL and what it had. OSError, ValueError, KeyError or TypeError if that is not what is in the file."""
+def _read(path: Path) -> tuple[str, Download]:
+    """The URL and the entry in a file of learn()'s. OSError, ValueError, KeyError or TypeError for any other file."""
     data = load_object(path.read_bytes())
     found, version = data['found'], Version(**data['found']['version'])
     sane = type(found['size']) is int and isinstance(version.etag, str) and isinstance(version.modified, str)
     if data['version'] != VERSION or not re.fullmatch('[0-9a-f]{64}', found['sha256']) or not sane:
         raise ValueError(f'{path}: not what is known of a URL')
-    return data['url'], Entry(found['sha256'], found['size'], version)
+    return data['url'], Download(found['sha256'], found['size'], version)
 
 
-def _held(path: Path) -> Held:
+def _held(path: Path) -> BaseHold:
     descriptor = _flocked(path, fcntl.LOCK_SH)
     try:
         os.utime(descriptor)
         if os.fstat(descriptor).st_uid != os.geteuid():  # libvirt gave it to QEMU, at an earlier ecomp's start
             os.fchown(descriptor, os.geteuid(), os.getegid())
-        return Held(inspected(path), descriptor)
+        return BaseHold(inspected(path), descriptor)
     except BaseException:
         os.close(descriptor)
         raise
 
 
 def _flocked(path: Path, how: int) -> int:
-    """The file, open with an flock. BlockingIOError if others have it locked otherwise."""
+    """A descriptor of the file, with an flock of this kind. BlockingIOError if another process holds one against it."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         fcntl.flock(descriptor, how | fcntl.LOCK_NB)
@@ -294,7 +285,7 @@ def _flocked(path: Path, how: int) -> int:
 
 
 def _status(path: Path) -> tuple[int, int]:
-    """When a file was last used, and its size."""
+    """When a file was last used, in ns since the epoch, and its size in bytes; 0 and 0 if it is gone."""
     try:
         found = path.stat()
     except FileNotFoundError:  # a download has just ended
@@ -302,17 +293,9 @@ def _status(path: Path) -> tuple[int, int]:
     return found.st_mtime_ns, found.st_size
 
 
-def _sync(directory: Path) -> None:
-    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def _key(url: str) -> str:
     return hashlib.sha256(url.encode()).hexdigest()[:32]
 
 
 def _gb(size: int) -> str:
-    return f'{size / GB:.1f} GB' if size >= GB / 10 else f'{size / 2**20:.1f} MB'
+    return f'{size / GIB:.1f} GB' if size >= GIB / 10 else f'{size / MIB:.1f} MB'

@@ -25,23 +25,17 @@ from urllib3.util.connection import create_connection
 
 from ecomp.addresses import addresses, is_own
 from ecomp.conf import ComputeConfig
-from ecomp.model.image_sources import (
-    Address,
-    ImageSources,
-    all_of,
-    image_sources,
-    why_not,
-    why_not_name,
-)
+from ecomp.model.image_sources import Address, ImageSources, all_of, image_sources, why_not, why_not_name
 
 CONTROL = 'etcd or placement'
 
 
 @dataclass(frozen=True)
 class Reach:
-    """Where images may be fetched from. `control` is host and port of etcd and placement: never from there.
+    """Where images may be fetched from. `sources` None means any address that is nowhere refused.
 
-    `proxy` is the URL of what fetches them for us: it resolves names, and of those only what they say is checked.
+    `control` is host and port of etcd and of placement, from which no image is fetched. `proxy` is the URL of an HTTP
+    proxy, None for none: it resolves names itself, so of a name only its text is checked.
     """
 
     sources: ImageSources | None = None
@@ -50,7 +44,7 @@ class Reach:
 
 
 def reach_of(config: ComputeConfig) -> Reach:
-    """What compute.yaml says of it."""
+    """The Reach that compute.yaml describes."""
     named = [urlsplit(f'//{each}') for each in config.etcd.endpoints] + [urlsplit(config.placement.endpoint)]
     control = tuple((each.hostname or '', _port(each)) for each in named)
     sources = None if config.image_sources is None else image_sources(config.image_sources)
@@ -58,7 +52,7 @@ def reach_of(config: ComputeConfig) -> Reach:
 
 
 class Refused(Exception):
-    """Nothing is fetched from `where`, for it is `what`."""
+    """No image is fetched from `where`, an address or a host, which is `what`."""
 
     def __init__(self, where: str, what: str) -> None:
         super().__init__(where, what)
@@ -67,7 +61,7 @@ class Refused(Exception):
 
 
 class Connections:
-    """All connections of one source: get() until stop() or close()."""
+    """All connections to the server of one image. After stop() none is opened."""
 
     def __init__(self, reach: Reach) -> None:
         self._reach = reach
@@ -92,7 +86,7 @@ class Connections:
         return self._session.get(url, stream=True, timeout=timeout, allow_redirects=False, headers=dict(headers))
 
     def stop(self) -> None:
-        """From another thread: whatever waits for an answer, a byte or a handshake ends soon, and nothing is opened."""
+        """End every wait for an answer, a byte or a handshake soon, and open nothing more; for another thread."""
         with self._lock:
             self._stopped = True
             for each in self._open:
@@ -100,7 +94,7 @@ class Connections:
                     each.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Nothing of them stays open."""
+        """Close every connection."""
         self.stop()
         self._session.close()
         with self._lock:
@@ -109,7 +103,7 @@ class Connections:
             self._open.clear()
 
     def opened(self, connection: HTTPConnection) -> socket.socket:
-        """A socket to where this connection is for. Refused, HTTPError."""
+        """A socket connected to the first address of the connection's host that answers. Refused, HTTPError."""
         host, port = connection.host.strip('[]'), connection.port
         failure: Exception = NewConnectionError(connection, 'nobody waits for it any more')
         for address in self._resolved(connection, host, port):
@@ -123,6 +117,7 @@ class Connections:
                 failure = ConnectTimeoutError(connection, f'{address} gives no answer')
             except OSError as error:
                 failure = NewConnectionError(connection, f'{address}: {error}')
+                failure.__cause__ = error
             else:
                 return self._noted(connection, made)
         raise failure
@@ -158,7 +153,7 @@ class Connections:
         return False
 
     def _check_for_proxy(self, host: str, port: int) -> None:
-        """What can be said of a URL whose name the proxy resolves."""
+        """Refused for a host that may not be asked, as far as its text says: the proxy resolves the name."""
         try:
             there = addresses(host, socket.AI_NUMERICHOST)
         except (OSError, ValueError):
@@ -199,25 +194,20 @@ class _Http(HTTPConnection):
         return self._connections.opened(self)
 
 
-class _Https(HTTPSConnection):
-    def __init__(self, *given: Any, connections: Connections, **named: Any) -> None:
-        super().__init__(*given, **named)
-        self._connections = connections
-
-    def _new_conn(self) -> socket.socket:
-        return self._connections.opened(self)
+class _Https(_Http, HTTPSConnection):
+    pass
 
 
 class _Adapter(HTTPAdapter):
-    """requests' own, but for how a connection is opened."""
+    """The adapter of requests, with connections that Connections.opened() opens."""
 
     def __init__(self, connections: Connections) -> None:
         self._connections = connections
         super().__init__()
 
     def get_connection_with_tls_context(self, *given: Any, **named: Any) -> Any:
-        """A pool (urllib3.HTTPConnectionPool) whose connections are ours."""
+        """A urllib3.HTTPConnectionPool whose connections are ours."""
         pool: Any = super().get_connection_with_tls_context(*given, **named)
-        made: type[_Http] | type[_Https] = _Https if pool.scheme == 'https' else _Http
+        made = _Https if pool.scheme == 'https' else _Http
         pool.ConnectionCls = partial(made, connections=self._connections)
         return pool

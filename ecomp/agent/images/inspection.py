@@ -20,16 +20,17 @@ from ecomp.errors import BuildFailed, EcompError
 from ecomp.model.guest import BaseImage
 
 SECONDS = 30
-"""Of processor, and of time."""
+"""Seconds of processor time, and as many on the clock, that a look may take; a longer one is refused."""
 MEMORY = 2**30
-TICK = 0.1
+"""Bytes of address space of the child; an image that takes more is refused."""
+TICK = 0.1  # seconds between two calls of the checkpoint
 INSPECTOR = 'ecomp.agent.images.inspector'
 
 
 def inspect(path: Path, checkpoint: Callable[[], None]) -> BaseImage:
-    """See virt.image.inspect, whose errors are ours; one that takes too long is refused, too.
+    """What virt.image.inspect says of the file at `path`; BuildFailed also if it takes more than SECONDS or MEMORY.
 
-    Whatever the checkpoint raises ends it at once. EcompError where it could not be looked at, which may pass.
+    What the checkpoint raises ends the child at once. EcompError if no child could look, which may pass.
     """
     limits = [str(os.getpid()), str(SECONDS), str(MEMORY)]
     end = time.monotonic() + SECONDS
@@ -71,6 +72,6 @@ def _too_long() -> BuildFailed:
 
 
 def _environment() -> dict[str, str]:
-    """Ours, in which ecomp is found where we have it from."""
+    """The environment of this process, with a PYTHONPATH in which the child finds the same ecomp."""
     ours = str(Path(ecomp.__file__).parents[1])
     return {**os.environ, 'PYTHONPATH': os.pathsep.join(filter(None, (ours, os.environ.get('PYTHONPATH'))))}

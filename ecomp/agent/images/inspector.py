@@ -18,7 +18,7 @@ from ecomp.virt.image import inspect
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Look at the file, within the limits."""
+    """Print what the file is, within the limits that the arguments name."""
     path, (parent, seconds, memory) = arguments[0], map(int, arguments[1:])
     die_with(parent)
     # The soft limit ends it with SIGXCPU, by which whoever waits knows the reason.

@@ -19,14 +19,14 @@ from ecomp.virt.image import chain
 log = logging.getLogger(__name__)
 
 DAY, HOUR = 86_400.0, 3_600.0
-CHUNK = 4 * 2**20
+CHUNK = 4 * 2**20  # bytes of one read
 RATE = 64 * 2**20
-"""Bytes a second, so that guests hardly see it."""
+"""Bytes a second that are read: few enough that guests hardly see it."""
 NAME = re.compile(rf'base-([0-9a-f]{{64}})\.(?:{"|".join(FORMATS)})')
 
 
 class Scrubber:
-    """A thread that reads what was not read for a day, from start() to stop()."""
+    """A thread that reads each base volume once a day, from start() to stop(). `rate` is in bytes a second."""
 
     def __init__(self, directory: Path, rate: float = RATE) -> None:
         self._directory = directory
@@ -36,17 +36,17 @@ class Scrubber:
         self._thread = threading.Thread(target=self._run, name='scrub', daemon=True)
 
     def start(self) -> None:
-        """Begin."""
+        """Start the thread."""
         self._thread.start()
 
     def stop(self) -> None:
-        """End, in the middle of a file if need be: it is read from its beginning the next time."""
+        """End the thread; a file it is in the middle of is read from its beginning the next time."""
         self._stopped.set()
         if self._thread.is_alive():
             self._thread.join()
 
     def scrub(self, now: float) -> None:
-        """Read what was not read since a day before `now`, in seconds since the epoch."""
+        """Read each base volume that was not read in the day before `now`, in seconds since the epoch."""
         for path in sorted(self._directory.glob('base-*')):
             named = NAME.fullmatch(path.name)
             if named is None or now - self._bases.scrubbed(named[1]) < DAY:
@@ -68,7 +68,7 @@ class Scrubber:
                 )  # fmt: skip
 
     def _read(self, path: Path) -> str | None:
-        """Its SHA-256; None if we were stopped."""
+        """The SHA-256 of a file's content; None if stop() was called meanwhile."""
         digest = hashlib.sha256()
         with path.open('rb', buffering=0) as file:
             while chunk := file.read(CHUNK):

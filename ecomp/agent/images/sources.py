@@ -5,6 +5,9 @@ A source is asked with the version that is cached, and answers with a stream of 
 
 from __future__ import annotations
 
+import errno
+import socket
+import ssl
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,28 +23,33 @@ from ecomp.agent.images.connections import Connections, Reach, Refused
 from ecomp.errors import BuildFailed
 from ecomp.model.image import check_image
 
-CHUNK = 1024**2
+CHUNK = 1024**2  # bytes of one read, at most
 TIMEOUT = (5.0, 60.0)
-"""Seconds to connect, and between two bytes."""
+"""Seconds to connect, and seconds between two bytes; a server that takes longer is away."""
 REDIRECTS = 5
+"""How many redirects of one URL are followed; the next one is refused."""
 SUMS = 'SHA256SUMS'
 MOST_SUMS = 1024**2
+"""Bytes of a file of checksums; a longer one on a server is refused."""
 
 
 class Away(BuildFailed):
-    """The server cannot say anything now: it may do so later, and till then what is cached is good."""
+    """The server gives no answer now and may later; until then its cached image is used."""
 
 
 @dataclass(frozen=True)
 class Version:
-    """What tells an image at a URL from the next one there. '' and None: the server does not say."""
+    """What tells an image at a URL from a later one: the server's ETag, its date, and the length in bytes.
+
+    '' and None mean that the server does not say.
+    """
 
     etag: str = ''
     modified: str = ''
     length: int | None = None
 
     def is_same(self, other: Version) -> bool:
-        """Whether there is any reason to call them the same: without any other, their length is one."""
+        """Whether they are the same by their ETags; without those by date and length, if either is known."""
         if self.etag or other.etag:
             return self.etag == other.etag
         said = bool(self.modified) or self.length is not None
@@ -49,7 +57,7 @@ class Version:
 
 
 class Stream(Protocol):
-    """An image's bytes, from the first on."""
+    """The bytes of an image from its first on, and the version they are of."""
 
     version: Version
 
@@ -57,23 +65,23 @@ class Stream(Protocol):
         """The next bytes, at most CHUNK; none at the end."""
 
     def close(self) -> None:
-        """Let go of it."""
+        """Close the file or the connection."""
 
 
 class Source(Protocol):
-    """Errors of all: BuildFailed('image', reason), and of them Away; no reason shows what a web server answered."""
+    """A place an image comes from. Errors: BuildFailed('image', reason), Away; no reason quotes a server's answer."""
 
     def open(self, known: Version | None) -> Stream | None:
-        """The image, or None if it is the one that is known."""
+        """A stream of the image; None if it is the `known` one. `known` None: no image of this URL is cached."""
 
     def sums(self) -> str | None:
-        """The SHA256SUMS in the same directory; None if there is none."""
+        """The text of SHA256SUMS in the image's directory; None if there is none."""
 
     def stop(self) -> None:
-        """From another thread: what waits, here or in a read() of a stream, ends soon, and nothing more is asked."""
+        """End every wait, here and in a stream's read(), soon, and ask nothing more; for another thread."""
 
     def close(self) -> None:
-        """Nothing of it stays open."""
+        """Close every connection."""
 
 
 class Remote:
@@ -84,7 +92,6 @@ class Remote:
         self._connections = Connections(reach)
 
     def open(self, known: Version | None) -> Stream | None:
-        """See Source."""
         headers = {}
         if known is not None and known.etag:
             headers['if-none-match'] = known.etag
@@ -105,7 +112,6 @@ class Remote:
             return stream
 
     def sums(self) -> str | None:
-        """See Source."""
         url = urljoin(self._url, SUMS)
         with _said(url):
             answer = self._get(url, {})
@@ -122,11 +128,9 @@ class Remote:
         return text.decode(errors='replace')
 
     def stop(self) -> None:
-        """See Source."""
         self._connections.stop()
 
     def close(self) -> None:
-        """See Source."""
         self._connections.close()
 
     def _unwelcome(self, answer: requests.Response, what: str = '') -> BuildFailed:
@@ -136,7 +140,7 @@ class Remote:
         return Away('image', reason) if passing else BuildFailed('image', reason)
 
     def _get(self, url: str, headers: Mapping[str, str]) -> requests.Response:
-        """The answer to a GET, redirects followed by us: each hop is checked like the first URL."""
+        """The answer to a GET. Redirects are followed here, so that each URL is checked like the first."""
         here = url
         headers = {'accept-encoding': 'identity', **headers}
         for hop in range(REDIRECTS + 1):
@@ -166,26 +170,23 @@ class _Body:
         )
 
     def read(self) -> bytes:
-        """See Stream."""
         with _said(self._url):
             # Not iter_content: it would unpack what is transferred with gzip, bombs included. read1, or a slow drip
             # would be inside one read, deadline or not.
             return bytes(self._answer.raw.read1(CHUNK, decode_content=False))
 
     def close(self) -> None:
-        """See Stream."""
         self._answer.close()
 
 
 class Local:
-    """An image in `directory`, the only one that file:// URLs may point into; None: they may not at all."""
+    """An image on this host in `directory`, which file:// URLs may point into; None: every one is refused."""
 
     def __init__(self, url: str, directory: Path | None) -> None:
         self._url = url
         self._directory = directory
 
     def open(self, known: Version | None) -> Stream | None:
-        """See Source."""
         with _said(self._url):
             path = self._path()
             if not path.is_file():
@@ -197,7 +198,6 @@ class Local:
             return stream
 
     def sums(self) -> str | None:
-        """See Source."""
         with _said(self._url):
             path = self._path().with_name(SUMS)
             if not path.is_file():
@@ -206,10 +206,10 @@ class Local:
                 return file.read(MOST_SUMS).decode(errors='replace')
 
     def stop(self) -> None:
-        """See Source."""
+        """Nothing waits."""
 
     def close(self) -> None:
-        """See Source."""
+        """Nothing is open."""
 
     def _path(self) -> Path:
         if self._directory is None:
@@ -232,29 +232,25 @@ class _File:
         self.version = Version(f'{found.st_ino}-{found.st_size}-{found.st_mtime_ns}', '', found.st_size)
 
     def read(self) -> bytes:
-        """See Stream."""
         with _said(self._url):
             return self._file.read(CHUNK)
 
     def close(self) -> None:
-        """See Stream."""
         self._file.close()
 
 
 def source(url: str, local: Path | None, reach: Reach) -> Source:
-    """Where the image at a URL that check_image() let through, without its fragment, comes from."""
+    """The Source of the image at `url`, which check_image() accepted and which has no fragment."""
     return Local(url, local) if urlsplit(url).scheme == 'file' else Remote(url, reach)
 
 
 @contextmanager
 def _said(url: str) -> Iterator[None]:
-    """What goes wrong inside, in words."""
+    """Turn each error of the block into BuildFailed, or Away, with a reason a person understands."""
     try:
         yield
     except (requests.Timeout, requests.ConnectionError) as error:
-        silent = isinstance(error, requests.Timeout)
-        reason = 'the server gives no answer in time' if silent else 'the server cannot be reached'
-        raise Away('image', f'{url}: {reason}') from error
+        raise Away('image', f'{url}: {why_away(error)}') from error
     except HTTPError as error:
         raise Away('image', f'{url}: the connection broke: {type(error).__name__}') from error
     except requests.RequestException as error:
@@ -267,8 +263,35 @@ def _said(url: str) -> Iterator[None]:
         raise BuildFailed('image', f'{url}: {words}') from error
 
 
+def why_away(error: requests.Timeout | requests.ConnectionError) -> str:
+    """Why a server gives no answer: a sentence, in which nothing is what the server said."""
+    who = 'the proxy' if isinstance(error, requests.exceptions.ProxyError) else 'the server'
+    if isinstance(error, requests.Timeout):
+        return f'{who} gives no answer in time'
+    causes: list[BaseException] = [error]
+    for each in causes:  # grows as it goes: requests wraps what urllib3 wraps
+        inner = (each.__cause__, *each.args, getattr(each, 'reason', None))
+        causes += [cause for cause in inner if isinstance(cause, BaseException) and cause not in causes]
+    return f'{who} cannot be reached' + next((f': {why}' for why in map(_cause, causes) if why), '')
+
+
+def _cause(error: BaseException) -> str | None:
+    if isinstance(error, socket.gaierror):
+        known = error.errno in (socket.EAI_NONAME, socket.EAI_NODATA)
+        return 'there is no such name' if known else 'its name cannot be looked up: is there a name server?'
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return 'its certificate is not believed here'
+    if isinstance(error, ssl.SSLError):
+        return 'it does not speak TLS as this host does'
+    if isinstance(error, ConnectionRefusedError):
+        return 'it refuses the connection: nothing listens on that port'
+    if isinstance(error, OSError) and error.errno in (errno.EHOSTUNREACH, errno.ENETUNREACH):
+        return 'there is no route to it'
+    return 'the connection broke' if isinstance(error, ConnectionError) else None
+
+
 def _status(code: int) -> str:
-    """A status code, and its name: not the one in the answer."""
+    """A status code with its name from HTTP: the one in the answer is the server's own text."""
     try:
         return f'{code} {HTTPStatus(code).phrase}'
     except ValueError:
@@ -276,7 +299,10 @@ def _status(code: int) -> str:
 
 
 def _redirected(url: str, here: str, location: str) -> str:
-    """The URL that `url`, which led here, leads to next. BuildFailed, which does not show it."""
+    """The URL that `location`, the answer to `here`, names; `url` is where it began.
+
+    BuildFailed for one that is not followed, which the reason does not quote.
+    """
     try:
         there = check_image(urldefrag(urljoin(here, location)).url)
     except ValueError:

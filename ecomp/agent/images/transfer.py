@@ -20,63 +20,58 @@ from ecomp.failpoints import failpoint
 from ecomp.model.image import sum_of
 
 DEADLINE = 3600.0
-"""Seconds all of it may take. A time-out between two bytes alone lets a slow drip go on for ever."""
+"""Seconds a download may take in all, then it fails: a time-out between two bytes alone lets a slow drip go on."""
 ANSWER = 60.0
-"""Seconds a server has to answer, redirects and all, and as many for the SHA256SUMS beside the image."""
+"""Seconds a server has to answer, redirects included, and again for SHA256SUMS; then the download fails."""
 RATE = 64 * 2**10
 SPELL = 60.0
-"""Bytes a second, and for how many seconds it may be fewer: that long, and no longer, an image may drip."""
+"""Bytes a second, and seconds: a download that is slower than RATE for as long as SPELL fails."""
 PATIENCE = 10.0
-"""Seconds a server has for its first word on an image that is cached."""
-TICK = 0.2
-TOLD_EVERY = 1.0
+"""Seconds a server has to answer about an image that is cached; then the cached one is used."""
+TICK = 0.2  # seconds between two calls of the checkpoint
+TOLD_EVERY = 1.0  # seconds between two calls of Tell
 
 Tell = Callable[[int, int | None], None]
-"""Gets how many bytes are here, and of how many if that is known: at most once a second, and only what is new."""
+"""Gets the bytes downloaded so far and those in all, None if not known; at most once a second, and only if more."""
 
 
 @dataclass(frozen=True)
-class Fetched:
-    """What was downloaded."""
+class Download:
+    """An image that was downloaded from a URL: its SHA-256, its size in bytes, and the server's version of it."""
 
     sha256: str
     size: int
     version: Version
 
 
+@dataclass(eq=False)
 class Transfer:
-    """One look at the image of `url` (without fragment), and its download into `file()` if it is not what is known.
+    """One question for the image of `url`, and its download into `file()` unless it is the `known` one (None: none is).
 
-    `pin` is the SHA-256 it must have, or None. `reserve(descriptor, bytes)` is called before that many are written.
+    `pin` is the SHA-256 the content must have, None for any; `reserve(descriptor, size)` is called before the file
+    becomes `size` bytes long.
     """
 
-    def __init__(
-        self,
-        url: str,
-        source: Source,
-        known: Version | None,
-        pin: str | None,
-        file: Callable[[], IO[bytes]],
-        reserve: Callable[[int, int], None],
-    ) -> None:
-        self._url = url
-        self._source = source
-        self._known = known
-        self._pin = pin
-        self._file = file
-        self._reserve = reserve
+    url: str
+    source: Source
+    known: Version | None
+    pin: str | None
+    file: Callable[[], IO[bytes]]
+    reserve: Callable[[int, int], None]
+
+    def __post_init__(self) -> None:
         self._given_up = False
         self._giving_up = threading.Lock()
         self._ended = threading.Event()
-        self._result: Fetched | BaseException | None = None
+        self._result: Download | BaseException | None = None
         self._waits_for: tuple[str, float] | None = None
         self._downloads = False
         self._answered = False
         self._done = 0
         self._total: int | None = None
 
-    def run(self, checkpoint: Callable[[], None], tell: Tell) -> Fetched | None:
-        """None if the image is the known one. Errors: BuildFailed, OSError of the file, and the checkpoint's."""
+    def run(self, checkpoint: Callable[[], None], tell: Tell) -> Download | None:
+        """What was downloaded; None if the image is the known one. BuildFailed, OSError, what the checkpoint raises."""
         threading.Thread(target=self._run, name='download', daemon=True).start()
         began = told_at = time.monotonic()
         told = 0
@@ -85,15 +80,15 @@ class Transfer:
             while not self._ended.wait(TICK):
                 checkpoint()
                 now = time.monotonic()
-                if self._known is not None and not self._answered and now - began > PATIENCE:
-                    raise Away('image', f'{self._url}: the server gives no answer in time')
+                if self.known is not None and not self._answered and now - began > PATIENCE:
+                    raise Away('image', f'{self.url}: the server gives no answer in time')
                 if (waits := self._waits_for) is not None and now - waits[1] > ANSWER:
-                    raise Away('image', f'{self._url}: no {waits[0]} after {ANSWER:g} s')
+                    raise Away('image', f'{self.url}: no {waits[0]} after {ANSWER:g} s')
                 if self._downloads and pace.is_slow(now, self._done):
                     slow = f'less than {RATE // 2**10} KiB/s for {SPELL:g} s'
-                    raise Away('image', f'{self._url}: {slow}, {self._done} bytes so far')
+                    raise Away('image', f'{self.url}: {slow}, {self._done} bytes so far')
                 if now - began > DEADLINE:
-                    raise Away('image', f'{self._url}: not here after {DEADLINE:g} s, {self._done} bytes so far')
+                    raise Away('image', f'{self.url}: not here after {DEADLINE:g} s, {self._done} bytes so far')
                 if now - told_at >= TOLD_EVERY and self._done != told:
                     told, told_at = self._done, now
                     tell(told, self._total)
@@ -102,7 +97,7 @@ class Transfer:
                 # Whatever the thread waits for, from here on it opens no file, and what it writes is nobody's.
                 self._given_up = True
                 if not self._ended.is_set():
-                    self._source.stop()
+                    self.source.stop()
         if isinstance(self._result, BaseException):
             raise self._result
         return self._result
@@ -113,87 +108,86 @@ class Transfer:
         except BaseException as error:
             self._result = error
         finally:
-            self._source.close()
+            self.source.close()
             self._ended.set()
 
-    def _fetch(self) -> Fetched | None:
+    def _fetch(self) -> Download | None:
         with self._waiting('answer'):
-            stream = self._source.open(self._known)
+            stream = self.source.open(self.known)
         self._answered = True
         if stream is None:
             return None
         with closing(stream), self._open() as file:
-            expected = self._pin
+            expected = self.pin
             if expected is None:
                 with self._waiting(SUMS):
-                    sums = self._source.sums()
-                expected = None if sums is None else sum_of(sums, self._url)
+                    sums = self.source.sums()
+                expected = None if sums is None else sum_of(sums, self.url)
             found = self._download(stream, file, expected)
         if expected is None and not self._is_still(found.version):
-            raise BuildFailed('image', f'{self._url}: changed while it was downloaded: ask again')
+            raise BuildFailed('image', f'{self.url}: changed while it was downloaded: ask again')
         return found
 
     def _open(self) -> IO[bytes]:
         with self._giving_up:
             if self._given_up:
                 raise _GivenUp
-            return self._file()
+            return self.file()
 
-    def _download(self, stream: Stream, file: IO[bytes], expected: str | None) -> Fetched:
+    def _download(self, stream: Stream, file: IO[bytes], expected: str | None) -> Download:
         length = self._total = stream.version.length
         digest = hashlib.sha256()
         if length:
-            self._reserve(file.fileno(), length)
+            self.reserve(file.fileno(), length)
         failpoint('image-begun')
         self._downloads = True
         while chunk := stream.read():
             if self._given_up:
                 raise _GivenUp
             if length is None:
-                self._reserve(file.fileno(), self._done + len(chunk))
+                self.reserve(file.fileno(), self._done + len(chunk))
             file.write(chunk)
             digest.update(chunk)
             self._done += len(chunk)
         self._downloads = False
         if length is not None and length != self._done:
-            raise BuildFailed('image', f'{self._url}: cut off after {self._done} of {length} bytes')
+            raise BuildFailed('image', f'{self.url}: cut off after {self._done} of {length} bytes')
         if not self._done:
-            raise BuildFailed('image', f'{self._url}: is empty')
+            raise BuildFailed('image', f'{self.url}: is empty')
         if expected not in (None, digest.hexdigest()):
-            where = 'its URL' if self._pin else f'the {SUMS} beside it'
-            raise BuildFailed('image', f'{self._url}: its SHA-256 is {digest.hexdigest()}, and {where} says {expected}')
+            where = 'its URL' if self.pin else f'the {SUMS} beside it'
+            raise BuildFailed('image', f'{self.url}: its SHA-256 is {digest.hexdigest()}, and {where} says {expected}')
         file.flush()
         os.fsync(file.fileno())
-        return Fetched(digest.hexdigest(), self._done, stream.version)
+        return Download(digest.hexdigest(), self._done, stream.version)
 
     def _is_still(self, version: Version) -> bool:
-        """Whether the server has still what it began to send. If it cannot be asked, nothing says otherwise."""
+        """Whether the server still has the version it began to send; True if it cannot be asked."""
         if not version.etag and not version.modified:
             return True
         with suppress(Away), self._waiting('answer'):
-            if (newer := self._source.open(version)) is not None:
+            if (newer := self.source.open(version)) is not None:
                 newer.close()
                 return False
         return True
 
-
     @contextmanager
     def _waiting(self, what: str) -> Iterator[None]:
-        """Inside, it has a time of its own."""
+        """Allow ANSWER seconds for the block, which waits for `what`."""
         self._waits_for = what, time.monotonic()
         yield
         self._waits_for = None
 
 
 class _Pace:
-    """Whether a download is too slow, spell by spell, the first of which begins with the first question."""
+    """Whether a download is too slow, looked at once in each SPELL; the first begins at the first is_slow()."""
 
     def __init__(self) -> None:
         self._since: float | None = None
         self._done = 0
 
     def is_slow(self, now: float, done: int) -> bool:
-        """Asked now and then; `done` is how many bytes are here."""
+        """Whether fewer than RATE bytes a second came in the SPELL that ends at `now`; `done` is the bytes so far."""
         if self._since is not None and now - self._since < SPELL:
             return False
         slow = self._since is not None and done - self._done < RATE * (now - self._since)
@@ -202,4 +196,4 @@ class _Pace:
 
 
 class _GivenUp(Exception):
-    """Nobody waits for it any more."""
+    """The asker of a Transfer has given up."""

@@ -1,0 +1,53 @@
+"""`ecompute --check`: look at this machine and at what it needs, change nothing, and say what mends it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+from ecomp import backends
+from ecomp.conf import ComputeConfig
+from ecomp.errors import EcompError
+from ecomp.model import health, host_health, keys
+from ecomp.model.health import Ailment, Backends
+
+PROXIES = ('http_proxy', 'https_proxy', 'all_proxy', 'HTTP_PROXY', 'HTTPS_PROXY', 'ALL_PROXY')
+
+
+def check(config: ComputeConfig) -> tuple[Backends, list[Ailment]]:
+    """How etcd and placement are met, and all that is wrong."""
+    found = backends.look(config.etcd, config.placement, config.path, 'compute.yaml')
+    return found, [*health.of_backends(found), *host_health.of_machine(_machine(config))]
+
+
+def _machine(config: ComputeConfig) -> host_health.Machine:
+    there, why = None, ''
+    try:
+        from ecomp.virt.looking import look
+
+        there = look(config.state, config.networks)
+    except EcompError as error:
+        why = str(error)
+    return host_health.Machine(
+        _state(config.state),
+        there,
+        why,
+        config.uuid,
+        config.virt_type,
+        config.metadata,
+        tuple(name for name in PROXIES if os.environ.get(name)),
+        config.image_proxy is not None,
+    )
+
+
+def _state(directory: Path) -> host_health.StateDirectory:
+    owner, kept = None, ''
+    try:
+        owner = directory.stat().st_uid
+        kept = (directory / 'uuid').read_text().strip()
+    except (OSError, ValueError):
+        pass  # before the first start, or not for us to read, which its owner says
+    nearest = next(each for each in (directory, *directory.absolute().parents) if each.exists())
+    free = shutil.disk_usage(nearest).free
+    return host_health.StateDirectory(str(directory), os.geteuid(), owner, kept, keys.is_uuid(kept), free)

@@ -1,0 +1,247 @@
+"""One compute: its parts, each begun after those it needs and ended before them."""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import socket
+import threading
+import time
+from collections.abc import Set
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from datetime import UTC, datetime
+
+from ecomp import __version__
+from ecomp.agent import hosts
+from ecomp.agent.complaints import Complaints
+from ecomp.agent.daemon import Daemon
+from ecomp.agent.host.claims import ClaimKeeper
+from ecomp.agent.host.digest import Answerer
+from ecomp.agent.host.memory import Memory, boot_id
+from ecomp.agent.host.nocloud import nocloud
+from ecomp.agent.host.provider import Registration
+from ecomp.agent.host.state import State
+from ecomp.agent.instance.instances import Instances, Shape
+from ecomp.agent.instance.republish import republish
+from ecomp.agent.instance.surroundings import ControlPlane
+from ecomp.agent.planner import LOOKING, Planner
+from ecomp.agent.queue.queues import Queues
+from ecomp.agent.starting import note_ends, reserve_again
+from ecomp.conf import ComputeConfig
+from ecomp.errors import Conflict, EcompError
+from ecomp.failpoints import failpoint
+from ecomp.model import keys
+from ecomp.model.computes import hostname_in, is_hostname, to_json
+from ecomp.model.record import timestamp
+from ecomp.placement.client import Placement
+from ecomp.store.client import Put, Store, Unchanged
+from ecomp.store.guard import Guard
+from ecomp.store.presence import Presence, hashed
+from ecomp.store.watch import State as Entries
+
+log = logging.getLogger(__name__)
+
+FOLLOWING = 'following etcd'
+
+
+@dataclass(frozen=True)
+class Environment:
+    """What a compute finds in its process.
+
+    `fake`: its guests are pretended; `accept`: etcd is to be told what lives here; `familiar`: etcd is the one that was
+    known. Where it is not, the compute is read-only from its beginning (rule 10). Over `spread` seconds the computes of
+    a process begin to ask placement, for they all hear of their requests at once.
+    """
+
+    fake: bool
+    accept: bool
+    familiar: bool
+    guard: Guard
+    placement: Placement
+    spread: float
+
+
+class Compute:
+    """The parts: register(), start() and, whatever became of these, stop(). Any thread's, one after the other.
+
+    What is asked of it is followed by whoever made it, from start() on: the on_… are the followers' threads'. `at_exit`
+    ends what it was made from.
+    """
+
+    def __init__(
+        self, config: ComputeConfig, state: State, store: Store, environment: Environment, at_exit: ExitStack
+    ) -> None:
+        self.uuid = state.compute_uuid(config.uuid)
+        log.info('compute %s, state in %s, ecomp %s', self.uuid, config.state, __version__)
+        self._config = config
+        self._state = state
+        self._token = state.token()
+        self._store = store
+        self._environment = environment
+        self._control = ControlPlane(self.uuid, store, environment.placement, now)
+        self._complaints = Complaints()
+        self._closing = threading.Event()
+        self._at_exit = at_exit
+        self._hostname = socket.gethostname()
+        who = {'version': __version__, 'hostname': self._hostname, 'since': now(), 'token': self._token}
+        who |= {'boot': boot_id(), 'pid': str(os.getpid())}  # what two with the same token differ in
+        self._presence = Presence(store, keys.compute(self.uuid), who, self._become_read_only)
+
+    def register(self) -> None:
+        """See that this compute may be one here, and that placement knows it; and make all that start() begins.
+
+        Errors: Conflict where another ecompute is this compute, or has guests here; those of etcd, of placement and of
+        the hypervisor.
+        """
+        config, fake, familiar = self._config, self._environment.fake, self._environment.familiar
+        placement = self._environment.placement
+        # First, for nothing of a host is touched that a living ecompute looks after.
+        if familiar:
+            self._presence.check()
+        self.host = (hosts.pretended if fake else hosts.real)(config, self._at_exit, self._admit)
+        hypervisor = self.host.hypervisor
+        virt_type = hypervisor.virt_type(config.virt_type)
+        self._inventory = hosts.inventory_of(config, fake, hypervisor)
+        self._guests = 'pretended' if fake else virt_type
+        self._presence.say(kind='fake' if fake else virt_type, queues=config.queues)
+        self._provider = Registration(
+            placement,
+            self.uuid,
+            self._inventory,
+            found=hosts.traits_of(hypervisor, virt_type),
+            configured=config.traits,
+            aggregates=config.aggregates,
+            state=config.state,
+        )
+        if familiar:
+            self._provider.check()
+            # Before placement hears of it, and not before nothing refuses it any more: the next start is this compute.
+            self._state.keep()
+        self._memory = memory = Memory(config.state, self.uuid, now)
+        if familiar:
+            # First, for what is told to etcd anew is claimed on it.
+            self._provider.register()
+            if self._environment.accept:
+                republish(self.uuid, self._store, placement, memory, set(hypervisor.guests()), now())
+                failpoint('republished')
+            # After that: with etcd's word on what lives the memory is put right, and DHCP after the memory.
+            note_ends(self.uuid, self._store, memory, set(hypervisor.guests()))
+            reserve_again(hypervisor, memory)
+        seed = nocloud(config, self.host.serves_metadata)
+        shape = Shape(virt_type, config.resize, config.networks, self._hostname, seed)
+        instances = Instances(self._control, self.host, shape, memory)
+        self._planner = Planner(self.uuid, instances, self.host, memory, self._complaints)
+        self._claims = ClaimKeeper(self.uuid, self._store, placement)
+        far = {'writing down its host name': self._keep_hostname, LOOKING: self._look_at_claims}
+        far |= {'looking at the provider': self._keep_registered}
+        first = random.uniform(0.0, self._environment.spread)
+        self.daemon = Daemon(self.host, self._planner, far, threads=2 * hosts.workers(config) + 2, first=first)
+        takes = config.queues and familiar
+        self.queues = Queues(self._control, self._presence, self._complaints, self._may_take) if takes else None
+        token = hashed(self._token)
+        self.answerer = Answerer(self.uuid, token, config.etcd, hypervisor, config.state, self._may_remove)
+
+    def start(self) -> None:
+        """Begin to take requests. Errors: Conflict where another ecompute is this compute by now; those of etcd."""
+        familiar, at_exit = self._environment.familiar, self._at_exit
+        if not self._environment.fake:  # a pretended guest has no cloud-init, and fakes are many
+            at_exit.callback(self.host.guest_data.on_ready(self._planner.agenda.nudge))
+        # Before anything can be asked: in another etcd nothing is begun.
+        self._environment.guard.when_strange(self._become_read_only)
+        # Before it is seen alive, for then it is asked; and also where it is read-only.
+        self.answerer.start()
+        at_exit.callback(self.answerer.stop)
+        # Before it writes anything: every write compares the key that this puts (rule 9).
+        if familiar:
+            self._presence.start()
+            failpoint('published')
+            at_exit.callback(self._presence.stop)
+            # Whoever sees it alive may call it so; where that cannot be written, the looks of every minute say why.
+            with suppress(EcompError):
+                self._keep_hostname()
+        # At the end, the last of these first: nothing is taken any more, nothing more is scheduled here, what is in
+        # work ends; and until then it is alive.
+        at_exit.callback(self.daemon.drain)
+        at_exit.callback(self._close_provider)
+        at_exit.callback(self._closing.set)
+        if self.queues is not None:
+            at_exit.callback(self.queues.stop)
+            self.queues.start()
+        self.daemon.begin()
+
+    def stop(self) -> None:
+        """End what was begun, in reverse, and wait for it. The guests go on."""
+        self._at_exit.close()
+
+    def __str__(self) -> str:
+        have = (f'{name} {each["total"]} ({each["reserved"]} reserved)' for name, each in self._inventory.items())
+        return f'{self._guests} guests with {", ".join(have)}'
+
+    def on_requests(self, state: Entries) -> None:
+        """Hand on all requests there are for this compute."""
+        self.daemon.on_state(state)
+        if self.queues is not None:
+            self.queues.on_hosts(state)
+
+    def on_lost(self, error: EcompError) -> None:
+        """Note that etcd cannot be followed."""
+        self._complaints.complain(FOLLOWING, error)
+
+    def on_back(self) -> None:
+        """Note that etcd can be followed again: what failed is tried at once."""
+        self._presence.look()
+        if self._complaints.settle(FOLLOWING):
+            self._planner.works_again()
+        if self.queues is not None:
+            self.queues.nudge('etcd is back')
+
+    def _become_read_only(self, reason: str) -> None:
+        self.daemon.become_read_only(reason)
+
+    def _admit(self, here: Set[str]) -> None:
+        """Conflict if guests of another compute are here that nobody looks after (rule 9)."""
+        for other in sorted(here - {self.uuid}) if self._environment.familiar else ():
+            if self._store.get(keys.compute(other)) is None:
+                raise Conflict(
+                    f'guests of compute {other} are on this host, and this is compute {self.uuid}: '
+                    f'put `uuid: {other}` into compute.yaml to go on as that one, or remove its domains'
+                )
+
+    def _look_at_claims(self) -> None:
+        self._claims.look(self.host.hypervisor.guests(), time.monotonic())
+
+    def _keep_registered(self) -> None:
+        self._provider.keep(lambda: not self._may_take())
+
+    def _keep_hostname(self) -> None:
+        """See that this compute can be called by its host's name also while it is away."""
+        key = keys.hostname(self.uuid)
+        there = self._store.get(key)
+        if is_hostname(self._hostname) and (there is None or hostname_in(there.value) != self._hostname):
+            condition = Unchanged(key, there.revision if there else 0)
+            # Where somebody was faster, the next look says with what.
+            self._store.commit([condition], [Put(key, to_json(self._hostname))])
+
+    def _may_take(self) -> bool:
+        return not (self._closing.is_set() or self.daemon.read_only)
+
+    def _may_remove(self, instance: str) -> bool:
+        self._store.recognise()  # raises where nothing is to be believed
+        return not self.daemon.read_only and instance not in self._memory.all()
+
+    def _close_provider(self) -> None:
+        if self.daemon.read_only:
+            return  # it is somebody else's provider now
+        failpoint('closing')
+        try:
+            self._provider.close()
+            log.info('reserved all VCPU: nothing is scheduled here until the next start')
+        except EcompError as error:
+            log.warning('could not reserve VCPU, so requests may still be written for this compute: %s', error)
+
+
+def now() -> str:
+    """The time of day, ISO 8601."""
+    return timestamp(datetime.now(UTC))

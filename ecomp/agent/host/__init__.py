@@ -1,0 +1,1 @@
+"""What looks after the host: inventory, provider, claims, memory, what the metadata server serves."""

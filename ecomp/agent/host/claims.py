@@ -1,0 +1,69 @@
+"""Rule 4: a claim on this compute that nobody stands behind is released, after two looks a minute apart.
+
+It never finishes somebody's half-made request: whoever made the claim is dead, or would have a key.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Mapping
+from functools import partial
+
+from ecomp.model import keys
+from ecomp.placement import allocations
+from ecomp.placement.claiming import release
+from ecomp.placement.client import Placement
+from ecomp.store.client import Store
+from ecomp.store.released import note
+from ecomp.store.requests import at_it, wanted
+
+log = logging.getLogger(__name__)
+
+APART = 60.0
+"""Seconds between the two looks, on our own clock: the life of a request key's lease."""
+
+
+def orphans(
+    held: Collection[str], wished: Collection[str], guests: Collection[str], at_it: Collection[str]
+) -> set[str]:
+    """The consumers that no request, no attempt and no guest accounts for. Pure.
+
+    A guest stands behind its claim even when its request key is missing: it is kept, and uses what it uses.
+    """
+    return set(held) - set(wished) - set(guests) - set(at_it)
+
+
+def due(seen: Mapping[str, float], found: Collection[str], now: float) -> tuple[dict[str, float], set[str]]:
+    """(first sightings from now on, what was seen long enough ago to be released). Pure; `now` is monotonic."""
+    first = {consumer: seen.get(consumer, now) for consumer in found}
+    return first, {consumer for consumer, when in first.items() if now - when >= APART}
+
+
+class ClaimKeeper:
+    """Releases claims on this compute that nobody stands behind, once they were seen so for long enough (rule 4)."""
+
+    def __init__(self, compute: str, store: Store, placement: Placement) -> None:
+        self._compute = compute
+        self._store = store
+        self._placement = placement
+        self._seen: dict[str, float] = {}
+
+    def look(self, guests: Collection[str], now: float) -> None:
+        """Look once, and release what is due. Errors: Unreachable and its like; the next look does it then."""
+        held = allocations.of_provider(self._placement, self._compute)
+        if not held:
+            self._seen = {}
+            return
+        # placement was read first: a claim made since cannot be in it, and one that was delivered
+        # meanwhile has its key by now. etcd is asked itself, for a followed state may be behind.
+        wished = [keys.last(key) for key in self._store.snapshot(keys.request_prefix(self._compute), True).entries]
+        self._seen, ready = due(self._seen, orphans(held, wished, guests, at_it(self._store)), now)
+        noting = partial(note, self._store)
+        for consumer, released in release(self._placement, ready, self._wanted, noting).items():
+            if released:
+                log.warning('released the claim of %s: no request stands behind it', consumer)
+            self._seen.pop(consumer, None)
+
+    def _wanted(self, holding: Mapping[str, allocations.Consumer]) -> set[str]:
+        elsewhere = {consumer for consumer, held in holding.items() if self._compute not in held.allocations}
+        return elsewhere | wanted(self._store, {consumer: held.allocations for consumer, held in holding.items()})

@@ -1,0 +1,211 @@
+"""Audits are answered: what is on this compute, told when eschedule asks, and leftovers removed when it asks for that.
+
+Nothing is done while nobody asks. A compute that is read-only answers, too, unless another one is this compute now.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from ecomp.agent.host.metadata import GuestData
+from ecomp.agent.images.bases import bad, idle
+from ecomp.agent.locks import InstanceLocks
+from ecomp.conf import EtcdConfig
+from ecomp.errors import EcompError
+from ecomp.model import keys
+from ecomp.model.digest import Digest, Leftover, clearance_from_json, failed, to_pages
+from ecomp.model.json_object import dump, load_object
+from ecomp.store.client import Entry, Put, Store, Unchanged
+from ecomp.store.places import lives
+from ecomp.store.requests import at_it
+from ecomp.virt import Hypervisor
+
+log = logging.getLogger(__name__)
+
+ANSWER_SECONDS = 240
+"""How long an answer stays whose asker was killed: longer than any audit waits."""
+
+
+def look(hypervisor: Hypervisor, state: Path) -> Digest:
+    """Look at what this host has now. Errors: those of the hypervisor."""
+    return Digest(
+        guests=hypervisor.guests(),
+        without_base=hypervisor.without_base(),
+        metadata=GuestData(state / 'metadata').all(),
+        seeds=dict.fromkeys(hypervisor.seeds(), ''),
+        reservations={mac: f'{each.instance} {each.address}' for mac, each in hypervisor.reservations().items()},
+        parts=parts(state),
+        open_dhcp=dict.fromkeys(hypervisor.open_dhcp(), ''),
+        bad_bases=dict.fromkeys(bad(state / 'images'), ''),
+    )
+
+
+def parts(state: Path) -> dict[str, str]:
+    """The half-written files that nobody is writing, by name in the state directory, with what changes if one is."""
+    found = {}
+    for path in [*state.glob('*.part'), *state.glob('*/*.part')]:
+        try:
+            with idle(path) as left_over:
+                status = path.stat()
+                if left_over:
+                    found[str(path.relative_to(state))] = f'{status.st_ino}/{status.st_mtime_ns}'
+        except OSError:
+            continue  # renamed this moment
+    return found
+
+
+class Answerer:
+    """A thread that answers the audits that on_audits() is told of, from start() to stop().
+
+    `may_remove` is asked of an instance before anything of it is removed, and of '' before a half-written file is.
+    """
+
+    def __init__(
+        self,
+        compute: str,
+        token: str,
+        config: EtcdConfig,
+        hypervisor: Hypervisor,
+        state: Path,
+        may_remove: Callable[[str], bool],
+    ) -> None:
+        self._compute = compute
+        self._token = token
+        self._hypervisor = hypervisor
+        self._state = state
+        self._may_remove = may_remove
+        self._locks = InstanceLocks(state)
+        # A channel of its own: an answer is long, and must not hold up what the instances' threads write.
+        self._store = Store(config)
+        self._seen: frozenset[str] = frozenset()
+        self._lease, self._audit = 0, ''
+        self._asked: queue.SimpleQueue[Entry | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name='audits', daemon=True)
+
+    def start(self) -> None:
+        """Begin."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End, when the answer in work is given."""
+        self._asked.put(None)
+        self._thread.join()
+        self._store.close()
+
+    def on_audits(self, state: Mapping[str, Entry]) -> None:
+        """Take all audits that are asked for now: a follower's callback, in one thread."""
+        new, self._seen = state.keys() - self._seen, frozenset(state)
+        for key in sorted(new):
+            self._asked.put(state[key])
+
+    def _run(self) -> None:
+        for entry in iter(self._asked.get, None):
+            try:
+                audit, _, compute = entry.key.removeprefix(keys.AUDIT).partition('/')
+                if compute in ('', self._compute) and self._is_ours():
+                    self._put(entry, audit, 'heard' if not compute else 'clearing', '')
+                    if compute:
+                        self._put(entry, audit, 'cleared', dump(self._clear(entry)))
+                    else:
+                        self._tell(entry, audit)
+            except EcompError as error:
+                log.debug('audit %s is not answered: %s', entry.key, error)
+            except Exception:
+                log.exception('unexpected error while answering %s', entry.key)
+
+    def _is_ours(self) -> bool:
+        """False if another ecompute is this compute now: it is to answer."""
+        entry = self._store.get(keys.compute(self._compute))
+        try:
+            if entry is None or not entry.lease:
+                return True
+            return load_object(entry.value).get('token', self._token) == self._token
+        except ValueError:
+            return True
+
+    def _tell(self, entry: Entry, audit: str) -> None:
+        try:
+            pages = to_pages(look(self._hypervisor, self._state))
+        except EcompError as error:
+            pages = [failed(str(error))]
+        for number in reversed(range(len(pages))):
+            self._put(entry, audit, number, pages[number])
+
+    def _put(self, entry: Entry, audit: str, part: int | str, value: str) -> None:
+        # Whoever asked and has gone is told nothing. Not on its lease, whose other keys are not ours to write: whoever
+        # asked removes the answer, or it runs out.
+        if not self._lease or self._audit != audit:
+            self._lease, self._audit = self._store.grant(ANSWER_SECONDS), audit
+        put = Put(keys.digest(audit, self._compute, part), value, self._lease)
+        if self._store.commit([Unchanged(entry.key, entry.revision)], [put]) is None:
+            raise EcompError('nobody waits for it any more')
+
+    def _clear(self, entry: Entry) -> list[str]:
+        """Remove what is asked for, where it is still a leftover; what was done, a line each."""
+        try:
+            leftovers = clearance_from_json(entry.value)
+        except ValueError as error:
+            return [f'nothing is removed: {error}']
+        done = []
+        for leftover in leftovers:
+            try:
+                said = self._remove(leftover)
+            except (EcompError, OSError) as error:
+                said = f'not removed: {error}'
+            done.append(f'{leftover.kind} {leftover.name}: {said}')
+            log.warning('audit: %s', done[-1])
+        return done
+
+    def _remove(self, leftover: Leftover) -> str:
+        kind, name = leftover.kind, leftover.name
+        instance = {'disk': name, 'iso': name, 'reservations': name, 'seed': leftover.mark}.get(kind, '')
+        if not self._may_remove(instance):
+            return 'not removed: this compute is read-only, or remembers that it lives'
+        if kind == 'part':
+            return self._remove_part(leftover)
+        if not keys.is_uuid(instance):
+            return 'not removed: it names no instance'
+        # Nobody builds it inside: whoever wants to, has to wait, and then makes the disk anew.
+        with self._locks.held(instance, lambda: None):
+            guest = self._hypervisor.guests().get(instance)
+            if self._is_wanted(instance):
+                return 'not removed: it is wanted now'
+            if guest is not None and (guest.defined or guest.running):
+                return 'not removed: its domain is there'
+            data = GuestData(self._state / 'metadata')
+            if kind == 'reservations':
+                self._hypervisor.release(instance)
+            elif kind == 'iso' and instance in self._hypervisor.seeds():
+                self._hypervisor.delete_seed(instance)
+            elif kind == 'seed' and data.all().get(name) == instance:
+                data.remove(instance, [name])
+            elif kind == 'disk' and guest is not None:
+                if users := self._hypervisor.users(instance):
+                    return f'not removed: domain {", ".join(sorted(users))} has it'
+                self._hypervisor.delete_disk(instance)
+            else:
+                return 'is gone already'
+            return 'removed'
+
+    def _remove_part(self, leftover: Leftover) -> str:
+        if parts(self._state).get(leftover.name) != leftover.mark:
+            return 'not removed: it was written again, or is gone'
+        path = self._state / leftover.name
+        with idle(path) as left_over:
+            if left_over:
+                path.unlink(missing_ok=True)
+        return 'removed' if left_over else 'not removed: it is being written'
+
+    def _is_wanted(self, instance: str) -> bool:
+        """True if anybody asks for it, or it lives anywhere, or nobody can tell."""
+        if self._store.get(keys.request(self._compute, instance)) is not None or instance in at_it(self._store):
+            return True
+        try:
+            # Wherever that is: what lies here may be the only copy.
+            return lives(self._store, instance)
+        except ValueError:
+            return True

@@ -1,0 +1,152 @@
+"""What this compute runs, as the state directory remembers it: for when etcd has forgotten, or the host was rebooted.
+
+<state>/instances/<instance>.json  {"version", "request", "record"} of each instance that was begun here, or
+                                   {"version", "ended": ISO time} for a day after its end
+<state>/boot                       the machine's boot id, once all that ran before that boot has been dealt with
+
+Never asked while etcd can be: it is behind etcd by what could not be written, and is only a memory.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from pathlib import Path
+
+from ecomp.files import write_durably
+from ecomp.model import instance as requests
+from ecomp.model import keys
+from ecomp.model import record as records
+from ecomp.model.instance import Invalid, Request
+from ecomp.model.json_object import dump, load_object
+from ecomp.model.record import Record
+
+log = logging.getLogger(__name__)
+
+VERSION = 1
+SWEPT = 10
+"""Of what ended more than a day ago, how much is forgotten at each end: more than comes in."""
+BOOT_ID = Path('/proc/sys/kernel/random/boot_id')
+
+
+def boot_id(path: Path = BOOT_ID) -> str:
+    """Which boot of this machine this is. proc_sys_kernel(5)"""
+    return path.read_text().strip()
+
+
+@dataclass(frozen=True)
+class MemoryEntry:
+    """One instance as last written down."""
+
+    request: Request
+    record: Record
+
+
+class Memory:
+    """What this compute remembers of its instances, in files. From any thread; `now` gives ISO 8601 times.
+
+    Where the disk is full it forgets, and says so in the log.
+    """
+
+    def __init__(self, state: Path, compute: str, now: Callable[[], str], boot_file: Path = BOOT_ID) -> None:
+        self._directory = state / 'instances'
+        self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._boot_file = state / 'boot'
+        self._boot_id = boot_id(boot_file)
+        self._now = now
+        self._lock = threading.Lock()
+        self._known: dict[str, MemoryEntry] = {}
+        self._ended: dict[str, str] = {}
+        for path in self._directory.glob('*.json'):
+            self._load(path, compute)
+        self._ended = dict(sorted(self._ended.items(), key=lambda each: each[1]))
+
+    def remember(self, request: Request | None, record: Record) -> None:
+        """Keep what is known of an instance; None: the request is as it was, nothing is kept without one."""
+        with self._lock:
+            before = self._known.get(record.instance)
+            request = request or (before.request if before else None)
+            if request is None or request.is_tombstone:
+                return
+            self._ended.pop(record.instance, None)  # a uuid used again: the file says that it lives
+            new = MemoryEntry(request, record)
+            if new != before:
+                self._known[record.instance] = new
+                self._write(record.instance, _to_json(new))
+
+    def ended(self, instance: str) -> None:
+        """The instance is gone, or failed: nothing of it is here, and it is not to be made again."""
+        with self._lock:
+            self._known.pop(instance, None)
+            self._ended.pop(instance, None)  # the oldest are first
+            self._ended[instance] = self._now()
+            self._write(instance, dump({'version': VERSION, 'ended': self._ended[instance]}))
+            self._sweep()
+
+    def all(self) -> Mapping[str, MemoryEntry]:
+        """Everything that has not ended, by instance."""
+        with self._lock:
+            return dict(self._known)
+
+    def all_ended(self) -> frozenset[str]:
+        """What ended here in the last day."""
+        with self._lock:
+            return frozenset(self._ended)
+
+    def before_reboot(self) -> frozenset[str]:
+        """What was here when the machine went down, if it was booted since; nothing once that is dealt_with().
+
+        Which of them ran, their records say: this may be behind etcd.
+        """
+        try:
+            same = self._boot_file.read_text().strip() == self._boot_id
+        except FileNotFoundError:
+            self.dealt_with()  # the first start here
+            return frozenset()
+        return frozenset() if same else frozenset(self.all())
+
+    def dealt_with(self) -> None:
+        """What ran before the reboot runs again, or its record says why not."""
+        write_durably(self._boot_file, self._boot_id + '\n')
+
+    def _load(self, path: Path, compute: str) -> None:
+        try:
+            data = load_object(path.read_bytes())
+            if not keys.is_uuid(path.stem) or data.get('version') != VERSION:
+                raise ValueError(f'version {data.get("version")!r}')
+            if 'ended' in data:
+                self._ended[path.stem] = str(data['ended'])
+                return
+            key = keys.request(compute, path.stem)
+            request = requests.parse_request(compute, key, dump(data['request']).encode())
+            if isinstance(request, Invalid):
+                raise ValueError(request.reason)
+            record = records.from_json(dump(data['record']).encode())
+            self._known[path.stem] = MemoryEntry(request, record)
+        except (OSError, ValueError, KeyError) as error:
+            log.warning('%s: not a memory of ours, and left alone: %s', path, error)
+
+    def _write(self, instance: str, text: str) -> None:
+        try:
+            write_durably(self._directory / f'{instance}.json', text + '\n')
+        except OSError as error:
+            log.warning('%s: %s: what runs here is not remembered', self._directory, error.strerror)
+
+    def _sweep(self) -> None:
+        limit = datetime.fromisoformat(self._now()) - timedelta(seconds=records.KEPT[records.GONE])
+        # Oldest first: mostly one look is enough.
+        for instance, when in list(itertools.islice(self._ended.items(), SWEPT)):
+            if datetime.fromisoformat(when) >= limit:
+                return
+            del self._ended[instance]
+            (self._directory / f'{instance}.json').unlink(missing_ok=True)
+
+
+def _to_json(each: MemoryEntry) -> str:
+    request, record = json.loads(requests.to_json(each.request)), records.to_dict(each.record)
+    return dump({'version': VERSION, 'request': request, 'record': record})

@@ -1,0 +1,97 @@
+"""What the metadata server is told of guests: a file for each, 0600, named by MAC. Neither side imports the other."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+from ecomp.files import watch, write_durably
+from ecomp.model.guest_word import GuestWord, parse_word
+from ecomp.model.instance import Request
+from ecomp.model.network import network_config
+
+log = logging.getLogger(__name__)
+
+VERSION = 1
+READY = '.ready'
+BEING_TOLD = '.said'
+"""Where the metadata server writes a guest's word, before that is whole; one that is killed leaves it."""
+WORD_LIMIT = 32 * 1024
+"""Bytes of a guest's word; what is longer cannot be read, and says no more than that the guest is ready."""
+
+
+class GuestData:
+    """What the metadata server is told of guests: files in one directory."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+
+    def write(self, request: Request, macs: Sequence[str]) -> None:
+        """Tell the metadata server of an instance. Keys and user-data null: those of mdserver.conf."""
+        self.off(request.instance)  # a guest that was undone may have said that it is ready
+        keys, user_data = request.ssh_keys, request.user_data
+        for mac in macs:
+            data = {
+                'version': VERSION,
+                'instance': request.instance,
+                'mac': mac,
+                'hostname': request.name or f'vm-{request.instance[:8]}',
+                'public_keys': None if keys is None else list(keys),
+                # What is no UTF-8 (gzip) survives as halves of surrogate pairs, which JSON can say.
+                'user_data': None if user_data is None else user_data.decode(errors='surrogateescape'),
+                'network_config': network_config(macs),
+            }
+            write_durably(self.directory / f'{mac}.json', json.dumps(data) + '\n')
+
+    def all(self) -> dict[str, str]:
+        """Whose data is there: the instance of each MAC, and of each word that one is ready, by the instance itself.
+
+        A file that is none of ours is passed over.
+        """
+        words = (path for suffix in (READY, BEING_TOLD) for path in self.directory.glob(f'*{suffix}'))
+        found = {path.stem: path.stem for path in words}
+        for path in self.directory.glob('*.json'):
+            try:
+                found[path.stem] = str(json.loads(path.read_bytes())['instance'])
+            except (OSError, ValueError, KeyError, TypeError):
+                continue
+        return found
+
+    def ready(self) -> set[str]:
+        """The instances whose cloud-init has said that it is through: the metadata server leaves a file for each."""
+        try:
+            return {path.stem for path in self.directory.glob(f'*{READY}')}
+        except OSError as error:
+            # It is seen at the next look; nothing that is planned may wait for it.
+            log.debug('%s cannot be read: %s', self.directory, error)
+            return set()
+
+    def word(self, instance: str) -> GuestWord:
+        """What a guest said when its cloud-init was through. OSError."""
+        with self._ready(instance).open('rb') as file:
+            return parse_word(file.read(WORD_LIMIT))
+
+    def on_ready(self, notify: Callable[[str], None]) -> Callable[[], None]:
+        """From now on notify(reason) when one says so; returns what ends it."""
+        try:
+            return watch(self.directory, READY, lambda path: notify(f'{path.name} was written'))
+        except OSError as error:
+            log.warning('%s cannot be watched (%s): a guest is seen ready when next looked at', self.directory, error)
+            return lambda: None
+
+    def off(self, instance: str) -> None:
+        """Forget that the instance was ready: its guest is off, and is to say so again when it was started."""
+        (self.directory / f'{instance}{BEING_TOLD}').unlink(missing_ok=True)
+        self._ready(instance).unlink(missing_ok=True)
+
+    def remove(self, instance: str, macs: Iterable[str]) -> None:
+        """Forget an instance. Nothing there is success."""
+        for mac in macs:
+            (self.directory / f'{mac}.json').unlink(missing_ok=True)
+        self.off(instance)  # last: without the others the metadata server takes its word back
+
+    def _ready(self, instance: str) -> Path:
+        return self.directory / f'{instance}{READY}'

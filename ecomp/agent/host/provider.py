@@ -1,0 +1,162 @@
+"""What this compute is in placement: its inventory, traits and aggregates, and whether it is open.
+
+<state>/provider.json  {"version", "compute", "traits": […], "aggregates": […]}: those that this ecompute put there.
+Whatever else the provider has is somebody else's, and stays. Written before placement is: killed in between, the next
+start takes off what is not wanted any more.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from ecomp.agent.host.inventory import Inventory, closed
+from ecomp.errors import EcompError, UsageError
+from ecomp.failpoints import failpoint
+from ecomp.files import write_durably
+from ecomp.model import status
+from ecomp.model.inventory import capacity
+from ecomp.model.json_object import load_object
+from ecomp.placement import providers, traits
+from ecomp.placement.client import Placement
+from ecomp.placement.traits import AGGREGATES, TRAITS
+
+log = logging.getLogger(__name__)
+
+VERSION = 1
+
+Names = frozenset[str]
+
+
+@dataclass(eq=False)
+class Registration:
+    """The provider, as it is to be. `configured` traits are a person's word, those `found` out are this host's.
+
+    Every method asks placement, and raises what that raises.
+    """
+
+    placement: Placement
+    compute: str
+    inventory: Inventory
+    found: Collection[str]
+    configured: Collection[str]
+    aggregates: Collection[str]
+    state: Path
+
+    def __post_init__(self) -> None:
+        self._wanted = {TRAITS: frozenset([*self.configured, *self.found]), AGGREGATES: frozenset(self.aggregates)}
+        self._path = self.state / 'provider.json'
+        self._ours = _load(self._path, self.compute)
+
+    def check(self) -> None:
+        """Raise what register() would of a trait that placement does not know; nothing is changed."""
+        self._refuse(traits.unknown(self.placement, [*self.configured, status.DISABLED]))
+
+    def register(self, is_closing: Callable[[], bool] = lambda: False) -> None:
+        """See that the provider is there and is as it is to be, and open, unless an operator disabled it.
+
+        The inventory comes last: as long as it is right, so is the rest. UsageError: placement does not know a trait.
+        """
+        if providers.ensure(self.placement, self.compute):
+            log.info('made resource provider %s', self.compute)
+        else:
+            self._report()
+        failpoint('registered')
+        self._describe(is_closing)
+        failpoint('described')
+        if not is_closing():
+            providers.set_inventory(self.placement, self.compute, self.inventory)
+
+    def keep(self, is_closing: Callable[[], bool]) -> None:
+        """Register again if placement has it otherwise: its database may have been restored, or somebody was at it."""
+        # Asked afterwards: what is found closed is closed by us, and then this says so by now.
+        if not self._is_as_it_should() and not is_closing():
+            log.warning('placement does not know this compute as it is (restored from a copy?): registering again')
+            self.register(is_closing)
+
+    def close(self) -> None:
+        """Reserve all VCPU, and say that it is stopped: nothing is scheduled here until the next start."""
+        providers.set_inventory(self.placement, self.compute, closed(self.inventory))
+        failpoint('closed')
+        traits.change(self.placement, self.compute, TRAITS, status.stopped)
+
+    def _report(self) -> None:
+        used = providers.usages(self.placement, self.compute)
+        log.info('resource provider %s is there, with usages %s', self.compute, used or 'none')
+        for name, amount in used.items():
+            have = self.inventory.get(name, {'total': 0})
+            there = capacity(have['total'], have.get('allocation_ratio', 1))
+            if amount > there:
+                log.warning('%s of %s is used, and there is only %s of it now', amount, name, there)
+
+    def _is_as_it_should(self) -> bool:
+        if not providers.is_as(self.placement, self.compute, self.inventory):
+            return False
+        # Of these, most computes have none.
+        kinds = [kind for kind in (TRAITS, AGGREGATES) if kind == TRAITS or self._wanted[kind] or self._ours[kind]]
+        there = {kind: traits.names(self.placement, self.compute, kind) for kind in kinds}
+        return all(names == self._right(kind, names) for kind, names in there.items())
+
+    def _right(self, kind: str, there: Names) -> Names:
+        names = status.changed(there, self._wanted[kind], self._ours[kind])
+        return status.opened(names) if kind == TRAITS else names
+
+    def _describe(self, is_closing: Callable[[], bool]) -> None:
+        self._make_known()
+        for kind in (TRAITS, AGGREGATES):
+            if kind == AGGREGATES and not self._wanted[kind] and not self._ours[kind]:
+                continue
+
+            def to(there: Names, kind: str = kind) -> Names:
+                if is_closing():
+                    return there
+                then = status.ours_then(there, self._wanted[kind], self._ours[kind])
+                self._remember(kind, self._ours[kind] | then)
+                return self._right(kind, there)
+
+            traits.change(self.placement, self.compute, kind, to)
+            if not is_closing():
+                self._remember(kind, self._ours[kind] & self._wanted[kind])
+
+    def _make_known(self) -> None:
+        """See that placement knows the traits. What was found out and is unknown to an older one is left out."""
+        if not self._wanted[TRAITS]:
+            return
+        missing = self._wanted[TRAITS] - traits.names(self.placement, self.compute, TRAITS)
+        unknown = traits.make_known(self.placement, missing)
+        self._refuse(unknown)
+        self._wanted[TRAITS] -= unknown
+
+    def _refuse(self, unknown: Names) -> None:
+        if names := ', '.join(sorted(unknown.intersection(self.configured))):
+            raise UsageError(f'traits: {names}: {self.placement.name} does not know it, its os-traits are older')
+
+    def _remember(self, kind: str, ours: Names) -> None:
+        if ours == self._ours[kind]:
+            return
+        new = {**self._ours, kind: ours}
+        names = {each: sorted(found) for each, found in new.items()}
+        try:
+            write_durably(self._path, json.dumps({'version': VERSION, 'compute': self.compute, **names}))
+        except OSError as error:
+            raise EcompError(f'{self._path}: {error.strerror}: traits and aggregates stay as they are') from error
+        self._ours = new
+        failpoint('described-here')
+
+
+def _load(path: Path, compute: str) -> dict[str, Names]:
+    try:
+        data: Mapping[str, object] = load_object(path.read_bytes())
+        if data.get('version') != VERSION:
+            raise ValueError(f'version {data.get("version")!r} is not known here')
+    except FileNotFoundError:
+        data = {}
+    except ValueError as error:
+        raise UsageError(f'{path}: cannot be understood ({error}): remove it, and the traits it named stay') from error
+    if data.get('compute') != compute:
+        data = {}  # another provider's, from before `uuid:` was changed
+    named = {kind: data.get(kind) for kind in (TRAITS, AGGREGATES)}
+    return {kind: frozenset(map(str, names if isinstance(names, list) else ())) for kind, names in named.items()}

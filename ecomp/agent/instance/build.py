@@ -1,0 +1,167 @@
+"""Make or remove one guest, step by step. Every step that leaves something has its undo on the next line."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from ecomp.errors import Conflict
+from ecomp.failpoints import failpoint
+from ecomp.model.guest import BaseImage, GuestSpec
+from ecomp.model.record import Progress
+from ecomp.virt import Hypervisor
+
+
+class Cancelled(Exception):
+    """A destroy was asked for while building: the build has undone itself."""
+
+
+class Images(Protocol):
+    """Where base volumes come from."""
+
+    def held(
+        self, url: str, checkpoint: Callable[[], None], tell: Callable[[int, int | None], None]
+    ) -> AbstractContextManager[BaseImage]:
+        """The base volume of an image URL, which stays there inside. BuildFailed('image', reason).
+
+        `tell` gets the bytes that are here, and of how many if that is known, while it is fetched.
+        """
+
+
+@dataclass(frozen=True)
+class Build:
+    """A guest to make. The spec's base is filled in when the image is there."""
+
+    spec: GuestSpec
+    image: str
+
+    @property
+    def instance(self) -> str:
+        """The instance whose guest it is."""
+        return self.spec.instance
+
+
+@dataclass(frozen=True)
+class Step:
+    """Something done to a guest of this compute in one step."""
+
+    instance: str
+    compute: str
+
+    def carry_out(self, hypervisor: Hypervisor) -> None:
+        """Do it. Errors: those of the hypervisor."""
+        raise NotImplementedError
+
+
+class Destroy(Step):
+    """It is removed, with its disk. Nothing there is success."""
+
+    def carry_out(self, hypervisor: Hypervisor) -> None:
+        """Domain first, then its disk: never pull a disk from under a guest that may still write."""
+        hypervisor.destroy(self.instance, self.compute)
+        failpoint('domain-undefined')
+        hypervisor.delete_disk(self.instance)
+        failpoint('disk-deleted')
+
+
+class Resume(Step):
+    """It is started again, as it is defined."""
+
+    def carry_out(self, hypervisor: Hypervisor) -> None:
+        """Errors: those of Hypervisor.resume()."""
+        hypervisor.resume(self.instance, self.compute)
+
+
+class Shutdown(Step):
+    """It is asked to turn itself off."""
+
+    def carry_out(self, hypervisor: Hypervisor) -> None:
+        """Errors: those of Hypervisor.shutdown()."""
+        hypervisor.shutdown(self.instance, self.compute)
+
+
+class SwitchOff(Step):
+    """It is switched off; its domain stays defined, its disk is kept."""
+
+    def carry_out(self, hypervisor: Hypervisor) -> None:
+        """Errors: those of Hypervisor.switch_off()."""
+        hypervisor.switch_off(self.instance, self.compute)
+
+
+class Forget(Step):
+    """What is left of a guest whose domain and disk are gone is removed: its console log."""
+
+    def carry_out(self, hypervisor: Hypervisor) -> None:
+        """Nothing is removed of one that came back."""
+        if self.instance not in hypervisor.guests():
+            hypervisor.delete_disk(self.instance)
+
+
+Job = Build | Step
+News = str | Progress
+"""What is told of a job: a stage is reached, or how far it is."""
+
+
+def carry_out(
+    job: Job,
+    hypervisor: Hypervisor,
+    images: Images,
+    report: Callable[[News], None],
+    checkpoint: Callable[[], None],
+) -> None:
+    """Do a job of any kind. Errors: EcompError, and Cancelled from the checkpoint."""
+    if isinstance(job, Build):
+        build(job, hypervisor, images, report, checkpoint)
+    else:
+        job.carry_out(hypervisor)
+
+
+def build(
+    job: Build,
+    hypervisor: Hypervisor,
+    images: Images,
+    report: Callable[[News], None],
+    checkpoint: Callable[[], None],
+) -> None:
+    """Image, disk, domain. Returns when the domain runs; else nothing of it is left and the error says why.
+
+    A guest that runs already is taken as it is (the same request again, after a restart). `report` gets
+    each stage reached and the progress to it, `checkpoint` raises Cancelled if the build is to stop.
+    Errors: BuildFailed, Cancelled, Conflict, Unreachable.
+    """
+    instance = job.spec.instance
+    there = hypervisor.guests().get(instance)
+    if there is not None and there.running:
+        report('started')
+        return
+    with ExitStack() as undo:
+        checkpoint()
+        with images.held(job.image, checkpoint, lambda *bytes: report(Progress('image', *bytes))) as base:
+            failpoint('image-ready')
+            report('image')
+            spec = replace(job.spec, base=base)
+            # The undo comes first: a step that fails halfway leaves something too, and removing nothing is fine.
+            undo.callback(hypervisor.delete_disk, instance)
+            checkpoint()
+            hypervisor.create_disk(spec)
+        failpoint('disk-created')
+        if spec.seed is not None:
+            checkpoint()
+            hypervisor.create_seed(instance, spec.seed)
+            failpoint('seed-written')
+        report('disk')
+        checkpoint()
+        try:
+            hypervisor.start(spec)
+        except Conflict:
+            raise  # a domain somebody else made: not ours to undo
+        except BaseException:
+            hypervisor.destroy(instance, spec.compute)
+            raise
+        undo.callback(hypervisor.destroy, instance, spec.compute)
+        checkpoint()
+        failpoint('domain-started')
+        report('started')
+        undo.pop_all()

@@ -1,0 +1,393 @@
+"""One instance at a time: a task carried out on libvirt, placement and the record.
+
+Every write about an instance is a transaction that compares its /hosts key's revision (rule 5): when the request has
+changed meanwhile nothing is written, and the next plan sees the new one. All of it can be done again.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+
+from ecomp.agent.host.memory import Memory
+from ecomp.agent.instance.build import Build, Cancelled, Destroy, Forget
+from ecomp.agent.instance.plan import GONE_BOTH
+from ecomp.agent.instance.power import ATTEMPTS, Switch
+from ecomp.agent.instance.records import Records, Superseded
+from ecomp.agent.instance.surroundings import ControlPlane, Host
+from ecomp.errors import BuildFailed, Conflict, EcompError, NoSpace, UnknownOutcome, Unreachable, UsageError
+from ecomp.failpoints import failpoint
+from ecomp.model import keys
+from ecomp.model.allocation import difference, to_wire, total
+from ecomp.model.boots import CREATED
+from ecomp.model.guest import Address, BaseImage, Guest, GuestSpec, all_macs
+from ecomp.model.guest_data import shared_user_data
+from ecomp.model.instance import Invalid, Request
+from ecomp.model.network import Attachment
+from ecomp.model.record import (
+    ACTIVE,
+    BUILDING,
+    DESTROYING,
+    ERROR,
+    GONE,
+    STOPPED,
+    Failure,
+    Interface,
+    Progress,
+    Record,
+    new_record,
+    refused_record,
+)
+from ecomp.model.text import printable
+from ecomp.placement import allocations
+from ecomp.placement.claiming import release
+from ecomp.store.client import Delete, Put
+from ecomp.store.places import listed
+
+log = logging.getLogger(__name__)
+
+RELEASES = 5
+"""How often a release is tried at once that loses its race."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What this compute gives every guest. `hostname` is where its console log is.
+
+    `seed` says what is on the NoCloud disk of the guest with a MAC, BuildFailed; None where guests get no such disk.
+    """
+
+    virt_type: str
+    resize: bool
+    networks: tuple[Attachment, ...]
+    hostname: str
+    seed: Callable[[str], Mapping[str, bytes]] | None = None
+
+
+class Instances:
+    """The tasks of one compute. Each instance is worked on by one thread at a time; instances run in parallel.
+
+    Errors of every task: Superseded, Unreachable (do it again later).
+    """
+
+    def __init__(self, control: ControlPlane, host: Host, shape: Shape, memory: Memory) -> None:
+        self.compute = control.compute
+        self.store = control.store
+        self.placement = control.placement
+        self.now = control.now
+        self.runner = host.runner
+        self.hypervisor = host.hypervisor
+        self.guest_data = host.guest_data
+        self.shape = shape
+        self.memory = memory
+        self._records = Records(control.compute, control.store, memory)
+        self.switch = Switch(control.compute, self._records, host.runner, memory, host.guest_data, control.now)
+
+    def record(self, instance: str) -> Record | None:
+        """The record as last read or written; read if we have none."""
+        return self._records.get(instance)
+
+    def forget(self, instance: str) -> None:
+        """Read the record anew next time."""
+        self._records.forget(instance)
+
+    def ready_now(self) -> set[str]:
+        """The instances whose cloud-init has said that it is through."""
+        return self.guest_data.ready()
+
+    def recheck(self, instances: Collection[str]) -> list[str]:
+        """Those whose record somebody else wrote or removed: they are read anew next time."""
+        return self._records.recheck(instances)
+
+    def build(self, request: Request, revision: int, guest: Guest | None) -> None:
+        """Make the guest, if placement confirms the request (rule 2)."""
+        instance = request.instance
+        known = self.record(instance)
+        if known is not None and known.state in (ACTIVE, STOPPED):
+            return  # planned before this was written
+        record = known or new_record(self.compute, request, self.now())
+        if guest is not None and (known is None or guest.running):
+            # A build of ours writes its record first, so without one this guest is older than what etcd
+            # knows; and one that runs is done. Neither is built over, nor taken down over bookkeeping.
+            self._adopt(record, revision, request, guest, lost=known is None)
+            return
+        held = allocations.consumer(self.placement, instance)
+        differs = difference(request.allocations, held.allocations)
+        if differs:
+            self._fail(record, revision, Failure('scheduled', differs, ''), touched=guest is not None)
+            return
+        failpoint('confirmed')
+        record = self._records.write(record.at(BUILDING, self.now()), revision)
+        self.memory.remember(request, record)
+        failpoint('building')
+        log.info('INSTANTIATE INSTANCE %s WITH IMAGE %s', instance, request.image)
+        log.info('ALLOCATIONS ARE %s', to_wire(request.allocations))
+        spec = self._spec(request)
+        assert request.image is not None  # parse_request() lets no other request with allocations through
+        try:
+            record = self._records.write(self._reserve(record, spec), revision)
+            spec = replace(spec, reserved=tuple(each.expected for each in record.addresses))
+            self.guest_data.write(self._with_user_data(request), spec.macs)
+            failpoint('seeded')
+            if self.shape.seed is not None:
+                spec = replace(spec, seed=self.shape.seed(spec.macs[0]))
+            for news in self.runner.run(Build(spec, request.image)):
+                if isinstance(news, Progress):
+                    record = self._noted(replace(record, progress=news), revision)
+                elif news != 'started':
+                    record = self._noted(record.at(BUILDING, self.now(), news), revision)
+        except Cancelled:
+            log.info('instance %s: its build was stopped and is undone', instance)
+            self._forget(instance)
+            raise Superseded from None
+        except BuildFailed as error:
+            self._fail(record, revision, Failure(error.stage, error.reason, ''))
+        except OSError as error:
+            self._fail(record, revision, Failure('image', f'{error.filename}: {error.strerror}', ''))
+        except (Conflict, UsageError) as error:
+            # The build has undone what it made; the rest is somebody else's.
+            self._fail(record, revision, Failure('started', str(error), ''), touched=False)
+        except Unreachable:
+            raise  # waited for as long as it takes
+        except EcompError as error:
+            # A dead worker, or a failure nobody has a name for: it may pass, and it may not.
+            record = replace(record, attempts=record.attempts + 1)
+            if record.attempts < ATTEMPTS:
+                self._records.write(record, revision)
+                raise EcompError(f'instance {instance}: {error}') from error
+            self._fail(record, revision, Failure('started', f'{error}, {ATTEMPTS} times', ''))
+        else:
+            failpoint('built')
+            record = self._records.write(self._up(record), revision)
+            self.memory.remember(request, record)
+            failpoint('active')
+            log.info('instance %s is active', instance)
+
+    def destroy(self, request: Request, revision: int) -> None:
+        """Remove the guest and everything of it; its record stays a day as `gone`, whatever it was before."""
+        instance = request.instance
+        known = self._records.to_end(instance)
+        record = known or new_record(self.compute, request, self.now())
+        address = known is None and self._is_here_alone(instance)
+        if record.state != DESTROYING:
+            extra = [Delete(keys.booted(instance))] if address else []  # later the record is not lost any more
+            with suppress(NoSpace):  # a full etcd takes no record; what is destroyed gives it room
+                record = self._records.write(record.at(DESTROYING, self.now()), revision, extra)
+            failpoint('destroying')
+        log.info('DESTROY INSTANCE %s', instance)
+        self._remove(instance)
+        self._records.end(record.at(GONE, self.now(), 'gone'), revision, address)
+        log.info('instance %s is gone', instance)
+
+    def refuse(self, wish: Invalid, revision: int, guest: Guest | None) -> None:
+        """A request that cannot be understood ends in error, with the reason; a guest that is there stays."""
+        instance, reason = wish.instance, wish.reason
+        if not keys.is_uuid(instance):
+            name = printable(keys.request(self.compute, instance), 200)
+            log.error('%s: %s; it stays there until somebody removes it', name, reason)
+            return
+        record = self.record(instance)
+        if record is not None and record.state in (ACTIVE, STOPPED, DESTROYING):
+            log.error('instance %s: its request became unreadable and is ignored: %s', instance, reason)
+            fault = f'its request is unreadable: {reason}'
+            if record.fault != fault:
+                self._records.write(replace(record, fault=fault), revision)
+            return
+        if guest is not None:
+            log.error('instance %s: its request is unreadable and its guest is kept: %s', instance, reason)
+            return
+        record = record or refused_record(self.compute, wish, self.now())
+        self._fail(record, revision, Failure('scheduled', reason, ''))
+
+    def end_without_request(self, instance: str) -> None:
+        """A build that was stopped and whose request is gone, by hand: it ends in error and says so."""
+        record = self.record(instance)
+        if record is None or record.state != BUILDING:
+            return
+        if self.store.get(keys.request(self.compute, instance)) is not None:
+            return
+        failure = Failure('scheduled', 'its request was deleted while it was being built', '')
+        self._fail(record, 0, failure, touched=False)
+
+    def clear(self, instance: str, revision: int, reason: str) -> None:
+        """Drop a request that is not to be carried out; what is recorded of the instance stays as it is."""
+        self._records.commit(instance, revision, [], [Delete(keys.request(self.compute, instance))])
+        log.error('instance %s: request dropped: %s', instance, reason)
+        self._release(instance)
+
+    def vanished(self, instance: str, revision: int) -> None:
+        """End an instance of whom neither domain nor disk is left, though nobody asked: its claim goes, too."""
+        record = self._known(instance)
+        for _ in self.runner.run(Forget(instance, self.compute)):
+            pass
+        self._forget(instance)
+        self._release(instance)
+        self._records.end(replace(record.at(GONE, self.now(), 'gone'), fault=GONE_BOTH), revision)
+        log.warning('instance %s is gone: its domain and its disk were removed by somebody else', instance)
+
+    def address(self, instance: str, revision: int, addresses: Mapping[str, Address]) -> None:
+        """Write down the addresses a guest has; the first interface's also at /booted, as in 2019."""
+        record = self._known(instance)
+        interfaces = tuple(
+            replace(each, address=addresses[each.mac].address, source=addresses[each.mac].source)
+            if each.mac in addresses
+            else each
+            for each in record.addresses
+        )
+        record = replace(record, addresses=interfaces)
+        extra: list[Put | Delete] = []
+        first = record.address
+        if first is not None:
+            record = record.has('addressed', self.now())
+            extra.append(Put(keys.booted(instance), first))
+        self._records.write(record, revision, extra)
+        failpoint('addressed')
+        for each in interfaces:
+            log.info('instance %s has address %s on %s', instance, each.address or 'none yet', each.network)
+
+    def ready(self, instance: str, revision: int) -> None:
+        """Write down that cloud-init has finished in the guest, or what failed in it, and the guest's host keys."""
+        known, now = self._known(instance), self.now()
+        try:
+            word = self.guest_data.word(instance)
+        except OSError as error:
+            raise EcompError(f'{error.filename}: {error.strerror}') from error
+        # What it said of itself first counts, whoever speaks in a later boot; and who speaks has an address.
+        record = replace(known, host_keys=known.host_keys or word.host_keys, cloud_init=word.failed)
+        record = record.has('addressed', now)
+        if word.failed is None:
+            self._records.write(record.has('ready', now), revision)
+            log.info('instance %s is ready', instance)
+        else:
+            self._records.write(record, revision)
+            log.warning(
+                'instance %s: its cloud-init failed at stage %s: %s', instance, word.failed.stage, word.failed.reason
+            )
+
+    def _adopt(self, record: Record, revision: int, request: Request, guest: Guest, lost: bool) -> None:
+        """Write down a guest that is there already; what placement says otherwise is its fault, in words."""
+        if lost and request.power is not None:
+            # What was asked of its power may have been done long ago: only our own memory can say that it was not.
+            remembered = self.memory.all().get(record.instance)
+            record = replace(record, power=remembered.record.power if remembered else request.power.id)
+        held = allocations.consumer(self.placement, request.instance)
+        fault = difference(request.allocations, held.allocations)
+        if lost:
+            fault = '; '.join(filter(None, ('its record was lost', fault)))
+        spec = self._spec(request)
+        if not record.addresses:
+            plain = tuple(Interface(name, mac) for mac, (_, name) in zip(spec.macs, spec.networks, strict=True))
+            record = replace(record, addresses=plain)
+            with suppress(BuildFailed):  # it has whatever address it has
+                record = self._reserve(record, spec)
+        record = replace(self._up(record), fault=fault)
+        if not guest.running:
+            record = record.off(self.now())
+        self._records.write(record, revision)
+        self.memory.remember(request, record)
+        log.info('instance %s is %s%s', record.instance, record.state, f': {fault}' if fault else '')
+
+    def _spec(self, request: Request) -> GuestSpec:
+        asked = total(request.allocations)
+        return GuestSpec(
+            instance=request.instance,
+            compute=self.compute,
+            vcpus=asked['VCPU'],
+            memory_mb=asked['MEMORY_MB'],
+            disk_gb=asked['DISK_GB'] if self.shape.resize else None,
+            base=BaseImage('', '', 0),
+            virt_type=self.shape.virt_type,
+            networks=self.shape.networks,
+        )
+
+    def _reserve(self, record: Record, spec: GuestSpec) -> Record:
+        """Reserve the guest's addresses where libvirt gives them out; the record with what is expected."""
+        interfaces = []
+        for mac, (kind, name) in zip(spec.macs, spec.networks, strict=True):
+            reserved = self.hypervisor.reserve(record.instance, mac, name) if kind == 'network' else None
+            interfaces.append(Interface(name, mac, expected=reserved))
+        failpoint('reserved')
+        return replace(record, addresses=tuple(interfaces))
+
+    def _with_user_data(self, request: Request) -> Request:
+        """The request with the user-data it shares with the others of its set."""
+        if request.user_data_sha256 is None:
+            return request
+        entry = self.store.get(keys.user_data(request.user_data_sha256))
+        if entry is None:
+            raise BuildFailed('scheduled', 'its user-data is not in etcd any more: that of a set is kept for a week')
+        try:
+            return replace(request, user_data=shared_user_data(entry.value, request.user_data_sha256))
+        except ValueError as error:
+            raise BuildFailed('scheduled', f'its user-data, {entry.key}: {error}') from error
+
+    def _up(self, record: Record) -> Record:
+        console = self.hypervisor.console(record.instance)
+        record = replace(record, console=f'{self.shape.hostname}:{console}' if console else None)
+        # A guest that runs has its image and its disk, whether or not that could be written when it was so.
+        now = self.now()
+        return record.at(ACTIVE, now, 'image', 'disk', 'started').on(CREATED, now)
+
+    def _noted(self, record: Record, revision: int) -> Record:
+        """Write down how far a build is. It does not wait for etcd: the next write says it too."""
+        try:
+            return self._records.write(record, revision)
+        except Superseded:
+            self.runner.cancel(record.instance)
+        except Unreachable as error:
+            log.debug('how far %s is is written later: %s', record.instance, error)
+        return record
+
+    def _fail(self, record: Record, revision: int, failure: Failure, touched: bool = True) -> None:
+        """End an instance in error: first nothing of it is left, then the record says so."""
+        if touched:
+            self._remove(record.instance)
+        else:
+            self._forget(record.instance)
+            self._release(record.instance)
+        cleaned = 'nothing of it is left: no domain, disk or allocation'
+        record = replace(record.at(ERROR, self.now(), 'error'), error=replace(failure, cleaned=cleaned), addresses=())
+        log.error('instance %s failed at stage %s: %s', record.instance, failure.stage, failure.reason)
+        self._records.end(record, revision)
+
+    def _remove(self, instance: str) -> None:
+        for _ in self.runner.run(Destroy(instance, self.compute)):
+            pass
+        failpoint('removed')
+        self._forget(instance)
+        failpoint('unreserved')
+        self._release(instance)
+        failpoint('released')
+
+    def _forget(self, instance: str) -> None:
+        """Take back what was told of the guest: to the metadata server, and to the networks' DHCP."""
+        self.guest_data.remove(instance, all_macs(instance))
+        failpoint('forgotten')
+        self.hypervisor.release(instance)
+
+    def _release(self, instance: str) -> None:
+        """Release the instance's claim on this compute. One that is another compute's is not touched."""
+
+        def elsewhere(holding: Mapping[str, allocations.Consumer]) -> Collection[str]:
+            return [each for each, held in holding.items() if self.compute not in held.allocations]
+
+        for left in reversed(range(RELEASES)):
+            try:
+                if release(self.placement, [instance], elsewhere)[instance] is not False:
+                    return
+            except UnknownOutcome:
+                if not left:
+                    raise  # else: read what became of it
+        raise Unreachable(f'the claim of {instance} is changed by somebody else all the time')
+
+    def _is_here_alone(self, instance: str) -> bool:
+        """Whether no other compute is asked for it."""
+        return not listed(self.store, instance).requests.keys() - {self.compute}
+
+    def _known(self, instance: str) -> Record:
+        record = self.record(instance)
+        if record is None:
+            raise Superseded
+        return record

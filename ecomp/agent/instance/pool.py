@@ -1,0 +1,387 @@
+"""The worker pool: long-lived processes, each on its own pipe and watched by its sentinel.
+
+Not multiprocessing.Pool, which never reports a job whose worker was killed. Jobs are handed in by any thread;
+processes are started, heard and buried by the one thread that calls tend(), the main thread, for a worker's
+parent-death signal follows the thread that started it.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import multiprocessing
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import SpawnProcess
+from typing import Any, Protocol
+
+from ecomp.agent.instance.build import Build, Cancelled, Destroy, Images, Job, News, Shutdown, SwitchOff, carry_out
+from ecomp.agent.instance.waker import Waker
+from ecomp.agent.instance.worker import WorkerSettings, main
+from ecomp.errors import BuildFailed, EcompError
+from ecomp.model.backoff import Backoff
+from ecomp.model.guest import BaseImage
+from ecomp.model.record import Progress
+from ecomp.virt import Hypervisor
+
+log = logging.getLogger(__name__)
+
+YOUNG = 5.0
+FIRST_DELAY, LAST_DELAY = 0.1, 10.0
+DOWNLOADS = 2.0
+"""Seconds after which a build whose image is not there yet is one that downloads it."""
+MOST_LENT = 8
+"""Workers beyond the pool's size, each in the place of one that downloads."""
+ENDING = (Destroy, Shutdown, SwitchOff)
+"""Jobs that take something away: they are short, and do not wait for builds."""
+Entry = Callable[[Connection, WorkerSettings], None]
+"""What a worker process runs; it is imported anew there."""
+
+
+class WorkerDied(EcompError):
+    """The job's worker process ended in the middle of it."""
+
+
+class Runner(Protocol):
+    """Where jobs are carried out."""
+
+    def run(self, job: Job) -> Iterator[News]:
+        """Carry the job out; yields each stage reached and its progress, ends when it is done, raises what it raised.
+
+        How far it is may be left out where the next news is there already.
+        """
+
+    def cancel(self, instance: str) -> None:
+        """Let a build of this instance stop at its next step and undo itself."""
+
+    def tend(self, timeout: float) -> None:
+        """Look after the workers, for `timeout` seconds at most or until wake(). The main thread's work."""
+
+    def wake(self) -> None:
+        """End a tend() at once. Safe in a signal handler."""
+
+    def wake_on_signals(self) -> None:
+        """From now on a signal ends a tend() at once. The main thread's work."""
+
+    def stop(self) -> None:
+        """End the workers when their jobs are done."""
+
+
+@dataclass(eq=False)
+class _Ticket:
+    number: int
+    job: Job
+    told: queue.SimpleQueue[tuple[str, Any]] = field(default_factory=queue.SimpleQueue)
+    cancelled: bool = False
+    fetches: str | None = None
+    """The image a worker may be fetching for it."""
+    begun: float = math.inf
+
+    def is_build_of(self, instance: str) -> bool:
+        return isinstance(self.job, Build) and self.job.instance == instance
+
+    @property
+    def image(self) -> str | None:
+        return self.job.image if isinstance(self.job, Build) else None
+
+    def news(self) -> Iterator[News]:
+        while True:
+            kind, what = self.told.get()
+            if kind == 'news':
+                # Whoever reads writes it to etcd, which may be slow: old figures do not hold up what matters.
+                if not isinstance(what, Progress) or self.told.empty():
+                    yield what
+            elif kind == 'failed':
+                raise what
+            else:
+                return
+
+
+@dataclass(eq=False)
+class _Worker:
+    process: SpawnProcess
+    pipe: Connection
+    started: float
+    ends_only: bool
+    to_send: queue.SimpleQueue[tuple[Any, ...] | None] = field(default_factory=queue.SimpleQueue)
+    ticket: _Ticket | None = None
+
+    def downloads_at(self) -> float:
+        """When its job is, or will be, one that downloads; never, if it has its image."""
+        return self.ticket.begun + DOWNLOADS if self.ticket and self.ticket.fetches else math.inf
+
+    def send_all(self) -> None:
+        """Send what is in `to_send`, until None: then the pipe is closed, which ends a worker after its job.
+
+        A thread's, for a worker that is frozen reads nothing, and a job may be larger than what its pipe holds.
+        """
+        while (message := self.to_send.get()) is not None:
+            with suppress(OSError):  # it has died; its sentinel reports the job
+                self.pipe.send(message)
+        self.pipe.close()
+
+
+class Pool:
+    """`size` worker processes, and one more for ENDING alone: a slow download must not keep a guest from going.
+
+    What does not fit waits in order, ENDING first. Builds of an image that a worker is fetching wait for it, and what
+    becomes of it becomes of them: no other build waits for theirs. Where something else is to be built, another worker
+    takes the place of each that downloads, so that servers that drip hold up nobody whose image is here.
+    """
+
+    def __init__(self, size: int, settings: WorkerSettings, entry: Entry = main) -> None:
+        self._entry = entry
+        self._context = multiprocessing.get_context('spawn')
+        self._settings = settings
+        self._size = size + 1
+        self._waker = Waker()
+        self._lock = threading.Lock()
+        self._waiting: deque[_Ticket] = deque()
+        self._workers: list[_Worker] = []
+        self._dismissed: list[SpawnProcess] = []
+        self._numbers = iter(range(1, 2**62))
+        self._start_at, self._backoff = 0.0, Backoff(FIRST_DELAY, LAST_DELAY)
+        self._lacks = False
+
+    def run(self, job: Job) -> Iterator[News]:
+        """See Runner. Raises WorkerDied when the worker was killed."""
+        with self._lock:
+            ticket = _Ticket(next(self._numbers), job)
+            self._waiting.append(ticket)
+        self.wake()
+        return ticket.news()
+
+    def cancel(self, instance: str) -> None:
+        with self._lock:
+            for ticket in list(self._waiting):
+                if ticket.is_build_of(instance):
+                    self._waiting.remove(ticket)
+                    ticket.told.put(('failed', Cancelled()))
+            for worker in self._workers:
+                at_it = worker.ticket
+                if at_it and at_it.is_build_of(instance) and not at_it.cancelled:
+                    at_it.cancelled = True
+                    worker.to_send.put(('cancel', at_it.number))
+
+    def tend(self, timeout: float) -> None:
+        """See Runner: start what is missing, hand out jobs, hear results, notice deaths."""
+        now = time.monotonic()
+        self._hand_out()
+        wanted, look_again = self._wanted(now)
+        timeout = max(0.0, min(timeout, look_again - now))
+        if len(self._workers) < wanted and now < self._start_at:
+            timeout = min(timeout, self._start_at - now)
+        else:
+            while len(self._workers) < wanted and self._starts():
+                pass
+        self._hand_out()
+        sentinels = {worker.process.sentinel: worker for worker in self._workers}
+        pipes = {worker.pipe: worker for worker in self._workers}
+        ready = wait([self._waker.reader, *pipes, *sentinels], timeout)
+        self._waker.clear()
+        for each in ready:
+            if isinstance(each, Connection):
+                self._hear(pipes[each])
+        for each in ready:
+            if isinstance(each, int) and each in sentinels:
+                self._bury(sentinels[each])
+        self._hand_out()
+
+    def wake(self) -> None:
+        self._waker.wake()
+
+    def wake_on_signals(self) -> None:
+        self._waker.wake_on_signals()
+
+    def stop(self) -> None:
+        for worker in self._workers:
+            worker.to_send.put(None)
+        for process in [*self._dismissed, *(worker.process for worker in self._workers)]:
+            process.join()
+        with self._lock:
+            left = [*self._waiting, *(worker.ticket for worker in self._workers if worker.ticket)]
+            self._waiting.clear()
+            self._workers.clear()
+        for ticket in left:  # else the thread that waits for it would keep this process from ending
+            ticket.told.put(('failed', WorkerDied('the pool was stopped')))
+        self._waker.close()
+
+    def _wanted(self, now: float) -> tuple[int, float]:
+        """How many workers there should be, and when that may be more; those too many that are idle are dismissed."""
+        with self._lock:
+            times = [worker.downloads_at() for worker in self._workers]
+            lent = min(len([each for each in times if each <= now]), MOST_LENT)
+            idle = [each for each in self._workers if each.ticket is None and not each.ends_only]
+            for worker in idle[: max(0, len(self._workers) - self._size - lent)]:
+                self._workers.remove(worker)
+                worker.to_send.put(None)
+                self._dismissed.append(worker.process)
+            self._dismissed = [each for each in self._dismissed if each.exitcode is None]
+            waits = any(each.image not in self._fetched() for each in self._waiting if not isinstance(each.job, ENDING))
+        return self._size + (lent if waits else 0), min((t for t in times if t > now), default=math.inf)
+
+    def _fetched(self) -> set[str | None]:
+        return {each.ticket.fetches for each in self._workers if each.ticket} - {None}
+
+    def _starts(self) -> bool:
+        """Start one; False, and a line, where the machine has no process or descriptor left for it: soon again."""
+        try:
+            self._start()
+        except (OSError, RuntimeError) as error:
+            if not self._lacks:
+                log.error('a worker cannot be started: %s; trying again', error)
+            self._lacks = True
+            self._put_off()
+            return False
+        self._lacks = False
+        return True
+
+    def _start(self) -> None:
+        ours, theirs = self._context.Pipe()
+        process = self._context.Process(
+            target=self._entry, args=(theirs, self._settings), name='ecompute worker', daemon=True
+        )
+        worker = _Worker(process, ours, time.monotonic(), ends_only=False)
+        sender = threading.Thread(target=worker.send_all, name='to a worker', daemon=True)
+        try:
+            sender.start()
+            process.start()
+        except BaseException:
+            worker.to_send.put(None)
+            if not sender.is_alive():
+                ours.close()
+            raise
+        finally:
+            theirs.close()
+        with self._lock:
+            # The last one, so that of two idle ones the other is asked first.
+            is_last = len(self._workers) >= self._size - 1
+            worker.ends_only = is_last and not any(each.ends_only for each in self._workers)
+            self._workers.append(worker)
+
+    def _put_off(self) -> None:
+        self._start_at = time.monotonic() + self._backoff.next()
+
+    def _hand_out(self) -> None:
+        with self._lock:
+            for worker in self._workers:
+                ticket = self._next(worker) if worker.ticket is None else None
+                if ticket is not None:
+                    self._waiting.remove(ticket)
+                    worker.ticket = ticket
+                    ticket.fetches = ticket.image
+                    worker.to_send.put(('job', ticket.number, ticket.job))
+
+    def _next(self, worker: _Worker) -> _Ticket | None:
+        ending = next((each for each in self._waiting if isinstance(each.job, ENDING)), None)
+        if ending is not None or worker.ends_only:
+            return ending
+        fetched = self._fetched()
+        return next((each for each in self._waiting if each.image not in fetched), None)
+
+    def _hear(self, worker: _Worker) -> None:
+        try:
+            while worker.pipe.poll():
+                kind, number, *more = worker.pipe.recv()
+                ticket, what = worker.ticket, more[0] if more else None
+                if ticket is None or ticket.number != number:
+                    continue
+                with self._lock:
+                    self._share(ticket, kind, what)
+                    if kind == 'begun':
+                        ticket.begun = time.monotonic()
+                    elif kind == 'waits' or isinstance(what, str):
+                        ticket.fetches = None
+                    elif kind != 'news':
+                        worker.ticket = None
+                if kind not in ('begun', 'waits'):
+                    ticket.told.put((kind, what))
+        except (EOFError, ConnectionError):
+            return  # its sentinel says the same
+
+    def _share(self, ticket: _Ticket, kind: str, what: object) -> None:
+        """How far an image is, or why it cannot be had, is told to all builds that wait for the same."""
+        failed = kind == 'failed' and isinstance(what, BuildFailed) and what.stage == 'image'
+        if ticket.fetches is None or not (failed or isinstance(what, Progress)):
+            return
+        for other in [each for each in self._waiting if each.image == ticket.fetches]:
+            other.told.put((kind, what))
+            if failed:
+                self._waiting.remove(other)
+
+    def _bury(self, worker: _Worker) -> None:
+        self._hear(worker)  # it may have answered just before it ended
+        worker.process.join()
+        with self._lock:
+            self._workers.remove(worker)
+            ticket, worker.ticket = worker.ticket, None
+        code = worker.process.exitcode
+        worker.to_send.put(None)
+        log.error('worker %s ended with %s; a new one takes its place', worker.process.pid, code)
+        # One that dies young would die again: not at once, or starting workers is all that is done here.
+        if time.monotonic() - worker.started < YOUNG:
+            self._put_off()
+        else:
+            self._backoff.reset()
+            self._start_at = 0.0
+        if ticket is not None:
+            ticket.told.put(('failed', WorkerDied(f'its worker process ended in the middle of it ({code})')))
+
+
+class Inline:
+    """The same without processes, for the fake hypervisor: a job runs in the thread that asks for it."""
+
+    def __init__(self, hypervisor: Hypervisor, images: Images) -> None:
+        self._hypervisor = hypervisor
+        self._images = images
+        self._waker = Waker()
+        self._cancelled: set[str] = set()
+
+    def run(self, job: Job) -> Iterator[News]:
+        news: list[News] = []
+        try:
+            carry_out(job, self._hypervisor, self._images, news.append, lambda: self._checkpoint(job.instance))
+        finally:
+            if isinstance(job, Build):
+                self._cancelled.discard(job.instance)
+        return iter(news)
+
+    def cancel(self, instance: str) -> None:
+        self._cancelled.add(instance)
+
+    def tend(self, timeout: float) -> None:
+        """See Runner: there is nobody to look after."""
+        wait([self._waker.reader], timeout)
+        self._waker.clear()
+
+    def wake(self) -> None:
+        self._waker.wake()
+
+    def wake_on_signals(self) -> None:
+        self._waker.wake_on_signals()
+
+    def stop(self) -> None:
+        self._waker.close()
+
+    def _checkpoint(self, instance: str) -> None:
+        if instance in self._cancelled:
+            raise Cancelled
+
+
+class FakeImages:
+    """Images for the fake hypervisor: every URL is there, and empty."""
+
+    @contextmanager
+    def held(
+        self, url: str, checkpoint: Callable[[], None], tell: Callable[[int, int | None], None]
+    ) -> Iterator[BaseImage]:
+        """A base image of no size."""
+        del tell
+        checkpoint()
+        yield BaseImage(url, 'qcow2', 0)

@@ -1,0 +1,189 @@
+"""The records of one compute's instances: read once, written only while their request is unchanged (rule 5)."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Sequence
+from typing import NamedTuple
+
+from ecomp.agent.host.memory import Memory
+from ecomp.errors import NoSpace, UnknownOutcome, Unreadable
+from ecomp.failpoints import failpoint
+from ecomp.model import keys
+from ecomp.model.record import ACTIVE, DESTROYING, ERROR, STOPPED, Record, from_json, is_newer, to_json
+from ecomp.store.client import Delete, Entry, Put, Store, Unchanged
+from ecomp.store.sharing import freed, write_end
+
+log = logging.getLogger(__name__)
+
+
+class Superseded(Exception):
+    """The request changed while we were at it: plan anew."""
+
+
+class RecordEntry(NamedTuple):
+    """A record as last read or written, None where there is none; the revisions of its key, and of the older one.
+
+    ecomp 1.0 has the records of all computes at keys.old_record(): ours among them move with their next write.
+    """
+
+    record: Record | None = None
+    revision: int = 0
+    older: int = 0
+
+
+class Records:
+    """The records of one compute's instances, as last read or written.
+
+    Errors of every write: Superseded, Unreachable, UnknownOutcome (the record is read again before the next).
+    What lies below another compute is never read: a record is believed of the compute that its key names.
+    """
+
+    def __init__(self, compute: str, store: Store, memory: Memory) -> None:
+        self._compute = compute
+        self._store = store
+        self._memory = memory
+        self._known: dict[str, RecordEntry] = {}
+
+    def get(self, instance: str) -> Record | None:
+        """The record as last read or written; read if we have none. Unreadable."""
+        known = self._known.get(instance, RecordEntry())
+        if known.record is None:
+            known = self._read(instance)
+            if known.record is None:
+                return None
+            self._known[instance] = known
+        return known.record
+
+    def to_end(self, instance: str) -> Record | None:
+        """get() for an instance that is to end: None also for what cannot be understood: the next write replaces it.
+
+        Unreadable for one of a newer version, which may hold more than is known here.
+        """
+        try:
+            return self.get(instance)
+        except Unreadable as error:
+            own, older = self._places(instance)
+            there = self._store.read([own, older])
+            if own in there or older in there:
+                if any(is_newer(each.value) for each in there.values()):
+                    raise
+                self._known[instance] = RecordEntry(None, revision_of(there.get(own)), revision_of(there.get(older)))
+                log.warning('%s; a destroy of it was accepted, and goes by its request', error)
+            return None
+
+    def forget(self, instance: str) -> None:
+        """Read the record anew next time."""
+        self._known.pop(instance, None)
+
+    def recheck(self, instances: Collection[str]) -> list[str]:
+        """Those whose record is not as we know it any more, for somebody else wrote or removed it: forgotten here."""
+        changed = []
+        for instance in instances:
+            known = self._known.get(instance)
+            own, older = self._places(instance)
+            entry = self._store.get(own if known is None or known.revision else older)
+            if known is not None and revision_of(entry) != (known.revision or known.older):
+                self.forget(instance)
+                changed.append(instance)
+        return changed
+
+    def write(self, record: Record, revision: int, extra: Collection[Put | Delete] = ()) -> Record:
+        """Put the record, with `extra` in the same transaction, if the request is the one at `revision`."""
+        put = Put(self._places(record.instance)[0], to_json(record))
+        unchanged, moved = self._as_read(record.instance)
+        written = self.commit(record.instance, revision, unchanged, [put, *map(Delete, moved), *extra])
+        self._known[record.instance] = RecordEntry(record, written)
+        if record.state in (ACTIVE, STOPPED, DESTROYING):
+            self._memory.remember(None, record)
+        return record
+
+    def end(self, record: Record, revision: int, address: bool = False) -> None:
+        """Write the last record, on a lease, and delete request, address and name, in one transaction.
+
+        An address is another compute's if this one never wrote one, for somebody may have asked both; `address`: it may
+        have, and that is not known.
+        """
+        instance = record.instance
+        unchanged, moved = self._as_read(instance)
+        removed = [keys.request(self._compute, instance), *moved]
+        if address or 'addressed' in record.stages:
+            removed.append(keys.booted(instance))
+        try:
+            self._commit(instance, revision, unchanged, lambda each: write_end(self._store, record, each, removed))
+        except NoSpace as error:
+            if record.state == ERROR:
+                raise
+            # A full etcd takes deletes alone, and that is how it gets room again: what its group and its quota count is
+            # left to the audit.
+            mine, change = freed(self._store, record.name, instance)
+            deletes = [Delete(each) for each in (self._places(instance)[0], *removed)]
+            self.commit(instance, revision, [*unchanged, *mine], [*deletes, *change])
+            log.warning('instance %s: no record of its end is kept: %s', instance, error)
+        failpoint('ended')
+        self.forget(instance)
+        self._memory.ended(instance)
+
+    def commit(
+        self,
+        instance: str,
+        revision: int,
+        conditions: Collection[Unchanged],
+        operations: Sequence[Put | Delete],
+    ) -> int:
+        """Commit if the request is still the one at `revision`; the new revision, or Superseded."""
+        return self._commit(instance, revision, conditions, lambda each: self._store.commit(each, operations))
+
+    def _commit(
+        self,
+        instance: str,
+        revision: int,
+        conditions: Collection[Unchanged],
+        commit: Callable[[Sequence[Unchanged]], int | None],
+    ) -> int:
+        host = Unchanged(keys.request(self._compute, instance), revision)
+        try:
+            written = commit([host, *conditions])
+        except UnknownOutcome:
+            self.forget(instance)  # written or not: read it, and plan anew
+            raise
+        if written is None:
+            self.forget(instance)
+            raise Superseded
+        return written
+
+    def _places(self, instance: str) -> tuple[str, str]:
+        return keys.record(self._compute, instance), keys.old_record(instance)
+
+    def _read(self, instance: str) -> RecordEntry:
+        own, older = self._places(instance)
+        there = self._store.read([own, older])
+        if own not in there:
+            record = older_record(there.get(older), self._compute, instance)
+            return RecordEntry() if record is None else RecordEntry(record, 0, there[older].revision)
+        try:
+            return RecordEntry(from_json(there[own].value, instance, self._compute), there[own].revision)
+        except ValueError as error:
+            raise Unreadable(own, error) from error
+
+    def _as_read(self, instance: str) -> tuple[list[Unchanged], list[str]]:
+        """What a write compares of the record as it is known, and its older key, if it is taken from there."""
+        known, (own, older) = self._known.get(instance, RecordEntry()), self._places(instance)
+        moved = [older] if known.older else []
+        return [Unchanged(own, known.revision), *([Unchanged(older, known.older)] if moved else [])], moved
+
+
+def older_record(entry: Entry | None, compute: str, instance: str) -> Record | None:
+    """The record at keys.old_record() if ecomp 1.0 wrote it of this instance of this compute; else None.
+
+    So also for one that cannot be understood: nobody of ours writes there any more, and others may.
+    """
+    try:
+        return from_json(entry.value, instance, compute) if entry is not None else None
+    except ValueError:
+        return None
+
+
+def revision_of(entry: Entry | None) -> int:
+    """The revision that wrote the entry last; 0 for None."""
+    return entry.revision if entry is not None else 0

@@ -1,0 +1,106 @@
+"""A worker process: takes one job after another from its pipe and tells how it went.
+
+Long-lived and spawned, never forked: gRPC and libvirt do not survive a fork (FACTS: 9 of 30 children hung). It has
+a libvirt connection of its own and never speaks to etcd or placement.
+
+Messages to it: ('job', number, Job), ('cancel', number). From it: ('begun', number), ('waits', number) for another
+process that is at the same instance, ('news', number, News), ('done', number), ('failed', number, exception).
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from ecomp import log as logs
+from ecomp.agent.images import inspection
+from ecomp.agent.images.cache import CacheLimits, ImageCache
+from ecomp.agent.images.connections import Reach
+from ecomp.agent.instance.build import Cancelled, Images, Job, carry_out
+from ecomp.agent.locks import InstanceLocks
+from ecomp.agent.parent import die_with
+from ecomp.errors import EcompError
+from ecomp.virt import Hypervisor
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class WorkerSettings:
+    """What a worker needs to know, small enough to be pickled."""
+
+    state: Path
+    local_images: Path | None
+    parent: int
+    limits: CacheLimits
+    reach: Reach = Reach()
+
+
+def main(pipe: Connection, settings: WorkerSettings) -> None:
+    """A worker on libvirt."""
+    prepare(settings)
+    from ecomp.virt.libvirt_host import Libvirt
+
+    hypervisor: Hypervisor = Libvirt(settings.state, control=settings.reach.control)
+    directory = hypervisor.image_directory()
+    assert directory is not None  # only the fake has none, and it has no workers
+    images = ImageCache(directory, inspection.inspect, settings.local_images, settings.limits, settings.reach)
+    images.sweep()  # it may take the place of one that was killed
+    work(pipe, hypervisor, images, InstanceLocks(settings.state))
+
+
+def prepare(settings: WorkerSettings) -> None:
+    """What a worker process does first. It dies with its parent, however that dies."""
+    # Else a worker goes on building after its parent was killed with -9, beside the next ecompute's.
+    die_with(settings.parent)
+    # Ctrl-C goes to the whole terminal's group; when to stop is the parent's business.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    logs.configure()
+
+
+def work(pipe: Connection, hypervisor: Hypervisor, images: Images, locks: InstanceLocks) -> None:
+    """Carry jobs out until the pipe ends."""
+    while True:
+        try:
+            message = pipe.recv()
+        except EOFError:
+            hypervisor.close()
+            return
+        if message[0] == 'job':
+            _, number, job = message
+            pipe.send(_answer(pipe, number, job, hypervisor, images, locks))
+
+
+def _answer(
+    pipe: Connection, number: int, job: Job, hypervisor: Hypervisor, images: Images, locks: InstanceLocks
+) -> tuple[Any, ...]:
+    waited = False
+
+    def checkpoint() -> None:
+        while pipe.poll():
+            message = pipe.recv()
+            if message == ('cancel', number):
+                raise Cancelled
+
+    def wait() -> None:
+        nonlocal waited
+        if not waited:
+            waited = True
+            pipe.send(('waits', number))
+        checkpoint()
+
+    try:
+        pipe.send(('begun', number))
+        with locks.held(job.instance, wait):
+            carry_out(job, hypervisor, images, lambda news: pipe.send(('news', number, news)), checkpoint)
+    except (EcompError, Cancelled) as error:
+        return ('failed', number, error)
+    except Exception as error:  # a defect of ours: this job fails, the worker goes on
+        log.exception('unexpected error in a job of instance %s', job.instance)
+        return ('failed', number, EcompError(f'{type(error).__name__}: {error}'))
+    return ('done', number)

@@ -1,0 +1,230 @@
+"""The computes of one process (one, or `--count` pretended ones), and what follows etcd for all of them."""
+
+from __future__ import annotations
+
+import logging
+import resource
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
+from dataclasses import replace
+from typing import TypeVar
+
+from ecomp.agent.compute import Compute, Environment, now
+from ecomp.agent.daemon import EVERY
+from ecomp.agent.host.known_etcd import KnownEtcd, is_familiar
+from ecomp.agent.host.state import State
+from ecomp.conf import ComputeConfig
+from ecomp.endpoints import in_clear
+from ecomp.errors import EcompError, UsageError
+from ecomp.model import keys
+from ecomp.model.cluster import KnownCluster, holes
+from ecomp.model.instance import SIZE_LIMIT
+from ecomp.model.pull import Backlog, backlog_of
+from ecomp.placement.client import Placement
+from ecomp.store.client import Store
+from ecomp.store.guard import Guard
+from ecomp.store.watch import Follower, Subscription
+from ecomp.store.watch import State as Entries
+from ecomp.systemd import Service
+
+log = logging.getLogger(__name__)
+ready = logging.getLogger('ecomp.ready')
+
+Each = TypeVar('Each')
+
+AT_ONCE = 16
+"""Computes that begin or end at a time: as many as placement's session keeps connections."""
+SPREAD = 0.1
+"""Seconds that each of many computes adds to those over which they begin to ask placement; a minute at most."""
+NEEDED = (
+    (resource.RLIMIT_NOFILE, 256, 'file descriptors', 'ulimit -n, or LimitNOFILE= of its unit'),
+    # Threads, which are reserved 8 MiB of it each and 64 MiB for what they allocate, and gRPC.
+    (resource.RLIMIT_AS, 2 * 1024**3, 'bytes of address space', 'ulimit -v, or LimitAS= of its unit'),
+)
+EACH = {resource.RLIMIT_NOFILE: 8, resource.RLIMIT_AS: 8 * 8 * 1024**2}
+"""What each of many pretended computes needs more: its lock and its waker's pipe; its threads."""
+
+
+class Process:
+    """All of it: register(), then run(). `at_exit` ends what was begun, also where one of these fails.
+
+    `count` is how many pretended computes there are; None: one, of this machine or, with `fake`, a pretended one.
+    `accept`: etcd is another one, and is to be told what lives here. `service` is what systemd knows it as. Errors:
+    those of Compute, and those of a start.
+    """
+
+    def __init__(
+        self,
+        config: ComputeConfig,
+        fake: bool,
+        count: int | None,
+        accept: bool,
+        service: Service,
+        at_exit: ExitStack,
+    ) -> None:
+        self._config = config
+        self._fake = fake
+        self._count = count
+        self._accept = accept
+        self._service = service
+        self._began = time.monotonic()
+        self._at_exit = at_exit
+        self._computes: list[Compute] = []
+        self._followers: list[Follower] = []
+        self._backlog = Backlog()
+
+    def register(self) -> None:
+        """Take the state directory, see that etcd is the one we knew, and register each compute."""
+        config, at_exit = self._config, self._at_exit
+        _check_limits(self._count or 1)
+        # First, for whoever has it is the only one that reads or writes what is remembered there.
+        self._state = State(config.state)
+        at_exit.callback(self._state.close)
+        known = KnownEtcd(config.state)
+        self._guard = Guard(KnownCluster() if self._accept else known.load(), known.note)
+        self._store = Store(config.etcd, self._guard)
+        at_exit.callback(self._store.close)
+        placement = Placement(config.placement)
+        at_exit.callback(placement.close)
+        familiar = is_familiar(self._guard, self._store, now())
+        spread = min(SPREAD * (self._count or 0), EVERY)
+        self._environment = Environment(self._fake, self._accept, familiar, self._guard, placement, spread)
+        if not self._fake:
+            _warn_of_holes(config, self._store)
+        if self._count is not None:
+            for name in ('ecomp.compute', 'ecomp.agent.compute', 'ecomp.agent.host.provider'):
+                logging.getLogger(name).setLevel(logging.WARNING)  # of each of a thousand it would say the same
+        # The computes end first: whoever follows for them only tells them what they do not do any more.
+        at_exit.callback(known.stop)
+        at_exit.callback(self._stop_followers)
+        at_exit.callback(self._stop_computes)
+        _each(self._register_one, range(1, (self._count or 1) + 1))
+        # Not before: killed until now, the next start is to find the same strange etcd.
+        if familiar:
+            known.start()
+
+    def run(self) -> None:
+        """Have each compute begin, tell them what is asked of them, and work until end_soon(). For the main thread."""
+        self._computes[0].host.runner.wake_on_signals()
+        _each(Compute.start, self._computes)
+        requests: list[Subscription] = [(keys.request_prefix(each.uuid), each.on_requests) for each in self._computes]
+        if self._config.queues:
+            requests.append((keys.QUEUES, self._on_queues))
+        # A stream of its own, without a guard: audits are answered whatever etcd this is. That it is away is said by
+        # the other one.
+        audits: list[Subscription] = [(keys.AUDIT, self._on_audits)]
+        self._followers.append(Follower(self._config.etcd, audits, on_lost=lambda _: None, on_back=lambda: None))
+        if self._environment.familiar:
+            follower = Follower(
+                self._config.etcd,
+                requests,
+                guard=self._guard,
+                on_lost=self._on_lost,
+                on_back=self._on_back,
+                largest=SIZE_LIMIT,
+            )
+            self._followers.append(follower)
+        for follower in self._followers:
+            follower.start()
+        for each in self._computes if self._environment.familiar else ():
+            ready.info('ready: %s', each if self._count is None else f'compute {each.uuid}, {each}')
+        if self._count is not None:
+            log.info('%d computes are ready, after %.1f s', self._count, time.monotonic() - self._began)
+        self._service.ready(self._status())
+        self._computes[0].daemon.run(self._service.alive)
+        self._service.stopping('what is in work comes to an end; the guests go on')
+
+    def _status(self) -> str:
+        if not self._environment.familiar:
+            return 'only watches: this is not the etcd that it knew (see the log)'
+        return f'{len(self._computes)} computes' if self._count is not None else str(self._computes[0])
+
+    def end_soon(self) -> None:
+        """End run(). Safe in a signal handler."""
+        for each in self._computes:
+            each.daemon.stop()
+
+    def _register_one(self, number: int) -> None:
+        config, state, store = self._config, self._state, self._store
+        with ExitStack() as opened:
+            if self._count is not None:
+                config = replace(config, state=config.state / str(number))
+                state = State(config.state)
+                opened.callback(state.close)
+                # Its own, for what it may write is fenced by its own presence (rule 9).
+                store = Store(config.etcd, self._guard)
+                opened.callback(store.close)
+            compute = Compute(config, state, store, self._environment, opened.pop_all())
+        self._computes.append(compute)
+        compute.register()
+
+    def _on_queues(self, state: Entries) -> None:
+        self._backlog = backlog_of(state, self._backlog)
+        for each in self._computes:
+            if each.queues is not None:
+                each.queues.on_backlog(self._backlog)
+
+    def _on_audits(self, state: Entries) -> None:
+        for each in self._computes:
+            each.answerer.on_audits(state)
+
+    def _on_lost(self, error: EcompError) -> None:
+        for each in self._computes:
+            each.on_lost(error)
+
+    def _on_back(self) -> None:
+        for each in self._computes:
+            each.on_back()
+
+    def _stop_followers(self) -> None:
+        for each in self._followers:
+            each.stop()
+
+    def _stop_computes(self) -> None:
+        began = time.monotonic()
+        with ThreadPoolExecutor(AT_ONCE, thread_name_prefix='end') as threads:
+            ended = [threads.submit(each.stop) for each in self._computes[1:]]
+            for each in self._computes[:1]:
+                each.stop()  # in the main thread, for it is the first one that hears of signals
+        for future in ended:
+            future.result()
+        if self._count is not None:
+            log.info('%d computes are stopped, after %.1f s', len(self._computes), time.monotonic() - began)
+
+
+def _check_limits(computes: int) -> None:
+    """UsageError naming the limit that is too low for so many: with less a library aborts, or a thread is missing."""
+    for limit, alone, what, where in NEEDED:
+        least = alone + EACH[limit] * (computes - 1)
+        soft, _ = resource.getrlimit(limit)
+        if soft != resource.RLIM_INFINITY and soft < least:
+            raise UsageError(f'limited to {soft} {what}, and {least} are needed: raise the limit ({where})')
+
+
+def _each(work: Callable[[Each], None], of: Sequence[Each]) -> None:
+    """Do this for each, side by side; of one alone in this thread, whose child its worker processes have to be.
+
+    Where one fails, or a signal comes, no further one is begun, and the error is raised when those under way are
+    through.
+    """
+    if len(of) == 1:
+        work(of[0])
+        return
+    with ThreadPoolExecutor(AT_ONCE, thread_name_prefix='start') as threads:
+        begun = [threads.submit(work, each) for each in of]
+        try:
+            for future in begun:
+                future.result()
+        except BaseException:
+            threads.shutdown(wait=False, cancel_futures=True)
+            raise
+
+
+def _warn_of_holes(config: ComputeConfig, store: Store) -> None:
+    for host in in_clear(config.etcd, config.placement):
+        log.warning('%s is asked in plain text: whoever is on the way there can do everything (insecure)', host)
+    with suppress(EcompError):  # what it is about is said by whoever needs etcd
+        if warning := holes(store.version()):
+            log.warning('%s', warning)

@@ -1,0 +1,1 @@
+"""What takes from the queues."""

@@ -1,0 +1,288 @@
+"""What one compute takes from the flavors' queues, without a thread of its own.
+
+It knows what the compute has left from placement, and looks again whenever that changes; it takes the oldest request
+that fits, after it let the others go first for a moment that grows with its own load. Where others are faster it takes
+one of the next few: else all computes that have room would race for every single request.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import random
+import threading
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from functools import partial
+
+from ecomp.agent.agenda import Agenda
+from ecomp.agent.instance.surroundings import ControlPlane
+from ecomp.agent.queue.taking import Taker
+from ecomp.errors import NoCapacity, PlacementRefusal, Unreadable
+from ecomp.model import keys
+from ecomp.model.explain import Provider
+from ecomp.model.group import Group
+from ecomp.model.instance import REASON_LIMIT
+from ecomp.model.pull import Backlog, Place, fits, next_of, patience, subscribed, widened
+from ecomp.model.queue import QueueEntry
+from ecomp.model.status import DISABLED
+from ecomp.placement import allocations, traits
+from ecomp.placement.room import look
+from ecomp.store.sharing import group
+from ecomp.store.watch import State
+
+log = logging.getLogger(__name__)
+
+EVERY, SPREAD_OVER = 60.0, 10.0
+"""Seconds between two looks at what this compute has left, while requests wait that do not fit; and over how many those
+of many computes are spread, which all hear of a request at once."""
+BELIEVED = 10.0
+"""Seconds for which something is taken by what placement said last of inventory and usages: a claim is held to those.
+Of traits it knows nothing: they are asked for whenever something is taken."""
+BEHIND = 0.5
+"""Seconds in which a race that we lost has to be seen in etcd."""
+LEFT_ALONE = 5.0
+"""Seconds for which a request is left alone whose group does not allow it here, or whose flavor is gone."""
+
+
+class Puller:
+    """What waits, what is left here, and what was tried. step() is one thread's; the on_… are any thread's.
+
+    What it is at nobody else is to be tried for a moment: that is put off in `agenda`. `may_take` is False while it is
+    to take nothing; `wait` waits so many seconds, and is True if it is to end.
+    """
+
+    def __init__(
+        self, control: ControlPlane, taker: Taker, may_take: Callable[[], bool], wait: Callable[[float], bool]
+    ) -> None:
+        self._compute = control.compute
+        self._store = control.store
+        self._placement = control.placement
+        self._taker = taker
+        self.agenda: Agenda[Place] = Agenda()
+        self._may_take = may_take
+        self._wait = wait
+        self._rng = random.Random()
+        # Between those who follow etcd and step().
+        self._lock = threading.Lock()
+        self._backlog: Backlog | None = None
+        self._changed_here = True
+        # What is asked of this compute, and what of that we have moved there ourselves.
+        self._here: set[str] = set()
+        self._moved: set[str] = set()
+        # What placement said no to: of a flavor, with so much left here, and until when; of one request, until when.
+        self._refused: dict[str, tuple[Provider, float]] = {}
+        self._doubted: dict[str, float] = {}
+        self._asked_for: dict[str, float] = {}
+        self._takes: dict[str, bool] = {}
+        self._room = Provider(self._compute)
+        self._read, self._look_at = -math.inf, math.inf
+        self._among, self._computes = 1, 1
+        self._tidy = True
+
+    def on_hosts(self, state: State) -> bool:
+        """What is asked of this compute, whole: what comes and goes there changes what it has left.
+
+        True if that is worth a step.
+        """
+        here = {keys.last(key) for key in state}
+        with self._lock:
+            foreign = (here ^ self._here) - self._moved
+            self._here, self._moved = here, self._moved - here
+            self._changed_here = self._changed_here or bool(foreign)
+        return bool(foreign)
+
+    def on_backlog(self, backlog: Backlog) -> bool:
+        """Take all that waits in the queues; True if that is worth a step.
+
+        What others take is nothing to think about anew: of a thousand computes each would, at every step.
+        """
+        with self._lock:
+            before, self._backlog = self._backlog, backlog
+        return before is None or backlog.has_more or self._compute in backlog.marks
+
+    def failed(self) -> None:
+        """A step raised something: what was claimed before that may be held still."""
+        self._read, self._tidy = -math.inf, True
+
+    def step(self) -> float:
+        """Take until nothing fits any more; seconds until it is worth another look if nothing changes.
+
+        Errors: those of etcd and placement; then failed() is to be said before the next step.
+        """
+        while self._may_take():
+            now = time.monotonic()
+            passed_over = self.agenda.put_off_now(now)
+            self._doubted = {name: when for name, when in self._doubted.items() if when > now}
+            self._refused = {query: each for query, each in self._refused.items() if each[1] > now}
+            with self._lock:
+                backlog = self._backlog
+            if backlog is None:
+                return EVERY  # the first list is worth a step: before it nothing is known of what a dead attempt holds
+            places = backlog.places.values()
+            # What we have just been at is left out: the state may be behind.
+            ours = [
+                (key, *mark)
+                for key, mark in backlog.marks.get(self._compute, {}).items()
+                if keys.last(key) not in passed_over
+            ]
+            for key, mark, place in ours:
+                # An earlier attempt of ours ended in the middle, or what we were at was cancelled.
+                self.agenda.put_off(keys.last(key), BEHIND)
+                if place is None:
+                    self._taker.give_back(key, mark)
+                else:
+                    self._take(place, mark, self._is_open)
+            if self._read == -math.inf:
+                self._look(backlog)  # before anything waits: then all would look at once
+            if not places:
+                self._look_at = math.inf
+                return BEHIND if self.agenda.put_off_now(now) else EVERY
+            if ours:
+                continue
+            found = self._next(backlog)
+            if found is not None:
+                allowed, theirs = self._group(found.waiting)
+                if not allowed:
+                    self._leave(each for each in places if each.waiting.group == found.waiting.group)
+                elif self._let_others_go_first(found, theirs):
+                    self._among = widened(self._among, self._compete(found, backlog))
+            else:
+                return max(min([self._look_at, *self.agenda.put_off_now(now).values()]) - now, 0.01)
+        return EVERY
+
+    def _next(self, backlog: Backlog) -> Place | None:
+        """What to take, by what this compute had left when it looked last."""
+        if self._changed_here:
+            self._look(backlog)
+        found = self._chosen(backlog)
+        now = time.monotonic()
+        if found is None and now >= self._look_at:
+            self._look_at = math.inf
+            self._look(backlog)
+            found = self._chosen(backlog)
+        if found is not None:
+            self._look_at = math.inf
+        elif self._look_at == math.inf:
+            every = BELIEVED if DISABLED in self._room.traits else EVERY  # who enables it waits for it
+            self._look_at = max(now, self._read + every) + self._rng.uniform(0.0, SPREAD_OVER)
+        return found
+
+    def _still_fits(self, place: Place, backlog: Backlog) -> bool:
+        """Whether what was chosen fits indeed: asked by the one that has its mark, or all would look."""
+        if time.monotonic() - self._read > BELIEVED:
+            self._look(backlog)
+        elif not self._is_open():
+            return False
+        return fits(place.waiting.flavor, self._room)
+
+    def _is_open(self) -> bool:
+        """Whether this compute is not disabled, by its traits as they are now, which are remembered."""
+        there = traits.names(self._placement, self._compute, traits.TRAITS)
+        if there != self._room.traits:
+            self._room, self._takes = replace(self._room, traits=there), {}
+        return DISABLED not in there
+
+    def _chosen(self, backlog: Backlog) -> Place | None:
+        self._takes = subscribed(backlog.flavors, self._room, self._takes)
+        takes = self._takes | {query: False for query, (then, _) in self._refused.items() if then == self._room}
+        passed_over = self.agenda.put_off_now(time.monotonic())
+        return next_of(backlog.places.values(), takes, passed_over, self._among, self._rng)
+
+    def _look(self, backlog: Backlog) -> None:
+        """Read what this compute has left, without what a dead attempt of ours holds for a request that waits."""
+        with self._lock:
+            self._changed_here = False
+        if self._tidy:
+            held = allocations.of_provider(self._placement, self._compute)
+            # One that another is at is that one's to move; it may also give it back as it is.
+            theirs = [marks for whose, marks in backlog.marks.items() if whose != self._compute]
+            self._tidy = any(keys.last(key) in held for marks in theirs for key in marks)
+            for each in backlog.places.values():
+                instance = each.waiting.instance
+                if instance in held and self._taker.let_go(instance):
+                    log.info('released the claim of %s, which waits in its queue again', instance)
+                elif instance in held:
+                    self._tidy = True
+        found = look(self._placement, self._compute, True, traits=True, aggregates=False) or Provider(self._compute)
+        if found != self._room:
+            self._room, self._takes = found, {}
+        self._computes = self._store.count(keys.COMPUTES)
+        self._read = time.monotonic()
+
+    def _group(self, waiting: QueueEntry) -> tuple[bool, Group | None]:
+        """Whether its group allows it here, and the group as it is now."""
+        if waiting.group is None:
+            return True, None
+        try:
+            theirs, _ = group(self._store, waiting.group.name)
+        except Unreadable as error:  # as the audit says; others are not to wait for it
+            log.debug('%s: %s', waiting.instance, error)
+            return False, None
+        return theirs is None or theirs.excludes(self._compute) is None, theirs
+
+    def _let_others_go_first(self, place: Place, theirs: Group | None) -> bool:
+        """Wait for as long as our load says; whether it is still there then, and nobody is at it."""
+        if self._wait(patience(self._room, theirs, self._computes, self._rng)):
+            return False
+        with self._lock:
+            backlog = self._backlog or Backlog()
+        return backlog.places.get(place.waiting.key) == place
+
+    def _compete(self, place: Place, backlog: Backlog) -> bool:
+        """Take what others may be after, too; where its flavor is gone all of that is left alone."""
+        if self._take(place, 0, partial(self._still_fits, place, backlog)):
+            return True
+        flavor, now = place.waiting.flavor.name, time.monotonic()
+        if now - self._asked_for.get(flavor, -math.inf) > LEFT_ALONE:  # mostly it was a race
+            self._asked_for = {name: when for name, when in self._asked_for.items() if now - when <= LEFT_ALONE}
+            self._asked_for[flavor] = now
+            if self._store.get(keys.flavor(flavor)) is None:
+                self._leave(each for each in backlog.places.values() if each.waiting.flavor.name == flavor)
+        return False
+
+    def _take(self, place: Place, mark: int, still_fits: Callable[[], bool]) -> bool:
+        """Take it; whether it is ours now."""
+        waiting = place.waiting
+        instance = waiting.instance
+        with self._lock:
+            self._moved.add(instance)
+        taken = False
+        try:
+            taken = self._taker.take(place, mark, still_fits)
+        except NoCapacity as error:
+            log.debug('%s: %s', instance, error)
+            self._refused[waiting.flavor.query] = self._room, time.monotonic() + EVERY
+            self._read = -math.inf
+        except PlacementRefusal as error:
+            self._on_refusal(place, str(error))
+        finally:
+            self.agenda.put_off(instance, BEHIND)
+            if not taken:
+                with self._lock:
+                    self._moved.discard(instance)
+        if taken:
+            self._room = self._room.less([waiting.flavor.resources])
+            # What did not fit fits still less; the others are looked at again.
+            self._takes = {query: False for query, takes in self._takes.items() if not takes}
+            log.info('took instance %s from the queue of flavor %s', instance, waiting.flavor.name)
+        return taken
+
+    def _on_refusal(self, place: Place, reason: str) -> None:
+        """Placement takes no such claim: it is of that request alone, unless placement has lost our provider.
+
+        So it is looked for before the request is tried once more, and ended the second time.
+        """
+        instance = place.waiting.instance
+        self._read = -math.inf
+        if self._doubted.pop(instance, None) is None:
+            self._doubted[instance] = time.monotonic() + EVERY
+            return
+        said = f'placement refuses its claim: {reason[:REASON_LIMIT]}'
+        if self._taker.refuse(place, said):
+            log.error('instance %s failed at stage scheduled: %s', instance, said)
+
+    def _leave(self, places: Iterable[Place]) -> None:
+        for each in places:
+            self.agenda.put_off(each.waiting.instance, LEFT_ALONE)

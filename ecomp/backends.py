@@ -1,0 +1,61 @@
+"""How etcd and placement are met from this machine: what `eschedule doctor` and `ecompute --check` know of them."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from pathlib import Path
+
+from ecomp.conf import EtcdConfig, PlacementConfig
+from ecomp.errors import EcompError
+from ecomp.model.certificate import ends
+from ecomp.model.health import Backends, Certificate
+from ecomp.placement.client import Placement
+from ecomp.store.client import Store
+
+
+def look(etcd: EtcdConfig, placement: PlacementConfig, told: Path | None, usual: str) -> Backends:
+    """Ask both once. `told` is the configuration that names them, `usual` what that is called."""
+    no_etcd = no_placement = etcd_version = placement_version = ''
+    ahead: float | None = None
+    try:
+        store = Store(etcd)
+        try:
+            store.count('/computes/')
+            etcd_version = store.version()
+        finally:
+            store.close()
+    except EcompError as error:
+        no_etcd = str(error)
+    client = Placement(placement)
+    try:
+        about = client.about()
+        placement_version = about.version
+        if about.clock is not None:
+            ahead = (datetime.now(UTC) - about.clock).total_seconds()
+        # What it is for is in its database, which the page above does not ask.
+        client.get('/traits?name=in:COMPUTE_STATUS_DISABLED')
+    except EcompError as error:
+        no_placement = str(error)
+    finally:
+        client.close()
+    shown = (etcd.ca_cert, etcd.cert_cert, placement.ca_cert, placement.cert_cert)
+    return Backends(
+        f'etcd at {",".join(etcd.endpoints)}',
+        f'placement at {placement.endpoint}',
+        None if told is None else str(told),
+        datetime.now(UTC),
+        usual,
+        no_etcd,
+        no_placement,
+        etcd_version,
+        placement_version,
+        ahead,
+        tuple(Certificate(str(path), _until(path)) for path in dict.fromkeys(shown) if path is not None),
+    )
+
+
+def _until(path: Path) -> datetime | None:
+    try:
+        return ends(path.read_bytes())
+    except (OSError, ValueError):
+        return None

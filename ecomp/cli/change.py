@@ -1,0 +1,130 @@
+"""The commands that change instances: each is accepted here, and carried out by the instance's compute."""
+
+from __future__ import annotations
+
+import uuid
+from typing import TYPE_CHECKING
+
+from ecomp.cli.command import DOCUMENT, Command, Context, until
+from ecomp.cli.options import TABLE
+from ecomp.cli.outcomes import Outcomes
+from ecomp.cli.terminal import Live
+from ecomp.cli.words import instances, nothing
+from ecomp.errors import EcompError
+from ecomp.model.power import REBOOT
+from ecomp.model.record import GONE
+
+if TYPE_CHECKING:
+    from ecomp.scheduler.changing.power import Acceptance
+
+
+def _destroy(do: Context) -> int:
+    from ecomp.scheduler.changing.destroy import destroy
+    from ecomp.scheduler.changing.wait import Deadline, wait_until_gone
+    from ecomp.scheduler.looking.find import is_known
+
+    outcomes = Outcomes(do, do.words, instance=None, state=None)
+    accepted: dict[str, str] = {}
+
+    def ask(word: str) -> None:
+        instance = do.instance(word)
+        outcomes.tell(word, instance=instance)
+        done = destroy(do.store, instance)
+        do.name_computes()
+        outcomes.tell(word, done)
+        accepted[word] = instance
+
+    outcomes.each(outcomes.found, ask)
+    deadline = Deadline(do.options.patience)
+
+    def wait(word: str) -> None:
+        if not is_known(do.store, accepted[word]):
+            return  # it was in error, and its record was removed
+        with Live() as tell:
+            wait_until_gone(do.config.etcd, accepted[word], deadline, tell)
+        outcomes.tell(word, f'{accepted[word]}: gone', state=GONE)
+
+    if do.options.wait is not None:
+        outcomes.wait(list(accepted), wait, lambda words: f'eschedule destroy --wait {words}')
+    return outcomes.end()
+
+
+def _power(do: Context) -> int:
+    from ecomp.model.power import Power
+    from ecomp.scheduler.changing.power import power
+    from ecomp.scheduler.changing.wait import Deadline, wait_for_power
+
+    outcomes = Outcomes(do, do.words, instance=None, state=None)
+    accepted: dict[str, Acceptance] = {}
+    word_of: dict[str, str] = {}
+
+    def ask(word: str) -> None:
+        instance = do.instance(word)
+        outcomes.tell(word, instance=instance)
+        if word_of.setdefault(instance, word) != word:
+            return  # named twice, by its name and its uuid
+        answer = power(do.store, instance, Power(do.name, str(uuid.uuid4())))
+        do.name_computes()
+        outcomes.tell(word, answer.said)
+        if answer.power is not None:
+            accepted[word] = answer
+
+    outcomes.each(outcomes.found, ask)
+    deadline = Deadline(do.options.patience)
+
+    def wait(word: str) -> None:
+        instance = outcomes.found[word]['instance']
+        with Live() as tell:
+            record = wait_for_power(do.config.etcd, instance, accepted[word], deadline, tell)
+        outcomes.tell(word, f'{instance}: {record.state}', state=record.state)
+
+    if do.options.wait is not None:
+        # Asked for once more a reboot may be one more.
+        again = 'show' if do.name == REBOOT else f'{do.name} --wait'
+        outcomes.wait(list(accepted), wait, lambda words: f'eschedule {again} {words}')
+    return outcomes.end()
+
+
+def _clear(do: Context) -> int:
+    from ecomp.scheduler.changing.clear import clear
+
+    removed, errors = clear(do.store)
+    gone = sum(state == GONE for state in removed.values())
+    number = f'{len(removed) or "no"} record{"" if len(removed) == 1 else "s"}'
+    do.out.say(f'{number} removed: {gone} gone, {len(removed) - gone} in error')
+    for error in errors:
+        do.out.say(str(error))
+    if do.form != TABLE:
+        do.show_document([{'removed': [{'instance': each, 'state': state} for each, state in removed.items()]}])
+    return EcompError.exit_code if errors else 0
+
+
+# fmt: off
+COMMANDS = (
+    Command('destroy', 'destroy <id>…', 'remove an instance: its domain, its DISK, its claim',
+            'Remove an instance for good: its domain, its DISK with all that is on it, and what it holds in placement. '
+            "(virsh's destroy only switches off: that is `eschedule stop` here.) It returns once the destroy is "
+            'accepted, and the compute carries it out, when it is back if it is away now. Of an instance in error its '
+            'record is removed.',
+            instances, _destroy, {**until('each is gone'), **DOCUMENT}, (4, 5, 6),
+            example='eschedule destroy web1 --wait'),
+    Command('stop', 'stop <id>…', 'switch a guest off, gently; nothing is removed',
+            'Ask the guest to turn itself off; where it has not done so within 60 seconds, it is switched off. Its '
+            'disk, its address and its claim stay, and `eschedule start` starts it again.',
+            instances, _power, {**until('each is off'), **DOCUMENT}, (4, 5, 6),
+            example='eschedule stop web1 --wait'),
+    Command('start', 'start <id>…', 'start a guest that is off',
+            'Start the guest of an instance that is stopped.',
+            instances, _power, {**until('each runs'), **DOCUMENT}, (4, 5, 6),
+            example='eschedule start web1 --wait'),
+    Command('reboot', 'reboot <id>…', 'stop a guest, then start it',
+            'Stop the guest, as `eschedule stop` does, and start it again; one that is off is started.',
+            instances, _power, {**until('each runs again'), **DOCUMENT}, (4, 5, 6),
+            example='eschedule reboot web1'),
+    Command('clear', 'clear', 'remove the records of all that is over',
+            'Remove the record of every instance that is gone or in error, which would stay for a day and for a week; '
+            'the name of one in error is free then. Nothing of these instances is left but their records. Whoever asks '
+            'for one of them afterwards, with --uuid or by `eschedule <id>`, is not told any more what became of it.',
+            nothing, _clear, DOCUMENT,
+            example='eschedule clear'),
+)

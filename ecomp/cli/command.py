@@ -1,0 +1,218 @@
+"""What a command is, a row beside its function, and what the function is given."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, NamedTuple
+
+from ecomp.cli.options import OPTIONS, TABLE, Option, Options
+from ecomp.cli.terminal import look
+from ecomp.cli.terminal import width as terminal_width
+from ecomp.errors import EcompError
+from ecomp.model.text import renamed
+
+if TYPE_CHECKING:
+    from ecomp.cli.formats import Details, Listing, Look
+    from ecomp.cli.terminal import Terminal
+    from ecomp.conf import EtcdConfig, ScheduleConfig
+    from ecomp.model.computes import Computes
+    from ecomp.placement.client import Placement
+    from ecomp.store.client import Store
+
+EXITS = {
+    0: 'done',
+    1: 'failed',
+    2: 'the command or the configuration is wrong',
+    3: 'no capacity, or no quota',
+    4: 'not found',
+    5: 'exists already, or in conflict with what somebody else did',
+    6: 'the time is up, or Ctrl-C ended the wait; what was begun goes on',
+    7: 'etcd or placement cannot be reached',
+    8: 'the audit, or the doctor, found something',
+}
+"""What each exit code means."""
+
+SHORTEST = 0.5
+"""Seconds that etcd is given for an answer at least, however short a --timeout is."""
+
+
+class Context:
+    """One command at work: what was typed, where words go, and connections, each made when it is first asked for.
+
+    Late on purpose: what etcd and placement need is most of a command's time, and many need one of them alone. What is
+    said (data is not) calls instances as they were called, and computes by their hosts' names: `called`, by uuid.
+    """
+
+    def __init__(self, out: Terminal, config: ScheduleConfig, invocation: Invocation) -> None:
+        self.called: dict[str, str] = {}
+        self.out = out._replace(say=lambda text: out.say(renamed(text, self.called)))
+        self.config = config
+        self.name, self.words, self.options = invocation
+        self.form = self.options.format or TABLE
+
+    @cached_property
+    def look(self) -> Look:
+        """How what is printed is to look."""
+        return look(self.options)
+
+    def show(self, listing: Listing, unreadable: Sequence[EcompError] = (), one: bool = False) -> int:
+        """Print a listing in the form that was asked for, and say what could not be read for it; the exit code.
+
+        With -f json it is an array; of `one` row that was asked for by name it is that row's object.
+        """
+        from ecomp.cli.formats import rendered  # here and below: many commands say one line, and need none of it
+
+        if one:
+            listing = listing._replace(document=listing.rows[0].value)
+        self.draw(rendered(listing, self.look))
+        for error in unreadable:
+            self.out.say(str(error))
+        return EcompError.exit_code if unreadable else 0
+
+    def show_details(self, found: Sequence[Details]) -> None:
+        """Print things whole, in the form that was asked for: those of the command's words that there are."""
+        from ecomp.cli.formats import rendered_details
+
+        if found:
+            self.draw(rendered_details(found, self.look, several=len(self.words) > 1))
+
+    def show_document(self, values: Sequence[object], text: str = '', several: bool = False) -> None:
+        """Print what was found: a text or, with -f json, one document, which is an array for `several` words."""
+        from ecomp.cli.formats import document
+
+        if values and self.form == TABLE:
+            if text:
+                self.put_lines(text.split('\n'))
+        elif values:
+            self.draw(document(list(values) if several else values[0], self.form))
+
+    def put_lines(self, lines: Sequence[str]) -> None:
+        """Print lines as they are; on a terminal that is narrower than they are, broken at spaces."""
+        width = terminal_width()
+        if width is not None and any(len(line) > width for line in lines):
+            from ecomp.cli.fitting import folded
+
+            lines = [part for line in lines for part in folded(line, width)]
+        self.out.put('\n'.join(lines))
+
+    def draw(self, text: str) -> None:
+        """Print what is rendered already; nothing at all for ''."""
+        if text:
+            self.out.draw(text)
+
+    @property
+    def etcd(self) -> EtcdConfig:
+        """How etcd is asked. Who only waits, and not for long, does not wait longer for one answer."""
+        etcd = self.config.etcd
+        if self.name != 'wait' or self.options.timeout is None:
+            return etcd
+        from dataclasses import replace
+
+        return replace(etcd, timeout=min(etcd.timeout, max(self.options.timeout, SHORTEST)))
+
+    @cached_property
+    def store(self) -> Store:
+        """The connection to etcd."""
+        from ecomp.store.client import Store
+
+        return Store(self.etcd)
+
+    @cached_property
+    def placement(self) -> Placement:
+        """The connection to placement."""
+        from ecomp.placement.client import Placement
+
+        return Placement(self.config.placement, slow=self._slow)
+
+    def _slow(self, backend: str, seconds: float) -> None:
+        import sys
+
+        if sys.stderr.isatty():
+            self.out.say(f'waiting for {backend}, which has not answered for {seconds:g} s')
+
+    def instance(self, word: str) -> str:
+        """The uuid of the instance that a word means, which is called so from now on. Errors: those of resolve()."""
+        from ecomp.scheduler.looking.find import resolve
+
+        instance = resolve(self.store, word)
+        self.called.setdefault(instance, word)
+        return instance
+
+    @cached_property
+    def computes(self) -> Computes:
+        """What etcd tells of the computes now, which are called by their hosts' names from now on."""
+        from ecomp.scheduler.looking.hosts import computes
+
+        found = computes(self.store)
+        self.called |= found.names
+        return found
+
+    def name_computes(self) -> Computes:
+        """The same of what is done already, and is said also where etcd does not tell any more: then with uuids."""
+        from ecomp.model.computes import NOBODY
+
+        try:
+            return self.computes
+        except EcompError:
+            return NOBODY
+
+    def close(self) -> None:
+        """Let go of etcd; what placement has ends with the process."""
+        if 'store' in vars(self):
+            vars(self).pop('store').close()
+
+
+class Command(NamedTuple):
+    """One command: how it is written and what it does, in a line and at length; which words and options it takes.
+
+    `options` are fields of Options, and what each of them does here ('': what its own row says). `exits` are the exit
+    codes beside 0, 1, 2 and 7, which every command may have. `example` is a whole command line. Without `needs_config`
+    no configuration is read for it, so that a wrong one is no hindrance.
+    """
+
+    name: str
+    usage: str
+    summary: str
+    description: str
+    words: Callable[[str, Sequence[str]], tuple[str, ...]]
+    run: Callable[[Context], int]
+    options: Mapping[str, str] = {}
+    exits: tuple[int, ...] = ()
+    example: str = ''
+    needs_config: bool = True
+
+    def takes(self) -> list[Option]:
+        """The options it takes, as its help shows them. Where --wait does something of its own it has no value."""
+        given = {**self.options, 'config': ''}
+        return [
+            each._replace(metavar='' if each.metavar.startswith('[') else each.metavar, help=here) if here else each
+            for field, rows in OPTIONS.items()
+            if (here := given.get(field)) is not None
+            for each in rows
+        ]
+
+
+class Invocation(NamedTuple):
+    """A command line that was understood: the command's name, its words and options. Whole uuids are canonical."""
+
+    name: str
+    words: tuple[str, ...]
+    options: Options
+
+
+def plain(fields: str) -> dict[str, str]:
+    """Options that do for a command what they do for all: fields of Options, with spaces between them."""
+    return dict.fromkeys(fields.split(), '')
+
+
+DOCUMENT = plain('format')
+"""The option of what says something, and prints what it says as one document with -f json."""
+
+LISTED = plain('format columns no_header sort wide')
+"""The options of what prints a listing or details."""
+
+
+def until(done: str) -> dict[str, str]:
+    """--wait without a stage, and --timeout. `done` is what is waited for, as the end of a sentence."""
+    return {'wait': f'return once {done}. Without: as soon as it is accepted', 'timeout': ''}

@@ -1,0 +1,213 @@
+"""Every command of eschedule, from its words to its row, and what --help says of all of them and of each."""
+
+from __future__ import annotations
+
+import argparse
+import textwrap
+from collections.abc import Mapping, Sequence
+
+from ecomp import __version__
+from ecomp.arguments import Parser
+from ecomp.cli import change, create, doctor, enter, events, helping, inspect, operators, sharing
+from ecomp.cli.command import EXITS, Command, Invocation
+from ecomp.cli.create import CREATE
+from ecomp.cli.inspect import QUERY
+from ecomp.cli.near import hint
+from ecomp.cli.options import OPTIONS, Options, add_all, check
+from ecomp.cli.words import is_image
+from ecomp.errors import UsageError
+from ecomp.model.names import PREFIX
+from ecomp.model.near import did_you_mean
+from ecomp.model.record import STAGES
+from ecomp.model.text import printable
+
+FAMILIES: Mapping[str, Sequence[Command]] = {
+    'New instances': create.COMMANDS,
+    'Looking': (*inspect.COMMANDS, *events.COMMANDS),
+    'Into a guest': enter.COMMANDS,
+    'Changing': change.COMMANDS,
+    'Flavors, groups and quotas': sharing.COMMANDS,
+    'Computes and the cluster': (*operators.COMMANDS, *doctor.COMMANDS),
+    'Help': helping.COMMANDS,
+}
+COMMANDS: Mapping[str, Command] = {each.name: each for family in FAMILIES.values() for each in family}
+"""Every command by its name, in the order of the help. A name may have two words; no name has a = in it or is a uuid.
+
+The first word of each is in model.names.RESERVED: no instance is called so.
+"""
+NAMELESS = (CREATE, QUERY)
+"""The two forms of 2019: the name of neither is typed."""
+FAMILY_WORDS: Mapping[str, Sequence[Command]] = {
+    first: [each for name, each in COMMANDS.items() if name.startswith(f'{first} ')]
+    for first in dict.fromkeys(name.partition(' ')[0] for name in COMMANDS if ' ' in name)
+}
+"""The commands of two words by their first, which says nothing alone."""
+
+__all__ = ['COMMANDS', 'EXITS', 'FAMILIES', 'OPTIONS', 'help_of', 'parse']
+
+MEANS = {
+    '<id>': f'<id> is an instance: its name, its uuid, or the beginning of its uuid ({PREFIX} digits or more).',
+    '<host>': f'<host> is a compute: its host name, its uuid, or the beginning of its uuid ({PREFIX} digits or more).',
+}
+WIDTH = 100
+"""Characters of a line of the help."""
+
+
+def parse(argv: Sequence[str]) -> Invocation:
+    """The command in the arguments. UsageError says what is wrong; --help and --version print and raise SystemExit."""
+    try:
+        return _parse(argv)
+    except UsageError as error:
+        raise UsageError(printable(str(error))) from error  # whatever was typed, it is quoted in one line
+
+
+def _parse(argv: Sequence[str]) -> Invocation:
+    parser = _Reader('eschedule', add_help=True)
+    parser.asked = argv
+    parser.add_argument('words', nargs='*')
+    parser.add_argument('--version', action='version', version=f'eschedule {__version__}')
+    add_all(parser)
+    words, options = _read(parser, argv)
+    if options.wait == '' and not _named(words) and (joined := _joined(argv)) != list(argv):
+        words, options = _read(parser, joined)
+    name, taken = _command(words, options.flavor is not None)
+    if name in (CREATE, 'plan') and not taken[0] and options.flavor is None:
+        raise UsageError(f'{name}: give a placement query, in quotes, or a --flavor; --help shows all')
+    check(name, taken, options, COMMANDS[name].options, creates=name == CREATE)
+    return Invocation(name, taken, options)
+
+
+def _read(parser: _Reader, argv: Sequence[str]) -> tuple[list[str], Options]:
+    """The words and the options."""
+    # What is behind -- are words, of a guest's command say, and never options.
+    end = argv.index('--') if '--' in argv else len(argv)
+    # argparse would take the word after a bare --wait for its value.
+    short = {'--wait': '--wait=', **({'-f': '--follow'} if _first_word(argv[:end]) == 'log' else {})}
+    given, unknown = parser.parse_known_intermixed_args([short.get(word, word) for word in argv[:end]])
+    if unknown:
+        flags = ['--help', '--version', *(flag for rows in OPTIONS.values() for each in rows for flag in each.flags)]
+        typed = unknown[0].partition('=')[0]
+        raise UsageError(f'{typed} is no option{did_you_mean(typed, flags)}; --help shows all')
+    found = vars(given)
+    return [*found.pop('words'), *argv[end + 1 :]], Options(**found)
+
+
+def _joined(argv: Sequence[str]) -> list[str]:
+    """--wait and a stage behind it as one word. Where no instance is made, that word is an instance's name."""
+    joined: list[str] = []
+    for word in argv:
+        if joined[-1:] == ['--wait'] and word in STAGES:
+            joined[-1] = f'--wait={word}'
+        else:
+            joined.append(word)
+    return joined
+
+
+def _command(words: Sequence[str], flavored: bool) -> tuple[str, tuple[str, ...]]:
+    """The command's name and its words. The two of 2019 have no name: they are told by what they look like."""
+    if flavored and (not words or is_image(words[0])):
+        return CREATE, COMMANDS[CREATE].words(CREATE, words)
+    if not words:
+        raise UsageError('nothing to do: give a placement query, a uuid or a command; --help shows all')
+    name = _named(words)
+    if name:
+        return name, COMMANDS[name].words(name, words[len(name.split()) :])
+    if '=' in words[0]:
+        return CREATE, COMMANDS[CREATE].words(CREATE, words)
+    if words[0] in FAMILY_WORDS:
+        raise _half(*words)
+    try:
+        return QUERY, COMMANDS[QUERY].words(QUERY, words)
+    except UsageError as error:
+        raise UsageError(f'{error}{hint(words[0])}') from error
+
+
+def _half(first: str, second: str | None = None, *_: str) -> UsageError:
+    """What to say of the first word of several commands, with a second that is of none of them."""
+    seconds = [each.name.partition(' ')[2] for each in FAMILY_WORDS[first]]
+    known = f'{first} has {", ".join(seconds[:-1])} and {seconds[-1]}'
+    if second is None:
+        return UsageError(f'{first!r} alone is not a command: {known}; eschedule help {first} says what each does')
+    return UsageError(f'{f"{first} {second}"!r} is not a command{did_you_mean(second, seconds)}: {known}')
+
+
+def _first_word(argv: Sequence[str]) -> str:
+    """The first word that is neither an option nor the value of one; '' where there is none."""
+    valued = {flag for rows in OPTIONS.values() for each in rows if each.metavar[:1].isalpha() for flag in each.flags}
+    words = iter(argv)
+    for word in words:
+        if word in valued:
+            next(words, None)
+        elif not word.startswith('-'):
+            return word
+    return ''
+
+
+def _named(words: Sequence[str]) -> str:
+    """The command that these words begin with; '' if they begin with none."""
+    names = (' '.join(words[:count]) for count in (2, 1))
+    return next((name for name in names if name in COMMANDS and name not in NAMELESS), '')
+
+
+# The help
+
+
+class _Reader(Parser):
+    """argparse, whose help is that of the command that is typed beside --help, if there is one."""
+
+    asked: Sequence[str] = ()
+
+    def format_help(self) -> str:
+        """What --help prints."""
+        words = [word for word in self.asked if not word.startswith('-')]
+        named = (_named(words[first:]) for first in range(len(words)))
+        created = CREATE if any(word == CREATE or '=' in word for word in words) else ''
+        half = next((word for word in words if word in FAMILY_WORDS), '')
+        return help_of(next(filter(None, named), created or half))
+
+
+def help_of(name: str) -> str:
+    """The help of a command, by its name in COMMANDS; of several by their first word; of all of them for ''."""
+    if name in FAMILY_WORDS:
+        lines = [f'usage: eschedule {name} …', '', *map(_line, FAMILY_WORDS[name]), '']
+        return '\n'.join([*lines, f'`eschedule {name} … --help` says all about one of them.']) + '\n'
+    return _help_of_one(COMMANDS[name]) if name else _help_of_all()
+
+
+def _help_of_all() -> str:
+    lines = [f'usage: eschedule {COMMANDS[CREATE].usage} [OPTION]…', f'       eschedule {COMMANDS[QUERY].usage}']
+    lines += ['       eschedule COMMAND [WORD]… [OPTION]…', '']
+    lines += _filled('`eschedule COMMAND --help` says all about one command, `eschedule create --help` about the first '
+                     'form: --name, --uuid, --count, --group, --queue and more. Most wait with --wait, for --timeout '
+                     'seconds at most, and print JSON with -f json. Options may stand anywhere.')  # fmt: skip
+    for family, commands in FAMILIES.items():
+        lines += ['', f'{family}:', *map(_line, commands)]
+    return '\n'.join([*lines, '', *MEANS.values(), *_exits(EXITS)]) + '\n'
+
+
+def _line(command: Command) -> str:
+    return f'  {command.usage:<29} {command.summary}'
+
+
+def _help_of_one(command: Command) -> str:
+    means = ''.join(f' {said}' for word, said in MEANS.items() if word in command.usage)
+    exits = sorted({0, 1, 2, 7, *command.exits})
+    parser = argparse.ArgumentParser(
+        usage=f'eschedule {command.usage} [OPTION]…',
+        description='\n'.join(_filled(command.description + means)),
+        epilog='\n'.join([f'example: {command.example}', '', *_exits({code: EXITS[code] for code in exits})]),
+        formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(prog, max_help_position=26, width=WIDTH),
+        add_help=False,
+    )
+    for each in command.takes():
+        how = {'metavar': each.metavar} if each.metavar else {'action': 'store_true'}
+        parser.add_argument(*each.flags, help=each.help, **how)  # type: ignore[arg-type]
+    return parser.format_help()
+
+
+def _exits(codes: Mapping[int, str]) -> list[str]:
+    return _filled('exit codes: ' + '; '.join(f'{code} {meaning}' for code, meaning in codes.items()))
+
+
+def _filled(text: str) -> list[str]:
+    return textwrap.wrap(text, WIDTH, subsequent_indent='            ' if text.startswith('exit codes') else '')

@@ -1,0 +1,286 @@
+"""New instances: `eschedule 'resources=…'`, what would become of it (`plan`), and --queue."""
+
+from __future__ import annotations
+
+import os
+import random
+import socket
+import sys
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from ecomp.cli.command import LISTED, Command, Context, plain
+from ecomp.cli.inspect import REACHED, reach
+from ecomp.cli.options import JSON, TABLE, YAML
+from ecomp.cli.outcomes import Outcomes
+from ecomp.cli.terminal import now
+from ecomp.cli.words import planned, query_and_image
+from ecomp.errors import EcompError, NoCapacity, OverQuota, TooFew, UnknownOutcome, UsageError
+from ecomp.model.choose import SPREAD
+from ecomp.model.computes import NOBODY, Computes
+from ecomp.model.image import check_image
+from ecomp.model.order import Order
+
+if TYPE_CHECKING:
+    from ecomp.scheduler.looking.ask import Backend
+    from ecomp.scheduler.placing.set_order import DeliveryOutcome, SetOrder
+
+CREATE = 'create'
+"""The form of 2019, which is told by its query and not by a name."""
+
+NOTIFIED = 'NOTIFIED TARGET, {compute}, OF INSTANCE {instance}'
+"""What is said of each that is placed, as in 2019."""
+
+
+def _create(do: Context) -> int:
+    from ecomp.cli.given import given
+
+    image = do.words[1] if len(do.words) > 1 else do.config.image
+    try:
+        check_image(image)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    ssh_keys, user_data = given(do.config, do.options.ssh_key, do.options.user_data, do.out.say)
+    order = Order(
+        do.options.uuid or str(uuid.uuid4()),
+        image=image,
+        user_id=do.config.user_id,
+        project_id=do.options.project or do.config.project_id,
+        stages={'requested': now()},
+        name=do.options.name,
+        ssh_keys=ssh_keys,
+        user_data=user_data,
+        group=do.options.membership,
+    )
+    return (_enqueue if do.options.queue else _place)(do, order)
+
+
+def _place(do: Context, order: Order) -> int:
+    # Imported late on purpose, here and below: requests and etcd3 are most of a claim's time, so one is loaded, and
+    # placement asked, while the other is on its way.
+    from ecomp.scheduler.looking.ask import ask_placement
+
+    query = _query(do)
+    backend = ask_placement(do.config.placement, query)
+
+    from ecomp.scheduler.placing.create import create
+
+    instance, wanted = order.instance, _wanted(do, order, query)
+    again = f'the same command with --uuid {instance} goes on, or says what became of it'
+    try:
+        delivered = create(do.store, backend, wanted, _who(order), do.options.uuid is not None, random.Random(), now)
+    except NoCapacity as error:
+        return _no_capacity(do, error, backend, query)
+    except KeyboardInterrupt:
+        says = f'instance {instance}: eschedule {instance} says whether it was placed all the same'
+        do.out.say(f'interrupted; {says if wanted.count == 1 else again}')
+        return EcompError.exit_code
+    except UnknownOutcome as error:
+        do.out.say(f'{error}; {again}')
+        return UnknownOutcome.exit_code
+    in_table = do.form == TABLE
+    known = NOBODY if in_table else do.name_computes()  # else only once it is notified
+    notified = [
+        {
+            'instance': name,
+            'compute': each.compute,
+            'host': known.host(each.compute),
+            'name': wanted.instances[name],
+        }
+        for name, each in delivered.items()
+    ]
+    try:
+        if in_table:
+            do.put_lines([NOTIFIED.format(**each) for each in notified])
+        elif do.options.wait is None:
+            do.out.put(_as_document(do, notified))
+    except OSError as error:
+        reason = f'but stdout cannot be written: {error.strerror}'
+        places = [f'instance {name} was placed on {each.compute}' for name, each in delivered.items()]
+        said = places[0] if wanted.count == 1 else f'{len(places)} instances were placed: --uuid {instance} says where'
+        raise EcompError(f'{said}, {reason}') from error
+    for line in _remarks(wanted, delivered):
+        do.out.say(line)
+    do.called |= {instance: name for instance, name in wanted.instances.items() if name}
+    if sys.stderr.isatty() and in_table:  # for people: scripts have the uuids
+        for line in where(wanted, delivered, do.name_computes()):
+            do.out.say(line)
+    do.close()
+    return 0 if do.options.wait is None else _waited(do, notified)
+
+
+def _waited(do: Context, begun: Sequence[Mapping[str, str | None]]) -> int:
+    """Wait for what was asked for, and tell programs of it now, when all is known; the exit code."""
+    outcomes = Outcomes(do, [each['instance'] or '' for each in begun], **REACHED)
+    reach(do, outcomes, list(outcomes.found), lambda instance: instance)
+    if do.form != TABLE:
+        ends = ({field: found[field] for field in ('state', 'address', 'error')} for found in outcomes.found.values())
+        do.out.put(_as_document(do, [{**each, **end} for each, end in zip(begun, ends, strict=True)]))
+    return outcomes.code
+
+
+def _enqueue(do: Context, order: Order) -> int:
+    """Put it into its flavor's queue: placement is neither asked nor loaded."""
+    from ecomp.model.guest_data import SharedUserData
+    from ecomp.model.queue import QueueEntry
+    from ecomp.scheduler.placing.enqueue import enqueue, flavor_of_etcd
+
+    instance, shared = order.instance, None if order.user_data is None else SharedUserData.of(order.user_data)
+    hashed = {'user_data': None, 'user_data_sha256': shared.sha256 if shared else None}
+    try:
+        flavor, revision = flavor_of_etcd(do.config, do.store, do.options.flavor or '')
+        waiting = QueueEntry(flavor=flavor, **order.parts(**hashed))
+        is_new = enqueue(do.store, waiting, revision, shared, _who(order), do.options.uuid is not None)
+    except NoCapacity as error:
+        return _refused(do, error)
+    except KeyboardInterrupt:
+        do.out.say(f'interrupted; instance {instance}: eschedule {instance} says whether it is queued all the same')
+        return EcompError.exit_code
+    finally:
+        do.close()
+    queued = [{'instance': instance, 'flavor': flavor.name, 'name': do.options.name}]
+    if do.form == TABLE:
+        do.put_lines([f'QUEUED INSTANCE {instance}'])
+    elif do.options.wait is None:
+        do.out.put(_as_document(do, queued))
+    if not is_new:
+        do.out.say(f'{instance} was requested before: nothing is changed')
+    elif (no_taker := do.name_computes().no_taker) is not None:
+        do.out.say(f'it waits: {no_taker}')
+    return 0 if do.options.wait is None else _waited(do, queued)
+
+
+def _plan(do: Context) -> int:
+    from ecomp.cli.show import as_plan
+    from ecomp.scheduler.looking.ask import ask_placement
+    from ecomp.scheduler.placing.plan import plan
+
+    query = _query(do)
+    backend = ask_placement(do.config.placement, query)
+    project = do.options.project or do.config.project_id
+    wanted = _wanted(do, Order(str(uuid.uuid4()), project_id=project, group=do.options.membership), query)
+    try:
+        ranked = plan(do.store, backend, wanted, random.Random())
+    except NoCapacity as error:
+        return _no_capacity(do, error, backend, query)
+    do.show(as_plan(ranked))
+    placed = sum(each.instances for each in ranked)
+    if placed < wanted.count:
+        do.out.say(f'{placed} of {wanted.count} would be placed: there is no room, or no quota, for more')
+    return 0
+
+
+def _wanted(do: Context, order: Order, query: str) -> SetOrder:
+    from ecomp.scheduler.placing.set_order import SetOrder
+
+    count = do.options.size or 1
+    how = {'weigh': do.options.weigh or SPREAD, 'minimum': do.options.min or count}
+    return SetOrder(**order.parts(query=query, count=count, **how))
+
+
+def _query(do: Context) -> str:
+    """The query, with a flavor below it and for one compute alone, if those are named."""
+    from ecomp.model.query_check import check_query
+
+    query, flavor, on = do.words[0], do.options.flavor, do.options.on
+    try:
+        check_query(query, needs_resources=flavor is None)
+    except ValueError as error:
+        raise UsageError(f'the query: {error}') from error
+    if flavor is not None:
+        from ecomp.scheduler.operating.flavors import with_flavor
+
+        query = with_flavor(do.config, lambda: do.store, flavor, query)
+    if on is not None:
+        from ecomp.scheduler.looking.hosts import compute_of
+
+        query = f'{query}&in_tree={compute_of(do.store, lambda: do.placement, on)}'
+    return query
+
+
+def _who(order: Order) -> dict[str, object]:
+    """What etcd is told of who is at a request."""
+    return {'host': socket.gethostname(), 'pid': os.getpid(), 'since': order.stages['requested']}
+
+
+def _as_document(do: Context, value: object) -> str:
+    from ecomp.cli.formats import document  # most want a line alone
+
+    return document(value, do.form)
+
+
+def _remarks(wanted: SetOrder, delivered: Mapping[str, DeliveryOutcome]) -> list[str]:
+    """What else there is to say of it, a line each."""
+    said = [f'{name} was requested before: nothing is changed' for name, each in delivered.items() if each.again]
+    if not said and len(delivered) < wanted.count:
+        said.append(f'{len(delivered)} of {wanted.count} are placed: there is no room, or no quota, for more')
+    return said
+
+
+def where(wanted: SetOrder, delivered: Mapping[str, DeliveryOutcome], known: Computes) -> list[str]:
+    """Which of them are on which host, a line each."""
+    there: dict[str, list[str]] = {}
+    for instance, each in delivered.items():
+        if known.host(each.compute) is not None:
+            there.setdefault(known.called(each.compute), []).append(wanted.instances[instance] or instance)
+    lines = []
+    for host, names in there.items():
+        who = ', '.join(names) if wanted.name is not None or len(names) == 1 else f'{len(names)} of them'
+        lines.append(f'{who} {"is" if len(names) == 1 else "are"} on {host}')
+    return lines
+
+
+def _no_capacity(do: Context, error: NoCapacity, backend: Backend, query: str) -> int:
+    """Say that there is none, and then why, and what each compute lacks; the exit code."""
+
+    def reasons(say: Callable[[str], None]) -> None:
+        from ecomp.scheduler.placing.explain import tell
+
+        taken = error.taken if isinstance(error, TooFew) else ()
+        tell(do.store, backend, query, do.options.membership, taken, do.options.on, say)
+
+    return _refused(do, error, None if isinstance(error, OverQuota) else reasons)
+
+
+def _refused(do: Context, error: NoCapacity, reasons: Callable[[Callable[[str], None]], None] | None = None) -> int:
+    """Say that there is none, then why, and then the reasons, which may take a while; the exit code."""
+    with suppress(OSError):  # run() flushes once more, and makes it count
+        if do.form == TABLE:
+            do.out.put('NO ALLOCATIONS LEFT')
+    do.out.say(str(error))
+    details: list[str] = []
+
+    def say(line: str) -> None:
+        do.out.say(line)
+        details.append(line)
+
+    if reasons is not None:
+        reasons(say)
+    if do.form in (JSON, YAML):
+        do.out.put(_as_document(do, {'refused': {'reason': str(error), 'details': details}}))
+    return error.exit_code
+
+
+# fmt: off
+COMMANDS = (
+    Command(CREATE, "'resources=…' [IMAGE_URL]", 'place a new instance, or several with --count',
+            'Place a new instance on a compute that has room for it. The first word is a placement query, in quotes, '
+            'and is handed on to placement as it is: resources=VCPU:1,DISK_GB:1,MEMORY_MB:256 (disk in GiB, memory in '
+            'MiB), and perhaps &required=TRAIT and what else placement takes. IMAGE_URL is the disk image, http:// or '
+            "https://; #sha256=DIGITS behind it takes no other bytes; without it, schedule.yaml's. It prints NOTIFIED "
+            "TARGET, the compute's uuid, OF INSTANCE and the instance's, once the compute is asked for it; or NO "
+            'ALLOCATIONS LEFT, and says on stderr what each compute lacks.',
+            query_and_image, _create,
+            plain('name uuid ssh_key user_data flavor queue size min on weigh group policy strictness project wait '
+                  'timeout format'), (3, 4, 5, 6),
+            example="eschedule 'resources=VCPU:1,DISK_GB:1,MEMORY_MB:256' --name web1 --wait"),
+    Command('plan', "plan 'resources=…'", 'which computes would be tried, in order; nothing is claimed',
+            'Say what the same command without `plan` would do now: which computes would be tried, in which order and '
+            'why, and how many instances each would get. Nothing is claimed, and nothing is written.',
+            planned, _plan,
+            {**plain('size min flavor weigh on project group policy strictness'), **LISTED},
+            (3, 4, 5),
+            example="eschedule plan 'resources=VCPU:1,DISK_GB:1,MEMORY_MB:256' --count 3"),
+)

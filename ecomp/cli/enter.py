@@ -1,0 +1,208 @@
+"""The commands that lead into a guest: ssh with its own host keys and no others, and its console.
+
+Each finds the way, and then is the system's own ssh, or the user's `reach` of schedule.yaml.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+from ecomp.cli.command import Command, Context, plain
+from ecomp.cli.terminal import each_of
+from ecomp.cli.words import any_instances, instance_and_command, just_one_instance, user_and_instance
+from ecomp.errors import EcompError, NotFound, Unreachable
+from ecomp.files import write_durably
+from ecomp.model import reach
+from ecomp.model.record import ACTIVE, Record
+from ecomp.model.text import printable
+
+if TYPE_CHECKING:
+    from ecomp.scheduler.looking.way_in import WayIn
+
+LINE_LIMIT = 8192
+"""Bytes of a line of a console; a longer one is printed in several."""
+LAST_LINES = 5
+"""Lines of a console that are said when a time-out ends a wait."""
+QUOTED = 5
+"""How many guests a line names; it says how many more there are."""
+AT_ONCE = 3.0
+"""Seconds that a host may take for those; beyond that they are left out."""
+
+
+def _ssh(do: Context) -> int:
+    from ecomp.scheduler.looking.find import resolve
+    from ecomp.scheduler.looking.way_in import way_in
+
+    user, word = user_and_instance(do.words[0])
+    way = way_in(do.store, resolve(do.store, word))
+    told = _options(do, way, do.options.accept_new)
+    named = [('-i', do.options.identity)] if do.options.identity else []
+    pairs = [*(('-o', f'{name}={value}') for name, value in told.items()), *named, ('-l', user or do.config.ssh_user)]
+    options = [each for pair in pairs for each in pair]
+    _become(do, ['ssh', *options, '--', way.address, *reach.remote_line(do.words[1:])])
+
+
+def _ssh_config(do: Context) -> int:
+    from ecomp.scheduler.looking.find import all_records, resolve
+    from ecomp.scheduler.looking.way_in import way_in
+
+    def put(word: str) -> None:
+        way = way_in(do.store, resolve(do.store, word))
+        lines = {'HostName': way.address, 'User': do.config.ssh_user, **_options(do, way, accept_new=False)}
+        do.out.put('\n'.join([f'Host {way.called}', *(f'    {name} {value}' for name, value in lines.items()), '']))
+
+    if do.words:
+        return each_of(do.out, do.words, put)
+    there = [each for each in all_records(do.store, with_gone=False)[0] if each.state == ACTIVE and each.address]
+    unverified = [each.name or each.instance for each in there if not each.host_keys]
+    if unverified:
+        some = ', '.join(unverified[:QUOTED]) + (f' and {len(unverified) - QUOTED} more' * (len(unverified) > QUOTED))
+        do.out.say(f'left out, for what host keys they have is not known: {printable(some)}')
+    return each_of(do.out, [each.instance for each in there if each.host_keys], put)
+
+
+def _console(do: Context) -> int:
+    from ecomp.scheduler.looking.find import resolve
+    from ecomp.scheduler.looking.way_in import host_of, running
+
+    record = running(do.store, resolve(do.store, do.words[0]))
+    if record.console is None:
+        raise NotFound(f'{record.instance}: has no console: its guest is only pretended')
+    command = ['virsh', '-c', 'qemu:///system', 'console', record.instance]
+    _become(do, do.config.reach.run(host_of(do.store, record), command, ['-t']))
+
+
+def _log(do: Context) -> int:
+    import subprocess  # here and below: what takes its time to import is for those who need it
+
+    from ecomp.scheduler.looking.find import resolve
+    from ecomp.scheduler.looking.way_in import console
+
+    instance = resolve(do.store, do.words[0])
+    host, file = console(do.store, instance)
+    do.close()
+    command = do.config.reach.run(host, reach.tail(file, do.options.lines, do.options.follow))
+    try:
+        with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE) as child:
+            assert child.stdout is not None  # it was made with a pipe
+            try:
+                for line in iter(lambda: child.stdout.readline(LINE_LIMIT), b''):  # type: ignore[union-attr]
+                    do.out.put(_line(line))
+            except BaseException:
+                child.terminate()
+                raise
+        code = child.returncode
+    except FileNotFoundError as error:
+        raise _not_there(command[0]) from error
+    if code == reach.NO_FILE:
+        raise NotFound(f'{instance}: its console on {host} has nothing yet')
+    if code:
+        raise Unreachable(f'{host}: {printable(command[0], 200)}, by reach of schedule.yaml, ended with {code}')
+    return 0
+
+
+def last_lines(do: Context, record: Record) -> list[str]:
+    """The last lines of an instance's console, if its host gives them at once; else none. Never an error."""
+    import signal
+    import subprocess
+    import tempfile
+
+    from ecomp.scheduler.looking.way_in import host_of
+
+    if record.console is None:
+        return []
+    with suppress(EcompError, ValueError, OSError):
+        file = reach.console_file(record.instance, record.console)
+        at_once = ['-o', 'BatchMode=yes', '-o', f'ConnectTimeout={AT_ONCE:.0f}']
+        command = do.config.reach.run(host_of(do.store, record), reach.tail(file, LAST_LINES, False), at_once)
+        with tempfile.TemporaryFile() as found:  # a pipe would be waited for as long as anybody holds it
+            child = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=found, stderr=subprocess.DEVNULL, start_new_session=True
+            )
+            try:
+                child.wait(AT_ONCE)
+            except subprocess.TimeoutExpired:
+                os.killpg(child.pid, signal.SIGKILL)
+                child.wait()
+            found.seek(0)
+            return [_line(line) for line in found.read(LAST_LINES * LINE_LIMIT).rstrip(b'\n').split(b'\n') if line]
+    return []
+
+
+def _options(do: Context, way: WayIn, accept_new: bool) -> Mapping[str, str]:
+    """What ssh is told of a guest. EcompError: its host keys are not known."""
+    instance, keys = way.record.instance, way.record.host_keys
+    known = _known_hosts() / instance
+    accepted = known.with_suffix('.accepted')
+    proxy = None if way.host is None else do.config.reach.proxy(way.host, way.address)
+    if not keys:
+        if accept_new:
+            known.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        elif not accepted.exists():
+            why = 'its guest has not said which host keys it has, so it is unverified'
+            raise EcompError(f'{way.called}: {why}: --accept-new takes the first it shows, on your word')
+        return reach.ssh_options(instance, str(accepted), proxy, 'accept-new' if accept_new else 'yes')
+    known.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    write_durably(known, ''.join(f'{instance} {key}\n' for key in keys))
+    return reach.ssh_options(instance, str(known), proxy)
+
+
+def _known_hosts() -> Path:
+    """Where the keys of guests are for ssh to read, a file each."""
+    try:
+        return Path.home() / '.cache/ecomp/known_hosts'
+    except RuntimeError as error:
+        raise EcompError('no home directory: nowhere to put host keys for ssh') from error
+
+
+def _become(do: Context, command: list[str]) -> NoReturn:
+    """Be this command from now on; its exit code is the answer."""
+    import signal
+
+    do.close()
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # Python ignores it, and so would the command
+    try:
+        os.execvp(command[0], command)
+    except FileNotFoundError as error:
+        raise _not_there(command[0]) from error
+
+
+def _not_there(program: str) -> EcompError:
+    return EcompError(f'{printable(program, 200)} is not here: install it, or see reach in schedule.yaml')
+
+
+def _line(line: bytes) -> str:
+    """A line of a console."""
+    return reach.plain(line.decode(errors='replace').rstrip('\n')).expandtabs()
+
+
+# fmt: off
+COMMANDS = (
+    Command('ssh', 'ssh [USER@]<id> [-- CMD…]', 'log in to a guest, or run a command there',
+            'Be ssh to a guest: through its hypervisor, by `reach` of schedule.yaml, or directly where it is on a '
+            "bridge. USER is by default schedule.yaml's ssh_user. The guest's host keys are those that it said itself "
+            'when its cloud-init was through: another key is refused. Of CMD a single word is a line for the guest\'s '
+            'shell; several words reach it as they are. The exit code is that of ssh.',
+            instance_and_command, _ssh, plain('accept_new identity'), (4, 5, 6),
+            example='eschedule ssh web1 -- uptime'),
+    Command('ssh-config', 'ssh-config [<id>…]', 'what ~/.ssh/config needs for guests',
+            'Print lines for ~/.ssh/config with which ssh, scp and rsync reach guests as `eschedule ssh` does; of all '
+            'that run and have said their host keys, where none is named.',
+            any_instances, _ssh_config, exits=(4, 5, 6),
+            example='eschedule ssh-config web1 web2'),
+    Command('console', 'console <id>', "a guest's serial console; ^] leaves it",
+            "Be on the guest's serial console, by `virsh console` on its host, which `reach` of schedule.yaml leads "
+            'to. What the guest writes goes to the terminal as it is. ^] leaves it.',
+            just_one_instance, _console, exits=(4, 5),
+            example='eschedule console web1'),
+    Command('log', 'log <id>', "what a guest has written to its console",
+            "Print what a guest has written to its serial console, also while it boots: the file on its host, which "
+            "`reach` of schedule.yaml leads to, and those before it that virtlogd keeps. Colours and what moves the "
+            'cursor are left out.',
+            just_one_instance, _log, plain('follow lines'), (4,),
+            example='eschedule log web1 -f -n 20'),
+)

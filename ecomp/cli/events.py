@@ -1,0 +1,111 @@
+"""The command that tells what happened, as far back as etcd keeps it, and what happens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from ecomp.cli.command import Command, Context, plain
+from ecomp.cli.options import JSON, TABLE
+from ecomp.cli.terminal import now
+from ecomp.cli.words import any_instances
+from ecomp.errors import NotFound, UsageError
+from ecomp.model.json_object import dump
+from ecomp.model.text import printable
+
+if TYPE_CHECKING:
+    from ecomp.model.events import Event
+    from ecomp.store.history import History
+
+NAMES = 10_000
+"""Instances whose names are remembered, at most: what is told of others has their uuid where it says no name."""
+
+
+def _events(do: Context) -> int:
+    from ecomp.scheduler.looking.find import resolve
+    from ecomp.store.history import History
+
+    if do.form not in (TABLE, JSON):
+        raise UsageError(f'-f {do.form} is one document, and events are told one by one: say table or json')
+    wanted = {resolve(do.store, word): word for word in do.words}
+    silent = set(wanted)
+    history = History(do.config.etcd, do.options.watch, do.out.say)
+    in_words = Lines()
+    try:
+        for event in _told(do, history):
+            if not wanted or event.instance in wanted:
+                silent.discard(event.instance)
+                do.out.put(_as_json(event) if do.form == JSON else in_words.line(event))
+    except KeyboardInterrupt:
+        if not do.options.watch:
+            raise
+        return 0
+    finally:
+        history.close()
+    if silent:
+        raise NotFound(', '.join(wanted[each] for each in sorted(silent)) + ': nothing of it is in what etcd keeps')
+    return 0
+
+
+def _told(do: Context, history: History) -> Iterator[Event]:
+    from ecomp.model import keys
+    from ecomp.model.events import told
+    from ecomp.scheduler.looking.hosts import computes
+
+    known = computes(do.store)
+
+    def host(compute: str) -> str:
+        return known.called(compute)
+
+    is_said = False
+    for changes in history:
+        if not is_said:
+            _say_since(do, history.since)
+            is_said = True
+        if not history.is_past and any(each.key.startswith(keys.COMPUTES) for each in changes):
+            known = computes(do.store)
+        yield from told(changes, host, '' if history.is_past else now())
+    if not is_said:
+        _say_since(do, history.since)
+
+
+def _say_since(do: Context, since: int) -> None:
+    do.out.say('all that ever happened' if since == 1 else f'what happened since revision {since}; etcd keeps no more')
+
+
+class Lines:
+    """Events as lines: when, of whom, what. Of an instance whose name was told before the name is said."""
+
+    def __init__(self) -> None:
+        self._names: dict[str, str] = {}
+        self._last = ''
+
+    def line(self, event: Event) -> str:
+        """One line. A time with a ~ is that of the event before: nobody wrote down when this was."""
+        is_known = bool(event.time)
+        self._last = event.time or self._last
+        if event.name and (event.instance in self._names or len(self._names) < NAMES):
+            self._names[event.instance] = event.name
+        who = event.name or self._names.get(event.instance) or event.instance
+        when = f'{self._last:24}' + (' ' if is_known else '~')
+        return printable(f'{when} {who}: {event.says}' if who else f'{when} {event.says}')
+
+
+
+
+def _as_json(event: Event) -> str:
+    from ecomp.model.events import as_object
+
+    return dump(as_object(event))
+
+
+# fmt: off
+COMMANDS = (
+    Command('events', 'events [<id>…]', 'what happened, and with --watch what happens',
+            'Tell what happened, a line each, oldest first: of all instances, computes, queues, names, groups, quotas '
+            'and flavors, or of these instances alone. etcd keeps an hour or two of it, as its '
+            '--auto-compaction-retention says; stderr says from which revision on. A time with a ~ is that of the line '
+            'before, for etcd writes down no times. With -f json each line is one JSON object, with its revision.',
+            any_instances, _events, plain('watch format'), (4, 5),
+            example='eschedule events web1 --watch'),
+)

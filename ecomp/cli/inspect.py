@@ -1,0 +1,247 @@
+"""The commands that look at instances, and those that wait for them: nothing is changed by any of these."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+from ecomp.cli.command import DOCUMENT, LISTED, Command, Context, plain
+from ecomp.cli.options import TABLE
+from ecomp.cli.outcomes import Outcomes
+from ecomp.cli.terminal import Live, each_of
+from ecomp.cli.words import instances, nothing, one_instance
+from ecomp.errors import EcompError, NotFound, StillGoing
+from ecomp.model import keys
+from ecomp.model.record import ERROR, GONE, STAGES, STOPPED, Record
+from ecomp.model.text import printable
+
+if TYPE_CHECKING:
+    from ecomp.cli.formats import Details, Listing
+    from ecomp.model.pick import Pick
+    from ecomp.model.power import Power
+    from ecomp.scheduler.looking.find import InstanceEntries
+
+QUERY = 'query'
+"""The other form of 2019: an instance, and nothing before it."""
+
+ADDRESSED = 'addressed'
+"""The stage that is waited for if none is named."""
+
+REACHED: Mapping[str, object] = dict.fromkeys(('instance', 'name', 'state', 'address'))
+"""What is known of an instance that was waited for, before it is."""
+
+
+FILTERS = {
+    **plain('all state host'),
+    'watch': 'draw the table anew whenever anything changes, until Ctrl-C, which is exit 0',
+    'name': 'only those called so: * stands for any text and ? for any character, in quotes',
+    'group': 'only the members of this group',
+    'project': 'only those of this project',
+}
+"""What list takes besides what every listing takes."""
+
+
+def _query(do: Context) -> int:
+    from ecomp.cli.show import is_off, no_address
+    from ecomp.scheduler.looking.find import living
+
+    word = do.words[0]
+    try:
+        instance = do.instance(word)
+    except NotFound as error:
+        from ecomp.cli.near import hint
+
+        raise NotFound(f'{error}; it is no command either{hint(word)}') from error
+    # Not of /booted: every compute may write there, of every instance.
+    record = living(do.store, instance).record
+    said: str | None = no_address(record)
+    if record.address:
+        off = f'{record.name or record.instance}: {is_off(record)}; it has this address again once it runs'
+        said = off if record.state == STOPPED else None
+    known = {'instance': record.instance, 'name': record.name, 'state': record.state, 'address': record.address}
+    do.show_document([{**known, 'said': said}], printable(record.address or ''))
+    if said is not None:
+        do.out.say(said)
+    if record.address:
+        return 0
+    return EcompError.exit_code if record.state == ERROR else StillGoing.exit_code
+
+
+def _list(do: Context) -> int:
+    from ecomp.cli.formats import rendered
+    from ecomp.cli.show import as_list
+    from ecomp.cli.terminal import look
+    from ecomp.scheduler.looking.find import all_records
+    from ecomp.scheduler.looking.hosts import computes
+
+    pick = _pick(do)
+    with_gone = do.options.all or GONE in (pick.states or ())
+
+    def listed() -> tuple[Listing, Sequence[EcompError]]:
+        records, unreadable = all_records(do.store, with_gone)
+        return as_list(pick.of(records), computes(do.store)), unreadable
+
+    if not do.options.watch:
+        return do.show(*listed())
+
+    from ecomp.cli.watching import watch
+
+    prefixes = (keys.INSTANCES, keys.HOSTS, keys.QUEUES)
+    # The terminal may have become another one meanwhile.
+    watch(do.config.etcd, prefixes, lambda: rendered(listed()[0], look(do.options)), do.out.draw)
+    return 0
+
+
+def _pick(do: Context) -> Pick:
+    from ecomp.model.pick import Pick
+    from ecomp.scheduler.looking.hosts import compute_of
+
+    asked = do.options
+    compute = None if asked.host is None else compute_of(do.store, lambda: do.placement, asked.host)
+    return Pick(asked.states, compute, asked.project, asked.group, asked.name)
+
+
+def _show(do: Context) -> int:
+    from ecomp.cli.show import as_detail
+
+    found: list[Details] = []
+    code = each_of(do.out, do.words, lambda word: found.append(as_detail(_found(do, word).record, do.computes)))
+    do.show_details(found)
+    return code
+
+
+def _why(do: Context) -> int:
+    from ecomp.cli.why import Explanation, in_sentences, to_dict, why
+
+    found: list[Explanation] = []
+    code = each_of(do.out, do.words, lambda word: found.append(why(do.store, lambda: do.placement, _found(do, word))))
+    text = '\n'.join(map(in_sentences, found))
+    do.show_document(list(map(to_dict, found)), text, several=len(do.words) > 1)
+    return code
+
+
+def _timeline(do: Context) -> int:
+    from ecomp.cli.formats import document
+    from ecomp.cli.timeline import drawn, to_dict
+
+    records: list[Record] = []
+    number = do.options.boot
+
+    def add(word: str) -> None:
+        record = _found(do, word).record
+        kept = [each.number for each in record.known_boots]
+        if number is not None and number not in kept:
+            there = f'{kept[0]} to {kept[-1]} are' if kept else 'it was not started yet, and none is'
+            raise NotFound(f'{word}: boot {number} is not kept: {there}')
+        records.append(record)
+
+    code = each_of(do.out, do.words, add)
+    if records:
+        as_table = do.form == TABLE
+        do.draw(drawn(records, do.look, number) if as_table else document(to_dict(records, number), do.form))
+    return code
+
+
+def _found(do: Context, word: str) -> InstanceEntries:
+    from ecomp.scheduler.looking.find import find
+
+    found = find(do.store, do.instance(word))
+    if found is None:
+        raise NotFound(f'{word}: no such instance')
+    return found
+
+
+def _wait(do: Context) -> int:
+    from ecomp.scheduler.looking.find import living
+
+    outcomes = Outcomes(do, do.words, **REACHED)
+    asked: dict[str, Power | None] = {}
+
+    def instance_of(word: str) -> str:
+        instance = do.instance(word)
+        found = living(do.store, instance)
+        if found.is_destroying:
+            raise NotFound(f'{instance}: is being destroyed')
+        asked[instance] = found.request.power if found.request else None
+        return instance
+
+    reach(do, outcomes, list(outcomes.found), instance_of, asked)
+    return outcomes.end()
+
+
+def reach(
+    do: Context,
+    outcomes: Outcomes,
+    words: Sequence[str],
+    instance_of: Callable[[str], str],
+    asked: Mapping[str, Power | None] = MappingProxyType({}),
+) -> None:
+    """Wait for the stage of each that was asked for; once there has to be an address, it is printed.
+
+    `asked` is what is asked of an instance's power, known by when `instance_of` has said which it is.
+    """
+    from ecomp.scheduler.changing.wait import Deadline
+
+    stage = do.options.stage or do.options.wait or ADDRESSED
+    deadline = Deadline(do.options.patience)
+
+    def late(record: Record) -> None:
+        from ecomp.cli.enter import last_lines
+
+        for line in last_lines(do, record):
+            do.out.say(f"{record.name or record.instance}'s console: {line}")
+
+    def wait(word: str) -> None:
+        from ecomp.scheduler.changing.wait import wait_for_stage
+
+        instance = instance_of(word)
+        with Live() as tell:
+            record = wait_for_stage(do.etcd, instance, stage, deadline, tell, late, asked.get(instance))
+        outcomes.tell(word, instance=instance, name=record.name, state=record.state, address=record.address)
+        if do.form == TABLE and record.address and STAGES.index(stage) >= STAGES.index(ADDRESSED):
+            do.out.put(printable(record.address))
+
+    of = '' if stage == ADDRESSED else f' --for {stage}'
+    outcomes.wait(words, wait, lambda left: f'eschedule wait {left}{of}')
+
+
+# fmt: off
+COMMANDS = (
+    Command(QUERY, '<id>', "print the instance's address",
+            "Print the address of an instance, its first interface's. While it has none, nothing is printed, a line on "
+            'stderr says what it waits for, and the exit code is 6; of one that failed it says why (exit 1). One '
+            'that is stopped keeps its address: it is printed, and stderr says that the guest is off.',
+            one_instance, _query, DOCUMENT, (4, 5, 6),
+            example='eschedule web1'),
+    Command('list', 'list', 'all instances, a line each',
+            'Print all instances, a line each, by the time they were asked for: uuid, name, state, address, compute '
+            'and that time. Those that wait in a queue are listed too.',
+            nothing, _list, {**LISTED, **FILTERS},
+            example='eschedule list'),
+    Command('show', 'show <id>…', 'all that is known of an instance',
+            'Print all that is known of an instance: what was asked for, where it is, its interfaces, when it reached '
+            'each stage, and what is wrong with it, if anything is. With -f json: its record, as etcd has it.',
+            instances, _show, plain('format columns no_header wide'), (4, 5),
+            example='eschedule show web1 -f json'),
+    Command('why', 'why <id>…', 'why an instance is on its compute',
+            'Say why an instance is on its compute: what it asked for, how many computes could have taken it, in which '
+            'order they were tried, and where the other members of its group are. Of one that waits in a queue: since '
+            'when, behind how many, and what each compute lacks that takes from queues.',
+            instances, _why, DOCUMENT, (4, 5),
+            example='eschedule why web1'),
+    Command('timeline', 'timeline <id>…', 'how long each stage of a boot took',
+            'Draw how long each stage of an instance took, in seconds, as bars on one scale: of its last boot, or with '
+            '--boot of another one. A later boot than the first has the stages started, addressed and ready. Of '
+            'several instances it adds the median (p50) and the 95th percentile of each stage. The first two stages '
+            "are told by the clock of the machine that asked, the others by the compute's.",
+            instances, _timeline, plain('boot format wide'), (4, 5),
+            example='eschedule timeline web1 web2'),
+    Command('wait', 'wait <id>…', 'wait until an instance has its address, and print it',
+            'Wait until each instance has its address, and print it; or, with --for, until it has reached that stage. '
+            'After a start or a reboot that is the stage of the boot it brings; of a guest that is off, of its next. '
+            'A line on the terminal says what is waited for. It ends early where that can never be: exit 1 if the '
+            'instance failed, 4 if it is being destroyed.',
+            instances, _wait, plain('stage timeout format'), (4, 5, 6),
+            example='eschedule wait web1 --for ready --timeout 120'),
+)

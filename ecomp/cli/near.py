@@ -1,0 +1,36 @@
+"""Which command was probably meant by a word that is none."""
+
+from __future__ import annotations
+
+from ecomp.model.near import near
+
+LIST, DESTROY, CREATE = 'list', 'destroy', "'resources=…' [IMAGE_URL]"
+
+ELSEWHERE = {
+    **dict.fromkeys(('ls', 'ps', 'dir', 'servers', 'server', 'instances', 'vms', 'get'), LIST),
+    **dict.fromkeys(('delete', 'del', 'rm', 'remove', 'undefine', 'kill', 'purge', 'terminate'), DESTROY),
+    **dict.fromkeys(('create', 'launch', 'new', 'boot', 'make', 'add', 'deploy', 'images'), CREATE),
+    **dict.fromkeys(('info', 'describe', 'inspect', 'status', 'dominfo'), 'show'),
+    **dict.fromkeys(('computes', 'nodes', 'hypervisors', 'agents'), 'hosts'),
+    **dict.fromkeys(('shutdown', 'poweroff', 'halt', 'off', 'pause'), 'stop'),
+    **dict.fromkeys(('restart', 'reset'), 'reboot'),
+    **dict.fromkeys(('check', 'verify', 'fsck'), 'audit'),
+    **dict.fromkeys(('on', 'resume', 'up'), 'start'),
+    **dict.fromkeys(('monitor', 'history', 'journal'), 'events'),
+    **{'flavors': 'flavor list', 'groups': 'group list', 'quotas': 'quota list', 'man': 'help'},
+}
+"""What other tools, and hands that come from them, call a command of ours."""
+
+
+def command_like(word: str) -> str | None:
+    """How the command is written that the word, which is none, probably means; None where none is like it."""
+    from ecomp.cli.commands import COMMANDS, NAMELESS  # which imports those whose mistakes these are
+
+    names = {name.partition(' ')[0] for name in COMMANDS if name not in NAMELESS}
+    return ELSEWHERE.get(word.lower()) or near(word, names)
+
+
+def hint(word: str) -> str:
+    """The end of a sentence that says that a word is no command."""
+    close = command_like(word)
+    return f': did you mean eschedule {close}?' if close else '; --help shows all'

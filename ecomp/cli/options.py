@@ -1,0 +1,288 @@
+"""eschedule's options: a field of Options is the row of one, and what does not go together. Pure, and light to import.
+
+A named tuple, for a dataclass takes ten times as long to make, and every command would wait for it. Its annotations are
+values here, so the module does without `from __future__ import annotations`.
+"""
+
+import argparse
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Annotated, Any, NamedTuple
+
+from ecomp.cli.words import check_project, parse_uuid
+from ecomp.errors import UsageError
+from ecomp.model.boots import KEPT
+from ecomp.model.choose import WEIGHS
+from ecomp.model.group import POLICIES, Membership, check_group_name
+from ecomp.model.names import check_name
+from ecomp.model.record import QUEUED, STAGES, STATES
+
+TABLE, JSON, YAML, CSV, VALUE = FORMS = ('table', 'json', 'yaml', 'csv', 'value')
+"""What -f takes."""
+
+LARGEST_SET, LARGEST_NAMED_SET = 100, 60
+"""Instances of one command, without and with names: each is one or two of the 128 operations that etcd takes in a
+transaction. More is a UsageError."""
+
+PATIENCE = 300.0
+"""Seconds that --wait and `wait` take at most where --timeout does not say otherwise: then it is exit 6."""
+
+
+MOST_LINES = 1_000_000
+"""Lines that `log -n` may ask for; more is a UsageError, and without -n comes all there is."""
+
+
+class Option(NamedTuple):
+    """One option: how it is written, its value's name ('' for none), what it does, and the rest for argparse."""
+
+    flags: tuple[str, ...]
+    metavar: str
+    help: str
+    more: Mapping[str, Any] = {}
+
+
+def _option(flags: str, metavar: str, help: str, **more: Any) -> Option:
+    how = {'metavar': metavar} if metavar else {'action': 'store_true'}
+    return Option(tuple(flags.split()), metavar, help, {**how, **more})
+
+
+class Options(NamedTuple):
+    """The options, None or False where not given. `wait` is '' for --wait alone; `uuid` is canonical.
+
+    `stage` is --for's, `size` --count's. A field with two rows has options of which one at most may be given.
+    """
+
+    uuid: Annotated[str | None, _option(
+        '--uuid', 'UUID', 'the uuid of the new instance, or of the set with --count. The same command with the same '
+        'uuid makes nothing twice: it goes on, or says what became of it. Without: a new one', type=parse_uuid)] = None
+    name: Annotated[str | None, _option(
+        '--name', 'NAME', "the instance's name and its guest's host name: 1 to 63 lower-case letters, digits and -. "
+        'No two living instances have the same; it stands wherever the uuid may. Without: it has no name')] = None
+    ssh_key: Annotated[Sequence[str] | None, _option(
+        '--ssh-key', 'FILE', 'a file of OpenSSH public keys that may log in, 32 KiB in all; may be given several '
+        'times. Without: ssh_keys of schedule.yaml', action='append')] = None
+    user_data: Annotated[str | None, _option(
+        '--user-data', 'FILE', 'what cloud-init in the guest is given: cloud-config, a script, MIME multipart, or any '
+        'of them in gzip, at most 256 KiB. - reads standard input. Without: user_data of schedule.yaml')] = None
+    size: Annotated[int | None, _option(
+        '--count', 'N', f'how many instances, 1 to {LARGEST_SET} ({LARGEST_NAMED_SET} with --name, where they are '
+        'called NAME-1, NAME-2, …): all of them are placed, or none. Without: 1', type=int)] = None
+    min: Annotated[int | None, _option(
+        '--min', 'M', 'with --count: be content with M instances or more where there is no room for N. Without: N',
+        type=int)] = None
+    flavor: Annotated[str | None, _option(
+        '--flavor', 'NAME', 'ask for what this flavor asks for. A query beside it is laid on top: its amounts take '
+        "the place of the flavor's, and all else is added")] = None
+    weigh: Annotated[str | None, _option(
+        '--weigh', 'HOW', 'in which order computes with room are tried: spread (the emptiest first), pack (the '
+        "fullest first), random, or first (placement's own order). Without: spread", choices=WEIGHS)] = None
+    on: Annotated[str | None, _option(
+        '--on', 'COMPUTE', 'place it on this compute or nowhere: its host name, its uuid, or the beginning of its '
+        'uuid')] = None
+    group: Annotated[str | None, _option(
+        '--group', 'GROUP', 'make the instance a member of this group, whose members share one compute or avoid each '
+        "other's. The first member creates it, and with the last one it is gone")] = None
+    policy: Annotated[str | None, _option(
+        '--policy', 'POLICY', 'what the group means: affinity (all members on one compute) or anti-affinity (no two '
+        'on the same). The first member has to say it; later ones may leave it out, and are refused if they say '
+        'otherwise', choices=POLICIES)] = None
+    strictness: Annotated[
+        str | None,
+        _option(
+            '--strict', '', "the group's policy is a condition: an instance is not placed where it would break it "
+            '(exit 3). So it is where the first member says neither --strict nor --soft',
+            action='store_const', const='strict'),
+        _option(
+            '--soft', '', "the group's policy is a preference: computes where it would be broken are tried last, and "
+            'are taken if no other has room', action='store_const', const='soft'),
+    ] = None
+    project: Annotated[str | None, _option(
+        '--project', 'ID', 'the project the instance belongs to, whose quota counts it: 1 to 255 characters. Without: '
+        'project_id of schedule.yaml')] = None
+    queue: Annotated[bool, _option(
+        '--queue', '', 'put the request into the queue of its --flavor, where a compute with room takes it by itself, '
+        'now or later. Without: eschedule chooses a compute at once, or says that there is no room')] = False
+    wait: Annotated[str | None, _option(
+        '--wait', '[=STAGE]', 'return once the new instances have their addresses, and print those; or once they have '
+        f'reached STAGE: {", ".join(STAGES)}. Without: return once they are placed')] = None
+    stage: Annotated[str | None, _option(
+        '--for', 'STAGE', f'the stage to wait for: {", ".join(STAGES)}. Without: addressed')] = None
+    timeout: Annotated[float | None, _option(
+        '--timeout', 'SECONDS', 'how long to wait in all; then the exit code is 6, and what was begun goes on. '
+        f'Without: {PATIENCE:.0f}', type=float)] = None
+    boot: Annotated[int | None, _option(
+        '--boot', 'N', f'the boot of this number: 1 is the one it was made with, and the last {KEPT} are kept. '
+        'Without: the last one', type=int)] = None
+    format: Annotated[str | None, _option(
+        '-f --format', 'FORM', 'table, json or yaml, or, of what has columns, csv or value: bare values, a tab between '
+        'two, and - for what is not there. Without: table', choices=FORMS)] = None
+    columns: Annotated[Sequence[str] | None, _option(
+        '-c --column', 'COLUMN', 'only this column; several with commas between them or -c again. The beginning of its '
+        'name will do, in small letters, too. Without: all', action='append')] = None
+    no_header: Annotated[bool, _option(
+        '--no-header', '', 'of a table, csv or details the values alone, without their headings')] = False
+    sort: Annotated[str | None, _option(
+        '--sort', 'COLUMN', 'by this column, and numbers as such: web-2 before web-10. Without: as they come')] = None
+    wide: Annotated[bool, _option(
+        '--wide', '', 'all columns, and all of each. Without: on a terminal uuids are short, and what does not fit is '
+        'cut or left out; what goes to a file or a program has whole columns')] = False
+    state: Annotated[Sequence[str] | None, _option(
+        '--state', 'STATE', 'only those in this state; several with commas between them or --state again. gone shows '
+        'those that are, as --all does', action='append')] = None
+    host: Annotated[str | None, _option(
+        '--host', 'COMPUTE', 'only those on this compute: its uuid, or its host name')] = None
+    all: Annotated[bool, _option(
+        '--all', '', 'also the instances that are gone: their records are kept for a day')] = False
+    watch: Annotated[bool, _option(
+        '--watch', '', 'go on with each change as it happens, until Ctrl-C, which is exit 0')] = False
+    fix: Annotated[bool, _option(
+        '--fix', '', 'mend what is safe to mend. It looks twice, a minute apart, and changes only what both looks '
+        'found; nothing that runs is touched')] = False
+    follow: Annotated[bool, _option(
+        '--follow', '', 'go on with what the guest writes, as it comes; Ctrl-C ends it. -f for short')] = False
+    lines: Annotated[int | None, _option(
+        '-n --lines', 'N', 'the last N lines. Without: all that is kept', type=int)] = None
+    accept_new: Annotated[bool, _option(
+        '--accept-new', '', 'of a guest that has not said its host keys: take the one that it shows first, on your '
+        'own word, and no other from then on')] = False
+    identity: Annotated[str | None, _option(
+        '-i --identity', 'FILE', "the private key to log in with. Without: ssh's own choice")] = None
+    config: Annotated[str | None, _option(
+        '--config', 'FILE', 'the configuration. Without: schedule.yaml in ./, ~/.config/ecomp/ or /etc/ecomp/, the '
+        'first that is there')] = None
+
+    @property
+    def membership(self) -> Membership | None:
+        """The group it is to be in, as far as that is said."""
+        strict = None if self.strictness is None else self.strictness == 'strict'
+        return None if self.group is None else Membership(self.group, self.policy, strict)
+
+    @property
+    def states(self) -> list[str] | None:
+        """The states that were asked for."""
+        return None if self.state is None else [state for each in self.state for state in each.split(',')]
+
+    @property
+    def patience(self) -> float:
+        """Seconds to wait at most."""
+        return PATIENCE if self.timeout is None else self.timeout
+
+
+OPTIONS: Mapping[str, tuple[Option, ...]] = {
+    field: each.__metadata__ for field, each in Options.__annotations__.items()
+}
+"""The rows of every field."""
+
+
+def add_all(parser: argparse.ArgumentParser) -> None:
+    """Have argparse read every option; which of them a command takes is looked at once the command is known."""
+    for field, rows in OPTIONS.items():
+        group = parser.add_mutually_exclusive_group() if len(rows) > 1 else parser
+        for each in rows:
+            how = {**each.more} if 'action' in each.more else {**each.more, 'action': _Once}
+            group.add_argument(*each.flags, dest=field, **how)
+
+
+class _Once(argparse.Action):
+    """An option with a value: which of two is meant nobody can say."""
+
+    def __call__(self, _: object, found: argparse.Namespace, value: Any, __: object = None) -> None:
+        if getattr(found, self.dest) is not None:
+            raise UsageError(f'{self.option_strings[-1]} is given twice')
+        setattr(found, self.dest, value)
+
+
+def check(name: str, words: Sequence[str], options: Options, takes: Iterable[str], creates: bool) -> None:
+    """UsageError for an option that the command does not take, and for what does not go together.
+
+    `takes` are the fields of Options that it does; `creates`: it makes a new instance.
+    """
+    takes = {*takes}
+    given = {each for each, value in options._asdict().items() if value not in (None, False)} - {'config'}
+    wrong = sorted(given.difference(takes))
+    if wrong:
+        rows = OPTIONS[wrong[0]]
+        flag = rows[0].flags[-1] if len(rows) == 1 else f'--{getattr(options, wrong[0])}'
+        raise UsageError(f'{flag} does not go with this form; --help shows all')
+    _check_form(options, 'columns' in takes)
+    _check_set(options)
+    _check_group(options)
+    if options.project is not None:
+        check_project(options.project)
+    if options.boot is not None and options.boot < 1:
+        raise UsageError('--boot: 1 or more; eschedule show names those that are kept')
+    if options.queue:
+        _check_queue(words, options)
+    if options.name is not None and creates:
+        last = [f'{options.name}-{options.size}'] if (options.size or 1) > 1 else []
+        _check_names('--name', check_name, options.name, *last)
+    if options.lines is not None and not 0 <= options.lines <= MOST_LINES:
+        raise UsageError(f'-n: 0 to {MOST_LINES} lines')
+    _check_waiting(name, options, creates)
+
+
+def _check_form(options: Options, has_columns: bool) -> None:
+    for state in options.states or ():
+        if state not in (QUEUED, *STATES):
+            raise UsageError(f'--state: there is no such state; say {", ".join(sorted({QUEUED, *STATES}))}')
+    if options.watch and has_columns and options.format not in (None, TABLE):
+        raise UsageError(f'--watch draws a table: -f {options.format} does not go with it')
+    if options.format in (CSV, VALUE) and not has_columns:
+        raise UsageError(f'-f {options.format} goes with what has columns: say table, json or yaml')
+    if options.format in (JSON, YAML):
+        for flag, given in (('-c', options.columns), ('--no-header', options.no_header), ('--wide', options.wide)):
+            if given:
+                raise UsageError(f'{flag} does not go with -f {options.format}, which has all there is')
+    for option, names in (('-c', options.columns), ('--sort', None if options.sort is None else [options.sort])):
+        if names is not None and not all(name.strip() for each in names for name in each.split(',')):
+            raise UsageError(f'{option}: give the name of a column')
+
+
+def _check_set(options: Options) -> None:
+    count = 1 if options.size is None else options.size
+    most = LARGEST_SET if options.name is None else LARGEST_NAMED_SET
+    if not 1 <= count <= most:
+        named = '' if options.name is None else ' with names'
+        raise UsageError(f'--count: 1 to {most}{named}, which one transaction of etcd takes')
+    if options.min is not None and options.size is None:
+        raise UsageError('--min goes with --count, of which it is the least')
+    if options.min is not None and not 1 <= options.min <= count:
+        raise UsageError(f'--min: 1 to {count}, the --count')
+
+
+def _check_group(options: Options) -> None:
+    if options.group is not None:
+        _check_names('--group', check_group_name, options.group)
+    elif options.policy is not None or options.strictness is not None:
+        raise UsageError('--policy, --strict and --soft go with --group')
+
+
+def _check_queue(words: Sequence[str], options: Options) -> None:
+    if options.flavor is None:
+        raise UsageError('--queue: give a --flavor: each flavor has a queue of its own')
+    if words[0]:
+        raise UsageError('--queue: a flavor asks for what it says, and takes no query on top')
+    for option, value in (('on', options.on), ('weigh', options.weigh), ('count', options.size), ('min', options.min)):
+        if value is not None:
+            raise UsageError(f'--{option} does not go with --queue: who takes it is not for eschedule to say')
+
+
+def _check_names(option: str, check: Callable[[str], str], *names: str) -> None:
+    try:
+        for name in names:
+            check(name)
+    except ValueError as error:
+        raise UsageError(f'{option}: {error}') from error
+
+
+def _check_waiting(name: str, options: Options, creates: bool) -> None:
+    if options.wait and not creates:
+        raise UsageError(f'{name} waits for one thing: --wait alone')
+    if options.timeout is not None:
+        if options.wait is None and name != 'wait':
+            raise UsageError('--timeout goes with --wait')
+        if not 0 <= options.timeout < 10**9:
+            raise UsageError('--timeout: seconds, not negative')
+    for option, stage in (('wait', options.wait or None), ('for', options.stage)):
+        if stage not in (None, *STAGES):
+            known = f'{", ".join(STAGES[:-1])} or {STAGES[-1]}'
+            raise UsageError(f'--{option}={stage}: there is no such stage; say {known}')

@@ -1,0 +1,72 @@
+"""What comes of each word of a command: said as it comes, and told programs in one document at the end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from ecomp.cli.command import Context
+from ecomp.cli.options import TABLE
+from ecomp.errors import EcompError, StillGoing
+
+QUOTED = 5
+"""How many words a sentence names at most."""
+
+
+class Outcomes:
+    """What came of each word of a command, whatever became of the others.
+
+    `found` has for each word {"word", what else is known, "said": [sentences], "error": {"code", "said"} or null}, and
+    `code` is the first failure's exit code, 0 while there is none.
+    """
+
+    def __init__(self, do: Context, words: Sequence[str], **known: object) -> None:
+        self._do = do
+        self._several = len(words) > 1
+        self.found: dict[str, dict[str, Any]] = {
+            word: {'word': word, **known, 'said': [], 'error': None} for word in words
+        }
+        self.code = 0
+
+    def each(self, words: Iterable[str], work: Callable[[str], None]) -> None:
+        """Do it for every word; an EcompError is said, and is that word's alone."""
+        for word in words:
+            try:
+                work(word)
+            except EcompError as error:
+                self._do.out.say(self._do.out.words(error))
+                self._fail(word, error)
+
+    def wait(self, words: Sequence[str], work: Callable[[str], None], again: Callable[[str], str]) -> None:
+        """As each(), for what waits: Ctrl-C ends it for all of them, and is exit 6, for what was begun goes on.
+
+        `again` says how to wait for words that it is given, with spaces between them.
+        """
+        left = list(words)
+        try:
+            while left:
+                self.each(left[:1], work)
+                del left[0]
+        except KeyboardInterrupt:
+            more = f' and {len(left) - QUOTED} more' if len(left) > QUOTED else ''
+            interrupted = StillGoing(f'interrupted, and it goes on: {again(" ".join(left[:QUOTED]) + more)}')
+            self._do.out.say(str(interrupted))
+            for word in left:
+                self._fail(word, interrupted)
+
+    def tell(self, word: str, said: str = '', **known: object) -> None:
+        """Say what came of a word, and what is known of it besides."""
+        if said:
+            self._do.out.say(said)
+            self.found[word]['said'].append(said)
+        self.found[word].update(known)
+
+    def end(self) -> int:
+        """Print the document, if one was asked for; the exit code."""
+        if self._do.form != TABLE:
+            self._do.show_document(list(self.found.values()), several=self._several)
+        return self.code
+
+    def _fail(self, word: str, error: EcompError) -> None:
+        self.found[word]['error'] = {'code': error.exit_code, 'said': str(error)}
+        self.code = self.code or error.exit_code

@@ -1,0 +1,163 @@
+"""The commands for what instances share: flavors, groups, quotas."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from ecomp.cli.command import DOCUMENT, LISTED, Command, Context
+from ecomp.cli.outcomes import Outcomes
+from ecomp.cli.terminal import each_of
+from ecomp.cli.words import flavor_and_query, names, nothing, project_and_limits
+from ecomp.errors import NotFound
+from ecomp.model import keys
+from ecomp.model.near import did_you_mean
+from ecomp.model.text import printable
+
+if TYPE_CHECKING:
+    from ecomp.model.group import Group
+    from ecomp.model.quota import Quota
+    from ecomp.store.client import Store
+
+
+def _flavor_list(do: Context) -> int:
+    from ecomp.cli.shares import as_flavors
+    from ecomp.scheduler.operating.flavors import all_flavors
+
+    flavors, unreadable = all_flavors(do.config, do.store)
+    return do.show(as_flavors(flavors), unreadable)
+
+
+def _flavor_show(do: Context) -> int:
+    from ecomp.cli.shares import as_flavors
+    from ecomp.scheduler.operating.flavors import all_flavors, no_such
+
+    flavors, unreadable = all_flavors(do.config, do.store)
+    missing = [name for name in do.words if name not in flavors]
+    for name in missing:
+        do.out.say(str(no_such(name, flavors)))
+    found = {name: each for name, each in flavors.items() if name in do.words}
+    code = do.show(as_flavors(found), unreadable, one=len(do.words) == 1) if found else 0
+    return NotFound.exit_code if missing else code
+
+
+def _flavor_set(do: Context) -> int:
+    from ecomp.scheduler.operating.flavors import put
+
+    return _told(do, [do.words[0]], lambda _: put(do.store, do.placement, *do.words))
+
+
+def _flavor_delete(do: Context) -> int:
+    from ecomp.scheduler.operating.flavors import delete
+
+    return _told(do, do.words, lambda name: delete(do.store, name))
+
+
+def _group_list(do: Context) -> int:
+    from ecomp.cli.shares import as_groups
+    from ecomp.store.sharing import every, group
+
+    groups, unreadable = every(do.store, keys.GROUPS, group)
+    return do.show(as_groups(groups, do.computes), unreadable)
+
+
+def _group_show(do: Context) -> int:
+    from ecomp.cli.shares import as_members
+
+    found: list[Group] = []
+    code = each_of(do.out, do.words, lambda name: found.append(_one_group(do.store, name)))
+    if found:
+        do.show(as_members(found, do.computes, several=len(do.words) > 1))
+    return code
+
+
+def _one_group(store: Store, name: str) -> Group:
+    from ecomp.store.sharing import group
+
+    found, _ = group(store, name)
+    if found is None:
+        near = did_you_mean(name, map(keys.last, store.snapshot(keys.GROUPS, keys_only=True).entries))
+        raise NotFound(f'{printable(name, 100)}: no such group{near}: eschedule group list shows all')
+    return found
+
+
+def _quota_list(do: Context) -> int:
+    from ecomp.cli.shares import as_quotas
+    from ecomp.store.sharing import every, quota
+
+    quotas, unreadable = every(do.store, keys.QUOTAS, quota)
+    return do.show(as_quotas(quotas), unreadable)
+
+
+def _quota_show(do: Context) -> int:
+    from ecomp.cli.shares import as_quota
+    from ecomp.scheduler.operating.quotas import one_quota
+
+    found: list[Quota] = []
+    code = each_of(do.out, do.words, lambda name: found.append(one_quota(do.store, name)))
+    if found:
+        do.show(as_quota(found, several=len(do.words) > 1))
+    return code
+
+
+def _quota_set(do: Context) -> int:
+    from ecomp.scheduler.operating.quotas import check_limits, limit
+
+    remark = check_limits(do.placement, do.words[1:])
+    more = f'; {remark}' if remark else ''
+    return _told(do, [do.words[0]], lambda project: limit(do.store, project, do.words[1:]) + more)
+
+
+def _told(do: Context, words: Sequence[str], change: Callable[[str], str]) -> int:
+    """Do it for each word, and say what was done; the exit code."""
+    outcomes = Outcomes(do, words)
+    outcomes.each(outcomes.found, lambda word: outcomes.tell(word, change(word)))
+    return outcomes.end()
+
+
+# fmt: off
+COMMANDS = (
+    Command('flavor list', 'flavor list', 'the flavors of schedule.yaml and of etcd',
+            'Print the flavors: what each asks for, and whether it is kept in schedule.yaml or in etcd. One of '
+            "schedule.yaml comes before etcd's of the same name.",
+            nothing, _flavor_list, LISTED,
+            example='eschedule flavor list'),
+    Command('flavor show', 'flavor show NAME…', 'what a flavor asks for',
+            'Print of a flavor, or of several, what `eschedule flavor list` prints of all.',
+            names, _flavor_show, LISTED, (4,),
+            example='eschedule flavor show small'),
+    Command('flavor set', "flavor set NAME 'resources=…'", 'keep a flavor in etcd, for everybody',
+            'Keep a flavor in etcd, for everybody, in place of one of that name: a placement query with resources= and '
+            'perhaps required= and nothing else, in quotes. What is placed already stays as it is.',
+            flavor_and_query, _flavor_set, DOCUMENT,
+            example="eschedule flavor set small 'resources=VCPU:1,DISK_GB:1,MEMORY_MB:256'"),
+    Command('flavor delete', 'flavor delete NAME…', 'remove flavors from etcd',
+            'Remove flavors from etcd. What is placed already stays as it is; what still waits in the queue of such a '
+            'flavor is taken by nobody.',
+            names, _flavor_delete, DOCUMENT, (4,),
+            example='eschedule flavor delete small'),
+    Command('group list', 'group list', 'all groups and their policies',
+            'Print all groups, a line each: name, policy, number of members, and on how many computes they are.',
+            nothing, _group_list, LISTED,
+            example='eschedule group list'),
+    Command('group show', 'group show GROUP…', 'where the members of a group are',
+            "Print a group's policy, and each member with its compute; `waits` is one that is in a queue.",
+            names, _group_show, LISTED, (4,),
+            example='eschedule group show web'),
+    Command('quota list', 'quota list', 'the projects that have limits',
+            'Print the projects that have limits, and how much of each limit is used. A project that is not listed has '
+            'none.',
+            nothing, _quota_list, LISTED,
+            example='eschedule quota list'),
+    Command('quota show', 'quota show PROJECT…', 'what a project may have, and has',
+            'Print of a project, for each resource class and for the number of instances, the limit, how much is used, '
+            'and how much is left (memory in MiB, disk in GiB).',
+            names, _quota_show, LISTED, (4,),
+            example='eschedule quota show shop'),
+    Command('quota set', 'quota set PROJECT CLASS=N…', 'limit what a project may have',
+            'Limit what a project may have in all: VCPU=10, MEMORY_MB=8192 (MiB), DISK_GB=100 (GiB), instances=5 or '
+            'any other resource class; =none is no limit any more. Limits that are not named stay. What it has already '
+            'is counted anew and stays, even if it is more.',
+            project_and_limits, _quota_set, DOCUMENT, (5,),
+            example='eschedule quota set shop VCPU=10 instances=5'),
+)

@@ -1,0 +1,224 @@
+"""What users read of instances, computes and findings. Pure: values to listings and sentences."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from ecomp.cli.fitting import natural
+from ecomp.cli.formats import STATE, TIME, UUID, Cell, Column, Details, Listing, Row
+from ecomp.model import boots
+from ecomp.model.allocation import NEEDED
+from ecomp.model.computes import NOBODY, Computes
+from ecomp.model.host import DISABLED, Host
+from ecomp.model.inventory import Room
+from ecomp.model.power import ASKED, OFF, phase
+from ecomp.model.record import ACTIVE, BUILDING, ERROR, KEPT, STOPPED, Interface, Record, to_dict
+from ecomp.model.text import printable
+from ecomp.scheduler.changing.wait import failure, waits_for
+
+if TYPE_CHECKING:
+    from ecomp.model.findings import Finding
+    from ecomp.scheduler.operating.audit import Report
+    from ecomp.scheduler.placing.plan import RankedCompute
+
+MIDWAY = {ASKED: 'its guest was asked to turn itself off', OFF: 'it is off, and about to be started'}
+INSTANCE = Column('INSTANCE', kind=UUID)
+COMPUTE = Column('COMPUTE', rank=3, kind=UUID)
+COLUMNS = (
+    INSTANCE,
+    Column('NAME'),
+    Column('STATE', kind=STATE),
+    Column('ADDRESS', rank=2),
+    Column('HOST', rank=1, least=8),
+    COMPUTE._replace(wide=True),
+    Column('REQUESTED', rank=4, kind=TIME),
+)
+REASON = Column('REASON', rank=1, least=20)
+MORE = (Column('PROJECT', wide=True), Column('GROUP', wide=True), Column('IMAGE', wide=True))
+
+
+def as_list(records: Sequence[Record], known: Computes = NOBODY) -> Listing:
+    """All records, a line each, by the time of their request, those of a set by name; what is wrong with one, too.
+
+    `known` is what computes are called, here and below.
+    """
+    records = sorted(records, key=lambda each: (each.stages.get('requested', ''), natural(each.name), each.instance))
+    # Mostly there is nothing to say, and then no column for it in a table.
+    reason = REASON._replace(wide=not any(map(_reason, records)))
+    rows = [
+        Row(
+            [
+                *(each.instance, each.name or None, each.state, each.address or None),
+                *(known.called(each.compute) or None, each.compute or None),
+                *(each.stages.get('requested') or None, _reason(each)),
+                *(each.project_id or None, each.group_name, each.image or None),
+            ],
+            _record(each, known),
+        )
+        for each in records
+    ]
+    return Listing([*COLUMNS, reason, *MORE], rows)
+
+
+def _reason(record: Record) -> str | None:
+    error = record.error
+    return f'{error.stage}: {error.reason}' if error else record.fault
+
+
+def as_detail(record: Record, known: Computes = NOBODY) -> Details:
+    """One record whole."""
+    asked = ', '.join(f'{name}:{amount}' for name, amount in record.resources.items())
+    rows: list[tuple[str, Cell]]
+    rows = [(name, getattr(record, name) or None) for name in ('instance', 'name', 'state')]
+    rows += [('since', since)] if (since := _since(record)) else []
+    rows += [('host', known.host(record.compute))]
+    rows += [(name, getattr(record, name) or None) for name in ('compute', 'image')]
+    rows += [('resources', asked or None), ('query', record.query or None)]
+    rows += [('project', record.project_id or None), ('user', record.user_id or None)]
+    rows += [('group', record.group.name)] if record.group else []
+    rows += [(f'interface {number}', _interface(each)) for number, each in enumerate(record.addresses)]
+    rows += [('console', record.console)] if record.console and record.state not in KEPT else []
+    rows += [(stage, time) for stage, time in sorted(record.stages.items(), key=lambda each: each[1]) if time]
+    rows += [(f'boot {each.number}', _boot(each)) for each in record.boots if len(record.boots) > 1]
+    if record.progress:
+        rows.append(('progress', str(record.progress)))
+    if record.error:
+        rows.append(('reason', f'at stage {record.error.stage}: {record.error.reason}'))
+        rows.append(('cleaned up', record.error.cleaned))
+    if phase(record.power):
+        rows.append(('power', MIDWAY.get(phase(record.power), record.power or '')))
+    if record.fault:
+        rows.append(('fault', record.fault))
+    if record.cloud_init:
+        rows.append(('cloud-init', f'failed at stage {record.cloud_init.stage}: {record.cloud_init.reason}'))
+    rows += [('host key', each) for each in record.host_keys]
+    return Details(rows, _record(record, known))
+
+
+def as_hosts(hosts: Sequence[Host]) -> Listing:
+    """All computes, a line each."""
+    # What every guest needs, and then what only some computes have.
+    classes = [*NEEDED, *sorted({name for each in hosts for name in each.resources} - set(NEEDED))]
+    columns = [COMPUTE._replace(rank=2), Column('HOST', least=8), Column('STATE', kind=STATE), Column('INSTANCES', 1)]
+    rows = [
+        Row(
+            [
+                *(each.compute, each.hostname or None, _state(each), each.instances),
+                *(_share(each.resources.get(name)) for name in classes),
+                *(each.said.version, each.said.kind),
+            ],
+            _host(each),
+        )
+        for each in hosts
+    ]
+    return Listing([*columns, *_shares(classes), Column('VERSION', 4), Column('KIND', 3)], rows)
+
+
+def as_plan(ranked: Sequence[RankedCompute]) -> Listing:
+    """The computes that would be tried, in order, a line each."""
+    classes = [*NEEDED, *sorted({name for each in ranked for name in each.asked} - set(NEEDED))]
+    columns = [COMPUTE._replace(rank=2), Column('HOST', least=8), Column('WEIGHT', 1)]
+    rows = [
+        Row(
+            [
+                *(each.compute, each.hostname or None, None if each.weight is None else f'{each.weight:.2f}'),
+                *(_share(each.rooms.get(name)) for name in classes),
+                each.instances,
+            ],
+            _ranked(each),
+        )
+        for each in ranked
+    ]
+    return Listing([*columns, *_shares(classes), Column('INSTANCES')], rows)
+
+
+def _shares(classes: Sequence[str]) -> list[Column]:
+    return [Column(f'{name} USED/CAPACITY', rank=1 if name in NEEDED else 3, short=name) for name in classes]
+
+
+def as_findings(findings: Sequence[Finding], known: Computes = NOBODY) -> Listing:
+    """What an audit found, a line each."""
+    columns = [Column('CODE'), Column('SUBJECT', rank=1, kind=UUID), Column('FINDING', least=40, folds=True)]
+    rows = [
+        Row(
+            [each.code, *map(known.translated, (each.subject, each.sentence))],
+            {**each.to_dict(), 'host': known.host(each.compute)},
+        )
+        for each in findings
+    ]
+    return Listing(columns, rows)
+
+
+def summary(report: Report) -> list[str]:
+    """What is said beside an audit's findings: who was silent, what mends them, and how much was compared."""
+    called = report.known.called
+    away = [f'compute {called(each)} is {how}: what it has was not compared' for each, how in report.away.items()]
+    cures = (
+        f'{each.code}: ' + (f'--fix {each.fix}' if each.fix else f'by hand: {each.how}') for each in report.findings
+    )
+    count = len(report.findings)
+    return [*away, *dict.fromkeys(cures), f'{report.compared}: {count or "no"} finding' + 's' * (count != 1)]
+
+
+def no_address(record: Record) -> str:
+    """Why an instance has no address (yet), in one line."""
+    if record.state == ERROR:
+        return failure(record)
+    reserved = record.addresses[0].expected if record.addresses else None
+    expected = f' ({reserved} is expected)' if reserved and record.state in (BUILDING, ACTIVE) else ''
+    return f'{record.instance}: no address yet: {record.state}, waiting for: {waits_for(record)}{expected}'
+
+
+def is_off(record: Record) -> str:
+    """That an instance is stopped, and since when."""
+    since = _since(record)
+    return printable(f'it is stopped, since {since}') if since else 'it is stopped'
+
+
+def _since(record: Record) -> str:
+    """Since when a guest runs or is off, '' where that is not known."""
+    stage = {ACTIVE: boots.STARTED, STOPPED: boots.STOPPED}.get(record.state)
+    return record.boot.stages.get(stage, '') if record.boot and stage else ''
+
+
+def _boot(boot: boots.Boot) -> str:
+    until = f' to {boot.stages[boots.STOPPED]}' if boots.STOPPED in boot.stages else ''
+    return f'{boot.reason}, {boot.stages.get(boots.STARTED, "-")}{until}'
+
+
+def _interface(each: Interface) -> str:
+    where = f'{each.mac} on {each.network}' + (f', by {each.source}' if each.source else '')
+    has = each.address or (f'{each.expected} expected' if each.expected else 'no address yet')
+    return f'{has} ({where})'
+
+
+def _share(share: Room | None) -> str | None:
+    if share is None:
+        return None
+    return f'{share.used}/{share.capacity}' + (f' ({share.over} too many)' if share.over else '')
+
+
+def _ranked(each: RankedCompute) -> dict[str, object]:
+    rooms = {name: {'used': room.used, 'capacity': room.capacity} for name, room in sorted(each.rooms.items())}
+    there = {'asked': dict(sorted(each.asked.items())), 'resources': rooms, 'instances': each.instances}
+    return {'compute': each.compute, 'host': each.hostname, 'hostname': each.hostname, 'weight': each.weight, **there}
+
+
+def _state(host: Host) -> str:
+    return f'{host.state}, disabled' if host.disabled and host.state != DISABLED else host.state
+
+
+def _host(host: Host) -> dict[str, object]:
+    shares = {
+        name: {field: getattr(each, field) for field in ('used', 'free', 'capacity', 'over')}
+        for name, each in sorted(host.resources.items())
+    }
+    said = {field: getattr(host, field) for field in ('compute', 'hostname', 'state', 'disabled', 'instances')}
+    of_itself = {field: getattr(host.said, field) for field in ('version', 'kind', 'queues')}
+    return {**said, 'host': host.hostname, **of_itself, 'resources': shares}
+
+
+def _record(record: Record, known: Computes) -> dict[str, object]:
+    """The record as etcd has it, and what its compute's host is called."""
+    return {**to_dict(record), 'host': known.host(record.compute)}

@@ -1,0 +1,104 @@
+"""Where words go, what the terminal is like, and one line that is written over."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, NamedTuple
+
+from ecomp.cli.options import TABLE, Options
+from ecomp.errors import EcompError, Unreachable
+from ecomp.model.record import timestamp
+from ecomp.model.text import printable
+
+if TYPE_CHECKING:
+    from ecomp.cli.formats import Look
+
+WIDTH = 80
+"""Columns of a terminal that does not say how many it has."""
+
+
+class Terminal(NamedTuple):
+    """Where words go: `put` is for data, to stdout at once, `say` for everything else.
+
+    Both let through what can be printed, and line breaks: whoever puts a line sees that there is none in it. `draw` is
+    for what ecomp.cli.formats made: it has colours and tabs, too, and all else in it is printable already. `told` says
+    which file has the addresses of etcd and placement.
+    """
+
+    put: Callable[[str], None]
+    draw: Callable[[str], None]
+    say: Callable[[str], None]
+    told: str = ''
+
+    def words(self, error: EcompError) -> str:
+        """What to say of an error: of a backend that gives no answer also which file it was told by."""
+        away = isinstance(error, Unreachable) and error.backend and self.told
+        return f'{error} ({printable(self.told)})' if away else str(error)
+
+
+def look(options: Options) -> Look:
+    """How the answer is to look, by the options, and by stdout where that is a terminal."""
+    from ecomp.cli.formats import Look  # many commands say one line, and need none of it
+
+    shown = options.format or TABLE
+    columns = tuple(name for each in options.columns or () for name in each.split(','))
+    given = Look(shown, columns, not options.no_header, options.sort or '', options.wide)
+    if shown != TABLE or not sys.stdout.isatty():
+        return given
+    # https://no-color.org
+    colour = not os.environ.get('NO_COLOR') and os.environ.get('TERM') != 'dumb'
+    return given._replace(width=None if options.wide else width(), colour=colour)
+
+
+def width() -> int | None:
+    """Columns of the terminal that stdout is, None where it is none; COLUMNS comes before what the terminal says."""
+    if not sys.stdout.isatty():
+        return None
+    told = os.environ.get('COLUMNS', '')
+    if told.isdecimal() and int(told[:6]) > 0:
+        return int(told[:6])
+    try:
+        return os.get_terminal_size(sys.stdout.fileno()).columns or WIDTH
+    except OSError:
+        return WIDTH
+
+
+class Live:
+    """One line on the terminal that is written over; nothing at all where stderr is no terminal."""
+
+    def __init__(self) -> None:
+        self._shown = False
+
+    def __enter__(self) -> Callable[[str], None]:
+        return self._tell
+
+    def __exit__(self, *_: object) -> None:
+        if self._shown:
+            sys.stderr.write('\r\x1b[K')
+            sys.stderr.flush()
+
+    def _tell(self, text: str) -> None:
+        if sys.stderr.isatty():
+            self._shown = True
+            sys.stderr.write(f'\r\x1b[K{printable(text)}')
+            sys.stderr.flush()
+
+
+def now() -> str:
+    """The time of day, as records have it."""
+    return timestamp(datetime.now(UTC))
+
+
+def each_of(out: Terminal, words: Sequence[str], do: Callable[[str], None]) -> int:
+    """Do it for every word, whatever became of the others; the first failure's exit code."""
+    code = 0
+    for word in words:
+        try:
+            do(word)
+        except EcompError as error:
+            out.say(out.words(error))
+            code = code or error.exit_code
+    return code

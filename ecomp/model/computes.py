@@ -1,0 +1,169 @@
+"""The computes as etcd tells of them: what each is called, and what the living ones say of themselves. Pure.
+
+A compute is called by its host's name wherever people read or type. It says that name while it is alive, and the key
+/hostnames/<compute> keeps it, as JSON {"version", "hostname"}, until the compute is forgotten.
+"""
+
+from __future__ import annotations
+
+import re
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, NamedTuple, Protocol
+
+from ecomp.model import keys
+from ecomp.model.json_object import dump, load_object
+from ecomp.model.text import renamed
+
+VERSION = 1
+LONGEST = 64
+"""Characters that are shown of a version or a kind."""
+
+_HOSTNAME = re.compile('[A-Za-z0-9_][A-Za-z0-9_.-]{0,252}')
+
+
+class StoredValue(Protocol):
+    """What is at a key: its value, and the lease it is on (0: none)."""
+
+    @property
+    def value(self) -> bytes: ...
+    @property
+    def lease(self) -> int: ...
+
+
+class Living(NamedTuple):
+    """What a living compute says of itself; None: it does not say it, as ecomp 1.0 does not say the last two.
+
+    `kind` is what its guests are: kvm, qemu or fake. `queues`: it takes requests out of queues.
+    """
+
+    hostname: str | None = None
+    version: str | None = None
+    kind: str | None = None
+    queues: bool | None = None
+
+
+@dataclass(frozen=True)
+class Computes:
+    """All computes of which etcd knows a name or a life; `remembered` has the host names of those that may be away."""
+
+    living: Mapping[str, Living] = field(default_factory=dict)
+    remembered: Mapping[str, str] = field(default_factory=dict)
+
+    def host(self, compute: str) -> str | None:
+        """The name of the compute's host; None if it never said one."""
+        return self._hosts.get(compute)
+
+    def called(self, compute: str) -> str:
+        """What it is called in a sentence: its host's name, with the uuid where that name is not its alone."""
+        host = self.host(compute)
+        if host is None:
+            return compute
+        return host if self.named(host) == [compute] else f'{host} ({compute})'
+
+    def named(self, host: str) -> list[str]:
+        """The computes that are meant by a host name, sorted: of several the only one that is alive, else all."""
+        found = self.all_named(host)
+        alive = [each for each in found if each in self.living]
+        return alive if len(alive) == 1 else found
+
+    def all_named(self, host: str) -> list[str]:
+        """The computes whose host has this name, alive or not, sorted."""
+        return self._by_host.get(host, [])
+
+    @property
+    def takers(self) -> list[str]:
+        """The living computes that take requests out of queues, sorted."""
+        return sorted(compute for compute, said in self.living.items() if said.queues)
+
+    @property
+    def no_taker(self) -> str | None:
+        """That none of them takes from queues, in one sentence; None if one does. An ecompute of 1.0 does not say."""
+        if self.takers:
+            return None
+        unsaid = sorted(self.called(compute) for compute, said in self.living.items() if said.queues is None)
+        if unsaid:
+            several = f'{unsaid[0]} and {len(unsaid) - 1} more' if len(unsaid) > 1 else unsaid[0]
+            return f'no compute says that it takes from queues; of {several}, of an older version, it is not known'
+        return 'no compute takes from queues: `queues: True` in the compute.yaml of one has it do so'
+
+    def translated(self, text: str) -> str:
+        """The text with what a compute is called in place of its uuid; a key's path stays as it is."""
+        return renamed(text, self.names)
+
+    @cached_property
+    def names(self) -> dict[str, str]:
+        """{uuid: what it is called} of all that have a host's name."""
+        return {compute: self.called(compute) for compute in self._hosts}
+
+    @cached_property
+    def _hosts(self) -> dict[str, str]:
+        said = {compute: each.hostname for compute, each in self.living.items() if each.hostname is not None}
+        return {**self.remembered, **said}
+
+    @cached_property
+    def _by_host(self) -> dict[str, list[str]]:
+        found: dict[str, list[str]] = {}
+        for compute, host in sorted(self._hosts.items()):
+            found.setdefault(host, []).append(compute)
+        return found
+
+
+NOBODY = Computes()
+"""No compute is known by name: each is called by its uuid."""
+
+
+def is_hostname(text: object) -> bool:
+    """True for what may be shown and typed as a host's name: it is not a uuid, and has no blank in it."""
+    if not isinstance(text, str) or not _HOSTNAME.fullmatch(text):
+        return False
+    try:
+        uuid.UUID(text)
+    except ValueError:
+        return True
+    return False
+
+
+def to_json(hostname: str) -> str:
+    """The value of a compute's key below /hostnames/."""
+    return dump({'version': VERSION, 'hostname': hostname})
+
+
+def hostname_in(value: bytes) -> str | None:
+    """The host name that such a value, or that of a compute's presence, says; None if it says none."""
+    return _hostname(_object(value))
+
+
+def computes_of(lives: Mapping[str, StoredValue], names: Mapping[str, StoredValue]) -> Computes:
+    """The computes in what is below /computes/, where a life is on a lease, and in what is below /hostnames/."""
+    named = {keys.last(key): hostname_in(each.value) for key, each in names.items()}
+    return Computes(
+        {keys.last(key): living_in(each.value) for key, each in lives.items() if each.lease},
+        {compute: name for compute, name in named.items() if name is not None and keys.is_uuid(compute)},
+    )
+
+
+def living_in(value: bytes) -> Living:
+    """What a living compute's own key says of it: whatever makes no sense is not said."""
+    said = _object(value)
+    version, kind = (_short(said.get(name)) for name in ('version', 'kind'))
+    queues = said.get('queues')
+    return Living(_hostname(said), version, kind, queues if isinstance(queues, bool) else None)
+
+
+def _object(value: bytes) -> dict[str, Any]:
+    try:
+        return load_object(value)
+    except ValueError:
+        return {}
+
+
+def _hostname(said: Mapping[str, Any]) -> str | None:
+    name = said.get('hostname')
+    return name if isinstance(name, str) and is_hostname(name) else None
+
+
+def _short(text: object) -> str | None:
+    return text[:LONGEST] if isinstance(text, str) and text else None

@@ -1,0 +1,130 @@
+"""Accept a destroy: the request's key is rewritten as a tombstone, which its compute carries out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import UTC, datetime
+from functools import partial
+
+from ecomp.errors import Conflict, NotFound, UnknownOutcome, Unreachable, Unreadable
+from ecomp.failpoints import failpoint
+from ecomp.model import keys
+from ecomp.model.group import Membership
+from ecomp.model.instance import SIZE_LIMIT, Request, to_json
+from ecomp.model.record import ERROR, GONE, Record, is_newer, timestamp
+from ecomp.scheduler.looking.find import InstanceEntries, living, requested
+from ecomp.store.client import Delete, Entry, Put, Store, Unchanged
+from ecomp.store.places import places
+from ecomp.store.sharing import commit_with, freed, group, write_end
+
+TRIES = 5
+
+
+def destroy(store: Store, instance: str) -> str:
+    """Accept the destroy; what was done, in one sentence. NotFound if it is gone or unknown.
+
+    An instance in error has nothing left but its record, which is removed here. Asked again while it is
+    being destroyed: says so and changes nothing. Of one whose record cannot be read its request says enough: Unreadable
+    only where no compute is asked for it, and for a record of a newer version.
+    """
+    asked = False
+    for _ in range(TRIES):
+        try:
+            found = _living(store, instance)
+            if found.is_destroying:
+                return f'{instance}: is being destroyed on {found.record.compute} already'
+            commit, done = _transaction(store, found)
+            if commit() is not None:
+                if found.queue_entry is None:
+                    failpoint('tombstoned')
+                else:
+                    failpoint('unqueued')
+                return done
+        except UnknownOutcome:
+            asked = True  # the next look says what became of it
+        except NotFound:
+            if not asked:
+                raise
+            return f'{instance}: gone'  # of an unknown outcome that was one
+        except Unreachable as error:
+            if not asked:
+                raise type(error)(f'{error}; the destroy of {instance} is not accepted', error.backend) from error
+            unknown = f'whether the destroy of {instance} is accepted is not known: the same command again says so'
+            raise UnknownOutcome(f'{error}; {unknown}', error.backend) from error
+    raise Conflict(f'{instance}: changed by somebody else all the time; try again')
+
+
+def _living(store: Store, instance: str) -> InstanceEntries:
+    try:
+        return living(store, instance)
+    except Unreadable:
+        at = places(store, instance)
+        found = requested(at)
+        # What a newer ecomp wrote may name more than a destroy by this one removes.
+        if found is None or (at.record is not None and is_newer(at.record.value)):
+            raise
+        return found
+
+
+def _transaction(store: Store, found: InstanceEntries) -> tuple[Callable[[], int | None], str]:
+    """What commits it, None where something has changed since; and what is done then, in one sentence."""
+    if found.queue_entry is not None:
+        return _out_of_queue(store, found.record, found.queue_entry)
+    record, compute = found.record, found.record.compute
+    request_key, entry = keys.request(compute, record.instance), found.record_entry
+    record_key = entry.key if entry else keys.record(compute, record.instance)
+    record_revision = entry.revision if entry else 0
+    if record.state == ERROR and found.request_entry is None:
+        done = f'{record.instance}: its record is removed; nothing else was left of it'
+        return partial(remove_record, store, record_key, record_revision, found), done
+    request = found.request
+    bare = Request(
+        record.instance,
+        {},
+        user_id=record.user_id,
+        project_id=record.project_id,
+        # A compute that has not seen the request yet is to free all of it the same.
+        name=found.name,
+        group=request.group if request else _group_of(store, record),
+        left=request.resources if request else record.resources,
+    )
+    stages = {name: time for name, time in record.stages.items() if time}
+    tombstone = to_json(replace(bare, query=record.query, stages=stages))
+    if len(tombstone) > SIZE_LIMIT:  # a text that is escaped here may have been a third as long
+        tombstone = to_json(bare)
+    unchanged = [Unchanged(request_key, found.request_entry.revision if found.request_entry else 0)]
+    if found.request_entry is None:
+        # Or an instance that ended since its record was read is destroyed a second time: its request is gone, too.
+        unchanged.append(Unchanged(record_key, record_revision))
+    done = f'{record.instance}: destroy accepted, {compute} carries it out'
+    if store.get(keys.compute(compute)) is None:
+        done += ' when it is back: it is silent now'
+    return partial(store.commit, unchanged, [Put(request_key, tombstone)]), done
+
+
+def remove_record(store: Store, key: str, revision: int, found: InstanceEntries) -> int | None:
+    """Remove the record at `key` of an instance that is over, and free its name.
+
+    None, and nothing is removed, where the record's revision is another one, or somebody asks for the instance again.
+    """
+    record = found.record
+    conditions = [Unchanged(key, revision), Unchanged(keys.request(record.compute, record.instance), 0)]
+    return commit_with(store, conditions, [Delete(key)], partial(freed, store, found.name, record.instance))
+
+
+def _group_of(store: Store, record: Record) -> Membership | None:
+    """The group of one whose request is gone, or cannot be understood; None where there is nothing to leave."""
+    try:
+        theirs = group(store, record.group.name)[0] if record.group else None
+    except Unreadable:
+        return None  # the audit tells of it
+    return theirs.membership if theirs is not None else None
+
+
+def _out_of_queue(store: Store, record: Record, entry: Entry) -> tuple[Callable[[], int | None], str]:
+    """A request that waits goes, whoever is taking it, and its record says gone: a uuid is never used twice."""
+    gone = record.at(GONE, timestamp(datetime.now(UTC)), 'gone')
+    conditions = [Unchanged(entry.key, entry.revision), Unchanged(keys.record('', record.instance), 0)]
+    done = f'{record.instance}: taken out of its queue, nothing of it was begun'
+    return partial(write_end, store, gone, conditions, [entry.key, keys.taker(entry.key)]), done

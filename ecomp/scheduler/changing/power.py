@@ -1,0 +1,115 @@
+"""Accept a stop, a start or a reboot: the request's key is rewritten with it, and its compute carries it out."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import NamedTuple
+
+from ecomp.errors import Conflict, UnknownOutcome, Unreachable
+from ecomp.failpoints import failpoint
+from ecomp.model import keys
+from ecomp.model.instance import Invalid, Request, parse_request
+from ecomp.model.json_object import dump, load_object
+from ecomp.model.power import START, STOP, Power, action_id
+from ecomp.model.record import ACTIVE, ERROR, STOPPED
+from ecomp.scheduler.looking.find import InstanceEntries, living
+from ecomp.store.client import Entry, Put, Store, Unchanged
+
+TRIES = 5
+WHY_NOT = {
+    'queued': 'waits for a compute to take it',
+    'scheduled': 'is not built yet: wait for it',
+    'building': 'is being built: wait for it',
+    'destroying': 'is being destroyed',
+    ERROR: 'is in error, and nothing of it is left: destroy removes its record',
+}
+
+
+class Acceptance(NamedTuple):
+    """What came of asking for a power change. `said` is a sentence; `power` is what to wait for, None for nothing.
+
+    `before` are the ids that the record may still have of what came before.
+    """
+
+    said: str
+    power: Power | None = None
+    before: frozenset[str] = frozenset()
+
+
+def power(store: Store, instance: str, wanted: Power) -> Acceptance:
+    """Write the power change into the request; where it is done or asked already, change nothing and say so.
+
+    Errors: NotFound; Conflict of one that is neither active nor stopped.
+    """
+    asked = False
+    for _ in range(TRIES):
+        try:
+            found = living(store, instance)
+            entry, request = _request(found)
+            answer = _already(store, found, request, wanted)
+            if answer is not None:
+                return answer
+            accepted = _accepted(store, found, wanted)  # before the commit: after it nothing may fail
+            if store.commit([Unchanged(entry.key, entry.revision)], [_rewritten(found, entry, wanted)]) is not None:
+                failpoint('power-asked')
+                return accepted
+        except UnknownOutcome:
+            asked = True  # the next look says what became of it
+        except Unreachable as error:
+            if not asked:
+                said = f'{error}; the {wanted.action} of {instance} is not accepted'
+                raise type(error)(said, error.backend) from error
+            unknown = f'whether the {wanted.action} of {instance} is accepted is not known: show says what it is'
+            raise UnknownOutcome(f'{error}; {unknown}', error.backend) from error
+    raise Conflict(f'{instance}: changed by somebody else all the time; try again')
+
+
+def _request(found: InstanceEntries) -> tuple[Entry, Request]:
+    """The instance's request, of one that has a power that can be switched."""
+    record, entry = found.record, found.request_entry
+    if record.state not in (ACTIVE, STOPPED):
+        raise Conflict(f'{record.instance}: {WHY_NOT.get(record.state, f"is {record.state}")}')
+    if entry is None:
+        raise Conflict(f'{record.instance}: nobody asks for it: its request was removed, and it is left alone')
+    request = parse_request(record.compute, entry.key, entry.value)
+    if isinstance(request, Invalid):
+        raise Conflict(f'{record.instance}: its request cannot be understood: {request.reason}')
+    if request.is_tombstone:
+        raise Conflict(f'{record.instance}: {WHY_NOT["destroying"]}')
+    return entry, request
+
+
+def _already(store: Store, found: InstanceEntries, request: Request, wanted: Power) -> Acceptance | None:
+    record, last = found.record, request.power
+    if last is not None and last.id == wanted.id:
+        return _accepted(store, found, wanted)  # by a commit whose answer was lost
+    if last is not None and not last.is_done(record.power):
+        said = f'{record.instance}: {wanted.action} was asked for before, {record.compute} is at it'
+        return Acceptance(said, last, _before(found)) if last.action == wanted.action else None
+    if (wanted.action, record.state) in ((STOP, STOPPED), (START, ACTIVE)):
+        return Acceptance(f'{record.instance}: is {record.state} already')
+    return None
+
+
+def _rewritten(found: InstanceEntries, entry: Entry, wanted: Power) -> Put:
+    """The request with this in it, and all else as it was, whoever wrote it."""
+    value = dump({**load_object(entry.value), 'power': asdict(wanted)})
+    still = parse_request(found.record.compute, entry.key, value.encode())
+    if isinstance(still, Invalid):
+        raise Conflict(f'{found.record.instance}: its request takes no more: {still.reason}')
+    return Put(entry.key, value)
+
+
+def _accepted(store: Store, found: InstanceEntries, wanted: Power) -> Acceptance:
+    instance, compute = found.record.instance, found.record.compute
+    said = f'{instance}: {wanted.action} accepted, {compute} carries it out'
+    if store.get(keys.compute(compute)) is None:
+        said += ' when it is back: it is silent now'
+    return Acceptance(said, wanted, _before(found))
+
+
+def _before(found: InstanceEntries) -> frozenset[str]:
+    entry, record = found.request_entry, found.record
+    request = parse_request(record.compute, entry.key, entry.value) if entry else None
+    asked = request.power.id if isinstance(request, Request) and request.power else ''
+    return frozenset({action_id(record.power), asked})

@@ -1,0 +1,214 @@
+"""Wait for a stage of an instance, told by etcd as it happens; never longer than asked."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from ecomp.conf import EtcdConfig
+from ecomp.errors import Conflict, EcompError, NotFound, StillGoing, Unreadable
+from ecomp.model import boots
+from ecomp.model.guest_word import GuestFailure
+from ecomp.model.power import ASKED, OFF, STOP, Power, action_id, phase
+from ecomp.model.record import ACTIVE, DESTROYING, ERROR, GONE, QUEUED, STAGES, STOPPED, Record
+from ecomp.model.text import printable
+from ecomp.scheduler.changing.whereabouts import Whereabouts
+from ecomp.scheduler.looking.find import read_record
+from ecomp.store.client import Entry
+
+if TYPE_CHECKING:
+    from ecomp.scheduler.changing.power import Acceptance
+
+TICK = 1.0
+"""Seconds between two updates of the live line; the instance itself is watched, not polled."""
+
+WAITS_FOR = {
+    'requested': 'its compute to take it',
+    'scheduled': 'its compute to take it',
+    'image': 'its image',
+    'disk': 'its disk',
+    'started': 'its domain to start',
+    'addressed': 'DHCP lease',
+    'ready': 'cloud-init to finish',
+}
+"""What an instance that is on its way to a stage waits for, in its user's words."""
+
+
+class Deadline:
+    """When waiting ends, for all that is waited for one after the other: `seconds` from now."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self._began = time.monotonic()
+
+    @property
+    def spent(self) -> float:
+        """Seconds that have passed."""
+        return time.monotonic() - self._began
+
+
+def waits_for(record: Record | None) -> str:
+    """What an instance is waiting for now, and how far that is if it is known: `image, 34 of 600 MB`."""
+    if record is not None and record.state == QUEUED:
+        return 'a compute to take it'
+    if record is not None and record.state == STOPPED:
+        return 'somebody to start it: it is stopped'
+    reached = record.reached if record else {}
+    stage = next((stage for stage in STAGES if stage not in reached), STAGES[-1])
+    progress = record.progress if record else None
+    return str(progress) if progress is not None and progress.stage == stage else WAITS_FOR[stage]
+
+
+def failure(record: Record) -> str:
+    """Why an instance is in error, in one line."""
+    if record.error is None:
+        return f'{record.instance}: failed'
+    error = record.error
+    return f'{record.instance}: failed at stage ' + printable(f'{error.stage}: {error.reason} ({error.cleaned})')
+
+
+def not_ready(instance: str, failed: GuestFailure) -> str:
+    """Why a guest will never be ready, in one line: cloud-init's own words."""
+    return printable(f'{instance}: cloud-init failed at stage {failed.stage}: {failed.reason}') + '; the guest goes on'
+
+
+def wait_for_stage(
+    config: EtcdConfig,
+    instance: str,
+    stage: str,
+    deadline: Deadline,
+    tell: Callable[[str], None],
+    late: Callable[[Record], None] = lambda _: None,
+    asked: Power | None = None,
+) -> Record:
+    """The record once `stage` is reached. `tell` gets what is being waited for, about once a second.
+
+    `late` gets the record, if there is one, when the time is up. The stages of a boot are those of the one that goes on
+    or, of a guest that is off, of the next; with an `asked` start or reboot that is not carried out, of the one that it
+    brings.
+
+    Errors: EcompError (it failed, or its cloud-init did; exit 1), NotFound (destroyed meanwhile), StillGoing (the time
+    is up).
+    """
+    first: Record | None = None
+
+    def reached(record: Record | None) -> bool:
+        nonlocal first
+        if record is None:
+            if first is not None:
+                raise NotFound(f'{instance}: its record was removed while waiting for it')
+            return False
+        first = first or record
+        if record.state == ERROR:
+            raise EcompError(failure(record))
+        if record.state in (DESTROYING, GONE):
+            raise NotFound(f'{instance}: destroyed while waiting for it')
+        if is_before_boot(stage, first, record, asked):
+            return False
+        if stage == STAGES[-1] and record.cloud_init is not None:
+            raise EcompError(not_ready(instance, record.cloud_init))
+        return stage in record.reached
+
+    def what(record: Record | None) -> str:
+        on_its_way = first is not None and record is not None and is_pending(asked, first, record)
+        return _power_waits_for(record) if on_its_way else waits_for(record)
+
+    record = _wait(config, instance, reached, deadline, tell, what, late=late)
+    assert record is not None  # reached() is False for None
+    return record
+
+
+def is_before_boot(stage: str, first: Record, now: Record, asked: Power | None) -> bool:
+    """Whether a stage's time is that of an earlier boot than the one that is waited for. Pure.
+
+    `first` is the record as it was when waiting began; see wait_for_stage().
+    """
+    if stage not in boots.STAGES or now.boot is None:
+        return False
+    return is_pending(asked, first, now) or (first.state == STOPPED and first.boot == now.boot)
+
+
+def is_pending(asked: Power | None, first: Record, now: Record) -> bool:
+    """Whether the start or reboot that was `asked` is still to be carried out; one in its place brings its own."""
+    if asked is None or asked.action == STOP or asked.is_done(now.power):
+        return False
+    return action_id(now.power) in (asked.id, action_id(first.power))
+
+
+def wait_until_gone(config: EtcdConfig, instance: str, deadline: Deadline, tell: Callable[[str], None]) -> None:
+    """Return once the instance is gone. StillGoing when the time is up: the destroy goes on."""
+
+    def read(entry: Entry) -> Record:
+        try:
+            return read_record(entry)
+        except Unreadable:  # its compute writes another one when it is gone
+            return Record(instance, '', DESTROYING)
+
+    def reached(record: Record | None) -> bool:
+        return record is not None and record.state == GONE
+
+    _wait(config, instance, reached, deadline, tell, lambda _: 'its compute to destroy it', read, ends=True)
+
+
+def wait_for_power(
+    config: EtcdConfig, instance: str, accepted: Acceptance, deadline: Deadline, tell: Callable[[str], None]
+) -> Record:
+    """The record once an accepted stop, start or reboot is carried out.
+
+    Errors: EcompError (it was to run, and does not), Conflict (another one came in its place), NotFound (destroyed
+    meanwhile), StillGoing (the time is up).
+    """
+    power = accepted.power
+    assert power is not None  # else there is nothing to wait for
+
+    def reached(record: Record | None) -> bool:
+        if record is None or record.state in (DESTROYING, GONE):
+            raise NotFound(f'{instance}: destroyed while waiting for it')
+        if action_id(record.power) not in (power.id, *accepted.before):
+            raise Conflict(f'{instance}: somebody has asked for something else meanwhile')
+        if not power.is_done(record.power):
+            return False
+        if power.action != STOP and record.state != ACTIVE:
+            raise EcompError(printable(f'{instance}: {record.fault or "it was started, and is off again"}'))
+        return True
+
+    record = _wait(config, instance, reached, deadline, tell, _power_waits_for)
+    assert record is not None  # reached() is False for None
+    return record
+
+
+def _power_waits_for(record: Record | None) -> str:
+    how_far = phase(record.power if record else None)
+    return {ASKED: 'the guest to turn itself off', OFF: 'its domain to start'}.get(how_far, 'its compute to take it')
+
+
+def _wait(
+    config: EtcdConfig,
+    instance: str,
+    reached: Callable[[Record | None], bool],
+    deadline: Deadline,
+    tell: Callable[[str], None],
+    what: Callable[[Record | None], str],
+    read: Callable[[Entry], Record] = read_record,
+    ends: bool = False,
+    late: Callable[[Record], None] = lambda _: None,
+) -> Record | None:
+    """`ends`: of what is nowhere the end has come."""
+    with Whereabouts(config, instance) as at:
+        # With nothing left of the time, each is looked at once.
+        first_look = deadline.spent + config.timeout
+        while True:
+            known, entry = at.look()
+            record = read(entry) if entry else None
+            if known and (reached(record) or (ends and at.is_nowhere)):
+                return record
+            spent = deadline.spent
+            limit = deadline.seconds if known else max(deadline.seconds, first_look)
+            if spent >= limit:
+                if record is not None:
+                    late(record)
+                how_far = f'still waiting for: {what(record)}' if known else 'and etcd did not answer'
+                raise StillGoing(f'{instance}: {deadline.seconds:g} s are up, {how_far}; it goes on')
+            tell(f'waiting for: {what(record) if known else "etcd to answer"}, {spent:.0f} s')
+            at.wait(min(TICK, limit - spent))

@@ -1,0 +1,91 @@
+"""One instance's record, told by etcd as it changes, wherever that is: from a queue it comes to a compute."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+
+from ecomp.conf import EtcdConfig
+from ecomp.errors import Unreachable
+from ecomp.model import keys
+from ecomp.scheduler.looking.find import waiting_at
+from ecomp.store.client import Entry, Store
+from ecomp.store.places import listed, near
+from ecomp.store.watch import Follower
+
+
+class Whereabouts:
+    """Follows one key: that of the record or, while it waits, that of its place in a queue."""
+
+    def __init__(self, config: EtcdConfig, instance: str) -> None:
+        self._config = config
+        self._instance = instance
+        self._store = Store(config)
+        self._changed = threading.Condition()
+        self._follower: Follower | None = None
+        self._key = ''
+        self._state: Mapping[str, Entry] | None = None
+        self._looked_at: Mapping[str, Entry] | None = None
+        self._last: Entry | None = None
+
+    def __enter__(self) -> Whereabouts:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._follow('')
+        self._store.close()
+
+    def look(self) -> tuple[bool, Entry | None]:
+        """Whether etcd has answered, and the record's entry, None where there is none (yet)."""
+        with self._changed:
+            state = self._looked_at = self._state
+            key = self._key
+        if key and state is not None:
+            before, self._last = self._last, state.get(key)
+            if before is not None and self._last is None:
+                self._follow(key := '')  # it is not there any more: moved, or removed
+        if not key:
+            try:
+                key, self._last = self._find()
+            except Unreachable:
+                return False, None
+            self._follow(key)
+        is_record = self._last is not None and self._last.key.startswith(keys.INSTANCES)
+        return True, self._last if is_record else None
+
+    @property
+    def is_nowhere(self) -> bool:
+        """Whether the last look found neither a record nor a request nor a place in a queue."""
+        return not self._key
+
+    def wait(self, seconds: float) -> None:
+        """Until something has changed, so many seconds at most."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._state is not self._looked_at, seconds)
+
+    def _find(self) -> tuple[str, Entry | None]:
+        """The key to follow, '' for none, and what is there now."""
+        at = near(self._store, self._instance)
+        if at is None:
+            waits = waiting_at(self._store, self._instance)
+            if waits is not None:
+                return waits.key, waits
+            at = listed(self._store, self._instance)
+        if at.record is not None:
+            return at.record.key, at.record
+        return keys.record(at.compute, self._instance) if at.request is not None else '', None
+
+    def _follow(self, key: str) -> None:
+        if self._follower is not None:
+            self._follower.stop()
+            self._follower = None
+        with self._changed:
+            self._key, self._state, self._looked_at = key, None, None
+        if key:
+            self._follower = Follower(self._config, [(key, self._on_state)])
+            self._follower.start()
+
+    def _on_state(self, state: Mapping[str, Entry]) -> None:
+        with self._changed:
+            self._state = state
+            self._changed.notify()

@@ -1,0 +1,1 @@
+"""What is known of instances, of computes, and of what placement proposes."""

@@ -1,0 +1,222 @@
+"""What is known of an instance: its record, or the request its compute has not seen yet."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from ecomp.errors import Conflict, EcompError, NotFound, Unreadable, UsageError
+from ecomp.model import keys
+from ecomp.model.instance import Invalid, Request, parse_request
+from ecomp.model.names import PREFIX, is_name, uuid_prefix
+from ecomp.model.order import Order
+from ecomp.model.places import Places, by_instance
+from ecomp.model.record import GONE, Record, from_json, new_record, recorded, refused_record
+from ecomp.model.text import printable
+from ecomp.store.client import Entry, Store
+from ecomp.store.places import listed, near
+from ecomp.store.sharing import holder
+
+if TYPE_CHECKING:
+    from ecomp.model.queue import QueueEntry
+
+QUOTED = 5
+"""How many instances an error names."""
+
+
+@dataclass(frozen=True)
+class InstanceEntries:
+    """One instance. `record_entry` is None while no compute has written a record of it.
+
+    `queue_entry` is there while it waits for a compute to take it: then there is nothing else.
+    """
+
+    record: Record
+    record_entry: Entry | None
+    request_entry: Entry | None
+    queue_entry: Entry | None = None
+
+    @property
+    def request(self) -> Request | None:
+        """The request as it stands; None where there is none, or none that can be understood."""
+        if self.request_entry is None:
+            return None
+        request = parse_request(self.record.compute, self.request_entry.key, self.request_entry.value)
+        return request if isinstance(request, Request) else None
+
+    @property
+    def order(self) -> Order | None:
+        """What was asked for, all of it, the record believed first; None where only that is left to say."""
+        asked: Request | QueueEntry | Invalid | None = self.request
+        if self.queue_entry is not None:
+            from ecomp.model.queue import parse_waiting  # as below
+
+            asked = parse_waiting(self.queue_entry.key, self.queue_entry.value)
+        if asked is None or isinstance(asked, Invalid):
+            return None
+        return Order(**asked.parts(**{name: value for name, value in recorded(self.record).items() if value}))
+
+    @property
+    def is_destroying(self) -> bool:
+        """True once a destroy has been accepted."""
+        request = self.request
+        return request is not None and request.is_tombstone
+
+    @property
+    def name(self) -> str | None:
+        """The instance's name; an older ecompute does not write it down."""
+        request = self.request
+        return self.record.name or (request.name if request else None)
+
+    @property
+    def group(self) -> str | None:
+        """The name of the instance's group; from its request, where an older ecompute did not write it down."""
+        request = self.request
+        return self.record.group_name or (request.group_name if request else None)
+
+
+def resolve(store: Store, word: str) -> str:
+    """The uuid of the instance a word means: a uuid, a name or, if nobody is called so, the only uuid that begins so.
+
+    Errors: NotFound, UsageError (several begin so), Conflict (the name leads to one that is called otherwise).
+    """
+    if keys.is_uuid(word):
+        return word
+    if is_name(word) and (entry := store.get(keys.name(word))) is not None:
+        _check_called(store, word, instance := holder(entry))
+        return instance
+    beginning = uuid_prefix(word)
+    if beginning is None:
+        short = f' (of its uuid, {PREFIX} digits at least)' if len(word) < PREFIX else ''
+        raise NotFound(f'{word}: no living instance has this name{short}')
+    recorded = map(keys.last, store.snapshot(keys.INSTANCES, keys_only=True).entries)
+    found = {name for name in recorded if name.startswith(beginning) and keys.is_uuid(name)}
+    # Those that no compute has taken or seen yet: what is moved meanwhile is seen twice.
+    waiting = store.snapshot(keys.QUEUES, keys_only=True).entries
+    found |= {each for each in map(_waiting, waiting) if each and each.startswith(beginning)}
+    asked = store.snapshot(keys.HOSTS, keys_only=True).entries
+    found |= {keys.last(key) for key in asked if _names_instance(key) and keys.last(key).startswith(beginning)}
+    if not found:
+        raise NotFound(f'{word}: no living instance has this name, and no uuid begins so')
+    if len(found) > 1:
+        first = ', '.join(sorted(found)[:QUOTED]) + (f' and {len(found) - QUOTED} more' if len(found) > QUOTED else '')
+        raise UsageError(f'{word}: {len(found)} instances begin so: {first}')
+    return found.pop()
+
+
+def _check_called(store: Store, name: str, instance: str) -> None:
+    """Conflict if it is called otherwise: every compute may write every name, and a destroy by it would hit another."""
+    try:
+        found = find(store, instance)
+    except Unreadable:
+        return
+    # Of one that failed, and whose record an older ecompute wrote, no name is known.
+    if found is None or found.name == name or (found.name, found.request, found.queue_entry) == (None, None, None):
+        return
+    called = f'is called {printable(found.name)}' if found.name else 'has no name'
+    wrong = f'{keys.name(name)} leads to instance {instance}, which {called}'
+    raise Conflict(f'{wrong}: say the uuid of the one that is meant; eschedule audit says more')
+
+
+def find(store: Store, instance: str) -> InstanceEntries | None:
+    """The instance, None if nobody ever heard of it (or a record of it was removed). Unreadable."""
+    at = near(store, instance)
+    if at is None:
+        # Before the requests: what is moved meanwhile is found there.
+        queue_entry = waiting_at(store, instance)
+        if queue_entry is not None:
+            return InstanceEntries(_queued(queue_entry), None, None, queue_entry)
+        at = listed(store, instance)
+    if at.record is not None:
+        return InstanceEntries(read_record(at.record), at.record, at.request)
+    return requested(at)
+
+
+def waiting_at(store: Store, instance: str) -> Entry | None:
+    """The instance's place in a queue; None where it waits in none."""
+    mine = [key for key in store.snapshot(keys.QUEUES, keys_only=True).entries if _waiting(key) == instance]
+    return next((entry for entry in map(store.get, mine) if entry is not None), None)
+
+
+def requested(at: Places[Entry]) -> InstanceEntries | None:
+    """The instance by its request alone, None if no compute is asked for it."""
+    return InstanceEntries(_scheduled(at.request), None, at.request) if at.request is not None else None
+
+
+def is_known(store: Store, instance: str) -> bool:
+    """Whether etcd has anything of the instance, readable or not."""
+    try:
+        return find(store, instance) is not None
+    except Unreadable:
+        return True
+
+
+def living(store: Store, instance: str) -> InstanceEntries:
+    """The instance. Errors: NotFound (it is gone or was never there), Unreadable (its record)."""
+    found = find(store, instance)
+    if found is None:
+        raise NotFound(f'{instance}: no such instance')
+    if found.record.state == GONE:
+        raise NotFound(f'{instance}: gone since {found.record.stages.get("gone", "some time")}')
+    return found
+
+
+def all_records(store: Store, with_gone: bool) -> tuple[list[Record], list[EcompError]]:
+    """Every instance, by the time of its request, and what is wrong with records that cannot be read.
+
+    Those of which only a request exists are `scheduled`, and those that no compute has taken `queued`.
+    """
+    # In this order: what is moved on meanwhile is seen twice, and counts where it was seen last.
+    queued = {_waiting(key): entry for key, entry in store.snapshot(keys.QUEUES).entries.items() if _waiting(key)}
+    records, unreadable = {each: _queued(entry) for each, entry in queued.items() if each}, []
+    # The value of a request may be large (user-data), and mostly it is not needed.
+    asked = [each for each in store.snapshot(keys.HOSTS, keys_only=True).entries.items() if _names_instance(each[0])]
+    for instance, at in by_instance([*asked, *store.snapshot(keys.INSTANCES).entries.items()]).items():
+        try:
+            if at.record is not None:
+                records[instance] = read_record(at.record)
+            elif at.request is not None and (request := store.get(at.request.key)) is not None:
+                records[instance] = _scheduled(request)
+        except EcompError as error:
+            unreadable.append(error)
+    shown = [each for each in records.values() if with_gone or each.state != GONE]
+    return sorted(shown, key=lambda each: (each.stages.get('requested', ''), each.instance)), unreadable
+
+
+def read_record(entry: Entry) -> Record:
+    """The record in an entry. Unreadable names the key, and the cure.
+
+    Removing it is safe: a compute that has the instance writes down anew what it has.
+    """
+    try:
+        if entry.dropped:
+            raise ValueError(f'it has {entry.dropped} bytes: too many')
+        compute, instance = keys.recorded(entry.key)
+        return from_json(entry.value, instance, compute)
+    except ValueError as error:
+        raise Unreadable(printable(entry.key, 100), error) from error
+
+
+def _scheduled(entry: Entry) -> Record:
+    compute, instance = entry.key.split('/')[-2:]
+    request = parse_request(compute, entry.key, entry.value)
+    if isinstance(request, Invalid):
+        return replace(refused_record(compute, replace(request, instance=instance), ''), fault=request.reason)
+    return new_record(compute, request, '')
+
+
+def _queued(entry: Entry) -> Record:
+    from ecomp.model.queue import record_of  # what it needs is a twentieth of a claim, which seldom needs it
+
+    return record_of(entry.key, entry.value)
+
+
+def _waiting(key: str) -> str | None:
+    """The instance that waits at a key in the queues; None for any other."""
+    place = keys.queued(key)
+    return place[1] if place and keys.is_uuid(place[1]) else None
+
+
+def _names_instance(key: str) -> bool:
+    """True for /hosts/<compute>/<instance>; whatever else is there is reported by its compute."""
+    return key.count('/') == 3 and keys.is_uuid(keys.last(key))

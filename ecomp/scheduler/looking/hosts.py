@@ -1,0 +1,118 @@
+"""The computes, read from etcd and placement together."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from ecomp.errors import Conflict, EcompError, NotFound, UsageError
+from ecomp.model import keys, status
+from ecomp.model.computes import Computes, computes_of
+from ecomp.model.host import Host, InEtcd, InPlacement, hosts
+from ecomp.model.instance import Invalid, Request, parse_request
+from ecomp.model.names import uuid_prefix
+from ecomp.model.near import did_you_mean
+from ecomp.model.places import by_instance
+from ecomp.model.record import Record
+from ecomp.model.text import printable
+from ecomp.placement import providers, traits
+from ecomp.placement.client import Placement
+from ecomp.scheduler.looking.find import read_record
+from ecomp.store.client import Entry, Store
+
+QUOTED = 5
+"""How many computes an error names."""
+
+
+@dataclass(frozen=True)
+class Survey:
+    """What etcd says, the requests and records it says it with, by key, and what is wrong with those unreadable."""
+
+    etcd: InEtcd
+    entries: Mapping[str, Entry]
+    errors: tuple[EcompError, ...]
+
+
+def all_hosts(store: Store, placement: Placement) -> tuple[list[Host], tuple[EcompError, ...]]:
+    """Every compute, and what is wrong with records that cannot be read (their instances are not counted)."""
+    seen = look(store)
+    names = providers.names(placement)
+    known = {*seen.etcd.alive, *seen.etcd.requests, *(uuid for uuid, name in names.items() if uuid == name)}
+    shares = providers.shares(placement, known & names.keys())
+    having = {trait: traits.having(placement, trait) for trait in status.STATUS}
+    found = {
+        uuid: InPlacement(uuid, names[uuid], each, frozenset(trait for trait in having if uuid in having[trait]))
+        for uuid, each in shares.items()
+    }
+    return hosts(seen.etcd, found), seen.errors
+
+
+def compute_of(store: Store, placement: Callable[[], Placement], word: str, dead: bool = False) -> str:
+    """The uuid of the compute that is meant: by that, by its host's name, or by the only uuid that begins so.
+
+    Of several of one name the only living one is meant, but not where it is to be a `dead` one. `placement` is asked
+    where etcd does not know the compute. Errors: NotFound, Conflict (several hosts are called so), UsageError (several
+    uuids begin so).
+    """
+    try:
+        return str(uuid.UUID(word))
+    except ValueError:
+        pass
+    if not word:
+        raise UsageError('no compute is named: give its host name or its uuid')
+    known = computes(store)
+    found = known.all_named(word) if dead else known.named(word)
+    if len(found) > 1:
+        raise Conflict(f'{word} is the host name of {len(found)} computes, say the uuid: {_some(found)}')
+    if found:
+        return found[0]
+    beginning = uuid_prefix(word)
+    if beginning is not None:
+        there = {*known.living, *known.remembered}
+        there |= {uuid for uuid, name in providers.names(placement()).items() if uuid == name}
+        found = sorted(each for each in there if each.startswith(beginning))
+    if len(found) > 1:
+        raise UsageError(f'{word}: {len(found)} computes begin so: {_some(found)}')
+    if not found:
+        meant = did_you_mean(word, filter(None, map(known.host, {*known.living, *known.remembered})))
+        told = f'no compute has this host name or uuid{meant}'
+        raise NotFound(f'{printable(word, 100)}: {told}: eschedule hosts shows all')
+    return found[0]
+
+
+def _some(found: list[str]) -> str:
+    return ', '.join(found[:QUOTED]) + (f' and {len(found) - QUOTED} more' if len(found) > QUOTED else '')
+
+
+def computes(store: Store) -> Computes:
+    """Read which computes are alive, and what all of them are called. Who is alive says so on a lease."""
+    # The names first: of one that is forgotten meanwhile there is then a name too many, and of none a name too few.
+    names = store.snapshot(keys.HOSTNAMES).entries
+    return computes_of(store.snapshot(keys.COMPUTES).entries, names)
+
+
+def look(store: Store) -> Survey:
+    """Read what etcd has of computes and instances."""
+    # Requests before records: what ends meanwhile is then seen twice rather than not at all.
+    there = computes(store)
+    requested, recorded = store.snapshot(keys.HOSTS).entries, store.snapshot(keys.INSTANCES).entries
+    requests: dict[str, dict[str, Request | Invalid]] = {}
+    junk: dict[str, list[str]] = {}
+    for key, entry in requested.items():
+        compute, _, name = key.removeprefix(keys.HOSTS).partition('/')
+        if keys.is_uuid(name):
+            requests.setdefault(compute, {})[name] = parse_request(compute, key, entry.value)
+        else:
+            junk.setdefault(compute, []).append(name)
+    records: dict[str, Record] = {}
+    errors: dict[str, EcompError] = {}
+    for instance, at in by_instance({**requested, **recorded}.items()).items():
+        try:
+            if at.record is not None:
+                records[instance] = read_record(at.record)
+        except EcompError as error:
+            errors[instance] = error
+    etcd = InEtcd(there, requests, records, frozenset(errors), junk)
+    return Survey(etcd, {**requested, **recorded}, tuple(errors.values()))
+

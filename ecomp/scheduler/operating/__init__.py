@@ -1,0 +1,1 @@
+"""What operators do: hosts, flavors, groups, quotas, the audit."""

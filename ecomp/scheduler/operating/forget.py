@@ -1,0 +1,174 @@
+"""Forget a compute that is dead for good: its provider, and what was left of instances that were to be destroyed.
+
+All is read first, and nothing is removed while anything lives there. Then the claims go, then the keys, each instance
+in one transaction that also compares that the compute is still silent, and the provider last: killed at any step, the
+same command again goes on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+
+from ecomp.errors import Conflict, EcompError, NotFound, UnknownOutcome
+from ecomp.failpoints import failpoint
+from ecomp.model import keys
+from ecomp.model.host import InPlacement, Leftovers, leftovers, refusal
+from ecomp.model.instance import Request
+from ecomp.model.record import GONE, Record, new_record
+from ecomp.placement import allocations, providers
+from ecomp.placement.claiming import release
+from ecomp.placement.client import Placement
+from ecomp.scheduler.looking.hosts import Survey, look
+from ecomp.store.client import Delete, Store, Unchanged
+from ecomp.store.released import note
+from ecomp.store.requests import in_requests, wanted
+from ecomp.store.sharing import write_end
+
+TRIES = 5
+
+UNSEEN = 'its host was forgotten: nobody saw its guest end'
+"""The fault of an instance that ends like this: on a host that was only cut off, its domain still runs."""
+
+
+@dataclass(frozen=True)
+class _Both:
+    """Both planes as read: the provider (None: placement has none), its consumers if it is ours, and etcd."""
+
+    provider: InPlacement | None
+    held: Mapping[str, object]
+    seen: Survey
+    at_it: frozenset[str]
+
+
+class _Changed(Exception):
+    """Somebody changed what was read: read again."""
+
+
+def forget(
+    store: Store, placement: Placement, compute: str, called: str, now: Callable[[], str], tell: Callable[[str], None]
+) -> None:
+    """Remove a compute from both planes, and its host's name. `tell` gets a sentence for each thing removed.
+
+    `called` is what a person calls it.
+
+    Errors: NotFound (no compute of ours), Conflict (it is alive, something lives there, or it came back meanwhile).
+    """
+    for _ in range(TRIES):
+        planes = _read(store, placement, compute)
+        left = _allowed(compute, called, planes)
+        try:
+            _remove(store, placement, compute, planes.seen, left, now, tell)
+            break
+        except (_Changed, UnknownOutcome):
+            continue  # the next look says what became of it
+    else:
+        raise Conflict(f'compute {called}: changed by somebody else all the time; try again')
+    failpoint('host-emptied')
+    if planes.provider is not None and planes.provider.is_ours:
+        try:
+            providers.delete(placement, compute)
+        except Conflict as error:
+            raise Conflict(f'compute {called}: its resource provider stays: {error}') from error
+        tell(f'{called}: its resource provider is removed')
+    failpoint('host-unregistered')
+    # Last: until then it can be called by its name.
+    silent, name = Unchanged(keys.compute(compute), 0), store.get(keys.hostname(compute))
+    if name is not None and store.commit([silent], [Delete(name.key)]) is not None and planes.provider is None:
+        tell(f'{called}: its name is forgotten')
+    # Between the last look and the removal it may have started, and it registers only then.
+    if store.get(keys.compute(compute)) is not None:
+        raise Conflict(f'compute {called} came back while it was being forgotten: restart its ecompute')
+
+
+def _read(store: Store, placement: Placement, compute: str) -> _Both:
+    # placement first: what is claimed since cannot be in it, and what was delivered since has its key by then. Then who
+    # is at what, and /hosts last: requests move there.
+    provider, held = None, {}
+    name = providers.name(placement, compute)
+    if name is not None:
+        provider = InPlacement(compute, name, providers.shares(placement, [compute]).get(compute, {}))
+        if provider.is_ours:
+            held = allocations.of_provider(placement, compute)
+    placing = frozenset(in_requests(store.snapshot(keys.ATTEMPTS)))
+    return _Both(provider, held, look(store), placing)
+
+
+def _allowed(compute: str, called: str, planes: _Both) -> Leftovers:
+    reason = refusal(compute, planes.seen.etcd, planes.held, planes.at_it)
+    if reason is not None:
+        raise Conflict(f'compute {called} is not forgotten: {reason}')
+    left = leftovers(compute, planes.seen.etcd, planes.held)
+    provider = planes.provider
+    is_remembered = compute in planes.seen.etcd.computes.remembered
+    if left == Leftovers() and provider is None and not is_remembered:
+        raise NotFound(f'{called}: no such compute')
+    if left == Leftovers() and provider is not None and not provider.is_ours and not is_remembered:
+        why = f'placement has such a provider, {provider.name}, but no ecompute made it'
+        raise NotFound(f'{called}: no such compute: {why}')
+    return left
+
+
+def _remove(
+    store: Store,
+    placement: Placement,
+    compute: str,
+    seen: Survey,
+    left: Leftovers,
+    now: Callable[[], str],
+    tell: Callable[[str], None],
+) -> None:
+    silent = Unchanged(keys.compute(compute), 0)
+
+    def as_read(instance: str) -> list[Unchanged]:
+        read = keys.request(compute, instance), keys.record(compute, instance), keys.old_record(instance)
+        return [silent, *(Unchanged(key, seen.entries[key].revision if key in seen.entries else 0) for key in read)]
+
+    for instance in left.ended:
+        _release(store, placement, compute, instance, its_end=True)
+        failpoint('host-released')
+        record = _ended(compute, seen, instance, now())
+        removed = [keys.request(compute, instance), keys.booted(instance)]
+        if keys.record(compute, instance) not in seen.entries:
+            removed.append(keys.old_record(instance))
+        if write_end(store, record, as_read(instance), removed) is None:
+            raise _Changed
+        tell(f'{instance}: its destroy had been accepted: its claim and its keys are removed, its record says gone')
+    for name in left.stray:
+        if store.commit(as_read(name), [Delete(keys.request(compute, name))]) is None:
+            raise _Changed
+        tell(f'{keys.request(compute, name)}: removed: no compute would have carried it out')
+    for consumer in left.orphans:
+        _release(store, placement, compute, consumer)
+        tell(f'{consumer}: its claim is released: no request stands behind it')
+
+
+def _release(store: Store, placement: Placement, compute: str, consumer: str, its_end: bool = False) -> None:
+    """Release what a consumer holds, if it holds anything here. `its_end`: its request here is a destroy.
+
+    Nobody claims on a silent compute, and whoever claims elsewhere for this consumer moves the generation read.
+    """
+
+    def needed(holding: Mapping[str, allocations.Consumer]) -> Collection[str]:
+        on = holding[consumer].allocations
+        if compute not in on:
+            return holding
+        # What it claimed for a request that waits in a queue, nobody but itself would have taken there.
+        if store.get(keys.compute(compute)) is not None or wanted(store, {consumer: () if its_end else on}, False):
+            raise _Changed
+        return ()
+
+    # A uuid is never used twice: nobody claims again for one that has ended.
+    noting = (lambda _: None) if its_end else partial(note, store)
+    if release(placement, [consumer], needed, noting)[consumer] is False:
+        raise _Changed
+
+
+def _ended(compute: str, seen: Survey, instance: str, now: str) -> Record:
+    record, wish = seen.etcd.records.get(instance), seen.etcd.requests.get(compute, {}).get(instance)
+    if record is None:
+        if not isinstance(wish, Request):
+            raise EcompError(f'{instance}: neither a record nor a request')  # leftovers() names no such
+        record = new_record(compute, wish, now)
+    return replace(record.at(GONE, now, 'gone'), error=None, fault=UNSEEN)

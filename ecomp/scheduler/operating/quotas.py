@@ -1,0 +1,122 @@
+"""Quotas: set by operators, counted where requests are delivered and removed (rule 7), and counted anew here."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from ecomp.errors import Conflict, NotFound, UnknownOutcome, UsageError
+from ecomp.failpoints import failpoint
+from ecomp.model import keys
+from ecomp.model.instance import Invalid, Request, parse_request
+from ecomp.model.queue import QueueEntry, parse_waiting
+from ecomp.model.quota import INSTANCES, Quota, counted, parse_limits
+from ecomp.model.text import printable
+from ecomp.store.client import Delete, Put, Store
+from ecomp.store.sharing import put_quota, quota
+
+if TYPE_CHECKING:
+    from ecomp.placement.client import Placement
+
+TRIES = 50
+PAUSE = 0.05
+"""Seconds between two of them, at most."""
+
+
+def check_limits(placement: Placement, words: Sequence[str]) -> str:
+    """See that placement knows what these words limit; a remark, '' for none. UsageError.
+
+    What is no limit any more is not looked at.
+    """
+    from ecomp.model.query_check import Named  # what these load no other command needs
+    from ecomp.placement.vocabulary import unknown
+
+    try:
+        classes = {name for name, most in parse_limits(words).items() if most is not None} - {INSTANCES}
+    except ValueError as error:
+        raise UsageError(f'quota set: {printable(str(error))}') from error
+    strange = unknown(placement, Named(frozenset(classes), frozenset()), more=(INSTANCES,))
+    if strange.never:
+        raise UsageError(f'quota set: {strange.never}')
+    return strange.yet
+
+
+def limit(store: Store, project: str, words: Sequence[str]) -> str:
+    """Set limits, beside those there are, and count anew what the project has; what was done, in words.
+
+    Errors: UsageError, Conflict (others change it all the time).
+    """
+    try:
+        new = parse_limits(words)
+    except ValueError as error:
+        raise UsageError(f'quota set: {printable(str(error))}') from error
+
+    def change(now: Quota | None) -> Quota:
+        limits = {**(now.limits if now else {}), **new}
+        return Quota(project, {name: most for name, most in limits.items() if most is not None})
+
+    found = recount(store, project, change)
+    if found is None:
+        return f'quota of project {printable(project)}: it has no limits any more'
+    over = [name for name, most in found.limits.items() if found.used.get(name, 0) > most]
+    more = f'; it has more {" and ".join(over)} than that already, which stays' if over else ''
+    return f'quota of project {printable(project)}: {in_words(found)}{more}'
+
+
+def recount(store: Store, project: str, change: Callable[[Quota | None], Quota]) -> Quota | None:
+    """Change a quota, and count what the project has; None once it has no limits, and is gone.
+
+    What is delivered and removed while a quota is there changes it, so what was counted is written only if nothing
+    was. While there is none nobody changes it: the first is written twice, and counted once it is there.
+    """
+    for _ in range(TRIES):
+        now, unchanged = quota(store, project)
+        wanted = change(now)
+        new = Quota(project, wanted.limits, _counted(store, project))
+        failpoint('quota-counted')
+        written: Put | Delete = put_quota(new) if wanted.limits else Delete(keys.quota(project))
+        try:
+            revision = store.commit([unchanged], [written])
+        except UnknownOutcome:
+            continue  # done once more it is no other
+        if revision is None:
+            time.sleep(random.uniform(0, PAUSE))
+            continue
+        if not wanted.limits:
+            return None
+        if now is not None:
+            return new
+        failpoint('quota-reckoned')
+    raise Conflict(f'quota of project {printable(project)}: changed by somebody else all the time; try again')
+
+
+def _counted(store: Store, project: str) -> dict[str, int]:
+    """What a project has, by the requests there are."""
+    # Those that wait first: what is moved meanwhile is seen twice, and counts once.
+    waiting = store.snapshot(keys.QUEUES).entries
+    asked: list[QueueEntry | Request | Invalid] = [parse_waiting(key, each.value) for key, each in waiting.items()]
+    for key, entry in store.snapshot(keys.HOSTS).entries.items():
+        compute = key.removeprefix(keys.HOSTS).partition('/')[0]
+        asked.append(parse_request(compute, key, entry.value))
+    return counted(project, (each for each in asked if not isinstance(each, Invalid)))
+
+
+def one_quota(store: Store, project: str) -> Quota:
+    """The project's quota; NotFound if it has no limits."""
+    found, _ = quota(store, project)
+    if found is None:
+        raise NotFound(f'{printable(project, 100)}: no limits are set for this project')
+    return found
+
+
+def classes(found: Quota) -> list[str]:
+    """The classes that a quota limits or counts, sorted, `instances` last."""
+    return [*sorted({*found.limits, *found.used} - {INSTANCES}), INSTANCES]
+
+
+def in_words(found: Quota) -> str:
+    """A quota's limits and how much of each is used: `VCPU 3/10, instances 3/5`."""
+    limited = [name for name in classes(found) if name in found.limits]
+    return ', '.join(f'{name} {found.used.get(name, 0)}/{found.limits[name]}' for name in limited) or 'no limits'

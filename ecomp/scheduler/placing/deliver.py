@@ -1,0 +1,102 @@
+"""The request key that says somebody is at it, and the one transaction that delivers.
+
+Whoever holds the request key may deliver: the transaction compares it and drops it. So nothing is delivered twice, and
+once it is known to be gone nothing is delivered late.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from ecomp.errors import Conflict, EcompError, UnknownOutcome
+from ecomp.model import keys
+from ecomp.model.guest_data import SharedUserData
+from ecomp.model.instance import Request, to_json
+from ecomp.model.json_object import dump
+from ecomp.store.client import Delete, Put, Store, Unchanged
+from ecomp.store.places import places
+from ecomp.store.requests import withdraw
+from ecomp.store.sharing import Change, commit_with
+
+log = logging.getLogger(__name__)
+
+LEASE_SECONDS = 60
+"""How long a dead eschedule's request key says that somebody is at it."""
+
+USER_DATA_SECONDS = 7 * 24 * 3600
+"""How long a set's user-data stays, for computes that are away: as long as the record of what failed."""
+
+
+@dataclass(frozen=True)
+class Delivery:
+    """One request, and the compute it goes to."""
+
+    compute: str
+    request: Request
+
+
+def announce(store: Store, lease: int, request: str, value: Mapping[str, object], resume: bool) -> int:
+    """Put the request key; its revision. A key that is there is taken over only if `resume`: the user gave the uuid."""
+    key, text = keys.attempt(request), dump(value)
+    for _ in range(3):
+        before = store.get(key) if resume else None
+        if before is not None:
+            log.warning('%s: another eschedule is or was at it: taking over', request)
+        try:
+            revision = store.commit([Unchanged(key, before.revision if before else 0)], [Put(key, text, lease)])
+        except UnknownOutcome:
+            written = store.get(key)
+            revision = written.revision if written and written.lease == lease else None
+        if revision:
+            return revision
+        resume = True
+    raise Conflict(f'{request}: other eschedules are at this uuid all the time')
+
+
+def deliver(
+    store: Store,
+    deliveries: Sequence[Delivery],
+    request: str,
+    revision: int,
+    user_data: SharedUserData | None = None,
+    joining: Callable[[], Change] = lambda: ([], []),
+) -> bool:
+    """Deliver all in one transaction: True once the computes have them, False if certainly none has.
+
+    What `joining` says of names, group and quota is in the same transaction. `user_data` is what they refer to.
+    Errors: those of `joining`, and then none has been delivered.
+    """
+    attempt_key = keys.attempt(request)
+    conditions = [Unchanged(attempt_key, revision)]
+    operations: list[Put | Delete] = [Delete(attempt_key)]
+    for each in deliveries:
+        instance = each.request.instance
+        conditions.append(Unchanged(keys.record(each.compute, instance), 0))
+        operations.append(Put(keys.request(each.compute, instance), to_json(each.request)))
+    if user_data is not None:
+        operations.append(Put(keys.user_data(user_data.sha256), user_data.text, store.grant(USER_DATA_SECONDS)))
+    try:
+        return commit_with(store, conditions, operations, joining) is not None
+    except UnknownOutcome as error:
+        first = deliveries[0]
+        instance = first.request.instance
+        try:
+            if withdraw(store, attempt_key, revision):
+                return False
+            # All or none: what became of one became of each.
+            if store.get(keys.request(first.compute, instance)) is not None:
+                return True
+            # The record of another compute is of what another eschedule of this uuid delivered.
+            return first.compute in places(store, instance).records
+        except EcompError:
+            raise UnknownOutcome(f'{error}; whether {request} was delivered is not known') from error
+
+
+def quietly_revoke(store: Store, lease: int) -> None:
+    """End the lease of our request key; where that cannot be, it ends by itself."""
+    try:
+        store.revoke(lease)
+    except EcompError as error:
+        log.debug('the request key goes with its lease: %s', error)

@@ -1,0 +1,156 @@
+"""Put a request into a flavor's queue, where a compute takes it: placement is not asked, and nothing is claimed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import NamedTuple
+
+from ecomp.conf import ScheduleConfig
+from ecomp.errors import Conflict, UnknownOutcome, Unreachable, UsageError
+from ecomp.failpoints import failpoint
+from ecomp.model import keys
+from ecomp.model.allocation import missing
+from ecomp.model.flavor import Flavor, check_flavor_name
+from ecomp.model.guest_data import SharedUserData
+from ecomp.model.queue import QueueEntry, to_json
+from ecomp.scheduler.looking.find import find
+from ecomp.scheduler.operating.flavors import names, no_such, read
+from ecomp.scheduler.placing.deliver import LEASE_SECONDS, USER_DATA_SECONDS, announce, quietly_revoke
+from ecomp.scheduler.placing.joining import settled, take_names, terms_of, together
+from ecomp.scheduler.placing.set_order import check_same
+from ecomp.store.client import Delete, Put, Store, Unchanged
+from ecomp.store.requests import withdraw
+from ecomp.store.sharing import Change, Excluded, charged, commit_with, joined
+
+
+class FlavorEntry(NamedTuple):
+    """A flavor as etcd has it, and the revision that wrote it."""
+
+    flavor: Flavor
+    revision: int
+
+
+def flavor_of_etcd(config: ScheduleConfig, store: Store, name: str) -> FlavorEntry:
+    """The flavor, from etcd, where the computes see it. UsageError, NotFound."""
+    try:
+        entry = store.get(keys.flavor(check_flavor_name(name)))
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    if entry is None and name in config.flavors:
+        cure = f"eschedule flavor set {name} '{config.flavors[name].query}'"
+        raise UsageError(f'flavor {name} is in schedule.yaml alone, where no compute sees it: {cure}')
+    if entry is None:
+        raise no_such(name, names(store))
+    flavor = read(entry)
+    lacking = missing(flavor.resources)
+    if lacking:
+        raise UsageError(
+            f'flavor {name} asks for no {", ".join(lacking)}: a guest needs VCPU, MEMORY_MB and DISK_GB'
+        )
+    return FlavorEntry(flavor, entry.revision)
+
+
+def enqueue(
+    store: Store, waiting: QueueEntry, flavor: int, data: SharedUserData | None, who: Mapping[str, object], resume: bool
+) -> bool:
+    """Put it in its queue; False if it was asked for before, and nothing is changed.
+
+    `flavor` is the revision of its flavor; `who` (host, pid) says in etcd who is at it; `resume` is True for a uuid
+    the user gave, which may have a past.
+    Errors: Conflict (the uuid or the name is used otherwise), OverQuota, UsageError, UnknownOutcome, Unreachable.
+    """
+    theirs = settled(store, waiting.group)
+    waiting = replace(waiting, group=theirs.membership if theirs is not None else None)
+    done = _enqueued(store, waiting, flavor, data, who, resume)
+    failpoint('queued')
+    return done
+
+
+def _enqueued(
+    store: Store, waiting: QueueEntry, flavor: int, data: SharedUserData | None, who: Mapping[str, object], resume: bool
+) -> bool:
+    instance = waiting.instance
+    if not resume:
+        _allowed(store, waiting)  # said before anything is written
+    elif _before(store, waiting):
+        return False
+    lease = store.grant(LEASE_SECONDS)
+    try:
+        value = {'version': 1, 'instances': [instance], 'query': waiting.flavor.query, **who}
+        revision = announce(store, lease, instance, value, resume)
+        # Delivered since we looked? From here on nobody else can: a delivery needs the key we hold now.
+        if resume and _before(store, waiting):
+            return False
+        try:
+            if _commit(store, waiting, flavor, data, revision):
+                return True
+        except UnknownOutcome as error:
+            if _read_back(store, waiting, revision):
+                return True
+            if resume:
+                raise Conflict(f'{instance}: not queued, and nothing is changed: {error}; try again') from error
+        else:
+            why = 'somebody else changed its flavor or its name, or took it over'
+            raise Conflict(f'{instance}: not queued: {why}; try again')
+    finally:
+        quietly_revoke(store, lease)
+    return _enqueued(store, waiting, flavor, data, who, resume=True)
+
+
+def _unknown(waiting: QueueEntry, error: Unreachable) -> UnknownOutcome:
+    cure = f'the same command with --uuid {waiting.instance} goes on, or says what became of it'
+    return UnknownOutcome(f'{error}; whether it is queued is not known: {cure}', error.backend)
+
+
+def _read_back(store: Store, waiting: QueueEntry, revision: int) -> bool:
+    """Whether it is queued, by a commit without an answer: first one that is still on its way is made impossible."""
+    try:
+        withdraw(store, keys.attempt(waiting.instance), revision)
+        return _before(store, waiting)
+    except Unreachable as later:
+        raise _unknown(waiting, later) from later
+
+
+def _commit(store: Store, waiting: QueueEntry, flavor: int, data: SharedUserData | None, request: int) -> bool:
+    """Queue it in one transaction, while our own key, of revision `request`, says that we are at this uuid.
+
+    Its name becomes its own, its group and its quota have it in the same transaction, or nothing does.
+    Errors: Conflict (the name is somebody else's by now, the group another), OverQuota.
+    """
+    instance = waiting.instance
+    attempt_key = keys.attempt(instance)
+    flavor_key = keys.flavor(waiting.flavor.name)
+    conditions = [Unchanged(attempt_key, request), Unchanged(waiting.key, 0), Unchanged(flavor_key, flavor)]
+    operations: list[Put | Delete] = [Put(waiting.key, to_json(waiting)), Delete(attempt_key)]
+    if data is not None:
+        operations.append(Put(keys.user_data(data.sha256), data.text, store.grant(USER_DATA_SECONDS)))
+
+    def joining() -> Change:
+        return together(
+            take_names(store, {instance: waiting.name}),
+            joined(store, waiting.group, {instance: ''}),
+            charged(store, waiting.project_id, {instance: waiting.flavor.resources}),
+        )
+
+    try:
+        return commit_with(store, conditions, operations, joining) is not None
+    except Excluded:
+        _allowed(store, waiting)
+        raise Conflict(f'{instance}: its quota is changed by somebody else all the time; try again') from None
+
+
+def _allowed(store: Store, waiting: QueueEntry) -> None:
+    """Errors: OverQuota; UsageError and Conflict of the group and the name."""
+    take_names(store, {waiting.instance: waiting.name})
+    terms = terms_of(store, waiting.group, waiting.project_id, [waiting.instance])
+    terms.room(waiting.flavor.resources, 1, 1)
+
+
+def _before(store: Store, waiting: QueueEntry) -> bool:
+    """Whether just this was asked for before, by this uuid; Conflict if something else was."""
+    found = find(store, waiting.instance)
+    if found is None:
+        return False
+    check_same(found, waiting)
+    return True

@@ -1,0 +1,168 @@
+"""Claim a place for each instance that is wanted, within what its group and its project's quota allow."""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from ecomp.errors import NoCapacity, TooFew, UsageError
+from ecomp.model.allocation import Allocations, missing, total
+from ecomp.model.choose import FIRST, SPREAD, Candidate, Choice, Offer, choose, distribute
+from ecomp.model.group import AFFINITY, Group
+from ecomp.model.inventory import Rooms
+from ecomp.scheduler.placing.claim import Claimer
+from ecomp.scheduler.placing.contention import SCARCE, Contention
+from ecomp.scheduler.placing.joining import Terms
+from ecomp.scheduler.placing.set_order import SetOrder
+
+log = logging.getLogger(__name__)
+
+REFUSALS = 2
+"""After so many a compute is left out: full it is not offered, and is it too busy, another one may do."""
+
+
+@dataclass
+class Placer:
+    """Claims for one request. What may hold a claim, however this ends, is in `tried`.
+
+    A claim that turns out to be in the wrong place is left until it is moved, or the request has ended: released and
+    claimed anew, a late release of somebody else's could meet its generation once more (rule 3).
+    `look_again` asks placement once more who could; `line` says who else is at it, see Line.
+    `of`: how many computes could have taken one, when that was asked first.
+    """
+
+    claimer: Claimer
+    look_again: Callable[[], Offer]
+    line: Callable[[], tuple[int, int]]
+    alive: Collection[str]
+    wanted: SetOrder
+    rng: random.Random
+    tried: list[str] = field(default_factory=list)
+    of: int = 0
+
+    def place(self, offer: Offer, terms: Terms, placed: Mapping[str, Candidate]) -> dict[str, Candidate]:
+        """The candidate that each instance has claimed, in order, with those `placed` before: the minimum at least.
+
+        Errors: NoCapacity (TooFew and OverQuota are such), UsageError, those of the claim.
+        """
+        wanted, held = self.wanted, dict(placed)
+        group, refusals = _with(terms.group, held), Counter[str]()
+        line = Contention(self.line, self.look_again, self.rng)
+        batch: list[Candidate] = []
+        while True:
+            choice = choose(offer, self.alive, wanted.weigh, self.rng, group)
+            for provider in choice.skipped:
+                log.warning('compute %s is not alive: skipped', self.claimer.called(provider))
+            candidates = [each for each in choice.tries if refusals[each.compute] < REFUSALS]
+            self.of = max(len({each.compute for each in candidates}), self.of, 1)
+            lacking = goal([*candidates, *held.values()], terms, wanted) - len(held)
+            if lacking <= 0:
+                break
+            batch = distribute(candidates, offer.rooms, lacking, wanted.weigh, self.rng, group)
+            if not batch or len(held) + len(batch) < wanted.minimum:
+                break
+            if group is None and not line.is_alone:  # where a group's members may be is not for others' sake
+                found = self._behind(line, candidates, offer.rooms, batch)
+                if found is None:
+                    offer = line.look()
+                    continue
+                batch = found
+            left = [instance for instance in wanted.instances if instance not in held]
+            asked = dict(zip(left, batch, strict=False))
+            self.tried += [instance for instance in asked if instance not in self.tried]
+            claimed = self.claimer.claim_what_fits(asked)
+            held |= {instance: asked[instance] for instance in claimed}
+            group = _with(terms.group, held)
+            if len(claimed) == len(asked):
+                break
+            # Somebody was faster there, so what placement said is not so any more.
+            refusals.update({candidate.compute for instance, candidate in asked.items() if instance not in claimed})
+            if len(held) < wanted.minimum and _is_undecided(terms.group):
+                # All of them share one compute: if not this, then another.
+                held, group = {}, terms.group
+            offer = line.look()
+        if len(held) < wanted.minimum:
+            raise self._refusal(offer, choice, terms, [*held.values(), *batch])
+        return {instance: held[instance] for instance in wanted.instances if instance in held}
+
+    def take_over(self, left: Mapping[str, Candidate]) -> dict[str, Candidate]:
+        """Make ours what an earlier eschedule of these uuids claimed: what of it is ours now."""
+        self.tried += [instance for instance in left if instance not in self.tried]
+        return {instance: left[instance] for instance in self.claimer.claim_what_fits(left)} if left else {}
+
+    def _behind(
+        self, line: Contention, candidates: Sequence[Candidate], rooms: Rooms, batch: list[Candidate]
+    ) -> list[Candidate] | None:
+        """What those who began before us will hardly take, in place of the batch; None: ask placement once more."""
+        weigh, lacking = self.wanted.weigh, len(batch)
+        # Not shuffled: each reckons what the others take in the same order.
+        alike = candidates if weigh == FIRST else sorted(candidates, key=lambda each: each.compute)
+        places = distribute(alike, rooms, line.ahead + lacking + SCARCE, weigh, self.rng)
+        spare = len(places) - line.ahead - lacking
+        if line.should_look(spare):
+            return None
+        if weigh == SPREAD and lacking == 1 and spare >= SCARCE:
+            # Shuffled: of many equals others hardly take ours, also those whom we do not know of. Sets would meet on
+            # some compute all the same, where placement lets one wait for the other.
+            places = distribute(candidates, rooms, line.ahead + 1, weigh, self.rng)
+        if spare >= 0:
+            return places[line.ahead : line.ahead + lacking]
+        return [self.rng.choice(places)] if lacking == 1 else batch
+
+    def room(self, offer: Offer, terms: Terms) -> int:
+        """How many of those wanted there is room for."""
+        wanted = self.wanted
+        choice = choose(offer, self.alive, wanted.weigh, self.rng, terms.group)
+        return len(distribute(choice.tries, offer.rooms, wanted.count, wanted.weigh, self.rng, terms.group))
+
+    def _refusal(self, offer: Offer, choice: Choice, terms: Terms, taken: list[Candidate]) -> NoCapacity:
+        if self.wanted.count > 1 and taken:
+            return too_few(self.wanted, terms.group, taken)
+        if self.tried and (terms.group is None or choice.tries):
+            return NoCapacity('every candidate was taken meanwhile')
+        return NoCapacity(why_none(offer, choice, self.alive, terms.group))
+
+
+def goal(candidates: Sequence[Candidate], terms: Terms, wanted: SetOrder) -> int:
+    """How many to place: as many as the quota allows. OverQuota; UsageError: no guest can be made of the candidates."""
+    for candidate in candidates:
+        _check(candidate.allocations)
+    if not candidates:
+        return wanted.count
+    return terms.room(total(candidates[0].allocations), wanted.count, wanted.minimum)
+
+
+def too_few(wanted: SetOrder, group: Group | None, taken: Sequence[Candidate]) -> TooFew:
+    """The refusal of a set, of which there is room for those `taken` alone."""
+    rule = '' if group is None else f' in group {group.name} ({group.rule})'
+    least = '' if wanted.minimum == wanted.count else f', and at least {wanted.minimum} are wanted'
+    return TooFew(f'there is room for {len(taken)} of {wanted.count}{rule}{least}', taken)
+
+
+def why_none(offer: Offer, choice: Choice, alive: Collection[str], group: Group | None) -> str:
+    """Why there is nothing to try, in one sentence."""
+    if group is not None and any(compute in alive for each in offer.candidates for compute in each):
+        return f'there is room, but not where group {group.name} allows it ({group.rule})'
+    if choice.skipped:
+        return 'placement names computes, but none of them is alive'
+    if not alive:
+        return 'no compute is alive: is ecompute running anywhere?'
+    return 'placement names no provider with that much free and all that is required'
+
+
+def _with(group: Group | None, held: Mapping[str, Candidate]) -> Group | None:
+    return group and group.with_members({instance: each.compute for instance, each in held.items()})
+
+
+def _is_undecided(group: Group | None) -> bool:
+    """True for a group that is to share one compute, and has none yet."""
+    return group is not None and group.strict and group.policy == AFFINITY and not group.on
+
+
+def _check(allocations: Allocations) -> None:
+    lacking = missing(total(allocations))
+    if lacking:
+        raise UsageError(f'the query asks for no {", ".join(lacking)}: a guest needs VCPU, MEMORY_MB and DISK_GB')

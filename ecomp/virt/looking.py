@@ -1,0 +1,79 @@
+"""What libvirt and the networks of this host are like, for `ecompute --check`: nothing is made, started or defined."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from ecomp.errors import EcompError
+from ecomp.model.host_health import MISSING, OFF, THERE, Libvirt
+from ecomp.model.network import Attachment
+from ecomp.virt import access, xml
+from ecomp.virt.connection import Connection, libvirt
+from ecomp.virt.domains import Domains
+from ecomp.virt.filters import Filters
+from ecomp.virt.networks import INTERFACES, Networks
+from ecomp.virt.volumes import POOL
+
+
+def look(state: Path, attachments: Sequence[Attachment], uri: str = 'qemu:///system') -> Libvirt:
+    """What there is. Errors: Unreachable where libvirt does not answer, EcompError."""
+    with _connected(uri) as connection:
+        with connection.use('asking for its version') as open_one:
+            version, capabilities = open_one.getLibVersion(), xml.capabilities(open_one.getCapabilities())
+        qemu = access.user(capabilities.qemu_uid, capabilities.qemu_gid)
+        flags = Path('/proc/cpuinfo').read_text(errors='replace').split()
+        device = access.KVM.exists()
+        closed = device and not access.can(access.READ_WRITE, access.KVM, qemu)
+        cpu_flag, offered = 'vmx' in flags or 'svm' in flags, 'kvm' in capabilities.domain_types
+        missing = access.no_kvm(cpu_flag=cpu_flag, device=device and not closed, offered=offered)
+        states = {each: _state(connection, each) for each in attachments}
+        blocked = access.blocked(state.absolute() / 'images', qemu)
+        return Libvirt(
+            version,
+            libvirt.getVersion(),
+            'qemu' in capabilities.domain_types,
+            qemu.name,
+            device,
+            closed,
+            '; '.join(missing),
+            '' if blocked is None else str(blocked),
+            _others_pool(connection, state.absolute() / 'images'),
+            states,
+            any(_has_bridge(connection, each) for each, found in states.items() if found != MISSING),
+            Filters(connection, ()).missing(),
+            frozenset(each.mark.compute for each in Domains(connection).ours().values()),
+        )
+
+
+@contextmanager
+def _connected(uri: str) -> Iterator[Connection]:
+    connection = Connection(uri)
+    try:
+        yield connection
+    finally:
+        connection.close()
+
+
+def _state(connection: Connection, attachment: Attachment) -> str:
+    kind, name = attachment
+    if kind == 'bridge':
+        return THERE if (INTERFACES / name / 'bridge').is_dir() else MISSING
+    with connection.use(f'looking for the network {name}') as open_one:
+        found = [each for each in open_one.listAllNetworks() if each.name() == name]
+        return MISSING if not found else THERE if found[0].isActive() else OFF
+
+
+def _has_bridge(connection: Connection, attachment: Attachment) -> bool:
+    try:
+        return attachment.kind == 'network' and Networks(connection).own_bridge(attachment.name) is not None
+    except EcompError:
+        return False  # one without a bridge
+
+
+def _others_pool(connection: Connection, directory: Path) -> str:
+    with connection.use(f'looking for the storage pool {POOL}') as open_one:
+        targets = [xml.pool_target(each.XMLDesc()) for each in open_one.listAllStoragePools() if each.name() == POOL]
+    return next((str(each) for each in targets if os.path.realpath(each) != os.path.realpath(directory)), '')
