@@ -166,7 +166,7 @@ class Cluster:
                 process.wait_ready()
             time.sleep(SETTLED if self._settings.get('queues') else 0)
             self.computes = sorted(keys.last(key) for key in self.etcd.keys(keys.COMPUTES))
-            follower = Follower(EtcdConfig((at,)), keys.HOSTS, self._on_state)
+            follower = Follower(EtcdConfig((at,)), [(keys.HOSTS, self._on_state)])
             follower.start()
             self._at_exit.callback(follower.stop)
         except BaseException:

@@ -79,8 +79,8 @@ def _command(arguments: Sequence[str]) -> Callable[[], tuple[int, str]]:
 
 def _main(arguments: Sequence[str]) -> Callable[[], tuple[int, str]]:
     import ecomp.placement.client
-    import ecomp.scheduler.create
-    import ecomp.scheduler.explain  # noqa: F401  (loaded before anything is measured)
+    import ecomp.scheduler.placing.create
+    import ecomp.scheduler.placing.explain  # noqa: F401  (loaded before anything is measured)
     from ecomp import schedule
 
     def ask() -> tuple[int, str]:

@@ -20,7 +20,7 @@ from ecomp.conf import load_compute
 from ecomp.model import keys
 from ecomp.model.guest import BaseImage, GuestSpec
 from ecomp.model.instance import Request, to_json
-from ecomp.placement import allocations as ledger
+from ecomp.placement import allocations
 from ecomp.placement.client import Placement
 from ecomp.store.client import Delete, Put, Store, Unchanged
 from ecomp.virt import xml
@@ -76,12 +76,12 @@ def inside(pairs: int, images: str) -> None:
 
     def ours() -> float:
         instance = str(uuid.uuid4())
-        ledger.claim(placement, instance, {compute: SHARE}, 'bench', 'bench')
-        request = Request(instance, {compute: SHARE}, images + 'blank.raw', 'bench', 'bench')
-        key = keys.host(compute, instance)
+        allocations.claim(placement, instance, {compute: SHARE}, 'bench', 'bench')
+        request = Request(instance, {compute: SHARE}, image=images + 'blank.raw', user_id='bench', project_id='bench')
+        key = keys.request(compute, instance)
         taken = started.after(instance, lambda: store.commit([], [Put(key, to_json(request))]))
         until(lambda: b'"active"' in value(store, keys.record(compute, instance)))
-        store.commit([], [Put(key, to_json(Request(instance, {}, None, 'bench', 'bench')))])
+        store.commit([], [Put(key, to_json(Request(instance, {}, image=None, user_id='bench', project_id='bench')))])
         until(lambda: store.get(key) is None)
         store.commit([Unchanged(key, 0)], [Delete(keys.record(compute, instance))])
         return taken

@@ -22,7 +22,7 @@ from statistics import median
 from lab import Lab, main
 
 from ecomp.agent.images import inspection
-from ecomp.agent.images.cache import ImageCache, Limits
+from ecomp.agent.images.cache import CacheLimits, ImageCache
 from ecomp.agent.images.connections import reach_of
 from ecomp.conf import load_compute
 from ecomp.model.guest import GuestSpec
@@ -45,7 +45,7 @@ def inside(rounds: int, server: str) -> None:
     config = load_compute(LAB.compute_yaml)
     state = config.state
     libvirt = Libvirt(state)
-    cache = ImageCache(state / 'images', inspection.inspect, None, Limits(2**40, 2**40), reach_of(config))
+    cache = ImageCache(state / 'images', inspection.inspect, None, CacheLimits(2**40, 2**40), reach_of(config))
     for size in SIZES:
         measure(size, rounds, server, libvirt, cache, state / 'images')
     libvirt.close()

@@ -22,7 +22,7 @@ from ecomp.conf import load_compute
 from ecomp.model import keys
 from ecomp.model.guest import mac_address
 from ecomp.model.instance import Request, to_json
-from ecomp.placement import allocations as ledger
+from ecomp.placement import allocations
 from ecomp.placement.client import Placement
 from ecomp.store.client import Delete, Entry, Put, Store, Unchanged
 from ecomp.store.watch import Follower
@@ -100,18 +100,18 @@ def inside(pairs: int, images: str) -> None:
     config = load_compute(LAB.compute_yaml)
     compute = (config.state / 'uuid').read_text().strip()
     store, placement, seen = Store(config.etcd), Placement(config.placement), Seen()
-    follower, least = Follower(config.etcd, keys.BOOTED, seen.on_state), Floor(Store(config.etcd))
+    follower, least = Follower(config.etcd, [(keys.BOOTED, seen.on_state)]), Floor(Store(config.etcd))
     follower.start()
 
     def ours() -> float:
         instance = str(uuid.uuid4())
-        ledger.claim(placement, instance, {compute: SHARE}, 'bench', 'bench')
-        key = keys.host(compute, instance)
-        request = Request(instance, {compute: SHARE}, images + 'blank.raw', 'bench', 'bench')
+        allocations.claim(placement, instance, {compute: SHARE}, 'bench', 'bench')
+        key = keys.request(compute, instance)
+        request = Request(instance, {compute: SHARE}, image=images + 'blank.raw', user_id='bench', project_id='bench')
         store.commit([], [Put(key, to_json(request))])
         until(lambda: (entry := store.get(keys.record(compute, instance))) is not None and b'"active"' in entry.value)
         taken = -ask(mac_address(instance, 0)) + seen.at(keys.booted(instance))
-        store.commit([], [Put(key, to_json(Request(instance, {}, None, 'bench', 'bench')))])
+        store.commit([], [Put(key, to_json(Request(instance, {}, image=None, user_id='bench', project_id='bench')))])
         until(lambda: store.get(key) is None)
         store.commit([Unchanged(key, 0)], [Delete(keys.record(compute, instance))])
         return taken

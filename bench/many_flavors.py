@@ -24,7 +24,7 @@ from ecomp.conf import EtcdConfig
 from ecomp.model import flavor as flavors
 from ecomp.model import keys
 from ecomp.model.flavor import Flavor
-from ecomp.model.queue import Waiting
+from ecomp.model.queue import QueueEntry
 from ecomp.model.queue import to_json as waiting_to_json
 from ecomp.store.client import Put, Store
 from tests.kit.commands import Ecompute
@@ -43,7 +43,7 @@ def large(number: int) -> Flavor:
 
 def waiting(flavor: Flavor) -> Put:
     """One more request that waits with it."""
-    found = Waiting(str(uuid.uuid4()), flavor, 'http://bench.invalid/x', 'bench', 'bench')
+    found = QueueEntry(str(uuid.uuid4()), flavor, image='http://bench.invalid/x', user_id='bench', project_id='bench')
     return Put(found.key, waiting_to_json(found))
 
 
@@ -69,7 +69,7 @@ def cell(many: int, waits: int) -> str:
 
             def take() -> float:
                 put = waiting(SMALL)
-                there = keys.host(compute.uuid, keys.last(put.key))
+                there = keys.request(compute.uuid, keys.last(put.key))
                 began = time.monotonic()
                 assert store.commit([], [put]) is not None
                 until(lambda: store.get(there) is not None, 60, 'it is taken')

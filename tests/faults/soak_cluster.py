@@ -17,7 +17,7 @@ from pathlib import Path
 import yaml
 
 from ecomp.lab import control, machine, namespaces, roles, state
-from ecomp.lab.hosts import Host
+from ecomp.lab.hosts import LabHost
 from ecomp.lab.machine import Process
 from ecomp.lab.network import ETCD_PORT, PLACEMENT_PORT
 from tests.faults.history import History
@@ -76,7 +76,7 @@ class Cluster:
         }
         # What the lab's own audit asks by, too.
         write_config(self.lab.directory / 'schedule.yaml', *self.direct, **image)
-        self.hosts = [Host(self.lab, name) for name in self.lab.hosts[: self.size.hosts]]
+        self.hosts = [LabHost(self.lab, name) for name in self.lab.hosts[: self.size.hosts]]
         for host in self.hosts:
             self._prepare_host(host)
         self.fakes: list[FakePart] = []
@@ -96,7 +96,7 @@ class Cluster:
             server.wait(self.lab.processes[server.what])
             self._add(LabPart(self.lab, server.what, partial(server.start, prefix), server.ready))
 
-    def _prepare_host(self, host: Host) -> None:
+    def _prepare_host(self, host: LabHost) -> None:
         """Give it a share of our guests, and start its ecompute anew with it."""
         path = host.directory / 'compute.yaml'
         room = -(-GUESTS // self.size.hosts)
@@ -163,7 +163,7 @@ class Cluster:
         found = {each.server.uuid: each for each in self.fakes} | hosts
         return {uuid: part for uuid, part in found.items() if isinstance(part, Compute)}
 
-    def qemus(self, host: Host) -> list[tuple[str, int]]:
+    def qemus(self, host: LabHost) -> list[tuple[str, int]]:
         """(instance, pid) of every QEMU of a host."""
         found = []
         for path in sorted((host.directory / 'run/qemu').glob('*.pid')):
@@ -173,7 +173,7 @@ class Cluster:
                     found.append((path.stem, pid))
         return found
 
-    def workers(self, host: Host) -> list[int]:
+    def workers(self, host: LabHost) -> list[int]:
         """The worker processes of a host's ecompute."""
         pid = self.parts[f'{host.name} ecompute'].pid()
         with contextlib.suppress(OSError):
@@ -216,7 +216,7 @@ class Cluster:
         self.down.clear()
         self._wait_ready(0)
 
-    def link(self, host: Host, state: str) -> None:
+    def link(self, host: LabHost, state: str) -> None:
         """Cut a host from the lab's LAN (`down`), or join it again (`up`)."""
         space = self.lab.layout.namespace('control')
         subprocess.run(['ip', '-n', space, 'link', 'set', host.name, state], check=True, timeout=10)

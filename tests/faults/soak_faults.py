@@ -9,7 +9,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from ecomp.lab.hosts import Host
+from ecomp.lab.hosts import LabHost
 from tests.faults.soak_cluster import Cluster
 from tests.faults.soak_parts import Compute, Part
 from tests.faults.soak_plan import Fault
@@ -153,7 +153,7 @@ class Faults:
         self._cluster.proxies[which].lose_answer(pattern, applied)
         return {}, None
 
-    def _join(self, host: Host) -> dict[str, object]:
+    def _join(self, host: LabHost) -> dict[str, object]:
         self._cluster.link(host, 'up')
         return {}
 

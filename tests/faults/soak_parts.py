@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from ecomp.lab import machine, state
-from ecomp.lab.hosts import Host
+from ecomp.lab.hosts import LabHost
 from ecomp.lab.machine import Process
 from tests.kit.commands import Ecompute
 
@@ -119,7 +119,7 @@ class LabPart(Part):
 class HostPart(Compute):
     """The ecompute of a real host."""
 
-    def __init__(self, host: Host) -> None:
+    def __init__(self, host: LabHost) -> None:
         super().__init__(f'{host.name} ecompute', host.log)
         self.host = host
 

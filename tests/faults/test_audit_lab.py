@@ -19,8 +19,8 @@ from ecomp.agent.images.scrub import Scrubber
 from ecomp.conf import load_schedule
 from ecomp.model.guest import mac_address
 from ecomp.placement.client import Placement
-from ecomp.scheduler import repair
-from ecomp.scheduler.audit import audit
+from ecomp.scheduler.operating import repair
+from ecomp.scheduler.operating.audit import audit
 from ecomp.store.client import Store
 from tests.kit.audit import audit_clean
 from tests.kit.hypervisor import SOON, Hypervisor

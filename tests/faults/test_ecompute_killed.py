@@ -72,7 +72,7 @@ def test_killed_while_destroying(cluster: Control, compute: Armed, step: str) ->
 @pytest.mark.parametrize('by_hand', [False, True])
 def test_killed_before_the_state_directory_hears_of_an_end(cluster: Control, by_hand: bool) -> None:
     """F2: kill -9 of ecompute between an end in etcd and in its directory: the next start frees the address (fake)"""
-    quick = {'claims.APART': 0.5, 'planner.APART': 0.5}  # between two looks for what vanished
+    quick = {'host.claims.APART': 0.5, 'planner.APART': 0.5}  # between two looks for what vanished
     compute = tuned(cluster, numbers=quick)
     _, instance = place(cluster)
     addressed(cluster, instance)

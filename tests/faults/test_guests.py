@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from ecomp.agent.plan import GONE_BOTH, GONE_DISK, GONE_DOMAIN, UNDEFINED
+from ecomp.agent.instance.plan import GONE_BOTH, GONE_DISK, GONE_DOMAIN, UNDEFINED
 from ecomp.model.guest import CRASHED, NO_SPACE
 from tests.faults.figures import figure
 from tests.kit.boot_sectors import HALT

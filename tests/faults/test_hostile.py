@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ecomp.agent.memory import Memory
+from ecomp.agent.host.memory import Memory
 from ecomp.conf import EtcdConfig
 from ecomp.model import keys
 from ecomp.model.instance import REASON_LIMIT, SIZE_LIMIT, Invalid, Request, parse_request
@@ -22,6 +22,7 @@ from ecomp.store.client import Entry, Snapshot, Store
 from ecomp.store.presence import Presence, hashed
 from ecomp.store.requests import in_requests
 from tests.kit.commands import Control, Ecompute, Result
+from tests.kit.forms import text as told
 from tests.kit.hands import guests
 from tests.kit.hostile import COMPUTE, HOSTILE, INSTANCE, NAMES, XML, request
 from tests.kit.invariants import check
@@ -67,7 +68,7 @@ VALUES = st.binary(max_size=200) | SHAPES.map(lambda shape: json.dumps(shape).en
 def understood(value: bytes) -> list[str]:
     """What each of our readers makes of a value: only the reasons they give. Anything else they raise is a defect."""
     reasons = []
-    found = parse_request(COMPUTE, keys.host(COMPUTE, INSTANCE), value)
+    found = parse_request(COMPUTE, keys.request(COMPUTE, INSTANCE), value)
     if isinstance(found, Invalid):
         reasons.append(found.reason)
     try:
@@ -98,16 +99,16 @@ def test_junk_is_nobody_s(value: bytes) -> None:
 @given(st.sampled_from(sorted(Record.__dataclass_fields__)), SHAPES)
 def test_no_field_of_a_record_misleads(name: str, value: Any) -> None:
     """F24: a record with any JSON in any of its fields is read, and can be shown, or is refused (fake)"""
-    from ecomp.scheduler.show import as_detail, as_list, no_address
+    from ecomp.cli.show import as_detail, as_list, no_address
 
-    whole = json.loads(record_to_json(Record(INSTANCE, COMPUTE, 'active', IMAGE)))
+    whole = json.loads(record_to_json(Record(INSTANCE, COMPUTE, 'active', image=IMAGE)))
     try:
         found = from_json(json.dumps({**whole, name: value}).encode(), INSTANCE)
     except ValueError:
         return
-    assert len(as_list([found], 'table').splitlines()) == 2
-    for text in (as_detail(found, 'table'), no_address(found)):
-        assert text.isprintable() or text.replace('\n', '').isprintable()
+    assert len(told(as_list([found])).splitlines()) == 2
+    for text in (told(as_detail(found)), no_address(found)):
+        assert text.replace('\n', '').isprintable()
 
 
 # A running compute
@@ -259,7 +260,7 @@ def test_hostile_records(cluster: Control, compute: Ecompute) -> None:
 
 def other_record(**changed: Any) -> str:
     """A record of INSTANCE with something wrong in it."""
-    return json.dumps({**json.loads(record_to_json(Record(INSTANCE, COMPUTE, 'active', IMAGE))), **changed})
+    return json.dumps({**json.loads(record_to_json(Record(INSTANCE, COMPUTE, 'active', image=IMAGE))), **changed})
 
 
 def cluster_claim(cluster: Control, instance: str) -> dict[str, Any]:
@@ -387,6 +388,6 @@ def test_hostile_memory(tmp_path: Path) -> None:
 
 def test_a_good_request_is_a_request() -> None:
     """F24: what these rows change is a request that is taken (fake)"""
-    good = parse_request(COMPUTE, keys.host(COMPUTE, INSTANCE), json.dumps(request()).encode())
+    good = parse_request(COMPUTE, keys.request(COMPUTE, INSTANCE), json.dumps(request()).encode())
     assert isinstance(good, Request)
     assert len(json.dumps(request())) < SIZE_LIMIT

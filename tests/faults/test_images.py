@@ -27,9 +27,9 @@ from urllib.parse import urlsplit
 import pytest
 import yaml
 
-from ecomp.agent.build import Cancelled
 from ecomp.agent.images import connections, sources, transfer
 from ecomp.agent.images.cache import ImageCache
+from ecomp.agent.instance.build import Cancelled
 from ecomp.errors import BuildFailed
 from ecomp.model.guest import BaseImage, GuestSpec
 from ecomp.virt.image import capacity
@@ -222,11 +222,11 @@ EVICTION_FAILPOINTS = ('image-evicted',)
 FETCH = """
 import sys
 from pathlib import Path
-from ecomp.agent.images.cache import ImageCache, Limits
+from ecomp.agent.images.cache import ImageCache, CacheLimits
 from ecomp.agent.images.inspection import inspect
 from tests.kit.images import LOOPBACK
 
-cache = ImageCache(Path(sys.argv[1]), inspect, None, Limits(int(sys.argv[3]), 2**40), LOOPBACK)
+cache = ImageCache(Path(sys.argv[1]), inspect, None, CacheLimits(int(sys.argv[3]), 2**40), LOOPBACK)
 cache.sweep()
 with cache.held(sys.argv[2], lambda: None, lambda *_: None) as base:
     print(base.path)

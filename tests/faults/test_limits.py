@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 import pytest
 
-from ecomp.agent import limits
+from ecomp.agent import process
 from ecomp.conf import EtcdConfig
 from ecomp.store.client import Entry, Store
 from ecomp.store.presence import Presence
@@ -48,7 +48,7 @@ def test_too_little(cluster: Control, limit: str, says: str) -> None:
 def test_just_enough(cluster: Control) -> None:
     """F31: ecompute with no more than what it says it needs works, many at once too, and is idle after (fake)"""
     words = {'RLIMIT_NOFILE': '--nofile', 'RLIMIT_AS': '--as'}
-    least = {limit: least for limit, least, _, _ in limits.NEEDED}
+    least = {limit: least for limit, least, _, _ in process.NEEDED}
     import resource
 
     prefix = ['prlimit', *(f'{word}={least[getattr(resource, name)]}' for name, word in words.items()), '--']
@@ -111,7 +111,7 @@ def test_no_thread_dies_unheard(cluster: Control, monkeypatch: pytest.MonkeyPatc
         return refresh(lease)
 
     monkeypatch.setattr(store, 'keep_alive', keep_alive)
-    follower, lost = Follower(config, '/computes/', on_state), list[str]()
+    follower, lost = Follower(config, [('/computes/', on_state)]), list[str]()
     presence = Presence(store, key, {'token': 'mine'}, lost.append)
     try:
         follower.start()

@@ -13,11 +13,12 @@ from pathlib import Path
 
 import pytest
 
-from ecomp.agent.instances import Instances, Shape
-from ecomp.agent.memory import Memory
-from ecomp.agent.metadata import GuestData
-from ecomp.agent.pool import Inline, Pretended
-from ecomp.agent.records import Superseded
+from ecomp.agent.host.memory import Memory
+from ecomp.agent.host.metadata import GuestData
+from ecomp.agent.instance.instances import Instances, Shape
+from ecomp.agent.instance.pool import FakeImages, Inline
+from ecomp.agent.instance.records import Superseded
+from ecomp.agent.instance.surroundings import ControlPlane, Host
 from ecomp.conf import EtcdConfig
 from ecomp.model import keys
 from ecomp.model.guest import Address, Guest, mac_address
@@ -26,7 +27,7 @@ from ecomp.model.network import DEFAULT_NETWORKS
 from ecomp.model.power import Power
 from ecomp.model.record import ACTIVE, BUILDING, STOPPED, Interface, Record
 from ecomp.model.record import to_json as record_json
-from ecomp.placement import allocations as ledger
+from ecomp.placement import allocations
 from ecomp.placement.client import Placement
 from ecomp.store.client import Put, Store
 from ecomp.virt.fake import FakeHypervisor
@@ -54,14 +55,14 @@ def world(etcd: Etcd, placement: PlacementServer, tmp_path: Path) -> Iterator[Wo
     instance = str(uuid.uuid4())
     store, client = Store(EtcdConfig(endpoints=(etcd.endpoint,))), Placement(placement.url)
     hypervisor = FakeHypervisor()
-    runner = Inline(hypervisor, Pretended())
+    runner = Inline(hypervisor, FakeImages())
     memory = Memory(tmp_path, compute, lambda: NOW)
-    data = GuestData(tmp_path / 'metadata')
+    host = Host(hypervisor, runner, GuestData(tmp_path / 'metadata'))
     shape = Shape('qemu', True, DEFAULT_NETWORKS, 'here')
-    instances = Instances(compute, store, client, runner, hypervisor, data, shape, memory, lambda: NOW)
-    request = Request(instance, {compute: SIZE}, 'http://h/i', 'u', 'p')
-    ledger.claim(client, instance, request.allocations, 'u', 'p')
-    planned = store.commit([], [Put(keys.host(compute, instance), to_json(request))])
+    instances = Instances(ControlPlane(compute, store, client, lambda: NOW), host, shape, memory)
+    request = Request(instance, {compute: SIZE}, image='http://h/i', user_id='u', project_id='p')
+    allocations.claim(client, instance, request.allocations, 'u', 'p')
+    planned = store.commit([], [Put(keys.request(compute, instance), to_json(request))])
     assert planned
     guest = Guest(instance, compute, defined=True, running=True, disk=True)
     yield World(instances, request, compute, guest, planned, hypervisor)
@@ -72,13 +73,15 @@ def world(etcd: Etcd, placement: PlacementServer, tmp_path: Path) -> Iterator[Wo
 
 def record(world: World, state: str) -> Record:
     name = world.request.instance
-    return Record(name, world.compute, state, 'http://h/i', addresses=(Interface('default', mac_address(name, 0)),))
+    return Record(
+        name, world.compute, state, image='http://h/i', addresses=(Interface('default', mac_address(name, 0)),)
+    )
 
 
 def planes(etcd: Etcd, placement: PlacementServer, world: World) -> list[object]:
     """All that is written anywhere of the instance."""
     name = world.request.instance
-    names = (keys.host(world.compute, name), keys.record(world.compute, name), keys.booted(name))
+    names = (keys.request(world.compute, name), keys.record(world.compute, name), keys.booted(name))
     return [*(etcd.get(each) for each in names), placement.allocations(name)]
 
 
@@ -119,9 +122,9 @@ def test_rule_5_a_late_write_is_none(
         assert world.instances.record(name) is not None  # as ecompute knows it
     # Between the plan and the task.
     if since == 'rewritten':
-        etcd.put(keys.host(world.compute, name), to_json(replace(world.request, user_id='somebody else')))
+        etcd.put(keys.request(world.compute, name), to_json(replace(world.request, user_id='somebody else')))
     else:
-        etcd.delete(keys.host(world.compute, name))
+        etcd.delete(keys.request(world.compute, name))
     before = planes(etcd, placement, world)
     with pytest.raises(Superseded):
         carry_out(world)

@@ -6,6 +6,7 @@ here is everything else, and what is left behind.
 
 from __future__ import annotations
 
+import json
 import os
 import time
 import uuid
@@ -18,7 +19,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from ecomp import schedule
-from ecomp.scheduler.forms import FORMS
+from ecomp.cli.commands import COMMANDS
 from tests.kit.commands import Control, Result, run, write_config
 from tests.kit.invariants import allocations, check, everything
 from tests.kit.journal import JOURNAL
@@ -28,7 +29,7 @@ from tests.kit.story import NOBODY, SMALL, notified, one_line
 CODES = range(9)
 """DESIGN.md: 0 done to 8 audit findings."""
 
-NAMES = [word for name in FORMS for word in name.split()]
+NAMES = [word for name in COMMANDS for word in name.split()]
 OPTIONS = ['--uuid', '--wait', '--timeout', '--wait=', '--wait=addressed', '--format', '-f', '--all', '--fix', '--for']
 OPTIONS += ['--name', '--ssh-key', '--user-data']
 VALUES = ['1', '0', '-1', 'nan', 'inf', '1e400', '10' * 50, 'json', 'table', NOBODY, NOBODY.upper(), '', ' ']
@@ -64,6 +65,9 @@ def nowhere(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @example(words=['host', 'forget', NOBODY])
 @example(words=['--', SMALL])
 @example(words=['-f', 'json', 'list'])
+@example(words=['destroy', NOBODY, '-f', 'json'])
+@example(words=['help'])
+@example(words=['doctor'])
 @example(words=['hosts', '\n'])
 @example(words=['--flavor', '\n'])
 @example(words=['flavor', 'set', '\n', '\n'])
@@ -73,8 +77,11 @@ def test_anything_typed(nowhere: Path, words: list[str]) -> None:
         words = [word for word in words if not word.startswith(('--c', '-h', '--h'))]
     ended = called('--config', str(nowhere), *words)
     assert ended.code in CODES, (words, ended)
-    assert ended.code != 0 or '--version' in words or any(word.startswith('--v') for word in words), (words, ended)
-    assert ended.stdout == '' or ended.code in (0, 2), (words, ended)
+    alone = any(word in ('help', 'completion') or word.startswith('--v') for word in words)  # asks no server
+    assert ended.code != 0 or alone, (words, ended)
+    if ended.stdout and ended.code not in (0, 2):
+        # What is wrong with the servers is the doctor's answer, and what came of each word that of JSON.
+        assert 'doctor' in words or json.loads(ended.stdout), (words, ended)
     if ended.code not in (0, 2) or ended.stderr:
         lines = ended.stderr.splitlines()
         # A command of several uuids has a line for each.
@@ -88,7 +95,7 @@ SIZES = [0, -1, 10**9, 2**31 - 1, 2**31, 2**63, 10**30]
 
 
 def test_sizes(cluster: Control) -> None:
-    """F32: sizes of nothing, of 10^9 and beyond all numbers: exit 2, 3 or 7, a reason, nothing is left (fake)"""
+    """F32: sizes of nothing, of 10^9 and beyond all numbers: exit 2 or 3, a reason, nothing is left (fake)"""
     compute = cluster.ecompute()
     before = set(everything(cluster))
     for name in ('VCPU', 'MEMORY_MB', 'DISK_GB'):
@@ -96,15 +103,15 @@ def test_sizes(cluster: Control) -> None:
             amounts = {'VCPU': 1, 'MEMORY_MB': 128, 'DISK_GB': 1, name: size}
             query = 'resources=' + ','.join(f'{each}:{amount}' for each, amount in amounts.items())
             ended = called('--config', str(cluster.schedule_yaml), query)
-            # placement takes more than can be in an inventory, and names nobody; SQLite's integers end at 2**63.
-            if 1 <= size < 2**63:
+            # No inventory has 2**31 of anything: placement takes such a query, and names nobody.
+            if 1 <= size < 2**31:
                 assert (ended.code, ended.stdout) == (3, 'NO ALLOCATIONS LEFT\n'), ended
                 lines = ended.stderr.splitlines()
                 assert all(line.startswith('eschedule: ') for line in lines), ended
                 assert f'{name} short by ' in lines[1], ended
                 assert 'the smallest change that fits: ask for ' in lines[-1], ended
             else:
-                one_line(ended, 2 if size < 1 else 7)
+                one_line(ended, 2, name)
                 assert ended.stdout == ''
     assert allocations(cluster) == {}
     assert set(everything(cluster)) == before

@@ -18,11 +18,11 @@ from ecomp.model import keys
 from ecomp.model.allocation import Allocations
 from ecomp.model.choose import Candidate, Offer
 from ecomp.model.instance import Request, parse_request
-from ecomp.placement import allocations as ledger
+from ecomp.placement import allocations
 from ecomp.placement.client import Placement
-from ecomp.scheduler.claim import Claimer
-from ecomp.scheduler.create import create
-from ecomp.scheduler.wanted import Delivered, Wanted
+from ecomp.scheduler.placing.claim import Claimer
+from ecomp.scheduler.placing.create import create
+from ecomp.scheduler.placing.set_order import DeliveryOutcome, SetOrder
 from ecomp.store.client import Put, Store, Unchanged
 from tests.kit.servers import Etcd, PlacementServer
 
@@ -48,27 +48,34 @@ class Cloud:
             self.etcd.put(keys.compute(compute), '{"token": "x"}', self.etcd.grant())
         return compute
 
-    def wanted(self, compute: str, instance: str | None = None, resources: str = RESOURCES) -> Wanted:
+    def wanted(self, compute: str, instance: str | None = None, resources: str = RESOURCES) -> SetOrder:
         """One small guest on that compute."""
-        return Wanted(instance or new(), f'{resources}&in_tree={compute}', IMAGE, 'a-user', 'a-project', 'today')
+        return SetOrder(
+            instance or new(),
+            query=f'{resources}&in_tree={compute}',
+            image=IMAGE,
+            user_id='a-user',
+            project_id='a-project',
+            stages={'requested': 'today'},
+        )
 
     def create(
         self,
-        wanted: Wanted,
+        wanted: SetOrder,
         resume: bool = False,
         store: Store | None = None,
         placement: Placement | None = None,
         now: Callable[[], str] = lambda: 'now',
         found: list[Allocations] | None = None,
         offer: Offer | None = None,
-    ) -> Delivered:
+    ) -> DeliveryOutcome:
         """create(), with what was offered or found before, or else what placement says now."""
         placement = placement or self.placement
         backend: Future[tuple[Placement, Offer]] = Future()
         try:
             if found is not None:
                 offer = Offer(found, asked=time.monotonic())
-            offer = offer or ledger.candidates(placement, wanted.query)
+            offer = offer or allocations.candidates(placement, wanted.query)
             backend.set_result((placement, offer))
         except EcompError as error:
             backend.set_exception(error)
@@ -85,22 +92,22 @@ class Cloud:
 
     def delivered(self, compute: str, instance: str) -> Request:
         """The request that stands at the compute's key."""
-        value = self.etcd.get(keys.host(compute, instance))
+        value = self.etcd.get(keys.request(compute, instance))
         assert value is not None
-        request = parse_request(compute, keys.host(compute, instance), value)
+        request = parse_request(compute, keys.request(compute, instance), value)
         assert isinstance(request, Request)
         return request
 
-    def is_whole(self, compute: str, wanted: Wanted) -> None:
+    def is_whole(self, compute: str, wanted: SetOrder) -> None:
         """The instance is delivered to this compute, which holds one claim for it, and nobody is at it any more."""
         assert self.delivered(compute, wanted.instance).allocations == {compute: SMALL}
         assert self.server.allocations(wanted.instance) == {compute: SMALL}
-        assert self.etcd.get(keys.request(wanted.instance)) is None
+        assert self.etcd.get(keys.attempt(wanted.instance)) is None
 
-    def has_nothing_of(self, wanted: Wanted, *computes: str) -> None:
+    def has_nothing_of(self, wanted: SetOrder, *computes: str) -> None:
         """No claim, no request key, no delivery."""
         assert self.server.allocations(wanted.instance) == {}
-        assert self.etcd.get(keys.request(wanted.instance)) is None
+        assert self.etcd.get(keys.attempt(wanted.instance)) is None
         assert [key for key in self.etcd.keys(keys.HOSTS) if keys.last(key) == wanted.instance] == []
         for compute in computes:
             assert wanted.instance not in self.server.consumers(compute)
@@ -110,11 +117,11 @@ def new() -> str:
     return str(uuid.uuid4())
 
 
-def at_it(cloud: Cloud, wanted: Wanted, lease: int) -> int:
+def at_it(cloud: Cloud, wanted: SetOrder, lease: int) -> int:
     """What an eschedule does first; the revision of its request key."""
     value = json.dumps({'version': 1, 'instances': [wanted.instance]})
     revision = cloud.store.commit(
-        [Unchanged(keys.request(wanted.instance), 0)], [Put(keys.request(wanted.instance), value, lease)]
+        [Unchanged(keys.attempt(wanted.instance), 0)], [Put(keys.attempt(wanted.instance), value, lease)]
     )
     assert revision
     return revision

@@ -6,7 +6,7 @@ import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from ecomp.placement import allocations as ledger
+from ecomp.placement import allocations
 from ecomp.placement.client import Placement
 
 USER, PROJECT = 'a-user', 'a-project'
@@ -27,4 +27,4 @@ def new() -> str:
 
 
 def claim(client: Placement, instance: str, provider: str, generation: int | None = None, **amounts: int) -> None:
-    ledger.claim(client, instance, {provider: amounts or SMALL}, USER, PROJECT, generation)
+    allocations.claim(client, instance, {provider: amounts or SMALL}, USER, PROJECT, generation)

@@ -20,8 +20,8 @@ from urllib.parse import parse_qs, urlsplit
 
 from ecomp.agent.images import inspection
 from ecomp.agent.images.cache import ImageCache
+from ecomp.agent.instance.worker import WorkerSettings, prepare, work
 from ecomp.agent.locks import InstanceLocks
-from ecomp.agent.worker import WorkerSettings, prepare, work
 from ecomp.errors import BuildFailed
 from ecomp.model.guest import BaseImage
 from ecomp.virt import Hypervisor
@@ -86,7 +86,7 @@ class OneForAll:
 
 
 def entry(pipe: Connection, settings: WorkerSettings) -> None:
-    """Instead of ecomp.agent.worker.main."""
+    """Instead of ecomp.agent.instance.worker.main."""
     prepare(settings)
     work(pipe, cast(Hypervisor, OneForAll(settings.state)), Images(settings.state), InstanceLocks(settings.state))
 

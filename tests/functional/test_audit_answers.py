@@ -10,18 +10,19 @@ from uuid import uuid4
 
 import pytest
 
-from ecomp.agent.digest import Answerer, look, parts
+from ecomp.agent.host.digest import Answerer, look, parts
+from ecomp.agent.host.metadata import GuestData
 from ecomp.agent.images.bases import LOCK
 from ecomp.agent.locks import try_lock
-from ecomp.agent.metadata import GuestData
 from ecomp.conf import EtcdConfig
 from ecomp.errors import Unreachable
 from ecomp.model import keys
 from ecomp.model.digest import Leftover, clearance_to_json, from_pages
 from ecomp.model.guest import BaseImage, Guest, GuestSpec, mac_address
 from ecomp.model.instance import Request
-from ecomp.scheduler.audit import answers, asking, audit
+from ecomp.scheduler.operating.audit import answers, asking, audit
 from ecomp.store.client import Put, Store, Unchanged
+from ecomp.store.watch import Follower
 from ecomp.virt.fake import FakeHypervisor
 from tests.functional.cloud import Cloud
 from tests.kit.servers import until
@@ -63,10 +64,12 @@ class Host:
         GuestData(state / 'metadata')
         config = EtcdConfig((cloud.etcd.endpoint,))
         self.answerer = Answerer(self.compute, self.token, config, self.hypervisor, state, self.may_remove)
+        self.follower = Follower(config, [(keys.AUDIT, self.answerer.on_audits)])
         lease = cloud.store.grant(3600)
         put = Put(keys.compute(self.compute), json.dumps({'token': self.token}), lease)
         assert cloud.store.commit([], [put])
         self.answerer.start()
+        self.follower.start()
 
     def may_remove(self, instance: str) -> bool:
         return not self.read_only and instance not in self.remembered
@@ -98,6 +101,7 @@ class Host:
 def host(cloud: Cloud, tmp_path: Path) -> Iterator[Host]:
     made = Host(cloud, tmp_path)
     yield made
+    made.follower.stop()
     made.answerer.stop()
     cloud.etcd.delete(keys.compute(made.compute))
 
@@ -139,7 +143,7 @@ def test_a_base_volume_that_is_gone(cloud: Cloud, host: Host) -> None:
         'version': 1, 'instance': instance, 'compute': host.compute, 'state': 'active', 'image': 'x', 'stages': {},
         'resources': {}, 'addresses': [], 'error': None, 'fault': None,
     }  # fmt: skip
-    cloud.etcd.put(keys.host(host.compute, instance), json.dumps(request))
+    cloud.etcd.put(keys.request(host.compute, instance), json.dumps(request))
     cloud.etcd.put_record(json.dumps(record))
     body = {'allocations': wire, 'user_id': 'u', 'project_id': 'p', 'consumer_generation': None}
     cloud.server.call('PUT', f'/allocations/{instance}', {**body, 'consumer_type': 'INSTANCE'})
@@ -148,7 +152,7 @@ def test_a_base_volume_that_is_gone(cloud: Cloud, host: Host) -> None:
     assert codes(cloud, host) == []
     host.hypervisor.bases = {instance: '/images/base-x.qcow2'}
     assert codes(cloud, host) == [('base-missing', instance)]
-    for key in (keys.host(host.compute, instance), keys.record(host.compute, instance)):
+    for key in (keys.request(host.compute, instance), keys.record(host.compute, instance)):
         cloud.etcd.delete(key)
     cloud.server.call('DELETE', f'/allocations/{instance}')
 
@@ -170,12 +174,15 @@ def test_another_ecompute_that_is_this_compute_now_answers_alone(cloud: Cloud, h
     config = EtcdConfig((cloud.etcd.endpoint,))
     GuestData(tmp_path / 'other' / 'metadata')
     second = Answerer(host.compute, 'theirs', config, other, tmp_path / 'other', lambda _: True)
+    follower = Follower(config, [(keys.AUDIT, second.on_audits)])
     second.start()
+    follower.start()
     try:
         for token, instance in (('mine', mine), ('theirs', theirs)) * 3:
             cloud.etcd.put(keys.compute(host.compute), json.dumps({'token': token}), cloud.etcd.grant())
             assert set(from_pages([ask(cloud.store, host)['0']]).guests) == {instance}
     finally:
+        follower.stop()
         second.stop()
 
 
@@ -199,7 +206,7 @@ def test_a_read_only_one_or_one_that_remembers_answers_and_removes_nothing(cloud
 
 def test_an_orphaned_disk_and_seed_are_removed(cloud: Cloud, host: Host) -> None:
     instance, data = host.disk(), GuestData(host.state / 'metadata')
-    data.write(Request(instance, {}, None, '', ''), [mac_address(instance, 0)])
+    data.write(Request(instance, {}), [mac_address(instance, 0)])
     mac = mac_address(instance, 0)
     assert host.clear(cloud.store, Leftover('disk', instance), Leftover('seed', mac, instance)) == [
         f'disk {instance}: removed',
@@ -213,7 +220,7 @@ def test_an_orphaned_disk_and_seed_are_removed(cloud: Cloud, host: Host) -> None
     ]
     # Of a removal that was killed in the middle: the word that it is ready, alone.
     (data.directory / f'{instance}.ready').touch()
-    assert look(host.hypervisor, host.state).seeds == {instance: instance}
+    assert look(host.hypervisor, host.state).metadata == {instance: instance}
     assert host.clear(cloud.store, Leftover('seed', instance, instance)) == [f'seed {instance}: removed']
     assert list(data.directory.iterdir()) == []
 
@@ -222,13 +229,13 @@ def test_an_orphaned_nocloud_disk_is_removed(cloud: Cloud, host: Host) -> None:
     alone, beside, running = str(uuid4()), host.disk(), host.domain()
     for each in (alone, beside):
         host.hypervisor.create_seed(each, {})
-    assert look(host.hypervisor, host.state).isos.keys() == {alone, beside}
+    assert look(host.hypervisor, host.state).seeds.keys() == {alone, beside}
     found = codes(cloud, host)
     assert {('iso-orphaned', alone), ('disk-orphaned', beside)} <= set(found)
     assert ('iso-orphaned', beside) not in found
-    cloud.etcd.put(keys.host(host.compute, alone), '{}')
+    cloud.etcd.put(keys.request(host.compute, alone), '{}')
     assert host.clear(cloud.store, Leftover('iso', alone)) == [f'iso {alone}: not removed: it is wanted now']
-    cloud.etcd.delete(keys.host(host.compute, alone))
+    cloud.etcd.delete(keys.request(host.compute, alone))
     for each, said in ((running, 'not removed: its domain is there'), (alone, 'removed'), (alone, 'is gone already')):
         assert host.clear(cloud.store, Leftover('iso', each)) == [f'iso {each}: {said}']
     assert host.clear(cloud.store, Leftover('disk', beside)) == [f'disk {beside}: removed']
@@ -237,11 +244,11 @@ def test_an_orphaned_nocloud_disk_is_removed(cloud: Cloud, host: Host) -> None:
 
 def test_what_is_no_leftover_stays(cloud: Cloud, host: Host) -> None:
     running, used, asked, lives, tried = host.domain(), host.disk(), host.disk(), host.disk(), host.disk()
-    cloud.etcd.put(keys.host(host.compute, asked), '{}')
+    cloud.etcd.put(keys.request(host.compute, asked), '{}')
     cloud.etcd.put(keys.record(host.compute, lives), json.dumps({'state': 'who knows'}))
-    cloud.etcd.put(keys.request(tried), json.dumps({'instances': [tried]}))
+    cloud.etcd.put(keys.attempt(tried), json.dumps({'instances': [tried]}))
     data = GuestData(host.state / 'metadata')
-    data.write(Request(asked, {}, None, '', ''), [MAC])
+    data.write(Request(asked, {}), [MAC])
     before = host.hypervisor.guests()
     wanted = 'not removed: it is wanted now'
     try:
@@ -266,7 +273,7 @@ def test_what_is_no_leftover_stays(cloud: Cloud, host: Host) -> None:
         assert host.hypervisor.guests() == before
         assert data.all() == {MAC: asked}
     finally:
-        for key in (keys.host(host.compute, asked), keys.record(host.compute, lives), keys.request(tried)):
+        for key in (keys.request(host.compute, asked), keys.record(host.compute, lives), keys.attempt(tried)):
             cloud.etcd.delete(key)
 
 

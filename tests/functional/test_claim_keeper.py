@@ -6,11 +6,11 @@ import json
 
 import pytest
 
-from ecomp.agent.claims import APART, ClaimKeeper
+from ecomp.agent.host.claims import APART, ClaimKeeper
 from ecomp.model import keys
-from ecomp.placement import allocations as ledger
-from ecomp.scheduler import claim as claims
-from ecomp.scheduler.wanted import Delivered
+from ecomp.placement import allocations
+from ecomp.scheduler.placing import claim as claims
+from ecomp.scheduler.placing.set_order import DeliveryOutcome
 from ecomp.store.client import Put
 from tests.functional.cloud import SMALL, Cloud, at_it, new
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.fast
 
 def orphan(cloud: Cloud, compute: str) -> str:
     instance = new()
-    ledger.claim(cloud.placement, instance, {compute: SMALL}, 'a-user', 'a-project')
+    allocations.claim(cloud.placement, instance, {compute: SMALL}, 'a-user', 'a-project')
     return instance
 
 
@@ -39,9 +39,9 @@ def test_who_stands_behind_a_claim(cloud: Cloud) -> None:
     compute = cloud.compute(VCPU=9, MEMORY_MB=999, DISK_GB=9)
     being_asked, of_a_set, delivered, with_a_guest, queued, nobody_s = (orphan(cloud, compute) for _ in range(6))
     lease = cloud.store.grant(60)
-    cloud.store.commit([], [Put(keys.request(being_asked), 'unreadable', lease)])
-    cloud.store.commit([], [Put(keys.request(new()), json.dumps({'instances': [of_a_set]}), lease)])
-    cloud.store.commit([], [Put(keys.host(compute, delivered), '{}')])
+    cloud.store.commit([], [Put(keys.attempt(being_asked), 'unreadable', lease)])
+    cloud.store.commit([], [Put(keys.attempt(new()), json.dumps({'instances': [of_a_set]}), lease)])
+    cloud.store.commit([], [Put(keys.request(compute, delivered), '{}')])
     cloud.store.commit([], [Put(f'{keys.QUEUES}small/{queued}', '{}')])
     keeper = ClaimKeeper(compute, cloud.store, cloud.placement)
     keeper.look([with_a_guest], 0.0)
@@ -69,7 +69,7 @@ def test_a_killed_eschedule_s_claim_goes_and_its_uuid_can_go_on(cloud: Cloud) ->
     cloud.store.revoke(lease)
     keeper.look([], 3 * APART)
     # Between the two looks the user asks again.
-    assert cloud.create(wanted, resume=True) == Delivered(compute)
+    assert cloud.create(wanted, resume=True) == DeliveryOutcome(compute)
     keeper.look([], 4 * APART)
     cloud.is_whole(compute, wanted)
 
@@ -79,8 +79,8 @@ def test_a_claim_on_another_compute_is_not_released(cloud: Cloud) -> None:
     instance = orphan(cloud, here)
     keeper = ClaimKeeper(here, cloud.store, cloud.placement)
     keeper.look([], 0.0)
-    held = ledger.consumer(cloud.placement, instance)
-    ledger.claim(cloud.placement, instance, {there: SMALL}, 'a-user', 'a-project', held.generation)
+    held = allocations.consumer(cloud.placement, instance)
+    allocations.claim(cloud.placement, instance, {there: SMALL}, 'a-user', 'a-project', held.generation)
     keeper.look([], APART)
     keeper.look([], 2 * APART)
     assert cloud.server.allocations(instance) == {there: SMALL}

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from ecomp.agent.claims import ClaimKeeper
-from ecomp.agent.complaints import Complaints
 from ecomp.agent.daemon import Daemon
-from ecomp.agent.planner import Planner
+from ecomp.agent.host.claims import ClaimKeeper
+from ecomp.agent.planner import LOOKING, Planner
 from ecomp.model import keys
 from ecomp.model.guest import GuestSpec
 from ecomp.model.record import ACTIVE, from_json
-from ecomp.scheduler.destroy import destroy
+from ecomp.scheduler.changing.destroy import destroy
 from ecomp.virt.fake import FakeHypervisor
 from tests.functional.cloud import Cloud
 from tests.functional.toy import Toy, toy
@@ -42,9 +42,8 @@ class Keeper(ClaimKeeper):
 @contextmanager
 def running(one: Toy, keeper: Keeper) -> Iterator[Daemon]:
     """The daemon of a compute, which is told by tell(); drained at the end, as at a signal."""
-    complaints = Complaints()
-    asked = one.compute, one.instances, one.hypervisor, one.runner, keeper, one.memory, complaints
-    made = Daemon(*asked, watch_over=lambda: None, keep_registered=lambda: None, threads=2)
+    far = {LOOKING: lambda: keeper.look(one.hypervisor.guests(), time.monotonic())}
+    made = Daemon(one.host, one.planner, far, threads=2)
     made.begin()
     try:
         yield made
@@ -55,7 +54,7 @@ def running(one: Toy, keeper: Keeper) -> Iterator[Daemon]:
 
 def tell(daemon: Daemon, one: Toy) -> None:
     """What is asked of it, whole, as its follower would."""
-    daemon.on_state(one.cloud.store.snapshot(keys.host_prefix(one.compute)).entries)
+    daemon.on_state(one.cloud.store.snapshot(keys.request_prefix(one.compute)).entries)
 
 
 def reached(one: Toy, instance: str, state: str) -> None:
@@ -79,7 +78,7 @@ def test_a_placement_that_gives_no_answer_holds_up_nothing_else(cloud: Cloud, tm
             destroy(cloud.store, first)
             tell(daemon, one)
             reached(one, second, ACTIVE)
-            until(lambda: cloud.etcd.get(keys.host(one.compute, first)) is None, 20, 'the destroy is carried out')
+            until(lambda: cloud.etcd.get(keys.request(one.compute, first)) is None, 20, 'the destroy is carried out')
         assert not keeper.answers.is_set(), 'nor does its end wait for placement'
         keeper.answers.set()
 
@@ -152,5 +151,5 @@ def test_who_becomes_read_only_starts_nothing_that_is_in_work(cloud: Cloud, tmp_
         assert hypervisor.asked.wait(60)
         daemon.become_read_only('another one is this compute')
         hypervisor.may.set()
-        until(lambda: daemon._planner.is_idle, 20, 'it has ended')
+        until(lambda: not one.planner.agenda.in_work(), 20, 'it has ended')
         assert hypervisor.guests() == {}

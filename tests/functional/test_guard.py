@@ -9,11 +9,11 @@ from pathlib import Path
 import grpc
 import pytest
 
-from ecomp.agent import known_etcd
-from ecomp.agent.known_etcd import KnownEtcd
+from ecomp.agent.host import known_etcd
+from ecomp.agent.host.known_etcd import KnownEtcd
 from ecomp.errors import EcompError, StrangeEtcd, UsageError
 from ecomp.model import cluster
-from ecomp.model.cluster import Known
+from ecomp.model.cluster import KnownCluster
 from ecomp.store.client import Entry, Put, Store
 from ecomp.store.guard import Guard
 from ecomp.store.presence import Presence
@@ -25,19 +25,19 @@ from tests.kit.servers import Etcd, until
 
 IDENTITY, OTHER = 'b8756be5-a30d-4311-920c-0ad996367a8e', 'd578fb7c-7787-4e73-b69a-a7b3ef9bf73a'
 HERE = cluster.new(IDENTITY, 'now').encode()
-KNOWN = Known(IDENTITY, 1, 10, 2)
+KNOWN = KnownCluster(IDENTITY, 1, 10, 2)
 
 
 class Following:
     """A follower of /t/ with a guard; what it was told, and what the guard had to remember or to say."""
 
-    def __init__(self, endpoint: str, known: Known = KNOWN) -> None:
+    def __init__(self, endpoint: str, known: KnownCluster = KNOWN) -> None:
         self.states: list[dict[str, bytes]] = []
-        self.learnt: list[Known] = []
+        self.learnt: list[KnownCluster] = []
         self.strange: list[str] = []
         self.guard = Guard(known, self.learnt.append)
         self.guard.when_strange(self.strange.append)
-        self.follower = Follower(config(endpoint, 2.0), '/t/', self._on_state, guard=self.guard)
+        self.follower = Follower(config(endpoint, 2.0), [('/t/', self._on_state)], guard=self.guard)
 
     def __enter__(self) -> Following:
         self.follower.start()
@@ -131,13 +131,13 @@ def test_it_turns_strange_between_two_lists() -> None:
 
 def test_what_was_compared_is_what_was_known_when_it_was_asked() -> None:
     """Two answers may cross: the older of them is no sign of anything."""
-    learnt: list[Known] = []
+    learnt: list[KnownCluster] = []
     guard = Guard(KNOWN, learnt.append)
     before = guard.known
     guard.check(before, cluster.Header(1, 20, 2), 'e')
     guard.check(before, cluster.Header(1, 15, 2), 'e')
-    assert guard.known == Known(IDENTITY, 1, 20, 2)
-    assert learnt == [Known(IDENTITY, 1, 20, 2)]
+    assert guard.known == KnownCluster(IDENTITY, 1, 20, 2)
+    assert learnt == [KnownCluster(IDENTITY, 1, 20, 2)]
     with pytest.raises(StrangeEtcd):
         guard.check(guard.known, cluster.Header(1, 19, 2), 'e')
     with pytest.raises(StrangeEtcd):
@@ -149,7 +149,7 @@ def test_what_was_compared_is_what_was_known_when_it_was_asked() -> None:
 
 def test_presence_is_not_published_under_another(own_etcd: Etcd) -> None:
     """Its revision and its term may be higher than what was seen."""
-    store = Store(config(own_etcd.endpoint), Guard(Known(IDENTITY, 0, 1, 1), lambda _: None))
+    store = Store(config(own_etcd.endpoint), Guard(KnownCluster(IDENTITY, 0, 1, 1), lambda _: None))
     with pytest.raises(StrangeEtcd, match='/cluster is not there'):
         Presence(store, '/c', {'token': 'mine'}, lambda _: None).start()
     store.close()
@@ -157,11 +157,11 @@ def test_presence_is_not_published_under_another(own_etcd: Etcd) -> None:
 
 
 def test_the_first_writes_who_it_is_and_the_next_takes_it(own_etcd: Etcd) -> None:
-    first, second = Guard(Known(), lambda _: None), Guard(Known(), lambda _: None)
+    first, second = Guard(KnownCluster(), lambda _: None), Guard(KnownCluster(), lambda _: None)
     for guard, identity in ((first, IDENTITY), (second, OTHER)):
         store = Store(config(own_etcd.endpoint), guard)
-        guard.adopt(store, cluster.new(identity, 'now'))
-        guard.recognise(store)
+        store.adopt(cluster.new(identity, 'now'))
+        store.recognise()
         store.close()
     assert own_etcd.get('/cluster') == HERE
     assert first.known.identity == second.known.identity == IDENTITY
@@ -170,20 +170,20 @@ def test_the_first_writes_who_it_is_and_the_next_takes_it(own_etcd: Etcd) -> Non
 
 def test_an_answer_lost_while_it_writes_who_it_is(own_etcd: Etcd) -> None:
     with Proxy(own_etcd.port) as proxy:
-        guard = Guard(Known(), lambda _: None)
+        guard = Guard(KnownCluster(), lambda _: None)
         store = Store(config(proxy.address), guard)
         assert store.get('/x') is None
         proxy.lose_answer(b'"identity"', lambda: own_etcd.get('/cluster') is not None)
-        guard.adopt(store, HERE.decode())
+        store.adopt(HERE.decode())
         store.close()
     assert guard.known.identity == IDENTITY
 
 
 def test_what_names_no_identity_is_not_taken(own_etcd: Etcd) -> None:
     own_etcd.put('/cluster', '{}')
-    store, guard = Store(config(own_etcd.endpoint)), Guard(Known(), lambda _: None)
+    store = Store(config(own_etcd.endpoint), Guard(KnownCluster(), lambda _: None))
     with pytest.raises(EcompError, match='remove that key'):
-        guard.adopt(store, HERE.decode())
+        store.adopt(HERE.decode())
     store.close()
 
 
@@ -195,15 +195,15 @@ def test_it_is_remembered_soon_and_at_the_end(tmp_path: Path, monkeypatch: pytes
     real = known_etcd.write_durably
     monkeypatch.setattr(known_etcd, 'write_durably', lambda path, text: (writes.append(path), real(path, text)))
     known = KnownEtcd(tmp_path)
-    assert known.load() == Known()
+    assert known.load() == KnownCluster()
     known.start()
     for revision in range(500):
-        known.note(Known(IDENTITY, 1, revision, 2))
+        known.note(KnownCluster(IDENTITY, 1, revision, 2))
     until(lambda: KnownEtcd(tmp_path).load().revision == 499, 5, 'the last is written without a further change')
     assert len(writes) <= 3
-    known.note(Known(IDENTITY, 1, 500, 2))
+    known.note(KnownCluster(IDENTITY, 1, 500, 2))
     known.stop()
-    assert KnownEtcd(tmp_path).load() == Known(IDENTITY, 1, 500, 2)
+    assert KnownEtcd(tmp_path).load() == KnownCluster(IDENTITY, 1, 500, 2)
     assert [path.name for path in tmp_path.iterdir()] == ['etcd.json']
 
 
@@ -212,9 +212,9 @@ def test_a_full_disk_is_said_once_and_no_end(tmp_path: Path, caplog: pytest.LogC
     known.note(KNOWN)
     known.start()
     until(lambda: caplog.records, 5, 'it is said')
-    known.note(Known(IDENTITY, 1, 11, 2))
+    known.note(KnownCluster(IDENTITY, 1, 11, 2))
     (tmp_path / 'not' / 'there').mkdir(parents=True)
-    known.note(Known(IDENTITY, 1, 12, 2))
+    known.note(KnownCluster(IDENTITY, 1, 12, 2))
     until(lambda: KnownEtcd(tmp_path / 'not' / 'there').load().revision == 12, 5, 'it is written when it can be')
     known.stop()
     assert len(caplog.records) == 1

@@ -16,7 +16,7 @@ from uuid import uuid4
 import pytest
 
 from ecomp.errors import BuildFailed, Conflict
-from ecomp.model.guest import Guest, GuestSpec, Reserved
+from ecomp.model.guest import Guest, GuestSpec, ReservedAddress
 from ecomp.virt import Hypervisor
 from ecomp.virt.fake import FakeHypervisor
 from tests.functional.guest import COMPUTE, MakeSpec, build
@@ -129,11 +129,11 @@ def test_an_address_is_reserved_until_it_is_released(hypervisor: Hypervisor, mak
     assert kept not in (None, address)
     for _ in range(2):
         assert hypervisor.reserve(spec.instance, mac, 'default') == address
-        both = {mac: Reserved(spec.instance, address), others: Reserved(other.instance, kept)}
+        both = {mac: ReservedAddress(spec.instance, address), others: ReservedAddress(other.instance, kept)}
         assert hypervisor.reservations() == both
     for _ in range(2):
         hypervisor.release(spec.instance)
-        assert hypervisor.reservations() == {others: Reserved(other.instance, kept)}
+        assert hypervisor.reservations() == {others: ReservedAddress(other.instance, kept)}
     assert hypervisor.reserve(spec.instance, mac, 'default') == address, 'the same one again, while it is free'
     for each in (spec, other):
         hypervisor.release(each.instance)

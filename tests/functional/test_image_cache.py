@@ -15,10 +15,10 @@ from pathlib import Path
 
 import pytest
 
-from ecomp.agent.build import Cancelled
 from ecomp.agent.images import transfer
 from ecomp.agent.images.bases import Bases
 from ecomp.agent.images.cache import ImageCache
+from ecomp.agent.instance.build import Cancelled
 from ecomp.errors import BuildFailed
 from tests.kit.image_server import Handler, Web
 from tests.kit.images import LIMITS, LOOPBACK, MIB, cache, get, inspect, kept, refused

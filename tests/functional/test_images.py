@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from ecomp.agent.build import Cancelled
 from ecomp.agent.images import sources, transfer
 from ecomp.agent.images.bases import Bases
 from ecomp.agent.images.cache import ImageCache
+from ecomp.agent.instance.build import Cancelled
 from ecomp.errors import BuildFailed
 from ecomp.model.guest import BaseImage
 from tests.kit.image_server import Web
@@ -127,8 +127,8 @@ def test_a_bad_image_at_the_same_url_is_forgotten(web: Web, directory: Path, ima
 
 
 def test_nobody_there(directory: Path) -> None:
-    refused(directory, f'http://127.0.0.1:{free_port()}/x', 'the server cannot be reached')
-    refused(directory, 'http://no-such-host.invalid/x', 'the server cannot be reached')
+    refused(directory, f'http://127.0.0.1:{free_port()}/x', 'the server cannot be reached: it refuses the connection')
+    refused(directory, 'http://no-such-host.invalid/x', 'the server cannot be reached: ', ' name')
 
 
 @pytest.mark.parametrize('url', ['', 'x', '/etc/shadow', 'ftp://h/x', 'http:///x', 'file://host/x', 'http://h/\udcff'])

@@ -23,7 +23,9 @@ from typing import NamedTuple
 
 import pytest
 
-from ecomp.lab import certs, elab
+from ecomp.lab import certs, elab, machine
+from ecomp.lab.control import LOCALHOST
+from ecomp.lab.control import etcd as etcd_server
 from tests.kit.servers import PLACEMENT_HEADERS, environment, free_port, until
 
 pytestmark = [
@@ -76,6 +78,10 @@ def status(url: str, body: bytes | None = None, **headers: str) -> tuple[int, di
         return error.code, {name.lower(): value for name, value in error.headers.items()}
 
 
+def children(process: subprocess.Popen[str]) -> list[int]:
+    return [int(pid) for pid in Path(f'/proc/{process.pid}/task/{process.pid}/children').read_text().split()]
+
+
 def is_free(port: int) -> bool:
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -104,6 +110,35 @@ def test_both_answer_end_with_it_and_remember(tmp_path: Path, number: int) -> No
         providers = call(f'http://localhost:{placement}/resource_providers')['resource_providers']
         assert isinstance(providers, list)
         assert [each['name'] for each in providers] == ['one']
+
+
+def test_an_etcd_that_ended_before_it_was_a_member_comes_back(tmp_path: Path) -> None:
+    """On its own it would wait for a leader for ever: what it has written says that it has begun, and no more."""
+    data, port = Path(), free_port()
+
+    def begun_and_no_more(number: int) -> bool:
+        nonlocal data
+        data = tmp_path / str(number)
+        data.mkdir()
+        process = etcd_server(data, [LOCALHOST], port).start([])
+        written = until(lambda: [*data.glob('etcd/member/wal/*.wal')], 10, 'it has begun')
+        os.kill(process.pid, signal.SIGKILL)
+        machine.end([process])
+        with written[0].open('rb') as file:
+            return len(file.read(4096).rstrip(b'\0')) < 100  # its first entry, that it is a member, is longer
+
+    assert any(begun_and_no_more(number) for number in range(200))
+    for words in (['--force-new-cluster'], []):
+        with control(data, port, free_port()) as process:
+            ready(process)
+            (pid,) = (each for each in children(process) if Path(f'/proc/{each}/comm').read_text() == 'etcd\n')
+            command = Path(f'/proc/{pid}/cmdline').read_text().split('\0')
+            # Once it has been healthy it is not told so again: that would cost what it wrote last.
+            assert [each for each in command if each == '--force-new-cluster'] == words
+            assert etcdctl(port, 'get', 'key') == ('' if words else 'key\nvalue\n')
+            etcdctl(port, 'put', 'key', 'value')
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(20) == 0
 
 
 def test_a_page_in_a_browser_reads_and_writes_nothing(tmp_path: Path) -> None:
@@ -143,8 +178,8 @@ def test_when_one_ends_the_other_is_ended_and_it_says_which(tmp_path: Path) -> N
     etcd, placement = free_port(), free_port()
     with control(tmp_path / 'data', etcd, placement) as process:
         ready(process)
-        children = Path(f'/proc/{process.pid}/task/{process.pid}/children').read_text().split()
-        victim = next(int(pid) for pid in children if 'placement_server' in Path(f'/proc/{pid}/cmdline').read_text())
+        ours = children(process)
+        victim = next(pid for pid in ours if 'placement_server' in Path(f'/proc/{pid}/cmdline').read_text())
         os.kill(victim, signal.SIGKILL)
         _, errors = process.communicate(timeout=20)
     assert process.returncode == 1

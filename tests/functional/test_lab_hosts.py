@@ -21,7 +21,7 @@ import pytest
 from ecomp.conf import load_compute
 from ecomp.errors import UsageError
 from ecomp.lab import guest, machine, state
-from ecomp.store.versions import holes
+from ecomp.model.cluster import holes
 from tests.kit.lab import get_json
 from tests.kit.servers import environment, until
 
@@ -339,6 +339,20 @@ def test_what_a_killed_up_has_made_is_found_and_removed(moment: str) -> None:
     elab('down', '--name', name)  # nothing there is no error
 
 
+def test_what_is_mounted_in_a_lab_is_named_by_a_down_that_cannot_remove_it() -> None:
+    name = f'{NAME}m'
+    mounted = ROOT / name / 'hv1/images'
+    mounted.mkdir(parents=True)
+    subprocess.run(['mount', '-t', 'tmpfs', '-o', 'size=64k', 'none', mounted], check=True)
+    try:
+        said = elab('down', '--name', name, code=1).stderr.splitlines()[-1]
+        assert said.startswith(f'elab: {ROOT / name} cannot be removed whole (images: Device or resource busy): ')
+    finally:
+        subprocess.run(['umount', mounted], check=True)
+        elab('down', '--name', name)
+    assert not (ROOT / name).exists()
+
+
 def test_each_ecompute_is_held_to_its_role(lab: dict[str, Any]) -> None:
     assert held(lab, 'hv1') == ['hv1']
     config, told = (ROOT / NAME / each / 'compute.yaml' for each in ('hv1', 'certs/compute-hv1'))
@@ -350,6 +364,26 @@ def test_each_ecompute_is_held_to_its_role(lab: dict[str, Any]) -> None:
     assert 'does not let' not in log
 
 
+@pytest.mark.usefixtures('lab')
+def test_a_frozen_etcd_is_not_the_fault_of_the_computes() -> None:
+    pid = facts(NAME)['processes']['etcd']['pid']
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        answer = elab('status', '--name', NAME, code=1)
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    states = {row[0]: row[2] for row in (line.split(maxsplit=2) for line in answer.stdout.splitlines()[1:])}
+    assert states['etcd'] == f'no answer (pid {pid})'
+    assert states['hv1'].startswith('unknown: ecompute runs')
+    assert answer.stderr == f'no answer: etcd; end what hangs, and elab up --name {NAME} starts it\n'
+
+
+@pytest.mark.usefixtures('lab')
+def test_one_host_takes_from_queues() -> None:
+    assert load_compute(ROOT / NAME / 'hv1/compute.yaml').queues
+    assert NAME in [line.split()[0] for line in elab('list').stdout.splitlines()]
+
+
 def test_another_uuid_and_another_host(lab: dict[str, Any]) -> None:
     """compute.yaml may be changed, and a lab may grow: the roles follow."""
     config, new = ROOT / NAME / 'hv1/compute.yaml', str(uuid.uuid4())
@@ -358,7 +392,11 @@ def test_another_uuid_and_another_host(lab: dict[str, Any]) -> None:
     pid = facts(NAME)['processes']['hv1 ecompute']['pid']
     os.kill(pid, signal.SIGTERM)
     until(lambda: machine.started_at(pid) is None, 30, 'ecompute is gone')
-    elab('up', '--name', NAME, '--hosts', '2')
+    whole = load_compute(config).inventory or {}
+    assert 'hv1: less now' in elab('up', '--name', NAME, '--hosts', '2').stderr
+    shared = [load_compute(ROOT / NAME / host / 'compute.yaml') for host in ('hv1', 'hv2')]
+    assert [each.queues for each in shared] == [True, False]
+    assert sum((each.inventory or {})['MEMORY_MB'] for each in shared) <= whole['MEMORY_MB']
     assert (ROOT / NAME / 'hv1/state/uuid').read_text().strip() == new
     assert held(lab, 'hv1', 'hv2') == ['hv1', 'hv2']
     assert 'permission denied' in etcdctl(lab, 'compute-hv1', 'del', f'/hosts/{old}/x')[1]

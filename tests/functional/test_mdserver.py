@@ -22,7 +22,7 @@ from typing import Any
 
 import pytest
 
-from ecomp.agent.metadata import GuestData
+from ecomp.agent.host.metadata import GuestData
 from ecomp.model.guest_data import USER_DATA_LIMIT
 from ecomp.model.instance import Request
 from ecomp.model.network import network_config
@@ -94,7 +94,7 @@ def serving(root: Path, *arguments: str, command: list[str] = AS_SCRIPT, prefix:
 
 def asked(instance: str, **given: Any) -> Request:
     """A request, as ecompute hands it on to the metadata server."""
-    return Request(instance, {}, None, '', '', **given)
+    return Request(instance, {}, **given)
 
 
 def describe(root: Path, leases: dict[str, str]) -> Path:
@@ -123,7 +123,8 @@ def describe(root: Path, leases: dict[str, str]) -> Path:
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[Server]:
     """One that takes 127.0.0.1 for guest A."""
-    with serving(tmp_path, str(describe(tmp_path, {'127.0.0.1': MAC_A})), '--listen', '127.0.0.1:0') as running:
+    conf = str(describe(tmp_path, {'127.0.0.1': MAC_A}))
+    with serving(tmp_path, conf, '--listen', '127.0.0.1:0', '--verbose') as running:
         yield running
 
 
@@ -149,7 +150,7 @@ def test_a_guest_gets_its_own_and_the_defaults(server: Server) -> None:
     assert body('/latest/meta-data/public-keys/0/openssh-key') == KEY.encode()
     assert body('/latest/user-data') == body(f'/seed/{UUID_A}/user-data') == USER_DATA
     assert json.loads(body(f'/seed/{UUID_A}/meta-data'))['local-hostname'] == 'web1'
-    assert body(f'/seed/{UUID_A}/vendor-data') .startswith(b'#cloud-config')
+    assert body(f'/seed/{UUID_A}/vendor-data').startswith(b'#!/bin/sh\n')
 
 
 def test_a_guest_with_several_interfaces_is_told_of_them(server: Server, tmp_path: Path) -> None:
@@ -193,8 +194,9 @@ def test_the_log_names_who_and_what_and_no_secret(server: Server, tmp_path: Path
     server.process.terminate()
     assert server.process.wait(20) == 0
     log = server.log.read_text()
-    assert re.search(
-        rf'^\S+ \S+ INFO \d+ GET /latest/user-data 200 client=127\.0\.0\.1 instance={UUID_A}$', log, re.MULTILINE)
+    when, line = r'\S+T\S+[+-]\d\d:\d\d', rf'GET /latest/user-data 200 client=127\.0\.0\.1 instance={UUID_A}'
+    assert re.search(rf'^{when} DEBUG \d+ {line}$', log, re.MULTILINE)
+    assert re.match(rf'{when} INFO \d+ LISTENING ', log)
     assert re.search(r'GET /latest/a%0Ab\S*%20c 404 client=127\.0\.0\.1 ', log)
     assert SECRET not in log
     assert KEY not in log

@@ -13,21 +13,21 @@ from typing import Any
 
 import pytest
 
-from ecomp.agent.claims import APART, ClaimKeeper
+from ecomp.agent.host.claims import APART, ClaimKeeper
 from ecomp.conf import EtcdConfig
 from ecomp.errors import Conflict, NoCapacity, NotFound, PlacementRefusal, UnknownOutcome, Unreachable
 from ecomp.model import keys
 from ecomp.model.instance import Request, to_json
-from ecomp.placement import allocations as ledger
+from ecomp.placement import allocations, claiming
 from ecomp.placement.claiming import claim
 from ecomp.placement.client import Placement
-from ecomp.scheduler.ask import FRESH
-from ecomp.scheduler.claim import abandon
-from ecomp.scheduler.drain import change_status, drained
-from ecomp.scheduler.forget import forget
-from ecomp.scheduler.repair import _release as repaired
-from ecomp.scheduler.wait import Deadline
-from ecomp.scheduler.wanted import Delivered
+from ecomp.scheduler.changing.wait import Deadline
+from ecomp.scheduler.looking.ask import FRESH
+from ecomp.scheduler.operating.drain import disable, drained
+from ecomp.scheduler.operating.forget import forget
+from ecomp.scheduler.operating.repair import _release as repaired
+from ecomp.scheduler.placing.claim import abandon
+from ecomp.scheduler.placing.set_order import DeliveryOutcome
 from ecomp.store.client import Put, Snapshot, Store, Unchanged
 from ecomp.store.released import highest, note
 from tests.functional.cloud import RESOURCES, SMALL, Cloud, at_it, new
@@ -59,7 +59,7 @@ class Moving(Store):
     do: Callable[[], object] | None = None
 
     def snapshot(self, prefix: str, keys_only: bool = False) -> Snapshot:
-        if prefix == keys.REQUESTS and self.do is not None:
+        if prefix == keys.ATTEMPTS and self.do is not None:
             do, self.do = self.do, None
             do()
         return super().snapshot(prefix, keys_only)
@@ -73,13 +73,21 @@ def between(cloud: Cloud) -> Between:
 def left_empty(cloud: Cloud, instance: str) -> None:
     """Placement makes the consumer, and then finds that there is no such provider."""
     with pytest.raises(PlacementRefusal):
-        ledger.claim(cloud.placement, instance, {new(): SMALL}, 'a-user', 'a-project')
+        allocations.claim(cloud.placement, instance, {new(): SMALL}, 'a-user', 'a-project')
 
 
 def delivered_meanwhile(cloud: Cloud, compute: str, instance: str, lease: int) -> None:
     """What its eschedule does last: the request key goes, and the request is there."""
-    request = Request(instance, {compute: SMALL}, 'image', 'a-user', 'a-project', 'query', {'requested': 'now'})
-    cloud.store.commit([], [Put(keys.host(compute, instance), to_json(request))])
+    request = Request(
+        instance,
+        {compute: SMALL},
+        image='image',
+        user_id='a-user',
+        project_id='a-project',
+        query='query',
+        stages={'requested': 'now'},
+    )
+    cloud.store.commit([], [Put(keys.request(compute, instance), to_json(request))])
     cloud.store.revoke(lease)
 
 
@@ -88,7 +96,7 @@ def test_a_uuid_whose_consumer_was_left_empty_is_placed_all_the_same(cloud: Clou
     compute = cloud.compute()
     wanted = cloud.wanted(compute)
     left_empty(cloud, wanted.instance)
-    assert cloud.create(wanted, resume=True) == Delivered(compute)
+    assert cloud.create(wanted, resume=True) == DeliveryOutcome(compute)
     cloud.is_whole(compute, wanted)
 
 
@@ -107,8 +115,8 @@ def test_one_that_is_changed_all_the_time_is_not_said_to_find_no_room(cloud: Clo
     compute, instance = cloud.compute(), new()
 
     def meddle() -> None:
-        held = ledger.consumer(cloud.placement, instance)
-        ledger.claim(cloud.placement, instance, {compute: SMALL}, 'a-user', 'a-project', held.generation)
+        held = allocations.consumer(cloud.placement, instance)
+        allocations.claim(cloud.placement, instance, {compute: SMALL}, 'a-user', 'a-project', held.generation)
         between.then('PUT', f'/allocations/{instance}', meddle)
 
     meddle()
@@ -130,10 +138,10 @@ def test_a_late_release_of_the_first_one_meets_another_generation(cloud: Cloud) 
     """A2: all the room there is, is what the first one claimed and left"""
     compute = cloud.compute(**ROOM_FOR_ONE)
     wanted = cloud.wanted(compute)
-    ledger.claim(cloud.placement, wanted.instance, {compute: SMALL}, 'a-user', 'a-project')
-    held = ledger.consumer(cloud.placement, wanted.instance)
-    assert cloud.create(wanted, resume=True) == Delivered(compute)
-    assert not ledger.release(cloud.placement, wanted.instance, held)
+    allocations.claim(cloud.placement, wanted.instance, {compute: SMALL}, 'a-user', 'a-project')
+    held = allocations.consumer(cloud.placement, wanted.instance)
+    assert cloud.create(wanted, resume=True) == DeliveryOutcome(compute)
+    assert not allocations.release(cloud.placement, wanted.instance, held)
     cloud.is_whole(compute, wanted)
 
 
@@ -141,11 +149,11 @@ def test_a_late_release_meets_another_generation_also_after_somebody_else_s_rele
     """A2, with a third one between"""
     compute = cloud.compute(**ROOM_FOR_ONE)
     wanted = cloud.wanted(compute)
-    ledger.claim(cloud.placement, wanted.instance, {compute: SMALL}, 'a-user', 'a-project')
-    held = ledger.consumer(cloud.placement, wanted.instance)
+    allocations.claim(cloud.placement, wanted.instance, {compute: SMALL}, 'a-user', 'a-project')
+    held = allocations.consumer(cloud.placement, wanted.instance)
     assert abandon(cloud.store, cloud.placement, [wanted.instance], wanted.instance, -1)
-    assert cloud.create(wanted, resume=True) == Delivered(compute)
-    assert not ledger.release(cloud.placement, wanted.instance, held)
+    assert cloud.create(wanted, resume=True) == DeliveryOutcome(compute)
+    assert not allocations.release(cloud.placement, wanted.instance, held)
     cloud.is_whole(compute, wanted)
 
 
@@ -153,7 +161,7 @@ def test_a_late_release_meets_another_generation_also_after_somebody_else_s_rele
 def test_what_was_claimed_for_another_query_is_not_taken_for_this_one_s(cloud: Cloud, query: str) -> None:
     compute = cloud.compute(**ROOM_FOR_ONE)
     wanted = cloud.wanted(compute, resources=query)
-    ledger.claim(cloud.placement, wanted.instance, {compute: SMALL}, 'a-user', 'a-project')
+    allocations.claim(cloud.placement, wanted.instance, {compute: SMALL}, 'a-user', 'a-project')
     with pytest.raises(NoCapacity):
         cloud.create(wanted, resume=True)
     # It is over with that uuid, so that what it held can be asked for once more.
@@ -163,11 +171,11 @@ def test_what_was_claimed_for_another_query_is_not_taken_for_this_one_s(cloud: C
 def test_a_lost_claim_beside_an_equal_one_moves_it(cloud: Cloud, between: Between) -> None:
     """A3"""
     compute, instance = cloud.compute(), new()
-    ledger.claim(cloud.placement, instance, {compute: SMALL}, 'a-user', 'a-project')
-    held = ledger.consumer(cloud.placement, instance)
+    allocations.claim(cloud.placement, instance, {compute: SMALL}, 'a-user', 'a-project')
+    held = allocations.consumer(cloud.placement, instance)
     between.then('PUT', f'/allocations/{instance}', lost=True)
     claim(between, {instance: {compute: SMALL}}, 'a-user', 'a-project', lambda: None)
-    assert not ledger.release(cloud.placement, instance, held)
+    assert not allocations.release(cloud.placement, instance, held)
     assert cloud.server.consumers(compute).keys() == {instance}
 
 
@@ -175,13 +183,13 @@ def test_no_room_beside_another_eschedule_of_the_same_uuid_is_not_called_so(clou
     """A19: the room that is missing is what the other one has just claimed"""
     compute = cloud.compute(**ROOM_FOR_ONE)
     wanted = cloud.wanted(compute)
-    key, text = keys.request(wanted.instance), json.dumps({'version': 1, 'instances': [wanted.instance]})
+    key, text = keys.attempt(wanted.instance), json.dumps({'version': 1, 'instances': [wanted.instance]})
 
     def other() -> None:
         ours = cloud.store.get(key)
         assert ours is not None
         assert cloud.store.commit([Unchanged(key, ours.revision)], [Put(key, text, ours.lease)])
-        ledger.claim(cloud.placement, wanted.instance, {compute: SMALL}, 'a-user', 'a-project')
+        allocations.claim(cloud.placement, wanted.instance, {compute: SMALL}, 'a-user', 'a-project')
 
     store = Moving(EtcdConfig((cloud.etcd.endpoint,)))
     store.do = other
@@ -193,11 +201,11 @@ def test_no_room_beside_another_eschedule_of_the_same_uuid_is_not_called_so(clou
 def test_what_an_earlier_one_releases_once_placement_was_asked_is_room(cloud: Cloud) -> None:
     compute = cloud.compute(**ROOM_FOR_ONE)
     wanted = cloud.wanted(compute)
-    ledger.claim(cloud.placement, wanted.instance, {compute: SMALL}, 'a-user', 'a-project')
-    offer = ledger.candidates(cloud.placement, wanted.query)
+    allocations.claim(cloud.placement, wanted.instance, {compute: SMALL}, 'a-user', 'a-project')
+    offer = allocations.candidates(cloud.placement, wanted.query)
     assert offer.candidates == []
-    assert ledger.release(cloud.placement, wanted.instance, ledger.consumer(cloud.placement, wanted.instance))
-    assert cloud.create(wanted, resume=True, offer=offer) == Delivered(compute)
+    assert allocations.release(cloud.placement, wanted.instance, allocations.consumer(cloud.placement, wanted.instance))
+    assert cloud.create(wanted, resume=True, offer=offer) == DeliveryOutcome(compute)
     cloud.is_whole(compute, wanted)
 
 
@@ -207,46 +215,46 @@ def test_a_release_that_is_sent_late_meets_no_claim_made_since(cloud: Cloud, cou
     compute = cloud.compute(VCPU=9, MEMORY_MB=900, DISK_GB=9)
     instances = [new() for _ in range(count)]
 
-    def claim_all() -> dict[str, ledger.Consumer]:
+    def claim_all() -> dict[str, allocations.Consumer]:
         wanted = {each: {compute: SMALL} for each in instances}
         claim(cloud.placement, wanted, 'u', 'p', lambda: None, partial(highest, cloud.store, instances))
-        return {each: ledger.consumer(cloud.placement, each) for each in instances}
+        return {each: allocations.consumer(cloud.placement, each) for each in instances}
 
     reads = [claim_all()]
     for _ in range(3):
         assert abandon(cloud.store, cloud.placement, instances, instances[0], -1)
         reads.append(claim_all())
         for read in reads[:-1]:
-            assert [ledger.release(cloud.placement, *each) for each in read.items()] == [False] * count
+            assert [allocations.release(cloud.placement, *each) for each in read.items()] == [False] * count
         assert cloud.server.consumers(compute).keys() == set(instances)
     assert {read[each].generation for read in reads for each in instances} == {1, 2, 3, 4}
 
 
 def test_what_is_not_noted_is_not_released(cloud: Cloud) -> None:
     compute, instance = cloud.compute(), new()
-    ledger.claim(cloud.placement, instance, {compute: SMALL}, 'a-user', 'a-project')
+    allocations.claim(cloud.placement, instance, {compute: SMALL}, 'a-user', 'a-project')
 
     def note(generations: Mapping[str, int]) -> None:
         assert generations == {instance: 1}
         raise Unreachable('etcd cannot be reached', 'etcd')
 
     with pytest.raises(Unreachable):
-        ledger.release_unless(cloud.placement, [instance], lambda _: (), note)
+        claiming.release(cloud.placement, [instance], lambda _: (), note)
     assert cloud.server.consumers(compute).keys() == {instance}
 
 
 def test_many_are_released_in_portions(cloud: Cloud) -> None:
     compute, asked = cloud.compute(VCPU=50, MEMORY_MB=5000, DISK_GB=50), list[int]()
-    instances = [new() for _ in range(2 * ledger.TOGETHER + 1)]
-    ledger.claim_set(cloud.placement, {each: {compute: SMALL} for each in instances}, 'a-user', 'a-project', {})
+    instances = [new() for _ in range(2 * claiming.TOGETHER + 1)]
+    allocations.claim_set(cloud.placement, {each: {compute: SMALL} for each in instances}, 'a-user', 'a-project', {})
     kept = instances[0]
 
-    def wanted(holding: Mapping[str, ledger.Consumer]) -> set[str]:
+    def wanted(holding: Mapping[str, allocations.Consumer]) -> set[str]:
         asked.append(len(holding))
         return {kept} & holding.keys()
 
-    done = ledger.release_unless(cloud.placement, [*instances, new()], wanted, partial(note, cloud.store))
-    assert asked == [ledger.TOGETHER, ledger.TOGETHER, 1]
+    done = claiming.release(cloud.placement, [*instances, new()], wanted, partial(note, cloud.store))
+    assert asked == [claiming.TOGETHER, claiming.TOGETHER, 1]
     assert [each for each, gone in done.items() if not gone] == [kept]
     assert cloud.server.consumers(compute).keys() == {kept}
 
@@ -255,7 +263,7 @@ def test_the_claim_keeper_leaves_what_was_taken_over_while_it_looked(cloud: Clou
     """A4"""
     compute = cloud.compute()
     wanted = cloud.wanted(compute)
-    ledger.claim(cloud.placement, wanted.instance, {compute: SMALL}, 'a-user', 'a-project')
+    allocations.claim(cloud.placement, wanted.instance, {compute: SMALL}, 'a-user', 'a-project')
     keeper = ClaimKeeper(compute, cloud.store, between)
     keeper.look([], 0.0)
     between.then('GET', f'/allocations/{wanted.instance}', lambda: cloud.create(wanted, resume=True))
@@ -267,9 +275,9 @@ def test_who_asked_before_it_was_disabled_asks_again(cloud: Cloud) -> None:
     """A6: asked, and frozen until the compute is said to be empty"""
     compute = cloud.compute()
     wanted = cloud.wanted(compute)
-    offer = ledger.candidates(cloud.placement, wanted.query)
-    change_status(cloud.store, cloud.placement, 'host drain', compute, lambda _: None)
-    drained(cloud.store, cloud.placement, compute, Deadline(60), lambda _: None)
+    offer = allocations.candidates(cloud.placement, wanted.query)
+    disable(cloud.placement, compute, compute)
+    drained(cloud.store, cloud.placement, compute, compute, Deadline(60), lambda _: None)
     with pytest.raises(NoCapacity):
         cloud.create(wanted, offer=offer)
     cloud.has_nothing_of(wanted, compute)
@@ -279,20 +287,20 @@ def test_a_drain_waits_for_who_has_just_asked(cloud: Cloud) -> None:
     """A6: asked, and announced after the drain looked first"""
     compute = cloud.compute()
     wanted = cloud.wanted(compute)
-    offer = ledger.candidates(cloud.placement, wanted.query)
-    change_status(cloud.store, cloud.placement, 'host drain', compute, lambda _: None)
+    offer = allocations.candidates(cloud.placement, wanted.query)
+    disable(cloud.placement, compute, compute)
     waited: list[str] = []
 
     def tell(what: str) -> None:
         if not waited:
             assert time.monotonic() - offer.asked < FRESH
-            assert cloud.create(wanted, offer=offer) == Delivered(compute)
+            assert cloud.create(wanted, offer=offer) == DeliveryOutcome(compute)
         waited.append(what)
         if 'to go' in what:
             raise InterruptedError
 
     with pytest.raises(InterruptedError):
-        drained(cloud.store, cloud.placement, compute, Deadline(60), tell)
+        drained(cloud.store, cloud.placement, compute, compute, Deadline(60), tell)
 
 
 def test_forget_leaves_what_is_delivered_while_it_looks(cloud: Cloud) -> None:
@@ -301,11 +309,11 @@ def test_forget_leaves_what_is_delivered_while_it_looks(cloud: Cloud) -> None:
     wanted = cloud.wanted(compute)
     lease = cloud.store.grant(60)
     at_it(cloud, wanted, lease)
-    ledger.claim(cloud.placement, wanted.instance, {compute: SMALL}, 'a-user', 'a-project')
+    allocations.claim(cloud.placement, wanted.instance, {compute: SMALL}, 'a-user', 'a-project')
     store = Moving(EtcdConfig((cloud.etcd.endpoint,)))
     store.do = lambda: delivered_meanwhile(cloud, compute, wanted.instance, lease)
     with pytest.raises(Exception, match=f'compute {compute} is not forgotten') as refused:
-        forget(store, cloud.placement, compute, lambda: 'now', lambda _: None)
+        forget(store, cloud.placement, compute, compute, lambda: 'now', lambda _: None)
     assert not isinstance(refused.value, NotFound)
     assert cloud.server.consumers(compute).keys() == {wanted.instance}
 
@@ -314,8 +322,8 @@ def test_a_dead_taker_is_forgotten_with_its_claim_for_what_still_waits(cloud: Cl
     compute = cloud.compute(alive=False)
     wanted = cloud.wanted(compute)
     cloud.etcd.put(f'{keys.QUEUES}small/{wanted.instance}', '{}')
-    ledger.claim(cloud.placement, wanted.instance, {compute: SMALL}, 'a-user', 'a-project')
-    forget(cloud.store, cloud.placement, compute, lambda: 'now', lambda _: None)
+    allocations.claim(cloud.placement, wanted.instance, {compute: SMALL}, 'a-user', 'a-project')
+    forget(cloud.store, cloud.placement, compute, compute, lambda: 'now', lambda _: None)
     assert cloud.server.allocations(wanted.instance) == {}
     assert cloud.etcd.get(f'{keys.QUEUES}small/{wanted.instance}') is not None
 
@@ -326,7 +334,7 @@ def test_a_repair_leaves_what_is_delivered_while_it_looks(cloud: Cloud) -> None:
     wanted = cloud.wanted(compute)
     lease = cloud.store.grant(60)
     at_it(cloud, wanted, lease)
-    ledger.claim(cloud.placement, wanted.instance, {compute: SMALL}, 'a-user', 'a-project')
+    allocations.claim(cloud.placement, wanted.instance, {compute: SMALL}, 'a-user', 'a-project')
     store = Moving(EtcdConfig((cloud.etcd.endpoint,)))
     store.do = lambda: delivered_meanwhile(cloud, compute, wanted.instance, lease)
     assert 'it has changed' in repaired(store, cloud.placement, wanted.instance)

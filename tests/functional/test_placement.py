@@ -20,10 +20,11 @@ from ecomp.errors import (
     UnknownOutcome,
     Unreachable,
 )
-from ecomp.placement import allocations as ledger
-from ecomp.placement import providers
+from ecomp.placement import allocations, providers
+from ecomp.placement import client as placement_client
 from ecomp.placement.client import Placement
 from tests.functional.placement_client import PROJECT, SMALL, USER, claim, connected, new
+from tests.kit.faulty_placement import FaultyPlacement
 from tests.kit.proxy import Proxy
 from tests.kit.servers import PATIENCE, PlacementServer, free_port, until
 
@@ -149,7 +150,7 @@ MALFORMED = [
 @pytest.mark.parametrize('query', MALFORMED)
 def test_a_malformed_query_is_refused_in_placement_s_words(client: Placement, query: str) -> None:
     with pytest.raises(PlacementRefusal) as caught:
-        ledger.candidates(client, query)
+        allocations.candidates(client, query)
     assert str(caught.value)
     assert '\n' not in str(caught.value)
     assert caught.value.exit_code == 2
@@ -161,7 +162,7 @@ def test_a_malformed_query_is_refused_in_placement_s_words(client: Placement, qu
 def test_no_query_is_more_than_a_query(client: Placement, query: str) -> None:
     said = ''
     try:
-        ledger.candidates(client, query)
+        allocations.candidates(client, query)
     except EcompError as error:
         said = str(error)
     assert '\n' not in said
@@ -172,16 +173,16 @@ def test_no_query_is_more_than_a_query(client: Placement, query: str) -> None:
 
 def test_candidates(client: Placement, provider: str) -> None:
     asked = f'resources=VCPU:1,DISK_GB:2&in_tree={provider}'
-    assert ledger.candidates(client, asked).candidates == [{provider: {'VCPU': 1, 'DISK_GB': 2}}]
-    assert ledger.candidates(client, asked + '&required=MISC_SHARES_VIA_AGGREGATE').candidates == []
-    assert ledger.candidates(client, f'resources=VCPU:3&in_tree={provider}').candidates == []
+    assert allocations.candidates(client, asked).candidates == [{provider: {'VCPU': 1, 'DISK_GB': 2}}]
+    assert allocations.candidates(client, asked + '&required=MISC_SHARES_VIA_AGGREGATE').candidates == []
+    assert allocations.candidates(client, f'resources=VCPU:3&in_tree={provider}').candidates == []
 
 
 def test_a_reserved_provider_is_no_candidate(client: Placement, provider: str) -> None:
     inventory = {name: {'total': total, 'reserved': 0} for name, total in (('VCPU', 2), ('MEMORY_MB', 512))}
     providers.set_inventory(client, provider, {**inventory, 'VCPU': {'total': 2, 'reserved': 2}})
-    assert ledger.candidates(client, f'resources=VCPU:1&in_tree={provider}').candidates == []
-    assert len(ledger.candidates(client, f'resources=MEMORY_MB:1&in_tree={provider}').candidates) == 1
+    assert allocations.candidates(client, f'resources=VCPU:1&in_tree={provider}').candidates == []
+    assert len(allocations.candidates(client, f'resources=MEMORY_MB:1&in_tree={provider}').candidates) == 1
 
 
 # Claims
@@ -190,11 +191,11 @@ def test_a_reserved_provider_is_no_candidate(client: Placement, provider: str) -
 def test_a_claim_is_whole_or_not_at_all(client: Placement, placement: PlacementServer, provider: str) -> None:
     other = placement.make_provider(DISK_GB=1)
     with pytest.raises(NoCapacity):
-        ledger.claim(client, new(), {provider: {'VCPU': 1}, other: {'DISK_GB': 2}}, USER, PROJECT)
+        allocations.claim(client, new(), {provider: {'VCPU': 1}, other: {'DISK_GB': 2}}, USER, PROJECT)
     assert placement.consumers(provider) == placement.consumers(other) == {}
     instance = new()
-    ledger.claim(client, instance, {provider: {'VCPU': 1}, other: {'DISK_GB': 1}}, USER, PROJECT)
-    held = ledger.consumer(client, instance)
+    allocations.claim(client, instance, {provider: {'VCPU': 1}, other: {'DISK_GB': 1}}, USER, PROJECT)
+    held = allocations.consumer(client, instance)
     assert held.allocations == {provider: {'VCPU': 1}, other: {'DISK_GB': 1}}
     assert (held.user_id, held.project_id) == (USER, PROJECT)
 
@@ -204,12 +205,12 @@ def test_a_second_claim_without_the_generation_is_refused(client: Placement, pro
     claim(client, instance, provider)
     with pytest.raises(GenerationConflict):
         claim(client, instance, provider)
-    assert ledger.of_provider(client, provider) == {instance: SMALL}
+    assert allocations.of_provider(client, provider) == {instance: SMALL}
 
 
 def test_a_consumer_nobody_knows_holds_nothing(client: Placement) -> None:
-    assert ledger.consumer(client, new()) == ledger.Consumer()
-    assert ledger.release(client, new(), ledger.Consumer())
+    assert allocations.consumer(client, new()) == allocations.Consumer()
+    assert allocations.release(client, new(), allocations.Consumer())
 
 
 def test_taking_over_moves_the_claim_and_makes_the_late_release_fail(
@@ -218,12 +219,12 @@ def test_taking_over_moves_the_claim_and_makes_the_late_release_fail(
     there = placement.make_provider(VCPU=1, MEMORY_MB=64, DISK_GB=1)
     instance = new()
     claim(client, instance, provider)
-    before = ledger.consumer(client, instance)
+    before = allocations.consumer(client, instance)
     claim(client, instance, there, before.generation)
     assert placement.allocations(instance) == {there: SMALL}
-    assert not ledger.release(client, instance, before)
+    assert not allocations.release(client, instance, before)
     assert placement.allocations(instance) == {there: SMALL}
-    assert ledger.release(client, instance, ledger.consumer(client, instance))
+    assert allocations.release(client, instance, allocations.consumer(client, instance))
     assert placement.allocations(instance) == {}
     assert placement.consumers(there) == {}
 
@@ -231,24 +232,24 @@ def test_taking_over_moves_the_claim_and_makes_the_late_release_fail(
 def test_a_release_that_was_done_already_releases_nothing_new(client: Placement, provider: str) -> None:
     instance = new()
     claim(client, instance, provider)
-    first = ledger.consumer(client, instance)
-    assert ledger.release(client, instance, first)
+    first = allocations.consumer(client, instance)
+    assert allocations.release(client, instance, first)
     # The same instance claims again; the first release, sent once more, must not hit it.
     claim(client, instance, provider)
-    again = ledger.consumer(client, instance)
+    again = allocations.consumer(client, instance)
     if again.generation != first.generation:
-        assert not ledger.release(client, instance, first)
-        assert ledger.consumer(client, instance) == again
+        assert not allocations.release(client, instance, first)
+        assert allocations.consumer(client, instance) == again
 
 
 def test_what_each_consumer_holds_of_a_provider(client: Placement, provider: str) -> None:
-    assert ledger.of_provider(client, provider) == {}
+    assert allocations.of_provider(client, provider) == {}
     one, two = new(), new()
     claim(client, one, provider)
     claim(client, two, provider, VCPU=1)
-    assert ledger.of_provider(client, provider) == {one: SMALL, two: {'VCPU': 1}}
+    assert allocations.of_provider(client, provider) == {one: SMALL, two: {'VCPU': 1}}
     with pytest.raises(NotFound):
-        ledger.of_provider(client, new())
+        allocations.of_provider(client, new())
 
 
 def test_the_last_one_is_had_by_one(placement: PlacementServer) -> None:
@@ -320,3 +321,19 @@ def test_a_frozen_placement_keeps_nobody_for_ever(own_placement: PlacementServer
         own_placement.resume()
         until(own_placement.is_ready, 10, 'placement is awake')
         assert client.get('/resource_providers') == {'resource_providers': []}
+
+
+def test_who_waits_for_a_slow_answer_is_told_so(
+    placement: PlacementServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(placement_client, 'SLOW', 0.05)
+    said: list[tuple[str, float]] = []
+    with FaultyPlacement(placement.port) as faulty:
+        asking = Placement(faulty.url, slow=lambda name, seconds: said.append((name, seconds)))
+        faulty.fail('slow', seconds=1.0)
+        asking.get('/resource_providers')
+        assert said == [(f'placement at {faulty.url}', 0.05)]
+        monkeypatch.setattr(placement_client, 'SLOW', 60.0)
+        faulty.heal()
+        asking.get('/resource_providers')
+    assert len(said) == 1

@@ -21,8 +21,7 @@ from ecomp.errors import (
     UnknownOutcome,
     Unreachable,
 )
-from ecomp.placement import allocations as ledger
-from ecomp.placement import providers, room
+from ecomp.placement import allocations, providers, room
 from ecomp.placement.client import HEADERS
 from tests.functional.placement_client import claim, connected, new
 
@@ -148,7 +147,7 @@ def test_other_json_than_candidates(body: dict[str, Any]) -> None:
     answer = (200, 'application/json', json.dumps(body).encode())
     wrong = pytest.raises(Unreachable, match='not as placement does')
     with impostor(answer) as server, connected(server.url) as client, wrong:
-        ledger.candidates(client, 'resources=VCPU:1')
+        allocations.candidates(client, 'resources=VCPU:1')
 
 
 @pytest.mark.parametrize(
@@ -157,10 +156,10 @@ def test_other_json_than_candidates(body: dict[str, Any]) -> None:
 def test_other_json_than_a_consumer(body: dict[str, Any]) -> None:
     with impostor((200, 'application/json', json.dumps(body).encode())) as server, connected(server.url) as client:
         with pytest.raises(Unreachable, match='not as placement does'):
-            ledger.consumer(client, new())
+            allocations.consumer(client, new())
         if body != {'allocations': {'p': {'resources': {'VCPU': 1}}}}:
             with pytest.raises(Unreachable, match='not as placement does'):
-                ledger.of_provider(client, new())
+                allocations.of_provider(client, new())
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from ecomp.errors import Conflict, UnknownOutcome
-from ecomp.model.host import Share
+from ecomp.model.inventory import Room
 from ecomp.placement import providers
 from ecomp.placement.client import Placement
 from tests.functional.placement_client import claim, connected, new
@@ -47,9 +47,9 @@ def test_shares_of_a_free_a_full_a_closed_and_a_bare_provider(client: Placement,
     bare = new()
     providers.ensure(client, bare)
     assert providers.shares(client, [free, full, closed, bare, new()]) == {
-        free: {'VCPU': Share(2, 1), 'MEMORY_MB': Share(512, 64), 'DISK_GB': Share(10, 1)},
-        full: {'VCPU': Share(2, 2), 'MEMORY_MB': Share(512, 64), 'DISK_GB': Share(10, 0)},
-        closed: {'VCPU': Share(0, 1, shut=True), 'MEMORY_MB': Share(48, 64), 'DISK_GB': Share(0, 1)},
+        free: {'VCPU': Room(2, 1), 'MEMORY_MB': Room(512, 64), 'DISK_GB': Room(10, 1)},
+        full: {'VCPU': Room(2, 2), 'MEMORY_MB': Room(512, 64), 'DISK_GB': Room(10, 0)},
+        closed: {'VCPU': Room(0, 1, shut=True), 'MEMORY_MB': Room(48, 64), 'DISK_GB': Room(0, 1)},
         bare: {},
     }
 
@@ -63,9 +63,9 @@ def test_what_both_ways_of_asking_say_is_the_same(client: Placement, placement: 
     }
     providers.set_inventory(client, provider, roomy)
     before = providers.shares(client, [provider])[provider]
-    assert before == {'VCPU': Share(4, 0), 'MEMORY_MB': Share(115, 0)}
+    assert before == {'VCPU': Room(4, 0), 'MEMORY_MB': Room(115, 0)}
     claim(client, new(), provider, VCPU=4)
-    assert providers.shares(client, [provider])[provider] == {**before, 'VCPU': Share(4, 4)}
+    assert providers.shares(client, [provider])[provider] == {**before, 'VCPU': Room(4, 4)}
 
 
 def test_a_provider_is_removed_once(client: Placement, placement: PlacementServer) -> None:

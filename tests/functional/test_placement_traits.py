@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from ecomp.agent.inventory import Inventory, with_ratios
-from ecomp.agent.provider import Provider
+from ecomp.agent.host.inventory import Inventory, with_ratios
+from ecomp.agent.host.provider import Registration
 from ecomp.errors import NotFound, PlacementRefusal, UsageError
 from ecomp.model.status import BY_OPERATOR, DISABLED
 from ecomp.placement import allocations, providers, traits
@@ -24,7 +24,7 @@ AVX2, SSD, RACK, FAST = 'HW_CPU_X86_AVX2', 'STORAGE_DISK_SSD', 'CUSTOM_RACK_7', 
 TOTALS = {name: {'total': 16, 'reserved': 0} for name in ('VCPU', 'MEMORY_MB', 'DISK_GB')}
 INVENTORY = with_ratios(TOTALS, {})
 
-Make = Callable[..., Provider]
+Make = Callable[..., Registration]
 
 
 @pytest.fixture
@@ -47,8 +47,8 @@ def make(client: Placement, compute: str, tmp_path: Path) -> Make:
         found: tuple[str, ...] = (),
         aggregates: tuple[str, ...] = (),
         inventory: Inventory = INVENTORY,
-    ) -> Provider:
-        return Provider(client, compute, inventory, found, configured, aggregates, tmp_path)
+    ) -> Registration:
+        return Registration(client, compute, inventory, found, configured, aggregates, tmp_path)
 
     return made
 
@@ -186,7 +186,10 @@ def test_whatever_the_query_is_a_disabled_one_is_left_out(
     assert allocations.candidates(client, query).candidates == []
 
 
-@pytest.mark.parametrize('value', ['', 'in:A,B', 'CUSTOM_NO_SUCH', 'A&root_required=B'])
+AVX, VMX = 'HW_CPU_X86_AVX', 'HW_CPU_X86_VMX'
+
+
+@pytest.mark.parametrize('value', ['', f'in:{AVX},{VMX}', f'{AVX}&root_required={VMX}'])
 def test_a_bad_root_required_is_refused_in_placement_s_words(client: Placement, value: str) -> None:
     query = f'resources=VCPU:1&root_required={value}'
     with pytest.raises(PlacementRefusal) as raw:
@@ -194,6 +197,16 @@ def test_a_bad_root_required_is_refused_in_placement_s_words(client: Placement, 
     with pytest.raises(PlacementRefusal) as ours:
         allocations.candidates(client, query)
     assert str(ours.value) == str(raw.value)
+    assert 'comply' not in str(raw.value)
+
+
+def test_what_placement_does_not_know_is_said_with_what_was_meant(client: Placement) -> None:
+    with pytest.raises(PlacementRefusal) as refused:
+        allocations.candidates(client, f'resources=VCPUS:1&root_required={AVX}0&required=!CUSTOM_NO_SUCH')
+    assert str(refused.value) == (
+        'placement knows no resource class VCPUS (did you mean VCPU?); placement knows no trait '
+        f'{AVX}0 (did you mean {AVX}?); placement knows no trait CUSTOM_NO_SUCH'
+    )
 
 
 def test_a_trait_this_placement_does_not_know(client: Placement, compute: str, make: Make) -> None:
@@ -249,5 +262,5 @@ def test_another_uuid_in_the_same_state(client: Placement, make: Make, tmp_path:
     other = new()
     providers.ensure(client, other)
     by_hand(client, other, RACK)
-    Provider(client, other, INVENTORY, (), (), (), tmp_path).register()
+    Registration(client, other, INVENTORY, (), (), (), tmp_path).register()
     assert has(client, other) == {RACK}, 'it is not by the other one that we put it there'

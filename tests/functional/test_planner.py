@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from ecomp.agent.records import Superseded
+from ecomp.agent.instance.records import Superseded
 from ecomp.errors import EcompError, Unreachable
 from ecomp.model import keys
 from ecomp.model.guest import Address, BaseImage, GuestSpec
 from ecomp.model.record import ACTIVE, GONE
-from ecomp.scheduler.destroy import destroy
+from ecomp.scheduler.changing.destroy import destroy
 from ecomp.virt.fake import FakeHypervisor
 from tests.functional.cloud import Cloud, new
 from tests.functional.toy import toy
@@ -30,11 +30,11 @@ def test_made_addressed_and_destroyed(cloud: Cloud, tmp_path: Path) -> None:
         assert one.record(instance).state == ACTIVE
         destroy(cloud.store, instance)
         (work,) = one.planned()
-        one.planner.begin(work)
+        one.planner.agenda.begin(work.instance, work)
         assert one.planned() == [], 'it is in work'
-        assert not one.planner.is_idle
+        assert one.planner.agenda.in_work()
         one.planner.carry_out(work)
-        assert one.planner.is_idle
+        assert not one.planner.agenda.in_work()
         assert one.step() == []
         assert cloud.server.allocations(instance) == {}
         assert one.hypervisor.guests() == {}
@@ -88,9 +88,9 @@ def test_what_is_handed_back_is_planned_again_and_done_once(cloud: Cloud, tmp_pa
     with toy(cloud, tmp_path) as one:
         instance = one.place()
         (work,) = one.planned()
-        one.planner.begin(work)
+        one.planner.agenda.begin(work.instance, work)
         one.planner.hand_back(work, 'no thread')
-        assert one.planner.is_idle
+        assert not one.planner.agenda.in_work()
         assert one.planned() == [], 'it is put off'
         one.planner.carry_out(work)  # by a thread that comes late
         assert one.hypervisor.guests() == {}
@@ -113,21 +113,21 @@ def test_what_is_under_way_cannot_be_handed_back(cloud: Cloud, tmp_path: Path) -
     with toy(cloud, tmp_path, Slow()) as one:
         instance = one.place()
         (work,) = one.planned()
-        one.planner.begin(work)
+        one.planner.agenda.begin(work.instance, work)
         one.planner.carry_out(work)
         assert one.record(instance).state == ACTIVE
 
 
 def test_nothing_is_kept_of_what_is_not_asked_for_any_more(cloud: Cloud, tmp_path: Path) -> None:
     with toy(cloud, tmp_path) as one:
-        unreadable, junk = new(), keys.host(one.compute, 'no-uuid')
-        cloud.etcd.put(keys.host(one.compute, unreadable), '{}')
+        unreadable, junk = new(), keys.request(one.compute, 'no-uuid')
+        cloud.etcd.put(keys.request(one.compute, unreadable), '{}')
         cloud.etcd.put(keys.record(one.compute, unreadable), '{"version": 99}')
         cloud.etcd.put(junk, '{}')
         assert one.step() == ['refuse no-uuid']
         assert one.step() == []
         assert one.complaints._open.keys() == {f'reading {unreadable}'}
-        cloud.etcd.delete(keys.host(one.compute, unreadable))
+        cloud.etcd.delete(keys.request(one.compute, unreadable))
         cloud.etcd.delete(junk)
         assert one.step() == []
         assert (one.complaints._open, one.planner._refused) == ({}, {})
@@ -163,7 +163,7 @@ def test_an_end_that_comes_late_leaves_no_lease(cloud: Cloud, tmp_path: Path) ->
         destroy(cloud.store, instance)
         (work,) = one.planned()
         before = leases()
-        key = keys.host(one.compute, instance)
+        key = keys.request(one.compute, instance)
         value = cloud.etcd.get(key)
         assert value is not None
         cloud.etcd.put(key, value)  # since it was planned

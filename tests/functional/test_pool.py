@@ -20,10 +20,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from ecomp.agent.build import Build, Cancelled, Destroy
-from ecomp.agent.images.cache import Limits
-from ecomp.agent.pool import Inline, Job, News, Pool, Pretended, WorkerDied
-from ecomp.agent.worker import WorkerSettings
+from ecomp.agent.images.cache import CacheLimits
+from ecomp.agent.instance.build import Build, Cancelled, Destroy
+from ecomp.agent.instance.pool import FakeImages, Inline, Job, News, Pool, WorkerDied
+from ecomp.agent.instance.worker import WorkerSettings
 from ecomp.errors import BuildFailed, EcompError
 from ecomp.model.guest import BaseImage, GuestSpec
 from ecomp.model.record import Progress
@@ -34,12 +34,12 @@ from tests.kit.servers import PATIENCE, environment, until
 
 COMPUTE = 'b8756be5-a30d-4311-920c-0ad996367a8e'
 ALL = ['image', 'disk', 'started']
-LIMITS = Limits(2**40, 2**40)
+LIMITS = CacheLimits(2**40, 2**40)
 PARENT = """
 import os, sys
 from pathlib import Path
-from ecomp.agent.pool import Pool
-from ecomp.agent.worker import WorkerSettings
+from ecomp.agent.instance.pool import Pool
+from ecomp.agent.instance.worker import WorkerSettings
 from tests.functional import stand_in, test_pool
 
 if __name__ == '__main__':
@@ -121,7 +121,7 @@ class Tended:
 @pytest.fixture
 def none_lent(monkeypatch: pytest.MonkeyPatch) -> None:
     """No worker takes the place of one that downloads, or who waits for which would be a matter of seconds."""
-    monkeypatch.setattr('ecomp.agent.pool.MOST_LENT', 0)
+    monkeypatch.setattr('ecomp.agent.instance.pool.MOST_LENT', 0)
 
 
 @pytest.fixture
@@ -319,7 +319,7 @@ def test_builds_that_wait_for_one_image_keep_no_other_build_waiting(pair: Tended
 
 def test_downloads_keep_no_build_of_what_is_here_waiting(pair: Tended, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two that drip, and there are two workers: others take their places, and go again when the two are back."""
-    monkeypatch.setattr('ecomp.agent.pool.MOST_LENT', 8)
+    monkeypatch.setattr('ecomp.agent.instance.pool.MOST_LENT', 8)
     drips = [job('comes'), job('comes')]
     handed = [pair.hand_in(each) for each in drips]
     busy = {pair.pid(each) for each in drips}
@@ -357,7 +357,7 @@ def test_a_cached_image_is_built_while_servers_drip(tmp_path: Path) -> None:
 
 
 def test_so_many_downloads_have_workers_and_no_more(pair: Tended, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr('ecomp.agent.pool.MOST_LENT', 1)
+    monkeypatch.setattr('ecomp.agent.instance.pool.MOST_LENT', 1)
     drips = [job('comes') for _ in range(4)]
     handed = [pair.hand_in(each) for each in drips]
     for each in drips[:3]:
@@ -486,7 +486,7 @@ def _workers(parent: int) -> list[int]:
 
 def test_pretended_jobs_run_where_they_are_asked_for() -> None:
     hypervisor = FakeHypervisor()
-    inline = Inline(hypervisor, Pretended())
+    inline = Inline(hypervisor, FakeImages())
     work = job('good')
     assert list(inline.run(work)) == ALL
     assert set(hypervisor.guests()) == {work.spec.instance}

@@ -7,17 +7,18 @@ from typing import Any
 
 import pytest
 
-from ecomp.agent.pulling import Puller
-from ecomp.agent.taking import Taker
+from ecomp.agent.instance.surroundings import ControlPlane
+from ecomp.agent.queue.pulling import Puller
+from ecomp.agent.queue.taking import Taker
 from ecomp.errors import NoCapacity
 from ecomp.model import keys
 from ecomp.model.flavor import Flavor
 from ecomp.model.flavor import to_json as flavor_to_json
 from ecomp.model.pull import Backlog, Place, backlog_of
-from ecomp.model.queue import Waiting, mark_to_json, to_json
+from ecomp.model.queue import QueueEntry, mark_to_json, to_json
 from ecomp.model.record import ERROR, Record, from_json
-from ecomp.placement import allocations as ledger
-from ecomp.scheduler.destroy import destroy
+from ecomp.placement import allocations
+from ecomp.scheduler.changing.destroy import destroy
 from tests.functional.cloud import IMAGE, SMALL, Cloud, new
 
 pytestmark = pytest.mark.fast
@@ -44,13 +45,21 @@ class Compute:
         self.cloud, self.flavor = cloud, flavor
         self.uuid = cloud.compute(**totals)
         lease = cloud.store.grant(60)
-        self.taker = Taker(self.uuid, cloud.store, cloud.placement, lambda: lease, lambda: '2026-11-21T09:00:00.000Z')
-        self.puller = Puller(self.uuid, cloud.store, cloud.placement, self.taker, lambda: True, lambda _: False)
+        control = ControlPlane(self.uuid, cloud.store, cloud.placement, lambda: '2026-11-21T09:00:00.000Z')
+        self.taker = Taker(control, lambda: lease)
+        self.puller = Puller(control, self.taker, may_take=lambda: True, wait=lambda _: False)
         self._before = Backlog()
 
     def put(self, project: str = 'p') -> str:
         """One more waits, as any client may have put it; the instance."""
-        waiting = Waiting(new(), self.flavor, IMAGE, 'u', project, {'requested': '2026-11-21T08:00:00.000Z'})
+        waiting = QueueEntry(
+            new(),
+            self.flavor,
+            image=IMAGE,
+            user_id='u',
+            project_id=project,
+            stages={'requested': '2026-11-21T08:00:00.000Z'},
+        )
         self.cloud.etcd.put(waiting.key, to_json(waiting))
         return waiting.instance
 
@@ -60,14 +69,14 @@ class Compute:
 
     def hear(self) -> bool:
         """As its followers would say it: what is asked of it, and what waits. Whether it is worth a step."""
-        told = self.puller.on_hosts(self.cloud.store.snapshot(keys.host_prefix(self.uuid)).entries)
+        told = self.puller.on_hosts(self.cloud.store.snapshot(keys.request_prefix(self.uuid)).entries)
         waits = self.cloud.store.snapshot(f'{keys.QUEUES}{self.flavor.name}/').entries
         self._before = backlog_of(waits, self._before)
         return self.puller.on_backlog(self._before) or told
 
     def goes_on(self) -> None:
         """So much later that nothing it has been at is passed over."""
-        self.puller._passed_over.clear()
+        self.puller.agenda.hurry('a moment later')
         self.hear()
         self.puller.step()
 
@@ -81,7 +90,7 @@ class Compute:
 
     @property
     def taken(self) -> set[str]:
-        return {keys.last(key) for key in self.cloud.etcd.keys(keys.host_prefix(self.uuid))}
+        return {keys.last(key) for key in self.cloud.etcd.keys(keys.request_prefix(self.uuid))}
 
 
 def test_it_takes_what_it_has_room_for(cloud: Cloud, flavor: Flavor) -> None:
@@ -101,10 +110,10 @@ def test_a_dead_attempt_s_claim_is_released_although_it_heard_of_other_things_fi
     """Killed with its claim and started again, with other instances here, before its queues are listed."""
     one = Compute(cloud, flavor, **ONE)
     instance = one.put()
-    ledger.claim(cloud.placement, instance, {one.uuid: SMALL}, 'u', 'p')
-    other = keys.host(one.uuid, new())
+    allocations.claim(cloud.placement, instance, {one.uuid: SMALL}, 'u', 'p')
+    other = keys.request(one.uuid, new())
     cloud.etcd.put(other, '{}')
-    assert one.puller.on_hosts(cloud.store.snapshot(keys.host_prefix(one.uuid)).entries)
+    assert one.puller.on_hosts(cloud.store.snapshot(keys.request_prefix(one.uuid)).entries)
     one.puller.step()
     cloud.etcd.delete(other)
     one.hear()
@@ -116,7 +125,7 @@ def test_a_dead_attempt_s_claim_is_released_although_another_compute_was_at_it(c
     """That one gave it back before it claimed anything."""
     one = Compute(cloud, flavor, **ONE)
     instance = one.put()
-    ledger.claim(cloud.placement, instance, {one.uuid: SMALL}, 'u', 'p')
+    allocations.claim(cloud.placement, instance, {one.uuid: SMALL}, 'u', 'p')
     mark = keys.taker(keys.queue(flavor.name, instance))
     cloud.etcd.put(mark, mark_to_json(new()))
     one.hear()

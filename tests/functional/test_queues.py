@@ -8,20 +8,21 @@ from typing import Any
 
 import pytest
 
-from ecomp.agent.claims import APART, ClaimKeeper
-from ecomp.agent.taking import Taker
+from ecomp.agent.host.claims import APART, ClaimKeeper
+from ecomp.agent.instance.surroundings import ControlPlane
+from ecomp.agent.queue.taking import Taker
 from ecomp.errors import Conflict, EcompError, NoCapacity, UnknownOutcome, Unreachable
 from ecomp.model import keys
 from ecomp.model.flavor import Flavor
 from ecomp.model.flavor import to_json as flavor_to_json
 from ecomp.model.pull import Place
-from ecomp.model.queue import Waiting, mark_to_json
-from ecomp.placement import allocations as ledger
+from ecomp.model.queue import QueueEntry, mark_to_json
+from ecomp.placement import allocations
 from ecomp.placement.client import Placement
-from ecomp.scheduler.claim import abandon
-from ecomp.scheduler.destroy import destroy
-from ecomp.scheduler.enqueue import enqueue
-from ecomp.scheduler.find import find
+from ecomp.scheduler.changing.destroy import destroy
+from ecomp.scheduler.looking.find import find
+from ecomp.scheduler.placing.claim import abandon
+from ecomp.scheduler.placing.enqueue import enqueue
 from ecomp.store.client import Put, Store, Unchanged
 from ecomp.store.requests import at_it
 from tests.functional.cloud import IMAGE, SMALL, WHO, Cloud, new
@@ -39,11 +40,19 @@ def flavor(cloud: Cloud) -> Iterator[Flavor]:
         cloud.etcd.delete(key)
 
 
-def request(flavor: Flavor, instance: str | None = None, name: str | None = None) -> Waiting:
-    return Waiting(instance or new(), flavor, IMAGE, 'a-user', 'a-project', {'requested': 'then'}, name)
+def request(flavor: Flavor, instance: str | None = None, name: str | None = None) -> QueueEntry:
+    return QueueEntry(
+        instance or new(),
+        flavor,
+        image=IMAGE,
+        user_id='a-user',
+        project_id='a-project',
+        stages={'requested': 'then'},
+        name=name,
+    )
 
 
-def put(cloud: Cloud, waiting: Waiting, resume: bool = False, store: Store | None = None) -> bool:
+def put(cloud: Cloud, waiting: QueueEntry, resume: bool = False, store: Store | None = None) -> bool:
     entry = cloud.store.get(keys.flavor(waiting.flavor.name))
     assert entry is not None
     return enqueue(store or cloud.store, waiting, entry.revision, None, WHO, resume)
@@ -56,7 +65,7 @@ def queued(cloud: Cloud, flavor: Flavor) -> Place:
     return place(cloud, waiting)
 
 
-def place(cloud: Cloud, waiting: Waiting) -> Place:
+def place(cloud: Cloud, waiting: QueueEntry) -> Place:
     entry = cloud.store.get(waiting.key)
     assert entry is not None
     return Place(entry.revision, waiting)
@@ -71,24 +80,25 @@ def taker(
 ) -> Taker:
     """Takes for a compute, on a lease of its own."""
     lease = cloud.store.grant(60)
-    return Taker(compute, store or cloud.store, placement or cloud.placement, lambda: lease, now)
+    return Taker(ControlPlane(compute, store or cloud.store, placement or cloud.placement, now), lambda: lease)
 
 
-def is_taken(cloud: Cloud, compute: str, waiting: Waiting) -> None:
+def is_taken(cloud: Cloud, compute: str, waiting: QueueEntry) -> None:
     """It is this compute's, once, and nothing of it is in the queue."""
     instance = waiting.instance
     assert cloud.delivered(compute, instance).allocations == {compute: SMALL}
-    assert [key for key in cloud.etcd.keys(keys.HOSTS) if keys.last(key) == instance] == [keys.host(compute, instance)]
+    there = [key for key in cloud.etcd.keys(keys.HOSTS) if keys.last(key) == instance]
+    assert there == [keys.request(compute, instance)]
     assert cloud.server.allocations(instance) == {compute: SMALL}
     assert [key for key in cloud.etcd.keys(keys.QUEUES) if instance in key] == []
 
 
-def waits(cloud: Cloud, waiting: Waiting) -> None:
+def waits(cloud: Cloud, waiting: QueueEntry) -> None:
     """It is in its queue, nobody is at it, and nothing is held for it."""
     assert [key for key in cloud.etcd.keys(keys.QUEUES) if waiting.instance in key] == [waiting.key]
     assert [key for key in cloud.etcd.keys(keys.HOSTS) if keys.last(key) == waiting.instance] == []
     assert cloud.server.allocations(waiting.instance) == {}
-    assert cloud.etcd.get(keys.request(waiting.instance)) is None
+    assert cloud.etcd.get(keys.attempt(waiting.instance)) is None
 
 
 # Into the queue
@@ -144,7 +154,7 @@ def test_of_several_at_one_uuid_one_gets_it(cloud: Cloud, flavor: Flavor) -> Non
     there = [key for key in cloud.etcd.keys(keys.QUEUES) if instance in key]
     assert len(there) == 1
     assert there == [keys.queue(name, instance) for name in done]
-    assert cloud.etcd.get(keys.request(instance)) is None
+    assert cloud.etcd.get(keys.attempt(instance)) is None
 
 
 def test_a_name_is_one_waiting_instance_s(cloud: Cloud, flavor: Flavor) -> None:
@@ -161,10 +171,10 @@ def test_a_name_is_one_waiting_instance_s(cloud: Cloud, flavor: Flavor) -> None:
 
 def test_a_uuid_that_an_eschedule_is_at_is_taken_over(cloud: Cloud, flavor: Flavor) -> None:
     waiting = request(flavor)
-    cloud.etcd.put(keys.request(waiting.instance), '{}')
+    cloud.etcd.put(keys.attempt(waiting.instance), '{}')
     put(cloud, waiting)  # and the other delivers nothing, for its key is gone
     waits(cloud, waiting)
-    assert cloud.etcd.get(keys.request(waiting.instance)) is None
+    assert cloud.etcd.get(keys.attempt(waiting.instance)) is None
 
 
 def test_a_flavor_that_was_changed_since_it_was_read(cloud: Cloud, flavor: Flavor) -> None:
@@ -208,7 +218,7 @@ def test_a_mark_or_a_move_that_is_lost_or_its_answer(
     cloud: Cloud, flavor: Flavor, etcd_proxy: Proxy, shaky_store: Store, arrives: bool, which: str
 ) -> None:
     compute, found = cloud.compute(), queued(cloud, flavor)
-    key = {'mark': keys.taker(found.waiting.key), 'move': keys.host(compute, found.waiting.instance)}[which]
+    key = {'mark': keys.taker(found.waiting.key), 'move': keys.request(compute, found.waiting.instance)}[which]
     etcd_proxy.lose(key.encode(), (lambda: cloud.etcd.get(key)) if arrives else None)
     assert taker(cloud, compute, store=shaky_store).take(found) is arrives
     assert etcd_proxy.has_lost
@@ -223,8 +233,9 @@ def test_a_move_that_stays_unknown_goes_on_from_its_mark(
     cloud: Cloud, flavor: Flavor, etcd_proxy: Proxy, shaky_store: Store, arrives: bool
 ) -> None:
     compute, found = cloud.compute(), queued(cloud, flavor)
-    host_key, mark_key = keys.host(compute, found.waiting.instance), keys.taker(found.waiting.key)
-    etcd_proxy.lose(host_key.encode(), (lambda: cloud.etcd.get(host_key)) if arrives else None, and_stay_away=True)
+    request_key, mark_key = keys.request(compute, found.waiting.instance), keys.taker(found.waiting.key)
+    arrived = (lambda: cloud.etcd.get(request_key)) if arrives else None
+    etcd_proxy.lose(request_key.encode(), arrived, and_stay_away=True)
     with pytest.raises(Unreachable):
         taker(cloud, compute, store=shaky_store).take(found)
     assert cloud.server.allocations(found.waiting.instance) == {compute: SMALL}, 'nothing is released (rule 1)'
@@ -256,9 +267,9 @@ def test_a_claim_that_stays_unknown_is_moved_by_the_next_taker(
     with pytest.raises(UnknownOutcome):
         taker(cloud, here, placement=shaky_placement).take(found)
     assert cloud.server.allocations(found.waiting.instance) == {here: SMALL}
-    held = ledger.consumer(cloud.placement, found.waiting.instance)
+    held = allocations.consumer(cloud.placement, found.waiting.instance)
     assert taker(cloud, there).take(found)
-    assert not ledger.release(cloud.placement, found.waiting.instance, held), 'a late release releases nothing'
+    assert not allocations.release(cloud.placement, found.waiting.instance, held), 'a late release releases nothing'
     assert not taker(cloud, here).let_go(found.waiting.instance)
     is_taken(cloud, there, found.waiting)
 
@@ -296,7 +307,7 @@ def test_a_taker_that_was_too_slow_claims_nothing(cloud: Cloud, flavor: Flavor) 
 
 def test_a_move_that_arrives_late_is_none(cloud: Cloud, flavor: Flavor) -> None:
     compute, found = cloud.compute(), queued(cloud, flavor)
-    host_key = keys.host(compute, found.waiting.instance)
+    request_key = keys.request(compute, found.waiting.instance)
     late: list[tuple[Any, ...]] = []
 
     class Late(Store):
@@ -304,7 +315,7 @@ def test_a_move_that_arrives_late_is_none(cloud: Cloud, flavor: Flavor) -> None:
             self.__dict__.update(cloud.store.__dict__)
 
         def commit(self, conditions: Any, operations: Any, fenced: bool = True) -> int | None:
-            if any(each.key == host_key for each in operations):
+            if any(each.key == request_key for each in operations):
                 late.append((conditions, operations))
                 raise UnknownOutcome('no answer')
             return super().commit(conditions, operations, fenced)
@@ -381,7 +392,7 @@ class Interrupted(Placement):
 
 def test_who_takes_what_a_dead_attempt_claimed_keeps_it(cloud: Cloud, flavor: Flavor) -> None:
     here, there, found = cloud.compute(), cloud.compute(), queued(cloud, flavor)
-    ledger.claim(cloud.placement, found.waiting.instance, {here: SMALL}, 'a-user', 'a-project')
+    allocations.claim(cloud.placement, found.waiting.instance, {here: SMALL}, 'a-user', 'a-project')
     taken: list[bool] = []
     slow = Interrupted(cloud.server.url, lambda: taken.append(taker(cloud, there).take(found)))
     assert not taker(cloud, here, placement=slow).let_go(found.waiting.instance)
@@ -435,7 +446,7 @@ def test_several_takers_at_once_take_each_once(cloud: Cloud, flavor: Flavor) -> 
 def test_a_mark_and_what_waits_stand_behind_a_claim(cloud: Cloud, flavor: Flavor) -> None:
     compute, found = cloud.compute(), queued(cloud, flavor)
     instance, mark = found.waiting.instance, keys.taker(found.waiting.key)
-    ledger.claim(cloud.placement, instance, {compute: SMALL}, 'a-user', 'a-project')
+    allocations.claim(cloud.placement, instance, {compute: SMALL}, 'a-user', 'a-project')
     lease = cloud.store.grant(60)
     cloud.store.commit([Unchanged(mark, 0)], [Put(mark, mark_to_json(compute), lease)])
     assert instance in at_it(cloud.store)
@@ -473,6 +484,6 @@ def test_who_undoes_a_claim_leaves_that_of_a_taker_of_the_same_uuid(cloud: Cloud
 def test_who_undoes_a_claim_releases_it_though_its_uuid_waits(cloud: Cloud, flavor: Flavor) -> None:
     compute, found = cloud.compute(), queued(cloud, flavor)
     instance = found.waiting.instance
-    ledger.claim(cloud.placement, instance, {compute: SMALL}, 'a-user', 'a-project')
+    allocations.claim(cloud.placement, instance, {compute: SMALL}, 'a-user', 'a-project')
     assert abandon(cloud.store, cloud.placement, [instance], instance, 1)
     waits(cloud, found.waiting)

@@ -13,7 +13,7 @@ from uuid import uuid4
 import pytest
 
 from ecomp.errors import BuildFailed
-from ecomp.model.guest import Reserved, all_macs, mac_address
+from ecomp.model.guest import ReservedAddress, all_macs, mac_address
 from tests.functional.libvirt_host import LibvirtHost
 from tests.kit.servers import until
 
@@ -101,7 +101,7 @@ def test_half_a_reservation_is_made_whole_and_removed(real: Libvirt, small: Any)
             if address:
                 text = f"<host mac='{mac}' ip='{address}' name='{instance}'/>"
                 plant(small, libvirt.VIR_NETWORK_UPDATE_COMMAND_ADD_LAST, text, flag)
-        assert real.reservations() == {mac: Reserved(instance, live or config or '')}
+        assert real.reservations() == {mac: ReservedAddress(instance, live or config or '')}
         assert take(real, instance) == '10.78.0.5'
         assert hosts(small) == hosts(small, INACTIVE) == {mac: ('10.78.0.5', instance)}
         plant(small, libvirt.VIR_NETWORK_UPDATE_COMMAND_DELETE, f"<host mac='{mac}'/>", 1)
@@ -186,8 +186,8 @@ def test_every_interface_s_goes_with_its_instance(real: Libvirt, small: Any) -> 
     instance = str(uuid4())
     first, *_, last = all_macs(instance)
     there = {
-        first: Reserved(instance, str(real.reserve(instance, first, 'default'))),
-        last: Reserved(instance, str(real.reserve(instance, last, 'small'))),
+        first: ReservedAddress(instance, str(real.reserve(instance, first, 'default'))),
+        last: ReservedAddress(instance, str(real.reserve(instance, last, 'small'))),
     }
     assert real.reservations() == there
     real.release(instance)

@@ -152,7 +152,7 @@ def test_another_uuid_in_a_compute_yaml_is_another_boundary(cloud: BehindRoles) 
     path, old, new = cloud.certs / 'compute-hv1/compute.yaml', cloud.computes['compute-hv1'], str(uuid.uuid4())
     path.write_text(path.read_text().replace(old, new))
     said = cloud.enable()
-    assert [line.rpartition(' ')[0] for line in said] == 4 * ['role compute-hv1: may write'] + 4 * [
+    assert [line.rpartition(' ')[0] for line in said] == 5 * ['role compute-hv1: may write'] + 5 * [
         'role compute-hv1: may no more write'
     ]
     put(cloud, f'/hosts/{new}/x')
@@ -297,9 +297,9 @@ def test_killed_on_the_way_it_goes_on(cloud: BehindRoles) -> None:
 def test_reads_transactions_leases_and_watches(cloud: BehindRoles) -> None:
     cloud.enable()
     own, compute = cloud.stores['compute-hv1'], cloud.computes['compute-hv1']
-    prefix, key = keys.host_prefix(compute), f'{keys.host_prefix(compute)}x'
+    prefix, key = keys.request_prefix(compute), f'{keys.request_prefix(compute)}x'
     states: list[dict[str, Entry]] = []
-    follower = Follower(etcd_of(cloud.certs, 'compute-hv1'), prefix, lambda state: states.append(dict(state)))
+    follower = Follower(etcd_of(cloud.certs, 'compute-hv1'), [(prefix, lambda state: states.append(dict(state)))])
     follower.start()
     try:
         until(lambda: states, 10, 'it has listed')
@@ -422,7 +422,7 @@ def test_an_ecompute_that_loses_its_role_waits(cloud: BehindRoles, own_placement
         assert len(said) == 1
         assert 'client.crt write /instances/' in said[0]
         assert 'Traceback' not in log.read_text()
-        assert cloud.stores['operator-ann'].count(keys.host_prefix(compute)) == 1
+        assert cloud.stores['operator-ann'].count(keys.request_prefix(compute)) == 1
     finally:
         child.send_signal(signal.SIGTERM)
         assert child.wait(60) == 0

@@ -16,12 +16,12 @@ from ecomp.model import keys
 from ecomp.model.allocation import Allocations
 from ecomp.model.choose import Offer
 from ecomp.model.record import ERROR, GONE, Record, to_json
-from ecomp.placement import allocations as ledger
+from ecomp.placement import allocations
 from ecomp.placement.client import Placement
-from ecomp.scheduler import claim as claims
-from ecomp.scheduler.create import create
-from ecomp.scheduler.destroy import destroy
-from ecomp.scheduler.wanted import Delivered
+from ecomp.scheduler.changing.destroy import destroy
+from ecomp.scheduler.placing import claim as claims
+from ecomp.scheduler.placing.create import create
+from ecomp.scheduler.placing.set_order import DeliveryOutcome
 from ecomp.store.client import Store
 from tests.functional.cloud import IMAGE, SMALL, WHO, Cloud, at_it, new
 from tests.kit.servers import PATIENCE, until
@@ -34,7 +34,7 @@ pytestmark = pytest.mark.fast
 def test_a_request_is_delivered(cloud: Cloud) -> None:
     compute = cloud.compute()
     wanted = cloud.wanted(compute)
-    assert cloud.create(wanted) == Delivered(compute)
+    assert cloud.create(wanted) == DeliveryOutcome(compute)
     cloud.is_whole(compute, wanted)
     request = cloud.delivered(compute, wanted.instance)
     assert (request.image, request.query, request.user_id) == (IMAGE, wanted.query, 'a-user')
@@ -47,7 +47,7 @@ def test_while_it_is_asked_somebody_is_at_it(cloud: Cloud) -> None:
     seen: list[bytes | None] = []
 
     def now() -> str:  # called between the claim and the delivery
-        seen.append(cloud.etcd.get(keys.request(wanted.instance)))
+        seen.append(cloud.etcd.get(keys.attempt(wanted.instance)))
         return 'now'
 
     cloud.create(wanted, now=now)
@@ -67,7 +67,7 @@ def test_a_dead_compute_is_skipped_and_named(cloud: Cloud, caplog: pytest.LogCap
     dead, alive = cloud.compute(alive=False), cloud.compute()
     wanted = cloud.wanted(alive)
     found: list[Allocations] = [{dead: SMALL}, {alive: SMALL}]
-    assert cloud.create(wanted, found=found) == Delivered(alive)
+    assert cloud.create(wanted, found=found) == DeliveryOutcome(alive)
     assert [record.message for record in caplog.records] == [f'compute {dead} is not alive: skipped']
     other = cloud.wanted(dead)
     with pytest.raises(NoCapacity, match='none of them is alive'):
@@ -81,7 +81,7 @@ def test_a_refused_claim_is_tried_on_the_next(cloud: Cloud) -> None:
     for _ in range(2):
         wanted = cloud.wanted(free)
         # Placement's answer is a moment old: one of the two is full by now.
-        assert cloud.create(wanted, found=[{full: SMALL}, {free: SMALL}]) == Delivered(free)
+        assert cloud.create(wanted, found=[{full: SMALL}, {free: SMALL}]) == DeliveryOutcome(free)
         cloud.is_whole(free, wanted)
 
 
@@ -148,7 +148,7 @@ def test_racing_for_the_last_places_loses_and_leaks_nothing(cloud: Cloud) -> Non
     assert sorted(filter(None, results)) == sorted(computes * 2)
     for compute in computes:
         assert sorted(cloud.server.consumers(compute)) == sorted(
-            map(keys.last, cloud.etcd.keys(keys.host_prefix(compute)))
+            map(keys.last, cloud.etcd.keys(keys.request_prefix(compute)))
         )
 
 
@@ -188,9 +188,9 @@ def test_the_same_again_changes_nothing(cloud: Cloud) -> None:
     compute = cloud.compute()
     wanted = cloud.wanted(compute)
     cloud.create(wanted)
-    before = cloud.etcd.get(keys.host(compute, wanted.instance))
-    assert cloud.create(wanted, resume=True) == Delivered(compute, again=True)
-    assert cloud.etcd.get(keys.host(compute, wanted.instance)) == before
+    before = cloud.etcd.get(keys.request(compute, wanted.instance))
+    assert cloud.create(wanted, resume=True) == DeliveryOutcome(compute, again=True)
+    assert cloud.etcd.get(keys.request(compute, wanted.instance)) == before
     cloud.is_whole(compute, wanted)
     with pytest.raises(Conflict, match='exists, asked for by'):
         cloud.create(replace(wanted, image='http://another/image'), resume=True)
@@ -200,7 +200,7 @@ def test_the_same_again_changes_nothing(cloud: Cloud) -> None:
 def test_a_uuid_with_a_past_is_never_used_again(cloud: Cloud, state: str, reason: str) -> None:
     compute = cloud.compute()
     wanted = cloud.wanted(compute)
-    record = Record(wanted.instance, compute, state, IMAGE, query=wanted.query)
+    record = Record(wanted.instance, compute, state, image=IMAGE, query=wanted.query)
     cloud.etcd.put_record(to_json(record))
     with pytest.raises(Conflict, match=reason):
         cloud.create(wanted, resume=True)
@@ -222,12 +222,12 @@ def test_a_second_one_takes_over_and_the_first_one_s_late_release_releases_nothi
     lease = cloud.store.grant(60)
     revision = at_it(cloud, wanted, lease)
     claims.Claimer(cloud.placement, 'a-user', 'a-project', lambda: True).claim({wanted.instance: {first: SMALL}})
-    held = ledger.consumer(cloud.placement, wanted.instance)
+    held = allocations.consumer(cloud.placement, wanted.instance)
     # The first one freezes here, and the user asks again.
-    assert cloud.create(wanted, resume=True) == Delivered(second)
+    assert cloud.create(wanted, resume=True) == DeliveryOutcome(second)
     cloud.is_whole(second, wanted)
     assert not claims.abandon(cloud.store, cloud.placement, [wanted.instance], wanted.instance, revision)
-    assert not ledger.release(cloud.placement, wanted.instance, held)
+    assert not allocations.release(cloud.placement, wanted.instance, held)
     cloud.store.revoke(lease)
     cloud.is_whole(second, wanted)
     assert cloud.server.consumers(first) == {}
@@ -245,7 +245,7 @@ def test_the_first_one_does_not_abandon_what_the_second_is_at(cloud: Cloud) -> N
         abandoned.append(claims.abandon(cloud.store, cloud.placement, [wanted.instance], wanted.instance, revision))
         return 'now'
 
-    assert cloud.create(wanted, resume=True, now=meanwhile) == Delivered(compute)
+    assert cloud.create(wanted, resume=True, now=meanwhile) == DeliveryOutcome(compute)
     assert abandoned == [False]
     cloud.is_whole(compute, wanted)
     cloud.store.revoke(lease)
@@ -257,8 +257,8 @@ def test_the_first_one_wakes_up_before_its_claim_and_takes_nothing_back(cloud: C
     candidates: Future[tuple[Placement, Offer]] = Future()
     with ThreadPoolExecutor(1) as pool:
         first = pool.submit(create, cloud.store, candidates, wanted, WHO, False, random.Random(), lambda: 'late')
-        until(lambda: cloud.etcd.get(keys.request(wanted.instance)), 10, 'the first one is at it')
-        assert cloud.create(wanted, resume=True) == Delivered(quick)
+        until(lambda: cloud.etcd.get(keys.attempt(wanted.instance)), 10, 'the first one is at it')
+        assert cloud.create(wanted, resume=True) == DeliveryOutcome(quick)
         # Only now the first one hears from placement, and of another compute.
         candidates.set_result((cloud.placement, Offer([{slow: SMALL}], asked=time.monotonic())))
         with pytest.raises(Conflict, match='another eschedule took it over'):

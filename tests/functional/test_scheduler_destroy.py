@@ -17,8 +17,9 @@ from ecomp.model.group import Group, Membership
 from ecomp.model.group import to_json as group_to_json
 from ecomp.model.instance import Request, Shares
 from ecomp.model.record import ACTIVE, ERROR, GONE, Failure, Record, to_json
-from ecomp.scheduler.destroy import destroy
-from ecomp.scheduler.find import all_records, find, living
+from ecomp.scheduler.changing.clear import clear
+from ecomp.scheduler.changing.destroy import destroy
+from ecomp.scheduler.looking.find import all_records, find, living
 from ecomp.store.client import Delete, Entry, Put, Store, Unchanged
 from tests.functional.cloud import IMAGE, SMALL, Cloud, new
 from tests.kit.proxy import Proxy
@@ -33,14 +34,14 @@ def test_a_destroy_is_a_tombstone(cloud: Cloud) -> None:
     wanted = cloud.wanted(compute)
     cloud.create(wanted)
     assert destroy(cloud.store, wanted.instance) == f'{wanted.instance}: destroy accepted, {compute} carries it out'
-    value = json.loads(cloud.etcd.get(keys.host(compute, wanted.instance)) or b'')
+    value = json.loads(cloud.etcd.get(keys.request(compute, wanted.instance)) or b'')
     assert (value['allocations'], value['image'], value['instance']) == ({}, None, wanted.instance)
     assert cloud.delivered(compute, wanted.instance).is_tombstone
     # The allocation is the compute's to release, when the guest is gone.
     assert cloud.server.allocations(wanted.instance) == {compute: SMALL}
-    before = cloud.store.get(keys.host(compute, wanted.instance))
+    before = cloud.store.get(keys.request(compute, wanted.instance))
     assert 'being destroyed' in destroy(cloud.store, wanted.instance)
-    assert cloud.store.get(keys.host(compute, wanted.instance)) == before
+    assert cloud.store.get(keys.request(compute, wanted.instance)) == before
     assert living(cloud.store, wanted.instance).is_destroying
 
 
@@ -59,8 +60,8 @@ class Ending(Store):
 
     def __init__(self, cloud: Cloud, compute: str, instance: str, before: str) -> None:
         super().__init__(EtcdConfig((cloud.etcd.endpoint,)))
-        self._end = (keys.host(compute, instance), keys.record(compute, instance))
-        self._gone = to_json(Record(instance, compute, GONE, None, stages={'gone': 'just now'}))
+        self._end = (keys.request(compute, instance), keys.record(compute, instance))
+        self._gone = to_json(Record(instance, compute, GONE, stages={'gone': 'just now'}))
         self._before: str | None = before
 
     def _happens(self, call: str) -> None:
@@ -85,12 +86,12 @@ class Ending(Store):
 @pytest.mark.parametrize('before', ['read', 'commit'])
 def test_what_ends_while_it_is_looked_at_is_not_destroyed_again(cloud: Cloud, before: str, has_request: bool) -> None:
     compute, instance = cloud.compute(), new()
-    cloud.etcd.put_record(to_json(Record(instance, compute, ACTIVE, IMAGE)))
+    cloud.etcd.put_record(to_json(Record(instance, compute, ACTIVE, image=IMAGE)))
     if has_request:
-        cloud.etcd.put(keys.host(compute, instance), json.dumps({'instance': instance}))
+        cloud.etcd.put(keys.request(compute, instance), json.dumps({'instance': instance}))
     with pytest.raises(NotFound, match='gone since just now'):
         destroy(Ending(cloud, compute, instance, before), instance)
-    assert cloud.etcd.get(keys.host(compute, instance)) is None
+    assert cloud.etcd.get(keys.request(compute, instance)) is None
 
 
 def test_a_destroy_waits_for_a_compute_that_is_silent(cloud: Cloud) -> None:
@@ -106,7 +107,7 @@ def test_there_is_nothing_to_destroy(cloud: Cloud) -> None:
     instance = new()
     with pytest.raises(NotFound, match=f'{instance}: no such instance'):
         destroy(cloud.store, instance)
-    gone = Record(instance, new(), GONE, None, stages={'gone': 'yesterday'})
+    gone = Record(instance, new(), GONE, stages={'gone': 'yesterday'})
     cloud.etcd.put_record(to_json(gone))
     with pytest.raises(NotFound, match='gone since yesterday'):
         destroy(cloud.store, instance)
@@ -114,13 +115,46 @@ def test_there_is_nothing_to_destroy(cloud: Cloud) -> None:
 
 def test_a_destroy_of_a_failed_one_removes_the_record(cloud: Cloud) -> None:
     instance, compute = new(), new()
-    failed = Record(instance, compute, ERROR, IMAGE, error=Failure('image', 'HTTP 404', 'nothing is left'))
+    failed = Record(instance, compute, ERROR, image=IMAGE, error=Failure('image', 'HTTP 404', 'nothing is left'))
     cloud.etcd.put_record(to_json(failed))
     assert 'its record is removed' in destroy(cloud.store, instance)
     assert cloud.etcd.record(instance) is None
-    assert cloud.etcd.get(keys.host(compute, instance)) is None
+    assert cloud.etcd.get(keys.request(compute, instance)) is None
     with pytest.raises(NotFound):
         destroy(cloud.store, instance)
+
+
+class Reviving(Store):
+    """A store where one that is over lives again just before this call: cleared by somebody, and asked for anew."""
+
+    def __init__(self, cloud: Cloud, record: Record) -> None:
+        super().__init__(EtcdConfig((cloud.etcd.endpoint,)))
+        key = keys.request(record.compute, record.instance)
+        self._alive = [
+            Put(keys.record(record.compute, record.instance), to_json(replace(record, state=ACTIVE, error=None))),
+            Put(key, json.dumps({'instance': record.instance})),
+        ]
+
+    def commit(
+        self, conditions: Sequence[Unchanged], operations: Sequence[Put | Delete], fenced: bool = True
+    ) -> int | None:
+        alive, self._alive = self._alive, []
+        if alive:
+            super().commit([], alive)
+        return super().commit(conditions, operations, fenced)
+
+
+@pytest.mark.parametrize('state', [GONE, ERROR])
+def test_what_lives_again_is_neither_cleared_nor_destroyed(cloud: Cloud, state: str) -> None:
+    instance, compute = new(), new()
+    record = Record(instance, compute, state, image=IMAGE, error=Failure('image', 'HTTP 404', 'nothing is left'))
+    cloud.etcd.put_record(to_json(record))
+    cleared = clear(Reviving(cloud, record))
+    assert instance not in cleared.removed
+    assert not cleared.errors
+    found = find(cloud.store, instance)
+    assert found is not None
+    assert (found.record.state, found.is_destroying) == (ACTIVE, False)
 
 
 def test_a_destroy_of_one_that_its_compute_will_refuse_says_what_it_shared(cloud: Cloud) -> None:
@@ -128,8 +162,18 @@ def test_a_destroy_of_one_that_its_compute_will_refuse_says_what_it_shared(cloud
     compute, instance = new(), new()
     name, group = f'n{instance}', Group(f'g{instance}', 'anti-affinity', False, {instance: compute})
     membership = Membership(group.name, group.policy, group.strict)
-    newer = Request(instance, {compute: SMALL}, IMAGE, 'a-user', 'a-project', 'query', {}, name, group=membership)
-    key = keys.host(compute, instance)
+    newer = Request(
+        instance,
+        {compute: SMALL},
+        image=IMAGE,
+        user_id='a-user',
+        project_id='a-project',
+        query='query',
+        stages={},
+        name=name,
+        group=membership,
+    )
+    key = keys.request(compute, instance)
     cloud.etcd.put(key, json.dumps({**json.loads(requests.to_json(newer)), 'version': 99}))
     cloud.etcd.put(keys.group(group.name), group_to_json(group))
     destroy(cloud.store, instance)
@@ -144,7 +188,7 @@ def test_a_destroy_of_one_that_its_compute_will_refuse_says_what_it_shared(cloud
 def test_a_destroy_without_its_request_is_asked_for_anew(cloud: Cloud) -> None:
     # The key was removed by hand: the domain is kept, and only this takes it down.
     instance, compute = new(), new()
-    cloud.etcd.put_record(to_json(Record(instance, compute, ACTIVE, IMAGE, query='resources=…')))
+    cloud.etcd.put_record(to_json(Record(instance, compute, ACTIVE, image=IMAGE, query='resources=…')))
     destroy(cloud.store, instance)
     assert cloud.delivered(compute, instance).is_tombstone
 
@@ -191,7 +235,7 @@ def test_the_list_has_those_a_compute_has_not_seen_yet(cloud: Cloud) -> None:
     seen, unseen, gone = (cloud.wanted(compute, new()) for _ in range(3))
     cloud.create(unseen)
     for wanted, state in ((seen, ACTIVE), (gone, GONE)):
-        cloud.etcd.put_record(to_json(Record(wanted.instance, compute, state, IMAGE)))
+        cloud.etcd.put_record(to_json(Record(wanted.instance, compute, state, image=IMAGE)))
 
     def listed(with_gone: bool) -> dict[str, str]:
         records = all_records(cloud.store, with_gone)

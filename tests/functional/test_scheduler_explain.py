@@ -10,9 +10,11 @@ from dataclasses import dataclass
 import pytest
 
 from ecomp.model import keys
+from ecomp.model.choose import Candidate
+from ecomp.model.group import AFFINITY, ANTI_AFFINITY, Group
 from ecomp.placement.allocations import candidates
 from ecomp.placement.room import SHARES
-from ecomp.scheduler.explain import reasons
+from ecomp.scheduler.placing.explain import reasons
 from ecomp.store.client import Store
 from tests.functional.store_client import connected
 from tests.kit.in_process import InProcess, put
@@ -212,3 +214,46 @@ def test_of_very_many_the_nearest_are_shown(world: World) -> None:
 
 def test_with_no_compute_at_all_there_is_nothing_to_say(world: World) -> None:
     assert world.why(GUEST) == []
+
+
+def test_what_was_asked_on_one_compute_is_told_of_that_and_with_the_words_that_were_typed(world: World) -> None:
+    first = world.compute('hv1')
+    world.compute('hv2')
+    world.uses(first, VCPU=4)
+    query = f'{GUEST}&in_tree={first}'
+    assert reasons(world.store, world.placement, query, on='hv1') == [
+        'hv1: VCPU short by 1 (free 0 of 4)',
+        'the smallest change that fits: ask without --on hv1 (on hv2)',
+    ]
+    assert reasons(world.store, world.placement, query, on=first[:8])[1].startswith(
+        f'the smallest change that fits: ask without --on {first[:8]} '
+    )
+    nobody = str(uuid.uuid4())
+    assert reasons(world.store, world.placement, f'{GUEST}&in_tree={nobody}', on=nobody) == [
+        f'{nobody}: there is no such compute', f'the smallest change that fits: ask without --on {nobody} (on hv2)'
+    ]  # fmt: skip
+
+
+def test_a_disabled_one_that_was_asked_for_is_to_be_enabled(world: World) -> None:
+    first = world.compute('hv1')
+    world.compute('hv2')
+    world.has(first, 'COMPUTE_STATUS_DISABLED')
+    assert reasons(world.store, world.placement, f'{GUEST}&in_tree={first}', on='hv1') == [
+        'hv1: is disabled (eschedule host enable hv1)',
+        'the smallest change that fits: eschedule host enable hv1, or ask without --on hv1 (on hv2)',
+    ]
+
+
+def test_the_others_of_a_set_are_called_so_and_no_members_of_its_group(world: World) -> None:
+    first, second = world.compute('hv1'), world.compute('hv2', VCPU=1)
+    size = {'VCPU': 1, 'MEMORY_MB': 256, 'DISK_GB': 1}
+    taken = [Candidate(first, {first: size}, None)]
+
+    def why(policy: str, **members: str) -> list[str]:
+        group = Group('web', policy, True, members)
+        return [each for each in reasons(world.store, world.placement, GUEST, group, taken) if each.startswith('hv')]
+
+    assert why(ANTI_AFFINITY)[0] == "hv1: the set's first takes hv1 (group web, strict anti-affinity)"
+    assert why(AFFINITY)[1] == "hv2: the set's first takes hv1 (group web, strict affinity)"
+    assert why(ANTI_AFFINITY, other=first)[0] == 'hv1: group web has a member there (strict anti-affinity)'
+    assert why(AFFINITY, other=second)[0] == 'hv1: group web is on hv2 (strict affinity)'

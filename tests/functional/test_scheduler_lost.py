@@ -9,10 +9,10 @@ from ecomp.errors import Conflict, EcompError, UnknownOutcome, Unreachable
 from ecomp.model import keys
 from ecomp.model.allocation import Allocations
 from ecomp.model.record import new_record, to_json
-from ecomp.placement import allocations as ledger
+from ecomp.placement import allocations
 from ecomp.placement.client import Placement
-from ecomp.scheduler import claim as claims
-from ecomp.scheduler.wanted import Delivered
+from ecomp.scheduler.placing import claim as claims
+from ecomp.scheduler.placing.set_order import DeliveryOutcome
 from ecomp.store.client import Store
 from tests.functional.cloud import SMALL, Cloud, new
 from tests.kit.proxy import Proxy
@@ -24,9 +24,9 @@ from tests.kit.servers import free_port
 def test_a_delivery_whose_answer_is_lost_was_one(cloud: Cloud, etcd_proxy: Proxy, shaky_store: Store) -> None:
     compute = cloud.compute()
     wanted = cloud.wanted(compute)
-    host_key = keys.host(compute, wanted.instance)
-    etcd_proxy.lose_answer(host_key.encode(), lambda: cloud.etcd.get(host_key))
-    assert cloud.create(wanted, store=shaky_store) == Delivered(compute)
+    request_key = keys.request(compute, wanted.instance)
+    etcd_proxy.lose_answer(request_key.encode(), lambda: cloud.etcd.get(request_key))
+    assert cloud.create(wanted, store=shaky_store) == DeliveryOutcome(compute)
     assert etcd_proxy.has_lost
     cloud.is_whole(compute, wanted)
 
@@ -34,7 +34,7 @@ def test_a_delivery_whose_answer_is_lost_was_one(cloud: Cloud, etcd_proxy: Proxy
 def test_a_delivery_that_is_lost_is_undone(cloud: Cloud, etcd_proxy: Proxy, shaky_store: Store) -> None:
     compute = cloud.compute()
     wanted = cloud.wanted(compute)
-    etcd_proxy.lose_request(keys.host(compute, wanted.instance).encode())
+    etcd_proxy.lose_request(keys.request(compute, wanted.instance).encode())
     with pytest.raises(EcompError):
         cloud.create(wanted, store=shaky_store)
     assert etcd_proxy.has_lost
@@ -47,17 +47,17 @@ def test_when_it_stays_unknown_nothing_is_released_and_the_same_uuid_goes_on(
 ) -> None:
     compute = cloud.compute()
     wanted = cloud.wanted(compute)
-    host_key = keys.host(compute, wanted.instance)
+    request_key = keys.request(compute, wanted.instance)
     if applied:
-        etcd_proxy.lose_answer(host_key.encode(), lambda: cloud.etcd.get(host_key), and_stay_away=True)
+        etcd_proxy.lose_answer(request_key.encode(), lambda: cloud.etcd.get(request_key), and_stay_away=True)
     else:
-        etcd_proxy.lose_request(host_key.encode(), and_stay_away=True)
+        etcd_proxy.lose_request(request_key.encode(), and_stay_away=True)
     with pytest.raises(UnknownOutcome, match=wanted.instance) as caught:
         cloud.create(wanted, store=shaky_store)
     assert caught.value.exit_code == 7
     assert cloud.server.allocations(wanted.instance) == {compute: SMALL}
-    assert (cloud.etcd.get(host_key) is not None) is applied
-    assert cloud.create(wanted, resume=True) == Delivered(compute, again=applied)
+    assert (cloud.etcd.get(request_key) is not None) is applied
+    assert cloud.create(wanted, resume=True) == DeliveryOutcome(compute, again=applied)
     cloud.is_whole(compute, wanted)
 
 
@@ -67,17 +67,17 @@ def test_anothers_delivery_is_not_taken_for_the_one_that_was_lost(
     here, there, instance = cloud.compute(), cloud.compute(), new()
 
     def meanwhile() -> str:
-        assert cloud.create(cloud.wanted(there, instance), resume=True) == Delivered(there)
+        assert cloud.create(cloud.wanted(there, instance), resume=True) == DeliveryOutcome(there)
         record = new_record(there, cloud.delivered(there, instance), 'now')
         cloud.etcd.put_record(to_json(record))
         return 'now'
 
-    etcd_proxy.lose_request(keys.host(here, instance).encode())
+    etcd_proxy.lose_request(keys.request(here, instance).encode())
     with pytest.raises(Conflict, match='not delivered'):
         cloud.create(cloud.wanted(here, instance), store=shaky_store, now=meanwhile)
     assert etcd_proxy.has_lost
     cloud.is_whole(there, cloud.wanted(there, instance))
-    assert cloud.etcd.get(keys.host(here, instance)) is None
+    assert cloud.etcd.get(keys.request(here, instance)) is None
 
 
 @pytest.mark.parametrize('arrives', [True, False])
@@ -86,12 +86,12 @@ def test_an_announcement_that_is_lost_or_whose_answer_is(
 ) -> None:
     compute = cloud.compute()
     wanted = cloud.wanted(compute)
-    request_key = keys.request(wanted.instance)
+    attempt_key = keys.attempt(wanted.instance)
     if arrives:
-        etcd_proxy.lose_answer(request_key.encode(), lambda: cloud.etcd.get(request_key))
+        etcd_proxy.lose_answer(attempt_key.encode(), lambda: cloud.etcd.get(attempt_key))
     else:
-        etcd_proxy.lose_request(request_key.encode())
-    assert cloud.create(wanted, store=shaky_store) == Delivered(compute)
+        etcd_proxy.lose_request(attempt_key.encode())
+    assert cloud.create(wanted, store=shaky_store) == DeliveryOutcome(compute)
     assert etcd_proxy.has_lost
     cloud.is_whole(compute, wanted)
 
@@ -134,7 +134,7 @@ def test_a_lost_answer_in_the_middle_of_a_create_is_not_seen_outside(
     wanted = cloud.wanted(compute)
     request = f'PUT /allocations/{wanted.instance}'.encode()
     placement_proxy.lose_answer(request, lambda: cloud.server.allocations(wanted.instance))
-    assert cloud.create(wanted, placement=shaky_placement) == Delivered(compute)
+    assert cloud.create(wanted, placement=shaky_placement) == DeliveryOutcome(compute)
     cloud.is_whole(compute, wanted)
 
 
@@ -154,8 +154,8 @@ def test_when_a_claim_stays_unknown_nothing_is_released_and_the_same_uuid_goes_o
         cloud.create(wanted, placement=shaky_placement, found=found)
     assert caught.value.exit_code == 7
     # Somebody is still at it, as long as the lease lives: no compute releases the claim that may be there.
-    assert cloud.etcd.get(keys.request(wanted.instance)) is not None
-    assert cloud.create(wanted, resume=True) == Delivered(compute)
+    assert cloud.etcd.get(keys.attempt(wanted.instance)) is not None
+    assert cloud.create(wanted, resume=True) == DeliveryOutcome(compute)
     cloud.is_whole(compute, wanted)
 
 
@@ -164,8 +164,8 @@ def test_the_last_room_is_there_for_the_uuid_that_holds_it(cloud: Cloud) -> None
     compute = cloud.compute(**SMALL)
     wanted = cloud.wanted(compute)
     claims.Claimer(cloud.placement, 'a-user', 'a-project', lambda: True).claim({wanted.instance: {compute: SMALL}})
-    assert ledger.candidates(cloud.placement, wanted.query).candidates == []
-    assert cloud.create(wanted, resume=True) == Delivered(compute)
+    assert allocations.candidates(cloud.placement, wanted.query).candidates == []
+    assert cloud.create(wanted, resume=True) == DeliveryOutcome(compute)
     cloud.is_whole(compute, wanted)
 
 
@@ -183,7 +183,7 @@ def test_a_claim_found_there_is_moved_and_not_believed(cloud: Cloud) -> None:
     # It may be somebody's who is about to release it: only a moved generation makes that fail.
     compute, instance = cloud.compute(), new()
     claims.Claimer(cloud.placement, 'a-user', 'a-project', lambda: True).claim({instance: {compute: SMALL}})
-    before = ledger.consumer(cloud.placement, instance)
+    before = allocations.consumer(cloud.placement, instance)
     claims.Claimer(cloud.placement, 'a-user', 'a-project', lambda: True).claim({instance: {compute: SMALL}})
-    assert ledger.consumer(cloud.placement, instance).generation != before.generation
-    assert not ledger.release(cloud.placement, instance, before)
+    assert allocations.consumer(cloud.placement, instance).generation != before.generation
+    assert not allocations.release(cloud.placement, instance, before)

@@ -12,11 +12,11 @@ from ecomp.errors import Conflict, EcompError, NotFound, UsageError
 from ecomp.model import keys
 from ecomp.model.instance import name_to_json, named
 from ecomp.model.record import ACTIVE, DESTROYING, ERROR, GONE, Failure, Record, to_json
-from ecomp.scheduler.destroy import destroy
-from ecomp.scheduler.find import find, living, resolve
-from ecomp.scheduler.wanted import Delivered, Wanted
+from ecomp.scheduler.changing.destroy import destroy
+from ecomp.scheduler.looking.find import find, living, resolve
+from ecomp.scheduler.placing.set_order import DeliveryOutcome, SetOrder
 from ecomp.store.client import Put, Store
-from ecomp.store.names import freed, given_back
+from ecomp.store.sharing import freed, given_back
 from tests.functional.cloud import IMAGE, Cloud, new
 from tests.kit.proxy import Proxy
 
@@ -28,7 +28,7 @@ def name() -> str:
     return f'web-{new()}'
 
 
-def called(cloud: Cloud, name: str, compute: str | None = None, **given: object) -> Wanted:
+def called(cloud: Cloud, name: str, compute: str | None = None, **given: object) -> SetOrder:
     """A small guest of this name."""
     return replace(cloud.wanted(compute or cloud.compute()), name=name, **given)  # type: ignore[arg-type]
 
@@ -38,21 +38,21 @@ def owner(cloud: Cloud, name: str) -> str | None:
     return None if value is None else named(value)
 
 
-def record(cloud: Cloud, wanted: Wanted, state: str) -> None:
+def record(cloud: Cloud, wanted: SetOrder, state: str) -> None:
     """As its compute would write it; one that failed with its name on the same lease."""
     compute = wanted.query.rpartition('=')[2]
-    made = Record(wanted.instance, compute, state, IMAGE, query=wanted.query, name=wanted.name)
+    made = Record(wanted.instance, compute, state, image=IMAGE, query=wanted.query, name=wanted.name)
     if state == ERROR:
         lease = cloud.store.grant(3600)
         mine, change = freed(cloud.store, wanted.name, wanted.instance, lease)
         put = Put(keys.record(compute, wanted.instance), to_json(replace(made, error=FAILURE)), lease)
         assert cloud.store.commit(mine, [put, *change])
-        cloud.etcd.delete(keys.host(compute, wanted.instance))
+        cloud.etcd.delete(keys.request(compute, wanted.instance))
     else:
         cloud.etcd.put_record(to_json(made))
 
 
-def refusal(cloud: Cloud, wanted: Wanted, resume: bool = False) -> str:
+def refusal(cloud: Cloud, wanted: SetOrder, resume: bool = False) -> str:
     """Why it is not made; '' if it is."""
     try:
         cloud.create(wanted, resume=resume)
@@ -68,7 +68,7 @@ def test_it_comes_with_the_request_and_says_so(cloud: Cloud, name: str) -> None:
     compute = cloud.compute()
     keys_given, data = ('ssh-ed25519 A me',), b'\x1f\x8b\0\xff'
     wanted = called(cloud, name, compute, ssh_keys=keys_given, user_data=data)
-    assert cloud.create(wanted) == Delivered(compute)
+    assert cloud.create(wanted) == DeliveryOutcome(compute)
     assert json.loads(cloud.etcd.get(keys.name(name)) or b'') == {'version': 1, 'instance': wanted.instance}
     request = cloud.delivered(compute, wanted.instance)
     assert (request.name, request.ssh_keys, request.user_data) == (name, keys_given, data)
@@ -97,9 +97,9 @@ def test_of_those_that_race_for_it_one_has_it_and_the_others_leave_nothing(cloud
     all_wanted = [called(cloud, name) for _ in range(5)]
 
     with ThreadPoolExecutor(5) as pool:
-        said = dict(zip(all_wanted, pool.map(lambda wanted: refusal(cloud, wanted), all_wanted), strict=True))
-    assert [wanted.instance for wanted, refused in said.items() if not refused] == [owner(cloud, name)]
-    for wanted, refused in said.items():
+        said = list(zip(all_wanted, pool.map(lambda wanted: refusal(cloud, wanted), all_wanted), strict=True))
+    assert [wanted.instance for wanted, refused in said if not refused] == [owner(cloud, name)]
+    for wanted, refused in said:
         if refused:
             assert refused.startswith(f'{name}: is the name of instance {owner(cloud, name)}: ')
             cloud.has_nothing_of(wanted)
@@ -137,12 +137,12 @@ def test_a_delivery_that_is_lost_or_whose_answer_is(
 ) -> None:
     wanted = called(cloud, name)
     compute = wanted.query.rpartition('=')[2]
-    key = keys.host(compute, wanted.instance)
+    key = keys.request(compute, wanted.instance)
     find(shaky_store, wanted.instance)  # it is connected
     pattern = b'"consumer_generation"'
     if arrives:
         etcd_proxy.lose_answer(pattern, lambda: cloud.etcd.get(key) is not None)
-        assert cloud.create(wanted, store=shaky_store) == Delivered(compute)
+        assert cloud.create(wanted, store=shaky_store) == DeliveryOutcome(compute)
         assert owner(cloud, name) == wanted.instance
     else:
         etcd_proxy.lose_request(pattern)
@@ -162,8 +162,8 @@ def test_the_same_again_says_so_and_another_is_a_conflict(cloud: Cloud, name: st
     cloud.create(wanted)
     if seen:
         record(cloud, wanted, ACTIVE)
-    before = cloud.etcd.get(keys.host(compute, wanted.instance))
-    assert cloud.create(wanted, resume=True) == Delivered(compute, again=True)
+    before = cloud.etcd.get(keys.request(compute, wanted.instance))
+    assert cloud.create(wanted, resume=True) == DeliveryOutcome(compute, again=True)
     others: list[tuple[dict[str, object], str]] = [
         ({'name': None}, f'exists, by the name {name}'),
         ({'name': 'another'}, f'exists, by the name {name}'),
@@ -176,7 +176,7 @@ def test_the_same_again_says_so_and_another_is_a_conflict(cloud: Cloud, name: st
         with pytest.raises(Conflict, match=reason) as caught:
             cloud.create(replace(wanted, **changed), resume=True)  # type: ignore[arg-type]
         assert 'canary' not in str(caught.value)
-    assert cloud.etcd.get(keys.host(compute, wanted.instance)) == before
+    assert cloud.etcd.get(keys.request(compute, wanted.instance)) == before
     nameless = cloud.wanted(compute)
     cloud.create(nameless)
     with pytest.raises(Conflict, match='exists, without a name'):
@@ -202,7 +202,7 @@ def test_the_name_of_one_that_ended_is_free(cloud: Cloud, name: str, end: str) -
     first, second = called(cloud, name), called(cloud, name)
     cloud.create(first)
     if end == 'no record':
-        cloud.etcd.delete(keys.host(first.query.rpartition('=')[2], first.instance))
+        cloud.etcd.delete(keys.request(first.query.rpartition('=')[2], first.instance))
     else:
         record(cloud, first, end)
     cloud.create(second)
@@ -279,16 +279,26 @@ def test_a_uuid_s_beginning(cloud: Cloud, name: str) -> None:
     assert str(caught.value) == f'{digits}: 3 instances begin so: {", ".join(instances)}'
     with pytest.raises(UsageError, match=f'{digits}-111: 2 instances begin so: {instances[0]}, {instances[1]}$'):
         resolve(cloud.store, f'{digits}-111')
-    with pytest.raises(NotFound, match='no instance has a uuid that begins so'):
+    with pytest.raises(NotFound, match='no living instance has this name, and no uuid begins so'):
         resolve(cloud.store, f'{digits}-3')
     assert resolve(cloud.store, nobody := new()) == nobody, 'a whole one is not looked up'
+
+
+def test_a_name_comes_before_a_uuid_that_begins_so(cloud: Cloud) -> None:
+    compute, digits = cloud.compute(VCPU=9, MEMORY_MB=9999, DISK_GB=99), new()[:8]
+    other, named = replace(cloud.wanted(compute), instance=digits + new()[8:]), called(cloud, digits)
+    cloud.create(other)
+    assert resolve(cloud.store, digits) == other.instance
+    cloud.create(replace(cloud.wanted(compute, named.instance), name=digits))
+    assert resolve(cloud.store, digits) == named.instance
+    assert resolve(cloud.store, other.instance[:9]) == other.instance
 
 
 def test_of_many_that_begin_so_a_few_are_named(cloud: Cloud) -> None:
     digits = new()[:8]
     for _ in range(8):
         instance = digits + new()[8:]
-        cloud.etcd.put_record(to_json(Record(instance, new(), ACTIVE, IMAGE)))
+        cloud.etcd.put_record(to_json(Record(instance, new(), ACTIVE, image=IMAGE)))
     with pytest.raises(UsageError, match=r'8 instances begin so: \S+, \S+, \S+, \S+, \S+ and 3 more$'):
         resolve(cloud.store, digits)
 

@@ -12,9 +12,9 @@ from ecomp.errors import Conflict, EcompError, NotFound, StillGoing
 from ecomp.model import keys
 from ecomp.model.power import ASKED, OFF, REBOOT, START, STOP, Power
 from ecomp.model.record import ACTIVE, GONE, STOPPED, Record, to_json
-from ecomp.scheduler.destroy import destroy
-from ecomp.scheduler.power import Accepted, power
-from ecomp.scheduler.wait import Deadline, wait_for_power
+from ecomp.scheduler.changing.destroy import destroy
+from ecomp.scheduler.changing.power import Acceptance, power
+from ecomp.scheduler.changing.wait import Deadline, wait_for_power
 from ecomp.store.client import Store
 from tests.functional.cloud import IMAGE, Cloud, new
 from tests.kit.proxy import Proxy
@@ -31,18 +31,18 @@ def lives(cloud: Cloud, state: str = ACTIVE, said: str | None = None) -> tuple[s
 
 
 def write(cloud: Cloud, compute: str, instance: str, state: str, said: str | None, fault: str | None = None) -> None:
-    record = Record(instance, compute, state, IMAGE, fault=fault, power=said)
+    record = Record(instance, compute, state, image=IMAGE, fault=fault, power=said)
     cloud.etcd.put_record(to_json(record))
 
 
 def test_it_is_written_beside_all_that_is_there(cloud: Cloud) -> None:
     compute, instance = lives(cloud)
-    before = json.loads(cloud.etcd.get(keys.host(compute, instance)) or b'')
+    before = json.loads(cloud.etcd.get(keys.request(compute, instance)) or b'')
     stop = Power(STOP, new())
     accepted = power(cloud.store, instance, stop)
     assert accepted.said == f'{instance}: stop accepted, {compute} carries it out'
     assert accepted.power == stop
-    after = json.loads(cloud.etcd.get(keys.host(compute, instance)) or b'')
+    after = json.loads(cloud.etcd.get(keys.request(compute, instance)) or b'')
     assert after == {**before, 'power': {'action': 'stop', 'id': stop.id}}
     assert list(after)[:-1] == list(before)
     assert cloud.delivered(compute, instance).power == stop
@@ -54,13 +54,13 @@ def test_the_same_again_changes_nothing(cloud: Cloud) -> None:
     compute, instance = lives(cloud)
     stop, other = Power(STOP, new()), Power(STOP, new())
     power(cloud.store, instance, stop)
-    before = cloud.etcd.get(keys.host(compute, instance))
+    before = cloud.etcd.get(keys.request(compute, instance))
     again = power(cloud.store, instance, other)
     assert again.said == f'{instance}: stop was asked for before, {compute} is at it'
     assert again.power == stop, 'that one is to be waited for'
     write(cloud, compute, instance, STOPPED, stop.id)
-    assert power(cloud.store, instance, other) == Accepted(f'{instance}: is stopped already')
-    assert cloud.etcd.get(keys.host(compute, instance)) == before
+    assert power(cloud.store, instance, other) == Acceptance(f'{instance}: is stopped already')
+    assert cloud.etcd.get(keys.request(compute, instance)) == before
     # A reboot is never "so already".
     assert power(cloud.store, instance, Power(REBOOT, new())).power is not None
 
@@ -74,10 +74,10 @@ def test_who_has_no_power_to_switch(cloud: Cloud) -> None:
         with pytest.raises(Conflict, match=said):
             power(cloud.store, instance, stop)
     compute, instance = lives(cloud)
-    cloud.etcd.put(keys.host(compute, instance), 'nonsense')
+    cloud.etcd.put(keys.request(compute, instance), 'nonsense')
     with pytest.raises(Conflict, match='cannot be understood: not JSON'):
         power(cloud.store, instance, stop)
-    cloud.etcd.delete(keys.host(compute, instance))
+    cloud.etcd.delete(keys.request(compute, instance))
     with pytest.raises(Conflict, match='nobody asks for it'):
         power(cloud.store, instance, stop)
     _, instance = lives(cloud)

@@ -16,8 +16,8 @@ from ecomp.conf import EtcdConfig
 from ecomp.errors import EcompError, NotFound, StillGoing, Unreachable
 from ecomp.model import keys
 from ecomp.model.record import ACTIVE, BUILDING, ERROR, GONE, Failure, Progress, Record, to_json
-from ecomp.scheduler.wait import WAITS_FOR, Deadline, wait_for_stage, wait_until_gone
-from ecomp.scheduler.whereabouts import Whereabouts
+from ecomp.scheduler.changing.wait import WAITS_FOR, Deadline, wait_for_stage, wait_until_gone
+from ecomp.scheduler.changing.whereabouts import Whereabouts
 from ecomp.store.client import Delete, Put
 from tests.functional.cloud import IMAGE, Cloud, new
 from tests.kit.servers import PATIENCE, free_port, until
@@ -35,7 +35,7 @@ def answered(told: list[str]) -> bool:
 
 def test_a_stage_is_waited_for_as_it_happens(cloud: Cloud, told: list[str]) -> None:
     instance = new()
-    record = Record(instance, new(), BUILDING, IMAGE, stages={'requested': 't', 'scheduled': 't'})
+    record = Record(instance, new(), BUILDING, image=IMAGE, stages={'requested': 't', 'scheduled': 't'})
     config = EtcdConfig((cloud.etcd.endpoint,))
 
     def waits_for(what: str) -> bool:
@@ -52,9 +52,17 @@ def test_a_stage_is_waited_for_as_it_happens(cloud: Cloud, told: list[str]) -> N
         assert waiting.result(PATIENCE * 10) == record
 
 
+def test_an_end_is_seen_behind_rubbish_at_the_older_place(cloud: Cloud, told: list[str]) -> None:
+    """It may have come before the wait first looked: then there is no request left that says whose record counts."""
+    instance = new()
+    cloud.etcd.put(keys.old_record(instance), 'rubbish')
+    cloud.etcd.put_record(to_json(Record(instance, new(), GONE, stages={'gone': 'now'})))
+    wait_until_gone(EtcdConfig((cloud.etcd.endpoint,)), instance, Deadline(5), told.append)
+
+
 def test_how_far_a_download_is_is_told(cloud: Cloud, told: list[str]) -> None:
     instance = new()
-    record = Record(instance, new(), BUILDING, IMAGE, stages={'requested': 't', 'scheduled': 't'})
+    record = Record(instance, new(), BUILDING, image=IMAGE, stages={'requested': 't', 'scheduled': 't'})
     config = EtcdConfig((cloud.etcd.endpoint,))
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(wait_for_stage, config, instance, 'started', Deadline(30), told.append)
@@ -72,21 +80,21 @@ def _after(stage: str) -> str:
 def test_several_are_waited_for_under_one_deadline(cloud: Cloud, told: list[str]) -> None:
     config, deadline = EtcdConfig((cloud.etcd.endpoint,)), Deadline(0.5)
     there, compute = new(), new()
-    cloud.etcd.put_record(to_json(Record(there, compute, ACTIVE, IMAGE, stages={'started': 't'})))
+    cloud.etcd.put_record(to_json(Record(there, compute, ACTIVE, image=IMAGE, stages={'started': 't'})))
     with pytest.raises(StillGoing, match=r'0\.5 s are up'):
         wait_for_stage(config, new(), 'started', deadline, told.append)
     assert deadline.spent >= 0.5
     # Nothing is left of it: each of the others is still looked at, once.
     assert wait_for_stage(config, there, 'started', deadline, told.append).instance == there
     every = dict.fromkeys(('requested', 'scheduled', 'image', 'disk', 'started'), 't')
-    cloud.etcd.put_record(to_json(Record(there, compute, ACTIVE, IMAGE, stages=every)))
+    cloud.etcd.put_record(to_json(Record(there, compute, ACTIVE, image=IMAGE, stages=every)))
     with pytest.raises(StillGoing, match='DHCP lease; it goes on'):
         wait_for_stage(config, there, 'addressed', deadline, told.append)
 
 
 def test_a_record_that_goes_ends_a_wait(cloud: Cloud, told: list[str]) -> None:
     instance, config = new(), EtcdConfig((cloud.etcd.endpoint,))
-    cloud.etcd.put_record(to_json(Record(instance, new(), ACTIVE, IMAGE)))
+    cloud.etcd.put_record(to_json(Record(instance, new(), ACTIVE, image=IMAGE)))
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(wait_for_stage, config, instance, 'started', Deadline(30), told.append)
         until(lambda: answered(told), 10, 'etcd has answered it')
@@ -99,8 +107,8 @@ def test_a_wait_ends_when_there_is_nothing_to_wait_for(cloud: Cloud, told: list[
     config = EtcdConfig((cloud.etcd.endpoint,))
     failed, gone, slow = new(), new(), new()
     error = Failure('image', 'HTTP 404', 'nothing is left')
-    cloud.etcd.put_record(to_json(Record(failed, new(), ERROR, IMAGE, error=error)))
-    cloud.etcd.put_record(to_json(Record(gone, new(), GONE, IMAGE)))
+    cloud.etcd.put_record(to_json(Record(failed, new(), ERROR, image=IMAGE, error=error)))
+    cloud.etcd.put_record(to_json(Record(gone, new(), GONE, image=IMAGE)))
     with pytest.raises(EcompError, match='failed at stage image: HTTP 404') as caught:
         wait_for_stage(config, failed, 'started', Deadline(10), told.append)
     assert caught.value.exit_code == 1
@@ -128,12 +136,12 @@ def test_an_end_is_waited_for(cloud: Cloud, told: list[str]) -> None:
 
     with ThreadPoolExecutor(1) as pool:
         for instance in (gone, removed):
-            cloud.etcd.put_record(to_json(Record(instance, compute, ACTIVE, IMAGE)))
+            cloud.etcd.put_record(to_json(Record(instance, compute, ACTIVE, image=IMAGE)))
             waiting = pool.submit(wait_until_gone, config, instance, Deadline(30), told.append)
             until(lambda: answered(told), 10, 'etcd has answered it')
             told.clear()
             if instance == gone:
-                cloud.etcd.put_record(to_json(Record(gone, compute, GONE, IMAGE)))
+                cloud.etcd.put_record(to_json(Record(gone, compute, GONE, image=IMAGE)))
             else:  # a failed one's record is removed at once
                 cloud.etcd.delete(cloud.etcd.record_key(removed))
             waiting.result(PATIENCE * 20)
@@ -147,7 +155,7 @@ def test_one_that_waits_in_a_queue_is_followed_to_its_compute(cloud: Cloud, told
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(wait_for_stage, config, instance, 'started', Deadline(30), told.append)
         until(lambda: answered(told), 10, 'etcd has answered it')
-        request, record = keys.host(compute, instance), Record(instance, compute, ACTIVE, IMAGE)
+        request, record = keys.request(compute, instance), Record(instance, compute, ACTIVE, image=IMAGE)
         cloud.store.commit([], [Delete(waits), Put(request, '{}')])
         cloud.etcd.put_record(to_json(record.at(ACTIVE, 't', 'started')))
         assert waiting.result(PATIENCE * 20).compute == compute
@@ -157,7 +165,7 @@ def test_one_that_waits_in_a_queue_is_followed_to_its_compute(cloud: Cloud, told
 def test_one_that_moves_while_etcd_is_away_is_found_again(cloud: Cloud) -> None:
     """From a queue to its compute; a look in between that gets no answer is made again."""
     instance, compute = new(), new()
-    waits, request = keys.queue('small', instance), keys.host(compute, instance)
+    waits, request = keys.queue('small', instance), keys.request(compute, instance)
     cloud.etcd.put(waits, '{}')
     with Whereabouts(EtcdConfig((cloud.etcd.endpoint,)), instance) as at:
         assert at.look() == (True, None)
@@ -165,7 +173,7 @@ def test_one_that_moves_while_etcd_is_away_is_found_again(cloud: Cloud) -> None:
         real, at._find = at._find, _unreachable  # type: ignore[method-assign]
         until(lambda: at.look() == (False, None), 10, 'it is seen to be gone, and not found')
         at._find = real  # type: ignore[method-assign]
-        cloud.etcd.put_record(to_json(Record(instance, compute, ACTIVE, IMAGE)))
+        cloud.etcd.put_record(to_json(Record(instance, compute, ACTIVE, image=IMAGE)))
         until(lambda: at.look()[1] is not None, 10, 'it is found')
     cloud.etcd.delete(request)
 
@@ -177,7 +185,7 @@ def _unreachable() -> NoReturn:
 def test_no_thread_is_left(cloud: Cloud, told: list[str]) -> None:
     before = threading.active_count()
     instance = new()
-    cloud.etcd.put_record(to_json(Record(instance, new(), ACTIVE, IMAGE)))
+    cloud.etcd.put_record(to_json(Record(instance, new(), ACTIVE, image=IMAGE)))
     with pytest.raises(StillGoing):
         wait_until_gone(EtcdConfig((cloud.etcd.endpoint,)), instance, Deadline(0.1), told.append)
     until(lambda: threading.active_count() <= before, 5, 'as many threads as before')

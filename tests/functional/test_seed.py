@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from ecomp.agent.metadata import GuestData, seed
+from ecomp.agent.host.metadata import GuestData
+from ecomp.agent.host.nocloud import seed
 from ecomp.errors import BuildFailed
 from ecomp.model.guest import all_macs
 from ecomp.model.instance import Request
@@ -49,7 +50,7 @@ def told(data: GuestData, request: Request, macs: int = 1, phones_home: bool = T
 
 
 def test_its_own(data: GuestData) -> None:
-    files = told(data, Request(INSTANCE, {}, None, '', '', name='web1', ssh_keys=(KEY,), user_data=PACKED), macs=2)
+    files = told(data, Request(INSTANCE, {}, name='web1', ssh_keys=(KEY,), user_data=PACKED), macs=2)
     meta_data = {'instance-id': INSTANCE, 'local-hostname': 'web1', 'public-keys': [KEY]}
     assert json.loads(files['meta-data']) == meta_data, 'without dsmode: it is there before there is a network'
     assert files['user-data'] == PACKED
@@ -58,12 +59,12 @@ def test_its_own(data: GuestData) -> None:
 
 
 def test_what_it_was_not_given_is_mdserver_confs(data: GuestData) -> None:
-    files = told(data, Request(INSTANCE, {}, None, '', ''), phones_home=False)
+    files = told(data, Request(INSTANCE, {}), phones_home=False)
     assert files.keys() == {'meta-data', 'user-data'}
     assert json.loads(files['meta-data'])['public-keys'] == [OPS]
     assert files['user-data'] == b'#!/bin/sh\n'
     (data.directory.parent / 'mdserver.conf').unlink()
-    files = told(data, Request(INSTANCE, {}, None, '', ''), phones_home=False)
+    files = told(data, Request(INSTANCE, {}), phones_home=False)
     assert json.loads(files['meta-data'])['public-keys'] == []
     assert files['user-data'] == b''
 
@@ -73,7 +74,7 @@ def test_what_cannot_be_told_fails_its_build_in_one_line(data: GuestData) -> Non
     with pytest.raises(BuildFailed, match=f'mdserver: no instance with the MAC address {MACS[0]}') as failed:
         seed(*where, MACS[0], True)
     assert failed.value.stage == 'scheduled'
-    data.write(Request(INSTANCE, {}, None, '', ''), MACS[:1])
+    data.write(Request(INSTANCE, {}), MACS[:1])
     (where[1] / 'user-data').unlink()
     with pytest.raises(BuildFailed, match='mdserver.conf: line 2: "user-data": .*No such file') as failed:
         seed(*where, MACS[0], True)
@@ -92,7 +93,7 @@ def test_the_exit_codes_of_the_program(data: GuestData) -> None:
         return subprocess.run([*command, *words], capture_output=True, text=True, timeout=60)
 
     assert run(MACS[0]).returncode == 1
-    data.write(Request(INSTANCE, {}, None, '', ''), MACS[:1])
+    data.write(Request(INSTANCE, {}), MACS[:1])
     assert json.loads(run(MACS[0], str(conf)).stdout)['user-data'] == '#!/bin/sh\n'
     conf.write_text('[x]\n')
     done = run(MACS[0], str(conf))
@@ -151,7 +152,7 @@ def test_it_is_made_anew_and_removed(seeds: Seeds) -> None:
     seeds.delete(INSTANCE)
     for content in (b'old', b'new'):
         seeds.create(INSTANCE, {'meta-data': content, 'user-data': b''})
-    (seeds.directory / f'{INSTANCE}.iso.part').write_bytes(b'of one that was killed')
+    (seeds.directory / f'.{INSTANCE}.iso.part').write_bytes(b'of one that was killed')
     (seeds.directory / 'readme.iso').touch()
     assert read(seeds.path(INSTANCE), rr_path='/')['meta-data'] == b'new'
     assert seeds.present() == {INSTANCE}

@@ -39,7 +39,7 @@ class Away(Store):
 @pytest.fixture
 def member(cloud: Cloud) -> Record:
     """An instance in a group and in a project with a quota, beside another."""
-    found = Record(new(), new(), ACTIVE, IMAGE, SMALL, project_id='shop', group='web')
+    found = Record(new(), new(), ACTIVE, image=IMAGE, resources=SMALL, project_id='shop', group=Membership('web'))
     cloud.etcd.put(GROUP, group_to_json(Group('web', 'affinity', True, {found.instance: found.compute, new(): new()})))
     used = {'instances': 2, **{name: 2 * amount for name, amount in SMALL.items()}}
     cloud.etcd.put(QUOTA, quota_to_json(Quota('shop', {'instances': 5}, used)))

@@ -6,10 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from ecomp.agent.instances import Instances, Shape
-from ecomp.agent.memory import Memory
-from ecomp.agent.metadata import GuestData, is_metadata
-from ecomp.agent.pool import Inline, Pretended
+from ecomp.agent.host.memory import Memory
+from ecomp.agent.host.metadata import GuestData
+from ecomp.agent.host.metadata_server import is_metadata
+from ecomp.agent.instance.instances import Instances, Shape
+from ecomp.agent.instance.pool import FakeImages, Inline
+from ecomp.agent.instance.surroundings import ControlPlane, Host
 from ecomp.conf import EtcdConfig
 from ecomp.errors import PlacementRefusal
 from ecomp.model import keys
@@ -69,13 +71,13 @@ def test_a_build_whose_request_was_deleted_says_so(
 ) -> None:
     store, client = Store(EtcdConfig(endpoints=(etcd.endpoint,))), Placement(placement.url)
     key = keys.record(COMPUTE, INSTANCE)
-    store.commit([], [Put(key, to_json(Record(INSTANCE, COMPUTE, state, 'http://h/i')))])
+    store.commit([], [Put(key, to_json(Record(INSTANCE, COMPUTE, state, image='http://h/i')))])
     hypervisor = FakeHypervisor()
-    runner = Inline(hypervisor, Pretended())
+    runner = Inline(hypervisor, FakeImages())
     shape = Shape('qemu', True, DEFAULT_NETWORKS, 'here')
     memory = Memory(tmp_path, COMPUTE, lambda: NOW)
-    data = GuestData(tmp_path)
-    instances = Instances(COMPUTE, store, client, runner, hypervisor, data, shape, memory, lambda: NOW)
+    control, host = ControlPlane(COMPUTE, store, client, lambda: NOW), Host(hypervisor, runner, GuestData(tmp_path))
+    instances = Instances(control, host, shape, memory)
     instances.end_without_request(INSTANCE)
     entry = store.get(key)
     assert entry is not None

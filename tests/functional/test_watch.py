@@ -21,7 +21,7 @@ class Seen:
 
     def __init__(self, endpoint: str, prefix: str, resync: float = 60.0, timeout: float = 2.0) -> None:
         self.states: list[dict[str, bytes]] = []
-        self.follower = Follower(config(endpoint, timeout), prefix, self._on_state, resync)
+        self.follower = Follower(config(endpoint, timeout), [(prefix, self._on_state)], resync)
 
     def __enter__(self) -> Seen:
         self.follower.start()

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from ecomp.agent.complaints import Complaints
-from ecomp.agent.instances import Instances, Shape
-from ecomp.agent.memory import Memory
-from ecomp.agent.metadata import GuestData
+from ecomp.agent.host.memory import Memory
+from ecomp.agent.host.metadata import GuestData
+from ecomp.agent.instance.instances import Instances, Shape
+from ecomp.agent.instance.pool import FakeImages, Inline
+from ecomp.agent.instance.surroundings import ControlPlane, Host
+from ecomp.agent.instance.tasks import Work
 from ecomp.agent.planner import Planner
-from ecomp.agent.pool import Inline, Pretended
-from ecomp.agent.tasks import Work
 from ecomp.model import keys
 from ecomp.model.network import DEFAULT_NETWORKS
 from ecomp.model.record import Record
@@ -25,17 +26,16 @@ NOW = '2026-11-21T09:00:00.000Z'
 
 @dataclass
 class Toy:
-    """One compute. `nudges` are the reasons why it was worth another step."""
+    """One compute."""
 
     cloud: Cloud
     compute: str
     hypervisor: FakeHypervisor
-    runner: Inline
+    host: Host
     instances: Instances
     planner: Planner
     memory: Memory
     complaints: Complaints
-    nudges: list[str] = field(default_factory=list)
 
     def place(self) -> str:
         """A small guest delivered to it; the instance."""
@@ -45,13 +45,13 @@ class Toy:
 
     def planned(self) -> list[Work]:
         """What is to be done now."""
-        return self.planner.step(self.cloud.store.snapshot(keys.host_prefix(self.compute)).entries)
+        return self.planner.step(self.cloud.store.snapshot(keys.request_prefix(self.compute)).entries)
 
     def step(self) -> list[str]:
         """Plan, and do all of it: what was done to which instance."""
         done = []
         for work in self.planned():
-            self.planner.begin(work)
+            self.planner.agenda.begin(work.instance, work)
             self.planner.carry_out(work)
             done.append(f'{work.task.kind.value} {work.task.instance}')
         return done
@@ -68,14 +68,13 @@ def toy(cloud: Cloud, state: Path, hypervisor: FakeHypervisor | None = None) -> 
     """A compute with room for ten small guests."""
     compute = cloud.compute(VCPU=10, MEMORY_MB=1024, DISK_GB=10)
     hypervisor = hypervisor or FakeHypervisor()
-    runner = Inline(hypervisor, Pretended())
+    runner = Inline(hypervisor, FakeImages())
     memory, data = Memory(state, compute, lambda: NOW), GuestData(state / 'metadata')
     shape = Shape('qemu', True, DEFAULT_NETWORKS, 'here')
-    instances = Instances(compute, cloud.store, cloud.placement, runner, hypervisor, data, shape, memory, lambda: NOW)
-    nudges: list[str] = []
-    complaints = Complaints()
-    planner = Planner(compute, instances, hypervisor, runner, memory, complaints, nudges.append)
+    host, complaints = Host(hypervisor, runner, data), Complaints()
+    instances = Instances(ControlPlane(compute, cloud.store, cloud.placement, lambda: NOW), host, shape, memory)
+    planner = Planner(compute, instances, host, memory, complaints)
     try:
-        yield Toy(cloud, compute, hypervisor, runner, instances, planner, memory, complaints, nudges)
+        yield Toy(cloud, compute, hypervisor, host, instances, planner, memory, complaints)
     finally:
         runner.stop()

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from ecomp.agent.claims import APART, ClaimKeeper
+from ecomp.agent.host.claims import APART, ClaimKeeper
 from ecomp.conf import EtcdConfig
 from ecomp.placement.client import Placement
 from ecomp.store.client import Store

@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from ecomp.agent.locks import InstanceLocks
+from ecomp.files import search_path
 from ecomp.lab import machine, namespaces, state
-from ecomp.lab.hosts import Host
+from ecomp.lab.hosts import LabHost
 from tests.kit.boot_sectors import boot_disk
 from tests.kit.lab import NOTIFIED, Lab, running
 from tests.kit.servers import is_stopped, until
@@ -50,15 +51,18 @@ class Hypervisor:
 
     # ecompute
 
-    def launch(self, failpoint: str = '', *options: str, numbers: Mapping[str, float] | None = None) -> None:
-        """Start ecompute, armed with `failpoint` (see ecomp.failpoints), and do not wait. `numbers`: see tuned."""
+    def launch(
+        self, failpoint: str = '', *options: str, numbers: Mapping[str, float] | None = None, trace: Path | None = None
+    ) -> None:
+        """Start ecompute, armed with `failpoint` (see ecomp.failpoints), and do not wait. The rest: see tuned."""
         host = self._host()
-        self.armed, self.tuned, self._fired = failpoint, bool(numbers), self.directory / f'fired-{next(_numbers)}'
-        found = {'PATH': machine.search_path(), 'PYTHONPATH': machine.python_path()}
+        self.armed, self.tuned = failpoint, bool(numbers or trace)
+        self._fired = self.directory / f'fired-{next(_numbers)}'
+        found = {'PATH': search_path(), 'PYTHONPATH': machine.python_path()}
         env = {**os.environ, **found, 'ECOMP_FAILPOINT': failpoint, 'ECOMP_FAILPOINT_FIRED': str(self._fired)}
         self._from = host.log.stat().st_size if host.log.exists() else 0
         config = str(self.directory / 'compute.yaml')
-        program = ['-c', patched(numbers)] if numbers else ['-m', 'ecomp.compute']
+        program = ['-c', patched(numbers or {}, trace)] if self.tuned else ['-m', 'ecomp.compute']
         command = [sys.executable, *program, '--config', config, *options]
         with host.log.open('ab') as log:
             # virtlogd's view of the host: it outlives libvirtd.
@@ -350,9 +354,9 @@ class Hypervisor:
     def _ecompute(self) -> str:
         return f'{self.name} ecompute'
 
-    def _host(self) -> Host:
+    def _host(self) -> LabHost:
         # elab, a process of its own, writes it anew.
-        return Host(state.load(self.lab.name), self.name)
+        return LabHost(state.load(self.lab.name), self.name)
 
 
 def logged_at(line: str) -> float:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ecomp.agent.images.cache import ImageCache, Limits
+from ecomp.agent.images.cache import CacheLimits, ImageCache
 from ecomp.agent.images.connections import Reach
 from ecomp.errors import BuildFailed
 from ecomp.model.guest import BaseImage
@@ -18,7 +18,7 @@ from ecomp.virt import image
 MIB = 2**20
 # Where the servers of tests are. What nobody lists is not fetched from: see tests/security/test_images.py.
 LOOPBACK = Reach(image_sources(['127.0.0.0/8']))
-LIMITS = Limits(cache=2**30, disk=100 * 2**30)
+LIMITS = CacheLimits(cache=2**30, disk=100 * 2**30)
 
 
 def inspect(path: Path, checkpoint: Callable[[], None]) -> BaseImage:

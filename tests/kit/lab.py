@@ -20,7 +20,7 @@ import yaml
 
 from ecomp.errors import EcompError
 from ecomp.lab import machine, state
-from ecomp.lab.hosts import Host
+from ecomp.lab.hosts import LabHost
 from ecomp.lab.network import CONTROL
 from tests.kit.audit import audit_clean
 from tests.kit.commands import Command, Result, asked
@@ -78,7 +78,7 @@ class Lab:
 
     def inside(self, host: str, *command: str) -> str:
         """Run a command on a host, as `elab exec` does; its standard output."""
-        return machine.run(Host(state.load(self.name), host).command(list(command)))
+        return machine.run(LabHost(state.load(self.name), host).command(list(command)))
 
     def virsh(self, host: str, *words: str) -> str:
         """virsh on a host."""

@@ -57,6 +57,8 @@ if [ "$root" = / ]; then
         # Where there is no overlay file system, apt's lists and packages are the machine's own.
         mount -t overlay -o "lowerdir=/var/$each/apt,$overlay" overlay /var/$each/apt || :
     done
+    # Whoever removes an empty directory unmounts what lies on it elsewhere: the last lab outside of here does.
+    touch "/var/lib/elab/.${own##*/}"
     mount -t tmpfs tmpfs /var/lib/elab
 fi
 ip link set lo up
@@ -101,6 +103,7 @@ def machine(root: Path = Path('/')) -> Iterator[Machine]:
     with ExitStack() as undo:
         own = Path(tempfile.mkdtemp(prefix='ecomp-machine-'))
         undo.callback(shutil.rmtree, own)
+        undo.callback(Path(f'/var/lib/elab/.{own.name}').unlink, missing_ok=True)
         log = undo.enter_context((own / 'log').open('w+'))
         # pdeathsig and kill-child: whatever ends the test, also kill -9, ends everything.
         tied = ['setpriv', '--pdeathsig', 'KILL', '--']

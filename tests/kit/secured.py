@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
-import socket
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 
 from ecomp.conf import EtcdConfig, load_compute, load_schedule
 from ecomp.lab import certs
-from tests.kit.servers import Etcd
+from tests.kit.servers import Etcd, free_port, is_healthy
 
 
 class Secured(Etcd):
@@ -23,17 +21,17 @@ class Secured(Etcd):
         own = certs / 'etcd'
         super().__init__(directory, f'--cert-file={own}/server.crt', f'--key-file={own}/server.key')
         self.asks = [f'--trusted-ca-file={own}/ca.crt', '--client-cert-auth']
+        self._health = f'http://127.0.0.1:{free_port()}'
 
     def command(self) -> list[str]:
         """Its clients speak TLS."""
         words = [each.replace(f'http://{self.endpoint}', f'https://{self.endpoint}') for each in super().command()]
-        return [*words, *self.asks]
+        return [*words, *self.asks, f'--listen-metrics-urls={self._health}']
 
     def is_ready(self) -> bool:
-        """Somebody listens: what it serves is asked with a certificate."""
-        with contextlib.suppress(OSError), socket.create_connection(('127.0.0.1', self.port)):
-            return True
-        return False
+        """It has a leader. One that is ended before it ever had may never get any: it has written that it is a member
+        of something, and not yet of what."""
+        return is_healthy(self._health)
 
 
 def certify(

@@ -255,6 +255,15 @@ class Server:
         self._process.send_signal(number)
 
 
+def is_healthy(url: str) -> bool:
+    """Whether the etcd there says so itself: it has a leader."""
+    try:
+        with urllib.request.urlopen(f'{url}/health', timeout=2) as answer:
+            return bool(json.load(answer)['health'] == 'true')
+    except (OSError, ValueError, KeyError):
+        return False
+
+
 class Etcd(Server):
     """One etcd member."""
 
@@ -287,12 +296,8 @@ class Etcd(Server):
         ]
 
     def is_ready(self) -> bool:
-        """etcd's own /health: it has a leader."""
-        try:
-            with urllib.request.urlopen(f'http://{self.endpoint}/health', timeout=2) as answer:
-                return bool(json.load(answer)['health'] == 'true')
-        except (OSError, ValueError, KeyError):
-            return False
+        """It has a leader."""
+        return is_healthy(f'http://{self.endpoint}')
 
     def ask(self, path: str, body: Mapping[str, Any], timeout: float = 10.0) -> HTTPResponse:
         """The answer of one call of the JSON gateway, to be read and closed."""

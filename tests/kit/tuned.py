@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from tests.kit.commands import Control
@@ -10,7 +11,15 @@ from tests.kit.hands import Armed
 
 PATCHED = """
 import sys
+import threading
 from importlib import import_module
+start = threading.Thread.start
+def traced(thread):
+    with open('{trace}', 'a') as names:
+        print(thread.name, file=names)
+    start(thread)
+if '{trace}':
+    threading.Thread.start = traced
 for setting in filter(None, '{numbers}'.split(',')):
     where, _, value = setting.partition('=')
     module, _, name = where.rpartition('.')
@@ -22,13 +31,13 @@ sys.exit(main())
 """
 
 
-def patched(numbers: Mapping[str, float]) -> str:
-    """The program that is ecompute with these numbers in its daemon."""
-    return PATCHED.format(numbers=','.join(f'{name}={value}' for name, value in numbers.items()))
+def patched(numbers: Mapping[str, float], trace: Path | None = None) -> str:
+    """The program that is ecompute with these numbers in its daemon; `trace` gets the name of each thread it starts."""
+    return PATCHED.format(numbers=','.join(f'{name}={value}' for name, value in numbers.items()), trace=trace or '')
 
 
 class Tuned(Armed):
-    """`numbers` such as {'EVERY': 1} are the daemon's, {'pulling.BELIEVED': 1} those of another module of ecomp.agent.
+    """`numbers` such as {'EVERY': 1} are the daemon's, {'host.claims.APART': 1} those of another module of ecomp.agent.
 
     `extra` is added to its environment; `prefix` runs it.
     """

@@ -28,11 +28,8 @@ from pathlib import Path
 from typing import Any
 
 PRELOAD = [
-    *('ecomp.schedule', 'ecomp.scheduler.create', 'ecomp.scheduler.audit', 'ecomp.placement.client'),
-    *('ecomp.compute', 'ecomp.agent.daemon', 'ecomp.agent.queues', 'ecomp.store.client', 'ecomp.virt.fake'),
-    *('ecomp.agent.digest', 'ecomp.agent.inventory', 'ecomp.agent.known_etcd', 'ecomp.agent.limits'),
-    *('ecomp.agent.provider', 'ecomp.agent.republish', 'ecomp.agent.reserved', 'ecomp.agent.served'),
-    *('ecomp.agent.ends', 'ecomp.agent.several', 'encodings.utf_8_sig', 'netrc'),
+    *('ecomp.schedule', 'ecomp.scheduler.placing.create', 'ecomp.scheduler.operating.audit', 'ecomp.placement.client'),
+    *('ecomp.compute', 'ecomp.agent.process', 'ecomp.virt.fake', 'encodings.utf_8_sig', 'netrc'),
     *('placement.deploy', 'ecomp.lab.placement_server', 'ecomp.lab.elab', 'tests.kit.warm'),
     'tests.kit.warmed',
 ]

@@ -21,18 +21,18 @@ from ecomp.model.instance import Request, name_to_json
 from ecomp.model.instance import to_json as request_json
 from ecomp.model.power import Power
 from ecomp.model.pull import Place
-from ecomp.model.queue import Waiting
+from ecomp.model.queue import QueueEntry
 from ecomp.model.quota import Quota, counted
 from ecomp.model.quota import to_json as quota_json
-from ecomp.placement import allocations as ledger
+from ecomp.placement import allocations
 from ecomp.placement.client import Placement
-from ecomp.scheduler.claim import abandon
-from ecomp.scheduler.create import create
-from ecomp.scheduler.deliver import announce
-from ecomp.scheduler.destroy import destroy
-from ecomp.scheduler.enqueue import enqueue
-from ecomp.scheduler.power import power
-from ecomp.scheduler.wanted import Delivered, Wanted
+from ecomp.scheduler.changing.destroy import destroy
+from ecomp.scheduler.changing.power import power
+from ecomp.scheduler.placing.claim import abandon
+from ecomp.scheduler.placing.create import create
+from ecomp.scheduler.placing.deliver import announce
+from ecomp.scheduler.placing.enqueue import enqueue
+from ecomp.scheduler.placing.set_order import DeliveryOutcome, SetOrder
 from ecomp.store.client import Put
 from tests.model.acting import EXPIRY, MINUTE, Actor, Event
 from tests.model.compute import Compute
@@ -69,7 +69,7 @@ class Command:
     """An eschedule that creates: whether there was room for it from beginning to end, and what it was asked for."""
 
     actor: Actor
-    wanted: Wanted
+    wanted: SetOrder
     resume: bool
 
 
@@ -112,7 +112,7 @@ class Cloud:
 
     def claimed(self, instance: str, compute: str) -> None:
         """A claim."""
-        ledger.claim(self.placement, instance, {compute: SIZE}, 'u', 'p')
+        allocations.claim(self.placement, instance, {compute: SIZE}, 'u', 'p')
 
     def limited(self, instances: int) -> None:
         """The project has a quota."""
@@ -122,8 +122,18 @@ class Cloud:
         """A request that its compute has not seen yet, with all that a delivery writes."""
         self.claimed(instance, compute)
         stages = {'requested': NOW, 'scheduled': NOW}
-        request = Request(instance, {compute: SIZE}, IMAGE, 'u', 'p', QUERY, stages, name, group=group)
-        puts = [Put(keys.host(compute, instance), request_json(request))]
+        request = Request(
+            instance,
+            {compute: SIZE},
+            image=IMAGE,
+            user_id='u',
+            project_id='p',
+            query=QUERY,
+            stages=stages,
+            name=name,
+            group=group,
+        )
+        puts = [Put(keys.request(compute, instance), request_json(request))]
         if name:
             puts.append(Put(keys.name(name), name_to_json(instance)))
         if group:
@@ -152,10 +162,19 @@ class Cloud:
 
     def to_wait(
         self, instance: str, name: str | None = None, group: Membership | None = None, project: str = 'p'
-    ) -> Waiting:
+    ) -> QueueEntry:
         """Such a request."""
         flavor = parse_flavor(FLAVOR, QUERY)
-        return Waiting(instance, flavor, IMAGE, 'u', project, {'requested': NOW}, name, group=group)
+        return QueueEntry(
+            instance,
+            flavor,
+            image=IMAGE,
+            user_id='u',
+            project_id=project,
+            stages={'requested': NOW},
+            name=name,
+            group=group,
+        )
 
     # Who acts
 
@@ -171,12 +190,16 @@ class Cloud:
     def creates(self, who: str, instance: str, resume: bool = False, seed: int = 1, **what: Any) -> Actor:
         """An eschedule: `eschedule QUERY [--uuid]`."""
         asks_first = what.pop('asks_first', False)
-        wanted = Wanted(instance, QUERY, IMAGE, 'u', 'p', NOW, **what)
+        wanted = SetOrder(
+            instance, query=QUERY, image=IMAGE, user_id='u', project_id='p', stages={'requested': NOW}, **what
+        )
         actor = self.act(who, lambda: self.create(wanted, resume, seed, asks_first))
         self.commands.append(Command(actor, wanted, resume))
         return actor
 
-    def create(self, wanted: Wanted, resume: bool, seed: int = 1, asks_first: bool = False) -> dict[str, Delivered]:
+    def create(
+        self, wanted: SetOrder, resume: bool, seed: int = 1, asks_first: bool = False
+    ) -> dict[str, DeliveryOutcome]:
         """What eschedule does. `asks_first`: placement is asked by a thread of its own, before all else."""
         store = ModelStore(self.etcd)
         backend = cast('Future[tuple[Placement, Offer]]', Asked(self, wanted.query, asks_first))
@@ -261,13 +284,13 @@ class Asked:
         if at_once:
             mine = cloud.world.now
             name = f'the thread of {mine.name}' if mine is not None else 'a thread'
-            self._asker = cloud.act(name, lambda: ledger.candidates(cloud.placement, query), mortal=False)
+            self._asker = cloud.act(name, lambda: allocations.candidates(cloud.placement, query), mortal=False)
 
     def result(self) -> tuple[Placement, Offer]:
         """Placement, and what it offers."""
         asker = self._asker
         if asker is None:
-            return self._cloud.placement, ledger.candidates(self._cloud.placement, self._query)
+            return self._cloud.placement, allocations.candidates(self._cloud.placement, self._query)
         self._cloud.world.wait('what placement offers', lambda: asker.done)
         if isinstance(asker.outcome, BaseException):
             raise asker.outcome

@@ -9,18 +9,18 @@ import random
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, cast
 
-from ecomp.agent.claims import ClaimKeeper
 from ecomp.agent.complaints import Complaints
-from ecomp.agent.ends import note_ends
-from ecomp.agent.instances import Instances, Shape
-from ecomp.agent.memory import Memory
-from ecomp.agent.metadata import GuestData
+from ecomp.agent.host.claims import ClaimKeeper
+from ecomp.agent.host.memory import Memory
+from ecomp.agent.host.metadata import GuestData
+from ecomp.agent.instance.instances import Instances, Shape
+from ecomp.agent.instance.pool import FakeImages, Inline
+from ecomp.agent.instance.republish import republish
+from ecomp.agent.instance.surroundings import ControlPlane, Host
 from ecomp.agent.planner import Planner
-from ecomp.agent.pool import Inline, Pretended
-from ecomp.agent.pulling import Puller
-from ecomp.agent.republish import republish
-from ecomp.agent.reserved import reserve_again
-from ecomp.agent.taking import Taker
+from ecomp.agent.queue.pulling import Puller
+from ecomp.agent.queue.taking import Taker
+from ecomp.agent.starting import note_ends, reserve_again
 from ecomp.errors import Conflict, EcompError
 from ecomp.model import keys
 from ecomp.model.digest import Digest
@@ -87,7 +87,7 @@ class Works(Inline):
 
     def __init__(self, hypervisor: FakeHypervisor) -> None:
         self._hypervisor = hypervisor
-        self._images = Pretended()
+        self._images = FakeImages()
         self._cancelled: set[str] = set()
 
 
@@ -125,17 +125,13 @@ class Compute:
         runner = Works(self.hypervisor)
         shape = Shape('qemu', True, DEFAULT_NETWORKS, 'h')
         self.guest_data = GuestData(state / 'metadata')
-        self.instances = Instances(
-            *(self.uuid, self.store, self.placement, runner, self.hypervisor, self.guest_data, shape, memory),
-            lambda: self.now,
-        )
-        planned = self.uuid, self.instances, self.hypervisor, runner, memory, Complaints()
-        self.planner = Planner(*planned, lambda _: None)
+        control = ControlPlane(self.uuid, self.store, self.placement, lambda: self.now)
+        host = Host(self.hypervisor, runner, self.guest_data)
+        self.instances = Instances(control, host, shape, memory)
+        self.planner = Planner(self.uuid, self.instances, host, memory, Complaints())
         self.keeper = ClaimKeeper(self.uuid, self.store, self.placement)
-        taker = Taker(self.uuid, self.store, self.placement, lambda: self.presence.lease, lambda: self.now)
-        self.puller = Puller(
-            *(self.uuid, self.store, self.placement, taker), lambda: not self.is_dead, self._waits
-        )
+        taker = Taker(control, lambda: self.presence.lease)
+        self.puller = Puller(control, taker, may_take=lambda: not self.is_dead, wait=self._waits)
         self.puller._rng = random.Random(self.uuid)
         self.memory, self.taker, self._backlog = memory, taker, Backlog()
         self.presence._publish()
@@ -160,10 +156,10 @@ class Compute:
         """List, plan and carry out; how many tasks."""
         if self.is_read_only:
             return 0
-        state = self.store.snapshot(keys.host_prefix(self.uuid)).entries
+        state = self.store.snapshot(keys.request_prefix(self.uuid)).entries
         works = self.planner.step(state)
         for work in works:
-            self.planner.begin(work)
+            self.planner.agenda.begin(work.instance, work)
         lacking = min(self.threads_lacking, len(works))
         self.threads_lacking -= lacking
         for work in works[:lacking]:
@@ -178,7 +174,7 @@ class Compute:
 
     def hear_hosts(self) -> bool:
         """What is asked of it, for what takes from the queues."""
-        return self.puller.on_hosts(self.store.snapshot(keys.host_prefix(self.uuid)).entries)
+        return self.puller.on_hosts(self.store.snapshot(keys.request_prefix(self.uuid)).entries)
 
     def hear_queues(self) -> bool:
         """What waits."""

@@ -112,7 +112,7 @@ class Etcd:
                 self.entries[each.key] = new
                 self._print ^= hash(self.shape(new))
         put = [each.key for each in operations if isinstance(each, Put)]
-        if any(each.startswith((keys.REQUESTS, keys.QUEUES)) and not each.endswith(keys.TAKER) for each in put):
+        if any(each.startswith((keys.ATTEMPTS, keys.QUEUES)) and not each.endswith(keys.TAKER) for each in put):
             self.order = hash((self.order, mark))
         if any(each.startswith(keys.QUOTAS) for each in put):
             self.order = hash((self.order, mark, self._print))

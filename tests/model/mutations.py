@@ -40,41 +40,42 @@ class Mutation(NamedTuple):
 
 MUTATIONS = {
     'abandon asks nobody who is at it': Mutation(
-        'ecomp.scheduler.claim',
+        'ecomp.scheduler.placing.claim',
         'if at_it is not None and at_it.revision != revision:',
         'if at_it is not None and at_it.revision < 0:',
         ('one_uuid_twice',),
     ),
     'abandon does not look for a delivery': Mutation(
-        'ecomp.scheduler.claim',
-        'or store.read([key(each, instance) for each in held.allocations for key in (keys.host, keys.record)])',
+        'ecomp.scheduler.placing.claim',
+        'or store.read([key(each, instance) for each in held.allocations for key in (keys.request, keys.record)])',
         'or not held.allocations',
         ('lost_delivery', 'one_uuid_twice'),
     ),
     'a record is believed wherever it is': Mutation(
-        'ecomp.agent.records',
+        'ecomp.agent.instance.records',
         'return from_json(entry.value, instance, compute) if',
         'return from_json(entry.value, instance) if',
         ('foreign_records',),
     ),
     'abandon does not ask who is being taken': Mutation(
-        'ecomp.scheduler.claim', 'if instance in taken\n', 'if not held.allocations\n', ('overtaken_by_a_queue',)
+        'ecomp.scheduler.placing.claim',
+        'if instance in taken\n', 'if not held.allocations\n', ('overtaken_by_a_queue',)
     ),
     'what is released is read once more': Mutation(
-        'ecomp.placement.allocations',
-        '(each in going and release(placement, each, going[each]))',
-        '(each in going and release(placement, each, consumer(placement, each)))',
+        'ecomp.placement.claiming',
+        'allocations.release(placement, each, found)',
+        'allocations.release(placement, each, allocations.consumer(placement, each))',
         ('release_beside_resume', 'claim_keeper'),
     ),
     'who is at it is asked after the requests': Mutation(
         'ecomp.store.requests',
-        '    there = at_it(store) if waiting else in_requests(store.snapshot(keys.REQUESTS))\n    return {',
+        '    there = at_it(store) if waiting else in_requests(store.snapshot(keys.ATTEMPTS))\n    return {',
         '''    asked = {
         instance
         for instance, computes in holding.items()
-        if any(store.get(keys.host(compute, instance)) is not None for compute in computes)
+        if any(store.get(keys.request(compute, instance)) is not None for compute in computes)
     }
-    there = at_it(store) if waiting else in_requests(store.snapshot(keys.REQUESTS))
+    there = at_it(store) if waiting else in_requests(store.snapshot(keys.ATTEMPTS))
     return asked | (there & holding.keys())
     return {''',
         ('fix_and_create', 'claim_keeper'),
@@ -86,25 +87,26 @@ MUTATIONS = {
         ('overtaken_by_a_queue',),
     ),
     'a claim is not moved far enough': Mutation(
-        'ecomp.scheduler.create', 'highest(store, instances) if resume else 0', '0', ('late_release_keeper_and_resume',)
+        'ecomp.scheduler.placing.create',
+        'highest(store, instances) if resume else 0', '0', ('late_release_keeper_and_resume',)
     ),
     'what is released is not noted': Mutation(
-        'ecomp.placement.allocations',
+        'ecomp.placement.claiming',
         '        note({each: found.generation for each, found in going.items() if found.generation is not None})\n',
         '',
         ('late_release_keeper_and_resume', 'forget_and_taker'),
     ),
     'a taker does not claim above what was released': Mutation(
-        'ecomp.agent.taking', 'partial(highest, self._store, wanted)', 'lambda: 0', ('forget_and_taker',)
+        'ecomp.agent.queue.taking', 'partial(highest, self.store, wanted)', 'lambda: 0', ('forget_and_taker',)
     ),
     'what is released is noted after that': Mutation(
-        'ecomp.placement.allocations',
+        'ecomp.placement.claiming',
         '''        note({each: found.generation for each, found in going.items() if found.generation is not None})
-        for each in held:
-            done[each] = each not in holding or (each in going and release(placement, each, going[each]))
+        for each, found in held.items():
+            done[each] = None if each in kept else allocations.release(placement, each, found)
 ''',
-        '''        for each in held:
-            done[each] = each not in holding or (each in going and release(placement, each, going[each]))
+        '''        for each, found in held.items():
+            done[each] = None if each in kept else allocations.release(placement, each, found)
         note({each: found.generation for each, found in going.items() if found.generation is not None})
 ''',
         ('late_release_keeper_and_resume', 'late_releases'),
@@ -116,52 +118,53 @@ MUTATIONS = {
         'ecomp.placement.claiming', 'EMPTY_SECONDS = 3.0', 'EMPTY_SECONDS = 0.0', ('orphan_consumer_taken_over',)
     ),
     'a drain does not wait for who has not announced itself': Mutation(
-        'ecomp.scheduler.drain', 'if all_announced and not (', 'if not (', ('drain_and_create',)
+        'ecomp.scheduler.operating.drain', 'if all_announced and not (', 'if not (', ('drain_and_create',)
     ),
     'a first quota is counted once': Mutation(
-        'ecomp.scheduler.quotas', 'if now is not None:\n            return new', 'if new:\n            return new',
+        'ecomp.scheduler.operating.quotas',
+        'if now is not None:\n            return new', 'if new:\n            return new',
         ('first_quota',),
     ),
     'a claim is moved without being asked': Mutation(
         'ecomp.placement.claiming', '        check()\n', '', ('one_uuid_twice', 'two_takers')
     ),
     'a delivery does not compare its request key': Mutation(
-        'ecomp.scheduler.deliver',
-        'conditions = [Unchanged(request_key, revision)]',
+        'ecomp.scheduler.placing.deliver',
+        'conditions = [Unchanged(attempt_key, revision)]',
         'conditions: list[Unchanged] = []',
         ('one_uuid_twice',),
     ),
     'a request key is on no lease': Mutation(
-        'ecomp.scheduler.deliver', '[Put(key, text, lease)]', '[Put(key, text)]', ('one_name', 'one_uuid_twice')
+        'ecomp.scheduler.placing.deliver', '[Put(key, text, lease)]', '[Put(key, text)]', ('one_name', 'one_uuid_twice')
     ),
     'a lost delivery is only looked for': Mutation(
-        'ecomp.scheduler.deliver',
-        'if withdraw(store, request_key, revision):',
-        'if store.get(request_key) is not None:',
+        'ecomp.scheduler.placing.deliver',
+        'if withdraw(store, attempt_key, revision):',
+        'if store.get(attempt_key) is not None:',
         ('late_delivery',),
     ),
     'a queued request does not compare who is at it': Mutation(
-        'ecomp.scheduler.enqueue',
-        'conditions = [Unchanged(request_key, request), Unchanged(waiting.key, 0), Unchanged(flavor_key, flavor)]',
+        'ecomp.scheduler.placing.enqueue',
+        'conditions = [Unchanged(attempt_key, request), Unchanged(waiting.key, 0), Unchanged(flavor_key, flavor)]',
         'conditions = [Unchanged(waiting.key, 0), Unchanged(flavor_key, flavor)]',
         ('queued_and_direct',),
     ),
     'a mark is on no lease': Mutation(
-        'ecomp.agent.taking', '[Put(key, mark_to_json(self._compute), lease)]',
-        '[Put(key, mark_to_json(self._compute))]', ('dead_taker',),
+        'ecomp.agent.queue.taking', '[Put(key, mark_to_json(self.compute), lease)]',
+        '[Put(key, mark_to_json(self.compute))]', ('dead_taker',),
     ),
     'a taker releases what it does not note': Mutation(
-        'ecomp.agent.taking', 'note(self._store, {instance: held.generation})', 'pass', ('late_let_go', 'three_takers')
+        'ecomp.agent.queue.taking', 'partial(note, self.store)', 'lambda _: None', ('late_let_go', 'three_takers')
     ),
     'a compute builds what placement does not confirm': Mutation(
-        'ecomp.agent.instances',
+        'ecomp.agent.instance.instances',
         '        if differs:\n            self._fail(record, revision',
         '        if differs == "never":\n            self._fail(record, revision',
         ('unconfirmed',),
     ),
     'an end leaves its address': Mutation(
-        'ecomp.agent.records',
-        'extra.append(Delete(keys.booted(instance)))', 'extra.append(Delete(keys.host(self._compute, instance)))',
+        'ecomp.agent.instance.records',
+        'removed.append(keys.booted(instance))', 'removed.append(keys.request(self._compute, instance))',
         ('built_and_destroyed',),
     ),
     'an end leaves its place in the group': Mutation(
@@ -193,7 +196,7 @@ MUTATIONS = {
         'return [], [put_group(now)]\n\n\ndef charged', ('apart',),
     ),
     'a name is not compared': Mutation(
-        'ecomp.scheduler.joining', 'return free, [Put(', 'return [], [Put(', ('one_name',)
+        'ecomp.scheduler.placing.joining', 'return free, [Put(', 'return [], [Put(', ('one_name',)
     ),
     'a group admits everybody': Mutation(
         'ecomp.model.group', 'return bool(on.get(compute)) == (self.policy == AFFINITY)', 'return True', ('apart',)
@@ -203,26 +206,26 @@ MUTATIONS = {
         ('quota_of_one',),
     ),
     'the keeper releases at the first look': Mutation(
-        'ecomp.agent.claims', 'if now - when >= APART}', 'if now >= when}', ('foreign_claim',)
+        'ecomp.agent.host.claims', 'if now - when >= APART}', 'if now >= when}', ('foreign_claim',)
     ),
     'the keeper does not ask who is at it': Mutation(
-        'ecomp.agent.claims', ' - set(guests) - set(at_it)', ' - set(guests)', ('claim_of_the_dead',)
+        'ecomp.agent.host.claims', ' - set(guests) - set(at_it)', ' - set(guests)', ('claim_of_the_dead',)
     ),
     'the keeper does not look for requests': Mutation(
-        'ecomp.agent.claims', 'set(held) - set(wished) - set(guests)', 'set(held) - set(guests)',
+        'ecomp.agent.host.claims', 'set(held) - set(wished) - set(guests)', 'set(held) - set(guests)',
         ('claim_of_a_removed_request',),
     ),
     'a start does not ask what has ended': Mutation(
-        'ecomp.agent.ends', 'memory.ended(instance)', 'pass', ('built_and_destroyed',)
+        'ecomp.agent.starting', 'memory.ended(instance)', 'pass', ('built_and_destroyed',)
     ),
     'a compute takes before it has heard what waits': Mutation(
-        'ecomp.agent.pulling',
+        'ecomp.agent.queue.pulling',
         'if backlog is None:\n',
         'backlog = backlog or Backlog()\n            if backlog is None:\n',
         ('restarted_taker',),
     ),
     'a uuid used again is remembered as ended': Mutation(
-        'ecomp.agent.memory', 'self._ended.pop(record.instance, None)', 'pass', ('used_again_and_rebooted',)
+        'ecomp.agent.host.memory', 'self._ended.pop(record.instance, None)', 'pass', ('used_again_and_rebooted',)
     ),
     'a refused request keeps what it shared': Mutation(
         'ecomp.model.instance',
@@ -231,12 +234,13 @@ MUTATIONS = {
         ('refused',),
     ),
     'a destroy of what is refused forgets what it shared': Mutation(
-        'ecomp.scheduler.destroy', 'if request else _group_of(store, record)', 'if request else None', ('refused',)
+        'ecomp.scheduler.changing.destroy',
+        'if request else _group_of(store, record)', 'if request else None', ('refused',)
     ),
     'a task without a thread is in work for ever': Mutation(
-        'ecomp.agent.planner',
-        '            del self._busy[instance]\n        self._complaints',
-        '        self._complaints',
+        'ecomp.agent.agenda',
+        '            del self._in_work[name]\n            return True',
+        '            return True',
         ('no_thread',),
     ),
     'one guest without an answer stops its host': Mutation(
@@ -252,7 +256,7 @@ MUTATIONS = {
         ('cloned',),
     ),
     'what placement refuses is put down to its flavor': Mutation(
-        'ecomp.agent.pulling', 'except NoCapacity as error:', 'except (NoCapacity, PlacementRefusal) as error:',
+        'ecomp.agent.queue.pulling', 'except NoCapacity as error:', 'except (NoCapacity, PlacementRefusal) as error:',
         ('refused_by_placement',),
     ),
     'a full etcd takes no deletes of a compute without a lease': Mutation(

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from ecomp.errors import EcompError, NoCapacity, UsageError
-from ecomp.scheduler.audit import audit
+from ecomp.scheduler.operating.audit import audit
 from tests.model.cloud import Cloud
 
 Json = dict[str, Any]

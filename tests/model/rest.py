@@ -9,8 +9,8 @@ from contextlib import suppress
 from ecomp.errors import Conflict, EcompError, NoCapacity, NotFound, Unreachable
 from ecomp.model import keys
 from ecomp.model.record import ERROR, GONE
-from ecomp.scheduler.destroy import destroy
-from ecomp.scheduler.wanted import Wanted
+from ecomp.scheduler.changing.destroy import destroy
+from ecomp.scheduler.placing.set_order import SetOrder
 from ecomp.store.client import Entry
 from tests.model.cloud import Cloud
 from tests.model.compute import Compute
@@ -107,7 +107,7 @@ def ask_again(cloud: Cloud) -> list[str]:
     return wrong
 
 
-def has_past(cloud: Cloud, wanted: Wanted) -> bool:
+def has_past(cloud: Cloud, wanted: SetOrder) -> bool:
     """Whether who asks for it again is refused for a reason: it ended, ends or waits, or is called otherwise.
 
     Its name may be another's, too.
@@ -159,7 +159,7 @@ def nothing_left(cloud: Cloud) -> list[str]:
     dead = {uuid for uuid, compute in cloud.computes.items() if compute.is_dead}
     kept = (keys.COMPUTES, keys.INSTANCES, keys.FLAVORS, keys.QUOTAS)
     # Of what was on a compute that is dead nobody has taken anything away yet.
-    out = {keys.last(key) for key in cloud.etcd.entries if key.startswith(tuple(map(keys.host_prefix, dead)) or '-')}
+    out = {keys.last(key) for key in cloud.etcd.entries if key.startswith(tuple(map(keys.request_prefix, dead)) or '-')}
     left = [
         f'all is destroyed, and {key} is left'
         for key, entry in cloud.etcd.entries.items()

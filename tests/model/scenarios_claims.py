@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ecomp.errors import Conflict
 from ecomp.model import keys
-from ecomp.placement import allocations as ledger
+from ecomp.placement import allocations
 from ecomp.store.client import Delete
 from tests.model.acting import SHAKY, Bounds
 from tests.model.cloud import A, B, Cloud, S, U, V
@@ -94,7 +94,7 @@ def unconfirmed(cloud: Cloud) -> Check:
     """A request without a claim, as somebody may write one: it is not built."""
     host = cloud.host(A)
     cloud.delivered(U, A)
-    ledger.release(cloud.placement, U, ledger.consumer(cloud.placement, U))
+    allocations.release(cloud.placement, U, allocations.consumer(cloud.placement, U))
     cloud.may_fail.add(U)
     cloud.works(A, '', host.rounds(2, host.plan))
 
@@ -197,7 +197,7 @@ def claim_of_the_dead(cloud: Cloud) -> Check:
     host = cloud.host(A)
     cloud.claimed(U, A)
     cloud.announced(U)
-    lease = cloud.etcd.entries[keys.request(U)].lease
+    lease = cloud.etcd.entries[keys.attempt(U)].lease
     cloud.works(A, 'looking at claims', host.rounds(3, host.keep_claims, lambda: cloud.world.sleep(61.0)))
     cloud.act('the lease of the dead', lambda: ModelStore(cloud.etcd).revoke(lease), mortal=False)
     return lambda: _released_early(cloud, 'the lease of the dead')
@@ -209,7 +209,7 @@ def claim_of_a_removed_request(cloud: Cloud) -> Check:
     cloud.delivered(U, A)
     cloud.works(A, 'looking at claims', host.rounds(3, host.keep_claims, lambda: cloud.world.sleep(61.0)))
     by_hand = ModelStore(cloud.etcd)
-    cloud.act('somebody', lambda: by_hand.commit([], [Delete(keys.host(A, U))]), mortal=False)
+    cloud.act('somebody', lambda: by_hand.commit([], [Delete(keys.request(A, U))]), mortal=False)
     return lambda: _released_early(cloud, 'somebody')
 
 

@@ -6,7 +6,7 @@ import json
 
 from ecomp.model import keys
 from ecomp.model.group import Membership
-from ecomp.scheduler.destroy import destroy
+from ecomp.scheduler.changing.destroy import destroy
 from ecomp.store.client import Delete, Put
 from tests.model.acting import SHAKY
 from tests.model.cloud import A, Cloud, U, V
@@ -48,7 +48,7 @@ def refused(cloud: Cloud) -> None:
     host = cloud.host(A)
     cloud.limited(5)
     cloud.delivered(U, A, 'web', APART)
-    key = keys.host(A, U)
+    key = keys.request(A, U)
     newer = {**json.loads(cloud.etcd.entries[key].value), 'version': 99}
     cloud.store.commit([], [Put(key, json.dumps(newer))])
     cloud.may_fail.add(U)
@@ -107,7 +107,7 @@ def full(cloud: Cloud) -> Check:
 
     def check() -> list[str]:
         unharmed = not any(step.fate for step in cloud.world.steps)
-        waits = keys.host(A, U) in cloud.etcd.entries
+        waits = keys.request(A, U) in cloud.etcd.entries
         cloud.etcd.is_full = False
         return ['a destroy waits for the room that it would make'] if waits and unharmed else []
 

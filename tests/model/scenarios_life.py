@@ -61,7 +61,7 @@ def rebooted(cloud: Cloud) -> None:
 def foreign_records(cloud: Cloud) -> None:
     """Somebody writes at any time that it is another compute's, and gone; it is built, and destroyed, all the same."""
     host = _delivered(cloud)
-    forged = to_json(Record(U, B, GONE, None))
+    forged = to_json(Record(U, B, GONE))
 
     def forges() -> None:
         lease = cloud.store.grant(KEPT[GONE])

@@ -7,12 +7,12 @@ from ecomp.model import keys
 from ecomp.model.group import Group, Membership
 from ecomp.model.group import to_json as group_json
 from ecomp.model.instance import name_to_json
-from ecomp.scheduler.audit import audit
-from ecomp.scheduler.drain import disable, drained, enable
-from ecomp.scheduler.forget import forget
-from ecomp.scheduler.quotas import limit
-from ecomp.scheduler.repair import fix, mend
-from ecomp.scheduler.wait import Deadline
+from ecomp.scheduler.changing.wait import Deadline
+from ecomp.scheduler.operating.audit import audit
+from ecomp.scheduler.operating.drain import disable, drained, enable
+from ecomp.scheduler.operating.forget import forget
+from ecomp.scheduler.operating.quotas import limit
+from ecomp.scheduler.operating.repair import fix, mend
 from ecomp.store.client import Put
 from tests.model.acting import SHAKY, Actor, Bounds
 from tests.model.cloud import A, B, Cloud, U, V, W
@@ -25,7 +25,7 @@ def forgets(cloud: Cloud, compute: str, after: Actor) -> Actor:
     """`host forget`, given once its compute is silent."""
 
     def go() -> None:
-        forget(ModelStore(cloud.etcd), cloud.placement, compute, lambda: NOW, lambda _: None)
+        forget(ModelStore(cloud.etcd), cloud.placement, compute, compute, lambda: NOW, lambda _: None)
 
     def work() -> None:
         cloud.world.wait('the compute to be silent', lambda: not after.is_at_it)
@@ -73,14 +73,14 @@ def drains(cloud: Cloud, compute: str) -> Check:
 
     def work() -> None:
         store = ModelStore(cloud.etcd)
-        disable(cloud.placement, compute)
-        drained(store, cloud.placement, compute, Deadline(5.0), lambda _: None)
+        disable(cloud.placement, compute, compute)
+        drained(store, cloud.placement, compute, compute, Deadline(5.0), lambda _: None)
         said.append('drained')
 
     cloud.act('host drain', work)
 
     def check() -> list[str]:
-        there = [key for key in cloud.etcd.entries if key.startswith(keys.host_prefix(compute))]
+        there = [key for key in cloud.etcd.entries if key.startswith(keys.request_prefix(compute))]
         return ['drain said that nothing lives there, and then something does'] if said and there else []
 
     return check
@@ -174,8 +174,8 @@ def disable_and_enable(cloud: Cloud) -> Check:
     """disable and enable at once, beside a claim: each is done, and the provider's traits are somebody's."""
     cloud.host(A)
     cloud.is_ample = False
-    one = cloud.act('host disable', lambda: disable(cloud.placement, A))
-    two = cloud.act('host enable', lambda: enable(ModelStore(cloud.etcd), cloud.placement, A))
+    one = cloud.act('host disable', lambda: disable(cloud.placement, A, A))
+    two = cloud.act('host enable', lambda: enable(ModelStore(cloud.etcd), cloud.placement, A, A))
     cloud.creates('eschedule', U)
 
     def check() -> list[str]:

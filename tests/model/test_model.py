@@ -15,8 +15,8 @@ from ecomp.model.group import to_json as group_json
 from ecomp.model.instance import name_to_json
 from ecomp.model.quota import Quota
 from ecomp.model.quota import to_json as quota_json
-from ecomp.placement import allocations as ledger
-from ecomp.scheduler.audit import audit
+from ecomp.placement import allocations
+from ecomp.scheduler.operating.audit import audit
 from ecomp.store.client import Delete, Put
 from tests.model.acting import Bounds
 from tests.model.cloud import SIZE, A, Cloud, U, V
@@ -57,11 +57,11 @@ def test_every_scenario_has_a_title() -> None:
 
 
 def _claim(cloud: Cloud) -> None:
-    ledger.claim(cloud.placement, V, {A: SIZE}, 'u', 'p')
+    allocations.claim(cloud.placement, V, {A: SIZE}, 'u', 'p')
 
 
 def _claim_gone(cloud: Cloud) -> None:
-    ledger.release(cloud.placement, U, ledger.consumer(cloud.placement, U))
+    allocations.release(cloud.placement, U, allocations.consumer(cloud.placement, U))
 
 
 def _put(key: str, value: str) -> object:
@@ -96,7 +96,7 @@ LEAKS = {
     'a quota that counts too much': _put(keys.quota('p'), quota_json(Quota('p', {'instances': 5}, {'instances': 2}))),
     'an address': _put(keys.booted(V), '10.0.0.1'),
     'an address that is gone': _delete(keys.booted(U)),
-    'a request that is gone': _delete(keys.host(A, U)),
+    'a request that is gone': _delete(keys.request(A, U)),
     'a domain': _domain,
     'a domain that is gone': _domain_gone,
     'a reservation': _reservation,

@@ -121,10 +121,10 @@ def _is_heard(logger: logging.Logger, level: int) -> bool:
 @contextmanager
 def virtual() -> Iterator[None]:
     """Inside, whoever is in a world has its time, and no threads."""
-    import ecomp.agent.memory
-    import ecomp.agent.metadata
-    import ecomp.scheduler.audit
-    import ecomp.scheduler.destroy
+    import ecomp.agent.host.memory
+    import ecomp.agent.host.metadata
+    import ecomp.scheduler.changing.destroy
+    import ecomp.scheduler.operating.audit
 
     patches: list[Any] = [
         mock.patch.object(time, 'sleep', _virtual_sleep),
@@ -132,10 +132,10 @@ def virtual() -> Iterator[None]:
         mock.patch.object(random, 'uniform', _virtual_uniform),
         mock.patch.object(uuid, 'uuid4', _virtual_uuid4),
         mock.patch.object(threading.Event, 'wait', _virtual_wait),
-        mock.patch.object(ecomp.scheduler.audit, 'ThreadPoolExecutor', Threads),
-        mock.patch.object(ecomp.scheduler.destroy, 'datetime', Moment),
-        mock.patch.object(ecomp.agent.memory, 'write_durably', directory.write_durably),
-        mock.patch.object(ecomp.agent.metadata, 'write_durably', directory.write_quietly),
+        mock.patch.object(ecomp.scheduler.operating.audit, 'ThreadPoolExecutor', Threads),
+        mock.patch.object(ecomp.scheduler.changing.destroy, 'datetime', Moment),
+        mock.patch.object(ecomp.agent.host.memory, 'write_durably', directory.write_durably),
+        mock.patch.object(ecomp.agent.host.metadata, 'write_durably', directory.write_quietly),
         mock.patch.object(logging.Logger, 'exception', _surprise),
         mock.patch.object(logging.Logger, 'isEnabledFor', _is_heard),
     ]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import socket
 import threading
 import urllib.error
 import uuid
@@ -21,8 +22,8 @@ import pytest
 from ecomp.conf import EtcdConfig
 from ecomp.model.findings import CODES
 from ecomp.placement.client import Placement
-from ecomp.scheduler import repair
-from ecomp.scheduler.audit import Report, audit
+from ecomp.scheduler.operating import repair
+from ecomp.scheduler.operating.audit import Report, audit
 from ecomp.store.client import Store
 from tests.kit.audit import audit_clean
 from tests.kit.commands import Control, Ecompute
@@ -411,6 +412,11 @@ def presence_unleased(scene: Scene) -> str:
     return other
 
 
+def hostname_orphaned(scene: Scene) -> str:
+    scene.put(f'/hostnames/{(nobody := new())}', {'version': 1, 'hostname': 'hv9'})
+    return nobody
+
+
 def compute_mute(scene: Scene) -> str:
     scene.two.pause()
     return scene.two.uuid
@@ -483,7 +489,7 @@ PLANTS: list[Callable[[Scene], str]] = [
     *(record_doubled, record_missing, record_unreadable, record_unleased, record_leased),
     *(booted_orphaned, booted_differs),
     *(group_unreadable, group_broken, group_orphaned, group_missing, quota_unreadable, quota_differs, usage_differs),
-    *(name_orphaned, name_missing, attempt_unleased, presence_unleased, compute_mute),
+    *(name_orphaned, name_missing, hostname_orphaned, attempt_unleased, presence_unleased, compute_mute),
     *(queued_unreadable, queued_flavorless, queued_doubled, taker_unleased),
     *(domain_missing, domain_off, domain_running, domain_undefined),
     *(domain_orphaned, domain_misplaced, domain_doubled),
@@ -561,7 +567,7 @@ def test_the_words_and_the_exit_code(scene: Scene) -> None:
     found = {each['code']: each for each in json.loads(parsed.stdout)}
     assert set(found) == {'allocation-orphaned', 'booted-differs'}
     for each in found.values():
-        assert set(each) == {'code', 'subject', 'compute', 'sentence', 'fix', 'how'}
+        assert set(each) == {'code', 'subject', 'compute', 'host', 'sentence', 'fix', 'how'}
         assert bool(each['fix']) != bool(each['how'])
     assert found['allocation-orphaned']['subject'] == orphan
     assert scene.two.uuid in found['allocation-orphaned']['sentence']
@@ -573,7 +579,8 @@ def test_a_silent_compute_is_a_note_and_no_finding(scene: Scene) -> None:
     scene.two.stop()
     said = scene.control.eschedule('audit')
     assert (said.code, said.stdout) == (0, '')
-    assert f'eschedule: compute {scene.two.uuid} is silent: what it has was not compared' in said.stderr.splitlines()
+    called = f'{socket.gethostname()} ({scene.two.uuid})'  # it has the other one's name
+    assert f'eschedule: compute {called} is closed: what it has was not compared' in said.stderr.splitlines()
 
 
 def test_wrong_arguments(cluster: Control) -> None:
@@ -642,7 +649,7 @@ def _working(cluster: Control) -> Iterator[Callable[[], list[str]]]:
 MENDED: list[Callable[[Scene], str]] = [
     *(allocation_orphaned, allocation_missing, booted_orphaned, record_unleased, request_ended),
     *(group_orphaned, group_missing, quota_differs),
-    *(queued_doubled, name_orphaned, name_missing, disk_orphaned, seed_orphaned, part_orphaned),
+    *(queued_doubled, name_orphaned, name_missing, hostname_orphaned, disk_orphaned, seed_orphaned, part_orphaned),
 ]
 
 

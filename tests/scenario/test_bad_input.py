@@ -24,26 +24,40 @@ from tests.kit.story import NOBODY, SMALL, addressed, one_line, place
     [
         ([NOBODY, NOBODY], 'not a command'),
         (['create'], 'neither a command nor an instance'),
-        (['events', NOBODY], 'not a command'),
+        (['evnets', NOBODY], "'evnets' is not a command: did you mean eschedule events?"),
         (['no_name'], 'neither a command nor an instance'),
         (['Web1'], 'neither a command nor an instance'),
-        (['5ca'], 'of its uuid, 4 digits at least'),
         ([NOBODY + '0'], 'neither a command nor an instance'),
+        (['delete', 'web1'], "'delete' is not a command: did you mean eschedule destroy?"),
+        (['images', 'x'], "'images' is not a command: did you mean eschedule 'resources="),
+        (['Lst'], "'Lst' is neither a command nor an instance: did you mean eschedule list?"),
+        (['show', 'abc-'], "'abc-' is no instance: give its name, its uuid or the beginning of its uuid"),
+        (['quota'], "'quota' alone is not a command: quota has list, show and set"),
+        (['flavor', 'lsit'], "'flavor lsit' is not a command (did you mean list?): flavor has list, "),
+        (['help', 'delete'], 'did you mean eschedule destroy?'),
+        (['completion'], 'for which shell?'),
+        (['completion', 'ksh'], 'for which shell? Give one of bash, zsh, fish'),
+        (['list', '--formt', 'json'], '--formt is no option (did you mean --format?)'),
+        (['host', 'show'], 'which compute?'),
+        (['flavor', 'show'], 'which flavor?'),
+        (['--uuid', NOBODY, '--uuid', NOBODY, SMALL], '--uuid is given twice'),
+        ([SMALL, '--wait', '--wait=ready'], '--wait is given twice'),
+        (['quota', 'set', 'p', 'VCPU=1', 'VCPU=2'], 'VCPU is given twice'),
+        (['flavor', 'set', 'x', 'resources=VCPU:99999999999999999999'], 'is not a whole number from 1 to 2147483647'),
         (['destroy'], 'which instance'),
         (['destroy', 'no_name'], 'no_name'),
         (['destroy', NOBODY, 'no_name'], 'no_name'),
-        (['destroy', 'list'], 'neither a command nor an instance'),
+        (['destroy', 'list'], "'list' is no instance"),
         (['show'], 'which instance'),
         (['list', 'all'], 'all'),
         (['--all'], 'nothing to do'),
         (['hosts', 'hv1'], 'hv1'),
         (['--all', 'hosts'], '--all'),
-        (['host'], 'neither a command nor an instance'),
-        (['host', 'remember', NOBODY], 'not a command'),
+        (['host'], 'host has list, show,'),
+        (['host', 'remember', NOBODY], 'not a command: host has '),
         (['host', 'forget'], 'which compute'),
-        (['host', 'forget', NOBODY, NOBODY], 'which compute'),
-        (['host', 'forget', 'hv1'], 'hv1'),
-        (['-f', 'json', 'host', 'forget', NOBODY], '--format'),
+        (['host', 'enable', NOBODY, NOBODY], 'which compute'),
+        (['-f', 'csv', 'host', 'forget', NOBODY], '-f csv goes with what has columns'),
         (['--wait', 'list'], '--wait'),
         (['--timeout', '5', SMALL], '--wait'),
         (['--wait', '--timeout', '-1', SMALL], '--timeout'),
@@ -55,14 +69,20 @@ from tests.kit.story import NOBODY, SMALL, addressed, one_line, place
         (['--uuid', 'short', SMALL], 'short'),
         (['--uuid'], '--uuid'),
         (['-f', 'xml', 'list'], 'xml'),
-        (['-f', 'json', 'stop', NOBODY], '--format'),
-        (['-f', 'json', '--wait', SMALL], '-f json does not go with --wait'),
+        (['-f', 'value', 'stop', NOBODY], '-f value goes with what has columns'),
+        (['-f', 'json', '-c', 'name', 'list'], '-c does not go with -f json'),
+        (['-f', 'yaml', '--wide', 'hosts'], '--wide does not go with -f yaml'),
+        (['-f', 'json', 'list', '--no-header'], '--no-header does not go with -f json'),
+        (['list', '-c', 'name,'], '-c: give the name of a column'),
+        (['list', '--sort', ''], '--sort: give the name of a column'),
+        (['stop', NOBODY, '--sort', 'name'], '--sort does not go with this form'),
+        (['-f', 'csv', '--wait', SMALL], '-f csv goes with what has columns'),
         (['--count', '0', SMALL], '1 to 100'),
         (['--count', 'many', SMALL], 'many'),
         (['--count', '61', '--name', 'web', SMALL], '1 to 60 with names'),
         (['--count', '2', '--name', 'w' * 62, SMALL], '1 to 63 letters'),
         (['--count', '3', '--min', '4', SMALL], '--min: 1 to 3'),
-        (['--min', '2', SMALL], '--min: 1 to 1'),
+        (['--min', '2', SMALL], '--min goes with --count'),
         (['--weigh', 'most', SMALL], 'most'),
         (['--count', '2', 'list'], '--count does not go with this form'),
         (['--all', 'show', NOBODY], '--all'),
@@ -77,10 +97,14 @@ from tests.kit.story import NOBODY, SMALL, addressed, one_line, place
         (['--name', '', SMALL], '--name'),
         (['--name', 'Web1', SMALL], 'use lower case'),
         (['--name', 'web.1', SMALL], '1 to 63 letters'),
-        (['--name', 'cafe', SMALL], 'beginning of a uuid'),
+        (['--name', 'd578fb7c-7787-4e73-b69a-a7b3ef9bf73a', SMALL], 'looks like a uuid'),
         (['--name', 'list', SMALL], 'is a command'),
-        (['--name', 'web1', 'list'], '--name does not go with this form'),
-        (['--name', 'a', '--name', 'web1=2', SMALL], '--name'),
+        (['--name', 'web1', 'hosts'], '--name does not go with this form'),
+        (['list', '--state', 'well'], '--state: there is no such state; say active, building'),
+        (['list', '--watch', '-f', 'json'], '--watch draws a table'),
+        (['show', NOBODY, '--watch'], '--watch does not go with this form'),
+        (['list', '--group', 'a/b'], '--group'),
+        (['--name', 'a', '--name', 'b', SMALL], '--name is given twice'),
         (['--ssh-key', 'x.pub', 'list'], '--ssh-key does not go with this form'),
         (['--ssh-key', '/nowhere/x.pub', SMALL], 'ssh keys /nowhere/x.pub: cannot be read: No such file'),
         (['--ssh-key', '', SMALL], 'cannot be read'),
@@ -152,15 +176,27 @@ def test_wrong_words_for_ecompute(tmp_path: Path, words: list[str], says: str) -
 @pytest.mark.parametrize(
     ('query', 'says'),
     [
-        ('resources=VCPU:1,DISK_GB', 'DISK_GB'),
-        ('resources=VCPU:0,DISK_GB:1,MEMORY_MB:1', 'VCPU requires amount >= 1. Got: 0'),
-        ('resources=VCPU:-1,DISK_GB:1,MEMORY_MB:1', 'VCPU requires amount >= 1. Got: -1'),
-        ('resources=VCPU:1.5,DISK_GB:1,MEMORY_MB:1', 'Got: 1.5'),
-        ('resources=VCPU:1,DISK_GB:1,MEMORY_MB:1,GOLD:1', 'GOLD'),
-        (f'{SMALL}&required=NO_SUCH_TRAIT', 'NO_SUCH_TRAIT'),
+        ('resources=VCPU:1,DISK_GB', "'DISK_GB' is not CLASS:AMOUNT"),
+        ('resources=VCPU:0,DISK_GB:1,MEMORY_MB:1', 'VCPU: 0 is not from 1 to 2147483647'),
+        ('resources=VCPU:-1,DISK_GB:1,MEMORY_MB:1', "VCPU: '-1' is not a whole number from 1"),
+        ('resources=VCPU:1.5,DISK_GB:1,MEMORY_MB:1', "VCPU: '1.5' is not a whole number"),
+        ('resources=VCPU:99999999999999999999,DISK_GB:1,MEMORY_MB:1', 'VCPU: 99999999999999999999 is not from 1'),
+        ('resources=VCPU:1,VCPU:2,DISK_GB:1,MEMORY_MB:1', 'VCPU is there twice'),
+        ('resources=VCPU:1&resources=DISK_GB:1,MEMORY_MB:1', 'resources= is there twice'),
+        ('resources=VCPU:1, DISK_GB:1, MEMORY_MB:1', 'there is a blank in resources='),
+        ('resources=vcpu:1,DISK_GB:1,MEMORY_MB:1', "'vcpu' is no resource class (did you mean VCPU?)"),
+        ('resource=VCPU:1,DISK_GB:1,MEMORY_MB:1', "'resource' is nothing that placement asks for (did you mean res"),
+        ('resources=VCPU:1,DISK_GB:1,MEMORY_MB:1,GOLD:1', 'placement knows no resource class GOLD'),
+        ('resources=VCPUS:1,DISK_GB:1,MEMORY_MB:1', 'no resource class VCPUS (did you mean VCPU?)'),
+        (f'{SMALL}&required=NO_SUCH_TRAIT', 'placement knows no trait NO_SUCH_TRAIT'),
+        (f'{SMALL}&required=!HW_CPU_X86_AVX22', 'no trait HW_CPU_X86_AVX22 (did you mean HW_CPU_X86_AVX2?)'),
+        (f'{SMALL}&in_tree=nonsense', 'placement refuses it: '),
         (f'{SMALL}&nonsense=1', 'nonsense'),
+        (f'{SMALL}&limit=0', 'limit'),
+        (f'{SMALL}&group_policy=all', 'group_policy'),
         ('nonsense=1', 'nonsense'),
-        ('resources=', 'resources'),
+        ('required=HW_CPU_X86_AVX2', 'it asks for no resources'),
+        ('resources=', 'CLASS:AMOUNT'),
         ('resources=VCPU:1,MEMORY_MB:1', 'DISK_GB'),
         ('resources=DISK_GB:1', 'VCPU, MEMORY_MB'),
     ],
@@ -174,6 +210,34 @@ def test_wrong_queries(cluster: Control, query: str, says: str) -> None:
     assert refused.stdout == ''
     assert allocations(cluster) == {}
     assert set(everything(cluster)) == {f'/computes/{provider}'}
+
+
+@pytest.mark.parametrize(
+    ('words', 'says'),
+    [
+        (['quota', 'set', 'p', 'VCPUS=5'], 'placement knows no resource class VCPUS (did you mean VCPU?)'),
+        (['quota', 'set', 'p', 'INSTANCES=5'], 'no resource class INSTANCES (did you mean instances?)'),
+        (['quota', 'set', 'p', 'MEMORY=5', 'VCPU=1'], 'no resource class MEMORY (did you mean MEMORY_MB?)'),
+        (['quota', 'set', 'p', 'NOPE=5'], 'placement knows no resource class NOPE'),
+        (['quota', 'set', 'p', 'vcpu=3'], 'is no limit'),
+        (['quota', 'set', 'a\nb', 'VCPU=5'], 'is no project'),
+        (['quota', 'set', 'x' * 256, 'VCPU=5'], 'is no project'),
+        (['flavor', 'set', 'x', 'resources=NOPE:1'], 'flavor x: placement knows no resource class NOPE'),
+        (['flavor', 'set', 'x', f'{SMALL}&required=NOPE'], 'flavor x: placement knows no trait NOPE'),
+        (['flavor', 'set', 'x', f'{SMALL}&required=!HW_CPU_X86_VMXX'], '(did you mean HW_CPU_X86_VMX?)'),
+    ],
+)
+def test_limits_and_flavors_that_would_mean_nothing(cluster: Control, words: list[str], says: str) -> None:
+    one_line(cluster.eschedule(*words), 2, says)
+    assert everything(cluster) == {}
+
+
+def test_what_no_compute_has_yet_is_said(cluster: Control) -> None:
+    for words in (['flavor', 'set', 'x', f'{SMALL}&required=CUSTOM_X'], ['quota', 'set', 'p', 'CUSTOM_X=1']):
+        one_line(cluster.eschedule(*words), 0, 'placement knows no ', 'CUSTOM_X')
+    one_line(cluster.eschedule('flavor', 'set', 'part', 'resources=VCPU:1'), 0, 'asks for no MEMORY_MB, DISK_GB')
+    # What is no limit any more may be anything: it was set once.
+    one_line(cluster.eschedule('quota', 'set', 'p', 'VCPUS=none'), 0, 'quota of project p')
 
 
 def test_a_uuid_that_exists_nowhere(cluster: Control) -> None:
@@ -238,9 +302,21 @@ def test_eschedule_without_etcd(cluster: Control) -> None:
     config = write_config(cluster.directory / 'no-etcd.yaml', nowhere, cluster.placement.url)
     for words in ([SMALL], [SMALL, '--uuid', NOBODY], [NOBODY], ['list'], ['show', NOBODY], ['destroy', NOBODY]):
         refused = eschedule(config, *words, timeout=15)
-        one_line(refused, 7, 'etcd', nowhere, 'cannot be reached')
+        one_line(refused, 7, 'etcd', nowhere, 'cannot be reached', f'(told by {config})')
         assert refused.stdout == ''
     assert allocations(cluster) == {}
+
+
+def test_who_was_told_by_no_file_says_so(tmp_path: Path) -> None:
+    """Nobody listens on the port of this machine's that is guessed, or somebody who is no etcd: behind TLS, say."""
+    alone = {**environment(), 'HOME': str(tmp_path)}
+    for module, name in (('schedule', 'schedule.yaml'), ('compute', 'compute.yaml')):
+        words = ['list'] if module == 'schedule' else ['--fake', 'VCPU:1']
+        inside = ['unshare', '-n', sys.executable, '-m', f'ecomp.{module}', *words]
+        done = subprocess.run(inside, cwd=tmp_path, env=alone, capture_output=True, text=True, timeout=60)
+        said = done.stderr.splitlines()[-1]
+        assert (done.returncode, 'localhost:2379 cannot be reached' in said) == (7, True), done
+        assert said.endswith(f' (a guess: no {name} was found, --config FILE names one)')
 
 
 def test_eschedule_without_placement(cluster: Control) -> None:
@@ -251,7 +327,7 @@ def test_eschedule_without_placement(cluster: Control) -> None:
         refused = eschedule(config, *words, timeout=15)
         one_line(refused, 7, 'placement', nowhere, 'cannot be reached')
         assert refused.stdout == ''
-    assert set(everything(cluster)) - {'/cluster'} == {f'/computes/{compute.uuid}'}
+    assert set(everything(cluster)) - {'/cluster'} == {f'/computes/{compute.uuid}', f'/hostnames/{compute.uuid}'}
     # What does not need placement does not ask for it.
     assert eschedule(config, 'list').code == 0
 

@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ import pytest
 
 from tests.kit.commands import Result
 from tests.kit.lab import Lab, lab_name
-from tests.kit.servers import until
+from tests.kit.servers import environment
 from tests.scenario.debian_image import debian_image
 
 QUERY = 'resources=VCPU:1,DISK_GB:3,MEMORY_MB:512'
@@ -61,13 +62,20 @@ class Guest:
         return re.findall(r'OF INSTANCE (\S+)', self.done.stdout)[0]
 
     def ssh(self, command: str) -> subprocess.CompletedProcess[str]:
-        """A command in the guest: what the README says, ssh debian@$(eschedule NAME)."""
-        known = ('-o', 'StrictHostKeyChecking=no', '-o', 'UserKnownHostsFile=/dev/null', '-o', 'LogLevel=ERROR')
-        address = self.lab.eschedule(self.name).stdout.strip()
+        """A command in the guest by `eschedule ssh`, with the host key it said."""
+        schedule = self.lab.directory / 'schedule.yaml'
+        own = {'HOME': str(self.private.parent), 'SSH_AUTH_SOCK': ''}
         return subprocess.run(
-            ['ssh', '-i', self.private, '-o', 'BatchMode=yes', '-o', 'IdentitiesOnly=yes', *known, f'debian@{address}',
-             command], capture_output=True, text=True, timeout=120,
+            [sys.executable, '-m', 'ecomp.schedule', '--config', schedule, 'ssh', self.name, '-i', self.private, '--',
+             command], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=300, env=environment() | own,
         )  # fmt: skip
+
+    def by_hand(self, command: str) -> list[str]:
+        """The words of an ssh that takes any host key."""
+        address = self.lab.eschedule(self.name).stdout.strip()
+        options = ('BatchMode=yes', 'StrictHostKeyChecking=no', 'UserKnownHostsFile=/dev/null', 'LogLevel=ERROR')
+        words = [word for each in options for word in ('-o', each)]
+        return ['ssh', '-i', str(self.private), *words, f'debian@{address}', command]
 
     def says(self, command: str) -> str:
         """The output of a command in the guest, which must succeed."""
@@ -159,6 +167,31 @@ def test_cloud_init_reads_the_ec2_paths_too(guests: Mapping[str, Guest]) -> None
     assert user_data == SCRIPT
 
 
+def test_its_host_key_is_pinned_and_its_log_has_no_warning_of_ours(guests: Mapping[str, Guest]) -> None:
+    for guest in guests.values():
+        record = json.loads(guest.lab.eschedule('show', guest.name, '-f', 'json').stdout)
+        has = guest.says('cat /etc/ssh/ssh_host_*_key.pub').splitlines()
+        assert record['host_keys'] == [' '.join(line.split()[:2]) for line in has]
+        warned = guest.ssh('sudo grep -E "WARN.*(phone|vendor|host_.*key)" /var/log/cloud-init.log')
+        assert (warned.returncode, warned.stdout) == (1, '')
+        assert 'Cloud-init v. ' in guest.lab.eschedule('log', guest.name).stdout
+
+
+def test_another_host_key_on_the_way_is_refused(guests: Mapping[str, Guest]) -> None:
+    """As it would be seen if somebody else answered in its place; its own key again is taken again."""
+    guest = guests['iso']
+    key = '/etc/ssh/ssh_host_ed25519_key'
+    change = f'sudo mv {key} /root/own && sudo ssh-keygen -q -t ed25519 -N "" -f {key} && sudo systemctl restart ssh'
+    assert guest.says('hostname') == guest.name
+    guest.says(f"sudo sh -c '{change.replace('sudo ', '')}'")
+    refused = guest.ssh('true')
+    assert refused.returncode == 255
+    assert 'Host key verification failed' in refused.stderr
+    back = f'mv /root/own {key} && systemctl restart ssh'
+    guest.lab.inside(guest.host, *guest.by_hand(f"sudo sh -c '{back}'"))
+    assert guest.says('hostname') == guest.name
+
+
 # The small guest's reboot always runs; this one takes a minute more.
 @pytest.mark.slow
 def test_a_reboot_keeps_the_address_and_is_no_first_boot(guests: Mapping[str, Guest]) -> None:
@@ -167,8 +200,10 @@ def test_a_reboot_keeps_the_address_and_is_no_first_boot(guests: Mapping[str, Gu
     guest.says('sudo rm /var/tmp/ran')
     before = guest.lab.eschedule(guest.name).stdout, guest.says('cat /etc/ssh/ssh_host_ed25519_key.pub')
     boot = guest.says('cat /proc/sys/kernel/random/boot_id')
-    assert guest.lab.eschedule('reboot', '--wait', guest.name).code == 0
-    until(lambda: guest.ssh('cat /proc/sys/kernel/random/boot_id').stdout.strip() not in ('', boot), READY, 'it is up')
+    assert guest.lab.eschedule('reboot', guest.name).code == 0
+    ready = ('wait', guest.name, '--for', 'ready', '--timeout', str(READY))
+    assert guest.lab.eschedule(*ready, timeout=READY + 60).code == 0
+    assert guest.says('cat /proc/sys/kernel/random/boot_id') != boot
     assert (guest.lab.eschedule(guest.name).stdout, guest.says('cat /etc/ssh/ssh_host_ed25519_key.pub')) == before
     assert guest.says('cloud-init status --wait').endswith('status: done')
     assert guest.ssh('test -e /var/tmp/ran').returncode == 1

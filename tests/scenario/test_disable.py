@@ -69,22 +69,27 @@ def test_disabled_it_gets_nothing_while_others_do_and_enabled_it_does(cluster: C
 
 def test_by_its_host_name_and_what_is_none(cluster: Control) -> None:
     compute, name = named(cluster)
-    assert host(cluster, 'disable', name)[0].startswith(f'{compute.uuid}: disabled')
+    assert host(cluster, 'disable', name)[0].startswith(f'{name}: disabled')
     assert refused(cluster) == [
         'placement names no provider with that much free and all that is required',
         f'{name}: is disabled (eschedule host enable {name})',
         f'the nearest miss is {name}',
-        'no change of the query fits any of them',
+        f'the smallest change that fits: eschedule host enable {name}',
     ]
-    assert host(cluster, 'enable', name) == [f'{compute.uuid}: enabled']
+    assert refused(cluster, '--on', name, SMALL) == [
+        'placement names no provider with that much free and all that is required',
+        f'{name}: is disabled (eschedule host enable {name})',
+        f'the smallest change that fits: eschedule host enable {name}',
+    ]
+    assert host(cluster, 'enable', compute.uuid[:8]) == [f'{compute.uuid[:8]}: enabled']
     for command in ('disable', 'drain', 'enable'):
-        one_line(cluster.eschedule('host', command, 'no-such-host'), 4, 'no compute of this host name is up')
+        one_line(cluster.eschedule('host', command, 'no-such-host'), 4, 'no compute has this host name or uuid')
         one_line(cluster.eschedule('host', command, NOBODY), 4, NOBODY, 'no such compute')
         one_line(cluster.eschedule('host', command), 2, 'which compute?')
     cluster.placement.call('POST', '/resource_providers', {'uuid': NOBODY, 'name': 'nova-compute-7'})
     one_line(cluster.eschedule('host', 'disable', NOBODY), 4, 'no ecompute made it')
     two, _ = named(cluster)
-    one_line(cluster.eschedule('host', 'disable', name), 2, 'the host name of 2 computes', two.uuid)
+    one_line(cluster.eschedule('host', 'disable', name), 5, 'the host name of 2 computes', compute.uuid, two.uuid)
 
 
 def test_who_asks_for_disabled_ones_gets_them(cluster: Control) -> None:

@@ -143,7 +143,7 @@ def test_a_refusal_says_what_each_compute_lacks(cluster: Control) -> None:
         ]
     )
     assert reasons[2:] == [
-        f'{dead.uuid}: is closed: its ecompute was stopped',
+        f'{host} ({dead.uuid}): is closed: its ecompute was stopped',
         f'the nearest miss is {host} ({small.uuid})',
         f'the smallest change that fits: ask for MEMORY_MB:512 (on {host} ({small.uuid}))',
     ]
@@ -295,19 +295,20 @@ def test_list_and_show(cluster: Control) -> None:
     assert table.code == 0
     assert table.stderr == ''
     head, *rows = table.stdout.splitlines()
-    assert head.split() == ['INSTANCE', 'NAME', 'STATE', 'ADDRESS', 'COMPUTE', 'REQUESTED']
+    assert head.split() == ['INSTANCE', 'NAME', 'STATE', 'ADDRESS', 'HOST', 'REQUESTED']
     assert len(rows) == 1
-    assert rows[0].split()[:5] == [first, '-', 'active', address, compute.uuid]
+    assert rows[0].split()[:5] == [first, '-', 'active', address, socket.gethostname()]
     everyone = cluster.eschedule('list', '--all').stdout.splitlines()
     assert {tuple(row.split()[:3]) for row in everyone[1:]} == {(first, '-', 'active'), (second, '-', 'gone')}
 
     listed = json.loads(cluster.eschedule('list', '-f', 'json').stdout)
     shown = json.loads(cluster.eschedule('show', first, '-f', 'json').stdout)
     assert listed == [shown]
-    assert shown == record(cluster, first)
+    assert shown == {**(record(cluster, first) or {}), 'host': socket.gethostname()}
     assert set(shown) == {
         'version', 'instance', 'compute', 'state', 'image', 'resources', 'query', 'user_id', 'project_id',
         'addresses', 'console', 'stages', 'error', 'fault', 'attempts', 'name', 'power', 'progress', 'group', 'why',
+        'boots', 'host',
     }  # fmt: skip
     assert list(shown['stages']) == ['requested', 'scheduled', 'image', 'disk', 'started', 'addressed']
     assert list(shown['stages'].values()) == sorted(shown['stages'].values())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 from collections import Counter
 
 import pytest
@@ -14,6 +15,11 @@ from tests.kit.story import SMALL, addressed, at_once, called, one_line, place, 
 
 ROOMY = 'VCPU:20,DISK_GB:100,MEMORY_MB:4096'
 APART, TOGETHER = ('--policy', 'anti-affinity'), ('--policy', 'affinity')
+
+
+def called_so(compute: str) -> str:
+    """What a compute is called: those of a test have all one host."""
+    return f'{socket.gethostname()} ({compute})'
 
 
 def test_apart_until_there_is_no_other_compute(cluster: Control) -> None:
@@ -54,7 +60,7 @@ def test_together_where_all_of_them_fit(cluster: Control) -> None:
     assert place(cluster, SMALL, '--group', 'db')[0] == computes[1].uuid
     refused = called(cluster, SMALL, '--group', 'db')
     assert refused.code == 3
-    assert f'group db is on {computes[1].uuid} (strict affinity)' in refused.stderr
+    assert f'group db is on {called_so(computes[1].uuid)} (strict affinity)' in refused.stderr
     assert 'VCPU short by 1 (free 0 of 4)' in refused.stderr
     settled(cluster, *computes)
 
@@ -135,7 +141,7 @@ def test_why_it_is_where_it_is(cluster: Control) -> None:
     assert first[0] in told[0]
     assert told[1] == f'it asked for {SMALL}'
     assert told[2].startswith('2 computes could have taken it then; spread (the emptiest first) was asked for, and')
-    assert told[3].endswith(f'(strict anti-affinity), apart from its others: {second[1]} on {second[0]}')
+    assert told[3].endswith(f'(strict anti-affinity), apart from its others: {second[1]} on {called_so(second[0])}')
     data = json.loads(called(cluster, 'why', second[1], '-f', 'json').stdout)
     assert data['why'] == {'weigh': 'spread', 'weight': 0.95, 'of': 1}
     assert data['group']['others'] == {first[1]: first[0]}

@@ -7,6 +7,7 @@ import uuid
 
 import pytest
 
+from ecomp import __version__
 from tests.kit.commands import Control, Ecompute
 from tests.kit.hands import Eschedule, guests
 from tests.kit.invariants import allocations, check, everything
@@ -49,6 +50,7 @@ def nothing_of(control: Control, compute: str) -> None:
     providers = control.placement.call('GET', '/resource_providers')['resource_providers']
     assert compute not in {each['uuid'] for each in providers}
     assert compute not in hosts(control)
+    assert control.etcd.keys(f'/hostnames/{compute}') == []
 
 
 # hosts
@@ -59,6 +61,7 @@ def test_up_closed_silent_and_orphaned(cluster: Control) -> None:
     for compute in (up, closed, silent):
         addressed(cluster, place(cluster, f'{SMALL}&in_tree={compute.uuid}')[1])
     assert set(states(cluster).values()) == {'up'}
+    until(lambda: cluster.etcd.keys(f'/hostnames/{orphaned.uuid}'), 30, 'it has written down its name')
     closed.stop()
     silence(cluster, silent)
     silence(cluster, orphaned)
@@ -67,9 +70,9 @@ def test_up_closed_silent_and_orphaned(cluster: Control) -> None:
     shown = hosts(cluster)
     assert {compute: (each['state'], each['hostname'], each['instances']) for compute, each in shown.items()} == {
         up.uuid: ('up', name, 1),
-        closed.uuid: ('closed', None, 1),
-        silent.uuid: ('silent', None, 1),
-        orphaned.uuid: ('orphaned', None, 0),
+        closed.uuid: ('closed', name, 1),
+        silent.uuid: ('silent', name, 1),
+        orphaned.uuid: ('orphaned', name, 0),
     }
     assert shown[up.uuid]['resources'] == {
         'VCPU': {'used': 1, 'free': 3, 'capacity': 4, 'over': 0},
@@ -82,15 +85,14 @@ def test_up_closed_silent_and_orphaned(cluster: Control) -> None:
     assert (table.code, table.stderr) == (0, '')
     head, *lines = table.stdout.splitlines()
     assert ' '.join(head.split()) == (
-        'COMPUTE HOST STATE INSTANCES VCPU USED/FREE MEMORY_MB USED/FREE DISK_GB USED/FREE'
+        'COMPUTE HOST STATE INSTANCES VCPU USED/CAPACITY MEMORY_MB USED/CAPACITY DISK_GB USED/CAPACITY VERSION KIND'
     )
-    first, *rest = (line.split() for line in lines)
-    assert first == [up.uuid, name, 'up', '1', '1/3', '128/384', '1/9']
-    assert sorted(rest) == sorted(
+    assert sorted(line.split() for line in lines) == sorted(
         [
-            [closed.uuid, '-', 'closed', '1', '1/0', '128/384', '1/9'],
-            [silent.uuid, '-', 'silent', '1', '1/3', '128/384', '1/9'],
-            [orphaned.uuid, '-', 'orphaned', '0', '0/4', '0/512', '0/10'],
+            [up.uuid, name, 'up', '1', '1/4', '128/512', '1/10', __version__, 'fake'],
+            [closed.uuid, name, 'closed', '1', '1/0', '128/512', '1/10', '-', '-'],
+            [silent.uuid, name, 'silent', '1', '1/4', '128/512', '1/10', '-', '-'],
+            [orphaned.uuid, name, 'orphaned', '0', '0/4', '0/512', '0/10', '-', '-'],
         ]
     )
     # They are what they were as soon as they are back.
@@ -112,7 +114,7 @@ def test_what_only_one_plane_knows_is_shown_too(cluster: Control) -> None:
     # Who is on no lease is nobody.
     cluster.etcd.put(f'/computes/{(nobody := str(uuid.uuid4()))}', '{"hostname": "hv8"}')
     cluster.etcd.put(f'/hosts/{requested}/{NOBODY}', 'not JSON')
-    line = f'{alive} hv9 up 0 - - -\n{requested} - silent 1 - - -'
+    line = f'{alive} hv9 up 0 - - - - -\n{requested} - silent 1 - - - - -'
     shown = cluster.eschedule('hosts').stdout
     assert [each.split() for each in shown.splitlines()[1:]] == [each.split() for each in line.splitlines()]
     cluster.etcd.delete(f'/hosts/{requested}/{NOBODY}')
@@ -132,10 +134,10 @@ def test_more_claimed_than_there_is(cluster: Control) -> None:
     def line() -> str:
         return ' '.join(cluster.eschedule('hosts').stdout.splitlines()[1].split())
 
-    assert line().endswith(' up 3 3/0 (1 too many) 384/0 (128 too many) 3/7')
+    assert ' up 3 3/2 (1 too many) 384/256 (128 too many) 3/10 ' in line()
     assert hosts(cluster)[compute.uuid]['resources']['VCPU'] == {'used': 3, 'free': 0, 'capacity': 2, 'over': 1}
     assert cluster.eschedule('destroy', '--wait', instances[0]).code == 0
-    assert line().endswith(' up 2 2/0 256/0 2/8')
+    assert ' up 2 2/2 256/256 2/10 ' in line()
     check(cluster, compute)
 
 
@@ -223,7 +225,8 @@ def test_an_instance_that_lives_elsewhere_keeps_its_claim(cluster: Control) -> N
         **{name: held[name] for name in ('user_id', 'project_id', 'consumer_generation')},
     }
     cluster.placement.call('PUT', f'/allocations/{instance}', both)
-    one_line(cluster.eschedule('host', 'forget', dead.uuid), 5, f'instance {instance} of compute {compute.uuid}')
+    told = f'instance {instance} of compute {socket.gethostname()}'
+    one_line(cluster.eschedule('host', 'forget', dead.uuid), 5, told)
     assert set(cluster.placement.allocations(instance)) == {dead.uuid, compute.uuid}
     cluster.eschedule('destroy', '--wait', instance)
     assert forget(cluster, dead.uuid) == [f'{dead.uuid}: its resource provider is removed']

@@ -215,8 +215,8 @@ def test_delivered_between_the_look_and_the_claim(cluster: Control, instance: st
     from ecomp.model.choose import Offer
     from ecomp.placement.allocations import candidates
     from ecomp.placement.client import Placement
-    from ecomp.scheduler.create import create
-    from ecomp.scheduler.wanted import Wanted
+    from ecomp.scheduler.placing.create import create
+    from ecomp.scheduler.placing.set_order import SetOrder
     from ecomp.store.client import Store
 
     one, other = cluster.ecompute(), cluster.ecompute()
@@ -234,7 +234,14 @@ def test_delivered_between_the_look_and_the_claim(cluster: Control, instance: st
     placement = Placement(config.placement)
     backend: Future[tuple[Placement, Offer]] = Future()
     backend.set_result((placement, candidates(placement, query)))
-    wanted = Wanted(instance, query, config.image, config.user_id, config.project_id, '2026-01-01T00:00:00.000Z')
+    wanted = SetOrder(
+        instance,
+        query=query,
+        image=config.image,
+        user_id=config.user_id,
+        project_id=config.project_id,
+        stages={'requested': '2026-01-01T00:00:00.000Z'},
+    )
     store = Overtaken(config.etcd)
     try:
         with pytest.raises(Exception, match=instance) as refused:

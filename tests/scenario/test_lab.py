@@ -17,7 +17,7 @@ import psutil
 import pytest
 import yaml
 
-from ecomp.agent.metadata import USER
+from ecomp.agent.host.metadata_server import USER
 from ecomp.model.network import network_config
 from tests.kit.commands import write_config
 from tests.kit.lab import BOOT, NOTIFIED, Lab, answers, running
@@ -81,6 +81,16 @@ def test_a_guest_boots_with_its_identity_and_address_and_goes(lab: Lab) -> None:
     assert lab.eschedule('start', '--wait', instance).code == 0
     until(lambda: answers(address), 60, f'{address} answers again')
     assert lab.placement(f'/allocations/{instance}')['allocations'] == held
+    lab.check()
+
+    # Each boot gets its address and says that it is ready, and who waits after a reboot waits for that one.
+    assert lab.eschedule('reboot', instance).code == 0
+    assert lab.eschedule('wait', instance, '--for', 'ready', timeout=300).stdout == f'{address}\n'
+    boots = json.loads(lab.eschedule('show', instance, '-f', 'json').stdout)['boots']
+    assert [each['reason'] for each in boots] == ['created', 'start', 'reboot']
+    times = [each['stages'] for each in boots]
+    assert list(times[2]) == ['started', 'addressed', 'ready']
+    assert times[1]['stopped'] < times[2]['started'] < times[2]['addressed'] < times[2]['ready']
     lab.check()
 
     assert lab.eschedule('destroy', '--wait', instance).code == 0
@@ -216,6 +226,26 @@ def test_the_workers_of_a_killed_ecompute_die_with_it(lab: Lab) -> None:
     assert children
     lab.stop_ecompute('hv1', signal.SIGKILL)
     until(lambda: not any(running(int(child)) for child in children), 10, 'workers and metadata server end')
+
+
+def test_what_fails_in_a_guest_is_said_and_the_guest_goes_on(lab: Lab, tmp_path: Path) -> None:
+    script = tmp_path / 'breaks.sh'
+    script.write_text('#!/bin/sh\necho "ecomp-guest: broke"\nexit 3\n')
+    options = ('--name', 'breaks', '--user-data', str(script), '--wait=ready')
+    done = lab.eschedule(QUERY, lab.url('guest.qcow2'), *options)
+    why = 'cloud-init failed at stage modules-final: user-data ended with 3; the guest goes on'
+    assert (done.code, why in done.stderr) == (1, True), done
+    record = _record(lab, 'breaks')
+    assert (record['state'], 'ready' in record['stages']) == ('active', False)
+    assert record['cloud_init'] == {'stage': 'modules-final', 'reason': 'user-data ended with 3'}
+    assert lab.eschedule('wait', 'breaks', '--for', 'ready').code == 1
+    assert answers(lab.addressed('breaks'))
+    assert 'ecomp-guest: broke' in lab.eschedule('log', 'breaks').stdout.splitlines()
+    assert lab.eschedule('log', 'breaks', '-n', '1').stdout.startswith('ecomp-guest: phoned ')
+    # The small guest has neither keys nor an sshd.
+    refused = lab.eschedule('ssh', 'breaks')
+    assert (refused.code, 'unverified' in refused.stderr) == (1, True)
+    lab.destroy('breaks')
 
 
 @pytest.mark.parametrize('again', [False, pytest.param(True, marks=pytest.mark.slow)])

@@ -119,7 +119,7 @@ def test_a_host_is_named_by_what_it_is_called(cluster: Control) -> None:
     two = cluster.ecompute(TOY).uuid
     done = cluster.eschedule(SMALL, IMAGE, '--on', socket.gethostname())
     both = ', '.join(sorted([one, two]))
-    assert f'{socket.gethostname()} is the host name of 2 computes, give the uuid: {both}' in one_line(done, 2)
+    assert f'{socket.gethostname()} is the host name of 2 computes, say the uuid: {both}' in one_line(done, 5)
     done = cluster.eschedule('plan', SMALL, '--on', 'nowhere')
     assert done.code == 4
-    assert 'nowhere: no compute of this host name is up' in done.stderr
+    assert 'nowhere: no compute has this host name or uuid' in done.stderr

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 
 import pytest
 
@@ -26,8 +27,7 @@ def switched(control: Control, action: str, *instances: str) -> None:
     state = 'stopped' if action == 'stop' else 'active'
     assert (done.code, done.stdout) == (0, '')
     lines = [line.removeprefix('eschedule: ') for line in done.stderr.splitlines()]
-    computes = {each: (record(control, each) or {})['compute'] for each in instances}
-    accepted = [f'{each}: {action} accepted, {computes[each]} carries it out' for each in instances]
+    accepted = [f'{each}: {action} accepted, {socket.gethostname()} carries it out' for each in instances]
     assert lines == [*accepted, *(f'{each}: {state}' for each in instances)]
 
 
@@ -56,6 +56,42 @@ def test_stopped_started_and_rebooted(cluster: Control) -> None:
 
     switched(cluster, 'stop', second)
     assert cluster.eschedule('destroy', '--wait', second).code == 0
+    check(cluster, compute)
+
+
+def test_each_boot_has_its_stages_and_a_wait_is_for_the_one_that_comes(cluster: Control) -> None:
+    compute = cluster.ecompute()
+    _, instance = place(cluster)
+    address = addressed(cluster, instance)
+    compute.pause()
+    assert cluster.eschedule('reboot', instance).code == 0
+    # The first boot had its address long ago; that of the reboot has none yet.
+    one_line(cluster.eschedule('wait', instance, '--timeout', '0'), 6, 'waiting for: its compute to take it')
+    assert cluster.eschedule('wait', instance, '--for', 'disk') == (0, '', '')
+    compute.resume()
+    assert cluster.eschedule('wait', instance) == (0, f'{address}\n', '')
+    switched(cluster, 'stop', instance)
+    off = cluster.eschedule(instance)
+    assert (off.code, off.stdout) == (0, f'{address}\n')
+    one_line(off, 0, instance, 'it is stopped, since 20')
+    one_line(cluster.eschedule('wait', instance, '--timeout', '0'), 6, 'somebody to start it: it is stopped')
+    switched(cluster, 'start', instance)
+    assert cluster.eschedule('wait', instance) == (0, f'{address}\n', '')
+    boots = (record(cluster, instance) or {})['boots']
+    assert [(each['number'], each['reason']) for each in boots] == [(1, 'created'), (2, 'reboot'), (3, 'start')]
+    assert [sorted(each['stages']) for each in boots] == [['addressed', 'started', 'stopped']] * 2 + [
+        ['addressed', 'started']
+    ]
+    last = cluster.eschedule('timeline', instance).stdout.splitlines()
+    assert last[0].startswith(f'{instance}  active  boot 3, start  started {boots[2]["stages"]["started"]}')
+    assert [line.split()[0] for line in last[1:]] == ['addressed', 'ready', '0']
+    told = json.loads(cluster.eschedule('timeline', instance, '--boot', '2', '-f', 'json').stdout)
+    (shown,) = told['instances']
+    assert (shown['boot'], shown['reason']) == (2, 'reboot')
+    assert [each['stage'] for each in shown['stages']] == ['started', 'addressed']
+    one_line(cluster.eschedule('timeline', instance, '--boot', '4'), 4, 'boot 4 is not kept: 1 to 3 are')
+    rows = dict(line.split(maxsplit=1) for line in cluster.eschedule('show', instance).stdout.splitlines())
+    assert rows['since'] == boots[2]['stages']['started']
     check(cluster, compute)
 
 
@@ -105,7 +141,7 @@ def test_a_silent_compute_does_it_when_it_is_back(cluster: Control) -> None:
     late = cluster.eschedule('stop', '--wait', '--timeout', '0', instance)
     assert late.code == 6
     asked, waited = late.stderr.splitlines()
-    assert f'{instance}: stop was asked for before, {compute.uuid} is at it' in asked
+    assert f'{instance}: stop was asked for before, {socket.gethostname()} is at it' in asked
     assert '0 s are up, still waiting for: its compute to take it; it goes on' in waited
     # The last word counts, and what never began is no matter.
     one_line(cluster.eschedule('reboot', instance), 0, 'reboot accepted')

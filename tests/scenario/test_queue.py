@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import socket
 import time
 import uuid
 from collections.abc import Iterator
@@ -99,12 +100,47 @@ def test_what_waits_is_seen_everywhere(small: Control) -> None:
     settled(small, compute)
 
 
+def test_why_it_waits(small: Control) -> None:
+    asked = small.eschedule('--queue', '--flavor', 'small', '--name', 'web1')
+    assert asked.code == 0, asked
+    assert asked.stderr == (
+        'eschedule: it waits: no compute takes from queues: `queues: True` in the compute.yaml of one has it do so\n'
+    )
+    first, none, query = 'web1 waits in the queue of flavor small since 2', 'no compute takes from queues', SMALL
+    lines = small.eschedule('why', 'web1').stdout.splitlines()
+    assert lines[0].startswith(first)
+    assert lines[0].endswith(', and is the next of it')
+    assert [lines[1], lines[2][: len(none)], len(lines)] == [f'it asked for {query}', none, 3]
+
+    compute = small.ecompute(queues=True)
+    reached(small, record_of(small, 'web1'), 'active')
+    assert small.eschedule('--count', '3', SMALL).code == 0
+    full = small.eschedule('--queue', '--flavor', 'small', '--name', 'web2')
+    assert (full.code, full.stderr) == (0, '')
+    queue(small, '--name', 'web3')
+    lines = small.eschedule('why', 'web3').stdout.splitlines()
+    assert lines[0].endswith(', behind 1 other')
+    host, lack = socket.gethostname(), 'VCPU short by 1 (free 0 of 4); MEMORY_MB short by 128 (free 0 of 512)'
+    assert lines[1:] == [f'it asked for {query}', f'{host}: {lack}']
+    told = json.loads(small.eschedule('why', 'web3', '-f', 'json').stdout)['waits']
+    lacks = {'compute': compute.uuid, 'host': host, 'lacks': lack}
+    assert told == {
+        'flavor': 'small', 'since': told['since'], 'before': 1, 'taker': None, 'computes': [lacks],
+    }  # fmt: skip
+    assert small.eschedule('destroy', '--wait', 'web1', 'web2', 'web3').code == 0
+
+
+def record_of(control: Control, name: str) -> str:
+    """The uuid of who is called so."""
+    return str(json.loads(control.eschedule('show', name, '-f', 'json').stdout)['instance'])
+
+
 def test_cancelled(small: Control) -> None:
     instance = queue(small, '--name', 'web1')
     done = small.eschedule('destroy', '--wait', 'web1')
     assert done.code == 0
     assert done.stderr.splitlines() == [
-        f'eschedule: {instance}: taken out of its queue, nothing of it was begun', f'eschedule: {instance}: gone'
+        'eschedule: web1: taken out of its queue, nothing of it was begun', 'eschedule: web1: gone'
     ]  # fmt: skip
     assert [key for key in everything(small) if key.startswith(('/queues/', '/names/'))] == []
     assert reached(small, instance, 'gone')['compute'] == ''
@@ -168,7 +204,7 @@ def test_what_is_asked_wrongly(small: Control) -> None:
         assert small.eschedule('flavor', 'set', 'half', 'resources=VCPU:1').code == 0
         write_config(small.schedule_yaml, small.etcd.endpoint, small.placement.url, flavors={'here': SMALL})
         one_line(small.eschedule('--queue', *words), 2, said)
-    one_line(small.eschedule('--queue', '--flavor', 'none'), 4, 'etcd has no such flavor')
+    one_line(small.eschedule('--queue', '--flavor', 'none'), 4, 'none: no such flavor')
     one_line(small.eschedule('list', '--queue'), 2, '--queue does not go with this form')
     assert waiting(small) == []
 
@@ -228,7 +264,7 @@ def test_a_compute_that_is_disabled_takes_nothing(small: Control) -> None:
     """From the moment that `host disable` has returned, however lately the compute looked; and again once enabled."""
     with overheard(small) as (placement, asked):
         # That it looks again within 20 s is shown in less.
-        compute = tuned(small, TOY, numbers={'pulling.BELIEVED': 2}, placement=placement, queues=True)
+        compute = tuned(small, TOY, numbers={'queue.pulling.BELIEVED': 2}, placement=placement, queues=True)
         addressed(small, queue(small))  # so it has just looked, and knows of room for more
         assert called(small, 'host', 'disable', compute.uuid).code == 0
         asked.clear()
@@ -360,7 +396,7 @@ def test_those_whose_flavor_is_gone_hold_up_nobody_else(small: Control) -> None:
 def test_one_request_has_one_compute_ask_placement(small: Control) -> None:
     """However many wait for work, and whatever they knew before: else a thousand would ask for each."""
     with overheard(small) as (placement, asked):
-        believed = {'pulling.BELIEVED': SHORTLY}
+        believed = {'queue.pulling.BELIEVED': SHORTLY}
         computes = [tuned(small, TOY, numbers=believed, placement=placement, queues=True) for _ in range(6)]
         looks = {f'/resource_providers/{each.uuid}/usages' for each in computes}
         until(lambda: looks <= set(asked), 20, 'each has looked once, before there was anything')
@@ -377,7 +413,7 @@ def test_one_request_has_one_compute_ask_placement(small: Control) -> None:
 def test_what_placement_says_by_now_counts(small: Control) -> None:
     """Disabled unseen by the compute: it finds out when it is about to take, and another takes it."""
     with overheard(small) as (placement, asked):
-        one = tuned(small, TOY, numbers={'pulling.BELIEVED': SHORTLY}, placement=placement, queues=True)
+        one = tuned(small, TOY, numbers={'queue.pulling.BELIEVED': SHORTLY}, placement=placement, queues=True)
         addressed(small, queue(small))  # it has looked
         time.sleep(2 * SHORTLY)  # until it does not believe what it saw
         trait = f'/resource_providers/{one.uuid}/traits'

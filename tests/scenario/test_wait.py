@@ -138,7 +138,7 @@ def test_an_interrupted_wait_stops_nothing(cluster: Control) -> None:
         said = until(lambda: waiting.stdout, 20, 'it says where it is')
         assert notified(Result(0, said, '')) == (compute.uuid, instance)
         waiting.send(signal.SIGINT)
-        one_line(waiting.end(30), 1, 'interrupted')
+        one_line(waiting.end(30), 6, f'interrupted, and it goes on: eschedule wait {instance}')
     compute.resume()
     addressed(cluster, instance)
     check(cluster, compute)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ecomp.agent import metadata
+from ecomp.agent.host import nocloud
 from ecomp.conf import load_compute, load_schedule
 from ecomp.errors import BuildFailed, UsageError
 
@@ -110,4 +110,4 @@ def test_the_metadata_server_s_too(home: Path) -> None:
     path.write_text('[public-keys]\n')
     os.chown(path, STRANGER, STRANGER)
     with pytest.raises(BuildFailed, match='mdserver.conf: belongs to user'):
-        metadata.seed(home, path.parent, '52:54:00:00:00:01', phones_home=False)
+        nocloud.seed(home, path.parent, '52:54:00:00:00:01', phones_home=False)

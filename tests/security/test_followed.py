@@ -13,13 +13,13 @@ from ecomp.errors import EcompError
 from ecomp.model import keys
 from ecomp.model.flavor import parse_flavor
 from ecomp.model.instance import SIZE_LIMIT, Invalid, parse_request
-from ecomp.model.pull import Backlog, Nonsense, Place, backlog_of
-from ecomp.model.queue import Waiting, to_json
+from ecomp.model.pull import Backlog, InvalidEntry, Place, backlog_of
+from ecomp.model.queue import QueueEntry, to_json
+from ecomp.store import cache as keeping
 from ecomp.store import connection
-from ecomp.store import kept as keeping
 from ecomp.store import pages as paging
+from ecomp.store.cache import SMALL, Cache
 from ecomp.store.client import Entry, Put, Store, Unchanged
-from ecomp.store.kept import SMALL, Kept
 from ecomp.store.watch import Follower
 from tests.kit.commands import Control
 from tests.kit.hands import guests
@@ -48,7 +48,7 @@ def follow(etcd: Etcd, prefix: str) -> Iterator[Callable[..., list[Mapping[str, 
 
     def start(**limits: float) -> list[Mapping[str, Entry]]:
         states: list[Mapping[str, Entry]] = []
-        followers.append(Follower(EtcdConfig((etcd.endpoint,)), prefix, states.append, **limits))  # type: ignore[arg-type]
+        followers.append(Follower(EtcdConfig((etcd.endpoint,)), [(prefix, states.append)], **limits))  # type: ignore[arg-type]
         followers[-1].start()
         until(lambda: states, 20, 'it follows')
         return states
@@ -113,27 +113,27 @@ def entry(key: str, size: int, revision: int = 1) -> Entry:
 
 
 def test_what_is_kept_is_counted() -> None:
-    kept = Kept(100_000, 200_000)
+    kept = Cache(100_000, 200_000)
     for number in range(1000):
         kept.keep(entry(f'{number:04d}', 7000))
-    assert sum(len(each.value) for each in kept._entries.values()) == 28 * 7000
-    assert len(kept._entries) == 1000
+    assert sum(len(each.value) for each in kept.entries.values()) == 28 * 7000
+    assert len(kept.entries) == 1000
     for number in range(1000):
         kept.keep(entry(f's{number:04d}', SMALL))
     assert kept._size <= 400_000
     for number in range(1000):
         kept.keep(entry(f'{number:04d}', 1, 2))
     kept.end([f'{number:04d}' for number in range(500)])
-    assert kept._size == sum(len(each.key) + len(each.value) for each in kept._entries.values()) == 2500
+    assert kept._size == sum(len(each.key) + len(each.value) for each in kept.entries.values()) == 2500
     for number in range(500):
         kept.forget(f'{number:04d}')
         kept.forget(f'{number:04d}')
-    assert (kept._size, kept._entries) == (0, {})
+    assert (kept._size, kept.entries) == (0, {})
 
 
 def test_keys_and_lines_have_a_limit(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(keeping, 'KEYS', 300)
-    kept = Kept(10, 100_000)
+    kept = Cache(10, 100_000)
     found = [kept.keep(entry(f'{number:04d}', 100)) for number in range(400)]
     assert sum(each is not None for each in found) == 300
     assert kept.keep(entry('k' * 20_000, 1)) is None
@@ -144,7 +144,7 @@ def test_keys_and_lines_have_a_limit(monkeypatch: pytest.MonkeyPatch, caplog: py
 
 def test_another_etcd_s_value_is_not_taken_for_ours() -> None:
     """Of the same key at the same revision: it was wiped, or restored."""
-    kept = Kept(1000, 1000)
+    kept = Cache(1000, 1000)
     kept.keep(Entry('a', b'1', 7))
     assert kept.keep(Entry('a', b'2', 7)) == Entry('a', b'2', 7)
 
@@ -201,24 +201,24 @@ def test_a_message_that_is_too_long_is_an_error_in_words(
 
 
 def test_a_request_that_was_dropped_says_why() -> None:
-    key = keys.host(COMPUTE, INSTANCE)
+    key = keys.request(COMPUTE, INSTANCE)
     found = parse_request(COMPUTE, key, b'', SIZE_LIMIT + 7)
     assert isinstance(found, Invalid)
     assert found.reason == f'the request has {SIZE_LIMIT + 7} bytes; the limit is {SIZE_LIMIT}'
     found = parse_request(COMPUTE, key, b'', 1000)
     assert isinstance(found, Invalid)
     assert 'with what else is asked of this compute that is too much' in found.reason
-    found = parse_request(COMPUTE, keys.host(COMPUTE, 'x'), b'', 10**6)
+    found = parse_request(COMPUTE, keys.request(COMPUTE, 'x'), b'', 10**6)
     assert isinstance(found, Invalid)
     assert 'is not a uuid' in found.reason
 
 
 def test_what_waits_is_read_once_there_is_room_for_it() -> None:
     flavor = parse_flavor('f', 'resources=VCPU:1,MEMORY_MB:1,DISK_GB:1')
-    waiting = Waiting(INSTANCE, flavor, IMAGE, 'u', 'p')
+    waiting = QueueEntry(INSTANCE, flavor, image=IMAGE, user_id='u', project_id='p')
     whole = Entry(waiting.key, to_json(waiting).encode(), 5)
     first = backlog_of({waiting.key: Entry(waiting.key, b'', 5, dropped=len(whole.value))}, Backlog())
-    assert first.parsed == {waiting.key: Nonsense(5)}
+    assert first.parsed == {waiting.key: InvalidEntry(5)}
     second = backlog_of({waiting.key: whole}, first)
     assert second.parsed == second.places == {waiting.key: Place(5, waiting)}
 

@@ -18,61 +18,64 @@ import requests
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ecomp.cli.shares import as_flavors, as_groups, as_members, as_quota, as_quotas
+from ecomp.cli.show import as_detail, as_findings, as_hosts, as_list, no_address
+from ecomp.cli.timeline import drawn
+from ecomp.cli.timeline import to_dict as timeline_to_dict
+from ecomp.cli.why import Explanation, in_sentences
+from ecomp.cli.why import to_dict as why_to_dict
 from ecomp.errors import EcompError
-from ecomp.model import cluster, digest, flavor, group, keys, quota, released
+from ecomp.model import cluster, digest, flavor, group, keys, quota
 from ecomp.model import instance as requesting
 from ecomp.model import queue as queues
 from ecomp.model import record as records
 from ecomp.model.allocation import MOST, difference
 from ecomp.model.audit import audit
 from ecomp.model.choose import WEIGHS, choose, distribute
+from ecomp.model.computes import NOBODY, Computes, Living, living_in
 from ecomp.model.explain import miss, nearest
-from ecomp.model.group import Group
+from ecomp.model.group import Group, Membership
 from ecomp.model.guest import Guest
 from ecomp.model.guest_data import SharedUserData, shared_user_data
 from ecomp.model.host import InEtcd, InPlacement, hosts
 from ecomp.model.instance import SIZE_LIMIT, Invalid, Request
-from ecomp.model.planes import Kept, Planes, Provider, involved
+from ecomp.model.planes import KeyValue, Planes, ProviderState, involved
 from ecomp.model.power import Power
 from ecomp.model.query import parse
 from ecomp.model.record import Failure, Interface, Progress, Record
-from ecomp.placement import allocations as ledger
-from ecomp.placement import claiming, providers, room, traits
+from ecomp.placement import allocations, claiming, providers, room, traits
 from ecomp.placement.client import Placement
-from ecomp.placement.limited import Limits
-from ecomp.schedule import TERMINAL
-from ecomp.scheduler.flavors import as_flavors
-from ecomp.scheduler.groups import as_groups
-from ecomp.scheduler.hosts import _hostname
-from ecomp.scheduler.quotas import as_quota, as_quotas
-from ecomp.scheduler.show import as_detail, as_findings, as_hosts, as_list, no_address
-from ecomp.scheduler.timeline import as_timeline
-from ecomp.scheduler.why import Told, as_why
+from ecomp.placement.limited import AnswerLimits
+from ecomp.schedule import terminal
+from ecomp.store import released
 from ecomp.store.client import Entry
 from ecomp.store.presence import _holder, _word
+from tests.kit.forms import LOOKS, documents, texts
 from tests.kit.hostile import COMPUTE, IMAGE, INSTANCE, OTHER, request
 from tests.security.mutants import NASTY, mutant
 from tests.security.wire import whole, wire
 
-FORMS = ('table', 'json')
 NOW = '2026-01-31T12:00:00.000Z'
 SHARED = SharedUserData.of(b'#cloud-config\n')
 
 
-def shown(text: str) -> None:
+def shown(*told: str) -> None:
     """It can be shown: what is JSON is JSON, and the terminal's own escape would change nothing of it."""
-    lines = text.split('\n')
-    assert all(line.isprintable() for line in lines), text
-    if text.startswith(('{', '[{')):
-        json.loads(text, parse_constant=lambda name: pytest.fail(name))
+    for text in told:
+        lines = text.split('\n')
+        assert all(line.isprintable() for line in lines), text
+        if text.startswith(('{', '[{')):
+            json.loads(text, parse_constant=lambda name: pytest.fail(name))
 
 
 def shown_record(found: Record) -> None:
-    told = Told(found, None, found.why, Group('g', 'affinity', True, {found.instance: found.compute}))
-    for form in FORMS:
-        for text in (as_list([found], form), as_detail(found, form), as_why(told, form)):
-            shown(text)
-        shown(as_timeline([found, found], form))
+    told = Explanation(found, NOBODY, found.why, Group('g', 'affinity', True, {found.instance: found.compute}))
+    for each in (as_list([found]), as_detail(found)):
+        shown(*texts(each))
+    shown(in_sentences(told), *documents(why_to_dict(told)))
+    for look in LOOKS:
+        shown(drawn([found, found], look))
+    shown(*documents(timeline_to_dict([found, found])))
     assert no_address(replace(found, state=records.BUILDING))
 
 
@@ -91,14 +94,14 @@ def taken(read: Callable[..., Any], *given: Any) -> Any:
 
 
 def read_request(value: bytes) -> None:
-    found = requesting.parse_request(COMPUTE, keys.host(COMPUTE, INSTANCE), value)
+    found = requesting.parse_request(COMPUTE, keys.request(COMPUTE, INSTANCE), value)
     if isinstance(found, Invalid):
         assert len(found.reason) <= requesting.REASON_LIMIT
         read_record(records.to_json(records.refused_record(COMPUTE, replace(found, instance=INSTANCE), NOW)).encode())
         return
     again = requesting.to_json(found).encode()
     if len(again) <= SIZE_LIMIT:
-        assert requesting.parse_request(COMPUTE, keys.host(COMPUTE, INSTANCE), again) == found
+        assert requesting.parse_request(COMPUTE, keys.request(COMPUTE, INSTANCE), again) == found
     record = records.new_record(COMPUTE, found, NOW)
     assert records.from_json(records.to_json(record).encode(), INSTANCE) == record
     shown_record(record)
@@ -119,7 +122,7 @@ def read_waiting(value: bytes) -> None:
         return
     assert queues.parse_waiting(key, queues.to_json(found).encode()) == found
     asked = requesting.to_json(found.request(COMPUTE, NOW)).encode()
-    taken = requesting.parse_request(COMPUTE, keys.host(COMPUTE, INSTANCE), asked)
+    taken = requesting.parse_request(COMPUTE, keys.request(COMPUTE, INSTANCE), asked)
     assert isinstance(taken, Request) or len(asked) > SIZE_LIMIT
 
 
@@ -128,8 +131,7 @@ def read_group(value: bytes) -> None:
     assert group.from_json('g', group.to_json(found).encode()) == found
     found.excludes(COMPUTE)
     found.broken()
-    for form in FORMS:
-        shown(as_groups([found], form))
+    shown(*texts(as_groups([found])), *texts(as_members([found], Computes({}, {COMPUTE: 'hv1'}), several=False)))
 
 
 def read_quota(value: bytes) -> None:
@@ -137,23 +139,19 @@ def read_quota(value: bytes) -> None:
     more = found.with_used(quota.charge({'VCPU': 7})).without_used({'VCPU': 1})
     assert quota.from_json('p', quota.to_json(more).encode()) == more
     quota.refusal('p', found.excess(quota.charge({'VCPU': MOST})))
-    for form in FORMS:
-        shown(as_quotas([found], form))
-        shown(as_quota(found, form))
+    shown(*texts(as_quotas([found])), *texts(as_quota([found], several=True)))
 
 
 def read_flavor(value: bytes) -> None:
     found = taken(flavor.from_json, 'f', value)
     assert flavor.from_json('f', flavor.to_json(found).encode()) == found
     parse(flavor.on_top(found, 'resources=VCPU:2&required=T'))
-    for form in FORMS:
-        shown(as_flavors({'f': (found, 'etcd')}, form))
+    shown(*texts(as_flavors({'f': (found, 'etcd')})))
 
 
-def compared(etcd: dict[str, Kept], digests: dict[str, digest.Digest]) -> None:
+def compared(etcd: dict[str, KeyValue], digests: dict[str, digest.Digest]) -> None:
     involved(etcd)
-    for form in FORMS:
-        shown(as_findings(audit(Planes({COMPUTE: Provider(COMPUTE)}, etcd, digests)), form))
+    shown(*texts(as_findings(audit(Planes({COMPUTE: ProviderState(COMPUTE)}, etcd, digests)))))
 
 
 def read_digest(value: bytes) -> None:
@@ -169,17 +167,16 @@ def read_clearance(value: bytes) -> None:
 
 def read_compute(value: bytes) -> None:
     entry = Entry(keys.compute(COMPUTE), value, 1, 1)
-    name, holder = _hostname(entry), _holder(entry)
+    said, holder = living_in(entry.value), _holder(entry)
     for each in ('hostname', 'since'):
         assert _word(holder or {}, each).isprintable()
-    found = hosts(InEtcd({COMPUTE: name}), {})
-    for form in FORMS:
-        shown(as_hosts(found, form))
+    found = hosts(InEtcd(Computes({COMPUTE: said})), {})
+    shown(*texts(as_hosts(found)))
 
 
 def read_announced(value: bytes) -> None:
-    assert INSTANCE in requesting.announced(keys.request(INSTANCE), value)
-    compared({keys.request(INSTANCE): Kept(value, 1, 7)}, {})
+    assert INSTANCE in requesting.announced(keys.attempt(INSTANCE), value)
+    compared({keys.attempt(INSTANCE): KeyValue(value, 1, 7)}, {})
 
 
 def read_known(value: bytes) -> None:
@@ -189,7 +186,12 @@ def read_known(value: bytes) -> None:
 
 
 RECORD = Record(
-    *(INSTANCE, COMPUTE, 'active', IMAGE, {'VCPU': 1, 'DISK_GB': 2}, 'resources=VCPU:1', 'u', 'p'),
+    *(INSTANCE, COMPUTE, 'active'),
+    image=IMAGE,
+    resources={'VCPU': 1, 'DISK_GB': 2},
+    query='resources=VCPU:1',
+    user_id='u',
+    project_id='p',
     addresses=(Interface('default', '52:54:00:00:00:01', '10.0.0.1', 'lease', '10.0.0.1'),),
     console='h:/c',
     stages={'requested': NOW, 'scheduled': NOW, 'started': '2026-01-31T12:00:01.000Z'},
@@ -198,7 +200,7 @@ RECORD = Record(
     name='web1',
     power=f'{OTHER}:off',
     progress=Progress('image', 1, 2),
-    group='web',
+    group=Membership('web'),
     why=requesting.why_from({'weigh': 'spread', 'weight': 0.5, 'of': 3}),
 )
 WHOLE = request(
@@ -300,14 +302,14 @@ def test_any_json_at_all(name: str, value: Any) -> None:
 
 
 PLACES = {
-    'request': keys.host(COMPUTE, INSTANCE),
-    'tombstone': keys.host(OTHER, INSTANCE),
+    'request': keys.request(COMPUTE, INSTANCE),
+    'tombstone': keys.request(OTHER, INSTANCE),
     'record': keys.record(COMPUTE, INSTANCE),
     'waiting': keys.queue('f', INSTANCE),
     'group': keys.group('web'),
     'quota': keys.quota('p'),
     'flavor': keys.flavor('f'),
-    'announced': keys.request(OTHER),
+    'announced': keys.attempt(OTHER),
     'compute': keys.compute(COMPUTE),
     'name': keys.name('web1'),
     'taker': keys.taker(keys.queue('f', INSTANCE)),
@@ -323,9 +325,9 @@ def test_an_audit_of_it_all_comes_to_its_end(number: int) -> None:
             good = READERS[name][1]
             value = mutant(good, rng) if rng.random() < 0.4 else json.dumps(good).encode()
             if name == 'record' and rng.random() < 0.2:
-                etcd[keys.old_record(INSTANCE)] = Kept(value, rng.randrange(3), rng.randrange(2))
+                etcd[keys.old_record(INSTANCE)] = KeyValue(value, rng.randrange(3), rng.randrange(2))
             if rng.random() < 0.8:
-                etcd[key] = Kept(value, rng.randrange(3), rng.randrange(2))
+                etcd[key] = KeyValue(value, rng.randrange(3), rng.randrange(2))
         digests = {}
         with suppress(ValueError):
             digests[COMPUTE] = digest.from_pages([mutant(READERS['digest'][1], rng)])
@@ -358,7 +360,7 @@ QUERY = 'resources=VCPU:2,DISK_GB:9&required=T'
 
 
 def take_candidates(client: Placement) -> None:
-    offer = ledger.candidates(client, QUERY)
+    offer = allocations.candidates(client, QUERY)
     for weigh in WEIGHS:
         choice = choose(offer, [COMPUTE], weigh, random.Random(0))
         distribute(choice.tries, offer.rooms, 3, weigh, random.Random(0))
@@ -367,8 +369,7 @@ def take_candidates(client: Placement) -> None:
 def take_shares(client: Placement) -> None:
     found = providers.shares(client, [COMPUTE, OTHER])
     there = {uuid: InPlacement(uuid, uuid, each) for uuid, each in found.items()}
-    for form in FORMS:
-        shown(as_hosts(hosts(InEtcd({COMPUTE: 'h'}), there), form))
+    shown(*texts(as_hosts(hosts(InEtcd(Computes({COMPUTE: Living('h')})), there))))
 
 
 def take_look(client: Placement) -> None:
@@ -381,18 +382,17 @@ def take_look(client: Placement) -> None:
 
 
 def take_plane(client: Placement) -> None:
-    provider = Provider(COMPUTE, providers.inventory(client, COMPUTE), ledger.of_provider(client, COMPUTE))
-    etcd = {key: Kept(json.dumps(READERS[name][1]).encode(), 1, 1) for name, key in PLACES.items()}
+    provider = ProviderState(COMPUTE, providers.inventory(client, COMPUTE), allocations.of_provider(client, COMPUTE))
+    etcd = {key: KeyValue(json.dumps(READERS[name][1]).encode(), 1, 1) for name, key in PLACES.items()}
     _, used = providers.project_usages(client, 'p')
-    for form in FORMS:
-        shown(as_findings(audit(Planes({COMPUTE: provider}, etcd, {}, {}, {'p': used})), form))
+    shown(*texts(as_findings(audit(Planes({COMPUTE: provider}, etcd, {}, {}, {'p': used})))))
 
 
 def take_claim(client: Placement) -> None:
-    held = ledger.consumer(client, INSTANCE)
+    held = allocations.consumer(client, INSTANCE)
     claiming.claim(client, {INSTANCE: {COMPUTE: {'VCPU': 1}}}, 'u', 'p', lambda: None)
     difference({COMPUTE: {'VCPU': 1}}, held.allocations)
-    ledger.release(client, INSTANCE, held)
+    allocations.release(client, INSTANCE, held)
 
 
 CALLS: dict[str, tuple[Callable[[Placement], object], Any]] = {
@@ -400,7 +400,7 @@ CALLS: dict[str, tuple[Callable[[Placement], object], Any]] = {
         take_candidates, {'allocation_requests': [{'allocations': HELD}], 'provider_summaries': {COMPUTE: ROOMS}}
     ),
     'consumer': (take_claim, {'allocations': HELD, 'consumer_generation': 1, 'user_id': 'u', 'project_id': 'p'}),
-    'of provider': (lambda client: ledger.of_provider(client, COMPUTE), {'allocations': HELD}),
+    'of provider': (lambda client: allocations.of_provider(client, COMPUTE), {'allocations': HELD}),
     'inventory': (
         lambda client: providers.is_as(client, COMPUTE, {'VCPU': {'total': 4.0}}), {'inventories': {'VCPU': STOCK}}
     ),
@@ -476,11 +476,11 @@ def test_what_comes_over_the_wire_is_an_answer_or_one_line(number: int, monkeypa
         raise ConnectionError  # it is at its end
 
     with wire(pieces) as server:
-        client = Placement(server.url, (2.0, 2.0), Limits(10**6, 5.0))
+        client = Placement(server.url, (2.0, 2.0), AnswerLimits(10**6, 5.0))
         for each in range(number):
             current[0] = broken(random.Random(f'wire/{each}'))
             with case('wire', each, current[0]):
-                ledger.candidates(client, QUERY)
+                allocations.candidates(client, QUERY)
             with case('wire, written', each, current[0]):
                 client.write('PUT', '/x', {})
         client.close()
@@ -492,7 +492,7 @@ def test_what_is_put_on_a_terminal_is_printable(number: int, capsys: pytest.Capt
         rng = random.Random(f'terminal/{each}')
         codes = (rng.randrange(rng.choice((32, 256, 0x110000))) for _ in range(80))
         text = ''.join(map(chr, codes))
-        TERMINAL.put(text)
-        TERMINAL.say(text)
+        terminal().put(text)
+        terminal().say(text)
     for said in capsys.readouterr():
         assert said.replace('\n', '').isprintable()

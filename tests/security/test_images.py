@@ -30,10 +30,10 @@ from uuid import uuid4
 import psutil
 import pytest
 
-from ecomp.agent.build import Cancelled
 from ecomp.agent.images import inspection, transfer
 from ecomp.agent.images.cache import ImageCache
 from ecomp.agent.images.connections import Reach, reach_of
+from ecomp.agent.instance.build import Cancelled
 from ecomp.conf import load_compute
 from ecomp.errors import BuildFailed
 from ecomp.model import keys
@@ -217,7 +217,7 @@ def test_nor_does_a_compute_take_one_from_somebody_else(tmp_path: Path) -> None:
     compute, instance = str(uuid4()), str(uuid4())
     allocations = {compute: {'resources': {'VCPU': 1, 'MEMORY_MB': 64, 'DISK_GB': 1}}}
     value = json.dumps({'allocations': allocations, 'instance': instance, 'image': SECRET})
-    wish = parse_request(compute, keys.host(compute, instance), value.encode())
+    wish = parse_request(compute, keys.request(compute, instance), value.encode())
     assert isinstance(wish, Invalid)
     assert 'the image has a user or a password in its URL' in wish.reason
     assert 'hunter2' not in repr(wish)

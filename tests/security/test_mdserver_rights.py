@@ -26,9 +26,10 @@ import pytest
 from mdserver import conf, privileges, server
 from mdserver.monitor import Monitor
 
-from ecomp.agent.memory import Memory
-from ecomp.agent.metadata import USER, GuestData
-from ecomp.agent.state import State
+from ecomp.agent.host.memory import Memory
+from ecomp.agent.host.metadata import GuestData
+from ecomp.agent.host.metadata_server import USER
+from ecomp.agent.host.state import State
 from ecomp.model.instance import Request
 from tests.kit.servers import TOP, until
 
@@ -148,7 +149,7 @@ def test_it_has_no_rights_and_does_all_that_root_did(running: Server, tmp_path: 
     assert data.ready() == {UUID}
     word = (tmp_path / f'metadata/{UUID}.ready').stat()
     assert (word.st_uid, word.st_mode & 0o777) == (0, 0o600)
-    data.write(Request(UUID, {}, None, '', '', name='web1', user_data=b'#!mine'), [MAC])
+    data.write(Request(UUID, {}, name='web1', user_data=b'#!mine'), [MAC])
     assert running.ask('/latest/user-data') == (200, b'#!mine')
     assert data.ready() == set()
     data.remove(UUID, [MAC])
@@ -179,7 +180,7 @@ def test_without_a_user_it_is_who_started_it(tmp_path: Path) -> None:
         assert rights(started.pid) == rights('self')
         assert psutil.Process(started.pid).children() == []
         assert started.ask('/latest/user-data') == (200, b'#!one\n')
-    with contextlib.closing(Server(tmp_path, '--user', USER, command=script)) as started:
+    with contextlib.closing(Server(tmp_path, '--verbose', '--user', USER, command=script)) as started:
         assert rights(started.pid) == nothing(USER, USER)
         assert started.ask('/latest/user-data') == (200, b'#!one\n')
 
@@ -187,7 +188,8 @@ def test_without_a_user_it_is_who_started_it(tmp_path: Path) -> None:
 def test_all_that_it_runs_it_has_before(tmp_path: Path) -> None:
     """Its Python may be where it cannot read any more, below /root say: it imports nothing afterwards."""
     describe(tmp_path, {HERE: (MAC, UUID)})
-    with contextlib.closing(Server(tmp_path, '--user', USER, command=[COMMAND[0], '-v', *COMMAND[1:]])) as started:
+    command = [COMMAND[0], '-v', *COMMAND[1:]]
+    with contextlib.closing(Server(tmp_path, '--verbose', '--user', USER, command=command)) as started:
         before = len(started.log.read_text())
         for path in ('/', '/latest/user-data', '/latest/no-such', f'/seed/{UUID}/vendor-data', '/%ff%00'):
             started.ask(path)
@@ -282,20 +284,20 @@ def test_its_monitor_opens_nothing_else(tmp_path: Path) -> None:
             f'guest {MAC}\n', f'guest {MAC.upper()}', f'guest {MAC}/../../token', f'guest {MAC}\0',
             'user-data ../token', 'user-data /etc/shadow', 'leases /etc/*', '/etc/shadow', 'open /etc/shadow',
             f'ready {MAC}', f'ready {MAC} ../../x', f'ready ../{MAC} {UUID}', f'ready {MAC} {UUID.upper()}',
-            f'ready {MAC} {UUID} x', 'guest ' + 300 * 'x', '\xff',
+            f'ready {MAC} {UUID}', 'guest ' + 300 * 'x', '\xff',
         ):
             assert asked(monitor, request) == ['Invalid argument'], request
         # A word is of a guest that is there, or nobody's: otherwise they would fill the directory.
-        assert asked(monitor, f'ready {MAC} {OTHER}') == asked(monitor, f'ready {MAC_2} {UUID}') == [
+        assert asked(monitor, f'ready {MAC} {OTHER} {{}}') == asked(monitor, f'ready {MAC_2} {UUID} {{}}') == [
             'No such file or directory'
         ]
         assert sorted(path.name for path in guests.iterdir()) == [f'{MAC}.json']
         # Links are followed nowhere, though only root could have put them there.
         (guests / f'{MAC_2}.json').symlink_to(tmp_path / 'token')
         (tmp_path / 'z.status').symlink_to(tmp_path / 'token')
-        (guests / f'{UUID}.ready').symlink_to(tmp_path / 'made')
+        (guests / f'{UUID}.said').symlink_to(tmp_path / 'made')
         link = 'Too many levels of symbolic links'
-        assert asked(monitor, f'guest {MAC_2}') == asked(monitor, f'ready {MAC} {UUID}') == [link]
+        assert asked(monitor, f'guest {MAC_2}') == asked(monitor, f'ready {MAC} {UUID} {{}}') == [link]
         assert asked(monitor, 'leases')[1:] == [link]
         assert not (tmp_path / 'made').exists()
     finally:
@@ -338,9 +340,10 @@ def test_whoever_it_is_then_gets_at_nothing_of_ecomputes() -> None:
         state = State(top / 'state')
         state.compute_uuid(None)
         state.token()
+        state.keep()
         state.close()
         directory = top / 'state'
-        GuestData(directory / 'metadata').write(Request(UUID, {}, None, '', '', user_data=b'canary'), [MAC])
+        GuestData(directory / 'metadata').write(Request(UUID, {}, user_data=b'canary'), [MAC])
         (directory / f'metadata/{UUID}.ready').touch(0o600)
         Memory(directory, OTHER, lambda: '2026-01-01T00:00:00.000Z')
         paths = sorted(directory.rglob('*'))
@@ -416,10 +419,10 @@ def test_who_is_not_root_cannot_become_anybody(monkeypatch: pytest.MonkeyPatch) 
 BY_ECOMPUTE = '''
 import json, logging, os, signal, sys, time
 from pathlib import Path
-from ecomp.agent import metadata
+from ecomp.agent.host import metadata_server
 logging.basicConfig(level=logging.INFO)
 os.system('ip link set lo up; ip addr add 169.254.169.254/32 dev lo')
-server = metadata.MetadataServer(Path(sys.argv[1]), Path(sys.argv[2]), 'virbr0')
+server = metadata_server.MetadataServer(Path(sys.argv[1]), Path(sys.argv[2]), 'virbr0')
 server.ensure()
 pid = server._process.pid
 print(Path(f'/proc/{pid}/status').read_text(), flush=True)
@@ -427,9 +430,9 @@ os.kill(int(Path(f'/proc/{pid}/task/{pid}/children').read_text()), signal.SIGKIL
 while server._process.poll() is None:
     time.sleep(0.05)
 server.ensure()  # as each minute
-assert server._process.pid != pid and metadata.is_metadata(metadata.answer())
+assert server._process.pid != pid and metadata_server.is_metadata(metadata_server.answer())
 server.stop()
-assert metadata.answer() is None
+assert metadata_server.answer() is None
 '''
 
 

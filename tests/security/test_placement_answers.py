@@ -18,18 +18,17 @@ import pytest
 
 from ecomp.errors import EcompError, UnknownOutcome, Unreachable
 from ecomp.model.choose import SPREAD, choose
-from ecomp.placement import allocations as ledger
-from ecomp.placement import providers, room, traits
+from ecomp.placement import allocations, providers, room, traits
 from ecomp.placement.client import Placement
-from ecomp.placement.limited import Limits
+from ecomp.placement.limited import AnswerLimits
 from tests.security.wire import Wire, said, whole, wire
 
 NAME = 'd578fb7c-7787-4e73-b69a-a7b3ef9bf73a'
-SHORT = Limits(200_000, 1.0)
+SHORT = AnswerLimits(200_000, 1.0)
 
 
 @contextmanager
-def client(server: Wire, limits: Limits = SHORT) -> Iterator[Placement]:
+def client(server: Wire, limits: AnswerLimits = SHORT) -> Iterator[Placement]:
     found = Placement(server.url, (2.0, 0.6), limits)
     try:
         yield found
@@ -37,7 +36,7 @@ def client(server: Wire, limits: Limits = SHORT) -> Iterator[Placement]:
         found.close()
 
 
-def refused(pieces: Callable[[], Iterable[bytes]], says: str, limits: Limits = SHORT) -> float:
+def refused(pieces: Callable[[], Iterable[bytes]], says: str, limits: AnswerLimits = SHORT) -> float:
     """A GET ends in one line, a write in an unknown outcome; the seconds that the slower took."""
     longest = 0.0
     with wire(pieces) as server:
@@ -115,7 +114,7 @@ def test_an_answer_without_an_end_ends(pieces: Callable[[], Iterable[bytes]]) ->
     """It was 3.6 GiB in 20 s, and growing (ENEMY 13)."""
     tracemalloc.start()
     try:
-        refused(pieces, 'not as placement does', Limits(2_000_000, 20.0))
+        refused(pieces, 'not as placement does', AnswerLimits(2_000_000, 20.0))
         assert tracemalloc.get_traced_memory()[1] < 40_000_000
     finally:
         tracemalloc.stop()
@@ -124,7 +123,7 @@ def test_an_answer_without_an_end_ends(pieces: Callable[[], Iterable[bytes]]) ->
 def test_a_connection_is_kept_for_the_next_call() -> None:
     """As it was before; and the next call has all its time."""
     accepted = []
-    with wire(lambda: [said({'a': 1})]) as server, client(server, Limits(1000, 0.8)) as placement:
+    with wire(lambda: [said({'a': 1})]) as server, client(server, AnswerLimits(1000, 0.8)) as placement:
         real = server._serve
         server._serve = lambda connection: (accepted.append(1), real(connection))  # type: ignore[method-assign, func-returns-value, assignment]
         for _ in range(5):
@@ -166,7 +165,7 @@ def test_what_is_no_json_is_one_line(body: bytes, status: str) -> None:
     """Deep JSON and an integer of more than 4,300 digits were a traceback (ENEMY 17)."""
     with wire(lambda: [whole(body, status)]) as server, client(server) as placement:
         for call in (
-            lambda: ledger.consumer(placement, NAME),
+            lambda: allocations.consumer(placement, NAME),
             lambda: placement.write('PUT', '/x', {}),
         ):
             with pytest.raises(EcompError) as caught:
@@ -195,14 +194,15 @@ def bodies() -> Iterator[tuple[str, Callable[[Placement], Any], object]]:
         for name in ('capacity', 'used'):
             share = {'capacity': 4, 'used': 1, name: wrong}
             offer = {'allocation_requests': [], 'provider_summaries': {NAME: {'resources': {'VCPU': share}}}}
-            yield 'candidates', lambda client: ledger.candidates(client, 'resources=VCPU:1'), offer
+            yield 'candidates', lambda client: allocations.candidates(client, 'resources=VCPU:1'), offer
             yield 'shares', lambda client: providers.shares(client, [NAME]), offer
         held = {NAME: {'resources': {'VCPU': wrong}}}
-        yield 'held', lambda client: ledger.of_provider(client, NAME), {'allocations': held}
-        yield 'consumer', lambda client: ledger.consumer(client, NAME), {'allocations': held, 'consumer_generation': 1}
+        yield 'held', lambda client: allocations.of_provider(client, NAME), {'allocations': held}
+        one = {'allocations': held, 'consumer_generation': 1}
+        yield 'consumer', lambda client: allocations.consumer(client, NAME), one
         good = {NAME: {'resources': {'VCPU': 1}}}
         for generation in ({'consumer_generation': wrong}, {}):
-            yield 'generation', lambda client: ledger.consumer(client, NAME), {'allocations': good, **generation}
+            yield 'generation', lambda client: allocations.consumer(client, NAME), {'allocations': good, **generation}
         for name in STOCK:
             if (name, wrong) != ('allocation_ratio', 1.5):
                 stock = {'inventories': {'VCPU': {**STOCK, name: wrong}}}
@@ -222,16 +222,16 @@ def bodies() -> Iterator[tuple[str, Callable[[Placement], Any], object]]:
         yield 'matching', lambda client: providers.matching(client, 'x'), {'resource_providers': [{'uuid': wrong}]}
         yield 'name', lambda client: providers.name(client, NAME), {'name': wrong}
         owned = {'allocations': {NAME: {'resources': {'VCPU': 1}}}, 'consumer_generation': 1, 'user_id': wrong}
-        yield 'owner', lambda client: ledger.consumer(client, NAME), owned
+        yield 'owner', lambda client: allocations.consumer(client, NAME), owned
     for shape in ([], 'ab', 7, {NAME: 7}, {NAME: 'ab'}, {NAME: {'resources': 'ab'}}, {NAME: {'resources': ['ab']}}):
-        yield 'held', lambda client: ledger.of_provider(client, NAME), {'allocations': shape}
+        yield 'held', lambda client: allocations.of_provider(client, NAME), {'allocations': shape}
 
 
 def test_what_is_taken_has_its_kind_and_its_bounds() -> None:
     """The ten places of ENEMY 17: a number of 4,300 digits, 1e999, another shape."""
     current: list[object] = [None]
     passed = []
-    with wire(lambda: [said(current[0])]) as server, client(server, Limits(10**6, 20.0)) as placement:
+    with wire(lambda: [said(current[0])]) as server, client(server, AnswerLimits(10**6, 20.0)) as placement:
         for what, take, answer in bodies():
             current[0] = answer
             with suppress(NotPlacement):
@@ -261,7 +261,7 @@ def test_a_number_that_is_none(number: str) -> None:
     offer = {'allocation_requests': [], 'provider_summaries': {NAME: {'resources': {'VCPU': share}}}}
     stock = {'inventories': {'VCPU': {**STOCK, 'allocation_ratio': 'HERE'}}}
     for answer, take in (
-        (offer, lambda client: ledger.candidates(client, 'resources=VCPU:1')),
+        (offer, lambda client: allocations.candidates(client, 'resources=VCPU:1')),
         (stock, lambda client: providers.inventory(client, NAME)),
     ):
         body = whole(json.dumps(answer).replace('"HERE"', number).encode())
@@ -287,7 +287,7 @@ def test_the_largest_numbers_are_reckoned_with() -> None:
             'usages': {'VCPU': used},
         }
         with wire(lambda answer=answer: [said(answer)]) as server, client(server) as placement:  # type: ignore[misc]
-            offer = ledger.candidates(placement, 'resources=VCPU:1')
+            offer = allocations.candidates(placement, 'resources=VCPU:1')
             assert choose(offer, [NAME], SPREAD, random.Random(0)).tries
             found = room.look(placement, NAME, True, traits=False, aggregates=False)
             assert found is not None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import uuid
 from collections.abc import Iterator
 from contextlib import closing
@@ -15,7 +16,7 @@ pytest.importorskip('placement', reason="pip install '.[lab]'")
 
 from ecomp.errors import Denied
 from ecomp.placement.client import Placement
-from ecomp.scheduler import repair
+from ecomp.scheduler.operating import repair
 from ecomp.store.client import Delete, Put
 from tests.kit.servers import PlacementServer, until
 from tests.kit.story import IMAGE, NOBODY, SMALL, SOON, one_line
@@ -329,6 +330,15 @@ def test_it_says_that_it_has_the_victim(cloud: Product, victim: str, state: str)
     assert mended(cloud) == ['booted-differs'] * (state == 'active')
     own.commit([], [Put(f'/booted/{victim}', address.strip())])
     assert (cloud.does('show', 'victim'), cloud.does('victim')) == (shown, address)
+
+
+def test_whoever_places_may_hear_what_happened(cloud: Product, victim: str) -> None:
+    words = [line.split(maxsplit=1)[1] for line in cloud.does('events', 'victim').splitlines()]
+    # The two computes of this cluster are of one host.
+    on = f'{socket.gethostname()} ({cloud.computes[TWO].uuid})'
+    assert words[:1] == [f'victim: request accepted, for {on}']
+    assert 'victim: active' in words
+    assert victim not in ''.join(words)
 
 
 def test_it_writes_what_was_released(cloud: Product, victim: str) -> None:

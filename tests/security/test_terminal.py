@@ -3,70 +3,91 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
+import yaml
 
+from ecomp.cli.formats import Look, document, rendered, rendered_details
+from ecomp.cli.options import TABLE
+from ecomp.cli.show import as_detail, as_list
+from ecomp.cli.terminal import Live
+from ecomp.cli.timeline import drawn
+from ecomp.cli.timeline import to_dict as timeline_to_dict
+from ecomp.cli.why import Explanation, in_sentences
+from ecomp.cli.why import to_dict as why_to_dict
 from ecomp.model.choose import Why
-from ecomp.model.group import Group
+from ecomp.model.computes import Computes
+from ecomp.model.group import Group, Membership
 from ecomp.model.json_object import dump
 from ecomp.model.record import ACTIVE, ERROR, Failure, Interface, Record
-from ecomp.schedule import TERMINAL
-from ecomp.scheduler.live import Live
-from ecomp.scheduler.show import as_detail, as_list
-from ecomp.scheduler.timeline import as_timeline
-from ecomp.scheduler.why import Told, as_why
+from ecomp.schedule import terminal
+from tests.kit.forms import LOOKS
 
 pytestmark = pytest.mark.fast
 
 COMPUTE, INSTANCE = 'b8756be5-a30d-4311-920c-0ad996367a8e', 'd578fb7c-7787-4e73-b69a-a7b3ef9bf73a'
 EVIL = '\x1b]0;owned\x07\x1b[2J\x9b1m\u202e\ud800\x7f\r\nNOTIFIED TARGET, x'
 RECORD = Record(
-    *(INSTANCE, COMPUTE, ACTIVE, EVIL, {EVIL: 1}, EVIL, EVIL, EVIL),
+    *(INSTANCE, COMPUTE, ACTIVE),
+    image=EVIL,
+    resources={EVIL: 1},
+    query=EVIL,
+    user_id=EVIL,
+    project_id=EVIL,
     addresses=(Interface(EVIL, EVIL, EVIL, EVIL, EVIL),),
     console=EVIL,
     stages={'scheduled': EVIL, 'requested': '2026-01-31\n12:00:00', EVIL: EVIL},
     fault=EVIL,
     power=f'x:{EVIL}',
-    group=EVIL,
+    group=Membership(EVIL),
     why=Why(EVIL, 0.5, 3),
 )
-TOLD = Told(RECORD, EVIL, RECORD.why, Group('g', 'affinity', True, {INSTANCE: COMPUTE, COMPUTE: EVIL}))
-FORMS: list[Callable[[str], str]] = [
-    lambda form: as_why(TOLD, form),
-    lambda form: as_detail(RECORD, form),
-    lambda form: as_detail(replace(RECORD, state=ERROR, error=Failure(EVIL, EVIL, EVIL)), form),
-    lambda form: as_list([RECORD], form),
-    lambda form: as_timeline([RECORD], form),
-]
+TOLD = Explanation(
+    RECORD, Computes({}, {COMPUTE: EVIL}), RECORD.why, Group('g', 'affinity', True, {INSTANCE: COMPUTE, COMPUTE: EVIL})
+)
+COLOURS = re.compile('\x1b\\[3[123]m|\x1b\\[0m')
+BROKEN = replace(RECORD, state=ERROR, error=Failure(EVIL, EVIL, EVIL))
 
 
-@pytest.mark.parametrize('as_form', FORMS)
-@pytest.mark.parametrize('form', ['table', 'json'])
-def test_what_is_put_is_printable(as_form: Callable[[str], str], form: str, capsys: pytest.CaptureFixture[str]) -> None:
+def forms(look: Look) -> list[str]:
+    """All that is told of it, as it is drawn; formats alone make what drives a terminal: colours and tabs."""
+    told = [rendered_details([each], look, several=False) for each in (as_detail(RECORD), as_detail(BROKEN))]
+    told += [rendered(as_list([RECORD, BROKEN]), look)]
+    if look.form == TABLE:
+        return [*told, in_sentences(TOLD), drawn([RECORD], look)]
+    values = (why_to_dict(TOLD), timeline_to_dict([RECORD])) if look.form in ('json', 'yaml') else ()
+    return [*told, *(document(each, look.form) for each in values)]
+
+
+@pytest.mark.parametrize('look', [*LOOKS, Look(width=80, colour=True)], ids=str)
+def test_what_is_drawn_is_printable(look: Look, capsys: pytest.CaptureFixture[str]) -> None:
     """`eschedule why` drove the terminal: it alone of all forms did (ENEMY 16)."""
-    TERMINAL.put(as_form(form))
-    lines = capsys.readouterr().out.splitlines()
-    assert lines
-    assert [line for line in lines if not line.isprintable() or line.startswith('NOTIFIED')] == []
-    if form == 'json':
-        assert json.loads('\n'.join(lines)) == json.loads(as_form(form))
+    for text in forms(look):
+        terminal().draw(text)
+        lines = [COLOURS.sub('', line).replace('\t', ' ') for line in capsys.readouterr().out.split('\n')]
+        assert lines
+        assert [line for line in lines if not line.isprintable() or line.startswith('NOTIFIED')] == []
+        if look.form == 'json':
+            assert json.loads('\n'.join(lines)) == json.loads(text)
+        if look.form == 'yaml':
+            yaml.safe_load(text)
 
 
 @pytest.mark.parametrize('text', [EVIL, EVIL * 100, 'a\n' + EVIL])
 def test_whatever_is_put_or_said_is_printable(text: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Once for all, for the form that is yet to come."""
-    TERMINAL.put(text)
-    TERMINAL.say(text)
+    terminal().put(text)
+    terminal().say(text)
     for said in capsys.readouterr():
         assert said.replace('\n', '').isprintable()
         assert 'NOTIFIED TARGET, x' in said
 
 
 def test_nothing_is_cut_off_what_is_put(capsys: pytest.CaptureFixture[str]) -> None:
-    TERMINAL.put(dump({'query': 'x' * 300_000}, indent=2))
+    terminal().put(dump({'query': 'x' * 300_000}, indent=2))
     assert json.loads(capsys.readouterr().out) == {'query': 'x' * 300_000}
 
 

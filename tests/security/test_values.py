@@ -26,7 +26,7 @@ from tests.kit.servers import TOP, Etcd
 
 pytestmark = pytest.mark.fast
 
-KEY = keys.host(COMPUTE, INSTANCE)
+KEY = keys.request(COMPUTE, INSTANCE)
 HUGE, HUGER, VAST = '1e999', '-1e999', '9' * 4300
 HALF = '\ud800'
 
@@ -47,7 +47,7 @@ def with_number(value: dict[str, Any], text: str) -> bytes:
 
 
 def stored(**changed: Any) -> dict[str, Any]:
-    return {**json.loads(record_to_json(Record(INSTANCE, COMPUTE, ACTIVE, IMAGE))), **changed}
+    return {**json.loads(record_to_json(Record(INSTANCE, COMPUTE, ACTIVE, image=IMAGE))), **changed}
 
 
 WHY = {'weigh': 'spread', 'weight': 'HERE', 'of': 3}
@@ -83,7 +83,7 @@ def test_a_weight_is_kept() -> None:
 
 def test_nothing_is_written_that_nobody_reads() -> None:
     with pytest.raises(ValueError, match='not JSON compliant|Out of range'):
-        record_to_json(Record(INSTANCE, COMPUTE, ACTIVE, IMAGE, why=Why('spread', float('inf'), 3)))
+        record_to_json(Record(INSTANCE, COMPUTE, ACTIVE, image=IMAGE, why=Why('spread', float('inf'), 3)))
     with pytest.raises(ValueError, match='not JSON compliant|Out of range'):
         dump({'weight': float('nan')})
     shown = dump(['\x7f\x9b\u202e' + HALF], indent=0)
@@ -99,7 +99,7 @@ def dumped_elsewhere(source: str) -> list[int]:
 
 def test_one_function_writes_json() -> None:
     """What goes to etcd, to the memory of it and to a terminal."""
-    rooms = ['model', 'scheduler', 'store', 'agent/digest.py', 'agent/memory.py', 'schedule.py', 'compute.py']
+    rooms = ['model', 'scheduler', 'store', 'agent/host/digest.py', 'agent/host/memory.py', 'schedule.py', 'compute.py']
     found = {}
     for room in rooms:
         there = TOP / 'ecomp' / room
@@ -200,7 +200,7 @@ def test_half_of_a_character_waits_in_no_queue(name: str) -> None:
     """Placement fails over a claim for it, and whoever takes from the queue would try just that for ever."""
     fields = {'flavor': 'f', 'instance': INSTANCE, 'query': 'resources=VCPU:1,MEMORY_MB:1,DISK_GB:1', 'image': IMAGE}
     value = {'version': 1, **fields, 'user_id': 'u', 'project_id': 'p'}
-    assert isinstance(queue.parse_waiting(keys.queue('f', INSTANCE), json.dumps(value).encode()), queue.Waiting)
+    assert isinstance(queue.parse_waiting(keys.queue('f', INSTANCE), json.dumps(value).encode()), queue.QueueEntry)
     found = queue.parse_waiting(keys.queue('f', INSTANCE), json.dumps({**value, name: HALF}).encode())
     assert isinstance(found, Invalid)
     assert found.reason.startswith(f'{name}: ')

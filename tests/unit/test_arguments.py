@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
+import shlex
+
 import pytest
 
+from ecomp.cli.command import Invocation
+from ecomp.cli.commands import COMMANDS, help_of, parse
+from ecomp.cli.options import OPTIONS, Options
 from ecomp.errors import UsageError
-from ecomp.scheduler.arguments import Command, Options, parse, parser
-from ecomp.scheduler.commands import RUNS
-from ecomp.scheduler.forms import CREATE, FORMS
 
 A, B = '1f0e4c9a-3a52-4b0f-8d87-0d8f1f2a6b01', '1f0e4c9a-3a52-4b0f-8d87-0d8f1f2a6b02'
 QUERY = 'resources=VCPU:1,DISK_GB:1,MEMORY_MB:256'
@@ -17,35 +20,35 @@ IMAGE = 'http://images.invalid/a.img'
 @pytest.mark.parametrize(
     ('argv', 'command'),
     [
-        ([QUERY], Command('create', (QUERY,), Options())),
-        ([QUERY, IMAGE], Command('create', (QUERY, IMAGE), Options())),
-        (['--wait', QUERY, IMAGE], Command('create', (QUERY, IMAGE), Options(wait=''))),
+        ([QUERY], Invocation('create', (QUERY,), Options())),
+        ([QUERY, IMAGE], Invocation('create', (QUERY, IMAGE), Options())),
+        (['--wait', QUERY, IMAGE], Invocation('create', (QUERY, IMAGE), Options(wait=''))),
         (
             [QUERY, '--wait=started', '--timeout', '5', '--uuid', A.upper()],
-            Command('create', (QUERY,), Options(uuid=A, wait='started', timeout=5.0)),
+            Invocation('create', (QUERY,), Options(uuid=A, wait='started', timeout=5.0)),
         ),
-        ([A], Command('query', (A,), Options())),
-        ([A.replace('-', '').upper()], Command('query', (A,), Options())),
-        (['destroy', A, '--wait', B], Command('destroy', (A, B), Options(wait=''))),
-        (['wait', A, B, '--for', 'disk'], Command('wait', (A, B), Options(stage='disk'))),
-        (['stop', A, B], Command('stop', (A, B), Options())),
-        (['reboot', '--wait', A, '--timeout', '5'], Command('reboot', (A,), Options(wait='', timeout=5.0))),
-        (['wait', '--timeout', '5', A], Command('wait', (A,), Options(timeout=5.0))),
-        (['-f', 'json', 'list', '--all'], Command('list', (), Options(format='json', all=True))),
-        (['hosts', '-f', 'json'], Command('hosts', (), Options(format='json'))),
-        (['host', 'forget', A.upper()], Command('host forget', (A,), Options())),
-        (['web1'], Command('query', ('web1',), Options())),
-        (['1F0E4C9A'], Command('query', ('1F0E4C9A',), Options())),
-        (['show', 'web1', '1f0e', A.upper()], Command('show', ('web1', '1f0e', A), Options())),
+        ([A], Invocation('query', (A,), Options())),
+        ([A.replace('-', '').upper()], Invocation('query', (A,), Options())),
+        (['destroy', A, '--wait', B], Invocation('destroy', (A, B), Options(wait=''))),
+        (['wait', A, B, '--for', 'disk'], Invocation('wait', (A, B), Options(stage='disk'))),
+        (['stop', A, B], Invocation('stop', (A, B), Options())),
+        (['reboot', '--wait', A, '--timeout', '5'], Invocation('reboot', (A,), Options(wait='', timeout=5.0))),
+        (['wait', '--timeout', '5', A], Invocation('wait', (A,), Options(timeout=5.0))),
+        (['-f', 'json', 'list', '--all'], Invocation('list', (), Options(format='json', all=True))),
+        (['hosts', '-f', 'json'], Invocation('hosts', (), Options(format='json'))),
+        (['host', 'forget', A.upper()], Invocation('host forget', (A,), Options())),
+        (['web1'], Invocation('query', ('web1',), Options())),
+        (['1F0E4C9A'], Invocation('query', ('1F0E4C9A',), Options())),
+        (['show', 'web1', '1f0e', A.upper()], Invocation('show', ('web1', '1f0e', A), Options())),
         (
             [QUERY, '--name', 'web1', '--ssh-key', 'a.pub', '--user-data', '-', '--ssh-key', 'b.pub'],
-            Command('create', (QUERY,), Options(name='web1', ssh_key=['a.pub', 'b.pub'], user_data='-')),
+            Invocation('create', (QUERY,), Options(name='web1', ssh_key=['a.pub', 'b.pub'], user_data='-')),
         ),
-        (['--queue', '--flavor', 'x', IMAGE], Command('create', ('', IMAGE), Options(flavor='x', queue=True))),
-        (['show', A, '--config', 'x.yaml'], Command('show', (A,), Options(config='x.yaml'))),
+        (['--queue', '--flavor', 'x', IMAGE], Invocation('create', ('', IMAGE), Options(flavor='x', queue=True))),
+        (['show', A, '--config', 'x.yaml'], Invocation('show', (A,), Options(config='x.yaml'))),
     ],
 )
-def test_each_form(argv: list[str], command: Command) -> None:
+def test_each_form(argv: list[str], command: Invocation) -> None:
     assert parse(argv) == command
 
 
@@ -79,9 +82,102 @@ def test_what_does_not_go_together(argv: list[str], said: str) -> None:
         parse(argv)
 
 
-def test_every_form_is_run_and_explained() -> None:
-    assert set(RUNS) == set(FORMS) - {CREATE}
-    helped = parser().format_help()
-    for form in FORMS.values():
-        assert f'{form.usage} ' in helped
-        assert form.help in helped
+def test_every_command_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
+    helped = help_of('')
+    for name, each in COMMANDS.items():
+        assert f'{each.usage} ' in helped
+        assert each.summary in helped
+        assert f'usage: eschedule {each.usage} ' in help_of(name)
+        with pytest.raises(SystemExit, match='0'):
+            parse([*name.split(), '--help'])
+        # What prints an address is told by an id, and by no word.
+        assert capsys.readouterr().out == help_of(name if name != 'query' else '')
+
+
+@pytest.mark.parametrize('name', COMMANDS)
+def test_the_help_of_a_command_speaks_of_its_own_options_alone(name: str) -> None:
+    shown = [flag for each in COMMANDS[name].takes() for flag in each.flags]
+    helped = help_of(name).partition('options:')[2].partition('exit codes')[0]
+    found = re.findall('^  (?:-[a-z](?: [A-Z]+)?, )?(--[a-z-]+)', helped, re.MULTILINE)
+    assert found == [each for each in shown if len(each) > 2]
+    fields = {*COMMANDS[name].options, 'config'}
+    assert set(shown) == {flag for field in fields for each in OPTIONS[field] for flag in each.flags}
+
+
+@pytest.mark.parametrize(
+    ('argv', 'name'),
+    [
+        (['--help'], ''),
+        (['-h', 'wait', A], 'wait'),
+        (['--timeout', '5', 'host', 'drain', 'hv1', '--help'], 'host drain'),
+        ([QUERY, '--help'], 'create'),
+        (['--help', '--nonsense'], ''),
+        ([A, '--help'], ''),
+    ],
+)
+def test_help_is_of_what_is_typed_beside_it(argv: list[str], name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match='0'):
+        parse(argv)
+    assert capsys.readouterr().out == help_of(name)
+
+
+def test_every_option_is_some_command_s() -> None:
+    taken = {field for each in COMMANDS.values() for field in each.options}
+    assert taken | {'config'} == set(OPTIONS)
+
+
+@pytest.mark.parametrize('name', COMMANDS)
+def test_every_command_has_an_example_that_can_be_typed(name: str) -> None:
+    program, *words = shlex.split(COMMANDS[name].example)
+    assert program == 'eschedule'
+    assert parse(words).name == name
+    assert f'example: {COMMANDS[name].example}\n' in help_of(name)
+
+
+@pytest.mark.parametrize(
+    ('argv', 'said'),
+    [
+        (['delete', 'web1'], "'delete' is not a command: did you mean eschedule destroy?"),
+        (['ls', '-f', 'json', 'x'], "'ls' is not a command: did you mean eschedule list?"),
+        (['images', 'x'], "did you mean eschedule 'resources=…' [IMAGE_URL]?"),
+        (['Lst'], "'Lst' is neither a command nor an instance: did you mean eschedule list?"),
+        (['xyzzy', 'x'], "'xyzzy' is not a command; --help shows all"),
+        (['host'], "'host' alone is not a command: host has list, show, disable, drain, enable and forget; "),
+        (['quota'], 'quota has list, show and set;'),
+        (['flavor'], 'flavor has list, show, set and delete;'),
+        (['group'], 'group has list and show;'),
+        (['host', 'forgte', 'hv1'], "'host forgte' is not a command (did you mean forget?): host has list, "),
+        (['help', 'lst'], "help: 'lst' is not a command: did you mean eschedule list?"),
+        (['list', '--formt=json'], '--formt is no option (did you mean --format?); --help shows all'),
+        (['--frobnicate'], '--frobnicate is no option; --help shows all'),
+        ([QUERY, '--name', 'a', '--name', 'b'], '--name is given twice'),
+        ([QUERY, '--wait', '--wait=ready'], '--wait is given twice'),
+        ([QUERY, '--min', '2'], '--min goes with --count'),
+    ],
+)
+def test_what_was_probably_meant(argv: list[str], said: str) -> None:
+    with pytest.raises(UsageError) as refused:
+        parse(argv)
+    assert said in str(refused.value)
+    assert '\n' not in str(refused.value)
+
+
+@pytest.mark.parametrize('argv', [[QUERY, '--wait', 'ready'], ['--wait', 'ready', QUERY], ['--wait=ready', QUERY]])
+def test_a_stage_behind_wait_is_what_is_waited_for(argv: list[str]) -> None:
+    found = parse(argv)
+    assert (found.name, found.words, found.options.wait) == ('create', (QUERY,), 'ready')
+
+
+def test_an_instance_may_be_called_as_a_stage_is() -> None:
+    found = parse(['stop', '--wait', 'ready'])
+    assert (found.name, found.words, found.options.wait) == ('stop', ('ready',), '')
+
+
+def test_help_of_several_commands_by_their_first_word(capsys: pytest.CaptureFixture[str]) -> None:
+    helped = help_of('host')
+    assert [line.split('<')[0].split('   ')[0].strip() for line in helped.splitlines() if line.startswith('  ')] == [
+        *('host list', 'host show', 'host disable', 'host drain', 'host enable', 'host forget'),
+    ]
+    with pytest.raises(SystemExit, match='0'):
+        parse(['host', '--help'])
+    assert capsys.readouterr().out == helped

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from ecomp.agent.build import (
+from ecomp.agent.instance.build import (
     Build,
     Cancelled,
     Destroy,

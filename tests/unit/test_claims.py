@@ -7,7 +7,7 @@ import json
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ecomp.agent.claims import APART, due, orphans
+from ecomp.agent.host.claims import APART, due, orphans
 from ecomp.store.client import Entry, Snapshot
 from ecomp.store.requests import in_requests
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ecomp.model import cluster
-from ecomp.model.cluster import Header, Known
+from ecomp.model.cluster import Header, KnownCluster
 
 IDENTITY, OTHER = 'b8756be5-a30d-4311-920c-0ad996367a8e', 'd578fb7c-7787-4e73-b69a-a7b3ef9bf73a'
 numbers = st.integers(0, 2**64 - 1)
@@ -18,7 +18,7 @@ headers = st.builds(Header, st.integers(1, 3), st.integers(1, 50), st.integers(1
 
 @given(st.lists(headers, max_size=20), headers)
 def test_nothing_that_has_been_seen_is_seen_to_go_back(before: list[Header], header: Header) -> None:
-    known = Known(IDENTITY)
+    known = KnownCluster(IDENTITY)
     for each in before:
         known = known.with_header(each)
     goes_back = any(header.revision < each.revision or header.term < each.term for each in before)
@@ -27,11 +27,11 @@ def test_nothing_that_has_been_seen_is_seen_to_go_back(before: list[Header], hea
 
 
 def test_who_knows_nothing_takes_any() -> None:
-    assert cluster.unfamiliar(Known(), Header(7, 1, 1)) is None
+    assert cluster.unfamiliar(KnownCluster(), Header(7, 1, 1)) is None
 
 
 def test_the_words_say_what_is_and_what_was_expected() -> None:
-    known = Known(IDENTITY, 0xABC, 345, 7)
+    known = KnownCluster(IDENTITY, 0xABC, 345, 7)
     assert cluster.unfamiliar(known, Header(0xABC, 12, 7)) == 'it is at revision 12, and 345 was seen'
     assert cluster.unfamiliar(known, Header(0xABC, 400, 2)) == 'it is at raft term 2, and 7 was seen'
     assert cluster.unfamiliar(known, Header(0xDEF, 400, 7)) == 'its cluster id is def, and abc was known'
@@ -47,15 +47,15 @@ def test_the_words_say_what_is_and_what_was_expected() -> None:
 def test_a_value_without_an_identity(value: bytes) -> None:
     with pytest.raises(ValueError, match='.'):
         cluster.identity(value)
-    assert 'cannot be read' in (cluster.unlike(Known(IDENTITY), value) or '')
+    assert 'cannot be read' in (cluster.unlike(KnownCluster(IDENTITY), value) or '')
 
 
 def test_what_is_written_once() -> None:
     assert json.loads(cluster.new(IDENTITY, 'T')) == {'version': 1, 'identity': IDENTITY, 'since': 'T'}
 
 
-@given(st.builds(Known, st.uuids().map(str), numbers, numbers, numbers))
-def test_the_file_says_what_is_known(known: Known) -> None:
+@given(st.builds(KnownCluster, st.uuids().map(str), numbers, numbers, numbers))
+def test_the_file_says_what_is_known(known: KnownCluster) -> None:
     assert cluster.from_json(cluster.to_json(known).encode()) == known
 
 

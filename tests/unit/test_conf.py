@@ -115,7 +115,7 @@ def test_the_examples_are_valid_and_name_every_key(
     text = re.sub(r'^  (host|port): .*\n', '', text, flags=re.MULTILINE)  # endpoints stand in their place
     (tmp_path / name).write_text(text)
     said = load(tmp_path / name)
-    assert set(yaml.safe_load(text)) == {f.name for f in dataclasses.fields(said)} - {'directory'}
+    assert set(yaml.safe_load(text)) == {f.name for f in dataclasses.fields(said)} - {'directory', 'path'}
     assert set(yaml.safe_load(text)['etcd']) == {f.name for f in dataclasses.fields(EtcdConfig)} | {'insecure'}
     assert len(said.etcd.endpoints) == 3
     # What can be shown as a default is the default.
@@ -339,7 +339,7 @@ def test_every_mistake_is_named_with_its_line_and_in_order(mistakes: Callable[[s
         ('uuid: [a]', 'uuid: must be text, not a list'),
         ('uuid: ""', 'uuid: must be one line of printable text'),
         ('networks: default', 'networks: must be a list of `- network: NAME` and `- bridge: NAME`, not default'),
-        ('networks: []', 'networks: must be a list of `- network: NAME` and `- bridge: NAME`, not a list'),
+        ('networks: []', 'networks: must be a list of `- network: NAME` and `- bridge: NAME`, not an empty list'),
         ('networks: [default]', NOT_PLUGGED),
         ('networks: [{network: a, bridge: b}]', NOT_PLUGGED),
         ('networks: [{vlan: a}]', NOT_PLUGGED),
@@ -453,7 +453,7 @@ def test_every_mistake_is_named_with_its_line_and_in_order(mistakes: Callable[[s
         ('etcd: {host: a, endpoints: [b:1]}', 'etcd.host: say either endpoints, or host and port'),
         ('etcd: {endpoints: [b:1], port: 2}', 'etcd.port: say either endpoints, or host and port'),
         ('etcd: {endpoints: a:1}', 'etcd.endpoints: must be a list like [ds1:2379, ds2:2379], not a:1'),
-        ('etcd: {endpoints: []}', 'etcd.endpoints: must be a list like [ds1:2379, ds2:2379], not a list'),
+        ('etcd: {endpoints: []}', 'etcd.endpoints: must be a list like [ds1:2379, ds2:2379], not an empty list'),
         ('etcd: {endpoints: [a]}', 'etcd.endpoints: a must be host:port, the port 1 to 65535'),
         ('etcd: {endpoints: [a:0]}', 'etcd.endpoints: a:0 must be host:port, the port 1 to 65535'),
         ('etcd: {endpoints: ["http://a:1"]}', 'etcd.endpoints: must be a host name or address, not http://a'),

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from ecomp.model.allocation import LARGEST
 from ecomp.model.explain import (
     Cure,
-    Inventory,
     Miss,
     Provider,
     changed,
@@ -20,6 +19,7 @@ from ecomp.model.explain import (
     smallest,
     unexplained,
 )
+from ecomp.model.inventory import Inventory
 from ecomp.model.query import Amount, Has, HasNot, enabled_only, parse, words
 from ecomp.model.status import DISABLED
 

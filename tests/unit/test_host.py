@@ -6,33 +6,40 @@ import json
 
 import pytest
 
-from ecomp.model.host import Host, InEtcd, InPlacement, Leftovers, Share, hosts, leftovers, living, refusal, there
+from ecomp.cli.show import as_hosts
+from ecomp.model.computes import Computes, Living
+from ecomp.model.host import Host, InEtcd, InPlacement, Leftovers, hosts, leftovers, living, refusal, there
 from ecomp.model.instance import Invalid, Request
+from ecomp.model.inventory import Room
 from ecomp.model.record import Failure, Record
 from ecomp.model.status import BY_OPERATOR, DISABLED
-from ecomp.scheduler.show import as_hosts
+from tests.kit.forms import text
 
 HOST, OTHER = (f'{digit * 8}-3a52-4b0f-8d87-0d8f1f2a6b01' for digit in 'ab')
 A, B, C, D, E = (f'{digit * 8}-0000-4b0f-8d87-0d8f1f2a6b01' for digit in '12345')
 
-ROOM = {'VCPU': Share(4, 1), 'MEMORY_MB': Share(512, 128), 'DISK_GB': Share(10, 1)}
-SHUT = {**ROOM, 'VCPU': Share(0, 1, shut=True)}
+ROOM = {'VCPU': Room(4, 1), 'MEMORY_MB': Room(512, 128), 'DISK_GB': Room(10, 1)}
+SHUT = {**ROOM, 'VCPU': Room(0, 1, shut=True)}
 
 
 def wish(instance: str) -> Request:
-    return Request(instance, {HOST: {'VCPU': 1, 'MEMORY_MB': 128, 'DISK_GB': 1}}, 'http://images.invalid/a', '', '')
+    return Request(instance, {HOST: {'VCPU': 1, 'MEMORY_MB': 128, 'DISK_GB': 1}}, image='http://images.invalid/a')
 
 
 def tombstone(instance: str) -> Request:
-    return Request(instance, {}, None, '', '')
+    return Request(instance, {})
 
 
 def record(instance: str, state: str, compute: str = HOST) -> Record:
-    return Record(instance, compute, state, None, error=Failure('disk', 'full', '') if state == 'error' else None)
+    return Record(instance, compute, state, image=None, error=Failure('disk', 'full', '') if state == 'error' else None)
 
 
-def provider(shares: dict[str, Share] = ROOM, uuid: str = HOST, name: str = '') -> dict[str, InPlacement]:
+def provider(shares: dict[str, Room] = ROOM, uuid: str = HOST, name: str = '') -> dict[str, InPlacement]:
     return {uuid: InPlacement(uuid, name or uuid, shares)}
+
+
+def up(hosts: dict[str, str | None]) -> Computes:
+    return Computes({compute: Living(host) for compute, host in hosts.items()})
 
 
 def state(etcd: InEtcd, providers: dict[str, InPlacement]) -> str:
@@ -46,9 +53,9 @@ def state(etcd: InEtcd, providers: dict[str, InPlacement]) -> str:
 @pytest.mark.parametrize(
     ('etcd', 'providers', 'wanted'),
     [
-        (InEtcd(alive={HOST: 'hv1'}), provider(), 'up'),
-        (InEtcd(alive={HOST: 'hv1'}), provider(SHUT), 'up'),
-        (InEtcd(alive={HOST: None}), {}, 'up'),
+        (InEtcd(up({HOST: 'hv1'})), provider(), 'up'),
+        (InEtcd(up({HOST: 'hv1'})), provider(SHUT), 'up'),
+        (InEtcd(up({HOST: None})), {}, 'up'),
         (InEtcd(), provider(SHUT), 'closed'),
         (InEtcd(requests={HOST: {A: wish(A)}}), provider(SHUT), 'closed'),
         (InEtcd(requests={HOST: {A: wish(A)}}), provider(), 'silent'),
@@ -58,7 +65,7 @@ def state(etcd: InEtcd, providers: dict[str, InPlacement]) -> str:
         (InEtcd(junk={HOST: ['x']}), provider(), 'silent'),
         (InEtcd(), provider(), 'orphaned'),
         (InEtcd(), provider({}), 'orphaned'),
-        (InEtcd(records={A: record(A, 'active', OTHER)}, alive={}), {**provider(), **provider(uuid=OTHER)}, None),
+        (InEtcd(records={A: record(A, 'active', OTHER)}), {**provider(), **provider(uuid=OTHER)}, None),
     ],
 )
 def test_state(etcd: InEtcd, providers: dict[str, InPlacement], wanted: str | None) -> None:
@@ -72,53 +79,67 @@ def test_state(etcd: InEtcd, providers: dict[str, InPlacement], wanted: str | No
     'foreign',
     [
         provider(name='nova-compute-7'),  # a placement shared with OpenStack
-        provider({'DISK_GB': Share(1000, 5)}),  # a storage pool, shared by aggregate
+        provider({'DISK_GB': Room(1000, 5)}),  # a storage pool, shared by aggregate
         provider({}, name='new'),
     ],
 )
 def test_what_others_registered_is_no_compute_of_ours(foreign: dict[str, InPlacement]) -> None:
     assert hosts(InEtcd(), foreign) == []
     # Unless etcd knows it: then it is shown with what placement says of it.
-    (shown,) = hosts(InEtcd(alive={HOST: 'hv1'}), foreign)
-    assert shown == Host(HOST, 'hv1', 'up', 0, foreign[HOST].shares)
+    (shown,) = hosts(InEtcd(up({HOST: 'hv1'})), foreign)
+    assert shown == Host(HOST, 'hv1', 'up', 0, foreign[HOST].shares, said=Living('hv1'))
 
 
 def test_what_is_no_uuid_is_no_compute() -> None:
-    assert hosts(InEtcd(alive={'x': 'y'}, junk={'': ['z']}), {}) == []
+    assert hosts(InEtcd(up({'x': 'y'}), junk={'': ['z']}), {}) == []
     assert hosts(InEtcd(records={A: record(A, 'active', 'x')}), {}) == []
 
 
 def test_hosts_are_sorted_by_name_and_those_without_come_last() -> None:
     third = 'c' + OTHER[1:]
-    shown = hosts(InEtcd(alive={third: 'hv1', OTHER: 'hv2'}), provider())
+    shown = hosts(InEtcd(up({third: 'hv1', OTHER: 'hv2'})), provider())
     assert [each.compute for each in shown] == [third, OTHER, HOST]
 
 
+def test_a_host_that_is_away_is_shown_by_its_name() -> None:
+    known = Computes({OTHER: Living('hv2', '1.1.0', 'kvm', True)}, {HOST: 'hv1', 'c' + OTHER[1:]: 'hv3'})
+    away, here = hosts(InEtcd(known), provider(SHUT))
+    assert (away.compute, away.hostname, away.state, away.said) == (HOST, 'hv1', 'closed', Living())
+    assert (here.hostname, here.said.version, here.said.kind) == ('hv2', '1.1.0', 'kvm')
+
+
 def test_free_is_never_negative_and_what_is_too_much_is_said() -> None:
-    assert (Share(4, 1).free, Share(4, 1).over) == (3, 0)
-    assert (Share(2, 3).free, Share(2, 3).over) == (0, 1)
-    assert (Share(0, 3, shut=True).free, Share(0, 3, shut=True).over) == (0, 0)
-    text = as_hosts([Host(HOST, None, 'up', 2, {'VCPU': Share(2, 3), 'PCPU': Share(8, 0)})], 'table')
-    head, line = (each.split('  ') for each in text.splitlines())
+    assert (Room(4, 1).free, Room(4, 1).over) == (3, 0)
+    assert (Room(2, 3).free, Room(2, 3).over) == (0, 1)
+    assert (Room(0, 3, shut=True).free, Room(0, 3, shut=True).over) == (0, 0)
+    shown = text(as_hosts([Host(HOST, None, 'up', 2, {'VCPU': Room(2, 3), 'PCPU': Room(8, 0)})]))
+    head, line = (each.split('  ') for each in shown.splitlines())
     cells = dict(zip([each.strip() for each in head if each], [each.strip() for each in line if each], strict=True))
     assert cells == {
         'COMPUTE': HOST,
         'HOST': '-',
         'STATE': 'up',
         'INSTANCES': '2',
-        'VCPU USED/FREE': '3/0 (1 too many)',
-        'MEMORY_MB USED/FREE': '-',
-        'DISK_GB USED/FREE': '-',
-        'PCPU USED/FREE': '0/8',
+        'VCPU USED/CAPACITY': '3/2 (1 too many)',
+        'MEMORY_MB USED/CAPACITY': '-',
+        'DISK_GB USED/CAPACITY': '-',
+        'PCPU USED/CAPACITY': '0/8',
+        'VERSION': '-',
+        'KIND': '-',
     }
 
 
 def test_json_says_the_same() -> None:
-    text = as_hosts([Host(HOST, 'hv1', 'closed', 1, {'VCPU': Share(0, 1, shut=True)})], 'json')
-    assert json.loads(text) == [
+    said = Living('hv1', '1.1.0', 'kvm', False)
+    shown = text(as_hosts([Host(HOST, 'hv1', 'closed', 1, {'VCPU': Room(0, 1, shut=True)}, said=said)]), 'json')
+    assert json.loads(shown) == [
         {
             'compute': HOST,
             'hostname': 'hv1',
+            'host': 'hv1',
+            'version': '1.1.0',
+            'kind': 'kvm',
+            'queues': False,
             'state': 'closed',
             'disabled': False,
             'instances': 1,
@@ -161,8 +182,8 @@ def test_a_request_its_compute_would_drop_does_not_live_there(known: Record) -> 
 @pytest.mark.parametrize(
     ('etcd', 'held', 'at_it', 'says'),
     [
-        (InEtcd(alive={HOST: 'hv1'}), (), (), 'it is alive on hv1'),
-        (InEtcd(alive={HOST: None}), (), (), 'it is alive: '),
+        (InEtcd(up({HOST: 'hv1'})), (), (), 'it is alive on hv1: stop'),
+        (InEtcd(up({HOST: None})), (), (), 'it is alive: '),
         (InEtcd(requests={HOST: {A: wish(A)}}), (A,), (), f'instance {A} still there'),
         (InEtcd(records={A: record(A, 'active')}), (), (), f'instance {A} still there'),
         (InEtcd(requests={HOST: {A: Invalid(A, 'not JSON')}}), (), (), f'instance {A} still there'),
@@ -175,6 +196,7 @@ def test_a_request_its_compute_would_drop_does_not_live_there(known: Record) -> 
         (InEtcd(requests={HOST: {A: tombstone(A)}}, unreadable={A}), (), (), 'cannot be read'),
         (InEtcd(requests={OTHER: {A: wish(A)}}), (A,), (), f'instance {A} of compute {OTHER} holds'),
         (InEtcd(records={A: record(A, 'active', OTHER)}), (A,), (), f'instance {A} of compute {OTHER} holds'),
+        (InEtcd(up({OTHER: 'hv2'}), {OTHER: {A: wish(A)}}), (A,), (), f'instance {A} of compute hv2 holds'),
     ],
 )
 def test_refusal(etcd: InEtcd, held: tuple[str, ...], at_it: tuple[str, ...], says: str) -> None:
@@ -187,7 +209,7 @@ def test_refusal(etcd: InEtcd, held: tuple[str, ...], at_it: tuple[str, ...], sa
     ('etcd', 'held', 'at_it', 'left'),
     [
         (InEtcd(), (), (), Leftovers()),
-        (InEtcd(alive={OTHER: 'hv2'}, requests={OTHER: {A: wish(A)}}, unreadable={B}), (), (B,), Leftovers()),
+        (InEtcd(up({OTHER: 'hv2'}), requests={OTHER: {A: wish(A)}}, unreadable={B}), (), (B,), Leftovers()),
         (InEtcd(), (A,), (B,), Leftovers(orphans=(A,))),
         (InEtcd(records={A: record(A, 'gone'), B: record(B, 'error')}), (A, B), (), Leftovers(orphans=(A, B))),
         (
@@ -215,12 +237,12 @@ def test_leftovers(etcd: InEtcd, held: tuple[str, ...], at_it: tuple[str, ...], 
     ],
 )
 def test_disabled(
-    alive: bool, traits: set[str], shares: dict[str, Share], wanted: tuple[str, bool], shown: str
+    alive: bool, traits: set[str], shares: dict[str, Room], wanted: tuple[str, bool], shown: str
 ) -> None:
-    etcd = InEtcd(alive={HOST: 'hv1'} if alive else {})
+    etcd = InEtcd(up({HOST: 'hv1'} if alive else {}))
     found = hosts(etcd, {HOST: InPlacement(HOST, HOST, shares, frozenset(traits))})
     assert [(each.state, each.disabled) for each in found] == [wanted]
-    assert shown in [cell.strip() for cell in as_hosts(found, 'table').splitlines()[1].split('  ')]
+    assert shown in [cell.strip() for cell in text(as_hosts(found)).splitlines()[1].split('  ')]
 
 
 def test_what_is_still_there() -> None:

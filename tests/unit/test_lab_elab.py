@@ -6,11 +6,17 @@ import os
 import shutil
 import subprocess
 import sys
+from ipaddress import IPv4Network
 from pathlib import Path
 
 import pytest
 
+from ecomp.lab import machine, state
 from ecomp.lab.elab import main
+from ecomp.lab.hosts import COMPUTE_YAML
+from ecomp.lab.machine import Process
+from ecomp.lab.network import Layout, share, with_less
+from ecomp.lab.state import Lab
 
 
 @pytest.mark.parametrize(
@@ -25,6 +31,8 @@ from ecomp.lab.elab import main
         (['down', '--name', ''], 'a lab is named'),
         (['exec'], 'HOST'),
         (['guest'], 'OUT.qcow2'),
+        (['list', 'all'], 'unrecognized arguments: all'),
+        (['shell', '--name', '../x'], 'a lab is named'),
         (['control', '--etcd-port', 'x'], 'invalid int value'),
     ],
 )
@@ -57,3 +65,72 @@ def test_only_root_makes_and_enters_labs(words: list[str], tmp_path: Path) -> No
 def test_a_guest_into_no_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(['guest', str(tmp_path / 'none/guest.qcow2')]) == 2
     assert capsys.readouterr().err.count('\n') == 1
+
+
+def made(root: Path, name: str, hosts: int, **processes: Process) -> Lab:
+    (root / name).mkdir()
+    lab = Lab(root / name, Layout(name, IPv4Network('10.33.0.0/16')), hosts, dict(processes))
+    lab.save()
+    return lab
+
+
+@pytest.fixture
+def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(state.load, '__defaults__', (tmp_path,))
+    monkeypatch.setattr(state.all_labs, '__defaults__', (tmp_path,))
+    return tmp_path
+
+
+def test_the_labs_of_a_machine(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    me = Process('me', os.getpid(), machine.started_at(os.getpid()) or 0)
+    assert main(['list']) == 0
+    assert capsys.readouterr() == ('', 'there is no lab: elab up makes one\n')
+    made(root, 'off', 3)
+    servers = ('etcd', 'placement', 'hv1 libvirtd', 'hv1 ecompute')
+    made(root, 'on', 1, **dict.fromkeys(servers, me))
+    made(root, 'some', 2, **dict.fromkeys(servers, me))
+    assert main(['list']) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()[1:]]
+    network = '10.33.0.0/16'
+    assert rows == [
+        ['off', 'down', '3', network, str(root / 'off')],
+        ['on', 'up', '1', network, str(root / 'on')],
+        ['some', 'partly', 'up', '2', network, str(root / 'some')],
+    ]
+
+
+def test_a_lab_that_is_not_there_is_made_by_its_name(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    made(root, 'one', 1)
+    assert main(['shell', '--name', 'two']) == 4
+    assert capsys.readouterr().err == "elab: there is no lab 'two' (there is one): elab up --name two makes one\n"
+    assert main(['shell', '--name', 'one']) == 1
+    assert 'elab up --name one writes it' in capsys.readouterr().err
+
+
+def test_a_shell_knows_which_lab_it_is_of(root: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    lab = made(root, 'one', 1)
+    (lab.directory / 'schedule.yaml').write_text('')
+    assert main(['shell', '--name', 'one', 'sh', '-c', 'echo $ECOMP_CONFIG; echo $PATH; exit 3']) == 3
+    config, path = capfd.readouterr().out.splitlines()
+    assert config == str(lab.directory)
+    assert path.split(':')[0] == str(Path(sys.executable).parent)
+    assert main(['shell', '--name', 'one', 'no-such-command']) == 1
+    assert capfd.readouterr().err == 'elab: no-such-command: No such file or directory\n'
+    typed = 'printf "%s\\n" "$PS1" "$ECOMP_CONFIG" >said; exit 5\n'
+    command = f'{sys.executable} -c "import os; from ecomp.lab import shell, state; from pathlib import Path; ' \
+        f"raise SystemExit(shell.run(state.load('one', Path('{root}')), []))\""
+    done = subprocess.run(
+        ['script', '-qec', command, '/dev/null'], input=typed, text=True, capture_output=True, cwd=root, timeout=60,
+        env={**os.environ, 'HOME': str(root), 'PYTHONPATH': str(Path(__file__).parents[2])},
+    )
+    assert done.returncode == 5, done
+    assert (root / 'said').read_text().startswith('(one) ')
+    assert (root / 'said').read_text().splitlines()[-1] == str(lab.directory)
+
+
+def test_a_host_that_is_joined_by_others_has_less() -> None:
+    text = COMPUTE_YAML.format(backends='', compute='x', state='y', VCPU=8, MEMORY_MB=8035, DISK_GB=2)
+    part = share(8, 3 * 8035, 100, 5)
+    assert with_less(text, part) == text.replace('8035', '4821').replace('VCPU: 8', 'VCPU: 4')
+    # What its owner made smaller stays, and so does a port that has as many digits.
+    assert with_less('  MEMORY_MB: 512\n  port: 2379\n', part) == '  MEMORY_MB: 512\n  port: 2379\n'

@@ -13,7 +13,6 @@ from ecomp.errors import EcompError, UsageError
 from ecomp.lab.network import (
     CONTROL,
     DNSMASQ,
-    METADATA_ADDRESS,
     MOST_HOSTS,
     SECOND_OCTETS,
     Layout,
@@ -24,6 +23,7 @@ from ecomp.lab.network import (
     routed_networks,
     share,
 )
+from ecomp.model.network import METADATA_ADDRESS
 
 UUID = '8f14e45f-ceea-567f-a2b1-6d2b3c4d5e6f'
 

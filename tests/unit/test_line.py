@@ -10,12 +10,12 @@ import pytest
 
 from ecomp.model import keys
 from ecomp.model.choose import Offer
-from ecomp.scheduler.line import LOOKS, MOST, SCARCE, Line
+from ecomp.scheduler.placing.contention import LOOKS, MOST, SCARCE, Contention
 from ecomp.store.client import Entry, Snapshot
 from ecomp.store.requests import in_line
 
 
-def line(*read: tuple[int, int]) -> tuple[Line, list[str]]:
+def line(*read: tuple[int, int]) -> tuple[Contention, list[str]]:
     """A line whose reads are these, the last of them again and again; and what it does, in order."""
     left, done = list(read), list[str]()
 
@@ -27,10 +27,10 @@ def line(*read: tuple[int, int]) -> tuple[Line, list[str]]:
         done.append('ask')
         return Offer([])
 
-    return Line(reading, ask, random.Random(1)), done
+    return Contention(reading, ask, random.Random(1)), done
 
 
-def looks(where: Line, spares: Sequence[int]) -> int:
+def looks(where: Contention, spares: Sequence[int]) -> int:
     """How often it looks, with so much to spare each time."""
     for number, spare in enumerate(spares):
         if not where.should_look(spare):
@@ -72,7 +72,7 @@ def test_what_is_left_to_others_has_a_limit() -> None:
 def test_the_instances_before_and_behind() -> None:
     def entry(name: str, revision: int, instances: list[str] | None) -> Entry:
         value = b'?' if instances is None else json.dumps({'version': 1, 'instances': instances}).encode()
-        return Entry(keys.request(name), value, revision)
+        return Entry(keys.attempt(name), value, revision)
 
     found = [
         *(entry('one', 5, ['one']), entry('set', 6, ['a', 'b', 'c']), entry('odd', 7, None)),

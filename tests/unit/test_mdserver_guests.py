@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from mdserver import conf, files, guests
 from mdserver.files import Files
 from mdserver.guests import Broken, Forged, GuestFile, Lease, Unknown, current, parse_guest, parse_leases
-from mdserver.metadata import Guest
+from mdserver.metadata import GuestMetadata
 
 UUID = 'd578fb7c-7787-4e73-b69a-a7b3ef9bf73a'
 A, B = '52:54:00:aa:00:01', '52:54:00:bb:00:02'
@@ -204,13 +204,13 @@ def test_what_a_guest_was_not_given_is_mdserver_confs(tmp_path: Path) -> None:
     config = conf.Config(user_data=tmp_path / 'data', public_keys=(('ops', 'ssh-rsa O'),))
     network = {'version': 2}
     filled_in = Files(config).filled_in
-    assert filled_in(GuestFile(UUID, 'web1', None, None, network), IP) == Guest(
+    assert filled_in(GuestFile(UUID, 'web1', None, None, network), IP) == GuestMetadata(
         UUID, IP, 'web1', (('ops', 'ssh-rsa O'),), b'#!default', network
     )
-    assert filled_in(GuestFile(UUID, 'web1', ('A', 'B'), b'#!mine')) == Guest(
+    assert filled_in(GuestFile(UUID, 'web1', ('A', 'B'), b'#!mine')) == GuestMetadata(
         UUID, '', 'web1', (('default', 'A'), ('key-1', 'B')), b'#!mine'
     )
-    assert filled_in(GuestFile(UUID, 'web1', (), b'')) == Guest(UUID, '', 'web1', (), b'')
+    assert filled_in(GuestFile(UUID, 'web1', (), b'')) == GuestMetadata(UUID, '', 'web1', (), b'')
 
 
 def test_a_guest_file_that_is_none(host: Host) -> None:

@@ -37,7 +37,8 @@ def say_ready(config: Config) -> str:
 
 def test_it_is_noted(config: Config) -> None:
     assert say_ready(config) == '200 OK'
-    assert (config.guests / f'{UUID}.ready').exists()
+    said = {'version': 1, 'host_keys': [], 'stage': None, 'error': None}
+    assert json.loads((config.guests / f'{UUID}.ready').read_text()) == said
 
 
 def test_of_one_that_is_removed_meanwhile_nothing_stays(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,13 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from ecomp.agent.memory import Memory
+from ecomp.agent.host.memory import Memory
 from ecomp.model.instance import Request
 from ecomp.model.record import ACTIVE, BUILDING, new_record, timestamp
 
 COMPUTE = 'b8756be5-a30d-4311-920c-0ad996367a8e'
 INSTANCE, OTHER = 'd578fb7c-7787-4e73-b69a-a7b3ef9bf73a', '5ca1ab1e-0000-4000-8000-000000000000'
-REQUEST = Request(INSTANCE, {COMPUTE: {'VCPU': 1, 'MEMORY_MB': 1, 'DISK_GB': 1}}, 'http://h/i', 'u', 'p')
+REQUEST = Request(
+    INSTANCE, {COMPUTE: {'VCPU': 1, 'MEMORY_MB': 1, 'DISK_GB': 1}}, image='http://h/i', user_id='u', project_id='p'
+)
 RECORD = new_record(COMPUTE, REQUEST, 'T1').at(BUILDING, 'T2')
 DAY = timedelta(days=1)
 

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from ecomp.model import keys, record
 from ecomp.model.audit import audit
+from ecomp.model.computes import to_json as computes_to_json
 from ecomp.model.digest import Digest
 from ecomp.model.findings import CODES, Finding, confirmed
 from ecomp.model.flavor import Flavor
@@ -20,8 +21,8 @@ from ecomp.model.group import AFFINITY, ANTI_AFFINITY, Group, Membership
 from ecomp.model.group import to_json as group_to_json
 from ecomp.model.guest import Guest, mac_address
 from ecomp.model.instance import Request, name_to_json, to_json
-from ecomp.model.planes import Kept, Planes, Provider, World, involved
-from ecomp.model.queue import Waiting
+from ecomp.model.planes import KeyValue, Planes, ProviderState, World, involved
+from ecomp.model.queue import QueueEntry
 from ecomp.model.queue import to_json as waiting_to_json
 from ecomp.model.quota import Quota, times
 from ecomp.model.quota import to_json as quota_to_json
@@ -41,7 +42,7 @@ LEASE = 7
 class Making:
     """The planes while a test changes them."""
 
-    etcd: dict[str, Kept] = field(default_factory=dict)
+    etcd: dict[str, KeyValue] = field(default_factory=dict)
     inventories: dict[str, dict[str, dict[str, Any]]] = field(default_factory=dict)
     held: dict[str, dict[str, dict[str, int]]] = field(default_factory=dict)
     names: dict[str, str] = field(default_factory=dict)
@@ -50,11 +51,11 @@ class Making:
     usages: dict[str, dict[str, int]] = field(default_factory=dict)
 
     def put(self, key: str, value: str, lease: int = 0) -> None:
-        self.etcd[key] = Kept(value.encode(), len(self.etcd) + 1, lease)
+        self.etcd[key] = KeyValue(value.encode(), len(self.etcd) + 1, lease)
 
     def ask(self, compute: str, instance: str, tombstone: bool = False, name: str | None = None) -> None:
-        wanted = ({}, None) if tombstone else ({compute: SIZE}, IMAGE)
-        self.put(keys.host(compute, instance), to_json(Request(instance, *wanted, '', '', name=name)))
+        allocations, image = ({}, None) if tombstone else ({compute: SIZE}, IMAGE)
+        self.put(keys.request(compute, instance), to_json(Request(instance, allocations, image=image, name=name)))
 
     def write(
         self,
@@ -67,11 +68,13 @@ class Making:
     ) -> None:
         interface = Interface('default', mac_address(instance, 0), address, 'lease' if address else None, address)
         error = Failure('image', 'it is no image', 'all') if state == record.ERROR else None
-        made = Record(instance, compute, state, IMAGE, SIZE, addresses=(interface,), error=error, name=name)
+        made = Record(
+            instance, compute, state, image=IMAGE, resources=SIZE, addresses=(interface,), error=error, name=name
+        )
         self.put(keys.record(compute, instance), record.to_json(made), lease)
 
     def wait(self, instance: str, name: str | None = None, flavor: str = 'small') -> None:
-        waiting = Waiting(instance, Flavor(flavor, SIZE), IMAGE, 'u', 'p', name=name)
+        waiting = QueueEntry(instance, Flavor(flavor, SIZE), image=IMAGE, user_id='u', project_id='p', name=name)
         self.put(waiting.key, waiting_to_json(waiting))
         self.put(keys.flavor('small'), '{}')
 
@@ -82,8 +85,8 @@ class Making:
         self.put(keys.group(name), group_to_json(Group(name, policy, True, members)))
 
     def belong(self, instance: str, name: str) -> None:
-        wanted = Request(instance, {ONE: SIZE}, IMAGE, '', '', name='web1', group=Membership(name, ANTI_AFFINITY, True))
-        self.put(keys.host(ONE, instance), to_json(wanted))
+        wanted = Request(instance, {ONE: SIZE}, image=IMAGE, name='web1', group=Membership(name, ANTI_AFFINITY, True))
+        self.put(keys.request(ONE, instance), to_json(wanted))
 
     def alive(self, compute: str, lease: int = LEASE) -> None:
         self.put(keys.compute(compute), '{"token": "x"}', lease)
@@ -104,12 +107,12 @@ class Making:
 
     def seed(self, compute: str, instance: str) -> None:
         before = self.digests[compute]
-        seeds = {**before.seeds, mac_address(instance, 0): instance}
-        self.digests[compute] = replace(before, seeds=seeds)
+        metadata = {**before.metadata, mac_address(instance, 0): instance}
+        self.digests[compute] = replace(before, metadata=metadata)
 
     def iso(self, compute: str, instance: str) -> None:
         before = self.digests[compute]
-        self.digests[compute] = replace(before, isos={**before.isos, instance: ''})
+        self.digests[compute] = replace(before, seeds={**before.seeds, instance: ''})
 
     def reserve(self, compute: str, instance: str, address: str) -> None:
         before = self.digests[compute]
@@ -132,7 +135,7 @@ class Making:
 
     def planes(self) -> Planes:
         providers = {
-            each: Provider(name, self.inventories[each], self.held[each]) for each, name in self.names.items()
+            each: ProviderState(name, self.inventories[each], self.held[each]) for each, name in self.names.items()
         }
         return Planes(providers, self.etcd, self.digests, self.mute, self.usages)
 
@@ -167,7 +170,7 @@ def test_a_world_in_which_all_agree(world: Making) -> None:
 
 
 def _misplaced(world: Making) -> None:
-    del world.etcd[keys.host(ONE, ACTIVE)]
+    del world.etcd[keys.request(ONE, ACTIVE)]
     world.ask(TWO, ACTIVE, name='web1')
 
 
@@ -235,10 +238,10 @@ PLANTED: list[tuple[str, str, Callable[[Making], object]]] = [
     ('request-doubled', NOBODY, _two_requests_and_no_record),
     ('request-misplaced', ACTIVE, _misplaced),
     ('request-misplaced', GONE, lambda w: w.ask(TWO, GONE)),
-    ('request-missing', ACTIVE, lambda w: w.etcd.pop(keys.host(ONE, ACTIVE))),
+    ('request-missing', ACTIVE, lambda w: w.etcd.pop(keys.request(ONE, ACTIVE))),
     ('request-ended', GONE, lambda w: w.ask(ONE, GONE)),
     ('request-ended', FAILED, lambda w: w.ask(ONE, FAILED)),
-    ('request-unreadable', NOBODY, lambda w: w.put(keys.host(ONE, NOBODY), 'no request')),
+    ('request-unreadable', NOBODY, lambda w: w.put(keys.request(ONE, NOBODY), 'no request')),
     ('request-unreadable', 'a/b', lambda w: w.put(f'{keys.HOSTS}{ONE}/a/b', '{}')),
     ('request-unreadable', '', lambda w: w.put(f'{keys.HOSTS}nothing', '{}')),
     ('queued-unreadable', NOBODY, lambda w: w.put(keys.queue('small', NOBODY), 'no request')),
@@ -265,6 +268,7 @@ PLANTED: list[tuple[str, str, Callable[[Making], object]]] = [
     ('name-orphaned', 'web2', lambda w: w.call('web2', OFF)),
     ('name-orphaned', 'web2', lambda w: w.call('web2', GONE)),
     ('name-orphaned', 'failed', lambda w: w.call('failed', FAILED)),
+    ('hostname-orphaned', NOBODY, lambda w: w.put(keys.hostname(NOBODY), computes_to_json('hv9'))),
     ('name-orphaned', 'x/y', lambda w: w.put(keys.name('x/y'), 'no JSON')),
     ('name-missing', ACTIVE, lambda w: w.etcd.pop(keys.name('web1'))),
     ('name-missing', ACTIVE, lambda w: w.call('web1', ACTIVE, LEASE)),
@@ -279,7 +283,7 @@ PLANTED: list[tuple[str, str, Callable[[Making], object]]] = [
     ('quota-unreadable', 'a/b', lambda w: w.put(keys.quota('a/b'), '{}')),
     ('quota-differs', 'web', lambda w: w.put(keys.quota('web'), quota_to_json(Quota('web', {}, {'VCPU': 1})))),
     ('usage-differs', 'web', _used_by_somebody_else),
-    ('attempt-unleased', NOBODY, lambda w: w.put(keys.request(NOBODY), json.dumps({'instances': [NOBODY]}))),
+    ('attempt-unleased', NOBODY, lambda w: w.put(keys.attempt(NOBODY), json.dumps({'instances': [NOBODY]}))),
     ('presence-unleased', TWO, lambda w: w.alive(TWO, lease=0)),
     ('compute-mute', TWO, _mute),
     ('domain-missing', ACTIVE, lambda w: w.no_guest(ONE, ACTIVE)),
@@ -356,12 +360,12 @@ def test_what_a_state_explains(world: Making, state: str, holds: bool, guest: st
 def test_groups_and_quotas_that_agree(world: Making) -> None:
     world.belong(ACTIVE, 'web')
     world.join('web', ANTI_AFFINITY, {ACTIVE: ONE, ELSEWHERE: SILENT})
-    world.put(keys.host(ONE, OFF), to_json(Request(OFF, {ONE: SIZE}, IMAGE, '', 'p')))
+    world.put(keys.request(ONE, OFF), to_json(Request(OFF, {ONE: SIZE}, image=IMAGE, user_id='', project_id='p')))
     world.put(keys.quota('p'), quota_to_json(Quota('p', {'VCPU': 1}, {**SIZE, 'instances': 1})))
     world.usages['p'] = {**SIZE, 'instances': 1}
     assert audit(world.planes()) == []
     # Somebody has claimed, and not delivered yet.
-    world.put(keys.request(NOBODY), json.dumps({'instances': [NOBODY]}), LEASE)
+    world.put(keys.attempt(NOBODY), json.dumps({'instances': [NOBODY]}), LEASE)
     world.usages['p'] = {**times(SIZE, 2), 'instances': 2}
     assert audit(world.planes()) == []
 
@@ -384,7 +388,7 @@ def test_a_destroy_its_compute_has_not_seen_yet(world: Making, record_there: boo
 
 def test_the_name_of_what_cannot_be_understood(world: Making) -> None:
     world.call('web2', NOBODY)
-    for key in (keys.record(TWO, NOBODY), keys.host(TWO, NOBODY)):
+    for key in (keys.record(TWO, NOBODY), keys.request(TWO, NOBODY)):
         world.put(key, '{"version": 99, "name": "web2"}')
         assert world.codes() == ['record-unreadable' if key.startswith(keys.INSTANCES) else 'request-unreadable']
         del world.etcd[key]
@@ -413,7 +417,7 @@ def test_what_another_has_is_not_given_back_by_rule(world: Making) -> None:
 @pytest.mark.parametrize('state', [record.ACTIVE, record.STOPPED])
 @pytest.mark.parametrize('running', [True, False])
 def test_a_power_that_is_being_switched(world: Making, said: str | None, state: str, running: bool) -> None:
-    key = keys.host(ONE, ACTIVE)
+    key = keys.request(ONE, ACTIVE)
     asked = json.loads(world.etcd[key].value) | {'power': {'action': 'reboot', 'id': GONE}}
     world.put(key, json.dumps(asked))
     world.write(ACTIVE, state, address='10.0.0.1')
@@ -429,8 +433,8 @@ def test_a_power_that_is_being_switched(world: Making, said: str | None, state: 
 
 def test_an_eschedule_that_is_at_it(world: Making) -> None:
     for key, value in (
-        (keys.request(NOBODY), json.dumps({'instances': [NOBODY]})),
-        (keys.request(GONE), json.dumps({'instances': [GONE, NOBODY]})),
+        (keys.attempt(NOBODY), json.dumps({'instances': [NOBODY]})),
+        (keys.attempt(GONE), json.dumps({'instances': [GONE, NOBODY]})),
         (keys.taker(keys.queue('small', NOBODY)), '{}'),
     ):
         world.put(key, value, LEASE)
@@ -452,7 +456,28 @@ def test_what_waits_is_no_finding(world: Making) -> None:
     world.write(FAILED, record.GONE, compute='', lease=LEASE)
     del world.etcd[keys.name('failed')]
     assert audit(world.planes()) == []
-    assert World(world.planes()).silent() == [SILENT]
+    assert World(world.planes()).away() == {SILENT: 'silent'}
+
+
+def test_who_was_not_compared_is_closed_or_silent_and_who_was_forgotten_is_not_named(world: Making) -> None:
+    world.write(GONE, record.GONE, compute=NOBODY, lease=LEASE)
+    world.write(FAILED, record.ERROR, compute=NOBODY, lease=LEASE, name='failed')
+    assert World(world.planes()).away() == {SILENT: 'silent'}
+    world.inventories[SILENT]['VCPU']['reserved'] = TOTALS['VCPU']
+    assert World(world.planes()).away() == {SILENT: 'closed'}
+    world.write(NOBODY, record.STOPPED, compute=NOBODY)
+    assert World(world.planes()).away() == {SILENT: 'closed', NOBODY: 'silent'}
+
+
+def test_the_name_of_a_host_is_kept_for_who_is_known(world: Making) -> None:
+    for each in (ONE, SILENT):
+        world.put(keys.hostname(each), '{"version": 1, "hostname": "hv1"}')
+    assert audit(world.planes()) == []
+    world.put(keys.hostname(NOBODY), 'rubbish')
+    world.write(GONE, record.GONE, compute=NOBODY, lease=LEASE)
+    assert world.codes() == ['hostname-orphaned']
+    world.ask(NOBODY, ACTIVE)
+    assert 'hostname-orphaned' not in world.codes()
 
 
 def test_a_silent_compute_is_not_compared(world: Making) -> None:
@@ -480,7 +505,7 @@ def test_a_shared_provider_may_give_the_disk(world: Making) -> None:
     storage = 'dddddddd-0000-4000-8000-000000000000'
     world.provider(storage, {'DISK_GB': 100}, 'a storage pool')
     wanted = {ONE: {'VCPU': 1, 'MEMORY_MB': 64}, storage: {'DISK_GB': 1}}
-    world.put(keys.host(ONE, ACTIVE), to_json(Request(ACTIVE, wanted, IMAGE, '', '')))
+    world.put(keys.request(ONE, ACTIVE), to_json(Request(ACTIVE, wanted, image=IMAGE)))
     world.held[ONE][ACTIVE], world.held[storage][ACTIVE] = wanted[ONE], wanted[storage]
     assert audit(world.planes()) == []
 
@@ -526,13 +551,13 @@ def test_a_finding_needs_two_looks_and_unchanged_keys() -> None:
 
 
 def test_what_is_involved_in_an_instance(world: Making) -> None:
-    world.put(keys.request(NOBODY), json.dumps({'instances': [ACTIVE, GONE]}), LEASE)
+    world.put(keys.attempt(NOBODY), json.dumps({'instances': [ACTIVE, GONE]}), LEASE)
     found = involved(world.etcd)
     assert set(found[ACTIVE]) == {
-        keys.host(ONE, ACTIVE), keys.record(ONE, ACTIVE), keys.booted(ACTIVE), keys.request(NOBODY)
+        keys.request(ONE, ACTIVE), keys.record(ONE, ACTIVE), keys.booted(ACTIVE), keys.attempt(NOBODY)
     }  # fmt: skip
     assert set(found[ONE]) == {keys.compute(ONE)}
-    assert found[NOBODY] == {keys.request(NOBODY): world.etcd[keys.request(NOBODY)].revision}
+    assert found[NOBODY] == {keys.attempt(NOBODY): world.etcd[keys.attempt(NOBODY)].revision}
 
 
 # Anything at all
@@ -554,7 +579,7 @@ def test_several_defects_are_each_found_and_nothing_raises(data: st.DataObject) 
         'seed-orphaned': lambda i: world.seed(ONE, i),
         'iso-orphaned': lambda i: world.iso(ONE, i),
         'record-unleased': lambda i: world.write(i, record.GONE),
-        'request-unreadable': lambda i: world.put(keys.host(ONE, i), ''),
+        'request-unreadable': lambda i: world.put(keys.request(ONE, i), ''),
     }
     wanted = set()
     for code in data.draw(st.lists(st.sampled_from(sorted(plants)), max_size=12)):
@@ -568,13 +593,13 @@ def test_several_defects_are_each_found_and_nothing_raises(data: st.DataObject) 
     st.builds(
         lambda family, rest: family + rest,
         st.sampled_from(
-            [keys.HOSTS, keys.INSTANCES, keys.BOOTED, keys.REQUESTS, keys.QUEUES, keys.NAMES, keys.COMPUTES]
+            [keys.HOSTS, keys.INSTANCES, keys.BOOTED, keys.ATTEMPTS, keys.QUEUES, keys.NAMES, keys.COMPUTES]
         ),
         st.text(max_size=80) | st.sampled_from([ACTIVE, f'{ONE}/{ACTIVE}', f'/{ONE}//', '']),
     ),
-    st.builds(Kept, st.binary(max_size=60) | st.sampled_from([b'{}', b'[]']), st.just(1), st.sampled_from([0, 1])),
+    st.builds(KeyValue, st.binary(max_size=60) | st.sampled_from([b'{}', b'[]']), st.just(1), st.sampled_from([0, 1])),
 ))  # fmt: skip
-def test_whatever_stands_in_etcd_is_compared(etcd: dict[str, Kept]) -> None:
+def test_whatever_stands_in_etcd_is_compared(etcd: dict[str, KeyValue]) -> None:
     for each in audit(Planes({}, etcd, {ONE: Digest()}, {TWO: 'x'})):
         assert each.code in CODES
     involved(etcd)

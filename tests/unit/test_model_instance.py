@@ -42,7 +42,7 @@ from tests.kit.hostile import (
 )
 
 ETCD_LIMIT = 1_500_000  # 1.5 MiB, and some for the rest of the transaction
-KEY = keys.host(COMPUTE, INSTANCE)
+KEY = keys.request(COMPUTE, INSTANCE)
 
 
 def parsed(value: bytes | str | dict[str, Any], key: str = KEY) -> Request | Invalid:
@@ -114,9 +114,9 @@ def test_why_it_is_there_is_passed_over_where_it_says_nothing(junk: object) -> N
 
 def test_groups_resources_and_reasons_are_read_as_they_were_written() -> None:
     group, why = Membership('web', ANTI_AFFINITY, True), Why('spread', 0.75, 3)
-    wanted = Request(INSTANCE, {COMPUTE: RESOURCES}, IMAGE, 'u', 'p', group=group, why=why)
+    wanted = Request(INSTANCE, {COMPUTE: RESOURCES}, image=IMAGE, user_id='u', project_id='p', group=group, why=why)
     assert parsed(to_json(wanted)) == wanted
-    tombstone = Request(INSTANCE, {}, None, 'u', 'p', group=group, left=RESOURCES)
+    tombstone = Request(INSTANCE, {}, image=None, user_id='u', project_id='p', group=group, left=RESOURCES)
     found = parsed(to_json(tombstone))
     assert isinstance(found, Request)
     assert (found.is_tombstone, found.resources, found.group) == (True, RESOURCES, group)
@@ -166,7 +166,7 @@ def test_what_is_understood_says_it_too() -> None:
 @pytest.mark.parametrize('name', NAMES)
 def test_a_key_that_names_no_uuid_is_refused(name: str) -> None:
     # It would become a file name, a domain's name, a consumer.
-    found = parsed(request(instance=name), keys.host_prefix(COMPUTE) + name)
+    found = parsed(request(instance=name), keys.request_prefix(COMPUTE) + name)
     assert isinstance(found, Invalid)
     assert 'not a uuid' in found.reason
 
@@ -234,7 +234,7 @@ def test_no_allocations_raise(allocations: Any) -> None:
 
 @given(st.text(max_size=60), st.binary(max_size=60))
 def test_no_key_raises(name: str, value: bytes) -> None:
-    assert isinstance(parse_request(COMPUTE, keys.host_prefix(COMPUTE) + name, value), Invalid)
+    assert isinstance(parse_request(COMPUTE, keys.request_prefix(COMPUTE) + name, value), Invalid)
 
 
 @given(
@@ -250,9 +250,18 @@ def test_what_is_written_is_what_is_read(
 ) -> None:
     ssh_keys = ('ssh-rsa A', 'ssh-rsa B mé') if data else None
     given = {'name': name, 'ssh_keys': ssh_keys, 'user_data': data}
-    asked = Request(INSTANCE, {COMPUTE: {**RESOURCES, **resources}}, IMAGE, who, who, query, stages, **given)
+    asked = Request(
+        INSTANCE,
+        {COMPUTE: {**RESOURCES, **resources}},
+        image=IMAGE,
+        user_id=who,
+        project_id=who,
+        query=query,
+        stages=stages,
+        **given,
+    )
     assert parsed(to_json(asked)) == asked
-    tombstone = Request(INSTANCE, {}, None, who, who, query, stages, name)
+    tombstone = Request(INSTANCE, {}, image=None, user_id=who, project_id=who, query=query, stages=stages, name=name)
     assert parsed(to_json(tombstone)) == tombstone
 
 

@@ -15,8 +15,8 @@ COMPUTE, INSTANCE = 'b8756be5-a30d-4311-920c-0ad996367a8e', 'd578fb7c-7787-4e73-
 
 
 def test_the_keys_users_and_other_hosts_see() -> None:
-    assert keys.host(COMPUTE, INSTANCE) == f'/hosts/{COMPUTE}/{INSTANCE}'
-    assert keys.request(INSTANCE) == f'/requests/{INSTANCE}'
+    assert keys.request(COMPUTE, INSTANCE) == f'/hosts/{COMPUTE}/{INSTANCE}'
+    assert keys.attempt(INSTANCE) == f'/requests/{INSTANCE}'
     assert keys.booted(INSTANCE) == f'/booted/{INSTANCE}'
     assert keys.record(COMPUTE, INSTANCE) == f'/instances/{COMPUTE}/{INSTANCE}'
     assert keys.record('', INSTANCE) == f'/instances/none/{INSTANCE}'
@@ -29,13 +29,13 @@ def test_the_keys_users_and_other_hosts_see() -> None:
 
 
 def test_a_prefix_does_not_match_a_longer_name() -> None:
-    assert keys.host(COMPUTE, INSTANCE).startswith(keys.host_prefix(COMPUTE))
-    assert not keys.host(COMPUTE + '0', INSTANCE).startswith(keys.host_prefix(COMPUTE))
+    assert keys.request(COMPUTE, INSTANCE).startswith(keys.request_prefix(COMPUTE))
+    assert not keys.request(COMPUTE + '0', INSTANCE).startswith(keys.request_prefix(COMPUTE))
 
 
 @given(st.uuids())
 def test_a_key_says_what_it_is_about(instance: uuid.UUID) -> None:
-    assert keys.last(keys.host(COMPUTE, str(instance))) == str(instance)
+    assert keys.last(keys.request(COMPUTE, str(instance))) == str(instance)
     assert keys.is_uuid(str(instance))
 
 

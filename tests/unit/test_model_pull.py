@@ -11,9 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ecomp.model import keys, pull
-from ecomp.model.explain import Inventory, Provider
+from ecomp.model.explain import Provider
 from ecomp.model.flavor import Flavor
 from ecomp.model.group import AFFINITY, ANTI_AFFINITY, Group
+from ecomp.model.inventory import Inventory
 from ecomp.model.pull import (
     JITTER,
     LONGEST,
@@ -27,7 +28,7 @@ from ecomp.model.pull import (
     subscribed,
     widened,
 )
-from ecomp.model.queue import Waiting, mark_to_json, to_json
+from ecomp.model.queue import QueueEntry, mark_to_json, to_json
 from ecomp.model.status import DISABLED
 from ecomp.store.client import Entry
 
@@ -164,7 +165,10 @@ def test_what_makes_no_sense_is_in_nobodys_way() -> None:
 
 def places(*flavors: Flavor) -> list[Place]:
     return [
-        Place(number, Waiting(f'{number:08}-0000-4000-8000-000000000000', flavor, IMAGE, 'u', 'p'))
+        Place(
+            number,
+            QueueEntry(f'{number:08}-0000-4000-8000-000000000000', flavor, image=IMAGE, user_id='u', project_id='p'),
+        )
         for number, flavor in enumerate(flavors, 1)
     ]
 

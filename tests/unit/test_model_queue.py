@@ -16,17 +16,24 @@ from ecomp.model.flavor import Flavor
 from ecomp.model.group import ANTI_AFFINITY, Membership
 from ecomp.model.instance import SIZE_LIMIT, Invalid, parse_request
 from ecomp.model.instance import to_json as request_to_json
-from ecomp.model.queue import Waiting, mark_to_json, marked_by, parse_waiting, record_of, to_json
+from ecomp.model.queue import QueueEntry, mark_to_json, marked_by, parse_waiting, record_of, to_json
 from ecomp.model.record import QUEUED, STATES
 
 INSTANCE, COMPUTE = 'd578fb7c-7787-4e73-b69a-a7b3ef9bf73a', 'b8756be5-a30d-4311-920c-0ad996367a8e'
 SIZE = {'VCPU': 1, 'MEMORY_MB': 128, 'DISK_GB': 1}
 SMALL = Flavor('small', SIZE)
 IMAGE = 'http://images.example/i.qcow2'
-WAITING = Waiting(
-    INSTANCE, Flavor('small', SIZE, ('T_A',), ('T_B',)), IMAGE, 'a user', 'a project', {'requested': 'then'}, 'web1',
-    ('ssh-ed25519 AAAA',), 'f' * 64,
-)  # fmt: skip
+WAITING = QueueEntry(
+    INSTANCE,
+    Flavor('small', SIZE, ('T_A',), ('T_B',)),
+    image=IMAGE,
+    user_id='a user',
+    project_id='a project',
+    stages={'requested': 'then'},
+    name='web1',
+    ssh_keys=('ssh-ed25519 AAAA',),
+    user_data_sha256='f' * 64,
+)
 
 
 def changed(**fields: Any) -> bytes:
@@ -35,7 +42,7 @@ def changed(**fields: Any) -> bytes:
 
 def test_what_is_written_is_read() -> None:
     assert parse_waiting(WAITING.key, to_json(WAITING).encode()) == WAITING
-    plain = Waiting(INSTANCE, SMALL, IMAGE, 'u', 'p')
+    plain = QueueEntry(INSTANCE, SMALL, image=IMAGE, user_id='u', project_id='p')
     assert parse_waiting(plain.key, to_json(plain).encode()) == plain
     grouped = replace(plain, group=Membership('web', ANTI_AFFINITY, True))
     assert parse_waiting(grouped.key, to_json(grouped).encode()) == grouped
@@ -48,7 +55,7 @@ def test_what_is_written_is_read() -> None:
 
 def test_what_a_taker_makes_of_it_is_a_request() -> None:
     request = WAITING.request(COMPUTE, 'now')
-    assert parse_request(COMPUTE, keys.host(COMPUTE, INSTANCE), request_to_json(request).encode()) == request
+    assert parse_request(COMPUTE, keys.request(COMPUTE, INSTANCE), request_to_json(request).encode()) == request
     assert (request.allocations, request.query) == ({COMPUTE: SIZE}, WAITING.flavor.query)
     assert request.stages == {'requested': 'then', 'scheduled': 'now'}
     assert (request.name, request.ssh_keys, request.user_data_sha256) == ('web1', ('ssh-ed25519 AAAA',), 'f' * 64)

@@ -36,7 +36,7 @@ from ecomp.model.record import (
 COMPUTE = 'b8756be5-a30d-4311-920c-0ad996367a8e'
 INSTANCE = 'd578fb7c-7787-4e73-b69a-a7b3ef9bf73a'
 NOW, LATER = '2026-01-31T12:00:00.000Z', '2026-01-31T12:00:01.000Z'
-RECORD = Record(INSTANCE, COMPUTE, SCHEDULED, 'http://h/i')
+RECORD = Record(INSTANCE, COMPUTE, SCHEDULED, image='http://h/i')
 
 texts = st.text(max_size=20)
 uuids = st.uuids().map(str)
@@ -80,7 +80,7 @@ def test_a_record_of_another_version_is_refused(version: Any) -> None:
 
 def test_what_an_older_ecomp_did_not_write_has_its_default() -> None:
     least = {'version': 1, 'instance': INSTANCE, 'compute': COMPUTE, 'state': ACTIVE, 'image': None}
-    assert from_json(json.dumps(least).encode()) == Record(INSTANCE, COMPUTE, ACTIVE, None)
+    assert from_json(json.dumps(least).encode()) == Record(INSTANCE, COMPUTE, ACTIVE)
 
 
 def test_an_interface_of_an_older_ecomp() -> None:
@@ -142,7 +142,15 @@ def test_no_field_raises_anything_else(name: str, value: Any) -> None:
 
 def test_a_new_record_says_what_was_asked() -> None:
     allocations = {COMPUTE: {'VCPU': 1, 'MEMORY_MB': 256}, 'a sharing provider': {'DISK_GB': 2}}
-    request = Request(INSTANCE, allocations, 'http://h/i', 'u', 'p', 'resources=…', {'requested': NOW})
+    request = Request(
+        INSTANCE,
+        allocations,
+        image='http://h/i',
+        user_id='u',
+        project_id='p',
+        query='resources=…',
+        stages={'requested': NOW},
+    )
     record = new_record(COMPUTE, request, LATER)
     assert (record.state, record.compute, record.query) == (SCHEDULED, COMPUTE, 'resources=…')
     assert record.resources == {'VCPU': 1, 'MEMORY_MB': 256, 'DISK_GB': 2}
@@ -150,7 +158,7 @@ def test_a_new_record_says_what_was_asked() -> None:
 
 
 def test_the_scheduler_s_own_time_of_scheduling_counts() -> None:
-    request = Request(INSTANCE, {}, None, 'u', 'p', None, {'scheduled': NOW})
+    request = Request(INSTANCE, {}, image=None, user_id='u', project_id='p', query=None, stages={'scheduled': NOW})
     assert new_record(COMPUTE, request, LATER).stages == {'scheduled': NOW}
 
 

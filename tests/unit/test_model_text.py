@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ecomp.model.text import printable, printable_lines
+from ecomp.model.text import printable, printable_lines, renamed
 
 
 @given(st.text())
@@ -22,3 +22,11 @@ def test_what_can_be_printed_stays() -> None:
 def test_what_is_long_ends() -> None:
     assert printable('x' * 100, 100) == 'x' * 100
     assert printable('x' * 101, 100) == 'x' * 100 + '…'
+
+
+def test_a_uuid_is_called_what_it_is_called_and_a_path_stays() -> None:
+    one, two = '1a5c0de0-0000-4000-8000-000000000001', '2a5c0de0-0000-4000-8000-000000000002'
+    called = {one: 'web1'}
+    assert renamed(f'{one}: is on {two}, and so is {one}', called) == f'web1: is on {two}, and so is web1'
+    assert renamed(f'etcdctl del /names/{one}', called) == f'etcdctl del /names/{one}'
+    assert renamed(f'{one}0 x{one} {one.upper()}', called) == f'{one}0 x{one} {one.upper()}'

@@ -88,9 +88,9 @@ assert 'os_traits' not in sys.modules, [each for each in sys.modules if 'trait' 
 @pytest.mark.parametrize(
     'module',
     [
-        'ecomp.schedule, ecomp.scheduler.create, ecomp.scheduler.drain',
-        'ecomp.compute, ecomp.agent.worker',
-        'ecomp.agent.provider',
+        'ecomp.schedule, ecomp.scheduler.placing.create, ecomp.scheduler.operating.drain',
+        'ecomp.compute, ecomp.agent.instance.worker',
+        'ecomp.agent.host.provider',
     ],
 )
 def test_who_does_not_wait_for_os_traits(module: str) -> None:

@@ -10,12 +10,13 @@ from dataclasses import dataclass
 
 import pytest
 
-from ecomp.model.choose import FIRST, PACK, SPREAD, Candidate, Offer, Room
-from ecomp.scheduler.claim import Claimer
-from ecomp.scheduler.joining import Terms
-from ecomp.scheduler.line import SCARCE
-from ecomp.scheduler.place import Placer
-from ecomp.scheduler.wanted import Wanted
+from ecomp.model.choose import FIRST, PACK, SPREAD, Candidate, Offer
+from ecomp.model.inventory import Room
+from ecomp.scheduler.placing.claim import Claimer
+from ecomp.scheduler.placing.contention import SCARCE
+from ecomp.scheduler.placing.joining import Terms
+from ecomp.scheduler.placing.place import Placer
+from ecomp.scheduler.placing.set_order import SetOrder
 
 SIZE, EACH = {'VCPU': 1, 'MEMORY_MB': 128, 'DISK_GB': 1}, 4
 
@@ -37,10 +38,9 @@ def offer(computes: int) -> Offer:
 
 def placed(found: Offer, seed: int, weigh: str, ahead: int, behind: int = 0, count: int = 1) -> list[str]:
     """The computes of one request's instances."""
-    wanted = Wanted(
-        *(str(uuid.UUID(int=seed)), 'query', 'image', 'user', 'project', 'now'),
-        weigh=weigh, count=count, minimum=count,
-    )  # fmt: skip
+    wanted = SetOrder(
+        str(uuid.UUID(int=seed)), query='query', image='image', weigh=weigh, count=count, minimum=count
+    )
     placer = Placer(
         Willing(None, '', '', lambda: True),  # type: ignore[arg-type]  # placement is not asked
         lambda: found,

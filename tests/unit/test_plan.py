@@ -7,7 +7,7 @@ from itertools import product
 
 import pytest
 
-from ecomp.agent.plan import (
+from ecomp.agent.instance.plan import (
     GONE_BOTH,
     GONE_DISK,
     GONE_DOMAIN,
@@ -32,6 +32,7 @@ from ecomp.model.guest import (
     mac_address,
 )
 from ecomp.model.guest import BaseImage as Base
+from ecomp.model.guest_word import GuestFailure
 from ecomp.model.instance import Invalid, Request
 from ecomp.model.record import (
     ACTIVE,
@@ -49,8 +50,10 @@ HERE, ELSEWHERE = 'b8756be5-a30d-4311-920c-0ad996367a8e', '0a1b2c3d-0000-4000-80
 INSTANCE, NEIGHBOUR = 'd578fb7c-7787-4e73-b69a-a7b3ef9bf73a', 'e9bedb97-917a-4f4e-9a69-8ad21840267f'
 MAC = mac_address(INSTANCE, 0)
 
-ASKED = Request(INSTANCE, {HERE: {'VCPU': 1, 'MEMORY_MB': 256, 'DISK_GB': 1}}, 'http://h/i', 'u', 'p')
-TOMBSTONE = Request(INSTANCE, {}, None, 'u', 'p')
+ASKED = Request(
+    INSTANCE, {HERE: {'VCPU': 1, 'MEMORY_MB': 256, 'DISK_GB': 1}}, image='http://h/i', user_id='u', project_id='p'
+)
+TOMBSTONE = Request(INSTANCE, {}, image=None, user_id='u', project_id='p')
 UNREADABLE = Invalid(INSTANCE, 'not JSON')
 WISHES: dict[str, Wish] = {'asked': ASKED, 'tombstone': TOMBSTONE, 'unreadable': UNREADABLE}
 
@@ -79,7 +82,7 @@ OF_A_REQUEST = {
 
 
 def record(state: str, compute: str = HERE, address: str | None = '10.0.0.1') -> Record:
-    return Record(INSTANCE, compute, state, 'http://h/i', addresses=(Interface('default', MAC, address),))
+    return Record(INSTANCE, compute, state, image='http://h/i', addresses=(Interface('default', MAC, address),))
 
 
 def planned(
@@ -135,7 +138,7 @@ def test_only_a_tombstone_destroys(wish: str, state: str | None, guest: str) -> 
 
 
 def test_instances_are_planned_each_by_itself() -> None:
-    neighbour = Request(NEIGHBOUR, ASKED.allocations, 'http://h/i', 'u', 'p')
+    neighbour = Request(NEIGHBOUR, ASKED.allocations, image='http://h/i', user_id='u', project_id='p')
     guests = {INSTANCE: GUESTS['runs']}
     tasks = plan({INSTANCE: TOMBSTONE, NEIGHBOUR: neighbour}, {INSTANCE: record(ACTIVE)}, guests, {})  # type: ignore[arg-type]
     assert [(task.instance, task.kind) for task in tasks] == [(INSTANCE, Kind.DESTROY), (NEIGHBOUR, Kind.BUILD)]
@@ -227,6 +230,8 @@ def test_cloud_init_is_through_once() -> None:
     assert [task.kind for task in tasks] == [Kind.READY]
     told = active.at(ACTIVE, '2026-01-01T00:00:00.000Z', 'ready')
     assert plan({INSTANCE: ASKED}, {INSTANCE: told}, {INSTANCE: GUESTS['runs']}, {}, ready=[INSTANCE]) == []
+    failed = replace(active, cloud_init=GuestFailure('init', 'it broke'))
+    assert plan({INSTANCE: ASKED}, {INSTANCE: failed}, {INSTANCE: GUESTS['runs']}, {}, ready=[INSTANCE]) == []
     # Off, it is first written down as off, and stays what it was.
     off = plan({INSTANCE: ASKED}, {INSTANCE: active}, {INSTANCE: GUESTS['is off']}, {}, ready=[INSTANCE])
     assert [task.kind for task in off] == [Kind.POWER]
@@ -236,7 +241,7 @@ def test_an_address_is_waited_for_only_while_the_guest_runs() -> None:
     assert pending(record(ACTIVE, address=None))
     assert not pending(record(ACTIVE))
     assert not any(pending(record(state, address=None)) for state in STATES if state and state != ACTIVE)
-    assert not pending(Record(INSTANCE, HERE, ACTIVE, None))
+    assert not pending(Record(INSTANCE, HERE, ACTIVE))
 
 
 def test_macs_are_those_the_guest_is_made_with() -> None:

@@ -7,8 +7,8 @@ from itertools import product
 
 import pytest
 
-from ecomp.agent.plan import GONE_BOTH, Kind, Patience, fault_of, plan
-from ecomp.agent.power import Shutdowns
+from ecomp.agent.instance.plan import GONE_BOTH, Kind, Patience, fault_of, plan
+from ecomp.agent.instance.power import Shutdowns
 from ecomp.model.guest import CRASHED, NO_SPACE, Guest
 from ecomp.model.instance import Request
 from ecomp.model.power import ACTIONS, ASKED, NOT_STARTED, OFF, REBOOT, START, STOP, Power, action_id, phase
@@ -39,9 +39,16 @@ def planned(
     fault: str | None = None,
     before_reboot: bool = False,
 ) -> list[Kind]:
-    request = Request(INSTANCE, {HERE: {'VCPU': 1, 'MEMORY_MB': 64, 'DISK_GB': 1}}, 'http://h/i', 'u', 'p', power=power)
+    request = Request(
+        INSTANCE,
+        {HERE: {'VCPU': 1, 'MEMORY_MB': 64, 'DISK_GB': 1}},
+        image='http://h/i',
+        user_id='u',
+        project_id='p',
+        power=power,
+    )
     state = state or (ACTIVE if guest is not None and guest.running else STOPPED)
-    record = Record(INSTANCE, HERE, state, 'http://h/i', power=said, fault=fault)
+    record = Record(INSTANCE, HERE, state, image='http://h/i', power=said, fault=fault)
     there = {INSTANCE: guest} if guest else {}
     asked = {INSTANCE: patience} if patience else {}
     before = [INSTANCE] if before_reboot else []
@@ -97,15 +104,15 @@ def test_of_whom_nothing_is_seen_nothing_is_done(action: str) -> None:
     """It may have been missed: then it is done when it is seen again; else it ends."""
     power = Power(action, THIS)
     assert planned(power, None, None, fault=GONE_BOTH) == []
-    request = Request(INSTANCE, {HERE: {'VCPU': 1}}, 'http://h/i', 'u', 'p', power=power)
-    record = Record(INSTANCE, HERE, STOPPED, 'http://h/i', fault=GONE_BOTH)
+    request = Request(INSTANCE, {HERE: {'VCPU': 1}}, image='http://h/i', user_id='u', project_id='p', power=power)
+    record = Record(INSTANCE, HERE, STOPPED, image='http://h/i', fault=GONE_BOTH)
     tasks = plan({INSTANCE: request}, {INSTANCE: record}, {}, {}, vanished=[INSTANCE])
     assert [each.kind for each in tasks] == [Kind.VANISHED]
 
 
 def test_a_start_that_failed_is_a_fault_until_the_guest_runs() -> None:
     for fault in (f'{NOT_STARTED}: no room', f'{NOT_STARTED} after the host was rebooted: no room'):
-        record = Record(INSTANCE, HERE, STOPPED, 'http://h/i', fault=fault)
+        record = Record(INSTANCE, HERE, STOPPED, image='http://h/i', fault=fault)
         assert fault_of(record, IS_OFF) == fault
         assert fault_of(record, RUNS) is None
         assert fault_of(record, PAUSED) == NO_SPACE

@@ -6,35 +6,35 @@ from dataclasses import replace
 
 import pytest
 
-from ecomp.agent.memory import Remembered
-from ecomp.agent.republish import Forget, Publish, Said, ended, running
+from ecomp.agent.host.memory import MemoryEntry
+from ecomp.agent.instance.republish import Drop, EtcdView, Publish, ended, running
 from ecomp.model.instance import Invalid, Request
 from ecomp.model.power import Power
 from ecomp.model.record import ACTIVE, BUILDING, DESTROYING, ERROR, GONE, STOPPED, new_record
 
 COMPUTE, OTHER = 'b8756be5-a30d-4311-920c-0ad996367a8e', '5ca1ab1e-0000-4000-8000-000000000000'
 INSTANCE = 'd578fb7c-7787-4e73-b69a-a7b3ef9bf73a'
-REQUEST = Request(INSTANCE, {COMPUTE: {'VCPU': 1}}, 'http://h/i', 'u', 'p')
+REQUEST = Request(INSTANCE, {COMPUTE: {'VCPU': 1}}, image='http://h/i', user_id='u', project_id='p')
 TOMBSTONE = replace(REQUEST, allocations={}, image=None)
 SCHEDULED = new_record(COMPUTE, REQUEST, 'T1')
 RECORD = SCHEDULED.at(ACTIVE, 'T2', 'image', 'disk', 'started')
 NOW = 'T9'
 
 
-def remembered(state: str = ACTIVE) -> Remembered:
+def remembered(state: str = ACTIVE) -> MemoryEntry:
     record = SCHEDULED.at(BUILDING, 'T2') if state == BUILDING else RECORD.at(state, 'T3')
-    return Remembered(REQUEST, record)
+    return MemoryEntry(REQUEST, record)
 
 
 @pytest.mark.parametrize('state', [ACTIVE, STOPPED])
 def test_what_is_here_is_published_and_claimed(state: str) -> None:
     record = remembered(state).record
-    assert running(COMPUTE, remembered(state), True, Said()) == Publish(REQUEST, record, REQUEST)
+    assert running(COMPUTE, remembered(state), True, EtcdView()) == Publish(REQUEST, record, REQUEST)
 
 
 @pytest.mark.parametrize('older', [None, SCHEDULED, SCHEDULED.at(BUILDING, 'T2'), RECORD.at(STOPPED, 'T2')])
 def test_an_older_record_is_brought_up_to_date(older: object) -> None:
-    said = Said(REQUEST, older)  # type: ignore[arg-type]
+    said = EtcdView(REQUEST, older)  # type: ignore[arg-type]
     assert running(COMPUTE, remembered(), True, said) == Publish(None, RECORD, REQUEST)
 
 
@@ -43,38 +43,38 @@ STOP, START = Power('stop', OTHER), Power('start', COMPUTE)
 
 @pytest.mark.parametrize('power', [None, OTHER, f'{OTHER}:asked'])
 def test_what_was_asked_of_its_power_is_published_as_far_as_it_was(power: str | None) -> None:
-    known = Remembered(replace(REQUEST, power=STOP), replace(RECORD, power=power))
-    assert running(COMPUTE, known, True, Said()) == Publish(known.request, known.record, known.request)
-    said = Said(known.request, RECORD)
+    known = MemoryEntry(replace(REQUEST, power=STOP), replace(RECORD, power=power))
+    assert running(COMPUTE, known, True, EtcdView()) == Publish(known.request, known.record, known.request)
+    said = EtcdView(known.request, RECORD)
     assert running(COMPUTE, known, True, said) == Publish(None, known.record, known.request)
 
 
 def test_what_was_asked_of_its_power_before_is_not_done_again() -> None:
-    known = Remembered(replace(REQUEST, power=STOP), replace(RECORD, power=OTHER))
+    known = MemoryEntry(replace(REQUEST, power=STOP), replace(RECORD, power=OTHER))
     for older in (None, START):
         of_2019 = replace(REQUEST, user_id='2019', power=older)
-        step = running(COMPUTE, known, True, Said(of_2019, RECORD))
+        step = running(COMPUTE, known, True, EtcdView(of_2019, RECORD))
         assert step == Publish(replace(of_2019, power=STOP), known.record, known.request)
     # What was never begun here is: nobody can have done it.
-    unseen = Remembered(REQUEST, RECORD)
-    asked = Said(replace(REQUEST, power=START), RECORD)
+    unseen = MemoryEntry(REQUEST, RECORD)
+    asked = EtcdView(replace(REQUEST, power=START), RECORD)
     assert running(COMPUTE, unseen, True, asked) == Publish(None, RECORD, REQUEST)
 
 
 def test_what_vanished_is_not_built_anew_but_ends_by_its_record() -> None:
-    assert running(COMPUTE, remembered(), False, Said(REQUEST, SCHEDULED)) == Publish(None, RECORD, None)
-    assert running(COMPUTE, remembered(), False, Said()) == Forget()
+    assert running(COMPUTE, remembered(), False, EtcdView(REQUEST, SCHEDULED)) == Publish(None, RECORD, None)
+    assert running(COMPUTE, remembered(), False, EtcdView()) == Drop()
 
 
 def test_a_build_under_way_goes_on() -> None:
     record = remembered(BUILDING).record
-    assert running(COMPUTE, remembered(BUILDING), False, Said()) == Publish(REQUEST, record, None)
-    assert running(COMPUTE, remembered(BUILDING), True, Said(REQUEST)) == Publish(None, record, REQUEST)
+    assert running(COMPUTE, remembered(BUILDING), False, EtcdView()) == Publish(REQUEST, record, None)
+    assert running(COMPUTE, remembered(BUILDING), True, EtcdView(REQUEST)) == Publish(None, record, REQUEST)
 
 
 @pytest.mark.parametrize('is_here', [True, False])
-@pytest.mark.parametrize('said', [Said(), Said(REQUEST, RECORD), Said(REQUEST, SCHEDULED)])
-def test_a_destroy_under_way_goes_on(is_here: bool, said: Said) -> None:
+@pytest.mark.parametrize('said', [EtcdView(), EtcdView(REQUEST, RECORD), EtcdView(REQUEST, SCHEDULED)])
+def test_a_destroy_under_way_goes_on(is_here: bool, said: EtcdView) -> None:
     record = remembered(DESTROYING).record
     assert running(COMPUTE, remembered(DESTROYING), is_here, said) == Publish(TOMBSTONE, record, None)
 
@@ -84,21 +84,21 @@ def test_a_destroy_under_way_goes_on(is_here: bool, said: Said) -> None:
 @pytest.mark.parametrize(
     'said',
     [
-        Said(TOMBSTONE, RECORD),
-        Said(TOMBSTONE),
-        Said(Invalid(INSTANCE, 'no'), RECORD),
-        Said(None, RECORD.at(GONE, 'T4')),
-        Said(REQUEST, RECORD.at(ERROR, 'T4')),
-        Said(REQUEST, replace(RECORD, compute=OTHER)),
+        EtcdView(TOMBSTONE, RECORD),
+        EtcdView(TOMBSTONE),
+        EtcdView(Invalid(INSTANCE, 'no'), RECORD),
+        EtcdView(None, RECORD.at(GONE, 'T4')),
+        EtcdView(REQUEST, RECORD.at(ERROR, 'T4')),
+        EtcdView(REQUEST, replace(RECORD, compute=OTHER)),
     ],
 )
-def test_what_is_left_to_the_plan(state: str, is_here: bool, said: Said) -> None:
+def test_what_is_left_to_the_plan(state: str, is_here: bool, said: EtcdView) -> None:
     assert running(COMPUTE, remembered(state), is_here, said) is None
 
 
 @pytest.mark.parametrize('older', [None, SCHEDULED, RECORD])
 def test_what_ended_is_not_built_again(older: object) -> None:
-    last = ended(COMPUTE, False, Said(REQUEST, older), NOW)  # type: ignore[arg-type]
+    last = ended(COMPUTE, False, EtcdView(REQUEST, older), NOW)  # type: ignore[arg-type]
     assert last is not None
     assert last.record.state == GONE
     assert last.record.stages['gone'] == NOW
@@ -108,14 +108,14 @@ def test_what_ended_is_not_built_again(older: object) -> None:
 @pytest.mark.parametrize(
     ('is_here', 'said'),
     [
-        (True, Said(REQUEST, RECORD)),  # a guest is never taken down for this
-        (False, Said()),
-        (False, Said(None, RECORD)),
-        (False, Said(TOMBSTONE, RECORD)),
-        (False, Said(Invalid(INSTANCE, 'no'))),
-        (False, Said(REQUEST, RECORD.at(GONE, 'T4'))),
-        (False, Said(REQUEST, replace(RECORD, compute=OTHER))),
+        (True, EtcdView(REQUEST, RECORD)),  # a guest is never taken down for this
+        (False, EtcdView()),
+        (False, EtcdView(None, RECORD)),
+        (False, EtcdView(TOMBSTONE, RECORD)),
+        (False, EtcdView(Invalid(INSTANCE, 'no'))),
+        (False, EtcdView(REQUEST, RECORD.at(GONE, 'T4'))),
+        (False, EtcdView(REQUEST, replace(RECORD, compute=OTHER))),
     ],
 )
-def test_an_end_that_needs_no_word(is_here: bool, said: Said) -> None:
+def test_an_end_that_needs_no_word(is_here: bool, said: EtcdView) -> None:
     assert ended(COMPUTE, is_here, said, NOW) is None

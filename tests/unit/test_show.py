@@ -8,6 +8,9 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ecomp.cli.formats import Column, Listing, Look, Row, rendered
+from ecomp.cli.show import COLUMNS, as_detail, as_list, no_address
+from ecomp.model.computes import Computes
 from ecomp.model.record import (
     ACTIVE,
     BUILDING,
@@ -19,19 +22,28 @@ from ecomp.model.record import (
     Interface,
     Record,
 )
-from ecomp.scheduler.show import COLUMNS, as_detail, as_list, no_address, table
-from ecomp.scheduler.wait import WAITS_FOR, failure, waits_for
+from ecomp.scheduler.changing.wait import WAITS_FOR, failure, waits_for
+from tests.kit.forms import text
 
 COMPUTE, INSTANCE = 'b8756be5-a30d-4311-920c-0ad996367a8e', 'd578fb7c-7787-4e73-b69a-a7b3ef9bf73a'
 NOW = '2026-01-31T12:00:00.000Z'
-RECORD = Record(INSTANCE, COMPUTE, ACTIVE, 'http://h/i', {'VCPU': 1}, 'resources=VCPU:1', stages={'requested': NOW})
+RECORD = Record(
+    INSTANCE,
+    COMPUTE,
+    ACTIVE,
+    image='http://h/i',
+    resources={'VCPU': 1},
+    query='resources=VCPU:1',
+    stages={'requested': NOW},
+)
 ADDRESSED = replace(RECORD, addresses=(Interface('default', '52:54:00:00:00:01', '10.0.0.1'),))
 FAILED = replace(RECORD, state=ERROR, error=Failure('image', 'the server answers HTTP 404', 'nothing of it is left'))
 
 
 @given(st.lists(st.lists(st.text(alphabet='ab c', max_size=5), min_size=3, max_size=3), min_size=1, max_size=5))
 def test_columns_stand_below_each_other(rows: list[list[str]]) -> None:
-    lines = table(rows).split('\n')
+    shown = rendered(Listing([Column(each) for each in 'xyz'], list(map(Row, rows))), Look(header=False))
+    lines = shown.split('\n')
     assert len(lines) == len(rows)
     starts = [sum(max(len(row[i]) for row in rows) + 2 for i in range(column)) for column in range(3)]
     for line, row in zip(lines, rows, strict=True):
@@ -40,39 +52,43 @@ def test_columns_stand_below_each_other(rows: list[list[str]]) -> None:
 
 
 def test_a_list_has_a_line_for_each() -> None:
-    lines = as_list([replace(ADDRESSED, name='web1'), replace(RECORD, state=SCHEDULED)], 'table').splitlines()
-    assert lines[0].split() == list(COLUMNS)
-    assert lines[1].split() == [INSTANCE, 'web1', 'active', '10.0.0.1', COMPUTE, NOW]
-    assert lines[2].split() == [INSTANCE, '-', 'scheduled', '-', COMPUTE, NOW]
+    listed = [replace(ADDRESSED, name='web1'), replace(RECORD, state=SCHEDULED)]
+    lines = text(as_list(listed, Computes({}, {COMPUTE: 'hv1'}))).splitlines()
+    assert lines[0].split() == [each.name for each in COLUMNS if not each.wide]
+    assert lines[1].split() == [INSTANCE, 'web1', 'active', '10.0.0.1', 'hv1', NOW]
+    assert lines[2].split() == [INSTANCE, '-', 'scheduled', '-', 'hv1', NOW]
+    # Where nothing is known of its host, its uuid says where it is.
+    assert text(as_list(listed)).splitlines()[1].split()[4] == COMPUTE
+    assert json.loads(text(as_list(listed, Computes({}, {COMPUTE: 'hv1'})), 'json'))[0]['host'] == 'hv1'
 
 
 def test_no_instances_are_a_heading_or_an_empty_array() -> None:
-    assert as_list([], 'table').split() == list(COLUMNS)
-    assert json.loads(as_list([], 'json')) == []
+    assert text(as_list([])).split() == [each.name for each in COLUMNS if not each.wide]
+    assert json.loads(text(as_list([]), 'json')) == []
 
 
 def test_json_is_the_record_as_etcd_has_it() -> None:
-    (listed,) = json.loads(as_list([ADDRESSED], 'json'))
-    assert listed == json.loads(as_detail(ADDRESSED, 'json'))
+    (listed,) = json.loads(text(as_list([ADDRESSED]), 'json'))
+    assert listed == json.loads(text(as_detail(ADDRESSED), 'json'))
     interface = {'network': 'default', 'mac': '52:54:00:00:00:01', 'address': '10.0.0.1'}
     assert listed['addresses'] == [{**interface, 'source': None, 'expected': None}]
     assert listed['version'] == 1
 
 
 def test_one_instance_whole() -> None:
-    shown = as_detail(replace(ADDRESSED, fault='its record was lost', name='web1'), 'table')
+    shown = text(as_detail(replace(ADDRESSED, fault='its record was lost', name='web1')))
     for part in (INSTANCE, 'web1', COMPUTE, '10.0.0.1', 'VCPU:1', 'resources=VCPU:1', 'its record was lost', NOW):
         assert part in shown
-    failed = as_detail(FAILED, 'table')
+    failed = text(as_detail(FAILED))
     assert 'at stage image: the server answers HTTP 404' in failed
     assert 'nothing of it is left' in failed
 
 
 def test_a_power_that_is_being_switched_is_shown_while_it_is() -> None:
     for power, shown in ((f'{COMPUTE}:asked', 'asked to turn itself off'), (f'{COMPUTE}:off', 'about to be started')):
-        assert shown in as_detail(replace(RECORD, power=power), 'table')
-    assert 'power' not in as_detail(replace(RECORD, power=COMPUTE), 'table')
-    assert json.loads(as_detail(replace(RECORD, power=COMPUTE), 'json'))['power'] == COMPUTE
+        assert shown in text(as_detail(replace(RECORD, power=power)))
+    assert 'power' not in text(as_detail(replace(RECORD, power=COMPUTE)))
+    assert json.loads(text(as_detail(replace(RECORD, power=COMPUTE)), 'json'))['power'] == COMPUTE
 
 
 def test_an_address_is_expected_until_the_guest_has_it() -> None:
@@ -83,11 +99,11 @@ def test_an_address_is_expected_until_the_guest_has_it() -> None:
         f'10.0.0.1 ({mac} on default, by lease)': Interface('default', mac, '10.0.0.1', 'lease', '10.0.0.1'),
         f'10.0.0.9 ({mac} on br0, by arp)': Interface('br0', mac, '10.0.0.9', 'arp'),
     }
-    shown = as_detail(replace(RECORD, addresses=tuple(rows.values()), console='hv1:/c/i.log'), 'table').splitlines()
+    shown = text(as_detail(replace(RECORD, addresses=tuple(rows.values()), console='hv1:/c/i.log'))).splitlines()
     assert [line.split('  ', 1)[1].strip() for line in shown if line.startswith('interface')] == list(rows)
     assert 'console      hv1:/c/i.log' in shown
     expecting = replace(RECORD, addresses=(rows[f'10.0.0.1 expected ({mac} on default)'],))
-    assert as_list([expecting], 'table').splitlines()[1].split()[3] == '-'
+    assert text(as_list([expecting])).splitlines()[1].split()[3] == '-'
     assert no_address(expecting).endswith('waiting for: its compute to take it (10.0.0.1 is expected)')
 
 

@@ -10,15 +10,17 @@ from pathlib import Path
 
 import pytest
 
-from ecomp.agent.state import State, write_durably
+from ecomp.agent.host.state import State
 from ecomp.errors import Conflict, UsageError
+from ecomp.files import write_durably
 from ecomp.model import keys
 
+OTHER = '5ca1ab1e-0000-4000-8000-000000000000'
 GIVEN = 'b8756be5-a30d-4311-920c-0ad996367a8e'
 HOLDER = """
 import sys
 from pathlib import Path
-from ecomp.agent.state import State
+from ecomp.agent.host.state import State
 State(Path(sys.argv[1]))
 print('held', flush=True)
 sys.stdin.read()
@@ -29,6 +31,8 @@ def test_the_uuid_is_made_once(tmp_path: Path) -> None:
     state = State(tmp_path / 'a/b')
     made = state.compute_uuid(None)
     token = state.token()
+    assert (state.compute_uuid(None), state.token()) == (made, token)
+    state.keep()
     assert keys.is_uuid(made)
     assert keys.is_uuid(token)
     assert made != token
@@ -41,8 +45,26 @@ def test_the_uuid_is_made_once(tmp_path: Path) -> None:
 def test_a_configured_uuid_is_kept_when_it_is_configured_no_more(tmp_path: Path) -> None:
     state = State(tmp_path)
     assert state.compute_uuid(GIVEN) == GIVEN
-    assert state.compute_uuid(None) == GIVEN
+    state.keep()
     state.close()
+    again = State(tmp_path)
+    assert again.compute_uuid(None) == GIVEN
+    again.close()
+
+
+def test_a_start_that_is_refused_changes_nothing(tmp_path: Path) -> None:
+    (tmp_path / 'images').mkdir(mode=0o750)
+    contents = {'uuid': OTHER, 'token': OTHER, 'lock': '4711\n', '.boot.part': 'x', 'images/base-00.part': 'x'}
+    for name, content in contents.items():
+        (tmp_path / name).write_text(content)
+    tmp_path.chmod(0o750)
+    state = State(tmp_path)
+    assert (tmp_path / 'lock').read_text() == f'{os.getpid()}\n'
+    assert (state.compute_uuid(GIVEN), state.token()) == (GIVEN, OTHER)
+    state.close()
+    assert {name: (tmp_path / name).read_text() for name in contents} == contents
+    assert sorted(os.listdir(tmp_path)) == ['.boot.part', 'images', 'lock', 'token', 'uuid']
+    assert tmp_path.stat().st_mode & 0o777 == 0o750
 
 
 def test_what_is_no_uuid_is_not_believed(tmp_path: Path) -> None:
@@ -74,6 +96,7 @@ def test_what_a_killed_one_left_half_written_goes(tmp_path: Path) -> None:
     for path in [*halves, *whole]:
         path.touch()
     state = State(tmp_path)
+    state.keep()
     assert not any(path.exists() for path in halves)
     assert all(path.exists() for path in whole)
     halves[1].touch()
@@ -90,7 +113,9 @@ def test_a_directory_that_cannot_be_is_said(tmp_path: Path) -> None:
 
 
 def test_qemu_gets_through_and_nobody_reads(tmp_path: Path) -> None:
-    State(tmp_path / 's').close()
+    state = State(tmp_path / 's')
+    state.keep()
+    state.close()
     assert (tmp_path / 's').stat().st_mode & 0o777 == 0o711
     assert (tmp_path / 's/lock').stat().st_mode & 0o777 == 0o600
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 
 import pytest
 
+from ecomp.cli.formats import Look
+from ecomp.cli.timeline import WIDTH, drawn, percentiles, reached, to_dict
 from ecomp.model.record import ACTIVE, BUILDING, ERROR, STAGES, Record
-from ecomp.scheduler.timeline import WIDTH, as_timeline, percentiles, reached
 
 COMPUTE = 'b8756be5-a30d-4311-920c-0ad996367a8e'
 FAST, SLOW = 'd578fb7c-7787-4e73-b69a-a7b3ef9bf73a', 'e9bedb97-917a-4f4e-9a69-8ad21840267f'
@@ -23,7 +23,7 @@ def stages(*seconds: float) -> dict[str, str]:
 
 def record(instance: str = FAST, state: str = ACTIVE, *seconds: float) -> Record:
     told = stages(*(seconds or (0.165, 0.19, 0.203, 0.534, 7.191)))
-    return Record(instance, COMPUTE, state, 'http://h/i', stages=told)
+    return Record(instance, COMPUTE, state, image='http://h/i', stages=told)
 
 
 ONE = """\
@@ -75,32 +75,40 @@ error       1.500 s  |               ===========================================
 
 
 def test_one_is_drawn() -> None:
-    assert as_timeline([record()], 'table') == ONE
+    assert drawn([record()], Look()) == ONE
 
 
 def test_several_are_drawn_on_one_scale() -> None:
-    assert as_timeline([record(), record(SLOW, BUILDING, 0.2, 30.2)], 'table') == TWO
+    assert drawn([record(), record(SLOW, BUILDING, 0.2, 30.2)], Look()) == TWO
 
 
 def test_what_failed_is_drawn_up_to_there() -> None:
     failed = record(FAST, ERROR, 0.5)
     failed = replace(failed, stages={**failed.stages, 'error': '2026-01-31T12:00:02.000Z', 'gone': 'later'})
-    assert as_timeline([failed], 'table') == FAILED
+    assert drawn([failed], Look()) == FAILED
 
 
 @pytest.mark.parametrize('told', [{}, {'requested': 'yesterday'}, {'scheduled': '2026-01-31T12:00:00Z'}, stages(0.0)])
 def test_with_little_or_nothing_to_draw_it_is_drawn_all_the_same(told: dict[str, str]) -> None:
-    drawn = as_timeline([replace(record(), stages=told)], 'table').splitlines()
-    assert drawn[0].startswith(f'{FAST}  active')
-    assert [line.split()[0] for line in drawn[1:-1]] == [stage for stage in STAGES[1:] if stage not in told] or told
-    assert '=' not in ''.join(drawn)
+    lines = drawn([replace(record(), stages=told)], Look()).splitlines()
+    assert lines[0].startswith(f'{FAST}  active')
+    assert [line.split()[0] for line in lines[1:-1]] == [stage for stage in STAGES[1:] if stage not in told] or told
+    assert '=' not in ''.join(lines)
 
 
 def test_clocks_that_differ_are_not_hidden() -> None:
     later = {'image': '2026-01-31T11:59:59.900', 'disk': '2026-01-31T12:00:01Z'}
-    lines = as_timeline([replace(record(), stages={**stages(0.2), **later})], 'table').splitlines()
+    lines = drawn([replace(record(), stages={**stages(0.2), **later})], Look()).splitlines()
     assert lines[2] == f'image      -0.300 s  |{"":{WIDTH}}|'
     assert lines[3].startswith('disk        1.100 s  |=====')
+
+
+@pytest.mark.parametrize('width', [40, 80, 132])
+def test_on_a_terminal_it_is_as_wide_as_that(width: int) -> None:
+    lines = drawn([record(), record(SLOW, BUILDING, 0.2, 30.2)], Look(width=width)).splitlines()
+    assert max(map(len, lines)) == max(width, len('e9bedb97  building  requested 2026-01-31T12:00:00.000Z'))
+    assert {len(line) for line in lines if line.endswith('|')} == {width}
+    assert f'image      30.000 s  |{"=" * (width - 23)}|' in lines
 
 
 def test_percentiles_are_of_the_nearest_rank() -> None:
@@ -113,7 +121,7 @@ def test_percentiles_are_of_the_nearest_rank() -> None:
 
 
 def test_json_has_the_same() -> None:
-    told = json.loads(as_timeline([record(), record(SLOW, BUILDING, 0.2)], 'json'))
+    told = to_dict([record(), record(SLOW, BUILDING, 0.2)])
     first, second = told['instances']
     assert (first['instance'], first['state']) == (FAST, 'active')
     assert [each['stage'] for each in first['stages']] == REACHED

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ecomp.store.versions import holes
+from ecomp.model.cluster import holes
 
 
 @pytest.mark.parametrize('version', ['3.5.33', '3.5.40', '3.6.14', '3.7.1', '3.8.0', '4.0.0', '', 'HEAD', '3'])

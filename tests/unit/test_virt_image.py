@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from ecomp.errors import BuildFailed
+from ecomp.model.allocation import GIB
 from ecomp.model.guest import BaseImage, GuestSpec
 from ecomp.virt import image
 
@@ -104,7 +105,7 @@ def test_qcow2_as_a_guest_writes_it(tmp_path: Path) -> None:
     commands = ['-c', 'write 1G 3000', '-c', 'write 4G 1k']
     subprocess.run(['qemu-io', '-f', 'qcow2', *commands, str(path)], check=True, capture_output=True)
     qemu_img('snapshot', '-c', 'one', path)
-    assert image.inspect(path).virtual_size == 5 * image.GIB
+    assert image.inspect(path).virtual_size == 5 * GIB
 
 
 @needs_qemu_img
@@ -169,8 +170,8 @@ def spec(disk_gb: int | None, size: int) -> GuestSpec:
 
 
 def test_capacity() -> None:
-    assert image.capacity(spec(3, 100 * MIB)) == 3 * image.GIB
-    assert image.capacity(spec(1, image.GIB)) == image.GIB
+    assert image.capacity(spec(3, 100 * MIB)) == 3 * GIB
+    assert image.capacity(spec(1, GIB)) == GIB
     assert image.capacity(spec(None, 100 * MIB)) == 100 * MIB
     with pytest.raises(BuildFailed, match=r'disk: the image is 2.2 GiB, DISK_GB is 1: '):
         image.capacity(spec(1, 2_361_393_152))

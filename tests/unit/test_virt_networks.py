@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
+
 import pytest
 
 pytest.importorskip('libvirt', reason="libvirt-python is not installed: pip install '.[hypervisor]'")
+from ecomp.model.guest import Address
+from ecomp.virt.dhcp import read
 from ecomp.virt.networks import newest
 
+RANGE = "<network><ip address='10.0.0.1'><dhcp><range start='10.0.0.2' end='10.0.0.9'/></dhcp></ip></network>"
+NETWORK = read(RANGE)
 MAC, OTHER = '52:54:00:00:00:01', '52:54:00:00:00:02'
 
 
@@ -23,6 +29,28 @@ def test_the_newest_of_each_mac() -> None:
         lease(OTHER.upper(), '10.0.0.3', 50),
         lease('52:54:00:00:00:99', '10.0.0.4', 999),
     ]
-    assert newest(leases, [MAC, OTHER]) == {MAC: '10.0.0.2', OTHER: '10.0.0.3'}
-    assert newest(leases, []) == {}
-    assert newest([], [MAC]) == {}
+    found = newest(leases, [MAC, OTHER], NETWORK)
+    assert {mac: (each.address, each.source) for mac, each in found.items()} == {
+        MAC: ('10.0.0.2', 'lease'),
+        OTHER: ('10.0.0.3', 'lease'),
+    }
+    assert newest(leases, [], NETWORK) == {}
+    assert newest([], [MAC], NETWORK) == {}
+
+
+@pytest.mark.parametrize(
+    ('lasts', 'since'),
+    [
+        ('', '2026-01-31T11:00:00.000Z'),
+        ('<lease expiry="2" unit="hours"/>', '2026-01-31T10:00:00.000Z'),
+        ('<lease expiry="10"/>', '2026-01-31T11:50:00.000Z'),
+        ('<lease expiry="90" unit="seconds"/>', '2026-01-31T11:58:30.000Z'),
+        ('<lease expiry="0"/>', ''),
+    ],
+)
+def test_when_a_lease_was_given(lasts: str, since: str) -> None:
+    noon = int(datetime(2026, 1, 31, 12, tzinfo=UTC).timestamp())
+    network = read(RANGE.replace('/></dhcp>', f'>{lasts}</range></dhcp>'))
+    assert newest([lease(MAC, '10.0.0.2', noon)], [MAC], network) == {MAC: Address('10.0.0.2', 'lease', since)}
+    # What is outside every range is a static lease: how long it lasts is not known.
+    assert newest([lease(MAC, '10.0.9.2', noon)], [MAC], network)[MAC].since == ''

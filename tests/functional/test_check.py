@@ -1,0 +1,234 @@
+"""`ecompute --check` on a host with a libvirt of its own: planted faults are found, and each cure as printed mends."""
+
+from __future__ import annotations
+
+import http.server
+import os
+import re
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime, timedelta
+from email.utils import format_datetime
+from pathlib import Path
+
+import pytest
+import yaml
+
+from ecomp import backends
+from ecomp.conf import EtcdConfig, PlacementConfig
+from ecomp.model import health
+from tests.functional.libvirt_host import LibvirtHost, libvirt_host, missing
+from tests.kit.certificates import Authority
+from tests.kit.servers import Etcd, PlacementServer, environment, free_port, until
+
+LINE = re.compile(r'(?P<check>[a-z-]+): (?P<what>.+)\. Mend it: (?P<cure>.+)')
+
+
+@pytest.fixture(scope='module')
+def host() -> Iterator[LibvirtHost]:
+    if lacking := missing():
+        pytest.skip(f'no libvirtd of our own: {lacking}')
+    with libvirt_host() as made:
+        made.inside(['virsh', '-q', 'net-start', 'default'])
+        yield made
+
+
+class Checked:
+    """ecompute --check on the host, with settings of its own; what it finds, but that etcd and placement are away."""
+
+    def __init__(self, host: LibvirtHost) -> None:
+        self.host, self.environ = host, environment()
+        self.settings: dict[str, object] = {}
+        self.state = host.root / 'state'
+
+    def __call__(self) -> dict[str, tuple[str, str]]:
+        """{check: (what, cure)}."""
+        config = self.host.root / 'compute.yaml'
+        quick = {'etcd': {'timeout': 0.5}}
+        config.write_text(yaml.safe_dump({'state': str(self.state), **quick, **self.settings}))
+        words = [sys.executable, '-m', 'ecomp.compute', '--check', '--config', str(config)]
+        done = self.host.inside(words, self.environ, check=False)
+        assert (done.returncode, len(done.stderr.splitlines())) == (7, 1), done
+        found = {}
+        for line in done.stdout.splitlines():
+            told = LINE.fullmatch(line)
+            assert told is not None, line
+            found[told['check']] = (told['what'], told['cure'])
+        for backend in ('etcd', 'placement'):
+            assert f'{config} told where it is' in found.pop(backend)[1]
+        return found
+
+    def cure(self, check: str, *says: str) -> str:
+        """The cure of the one thing that it finds; each of `says` is in what it finds."""
+        found = self()
+        assert list(found) == [check]
+        assert all(each in found[check][0] for each in says), found
+        return found[check][1]
+
+    def mended(self, cure: str) -> None:
+        """Run the cure as it is printed; then nothing is wrong."""
+        self.host.inside(['sh', '-e', '-c', cure])
+        assert self() == {}
+
+
+@pytest.fixture
+def check(host: LibvirtHost) -> Iterator[Checked]:
+    checked = Checked(host)
+    checked.state.mkdir(mode=0o711)
+    if Path('/dev/kvm').exists():
+        # As the machine's package has it: of its group, which QEMU's user is in.
+        host.inside(['sh', '-c', 'chgrp kvm /dev/kvm; chmod 660 /dev/kvm'])
+    yield checked
+    subprocess.run(['rm', '-rf', str(checked.state)], check=True)
+
+
+def everything(host: LibvirtHost, state: Path) -> tuple[object, ...]:
+    """All that a check could change: libvirt's pools, networks and filters, the bridges, and the state directory."""
+    asked = ('pool-list --all', 'net-list --all', 'nwfilter-list', 'list --all')
+    said = [host.inside(['virsh', *each.split()]).stdout for each in asked]
+    links = host.inside(['ip', '-o', 'address']).stdout
+    return (*said, re.sub(r'valid_lft.*', '', links), sorted(map(str, state.rglob('*'))), state.stat().st_mode)
+
+
+def test_a_host_that_is_well_has_nothing_and_is_as_it_was(check: Checked, host: LibvirtHost) -> None:
+    before = everything(host, check.state)
+    assert check() == {}
+    assert everything(host, check.state) == before
+
+
+def test_kvm_that_qemu_may_not_open(check: Checked, host: LibvirtHost) -> None:
+    if not Path('/dev/kvm').exists():
+        pytest.skip('this machine has no /dev/kvm whose rights could be wrong')
+    host.inside(['sh', '-c', 'chgrp root /dev/kvm; chmod 600 /dev/kvm'])
+    check.mended(check.cure('kvm', 'cannot be opened by libvirt-qemu', 'up to a minute'))
+
+
+def test_disks_that_qemu_cannot_get_at(check: Checked) -> None:
+    check.state.chmod(0o700)
+    check.mended(check.cure('way', 'libvirt-qemu, who cannot enter', str(check.state)))
+
+
+def test_a_bridge_that_is_gone(check: Checked, host: LibvirtHost) -> None:
+    check.settings['networks'] = [{'network': 'default'}, {'bridge': 'brgone'}]
+    try:
+        check.mended(check.cure('network', 'no bridge brgone'))
+    finally:
+        host.inside(['ip', 'link', 'delete', 'brgone'])
+
+
+def test_a_network_that_is_not_active(check: Checked, host: LibvirtHost) -> None:
+    host.inside(['virsh', '-q', 'net-destroy', 'default'])
+    check.mended(check.cure('network', 'default is not active'))
+
+
+def test_a_state_directory_of_another_user(check: Checked) -> None:
+    os.chown(check.state, 12345, -1)
+    check.mended(check.cure('state', 'belongs to user 12345'))
+
+
+def test_a_pool_over_another_directory(check: Checked, host: LibvirtHost, tmp_path: Path) -> None:
+    host.inside(['virsh', '-q', 'pool-define-as', 'ecompute', 'dir', '--target', str(tmp_path)])
+    host.inside(['virsh', '-q', 'pool-start', 'ecompute'])
+    check.mended(check.cure('pool', f'over {tmp_path}'))
+
+
+def test_a_proxy_in_the_way(check: Checked) -> None:
+    check.environ['http_proxy'] = 'http://127.0.0.1:3128'
+    cure = check.cure('proxy', 'http_proxy is in the environment')
+    name = cure.rpartition('unset ')[2]
+    del check.environ[name]
+    assert check() == {}
+
+
+def test_a_disk_that_is_full(check: Checked, host: LibvirtHost) -> None:
+    there, check.state = check.state, host.root / 'small/state'
+    check.state.mkdir(mode=0o711)
+    (host.root / 'small').chmod(0o711)
+    try:
+        assert check.cure('disk', 'is full').endswith('or set another `state:`')
+    finally:
+        check.state.rmdir()
+        check.state = there
+    assert check() == {}
+
+
+def test_networks_without_metadata(check: Checked, host: LibvirtHost) -> None:
+    host.inside(['ip', 'link', 'add', 'brlan', 'type', 'bridge'])
+    check.settings['networks'] = [{'bridge': 'brlan'}]
+    try:
+        cure = check.cure('metadata', '169.254.169.254')
+        check.settings |= yaml.safe_load(re.findall('`(.+)`', cure)[0])
+        assert check() == {}
+    finally:
+        host.inside(['ip', 'link', 'delete', 'brlan'])
+
+
+def test_libvirt_that_is_away(check: Checked, host: LibvirtHost) -> None:
+    host.kill_libvirtd()
+    try:
+        assert check.cure('libvirt', 'qemu:///system', 'is libvirtd running?') == 'systemctl start libvirtd'
+    finally:
+        host.start_libvirtd()
+    until(lambda: check() == {}, 30, 'libvirtd is back')
+
+
+# The control plane, as both commands look at it
+
+
+@contextmanager
+def odd_placement(microversion: str, ahead: timedelta) -> Iterator[str]:
+    """The URL of a placement with this newest microversion, whose clock is ahead of ours."""
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            body = f'{{"versions": [{{"max_version": "{microversion}"}}], "traits": []}}'.encode()
+            self.send_response_only(200)
+            self.send_header('date', format_datetime(datetime.now(UTC) + ahead, usegmt=True))
+            self.send_header('content-type', 'application/json')
+            self.send_header('content-length', str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server = http.server.ThreadingHTTPServer(('127.0.0.1', 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield f'http://127.0.0.1:{server.server_address[1]}'
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+def found(etcd: Etcd, url: str, **certificates: Path) -> set[str]:
+    """The checks that find something, but of etcd's version, which is the machine's."""
+    seen = backends.look(EtcdConfig((etcd.endpoint,)), PlacementConfig(url, **certificates), None, 'schedule.yaml')
+    return {each.check for each in health.of_backends(seen)} - {'etcd-version'}
+
+
+def test_a_strange_placement_and_its_clock(etcd: Etcd, placement: PlacementServer, tmp_path: Path) -> None:
+    assert found(etcd, placement.url) == set()
+    for microversion, ahead, wrong in (
+        ('1.39', timedelta(0), set()),
+        ('1.30', timedelta(0), {'placement-version'}),
+        ('1.39', timedelta(hours=1), {'clock'}),
+        ('latest', timedelta(hours=-1), {'clock', 'placement-version'}),
+    ):
+        with odd_placement(microversion, ahead) as url:
+            assert found(etcd, url) == wrong
+    # And something else that answers there.
+    assert found(etcd, f'http://{etcd.endpoint}') == {'placement'}
+    assert found(etcd, f'http://127.0.0.1:{free_port()}') == {'placement'}
+    certificate, key = Authority(tmp_path / 'ca').issue(tmp_path, 'client', 'localhost', days=-1)
+    assert found(etcd, placement.url, cert_cert=certificate, cert_key=key) == {'certificate'}
+
+
+def test_an_etcd_that_is_gone(placement: PlacementServer) -> None:
+    nowhere, told = EtcdConfig((f'127.0.0.1:{free_port()}',)), Path('/x/schedule.yaml')
+    (ailment,) = health.of_backends(backends.look(nowhere, PlacementConfig(placement.url), told, 'schedule.yaml'))
+    assert (ailment.check, 'cannot be reached' in ailment.what) == ('etcd', True)
+    assert ailment.cure.startswith('/x/schedule.yaml told where it is')

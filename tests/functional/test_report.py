@@ -1,0 +1,148 @@
+"""The script in vendor-data, run as cloud-init runs it, a real metadata server, and what ecompute reads of its word."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from mdserver import metadata, server
+
+from ecomp.agent.host.metadata import GuestData
+from ecomp.model.guest_word import GuestFailure, GuestWord
+from tests.kit.servers import TOP, until
+
+UUID, MAC = 'd578fb7c-7787-4e73-b69a-a7b3ef9bf73a', '52:54:00:aa:00:01'
+HERE = '127.0.0.1'
+STAGES = ('init-local', 'init', 'modules-config', 'modules-final')
+
+
+@pytest.fixture
+def port(tmp_path: Path) -> Iterator[int]:
+    """Where a metadata server answers that takes this machine for the guest."""
+    (tmp_path / 'metadata').mkdir()
+    (tmp_path / f'metadata/{MAC}.json').write_text(json.dumps({'instance': UUID, 'mac': MAC}))
+    leases = [{'ip-address': HERE, 'mac-address': MAC, 'expiry-time': 0}]
+    (tmp_path / 'virbr0.status').write_text(json.dumps(leases))
+    (tmp_path / 'mdserver.conf').write_text('[mdserver]\nguests = metadata\nleases = *.status\n')
+    command = [sys.executable, '-m', 'mdserver.server', 'mdserver.conf', '--listen', f'{HERE}:0']
+    environment = {**os.environ, 'PYTHONPATH': str(TOP / 'md_server')}
+    log = tmp_path / 'log'
+    with log.open('wb') as stderr:
+        process = subprocess.Popen(command, cwd=tmp_path, env=environment, stderr=stderr, stdin=subprocess.DEVNULL)
+    try:
+        said = until(lambda: re.search(r'LISTENING ON http://[\d.]+:(\d+)/', log.read_text()), 30, 'it listens')
+        yield int(said[1])
+    finally:
+        process.terminate()
+        process.wait(20)
+
+
+class Guest:
+    """The directories of a guest that the script looks into, and the script."""
+
+    def __init__(self, root: Path, port: int) -> None:
+        self.run, self.ssh, self.bin = root / 'run', root / 'ssh', root / 'bin'
+        self.per_boot = root / 'per-boot'
+        for each in (self.run, self.ssh, self.bin):
+            each.mkdir()
+        (self.bin / 'cloud-init').write_text(f'#!{sys.executable}\n')
+        (self.bin / 'cloud-init').chmod(0o755)
+        self.script = root / 'part-001'
+        text = metadata.answer(f'/seed/{UUID}/vendor-data', metadata.GuestMetadata(UUID, HERE, 'web1'))
+        assert text is not None
+        moved = text.decode().replace('/run/cloud-init/', f'{self.run}/').replace('/etc/ssh/', f'{self.ssh}/')
+        moved = moved.replace('/var/lib/cloud/scripts/per-boot/', f'{self.per_boot}/')
+        self.script.write_text(moved.replace('http://169.254.169.254/', f'http://{HERE}:{port}/'))
+        self.script.chmod(0o755)
+
+    def key(self, kind: str) -> str:
+        """Make a host key; what is public of it, without its comment."""
+        path = self.ssh / f'ssh_host_{kind}_key'
+        subprocess.run(['ssh-keygen', '-q', '-t', kind, '-N', '', '-f', path], check=True, timeout=60)
+        return ' '.join(path.with_suffix('.pub').read_text().split()[:2])
+
+    def reboot(self) -> None:
+        """cloud-init's files are gone, and it runs what is to be run at each boot."""
+        for each in self.run.iterdir():
+            each.unlink()
+        (self.script,) = self.per_boot.iterdir()
+        self.start()
+
+    def start(self) -> None:
+        """Run the script, which is not waited for longer than cloud-init is to wait."""
+        path = f'{self.bin}:{os.environ["PATH"]}'
+        done = subprocess.run([self.script], env={'PATH': path}, capture_output=True, timeout=20)
+        assert (done.returncode, done.stdout, done.stderr) == (0, b'', b'')
+
+    def end(self, **errors: list[str]) -> None:
+        """cloud-init's end, with the errors of its stages."""
+        stages = {stage: {'errors': errors.get(stage.replace('-', '_'), [])} for stage in STAGES}
+        (self.run / 'status.json').write_text(json.dumps({'v1': {'datasource': 'x', 'stage': None, **stages}}))
+        (self.run / 'result.json').write_text('{}')
+
+
+def test_the_guests_keys_and_that_it_went_well(tmp_path: Path, port: int) -> None:
+    data, guest = GuestData(tmp_path / 'metadata'), Guest(tmp_path, port)
+    keys = tuple(guest.key(kind) for kind in ('ed25519', 'ecdsa', 'rsa'))
+    guest.start()
+    assert data.ready() == set(), 'cloud-init has not ended'
+    guest.end()
+    until(lambda: data.ready() == {UUID}, 30, 'it has said so')
+    assert data.word(UUID) == GuestWord(keys)
+    assert data.all() == {MAC: UUID, UUID: UUID}
+
+
+def test_it_is_said_again_at_each_boot(tmp_path: Path, port: int) -> None:
+    data, guest = GuestData(tmp_path / 'metadata'), Guest(tmp_path, port)
+    guest.end(modules_final=['the first time'])
+    guest.start()
+    for _ in range(2):
+        until(lambda: data.ready() == {UUID}, 30, 'it has said so')
+        data.off(UUID)
+        assert data.ready() == set()
+        guest.reboot()
+        assert data.ready() == set(), 'cloud-init has not ended'
+        guest.end()
+    until(lambda: data.ready() == {UUID}, 30, 'it has said so')
+    assert data.word(UUID) == GuestWord(())
+
+
+def test_what_failed_in_cloud_inits_own_words(tmp_path: Path, port: int) -> None:
+    data, guest = GuestData(tmp_path / 'metadata'), Guest(tmp_path, port)
+    error = "('scripts-user', RuntimeError('Runparts: 1 failures (part-001) in 1 attempted commands'))"
+    guest.end(modules_final=[error])
+    guest.start()
+    until(lambda: data.ready() == {UUID}, 30, 'it has said so')
+    assert data.word(UUID) == GuestWord((), GuestFailure('modules-final', error))
+
+
+def post(port: int, body: bytes) -> int:
+    asked = http.client.HTTPConnection(HERE, port, timeout=20)
+    with contextlib.closing(asked):
+        asked.request('POST', f'/phone-home/{UUID}/', body)
+        return asked.getresponse().status
+
+
+def test_the_first_word_counts_and_none_is_too_long(tmp_path: Path, port: int) -> None:
+    data = GuestData(tmp_path / 'metadata')
+    assert post(port, b'stage=' + b'x' * (server.BODY_LIMIT - 5)) == 413
+    assert post(port, b'&'.join(b'a=b' for _ in range(metadata.FIELDS + 1))) == 400
+    assert data.ready() == set()
+    assert post(port, b'stage=init&error=' + 'ü'.encode() * 2039) == 200
+    said = data.word(UUID)
+    assert said.failed is not None
+    assert said.failed.stage == 'init'
+    assert post(port, b'pub_key_ed25519=none') == 200
+    assert data.word(UUID) == said
+    # Cut off while it was written down, nothing of it stays.
+    (tmp_path / f'metadata/{UUID}.said').write_text('{')
+    data.remove(UUID, [MAC])
+    assert list((tmp_path / 'metadata').iterdir()) == []

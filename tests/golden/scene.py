@@ -1,0 +1,241 @@
+"""A cloud that stands still: what scene.txt has in etcd, a placement to it, and eschedule's main() beside them.
+
+etcd is a dictionary here, placement the real application in this process. Whoever imports the product's Store,
+Placement or Follower, and wherever, gets those of the scene: so what is moved in the product is moved for nothing here.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import re
+import socket
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import chdir, redirect_stderr, redirect_stdout
+from dataclasses import replace
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ecomp import schedule
+from ecomp.placement.client import Placement
+from ecomp.store.client import Delete, Entry, Exists, Put, Snapshot, Store, Unchanged
+from ecomp.store.watch import Follower
+from tests.kit.in_process import InProcess, empty, put
+
+HERE = Path(__file__).parent
+HV1, HV2, DEAD = (f'c0000000-0000-4000-8000-00000000000{number}' for number in (1, 2, 3))
+INVENTORY = {HV1: (8, 4096, 50), HV2: (4, 2048, 20), DEAD: (2, 1024, 10)}
+SIZE = {'VCPU': 1, 'MEMORY_MB': 256, 'DISK_GB': 1}
+LIVES = {HV1: (1, 3), HV2: (2, 4, 6)}
+"""Which instances hold something there, by their number."""
+LIFE = 1
+"""The lease of who is alive."""
+NOW = re.compile(r'20(?!21-)\d\d-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z')
+"""The time of day; in scene.txt it is 2021."""
+FILES = {
+    'schedule.yaml': "image: http://images.invalid/default.img\nuser_id: me\nproject_id: web\nflavors:\n  here: "
+    "'resources=VCPU:2,MEMORY_MB:512,DISK_GB:2'\n",
+    'a.pub': 'ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIAABAgMEBQYHCAkKCwwNDg8QERITFBUWFxgZGhscHR4f me@laptop\n',
+    'no.pub': 'not a key\n',
+    'data.yaml': '#cloud-config\nhostname: x\n',
+    'odd.txt': 'something else\n',
+}
+
+
+def entries() -> dict[str, str]:
+    """What scene.txt says is in etcd: a key and its value a line."""
+    lines = (HERE / 'scene.txt').read_text().splitlines()
+    return {key: value for key, _, value in (line.partition(' ') for line in lines)}
+
+
+class Scene:
+    """etcd's part of it. `told` is what was written, since it was made: to etcd and to placement."""
+
+    def __init__(self) -> None:
+        self.revision, self.leases, self.told = 100, {LIFE: 60}, list[str]()
+        self.there: dict[str, Entry] = {}
+        for number, (key, value) in enumerate(entries().items()):
+            lease = LIFE if key.startswith(('/computes/', '/requests/')) or key.endswith('/taker') else 0
+            self.there[key] = Entry(key, value.encode(), number + 1, lease, created=number + 1)
+
+    def commit(self, conditions: Sequence[Unchanged | Exists], operations: Sequence[Put | Delete]) -> int | None:
+        """The new revision if all conditions hold."""
+        for each in conditions:
+            entry = self.there.get(each.key)
+            if entry is None if isinstance(each, Exists) else (entry.revision if entry else 0) != each.revision:
+                return None
+        self.revision += 1
+        for operation in sorted(operations, key=lambda each: each.key):
+            before = self.there.pop(operation.key, None)
+            if isinstance(operation, Put):
+                made = before.created if before else self.revision
+                value = operation.value.encode()
+                self.there[operation.key] = Entry(operation.key, value, self.revision, operation.lease, created=made)
+                life = f' ({self.leases[operation.lease]} s)' if operation.lease else ''
+                self.told.append(f'+ {operation.key}{life} {operation.value}')
+            elif before:
+                self.told.append(f'- {operation.key}')
+        self._answer(operations)
+        return self.revision
+
+    def end(self, lease: int) -> None:
+        """A lease ends, and all that is on it."""
+        gone = [key for key, entry in self.there.items() if entry.lease == lease]
+        if gone:
+            self.commit([], [Delete(key) for key in gone])
+
+    def _answer(self, operations: Sequence[Put | Delete]) -> None:
+        """Each compute that is alive answers an audit, from digests.txt, and removes what it is asked to remove."""
+        pages = (HERE / 'digests.txt').read_text().splitlines()
+        for asked in operations:
+            audit, _, host = asked.key.removeprefix('/audit/').partition('/')
+            if not isinstance(asked, Put) or not asked.key.startswith('/audit/'):
+                continue
+            parts = {'cleared': '["removed"]'} if host else {'heard': ''}
+            for number, compute in enumerate((HV1, HV2)):
+                answer = parts if host else {**parts, '0': pages[number]}
+                if host in ('', compute):
+                    keys = {f'/digests/{compute}/{audit}/{part}': value for part, value in answer.items()}
+                    self.commit([], [Put(key, value, asked.lease) for key, value in keys.items()])
+
+
+class SceneStore(Store):
+    """The product's store, but for all that it sends. `scene` is set on the class."""
+
+    scene: Scene
+
+    def get(self, key: str) -> Entry | None:
+        return self.scene.there.get(key)
+
+    def read(self, wanted: Sequence[str]) -> dict[str, Entry]:
+        return {key: self.scene.there[key] for key in wanted if key in self.scene.there}
+
+    def snapshot(self, prefix: str, keys_only: bool = False, **_: object) -> Snapshot:
+        found = {key: each for key, each in sorted(self.scene.there.items()) if key.startswith(prefix)}
+        if keys_only:
+            found = {key: replace(each, value=b'') for key, each in found.items()}
+        return Snapshot(self.scene.revision, found)
+
+    def version(self) -> str:
+        return '3.5.33'
+
+    def count(self, prefix: str) -> int:
+        return len(self.snapshot(prefix).entries)
+
+    def commit(
+        self, conditions: Sequence[Unchanged | Exists], operations: Sequence[Put | Delete], fenced: bool = True
+    ) -> int | None:
+        del fenced
+        return self.scene.commit(conditions, operations)
+
+    def grant(self, seconds: int) -> int:
+        lease = len(self.scene.leases) + 1
+        self.scene.leases[lease] = seconds
+        return lease
+
+    def keep_alive(self, lease: int) -> int:
+        return self.scene.leases[lease]
+
+    def revoke(self, lease: int) -> None:
+        self.scene.end(lease)
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+def play(scene: Scene, application: InProcess, change: pytest.MonkeyPatch) -> None:
+    """From now on whoever speaks with etcd or placement speaks with these, and nothing is by chance but the time."""
+    counted, random = itertools.count(1), uuid.uuid4
+    SceneStore.scene = scene
+
+    def uuid4() -> uuid.UUID:
+        is_ours = sys._getframe(1).f_globals['__name__'].startswith('ecomp')  # placement counts its requests by them
+        return uuid.UUID(int=(0xF0 << 120) + next(counted), version=4) if is_ours else random()
+
+    def connect(self: Placement, *_: object, **__: object) -> None:
+        self.__dict__ |= vars(application)
+
+    def send(self: Placement, method: str, path: str, body: dict[str, Any] | None, *rest: object) -> object:
+        if method != 'GET':
+            scene.told.append(f'> {method} {path} {json.dumps(body)}')
+        return InProcess._send(self, method, path, body, *rest)  # type: ignore[arg-type]
+
+    def start(self: Follower) -> None:
+        for followed in self._all:
+            there = {key: each for key, each in scene.there.items() if key.startswith(followed.prefix)}
+            followed.on_state(there)
+
+    def submit(_: ThreadPoolExecutor, work: Callable[..., Any], *arguments: Any) -> Future[Any]:
+        done = Future[Any]()
+        done.set_result(work(*arguments))
+        return done
+
+    # Placement's database is in memory, and of one thread alone.
+    change.setattr(threading.Thread, 'start', lambda thread: thread.run())
+    change.setattr(ThreadPoolExecutor, 'submit', submit)
+    change.setattr(Store, '__init__', lambda *_, **__: None)
+    change.setattr(Store, 'scene', scene, raising=False)
+    for name, method in vars(SceneStore).items():
+        if callable(method):
+            change.setattr(Store, name, method)
+    change.setattr(Placement, '__init__', connect)
+    change.setattr(Placement, '_send', send)
+    change.setattr(Placement, 'close', lambda _: None)
+    change.setattr(Follower, 'start', start)
+    change.setattr(Follower, 'stop', lambda _: None)
+    change.setattr(uuid, 'uuid4', uuid4)
+    change.setattr(socket, 'gethostname', lambda: 'laptop')
+    change.setattr(time, 'sleep', lambda _: None)
+
+
+def furnish(application: InProcess) -> None:
+    """Placement's part of it, made anew."""
+    empty(application)
+    for host, sizes in INVENTORY.items():
+        application.write('POST', '/resource_providers', {'uuid': host, 'name': host})
+        each = {name: {'total': total, 'max_unit': total} for name, total in zip(SIZE, sizes, strict=True)}
+        put(application, f'/resource_providers/{host}/inventories', inventories=each)
+        for number in LIVES.get(host, ()):
+            who = {'user_id': 'me', 'project_id': 'db' if number == 3 else 'web', 'consumer_type': 'INSTANCE'}
+            held = {'allocations': {host: {'resources': SIZE}}, 'consumer_generation': None, **who}
+            application.write('PUT', f'/allocations/{number}a5c0de0-0000-4000-8000-00000000000{number}', held)
+
+
+def eschedule(words: Sequence[str], stdin: str = '') -> Iterator[str]:
+    """What one command prints and ends with, a line each: `|` stdout, `!` stderr, `=` the exit code."""
+    out, err = StringIO(), StringIO()
+    with pytest.MonkeyPatch.context() as change, redirect_stdout(out), redirect_stderr(err):
+        change.setattr('sys.stdin', StringIO(stdin))
+        try:
+            code = schedule.main(words)
+        except SystemExit as ended:
+            code = int(ended.code or 0)
+    yield from (f'| {line}'.rstrip() for line in out.getvalue().splitlines())
+    yield from (f'! {line}' for line in err.getvalue().splitlines())
+    yield f'= {code}'
+
+
+def transcript(words: Sequence[str], scene: Scene, directory: Path) -> list[str]:
+    """The same, and what was written meanwhile: `+` and `-` keys of etcd, `>` to placement."""
+    for name, text in FILES.items():
+        (directory / name).write_text(text)
+    with chdir(directory):
+        lines = list(eschedule(words))
+    own = f'"pid": {os.getpid()}'
+    return [
+        alike(NOW.sub('<now>', line).replace(own, '"pid": <pid>')) for line in [*lines[:-1], *scene.told, lines[-1]]
+    ]
+
+
+def alike(line: str) -> str:
+    """The line as every Python's argparse says it: from 3.12 on choices are not quoted."""
+    return re.sub(r'\(choose from .*?\)', lambda found: found[0].replace("'", ''), line)

@@ -1,0 +1,65 @@
+"""systemd's end of a service's NOTIFY_SOCKET."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import socket
+import tempfile
+import time
+from pathlib import Path
+from typing import Self
+
+from tests.kit.servers import PATIENCE
+
+
+class Ear:
+    """A socket that hears what a service says, and who says it; `with` closes it."""
+
+    def __init__(self) -> None:
+        self._directory = Path(tempfile.mkdtemp(prefix='ecomp-ear-'))
+        self.path = str(self._directory / 'notify')
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
+        self._socket.bind(self.path)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._socket.close()
+        os.unlink(self.path)
+        self._directory.rmdir()
+
+    def environment(self, watchdog: float | None = None) -> dict[str, str]:
+        """What systemd has in the environment of a service; `watchdog` in seconds."""
+        beats = {} if watchdog is None else {'WATCHDOG_USEC': str(round(watchdog * 1e6))}
+        return {'NOTIFY_SOCKET': self.path, **beats}
+
+    def heard(self, seconds: float = 30.0) -> tuple[int, list[str]]:
+        """The next word: the process that says it, and its lines. AssertionError if there is none for so long."""
+        ready, _, _ = select.select([self._socket], [], [], PATIENCE * seconds)
+        assert ready, f'nothing was said for {seconds:g} s'
+        said, credentials, _, _ = self._socket.recvmsg(4096, socket.CMSG_SPACE(12))
+        return int.from_bytes(credentials[0][2][:4], 'little'), said.decode().splitlines()
+
+    def until(self, line: str, seconds: float = 60.0) -> tuple[int, list[str]]:
+        """The first word from now on that has this line."""
+        deadline = time.monotonic() + PATIENCE * seconds
+        while True:
+            said = self.heard(max(0.0, deadline - time.monotonic()) / PATIENCE)
+            if line in said[1]:
+                return said
+
+    def forget(self) -> None:
+        """Forget what was said until now."""
+        self._socket.setblocking(False)
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                self._socket.recv(4096)
+        self._socket.setblocking(True)
+
+    def is_silent(self, seconds: float) -> bool:
+        """Whether nothing is said for so long."""
+        return not select.select([self._socket], [], [], seconds)[0]

@@ -1,0 +1,27 @@
+"""What users read, in every form that they may ask for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ecomp.cli.formats import Details, Listing, Look, document, rendered, rendered_details
+from ecomp.cli.options import CSV, FORMS, TABLE, VALUE
+
+LOOKS = (*map(Look, FORMS), *(Look(width=width) for width in (10, 80)))
+
+
+def text(what: Listing | Details, form: str = TABLE, width: int | None = None) -> str:
+    """What is printed of it."""
+    look = Look(form, width=width)
+    return rendered(what, look) if isinstance(what, Listing) else rendered_details([what], look, several=False)
+
+
+def texts(what: Listing | Details) -> Iterator[str]:
+    """What is printed of it, in each form and on terminals of several widths; without the tabs of bare values."""
+    for look in LOOKS:
+        yield text(what, look.form, look.width).replace('\t', ' ' if look.form == VALUE else '\t')
+
+
+def documents(value: object) -> Iterator[str]:
+    """What is printed of a value that is no table."""
+    return (document(value, form) for form in FORMS if form not in (TABLE, CSV, VALUE))

@@ -1,0 +1,156 @@
+"""What a TAB offers, in real shells: commands, options, and what etcd has at that moment."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import pty
+import select
+import shlex
+import shutil
+import socket
+import struct
+import subprocess
+import sys
+import termios
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.kit.commands import Control
+from tests.kit.invariants import check
+from tests.kit.servers import PATIENCE, environment
+from tests.kit.story import SMALL, addressed, called, place
+
+SHELLS = {'bash': ['bash', '--norc', '--noprofile', '-i'], 'zsh': ['zsh', '-f', '-i'], 'fish': ['fish', '--no-config']}
+
+
+@pytest.fixture
+def env(cluster: Control) -> Iterator[dict[str, str]]:
+    """An environment in which eschedule is a command that asks the cluster, with an instance web1 in a group."""
+    command = cluster.directory / 'bin/eschedule'
+    command.parent.mkdir()
+    command.write_text(f'#!/bin/sh\nexec {sys.executable} -m ecomp.schedule "$@"\n')
+    command.chmod(0o755)
+    compute = cluster.ecompute()
+    _, instance = place(cluster, SMALL, '--name', 'web1', '--group', 'apart', '--policy', 'affinity')
+    addressed(cluster, instance)
+    assert called(cluster, 'flavor', 'set', 'small', SMALL).code == 0
+    assert called(cluster, 'quota', 'set', 'shop', 'instances=4').code == 0
+    path = f'{command.parent}:{os.environ["PATH"]}'
+    home = {'ECOMP_CONFIG': str(cluster.directory), 'HOME': str(cluster.directory), 'TERM': 'dumb', 'PS1': '> '}
+    yield {**environment(), **home, 'PATH': path, 'COMPUTE': compute.uuid, 'INSTANCE': instance}
+    check(cluster, compute)
+
+
+def completion(directory: Path, shell: str, env: dict[str, str]) -> Path:
+    """The script for a shell, in a file; the test is skipped where there is no such shell."""
+    if shutil.which(shell) is None:
+        pytest.skip(f'apt-get install {shell}')
+    path = directory / f'completion.{shell}'
+    path.write_text(subprocess.run(['eschedule', 'completion', shell], env=env, capture_output=True, text=True).stdout)
+    assert subprocess.run([shell, '-n', path]).returncode == 0
+    return path
+
+
+def offered(shell: str, script: Path, env: dict[str, str], line: str) -> list[str]:
+    """What may stand at the end of a line."""
+    if shell == 'fish':
+        typed = f'source {script}; complete -C {shlex.quote(line)}'
+        command = ['fish', '--no-config', '-c', typed]
+    else:
+        *before, current = line.split(' ')[1:]
+        typed = f'compdef() {{ :; }}; source {script}; _eschedule_candidates {shlex.join([current, *before])}'
+        command = [*SHELLS[shell][:-1], '-c', typed]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=PATIENCE * 60)
+    assert done.stderr == ''
+    current = line.split(' ')[-1]
+    return sorted(each for row in done.stdout.splitlines() if (each := row.split('\t')[0]).startswith(current))
+
+
+def typed(shell: str, script: Path, env: dict[str, str], line: str) -> str:
+    """What a line becomes by a TAB in an interactive shell on a terminal."""
+    pid, terminal = pty.fork()
+    if pid == 0:
+        fcntl.ioctl(0, termios.TIOCSWINSZ, struct.pack('HHHH', 50, 500, 0, 0))  # no line is broken
+        os.execvpe(shell, SHELLS[shell], env)
+    try:
+        prepare = 'autoload -Uz compinit; compinit -u -D; ' if shell == 'zsh' else ''
+        os.write(terminal, f'{prepare}source {script}; echo rea""dy\n'.encode())
+        seen(terminal, 'ready\r')
+        # Then its beginning is made an echo: what is there now is printed.
+        os.write(terminal, f'{line}\t'.encode())
+        seen(terminal, line)
+        os.write(terminal, b'\x01echo "<\x05>"\n')
+        return seen(terminal, '>\r').rpartition('<')[2].partition('>')[0].strip()
+    finally:
+        os.kill(pid, 9)
+        os.waitpid(pid, 0)
+        os.close(terminal)
+
+
+def seen(terminal: int, wanted: str) -> str:
+    """All that a terminal shows until `wanted` is in it."""
+    text, end = '', time.monotonic() + PATIENCE * 30
+    while wanted not in text:
+        assert time.monotonic() < end, text
+        if select.select([terminal], [], [], 0.1)[0]:
+            text += os.read(terminal, 65536).decode(errors='replace')
+    return text
+
+
+@pytest.mark.parametrize('shell', SHELLS)
+def test_what_is_offered(cluster: Control, env: dict[str, str], shell: str) -> None:
+    script = completion(cluster.directory, shell, env)
+    # A name that would be a command to a shell is offered to none.
+    cluster.etcd.put('/groups/$(touch x)', '{"version":1,"policy":"affinity","strict":true,"members":{}}')
+    cluster.etcd.put('/groups/a;b', '{"version":1,"policy":"affinity","strict":true,"members":{}}')
+    try:
+        hosts = offered(shell, script, env, 'eschedule host drain ')
+        assert env['COMPUTE'] in hosts
+        for line, wanted in {
+            'eschedule sho': ['show'],
+            'eschedule wai': ['wait'],
+            'eschedule we': ['web1'],
+            'eschedule show we': ['web1'],
+            f'eschedule destroy --wait {env["INSTANCE"][:6]}': [env['INSTANCE']],
+            'eschedule host ': ['disable', 'drain', 'enable', 'forget', 'list', 'show'],
+            'eschedule host forget ': sorted([env['COMPUTE'], socket.gethostname()]),
+            'eschedule flavor delete ': ['small'],
+            'eschedule group show ': ['apart'],
+            'eschedule quota show ': ['shop'],
+            'eschedule resources=VCPU:1 --flavor ': ['small'],
+            'eschedule --group ': ['apart'],
+            'eschedule resources=VCPU:1 --weigh s': ['spread'],
+            'eschedule show web1 --form': ['--format'],
+            'eschedule list --al': ['--all'],
+            'eschedule destroy --al': [],
+            'eschedule list --uu': [],
+            'eschedule resources=VCPU:1 --uu': ['--uuid'],
+            'eschedule wait web1 --for addr': ['addressed'],
+            'eschedule resources=VCPU:1 --wait=addr': ['--wait=addressed'],
+            'eschedule help flav': ['flavor'],
+            'eschedule completion ': ['bash', 'fish', 'zsh'],
+            f'eschedule --config {cluster.schedule_yaml} show we': ['web1'],
+            'eschedule --config /nowhere show we': [],
+        }.items():
+            assert offered(shell, script, env, line) == wanted, line
+    finally:
+        cluster.etcd.delete('/groups/$(touch x)')
+        cluster.etcd.delete('/groups/a;b')
+    assert not (cluster.directory / 'x').exists()
+
+
+@pytest.mark.parametrize('shell', ['bash', 'zsh'])
+def test_a_tab_on_a_terminal(cluster: Control, env: dict[str, str], shell: str) -> None:
+    script = completion(cluster.directory, shell, env)
+    for line, wanted in {
+        'eschedule timel': 'eschedule timeline',
+        'eschedule show we': 'eschedule show web1',
+        'eschedule host dr': 'eschedule host drain',
+        'eschedule resources=VCPU:1 --wait=addr': 'eschedule resources=VCPU:1 --wait=addressed',
+        f'eschedule list --config {cluster.directory}/sched': f'eschedule list --config {cluster.schedule_yaml}',
+    }.items():
+        assert typed(shell, script, env, line) == wanted

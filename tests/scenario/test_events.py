@@ -1,0 +1,130 @@
+"""What happened, as far back as etcd keeps it, and what happens."""
+
+from __future__ import annotations
+
+import json
+import signal
+import uuid
+from collections.abc import Sequence
+
+from ecomp.conf import EtcdConfig
+from ecomp.store.history import History
+from tests.kit.commands import Control
+from tests.kit.hands import Eschedule, revision
+from tests.kit.invariants import check
+from tests.kit.servers import Etcd, until
+from tests.kit.story import SMALL, addressed, one_line, place
+
+
+def told(lines: str) -> list[str]:
+    """Lines without their times."""
+    return [line.split(maxsplit=1)[1] for line in lines.splitlines()]
+
+
+def in_order(found: Sequence[str], *wanted: str) -> bool:
+    """Whether these are among the found ones, in this order."""
+    left = iter(found)
+    return all(each in left for each in wanted)
+
+
+def test_what_happened_is_told_in_its_order(cluster: Control) -> None:
+    compute = cluster.ecompute()
+    placed = cluster.eschedule(SMALL, '--name', 'web1', '--wait')
+    assert placed.code == 0, placed
+    _, instance = place(cluster)
+    addressed(cluster, instance)
+    assert cluster.eschedule('reboot', 'web1', '--wait').code == 0
+    assert cluster.eschedule('destroy', 'web1', '--wait').code == 0
+
+    done = cluster.eschedule('events')
+    assert done.code == 0, done
+    one_line(done, 0, 'all that ever happened')
+    words = told(done.stdout)
+    of_web1 = [line.removeprefix('web1: ') for line in words if line.startswith('web1: ')]
+    address = placed.stdout.splitlines()[-1]
+    assert in_order(
+        of_web1, 'is called so now', f'address {address} on default', 'reboot accepted', 'stopped', 'active',
+        'boot 2: reboot', f'has its address {address} again', 'destroy accepted', 'destroying', 'gone',
+        'gave its name back',
+    ), of_web1  # fmt: skip
+    assert any(line.startswith('compute ') and ' came up, ecomp ' in line for line in words)
+
+    alone = cluster.eschedule('events', instance, '-f', 'json')
+    events = [json.loads(line) for line in alone.stdout.splitlines()]
+    assert {event['instance'] for event in events} == {instance}
+    assert [event['revision'] for event in events] == sorted(event['revision'] for event in events)
+    assert events[0]['compute'] == compute.uuid
+    assert all(set(event) == {'revision', 'time', 'kind', 'instance', 'name', 'compute', 'says'} for event in events)
+    nobody = str(uuid.uuid4())  # etcd's history is of the tests before, too
+    nothing = cluster.eschedule('events', nobody)
+    assert (nothing.code, nothing.stdout) == (4, '')
+    assert f'{nobody}: nothing of it is in what etcd keeps' in nothing.stderr
+    check(cluster, compute)
+
+
+def test_what_happens_is_told_until_ctrl_c(cluster: Control) -> None:
+    compute = cluster.ecompute()
+    _, before = place(cluster)
+    addressed(cluster, before)
+    with Eschedule(cluster, 'events', '--watch') as watching:
+        until(lambda: f'{before}: active' in watching.stdout, 20, 'what happened before is told')
+        compute.pause()
+        _, later = place(cluster)
+        until(lambda: f'{later}: request accepted, for ' in watching.stdout, 20, 'it is told when it happens')
+        assert f'{later}: active' not in watching.stdout
+        compute.resume()
+        until(lambda: f'{later}: active' in watching.stdout, 20, 'and what comes of it')
+        watching.send(signal.SIGINT)
+        ended = watching.end(20)
+    one_line(ended, 0, 'all that ever happened')
+    check(cluster, compute)
+
+
+def test_what_etcd_compacted_is_said_and_what_it_keeps_is_told(own_control: Control) -> None:
+    compute = own_control.ecompute()
+    _, instance = place(own_control)
+    addressed(own_control, instance)
+    assert f'{instance}: active' in told(own_control.eschedule('events', instance).stdout)
+    compacted = revision(own_control)
+    own_control.etcd.compact()
+    assert own_control.eschedule('stop', '--wait', instance).code == 0
+    done = own_control.eschedule('events', instance)
+    one_line(done, 0, f'what happened since revision {compacted}; etcd keeps no more')
+    words = told(done.stdout)
+    assert in_order(words, f'{instance}: stop accepted', f'{instance}: stopped'), words
+    assert f'{instance}: active' not in words
+    check(own_control, compute)
+
+
+def test_an_etcd_that_is_away_is_said_and_heard_again(own_etcd: Etcd) -> None:
+    said: list[str] = []
+    history = History(EtcdConfig((own_etcd.endpoint,), timeout=1.0), True, said.append)
+    own_etcd.put('/names/a', '1')
+    heard = iter(history)
+    try:
+        assert [each.key for each in next(heard)] == ['/names/a']
+        own_etcd.kill()
+        own_etcd.start()
+        own_etcd.put('/names/b', '1')
+        own_etcd.put('/names/a', '2')
+        changes = [each for _ in range(2) for each in next(heard)]
+        assert [(each.key, each.before, each.after) for each in changes] == [
+            ('/names/b', None, b'1'),
+            ('/names/a', b'1', b'2'),
+        ]
+        assert not history.is_past
+    finally:
+        heard.close()  # type: ignore[attr-defined]
+        history.close()
+    assert history.since == 1
+
+
+def test_another_s_keys_do_not_hold_up_the_end(own_etcd: Etcd) -> None:
+    """The last revision of all is none of ours: nothing tells that what is past has come, but that nothing comes."""
+    own_etcd.put('/names/a', '1')
+    own_etcd.put('somebody-else', '1')
+    history = History(EtcdConfig((own_etcd.endpoint,)), False, print)
+    try:
+        assert [each.key for changes in history for each in changes] == ['/names/a']
+    finally:
+        history.close()

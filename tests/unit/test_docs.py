@@ -1,0 +1,87 @@
+"""The pages: what is made from the code is as the code says, links lead somewhere, and the wheel has the man pages."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from docs import generate, parts, writing
+from tests.kit.servers import TOP
+from tests.kit.tree import copy_tree
+
+PAGES = sorted([*TOP.glob('*.md'), *TOP.glob('docs/**/*.md'), TOP / 'bench/README.md', TOP / 'tests/faults/README.md'])
+
+
+def test_the_reference_and_the_man_pages_are_as_the_code_says() -> None:
+    made = generate.generated()
+    found = {path: path.read_text() for where in (generate.REFERENCE, generate.MAN) for path in where.iterdir()}
+    assert sorted(found) == sorted(made), 'make them anew: python -m docs.generate'
+    assert [path.name for path in made if made[path] != found[path]] == [], 'make them anew: python -m docs.generate'
+
+
+def test_the_picture_is_as_drawn() -> None:
+    assert (TOP / 'docs/parts.svg').read_text() == parts.draw(), 'draw it: python docs/parts.py > docs/parts.svg'
+
+
+def test_the_readme_is_a_page() -> None:
+    assert (TOP / 'README.md').stat().st_size <= 10_000
+
+
+@pytest.mark.parametrize('page', PAGES, ids=lambda page: str(page.relative_to(TOP)))
+def test_every_link_leads_somewhere(page: Path) -> None:
+    lost = []
+    for target in re.findall(r'\]\(([^)\s]+)\)', _without_code(page.read_text())):
+        if not re.match('https?:', target):
+            name, _, section = target.partition('#')
+            path = (page.parent / name).resolve() if name else page
+            if not path.exists() or (section and section not in sections(path)):
+                lost.append(target)
+    assert lost == []
+
+
+def sections(page: Path) -> set[str]:
+    """What a page's sections can be linked by."""
+    return {writing.anchor(title) for title in re.findall(r'(?m)^#+ (.*)', _without_code(page.read_text()))}
+
+
+def test_a_lost_link_is_found() -> None:
+    assert writing.anchor('Networks and addresses: `x`, now') == 'networks-and-addresses-x-now'
+    assert 'what-a-guest-may-send' in sections(TOP / 'docs/howto/networks.md')
+
+
+def test_every_page_is_found_from_the_readme() -> None:
+    seen, left = set(), {TOP / 'README.md'}
+    while left:
+        page = left.pop()
+        seen.add(page)
+        links = re.findall(r'\]\(([^)\s#]+)', page.read_text())
+        left |= {path for each in links if (path := (page.parent / each).resolve()).suffix == '.md'} - seen
+    assert [page for page in PAGES if page not in seen and 'docs/README' not in str(page)] == []
+
+
+def test_what_roff_would_obey_is_text() -> None:
+    page = writing.ManPage('x', 1, 'a-b', [writing.Section('S', ['.no `co-de` [here](there)'])], [])
+    assert '.SH "S"\n\\&.no \\fBco\\-de\\fR here\n' in writing.roff(page)
+
+
+def test_the_wheel_has_the_man_pages_and_the_units(tmp_path: Path) -> None:
+    copy_tree(tmp_path / 'ecomp')
+    build = 'import sys; from setuptools import build_meta; build_meta.build_wheel(sys.argv[1])'
+    command = [sys.executable, '-c', build, str(tmp_path)]
+    done = subprocess.run(command, cwd=tmp_path / 'ecomp', capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    with zipfile.ZipFile(next(tmp_path.glob('*.whl'))) as wheel:
+        names = wheel.namelist()
+    found = {name.partition('share/man/')[2] for name in names} - {''}
+    assert found == {f'man{path.suffix[1:]}/{path.name}' for path in generate.MAN.iterdir()}
+    units = {'ecomp/units/ecompute.service', 'ecomp/units/ecomp-control.service', 'mdserver/mdserver.service'}
+    assert {name for name in names if name.endswith('.service')} == units
+
+
+def _without_code(text: str) -> str:
+    return re.sub(r'(?ms)^```.*?^```|`[^`\n]*`', '', text)

@@ -1,0 +1,209 @@
+"""How rows come out: as tables that fit, as JSON, YAML, CSV and bare values; sorted, chosen, coloured."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import re
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ecomp.cli.fitting import across, coloured, cut, fill, folded, natural, short_times, short_uuids
+from ecomp.cli.formats import (
+    STATE,
+    TIME,
+    UUID,
+    Column,
+    Details,
+    Listing,
+    Look,
+    Row,
+    document,
+    rendered,
+    rendered_details,
+)
+from ecomp.errors import UsageError
+
+ONE, TWO, NEAR = (f'{start}-0000-4000-8000-000000000001' for start in ('1a5c0de0', '2b5c0de0', '2b5c0de0'))
+NEAR = NEAR.replace('0000-4', '0001-4')
+NOW = '2026-01-31T12:00:00.000Z'
+COLUMNS = (
+    *(Column('INSTANCE', kind=UUID), Column('NAME'), Column('STATE', kind=STATE)),
+    *(Column('VCPU USED/CAPACITY', 1, short='VCPU'),),
+    *(Column('REASON', 2, least=6), Column('REQUESTED', 3, TIME), Column('IMAGE', wide=True)),
+)
+ROWS = (
+    Row((ONE, 'web-10', 'active', '1/4', None, NOW, 'a'), {'name': 'web-10'}),
+    Row((TWO, 'web-2', 'error', '3/4', 'it is broken', NOW, 'b'), {'name': 'web-2'}),
+    Row((NEAR, None, 'building', None, None, NOW, 'b c'), {'name': None}),
+)
+LISTING = Listing(COLUMNS, ROWS)
+
+WHOLE = f"""\
+INSTANCE                              NAME    STATE     VCPU USED/CAPACITY  REASON        REQUESTED
+{ONE}  web-10  active    1/4                 -             {NOW}
+{TWO}  web-2   error     3/4                 it is broken  {NOW}
+{NEAR}  -       building  -                   -             {NOW}"""
+
+def test_without_a_terminal_a_table_has_all_of_each_column() -> None:
+    assert rendered(LISTING, Look()) == WHOLE
+    assert rendered(LISTING, Look(header=False)).splitlines()[0].split() == WHOLE.splitlines()[1].split()
+
+
+@pytest.mark.parametrize(
+    ('width', 'heading'),
+    [
+        (90, 'INSTANCE NAME STATE VCPU USED/CAPACITY REASON REQUESTED'),
+        (74, 'INSTANCE NAME STATE VCPU REASON REQUESTED'),  # the short heading
+        (66, 'INSTANCE NAME STATE VCPU REASON REQUESTED'),  # and the reason cut
+        (60, 'INSTANCE NAME STATE VCPU REASON'),
+        (40, 'INSTANCE NAME STATE VCPU'),
+        (34, 'INSTANCE NAME STATE'),
+        (20, 'INST… NAME STATE'),  # what always stays is cut where all else is of no help
+    ],
+)
+def test_on_a_terminal_it_fits(width: int, heading: str) -> None:
+    lines = rendered(LISTING, Look(width=width)).splitlines()
+    assert max(map(len, lines)) <= width
+    assert lines[0].split() == heading.split()
+    assert len(lines) == 4
+
+
+def test_what_was_asked_for_is_cut_and_never_left_out() -> None:
+    assert rendered(LISTING, Look(width=8, columns=('requested',))).splitlines()[1] == '2026-01…'
+
+
+def test_wide_has_all_columns() -> None:
+    assert rendered(LISTING, Look(wide=True)).splitlines()[0].split()[-1] == 'IMAGE'
+
+
+def test_columns_are_chosen_by_their_beginning_and_in_that_order() -> None:
+    chosen = rendered(LISTING, Look(columns=('name', 'VCPU', 'image'), header=False))
+    assert chosen.splitlines() == ['web-10  1/4  a', 'web-2   3/4  b', '-       -    b c']
+
+
+@pytest.mark.parametrize(
+    ('look', 'said'),
+    [
+        (Look(columns=('names',)), '-c names: there is no such column; there are INSTANCE, NAME'),
+        (Look(columns=('re',)), '-c re: 2 columns begin so'),
+        (Look(columns=('',)), '-c : there is no such column'),
+        (Look(sort='\x1b[2J'), '--sort \\x1b[2J: there is no such column'),
+    ],
+)
+def test_what_is_no_column_is_refused(look: Look, said: str) -> None:
+    with pytest.raises(UsageError) as refused:
+        rendered(LISTING, look)
+    assert str(refused.value).startswith(said)
+
+
+def test_it_is_sorted_as_people_count_and_what_is_not_there_is_last() -> None:
+    lines = rendered(LISTING, Look(sort='NAME')).splitlines()[1:]
+    assert [line.split()[1] for line in lines] == ['web-2', 'web-10', '-']
+    values = json.loads(rendered(LISTING, Look('json', sort='name')))
+    assert [each['name'] for each in values] == ['web-2', 'web-10', None]
+    cells = [10, 2, 2.5, 'B2', 'b10', 'a', None, '', '-1']
+    assert sorted(cells, key=natural) == ['', 2, 2.5, 10, '-1', 'a', 'B2', 'b10', None]
+
+
+@given(st.lists(st.one_of(st.none(), st.text(), st.integers(), st.floats(allow_nan=False))))
+def test_whatever_there_is_can_be_sorted(cells: list[str | int | float | None]) -> None:
+    sorted(cells, key=natural)
+
+
+def test_json_and_yaml_are_the_values() -> None:
+    values = [row.value for row in ROWS]
+    for form, load in (('json', json.loads), ('yaml', yaml.safe_load)):
+        assert load(rendered(LISTING, Look(form))) == values
+        assert load(rendered(Listing(COLUMNS, ()), Look(form))) == []
+        assert load(rendered(Listing(COLUMNS, ROWS, {'all': values}), Look(form))) == {'all': values}
+    twice = {'of': NOW}
+    told = document([twice, twice, 1, 'yes', None], 'yaml')
+    assert told == f"- of: '{NOW}'\n- of: '{NOW}'\n- 1\n- 'yes'\n- null"
+    assert document('x', 'yaml') == 'x'
+
+
+def test_csv_has_all_columns_whole() -> None:
+    told = list(csv.reader(io.StringIO(rendered(LISTING, Look('csv', width=20)))))
+    assert told[0] == [each.name for each in COLUMNS]
+    assert told[1] == [ONE, 'web-10', 'active', '1/4', '', NOW, 'a']
+    assert rendered(Listing([Column('A')], [Row(['x,"\ny'])]), Look('csv', header=False)) == '"x,""\\ny"'
+
+
+def test_bare_values_are_for_other_programs() -> None:
+    assert rendered(LISTING, Look('value', columns=('name', 'reason'))) == 'web-10\t-\nweb-2\tit is broken'
+    assert rendered(LISTING, Look('value', columns=('name',))) == 'web-10\nweb-2'
+    assert rendered(Listing([Column('A')], [Row(['x\ty\nz'])]), Look('value')) == 'x\\ty\\nz'
+
+
+def test_rows_with_titles_are_tables_of_their_own() -> None:
+    columns = Column('GROUP', wide=True), Column('A')
+    rows = Row(('g', 1), title='g: one'), Row(('h', 2), title='h: two')
+    assert rendered(Listing(columns, rows), Look()) == 'g: one\nA\n1\n\nh: two\nA\n2'
+    assert rendered(Listing(columns, rows), Look('csv')) == 'GROUP,A\ng,1\nh,2'
+    assert rendered(Listing(columns, rows), Look(header=False)) == '1\n2'
+
+
+def test_a_cell_that_folds_takes_several_lines() -> None:
+    columns = Column('CODE'), Column('SAID', least=10, folds=True)
+    rows = Row(('x', 'one two three four')), Row(('y', 'z'))
+    assert rendered(Listing(columns, rows), Look(width=16)) == 'CODE  SAID\nx     one two\n      three four\ny     z'
+
+
+def test_only_states_have_colours_and_they_take_no_room() -> None:
+    plain, bright = (rendered(LISTING, Look(width=80, colour=colour)) for colour in (False, True))
+    assert '\x1b[32mactive\x1b[0m  ' in bright
+    assert '\x1b[31merror\x1b[0m' in bright
+    assert re.sub('\x1b\\[3?[0123]m', '', bright) == plain
+    assert coloured('up, disabled') == '\x1b[32mup, disabled\x1b[0m'
+    assert coloured('gone  ') == 'gone  '
+
+
+def test_details_are_a_line_a_field_and_folded_on_a_terminal() -> None:
+    one = Details([('state', 'active'), ('image', 'http://h/' + 'i' * 30), ('fault', None)], {'state': 'active'})
+    two = Details([('state', 'error'), ('error', 'it broke')], {'state': 'error'})
+    assert rendered_details([one], Look(), False).splitlines()[1:] == ['image  http://h/' + 'i' * 30, 'fault  -']
+    assert rendered_details([one], Look(width=27, colour=True), False).splitlines() == [
+        'state  \x1b[32mactive\x1b[0m', f'image  http://h/{"i" * 11}', f'       {"i" * 19}', 'fault  -'
+    ]  # fmt: skip
+    assert rendered_details([one, two], Look(), True) == (
+        f'state  active\nimage  http://h/{"i" * 30}\nfault  -\n\nstate  error\nerror  it broke'
+    )
+    chosen = Look(columns=('error', 'state'), header=False)
+    assert rendered_details([one, two], chosen, True) == 'active\n\nit broke\nerror'
+    assert rendered_details([one, two], Look('value', columns=('state', 'error')), True) == 'active\t-\nerror\tit broke'
+    assert json.loads(rendered_details([one], Look('json'), False)) == {'state': 'active'}
+    assert json.loads(rendered_details([one], Look('json'), True)) == [{'state': 'active'}]
+
+
+def test_a_uuid_is_as_short_as_it_can_be_told_from_the_others() -> None:
+    assert short_uuids([ONE, TWO, NEAR, ONE, '-', 'waits']) == {ONE: '1a5c0de0', TWO: TWO[:13], NEAR: NEAR[:13]}
+    other = TWO[:9] + 'f' + TWO[10:]
+    assert short_uuids([TWO, other]) == {TWO: TWO[:10], other: other[:10]}  # never a - at the end
+    last = TWO[:-1] + '2'
+    assert short_uuids([TWO, last]) == {TWO: TWO, last: last}
+
+
+@given(st.lists(st.uuids().map(str), unique=True))
+def test_what_is_short_is_unique(uuids: list[str]) -> None:
+    short = short_uuids(uuids)
+    for each in uuids:
+        assert len(short[each]) >= 8
+        assert [other for other in uuids if other.startswith(short[each])] == [each]
+
+
+def test_a_time_is_told_to_the_minute() -> None:
+    assert short_times([NOW, 'yesterday', '-']) == {NOW: '2026-01-31 12:00'}
+
+
+@given(st.text(st.characters(categories=['L', 'N', 'P', 'Zs'])), st.integers(1, 30))
+def test_text_is_cut_filled_and_folded_to_its_width(text: str, width: int) -> None:
+    assert across(cut(text, width)) <= width
+    assert across(fill(cut(text, width), width)) == width
+    lines = folded(text, max(width, 2))  # a letter of two places fits into one nowhere
+    assert max(map(across, lines)) <= max(width, 2)
+    assert ''.join(lines).replace(' ', '') == ''.join(text.split(' ')) or not text.isascii()

@@ -1,0 +1,169 @@
+"""What is found wrong, by the facts; a machine and a cluster that are well have nothing."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+
+from ecomp.model import health, host_health
+from ecomp.model.certificate import ends
+from ecomp.model.health import Ailment, Backends, Certificate, Computes
+from ecomp.model.host import CLOSED, ORPHANED, SILENT, UP, Host
+from ecomp.model.host_health import MISSING, OFF, THERE, Libvirt, Machine, StateDirectory
+from ecomp.model.network import Attachment
+from tests.kit.certificates import Authority
+
+NOW = datetime(2026, 11, 23, 12, tzinfo=UTC)
+A, B = '0b5e55ed-0000-4000-8000-000000000000', '5ca1ab1e-0000-4000-8000-000000000000'
+WELL = Backends(
+    'etcd at ds1:2379', 'placement at http://ds1:8080', '/etc/ecomp/schedule.yaml', NOW,
+    etcd_version='3.5.33', placement_version='1.39', ahead=0.4,
+    certificates=(Certificate('/c/client.crt', NOW + timedelta(days=90)),),
+)  # fmt: skip
+LIBVIRT = Libvirt(11_003_000, 11_003_000, True, 'libvirt-qemu', networks={Attachment('network', 'default'): THERE})
+STATE = StateDirectory('/var/lib/ecompute', 0, 0, A, True, 50 * 1024**3)
+MACHINE = Machine(STATE, LIBVIRT)
+
+
+def test_what_is_well_has_nothing() -> None:
+    assert health.of_backends(WELL) == []
+    assert host_health.of_machine(MACHINE) == []
+    up = Host(A, 'hv1', UP, 0, {})
+    assert health.of_computes(Computes((up,), {A: '1.1.0'}, '1.1.0')) == []
+    assert health.exit_code(WELL, []) == 0
+    assert health.summary(WELL, []) == (
+        'nothing is wrong; etcd at ds1:2379 (3.5.33), placement at http://ds1:8080 (microversion 1.39), '
+        'by /etc/ecomp/schedule.yaml'
+    )
+
+
+@pytest.mark.parametrize(
+    ('facts', 'check', 'says', 'cure'),
+    [
+        (replace(WELL, no_etcd='etcd … cannot be reached'), 'etcd', 'cannot be reached', 'schedule.yaml told'),
+        (replace(WELL, no_etcd='away', told=None), 'etcd', 'away', 'no schedule.yaml was found, so localhost was'),
+        (replace(WELL, no_placement='it is too old'), 'placement', 'too old', 'correct `placement:`'),
+        (replace(WELL, etcd_version='3.4.23'), 'etcd-version', 'end-of-life', '3.5.33'),
+        (replace(WELL, placement_version='1.30'), 'placement-version', '1.30, and 1.39 is', 'openstack-placement>='),
+        (replace(WELL, placement_version='new'), 'placement-version', 'new, and 1.39 is', 'openstack-placement>='),
+        (replace(WELL, ahead=3600.2), 'clock', '3600 s ahead of', 'timedatectl set-ntp true'),
+        (replace(WELL, ahead=-3600.2), 'clock', '3600 s behind', 'timedatectl set-ntp true'),
+        (replace(WELL, certificates=(Certificate('/c', NOW),)), 'certificate', '/c has expired', 'elab certs'),
+        (replace(WELL, certificates=(Certificate('/c', NOW + timedelta(1)),)), 'certificate', 'soon', 'elab certs'),
+        (replace(WELL, certificates=(Certificate('/c', None),)), 'certificate', 'cannot be read', 'elab certs'),
+    ],
+)
+def test_of_the_control_plane(facts: Backends, check: str, says: str, cure: str) -> None:
+    (found,) = health.of_backends(facts)
+    assert (found.check, says in found.what, cure in found.cure) == (check, True, True), found
+    assert health.exit_code(facts, [found]) == (7 if facts.no_etcd or facts.no_placement else 8)
+    (line,) = health.lines([found])
+    assert line == f'{check}: {found.what}. Mend it: {found.cure}'
+    assert health.summary(facts, [found]).startswith('1 finding; ')
+
+
+@pytest.mark.parametrize(
+    ('facts', 'found'),
+    [
+        (Computes((Host(A, None, SILENT, 1, {}),)), ('compute', f'compute {A} is silent', f'host forget {A}')),
+        (Computes((Host(A, 'hv1', CLOSED, 1, {}),)), ('compute', 'compute hv1 is closed', 'systemctl start ecompute')),
+        (Computes((Host(A, None, ORPHANED, 0, {}),)), ('compute', 'is orphaned', f'host forget {A}')),
+        (Computes((Host(A, 'hv1', UP, 0, {}),), {A: '1.9.0'}, '1.10.0'), ('version', 'runs ecomp 1.9.0', '==1.10.0')),
+    ],
+)
+def test_of_the_computes(facts: Computes, found: tuple[str, str, str]) -> None:
+    (one,) = health.of_computes(facts)
+    assert (one.check, found[1] in one.what, found[2] in one.cure) == (found[0], True, True), one
+
+
+def libvirt(**changed: object) -> Machine:
+    return replace(MACHINE, libvirt=replace(LIBVIRT, **changed))
+
+
+BRIDGE, NETWORK, OTHER = Attachment('bridge', 'br0'), Attachment('network', 'default'), Attachment('network', 'web')
+
+
+@pytest.mark.parametrize(
+    ('facts', 'check', 'says', 'cure'),
+    [
+        (replace(MACHINE, state=STATE._replace(caller=1000, owner=1000)), 'root', 'needs root', 'sudo ecompute'),
+        (replace(MACHINE, state=STATE._replace(owner=1000)), 'state', 'to user 1000', 'chown 0 /var/lib/ecompute'),
+        (replace(MACHINE, state=STATE._replace(free=7 * 1024**2)), 'disk', '7 MiB free', 'make room'),
+        (replace(MACHINE, state=STATE._replace(uuid='x', uuid_is_right=False)), 'uuid', 'no uuid', 'ecompute/uuid'),
+        (libvirt(computes=frozenset({A, B})), 'uuid', f'guests of compute {B}', f'put `uuid: {B}` into'),
+        (replace(libvirt(computes=frozenset({A})), configured=B), 'uuid', f'this is compute {B}', f'`uuid: {A}`'),
+        (replace(MACHINE, proxies=('http_proxy',)), 'proxy', 'http_proxy is in the', 'unset http_proxy'),
+        (replace(MACHINE, libvirt=None, no_libvirt='no socket'), 'libvirt', 'no socket', 'systemctl start libvirtd'),
+        (libvirt(version=8_000_000), 'libvirt-version', 'libvirt 8.0.0 is older', '9.0.0'),
+        (libvirt(version=11_002_001), 'libvirt-version', 'is 11.2.1 still, and 11.3.0', 'systemctl restart libvirtd'),
+        (libvirt(qemu=False), 'qemu', 'no QEMU', 'apt install qemu-system-x86'),
+        (libvirt(kvm_device=True, kvm_closed=True, kvm='closed'), 'kvm', 'up to a minute', 'chmod 660 /dev/kvm'),
+        (replace(libvirt(kvm='no flag'), wanted='kvm'), 'kvm', 'cannot be had: no flag', 'virt_type: auto'),
+        (libvirt(blocked='/a b'), 'way', 'libvirt-qemu, who cannot enter /a b', "chmod o+x '/a b'"),
+        (libvirt(pool='/other'), 'pool', 'is over /other', 'virsh pool-undefine ecompute'),
+        (libvirt(networks={BRIDGE: MISSING}), 'network', 'no bridge br0', 'ip link add br0 type bridge'),
+        (libvirt(networks={NETWORK: MISSING}), 'network', 'no network default', 'virsh net-define'),
+        (libvirt(networks={OTHER: MISSING}), 'network', 'no network web', 'virsh net-list --all'),
+        (libvirt(networks={OTHER: OFF}), 'network', 'web is not active', 'virsh net-start web'),
+        (libvirt(has_bridge=False), 'metadata', 'no metadata can be served', 'metadata: iso'),
+        (libvirt(filters='ebtables is not installed'), 'filters', 'ebtables', 'apt install iptables'),
+    ],
+)
+def test_of_a_machine(facts: Machine, check: str, says: str, cure: str) -> None:
+    (found,) = host_health.of_machine(facts)
+    assert (found.check, says in found.what, cure in found.cure) == (check, True, True), found
+    assert '\n' not in health.lines([found])[0]
+
+
+@pytest.mark.parametrize(
+    'facts',
+    [
+        replace(libvirt(kvm='no flag'), wanted='auto'),  # emulation is what auto means then
+        replace(MACHINE, proxies=('http_proxy',), image_proxy=True),
+        replace(MACHINE, state=STATE._replace(owner=None, uuid='', uuid_is_right=False)),  # before the first start
+        replace(MACHINE, state=STATE._replace(uuid='x', uuid_is_right=False), configured=A),
+        replace(libvirt(has_bridge=False), metadata='iso'),
+        libvirt(version=12_000_000),  # newer than our library: it speaks the same protocol
+    ],
+)
+def test_what_is_as_it_may_be(facts: Machine) -> None:
+    assert host_health.of_machine(facts) == []
+
+
+def test_every_check_finds_something_here() -> None:
+    """No row without a fact that has it find something: the tests above are of all of them."""
+    rows = {*health.OF_BACKENDS, *health.OF_COMPUTES, *host_health.OF_MACHINE, *host_health.OF_LIBVIRT}
+    marks = [test_of_the_control_plane, test_of_a_machine]
+    named = {case[1] for test in marks for case in test.pytestmark[0].args[1]}  # type: ignore[attr-defined]
+    named |= {case[1][0] for case in test_of_the_computes.pytestmark[0].args[1]}  # type: ignore[attr-defined]
+    assert named == rows
+    assert Ailment._fields == ('check', 'what', 'cure')
+
+
+def test_when_a_certificate_ends(tmp_path: Path) -> None:
+    authority = Authority(tmp_path / 'ca')
+    for days in (10, -1, 20_000):
+        certificate, key = authority.issue(tmp_path, f'client{days}', 'localhost', days=days)
+        left = ends(certificate.read_bytes()) - datetime.now(UTC)
+        assert abs(left - timedelta(days=days)) < timedelta(hours=2)
+        # The key before it in the same file is stepped over.
+        assert ends(key.read_bytes() + certificate.read_bytes()) == ends(certificate.read_bytes())
+
+
+@pytest.mark.parametrize('wrong', [b'', b'x', b'-----BEGIN CERTIFICATE-----\nMAA=\n-----END CERTIFICATE-----\n'])
+def test_what_is_no_certificate(wrong: bytes) -> None:
+    with pytest.raises(ValueError, match='certificate'):
+        ends(wrong)
+
+
+def test_half_a_certificate(tmp_path: Path) -> None:
+    certificate, _ = Authority(tmp_path / 'ca').issue(tmp_path, 'client', 'localhost')
+    lines = certificate.read_bytes().splitlines()
+    for keep in range(1, len(lines) - 1):
+        try:
+            ends(b'\n'.join([*lines[:keep], lines[-1]]))
+        except ValueError as error:
+            assert 'certificate' in str(error)  # noqa: PT017  (or its end is before the cut)

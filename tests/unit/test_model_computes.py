@@ -1,0 +1,71 @@
+"""What computes are called: by their hosts' names, up or not, and by a uuid where that says more."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from ecomp.model.computes import NOBODY, Computes, Living, hostname_in, is_hostname, living_in, to_json
+
+A, B, C = (f'{digit * 8}-3a52-4b0f-8d87-0d8f1f2a6b01' for digit in 'abc')
+
+
+def test_a_compute_is_called_by_its_hosts_name_also_while_it_is_away() -> None:
+    known = Computes({A: Living('hv1')}, {A: 'hv1', B: 'hv2'})
+    assert [known.host(each) for each in (A, B, C)] == ['hv1', 'hv2', None]
+    assert [known.called(each) for each in (A, B, C)] == ['hv1', 'hv2', C]
+    assert (known.named('hv1'), known.named('hv2'), known.named('hv3')) == ([A], [B], [])
+    assert NOBODY.called(A) == A
+
+
+def test_what_it_says_while_it_is_alive_comes_before_what_is_remembered() -> None:
+    known = Computes({A: Living('new'), B: Living()}, {A: 'old', B: 'hv2'})
+    assert (known.called(A), known.called(B), known.named('old')) == ('new', 'hv2', [])
+
+
+def test_of_two_with_one_name_the_uuid_is_said_and_the_living_one_is_meant() -> None:
+    both = Computes({A: Living('hv1'), B: Living('hv1')}, {C: 'hv1'})
+    assert (both.named('hv1'), both.called(A)) == ([A, B, C], f'hv1 ({A})')
+    # A host that was set up anew has another uuid, and goes on under its name.
+    anew = Computes({B: Living('hv1')}, {A: 'hv1', B: 'hv1'})
+    assert (anew.named('hv1'), anew.all_named('hv1')) == ([B], [A, B])
+    assert (anew.called(B), anew.called(A)) == ('hv1', f'hv1 ({A})')
+
+
+def test_a_text_is_told_with_names_and_a_path_is_left() -> None:
+    known = Computes({}, {A: 'hv1'})
+    assert known.translated(f'it is on compute {A}, {A}: and {B}') == f'it is on compute hv1, hv1: and {B}'
+    for path in (f'/hosts/{A}/x', f'/instances/{A}', f'{A}/x', f'{A}-0', f'0{A}'):
+        assert known.translated(path) == path
+
+
+@pytest.mark.parametrize(
+    'word', ['', 'a b', 'hv1\n', '\x1b[2J', 'ü', '.hv1', '-hv1', 'h' * 254, A, A.upper(), A.replace('-', ''), None, 7]
+)
+def test_no_host_name(word: object) -> None:
+    assert not is_hostname(word)
+    assert hostname_in(json.dumps({'version': 1, 'hostname': word}).encode()) is None
+
+
+@pytest.mark.parametrize('word', ['hv1', 'HV-1.example.org', '10', '_x', 'cafe'])
+def test_host_names(word: str) -> None:
+    assert hostname_in(to_json(word).encode()) == word
+
+
+def test_what_a_living_compute_says_is_believed_as_far_as_it_makes_sense() -> None:
+    said = {'hostname': 'hv1', 'version': '1.1.0', 'kind': 'kvm', 'queues': True, 'token': 'x'}
+    assert living_in(json.dumps(said).encode()) == Living('hv1', '1.1.0', 'kvm', True)
+    assert living_in(b'{"hostname": "hv1", "version": "1.0.0"}') == Living('hv1', '1.0.0')
+    for value in (b'', b'[]', b'{"hostname": 1, "version": [], "kind": "", "queues": "yes"}', b'\xff'):
+        assert living_in(value) == Living()
+    assert living_in(json.dumps({'version': 'v' * 10_000}).encode()) == Living(version='v' * 64)
+
+
+def test_that_nobody_takes_from_queues_is_said_where_it_is_known() -> None:
+    assert 'no compute takes from queues: `queues: True`' in str(NOBODY.no_taker)
+    assert 'no compute takes' in str(Computes({A: Living('hv1', queues=False)}).no_taker)
+    told = str(Computes({A: Living('hv1', queues=False), B: Living('hv2'), C: Living('hv3')}).no_taker)
+    assert 'of hv2 and 1 more, of an older version, it is not known' in told
+    some = Computes({B: Living('hv2', queues=True), A: Living('hv1', queues=True), C: Living('hv3')})
+    assert (some.takers, some.no_taker) == ([A, B], None)

@@ -1,0 +1,36 @@
+"""What was probably meant: the nearest known word, or none."""
+
+from __future__ import annotations
+
+import pytest
+
+from ecomp.model.near import did_you_mean, near
+
+CLASSES = ('VCPU', 'MEMORY_MB', 'DISK_GB', 'VGPU', 'instances')
+
+
+@pytest.mark.parametrize(
+    ('word', 'meant'),
+    [
+        ('VCPUS', 'VCPU'),
+        ('vcpu', 'VCPU'),
+        ('INSTANCES', 'instances'),
+        ('MEMORY', 'MEMORY_MB'),
+        ('DISK', 'DISK_GB'),
+        ('NOPE', None),
+        ('', None),
+        ('VCPU' + 'x' * 10_000, None),
+    ],
+)
+def test_the_nearest_word(word: str, meant: str | None) -> None:
+    assert near(word, CLASSES) == meant
+    assert did_you_mean(word, CLASSES) == (f' (did you mean {meant}?)' if meant else '')
+
+
+@pytest.mark.parametrize(('word', 'meant'), [('wbe', 'web'), ('hv9', None), ('hv21', 'hv12'), ('hvv', None)])
+def test_two_letters_that_changed_places(word: str, meant: str | None) -> None:
+    assert near(word, ['hv12', 'hv3', 'web']) == meant
+
+
+def test_nothing_is_near_to_nothing() -> None:
+    assert near('VCPU', []) is None

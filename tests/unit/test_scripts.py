@@ -1,0 +1,58 @@
+"""docker.sh and quickstart.sh, as far as they can be told without Docker and without a lab."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.kit.servers import TOP
+
+DOCKER = """\
+#!/bin/sh
+echo "$*" >>"$0.log"
+case "$1" in
+    version) echo 28.0.0 ;;
+    pull) echo 'Error response from daemon: no such host' >&2; exit 1 ;;
+    *) exit 1 ;;
+esac
+"""
+
+
+def docker_sh(directory: Path, **settings: str) -> tuple[int, str, str]:
+    """docker.sh with a docker that has no image and no registry: its code, its stderr, and what docker was asked."""
+    (directory / 'docker').write_text(DOCKER)
+    (directory / 'docker').chmod(0o755)
+    env = {**os.environ, **settings, 'PATH': f'{directory}:{os.environ["PATH"]}'}
+    done = subprocess.run([TOP / 'docker.sh'], cwd=directory, env=env, capture_output=True, text=True, timeout=60)
+    return done.returncode, done.stderr, (directory / 'docker.log').read_text()
+
+
+@pytest.mark.parametrize('address', ['foo', 'localhost', '10.0.0', '10.0.0.1:80', '::1', '[::1', ' '])
+def test_an_address_that_is_none_is_refused_before_anything_is_pulled(tmp_path: Path, address: str) -> None:
+    code, said, asked = docker_sh(tmp_path, BIND_ADDRESS=address)
+    assert (code, said.count('\n')) == (2, 1)
+    assert said.startswith(f"docker.sh: BIND_ADDRESS is '{address}', not an address")
+    assert asked == 'version --format {{.Server.Version}}\n'
+
+
+def test_without_a_registry_it_says_what_else_can_be_done(tmp_path: Path) -> None:
+    code, said, asked = docker_sh(tmp_path)
+    assert (code, said.count('\n')) == (1, 1)
+    assert 'cannot pull quay.io/coreos/etcd' in said
+    assert 'no such host; without a registry: docker load it' in said
+    assert '`elab control`' in said
+    assert 'pull' in asked
+
+
+def test_quickstart_proposes_to_destroy_only_what_it_made() -> None:
+    script = (TOP / 'quickstart.sh').read_text()
+    functions = script[script.index('try_next() {') : script.index('case ${1-} in')]
+    for made, said in (('', False), ('made=5ca1ab1e', True)):
+        done = subprocess.run(['bash', '-euc', f'LAB=/lab QUERY=q instance=mine {made}\n{functions}\ntry_next'],
+                              capture_output=True, text=True, check=True)  # fmt: skip
+        assert ('destroy 5ca1ab1e' in done.stdout) is said
+        assert 'mine' not in done.stdout
+        assert 'elab status' in done.stdout

@@ -1,0 +1,173 @@
+"""What systemd is told, and the units that it is given."""
+
+from __future__ import annotations
+
+import configparser
+import math
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from mdserver import server
+
+from ecomp import systemd
+from ecomp.agent import arguments
+from ecomp.errors import UsageError
+from ecomp.lab import elab
+from ecomp.systemd import Service
+from tests.kit.ear import Ear
+
+CONTROL = ['control', '--bind', '10.0.0.5', '--data', 'd', '--unit']
+
+
+def test_its_words_are_datagrams_of_this_process() -> None:
+    with Ear() as ear:
+        service = Service.of(ear.environment())
+        service.ready('kvm guests\nREADY=0')
+        assert ear.heard() == (os.getpid(), ['READY=1', 'STATUS=kvm guests READY=0'])
+        service.stopping('the guests go on')
+        assert ear.heard() == (os.getpid(), ['STOPPING=1', 'STATUS=the guests go on'])
+        assert service.alive() == math.inf
+        assert ear.is_silent(0)
+
+
+def test_it_lives_twice_in_the_watchdogs_time() -> None:
+    with Ear() as ear:
+        service = Service.of(ear.environment(watchdog=1000) | {'WATCHDOG_PID': str(os.getpid())})
+        assert service.alive() == pytest.approx(500, abs=10)
+        assert ear.heard() == (os.getpid(), ['WATCHDOG=1'])
+        assert service.alive() == pytest.approx(500, abs=10)
+        assert ear.is_silent(0), 'it is due in 500 s, however often the loop goes around'
+        quick = Service.of(ear.environment(watchdog=1e-6))
+        quick.alive()
+        quick.alive()
+        assert [ear.heard()[1] for _ in range(2)] == [['WATCHDOG=1']] * 2
+
+
+@pytest.mark.parametrize(
+    'told', [{}, {'WATCHDOG_USEC': '5000000', 'WATCHDOG_PID': '1'}, {'WATCHDOG_USEC': '0'}, {'WATCHDOG_USEC': 'x'}]
+)
+def test_what_is_not_for_this_process_is_not_said(told: dict[str, str]) -> None:
+    with Ear() as ear:
+        assert Service.of({'NOTIFY_SOCKET': ear.path, **told}).alive() == math.inf
+        assert ear.is_silent(0)
+
+
+def test_no_child_speaks_for_it() -> None:
+    environment = {'NOTIFY_SOCKET': '/nowhere', 'WATCHDOG_USEC': '5000000', 'WATCHDOG_PID': str(os.getpid()), 'A': 'b'}
+    service = Service.of(environment)
+    assert environment == {'A': 'b'}
+    service.ready('and nobody hears it')
+    assert service.alive() == 2.5
+
+
+def test_without_systemd_nothing_is_said() -> None:
+    service = Service.of({})
+    service.ready('')
+    service.stopping('')
+    assert service.alive() == math.inf
+
+
+def test_an_abstract_socket() -> None:
+    assert Service('@name')._address == '\0name'
+
+
+@pytest.mark.parametrize(
+    ('word', 'said'),
+    [
+        ('/opt/ecomp/bin/ecompute', '/opt/ecomp/bin/ecompute'),
+        ('a b', '"a b"'),
+        ('', '""'),
+        ('100%', '100%%'),
+        ('a"b\\c', '"a\\"b\\\\c"'),
+        ('a\nExecStart=b', '"a\\nExecStart=b"'),
+        (';', '";"'),
+    ],
+)
+def test_a_word_of_a_command(word: str, said: str) -> None:
+    assert systemd.quoted(word) == said
+
+
+def test_the_program_is_found_from_any_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / 'bin').mkdir()
+    (tmp_path / 'bin/ecompute').touch(mode=0o755)
+    (tmp_path / 'compute.py').touch(mode=0o644)
+    assert systemd.program('bin/ecompute', '/python', 'ecomp.compute') == [str(tmp_path / 'bin/ecompute')]
+    assert systemd.program('compute.py', '/python', 'ecomp.compute') == ['/python', '-P', '-m', 'ecomp.compute']
+
+
+def units(directory: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> dict[str, str]:
+    """Each unit as its --unit prints it, for a program in a directory whose name has to be quoted."""
+    where = directory / 'a $b %c'
+    where.mkdir()
+    monkeypatch.chdir(where)
+    made = {}
+    for name in ('ecompute', 'elab', 'mdserver'):
+        (where / name).symlink_to('/bin/true')
+    options = arguments.parser().parse_args(['--unit', '--config', '"c".yaml'])
+    made['ecompute'] = arguments.unit(options, systemd.program('./ecompute', sys.executable, 'ecomp.compute'))
+    monkeypatch.setattr(sys, 'argv', [str(where / 'elab')])
+    assert elab.main(CONTROL) == 0
+    made['ecomp-control'] = capsys.readouterr().out
+    monkeypatch.setattr(sys, 'argv', [str(where / 'mdserver')])
+    assert server.main(['--unit', 'mdserver.conf']) == 0
+    made['mdserver'] = capsys.readouterr().out
+    return made
+
+
+def test_systemd_takes_each_unit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert shutil.which('systemd-analyze'), 'apt-get install systemd'
+    made = units(tmp_path, monkeypatch, capsys)
+    paths = []
+    for name, text in made.items():
+        paths.append(tmp_path / f'{name}.service')
+        paths[-1].write_text(text)
+        assert '@' not in text, 'each place of the unit is filled in'
+    verify = ['systemd-analyze', 'verify', '--recursive-errors=no', *map(str, paths)]
+    done = subprocess.run(verify, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, '')
+    # It has to be able to say no.
+    paths[0].write_text(made['ecompute'].replace('WatchdogSec=60', 'WatchdogSec=often\nNoSuchThing=yes'))
+    done = subprocess.run(verify, capture_output=True, text=True, check=False)
+    assert 'often' in done.stderr
+    assert 'NoSuchThing' in done.stderr
+
+
+def test_what_each_unit_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = units(tmp_path, monkeypatch, capsys)
+    for name, text in made.items():
+        parser = configparser.RawConfigParser(strict=False)
+        parser.read_string(text)
+        assert parser['Service']['Type'] == 'notify', name
+        assert parser['Service']['NotifyAccess'] == 'main', name
+        assert parser['Install']['WantedBy'] == 'multi-user.target', name
+    where = f'"{tmp_path}/a $$b %%c'
+    program = where.replace('$$', '$')
+    assert f'ExecStart={program}/ecompute" --config {where}/\\"c\\".yaml"\n' in made['ecompute']
+    told = f'--data {where}/d" --etcd-port 2379 --placement-port 8080 --certs {where}/certs"'
+    assert f'ExecStart={program}/elab" control --bind 10.0.0.5 {told}\n' in made['ecomp-control']
+    assert f'ExecStart={program}/mdserver" {where}/mdserver.conf" --bridge virbr0 --user 65520\n' in made['mdserver']
+
+
+def test_the_service_s_configuration_is_the_same_wherever_it_is_printed() -> None:
+    said = arguments.unit(arguments.parser().parse_args(['--unit']), ['/opt/ecomp/bin/ecompute'])
+    assert 'ExecStart=/opt/ecomp/bin/ecompute --config /etc/ecomp/compute.yaml\n' in said
+
+
+@pytest.mark.parametrize('words', [['--fake', 'VCPU:1'], ['--count', '2'], ['--accept-new-etcd']])
+def test_a_unit_is_of_a_hypervisor(words: list[str]) -> None:
+    with pytest.raises(UsageError, match='--unit goes with --config alone'):
+        arguments.unit(arguments.parser().parse_args(['--unit', *words]), ['ecompute'])
+
+
+def test_a_unit_for_no_address_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert elab.main(['control', '--bind', '0.0.0.0', '--unit']) == 2
+    assert capsys.readouterr().out == ''
