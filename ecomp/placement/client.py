@@ -91,11 +91,13 @@ class _Retry(Retry):
         return super().increment(method, url, response, error, _pool, _stacktrace)
 
 
-def _token_in(path: Path, backend: str) -> str:
+def _token_in(path: Path, placement: str) -> str:
     """The token in a file. Unreachable for one that cannot be read, is empty or is none of a header's words.
 
-    Unreachable, because a file that is being exchanged is missing or empty for a moment, and the next call may do.
+    Unreachable, because a file that is being exchanged is missing or empty for a moment, and the next call may do. Its
+    `backend` names the file too: who logs a backend's loss once must not take it for a loss of placement before.
     """
+    backend = f'{placement} (token_file {path})'
     try:
         token = path.read_text(encoding='ascii').strip()
     except (OSError, ValueError) as error:
@@ -250,9 +252,11 @@ class Placement:
         except requests.RequestException as error:
             raise self._lost(error, until, unanswered) from error
         except OSError as error:
-            # requests raises plain ones of a file of ours that is not there, before it connects.
-            kind = Unreachable if type(error) is OSError else unanswered
-            raise kind(f'{self.name} cannot be asked: {error}', self.name) from error
+            # requests raises plain ones of a file of ours that is not there, before it connects. It is a loss of its
+            # own, as that of a token is.
+            if type(error) is OSError:
+                raise Unreachable(f'{self.name} cannot be asked: {error}', f'{self.name} (its certificates)') from error
+            raise unanswered(f'{self.name} cannot be asked: {error}', self.name) from error
         except (ValueError, OverflowError) as error:  # of a piece's length that is below zero, or beyond all memory
             raise unanswered(str(self.foreign()), self.name) from error
         # A proxy's welcome page is a 200 as well, and no claim.

@@ -31,6 +31,17 @@ def test_a_backend_is_lost_once_and_back_once_for_all(said: pytest.LogCaptureFix
     assert said.messages[1:] == ['libvirt is back']
 
 
+def test_a_file_of_ours_is_another_loss_than_the_backend_it_is_for(said: pytest.LogCaptureFixture) -> None:
+    """Whoever mends placement must not look for ever at a log that calls it unreachable, and keeps the token back."""
+    complaints = Complaints()
+    complaints.complain('one', Unreachable('no connection', 'placement'))
+    complaints.complain('one', Unreachable('token_file /t: must hold one word', 'placement (token_file /t)'))
+    complaints.complain('two', Unreachable('token_file /t: must hold one word', 'placement (token_file /t)'))
+    assert said.messages[1:] == ['token_file /t: must hold one word; trying again until it is back']
+    complaints.settle('one')
+    assert said.messages[2:] == ['placement (token_file /t) is back']
+
+
 def test_what_began_before_the_return_proves_no_new_loss(said: pytest.LogCaptureFixture) -> None:
     """A worker frozen throughout the outage finds its connection broken; what begins later and fails is a loss."""
     complaints, began = Complaints(), time.monotonic()
