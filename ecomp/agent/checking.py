@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 
 from ecomp import backends
+from ecomp.agent.host import metadata_server
 from ecomp.conf import ComputeConfig
 from ecomp.errors import EcompError
 from ecomp.model import health, host_health, keys
@@ -38,6 +39,7 @@ def _machine(config: ComputeConfig) -> host_health.Machine:
         config.metadata,
         tuple(name for name in PROXIES if os.environ.get(name)),
         config.image_proxy is not None,
+        metadata_server.is_taken(),
     )
 
 

@@ -57,7 +57,8 @@ class Machine:
     """All that is looked at. `no_libvirt` says why there is no libvirt, '' if there is one.
 
     `configured` is `uuid:`, `wanted` is `virt_type:`, `metadata` is `metadata:`. `proxies` are the environment's, by
-    variable; `image_proxy` says that compute.yaml has one.
+    variable; `image_proxy` says that compute.yaml has one. `is_taken` says that a server of another kind listens where
+    the metadata server would.
     """
 
     state: StateDirectory
@@ -68,6 +69,7 @@ class Machine:
     metadata: str = 'network'
     proxies: tuple[str, ...] = ()
     image_proxy: bool = False
+    is_taken: bool = False
 
 
 def _root(facts: Machine) -> Iterator[Found]:
@@ -176,6 +178,9 @@ def _networks(there: Libvirt, _: Machine) -> Iterator[Found]:
 
 
 def _metadata(there: Libvirt, facts: Machine) -> Iterator[Found]:
+    if facts.metadata == 'network' and facts.is_taken and there.has_bridge:
+        what = 'what listens on port 80 is no metadata server, and takes 169.254.169.254 too'
+        yield what, "bind it to an address of its own (ss -ltnp 'sport = :80' has its name), or `metadata: iso`"
     if facts.metadata == 'network' and not there.has_bridge:
         what = 'none of `networks:` is one whose bridge libvirt made: no metadata can be served at 169.254.169.254'
         yield what, 'say `metadata: iso` in compute.yaml'

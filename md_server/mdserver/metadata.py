@@ -68,7 +68,15 @@ PER_BOOT = '/var/lib/cloud/scripts/per-boot/'
 try:
     if not sys.argv[1].startswith(PER_BOOT):
         os.makedirs(PER_BOOT, exist_ok=True)
-        shutil.copy(sys.argv[1], PER_BOOT + 'ecomp-report')
+        # Half of it, after a power cut, would be an error at each boot. So it comes there whole, from the next folder.
+        half = os.path.dirname(PER_BOOT.rstrip('/')) + '/ecomp-report.half'
+        shutil.copy(sys.argv[1], half)
+        with open(half) as file:
+            os.fsync(file.fileno())
+        os.replace(half, PER_BOOT + 'ecomp-report')
+        directory = os.open(PER_BOOT, os.O_RDONLY)
+        os.fsync(directory)
+        os.close(directory)
 except OSError:
     pass
 home = request.build_opener(request.ProxyHandler({}))

@@ -135,6 +135,38 @@ def test_a_pool_over_another_directory(check: Checked, host: LibvirtHost, tmp_pa
     check.mended(check.cure('pool', f'over {tmp_path}'))
 
 
+def test_a_web_server_where_the_metadata_server_would_listen(check: Checked, host: LibvirtHost, tmp_path: Path) -> None:
+    """One on all addresses; one for metadata there is no finding, with the bridge's address or without it."""
+    bind = ['ip', 'address', 'add', '169.254.169.254/32', 'dev', 'virbr0']
+    remove = [*bind[:2], 'delete', *bind[3:]]
+    for paths, finds in (('index.html', True), ('latest 2009-04-04', False)):
+        served = tmp_path / paths.replace(' ', '_')
+        served.mkdir()
+        (served / 'index.html').write_text('\n'.join(paths.split()))
+        serve = [sys.executable, '-m', 'http.server', '80', '--directory', str(served)]
+        web = subprocess.Popen(
+            ['nsenter', '-t', str(host.pid('virtlogd')), '-m', '-n', *serve], stderr=subprocess.DEVNULL
+        )
+        try:
+            until(lambda: host.inside(['ss', '-Hltn', 'sport = :80']).stdout or None, 20, 'the web server listens')
+            for has_address in (False, True):
+                if has_address:
+                    host.inside(bind)
+                try:
+                    if finds:
+                        assert 'ss -ltnp' in check.cure('metadata', 'port 80 is no metadata server')
+                        check.settings['metadata'] = 'iso'
+                    assert check() == {}
+                finally:
+                    check.settings.pop('metadata', None)
+                    if has_address:
+                        host.inside(remove)
+        finally:
+            web.terminate()
+            web.wait(10)
+    assert check() == {}
+
+
 def test_a_proxy_in_the_way(check: Checked) -> None:
     check.environ['http_proxy'] = 'http://127.0.0.1:3128'
     cure = check.cure('proxy', 'http_proxy is in the environment')

@@ -109,6 +109,7 @@ BRIDGE, NETWORK, OTHER = Attachment('bridge', 'br0'), Attachment('network', 'def
         (libvirt(networks={OTHER: MISSING}), 'network', 'no network web', 'virsh net-list --all'),
         (libvirt(networks={OTHER: OFF}), 'network', 'web is not active', 'virsh net-start web'),
         (libvirt(has_bridge=False), 'metadata', 'no metadata can be served', 'metadata: iso'),
+        (replace(MACHINE, is_taken=True), 'metadata', 'port 80 is no metadata server', 'an address of its own'),
         (libvirt(filters='ebtables is not installed'), 'filters', 'ebtables', 'apt install iptables'),
     ],
 )
@@ -126,6 +127,7 @@ def test_of_a_machine(facts: Machine, check: str, says: str, cure: str) -> None:
         replace(MACHINE, state=STATE._replace(owner=None, uuid='', uuid_is_right=False)),  # before the first start
         replace(MACHINE, state=STATE._replace(uuid='x', uuid_is_right=False), configured=A),
         replace(libvirt(has_bridge=False), metadata='iso'),
+        replace(MACHINE, metadata='iso', is_taken=True),
         libvirt(version=12_000_000),  # newer than our library: it speaks the same protocol
     ],
 )

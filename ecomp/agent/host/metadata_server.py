@@ -5,9 +5,11 @@ However ecompute ends: the server watches the pipe that is its stdin.
 
 from __future__ import annotations
 
+import errno
 import http.client
 import logging
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -26,6 +28,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 START_SECONDS = 10.0
+IP_FREEBIND = 15
+"""Binds to an address that this host may get later: ip(7). Python 3.11 has no name for it."""
 USER = '65520'
 """Who ours is once it listens: a number that is nobody's, and so owns no file and no other process.
 
@@ -153,9 +157,31 @@ def is_metadata(page: bytes | None) -> bool:
     return page is not None and {b'2009-04-04', b'latest'} <= {line.strip(b'/') for line in page.split()}
 
 
-def answer() -> bytes | None:
-    """What an HTTP server says at the root of the metadata address; None if none answers."""
-    connection = http.client.HTTPConnection(METADATA_ADDRESS, timeout=2)
+def is_taken() -> bool:
+    """Whether another server than one for metadata listens where ours would, on that address or on all.
+
+    Where this host has not got the address, nothing is sent there: in a cloud it is the cloud's own service.
+    """
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # what was closed a minute ago is in nobody's way
+        try:
+            probe.bind((METADATA_ADDRESS, 0))
+            listener = METADATA_ADDRESS
+        except OSError:
+            listener = '127.0.0.1'  # who listens on all addresses answers here too
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        probe.setsockopt(socket.IPPROTO_IP, IP_FREEBIND, 1)
+        try:
+            probe.bind((METADATA_ADDRESS, 80))
+        except OSError as error:
+            return error.errno == errno.EADDRINUSE and not is_metadata(answer(listener))
+    return False
+
+
+def answer(address: str = METADATA_ADDRESS) -> bytes | None:
+    """What an HTTP server says at the root of an address, the metadata's; None if none answers."""
+    connection = http.client.HTTPConnection(address, timeout=2)
     try:
         connection.request('GET', '/')
         return connection.getresponse().read(4096)
