@@ -32,5 +32,15 @@ def escaped(line: str) -> str:
 
 
 def renamed(text: str, called: Mapping[str, str]) -> str:
-    """The text with what people call it in place of each uuid in `called`; the path of a key stays as it is."""
-    return _UUID.sub(lambda found: called.get(found[0], found[0]), text) if called else text
+    """The text with what people call it in place of each uuid in `called`; the path of a key stays as it is.
+
+    Where it is called so already, as `hv1 (<uuid>)` of a name that two computes share, that stays, too.
+    """
+
+    def name(found: re.Match[str]) -> str:
+        new = called.get(found[0], found[0])
+        before, _, behind = new.partition(found[0])
+        around = text.endswith(before, 0, found.start()) and text.startswith(behind, found.end())
+        return found[0] if around and (before or behind) and found[0] in new else new
+
+    return _UUID.sub(name, text) if called else text

@@ -30,3 +30,11 @@ def test_a_uuid_is_called_what_it_is_called_and_a_path_stays() -> None:
     assert renamed(f'{one}: is on {two}, and so is {one}', called) == f'web1: is on {two}, and so is web1'
     assert renamed(f'etcdctl del /names/{one}', called) == f'etcdctl del /names/{one}'
     assert renamed(f'{one}0 x{one} {one.upper()}', called) == f'{one}0 x{one} {one.upper()}'
+
+
+def test_what_is_called_by_a_name_and_its_uuid_is_called_so_once() -> None:
+    one, two = '1a5c0de0-0000-4000-8000-000000000001', '2a5c0de0-0000-4000-8000-000000000002'
+    called = {each: f'hv1 ({each})' for each in (one, two)}
+    once = f'web1 is on hv1 ({one}), not on hv1 ({two})'
+    assert renamed(f'web1 is on {one}, not on {two}', called) == renamed(once, called) == once
+    assert renamed(f'(see {one})', called) == f'(see hv1 ({one}))'
