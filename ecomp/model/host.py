@@ -52,6 +52,13 @@ class InEtcd:
     unreadable: Collection[str] = ()
     junk: Mapping[str, Collection[str]] = field(default_factory=dict)
 
+    def called(self, instance: str) -> str:
+        """What people call an instance: its name, or else its uuid."""
+        record = self.records.get(instance)
+        wishes = (each.get(instance) for each in self.requests.values())
+        names = [record.name if record else None, *(each.name for each in wishes if isinstance(each, Request))]
+        return next(filter(None, names), None) or instance
+
     @property
     def alive(self) -> Collection[str]:
         """The computes that are alive."""
@@ -126,17 +133,19 @@ def refusal(compute: str, etcd: InEtcd, held: Collection[str], at_it: Collection
         return f'it is alive{f" on {host}" if host else ""}: stop its ecompute first'
     there = sorted(living(compute, etcd))
     if there:
-        return f'{_some(there)} still there: destroy what is not wanted any more, then forget the host'
+        return f'{_some(there, etcd)} still there: destroy what is not wanted any more, then forget the host'
     claiming = sorted(set(held) & set(at_it))
     if claiming:
-        return f'an eschedule is at work on {_some(claiming)} there: try again when it has ended (a dead one: in 60 s)'
+        again = 'try again when it has ended (a dead one: in 60 s)'
+        return f'an eschedule is at work on {_some(claiming, etcd)} there: {again}'
     unreadable = sorted({*etcd.requests.get(compute, {}), *held} & set(etcd.unreadable))
     if unreadable:
-        return f'what is recorded of {_some(unreadable)} there cannot be read: see eschedule list'
+        return f'what is recorded of {_some(unreadable, etcd)} there cannot be read: see eschedule list'
     for name in sorted(held):
         others = [other for other in _homes(name, etcd) if other != compute]
         if others:
-            return f'instance {name} of compute {etcd.computes.called(others[0])} holds a part of it: destroy it first'
+            of = f'{etcd.called(name)} of compute {etcd.computes.called(others[0])}'
+            return f'instance {of} holds a part of it: destroy it first'
     return None
 
 
@@ -190,6 +199,6 @@ def _homes(instance: str, etcd: InEtcd) -> Iterator[str]:
         yield record.compute
 
 
-def _some(instances: list[str]) -> str:
+def _some(instances: list[str], etcd: InEtcd) -> str:
     more = f' and {len(instances) - QUOTED} more' if len(instances) > QUOTED else ''
-    return f'instance{"s" if len(instances) > 1 else ""} {", ".join(instances[:QUOTED])}{more}'
+    return f'instance{"s" if len(instances) > 1 else ""} {", ".join(map(etcd.called, instances[:QUOTED]))}{more}'

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -186,6 +187,7 @@ def test_a_request_its_compute_would_drop_does_not_live_there(known: Record) -> 
         (InEtcd(up({HOST: None})), (), (), 'it is alive: '),
         (InEtcd(requests={HOST: {A: wish(A)}}), (A,), (), f'instance {A} still there'),
         (InEtcd(records={A: record(A, 'active')}), (), (), f'instance {A} still there'),
+        (InEtcd(records={A: replace(record(A, 'active'), name='web1')}), (), (), 'instance web1 still there'),
         (InEtcd(requests={HOST: {A: Invalid(A, 'not JSON')}}), (), (), f'instance {A} still there'),
         (
             InEtcd(requests={HOST: {each: wish(each) for each in (A, B, C, D, E)}}),

@@ -57,8 +57,7 @@ def inhabitants(store: Store, placement: Placement, compute: str, called: str) -
     lines = [f'{called}: {_count(len(found))} there']
     for instance in found:
         record = etcd.records.get(instance)
-        name = f'{record.name} ' if record is not None and record.name else ''
-        lines.append(f'{instance}: {name}{record.state if record is not None else SCHEDULED}')
+        lines.append(f'{etcd.called(instance)}: {record.state if record is not None else SCHEDULED}')
     return lines
 
 
