@@ -34,11 +34,10 @@ AT_ONCE = 3.0
 
 
 def _ssh(do: Context) -> int:
-    from ecomp.scheduler.looking.find import resolve
     from ecomp.scheduler.looking.way_in import way_in
 
     user, word = user_and_instance(do.words[0])
-    way = way_in(do.store, resolve(do.store, word))
+    way = way_in(do.store, do.instance(word))
     told = _options(do, way, do.options.accept_new)
     named = [('-i', do.options.identity)] if do.options.identity else []
     pairs = [*(('-o', f'{name}={value}') for name, value in told.items()), *named, ('-l', user or do.config.ssh_user)]
@@ -47,11 +46,11 @@ def _ssh(do: Context) -> int:
 
 
 def _ssh_config(do: Context) -> int:
-    from ecomp.scheduler.looking.find import all_records, resolve
+    from ecomp.scheduler.looking.find import all_records
     from ecomp.scheduler.looking.way_in import way_in
 
     def put(word: str) -> None:
-        way = way_in(do.store, resolve(do.store, word))
+        way = way_in(do.store, do.instance(word))
         lines = {'HostName': way.address, 'User': do.config.ssh_user, **_options(do, way, accept_new=False)}
         do.out.put('\n'.join([f'Host {way.called}', *(f'    {name} {value}' for name, value in lines.items()), '']))
 
@@ -66,10 +65,9 @@ def _ssh_config(do: Context) -> int:
 
 
 def _console(do: Context) -> int:
-    from ecomp.scheduler.looking.find import resolve
     from ecomp.scheduler.looking.way_in import host_of, running
 
-    record = running(do.store, resolve(do.store, do.words[0]))
+    record = running(do.store, do.instance(do.words[0]))
     if record.console is None:
         raise NotFound(f'{record.instance}: has no console: its guest is only pretended')
     command = ['virsh', '-c', 'qemu:///system', 'console', record.instance]
@@ -79,10 +77,9 @@ def _console(do: Context) -> int:
 def _log(do: Context) -> int:
     import subprocess  # here and below: what takes its time to import is for those who need it
 
-    from ecomp.scheduler.looking.find import resolve
     from ecomp.scheduler.looking.way_in import console
 
-    instance = resolve(do.store, do.words[0])
+    instance = do.instance(do.words[0])
     host, file = console(do.store, instance)
     do.close()
     command = do.config.reach.run(host, reach.tail(file, do.options.lines, do.options.follow))
@@ -96,6 +93,10 @@ def _log(do: Context) -> int:
                 child.terminate()
                 raise
         code = child.returncode
+    except KeyboardInterrupt:
+        if not do.options.follow:
+            raise
+        return 0  # it is how following ends
     except FileNotFoundError as error:
         raise _not_there(command[0]) from error
     if code == reach.NO_FILE:
