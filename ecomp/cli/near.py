@@ -9,7 +9,7 @@ LIST, DESTROY, CREATE = 'list', 'destroy', "'resources=…' [IMAGE_URL]"
 ELSEWHERE = {
     **dict.fromkeys(('ls', 'ps', 'dir', 'servers', 'server', 'instances', 'vms', 'get'), LIST),
     **dict.fromkeys(('delete', 'del', 'rm', 'remove', 'undefine', 'kill', 'purge', 'terminate'), DESTROY),
-    **dict.fromkeys(('create', 'launch', 'new', 'boot', 'make', 'add', 'deploy', 'images'), CREATE),
+    **dict.fromkeys(('create', 'launch', 'new', 'boot', 'make', 'add', 'deploy'), CREATE),
     **dict.fromkeys(('info', 'describe', 'inspect', 'status', 'dominfo'), 'show'),
     **dict.fromkeys(('computes', 'nodes', 'hypervisors', 'agents'), 'hosts'),
     **dict.fromkeys(('shutdown', 'poweroff', 'halt', 'off', 'pause'), 'stop'),
@@ -20,6 +20,9 @@ ELSEWHERE = {
     **{'flavors': 'flavor list', 'groups': 'group list', 'quotas': 'quota list', 'man': 'help'},
 }
 """What other tools, and hands that come from them, call a command of ours."""
+
+NONE = dict.fromkeys(('image', 'images', 'img'), 'an image is a URL behind the query, and nobody keeps a list of them')
+"""What others have a command for, and we have not: why there is none."""
 
 
 def command_like(word: str) -> str | None:
@@ -32,5 +35,7 @@ def command_like(word: str) -> str | None:
 
 def hint(word: str) -> str:
     """The end of a sentence that says that a word is no command."""
+    if word.lower() in NONE:
+        return f': {NONE[word.lower()]}'
     close = command_like(word)
     return f': did you mean eschedule {close}?' if close else '; --help shows all'

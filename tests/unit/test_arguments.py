@@ -139,7 +139,7 @@ def test_every_command_has_an_example_that_can_be_typed(name: str) -> None:
     [
         (['delete', 'web1'], "'delete' is not a command: did you mean eschedule destroy?"),
         (['ls', '-f', 'json', 'x'], "'ls' is not a command: did you mean eschedule list?"),
-        (['images', 'x'], "did you mean eschedule 'resources=…' [IMAGE_URL]?"),
+        (['images', 'x'], "'images' is not a command: an image is a URL behind the query"),
         (['Lst'], "'Lst' is neither a command nor an instance: did you mean eschedule list?"),
         (['xyzzy', 'x'], "'xyzzy' is not a command; --help shows all"),
         (['host'], "'host' alone is not a command: host has list, show, disable, drain, enable and forget; "),
