@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from ecomp.cli.command import Command, Context, plain
@@ -29,22 +30,41 @@ def _events(do: Context) -> int:
         raise UsageError(f'-f {do.form} is one document, and events are told one by one: say table or json')
     wanted = {resolve(do.store, word): word for word in do.words}
     silent = set(wanted)
-    history = History(do.config.etcd, do.options.watch, do.out.say)
-    in_words = Lines()
+    last, watches = do.options.lines, do.options.watch
+    in_words, seen = Lines(), 1
+
+    def lines(follow: bool, first: int = 1) -> Iterator[str]:
+        nonlocal seen
+        history = History(do.config.etcd, follow, do.out.say, first)
+        try:
+            for event in _told(do, history):
+                if not wanted or event.instance in wanted:
+                    silent.discard(event.instance)
+                    yield _as_json(event) if do.form == JSON else in_words.line(event)
+            seen = history.upcoming
+        finally:
+            history.close()
+
     try:
-        for event in _told(do, history):
-            if not wanted or event.instance in wanted:
-                silent.discard(event.instance)
-                do.out.put(_as_json(event) if do.form == JSON else in_words.line(event))
+        if last is not None:  # which are the last is known once all of the past has come
+            _put(do, deque(lines(False), last))
+        if watches or last is None:
+            _put(do, lines(watches, seen))
     except KeyboardInterrupt:
-        if not do.options.watch:
+        if not watches:
             raise
         return 0
-    finally:
-        history.close()
     if silent:
         raise NotFound(', '.join(wanted[each] for each in sorted(silent)) + ': nothing of it is in what etcd keeps')
     return 0
+
+
+def _put(do: Context, lines: Iterable[str]) -> None:
+    for line in lines:
+        if do.form == JSON:
+            do.out.put(line)
+        else:
+            do.put_lines([line])
 
 
 def _told(do: Context, history: History) -> Iterator[Event]:
@@ -57,7 +77,7 @@ def _told(do: Context, history: History) -> Iterator[Event]:
     def host(compute: str) -> str:
         return known.called(compute)
 
-    is_said = False
+    is_said = history.upcoming > 1  # of what follows on a past that was told
     for changes in history:
         if not is_said:
             _say_since(do, history.since)
@@ -106,6 +126,6 @@ COMMANDS = (
             'and flavors, or of these instances alone. etcd keeps an hour or two of it, as its '
             '--auto-compaction-retention says; stderr says from which revision on. A time with a ~ is that of the line '
             'before, for etcd writes down no times. With -f json each line is one JSON object, with its revision.',
-            any_instances, _events, plain('watch format'), (4, 5),
-            example='eschedule events web1 --watch'),
+            any_instances, _events, {**plain('watch format'), 'lines': 'the last N changes alone'}, (4, 5),
+            example='eschedule events web1 -n 20 --watch'),
 )

@@ -41,14 +41,15 @@ class History:
     """The changes of all keys, a list a revision, oldest first. `since` is the first revision that etcd keeps.
 
     Without `follow` it ends with what is past; else `tell` hears when etcd is lost and back, and what it forgot
-    meanwhile. Errors while it is read: Unreachable, EcompError where etcd refuses, or is another than it was.
+    meanwhile. It begins with revision `first`. Errors while it is read: Unreachable, EcompError where etcd refuses, or
+    is another than it was.
     """
 
-    def __init__(self, config: EtcdConfig, follow: bool, tell: Callable[[str], None]) -> None:
+    def __init__(self, config: EtcdConfig, follow: bool, tell: Callable[[str], None], first: int = 1) -> None:
         self._store = Store(config)
         self._follow, self._tell = follow, tell
         self._now = 0
-        self._next = 1
+        self._next = first
         self._lost = False
         self.since = 1
 
@@ -56,6 +57,11 @@ class History:
     def is_past(self) -> bool:
         """Whether what was handed on last had happened before this began."""
         return self._next <= self._now + 1
+
+    @property
+    def upcoming(self) -> int:
+        """The first revision that was not handed on yet, if there is one already."""
+        return max(self._next, self._now + 1) if self._now else self._next
 
     def close(self) -> None:
         """Let go of etcd."""

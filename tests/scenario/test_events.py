@@ -80,6 +80,28 @@ def test_what_happens_is_told_until_ctrl_c(cluster: Control) -> None:
     check(cluster, compute)
 
 
+def test_the_last_changes_alone(cluster: Control) -> None:
+    """`-n N`: those, and it ends; with --watch it goes on with what happens (fake)"""
+    compute = cluster.ecompute()
+    _, instance = place(cluster)
+    addressed(cluster, instance)
+    for form in ('table', 'json'):
+        every = cluster.eschedule('events', instance, '-f', form).stdout.splitlines()
+        last = cluster.eschedule('events', instance, '-f', form, '-n', '2')
+        assert (last.code, last.stdout.splitlines()) == (0, every[-2:])
+        assert cluster.eschedule('events', '-f', form, '-n', '0').stdout == ''
+    with Eschedule(cluster, 'events', instance, '-n', '1', '--watch') as watching:
+        until(lambda: watching.stdout, 20, 'the last change')
+        assert cluster.eschedule('stop', '--wait', instance).code == 0
+        until(lambda: f'{instance}: stopped' in watching.stdout, 20, 'what happens')
+        watching.send(signal.SIGINT)
+        ended = watching.end(20)
+    one_line(ended, 0, 'all that ever happened')
+    after = cluster.eschedule('events', instance).stdout.splitlines()
+    assert told(ended.stdout) == told('\n'.join(after[-len(ended.stdout.splitlines()) :]))
+    check(cluster, compute)
+
+
 def test_what_etcd_compacted_is_said_and_what_it_keeps_is_told(own_control: Control) -> None:
     compute = own_control.ecompute()
     _, instance = place(own_control)
