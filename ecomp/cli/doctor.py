@@ -16,11 +16,14 @@ def _doctor(do: Context) -> int:
     found = of_backends(there)
     computes = Computes(ours=__version__)
     if not there.away:
+        from ecomp.model.record import QUEUED
+        from ecomp.scheduler.looking.find import all_records
         from ecomp.scheduler.looking.hosts import all_hosts
 
         hosts, _ = all_hosts(do.store, do.placement)
         runs = {each.compute: each.said.version for each in hosts if each.said.version is not None}
-        computes = Computes(tuple(hosts), runs, __version__)
+        waiting = [each.name or each.instance for each in all_records(do.store, False)[0] if each.state == QUEUED]
+        computes = Computes(tuple(hosts), runs, __version__, do.computes.unserved(waiting))
         found += of_computes(computes)
     about = {
         'findings': [each._asdict() for each in found],

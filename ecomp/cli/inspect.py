@@ -13,11 +13,12 @@ from ecomp.cli.terminal import Live, each_of
 from ecomp.cli.words import instances, nothing, one_instance
 from ecomp.errors import EcompError, NotFound, StillGoing
 from ecomp.model import keys
-from ecomp.model.record import ERROR, GONE, STAGES, STOPPED, Record
+from ecomp.model.record import ERROR, GONE, QUEUED, STAGES, STOPPED, Record
 from ecomp.model.text import printable
 
 if TYPE_CHECKING:
     from ecomp.cli.formats import Details, Listing
+    from ecomp.model.computes import Computes
     from ecomp.model.pick import Pick
     from ecomp.model.power import Power
     from ecomp.scheduler.looking.find import InstanceEntries
@@ -65,7 +66,16 @@ def _query(do: Context) -> int:
         do.out.say(said)
     if record.address:
         return 0
+    _say_unserved(do, [record])
     return EcompError.exit_code if record.state == ERROR else StillGoing.exit_code
+
+
+def _say_unserved(do: Context, records: Sequence[Record], known: Computes | None = None) -> None:
+    """Of those of them that wait in a queue: say it where nobody takes from it."""
+    waiting = [each.name or each.instance for each in records if each.state == QUEUED]
+    said = (known or do.computes).unserved(waiting) if waiting else None
+    if said is not None:
+        do.out.say(said)
 
 
 def _list(do: Context) -> int:
@@ -83,7 +93,11 @@ def _list(do: Context) -> int:
         return as_list(pick.of(records), computes(do.store)), unreadable
 
     if not do.options.watch:
-        return do.show(*listed())
+        records, unreadable = all_records(do.store, with_gone)
+        chosen, known = pick.of(records), computes(do.store)
+        code = do.show(as_list(chosen, known), unreadable)
+        _say_unserved(do, chosen, known)
+        return code
 
     from ecomp.cli.watching import watch
 
@@ -132,7 +146,7 @@ def _timeline(do: Context) -> int:
         record = _found(do, word).record
         kept = [each.number for each in record.known_boots]
         if number is not None and number not in kept:
-            there = f'{kept[0]} to {kept[-1]} are' if kept else 'it was not started yet, and none is'
+            there = _are(kept) if kept else 'it was not started yet, and none is'
             raise NotFound(f'{word}: boot {number} is not kept: {there}')
         records.append(record)
 
@@ -141,6 +155,10 @@ def _timeline(do: Context) -> int:
         as_table = do.form == TABLE
         do.draw(drawn(records, do.look, number) if as_table else document(to_dict(records, number), do.form))
     return code
+
+
+def _are(kept: Sequence[int]) -> str:
+    return f'{kept[0]} to {kept[-1]} are' if len(kept) > 1 else f'{kept[0]} alone is'
 
 
 def _found(do: Context, word: str) -> InstanceEntries:
@@ -164,6 +182,7 @@ def _wait(do: Context) -> int:
         if found.is_destroying:
             raise NotFound(f'{instance}: is being destroyed')
         asked[instance] = found.request.power if found.request else None
+        _say_unserved(do, [found.record])
         return instance
 
     reach(do, outcomes, list(outcomes.found), instance_of, asked)
@@ -237,7 +256,7 @@ COMMANDS = (
             "are told by the clock of the machine that asked, the others by the compute's.",
             instances, _timeline, plain('boot format wide'), (4, 5),
             example='eschedule timeline web1 web2'),
-    Command('wait', 'wait <id>…', 'wait until an instance has its address, and print it',
+    Command('wait', 'wait <id>…', 'wait until an instance has its address',
             'Wait until each instance has its address, and print it; or, with --for, until it has reached that stage. '
             'After a start or a reboot that is the stage of the boot it brings; of a guest that is off, of its next. '
             'A line on the terminal says what is waited for. It ends early where that can never be: exit 1 if the '

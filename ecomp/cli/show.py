@@ -13,7 +13,7 @@ from ecomp.model.computes import NOBODY, Computes
 from ecomp.model.host import DISABLED, Host
 from ecomp.model.inventory import Room
 from ecomp.model.power import ASKED, OFF, phase
-from ecomp.model.record import ACTIVE, BUILDING, ERROR, KEPT, STOPPED, Interface, Record, to_dict
+from ecomp.model.record import ACTIVE, BUILDING, ERROR, KEPT, QUEUED, STOPPED, Interface, Record, to_dict
 from ecomp.model.text import printable
 from ecomp.scheduler.changing.wait import failure, waits_for
 
@@ -67,7 +67,7 @@ def _reason(record: Record) -> str | None:
 
 
 def as_detail(record: Record, known: Computes = NOBODY) -> Details:
-    """One record whole."""
+    """One record whole, and of one in a queue, where that is so, that nobody takes from it."""
     asked = ', '.join(f'{name}:{amount}' for name, amount in record.resources.items())
     rows: list[tuple[str, Cell]]
     rows = [(name, getattr(record, name) or None) for name in ('instance', 'name', 'state')]
@@ -81,6 +81,8 @@ def as_detail(record: Record, known: Computes = NOBODY) -> Details:
     rows += [('console', record.console)] if record.console and record.state not in KEPT else []
     rows += [(stage, time) for stage, time in sorted(record.stages.items(), key=lambda each: each[1]) if time]
     rows += [(f'boot {each.number}', _boot(each)) for each in record.boots if len(record.boots) > 1]
+    if record.state == QUEUED and (unserved := known.unserved(['it'])):
+        rows.append(('waits', unserved))
     if record.progress:
         rows.append(('progress', str(record.progress)))
     if record.error:
@@ -158,7 +160,8 @@ def summary(report: Report) -> list[str]:
         f'{each.code}: ' + (f'--fix {each.fix}' if each.fix else f'by hand: {each.how}') for each in report.findings
     )
     count = len(report.findings)
-    return [*away, *dict.fromkeys(cures), f'{report.compared}: {count or "no"} finding' + 's' * (count != 1)]
+    unserved = [] if report.unserved is None else [report.unserved]
+    return [*away, *unserved, *dict.fromkeys(cures), f'{report.compared}: {count or "no"} finding' + 's' * (count != 1)]
 
 
 def no_address(record: Record) -> str:

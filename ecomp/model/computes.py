@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import re
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple, Protocol
 
 from ecomp.model import keys
 from ecomp.model.json_object import dump, load_object
-from ecomp.model.text import renamed
+from ecomp.model.text import printable, renamed
 
 VERSION = 1
 LONGEST = 64
@@ -88,6 +88,13 @@ class Computes:
             several = f'{unsaid[0]} and {len(unsaid) - 1} more' if len(unsaid) > 1 else unsaid[0]
             return f'no compute says that it takes from queues; of {several}, of an older version, it is not known'
         return 'no compute takes from queues: `queues: True` in the compute.yaml of one has it do so'
+
+    def unserved(self, waiting: Sequence[str]) -> str | None:
+        """That those `waiting` in queues wait for nobody, in one line; None where that is not so, or not known."""
+        if not waiting or self.no_taker is None or any(said.queues is None for said in self.living.values()):
+            return None
+        more = f' and {len(waiting) - 1} more' if len(waiting) > 1 else ''
+        return printable(f'{waiting[0]}{more} wait{"" if more else "s"} in a queue, and {self.no_taker}')
 
     def translated(self, text: str) -> str:
         """The text with what a compute is called in place of its uuid; a key's path stays as it is."""

@@ -75,11 +75,15 @@ class Backends:
 
 @dataclass(frozen=True)
 class Computes:
-    """The computes, and which version of ecomp each living one runs."""
+    """The computes, and which version of ecomp each living one runs.
+
+    `unserved` says that something waits in a queue, and nobody takes from it: what is wrong, a colon, and its cure.
+    """
 
     hosts: tuple[Host, ...] = ()
     versions: Mapping[str, str] = field(default_factory=dict)
     ours: str = ''
+    unserved: str | None = None
 
 
 def _no_etcd(facts: Backends) -> Iterator[Found]:
@@ -156,6 +160,12 @@ def _versions(facts: Computes) -> Iterator[Found]:
             yield what, f"pip install 'ecomp=={max(version, facts.ours, key=_parts)}' on the older one"
 
 
+def _queue(facts: Computes) -> Iterator[Found]:
+    if facts.unserved is not None:
+        what, _, cure = facts.unserved.partition(': ')
+        yield what, cure or '`queues: True` in the compute.yaml of one, and restart its ecompute'
+
+
 def _parts(version: str) -> list[int]:
     return [int(part) for part in version.split('.') if part.isdecimal()]
 
@@ -168,7 +178,11 @@ OF_BACKENDS: Mapping[str, Callable[[Backends], Iterable[Found]]] = {
     'clock': _clock,
     'certificate': _certificates,
 }
-OF_COMPUTES: Mapping[str, Callable[[Computes], Iterable[Found]]] = {'compute': _computes, 'version': _versions}
+OF_COMPUTES: Mapping[str, Callable[[Computes], Iterable[Found]]] = {
+    'compute': _computes,
+    'version': _versions,
+    'queue': _queue,
+}
 
 
 def of_backends(facts: Backends) -> list[Ailment]:

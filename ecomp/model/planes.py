@@ -167,6 +167,10 @@ class World:
         said.add(record.name if record else None)
         return {name for name in said if name}
 
+    def unserved(self) -> str | None:
+        """That what is queued waits for nobody, in one line; None where that is not so."""
+        return self.known.unserved([min(self.called(each), default=each) for each in sorted(self.queued)])
+
     def is_living(self, instance: str) -> bool:
         """True when the instance has a record that says neither gone nor error."""
         return instance in self.records and self.records[instance].state not in (GONE, ERROR)

@@ -89,8 +89,22 @@ def test_what_waits_is_seen_everywhere(small: Control) -> None:
         assert (shown['state'], shown['query'], shown['image']) == ('queued', SMALL, json.loads(
             everything(small)[f'/queues/small/{instance}'].value)['image'])  # fmt: skip
     assert ' queued ' in small.eschedule('timeline', 'web1').stdout
-    one_line(small.eschedule('web1'), 6, 'no address yet: queued, waiting for: a compute to take it')
-    one_line(small.eschedule('wait', 'web1', '--timeout', '0.2'), 6, '0.2 s are up', 'it goes on')
+    # The last line of each, for each says too that nobody takes from queues.
+    unserved = 'eschedule: web1 waits in a queue, and no compute takes from queues: `queues: True` in the compute.yaml'
+    asked = small.eschedule('web1')
+    assert (asked.code, asked.stdout) == (6, '')
+    assert 'no address yet: queued, waiting for: a compute to take it' in asked.stderr
+    waited = small.eschedule('wait', 'web1', '--timeout', '0.2')
+    assert waited.code == 6
+    assert waited.stderr.endswith('web1: 0.2 s are up, still waiting for: a compute to take it; it goes on\n')
+    for said in (asked, waited, small.eschedule('list'), small.eschedule('audit')):
+        assert [line for line in said.stderr.splitlines() if line.startswith(unserved)], said
+    assert 'waits      it waits in a queue, and no compute takes' in small.eschedule('show', 'web1').stdout
+    doctor = small.eschedule('doctor', '-f', 'json')
+    assert [each['cure'] for each in json.loads(doctor.stdout)['findings'] if each['check'] == 'queue'] == [
+        '`queues: True` in the compute.yaml of one has it do so'
+    ]
+    assert small.eschedule('list', '--state', 'active').stderr == ''
     one_line(small.eschedule('stop', 'web1'), 5, 'waits for a compute to take it')
     # Its name and its uuid are taken.
     one_line(small.eschedule(SMALL, '--name', 'web1'), 5, f'is the name of instance {instance}')

@@ -72,6 +72,7 @@ def test_of_the_control_plane(facts: Backends, check: str, says: str, cure: str)
         (Computes((Host(A, 'hv1', CLOSED, 1, {}),)), ('compute', 'compute hv1 is closed', 'systemctl start ecompute')),
         (Computes((Host(A, None, ORPHANED, 0, {}),)), ('compute', 'is orphaned', f'host forget {A}')),
         (Computes((Host(A, 'hv1', UP, 0, {}),), {A: '1.9.0'}, '1.10.0'), ('version', 'runs ecomp 1.9.0', '==1.10.0')),
+        (Computes(unserved='web1 waits: `queues: True` does it'), ('queue', 'web1 waits', '`queues: True` does it')),
     ],
 )
 def test_of_the_computes(facts: Computes, found: tuple[str, str, str]) -> None:

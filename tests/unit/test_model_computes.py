@@ -67,5 +67,10 @@ def test_that_nobody_takes_from_queues_is_said_where_it_is_known() -> None:
     assert 'no compute takes' in str(Computes({A: Living('hv1', queues=False)}).no_taker)
     told = str(Computes({A: Living('hv1', queues=False), B: Living('hv2'), C: Living('hv3')}).no_taker)
     assert 'of hv2 and 1 more, of an older version, it is not known' in told
+    assert Computes({A: Living('hv1', queues=False), B: Living('hv2')}).unserved(['web1']) is None
+    nobody = Computes({A: Living('hv1', queues=False)})
+    assert str(nobody.unserved(['web1'])).startswith('web1 waits in a queue, and no compute takes from queues: ')
+    assert str(nobody.unserved(['a', 'b', 'c'])).startswith('a and 2 more wait in a queue, and no compute')
+    assert nobody.unserved([]) is None
     some = Computes({B: Living('hv2', queues=True), A: Living('hv1', queues=True), C: Living('hv3')})
     assert (some.takers, some.no_taker) == ([A, B], None)

@@ -33,6 +33,8 @@ WAITS_FOR = {
     'ready': 'cloud-init to finish',
 }
 """What an instance that is on its way to a stage waits for, in its user's words."""
+IN_QUEUE = 'a compute to take it'
+"""What one in a queue waits for."""
 
 
 class Deadline:
@@ -51,7 +53,7 @@ class Deadline:
 def waits_for(record: Record | None) -> str:
     """What an instance is waiting for now, and how far that is if it is known: `image, 34 of 600 MB`."""
     if record is not None and record.state == QUEUED:
-        return 'a compute to take it'
+        return IN_QUEUE
     if record is not None and record.state == STOPPED:
         return 'somebody to start it: it is stopped'
     reached = record.reached if record else {}
@@ -196,6 +198,10 @@ def _wait(
 ) -> Record | None:
     """`ends`: of what is nowhere the end has come."""
     with Whereabouts(config, instance) as at:
+
+        def waited(record: Record | None) -> str:
+            return IN_QUEUE if at.is_queued else what(record)
+
         # With nothing left of the time, each is looked at once.
         first_look = deadline.spent + config.timeout
         while True:
@@ -208,7 +214,7 @@ def _wait(
             if spent >= limit:
                 if record is not None:
                     late(record)
-                how_far = f'still waiting for: {what(record)}' if known else 'and etcd did not answer'
+                how_far = f'still waiting for: {waited(record)}' if known else 'and etcd did not answer'
                 raise StillGoing(f'{instance}: {deadline.seconds:g} s are up, {how_far}; it goes on')
-            tell(f'waiting for: {what(record) if known else "etcd to answer"}, {spent:.0f} s')
+            tell(f'waiting for: {waited(record) if known else "etcd to answer"}, {spent:.0f} s')
             at.wait(min(TICK, limit - spent))

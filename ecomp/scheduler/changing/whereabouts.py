@@ -54,6 +54,11 @@ class Whereabouts:
         return True, self._last if is_record else None
 
     @property
+    def is_queued(self) -> bool:
+        """Whether the last look found it in a queue."""
+        return self._key.startswith(keys.QUEUES)
+
+    @property
     def is_nowhere(self) -> bool:
         """Whether the last look found neither a record nor a request nor a place in a queue."""
         return not self._key

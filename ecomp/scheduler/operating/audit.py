@@ -47,12 +47,14 @@ Tell = Callable[[str], None]
 class Report(NamedTuple):
     """What one audit saw. `revisions` are those of its first and last look at etcd; `etcd` is the last.
 
-    `away` says of each compute that was not compared whether it is closed or silent; `known` is what they are called.
+    `away` says of each compute that was not compared whether it is closed or silent; `unserved` that something waits in
+    a queue, and nobody takes from it; `known` is what computes are called.
     """
 
     findings: list[Finding]
     compared: str
     away: dict[str, str]
+    unserved: str | None
     known: Computes
     revisions: tuple[Revisions, Revisions]
     etcd: dict[str, KeyValue]
@@ -77,7 +79,7 @@ def audit(store: Store, placement: Placement, again: float = AGAIN_SECONDS) -> R
     computes, instances, claims = (f'{number} {name}' + ('' if number == 1 else 's') for number, name in counted)
     compared = f'{computes}, {instances} and {claims} were compared'
     seen = involved(first.etcd), involved(etcd)
-    return Report(found, compared, world.away(), world.known, seen, dict(etcd))
+    return Report(found, compared, world.away(), world.unserved(), world.known, seen, dict(etcd))
 
 
 @contextmanager
