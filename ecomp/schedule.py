@@ -115,10 +115,12 @@ def _draw(text: str) -> None:
 
 def _say(text: str) -> None:
     from ecomp import log
+    from ecomp.cli.terminal import broken, width
     from ecomp.model.text import printable_lines
 
+    said = f'eschedule: {printable_lines(log.redact(text))}'
     with suppress(OSError):  # a full disk or a closed terminal changes nothing of what was done
-        print(f'eschedule: {printable_lines(log.redact(text))}', file=sys.stderr, flush=True)
+        print(broken(said, width(sys.stderr)), file=sys.stderr, flush=True)
 
 
 def _interrupted() -> int:

@@ -101,7 +101,7 @@ def _clear(do: Context) -> int:
 
 # fmt: off
 COMMANDS = (
-    Command('destroy', 'destroy <id>…', 'remove an instance: its domain, its DISK, its claim',
+    Command('destroy', 'destroy <id>…', 'remove an instance: domain, DISK and claim',
             'Remove an instance for good: its domain, its DISK with all that is on it, and what it holds in placement. '
             "(virsh's destroy only switches off: that is `eschedule stop` here.) It returns once the destroy is "
             'accepted, and the compute carries it out, when it is back if it is away now. Of an instance in error its '

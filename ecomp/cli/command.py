@@ -7,8 +7,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
 from ecomp.cli.options import OPTIONS, TABLE, Option, Options
-from ecomp.cli.terminal import look
-from ecomp.cli.terminal import width as terminal_width
+from ecomp.cli.terminal import broken, look, width
 from ecomp.errors import EcompError
 from ecomp.model.text import renamed
 
@@ -89,12 +88,7 @@ class Context:
 
     def put_lines(self, lines: Sequence[str]) -> None:
         """Print lines as they are; on a terminal that is narrower than they are, broken at spaces."""
-        width = terminal_width()
-        if width is not None and any(len(line) > width for line in lines):
-            from ecomp.cli.fitting import folded
-
-            lines = [part for line in lines for part in folded(line, width)]
-        self.out.put('\n'.join(lines))
+        self.out.put(broken('\n'.join(lines), width()))
 
     def draw(self, text: str) -> None:
         """Print what is rendered already; nothing at all for ''."""

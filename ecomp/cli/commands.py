@@ -46,11 +46,11 @@ FAMILY_WORDS: Mapping[str, Sequence[Command]] = {
 __all__ = ['COMMANDS', 'EXITS', 'FAMILIES', 'OPTIONS', 'help_of', 'parse']
 
 MEANS = {
-    '<id>': f'<id> is an instance: its name, its uuid, or the beginning of its uuid ({PREFIX} digits or more).',
-    '<host>': f'<host> is a compute: its host name, its uuid, or the beginning of its uuid ({PREFIX} digits or more).',
+    '<id>': f'<id> is an instance: its name, its uuid, or {PREFIX} digits or more of that.',
+    '<host>': f'<host> is a compute: its host name, its uuid, or {PREFIX} digits or more of that.',
 }
-WIDTH = 100
-"""Characters of a line of the help."""
+WIDTH = 80
+"""Characters of a line of the help: the least that terminals have."""
 
 
 def parse(argv: Sequence[str]) -> Invocation:
@@ -186,7 +186,7 @@ def _help_of_all() -> str:
 
 
 def _line(command: Command) -> str:
-    return f'  {command.usage:<29} {command.summary}'
+    return f'  {command.usage:<27} {command.summary}'
 
 
 def _help_of_one(command: Command) -> str:

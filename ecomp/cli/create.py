@@ -193,11 +193,27 @@ def _query(do: Context) -> str:
         from ecomp.scheduler.operating.flavors import with_flavor
 
         query = with_flavor(do.config, lambda: do.store, flavor, query)
+        _check_whole(flavor, query)
     if on is not None:
         from ecomp.scheduler.looking.hosts import compute_of
 
         query = f'{query}&in_tree={compute_of(do.store, lambda: do.placement, on)}'
     return query
+
+
+def _check_whole(flavor: str, query: str) -> None:
+    """UsageError where a flavor and what is on top of it are not enough for a guest: no room would be."""
+    from ecomp.model.allocation import missing
+    from ecomp.model.query import Amount, Unexplained, parse
+
+    try:
+        asked = {each.name: each.amount for each in parse(query) if isinstance(each, Amount)}
+    except Unexplained:
+        return  # what placement answers is looked at
+    lacking = missing(asked)
+    if lacking:
+        cure = f"add 'resources={','.join(f'{name}:…' for name in lacking)}'"
+        raise UsageError(f'flavor {flavor} asks for no {", ".join(lacking)}, which a guest needs: {cure}')
 
 
 def _who(order: Order) -> dict[str, object]:
@@ -276,7 +292,7 @@ COMMANDS = (
             plain('name uuid ssh_key user_data flavor queue size min on weigh group policy strictness project wait '
                   'timeout format'), (3, 4, 5, 6),
             example="eschedule 'resources=VCPU:1,DISK_GB:1,MEMORY_MB:256' --name web1 --wait"),
-    Command('plan', "plan 'resources=…'", 'which computes would be tried, in order; nothing is claimed',
+    Command('plan', "plan 'resources=…'", 'which computes would be tried; nothing is claimed',
             'Say what the same command without `plan` would do now: which computes would be tried, in which order and '
             'why, and how many instances each would get. Nothing is claimed, and nothing is written.',
             planned, _plan,

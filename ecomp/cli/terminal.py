@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TextIO
 
 from ecomp.cli.options import TABLE, Options
 from ecomp.errors import EcompError, Unreachable
@@ -53,17 +53,27 @@ def look(options: Options) -> Look:
     return given._replace(width=None if options.wide else width(), colour=colour)
 
 
-def width() -> int | None:
-    """Columns of the terminal that stdout is, None where it is none; COLUMNS comes before what the terminal says."""
-    if not sys.stdout.isatty():
+def width(stream: TextIO | None = None) -> int | None:
+    """Columns of the terminal that a stream, stdout if None, is; None where it is none. COLUMNS comes first."""
+    stream = sys.stdout if stream is None else stream
+    if not stream.isatty():
         return None
     told = os.environ.get('COLUMNS', '')
     if told.isdecimal() and int(told[:6]) > 0:
         return int(told[:6])
     try:
-        return os.get_terminal_size(sys.stdout.fileno()).columns or WIDTH
+        return os.get_terminal_size(stream.fileno()).columns or WIDTH
     except OSError:
         return WIDTH
+
+
+def broken(text: str, columns: int | None) -> str:
+    """The text with each line broken at spaces where it is longer than so many columns; None: as it is."""
+    if columns is None or all(len(line) <= columns for line in text.split('\n')):
+        return text
+    from ecomp.cli.fitting import folded  # mostly it fits
+
+    return '\n'.join(part for line in text.split('\n') for part in folded(line, columns))
 
 
 class Live:

@@ -250,7 +250,7 @@ def _host_state(host: LabHost, etcd_answers: bool) -> str:
         return 'unknown: ecompute runs, and etcd does not say whether it works'
     if not host.ecompute_answers():
         return f'down: ecompute (see {host.log})'
-    return f'ready: compute {host.compute()}, guests {lab.layout.guests(host.name)}, {host.guests()} running'
+    return f'ready: {host.guests()} guests, network {lab.layout.guests(host.name)}'
 
 
 def _exec(options: argparse.Namespace) -> int:

@@ -18,6 +18,8 @@ from contextlib import contextmanager, suppress
 
 import pytest
 
+from ecomp.cli.commands import COMMANDS as EVERY
+from ecomp.cli.commands import FAMILY_WORDS
 from tests.kit.commands import Control
 from tests.kit.hands import Eschedule
 from tests.kit.invariants import check
@@ -29,16 +31,21 @@ COLOUR = re.compile('\x1b\\[[0-9]*m')
 
 
 class Screen:
-    """An eschedule whose stdout is a terminal of so many columns; `said` is what it has written there so far."""
+    """An eschedule whose stdout is a terminal of so many columns; `said` is what it has written there so far.
 
-    def __init__(self, control: Control, *words: str, columns: int = 80, height: int = 24, **more: str) -> None:
+    `whole`: its stderr is that terminal, too.
+    """
+
+    def __init__(
+        self, control: Control, *words: str, columns: int = 80, height: int = 24, whole: bool = False, **more: str
+    ) -> None:
         self._ours, theirs = pty.openpty()
         fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack('HHHH', height, columns, 0, 0))
         command = [sys.executable, '-m', 'ecomp.schedule', '--config', str(control.schedule_yaml), *words]
         there = {key: value for key, value in environment().items() if key not in ('COLUMNS', 'LINES', 'NO_COLOR')}
         there = {**there, 'TERM': 'xterm', **more}
         self.process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=theirs, stderr=subprocess.PIPE, env=there
+            command, stdin=subprocess.DEVNULL, stdout=theirs, stderr=theirs if whole else subprocess.PIPE, env=there
         )
         os.close(theirs)
         self.said = ''
@@ -55,7 +62,7 @@ class Screen:
         """Its exit code, and what it said on stderr."""
         _, err = self.process.communicate(timeout=120)
         self._reading.join()
-        return self.process.returncode, err.decode()
+        return self.process.returncode, (err or b'').decode()
 
 
 @contextmanager
@@ -112,6 +119,26 @@ def test_no_line_is_wrapped_at_80_columns(guests: Control) -> None:
     assert re.fullmatch('NOTIFIED TARGET, [0-9a-f-]{36}, OF INSTANCE [0-9a-f-]{36}', ' '.join(made))
     assert len(lines(guests, SMALL, '--name', 'wider', columns=120)) == 1
     assert called(guests, 'destroy', '--wait', 'new', 'wider').code == 0
+
+
+REFUSED = (
+    *([f'{SMALL}&required=HW_CPU_X86_AVX2', '--count', '2'], ['resources=VCPU:99,DISK_GB:1,MEMORY_MB:256'], ['lst']),
+    *(['host', 'drain', 'nosuch'], ['show', 'nosuch', 'no', 'such'], ['--frobnicate'], ['list', '--sort', 'nosuch']),
+)
+
+
+def test_no_refusal_and_no_help_is_wrapped_at_80_columns(guests: Control) -> None:
+    """B4: what is said beside the data fits too: it is broken at spaces, and nothing of it is lost (fake)"""
+    for words in REFUSED:
+        shown = Screen(guests, *words, whole=True)
+        code, _ = shown.end()
+        assert code, words
+        assert max(map(len, shown.said.split('\r\n'))) <= 80, (words, shown.said)
+        plain = called(guests, *words)
+        assert sorted(shown.said.split()) == sorted((plain.stdout + plain.stderr).split())
+    for words in (['help'], *(['help', name] for name in EVERY), *(['help', first] for first in FAMILY_WORDS)):
+        assert max(len(line) for line in lines(guests, *words)) <= 80, words
+        assert max(len(line) for line in called(guests, *words).stdout.splitlines()) <= 80, words
 
 
 def test_colours_are_for_terminals_and_for_who_wants_them(guests: Control) -> None:

@@ -29,7 +29,7 @@ from tests.kit.story import NOBODY, SMALL, addressed, one_line, place
         (['Web1'], 'neither a command nor an instance'),
         ([NOBODY + '0'], 'neither a command nor an instance'),
         (['delete', 'web1'], "'delete' is not a command: did you mean eschedule destroy?"),
-        (['images', 'x'], "'images' is not a command: did you mean eschedule 'resources="),
+        (['images', 'x'], "'images' is not a command: an image is a URL behind the query"),
         (['Lst'], "'Lst' is neither a command nor an instance: did you mean eschedule list?"),
         (['show', 'abc-'], "'abc-' is no instance: give its name, its uuid or the beginning of its uuid"),
         (['quota'], "'quota' alone is not a command: quota has list, show and set"),
@@ -236,6 +236,9 @@ def test_what_no_compute_has_yet_is_said(cluster: Control) -> None:
     for words in (['flavor', 'set', 'x', f'{SMALL}&required=CUSTOM_X'], ['quota', 'set', 'p', 'CUSTOM_X=1']):
         one_line(cluster.eschedule(*words), 0, 'placement knows no ', 'CUSTOM_X')
     one_line(cluster.eschedule('flavor', 'set', 'part', 'resources=VCPU:1'), 0, 'asks for no MEMORY_MB, DISK_GB')
+    # Whatever room there is: none would do.
+    lacking = "flavor part asks for no DISK_GB, which a guest needs: add 'resources=DISK_GB:…'"
+    one_line(cluster.eschedule('--flavor', 'part', 'resources=MEMORY_MB:64'), 2, lacking)
     # What is no limit any more may be anything: it was set once.
     one_line(cluster.eschedule('quota', 'set', 'p', 'VCPUS=none'), 0, 'quota of project p')
 
