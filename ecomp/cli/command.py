@@ -117,9 +117,10 @@ class Context:
         """The connection to placement."""
         from ecomp.placement.client import Placement
 
-        return Placement(self.config.placement, slow=self._slow)
+        return Placement(self.config.placement, slow=self.slow)
 
-    def _slow(self, backend: str, seconds: float) -> None:
+    def slow(self, backend: str, seconds: float) -> None:
+        """Say on a terminal that a backend has not answered for so long; a script is told what comes of it."""
         import sys
 
         if sys.stderr.isatty():

@@ -63,7 +63,7 @@ def _place(do: Context, order: Order) -> int:
     from ecomp.scheduler.looking.ask import ask_placement
 
     query = _query(do)
-    backend = ask_placement(do.config.placement, query)
+    backend = ask_placement(do.config.placement, query, do.slow)
 
     from ecomp.scheduler.placing.create import create
 
@@ -158,7 +158,7 @@ def _plan(do: Context) -> int:
     from ecomp.scheduler.placing.plan import plan
 
     query = _query(do)
-    backend = ask_placement(do.config.placement, query)
+    backend = ask_placement(do.config.placement, query, do.slow)
     project = do.options.project or do.config.project_id
     wanted = _wanted(do, Order(str(uuid.uuid4()), project_id=project, group=do.options.membership), query)
     try:

@@ -247,7 +247,7 @@ def _host_state(host: LabHost, etcd_answers: bool) -> str:
     if not lab.running(f'{host.name} ecompute'):
         return f'down: ecompute (see {host.log})'
     if not etcd_answers:
-        return 'unknown: ecompute runs, and etcd does not say whether it works'
+        return 'unknown: ecompute runs; whether it works, etcd knows'
     if not host.ecompute_answers():
         return f'down: ecompute (see {host.log})'
     return f'ready: {host.guests()} guests, network {lab.layout.guests(host.name)}'

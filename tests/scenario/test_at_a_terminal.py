@@ -141,6 +141,21 @@ def test_no_refusal_and_no_help_is_wrapped_at_80_columns(guests: Control) -> Non
         assert max(len(line) for line in called(guests, *words).stdout.splitlines()) <= 80, words
 
 
+@pytest.mark.parametrize('words', [['plan', SMALL], ['hosts']])
+def test_a_placement_that_does_not_answer_is_named_meanwhile(own_control: Control, words: list[str]) -> None:
+    """B14: half a minute of silence looks like a command that hangs (fake)"""
+    compute = own_control.ecompute()
+    own_control.placement.pause()
+    shown = Screen(own_control, *words, whole=True)
+    try:
+        until(lambda: 'waiting for placement at' in shown.said, 20, 'what it waits for is said')
+    finally:
+        own_control.placement.resume()
+    code, _ = shown.end()
+    assert code == 0, shown.said
+    check(own_control, compute)
+
+
 def test_colours_are_for_terminals_and_for_who_wants_them(guests: Control) -> None:
     green = '\x1b[32mactive\x1b[0m'
     assert sum(green in line for line in lines(guests, 'list')) == 3

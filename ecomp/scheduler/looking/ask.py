@@ -7,6 +7,8 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from ecomp.conf import PlacementConfig
     from ecomp.model.choose import Offer
     from ecomp.placement.client import Placement
@@ -19,8 +21,8 @@ FRESH = 2.0
 whoever disables a compute knows after that time of everybody who was told before that there is room on it."""
 
 
-def ask_placement(config: PlacementConfig, query: str) -> Backend:
-    """Placement, and what it offers for a query; the future raises what that raises.
+def ask_placement(config: PlacementConfig, query: str, slow: Callable[[str, float], None]) -> Backend:
+    """Placement, and what it offers for a query; the future raises what that raises. `slow` is as Placement has it.
 
     Nearly all of what a claim takes is imports and waiting. What this one needs is imported first, and not beside what
     etcd needs: then placement is at it while that is imported.
@@ -32,7 +34,7 @@ def ask_placement(config: PlacementConfig, query: str) -> Backend:
 
     def ask() -> None:
         try:
-            placement = Placement(config)
+            placement = Placement(config, slow=slow)
             future.set_result((placement, candidates(placement, query)))
         except BaseException as error:
             future.set_exception(error)
