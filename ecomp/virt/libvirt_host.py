@@ -54,6 +54,7 @@ class Libvirt:
         self._seeds = Seeds(self._state / 'seeds')
         self._networks = Networks(self._connection)
         self._reservations = Reservations(self._connection)
+        self._is_probed = False
         self._stop_watching: Callable[[], None] | None = None
         # What one part does by itself.
         self.shutdown, self.switch_off = self._domains.shutdown, self._domains.switch_off
@@ -63,7 +64,13 @@ class Libvirt:
 
     def check(self) -> None:
         """Raise what prepare() would of this host as it is; nothing is changed."""
-        access.check_reachable(self._volumes.directory, self._qemu())
+        began, is_first, self._is_probed = time.monotonic(), not self._is_probed, True
+        if is_first:  # libvirt probes every QEMU there is for who asks first
+            log.info('libvirt is asked what QEMU can do here: seconds at first, up to a minute of a busy machine')
+        qemu = self._qemu()
+        if is_first:
+            log.info('libvirt has said so, after %.1f s', time.monotonic() - began)
+        access.check_reachable(self._volumes.directory, qemu)
         for attachment in self._attachments:
             self._networks.check(attachment)
         self._volumes.check()
@@ -92,12 +99,9 @@ class Libvirt:
         self._volumes.prepare()
         if why := self._filters.prepare():
             log.warning(NO_FILTERS.format(why=why))
-        # libvirt probes QEMU for this, which takes seconds once: here, and not in the first guest's start.
-        log.info('libvirt is asked what QEMU can do here: seconds at the first time, up to a minute of a busy machine')
-        began = time.monotonic()
+        # What libvirt probes of QEMU for this takes seconds once: here, and not in the first guest's start.
         with self._connection.use('probing QEMU') as connection:
             connection.getDomainCapabilities(None, xml.ARCHITECTURE, xml.MACHINE, self.virt_type('auto'))
-        log.info('libvirt has said so, after %.1f s', time.monotonic() - began)
 
     def virt_type(self, wanted: str) -> str:
         flags = Path('/proc/cpuinfo').read_text(errors='replace').split()
