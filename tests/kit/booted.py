@@ -1,8 +1,8 @@
 """Machines that boot: systemd is their process 1, by systemd-nspawn, and a bridge joins them.
 
 All of it is inside a machine of a test's own (see machine.py), with its network, mounts and processes: its bridge is
-10.0.0.1, its uplink is theirs, and whatever ends the test ends them. A machine's file system is a layer of its own over a
-root that is made once for each release of Debian.
+10.0.0.1, its uplink is theirs, and whatever ends the test ends them. A machine's file system is a layer of its own over
+a root that is made once for each release of Debian.
 """
 
 from __future__ import annotations
@@ -36,7 +36,9 @@ USER = 'ann'
 """Who types on them, with sudo."""
 CLONE = Path('/home') / USER / 'ecomp'
 BOOT_SECONDS = 60.0
+"""Until systemd has done all that a boot is."""
 END_SECONDS = 90.0
+"""Of a shutdown, in which guests are asked to turn themselves off."""
 REBOOTS = 133
 """systemd-nspawn's exit code where what it ran wants to boot again. systemd-nspawn(1) on --keep-unit"""
 
@@ -94,7 +96,7 @@ mkdir -p "$cgroup"
 echo 0 >"$cgroup/cgroup.procs"
 exec "$@"
 """
-CLEAN = ['env', '-i', 'LC_ALL=C.UTF-8', 'HOME=/root', 'PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin']
+CLEAN = ['env', '-i', 'LC_ALL=C.UTF-8', 'HOME=/root', 'PATH=/usr/sbin:/usr/bin:/sbin:/bin']
 
 
 @dataclass
@@ -138,7 +140,8 @@ class Booted:
         return self._succeeded(self.ask('runuser', '-l', USER, '-c', script), text)
 
     def _succeeded(self, done: subprocess.CompletedProcess[str], what: str) -> str:
-        assert done.returncode == 0, f'{self.name}: {done.returncode} of\n{what}\n{done.stdout[-3000:]}{done.stderr[-3000:]}'
+        said = f'{done.stdout[-3000:]}{done.stderr[-3000:]}'
+        assert done.returncode == 0, f'{self.name}: {done.returncode} of\n{what}\n{said}'
         return done.stdout
 
     def boot_id(self) -> str:
@@ -212,19 +215,20 @@ class Lan:
         for each in ('upper', 'work', 'root'):
             (own / each).mkdir(parents=True)
         lower = debian(release, packages)
-        self._do('mount', '-t', 'overlay', '-o', f'lowerdir={lower},upperdir={own}/upper,workdir={own}/work', name, str(root))
+        layers = f'lowerdir={lower},upperdir={own}/upper,workdir={own}/work'
+        self._do('mount', '-t', 'overlay', '-o', layers, name, str(root))
         # Its mounts are seen from here through its first process.
         self._furnish(Path(f'/proc/{self.outside.pid}/root', *root.parts[1:]), name)
+        # What pip has fetched and built once, for all of them: libvirt's bindings above all.
         pip = lower.parent / 'pip'
         pip.mkdir(exist_ok=True)
         spawn = [
             'systemd-nspawn', '--quiet', '--boot', f'--directory={root}', f'--machine={name}',
             '--register=no', '--keep-unit', '--settings=no', '--link-journal=no', '--resolv-conf=off', '--timezone=off',
             '--private-network', '--network-bridge=br0', f'--bind={pip}:/root/.cache/pip', '--console=pipe',
+            'systemd.show_status=1',
         ]  # fmt: skip
-        # What the machine's own kernel allows, its libvirt has to do to its own network.
-        command = ['env', 'SYSTEMD_NSPAWN_API_VFS_WRITABLE=network', *spawn]
-        inside = self.outside.inside(['bash', '-c', BOOT, 'bash', f'{self.cgroup}/{name}', *command])
+        inside = self.outside.inside(['bash', '-c', BOOT, 'bash', f'{self.cgroup}/{name}', *spawn])
         booted = Booted(name, self.hosts[name], own, inside)
         self.machines.append(booted)
         booted.start()
@@ -338,11 +342,11 @@ def _innermost(pid: int) -> int:
 def _remove_cgroups(name: str) -> None:
     """Remove what is left of the cgroups, once the last process has left them."""
     mounts = [line.split() for line in Path('/proc/self/mounts').read_text().splitlines()]
-    found = [Path(where, name) for _, where, kind, *_ in mounts if kind == 'cgroup2' and Path(where, name).exists()]
+    found = [Path(where, name) for _, where, kind, *_ in mounts if kind == 'cgroup2']
 
     def removed() -> bool:
         try:
-            for top in found:
+            for top in filter(Path.exists, found):
                 for path in sorted([top, *top.rglob('*/')], reverse=True):
                     path.rmdir()
         except OSError:
