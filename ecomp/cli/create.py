@@ -70,7 +70,7 @@ def _place(do: Context, order: Order) -> int:
     instance, wanted = order.instance, _wanted(do, order, query)
     again = f'the same command with --uuid {instance} goes on, or says what became of it'
     try:
-        delivered = create(do.store, backend, wanted, _who(order), do.options.uuid is not None, random.Random(), now)
+        delivered = create(do.store, backend, wanted, who(order), do.options.uuid is not None, random.Random(), now)
     except NoCapacity as error:
         return _no_capacity(do, error, backend, query)
     except KeyboardInterrupt:
@@ -132,7 +132,7 @@ def _enqueue(do: Context, order: Order) -> int:
     try:
         flavor, revision = flavor_of_etcd(do.config, do.store, do.options.flavor or '')
         waiting = QueueEntry(flavor=flavor, **order.parts(**hashed))
-        is_new = enqueue(do.store, waiting, revision, shared, _who(order), do.options.uuid is not None)
+        is_new = enqueue(do.store, waiting, revision, shared, who(order), do.options.uuid is not None)
     except NoCapacity as error:
         return _refused(do, error)
     except KeyboardInterrupt:
@@ -216,7 +216,7 @@ def _check_whole(flavor: str, query: str) -> None:
         raise UsageError(f'flavor {flavor} asks for no {", ".join(lacking)}, which a guest needs: {cure}')
 
 
-def _who(order: Order) -> dict[str, object]:
+def who(order: Order) -> dict[str, object]:
     """What etcd is told of who is at a request."""
     return {'host': socket.gethostname(), 'pid': os.getpid(), 'since': order.stages['requested']}
 

@@ -1,20 +1,34 @@
-"""`eschedule doctor`: what is wrong with etcd, placement, the computes and the way to them, and what mends it."""
+"""`eschedule doctor`: what is wrong with etcd, placement, the computes and the way to them, and what mends it.
+
+With --canary also what is wrong with the hosts themselves.
+"""
 
 from __future__ import annotations
 
 from ecomp import __version__
-from ecomp.cli.command import DOCUMENT, Command, Context
-from ecomp.cli.words import nothing
+from ecomp.cli.command import DOCUMENT, Command, Context, plain
+from ecomp.cli.options import PATIENCE
+from ecomp.cli.words import perhaps_query_and_image
+from ecomp.errors import EcompError
+from ecomp.model.canary import SMALL
+from ecomp.model.record import STAGES
 from ecomp.model.text import printable
 
 
 def _doctor(do: Context) -> int:
     from ecomp import backends
+    from ecomp.model.canary import Canary, of_canaries
     from ecomp.model.health import Computes, exit_code, lines, of_backends, of_computes, summary
 
+    flight = None
+    if do.options.canary:
+        from ecomp.cli.canary import Canaries  # nearly all that eschedule has: for those who ask for it
+        from ecomp.cli.flight import plan
+
+        flight = Canaries(do, plan(do))
     there = backends.look(do.config.etcd, do.config.placement, do.config.path, 'schedule.yaml')
     found = of_backends(there)
-    computes = Computes(ours=__version__)
+    computes, canaries = Computes(ours=__version__), list[Canary]()
     if not there.away:
         from ecomp.model.record import QUEUED
         from ecomp.scheduler.looking.find import all_records
@@ -25,6 +39,9 @@ def _doctor(do: Context) -> int:
         waiting = [each.name or each.instance for each in all_records(do.store, False)[0] if each.state == QUEUED]
         computes = Computes(tuple(hosts), runs, __version__, do.computes.unserved(waiting))
         found += of_computes(computes)
+        if flight is not None:
+            canaries = flight.fly(hosts)
+            found += of_canaries(canaries, flight.interrupted)
     about = {
         'findings': [each._asdict() for each in found],
         'configuration': there.told,
@@ -33,18 +50,36 @@ def _doctor(do: Context) -> int:
         'certificates': {each.path: each.until and each.until.isoformat() for each in there.certificates},
         'computes': dict(computes.versions),
     }
+    if flight is not None:
+        about['canaries'] = [each.to_dict() for each in canaries]
     do.show_document([about], '\n'.join(map(printable, lines(found))))
     do.out.say(summary(there, found))
-    return exit_code(there, found)
+    ended = exit_code(there, found)
+    return EcompError.exit_code if flight is not None and flight.interrupted and not ended else ended
 
 
 # fmt: off
 COMMANDS = (
-    Command('doctor', 'doctor', 'what is wrong with the cluster, and what mends it',
+    Command('doctor', "doctor ['resources=…'] [URL]", 'what is wrong with the cluster, and what mends it',
             'Look at etcd, placement, the clocks, our certificates and the computes, and print what is wrong, a line '
             'each: the check that found it, a sentence, and what mends it. stderr says who was asked, which version '
             'each has, and which file told where they are. A hypervisor is looked at by `ecompute --check`, there. '
-            'With -f json: one document, with the findings.',
-            nothing, _doctor, DOCUMENT, (8,),
-            example='eschedule doctor'),
+            'With -f json: one document, with the findings. '
+            'With --canary every compute that is up gets a small guest, all of them at once, which is booted, entered '
+            'and destroyed: of the image at URL, without one schedule.yaml\'s; it asks for what the query or --flavor '
+            f'says, else {SMALL}. With an ssh key it has to say that it is ready, and is logged in to, with the host '
+            'keys that it said; without one it has to get an address. stderr says of each how far it came, and why no '
+            'further: also of computes that are not up or have no room, which is no finding. It is destroyed whatever '
+            'happens, also at Ctrl-C; of what cannot be, a finding has its name and the command that does it.',
+            perhaps_query_and_image, _doctor,
+            {**DOCUMENT, **plain('canary flavor identity'),
+             'on': 'with --canary: on this compute alone: its host name, its uuid, or the beginning of its uuid',
+             'ssh_key': 'with --canary: a file of OpenSSH public keys that may log in; may be given several times. '
+                        'Without: ssh_keys of schedule.yaml',
+             'stage': f'with --canary: the stage that is enough: {", ".join(STAGES)}. Without: ready with an ssh key, '
+                      'else addressed',
+             'timeout': 'with --canary: how long a guest may take to that stage, and how long to be gone. Without: '
+                        f'{PATIENCE:.0f}'},
+            (4, 5, 8),
+            example='eschedule doctor --canary --ssh-key ~/.ssh/id_ed25519.pub'),
 )

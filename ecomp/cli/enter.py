@@ -6,7 +6,7 @@ Each finds the way, and then is the system's own ssh, or the user's `reach` of s
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
@@ -29,6 +29,8 @@ LAST_LINES = 5
 """Lines of a console that are said when a time-out ends a wait."""
 QUOTED = 5
 """How many guests a line names; it says how many more there are."""
+LOGIN = 120.0
+"""Seconds that a login to a guest may take, which is then given up: under emulation it takes ten or twenty."""
 AT_ONCE = 3.0
 """Seconds that a host may take for those; beyond that they are left out."""
 
@@ -39,10 +41,57 @@ def _ssh(do: Context) -> int:
     user, word = user_and_instance(do.words[0])
     way = way_in(do.store, do.instance(word))
     told = _options(do, way, do.options.accept_new)
+    _become(do, _ssh_command(do, way, told, user, do.words[1:]))
+
+
+def _ssh_command(
+    do: Context, way: WayIn, told: Mapping[str, str], user: str, command: Sequence[str]
+) -> list[str]:
+    """The ssh that runs a command in a guest; `user` '' is that of schedule.yaml."""
     named = [('-i', do.options.identity)] if do.options.identity else []
     pairs = [*(('-o', f'{name}={value}') for name, value in told.items()), *named, ('-l', user or do.config.ssh_user)]
     options = [each for pair in pairs for each in pair]
-    _become(do, ['ssh', *options, '--', way.address, *reach.remote_line(do.words[1:])])
+    return ['ssh', *options, '--', way.address, *reach.remote_line(command)]
+
+
+def why_not_entered(do: Context, instance: str, tell: Callable[[], None]) -> str:
+    """Log in to a guest that has said its host keys, and out again; what ssh says of it if that fails, else ''.
+
+    `tell` is called about once a second, and may end it. That the guest was entered leaves nothing here.
+    """
+    import signal
+    import subprocess
+    import tempfile
+    import time
+
+    from ecomp.scheduler.looking.way_in import way_in
+
+    way = way_in(do.store, instance)
+    told = {**_options(do, way, accept_new=False), 'BatchMode': 'yes', 'ConnectTimeout': f'{LOGIN:.0f}'}
+    command, until = _ssh_command(do, way, told, '', ['true']), time.monotonic() + LOGIN
+    try:
+        with tempfile.TemporaryFile() as said:
+            child = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=said, stderr=said, start_new_session=True
+            )
+            try:
+                while child.poll() is None and time.monotonic() < until:
+                    tell()
+                    with suppress(subprocess.TimeoutExpired):
+                        child.wait(1)
+            finally:
+                if child.poll() is None:
+                    os.killpg(child.pid, signal.SIGKILL)
+                    child.wait()
+            said.seek(0)
+            lines = [_line(line) for line in said.read(LAST_LINES * LINE_LIMIT).splitlines() if line]
+    except FileNotFoundError as error:
+        raise _not_there(command[0]) from error
+    finally:
+        (_known_hosts() / instance).unlink(missing_ok=True)
+    if child.returncode < 0:
+        return f'ssh has not come in within {LOGIN:.0f} s'
+    return '' if child.returncode == 0 else f'ssh ended with {child.returncode}: {printable(" ".join(lines[-1:]), 200)}'
 
 
 def _ssh_config(do: Context) -> int:

@@ -137,6 +137,8 @@ class Options(NamedTuple):
     fix: Annotated[bool, _option(
         '--fix', '', 'mend what is safe to mend. It looks twice, a minute apart, and changes only what both looks '
         'found; nothing that runs is touched')] = False
+    canary: Annotated[bool, _option(
+        '--canary', '', 'boot, enter and destroy a small guest on every host, on all of them at once')] = False
     follow: Annotated[bool, _option(
         '--follow', '', 'go on with what the guest writes, as it comes; Ctrl-C ends it. -f for short')] = False
     lines: Annotated[int | None, _option(
@@ -203,6 +205,8 @@ def check(name: str, words: Sequence[str], options: Options, takes: Iterable[str
         rows = OPTIONS[wrong[0]]
         flag = rows[0].flags[-1] if len(rows) == 1 else f'--{getattr(options, wrong[0])}'
         raise UsageError(f'{flag} does not go with this form; --help shows all')
+    if 'canary' in takes and not options.canary and (any(words) or given - {'format'}):
+        raise UsageError(f'{name} alone takes no query, no image and no option but -f: those go with --canary')
     _check_form(options, 'columns' in takes)
     _check_set(options)
     _check_group(options)
@@ -278,7 +282,7 @@ def _check_waiting(name: str, options: Options, creates: bool) -> None:
     if options.wait and not creates:
         raise UsageError(f'{name} waits for one thing: --wait alone')
     if options.timeout is not None:
-        if options.wait is None and name != 'wait':
+        if options.wait is None and name != 'wait' and not options.canary:
             raise UsageError('--timeout goes with --wait')
         if not 0 <= options.timeout < 10**9:
             raise UsageError('--timeout: seconds, not negative')

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ecomp.model.boots import REASONS
+from ecomp.model.canary import ENTERED
 from ecomp.model.choose import WEIGHS
 from ecomp.model.events import KINDS
 from ecomp.model.group import POLICIES
@@ -167,14 +168,23 @@ _EVENT = _object(
     kind=_text('', enum=list(KINDS)), instance=_text('its uuid', null=True), name=_NAME,
     compute=_text("the compute's uuid", null=True), says=_text('what happened'),
 )  # fmt: skip
-_HEALTH = _object(
-    findings=many(_object(check=_text('which one'), what=_text('what is wrong'), cure=_text('what mends it'))),
-    configuration=_text('the file that told where both are', null=True),
-    etcd=_object('', name=_text(''), version=_text('', null=True)),
-    placement=_object('', name=_text(''), microversion=_text('its newest', null=True)),
-    certificates=_map('by file', _text('when it ends', null=True)),
-    computes=_map('by uuid, those alive', _text('which ecomp')),
+_CANARY = _object(
+    compute=_COMPUTE, host=_ON, instance=_text('its uuid; null: none was placed there', null=True),
+    name=_text('the same', null=True),
+    reached=_text(f'how far it came, a stage or {ENTERED}; null: none was placed there', null=True),
+    seconds=_is('number', 'how long that took; null: it broke, or was interrupted', null=True),
+    said=_text('why it came no further', null=True),
+    gone=_is('boolean', 'nothing of it is left; null: none was placed there', null=True),
 )  # fmt: skip
+_HEALTH = _fields({
+    'findings': many(_object(check=_text('which one'), what=_text('what is wrong'), cure=_text('what mends it'))),
+    'configuration': _text('the file that told where both are', null=True),
+    'etcd': _object('', name=_text(''), version=_text('', null=True)),
+    'placement': _object('', name=_text(''), microversion=_text('its newest', null=True)),
+    'certificates': _map('by file', _text('when it ends', null=True)),
+    'computes': _map('by uuid, those alive', _text('which ecomp')),
+    'canaries': many(_CANARY, 'with --canary: of every compute'),
+}, may='canaries')  # fmt: skip
 _NEW = _fields({
     'instance': _INSTANCE, 'compute': _COMPUTE, 'host': _ON, 'name': _NAME,
     'flavor': _text('with --queue: in place of a compute'),

@@ -108,10 +108,15 @@ def is_image(word: str) -> bool:
 
 def planned(name: str, words: Sequence[str]) -> Words:
     """The query alone, of the words of the command that is planned: the image decides nothing."""
+    return perhaps_query_and_image(name, words)[:1]
+
+
+def perhaps_query_and_image(name: str, words: Sequence[str]) -> Words:
+    """The words of the nameless form behind a name; without any, a query of ''."""
     query, *image = query_and_image(name, words)
     if (query and '=' not in query) or not all(is_image(word) for word in image):
         raise UsageError(f'{name}: give one placement query, in quotes, and at most one image URL')
-    return (query,)
+    return (query, *image)
 
 
 def _words(least: int, most: int, says: str) -> Callable[[str, Sequence[str]], Words]:

@@ -29,15 +29,15 @@ def clear(store: Store) -> Cleared:
     for each in records:
         if each.state in (GONE, ERROR):
             try:
-                if _remove(store, find(store, each.instance)):
+                if remove(store, find(store, each.instance)):
                     removed[each.instance] = each.state
             except NotFound:
                 pass  # somebody else has removed it, or its lease has ended
     return Cleared(removed, errors)
 
 
-def _remove(store: Store, found: InstanceEntries | None) -> bool:
-    """Whether it was over, and its record is removed."""
+def remove(store: Store, found: InstanceEntries | None) -> bool:
+    """Remove the record of an instance if it is over, and nothing is asked for it; whether that is so."""
     if found is None or found.record_entry is None or found.request_entry is not None:
         return False
     if found.record.state not in (GONE, ERROR):
