@@ -17,6 +17,7 @@ from ecomp.model.host import UP, Host
 from ecomp.placement.allocations import candidates
 from ecomp.scheduler.looking.hosts import compute_of
 from ecomp.scheduler.operating.flavors import with_flavor
+from ecomp.scheduler.placing.place import check_complete
 
 AT_ONCE = 64
 """How many canaries there are at a time; of more hosts the others wait for one that is gone."""
@@ -36,13 +37,13 @@ class Canaries:
         self._todo: list[Canary] = []
         self._placed: dict[str, Canary] = {}
         self._found: dict[str, Canary] = {}
-        self._said: set[str] = set()
-        self._news, self._stop, self._began = threading.Event(), threading.Event(), time.monotonic()
+        self._interrupts: list[float] = []
+        self._news = threading.Event()
 
     @property
     def interrupted(self) -> bool:
         """Whether Ctrl-C has ended them early."""
-        return self._stop.is_set()
+        return bool(self._interrupts)
 
     def fly(self, hosts: Sequence[Host]) -> list[Canary]:
         """One on each host that is up, or on that of --on alone; what came of each.
@@ -53,7 +54,9 @@ class Canaries:
         if options.flavor is not None:
             query = with_flavor(do.config, lambda: do.store, options.flavor, self._plan.query)
             self._plan = self._plan._replace(query=query)
-        candidates(do.placement, self._plan.query)  # what placement refuses is no fault of a host
+        # What is wrong with the query is no fault of a host.
+        for asked in candidates(do.placement, self._plan.query).candidates:
+            check_complete(asked)
         only = options.on and compute_of(do.store, lambda: do.placement, options.on)
         there = [
             Canary(each.compute, each.hostname, do.computes.called(each.compute), why=_why_none(each))
@@ -69,37 +72,25 @@ class Canaries:
 
     def _begin(self, computes: Sequence[str]) -> None:
         threads = [threading.Thread(target=self._work, name='canary', daemon=True) for _ in self._todo[:AT_ONCE]]
-        with _heard(), Live() as tell:
-            try:
-                for thread in threads:
-                    thread.start()
-                self._wait(computes, tell)
-            except KeyboardInterrupt:
-                self._stop.set()
-                self._do.out.say('interrupted: the canaries are being destroyed; once more leaves them')
-                self._end(computes, tell, time.monotonic() + GRACE)
-
-    def _end(self, computes: Sequence[str], tell: Callable[[str], None], until: float) -> None:
-        """Wait for those that are being destroyed, or until that is interrupted, too, after this time."""
-        while True:
-            try:
-                self._work()  # what no thread has begun with comes to nothing
-                self._wait(computes, tell)
-                return
-            except KeyboardInterrupt:
-                if time.monotonic() > until:
-                    return
+        with _heard(lambda: self._interrupts.append(time.monotonic())), Live() as tell:
+            for thread in threads:
+                thread.start()
+            self._wait(computes, tell)
 
     def _wait(self, computes: Sequence[str], tell: Callable[[str], None]) -> None:
-        """Say what came of each as it comes, until it is known of all."""
+        """Say what came of each as it comes, until it is known of all, or nobody waits for them any more."""
+        said, began, told = set[str](), time.monotonic(), False
         while True:
             self._news.clear()
-            for compute in [each for each in computes if each in self._found and each not in self._said]:
-                self._said.add(compute)
+            for compute in [each for each in computes if each in self._found and each not in said]:
                 self._do.out.say(line(self._found[compute]))
-            if len(self._said) == len(computes):
+                said.add(compute)
+            if len(said) == len(computes) or (self.interrupted and self._interrupts[-1] > self._interrupts[0] + GRACE):
                 return
-            tell(f'{len(computes) - len(self._said)} canaries under way, {time.monotonic() - self._began:.0f} s')
+            if self.interrupted and not told:
+                told = True
+                self._do.out.say(f'interrupted: the canaries are being destroyed; again, in {GRACE:g} s, leaves them')
+            tell(f'{len(computes) - len(said)} canaries under way, {time.monotonic() - began:.0f} s')
             self._news.wait(TICK)
 
     def _work(self) -> None:
@@ -117,7 +108,7 @@ class Canaries:
                 self._news.set()
 
     def _go_on(self) -> None:
-        """Ctrl-C is heard by the main thread alone; this is how the others hear of it."""
+        """How the threads hear of an interrupt, in their waits."""
         if self.interrupted:
             raise Interrupted(INTERRUPTED)
 
@@ -128,13 +119,17 @@ def _why_none(host: Host) -> str:
 
 
 @contextmanager
-def _heard() -> Iterator[None]:
-    """A kill, or a terminal that is closed, ends the canaries as Ctrl-C does; what is ignored, by nohup, stays so."""
-    heard = [each for each in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(each) == signal.SIG_DFL]
-    for each in heard:
-        signal.signal(each, signal.default_int_handler)
+def _heard(hear: Callable[[], None]) -> Iterator[None]:
+    """Call `hear` for Ctrl-C, a kill and a terminal that is closed: none of them ends anything by itself.
+
+    What is ignored stays so, by nohup for one.
+    """
+    before = {each: signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    taken = {each: handler for each, handler in before.items() if handler != signal.SIG_IGN}
+    for each in taken:
+        signal.signal(each, lambda *_: hear())
     try:
         yield
     finally:
-        for each in heard:
-            signal.signal(each, signal.SIG_DFL)
+        for each, handler in taken.items():
+            signal.signal(each, handler)

@@ -129,7 +129,7 @@ class Placer:
 def goal(candidates: Sequence[Candidate], terms: Terms, wanted: SetOrder) -> int:
     """How many to place: as many as the quota allows. OverQuota; UsageError: no guest can be made of the candidates."""
     for candidate in candidates:
-        _check(candidate.allocations)
+        check_complete(candidate.allocations)
     if not candidates:
         return wanted.count
     return terms.room(total(candidates[0].allocations), wanted.count, wanted.minimum)
@@ -162,7 +162,8 @@ def _is_undecided(group: Group | None) -> bool:
     return group is not None and group.strict and group.policy == AFFINITY and not group.on
 
 
-def _check(allocations: Allocations) -> None:
+def check_complete(allocations: Allocations) -> None:
+    """UsageError where these have not all that a guest needs."""
     lacking = missing(total(allocations))
     if lacking:
         raise UsageError(f'the query asks for no {", ".join(lacking)}: a guest needs VCPU, MEMORY_MB and DISK_GB')
