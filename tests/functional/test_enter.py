@@ -13,10 +13,16 @@ from pathlib import Path
 
 import pytest
 
+from ecomp.cli.command import Context, Invocation
+from ecomp.cli.enter import why_not_entered
+from ecomp.cli.options import Options
+from ecomp.conf import load_schedule
+from ecomp.errors import StillGoing
 from ecomp.model import instance as requests
 from ecomp.model import keys
 from ecomp.model.instance import Request
 from ecomp.model.record import ACTIVE, STOPPED, Interface, Record, to_json
+from ecomp.schedule import terminal
 from tests.functional.cloud import IMAGE, new
 from tests.kit.commands import Command, Result, write_config
 from tests.kit.servers import TOP, Etcd, environment, until
@@ -134,6 +140,31 @@ def test_the_key_it_said_is_believed_and_another_is_refused(guest: Guest) -> Non
         assert (refused.code, refused.stdout) == (255, '')
         assert 'Host key verification failed' in refused.stderr
     assert subprocess.run(ssh, stdin=subprocess.DEVNULL, capture_output=True, timeout=60).returncode == 255
+
+
+def test_a_canary_is_entered_by_the_key_it_said_alone_and_nothing_of_that_is_kept(
+    guest: Guest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv('HOME', str(guest.home))
+    guest.write(replace(guest.record, host_keys=(guest.key('host'),)))
+    asked = Options(identity=str(guest.private))
+    do = Context(terminal(), load_schedule(guest.config), Invocation('doctor', (), asked))
+    ticks: list[int] = []
+    guest.answer_with('host')
+    assert why_not_entered(do, guest.record.instance, lambda: ticks.append(1)) == ''
+    assert ticks
+    guest.key('another')
+    guest.answer_with('another')
+    refused = why_not_entered(do, guest.record.instance, lambda: None)
+    assert refused == 'ssh ended with 255: Host key verification failed.'
+    assert list((guest.home / '.cache/ecomp/known_hosts').iterdir()) == []
+
+    def end() -> None:
+        raise StillGoing('enough')
+
+    with pytest.raises(StillGoing):
+        why_not_entered(do, guest.record.instance, end)
+    do.close()
 
 
 def test_one_that_never_said_it_is_entered_on_the_users_own_word(guest: Guest) -> None:

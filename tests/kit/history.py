@@ -22,6 +22,7 @@ from tests.kit.ending import ENDED, Held, Kept, ending
 
 NOTIFIED = re.compile(r'^NOTIFIED TARGET, ([0-9a-f-]{36}), OF INSTANCE ([0-9a-f-]{36})$', re.M)
 QUEUED = re.compile(r'^QUEUED INSTANCE ([0-9a-f-]{36})$', re.M)
+CANARY = re.compile(r'\bcanary-([0-9a-f]{8})\b')
 ACCEPTED = re.compile(r'^eschedule: ([0-9a-f-]{36}): (?:destroy accepted|is being destroyed)', re.M)
 GONE = re.compile(r'^eschedule: ([0-9a-f-]{36}): (?:gone$|taken out of its queue|its record is removed)', re.M)
 REFUSED = {2, 3, 5}
@@ -62,7 +63,7 @@ class Ask(NamedTuple):
     def is_create(self) -> bool:
         """Whether it asks for instances, by what its words look like."""
         is_query = any('resources' in word and '=' in word for word in self.words)
-        return (is_query or self.named('--flavor') is not None) and not {'plan', 'flavor'} & set(self.words)
+        return (is_query or self.named('--flavor') is not None) and not {'plan', 'flavor', 'doctor'} & set(self.words)
 
     def named(self, option: str) -> str | None:
         """The value of an option, None where it is not given."""
@@ -94,6 +95,11 @@ class Ask(NamedTuple):
             told = json.loads(self.stdout) if self.stdout.rstrip().endswith(']') else []
             found |= {each['instance']: each.get('compute', '') for each in told}
         return found
+
+    @property
+    def canaries(self) -> set[str]:
+        """The beginnings of the uuids of the canaries it told of."""
+        return set(CANARY.findall(self.stdout + self.stderr)) if '--canary' in self.words else set()
 
 
 class Change(NamedTuple):
@@ -345,6 +351,8 @@ def _answers(history: History, course: Course) -> Iterator[str]:
         if len(asks) > 1 + course.lives.get(instance, Life()).failed:
             yield f'{instance}: was placed, say {len(asks)}, and none of them that it was there before: {asks[1]}'
     told = {instance for ask in history.asks for instance in ask.placed}
+    named = {each for ask in history.asks for each in ask.canaries}
+    told |= {instance for instance in course.lives if instance[:8] in named}
     unsure = [ask for ask in history.asks if ask.is_create and ask.code not in CERTAIN]
     untold: dict[int, list[str]] = {}
     for instance, life in course.lives.items():

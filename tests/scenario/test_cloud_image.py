@@ -213,3 +213,31 @@ def test_they_go_without_a_trace(guests: Mapping[str, Guest]) -> None:
     lab = guests['iso'].lab
     lab.destroy(*(guest.name for guest in guests.values()))
     lab.check()
+
+
+def test_canaries_of_it_are_entered_on_every_host_and_go(
+    guests: Mapping[str, Guest], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After the others have gone: emulation takes its time for two at once."""
+    guest = guests['iso']
+    monkeypatch.setenv('HOME', str(guest.private.parent))
+    lab, key = guest.lab, ('--ssh-key', f'{guest.private}.pub', '-i', str(guest.private))
+    words = ('doctor', '--canary', '-f', 'json', QUERY, lab.url('debian.qcow2'), *key, '--timeout', str(READY))
+    done = lab.eschedule(*words, timeout=2 * READY)
+    said = json.loads(done.stdout)
+    assert [each for each in said['findings'] if each['check'] == 'canary'] == []
+    assert {(each['host'], each['reached'], each['said'], each['gone']) for each in said['canaries']} == {
+        (host, 'entered', None, True) for host in WAYS.values()
+    }
+    assert not {each['instance'] for each in said['canaries']} & {key.rsplit('/', 1)[1] for key in lab.etcd('/')}
+    lab.check()
+    # With another key than it was given nobody comes in, which is found, and it goes all the same.
+    strange = ('--ssh-key', f'{guest.private}.pub', '-i', str(guests['network'].private), '--on', guest.host)
+    refused = lab.eschedule(*words[:6], *strange, '--timeout', str(READY), timeout=2 * READY)
+    said = json.loads(refused.stdout)
+    [found] = [each for each in said['findings'] if each['check'] == 'canary']
+    assert (refused.code, 'Permission denied' in found['what']) == (8, True)
+    assert found['cure'].startswith('name the private key with -i')
+    [canary] = said['canaries']
+    assert (canary['reached'], canary['gone']) == ('ready', True)
+    lab.check()
