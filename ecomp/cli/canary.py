@@ -82,14 +82,14 @@ class Canaries:
         said, began, told = set[str](), time.monotonic(), False
         while True:
             self._news.clear()
+            if self.interrupted and not told:
+                told = True
+                self._do.out.say(f'interrupted: the canaries are being destroyed; again, in {GRACE:g} s, leaves them')
             for compute in [each for each in computes if each in self._found and each not in said]:
                 self._do.out.say(line(self._found[compute]))
                 said.add(compute)
             if len(said) == len(computes) or (self.interrupted and self._interrupts[-1] > self._interrupts[0] + GRACE):
                 return
-            if self.interrupted and not told:
-                told = True
-                self._do.out.say(f'interrupted: the canaries are being destroyed; again, in {GRACE:g} s, leaves them')
             tell(f'{len(computes) - len(said)} canaries under way, {time.monotonic() - began:.0f} s')
             self._news.wait(TICK)
 
