@@ -33,7 +33,18 @@ STILLBORN = re.compile(r'Traceback .*\n(?:  .*\n)*.*spawn_main\n(?:  .*\n)+EOFEr
 """What Python says, before any code of ours, of a worker whose ecompute was killed while it was starting it."""
 WRITTEN = 20.0
 """Seconds in which that is written whole, line by line."""
+LOGGED = re.compile(r'\d{4}-\d\d-\d\dT')
+"""How a line that ecompute or its metadata server logs begins."""
 _numbers = itertools.count(1)
+
+
+def without_stillborn(text: str) -> str:
+    """The log without the tracebacks of STILLBORN, whose lines may stand between those of an ecompute started since."""
+    lines = text.splitlines(keepends=True)
+    left, stillborn = STILLBORN.subn('', ''.join(line for line in lines if not LOGGED.match(line)))
+    if not stillborn or 'Traceback' in left:
+        return text
+    return ''.join(line for line in lines if LOGGED.match(line)) + left
 
 
 class Hypervisor:
@@ -124,7 +135,7 @@ class Hypervisor:
     def _said(self) -> str:
         with self._host().log.open('rb') as file:
             file.seek(self._from)
-            return STILLBORN.sub('', file.read().decode(errors='replace'))
+            return without_stillborn(file.read().decode(errors='replace'))
 
     def lines(self, *words: str) -> list[str]:
         """The lines of said() that have all of these words."""

@@ -1,0 +1,40 @@
+"""What a host's log says of tracebacks: those of workers whose ecompute was killed are none of its own."""
+
+from __future__ import annotations
+
+from tests.kit.hypervisor import without_stillborn
+
+STILLBORN = """\
+Traceback (most recent call last):
+  File "<string>", line 1, in <module>
+  File "/usr/lib/python3.11/multiprocessing/spawn.py", line 122, in spawn_main
+{between}    exitcode = _main(fd, parent_sentinel)
+               ^^^^^^^^^^^^^^^^^^^^^^^^^^
+EOFError: Ran out of input
+"""
+LINE = '2026-11-24T17:15:38.644+00:00 INFO 23140 compute ec74ac85, state in /x, ecomp 1.0.0\n'
+REAL = """\
+2026-11-24T17:15:38.556+00:00 ERROR 23140 unexpected error while planning; trying again
+Traceback (most recent call last):
+  File "planner.py", line 1, in step
+KeyError: 'x'
+"""
+
+
+def test_a_workers_whose_ecompute_was_killed_as_it_started_it_is_left_out() -> None:
+    assert without_stillborn(LINE + STILLBORN.format(between='') + LINE) == LINE + LINE
+
+
+def test_also_where_the_next_ecompute_logs_between_its_lines() -> None:
+    assert without_stillborn(LINE + STILLBORN.format(between=LINE)) == LINE + LINE
+
+
+def test_any_other_stays() -> None:
+    assert without_stillborn(REAL) == REAL
+    both = REAL + STILLBORN.format(between=LINE)
+    assert 'KeyError' in without_stillborn(both)
+
+
+def test_half_of_one_stays_until_it_is_whole() -> None:
+    half = STILLBORN.format(between=LINE).removesuffix('EOFError: Ran out of input\n')
+    assert without_stillborn(half) == half
