@@ -45,7 +45,7 @@ class Context:
 
     def __init__(self, out: Terminal, config: ScheduleConfig, invocation: Invocation) -> None:
         self.called: dict[str, str] = {}
-        self.out = out._replace(say=lambda text: out.say(renamed(text, self.called)))
+        self.out = out._replace(say=lambda text: out.say(self.calling(text)))
         self.config = config
         self.name, self.words, self.options = invocation
         self.form = self.options.format or TABLE
@@ -125,6 +125,10 @@ class Context:
 
         if sys.stderr.isatty():
             self.out.say(f'waiting for {backend}, which has not answered for {seconds:g} s')
+
+    def calling(self, text: str) -> str:
+        """The text, with instances and computes as they are called so far."""
+        return renamed(text, self.called)
 
     def instance(self, word: str) -> str:
         """The uuid of the instance that a word means, which is called so from now on. Errors: those of resolve()."""

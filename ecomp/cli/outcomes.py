@@ -58,7 +58,7 @@ class Outcomes:
         """Say what came of a word, and what is known of it besides."""
         if said:
             self._do.out.say(said)
-            self.found[word]['said'].append(said)
+            self.found[word]['said'].append(self._do.calling(said))
         self.found[word].update(known)
 
     def end(self) -> int:
@@ -68,5 +68,5 @@ class Outcomes:
         return self.code
 
     def _fail(self, word: str, error: EcompError) -> None:
-        self.found[word]['error'] = {'code': error.exit_code, 'said': str(error)}
+        self.found[word]['error'] = {'code': error.exit_code, 'said': self._do.calling(str(error))}
         self.code = self.code or error.exit_code
