@@ -21,6 +21,7 @@ REQUIRES = [
     'protobuf>=6.33.5,<8',
     # From 1.60 on its keep-alive options were seen to find a dead peer in time; 1.65.4 closes CVE-2024-7246.
     'grpcio>=1.65.4,<2',
+    'h2>=4.3',  # etcd for eschedule, which cannot wait for gRPC; 4.3 closes CVE-2025-57804
     'requests>=2.32.4',  # from 2.32.2 on, whoever adapts it may say how a connection is made; .4 keeps .netrc to itself
     'psutil>=5.9',
     'PyYAML>=6.0.1',

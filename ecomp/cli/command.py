@@ -110,14 +110,14 @@ class Context:
         """The connection to etcd."""
         from ecomp.store.client import Store
 
-        return Store(self.etcd)
+        return Store(self.etcd, light=True)
 
     @cached_property
     def placement(self) -> Placement:
         """The connection to placement."""
         from ecomp.placement.client import Placement
 
-        return Placement(self.config.placement, slow=self.slow)
+        return Placement(self.config.placement, slow=self.slow, light=True)
 
     def slow(self, backend: str, seconds: float) -> None:
         """Say on a terminal that a backend has not answered for so long; a script is told what comes of it."""

@@ -1,21 +1,17 @@
 """Answers that end: after so many bytes and so many seconds in all, heads included.
 
-A socket's time limit is between two bytes, and requests has no limit of bytes: a server that sends a byte a second, or
-never stops, would hold a thread, or fill the memory, for ever. So each read of an answer looks at both.
+A socket's time limit is between two bytes, and http.client, with which requests reads, too, has no limit of bytes: a
+server that sends a byte a second, or never stops, would hold a thread, or fill the memory, for ever. So each read of an
+answer looks at both.
 """
 
 from __future__ import annotations
 
 import http.client
 import io
-import logging
 import time
 from contextvars import ContextVar
 from typing import Any, NamedTuple
-
-from requests.adapters import HTTPAdapter
-from urllib3.connection import HTTPConnection, HTTPSConnection
-from urllib3.connectionpool import HTTPConnectionPool, HTTPSConnectionPool
 
 
 class AnswerLimits(NamedTuple):
@@ -59,17 +55,6 @@ def is_overlong(error: BaseException | None) -> bool:
     return False
 
 
-class LimitedAdapter(HTTPAdapter):
-    """requests' adapter, with limits on each answer. Call begin() before each request."""
-
-    def init_poolmanager(self, *given: Any, **named: Any) -> None:
-        """See HTTPAdapter."""
-        super().init_poolmanager(*given, **named)
-        # Of a head that is none it logs a traceback; what is wrong with an answer we say in our own words.
-        logging.getLogger('urllib3.connection').setLevel(logging.ERROR)
-        self.poolmanager.pool_classes_by_scheme = {'http': _HttpPool, 'https': _HttpsPool}
-
-
 class _Reader(io.RawIOBase):
     """The bytes of one answer, from its head on."""
 
@@ -101,23 +86,9 @@ class _Reader(io.RawIOBase):
         super().close()
 
 
-class _Response(http.client.HTTPResponse):
+class Response(http.client.HTTPResponse):
+    """http.client's, with limits. Call begin() before each request."""
+
     def __init__(self, sock: Any, *given: Any, **named: Any) -> None:
         super().__init__(sock, *given, **named)
         self.fp = io.BufferedReader(_Reader(self.fp.detach(), sock))
-
-
-class _Http(HTTPConnection):
-    response_class = _Response
-
-
-class _Https(HTTPSConnection):
-    response_class = _Response
-
-
-class _HttpPool(HTTPConnectionPool):
-    ConnectionCls = _Http
-
-
-class _HttpsPool(HTTPSConnectionPool):
-    ConnectionCls = _Https

@@ -1,6 +1,6 @@
 """Reads, transactions and leases on etcd, with one answer for each way they can end.
 
-Of etcd3 we use the channel, the generated messages and the unary stubs. Its watch loses events, its lock does
+Of etcd3 we use the channel and what reads the answers. Its watch loses events, its lock does
 not lock, its password login breaks on restart and its get_prefix ignores limit and revision (each seen).
 Every call has a time limit and asks for a member that has a leader: without, a member cut off from the
 others answers for ever.
@@ -11,12 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
-
-import grpc
-from etcd3 import etcdrpc
-from etcd3.utils import increment_last_byte
 
 from ecomp.conf import EtcdConfig
 from ecomp.errors import UnknownOutcome, Unreachable
@@ -24,9 +19,22 @@ from ecomp.model import keys
 from ecomp.model.cluster import Header
 from ecomp.store.connection import Connection
 from ecomp.store.guard import Guard
+from ecomp.store.messages import (
+    EQUAL,
+    GREATER,
+    Comparison,
+    Grant,
+    KeepAlive,
+    Range,
+    Removal,
+    Request,
+    Revoke,
+    Status,
+    Transaction,
+    Write,
+)
 from ecomp.store.pages import pages
-
-METADATA = (('hasleader', 'true'),)
+from ecomp.store.reasons import NOT_FOUND, Failure
 
 RENEWED = 1.0
 """Seconds in which a fence that did not hold has to be a new one."""
@@ -116,24 +124,24 @@ class Store:
     refused.
     """
 
-    def __init__(self, config: EtcdConfig, guard: Guard | None = None) -> None:
-        self._connection = Connection(config)
+    def __init__(self, config: EtcdConfig, guard: Guard | None = None, light: bool = False) -> None:
+        """`light`: for a command, whose time is what it loads. The way to etcd alone is another one then."""
+        self._connection = Connection(config, light)
         self.where = self._connection.where
         self._guard = guard
         self.fence: Fence | None = None
 
     def get(self, key: str) -> Entry | None:
         """The key's entry, None if it is not there."""
-        reply = self._read(partial(_range, etcdrpc.RangeRequest(key=_bytes(key))), about=(key,))
+        reply = self._read(_asking(Range(_bytes(key))), about=(key,))
         return _entry(reply.kvs[0]) if reply.kvs else None
 
     def read(self, wanted: Sequence[str]) -> dict[str, Entry]:
         """Those of these keys that are there, all at one revision as long as there are at most AT_ONCE."""
         found: dict[str, Entry] = {}
         for first in range(0, len(wanted), AT_ONCE):
-            ranges = [etcdrpc.RangeRequest(key=_bytes(key)) for key in wanted[first : first + AT_ONCE]]
-            request = etcdrpc.TxnRequest(success=[etcdrpc.RequestOp(request_range=each) for each in ranges])
-            reply = self._read(partial(_transaction, request))
+            ranges = [Range(_bytes(key)) for key in wanted[first : first + AT_ONCE]]
+            reply = self._read(_asking(Transaction(success=ranges)))
             entries = [_entry(kv) for each in reply.responses for kv in each.response_range.kvs]
             found |= {each.key: each for each in entries}
         return found
@@ -143,10 +151,10 @@ class Store:
     ) -> Snapshot:
         """Everything under a prefix, in pages, all at one revision. `keep` says what of each, page by page."""
         start = _bytes(prefix)
-        end = increment_last_byte(start)
+        end = after(start)
         entries: dict[str, Entry] = {}
         revision = 0
-        for reply in pages(lambda each: self._read(partial(_range, each), about=(prefix,)), start, end, keys_only):
+        for reply in pages(lambda each: self._read(_asking(each), about=(prefix,)), start, end, keys_only):
             revision = revision or reply.header.revision
             for kv in reply.kvs:
                 kept = keep(_entry(kv))
@@ -159,22 +167,16 @@ class Store:
 
         https://etcd.io/docs/v3.4/dev-guide/api_reference_v3/ (Maintenance.Status; not asked for a user's rights)
         """
-
-        def ask(client: Any, limit: float) -> Any:
-            return client.maintenancestub.Status(etcdrpc.StatusRequest(), limit, metadata=METADATA)
-
-        return str(self._read(ask, linearizable=False).version)
+        return str(self._read(_asking(Status()), linearizable=False).version)
 
     def count(self, prefix: str) -> int:
         """How many keys there are under a prefix."""
         key = _bytes(prefix)
-        request = etcdrpc.RangeRequest(key=key, range_end=increment_last_byte(key), count_only=True)
-        return int(self._read(partial(_range, request), about=(prefix,)).count)
+        return int(self._read(_asking(Range(key, after(key), count_only=True)), about=(prefix,)).count)
 
     def revision(self) -> int:
         """The revision that etcd is at."""
-        key = _bytes(keys.CLUSTER)
-        reply = self._read(partial(_range, etcdrpc.RangeRequest(key=key, count_only=True)), about=(keys.CLUSTER,))
+        reply = self._read(_asking(Range(_bytes(keys.CLUSTER), count_only=True)), about=(keys.CLUSTER,))
         return int(reply.header.revision)
 
     def commit(
@@ -190,12 +192,12 @@ class Store:
         while True:
             fence = self.fence if fenced else None
             held = fence.of(operations) if fence else None
-            request = etcdrpc.TxnRequest(
+            request = Transaction(
                 compare=[_compare(each) for each in (*conditions, *([held] if held else []))],
                 success=[_operation(each) for each in operations],
-                failure=[_look(held.key)] if held else [],
+                failure=[Range(_bytes(held.key), keys_only=True)] if held else [],
             )
-            reply = self._write(partial(_transaction, request), [each.key for each in operations])
+            reply = self._write(_asking(request), [each.key for each in operations])
             if reply.succeeded:
                 return int(reply.header.revision)
             found = reply.responses[0].response_range.kvs if held else []
@@ -213,31 +215,21 @@ class Store:
         """A new lease. One nobody uses ends by itself, so an unknown outcome harms nobody."""
         if self._guard is not None:
             self._guard.admit()
-        request = etcdrpc.LeaseGrantRequest(TTL=seconds)
-        reply = self._read(lambda client, limit: client.leasestub.LeaseGrant(request, limit, metadata=METADATA))
-        return int(reply.ID)
+        return int(self._read(_asking(Grant(seconds))).ID)
 
     def keep_alive(self, lease: int) -> int:
         """Refresh a lease; the seconds it now has, 0 when it is gone."""
         if self._guard is not None:
             self._guard.admit()
-        request = etcdrpc.LeaseKeepAliveRequest(ID=lease)
-
-        def ask(client: Any, limit: float) -> Any:
-            return next(iter(client.leasestub.LeaseKeepAlive(iter((request,)), limit, metadata=METADATA)), None)
-
-        reply = self._read(ask, linearizable=False)
+        reply = self._read(_asking(KeepAlive(lease)), linearizable=False)
         return int(reply.TTL) if reply is not None else 0
 
     def revoke(self, lease: int) -> None:
         """End a lease and every key on it. One that is gone already is fine."""
-        request = etcdrpc.LeaseRevokeRequest(ID=lease)
-        client = self._connection.client
         try:
-            client.leasestub.LeaseRevoke(request, self._connection.config.timeout, metadata=METADATA)
-        except grpc.RpcError as error:
-            self._connection.move_on(client)
-            if error.code() != grpc.StatusCode.NOT_FOUND:
+            self._connection.ask_once(Revoke(lease))
+        except Failure as error:
+            if error.code != NOT_FOUND:
                 raise self._connection.translated(error, Unreachable) from error
 
     def recognise(self) -> None:
@@ -261,7 +253,7 @@ class Store:
 
     def watch(self, requests: Iterator[Any], seconds: float) -> Any:
         """A watch stream that ends after so many seconds at the latest: for Follower, who knows what to make of it."""
-        return etcdrpc.WatchStub(self._connection.client.channel).Watch(requests, timeout=seconds, metadata=METADATA)
+        return self._connection.use_etcd3().watch(requests, seconds)
 
     def move_on(self) -> None:
         """Use a new connection, to the next endpoint, in place of the present one."""
@@ -298,12 +290,14 @@ def header_of(reply: Any) -> Header:
     return Header(int(reply.header.cluster_id), int(reply.header.revision), int(reply.header.raft_term))
 
 
-def _range(request: Any, client: Any, limit: float) -> Any:
-    return client.kvstub.Range(request, limit, metadata=METADATA)
+def _asking(request: Request) -> Callable[[Any, float], Any]:
+    return lambda member, limit: member.call(request, limit)
 
 
-def _transaction(request: Any, client: Any, limit: float) -> Any:
-    return client.kvstub.Txn(request, limit, metadata=METADATA)
+def after(prefix: bytes) -> bytes:
+    """The end of the range of all keys that begin so. b'\0', which means all keys from it on, where it is all 0xff."""
+    kept = prefix.rstrip(b'\xff')
+    return kept[:-1] + bytes([kept[-1] + 1]) if kept else b'\0'
 
 
 def _bytes(key: str) -> bytes:
@@ -315,20 +309,11 @@ def _entry(kv: Any) -> Entry:
     return Entry(kv.key.decode(errors='replace'), kv.value, kv.mod_revision, kv.lease, created=kv.create_revision)
 
 
-def _compare(condition: Unchanged | Exists) -> Any:
-    key, target = _bytes(condition.key), etcdrpc.Compare.MOD
-    if isinstance(condition, Exists):
-        return etcdrpc.Compare(key=key, target=target, result=etcdrpc.Compare.GREATER, mod_revision=0)
-    return etcdrpc.Compare(key=key, target=target, result=etcdrpc.Compare.EQUAL, mod_revision=condition.revision)
+def _compare(condition: Unchanged | Exists) -> Comparison:
+    key = _bytes(condition.key)
+    return Comparison(key, GREATER, 0) if isinstance(condition, Exists) else Comparison(key, EQUAL, condition.revision)
 
 
-def _operation(operation: Put | Delete) -> Any:
+def _operation(operation: Put | Delete) -> Write | Removal:
     key = _bytes(operation.key)
-    if isinstance(operation, Put):
-        put = etcdrpc.PutRequest(key=key, value=operation.value.encode(), lease=operation.lease)
-        return etcdrpc.RequestOp(request_put=put)
-    return etcdrpc.RequestOp(request_delete_range=etcdrpc.DeleteRangeRequest(key=key))
-
-
-def _look(key: str) -> Any:
-    return etcdrpc.RequestOp(request_range=etcdrpc.RangeRequest(key=_bytes(key), keys_only=True))
+    return Write(key, operation.value.encode(), operation.lease) if isinstance(operation, Put) else Removal(key)

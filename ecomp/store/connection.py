@@ -1,71 +1,37 @@
-"""The way to etcd: to one of its members, to the next after any failure, and what gRPC is told for it."""
+"""The way to etcd: to one of its members, to the next after any failure.
+
+There are two ways to a member, which do the same: the light one (by_h2), with all that a command asks of etcd, and
+etcd3's (by_etcd3), which takes the place of the light one where that cannot make sense of what it meets.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import errno
 import threading
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
-
-import etcd3
-import grpc
-from google.protobuf.internal import api_implementation
 
 from ecomp.conf import EtcdConfig
 from ecomp.errors import Denied, EcompError, NoSpace, Unreachable, UsageError
 from ecomp.store import reasons
+from ecomp.store.messages import Request
 from ecomp.store.pages import TooLong
-
-# A frozen peer is noticed in 10 s only with all four; etcd itself cuts clients that ping faster.
-KEEPALIVE = (
-    ('grpc.keepalive_time_ms', 10_000),
-    ('grpc.keepalive_timeout_ms', 5_000),
-    ('grpc.http2.ping_timeout_ms', 5_000),
-    ('grpc.http2.max_pings_without_data', 0),
-    # A page or a watch is no longer: see ecomp.store.pages.
-    ('grpc.max_receive_message_length', 64 * 1024**2),
-    # http_proxy is for the way out of the building; etcd is in it.
-    ('grpc.enable_http_proxy', 0),
-    ('grpc.initial_reconnect_backoff_ms', 200),
-    # How long a connection may take to be made: a call's own time limit is to end it, not this.
-    ('grpc.min_reconnect_backoff_ms', 10_000),
-    ('grpc.max_reconnect_backoff_ms', 3_000),
-)
+from ecomp.store.reasons import Failure, NotUnderstood
 
 SHORTEST = 0.2
 """Seconds between two tries while etcd takes nothing for a moment, and the least a call is given."""
-
-PUBLIC = Path('the authorities that gRPC knows')
-"""In place of ca_cert where there is none: etcd3 speaks in clear text to an etcd without one, certificates or not."""
-
-
-class Client(etcd3.Etcd3Client):  # type: ignore[misc]
-    """etcd3's, but an OSError for a certificate or key that is empty: gRPC ends the whole process over one."""
-
-    def _get_secure_creds(self, ca_cert: Path, cert_key: Path | None = None, cert_cert: Path | None = None) -> Any:
-        given = (None if ca_cert is PUBLIC else ca_cert, cert_key, cert_cert)
-        files = [None if each is None else (each, each.read_bytes()) for each in given]
-        for each in files:
-            if each is not None and not each[1]:
-                raise OSError(errno.ENODATA, 'is empty', str(each[0]))
-        return grpc.ssl_channel_credentials(*(each and each[1] for each in files))
 
 
 class Connection:
     """One process's connection to etcd: to one of the endpoints, and after any failure to the next, over a new one.
 
     So each member is met under its own name, for certificates are made out to that, and those on disk are read again.
+    `light` is how it begins; what gRPC is told in the configuration only gRPC can do.
     """
 
-    def __init__(self, config: EtcdConfig) -> None:
-        if api_implementation.Type() != 'python':
-            raise UsageError(
-                'etcd3 needs PROTOCOL_BUFFERS_PYTHON_IMPLEMENTATION=python, and it is set to '
-                f'{api_implementation.Type()!r}: unset it'
-            )
+    def __init__(self, config: EtcdConfig, light: bool = False) -> None:
+        self._light = light and not config.grpc_options
         self.where = ','.join(config.endpoints)
         self.config = config
         self._lock = threading.Lock()
@@ -94,10 +60,16 @@ class Connection:
             share = self.config.timeout / 2 if several else self.config.timeout
             try:
                 return ask(client, max(min(share, deadline - time.monotonic()), SHORTEST))
-            except grpc.RpcError as error:
+            except NotUnderstood as error:
+                self.use_etcd3(client)
+                if not repeatable and not error.unsent:
+                    name = f'etcd at {self.where}'
+                    raise unanswered(f'{name} cannot be reached: {error}', name) from error
+                left += 1  # the same member once more, and each of them: light it may have been for a while
+            except Failure as error:
                 # A connection that is being made slowly is not begun anew for ever, unless there are others to try.
                 young = time.monotonic() - self._since < 2 * self.config.timeout
-                if several or not young or error.code() != grpc.StatusCode.DEADLINE_EXCEEDED:
+                if several or not young or error.code != reasons.DEADLINE_EXCEEDED:
                     self.move_on(client)
                 late = time.monotonic() > deadline - SHORTEST
                 if reasons.is_passing(error) and not late:
@@ -106,6 +78,17 @@ class Connection:
                 elif left <= 0 or late or not reasons.may_work_elsewhere(error, repeatable):
                     sent = unanswered if not reasons.was_not_sent(error) else Unreachable
                     raise self.translated(error, sent, about, repeatable) from error
+
+    def ask_once(self, request: Request) -> Any:
+        """What the present member answers. Failure, and then it is left for the next one."""
+        client = self.client
+        try:
+            return client.call(request, self.config.timeout)
+        except NotUnderstood:
+            return self.use_etcd3(client).call(request, self.config.timeout)
+        except Failure:
+            self.move_on(client)
+            raise
 
     def move_on(self, failed: Any = None) -> None:
         """Use a new connection, to the next endpoint, in place of the present one (of `failed`, if it still is)."""
@@ -118,39 +101,48 @@ class Connection:
             with contextlib.suppress(OSError):  # certificates may be missing, or empty, while they are exchanged
                 self.client = self._connected()
 
+    def use_etcd3(self, failed: Any = None) -> Any:
+        """Go etcd3's way from now on: the connection to the same member (of `failed`, if it still is the present one).
+        """
+        with self._lock:
+            if self._light and failed in (None, self.client):
+                self._light = False
+                try:
+                    self.client = self._connected()
+                except OSError as error:
+                    raise UsageError(f'etcd certificate {error.filename}: {error.strerror}') from error
+            return self.client
+
     def close(self) -> None:
         """Let the connection go."""
         with self._lock:
             self._closed = True
-            # Not etcd3's close(): it ends the watcher thread, and we never start one.
-            self.client.channel.close()
+            self.client.close()
 
-    def _connected(self) -> Client:
+    def _connected(self) -> Any:
         """OSError for a certificate that cannot be read."""
-        config, (host, _, port) = self.config, self.config.endpoints[self._next].rpartition(':')
-        return Client(
-            host=host,
-            port=port,
-            ca_cert=config.ca_cert or (PUBLIC if config.cert_cert else None),
-            cert_key=config.cert_key,
-            cert_cert=config.cert_cert,
-            timeout=config.timeout,
-            grpc_options=[*KEEPALIVE, *config.grpc_options],
-        )
+        # Loaded late, because neither is quick to load.
+        if self._light:
+            from ecomp.store.by_h2 import Member as Light
+
+            return Light(self.config, self.config.endpoints[self._next])
+        from ecomp.store.by_etcd3 import Member
+
+        return Member(self.config, self.config.endpoints[self._next])
 
     def translated(
-        self, error: grpc.RpcError, unanswered: type[Unreachable], about: Sequence[str] = (), read: bool = False
+        self, error: Failure, unanswered: type[Unreachable], about: Sequence[str] = (), read: bool = False
     ) -> EcompError:
         """What a failure means, in our words; `unanswered` is it where no answer came."""
         name = f'etcd at {self.where}'
         if reasons.is_full(error):
             cure = 'compact and defragment it, and disarm its alarm'
-            return NoSpace(f'{name} takes no writes ({reasons.details(error)}): {cure}')
+            return NoSpace(f'{name} takes no writes ({error.details}): {cure}')
         if reasons.is_too_long(error):
-            return TooLong(f'{name}: {reasons.details(error)}')
+            return TooLong(f'{name}: {error.details}')
         if reasons.is_denied(error):
             return Denied(f'{name} does not let {reasons.denied(self.config.cert_cert, about, read)}')
         if reasons.is_refusal(error):
-            return EcompError(f'{name} refuses: {reasons.details(error)}')
+            return EcompError(f'{name} refuses: {error.details}')
         secure = self.config.ca_cert is not None or self.config.cert_cert is not None
         return unanswered(f'{name} cannot be reached: {reasons.why(error, secure)}', name)

@@ -17,13 +17,12 @@ from typing import Any
 
 import grpc
 from etcd3 import etcdrpc
-from etcd3.utils import increment_last_byte
 
 from ecomp.conf import EtcdConfig
 from ecomp.errors import EcompError, Unreachable
 from ecomp.model.backoff import Backoff
 from ecomp.model.events import Change
-from ecomp.store.client import Store
+from ecomp.store.client import Store, after
 
 PREFIX = b'/'
 """Before every key of ours. Others' keys are not asked for: a role of etcd's would refuse that."""
@@ -137,7 +136,7 @@ class _Stream:
     def __iter__(self) -> Iterator[Any]:
         asked: queue.SimpleQueue[Any] = queue.SimpleQueue()
         create = etcdrpc.WatchCreateRequest(
-            key=PREFIX, range_end=increment_last_byte(PREFIX), start_revision=self._first, prev_kv=True
+            key=PREFIX, range_end=after(PREFIX), start_revision=self._first, prev_kv=True
         )
         asked.put(etcdrpc.WatchRequest(create_request=create))
         call = self._store.watch(iter(asked.get, None), STREAM)

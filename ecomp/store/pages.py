@@ -8,9 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from etcd3 import etcdrpc
-
 from ecomp.errors import EcompError
+from ecomp.store.messages import Range
 
 MOST, FEWEST = 500, 10
 """Keys of a page. FEWEST fit into a message, whatever they are."""
@@ -26,11 +25,8 @@ def pages(ask: Callable[[Any], Any], start: bytes, end: bytes, keys_only: bool) 
     """Each page of what is from `start` to `end`, all at one revision. Errors: those of `ask`."""
     limit, revision = MOST if keys_only else FEWEST, 0
     while True:
-        request = etcdrpc.RangeRequest(
-            key=start, range_end=end, limit=limit, revision=revision, keys_only=keys_only
-        )
         try:
-            reply = ask(request)
+            reply = ask(Range(start, end, limit, revision, keys_only))
         except TooLong:
             if limit == FEWEST:
                 raise

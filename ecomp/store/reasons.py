@@ -1,4 +1,7 @@
-"""What a failed call to etcd means: whether it may work elsewhere, whether it was sent, and why, in plain words."""
+"""What a failed call to etcd means: whether it may work elsewhere, whether it was sent, and why, in plain words.
+
+Each way to etcd says it as a Failure, with gRPC's codes (https://grpc.io/docs/guides/status-codes/) by their names.
+"""
 
 from __future__ import annotations
 
@@ -6,24 +9,20 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-import grpc
-
 from ecomp.model.text import printable
 
+UNAVAILABLE, DEADLINE_EXCEEDED, NOT_FOUND = 'UNAVAILABLE', 'DEADLINE_EXCEEDED', 'NOT_FOUND'
+INVALID_ARGUMENT, FAILED_PRECONDITION = 'INVALID_ARGUMENT', 'FAILED_PRECONDITION'
+RESOURCE_EXHAUSTED, PERMISSION_DENIED = 'RESOURCE_EXHAUSTED', 'PERMISSION_DENIED'
 _REFUSED = {
-    grpc.StatusCode.UNAUTHENTICATED,
-    grpc.StatusCode.PERMISSION_DENIED,
-    grpc.StatusCode.INVALID_ARGUMENT,
-    grpc.StatusCode.FAILED_PRECONDITION,
-    grpc.StatusCode.UNIMPLEMENTED,
-    grpc.StatusCode.NOT_FOUND,
-    grpc.StatusCode.OUT_OF_RANGE,
+    *('UNAUTHENTICATED', PERMISSION_DENIED, INVALID_ARGUMENT, FAILED_PRECONDITION, 'UNIMPLEMENTED', NOT_FOUND),
+    'OUT_OF_RANGE',
 }
 
 NAMED = 3
 """Keys that are named in one line."""
 
-_NOT_CONNECTED = 'failed to connect to all addresses; last error: '
+NOT_CONNECTED = 'failed to connect to all addresses; last error: '
 _NOBODY = 'etcdserver: user name not found'
 _ROLES_CHANGED = 'etcdserver: revision of auth store is old'
 _NO_ADDRESS = ('DNS resolution failed', 'errors resolving ')
@@ -41,32 +40,48 @@ _TLS = (
 )
 
 
-def details(error: grpc.RpcError) -> str:
-    """etcd's or gRPC's own words, in one line."""
-    return ' '.join((error.details() or '').split())
+class Failure(Exception):
+    """A call that failed: the code, and etcd's or gRPC's own words in one line.
+
+    `unsent`: it certainly never left. Where that is False the code and the words may say so all the same.
+    """
+
+    def __init__(self, code: str, details: str | None, unsent: bool = False) -> None:
+        super().__init__(code, details)
+        self.code = code
+        self.details = ' '.join((details or '').split())
+        self.unsent = unsent
 
 
-def is_full(error: grpc.RpcError) -> bool:
+class NotUnderstood(Exception):
+    """The light way got no connection that it can use, or an answer that it cannot read: etcd3's way may know more."""
+
+    def __init__(self, why: str, unsent: bool = False) -> None:
+        super().__init__(why)
+        self.unsent = unsent
+
+
+def is_full(error: Failure) -> bool:
     """Whether etcd is out of space. https://etcd.io/docs/v3.4/op-guide/maintenance/#space-quota"""
-    return bool(error.code() == grpc.StatusCode.RESOURCE_EXHAUSTED and 'space exceeded' in details(error))
+    return error.code == RESOURCE_EXHAUSTED and 'space exceeded' in error.details
 
 
-def is_too_long(error: grpc.RpcError) -> bool:
+def is_too_long(error: Failure) -> bool:
     """Whether it is our own side that takes no message as long as the answer."""
-    exhausted = error.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
-    return bool(exhausted and 'Received message larger than max' in details(error))
+    exhausted = error.code == RESOURCE_EXHAUSTED
+    return exhausted and 'Received message larger than max' in error.details
 
 
-def is_refusal(error: grpc.RpcError) -> bool:
+def is_refusal(error: Failure) -> bool:
     """Whether etcd understood the call and says no."""
-    too_large = error.code() == grpc.StatusCode.RESOURCE_EXHAUSTED and 'larger than max' in details(error)
-    return too_large or error.code() in _REFUSED
+    too_large = error.code == RESOURCE_EXHAUSTED and 'larger than max' in error.details
+    return too_large or error.code in _REFUSED
 
 
-def is_denied(error: grpc.RpcError) -> bool:
+def is_denied(error: Failure) -> bool:
     """Whether it is etcd's roles that say no. https://etcd.io/docs/v3.4/op-guide/authentication/"""
-    nobody = error.code() == grpc.StatusCode.FAILED_PRECONDITION and details(error) == _NOBODY
-    return bool(nobody or error.code() == grpc.StatusCode.PERMISSION_DENIED)
+    nobody = error.code == FAILED_PRECONDITION and error.details == _NOBODY
+    return nobody or error.code == PERMISSION_DENIED
 
 
 def denied(certificate: Path | None, about: Sequence[str], read: bool) -> str:
@@ -78,32 +93,32 @@ def denied(certificate: Path | None, about: Sequence[str], read: bool) -> str:
     return f'{who} {what}: it is for another certificate, or `elab certs DIR --enable` has to run again'
 
 
-def is_passing(error: grpc.RpcError) -> bool:
+def is_passing(error: Failure) -> bool:
     """Whether etcd did nothing, and soon will: it has no leader just now, or its roles were changed meanwhile."""
-    electing = error.code() == grpc.StatusCode.UNAVAILABLE and details(error) == 'etcdserver: no leader'
-    changed = error.code() == grpc.StatusCode.INVALID_ARGUMENT and details(error) == _ROLES_CHANGED
-    return bool(electing or changed)
+    electing = error.code == UNAVAILABLE and error.details == 'etcdserver: no leader'
+    changed = error.code == INVALID_ARGUMENT and error.details == _ROLES_CHANGED
+    return electing or changed
 
 
-def was_not_sent(error: grpc.RpcError) -> bool:
+def was_not_sent(error: Failure) -> bool:
     """Whether the call never left, or was not passed on, so that nothing was changed."""
-    unavailable = error.code() == grpc.StatusCode.UNAVAILABLE
-    return bool(unavailable and details(error).startswith((_NOT_CONNECTED, *_NO_ADDRESS))) or is_passing(error)
+    apart = error.code == UNAVAILABLE and error.details.startswith((NOT_CONNECTED, *_NO_ADDRESS))
+    return error.unsent or apart or is_passing(error)
 
 
-def may_work_elsewhere(error: grpc.RpcError, repeatable: bool) -> bool:
+def may_work_elsewhere(error: Failure, repeatable: bool) -> bool:
     """Whether to try the next endpoint. What is not `repeatable` is tried again only if it never left."""
     if not repeatable:
         return was_not_sent(error)
-    return error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
+    return error.code in (UNAVAILABLE, DEADLINE_EXCEEDED)
 
 
-def why(error: grpc.RpcError, secure: bool) -> str:
+def why(error: Failure, secure: bool) -> str:
     """Why nobody answered, in a few words. `secure`: we speak TLS."""
-    words = details(error)
-    if error.code() == grpc.StatusCode.DEADLINE_EXCEEDED:
+    words = error.details
+    if error.code == DEADLINE_EXCEEDED:
         return 'no answer in time'
-    if not words.startswith(_NOT_CONNECTED):
+    if not words.startswith(NOT_CONNECTED):
         return words
     if secure:
         for sign, meaning in _TLS:
@@ -111,4 +126,4 @@ def why(error: grpc.RpcError, secure: bool) -> str:
                 return meaning
     elif 'Socket closed' in words:
         return 'the connection was closed (if that stays so: does it expect TLS, with ca_cert, cert_cert, cert_key?)'
-    return re.sub(r'^[A-Z]+: (ipv[46]:\S+: )?', '', words.removeprefix(_NOT_CONNECTED))
+    return re.sub(r'^[A-Z]+: (ipv[46]:\S+: )?', '', words.removeprefix(NOT_CONNECTED))

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-import grpc
 from etcd3 import etcdrpc
 from etcd3.etcdrpc import auth_pb2
 
@@ -32,8 +31,9 @@ from ecomp.model.roles import (
     Roles,
     Take,
 )
-from ecomp.store import reasons
-from ecomp.store.client import METADATA, Store
+from ecomp.store.by_etcd3 import METADATA, failures
+from ecomp.store.client import Store
+from ecomp.store.reasons import FAILED_PRECONDITION, INVALID_ARGUMENT, Failure
 
 _TYPES = {READ: auth_pb2.Permission.READ, WRITE: auth_pb2.Permission.WRITE, BOTH: auth_pb2.Permission.READWRITE}
 _KINDS = {number: kind for kind, number in _TYPES.items()}
@@ -48,9 +48,9 @@ class Accounts(Store):
         def ask(client: Any, limit: float) -> bool:
             try:
                 self._call('Authenticate', etcdrpc.AuthenticateRequest(name='-'), client, limit)
-            except grpc.RpcError as error:
-                if error.code() in (grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.INVALID_ARGUMENT):
-                    return 'not enabled' not in reasons.details(error)
+            except Failure as error:
+                if error.code in (FAILED_PRECONDITION, INVALID_ARGUMENT):
+                    return 'not enabled' not in error.details
                 raise
             return True
 
@@ -122,7 +122,8 @@ class Accounts(Store):
 
     @staticmethod
     def _call(name: str, request: Any, client: Any, limit: float, told: Sequence[tuple[str, str]] = ()) -> Any:
-        return getattr(etcdrpc.AuthStub(client.channel), name)(request, limit, metadata=(*METADATA, *told))
+        with failures():
+            return getattr(etcdrpc.AuthStub(client.channel), name)(request, limit, metadata=(*METADATA, *told))
 
 
 def _permission(found: Any) -> Permission:

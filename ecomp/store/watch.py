@@ -16,14 +16,13 @@ from typing import Any, NamedTuple
 
 import grpc
 from etcd3 import etcdrpc
-from etcd3.utils import increment_last_byte
 
 from ecomp.conf import EtcdConfig
 from ecomp.errors import EcompError, StrangeEtcd
 from ecomp.model.backoff import Backoff
 from ecomp.model.json_object import VALUE_LIMIT
 from ecomp.store.cache import MOST, Cache
-from ecomp.store.client import Entry, Store, header_of
+from ecomp.store.client import Entry, Store, after, header_of
 from ecomp.store.guard import Guard
 
 log = logging.getLogger(__name__)
@@ -137,7 +136,7 @@ class Follower:
         wanted: queue.SimpleQueue[Any] = queue.SimpleQueue()
         for each, revision in zip(self._all, revisions, strict=True):
             key = each.prefix.encode()
-            create = etcdrpc.WatchCreateRequest(key=key, range_end=increment_last_byte(key), start_revision=revision)
+            create = etcdrpc.WatchCreateRequest(key=key, range_end=after(key), start_revision=revision)
             wanted.put(etcdrpc.WatchRequest(create_request=create))
         self._call = self._store.watch(iter(wanted.get, None), self._resync * random.uniform(0.8, 1.2))
         if self._stopped.is_set():  # stop() may have come before there was a call to cancel

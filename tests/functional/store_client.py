@@ -1,4 +1,4 @@
-"""A store that is closed after use."""
+"""A store that is closed after use; `light` as the commands of eschedule have it."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ def config(endpoint: str, timeout: float = 5.0) -> EtcdConfig:
 
 
 @contextmanager
-def connected(endpoint: str, timeout: float = 5.0) -> Iterator[Store]:
-    store = Store(config(endpoint, timeout))
+def connected(endpoint: str, timeout: float = 5.0, light: bool = False) -> Iterator[Store]:
+    store = Store(config(endpoint, timeout), light=light)
     try:
         yield store
     finally:

@@ -23,6 +23,7 @@ from ecomp.conf import PlacementConfig
 from ecomp.errors import EcompError, UnknownOutcome, Unreachable
 from ecomp.placement import providers
 from ecomp.placement.client import Placement
+from tests.kit.both_ways import each_way as each_way
 from tests.kit.certificates import Authority
 from tests.kit.commands import Control, Ecompute
 from tests.kit.servers import PlacementServer

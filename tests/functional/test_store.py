@@ -1,4 +1,7 @@
-"""The store against a real etcd: what each call means when etcd answers, refuses, is frozen, is gone, and is back."""
+"""The store against a real etcd: what each call means when etcd answers, refuses, is frozen, is gone, and is back.
+
+By etcd3's way, which ecompute goes, and by the light one of eschedule's commands.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import os
 import subprocess
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -19,6 +22,18 @@ from tests.kit.proxy import Proxy
 from tests.kit.servers import PATIENCE, Etcd, free_port, until
 
 pytestmark = pytest.mark.fast
+
+
+@pytest.fixture(params=[False, True], ids=['by etcd3', 'light'])
+def light(request: pytest.FixtureRequest) -> bool:
+    return bool(request.param)
+
+
+@pytest.fixture
+def store(etcd: Etcd, light: bool) -> Iterator[Store]:
+    with connected(etcd.endpoint, light=light) as made:
+        yield made
+
 
 # Reads
 
@@ -47,7 +62,7 @@ def test_a_snapshot_is_the_prefix_and_nothing_beside_it(store: Store, prefix: st
     assert [entry.value for entry in store.snapshot(prefix, keys_only=True).entries.values()] == [b'', b'', b'']
 
 
-def test_a_snapshot_of_many_pages_is_of_one_revision(etcd: Etcd, store: Store, prefix: str) -> None:
+def test_a_snapshot_of_many_pages_is_of_one_revision(etcd: Etcd, store: Store, prefix: str, light: bool) -> None:
     names = [f'{prefix}{number:05}' for number in range(1203)]
     for start in range(0, len(names), 100):
         store.commit([], [Put(name, '0') for name in names[start : start + 100]])
@@ -55,7 +70,7 @@ def test_a_snapshot_of_many_pages_is_of_one_revision(etcd: Etcd, store: Store, p
 
     def change() -> None:
         # The first key is on the first page and the last on the last one; both are always the same.
-        with connected(etcd.endpoint) as other:
+        with connected(etcd.endpoint, light=light) as other:
             for number in range(10**6):
                 if stop.is_set():
                     return
@@ -127,8 +142,9 @@ def test_what_etcd_refuses_is_said_in_its_words(store: Store, prefix: str) -> No
     assert store.get(prefix + 'a') is None
 
 
-def test_without_space_nothing_is_written_and_deletes_still_go(tmp_path: Path) -> None:
-    with Etcd(tmp_path / 'full', '--quota-backend-bytes=4194304') as full, connected(full.endpoint) as store:
+def test_without_space_nothing_is_written_and_deletes_still_go(tmp_path: Path, light: bool) -> None:
+    quota = '--quota-backend-bytes=4194304'
+    with Etcd(tmp_path / 'full', quota) as full, connected(full.endpoint, light=light) as store:
 
         def fill() -> bool:
             store.commit([], [Put('/fill', 'x' * 2**20)])
@@ -145,9 +161,9 @@ def test_without_space_nothing_is_written_and_deletes_still_go(tmp_path: Path) -
 # Nobody there
 
 
-def test_a_closed_port_is_unreachable_at_once() -> None:
+def test_a_closed_port_is_unreachable_at_once(light: bool) -> None:
     port = free_port()
-    with connected(f'127.0.0.1:{port}') as store:
+    with connected(f'127.0.0.1:{port}', light=light) as store:
         began = time.monotonic()
         calls: tuple[Callable[[], object], ...] = (
             lambda: store.get('/x'),
@@ -162,14 +178,14 @@ def test_a_closed_port_is_unreachable_at_once() -> None:
         assert time.monotonic() - began < PATIENCE * 5
 
 
-def test_a_name_without_an_address_is_unreachable() -> None:
+def test_a_name_without_an_address_is_unreachable(light: bool) -> None:
     for endpoints in (('no-such-host.invalid:2379',), ('no-such-host.invalid:2379', 'nor-this.invalid:2379')):
         with pytest.raises(Unreachable, match='no-such-host.invalid:2379'):
-            Store(EtcdConfig(endpoints, timeout=3.0)).get('/x')
+            Store(EtcdConfig(endpoints, timeout=3.0), light=light).get('/x')
 
 
-def test_a_frozen_etcd_keeps_nobody_longer_than_the_time_limit(own_etcd: Etcd) -> None:
-    with connected(own_etcd.endpoint, timeout=0.5) as store:
+def test_a_frozen_etcd_keeps_nobody_longer_than_the_time_limit(own_etcd: Etcd, light: bool) -> None:
+    with connected(own_etcd.endpoint, timeout=0.5, light=light) as store:
         lease = store.grant(60)
         own_etcd.pause()
         calls: list[tuple[Callable[[], object], type[EcompError]]] = [
@@ -190,8 +206,8 @@ def test_a_frozen_etcd_keeps_nobody_longer_than_the_time_limit(own_etcd: Etcd) -
         assert until(lambda: store.snapshot('/'), 10, 'etcd answers again') is not None
 
 
-def test_a_client_outlives_a_killed_etcd(own_etcd: Etcd) -> None:
-    with connected(own_etcd.endpoint) as store:
+def test_a_client_outlives_a_killed_etcd(own_etcd: Etcd, light: bool) -> None:
+    with connected(own_etcd.endpoint, light=light) as store:
         store.commit([], [Put('/x', 'kept')])
         own_etcd.kill()
         with pytest.raises(Unreachable):
@@ -208,21 +224,21 @@ def test_a_client_outlives_a_killed_etcd(own_etcd: Etcd) -> None:
         until(answers, 10, 'the same client reads from the new etcd')
 
 
-def test_one_of_several_endpoints_will_do(etcd: Etcd, prefix: str) -> None:
+def test_one_of_several_endpoints_will_do(etcd: Etcd, prefix: str, light: bool) -> None:
     dead = f'127.0.0.1:{free_port()}'
     for endpoints in ((dead, etcd.endpoint), (etcd.endpoint, dead), ('no-such-host.invalid:1', etcd.endpoint)):
-        store = Store(EtcdConfig(endpoints))
+        store = Store(EtcdConfig(endpoints), light=light)
         try:
             assert store.commit([], [Put(prefix + 'x', 'x')])
         finally:
             store.close()
 
 
-def test_connections_that_were_left_are_closed(etcd: Etcd) -> None:
+def test_connections_that_were_left_are_closed(etcd: Etcd, light: bool) -> None:
     def open_files() -> int:
         return len(os.listdir('/proc/self/fd'))
 
-    with connected(etcd.endpoint) as store:
+    with connected(etcd.endpoint, light=light) as store:
         assert store.get('/nothing') is None
         before, threads = open_files(), threading.active_count()
         for _ in range(300):
@@ -232,8 +248,8 @@ def test_connections_that_were_left_are_closed(etcd: Etcd) -> None:
         assert threading.active_count() <= threads + 2
 
 
-def test_a_call_goes_on_while_another_one_moves(own_etcd: Etcd) -> None:
-    with connected(own_etcd.endpoint) as store:
+def test_a_call_goes_on_while_another_one_moves(own_etcd: Etcd, light: bool) -> None:
+    with connected(own_etcd.endpoint, light=light) as store:
         assert store.get('/nothing') is None
         own_etcd.pause()
         answers: list[object] = []
@@ -247,9 +263,9 @@ def test_a_call_goes_on_while_another_one_moves(own_etcd: Etcd) -> None:
         assert answers == [None]
 
 
-def test_a_lost_answer_is_an_unknown_outcome(etcd: Etcd, prefix: str) -> None:
+def test_a_lost_answer_is_an_unknown_outcome(etcd: Etcd, prefix: str, light: bool) -> None:
     key = prefix + 'x'
-    with Proxy(etcd.port) as proxy, connected(proxy.address) as store:
+    with Proxy(etcd.port) as proxy, connected(proxy.address, light=light) as store:
         assert store.get(key) is None
         proxy.lose_answer(key.encode(), lambda: etcd.get(key) is not None)
         with pytest.raises(UnknownOutcome, match='cannot be reached'):

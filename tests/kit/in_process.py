@@ -12,7 +12,8 @@ from typing import Any
 
 import requests
 
-from ecomp.placement.client import HEADERS, Placement
+from ecomp.placement.client import Placement
+from ecomp.placement.way import HEADERS
 
 
 class InProcess(Placement):

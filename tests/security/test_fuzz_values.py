@@ -468,7 +468,7 @@ def broken(rng: random.Random) -> bytes:
 
 @cases(130)
 def test_what_comes_over_the_wire_is_an_answer_or_one_line(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr('ecomp.placement.client._Retry.sleep', lambda *_: None)
+    monkeypatch.setattr('ecomp.placement.by_requests._Retry.sleep', lambda *_: None)
     current = [b'']
 
     def pieces() -> Iterator[bytes]:

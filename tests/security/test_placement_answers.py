@@ -21,6 +21,7 @@ from ecomp.model.choose import SPREAD, choose
 from ecomp.placement import allocations, providers, room, traits
 from ecomp.placement.client import Placement
 from ecomp.placement.limited import AnswerLimits
+from tests.kit.both_ways import each_way as each_way
 from tests.security.wire import Wire, said, whole, wire
 
 NAME = 'd578fb7c-7787-4e73-b69a-a7b3ef9bf73a'

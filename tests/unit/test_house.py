@@ -97,6 +97,7 @@ PLACES: dict[str, set[str]] = {
     'argparse': {'ecomp.arguments', 'ecomp.cli', 'ecomp.agent.arguments', 'ecomp.lab.elab', 'mdserver'},
     'etcd3': {'ecomp.store'},
     'grpc': {'ecomp.store'},
+    'h2': {'ecomp.store.by_h2'},
     'google': {'ecomp.store'},  # protobuf
     'libvirt': {'ecomp.virt'},
     'libvirtaio': set(),
@@ -122,7 +123,8 @@ PLACES: dict[str, set[str]] = {
 }
 # These take time, uuids and randomness as arguments, and touch nothing.
 PURE = {
-    *('ecomp.model', 'ecomp.virt.xml', 'ecomp.virt.filter_xml', 'ecomp.agent.instance.plan'),
+    *('ecomp.model', 'ecomp.store.messages', 'ecomp.virt.xml', 'ecomp.virt.filter_xml'),
+    'ecomp.agent.instance.plan',
     *('ecomp.cli.options', 'ecomp.cli.words', 'ecomp.cli.timeline', 'ecomp.cli.formats', 'ecomp.cli.fitting'),
     'ecomp.cli.shapes',
     *('mdserver.guests', 'mdserver.metadata'),

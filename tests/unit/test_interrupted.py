@@ -26,7 +26,7 @@ run()
 LOADED = ('ecomp.log', 'ecomp.errors', 'argparse', 'ecomp.cli.commands', 'ecomp.model.record', 'ecomp.conf', 'yaml')
 
 
-@pytest.mark.parametrize('name', [*LOADED, 'ecomp.scheduler.looking.find', 'etcd3', 'grpc'])
+@pytest.mark.parametrize('name', [*LOADED, 'ecomp.scheduler.looking.find', 'h2', 'ssl'])
 def test_ctrl_c_while_modules_load_is_one_line(name: str, tmp_path: Path) -> None:
     (tmp_path / 'schedule.yaml').write_text('etcd: {endpoints: ["127.0.0.1:1"]}\n')
     command = [sys.executable, '-c', INTERRUPTED.format(name=name, words=['list'])]

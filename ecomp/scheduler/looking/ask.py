@@ -34,7 +34,7 @@ def ask_placement(config: PlacementConfig, query: str, slow: Callable[[str, floa
 
     def ask() -> None:
         try:
-            placement = Placement(config, slow=slow)
+            placement = Placement(config, slow=slow, light=True)
             future.set_result((placement, candidates(placement, query)))
         except BaseException as error:
             future.set_exception(error)

@@ -1,0 +1,102 @@
+"""The way to a member of etcd that etcd3 and gRPC have: for all there is, and slow to load."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import etcd3
+import grpc
+from etcd3 import etcdrpc
+from google.protobuf.internal import api_implementation
+
+from ecomp.conf import EtcdConfig
+from ecomp.errors import UsageError
+from ecomp.store.messages import METHODS, KeepAlive, Request
+from ecomp.store.reasons import Failure
+
+METADATA = (('hasleader', 'true'),)
+
+LONGEST = 64 * 1024**2
+"""Bytes of an answer. A page or a watch is no longer: see ecomp.store.pages."""
+
+# A frozen peer is noticed in 10 s only with all four; etcd itself cuts clients that ping faster.
+KEEPALIVE = (
+    ('grpc.keepalive_time_ms', 10_000),
+    ('grpc.keepalive_timeout_ms', 5_000),
+    ('grpc.http2.ping_timeout_ms', 5_000),
+    ('grpc.http2.max_pings_without_data', 0),
+    ('grpc.max_receive_message_length', LONGEST),
+    # http_proxy is for the way out of the building; etcd is in it.
+    ('grpc.enable_http_proxy', 0),
+    ('grpc.initial_reconnect_backoff_ms', 200),
+    # How long a connection may take to be made: a call's own time limit is to end it, not this.
+    ('grpc.min_reconnect_backoff_ms', 10_000),
+    ('grpc.max_reconnect_backoff_ms', 3_000),
+)
+
+PUBLIC = Path('the authorities that gRPC knows')
+"""In place of ca_cert where there is none: etcd3 speaks in clear text to an etcd without one, certificates or not."""
+
+
+class Member(etcd3.Etcd3Client):  # type: ignore[misc]
+    """etcd3's client of one endpoint, by its channel alone. OSError for a certificate that cannot be read, or is empty.
+
+    gRPC would end the whole process over an empty one.
+    """
+
+    def __init__(self, config: EtcdConfig, endpoint: str) -> None:
+        if api_implementation.Type() != 'python':
+            raise UsageError(
+                'etcd3 needs PROTOCOL_BUFFERS_PYTHON_IMPLEMENTATION=python, and it is set to '
+                f'{api_implementation.Type()!r}: unset it'
+            )
+        host, _, port = endpoint.rpartition(':')
+        super().__init__(
+            host=host,
+            port=port,
+            ca_cert=config.ca_cert or (PUBLIC if config.cert_cert else None),
+            cert_key=config.cert_key,
+            cert_cert=config.cert_cert,
+            timeout=config.timeout,
+            grpc_options=[*KEEPALIVE, *config.grpc_options],
+        )
+
+    def call(self, request: Request, limit: float) -> Any:
+        """The answer, as etcd3's generated code reads it; None for a stream that ends without one. Failure."""
+        path, answer = METHODS[type(request)]
+        read = getattr(etcdrpc, answer).FromString
+        how = {'request_serializer': type(request).to_bytes, 'response_deserializer': read}
+        with failures():
+            if isinstance(request, KeepAlive):
+                stream = self.channel.stream_stream(path, **how)
+                return next(iter(stream(iter((request,)), limit, metadata=METADATA)), None)
+            return self.channel.unary_unary(path, **how)(request, limit, metadata=METADATA)
+
+    def watch(self, requests: Iterator[Any], seconds: float) -> Any:
+        """A watch stream that ends after so many seconds at the latest, and raises grpc's errors."""
+        return etcdrpc.WatchStub(self.channel).Watch(requests, timeout=seconds, metadata=METADATA)
+
+    def close(self) -> None:
+        """Let the connection go."""
+        self.channel.close()  # not etcd3's close(): it ends the watcher thread, and we never start one
+
+    def _get_secure_creds(self, ca_cert: Path, cert_key: Path | None = None, cert_cert: Path | None = None) -> Any:
+        given = (None if ca_cert is PUBLIC else ca_cert, cert_key, cert_cert)
+        files = [None if each is None else (each, each.read_bytes()) for each in given]
+        for each in files:
+            if each is not None and not each[1]:
+                raise OSError(errno.ENODATA, 'is empty', str(each[0]))
+        return grpc.ssl_channel_credentials(*(each and each[1] for each in files))
+
+
+@contextmanager
+def failures() -> Iterator[None]:
+    """Have what gRPC raises be a Failure."""
+    try:
+        yield
+    except grpc.RpcError as error:
+        raise Failure(error.code().name, error.details()) from error

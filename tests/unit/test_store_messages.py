@@ -1,0 +1,149 @@
+"""What we write is what etcd3's generated code writes, and what it writes we read as it does; junk is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ecomp.store import messages
+from ecomp.store.by_etcd3 import etcdrpc  # by way of the room that has protobuf load it
+from ecomp.store.messages import (
+    EQUAL,
+    GREATER,
+    Comparison,
+    Grant,
+    KeepAlive,
+    Range,
+    Removal,
+    Revoke,
+    Status,
+    Transaction,
+    Write,
+    answer,
+)
+
+NUMBERS = st.integers(-(2**63), 2**63 - 1)
+UNSIGNED = st.integers(0, 2**64 - 1)
+KEYS = st.binary(max_size=300)
+
+RANGES = st.builds(Range, KEYS, KEYS, NUMBERS, NUMBERS, st.booleans(), st.booleans())
+WRITES = st.builds(Write, KEYS, KEYS, NUMBERS)
+REMOVALS = st.builds(Removal, KEYS)
+COMPARISONS = st.builds(Comparison, KEYS, st.sampled_from((EQUAL, GREATER)), NUMBERS)
+OPERATIONS = st.lists(RANGES | WRITES | REMOVALS, max_size=4)
+TRANSACTIONS = st.builds(Transaction, st.lists(COMPARISONS, max_size=4), OPERATIONS, OPERATIONS)
+LEASES = st.builds(Grant, NUMBERS) | st.builds(KeepAlive, NUMBERS) | st.builds(Revoke, NUMBERS)
+
+
+def theirs(request: Any) -> Any:
+    """The same as etcd3's message."""
+    match request:
+        case Range(key, end, limit, revision, keys_only, count_only):
+            return etcdrpc.RangeRequest(
+                key=key, range_end=end, limit=limit, revision=revision, keys_only=keys_only, count_only=count_only
+            )
+        case Write(key, value, lease):
+            return etcdrpc.PutRequest(key=key, value=value, lease=lease)
+        case Removal(key):
+            return etcdrpc.DeleteRangeRequest(key=key)
+        case Comparison(key, result, revision):
+            target = etcdrpc.Compare.MOD
+            result = {EQUAL: etcdrpc.Compare.EQUAL, GREATER: etcdrpc.Compare.GREATER}[result]
+            return etcdrpc.Compare(key=key, target=target, result=result, mod_revision=revision)
+        case Transaction(compare, success, failure):
+            return etcdrpc.TxnRequest(
+                compare=[theirs(each) for each in compare],
+                success=[operation(each) for each in success],
+                failure=[operation(each) for each in failure],
+            )
+        case Grant(seconds):
+            return etcdrpc.LeaseGrantRequest(TTL=seconds)
+        case KeepAlive(lease):
+            return etcdrpc.LeaseKeepAliveRequest(ID=lease)
+        case Revoke(lease):
+            return etcdrpc.LeaseRevokeRequest(ID=lease)
+        case Status():
+            return etcdrpc.StatusRequest()
+    raise AssertionError(request)
+
+
+def operation(request: Any) -> Any:
+    kinds = {Range: 'request_range', Write: 'request_put', Removal: 'request_delete_range'}
+    return etcdrpc.RequestOp(**{kinds[type(request)]: theirs(request)})
+
+
+@given(RANGES | WRITES | REMOVALS | COMPARISONS | TRANSACTIONS | LEASES | st.just(Status()))
+def test_what_we_write_is_what_etcd3_writes(request: Any) -> None:
+    assert request.to_bytes() == theirs(request).SerializeToString()
+
+
+HEADERS = st.builds(
+    etcdrpc.ResponseHeader, cluster_id=UNSIGNED, member_id=UNSIGNED, revision=NUMBERS, raft_term=UNSIGNED
+)
+KVS = st.builds(
+    type(etcdrpc.RangeResponse().kvs.add()),
+    **{'key': KEYS, 'value': KEYS, 'lease': NUMBERS, 'version': NUMBERS},
+    **{'create_revision': NUMBERS, 'mod_revision': NUMBERS},
+)
+RANGED = st.builds(
+    etcdrpc.RangeResponse, header=HEADERS, kvs=st.lists(KVS, max_size=4), more=st.booleans(), count=NUMBERS
+)
+PUT = st.builds(etcdrpc.PutResponse, header=HEADERS)
+DONE = st.builds(etcdrpc.ResponseOp, response_range=RANGED) | st.builds(etcdrpc.ResponseOp, response_put=PUT)
+ANSWERS = st.one_of(
+    RANGED,
+    st.builds(etcdrpc.TxnResponse, header=HEADERS, succeeded=st.booleans(), responses=st.lists(DONE, max_size=4)),
+    st.builds(etcdrpc.LeaseGrantResponse, header=HEADERS, ID=NUMBERS, TTL=NUMBERS, error=st.text(max_size=50)),
+    st.builds(etcdrpc.LeaseKeepAliveResponse, header=HEADERS, ID=NUMBERS, TTL=NUMBERS),
+    st.builds(etcdrpc.LeaseRevokeResponse, header=HEADERS),
+    st.builds(etcdrpc.StatusResponse, header=HEADERS, version=st.text(max_size=50), dbSize=NUMBERS, leader=UNSIGNED),
+)
+
+
+def same(ours: Any, other: Any) -> None:
+    """What is read by us is as etcd3's code reads it, field for field."""
+    for name, value in vars(ours).items():
+        if isinstance(value, list):
+            assert len(value) == len(getattr(other, name))
+            for mine, their in zip(value, getattr(other, name), strict=True):
+                same(mine, their)
+        elif hasattr(value, '__dict__'):
+            same(value, getattr(other, name))
+        else:
+            assert (type(value), value) == (type(getattr(other, name)), getattr(other, name)), name
+
+
+@given(ANSWERS)
+def test_what_etcd3_writes_we_read_as_it_does(message: Any) -> None:
+    same(answer(type(message).__name__, message.SerializeToString()), message)
+
+
+@given(st.sampled_from([each.answer for each in messages.METHODS.values()]), st.binary(max_size=200))
+def test_junk_is_a_value_error_or_a_message(name: str, junk: bytes) -> None:
+    """And where it is a message to both, they agree on it unless a field of ours is of another kind there."""
+    try:
+        found = answer(name, junk)
+    except ValueError:
+        return
+    assert found.header.revision < 2**63
+
+
+@pytest.mark.parametrize(
+    'junk',
+    [
+        *(b'\x0a', b'\x0a\x05abc', b'\xff' * 11, b'\x02\x01', b'\x0b', b'\x08\x01', b'\x12\x02\x08\x01'),
+        *(b'\x1a\x01x', b'\x22\x01x', b'\x0a\x02\x1a\x00', b'\x0a\x80\x80\x80\x80\x80\x80\x80\x80\x80\x80\x01'),
+    ],
+)
+def test_what_is_no_message_is_refused(junk: bytes) -> None:
+    with pytest.raises(ValueError, match=r'.'):
+        answer('RangeResponse', junk)
+
+
+def test_what_is_not_known_is_passed_over() -> None:
+    unknown = b'\x78\x05' + b'\x79' + b'8 bytes!' + b'\x7d' + b'four' + b'\x7a\x03abc'
+    found = answer('RangeResponse', unknown + etcdrpc.RangeResponse(count=7).SerializeToString() + unknown)
+    assert (found.count, found.kvs, found.header.revision) == (7, [], 0)
