@@ -11,7 +11,6 @@ import json
 import os
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,6 +19,8 @@ from ecomp.errors import UsageError
 from ecomp.model.json_object import dump
 from ecomp.model.near import did_you_mean
 from ecomp.model.text import escaped
+from ecomp.yaml_plain import Node as Node
+from ecomp.yaml_plain import plain
 
 MAX_BYTES = 64 * 1024  # of a file; a larger one is refused
 MAX_DEPTH = 8  # of mappings and lists in each other; deeper ones are refused
@@ -29,17 +30,6 @@ T = TypeVar('T')
 
 class Wrong(Exception):
     """Why one value is refused; the reader of its section adds the file, the line and the key."""
-
-
-@dataclass(frozen=True)
-class Node:
-    """A value in the file. `kind` is str, int, float, bool, null, map or seq, or YAML's name of another type."""
-
-    kind: str
-    line: int
-    text: str = ''
-    items: tuple[Node, ...] = ()
-    pairs: tuple[tuple[Node, Node], ...] = ()
 
 
 class Section:
@@ -142,7 +132,8 @@ class YamlFile:
             raise UsageError(f'{name}: cannot be read: {reason}') from error
         if len(content) > MAX_BYTES:
             raise UsageError(f'{name}: is larger than {MAX_BYTES // 1024} KiB; this is not a configuration file')
-        return cls(name, directory, _parse(content, name), directory / path.name)
+        node = plain(content.decode('ascii', 'replace')) or _parse(content, name)
+        return cls(name, directory, node, directory / path.name)
 
     def path_of(self, node: Node) -> Path:
         """An absolute path; a relative one is taken from the file's directory. Wrong."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import uuid
+import os
 from typing import TYPE_CHECKING
 
 from ecomp.cli.command import DOCUMENT, Command, Context, until
@@ -11,6 +11,7 @@ from ecomp.cli.outcomes import Outcomes
 from ecomp.cli.terminal import Live
 from ecomp.cli.words import instances, nothing
 from ecomp.errors import EcompError
+from ecomp.model.keys import new_uuid
 from ecomp.model.power import REBOOT
 from ecomp.model.record import GONE
 
@@ -63,7 +64,7 @@ def _power(do: Context) -> int:
         outcomes.tell(word, instance=instance)
         if word_of.setdefault(instance, word) != word:
             return  # named twice, by its name and its uuid
-        answer = power(do.store, instance, Power(do.name, str(uuid.uuid4())))
+        answer = power(do.store, instance, Power(do.name, new_uuid(os.urandom(16))))
         do.name_computes()
         outcomes.tell(word, answer.said)
         if answer.power is not None:

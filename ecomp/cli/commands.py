@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import argparse
 import textwrap
 from collections.abc import Mapping, Sequence
 
-from ecomp import __version__
-from ecomp.arguments import Parser
 from ecomp.cli import change, create, doctor, enter, events, helping, inspect, operators, sharing
 from ecomp.cli.command import EXITS, Command, Invocation
 from ecomp.cli.create import CREATE
 from ecomp.cli.inspect import QUERY
 from ecomp.cli.near import hint
-from ecomp.cli.options import OPTIONS, Options, add_all, check
+from ecomp.cli.options import OPTIONS, check
+from ecomp.cli.reading import read
 from ecomp.cli.words import is_image
 from ecomp.errors import UsageError
 from ecomp.model.names import PREFIX
@@ -62,34 +60,14 @@ def parse(argv: Sequence[str]) -> Invocation:
 
 
 def _parse(argv: Sequence[str]) -> Invocation:
-    parser = _Reader('eschedule', add_help=True)
-    parser.asked = argv
-    parser.add_argument('words', nargs='*')
-    parser.add_argument('--version', action='version', version=f'eschedule {__version__}')
-    add_all(parser)
-    words, options = _read(parser, argv)
+    words, options = read(argv, argv, _help_for)
     if options.wait == '' and not _named(words) and (joined := _joined(argv)) != list(argv):
-        words, options = _read(parser, joined)
+        words, options = read(argv, joined, _help_for)
     name, taken = _command(words, options.flavor is not None)
     if name in (CREATE, 'plan') and not taken[0] and options.flavor is None:
         raise UsageError(f'{name}: give a placement query, in quotes, or a --flavor; --help shows all')
     check(name, taken, options, COMMANDS[name].options, creates=name == CREATE)
     return Invocation(name, taken, options)
-
-
-def _read(parser: _Reader, argv: Sequence[str]) -> tuple[list[str], Options]:
-    """The words and the options."""
-    # What is behind -- are words, of a guest's command say, and never options.
-    end = argv.index('--') if '--' in argv else len(argv)
-    # argparse would take the word after a bare --wait for its value.
-    short = {'--wait': '--wait=', **({'-f': '--follow'} if _first_word(argv[:end]) == 'log' else {})}
-    given, unknown = parser.parse_known_intermixed_args([short.get(word, word) for word in argv[:end]])
-    if unknown:
-        flags = ['--help', '--version', *(flag for rows in OPTIONS.values() for each in rows for flag in each.flags)]
-        typed = unknown[0].partition('=')[0]
-        raise UsageError(f'{typed} is no option{did_you_mean(typed, flags)}; --help shows all')
-    found = vars(given)
-    return [*found.pop('words'), *argv[end + 1 :]], Options(**found)
 
 
 def _joined(argv: Sequence[str]) -> list[str]:
@@ -131,18 +109,6 @@ def _half(first: str, second: str | None = None, *_: str) -> UsageError:
     return UsageError(f'{f"{first} {second}"!r} is not a command{did_you_mean(second, seconds)}: {known}')
 
 
-def _first_word(argv: Sequence[str]) -> str:
-    """The first word that is neither an option nor the value of one; '' where there is none."""
-    valued = {flag for rows in OPTIONS.values() for each in rows if each.metavar[:1].isalpha() for flag in each.flags}
-    words = iter(argv)
-    for word in words:
-        if word in valued:
-            next(words, None)
-        elif not word.startswith('-'):
-            return word
-    return ''
-
-
 def _named(words: Sequence[str]) -> str:
     """The command that these words begin with; '' if they begin with none."""
     names = (' '.join(words[:count]) for count in (2, 1))
@@ -152,18 +118,13 @@ def _named(words: Sequence[str]) -> str:
 # The help
 
 
-class _Reader(Parser):
-    """argparse, whose help is that of the command that is typed beside --help, if there is one."""
-
-    asked: Sequence[str] = ()
-
-    def format_help(self) -> str:
-        """What --help prints."""
-        words = [word for word in self.asked if not word.startswith('-')]
-        named = (_named(words[first:]) for first in range(len(words)))
-        created = CREATE if any(word == CREATE or '=' in word for word in words) else ''
-        half = next((word for word in words if word in FAMILY_WORDS), '')
-        return help_of(next(filter(None, named), created or half))
+def _help_for(argv: Sequence[str]) -> str:
+    """The help of the command that is typed beside --help, if there is one."""
+    words = [word for word in argv if not word.startswith('-')]
+    named = (_named(words[first:]) for first in range(len(words)))
+    created = CREATE if any(word == CREATE or '=' in word for word in words) else ''
+    half = next((word for word in words if word in FAMILY_WORDS), '')
+    return help_of(next(filter(None, named), created or half))
 
 
 def help_of(name: str) -> str:
@@ -190,6 +151,8 @@ def _line(command: Command) -> str:
 
 
 def _help_of_one(command: Command) -> str:
+    import argparse  # its layout alone
+
     means = ''.join(f' {said}' for word, said in MEANS.items() if word in command.usage)
     exits = sorted({0, 1, 2, 7, *command.exits})
     parser = argparse.ArgumentParser(

@@ -6,7 +6,6 @@ import os
 import random
 import socket
 import sys
-import uuid
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING
@@ -21,6 +20,7 @@ from ecomp.errors import EcompError, NoCapacity, OverQuota, TooFew, UnknownOutco
 from ecomp.model.choose import SPREAD
 from ecomp.model.computes import NOBODY, Computes
 from ecomp.model.image import check_image
+from ecomp.model.keys import new_uuid
 from ecomp.model.order import Order
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ def _create(do: Context) -> int:
         raise UsageError(str(error)) from error
     ssh_keys, user_data = given(do.config, do.options.ssh_key, do.options.user_data, do.out.say)
     order = Order(
-        do.options.uuid or str(uuid.uuid4()),
+        do.options.uuid or new_uuid(os.urandom(16)),
         image=image,
         user_id=do.config.user_id,
         project_id=do.options.project or do.config.project_id,
@@ -160,7 +160,7 @@ def _plan(do: Context) -> int:
     query = _query(do)
     backend = ask_placement(do.config.placement, query, do.slow)
     project = do.options.project or do.config.project_id
-    wanted = _wanted(do, Order(str(uuid.uuid4()), project_id=project, group=do.options.membership), query)
+    wanted = _wanted(do, Order(new_uuid(os.urandom(16)), project_id=project, group=do.options.membership), query)
     try:
         ranked = plan(do.store, backend, wanted, random.Random())
     except NoCapacity as error:

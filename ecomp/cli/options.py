@@ -4,7 +4,6 @@ A named tuple, for a dataclass takes ten times as long to make, and every comman
 values here, so the module does without `from __future__ import annotations`.
 """
 
-import argparse
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Annotated, Any, NamedTuple
 
@@ -173,24 +172,6 @@ OPTIONS: Mapping[str, tuple[Option, ...]] = {
     field: each.__metadata__ for field, each in Options.__annotations__.items()
 }
 """The rows of every field."""
-
-
-def add_all(parser: argparse.ArgumentParser) -> None:
-    """Have argparse read every option; which of them a command takes is looked at once the command is known."""
-    for field, rows in OPTIONS.items():
-        group = parser.add_mutually_exclusive_group() if len(rows) > 1 else parser
-        for each in rows:
-            how = {**each.more} if 'action' in each.more else {**each.more, 'action': _Once}
-            group.add_argument(*each.flags, dest=field, **how)
-
-
-class _Once(argparse.Action):
-    """An option with a value: which of two is meant nobody can say."""
-
-    def __call__(self, _: object, found: argparse.Namespace, value: Any, __: object = None) -> None:
-        if getattr(found, self.dest) is not None:
-            raise UsageError(f'{self.option_strings[-1]} is given twice')
-        setattr(found, self.dest, value)
 
 
 def check(name: str, words: Sequence[str], options: Options, takes: Iterable[str], creates: bool) -> None:

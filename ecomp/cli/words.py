@@ -5,10 +5,10 @@ Every one of them raises UsageError. A whole uuid comes out in its canonical for
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Callable, Sequence
 
 from ecomp.errors import UsageError
+from ecomp.model import keys
 from ecomp.model.names import is_name, uuid_prefix
 from ecomp.model.reach import check_user
 
@@ -20,10 +20,10 @@ Words = tuple[str, ...]
 
 def parse_uuid(word: str) -> str:
     """A uuid in its canonical form."""
-    try:
-        return str(uuid.UUID(word))
-    except ValueError as error:
-        raise UsageError(f'{word!r} is no uuid; --help shows all') from error
+    found = _canonical_uuid(word)
+    if found is None:
+        raise UsageError(f'{word!r} is no uuid; --help shows all')
+    return found
 
 
 def nothing(name: str, words: Sequence[str]) -> Words:
@@ -87,6 +87,14 @@ def user_and_instance(word: str) -> tuple[str, str]:
 def _instance(word: str) -> str | None:
     if is_name(word) or uuid_prefix(word):
         return word
+    return _canonical_uuid(word)
+
+
+def _canonical_uuid(word: str) -> str | None:
+    if keys.is_uuid(word):
+        return word
+    import uuid  # it knows the other forms, and takes its time
+
     try:
         return str(uuid.UUID(word))
     except ValueError:
@@ -147,10 +155,7 @@ def computes(name: str, words: Sequence[str]) -> Words:
 
 
 def _canonical(word: str) -> str:
-    try:
-        return str(uuid.UUID(word))
-    except ValueError:
-        return word
+    return _canonical_uuid(word) or word
 
 
 def project_and_limits(name: str, words: Sequence[str]) -> Words:

@@ -9,7 +9,6 @@ strings, the first its type); sshd(8) for the line around it.
 from __future__ import annotations
 
 import binascii
-import hashlib
 from dataclasses import dataclass
 from typing import Self
 
@@ -35,12 +34,16 @@ class SharedUserData:
     @classmethod
     def of(cls, data: bytes) -> Self:
         """The SharedUserData of these bytes."""
+        import hashlib  # here and below: seldom needed, and slow to load
+
         encoded = binascii.b2a_base64(data, newline=False).decode()
         return cls(hashlib.sha256(data).hexdigest(), dump({'version': 1, 'user_data': encoded}))
 
 
 def shared_user_data(value: bytes, sha256: str) -> bytes:
     """The user-data in the value of a set's key. ValueError if its SHA-256 is another."""
+    import hashlib
+
     try:
         data = binascii.a2b_base64(load_object(value)['user_data'], strict_mode=True)
     except (ValueError, KeyError, TypeError) as error:

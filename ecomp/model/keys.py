@@ -26,7 +26,7 @@ Prefixes end with a slash, or /hosts/1 would also match /hosts/10.
 
 from __future__ import annotations
 
-import uuid
+import re
 
 HOSTS = '/hosts/'
 ATTEMPTS = '/requests/'
@@ -47,6 +47,9 @@ AUDIT = '/audit/'
 DIGESTS = '/digests/'
 NONE = 'none'
 """In place of the compute in the record of what was taken out of its queue before a compute took it."""
+
+
+_UUID = re.compile('[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}')
 
 
 def request_prefix(compute: str) -> str:
@@ -178,7 +181,13 @@ def last(key: str) -> str:
 
 def is_uuid(text: str) -> bool:
     """True for a uuid in its canonical form only: lower case, with dashes. It becomes a file name."""
-    try:
-        return str(uuid.UUID(text)) == text
-    except (ValueError, AttributeError, TypeError):
-        return False
+    return isinstance(text, str) and _UUID.fullmatch(text) is not None
+
+
+def new_uuid(random: bytes) -> str:
+    """A random uuid (version 4 of RFC 9562) in its canonical form, of 16 random bytes.
+
+    Python's own does the same, and takes longer to load than a claim has time for.
+    """
+    digits = f'{int.from_bytes(random, "big") & ~(0xF << 76 | 0x3 << 62) | 0x4 << 76 | 0x2 << 62:032x}'
+    return '-'.join((digits[:8], digits[8:12], digits[12:16], digits[16:20], digits[20:]))

@@ -157,9 +157,12 @@ def play(scene: Scene, application: InProcess, change: pytest.MonkeyPatch) -> No
     counted, random = itertools.count(1), uuid.uuid4
     SceneStore.scene = scene
 
+    def made() -> uuid.UUID:
+        return uuid.UUID(int=(0xF0 << 120) + next(counted), version=4)
+
     def uuid4() -> uuid.UUID:
         is_ours = sys._getframe(1).f_globals['__name__'].startswith('ecomp')  # placement counts its requests by them
-        return uuid.UUID(int=(0xF0 << 120) + next(counted), version=4) if is_ours else random()
+        return made() if is_ours else random()
 
     def connect(self: Placement, *_: object, **__: object) -> None:
         self.__dict__ |= vars(application)
@@ -193,6 +196,8 @@ def play(scene: Scene, application: InProcess, change: pytest.MonkeyPatch) -> No
     change.setattr(Follower, 'start', start)
     change.setattr(Follower, 'stop', lambda _: None)
     change.setattr(uuid, 'uuid4', uuid4)
+    for module in ('create', 'change'):
+        change.setattr(f'ecomp.cli.{module}.new_uuid', lambda _: str(made()))
     change.setattr(socket, 'gethostname', lambda: 'laptop')
     change.setattr(time, 'sleep', lambda _: None)
 

@@ -37,7 +37,8 @@ ARROWS: dict[str, set[str]] = {
     'ecomp.log': {'ecomp.model'},
     'ecomp.failpoints': {'ecomp.errors'},
     'ecomp.config_path': {'ecomp.errors'},
-    'ecomp.yaml_file': {'ecomp.config_path', 'ecomp.errors', 'ecomp.model'},
+    'ecomp.yaml_plain': set(),
+    'ecomp.yaml_file': {'ecomp.config_path', 'ecomp.errors', 'ecomp.model', 'ecomp.yaml_plain'},
     'ecomp.files': set(),
     'ecomp.systemd': set(),
     'ecomp.addresses': {'ecomp.model'},
@@ -124,7 +125,7 @@ PLACES: dict[str, set[str]] = {
 # These take time, uuids and randomness as arguments, and touch nothing.
 PURE = {
     *('ecomp.model', 'ecomp.store.messages', 'ecomp.virt.xml', 'ecomp.virt.filter_xml'),
-    'ecomp.agent.instance.plan',
+    *('ecomp.agent.instance.plan', 'ecomp.yaml_plain'),
     *('ecomp.cli.options', 'ecomp.cli.words', 'ecomp.cli.timeline', 'ecomp.cli.formats', 'ecomp.cli.fitting'),
     'ecomp.cli.shapes',
     *('mdserver.guests', 'mdserver.metadata'),

@@ -13,7 +13,6 @@ from ecomp.model.guest_word import GuestFailure
 from ecomp.model.power import ASKED, OFF, STOP, Power, action_id, phase
 from ecomp.model.record import ACTIVE, DESTROYING, ERROR, GONE, QUEUED, STAGES, STOPPED, Record
 from ecomp.model.text import printable
-from ecomp.scheduler.changing.whereabouts import Whereabouts
 from ecomp.scheduler.looking.find import read_record
 from ecomp.store.client import Entry
 
@@ -197,6 +196,8 @@ def _wait(
     late: Callable[[Record], None] = lambda _: None,
 ) -> Record | None:
     """`ends`: of what is nowhere the end has come."""
+    from ecomp.scheduler.changing.whereabouts import Whereabouts  # for those who wait: it follows, as etcd3 does
+
     with Whereabouts(config, instance) as at:
 
         def waited(record: Record | None) -> str:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from ecomp.errors import Conflict, EcompError, NotFound, UsageError
 from ecomp.model import keys, status
@@ -16,10 +16,11 @@ from ecomp.model.near import did_you_mean
 from ecomp.model.places import by_instance
 from ecomp.model.record import Record
 from ecomp.model.text import printable
-from ecomp.placement import providers, traits
-from ecomp.placement.client import Placement
 from ecomp.scheduler.looking.find import read_record
 from ecomp.store.client import Entry, Store
+
+if TYPE_CHECKING:
+    from ecomp.placement.client import Placement
 
 QUOTED = 5
 """How many computes an error names."""
@@ -36,6 +37,8 @@ class Survey:
 
 def all_hosts(store: Store, placement: Placement) -> tuple[list[Host], tuple[EcompError, ...]]:
     """Every compute, and what is wrong with records that cannot be read (their instances are not counted)."""
+    from ecomp.placement import providers, traits  # here and below: most ask etcd alone
+
     seen = look(store)
     names = providers.names(placement)
     known = {*seen.etcd.alive, *seen.etcd.requests, *(uuid for uuid, name in names.items() if uuid == name)}
@@ -55,6 +58,8 @@ def compute_of(store: Store, placement: Callable[[], Placement], word: str, dead
     where etcd does not know the compute. Errors: NotFound, Conflict (several hosts are called so), UsageError (several
     uuids begin so).
     """
+    import uuid
+
     try:
         return str(uuid.UUID(word))
     except ValueError:
@@ -70,6 +75,8 @@ def compute_of(store: Store, placement: Callable[[], Placement], word: str, dead
     beginning = uuid_prefix(word)
     if beginning is not None:
         there = {*known.living, *known.remembered}
+        from ecomp.placement import providers
+
         there |= {uuid for uuid, name in providers.names(placement()).items() if uuid == name}
         found = sorted(each for each in there if each.startswith(beginning))
     if len(found) > 1:

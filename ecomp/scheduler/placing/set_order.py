@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import uuid
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -52,6 +51,8 @@ class SetOrder(Order):
 
 def _member(whole: str, number: int) -> str:
     """The uuid of an instance of a set."""
+    import uuid  # for sets
+
     return str(uuid.uuid5(uuid.UUID(whole), str(number)))
 
 

@@ -1,0 +1,104 @@
+"""What a command meets by default: etcd and placement behind certificates, and computes that are only pretended.
+
+etcd answers its JSON gateway, too, for the floor's sake. Placement is on SQLite, behind stunnel, as a lab's is.
+"""
+
+from __future__ import annotations
+
+import secrets
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from statistics import median
+from typing import NamedTuple
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from ecomp.conf import EtcdConfig, PlacementConfig
+from ecomp.lab import control
+from ecomp.lab.machine import end
+from ecomp.model import keys
+from ecomp.placement import providers
+from ecomp.placement.client import Placement
+from ecomp.store.client import Put, Store
+from tests.faults.etcds import Member, Tls
+from tests.kit.certificates import Authority
+from tests.kit.commands import write_config
+from tests.kit.servers import free_port
+
+HOST = '127.0.0.1'
+LARGE = {name: {'total': 100_000} for name in ('VCPU', 'MEMORY_MB', 'DISK_GB')}
+LEASE = 3600
+"""Seconds that the pretended computes live."""
+
+
+class Secured(NamedTuple):
+    """Where both are, a configuration that says so, and what curl is told to be let in."""
+
+    etcd: str
+    placement: str
+    config: Path
+    store: Store
+    curl: Sequence[str]
+    token: str
+
+    def ask(self, *words: str) -> bytes:
+        """One curl process with our certificate; it must succeed."""
+        return subprocess.run(['curl', '-sS', '--fail', *self.curl, *words], check=True, capture_output=True).stdout
+
+
+@contextmanager
+def secured(computes: int) -> Iterator[Secured]:
+    """Both servers, and so many computes that are alive and have room; ended with all that is theirs."""
+    with ExitStack() as stack:
+        directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix='ecomp-bench-')))
+        certs = directory / 'certs'
+        authority = Authority(directory / 'authority')
+        authority.issue(certs, 'server', HOST)
+        client = authority.issue(certs, 'client')
+        shutil.copy(authority.certificate, certs / 'ca.crt')
+        (certs / 'token').write_text(secrets.token_urlsafe(16))
+        tls = Tls(certs / 'server.crt', certs / 'server.key', authority.certificate, client)
+        etcd = stack.enter_context(Member(directory / 'etcd', 'm0', tls))
+        data, port = directory / 'placement', free_port()
+        data.mkdir()
+        for server in control.placement_behind(data, HOST, port, certs):
+            process = server.start([])
+            stack.callback(end, [process])
+            server.wait(process)
+        url = f'https://{HOST}:{port}'
+        config = write_config(directory / 'schedule.yaml', etcd.endpoint, url, certs)
+        files = {'ca_cert': certs / 'ca.crt', 'cert_cert': client[0], 'cert_key': client[1]}
+        store = Store(EtcdConfig((etcd.endpoint,), **files))
+        stack.callback(store.close)
+        placement = Placement(PlacementConfig(url, token_file=certs / 'token', **files))
+        stack.callback(placement.close)
+        lease = store.grant(LEASE)
+        for _ in range(computes):
+            compute = str(uuid.uuid4())
+            providers.ensure(placement, compute)
+            providers.set_inventory(placement, compute, LARGE)
+            store.commit([], [Put(keys.compute(compute), '{"version": 1, "hostname": "pretended"}', lease)])
+        shown = ['--cacert', str(certs / 'ca.crt'), '--cert', str(client[0]), '--key', str(client[1])]
+        yield Secured(etcd.endpoint, url, config, store, shown, (certs / 'token').read_text())
+
+
+def timed(what: Callable[[], object]) -> float:
+    """Seconds that a call took."""
+    began = time.monotonic()
+    what()
+    return time.monotonic() - began
+
+
+def compare(ours: Callable[[], object], floor: Callable[[], object], rounds: int) -> tuple[float, float, float]:
+    """The median of the ratios, and of each side in ms. Both sides in turn, so that both meet a slow moment."""
+    ours(), floor()  # the first of each reads modules and pages from the disk
+    taken = [(timed(ours), timed(floor)) for _ in range(rounds)]
+    ratio = median(a / b for a, b in taken)
+    return ratio, median(a for a, _ in taken) * 1000, median(b for _, b in taken) * 1000
