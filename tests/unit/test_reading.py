@@ -11,7 +11,7 @@ from ecomp.cli.reading import by_argparse, plainly
 
 FLAGS = [flag for rows in OPTIONS.values() for each in rows for flag in each.flags]
 VALUES = ['', '-', '5', '-5', '0.5', 'nan', 'json', 'spread', 'affinity', 'web1', 'addressed', 'a b', '-x', '--all']
-VALUES += ['=', 'c0ffee00-0000-4000-8000-000000000001', 'C0FFEE00000040008000000000000001', 'a=b', '-n5', '-fjson', '--']
+VALUES += ['=', 'c0ffee00-0000-4000-8000-000000000001', 'C0FFEE00000040008000000000000001', 'a=b', '-n5', '-fjson']
 WORDS = ['list', 'show', 'log', 'resources=VCPU:1', 'http://x/y', 'web1', '--', '--help', '--nam', '--coun=3', '-', '']
 PARTS = st.one_of(
     st.sampled_from(FLAGS).map(lambda flag: [flag]),
