@@ -27,9 +27,9 @@ from ecomp.model import keys
 from ecomp.placement import providers
 from ecomp.placement.client import Placement
 from ecomp.store.client import Put, Store
-from tests.faults.etcds import Member, Tls
 from tests.kit.certificates import Authority
 from tests.kit.commands import write_config
+from tests.kit.etcd_member import Member, Tls
 from tests.kit.servers import free_port
 
 HOST = '127.0.0.1'

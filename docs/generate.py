@@ -25,7 +25,7 @@ from docs.writing import Block, Code, ManPage, Section, Table, Terms, doc, docst
 from ecomp import agent, conf, config_path, errors
 from ecomp.agent import arguments
 from ecomp.cli import shapes
-from ecomp.cli.commands import EXITS, FAMILIES, MEANS, OPTIONS
+from ecomp.cli.commands import EXITS, MEANS, OPTIONS, families
 from ecomp.lab import elab
 from ecomp.model import (
     boots,
@@ -83,7 +83,7 @@ def man_pages() -> Iterator[ManPage]:
     files = Section('FILES', [Terms(('', ''), places)])
     environment = Section('ENVIRONMENT', [Terms(('', ''), [(config_path.VARIABLE, doc(config_path.find))])])
     exits = Section('EXIT STATUS', [Terms(('', ''), [(str(code), text) for code, text in EXITS.items()])])
-    commands = [each for family in FAMILIES.values() for each in family]
+    commands = [each for family in families().values() for each in family]
     yield ManPage('eschedule', 1, 'place instances on hypervisors, look at them, change and destroy them', [
         Section('SYNOPSIS', [Code('\n'.join(f'eschedule {each.usage}' for each in commands))]),
         Section('COMMANDS', [*MEANS.values(), Terms(('', ''), [(each.usage, each.description) for each in commands])]),
@@ -156,9 +156,9 @@ def _choice(field: shapes.Schema) -> str:
 
 def eschedule() -> Iterator[Section]:
     """Its commands by family, and what they share."""
-    names = {family: ', '.join(link(f'eschedule {each.name}') for each in rows) for family, rows in FAMILIES.items()}
+    names = {family: ', '.join(link(f'eschedule {each.name}') for each in rows) for family, rows in families().items()}
     yield Section('eschedule', [*MEANS.values(), *(f'{family}: {links}.' for family, links in names.items())])
-    for rows in FAMILIES.values():
+    for rows in families().values():
         for each in rows:
             exits = ', '.join(f'{code} ({EXITS[code]})' for code in sorted({0, 1, 2, 7, *each.exits}))
             blocks: list[Block] = [Code(f'eschedule {each.usage}'), each.description]

@@ -7,8 +7,8 @@ only where the file says `insecure: true`.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from ecomp.yaml_file import Node, Section, Wrong, YamlFile, between, described, flag, shown, text_of
 
@@ -20,8 +20,7 @@ CLEAR = (
 )
 
 
-@dataclass(frozen=True)
-class EtcdConfig:
+class EtcdConfig(NamedTuple):
     """Where etcd is and how it is reached. `endpoints` are host:port; `timeout` is in seconds, for each call.
 
     `ca_cert` has the authority that signed its certificate, `cert_cert` and `cert_key` ours; all None means plain text.
@@ -35,8 +34,7 @@ class EtcdConfig:
     grpc_options: tuple[tuple[str, str | int], ...] = ()
 
 
-@dataclass(frozen=True)
-class PlacementConfig:
+class PlacementConfig(NamedTuple):
     """Where placement is and who asks it, as the example files explain it. `endpoint` has no slash at its end.
 
     Certificates are read anew for each connection, `token_file` for each call.
@@ -64,7 +62,7 @@ def etcd_of(file: YamlFile, etcd: Section) -> EtcdConfig:
     config = EtcdConfig(
         endpoints,
         *_certificates(file, etcd),
-        timeout=etcd.take('timeout', _seconds, EtcdConfig.timeout),
+        timeout=etcd.take('timeout', _seconds, EtcdConfig().timeout),
         grpc_options=etcd.take('grpc_options', _grpc_options, ()),
     )
     if not insecure and not _says_how(etcd) and (others := in_clear(config)):
@@ -74,7 +72,7 @@ def etcd_of(file: YamlFile, etcd: Section) -> EtcdConfig:
 
 def placement_of(file: YamlFile, placement: Section) -> PlacementConfig:
     """The PlacementConfig in the section `placement`; what is wrong in it is noted in `file`."""
-    endpoint = placement.take('endpoint', url, PlacementConfig.endpoint)
+    endpoint = placement.take('endpoint', url, PlacementConfig().endpoint)
     for key in CERTIFICATES:
         if key in placement and not endpoint.startswith('https://'):
             placement.complain(key, f'needs an endpoint with https://, not {endpoint}')

@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from ecomp.placement.client import Placement
     from ecomp.store.client import Store
 
+CREATE, QUERY = 'create', 'query'
+"""The two forms of 2019, which are told by what is typed and not by a name: a placement query, and an instance."""
+
 EXITS = {
     0: 'done',
     1: 'failed',
@@ -101,9 +104,7 @@ class Context:
         etcd = self.config.etcd
         if self.name != 'wait' or self.options.timeout is None:
             return etcd
-        from dataclasses import replace
-
-        return replace(etcd, timeout=min(etcd.timeout, max(self.options.timeout, SHORTEST)))
+        return etcd._replace(timeout=min(etcd.timeout, max(self.options.timeout, SHORTEST)))
 
     @cached_property
     def store(self) -> Store:

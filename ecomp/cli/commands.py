@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
-from ecomp.cli import change, create, doctor, enter, events, helping, inspect, operators, sharing
-from ecomp.cli.command import EXITS, Command, Invocation
-from ecomp.cli.create import CREATE
-from ecomp.cli.inspect import QUERY
+from ecomp.cli.command import CREATE, EXITS, QUERY, Command, Invocation
 from ecomp.cli.near import hint
 from ecomp.cli.options import OPTIONS, check
 from ecomp.cli.reading import read
@@ -19,29 +17,119 @@ from ecomp.model.near import did_you_mean
 from ecomp.model.record import STAGES
 from ecomp.model.text import printable
 
-FAMILIES: Mapping[str, Sequence[Command]] = {
-    'New instances': create.COMMANDS,
-    'Looking': (*inspect.COMMANDS, *events.COMMANDS),
-    'Into a guest': enter.COMMANDS,
-    'Changing': change.COMMANDS,
-    'Flavors, groups and quotas': sharing.COMMANDS,
-    'Computes and the cluster': (*operators.COMMANDS, *doctor.COMMANDS),
-    'Help': helping.COMMANDS,
+
+class _File(NamedTuple):
+    """The commands of a file, whose rows are loaded when one of them is wanted: a short command has one."""
+
+    names: Sequence[str]
+    rows: Callable[[], Sequence[Command]]
+
+
+def _create() -> Sequence[Command]:
+    from ecomp.cli.create import COMMANDS
+
+    return COMMANDS
+
+
+def _inspect() -> Sequence[Command]:
+    from ecomp.cli.inspect import COMMANDS
+
+    return COMMANDS
+
+
+def _events() -> Sequence[Command]:
+    from ecomp.cli.events import COMMANDS
+
+    return COMMANDS
+
+
+def _enter() -> Sequence[Command]:
+    from ecomp.cli.enter import COMMANDS
+
+    return COMMANDS
+
+
+def _change() -> Sequence[Command]:
+    from ecomp.cli.change import COMMANDS
+
+    return COMMANDS
+
+
+def _sharing() -> Sequence[Command]:
+    from ecomp.cli.sharing import COMMANDS
+
+    return COMMANDS
+
+
+def _operators() -> Sequence[Command]:
+    from ecomp.cli.operators import COMMANDS
+
+    return COMMANDS
+
+
+def _doctor() -> Sequence[Command]:
+    from ecomp.cli.doctor import COMMANDS
+
+    return COMMANDS
+
+
+def _helping() -> Sequence[Command]:
+    from ecomp.cli.helping import COMMANDS
+
+    return COMMANDS
+
+
+# fmt: off
+_FAMILIES: Mapping[str, Sequence[_File]] = {
+    'New instances': (_File((CREATE, 'plan'), _create),),
+    'Looking': (_File((QUERY, 'list', 'show', 'why', 'timeline', 'wait'), _inspect), _File(('events',), _events)),
+    'Into a guest': (_File(('ssh', 'ssh-config', 'console', 'log'), _enter),),
+    'Changing': (_File(('destroy', 'stop', 'start', 'reboot', 'clear'), _change),),
+    'Flavors, groups and quotas': (
+        _File(('flavor list', 'flavor show', 'flavor set', 'flavor delete', 'group list', 'group show', 'quota list',
+               'quota show', 'quota set'), _sharing),),
+    'Computes and the cluster': (
+        _File(('hosts', 'host list', 'host show', 'host disable', 'host drain', 'host enable', 'host forget', 'audit'),
+              _operators),
+        _File(('doctor',), _doctor)),
+    'Help': (_File(('help', 'completion'), _helping),),
 }
-COMMANDS: Mapping[str, Command] = {each.name: each for family in FAMILIES.values() for each in family}
+# fmt: on
+_FILES: Mapping[str, _File] = {name: file for files in _FAMILIES.values() for file in files for name in file.names}
+
+
+class _Commands(Mapping[str, Command]):
+    def __getitem__(self, name: str) -> Command:
+        rows = _FILES[name].rows()
+        return next(each for each in rows if each.name == name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(_FILES)
+
+    def __len__(self) -> int:
+        return len(_FILES)
+
+
+COMMANDS: Mapping[str, Command] = _Commands()
 """Every command by its name, in the order of the help. A name may have two words; no name has a = in it or is a uuid.
 
 The first word of each is in model.names.RESERVED: no instance is called so.
 """
 NAMELESS = (CREATE, QUERY)
 """The two forms of 2019: the name of neither is typed."""
-FAMILY_WORDS: Mapping[str, Sequence[Command]] = {
-    first: [each for name, each in COMMANDS.items() if name.startswith(f'{first} ')]
+FAMILY_WORDS: Mapping[str, Sequence[str]] = {
+    first: [name for name in COMMANDS if name.startswith(f'{first} ')]
     for first in dict.fromkeys(name.partition(' ')[0] for name in COMMANDS if ' ' in name)
 }
-"""The commands of two words by their first, which says nothing alone."""
+"""The names of two words by their first, which says nothing alone."""
 
-__all__ = ['COMMANDS', 'EXITS', 'FAMILIES', 'OPTIONS', 'help_of', 'parse']
+
+def families() -> dict[str, list[Command]]:
+    """All commands by what they are for."""
+    return {family: [row for file in files for row in file.rows()] for family, files in _FAMILIES.items()}
+
+
+__all__ = ['COMMANDS', 'EXITS', 'OPTIONS', 'families', 'help_of', 'parse']
 
 MEANS = {
     '<id>': f'<id> is an instance: its name, its uuid, or {PREFIX} digits or more of that.',
@@ -102,7 +190,7 @@ def _command(words: Sequence[str], flavored: bool) -> tuple[str, tuple[str, ...]
 
 def _half(first: str, second: str | None = None, *_: str) -> UsageError:
     """What to say of the first word of several commands, with a second that is of none of them."""
-    seconds = [each.name.partition(' ')[2] for each in FAMILY_WORDS[first]]
+    seconds = [each.partition(' ')[2] for each in FAMILY_WORDS[first]]
     known = f'{first} has {", ".join(seconds[:-1])} and {seconds[-1]}'
     if second is None:
         return UsageError(f'{first!r} alone is not a command: {known}; eschedule help {first} says what each does')
@@ -130,7 +218,7 @@ def _help_for(argv: Sequence[str]) -> str:
 def help_of(name: str) -> str:
     """The help of a command, by its name in COMMANDS; of several by their first word; of all of them for ''."""
     if name in FAMILY_WORDS:
-        lines = [f'usage: eschedule {name} …', '', *map(_line, FAMILY_WORDS[name]), '']
+        lines = [f'usage: eschedule {name} …', '', *(_line(COMMANDS[each]) for each in FAMILY_WORDS[name]), '']
         return '\n'.join([*lines, f'`eschedule {name} … --help` says all about one of them.']) + '\n'
     return _help_of_one(COMMANDS[name]) if name else _help_of_all()
 
@@ -141,7 +229,7 @@ def _help_of_all() -> str:
     lines += _filled('`eschedule COMMAND --help` says all about one command, `eschedule create --help` about the first '
                      'form: --name, --uuid, --count, --group, --queue and more. Most wait with --wait, for --timeout '
                      'seconds at most, and print JSON with -f json. Options may stand anywhere.')  # fmt: skip
-    for family, commands in FAMILIES.items():
+    for family, commands in families().items():
         lines += ['', f'{family}:', *map(_line, commands)]
     return '\n'.join([*lines, '', *MEANS.values(), *_exits(EXITS)]) + '\n'
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from ecomp.cli.command import LISTED, Command, Context, plain
+from ecomp.cli.command import CREATE, LISTED, Command, Context, plain
 from ecomp.cli.inspect import REACHED, reach
 from ecomp.cli.options import JSON, TABLE, YAML
 from ecomp.cli.outcomes import Outcomes
@@ -26,9 +26,6 @@ from ecomp.model.order import Order
 if TYPE_CHECKING:
     from ecomp.scheduler.looking.ask import Backend
     from ecomp.scheduler.placing.set_order import DeliveryOutcome, SetOrder
-
-CREATE = 'create'
-"""The form of 2019, which is told by its query and not by a name."""
 
 NOTIFIED = 'NOTIFIED TARGET, {compute}, OF INSTANCE {instance}'
 """What is said of each that is placed, as in 2019."""

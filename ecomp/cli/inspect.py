@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from ecomp.cli.command import DOCUMENT, LISTED, Command, Context, plain
+from ecomp.cli.command import DOCUMENT, LISTED, QUERY, Command, Context, plain
 from ecomp.cli.options import TABLE
 from ecomp.cli.outcomes import Outcomes
 from ecomp.cli.terminal import Live, each_of
@@ -22,9 +22,6 @@ if TYPE_CHECKING:
     from ecomp.model.pick import Pick
     from ecomp.model.power import Power
     from ecomp.scheduler.looking.find import InstanceEntries
-
-QUERY = 'query'
-"""The other form of 2019: an instance, and nothing before it."""
 
 ADDRESSED = 'addressed'
 """The stage that is waited for if none is named."""

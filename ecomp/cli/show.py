@@ -10,7 +10,6 @@ from ecomp.cli.formats import STATE, TIME, UUID, Cell, Column, Details, Listing,
 from ecomp.model import boots
 from ecomp.model.allocation import NEEDED
 from ecomp.model.computes import NOBODY, Computes
-from ecomp.model.host import DISABLED, Host
 from ecomp.model.inventory import Room
 from ecomp.model.power import ASKED, OFF, phase
 from ecomp.model.record import ACTIVE, BUILDING, ERROR, KEPT, QUEUED, STOPPED, Interface, Record, to_dict
@@ -19,6 +18,7 @@ from ecomp.scheduler.changing.wait import failure, waits_for
 
 if TYPE_CHECKING:
     from ecomp.model.findings import Finding
+    from ecomp.model.host import Host
     from ecomp.scheduler.operating.audit import Report
     from ecomp.scheduler.placing.plan import RankedCompute
 
@@ -209,6 +209,8 @@ def _ranked(each: RankedCompute) -> dict[str, object]:
 
 
 def _state(host: Host) -> str:
+    from ecomp.model.host import DISABLED
+
     return f'{host.state}, disabled' if host.disabled and host.state != DISABLED else host.state
 
 

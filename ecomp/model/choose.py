@@ -62,8 +62,7 @@ def why_from(data: Any) -> Why | None:
     return Why(weigh[:40], weight, int(of))
 
 
-@dataclass(frozen=True)
-class Choice:
+class Choice(NamedTuple):
     """The candidates in the order they are tried, and the providers of those that are not."""
 
     tries: Sequence[Candidate]

@@ -37,7 +37,7 @@ class Provider:
     def less(self, given: Iterable[Resources]) -> Provider:
         """The provider with these amounts used as well."""
         more = summed(given)
-        now = {name: replace(each, used=each.used + more.get(name, 0)) for name, each in self.inventories.items()}
+        now = {name: each._replace(used=each.used + more.get(name, 0)) for name, each in self.inventories.items()}
         return replace(self, inventories=now)
 
     def what(self, key: str) -> Collection[str]:

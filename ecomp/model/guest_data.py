@@ -9,8 +9,7 @@ strings, the first its type); sshd(8) for the line around it.
 from __future__ import annotations
 
 import binascii
-from dataclasses import dataclass
-from typing import Self
+from typing import NamedTuple, Self
 
 from ecomp.model.json_object import dump, load_object
 
@@ -24,8 +23,7 @@ KNOWN = (b'#cloud-', b'#!', b'#include', b'#part-handler', b'## template:', GZIP
 """How user-data begins that cloud-init takes; it also takes what has a MIME header near its beginning."""
 
 
-@dataclass(frozen=True)
-class SharedUserData:
+class SharedUserData(NamedTuple):
     """User-data of a set: its SHA-256, which the set's requests hold, and the value of the key that holds it once."""
 
     sha256: str

@@ -6,6 +6,7 @@ A guest is believed about itself alone, and as far as it is well formed: whateve
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from ecomp.model.guest_data import public_key
 from ecomp.model.json_object import load_object
@@ -29,8 +30,7 @@ class GuestFailure:
     reason: str
 
 
-@dataclass(frozen=True)
-class GuestWord:
+class GuestWord(NamedTuple):
     """What a guest said. `host_keys` are `<type> <base64>`; `failed` None: its cloud-init did all it was told to."""
 
     host_keys: tuple[str, ...] = ()

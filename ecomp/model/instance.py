@@ -9,8 +9,8 @@ once it was asked for). A tombstone is the same with allocations {} and image nu
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import KW_ONLY, asdict, dataclass, field, replace
-from typing import Any, TypeVar
+from dataclasses import KW_ONLY, dataclass, field
+from typing import Any, NamedTuple, TypeVar
 
 from ecomp.model import keys
 from ecomp.model.allocation import (
@@ -65,18 +65,16 @@ class Request(Order):
         return not self.allocations
 
 
-@dataclass(frozen=True)
-class Shares:
+class Shares(NamedTuple):
     """What an instance has of what others want, too: a name, a place in a group, what its project's quota counts."""
 
     name: str | None = None
     group: str | None = None
     project_id: str = ''
-    resources: Resources = field(default_factory=dict)
+    resources: Resources = {}
 
 
-@dataclass(frozen=True)
-class Invalid:
+class Invalid(NamedTuple):
     """A value that cannot be understood, and why. Never half done, never a crash.
 
     `shares` is what it was delivered with, as far as that can be told: to be let go of with it.
@@ -121,7 +119,7 @@ def _shares(value: bytes) -> Shares:
     if type(version) is not int or version <= VERSION:
         return found
     has = _or_none(lambda: total(parse_allocations(data.get('allocations'))) or _left(data))
-    return replace(found, project_id=_or_none(lambda: text_field(data, 'project_id')) or '', resources=has or {})
+    return found._replace(project_id=_or_none(lambda: text_field(data, 'project_id')) or '', resources=has or {})
 
 
 def check_size(value: bytes, dropped: int = 0) -> None:
@@ -190,7 +188,7 @@ def to_json(request: Request) -> str:
             **dump_fields(request),
             **({'resources': dict(request.left)} if request.left else {}),
             **({'why': request.why._asdict()} if request.why else {}),
-            **({'power': asdict(request.power)} if request.power else {}),
+            **({'power': request.power._asdict()} if request.power else {}),
         }
     )
 

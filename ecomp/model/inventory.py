@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from ecomp.model.allocation import LARGEST
@@ -34,8 +33,7 @@ Rooms = Mapping[str, Mapping[str, Room]]
 """{provider: {class: Room}}"""
 
 
-@dataclass(frozen=True)
-class Inventory:
+class Inventory(NamedTuple):
     """One class of a provider, and how much of it is used."""
 
     total: int

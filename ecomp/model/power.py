@@ -7,8 +7,7 @@ and about to be started. So an action is done once, whoever is killed in the mid
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from ecomp.model import keys
 
@@ -18,8 +17,7 @@ NOT_STARTED = 'it could not be started'
 """How a record's fault begins whose guest could not be started."""
 
 
-@dataclass(frozen=True)
-class Power:
+class Power(NamedTuple):
     """What a request asks for, one of ACTIONS, and its id: the same action asked for again has another id."""
 
     action: str

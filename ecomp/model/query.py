@@ -7,7 +7,7 @@ util.py): https://docs.openstack.org/api-ref/placement/#allocation-candidates
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from typing import NamedTuple
 from urllib.parse import parse_qsl, quote
 
 from ecomp.model.status import DISABLED
@@ -19,8 +19,7 @@ class Unexplained(ValueError):
     """The query asks for what these rules do not cover; str() says why, as the end of a sentence."""
 
 
-@dataclass(frozen=True)
-class Amount:
+class Amount(NamedTuple):
     """An amount of a resource class."""
 
     name: str
@@ -30,8 +29,7 @@ class Amount:
         return f'{self.name}:{self.amount}'
 
 
-@dataclass(frozen=True)
-class Has:
+class Has(NamedTuple):
     """At least one of these traits (`required`, `root_required`), aggregates (`member_of`) or trees (`in_tree`).
 
     `typed` is what stands for it in what the user typed, where that was no query: `--on hv1`.
@@ -45,8 +43,7 @@ class Has:
         return f'{self.key}={"in:" if len(self.any_of) > 1 else ""}{",".join(self.any_of)}'
 
 
-@dataclass(frozen=True)
-class HasNot:
+class HasNot(NamedTuple):
     """Not this trait, or not in this aggregate."""
 
     key: str

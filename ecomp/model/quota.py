@@ -8,7 +8,6 @@ has been delivered) to the transaction that removes it.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Protocol
 
 from ecomp.model.allocation import LARGEST, MOST, Resources, is_amount, is_class, summed
@@ -31,13 +30,12 @@ class Excess(NamedTuple):
         return f'{self.name}: limit {self.limit}, used {self.used}, asked {self.asked}'
 
 
-@dataclass(frozen=True)
-class Quota:
+class Quota(NamedTuple):
     """The limits of a project and what it has, {class or 'instances': amount}; a class without a limit is unlimited."""
 
     project: str
-    limits: Mapping[str, int] = field(default_factory=dict)
-    used: Mapping[str, int] = field(default_factory=dict)
+    limits: Mapping[str, int] = {}
+    used: Mapping[str, int] = {}
 
     def excess(self, charge: Mapping[str, int]) -> list[Excess]:
         """The limits that `charge` more would exceed; empty if it is allowed."""
@@ -61,7 +59,7 @@ class Quota:
     def _moved(self, charge: Mapping[str, int], sign: int) -> Quota:
         sums = {name: self.used.get(name, 0) + sign * charge.get(name, 0) for name in {*self.used, *charge}}
         now = {name: min(max(each, 0), MOST) for name, each in sums.items()}
-        return replace(self, used={name: now[name] for name in sorted(now) if now[name]})
+        return self._replace(used={name: now[name] for name in sorted(now) if now[name]})
 
 
 def charge(resources: Resources) -> dict[str, int]:

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from ecomp.errors import GenerationConflict, PlacementRefusal
 from ecomp.model.allocation import Allocations, parse_allocations, to_wire
@@ -18,16 +17,14 @@ from ecomp.model.query import enabled_only
 from ecomp.model.query_check import named
 from ecomp.placement.answers import WRONG, text, whole
 from ecomp.placement.client import Placement
-from ecomp.placement.vocabulary import unknown
 
 CONSUMER_TYPE = 'INSTANCE'
 
 
-@dataclass(frozen=True)
-class Consumer:
+class Consumer(NamedTuple):
     """What placement says of one consumer. No allocations: placement does not know it (generation None)."""
 
-    allocations: Allocations = field(default_factory=dict)
+    allocations: Allocations = {}
     generation: int | None = None
     user_id: str = ''
     project_id: str = ''
@@ -46,6 +43,8 @@ def candidates(placement: Placement, query: str) -> Offer:
     try:
         data = placement.get('/allocation_candidates?' + enabled_only(query).replace('#', '%23'))
     except PlacementRefusal as error:
+        from ecomp.placement.vocabulary import unknown  # seldom needed
+
         strange = '; '.join(filter(None, unknown(placement, named(query))))
         raise PlacementRefusal(strange or str(error)) from error
     try:

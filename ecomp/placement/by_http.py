@@ -9,10 +9,11 @@ import http.client
 import json
 import re
 import select
+import socket
 import ssl
 import sys
 import threading
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from ecomp.errors import Unreachable
@@ -37,10 +38,6 @@ class _Http(http.client.HTTPConnection):
     response_class = Response
 
 
-class _Https(http.client.HTTPSConnection):
-    response_class = Response
-
-
 class Light:
     """http.client's connections to placement. May be shared by threads.
 
@@ -50,8 +47,9 @@ class Light:
     def __init__(self, config: PlacementConfig, timeout: tuple[float, float], words: Words) -> None:
         self._config, self._timeout, self._words = config, timeout, words
         parts = urlsplit(words.endpoint)
-        self._host, self._port, self._path = parts.hostname or '', parts.port, parts.path
         self._is_secure = parts.scheme == 'https'
+        self._host, self._path = parts.hostname or '', parts.path
+        self._port = parts.port or (443 if self._is_secure else 80)
         self._lock = threading.Lock()
         self._idle: list[http.client.HTTPConnection] = []
 
@@ -115,18 +113,18 @@ class Light:
                     kept.sock.settimeout(self._timeout[1])
                     return kept
                 kept.close()
-        made: http.client.HTTPConnection | None = None
+        # As bytes: of text Python would look whether it is written in another alphabet, and load what that takes.
+        where: Any = self._host.encode() if self._host.isascii() else self._host
         try:
-            if self._is_secure:
-                made = _Https(self._host, self._port, timeout=self._timeout[0], context=self._context())
-            else:
-                made = _Http(self._host, self._port, timeout=self._timeout[0])
-            made.connect()
+            sock = socket.create_connection((where, self._port), self._timeout[0])
         except (OSError, ValueError) as error:
-            if made is not None and made.sock is None:
-                raise self._words.lost(Unreachable, 'no connection') from error
-            if made is not None:
-                made.close()
+            raise self._words.lost(Unreachable, 'no connection') from error
+        try:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            made = _Http(self._host, self._port)
+            made.sock = self._context().wrap_socket(sock, server_hostname=where) if self._is_secure else sock
+        except (OSError, ValueError) as error:
+            sock.close()
             raise NotUnderstood(error, unsent=True) from error
         made.sock.settimeout(self._timeout[1])
         return made

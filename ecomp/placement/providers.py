@@ -10,7 +10,6 @@ import random
 import time
 from collections import Counter
 from collections.abc import Collection, Mapping
-from dataclasses import fields
 from typing import Any
 from urllib.parse import quote
 
@@ -79,7 +78,7 @@ def inventory(placement: Placement, provider: str) -> dict[str, dict[str, Any]]:
 def inventories(placement: Placement, provider: str) -> dict[str, Inventory]:
     """What the provider has of each class, and how much of it is used."""
     have, used = inventory(placement, provider), usages(placement, provider)
-    parts = [each.name for each in fields(Inventory) if each.name != 'used']
+    parts = [each for each in Inventory._fields if each != 'used']
     try:
         return {
             name: Inventory(**{part: each[part] for part in parts}, used=used.get(name, 0))

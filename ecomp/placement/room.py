@@ -6,7 +6,7 @@ https://docs.openstack.org/api-ref/placement/#resource-providers
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from ecomp.errors import NotFound
 from ecomp.model.explain import Provider
@@ -19,8 +19,7 @@ from ecomp.placement.traits import AGGREGATES, TRAITS, names
 SHARES = 'MISC_SHARES_VIA_AGGREGATE'
 
 
-@dataclass(frozen=True)
-class ProviderListing:
+class ProviderListing(NamedTuple):
     """A provider as a list names it. `alone`: it has no parent and no children."""
 
     uuid: str
@@ -43,7 +42,7 @@ def everyone(placement: Placement) -> dict[str, ProviderListing]:
 def holding(placement: Placement, constraint: Constraint) -> frozenset[str]:
     """The providers on which one constraint of a query holds, by itself."""
     if not isinstance(constraint, Amount) and constraint.key == 'root_required':
-        constraint = replace(constraint, key='required')
+        constraint = constraint._replace(key='required')
     if isinstance(constraint, Has) and constraint.key == 'in_tree':
         return frozenset(constraint.any_of)
     return matching(placement, words([constraint]))

@@ -119,7 +119,7 @@ class Member:
             self._connect()
         except TimeoutError:
             self._failed = Failure(DEADLINE_EXCEEDED, 'not connected', unsent=True)
-        except (OSError, H2Error, ValueError) as error:
+        except Exception as error:
             # gRPC knows more words for what TLS says, or tries another of the name's addresses.
             self._failed = NotUnderstood(str(error), unsent=True)
 
@@ -128,7 +128,9 @@ class Member:
         host, _, port = self._endpoint.rpartition(':')
         host = host.strip('[]')
         try:
-            made = socket.create_connection((host, int(port)), until - time.monotonic())
+            # As bytes: of text Python would look whether it is written in another alphabet, and load what that takes.
+            where = host.encode() if host.isascii() else host
+            made = socket.create_connection((where, int(port)), until - time.monotonic())  # type: ignore[arg-type]
         except ConnectionRefusedError as error:
             words = f'{NOT_CONNECTED}Failed to connect to remote host: {error.strerror}'
             self._failed = Failure(UNAVAILABLE, words, unsent=True)
@@ -136,7 +138,7 @@ class Member:
         made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._socket = made
         if self._is_secure:
-            self._socket = _context(self._config).wrap_socket(made, server_hostname=host)
+            self._socket = _context(self._config).wrap_socket(made, server_hostname=where)
             if self._socket.selected_alpn_protocol() != 'h2':
                 raise ValueError('it does not speak HTTP/2')
         self._http.initiate_connection()

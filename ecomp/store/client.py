@@ -11,14 +11,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ecomp.conf import EtcdConfig
 from ecomp.errors import UnknownOutcome, Unreachable
 from ecomp.model import keys
-from ecomp.model.cluster import Header
 from ecomp.store.connection import Connection
-from ecomp.store.guard import Guard
 from ecomp.store.messages import (
     EQUAL,
     GREATER,
@@ -35,6 +33,10 @@ from ecomp.store.messages import (
 )
 from ecomp.store.pages import pages
 from ecomp.store.reasons import NOT_FOUND, Failure
+
+if TYPE_CHECKING:
+    from ecomp.model.cluster import Header
+    from ecomp.store.guard import Guard
 
 RENEWED = 1.0
 """Seconds in which a fence that did not hold has to be a new one."""
@@ -58,31 +60,27 @@ class Entry:
     created: int = field(default=0, compare=False)
 
 
-@dataclass(frozen=True)
-class Snapshot:
+class Snapshot(NamedTuple):
     """All keys under a prefix at one revision."""
 
     revision: int
-    entries: Mapping[str, Entry] = field(default_factory=dict)
+    entries: Mapping[str, Entry] = {}
 
 
-@dataclass(frozen=True)
-class Unchanged:
+class Unchanged(NamedTuple):
     """A condition: the key was last written at this revision (0: it does not exist)."""
 
     key: str
     revision: int
 
 
-@dataclass(frozen=True)
-class Exists:
+class Exists(NamedTuple):
     """A condition: the key is there, whatever it says."""
 
     key: str
 
 
-@dataclass(frozen=True)
-class Put:
+class Put(NamedTuple):
     """An operation: the key gets this value, on a lease if one is given."""
 
     key: str
@@ -90,15 +88,13 @@ class Put:
     lease: int = 0
 
 
-@dataclass(frozen=True)
-class Delete:
+class Delete(NamedTuple):
     """An operation: the key goes."""
 
     key: str
 
 
-@dataclass(frozen=True)
-class Fence:
+class Fence(NamedTuple):
     """What every commit of a store compares besides: that its owner is who it says it is (rule 9).
 
     `broken` is told, from any thread, that a commit was refused for it, and must be quick. Where there is one,
@@ -287,6 +283,8 @@ class Store:
 
 def header_of(reply: Any) -> Header:
     """The header of a reply, as a value."""
+    from ecomp.model.cluster import Header  # for those who have a guard
+
     return Header(int(reply.header.cluster_id), int(reply.header.revision), int(reply.header.raft_term))
 
 

@@ -138,7 +138,7 @@ def config(front: Front, tmp_path: Path) -> PlacementConfig:
 
 
 def without(config: PlacementConfig, **changed: object) -> PlacementConfig:
-    return PlacementConfig(**{**config.__dict__, **changed})
+    return PlacementConfig(**{**config._asdict(), **changed})
 
 
 @pytest.fixture

@@ -121,7 +121,7 @@ def freed(provider: Provider, cures: tuple[Cure, ...]) -> Provider:
         if each.freed and isinstance(each.constraint, Amount):
             name = each.constraint.name
             assert less[name].used >= each.freed
-            less[name] = replace(less[name], used=less[name].used - each.freed)
+            less[name] = less[name]._replace(used=less[name].used - each.freed)
     return replace(provider, inventories=less)
 
 

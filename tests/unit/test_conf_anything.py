@@ -14,7 +14,8 @@ from ecomp.conf import ComputeConfig, EtcdConfig, ScheduleConfig, load_compute, 
 from ecomp.errors import UsageError
 
 UUID = 'b8756be5-a30d-4311-920c-0ad996367a8e'
-KEYS = [f.name for kind in (ComputeConfig, ScheduleConfig, EtcdConfig) for f in dataclasses.fields(kind)]
+KEYS = [f.name for kind in (ComputeConfig, ScheduleConfig) for f in dataclasses.fields(kind)]
+KEYS += EtcdConfig._fields
 WORDS = st.sampled_from([*KEYS, 'host', 'port', 'endpoint', 'user', 'VCPU', 'http://ds1', 'ds1:2379', UUID, '.', '<<'])
 PLAIN = (
     st.none()

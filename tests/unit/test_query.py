@@ -66,8 +66,8 @@ names = st.text('ABC_', min_size=1, max_size=4)
 keys = st.sampled_from(['required', 'root_required', 'member_of'])
 several = st.sets(names, min_size=2, max_size=3).map(lambda found: tuple(sorted(found)))
 constraints = st.one_of(
-    st.builds(Has, keys, st.tuples(names)),
-    st.builds(Has, st.sampled_from(['required', 'member_of']), several),
+    st.builds(lambda key, of: Has(key, of), keys, st.tuples(names)),
+    st.builds(lambda key, of: Has(key, of), st.sampled_from(['required', 'member_of']), several),
     st.builds(HasNot, keys, names),
 )
 amounts = st.dictionaries(names, st.integers(1, 2**31), min_size=1).map(lambda each: [Amount(*a) for a in each.items()])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from typing import NamedTuple
 
 from ecomp.errors import Conflict, UnknownOutcome, Unreachable
@@ -93,7 +92,7 @@ def _already(store: Store, found: InstanceEntries, request: Request, wanted: Pow
 
 def _rewritten(found: InstanceEntries, entry: Entry, wanted: Power) -> Put:
     """The request with this in it, and all else as it was, whoever wrote it."""
-    value = dump({**load_object(entry.value), 'power': asdict(wanted)})
+    value = dump({**load_object(entry.value), 'power': wanted._asdict()})
     still = parse_request(found.record.compute, entry.key, value.encode())
     if isinstance(still, Invalid):
         raise Conflict(f'{found.record.instance}: its request takes no more: {still.reason}')

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from dataclasses import replace
+from typing import TYPE_CHECKING, NamedTuple
 
 from ecomp.errors import Conflict, EcompError, NotFound, Unreadable, UsageError
 from ecomp.model import keys
@@ -24,8 +24,7 @@ QUOTED = 5
 """How many instances an error names."""
 
 
-@dataclass(frozen=True)
-class InstanceEntries:
+class InstanceEntries(NamedTuple):
     """One instance. `record_entry` is None while no compute has written a record of it.
 
     `queue_entry` is there while it waits for a compute to take it: then there is nothing else.
@@ -201,7 +200,7 @@ def _scheduled(entry: Entry) -> Record:
     compute, instance = entry.key.split('/')[-2:]
     request = parse_request(compute, entry.key, entry.value)
     if isinstance(request, Invalid):
-        return replace(refused_record(compute, replace(request, instance=instance), ''), fault=request.reason)
+        return replace(refused_record(compute, request._replace(instance=instance), ''), fault=request.reason)
     return new_record(compute, request, '')
 
 

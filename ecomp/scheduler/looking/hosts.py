@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from ecomp.errors import Conflict, EcompError, NotFound, UsageError
-from ecomp.model import keys, status
+from ecomp.model import keys
 from ecomp.model.computes import Computes, computes_of
-from ecomp.model.host import Host, InEtcd, InPlacement, hosts
 from ecomp.model.instance import Invalid, Request, parse_request
 from ecomp.model.names import uuid_prefix
 from ecomp.model.near import did_you_mean
@@ -20,14 +18,14 @@ from ecomp.scheduler.looking.find import read_record
 from ecomp.store.client import Entry, Store
 
 if TYPE_CHECKING:
+    from ecomp.model.host import Host, InEtcd
     from ecomp.placement.client import Placement
 
 QUOTED = 5
 """How many computes an error names."""
 
 
-@dataclass(frozen=True)
-class Survey:
+class Survey(NamedTuple):
     """What etcd says, the requests and records it says it with, by key, and what is wrong with those unreadable."""
 
     etcd: InEtcd
@@ -37,7 +35,9 @@ class Survey:
 
 def all_hosts(store: Store, placement: Placement) -> tuple[list[Host], tuple[EcompError, ...]]:
     """Every compute, and what is wrong with records that cannot be read (their instances are not counted)."""
-    from ecomp.placement import providers, traits  # here and below: most ask etcd alone
+    from ecomp.model import status  # here and below: most ask etcd alone, and for names
+    from ecomp.model.host import InPlacement, hosts
+    from ecomp.placement import providers, traits
 
     seen = look(store)
     names = providers.names(placement)
@@ -102,6 +102,8 @@ def computes(store: Store) -> Computes:
 def look(store: Store) -> Survey:
     """Read what etcd has of computes and instances."""
     # Requests before records: what ends meanwhile is then seen twice rather than not at all.
+    from ecomp.model.host import InEtcd
+
     there = computes(store)
     requested, recorded = store.snapshot(keys.HOSTS).entries, store.snapshot(keys.INSTANCES).entries
     requests: dict[str, dict[str, Request | Invalid]] = {}

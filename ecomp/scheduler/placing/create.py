@@ -22,7 +22,6 @@ from ecomp.placement.client import Placement
 from ecomp.scheduler.looking.ask import FRESH
 from ecomp.scheduler.placing.claim import Claimer, abandon
 from ecomp.scheduler.placing.deliver import LEASE_SECONDS, Delivery, announce, deliver, quietly_revoke
-from ecomp.scheduler.placing.earlier import left_behind
 from ecomp.scheduler.placing.joining import Terms, take_names, terms_of, together
 from ecomp.scheduler.placing.place import Placer
 from ecomp.scheduler.placing.set_order import DeliveryOutcome, SetOrder, before, check_size
@@ -105,6 +104,8 @@ def create(
         placer = Placer(claimer, look_again, line, alive, wanted, rng, tried)
         placed: dict[str, Candidate] = {}
         if resume and placer.room(offer, terms) < wanted.minimum:
+            from ecomp.scheduler.placing.earlier import left_behind  # for those who resume
+
             # The room that is missing may be what an earlier eschedule of this uuid claimed and left.
             earlier += wanted.instances
             placed = placer.take_over(left_behind(placement, wanted, alive, terms.group))

@@ -6,7 +6,6 @@ import threading
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ecomp.errors import EcompError
@@ -123,7 +122,7 @@ def _asked(query: str, on: str | None = None) -> tuple[Constraint, ...]:
     """The constraints of a query, of which one may have been typed as --on. Unexplained."""
     typed = '' if on is None else f'--on {on}'
     return tuple(
-        replace(each, typed=typed) if isinstance(each, Has) and each.key == 'in_tree' else each
+        each._replace(typed=typed) if isinstance(each, Has) and each.key == 'in_tree' else each
         for each in parse(enabled_only(query))
     )
 

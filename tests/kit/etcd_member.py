@@ -1,0 +1,73 @@
+"""An etcd that is one of several, or speaks TLS."""
+
+from __future__ import annotations
+
+import json
+import ssl
+import urllib.request
+from collections.abc import Mapping
+from http.client import HTTPResponse
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tests.kit.servers import Etcd
+
+
+class Tls(NamedTuple):
+    """The files a member shows, the authority whose clients it takes, and a client certificate to ask it with."""
+
+    certificate: Path
+    key: Path
+    authority: Path
+    client: tuple[Path, Path]
+
+
+class Member(Etcd):
+    """One etcd of a cluster, or one that speaks TLS; `host` is what its clients call it."""
+
+    def __init__(self, directory: Path, name: str, tls: Tls | None = None, host: str = '127.0.0.1') -> None:
+        super().__init__(directory)
+        self.member = name
+        self.peer = self._peer
+        self.initial, self.state = f'{name}={self._peer}', 'new'
+        self._tls = tls
+        self._scheme = 'https' if tls else 'http'
+        self._local = f'{self._scheme}://{host if host[0].isdigit() else "127.0.0.1"}:{self.port}'
+        self.endpoint = f'{host}:{self.port}'
+
+    def command(self) -> list[str]:
+        """etcd with its peers."""
+        tls = self._tls
+        secure = [f'--cert-file={tls.certificate}', f'--key-file={tls.key}'] if tls else []
+        secure += [f'--trusted-ca-file={tls.authority}', '--client-cert-auth'] if tls else []
+        return [
+            'etcd',
+            f'--name={self.member}',
+            f'--data-dir={self.directory / "data"}',
+            f'--listen-client-urls={self._local}',
+            f'--advertise-client-urls={self._local}',
+            f'--listen-peer-urls={self.peer}',
+            f'--initial-advertise-peer-urls={self.peer}',
+            f'--initial-cluster={self.initial}',
+            f'--initial-cluster-state={self.state}',
+            '--log-level=warn',
+            *secure,
+        ]
+
+    def is_ready(self) -> bool:
+        """It answers, and has a leader."""
+        try:
+            return self.get('/nothing') is None
+        except OSError:
+            return False
+
+    def ask(self, path: str, body: Mapping[str, Any], timeout: float = 10.0) -> HTTPResponse:
+        """The answer of one call of the JSON gateway, over TLS if it speaks that."""
+        context = None
+        if self._tls:
+            context = ssl.create_default_context(cafile=str(self._tls.authority))
+            context.check_hostname, context.verify_mode = False, ssl.CERT_NONE  # what we ask is not what is tested
+            context.load_cert_chain(*map(str, self._tls.client))
+        request = urllib.request.Request(f'{self._local}/v3/{path}', json.dumps(body).encode())
+        answer: HTTPResponse = urllib.request.urlopen(request, timeout=timeout, context=context)
+        return answer
