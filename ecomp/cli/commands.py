@@ -14,7 +14,7 @@ from ecomp.cli.words import is_image
 from ecomp.errors import UsageError
 from ecomp.model.names import PREFIX
 from ecomp.model.near import did_you_mean
-from ecomp.model.record import STAGES
+from ecomp.model.stages import STAGES
 from ecomp.model.text import printable
 
 

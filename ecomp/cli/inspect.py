@@ -13,7 +13,7 @@ from ecomp.cli.terminal import Live, each_of
 from ecomp.cli.words import instances, nothing, one_instance
 from ecomp.errors import EcompError, NotFound, StillGoing
 from ecomp.model import keys
-from ecomp.model.record import ERROR, GONE, QUEUED, STAGES, STOPPED, Record
+from ecomp.model.stages import ERROR, GONE, QUEUED, STAGES, STOPPED
 from ecomp.model.text import printable
 
 if TYPE_CHECKING:
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from ecomp.model.computes import Computes
     from ecomp.model.pick import Pick
     from ecomp.model.power import Power
+    from ecomp.model.record import Record
     from ecomp.scheduler.looking.find import InstanceEntries
 
 ADDRESSED = 'addressed'

@@ -9,11 +9,10 @@ from typing import Annotated, Any, NamedTuple
 
 from ecomp.cli.words import check_project, parse_uuid
 from ecomp.errors import UsageError
-from ecomp.model.boots import KEPT
 from ecomp.model.choose import WEIGHS
 from ecomp.model.group import POLICIES, Membership, check_group_name
 from ecomp.model.names import check_name
-from ecomp.model.record import QUEUED, STAGES, STATES
+from ecomp.model.stages import BOOTS, QUEUED, STAGES, STATES
 
 TABLE, JSON, YAML, CSV, VALUE = FORMS = ('table', 'json', 'yaml', 'csv', 'value')
 """What -f takes."""
@@ -109,7 +108,7 @@ class Options(NamedTuple):
         '--timeout', 'SECONDS', 'how long to wait in all; then the exit code is 6, and what was begun goes on. '
         f'Without: {PATIENCE:.0f}', type=float)] = None
     boot: Annotated[int | None, _option(
-        '--boot', 'N', f'the boot of this number: 1 is the one it was made with, and the last {KEPT} are kept. '
+        '--boot', 'N', f'the boot of this number: 1 is the one it was made with, and the last {BOOTS} are kept. '
         'Without: the last one', type=int)] = None
     format: Annotated[str | None, _option(
         '-f --format', 'FORM', 'table, json or yaml, or, of what has columns, csv or value: bare values, a tab between '

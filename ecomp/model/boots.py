@@ -11,8 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-KEPT = 5
-"""Boots a record has, at most: the last ones."""
+from ecomp.model.stages import BOOTS as KEPT
 
 STARTED, ADDRESSED, READY, STOPPED = STAGES = ('started', 'addressed', 'ready', 'stopped')
 CREATED, BY_HAND, AFTER_HOST = 'created', 'by hand', 'host reboot'

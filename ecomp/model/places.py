@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
 from ecomp.model import keys
-from ecomp.model.record import from_json
 
 
 class StoredValue(Protocol):
@@ -90,6 +89,8 @@ def _add(places: dict[str, Places[Kind]], compute: str, key: str, instance: str,
 
 def _compute_in(value: bytes) -> str | None:
     """The compute that a record names, '' if it names none; None if the record cannot be read."""
+    from ecomp.model.record import from_json  # of an older ecompute's alone
+
     try:
         return from_json(value).compute
     except ValueError:

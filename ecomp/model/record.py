@@ -22,7 +22,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, asdict, dataclass, field, replace
-from datetime import UTC, datetime
 from typing import Any
 
 from ecomp.model import boots as of_boots
@@ -35,19 +34,21 @@ from ecomp.model.guest_word import GuestFailure, failed, host_keys
 from ecomp.model.instance import REASON_LIMIT, Invalid, Request
 from ecomp.model.json_object import dump, load_object
 from ecomp.model.order import FIELDS, Order
+from ecomp.model.stages import ACTIVE as ACTIVE
+from ecomp.model.stages import BUILDING as BUILDING
+from ecomp.model.stages import DESTROYING as DESTROYING
+from ecomp.model.stages import ERROR as ERROR
+from ecomp.model.stages import GONE as GONE
+from ecomp.model.stages import KEPT as KEPT
+from ecomp.model.stages import QUEUED as QUEUED
+from ecomp.model.stages import SCHEDULED as SCHEDULED
+from ecomp.model.stages import STAGES as STAGES
+from ecomp.model.stages import STATES as STATES
+from ecomp.model.stages import STOPPED as STOPPED
+from ecomp.model.stages import timestamp as timestamp
 from ecomp.model.text import printable
 
 VERSION = 1
-
-QUEUED, SCHEDULED, BUILDING, ACTIVE, STOPPED = 'queued', 'scheduled', 'building', 'active', 'stopped'
-DESTROYING, GONE, ERROR = 'destroying', 'gone', 'error'
-# No record says queued: what waits for a compute has none.
-STATES = frozenset({SCHEDULED, BUILDING, ACTIVE, STOPPED, DESTROYING, GONE, ERROR})
-
-STAGES = ('requested', 'scheduled', 'image', 'disk', 'started', 'addressed', 'ready')
-
-KEPT = {GONE: 24 * 3600, ERROR: 7 * 24 * 3600}
-"""Seconds a record stays after its end, on a lease."""
 
 
 @dataclass(frozen=True)
@@ -337,8 +338,3 @@ def _progress(data: Any) -> Progress | None:
     except ValueError:
         return None
     return found if all(0 <= each < 2**63 for each in (found.done, found.total or 0)) else None
-
-
-def timestamp(now: datetime) -> str:
-    """ISO 8601, UTC, milliseconds."""
-    return now.astimezone(UTC).isoformat(timespec='milliseconds').replace('+00:00', 'Z')

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from ecomp.model import keys
 from ecomp.model.places import Places, by_instance
-from ecomp.model.record import ERROR, GONE, from_json
+from ecomp.model.stages import ERROR, GONE
 from ecomp.store.client import Entry, Store
 
 
@@ -31,6 +31,8 @@ def near(store: Store, instance: str) -> Places[Entry] | None:
 
 def lives(store: Store, instance: str) -> bool:
     """Whether any compute has a record of it that says so. ValueError for one that cannot be understood."""
+    from ecomp.model.record import from_json  # seldom asked
+
     records = [from_json(each.value) for each in listed(store, instance).records.values()]
     return any(each.state not in (GONE, ERROR) for each in records)
 

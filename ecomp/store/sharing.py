@@ -10,7 +10,7 @@ import random
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from ecomp.errors import Conflict, EcompError, Unreadable
 from ecomp.model import keys
@@ -22,9 +22,11 @@ from ecomp.model.instance import name_to_json, named
 from ecomp.model.quota import Quota, charge
 from ecomp.model.quota import from_json as quota_from_json
 from ecomp.model.quota import to_json as quota_to_json
-from ecomp.model.record import ERROR, KEPT, Record
-from ecomp.model.record import to_json as record_to_json
+from ecomp.model.stages import ERROR, KEPT
 from ecomp.store.client import Delete, Entry, Put, Store, Unchanged
+
+if TYPE_CHECKING:
+    from ecomp.model.record import Record
 
 Shared = TypeVar('Shared', Group, Quota)
 
@@ -145,6 +147,8 @@ def write_end(store: Store, record: Record, conditions: Sequence[Unchanged], rem
     The new revision; None where it is one of `conditions` that does not hold. Errors: those of the store.
     """
     lease = store.grant(KEPT[record.state])
+    from ecomp.model.record import to_json as record_to_json
+
     put = Put(keys.record(record.compute, record.instance), record_to_json(record), lease)
     named = lease if record.state == ERROR else 0
     written = commit_with(store, conditions, [put, *map(Delete, removed)], lambda: ended(store, record, named))

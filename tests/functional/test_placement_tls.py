@@ -259,7 +259,7 @@ def test_an_ecompute_outlives_an_exchange(control: Control, front: Front, config
     assert config.cert_key is not None
     compute = Ecompute(control.etcd.endpoint, front.url)
     settings = yaml.safe_load(compute.config.read_text())
-    settings['placement'] = {name: str(value) for name, value in vars(config).items()}
+    settings['placement'] = {name: str(value) for name, value in config._asdict().items()}
     compute.config.write_text(yaml.safe_dump(settings))
     wanted = f'{SMALL}&in_tree={compute.uuid}'
     with compute:

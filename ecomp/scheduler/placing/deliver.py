@@ -16,7 +16,6 @@ from ecomp.model.guest_data import SharedUserData
 from ecomp.model.instance import Request, to_json
 from ecomp.model.json_object import dump
 from ecomp.store.client import Delete, Put, Store, Unchanged
-from ecomp.store.places import places
 from ecomp.store.requests import withdraw
 from ecomp.store.sharing import Change, commit_with
 
@@ -89,6 +88,8 @@ def deliver(
             if store.get(keys.request(first.compute, instance)) is not None:
                 return True
             # The record of another compute is of what another eschedule of this uuid delivered.
+            from ecomp.store.places import places
+
             return first.compute in places(store, instance).records
         except EcompError:
             raise UnknownOutcome(f'{error}; whether {request} was delivered is not known') from error

@@ -15,8 +15,7 @@ from ecomp.model.group import Group, Membership, settle
 from ecomp.model.instance import name_to_json
 from ecomp.model.near import did_you_mean
 from ecomp.model.quota import Quota, charge, refusal, times
-from ecomp.model.record import ERROR, GONE
-from ecomp.scheduler.looking.find import find
+from ecomp.model.stages import ERROR, GONE
 from ecomp.store.client import Delete, Put, Store, Unchanged
 from ecomp.store.sharing import Change, group, holder, quota
 
@@ -85,6 +84,8 @@ def free_name(store: Store, name: str, wanted: str) -> Unchanged:
         return Unchanged(key, 0)
     # A delivery puts both, so the instance of a name that is there was there before we looked.
     instance = holder(entry)
+    from ecomp.scheduler.looking.find import find  # for a name that somebody has
+
     found = find(store, instance) if instance != wanted else None
     if found is not None and found.record.state not in (GONE, ERROR):
         cure = 'it is being destroyed: try again then' if found.is_destroying else 'take another, or destroy it first'

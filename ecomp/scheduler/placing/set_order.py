@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 from ecomp.errors import Conflict, UsageError
 from ecomp.model.choose import SPREAD
 from ecomp.model.guest_data import SharedUserData
 from ecomp.model.json_object import dump
 from ecomp.model.order import Order, difference
-from ecomp.model.record import ERROR, GONE
-from ecomp.scheduler.looking.find import InstanceEntries, find
+from ecomp.model.stages import ERROR, GONE
 from ecomp.store.client import Store
+
+if TYPE_CHECKING:
+    from ecomp.scheduler.looking.find import InstanceEntries
 
 MOST_BYTES = 1_400_000
 """Of all requests of a set together: etcd takes 1.5 MiB in a transaction (its --max-request-bytes)."""
@@ -77,6 +80,8 @@ def check_size(wanted: SetOrder) -> None:
 
 def before(store: Store, wanted: SetOrder) -> dict[str, DeliveryOutcome]:
     """What was delivered of this before, by the same uuid; Conflict if it is not the same that was asked for."""
+    from ecomp.scheduler.looking.find import find  # for a uuid that the user gave
+
     # An instance's uuid is no set's, and the other way round.
     other = wanted.instance if wanted.count > 1 else _member(wanted.instance, 1)
     if find(store, other) is not None:
