@@ -3,25 +3,27 @@
 `instance` carries out one instance, `host` looks after the host, `queue` takes from the queues, `images` has the base
 volumes; here is the loop that uses them.
 
-The threads of an ecompute, by name: what each does, whose state that is and who else may touch it, and how it ends. Of
-`--count` computes each has its own, but for main, known etcd and the two that follow.
+The threads of an ecompute, by name: what each does, whose state that is and who else may touch it, and how it ends. All
+are the process's: of `--count` computes there are no more of them, only more of those with a number (`turns.Threads` says
+how many at most). What is one compute's, or one instance's, is done by one of them at a time.
 
     main                      starts, hears and buries the worker processes (Pool); others hand jobs in, under its lock.
                               A signal sets flags here and wakes it. Ends last, and waits for all that is joined
-    planner                   lists, plans and begins tasks: Planner's state is its own, but for the agenda. Ends, and
+    turns                     keeps the time: begins what is to be looked at again now (Turns). Ends with the process
+    planner_N                 lists, plans and begins tasks: Planner's state is its own, but for the agenda. Ends, and
                               for good, at a signal or where the compute becomes read-only
     build_N                   carries out a build; one instance is one thread's at a time, and its record with it. What
-                              was done goes to the planner by a queue. Joined when what is in work has ended
+                              was done goes to the planner by a queue. What is in work is waited for at the end
     task_N                    the same for all other tasks
-    minute                    asks placement of claims (ClaimKeeper) and the provider (Registration), which nobody else
+    minute_N                  asks placement of claims (ClaimKeeper) and the provider (Registration), which nobody else
                               touches while the compute runs; one at a time. Not waited for at the end
-    presence                  keeps /computes/<compute> on its lease (Presence); others only read the lease. Joined
-    follow /hosts/<compute>/  follows requests and queues, and tells: its calls set a flag or hand a state over, under
-                              a lock. Joined
-    follow /audit/            follows audits, and puts them into the queue of `audits`. Joined
-    audits                    answers audits, by an etcd connection of its own (Answerer). Joined
+    presence                  keeps /computes/<compute> of all computes on their lease (Lease). Joined
+    follow /hosts/<compute>/  follows requests, queues and who is alive, and tells: its calls set a flag or hand a state
+                              over, under a lock. Joined
+    follow /audit/            follows audits, and puts them into the queue of `audits_N`. Joined
+    audits_N                  answers audits, by an etcd connection of their own (Answerer). Waited for
     known etcd                writes <state>/etcd.json (KnownEtcd): others leave a value there for it. Joined
-    queues                    with `queues: True`: takes from the queues (Puller, and its agenda). Joined
+    queues_N                  with `queues: True`: takes from the queues (Puller, and its agenda). Waited for
     start_N                   with --count: registers and starts computes, some at a time. Joined when all are begun
     end_N                     the same for their ends
     libvirt-events            libvirt's event loop, here and in each worker; its calls only nudge. Ends with the process

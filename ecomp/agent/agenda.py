@@ -1,7 +1,7 @@
-"""What is worth a look, what is in work and what is tried again later: one lock over all three.
+"""What is worth a look, what is in work and what is tried again later.
 
 The shape is that of client-go's workqueue: dirty, processing, delayed (util/workqueue/queue.go). A look is at
-everything here, so it is one thing that is dirty.
+everything here, so it is one thing that is dirty: a turn of whoever looks (ecomp.agent.turns).
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import math
 import random
 import threading
 import time
+from collections.abc import Callable
 from typing import Generic, NamedTuple, TypeVar
 
 from ecomp.model.backoff import Backoff
@@ -29,14 +30,16 @@ class _Delay(NamedTuple):
 
 
 class Agenda(Generic[Work]):
-    """What is dirty, in work and put off, each by a name: an instance's, or a minute's look's. From any thread.
+    """What is in work and put off, each by a name: an instance's, or a minute's look's. From any thread.
 
     `Work` is what is known of something in work. All times are on the monotonic clock.
     """
 
     def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._dirty, self._minute = False, False
+        self._changed = threading.Lock()
+        self.on_nudge: Callable[[], None] = lambda: None
+        """Called after each nudge, in whatever thread that is."""
+        self._minute = False
         self._in_work: dict[str, Work] = {}
         self._taken: set[str] = set()
         self._later: dict[str, _Delay] = {}
@@ -44,31 +47,20 @@ class Agenda(Generic[Work]):
     # Dirty
 
     def nudge(self, reason: str) -> None:
-        """Have wait() return: something may have changed."""
+        """Have a look taken: something may have changed."""
         log.debug('nudged: %s', reason)
-        with self._changed:
-            self._dirty = True
-            self._changed.notify_all()
+        self.on_nudge()
 
     def look_soon(self, reason: str) -> None:
-        """Have wait() return, and say that what is done once a minute is to be done now."""
+        """Have a look taken, and what is done once a minute done now."""
         with self._changed:
             self._minute = True
         self.nudge(reason)
 
-    def wait(self, until: float, after: str = '') -> bool:
-        """Return after a nudge, or at this moment; whether what is done once a minute is worth while.
-
-        Not before `after` may be tried again: until then a nudge ends nothing.
-        """
+    def take_minute(self) -> bool:
+        """Whether what is done once a minute is worth while now, by what somebody said since the last time."""
         with self._changed:
-            while True:
-                now, held = time.monotonic(), self._later.get(after)
-                start = held.until if held is not None else now
-                if start <= now and (self._dirty or until <= now):
-                    break
-                self._changed.wait((until if start <= now else start) - now)
-            minute, self._dirty, self._minute = self._minute, False, False
+            minute, self._minute = self._minute, False
             return minute
 
     # In work
@@ -149,7 +141,7 @@ class Agenda(Generic[Work]):
             return gone
 
     def hurry(self, reason: str) -> None:
-        """Put nothing off any longer, and have wait() return: what failed may work now."""
+        """Put nothing off any longer, and have a look taken: what failed may work now."""
         with self._changed:
             self._later.clear()
         self.nudge(reason)

@@ -12,6 +12,7 @@ from collections.abc import Set
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 
 from ecomp import __version__
 from ecomp.agent import hosts
@@ -27,8 +28,10 @@ from ecomp.agent.instance.instances import Instances, Shape
 from ecomp.agent.instance.republish import republish
 from ecomp.agent.instance.surroundings import ControlPlane
 from ecomp.agent.planner import LOOKING, Planner
+from ecomp.agent.queue.offers import Offers
 from ecomp.agent.queue.queues import Queues
 from ecomp.agent.starting import note_ends, reserve_again
+from ecomp.agent.turns import Threads
 from ecomp.conf import ComputeConfig
 from ecomp.errors import Conflict, EcompError
 from ecomp.failpoints import failpoint
@@ -38,6 +41,7 @@ from ecomp.model.record import timestamp
 from ecomp.placement.client import Placement
 from ecomp.store.client import Put, Store, Unchanged
 from ecomp.store.guard import Guard
+from ecomp.store.lease import Lease
 from ecomp.store.presence import Presence, hashed
 from ecomp.store.watch import State as Entries
 
@@ -52,7 +56,8 @@ class Environment:
 
     `fake`: its guests are pretended; `accept`: etcd is to be told what lives here; `familiar`: etcd is the one that was
     known. Where it is not, the compute is read-only from its beginning (rule 10). Over `spread` seconds the computes of
-    a process begin to ask placement, for they all hear of their requests at once.
+    a process begin to ask placement, for they all hear of their requests at once. They share the `threads`, the `lease`
+    on which they are alive, the `offers` of the queues, and `audits`, an etcd connection for answers.
     """
 
     fake: bool
@@ -61,6 +66,10 @@ class Environment:
     guard: Guard
     placement: Placement
     spread: float
+    threads: Threads
+    lease: Lease
+    offers: Offers
+    audits: Store
 
 
 class Compute:
@@ -87,7 +96,8 @@ class Compute:
         self._hostname = socket.gethostname()
         who = {'version': __version__, 'hostname': self._hostname, 'since': now(), 'token': self._token}
         who |= {'boot': boot_id(), 'pid': str(os.getpid())}  # what two with the same token differ in
-        self._presence = Presence(store, keys.compute(self.uuid), who, self._become_read_only)
+        key = keys.compute(self.uuid)
+        self._presence = Presence(store, key, who, self._become_read_only, environment.lease)
 
     def register(self) -> None:
         """See that this compute may be one here, and that placement knows it; and make all that start() begins.
@@ -137,11 +147,13 @@ class Compute:
         far = {'writing down its host name': self._keep_hostname, LOOKING: self._look_at_claims}
         far |= {'looking at the provider': self._keep_registered}
         first = random.uniform(0.0, self._environment.spread)
-        self.daemon = Daemon(self.host, self._planner, far, threads=2 * hosts.workers(config) + 2, first=first)
+        threads, offers = self._environment.threads, self._environment.offers
+        self.daemon = Daemon(self.host, self._planner, far, threads, first)
         takes = config.queues and familiar
-        self.queues = Queues(self._control, self._presence, self._complaints, self._may_take) if takes else None
-        token = hashed(self._token)
-        self.answerer = Answerer(self.uuid, token, config.etcd, hypervisor, config.state, self._may_remove)
+        queues = partial(Queues, self._control, self._presence, self._complaints, offers, self._may_take, threads)
+        self.queues = queues() if takes else None
+        token, audits = hashed(self._token), self._environment.audits
+        self.answerer = Answerer(self.uuid, token, audits, hypervisor, config.state, self._may_remove, threads)
 
     def start(self) -> None:
         """Begin to take requests. Errors: Conflict where another ecompute is this compute by now; those of etcd."""
@@ -184,6 +196,10 @@ class Compute:
         self.daemon.on_state(state)
         if self.queues is not None:
             self.queues.on_hosts(state)
+
+    def on_computes(self, state: Entries) -> None:
+        """See whether it is still there among those that are alive."""
+        self._presence.on_computes(state)
 
     def on_lost(self, error: EcompError) -> None:
         """Note that etcd cannot be followed."""

@@ -1,7 +1,7 @@
 """The loop of one compute: plan at every nudge and once a minute, and have tasks carried out side by side.
 
-An event only ever nudges the planner. What is asked of placement once a minute is asked in a thread of its own, for it
-may take a minute to say nothing.
+An event only ever nudges the planner. What is asked of placement once a minute is asked in another thread, for it may
+take a minute to say nothing. The threads are the process's, which all of its computes share.
 """
 
 from __future__ import annotations
@@ -9,15 +9,15 @@ from __future__ import annotations
 import logging
 import math
 import random
-import threading
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 from ecomp.agent.agenda import Agenda
 from ecomp.agent.instance.plan import Kind
 from ecomp.agent.instance.surroundings import Host
 from ecomp.agent.planner import Planner
+from ecomp.agent.turns import Threads, Turn
 from ecomp.errors import EcompError
 from ecomp.store.client import Entry
 
@@ -27,8 +27,6 @@ EVERY = 60.0
 """Seconds between two plans when nothing happens."""
 POLL = 2.0
 """Seconds between two looks for addresses while one is pending and no lease was announced: a bridge has none."""
-BUILDS = 32
-"""Builds that are begun, most of which may wait for one image. A thread each, made when it is needed."""
 PLANNING, HERE, FAR = 'planning', 'looks that ask this host or etcd', 'looks that ask placement'
 
 
@@ -36,11 +34,11 @@ class Daemon:
     """The loop: begin(), run() until stop() is called, then drain().
 
     `far` is what is asked of placement once a minute, by what that is called, and for the first time after `first`
-    seconds; `threads` is how many tasks are carried out at once, beside builds.
+    seconds.
     """
 
     def __init__(
-        self, host: Host, planner: Planner, far: Mapping[str, Callable[[], None]], threads: int, first: float = 0.0
+        self, host: Host, planner: Planner, far: Mapping[str, Callable[[], None]], threads: Threads, first: float = 0.0
     ) -> None:
         self._hypervisor = host.hypervisor
         self._runner = host.runner
@@ -51,10 +49,8 @@ class Daemon:
         self._far = far
         # Of planning and the two rounds of looks: which has failed, and whether the far one is under way.
         self._rounds: Agenda[str] = Agenda()
-        # Builds wait for images; nothing else is to wait for builds, nor those of other images for a few.
-        self._builds = ThreadPoolExecutor(max(threads, BUILDS), thread_name_prefix='build')
-        self._others = ThreadPoolExecutor(threads, thread_name_prefix='task')
-        self._thread = threading.Thread(target=self._plan_for_ever, name='planner', daemon=True)
+        self._threads = threads
+        self._turn = Turn(threads.turns, threads.plans, self._look)
         self._next_minute = time.monotonic() + first
         # Never changed, only put in place of the one before, and then there is a nudge.
         self._state: Mapping[str, Entry] | None = None
@@ -65,7 +61,8 @@ class Daemon:
     def begin(self) -> None:
         """Work, as far as nobody need tend the workers. run() is to follow, unless another one's does for both."""
         self._hypervisor.on_change(self._agenda.nudge, self._agenda.look_soon)
-        self._thread.start()
+        self._agenda.on_nudge = self._turn.at
+        self._turn.at()  # for what there was a nudge before
 
     def run(self, alive: Callable[[], float]) -> None:
         """Work, until stop(). Called by the main thread after begin().
@@ -78,12 +75,10 @@ class Daemon:
     def drain(self) -> None:
         """Begin nothing more, and return when what is in work has ended."""
         self._stopping = True
-        self._agenda.nudge('stop')
+        self._turn.end()
         self._planner.stop_builds()
-        while self._thread.is_alive() or self._agenda.in_work():
+        while self._turn.is_busy or self._agenda.in_work():
             self._runner.tend(0.2)
-        self._builds.shutdown()
-        self._others.shutdown()
 
     def stop(self) -> None:
         """End soon. Safe in a signal handler."""
@@ -107,30 +102,28 @@ class Daemon:
     def _is_ending(self) -> bool:
         return self._stopping or self.read_only
 
-    def _plan_for_ever(self) -> None:
-        while not self._is_ending():
-            began = time.monotonic()
-            try:
-                minute = self._agenda.wait(self._next())
-                began = time.monotonic()
-                state = self._state
-                if state is not None and not self._is_ending():
-                    self._plan(state, minute or began >= self._next_minute)
-                self._rounds.forget(PLANNING)
-                continue
-            except EcompError as error:
-                self._complaints.complain(PLANNING, error, began)
-            except Exception:
-                log.exception('unexpected error while planning; trying again')
-            self._rounds.put_off(PLANNING)
-            self._next_minute = min(self._next_minute, self._rounds.when(PLANNING))
+    def _look(self) -> float:
+        """Plan if there is anything to plan from; when (monotonic) to look again if nothing happens. Never raises."""
+        if self._is_ending():
+            return math.inf
+        began = time.monotonic()
+        try:
+            minute = self._agenda.take_minute()
+            if self._state is not None:
+                self._plan(self._state, minute or began >= self._next_minute)
+            self._rounds.forget(PLANNING)
+            return self._next()
+        except EcompError as error:
+            self._complaints.complain(PLANNING, error, began)
+        except Exception:
+            log.exception('unexpected error while planning; trying again')
+        self._rounds.put_off(PLANNING)
+        self._next_minute = min(self._next_minute, self._rounds.when(PLANNING))
+        return self._rounds.when(PLANNING)
 
     def _next(self) -> float:
         """When, on the monotonic clock, there is something to plan even if nothing happens."""
         now = time.monotonic()
-        again = self._rounds.when(PLANNING)
-        if again < math.inf:
-            return again  # all else needs a plan that works
         if self._state is None:
             return now + EVERY  # the first list nudges
         poll = [now + POLL] if self._planner.awaits_addresses else []
@@ -142,10 +135,10 @@ class Daemon:
             self._next_minute = time.monotonic() + EVERY * random.uniform(0.9, 1.1)
         for work in self._planner.step(state):
             self._agenda.begin(work.instance, work)
-            threads = self._builds if work.task.kind is Kind.BUILD else self._others
+            pool = self._threads.builds if work.task.kind is Kind.BUILD else self._threads.tasks
             try:
-                threads.submit(self._planner.carry_out, work)
-            except RuntimeError as error:  # it waits for one of those there are, and there may be none
+                pool.submit(partial(self._planner.carry_out, work))
+            except RuntimeError as error:
                 self._planner.hand_back(work, f'no thread can be started for it: {error}')
         self._planner.settled(PLANNING)
         now = time.monotonic()
@@ -155,7 +148,7 @@ class Daemon:
         if (minute or self._rounds.when(FAR) <= now) and not self._rounds.in_work():
             self._rounds.begin(FAR, FAR)
             try:
-                threading.Thread(target=self._run_far, name='minute', daemon=True).start()
+                self._threads.minutes.submit(self._run_far)
             except RuntimeError as error:
                 self._rounds.end(FAR)
                 raise EcompError(f'no thread can be started to ask placement: {error}') from error

@@ -11,20 +11,24 @@ from contextlib import ExitStack, suppress
 from dataclasses import replace
 from typing import TypeVar
 
+from ecomp.agent import hosts
 from ecomp.agent.compute import Compute, Environment, now
 from ecomp.agent.daemon import EVERY
 from ecomp.agent.host.known_etcd import KnownEtcd, is_familiar
 from ecomp.agent.host.state import State
+from ecomp.agent.queue.offers import Offers
+from ecomp.agent.turns import Threads, Turn
 from ecomp.conf import ComputeConfig
 from ecomp.endpoints import in_clear
 from ecomp.errors import EcompError, UsageError
 from ecomp.model import keys
 from ecomp.model.cluster import KnownCluster, holes
 from ecomp.model.instance import SIZE_LIMIT
-from ecomp.model.pull import Backlog, backlog_of
 from ecomp.placement.client import Placement
 from ecomp.store.client import Store
 from ecomp.store.guard import Guard
+from ecomp.store.lease import Lease
+from ecomp.store.presence import SECONDS
 from ecomp.store.watch import Follower, Subscription
 from ecomp.store.watch import State as Entries
 from ecomp.systemd import Service
@@ -43,8 +47,8 @@ NEEDED = (
     # Threads, which are reserved 8 MiB of it each and 64 MiB for what they allocate, and gRPC.
     (resource.RLIMIT_AS, 2 * 1024**3, 'bytes of address space', 'ulimit -v, or LimitAS= of its unit'),
 )
-EACH = {resource.RLIMIT_NOFILE: 8, resource.RLIMIT_AS: 8 * 8 * 1024**2}
-"""What each of many pretended computes needs more: its lock and its waker's pipe; its threads."""
+EACH = {resource.RLIMIT_NOFILE: 8, resource.RLIMIT_AS: 1024**2}
+"""What each of many pretended computes needs more: its locks and its waker's pipe; what it knows."""
 
 
 class Process:
@@ -73,7 +77,10 @@ class Process:
         self._at_exit = at_exit
         self._computes: list[Compute] = []
         self._followers: list[Follower] = []
-        self._backlog = Backlog()
+        self._alive: Entries = {}
+        self._threads = Threads(count or 1, 2 * hosts.workers(config) + 2)
+        self._widening = Turn(self._threads.turns, self._threads.plans, lambda: self._offers.widen())
+        self._offers = Offers(self._widening.at)
 
     def register(self) -> None:
         """Take the state directory, see that etcd is the one we knew, and register each compute."""
@@ -90,12 +97,18 @@ class Process:
         at_exit.callback(placement.close)
         familiar = is_familiar(self._guard, self._store, now())
         spread = min(SPREAD * (self._count or 0), EVERY)
-        self._environment = Environment(self._fake, self._accept, familiar, self._guard, placement, spread)
+        lease, audits = Lease(self._store, SECONDS), Store(config.etcd)
+        at_exit.callback(audits.close)
+        self._environment = Environment(
+            *(self._fake, self._accept, familiar, self._guard, placement, spread),
+            *(self._threads, lease, self._offers, audits),
+        )
         if not self._fake:
             _warn_of_holes(config, self._store)
         if self._count is not None:
             for name in ('ecomp.compute', 'ecomp.agent.compute', 'ecomp.agent.host.provider'):
                 logging.getLogger(name).setLevel(logging.WARNING)  # of each of a thousand it would say the same
+        at_exit.callback(self._threads.close)
         # The computes end first: whoever follows for them only tells them what they do not do any more.
         at_exit.callback(known.stop)
         at_exit.callback(self._stop_followers)
@@ -111,7 +124,11 @@ class Process:
         _each(Compute.start, self._computes)
         requests: list[Subscription] = [(keys.request_prefix(each.uuid), each.on_requests) for each in self._computes]
         if self._config.queues:
-            requests.append((keys.QUEUES, self._on_queues))
+            requests += [(keys.COMPUTES, self._on_computes), (keys.QUEUES, self._offers.on_queues)]
+        elif self._count is None:
+            requests.append((keys.compute(self._computes[0].uuid), self._on_computes))
+        else:
+            requests.append((keys.COMPUTES, self._on_computes))
         # A stream of its own, without a guard: audits are answered whatever etcd this is. That it is away is said by
         # the other one.
         audits: list[Subscription] = [(keys.AUDIT, self._on_audits)]
@@ -154,17 +171,19 @@ class Process:
                 state = State(config.state)
                 opened.callback(state.close)
                 # Its own, for what it may write is fenced by its own presence (rule 9).
-                store = Store(config.etcd, self._guard)
-                opened.callback(store.close)
+                store = store.beside()
             compute = Compute(config, state, store, self._environment, opened.pop_all())
         self._computes.append(compute)
         compute.register()
 
-    def _on_queues(self, state: Entries) -> None:
-        self._backlog = backlog_of(state, self._backlog)
+    def _on_computes(self, state: Entries) -> None:
+        if self._config.queues:
+            self._offers.on_computes(state)
+        before, self._alive = self._alive, state
         for each in self._computes:
-            if each.queues is not None:
-                each.queues.on_backlog(self._backlog)
+            key = keys.compute(each.uuid)
+            if state.get(key) is not before.get(key) or key not in state:
+                each.on_computes(state)
 
     def _on_audits(self, state: Entries) -> None:
         for each in self._computes:

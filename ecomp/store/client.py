@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -126,6 +127,12 @@ class Store:
         self.where = self._connection.where
         self._guard = guard
         self.fence: Fence | None = None
+
+    def beside(self) -> Store:
+        """Another one over the same connection, with a fence of its own. Whoever has both closes one."""
+        other = copy(self)
+        other.fence = None
+        return other
 
     def get(self, key: str) -> Entry | None:
         """The key's entry, None if it is not there."""

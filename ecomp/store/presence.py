@@ -1,4 +1,4 @@
-"""Alive: one key on a lease, refreshed by a thread, for as long as its owner lives.
+"""Alive: one key on a lease, which is renewed for as long as its owner lives (ecomp.store.lease).
 
 It is a hint and no lock: a silent owner may be healthy (RELIABILITY.md 1.7). What it does guarantee is that of two
 owners with different tokens only the one whose key it is can write: every commit of its store compares the key, so one
@@ -15,9 +15,10 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
-from ecomp.errors import Conflict, EcompError, NoSpace, UnknownOutcome
+from ecomp.errors import Conflict, EcompError, NoSpace
 from ecomp.model.json_object import dump, load_object
-from ecomp.store.client import Entry, Fence, Put, Store, Unchanged
+from ecomp.store.client import Delete, Entry, Fence, Put, Store, Unchanged
+from ecomp.store.lease import Lease
 
 log = logging.getLogger(__name__)
 
@@ -40,19 +41,28 @@ class Presence:
     waits until the lease ends: one that does not is a copy's, of the state directory with the token.
     on_lost is called, once, when the key is found to be somebody else's: of another token, or of the same one in a
     value that is not ours, for a process of our own that has ended puts nothing any more.
+    `lease` is what it shares with others of the process; None: it has one of its own.
     """
 
-    def __init__(self, store: Store, key: str, value: Mapping[str, Any], on_lost: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        store: Store,
+        key: str,
+        value: Mapping[str, Any],
+        on_lost: Callable[[str], None],
+        lease: Lease | None = None,
+    ) -> None:
         self._store = store
         self._key = key
         self._token = str(value['token'])
-        self._value = {**value, 'token': hashed(self._token)}
+        self._who = {**value, 'token': hashed(self._token)}
+        # What it is to say, and what it said last.
+        self._value, self._put = self._who, self._who
         self._on_lost = on_lost
+        self._kept_on = lease or Lease(store, SECONDS)
         self._lease = 0
         self._revision = 0
         self._stopped = threading.Event()
-        self._woken = threading.Event()
-        self._thread = threading.Thread(target=self._run, name='presence', daemon=True)
 
     def check(self) -> None:
         """Raise what start() would: Conflict, and Denied where the key is another's to write (ecomp.model.roles)."""
@@ -62,14 +72,16 @@ class Presence:
             self._store.commit([Unchanged(self._key, NEVER)], [Put(self._key, '')], fenced=False)
 
     def say(self, **more: object) -> None:
-        """Have the value say this as well, before start()."""
+        """Have the value say this as well: from start() on, or from the next renewal of the lease. From any thread."""
         self._value = {**self._value, **more}
+        if self._revision:
+            self._kept_on.look(self, soon=False)
 
     def start(self) -> None:
         """Put the key and keep it. Conflict if another owner holds it."""
         self._wait()
         self._publish()
-        self._thread.start()
+        self._kept_on.join(self)
 
     @property
     def lease(self) -> int:
@@ -78,19 +90,39 @@ class Presence:
 
     def look(self) -> None:
         """Refresh it now: etcd was away for a while, and the lease may have ended. From any thread."""
-        self._woken.set()
+        self._kept_on.look(self)
+
+    def on_computes(self, state: Mapping[str, Entry]) -> None:
+        """Look if the key is not there as we put it, by all that is where it belongs: a follower's callback."""
+        entry = state.get(self._key)
+        if self._revision and (entry is None or entry.revision != self._revision):
+            self.look()
 
     def stop(self) -> None:
         """Take the key away and end. A lost etcd only means that the lease runs out by itself."""
         self._stopped.set()
-        self._woken.set()
-        if self._thread.is_alive():
-            self._thread.join()
-        if self._lease:
-            try:
-                self._store.revoke(self._lease)
-            except EcompError as error:
-                log.warning('%s: %s is gone in %d s by itself', error, self._key, SECONDS)
+        try:
+            if self._kept_on.leave(self) and self._revision:
+                self._store.commit([Unchanged(self._key, self._revision)], [Delete(self._key)], fenced=False)
+        except EcompError as error:
+            log.warning('%s: %s is gone in %d s by itself', error, self._key, SECONDS)
+
+    def is_kept(self) -> bool:
+        """False once it is stopped, or somebody else's."""
+        return not self._stopped.is_set()
+
+    def keep(self) -> None:
+        """Put it again if it is not as it is to be. Errors: those of etcd."""
+        try:
+            entry = self._entry()
+            if entry is None or entry.revision != self._revision:
+                log.info('%s was gone or overwritten: putting it again', self._key)
+                self._publish()
+            elif self._put != self._value:
+                self._publish()
+        except Conflict as error:
+            self._stopped.set()
+            self._on_lost(str(error))
 
     def _wait(self) -> None:
         """Raise Conflict if another living owner holds the key. May wait for as long as a lease lasts."""
@@ -114,7 +146,7 @@ class Presence:
         # As it is also what an ecompute of 1.0 put.
         if holder['token'] not in (self._value['token'], self._token):
             raise self._conflict(entry, 'stop that one, or give this one a `uuid:` of its own')
-        if self._revision and holder != self._value:
+        if self._revision and {name: holder.get(name) for name in self._who} != self._who:
             raise self._conflict(entry, COPY)
         return entry
 
@@ -134,42 +166,19 @@ class Presence:
             entry = self._entry()
             condition = Unchanged(self._key, entry.revision if entry else 0)
             try:
-                lease = self._store.grant(SECONDS)
-                put = Put(self._key, dump(self._value), lease)
+                lease, value = self._kept_on.granted(), self._value
+                put = Put(self._key, dump(value), lease)
                 written = self._store.commit([condition], [put], fenced=False)
             except NoSpace:
                 if entry is None and self._revision:
                     # Nobody can put it now. As long as nobody has, what makes room again may go.
-                    self._store.fence = Fence(Unchanged(self._key, self._revision), self._woken.set, condition)
+                    self._store.fence = Fence(Unchanged(self._key, self._revision), self.look, condition)
                 raise
             if written:
-                self._lease = lease
-                self._revision = written
-                self._store.fence = Fence(Unchanged(self._key, written), self._woken.set)
+                self._lease, self._revision, self._put = lease, written, value
+                self._store.fence = Fence(Unchanged(self._key, written), self.look)
                 return
         raise Conflict(f'{self._key} is changed by somebody else all the time: is another ecompute starting?')
-
-    def _run(self) -> None:
-        while True:
-            self._woken.wait(SECONDS / 3)
-            self._woken.clear()
-            if self._stopped.is_set():
-                return
-            try:
-                # The key is looked at as well: put anew or removed by others, it is not on our lease any more.
-                entry = self._entry() if self._store.keep_alive(self._lease) else None
-                if entry is None or entry.revision != self._revision:
-                    log.info('%s was gone or overwritten: putting it again', self._key)
-                    self._publish()
-            except UnknownOutcome:
-                continue  # the next round reads what became of it
-            except Conflict as error:
-                self._on_lost(str(error))
-                return
-            except EcompError:
-                continue  # the follower of our prefix says that etcd is away, once
-            except Exception:
-                log.exception('unexpected error while keeping %s; trying again', self._key)
 
 
 def hashed(token: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from uuid import uuid4
 
@@ -14,6 +14,7 @@ from ecomp.agent.host.digest import Answerer, look, parts
 from ecomp.agent.host.metadata import GuestData
 from ecomp.agent.images.bases import LOCK
 from ecomp.agent.locks import try_lock
+from ecomp.agent.turns import Threads
 from ecomp.conf import EtcdConfig
 from ecomp.errors import Unreachable
 from ecomp.model import keys
@@ -63,13 +64,25 @@ class Host:
         self.hypervisor.prepare()
         GuestData(state / 'metadata')
         config = EtcdConfig((cloud.etcd.endpoint,))
-        self.answerer = Answerer(self.compute, self.token, config, self.hypervisor, state, self.may_remove)
+        self.threads, self.store = Threads(1, 1), Store(config)
+        self.answerer = self.answers_as(self.token, self.hypervisor, state, self.may_remove)
         self.follower = Follower(config, [(keys.AUDIT, self.answerer.on_audits)])
         lease = cloud.store.grant(3600)
         put = Put(keys.compute(self.compute), json.dumps({'token': self.token}), lease)
         assert cloud.store.commit([], [put])
         self.answerer.start()
         self.follower.start()
+
+    def answers_as(
+        self, token: str, hypervisor: FakeHypervisor, state: Path, may_remove: Callable[[str], bool]
+    ) -> Answerer:
+        return Answerer(self.compute, token, self.store, hypervisor, state, may_remove, self.threads)
+
+    def close(self) -> None:
+        self.follower.stop()
+        self.answerer.stop()
+        self.threads.close()
+        self.store.close()
 
     def may_remove(self, instance: str) -> bool:
         return not self.read_only and instance not in self.remembered
@@ -101,8 +114,7 @@ class Host:
 def host(cloud: Cloud, tmp_path: Path) -> Iterator[Host]:
     made = Host(cloud, tmp_path)
     yield made
-    made.follower.stop()
-    made.answerer.stop()
+    made.close()
     cloud.etcd.delete(keys.compute(made.compute))
 
 
@@ -173,7 +185,7 @@ def test_another_ecompute_that_is_this_compute_now_answers_alone(cloud: Cloud, h
     other.create_disk(GuestSpec(theirs, host.compute, 1, 64, 1, BASE, 'qemu'))
     config = EtcdConfig((cloud.etcd.endpoint,))
     GuestData(tmp_path / 'other' / 'metadata')
-    second = Answerer(host.compute, 'theirs', config, other, tmp_path / 'other', lambda _: True)
+    second = host.answers_as('theirs', other, tmp_path / 'other', lambda _: True)
     follower = Follower(config, [(keys.AUDIT, second.on_audits)])
     second.start()
     follower.start()

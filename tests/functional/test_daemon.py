@@ -13,6 +13,7 @@ import pytest
 from ecomp.agent.daemon import Daemon
 from ecomp.agent.host.claims import ClaimKeeper
 from ecomp.agent.planner import LOOKING, Planner
+from ecomp.agent.turns import Threads
 from ecomp.model import keys
 from ecomp.model.guest import GuestSpec
 from ecomp.model.record import ACTIVE, from_json
@@ -43,13 +44,15 @@ class Keeper(ClaimKeeper):
 def running(one: Toy, keeper: Keeper) -> Iterator[Daemon]:
     """The daemon of a compute, which is told by tell(); drained at the end, as at a signal."""
     far = {LOOKING: lambda: keeper.look(one.hypervisor.guests(), time.monotonic())}
-    made = Daemon(one.host, one.planner, far, threads=2)
+    threads = Threads(1, 2)
+    made = Daemon(one.host, one.planner, far, threads)
     made.begin()
     try:
         yield made
     finally:
         made.stop()
         made.drain()
+        threads.close()
 
 
 def tell(daemon: Daemon, one: Toy) -> None:

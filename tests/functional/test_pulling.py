@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from ecomp.agent.instance.surroundings import ControlPlane
+from ecomp.agent.queue.offers import Offers
 from ecomp.agent.queue.pulling import Puller
 from ecomp.agent.queue.taking import Taker
 from ecomp.errors import NoCapacity
 from ecomp.model import keys
 from ecomp.model.flavor import Flavor
 from ecomp.model.flavor import to_json as flavor_to_json
-from ecomp.model.pull import Backlog, Place, backlog_of
+from ecomp.model.pull import Place
 from ecomp.model.queue import QueueEntry, mark_to_json, to_json
 from ecomp.model.record import ERROR, Record, from_json
 from ecomp.placement import allocations
@@ -47,8 +49,8 @@ class Compute:
         lease = cloud.store.grant(60)
         control = ControlPlane(self.uuid, cloud.store, cloud.placement, lambda: '2026-11-21T09:00:00.000Z')
         self.taker = Taker(control, lambda: lease)
-        self.puller = Puller(control, self.taker, may_take=lambda: True, wait=lambda _: False)
-        self._before = Backlog()
+        self.offers = Offers()
+        self.puller = Puller(control, self.taker, self.offers, may_take=lambda: True)
 
     def put(self, project: str = 'p') -> str:
         """One more waits, as any client may have put it; the instance."""
@@ -65,20 +67,29 @@ class Compute:
 
     def place(self, instance: str) -> Place:
         """Where it waits."""
-        return self._before.places[keys.queue(self.flavor.name, instance)]
+        assert self.offers.backlog is not None
+        return self.offers.backlog.places[keys.queue(self.flavor.name, instance)]
 
     def hear(self) -> bool:
         """As its followers would say it: what is asked of it, and what waits. Whether it is worth a step."""
         told = self.puller.on_hosts(self.cloud.store.snapshot(keys.request_prefix(self.uuid)).entries)
-        waits = self.cloud.store.snapshot(f'{keys.QUEUES}{self.flavor.name}/').entries
-        self._before = backlog_of(waits, self._before)
-        return self.puller.on_backlog(self._before) or told
+        nudged: list[str] = []
+        self.offers.add(self.uuid, nudged.append)
+        self.offers.on_queues(self.cloud.store.snapshot(f'{keys.QUEUES}{self.flavor.name}/').entries)
+        return told or bool(nudged)
+
+    def step(self) -> None:
+        """Take what fits, without letting others go first for more than a moment."""
+        wake = self.puller.step()
+        while self.puller.is_about_to_take:
+            threading.Event().wait(wake)
+            wake = self.puller.step()
 
     def goes_on(self) -> None:
         """So much later that nothing it has been at is passed over."""
         self.puller.agenda.hurry('a moment later')
         self.hear()
-        self.puller.step()
+        self.step()
 
     @property
     def holds(self) -> set[str]:
@@ -97,7 +108,7 @@ def test_it_takes_what_it_has_room_for(cloud: Cloud, flavor: Flavor) -> None:
     one = Compute(cloud, flavor, **ONE)
     first, second = one.put(), one.put()
     assert one.hear()
-    one.puller.step()
+    one.step()
     assert (one.taken, one.waiting, one.holds) == ({first}, {second}, {first})
 
 
@@ -114,10 +125,10 @@ def test_a_dead_attempt_s_claim_is_released_although_it_heard_of_other_things_fi
     other = keys.request(one.uuid, new())
     cloud.etcd.put(other, '{}')
     assert one.puller.on_hosts(cloud.store.snapshot(keys.request_prefix(one.uuid)).entries)
-    one.puller.step()
+    one.step()
     cloud.etcd.delete(other)
     one.hear()
-    one.puller.step()
+    one.step()
     assert (one.taken, one.waiting) == ({instance}, set())
 
 
@@ -129,12 +140,12 @@ def test_a_dead_attempt_s_claim_is_released_although_another_compute_was_at_it(c
     mark = keys.taker(keys.queue(flavor.name, instance))
     cloud.etcd.put(mark, mark_to_json(new()))
     one.hear()
-    one.puller.step()
+    one.step()
     assert one.holds == {instance}, 'it is the other one to move'
     cloud.etcd.delete(mark)
     assert one.hear()
     one.puller._look_at = 0.0  # a minute later
-    one.puller.step()
+    one.step()
     assert (one.taken, one.waiting) == ({instance}, set())
 
 
@@ -152,7 +163,7 @@ def test_one_that_placement_refuses_ends_in_error_and_the_others_are_taken(cloud
     one = Compute(cloud, flavor)
     poison, good = one.put('p' * 300), one.put()
     one.hear()
-    one.puller.step()
+    one.step()
     assert (one.taken, one.waiting) == ({good}, {poison}), 'it may be that placement lost its provider'
     one.goes_on()
     assert one.waiting == set()
@@ -201,7 +212,7 @@ def test_a_flavor_that_placement_had_no_room_for_is_tried_again_later(
         return real(taker, *words)
 
     monkeypatch.setattr(Taker, 'take', take)
-    one.puller.step()
+    one.step()
     one.goes_on()
     assert one.waiting == {instance}, 'nothing has changed since'
     one.puller._refused = {query: (room, 0.0) for query, (room, _) in one.puller._refused.items()}  # a minute later

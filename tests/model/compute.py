@@ -6,6 +6,7 @@ All are the product's; what is pretended is its guests, its disk, and the thread
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, cast
 
@@ -18,16 +19,17 @@ from ecomp.agent.instance.pool import FakeImages, Inline
 from ecomp.agent.instance.republish import republish
 from ecomp.agent.instance.surroundings import ControlPlane, Host
 from ecomp.agent.planner import Planner
+from ecomp.agent.queue.offers import Offers
 from ecomp.agent.queue.pulling import Puller
 from ecomp.agent.queue.taking import Taker
 from ecomp.agent.starting import note_ends, reserve_again
-from ecomp.errors import Conflict, EcompError
+from ecomp.errors import EcompError
 from ecomp.model import keys
 from ecomp.model.digest import Digest
 from ecomp.model.guest import Address, GuestSpec
 from ecomp.model.network import DEFAULT_NETWORKS
-from ecomp.model.pull import Backlog, backlog_of
-from ecomp.store.presence import Presence
+from ecomp.store.lease import Lease
+from ecomp.store.presence import SECONDS, Presence
 from ecomp.virt.fake import FakeHypervisor
 from tests.model.acting import Call
 from tests.model.directory import Disk
@@ -82,6 +84,13 @@ class Guests(FakeHypervisor):
         self._world.call(Call('libvirt', (what, instance), writes=True), lambda: None)
 
 
+class Kept(Lease):
+    """The product's lease, renewed by whoever asks for it: there is no thread."""
+
+    def _begin(self) -> threading.Thread:
+        return threading.Thread()
+
+
 class Works(Inline):
     """Jobs are done by whoever asks, without the pipe that wakes a main thread."""
 
@@ -116,7 +125,8 @@ class Compute:
         state = cast('Path', self.disk.at('state'))
         self.store = ModelStore(self.etcd)
         value = {'hostname': 'h', 'token': 'token of ' + self.uuid, 'since': self.since}
-        self.presence = Presence(self.store, keys.compute(self.uuid), value, lambda _: None)
+        self.lease = Kept(self.store, SECONDS)
+        self.presence = Presence(self.store, keys.compute(self.uuid), value, self._is_somebody_else_s, self.lease)
         memory = Memory(state, self.uuid, lambda: self.now, cast('Path', self.disk.at('boot_id')))
         if republishes:
             republish(self.uuid, self.store, self.placement, memory, set(self.hypervisor.guests()), self.now)
@@ -131,10 +141,12 @@ class Compute:
         self.planner = Planner(self.uuid, self.instances, host, memory, Complaints())
         self.keeper = ClaimKeeper(self.uuid, self.store, self.placement)
         taker = Taker(control, lambda: self.presence.lease)
-        self.puller = Puller(control, taker, may_take=lambda: not self.is_dead, wait=self._waits)
+        self.offers = Offers()
+        self.puller = Puller(control, taker, self.offers, may_take=lambda: not self.is_dead)
         self.puller._rng = random.Random(self.uuid)
-        self.memory, self.taker, self._backlog = memory, taker, Backlog()
+        self.memory, self.taker = memory, taker
         self.presence._publish()
+        self.lease.join(self.presence)
         self.process = object()
 
     def restart(self) -> None:
@@ -144,13 +156,10 @@ class Compute:
 
     def look_after_presence(self) -> None:
         """What its thread does: the lease is kept; where the key is not as we put it, it is put again."""
-        try:
-            entry = self.presence._entry() if self.store.keep_alive(self.presence.lease) else None
-        except Conflict:
-            self.is_read_only = True
-            raise
-        if entry is None or entry.revision != self.presence._revision:
-            self.presence._publish()
+        self.lease.round()
+
+    def _is_somebody_else_s(self, _: str) -> None:
+        self.is_read_only = True
 
     def plan(self) -> int:
         """List, plan and carry out; how many tasks."""
@@ -178,18 +187,30 @@ class Compute:
 
     def hear_queues(self) -> bool:
         """What waits."""
-        self._backlog = backlog_of(self.store.snapshot(keys.QUEUES).entries, self._backlog)
-        return self.puller.on_backlog(self._backlog)
+        before = self.offers.backlog
+        self.offers.on_queues(self.store.snapshot(keys.QUEUES).entries)
+        backlog = self.offers.backlog
+        assert backlog is not None
+        return before is None or backlog.has_more or self.uuid in backlog.marks
+
+    def hear_computes(self) -> None:
+        """Who is alive."""
+        state = self.store.snapshot(keys.COMPUTES).entries
+        self.offers.on_computes(state)
+        self.presence.on_computes(state)
 
     @property
     def knows_of_waiting(self) -> bool:
         """Whether something waits, by what it heard last."""
-        return bool(self._backlog.places)
+        return self.offers.backlog is not None and bool(self.offers.backlog.places)
 
     def pull(self) -> None:
-        """Take what fits."""
+        """Take what fits and is to be taken by now; others are let go first for a moment."""
         try:
-            self.puller.step()
+            wake = self.puller.step()
+            while self.puller.is_about_to_take and not self.is_dead:
+                self.world.sleep(wake)
+                wake = self.puller.step()
         except EcompError:
             self.puller.failed()
             raise
@@ -222,7 +243,3 @@ class Compute:
     def remembered(self) -> Mapping[str, object]:
         """What its state directory says lives here."""
         return self.memory.all()
-
-    def _waits(self, seconds: float) -> bool:
-        self.world.sleep(seconds)
-        return self.is_dead

@@ -251,7 +251,7 @@ MUTATIONS = {
     ),
     'a copy of a compute is the same compute': Mutation(
         'ecomp.store.presence',
-        'if self._revision and holder != self._value:',
+        'if self._revision and {name: holder.get(name) for name in self._who} != self._who:',
         'if self._revision < 0:',
         ('cloned',),
     ),
@@ -263,8 +263,8 @@ MUTATIONS = {
         'ecomp.store.presence', 'if entry is None and self._revision:', 'if self._revision < 0:', ('full',)
     ),
     'a compute does not keep its presence': Mutation(
-        'ecomp.store.presence', 'put = Put(self._key, dump(self._value), lease)',
-        'put = Put(self._key, dump(self._value))', ('one_name',),
+        'ecomp.store.presence', 'put = Put(self._key, dump(value), lease)',
+        'put = Put(self._key, dump(value))', ('one_name',),
     ),
 }
 """By name: what is wrong then."""

@@ -15,11 +15,16 @@ from tests.kit.story import SMALL, addressed, notified, reached
 from tests.kit.tuned import patched
 
 ALWAYS = frozenset({
-    *('planner', 'build_N', 'task_N', 'minute', 'presence', 'follow /hosts/<compute>/', 'follow /audit/', 'audits'),
-    *('known etcd', 'Thread-N'),
+    *('turns', 'planner_N', 'build_N', 'task_N', 'minute_N', 'presence', 'audits_N', 'follow /hosts/<compute>/'),
+    *('follow /audit/', 'known etcd', 'Thread-N'),
 })
 """Those that every ecompute has that carries something out."""
 WITH_LIBVIRT = frozenset({'libvirt-events', 'libvirt-open', 'libvirt-reopen', 'to a worker', 'scrub'})
+
+
+STARTS = ('Thread', 'ThreadPoolExecutor')
+STARTERS = {'turns.py': ('Thread', 'Pool')}
+"""What starts threads, by the module's name where it is more."""
 
 
 def named() -> set[str]:
@@ -55,7 +60,7 @@ def test_pretended_computes_that_take_from_queues(cluster: Control) -> None:
     assert cluster.eschedule('flavor', 'set', 'small', SMALL).code == 0
     reached(cluster, cluster.eschedule('--queue', '--flavor', 'small').stdout.split()[-1], 'active')
     assert many.stop() == 0
-    assert met(many.trace) == {*ALWAYS, 'queues', 'start_N', 'end_N'}
+    assert met(many.trace) == {*ALWAYS, 'queues_N', 'start_N', 'end_N'}
     assert met(many.trace) <= named()
 
 
@@ -76,9 +81,13 @@ def test_every_thread_that_the_product_starts_is_in_the_map() -> None:
             if path.name == 'history.py':
                 continue  # what eschedule alone reads, for `events`
             for node in ast.walk(ast.parse(path.read_text())):
-                if isinstance(node, ast.Call) and ast.unparse(node.func).endswith(('Thread', 'ThreadPoolExecutor')):
+                if isinstance(node, ast.Call) and ast.unparse(node.func).endswith(STARTERS.get(path.name, STARTS)):
                     given = {each.arg: ast.unparse(each.value) for each in node.keywords}
                     name = given.get('name') or given.get('thread_name_prefix')
+                    if path.name == 'turns.py' and ast.unparse(node.func) == 'Pool':
+                        name = ast.unparse(node.args[0])
+                    elif path.name == 'turns.py' and name != "'turns'":
+                        continue  # one of a Pool, by whose name it is known
                     assert name, f'{path}:{node.lineno}: a thread without a name'
                     names.add(name.lstrip('f').strip("'").partition('{')[0])
     there = {re.sub('_N$', '', each) for each in named()}

@@ -1,11 +1,10 @@
-"""What is dirty, in work and put off, by a clock of the test's own."""
+"""What is in work and put off, by a clock of the test's own."""
 
 from __future__ import annotations
 
 import math
 import threading
 import time
-from collections.abc import Callable
 
 import pytest
 
@@ -30,62 +29,30 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return made
 
 
-def waiting(agenda: Agenda[str], until: float, after: str = '') -> Callable[[], bool]:
-    """Waits in a thread; what tells how that ended, once it has."""
-    found: list[bool] = []
-    thread = threading.Thread(target=lambda: found.append(agenda.wait(until, after)), daemon=True)
-    thread.start()
-
-    def ended() -> bool:
-        thread.join(20)
-        (minute,) = found
-        return minute
-
-    return ended
-
-
 # Dirty
 
 
-def test_a_nudge_before_the_wait_ends_it_and_counts_once(clock: Clock) -> None:
-    agenda = Agenda[str]()
+def test_a_nudge_is_told_to_whoever_looks(clock: Clock) -> None:
+    agenda, nudges = Agenda[str](), list[float]()
+    agenda.nudge('nobody looks yet')
+    agenda.on_nudge = lambda: nudges.append(clock.now)
     agenda.nudge('one')
-    agenda.nudge('two')
-    assert not agenda.wait(math.inf)
-    assert not agenda.wait(clock.now), 'and what is left is the time'
+    agenda.hurry('two')
+    assert nudges == [100.0] * 2
 
 
-def test_a_nudge_ends_a_wait() -> None:
-    agenda = Agenda[str]()
-    ended = waiting(agenda, time.monotonic() + 3600)
-    agenda.nudge('something happened')
-    assert not ended()
-
-
-def test_what_is_done_once_a_minute_is_asked_for_once(clock: Clock) -> None:
+def test_what_is_done_once_a_minute_is_asked_for_once() -> None:
     agenda = Agenda[str]()
     agenda.look_soon('a network was started')
     agenda.nudge('and something else')
-    assert agenda.wait(math.inf)
-    assert not agenda.wait(clock.now)
+    assert agenda.take_minute()
+    assert not agenda.take_minute()
 
 
-def test_what_failed_is_waited_for_however_often_there_is_a_nudge(clock: Clock) -> None:
-    agenda = Agenda[str]()
-    agenda.put_off('x')
-    agenda.nudge('too early')
-    ended = waiting(agenda, clock.now, after='x')
-    clock.now += FIRST_DELAY
-    agenda.nudge('by now')
-    assert not ended()
-
-
-def test_who_hurries_ends_that_wait() -> None:
+def test_who_hurries_waits_for_nothing_any_more() -> None:
     agenda = Agenda[str]()
     agenda.put_off('x', 3600)
-    ended = waiting(agenda, 0.0, after='x')
     agenda.hurry('stop')
-    assert not ended()
     assert agenda.when('x') == math.inf
 
 

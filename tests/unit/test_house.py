@@ -53,15 +53,18 @@ ARROWS: dict[str, set[str]] = {
     'ecomp.agent.complaints': {'ecomp.errors', 'ecomp.model'},
     'ecomp.agent.locks': {'ecomp.errors'},
     'ecomp.agent.parent': set(),
+    'ecomp.agent.turns': set(),
     'ecomp.agent.images': {*AGENT, 'ecomp.agent.locks', 'ecomp.agent.parent'},
-    'ecomp.agent.host': {*AGENT, 'ecomp.agent.locks', 'ecomp.agent.images'},
+    'ecomp.agent.host': {*AGENT, 'ecomp.agent.locks', 'ecomp.agent.turns', 'ecomp.agent.images'},
     'ecomp.agent.instance': {
         *(*AGENT, 'ecomp.agent.locks', 'ecomp.agent.parent', 'ecomp.agent.images', 'ecomp.agent.host'),
     },
-    'ecomp.agent.queue': {*AGENT, 'ecomp.agent.agenda', 'ecomp.agent.complaints', 'ecomp.agent.instance'},
+    'ecomp.agent.queue': {
+        *(*AGENT, 'ecomp.agent.agenda', 'ecomp.agent.complaints', 'ecomp.agent.instance', 'ecomp.agent.turns'),
+    },
     'ecomp.agent': {
         *(*AGENT, 'ecomp.agent.agenda', 'ecomp.agent.complaints', 'ecomp.agent.locks', 'ecomp.agent.images'),
-        *('ecomp.agent.host', 'ecomp.agent.instance', 'ecomp.agent.queue'),
+        *('ecomp.agent.turns', 'ecomp.agent.host', 'ecomp.agent.instance', 'ecomp.agent.queue'),
     },
     'ecomp.scheduler.looking': SCHEDULER,
     'ecomp.scheduler.changing': {*SCHEDULER, 'ecomp.scheduler.looking'},

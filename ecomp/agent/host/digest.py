@@ -6,15 +6,15 @@ Nothing is done while nobody asks. A compute that is read-only answers, too, unl
 from __future__ import annotations
 
 import logging
+import math
 import queue
-import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from ecomp.agent.host.metadata import GuestData
 from ecomp.agent.images.bases import bad, idle
 from ecomp.agent.locks import InstanceLocks
-from ecomp.conf import EtcdConfig
+from ecomp.agent.turns import Threads, Turn
 from ecomp.errors import EcompError
 from ecomp.model import keys
 from ecomp.model.digest import Digest, Leftover, clearance_from_json, failed, to_pages
@@ -59,19 +59,22 @@ def parts(state: Path) -> dict[str, str]:
 
 
 class Answerer:
-    """A thread that answers the audits that on_audits() is told of, from start() to stop().
+    """Answers the audits that on_audits() is told of, from start() to stop().
 
-    `may_remove` is asked of an instance before anything of it is removed, and of '' before a half-written file is.
+    `store` has a connection of its own, for an answer is long and must not hold up what the instances' threads write;
+    and no guard. `may_remove` is asked of an instance before anything of it is removed, and of '' before a half-written
+    file is.
     """
 
     def __init__(
         self,
         compute: str,
         token: str,
-        config: EtcdConfig,
+        store: Store,
         hypervisor: Hypervisor,
         state: Path,
         may_remove: Callable[[str], bool],
+        threads: Threads,
     ) -> None:
         self._compute = compute
         self._token = token
@@ -79,31 +82,32 @@ class Answerer:
         self._state = state
         self._may_remove = may_remove
         self._locks = InstanceLocks(state)
-        # A channel of its own: an answer is long, and must not hold up what the instances' threads write.
-        self._store = Store(config)
+        self._store = store
         self._seen: frozenset[str] = frozenset()
         self._lease, self._audit = 0, ''
-        self._asked: queue.SimpleQueue[Entry | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name='audits', daemon=True)
+        self._asked: queue.SimpleQueue[Entry] = queue.SimpleQueue()
+        self._turn = Turn(threads.turns, threads.audits, self._answer_all)
 
     def start(self) -> None:
         """Begin."""
-        self._thread.start()
+        self._turn.at()
 
     def stop(self) -> None:
         """End, when the answer in work is given."""
-        self._asked.put(None)
-        self._thread.join()
-        self._store.close()
+        self._turn.end()
+        self._turn.wait()
 
     def on_audits(self, state: Mapping[str, Entry]) -> None:
         """Take all audits that are asked for now: a follower's callback, in one thread."""
         new, self._seen = state.keys() - self._seen, frozenset(state)
         for key in sorted(new):
             self._asked.put(state[key])
+        if new:
+            self._turn.at()
 
-    def _run(self) -> None:
-        for entry in iter(self._asked.get, None):
+    def _answer_all(self) -> float:
+        while not self._asked.empty():
+            entry = self._asked.get()
             try:
                 audit, _, compute = entry.key.removeprefix(keys.AUDIT).partition('/')
                 if compute in ('', self._compute) and self._is_ours():
@@ -116,6 +120,7 @@ class Answerer:
                 log.debug('audit %s is not answered: %s', entry.key, error)
             except Exception:
                 log.exception('unexpected error while answering %s', entry.key)
+        return math.inf
 
     def _is_ours(self) -> bool:
         """False if another ecompute is this compute now: it is to answer."""

@@ -1,8 +1,9 @@
 """What one compute takes from the flavors' queues, without a thread of its own.
 
 It knows what the compute has left from placement, and looks again whenever that changes; it takes the oldest request
-that fits, after it let the others go first for a moment that grows with its own load. Where others are faster it takes
-one of the next few: else all computes that have room would race for every single request.
+that fits and that it may take by now (ecomp.model.circles), after it let the others that may go first for a moment that
+grows with its own load. Where others are faster it takes one of the next few: else all that have room would race for
+every single request.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ from functools import partial
 
 from ecomp.agent.agenda import Agenda
 from ecomp.agent.instance.surroundings import ControlPlane
+from ecomp.agent.queue.offers import Offers
 from ecomp.agent.queue.taking import Taker
-from ecomp.errors import NoCapacity, PlacementRefusal, Unreadable
+from ecomp.errors import NoCapacity, NotFound, PlacementRefusal, Unreadable
 from ecomp.model import keys
 from ecomp.model.explain import Provider
 from ecomp.model.group import Group
@@ -47,26 +49,25 @@ LEFT_ALONE = 5.0
 
 
 class Puller:
-    """What waits, what is left here, and what was tried. step() is one thread's; the on_… are any thread's.
+    """What waits, what is left here, and what was tried. step() is one thread's; on_hosts() is any thread's.
 
     What it is at nobody else is to be tried for a moment: that is put off in `agenda`. `may_take` is False while it is
-    to take nothing; `wait` waits so many seconds, and is True if it is to end.
+    to take nothing.
     """
 
     def __init__(
-        self, control: ControlPlane, taker: Taker, may_take: Callable[[], bool], wait: Callable[[float], bool]
+        self, control: ControlPlane, taker: Taker, offers: Offers, may_take: Callable[[], bool]
     ) -> None:
         self._compute = control.compute
         self._store = control.store
         self._placement = control.placement
         self._taker = taker
         self.agenda: Agenda[Place] = Agenda()
+        self._offers = offers
         self._may_take = may_take
-        self._wait = wait
         self._rng = random.Random()
         # Between those who follow etcd and step().
         self._lock = threading.Lock()
-        self._backlog: Backlog | None = None
         self._changed_here = True
         # What is asked of this compute, and what of that we have moved there ourselves.
         self._here: set[str] = set()
@@ -78,7 +79,9 @@ class Puller:
         self._takes: dict[str, bool] = {}
         self._room = Provider(self._compute)
         self._read, self._look_at = -math.inf, math.inf
-        self._among, self._computes = 1, 1
+        self._among = 1
+        # What it is about to take, and when.
+        self._next_take: tuple[Place, float] | None = None
         self._tidy = True
 
     def on_hosts(self, state: State) -> bool:
@@ -93,18 +96,14 @@ class Puller:
             self._changed_here = self._changed_here or bool(foreign)
         return bool(foreign)
 
-    def on_backlog(self, backlog: Backlog) -> bool:
-        """Take all that waits in the queues; True if that is worth a step.
-
-        What others take is nothing to think about anew: of a thousand computes each would, at every step.
-        """
-        with self._lock:
-            before, self._backlog = self._backlog, backlog
-        return before is None or backlog.has_more or self._compute in backlog.marks
+    @property
+    def is_about_to_take(self) -> bool:
+        """Whether it lets others go first at something, and step() said for how long."""
+        return self._next_take is not None
 
     def failed(self) -> None:
         """A step raised something: what was claimed before that may be held still."""
-        self._read, self._tidy = -math.inf, True
+        self._read, self._tidy, self._next_take = -math.inf, True, None
 
     def step(self) -> float:
         """Take until nothing fits any more; seconds until it is worth another look if nothing changes.
@@ -116,8 +115,7 @@ class Puller:
             passed_over = self.agenda.put_off_now(now)
             self._doubted = {name: when for name, when in self._doubted.items() if when > now}
             self._refused = {query: each for query, each in self._refused.items() if each[1] > now}
-            with self._lock:
-                backlog = self._backlog
+            backlog = self._offers.backlog
             if backlog is None:
                 return EVERY  # the first list is worth a step: before it nothing is known of what a dead attempt holds
             places = backlog.places.values()
@@ -134,27 +132,39 @@ class Puller:
                     self._taker.give_back(key, mark)
                 else:
                     self._take(place, mark, self._is_open)
-            if self._read == -math.inf:
-                self._look(backlog)  # before anything waits: then all would look at once
             if not places:
                 self._look_at = math.inf
                 return BEHIND if self.agenda.put_off_now(now) else EVERY
             if ours:
+                continue
+            if self._next_take is not None:
+                place, when = self._next_take
+                is_there = backlog.places.get(place.waiting.key) is place
+                if is_there and when > now:
+                    return when - now
+                self._next_take = None
+                if is_there:  # and nobody is at it
+                    self._among = widened(self._among, self._compete(place, backlog))
                 continue
             found = self._next(backlog)
             if found is not None:
                 allowed, theirs = self._group(found.waiting)
                 if not allowed:
                     self._leave(each for each in places if each.waiting.group == found.waiting.group)
-                elif self._let_others_go_first(found, theirs):
-                    self._among = widened(self._among, self._compete(found, backlog))
+                else:
+                    # The others go first for as long as our load says.
+                    wait = patience(self._room, theirs, self._offers.among(found), self._rng)
+                    self._next_take = found, time.monotonic() + wait
             else:
-                return max(min([self._look_at, *self.agenda.put_off_now(now).values()]) - now, 0.01)
+                again = min([self._look_at, *self.agenda.put_off_now(now).values()])
+                return min(max(again - now, 0.01), EVERY)
         return EVERY
 
     def _next(self, backlog: Backlog) -> Place | None:
         """What to take, by what this compute had left when it looked last."""
-        if self._changed_here:
+        if not any(self._offers.is_open(each, self._compute) for each in backlog.places.values()):
+            return None  # nothing is asked of placement for it
+        if self._changed_here or self._read == -math.inf:
             self._look(backlog)
         found = self._chosen(backlog)
         now = time.monotonic()
@@ -187,15 +197,21 @@ class Puller:
     def _chosen(self, backlog: Backlog) -> Place | None:
         self._takes = subscribed(backlog.flavors, self._room, self._takes)
         takes = self._takes | {query: False for query, (then, _) in self._refused.items() if then == self._room}
+        if not any(takes.values()):
+            return None
         passed_over = self.agenda.put_off_now(time.monotonic())
-        return next_of(backlog.places.values(), takes, passed_over, self._among, self._rng)
+        ours = (each for each in backlog.places.values() if self._offers.is_open(each, self._compute))
+        return next_of(ours, takes, passed_over, self._among, self._rng)
 
     def _look(self, backlog: Backlog) -> None:
         """Read what this compute has left, without what a dead attempt of ours holds for a request that waits."""
         with self._lock:
             self._changed_here = False
         if self._tidy:
-            held = allocations.of_provider(self._placement, self._compute)
+            try:
+                held = allocations.of_provider(self._placement, self._compute)
+            except NotFound:  # it is registered anew within the minute
+                held = {}
             # One that another is at is that one's to move; it may also give it back as it is.
             theirs = [marks for whose, marks in backlog.marks.items() if whose != self._compute]
             self._tidy = any(keys.last(key) in held for marks in theirs for key in marks)
@@ -208,7 +224,6 @@ class Puller:
         found = look(self._placement, self._compute, True, traits=True, aggregates=False) or Provider(self._compute)
         if found != self._room:
             self._room, self._takes = found, {}
-        self._computes = self._store.count(keys.COMPUTES)
         self._read = time.monotonic()
 
     def _group(self, waiting: QueueEntry) -> tuple[bool, Group | None]:
@@ -221,14 +236,6 @@ class Puller:
             log.debug('%s: %s', waiting.instance, error)
             return False, None
         return theirs is None or theirs.excludes(self._compute) is None, theirs
-
-    def _let_others_go_first(self, place: Place, theirs: Group | None) -> bool:
-        """Wait for as long as our load says; whether it is still there then, and nobody is at it."""
-        if self._wait(patience(self._room, theirs, self._computes, self._rng)):
-            return False
-        with self._lock:
-            backlog = self._backlog or Backlog()
-        return backlog.places.get(place.waiting.key) == place
 
     def _compete(self, place: Place, backlog: Backlog) -> bool:
         """Take what others may be after, too; where its flavor is gone all of that is left alone."""

@@ -1,0 +1,119 @@
+"""What waits in the queues, as the computes of a process see it, and which of them is to look at what, and when."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+from ecomp.model import circles
+from ecomp.model.circles import Takers, order, takers_of
+from ecomp.model.pull import Backlog, Place, backlog_of
+from ecomp.store.watch import State
+
+Nudge = Callable[[str], None]
+
+
+class _Offer(NamedTuple):
+    """A place that was heard of at `since` (monotonic), and in which order computes may take it."""
+
+    place: Place
+    since: float
+    order: Mapping[str, int]
+
+
+class Offers:
+    """The on_… are a follower's thread's; widen() is called when `later` was told, all else by any thread.
+
+    What is in the queues when they are first read is everybody's: others have been asked for it before.
+    """
+
+    def __init__(self, later: Callable[[float], None] = lambda _: None) -> None:
+        self._later = later
+        self._lock = threading.Lock()
+        self._nudges: dict[str, Nudge] = {}
+        self._takers: Takers | None = None
+        self._open: dict[str, _Offer] = {}
+        self.backlog: Backlog | None = None
+        """None before the queues were read."""
+
+    def add(self, compute: str, nudge: Nudge) -> None:
+        """A compute of this process takes part."""
+        with self._lock:
+            self._nudges = {**self._nudges, compute: nudge}
+
+    def remove(self, compute: str) -> None:
+        """It does not any more."""
+        with self._lock:
+            self._nudges = {each: nudge for each, nudge in self._nudges.items() if each != compute}
+
+    def on_computes(self, state: State) -> None:
+        """Take all computes that are alive."""
+        self._takers = takers_of(state, self._takers or Takers())
+
+    def on_queues(self, state: State) -> None:
+        """Take all that waits, and tell those that may take what is new."""
+        before = self.backlog
+        backlog = backlog_of(state, before or Backlog())
+        now, told = time.monotonic(), list[str]()
+        with self._lock:
+            nudges = self._nudges
+            for key in [key for key, each in self._open.items() if backlog.places.get(key) is not each.place]:
+                del self._open[key]
+            if before is None or self._takers is None:
+                told += nudges if backlog.places else ()
+            elif backlog.has_more:
+                for key, place in backlog.places.items():
+                    if before.places.get(key) is not place:
+                        told += self._offer(key, place, now)
+            self.backlog = backlog
+        known = before.marks if before is not None else {}
+        told += (each for each, marks in backlog.marks.items() if each in nudges and marks != known.get(each))
+        for compute in dict.fromkeys(told):
+            nudges[compute]('something waits')
+
+    def widen(self) -> float:
+        """Tell those that may take by now what nobody took; when (monotonic) this is worth while again."""
+        now, told, again = time.monotonic(), list[str](), math.inf
+        with self._lock:
+            nudges = self._nudges
+            for key, (_, since, numbers) in list(self._open.items()):
+                if circles.among(now - since, len(numbers)) >= len(numbers):
+                    del self._open[key]
+                    told += nudges  # also those that nobody sees alive
+                    continue
+                told += (each for each in nudges if since + circles.opens(numbers.get(each, len(numbers))) <= now)
+                again = min(again, now + circles.WIDER)
+        for compute in dict.fromkeys(told):
+            nudges[compute]('more may take what waits')
+        return again
+
+    def is_open(self, place: Place, compute: str) -> bool:
+        """Whether this compute may take it by now."""
+        offer = self._open.get(place.waiting.key)
+        if offer is None or offer.place is not place:
+            return True
+        number = offer.order.get(compute, len(offer.order))
+        return offer.since + circles.opens(number) <= time.monotonic()
+
+    def among(self, place: Place) -> int:
+        """How many computes may take it by now."""
+        takers, offer = self._takers, self._open.get(place.waiting.key)
+        if offer is not None:
+            return circles.among(time.monotonic() - offer.since, len(offer.order))
+        if takers is None:
+            return 1
+        resources = place.waiting.flavor.resources
+        full = sum(not takers.has_room(each, resources) for each in takers.left)
+        return max(len(takers.points) - full, 1)
+
+    def _offer(self, key: str, place: Place, now: float) -> list[str]:
+        assert self._takers is not None
+        numbers = order(place.waiting.instance, place.waiting.flavor.resources, self._takers)
+        if len(numbers) > circles.FIRST:
+            self._open[key] = _Offer(place, now, numbers)
+            self._later(now + circles.WIDER)
+            return [each for each in self._nudges if circles.opens(numbers.get(each, len(numbers))) == 0.0]
+        return list(self._nudges)
