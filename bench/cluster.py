@@ -27,10 +27,6 @@ from tests.kit.servers import TOP, Etcd, PlacementServer, Server, free_port, unt
 PROCESSES, THREADS = 2, 2
 """Placement's: one process a core, as docker.sh has it."""
 POSTGRES = ('postgres', 'initdb')
-SETTLED = 15.0
-"""Seconds in which those that take from queues look for the first time at what they have: no request's doing."""
-TOGETHER = 250
-"""Computes in one process that take from queues: more would want more of its one processor than there is."""
 
 
 class Postgres(Server):
@@ -156,15 +152,7 @@ class Cluster:
             self.schedule_yaml = write_config(self.directory / 'schedule.yaml', at, self.placement.url)
             config = write_config(self.directory / 'compute.yaml', at, self.placement.computes_url, **self._settings)
             plenty = f'VCPU:{self.vcpus},DISK_GB:{self.vcpus},MEMORY_MB:{self.vcpus * 128}'
-            together = TOGETHER if self._settings.get('queues') else self._count
-            shares = [min(together, self._count - begun) for begun in range(0, self._count, together)]
-            processes = [Computes(config, share, plenty) for share in shares]
-            for process in processes:
-                self._at_exit.callback(process.close)
-                process.launch()
-            for process in processes:
-                process.wait_ready()
-            time.sleep(SETTLED if self._settings.get('queues') else 0)
+            enter(Computes(config, self._count, plenty))
             self.computes = sorted(keys.last(key) for key in self.etcd.keys(keys.COMPUTES))
             follower = Follower(EtcdConfig((at,)), [(keys.HOSTS, self._on_state)])
             follower.start()

@@ -4,7 +4,7 @@
 volumes; here is the loop that uses them.
 
 The threads of an ecompute, by name: what each does, whose state that is and who else may touch it, and how it ends. All
-are the process's: of `--count` computes there are no more of them, only more of those with a number (`turns.Threads` says
+are the process's: of `--count` computes there are no more of them, only more of those with a number (turns.Threads says
 how many at most). What is one compute's, or one instance's, is done by one of them at a time.
 
     main                      starts, hears and buries the worker processes (Pool); others hand jobs in, under its lock.

@@ -17,12 +17,15 @@ from functools import partial
 from ecomp import __version__
 from ecomp.agent import hosts
 from ecomp.agent.complaints import Complaints
-from ecomp.agent.daemon import Daemon
+from ecomp.agent.daemon import EVERY, Daemon
 from ecomp.agent.host.claims import ClaimKeeper
 from ecomp.agent.host.digest import Answerer
+from ecomp.agent.host.generations import Generations
+from ecomp.agent.host.inventory import registered
 from ecomp.agent.host.memory import Memory, boot_id
 from ecomp.agent.host.nocloud import nocloud
 from ecomp.agent.host.provider import Registration
+from ecomp.agent.host.provider import check as check_traits
 from ecomp.agent.host.state import State
 from ecomp.agent.instance.instances import Instances, Shape
 from ecomp.agent.instance.republish import republish
@@ -48,6 +51,8 @@ from ecomp.store.watch import State as Entries
 log = logging.getLogger(__name__)
 
 FOLLOWING = 'following etcd'
+NAMED = 10
+"""Minutes between two looks at the key of its host's name."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +62,8 @@ class Environment:
     `fake`: its guests are pretended; `accept`: etcd is to be told what lives here; `familiar`: etcd is the one that was
     known. Where it is not, the compute is read-only from its beginning (rule 10). Over `spread` seconds the computes of
     a process begin to ask placement, for they all hear of their requests at once. They share the `threads`, the `lease`
-    on which they are alive, the `offers` of the queues, and `audits`, an etcd connection for answers.
+    on which they are alive, the `offers` of the queues, what is said of `generations`, and `audits`, an etcd connection
+    for answers. `checks_traits`: it sees whether placement knows the configured traits, which is not known yet.
     """
 
     fake: bool
@@ -69,7 +75,9 @@ class Environment:
     threads: Threads
     lease: Lease
     offers: Offers
+    generations: Generations
     audits: Store
+    checks_traits: bool
 
 
 class Compute:
@@ -93,6 +101,9 @@ class Compute:
         self._complaints = Complaints()
         self._closing = threading.Event()
         self._at_exit = at_exit
+        self._asked: Entries = {}
+        self._generation: int | None = None
+        self._named_until = 0.0
         self._hostname = socket.gethostname()
         who = {'version': __version__, 'hostname': self._hostname, 'since': now(), 'token': self._token}
         who |= {'boot': boot_id(), 'pid': str(os.getpid())}  # what two with the same token differ in
@@ -126,7 +137,8 @@ class Compute:
             state=config.state,
         )
         if familiar:
-            self._provider.check()
+            if self._environment.checks_traits:
+                check_traits(placement, config.traits)
             # Before placement hears of it, and not before nothing refuses it any more: the next start is this compute.
             self._state.keep()
         self._memory = memory = Memory(config.state, self.uuid, now)
@@ -150,7 +162,8 @@ class Compute:
         threads, offers = self._environment.threads, self._environment.offers
         self.daemon = Daemon(self.host, self._planner, far, threads, first)
         takes = config.queues and familiar
-        queues = partial(Queues, self._control, self._presence, self._complaints, offers, self._may_take, threads)
+        has = registered(self._inventory)
+        queues = partial(Queues, self._control, self._presence, self._complaints, offers, self._may_take, has, threads)
         self.queues = queues() if takes else None
         token, audits = hashed(self._token), self._environment.audits
         self.answerer = Answerer(self.uuid, token, audits, hypervisor, config.state, self._may_remove, threads)
@@ -193,6 +206,7 @@ class Compute:
 
     def on_requests(self, state: Entries) -> None:
         """Hand on all requests there are for this compute."""
+        self._asked = state
         self.daemon.on_state(state)
         if self.queues is not None:
             self.queues.on_hosts(state)
@@ -226,19 +240,26 @@ class Compute:
                 )
 
     def _look_at_claims(self) -> None:
-        self._claims.look(self.host.hypervisor.guests(), time.monotonic())
+        self._generation = None
+        self._generation = self._environment.generations.of(self.uuid)
+        asked = {keys.last(key) for key in self._asked}
+        self._claims.look(self.host.hypervisor.guests(), time.monotonic(), self._generation, asked)
 
     def _keep_registered(self) -> None:
-        self._provider.keep(lambda: not self._may_take())
+        # By the answer that the look at claims got.
+        self._provider.keep(lambda: not self._may_take(), self._generation)
 
     def _keep_hostname(self) -> None:
-        """See that this compute can be called by its host's name also while it is away."""
+        """See that this compute can be called by its host's name also while it is away; now and then, once it is so."""
+        if time.monotonic() < self._named_until:
+            return
         key = keys.hostname(self.uuid)
         there = self._store.get(key)
         if is_hostname(self._hostname) and (there is None or hostname_in(there.value) != self._hostname):
             condition = Unchanged(key, there.revision if there else 0)
             # Where somebody was faster, the next look says with what.
             self._store.commit([condition], [Put(key, to_json(self._hostname))])
+        self._named_until = time.monotonic() + NAMED * EVERY
 
     def _may_take(self) -> bool:
         return not (self._closing.is_set() or self.daemon.read_only)

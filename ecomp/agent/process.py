@@ -14,7 +14,9 @@ from typing import TypeVar
 from ecomp.agent import hosts
 from ecomp.agent.compute import Compute, Environment, now
 from ecomp.agent.daemon import EVERY
+from ecomp.agent.host.generations import Generations
 from ecomp.agent.host.known_etcd import KnownEtcd, is_familiar
+from ecomp.agent.host.provider import check as check_traits
 from ecomp.agent.host.state import State
 from ecomp.agent.queue.offers import Offers
 from ecomp.agent.turns import Threads, Turn
@@ -101,8 +103,11 @@ class Process:
         at_exit.callback(audits.close)
         self._environment = Environment(
             *(self._fake, self._accept, familiar, self._guard, placement, spread),
-            *(self._threads, lease, self._offers, audits),
+            *(self._threads, lease, self._offers, Generations(placement, self._count is not None), audits),
+            checks_traits=self._count is None,
         )
+        if self._count is not None and familiar:
+            check_traits(placement, config.traits)  # once for all of them
         if not self._fake:
             _warn_of_holes(config, self._store)
         if self._count is not None:

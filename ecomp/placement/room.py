@@ -6,6 +6,7 @@ https://docs.openstack.org/api-ref/placement/#resource-providers
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from ecomp.errors import NotFound
@@ -55,10 +56,21 @@ def sharing(placement: Placement) -> list[Provider]:
     return [each for each in found if each is not None]
 
 
-def look(placement: Placement, uuid: str, alone: bool, *, traits: bool, aggregates: bool) -> Provider | None:
-    """One provider, with its traits and aggregates if they matter; None if it is not there (any more)."""
+def look(
+    placement: Placement,
+    uuid: str,
+    alone: bool,
+    *,
+    traits: bool,
+    aggregates: bool,
+    used: Mapping[str, int] | None = None,
+) -> Provider | None:
+    """One provider, with its traits and aggregates if they matter; None if it is not there (any more).
+
+    `used` is how much of it is used, if that is known.
+    """
     try:
-        have = inventories(placement, uuid)
+        have = inventories(placement, uuid, used)
         there = names(placement, uuid, TRAITS) if traits else frozenset()
         near = names(placement, uuid, AGGREGATES) if aggregates else frozenset()
         return Provider(uuid, have, there, near, alone)

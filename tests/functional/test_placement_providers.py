@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
 from ecomp.errors import Conflict, UnknownOutcome
 from ecomp.model.inventory import Room
-from ecomp.placement import providers
+from ecomp.placement import claiming, providers, traits
 from ecomp.placement.client import Placement
 from tests.functional.placement_client import claim, connected, new
 from tests.kit.proxy import Proxy
 from tests.kit.servers import PlacementServer
+
+ROOM = {'MEMORY_MB': {'total': 512}, 'DISK_GB': {'total': 10}}
 
 
 @pytest.fixture
@@ -108,3 +110,29 @@ def test_a_lost_request_is_asked_again_and_if_lost_again_said(placement: Placeme
         proxy.lose_request(b'DELETE')
         assert providers.delete(client, provider)
     assert placement.inventory(provider) == {}
+
+
+def test_what_a_generation_counts(client: Placement, placement: PlacementServer) -> None:
+    """All that makes a look at a provider worth while; but no DELETE of a consumer, as 2019's eschedule had it."""
+    provider, other = (placement.make_provider(VCPU=4, MEMORY_MB=512, DISK_GB=10) for _ in range(2))
+    one, two, three = new(), new(), new()
+    counted: dict[str, bool] = {}
+
+    def does(what: str, do: Callable[[], object]) -> None:
+        before = providers.generation(client, provider)
+        do()
+        counted[what] = providers.generation(client, provider) != before
+        assert providers.generations(client)[provider] == providers.generation(client, provider)
+
+    does('claim', lambda: claim(client, one, provider))
+    does('another', lambda: claim(client, two, provider))
+    does('moved here', lambda: (claim(client, three, other), claim(client, three, provider, 1)))
+    does('inventory', lambda: providers.set_inventory(client, provider, {'VCPU': {'total': 8}} | ROOM))
+    does('traits', lambda: traits.change(client, provider, traits.TRAITS, lambda _: frozenset({'COMPUTE_NODE'})))
+    does('aggregates', lambda: traits.change(client, provider, traits.AGGREGATES, lambda _: frozenset({new()})))
+    does('nothing', lambda: providers.inventories(client, provider))
+    does('released', lambda: claiming.release(client, [one], lambda _: (), lambda *_: None))
+    does('deleted', lambda: placement.call('DELETE', f'/allocations/{two}'))
+    counts = {'claim', 'another', 'moved here', 'inventory', 'traits', 'aggregates', 'released'}
+    assert {what for what, is_counted in counted.items() if is_counted} >= counts
+    assert not counted['nothing']

@@ -124,7 +124,8 @@ class Compute:
         """A process begins, with what its host has and nothing else."""
         state = cast('Path', self.disk.at('state'))
         self.store = ModelStore(self.etcd)
-        value = {'hostname': 'h', 'token': 'token of ' + self.uuid, 'since': self.since}
+        who = {'hostname': 'h', 'token': 'token of ' + self.uuid, 'since': self.since}
+        value = {**who, 'queues': True}
         self.lease = Kept(self.store, SECONDS)
         self.presence = Presence(self.store, keys.compute(self.uuid), value, self._is_somebody_else_s, self.lease)
         memory = Memory(state, self.uuid, lambda: self.now, cast('Path', self.disk.at('boot_id')))

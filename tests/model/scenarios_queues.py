@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 from ecomp.model import keys
+from ecomp.model.circles import FIRST, WIDER, Takers, order, point
 from ecomp.model.group import Membership
-from ecomp.store.client import Delete
+from ecomp.store.client import Delete, Put
 from tests.model.acting import SHAKY, Bounds
-from tests.model.cloud import A, B, C, Cloud, U, V
+from tests.model.cloud import A, B, C, Cloud, U, V, name_uuid
+from tests.model.compute import Compute
 from tests.model.etcd import ModelStore
 from tests.model.explorer import Check, Scenario
 
@@ -177,6 +181,88 @@ def flavor_removed(cloud: Cloud) -> None:
     cloud.act('flavor unset, and set', remove, mortal=False)
 
 
+def _stale(
+    cloud: Cloud, instance: str, number: int, before: Sequence[str], after: Sequence[str] = ()
+) -> Callable[[], None]:
+    """So many that are dead, and seen alive: in the order of this request before some computes, and `after` others.
+
+    What ends the lease they are seen alive on.
+    """
+    found: list[str] = []
+    for each in map(name_uuid, range(1000, 9000)):
+        takers = Takers({name: point(name) for name in (each, *before, *after)})
+        place = order(instance, {}, takers)
+        if all(place[other] < place[each] for other in after) and all(place[each] < place[other] for other in before):
+            found.append(each)
+        if len(found) == number:
+            break
+    assert len(found) == number
+    lease = cloud.store.grant(60)
+    cloud.world.names |= {each: f'D{which}' for which, each in enumerate(found)}
+    cloud.store.commit([], [Put(keys.compute(each), '{"queues": true}', lease) for each in found])
+    for compute in cloud.computes.values():  # before anything waits: then they are asked in their order
+        compute.hear_computes()
+        compute.hear_queues()
+    return lambda: cloud.etcd.end(lease)
+
+
+def _asked(host: Compute, times: int = 3) -> Callable[[], None]:
+    """It hears what waits, and takes what it may by now, from circle to circle."""
+    return host.rounds(times, host.hear_computes, host.hear_queues, host.pull, lambda: host.world.sleep(WIDER))
+
+
+def chosen_are_dead(cloud: Cloud) -> Check:
+    """Those that are to take it first are all dead: the next one takes it a moment later."""
+    host = cloud.host(A)
+    end = _stale(cloud, U, FIRST, [A])
+    cloud.waiting(U)
+    cloud.act('A, taking', _asked(host), mortal=False)
+
+    def check() -> list[str]:
+        end()
+        wrong = keys.request(A, U) not in cloud.etcd.entries
+        return ['it was not taken although the second circle had come'] if wrong else []
+
+    return check
+
+
+def two_circles(cloud: Cloud) -> Check:
+    """A may take it at once and B a moment later, of which either may die or sleep for longer than its lease."""
+    hosts = {each: cloud.host(each) for each in (A, B)}
+    first, second = sorted(hosts, key=lambda each: order(U, {}, Takers({name: point(name) for name in hosts}))[each])
+    end = _stale(cloud, U, FIRST - 1, [second], [first])
+    cloud.computes_freeze = True
+    cloud.waiting(U)
+    for each, host in hosts.items():
+        cloud.works(each, 'taking', _asked(host))
+
+    def check() -> list[str]:
+        end()
+        return []
+
+    return check
+
+
+def chosen_gone_stale(cloud: Cloud) -> Check:
+    """One of the first dies for good in the middle of taking it; who sees it alive still takes it all the same."""
+    hosts = {each: cloud.host(each) for each in (A, B)}
+    first, second = sorted(hosts, key=lambda each: order(U, {}, Takers({name: point(name) for name in hosts}))[each])
+    end = _stale(cloud, U, FIRST - 1, [second], [first])
+    place = cloud.waiting(U)
+    taker = cloud.takes(first, place)
+    cloud.act('the other, taking', _asked(hosts[second], 2), mortal=False)
+
+    def check() -> list[str]:
+        end()
+        host = cloud.computes[first]
+        host.is_dead = taker.dead
+        if taker.dead:
+            cloud.etcd.end(host.presence.lease)
+        return []
+
+    return check
+
+
 SCENARIOS = [
     Scenario(two_takers, Bounds(2, 2, kills=1, requests=1, answers=1, expiries=1)),
     Scenario(taken_and_destroyed, SHAKY),
@@ -193,4 +279,7 @@ SCENARIOS = [
     Scenario(late_let_go, Bounds(2, 1, requests=1)),
     Scenario(three_takers, Bounds(1, 2, requests=2)),
     Scenario(flavor_removed, SHAKY),
+    Scenario(chosen_are_dead, Bounds(0, 2)),
+    Scenario(two_circles, Bounds(2, 1, kills=1, expiries=1)),
+    Scenario(chosen_gone_stale, Bounds(1, 1, kills=1)),
 ]

@@ -408,19 +408,17 @@ def test_those_whose_flavor_is_gone_hold_up_nobody_else(small: Control) -> None:
 
 
 def test_one_request_has_one_compute_ask_placement(small: Control) -> None:
-    """However many wait for work, and whatever they knew before: else a thousand would ask for each."""
+    """However many wait for work: else a thousand would ask for each."""
     with overheard(small) as (placement, asked):
-        believed = {'queue.pulling.BELIEVED': SHORTLY}
-        computes = [tuned(small, TOY, numbers=believed, placement=placement, queues=True) for _ in range(6)]
-        looks = {f'/resource_providers/{each.uuid}/usages' for each in computes}
-        until(lambda: looks <= set(asked), 20, 'each has looked once, before there was anything')
-        time.sleep(2 * SHORTLY)  # until none of them believes what it saw
+        computes = [tuned(small, TOY, placement=placement, queues=True) for _ in range(6)]
+        looks = {f'/resource_providers/{each.uuid}/traits' for each in computes}
+        until(lambda: looks <= set(asked), 20, 'each has seen that it is registered as it should be')
         asked.clear()
         instance = queue(small)
         addressed(small, instance)
         took = record(small, instance)
         assert took is not None
-        assert set(asked) & looks == {f'/resource_providers/{took["compute"]}/usages'}
+        assert set(asked) & looks == {f'/resource_providers/{took["compute"]}/traits'}
         settled(small, *computes)
 
 

@@ -9,6 +9,7 @@ import logging
 from collections.abc import Collection, Mapping
 from functools import partial
 
+from ecomp.agent.host.generations import Settled
 from ecomp.model import keys
 from ecomp.placement import allocations
 from ecomp.placement.claiming import release
@@ -47,10 +48,23 @@ class ClaimKeeper:
         self._store = store
         self._placement = placement
         self._seen: dict[str, float] = {}
+        self._settled = Settled()
+        self._held: Collection[str] = ()
 
-    def look(self, guests: Collection[str], now: float) -> None:
-        """Look once, and release what is due. Errors: Unreachable and its like; the next look does it then."""
-        held = allocations.of_provider(self._placement, self._compute)
+    def look(
+        self, guests: Collection[str], now: float, generation: int | None = None, asked: Collection[str] = ()
+    ) -> None:
+        """Look once, and release what is due. Errors: Unreachable and its like; the next look does it then.
+
+        `generation` is the provider's, read before (None: not known), and `asked` what is asked of this compute by what
+        it follows. Where nothing was claimed since a look, and somebody stands behind all of it, nothing else is asked.
+        """
+        if not orphans(self._held, asked, guests, ()) and self._settled.at(generation):
+            return
+        self._settled.note(None)
+        self._held = held = allocations.of_provider(self._placement, self._compute)
+        if not orphans(held, asked, guests, ()):
+            self._settled.note(generation)
         if not held:
             self._seen = {}
             return

@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 
 from ecomp.errors import UsageError
+from ecomp.model import inventory as model
 from ecomp.model.allocation import GIB, MIB
 
 Inventory = dict[str, dict[str, float]]
@@ -114,3 +115,11 @@ def _blocks(path: Path) -> int:
         return path.stat().st_blocks * 512
     except OSError:
         return 0  # destroyed this moment
+
+
+def registered(inventory: Inventory) -> dict[str, model.Inventory]:
+    """The inventory as it is reckoned with, of which nothing is used."""
+    return {
+        name: model.Inventory(int(each['total']), int(each.get('reserved', 0)), each.get('allocation_ratio', 1.0))
+        for name, each in inventory.items()
+    }

@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from ecomp.agent.host.generations import Settled
 from ecomp.agent.host.inventory import Inventory, closed
 from ecomp.errors import EcompError, UsageError
 from ecomp.failpoints import failpoint
@@ -50,30 +51,40 @@ class Registration:
         self._wanted = {TRAITS: frozenset([*self.configured, *self.found]), AGGREGATES: frozenset(self.aggregates)}
         self._path = self.state / 'provider.json'
         self._ours = _load(self._path, self.compute)
-
-    def check(self) -> None:
-        """Raise what register() would of a trait that placement does not know; nothing is changed."""
-        self._refuse(traits.unknown(self.placement, [*self.configured, status.DISABLED]))
+        self._settled = Settled()
 
     def register(self, is_closing: Callable[[], bool] = lambda: False) -> None:
         """See that the provider is there and is as it is to be, and open, unless an operator disabled it.
 
         The inventory comes last: as long as it is right, so is the rest. UsageError: placement does not know a trait.
         """
-        if providers.ensure(self.placement, self.compute):
+        is_right, made = providers.is_as(self.placement, self.compute, self.inventory), False
+        if is_right is None:
+            made = providers.ensure(self.placement, self.compute)
+        if made:
             log.info('made resource provider %s', self.compute)
         else:
             self._report()
         failpoint('registered')
-        self._describe(is_closing)
+        # One that was just made has no traits, and is at its first generation.
+        described = (bool(self.aggregates or self._wanted[TRAITS]) or not made) and self._describe(is_closing)
         failpoint('described')
-        if not is_closing():
-            providers.set_inventory(self.placement, self.compute, self.inventory)
+        if not is_right and not is_closing():
+            known = 0 if made and not described else None
+            providers.set_inventory(self.placement, self.compute, self.inventory, known)
 
-    def keep(self, is_closing: Callable[[], bool]) -> None:
-        """Register again if placement has it otherwise: its database may have been restored, or somebody was at it."""
+    def keep(self, is_closing: Callable[[], bool], generation: int | None = None) -> None:
+        """Register again if placement has it otherwise: its database may have been restored, or somebody was at it.
+
+        `generation` is the provider's, read before; None: not known. Where it is as when all was found right, nothing
+        else is asked.
+        """
+        if self._settled.at(generation):
+            return
         # Asked afterwards: what is found closed is closed by us, and then this says so by now.
-        if not self._is_as_it_should() and not is_closing():
+        if self._is_as_it_should():
+            self._settled.note(generation)
+        elif not is_closing():
             log.warning('placement does not know this compute as it is (restored from a copy?): registering again')
             self.register(is_closing)
 
@@ -104,8 +115,10 @@ class Registration:
         names = status.changed(there, self._wanted[kind], self._ours[kind])
         return status.opened(names) if kind == TRAITS else names
 
-    def _describe(self, is_closing: Callable[[], bool]) -> None:
+    def _describe(self, is_closing: Callable[[], bool]) -> bool:
+        """True if the provider was changed."""
         self._make_known()
+        changed = False
         for kind in (TRAITS, AGGREGATES):
             if kind == AGGREGATES and not self._wanted[kind] and not self._ours[kind]:
                 continue
@@ -117,9 +130,10 @@ class Registration:
                 self._remember(kind, self._ours[kind] | then)
                 return self._right(kind, there)
 
-            traits.change(self.placement, self.compute, kind, to)
+            changed = traits.change(self.placement, self.compute, kind, to) or changed
             if not is_closing():
                 self._remember(kind, self._ours[kind] & self._wanted[kind])
+        return changed
 
     def _make_known(self) -> None:
         """See that placement knows the traits. What was found out and is unknown to an older one is left out."""
@@ -127,12 +141,9 @@ class Registration:
             return
         missing = self._wanted[TRAITS] - traits.names(self.placement, self.compute, TRAITS)
         unknown = traits.make_known(self.placement, missing)
-        self._refuse(unknown)
+        _refuse(self.placement, unknown.intersection(self.configured))
         self._wanted[TRAITS] -= unknown
 
-    def _refuse(self, unknown: Names) -> None:
-        if names := ', '.join(sorted(unknown.intersection(self.configured))):
-            raise UsageError(f'traits: {names}: {self.placement.name} does not know it, its os-traits are older')
 
     def _remember(self, kind: str, ours: Names) -> None:
         if ours == self._ours[kind]:
@@ -145,6 +156,17 @@ class Registration:
             raise EcompError(f'{self._path}: {error.strerror}: traits and aggregates stay as they are') from error
         self._ours = new
         failpoint('described-here')
+
+
+def check(placement: Placement, configured: Collection[str]) -> None:
+    """Raise what register() would of a trait that placement does not know; nothing is changed."""
+    unknown = traits.unknown(placement, [*configured, status.DISABLED])
+    _refuse(placement, unknown.intersection(configured))
+
+
+def _refuse(placement: Placement, unknown: Names) -> None:
+    if names := ', '.join(sorted(unknown)):
+        raise UsageError(f'traits: {names}: {placement.name} does not know it, its os-traits are older')
 
 
 def _load(path: Path, compute: str) -> dict[str, Names]:

@@ -13,7 +13,7 @@ import math
 import random
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 
@@ -23,9 +23,11 @@ from ecomp.agent.queue.offers import Offers
 from ecomp.agent.queue.taking import Taker
 from ecomp.errors import NoCapacity, NotFound, PlacementRefusal, Unreadable
 from ecomp.model import keys
+from ecomp.model.allocation import summed
 from ecomp.model.explain import Provider
 from ecomp.model.group import Group
 from ecomp.model.instance import REASON_LIMIT
+from ecomp.model.inventory import Inventory
 from ecomp.model.pull import Backlog, Place, fits, next_of, patience, subscribed, widened
 from ecomp.model.queue import QueueEntry
 from ecomp.model.status import DISABLED
@@ -42,6 +44,8 @@ of many computes are spread, which all hear of a request at once."""
 BELIEVED = 10.0
 """Seconds for which something is taken by what placement said last of inventory and usages: a claim is held to those.
 Of traits it knows nothing: they are asked for whenever something is taken."""
+JUST_NOW = 1.0
+"""Seconds for which they are not asked for again after all was looked at, as before the first take of many."""
 BEHIND = 0.5
 """Seconds in which a race that we lost has to be seen in etcd."""
 LEFT_ALONE = 5.0
@@ -52,11 +56,17 @@ class Puller:
     """What waits, what is left here, and what was tried. step() is one thread's; on_hosts() is any thread's.
 
     What it is at nobody else is to be tried for a moment: that is put off in `agenda`. `may_take` is False while it is
-    to take nothing.
+    to take nothing. `registered` is what placement was told that this compute has: as long as nothing is asked of it,
+    all of that is believed to be free, and a claim says if it is not. None: it looks first.
     """
 
     def __init__(
-        self, control: ControlPlane, taker: Taker, offers: Offers, may_take: Callable[[], bool]
+        self,
+        control: ControlPlane,
+        taker: Taker,
+        offers: Offers,
+        may_take: Callable[[], bool],
+        registered: Mapping[str, Inventory] | None = None,
     ) -> None:
         self._compute = control.compute
         self._store = control.store
@@ -65,12 +75,13 @@ class Puller:
         self.agenda: Agenda[Place] = Agenda()
         self._offers = offers
         self._may_take = may_take
+        self._registered = registered
         self._rng = random.Random()
         # Between those who follow etcd and step().
         self._lock = threading.Lock()
         self._changed_here = True
         # What is asked of this compute, and what of that we have moved there ourselves.
-        self._here: set[str] = set()
+        self._here: set[str] | None = None
         self._moved: set[str] = set()
         # What placement said no to: of a flavor, with so much left here, and until when; of one request, until when.
         self._refused: dict[str, tuple[Provider, float]] = {}
@@ -78,7 +89,7 @@ class Puller:
         self._asked_for: dict[str, float] = {}
         self._takes: dict[str, bool] = {}
         self._room = Provider(self._compute)
-        self._read, self._look_at = -math.inf, math.inf
+        self._read, self._look_at, self._looked = -math.inf, math.inf, False
         self._among = 1
         # What it is about to take, and when.
         self._next_take: tuple[Place, float] | None = None
@@ -91,7 +102,7 @@ class Puller:
         """
         here = {keys.last(key) for key in state}
         with self._lock:
-            foreign = (here ^ self._here) - self._moved
+            foreign = (here ^ (self._here or set())) - self._moved
             self._here, self._moved = here, self._moved - here
             self._changed_here = self._changed_here or bool(foreign)
         return bool(foreign)
@@ -164,9 +175,17 @@ class Puller:
         """What to take, by what this compute had left when it looked last."""
         if not any(self._offers.is_open(each, self._compute) for each in backlog.places.values()):
             return None  # nothing is asked of placement for it
-        if self._changed_here or self._read == -math.inf:
+        if self._registered is not None and self._here == set():
+            # Of traits nothing is known, but these are asked for when something is taken.
+            self._room, self._takes, self._changed_here = Provider(self._compute, self._registered), {}, False
+            self._read = time.monotonic()
+        elif self._changed_here or self._read == -math.inf:
             self._look(backlog)
+        is_known, self._registered = self._registered is None, None
         found = self._chosen(backlog)
+        if found is None and not is_known:
+            self._look(backlog)
+            found = self._chosen(backlog)
         now = time.monotonic()
         if found is None and now >= self._look_at:
             self._look_at = math.inf
@@ -181,9 +200,10 @@ class Puller:
 
     def _still_fits(self, place: Place, backlog: Backlog) -> bool:
         """Whether what was chosen fits indeed: asked by the one that has its mark, or all would look."""
-        if time.monotonic() - self._read > BELIEVED:
+        age = time.monotonic() - self._read
+        if age > BELIEVED:
             self._look(backlog)
-        elif not self._is_open():
+        elif (age > JUST_NOW or not self._looked) and not self._is_open():
             return False
         return fits(place.waiting.flavor, self._room)
 
@@ -207,24 +227,29 @@ class Puller:
         """Read what this compute has left, without what a dead attempt of ours holds for a request that waits."""
         with self._lock:
             self._changed_here = False
+        try:
+            held = allocations.of_provider(self._placement, self._compute)
+        except NotFound:  # it is registered anew within the minute
+            held = {}
         if self._tidy:
-            try:
-                held = allocations.of_provider(self._placement, self._compute)
-            except NotFound:  # it is registered anew within the minute
-                held = {}
             # One that another is at is that one's to move; it may also give it back as it is.
             theirs = [marks for whose, marks in backlog.marks.items() if whose != self._compute]
             self._tidy = any(keys.last(key) in held for marks in theirs for key in marks)
             for each in backlog.places.values():
                 instance = each.waiting.instance
-                if instance in held and self._taker.let_go(instance):
+                if instance not in held:
+                    continue
+                if self._taker.let_go(instance):
                     log.info('released the claim of %s, which waits in its queue again', instance)
-                elif instance in held:
+                    held.pop(instance)
+                else:
                     self._tidy = True
-        found = look(self._placement, self._compute, True, traits=True, aggregates=False) or Provider(self._compute)
+        used = summed(held.values())
+        found = look(self._placement, self._compute, True, traits=True, aggregates=False, used=used)
+        found = found or Provider(self._compute)
         if found != self._room:
             self._room, self._takes = found, {}
-        self._read = time.monotonic()
+        self._read, self._looked = time.monotonic(), True
 
     def _group(self, waiting: QueueEntry) -> tuple[bool, Group | None]:
         """Whether its group allows it here, and the group as it is now."""

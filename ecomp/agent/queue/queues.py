@@ -9,7 +9,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from ecomp.agent.complaints import Complaints
 from ecomp.agent.instance.surroundings import ControlPlane
@@ -18,6 +18,7 @@ from ecomp.agent.queue.pulling import Puller
 from ecomp.agent.queue.taking import Taker
 from ecomp.agent.turns import Threads, Turn
 from ecomp.errors import EcompError
+from ecomp.model.inventory import Inventory
 from ecomp.store.presence import Presence
 from ecomp.store.watch import State
 
@@ -27,7 +28,7 @@ TAKING = 'taking from the queues'
 
 
 class Queues:
-    """Takes for one compute, from start() to stop(). `may_take` is False while it is to take nothing."""
+    """Takes for one compute, from start() to stop(). `may_take` and `registered`: see Puller."""
 
     def __init__(
         self,
@@ -36,6 +37,7 @@ class Queues:
         complaints: Complaints,
         offers: Offers,
         may_take: Callable[[], bool],
+        registered: Mapping[str, Inventory],
         threads: Threads,
     ) -> None:
         self._compute = control.compute
@@ -44,7 +46,7 @@ class Queues:
         self._may_take = may_take
         self._stopped = threading.Event()
         taker = Taker(control, lambda: presence.lease)
-        self._puller = Puller(control, taker, offers, self._may_go_on)
+        self._puller = Puller(control, taker, offers, self._may_go_on, registered)
         self._agenda = self._puller.agenda
         self._turn = Turn(threads.turns, threads.queues, self._look)
 
