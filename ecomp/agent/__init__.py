@@ -18,8 +18,8 @@ how many at most). What is one compute's, or one instance's, is done by one of t
     minute_N                  asks placement of claims (ClaimKeeper) and the provider (Registration), which nobody else
                               touches while the compute runs; one at a time. Not waited for at the end
     presence                  keeps /computes/<compute> of all computes on their lease (Lease). Joined
-    follow /hosts/<compute>/  follows requests, queues and who is alive, and tells: its calls set a flag or hand a state
-                              over, under a lock. Joined
+    follow /hosts/            follows requests (of one compute its own), queues and who is alive, and tells: its calls
+                              set a flag or hand a state over, under a lock. Joined
     follow /audit/            follows audits, and puts them into the queue of `audits_N`. Joined
     audits_N                  answers audits, by an etcd connection of their own (Answerer). Waited for
     known etcd                writes <state>/etcd.json (KnownEtcd): others leave a value there for it. Joined

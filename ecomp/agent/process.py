@@ -25,6 +25,7 @@ from ecomp.endpoints import in_clear
 from ecomp.errors import EcompError, UsageError
 from ecomp.model import keys
 from ecomp.model.cluster import KnownCluster, holes
+from ecomp.model.hosts import changed_hosts
 from ecomp.model.instance import SIZE_LIMIT
 from ecomp.placement.client import Placement
 from ecomp.store.client import Store
@@ -80,6 +81,7 @@ class Process:
         self._computes: list[Compute] = []
         self._followers: list[Follower] = []
         self._alive: Entries = {}
+        self._asked: Entries | None = None
         self._threads = Threads(count or 1, 2 * hosts.workers(config) + 2)
         self._widening = Turn(self._threads.turns, self._threads.plans, lambda: self._offers.widen())
         self._offers = Offers(self._widening.at)
@@ -127,7 +129,9 @@ class Process:
         """Have each compute begin, tell them what is asked of them, and work until end_soon(). For the main thread."""
         self._computes[0].host.runner.wake_on_signals()
         _each(Compute.start, self._computes)
-        requests: list[Subscription] = [(keys.request_prefix(each.uuid), each.on_requests) for each in self._computes]
+        requests: list[Subscription] = [(keys.HOSTS, self._on_hosts)]
+        if self._count is None:
+            requests = [(keys.request_prefix(each.uuid), each.on_requests) for each in self._computes]
         if self._config.queues:
             requests += [(keys.COMPUTES, self._on_computes), (keys.QUEUES, self._offers.on_queues)]
         elif self._count is None:
@@ -180,6 +184,14 @@ class Process:
             compute = Compute(config, state, store, self._environment, opened.pop_all())
         self._computes.append(compute)
         compute.register()
+
+    def _on_hosts(self, state: Entries) -> None:
+        """Tell each of many what is asked of it, if that changed: a list of its own for each would take a second."""
+        before, self._asked = self._asked, state
+        changed = changed_hosts(before or {}, state)
+        for each in self._computes:
+            if before is None or each.uuid in changed:
+                each.on_requests(changed.get(each.uuid, {}))
 
     def _on_computes(self, state: Entries) -> None:
         if self._config.queues:

@@ -27,18 +27,14 @@ PAUSE = 0.05
 
 
 def ensure(placement: Placement, provider: str) -> bool:
-    """See that the provider is there; True if it had to be made."""
+    """See that the provider, which mostly is not, is there; True if it had to be made."""
     try:
+        placement.write('POST', '/resource_providers', {'uuid': provider, 'name': provider})
+    except Conflict:
+        # It is there, by a lost answer of an earlier try, or it is somebody else's provider of that name: look.
         placement.get(f'/resource_providers/{provider}')
-    except NotFound:
-        try:
-            placement.write('POST', '/resource_providers', {'uuid': provider, 'name': provider})
-        except Conflict:
-            # A lost answer of an earlier try, or somebody else's provider of that name: look.
-            placement.get(f'/resource_providers/{provider}')
-            return False
-        return True
-    return False
+        return False
+    return True
 
 
 def generation(placement: Placement, provider: str) -> int:
@@ -63,23 +59,24 @@ def generations(placement: Placement) -> dict[str, int]:
 
 def set_inventory(
     placement: Placement, provider: str, inventory: Mapping[str, Mapping[str, float]], known: int | None = None
-) -> None:
+) -> int:
     """Set the whole inventory: {class: {'total', 'reserved', 'allocation_ratio'}}, whatever it was before.
 
-    `known` is the provider's generation, None: not known. Errors: GenerationConflict after several lost races, Conflict
-    if a class in use would vanish.
+    The provider's generation then; `known` is what it is before, None: not known. Errors: GenerationConflict after
+    several lost races, Conflict if a class in use would vanish.
     """
     path = f'/resource_providers/{provider}'
     for left in reversed(range(TRIES)):
         found, known = known if known is not None else generation(placement, provider), None
         body = {'resource_provider_generation': found, 'inventories': {k: dict(v) for k, v in inventory.items()}}
         try:
-            return placement.write('PUT', f'{path}/inventories', body)
+            placement.write('PUT', f'{path}/inventories', body)
+            return found + 1
         except GenerationConflict:
             if not left:
                 raise
             give_way()
-    return None
+    raise AssertionError('the last try returns or raises')
 
 
 def give_way() -> None:

@@ -7,9 +7,11 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from ecomp.agent.host.generations import BELIEVED, Generations
 from ecomp.agent.host.inventory import Inventory, with_ratios
 from ecomp.agent.host.provider import Registration
 from ecomp.errors import NotFound, PlacementRefusal, UsageError
@@ -96,6 +98,96 @@ def test_registering_again_what_is_as_it_should_be_writes_nothing(client: Placem
     assert generation() == before
     again.keep(open_)
     assert generation() == before
+
+
+def test_what_a_registration_asks(
+    client: Placement, compute: str, make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Calls, for a thousand start at once: of one that is new, of one that is as it should be, and of a closed one."""
+    calls: list[str] = []
+
+    def counted(name: str) -> None:
+        real = getattr(client, name)
+
+        def call(*words: Any) -> Any:
+            verb, path = words[:2] if name == 'write' else ('GET', words[0])
+            calls.append(f'{verb} {path.removeprefix(f"/resource_providers/{compute}")}')
+            return real(*words)
+
+        monkeypatch.setattr(client, name, call)
+
+    counted('get')
+    counted('write')
+    made = make()
+    made.register()
+    new, calls[:] = list(calls), []
+    made.keep(open_, Generations(client, several=False).of(compute))
+    assert calls == ['GET ']
+    assert made.new_at == providers.generation(client, compute)
+    calls.clear()
+    assert new == ['GET /inventories', 'POST /resource_providers', 'PUT /inventories']
+    again = make()
+    again.register()
+    same, calls[:] = list(calls), []
+    assert same == ['GET /inventories', 'GET /usages', 'GET /traits']
+    again.close()
+    closed, calls[:] = list(calls), []
+    assert closed == ['GET ', 'PUT /inventories', 'GET /traits', 'PUT /traits']
+    make().register()
+    changed = ['GET /inventories', 'GET /usages', 'GET /traits', 'PUT /traits', 'GET ', 'PUT /inventories']
+    assert calls == changed
+
+
+def test_an_unchanged_provider_is_one_question_a_few_times(
+    client: Placement, compute: str, make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make().register()
+    mine = make()
+    mine.register()  # nothing is written, and so nothing known of its generation
+    looks: list[str] = []
+    real = providers.is_as
+
+    def is_as(*words: Any) -> bool | None:
+        looks.append('looked')
+        return real(*words)
+
+    monkeypatch.setattr(providers, 'is_as', is_as)
+    at = Generations(client, several=False)
+    for _ in range(1 + BELIEVED):
+        mine.keep(open_, at.of(compute))
+    assert len(looks) == 1
+    mine.keep(open_, at.of(compute))
+    assert len(looks) == 2, 'a database that was restored may have counted up to it again'
+    by_hand(client, compute, FAST)
+    mine.keep(open_, at.of(compute))
+    assert len(looks) == 3
+    mine.keep(open_)
+    assert len(looks) == 4, 'where it is not known'
+    client.write('DELETE', f'/resource_providers/{compute}', None)
+    gone = at.of(compute)
+    assert gone is None
+    mine.keep(open_, gone)
+    assert at.of(compute) is not None
+
+
+def test_of_many_there_is_one_question_for_all(client: Placement, monkeypatch: pytest.MonkeyPatch) -> None:
+    there = [new() for _ in range(5)]
+    for each in there:
+        providers.ensure(client, each)
+    many, one = Generations(client, several=True), Generations(client, several=False)
+    asked: list[str] = []
+    real = client.get
+
+    def get(path: str) -> Any:
+        asked.append(path)
+        return real(path)
+
+    monkeypatch.setattr(client, 'get', get)
+    assert [many.of(each) for each in there] == [0] * 5
+    assert many.of(new()) is None
+    assert asked == ['/resource_providers']
+    assert [one.of(each) for each in there] == [0] * 5
+    assert one.of(new()) is None
 
 
 def test_ratios(client: Placement, compute: str, make: Make) -> None:

@@ -15,7 +15,7 @@ from tests.kit.story import SMALL, addressed, notified, reached
 from tests.kit.tuned import patched
 
 ALWAYS = frozenset({
-    *('turns', 'planner_N', 'build_N', 'task_N', 'minute_N', 'presence', 'audits_N', 'follow /hosts/<compute>/'),
+    *('turns', 'planner_N', 'build_N', 'task_N', 'minute_N', 'presence', 'audits_N', 'follow /hosts/'),
     *('follow /audit/', 'known etcd', 'Thread-N'),
 })
 """Those that every ecompute has that carries something out."""
@@ -34,7 +34,7 @@ def named() -> set[str]:
 
 def met(trace: Path) -> set[str]:
     """The names in a trace, as the map has them."""
-    names = (re.sub('[0-9a-f]{8}-[0-9a-f-]{27}', '<compute>', line) for line in trace.read_text().splitlines())
+    names = (re.sub('[0-9a-f]{8}-[0-9a-f-]{27}/', '', line) for line in trace.read_text().splitlines())
     return {re.sub(r'^Thread-\d+.*', 'Thread-N', re.sub(r'_\d+$', '_N', each)) for each in names}
 
 

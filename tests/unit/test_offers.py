@@ -129,3 +129,31 @@ def test_what_waits_already_is_everybody_s(monkeypatch: pytest.MonkeyPatch) -> N
     scene.hear()
     assert scene.told == ['c7']
     assert scene.open_to(key) == set(COMPUTES)
+
+
+def test_two_of_a_process_do_not_go_for_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    scene = Scene(monkeypatch, COMPUTES, COMPUTES)
+    key = scene.put()
+    place = scene.offers.backlog.places[key]  # type: ignore[union-attr]
+    few = scene.open_to(key)
+    assert scene.offers.begin(place)
+    assert not scene.offers.begin(place)
+    assert scene.open_to(key) == set()
+    scene.offers.end(place, taken=False)
+    assert scene.open_to(key) == few
+    scene.later(0.0)
+    assert set(scene.told) == few, 'it is left to the others, and they are told'
+    assert scene.offers.begin(place)
+    scene.offers.end(place, taken=True)
+    assert scene.open_to(key) == set(), 'also until etcd has told of it'
+
+
+def test_what_is_left_by_one_is_told_to_all_that_may(monkeypatch: pytest.MonkeyPatch) -> None:
+    scene = Scene(monkeypatch, COMPUTES, COMPUTES)
+    key = scene.put()
+    place = scene.offers.backlog.places[key]  # type: ignore[union-attr]
+    assert scene.later(3600.0) == math.inf
+    assert scene.offers.begin(place)
+    scene.offers.end(place, taken=False)
+    scene.later(0.0)
+    assert set(scene.told) == set(COMPUTES)

@@ -51,6 +51,10 @@ class ClaimKeeper:
         self._settled = Settled()
         self._held: Collection[str] = ()
 
+    def nothing_held(self, generation: int | None) -> None:
+        """Nothing is claimed on this compute at this generation of its provider; None: that is not known."""
+        self._settled.note(generation)
+
     def look(
         self, guests: Collection[str], now: float, generation: int | None = None, asked: Collection[str] = ()
     ) -> None:

@@ -52,15 +52,16 @@ class Registration:
         self._path = self.state / 'provider.json'
         self._ours = _load(self._path, self.compute)
         self._settled = Settled()
+        self.new_at: int | None = None
+        """The generation at which the provider was just made, when nothing was claimed of it; None: it was not."""
 
     def register(self, is_closing: Callable[[], bool] = lambda: False) -> None:
         """See that the provider is there and is as it is to be, and open, unless an operator disabled it.
 
         The inventory comes last: as long as it is right, so is the rest. UsageError: placement does not know a trait.
         """
-        is_right, made = providers.is_as(self.placement, self.compute, self.inventory), False
-        if is_right is None:
-            made = providers.ensure(self.placement, self.compute)
+        is_right = providers.is_as(self.placement, self.compute, self.inventory)
+        made = is_right is None and providers.ensure(self.placement, self.compute)
         if made:
             log.info('made resource provider %s', self.compute)
         else:
@@ -71,7 +72,9 @@ class Registration:
         failpoint('described')
         if not is_right and not is_closing():
             known = 0 if made and not described else None
-            providers.set_inventory(self.placement, self.compute, self.inventory, known)
+            generation = providers.set_inventory(self.placement, self.compute, self.inventory, known)
+            self._settled.note(generation)
+            self.new_at = generation if made else None
 
     def keep(self, is_closing: Callable[[], bool], generation: int | None = None) -> None:
         """Register again if placement has it otherwise: its database may have been restored, or somebody was at it.

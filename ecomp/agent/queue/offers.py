@@ -36,6 +36,9 @@ class Offers:
         self._nudges: dict[str, Nudge] = {}
         self._takers: Takers | None = None
         self._open: dict[str, _Offer] = {}
+        # What a compute here is trying to take; and what one tried in vain, so that others are told of it again.
+        self._tried: set[str] = set()
+        self._left: set[str] = set()
         self.backlog: Backlog | None = None
         """None before the queues were read."""
 
@@ -62,6 +65,7 @@ class Offers:
             nudges = self._nudges
             for key in [key for key, each in self._open.items() if backlog.places.get(key) is not each.place]:
                 del self._open[key]
+            self._tried = {key for key in self._tried if key in backlog.parsed}
             if before is None or self._takers is None:
                 told += nudges if backlog.places else ()
             elif backlog.has_more:
@@ -79,6 +83,9 @@ class Offers:
         now, told, again = time.monotonic(), list[str](), math.inf
         with self._lock:
             nudges = self._nudges
+            left, self._left = self._left, set()
+            if self.backlog is not None and any(key in self.backlog.places and key not in self._open for key in left):
+                told += nudges
             for key, (_, since, numbers) in list(self._open.items()):
                 if circles.among(now - since, len(numbers)) >= len(numbers):
                     del self._open[key]
@@ -91,12 +98,30 @@ class Offers:
         return again
 
     def is_open(self, place: Place, compute: str) -> bool:
-        """Whether this compute may take it by now."""
+        """Whether this compute may take it by now, and no other one of this process is at it."""
+        if place.waiting.key in self._tried:
+            return False
         offer = self._open.get(place.waiting.key)
         if offer is None or offer.place is not place:
             return True
         number = offer.order.get(compute, len(offer.order))
         return offer.since + circles.opens(number) <= time.monotonic()
+
+    def begin(self, place: Place) -> bool:
+        """Try to take it, until end(); False: another compute here is at it."""
+        with self._lock:
+            is_free = place.waiting.key not in self._tried
+            self._tried.add(place.waiting.key)
+        return is_free
+
+    def end(self, place: Place, taken: bool) -> None:
+        """It is `taken`, and gone as soon as etcd says so; or it is left to the others."""
+        if taken:
+            return
+        with self._lock:
+            self._tried.discard(place.waiting.key)
+            self._left.add(place.waiting.key)
+        self._later(0.0)
 
     def among(self, place: Place) -> int:
         """How many computes may take it by now."""

@@ -154,8 +154,13 @@ class Puller:
                 if is_there and when > now:
                     return when - now
                 self._next_take = None
-                if is_there:  # and nobody is at it
-                    self._among = widened(self._among, self._compete(place, backlog))
+                if is_there and self._offers.begin(place):  # and nobody else has marked it
+                    taken = False
+                    try:
+                        taken = self._compete(place, backlog)
+                    finally:
+                        self._offers.end(place, taken)
+                    self._among = widened(self._among, taken)
                 continue
             found = self._next(backlog)
             if found is not None:
