@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import argparse
 import json
+import os
+import signal
 import subprocess
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
+
+from result import QUICK, Result, arguments, asked, tell
 
 BLANK = b'\xfa\xf4\xeb\xfd'.ljust(510, b'\0') + b'\x55\xaa' + bytes(2**20 - 512)
 """A disk that boots nothing (cli; hlt; jmp): what is measured ends when QEMU runs."""
@@ -24,25 +30,48 @@ class Lab:
         """The file of an image that its web server has."""
         return self.directory / 'images' / name
 
-    def run(self, script: str, rounds: int, prepare: Callable[[], object]) -> None:
-        """Make the lab, prepare it, run `script --inside ROUNDS IMAGES_URL` on its host, and remove it."""
+    def add_blank(self) -> None:
+        """Give its web server blank.raw."""
+        self.image('blank.raw').write_bytes(BLANK)
+
+    def overcommit(self) -> None:
+        """Let its ecompute take far more guests than there are cores: they do nothing."""
+        with self.compute_yaml.open('a') as file:
+            file.write('allocation_ratios: {VCPU: 100}\n')
+        pid = json.loads((self.directory / 'lab.json').read_text())['processes']['hv1 ecompute']['pid']
+        os.kill(pid, signal.SIGINT)
+        while Path(f'/proc/{pid}').exists():
+            time.sleep(0.05)
+        self._elab('up', '--name', self._name, quiet=True)
+
+    def run(self, words: list[str], prepare: Callable[[], object]) -> int:
+        """Make the lab, prepare it, run Python with `words --inside IMAGES_URL` on its host, and remove it."""
         self._elab('up', '--name', self._name, '--hosts', '1', quiet=True)
         try:
             prepare()
             images = json.loads((self.directory / 'lab.json').read_text())['images']
-            again = [sys.executable, str(Path(script).resolve()), '--inside', str(rounds), images]
-            self._elab('exec', '--name', self._name, 'hv1', *again)
+            again = [sys.executable, *words, '--inside', images]
+            return self._elab('exec', '--name', self._name, 'hv1', *again)
         finally:
             self._elab('down', '--name', self._name, quiet=True)
 
-    def _elab(self, *words: str, quiet: bool = False) -> None:
+    def _elab(self, *words: str, quiet: bool = False) -> int:
         out = subprocess.DEVNULL if quiet else None
-        subprocess.run([sys.executable, '-m', 'ecomp.lab.elab', *words], check=True, stdout=out)
+        command = [sys.executable, '-m', 'ecomp.lab.elab', *words]
+        return subprocess.run(command, check=quiet, stdout=out).returncode
 
 
-def main(measure: Callable[[int, str], None], make: Callable[[int], None], rounds: int) -> None:
-    """The command line of such a script: [ROUNDS] makes the lab, --inside measures."""
-    if sys.argv[1:2] == ['--inside']:
-        measure(int(sys.argv[2]), sys.argv[3])
-    else:
-        make(int(sys.argv[1]) if len(sys.argv) > 1 else rounds)
+Measure = Callable[[int, str], Iterator[Result]]
+"""Gets the number of rounds and the URL of the images."""
+
+
+def main(lab: Lab, measure: Measure, prepare: Callable[[], object], rounds: int, quick: int = QUICK) -> None:
+    """The command line of such a script: it makes the lab, prepares it, and measures in there."""
+    script = sys.modules['__main__']
+    parser = arguments(script.__doc__, rounds, quick)
+    parser.add_argument('--inside', metavar='IMAGES_URL', help=argparse.SUPPRESS)
+    options = asked(parser)
+    if options.inside is None:
+        sys.exit(lab.run([str(Path(str(script.__file__)).resolve()), *sys.argv[1:]], prepare))
+    for each in measure(options.rounds, options.inside):
+        tell(each, options.json)
