@@ -39,6 +39,9 @@ class Hypervisor(Protocol):
     def guests(self) -> Mapping[str, Guest]:
         """{instance: Guest} of the domains and overlays with our mark."""
 
+    def runs(self, instance: str) -> bool:
+        """Whether a domain with our mark, of this instance, runs."""
+
     def without_base(self) -> Mapping[str, str]:
         """{instance: path} of the overlays whose base volume, at that path, is missing."""
 

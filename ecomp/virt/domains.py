@@ -69,6 +69,15 @@ class Domains:
                         )
         return found
 
+    def runs(self, instance: str) -> bool:
+        """Whether a domain of this instance, with our mark, runs. Not by guests(): that waits for all that start."""
+        use = self._connection.use(f'looking for domain {instance}')
+        with use as connection, Ignored(libvirt.VIR_ERR_NO_DOMAIN):
+            domain = connection.lookupByUUIDString(instance)
+            mark = _mark(domain)
+            return mark is not None and mark.instance == instance and bool(domain.isActive())
+        return False
+
     def users(self, disk: str) -> Set[str]:
         """The names of the domains, ours or not, that have this file for a disk, now or at their next start."""
         found = set()

@@ -54,6 +54,11 @@ class FakeHypervisor:
         with self._lock:
             return dict(self._guests)
 
+    def runs(self, instance: str) -> bool:
+        with self._lock:
+            guest = self._guests.get(instance)
+            return guest is not None and guest.running
+
     def without_base(self) -> Mapping[str, str]:
         return {}
 

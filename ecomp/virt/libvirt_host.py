@@ -59,6 +59,7 @@ class Libvirt:
         # What one part does by itself.
         self.shutdown, self.switch_off = self._domains.shutdown, self._domains.switch_off
         self.destroy, self.without_base = self._domains.destroy, self._volumes.without_base
+        self.runs = self._domains.runs
         self.reserve, self.reservations = self._reservations.reserve, self._reservations.ours
         self.seeds = self._seeds.present
 

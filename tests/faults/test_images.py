@@ -228,8 +228,8 @@ from tests.kit.images import LOOPBACK
 
 cache = ImageCache(Path(sys.argv[1]), inspect, None, CacheLimits(int(sys.argv[3]), 2**40), LOOPBACK)
 cache.sweep()
-with cache.held(sys.argv[2], lambda: None, lambda *_: None) as base:
-    print(base.path)
+with cache.held(sys.argv[2], lambda: None, lambda *_: None) as bases:
+    print(list(bases)[-1].path)
 """
 
 

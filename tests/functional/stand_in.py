@@ -40,7 +40,7 @@ class Images:
     @contextmanager
     def held(
         self, url: str, checkpoint: Callable[[], None], tell: Callable[[int, int | None], None]
-    ) -> Iterator[BaseImage]:
+    ) -> Iterator[Iterator[BaseImage | None]]:
         """Do as the URL says."""
         parts = urlsplit(url)
         instance = parse_qs(parts.query).get('instance', [parts.path.strip('/')])[0]
@@ -62,7 +62,7 @@ class Images:
             time.sleep(0.02)
         if word == 'stalls':
             raise BuildFailed('image', 'it was told to, later')
-        yield BaseImage('/base', 'qcow2', 0)
+        yield iter([BaseImage('/base', 'qcow2', 0)])
 
 
 class OneForAll:

@@ -305,7 +305,9 @@ def test_what_a_disk_lies_on_stays_and_so_does_what_a_build_has(web: Web, direct
         check=True,
     )
     web.image = contents['b']
-    with ours.held(web.url + 'good?b', lambda: None, lambda *_: None) as held:
+    with ours.held(web.url + 'good?b', lambda: None, lambda *_: None) as bases:
+        held = next(bases)
+        assert held is not None
         web.image = contents['c']
         before = kept(directory)
         with pytest.raises(BuildFailed) as caught:

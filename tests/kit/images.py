@@ -38,7 +38,9 @@ def get(
     tell: Callable[[int, int | None], None] = lambda *_: None,
 ) -> BaseImage:
     """The base volume of an image, let go at once."""
-    with cache.held(url, checkpoint, tell) as base:
+    with cache.held(url, checkpoint, tell) as bases:
+        base = list(bases)[-1]
+        assert base is not None
         return base
 
 

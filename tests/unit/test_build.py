@@ -41,19 +41,20 @@ class Recording(FakeHypervisor):
     def __init__(self, fails_at: str = '') -> None:
         super().__init__()
         self.fails_at = fails_at
+        self.bases: list[BaseImage | None] = [BASE]
         self.asked: list[str] = []
         self.spec: GuestSpec | None = None
 
     @contextmanager
     def held(
         self, url: str, checkpoint: Callable[[], None], tell: Callable[[int, int | None], None]
-    ) -> Iterator[BaseImage]:
+    ) -> Iterator[Iterator[BaseImage | None]]:
         """The image cache's part."""
         self._did('image')
         assert url == JOB.image
         checkpoint()
         tell(1, 2)
-        yield BASE
+        yield iter(self.bases)
         self.asked.append('let go')
 
     def create_disk(self, spec: GuestSpec) -> None:

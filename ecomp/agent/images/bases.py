@@ -92,11 +92,6 @@ class Bases:
             return None
         return found.st_ino, found.st_mtime_ns
 
-    def has(self, entry: Download) -> bool:
-        """Whether a base volume with this content and size is here, and was not found bad."""
-        sizes = [_status(self._path(entry.sha256, each))[1] for each in FORMATS]
-        return entry.size in sizes and not self._bad(entry.sha256).exists()
-
     def scrubbed(self, sha256: str) -> float:
         """When the base volume with this content was last read as a whole, in seconds since the epoch; 0: never."""
         with suppress(FileNotFoundError):

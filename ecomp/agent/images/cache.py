@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Iterator
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -61,79 +61,103 @@ class ImageCache:
         self._away: dict[str, float] = {}
 
     @contextmanager
-    def held(self, url: str, checkpoint: Checkpoint, tell: Tell) -> Iterator[BaseImage]:
-        """The base volume of the image at a URL, fetched if it is not there, and not evicted before the block ends.
+    def held(self, url: str, checkpoint: Checkpoint, tell: Tell) -> Iterator[Iterator[BaseImage | None]]:
+        """The base volumes to make a disk on of the image at a URL: each is there until the next is asked for.
 
-        `checkpoint` is called at least once a second until it is there; `tell` gets how far a download is.
+        The last is the URL's image. Before it may come the one that is cached, to be used while its server
+        is asked whether it is still that; if it is not, None comes: what was made on it is to be removed, for the new
+        one may need the room. `checkpoint` is called at least once a second while one is asked for or fetched;
+        `tell` gets how far a download is.
         """
         try:
             bare, pin = pinned(check_image(url))
         except ValueError as error:
             raise BuildFailed('image', str(error)) from error
-        try:
-            self.directory.mkdir(parents=True, exist_ok=True)
-            held = self._get(bare, pin, checkpoint, tell)
-        except OSError as error:
-            raise BuildFailed('image', f'{bare}: cannot be kept in {self.directory}: {error.strerror}') from error
-        try:
-            yield held.image
-        finally:
-            held.close()
+        with closing(self._found(bare, pin, checkpoint, tell)) as found:
+            yield found
 
     def sweep(self) -> None:
         """Remove what is left of downloads and evictions whose worker was killed."""
         self.directory.mkdir(parents=True, exist_ok=True)
         self._bases.sweep()
 
-    def _get(self, url: str, pin: str | None, checkpoint: Checkpoint, tell: Tell) -> BaseHold:
-        before = self._bases.asked(url)
-        if pin is not None and (held := self._bases.take(pin)):
-            return held
-        with self._bases.asking(url, checkpoint):
-            if pin is not None:
-                return self._bases.take(pin) or self._fetched(url, pin, checkpoint, tell)
-            entry = self._bases.entry(url)
-            if entry is not None and self._bases.has(entry):
-                # Whoever had to wait here for another one's download has not to ask once more.
-                newer = self._newer(url, entry, checkpoint, tell) if self._bases.asked(url) == before else None
-                # Not held while asking: a newer one may need its room.
-                if held := newer or self._bases.take(entry.sha256, entry.size):
-                    return held
-            return self._fetched(url, None, checkpoint, tell)
-
-    def _newer(self, url: str, entry: Download, checkpoint: Checkpoint, tell: Tell) -> BaseHold | None:
-        """The URL's image if it is another one than the entry's; None if it is the same, or its server is away."""
-        if time.monotonic() < self._away.get(url, 0.0):
-            return None
+    def _found(
+        self, url: str, pin: str | None, checkpoint: Checkpoint, tell: Tell
+    ) -> Generator[BaseImage | None, None, None]:
         try:
-            with self._transferred(url, None, entry.version, checkpoint, tell) as fetched:
-                if fetched is not None:
-                    return self._kept(url, fetched, checkpoint)
-        except Away as error:
-            self._away[url] = time.monotonic() + AWAY
-            log.warning('%s; its image is cached, and used as it was', error.reason)
-        else:
-            self._bases.still(url)
-        return None
+            self.directory.mkdir(parents=True, exist_ok=True)
+            if pin is not None:
+                held = self._bases.take(pin)
+                if held is None:
+                    with self._bases.asking(url, checkpoint):
+                        held = self._bases.take(pin) or self._fetched(url, pin, checkpoint, tell)
+            else:
+                before = self._bases.asked(url)
+                with self._bases.asking(url, checkpoint):
+                    entry = self._bases.entry(url)
+                    held = self._bases.take(entry.sha256, entry.size) if entry else None
+                    # Whoever had to wait here for another one's download has not to ask once more.
+                    asks = self._bases.asked(url) == before and time.monotonic() >= self._away.get(url, 0.0)
+                    if entry and held and asks:
+                        if (yield from self._asked(url, entry, held, checkpoint, tell)):
+                            return
+                        held = self._bases.take(entry.sha256, entry.size)  # the newer one could not be had
+                    held = held or self._fetched(url, None, checkpoint, tell)
+            with closing(held):
+                yield held.image
+        except OSError as error:
+            raise BuildFailed('image', f'{url}: cannot be kept in {self.directory}: {error.strerror}') from error
+
+    def _asked(
+        self, url: str, entry: Download, held: BaseHold, checkpoint: Checkpoint, tell: Tell
+    ) -> Generator[BaseImage | None, None, bool]:
+        """The cached image while its server is asked; if that has another one, None and that. True if one is it."""
+        with self._transfer(url, None, entry.version) as transfer:
+            with closing(held):
+                transfer.ask()
+                yield held.image
+                try:
+                    known = transfer.is_known(checkpoint)
+                except Away as error:
+                    self._is_away(url, error)
+                    return True
+                if known:
+                    self._bases.still(url)
+                    return True
+            # Not held any more: the newer one may need its room.
+            yield None
+            try:
+                newer = self._kept(url, transfer.run(checkpoint, tell), checkpoint)
+            except Away as error:
+                self._is_away(url, error)
+                return False
+            with closing(newer):
+                yield newer.image
+            return True
+
+    def _is_away(self, url: str, error: Away) -> None:
+        self._away[url] = time.monotonic() + AWAY
+        log.warning('%s; its image is cached, and used as it was', error.reason)
 
     def _fetched(self, url: str, pin: str | None, checkpoint: Checkpoint, tell: Tell) -> BaseHold:
-        with self._transferred(url, pin, None, checkpoint, tell) as fetched:
-            assert fetched is not None  # with nothing known, nothing can be the same
-            return self._kept(url, fetched, checkpoint)
+        with self._transfer(url, pin, None) as transfer:
+            transfer.ask()
+            return self._kept(url, transfer.run(checkpoint, tell), checkpoint)
 
     @contextmanager
-    def _transferred(
-        self, url: str, pin: str | None, known: Version | None, checkpoint: Checkpoint, tell: Tell
-    ) -> Iterator[Download | None]:
-        """What was downloaded, under its temporary name until the block ends; None if the image is the known one."""
+    def _transfer(self, url: str, pin: str | None, known: Version | None) -> Iterator[Transfer]:
+        """A Transfer to the URL's temporary name. It is given up, and that name removed, when the block ends."""
         part = self._bases.part(url)
         where = source(url, self.local, self.reach)
+        transfer = Transfer(url, where, known, pin, lambda: part.open('wb'), self._bases.reserve)
         try:
-            yield Transfer(url, where, known, pin, lambda: part.open('wb'), self._bases.reserve).run(checkpoint, tell)
+            yield transfer
         finally:
+            transfer.give_up()
             part.unlink(missing_ok=True)
 
-    def _kept(self, url: str, fetched: Download, checkpoint: Checkpoint) -> BaseHold:
+    def _kept(self, url: str, fetched: Download | None, checkpoint: Checkpoint) -> BaseHold:
+        assert fetched is not None  # with nothing known, or another one, nothing can be the same
         part = self._bases.part(url)
         image = self.inspect(part, checkpoint)
         if image.virtual_size > self.limits.disk:

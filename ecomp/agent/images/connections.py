@@ -19,6 +19,7 @@ from urllib.parse import SplitResult, urlsplit
 
 import requests
 from requests.adapters import HTTPAdapter
+from requests.utils import default_headers
 from urllib3.connection import HTTPConnection, HTTPSConnection
 from urllib3.exceptions import ConnectTimeoutError, NameResolutionError, NewConnectionError
 from urllib3.util.connection import create_connection
@@ -65,15 +66,12 @@ class Connections:
 
     def __init__(self, reach: Reach) -> None:
         self._reach = reach
-        self._session = _Session()
-        # Neither a proxy nor ~/.netrc of the environment: the one resolves names unchecked, the other is root's own.
-        # Only its certificate authorities are taken.
-        self._session.trust_env = False
-        self._session.verify = os.environ.get('REQUESTS_CA_BUNDLE') or os.environ.get('CURL_CA_BUNDLE') or True
-        if reach.proxy is not None:
-            self._session.proxies = {'http': reach.proxy, 'https': reach.proxy}
-        for scheme in ('http://', 'https://'):
-            self._session.mount(scheme, _Adapter(self))
+        # An adapter alone: a session merges the settings of all its requests into each, which is half of what asking
+        # costs, follows redirects, and would take a proxy and ~/.netrc from the environment: the one resolves names
+        # unchecked, the other is root's own. Only its certificate authorities are taken.
+        self._adapter = _Adapter(self)
+        self._verify = os.environ.get('REQUESTS_CA_BUNDLE') or os.environ.get('CURL_CA_BUNDLE') or True
+        self._proxies = {} if reach.proxy is None else {'http': reach.proxy, 'https': reach.proxy}
         self._lock = threading.Lock()
         self._stopped = False
         self._open: list[socket.socket] = []
@@ -83,7 +81,8 @@ class Connections:
         parts = urlsplit(url)
         if self._reach.proxy is not None:
             self._check_for_proxy(parts.hostname or '', _port(parts))
-        return self._session.get(url, stream=True, timeout=timeout, allow_redirects=False, headers=dict(headers))
+        request = requests.Request('GET', url, {**default_headers(), **headers}).prepare()
+        return self._adapter.send(request, stream=True, timeout=timeout, verify=self._verify, proxies=self._proxies)
 
     def stop(self) -> None:
         """End every wait for an answer, a byte or a handshake soon, and open nothing more; for another thread."""
@@ -96,7 +95,7 @@ class Connections:
     def close(self) -> None:
         """Close every connection."""
         self.stop()
-        self._session.close()
+        self._adapter.close()
         with self._lock:
             for each in self._open:
                 each.close()
@@ -178,11 +177,6 @@ class Connections:
 
 def _port(parts: SplitResult) -> int:
     return parts.port or (443 if parts.scheme == 'https' else 80)
-
-
-class _Session(requests.Session):
-    def get_redirect_target(self, resp: requests.Response) -> None:
-        """None, or requests would read the whole body of a redirect, however long, to know where to go next."""
 
 
 class _Http(HTTPConnection):

@@ -62,7 +62,10 @@ class Transfer:
     def __post_init__(self) -> None:
         self._given_up = False
         self._giving_up = threading.Lock()
+        self._has_answered = threading.Event()
+        self._may_download = threading.Event()
         self._ended = threading.Event()
+        self._began = 0.0
         self._result: Download | BaseException | None = None
         self._waits_for: tuple[str, float] | None = None
         self._downloads = False
@@ -70,37 +73,57 @@ class Transfer:
         self._done = 0
         self._total: int | None = None
 
+    def ask(self) -> None:
+        """Begin: the server is asked. is_known() and run() are to follow, and give_up() in any case."""
+        self._began = time.monotonic()
+        threading.Thread(target=self._run, name='download', daemon=True).start()
+
+    def is_known(self, checkpoint: Callable[[], None]) -> bool:
+        """Whether the image is the known one, once the server has said so; nothing is downloaded before run().
+
+        BuildFailed, OSError, what the checkpoint raises.
+        """
+        self._wait(self._has_answered, checkpoint, lambda *_: None)
+        if isinstance(self._result, BaseException):
+            raise self._result
+        return self._ended.is_set()
+
     def run(self, checkpoint: Callable[[], None], tell: Tell) -> Download | None:
         """What was downloaded; None if the image is the known one. BuildFailed, OSError, what the checkpoint raises."""
-        threading.Thread(target=self._run, name='download', daemon=True).start()
-        began = told_at = time.monotonic()
-        told = 0
-        pace = _Pace()
-        try:
-            while not self._ended.wait(TICK):
-                checkpoint()
-                now = time.monotonic()
-                if self.known is not None and not self._answered and now - began > PATIENCE:
-                    raise Away('image', f'{self.url}: the server gives no answer in time')
-                if (waits := self._waits_for) is not None and now - waits[1] > ANSWER:
-                    raise Away('image', f'{self.url}: no {waits[0]} after {ANSWER:g} s')
-                if self._downloads and pace.is_slow(now, self._done):
-                    slow = f'less than {RATE // 2**10} KiB/s for {SPELL:g} s'
-                    raise Away('image', f'{self.url}: {slow}, {self._done} bytes so far')
-                if now - began > DEADLINE:
-                    raise Away('image', f'{self.url}: not here after {DEADLINE:g} s, {self._done} bytes so far')
-                if now - told_at >= TOLD_EVERY and self._done != told:
-                    told, told_at = self._done, now
-                    tell(told, self._total)
-        finally:
-            with self._giving_up:
-                # Whatever the thread waits for, from here on it opens no file, and what it writes is nobody's.
-                self._given_up = True
-                if not self._ended.is_set():
-                    self.source.stop()
+        self._may_download.set()
+        self._wait(self._ended, checkpoint, tell)
         if isinstance(self._result, BaseException):
             raise self._result
         return self._result
+
+    def give_up(self) -> None:
+        """End it, if it has not ended."""
+        with self._giving_up:
+            # Whatever the thread waits for, from here on it opens no file, and what it writes is nobody's.
+            self._given_up = True
+            self._may_download.set()
+            if not self._ended.is_set():
+                self.source.stop()
+
+    def _wait(self, event: threading.Event, checkpoint: Callable[[], None], tell: Tell) -> None:
+        told_at = time.monotonic()
+        told = 0
+        pace = _Pace()
+        while not event.wait(TICK):
+            checkpoint()
+            now = time.monotonic()
+            if self.known is not None and not self._answered and now - self._began > PATIENCE:
+                raise Away('image', f'{self.url}: the server gives no answer in time')
+            if (waits := self._waits_for) is not None and now - waits[1] > ANSWER:
+                raise Away('image', f'{self.url}: no {waits[0]} after {ANSWER:g} s')
+            if self._downloads and pace.is_slow(now, self._done):
+                slow = f'less than {RATE // 2**10} KiB/s for {SPELL:g} s'
+                raise Away('image', f'{self.url}: {slow}, {self._done} bytes so far')
+            if now - self._began > DEADLINE:
+                raise Away('image', f'{self.url}: not here after {DEADLINE:g} s, {self._done} bytes so far')
+            if now - told_at >= TOLD_EVERY and self._done != told:
+                told, told_at = self._done, now
+                tell(told, self._total)
 
     def _run(self) -> None:
         try:
@@ -110,6 +133,7 @@ class Transfer:
         finally:
             self.source.close()
             self._ended.set()
+            self._has_answered.set()
 
     def _fetch(self) -> Download | None:
         with self._waiting('answer'):
@@ -117,6 +141,8 @@ class Transfer:
         self._answered = True
         if stream is None:
             return None
+        self._has_answered.set()
+        self._may_download.wait()
         with closing(stream), self._open() as file:
             expected = self.pin
             if expected is None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from ecomp.errors import Conflict
+from ecomp.errors import BuildFailed, Conflict
 from ecomp.failpoints import failpoint
 from ecomp.model.guest import BaseImage, GuestSpec
 from ecomp.model.record import Progress
@@ -23,10 +23,12 @@ class Images(Protocol):
 
     def held(
         self, url: str, checkpoint: Callable[[], None], tell: Callable[[int, int | None], None]
-    ) -> AbstractContextManager[BaseImage]:
-        """The base volume of an image URL, which stays there inside. BuildFailed('image', reason).
+    ) -> AbstractContextManager[Iterator[BaseImage | None]]:
+        """The base volumes to make a disk on of an image URL; each is there until the next is asked for.
 
-        `tell` gets the bytes that are here, and of how many if that is known, while it is fetched.
+        The last is the image. None: the one before is not, and what was made on it is to be removed before the next is
+        asked for. BuildFailed('image', reason). `tell` gets the bytes that are here, and of how many if that is known,
+        while it is fetched.
         """
 
 
@@ -131,21 +133,30 @@ def build(
     each stage reached and the progress to it, `checkpoint` raises Cancelled if the build is to stop.
     Errors: BuildFailed, Cancelled, Conflict, Unreachable.
     """
-    instance = job.spec.instance
-    there = hypervisor.guests().get(instance)
-    if there is not None and there.running:
+    instance, spec = job.spec.instance, job.spec
+    if hypervisor.runs(instance):
         report('started')
         return
     with ExitStack() as undo:
         checkpoint()
-        with images.held(job.image, checkpoint, lambda *bytes: report(Progress('image', *bytes))) as base:
-            failpoint('image-ready')
-            report('image')
-            spec = replace(job.spec, base=base)
+        failed: BuildFailed | None = None
+        with images.held(job.image, checkpoint, lambda *bytes: report(Progress('image', *bytes))) as bases:
             # The undo comes first: a step that fails halfway leaves something too, and removing nothing is fine.
             undo.callback(hypervisor.delete_disk, instance)
-            checkpoint()
-            hypervisor.create_disk(spec)
+            for base in bases:
+                checkpoint()
+                if base is None:
+                    hypervisor.delete_disk(instance)
+                    continue
+                failpoint('image-ready')
+                spec, failed = replace(job.spec, base=base), None
+                try:
+                    hypervisor.create_disk(spec)
+                except BuildFailed as error:
+                    failed = error  # what counts is what becomes of the last one
+        report('image')
+        if failed is not None:
+            raise failed
         failpoint('disk-created')
         if spec.seed is not None:
             checkpoint()

@@ -380,8 +380,8 @@ class FakeImages:
     @contextmanager
     def held(
         self, url: str, checkpoint: Callable[[], None], tell: Callable[[int, int | None], None]
-    ) -> Iterator[BaseImage]:
+    ) -> Iterator[Iterator[BaseImage | None]]:
         """A base image of no size."""
         del tell
         checkpoint()
-        yield BaseImage(url, 'qcow2', 0)
+        yield iter([BaseImage(url, 'qcow2', 0)])
