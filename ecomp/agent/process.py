@@ -18,6 +18,7 @@ from ecomp.agent.host.generations import Generations
 from ecomp.agent.host.known_etcd import KnownEtcd, is_familiar
 from ecomp.agent.host.provider import check as check_traits
 from ecomp.agent.host.state import State
+from ecomp.agent.instance.build import MOST_ENDS
 from ecomp.agent.queue.offers import Offers
 from ecomp.agent.turns import Threads, Turn
 from ecomp.conf import ComputeConfig
@@ -82,7 +83,7 @@ class Process:
         self._followers: list[Follower] = []
         self._alive: Entries = {}
         self._asked: Entries | None = None
-        self._threads = Threads(count or 1, 2 * hosts.workers(config) + 2)
+        self._threads = Threads(count or 1, 2 * hosts.workers(config) + (2 if fake else MOST_ENDS))
         self._widening = Turn(self._threads.turns, self._threads.plans, lambda: self._offers.widen())
         self._offers = Offers(self._widening.at)
 

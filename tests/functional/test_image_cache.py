@@ -8,6 +8,7 @@ import logging
 import os
 import shutil
 import subprocess
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -289,6 +290,42 @@ def overlay(directory: Path, name: str, below: str, format: str) -> None:
     """A disk that lies on a file beside it."""
     command = ['qemu-img', 'create', '-q', '-f', 'qcow2', '-F', format, '-b', str(directory / below)]
     subprocess.run([*command, str(directory / name), '4M'], check=True)
+
+
+def test_a_disk_is_made_while_the_server_is_asked_and_removed_if_it_has_another_one(web: Web, directory: Path) -> None:
+    ours = cache(directory, limit=3 * MIB - 1)
+    web.image = raw(MIB)
+    older = base(web.image)
+    get(ours, web.url + 'good')
+    for newer in (False, True):
+        if newer:
+            web.image = raw(2 * MIB, 1)
+        made, asked = list[str](), len(web.asked)
+        with ours.held(web.url + 'good', lambda: None, lambda *_: None) as bases:
+            for each in bases:
+                if each is None:
+                    (directory / 'x.qcow2').unlink()
+                    assert not list(directory.glob('*.part')), 'nothing is fetched before'
+                    made.append('')
+                else:
+                    overlay(directory, 'x.qcow2', Path(each.path).name, 'raw')
+                    made.append(Path(each.path).name)
+        assert made == ([older, '', base(web.image)] if newer else [older])
+        assert len(web.asked) == asked + 1 + newer, 'and for SHA256SUMS'
+    # The disk is gone that was in the way of its room.
+    assert kept(directory) == [base(web.image), 'x.qcow2']
+
+
+def test_who_stops_while_the_server_is_asked_leaves_it_to_nobody(web: Web, directory: Path) -> None:
+    ours = cache(directory)
+    web.image = raw(MIB)
+    get(ours, web.url + 'good')
+    web.image = raw(2 * MIB, 1)
+    with ours.held(web.url + 'good', lambda: None, lambda *_: None) as bases:
+        assert next(bases) is not None
+    until(lambda: not any(each.name == 'download' for each in threading.enumerate()), 20, 'its thread has ended')
+    assert not list(directory.glob('*.part'))
+    assert get(ours, web.url + 'good').virtual_size == 2 * MIB
 
 
 def test_what_a_disk_lies_on_stays_and_so_does_what_a_build_has(web: Web, directory: Path) -> None:

@@ -13,6 +13,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import replace
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
@@ -24,6 +25,7 @@ from ecomp.agent.images.cache import CacheLimits
 from ecomp.agent.instance.build import Build, Cancelled, Destroy
 from ecomp.agent.instance.pool import FakeImages, Inline, Job, News, Pool, WorkerDied
 from ecomp.agent.instance.worker import WorkerSettings
+from ecomp.agent.locks import InstanceLocks
 from ecomp.errors import BuildFailed, EcompError
 from ecomp.model.guest import BaseImage, GuestSpec
 from ecomp.model.record import Progress
@@ -502,6 +504,32 @@ def test_pretended_jobs_run_where_they_are_asked_for() -> None:
     inline.stop()
 
 
+def test_ends_go_side_by_side(pool: Tended) -> None:
+    """What holds up one end, as a QEMU that takes its time, holds up no other: nor do four."""
+    locks, held = InstanceLocks(pool.directory), [str(uuid.uuid4()) for _ in range(4)]
+    with ExitStack() as holding:
+        for each in held:
+            holding.enter_context(locks.held(each, lambda: None))
+        waiting = [pool.hand_in(Destroy(each, COMPUTE)) for each in held]
+        assert pool.result(pool.hand_in(Destroy(str(uuid.uuid4()), COMPUTE))) == []
+        assert not any(each.done() for each in waiting)
+    assert [pool.result(each) for each in waiting] == [[]] * 4
+
+
+def test_a_worker_killed_amid_several_ends_fails_them_all(pool: Tended) -> None:
+    locks, held = InstanceLocks(pool.directory), [str(uuid.uuid4()) for _ in range(3)]
+    with ExitStack() as holding:
+        for each in held:
+            holding.enter_context(locks.held(each, lambda: None))
+        waiting = [pool.hand_in(Destroy(each, COMPUTE)) for each in held]
+        pool.tend_until(lambda: sum(len(each.tickets) for each in pool.pool._workers) == 3, 'all are in work')
+        for worker in list(pool.pool._workers):
+            assert worker.process.pid is not None
+            os.kill(worker.process.pid, signal.SIGKILL)
+        assert [type(pool.error(each)) for each in waiting] == [WorkerDied] * 3
+    assert pool.result(pool.hand_in(Destroy(held[0], COMPUTE))) == []
+
+
 def test_a_frozen_worker_is_not_waited_for_however_large_its_job(pair: Tended) -> None:
     """A seed may be larger than what a pipe holds; whoever hands jobs in, or cancels one, is not held up either."""
     first, second, last = (pair.hand_in(job('good')) for _ in range(3))
@@ -515,7 +543,7 @@ def test_a_frozen_worker_is_not_waited_for_however_large_its_job(pair: Tended) -
     handed = [
         pair.hand_in(Build(replace(each.spec, seed={'user-data': os.urandom(2**21)}), each.image)) for each in large
     ]
-    pair.tend_until(lambda: all(each.ticket for each in pair.pool._workers if not each.ends_only), 'both have a job')
+    pair.tend_until(lambda: all(each.tickets for each in pair.pool._workers if not each.ends_only), 'both have a job')
     gone = str(uuid.uuid4())
     assert pair.result(pair.hand_in(Destroy(gone, COMPUTE))) == [], 'others work'
     pair.pool.cancel(large[0].instance)

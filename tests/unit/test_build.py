@@ -111,6 +111,46 @@ def test_it_is_made_in_order() -> None:
     assert hypervisor.spec.base == BASE
 
 
+def test_a_disk_on_what_is_not_the_image_any_more_is_made_anew_on_what_is() -> None:
+    hypervisor = Recording()
+    hypervisor.bases = [replace(BASE, path='/older.qcow2'), None, BASE]
+    assert made(hypervisor) == ALL
+    # The newer one may need the room of the older: nothing may lie on that by then.
+    assert hypervisor.asked == ['image', 'create_disk', 'delete_disk', 'create_disk', 'let go', 'start']
+    assert hypervisor.spec is not None
+    assert hypervisor.spec.base == BASE
+
+
+class Large(Recording):
+    """One on which disks of /large.qcow2 cannot be made."""
+
+    def create_disk(self, spec: GuestSpec) -> None:
+        """See Hypervisor."""
+        if spec.base.path == '/large.qcow2':
+            raise BuildFailed('disk', 'the image is larger than DISK_GB')
+        super().create_disk(spec)
+
+
+@pytest.mark.parametrize(
+    ('bases', 'fails'),
+    [
+        (['/large.qcow2', None, '/small.qcow2'], False),
+        (['/small.qcow2', None, '/large.qcow2'], True),
+        (['/large.qcow2'], True),
+    ],
+)
+def test_it_fails_for_what_the_image_is_and_not_for_what_it_was(bases: list[str | None], fails: bool) -> None:
+    hypervisor, told = Large(), list[News]()
+    hypervisor.bases = [each and replace(BASE, path=each) for each in bases]
+    if fails:
+        with pytest.raises(BuildFailed, match='larger'):
+            build(JOB, hypervisor, hypervisor, told.append, lambda: None)
+        assert guests(hypervisor) == {}
+    else:
+        build(JOB, hypervisor, hypervisor, told.append, lambda: None)
+    assert told == (ALL[:2] if fails else ALL), 'the image is there, whatever comes of the disk'
+
+
 def test_what_it_is_told_is_on_a_disk_before_it_starts() -> None:
     hypervisor = Recording()
     assert made(hypervisor, job=TOLD) == ALL

@@ -101,6 +101,11 @@ class Forget(Step):
             hypervisor.delete_disk(self.instance)
 
 
+ENDING = (Destroy, Shutdown, SwitchOff)
+"""Jobs that take something away: they are short, and do not wait for builds."""
+MOST_ENDS = 5
+"""Of them one worker does at once: libvirt serves no more calls of a connection, and looks every 200 ms for a QEMU's
+end."""
 Job = Build | Step
 News = str | Progress
 """What is told of a job: a stage is reached, or how far it is."""

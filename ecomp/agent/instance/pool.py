@@ -21,7 +21,7 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
 from typing import Any, Protocol
 
-from ecomp.agent.instance.build import Build, Cancelled, Destroy, Images, Job, News, Shutdown, SwitchOff, carry_out
+from ecomp.agent.instance.build import ENDING, MOST_ENDS, Build, Cancelled, Images, Job, News, carry_out
 from ecomp.agent.instance.waker import Waker
 from ecomp.agent.instance.worker import WorkerSettings, main
 from ecomp.errors import BuildFailed, EcompError
@@ -38,8 +38,6 @@ DOWNLOADS = 2.0
 """Seconds after which a build whose image is not there yet is one that downloads it."""
 MOST_LENT = 8
 """Workers beyond the pool's size, each in the place of one that downloads."""
-ENDING = (Destroy, Shutdown, SwitchOff)
-"""Jobs that take something away: they are short, and do not wait for builds."""
 Entry = Callable[[Connection, WorkerSettings], None]
 """What a worker process runs; it is imported anew there."""
 
@@ -110,11 +108,16 @@ class _Worker:
     started: float
     ends_only: bool
     to_send: queue.SimpleQueue[tuple[Any, ...] | None] = field(default_factory=queue.SimpleQueue)
-    ticket: _Ticket | None = None
+    tickets: dict[int, _Ticket] = field(default_factory=dict)
+
+    @property
+    def has_room(self) -> bool:
+        """Whether it may be given a job now."""
+        return len(self.tickets) < (MOST_ENDS if self.ends_only else 1)
 
     def downloads_at(self) -> float:
         """When its job is, or will be, one that downloads; never, if it has its image."""
-        return self.ticket.begun + DOWNLOADS if self.ticket and self.ticket.fetches else math.inf
+        return min((each.begun + DOWNLOADS for each in self.tickets.values() if each.fetches), default=math.inf)
 
     def send_all(self) -> None:
         """Send what is in `to_send`, until None: then the pipe is closed, which ends a worker after its job.
@@ -128,7 +131,8 @@ class _Worker:
 
 
 class Pool:
-    """`size` worker processes, and one more for ENDING alone: a slow download must not keep a guest from going.
+    """`size` worker processes, a job each, and one more for ENDING alone, MOST_ENDS at once: a slow download must not
+    keep a guest from going, nor one that takes its time to end the next.
 
     What does not fit waits in order, ENDING first. Builds of an image that a worker is fetching wait for it, and what
     becomes of it becomes of them: no other build waits for theirs. Where something else is to be built, another worker
@@ -164,10 +168,10 @@ class Pool:
                     self._waiting.remove(ticket)
                     ticket.told.put(('failed', Cancelled()))
             for worker in self._workers:
-                at_it = worker.ticket
-                if at_it and at_it.is_build_of(instance) and not at_it.cancelled:
-                    at_it.cancelled = True
-                    worker.to_send.put(('cancel', at_it.number))
+                for at_it in worker.tickets.values():
+                    if at_it.is_build_of(instance) and not at_it.cancelled:
+                        at_it.cancelled = True
+                        worker.to_send.put(('cancel', at_it.number))
 
     def tend(self, timeout: float) -> None:
         """See Runner: start what is missing, hand out jobs, hear results, notice deaths."""
@@ -205,7 +209,7 @@ class Pool:
         for process in [*self._dismissed, *(worker.process for worker in self._workers)]:
             process.join()
         with self._lock:
-            left = [*self._waiting, *(worker.ticket for worker in self._workers if worker.ticket)]
+            left = [*self._waiting, *(each for worker in self._workers for each in worker.tickets.values())]
             self._waiting.clear()
             self._workers.clear()
         for ticket in left:  # else the thread that waits for it would keep this process from ending
@@ -217,7 +221,7 @@ class Pool:
         with self._lock:
             times = [worker.downloads_at() for worker in self._workers]
             lent = min(len([each for each in times if each <= now]), MOST_LENT)
-            idle = [each for each in self._workers if each.ticket is None and not each.ends_only]
+            idle = [each for each in self._workers if not each.tickets and not each.ends_only]
             for worker in idle[: max(0, len(self._workers) - self._size - lent)]:
                 self._workers.remove(worker)
                 worker.to_send.put(None)
@@ -227,7 +231,7 @@ class Pool:
         return self._size + (lent if waits else 0), min((t for t in times if t > now), default=math.inf)
 
     def _fetched(self) -> set[str | None]:
-        return {each.ticket.fetches for each in self._workers if each.ticket} - {None}
+        return {each.fetches for worker in self._workers for each in worker.tickets.values()} - {None}
 
     def _starts(self) -> bool:
         """Start one; False, and a line, where the machine has no process or descriptor left for it: soon again."""
@@ -271,10 +275,9 @@ class Pool:
     def _hand_out(self) -> None:
         with self._lock:
             for worker in self._workers:
-                ticket = self._next(worker) if worker.ticket is None else None
-                if ticket is not None:
+                while worker.has_room and (ticket := self._next(worker)) is not None:
                     self._waiting.remove(ticket)
-                    worker.ticket = ticket
+                    worker.tickets[ticket.number] = ticket
                     ticket.fetches = ticket.image
                     worker.to_send.put(('job', ticket.number, ticket.job))
 
@@ -289,8 +292,8 @@ class Pool:
         try:
             while worker.pipe.poll():
                 kind, number, *more = worker.pipe.recv()
-                ticket, what = worker.ticket, more[0] if more else None
-                if ticket is None or ticket.number != number:
+                ticket, what = worker.tickets.get(number), more[0] if more else None
+                if ticket is None:
                     continue
                 with self._lock:
                     self._share(ticket, kind, what)
@@ -299,7 +302,7 @@ class Pool:
                     elif kind == 'waits' or isinstance(what, str):
                         ticket.fetches = None
                     elif kind != 'news':
-                        worker.ticket = None
+                        del worker.tickets[number]
                 if kind not in ('begun', 'waits'):
                     ticket.told.put((kind, what))
         except (EOFError, ConnectionError):
@@ -320,7 +323,8 @@ class Pool:
         worker.process.join()
         with self._lock:
             self._workers.remove(worker)
-            ticket, worker.ticket = worker.ticket, None
+            left = list(worker.tickets.values())
+            worker.tickets.clear()
         code = worker.process.exitcode
         worker.to_send.put(None)
         log.error('worker %s ended with %s; a new one takes its place', worker.process.pid, code)
@@ -330,7 +334,7 @@ class Pool:
         else:
             self._backoff.reset()
             self._start_at = 0.0
-        if ticket is not None:
+        for ticket in left:
             ticket.told.put(('failed', WorkerDied(f'its worker process ended in the middle of it ({code})')))
 
 

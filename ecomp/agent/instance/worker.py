@@ -11,7 +11,10 @@ from __future__ import annotations
 
 import logging
 import signal
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -20,7 +23,7 @@ from ecomp import log as logs
 from ecomp.agent.images import inspection
 from ecomp.agent.images.cache import CacheLimits, ImageCache
 from ecomp.agent.images.connections import Reach
-from ecomp.agent.instance.build import Cancelled, Images, Job, carry_out
+from ecomp.agent.instance.build import ENDING, MOST_ENDS, Cancelled, Images, Job, carry_out
 from ecomp.agent.locks import InstanceLocks
 from ecomp.agent.parent import die_with
 from ecomp.errors import EcompError
@@ -64,43 +67,63 @@ def prepare(settings: WorkerSettings) -> None:
 
 
 def work(pipe: Connection, hypervisor: Hypervisor, images: Images, locks: InstanceLocks) -> None:
-    """Carry jobs out until the pipe ends."""
-    while True:
+    """Carry jobs out until the pipe ends: those of ENDING side by side, each other one alone."""
+    desk = Desk(pipe, hypervisor, images, locks)
+    with ThreadPoolExecutor(MOST_ENDS, thread_name_prefix='ending') as threads:
+        while True:
+            try:
+                message = pipe.recv()
+            except EOFError:
+                break
+            if message[0] == 'job':
+                _, number, job = message
+                if isinstance(job, ENDING):
+                    threads.submit(desk.answer, number, job)
+                else:
+                    desk.answer(number, job)
+    hypervisor.close()
+
+
+class Desk:
+    """Where the jobs of a worker are carried out. Several threads may be at it with jobs of ENDING."""
+
+    def __init__(self, pipe: Connection, hypervisor: Hypervisor, images: Images, locks: InstanceLocks) -> None:
+        self._pipe = pipe
+        self._hypervisor = hypervisor
+        self._images = images
+        self._locks = locks
+        self._sending = threading.Lock()
+
+    def answer(self, number: int, job: Job) -> None:
+        """Carry it out, and tell how it went."""
+        waited = False
+
+        def checkpoint() -> None:
+            # What ends is not cancelled, and may not take from the pipe what is for others.
+            while not isinstance(job, ENDING) and self._pipe.poll():
+                message = self._pipe.recv()
+                if message == ('cancel', number):
+                    raise Cancelled
+
+        def wait() -> None:
+            nonlocal waited
+            if not waited:
+                waited = True
+                self._tell('waits', number)
+            checkpoint()
+
         try:
-            message = pipe.recv()
-        except EOFError:
-            hypervisor.close()
-            return
-        if message[0] == 'job':
-            _, number, job = message
-            pipe.send(_answer(pipe, number, job, hypervisor, images, locks))
+            self._tell('begun', number)
+            with self._locks.held(job.instance, wait):
+                carry_out(job, self._hypervisor, self._images, partial(self._tell, 'news', number), checkpoint)
+        except (EcompError, Cancelled) as error:
+            self._tell('failed', number, error)
+        except Exception as error:  # a defect of ours: this job fails, the worker goes on
+            log.exception('unexpected error in a job of instance %s', job.instance)
+            self._tell('failed', number, EcompError(f'{type(error).__name__}: {error}'))
+        else:
+            self._tell('done', number)
 
-
-def _answer(
-    pipe: Connection, number: int, job: Job, hypervisor: Hypervisor, images: Images, locks: InstanceLocks
-) -> tuple[Any, ...]:
-    waited = False
-
-    def checkpoint() -> None:
-        while pipe.poll():
-            message = pipe.recv()
-            if message == ('cancel', number):
-                raise Cancelled
-
-    def wait() -> None:
-        nonlocal waited
-        if not waited:
-            waited = True
-            pipe.send(('waits', number))
-        checkpoint()
-
-    try:
-        pipe.send(('begun', number))
-        with locks.held(job.instance, wait):
-            carry_out(job, hypervisor, images, lambda news: pipe.send(('news', number, news)), checkpoint)
-    except (EcompError, Cancelled) as error:
-        return ('failed', number, error)
-    except Exception as error:  # a defect of ours: this job fails, the worker goes on
-        log.exception('unexpected error in a job of instance %s', job.instance)
-        return ('failed', number, EcompError(f'{type(error).__name__}: {error}'))
-    return ('done', number)
+    def _tell(self, *message: Any) -> None:
+        with self._sending:
+            self._pipe.send(message)
