@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple, Protocol
 
-from ecomp.model import keys
+from ecomp.model import hints, keys
 from ecomp.model.json_object import dump, load_object
 from ecomp.model.text import printable, renamed
 
@@ -35,13 +35,14 @@ class StoredValue(Protocol):
 class Living(NamedTuple):
     """What a living compute says of itself; None: it does not say it, as ecomp 1.0 does not say the last two.
 
-    `kind` is what its guests are: kvm, qemu or fake. `queues`: it takes requests out of queues.
+    `kind` is what its guests are: kvm, qemu or fake. `queues`: it takes requests out of queues. `room` is a hint.
     """
 
     hostname: str | None = None
     version: str | None = None
     kind: str | None = None
     queues: bool | None = None
+    room: hints.Hint | None = None
 
 
 @dataclass(frozen=True)
@@ -160,7 +161,8 @@ def living_in(value: bytes) -> Living:
     said = _object(value)
     version, kind = (_short(said.get(name)) for name in ('version', 'kind'))
     queues = said.get('queues')
-    return Living(_hostname(said), version, kind, queues if isinstance(queues, bool) else None)
+    taking = queues if isinstance(queues, bool) else None
+    return Living(_hostname(said), version, kind, taking, hints.read(said.get('room')))
 
 
 def _object(value: bytes) -> dict[str, Any]:

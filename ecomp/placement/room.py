@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ecomp.errors import NotFound
 from ecomp.model.explain import Provider
+from ecomp.model.inventory import Inventory
 from ecomp.model.query import Amount, Constraint, Has, words
+from ecomp.placement.allocations import rooms
 from ecomp.placement.answers import WRONG, text
 from ecomp.placement.client import Placement
 from ecomp.placement.providers import inventories, matching
@@ -36,6 +38,19 @@ def everyone(placement: Placement) -> dict[str, ProviderListing]:
         found = [tuple(text(each[part]) for part in ('uuid', 'name', 'root_provider_uuid')) for each in said]
         trees = Counter(root for _, _, root in found)
         return {uuid: ProviderListing(uuid, name, trees[root] == 1) for uuid, name, root in found}
+    except WRONG as error:
+        raise placement.foreign() from error
+
+
+def with_free(placement: Placement, name: str) -> dict[str, Provider]:
+    """Every provider that has any of a class free, and what else is in its tree: one call, however many there are.
+
+    Of each class an inventory has what can be given and what is given, and no limits of one amount; `aggregates` and
+    `alone` are not known.
+    """
+    data = placement.get(f'/allocation_candidates?resources={name}:1')
+    try:
+        return {text(uuid): _summed_up(uuid, each) for uuid, each in data['provider_summaries'].items()}
     except WRONG as error:
         raise placement.foreign() from error
 
@@ -76,3 +91,8 @@ def look(
         return Provider(uuid, have, there, near, alone)
     except NotFound:
         return None
+
+
+def _summed_up(uuid: str, summary: Mapping[str, Any]) -> Provider:
+    have = {name: Inventory(each.capacity, used=each.used) for name, each in rooms(summary['resources']).items()}
+    return Provider(uuid, have, frozenset(map(text, summary['traits'])))

@@ -42,8 +42,13 @@ class World:
         inventories = {name: {'total': size or 4, 'reserved': 0 if size else 4} for name, size in totals.items()}
         put(self.placement, f'/resource_providers/{compute}/inventories', inventories=inventories)
         if alive:
-            self.etcd.put(keys.compute(compute), json.dumps({'hostname': host, 'token': 'x'}), self.etcd.grant())
+            self.says(compute, host)
         return compute
+
+    def says(self, compute: str, host: str | None, **room: list[int]) -> None:
+        """What a living compute puts, with the room that it says it has."""
+        more = {'room': room} if room else {}
+        self.etcd.put(keys.compute(compute), json.dumps({'hostname': host, 'token': 'x', **more}), self.etcd.grant())
 
     def uses(self, compute: str, **amounts: int) -> None:
         """Somebody holds so much there."""
@@ -257,3 +262,63 @@ def test_the_others_of_a_set_are_called_so_and_no_members_of_its_group(world: Wo
     assert why(AFFINITY)[1] == "hv2: the set's first takes hv1 (group web, strict affinity)"
     assert why(ANTI_AFFINITY, other=first)[0] == 'hv1: group web has a member there (strict anti-affinity)'
     assert why(AFFINITY, other=second)[0] == 'hv1: group web is on hv2 (strict affinity)'
+
+
+@pytest.mark.parametrize('number', [1, 3, 60])
+def test_the_calls_that_a_refusal_takes_do_not_grow_with_the_computes(world: World, number: int) -> None:
+    for each in range(number):
+        world.uses(world.compute(f'hv{each:02}', VCPU=2), VCPU=2)
+    world.placement.calls.clear()
+    said = world.why(GUEST)
+    assert said[-2:] == ['the nearest miss is hv00', 'no change of the query alone fits: free 1 VCPU on hv00']
+    assert [each for each in said if 'VCPU short' in each] == [
+        f'hv{each:02}: VCPU short by 1 (free 0 of 2)' for each in range(min(number, 10))
+    ]
+    assert world.placement.calls == [
+        'GET /resource_providers', 'GET /allocation_candidates?resources=MEMORY_MB:1',
+    ]  # fmt: skip
+
+
+def test_what_is_full_of_everything_is_as_large_as_it_says(world: World) -> None:
+    computes = [world.compute(f'hv{number}', MEMORY_MB=512) for number in range(1, 5)]
+    for number, compute in enumerate(computes, 1):
+        world.uses(compute, VCPU=4, MEMORY_MB=512, DISK_GB=25)
+        world.says(compute, f'hv{number}', VCPU=[4, 25], MEMORY_MB=[512, 0], DISK_GB=[25, 0])
+    world.has(computes[1], 'COMPUTE_STATUS_DISABLED')
+    # Of this one nothing is said, and of this one it is not true that no more is given than there is.
+    world.says(computes[2], 'hv3')
+    world.says(computes[3], 'hv4', VCPU=[4, -25], MEMORY_MB=[512, 0], DISK_GB=[25, 0])
+    world.placement.calls.clear()
+    full = 'VCPU short by 1 (free 0 of 4); MEMORY_MB short by 256 (free 0 of 512); DISK_GB short by 1 (free 0 of 25)'
+    said = world.why(GUEST)
+    assert len(world.placement.calls) == 5, world.placement.calls
+    assert said == [
+        f'hv1: {full}',
+        f'hv2: is disabled (eschedule host enable hv2); {full}',
+        '2 more are not shown: no nearer, or not alive',
+        'the nearest miss is hv1',
+        'no change of the query alone fits: free 1 VCPU and 256 MEMORY_MB and 1 DISK_GB on hv1',
+    ]
+
+
+def test_a_change_that_fits_is_asked_about_on_one_compute(world: World) -> None:
+    for each in range(60):
+        world.compute(f'hv{each:02}', VCPU=2)
+    world.placement.calls.clear()
+    assert world.why(GUEST.replace('VCPU:1', 'VCPU:3'))[-1] == 'the smallest change that fits: ask for VCPU:2 (on hv00)'
+    assert [each.partition('?')[0] for each in world.placement.calls] == [
+        'GET /resource_providers', 'GET /allocation_candidates', 'GET /allocation_candidates',
+    ]  # fmt: skip
+    assert 'in_tree=' in world.placement.calls[-1]
+
+
+def test_a_limit_that_somebody_set_is_said(world: World) -> None:
+    for number in (1, 2):
+        compute = world.compute(f'hv{number}')
+        inventories = {name: {'total': 64} for name in ('VCPU', 'DISK_GB')} | {'MEMORY_MB': {'total': 512}}
+        inventories['VCPU']['max_unit'] = 2
+        put(world.placement, f'/resource_providers/{compute}/inventories', inventories=inventories)
+    world.placement.calls.clear()
+    said = world.why(GUEST.replace('VCPU:1', 'VCPU:3'))
+    assert said[:2] == [f'hv{number}: VCPU:3 is more than one may have (max_unit 2)' for number in (1, 2)]
+    assert len(world.placement.calls) == 5

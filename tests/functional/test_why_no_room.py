@@ -11,10 +11,12 @@ import pytest
 
 from ecomp.errors import PlacementRefusal
 from ecomp.model.allocation import Allocations
+from ecomp.model.computes import Living
 from ecomp.model.explain import Cure, Provider, changed, miss, smallest, unexplained
-from ecomp.model.query import Amount, enabled_only, parse, words
+from ecomp.model.query import Amount, Unexplained, enabled_only, parse, words
 from ecomp.placement import room
 from ecomp.placement.allocations import candidates
+from ecomp.scheduler.placing.facts import CALLS, Facts
 from tests.kit.in_process import InProcess, empty, put
 
 CLASSES = ('VCPU', 'MEMORY_MB', 'DISK_GB', 'VGPU')
@@ -27,7 +29,8 @@ AGGREGATES = tuple(str(uuid.UUID(int=number)) for number in range(4))
 def test_what_is_said_is_what_placement_does(in_process: InProcess) -> None:
     seen = ask(in_process, range(6), 10)
     # None of the cases is one that never came up.
-    assert all(seen[each] > 1 for each in ('refused', 'fits', 'changed', 'freed', 'beyond')), seen
+    assert all(seen[each] > 1 for each in ('refused', 'fits', 'changed', 'freed', 'beyond', 'found')), seen
+    assert seen['found'] > 5 * seen['not found'], seen
 
 
 @pytest.mark.slow
@@ -63,6 +66,7 @@ def cluster_and_requests(placement: InProcess, rng: random.Random, count: int) -
             continue  # it contradicts itself
         seen['requests'] += 1
         seen += judged(placement, query, providers, sharing, named)
+        seen += in_few_calls(placement, query, providers, sharing)
     holds_by_itself(placement, make_query(rng, providers), providers, sharing)
     empty(placement)
     return seen
@@ -101,6 +105,34 @@ def judged(
         named = candidates(placement, words(now)).candidates
         assert any(best.provider in each for each in named), (query, provider, best)
     return seen
+
+
+def in_few_calls(
+    placement: InProcess, query: str, providers: list[Provider], sharing: list[Provider]
+) -> Counter[str]:
+    """What a few calls tell of the providers is what each of them says by itself."""
+    asked, before = parse(enabled_only(query)), len(placement.calls)
+    exact = {each.uuid: each for each in providers}
+    try:
+        facts = Facts(placement, asked)
+        found = facts.find(exact, dict.fromkeys(exact, Living()), {})
+    except Unexplained:
+        return Counter({'too much': 1})
+    assert len(placement.calls) - before <= CALLS, placement.calls[before:]
+    for each in found.values():
+        own = exact[each.uuid]
+        assert {name: (have.capacity, have.used) for name, have in each.inventories.items()} == {
+            name: (have.capacity, have.used) for name, have in own.inventories.items()
+        }
+        assert set(each.traits) == set(own.traits)
+        assert (unexplained(asked, each, facts.sharing) is None) == (unexplained(asked, own, sharing) is None)
+        if unexplained(asked, own, sharing) is None:
+            says, said = miss(asked, each), miss(asked, own)
+            assert says.fits == said.fits
+            # But for a limit of one amount, beside something else that it lacks.
+            missed, lacking = ({failure.constraint for failure in each.failures} for each in (says, said))
+            assert missed <= lacking
+    return Counter({'found': len(found), 'not found': len(exact) - len(found), 'plain': 1})
 
 
 def holds_by_itself(placement: InProcess, query: str, providers: list[Provider], sharing: list[Provider]) -> None:

@@ -22,12 +22,15 @@ class InProcess(Placement):
     def __init__(self, application: Any) -> None:
         super().__init__('http://in-process')
         self._application = application
+        self.calls: list[str] = []
+        """What was asked and written, in order: method and path."""
 
     def _send(self, method: str, path: str, body: dict[str, Any] | None, *_: object) -> requests.Response:
         import webob
 
         # As requests would write it.
         path = requests.Request(method, self.endpoint + path).prepare().path_url
+        self.calls.append(f'{method} {path}')
         request = webob.Request.blank(path, method=method, headers={**HEADERS, 'x-auth-token': 'admin'})
         if body is not None:
             request.content_type, request.body = 'application/json', json.dumps(body).encode()

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from ecomp.errors import EcompError
+from ecomp.model.allocation import Resources
 from ecomp.model.choose import Candidate
 from ecomp.model.computes import Computes
 from ecomp.model.explain import Miss, Provider, apart, changed, in_words, miss, nearest, smallest, unexplained
 from ecomp.model.group import Group, Membership
-from ecomp.model.query import Amount, Constraint, Has, Unexplained, enabled_only, parse, words
-from ecomp.placement import room
-from ecomp.placement.allocations import candidates
+from ecomp.model.query import Constraint, Has, Unexplained, enabled_only, parse
 from ecomp.placement.client import Placement
 from ecomp.scheduler.looking import hosts
+from ecomp.scheduler.placing.facts import CALLS, Facts
 from ecomp.scheduler.placing.joining import settled
 from ecomp.store.client import Store
 
@@ -28,7 +28,7 @@ SECONDS = 5.0
 """How long the reasons are looked for. The refusal has been said by then."""
 
 MOST, SHOWN = 50, 10
-"""Of more computes than MOST, the SHOWN nearest are looked at one by one: two to four requests to placement each."""
+"""Of more computes than MOST, the SHOWN nearest are shown."""
 
 
 def tell(
@@ -48,7 +48,9 @@ def tell(
 
     def find() -> None:
         try:
-            found.set_result(reasons(store, backend.result()[0], query, settled(store, wanted), taken, on))
+            placement, offer = backend.result()
+            named = {uuid for each in offer.candidates for uuid in each}
+            found.set_result(reasons(store, placement, query, settled(store, wanted), taken, on, named))
         except BaseException as error:
             found.set_exception(error)
 
@@ -72,10 +74,14 @@ def reasons(
     group: Group | None = None,
     taken: Sequence[Candidate] = (),
     on: str | None = None,
+    named: Collection[str] = (),
+    calls: int = CALLS,
     most: int = MOST,
     shown: int = SHOWN,
 ) -> list[str]:
     """A line for each compute, the nearest miss, and the smallest change that fits, as things are now.
+
+    `named` are the computes that placement offered a moment ago, `calls` how often it is asked at most.
 
     With the others of a set that are `taken` to be placed, there is none: that is to ask for so many. `on` is what was
     typed for the one compute that the query is for: then there is a line for that alone.
@@ -85,24 +91,33 @@ def reasons(
         asked = _asked(query, on)
     except Unexplained as error:
         return [f'what each compute lacks is not explained for this query: {error}']
-    known, listed = hosts.computes(store), room.everyone(placement)
+    known = hosts.computes(store)
     names = _names(known)
-    dead = sorted(uuid for uuid, each in listed.items() if uuid not in known.living and each.name == uuid)
-    wanted = [each.any_of[0] for each in asked if isinstance(each, Has) and each.typed]
-    chosen = [*names, *dead]
-    if len(chosen) > most:
-        chosen = list(dict.fromkeys([*wanted, *_nearest(placement, asked, names)[:shown]]))
-    said, misses = _examined(placement, asked, chosen, known, listed, group, taken)
+    try:
+        facts = Facts(placement, asked, named, calls)
+        dead = sorted(uuid for uuid, each in facts.listed.items() if uuid not in known.living and each.name == uuid)
+        wanted = [each.any_of[0] for each in asked if isinstance(each, Has) and each.typed]
+        there, are_many = len(names) + len(dead), len(names) + len(dead) > most
+        chosen = dict.fromkeys([*wanted, *names] if are_many else [*names, *dead])
+        said, misses = _examined(facts, asked, chosen, known, group, taken)
+    except Unexplained as error:
+        return [f'what each compute lacks is not explained: {error}']
+    if are_many:
+        failing = {each.provider: len(each.failures) for each in misses}
+        near = sorted((uuid for uuid in said if uuid in names), key=lambda uuid: failing.get(uuid, len(asked) + 1))
+        chosen = dict.fromkeys([*wanted, *near[:shown]])
+        said = {uuid: said[uuid] for uuid in chosen if uuid in said}
+        misses = [each for each in misses if each.provider in said]
     if wanted:
         lines = [f'{on}: {each}' for uuid, each in said.items() if uuid in wanted]
         lines = lines or [f'{on}: there is no such compute']
     else:
-        lines = [f'{known.called(uuid)}: {each}' for uuid, each in said.items()]
-        left = len(names) + len(dead) - len(chosen)
+        lines = [f'{known.called(uuid)}: {each}' for uuid, each in said.items() if each]
+        left = there - len(said)
         lines += [f'{left} more are not shown: no nearer, or not alive'] if left else []
     if any(each.fits for each in misses):
         return lines
-    advice = _advice(placement, asked, misses, known, wanted)
+    advice = _advice(facts, asked, misses, known, wanted)
     if not taken:
         return [*lines, *advice]
     return [*lines, *advice[:1], f'the smallest change that fits: --count {len(taken)}']
@@ -115,7 +130,9 @@ def lacking(
 
     Errors: those of placement; Unexplained.
     """
-    return _examined(placement, _asked(query), among[:MOST], known, room.everyone(placement), group)[0]
+    asked = _asked(query)
+    said, _ = _examined(Facts(placement, asked), asked, among[:MOST], known, group)
+    return {uuid: each for uuid, each in said.items() if each}
 
 
 def _asked(query: str, on: str | None = None) -> tuple[Constraint, ...]:
@@ -128,34 +145,37 @@ def _asked(query: str, on: str | None = None) -> tuple[Constraint, ...]:
 
 
 def _examined(
-    placement: Placement,
+    facts: Facts,
     asked: Sequence[Constraint],
     chosen: Iterable[str],
     known: Computes,
-    listed: Mapping[str, room.ProviderListing],
     group: Group | None = None,
     taken: Sequence[Candidate] = (),
 ) -> tuple[dict[str, str], list[Miss]]:
-    """What each chosen compute lacks, in words, and the misses of those that these rules cover."""
-    sharing = room.sharing(placement)
-    keys = {each.key for each in asked if not isinstance(each, Amount)}
-    traits, aggregates = not keys.isdisjoint({'required', 'root_required'}), bool(sharing) or 'member_of' in keys
+    """What each chosen compute lacks, in words, and the misses of those that these rules cover.
+
+    '' for what is no compute. One of which nothing could be found out is in neither. Unexplained.
+    """
     takers = [each.compute for each in taken]
+    given: dict[str, list[Resources]] = {}
+    for each in taken:
+        for uuid, amounts in each.allocations.items():
+            given.setdefault(uuid, []).append(amounts)
+    chosen = list(chosen)
+    found = facts.find(chosen, known.living, given)
     words: dict[str, str] = {}
     misses: list[Miss] = []
     for uuid in chosen:
-        provider = None
-        if uuid in listed:
-            provider = room.look(placement, uuid, listed[uuid].alone, traits=traits, aggregates=aggregates)
+        provider = found.get(uuid)
+        if provider is None and uuid in facts.listed:
+            continue
         said = _apart(provider, uuid in known.living)
         if said is None and provider is not None:
-            beyond = unexplained(asked, provider, sharing)
+            beyond = unexplained(asked, provider, facts.sharing)
             if beyond is None:
-                given = [each.allocations[uuid] for each in taken if uuid in each.allocations]
-                misses.append(apart(miss(asked, provider.less(given)), group, takers, known.called))
+                misses.append(apart(miss(asked, provider), group, takers, known.called))
             said = _lacks(misses[-1], known.called(uuid)) if beyond is None else f'not explained: {beyond}'
-        if said:
-            words[uuid] = said
+        words[uuid] = said or ''
     return words, misses
 
 
@@ -183,7 +203,7 @@ def _apart(provider: Provider | None, alive: bool) -> str | None:
 
 
 def _advice(
-    placement: Placement,
+    facts: Facts,
     asked: Sequence[Constraint],
     misses: Collection[Miss],
     known: Computes,
@@ -209,8 +229,7 @@ def _advice(
     fits = enabled if wanted else []
     with suppress(EcompError):
         # What was read is a moment old, and what never came to be looked at may be wrong too: a trait nobody knows.
-        named = candidates(placement, words(changed(asked, best.cures))).candidates
-        if any(best.provider in each for each in named):
+        if facts.offers(changed(asked, best.cures), best.provider):
             fits.append(f'{done} (on {host})')
     return [*lines, f'the smallest change that fits: {", or ".join(fits)}'] if fits else lines
 
@@ -219,9 +238,3 @@ def _names(known: Computes) -> dict[str, str]:
     """What each living compute is called, in the order they are shown: by host name, and uuid where that is not one."""
     called = {uuid: known.called(uuid) for uuid in known.living}
     return dict(sorted(called.items(), key=lambda each: (known.host(each[0]) is None, each[1])))
-
-
-def _nearest(placement: Placement, asked: Iterable[Constraint], computes: Iterable[str]) -> list[str]:
-    """The computes, those first on which the fewest constraints fail: a request for each constraint."""
-    holding = [room.holding(placement, each) for each in asked]
-    return sorted(computes, key=lambda uuid: sum(uuid not in each for each in holding))
