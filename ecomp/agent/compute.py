@@ -38,7 +38,7 @@ from ecomp.agent.turns import Threads
 from ecomp.conf import ComputeConfig
 from ecomp.errors import Conflict, EcompError
 from ecomp.failpoints import failpoint
-from ecomp.model import keys
+from ecomp.model import hints, keys
 from ecomp.model.computes import hostname_in, is_hostname, to_json
 from ecomp.model.record import timestamp
 from ecomp.placement.client import Placement
@@ -161,7 +161,7 @@ class Compute:
         far |= {'looking at the provider': self._keep_registered}
         first = random.uniform(0.0, self._environment.spread)
         threads, offers = self._environment.threads, self._environment.offers
-        self.daemon = Daemon(self.host, self._planner, far, threads, first)
+        self.daemon = Daemon(self.host, self._planner, far, threads, first, self._say_room)
         takes = config.queues and familiar
         has = registered(self._inventory)
         queues = partial(Queues, self._control, self._presence, self._complaints, offers, self._may_take, has, threads)
@@ -261,6 +261,12 @@ class Compute:
             # Where somebody was faster, the next look says with what.
             self._store.commit([condition], [Put(key, to_json(self._hostname))])
         self._named_until = time.monotonic() + NAMED * EVERY
+
+    def _say_room(self) -> None:
+        """Say what is left here, as far as this compute knows: a hint for who seeks a place, see ecomp.model.hints."""
+        given = self._planner.given
+        known = given is not None and not self._provider.is_disabled and self._may_take()
+        self._presence.say(room=hints.said(self._inventory, [given]) if known and given is not None else None)
 
     def _may_take(self) -> bool:
         return not (self._closing.is_set() or self.daemon.read_only)

@@ -34,11 +34,17 @@ class Daemon:
     """The loop: begin(), run() until stop() is called, then drain().
 
     `far` is what is asked of placement once a minute, by what that is called, and for the first time after `first`
-    seconds.
+    seconds. `on_planned` is called after each plan, in its thread.
     """
 
     def __init__(
-        self, host: Host, planner: Planner, far: Mapping[str, Callable[[], None]], threads: Threads, first: float = 0.0
+        self,
+        host: Host,
+        planner: Planner,
+        far: Mapping[str, Callable[[], None]],
+        threads: Threads,
+        first: float = 0.0,
+        on_planned: Callable[[], None] = lambda: None,
     ) -> None:
         self._hypervisor = host.hypervisor
         self._runner = host.runner
@@ -47,6 +53,7 @@ class Daemon:
         self._complaints = planner.complaints
         self._here = {'reading records again': planner.recheck, 'looking after the metadata server': host.look_after}
         self._far = far
+        self._on_planned = on_planned
         # Of planning and the two rounds of looks: which has failed, and whether the far one is under way.
         self._rounds: Agenda[str] = Agenda()
         self._threads = threads
@@ -140,6 +147,7 @@ class Daemon:
                 pool.submit(partial(self._planner.carry_out, work))
             except RuntimeError as error:
                 self._planner.hand_back(work, f'no thread can be started for it: {error}')
+        self._on_planned()
         self._planner.settled(PLANNING)
         now = time.monotonic()
         if minute or self._rounds.when(HERE) <= now:

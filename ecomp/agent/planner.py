@@ -23,6 +23,7 @@ from ecomp.agent.instance.surroundings import Host
 from ecomp.agent.instance.tasks import CARRIED_OUT, Work
 from ecomp.errors import EcompError, Unreachable, Unreadable
 from ecomp.model import keys
+from ecomp.model.allocation import Resources, summed
 from ecomp.model.guest import Address, Guest
 from ecomp.model.instance import Invalid, Request, parse_request, shares
 from ecomp.model.record import ACTIVE, STOPPED, Record
@@ -61,6 +62,8 @@ class Planner:
         # What was carried out, and when, from whoever did it to the next step: all else is the planning thread's.
         self._done: queue.SimpleQueue[tuple[Work, float]] = queue.SimpleQueue()
         self._wishes: dict[str, tuple[int, Wish]] = {}
+        self.given: Resources | None = None
+        """What its requests hold of this compute; None before they were read."""
         self._reported: set[str] = set()
         self._refused: dict[str, int] = {}
         self._missing: dict[str, float] = {}
@@ -212,6 +215,8 @@ class Planner:
             if known is None and len(self._wishes) >= MOST and not destroy:
                 parsed = Invalid(name, f'this compute has {MOST} instances, and takes no more', shares(parsed))
             self._wishes[name] = entry.revision, parsed
+        wishes = [wish for _, wish in self._wishes.values() if isinstance(wish, Request)]
+        self.given = summed(each.allocations.get(self._compute, each.left) for each in wishes)
         for name in before.keys() - self._wishes.keys():
             self._refused.pop(name, None)
             for doing in (_reading(name), _asking(name)):

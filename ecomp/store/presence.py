@@ -73,7 +73,10 @@ class Presence:
 
     def say(self, **more: object) -> None:
         """Have the value say this as well: from start() on, or from the next renewal of the lease. From any thread."""
-        self._value = {**self._value, **more}
+        value = {**self._value, **more}
+        if value == self._value:
+            return
+        self._value = value
         if self._revision:
             self._kept_on.look(self, soon=False)
 
@@ -114,15 +117,29 @@ class Presence:
     def keep(self) -> None:
         """Put it again if it is not as it is to be. Errors: those of etcd."""
         try:
+            if self._put != self._value and self._says_so():
+                return
             entry = self._entry()
             if entry is None or entry.revision != self._revision:
                 log.info('%s was gone or overwritten: putting it again', self._key)
                 self._publish()
-            elif self._put != self._value:
-                self._publish()
         except Conflict as error:
             self._stopped.set()
             self._on_lost(str(error))
+
+    def _says_so(self) -> bool:
+        """Have the key, as we put it last, say what it is to say now; False if it is not as we put it."""
+        value = self._value
+        put = Put(self._key, dump(value), self._lease)
+        written = self._store.commit([Unchanged(self._key, self._revision)], [put], fenced=False)
+        if written:
+            self._hold(written, value)
+        return bool(written)
+
+    def _hold(self, revision: int, value: dict[str, Any]) -> None:
+        """From now on our commits compare this revision; those under way that were refused for it are sent again."""
+        self._revision, self._put = revision, value
+        self._store.fence = Fence(Unchanged(self._key, revision), self.look)
 
     def _wait(self) -> None:
         """Raise Conflict if another living owner holds the key. May wait for as long as a lease lasts."""
@@ -175,8 +192,8 @@ class Presence:
                     self._store.fence = Fence(Unchanged(self._key, self._revision), self.look, condition)
                 raise
             if written:
-                self._lease, self._revision, self._put = lease, written, value
-                self._store.fence = Fence(Unchanged(self._key, written), self.look)
+                self._lease = lease
+                self._hold(written, value)
                 return
         raise Conflict(f'{self._key} is changed by somebody else all the time: is another ecompute starting?')
 

@@ -274,9 +274,9 @@ def test_the_calls_that_a_refusal_takes_do_not_grow_with_the_computes(world: Wor
     assert [each for each in said if 'VCPU short' in each] == [
         f'hv{each:02}: VCPU short by 1 (free 0 of 2)' for each in range(min(number, 10))
     ]
-    assert world.placement.calls == [
-        'GET /resource_providers', 'GET /allocation_candidates?resources=MEMORY_MB:1',
-    ]  # fmt: skip
+    # Who is there, who has memory free, and with what is left the limits of the nearest.
+    limits = ['/inventories'] * min(number, 3)
+    assert [each[-12:] for each in world.placement.calls] == ['ce_providers', '=MEMORY_MB:1', *limits]
 
 
 def test_what_is_full_of_everything_is_as_large_as_it_says(world: World) -> None:
@@ -306,8 +306,8 @@ def test_a_change_that_fits_is_asked_about_on_one_compute(world: World) -> None:
         world.compute(f'hv{each:02}', VCPU=2)
     world.placement.calls.clear()
     assert world.why(GUEST.replace('VCPU:1', 'VCPU:3'))[-1] == 'the smallest change that fits: ask for VCPU:2 (on hv00)'
-    assert [each.partition('?')[0] for each in world.placement.calls] == [
-        'GET /resource_providers', 'GET /allocation_candidates', 'GET /allocation_candidates',
+    assert [each.rpartition('/')[2].partition('?')[0] for each in world.placement.calls] == [
+        'resource_providers', 'allocation_candidates', 'inventories', 'inventories', 'allocation_candidates',
     ]  # fmt: skip
     assert 'in_tree=' in world.placement.calls[-1]
 
@@ -321,4 +321,5 @@ def test_a_limit_that_somebody_set_is_said(world: World) -> None:
     world.placement.calls.clear()
     said = world.why(GUEST.replace('VCPU:1', 'VCPU:3'))
     assert said[:2] == [f'hv{number}: VCPU:3 is more than one may have (max_unit 2)' for number in (1, 2)]
+    assert said[-1] == 'the smallest change that fits: ask for VCPU:2 (on hv1)'
     assert len(world.placement.calls) == 5

@@ -54,6 +54,8 @@ class Registration:
         self._settled = Settled()
         self.new_at: int | None = None
         """The generation at which the provider was just made, when nothing was claimed of it; None: it was not."""
+        self.is_disabled = False
+        """Whether placement was told to offer nothing here, when this was looked at last."""
 
     def register(self, is_closing: Callable[[], bool] = lambda: False) -> None:
         """See that the provider is there and is as it is to be, and open, unless an operator disabled it.
@@ -112,6 +114,7 @@ class Registration:
         # Of these, most computes have none.
         kinds = [kind for kind in (TRAITS, AGGREGATES) if kind == TRAITS or self._wanted[kind] or self._ours[kind]]
         there = {kind: traits.names(self.placement, self.compute, kind) for kind in kinds}
+        self.is_disabled = status.DISABLED in there[TRAITS]
         return all(names == self._right(kind, names) for kind, names in there.items())
 
     def _right(self, kind: str, there: Names) -> Names:

@@ -2,17 +2,19 @@
 
 Placement says of all that have any of a class free what they have, in one answer. What is full of all that a guest
 needs is in none: of a compute that is alive its hint says how large it is, and the rest is read one by one as far as
-calls are left.
+calls are left. With those that are left in the end the limits of one amount are read of the nearest.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 
+from ecomp.errors import NotFound
 from ecomp.model.allocation import Resources
 from ecomp.model.computes import Living
-from ecomp.model.explain import Provider, miss, smallest, unexplained
+from ecomp.model.explain import Provider, miss, nearest, smallest, unexplained
 from ecomp.model.hints import Hint
 from ecomp.model.inventory import Inventory
 from ecomp.model.query import ENABLED, Amount, Constraint, Has, Unexplained, words
@@ -79,7 +81,7 @@ class Facts:
         found |= self._full([uuid for uuid in there if uuid not in found], hints, found)
         found |= self._read([uuid for uuid in there if uuid not in found], found)
         found = {uuid: found[uuid].less(given.get(uuid, ())) for uuid in there if uuid in found}
-        return self._undoubted(found, living)
+        return self._limited(self._undoubted(found, living), living)
 
     def offers(self, query: Sequence[Constraint], provider: str) -> bool:
         """Whether placement would give on a provider what a changed query asks for; False where no call is left."""
@@ -198,20 +200,34 @@ class Facts:
             rest = [each for each in rest if not each.is_closed and not unexplained(self._asked, each, self.sharing)]
             return [each.uuid for each in rest if miss(self._asked, each).fits]
 
-        if self._left and doubted():
+        if len(doubted()) > self._left - ADVICE and self._left:
             self._left -= 1
             offer = candidates(self._placement, words(self._asked))
             self._named = {*self._named, *(uuid for each in offer.candidates for uuid in each)}
         for uuid in doubted():
             each = found.pop(uuid)
-            if self._left:
-                self._left -= 1
-                have = inventory(self._placement, uuid)
-                found[uuid] = replace(each, inventories={
-                    name: replace(there, **{part: have[name][part] for part in LIMITS if part in have.get(name, {})})
-                    for name, there in each.inventories.items()
-                })  # fmt: skip
+            if self._left > ADVICE:
+                found[uuid] = self._with_limits(each)
         return found
+
+    def _limited(self, found: dict[str, Provider], living: Collection[str]) -> dict[str, Provider]:
+        """The same, with the limits of the nearest of them, as far as calls are left."""
+        for each in nearest(miss(self._asked, each) for uuid, each in found.items() if uuid in living):
+            if each.provider in self._seen and self._left > self._kept(found.values()):
+                found[each.provider] = self._with_limits(found[each.provider])
+        return found
+
+    def _with_limits(self, provider: Provider) -> Provider:
+        self._left -= 1
+        self._seen.pop(provider.uuid, None)
+        with suppress(NotFound):
+            have = inventory(self._placement, provider.uuid)
+            limits = {
+                name: replace(there, **{part: have[name][part] for part in LIMITS if part in have.get(name, {})})
+                for name, there in provider.inventories.items()
+            }
+            return replace(provider, inventories=limits)
+        return provider
 
 
 def _may_have(hint: Hint | None, name: str) -> bool:
