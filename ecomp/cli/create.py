@@ -14,6 +14,7 @@ from ecomp.cli.command import CREATE, LISTED, Command, Context, plain
 from ecomp.cli.inspect import REACHED, reach
 from ecomp.cli.options import JSON, TABLE, YAML
 from ecomp.cli.outcomes import Outcomes
+from ecomp.cli.size import LARGE, is_large, remember
 from ecomp.cli.terminal import now
 from ecomp.cli.words import planned, query_and_image
 from ecomp.errors import EcompError, NoCapacity, OverQuota, TooFew, UnknownOutcome, UsageError
@@ -59,17 +60,22 @@ def _place(do: Context, order: Order) -> int:
     # placement asked, while the other is on its way.
     from ecomp.scheduler.looking.ask import ask_placement
 
-    query = _query(do)
-    backend = ask_placement(do.config.placement, query, do.slow)
+    query, resume = _query(do), do.options.uuid is not None
+    large = LARGE if is_large(do.config.etcd) and not resume and not do.options.size else None
+    backend = ask_placement(do.config.placement, query if large is None else None, do.slow)
 
     from ecomp.scheduler.placing.create import create
+    from ecomp.scheduler.placing.few import VAIN
+
+    def sized(computes: int) -> None:
+        remember(do.config.etcd, computes)
 
     instance, wanted = order.instance, _wanted(do, order, query)
     again = f'the same command with --uuid {instance} goes on, or says what became of it'
     try:
-        delivered = create(do.store, backend, wanted, who(order), do.options.uuid is not None, random.Random(), now)
+        delivered = create(do.store, backend, wanted, who(order), resume, random.Random(), now, large, sized)
     except NoCapacity as error:
-        return _no_capacity(do, error, backend, query)
+        return _no_capacity(do, error, backend, query, spent=0 if large is None else VAIN)
     except KeyboardInterrupt:
         says = f'instance {instance}: eschedule {instance} says whether it was placed all the same'
         do.out.say(f'interrupted; {says if wanted.count == 1 else again}')
@@ -245,14 +251,17 @@ def where(wanted: SetOrder, delivered: Mapping[str, DeliveryOutcome], known: Com
     return lines
 
 
-def _no_capacity(do: Context, error: NoCapacity, backend: Backend, query: str) -> int:
-    """Say that there is none, and then why, and what each compute lacks; the exit code."""
+def _no_capacity(do: Context, error: NoCapacity, backend: Backend, query: str, spent: int = 0) -> int:
+    """Say that there is none, and then why, and what each compute lacks; the exit code.
+
+    `spent`: so many calls to placement may have been made for a few computes.
+    """
 
     def reasons(say: Callable[[str], None]) -> None:
-        from ecomp.scheduler.placing.explain import tell
+        from ecomp.scheduler.placing.explain import CALLS, tell
 
         taken = error.taken if isinstance(error, TooFew) else ()
-        tell(do.store, backend, query, do.options.membership, taken, do.options.on, say)
+        tell(do.store, backend, query, do.options.membership, taken, do.options.on, say, CALLS - spent)
 
     return _refused(do, error, None if isinstance(error, OverQuota) else reasons)
 

@@ -85,6 +85,16 @@ def parse(query: str) -> tuple[Constraint, ...]:
     return tuple(dict.fromkeys(found))
 
 
+def amounts_alone(query: str) -> dict[str, int] | None:
+    """The amounts of a query that asks for these and nothing else, {class: amount}; None for any other."""
+    if not query.startswith('resources=') or '&' in query or ';' in query:
+        return None
+    try:
+        return {each.name: each.amount for each in parse(query) if isinstance(each, Amount)}
+    except Unexplained:
+        return None
+
+
 def enabled_only(query: str) -> str:
     """The query with ENABLED added, unless it names that trait itself; also with granular groups, of whose root it is.
 

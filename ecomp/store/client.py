@@ -165,6 +165,18 @@ class Store:
                     entries[kept.key] = kept
         return Snapshot(revision, entries)
 
+    def around(self, prefix: str, start: str, limit: int) -> tuple[list[Entry], int]:
+        """At most so many keys under a prefix, from `start` on and then from the first, and how many there are in all.
+
+        One transaction, however many there are.
+        """
+        begin, middle = _bytes(prefix), _bytes(start)
+        ranges = [Range(middle, after(begin), limit), Range(begin, middle, limit)]
+        reply = self._read(_asking(Transaction(success=ranges)), about=(prefix,))
+        found = [each.response_range for each in reply.responses]
+        entries = [_entry(kv) for each in found for kv in each.kvs]
+        return entries[:limit], sum(int(each.count) for each in found)
+
     def version(self) -> str:
         """What the member that answers calls its version, as `3.4.23`.
 

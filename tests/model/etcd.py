@@ -158,6 +158,19 @@ class ModelStore(Store):
 
         return self._world.call(Call('etcd', ('read', tuple(wanted))), look, shape)
 
+    def around(self, prefix: str, start: str, limit: int) -> tuple[list[Entry], int]:
+        """See Store."""
+
+        def look() -> tuple[list[Entry], int]:
+            there = sorted(key for key in self._etcd.entries if key.startswith(prefix))
+            order = sorted(there, key=lambda key: key < start)
+            return [self._etcd.entries[key] for key in order[:limit]], len(there)
+
+        def shape(found: tuple[list[Entry], int]) -> Hashable:
+            return tuple(map(self._etcd.shape, found[0])), found[1]
+
+        return self._world.call(Call('etcd', ('around', prefix, start, limit)), look, shape)
+
     def count(self, prefix: str) -> int:
         """See Store."""
         there = self._etcd.entries

@@ -21,12 +21,15 @@ FRESH = 2.0
 whoever disables a compute knows after that time of everybody who was told before that there is room on it."""
 
 
-def ask_placement(config: PlacementConfig, query: str, slow: Callable[[str, float], None]) -> Backend:
+def ask_placement(config: PlacementConfig, query: str | None, slow: Callable[[str, float], None]) -> Backend:
     """Placement, and what it offers for a query; the future raises what that raises. `slow` is as Placement has it.
+
+    Query None: nothing is asked yet, and the offer is empty and never fresh.
 
     Nearly all of what a claim takes is imports and waiting. What this one needs is imported first, and not beside what
     etcd needs: then placement is at it while that is imported.
     """
+    from ecomp.model.choose import Offer
     from ecomp.placement.allocations import candidates
     from ecomp.placement.client import Placement
 
@@ -35,7 +38,7 @@ def ask_placement(config: PlacementConfig, query: str, slow: Callable[[str, floa
     def ask() -> None:
         try:
             placement = Placement(config, slow=slow, light=True)
-            future.set_result((placement, candidates(placement, query)))
+            future.set_result((placement, Offer(()) if query is None else candidates(placement, query)))
         except BaseException as error:
             future.set_exception(error)
 

@@ -22,6 +22,7 @@ from ecomp.placement.client import Placement
 from ecomp.scheduler.looking.ask import FRESH
 from ecomp.scheduler.placing.claim import Claimer, abandon
 from ecomp.scheduler.placing.deliver import LEASE_SECONDS, Delivery, announce, deliver, quietly_revoke
+from ecomp.scheduler.placing.few import Few
 from ecomp.scheduler.placing.joining import Terms, take_names, terms_of, together
 from ecomp.scheduler.placing.place import Placer
 from ecomp.scheduler.placing.set_order import DeliveryOutcome, SetOrder, before, check_size
@@ -44,11 +45,15 @@ def create(
     resume: bool,
     rng: random.Random,
     now: Callable[[], str],
+    large: int | None = None,
+    sized: Callable[[int], None] = lambda _: None,
 ) -> dict[str, DeliveryOutcome]:
     """Place the instances; those that are placed, in order.
 
-    `backend` brings placement and the candidates, asked for while etcd is being asked; `who` (host, pid) says in
-    etcd who is at it; `resume` is True for a uuid the user gave, which may have a past.
+    `backend` brings placement and the candidates, asked for while etcd is being asked; but where there are more than
+    `large` computes a few of these are asked about first. None: that is not expected, and not looked at. `who` (host,
+    pid) says in etcd who is at it; `resume` is True for a uuid the user gave, which may have a past. `sized` is told
+    how many computes there are, where that was seen.
     Errors: NoCapacity, PlacementRefusal, UsageError (the set is too large for etcd), Conflict (the uuid or the name is
     used otherwise), Unreachable.
     """
@@ -82,6 +87,11 @@ def create(
 
         return computes(store).called(compute)
 
+    def living() -> list[str]:
+        found = store.snapshot(keys.COMPUTES, keys_only=True).entries
+        sized(len(found))
+        return [keys.last(key) for key, entry in found.items() if entry.lease]
+
     def line() -> tuple[int, int]:
         return in_line(store.snapshot(keys.ATTEMPTS), revision)
 
@@ -93,34 +103,37 @@ def create(
         if there:
             quietly_revoke(store, lease)
             return there
-        found = store.snapshot(keys.COMPUTES, keys_only=True).entries
-        alive = [keys.last(key) for key, entry in found.items() if entry.lease]
+        alive = living() if large is None else None
         announced = time.monotonic()
         placement, offer = backend.result()
-        if announced - offer.asked > FRESH:
-            offer = look_again()  # who waits for a compute to be drained waits no longer than that for us
         failpoint('announced')
         claimer = Claimer(placement, wanted.user_id, wanted.project_id, still_ours, released, called)
-        placer = Placer(claimer, look_again, line, alive, wanted, rng, tried)
-        placed: dict[str, Candidate] = {}
-        if resume and placer.room(offer, terms) < wanted.minimum:
+        few, placer, placed = Few(claimer, wanted, rng, tried), None, dict[str, Candidate]()
+        if large is not None and not resume:
+            placed = few.place(store, terms, large)
+        if not placed:
+            placer = Placer(claimer, look_again, line, living() if alive is None else alive, wanted, rng, tried)
+            if announced - offer.asked > FRESH:
+                offer = look_again()  # who waits for a compute to be drained waits no longer than that for us
+        if resume and placer is not None and placer.room(offer, terms) < wanted.minimum:
             from ecomp.scheduler.placing.earlier import left_behind  # for those who resume
 
             # The room that is missing may be what an earlier eschedule of this uuid claimed and left.
             earlier += wanted.instances
-            placed = placer.take_over(left_behind(placement, wanted, alive, terms.group))
+            placed = placer.take_over(left_behind(placement, wanted, placer.alive, terms.group))
             if len(placed) < wanted.minimum:
                 offer = look_again()  # it may have been released since placement was asked, and be free by now
         while True:
             try:
-                placed = placer.place(offer, terms, placed)
+                placed = placer.place(offer, terms, placed) if placer is not None else placed
             except NoCapacity:
                 if resume:  # the room that is missing may be what another one has claimed for the same instances
                     claimer.check(wanted.instance)
                 raise
             failpoint('claimed')
             try:
-                delivered = _deliver(store, wanted, terms, placed, placer.of, revision, now())
+                of = placer.of if placer is not None else few.of
+                delivered = _deliver(store, wanted, terms, placed, of, revision, now())
                 _undo_quietly(store, placement, set(tried) - placed.keys(), wanted.instance, revision)
                 return delivered
             except Excluded as lost:
@@ -128,6 +141,7 @@ def create(
                 log.debug('%s: others were faster, %d of %d may stay', wanted.instance, len(lost.kept), len(placed))
                 placed = {instance: placed[instance] for instance in lost.kept}
                 terms, offer = _terms(store, wanted), look_again()
+                placer = placer or Placer(claimer, look_again, line, living(), wanted, rng, tried)
     except UnknownOutcome:
         raise  # nothing is released while it is not known what was written (rule 1)
     except BaseException as error:

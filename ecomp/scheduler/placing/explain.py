@@ -17,7 +17,8 @@ from ecomp.model.group import Group, Membership
 from ecomp.model.query import Constraint, Has, Unexplained, enabled_only, parse
 from ecomp.placement.client import Placement
 from ecomp.scheduler.looking import hosts
-from ecomp.scheduler.placing.facts import CALLS, Facts
+from ecomp.scheduler.placing.facts import CALLS as CALLS
+from ecomp.scheduler.placing.facts import Facts
 from ecomp.scheduler.placing.joining import settled
 from ecomp.store.client import Store
 
@@ -39,8 +40,9 @@ def tell(
     taken: Sequence[Candidate],
     on: str | None,
     say: Callable[[str], None],
+    calls: int = CALLS,
 ) -> None:
-    """Say why, a line each. Whatever goes wrong with that is one line too, and never more.
+    """Say why, a line each, in so many calls to placement. Whatever goes wrong with that is one line too.
 
     `wanted` is its group, `taken` what the others of a set would take, for which there is room; `on` as it was typed.
     """
@@ -50,7 +52,7 @@ def tell(
         try:
             placement, offer = backend.result()
             named = {uuid for each in offer.candidates for uuid in each}
-            found.set_result(reasons(store, placement, query, settled(store, wanted), taken, on, named))
+            found.set_result(reasons(store, placement, query, settled(store, wanted), taken, on, named, calls))
         except BaseException as error:
             found.set_exception(error)
 

@@ -223,7 +223,7 @@ class Facts:
         with suppress(NotFound):
             have = inventory(self._placement, provider.uuid)
             limits = {
-                name: replace(there, **{part: have[name][part] for part in LIMITS if part in have.get(name, {})})
+                name: there._replace(**{part: have[name][part] for part in LIMITS if part in have.get(name, {})})
                 for name, there in provider.inventories.items()
             }
             return replace(provider, inventories=limits)
