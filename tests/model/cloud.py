@@ -110,6 +110,12 @@ class Cloud:
         made = self.computes[uuid] = Compute(uuid, self.world, self.etcd, self.placement)
         return made
 
+    def hints(self, compute: str, room: object) -> None:
+        """A compute says what room it has left, true or not, as its presence puts it."""
+        presence = self.computes[compute].presence
+        presence._more = lambda: {'room': room}
+        presence._say_more()
+
     def claimed(self, instance: str, compute: str) -> None:
         """A claim."""
         allocations.claim(self.placement, instance, {compute: SIZE}, 'u', 'p')
@@ -189,21 +195,28 @@ class Cloud:
 
     def creates(self, who: str, instance: str, resume: bool = False, seed: int = 1, **what: Any) -> Actor:
         """An eschedule: `eschedule QUERY [--uuid]`."""
-        asks_first = what.pop('asks_first', False)
+        asks_first, large = what.pop('asks_first', False), what.pop('large', None)
         wanted = SetOrder(
             instance, query=QUERY, image=IMAGE, user_id='u', project_id='p', stages={'requested': NOW}, **what
         )
-        actor = self.act(who, lambda: self.create(wanted, resume, seed, asks_first))
+        actor = self.act(who, lambda: self.create(wanted, resume, seed, asks_first, large))
         self.commands.append(Command(actor, wanted, resume))
         return actor
 
     def create(
-        self, wanted: SetOrder, resume: bool, seed: int = 1, asks_first: bool = False
+        self, wanted: SetOrder, resume: bool, seed: int = 1, asks_first: bool = False, large: int | None = None
     ) -> dict[str, DeliveryOutcome]:
-        """What eschedule does. `asks_first`: placement is asked by a thread of its own, before all else."""
+        """What eschedule does. `asks_first`: placement is asked by a thread of its own, before all else.
+
+        `large`: of more computes than that a few are asked about first.
+        """
         store = ModelStore(self.etcd)
-        backend = cast('Future[tuple[Placement, Offer]]', Asked(self, wanted.query, asks_first))
-        return create(store, backend, wanted, WHO, resume, random.Random(seed), lambda: NOW)
+        backend: Future[tuple[Placement, Offer]] = Future()
+        if large is None:
+            backend = cast('Future[tuple[Placement, Offer]]', Asked(self, wanted.query, asks_first))
+        else:
+            backend.set_result((cast(Placement, self.placement), Offer(())))
+        return create(store, backend, wanted, WHO, resume, random.Random(seed), lambda: NOW, large)
 
     def abandons(self, name: str, instance: str, request: str) -> Actor:
         """An eschedule that could not deliver, and undoes its claim: its request key has ended."""

@@ -278,7 +278,8 @@ class PlacementModel:
                     'resources': {
                         kind: {'capacity': self.capacity(name, kind), 'used': self.used(name, kind)}
                         for kind in self.providers[name].inventories
-                    }
+                    },
+                    'traits': sorted(self.providers[name].traits),
                 }
                 for name in found[:limit]
             },

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tests.model import (
     scenarios_claims,
+    scenarios_few,
     scenarios_hosts,
     scenarios_life,
     scenarios_operators,
@@ -15,6 +16,6 @@ from tests.model.explorer import Scenario
 
 ROOMS = (
     *(scenarios_claims, scenarios_operators, scenarios_queues, scenarios_shared, scenarios_life, scenarios_hosts),
-    scenarios_three,
+    *(scenarios_three, scenarios_few),
 )
 SCENARIOS: dict[str, Scenario] = {each.name: each for room in ROOMS for each in room.SCENARIOS}

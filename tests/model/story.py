@@ -50,7 +50,7 @@ def _etcd(call: Call) -> str:
         compared = ', '.join(dict.fromkeys(key for key, _ in conditions))  # type: ignore[attr-defined]
         return ' and '.join(writes or ['compares']) + (f' (if {compared} is as it was)' if compared else '')
     words = {
-        'get': 'reads', 'read': 'reads', 'list': 'lists', 'count': 'counts',
+        'get': 'reads', 'read': 'reads', 'list': 'lists', 'count': 'counts', 'around': 'reads a few of',
         'grant': 'has a lease granted, of seconds:', 'keep': 'keeps its lease', 'revoke': 'ends its lease',
     }  # fmt: skip
     return f'{words[str(kind)]} {rest[0]}'

@@ -31,7 +31,8 @@ class Twins:
 
     def step(self) -> None:
         """One call to both."""
-        ask = self.rng.choice([self.read, self.list_, self.list_, self.count, *[self.commit] * 4, self.grant, self.end])
+        reads = [self.read, self.list_, self.list_, self.count, self.around]
+        ask = self.rng.choice([*reads, *[self.commit] * 4, self.grant, self.end])
         ask()
 
     def same(self, what: str, real: Ask, model: Ask) -> tuple[object, object]:
@@ -50,6 +51,8 @@ class Twins:
             revision = [each[which] for each in self.revisions].index(found.revision)
             lease = [each[which] for each in self.leases].index(found.lease)
             return found.key, found.value, revision, lease
+        if isinstance(found, list):
+            return [self.meaning(each, which) for each in found]
         if isinstance(found, Snapshot):
             return [self.meaning(each, which) for each in found.entries.values()]
         return 'a number' if isinstance(found, int) else found
@@ -67,6 +70,16 @@ class Twins:
             return store.snapshot(prefix, keys_only)
 
         self.same(f'list {prefix}', ask, ask)
+
+    def around(self) -> None:
+        """A few keys from one on, and how many there are."""
+        start, limit = self.key() + self.rng.choice(['', '0']), self.rng.randint(1, 6)
+
+        def ask(store: Store) -> list[object]:
+            entries, number = store.around(self.prefix, start, limit)
+            return [*entries, str(number)]
+
+        self.same(f'around {start}, {limit}', ask, ask)
 
     def count(self) -> None:
         """How many there are."""

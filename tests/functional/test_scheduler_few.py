@@ -1,0 +1,238 @@
+"""A create in a large cluster asks placement about a few computes: which, how often, and what where hints lie."""
+
+from __future__ import annotations
+
+import json
+import random
+import uuid
+from collections.abc import Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+
+from ecomp.conf import EtcdConfig
+from ecomp.errors import NoCapacity, OverQuota
+from ecomp.model import keys
+from ecomp.model.choose import FIRST, PACK, RANDOM, SPREAD, Offer
+from ecomp.model.instance import Request, parse_request
+from ecomp.model.quota import Quota
+from ecomp.model.quota import to_json as quota_json
+from ecomp.placement.allocations import candidates
+from ecomp.placement.client import Placement
+from ecomp.scheduler.placing.create import create
+from ecomp.scheduler.placing.few import ASKED, VAIN, plain
+from ecomp.scheduler.placing.set_order import SetOrder
+from ecomp.store.client import Put, Store
+from tests.functional.cloud import IMAGE, RESOURCES, SMALL, WHO, new
+from tests.kit.in_process import InProcess, put
+from tests.kit.servers import Etcd
+
+TOTALS = {'VCPU': 4, 'MEMORY_MB': 256, 'DISK_GB': 4}
+
+
+class Counting(Store):
+    """A store that counts what it asks."""
+
+    asked = 0
+
+    def _ask(self, *given: Any) -> Any:
+        self.asked += 1
+        return super()._ask(*given)
+
+
+@dataclass
+class Cluster:
+    """Computes that are keys and providers, with four places each; `used` there, and `said` to be."""
+
+    etcd: Etcd
+    store: Counting
+    placement: InProcess
+
+    def compute(self, used: int = 0, said: int | None = None) -> str:
+        """One more. `said` None: it says nothing."""
+        compute = str(uuid.uuid4())
+        self.placement.write('POST', '/resource_providers', {'uuid': compute, 'name': compute})
+        inventories = {name: {'total': total} for name, total in TOTALS.items()}
+        put(self.placement, f'/resource_providers/{compute}/inventories', inventories=inventories)
+        for _ in range(used):
+            body = {'allocations': {compute: {'resources': SMALL}}, 'user_id': 'u', 'project_id': 'p'}
+            more = {'consumer_generation': None, 'consumer_type': 'INSTANCE'}
+            self.placement.write('PUT', f'/allocations/{uuid.uuid4()}', {**body, **more})
+        room = {} if said is None else {'room': {name: [total, 100 - 25 * said] for name, total in TOTALS.items()}}
+        self.etcd.put(keys.compute(compute), json.dumps({'token': 'x', **room}), self.etcd.grant())
+        return compute
+
+    def create(self, large: int | None = 0, weigh: str = SPREAD, **what: Any) -> str:
+        """Place one; where. What is asked meanwhile is in `placement.calls` and `store.asked`."""
+        wanted = SetOrder(new(), query=RESOURCES, image=IMAGE, user_id='u', project_id='p', stages={'requested': 'x'})
+        wanted = replace(wanted, weigh=weigh, **what)
+        backend: Future[tuple[Placement, Offer]] = Future()
+        self.placement.calls.clear()
+        self.store.asked = 0
+        backend.set_result((self.placement, Offer(()) if large is not None else candidates(self.placement, RESOURCES)))
+        delivered = create(self.store, backend, wanted, WHO, False, random.Random(1), lambda: 'now', large)
+        (compute,) = (each.compute for each in delivered.values())
+        value = self.etcd.get(keys.request(compute, wanted.instance))
+        request = parse_request(compute, keys.request(compute, wanted.instance), value or b'')
+        assert isinstance(request, Request)
+        assert request.allocations == {compute: SMALL}
+        assert request.why is not None
+        self.of = request.why.of
+        return compute
+
+    @property
+    def asked(self) -> list[str]:
+        """What placement was asked: about whom, or `all`, or `claim`."""
+        said = []
+        for each in self.placement.calls:
+            about = each.rpartition('in_tree=')[2].partition('&')[0] if 'in_tree=' in each else 'all'
+            said.append('claim' if each.startswith('PUT /allocations') else about)
+        return said
+
+
+@pytest.fixture
+def cluster(own_etcd: Etcd, in_process: InProcess) -> Iterator[Cluster]:
+    store = Counting(EtcdConfig((own_etcd.endpoint,)))
+    yield Cluster(own_etcd, store, in_process)
+    store.close()
+
+
+def test_one_question_about_one_compute_and_one_claim_however_many_there_are(cluster: Cluster) -> None:
+    best = cluster.compute(said=0)
+    for _ in range(9):
+        cluster.compute(used=1, said=1)
+    assert cluster.create() == best
+    assert cluster.asked == [best, 'claim']
+    few = cluster.store.asked
+    assert cluster.of == 10
+    # The quota, a lease, the request key, a few computes, the quota once more, and the delivery.
+    assert few == 6
+    assert cluster.create(large=None) != ''
+    assert cluster.asked == ['all', 'claim']
+    # In place of a few the names of all, and who else is at it.
+    assert cluster.store.asked == few + 1
+
+
+def test_a_small_cluster_is_asked_about_as_a_whole(cluster: Cluster) -> None:
+    for _ in range(3):
+        cluster.compute(said=0)
+    cluster.create(large=3)
+    assert cluster.asked == ['all', 'claim']
+
+
+@pytest.mark.parametrize(('weigh', 'number'), [(SPREAD, 0), (PACK, 3)])
+def test_the_one_that_is_asked_about_is_the_best_for_how_it_is_to_be_weighed(
+    cluster: Cluster, weigh: str, number: int
+) -> None:
+    computes = [cluster.compute(used=used, said=used) for used in range(5)]
+    assert cluster.create(weigh=weigh) == computes[number]
+    assert cluster.asked == [computes[number], 'claim']
+    assert cluster.of == 4  # the fifth is full
+
+
+def test_by_chance_any_of_them_is_asked_about(cluster: Cluster) -> None:
+    computes = {cluster.compute(said=used) for used in range(4)}
+    assert cluster.create(weigh=RANDOM) in computes
+    assert len(cluster.asked) == 2
+
+
+def test_one_that_is_not_as_empty_as_it_said_gives_way_to_the_next(cluster: Cluster) -> None:
+    stale, better = cluster.compute(used=3, said=0), cluster.compute(used=1, said=1)
+    cluster.compute(used=2, said=2)
+    assert cluster.create() == better
+    assert cluster.asked == [stale, better, 'claim']
+
+
+def test_one_that_is_full_gives_way_to_the_next(cluster: Cluster) -> None:
+    full, room = cluster.compute(used=4, said=0), cluster.compute(used=2, said=2)
+    assert cluster.create() == room
+    assert cluster.asked == [full, room, 'claim']
+
+
+def test_where_hints_lie_all_are_asked_about(cluster: Cluster) -> None:
+    for _ in range(5):
+        cluster.compute(used=4, said=0)
+    room = cluster.compute(used=3, said=4)
+    assert cluster.create() == room
+    assert cluster.asked[VAIN:] == ['all', 'claim']
+    assert 'all' not in cluster.asked[:VAIN]
+
+
+def test_before_a_refusal_all_are_asked_about(cluster: Cluster) -> None:
+    for _ in range(5):
+        cluster.compute(used=4, said=0)
+    with pytest.raises(NoCapacity, match='placement names no provider'):
+        cluster.create()
+    assert len(cluster.asked) == VAIN + 1
+    assert cluster.asked[-1] == 'all'
+    assert not cluster.etcd.keys(keys.ATTEMPTS)
+
+
+def test_a_disabled_one_is_not_offered_however_empty_it_says_it_is(cluster: Cluster) -> None:
+    disabled, other = cluster.compute(said=0), cluster.compute(used=1, said=1)
+    put(cluster.placement, f'/resource_providers/{disabled}/traits', traits=['COMPUTE_STATUS_DISABLED'])
+    assert cluster.create() == other
+    assert cluster.asked == [disabled, other, 'claim']
+
+
+@pytest.mark.parametrize('value', ['{"room": 7}', 'rubbish', '{"room": {"VCPU": [1e400, 5]}}'])
+def test_what_says_nothing_that_can_be_understood_is_found_among_all(cluster: Cluster, value: str) -> None:
+    compute = cluster.compute()
+    cluster.etcd.put(keys.compute(compute), value, cluster.etcd.grant())
+    assert cluster.create() == compute
+    assert cluster.asked == ['all', 'claim']
+
+
+def test_a_key_without_a_lease_is_nobody_s_life(cluster: Cluster) -> None:
+    dead, alive = cluster.compute(said=0), cluster.compute(used=1, said=1)
+    room = json.dumps({'room': {name: [total, 100] for name, total in TOTALS.items()}})
+    cluster.etcd.put(keys.compute(dead), room)
+    assert cluster.create() == alive
+
+
+def test_a_quota_holds_and_leaves_nothing(cluster: Cluster) -> None:
+    compute = cluster.compute(said=0)
+    cluster.store.commit([], [Put(keys.quota('p'), quota_json(Quota('p', {'instances': 1}, {'instances': 1})))])
+    with pytest.raises(OverQuota):
+        cluster.create()
+    assert cluster.placement.get(f'/resource_providers/{compute}/usages')['usages']['VCPU'] == 0
+    assert not cluster.etcd.keys(keys.ATTEMPTS)
+
+
+def test_every_compute_is_reached_from_some_beginning(cluster: Cluster) -> None:
+    computes = sorted(cluster.compute(said=0) for _ in range(40))
+    found = set()
+    for start in ('0' * 8, computes[20], 'f' * 8):
+        entries, number = cluster.store.around(keys.COMPUTES, keys.compute(start), 16)
+        assert number == 40
+        assert len(entries) == 16
+        found |= {keys.last(each.key) for each in entries}
+    assert len(found) == 32
+    many, _ = cluster.store.around(keys.COMPUTES, keys.compute(computes[39]), 100)
+    assert [keys.last(each.key) for each in many] == [computes[39], *computes[:39]]
+
+
+@pytest.mark.parametrize(('query', 'asked'), [
+    (RESOURCES, SMALL),
+    ('resources=VCPU:1%2CMEMORY_MB:2', {'VCPU': 1, 'MEMORY_MB': 2}),
+    *((f'{RESOURCES}&{more}', None) for more in ('required=HW_CPU_X86_AVX2', 'member_of=x', 'in_tree=x', 'limit=1')),
+    *((f'{RESOURCES}&{more}', None) for more in ('resources1=VCPU:1', 'root_required=X', 'resources=VCPU:1')),
+    ('required=X&resources=VCPU:1', None),
+    ('resources=VCPU', None),
+    ('', None),
+])  # fmt: skip
+def test_only_amounts_alone_are_asked_of_a_few(query: str, asked: object) -> None:
+    assert plain(query, 1, SPREAD) == asked
+    assert plain(query, 2, SPREAD) is None
+    assert plain(query, 1, FIRST) is None
+
+
+def test_so_many_are_asked_about_at_most(cluster: Cluster) -> None:
+    for number in range(4):
+        cluster.compute(used=3, said=number % 3)
+    cluster.create()
+    assert len(cluster.asked) == ASKED + 1
+
+
