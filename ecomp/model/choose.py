@@ -17,6 +17,9 @@ SPREAD, PACK, RANDOM, FIRST = 'spread', 'pack', 'random', 'first'
 WEIGHS = (SPREAD, PACK, RANDOM, FIRST)
 """Ways to order candidates: the emptiest first, the fullest that has room first, by chance, or as placement does."""
 
+GONE = (-math.inf, 0.0)
+"""Weighs less than any: what has no room any more, or is not for this group."""
+
 QUEUE = 'queue'
 """Written in place of a way where no order was made: a compute took the request from a queue."""
 
@@ -133,32 +136,35 @@ def _distribute(
     tries: Sequence[Candidate], rooms: Rooms, count: int, weigh: str, rng: random.Random, group: Group | None
 ) -> list[Candidate]:
     now = {provider: dict(room) for provider, room in rooms.items()}
-    fitting = list(tries)
     on = Counter(group.on if group is not None else ())
+    at: dict[str, list[int]] = {}
+    for number, candidate in enumerate(tries):
+        at.setdefault(candidate.compute, []).append(number)
 
-    def weight(each: Candidate) -> tuple[int, float]:
+    def weight(each: Candidate) -> tuple[float, float]:
         preferred = 0 if group is None else group.sign * on[each.compute]
         return preferred, 0.0 if weigh == RANDOM else _weight(each.compute, each.allocations, now, weigh) or 0.0
 
-    weights = [weight(each) for each in fitting]
+    weights = [weight(each) for each in tries]
     taken: list[Candidate] = []
-    while fitting and len(taken) < count:
-        best = max(weights)
+    while len(taken) < count:
+        best = max(weights, default=GONE)
+        if best == GONE:
+            break
         # The first of equals, for they come shuffled.
         equals = [number for number, each in enumerate(weights) if each == best] if weigh == RANDOM else []
         number = rng.choice(equals) if equals else weights.index(best)
-        candidate = fitting[number]
+        candidate = tries[number]
         if not _take(candidate.allocations, now):
-            del fitting[number], weights[number]
+            weights[number] = GONE
             continue
         taken.append(candidate)
         on[candidate.compute] += 1
-        for other, each in enumerate(fitting):
-            if each.compute == candidate.compute:
-                weights[other] = weight(each)
+        for other in at[candidate.compute]:
+            weights[other] = GONE if weights[other] == GONE else weight(tries[other])
         if group is not None and group.strict:
-            left = [other for other, each in enumerate(fitting) if group.admits(each.compute, on)]
-            fitting, weights = [fitting[other] for other in left], [weights[other] for other in left]
+            for other, each in enumerate(tries):
+                weights[other] = weights[other] if group.admits(each.compute, on) else GONE
     return taken
 
 

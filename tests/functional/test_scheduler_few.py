@@ -23,6 +23,7 @@ from ecomp.placement.allocations import candidates
 from ecomp.placement.client import Placement
 from ecomp.scheduler.placing.create import create
 from ecomp.scheduler.placing.few import ASKED, VAIN, plain
+from ecomp.scheduler.placing.place import NAMED
 from ecomp.scheduler.placing.set_order import SetOrder
 from ecomp.store.client import Put, Store
 from tests.functional.cloud import IMAGE, RESOURCES, SMALL, WHO, new
@@ -236,3 +237,14 @@ def test_so_many_are_asked_about_at_most(cluster: Cluster) -> None:
     assert len(cluster.asked) == ASKED + 1
 
 
+def test_of_many_that_are_not_alive_a_few_are_named_and_their_names_are_read_once(
+    cluster: Cluster, caplog: pytest.LogCaptureFixture
+) -> None:
+    alive = cluster.compute()
+    for _ in range(NAMED + 3):
+        cluster.etcd.delete(keys.compute(cluster.compute()))
+    assert cluster.create(large=None) == alive
+    said = [record.message for record in caplog.records if 'not alive' in record.message]
+    assert len(said) == NAMED + 1
+    assert said[-1] == '3 more computes are not alive: skipped'
+    assert cluster.store.asked == 9  # two more than where all are alive: the computes, and what their hosts are called

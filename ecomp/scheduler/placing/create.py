@@ -11,6 +11,8 @@ import random
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import Future
+from functools import cache
+from typing import TYPE_CHECKING
 
 from ecomp.errors import Conflict, EcompError, NoCapacity, UnknownOutcome, Unreachable
 from ecomp.failpoints import failpoint
@@ -30,6 +32,9 @@ from ecomp.store.client import Store
 from ecomp.store.released import highest
 from ecomp.store.requests import in_line
 from ecomp.store.sharing import Change, Excluded, charged, joined
+
+if TYPE_CHECKING:
+    from ecomp.model.computes import Computes
 
 log = logging.getLogger(__name__)
 
@@ -82,10 +87,14 @@ def create(
     def released(instances: Collection[str]) -> int:
         return highest(store, instances) if resume else 0  # nobody has heard of a uuid that was made here
 
-    def called(compute: str) -> str:
+    @cache
+    def known() -> Computes:
         from ecomp.scheduler.looking.hosts import computes  # seldom needed
 
-        return computes(store).called(compute)
+        return computes(store)
+
+    def called(compute: str) -> str:
+        return known().called(compute)
 
     def living() -> list[str]:
         found = store.snapshot(keys.COMPUTES, keys_only=True).entries

@@ -23,6 +23,9 @@ log = logging.getLogger(__name__)
 REFUSALS = 2
 """After so many a compute is left out: full it is not offered, and is it too busy, another one may do."""
 
+NAMED = 20
+"""Computes that are called by their names in a log, at most."""
+
 
 @dataclass
 class Placer:
@@ -54,8 +57,10 @@ class Placer:
         batch: list[Candidate] = []
         while True:
             choice = choose(offer, self.alive, wanted.weigh, self.rng, group)
-            for provider in choice.skipped:
+            for provider in choice.skipped[:NAMED]:
                 log.warning('compute %s is not alive: skipped', self.claimer.called(provider))
+            if len(choice.skipped) > NAMED:
+                log.warning('%d more computes are not alive: skipped', len(choice.skipped) - NAMED)
             candidates = [each for each in choice.tries if refusals[each.compute] < REFUSALS]
             self.of = max(len({each.compute for each in candidates}), self.of, 1)
             lacking = goal([*candidates, *held.values()], terms, wanted) - len(held)

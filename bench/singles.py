@@ -1,0 +1,212 @@
+"""One instance at a time in clusters of several sizes: what a size costs against the smallest, in the same run.
+
+    python bench/singles.py [--computes 10,1000] [--requesters 1,8] [--rounds 12] [--each 8] [--full 0,75,98]
+                            [--results FILE]
+
+The clusters are there side by side, each an etcd and a placement of its own, and each round asks every one of them: a
+round's rate of a size against that of the smallest is a pair. `full`: so many hundredths of all places are taken.
+The computes are keys and providers, whose hints are put anew every ten seconds, as an ecompute does: nobody builds.
+Needs '.[lab,test]', psycopg2-binary and PostgreSQL.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import statistics
+import sys
+import threading
+import time
+import uuid
+from contextlib import ExitStack
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, Self
+
+TOP = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(TOP), str(TOP / 'md_server')]
+
+from bench.cluster import Counting, Postgres  # noqa: E402
+from bench.comparison import Requesters, numbers  # noqa: E402
+from ecomp.conf import EtcdConfig  # noqa: E402
+from ecomp.model import hints, keys  # noqa: E402
+from ecomp.model.json_object import dump  # noqa: E402
+from ecomp.store.client import Put, Store  # noqa: E402
+from tests.kit.commands import write_config  # noqa: E402
+from tests.kit.servers import Etcd  # noqa: E402
+
+EACH = {'VCPU': 1, 'MEMORY_MB': 128, 'DISK_GB': 1}
+RENEWAL = 10
+"""Seconds between two times that a compute says what it has left."""
+CLASSES = {'VCPU': 0, 'MEMORY_MB': 1, 'DISK_GB': 2}
+"""The ids that placement gives to its first classes."""
+
+
+class Pretended:
+    """A cluster of keys and providers."""
+
+    def __init__(self, computes: int) -> None:
+        self.size = computes
+        self.places = max(8, 2000 // computes)
+        """Of each compute."""
+        self.inventory = {name: {'total': self.places * amount} for name, amount in EACH.items()}
+        self.computes = sorted(str(uuid.uuid4()) for _ in range(computes))
+        self.used = dict.fromkeys(self.computes, 0)
+        self._said: dict[str, int] = {}
+        self._at_exit = ExitStack()
+        self._ended = threading.Event()
+
+    def __enter__(self) -> Self:
+        enter = self._at_exit.enter_context
+        self.etcd = enter(Etcd())
+        self._postgres = enter(Postgres())
+        self.placement = enter(Counting(self._postgres.url))
+        directory = Path(enter(TemporaryDirectory(prefix='ecomp-bench-')))
+        self.config = write_config(directory / 'schedule.yaml', self.etcd.endpoint, self.placement.url)
+        self._store = Store(EtcdConfig((self.etcd.endpoint,)))
+        self._at_exit.callback(self._store.close)
+        self._register()
+        self._lease = self._store.grant(3600)
+        self.say(self.computes)
+        thread = threading.Thread(target=self._renew, daemon=True)
+        thread.start()
+        self._at_exit.callback(thread.join)
+        self._at_exit.callback(self._ended.set)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._at_exit.close()
+
+    def fill(self, hundredths: int) -> None:
+        """Take so many of all places, here more and there fewer, for nobody."""
+        wanted = self.size * self.places * hundredths // 100 - sum(self.used.values())
+        places = [each for each in self.computes for _ in range(self.places - self.used[each])]
+        random.Random(1).shuffle(places)
+        taken: dict[str, int] = {}
+        for each in places[: max(wanted, 0)]:
+            taken[each] = taken.get(each, 0) + 1
+        claims = {}
+        for compute, count in taken.items():
+            resources = {name: amount * count for name, amount in EACH.items()}
+            body = {'allocations': {compute: {'resources': resources}}, 'user_id': 'u', 'project_id': 'p'}
+            claims[str(uuid.uuid4())] = {**body, 'consumer_generation': None, 'consumer_type': 'INSTANCE'}
+            self.used[compute] += count
+        named = list(claims)
+        for start in range(0, len(named), 100):
+            self.placement.call('POST', '/allocations', {each: claims[each] for each in named[start : start + 100]})
+        self.say(self.computes)
+
+    def say(self, computes: list[str]) -> None:
+        """Have those say what they have left of which that is another by now."""
+        changed = [each for each in computes if self._said.get(each) != self.used[each]]
+        for start in range(0, len(changed), 100):
+            puts = []
+            for each in changed[start : start + 100]:
+                room = hints.said(self.inventory, [{name: amount * self.used[each] for name, amount in EACH.items()}])
+                value = dump({'token': 'x', 'hostname': each[:8], 'room': room})
+                puts.append(Put(keys.compute(each), value, self._lease))
+                self._said[each] = self.used[each]
+            self._store.commit([], puts)
+
+    def placed(self, said: list[list[Any]]) -> list[float]:
+        """Count what requesters placed; how long each took, in seconds."""
+        for _, _, code, output in said:
+            if code == 0:
+                self.used[output.split('TARGET, ')[1][:36]] += 1
+        return [ended - began for began, ended, *_ in said]
+
+    def _renew(self) -> None:
+        for number in range(10**9):
+            if self._ended.wait(1):
+                return
+            self.say(self.computes[number % RENEWAL :: RENEWAL])
+
+    def _register(self) -> None:
+        """Straight into the database: ten thousand take half an hour by requests."""
+        import psycopg2
+        from psycopg2.extras import execute_values
+
+        where = self._postgres.url.partition('host=')[2]
+        with psycopg2.connect(user='postgres', dbname='postgres', host=where) as database, database.cursor() as cursor:
+            rows = [(each, each, 0) for each in self.computes]
+            execute_values(cursor, 'INSERT INTO resource_providers (uuid, name, generation) VALUES %s', rows)
+            cursor.execute('UPDATE resource_providers SET root_provider_id = id')
+            cursor.execute('SELECT id FROM resource_providers')
+            have = [
+                (number, CLASSES[name], each['total'], 0, 1, each['total'], 1, 1.0)
+                for (number,) in cursor.fetchall()
+                for name, each in self.inventory.items()
+            ]
+            execute_values(cursor, 'INSERT INTO inventories (resource_provider_id, resource_class_id, total, reserved, '
+                           'min_unit, max_unit, step_size, allocation_ratio) VALUES %s', have)  # fmt: skip
+
+
+def run(options: argparse.Namespace) -> None:
+    """Measure, and print a line a cell."""
+    with ExitStack() as at_exit:
+        clusters = [at_exit.enter_context(Pretended(each)) for each in options.computes]
+        for full in options.full:
+            for each in clusters:
+                each.fill(full)
+            for requesters in options.requesters:
+                for row in cells(clusters, requesters, options):
+                    load = round(os.getloadavg()[0])
+                    line = json.dumps({'full': full, 'requesters': requesters, **row, 'load': load})
+                    print(line, flush=True)
+                    if options.results:
+                        with options.results.open('a') as results:
+                            results.write(line + '\n')
+
+
+def cells(clusters: list[Pretended], requesters: int, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """What each cluster did in the rounds of so many requesters."""
+    asking = [Requesters(requesters, each.config, 'one') for each in clusters]
+    try:
+        for each, ask in zip(clusters, asking, strict=True):
+            each.placed(ask.ask(requesters))  # connections are made, and sizes known
+        rates: list[list[float]] = [[] for _ in clusters]
+        before = [each.placement.counts()['asking'] for each in clusters]
+        count, failed = options.each * requesters, [0] * len(clusters)
+        for turn in range(options.rounds):
+            for number in sorted(range(len(clusters)), reverse=bool(turn % 2)):
+                began = time.monotonic()
+                said = asking[number].ask(count)
+                rates[number].append(count / (time.monotonic() - began))
+                clusters[number].placed(said)
+                failed[number] += sum(code != 0 for *_, code, _ in said)
+        found = []
+        for number, each in enumerate(clusters):
+            calls = {kind: now - before[number][kind] for kind, now in each.placement.counts()['asking'].items()}
+            placed = count * options.rounds - failed[number]
+            pairs = [mine / first for mine, first in zip(rates[number], rates[0], strict=True)]
+            found.append({
+                'computes': each.size,
+                'per_second': round(statistics.median(rates[number]), 1),
+                'of_the_smallest': round(statistics.median(pairs), 2),
+                'placed': placed,
+                'failed': failed[number],
+                'calls': {kind: round(more / max(placed, 1), 3) for kind, more in calls.items() if more},
+                'balance': round((max(each.used.values()) - min(each.used.values())) / each.places, 3),
+            })
+        return found
+    finally:
+        for each in asking:
+            each.close()
+
+
+def main() -> None:
+    """See the module."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument('--computes', type=numbers, default=[10, 1000])
+    parser.add_argument('--requesters', type=numbers, default=[1, 8])
+    parser.add_argument('--full', type=numbers, default=[0])
+    parser.add_argument('--rounds', type=int, default=12)
+    parser.add_argument('--each', type=int, default=4, help='instances of each requester in a round')
+    parser.add_argument('--results', type=Path)
+    run(parser.parse_args())
+
+
+if __name__ == '__main__':
+    main()
