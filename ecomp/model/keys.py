@@ -12,7 +12,7 @@
     /flavors/<flavor>             what is asked of placement, by a name; operators'
     /queues/<flavor>/<instance>   a request that waits for a compute to take it
     /queues/<flavor>/<instance>/taker   the compute that is taking it; on that one's lease
-    /computes/<compute>           alive: hostname, version, since, token's hash, boot id, pid, kind, queues; on 30 s
+    /computes/<compute>           alive: hostname, version, since, token's hash, boot id, pid, kind, queues, room; 30 s
     /hostnames/<compute>          its host's name, {"version", "hostname"}; stays until the compute is forgotten
     /released/<2 digits>/<lease>  generations of claims that were released, of instances that begin so; on this lease
     /cluster                      this etcd's identity, written once
