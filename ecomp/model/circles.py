@@ -12,7 +12,7 @@ import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from ecomp.model import keys
+from ecomp.model import hints, keys
 from ecomp.model.allocation import Resources
 from ecomp.model.computes import StoredValue
 from ecomp.model.json_object import load_object
@@ -24,24 +24,22 @@ WIDER = 0.25
 ODD, WORD = 0x9E3779B97F4A7C15, 2**64 - 1
 """A multiplier that mixes, and all bits of a score."""
 
-Left = Mapping[str, int]
-
 
 @dataclass(frozen=True)
 class Takers:
-    """The living computes that take from queues: the point of each, and what it has left by class, if it hinted that.
+    """The living computes that take from queues: the point of each, and what it hinted that it has left, if it did.
 
     `said`: the values that this was made from, by key.
     """
 
     points: Mapping[str, int] = field(default_factory=dict)
-    left: Mapping[str, Left] = field(default_factory=dict)
+    left: Mapping[str, hints.Hint] = field(default_factory=dict)
     said: Mapping[str, StoredValue] = field(default_factory=dict, repr=False)
 
     def has_room(self, compute: str, resources: Resources) -> bool:
         """Whether it hinted that it has so much left; True where it hinted nothing."""
-        left = self.left.get(compute)
-        return left is None or all(left.get(name, 0) >= amount for name, amount in resources.items())
+        hint = self.left.get(compute)
+        return hint is None or hints.fits(hint, resources)
 
 
 def takers_of(state: Mapping[str, StoredValue], before: Takers) -> Takers:
@@ -56,22 +54,10 @@ def takers_of(state: Mapping[str, StoredValue], before: Takers) -> Takers:
         compute, said = keys.last(key), _object(state[key])
         if said.get('queues') is True and state[key].lease:
             points[compute] = before.points.get(compute) or point(compute)
-            hinted = left_in(said.get('room'))
+            hinted = hints.read(said.get('room'))
             if hinted is not None:
                 left[compute] = hinted
     return Takers(points, left, dict(state))
-
-
-def left_in(room: object) -> Left | None:
-    """What is left by a hint, {class: [capacity, hundredths of it that are left]}; None where it makes no sense."""
-    if not isinstance(room, dict):
-        return None
-    found = {}
-    for name, pair in room.items():
-        if not isinstance(pair, list) or len(pair) != 2 or not all(type(each) is int and each >= 0 for each in pair):
-            return None
-        found[name] = pair[0] * pair[1] // 100
-    return found
 
 
 def order(instance: str, resources: Resources, takers: Takers) -> dict[str, int]:

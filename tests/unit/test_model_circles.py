@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ecomp.model import circles, keys
-from ecomp.model.circles import FIRST, WIDER, Takers, among, left_in, opens, order, takers_of
+from ecomp.model.circles import FIRST, WIDER, Takers, among, opens, order, takers_of
+from ecomp.model.hints import Left
 from ecomp.store.client import Entry
 
 ONE = {'VCPU': 1, 'MEMORY_MB': 64}
@@ -65,25 +66,6 @@ def test_who_has_no_room_is_asked_last_and_who_says_nothing_has_some() -> None:
         assert set(list(order(instance, ONE, takers))[-2:]) == {'full', 'none'}
 
 
-@pytest.mark.parametrize(
-    ('room', 'left'),
-    [
-        ({'VCPU': [8, 50]}, {'VCPU': 4}),
-        ({'VCPU': [3, 50]}, {'VCPU': 1}),
-        ({}, {}),
-        (None, None),
-        ([], None),
-        ({'VCPU': 4}, None),
-        ({'VCPU': [4]}, None),
-        ({'VCPU': [4, -1]}, None),
-        ({'VCPU': [True, 50]}, None),
-        ({'VCPU': [4.0, 50]}, None),
-    ],
-)
-def test_what_is_left_by_a_hint(room: object, left: object) -> None:
-    assert left_in(room) == left
-
-
 def test_only_the_living_that_take_from_queues_count() -> None:
     there = state(a={'queues': True}, b={'queues': False}, c={}, d=7)
     there['/computes/e'] = Entry('/computes/e', b'not JSON', 7, 1)
@@ -94,7 +76,7 @@ def test_only_the_living_that_take_from_queues_count() -> None:
     there |= state(b={'queues': True}, g={'queues': True, 'room': {'VCPU': [1, 0]}})
     del there['/computes/a']
     takers = takers_of(there, takers)
-    assert (takers.points.keys(), dict(takers.left)) == ({'b', 'g'}, {'g': {'VCPU': 0}})
+    assert (takers.points.keys(), dict(takers.left)) == ({'b', 'g'}, {'g': {'VCPU': Left(1, 0)}})
     assert takers == takers_of(there, Takers())
 
 
