@@ -65,7 +65,6 @@ def _place(do: Context, order: Order) -> int:
     backend = ask_placement(do.config.placement, query if large is None else None, do.slow)
 
     from ecomp.scheduler.placing.create import create
-    from ecomp.scheduler.placing.few import VAIN
 
     def sized(computes: int) -> None:
         remember(do.config.etcd, computes)
@@ -75,6 +74,8 @@ def _place(do: Context, order: Order) -> int:
     try:
         delivered = create(do.store, backend, wanted, who(order), resume, random.Random(), now, large, sized)
     except NoCapacity as error:
+        from ecomp.scheduler.placing.few import VAIN
+
         return _no_capacity(do, error, backend, query, spent=0 if large is None else VAIN)
     except KeyboardInterrupt:
         says = f'instance {instance}: eschedule {instance} says whether it was placed all the same'

@@ -6,7 +6,6 @@ import subprocess
 import uuid
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -199,7 +198,7 @@ def test_etcd_takes_those_it_was_made_for(secured: tuple[Path, Secured]) -> None
         store = Store(config.etcd)
         assert store.get('/nothing') is None
         store.close()
-        stranger = Store(replace(config.etcd, cert_cert=None, cert_key=None))
+        stranger = Store(config.etcd._replace(cert_cert=None, cert_key=None))
         with pytest.raises(Unreachable, match='refuses our certificate'):
             stranger.get('/nothing')
         stranger.close()

@@ -113,8 +113,8 @@ class Cloud:
     def hints(self, compute: str, room: object) -> None:
         """A compute says what room it has left, true or not, as its presence puts it."""
         presence = self.computes[compute].presence
-        presence._more = lambda: {'room': room}
-        presence._say_more()
+        presence.say(room=room)
+        presence.keep()
 
     def claimed(self, instance: str, compute: str) -> None:
         """A claim."""

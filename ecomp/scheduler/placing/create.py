@@ -24,7 +24,6 @@ from ecomp.placement.client import Placement
 from ecomp.scheduler.looking.ask import FRESH
 from ecomp.scheduler.placing.claim import Claimer, abandon
 from ecomp.scheduler.placing.deliver import LEASE_SECONDS, Delivery, announce, deliver, quietly_revoke
-from ecomp.scheduler.placing.few import Few
 from ecomp.scheduler.placing.joining import Terms, take_names, terms_of, together
 from ecomp.scheduler.placing.place import Placer
 from ecomp.scheduler.placing.set_order import DeliveryOutcome, SetOrder, before, check_size
@@ -117,9 +116,12 @@ def create(
         placement, offer = backend.result()
         failpoint('announced')
         claimer = Claimer(placement, wanted.user_id, wanted.project_id, still_ours, released, called)
-        few, placer, placed = Few(claimer, wanted, rng, tried), None, dict[str, Candidate]()
+        placer, placed, of = None, dict[str, Candidate](), 0
         if large is not None and not resume:
-            placed = few.place(store, terms, large)
+            from ecomp.scheduler.placing.few import Few  # for large clusters
+
+            few = Few(claimer, wanted, rng, tried)
+            placed, of = few.place(store, terms, large), few.of
         if not placed:
             placer = Placer(claimer, look_again, line, living() if alive is None else alive, wanted, rng, tried)
             if announced - offer.asked > FRESH:
@@ -141,8 +143,8 @@ def create(
                 raise
             failpoint('claimed')
             try:
-                of = placer.of if placer is not None else few.of
-                delivered = _deliver(store, wanted, terms, placed, of, revision, now())
+                among = placer.of if placer is not None else of
+                delivered = _deliver(store, wanted, terms, placed, among, revision, now())
                 _undo_quietly(store, placement, set(tried) - placed.keys(), wanted.instance, revision)
                 return delivered
             except Excluded as lost:

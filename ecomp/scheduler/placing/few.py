@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import logging
 import random
-import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -63,7 +62,7 @@ class Few:
         asked = plain(self.wanted.query or '', self.wanted.count, self.wanted.weigh)
         if asked is None or terms.group is not None:
             return {}
-        start = keys.compute(str(uuid.UUID(int=self.rng.getrandbits(128))))
+        start = keys.compute(f'{self.rng.getrandbits(32):08x}')  # as uuids begin
         entries, number = store.around(keys.COMPUTES, start, READ)
         if number <= large:
             return {}
