@@ -36,8 +36,8 @@ _ALONE = r"[A-Za-z_/][A-Za-z0-9_./:@%+=~#,&!-]*(?<!:)"
 """A word, and one that is in no list with brackets."""
 _QUOTED = r"""'[ !#-&(-~]*'|"[ !#-\[\]-~]*\""""
 _SCALAR = re.compile(f'({_WORD}|{_ALONE}|0|[1-9][0-9]{{0,17}}|{_QUOTED})(?: +#.*)?')
-_LIST = re.compile(rf'\[ *((?:(?:{_WORD}|{_QUOTED})(?: *, *(?:{_WORD}|{_QUOTED}))*)?) *\](?: +#.*)?')
-_ITEM = re.compile(f'{_WORD}|{_QUOTED}')
+_LIST = rf'\[ *((?:(?:{_WORD}|{_QUOTED})(?: *, *(?:{_WORD}|{_QUOTED}))*)?) *\](?: +#.*)?'
+_ITEM = f'{_WORD}|{_QUOTED}'
 _BOOLEANS = {'true', 'True', 'false', 'False'}
 _OTHERS = re.compile('yes|no|on|off|true|false|null', re.IGNORECASE)
 """Words that YAML takes for something else, in some of their spellings."""
@@ -101,9 +101,11 @@ def _value(line: _Line) -> Node:
         if line.is_item:
             raise _NotPlain
         return Node('null', line.number)
-    found = _LIST.fullmatch(line.rest)
-    if found is not None:
-        return Node('seq', line.number, items=tuple(_scalar(each, line.number) for each in _ITEM.findall(found[1])))
+    if line.rest.startswith('['):
+        found = re.fullmatch(_LIST, line.rest)
+        if found is None:
+            raise _NotPlain
+        return Node('seq', line.number, items=tuple(_scalar(each, line.number) for each in re.findall(_ITEM, found[1])))
     found = _SCALAR.fullmatch(line.rest)
     if found is None:
         raise _NotPlain

@@ -113,6 +113,10 @@ class Context:
 
         return Store(self.etcd, light=True)
 
+    def connect(self) -> None:
+        """Begin the connection to etcd: it is made while what else a command needs is loaded."""
+        self.store  # noqa: B018
+
     @cached_property
     def placement(self) -> Placement:
         """The connection to placement."""

@@ -63,6 +63,7 @@ def _place(do: Context, order: Order) -> int:
     query, resume = _query(do), do.options.uuid is not None
     large = LARGE if is_large(do.config.etcd) and not resume and not do.options.size else None
     backend = ask_placement(do.config.placement, query if large is None else None, do.slow)
+    do.connect()
 
     from ecomp.scheduler.placing.create import create
 

@@ -42,6 +42,8 @@ FILTERS = {
 
 
 def _query(do: Context) -> int:
+    do.connect()
+
     from ecomp.cli.show import is_off, no_address
     from ecomp.scheduler.looking.find import living
 
@@ -77,6 +79,8 @@ def _say_unserved(do: Context, records: Sequence[Record], known: Computes | None
 
 
 def _list(do: Context) -> int:
+    do.connect()
+
     from ecomp.cli.formats import rendered
     from ecomp.cli.show import as_list
     from ecomp.cli.terminal import look
@@ -115,6 +119,8 @@ def _pick(do: Context) -> Pick:
 
 
 def _show(do: Context) -> int:
+    do.connect()
+
     from ecomp.cli.show import as_detail
 
     found: list[Details] = []

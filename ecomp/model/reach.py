@@ -17,8 +17,9 @@ HOST = '{host}'
 SSH_PORT = 22
 
 _LABEL = '[A-Za-z0-9]([A-Za-z0-9-]{0,61}[A-Za-z0-9])?'
-_HOST_NAME = re.compile(rf'(?=.{{1,253}}$){_LABEL}(\.{_LABEL})*')
-_USER = re.compile('[A-Za-z_][A-Za-z0-9_.-]{0,31}')
+# Compiled at their use, for most commands read the configuration and enter nothing.
+_HOST_NAME = rf'(?=.{{1,253}}$){_LABEL}(\.{_LABEL})*'
+_USER = '[A-Za-z_][A-Za-z0-9_.-]{0,31}'
 _STEP = '/[^/\x00-\x1f\x7f]+'
 
 RELAY = 'trap : HUP; exec 3<>/dev/tcp/$0/$1 || exit 1; cat <&3 & exec >&3; cat; kill $!'
@@ -81,12 +82,12 @@ def parse_reach(text: str) -> Reach:
 
 def is_host_name(text: str) -> bool:
     """True for a host name by RFC 1123; none begins like an option."""
-    return _HOST_NAME.fullmatch(text) is not None
+    return re.fullmatch(_HOST_NAME, text) is not None
 
 
 def check_user(text: str) -> str:
     """The name of a user in a guest as it is; ValueError if it is none."""
-    if not _USER.fullmatch(text):
+    if not re.fullmatch(_USER, text):
         raise ValueError(f'{text[:40]!r} is no name of a user')
     return text
 
@@ -135,9 +136,9 @@ def remote_line(command: Sequence[str]) -> list[str]:
     return [shlex.join(command)] if len(command) > 1 else list(command)
 
 
-_COLOURS = re.compile(r'\x1b(\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(\x07|\x1b\\)?|[ -/]*[0-~])|\r')
+_COLOURS = r'\x1b(\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(\x07|\x1b\\)?|[ -/]*[0-~])|\r'
 
 
 def plain(line: str) -> str:
     """A line of a console without what moves a terminal's cursor or colours it."""
-    return _COLOURS.sub('', line)
+    return re.sub(_COLOURS, '', line)
