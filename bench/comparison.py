@@ -78,9 +78,10 @@ def _command(arguments: Sequence[str]) -> Callable[[], tuple[int, str]]:
 
 
 def _main(arguments: Sequence[str]) -> Callable[[], tuple[int, str]]:
-    import ecomp.placement.client
+    import ecomp.placement.by_http
     import ecomp.scheduler.placing.create
-    import ecomp.scheduler.placing.explain  # noqa: F401  (loaded before anything is measured)
+    import ecomp.scheduler.placing.explain
+    import ecomp.store.by_h2  # noqa: F401  (loaded before anything is measured)
     from ecomp import schedule
 
     def ask() -> tuple[int, str]:

@@ -65,7 +65,7 @@ class Connection:
                 if not repeatable and not error.unsent:
                     name = f'etcd at {self.where}'
                     raise unanswered(f'{name} cannot be reached: {error}', name) from error
-                left += 1  # the same member once more, and each of them: light it may have been for a while
+                left += 1  # that was no try of the other way
             except Failure as error:
                 # A connection that is being made slowly is not begun anew for ever, unless there are others to try.
                 young = time.monotonic() - self._since < 2 * self.config.timeout
