@@ -59,3 +59,20 @@ def test_a_key_says_what_it_is_about(instance: uuid.UUID) -> None:
 )
 def test_other_forms_of_a_uuid_are_none(text: Any) -> None:
     assert not keys.is_uuid(text)
+
+
+@given(st.binary(min_size=16, max_size=16))
+def test_a_new_uuid_is_as_python_makes_it(random: bytes) -> None:
+    assert keys.new_uuid(random) == str(uuid.UUID(bytes=random, version=4))
+
+
+LIKE_ONE = st.text('0123456789abcdefABCDEF-{}', min_size=30, max_size=40)
+
+
+@given(LIKE_ONE | st.uuids().map(str) | st.uuids().map(lambda each: each.hex))
+def test_a_uuid_is_told_as_python_tells_it(text: str) -> None:
+    try:
+        canonical = str(uuid.UUID(text)) == text
+    except ValueError:
+        canonical = False
+    assert keys.is_uuid(text) is canonical
