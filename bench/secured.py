@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import secrets
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -56,6 +57,7 @@ class Secured(NamedTuple):
 @contextmanager
 def secured(computes: int) -> Iterator[Secured]:
     """Both servers, and so many computes that are alive and have room; ended with all that is theirs."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # else the servers would outlive a benchmark that is ended
     with ExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix='ecomp-bench-')))
         certs = directory / 'certs'
