@@ -59,7 +59,7 @@ def secured(computes: int) -> Iterator[Secured]:
     """Both servers, and so many computes that are alive and have room; ended with all that is theirs."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # else the servers would outlive a benchmark that is ended
     with ExitStack() as stack:
-        directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix='ecomp-bench-')))
+        directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix='ecomp-secured-')))
         certs = directory / 'certs'
         authority = Authority(directory / 'authority')
         authority.issue(certs, 'server', HOST)
