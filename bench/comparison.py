@@ -31,6 +31,8 @@ sys.path[:0] = [str(TOP), str(TOP / 'md_server')]
 RESULTS, PLOT = Path(__file__).with_name('comparison.jsonl'), Path(__file__).with_name('comparison.svg')
 WAYS = ('one', 'command', 'sets', 'pull')
 QUERY, FLAVOR, IMAGE = 'resources=VCPU:1,DISK_GB:1,MEMORY_MB:128', 'bench', 'http://images.invalid/bench.qcow2'
+COLORS = {'one': 'tab:blue', 'command': 'tab:orange', 'sets': 'tab:green', 'pull': 'tab:red'}
+"""Of each way, in every panel, whichever ways it has."""
 SET = 10
 REFUSALS = 8
 """How often it is asked when all is full, at least: each requester once."""
@@ -265,6 +267,7 @@ def plot(rows: Sequence[Row], path: Path) -> None:
     matplotlib.use('svg')
     matplotlib.rcParams |= {'svg.fonttype': 'none', 'svg.hashsalt': 'ecomp', 'font.size': 8}
     from matplotlib import pyplot
+    from matplotlib.lines import Line2D
 
     sizes = sorted({row['computes'] for row in rows})
     figure, axes = pyplot.subplots(2, len(sizes), figsize=(3 * len(sizes), 4.5), squeeze=False, layout='constrained')
@@ -275,10 +278,10 @@ def plot(rows: Sequence[Row], path: Path) -> None:
             mine = sorted((row for row in rows if row['computes'] == size and row['way'] == way), key=_cell)
             if not mine:
                 continue
-            at = [row['requesters'] for row in mine]
-            (line,) = above.plot(at, [row['per_second'] for row in mine], marker='o', markersize=3, label=way)
-            below.plot(at, [row['p50'] for row in mine], marker='o', markersize=3, color=line.get_color())
-            below.plot(at, [row['p95'] for row in mine], linestyle=':', color=line.get_color())
+            color, at = COLORS[way], [row['requesters'] for row in mine]
+            above.plot(at, [row['per_second'] for row in mine], marker='o', markersize=3, color=color)
+            below.plot(at, [row['p50'] for row in mine], marker='o', markersize=3, color=color)
+            below.plot(at, [row['p95'] for row in mine], linestyle=':', color=color)
         for each in (above, below):
             each.set_xscale('log', base=2)
             each.set_xticks([1, 8, 32], ['1', '8', '32'])
@@ -288,7 +291,9 @@ def plot(rows: Sequence[Row], path: Path) -> None:
         below.set_xlabel('requesters')
     axes[0][0].set_ylabel('instances a second')
     axes[1][0].set_ylabel('s until placed: p50, p95 dotted')
-    axes[0][0].legend()
+    # Above all panels: in one of them it would cover what is drawn there.
+    ways = [Line2D([], [], color=COLORS[way], marker='o', markersize=3, label=way) for way in WAYS]
+    figure.legend(handles=ways, loc='outside upper center', ncols=len(ways), frameon=False)
     figure.savefig(path, metadata={'Date': None})
 
 
