@@ -1,0 +1,61 @@
+"""cycle, with real guests: 30 are made and destroyed one after another, against the first tenth of them.
+
+What a guest costs does not grow with those that were there before: neither the time from the request's put to the
+domain running, nor that until nothing is left, each as so many times what bare libvirt takes for the same at that moment
+(guests.py), nor the memory of ecompute and its workers. The floor is the median of the first tenth, and a ratio is one
+later guest's to that. Target: at most 1.1.
+
+    python bench/cycle_real.py [GUESTS] [--quick] [--json]         (as root; it makes a lab of its own and removes it)
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from statistics import median
+
+import psutil
+from guests import Bench, prepare
+from lab import Lab, main
+from result import Result, paired
+
+LAB = Lab('benchc')
+TARGET = 1.1
+
+
+def memory() -> float:
+    """What ecompute and its workers have for themselves, in MB."""
+    pid = json.loads((LAB.directory / 'lab.json').read_text())['processes']['hv1 ecompute']['pid']
+    parent = psutil.Process(pid)
+    return sum(each.memory_full_info().uss for each in (parent, *parent.children(recursive=True))) / 1e6
+
+
+def inside(guests: int, images: str) -> Iterator[Result]:
+    """The measuring itself, on the lab host."""
+    bench = Bench(LAB, images)
+
+    def cycle() -> tuple[float, float, float]:
+        instances, started = bench.start(1)
+        bench.settle(instances)
+        gone = bench.destroy(instances)
+        bench.check_gone(instances)
+        bare, started_bare = bench.start_bare(1)
+        return started / started_bare, gone / bench.destroy_bare(bare), memory()
+
+    cycle()  # the first fetches the image and warms caches
+    taken = [cycle() for _ in range(guests)]
+    first = max(1, guests // 10)
+    for workload, unit, values in zip(
+        ('put to started', 'destroy to gone', 'memory of ecompute and its workers'),
+        ('x libvirt', 'x libvirt', 'MB'),
+        zip(*taken, strict=True),
+        strict=True,
+    ):
+        floor = median(values[:first])
+        later = values[first:]
+        yield paired('cycle', f'{guests} real guests, {workload}', later, [floor] * len(later), TARGET, unit=unit)
+    bench.close()
+
+
+if __name__ == '__main__':
+    main(LAB, inside, lambda: prepare(LAB), 30, quick=10)

@@ -1,0 +1,78 @@
+"""What one build and one destroy cost, exactly: questions to placement, operations at etcd, processes.
+
+A figure here is changed with what makes it cheaper or dearer, and with the reason in the commit.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ecomp.model import keys
+from ecomp.model.instance import Request, to_json
+from ecomp.placement.client import Placement
+from ecomp.store.client import Put, Store
+from tests.functional.cloud import Cloud
+from tests.functional.toy import Toy, toy
+
+ETCD = ('get', 'read', 'snapshot', 'count', 'revision', 'commit', 'grant', 'keep_alive', 'revoke')
+"""What asks etcd, once each."""
+
+
+def said(name: str, *_: object) -> str:
+    return name
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """How often each thing was asked since the counter was cleared: `etcd get`, `placement PUT /allocations`."""
+    counts: Counter[str] = Counter()
+
+    def counted(of: str, kind: type, name: str, what: Callable[..., str]) -> None:
+        real = getattr(kind, name)
+
+        @functools.wraps(real)
+        def call(self: Any, *given: Any, **named: Any) -> Any:
+            counts[f'{of} {what(*given)}'] += 1
+            return real(self, *given, **named)
+
+        monkeypatch.setattr(kind, name, call)
+
+    counted('placement', Placement, 'get', lambda path: f'GET /{path.split("/")[1]}')
+    counted('placement', Placement, 'write', lambda method, path, _: f'{method} /{path.split("/")[1]}')
+    for name in ETCD:
+        counted('etcd', Store, name, partial(said, name))
+    return counts
+
+
+def carried_out(compute: Toy, asked: Counter[str]) -> Counter[str]:
+    """What was asked for what is to be done now, planning left out: that is once for all there is."""
+    work = compute.planned()
+    asked.clear()
+    for each in work:
+        compute.planner.agenda.begin(each.instance, each)
+        compute.planner.carry_out(each)
+    assert work
+    return Counter(asked)
+
+
+def test_a_build_and_a_destroy_ask_this_much(cloud: Cloud, tmp_path: Path, asked: Counter[str]) -> None:
+    with toy(cloud, tmp_path) as compute:
+        instance = compute.place()
+        # Rule 2's question; the record: there is none, building, with its addresses, its image, its disk, active.
+        assert carried_out(compute, asked) == {'placement GET /allocations': 1, 'etcd read': 1, 'etcd commit': 5}
+        assert compute.record(instance).state == 'active'
+        tombstone = Request(instance, {}, image=None, user_id='me', project_id='us')
+        assert cloud.store.commit([], [Put(keys.request(compute.compute, instance), to_json(tombstone))])
+        # The claim's generation, who is at it (rule 11), the release; the record: destroying, and gone, on a lease.
+        assert carried_out(compute, asked) == {
+            **{'placement GET /allocations': 1, 'placement PUT /allocations': 1},
+            **{'etcd get': 1, 'etcd grant': 1, 'etcd commit': 2},
+        }
+        assert cloud.store.get(keys.request(compute.compute, instance)) is None
