@@ -1,9 +1,9 @@
 """cycle, with real guests: 30 are made and destroyed one after another, against the first tenth of them.
 
 What a guest costs does not grow with those that were there before: neither the time from the request's put to the
-domain running, nor that until nothing is left, each as so many times what bare libvirt takes for the same at that moment
-(guests.py), nor the memory of ecompute and its workers. The floor is the median of the first tenth, and a ratio is one
-later guest's to that. Target: at most 1.1.
+domain running, nor that until nothing is left, each as so many times what bare libvirt takes for the same at that
+moment (guests.py), nor the memory of ecompute and its workers. The floor is the median of the first tenth, and a ratio
+is one later guest's to that. Target: at most 1.1.
 
     python bench/cycle_real.py [GUESTS] [--quick] [--json]         (as root; it makes a lab of its own and removes it)
 """

@@ -33,6 +33,8 @@ how many at most). What is one compute's, or one instance's, is done by one of t
     to a worker               writes jobs into one worker's pipe, from a queue. Ends with that worker
     scrub                     reads base volumes (Scrubber). Joined
     libvirt-ask               in a worker: asks one guest to turn itself off. Ends when its QEMU has heard it
+    ending_N                  in a worker: ends a guest or turns it off, some at a time; what they tell goes into
+                              the pipe under a lock. Joined when the pipe ends
     download                  in a worker: fetches one image; the job reads how far it is. Ends with the download
     Thread-N                  not ours: gRPC's, one for each channel or stream, and watchdog's, which sees .ready files
 """

@@ -70,7 +70,7 @@ def test_a_build_and_a_destroy_ask_this_much(cloud: Cloud, tmp_path: Path, asked
         assert compute.record(instance).state == 'active'
         tombstone = Request(instance, {}, image=None, user_id='me', project_id='us')
         assert cloud.store.commit([], [Put(keys.request(compute.compute, instance), to_json(tombstone))])
-        # The claim's generation, who is at it (rule 11), the release; the record: destroying, and gone, on a lease.
+        # The claim's generation and its release; the record: destroying, and gone, on a lease; its project's quota.
         assert carried_out(compute, asked) == {
             **{'placement GET /allocations': 1, 'placement PUT /allocations': 1},
             **{'etcd get': 1, 'etcd grant': 1, 'etcd commit': 2},

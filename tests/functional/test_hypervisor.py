@@ -58,9 +58,11 @@ def test_life_of_a_guest(hypervisor: Hypervisor, spec: GuestSpec) -> None:
     for _ in range(2):
         hypervisor.create_disk(spec)
         assert hypervisor.guests() == {instance: Guest(instance, None, defined=False, running=False, disk=True)}
+        assert not hypervisor.runs(instance)
     for _ in range(2):
         hypervisor.start(spec)
         assert hypervisor.guests() == {instance: Guest(instance, COMPUTE, defined=True, running=True, disk=True)}
+        assert hypervisor.runs(instance)
     for _ in range(2):
         hypervisor.destroy(instance, COMPUTE)
         assert hypervisor.guests() == {instance: Guest(instance, None, defined=False, running=False, disk=True)}
@@ -195,6 +197,7 @@ def test_switched_off(hypervisor: Hypervisor, spec: GuestSpec) -> None:
     for _ in range(2):
         hypervisor.switch_off(instance, COMPUTE)
         assert hypervisor.guests() == {instance: Guest(instance, COMPUTE, defined=True, running=False, disk=True)}
+        assert not hypervisor.runs(instance)
     hypervisor.resume(instance, COMPUTE)
     assert hypervisor.guests()[instance].running
 

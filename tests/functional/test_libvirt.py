@@ -282,6 +282,7 @@ def test_strangers_are_not_seen_and_not_touched(real: Libvirt, spec: GuestSpec, 
         assert real.guests() == {}
         for instance in (spec.instance, other_uuid.name()):
             theirs = replace(spec, instance=instance)
+            assert not any(map(real.runs, (instance, other_uuid.UUIDString())))
             with pytest.raises(Conflict, match='not made by ecompute'):
                 real.start(theirs)
             with pytest.raises(Conflict, match='not made by ecompute'):
