@@ -26,7 +26,9 @@ LAST_WORDS = 8
 
 @dataclass(frozen=True)
 class Script:
-    """A script of this directory: the seconds it has with --quick and without, and whether it makes a lab.
+    """A script of this directory: after how many seconds it is ended, with --quick and without; whether it makes a lab.
+
+    On a machine with nothing else to do it takes a fraction of them.
 
     `quickly` False: nothing of it can be said in a minute, so `quick` leaves it out.
     """
@@ -45,10 +47,10 @@ SCRIPTS = (
     Script('singles', 120, 1800),
     Script('sets', 60, 900),
     Script('pull', 120, 1200),
-    Script('image_to_disk', 60, 300, lab=True),
-    Script('domain_start', 90, 600, lab=True),
-    Script('destroy', 90, 900, lab=True),
-    Script('lease_to_booted', 60, 300, lab=True),
+    Script('image_to_disk', 120, 300, lab=True),
+    Script('domain_start', 180, 900, lab=True),
+    Script('destroy', 180, 1200, lab=True),
+    Script('lease_to_booted', 120, 300, lab=True),
     Script('footprint', 120, 900),
     Script('cycle', 60, 600),
     Script('cycle_real', 300, 1200, lab=True, quickly=False),

@@ -3,7 +3,7 @@
 One `ecompute --fake` with queues; flavors in etcd, and requests that wait, each of a flavor of its own that the compute
 has no room for. Then one at a time that it has room for.
 
-    python bench/many_flavors.py [FLAVORS:WAITING ...]
+    python bench/many_flavors.py [ROUNDS] [--quick] [--json]
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ import uuid
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
-from statistics import median
 
 import psutil
+from result import Result, arguments, asked, figure, tell
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -30,9 +30,10 @@ from ecomp.store.client import Put, Store
 from tests.kit.commands import Ecompute
 from tests.kit.servers import Etcd, PlacementServer, until
 
-CELLS = ('0:0', '30000:0', '30000:3000', '30000:30000')
+CELLS = ((0, 0), (30000, 0), (30000, 3000), (30000, 30000))
+"""Flavors, and requests that wait."""
 ROOM = 'VCPU:1000,DISK_GB:1000,MEMORY_MB:100000'
-IDLE, TAKES, AT_ONCE = 10.0, 10, 100
+IDLE, AT_ONCE = 10.0, 100
 SMALL = Flavor('small', {'VCPU': 1, 'DISK_GB': 1, 'MEMORY_MB': 64})
 
 
@@ -53,8 +54,8 @@ def put_all(store: Store, puts: Iterator[Put]) -> None:
         assert store.commit([], some) is not None
 
 
-def cell(many: int, waits: int) -> str:
-    """A row of the table."""
+def cell(many: int, waits: int, takes: int) -> Iterator[Result]:
+    """What it costs with so many."""
     with Etcd() as etcd, PlacementServer() as placement:
         store = Store(EtcdConfig((etcd.endpoint,)))
         there = (SMALL, *(large(each) for each in range(many)))
@@ -81,22 +82,25 @@ def cell(many: int, waits: int) -> str:
             time.sleep(IDLE)
             idle = (used() - before) / IDLE
             before = used()
-            taken = [take() for _ in range(TAKES)]
-            each = (used() - before) / TAKES
+            taken = [take() for _ in range(takes)]
+            each = (used() - before) / takes
             memory = process.memory_info().rss / 1e6
         store.close()
-    what = f'{many:,} | {waits:,} | {first:.2f} s | {idle:.1%}'
-    return f'| {what} | {median(taken):.2f} s | {each * 1000:.0f} ms | {memory:.0f} MB |'
+    where = f'{many:,} flavors, {waits:,} waiting'
+    yield figure('many-flavors', f'{where}: the first is taken', [first], None)
+    used_by_each = {'ms of its processor': each * 1000}
+    yield figure('many-flavors', f'{where}: one more is taken', taken, None, counts=used_by_each)
+    yield figure('many-flavors', f'{where}: idle', [idle * 100], None, unit='% of a core')
+    yield figure('many-flavors', f'{where}: memory', [memory], None, unit='MB')
 
 
-def main(cells: list[str]) -> None:
-    """Print the table."""
-    print('| flavors | waiting | the first is taken | idle | one more is taken | of its processor | memory |')
-    print('|---|---|---|---|---|---|---|')
-    for each in cells or CELLS:
-        many, waits = each.split(':')
-        print(cell(int(many), int(waits)), flush=True)
+def main() -> None:
+    """See the module."""
+    options = asked(arguments(__doc__, 10))
+    for many, waits in CELLS[:2] if options.quick else CELLS:
+        for each in cell(many, waits, options.rounds):
+            tell(each, options.json)
 
 
 if __name__ == '__main__':
-    main(sys.argv[1:])
+    main()

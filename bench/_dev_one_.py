@@ -1,0 +1,46 @@
+"""domain-start: from the request's put to the domain running, against bare libvirt-python doing the same (guests.py).
+
+One, and ten at once, which are asked for in one transaction and end with the last; the filters are on. Both ends are
+libvirt's own `started` event, and both sides run in turn on one lab host. Targets: at most 1.05 for one, 1.1 for ten.
+
+    python bench/domain_start.py [ROUNDS] [--quick] [--json]       (as root; it makes a lab of its own and removes it)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from guests import Bench, prepare
+from lab import Lab, main
+from result import Result, paired
+
+LAB = Lab("virtdev")
+TARGETS = {1: 1.05}
+
+
+def inside(rounds: int, images: str) -> Iterator[Result]:
+    """The measuring itself, on the lab host."""
+    bench = Bench(LAB, images)
+
+    def ours(count: int) -> float:
+        instances, seconds = bench.start(count)
+        bench.settle(instances)
+        bench.destroy(instances)
+        bench.check_gone(instances)
+        return seconds
+
+    def floor(count: int) -> float:
+        instances, seconds = bench.start_bare(count)
+        bench.destroy_bare(instances)
+        return seconds
+
+    ours(1), floor(1)  # the first of each fetches the image and warms caches
+    for count, target in TARGETS.items():
+        taken = [(ours(count), floor(count)) for _ in range(rounds)]
+        mine, floors = [each[0] for each in taken], [each[1] for each in taken]
+        yield paired('domain-start', 'one' if count == 1 else f'{count} at once', mine, floors, target)
+    bench.close()
+
+
+if __name__ == '__main__':
+    main(LAB, inside, lambda: prepare(LAB), 12)
