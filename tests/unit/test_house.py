@@ -409,7 +409,7 @@ def test_mypy() -> None:
 
 
 def test_shell_scripts_parse() -> None:
-    scripts = [TOP / 'tests/run', TOP / '.ci/run', *TOP.glob('*.sh')]
+    scripts = [TOP / 'tests/run', TOP / '.ci/run', TOP / 'bench/run', *TOP.glob('*.sh')]
     for script in scripts:
         done = subprocess.run(['bash', '-n', str(script)], capture_output=True, text=True, check=False)
         assert (done.returncode, done.stderr) == (0, ''), script
