@@ -130,7 +130,7 @@ def _enqueue(do: Context, order: Order) -> int:
     """Put it into its flavor's queue: placement is neither asked nor loaded."""
     from ecomp.model.guest_data import SharedUserData
     from ecomp.model.queue import QueueEntry
-    from ecomp.scheduler.placing.enqueue import enqueue, flavor_of_etcd
+    from ecomp.scheduler.placing.enqueue import enqueue, flavor_of_etcd, has_taker
 
     instance, shared = order.instance, None if order.user_data is None else SharedUserData.of(order.user_data)
     hashed = {'user_data': None, 'user_data_sha256': shared.sha256 if shared else None}
@@ -138,6 +138,7 @@ def _enqueue(do: Context, order: Order) -> int:
         flavor, revision = flavor_of_etcd(do.config, do.store, do.options.flavor or '')
         waiting = QueueEntry(flavor=flavor, **order.parts(**hashed))
         is_new = enqueue(do.store, waiting, revision, shared, who(order), do.options.uuid is not None)
+        is_heard = has_taker(do.store)
     except NoCapacity as error:
         return _refused(do, error)
     except KeyboardInterrupt:
@@ -152,7 +153,7 @@ def _enqueue(do: Context, order: Order) -> int:
         do.out.put(_as_document(do, queued))
     if not is_new:
         do.out.say(f'{instance} was requested before: nothing is changed')
-    elif (no_taker := do.name_computes().no_taker) is not None:
+    elif not is_heard and (no_taker := do.name_computes().no_taker) is not None:
         do.out.say(f'it waits: {no_taker}')
     return 0 if do.options.wait is None else _waited(do, queued)
 

@@ -124,6 +124,8 @@ def test_a_key_that_has_to_be_there(store: Store, prefix: str) -> None:
 def test_how_many_there_are(store: Store, prefix: str) -> None:
     assert store.count(prefix) == 0
     assert store.commit([], [Put(f'{prefix}{number}', 'x' * 1000) for number in range(120)])
+    few, number = store.around(prefix, prefix, 3)
+    assert ([each.key for each in few], number) == (sorted(store.snapshot(prefix).entries)[:3], 120)
     assert (store.count(prefix), store.count(f'{prefix}1'), store.count(f'{prefix}x')) == (120, 31, 0)
 
 

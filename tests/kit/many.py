@@ -12,7 +12,10 @@ TOY = 'VCPU:4,DISK_GB:10,MEMORY_MB:512'
 
 
 class Many(Server):
-    """`ecompute --fake TOY --count N` with the compute.yaml that is in its directory."""
+    """`ecompute --fake TOY --count N` with the compute.yaml that is in its directory.
+
+    `placement` among the settings is another URL than the cluster's.
+    """
 
     name = 'many'
 
@@ -20,7 +23,8 @@ class Many(Server):
         super().__init__(cluster.directory)
         self.count = count
         self._etcd = cluster.etcd
-        write_config(self.directory / 'compute.yaml', cluster.etcd.endpoint, cluster.placement.url, **settings)
+        placement = settings.pop('placement', cluster.placement.url)
+        write_config(self.directory / 'compute.yaml', cluster.etcd.endpoint, placement, **settings)
         cluster.at_exit.callback(self.close)
 
     def command(self) -> list[str]:

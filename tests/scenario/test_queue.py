@@ -412,7 +412,6 @@ def test_one_request_has_one_compute_ask_placement(small: Control) -> None:
     with overheard(small) as (placement, asked):
         computes = [tuned(small, TOY, placement=placement, queues=True) for _ in range(6)]
         looks = {f'/resource_providers/{each.uuid}/traits' for each in computes}
-        until(lambda: looks <= set(asked), 20, 'each has seen that it is registered as it should be')
         asked.clear()
         instance = queue(small)
         addressed(small, instance)

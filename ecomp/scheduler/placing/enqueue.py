@@ -7,10 +7,11 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from ecomp.conf import ScheduleConfig
-from ecomp.errors import Conflict, UnknownOutcome, Unreachable, UsageError
+from ecomp.errors import Conflict, EcompError, UnknownOutcome, Unreachable, UsageError
 from ecomp.failpoints import failpoint
 from ecomp.model import keys
 from ecomp.model.allocation import missing
+from ecomp.model.computes import living_in
 from ecomp.model.flavor import Flavor, check_flavor_name
 from ecomp.model.guest_data import SharedUserData
 from ecomp.model.queue import QueueEntry, to_json
@@ -22,6 +23,9 @@ from ecomp.scheduler.placing.set_order import check_same
 from ecomp.store.client import Delete, Put, Store, Unchanged
 from ecomp.store.requests import withdraw
 from ecomp.store.sharing import Change, Excluded, charged, commit_with, joined
+
+FEW = 10
+"""Computes that are read to find one that takes from queues, before all are."""
 
 
 class FlavorEntry(NamedTuple):
@@ -49,6 +53,18 @@ def flavor_of_etcd(config: ScheduleConfig, store: Store, name: str) -> FlavorEnt
             f'flavor {name} asks for no {", ".join(lacking)}: a guest needs VCPU, MEMORY_MB and DISK_GB'
         )
     return FlavorEntry(flavor, entry.revision)
+
+
+def has_taker(store: Store) -> bool:
+    """Whether one of the first few living computes takes from queues: of a thousand not all are read for a yes.
+
+    Never raises: what waits is in its queue whoever is there.
+    """
+    try:
+        read, _ = store.around(keys.COMPUTES, keys.COMPUTES, FEW)
+        return any(living_in(each.value).queues for each in read if each.lease)
+    except EcompError:
+        return False
 
 
 def enqueue(
