@@ -1,0 +1,130 @@
+"""footprint: what an idle ecompute takes, against bare Python with libvirt connected; and many in one process.
+
+The processes stand side by side for the same seconds, a round after the other; figures are medians of the rounds. PSS
+is memory, with what is shared counted in shares. The guests are pretended. Aims: at most 2 x the floor's PSS, less than
+0.3 % of a core, no etcd write but the lease's renewal (which writes no key); of many: started in 30 s, less than 10 %
+of a core.
+
+    python bench/footprint.py [--rounds 6] [--seconds 10] [--many 1000]
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from statistics import median
+from typing import NamedTuple
+
+import psutil
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from bench.cluster import Computes, Counting, Postgres
+from tests.kit.commands import Ecompute, eschedule, write_config
+from tests.kit.servers import Etcd, until
+
+ROOM = 'VCPU:100,DISK_GB:100,MEMORY_MB:12800'
+SMALL = 'resources=VCPU:1,DISK_GB:1,MEMORY_MB:64'
+GUESTS = 50
+FLOOR = "import libvirt, time; c = libvirt.open('test:///default'); print('ready', flush=True); time.sleep(86400)"
+
+
+class Use(NamedTuple):
+    """Of a process: MiB of PSS, seconds of processor so far, threads."""
+
+    pss: float
+    processor: float
+    threads: int
+
+
+def use(pid: int) -> Use:
+    """Now."""
+    process = psutil.Process(pid)
+    times = process.cpu_times()
+    return Use(process.memory_full_info().pss / 2**20, times.user + times.system, process.num_threads())
+
+
+def watch(pids: dict[str, int], seconds: float, rounds: int) -> dict[str, list[tuple[float, float, int]]]:
+    """(PSS, percent of a core, threads) of each in each round."""
+    found: dict[str, list[tuple[float, float, int]]] = {name: [] for name in pids}
+    for _ in range(rounds):
+        began, before = time.monotonic(), {name: use(pid) for name, pid in pids.items()}
+        time.sleep(seconds)
+        for name, pid in pids.items():
+            after = use(pid)
+            share = 100 * (after.processor - before[name].processor) / (time.monotonic() - began)
+            found[name].append((after.pss, share, after.threads))
+    return found
+
+
+def written(etcd: Etcd) -> int:
+    """The revision that etcd is at: one more for each write."""
+    return int(etcd.call('kv/range', {'key': 'Lw=='})['header']['revision'])
+
+
+def measure(rounds: int, seconds: float, many: int) -> None:
+    """Print a line for each process."""
+    with ExitStack() as at_exit:
+        enter = at_exit.enter_context
+        directory = Path(enter(tempfile.TemporaryDirectory(prefix='ecomp-bench-')))
+        etcd, placement = enter(Etcd()), enter(Counting(enter(Postgres()).url))
+        config = write_config(directory / 'schedule.yaml', etcd.endpoint, placement.url)
+        floor = subprocess.Popen([sys.executable, '-c', FLOOR], stdout=subprocess.PIPE, text=True)
+        at_exit.callback(ended(floor))
+        assert floor.stdout is not None
+        assert floor.stdout.readline() == 'ready\n'
+        busy = enter(Ecompute(etcd.endpoint, placement.computes_url, ROOM))
+        done = eschedule(config, SMALL, '--count', str(GUESTS))
+        assert done.code == 0, done
+        until(lambda: len(etcd.keys('/booted/')) == GUESTS, 120, 'all have their addresses')
+        idle = enter(Ecompute(etcd.endpoint, placement.computes_url, ROOM))
+        pids = {'floor': floor.pid, '0 guests': idle.pid, f'{GUESTS} guests': busy.pid}
+        time.sleep(seconds)
+        before = written(etcd)
+        found = watch(pids, seconds, rounds)
+        print(f'etcd writes in {rounds * seconds:g} s: {written(etcd) - before}; load {os.getloadavg()[0]:.1f}')
+        for name, each in found.items():
+            ratio = median(pss / bare for (pss, *_), (bare, *_) in zip(each, found['floor'], strict=True))
+            say(name, each, f'{ratio:.2f} x PSS')
+        if many:
+            settings = write_config(directory / 'compute.yaml', etcd.endpoint, placement.computes_url, queues=True)
+            began = time.monotonic()
+            process = enter(Computes(settings, many, ROOM))
+            print(f'{many} with queues: started in {time.monotonic() - began:.1f} s; load {os.getloadavg()[0]:.1f}')
+            time.sleep(seconds)
+            before, calls = written(etcd), placement.counts()['computes']
+            lines = watch({'': process.pid}, seconds, rounds)['']
+            more = {name: number - calls[name] for name, number in placement.counts()['computes'].items()}
+            say(f'{many} with queues', lines, f'{written(etcd) - before} etcd writes, {sum(more.values())} calls')
+
+
+def say(name: str, rounds: list[tuple[float, float, int]], more: str) -> None:
+    """A line, of medians."""
+    pss, share, threads = (median(each[part] for each in rounds) for part in range(3))
+    print(f'{name}: PSS {pss:.1f} MiB, {share:.2f} % of a core, {threads:.0f} threads; {more}', flush=True)
+
+
+def ended(process: subprocess.Popen[str]) -> Callable[[], None]:
+    """What ends it."""
+
+    def end() -> None:
+        process.kill()
+        process.wait()
+
+    return end
+
+
+if __name__ == '__main__':
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument('--rounds', type=int, default=6)
+    parser.add_argument('--seconds', type=float, default=10.0)
+    parser.add_argument('--many', type=int, default=1000, help='0: none')
+    options = parser.parse_args()
+    measure(options.rounds, options.seconds, options.many)
