@@ -122,7 +122,7 @@ class Computes(Server):
         return {**super().environment(), 'TMPDIR': str(self.directory)}
 
     def wait_ready(self) -> None:
-        """A thousand take minutes."""
+        """A thousand take a minute where others are at work, too."""
 
         def ready() -> bool:
             assert self.is_running, f'{self.name} ended while starting:\n{self.last_words()}'

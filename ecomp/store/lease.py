@@ -62,7 +62,8 @@ class Lease:
     def look(self, member: Member, soon: bool = True) -> None:
         """See whether its key is as it is to be, `soon` or with the next renewal. From any thread."""
         with self._lock:
-            self._due[member] = None
+            if member in self._members:
+                self._due[member] = None
         if soon:
             self._woken.set()
 
