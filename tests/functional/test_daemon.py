@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
@@ -15,7 +15,7 @@ from ecomp.agent.host.claims import ClaimKeeper
 from ecomp.agent.planner import LOOKING, Planner
 from ecomp.agent.turns import Threads
 from ecomp.model import keys
-from ecomp.model.guest import GuestSpec
+from ecomp.model.guest import Guest, GuestSpec
 from ecomp.model.record import ACTIVE, from_json
 from ecomp.scheduler.changing.destroy import destroy
 from ecomp.virt.fake import FakeHypervisor
@@ -41,10 +41,13 @@ class Keeper(ClaimKeeper):
 
 
 @contextmanager
-def running(one: Toy, keeper: Keeper) -> Iterator[Daemon]:
-    """The daemon of a compute, which is told by tell(); drained at the end, as at a signal."""
+def running(one: Toy, keeper: Keeper, shared: Threads | None = None) -> Iterator[Daemon]:
+    """The daemon of a compute, which is told by tell(); drained at the end, as at a signal.
+
+    `shared` are the threads of several; None: it has its own.
+    """
     far = {LOOKING: lambda: keeper.look(one.hypervisor.guests(), time.monotonic())}
-    threads = Threads(1, 2)
+    threads = shared or Threads(1, 2)
     made = Daemon(one.host, one.planner, far, threads)
     made.begin()
     try:
@@ -52,7 +55,8 @@ def running(one: Toy, keeper: Keeper) -> Iterator[Daemon]:
     finally:
         made.stop()
         made.drain()
-        threads.close()
+        if shared is None:
+            threads.close()
 
 
 def tell(daemon: Daemon, one: Toy) -> None:
@@ -84,6 +88,44 @@ def test_a_placement_that_gives_no_answer_holds_up_nothing_else(cloud: Cloud, tm
             until(lambda: cloud.etcd.get(keys.request(one.compute, first)) is None, 20, 'the destroy is carried out')
         assert not keeper.answers.is_set(), 'nor does its end wait for placement'
         keeper.answers.set()
+
+
+def test_of_those_that_share_threads_one_that_waits_holds_up_no_other(cloud: Cloud, tmp_path: Path) -> None:
+    """Some of a process wait for placement, in its minute's looks and in libvirt, say; the others plan and build."""
+    threads, hangs = Threads(8, 2), threading.Event()
+
+    class Hung(FakeHypervisor):
+        def guests(self) -> Mapping[str, Guest]:
+            hangs.wait()
+            return super().guests()
+
+    with ExitStack() as at_exit:
+        at_exit.callback(threads.close)
+        one, frozen, silent = (
+            at_exit.enter_context(toy(cloud, tmp_path / name, hypervisor))
+            for name, hypervisor in (('one', None), ('frozen', Hung()), ('silent', None))
+        )
+        keepers = [Keeper(each) for each in (one, frozen, silent)]
+        keepers[2].answers.clear()
+        at_exit.callback(keepers[2].answers.set)
+        daemons = [
+            at_exit.enter_context(running(each, keeper, threads))
+            for each, keeper in zip((one, frozen, silent), keepers, strict=True)
+        ]
+        at_exit.callback(hangs.set)
+        instances = [each.place() for each in (one, frozen, silent)]
+        for daemon, each in zip(reversed(daemons), (silent, frozen, one), strict=True):
+            tell(daemon, each)
+        assert keepers[2].asks.wait(60)
+        reached(one, instances[0], ACTIVE)
+        reached(silent, instances[2], ACTIVE)
+        assert keepers[0].asks.wait(60)
+        destroy(cloud.store, instances[0])
+        tell(daemons[0], one)
+        until(lambda: cloud.etcd.get(keys.request(one.compute, instances[0])) is None, 20, 'it is carried out')
+        assert frozen.hypervisor._guests == {}
+        hangs.set()
+        reached(frozen, instances[1], ACTIVE)
 
 
 def test_a_thread_that_cannot_be_started_is_tried_again(
