@@ -119,6 +119,9 @@ class SceneStore(Store):
     def read(self, wanted: Sequence[str]) -> dict[str, Entry]:
         return {key: self.scene.there[key] for key in wanted if key in self.scene.there}
 
+    def first(self, prefix: str, most: int) -> list[Entry]:
+        return list(self.snapshot(prefix).entries.values())[:most]
+
     def snapshot(self, prefix: str, keys_only: bool = False, **_: object) -> Snapshot:
         found = {key: each for key, each in sorted(self.scene.there.items()) if key.startswith(prefix)}
         if keys_only:
