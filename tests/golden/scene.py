@@ -119,8 +119,10 @@ class SceneStore(Store):
     def read(self, wanted: Sequence[str]) -> dict[str, Entry]:
         return {key: self.scene.there[key] for key in wanted if key in self.scene.there}
 
-    def first(self, prefix: str, most: int) -> list[Entry]:
-        return list(self.snapshot(prefix).entries.values())[:most]
+    def around(self, prefix: str, start: str, limit: int) -> tuple[list[Entry], int]:
+        there = self.snapshot(prefix).entries
+        order = sorted(there, key=lambda key: key < start)
+        return [there[key] for key in order[:limit]], len(there)
 
     def snapshot(self, prefix: str, keys_only: bool = False, **_: object) -> Snapshot:
         found = {key: each for key, each in sorted(self.scene.there.items()) if key.startswith(prefix)}
