@@ -12,7 +12,7 @@ from pathlib import Path
 
 from ecomp.conf import EtcdConfig
 
-LARGE = 128
+LARGE = 64
 """Computes about which placement answers as fast as about one, or nearly: of more a few are asked about first."""
 
 

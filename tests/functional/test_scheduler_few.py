@@ -248,3 +248,12 @@ def test_of_many_that_are_not_alive_a_few_are_named_and_their_names_are_read_onc
     assert len(said) == NAMED + 1
     assert said[-1] == '3 more computes are not alive: skipped'
     assert cluster.store.asked == 9  # two more than where all are alive: the computes, and what their hosts are called
+
+
+def test_what_is_rounded_is_not_taken_for_another(cluster: Cluster) -> None:
+    for _ in range(5):
+        compute = cluster.compute(used=1)
+        room = {'VCPU': [4, 76], 'MEMORY_MB': [256, 76], 'DISK_GB': [4, 76]}
+        cluster.etcd.put(keys.compute(compute), json.dumps({'room': room}), cluster.etcd.grant())
+    cluster.create()
+    assert len(cluster.asked) == 2

@@ -14,7 +14,7 @@ from dataclasses import replace
 from ecomp.errors import NotFound
 from ecomp.model.allocation import Resources
 from ecomp.model.computes import Living
-from ecomp.model.explain import Provider, miss, nearest, smallest, unexplained
+from ecomp.model.explain import Provider, miss, nearest, unexplained
 from ecomp.model.hints import Hint
 from ecomp.model.inventory import Inventory
 from ecomp.model.query import ENABLED, Amount, Constraint, Has, Unexplained, words
@@ -169,7 +169,8 @@ class Facts:
 
     def _read(self, unseen: Iterable[str], found: Mapping[str, Provider]) -> dict[str, Provider]:
         """Those that are read one by one, as many as there are calls for."""
-        spare, more = self._left - self._kept(found.values()), dict[str, Provider]()
+        unseen, more = list(unseen), dict[str, Provider]()
+        spare = self._left - self._kept(found.values()) if unseen else 0
         for uuid in unseen:
             if spare < self._each:
                 break
@@ -185,9 +186,13 @@ class Facts:
         return replace(provider, aggregates=near, alone=listed is None or listed.alone)
 
     def _kept(self, found: Iterable[Provider]) -> int:
-        """Calls that are kept for offers(): 0 where no change of the query alone fits any of these."""
-        best = smallest(miss(self._asked, each) for each in found)
-        return ADVICE if best is None or not any(cure.freed for cure in best.cures or ()) else 0
+        """Calls that are kept for offers(): 0 where something is found, and no change of the query alone fits it."""
+        some = False
+        for each in found:
+            some, cures = True, miss(self._asked, each).cures
+            if cures and not any(cure.freed for cure in cures):
+                return ADVICE
+        return 0 if some else ADVICE
 
     def _undoubted(self, found: dict[str, Provider], living: Collection[str]) -> dict[str, Provider]:
         """The same, with the limits of those that have room, as it looks, and that placement does not offer.
@@ -212,9 +217,10 @@ class Facts:
 
     def _limited(self, found: dict[str, Provider], living: Collection[str]) -> dict[str, Provider]:
         """The same, with the limits of the nearest of them, as far as calls are left."""
-        for each in nearest(miss(self._asked, each) for uuid, each in found.items() if uuid in living):
-            if each.provider in self._seen and self._left > self._kept(found.values()):
-                found[each.provider] = self._with_limits(found[each.provider])
+        unread = (each for uuid, each in found.items() if uuid in living and uuid in self._seen)
+        spare = self._left - self._kept(found.values())
+        for each in nearest(miss(self._asked, each) for each in unread)[: max(spare, 0)] if spare else ():
+            found[each.provider] = self._with_limits(found[each.provider])
         return found
 
     def _with_limits(self, provider: Provider) -> Provider:

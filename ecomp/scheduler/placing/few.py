@@ -38,6 +38,9 @@ ASKED = 3
 VAIN = 2
 """So many that are not offered, or taken meanwhile, and all are asked about: what is said is not so here."""
 
+ROUNDED = 0.02
+"""What a hint may say too much: it is in hundredths, rounded up."""
+
 
 @dataclass
 class Few:
@@ -83,7 +86,7 @@ class Few:
             known.sort(key=lambda each: -(each.weight or 0))
             # Not as empty as it said: the next one may be better.
             hoped = [_weight(lefts[each], weigh) for each in order[number + 1 : ASKED]]
-            is_best = known and not (hoped and weigh != RANDOM and hoped[0] > (known[0].weight or 0))
+            is_best = known and not (hoped and weigh != RANDOM and hoped[0] - ROUNDED > (known[0].weight or 0))
             if is_best and (claimed := self._claimed(known.pop(0), terms)):
                 return claimed
             if number + 1 - len(known) >= VAIN:
