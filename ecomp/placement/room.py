@@ -95,4 +95,6 @@ def look(
 
 def _summed_up(uuid: str, summary: Mapping[str, Any]) -> Provider:
     have = {name: Inventory(each.capacity, used=each.used) for name, each in rooms(summary['resources']).items()}
+    if not isinstance(summary['traits'], list):
+        raise ValueError('not a list of traits')
     return Provider(uuid, have, frozenset(map(text, summary['traits'])))

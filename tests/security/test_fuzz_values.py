@@ -381,6 +381,13 @@ def take_look(client: Placement) -> None:
             assert all(failure.why for failure in each.failures)
 
 
+def take_free(client: Placement) -> None:
+    found = room.with_free(client, 'VCPU')
+    for query in (QUERY, 'resources=VCPU:1'):
+        for each in nearest([miss(parse(query), provider) for provider in found.values()]):
+            assert all(failure.why for failure in each.failures)
+
+
 def take_plane(client: Placement) -> None:
     provider = ProviderState(COMPUTE, providers.inventory(client, COMPUTE), allocations.of_provider(client, COMPUTE))
     etcd = {key: KeyValue(json.dumps(READERS[name][1]).encode(), 1, 1) for name, key in PLACES.items()}
@@ -421,6 +428,7 @@ CALLS: dict[str, tuple[Callable[[Placement], object], Any]] = {
             **{'traits': ['T'], 'aggregates': [], 'resource_provider_generation': 1},
         },
     ),
+    'free': (take_free, {'provider_summaries': {COMPUTE: {**ROOMS, 'traits': ['T']}}}),
     'traits': (
         lambda client: traits.change(client, COMPUTE, traits.TRAITS, lambda names: names | {'T'}),
         {'traits': ['U'], 'resource_provider_generation': 1},

@@ -18,6 +18,8 @@ import pytest
 
 from ecomp.errors import EcompError, UnknownOutcome, Unreachable
 from ecomp.model.choose import SPREAD, choose
+from ecomp.model.explain import miss
+from ecomp.model.query import Amount
 from ecomp.placement import allocations, providers, room, traits
 from ecomp.placement.client import Placement
 from ecomp.placement.limited import AnswerLimits
@@ -197,6 +199,8 @@ def bodies() -> Iterator[tuple[str, Callable[[Placement], Any], object]]:
             offer = {'allocation_requests': [], 'provider_summaries': {NAME: {'resources': {'VCPU': share}}}}
             yield 'candidates', lambda client: allocations.candidates(client, 'resources=VCPU:1'), offer
             yield 'shares', lambda client: providers.shares(client, [NAME]), offer
+            free = {'provider_summaries': {NAME: {'resources': {'VCPU': share}, 'traits': []}}}
+            yield 'free', lambda client: room.with_free(client, 'VCPU'), free
         held = {NAME: {'resources': {'VCPU': wrong}}}
         yield 'held', lambda client: allocations.of_provider(client, NAME), {'allocations': held}
         one = {'allocations': held, 'consumer_generation': 1}
@@ -222,6 +226,8 @@ def bodies() -> Iterator[tuple[str, Callable[[Placement], Any], object]]:
         yield 'names', providers.names, {'resource_providers': [{**whose, 'uuid': wrong}]}
         yield 'matching', lambda client: providers.matching(client, 'x'), {'resource_providers': [{'uuid': wrong}]}
         yield 'name', lambda client: providers.name(client, NAME), {'name': wrong}
+        had = {'resources': {'VCPU': {'capacity': 4, 'used': 1}}, 'traits': [wrong]}
+        yield 'had', lambda client: room.with_free(client, 'VCPU'), {'provider_summaries': {NAME: had}}
         owned = {'allocations': {NAME: {'resources': {'VCPU': 1}}}, 'consumer_generation': 1, 'user_id': wrong}
         yield 'owner', lambda client: allocations.consumer(client, NAME), owned
     for shape in ([], 'ab', 7, {NAME: 7}, {NAME: 'ab'}, {NAME: {'resources': 'ab'}}, {NAME: {'resources': ['ab']}}):
@@ -283,7 +289,7 @@ def test_the_largest_numbers_are_reckoned_with() -> None:
         stock = {**STOCK, 'total': most, 'max_unit': most, 'allocation_ratio': 1e49}
         answer = {
             'allocation_requests': [{'allocations': taken}],
-            'provider_summaries': {NAME: {'resources': {'VCPU': share}}},
+            'provider_summaries': {NAME: {'resources': {'VCPU': share}, 'traits': []}},
             'inventories': {'VCPU': stock},
             'usages': {'VCPU': used},
         }
@@ -294,6 +300,7 @@ def test_the_largest_numbers_are_reckoned_with() -> None:
             assert found is not None
             assert found.inventories['VCPU'].free >= 0
             assert providers.shares(placement, [NAME])
+            assert miss([Amount('VCPU', most)], room.with_free(placement, 'VCPU')[NAME]).failures or capacity == most
 
 
 def test_no_library_logs_a_traceback(caplog: pytest.LogCaptureFixture) -> None:
