@@ -146,6 +146,7 @@ class Cluster:
         enter = self._at_exit.enter_context
         try:
             self.directory = Path(enter(tempfile.TemporaryDirectory(prefix='ecomp-bench-')))
+            os.environ['XDG_CACHE_HOME'] = str(self.directory)  # where requesters remember how large it is
             self.etcd = enter(Etcd())
             self.placement = enter(Counting(enter(Postgres()).url))
             at = self.etcd.endpoint

@@ -64,6 +64,7 @@ class Pretended:
         self._postgres = enter(Postgres())
         self.placement = enter(Counting(self._postgres.url))
         directory = Path(enter(TemporaryDirectory(prefix='ecomp-bench-')))
+        os.environ['XDG_CACHE_HOME'] = str(directory)  # where requesters remember how large it is
         self.config = write_config(directory / 'schedule.yaml', self.etcd.endpoint, self.placement.url)
         self._store = Store(EtcdConfig((self.etcd.endpoint,)))
         self._at_exit.callback(self._store.close)

@@ -30,7 +30,7 @@ def remember(etcd: EtcdConfig, computes: int) -> None:
         if path.exists() == large:
             return
         if large:
-            path.parent.mkdir(parents=True, exist_ok=True)
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             path.touch()
         else:
             path.unlink()
