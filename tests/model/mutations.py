@@ -266,6 +266,14 @@ MUTATIONS = {
         'ecomp.store.presence', 'put = Put(self._key, dump(value), lease)',
         'put = Put(self._key, dump(value))', ('one_name',),
     ),
+    'a compute that says what it has left is fenced by what it said before': Mutation(
+        'ecomp.store.presence', 'if written:\n            self._hold(written, value)',
+        'if written:\n            self._put = value', ('few_while_hints_are_put',),
+    ),
+    'a few are asked about who are disabled': Mutation(
+        'ecomp.scheduler.placing.few', '&in_tree={compute}', '&in_tree={compute}&root_required=COMPUTE_STATUS_DISABLED',
+        ('few_and_disable',),
+    ),
 }
 """By name: what is wrong then."""
 
