@@ -13,8 +13,8 @@ from pathlib import Path
 from ecomp.conf import EtcdConfig
 
 LARGE = 256
-"""Computes: of more a few are asked about first. About a hundred placement answers nearly as fast as about one, and hints
-of so few are soon stale: with eight requesters each created instance took 1.4 questions, and they were spread worse."""
+"""Computes: of more a few are asked about first. About a hundred placement answers nearly as fast as about one,
+and what so few hint is soon stale: with eight requesters a create took 1.4 questions, and they were spread worse."""
 
 
 def is_large(etcd: EtcdConfig) -> bool:
