@@ -54,13 +54,26 @@ def fitted(rooms: Sequence[Room], width: int) -> dict[int, int]:
 
 def across(text: str) -> int:
     """How many places of a terminal's line a text takes."""
-    if text.isascii():
-        return len(text)
+    return len(text) if text.isascii() else sum(map(_places, text))
+
+
+def _places(character: str) -> int:
     import unicodedata  # names of hosts and projects may be of any script, and seldom are
 
-    return sum(
-        0 if unicodedata.combining(each) else 2 if unicodedata.east_asian_width(each) in 'WF' else 1 for each in text
-    )
+    if unicodedata.combining(character):
+        return 0
+    return 2 if unicodedata.east_asian_width(character) in 'WF' else 1
+
+
+def _room(text: str, width: int) -> int:
+    """How many characters of the text this width has room for."""
+    if text.isascii():
+        return min(len(text), max(width, 0))
+    for number, each in enumerate(text):
+        width -= _places(each)
+        if width < 0:
+            return number
+    return len(text)
 
 
 def fill(text: str, width: int) -> str:
@@ -70,20 +83,13 @@ def fill(text: str, width: int) -> str:
 
 def cut(text: str, width: int) -> str:
     """The text, or as much of its beginning as this width has room for, with `…` behind it."""
-    if across(text) <= width:
-        return text
-    while text and across(text) >= width:
-        text = text[:-1]
-    return f'{text}…'
+    return text if _room(text, width) == len(text) else f'{text[: _room(text, width - 1)]}…'
 
 
 def folded(text: str, width: int) -> list[str]:
     """The text in lines no wider than this: broken at spaces where there are some, else anywhere."""
     lines = []
-    while across(text) > width:
-        end = len(text)
-        while end > 1 and across(text[:end]) > width:
-            end -= 1
+    while (end := max(_room(text, width), 1)) < len(text):
         space = text.rfind(' ', 0, end + 1)
         end = space if space > 0 else end
         lines.append(text[:end].rstrip())

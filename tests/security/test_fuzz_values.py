@@ -97,7 +97,7 @@ def read_request(value: bytes) -> None:
     found = requesting.parse_request(COMPUTE, keys.request(COMPUTE, INSTANCE), value)
     if isinstance(found, Invalid):
         assert len(found.reason) <= requesting.REASON_LIMIT
-        read_record(records.to_json(records.refused_record(COMPUTE, replace(found, instance=INSTANCE), NOW)).encode())
+        read_record(records.to_json(records.refused_record(COMPUTE, found._replace(instance=INSTANCE), NOW)).encode())
         return
     again = requesting.to_json(found).encode()
     if len(again) <= SIZE_LIMIT:
@@ -212,7 +212,7 @@ WHOLE = request(
     count=3,
     group={'name': 'web', 'policy': 'affinity', 'strict': True},
     why={'weigh': 'spread', 'weight': 0.5, 'of': 3},
-    power=vars(Power('stop', OTHER)),
+    power=Power('stop', OTHER)._asdict(),
     resources={'VCPU': 1},
 )
 TOMBSTONE = {**WHOLE, 'allocations': {}, 'image': None}

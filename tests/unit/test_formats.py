@@ -12,6 +12,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ecomp.cli import fitting
 from ecomp.cli.fitting import across, coloured, cut, fill, folded, natural, short_times, short_uuids
 from ecomp.cli.formats import (
     STATE,
@@ -207,3 +208,10 @@ def test_text_is_cut_filled_and_folded_to_its_width(text: str, width: int) -> No
     lines = folded(text, max(width, 2))  # a letter of two places fits into one nowhere
     assert max(map(across, lines)) <= max(width, 2)
     assert ''.join(lines).replace(' ', '') == ''.join(text.split(' ')) or not text.isascii()
+
+
+def test_a_long_text_is_folded_by_looking_at_each_character_once_or_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked = []
+    monkeypatch.setattr(fitting, '_places', lambda each: looked.append(each) or 1)
+    assert len(folded('é' * 10_000, 4)) == 2_500
+    assert len(looked) <= 20_000
