@@ -221,7 +221,10 @@ class World:
 
 
 def involved(etcd: Mapping[str, KeyValue]) -> dict[str, dict[str, int]]:
-    """{instance, compute or project: {key: revision}} of the keys that are about each."""
+    """{instance, compute or project: {key: revision}} of the keys that are about each.
+
+    Of a compute's life it is the lease: on the same one the same process lives, whatever it says of the room it has.
+    """
     found: dict[str, dict[str, int]] = {}
     for key, kept in etcd.items():
         about: Iterable[str] = {keys.in_queue(key) if key.startswith(keys.QUEUES) else keys.last(key)}
@@ -230,6 +233,6 @@ def involved(etcd: Mapping[str, KeyValue]) -> dict[str, dict[str, int]]:
         elif key.startswith(keys.QUOTAS):
             about = {key.removeprefix(keys.QUOTAS)}
         for subject in about:
-            found.setdefault(subject, {})[key] = kept.revision
+            found.setdefault(subject, {})[key] = kept.lease if key.startswith(keys.COMPUTES) else kept.revision
     return found
 

@@ -21,7 +21,10 @@ PATIENCE = 20.0
 
 
 def everything(control: Control) -> dict[str, Kept]:
-    """All of etcd, at one revision, but for the notes of released claims: each is on a lease and ends by itself."""
+    """All of etcd, at one revision, but for the notes of released claims: each is on a lease and ends by itself.
+
+    Nor with what the living hint of their room: that follows what they were asked for, within ten seconds.
+    """
     every = base64.b64encode(b'\0').decode()
     found = control.etcd.call('kv/range', {'key': every, 'range_end': every}).get('kvs', [])
     there = {
@@ -30,7 +33,14 @@ def everything(control: Control) -> dict[str, Kept]:
         )
         for each in found
     }
-    return {key: kept for key, kept in there.items() if not (key.startswith('/released/') and kept.lease)}
+    stay = {key: kept for key, kept in there.items() if not (key.startswith('/released/') and kept.lease)}
+    lives = {key: kept for key, kept in stay.items() if key.startswith('/computes/') and kept.lease}
+    return {**stay, **{key: Kept(_without_room(kept.value), kept.lease) for key, kept in lives.items()}}
+
+
+def _without_room(life: bytes) -> bytes:
+    said = json.loads(life)
+    return json.dumps({name: each for name, each in said.items() if name != 'room'}).encode()
 
 
 def allocations(control: Control) -> dict[str, dict[str, dict[str, int]]]:

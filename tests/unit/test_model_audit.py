@@ -560,6 +560,17 @@ def test_what_is_involved_in_an_instance(world: Making) -> None:
     assert found[NOBODY] == {keys.attempt(NOBODY): world.etcd[keys.attempt(NOBODY)].revision}
 
 
+def test_what_a_compute_says_of_its_room_changes_nothing_about_it(world: Making) -> None:
+    """Else a busy one, which says so every ten seconds, would never be found anything of, nor mended."""
+    before = involved(world.etcd)
+    life = world.etcd[keys.compute(ONE)]
+    world.put(keys.compute(ONE), json.dumps({'room': {'VCPU': [4, 50]}}), life.lease)
+    assert world.etcd[keys.compute(ONE)].revision != life.revision
+    assert involved(world.etcd) == before
+    world.put(keys.compute(ONE), json.dumps({}), life.lease + 1)  # it died, and another process is it
+    assert involved(world.etcd) != before
+
+
 # Anything at all
 
 
