@@ -4,7 +4,7 @@ The floor asks placement for candidates, claims the first and puts the request i
 process each. Both sides run in turn, in one run, so that a slow moment hits both; the figure is the median of
 the pairs' ratios. Aim: at most 2 at 10 computes, 1.4 at 1,000.
 
-    python bench/claim_one.py [PAIRS [COMPUTES]…]       30 pairs at 10 and at 1,000
+    python bench/claim_one.py [ROUNDS] [--quick] [--json]       30 rounds at 10 and at 1,000
 """
 
 from __future__ import annotations
@@ -14,13 +14,17 @@ import json
 import subprocess
 import sys
 import uuid
+from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from bench.secured import Secured, compare, secured
+from bench.result import arguments, asked, paired, tell
+from bench.secured import Secured, in_turn, secured
 
 QUERY = 'resources=VCPU:1,DISK_GB:1,MEMORY_MB:1'
+TARGETS = {10: 2.0, 1000: 1.4}
+"""Times the floor, by how many computes there are."""
 
 
 def floor(there: Secured) -> None:
@@ -42,17 +46,22 @@ def floor(there: Secured) -> None:
     there.ask('-X', 'POST', '-d', json.dumps(body), f'https://{there.etcd}/v3/kv/put')
 
 
-def main(pairs: int, computes: int) -> None:
-    """Print each side's median and the median of the pairs' ratios."""
-    with secured(computes) as there:
-        command = [Path(sys.executable).with_name('eschedule'), '--config', there.config, QUERY]
-        ratio, ours, theirs = compare(
-            lambda: subprocess.run(command, check=True, capture_output=True), lambda: floor(there), pairs
-        )
-    print(f'claim-one, {computes} computes, {pairs} pairs: eschedule {ours:.0f} ms,', end=' ')
-    print(f'three curl calls {theirs:.0f} ms, ratio {ratio:.2f} (aim: {2 if computes < 1000 else 1.4})', flush=True)
+def main() -> None:
+    """See the module."""
+    options = asked(arguments(__doc__, 30))
+    for computes, target in TARGETS.items():
+        with secured(computes) as there:
+            command = [Path(sys.executable).with_name('eschedule'), '--config', there.config, QUERY]
+
+            def ours(command: Sequence[str | Path] = command) -> None:
+                subprocess.run(command, check=True, capture_output=True)
+
+            def theirs(there: Secured = there) -> None:
+                floor(there)
+
+            taken = in_turn(ours, theirs, options.rounds)
+        tell(paired('claim-one', f'{computes:,} computes', *taken, target), options.json)
 
 
 if __name__ == '__main__':
-    for number in [int(each) for each in sys.argv[2:]] or [10, 1000]:
-        main(int(sys.argv[1]) if len(sys.argv) > 1 else 30, number)
+    main()

@@ -4,23 +4,23 @@ Each round is a set of ten, created and waited for, and its destroy, waited for:
 The figure is the ratio of the medians of the last and the first tenth's rounds. Aim: at most 1.1, and memory flat
 after the first fifth.
 
-    python bench/cycle.py [ROUNDS]       100 rounds
+    python bench/cycle.py [ROUNDS] [--quick] [--json]       100 rounds
 """
 
 from __future__ import annotations
 
 import io
-import os
 import re
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
-from statistics import median
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from bench.result import Result, arguments, asked, paired, tell
 from ecomp import schedule
 from tests.kit.commands import Ecompute, write_config
 from tests.kit.servers import Etcd, PlacementServer
@@ -32,7 +32,7 @@ SMALL = 'resources=VCPU:1,DISK_GB:1,MEMORY_MB:64'
 UUID = re.compile('[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}$', re.MULTILINE)
 
 
-def asked(*words: str) -> str:
+def ask(*words: str) -> str:
     """What eschedule says."""
     out, said = io.StringIO(), io.StringIO()
     with redirect_stdout(out), redirect_stderr(said):
@@ -41,8 +41,8 @@ def asked(*words: str) -> str:
     return out.getvalue()
 
 
-def measure(rounds: int) -> None:
-    """Print the ratio, and what the compute has in memory."""
+def measure(rounds: int) -> Iterator[Result]:
+    """The ratio, and what the compute has in memory."""
     with (
         tempfile.TemporaryDirectory(prefix='ecomp-bench-') as directory,
         Etcd() as etcd,
@@ -53,20 +53,27 @@ def measure(rounds: int) -> None:
         seconds, uses = list[float](), list[Use]()
         for _ in range(rounds):
             began = time.monotonic()
-            made = asked('--config', config, SMALL, '--count', str(AT_ONCE), '--wait')
+            made = ask('--config', config, SMALL, '--count', str(AT_ONCE), '--wait')
             instances = sorted(set(UUID.findall(made)))
             assert len(instances) == AT_ONCE, made
-            asked('--config', config, 'destroy', '--wait', *instances)
+            ask('--config', config, 'destroy', '--wait', *instances)
             seconds.append(time.monotonic() - began)
             uses.append(Use.of(compute.pid))
         tenth = max(rounds // 10, 1)
-        first, last = median(seconds[:tenth]), median(seconds[-tenth:])
-        print(f'{rounds * AT_ONCE} instances: {first / AT_ONCE * 1000:.0f} ms each in the first tenth, '
-              f'{last / AT_ONCE * 1000:.0f} in the last: {last / first:.2f} x; load {os.getloadavg()[0]:.1f}')
+        workload = f'{rounds * AT_ONCE:,} pretended instances'
+        yield paired('cycle', f'{workload}: the last tenth against the first', seconds[-tenth:], seconds[:tenth], 1.1)
         settled, end = uses[rounds // 5], uses[-1]
-        print(f'memory {settled.memory:.1f} MiB after a fifth, {end.memory:.1f} at the end; threads {settled.threads}, '
-              f'{end.threads}; descriptors {settled.descriptors}, {end.descriptors}')
+        counts = {'threads': end.threads - settled.threads, 'descriptors': end.descriptors - settled.descriptors}
+        yield paired('cycle', f'{workload}: memory at the end against that after a fifth', [end.memory],
+                     [settled.memory], 1.05, unit='MiB', counts=counts)  # fmt: skip
+
+
+def main() -> None:
+    """See the module."""
+    options = asked(arguments(__doc__, 100, 20))
+    for each in measure(options.rounds):
+        tell(each, options.json)
 
 
 if __name__ == '__main__':
-    measure(int(sys.argv[1]) if sys.argv[1:] else 100)
+    main()

@@ -55,6 +55,7 @@ SCRIPTS = (
     Script('cycle', 60, 600),
     Script('cycle_real', 300, 1200, lab=True, quickly=False),
     Script('many_flavors', 60, 300, quickly=False),
+    Script('thousand', 120, 5400),
 )
 """In the order in which they run: first what people wait for."""
 

@@ -5,18 +5,16 @@ is memory, with what is shared counted in shares. The guests are pretended. Aims
 0.3 % of a core, no etcd write but the lease's renewal (which writes no key); of many: started in 30 s, less than 10 %
 of a core.
 
-    python bench/footprint.py [--rounds 6] [--seconds 10] [--many 1000]
+    python bench/footprint.py [ROUNDS] [--quick] [--json] [--seconds 10] [--many 1000]
 """
 
 from __future__ import annotations
 
-import argparse
-import os
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from statistics import median
@@ -27,12 +25,16 @@ import psutil
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from bench.cluster import Computes, Counting, Postgres
+from bench.result import Result, arguments, asked, figure, paired, tell
 from tests.kit.commands import Ecompute, eschedule, write_config
 from tests.kit.servers import Etcd, until
 
 ROOM = 'VCPU:100,DISK_GB:100,MEMORY_MB:12800'
 SMALL = 'resources=VCPU:1,DISK_GB:1,MEMORY_MB:64'
 GUESTS = 50
+FLOOR_NAME = 'libvirt connected'
+SETTLED = 60.0
+"""Seconds in which many look for the first time at what they have."""
 FLOOR = "import libvirt, time; c = libvirt.open('test:///default'); print('ready', flush=True); time.sleep(86400)"
 
 
@@ -69,8 +71,8 @@ def written(etcd: Etcd) -> int:
     return int(etcd.call('kv/range', {'key': 'Lw=='})['header']['revision'])
 
 
-def measure(rounds: int, seconds: float, many: int) -> None:
-    """Print a line for each process."""
+def measure(rounds: int, seconds: float, many: int) -> Iterator[Result]:
+    """What each process takes."""
     with ExitStack() as at_exit:
         enter = at_exit.enter_context
         directory = Path(enter(tempfile.TemporaryDirectory(prefix='ecomp-bench-')))
@@ -85,30 +87,30 @@ def measure(rounds: int, seconds: float, many: int) -> None:
         assert done.code == 0, done
         until(lambda: len(etcd.keys('/booted/')) == GUESTS, 120, 'all have their addresses')
         idle = enter(Ecompute(etcd.endpoint, placement.computes_url, ROOM))
-        pids = {'floor': floor.pid, '0 guests': idle.pid, f'{GUESTS} guests': busy.pid}
+        pids = {FLOOR_NAME: floor.pid, '0 guests': idle.pid, f'{GUESTS} pretended guests': busy.pid}
         time.sleep(seconds)
         before = written(etcd)
         found = watch(pids, seconds, rounds)
-        print(f'etcd writes in {rounds * seconds:g} s: {written(etcd) - before}; load {os.getloadavg()[0]:.1f}')
+        writes = written(etcd) - before
+        bare = [pss for pss, *_ in found.pop(FLOOR_NAME)]
         for name, each in found.items():
-            ratio = median(pss / bare for (pss, *_), (bare, *_) in zip(each, found['floor'], strict=True))
-            say(name, each, f'{ratio:.2f} x PSS')
+            pss, shares = [one for one, *_ in each], [one for _, one, _ in each]
+            yield paired('footprint', f'{name}: memory', pss, bare, 2.0, unit='MiB')
+            yield figure('footprint', f'{name}: idle', shares, 0.3, unit='% of a core')
+        yield figure('footprint', f'etcd writes in {rounds * seconds:g} s', [writes], 0, unit='writes')
         if many:
             settings = write_config(directory / 'compute.yaml', etcd.endpoint, placement.computes_url, queues=True)
             began = time.monotonic()
             process = enter(Computes(settings, many, ROOM))
-            print(f'{many} with queues: started in {time.monotonic() - began:.1f} s; load {os.getloadavg()[0]:.1f}')
-            time.sleep(seconds)
+            yield figure('footprint', f'{many:,} with queues: start', [time.monotonic() - began], 30.0)
+            time.sleep(SETTLED)
             before, calls = written(etcd), placement.counts()['computes']
-            lines = watch({'': process.pid}, seconds, rounds)['']
-            more = {name: number - calls[name] for name, number in placement.counts()['computes'].items()}
-            say(f'{many} with queues', lines, f'{written(etcd) - before} etcd writes, {sum(more.values())} calls')
-
-
-def say(name: str, rounds: list[tuple[float, float, int]], more: str) -> None:
-    """A line, of medians."""
-    pss, share, threads = (median(each[part] for each in rounds) for part in range(3))
-    print(f'{name}: PSS {pss:.1f} MiB, {share:.2f} % of a core, {threads:.0f} threads; {more}', flush=True)
+            each = watch({'': process.pid}, seconds, rounds)['']
+            more = sum(number - calls[name] for name, number in placement.counts()['computes'].items())
+            counts = {'threads': max(one for *_, one in each), 'MiB': median(one for one, *_ in each)}
+            counts |= {'etcd writes': written(etcd) - before, 'calls of placement': more}
+            shares = [one for _, one, _ in each]
+            yield figure('footprint', f'{many:,} with queues: idle', shares, 10.0, unit='% of a core', counts=counts)
 
 
 def ended(process: subprocess.Popen[str]) -> Callable[[], None]:
@@ -121,10 +123,15 @@ def ended(process: subprocess.Popen[str]) -> Callable[[], None]:
     return end
 
 
-if __name__ == '__main__':
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument('--rounds', type=int, default=6)
+def main() -> None:
+    """See the module."""
+    parser = arguments(__doc__, 12)
     parser.add_argument('--seconds', type=float, default=10.0)
     parser.add_argument('--many', type=int, default=1000, help='0: none')
-    options = parser.parse_args()
-    measure(options.rounds, options.seconds, options.many)
+    options = asked(parser)
+    for each in measure(options.rounds, options.seconds, 0 if options.quick else options.many):
+        tell(each, options.json)
+
+
+if __name__ == '__main__':
+    main()

@@ -3,7 +3,7 @@
 The floor reads all records by etcd's JSON gateway, in one curl process. Each question runs in turn with it, and with
 `python -c 'import requests'`, which none of them should take as long as. Aim: at most 3 of the floor.
 
-    python bench/look.py [ROUNDS]       12 rounds
+    python bench/look.py [ROUNDS] [--quick] [--json]       12 rounds
 """
 
 from __future__ import annotations
@@ -14,11 +14,13 @@ import subprocess
 import sys
 import uuid
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from bench.secured import Secured, compare, secured
+from bench.result import arguments, asked, paired, tell
+from bench.secured import Secured, in_turn, secured
 from ecomp.model import keys
 from ecomp.model.instance import Request
 from ecomp.model.instance import to_json as request_to_json
@@ -46,8 +48,9 @@ def furnish(there: Secured) -> str:
     return instance
 
 
-def main(rounds: int) -> None:
-    """Print each question's median, and the medians of its ratios."""
+def main() -> None:
+    """See the module."""
+    options = asked(arguments(__doc__, 12))
     with secured(COMPUTES) as there:
         instance = furnish(there)
         start, end = (base64.b64encode(each).decode() for each in (b'/instances/', b'/instances0'))
@@ -66,12 +69,11 @@ def main(rounds: int) -> None:
         assert len(json.loads(floor())['kvs']) == INSTANCES
         questions = (['list'], ['show', 'web-7'], [instance], ['list', '-f', 'value', '-c', 'NAME'])
         for words in questions:
-            ratio, ours, theirs = compare(lambda words=words: run(*words), floor, rounds)  # type: ignore[misc]
-            beside, _, loading = compare(lambda words=words: run(*words), requests, rounds)  # type: ignore[misc]
-            print(f'look, {INSTANCES} instances, {rounds} rounds: {" ".join(words)}: {ours:.0f} ms,', end=' ')
-            print(f'one curl call {theirs:.0f} ms, ratio {ratio:.2f} (aim: 3);', end=' ')
-            print(f'{beside:.2f} of `import requests`, {loading:.0f} ms (aim: below 1)', flush=True)
+            said = ' '.join('UUID' if each == instance else each for each in words)
+            for beside, floor_of, target in (('one curl', floor, 3.0), ('import requests', requests, 1.0)):
+                taken = in_turn(partial(run, *words), floor_of, options.rounds)
+                tell(paired('look', f'{said}, against {beside}', *taken, target), options.json)
 
 
 if __name__ == '__main__':
-    main(int(sys.argv[1]) if len(sys.argv) > 1 else 12)
+    main()

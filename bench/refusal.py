@@ -1,6 +1,6 @@
 """NO ALLOCATIONS LEFT with every reason, in clusters of several sizes: its calls, its time, and that of one question.
 
-    python bench/refusal.py [--computes 10,1000] [--rounds 12] [--results FILE]
+    python bench/refusal.py [ROUNDS] [--quick] [--json] [--computes 10,1000]
 
 `all`: nothing is left of anything, and the computes say so; `vcpu`: somebody took all VCPU behind their backs, so what
 they say is not so. The floor is one GET /allocation_candidates of the same query, asked by turns with the refusals.
@@ -8,22 +8,18 @@ they say is not so. The floor is one GET /allocation_candidates of the same quer
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
-import statistics
 import sys
 import time
 import urllib.request
 import uuid
-from contextlib import ExitStack
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 TOP = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(TOP), str(TOP / 'md_server')]
 
 from bench.comparison import QUERY, Requesters, numbers  # noqa: E402
+from bench.result import Result, arguments, asked, figure, paired, tell  # noqa: E402
 from bench.singles import EACH, Pretended  # noqa: E402
 
 
@@ -43,7 +39,7 @@ def take_vcpu(cluster: Pretended) -> list[str]:
     return held
 
 
-def measure(cluster: Pretended, rounds: int) -> dict[str, Any]:
+def measure(cluster: Pretended, what: str, rounds: int) -> Iterator[Result]:
     """What a refusal takes."""
     asking = Requesters(1, cluster.config, 'one')
     url = f'{cluster.placement.url}/allocation_candidates?{QUERY}'
@@ -62,35 +58,26 @@ def measure(cluster: Pretended, rounds: int) -> dict[str, Any]:
             took.append(ended - began)
             after = cluster.placement.counts()['asking']
             calls.append(sum(after[kind] - before[kind] for kind in ('candidates', 'claims', 'held', 'upkeep')))
-        return {
-            'computes': cluster.size,
-            'seconds': round(statistics.median(took), 3),
-            'of_one_question': round(statistics.median(a / b for a, b in zip(took, floors, strict=True)), 1),
-            'one_question': round(statistics.median(floors), 3),
-            'calls': max(calls),
-        }
+        workload = f'{cluster.size:,} computes, {what}'
+        counted = {'calls': max(calls)}
+        yield paired('refusal', f'{workload}, against one question', took, floors, None, counts=counted)
+        yield figure('refusal', f'{workload}, whole', took, 1.0, unit='s')
+        yield figure('refusal', f'{workload}, calls', calls, 6, unit='calls')
     finally:
         asking.close()
 
 
 def main() -> None:
     """See the module."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments(__doc__, 12)
     parser.add_argument('--computes', type=numbers, default=[10, 1000])
-    parser.add_argument('--rounds', type=int, default=12)
-    parser.add_argument('--results', type=Path)
-    options = parser.parse_args()
+    options = asked(parser)
     for size in options.computes:
         for what in ('vcpu', 'all'):
-            with ExitStack() as at_exit:
-                cluster = at_exit.enter_context(Pretended(size))
+            with Pretended(size) as cluster:
                 cluster.fill(100) if what == 'all' else take_vcpu(cluster)
-                load = round(os.getloadavg()[0])
-                line = json.dumps({'full': what, **measure(cluster, options.rounds), 'load': load})
-                print(line, flush=True)
-                if options.results:
-                    with options.results.open('a') as results:
-                        results.write(line + '\n')
+                for each in measure(cluster, what, options.rounds):
+                    tell(each, options.json)
 
 
 if __name__ == '__main__':

@@ -16,7 +16,6 @@ import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from statistics import median
 from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -98,9 +97,8 @@ def timed(what: Callable[[], object]) -> float:
     return time.monotonic() - began
 
 
-def compare(ours: Callable[[], object], floor: Callable[[], object], rounds: int) -> tuple[float, float, float]:
-    """The median of the ratios, and of each side in ms. Both sides in turn, so that both meet a slow moment."""
+def in_turn(ours: Callable[[], object], floor: Callable[[], object], rounds: int) -> tuple[list[float], list[float]]:
+    """Seconds of each side in each round. Both sides in turn, so that both meet a slow moment."""
     ours(), floor()  # the first of each reads modules and pages from the disk
     taken = [(timed(ours), timed(floor)) for _ in range(rounds)]
-    ratio = median(a / b for a, b in taken)
-    return ratio, median(a for a, _ in taken) * 1000, median(b for _, b in taken) * 1000
+    return [mine for mine, _ in taken], [theirs for _, theirs in taken]

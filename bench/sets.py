@@ -1,6 +1,6 @@
 """A set of a hundred against the raw calls that it cannot do without: one GET, one POST, one transaction.
 
-    python bench/sets.py [--computes 10,1000] [--count 100] [--rounds 12] [--results FILE]
+    python bench/sets.py [ROUNDS] [--quick] [--json] [--computes 10,1000] [--count 100]
 
 Both are done by turns in this process, on kept connections, and each is cleared away after it. The raw calls put as
 many bytes under as many keys; they decide nothing, and leave nobody told what to do if they are killed.
@@ -8,14 +8,11 @@ many bytes under as many keys; they decide nothing, and leave nobody told what t
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
 import random
-import statistics
 import sys
 import time
 import uuid
+from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -24,6 +21,7 @@ TOP = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(TOP), str(TOP / 'md_server')]
 
 from bench.comparison import IMAGE, QUERY, numbers  # noqa: E402
+from bench.result import Result, arguments, asked, figure, paired, tell  # noqa: E402
 from bench.singles import EACH, Pretended  # noqa: E402
 from ecomp.conf import EtcdConfig  # noqa: E402
 from ecomp.model import keys  # noqa: E402
@@ -72,7 +70,7 @@ def clear(cluster: Pretended, store: Store, where: dict[str, str]) -> None:
         cluster.placement.call('DELETE', f'/allocations/{instance}')
 
 
-def measure(cluster: Pretended, count: int, rounds: int) -> dict[str, Any]:
+def measure(cluster: Pretended, count: int, rounds: int) -> Iterator[Result]:
     """Both, by turns."""
     store, placement = Store(EtcdConfig((cluster.etcd.endpoint,))), Placement(cluster.placement.url)
     took: dict[Any, list[float]] = {ours: [], raw: []}
@@ -86,30 +84,22 @@ def measure(cluster: Pretended, count: int, rounds: int) -> dict[str, Any]:
             clear(cluster, store, where)
     store.close()
     mine, theirs = took[ours][1:], took[raw][1:]
-    return {
-        'computes': cluster.size,
-        'of_raw': round(statistics.median(a / b for a, b in zip(mine, theirs, strict=True)), 2),
-        'a_second': round(count / statistics.median(mine), 1),
-        'raw_a_second': round(count / statistics.median(theirs), 1),
-    }
+    workload = f'{count} at once, {cluster.size:,} computes'
+    yield paired('sets', workload, mine, theirs, 1.15)
+    rates = [count / seconds for seconds in mine]
+    yield figure('sets', f'{workload}, a second', rates, 100, unit='a second', at_least=True)
 
 
 def main() -> None:
     """See the module."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments(__doc__, 12)
     parser.add_argument('--computes', type=numbers, default=[10, 1000])
     parser.add_argument('--count', type=int, default=100)
-    parser.add_argument('--rounds', type=int, default=12)
-    parser.add_argument('--results', type=Path)
-    options = parser.parse_args()
+    options = asked(parser)
     for size in options.computes:
         with Pretended(size) as cluster:
-            load = round(os.getloadavg()[0])
-            line = json.dumps({'count': options.count, **measure(cluster, options.count, options.rounds), 'load': load})
-            print(line, flush=True)
-            if options.results:
-                with options.results.open('a') as results:
-                    results.write(line + '\n')
+            for each in measure(cluster, options.count, options.rounds):
+                tell(each, options.json)
 
 
 if __name__ == '__main__':

@@ -1,7 +1,7 @@
 """One instance at a time in clusters of several sizes: what a size costs against the smallest, in the same run.
 
-    python bench/singles.py [--computes 10,1000] [--requesters 1,8] [--rounds 12] [--each 8] [--full 0,75,98]
-                            [--results FILE]
+    python bench/singles.py [ROUNDS] [--quick] [--json] [--computes 10,100,1000] [--requesters 1,8,32] [--full 0,75,97]
+                            [--each 4]
 
 The clusters are there side by side, each an etcd and a placement of its own, and each round asks every one of them: a
 round's rate of a size against that of the smallest is a pair. `full`: so many hundredths of all places are taken.
@@ -12,10 +12,8 @@ Needs '.[lab,test]', psycopg2-binary and PostgreSQL.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import random
-import statistics
 import sys
 import threading
 import time
@@ -30,6 +28,7 @@ sys.path[:0] = [str(TOP), str(TOP / 'md_server')]
 
 from bench.cluster import Counting, Postgres  # noqa: E402
 from bench.comparison import Requesters, numbers  # noqa: E402
+from bench.result import Result, arguments, asked, paired, tell  # noqa: E402
 from ecomp.conf import EtcdConfig  # noqa: E402
 from ecomp.model import hints, keys  # noqa: E402
 from ecomp.model.json_object import dump  # noqa: E402
@@ -40,6 +39,8 @@ from tests.kit.servers import Etcd  # noqa: E402
 EACH = {'VCPU': 1, 'MEMORY_MB': 128, 'DISK_GB': 1}
 RENEWAL = 10
 """Seconds between two times that a compute says what it has left."""
+TARGETS = {1000: 0.8, 10_000: 0.6}
+"""Of the rate of the smallest, by size."""
 CLASSES = {'VCPU': 0, 'MEMORY_MB': 1, 'DISK_GB': 2}
 """The ids that placement gives to its first classes."""
 
@@ -111,6 +112,10 @@ class Pretended:
                 self._said[each] = self.used[each]
             self._store.commit([], puts)
 
+    def imbalance(self) -> float:
+        """How many hundredths of its places the fullest has taken more than the emptiest."""
+        return round(100 * (max(self.used.values()) - min(self.used.values())) / self.places, 1)
+
     def placed(self, said: list[list[Any]]) -> list[float]:
         """Count what requesters placed; how long each took, in seconds."""
         for _, _, code, output in said:
@@ -152,17 +157,12 @@ def run(options: argparse.Namespace) -> None:
             for each in clusters:
                 each.fill(full)
             for requesters in options.requesters:
-                for row in cells(clusters, requesters, options):
-                    load = round(os.getloadavg()[0])
-                    line = json.dumps({'full': full, 'requesters': requesters, **row, 'load': load})
-                    print(line, flush=True)
-                    if options.results:
-                        with options.results.open('a') as results:
-                            results.write(line + '\n')
+                for found in cells(clusters, full, requesters, options):
+                    tell(found, options.json)
 
 
-def cells(clusters: list[Pretended], requesters: int, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """What each cluster did in the rounds of so many requesters."""
+def cells(clusters: list[Pretended], full: int, requesters: int, options: argparse.Namespace) -> list[Result]:
+    """What each cluster did in the rounds of so many requesters: its rate against that of the smallest."""
     asking = [Requesters(requesters, each.config, 'one') for each in clusters]
     try:
         for each, ask in zip(clusters, asking, strict=True):
@@ -181,16 +181,12 @@ def cells(clusters: list[Pretended], requesters: int, options: argparse.Namespac
         for number, each in enumerate(clusters):
             calls = {kind: now - before[number][kind] for kind, now in each.placement.counts()['asking'].items()}
             placed = count * options.rounds - failed[number]
-            pairs = [mine / first for mine, first in zip(rates[number], rates[0], strict=True)]
-            found.append({
-                'computes': each.size,
-                'per_second': round(statistics.median(rates[number]), 1),
-                'of_the_smallest': round(statistics.median(pairs), 2),
-                'placed': placed,
-                'failed': failed[number],
-                'calls': {kind: round(more / max(placed, 1), 3) for kind, more in calls.items() if more},
-                'balance': round((max(each.used.values()) - min(each.used.values())) / each.places, 3),
-            })
+            workload = f'{each.size:,} computes, {full} % full, {requesters} requesters'
+            counts = {kind: round(more / max(placed, 1), 3) for kind, more in calls.items() if more}
+            counts |= {'failed': failed[number], 'points between the fullest and the emptiest': each.imbalance()}
+            target = TARGETS.get(each.size)
+            found.append(paired('singles', workload, rates[number], rates[0], target, unit='a second',
+                                at_least=True, counts=counts))  # fmt: skip
         return found
     finally:
         for each in asking:
@@ -199,14 +195,15 @@ def cells(clusters: list[Pretended], requesters: int, options: argparse.Namespac
 
 def main() -> None:
     """See the module."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument('--computes', type=numbers, default=[10, 1000])
+    parser = arguments(__doc__, 12)
+    parser.add_argument('--computes', type=numbers, default=[10, 100, 1000])
     parser.add_argument('--requesters', type=numbers, default=[1, 8])
-    parser.add_argument('--full', type=numbers, default=[0])
-    parser.add_argument('--rounds', type=int, default=12)
+    parser.add_argument('--full', type=numbers, default=[0, 75, 97])
     parser.add_argument('--each', type=int, default=4, help='instances of each requester in a round')
-    parser.add_argument('--results', type=Path)
-    run(parser.parse_args())
+    options = asked(parser)
+    if options.quick:
+        options.full, options.computes = options.full[:1], [options.computes[0], options.computes[-1]]
+    run(options)
 
 
 if __name__ == '__main__':

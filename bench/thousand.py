@@ -1,6 +1,6 @@
 """A thousand pretended computes on this machine: what they cost, what each part takes, and what breaks first.
 
-    python bench/thousand.py [--computes 1000] [--instances 10000] [--churn 600] [--results FILE] [--quick]
+    python bench/thousand.py [--quick] [--json] [--computes 1000] [--instances 10000] [--churn 600] [--results FILE]
     python bench/thousand.py --plot           bench/thousand.svg and the tables, from the results
 
 They register; --instances are placed, a third each one at a time, in sets of ten and by the queue; as many as there are
@@ -31,6 +31,8 @@ from typing import Any, NamedTuple, Self
 
 TOP = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(TOP), str(TOP / 'md_server')]
+
+from bench.result import figure, tell  # noqa: E402
 
 RESULTS, PLOT = Path(__file__).with_name('thousand.jsonl'), Path(__file__).with_name('thousand.svg')
 QUERY, FLAVOR, IMAGE = 'resources=VCPU:1,DISK_GB:1,MEMORY_MB:128', 'bench', 'http://images.invalid/bench.qcow2'
@@ -223,8 +225,8 @@ def _use(pids: Sequence[int]) -> Use:
 class Phases:
     """The rows, each with what the parts took while it lasted."""
 
-    def __init__(self, cluster: Thousand, results: Path) -> None:
-        self._cluster, self._results = cluster, results
+    def __init__(self, cluster: Thousand, results: Path, as_json: bool) -> None:
+        self._cluster, self._results, self._as_json = cluster, results, as_json
 
     @contextmanager
     def phase(self, name: str) -> Iterator[Row]:
@@ -256,7 +258,10 @@ class Phases:
         row['load'] = round(os.getloadavg()[0], 1)
         with self._results.open('a') as file:
             file.write(json.dumps(row) + '\n')
-        print(json.dumps(row), flush=True)
+        counts = {f'{part} % of a core': round(100 * row['cpu'][part]) for part in PARTS}
+        counts |= {what: row[what] for what in TOLD if what in row}
+        workload = f'{cluster.count:,} computes: {name}'
+        tell(figure('thousand', workload, [seconds], None, counts=counts), self._as_json)
 
 
 def placing(cluster: Thousand, row: Row, commands: Sequence[Sequence[str]], seconds: float) -> list[str]:
@@ -398,6 +403,7 @@ def main() -> None:
     parser.add_argument('--churn', type=float, default=600.0, help='seconds in which all instances are replaced once')
     parser.add_argument('--results', type=Path, default=RESULTS)
     parser.add_argument('--quick', action='store_true', help='30 computes, 90 instances, and nothing is kept')
+    parser.add_argument('--json', action='store_true', help='a line of JSON for each phase')
     parser.add_argument('--plot', action='store_true')
     options = parser.parse_args()
     if options.plot:
@@ -410,7 +416,7 @@ def main() -> None:
     elif options.results.exists():
         options.results.unlink()
     with Thousand(options.computes, options.instances) as cluster:
-        return run(cluster, Phases(cluster, options.results), options.instances, options.churn, random.Random(1))
+        return run(cluster, Phases(cluster, options.results, options.json), options.instances, options.churn, random.Random(1))
 
 
 if __name__ == '__main__':
