@@ -416,7 +416,8 @@ def main() -> None:
     elif options.results.exists():
         options.results.unlink()
     with Thousand(options.computes, options.instances) as cluster:
-        return run(cluster, Phases(cluster, options.results, options.json), options.instances, options.churn, random.Random(1))
+        phases = Phases(cluster, options.results, options.json)
+        return run(cluster, phases, options.instances, options.churn, random.Random(1))
 
 
 if __name__ == '__main__':
