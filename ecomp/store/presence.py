@@ -128,10 +128,13 @@ class Presence:
             self._on_lost(str(error))
 
     def _says_so(self) -> bool:
-        """Have the key, as we put it last, say what it is to say now; False if it is not as we put it."""
+        """Have the key say what it is to say now; False if it is not as we put it last, or etcd is full."""
         value = self._value
         put = Put(self._key, dump(value), self._lease)
-        written = self._store.commit([Unchanged(self._key, self._revision)], [put], fenced=False)
+        try:
+            written = self._store.commit([Unchanged(self._key, self._revision)], [put], fenced=False)
+        except NoSpace:
+            return False  # what there is to say can wait, and whose the key is cannot
         if written:
             self._hold(written, value)
         return bool(written)

@@ -87,6 +87,10 @@ def said_once(compute: Ecompute, times: int) -> None:
 def test_ecompute_looks_around(cluster: Control, faulty: FaultyPlacement, tmp_path: Path) -> None:
     """F16: every failure in turn of what ecompute asks placement once a minute: one loss, one return (fake)"""
     compute = behind(cluster, faulty, tmp_path / 'compute')
+    compute.start()
+    # Of a provider that it has just made, and of one that is as it was, it asks no more.
+    addressed(cluster, place(cluster)[1])
+    compute.stop()
     faulty.fail('500', which=lambda _, path: path.endswith(f'{compute.uuid}/allocations'))
     compute.start()
     for kind in ('500', 'html', 'wrong', 'truncated', 'broken', '503'):

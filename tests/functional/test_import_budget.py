@@ -5,14 +5,19 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
+from ecomp.conf import EtcdConfig
 from ecomp.model import keys
+from ecomp.placement.client import Placement
+from ecomp.store.client import Store
 from tests.functional.cloud import RESOURCES, Cloud
 from tests.kit.commands import write_config
-from tests.kit.servers import environment
+from tests.kit.servers import Etcd, PlacementServer, environment
 
 pytestmark = pytest.mark.fast
 
@@ -42,6 +47,13 @@ OURS = {'create': 78, 'list': 63, 'show': 62, 'query': 61, 'names': 63}
 MOST = {'create': 160, 'list': 135, 'show': 135, 'query': 135, 'names': 135}
 """Modules of Python's own, which differ from one Python to the next."""
 PYTHON = {each.lstrip('_') for each in sys.stdlib_module_names}
+
+
+@pytest.fixture
+def cloud(placement: PlacementServer) -> Iterator[Cloud]:
+    """One with an etcd in which nobody else has anything: what is read decides what is loaded."""
+    with Etcd() as etcd, closing(Store(EtcdConfig((etcd.endpoint,)))) as store, closing(Placement(placement.url)) as at:
+        yield Cloud(etcd, placement, store, at)
 
 
 @pytest.fixture

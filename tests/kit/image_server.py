@@ -74,8 +74,9 @@ class Handler(http.server.BaseHTTPRequestHandler):
         old, half = self.server.image, len(self.server.image) // 2
         if self.server.asked.count('changing') == 1:
             self.server.image = old[:half] + bytes(len(old) - half)
-            self.say(self.server.image, **self.server.says)
-            self.server.says = {name: f'{value}+' for name, value in self.server.says.items()}
+            # First, for whoever has the last byte asks at once what the server has now.
+            says, self.server.says = self.server.says, {name: f'{value}+' for name, value in self.server.says.items()}
+            self.say(self.server.image, **says)
         else:
             self.answer_good()
 

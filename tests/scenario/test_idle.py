@@ -97,6 +97,11 @@ def test_an_idle_minute_of_many_is_one_question_for_all(cluster: Control) -> Non
         many = Many(cluster, 20, placement=placement, queues=True)
         many.start()
         computes = many.computes
+
+        def said() -> bool:
+            return all(b'"room"' in (cluster.etcd.get(f'/computes/{each}') or b'') for each in computes)
+
+        until(said, 30, 'each has said what room it has, once')
         asked.clear()
         before, began = done(cluster.etcd), cluster.etcd.get('/cluster')
         time.sleep(12)  # one renewal, and a fifth of a minute

@@ -15,8 +15,8 @@ from ecomp.model.flavor import parse_flavor
 from ecomp.model.instance import SIZE_LIMIT, Invalid, parse_request
 from ecomp.model.pull import Backlog, InvalidEntry, Place, backlog_of
 from ecomp.model.queue import QueueEntry, to_json
+from ecomp.store import by_etcd3
 from ecomp.store import cache as keeping
-from ecomp.store import connection
 from ecomp.store import pages as paging
 from ecomp.store.cache import SMALL, Cache
 from ecomp.store.client import Entry, Put, Store, Unchanged
@@ -184,8 +184,8 @@ def test_a_list_of_large_values_comes_in_small_pages(
 def test_a_message_that_is_too_long_is_an_error_in_words(
     etcd: Etcd, prefix: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    limits = [(name, value if 'message' not in name else 200_000) for name, value in connection.KEEPALIVE]
-    monkeypatch.setattr(connection, 'KEEPALIVE', limits)
+    limits = [(name, value if 'message' not in name else 200_000) for name, value in by_etcd3.KEEPALIVE]
+    monkeypatch.setattr(by_etcd3, 'KEEPALIVE', limits)
     for number in range(10):
         etcd.put(f'{prefix}{number}', 'y' * 100_000)
     store = Store(EtcdConfig((etcd.endpoint,)))
