@@ -87,7 +87,7 @@ class Member:
             if self._maker.is_alive():
                 raise Failure(DEADLINE_EXCEEDED, 'not connected yet', unsent=True)
             if self._failed is None:
-                self._look()
+                self._look(until)
             if self._failed is not None:
                 raise self._failed
             headers = (':scheme', 'https' if self._is_secure else 'http'), (':authority', self._endpoint)
@@ -147,7 +147,7 @@ class Member:
         self._send(until)
         # Whoever does not take our certificate says so only now, and nothing has been asked yet.
         while not any(isinstance(each, RemoteSettingsChanged) for each in self._receive(until)):
-            pass
+            _in_time(until)
         if self._closed:
             self._socket.close()
 
@@ -155,11 +155,11 @@ class Member:
     def _is_secure(self) -> bool:
         return self._config.ca_cert is not None or self._config.cert_cert is not None
 
-    def _look(self) -> None:
+    def _look(self, until: float) -> None:
         """See whether the connection has ended since it was used."""
         try:
             while self._receive(time.monotonic()):
-                pass
+                _in_time(until)
         except TimeoutError:
             pass
         except (OSError, H2Error):
@@ -212,6 +212,7 @@ class _Call:
         try:
             self._ask(http, stream, whom, send, receive)
             while not self._is_over:
+                _in_time(self._until)
                 self._take(receive(self._until), http, stream)
                 send(self._until)
         except TimeoutError as error:
@@ -239,6 +240,7 @@ class _Call:
                 http.send_data(stream, rest[:fits].tobytes())
                 rest = rest[fits:]
                 continue
+            _in_time(self._until)
             send(self._until)
             self._take(receive(self._until), http, stream)
             if self._is_over:  # it has heard enough
@@ -295,6 +297,12 @@ class _Call:
             return answer(METHODS[type(self._request)].answer, bytes(self._body[5:]))
         except ValueError as error:
             raise NotUnderstood(f'its answer cannot be read: {error}') from error
+
+
+def _in_time(until: float) -> None:
+    """TimeoutError once it is too late: who never stops sending, and never answers, would be read for ever."""
+    if time.monotonic() >= until:
+        raise TimeoutError
 
 
 def _check(path: Path | None) -> None:

@@ -114,10 +114,11 @@ class Registration:
         # Of these, most computes have none.
         kinds = [kind for kind in (TRAITS, AGGREGATES) if kind == TRAITS or self._wanted[kind] or self._ours[kind]]
         there = {kind: traits.names(self.placement, self.compute, kind) for kind in kinds}
-        self.is_disabled = status.DISABLED in there[TRAITS]
         return all(names == self._right(kind, names) for kind, names in there.items())
 
     def _right(self, kind: str, there: Names) -> Names:
+        if kind == TRAITS:
+            self.is_disabled = status.DISABLED in there
         names = status.changed(there, self._wanted[kind], self._ours[kind])
         return status.opened(names) if kind == TRAITS else names
 

@@ -1,0 +1,58 @@
+"""Somebody in etcd's place who speaks HTTP/2, never answers, and never stops sending either."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+
+import pytest
+from h2.config import H2Configuration
+from h2.connection import H2Connection
+
+from ecomp.conf import EtcdConfig
+from ecomp.errors import Unreachable
+from ecomp.store.client import Store
+from tests.kit.servers import PATIENCE
+
+SECONDS = 20
+"""Until the flood ends by itself."""
+UNKNOWN = b'\0\0\0\x42\0\0\0\0\0' * 10
+"""Frames of a kind that nobody knows, which are passed over. RFC 9113, 4.1"""
+
+
+def flood(listener: socket.socket) -> None:
+    with suppress(OSError):
+        while True:
+            client, _ = listener.accept()
+            threading.Thread(target=frames, args=(client,), daemon=True).start()
+
+
+def frames(client: socket.socket) -> None:
+    http = H2Connection(H2Configuration(client_side=False))
+    http.initiate_connection()
+    until = time.monotonic() + SECONDS * PATIENCE
+    with client, suppress(OSError):
+        client.sendall(http.data_to_send())
+        while time.monotonic() < until:
+            client.sendall(UNKNOWN)  # what is asked is never looked at
+
+
+@pytest.fixture
+def endpoint() -> Iterator[str]:
+    with socket.create_server(('127.0.0.1', 0)) as listener:
+        threading.Thread(target=flood, args=(listener,), daemon=True).start()
+        yield f'127.0.0.1:{listener.getsockname()[1]}'
+
+
+def test_who_never_stops_sending_is_no_longer_waited_for_than_who_is_silent(endpoint: str) -> None:
+    began = time.monotonic()
+    store = Store(EtcdConfig((endpoint,), timeout=1.0), light=True)
+    try:
+        with pytest.raises(Unreachable):
+            store.get('/x')
+    finally:
+        store.close()
+    assert time.monotonic() - began < SECONDS
