@@ -1,4 +1,4 @@
-"""What one build and one destroy cost, exactly: questions to placement, operations at etcd, processes.
+"""What a set, a build and a destroy cost, exactly: questions to placement, operations at etcd.
 
 A figure here is changed with what makes it cheaper or dearer, and with the reason in the commit.
 """
@@ -6,8 +6,11 @@ A figure here is changed with what makes it cheaper or dearer, and with the reas
 from __future__ import annotations
 
 import functools
+import random
+import threading
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,10 +18,15 @@ from typing import Any
 import pytest
 
 from ecomp.model import keys
+from ecomp.model.choose import Offer
 from ecomp.model.instance import Request, to_json
+from ecomp.placement import allocations
 from ecomp.placement.client import Placement
+from ecomp.scheduler.placing.claim import BLOCK
+from ecomp.scheduler.placing.create import create
+from ecomp.scheduler.placing.set_order import SetOrder
 from ecomp.store.client import Put, Store
-from tests.functional.cloud import Cloud
+from tests.functional.cloud import IMAGE, RESOURCES, WHO, Cloud, new
 from tests.functional.toy import Toy, toy
 
 ETCD = ('get', 'read', 'snapshot', 'count', 'revision', 'commit', 'grant', 'keep_alive', 'revoke')
@@ -33,18 +41,20 @@ def said(name: str, *_: object) -> str:
 def asked(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """How often each thing was asked since the counter was cleared: `etcd get`, `placement PUT /allocations`."""
     counts: Counter[str] = Counter()
+    lock = threading.Lock()
 
     def counted(of: str, kind: type, name: str, what: Callable[..., str]) -> None:
         real = getattr(kind, name)
 
         @functools.wraps(real)
         def call(self: Any, *given: Any, **named: Any) -> Any:
-            counts[f'{of} {what(*given)}'] += 1
+            with lock:
+                counts[f'{of} {what(*given)}'] += 1
             return real(self, *given, **named)
 
         monkeypatch.setattr(kind, name, call)
 
-    counted('placement', Placement, 'get', lambda path: f'GET /{path.split("/")[1]}')
+    counted('placement', Placement, 'get', lambda path: f'GET /{path.split("/")[1].split("?")[0]}')
     counted('placement', Placement, 'write', lambda method, path, _: f'{method} /{path.split("/")[1]}')
     for name in ETCD:
         counted('etcd', Store, name, partial(said, name))
@@ -60,6 +70,28 @@ def carried_out(compute: Toy, asked: Counter[str]) -> Counter[str]:
         compute.planner.carry_out(each)
     assert work
     return Counter(asked)
+
+
+@pytest.mark.parametrize(('count', 'claims'), [(BLOCK, 1), (2 * BLOCK, 2)])
+def test_a_set_asks_this_much(cloud: Cloud, asked: Counter[str], count: int, claims: int) -> None:
+    computes = {cloud.compute(VCPU=16, MEMORY_MB=1024, DISK_GB=16) for _ in range(10)}
+    aggregate = new()  # of these alone: others' computes are in the same placement
+    for each in computes:
+        path = f'/resource_providers/{each}'
+        body = {'aggregates': [aggregate], 'resource_provider_generation': cloud.placement.get(path)['generation']}
+        cloud.placement.write('PUT', f'{path}/aggregates', body)
+    who = {'user_id': 'a', 'project_id': 'b', 'count': count, 'minimum': count}
+    wanted = SetOrder(new(), query=f'{RESOURCES}&member_of={aggregate}', image=IMAGE, **who)
+    asked.clear()
+    backend: Future[tuple[Placement, Offer]] = Future()
+    backend.set_result((cloud.placement, allocations.candidates(cloud.placement, wanted.query or '')))
+    placed = create(cloud.store, backend, wanted, WHO, False, random.Random(), lambda: 'now')
+    assert Counter(each.compute for each in placed.values()) == dict.fromkeys(computes, count // 10)
+    # The quota, a lease, the request key, the computes, who else is at it, the quota once more, and the delivery.
+    assert asked == {
+        **{'placement GET /allocation_candidates': 1, 'placement POST /allocations': claims},
+        **{'etcd get': 2, 'etcd grant': 1, 'etcd snapshot': 2, 'etcd commit': 2},
+    }
 
 
 def test_a_build_and_a_destroy_ask_this_much(cloud: Cloud, tmp_path: Path, asked: Counter[str]) -> None:

@@ -7,11 +7,19 @@ while nobody else is at the same instance.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import partial
 
-from ecomp.errors import Conflict, ConsumerConflict, GenerationConflict, NoCapacity, PlacementRefusal
+from ecomp.errors import (
+    Conflict,
+    ConsumerConflict,
+    GenerationConflict,
+    NoCapacity,
+    PlacementRefusal,
+    UnknownOutcome,
+)
 from ecomp.failpoints import failpoint
 from ecomp.model import keys
 from ecomp.model.allocation import Allocations
@@ -24,6 +32,11 @@ from ecomp.store.released import note
 from ecomp.store.requests import being_taken
 
 log = logging.getLogger(__name__)
+
+BLOCK = 50
+"""Instances that one call claims for: placement works at a call with one processor, 5 to 9 ms for each instance."""
+AT_ONCE = 2
+"""Calls that claim for a set at the same time. docker.sh's placement has a process for each processor."""
 
 
 @dataclass(frozen=True)
@@ -44,8 +57,25 @@ class Claimer:
     def claim_what_fits(self, wanted: Mapping[str, Candidate]) -> set[str]:
         """Claim for all of them at once or, where placement has no room for one, for as many as it can.
 
-        The instances that hold their candidate now. Errors: Unreachable, Conflict, PlacementRefusal.
+        The instances that hold their candidate now. Errors, none while a call is under way: Unreachable, Conflict,
+        PlacementRefusal.
         """
+        parts = blocks(wanted)
+        if len(parts) == 1:
+            return self._claim_what_fits(wanted)
+        threads = ThreadPoolExecutor(AT_ONCE, 'claim')
+        calls = [threads.submit(self._claim_what_fits, each) for each in parts]
+        try:
+            wait(calls, return_when=FIRST_EXCEPTION)
+        finally:
+            threads.shutdown(cancel_futures=True)  # what was not begun is not: what was, is waited for
+        done = [call for call in calls if not call.cancelled()]
+        if errors := [error for call in done if (error := call.exception()) is not None]:
+            # What is not known of one block forbids to release anything (rule 1), whatever else went wrong.
+            raise min(errors, key=lambda error: not isinstance(error, UnknownOutcome))
+        return set().union(*(call.result() for call in done))
+
+    def _claim_what_fits(self, wanted: Mapping[str, Candidate]) -> set[str]:
         try:
             self.claim({instance: candidate.allocations for instance, candidate in wanted.items()})
         except (NoCapacity, GenerationConflict, PlacementRefusal) as error:
@@ -59,7 +89,7 @@ class Claimer:
                 log.warning('compute %s: %s', self.called(candidate.compute), error)
                 return set()
             # One that is full fails the whole, and which it was has no code of its own.
-            return set().union(*(self.claim_what_fits(half) for half in halves(wanted)))
+            return set().union(*(self._claim_what_fits(half) for half in halves(wanted)))
         failpoint('claimed-some')
         return set(wanted)
 
@@ -79,6 +109,23 @@ class Claimer:
     def _is_there(self, candidate: Candidate) -> bool:
         """False if one of its providers was removed, by `host forget`, since it was offered."""
         return all(providers.name(self.placement, each) is not None for each in candidate.allocations)
+
+
+def blocks(wanted: Mapping[str, Candidate]) -> Sequence[Mapping[str, Candidate]]:
+    """Parts to be claimed side by side: of at most BLOCK instances, but a compute's stay together.
+
+    One part where two would claim of the same provider, a disk that computes share: the calls would only meet there.
+    """
+    parts: list[dict[str, Candidate]] = [{}]
+    by_compute: dict[str, dict[str, Candidate]] = {}
+    for instance, candidate in wanted.items():
+        by_compute.setdefault(candidate.compute, {})[instance] = candidate
+    for each in by_compute.values():
+        if parts[-1] and len(parts[-1]) + len(each) > BLOCK:
+            parts.append({})
+        parts[-1].update(each)
+    named = [{provider for candidate in part.values() for provider in candidate.allocations} for part in parts]
+    return parts if sum(map(len, named)) == len(set().union(*named)) else [wanted]
 
 
 def halves(wanted: Mapping[str, Candidate]) -> tuple[dict[str, Candidate], dict[str, Candidate]]:

@@ -1,0 +1,119 @@
+"""Requests that computes take out of a queue, in clusters of several sizes: what a size costs against the smallest.
+
+    python bench/pull.py [ROUNDS] [--quick] [--json] [--computes 10,100,1000] [--requesters 1,8,32] [--each 4]
+
+The clusters are there side by side, each an etcd, a placement and pretended computes with queues of its own, and each
+round asks every one of them: a round's rate of a size against that of the smallest is a pair. A rate is of the time
+from the first request's beginning until the last is with a compute, as a watch sees it. A lone request is put when the
+one before is with a compute. Nothing is destroyed between rounds: there is room for all.
+Needs '.[lab,test]', psycopg2-binary and PostgreSQL.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from statistics import median
+
+TOP = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(TOP), str(TOP / 'md_server')]
+
+from bench.cluster import Cluster  # noqa: E402
+from bench.comparison import FLAVOR, QUERY, UUID, Requesters, numbers  # noqa: E402
+from bench.result import Result, arguments, asked, figure, paired, tell  # noqa: E402
+from tests.kit.commands import eschedule  # noqa: E402
+
+TARGET = 0.5
+"""Of the smallest's rate, at a thousand computes."""
+LONE = 0.5
+"""Seconds."""
+SPARE = 2
+"""How much more room there is than requests."""
+SECONDS = 600.0
+
+
+def once(cluster: Cluster, asking: Requesters, count: int) -> tuple[float, list[float]]:
+    """Ask for so many at once: how many were placed a second, and how many seconds each of them took."""
+    said = asking.ask(count)
+    placed = [(began, UUID.findall(output)) for began, _, code, output in said if code == 0]
+    instances = {instance for _, found in placed for instance in found}
+    assert len(instances) == count, said
+    cluster.wait_for(instances, SECONDS)
+    seconds = max(cluster.seen[each][0] for each in instances) - min(began for began, _ in placed)
+    return count / seconds, [cluster.seen[instance][0] - began for began, found in placed for instance in found]
+
+
+def cells(clusters: dict[int, Cluster], requesters: int, options: argparse.Namespace) -> Iterator[Result]:
+    """What each cluster did in the rounds of so many requesters."""
+    asking = {size: Requesters(requesters, each.schedule_yaml, 'pull') for size, each in clusters.items()}
+    try:
+        for size, each in clusters.items():
+            once(each, asking[size], requesters)  # connections are made, and sizes known
+        rates: dict[int, list[float]] = {size: [] for size in clusters}
+        took: dict[int, list[float]] = {size: [] for size in clusters}
+        before = {size: each.placement.counts() for size, each in clusters.items()}
+        for turn in range(options.rounds):
+            for size in sorted(clusters, reverse=bool(turn % 2)):
+                rate, seconds = once(clusters[size], asking[size], options.each * requesters)
+                rates[size].append(rate)
+                took[size] += seconds
+        placed = options.rounds * options.each * requesters
+        for size, each in clusters.items():
+            counts = {}
+            for who, kinds in each.placement.counts().items():
+                more = {f'{who} {kind}': now - before[size][who][kind] for kind, now in kinds.items()}
+                counts |= {kind: round(calls / placed, 2) for kind, calls in more.items() if calls}
+            late = sorted(took[size])[len(took[size]) * 95 // 100]
+            counts |= {'p50 s': round(median(took[size]), 3), 'p95 s': round(late, 3)}
+            target = TARGET if size >= 1000 else None
+            workload = f'{size:,} computes, {requesters} requesters'
+            yield paired('pull', workload, rates[size], rates[min(rates)], target, unit='a second', at_least=True,
+                         counts=counts)  # fmt: skip
+    finally:
+        for each in asking.values():
+            each.close()
+
+
+def lone(size: int, cluster: Cluster, rounds: int) -> Result:
+    """One request at a time, each after the one before is with a compute."""
+    asking = Requesters(1, cluster.schedule_yaml, 'pull')
+    try:
+        seconds = []
+        for _ in range(rounds + 1):
+            seconds += once(cluster, asking, 1)[1]
+            time.sleep(0.2)
+    finally:
+        asking.close()
+    return figure('pull', f'{size:,} computes, a lone request', seconds[1:], LONE)
+
+
+def main() -> None:
+    """See the module."""
+    parser = arguments(__doc__, 12)
+    parser.add_argument('--computes', type=numbers, default=[10, 100, 1000])
+    parser.add_argument('--requesters', type=numbers, default=[1, 8, 32])
+    parser.add_argument('--each', type=int, default=4, help='requests of each requester in a round')
+    options = asked(parser)
+    if options.quick:
+        options.computes, options.requesters = [10, 100], options.requesters[:2]
+    requests = sum((options.rounds * options.each + 1) * each for each in options.requesters) + options.rounds + 1
+    with ExitStack() as at_exit:
+        clusters = {}
+        for size in options.computes:
+            places = max(4, SPARE * requests // size)
+            clusters[size] = at_exit.enter_context(Cluster(size, places, queues=True))
+            done = eschedule(clusters[size].schedule_yaml, 'flavor', 'set', FLAVOR, QUERY)
+            assert done.code == 0, done
+        for size, each in clusters.items():
+            tell(lone(size, each, options.rounds), options.json)
+        for requesters in options.requesters:
+            for found in cells(clusters, requesters, options):
+                tell(found, options.json)
+
+
+if __name__ == '__main__':
+    main()
