@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from ecomp.agent.instance.surroundings import ControlPlane
+from ecomp.agent.queue import pulling
 from ecomp.agent.queue.offers import Offers
 from ecomp.agent.queue.pulling import Puller
 from ecomp.agent.queue.taking import Taker
@@ -218,3 +219,31 @@ def test_a_flavor_that_placement_had_no_room_for_is_tried_again_later(
     one.puller._refused = {query: (room, 0.0) for query, (room, _) in one.puller._refused.items()}  # a minute later
     one.goes_on()
     assert one.taken == {instance}
+
+
+def test_who_finds_that_others_were_faster_chooses_among_more_and_afresh_once_nothing_waits(
+    cloud: Cloud, flavor: Flavor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a thousand that all wait for the oldest one, each that is taken would have all of them choose anew."""
+    one = Compute(cloud, flavor, VCPU=8, MEMORY_MB=1024, DISK_GB=10)
+    chosen: list[tuple[int, Place]] = []
+    real = pulling.next_of
+
+    def next_of(places: Any, takes: Any, passed_over: Any, among: int, rng: Any) -> Place | None:
+        found: Place | None = real(places, takes, passed_over, among, rng)
+        chosen.extend([(among, found)] if found is not None else [])
+        return found
+
+    monkeypatch.setattr(pulling, 'next_of', next_of)
+    for _ in range(2):
+        for _ in range(3):
+            one.put()
+        one.hear()
+        for _ in range(3):
+            assert one.puller.step() < 1
+            assert one.puller.is_about_to_take
+            cloud.etcd.delete(chosen[-1][1].waiting.key)  # another one takes it first
+            one.hear()
+        one.step()
+        assert one.holds == set()
+    assert [among for among, _ in chosen] == [1, 2, 4, 1, 2, 4]

@@ -102,3 +102,11 @@ def test_circles_grow_until_they_are_all() -> None:
 def test_how_many_may_take_it_and_which_is_one_rule(takers: int, widened: int) -> None:
     seconds = widened * WIDER
     assert sum(opens(number) <= seconds for number in range(takers)) == among(seconds, takers)
+
+
+def test_so_many_have_room_and_who_says_nothing_counts() -> None:
+    takers = alive('a', 'b', c={'VCPU': [4, 25], 'MEMORY_MB': [512, 13]}, d={'VCPU': [4, 0], 'MEMORY_MB': [512, 100]})
+    for _ in range(2):
+        assert takers.with_room(ONE) == 3
+        assert takers.with_room({**ONE, 'VCPU': 2}) == 2
+    assert takers_of(state(a={'queues': True}), takers).with_room(ONE) == 1, 'of others it is another number'

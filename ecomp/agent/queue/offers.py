@@ -130,9 +130,7 @@ class Offers:
             return circles.among(time.monotonic() - offer.since, len(offer.order))
         if takers is None:
             return 1
-        resources = place.waiting.flavor.resources
-        full = sum(not takers.has_room(each, resources) for each in takers.left)
-        return max(len(takers.points) - full, 1)
+        return max(takers.with_room(place.waiting.flavor.resources), 1)
 
     def _offer(self, key: str, place: Place, now: float) -> list[str]:
         assert self._takers is not None

@@ -144,7 +144,7 @@ class Puller:
                 else:
                     self._take(place, mark, self._is_open)
             if not places:
-                self._look_at = math.inf
+                self._look_at, self._among, self._next_take = math.inf, 1, None
                 return BEHIND if self.agenda.put_off_now(now) else EVERY
             if ours:
                 continue
@@ -153,14 +153,15 @@ class Puller:
                 is_there = backlog.places.get(place.waiting.key) is place
                 if is_there and when > now:
                     return when - now
-                self._next_take = None
+                self._next_take, taken = None, False
                 if is_there and self._offers.begin(place):  # and nobody else has marked it
-                    taken = False
                     try:
                         taken = self._compete(place, backlog)
                     finally:
                         self._offers.end(place, taken)
-                    self._among = widened(self._among, taken)
+                # Who was let go first may have it: if a thousand then waited for the next one in the queue, all of them
+                # would choose anew whenever one is taken.
+                self._among = widened(self._among, taken)
                 continue
             found = self._next(backlog)
             if found is not None:
@@ -172,6 +173,7 @@ class Puller:
                     wait = patience(self._room, theirs, self._offers.among(found), self._rng)
                     self._next_take = found, time.monotonic() + wait
             else:
+                self._among = 1  # once there is room again the oldest one is first
                 again = min([self._look_at, *self.agenda.put_off_now(now).values()])
                 return min(max(again - now, 0.01), EVERY)
         return EVERY
