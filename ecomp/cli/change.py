@@ -30,7 +30,7 @@ def _destroy(do: Context) -> int:
     def ask(word: str) -> None:
         instance = do.instance(word)
         outcomes.tell(word, instance=instance)
-        done = destroy(do.store, instance)
+        done = destroy(do.store, instance, do.among)
         do.name_computes()
         outcomes.tell(word, done)
         accepted[word] = instance
@@ -64,7 +64,7 @@ def _power(do: Context) -> int:
         outcomes.tell(word, instance=instance)
         if word_of.setdefault(instance, word) != word:
             return  # named twice, by its name and its uuid
-        answer = power(do.store, instance, Power(do.name, new_uuid(os.urandom(16))))
+        answer = power(do.store, instance, Power(do.name, new_uuid(os.urandom(16))), do.among)
         do.name_computes()
         outcomes.tell(word, answer.said)
         if answer.power is not None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from ecomp.cli.options import OPTIONS, TABLE, Option, Options
 from ecomp.cli.terminal import broken, look, width
-from ecomp.errors import EcompError
+from ecomp.errors import EcompError, Unreachable
 from ecomp.model.text import renamed
 
 if TYPE_CHECKING:
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from ecomp.model.computes import Computes
     from ecomp.placement.client import Placement
     from ecomp.store.client import Store
+    from ecomp.store.places import Index
 
 CREATE, QUERY = 'create', 'query'
 """The two forms of 2019, which are told by what is typed and not by a name: a placement query, and an instance."""
@@ -139,9 +140,21 @@ class Context:
         """The uuid of the instance that a word means, which is called so from now on. Errors: those of resolve()."""
         from ecomp.scheduler.looking.find import resolve
 
-        instance = resolve(self.store, word)
+        instance = resolve(self.store, word, self.among)
         self.called.setdefault(instance, word)
         return instance
+
+    @cached_property
+    def among(self) -> Index | None:
+        """Where all instances are, read once for a command about several; None for one about one: it is looked for."""
+        if len(self.words) < 2:
+            return None
+        from ecomp.store.places import index
+
+        try:
+            return index(self.store)
+        except Unreachable:
+            return None  # whoever looks for the first of them says it with what has come of that
 
     @cached_property
     def computes(self) -> Computes:

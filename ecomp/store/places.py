@@ -1,15 +1,20 @@
 """An instance by its uuid alone, though its keys lie below the uuid of its compute.
 
 Nothing in etcd says which compute that is. The living ones are asked for first, 64 in one transaction; only what none
-of them has costs a list of every key.
+of them has costs a list of every key. Whoever asks for many instances makes that list once, see index().
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
 
 from ecomp.model import keys
 from ecomp.model.places import Places, by_instance
 from ecomp.model.stages import ERROR, GONE
 from ecomp.store.client import Entry, Store
+
+Index = Mapping[str, Sequence[str]]
+"""{instance: its keys below /hosts/ and /instances/}, as they were when they were listed."""
 
 
 def places(store: Store, instance: str) -> Places[Entry]:
@@ -37,11 +42,24 @@ def lives(store: Store, instance: str) -> bool:
     return any(each.state not in (GONE, ERROR) for each in records)
 
 
-def listed(store: Store, instance: str) -> Places[Entry]:
-    """Find the instance's keys by listing the names of all keys. Look at the queues before this."""
+def index(store: Store) -> Index:
+    """List the names of all keys, at the price of some 0.01 ms for each."""
+    found: dict[str, list[str]] = {}
     # Requests before records: what ends meanwhile is then seen twice rather than not at all.
-    names = [key for family in (keys.HOSTS, keys.INSTANCES) for key in store.snapshot(family, keys_only=True).entries]
-    mine = [key for key in names if keys.last(key) == instance]
+    for family in (keys.HOSTS, keys.INSTANCES):
+        for key in store.snapshot(family, keys_only=True).entries:
+            found.setdefault(keys.last(key), []).append(key)
+    return found
+
+
+def listed(store: Store, instance: str, among: Index | None = None) -> Places[Entry]:
+    """Find the instance's keys by listing the names of all keys. Look at the queues before this.
+
+    `among`: an index made before this; where the instance was not in it, or has no such key any more, none is found.
+    """
+    mine = (index(store) if among is None else among).get(instance, ())
+    if not mine:
+        return Places()
     # A record may be written, and its request go, since the names were read.
     records = [keys.record(key.split('/')[2], instance) for key in mine if key.startswith(keys.HOSTS)]
     return by_instance(store.read(sorted({*mine, *records})).items()).get(instance) or Places()

@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -16,13 +17,15 @@ from ecomp.model import keys
 from ecomp.model.group import Group, Membership
 from ecomp.model.group import to_json as group_to_json
 from ecomp.model.instance import Request, Shares
-from ecomp.model.record import ACTIVE, ERROR, GONE, Failure, Record, to_json
+from ecomp.model.record import ACTIVE, ERROR, GONE, Failure, Record, new_record, to_json
 from ecomp.scheduler.changing.clear import clear
 from ecomp.scheduler.changing.destroy import destroy
 from ecomp.scheduler.looking.find import all_records, find, living
 from ecomp.store.client import Delete, Entry, Put, Store, Unchanged
+from ecomp.store.places import index
 from tests.functional.cloud import IMAGE, SMALL, Cloud, new
 from tests.kit.proxy import Proxy
+from tests.kit.servers import Etcd
 
 pytestmark = pytest.mark.fast
 
@@ -245,3 +248,52 @@ def test_the_list_has_those_a_compute_has_not_seen_yet(cloud: Cloud) -> None:
 
     assert listed(False) == {unseen.instance: 'scheduled', seen.instance: ACTIVE}
     assert listed(True) == {**listed(False), gone.instance: GONE}
+
+
+class Counting(Store):
+    """A store that counts what it asks."""
+
+    asked = 0
+
+    def _ask(self, *given: Any) -> Any:
+        self.asked += 1
+        return super()._ask(*given)
+
+
+def test_with_an_index_one_of_many_is_found_by_one_question(own_etcd: Etcd) -> None:
+    """Without it each costs a question for every 64 computes."""
+    store = Counting(EtcdConfig((own_etcd.endpoint,)))
+    lease = own_etcd.grant()
+    computes = [new() for _ in range(200)]
+    for compute in computes:
+        own_etcd.put(keys.compute(compute), '{"token": "x"}', lease)
+    there = [new() for _ in range(3)]
+    for instance in there:
+        request = Request(instance, {computes[7]: SMALL}, image=IMAGE, user_id='u', project_id='p', stages={})
+        own_etcd.put(keys.request(computes[7], instance), requests.to_json(request))
+    among = index(store)
+    for instance in there:
+        before = store.asked
+        found = find(store, instance, among)
+        assert found is not None
+        assert found.record.compute == computes[7]
+        assert store.asked == before + 1
+        assert found == find(store, instance)
+    # Its compute has taken it since, and written a record; then the request is gone.
+    record = new_record(computes[7], found.request or request, 'now').at(ACTIVE, 'now', 'started')
+    own_etcd.put(keys.record(computes[7], there[0]), to_json(replace(record, instance=there[0])))
+    for _ in range(2):
+        found = find(store, there[0], among)
+        assert found is not None
+        assert found.record.state == ACTIVE
+        own_etcd.delete(keys.request(computes[7], there[0]))
+    # It is gone where it was; and another one has come since.
+    own_etcd.delete(keys.request(computes[7], there[1]))
+    assert find(store, there[1], among) is None
+    late = new()
+    own_etcd.put(keys.request(computes[9], late), requests.to_json(replace(request, instance=late)))
+    found = find(store, late, among)
+    assert found is not None
+    assert found.record.compute == computes[9]
+    assert destroy(store, late, among) == f'{late}: destroy accepted, {computes[9]} carries it out'
+    store.close()

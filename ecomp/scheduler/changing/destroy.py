@@ -15,14 +15,14 @@ from ecomp.model.instance import SIZE_LIMIT, Request, to_json
 from ecomp.model.record import ERROR, GONE, Record, is_newer, timestamp
 from ecomp.scheduler.looking.find import InstanceEntries, living, requested
 from ecomp.store.client import Delete, Entry, Put, Store, Unchanged
-from ecomp.store.places import places
+from ecomp.store.places import Index, places
 from ecomp.store.sharing import commit_with, freed, group, write_end
 
 TRIES = 5
 
 
-def destroy(store: Store, instance: str) -> str:
-    """Accept the destroy; what was done, in one sentence. NotFound if it is gone or unknown.
+def destroy(store: Store, instance: str, among: Index | None = None) -> str:
+    """Accept the destroy; what was done, in one sentence. NotFound if it is gone or unknown. `among`: see find().
 
     An instance in error has nothing left but its record, which is removed here. Asked again while it is
     being destroyed: says so and changes nothing. Of one whose record cannot be read its request says enough: Unreadable
@@ -31,7 +31,7 @@ def destroy(store: Store, instance: str) -> str:
     asked = False
     for _ in range(TRIES):
         try:
-            found = _living(store, instance)
+            found = _living(store, instance, among)
             if found.is_destroying:
                 return f'{instance}: is being destroyed on {found.record.compute} already'
             commit, done = _transaction(store, found)
@@ -55,9 +55,9 @@ def destroy(store: Store, instance: str) -> str:
     raise Conflict(f'{instance}: changed by somebody else all the time; try again')
 
 
-def _living(store: Store, instance: str) -> InstanceEntries:
+def _living(store: Store, instance: str, among: Index | None) -> InstanceEntries:
     try:
-        return living(store, instance)
+        return living(store, instance, among)
     except Unreadable:
         at = places(store, instance)
         found = requested(at)

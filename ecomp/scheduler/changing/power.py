@@ -13,6 +13,7 @@ from ecomp.model.power import START, STOP, Power, action_id
 from ecomp.model.record import ACTIVE, ERROR, STOPPED
 from ecomp.scheduler.looking.find import InstanceEntries, living
 from ecomp.store.client import Entry, Put, Store, Unchanged
+from ecomp.store.places import Index
 
 TRIES = 5
 WHY_NOT = {
@@ -35,15 +36,15 @@ class Acceptance(NamedTuple):
     before: frozenset[str] = frozenset()
 
 
-def power(store: Store, instance: str, wanted: Power) -> Acceptance:
+def power(store: Store, instance: str, wanted: Power, among: Index | None = None) -> Acceptance:
     """Write the power change into the request; where it is done or asked already, change nothing and say so.
 
-    Errors: NotFound; Conflict of one that is neither active nor stopped.
+    `among`: see find(). Errors: NotFound; Conflict of one that is neither active nor stopped.
     """
     asked = False
     for _ in range(TRIES):
         try:
-            found = living(store, instance)
+            found = living(store, instance, among)
             entry, request = _request(found)
             answer = _already(store, found, request, wanted)
             if answer is not None:

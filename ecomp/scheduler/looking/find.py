@@ -14,7 +14,7 @@ from ecomp.model.places import Places, by_instance
 from ecomp.model.record import GONE, Record, from_json, new_record, recorded, refused_record
 from ecomp.model.text import printable
 from ecomp.store.client import Entry, Store
-from ecomp.store.places import listed, near
+from ecomp.store.places import Index, listed, near
 from ecomp.store.sharing import holder
 
 if TYPE_CHECKING:
@@ -74,15 +74,16 @@ class InstanceEntries(NamedTuple):
         return self.record.group_name or (request.group_name if request else None)
 
 
-def resolve(store: Store, word: str) -> str:
+def resolve(store: Store, word: str, among: Index | None = None) -> str:
     """The uuid of the instance a word means: a uuid, a name or, if nobody is called so, the only uuid that begins so.
 
-    Errors: NotFound, UsageError (several begin so), Conflict (the name leads to one that is called otherwise).
+    `among`: see find(). Errors: NotFound, UsageError (several begin so), Conflict (the name leads to one that is called
+    otherwise).
     """
     if keys.is_uuid(word):
         return word
     if is_name(word) and (entry := store.get(keys.name(word))) is not None:
-        _check_called(store, word, instance := holder(entry))
+        _check_called(store, word, instance := holder(entry), among)
         return instance
     beginning = uuid_prefix(word)
     if beginning is None:
@@ -103,10 +104,10 @@ def resolve(store: Store, word: str) -> str:
     return found.pop()
 
 
-def _check_called(store: Store, name: str, instance: str) -> None:
+def _check_called(store: Store, name: str, instance: str, among: Index | None) -> None:
     """Conflict if it is called otherwise: every compute may write every name, and a destroy by it would hit another."""
     try:
-        found = find(store, instance)
+        found = find(store, instance, among)
     except Unreadable:
         return
     # Of one that failed, and whose record an older ecompute wrote, no name is known.
@@ -117,9 +118,14 @@ def _check_called(store: Store, name: str, instance: str) -> None:
     raise Conflict(f'{wrong}: say the uuid of the one that is meant; eschedule audit says more')
 
 
-def find(store: Store, instance: str) -> InstanceEntries | None:
-    """The instance, None if nobody ever heard of it (or a record of it was removed). Unreadable."""
-    at = near(store, instance)
+def find(store: Store, instance: str, among: Index | None = None) -> InstanceEntries | None:
+    """The instance, None if nobody ever heard of it (or a record of it was removed). Unreadable.
+
+    `among`: where instances were a moment ago, for whoever asks for many; what is not there is looked for.
+    """
+    at = listed(store, instance, among) if among is not None else None
+    if at is None or not at.compute:
+        at = near(store, instance)
     if at is None:
         # Before the requests: what is moved meanwhile is found there.
         queue_entry = waiting_at(store, instance)
@@ -150,9 +156,9 @@ def is_known(store: Store, instance: str) -> bool:
         return True
 
 
-def living(store: Store, instance: str) -> InstanceEntries:
-    """The instance. Errors: NotFound (it is gone or was never there), Unreadable (its record)."""
-    found = find(store, instance)
+def living(store: Store, instance: str, among: Index | None = None) -> InstanceEntries:
+    """The instance; `among`: see find(). Errors: NotFound (it is gone or was never there), Unreadable (its record)."""
+    found = find(store, instance, among)
     if found is None:
         raise NotFound(f'{instance}: no such instance')
     if found.record.state == GONE:
