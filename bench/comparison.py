@@ -1,13 +1,13 @@
 """Three ways to place: pushed one at a time, pushed in sets, pulled from a queue; what each costs.
 
     python bench/comparison.py [--computes 10,100] [--requesters 1,8,32] [--ways one,sets,command,pull]
-                               [--requests N] [--results FILE] [--quick]
+                               [--requests N] [--results FILE] [--quick] [--json]
     python bench/comparison.py --plot           bench/comparison.svg and the table, from the results
 
 Each line of the results is a cell: a number of computes, of requesters, and a way. A cell that is there is not measured
-again, so what was interrupted goes on. `command` is `one` with a real `eschedule` process for each request; the others
-run eschedule's main() in processes that have been started and have loaded its modules. Needs '.[lab,test]',
-psycopg2-binary, PostgreSQL and, for --plot, matplotlib.
+again, so what was interrupted goes on; --json, for bench/run, measures all anew and keeps nothing. `command` is `one`
+with a real `eschedule` process for each request; the others run eschedule's main() in processes that have been started
+and have loaded its modules. Needs '.[lab,test]', psycopg2-binary, PostgreSQL and, for --plot, matplotlib.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ from typing import Any
 
 TOP = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(TOP), str(TOP / 'md_server')]
+
+from bench.result import figure, tell  # noqa: E402
 
 RESULTS, PLOT = Path(__file__).with_name('comparison.jsonl'), Path(__file__).with_name('comparison.svg')
 WAYS = ('one', 'command', 'sets', 'pull')
@@ -222,7 +224,13 @@ def run(options: argparse.Namespace) -> None:
                     row['load'] = round(os.getloadavg()[0], 1)
                     with options.results.open('a') as results:
                         results.write(json.dumps(row) + '\n')
-                    print(json.dumps(row), flush=True)
+                    if options.json:
+                        counts = {name: row[name] for name in ('p50', 'p95', 'balance')}
+                        workload = f'{computes:,} computes, {number} requesters, {way}'
+                        rate = figure('comparison', workload, [row['per_second']], None, unit='a second', counts=counts)
+                        tell(rate, True)
+                    else:
+                        print(json.dumps(row), flush=True)
 
 
 def read(path: Path) -> list[Row]:
@@ -314,12 +322,13 @@ def main() -> None:
     if sys.argv[1:2] == ['--requester']:
         return requester(*sys.argv[2:])
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument('--computes', type=numbers, default=[10, 100])
+    parser.add_argument('--computes', type=numbers, default=[10, 100, 1000])
     parser.add_argument('--requesters', type=numbers, default=[1, 8, 32])
     parser.add_argument('--ways', type=ways, default=list(WAYS))
-    parser.add_argument('--requests', type=int, default=320, help='instances in each cell')
+    parser.add_argument('--requests', type=int, default=80, help='instances in each cell')
     parser.add_argument('--results', type=Path, default=RESULTS)
     parser.add_argument('--quick', action='store_true', help='10 computes, 40 requests a cell, and nothing is kept')
+    parser.add_argument('--json', action='store_true', help='a line of JSON for each cell, and nothing is kept')
     parser.add_argument('--plot', action='store_true')
     options = parser.parse_args()
     if options.plot:
@@ -329,6 +338,8 @@ def main() -> None:
         return None
     if options.quick:
         options.computes, options.requesters, options.requests = [10], [1, 8], 40
+        options.results = Path(os.devnull)
+    elif options.json:
         options.results = Path(os.devnull)
     return run(options)
 

@@ -46,7 +46,8 @@ SCRIPTS = (
     Script('refusal', 60, 600),
     Script('singles', 120, 1800),
     Script('sets', 60, 900),
-    Script('pull', 120, 1200),
+    Script('pull', 120, 1800),
+    Script('comparison', 120, 3600, quickly=False),
     Script('image_to_disk', 120, 300, lab=True),
     Script('domain_start', 180, 900, lab=True),
     Script('destroy', 180, 1200, lab=True),
@@ -55,6 +56,7 @@ SCRIPTS = (
     Script('cycle', 60, 600),
     Script('cycle_real', 300, 1200, lab=True, quickly=False),
     Script('many_flavors', 60, 300, quickly=False),
+    Script('slopes', 120, 1200, quickly=False),
     Script('thousand', 120, 5400),
 )
 """In the order in which they run: first what people wait for."""
