@@ -50,14 +50,14 @@ SCRIPTS = (
     Script('comparison', 120, 3600, quickly=False),
     Script('image_to_disk', 120, 300, lab=True),
     Script('domain_start', 180, 900, lab=True),
-    Script('destroy', 180, 1200, lab=True),
-    Script('lease_to_booted', 120, 300, lab=True),
+    Script('destroy', 180, 1200, lab=True, quickly=False),
+    Script('lease_to_booted', 120, 300, lab=True, quickly=False),
     Script('footprint', 120, 900),
     Script('cycle', 60, 600),
     Script('cycle_real', 300, 1200, lab=True, quickly=False),
     Script('many_flavors', 60, 300, quickly=False),
     Script('slopes', 120, 1200, quickly=False),
-    Script('thousand', 120, 5400),
+    Script('thousand', 120, 5400, quickly=False),
 )
 """In the order in which they run: first what people wait for."""
 
@@ -156,7 +156,9 @@ def main() -> int:
     with into.open('w') as file:
         for script in chosen([word for word in options.words if word != 'quick']):
             print(f'== {script.name}', flush=True)
+            started = time.monotonic()
             ran[script.name] = found = run(script, quick)
+            print(f'   {time.monotonic() - started:.0f} s', flush=True)
             for each in found.results:
                 print(each, flush=True)
                 print(each.line(), file=file, flush=True)
