@@ -14,9 +14,11 @@ import time
 import urllib.error
 import urllib.request
 import uuid
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
+
+import psutil
 
 from ecomp.conf import EtcdConfig
 from ecomp.model import keys
@@ -27,6 +29,27 @@ from tests.kit.servers import TOP, Etcd, PlacementServer, Server, free_port, unt
 PROCESSES, THREADS = 2, 2
 """Placement's: one process a core, as docker.sh has it."""
 POSTGRES = ('postgres', 'initdb')
+
+
+class Use(NamedTuple):
+    """Of one part: processor so far, in seconds, and memory now, in MB (PSS)."""
+
+    cpu: float
+    memory: float
+
+
+def use_of(*pids: int) -> Use:
+    """What these processes take with all their children; one that has ended takes nothing."""
+    cpu, memory = 0.0, 0.0
+    for pid in pids:
+        with suppress(psutil.NoSuchProcess):
+            process = psutil.Process(pid)
+            for each in (process, *process.children(recursive=True)):
+                with suppress(psutil.NoSuchProcess):
+                    times = each.cpu_times()
+                    cpu += times.user + times.system
+                    memory += each.memory_full_info().pss / 2**20
+    return Use(cpu, memory)
 
 
 class Postgres(Server):

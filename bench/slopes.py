@@ -16,44 +16,23 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import NamedTuple
-
-import psutil
 
 TOP = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(TOP), str(TOP / 'md_server')]
 
-from bench.cluster import Counting, Postgres  # noqa: E402
+from bench.cluster import Counting, Postgres, Use, use_of  # noqa: E402
 from bench.comparison import FLAVOR, IMAGE, QUERY, UUID  # noqa: E402
 from bench.result import Result, arguments, asked, figure, tell  # noqa: E402
 from tests.kit.commands import Ecompute, eschedule, write_config  # noqa: E402
-from tests.kit.servers import Etcd, Server, until  # noqa: E402
+from tests.kit.servers import Etcd, until  # noqa: E402
 
 ROOM = 'VCPU:100,DISK_GB:100,MEMORY_MB:12800'
 TEN = 10
 AT_ONCE = 4
 """Daemons that are started at the same time."""
-SETTLED = 30.0
+SETTLED = 150.0
 """Seconds in which each looks for the first time at what it has."""
 WAYS = {'pushed': [QUERY, IMAGE], 'pulled': ['--queue', '--flavor', FLAVOR, IMAGE]}
-
-
-class Use(NamedTuple):
-    """Of a server and all its children: seconds of processor so far, and MB of memory now (PSS)."""
-
-    cpu: float
-    memory: float
-
-
-def use(server: Server) -> Use:
-    """Now."""
-    cpu, memory = 0.0, 0.0
-    process = psutil.Process(server.pid)
-    for each in (process, *process.children(recursive=True)):
-        times = each.cpu_times()
-        cpu += times.user + times.system
-        memory += each.memory_full_info().pss / 2**20
-    return Use(cpu, memory)
 
 
 class Fleet:
@@ -108,7 +87,7 @@ class Fleet:
         }
 
     def _uses(self) -> dict[str, Use]:
-        return {name: use(server) for name, server in self.servers.items()}
+        return {name: use_of(server.pid) for name, server in self.servers.items()}
 
     def _calls(self) -> int:
         return sum(self.placement.counts()['computes'].values())

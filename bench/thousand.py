@@ -25,14 +25,18 @@ import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout, suppress
+from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 TOP = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(TOP), str(TOP / 'md_server')]
 
 from bench.result import figure, tell  # noqa: E402
+from bench.thousand_page import PARTS, TOLD, Row, draw  # noqa: E402
+
+if TYPE_CHECKING:
+    from bench.cluster import Use
 
 RESULTS, PLOT = Path(__file__).with_name('thousand.jsonl'), Path(__file__).with_name('thousand.svg')
 QUERY, FLAVOR, IMAGE = 'resources=VCPU:1,DISK_GB:1,MEMORY_MB:128', 'bench', 'http://images.invalid/bench.qcow2'
@@ -43,10 +47,6 @@ SPARE = 4 / 3
 EVERY = 2.0
 """Seconds between two looks at what the parts take."""
 UUID = re.compile('[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}$', re.MULTILINE)
-PARTS = ('etcd', 'placement', 'postgres', 'computes', 'requesters')
-COLOURS = dict(zip(PARTS, ('tab:blue', 'tab:orange', 'tab:green', 'tab:red', 'tab:purple'), strict=True))
-TOLD = ('placed', 'per_second', 'p50', 'p95', 'replaced', 'late', 'destroyed', 'dead after', 'alive again after')
-Row = dict[str, Any]
 
 
 class Asked(NamedTuple):
@@ -57,13 +57,6 @@ class Asked(NamedTuple):
     code: int
     stdout: str
     stderr: str
-
-
-class Use(NamedTuple):
-    """Of one part: processor so far, in seconds, and memory now, in MB (PSS)."""
-
-    cpu: float
-    memory: float
 
 
 def requester() -> None:
@@ -187,17 +180,21 @@ class Thousand:
 
     def use(self) -> dict[str, Use]:
         """What each part has taken, of all its processes."""
+        from bench.cluster import use_of
+
         pids = {name: [getattr(self, name).pid] for name in ('etcd', 'placement', 'postgres')}
         pids['computes'] = [each.pid for each in self.processes if each.is_running]
         pids['requesters'] = [each.process.pid for each in self.requesters]
-        found = {part: _use(pids[part]) for part in PARTS}
+        found = {part: use_of(*pids[part]) for part in PARTS}
         computes = found['computes']
         return {**found, 'computes': computes._replace(cpu=computes.cpu + self.ended)}
 
     def kill_the_tenth(self) -> None:
         """Kill -9 the process that has it."""
+        from bench.cluster import use_of
+
         tenth = self.processes[1]
-        self.ended += _use([tenth.pid]).cpu
+        self.ended += use_of(tenth.pid).cpu
         tenth.kill()
 
     def _on_state(self, state: Mapping[str, Any]) -> None:
@@ -205,21 +202,6 @@ class Thousand:
         for key in state.keys() - self.there:
             self.placed.setdefault(key.rpartition('/')[2], now)
         self.there = frozenset(state)
-
-
-def _use(pids: Sequence[int]) -> Use:
-    import psutil
-
-    cpu, memory = 0.0, 0.0
-    for pid in pids:
-        with suppress(psutil.NoSuchProcess):
-            process = psutil.Process(pid)
-            for each in (process, *process.children(recursive=True)):
-                with suppress(psutil.NoSuchProcess):
-                    times = each.cpu_times()
-                    cpu += times.user + times.system
-                    memory += each.memory_full_info().pss / 2**20
-    return Use(cpu, memory)
 
 
 class Phases:
@@ -359,40 +341,6 @@ def _kill_a_tenth(cluster: Thousand, row: Row) -> None:
     until(lambda: all(each in cluster.placed for each in instances), 600, 'what was asked meanwhile is with a compute')
 
 
-def plot(rows: Sequence[Row], path: Path) -> None:
-    """Processor and memory of each part, a group of bars for each phase."""
-    import matplotlib
-
-    matplotlib.use('svg')
-    matplotlib.rcParams |= {'svg.fonttype': 'none', 'svg.hashsalt': 'ecomp', 'font.size': 8}
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(2, 1, figsize=(8, 5), layout='constrained', sharex=True)
-    width = 0.8 / len(PARTS)
-    for number, part in enumerate(PARTS):
-        at = [place - 0.4 + (number + 0.5) * width for place in range(len(rows))]
-        for each, what, scale in zip(axes, ('cpu', 'memory'), (100, 1), strict=True):
-            values = [scale * row[what][part] for row in rows]
-            each.bar(at, values, width, color=COLOURS[part], label=part if what == 'cpu' else None)
-    axes[0].set_ylabel('% of a core')
-    axes[1].set_ylabel('MB')
-    axes[1].set_xticks(range(len(rows)), [f'{row["phase"]}\n{row["seconds"]:.0f} s' for row in rows])
-    for each in axes:
-        each.grid(axis='y', alpha=0.3)
-    figure.legend(loc='outside upper center', ncols=len(PARTS))
-    figure.savefig(path, metadata={'Date': None})
-
-
-def table(rows: Sequence[Row]) -> Iterator[str]:
-    """The results in Markdown."""
-    yield f'| phase | what | seconds | {" | ".join(f"{part} % of a core, MB" for part in PARTS)} |'
-    yield '|---' * (3 + len(PARTS)) + '|'
-    for row in rows:
-        what = ', '.join(f'{name} {row[name]}' for name in TOLD if name in row)
-        parts = ' | '.join(f'{100 * row["cpu"][part]:.0f}, {row["memory"][part]}' for part in PARTS)
-        yield f'| {row["phase"]} | {what} | {row["seconds"]} | {parts} |'
-
-
 def main() -> None:
     """See the module."""
     if sys.argv[1:2] == ['--requester']:
@@ -407,9 +355,7 @@ def main() -> None:
     parser.add_argument('--plot', action='store_true')
     options = parser.parse_args()
     if options.plot:
-        rows = [json.loads(line) for line in options.results.read_text().splitlines()]
-        plot(rows, PLOT)
-        print('\n'.join(table(rows)))
+        draw(options.results, PLOT)
         return None
     if options.quick:
         options.computes, options.instances, options.churn, options.results = 30, 90, 10.0, Path(os.devnull)

@@ -28,7 +28,7 @@ def _destroy(do: Context) -> int:
     accepted: dict[str, str] = {}
 
     def ask(word: str) -> None:
-        instance = do.instance(word)
+        instance = do.instance(word, do.among)
         outcomes.tell(word, instance=instance)
         done = destroy(do.store, instance, do.among)
         do.name_computes()
@@ -60,7 +60,7 @@ def _power(do: Context) -> int:
     word_of: dict[str, str] = {}
 
     def ask(word: str) -> None:
-        instance = do.instance(word)
+        instance = do.instance(word, do.among)
         outcomes.tell(word, instance=instance)
         if word_of.setdefault(instance, word) != word:
             return  # named twice, by its name and its uuid

@@ -136,17 +136,20 @@ class Context:
         """The text, with instances and computes as they are called so far."""
         return renamed(text, self.called)
 
-    def instance(self, word: str) -> str:
-        """The uuid of the instance that a word means, which is called so from now on. Errors: those of resolve()."""
+    def instance(self, word: str, among: Index | None = None) -> str:
+        """The uuid of the instance that a word means, which is called so from now on. See resolve()."""
         from ecomp.scheduler.looking.find import resolve
 
-        instance = resolve(self.store, word, self.among)
+        instance = resolve(self.store, word, among)
         self.called.setdefault(instance, word)
         return instance
 
     @cached_property
     def among(self) -> Index | None:
-        """Where all instances are, read once for a command about several; None for one about one: it is looked for."""
+        """Where all instances are, for a command whose words are instances: read once, if there are several of them.
+
+        None for one alone, and where etcd does not answer: then each is looked for.
+        """
         if len(self.words) < 2:
             return None
         from ecomp.store.places import index
@@ -154,7 +157,7 @@ class Context:
         try:
             return index(self.store)
         except Unreachable:
-            return None  # whoever looks for the first of them says it with what has come of that
+            return None  # whoever looks for the first of them says it, and what has come of that one
 
     @cached_property
     def computes(self) -> Computes:

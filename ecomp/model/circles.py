@@ -29,22 +29,22 @@ ODD, WORD = 0x9E3779B97F4A7C15, 2**64 - 1
 class Takers:
     """The living computes that take from queues: the point of each, and what it hinted that it has left, if it did.
 
-    `said`: the values that this was made from, by key. Of those with room the number is reckoned once for each amount:
-    all computes of a process ask for it, whenever one chooses something.
+    `said`: the values that this was made from, by key. How many have room is reckoned once for each amount, for each
+    compute of a process asks for that whenever it chooses something.
     """
 
     points: Mapping[str, int] = field(default_factory=dict)
     left: Mapping[str, hints.Hint] = field(default_factory=dict)
     said: Mapping[str, StoredValue] = field(default_factory=dict, repr=False)
-    _numbers: dict[tuple[tuple[str, int], ...], int] = field(default_factory=dict, repr=False, compare=False)
+    _with_room: dict[tuple[tuple[str, int], ...], int] = field(default_factory=dict, repr=False, compare=False)
 
     def with_room(self, resources: Resources) -> int:
         """How many have room for so much, or hinted nothing."""
         asked = tuple(sorted(resources.items()))
-        if asked not in self._numbers:
+        if asked not in self._with_room:
             full = sum(not hints.fits(each, resources) for each in self.left.values())
-            self._numbers[asked] = len(self.points) - full
-        return self._numbers[asked]
+            self._with_room[asked] = len(self.points) - full
+        return self._with_room[asked]
 
     def has_room(self, compute: str, resources: Resources) -> bool:
         """Whether it hinted that it has so much left; True where it hinted nothing."""

@@ -43,7 +43,7 @@ def lives(store: Store, instance: str) -> bool:
 
 
 def index(store: Store) -> Index:
-    """List the names of all keys, at the price of some 0.01 ms for each."""
+    """List the names of all keys. 20,000 take a third of a second, most of it reading the answer."""
     found: dict[str, list[str]] = {}
     # Requests before records: what ends meanwhile is then seen twice rather than not at all.
     for family in (keys.HOSTS, keys.INSTANCES):

@@ -7,6 +7,8 @@ test waits for the real ones.
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 import uuid
 from pathlib import Path
@@ -14,8 +16,9 @@ from pathlib import Path
 import pytest
 
 from tests.faults.figures import figure
-from tests.kit.commands import Control, Ecompute
-from tests.kit.hands import Eschedule, lapse, look_twice, revision, settled
+from tests.kit.commands import Control, Ecompute, write_config
+from tests.kit.faulty_placement import FaultyPlacement
+from tests.kit.hands import Eschedule, lapse, lapse_requests, look_twice, revision, settled
 from tests.kit.invariants import check, everything
 from tests.kit.servers import until
 from tests.kit.story import NOTIFIED, SMALL, addressed, notified, one_line, place, reached, record
@@ -99,6 +102,34 @@ def test_killed_with_a_part_of_the_set_claimed(cluster: Control, then: str) -> N
         assert cluster.placement.consumers(other.uuid) == {}
         assert not [record(cluster, instance) for instance in claimed if record(cluster, instance)]
     settled(cluster, one, other)
+
+
+@pytest.mark.parametrize('number', [signal.SIGKILL, signal.SIGINT])
+def test_ended_while_two_calls_claim_for_a_large_set(cluster: Control, number: signal.Signals) -> None:
+    """F1: kill -9 of eschedule, and Ctrl-C, while a slow placement claims: it ends at once and holds nothing (fake)"""
+    computes = [cluster.ecompute('VCPU:60,DISK_GB:600,MEMORY_MB:7680') for _ in range(2)]
+
+    def claimed() -> int:
+        return sum(len(cluster.placement.consumers(each.uuid)) for each in computes)
+
+    with FaultyPlacement(cluster.placement.port) as placement:
+        config = write_config(cluster.directory / 'slow.yaml', cluster.etcd.endpoint, placement.url)
+        placement.fail('slow', which=lambda method, _: method == 'POST', seconds=600)
+        with Eschedule(cluster, SMALL, '--count', '60', config=config) as eschedule:
+            until(lambda: placement.hits == 2, 20, 'both calls are under way')
+            began = time.monotonic()
+            os.kill(eschedule.pid, number)
+            result = eschedule.end()
+            assert time.monotonic() - began < 25, 'less than placement has for an answer'
+    if number == signal.SIGINT:
+        assert (result.code, result.stdout) == (1, '')
+        assert 'eschedule: interrupted' in result.stderr
+    until(lambda: claimed() == 60, 30, 'both calls are carried out all the same')
+    lapse_requests(cluster)
+    for each in computes:
+        look_twice(cluster, each)
+    assert claimed() == 0
+    settled(cluster, *computes)
 
 
 @pytest.mark.parametrize('step', ['claimed', DELIVERED])

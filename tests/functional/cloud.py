@@ -12,6 +12,7 @@ import uuid
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
+from typing import Any
 
 from ecomp.errors import EcompError
 from ecomp.model import keys
@@ -111,6 +112,16 @@ class Cloud:
         assert [key for key in self.etcd.keys(keys.HOSTS) if keys.last(key) == wanted.instance] == []
         for compute in computes:
             assert wanted.instance not in self.server.consumers(compute)
+
+
+class CountingStore(Store):
+    """A store that counts what it asks."""
+
+    asked = 0
+
+    def _ask(self, *given: Any) -> Any:
+        self.asked += 1
+        return super()._ask(*given)
 
 
 def new() -> str:

@@ -122,7 +122,7 @@ def test_an_etcd_that_ended_before_it_was_a_member_comes_back(tmp_path: Path) ->
         data.mkdir()
         process = etcd_server(data, [LOCALHOST], port).start([])
         wal = data / 'etcd/member/wal'
-        # One that ended before, because somebody took its port between two tries, has not begun.
+        # One that ended before that has not begun.
         until(lambda: [*wal.glob('*.wal')] or not machine.alive(process), 10, 'it has begun')
         with contextlib.suppress(ProcessLookupError):
             os.kill(process.pid, signal.SIGKILL)  # at once: a millisecond later it has written more

@@ -22,6 +22,7 @@ from ecomp.model.queue import QueueEntry, mark_to_json, to_json
 from ecomp.model.record import ERROR, Record, from_json
 from ecomp.placement import allocations
 from ecomp.scheduler.changing.destroy import destroy
+from ecomp.store.client import Entry
 from tests.functional.cloud import IMAGE, SMALL, Cloud, new
 
 pytestmark = pytest.mark.fast
@@ -221,8 +222,9 @@ def test_a_flavor_that_placement_had_no_room_for_is_tried_again_later(
     assert one.taken == {instance}
 
 
+@pytest.mark.parametrize(('takers', 'among'), [(1, [1, 1, 1]), (3, [1, 2, 3]), (1000, [1, 2, 4])])
 def test_who_finds_that_others_were_faster_chooses_among_more_and_afresh_once_nothing_waits(
-    cloud: Cloud, flavor: Flavor, monkeypatch: pytest.MonkeyPatch
+    cloud: Cloud, flavor: Flavor, monkeypatch: pytest.MonkeyPatch, takers: int, among: list[int]
 ) -> None:
     """Of a thousand that all wait for the oldest one, each that is taken would have all of them choose anew."""
     one = Compute(cloud, flavor, VCPU=8, MEMORY_MB=1024, DISK_GB=10)
@@ -238,12 +240,15 @@ def test_who_finds_that_others_were_faster_chooses_among_more_and_afresh_once_no
     for _ in range(2):
         for _ in range(3):
             one.put()
+        one.offers = one.puller._offers = Offers()  # what waits when a queue is first read is everybody's
+        alive = (Entry(keys.compute(each), b'{"queues": true}', 1, 1) for each in (new() for _ in range(takers)))
+        one.offers.on_computes({each.key: each for each in alive})
         one.hear()
         for _ in range(3):
-            assert one.puller.step() < 1
+            assert one.puller.step() < 3
             assert one.puller.is_about_to_take
             cloud.etcd.delete(chosen[-1][1].waiting.key)  # another one takes it first
             one.hear()
         one.step()
         assert one.holds == set()
-    assert [among for among, _ in chosen] == [1, 2, 4, 1, 2, 4]
+    assert [each for each, _ in chosen] == among * 2

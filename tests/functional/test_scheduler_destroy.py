@@ -6,7 +6,6 @@ import json
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
@@ -23,7 +22,7 @@ from ecomp.scheduler.changing.destroy import destroy
 from ecomp.scheduler.looking.find import all_records, find, living
 from ecomp.store.client import Delete, Entry, Put, Store, Unchanged
 from ecomp.store.places import index
-from tests.functional.cloud import IMAGE, SMALL, Cloud, new
+from tests.functional.cloud import IMAGE, SMALL, Cloud, CountingStore, new
 from tests.kit.proxy import Proxy
 from tests.kit.servers import Etcd
 
@@ -250,19 +249,9 @@ def test_the_list_has_those_a_compute_has_not_seen_yet(cloud: Cloud) -> None:
     assert listed(True) == {**listed(False), gone.instance: GONE}
 
 
-class Counting(Store):
-    """A store that counts what it asks."""
-
-    asked = 0
-
-    def _ask(self, *given: Any) -> Any:
-        self.asked += 1
-        return super()._ask(*given)
-
-
 def test_with_an_index_one_of_many_is_found_by_one_question(own_etcd: Etcd) -> None:
     """Without it each costs a question for every 64 computes."""
-    store = Counting(EtcdConfig((own_etcd.endpoint,)))
+    store = CountingStore(EtcdConfig((own_etcd.endpoint,)))
     lease = own_etcd.grant()
     computes = [new() for _ in range(200)]
     for compute in computes:

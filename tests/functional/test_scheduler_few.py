@@ -25,22 +25,12 @@ from ecomp.scheduler.placing.create import create
 from ecomp.scheduler.placing.few import ASKED, VAIN, plain
 from ecomp.scheduler.placing.place import NAMED
 from ecomp.scheduler.placing.set_order import SetOrder
-from ecomp.store.client import Put, Store
-from tests.functional.cloud import IMAGE, RESOURCES, SMALL, WHO, new
+from ecomp.store.client import Put
+from tests.functional.cloud import IMAGE, RESOURCES, SMALL, WHO, CountingStore, new
 from tests.kit.in_process import InProcess, put
 from tests.kit.servers import Etcd
 
 TOTALS = {'VCPU': 4, 'MEMORY_MB': 256, 'DISK_GB': 4}
-
-
-class Counting(Store):
-    """A store that counts what it asks."""
-
-    asked = 0
-
-    def _ask(self, *given: Any) -> Any:
-        self.asked += 1
-        return super()._ask(*given)
 
 
 @dataclass
@@ -48,7 +38,7 @@ class Cluster:
     """Computes that are keys and providers, with four places each; `used` there, and `said` to be."""
 
     etcd: Etcd
-    store: Counting
+    store: CountingStore
     placement: InProcess
 
     def compute(self, used: int = 0, said: int | None = None) -> str:
@@ -95,7 +85,7 @@ class Cluster:
 
 @pytest.fixture
 def cluster(own_etcd: Etcd, in_process: InProcess) -> Iterator[Cluster]:
-    store = Counting(EtcdConfig((own_etcd.endpoint,)))
+    store = CountingStore(EtcdConfig((own_etcd.endpoint,)))
     yield Cluster(own_etcd, store, in_process)
     store.close()
 

@@ -19,8 +19,8 @@ from tests.kit.servers import PATIENCE
 
 SECONDS = 20
 """Until the flood ends by itself."""
-UNKNOWN = b'\0\0\0\x42\0\0\0\0\0' * 10
-"""Frames of a kind that nobody knows, which are passed over. RFC 9113, 4.1"""
+UNKNOWN = b'\0\0\0\x42\0\0\0\0\0' * 10_000
+"""Frames of a kind that nobody knows, which are passed over (RFC 9113, 4.1): always one more than is read."""
 
 
 def flood(listener: socket.socket) -> None:

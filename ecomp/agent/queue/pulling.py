@@ -160,8 +160,8 @@ class Puller:
                     finally:
                         self._offers.end(place, taken)
                 # Who was let go first may have it: if a thousand then waited for the next one in the queue, all of them
-                # would choose anew whenever one is taken.
-                self._among = widened(self._among, taken)
+                # would choose anew whenever one is taken. A few computes keep to the queue's order.
+                self._among = min(widened(self._among, taken), self._offers.among(place))
                 continue
             found = self._next(backlog)
             if found is not None:

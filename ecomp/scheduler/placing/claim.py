@@ -67,8 +67,11 @@ class Claimer:
         calls = [threads.submit(self._claim_what_fits, each) for each in parts]
         try:
             wait(calls, return_when=FIRST_EXCEPTION)
-        finally:
-            threads.shutdown(cancel_futures=True)  # what was not begun is not: what was, is waited for
+        except BaseException:
+            # Ctrl-C waits for no answer: what is claimed after it the computes release (rule 4), as of one call.
+            threads.shutdown(wait=False, cancel_futures=True)
+            raise
+        threads.shutdown(cancel_futures=True)  # what was begun is waited for
         done = [call for call in calls if not call.cancelled()]
         if errors := [error for call in done if (error := call.exception()) is not None]:
             # What is not known of one block forbids to release anything (rule 1), whatever else went wrong.
