@@ -36,7 +36,8 @@ run()
 NEVER = {
     *('requests', 'urllib3', 'charset_normalizer', 'idna', 'certifi', 'etcd3', 'grpc', 'google', 'asyncio', 'tenacity'),
     *('yaml', 'argparse', 'gettext', 'shutil', 'uuid', 'platform', 'hashlib', 'subprocess', 'os_traits', 'stringprep'),
-    *('multiprocessing', 'tempfile', 'ecomp.store.by_etcd3', 'ecomp.store.watch', 'ecomp.placement.by_requests'),
+    *('multiprocessing', 'tempfile', 'concurrent.futures.thread'),
+    *('ecomp.store.by_etcd3', 'ecomp.store.watch', 'ecomp.placement.by_requests'),
 }
 THEIRS = {'h2', 'hpack', 'hyperframe'}
 """Other people's libraries that are loaded."""

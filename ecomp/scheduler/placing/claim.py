@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import partial
 
@@ -63,6 +62,8 @@ class Claimer:
         parts = blocks(wanted)
         if len(parts) == 1:
             return self._claim_what_fits(wanted)
+        from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait  # for large sets
+
         threads = ThreadPoolExecutor(AT_ONCE, 'claim')
         calls = [threads.submit(self._claim_what_fits, each) for each in parts]
         try:
