@@ -269,6 +269,7 @@ def test_the_calls_that_a_refusal_takes_do_not_grow_with_the_computes(world: Wor
     for each in range(number):
         world.uses(world.compute(f'hv{each:02}', VCPU=2), VCPU=2)
     world.placement.calls.clear()
+    before = world.placement.statements
     said = world.why(GUEST)
     assert said[-2:] == ['the nearest miss is hv00', 'no change of the query alone fits: free 1 VCPU on hv00']
     assert [each for each in said if 'VCPU short' in each] == [
@@ -277,6 +278,8 @@ def test_the_calls_that_a_refusal_takes_do_not_grow_with_the_computes(world: Wor
     # Who is there, who has memory free, and with what is left the limits of the nearest.
     limits = ['/inventories'] * min(number, 3)
     assert [each[-12:] for each in world.placement.calls] == ['ce_providers', '=MEMORY_MB:1', *limits]
+    # The list of providers takes 2 SQL statements, the candidates 9, and limits 6 each.
+    assert world.placement.statements - before == 11 + 6 * len(limits)
 
 
 def test_what_is_full_of_everything_is_as_large_as_it_says(world: World) -> None:

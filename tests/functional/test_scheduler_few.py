@@ -31,6 +31,8 @@ from tests.kit.in_process import InProcess, put
 from tests.kit.servers import Etcd
 
 TOTALS = {'VCPU': 4, 'MEMORY_MB': 256, 'DISK_GB': 4}
+ONE_IN_SQL, ALL_IN_SQL = 37, 36
+"""SQL statements of placement 16.0.0 over SQLite for a question about one compute, and about all, and a claim."""
 
 
 @dataclass
@@ -51,20 +53,25 @@ class Cluster:
             body = {'allocations': {compute: {'resources': SMALL}}, 'user_id': 'u', 'project_id': 'p'}
             more = {'consumer_generation': None, 'consumer_type': 'INSTANCE'}
             self.placement.write('PUT', f'/allocations/{uuid.uuid4()}', {**body, **more})
-        room = {} if said is None else {'room': {name: [total, 100 - 25 * said] for name, total in TOTALS.items()}}
-        self.etcd.put(keys.compute(compute), json.dumps({'token': 'x', **room}), self.etcd.grant())
+        self.says(compute, said)
         return compute
 
+    def says(self, compute: str, said: int | None) -> None:
+        """Write what it says that it has used."""
+        room = {} if said is None else {'room': {name: [total, 100 - 25 * said] for name, total in TOTALS.items()}}
+        self.etcd.put(keys.compute(compute), json.dumps({'token': 'x', **room}), self.etcd.grant())
+
     def create(self, large: int | None = 0, weigh: str = SPREAD, **what: Any) -> str:
-        """Place one; where. What is asked meanwhile is in `placement.calls` and `store.asked`."""
+        """Place one; where. What is asked meanwhile is in `placement.calls`, `statements` and `store.asked`."""
         wanted = SetOrder(new(), query=RESOURCES, image=IMAGE, user_id='u', project_id='p', stages={'requested': 'x'})
         wanted = replace(wanted, weigh=weigh, **what)
         backend: Future[tuple[Placement, Offer]] = Future()
         self.placement.calls.clear()
-        self.store.asked = 0
+        self.store.asked, before = 0, self.placement.statements
         backend.set_result((self.placement, Offer(()) if large is not None else candidates(self.placement, RESOURCES)))
         delivered = create(self.store, backend, wanted, WHO, False, random.Random(1), lambda: 'now', large)
         (compute,) = (each.compute for each in delivered.values())
+        self.statements = self.placement.statements - before
         value = self.etcd.get(keys.request(compute, wanted.instance))
         request = parse_request(compute, keys.request(compute, wanted.instance), value or b'')
         assert isinstance(request, Request)
@@ -104,6 +111,20 @@ def test_one_question_about_one_compute_and_one_claim_however_many_there_are(clu
     assert cluster.asked == ['all', 'claim']
     # In place of a few the names of all, and who else is at it.
     assert cluster.store.asked == few + 1
+
+
+@pytest.mark.parametrize('others', [9, 39])
+def test_the_sql_that_one_takes_does_not_grow_with_the_computes(cluster: Cluster, others: int) -> None:
+    best = cluster.compute(said=0)
+    for _ in range(others):
+        cluster.compute(used=2, said=2)
+    assert cluster.create() == best  # from now on placement remembers who asks, and the names of traits
+    cluster.says(best, 1)
+    assert cluster.create() == best
+    assert cluster.asked == [best, 'claim']
+    assert cluster.statements == ONE_IN_SQL
+    assert cluster.create(large=None) != ''
+    assert cluster.statements == ALL_IN_SQL
 
 
 def test_a_small_cluster_is_asked_about_as_a_whole(cluster: Cluster) -> None:

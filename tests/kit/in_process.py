@@ -24,6 +24,8 @@ class InProcess(Placement):
         self._application = application
         self.calls: list[str] = []
         """What was asked and written, in order: method and path."""
+        self.statements = 0
+        """How many SQL statements its answers have taken."""
 
     def _send(self, method: str, path: str, body: dict[str, Any] | None, *_: object) -> requests.Response:
         import webob
@@ -48,6 +50,8 @@ def start() -> InProcess:
     """The one of this process."""
     from oslo_config import cfg
     from placement import conf, db_api, deploy
+    from sqlalchemy import event
+    from sqlalchemy.engine import Engine
 
     settings = cfg.ConfigOpts()
     conf.register_opts(settings)
@@ -56,7 +60,14 @@ def start() -> InProcess:
     settings.set_default('auth_strategy', 'noauth2', group='api')
     settings([], project='placement', default_config_files=[])
     db_api.configure(settings)
-    return InProcess(deploy.loadapp(settings))
+    made = InProcess(deploy.loadapp(settings))
+
+    # Of all engines of this process: there is one. https://docs.sqlalchemy.org/en/20/core/events.html
+    @event.listens_for(Engine, 'before_cursor_execute')
+    def count(*_: object) -> None:
+        made.statements += 1
+
+    return made
 
 
 def empty(client: Placement) -> None:
