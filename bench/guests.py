@@ -16,7 +16,7 @@ from typing import Any
 
 from lab import Lab
 
-from ecomp.conf import load_compute
+from ecomp.compute_conf import load_compute
 from ecomp.model import keys
 from ecomp.model.guest import BaseImage, GuestSpec
 from ecomp.model.instance import Request, to_json

@@ -19,7 +19,7 @@ from statistics import quantiles
 from lab import Lab, main
 from result import Result, figure, paired
 
-from ecomp.conf import load_compute
+from ecomp.compute_conf import load_compute
 from ecomp.model import keys
 from ecomp.model.guest import mac_address
 from ecomp.model.instance import Request, to_json

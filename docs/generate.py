@@ -22,7 +22,7 @@ import mdserver.conf
 import mdserver.server
 
 from docs.writing import Block, Code, ManPage, Section, Table, Terms, doc, docstring, link, markdown, roff
-from ecomp import agent, conf, config_path, errors
+from ecomp import agent, compute_conf, conf, config_path, errors
 from ecomp.agent import arguments
 from ecomp.cli import shapes
 from ecomp.cli.commands import EXITS, MEANS, OPTIONS, families
@@ -226,7 +226,7 @@ def _options(parser: argparse.ArgumentParser) -> list[Block]:
 
 
 CONFIGURATIONS = {
-    'compute.yaml': conf.ComputeConfig,
+    'compute.yaml': compute_conf.ComputeConfig,
     'schedule.yaml': conf.ScheduleConfig,
     'mdserver.conf': mdserver.conf.Config,
 }

@@ -19,7 +19,7 @@ from pathlib import Path
 from ecomp import config_path, systemd
 from ecomp import log as logs
 from ecomp.agent.arguments import parser, unit
-from ecomp.conf import ComputeConfig, load_compute, parse_inventory
+from ecomp.compute_conf import ComputeConfig, load_compute, parse_inventory
 from ecomp.errors import EcompError, Unreachable, UsageError
 from ecomp.model.text import printable, printable_lines
 

@@ -12,7 +12,6 @@ is one look into an empty table.
 from __future__ import annotations
 
 import os
-import signal
 import threading
 from functools import cache
 
@@ -75,7 +74,7 @@ PLACES = {
 }
 """{name: the process that comes to it, and what is true then}."""
 
-ACTIONS = {'kill': signal.SIGKILL, 'stop': signal.SIGSTOP}
+ACTIONS = {'kill': 'SIGKILL', 'stop': 'SIGSTOP'}
 
 
 def failpoint(name: str) -> None:
@@ -84,7 +83,9 @@ def failpoint(name: str) -> None:
         _arrive(name, *armed[name])
 
 
-def _arrive(name: str, action: signal.Signals, times: int | None) -> None:
+def _arrive(name: str, action: str, times: int | None) -> None:
+    import signal  # no command loads it but for this
+
     fired = os.environ.get('ECOMP_FAILPOINT_FIRED')
     if fired is not None:
         # One write, appended: several processes may come here.
@@ -95,12 +96,12 @@ def _arrive(name: str, action: signal.Signals, times: int | None) -> None:
                 return
             file.write(f'{name} {os.getpid()}\n'.encode())
     # To this very thread: if another one takes it, this one goes on for a moment.
-    signal.pthread_kill(threading.get_ident(), action)
+    signal.pthread_kill(threading.get_ident(), signal.Signals[action])
 
 
 @cache
-def _armed() -> dict[str, tuple[signal.Signals, int | None]]:
-    found: dict[str, tuple[signal.Signals, int | None]] = {}
+def _armed() -> dict[str, tuple[str, int | None]]:
+    found: dict[str, tuple[str, int | None]] = {}
     for each in filter(None, os.environ.get('ECOMP_FAILPOINT', '').split(',')):
         name, _, rest = each.partition(':')
         action, _, times = rest.partition(':')

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ecomp import backends
 from ecomp.agent.host import metadata_server
-from ecomp.conf import ComputeConfig
+from ecomp.compute_conf import ComputeConfig
 from ecomp.errors import EcompError
 from ecomp.model import health, host_health, keys
 from ecomp.model.health import Ailment, Backends

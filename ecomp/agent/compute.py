@@ -35,7 +35,7 @@ from ecomp.agent.queue.offers import Offers
 from ecomp.agent.queue.queues import Queues
 from ecomp.agent.starting import note_ends, reserve_again
 from ecomp.agent.turns import Threads
-from ecomp.conf import ComputeConfig
+from ecomp.compute_conf import ComputeConfig
 from ecomp.errors import Conflict, EcompError
 from ecomp.failpoints import failpoint
 from ecomp.model import hints, keys

@@ -19,7 +19,7 @@ from ecomp.agent.images.scrub import Scrubber
 from ecomp.agent.instance.pool import FakeImages, Inline, Pool
 from ecomp.agent.instance.surroundings import Host
 from ecomp.agent.instance.worker import WorkerSettings
-from ecomp.conf import ComputeConfig
+from ecomp.compute_conf import ComputeConfig
 from ecomp.model.allocation import GIB
 from ecomp.virt import Hypervisor
 

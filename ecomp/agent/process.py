@@ -21,7 +21,7 @@ from ecomp.agent.host.state import State
 from ecomp.agent.instance.build import MOST_ENDS
 from ecomp.agent.queue.offers import Offers
 from ecomp.agent.turns import Threads, Turn
-from ecomp.conf import ComputeConfig
+from ecomp.compute_conf import ComputeConfig
 from ecomp.endpoints import in_clear
 from ecomp.errors import EcompError, UsageError
 from ecomp.model import keys

@@ -28,7 +28,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from ecomp.conf import load_compute
+from ecomp.compute_conf import load_compute
 from ecomp.errors import EcompError, UsageError
 from ecomp.files import write_durably
 from ecomp.lab import state

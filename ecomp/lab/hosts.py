@@ -11,7 +11,8 @@ import sys
 import uuid
 from pathlib import Path
 
-from ecomp.conf import EtcdConfig, load_compute
+from ecomp.compute_conf import load_compute
+from ecomp.conf import EtcdConfig
 from ecomp.errors import EcompError, Unreachable
 from ecomp.files import write_durably
 from ecomp.lab import machine, namespaces

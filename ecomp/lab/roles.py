@@ -12,7 +12,8 @@ from contextlib import closing, contextmanager
 from datetime import datetime
 from pathlib import Path
 
-from ecomp.conf import load_compute, load_schedule
+from ecomp.compute_conf import load_compute
+from ecomp.conf import load_schedule
 from ecomp.errors import Conflict, Denied, UnknownOutcome, UsageError
 from ecomp.model import cluster, keys, roles
 from ecomp.model.cluster import holes

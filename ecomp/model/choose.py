@@ -6,7 +6,6 @@ import math
 import random
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from ecomp.model.allocation import LARGEST, Allocations, Resources, is_amount
@@ -24,16 +23,15 @@ QUEUE = 'queue'
 """Written in place of a way where no order was made: a compute took the request from a queue."""
 
 
-@dataclass(frozen=True)
-class Offer:
+class Offer(NamedTuple):
     """Placement's answer to a query: the candidates, and the room of the providers in them.
 
     `asked` is when placement was asked, in seconds of this process's monotonic clock: nothing in the answer is newer.
     """
 
     candidates: Sequence[Allocations]
-    rooms: Rooms = field(default_factory=dict)
-    asked: float = field(default=-math.inf, compare=False)
+    rooms: Rooms = {}
+    asked: float = -math.inf
 
 
 class Candidate(NamedTuple):

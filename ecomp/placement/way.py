@@ -101,7 +101,7 @@ def _token_in(path: Path, placement: str) -> str:
     """
     backend = f'{placement} (token_file {path})'
     try:
-        token = path.read_text(encoding='ascii').strip()
+        token = path.read_bytes().decode('ascii').strip()  # read_text() would load a codec
     except (OSError, ValueError) as error:
         why = error.strerror if isinstance(error, OSError) else 'not ASCII'
         raise Unreachable(f'token_file {path}: {why}', backend) from error

@@ -13,7 +13,8 @@ import pytest
 
 pytest.importorskip('cryptography', reason="pip install '.[lab]'")
 
-from ecomp.conf import load_compute, load_schedule
+from ecomp.compute_conf import load_compute
+from ecomp.conf import load_schedule
 from ecomp.errors import EcompError, Unreachable, UsageError
 from ecomp.lab import certs, elab
 from ecomp.store.client import Store

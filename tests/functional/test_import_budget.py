@@ -36,14 +36,14 @@ run()
 NEVER = {
     *('requests', 'urllib3', 'charset_normalizer', 'idna', 'certifi', 'etcd3', 'grpc', 'google', 'asyncio', 'tenacity'),
     *('yaml', 'argparse', 'gettext', 'shutil', 'uuid', 'platform', 'hashlib', 'subprocess', 'os_traits', 'stringprep'),
-    *('multiprocessing', 'tempfile', 'concurrent.futures.thread'),
-    *('ecomp.store.by_etcd3', 'ecomp.store.watch', 'ecomp.placement.by_requests'),
+    *('multiprocessing', 'tempfile', 'concurrent.futures.thread', 'signal', 'encodings.ascii'),
+    *('ecomp.store.by_etcd3', 'ecomp.store.watch', 'ecomp.placement.by_requests', 'ecomp.compute_conf'),
 }
 THEIRS = {'h2', 'hpack', 'hyperframe'}
 """Other people's libraries that are loaded."""
 OF_PLACEMENT = {'http.client', 'email.parser', 'concurrent.futures'}
 """What no command loads that asks etcd alone."""
-OURS = {'create': 78, 'list': 63, 'show': 62, 'query': 61, 'names': 63}
+OURS = {'create': 77, 'list': 62, 'show': 61, 'query': 60, 'names': 62}
 """Modules of ours, exactly: a new one is a decision."""
 MOST = {'create': 160, 'list': 135, 'show': 135, 'query': 135, 'names': 135}
 """Modules of Python's own, which differ from one Python to the next."""

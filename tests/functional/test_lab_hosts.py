@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from ecomp.conf import load_compute
+from ecomp.compute_conf import load_compute
 from ecomp.errors import UsageError
 from ecomp.lab import guest, machine, state
 from ecomp.model.cluster import holes

@@ -17,7 +17,7 @@ import pytest
 
 pytest.importorskip('cryptography', reason="pip install '.[lab]'")
 
-from ecomp.conf import load_compute
+from ecomp.compute_conf import load_compute
 from ecomp.errors import Conflict, Denied, EcompError, UsageError
 from ecomp.lab import control, elab
 from ecomp.lab.roles import enable

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 
-from ecomp.conf import EtcdConfig, load_compute, load_schedule
+from ecomp.compute_conf import load_compute
+from ecomp.conf import EtcdConfig, load_schedule
 from ecomp.lab import certs
 from tests.kit.servers import Etcd, free_port, is_healthy
 

@@ -34,7 +34,7 @@ from ecomp.agent.images import inspection, transfer
 from ecomp.agent.images.cache import ImageCache
 from ecomp.agent.images.connections import Reach, reach_of
 from ecomp.agent.instance.build import Cancelled
-from ecomp.conf import load_compute
+from ecomp.compute_conf import load_compute
 from ecomp.errors import BuildFailed
 from ecomp.model import keys
 from ecomp.model.image_sources import image_sources, why_not

@@ -11,15 +11,14 @@ from typing import Any
 import pytest
 import yaml
 
+from ecomp.compute_conf import ComputeConfig, load_compute
 from ecomp.conf import (
     DEFAULT_IMAGE,
     DEFAULT_PROJECT_ID,
     DEFAULT_USER_ID,
-    ComputeConfig,
     EtcdConfig,
     PlacementConfig,
     ScheduleConfig,
-    load_compute,
     load_schedule,
 )
 from ecomp.endpoints import in_clear

@@ -10,7 +10,8 @@ import yaml
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from ecomp.conf import ComputeConfig, EtcdConfig, ScheduleConfig, load_compute, load_schedule, parse_inventory
+from ecomp.compute_conf import ComputeConfig, load_compute, parse_inventory
+from ecomp.conf import EtcdConfig, ScheduleConfig, load_schedule
 from ecomp.errors import UsageError
 
 UUID = 'b8756be5-a30d-4311-920c-0ad996367a8e'

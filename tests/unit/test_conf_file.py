@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from ecomp.conf import load_compute, load_schedule
+from ecomp.compute_conf import load_compute
+from ecomp.conf import load_schedule
 from ecomp.errors import UsageError
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ecomp.conf import parse_inventory
+from ecomp.compute_conf import parse_inventory
 from ecomp.errors import UsageError
 
 

@@ -23,7 +23,8 @@ MAX_LINES = 400
 AGENT = {
     *('ecomp', 'ecomp.addresses', 'ecomp.arguments', 'ecomp.config_path', 'ecomp.endpoints', 'ecomp.errors'),
     *('ecomp.backends', 'ecomp.failpoints', 'ecomp.systemd'),
-    *('ecomp.files', 'ecomp.conf', 'ecomp.log', 'ecomp.model', 'ecomp.placement', 'ecomp.store', 'ecomp.virt'),
+    *('ecomp.files', 'ecomp.conf', 'ecomp.compute_conf', 'ecomp.log', 'ecomp.model', 'ecomp.placement'),
+    *('ecomp.store', 'ecomp.virt'),
 }
 SCHEDULER = {
     *('ecomp.errors', 'ecomp.failpoints', 'ecomp.conf', 'ecomp.model', 'ecomp.placement', 'ecomp.store'),
@@ -43,7 +44,8 @@ ARROWS: dict[str, set[str]] = {
     'ecomp.systemd': set(),
     'ecomp.addresses': {'ecomp.model'},
     'ecomp.endpoints': {'ecomp.yaml_file'},
-    'ecomp.conf': {'ecomp.endpoints', 'ecomp.errors', 'ecomp.yaml_file', 'ecomp.model'},
+    'ecomp.conf': {'ecomp.endpoints', 'ecomp.yaml_file', 'ecomp.model'},
+    'ecomp.compute_conf': {'ecomp.conf', 'ecomp.endpoints', 'ecomp.errors', 'ecomp.yaml_file', 'ecomp.model'},
     'ecomp.model': {'ecomp.errors'},
     'ecomp.backends': {'ecomp.errors', 'ecomp.conf', 'ecomp.model', 'ecomp.placement', 'ecomp.store'},
     'ecomp.placement': {'ecomp.errors', 'ecomp.conf', 'ecomp.model'},
@@ -72,11 +74,11 @@ ARROWS: dict[str, set[str]] = {
     'ecomp.scheduler.placing': {*SCHEDULER, 'ecomp.scheduler.looking', 'ecomp.scheduler.operating'},
     'ecomp.scheduler': set(),
     'ecomp.lab': {
-        *('ecomp', 'ecomp.arguments', 'ecomp.errors', 'ecomp.files', 'ecomp.conf', 'ecomp.log'),
+        *('ecomp', 'ecomp.arguments', 'ecomp.errors', 'ecomp.files', 'ecomp.conf', 'ecomp.compute_conf', 'ecomp.log'),
         *('ecomp.model', 'ecomp.placement', 'ecomp.store', 'ecomp.systemd'),
     },
     'ecomp.compute': {
-        *('ecomp', 'ecomp.config_path', 'ecomp.endpoints', 'ecomp.errors', 'ecomp.failpoints', 'ecomp.conf'),
+        *('ecomp', 'ecomp.config_path', 'ecomp.endpoints', 'ecomp.errors', 'ecomp.failpoints', 'ecomp.compute_conf'),
         *('ecomp.log', 'ecomp.systemd', 'ecomp.model', 'ecomp.placement', 'ecomp.store', 'ecomp.virt', 'ecomp.agent'),
     },
     'ecomp.cli': {

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from ecomp.agent.host.metadata_server import configuration, mdserver
-from ecomp.conf import ComputeConfig
+from ecomp.compute_conf import ComputeConfig
 from ecomp.errors import BuildFailed, UsageError
 
 SECONDS = 60.0

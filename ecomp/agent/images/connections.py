@@ -25,7 +25,7 @@ from urllib3.exceptions import ConnectTimeoutError, NameResolutionError, NewConn
 from urllib3.util.connection import create_connection
 
 from ecomp.addresses import addresses, is_own
-from ecomp.conf import ComputeConfig
+from ecomp.compute_conf import ComputeConfig
 from ecomp.model.image_sources import Address, ImageSources, all_of, image_sources, why_not, why_not_name
 
 CONTROL = 'etcd or placement'

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from ecomp.errors import Conflict, EcompError, UnknownOutcome
 from ecomp.model import keys
@@ -28,8 +28,7 @@ USER_DATA_SECONDS = 7 * 24 * 3600
 """How long a set's user-data stays, for computes that are away: as long as the record of what failed."""
 
 
-@dataclass(frozen=True)
-class Delivery:
+class Delivery(NamedTuple):
     """One request, and the compute it goes to."""
 
     compute: str

@@ -6,7 +6,7 @@ Looked at before a place is sought for them, and decided once more in the transa
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from ecomp.errors import Conflict, OverQuota, UsageError
 from ecomp.model import keys
@@ -20,8 +20,7 @@ from ecomp.store.client import Delete, Put, Store, Unchanged
 from ecomp.store.sharing import Change, group, holder, quota
 
 
-@dataclass(frozen=True)
-class Terms:
+class Terms(NamedTuple):
     """The group without those who are about to join it, and the quota, as they were a moment ago; None: none."""
 
     group: Group | None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from ecomp.errors import Conflict, UsageError
 from ecomp.model.choose import SPREAD
@@ -59,8 +59,7 @@ def _member(whole: str, number: int) -> str:
     return str(uuid.uuid5(uuid.UUID(whole), str(number)))
 
 
-@dataclass(frozen=True)
-class DeliveryOutcome:
+class DeliveryOutcome(NamedTuple):
     """The compute that got the request. `again`: it had been delivered before, and nothing was changed."""
 
     compute: str
