@@ -153,7 +153,8 @@ class Libvirt:
         return self._domains.users(str(self._volumes.path(instance)))
 
     def create_disk(self, spec: GuestSpec) -> None:
-        if self._domains.is_running(spec.instance):
+        # Without a disk no domain runs on it, and libvirt need not be asked.
+        if self._volumes.path(spec.instance).exists() and self._domains.is_running(spec.instance):
             raise BuildFailed('disk', f'domain {spec.instance} is running: its disk is not made again')
         self._volumes.create(spec)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping, Set
+from collections.abc import Callable, Mapping, Set
 from contextlib import suppress
 from pathlib import Path
 
@@ -88,15 +88,7 @@ class Volumes:
             self.delete(spec.instance)
         with self._connection.use(f'creating the disk of {spec.instance}') as connection:
             try:
-                pool = _active_pool(connection)
-                try:
-                    pool.createXML(description)
-                except libvirt.libvirtError as error:
-                    # libvirt remembers a volume whose file was removed by hand.
-                    if error.get_error_code() != libvirt.VIR_ERR_STORAGE_VOL_EXIST:
-                        raise
-                    _refresh(pool)
-                    pool.createXML(description)
+                _in_pool(connection, lambda pool: _create(pool, description))
             except libvirt.libvirtError as error:
                 if is_broken(error):
                     raise
@@ -107,15 +99,7 @@ class Volumes:
     def delete(self, instance: str) -> None:
         """Remove the instance's overlay, if it has one."""
         with self._connection.use(f'deleting the disk of {instance}') as connection:
-            pool = _active_pool(connection)
-            for refreshed in (False, True):
-                with Ignored(libvirt.VIR_ERR_NO_STORAGE_VOL):
-                    pool.storageVolLookupByName(instance + SUFFIX).delete()
-                    return
-                if refreshed or not self.path(instance).exists():
-                    return
-                # There, and libvirt has not seen it: a volume half made when libvirtd was killed.
-                _refresh(pool)
+            _in_pool(connection, lambda pool: _delete(pool, self.path(instance)))
 
     def _why(self, message: str) -> str:
         """Why no overlay could be made: that the disk is full, if it is, else libvirt's `message`."""
@@ -130,11 +114,39 @@ class Volumes:
         return message
 
 
-def _active_pool(connection: libvirt.virConnect) -> libvirt.virStoragePool:
+def _in_pool(connection: libvirt.virConnect, do: Callable[[libvirt.virStoragePool], None]) -> None:
+    """Do something in the pool, which is started if somebody has stopped it: to ask first would cost every disk."""
     pool = connection.storagePoolLookupByName(POOL)
-    if not pool.isActive():
-        pool.create()
-    return pool
+    try:
+        do(pool)
+    except libvirt.libvirtError as error:
+        if error.get_error_code() != libvirt.VIR_ERR_OPERATION_INVALID or pool.isActive():
+            raise
+        with Ignored(libvirt.VIR_ERR_OPERATION_INVALID):  # another worker was faster
+            pool.create()
+        do(pool)
+
+
+def _create(pool: libvirt.virStoragePool, description: str) -> None:
+    try:
+        pool.createXML(description)
+    except libvirt.libvirtError as error:
+        # libvirt remembers a volume whose file was removed by hand.
+        if error.get_error_code() != libvirt.VIR_ERR_STORAGE_VOL_EXIST:
+            raise
+        _refresh(pool)
+        pool.createXML(description)
+
+
+def _delete(pool: libvirt.virStoragePool, path: Path) -> None:
+    for refreshed in (False, True):
+        with Ignored(libvirt.VIR_ERR_NO_STORAGE_VOL):
+            pool.storageVolLookupByName(path.name).delete()
+            return
+        if refreshed or not path.exists():
+            return
+        # There, and libvirt has not seen it: a volume half made when libvirtd was killed.
+        _refresh(pool)
 
 
 def _refresh(pool: libvirt.virStoragePool) -> None:

@@ -274,6 +274,17 @@ def test_a_disk_removed_by_hand(real: Libvirt, spec: GuestSpec) -> None:
     real.create_disk(spec)
 
 
+def test_a_pool_that_somebody_stopped_is_started(real: Libvirt, spec: GuestSpec, connection: object) -> None:
+    pool = connection.storagePoolLookupByName('ecompute')
+    pool.destroy()
+    real.create_disk(spec)
+    assert real.guests().keys() == {spec.instance}
+    pool.destroy()
+    real.delete_disk(spec.instance)
+    assert real.guests() == {}
+    assert pool.isActive()
+
+
 def test_strangers_are_not_seen_and_not_touched(real: Libvirt, spec: GuestSpec, connection: object) -> None:
     other_name = connection.defineXML(FOREIGN.format(name='other', uuid=spec.instance))
     other_uuid = connection.defineXML(FOREIGN.format(name=str(uuid4()), uuid=uuid4()))

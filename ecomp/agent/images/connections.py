@@ -69,7 +69,7 @@ class Connections:
         # An adapter alone: a session merges the settings of all its requests into each, which is half of what asking
         # costs, follows redirects, and would take a proxy and ~/.netrc from the environment: the one resolves names
         # unchecked, the other is root's own. Only its certificate authorities are taken.
-        self._adapter = _Adapter(self)
+        self._adapter: _Adapter | None = None
         self._verify = os.environ.get('REQUESTS_CA_BUNDLE') or os.environ.get('CURL_CA_BUNDLE') or True
         self._proxies = {} if reach.proxy is None else {'http': reach.proxy, 'https': reach.proxy}
         self._lock = threading.Lock()
@@ -82,6 +82,8 @@ class Connections:
         if self._reach.proxy is not None:
             self._check_for_proxy(parts.hostname or '', _port(parts))
         request = requests.Request('GET', url, {**default_headers(), **headers}).prepare()
+        # Made here, where a thread of its own waits for the server: its asker is at work meanwhile.
+        self._adapter = self._adapter or _Adapter(self)
         return self._adapter.send(request, stream=True, timeout=timeout, verify=self._verify, proxies=self._proxies)
 
     def stop(self) -> None:
@@ -95,7 +97,8 @@ class Connections:
     def close(self) -> None:
         """Close every connection."""
         self.stop()
-        self._adapter.close()
+        if self._adapter is not None:
+            self._adapter.close()
         with self._lock:
             for each in self._open:
                 each.close()
