@@ -218,11 +218,8 @@ MUTATIONS = {
     'a start does not ask what has ended': Mutation(
         'ecomp.agent.starting', 'memory.ended(instance)', 'pass', ('built_and_destroyed',)
     ),
-    'a compute takes before it has heard what waits': Mutation(
-        'ecomp.agent.queue.pulling',
-        'if backlog is None:\n',
-        'backlog = backlog or Backlog()\n            if backlog is None:\n',
-        ('restarted_taker',),
+    'what a dead attempt holds is no room': Mutation(
+        'ecomp.agent.queue.pulling', '        if self._tidy:\n', '        if not self._tidy:\n', ('restarted_taker',)
     ),
     'a uuid used again is remembered as ended': Mutation(
         'ecomp.agent.host.memory', 'self._ended.pop(record.instance, None)', 'pass', ('used_again_and_rebooted',)
