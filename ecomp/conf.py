@@ -1,8 +1,8 @@
-"""schedule.yaml, read once into a frozen, complete value; compute.yaml is read in the same way, by compute_conf.
+"""schedule.yaml, read once into a frozen, complete value; compute.yaml's is in ecomp.compute_conf.
 
 A missing file means the defaults, which point at localhost; an empty file and a key without a value mean the same.
 Everything wrong in a file is one UsageError, with a line for each mistake:
-`compute.yaml:3: resise: unknown key (did you mean resize?)`.
+`schedule.yaml:3: imag: unknown key (did you mean image?)`.
 Relative paths in a file are meant relative to that file. The keys are described in the two example files.
 """
 

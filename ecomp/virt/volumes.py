@@ -120,9 +120,9 @@ def _in_pool(connection: libvirt.virConnect, do: Callable[[libvirt.virStoragePoo
     try:
         do(pool)
     except libvirt.libvirtError as error:
-        if error.get_error_code() != libvirt.VIR_ERR_OPERATION_INVALID or pool.isActive():
+        if error.get_error_code() != libvirt.VIR_ERR_OPERATION_INVALID:
             raise
-        with Ignored(libvirt.VIR_ERR_OPERATION_INVALID):  # another worker was faster
+        with Ignored(libvirt.VIR_ERR_OPERATION_INVALID):  # it is active: by now, if another worker was faster
             pool.create()
         do(pool)
 

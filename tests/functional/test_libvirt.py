@@ -34,6 +34,7 @@ from tests.kit.servers import until
 libvirt = pytest.importorskip('libvirt', reason="libvirt-python is not installed: pip install '.[hypervisor]'")
 from ecomp.virt import filter_xml  # noqa: E402
 from ecomp.virt.libvirt_host import NO_FILTERS, Libvirt  # noqa: E402
+from ecomp.virt.volumes import _in_pool  # noqa: E402
 
 BRIDGED = (*DEFAULT_NETWORKS, Attachment('bridge', 'br0'))
 DRIVERS = '/usr/lib/x86_64-linux-gnu/libvirt/connection-driver'
@@ -283,6 +284,26 @@ def test_a_pool_that_somebody_stopped_is_started(real: Libvirt, spec: GuestSpec,
     real.delete_disk(spec.instance)
     assert real.guests() == {}
     assert pool.isActive()
+
+
+@pytest.mark.usefixtures('real')
+def test_a_pool_that_another_worker_starts_is_used(spec: GuestSpec, connection: object) -> None:
+    pool, tries = connection.storagePoolLookupByName('ecompute'), []
+    pool.destroy()
+
+    def find(each: libvirt.virStoragePool) -> None:
+        tries.append(each)
+        try:
+            each.storageVolLookupByName(f'{spec.instance}.qcow2')
+        except libvirt.libvirtError as error:
+            if error.get_error_code() == libvirt.VIR_ERR_OPERATION_INVALID:
+                pool.create()  # the other one, before we look whether it is active
+            raise
+
+    with pytest.raises(libvirt.libvirtError) as caught:
+        _in_pool(connection, find)
+    assert caught.value.get_error_code() == libvirt.VIR_ERR_NO_STORAGE_VOL
+    assert len(tries) == 2
 
 
 def test_strangers_are_not_seen_and_not_touched(real: Libvirt, spec: GuestSpec, connection: object) -> None:

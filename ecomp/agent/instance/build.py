@@ -149,12 +149,12 @@ def build(
             # The undo comes first: a step that fails halfway leaves something too, and removing nothing is fine.
             undo.callback(hypervisor.delete_disk, instance)
             for base in bases:
-                if base is not None:
-                    failpoint('image-ready')
-                checkpoint()
                 if base is None:
+                    checkpoint()
                     hypervisor.delete_disk(instance)
                     continue
+                failpoint('image-ready')
+                checkpoint()
                 spec, failed = replace(job.spec, base=base), None
                 try:
                     hypervisor.create_disk(spec)
