@@ -21,7 +21,7 @@ REQUIRES = [
     'protobuf>=6.33.5,<8',
     # From 1.60 on its keep-alive options were seen to find a dead peer in time; 1.65.4 closes CVE-2024-7246.
     'grpcio>=1.65.4,<2',
-    'h2>=4.3',  # etcd for eschedule, which cannot wait for gRPC; 4.3 closes CVE-2025-57804
+    'h2>=4.3',  # etcd without gRPC, which is slow to load and large; 4.3 closes CVE-2025-57804
     'requests>=2.32.4',  # from 2.32.2 on, whoever adapts it may say how a connection is made; .4 keeps .netrc to itself
     'psutil>=5.9',
     'PyYAML>=6.0.1',
@@ -35,7 +35,6 @@ HYPERVISOR = [
     'libvirt-python>=9.0',  # from source: needs libvirt-dev, pkg-config and gcc
     'oslo.utils[image-inspection]>=8.0',
     'pycdlib>=1.14',
-    'pyroute2>=0.7.9',
     'urllib3>=2.6',  # requests brings it; the connections that images come over are made from its own
     'watchdog>=4.0',
 ]

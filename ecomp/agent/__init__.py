@@ -36,5 +36,6 @@ how many at most). What is one compute's, or one instance's, is done by one of t
     ending_N                  in a worker: ends a guest or turns it off, some at a time; what they tell goes into
                               the pipe under a lock. Joined when the pipe ends
     download                  in a worker: fetches one image; the job reads how far it is. Ends with the download
-    Thread-N                  not ours: gRPC's, one for each channel or stream, and watchdog's, which sees .ready files
+    etcd                      makes a connection to a member of etcd, for whoever asks it first. Ends when it is made
+    Thread-N                  not ours: watchdog's, which sees .ready files, and gRPC's where etcd is asked by etcd3
 """

@@ -14,7 +14,7 @@ from ecomp.agent.host.inventory import Inventory
 from ecomp.agent.host.metadata import GuestData
 from ecomp.agent.host.metadata_server import keep_served
 from ecomp.agent.images.cache import CacheLimits
-from ecomp.agent.images.connections import reach_of
+from ecomp.agent.images.reach import reach_of
 from ecomp.agent.images.scrub import Scrubber
 from ecomp.agent.instance.pool import FakeImages, Inline, Pool
 from ecomp.agent.instance.surroundings import Host

@@ -112,7 +112,7 @@ class Context:
         """The connection to etcd."""
         from ecomp.store.client import Store
 
-        return Store(self.etcd, light=True)
+        return Store(self.etcd)
 
     def connect(self) -> None:
         """Begin the connection to etcd: it is made while what else a command needs is loaded."""
@@ -123,7 +123,7 @@ class Context:
         """The connection to placement."""
         from ecomp.placement.client import Placement
 
-        return Placement(self.config.placement, slow=self.slow, light=True)
+        return Placement(self.config.placement, slow=self.slow)
 
     def slow(self, backend: str, seconds: float) -> None:
         """Say on a terminal that a backend has not answered for so long; a script is told what comes of it."""

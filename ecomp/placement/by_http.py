@@ -1,4 +1,4 @@
-"""The light way to placement: http.client and ssl alone, for a command that is over before requests is loaded.
+"""The light way to placement: http.client and ssl alone. requests is slow to load, and large.
 
 What it does not understand it hands over. https://docs.python.org/3/library/http.client.html
 """
@@ -30,7 +30,7 @@ PLAIN = re.compile(r"[A-Za-z0-9._~!$&'()*+,;=:@/?-]*")
 PIECE = 65536
 """Bytes that are read at once."""
 
-POOL = 2
+POOL = 16
 """Connections that are kept for the next call."""
 
 

@@ -1,4 +1,4 @@
-"""Placement by requests: for ecompute, and where the light way cannot make sense of what it meets."""
+"""Placement by requests: where the light way cannot make sense of what it meets."""
 
 from __future__ import annotations
 

@@ -2,8 +2,8 @@
 
 Errors are told apart by HTTP status and placement's own stable codes (its errors.py: "Do not change the string
 values"), never by message text. A GET is tried again; a write never is: its caller reads back first. There are two
-ways to ask: by requests, and a command's light one (see by_http), which hands over to requests what it does not
-understand.
+ways to ask: the light one (see by_http), and by requests, which takes over for good where the light one does not
+understand what it meets.
 """
 
 from __future__ import annotations
@@ -73,11 +73,8 @@ class Placement:
         timeout: tuple[float, float] = TIMEOUT,
         limits: AnswerLimits = LIMITS,
         slow: Callable[[str, float], None] | None = None,
-        light: bool = False,
     ) -> None:
         """`slow`, if given, is told, from a thread, of an answer that takes longer than SLOW seconds: name, seconds.
-
-        `light`: for a command, whose time is what it loads.
         """
         config = where if isinstance(where, PlacementConfig) else PlacementConfig(where)
         self._words = Words(config.endpoint, config.token_file, (timeout[1], limits.seconds))
@@ -85,10 +82,10 @@ class Placement:
         self._config, self._timeout, self._limits = config, timeout, limits
         self._slow = slow
         self._lock = threading.Lock()
-        self._way: Way = self._light() if light else self._by_requests()
+        self._way: Way = self._light()
 
     def _light(self) -> Way:
-        from ecomp.placement.by_http import Light  # each is loaded where it is wanted: neither is quick
+        from ecomp.placement.by_http import Light  # here, for not every command asks placement
 
         return Light(self._config, self._timeout, self._words)
 

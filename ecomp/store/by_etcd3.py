@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Iterator
+import queue
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from google.protobuf.internal import api_implementation
 
 from ecomp.conf import EtcdConfig
 from ecomp.errors import UsageError
-from ecomp.store.messages import METHODS, KeepAlive, Request
+from ecomp.store.messages import METHODS, KeepAlive, Request, WatchCreate
 from ecomp.store.reasons import Failure
 
 METADATA = (('hasleader', 'true'),)
@@ -76,9 +77,9 @@ class Member(etcd3.Etcd3Client):  # type: ignore[misc]
                 return next(iter(stream(iter((request,)), limit, metadata=METADATA)), None)
             return self.channel.unary_unary(path, **how)(request, limit, metadata=METADATA)
 
-    def watch(self, requests: Iterator[Any], seconds: float) -> Any:
-        """A watch stream that ends after so many seconds at the latest, and raises grpc's errors."""
-        return etcdrpc.WatchStub(self.channel).Watch(requests, timeout=seconds, metadata=METADATA)
+    def watch(self, wanted: Sequence[WatchCreate], seconds: float) -> Watch:
+        """What answers these, for so many seconds at most."""
+        return Watch(self.channel, wanted, seconds)
 
     def close(self) -> None:
         """Let the connection go."""
@@ -91,6 +92,35 @@ class Member(etcd3.Etcd3Client):  # type: ignore[misc]
             if each is not None and not each[1]:
                 raise OSError(errno.ENODATA, 'is empty', str(each[0]))
         return grpc.ssl_channel_credentials(*(each and each[1] for each in files))
+
+
+class Watch:
+    """The answers to watches that are asked for on one stream, as they come; for one loop over them.
+
+    It ends where etcd ends the stream. Failure, DEADLINE_EXCEEDED once its time is over.
+    """
+
+    def __init__(self, channel: grpc.Channel, wanted: Sequence[WatchCreate], seconds: float) -> None:
+        # Until None comes the stream stays open on our side: etcd would end it with us.
+        self._asked: queue.SimpleQueue[WatchCreate | None] = queue.SimpleQueue()
+        for each in wanted:
+            self._asked.put(each)
+        path, answer = METHODS[WatchCreate]
+        how = {'request_serializer': WatchCreate.to_bytes, 'response_deserializer': getattr(etcdrpc, answer).FromString}
+        stream = channel.stream_stream(path, **how)
+        self._call = stream(iter(self._asked.get, None), seconds, metadata=METADATA)
+
+    def __iter__(self) -> Iterator[Any]:
+        with failures():
+            try:
+                yield from self._call
+            finally:
+                self.cancel()
+
+    def cancel(self) -> None:
+        """End it, from any thread."""
+        self._asked.put(None)
+        self._call.cancel()
 
 
 @contextmanager

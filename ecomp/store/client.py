@@ -1,7 +1,8 @@
 """Reads, transactions and leases on etcd, with one answer for each way they can end.
 
-Of etcd3 we use the channel and what reads the answers. Its watch loses events, its lock does
-not lock, its password login breaks on restart and its get_prefix ignores limit and revision (each seen).
+Of etcd3, where it is needed at all (ecomp.store.connection), we use the channel and what reads the answers. Its watch
+loses events, its lock does not lock, its password login breaks on restart and its get_prefix ignores limit and revision
+(each seen).
 Every call has a time limit and asks for a member that has a leader: without, a member cut off from the
 others answers for ever.
 """
@@ -9,7 +10,7 @@ others answers for ever.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ecomp.conf import EtcdConfig
 from ecomp.errors import UnknownOutcome, Unreachable
 from ecomp.model import keys
-from ecomp.store.connection import Connection
+from ecomp.store.connection import Connection, Watch
 from ecomp.store.messages import (
     EQUAL,
     GREATER,
@@ -30,6 +31,7 @@ from ecomp.store.messages import (
     Revoke,
     Status,
     Transaction,
+    WatchCreate,
     Write,
 )
 from ecomp.store.pages import pages
@@ -121,9 +123,8 @@ class Store:
     refused.
     """
 
-    def __init__(self, config: EtcdConfig, guard: Guard | None = None, light: bool = False) -> None:
-        """`light`: for a command, whose time is what it loads. The way to etcd alone is another one then."""
-        self._connection = Connection(config, light)
+    def __init__(self, config: EtcdConfig, guard: Guard | None = None) -> None:
+        self._connection = Connection(config)
         self.where = self._connection.where
         self._guard = guard
         self.fence: Fence | None = None
@@ -266,9 +267,9 @@ class Store:
         if self._guard is not None:
             self._guard.adopt(entry.value, self.where)
 
-    def watch(self, requests: Iterator[Any], seconds: float) -> Any:
-        """A watch stream that ends after so many seconds at the latest: for Follower, who knows what to make of it."""
-        return self._connection.use_etcd3().watch(requests, seconds)
+    def watch(self, wanted: Sequence[WatchCreate], seconds: float) -> Watch:
+        """What answers these on one stream, for so many seconds at most. Nobody else is answered while it is read."""
+        return self._connection.watch(wanted, seconds)
 
     def move_on(self) -> None:
         """Use a new connection, to the next endpoint, in place of the present one."""

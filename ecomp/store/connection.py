@@ -1,7 +1,8 @@
 """The way to etcd: to one of its members, to the next after any failure.
 
-There are two ways to a member, which do the same: the light one (by_h2), with all that a command asks of etcd, and
-etcd3's (by_etcd3), which takes the place of the light one where that cannot make sense of what it meets.
+There are two ways to a member, which do the same: the light one (by_h2), with all that commands and ecompute ask of
+etcd, and etcd3's (by_etcd3), which takes its place where that cannot make sense of what it meets, and where gRPC is
+told something in the configuration.
 """
 
 from __future__ import annotations
@@ -9,13 +10,13 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
 
 from ecomp.conf import EtcdConfig
 from ecomp.errors import Denied, EcompError, NoSpace, Unreachable, UsageError
 from ecomp.store import reasons
-from ecomp.store.messages import Request
+from ecomp.store.messages import Request, WatchCreate
 from ecomp.store.pages import TooLong
 from ecomp.store.reasons import Failure, NotUnderstood
 
@@ -23,15 +24,27 @@ SHORTEST = 0.2
 """Seconds between two tries while etcd takes nothing for a moment, and the least a call is given."""
 
 
+class Watch(Protocol):
+    """The answers to watches that are asked for on one stream, as they come; for one loop over them.
+
+    It ends where etcd ends the stream. Failure: its time is over (DEADLINE_EXCEEDED, and it was sent), or it broke.
+    """
+
+    def __iter__(self) -> Iterator[Any]:
+        """WatchResponse, https://etcd.io/docs/v3.4/learning/api/#watch-streams."""
+
+    def cancel(self) -> None:
+        """End it, from any thread."""
+
+
 class Connection:
     """One process's connection to etcd: to one of the endpoints, and after any failure to the next, over a new one.
 
     So each member is met under its own name, for certificates are made out to that, and those on disk are read again.
-    `light` is how it begins; what gRPC is told in the configuration only gRPC can do.
     """
 
-    def __init__(self, config: EtcdConfig, light: bool = False) -> None:
-        self._light = light and not config.grpc_options
+    def __init__(self, config: EtcdConfig) -> None:
+        self._light = not config.grpc_options  # which only gRPC can do
         self.where = ','.join(config.endpoints)
         self.config = config
         self._lock = threading.Lock()
@@ -90,6 +103,10 @@ class Connection:
             self.move_on(client)
             raise
 
+    def watch(self, wanted: Sequence[WatchCreate], seconds: float) -> Watch:
+        """What the present member answers to these, for so many seconds at most."""
+        return _MembersWatch(self, wanted, seconds)
+
     def move_on(self, failed: Any = None) -> None:
         """Use a new connection, to the next endpoint, in place of the present one (of `failed`, if it still is)."""
         with self._lock:
@@ -146,3 +163,21 @@ class Connection:
             return EcompError(f'{name} refuses: {error.details}')
         secure = self.config.ca_cert is not None or self.config.cert_cert is not None
         return unanswered(f'{name} cannot be reached: {reasons.why(error, secure)}', name)
+
+
+class _MembersWatch:
+    """The Watch of the present member; where that is not understood, the next one goes etcd3's way."""
+
+    def __init__(self, connection: Connection, wanted: Sequence[WatchCreate], seconds: float) -> None:
+        self._connection, self._member = connection, connection.client
+        self._watch: Watch = self._member.watch(wanted, seconds)
+
+    def __iter__(self) -> Iterator[Any]:
+        try:
+            yield from self._watch
+        except NotUnderstood as error:
+            self._connection.use_etcd3(self._member)
+            raise Failure(reasons.UNAVAILABLE, str(error), unsent=True) from error
+
+    def cancel(self) -> None:
+        self._watch.cancel()

@@ -15,14 +15,14 @@ from contextlib import suppress
 from itertools import groupby
 from typing import Any
 
-import grpc
-from etcd3 import etcdrpc
-
 from ecomp.conf import EtcdConfig
 from ecomp.errors import EcompError, Unreachable
 from ecomp.model.backoff import Backoff
 from ecomp.model.events import Change
 from ecomp.store.client import Store, after
+from ecomp.store.connection import Watch
+from ecomp.store.messages import DELETED, WatchCreate
+from ecomp.store.reasons import DEADLINE_EXCEEDED, Failure
 
 PREFIX = b'/'
 """Before every key of ours. Others' keys are not asked for: a role of etcd's would refuse that."""
@@ -134,12 +134,7 @@ class _Stream:
         self._store, self._first, self._quiet = store, first, quiet
 
     def __iter__(self) -> Iterator[Any]:
-        asked: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        create = etcdrpc.WatchCreateRequest(
-            key=PREFIX, range_end=after(PREFIX), start_revision=self._first, prev_kv=True
-        )
-        asked.put(etcdrpc.WatchRequest(create_request=create))
-        call = self._store.watch(iter(asked.get, None), STREAM)
+        call = self._store.watch([WatchCreate(PREFIX, after(PREFIX), self._first, previous=True)], STREAM)
         replies: queue.Queue[Any] = queue.Queue(WAITING)
         ended = threading.Event()
         threading.Thread(target=_take, args=(call, replies, ended), name='history', daemon=True).start()
@@ -162,11 +157,10 @@ class _Stream:
                 heard = time.monotonic()
         finally:
             ended.set()
-            asked.put(None)
             call.cancel()
 
 
-def _take(call: Any, replies: queue.Queue[Any], ended: threading.Event) -> None:
+def _take(call: Watch, replies: queue.Queue[Any], ended: threading.Event) -> None:
     """Put each answer into `replies`, and at the end None, or why it ended before its time; until `ended`."""
     last: Any = _Broken('the stream ended')
     try:
@@ -174,9 +168,9 @@ def _take(call: Any, replies: queue.Queue[Any], ended: threading.Event) -> None:
             _put(replies, reply, ended)
             if ended.is_set():
                 return
-    except grpc.RpcError as error:
-        late = error.code() == grpc.StatusCode.DEADLINE_EXCEEDED
-        last = None if late else _Broken(f'the stream broke: {error.code().name}')
+    except Failure as error:
+        late = error.code == DEADLINE_EXCEEDED and not error.unsent
+        last = None if late else _Broken(f'the stream broke: {error.code}')
     _put(replies, last, ended)
 
 
@@ -188,8 +182,9 @@ def _put(replies: queue.Queue[Any], reply: Any, ended: threading.Event) -> None:
 
 
 def _change(event: Any) -> Change:
-    kv, deleted = event.kv, event.type == event.DELETE
+    kv, deleted = event.kv, event.type == DELETED
     is_new = not deleted and kv.create_revision == kv.mod_revision
-    before = bytes(event.prev_kv.value) if event.HasField('prev_kv') else None
+    # Of one that is not there protobuf has an empty one.
+    before = bytes(event.prev_kv.value) if event.prev_kv.mod_revision else None
     key = kv.key.decode(errors='replace')
     return Change(key, before, None if deleted else bytes(kv.value), int(kv.mod_revision), before is not None or is_new)

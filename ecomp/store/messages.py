@@ -1,4 +1,4 @@
-"""The few messages of etcd that commands need, as values and as bytes, without the code that etcd3 generated. Pure.
+"""The few messages of etcd that we need, as values and as bytes, without the code that etcd3 generated. Pure.
 
 https://protobuf.dev/programming-guides/encoding/ and etcd's own api/etcdserverpb/rpc.proto. What is taken of an answer
 has the names that it has there, so that it does not matter whether this module or the generated code has read it.
@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 
 EQUAL, GREATER = 0, 1
 """How a key's revision compares with the one that is given."""
+DELETED = 1
+"""The type of an event by which a key goes."""
 _MODIFIED = 2
 """What is compared: the revision of the key's last change."""
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
@@ -126,6 +128,23 @@ class Status(NamedTuple):
         return b''
 
 
+class WatchCreate(NamedTuple):
+    """Hear of every change of the keys from `key` to before `end`, from a revision on; `previous`: and what was there.
+
+    https://etcd.io/docs/v3.4/learning/api/#watch-streams
+    """
+
+    key: bytes
+    end: bytes
+    revision: int
+    previous: bool = False
+
+    def to_bytes(self) -> bytes:
+        """WatchRequest, with a WatchCreateRequest in it."""
+        whose = _text(1, self.key) + _text(2, self.end)
+        return _part(1, whose + _number(3, self.revision) + _number(6, self.previous))
+
+
 Request = Range | Transaction | Grant | KeepAlive | Revoke | Status
 
 
@@ -143,6 +162,7 @@ METHODS: Mapping[type, Method] = {
     KeepAlive: Method('/etcdserverpb.Lease/LeaseKeepAlive', 'LeaseKeepAliveResponse'),
     Revoke: Method('/etcdserverpb.Lease/LeaseRevoke', 'LeaseRevokeResponse'),
     Status: Method('/etcdserverpb.Maintenance/Status', 'StatusResponse'),
+    WatchCreate: Method('/etcdserverpb.Watch/Watch', 'WatchResponse'),
 }
 
 
@@ -183,6 +203,16 @@ _ANSWERS: Mapping[str, Mapping[int, _Field]] = {
     'LeaseKeepAliveResponse': {1: _HEADER, 2: _Field('ID'), 3: _Field('TTL')},
     'LeaseRevokeResponse': {1: _HEADER},
     'StatusResponse': {1: _HEADER, 2: _Field('version', '')},
+    'Event': {1: _Field('type'), 2: _Field('kv', of='KeyValue'), 3: _Field('prev_kv', of='KeyValue')},
+    'WatchResponse': {
+        1: _HEADER,
+        2: _Field('watch_id'),
+        3: _Field('created', False),
+        4: _Field('canceled', False),
+        5: _Field('compact_revision'),
+        6: _Field('cancel_reason', ''),
+        11: _Field('events', of='Event', repeated=True),
+    },
 }
 
 

@@ -25,7 +25,10 @@ NAMED = 3
 NOT_CONNECTED = 'failed to connect to all addresses; last error: '
 _NOBODY = 'etcdserver: user name not found'
 _ROLES_CHANGED = 'etcdserver: revision of auth store is old'
-_NO_ADDRESS = ('DNS resolution failed', 'errors resolving ')
+NO_ADDRESS = 'DNS resolution failed'
+_NO_ADDRESS = (NO_ADDRESS, 'errors resolving ')
+HUNG_UP = 'Handshake read failed'
+"""What gRPC says of whoever ends a connection while TLS begins."""
 
 # What gRPC's TLS says, and what there is to do about it; the first that is found counts.
 _TLS = (
@@ -36,7 +39,7 @@ _TLS = (
     ('security handshaker', 'ca_cert, cert_cert or cert_key is no certificate or key, or they do not belong together'),
     ('TSI_DATA_CORRUPTED', 'it refuses our certificate: is cert_cert missing, expired, or not signed for it?'),
     ('TSI_PROTOCOL_FAILURE', 'it does not speak TLS as we do'),
-    ('Handshake read failed', 'it hangs up on TLS: does it expect none (no ca_cert)?'),
+    (HUNG_UP, 'it hangs up on TLS: does it expect none (no ca_cert)?'),
 )
 
 

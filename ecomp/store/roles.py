@@ -15,6 +15,7 @@ from typing import Any
 from etcd3 import etcdrpc
 from etcd3.etcdrpc import auth_pb2
 
+from ecomp.conf import EtcdConfig
 from ecomp.errors import EcompError, Unreachable, UsageError
 from ecomp.model.roles import (
     BOTH,
@@ -41,6 +42,10 @@ _KINDS = {number: kind for kind, number in _TYPES.items()}
 
 class Accounts(Store):
     """A Store of an operator's. Denied for everything but is_on() where it is on, and we have not the role root."""
+
+    def __init__(self, config: EtcdConfig) -> None:
+        super().__init__(config)
+        self._connection.use_etcd3()  # only etcd3 has the messages
 
     def is_on(self) -> bool:
         """Whether authentication is on. An etcd before 3.5 says so only to somebody it does not know."""

@@ -8,14 +8,10 @@ prefixes are listed anew. So a lost connection, a compaction, a refused or a sil
 from __future__ import annotations
 
 import logging
-import queue
 import random
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
-
-import grpc
-from etcd3 import etcdrpc
 
 from ecomp.conf import EtcdConfig
 from ecomp.errors import EcompError, StrangeEtcd
@@ -23,7 +19,10 @@ from ecomp.model.backoff import Backoff
 from ecomp.model.json_object import VALUE_LIMIT
 from ecomp.store.cache import MOST, Cache
 from ecomp.store.client import Entry, Store, after, header_of
+from ecomp.store.connection import Watch
 from ecomp.store.guard import Guard
+from ecomp.store.messages import DELETED, WatchCreate
+from ecomp.store.reasons import DEADLINE_EXCEEDED, Failure
 
 log = logging.getLogger(__name__)
 
@@ -77,7 +76,7 @@ class Follower:
         self._resync = resync
         self._backoff = Backoff(FIRST_DELAY, LAST_DELAY)
         self._stopped = threading.Event()
-        self._call: Any = None
+        self._call: Watch | None = None
         self._thread = threading.Thread(target=self._run, name=f'follow {self._all[0].prefix}', daemon=True)
 
     def start(self) -> None:
@@ -109,6 +108,8 @@ class Follower:
                 self._watch(revisions)
                 continue  # the planned end of a stream: list again at once
             except _Resync as reason:
+                if self._stopped.is_set():
+                    return
                 log.debug('listing %s anew: %s', self._all[0].prefix, reason)
                 self._store.move_on()
             except StrangeEtcd:
@@ -133,12 +134,11 @@ class Follower:
 
     def _watch(self, revisions: Iterable[int]) -> None:
         """Apply the changes of each from its revision on, until the planned end; _Resync at any other."""
-        wanted: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        wanted = []
         for each, revision in zip(self._all, revisions, strict=True):
             key = each.prefix.encode()
-            create = etcdrpc.WatchCreateRequest(key=key, range_end=after(key), start_revision=revision)
-            wanted.put(etcdrpc.WatchRequest(create_request=create))
-        self._call = self._store.watch(iter(wanted.get, None), self._resync * random.uniform(0.8, 1.2))
+            wanted.append(WatchCreate(key, after(key), revision))
+        self._call = self._store.watch(wanted, self._resync * random.uniform(0.8, 1.2))
         if self._stopped.is_set():  # stop() may have come before there was a call to cancel
             self._call.cancel()
         # etcd says which number a watch has in the order in which they were asked for, and before its first event.
@@ -158,12 +158,11 @@ class Follower:
                 if reply.events:
                     self._apply(reply.events, watched.get(reply.watch_id))
             raise _Resync('the stream ended')
-        except grpc.RpcError as error:
-            if error.code() == grpc.StatusCode.DEADLINE_EXCEEDED:
+        except Failure as error:
+            if error.code == DEADLINE_EXCEEDED and not error.unsent:
                 return
-            raise _Resync(f'the stream broke: {error.code().name}') from error
+            raise _Resync(f'the stream broke: {error.code}') from error
         finally:
-            wanted.put(None)
             self._call.cancel()
 
     def _apply(self, events: Iterable[Any], watch: _Watch | None) -> None:
@@ -171,7 +170,7 @@ class Follower:
             raise _Resync('a change came of what is not watched')
         for event in events:
             key = event.kv.key.decode(errors='replace')
-            if event.type == event.DELETE:
+            if event.type == DELETED:
                 watch.kept.forget(key)
             else:
                 watch.kept.keep(Entry(key, event.kv.value, event.kv.mod_revision, event.kv.lease))

@@ -12,7 +12,7 @@ from ecomp.model.image_sources import Address
 from ecomp.virt import filter_xml
 from ecomp.virt.connection import Connection, is_broken, libvirt, reason
 from ecomp.virt.filter_xml import Service
-from ecomp.virt.networks import own_addresses
+from ecomp.virt.ip import own_addresses
 
 log = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from ecomp.errors import BuildFailed, Conflict, EcompError, Unreachable, UsageError
 from ecomp.model.guest import Address, Guest, GuestSpec
 from ecomp.model.network import DEFAULT_NETWORKS, Attachment
-from ecomp.virt import access, networks, xml
+from ecomp.virt import access, ip, networks, xml
 from ecomp.virt.agents import Agents
 from ecomp.virt.connection import Connection, libvirt
 from ecomp.virt.domains import Domains
@@ -199,7 +199,7 @@ class Libvirt:
         for network in {name for kind, name in interfaces.values() if kind == 'network'}:
             found |= self._networks.leases(network, interfaces)
         # On a bridge somebody else's server gives the address: the host sees it when the guest talks to it.
-        for source, ask in (('arp', networks.neighbours), ('agent', partial(self._agents.addresses, instance))):
+        for source, ask in (('arp', ip.neighbours), ('agent', partial(self._agents.addresses, instance))):
             left = [mac for mac in interfaces if mac not in found]
             for mac, address in (ask(left) if left else {}).items():
                 if self._is_believed(interfaces[mac], address):
@@ -222,20 +222,20 @@ class Libvirt:
     def ensure_metadata_address(self) -> bool:
         """Put 169.254.169.254 on the network's bridge; True if it was not there, and now is."""
         bridge = self.bridge_name()
-        if bridge is None or networks.has_metadata_address(bridge):
+        if bridge is None or ip.has_metadata_address(bridge):
             return False
-        networks.set_metadata_address(bridge, True)
+        ip.set_metadata_address(bridge, True)
         return True
 
     def metadata_address_present(self) -> bool:
         """Whether the network's bridge has 169.254.169.254."""
         bridge = self.bridge_name()
-        return bridge is not None and networks.has_metadata_address(bridge)
+        return bridge is not None and ip.has_metadata_address(bridge)
 
     def remove_metadata_address(self) -> None:
         """Take 169.254.169.254 off the network's bridge, for the process that put it there."""
         if (bridge := self.bridge_name()) is not None:
-            networks.set_metadata_address(bridge, False)
+            ip.set_metadata_address(bridge, False)
 
     def bridge_name(self) -> str | None:
         """The first bridge that libvirt made for one of the networks, None for none: metadata is not for LANs."""

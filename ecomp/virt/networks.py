@@ -1,25 +1,22 @@
-"""What guests are plugged into: that it is there, who has which address, and the metadata server's own address."""
+"""What guests are plugged into: that it is there, and to whom it gave which address."""
 
 from __future__ import annotations
 
 import json
-import socket
 from collections.abc import Callable, Iterable, Mapping
 from datetime import UTC, datetime
-from ipaddress import IPv4Address, IPv6Address, ip_address
+from ipaddress import IPv4Address
 from pathlib import Path
 from typing import Any
 
 from ecomp.errors import EcompError, UsageError
 from ecomp.files import watch
 from ecomp.model.guest import Address
-from ecomp.model.network import METADATA_ADDRESS, Attachment
+from ecomp.model.network import Attachment
 from ecomp.model.record import timestamp
 from ecomp.virt import dhcp
 from ecomp.virt.connection import Connection, libvirt
 
-# NUD_REACHABLE, STALE, DELAY, PROBE and PERMANENT of linux/neighbour.h: states in which the MAC is believed.
-KNOWN = 0x02 | 0x04 | 0x08 | 0x10 | 0x80
 INTERFACES = Path('/sys/class/net')
 LEASES = Path('/var/lib/libvirt/dnsmasq')
 """The directory where libvirt's helper for dnsmasq writes `<bridge>.status`, anew for each lease."""
@@ -115,70 +112,6 @@ def _given(lease: Mapping[str, Any], network: dhcp.Dhcp) -> str:
     """When a lease was given, or given again, by when it expires."""
     lasts = network.lasts(IPv4Address(lease['ipaddr']))
     return timestamp(datetime.fromtimestamp(int(lease['expirytime']) - lasts, UTC)) if lasts else ''
-
-
-def neighbours(macs: Iterable[str]) -> dict[str, str]:
-    """{MAC: IPv4 address} of those of these MACs that this host's ARP table has.
-
-    Asked of the kernel: libvirt 9.0's own look at the table fails ("wrong nlmsg len"), and says so of a guest without
-    an address as well.
-    """
-    # 120 ms, and only the parent needs it.
-    from pyroute2 import IPRoute
-
-    wanted = set(macs)
-    found = {}
-    with IPRoute() as route:
-        for entry in route.get_neighbours(family=socket.AF_INET):
-            mac, address = entry.get_attr('NDA_LLADDR'), entry.get_attr('NDA_DST')
-            # What a guest without DHCP gives itself is no address anybody can use.
-            if mac in wanted and entry['state'] & KNOWN and not address.startswith(('169.254.', '0.')):
-                found[mac] = address
-    return found
-
-
-def own_addresses() -> list[IPv4Address | IPv6Address]:
-    """The addresses that this host has now, without its loopback ones."""
-    from pyroute2 import IPRoute
-
-    with IPRoute() as route:
-        texts = (each.get_attr('IFA_LOCAL', each.get_attr('IFA_ADDRESS')) for each in route.get_addr())
-        found = {ip_address(text) for text in texts if text is not None}
-    return sorted((each for each in found if not each.is_loopback), key=str)
-
-
-def has_metadata_address(bridge: str) -> bool:
-    """Whether the bridge itself carries 169.254.169.254."""
-    from pyroute2 import IPRoute
-
-    with IPRoute() as route:
-        return any(
-            address.get_attr('IFA_LOCAL', address.get_attr('IFA_ADDRESS')) == METADATA_ADDRESS
-            for number in route.link_lookup(ifname=bridge)
-            for address in route.get_addr(index=number)
-        )
-
-
-def set_metadata_address(bridge: str, present: bool) -> None:
-    """Put 169.254.169.254/32 on the bridge, or take it off, if it is not so already. A missing bridge has it not.
-
-    On the network's own bridge and nowhere else: its guests can then ask no other machine. EcompError.
-    """
-    from pyroute2 import IPRoute, NetlinkError
-
-    with IPRoute() as route:
-        numbers = route.link_lookup(ifname=bridge)
-        if not numbers and not present:
-            return
-        if not numbers:
-            raise EcompError(f'the bridge {bridge} is not there: is the network started?')
-        if has_metadata_address(bridge) == present:
-            return
-        try:
-            route.addr('add' if present else 'del', index=numbers[0], address=METADATA_ADDRESS, prefixlen=32)
-        except NetlinkError as error:
-            verb = 'put on' if present else 'taken off'
-            raise EcompError(f'{METADATA_ADDRESS} cannot be {verb} {bridge}: {error.args[-1]}') from error
 
 
 def leased(path: Path) -> frozenset[tuple[str, ...]] | None:

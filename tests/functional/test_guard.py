@@ -20,6 +20,7 @@ from ecomp.store.presence import Presence
 from ecomp.store.watch import Follower
 from tests.functional.fake_etcd import FakeEtcd, Frame
 from tests.functional.store_client import config
+from tests.functional.store_client import each_way_to_etcd as each_way_to_etcd
 from tests.kit.proxy import Proxy
 from tests.kit.servers import Etcd, until
 

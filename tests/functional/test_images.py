@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from ecomp.agent.images import sources, transfer
+from ecomp.agent.images import remote, transfer
 from ecomp.agent.images.bases import Bases
 from ecomp.agent.images.cache import ImageCache
 from ecomp.agent.instance.build import Cancelled
@@ -138,7 +138,7 @@ def test_what_is_no_url_is_asked_of_nobody(directory: Path, url: str) -> None:
 
 
 def test_a_silent_server_is_given_up(web: Web, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sources, 'TIMEOUT', (1.0, 0.3))
+    monkeypatch.setattr(remote, 'TIMEOUT', (1.0, 0.3))
     refused(directory, web.url + 'silence', 'no answer in time|connection broke')
 
 

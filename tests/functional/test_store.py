@@ -1,6 +1,6 @@
 """The store against a real etcd: what each call means when etcd answers, refuses, is frozen, is gone, and is back.
 
-By etcd3's way, which ecompute goes, and by the light one of eschedule's commands.
+By the light way, which commands and ecompute go, and by etcd3's.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import pytest
 from ecomp.conf import EtcdConfig
 from ecomp.errors import EcompError, UnknownOutcome, Unreachable
 from ecomp.store.client import Delete, Entry, Exists, Put, Store, Unchanged
-from tests.functional.store_client import connected
+from tests.functional.store_client import BY_ETCD3, connected
 from tests.kit.proxy import Proxy
 from tests.kit.servers import PATIENCE, Etcd, free_port, until
 
@@ -184,7 +184,7 @@ def test_a_closed_port_is_unreachable_at_once(light: bool) -> None:
 def test_a_name_without_an_address_is_unreachable(light: bool) -> None:
     for endpoints in (('no-such-host.invalid:2379',), ('no-such-host.invalid:2379', 'nor-this.invalid:2379')):
         with pytest.raises(Unreachable, match='no-such-host.invalid:2379'):
-            Store(EtcdConfig(endpoints, timeout=3.0), light=light).get('/x')
+            Store(EtcdConfig(endpoints, timeout=3.0, grpc_options=() if light else BY_ETCD3)).get('/x')
 
 
 def test_a_frozen_etcd_keeps_nobody_longer_than_the_time_limit(own_etcd: Etcd, light: bool) -> None:
@@ -230,7 +230,7 @@ def test_a_client_outlives_a_killed_etcd(own_etcd: Etcd, light: bool) -> None:
 def test_one_of_several_endpoints_will_do(etcd: Etcd, prefix: str, light: bool) -> None:
     dead = f'127.0.0.1:{free_port()}'
     for endpoints in ((dead, etcd.endpoint), (etcd.endpoint, dead), ('no-such-host.invalid:1', etcd.endpoint)):
-        store = Store(EtcdConfig(endpoints), light=light)
+        store = Store(EtcdConfig(endpoints, grpc_options=() if light else BY_ETCD3))
         try:
             assert store.commit([], [Put(prefix + 'x', 'x')])
         finally:

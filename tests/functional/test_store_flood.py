@@ -49,7 +49,7 @@ def endpoint() -> Iterator[str]:
 
 def test_who_never_stops_sending_is_no_longer_waited_for_than_who_is_silent(endpoint: str) -> None:
     began = time.monotonic()
-    store = Store(EtcdConfig((endpoint,), timeout=1.0), light=True)
+    store = Store(EtcdConfig((endpoint,), timeout=1.0))
     try:
         with pytest.raises(Unreachable):
             store.get('/x')

@@ -102,7 +102,7 @@ class Answers:
 @contextmanager
 def answering(*says: Said) -> Iterator[tuple[Answers, Store]]:
     server = Answers(*says)
-    store = Store(EtcdConfig((server.address,), timeout=3.0), light=True)
+    store = Store(EtcdConfig((server.address,), timeout=3.0))
     try:
         yield server, store
     finally:
@@ -154,7 +154,7 @@ def test_what_speaks_something_else_was_sent_nothing(says: bytes) -> None:
     with socket.create_server(('127.0.0.1', 0)) as listener:
         threading.Thread(target=serve, daemon=True).start()
         address = f'127.0.0.1:{listener.getsockname()[1]}'
-        store = Store(EtcdConfig((address,), timeout=2.0), light=True)
+        store = Store(EtcdConfig((address,), timeout=2.0))
         with pytest.raises(Unreachable, match=f'etcd at {address} cannot be reached'):
             store.commit([], [Put('/secret-key', 'x')])
         store.close()

@@ -12,6 +12,7 @@ import pytest
 from ecomp.store.client import Delete, Entry, Put, Store
 from ecomp.store.watch import Follower
 from tests.functional.store_client import config
+from tests.functional.store_client import each_way_to_etcd as each_way_to_etcd
 from tests.kit.proxy import Proxy
 from tests.kit.servers import PATIENCE, Etcd, until
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from ecomp.agent.images.cache import CacheLimits, ImageCache
-from ecomp.agent.images.connections import Reach
+from ecomp.agent.images.reach import Reach
 from ecomp.errors import BuildFailed
 from ecomp.model.guest import BaseImage
 from ecomp.model.image_sources import image_sources

@@ -32,7 +32,7 @@ import pytest
 
 from ecomp.agent.images import inspection, transfer
 from ecomp.agent.images.cache import ImageCache
-from ecomp.agent.images.connections import Reach, reach_of
+from ecomp.agent.images.reach import Reach, reach_of
 from ecomp.agent.instance.build import Cancelled
 from ecomp.compute_conf import load_compute
 from ecomp.errors import BuildFailed

@@ -101,15 +101,14 @@ FRONT_DOORS = {
 PLACES: dict[str, set[str]] = {
     # A use case does not know how it is typed.
     'argparse': {'ecomp.arguments', 'ecomp.cli', 'ecomp.agent.arguments', 'ecomp.lab.elab', 'mdserver'},
-    'etcd3': {'ecomp.store'},
-    'grpc': {'ecomp.store'},
-    'h2': {'ecomp.store.by_h2'},
-    'google': {'ecomp.store'},  # protobuf
+    'etcd3': {'ecomp.store.by_etcd3', 'ecomp.store.roles'},
+    'grpc': {'ecomp.store.by_etcd3'},
+    'h2': {'ecomp.store.transport'},
+    'google': {'ecomp.store.by_etcd3'},  # protobuf
     'libvirt': {'ecomp.virt'},
     'libvirtaio': set(),
     'oslo_utils': {'ecomp.virt'},
     'pycdlib': {'ecomp.virt.seeds'},
-    'pyroute2': {'ecomp.virt'},
     'watchdog': {'ecomp.files'},
     'requests': {'ecomp.placement', 'ecomp.agent.images'},
     'urllib3': {'ecomp.placement', 'ecomp.agent.images'},
@@ -125,6 +124,7 @@ PLACES: dict[str, set[str]] = {
     'subprocess': {
         *('ecomp.lab', 'ecomp.agent.host.metadata_server', 'ecomp.agent.host.nocloud', 'ecomp.agent.images.inspection'),
         'ecomp.cli.enter',  # a host is entered
+        'ecomp.virt.ip',
     },
 }
 # These take time, uuids and randomness as arguments, and touch nothing.

@@ -8,7 +8,7 @@ import ssl
 
 import pytest
 
-from ecomp.agent.images.connections import Reach
+from ecomp.agent.images.reach import Reach
 from ecomp.agent.images.sources import Away, source
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ecomp.agent.images.bases import BaseHold, Bases
-from ecomp.agent.images.connections import Reach
+from ecomp.agent.images.reach import Reach
 from ecomp.agent.images.sources import Away, Version, source
 from ecomp.agent.images.transfer import Download, Tell, Transfer
 from ecomp.errors import BuildFailed

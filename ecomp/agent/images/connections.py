@@ -12,10 +12,9 @@ import socket
 import threading
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
-from urllib.parse import SplitResult, urlsplit
+from urllib.parse import urlsplit
 
 import requests
 from requests.adapters import HTTPAdapter
@@ -25,31 +24,10 @@ from urllib3.exceptions import ConnectTimeoutError, NameResolutionError, NewConn
 from urllib3.util.connection import create_connection
 
 from ecomp.addresses import addresses, is_own
-from ecomp.compute_conf import ComputeConfig
-from ecomp.model.image_sources import Address, ImageSources, all_of, image_sources, why_not, why_not_name
+from ecomp.agent.images.reach import Reach, port_of
+from ecomp.model.image_sources import Address, all_of, why_not, why_not_name
 
 CONTROL = 'etcd or placement'
-
-
-@dataclass(frozen=True)
-class Reach:
-    """Where images may be fetched from. `sources` None means any address that is nowhere refused.
-
-    `control` is host and port of etcd and of placement, from which no image is fetched. `proxy` is the URL of an HTTP
-    proxy, None for none: it resolves names itself, so of a name only its text is checked.
-    """
-
-    sources: ImageSources | None = None
-    proxy: str | None = None
-    control: tuple[tuple[str, int], ...] = ()
-
-
-def reach_of(config: ComputeConfig) -> Reach:
-    """The Reach that compute.yaml describes."""
-    named = [urlsplit(f'//{each}') for each in config.etcd.endpoints] + [urlsplit(config.placement.endpoint)]
-    control = tuple((each.hostname or '', _port(each)) for each in named)
-    sources = None if config.image_sources is None else image_sources(config.image_sources)
-    return Reach(sources, config.image_proxy, control)
 
 
 class Refused(Exception):
@@ -80,7 +58,7 @@ class Connections:
         """The answer to a GET, its body not read, redirects not followed. Refused, RequestException."""
         parts = urlsplit(url)
         if self._reach.proxy is not None:
-            self._check_for_proxy(parts.hostname or '', _port(parts))
+            self._check_for_proxy(parts.hostname or '', port_of(parts))
         request = requests.Request('GET', url, {**default_headers(), **headers}).prepare()
         # Made here, where a thread of its own waits for the server: its asker is at work meanwhile.
         self._adapter = self._adapter or _Adapter(self)
@@ -176,10 +154,6 @@ class Connections:
                 raise NewConnectionError(connection, 'nobody waits for it any more')
             self._open.append(made.dup())
         return made
-
-
-def _port(parts: SplitResult) -> int:
-    return parts.port or (443 if parts.scheme == 'https' else 80)
 
 
 class _Http(HTTPConnection):

@@ -22,7 +22,7 @@ from typing import Any
 from ecomp import log as logs
 from ecomp.agent.images import inspection
 from ecomp.agent.images.cache import CacheLimits, ImageCache
-from ecomp.agent.images.connections import Reach
+from ecomp.agent.images.reach import Reach
 from ecomp.agent.instance.build import ENDING, MOST_ENDS, Cancelled, Images, Job, carry_out
 from ecomp.agent.locks import InstanceLocks
 from ecomp.agent.parent import die_with
@@ -46,6 +46,8 @@ class WorkerSettings:
 def main(pipe: Connection, settings: WorkerSettings) -> None:
     """A worker on libvirt."""
     prepare(settings)
+    # What loads slowly is loaded before there is a job that would wait for it.
+    from ecomp.agent.images import remote  # noqa: F401
     from ecomp.virt.libvirt_host import Libvirt
 
     hypervisor: Hypervisor = Libvirt(settings.state, control=settings.reach.control)

@@ -37,7 +37,7 @@ def ask_placement(config: PlacementConfig, query: str | None, slow: Callable[[st
 
     def ask() -> None:
         try:
-            placement = Placement(config, slow=slow, light=True)
+            placement = Placement(config, slow=slow)
             future.set_result((placement, Offer(()) if query is None else candidates(placement, query)))
         except BaseException as error:
             future.set_exception(error)

@@ -1,0 +1,188 @@
+"""An image on a web server, by requests. All of it blocks: see transfer.py."""
+
+from __future__ import annotations
+
+import errno
+import socket
+import ssl
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from http import HTTPStatus
+from urllib.parse import urldefrag, urljoin, urlsplit
+
+import requests
+from urllib3.exceptions import HTTPError
+
+from ecomp.agent.images.connections import Connections, Refused
+from ecomp.agent.images.reach import Reach
+from ecomp.agent.images.sources import CHUNK, MOST_SUMS, SUMS, Away, Stream, Version
+from ecomp.errors import BuildFailed
+from ecomp.model.image import check_image
+
+TIMEOUT = (5.0, 60.0)
+"""Seconds to connect, and seconds between two bytes; a server that takes longer is away."""
+REDIRECTS = 5
+"""How many redirects of one URL are followed; the next one is refused."""
+
+
+class Remote:
+    """An image on a web server. `url` has no fragment."""
+
+    def __init__(self, url: str, reach: Reach) -> None:
+        self._url = url
+        self._connections = Connections(reach)
+
+    def open(self, known: Version | None) -> Stream | None:
+        headers = {}
+        if known is not None and known.etag:
+            headers['if-none-match'] = known.etag
+        if known is not None and known.modified:
+            headers['if-modified-since'] = known.modified
+        with _said(self._url):
+            answer = self._get(self._url, headers)
+            if known is not None and answer.status_code == 304:
+                answer.close()
+                return None
+            if answer.status_code != 200:
+                raise self._unwelcome(answer)
+            stream = _Body(self._url, answer)
+            # Not every server looks at what it is asked.
+            if known is not None and known.is_same(stream.version):
+                stream.close()
+                return None
+            return stream
+
+    def sums(self) -> str | None:
+        url = urljoin(self._url, SUMS)
+        with _said(url):
+            answer = self._get(url, {})
+            with answer:
+                if 400 <= answer.status_code < 500 and answer.status_code != 429:
+                    return None  # many servers say 403 of what is not there
+                if answer.status_code != 200:
+                    raise self._unwelcome(answer, f'{url}: ')
+                text = b''
+                while len(text) <= MOST_SUMS and (chunk := answer.raw.read1(CHUNK, decode_content=False)):
+                    text += chunk
+        if len(text) > MOST_SUMS:
+            raise BuildFailed('image', f'{url}: is too long for checksums; put #sha256=… on the URL of the image')
+        return text.decode(errors='replace')
+
+    def stop(self) -> None:
+        self._connections.stop()
+
+    def close(self) -> None:
+        self._connections.close()
+
+    def _unwelcome(self, answer: requests.Response, what: str = '') -> BuildFailed:
+        answer.close()
+        reason = f'{what or self._url + ": "}the server answers HTTP {_status(answer.status_code)}'
+        passing = answer.status_code >= 500 or answer.status_code == 429
+        return Away('image', reason) if passing else BuildFailed('image', reason)
+
+    def _get(self, url: str, headers: Mapping[str, str]) -> requests.Response:
+        """The answer to a GET. Redirects are followed here, so that each URL is checked like the first."""
+        here = url
+        headers = {'accept-encoding': 'identity', **headers}
+        for hop in range(REDIRECTS + 1):
+            try:
+                answer = self._connections.get(here, TIMEOUT, headers)
+            except Refused as refused:
+                what = f'redirected to {refused.what}' if hop else f'{refused.where}, {refused.what}'
+                raise BuildFailed('image', f'{url}: {what}: no image is taken from there') from refused
+            if not answer.is_redirect:
+                return answer
+            answer.close()
+            here = _redirected(url, here, answer.headers['location'])
+        raise BuildFailed('image', f'{url}: more than {REDIRECTS} redirects')
+
+
+class _Body:
+    """The body of an answer."""
+
+    def __init__(self, url: str, answer: requests.Response) -> None:
+        self._url = url
+        self._answer = answer
+        length = answer.headers.get('content-length', '')
+        self.version = Version(
+            answer.headers.get('etag', ''),
+            answer.headers.get('last-modified', ''),
+            int(length) if length.isdecimal() and length.isascii() else None,
+        )
+
+    def read(self) -> bytes:
+        with _said(self._url):
+            # Not iter_content: it would unpack what is transferred with gzip, bombs included. read1, or a slow drip
+            # would be inside one read, deadline or not.
+            return bytes(self._answer.raw.read1(CHUNK, decode_content=False))
+
+    def close(self) -> None:
+        self._answer.close()
+
+
+@contextmanager
+def _said(url: str) -> Iterator[None]:
+    """Turn each error of the block into BuildFailed, or Away, with a reason a person understands."""
+    try:
+        yield
+    except (requests.Timeout, requests.ConnectionError) as error:
+        raise Away('image', f'{url}: {why_away(error)}') from error
+    except HTTPError as error:
+        raise Away('image', f'{url}: the connection broke: {type(error).__name__}') from error
+    except requests.RequestException as error:
+        raise BuildFailed('image', f'{url}: {type(error).__name__}') from error
+    except OSError as error:
+        raise BuildFailed('image', f'{url}: cannot be read: {error.strerror}') from error
+    except (ValueError, RuntimeError) as error:
+        # An answer is in the words.
+        raise BuildFailed('image', f'{url}: what the server answers is not HTTP') from error
+
+
+def why_away(error: requests.Timeout | requests.ConnectionError) -> str:
+    """Why a server gives no answer: a sentence, in which nothing is what the server said."""
+    who = 'the proxy' if isinstance(error, requests.exceptions.ProxyError) else 'the server'
+    if isinstance(error, requests.Timeout):
+        return f'{who} gives no answer in time'
+    causes: list[BaseException] = [error]
+    for each in causes:  # grows as it goes: requests wraps what urllib3 wraps
+        inner = (each.__cause__, *each.args, getattr(each, 'reason', None))
+        causes += [cause for cause in inner if isinstance(cause, BaseException) and cause not in causes]
+    return f'{who} cannot be reached' + next((f': {why}' for why in map(_cause, causes) if why), '')
+
+
+def _cause(error: BaseException) -> str | None:
+    if isinstance(error, socket.gaierror):
+        known = error.errno in (socket.EAI_NONAME, socket.EAI_NODATA)
+        return 'there is no such name' if known else 'its name cannot be looked up: is there a name server?'
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return 'its certificate is not believed here'
+    if isinstance(error, ssl.SSLError):
+        return 'it does not speak TLS as this host does'
+    if isinstance(error, ConnectionRefusedError):
+        return 'it refuses the connection: nothing listens on that port'
+    if isinstance(error, OSError) and error.errno in (errno.EHOSTUNREACH, errno.ENETUNREACH):
+        return 'there is no route to it'
+    return 'the connection broke' if isinstance(error, ConnectionError) else None
+
+
+def _status(code: int) -> str:
+    """A status code with its name from HTTP: the one in the answer is the server's own text."""
+    try:
+        return f'{code} {HTTPStatus(code).phrase}'
+    except ValueError:
+        return str(code)
+
+
+def _redirected(url: str, here: str, location: str) -> str:
+    """The URL that `location`, the answer to `here`, names; `url` is where it began.
+
+    BuildFailed for one that is not followed, which the reason does not quote.
+    """
+    try:
+        there = check_image(urldefrag(urljoin(here, location)).url)
+    except ValueError:
+        what = 'what is no URL of an image, or has a user or a password'
+        raise BuildFailed('image', f'{url}: redirected to {what}, which is not followed') from None
+    if urlsplit(there).scheme == 'file':
+        raise BuildFailed('image', f'{url}: redirected to a local file, which is not followed')
+    return there

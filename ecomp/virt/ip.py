@@ -1,0 +1,90 @@
+"""The addresses of this host and of its neighbours, by iproute2's `ip`, whose answers are JSON.
+
+https://man7.org/linux/man-pages/man8/ip.8.html. pyroute2 would do it in this process, and takes 8 MiB of it for good.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from collections.abc import Iterable
+from ipaddress import IPv4Address, IPv6Address, ip_address
+from typing import Any
+
+from ecomp.errors import EcompError
+from ecomp.model.network import METADATA_ADDRESS
+
+KNOWN = {'REACHABLE', 'STALE', 'DELAY', 'PROBE', 'PERMANENT'}
+"""States of a neighbour in which the MAC is believed."""
+SECONDS = 10
+"""In which it is to answer; it asks the kernel."""
+
+
+def neighbours(macs: Iterable[str]) -> dict[str, str]:
+    """{MAC: IPv4 address} of those of these MACs that this host's ARP table has. EcompError.
+
+    libvirt 9.0's own look at the table fails ("wrong nlmsg len"), and says so of a guest without an address as well.
+    """
+    wanted = set(macs)
+    return {
+        each['lladdr']: each['dst']
+        for each in _asked('-4', 'neighbour', 'show')
+        # What a guest without DHCP gives itself is no address anybody can use.
+        if each.get('lladdr') in wanted and KNOWN & {*each['state']} and not each['dst'].startswith(('169.254.', '0.'))
+    }
+
+
+def own_addresses() -> list[IPv4Address | IPv6Address]:
+    """The addresses that this host has now, without its loopback ones. EcompError."""
+    found = {ip_address(each['local']) for each in _addresses()}
+    return sorted((each for each in found if not each.is_loopback), key=str)
+
+
+def has_metadata_address(bridge: str) -> bool:
+    """Whether the bridge itself carries 169.254.169.254. EcompError."""
+    return any(each['local'] == METADATA_ADDRESS for each in _addresses(bridge))
+
+
+def set_metadata_address(bridge: str, present: bool) -> None:
+    """Put 169.254.169.254/32 on the bridge, or take it off, if it is not so already. A missing bridge has it not.
+
+    On the network's own bridge and nowhere else: its guests can then ask no other machine. EcompError.
+    """
+    if has_metadata_address(bridge) == present:
+        return
+    if all(each['ifname'] != bridge for each in _asked('address', 'show')):
+        raise EcompError(f'the bridge {bridge} is not there: is the network started?')
+    try:
+        _run('address', 'add' if present else 'del', f'{METADATA_ADDRESS}/32', 'dev', bridge)
+    except EcompError as error:
+        verb = 'put on' if present else 'taken off'
+        raise EcompError(f'{METADATA_ADDRESS} cannot be {verb} {bridge}: {error}') from error
+
+
+def _addresses(interface: str | None = None) -> list[dict[str, Any]]:
+    """The entries of all interfaces, or of this one; none where it is not there."""
+    found = _asked('address', 'show')
+    wanted = [each for each in found if interface in (None, each['ifname'])]
+    return [entry for each in wanted for entry in each['addr_info'] if 'local' in entry]
+
+
+def _asked(*words: str) -> list[dict[str, Any]]:
+    # A namespace without any answers with nothing at all, and an interface that has just gone with an empty object.
+    return [each for each in json.loads(_run('-json', *words) or '[]') if each]
+
+
+def _run(*words: str) -> str:
+    """What `ip` prints. EcompError in its own words."""
+    program = shutil.which('ip')
+    if program is None:
+        raise EcompError('the program `ip` is not there: install iproute2')
+    try:
+        done = subprocess.run(
+            (program, *words), stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=SECONDS, check=True
+        )
+    except subprocess.TimeoutExpired as error:
+        raise EcompError(f'`ip {" ".join(words)}` does not end') from error
+    except subprocess.CalledProcessError as error:
+        raise EcompError(' '.join(error.stderr.split()) or f'`ip {" ".join(words)}` failed') from error
+    return done.stdout

@@ -1,0 +1,89 @@
+"""The host's own addresses and neighbours, asked of the kernel of a network namespace in which nobody else is."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from tests.kit.servers import environment
+
+pytestmark = pytest.mark.fast
+
+PREPARED = """
+import json, subprocess, sys
+from ecomp.errors import EcompError
+from ecomp.virt import ip
+
+def do(*words):
+    subprocess.run(('ip', *words), check=True)
+
+def failed(call, *words):
+    try:
+        call(*words)
+    except EcompError as error:
+        return str(error)
+"""
+A, B, C = '52:54:00:00:00:0a', '52:54:00:00:00:0b', '52:54:00:00:00:0c'
+
+
+def inside(program: str, **more: str) -> Any:
+    """What a program prints as JSON, in a network namespace of its own."""
+    command = ['/usr/bin/unshare', '--net', sys.executable, '-c', PREPARED + program]
+    told = {**environment(), **more}
+    done = subprocess.run(command, env=told, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_a_host_knows_its_own_addresses_without_its_loopback() -> None:
+    found = inside("""
+empty = ip.own_addresses()
+do('link', 'set', 'lo', 'up')
+do('link', 'add', 'br0', 'type', 'bridge')
+for each in ('10.9.0.1/24', '10.9.0.2/24', 'fd00::1/64'):
+    do('address', 'add', each, 'dev', 'br0')
+print(json.dumps([list(map(str, empty)), list(map(str, ip.own_addresses()))]))
+""")
+    assert found == [[], ['10.9.0.1', '10.9.0.2', 'fd00::1']]
+
+
+def test_the_metadata_address_is_put_on_a_bridge_and_taken_off() -> None:
+    found = inside("""
+do('link', 'add', 'br0', 'type', 'bridge')
+do('link', 'add', 'br1', 'type', 'bridge')
+said = [ip.has_metadata_address('br0'), ip.has_metadata_address('none')]
+for each in (True, True):
+    ip.set_metadata_address('br0', each)
+    said += [ip.has_metadata_address('br0'), ip.has_metadata_address('br1')]
+for each in (False, False):
+    ip.set_metadata_address('br0', each)
+    said += [ip.has_metadata_address('br0')]
+ip.set_metadata_address('none', False)
+print(json.dumps([said, failed(ip.set_metadata_address, 'none', True)]))
+""")
+    put_twice, taken_twice = [True, False] * 2, [False] * 2
+    missing = 'the bridge none is not there: is the network started?'
+    assert found == [[False, False, *put_twice, *taken_twice], missing]
+
+
+def test_the_neighbours_that_are_believed_and_asked_for() -> None:
+    found = inside(f"""
+do('link', 'add', 'br0', 'type', 'bridge')
+do('link', 'set', 'br0', 'up')
+for address, mac, state in (
+    ('10.9.0.5', '{A}', 'permanent'), ('10.9.0.6', '{B}', 'stale'), ('10.9.0.7', '{C}', 'failed'),
+    ('169.254.3.4', '{C}', 'permanent'), ('10.9.0.8', '52:54:00:00:00:ff', 'permanent'),
+):
+    do('neighbour', 'replace', address, 'lladdr', mac, 'dev', 'br0', 'nud', state)
+print(json.dumps([ip.neighbours(['{A}', '{B}', '{C}']), ip.neighbours([])]))
+""")
+    assert found == [{A: '10.9.0.5', B: '10.9.0.6'}, {}]
+
+
+def test_what_cannot_be_done_is_said() -> None:
+    missing = inside("print(json.dumps(failed(ip.own_addresses)))", PATH='/nowhere')
+    assert missing == 'the program `ip` is not there: install iproute2'
