@@ -29,6 +29,8 @@ from tests.kit.servers import TOP, Etcd, PlacementServer, Server, free_port, unt
 PROCESSES, THREADS = 2, 2
 """Placement's: one process a core, as docker.sh has it."""
 POSTGRES = ('postgres', 'initdb')
+ECOMPUTE = str(Path(sys.executable).parent / 'ecompute')
+"""Started cold, as it is installed: what the tests start shares its memory, and has its imports done."""
 
 
 class Use(NamedTuple):
@@ -137,8 +139,7 @@ class Computes(Server):
 
     def command(self) -> list[str]:
         """One process."""
-        fake = ['--fake', self._inventory, '--count', str(self._count)]
-        return [sys.executable, '-m', 'ecomp.compute', '--config', str(self._config), *fake]
+        return [ECOMPUTE, '--config', str(self._config), '--fake', self._inventory, '--count', str(self._count)]
 
     def environment(self) -> dict[str, str]:
         """Its throw-away state goes with it."""

@@ -1,9 +1,10 @@
 """footprint: what an idle ecompute takes, against bare Python with libvirt connected; and many in one process.
 
 The processes stand side by side for the same seconds, a round after the other; figures are medians of the rounds. PSS
-is memory, with what is shared counted in shares. The guests are pretended. Aims: at most 2 x the floor's PSS, less than
-0.3 % of a core, no etcd write but the lease's renewal (which writes no key); of many: started in 30 s, less than 10 %
-of a core.
+is memory, with what is shared counted in shares. One is a lab's, on libvirt, behind certificates and without guests:
+its own process is compared, and its workers and mdserver are said beside it. Those with guests pretend them. Aims: at
+most 2 x the floor's PSS, less than 0.3 % of a core, no etcd write but the lease's renewal (which writes no key); of
+many: started in 30 s, less than 10 % of a core.
 
     python bench/footprint.py [ROUNDS] [--quick] [--json] [--seconds 10] [--many 1000]
 """
@@ -24,7 +25,8 @@ import psutil
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from bench.cluster import Computes, Counting, Postgres
+from bench.cluster import ECOMPUTE, Computes, Counting, Postgres
+from bench.lab import Lab
 from bench.result import Result, arguments, asked, figure, paired, tell
 from tests.kit.commands import Ecompute, eschedule, write_config
 from tests.kit.servers import Etcd, until
@@ -32,10 +34,21 @@ from tests.kit.servers import Etcd, until
 ROOM = 'VCPU:100,DISK_GB:100,MEMORY_MB:12800'
 SMALL = 'resources=VCPU:1,DISK_GB:1,MEMORY_MB:64'
 GUESTS = 50
+REAL = 'on libvirt, 0 guests'
+SAID = 25.0
+"""Seconds after which it has said what it has left: with a renewal of its lease, every ten."""
 FLOOR_NAME = 'libvirt connected'
 SETTLED = 60.0
 """Seconds in which many look for the first time at what they have."""
 FLOOR = "import libvirt, time; c = libvirt.open('test:///default'); print('ready', flush=True); time.sleep(86400)"
+
+
+class Installed(Ecompute):
+    """`ecompute`, started cold (see ECOMPUTE)."""
+
+    def command(self) -> list[str]:
+        """The same without Python's own words."""
+        return [ECOMPUTE, *super().command()[3:]]
 
 
 class Use(NamedTuple):
@@ -82,20 +95,26 @@ def measure(rounds: int, seconds: float, many: int) -> Iterator[Result]:
         at_exit.callback(ended(floor))
         assert floor.stdout is not None
         assert floor.stdout.readline() == 'ready\n'
-        busy = enter(Ecompute(etcd.endpoint, placement.computes_url, ROOM))
+        busy = enter(Installed(etcd.endpoint, placement.computes_url, ROOM))
         done = eschedule(config, SMALL, '--count', str(GUESTS))
         assert done.code == 0, done
         until(lambda: len(etcd.keys('/booted/')) == GUESTS, 120, 'all have their addresses')
-        idle = enter(Ecompute(etcd.endpoint, placement.computes_url, ROOM))
-        pids = {FLOOR_NAME: floor.pid, '0 guests': idle.pid, f'{GUESTS} pretended guests': busy.pid}
-        time.sleep(seconds)
+        idle = enter(Installed(etcd.endpoint, placement.computes_url, ROOM))
+        lab = enter(Lab('bench-footprint').up())
+        real = psutil.Process(lab.ecompute)
+        pids = {FLOOR_NAME: floor.pid, '0 guests': idle.pid, f'{GUESTS} pretended guests': busy.pid, REAL: real.pid}
+        time.sleep(SAID)
         before = written(etcd)
         found = watch(pids, seconds, rounds)
         writes = written(etcd) - before
         bare = [pss for pss, *_ in found.pop(FLOOR_NAME)]
         for name, each in found.items():
             pss, shares = [one for one, *_ in each], [one for _, one, _ in each]
-            yield paired('footprint', f'{name}: memory', pss, bare, 2.0, unit='MiB')
+            counts = {}
+            if name == REAL:
+                beside = [use(each.pid).pss for each in real.children(recursive=True)]
+                counts = {'other processes': len(beside), 'MiB of theirs': round(sum(beside), 1)}
+            yield paired('footprint', f'{name}: memory', pss, bare, 2.0, unit='MiB', counts=counts)
             yield figure('footprint', f'{name}: idle', shares, 0.3, unit='% of a core')
         yield figure('footprint', f'etcd writes in {rounds * seconds:g} s', [writes], 0, unit='writes')
         if many:

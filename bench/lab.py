@@ -10,7 +10,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Self
 
 from result import QUICK, Result, arguments, asked, tell
 
@@ -26,6 +28,20 @@ class Lab:
         self.directory = Path('/var/lib/elab') / name
         self.compute_yaml = self.directory / 'hv1/compute.yaml'
 
+    @property
+    def ecompute(self) -> int:
+        """The pid of its ecompute."""
+        return int(json.loads((self.directory / 'lab.json').read_text())['processes']['hv1 ecompute']['pid'])
+
+    @contextmanager
+    def up(self) -> Iterator[Self]:
+        """Make it, and remove it."""
+        self._elab('up', '--name', self._name, '--hosts', '1', quiet=True)
+        try:
+            yield self
+        finally:
+            self._elab('down', '--name', self._name, quiet=True)
+
     def image(self, name: str) -> Path:
         """The file of an image that its web server has."""
         return self.directory / 'images' / name
@@ -38,7 +54,7 @@ class Lab:
         """Let its ecompute take far more guests than there are cores: they do nothing."""
         with self.compute_yaml.open('a') as file:
             file.write('allocation_ratios: {VCPU: 100}\n')
-        pid = json.loads((self.directory / 'lab.json').read_text())['processes']['hv1 ecompute']['pid']
+        pid = self.ecompute
         os.kill(pid, signal.SIGINT)
         while Path(f'/proc/{pid}').exists():
             time.sleep(0.05)
@@ -46,14 +62,11 @@ class Lab:
 
     def run(self, words: list[str], prepare: Callable[[], object]) -> int:
         """Make the lab, prepare it, run Python with `words --inside IMAGES_URL` on its host, and remove it."""
-        self._elab('up', '--name', self._name, '--hosts', '1', quiet=True)
-        try:
+        with self.up():
             prepare()
             images = json.loads((self.directory / 'lab.json').read_text())['images']
             again = [sys.executable, *words, '--inside', images]
             return self._elab('exec', '--name', self._name, 'hv1', *again)
-        finally:
-            self._elab('down', '--name', self._name, quiet=True)
 
     def _elab(self, *words: str, quiet: bool = False) -> int:
         out = subprocess.DEVNULL if quiet else None

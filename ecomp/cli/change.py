@@ -39,10 +39,10 @@ def _destroy(do: Context) -> int:
     deadline = Deadline(do.options.patience)
 
     def wait(word: str) -> None:
-        if not is_known(do.store, accepted[word]):
+        if not is_known(do.store, accepted[word], do.among):
             return  # it was in error, and its record was removed
         with Live() as tell:
-            wait_until_gone(do.config.etcd, accepted[word], deadline, tell)
+            wait_until_gone(do.config.etcd, accepted[word], deadline, tell, do.among)
         outcomes.tell(word, f'{accepted[word]}: gone', state=GONE)
 
     if do.options.wait is not None:
@@ -76,7 +76,7 @@ def _power(do: Context) -> int:
     def wait(word: str) -> None:
         instance = outcomes.found[word]['instance']
         with Live() as tell:
-            record = wait_for_power(do.config.etcd, instance, accepted[word], deadline, tell)
+            record = wait_for_power(do.config.etcd, instance, accepted[word], deadline, tell, do.among)
         outcomes.tell(word, f'{instance}: {record.state}', state=record.state)
 
     if do.options.wait is not None:

@@ -21,7 +21,7 @@ from ecomp.errors import EcompError, NoCapacity, OverQuota, TooFew, UnknownOutco
 from ecomp.model.choose import SPREAD
 from ecomp.model.computes import NOBODY, Computes
 from ecomp.model.image import check_image
-from ecomp.model.keys import new_uuid
+from ecomp.model.keys import new_uuid, record, request
 from ecomp.model.order import Order
 
 if TYPE_CHECKING:
@@ -118,8 +118,10 @@ def _place(do: Context, order: Order) -> int:
 
 def _waited(do: Context, begun: Sequence[Mapping[str, str | None]]) -> int:
     """Wait for what was asked for, and tell programs of it now, when all is known; the exit code."""
-    outcomes = Outcomes(do, [each['instance'] or '' for each in begun], **REACHED)
-    reach(do, outcomes, list(outcomes.found), lambda instance: instance)
+    placed = [(each['instance'] or '', each.get('compute')) for each in begun]
+    outcomes = Outcomes(do, [instance for instance, _ in placed], **REACHED)
+    among = {instance: [at(compute, instance) for at in (request, record)] for instance, compute in placed if compute}
+    reach(do, outcomes, list(outcomes.found), lambda instance: instance, among)
     if do.form != TABLE:
         ends = ({field: found[field] for field in ('state', 'address', 'error')} for found in outcomes.found.values())
         do.out.put(_as_document(do, [{**each, **end} for each, end in zip(begun, ends, strict=True)]))

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from ecomp.model.power import Power
     from ecomp.model.record import Record
     from ecomp.scheduler.looking.find import InstanceEntries
+    from ecomp.store.places import Index
 
 ADDRESSED = 'addressed'
 """The stage that is waited for if none is named."""
@@ -181,15 +182,15 @@ def _wait(do: Context) -> int:
     asked: dict[str, Power | None] = {}
 
     def instance_of(word: str) -> str:
-        instance = do.instance(word)
-        found = living(do.store, instance)
+        instance = do.instance(word, do.among)
+        found = living(do.store, instance, do.among)
         if found.is_destroying:
             raise NotFound(f'{instance}: is being destroyed')
         asked[instance] = found.request.power if found.request else None
         _say_unserved(do, [found.record])
         return instance
 
-    reach(do, outcomes, list(outcomes.found), instance_of, asked)
+    reach(do, outcomes, list(outcomes.found), instance_of, do.among, asked)
     return outcomes.end()
 
 
@@ -198,11 +199,13 @@ def reach(
     outcomes: Outcomes,
     words: Sequence[str],
     instance_of: Callable[[str], str],
+    among: Index | None,
     asked: Mapping[str, Power | None] = MappingProxyType({}),
 ) -> None:
     """Wait for the stage of each that was asked for; once there has to be an address, it is printed.
 
-    `asked` is what is asked of an instance's power, known by when `instance_of` has said which it is.
+    `among`: see find(). `asked` is what is asked of an instance's power, known by when `instance_of` has said which it
+    is.
     """
     from ecomp.scheduler.changing.wait import Deadline
 
@@ -220,7 +223,7 @@ def reach(
 
         instance = instance_of(word)
         with Live() as tell:
-            record = wait_for_stage(do.etcd, instance, stage, deadline, tell, late, asked.get(instance))
+            record = wait_for_stage(do.etcd, instance, stage, deadline, tell, late, asked.get(instance), among)
         outcomes.tell(word, instance=instance, name=record.name, state=record.state, address=record.address)
         if do.form == TABLE and record.address and STAGES.index(stage) >= STAGES.index(ADDRESSED):
             do.out.put(printable(record.address))

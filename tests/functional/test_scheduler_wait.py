@@ -16,6 +16,7 @@ from ecomp.conf import EtcdConfig
 from ecomp.errors import EcompError, NotFound, StillGoing, Unreachable
 from ecomp.model import keys
 from ecomp.model.record import ACTIVE, BUILDING, ERROR, GONE, Failure, Progress, Record, to_json
+from ecomp.scheduler.changing import whereabouts
 from ecomp.scheduler.changing.wait import WAITS_FOR, Deadline, wait_for_stage, wait_until_gone
 from ecomp.scheduler.changing.whereabouts import Whereabouts
 from ecomp.store.client import Delete, Put
@@ -178,7 +179,21 @@ def test_one_that_moves_while_etcd_is_away_is_found_again(cloud: Cloud) -> None:
     cloud.etcd.delete(request)
 
 
-def _unreachable() -> NoReturn:
+def test_of_many_each_is_looked_for_where_it_was(
+    cloud: Cloud, told: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is reached by then costs one read: nobody is followed, and no other compute is looked at."""
+    config, instance, compute = EtcdConfig((cloud.etcd.endpoint,)), new(), new()
+    started = Record(instance, compute, ACTIVE, image=IMAGE).at(ACTIVE, 't', 'started')
+    cloud.etcd.put_record(to_json(started))
+    at, nowhere = [[key(each, instance) for key in (keys.request, keys.record)] for each in (compute, new())]
+    assert wait_for_stage(config, instance, 'started', Deadline(5), told.append, among={instance: nowhere}) == started
+    for name in ('near', 'Follower'):
+        monkeypatch.setattr(whereabouts, name, _unreachable)
+    assert wait_for_stage(config, instance, 'started', Deadline(5), told.append, among={instance: at}) == started
+
+
+def _unreachable(*_: object) -> NoReturn:
     raise Unreachable('etcd is away')
 
 

@@ -18,6 +18,7 @@ from ecomp.store.client import Entry
 
 if TYPE_CHECKING:
     from ecomp.scheduler.changing.power import Acceptance
+    from ecomp.store.places import Index
 
 TICK = 1.0
 """Seconds between two updates of the live line; the instance itself is watched, not polled."""
@@ -82,12 +83,13 @@ def wait_for_stage(
     tell: Callable[[str], None],
     late: Callable[[Record], None] = lambda _: None,
     asked: Power | None = None,
+    among: Index | None = None,
 ) -> Record:
     """The record once `stage` is reached. `tell` gets what is being waited for, about once a second.
 
     `late` gets the record, if there is one, when the time is up. The stages of a boot are those of the one that goes on
     or, of a guest that is off, of the next; with an `asked` start or reboot that is not carried out, of the one that it
-    brings.
+    brings. `among`: see find().
 
     Errors: EcompError (it failed, or its cloud-init did; exit 1), NotFound (destroyed meanwhile), StillGoing (the time
     is up).
@@ -115,7 +117,7 @@ def wait_for_stage(
         on_its_way = first is not None and record is not None and is_pending(asked, first, record)
         return _power_waits_for(record) if on_its_way else waits_for(record)
 
-    record = _wait(config, instance, reached, deadline, tell, what, late=late)
+    record = _wait(config, instance, reached, deadline, tell, what, late=late, among=among)
     assert record is not None  # reached() is False for None
     return record
 
@@ -137,8 +139,10 @@ def is_pending(asked: Power | None, first: Record, now: Record) -> bool:
     return action_id(now.power) in (asked.id, action_id(first.power))
 
 
-def wait_until_gone(config: EtcdConfig, instance: str, deadline: Deadline, tell: Callable[[str], None]) -> None:
-    """Return once the instance is gone. StillGoing when the time is up: the destroy goes on."""
+def wait_until_gone(
+    config: EtcdConfig, instance: str, deadline: Deadline, tell: Callable[[str], None], among: Index | None = None
+) -> None:
+    """Return once the instance is gone. `among`: see find(). StillGoing when the time is up: the destroy goes on."""
 
     def read(entry: Entry) -> Record:
         try:
@@ -149,13 +153,19 @@ def wait_until_gone(config: EtcdConfig, instance: str, deadline: Deadline, tell:
     def reached(record: Record | None) -> bool:
         return record is not None and record.state == GONE
 
-    _wait(config, instance, reached, deadline, tell, lambda _: 'its compute to destroy it', read, ends=True)
+    what = 'its compute to destroy it'
+    _wait(config, instance, reached, deadline, tell, lambda _: what, read, ends=True, among=among)
 
 
 def wait_for_power(
-    config: EtcdConfig, instance: str, accepted: Acceptance, deadline: Deadline, tell: Callable[[str], None]
+    config: EtcdConfig,
+    instance: str,
+    accepted: Acceptance,
+    deadline: Deadline,
+    tell: Callable[[str], None],
+    among: Index | None = None,
 ) -> Record:
-    """The record once an accepted stop, start or reboot is carried out.
+    """The record once an accepted stop, start or reboot is carried out. `among`: see find().
 
     Errors: EcompError (it was to run, and does not), Conflict (another one came in its place), NotFound (destroyed
     meanwhile), StillGoing (the time is up).
@@ -174,7 +184,7 @@ def wait_for_power(
             raise EcompError(printable(f'{instance}: {record.fault or "it was started, and is off again"}'))
         return True
 
-    record = _wait(config, instance, reached, deadline, tell, _power_waits_for)
+    record = _wait(config, instance, reached, deadline, tell, _power_waits_for, among=among)
     assert record is not None  # reached() is False for None
     return record
 
@@ -194,11 +204,12 @@ def _wait(
     read: Callable[[Entry], Record] = read_record,
     ends: bool = False,
     late: Callable[[Record], None] = lambda _: None,
+    among: Index | None = None,
 ) -> Record | None:
     """`ends`: of what is nowhere the end has come."""
-    from ecomp.scheduler.changing.whereabouts import Whereabouts  # for those who wait: it follows, as etcd3 does
+    from ecomp.scheduler.changing.whereabouts import Whereabouts  # for those who wait
 
-    with Whereabouts(config, instance) as at:
+    with Whereabouts(config, instance, among) as at:
 
         def waited(record: Record | None) -> str:
             return IN_QUEUE if at.is_queued else what(record)

@@ -10,16 +10,20 @@ from ecomp.errors import Unreachable
 from ecomp.model import keys
 from ecomp.scheduler.looking.find import waiting_at
 from ecomp.store.client import Entry, Store
-from ecomp.store.places import listed, near
+from ecomp.store.places import Index, listed, near
 from ecomp.store.watch import Follower
 
 
 class Whereabouts:
-    """Follows one key: that of the record or, while it waits, that of its place in a queue."""
+    """Follows one key: that of the record or, while it waits, that of its place in a queue.
 
-    def __init__(self, config: EtcdConfig, instance: str) -> None:
+    From the second look on, or wait(): of many that are looked at one after the other most are there by then. `among`:
+    see find().
+    """
+
+    def __init__(self, config: EtcdConfig, instance: str, among: Index | None = None) -> None:
         self._config = config
-        self._instance = instance
+        self._instance, self._among = instance, among
         self._store = Store(config)
         self._changed = threading.Condition()
         self._follower: Follower | None = None
@@ -32,24 +36,26 @@ class Whereabouts:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._follow('')
+        self._end()
         self._store.close()
 
     def look(self) -> tuple[bool, Entry | None]:
         """Whether etcd has answered, and the record's entry, None where there is none (yet)."""
+        self._begin()
         with self._changed:
             state = self._looked_at = self._state
             key = self._key
         if key and state is not None:
             before, self._last = self._last, state.get(key)
             if before is not None and self._last is None:
-                self._follow(key := '')  # it is not there any more: moved, or removed
+                self._end()  # it is not there any more: moved, or removed
+                key = ''
         if not key:
             try:
                 key, self._last = self._find()
             except Unreachable:
                 return False, None
-            self._follow(key)
+            self._key = key
         is_record = self._last is not None and self._last.key.startswith(keys.INSTANCES)
         return True, self._last if is_record else None
 
@@ -65,12 +71,15 @@ class Whereabouts:
 
     def wait(self, seconds: float) -> None:
         """Until something has changed, so many seconds at most."""
+        self._begin()
         with self._changed:
             self._changed.wait_for(lambda: self._state is not self._looked_at, seconds)
 
     def _find(self) -> tuple[str, Entry | None]:
         """The key to follow, '' for none, and what is there now."""
-        at = near(self._store, self._instance)
+        at = listed(self._store, self._instance, self._among) if self._among is not None else None
+        if at is None or not at.compute:
+            at = near(self._store, self._instance)
         if at is None:
             waits = waiting_at(self._store, self._instance)
             if waits is not None:
@@ -80,15 +89,17 @@ class Whereabouts:
             return at.record.key, at.record
         return keys.record(at.compute, self._instance) if at.request is not None else '', None
 
-    def _follow(self, key: str) -> None:
+    def _begin(self) -> None:
+        if self._key and self._follower is None:
+            self._follower = Follower(self._config, [(self._key, self._on_state)])
+            self._follower.start()
+
+    def _end(self) -> None:
         if self._follower is not None:
             self._follower.stop()
             self._follower = None
         with self._changed:
-            self._key, self._state, self._looked_at = key, None, None
-        if key:
-            self._follower = Follower(self._config, [(key, self._on_state)])
-            self._follower.start()
+            self._key, self._state, self._looked_at = '', None, None
 
     def _on_state(self, state: Mapping[str, Entry]) -> None:
         with self._changed:

@@ -148,10 +148,10 @@ def requested(at: Places[Entry]) -> InstanceEntries | None:
     return InstanceEntries(_scheduled(at.request), None, at.request) if at.request is not None else None
 
 
-def is_known(store: Store, instance: str) -> bool:
-    """Whether etcd has anything of the instance, readable or not."""
+def is_known(store: Store, instance: str, among: Index | None = None) -> bool:
+    """Whether etcd has anything of the instance, readable or not. `among`: see find()."""
     try:
-        return find(store, instance) is not None
+        return find(store, instance, among) is not None
     except Unreadable:
         return True
 
