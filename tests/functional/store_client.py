@@ -26,8 +26,10 @@ def each_way_to_etcd(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyP
 
 @contextmanager
 def connected(endpoint: str, timeout: float = 5.0, light: bool = True) -> Iterator[Store]:
+    """A store; whatever becomes of etcd meanwhile, the other way never takes over."""
     store = Store(config(endpoint, timeout, light))
     try:
         yield store
+        assert store._connection._light is light, 'the other way took over'
     finally:
         store.close()

@@ -30,6 +30,8 @@ class Seen:
 
     def __exit__(self, *_: object) -> None:
         self.follower.stop()
+        connection = self.follower._store._connection
+        assert connection._light is not bool(connection.config.grpc_options), 'the other way took over'
 
     def _on_state(self, state: Mapping[str, Entry]) -> None:
         self.states.append({key: entry.value for key, entry in state.items()})
