@@ -17,8 +17,12 @@ from ecomp.store.transport import Stream, Transport, in_time, too_long
 
 LONGEST = 64 * 1024**2
 """Bytes of an answer, as with gRPC."""
-SILENT, ANSWERED = 10.0, 5.0
-"""Seconds without a word after which a member is asked whether it is there, and in which it is to say so."""
+SILENT, ANSWERED = 6.0, 3.0
+"""Seconds without a word after which a member is asked whether it is there, and in which it is to say so.
+
+etcd ends the connection of whoever asks more often than every five seconds (--grpc-keepalive-min-time). What is frozen
+is noticed in 15: the list that comes then takes its time, too.
+"""
 CODES = (
     *('OK', 'CANCELLED', 'UNKNOWN', 'INVALID_ARGUMENT', DEADLINE_EXCEEDED, 'NOT_FOUND', 'ALREADY_EXISTS'),
     *('PERMISSION_DENIED', RESOURCE_EXHAUSTED, 'FAILED_PRECONDITION', 'ABORTED', 'OUT_OF_RANGE', 'UNIMPLEMENTED'),

@@ -171,17 +171,22 @@ class Transport:
             self._failed = Failure(DEADLINE_EXCEEDED, 'not connected', unsent=True)
         except socket.gaierror as error:
             self._failed = Failure(UNAVAILABLE, f'{NO_ADDRESS} for {self.endpoint}: {error.strerror}', unsent=True)
-        except (ssl.SSLEOFError, ConnectionError) as error:
-            refused = isinstance(error, ConnectionRefusedError)
-            words = _refusal(error) if refused else HUNG_UP if self._is_secure else CLOSED
-            self._failed = Failure(UNAVAILABLE, NOT_CONNECTED + words, unsent=True)
         except Exception as error:
-            if isinstance(error, ssl.SSLCertVerificationError) and error.verify_code in _OUT_OF_DATE:
-                self._failed = Failure(UNAVAILABLE, NOT_CONNECTED + str(error), unsent=True)
-            elif isinstance(error, OSError) and error.errno in _NO_WAY:
-                self._failed = Failure(UNAVAILABLE, NOT_CONNECTED + _refusal(error), unsent=True)
-            else:  # gRPC knows more words for what TLS says, and takes names of a certificate that ssl does not
-                self._failed = NotUnderstood(str(error), unsent=True)
+            words = self._words(error)
+            # gRPC knows more words for what TLS says, and takes names of a certificate that ssl does not.
+            understood = Failure(UNAVAILABLE, NOT_CONNECTED + words, unsent=True) if words else None
+            self._failed = understood or NotUnderstood(str(error), unsent=True)
+
+    def _words(self, error: Exception) -> str:
+        """gRPC's words for why no connection came of it, '' where it may mean more than one thing."""
+        if isinstance(error, ssl.SSLCertVerificationError):
+            return str(error) if error.verify_code in _OUT_OF_DATE else ''
+        if isinstance(error, ConnectionRefusedError) or (isinstance(error, OSError) and error.errno in _NO_WAY):
+            return f'Failed to connect to remote host: {error.strerror}'
+        if isinstance(error, ssl.SSLEOFError | ConnectionError):
+            # After the handshake it may be our certificate that is not taken.
+            return CLOSED if not self._is_secure else '' if isinstance(self._socket, ssl.SSLSocket) else HUNG_UP
+        return ''
 
     def _connect(self) -> None:
         until = time.monotonic() + 2 * self._config.timeout
@@ -295,10 +300,6 @@ def in_time(until: float) -> None:
     """TimeoutError once it is too late: who never stops sending, and never answers, would be read for ever."""
     if time.monotonic() >= until:
         raise TimeoutError
-
-
-def _refusal(error: OSError) -> str:
-    return f'Failed to connect to remote host: {error.strerror}'
 
 
 def _check(path: Path | None) -> None:

@@ -20,12 +20,12 @@ from ecomp.store.client import Store
 from tests.functional.cloud import Cloud
 from tests.functional.guest import COMPUTE, MakeSpec
 from tests.functional.libvirt_host import LibvirtHost, libvirt_host, missing
-from tests.functional.store_client import connected
 from tests.kit.image_server import Web, serving
 from tests.kit.images import MIB
 from tests.kit.in_process import InProcess, empty, start
 from tests.kit.proxy import Proxy
 from tests.kit.servers import Etcd, PlacementServer
+from tests.kit.store_client import connected
 
 if TYPE_CHECKING:
     from ecomp.virt.libvirt_host import Libvirt

@@ -15,8 +15,8 @@ from ecomp.errors import Conflict, NoSpace, Unreachable
 from ecomp.store.client import RENEWED, Delete, Put, Store, Unchanged
 from ecomp.store.lease import Lease
 from ecomp.store.presence import SECONDS, Presence
-from tests.functional.store_client import connected
 from tests.kit.servers import PATIENCE, Etcd, until
+from tests.kit.store_client import connected
 
 
 def presence(store: Store, key: str, token: str, lost: list[str] | None = None) -> Presence:

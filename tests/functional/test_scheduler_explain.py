@@ -16,9 +16,9 @@ from ecomp.placement.allocations import candidates
 from ecomp.placement.room import SHARES
 from ecomp.scheduler.placing.explain import reasons
 from ecomp.store.client import Store
-from tests.functional.store_client import connected
 from tests.kit.in_process import InProcess, put
 from tests.kit.servers import Etcd
+from tests.kit.store_client import connected
 
 GUEST = 'resources=VCPU:1,MEMORY_MB:256,DISK_GB:1'
 AVX2 = 'HW_CPU_X86_AVX2'

@@ -17,9 +17,9 @@ import pytest
 from ecomp.conf import EtcdConfig
 from ecomp.errors import EcompError, UnknownOutcome, Unreachable
 from ecomp.store.client import Delete, Entry, Exists, Put, Store, Unchanged
-from tests.functional.store_client import BY_ETCD3, connected
 from tests.kit.proxy import Proxy
 from tests.kit.servers import PATIENCE, Etcd, free_port, until
+from tests.kit.store_client import BY_ETCD3, connected
 
 pytestmark = pytest.mark.fast
 

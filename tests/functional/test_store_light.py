@@ -18,8 +18,8 @@ from ecomp.conf import EtcdConfig
 from ecomp.errors import EcompError, UnknownOutcome, Unreachable
 from ecomp.store.by_etcd3 import etcdrpc
 from ecomp.store.client import Delete, Put, Store, Unchanged
-from tests.functional.store_client import connected
 from tests.kit.servers import Etcd
+from tests.kit.store_client import connected
 
 pytestmark = pytest.mark.fast
 

@@ -10,10 +10,10 @@ import pytest
 from ecomp.errors import EcompError
 from ecomp.store.client import Delete, Entry, Put, Store
 from ecomp.store.watch import Follower
-from tests.functional.store_client import config
-from tests.functional.store_client import each_way_to_etcd as each_way_to_etcd
 from tests.kit.proxy import Proxy
 from tests.kit.servers import Etcd, until
+from tests.kit.store_client import config
+from tests.kit.store_client import each_way_to_etcd as each_way_to_etcd
 
 
 class Hearing:

@@ -10,13 +10,13 @@ from collections.abc import Iterator
 import pytest
 
 from ecomp.store.client import Put
-from tests.functional.store_client import connected
 from tests.kit.commands import Control
 from tests.kit.ending import Kept
 from tests.kit.history import Change
 from tests.kit.journal import JOURNAL, own
 from tests.kit.judging import is_broken
 from tests.kit.servers import Etcd, PlacementServer, b64
+from tests.kit.store_client import connected
 from tests.kit.story import SMALL, place, reached
 from tests.kit.witness import Compacted, Revisions, judged
 

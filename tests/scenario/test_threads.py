@@ -16,10 +16,10 @@ from tests.kit.tuned import patched
 
 ALWAYS = frozenset({
     *('turns', 'planner_N', 'build_N', 'task_N', 'minute_N', 'presence', 'audits_N', 'follow /hosts/'),
-    *('follow /audit/', 'known etcd', 'etcd', 'Thread-N'),
+    *('follow /audit/', 'known etcd', 'etcd'),
 })
 """Those that every ecompute has that carries something out."""
-WITH_LIBVIRT = frozenset({'libvirt-events', 'libvirt-open', 'libvirt-reopen', 'to a worker', 'scrub'})
+WITH_LIBVIRT = frozenset({'libvirt-events', 'libvirt-open', 'libvirt-reopen', 'to a worker', 'scrub', 'Thread-N'})
 
 
 STARTS = ('Thread', 'ThreadPoolExecutor')
