@@ -1,10 +1,10 @@
 """footprint: what an idle ecompute takes, against bare Python with libvirt connected; and many in one process.
 
-The processes stand side by side for the same seconds, a round after the other; figures are medians of the rounds. PSS
-is memory, with what is shared counted in shares. One is a lab's, on libvirt, behind certificates and without guests:
-its own process is compared, and its workers and mdserver are said beside it. Those with guests pretend them. Aims: at
-most 2 x the floor's PSS, less than 0.3 % of a core, no etcd write but the lease's renewal (which writes no key); of
-many: started in 30 s, less than 10 % of a core.
+One process after the other is watched, for as many rounds; figures are medians of the rounds. PSS is memory, with what
+is shared counted in shares: side by side each would have a part of the other's libraries. One is a lab's, on libvirt,
+behind certificates and without guests: its own process is compared, and its workers and mdserver are said beside it.
+Those with guests pretend them. Aims: at most 2 x the floor's PSS, less than 0.3 % of a core, no etcd write but the
+lease's renewal (which writes no key); of many: started in 30 s, less than 10 % of a core.
 
     python bench/footprint.py [ROUNDS] [--quick] [--json] [--seconds 10] [--many 1000]
 """
@@ -15,10 +15,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from statistics import median
+from types import MappingProxyType
 from typing import NamedTuple
 
 import psutil
@@ -34,10 +35,8 @@ from tests.kit.servers import Etcd, until
 ROOM = 'VCPU:100,DISK_GB:100,MEMORY_MB:12800'
 SMALL = 'resources=VCPU:1,DISK_GB:1,MEMORY_MB:64'
 GUESTS = 50
-REAL = 'on libvirt, 0 guests'
 SAID = 25.0
 """Seconds after which it has said what it has left: with a renewal of its lease, every ten."""
-FLOOR_NAME = 'libvirt connected'
 SETTLED = 60.0
 """Seconds in which many look for the first time at what they have."""
 FLOOR = "import libvirt, time; c = libvirt.open('test:///default'); print('ready', flush=True); time.sleep(86400)"
@@ -66,17 +65,25 @@ def use(pid: int) -> Use:
     return Use(process.memory_full_info().pss / 2**20, times.user + times.system, process.num_threads())
 
 
-def watch(pids: dict[str, int], seconds: float, rounds: int) -> dict[str, list[tuple[float, float, int]]]:
-    """(PSS, percent of a core, threads) of each in each round."""
-    found: dict[str, list[tuple[float, float, int]]] = {name: [] for name in pids}
+class Watched(NamedTuple):
+    """Of a process in the rounds: MiB of PSS, percent of a core, threads at most."""
+
+    pss: list[float]
+    shares: list[float]
+    threads: int
+
+
+def watch(pid: int, seconds: float, rounds: int) -> Watched:
+    """Look at it for so many rounds of so many seconds."""
+    pss, shares, threads = [], [], 0
     for _ in range(rounds):
-        began, before = time.monotonic(), {name: use(pid) for name, pid in pids.items()}
+        began, before = time.monotonic(), use(pid)
         time.sleep(seconds)
-        for name, pid in pids.items():
-            after = use(pid)
-            share = 100 * (after.processor - before[name].processor) / (time.monotonic() - began)
-            found[name].append((after.pss, share, after.threads))
-    return found
+        after = use(pid)
+        shares.append(100 * (after.processor - before.processor) / (time.monotonic() - began))
+        pss.append(after.pss)
+        threads = max(threads, after.threads)
+    return Watched(pss, shares, threads)
 
 
 def written(etcd: Etcd) -> int:
@@ -91,32 +98,30 @@ def measure(rounds: int, seconds: float, many: int) -> Iterator[Result]:
         directory = Path(enter(tempfile.TemporaryDirectory(prefix='ecomp-bench-')))
         etcd, placement = enter(Etcd()), enter(Counting(enter(Postgres()).url))
         config = write_config(directory / 'schedule.yaml', etcd.endpoint, placement.url)
-        floor = subprocess.Popen([sys.executable, '-c', FLOOR], stdout=subprocess.PIPE, text=True)
-        at_exit.callback(ended(floor))
-        assert floor.stdout is not None
-        assert floor.stdout.readline() == 'ready\n'
-        busy = enter(Installed(etcd.endpoint, placement.computes_url, ROOM))
-        done = eschedule(config, SMALL, '--count', str(GUESTS))
-        assert done.code == 0, done
-        until(lambda: len(etcd.keys('/booted/')) == GUESTS, 120, 'all have their addresses')
-        idle = enter(Installed(etcd.endpoint, placement.computes_url, ROOM))
-        lab = enter(Lab('bench-footprint').up())
-        real = psutil.Process(lab.ecompute)
-        pids = {FLOOR_NAME: floor.pid, '0 guests': idle.pid, f'{GUESTS} pretended guests': busy.pid, REAL: real.pid}
-        time.sleep(SAID)
-        before = written(etcd)
-        found = watch(pids, seconds, rounds)
-        writes = written(etcd) - before
-        bare = [pss for pss, *_ in found.pop(FLOOR_NAME)]
-        for name, each in found.items():
-            pss, shares = [one for one, *_ in each], [one for _, one, _ in each]
-            counts = {}
-            if name == REAL:
-                beside = [use(each.pid).pss for each in real.children(recursive=True)]
-                counts = {'other processes': len(beside), 'MiB of theirs': round(sum(beside), 1)}
-            yield paired('footprint', f'{name}: memory', pss, bare, 2.0, unit='MiB', counts=counts)
-            yield figure('footprint', f'{name}: idle', shares, 0.3, unit='% of a core')
-        yield figure('footprint', f'etcd writes in {rounds * seconds:g} s', [writes], 0, unit='writes')
+        with bare_python() as floor:
+            bare = watch(floor, seconds, rounds).pss
+
+        def told(name: str, pid: int, counts: Mapping[str, float] = MappingProxyType({})) -> Iterator[Result]:
+            found = watch(pid, seconds, rounds)
+            yield paired('footprint', f'{name}: memory', found.pss, bare, 2.0, unit='MiB', counts=counts)
+            yield figure('footprint', f'{name}: idle', found.shares, 0.3, unit='% of a core')
+
+        with Installed(etcd.endpoint, placement.computes_url, ROOM) as compute:
+            time.sleep(SAID)
+            yield from told('0 guests', compute.pid)
+            done = eschedule(config, SMALL, '--count', str(GUESTS))
+            assert done.code == 0, done
+            until(lambda: len(etcd.keys('/booted/')) == GUESTS, 120, 'all have their addresses')
+            time.sleep(SAID)
+            before = written(etcd)
+            yield from told(f'{GUESTS} pretended guests', compute.pid)
+            writes = written(etcd) - before
+            yield figure('footprint', f'etcd writes in {rounds * seconds:g} s', [writes], 0, unit='writes')
+        with Lab('bench-footprint').up() as lab:
+            time.sleep(SAID)
+            beside = [use(each.pid).pss for each in psutil.Process(lab.ecompute).children(recursive=True)]
+            counts = {'other processes of it': len(beside), 'MiB of theirs': round(sum(beside), 1)}
+            yield from told('on libvirt, 0 guests', lab.ecompute, counts)
         if many:
             settings = write_config(directory / 'compute.yaml', etcd.endpoint, placement.computes_url, queues=True)
             began = time.monotonic()
@@ -124,22 +129,24 @@ def measure(rounds: int, seconds: float, many: int) -> Iterator[Result]:
             yield figure('footprint', f'{many:,} with queues: start', [time.monotonic() - began], 30.0)
             time.sleep(SETTLED)
             before, calls = written(etcd), placement.counts()['computes']
-            each = watch({'': process.pid}, seconds, rounds)['']
+            found = watch(process.pid, seconds, rounds)
             more = sum(number - calls[name] for name, number in placement.counts()['computes'].items())
-            counts = {'threads': max(one for *_, one in each), 'MiB': median(one for one, *_ in each)}
+            counts = {'threads': found.threads, 'MiB': round(median(found.pss), 1)}
             counts |= {'etcd writes': written(etcd) - before, 'calls of placement': more}
-            shares = [one for _, one, _ in each]
-            yield figure('footprint', f'{many:,} with queues: idle', shares, 10.0, unit='% of a core', counts=counts)
+            idle = f'{many:,} with queues: idle'
+            yield figure('footprint', idle, found.shares, 10.0, unit='% of a core', counts=counts)
 
 
-def ended(process: subprocess.Popen[str]) -> Callable[[], None]:
-    """What ends it."""
-
-    def end() -> None:
-        process.kill()
-        process.wait()
-
-    return end
+@contextmanager
+def bare_python() -> Iterator[int]:
+    """The pid of the floor's process."""
+    with subprocess.Popen([sys.executable, '-c', FLOOR], stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == 'ready\n'
+            yield process.pid
+        finally:
+            process.kill()
 
 
 def main() -> None:
