@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ecomp.conf import EtcdConfig
 from ecomp.errors import UnknownOutcome, Unreachable
 from ecomp.model import keys
-from ecomp.store.connection import Connection, Watch
+from ecomp.store.connection import Connection
 from ecomp.store.messages import (
     EQUAL,
     GREATER,
@@ -39,6 +39,7 @@ from ecomp.store.reasons import NOT_FOUND, Failure
 
 if TYPE_CHECKING:
     from ecomp.model.cluster import Header
+    from ecomp.store.connection import Watch
     from ecomp.store.guard import Guard
 
 RENEWED = 1.0

@@ -11,7 +11,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from ecomp.conf import EtcdConfig
 from ecomp.errors import Denied, EcompError, NoSpace, Unreachable, UsageError
@@ -20,21 +20,23 @@ from ecomp.store.messages import Request, WatchCreate
 from ecomp.store.pages import TooLong
 from ecomp.store.reasons import Failure, NotUnderstood
 
+if TYPE_CHECKING:  # a Protocol takes as long to make as three classes, and each command would wait for it
+
+    class Watch(Protocol):
+        """The answers to watches that are asked for on one stream, as they come; for one loop over them.
+
+        It ends where etcd ends the stream. Failure: its time is over (DEADLINE_EXCEEDED, and it was sent), or it broke.
+        """
+
+        def __iter__(self) -> Iterator[Any]:
+            """WatchResponse, https://etcd.io/docs/v3.4/learning/api/#watch-streams."""
+
+        def cancel(self) -> None:
+            """End it, from any thread."""
+
+
 SHORTEST = 0.2
 """Seconds between two tries while etcd takes nothing for a moment, and the least a call is given."""
-
-
-class Watch(Protocol):
-    """The answers to watches that are asked for on one stream, as they come; for one loop over them.
-
-    It ends where etcd ends the stream. Failure: its time is over (DEADLINE_EXCEEDED, and it was sent), or it broke.
-    """
-
-    def __iter__(self) -> Iterator[Any]:
-        """WatchResponse, https://etcd.io/docs/v3.4/learning/api/#watch-streams."""
-
-    def cancel(self) -> None:
-        """End it, from any thread."""
 
 
 class Connection:

@@ -13,16 +13,18 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from itertools import groupby
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ecomp.conf import EtcdConfig
 from ecomp.errors import EcompError, Unreachable
 from ecomp.model.backoff import Backoff
 from ecomp.model.events import Change
 from ecomp.store.client import Store, after
-from ecomp.store.connection import Watch
 from ecomp.store.messages import DELETED, WatchCreate
 from ecomp.store.reasons import DEADLINE_EXCEEDED, Failure
+
+if TYPE_CHECKING:
+    from ecomp.store.connection import Watch
 
 PREFIX = b'/'
 """Before every key of ours. Others' keys are not asked for: a role of etcd's would refuse that."""

@@ -11,7 +11,7 @@ import logging
 import random
 import threading
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ecomp.conf import EtcdConfig
 from ecomp.errors import EcompError, StrangeEtcd
@@ -19,10 +19,12 @@ from ecomp.model.backoff import Backoff
 from ecomp.model.json_object import VALUE_LIMIT
 from ecomp.store.cache import MOST, Cache
 from ecomp.store.client import Entry, Store, after, header_of
-from ecomp.store.connection import Watch
 from ecomp.store.guard import Guard
 from ecomp.store.messages import DELETED, WatchCreate
 from ecomp.store.reasons import DEADLINE_EXCEEDED, Failure
+
+if TYPE_CHECKING:
+    from ecomp.store.connection import Watch
 
 log = logging.getLogger(__name__)
 
