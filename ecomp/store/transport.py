@@ -57,6 +57,16 @@ class _Http2(H2Connection):
     # ten megabytes.
     MAX_CLOSED_STREAMS = 256
 
+    def __init__(self) -> None:
+        super().__init__(H2Configuration(validate_outbound_headers=False, normalize_outbound_headers=False))
+        self.ends = False
+
+    def _receive_goaway_frame(self, frame: Any) -> Any:
+        # h2 takes the connection for closed at once. What else a member says that ends in peace, a ping, is an error
+        # then, and what came with the same bytes is never told.
+        self.ends = True
+        return super()._receive_goaway_frame(frame)
+
 
 class Transport:
     """One connection to one endpoint, begun at once. OSError for a certificate that cannot be read, or is empty.
@@ -71,7 +81,7 @@ class Transport:
         for path in (config.ca_cert, config.cert_cert, config.cert_key):
             _check(path)
         self._turn = threading.Lock()
-        self.http = _Http2(H2Configuration(validate_outbound_headers=False, normalize_outbound_headers=False))
+        self.http = _Http2()
         self._failed: Failure | NotUnderstood | None = None
         self._maker = threading.Thread(target=self._make, name='etcd', daemon=True)
         self._maker.start()
@@ -101,7 +111,8 @@ class Transport:
         except OSError as error:
             raise self._broken(Failure(UNAVAILABLE, CLOSED)) from error
         except H2Error as error:
-            raise self._broken(NotUnderstood(f'no HTTP/2: {error}')) from error
+            ended = Failure(UNAVAILABLE, CLOSED) if self.http.ends else None
+            raise self._broken(ended or NotUnderstood(f'no HTTP/2: {error}')) from error
         finally:
             self._turn.release()
 
@@ -179,6 +190,8 @@ class Transport:
 
     def _words(self, error: Exception) -> str:
         """gRPC's words for why no connection came of it, '' where it may mean more than one thing."""
+        if self.http.ends:
+            return CLOSED
         if isinstance(error, ssl.SSLCertVerificationError):
             return str(error) if error.verify_code in _OUT_OF_DATE else ''
         if isinstance(error, ConnectionRefusedError) or (isinstance(error, OSError) and error.errno in _NO_WAY):

@@ -27,11 +27,12 @@ def neighbours(macs: Iterable[str]) -> dict[str, str]:
     libvirt 9.0's own look at the table fails ("wrong nlmsg len"), and says so of a guest without an address as well.
     """
     wanted = set(macs)
+    believed = [each for each in _asked('-4', 'neighbour', 'show') if KNOWN & {*each.get('state', ())}]
     return {
         each['lladdr']: each['dst']
-        for each in _asked('-4', 'neighbour', 'show')
+        for each in believed
         # What a guest without DHCP gives itself is no address anybody can use.
-        if each.get('lladdr') in wanted and KNOWN & {*each['state']} and not each['dst'].startswith(('169.254.', '0.'))
+        if each.get('lladdr') in wanted and not each['dst'].startswith(('169.254.', '0.'))
     }
 
 

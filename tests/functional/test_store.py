@@ -226,6 +226,34 @@ def test_a_client_outlives_a_killed_etcd(own_etcd: Etcd, light: bool) -> None:
         until(answers, 10, 'the same client reads from the new etcd')
 
 
+def test_a_client_outlives_an_etcd_that_ends_in_peace(own_etcd: Etcd, light: bool) -> None:
+    """Whatever it is being asked then: each read is answered, or nobody is there."""
+    with connected(own_etcd.endpoint, light=light) as store:
+        store.commit([], [Put('/x', 'kept')])
+        over = threading.Event()
+        wrong: list[object] = []
+
+        def read() -> None:
+            while not over.is_set():
+                try:
+                    entry = store.get('/x')
+                    wrong.extend([entry] if entry is None or entry.value != b'kept' else [])
+                except Unreachable:
+                    over.wait(0.1)
+                except Exception as error:
+                    wrong.append(error)
+
+        thread = threading.Thread(target=read)
+        thread.start()
+        for _ in range(3):
+            own_etcd.stop()
+            own_etcd.start()
+        until(lambda: store.get('/x'), 10, 'it is read again')
+        over.set()
+        thread.join()
+        assert wrong == []
+
+
 def test_one_of_several_endpoints_will_do(etcd: Etcd, prefix: str, light: bool) -> None:
     dead = f'127.0.0.1:{free_port()}'
     for endpoints in ((dead, etcd.endpoint), (etcd.endpoint, dead), ('no-such-host.invalid:1', etcd.endpoint)):

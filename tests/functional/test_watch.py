@@ -110,6 +110,16 @@ def test_a_killed_etcd_is_followed_again_and_said_once(own_etcd: Etcd, caplog: p
             assert share < 0.05
 
 
+def test_an_etcd_that_ends_in_peace_is_followed_again(own_etcd: Etcd) -> None:
+    """It says so before it hangs up, and what it says then is no reason to ask it otherwise from then on."""
+    with Seen(own_etcd.endpoint, '/t/') as seen:
+        for value in ('1', '2', '3'):
+            own_etcd.put('/t/a', value)
+            seen.sees('a change', {'/t/a': value.encode()})
+            own_etcd.stop()
+            own_etcd.start()
+
+
 def test_a_frozen_etcd_is_noticed_and_followed_again(own_etcd: Etcd, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, 'ecomp.store.watch')
     with Seen(own_etcd.endpoint, '/t/') as seen:
