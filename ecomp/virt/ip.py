@@ -13,6 +13,7 @@ from ipaddress import IPv4Address, IPv6Address, ip_address
 from typing import Any
 
 from ecomp.errors import EcompError
+from ecomp.files import search_path
 from ecomp.model.network import METADATA_ADDRESS
 
 KNOWN = {'REACHABLE', 'STALE', 'DELAY', 'PROBE', 'PERMANENT'}
@@ -77,7 +78,7 @@ def _asked(*words: str) -> list[dict[str, Any]]:
 
 def _run(*words: str) -> str:
     """What `ip` prints. EcompError in its own words."""
-    program = shutil.which('ip')
+    program = shutil.which('ip', path=search_path())
     if program is None:
         raise EcompError('the program `ip` is not there: install iproute2')
     try:
