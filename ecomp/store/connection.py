@@ -95,15 +95,29 @@ class Connection:
                     raise self.translated(error, sent, about, repeatable) from error
 
     def ask_once(self, request: Request) -> Any:
-        """What the present member answers. Failure, and then it is left for the next one."""
+        """What the present member answers or, where that hung up before it was asked, the next one.
+
+        Failure, and then it is left for the one after.
+        """
         client = self.client
+        try:
+            return self._called(client, request)
+        except Failure as error:
+            self.move_on(client)
+            if error.code != reasons.UNAVAILABLE or not reasons.was_not_sent(error):
+                raise
+        client = self.client
+        try:
+            return self._called(client, request)
+        except Failure:
+            self.move_on(client)
+            raise
+
+    def _called(self, client: Any, request: Request) -> Any:
         try:
             return client.call(request, self.config.timeout)
         except NotUnderstood:
             return self.use_etcd3(client).call(request, self.config.timeout)
-        except Failure:
-            self.move_on(client)
-            raise
 
     def watch(self, wanted: Sequence[WatchCreate], seconds: float) -> Watch:
         """What the present member answers to these, for so many seconds at most."""

@@ -226,6 +226,17 @@ def test_a_client_outlives_a_killed_etcd(own_etcd: Etcd, light: bool) -> None:
         until(answers, 10, 'the same client reads from the new etcd')
 
 
+def test_a_lease_is_revoked_over_a_connection_that_ended_meanwhile(own_etcd: Etcd, light: bool) -> None:
+    with connected(own_etcd.endpoint, light=light) as store:
+        lease = store.grant(60)
+        assert store.commit([], [Put('/x', 'leased', lease)])
+        own_etcd.kill()
+        own_etcd.start()
+        until(lambda: own_etcd.get('/x'), 10, 'it is there again')
+        store.revoke(lease)
+        assert own_etcd.get('/x') is None
+
+
 def test_a_client_outlives_an_etcd_that_ends_in_peace(own_etcd: Etcd, light: bool) -> None:
     """Whatever it is being asked then: each read is answered, or nobody is there."""
     with connected(own_etcd.endpoint, light=light) as store:
