@@ -17,7 +17,7 @@ from ecomp.store.transport import Stream, Transport, in_time, too_long
 
 LONGEST = 64 * 1024**2
 """Bytes of an answer, as with gRPC."""
-SILENT, ANSWERED = 6.0, 3.0
+SILENT, ANSWERED = 5.5, 2.5
 """Seconds without a word after which a member is asked whether it is there, and in which it is to say so.
 
 etcd ends the connection of whoever asks more often than every five seconds (--grpc-keepalive-min-time). What is frozen
