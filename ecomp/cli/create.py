@@ -18,10 +18,11 @@ from ecomp.cli.size import LARGE, is_large, remember
 from ecomp.cli.terminal import now
 from ecomp.cli.words import planned, query_and_image
 from ecomp.errors import EcompError, NoCapacity, OverQuota, TooFew, UnknownOutcome, UsageError
+from ecomp.model import keys
 from ecomp.model.choose import SPREAD
 from ecomp.model.computes import NOBODY, Computes
 from ecomp.model.image import check_image
-from ecomp.model.keys import new_uuid, record, request
+from ecomp.model.keys import new_uuid
 from ecomp.model.order import Order
 
 if TYPE_CHECKING:
@@ -120,7 +121,8 @@ def _waited(do: Context, begun: Sequence[Mapping[str, str | None]]) -> int:
     """Wait for what was asked for, and tell programs of it now, when all is known; the exit code."""
     placed = [(each['instance'] or '', each.get('compute')) for each in begun]
     outcomes = Outcomes(do, [instance for instance, _ in placed], **REACHED)
-    among = {instance: [at(compute, instance) for at in (request, record)] for instance, compute in placed if compute}
+    both = keys.request, keys.record
+    among = {instance: [at(compute, instance) for at in both] for instance, compute in placed if compute}
     reach(do, outcomes, list(outcomes.found), lambda instance: instance, among)
     if do.form != TABLE:
         ends = ({field: found[field] for field in ('state', 'address', 'error')} for found in outcomes.found.values())

@@ -74,8 +74,7 @@ class Placement:
         limits: AnswerLimits = LIMITS,
         slow: Callable[[str, float], None] | None = None,
     ) -> None:
-        """`slow`, if given, is told, from a thread, of an answer that takes longer than SLOW seconds: name, seconds.
-        """
+        """`slow`, if given, is told, from a thread, of an answer that takes longer than SLOW seconds: name, seconds."""
         config = where if isinstance(where, PlacementConfig) else PlacementConfig(where)
         self._words = Words(config.endpoint, config.token_file, (timeout[1], limits.seconds))
         self.endpoint, self.name = self._words.endpoint, self._words.name

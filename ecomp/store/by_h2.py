@@ -90,14 +90,16 @@ class Watch:
         try:
             with self._transport.turn(began + self._timeout):
                 stream = Stream(self._transport, _headers(self._transport, path, until), LONGEST)
+                for each in self._wanted:
+                    # The stream stays open on our side: etcd would end it with us.
+                    stream.send(_framed(each.to_bytes()), began + self._timeout, ends=False)
                 try:
-                    for each in self._wanted:
-                        # The stream stays open on our side: etcd would end it with us.
-                        stream.send(_framed(each.to_bytes()), began + self._timeout, ends=False)
                     while not stream.is_over:
                         self._receive(stream, until)
                         while (message := _taken(stream.body)) is not None:
                             yield _read(name, message)
+                except TimeoutError:
+                    raise Failure(DEADLINE_EXCEEDED, 'its time is over') from None
                 finally:
                     if not stream.is_over:
                         stream.reset()
@@ -111,18 +113,19 @@ class Watch:
             self._transport.cut()
 
     def _receive(self, stream: Stream, until: float) -> None:
-        """Take what comes next. A member that is not there any more is found out: nothing else would tell."""
-        now = time.monotonic()
-        for wait, ask in ((SILENT, True), (ANSWERED, False)):
+        """Take what comes next; TimeoutError once it is too late.
+
+        A member that is not there any more is found out: nothing else would tell.
+        """
+        in_time(until)
+        for wait, asks in ((SILENT, True), (ANSWERED, False)):
             try:
-                stream.receive(min(now + wait, until))
+                stream.receive(min(time.monotonic() + wait, until))
                 return
             except TimeoutError:
-                now = time.monotonic()
-                if now >= until:
-                    raise Failure(DEADLINE_EXCEEDED, 'its time is over') from None
-            if ask:
-                self._transport.ping(now + ANSWERED)
+                in_time(until)
+            if asks:
+                self._transport.ping(time.monotonic() + ANSWERED)
         raise ConnectionError('it does not answer')
 
 

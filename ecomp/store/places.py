@@ -25,8 +25,13 @@ def places(store: Store, instance: str) -> Places[Entry]:
     return near(store, instance) or listed(store, instance)
 
 
-def near(store: Store, instance: str) -> Places[Entry] | None:
-    """Find the instance's keys among the living computes' alone; None if none of these has it."""
+def near(store: Store, instance: str, among: Index | None = None) -> Places[Entry] | None:
+    """Find the instance's keys where they were, or among the living computes'; None if none of these has it.
+
+    `among`: an index made before this, None for none.
+    """
+    if among is not None and (at := listed(store, instance, among)).compute:
+        return at
     there = store.snapshot(keys.COMPUTES, keys_only=True).entries
     alive = {keys.last(key) for key, each in there.items() if each.lease and keys.is_uuid(keys.last(key))}
     both = [key for each in sorted(alive) for key in (keys.request(each, instance), keys.record(each, instance))]

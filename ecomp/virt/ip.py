@@ -58,7 +58,8 @@ def set_metadata_address(bridge: str, present: bool) -> None:
     if all(each['ifname'] != bridge for each in _asked('address', 'show')):
         raise EcompError(f'the bridge {bridge} is not there: is the network started?')
     try:
-        _run('address', 'add' if present else 'del', f'{METADATA_ADDRESS}/32', 'dev', bridge)
+        # Not add: mdserver's unit may put it there at this moment.
+        _run('address', 'replace' if present else 'del', f'{METADATA_ADDRESS}/32', 'dev', bridge)
     except EcompError as error:
         verb = 'put on' if present else 'taken off'
         raise EcompError(f'{METADATA_ADDRESS} cannot be {verb} {bridge}: {error}') from error

@@ -19,7 +19,7 @@ from ecomp.model.record import ACTIVE, BUILDING, ERROR, GONE, Failure, Progress,
 from ecomp.scheduler.changing import whereabouts
 from ecomp.scheduler.changing.wait import WAITS_FOR, Deadline, wait_for_stage, wait_until_gone
 from ecomp.scheduler.changing.whereabouts import Whereabouts
-from ecomp.store.client import Delete, Put
+from ecomp.store.client import Delete, Put, Store
 from tests.functional.cloud import IMAGE, Cloud, new
 from tests.kit.servers import PATIENCE, free_port, until
 
@@ -188,8 +188,8 @@ def test_of_many_each_is_looked_for_where_it_was(
     cloud.etcd.put_record(to_json(started))
     at, nowhere = [[key(each, instance) for key in (keys.request, keys.record)] for each in (compute, new())]
     assert wait_for_stage(config, instance, 'started', Deadline(5), told.append, among={instance: nowhere}) == started
-    for name in ('near', 'Follower'):
-        monkeypatch.setattr(whereabouts, name, _unreachable)
+    monkeypatch.setattr(Store, 'snapshot', _unreachable)
+    monkeypatch.setattr(whereabouts, 'Follower', _unreachable)
     assert wait_for_stage(config, instance, 'started', Deadline(5), told.append, among={instance: at}) == started
 
 

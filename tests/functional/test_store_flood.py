@@ -14,7 +14,10 @@ from h2.connection import H2Connection
 
 from ecomp.conf import EtcdConfig
 from ecomp.errors import Unreachable
+from ecomp.store.by_h2 import Member
 from ecomp.store.client import Store
+from ecomp.store.messages import WatchCreate
+from ecomp.store.reasons import DEADLINE_EXCEEDED, UNAVAILABLE, Failure
 from tests.kit.servers import PATIENCE
 
 SECONDS = 20
@@ -55,4 +58,16 @@ def test_who_never_stops_sending_is_no_longer_waited_for_than_who_is_silent(endp
             store.get('/x')
     finally:
         store.close()
+    assert time.monotonic() - began < SECONDS
+
+
+def test_a_watch_of_it_ends_with_its_time(endpoint: str) -> None:
+    began = time.monotonic()
+    member = Member(EtcdConfig((endpoint,), timeout=1.0), endpoint)
+    try:
+        with pytest.raises(Failure) as caught:
+            list(member.watch([WatchCreate(b'/x', b'/y', 1)], 1.0))
+    finally:
+        member.close()
+    assert caught.value.code in (DEADLINE_EXCEEDED, UNAVAILABLE)
     assert time.monotonic() - began < SECONDS

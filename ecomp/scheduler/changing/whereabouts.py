@@ -77,9 +77,7 @@ class Whereabouts:
 
     def _find(self) -> tuple[str, Entry | None]:
         """The key to follow, '' for none, and what is there now."""
-        at = listed(self._store, self._instance, self._among) if self._among is not None else None
-        if at is None or not at.compute:
-            at = near(self._store, self._instance)
+        at = near(self._store, self._instance, self._among)
         if at is None:
             waits = waiting_at(self._store, self._instance)
             if waits is not None:

@@ -123,9 +123,7 @@ def find(store: Store, instance: str, among: Index | None = None) -> InstanceEnt
 
     `among`: where instances were a moment ago, for whoever asks for many; what is not there is looked for.
     """
-    at = listed(store, instance, among) if among is not None else None
-    if at is None or not at.compute:
-        at = near(store, instance)
+    at = near(store, instance, among)
     if at is None:
         # Before the requests: what is moved meanwhile is found there.
         queue_entry = waiting_at(store, instance)
