@@ -26,7 +26,7 @@ class Guard:
 
     @property
     def known(self) -> KnownCluster:
-        """What has been seen so far: take it before a request is sent, and check() the reply with it."""
+        """What has been seen so far: take it before a request is sent, and look at the reply with it."""
         return self._known
 
     def when_strange(self, tell: Callable[[str], None]) -> None:
@@ -51,9 +51,9 @@ class Guard:
         with self._lock:
             self._learn(self._known.with_header(header))
 
-    def observe(self, header: Header) -> bool:
-        """Look at any other reply; False if it is older than what we have: of a member that lags, or worse."""
-        if cluster.unfamiliar(self._known, header) is not None:
+    def observe(self, before: KnownCluster, header: Header) -> bool:
+        """Look at any other reply; False if it is older than `before`: of a member that lags, or worse."""
+        if cluster.unfamiliar(before, header) is not None:
             return False
         with self._lock:
             self._learn(self._known.with_header(header))

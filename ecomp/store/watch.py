@@ -18,12 +18,13 @@ from ecomp.errors import EcompError, StrangeEtcd
 from ecomp.model.backoff import Backoff
 from ecomp.model.json_object import VALUE_LIMIT
 from ecomp.store.cache import MOST, Cache
-from ecomp.store.client import Entry, Store, after, header_of
+from ecomp.store.client import Entry, Store, after, entry_of, header_of
 from ecomp.store.guard import Guard
 from ecomp.store.messages import DELETED, WatchCreate
 from ecomp.store.reasons import DEADLINE_EXCEEDED, Failure
 
 if TYPE_CHECKING:
+    from ecomp.model.cluster import KnownCluster
     from ecomp.store.connection import Watch
 
 log = logging.getLogger(__name__)
@@ -98,6 +99,7 @@ class Follower:
         lost = False
         while not self._stopped.is_set():
             try:
+                known = self._guard.known if self._guard is not None else None
                 revisions = self._list()
                 if self._stopped.is_set():
                     return
@@ -107,7 +109,7 @@ class Follower:
                 lost = False
                 for _, on_state, kept in self._all:
                     on_state(dict(kept.entries))
-                self._watch(revisions)
+                self._watch(revisions, known)
                 continue  # the planned end of a stream: list again at once
             except _Resync as reason:
                 if self._stopped.is_set():
@@ -134,8 +136,13 @@ class Follower:
                 revisions.append(snapshot.revision + 1)
         return revisions
 
-    def _watch(self, revisions: Iterable[int]) -> None:
-        """Apply the changes of each from its revision on, until the planned end; _Resync at any other."""
+    def _watch(self, revisions: Iterable[int], known: KnownCluster | None) -> None:
+        """Apply the changes of each from its revision on, until the planned end; _Resync at any other.
+
+        `known` is what was seen of etcd before the list, with a guard: what that member said then it has not to know
+        less than. Not what is seen by now: of a change that we hear of others may have been answered already, and on
+        a busy host they always have been.
+        """
         wanted = []
         for each, revision in zip(self._all, revisions, strict=True):
             key = each.prefix.encode()
@@ -151,7 +158,7 @@ class Follower:
                 if reply.canceled or reply.compact_revision:
                     raise _Resync(f'etcd ended the watch: {reply.cancel_reason or "compacted"}')
                 # A member that lags may answer a watch; so may an etcd without our history. The next list tells.
-                if self._guard is not None and not self._guard.observe(header_of(reply)):
+                if known is not None and self._guard is not None and not self._guard.observe(known, header_of(reply)):
                     raise _Resync('the watch is answered by an etcd that is behind')
                 if reply.created:
                     watched[reply.watch_id] = self._all[len(watched)]
@@ -171,11 +178,11 @@ class Follower:
         if watch is None:
             raise _Resync('a change came of what is not watched')
         for event in events:
-            key = event.kv.key.decode(errors='replace')
+            entry = entry_of(event.kv)
             if event.type == DELETED:
-                watch.kept.forget(key)
+                watch.kept.forget(entry.key)
             else:
-                watch.kept.keep(Entry(key, event.kv.value, event.kv.mod_revision, event.kv.lease))
+                watch.kept.keep(entry)
         watch.on_state(dict(watch.kept.entries))
 
     def _log_loss(self, error: EcompError) -> None:

@@ -81,6 +81,24 @@ def test_a_watch_that_cannot_be_trusted_is_listed_anew(frames: object) -> None:
             assert seen.strange == []
 
 
+def test_what_others_have_been_answered_by_now_does_not_make_a_watch_old() -> None:
+    """On a busy host every change is followed by another one of ours before it is heard of."""
+
+    class Busy(Following):
+        def _on_state(self, state: Mapping[str, Entry]) -> None:
+            super()._on_state(state)
+            self.guard.check(self.guard.known, cluster.Header(1, 20, 2), 'e')
+
+    with FakeEtcd({b'/cluster': HERE, b'/t/a': b'1'}) as fake:
+        events = [fake.event(b'/t/a', value, header=(1, 11, 2)) for value in (b'2', b'3')]
+        fake.watches.put([fake.reply(created=True), *events])
+        with Busy(fake.endpoint) as seen:
+            seen.sees({'/t/a': b'3'})
+            assert seen.states == [{'/t/a': b'1'}, {'/t/a': b'2'}, {'/t/a': b'3'}]
+            assert fake.lists == 1
+            assert seen.strange == []
+
+
 def test_a_watch_that_is_always_refused_is_tried_ever_more_seldom() -> None:
     with FakeEtcd({b'/cluster': HERE}) as fake:
         for _ in range(100):
