@@ -12,7 +12,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ecomp.conf import EtcdConfig
@@ -49,8 +48,7 @@ AT_ONCE = 128
 """Operations in a transaction, at most: etcd's own --max-txn-ops."""
 
 
-@dataclass(frozen=True)
-class Entry:
+class Entry(NamedTuple):
     """One key: its value, the revision that wrote it last, its lease (0: none), and the revision that made it.
 
     `dropped` is how many bytes the value has that a follower does not keep: `value` is empty then.
@@ -61,7 +59,7 @@ class Entry:
     revision: int
     lease: int = 0
     dropped: int = 0
-    created: int = field(default=0, compare=False)
+    created: int = 0
 
 
 class Snapshot(NamedTuple):
@@ -139,15 +137,18 @@ class Store:
     def get(self, key: str) -> Entry | None:
         """The key's entry, None if it is not there."""
         reply = self._read(_asking(Range(_bytes(key))), about=(key,))
-        return _entry(reply.kvs[0]) if reply.kvs else None
+        return entry_of(reply.kvs[0]) if reply.kvs else None
 
-    def read(self, wanted: Sequence[str]) -> dict[str, Entry]:
-        """Those of these keys that are there, all at one revision as long as there are at most AT_ONCE."""
+    def read(self, wanted: Sequence[str], keys_only: bool = False) -> dict[str, Entry]:
+        """Those of these keys that are there, all at one revision as long as there are at most AT_ONCE.
+
+        `keys_only`: without their values.
+        """
         found: dict[str, Entry] = {}
         for first in range(0, len(wanted), AT_ONCE):
-            ranges = [Range(_bytes(key)) for key in wanted[first : first + AT_ONCE]]
+            ranges = [Range(_bytes(key), keys_only=keys_only) for key in wanted[first : first + AT_ONCE]]
             reply = self._read(_asking(Transaction(success=ranges)))
-            entries = [_entry(kv) for each in reply.responses for kv in each.response_range.kvs]
+            entries = [entry_of(kv) for each in reply.responses for kv in each.response_range.kvs]
             found |= {each.key: each for each in entries}
         return found
 
@@ -162,7 +163,7 @@ class Store:
         for reply in pages(lambda each: self._read(_asking(each), about=(prefix,)), start, end, keys_only):
             revision = revision or reply.header.revision
             for kv in reply.kvs:
-                kept = keep(_entry(kv))
+                kept = keep(entry_of(kv))
                 if kept is not None:
                     entries[kept.key] = kept
         return Snapshot(revision, entries)
@@ -176,7 +177,7 @@ class Store:
         ranges = [Range(middle, after(begin), limit), Range(begin, middle, limit)]
         reply = self._read(_asking(Transaction(success=ranges)), about=(prefix,))
         found = [each.response_range for each in reply.responses]
-        entries = [_entry(kv) for each in found for kv in each.kvs]
+        entries = [entry_of(kv) for each in found for kv in each.kvs]
         return entries[:limit], sum(int(each.count) for each in found)
 
     def version(self) -> str:
@@ -324,8 +325,9 @@ def _bytes(key: str) -> bytes:
     return key.encode(errors='surrogatepass')
 
 
-def _entry(kv: Any) -> Entry:
-    return Entry(kv.key.decode(errors='replace'), kv.value, kv.mod_revision, kv.lease, created=kv.create_revision)
+def entry_of(kv: Any) -> Entry:
+    """A key as etcd tells of it, as a value."""
+    return Entry(kv.key.decode(errors='replace'), kv.value, kv.mod_revision, kv.lease, 0, kv.create_revision)
 
 
 def _compare(condition: Unchanged | Exists) -> Comparison:

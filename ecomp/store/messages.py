@@ -6,8 +6,7 @@ has the names that it has there, so that it does not matter whether this module 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from types import SimpleNamespace
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 EQUAL, GREATER = 0, 1
@@ -16,9 +15,14 @@ DELETED = 1
 """The type of an event by which a key goes."""
 _MODIFIED = 2
 """What is compared: the revision of the key's last change."""
-_VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
+_VARINT, _BYTES = 0, 2
+_OTHER = _VARINT ^ _BYTES
+_FIXED = {1: 8, 5: 4}
+"""Bytes of the kinds that we read nothing of."""
 _LONGEST = 10
 """Bytes of the longest number."""
+_SIGN = 1 << 63
+"""The first number that is a negative one, where it has a sign."""
 
 
 class Range(NamedTuple):
@@ -166,54 +170,34 @@ METHODS: Mapping[type, Method] = {
 }
 
 
-class _Field(NamedTuple):
-    """A field of an answer. `of` is the message in it; without one it is bytes, text or a number, as the default is."""
-
-    name: str
-    default: Any = 0
-    of: str = ''
-    repeated: bool = False
+class Message:
+    """What was read of an answer: an attribute for each field that is known."""
 
 
-# int64 are read as such, and so is everything that is not told to be unsigned.
-_UNSIGNED = {'cluster_id', 'member_id', 'raft_term'}
-_HEADER = _Field('header', of='ResponseHeader')
-_ANSWERS: Mapping[str, Mapping[int, _Field]] = {
-    'ResponseHeader': {1: _Field('cluster_id'), 2: _Field('member_id'), 3: _Field('revision'), 4: _Field('raft_term')},
-    'KeyValue': {
-        1: _Field('key', b''),
-        2: _Field('create_revision'),
-        3: _Field('mod_revision'),
-        5: _Field('value', b''),
-        6: _Field('lease'),
-    },
-    'RangeResponse': {
-        1: _HEADER,
-        2: _Field('kvs', of='KeyValue', repeated=True),
-        3: _Field('more', False),
-        4: _Field('count'),
-    },
-    'ResponseOp': {1: _Field('response_range', of='RangeResponse')},
-    'TxnResponse': {
-        1: _HEADER,
-        2: _Field('succeeded', False),
-        3: _Field('responses', of='ResponseOp', repeated=True),
-    },
-    'LeaseGrantResponse': {1: _HEADER, 2: _Field('ID'), 3: _Field('TTL'), 4: _Field('error', '')},
-    'LeaseKeepAliveResponse': {1: _HEADER, 2: _Field('ID'), 3: _Field('TTL')},
-    'LeaseRevokeResponse': {1: _HEADER},
-    'StatusResponse': {1: _HEADER, 2: _Field('version', '')},
-    'Event': {1: _Field('type'), 2: _Field('kv', of='KeyValue'), 3: _Field('prev_kv', of='KeyValue')},
-    'WatchResponse': {
-        1: _HEADER,
-        2: _Field('watch_id'),
-        3: _Field('created', False),
-        4: _Field('canceled', False),
-        5: _Field('compact_revision'),
-        6: _Field('cancel_reason', ''),
-        11: _Field('events', of='Event', repeated=True),
-    },
-}
+class _Shape:
+    """How a message is read.
+
+    `fields` is by tag (a field's number and its kind): the field's name, what is in it, and whether there may be many
+    of it. `nothing` is what an empty message says, but for `many`, the names of fields of which there are none then.
+    """
+
+    def __init__(self, **fields: tuple[int, Any]) -> None:
+        """Each field's number, and what is in it: int, UNSIGNED, bool, bytes, str, a shape or, for many, [a shape]."""
+        self.fields: dict[int, tuple[str, Any, bool]] = {}
+        self.nothing: dict[str, Any] = {}
+        self.many = [name for name, (_, what) in fields.items() if isinstance(what, list)]
+        for name, (number, each) in fields.items():
+            what = each[0] if isinstance(each, list) else each
+            kind = _VARINT if what in (int, bool, _UNSIGNED) else _BYTES
+            self.fields[number << 3 | kind] = name, what, isinstance(each, list)
+            if isinstance(what, _Shape):
+                self.nothing[name] = _message(what, b'', 0, 0)
+            else:
+                self.nothing[name] = 0 if what == _UNSIGNED else what()
+
+
+_UNSIGNED = 'unsigned'
+"""What is not told to be is read as int64."""
 
 
 def answer(name: str, data: bytes) -> Any:
@@ -221,83 +205,99 @@ def answer(name: str, data: bytes) -> Any:
 
     What is not there has the value that protobuf has for it: 0, nothing, or a message without anything in it.
     """
-    return _message(name, memoryview(data))
+    try:
+        return _message(_ANSWERS[name], data, 0, len(data))
+    except IndexError as error:
+        raise ValueError('a message that ends too early') from error
 
 
-def _message(name: str, data: memoryview) -> Any:
-    known = _ANSWERS[name]
-    found = SimpleNamespace(**{each.name: _nothing(each) for each in known.values()})
-    for number, value in _fields(data):
-        field = known.get(number)
-        if field is None:
-            continue
-        if field.repeated:
-            getattr(found, field.name).append(_message(field.of, _block(value)))
-        else:
-            setattr(found, field.name, _value(field, value))
-    return found
+def _message(shape: _Shape, data: bytes, at: int, end: int) -> Message:
+    """The message that is there from `at` to before `end`. ValueError, IndexError.
 
-
-def _nothing(field: _Field) -> Any:
-    if field.repeated:
-        return []
-    return _message(field.of, memoryview(b'')) if field.of else field.default
-
-
-def _value(field: _Field, value: int | memoryview) -> Any:
-    if field.of:
-        return _message(field.of, _block(value))
-    if isinstance(field.default, bytes):
-        return bytes(_block(value))
-    if isinstance(field.default, str):
-        return str(_block(value), 'utf-8')
-    if not isinstance(value, int):
-        raise ValueError('bytes where a number should be')
-    if isinstance(field.default, bool):
-        return value != 0
-    return value if field.name in _UNSIGNED or value < 1 << 63 else value - (1 << 64)
-
-
-def _block(value: int | memoryview) -> memoryview:
-    if isinstance(value, int):
-        raise ValueError('a number where bytes should be')
-    return value
-
-
-def _fields(data: memoryview) -> Iterator[tuple[int, int | memoryview]]:
-    """Each field's number, and its number or its bytes. ValueError for what is no message."""
-    at, end = 0, len(data)
+    A list of all keys is 20,000 of them: so there are no steps in it that could be left out.
+    """
+    found = shape.nothing.copy()
+    for name in shape.many:
+        found[name] = []
+    fields = shape.fields
     while at < end:
-        tag, at = _read_varint(data, at)
-        number, kind = tag >> 3, tag & 7
-        if number == 0:
-            raise ValueError('a field without a number')
-        if kind == _VARINT:
-            value, at = _read_varint(data, at)
-            yield number, value
-            continue
-        if kind == _BYTES:
-            length, at = _read_varint(data, at)
-        elif kind in (_FIXED64, _FIXED32):
-            length = 8 if kind == _FIXED64 else 4
+        tag = data[at]
+        at += 1
+        if tag > 0x7F:
+            tag, at = _read_varint(data, at - 1)
+        kind = tag & 7
+        if kind in (_VARINT, _BYTES):
+            value = data[at]
+            at += 1
+            if value > 0x7F:
+                value, at = _read_varint(data, at - 1)
+            start = at
+            if kind == _BYTES:
+                at += value
+        elif kind in _FIXED:
+            at += _FIXED[kind]
         else:
             raise ValueError(f'a field of kind {kind}')
-        if length > end - at:
+        if at > end:
             raise ValueError('a field that is longer than its message')
-        if kind == _BYTES:
-            yield number, data[at : at + length]
-        at += length
+        if tag not in fields:
+            if tag < 8:
+                raise ValueError('a field without a number')
+            if tag ^ _OTHER in fields:
+                raise ValueError('a number where bytes should be, or bytes where a number should be')
+            continue
+        name, what, is_many = fields[tag]
+        if what is int:
+            found[name] = value if value < _SIGN else value - 2 * _SIGN
+        elif what is bytes:
+            found[name] = data[start:at]
+        elif is_many:
+            found[name].append(_message(what, data, start, at))
+        elif what is bool:
+            found[name] = value != 0
+        elif what is str:
+            found[name] = str(data[start:at], 'utf-8')
+        else:
+            found[name] = value if what is _UNSIGNED else _message(what, data, start, at)
+    made = Message()
+    made.__dict__ = found
+    return made
 
 
-def _read_varint(data: memoryview, at: int) -> tuple[int, int]:
+def _read_varint(data: bytes, at: int) -> tuple[int, int]:
+    """The number that begins at `at`, and where it has ended. ValueError, IndexError."""
     value = shift = 0
-    for position in range(at, min(at + _LONGEST, len(data))):
+    for position in range(at, at + _LONGEST):
         byte = data[position]
         value |= (byte & 0x7F) << shift
         if byte < 0x80:
-            return value & ((1 << 64) - 1), position + 1
+            return value & (2 * _SIGN - 1), position + 1
         shift += 7
     raise ValueError('a number without an end')
+
+
+_HEADER = _Shape(cluster_id=(1, _UNSIGNED), member_id=(2, _UNSIGNED), revision=(3, int), raft_term=(4, _UNSIGNED))
+_KEY_VALUE = _Shape(key=(1, bytes), create_revision=(2, int), mod_revision=(3, int), value=(5, bytes), lease=(6, int))
+_RANGE = _Shape(header=(1, _HEADER), kvs=(2, [_KEY_VALUE]), more=(3, bool), count=(4, int))
+_DONE = _Shape(response_range=(1, _RANGE))
+_EVENT = _Shape(type=(1, int), kv=(2, _KEY_VALUE), prev_kv=(3, _KEY_VALUE))
+_ANSWERS: Mapping[str, _Shape] = {
+    'RangeResponse': _RANGE,
+    'TxnResponse': _Shape(header=(1, _HEADER), succeeded=(2, bool), responses=(3, [_DONE])),
+    'LeaseGrantResponse': _Shape(header=(1, _HEADER), ID=(2, int), TTL=(3, int), error=(4, str)),
+    'LeaseKeepAliveResponse': _Shape(header=(1, _HEADER), ID=(2, int), TTL=(3, int)),
+    'LeaseRevokeResponse': _Shape(header=(1, _HEADER)),
+    'StatusResponse': _Shape(header=(1, _HEADER), version=(2, str)),
+    'WatchResponse': _Shape(
+        header=(1, _HEADER),
+        watch_id=(2, int),
+        created=(3, bool),
+        canceled=(4, bool),
+        compact_revision=(5, int),
+        cancel_reason=(6, str),
+        events=(11, [_EVENT]),
+    ),
+}
 
 
 def _varint(value: int) -> bytes:

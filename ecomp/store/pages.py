@@ -13,6 +13,8 @@ from ecomp.store.messages import Range
 
 MOST, FEWEST = 500, 10
 """Keys of a page. FEWEST fit into a message, whatever they are."""
+MOST_NAMES = 5000
+"""Keys of a page that has no values. etcd counts all keys of the range at each page, however few it is to tell."""
 EASY = 4 * 1024**2
 """Bytes of a page that is not meant to be longer."""
 
@@ -23,7 +25,7 @@ class TooLong(EcompError):
 
 def pages(ask: Callable[[Any], Any], start: bytes, end: bytes, keys_only: bool) -> Iterator[Any]:
     """Each page of what is from `start` to `end`, all at one revision. Errors: those of `ask`."""
-    limit, revision = MOST if keys_only else FEWEST, 0
+    limit, most, revision = (MOST, MOST_NAMES, 0) if keys_only else (FEWEST, MOST, 0)
     while True:
         try:
             reply = ask(Range(start, end, limit, revision, keys_only))
@@ -37,4 +39,4 @@ def pages(ask: Callable[[Any], Any], start: bytes, end: bytes, keys_only: bool) 
             return
         revision, start = revision or reply.header.revision, reply.kvs[-1].key + b'\0'
         size = sum(len(kv.key) + len(kv.value) for kv in reply.kvs)
-        limit = max(min(limit * 4, limit * EASY // max(size, 1), MOST), FEWEST)
+        limit = max(min(limit * 4, limit * EASY // max(size, 1), most), FEWEST)
