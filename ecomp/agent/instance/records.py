@@ -78,14 +78,18 @@ class Records:
 
     def recheck(self, instances: Collection[str]) -> list[str]:
         """Those whose record is not as we know it any more, for somebody else wrote or removed it: forgotten here."""
-        changed = []
-        for instance in instances:
-            known = self._known.get(instance)
-            own, older = self._places(instance)
-            entry = self._store.get(own if known is None or known.revision else older)
-            if known is not None and revision_of(entry) != (known.revision or known.older):
-                self.forget(instance)
-                changed.append(instance)
+        asked = {instance: known for instance in instances if (known := self._known.get(instance)) is not None}
+        places = {each: self._places(each)[0 if known.revision else 1] for each, known in asked.items()}
+        there = self._store.read(list(places.values()), keys_only=True)
+        changed = [
+            instance
+            for instance, known in asked.items()
+            # One that was written while we read is known anew.
+            if revision_of(there.get(places[instance])) != (known.revision or known.older)
+            and self._known.get(instance) is known
+        ]
+        for instance in changed:
+            self.forget(instance)
         return changed
 
     def write(self, record: Record, revision: int, extra: Collection[Put | Delete] = ()) -> Record:
