@@ -83,6 +83,7 @@ class Process:
         self._followers: list[Follower] = []
         self._alive: Entries = {}
         self._asked: Entries | None = None
+        self._asked_of: dict[str, Entries] = {}
         self._threads = Threads(count or 1, 2 * hosts.workers(config) + (2 if fake else MOST_ENDS))
         self._widening = Turn(self._threads.turns, self._threads.plans, lambda: self._offers.widen())
         self._offers = Offers(self._widening.at)
@@ -189,7 +190,8 @@ class Process:
     def _on_hosts(self, state: Entries) -> None:
         """Tell each of many what is asked of it, if that changed: a list of its own for each would take a second."""
         before, self._asked = self._asked, state
-        changed = changed_hosts(before or {}, state)
+        changed = changed_hosts(before or {}, state, self._asked_of)
+        self._asked_of |= changed
         for each in self._computes:
             if before is None or each.uuid in changed:
                 each.on_requests(changed.get(each.uuid, {}))

@@ -61,7 +61,7 @@ class Computes:
         host = self.host(compute)
         if host is None:
             return compute
-        return host if self.named(host) == [compute] else f'{host} ({compute})'
+        return host if compute in self._alone else f'{host} ({compute})'
 
     def named(self, host: str) -> list[str]:
         """The computes that are meant by a host name, sorted: of several the only one that is alive, else all."""
@@ -109,6 +109,12 @@ class Computes:
     def _hosts(self) -> dict[str, str]:
         said = {compute: each.hostname for compute, each in self.living.items() if each.hostname is not None}
         return {**self.remembered, **said}
+
+    @cached_property
+    def _alone(self) -> frozenset[str]:
+        """Those who are meant by their host's name, and nobody else is."""
+        meant = map(self.named, self._by_host)
+        return frozenset(each[0] for each in meant if len(each) == 1)
 
     @cached_property
     def _by_host(self) -> dict[str, list[str]]:

@@ -20,24 +20,32 @@ class Written(Protocol):
 Each = TypeVar('Each', bound=Written)
 
 
-def changed_hosts(before: Mapping[str, Each], state: Mapping[str, Each]) -> dict[str, dict[str, Each]]:
-    """{compute: all that is below /hosts/<compute>/} of those of which anything is otherwise than `before`."""
+def changed_hosts(
+    before: Mapping[str, Each], state: Mapping[str, Each], parts: Mapping[str, Mapping[str, Each]]
+) -> dict[str, dict[str, Each]]:
+    """{compute: all that is below /hosts/<compute>/} of those of which anything is otherwise than `before`.
+
+    `parts` is what each has `before`: of ten thousand keys only those that changed are put together anew.
+    """
     changed: dict[str, dict[str, Each]] = {}
+
+    def part(key: str) -> dict[str, Each]:
+        compute = key.removeprefix(keys.HOSTS).partition('/')[0]
+        if compute not in changed:
+            changed[compute] = dict(parts.get(compute, {}))
+        return changed[compute]
+
+    removed = len(before) - len(state)
     for key, entry in state.items():
         known = before.get(key)
-        if known is not entry and (
-            known is None or (known.revision, known.dropped) != (entry.revision, entry.dropped)
-        ):
-            changed[_compute(key)] = {}
-    for key in before.keys() - state.keys():
-        changed[_compute(key)] = {}
-    if changed:
-        for key, entry in state.items():
-            part = changed.get(_compute(key))
-            if part is not None:
-                part[key] = entry
+        if known is entry:
+            continue
+        if known is None:
+            removed += 1
+        elif (known.revision, known.dropped) == (entry.revision, entry.dropped):
+            continue
+        part(key)[key] = entry
+    if removed:
+        for key in before.keys() - state.keys():
+            del part(key)[key]
     return changed
-
-
-def _compute(key: str) -> str:
-    return key.removeprefix(keys.HOSTS).partition('/')[0]

@@ -17,9 +17,18 @@ def state(revisions: dict[str, int]) -> dict[str, Entry]:
     return {key: Entry(key, b'', revision) for key, revision in revisions.items()}
 
 
+def parts(entries: dict[str, Entry]) -> dict[str, dict[str, Entry]]:
+    """What is below each compute's own prefix, where there is anything."""
+    return changed_hosts({}, entries, {})
+
+
 @given(STATES, STATES)
 def test_who_is_told_is_told_all_and_nobody_is_forgotten(before: dict[str, int], after: dict[str, int]) -> None:
-    told = changed_hosts(state(before), state(after))
+    known = state(before)
+    of_each = parts(known)
+    kept = {compute: dict(each) for compute, each in of_each.items()}
+    told = changed_hosts(known, state(after), of_each)
+    assert of_each == kept, 'what was told before is never changed'
     for compute in 'abc':
         was, now = (
             {key: each for key, each in revisions.items() if key.startswith(keys.request_prefix(compute))}
@@ -33,5 +42,5 @@ def test_who_is_told_is_told_all_and_nobody_is_forgotten(before: dict[str, int],
 def test_a_value_that_is_kept_by_now_is_told() -> None:
     key = keys.request('a', 'u')
     long, kept = Entry(key, b'', 7, dropped=2000), Entry(key, b'{}', 7)
-    assert changed_hosts({key: long}, {key: kept}) == {'a': {key: kept}}
-    assert changed_hosts({key: kept}, {key: Entry(key, b'{}', 7)}) == {}
+    assert changed_hosts({key: long}, {key: kept}, {'a': {key: long}}) == {'a': {key: kept}}
+    assert changed_hosts({key: kept}, {key: Entry(key, b'{}', 7)}, {'a': {key: kept}}) == {}
