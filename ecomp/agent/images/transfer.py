@@ -28,6 +28,9 @@ SPELL = 60.0
 """Bytes a second, and seconds: a download that is slower than RATE for as long as SPELL fails."""
 PATIENCE = 10.0
 """Seconds a server has to answer about an image that is cached; then the cached one is used."""
+HEAD_START = 0.001
+"""Seconds in which whoever has the known image gets on before its server is asked: a disk takes libvirt longer than the
+question takes, and two threads that both want to run have one processor between them in Python."""
 TICK = 0.2  # seconds between two calls of the checkpoint
 TOLD_EVERY = 1.0  # seconds between two calls of Tell
 
@@ -126,6 +129,8 @@ class Transfer:
                 tell(told, self._total)
 
     def _run(self) -> None:
+        if self.known is not None:
+            time.sleep(HEAD_START)
         try:
             self._result = self._fetch()
         except BaseException as error:
