@@ -40,6 +40,8 @@ def trixie(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machine]:
             shutil.copyfile(path, root / path.relative_to('/'))
         copy_tree(root / CLONE.relative_to('/'))
         with machine(root) as made:
+            for words in (['init', '--quiet'], ['add', '--all']):
+                run(made, 'git', *words)
             yield made
     finally:
         shutil.rmtree(root.parent, ignore_errors=True)
