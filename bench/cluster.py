@@ -150,7 +150,8 @@ class Computes(Server):
 
         def ready() -> bool:
             assert self.is_running, f'{self.name} ended while starting:\n{self.last_words()}'
-            return 'computes are ready' in self.last_words(3)
+            # What it was asked meanwhile it does at once, and says so behind it; and an earlier one said the same.
+            return f' {self.pid} {self._count} computes are ready' in self.log.read_text(errors='replace')
 
         until(ready, 900, f'{self._count} computes are ready (see {self.log})')
 

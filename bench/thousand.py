@@ -115,7 +115,7 @@ class Thousand:
         self.vcpus = max(4, round(SPARE * instances / computes))
         self.placed: dict[str, float] = {}
         """When each instance's request was first seen with a compute, in monotonic seconds."""
-        self.there: frozenset[str] = frozenset()
+        self.there: Mapping[str, Any] = {}
         self.ended = 0.0
         """Processor seconds of computes that were killed."""
         self._at_exit = ExitStack()
@@ -199,9 +199,9 @@ class Thousand:
 
     def _on_state(self, state: Mapping[str, Any]) -> None:
         now = time.monotonic()
-        for key in state.keys() - self.there:
+        for key in state.keys() - self.there.keys():
             self.placed.setdefault(key.rpartition('/')[2], now)
-        self.there = frozenset(state)
+        self.there = state
 
 
 class Phases:
