@@ -20,12 +20,13 @@ import pytest
 from ecomp.model import keys
 from ecomp.model.choose import Offer
 from ecomp.model.instance import Request, to_json
+from ecomp.model.record import ACTIVE
 from ecomp.placement import allocations
 from ecomp.placement.client import Placement
 from ecomp.scheduler.placing.claim import BLOCK
 from ecomp.scheduler.placing.create import create
 from ecomp.scheduler.placing.set_order import SetOrder
-from ecomp.store.client import Put, Store
+from ecomp.store.client import Delete, Put, Store
 from tests.functional.cloud import IMAGE, RESOURCES, WHO, Cloud, new
 from tests.functional.toy import Toy, toy
 
@@ -108,3 +109,22 @@ def test_a_build_and_a_destroy_ask_this_much(cloud: Cloud, tmp_path: Path, asked
             **{'etcd get': 1, 'etcd grant': 1, 'etcd commit': 2},
         }
         assert cloud.store.get(keys.request(compute.compute, instance)) is None
+
+
+def test_records_that_are_read_again_ask_once_for_all_of_them(
+    cloud: Cloud, tmp_path: Path, asked: Counter[str]
+) -> None:
+    with toy(cloud, tmp_path) as compute:
+        instances = {compute.place() for _ in range(5)}
+        for _ in range(2):
+            compute.step()
+        asked.clear()
+        compute.planner.recheck()
+        assert asked == {'etcd read': 1}
+        removed = instances.pop()
+        cloud.store.commit([], [Delete(keys.record(compute.compute, removed))])
+        compute.planner.recheck()
+        asked.clear()
+        # It is as if nothing of it had been written: so it is written again.
+        assert compute.step() == [f'build {removed}']
+        assert compute.record(removed).state == ACTIVE
