@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
+from dataclasses import replace
 
 from ecomp.model.text import printable
 from ecomp.store.client import Entry
@@ -58,7 +59,7 @@ class Cache:
             self._size += len(entry.key)
         room = self._most if size > SMALL else 2 * self._most
         fits = size <= self._largest and self._size + size <= room
-        kept = entry if fits else entry._replace(value=b'', dropped=size)
+        kept = entry if fits else replace(entry, value=b'', dropped=size)
         if not fits:
             self._tell(entry.key, size)
         self.entries[entry.key] = kept

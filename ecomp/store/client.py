@@ -12,6 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ecomp.conf import EtcdConfig
@@ -48,7 +49,8 @@ AT_ONCE = 128
 """Operations in a transaction, at most: etcd's own --max-txn-ops."""
 
 
-class Entry(NamedTuple):
+@dataclass(frozen=True)
+class Entry:
     """One key: its value, the revision that wrote it last, its lease (0: none), and the revision that made it.
 
     `dropped` is how many bytes the value has that a follower does not keep: `value` is empty then.
@@ -59,7 +61,7 @@ class Entry(NamedTuple):
     revision: int
     lease: int = 0
     dropped: int = 0
-    created: int = 0
+    created: int = field(default=0, compare=False)
 
 
 class Snapshot(NamedTuple):
