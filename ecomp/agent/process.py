@@ -191,7 +191,11 @@ class Process:
         """Tell each of many what is asked of it, if that changed: a list of its own for each would take a second."""
         before, self._asked = self._asked, state
         changed = changed_hosts(before or {}, state, self._asked_of)
-        self._asked_of |= changed
+        for compute, asked in changed.items():
+            if asked:
+                self._asked_of[compute] = asked
+            else:
+                self._asked_of.pop(compute, None)  # whoever writes there may use ever new names
         for each in self._computes:
             if before is None or each.uuid in changed:
                 each.on_requests(changed.get(each.uuid, {}))

@@ -25,7 +25,7 @@ def changed_hosts(
 ) -> dict[str, dict[str, Each]]:
     """{compute: all that is below /hosts/<compute>/} of those of which anything is otherwise than `before`.
 
-    `parts` is what each has `before`: of ten thousand keys only those that changed are put together anew.
+    `parts` is what each has `before` (none: nothing): of ten thousand keys only those that changed are sorted.
     """
     changed: dict[str, dict[str, Each]] = {}
 

@@ -170,7 +170,7 @@ METHODS: Mapping[type, Method] = {
 }
 
 
-class Message:
+class _Message:
     """What was read of an answer: an attribute for each field that is known."""
 
 
@@ -182,7 +182,7 @@ class _Shape:
     """
 
     def __init__(self, **fields: tuple[int, Any]) -> None:
-        """Each field's number, and what is in it: int, UNSIGNED, bool, bytes, str, a shape or, for many, [a shape]."""
+        """Each field's number, and what is in it: int, _UNSIGNED, bool, bytes, str, a shape or, for many, [a shape]."""
         self.fields: dict[int, tuple[str, Any, bool]] = {}
         self.nothing: dict[str, Any] = {}
         self.many = [name for name, (_, what) in fields.items() if isinstance(what, list)]
@@ -211,10 +211,10 @@ def answer(name: str, data: bytes) -> Any:
         raise ValueError('a message that ends too early') from error
 
 
-def _message(shape: _Shape, data: bytes, at: int, end: int) -> Message:
+def _message(shape: _Shape, data: bytes, at: int, end: int) -> _Message:
     """The message that is there from `at` to before `end`. ValueError, IndexError.
 
-    A list of all keys is 20,000 of them: so there are no steps in it that could be left out.
+    It is called for each key of a list, of which there may be 20,000: so each step in it counts.
     """
     found = shape.nothing.copy()
     for name in shape.many:
@@ -259,7 +259,7 @@ def _message(shape: _Shape, data: bytes, at: int, end: int) -> Message:
             found[name] = str(data[start:at], 'utf-8')
         else:
             found[name] = value if what is _UNSIGNED else _message(what, data, start, at)
-    made = Message()
+    made = _Message()
     made.__dict__ = found
     return made
 

@@ -10,7 +10,8 @@ from __future__ import annotations
 import logging
 import random
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ecomp.conf import EtcdConfig
@@ -109,6 +110,8 @@ class Follower:
                 lost = False
                 for _, on_state, kept in self._all:
                     on_state(dict(kept.entries))
+                if known is not None:
+                    known = replace(known, revision=max(known.revision, max(revisions) - 1))
                 self._watch(revisions, known)
                 continue  # the planned end of a stream: list again at once
             except _Resync as reason:
@@ -136,12 +139,12 @@ class Follower:
                 revisions.append(snapshot.revision + 1)
         return revisions
 
-    def _watch(self, revisions: Iterable[int], known: KnownCluster | None) -> None:
+    def _watch(self, revisions: Sequence[int], known: KnownCluster | None) -> None:
         """Apply the changes of each from its revision on, until the planned end; _Resync at any other.
 
-        `known` is what was seen of etcd before the list, with a guard: what that member said then it has not to know
-        less than. Not what is seen by now: of a change that we hear of others may have been answered already, and on
-        a busy host they always have been.
+        `known` is what etcd is held against, None without a guard: what was seen of it before the list, and the
+        revision of that. Not what is seen by now: on a busy host another connection has been answered already by the
+        time a change is heard of here, and then every change would look as if that member lagged.
         """
         wanted = []
         for each, revision in zip(self._all, revisions, strict=True):

@@ -81,6 +81,18 @@ def test_a_watch_that_cannot_be_trusted_is_listed_anew(frames: object) -> None:
             assert seen.strange == []
 
 
+def test_a_watch_knows_no_less_than_the_list_before_it() -> None:
+    """Also where less than that was known before: an etcd that was put back is met again between the two."""
+    with FakeEtcd({b'/cluster': HERE, b'/t/a': b'1'}) as fake:
+        fake.watches.put([fake.reply(created=True), fake.event(b'/t/a', b'wrong', header=(1, 9, 2))])
+        fake.watches.put([fake.reply(created=True), fake.event(b'/t/a', b'2', header=(1, 11, 2))])
+        with Following(fake.endpoint, KnownCluster(IDENTITY, 1, 5, 2)) as seen:
+            seen.sees({'/t/a': b'2'})
+            assert {'/t/a': b'wrong'} not in seen.states
+            assert fake.lists == 2
+            assert seen.strange == []
+
+
 def test_what_others_have_been_answered_by_now_does_not_make_a_watch_old() -> None:
     """On a busy host every change is followed by another one of ours before it is heard of."""
 

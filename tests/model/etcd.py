@@ -147,11 +147,12 @@ class ModelStore(Store):
 
         return self._world.call(Call('etcd', ('list', prefix)), read, self._etcd.shape)
 
-    def read(self, wanted: Sequence[str]) -> dict[str, Entry]:
+    def read(self, wanted: Sequence[str], keys_only: bool = False) -> dict[str, Entry]:
         """See Store."""
 
         def look() -> dict[str, Entry]:
-            return {key: self._etcd.entries[key] for key in wanted if key in self._etcd.entries}
+            there = {key: self._etcd.entries[key] for key in wanted if key in self._etcd.entries}
+            return {key: replace(each, value=b'') for key, each in there.items()} if keys_only else there
 
         def shape(found: dict[str, Entry]) -> Hashable:
             return tuple(map(self._etcd.shape, found.values()))

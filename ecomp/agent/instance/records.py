@@ -80,7 +80,7 @@ class Records:
         """Those whose record is not as we know it any more, for somebody else wrote or removed it: forgotten here."""
         asked = {instance: known for instance in instances if (known := self._known.get(instance)) is not None}
         places = {each: self._places(each)[0 if known.revision else 1] for each, known in asked.items()}
-        there = self._store.read(list(places.values()))
+        there = self._store.read(list(places.values()), keys_only=True)
         changed = [
             instance
             for instance, known in asked.items()
