@@ -33,8 +33,6 @@ log = logging.getLogger(__name__)
 
 MOST = 10_000
 """Requests a compute takes: what is beyond is refused, so that nobody can fill its memory."""
-RECHECKED = 200
-"""Records read again each minute, in turn: one that was removed by hand is then written again."""
 GRACE, ASK_AGAIN = 60.0, 10.0
 """Seconds a guest has to turn itself off before it is switched off, and between two times it is asked to."""
 LOOKING = 'looking at claims'
@@ -70,7 +68,6 @@ class Planner:
         self._before_reboot = memory.before_reboot()
         self._shutdowns = Shutdowns(GRACE, ASK_AGAIN)
         self._planned = 0.0
-        self._to_recheck: list[str] = []
 
     def step(self, state: Mapping[str, Entry]) -> list[Work]:
         """List, and plan: what is to be done now, and is not in work. `state` is what is asked of this compute, whole.
@@ -101,11 +98,9 @@ class Planner:
                 self._runner.cancel(instance)
 
     def recheck(self) -> None:
-        """Read some records again, the next ones each time."""
-        self._to_recheck = self._to_recheck or list(self._wishes)
-        now, self._to_recheck = self._to_recheck[:RECHECKED], self._to_recheck[RECHECKED:]
+        """See whether the records are as we know them: one that was removed by hand is written again."""
         busy = self.agenda.in_work()
-        changed = self._instances.recheck([each for each in now if each not in busy])
+        changed = self._instances.recheck([each for each in self._wishes if each not in busy])
         if changed:
             self.agenda.nudge(f'the records of {", ".join(changed)} were changed by somebody else')
 

@@ -141,14 +141,11 @@ class Store:
         reply = self._read(_asking(Range(_bytes(key))), about=(key,))
         return entry_of(reply.kvs[0]) if reply.kvs else None
 
-    def read(self, wanted: Sequence[str], keys_only: bool = False) -> dict[str, Entry]:
-        """Those of these keys that are there, all at one revision as long as there are at most AT_ONCE.
-
-        `keys_only`: without their values, which may be long.
-        """
+    def read(self, wanted: Sequence[str]) -> dict[str, Entry]:
+        """Those of these keys that are there, all at one revision as long as there are at most AT_ONCE."""
         found: dict[str, Entry] = {}
         for first in range(0, len(wanted), AT_ONCE):
-            ranges = [Range(_bytes(key), keys_only=keys_only) for key in wanted[first : first + AT_ONCE]]
+            ranges = [Range(_bytes(key)) for key in wanted[first : first + AT_ONCE]]
             reply = self._read(_asking(Transaction(success=ranges)))
             entries = [entry_of(kv) for each in reply.responses for kv in each.response_range.kvs]
             found |= {each.key: each for each in entries}

@@ -120,7 +120,7 @@ def test_records_that_are_read_again_ask_once_for_all_of_them(
             compute.step()
         asked.clear()
         compute.planner.recheck()
-        assert asked == {'etcd read': 1}
+        assert asked == {'etcd snapshot': 1}
         removed = instances.pop()
         cloud.store.commit([], [Delete(keys.record(compute.compute, removed))])
         compute.planner.recheck()

@@ -72,10 +72,10 @@ class Ending(Store):
             request, record = self._end
             super().commit([], [Delete(request), Put(record, self._gone)])
 
-    def read(self, wanted: Sequence[str], keys_only: bool = False) -> dict[str, Entry]:
+    def read(self, wanted: Sequence[str]) -> dict[str, Entry]:
         if self._end[0] in wanted:
             self._happens('read')
-        return super().read(wanted, keys_only)
+        return super().read(wanted)
 
     def commit(
         self, conditions: Sequence[Unchanged], operations: Sequence[Put | Delete], fenced: bool = True

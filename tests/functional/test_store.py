@@ -62,18 +62,6 @@ def test_a_snapshot_is_the_prefix_and_nothing_beside_it(store: Store, prefix: st
     assert [entry.value for entry in store.snapshot(prefix, keys_only=True).entries.values()] == [b'', b'', b'']
 
 
-def test_several_keys_are_read_at_once_with_their_values_or_without(store: Store, prefix: str) -> None:
-    names = [f'{prefix}{number}' for number in range(130)]
-    for start in range(0, 129, 100):
-        store.commit([], [Put(name, 'value') for name in names[start : start + 100][: 129 - start]])
-    there = store.read(names)
-    assert list(there) == names[:129]
-    assert {each.value for each in there.values()} == {b'value'}
-    without = store.read(names, keys_only=True)
-    assert {each.value for each in without.values()} == {b''}
-    assert {key: each.revision for key, each in without.items()} == {key: each.revision for key, each in there.items()}
-
-
 def test_a_snapshot_of_many_pages_is_of_one_revision(etcd: Etcd, store: Store, prefix: str, light: bool) -> None:
     names = [f'{prefix}{number:05}' for number in range(1203)]
     for start in range(0, len(names), 100):

@@ -116,9 +116,8 @@ class SceneStore(Store):
     def get(self, key: str) -> Entry | None:
         return self.scene.there.get(key)
 
-    def read(self, wanted: Sequence[str], keys_only: bool = False) -> dict[str, Entry]:
-        there = {key: self.scene.there[key] for key in wanted if key in self.scene.there}
-        return {key: replace(each, value=b'') for key, each in there.items()} if keys_only else there
+    def read(self, wanted: Sequence[str]) -> dict[str, Entry]:
+        return {key: self.scene.there[key] for key in wanted if key in self.scene.there}
 
     def around(self, prefix: str, start: str, limit: int) -> tuple[list[Entry], int]:
         there = self.snapshot(prefix).entries

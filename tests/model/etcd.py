@@ -135,7 +135,9 @@ class ModelStore(Store):
         """See Store."""
         return self._world.call(Call('etcd', ('get', key)), lambda: self._etcd.entries.get(key), self._etcd.shape)
 
-    def snapshot(self, prefix: str, keys_only: bool = False) -> Snapshot:
+    def snapshot(
+        self, prefix: str, keys_only: bool = False, keep: Callable[[Entry], Entry | None] = lambda entry: entry
+    ) -> Snapshot:
         """See Store."""
 
         def read() -> Snapshot:
@@ -143,16 +145,16 @@ class ModelStore(Store):
             found = {key: there[key] for key in sorted(there) if key.startswith(prefix)}
             if keys_only:
                 found = {key: replace(each, value=b'') for key, each in found.items()}
-            return Snapshot(self._etcd.revision, found)
+            kept = {key: entry for key, each in found.items() if (entry := keep(each)) is not None}
+            return Snapshot(self._etcd.revision, kept)
 
         return self._world.call(Call('etcd', ('list', prefix)), read, self._etcd.shape)
 
-    def read(self, wanted: Sequence[str], keys_only: bool = False) -> dict[str, Entry]:
+    def read(self, wanted: Sequence[str]) -> dict[str, Entry]:
         """See Store."""
 
         def look() -> dict[str, Entry]:
-            there = {key: self._etcd.entries[key] for key in wanted if key in self._etcd.entries}
-            return {key: replace(each, value=b'') for key, each in there.items()} if keys_only else there
+            return {key: self._etcd.entries[key] for key in wanted if key in self._etcd.entries}
 
         def shape(found: dict[str, Entry]) -> Hashable:
             return tuple(map(self._etcd.shape, found.values()))

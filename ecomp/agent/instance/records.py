@@ -79,15 +79,19 @@ class Records:
     def recheck(self, instances: Collection[str]) -> list[str]:
         """Those whose record is not as we know it any more, for somebody else wrote or removed it: forgotten here."""
         asked = {instance: known for instance in instances if (known := self._known.get(instance)) is not None}
-        places = {each: self._places(each)[0 if known.revision else 1] for each, known in asked.items()}
-        there = self._store.read(list(places.values()), keys_only=True)
-        changed = [
-            instance
-            for instance, known in asked.items()
+        if not asked:
+            return []
+        ours = {self._places(instance)[0] for instance in asked}
+        listed = self._store.snapshot(
+            keys.record(self._compute, ''), keys_only=True, keep=lambda entry: entry if entry.key in ours else None
+        )
+        changed = []
+        for instance, known in asked.items():
+            own, older = self._places(instance)
+            entry = listed.entries.get(own) if known.revision else self._store.get(older)
             # One that was written while we read is known anew.
-            if revision_of(there.get(places[instance])) != (known.revision or known.older)
-            and self._known.get(instance) is known
-        ]
+            if revision_of(entry) != (known.revision or known.older) and self._known.get(instance) is known:
+                changed.append(instance)
         for instance in changed:
             self.forget(instance)
         return changed
