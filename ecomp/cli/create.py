@@ -119,10 +119,11 @@ def _place(do: Context, order: Order) -> int:
 
 def _waited(do: Context, begun: Sequence[Mapping[str, str | None]]) -> int:
     """Wait for what was asked for, and tell programs of it now, when all is known; the exit code."""
+    from ecomp.store.places import Index  # for those who wait
+
     placed = [(each['instance'] or '', each.get('compute')) for each in begun]
     outcomes = Outcomes(do, [instance for instance, _ in placed], **REACHED)
-    both = keys.request, keys.record
-    among = {instance: [at(compute, instance) for at in both] for instance, compute in placed if compute}
+    among = Index({instance: [keys.request(compute, instance)] for instance, compute in placed if compute})
     reach(do, outcomes, list(outcomes.found), lambda instance: instance, among)
     if do.form != TABLE:
         ends = ({field: found[field] for field in ('state', 'address', 'error')} for found in outcomes.found.values())

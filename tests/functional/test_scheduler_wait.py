@@ -20,6 +20,7 @@ from ecomp.scheduler.changing import whereabouts
 from ecomp.scheduler.changing.wait import WAITS_FOR, Deadline, wait_for_stage, wait_until_gone
 from ecomp.scheduler.changing.whereabouts import Whereabouts
 from ecomp.store.client import Delete, Put, Store
+from ecomp.store.places import Index
 from tests.functional.cloud import IMAGE, Cloud, new
 from tests.kit.servers import PATIENCE, free_port, until
 
@@ -186,11 +187,11 @@ def test_of_many_each_is_looked_for_where_it_was(
     config, instance, compute = EtcdConfig((cloud.etcd.endpoint,)), new(), new()
     started = Record(instance, compute, ACTIVE, image=IMAGE).at(ACTIVE, 't', 'started')
     cloud.etcd.put_record(to_json(started))
-    at, nowhere = [[key(each, instance) for key in (keys.request, keys.record)] for each in (compute, new())]
-    assert wait_for_stage(config, instance, 'started', Deadline(5), told.append, among={instance: nowhere}) == started
+    at, nowhere = (Index({instance: [keys.request(each, instance)]}) for each in (compute, new()))
+    assert wait_for_stage(config, instance, 'started', Deadline(5), told.append, among=nowhere) == started
     monkeypatch.setattr(Store, 'snapshot', _unreachable)
     monkeypatch.setattr(whereabouts, 'Follower', _unreachable)
-    assert wait_for_stage(config, instance, 'started', Deadline(5), told.append, among={instance: at}) == started
+    assert wait_for_stage(config, instance, 'started', Deadline(5), told.append, among=at) == started
 
 
 def _unreachable(*_: object) -> NoReturn:

@@ -86,10 +86,11 @@ def deliver(
             # All or none: what became of one became of each.
             if store.get(keys.request(first.compute, instance)) is not None:
                 return True
-            # The record of another compute is of what another eschedule of this uuid delivered.
-            from ecomp.store.places import places
+            from ecomp.model.places import by_instance  # seldom asked
 
-            return first.compute in places(store, instance).records
+            # The record of another compute is of what another eschedule of this uuid delivered.
+            there = store.read([keys.record(first.compute, instance), keys.old_record(instance)])
+            return any(first.compute in each.records for each in by_instance(there.items()).values())
         except EcompError:
             raise UnknownOutcome(f'{error}; whether {request} was delivered is not known') from error
 
