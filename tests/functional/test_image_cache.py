@@ -108,11 +108,12 @@ def test_a_cached_image_is_used_while_its_server_cannot_be_asked(
     web: Web, directory: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(transfer, 'PATIENCE', 0.3)
-    ours, url = cache(directory), web.url + 'good'
-    first = get(ours, url)
+    url = web.url + 'good'
+    first = get(cache(directory), url)
     for answer in ('error', 'no_http', 'silence', 'reset'):
         caplog.clear()
         with pytest.MonkeyPatch.context() as patch:
+            patch.setattr('ecomp.agent.images.cache.AWAY', 0.0)
             patch.setattr('tests.kit.image_server.Handler.answer_good', getattr(Handler, f'answer_{answer}'))
             if answer == 'reset':
                 patch.setattr(web, 'image', web.image + bytes(512))  # it is new, and then breaks off
@@ -120,13 +121,43 @@ def test_a_cached_image_is_used_while_its_server_cannot_be_asked(
                 assert get(cache(directory), url) == first
         assert [each.levelname for each in caplog.records] == ['WARNING'], answer
         assert 'its image is cached, and used as it was' in caplog.text
+    (noted,) = directory.glob('.away-*')
+    noted.unlink()
     web.shutdown()
     web.server_close()
     caplog.clear()
     for _ in range(3):
-        assert get(ours, url) == first
-    # Said once: not every build is to wait for a server that is away.
+        assert get(cache(directory), url) == first
+    # Said once: not every build is to wait for a server that is away, whichever worker makes it.
     assert len(caplog.records) == 1
+
+
+def test_builds_that_wait_for_a_question_that_is_not_answered_do_not_ask_themselves(
+    web: Web, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each worker has a cache of its own: they came one after the other, ten seconds apart."""
+    monkeypatch.setattr(transfer, 'PATIENCE', 0.5)
+    url = web.url + 'good'
+    first = get(cache(directory), url)
+    monkeypatch.setattr(Handler, 'answer_good', Handler.answer_silence)
+    before = len(web.asked)
+    with ThreadPoolExecutor(4) as workers:
+        assert list(workers.map(lambda _: get(cache(directory), url), range(4))) == [first] * 4
+    assert len(web.asked) == before + 1
+    assert len(list(directory.glob('.away-*'))) == 1
+    monkeypatch.setattr('ecomp.agent.images.cache.AWAY', 0.0)
+    get(cache(directory), url)
+    assert len(web.asked) == before + 2
+    # A clock that was put back is no reason not to ask.
+    monkeypatch.setattr('ecomp.agent.images.cache.AWAY', 30.0)
+    (noted,) = directory.glob('.away-*')
+    os.utime(noted, (time.time() + 3600,) * 2)
+    get(cache(directory), url)
+    assert len(web.asked) == before + 3
+    # With what was known of its URL goes that, too.
+    Path(first.path).unlink()
+    cache(directory).sweep()
+    assert not list(directory.glob('.away-*'))
 
 
 def test_an_image_that_was_taken_away_is_refused(web: Web, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -203,6 +234,28 @@ def test_an_image_that_changes_on_its_way_is_refused(web: Web, directory: Path, 
     web.image, web.says = raw(MIB, 1), says
     refused(directory, web.url + 'changing', 'changed while it was downloaded')
     assert Path(get(cache(directory), web.url + 'changing').path).name == base(web.image)
+
+
+def test_mirrors_have_etags_of_their_own(web: Web, directory: Path) -> None:
+    """A redirect leads to another one each time; the image is fetched once, and again when it has changed."""
+    url = web.url + 'mirrored'
+    web.says = {'etag': '1', 'last-modified': 'Sat, 21 Nov 2026 10:00:00 GMT'}
+    first = get(cache(directory), url)
+    fetched = web.sent.copy()
+    for _ in range(4):
+        assert get(cache(directory), url) == first
+    assert web.asked.count('SHA256SUMS') == 1
+    assert all('signed' not in path.read_text() for path in entries(directory))
+    assert fetched == ['mirror1']
+    web.image, web.says = raw(MIB, 3), {'etag': '2', 'last-modified': 'Sun, 22 Nov 2026 10:00:00 GMT'}
+    for _ in range(2):
+        assert Path(get(cache(directory), url).path).name == base(web.image)
+    # Without a date nothing says that what two mirrors have is the same.
+    web.says, web.image = {'etag': '3'}, raw(MIB, 4)
+    get(cache(directory), url)
+    before = web.asked.count('SHA256SUMS')
+    get(cache(directory), url)
+    assert web.asked.count('SHA256SUMS') == before + 1
 
 
 def test_an_image_above_what_the_host_could_give_is_refused(web: Web, directory: Path) -> None:

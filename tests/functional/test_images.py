@@ -119,6 +119,30 @@ def test_a_length_that_is_no_number_is_passed_over_or_refused(web: Web, director
         assert Path(found.path).read_bytes() == image
 
 
+def test_nothing_is_written_that_was_not_announced(web: Web, directory: Path, image: bytes) -> None:
+    """In chunks it is as long as they are, and room is made for each: a length that is said besides limits nothing."""
+    assert get(cache(directory), web.url + 'more_in_chunks').format == 'qcow2'
+    shutil.rmtree(directory)
+    with pytest.raises(BuildFailed, match='and `image_cache:` here is'):
+        get(cache(directory, limit=len(image) // 2), web.url + 'more_in_chunks')
+    assert kept(directory) == []
+
+
+def test_what_grows_while_it_is_read_is_refused(directory: Path, shelf: Path, image: bytes) -> None:
+    reads: list[object] = []
+
+    def read(self: object) -> bytes:
+        reads.append(self)
+        return image[: len(image) // 2]
+
+    path = shelf / 'growing'
+    path.write_bytes(image)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr('ecomp.agent.images.sources._File.read', read)
+        refused(directory, path.as_uri(), f'sends more than the {len(image)} bytes that it has announced', shelf)
+    assert len(reads) == 3
+
+
 def test_a_bad_image_at_the_same_url_is_forgotten(web: Web, directory: Path, image: bytes) -> None:
     web.image = image[: len(image) // 2]
     refused(directory, web.url + 'good', 'cut-off qcow2')

@@ -157,6 +157,40 @@ class Handler(http.server.BaseHTTPRequestHandler):
     def answer_moved_twice(self) -> None:
         self.redirect(f'{self.server.url}moved', status=307)
 
+    def answer_mirrored(self) -> None:
+        """To another mirror each time."""
+        self.server.mirrors += 1
+        self.redirect(f'/mirror{self.server.mirrors % 2}?signed={self.server.mirrors}')
+
+    def answer_mirror0(self) -> None:
+        self._mirror(0)
+
+    def answer_mirror1(self) -> None:
+        self._mirror(1)
+
+    def _mirror(self, number: int) -> None:
+        """The image, under an ETag of this mirror's own."""
+        says = {name: f'"{value} of {number}"' if name == 'etag' else value for name, value in self.server.says.items()}
+        if self.server.compares and 'etag' in says and self.headers.get('if-none-match') == says['etag']:
+            self.send_response(304)
+            self.end_headers()
+            return
+        self.server.sent.append(self.path.partition('?')[0].strip('/'))
+        self.say(self.server.image, **says)
+
+    def answer_more_in_chunks(self) -> None:
+        """More, in chunks, than the length that is said besides."""
+        self.protocol_version = 'HTTP/1.1'
+        self.close_connection = True
+        self.send_response(200)
+        self.send_header('content-length', '10')
+        self.send_header('transfer-encoding', 'chunked')
+        self.end_headers()
+        for first in range(0, len(self.server.image), 65536):
+            chunk = self.server.image[first : first + 65536]
+            self.wfile.write(b'%x\r\n%b\r\n' % (len(chunk), chunk))
+        self.wfile.write(b'0\r\n\r\n')
+
     def answer_to_a_file(self) -> None:
         self.redirect('file:///etc/hostname')
 
@@ -184,6 +218,8 @@ class Web(http.server.ThreadingHTTPServer):
         """Headers beside a good image: its etag, its last-modified."""
         self.compares = True
         self.sums: bytes | None = None
+        self.mirrors = 0
+        """How often it was asked which mirror to go to."""
         self.may_go_on = threading.Event()
         self.url = f'http://127.0.0.1:{self.server_address[1]}/'
 

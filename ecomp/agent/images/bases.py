@@ -4,6 +4,7 @@ base-<SHA-256 of its content>.<format>  a base volume. Its time of modification 
                                         has an flock of it, until an overlay refers to it
 base-<of its URL>.part                  a download; as long as it will be
 .url-<of its URL>.json                  what a URL had when it was last asked
+.away-<of its URL>                      when its server was last asked and gave no answer
 .read-<SHA-256>, .bad-<SHA-256>         when it was last read as a whole; that it is not what it was (scrub.py)
 base-<of its URL>.<format>              a base volume as they were named before: good for the overlays that are on it
 """
@@ -91,6 +92,19 @@ class Bases:
         except OSError:
             return None
         return found.st_ino, found.st_mtime_ns
+
+    def note_away(self, url: str) -> None:
+        """Write down that the URL's server gave no answer now; its image is here."""
+        with suppress(OSError):
+            self._away_file(url).touch()
+
+    def is_away(self, url: str, seconds: float) -> bool:
+        """Whether that was written down in the last `seconds`, by whatever process."""
+        try:
+            since = time.time() - self._away_file(url).stat().st_mtime
+        except OSError:
+            return False
+        return 0 <= since < seconds  # a clock that was put back is no reason to wait
 
     def scrubbed(self, sha256: str) -> float:
         """When the base volume with this content was last read as a whole, in seconds since the epoch; 0: never."""
@@ -190,6 +204,9 @@ class Bases:
                 _, entry = _read(path)
                 if not self._is_there(entry.sha256):
                     path.unlink()
+        for path in self._directory.glob('.away-*'):
+            if not path.with_name(f'.url-{path.name.removeprefix(".away-")}.json').exists():
+                path.unlink(missing_ok=True)
         for path in [*self._directory.glob('.read-*'), *self._directory.glob(f'{BAD}*')]:
             if not self._is_there(path.name.partition('-')[2]):
                 path.unlink(missing_ok=True)
@@ -218,6 +235,9 @@ class Bases:
 
     def _bad(self, sha256: str) -> Path:
         return self._directory / f'{BAD}{sha256}'
+
+    def _away_file(self, url: str) -> Path:
+        return self._directory / f'.away-{_key(url)}'
 
     def _entry_file(self, url: str) -> Path:
         return self._directory / f'.url-{_key(url)}.json'
@@ -250,7 +270,8 @@ def _read(path: Path) -> tuple[str, Download]:
     """The URL and the entry in a file of learn()'s. OSError, ValueError, KeyError or TypeError for any other file."""
     data = load_object(path.read_bytes())
     found, version = data['found'], Version(**data['found']['version'])
-    sane = type(found['size']) is int and isinstance(version.etag, str) and isinstance(version.modified, str)
+    texts = version.etag, version.modified, version.answered
+    sane = type(found['size']) is int and all(isinstance(each, str) for each in texts)
     if data['version'] != VERSION or not re.fullmatch('[0-9a-f]{64}', found['sha256']) or not sane:
         raise ValueError(f'{path}: not what is known of a URL')
     return data['url'], Download(found['sha256'], found['size'], version)

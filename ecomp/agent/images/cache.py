@@ -7,7 +7,6 @@ name is whole. A URL whose image is cached is asked whether it has still the sam
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
@@ -26,7 +25,7 @@ from ecomp.model.image import check_image, pinned
 log = logging.getLogger(__name__)
 
 AWAY = 30.0
-"""Seconds after a server gave no answer in which its cached image is used without asking; then it is asked again."""
+"""Seconds after a server gave no answer to any worker in which its cached image is used without asking."""
 
 Checkpoint = Callable[[], None]
 
@@ -58,7 +57,6 @@ class ImageCache:
 
     def __post_init__(self) -> None:
         self._bases = Bases(self.directory, self.limits.cache)
-        self._away: dict[str, float] = {}
 
     @contextmanager
     def held(self, url: str, checkpoint: Checkpoint, tell: Tell) -> Iterator[Iterator[BaseImage | None]]:
@@ -96,8 +94,9 @@ class ImageCache:
                 with self._bases.asking(url, checkpoint):
                     entry = self._bases.entry(url)
                     held = self._bases.take(entry.sha256, entry.size) if entry else None
-                    # Whoever had to wait here for another one's download has not to ask once more.
-                    asks = self._bases.asked(url) == before and time.monotonic() >= self._away.get(url, 0.0)
+                    # Whoever had to wait here for another one's download has not to ask once more, nor has who had to
+                    # wait for a server that is away: a build of each worker would come after a time-out of its own.
+                    asks = self._bases.asked(url) == before and not self._bases.is_away(url, AWAY)
                     if entry and held and asks:
                         if (yield from self._asked(url, entry, held, checkpoint, tell)):
                             return
@@ -136,7 +135,7 @@ class ImageCache:
             return True
 
     def _is_away(self, url: str, error: Away) -> None:
-        self._away[url] = time.monotonic() + AWAY
+        self._bases.note_away(url)
         log.warning('%s; its image is cached, and used as it was', error.reason)
 
     def _fetched(self, url: str, pin: str | None, checkpoint: Checkpoint, tell: Tell) -> BaseHold:

@@ -31,21 +31,31 @@ class Remote:
     def __init__(self, url: str, reach: Reach) -> None:
         self._url = url
         self._connections = Connections(reach)
+        self._found_at = url
 
     def open(self, known: Version | None) -> Stream | None:
+        return self._opened(self._url, known)
+
+    def is_still(self, version: Version) -> bool:
+        # Where it was found, for a redirect may lead to another mirror each time.
+        if (newer := self._opened(self._found_at, version)) is not None:
+            newer.close()
+        return newer is None
+
+    def _opened(self, url: str, known: Version | None) -> Stream | None:
         headers = {}
         if known is not None and known.etag:
             headers['if-none-match'] = known.etag
         if known is not None and known.modified:
             headers['if-modified-since'] = known.modified
         with _said(self._url):
-            answer = self._get(self._url, headers)
+            answer, self._found_at = self._get(url, headers)
             if known is not None and answer.status_code == 304:
                 answer.close()
                 return None
             if answer.status_code != 200:
                 raise self._unwelcome(answer)
-            stream = _Body(self._url, answer)
+            stream = _Body(self._url, answer, self._found_at)
             # Not every server looks at what it is asked.
             if known is not None and known.is_same(stream.version):
                 stream.close()
@@ -55,7 +65,7 @@ class Remote:
     def sums(self) -> str | None:
         url = urljoin(self._url, SUMS)
         with _said(url):
-            answer = self._get(url, {})
+            answer, _ = self._get(url, {})
             with answer:
                 if 400 <= answer.status_code < 500 and answer.status_code != 429:
                     return None  # many servers say 403 of what is not there
@@ -80,8 +90,8 @@ class Remote:
         passing = answer.status_code >= 500 or answer.status_code == 429
         return Away('image', reason) if passing else BuildFailed('image', reason)
 
-    def _get(self, url: str, headers: Mapping[str, str]) -> requests.Response:
-        """The answer to a GET. Redirects are followed here, so that each URL is checked like the first."""
+    def _get(self, url: str, headers: Mapping[str, str]) -> tuple[requests.Response, str]:
+        """The answer to a GET, and the URL that gave it. Redirects are followed here: each is checked as the first."""
         here = url
         headers = {'accept-encoding': 'identity', **headers}
         for hop in range(REDIRECTS + 1):
@@ -91,7 +101,7 @@ class Remote:
                 what = f'redirected to {refused.what}' if hop else f'{refused.where}, {refused.what}'
                 raise BuildFailed('image', f'{url}: {what}: no image is taken from there') from refused
             if not answer.is_redirect:
-                return answer
+                return answer, here
             answer.close()
             here = _redirected(url, here, answer.headers['location'])
         raise BuildFailed('image', f'{url}: more than {REDIRECTS} redirects')
@@ -100,14 +110,16 @@ class Remote:
 class _Body:
     """The body of an answer."""
 
-    def __init__(self, url: str, answer: requests.Response) -> None:
+    def __init__(self, url: str, answer: requests.Response, found_at: str) -> None:
         self._url = url
         self._answer = answer
-        length = answer.headers.get('content-length', '')
+        # In chunks it is as long as they are, whatever is said besides (RFC 9112, 6.3).
+        length = '' if 'transfer-encoding' in answer.headers else answer.headers.get('content-length', '')
         self.version = Version(
             answer.headers.get('etag', ''),
             answer.headers.get('last-modified', ''),
             int(length) if length.isdecimal() and length.isascii() else None,
+            found_at.partition('?')[0],
         )
 
     def read(self) -> bytes:

@@ -29,19 +29,26 @@ class Away(BuildFailed):
 class Version:
     """What tells an image at a URL from a later one: the server's ETag, its date, and the length in bytes.
 
-    '' and None mean that the server does not say.
+    '' and None mean that the server does not say. `answered` is the URL that it is of, after redirects and without its
+    query, which may be a signature; '' in what an older ecomp wrote down.
     """
 
     etag: str = ''
     modified: str = ''
     length: int | None = None
+    answered: str = ''
 
     def is_same(self, other: Version) -> bool:
-        """Whether they are the same by their ETags; without those by date and length, if either is known."""
-        if self.etag or other.etag:
+        """Whether they are the same by their ETags; without those by date and length, if either is known.
+
+        Of two places, such as the mirrors that one URL is redirected to, different ETags say nothing (RFC 9110, 8.8.3):
+        then date and length do, if both are known.
+        """
+        moved = bool(self.answered and other.answered) and self.answered != other.answered
+        if (self.etag or other.etag) and (self.etag == other.etag or not moved):
             return self.etag == other.etag
-        said = bool(self.modified) or self.length is not None
-        return said and (self.modified, self.length) == (other.modified, other.length)
+        said = (bool(self.modified), self.length is not None)
+        return (all(said) if moved else any(said)) and (self.modified, self.length) == (other.modified, other.length)
 
 
 class Stream(Protocol):
@@ -61,6 +68,9 @@ class Source(Protocol):
 
     def open(self, known: Version | None) -> Stream | None:
         """A stream of the image; None if it is the `known` one. `known` None: no image of this URL is cached."""
+
+    def is_still(self, version: Version) -> bool:
+        """Whether it is this one at the place that open() has found it at."""
 
     def sums(self) -> str | None:
         """The text of SHA256SUMS in the image's directory; None if there is none."""
@@ -89,6 +99,11 @@ class Local:
                 stream.close()
                 return None
             return stream
+
+    def is_still(self, version: Version) -> bool:
+        if (newer := self.open(version)) is not None:
+            newer.close()
+        return newer is None
 
     def sums(self) -> str | None:
         with _said(self._url):

@@ -177,6 +177,8 @@ class Transfer:
                 raise _GivenUp
             if length is None:
                 self.reserve(file.fileno(), self._done + len(chunk))
+            elif self._done + len(chunk) > length:
+                raise BuildFailed('image', f'{self.url}: sends more than the {length} bytes that it has announced')
             file.write(chunk)
             digest.update(chunk)
             self._done += len(chunk)
@@ -197,9 +199,7 @@ class Transfer:
         if not version.etag and not version.modified:
             return True
         with suppress(Away), self._waiting('answer'):
-            if (newer := self.source.open(version)) is not None:
-                newer.close()
-                return False
+            return self.source.is_still(version)
         return True
 
     @contextmanager
