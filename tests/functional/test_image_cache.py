@@ -148,12 +148,13 @@ def test_builds_that_wait_for_a_question_that_is_not_answered_do_not_ask_themsel
     monkeypatch.setattr('ecomp.agent.images.cache.AWAY', 0.0)
     get(cache(directory), url)
     assert len(web.asked) == before + 2
-    # A clock that was put back is no reason not to ask.
+    # What was noted in an earlier boot, or half, is no reason not to ask.
     monkeypatch.setattr('ecomp.agent.images.cache.AWAY', 30.0)
     (noted,) = directory.glob('.away-*')
-    os.utime(noted, (time.time() + 3600,) * 2)
-    get(cache(directory), url)
-    assert len(web.asked) == before + 3
+    for number, text in enumerate((str(time.monotonic() + 3600), '', 'nan', b'\xff'), 3):
+        noted.write_bytes(text if isinstance(text, bytes) else text.encode())
+        get(cache(directory), url)
+        assert len(web.asked) == before + number
     # With what was known of its URL goes that, too.
     Path(first.path).unlink()
     cache(directory).sweep()

@@ -110,7 +110,8 @@ PLACES: dict[str, set[str]] = {
     'oslo_utils': {'ecomp.virt'},
     'pycdlib': {'ecomp.virt.seeds'},
     'watchdog': {'ecomp.files'},
-    'requests': {'ecomp.placement', 'ecomp.agent.images'},
+    'requests': {'ecomp.placement'},
+    'certifi': {'ecomp.agent.images'},
     'urllib3': {'ecomp.placement', 'ecomp.agent.images'},
     'psutil': {'ecomp.agent.host.inventory'},
     'os_traits': {'ecomp.model.traits'},
@@ -345,7 +346,7 @@ PLANTED = [
 FINE = [
     ('ecomp.model.x', 'import random\ndef pick(of, rng: random.Random): return rng.choice(of)'),
     ('ecomp.model.x', 'from . import keys'),
-    ('ecomp.agent.images', 'import requests'),
+    ('ecomp.agent.images', 'import urllib3'),
     ('ecomp.agent.x', 'import time\nlate = time.monotonic() + 5'),
     ('ecomp.compute', 'import sys\nfrom ecomp.agent import plan\nsys.exit(print(plan))'),
     ('ecomp.lab.elab', 'import subprocess\nfrom ecomp.lab import hosts'),

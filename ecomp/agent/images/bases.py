@@ -96,15 +96,15 @@ class Bases:
     def note_away(self, url: str) -> None:
         """Write down that the URL's server gave no answer now; its image is here."""
         with suppress(OSError):
-            self._away_file(url).touch()
+            self._away_file(url).write_text(str(time.monotonic()))  # all processes of a boot have the same
 
     def is_away(self, url: str, seconds: float) -> bool:
         """Whether that was written down in the last `seconds`, by whatever process."""
         try:
-            since = time.time() - self._away_file(url).stat().st_mtime
-        except OSError:
+            since = time.monotonic() - float(self._away_file(url).read_text())
+        except (OSError, ValueError):
             return False
-        return 0 <= since < seconds  # a clock that was put back is no reason to wait
+        return 0 <= since < seconds  # what is of an earlier boot may be later
 
     def scrubbed(self, sha256: str) -> float:
         """When the base volume with this content was last read as a whole, in seconds since the epoch; 0: never."""

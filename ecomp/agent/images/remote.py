@@ -1,4 +1,4 @@
-"""An image on a web server, by requests. All of it blocks: see transfer.py."""
+"""An image on a web server, by urllib3. All of it blocks: see transfer.py."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import errno
 import socket
 import ssl
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from http import HTTPStatus
 from urllib.parse import urldefrag, urljoin, urlsplit
 
-import requests
-from urllib3.exceptions import HTTPError
+from urllib3 import BaseHTTPResponse
+from urllib3.exceptions import HTTPError, LocationValueError, NewConnectionError, ProxyError, TimeoutError
 
 from ecomp.agent.images.connections import Connections, Refused
 from ecomp.agent.images.reach import Reach
@@ -23,6 +23,15 @@ TIMEOUT = (5.0, 60.0)
 """Seconds to connect, and seconds between two bytes; a server that takes longer is away."""
 REDIRECTS = 5
 """How many redirects of one URL are followed; the next one is refused."""
+
+
+CERTIFICATES = {
+    9: 'its certificate is not valid yet: is the clock right?',
+    10: 'its certificate has expired',
+    62: 'its certificate is made out to another name',
+    64: 'its certificate is made out to another address',
+}
+"""By OpenSSL's number: https://docs.openssl.org/master/man3/X509_STORE_CTX_get_error/"""
 
 
 class Remote:
@@ -50,10 +59,10 @@ class Remote:
             headers['if-modified-since'] = known.modified
         with _said(self._url):
             answer, self._found_at = self._get(url, headers)
-            if known is not None and answer.status_code == 304:
+            if known is not None and answer.status == 304:
                 answer.close()
                 return None
-            if answer.status_code != 200:
+            if answer.status != 200:
                 raise self._unwelcome(answer)
             stream = _Body(self._url, answer, self._found_at)
             # Not every server looks at what it is asked.
@@ -66,13 +75,13 @@ class Remote:
         url = urljoin(self._url, SUMS)
         with _said(url):
             answer, _ = self._get(url, {})
-            with answer:
-                if 400 <= answer.status_code < 500 and answer.status_code != 429:
+            with closing(answer):
+                if 400 <= answer.status < 500 and answer.status != 429:
                     return None  # many servers say 403 of what is not there
-                if answer.status_code != 200:
+                if answer.status != 200:
                     raise self._unwelcome(answer, f'{url}: ')
                 text = b''
-                while len(text) <= MOST_SUMS and (chunk := answer.raw.read1(CHUNK, decode_content=False)):
+                while len(text) <= MOST_SUMS and (chunk := answer.read1(CHUNK, decode_content=False)):
                     text += chunk
         if len(text) > MOST_SUMS:
             raise BuildFailed('image', f'{url}: is too long for checksums; put #sha256=… on the URL of the image')
@@ -84,33 +93,37 @@ class Remote:
     def close(self) -> None:
         self._connections.close()
 
-    def _unwelcome(self, answer: requests.Response, what: str = '') -> BuildFailed:
+    def _unwelcome(self, answer: BaseHTTPResponse, what: str = '') -> BuildFailed:
         answer.close()
-        reason = f'{what or self._url + ": "}the server answers HTTP {_status(answer.status_code)}'
-        passing = answer.status_code >= 500 or answer.status_code == 429
+        reason = f'{what or self._url + ": "}the server answers HTTP {_status(answer.status)}'
+        passing = answer.status >= 500 or answer.status == 429
         return Away('image', reason) if passing else BuildFailed('image', reason)
 
-    def _get(self, url: str, headers: Mapping[str, str]) -> tuple[requests.Response, str]:
+    def _get(self, url: str, headers: Mapping[str, str]) -> tuple[BaseHTTPResponse, str]:
         """The answer to a GET, and the URL that gave it. Redirects are followed here: each is checked as the first."""
         here = url
-        headers = {'accept-encoding': 'identity', **headers}
         for hop in range(REDIRECTS + 1):
             try:
                 answer = self._connections.get(here, TIMEOUT, headers)
             except Refused as refused:
                 what = f'redirected to {refused.what}' if hop else f'{refused.where}, {refused.what}'
                 raise BuildFailed('image', f'{url}: {what}: no image is taken from there') from refused
-            if not answer.is_redirect:
+            except LocationValueError as error:
+                raise BuildFailed('image', f'{url}: names no server that can be asked') from error
+            except HTTPError as error:
+                raise Away('image', f'{url}: {why_away(error)}') from error
+            location = answer.get_redirect_location()
+            if not location:
                 return answer, here
             answer.close()
-            here = _redirected(url, here, answer.headers['location'])
+            here = _redirected(url, here, location)
         raise BuildFailed('image', f'{url}: more than {REDIRECTS} redirects')
 
 
 class _Body:
     """The body of an answer."""
 
-    def __init__(self, url: str, answer: requests.Response, found_at: str) -> None:
+    def __init__(self, url: str, answer: BaseHTTPResponse, found_at: str) -> None:
         self._url = url
         self._answer = answer
         # In chunks it is as long as they are, whatever is said besides (RFC 9112, 6.3).
@@ -124,9 +137,9 @@ class _Body:
 
     def read(self) -> bytes:
         with _said(self._url):
-            # Not iter_content: it would unpack what is transferred with gzip, bombs included. read1, or a slow drip
-            # would be inside one read, deadline or not.
-            return bytes(self._answer.raw.read1(CHUNK, decode_content=False))
+            # Decoded, what is transferred with gzip would be unpacked, bombs included. read1, or a slow drip would be
+            # inside one read, deadline or not.
+            return self._answer.read1(CHUNK, decode_content=False)
 
     def close(self) -> None:
         self._answer.close()
@@ -137,12 +150,8 @@ def _said(url: str) -> Iterator[None]:
     """Turn each error of the block into BuildFailed, or Away, with a reason a person understands."""
     try:
         yield
-    except (requests.Timeout, requests.ConnectionError) as error:
-        raise Away('image', f'{url}: {why_away(error)}') from error
     except HTTPError as error:
         raise Away('image', f'{url}: the connection broke: {type(error).__name__}') from error
-    except requests.RequestException as error:
-        raise BuildFailed('image', f'{url}: {type(error).__name__}') from error
     except OSError as error:
         raise BuildFailed('image', f'{url}: cannot be read: {error.strerror}') from error
     except (ValueError, RuntimeError) as error:
@@ -150,13 +159,13 @@ def _said(url: str) -> Iterator[None]:
         raise BuildFailed('image', f'{url}: what the server answers is not HTTP') from error
 
 
-def why_away(error: requests.Timeout | requests.ConnectionError) -> str:
+def why_away(error: HTTPError) -> str:
     """Why a server gives no answer: a sentence, in which nothing is what the server said."""
-    who = 'the proxy' if isinstance(error, requests.exceptions.ProxyError) else 'the server'
-    if isinstance(error, requests.Timeout):
+    who = 'the proxy' if isinstance(error, ProxyError) else 'the server'
+    if isinstance(error, TimeoutError) and not isinstance(error, NewConnectionError):
         return f'{who} gives no answer in time'
     causes: list[BaseException] = [error]
-    for each in causes:  # grows as it goes: requests wraps what urllib3 wraps
+    for each in causes:  # grows as it goes: what urllib3 wraps may be wrapped again
         inner = (each.__cause__, *each.args, getattr(each, 'reason', None))
         causes += [cause for cause in inner if isinstance(cause, BaseException) and cause not in causes]
     return f'{who} cannot be reached' + next((f': {why}' for why in map(_cause, causes) if why), '')
@@ -167,7 +176,7 @@ def _cause(error: BaseException) -> str | None:
         known = error.errno in (socket.EAI_NONAME, socket.EAI_NODATA)
         return 'there is no such name' if known else 'its name cannot be looked up: is there a name server?'
     if isinstance(error, ssl.SSLCertVerificationError):
-        return 'its certificate is not believed here'
+        return CERTIFICATES.get(getattr(error, 'verify_code', 0), 'its certificate is not believed here')
     if isinstance(error, ssl.SSLError):
         return 'it does not speak TLS as this host does'
     if isinstance(error, ConnectionRefusedError):

@@ -151,7 +151,7 @@ def source(url: str, local: Path | None, reach: Reach) -> Source:
     """The Source of the image at `url`, which check_image() accepted and which has no fragment."""
     if urlsplit(url).scheme == 'file':
         return Local(url, local)
-    from ecomp.agent.images.remote import Remote  # and requests, which only workers need
+    from ecomp.agent.images.remote import Remote  # and urllib3, which only workers need
 
     return Remote(url, reach)
 
