@@ -17,6 +17,10 @@ if TYPE_CHECKING:
     from ecomp.cli.terminal import Terminal
 
 
+GARBAGE = 200_000
+"""Objects that are made before the first look for garbage: a claim makes some 20,000."""
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run eschedule; the exit code. Never a traceback for what a user or a backend can cause."""
     try:
@@ -29,9 +33,9 @@ def run() -> NoReturn:
     """The console script: main() without what a command of a quarter of a second need not do.
 
     Collecting garbage while modules load and taking gRPC down in good order at the end are a quarter of a claim's
-    time, and the process is over anyway.
+    time, and the process is over anyway. One that waits for long makes more objects than that, and has to.
     """
-    gc.disable()
+    gc.set_threshold(GARBAGE)
     try:
         _hold_streams()
         code = main()
@@ -75,12 +79,10 @@ def _run(argv: list[str]) -> int:
 
 
 def _command(argv: list[str]) -> int:
-    from pathlib import Path
-
     from ecomp.cli.command import Context
     from ecomp.cli.commands import COMMANDS, help_of, parse
     from ecomp.conf import ScheduleConfig, load_schedule
-    from ecomp.config_path import told
+    from ecomp.config_path import named, told
     from ecomp.errors import EcompError
 
     if not argv:
@@ -88,8 +90,8 @@ def _command(argv: list[str]) -> int:
         return 2
     command = parse(argv)
     row = COMMANDS[command.name]
-    named = Path(command.options.config) if command.options.config else None
-    config = load_schedule(named) if row.needs_config else ScheduleConfig()
+    config_file = named(command.options.config)
+    config = load_schedule(config_file) if row.needs_config else ScheduleConfig()
     out = terminal()._replace(told=told('schedule.yaml', config.path))
     context = Context(out, config, command)
     try:

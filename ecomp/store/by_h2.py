@@ -165,7 +165,7 @@ def _check_end(stream: Stream) -> None:
     if told.get(':status') != '200' or not told.get('content-type', '').startswith('application/grpc'):
         raise NotUnderstood('it does not answer as etcd does')
     status = told.get('grpc-status', '')
-    if not status.isdecimal() or int(status) >= len(CODES):
+    if not (status.isascii() and status.isdecimal() and len(status) <= 2) or int(status) >= len(CODES):
         raise NotUnderstood('it does not say what became of the call')
     if int(status):
         from urllib.parse import unquote  # most calls need none

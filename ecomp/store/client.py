@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ecomp.conf import EtcdConfig
-from ecomp.errors import UnknownOutcome, Unreachable
+from ecomp.errors import EcompError, NoSpace, UnknownOutcome, Unreachable
 from ecomp.model import keys
 from ecomp.store.connection import Connection
 from ecomp.store.messages import (
@@ -120,8 +120,8 @@ class Store:
     """One process's etcd. Made after a fork or spawn, never carried over one.
 
     Errors: Unreachable when nothing was changed (NoSpace and, with a guard, StrangeEtcd are such), UnknownOutcome when
-    a transaction was sent and no answer came (read back before anything else), EcompError when etcd answered and
-    refused.
+    a transaction was sent and no answer came, or one that does not tell (read back before anything else), EcompError
+    when etcd answered and refused.
     """
 
     def __init__(self, config: EtcdConfig, guard: Guard | None = None) -> None:
@@ -214,7 +214,12 @@ class Store:
                 success=[_operation(each) for each in operations],
                 failure=[Range(_bytes(held.key), keys_only=True)] if held else [],
             )
-            reply = self._write(_asking(request), [each.key for each in operations])
+            try:
+                reply = self._write(_asking(request), [each.key for each in operations])
+            except NoSpace as error:
+                if self._may_be_written([*conditions, *([held] if held else [])], operations):
+                    raise UnknownOutcome(f'{error}; whether this was written before that is not known') from error
+                raise
             if reply.succeeded:
                 return int(reply.header.revision)
             found = reply.responses[0].response_range.kvs if held else []
@@ -227,6 +232,24 @@ class Store:
                 time.sleep(RENEWED / 100)
             if time.monotonic() >= until:
                 raise Unreachable(f'{held.key} is not as we put it: nothing is written before it is')
+
+    def _may_be_written(
+        self, conditions: Sequence[Unchanged | Exists], operations: Sequence[Put | Delete]
+    ) -> bool:
+        """Whether what etcd has no space for may be there. False where nothing is compared that would tell.
+
+        etcd looks twice whether it has space: before it passes a write on, and when that is its turn. Then it writes,
+        and says all the same that it has none: so to all that are under way while it becomes full.
+        https://github.com/etcd-io/etcd/issues/16659
+        """
+        if not any(_ends(each, operation) for each in conditions for operation in operations):
+            return False
+        try:
+            compare = [_compare(each) for each in conditions]
+            about = [each.key for each in conditions]
+            return not self._read(_asking(Transaction(compare=compare)), about=about).succeeded
+        except EcompError:
+            return True
 
     def grant(self, seconds: int) -> int:
         """A new lease. One nobody uses ends by itself, so an unknown outcome harms nobody."""
@@ -332,6 +355,15 @@ def entry_of(kv: Any) -> Entry:
 def _compare(condition: Unchanged | Exists) -> Comparison:
     key = _bytes(condition.key)
     return Comparison(key, GREATER, 0) if isinstance(condition, Exists) else Comparison(key, EQUAL, condition.revision)
+
+
+def _ends(condition: Unchanged | Exists, operation: Put | Delete) -> bool:
+    """Whether the condition, which held, does not any more once the operation is done."""
+    if condition.key != operation.key:
+        return False
+    if isinstance(operation, Put):
+        return isinstance(condition, Unchanged)
+    return isinstance(condition, Exists) or condition.revision > 0
 
 
 def _operation(operation: Put | Delete) -> Write | Removal:

@@ -54,7 +54,7 @@ class Connection:
         self._closed = False
         self._since = time.monotonic()
         try:
-            self.client = self._connected()
+            self.client = self._connected(self._light)
         except OSError as error:
             raise UsageError(f'etcd certificate {error.filename}: {error.strerror}') from error
 
@@ -76,10 +76,12 @@ class Connection:
             try:
                 return ask(client, max(min(share, deadline - time.monotonic()), SHORTEST))
             except NotUnderstood as error:
-                self.use_etcd3(client)
                 if not repeatable and not error.unsent:
+                    with contextlib.suppress(Exception):  # whatever it is, the next call meets it too
+                        self.use_etcd3(client)
                     name = f'etcd at {self.where}'
                     raise unanswered(f'{name} cannot be reached: {error}', name) from error
+                self.use_etcd3(client)
                 left += 1  # that was no try of the other way
             except Failure as error:
                 # A connection that is being made slowly is not begun anew for ever, unless there are others to try.
@@ -131,19 +133,20 @@ class Connection:
             self._next = (self._next + 1) % len(self.config.endpoints)
             # The old one is not closed: others may be using it, and it goes when they let go of it.
             self._since = time.monotonic()
-            with contextlib.suppress(OSError):  # certificates may be missing, or empty, while they are exchanged
-                self.client = self._connected()
+            # Certificates may be missing, or empty, while they are exchanged; there may be as many threads as may be.
+            with contextlib.suppress(OSError, RuntimeError, UsageError):
+                self.client = self._connected(self._light)
 
     def use_etcd3(self, failed: Any = None) -> Any:
         """Go etcd3's way from now on: the connection to the same member (of `failed`, if it still is the present one).
         """
         with self._lock:
             if self._light and failed in (None, self.client):
-                self._light = False
                 try:
-                    self.client = self._connected()
+                    self.client = self._connected(light=False)
                 except OSError as error:
                     raise UsageError(f'etcd certificate {error.filename}: {error.strerror}') from error
+                self._light = False
             return self.client
 
     def close(self) -> None:
@@ -152,10 +155,10 @@ class Connection:
             self._closed = True
             self.client.close()
 
-    def _connected(self) -> Any:
+    def _connected(self, light: bool) -> Any:
         """OSError for a certificate that cannot be read."""
         # Loaded late, because neither is quick to load.
-        if self._light:
+        if light:
             from ecomp.store.by_h2 import Member as Light
 
             return Light(self.config, self.config.endpoints[self._next])
@@ -171,11 +174,11 @@ class Connection:
         if reasons.is_full(error):
             cure = 'compact and defragment it, and disarm its alarm'
             return NoSpace(f'{name} takes no writes ({error.details}): {cure}')
-        if reasons.is_too_long(error):
+        if reasons.is_too_long(error) and unanswered is Unreachable:
             return TooLong(f'{name}: {error.details}')
         if reasons.is_denied(error):
             return Denied(f'{name} does not let {reasons.denied(self.config.cert_cert, about, read)}')
-        if reasons.is_refusal(error):
+        if reasons.is_refusal(error) and not reasons.is_too_long(error):
             return EcompError(f'{name} refuses: {error.details}')
         secure = self.config.ca_cert is not None or self.config.cert_cert is not None
         return unanswered(f'{name} cannot be reached: {reasons.why(error, secure)}', name)

@@ -190,8 +190,8 @@ class Presence:
                 put = Put(self._key, dump(value), lease)
                 written = self._store.commit([condition], [put], fenced=False)
             except NoSpace:
-                if entry is None and self._revision:
-                    # Nobody can put it now. As long as nobody has, what makes room again may go.
+                if self._revision:
+                    # Nobody else can put it now. As long as nobody has, what makes room again may go.
                     self._store.fence = Fence(Unchanged(self._key, self._revision), self.look, condition)
                 raise
             if written:

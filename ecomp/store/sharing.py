@@ -22,7 +22,7 @@ from ecomp.model.instance import name_to_json, named
 from ecomp.model.quota import Quota, charge
 from ecomp.model.quota import from_json as quota_from_json
 from ecomp.model.quota import to_json as quota_to_json
-from ecomp.model.stages import ERROR, KEPT
+from ecomp.model.stages import ERROR, GONE, KEPT
 from ecomp.store.client import Delete, Entry, Put, Store, Unchanged
 
 if TYPE_CHECKING:
@@ -161,7 +161,8 @@ def write_end(store: Store, record: Record, conditions: Sequence[Unchanged], rem
 def ended(store: Store, record: Record, lease: int = 0) -> Change:
     """Let go of all that an instance shared: its name (kept on the `lease` of one that failed), group and quota.
 
-    A group or quota that cannot be read is left as it is: what ends is not to wait for somebody to mend it.
+    A group or quota that cannot be read is left as it is: what ends is not to wait for somebody to mend it. What failed
+    has given its share of a quota back by then; a destroy of it, put by hand, does not once more.
     """
     conditions, operations = freed(store, record.name, record.instance, lease)
     try:
@@ -174,7 +175,7 @@ def ended(store: Store, record: Record, lease: int = 0) -> Change:
     try:
         counted, unchanged = quota(store, record.project_id)
         conditions.append(unchanged)  # one that is made this moment counts what is there
-        if counted is not None:
+        if counted is not None and not (record.state == GONE and record.error is not None):
             operations.append(put_quota(counted.without_used(charge(record.resources))))
     except Unreadable:
         pass

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from copy import copy
 from pathlib import Path
 from typing import Any
 
@@ -106,7 +107,7 @@ class Transport:
             if self._failed is None:
                 self._look(until)
             if self._failed is not None:
-                raise self._failed
+                raise copy(self._failed)  # it would have this frame, which has us: a socket that nobody closes
             yield
         except OSError as error:
             raise self._broken(Failure(UNAVAILABLE, CLOSED)) from error

@@ -10,12 +10,13 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from ecomp.conf import EtcdConfig
-from ecomp.errors import EcompError, UnknownOutcome, Unreachable
+from ecomp.errors import EcompError, NoSpace, UnknownOutcome, Unreachable
 from ecomp.store.client import Delete, Entry, Exists, Put, Store, Unchanged
 from tests.kit.proxy import Proxy
 from tests.kit.servers import PATIENCE, Etcd, free_port, until
@@ -158,6 +159,36 @@ def test_without_space_nothing_is_written_and_deletes_still_go(tmp_path: Path, l
         entry = store.get('/fill')
         assert entry is not None
         assert store.commit([Unchanged('/fill', entry.revision)], [Delete('/fill')])
+
+
+def test_what_is_written_while_etcd_becomes_full_is_not_said_to_be_refused(tmp_path: Path, light: bool) -> None:
+    """To all that are under way then etcd says that it has no space, and it has written most of them."""
+    quota = '--quota-backend-bytes=4194304'
+    refused, unknown = [], []
+
+    def fill(number: int) -> None:
+        with connected(full.endpoint, light=light) as store:
+            for each in range(10**6):
+                key = f'/hosts/{number}/{each}'
+                try:
+                    assert store.commit([Unchanged(key, 0)], [Put(key, 'x' * 4000)])
+                except UnknownOutcome as error:
+                    unknown.append((key, str(error)))
+                    return
+                except NoSpace:
+                    refused.append(key)
+                    return
+
+    with Etcd(tmp_path / 'full', quota) as full:
+        with ThreadPoolExecutor(8) as writers:
+            list(writers.map(fill, range(8)))
+        assert len(refused) + len(unknown) == 8
+        with connected(full.endpoint, light=light) as store:
+            assert [key for key in refused if store.get(key) is not None] == []
+            assert [key for key, _ in unknown if store.get(key) is None] == []
+        for _, said in unknown:
+            assert 'takes no writes' in said
+            assert said.endswith('whether this was written before that is not known')
 
 
 # Nobody there

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import os
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -15,9 +17,11 @@ from h2.events import RequestReceived, StreamEnded
 from h2.exceptions import H2Error
 
 from ecomp.conf import EtcdConfig
-from ecomp.errors import EcompError, UnknownOutcome, Unreachable
+from ecomp.errors import EcompError, UnknownOutcome, Unreachable, UsageError
 from ecomp.store.by_etcd3 import etcdrpc
 from ecomp.store.client import Delete, Put, Store, Unchanged
+from ecomp.store.connection import Connection
+from ecomp.store.pages import TooLong
 from tests.kit.servers import Etcd
 from tests.kit.store_client import connected
 
@@ -48,6 +52,7 @@ JUNK = {
     'no status': Said(GRPC, message(FOUND)),
     'a status that is none': Said(GRPC, message(FOUND), [('grpc-status', 'fine')]),
     'a status beyond all': Said(GRPC, message(FOUND), [('grpc-status', '99')]),
+    'a status without an end': Said(GRPC, message(FOUND), [('grpc-status', '9' * 5000)]),
     'no message': Said(GRPC, b'', DONE),
     'half a message': Said(GRPC, message(FOUND, length=len(FOUND) + 5), DONE),
     'two messages': Said(GRPC, message(FOUND) + message(FOUND), DONE),
@@ -137,6 +142,47 @@ def test_a_write_that_is_not_understood_is_sent_once(junk: Said) -> None:
         assert server.heard == ['/etcdserverpb.KV/Txn']
         assert store.get('/x') is not None  # which reads back what became of it
         assert not store._connection._light
+
+
+def test_an_answer_to_a_write_that_is_too_long_tells_nothing() -> None:
+    with answering(Said(GRPC, message(FOUND, length=2**31), DONE)) as (server, store):
+        with pytest.raises(UnknownOutcome):
+            store.commit([Unchanged('/x', 0)], [Put('/x', 'y')])
+        with pytest.raises(TooLong):
+            store.get('/x')
+        assert server.heard == ['/etcdserverpb.KV/Txn', '/etcdserverpb.KV/Range']
+
+
+@pytest.mark.parametrize('error', [UsageError('no certificate'), TypeError('no messages'), RuntimeError('no thread')])
+def test_what_keeps_the_other_way_from_being_gone_is_not_said_of_a_write(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def connected(self: Connection, light: bool) -> Any:
+        if not light:
+            raise error
+        return real(self, light)
+
+    real = Connection._connected
+    monkeypatch.setattr(Connection, '_connected', connected)
+    with answering(JUNK['no status'], GOOD) as (_, store):
+        with pytest.raises(UnknownOutcome):
+            store.commit([Unchanged('/x', 0)], [Put('/x', 'y')])
+        assert store.get('/x') is not None
+
+
+def test_a_connection_that_has_ended_is_let_go_of(own_etcd: Etcd) -> None:
+    """Without anybody who collects garbage, as in a command."""
+    with connected(own_etcd.endpoint, light=True) as store:
+        store.get('/x')
+        before = len(os.listdir('/proc/self/fd'))
+        gc.disable()
+        try:
+            for _ in range(20):
+                store._connection.client._transport._socket.shutdown(socket.SHUT_RDWR)
+                store.get('/x')
+            assert len(os.listdir('/proc/self/fd')) <= before + 2
+        finally:
+            gc.enable()
 
 
 @pytest.mark.parametrize('says', [b'HTTP/1.1 400 Bad Request\r\n\r\n', b'\0' * 100, b'', b'SSH-2.0-x\r\n'])
