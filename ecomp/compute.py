@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if options.unit:
             print(unit(options, systemd.program(sys.argv[0], sys.executable, 'ecomp.compute')), end='')
             return 0
-        config = load_compute(Path(options.config) if options.config else None)
+        config = load_compute(config_path.named(options.config))
         if options.check:
             return _check(config, options.fake is not None or options.count is not None or options.accept_new_etcd)
         with ExitStack() as at_exit:

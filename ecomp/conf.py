@@ -83,6 +83,10 @@ def _flavors(node: Node) -> dict[str, Flavor]:
         raise Wrong(f'must be names with queries, not {described(node)}')
     found = {}
     for name, value in node.pairs:
+        if name.items or name.pairs:
+            raise Wrong(f'line {name.line}: a name must be a word')
+        if name.text in found:
+            raise Wrong(f'line {name.line}: {shown(name.text)} is there twice')
         try:
             found[name.text] = parse_flavor(name.text, text_of(value))
         except ValueError as error:

@@ -14,6 +14,16 @@ from ecomp.errors import UsageError
 VARIABLE = 'ECOMP_CONFIG'
 
 
+def named(word: str | None) -> Path | None:
+    """The file that --config names; None where it is not there. UsageError for an empty word.
+
+    That is a script's variable without a value: with another cluster's file its command would go there.
+    """
+    if word == '':
+        raise UsageError("--config: '' names no file")
+    return None if word is None else Path(word)
+
+
 def find(name: str) -> Path | None:
     """The first file of this name in ./, ~/.config/ecomp/ and /etc/ecomp/, None if there is none.
 

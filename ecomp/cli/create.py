@@ -17,7 +17,7 @@ from ecomp.cli.outcomes import Outcomes
 from ecomp.cli.size import LARGE, is_large, remember
 from ecomp.cli.terminal import now
 from ecomp.cli.words import planned, query_and_image
-from ecomp.errors import EcompError, NoCapacity, OverQuota, TooFew, UnknownOutcome, UsageError
+from ecomp.errors import EcompError, NoCapacity, OverQuota, StillGoing, TooFew, UnknownOutcome, UsageError
 from ecomp.model import keys
 from ecomp.model.choose import SPREAD
 from ecomp.model.computes import NOBODY, Computes
@@ -86,8 +86,11 @@ def _place(do: Context, order: Order) -> int:
     except UnknownOutcome as error:
         do.out.say(f'{error}; {again}')
         return UnknownOutcome.exit_code
-    in_table = do.form == TABLE
-    known = NOBODY if in_table else do.name_computes()  # else only once it is notified
+    in_table, interrupted, known = do.form == TABLE, False, NOBODY
+    try:
+        known = known if in_table else do.name_computes()  # else only once it is notified
+    except KeyboardInterrupt:
+        interrupted = True  # it is placed, and whoever reads this has its uuid from nowhere else
     notified = [
         {
             'instance': name,
@@ -100,7 +103,7 @@ def _place(do: Context, order: Order) -> int:
     try:
         if in_table:
             do.put_lines([NOTIFIED.format(**each) for each in notified])
-        elif do.options.wait is None:
+        elif do.options.wait is None or interrupted:
             do.out.put(_as_document(do, notified))
     except OSError as error:
         reason = f'but stdout cannot be written: {error.strerror}'
@@ -114,6 +117,9 @@ def _place(do: Context, order: Order) -> int:
         for line in where(wanted, delivered, do.name_computes()):
             do.out.say(line)
     do.close()
+    if interrupted:
+        do.out.say(f'interrupted, and it goes on: eschedule wait {" ".join(delivered)}')
+        return StillGoing.exit_code
     return 0 if do.options.wait is None else _waited(do, notified)
 
 

@@ -15,7 +15,6 @@ from ecomp.cli.command import Command, Context, plain
 from ecomp.cli.terminal import each_of
 from ecomp.cli.words import any_instances, instance_and_command, just_one_instance, user_and_instance
 from ecomp.errors import EcompError, NotFound, Unreachable
-from ecomp.files import write_durably
 from ecomp.model import reach
 from ecomp.model.record import ACTIVE, Record
 from ecomp.model.text import printable
@@ -197,8 +196,21 @@ def _options(do: Context, way: WayIn, accept_new: bool) -> Mapping[str, str]:
             raise EcompError(f'{way.called}: {why}: --accept-new takes the first it shows, on your word')
         return reach.ssh_options(instance, str(accepted), proxy, 'accept-new' if accept_new else 'yes')
     known.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    write_durably(known, ''.join(f'{instance} {key}\n' for key in keys))
+    _put(known, ''.join(f'{instance} {key}\n' for key in keys))
     return reach.ssh_options(instance, str(known), proxy)
+
+
+def _put(path: Path, text: str) -> None:
+    """Write a file whole, unless it is there: several commands do so at once, and ssh may be reading it."""
+    with suppress(OSError):
+        if path.read_text() == text:
+            return
+    mine = path.with_name(f'{path.name}.{os.getpid()}')
+    try:
+        mine.write_text(text)
+        mine.replace(path)
+    finally:
+        mine.unlink(missing_ok=True)
 
 
 def _known_hosts() -> Path:

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -140,6 +141,22 @@ def test_the_key_it_said_is_believed_and_another_is_refused(guest: Guest) -> Non
         assert (refused.code, refused.stdout) == (255, '')
         assert 'Host key verification failed' in refused.stderr
     assert subprocess.run(ssh, stdin=subprocess.DEVNULL, capture_output=True, timeout=60).returncode == 255
+
+
+def test_several_at_once_enter_it_by_the_keys_it_said(guest: Guest) -> None:
+    """Each writes the same file of host keys; ssh may be reading it."""
+    guest.write(replace(guest.record, host_keys=(guest.key('host'),)))
+    known = guest.home / '.cache/ecomp/known_hosts' / guest.record.instance
+    for _ in range(4):
+        known.unlink(missing_ok=True)
+        with ThreadPoolExecutor(4) as threads:
+            done = list(threads.map(lambda _: guest.eschedule('ssh-config'), range(4)))
+        assert [(each.code, each.stderr) for each in done] == [(0, '')] * 4
+        assert known.read_text().count('\n') == 1
+        before = known.stat().st_ino
+        assert guest.eschedule('ssh-config').code == 0
+        assert known.stat().st_ino == before, 'it is there already'
+    assert [each.name for each in known.parent.iterdir() if not keys.is_uuid(each.name)] == []
 
 
 def test_a_canary_is_entered_by_the_key_it_said_alone_and_nothing_of_that_is_kept(

@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from ecomp import errors
+from ecomp.cli.command import Context
 from ecomp.model import cluster, digest, flavor, group, guest_data, instance, keys, queue, quota, record
 from ecomp.model.findings import CODES
 from ecomp.store import released
@@ -70,6 +71,27 @@ def test_eschedule(name: str, application: InProcess, tmp_path: Path) -> None:
     scene.furnish(application)
     path = HERE / 'commands' / name
     compare(path, transcript(path, answer))
+
+
+@pytest.mark.parametrize('form', ['json', 'yaml'])
+def test_what_is_placed_is_said_to_whoever_interrupts(form: str, application: InProcess, tmp_path: Path) -> None:
+    """Its uuid stands nowhere else: it was made for it."""
+
+    def interrupted(_: Context) -> None:
+        raise KeyboardInterrupt
+
+    scene.furnish(application)
+    there = scene.Scene()
+    with pytest.MonkeyPatch.context() as change:
+        scene.play(there, application, change)
+        change.setattr(Context, 'name_computes', interrupted)
+        words = ['-f', form, '--wait', 'resources=VCPU:1,DISK_GB:1,MEMORY_MB:256']
+        lines = scene.transcript(words, there, tmp_path)
+    instance = 'f0000000-0000-4000-8000-000000000001'
+    assert any(line.startswith(f'+ /hosts/c0000000-0000-4000-8000-000000000001/{instance} ') for line in lines)
+    assert any(line.startswith('|') and instance in line for line in lines)
+    assert lines[-1] == '= 6'
+    assert f'! eschedule: interrupted, and it goes on: eschedule wait {instance}' in lines
 
 
 @pytest.mark.parametrize('command', OTHERS)

@@ -515,6 +515,20 @@ def test_what_is_not_yaml_or_more_than_we_take_is_one_line(
     assert line.startswith(reason)
 
 
+@pytest.mark.parametrize(
+    ('flavors', 'reason'),
+    [
+        ('  a: resources=VCPU:1\n  a: resources=VCPU:2', 'line 3: a is there twice'),
+        ('  [a, b]: resources=VCPU:1', 'line 2: a name must be a word'),
+    ],
+)
+def test_a_flavor_is_one_word_and_there_once(tmp_path: Path, flavors: str, reason: str) -> None:
+    path = tmp_path / 'schedule.yaml'
+    path.write_text(f'flavors:\n{flavors}\n')
+    with pytest.raises(UsageError, match=f':1: flavors: {reason}$'):
+        load_schedule(path)
+
+
 def test_an_image_that_is_no_url_and_ids_that_are_too_long(tmp_path: Path) -> None:
     path = tmp_path / 'schedule.yaml'
     path.write_text(f'image: ftp://ds1/x\nuser_id: {"u" * 256}\nproject_id: 7\nuuid: {UUID}\n')
