@@ -266,3 +266,13 @@ def test_what_is_rounded_is_not_taken_for_another(cluster: Cluster) -> None:
         cluster.etcd.put(keys.compute(compute), json.dumps({'room': room}), cluster.etcd.grant())
     cluster.create()
     assert len(cluster.asked) == 2
+
+
+def test_a_key_that_is_no_compute_s_is_asked_about_of_nobody(cluster: Cluster) -> None:
+    """Whoever may write there would have creates refused: `in_tree=test` is no uuid; a & begins more of a query."""
+    cluster.compute(used=1, said=1)
+    room = {name: [total, 100] for name, total in TOTALS.items()}
+    for name in ('test', 'x&required=HW_CPU_X86_AVX2', str(uuid.uuid4()).upper()):
+        cluster.etcd.put(keys.compute(name), json.dumps({'token': 'x', 'room': room}), cluster.etcd.grant())
+    compute = cluster.create()
+    assert cluster.asked == [compute, 'claim']

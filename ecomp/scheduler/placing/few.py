@@ -69,7 +69,9 @@ class Few:
         entries, number = store.around(keys.COMPUTES, start, READ)
         if number <= large:
             return {}
-        hinted = {keys.last(each.key): living_in(each.value).room for each in entries if each.lease}
+        # What is called otherwise is no provider of placement's, and would be a part of the question.
+        alive = [each for each in entries if each.lease and keys.is_uuid(keys.last(each.key))]
+        hinted = {keys.last(each.key): living_in(each.value).room for each in alive}
         lefts = {compute: share_left(hint, asked) for compute, hint in hinted.items() if hint and fits(hint, asked)}
         self.of = len(lefts)
         return self._claim(lefts, terms)
