@@ -51,6 +51,7 @@ PLACES = {
     'marked': 'ecompute: a request in a queue has our mark, nothing is claimed',
     'taken': 'ecompute: placement holds the claim of a request that is still in its queue',
     'moved': 'ecompute: a request from a queue is ours, nothing of it is begun',
+    'failing': 'ecompute: why an instance is to end in error is remembered, nothing of it is removed',
     'destroying': 'ecompute: the record says destroying, nothing is removed',
     'removed': 'ecompute: domain and disk are gone, the metadata server still knows the guest',
     'forgotten': 'ecompute: the metadata server has forgotten the guest, its address is reserved, its claim held',

@@ -26,7 +26,7 @@ from ecomp.model import keys
 from ecomp.model.allocation import Resources, summed
 from ecomp.model.guest import Address, Guest
 from ecomp.model.instance import Invalid, Request, parse_request, shares
-from ecomp.model.record import ACTIVE, STOPPED, Record
+from ecomp.model.record import ACTIVE, BUILDING, STOPPED, Record
 from ecomp.store.client import Entry
 
 log = logging.getLogger(__name__)
@@ -98,11 +98,20 @@ class Planner:
                 self._runner.cancel(instance)
 
     def recheck(self) -> None:
-        """See whether the records are as we know them: one that was removed by hand is written again."""
+        """See whether the records are as we know them: one that was removed by hand is written again.
+
+        And end what was begun and is not asked for any more.
+        """
         busy = self.agenda.in_work()
         changed = self._instances.recheck([each for each in self._wishes if each not in busy])
         if changed:
             self.agenda.nudge(f'the records of {", ".join(changed)} were changed by somebody else')
+        # A build that was put off, or stopped with this compute, and whose request was deleted by hand meanwhile, is in
+        # no plan any more. One at a time, for placement is asked.
+        begun = (name for name, each in self._memory.all().items() if each.record.state == BUILDING)
+        left = next((each for each in begun if each not in busy and each not in self._wishes), None)
+        if left is not None and self.given is not None:
+            self._end_without_request(left)
 
     def settled(self, doing: str) -> None:
         """Note that what was being done works; if it did not before, nothing waits any longer."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Collection, Iterator, Mapping, Set
 from concurrent.futures import Future
 from dataclasses import dataclass
 
@@ -84,7 +84,7 @@ class Domains:
         with self._connection.use(f'looking for who has {disk}') as connection:
             for domain in connection.listAllDomains():
                 with Ignored(libvirt.VIR_ERR_NO_DOMAIN):
-                    if any(disk in xml.disks(domain.XMLDesc(flags)) for flags in (0, libvirt.VIR_DOMAIN_XML_INACTIVE)):
+                    if disk in _disks(domain):
                         found.add(domain.name())
         return found
 
@@ -92,6 +92,20 @@ class Domains:
         """Whether a domain of this name or uuid runs, ours or not."""
         with self._connection.use(f'looking for domain {instance}') as connection:
             return any(domain.isActive() for domain in _named(connection, instance))
+
+    def check_free(self, instance: str, files: Collection[str]) -> None:
+        """Conflict if a domain of this name or uuid may need these files of the instance's.
+
+        That is ours while it runs, and somebody else's that has one of them for a disk.
+        """
+        with self._connection.use(f'looking for domain {instance}') as connection:
+            for domain in _named(connection, instance):
+                which = f'{domain.name()} ({domain.UUIDString()})'
+                if _is_ours(domain, instance):
+                    if domain.isActive():
+                        raise Conflict(f'domain {instance} is running: its disk is not removed')
+                elif used := _disks(domain) & set(files):
+                    raise Conflict(f'domain {which}, not made by ecompute, has {min(used)}: that is not removed')
 
     def start(self, spec: GuestSpec, description: str) -> None:
         """Define the domain from the XML in `description` and start it; do nothing if it runs.
@@ -146,14 +160,17 @@ class Domains:
         self._end(instance, compute, undefine=False)
 
     def destroy(self, instance: str, compute: str) -> None:
-        """End our domain, remove its definition and wait until it is gone."""
+        """End our domain, remove its definition and wait until it is gone.
+
+        One of this name or uuid that somebody else made is left alone: nothing of ours is in it (rule 9).
+        """
         self._end(instance, compute, undefine=True)
 
     def _end(self, instance: str, compute: str, undefine: bool) -> None:
-        last = 'no error'
+        last, there = 'no error', _ours if undefine else _named
         for _ in _until(time.monotonic() + DESTROY_DEADLINE):
             with self._connection.use(f'destroying domain {instance}') as connection:
-                for domain in _named(connection, instance):
+                for domain in there(connection, instance):
                     _check_ours(domain, instance, compute)
                     try:
                         # First destroy: undefine would make a running domain transient, and leave it running.
@@ -166,7 +183,7 @@ class Domains:
                         if is_broken(error) or error.get_error_code() not in READ_AGAIN | BUSY:
                             raise
                         last = reason(error)
-                if not any(undefine or domain.isActive() for domain in _named(connection, instance)):
+                if not any(undefine or domain.isActive() for domain in there(connection, instance)):
                     return
         raise EcompError(f'domain {instance} is still there after {DESTROY_DEADLINE:g} s of destroying it: {last}')
 
@@ -186,6 +203,15 @@ def _named(connection: libvirt.virConnect, instance: str) -> list[libvirt.virDom
             domain = lookup(instance)
             found[domain.UUIDString()] = domain
     return list(found.values())
+
+
+def _ours(connection: libvirt.virConnect, instance: str) -> list[libvirt.virDomain]:
+    """Of these the one that some ecompute made for the instance."""
+    found = []
+    for domain in _named(connection, instance):
+        with Ignored(libvirt.VIR_ERR_NO_DOMAIN):
+            found += [domain] if _is_ours(domain, instance) else []
+    return found
 
 
 def _press(connection: Connection, instance: str, compute: str) -> None:
@@ -208,9 +234,20 @@ def _mark(domain: libvirt.virDomain) -> xml.Mark | None:
     return None
 
 
+def _disks(domain: libvirt.virDomain) -> Set[str]:
+    """The files that it has for disks, now or at its next start."""
+    return {disk for flags in (0, libvirt.VIR_DOMAIN_XML_INACTIVE) for disk in xml.disks(domain.XMLDesc(flags))}
+
+
+def _is_ours(domain: libvirt.virDomain, instance: str) -> bool:
+    """Whether some ecompute made it for this instance."""
+    mark = _mark(domain)
+    return mark is not None and mark.instance == instance and domain.UUIDString() == instance
+
+
 def _check_ours(domain: libvirt.virDomain, instance: str, compute: str) -> None:
     mark = _mark(domain)
-    if mark is None or mark.instance != instance or domain.UUIDString() != instance:
+    if mark is None or not _is_ours(domain, instance):
         which = f'{domain.name()} ({domain.UUIDString()})'
         raise Conflict(f'domain {which} is here and was not made by ecompute: not touched')
     if mark.compute != compute:

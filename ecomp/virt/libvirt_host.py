@@ -181,8 +181,7 @@ class Libvirt:
         self._domains.resume(instance, compute)
 
     def delete_disk(self, instance: str) -> None:
-        if self._domains.is_running(instance):
-            raise Conflict(f'domain {instance} is running: its disk is not removed')
+        self._domains.check_free(instance, [str(each.path(instance)) for each in (self._volumes, self._seeds)])
         self._seeds.delete(instance)  # first: by its overlay an instance is known to be here
         self._volumes.delete(instance)
         # virtlogd begins a new file now and then: the ones before are .log.0 and so on.

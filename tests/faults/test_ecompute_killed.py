@@ -206,3 +206,21 @@ def test_killed_on_a_real_host(host: Hypervisor, step: str) -> None:
     if destroyed:
         host.nothing_of(instance)
     host.settled()
+
+
+FAIL_FAILPOINTS = ('failing', 'removed', 'forgotten', 'unreserved', 'released', 'ended')
+
+
+@pytest.mark.parametrize('step', some(FAIL_FAILPOINTS, 'failing', 'released'))
+def test_killed_while_a_build_fails(host: Hypervisor, step: str) -> None:
+    """F2: kill -9 of ecompute at a step of a failed build: the next start ends it, and says why it failed (libvirt)"""
+    host.restart(f'{step}:kill')
+    instance = host.place('missing.raw')
+    host.ended()
+    assert host.fired == [step]
+    host.restart()
+    failed = host.reached(instance, 'error')['error']
+    assert (failed['stage'], 'HTTP 404' in failed['reason']) == ('image', True), failed
+    assert host.held(instance) == {}
+    assert not host.disk(instance).exists()
+    host.settled()

@@ -69,6 +69,25 @@ def test_foreign_domains(host: Hypervisor) -> None:
             assert 'not made by ecompute: not touched' in failed['error']['reason']
             assert host.held(instance) == {}
             assert not host.disk(instance).exists()
+        # What fails before that, and what is destroyed meanwhile, ends as it would without them.
+        missing, stalled = str(uuid.uuid4()), str(uuid.uuid4())
+        for name in (missing, stalled):
+            foreign |= {f'{name}-x': name}
+            definition.write_text(FOREIGN.format(name=f'{name}-x', uuid=name))
+            host.virsh('define', str(definition))
+        before = [host.virsh('dumpxml', name) for name in foreign]
+        host.place('missing.raw', '--uuid', missing)
+        failed = host.reached(missing, 'error')
+        assert (failed['error']['stage'], 'HTTP 404' in failed['error']['reason']) == ('image', True)
+        host.restart('disk-created:stop:1')
+        host.place('idle.raw', '--uuid', stalled)
+        frozen = host.frozen_at('disk-created')
+        host.ask_destroy(stalled)
+        os.kill(frozen, signal.SIGCONT)
+        host.reached(stalled, 'gone')
+        for name in (missing, stalled):
+            assert host.held(name) == {}
+            assert not host.disk(name).exists()
         assert [host.virsh('dumpxml', name) for name in foreign] == before
         # Nor when they run, and the instances are destroyed.
         host.virsh('start', named)

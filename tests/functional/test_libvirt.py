@@ -318,13 +318,41 @@ def test_strangers_are_not_seen_and_not_touched(real: Libvirt, spec: GuestSpec, 
             with pytest.raises(Conflict, match='not made by ecompute'):
                 real.start(theirs)
             with pytest.raises(Conflict, match='not made by ecompute'):
-                real.destroy(instance, COMPUTE)
+                real.switch_off(instance, COMPUTE)
+            # Nothing of ours is in it, so a destroy, which a build that fails is too, has an end.
+            real.destroy(instance, COMPUTE)
+            real.create_disk(replace(theirs, base=spec.base))
+            real.delete_disk(instance)
+            assert real.guests() == {}
         assert other_uuid.isActive()
         assert other_name.isPersistent()
     finally:
         other_uuid.destroy()
         other_uuid.undefine()
         other_name.undefine()
+
+
+@pytest.mark.parametrize('runs', [False, True])
+def test_a_disk_that_a_stranger_has_stays(real: Libvirt, spec: GuestSpec, connection: object, runs: bool) -> None:
+    real.create_disk(spec)
+    path = real.image_directory() / f'{spec.instance}.qcow2'
+    disk = f"<disk type='file'><driver name='qemu' type='qcow2'/><source file='{path}'/><target dev='vda'/></disk>"
+    definition = FOREIGN.format(name='theirs', uuid=spec.instance)
+    theirs = connection.defineXML(definition.replace('</os>', f'</os><devices>{disk}</devices>'))
+    try:
+        if runs:
+            theirs.create()
+        real.destroy(spec.instance, COMPUTE)
+        with pytest.raises(Conflict, match=r'domain theirs \(.*\), not made by ecompute, has .*: that is not removed'):
+            real.delete_disk(spec.instance)
+        assert path.exists()
+        assert theirs.isActive() == runs
+    finally:
+        if runs:
+            theirs.destroy()
+        theirs.undefine()
+    real.delete_disk(spec.instance)
+    assert not path.exists()
 
 
 def test_only_uuids_are_overlays(real: Libvirt) -> None:

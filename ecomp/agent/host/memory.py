@@ -1,7 +1,8 @@
 """What this compute runs, as the state directory remembers it: for when etcd has forgotten, or the host was rebooted.
 
-<state>/instances/<instance>.json  {"version", "request", "record"} of each instance that was begun here, or
-                                   {"version", "ended": ISO time} for a day after its end
+<state>/instances/<instance>.json  {"version", "request", "record"} of each instance that was begun here, and "failure":
+                                   {"stage", "reason"} once it is to end so; or {"version", "ended": ISO time} for a
+                                   day after its end
 <state>/boot                       the machine's boot id, once all that ran before that boot has been dealt with
 
 Never asked while etcd can be: it is behind etcd by what could not be written, and is only a memory.
@@ -24,7 +25,7 @@ from ecomp.model import keys
 from ecomp.model import record as records
 from ecomp.model.instance import Invalid, Request
 from ecomp.model.json_object import dump, load_object
-from ecomp.model.record import Record
+from ecomp.model.record import Failure, Record
 
 log = logging.getLogger(__name__)
 
@@ -41,10 +42,11 @@ def boot_id(path: Path = BOOT_ID) -> str:
 
 @dataclass(frozen=True)
 class MemoryEntry:
-    """One instance as last written down."""
+    """One instance as last written down. `failure` is what it is to end with: some of it may be removed already."""
 
     request: Request
     record: Record
+    failure: Failure | None = None
 
 
 class Memory:
@@ -66,15 +68,18 @@ class Memory:
             self._load(path, compute)
         self._ended = dict(sorted(self._ended.items(), key=lambda each: each[1]))
 
-    def remember(self, request: Request | None, record: Record) -> None:
-        """Keep what is known of an instance; None: the request is as it was, nothing is kept without one."""
+    def remember(self, request: Request | None, record: Record, failure: Failure | None = None) -> None:
+        """Keep what is known of an instance; None: the request is as it was, nothing is kept without one.
+
+        `failure`: it is to end with this; None: it is not.
+        """
         with self._lock:
             before = self._known.get(record.instance)
             request = request or (before.request if before else None)
             if request is None or request.is_tombstone:
                 return
             self._ended.pop(record.instance, None)  # a uuid used again: the file says that it lives
-            new = MemoryEntry(request, record)
+            new = MemoryEntry(request, record, failure)
             if new != before:
                 self._known[record.instance] = new
                 self._write(record.instance, _to_json(new))
@@ -87,6 +92,12 @@ class Memory:
             self._ended[instance] = self._now()
             self._write(instance, dump({'version': VERSION, 'ended': self._ended[instance]}))
             self._sweep()
+
+    def failure(self, instance: str) -> Failure | None:
+        """What the instance was to end with, and has not yet; None where it was not."""
+        with self._lock:
+            known = self._known.get(instance)
+            return known.failure if known else None
 
     def all(self) -> Mapping[str, MemoryEntry]:
         """Everything that has not ended, by instance."""
@@ -127,8 +138,10 @@ class Memory:
             if isinstance(request, Invalid):
                 raise ValueError(request.reason)
             record = records.from_json(dump(data['record']).encode())
-            self._known[path.stem] = MemoryEntry(request, record)
-        except (OSError, ValueError, KeyError) as error:
+            failure = data.get('failure')
+            failed = Failure(str(failure['stage']), str(failure['reason']), '') if failure else None
+            self._known[path.stem] = MemoryEntry(request, record, failed)
+        except (OSError, ValueError, KeyError, TypeError) as error:
             log.warning('%s: not a memory of ours, and left alone: %s', path, error)
 
     def _write(self, instance: str, text: str) -> None:
@@ -149,4 +162,5 @@ class Memory:
 
 def _to_json(each: MemoryEntry) -> str:
     request, record = json.loads(requests.to_json(each.request)), records.to_dict(each.record)
-    return dump({'version': VERSION, 'request': request, 'record': record})
+    failure = {'failure': {'stage': each.failure.stage, 'reason': each.failure.reason}} if each.failure else {}
+    return dump({'version': VERSION, 'request': request, 'record': record, **failure})

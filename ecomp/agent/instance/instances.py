@@ -10,20 +10,20 @@ import logging
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 
 from ecomp.agent.host.memory import Memory
 from ecomp.agent.instance.build import Build, Cancelled, Destroy, Forget
 from ecomp.agent.instance.plan import GONE_BOTH
 from ecomp.agent.instance.power import ATTEMPTS, Switch
 from ecomp.agent.instance.records import Records, Superseded
-from ecomp.agent.instance.surroundings import ControlPlane, Host
+from ecomp.agent.instance.surroundings import ControlPlane, Host, with_user_data
 from ecomp.errors import BuildFailed, Conflict, EcompError, NoSpace, UnknownOutcome, Unreachable, UsageError
 from ecomp.failpoints import failpoint
 from ecomp.model import keys
 from ecomp.model.allocation import difference, to_wire, total
 from ecomp.model.boots import CREATED
 from ecomp.model.guest import Address, BaseImage, Guest, GuestSpec, all_macs
-from ecomp.model.guest_data import shared_user_data
 from ecomp.model.instance import Invalid, Request
 from ecomp.model.network import Attachment
 from ecomp.model.record import (
@@ -113,10 +113,16 @@ class Instances:
             # knows; and one that runs is done. Neither is built over, nor taken down over bookkeeping.
             self._adopt(record, revision, request, guest, lost=known is None)
             return
+        fail = partial(self._fail, request=request)
+        failing = self.memory.failure(instance)
+        if failing is not None:
+            # It was ending when etcd, or this process, went away. What it has released already is no reason of its own.
+            fail(record, revision, failing)
+            return
         held = allocations.consumer(self.placement, instance)
         differs = difference(request.allocations, held.allocations)
         if differs:
-            self._fail(record, revision, Failure('scheduled', differs, ''), touched=guest is not None)
+            fail(record, revision, Failure('scheduled', differs, ''), touched=guest is not None)
             return
         failpoint('confirmed')
         record = self._records.write(record.at(BUILDING, self.now()), revision)
@@ -129,7 +135,7 @@ class Instances:
         try:
             record = self._records.write(self._reserve(record, spec), revision)
             spec = replace(spec, reserved=tuple(each.expected for each in record.addresses))
-            self.guest_data.write(self._with_user_data(request), spec.macs)
+            self.guest_data.write(with_user_data(self.store, request), spec.macs)
             failpoint('seeded')
             if self.shape.seed is not None:
                 spec = replace(spec, seed=self.shape.seed(spec.macs[0]))
@@ -143,12 +149,12 @@ class Instances:
             self._forget(instance)
             raise Superseded from None
         except BuildFailed as error:
-            self._fail(record, revision, Failure(error.stage, error.reason, ''))
+            fail(record, revision, Failure(error.stage, error.reason, ''))
         except OSError as error:
-            self._fail(record, revision, Failure('image', f'{error.filename}: {error.strerror}', ''))
+            fail(record, revision, Failure('image', f'{error.filename}: {error.strerror}', ''))
         except (Conflict, UsageError) as error:
             # The build has undone what it made; the rest is somebody else's.
-            self._fail(record, revision, Failure('started', str(error), ''), touched=False)
+            fail(record, revision, Failure('started', str(error), ''), touched=False)
         except Unreachable:
             raise  # waited for as long as it takes
         except EcompError as error:
@@ -157,7 +163,7 @@ class Instances:
             if record.attempts < ATTEMPTS:
                 self._records.write(record, revision)
                 raise EcompError(f'instance {instance}: {error}') from error
-            self._fail(record, revision, Failure('started', f'{error}, {ATTEMPTS} times', ''))
+            fail(record, revision, Failure('started', f'{error}, {ATTEMPTS} times', ''))
         else:
             failpoint('built')
             record = self._records.write(self._up(record), revision)
@@ -311,18 +317,6 @@ class Instances:
         failpoint('reserved')
         return replace(record, addresses=tuple(interfaces))
 
-    def _with_user_data(self, request: Request) -> Request:
-        """The request with the user-data it shares with the others of its set."""
-        if request.user_data_sha256 is None:
-            return request
-        entry = self.store.get(keys.user_data(request.user_data_sha256))
-        if entry is None:
-            raise BuildFailed('scheduled', 'its user-data is not in etcd any more: that of a set is kept for a week')
-        try:
-            return replace(request, user_data=shared_user_data(entry.value, request.user_data_sha256))
-        except ValueError as error:
-            raise BuildFailed('scheduled', f'its user-data, {entry.key}: {error}') from error
-
     def _up(self, record: Record) -> Record:
         console = self.hypervisor.console(record.instance)
         record = replace(record, console=f'{self.shape.hostname}:{console}' if console else None)
@@ -340,8 +334,15 @@ class Instances:
             log.debug('how far %s is is written later: %s', record.instance, error)
         return record
 
-    def _fail(self, record: Record, revision: int, failure: Failure, touched: bool = True) -> None:
-        """End an instance in error: first nothing of it is left, then the record says so."""
+    def _fail(
+        self, record: Record, revision: int, failure: Failure, touched: bool = True, request: Request | None = None
+    ) -> None:
+        """End an instance in error: first nothing of it is left, then the record says so.
+
+        Why is remembered before, with the `request` (None: as it was remembered): the record may have to wait.
+        """
+        self.memory.remember(request, record, failure)
+        failpoint('failing')
         if touched:
             self._remove(record.instance)
         else:

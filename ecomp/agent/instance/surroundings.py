@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ecomp.agent.host.metadata import GuestData
 from ecomp.agent.instance.pool import Runner
+from ecomp.errors import BuildFailed
+from ecomp.model import keys
+from ecomp.model.guest_data import shared_user_data
+from ecomp.model.instance import Request
 from ecomp.placement.client import Placement
 from ecomp.store.client import Store
 from ecomp.virt import Hypervisor
@@ -34,3 +38,16 @@ class Host:
     guest_data: GuestData
     look_after: Callable[[], None] = lambda: None
     serves_metadata: Callable[[], bool] = lambda: False
+
+
+def with_user_data(store: Store, request: Request) -> Request:
+    """The request with the user-data that it shares with the others of its set. BuildFailed where that is gone."""
+    if request.user_data_sha256 is None:
+        return request
+    entry = store.get(keys.user_data(request.user_data_sha256))
+    if entry is None:
+        raise BuildFailed('scheduled', 'its user-data is not in etcd any more: that of a set is kept for a week')
+    try:
+        return replace(request, user_data=shared_user_data(entry.value, request.user_data_sha256))
+    except ValueError as error:
+        raise BuildFailed('scheduled', f'its user-data, {entry.key}: {error}') from error

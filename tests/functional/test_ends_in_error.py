@@ -1,0 +1,140 @@
+"""An instance that fails ends with why it failed, whatever its compute meets on the way; in steps, without threads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ecomp.agent.complaints import Complaints
+from ecomp.agent.host.memory import Memory
+from ecomp.agent.instance.instances import Instances
+from ecomp.agent.instance.records import Records
+from ecomp.agent.instance.surroundings import ControlPlane
+from ecomp.agent.planner import Planner
+from ecomp.errors import BuildFailed, EcompError, NoSpace, Unreachable
+from ecomp.model import keys
+from ecomp.model.guest import GuestSpec
+from ecomp.model.instance import Request, to_json
+from ecomp.model.quota import Quota
+from ecomp.model.quota import from_json as quota_from_json
+from ecomp.model.quota import to_json as quota_to_json
+from ecomp.model.record import BUILDING, ERROR, GONE
+from ecomp.store.client import Delete, Put
+from ecomp.virt.fake import FakeHypervisor
+from tests.functional.cloud import Cloud
+from tests.functional.toy import NOW, Toy, toy
+
+pytestmark = pytest.mark.fast
+FULL = 'the file system of the images is full'
+
+
+class Full(FakeHypervisor):
+    """No disk can be made; `why` is what that fails with."""
+
+    why: EcompError = BuildFailed('disk', FULL)
+
+    def create_disk(self, spec: GuestSpec) -> None:  # noqa: ARG002
+        raise self.why
+
+
+def started_again(compute: Toy, cloud: Cloud, state: Path) -> Planner:
+    """Another planner of the same compute, that knows what the state directory says."""
+    memory, host = Memory(state, compute.compute, lambda: NOW), compute.host
+    control = ControlPlane(compute.compute, cloud.store, cloud.placement, lambda: NOW)
+    instances = Instances(control, host, compute.instances.shape, memory)
+    return Planner(compute.compute, instances, host, memory, Complaints())
+
+
+@pytest.mark.parametrize('away', [Unreachable('etcd is away', 'etcd'), NoSpace('etcd is full')])
+@pytest.mark.parametrize('restarts', [False, True])
+def test_what_was_released_on_the_way_is_no_reason(
+    cloud: Cloud, tmp_path: Path, away: Unreachable, restarts: bool
+) -> None:
+    """Its claim goes before its record says so; looked at once more, it would be refused for having none."""
+    with toy(cloud, tmp_path, Full()) as compute:
+        instance = compute.place()
+
+        def end(*_: object) -> None:
+            raise away
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Records, 'end', end)
+            assert compute.step() == [f'build {instance}']
+        assert compute.record(instance).state == BUILDING
+        assert cloud.server.allocations(instance) == {}
+        if restarts:
+            compute.planner = started_again(compute, cloud, tmp_path)
+        compute.planner.works_again()
+        assert compute.step() == [f'build {instance}']
+        compute.instances.forget(instance)
+        failed = compute.record(instance)
+        assert failed.error is not None
+        assert (failed.state, failed.error.stage, failed.error.reason) == (ERROR, 'disk', FULL)
+        assert cloud.store.get(keys.request(compute.compute, instance)) is None
+        assert Memory(tmp_path, compute.compute, lambda: NOW).all() == {}
+
+
+def test_a_request_that_is_deleted_while_nobody_is_at_its_build_is_ended(cloud: Cloud, tmp_path: Path) -> None:
+    hypervisor = Full()
+    hypervisor.why = EcompError('its worker was killed')
+    with toy(cloud, tmp_path, hypervisor) as compute:
+        instances = [compute.place() for _ in range(2)]
+        assert len(compute.step()) == 2
+        assert all(compute.record(each).state == BUILDING for each in instances)
+        assert len(hypervisor.reservations()) == 2
+        for each in instances:
+            cloud.store.commit([], [Delete(keys.request(compute.compute, each))])
+        planner = started_again(compute, cloud, tmp_path)
+        planner.recheck()
+        assert len(hypervisor.reservations()) == 2, 'it has not read yet what is asked for'
+        planner.step({})
+        for _ in instances:
+            planner.recheck()
+        assert hypervisor.reservations() == {}
+        for each in instances:
+            compute.instances.forget(each)
+            failed = compute.record(each)
+            assert failed.error is not None
+            assert (failed.state, failed.error.reason) == (ERROR, 'its request was deleted while it was being built')
+            assert cloud.server.allocations(each) == {}
+            assert list((tmp_path / 'metadata').glob('*')) == []
+
+
+def test_a_build_that_is_put_off_is_not_taken_for_one(cloud: Cloud, tmp_path: Path) -> None:
+    hypervisor = Full()
+    hypervisor.why = EcompError('its worker was killed')
+    with toy(cloud, tmp_path, hypervisor) as compute:
+        instance = compute.place()
+        compute.step()
+        compute.planner.recheck()
+        assert compute.record(instance).state == BUILDING
+        assert len(hypervisor.reservations()) == 1
+
+
+def test_what_failed_gives_its_share_of_a_quota_back_once(cloud: Cloud, tmp_path: Path) -> None:
+    """A destroy of it that comes without asking, as 2019's did, is carried out, and counts nothing."""
+    with toy(cloud, tmp_path, Full()) as compute:
+        instance, project = compute.place(), 'a-project'
+        counted = Quota(project, {'instances': 5}, {'instances': 2, 'VCPU': 2})
+        before = cloud.store.get(keys.quota(project))
+        assert before is None, 'no other test of this etcd has one'
+        cloud.store.commit([], [Put(keys.quota(project), quota_to_json(counted))])
+
+        def used() -> int:
+            entry = cloud.store.get(keys.quota(project))
+            assert entry is not None
+            return quota_from_json(project, entry.value).used['instances']
+
+        try:
+            compute.step()
+            assert compute.record(instance).state == ERROR
+            assert used() == 1
+            tombstone = Request(instance, {}, image=None, user_id='a-user', project_id=project)
+            cloud.store.commit([], [Put(keys.request(compute.compute, instance), to_json(tombstone))])
+            assert compute.step() == [f'destroy {instance}']
+            compute.instances.forget(instance)
+            assert compute.record(instance).state == GONE
+            assert used() == 1
+        finally:
+            cloud.store.commit([], [Delete(keys.quota(project))])
