@@ -6,6 +6,7 @@ import errno
 import queue
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from operator import methodcaller
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +14,20 @@ import etcd3
 import grpc
 from etcd3 import etcdrpc
 from google.protobuf.internal import api_implementation
+from google.protobuf.unknown_fields import UnknownFieldSet
 
 from ecomp.conf import EtcdConfig
 from ecomp.errors import UsageError
-from ecomp.store.messages import METHODS, KeepAlive, Request, WatchCreate
+from ecomp.store.messages import METHODS, KeepAlive, Request, WatchCreate, WatchProgress
 from ecomp.store.reasons import Failure
 
 METADATA = (('hasleader', 'true'),)
 
 LONGEST = 64 * 1024**2
 """Bytes of an answer. A page or a watch is no longer: see ecomp.store.pages."""
+
+FRAGMENT = 7
+"""The number of a WatchResponse's field that says that it is not all of the answer."""
 
 # A frozen peer is noticed in 10 s only with all four; etcd itself cuts clients that ping faster.
 KEEPALIVE = (
@@ -77,9 +82,9 @@ class Member(etcd3.Etcd3Client):  # type: ignore[misc]
                 return next(iter(stream(iter((request,)), limit, metadata=METADATA)), None)
             return self.channel.unary_unary(path, **how)(request, limit, metadata=METADATA)
 
-    def watch(self, wanted: Sequence[WatchCreate], seconds: float) -> Watch:
-        """What answers these, for so many seconds at most."""
-        return Watch(self.channel, wanted, seconds)
+    def watch(self, wanted: Sequence[WatchCreate], seconds: float, asking: float | None = None) -> Watch:
+        """What answers these, for so many seconds at most, and WatchProgress every `asking` seconds."""
+        return Watch(self.channel, wanted, seconds, asking)
 
     def close(self) -> None:
         """Let the connection go."""
@@ -100,20 +105,24 @@ class Watch:
     It ends where etcd ends the stream. Failure, DEADLINE_EXCEEDED once its time is over.
     """
 
-    def __init__(self, channel: grpc.Channel, wanted: Sequence[WatchCreate], seconds: float) -> None:
+    def __init__(
+        self, channel: grpc.Channel, wanted: Sequence[WatchCreate], seconds: float, asking: float | None
+    ) -> None:
         # Until None comes the stream stays open on our side: etcd would end it with us.
         self._asked: queue.SimpleQueue[WatchCreate | None] = queue.SimpleQueue()
         for each in wanted:
             self._asked.put(each)
         path, answer = METHODS[WatchCreate]
-        how = {'request_serializer': WatchCreate.to_bytes, 'response_deserializer': getattr(etcdrpc, answer).FromString}
+        read = getattr(etcdrpc, answer).FromString
+        how = {'request_serializer': methodcaller('to_bytes'), 'response_deserializer': read}
         stream = channel.stream_stream(path, **how)
-        self._call = stream(iter(self._asked.get, None), seconds, metadata=METADATA)
+        self._asking = asking
+        self._call = stream(self._requests(), seconds, metadata=METADATA)
 
     def __iter__(self) -> Iterator[Any]:
         with failures():
             try:
-                yield from self._call
+                yield from map(_Reply, self._call)
             finally:
                 self.cancel()
 
@@ -121,6 +130,28 @@ class Watch:
         """End it, from any thread."""
         self._asked.put(None)
         self._call.cancel()
+
+    def _requests(self) -> Iterator[WatchCreate | WatchProgress]:
+        while True:
+            try:
+                request = self._asked.get(timeout=self._asking)
+            except queue.Empty:
+                yield WatchProgress()
+                continue
+            if request is None:
+                return
+            yield request
+
+
+class _Reply:
+    """A WatchResponse of etcd3's code, with the field `fragment`, which is younger than that."""
+
+    def __init__(self, message: Any) -> None:
+        self._message = message
+        self.fragment = any(each.field_number == FRAGMENT and each.data for each in UnknownFieldSet(message))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._message, name)
 
 
 @contextmanager

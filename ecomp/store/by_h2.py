@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ecomp.conf import EtcdConfig
-from ecomp.store.messages import METHODS, KeepAlive, Request, WatchCreate, answer
+from ecomp.store.messages import METHODS, KeepAlive, Request, WatchCreate, WatchProgress, answer
 from ecomp.store.reasons import DEADLINE_EXCEEDED, RESOURCE_EXHAUSTED, UNAVAILABLE, Failure, NotUnderstood
 from ecomp.store.transport import Stream, Transport, in_time, too_long
 
@@ -62,9 +62,9 @@ class Member:
             raise NotUnderstood('its answer is no message')
         return _read(name, message)
 
-    def watch(self, wanted: Sequence[WatchCreate], seconds: float) -> Watch:
-        """What answers these, for so many seconds at most."""
-        return Watch(self._transport, wanted, seconds, self._timeout)
+    def watch(self, wanted: Sequence[WatchCreate], seconds: float, asking: float | None = None) -> Watch:
+        """What answers these, for so many seconds at most, and WatchProgress after each `asking` seconds of silence."""
+        return Watch(self._transport, wanted, seconds, self._timeout, asking)
 
     def close(self) -> None:
         """Let the connection go."""
@@ -77,10 +77,17 @@ class Watch:
     It ends where etcd ends the stream. Failure, DEADLINE_EXCEEDED and sent once its time is over; NotUnderstood.
     """
 
-    def __init__(self, transport: Transport, wanted: Sequence[WatchCreate], seconds: float, timeout: float) -> None:
+    def __init__(
+        self,
+        transport: Transport,
+        wanted: Sequence[WatchCreate],
+        seconds: float,
+        timeout: float,
+        asking: float | None,
+    ) -> None:
         """`timeout` is how many seconds the connection may take to be made, and the watches to be asked for."""
         self._transport, self._wanted = transport, wanted
-        self._seconds, self._timeout = seconds, timeout
+        self._seconds, self._timeout, self._asking = seconds, timeout, asking
         self._is_over = False
 
     def __iter__(self) -> Iterator[Any]:
@@ -119,14 +126,28 @@ class Watch:
         """
         in_time(until)
         for wait, asks in ((SILENT, True), (ANSWERED, False)):
-            try:
-                stream.receive(min(time.monotonic() + wait, until))
+            if self._hears(stream, min(time.monotonic() + wait, until)):
                 return
-            except TimeoutError:
-                in_time(until)
+            in_time(until)
             if asks:
                 self._transport.ping(time.monotonic() + ANSWERED)
         raise ConnectionError('it does not answer')
+
+    def _hears(self, stream: Stream, until: float) -> bool:
+        """Take what comes next, and ask meanwhile how far was told; False where nothing comes until then."""
+        while True:
+            now = time.monotonic()
+            at = until if self._asking is None else min(now + self._asking, until)
+            try:
+                stream.receive(at)
+                return True
+            except TimeoutError:
+                if at >= until:
+                    return False
+            try:
+                stream.send(_framed(WatchProgress().to_bytes()), now + self._timeout, ends=False)
+            except TimeoutError:  # which is not that the time of the watch is over
+                raise ConnectionError('it takes nothing') from None
 
 
 def _headers(transport: Transport, path: str, until: float) -> Sequence[tuple[str, str]]:

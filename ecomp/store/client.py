@@ -191,6 +191,12 @@ class Store:
         key = _bytes(prefix)
         return int(self._read(_asking(Range(key, after(key), count_only=True)), about=(prefix,)).count)
 
+    def has_changed(self, prefix: str, since: int) -> bool:
+        """Whether a key that is there under a prefix was changed at this revision or later."""
+        key = _bytes(prefix)
+        asked = Range(key, after(key), limit=1, keys_only=True, since=since)
+        return bool(self._read(_asking(asked), about=(prefix,)).kvs)
+
     def revision(self) -> int:
         """The revision that etcd is at."""
         reply = self._read(_asking(Range(_bytes(keys.CLUSTER), count_only=True)), about=(keys.CLUSTER,))
@@ -291,9 +297,12 @@ class Store:
         if self._guard is not None:
             self._guard.adopt(entry.value, self.where)
 
-    def watch(self, wanted: Sequence[WatchCreate], seconds: float) -> Watch:
-        """What answers these on one stream, for so many seconds at most. Nobody else is answered while it is read."""
-        return self._connection.watch(wanted, seconds)
+    def watch(self, wanted: Sequence[WatchCreate], seconds: float, asking: float | None = None) -> Watch:
+        """What answers these on one stream, for so many seconds at most. Nobody else is answered while it is read.
+
+        Where nothing comes for `asking` seconds etcd is asked how far it has told (WatchProgress), again and again.
+        """
+        return self._connection.watch(wanted, seconds, asking)
 
     def move_on(self) -> None:
         """Use a new connection, to the next endpoint, in place of the present one."""

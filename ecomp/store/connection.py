@@ -121,9 +121,9 @@ class Connection:
         except NotUnderstood:
             return self.use_etcd3(client).call(request, self.config.timeout)
 
-    def watch(self, wanted: Sequence[WatchCreate], seconds: float) -> Watch:
-        """What the present member answers to these, for so many seconds at most."""
-        return _MembersWatch(self, wanted, seconds)
+    def watch(self, wanted: Sequence[WatchCreate], seconds: float, asking: float | None) -> Watch:
+        """What the present member answers to these, for so many seconds at most, and to WatchProgress (see Store)."""
+        return _MembersWatch(self, wanted, seconds, asking)
 
     def move_on(self, failed: Any = None) -> None:
         """Use a new connection, to the next endpoint, in place of the present one (of `failed`, if it still is)."""
@@ -187,9 +187,11 @@ class Connection:
 class _MembersWatch:
     """The Watch of the present member; where that is not understood, the next one goes etcd3's way."""
 
-    def __init__(self, connection: Connection, wanted: Sequence[WatchCreate], seconds: float) -> None:
+    def __init__(
+        self, connection: Connection, wanted: Sequence[WatchCreate], seconds: float, asking: float | None
+    ) -> None:
         self._connection, self._member = connection, connection.client
-        self._watch: Watch = self._member.watch(wanted, seconds)
+        self._watch: Watch = self._member.watch(wanted, seconds, asking)
 
     def __iter__(self) -> Iterator[Any]:
         try:

@@ -26,7 +26,10 @@ _SIGN = 1 << 63
 
 
 class Range(NamedTuple):
-    """Read a key, or all from it to before `end`; at most `limit` of them (0: all), of a revision (0: the last)."""
+    """Read a key, or all from it to before `end`; at most `limit` of them (0: all), of a revision (0: the last).
+
+    `since`: those alone that were changed at this revision or later.
+    """
 
     key: bytes
     end: bytes = b''
@@ -34,10 +37,11 @@ class Range(NamedTuple):
     revision: int = 0
     keys_only: bool = False
     count_only: bool = False
+    since: int = 0
 
     def to_bytes(self) -> bytes:
         """RangeRequest."""
-        flags = _number(8, self.keys_only) + _number(9, self.count_only)
+        flags = _number(8, self.keys_only) + _number(9, self.count_only) + _number(10, self.since)
         return _text(1, self.key) + _text(2, self.end) + _number(3, self.limit) + _number(4, self.revision) + flags
 
 
@@ -135,18 +139,33 @@ class Status(NamedTuple):
 class WatchCreate(NamedTuple):
     """Hear of every change of the keys from `key` to before `end`, from a revision on; `previous`: and what was there.
 
-    https://etcd.io/docs/v3.4/learning/api/#watch-streams
+    With `fragment` a long answer comes in pieces of about a request's size, each but the last with `fragment` set; a
+    piece may end in the middle of a revision. https://etcd.io/docs/v3.4/learning/api/#watch-streams
     """
 
     key: bytes
     end: bytes
     revision: int
     previous: bool = False
+    fragment: bool = False
 
     def to_bytes(self) -> bytes:
         """WatchRequest, with a WatchCreateRequest in it."""
         whose = _text(1, self.key) + _text(2, self.end)
-        return _part(1, whose + _number(3, self.revision) + _number(6, self.previous))
+        how = _number(6, self.previous) + _number(8, self.fragment)
+        return _part(1, whose + _number(3, self.revision) + how)
+
+
+class WatchProgress(NamedTuple):
+    """Have etcd say how far the watches of a stream were told: an answer of no watch's, with the revision.
+
+    It says so once nothing up to that is left to tell, and until then nothing; some (3.4.23 is one) say at once which
+    revision they are at themselves. https://github.com/etcd-io/etcd/issues/15220
+    """
+
+    def to_bytes(self) -> bytes:
+        """WatchRequest, with a WatchProgressRequest in it, which says nothing."""
+        return _part(3, b'')
 
 
 Request = Range | Transaction | Grant | KeepAlive | Revoke | Status
@@ -295,6 +314,7 @@ _ANSWERS: Mapping[str, _Shape] = {
         canceled=(4, bool),
         compact_revision=(5, int),
         cancel_reason=(6, str),
+        fragment=(7, bool),
         events=(11, [_EVENT]),
     ),
 }

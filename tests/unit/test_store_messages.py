@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ecomp.store import messages
-from ecomp.store.by_etcd3 import etcdrpc  # by way of the room that has protobuf load it
+from ecomp.store.by_etcd3 import UnknownFieldSet, _Reply, etcdrpc  # by way of the room that has protobuf load it
 from ecomp.store.messages import (
     EQUAL,
     GREATER,
@@ -21,6 +21,8 @@ from ecomp.store.messages import (
     Revoke,
     Status,
     Transaction,
+    WatchCreate,
+    WatchProgress,
     Write,
     answer,
 )
@@ -29,7 +31,7 @@ NUMBERS = st.integers(-(2**63), 2**63 - 1)
 UNSIGNED = st.integers(0, 2**64 - 1)
 KEYS = st.binary(max_size=300)
 
-RANGES = st.builds(Range, KEYS, KEYS, NUMBERS, NUMBERS, st.booleans(), st.booleans())
+RANGES = st.builds(Range, KEYS, KEYS, NUMBERS, NUMBERS, st.booleans(), st.booleans(), NUMBERS)
 WRITES = st.builds(Write, KEYS, KEYS, NUMBERS)
 REMOVALS = st.builds(Removal, KEYS)
 COMPARISONS = st.builds(Comparison, KEYS, st.sampled_from((EQUAL, GREATER)), NUMBERS)
@@ -41,10 +43,11 @@ LEASES = st.builds(Grant, NUMBERS) | st.builds(KeepAlive, NUMBERS) | st.builds(R
 def theirs(request: Any) -> Any:
     """The same as etcd3's message."""
     match request:
-        case Range(key, end, limit, revision, keys_only, count_only):
+        case Range(key, end, limit, revision, keys_only, count_only, since):
             return etcdrpc.RangeRequest(
-                key=key, range_end=end, limit=limit, revision=revision, keys_only=keys_only, count_only=count_only
-            )
+                key=key, range_end=end, limit=limit, revision=revision, keys_only=keys_only, count_only=count_only,
+                min_mod_revision=since,
+            )  # fmt: skip
         case Write(key, value, lease):
             return etcdrpc.PutRequest(key=key, value=value, lease=lease)
         case Removal(key):
@@ -67,6 +70,9 @@ def theirs(request: Any) -> Any:
             return etcdrpc.LeaseRevokeRequest(ID=lease)
         case Status():
             return etcdrpc.StatusRequest()
+        case WatchCreate(key, end, revision, previous):
+            asked = etcdrpc.WatchCreateRequest(key=key, range_end=end, start_revision=revision, prev_kv=previous)
+            return etcdrpc.WatchRequest(create_request=asked)
     raise AssertionError(request)
 
 
@@ -75,9 +81,23 @@ def operation(request: Any) -> Any:
     return etcdrpc.RequestOp(**{kinds[type(request)]: theirs(request)})
 
 
-@given(RANGES | WRITES | REMOVALS | COMPARISONS | TRANSACTIONS | LEASES | st.just(Status()))
+WATCHES = st.builds(WatchCreate, KEYS, KEYS, NUMBERS, st.booleans(), st.just(False))
+
+
+@given(RANGES | WRITES | REMOVALS | COMPARISONS | TRANSACTIONS | LEASES | WATCHES | st.just(Status()))
 def test_what_we_write_is_what_etcd3_writes(request: Any) -> None:
     assert request.to_bytes() == theirs(request).SerializeToString()
+
+
+@given(WATCHES)
+def test_what_is_younger_than_etcd3_s_code_is_a_field_more(request: WatchCreate) -> None:
+    """etcd 3.4's WatchCreateRequest.fragment and WatchProgressRequest: rpc.proto there has their numbers."""
+    found = etcdrpc.WatchRequest.FromString(request._replace(fragment=True).to_bytes()).create_request
+    assert [(each.field_number, each.data) for each in UnknownFieldSet(found)] == [(8, 1)]
+    found.DiscardUnknownFields()
+    assert found == theirs(request).create_request
+    progress = etcdrpc.WatchRequest.FromString(WatchProgress().to_bytes())
+    assert [(each.field_number, each.data) for each in UnknownFieldSet(progress)] == [(3, b'')]
 
 
 HEADERS = st.builds(
@@ -103,6 +123,13 @@ ANSWERS = st.one_of(
 )
 
 
+EVENTS = st.builds(type(etcdrpc.WatchResponse().events.add()), type=st.sampled_from((0, 1)), kv=KVS, prev_kv=KVS)
+WATCHED = st.builds(
+    etcdrpc.WatchResponse, header=HEADERS, watch_id=NUMBERS, created=st.booleans(), canceled=st.booleans(),
+    compact_revision=NUMBERS, events=st.lists(EVENTS, max_size=4),
+)  # fmt: skip
+
+
 def same(ours: Any, other: Any) -> None:
     """What is read by us is as etcd3's code reads it, field for field."""
     for name, value in vars(ours).items():
@@ -119,6 +146,15 @@ def same(ours: Any, other: Any) -> None:
 @given(ANSWERS)
 def test_what_etcd3_writes_we_read_as_it_does(message: Any) -> None:
     same(answer(type(message).__name__, message.SerializeToString()), message)
+
+
+@given(WATCHED, st.sampled_from([(b'', False), (b'\x38\0', False), (b'\x38\1', True)]))
+def test_a_watch_s_answer_is_read_by_each_way_alike(message: Any, piece: tuple[bytes, bool]) -> None:
+    """With a field that etcd3's code does not know: whether it is not all of the answer."""
+    data, fragment = message.SerializeToString() + piece[0], piece[1]
+    found, other = answer('WatchResponse', data), _Reply(etcdrpc.WatchResponse.FromString(data))
+    assert (found.fragment, other.fragment) == (fragment, fragment)
+    same(found, other)
 
 
 @given(st.sampled_from([each.answer for each in messages.METHODS.values()]), st.binary(max_size=200))
