@@ -173,6 +173,8 @@ def _take(call: Watch, replies: queue.Queue[Any], ended: threading.Event) -> Non
     except Failure as error:
         late = error.code == DEADLINE_EXCEEDED and not error.unsent
         last = None if late else _Broken(f'the stream broke: {error.code}')
+    except Exception as error:  # whoever reads would wait for a last word for ever
+        last = error
     _put(replies, last, ended)
 
 
