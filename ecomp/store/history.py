@@ -10,7 +10,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import suppress
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
@@ -28,8 +28,14 @@ if TYPE_CHECKING:
 
 PREFIX = b'/'
 """Before every key of ours. Others' keys are not asked for: a role of etcd's would refuse that."""
-QUIET = 2.0
-"""Seconds without a word after which all of the past is taken to have come, if the last change was another's key."""
+ASKING = 0.4
+"""Seconds of silence after which etcd is asked how far it has told, where the past is to end."""
+SPACED = 0.75 * ASKING
+"""Seconds after which another answer to that counts as one more."""
+ANSWERS = 4
+"""How often it says so, ASKING seconds apart and with no change between, of a past of which no change has come."""
+FULL = 1000
+"""Revisions in an answer of etcd's, at most: of one with so many there may be more to come (its watchBatchMaxRevs)."""
 STREAM = 3600.0
 """Seconds after which a watch is asked for anew."""
 WAITING = 8
@@ -47,10 +53,11 @@ class History:
     """
 
     def __init__(self, config: EtcdConfig, follow: bool, tell: Callable[[str], None], first: int = 1) -> None:
-        self._store = Store(config)
+        self._config, self._store = config, Store(config)
         self._follow, self._tell = follow, tell
         self._now = 0
         self._next = first
+        self._last = 0  # the revision of the last change that was handed on, 0 where there is none that etcd keeps
         self._lost = False
         self.since = 1
 
@@ -62,7 +69,7 @@ class History:
     @property
     def upcoming(self) -> int:
         """The first revision that was not handed on yet, if there is one already."""
-        return max(self._next, self._now + 1) if self._now else self._next
+        return self._next
 
     def close(self) -> None:
         """Let go of etcd."""
@@ -72,18 +79,13 @@ class History:
         self._now = self._store.revision()
         tries, backoff = 0, Backoff(0.2, 5.0)
         while True:
-            forgotten = False
+            before = self._next
             try:
-                for reply in _Stream(self._store, self._next, None if self._follow else QUIET):
-                    forgotten = bool(reply.compact_revision)
-                    yield from self._changes(reply)
-                    tries = 0
-                    if not self._follow and self._next > self._now:
-                        return
-                if not self._follow and not forgotten:
+                if (yield from self._stream()):
+                    self._next = max(self._next, self._now + 1)
                     return
             except _Broken as error:
-                tries += 1
+                tries = 1 if self._next > before else tries + 1
                 if not self._follow and tries > TRIES:
                     raise Unreachable(f'etcd at {self._store.where}: {error}', 'etcd') from error
                 self._store.move_on()
@@ -91,16 +93,45 @@ class History:
                 time.sleep(backoff.next())
             self._look()
 
+    def _stream(self) -> Generator[list[Change], None, bool]:
+        """What one stream brings; whether all of the past has been told, else there is to be another."""
+        # From a change that is known on: so there is an answer with a change, and it says how far it tells.
+        first = self._next if self._follow else self._last or self._next
+        past = _Past(self._now, first == self._last)
+        for reply in _Stream(self._store, first, None if self._follow else self._now, self._config.timeout):
+            yield from self._changes(reply)
+            if self._follow:
+                continue
+            past.hear(reply, time.monotonic())
+            if past.is_told or self._next > self._now:
+                return True
+            if past.is_quiet:
+                if self._last not in (0, first):
+                    return False
+                if not self._is_owed():
+                    return True
+                past.go_on()
+        return False
+
+    def _is_owed(self) -> bool:
+        """Whether there is certainly something that was not told: a key that is there, and was changed since."""
+        store = Store(self._config)  # the other is busy with the stream
+        try:
+            return store.has_changed(PREFIX.decode(), self._next)
+        finally:
+            store.close()
+
     def _changes(self, reply: Any) -> Iterator[list[Change]]:
         if reply.compact_revision:
-            if self._next > 1:
+            if 1 < self._next < reply.compact_revision:
                 self._tell(f'etcd forgot what was before revision {reply.compact_revision} while it could not be heard')
             self._next = self.since = int(reply.compact_revision)
+            self._last = 0
         elif reply.canceled:
             raise EcompError(f'etcd at {self._store.where} refuses: {reply.cancel_reason or "no reason given"}')
-        for revision, events in groupby(reply.events, lambda each: int(each.kv.mod_revision)):
+        for revision, events in groupby(reply.events, _revision):
             if revision >= self._next:
-                self._next = revision + 1
+                self._next, self._last = revision + 1, revision
                 yield [_change(each) for each in events]
 
     def _look(self) -> None:
@@ -126,28 +157,79 @@ class _Broken(Exception):
     """The stream ended before its time."""
 
 
-class _Stream:
-    """The answers to one watch, until STREAM seconds are over, or for `quiet` seconds none has come.
+class _Past:
+    """Whether all up to the revision `now` has been told on a stream. Silence says nothing: etcd may be frozen.
 
-    Taken in a thread of its own, so that whoever reads them can be interrupted.
+    etcd says in two ways how far it has told. Each may be wrong with some etcds, so it is told where both say so:
+
+    - The header of an answer with changes. Of FULL revisions in it there may be more; with fewer it has all up to the
+      revision in its header. So every etcd does it so far, and none promises it.
+    - Its answer to WatchProgress. That is a promise, which old ones break: they answer without a look at what they have
+      still to tell.
+
+    Where there is no change to tell there is no such header either. Then only the second is left, and for the old ones
+    it has to come several times.
+
+    `known`: the stream begins with a change that is known, so it is not quiet before that has come.
     """
 
-    def __init__(self, store: Store, first: int, quiet: float | None) -> None:
-        self._store, self._first, self._quiet = store, first, quiet
+    def __init__(self, now: int, known: bool) -> None:
+        self._now, self._is_due = now, known
+        self._whole = 0  # up to which revision the changes say that they are all
+        self._answers = 0  # to WatchProgress since the last change
+        self._counted = float('-inf')
+
+    @property
+    def is_told(self) -> bool:
+        """It has been told, and etcd says so."""
+        return self._whole >= self._now and self._answers > 0
+
+    @property
+    def is_quiet(self) -> bool:
+        """etcd is there, says that it has told all, and was given time to tell more."""
+        return self._answers >= ANSWERS and not self._is_due
+
+    def go_on(self) -> None:
+        """Take it for as quiet as at the beginning: there is more to come."""
+        self._answers = 0
+
+    def hear(self, reply: Any, moment: float) -> None:
+        """Take an answer that came at this moment, in seconds."""
+        if reply.events:
+            self._answers, self._is_due = 0, False
+            if len({_revision(each) for each in reply.events}) < FULL:
+                self._whole = int(reply.header.revision)
+        # What was asked while etcd was frozen is answered all at once, and before anything else: that is one answer.
+        elif _says_how_far(reply) and reply.header.revision >= self._now and moment >= self._counted + SPACED:
+            self._answers += 1
+            self._counted = moment
+
+
+class _Stream:
+    """The answers to one watch, until STREAM seconds are over.
+
+    With a past to be told up to the revision `now` (None: there is none) etcd is asked how far it is as long as it says
+    nothing, and it is _Broken once it has said nothing of use for `patience` seconds. Taken in a thread of its own, so
+    that whoever reads them can be interrupted.
+    """
+
+    def __init__(self, store: Store, first: int, now: int | None, patience: float) -> None:
+        self._store, self._first, self._now, self._patience = store, first, now, patience
 
     def __iter__(self) -> Iterator[Any]:
-        call = self._store.watch([WatchCreate(PREFIX, after(PREFIX), self._first, previous=True)], STREAM)
+        wanted = WatchCreate(PREFIX, after(PREFIX), self._first, previous=True)
+        call = self._store.watch([wanted], STREAM, None if self._now is None else ASKING)
         replies: queue.Queue[Any] = queue.Queue(WAITING)
         ended = threading.Event()
         threading.Thread(target=_take, args=(call, replies, ended), name='history', daemon=True).start()
         try:
             heard = time.monotonic()
             while True:
+                if self._now is not None and time.monotonic() >= heard + self._patience:
+                    raise _Broken(f'nothing came for {self._patience:g} s')
                 try:
                     reply = replies.get(timeout=0.5)
                 except queue.Empty:
-                    if self._quiet is not None and time.monotonic() >= heard + self._quiet:
-                        return
                     continue
                 if isinstance(reply, Exception):
                     raise reply
@@ -156,7 +238,9 @@ class _Stream:
                 yield reply
                 if reply.canceled:
                     return
-                heard = time.monotonic()
+                # A member that is behind and stays there answers, too.
+                if reply.events or self._now is None or reply.header.revision >= self._now:
+                    heard = time.monotonic()
         finally:
             ended.set()
             call.cancel()
@@ -183,6 +267,15 @@ def _put(replies: queue.Queue[Any], reply: Any, ended: threading.Event) -> None:
         with suppress(queue.Full):
             replies.put(reply, timeout=0.5)
             return
+
+
+def _says_how_far(reply: Any) -> bool:
+    """Whether it answers WatchProgress."""
+    return not (reply.events or reply.created or reply.canceled)
+
+
+def _revision(event: Any) -> int:
+    return int(event.kv.mod_revision)
 
 
 def _change(event: Any) -> Change:

@@ -142,7 +142,7 @@ def test_an_etcd_that_is_away_is_said_and_heard_again(own_etcd: Etcd) -> None:
 
 
 def test_another_s_keys_do_not_hold_up_the_end(own_etcd: Etcd) -> None:
-    """The last revision of all is none of ours: nothing tells that what is past has come, but that nothing comes."""
+    """The last revision of all is none of ours: what is past has come once etcd says that it has told all of it."""
     own_etcd.put('/names/a', '1')
     own_etcd.put('somebody-else', '1')
     history = History(EtcdConfig((own_etcd.endpoint,)), False, print)
