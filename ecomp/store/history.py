@@ -58,7 +58,8 @@ class History:
         self._now = 0
         self._next = first
         self._last = 0  # the revision of the last change that was handed on, 0 where there is none that etcd keeps
-        self._lost = False
+        self._part: list[Any] = []  # the events of a revision that may not be all of it yet
+        self._lost = self._deaf = False
         self.since = 1
 
     @property
@@ -80,14 +81,19 @@ class History:
         tries, backoff = 0, Backoff(0.2, 5.0)
         while True:
             before = self._next
+            failure: _Broken | None = None
             try:
                 if (yield from self._stream()):
                     self._next = max(self._next, self._now + 1)
                     return
             except _Broken as error:
-                tries = 1 if self._next > before else tries + 1
-                if not self._follow and tries > TRIES:
-                    raise Unreachable(f'etcd at {self._store.where}: {error}', 'etcd') from error
+                failure = error
+            if self._next > before:  # a stream that was begun and brought nothing is no step ahead
+                tries, self._deaf = 0, False
+                backoff.reset()
+            if failure is not None:
+                tries += 1
+                self._bear(failure, tries)
                 self._store.move_on()
             if tries:
                 time.sleep(backoff.next())
@@ -98,6 +104,7 @@ class History:
         # From a change that is known on: so there is an answer with a change, and it says how far it tells.
         first = self._next if self._follow else self._last or self._next
         past = _Past(self._now, first == self._last)
+        self._part = []
         for reply in _Stream(self._store, first, None if self._follow else self._now, self._config.timeout):
             yield from self._changes(reply)
             if self._follow:
@@ -129,10 +136,28 @@ class History:
             self._last = 0
         elif reply.canceled:
             raise EcompError(f'etcd at {self._store.where} refuses: {reply.cancel_reason or "no reason given"}')
-        for revision, events in groupby(reply.events, _revision):
+        if not reply.events:
+            return
+        revisions = [list(each) for _, each in groupby([*self._part, *reply.events], _revision)]
+        # A piece may end within a revision, and only the next one tells.
+        self._part = revisions.pop() if reply.fragment else []
+        for events in revisions:
+            revision = _revision(events[0])
             if revision >= self._next:
                 self._next, self._last = revision + 1, revision
                 yield [_change(each) for each in events]
+
+    def _bear(self, failure: _Broken, tries: int) -> None:
+        """Go on after a failure, so many of which came since the last change; Unreachable where that is one too many.
+
+        Where changes are followed a first one is left to _look(): etcd may just have been started again.
+        """
+        where = f'etcd at {self._store.where}'
+        if not self._follow and tries > TRIES:
+            raise Unreachable(f'{where}: {failure}', 'etcd') from failure
+        if self._follow and tries > 1 and not self._lost and not self._deaf:
+            self._deaf = True
+            self._tell(f'{where}: {failure}; asking again for what is from revision {self._next} on')
 
     def _look(self) -> None:
         """See that etcd answers, and is the one that it was."""
@@ -178,6 +203,7 @@ class _Past:
         self._whole = 0  # up to which revision the changes say that they are all
         self._answers = 0  # to WatchProgress since the last change
         self._counted = float('-inf')
+        self._revisions: set[int] = set()  # of an answer, as far as its pieces have come
 
     @property
     def is_told(self) -> bool:
@@ -197,8 +223,11 @@ class _Past:
         """Take an answer that came at this moment, in seconds."""
         if reply.events:
             self._answers, self._is_due = 0, False
-            if len({_revision(each) for each in reply.events}) < FULL:
-                self._whole = int(reply.header.revision)
+            self._revisions |= {_revision(each) for each in reply.events}
+            if not reply.fragment:
+                if len(self._revisions) < FULL:
+                    self._whole = int(reply.header.revision)
+                self._revisions = set()
         # What was asked while etcd was frozen is answered all at once, and before anything else: that is one answer.
         elif _says_how_far(reply) and reply.header.revision >= self._now and moment >= self._counted + SPACED:
             self._answers += 1
@@ -217,7 +246,7 @@ class _Stream:
         self._store, self._first, self._now, self._patience = store, first, now, patience
 
     def __iter__(self) -> Iterator[Any]:
-        wanted = WatchCreate(PREFIX, after(PREFIX), self._first, previous=True)
+        wanted = WatchCreate(PREFIX, after(PREFIX), self._first, previous=True, fragment=True)
         call = self._store.watch([wanted], STREAM, None if self._now is None else ASKING)
         replies: queue.Queue[Any] = queue.Queue(WAITING)
         ended = threading.Event()

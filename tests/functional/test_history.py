@@ -1,9 +1,9 @@
-"""The past is told whole or not at all, however etcd stalls: by each way to etcd."""
+"""The past is told whole or not at all, however etcd stalls, and whatever is in it: by each way to etcd."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,9 +11,11 @@ import pytest
 
 from ecomp.errors import Unreachable
 from ecomp.model.events import Change
+from ecomp.store import by_etcd3, by_h2
 from ecomp.store import history as room
 from ecomp.store.client import Put
 from ecomp.store.history import ANSWERS, FULL, History
+from ecomp.store.messages import WatchCreate
 from tests.kit.servers import Etcd, until
 from tests.kit.store_client import config, connected
 from tests.kit.store_client import each_way_to_etcd as each_way_to_etcd
@@ -137,6 +139,84 @@ def test_a_key_that_was_changed_is_waited_for(
     reading = Reading(history)
     assert reading.end() == 'at the end'
     assert reading.revisions == list(range(FIRST, LAST + 1))
+
+
+def test_what_is_longer_than_any_answer_is_told_in_whole_revisions(own_etcd: Etcd) -> None:
+    """With what was there before each change: 72 MiB. A revision of three keys does not come in one piece."""
+    large, three = 'x' * 1_400_000, [Put(f'/names/{each}', each * 450_000) for each in 'abc']
+    with connected(own_etcd.endpoint) as store:
+        for _ in range(23):
+            store.commit([], [Put('/names/large', large)])
+        store.commit([], three)
+        store.commit([], three)
+        for _ in range(3):
+            store.commit([], [Put('/names/large', large)])
+    assert 51 * len(large) + 9 * 450_000 > by_h2.LONGEST == by_etcd3.LONGEST
+    history = History(config(own_etcd.endpoint), False, print)
+    streams = counted(history)
+    reading = Reading(history)
+    assert reading.end(30) == 'at the end'
+    assert reading.revisions == list(range(2, 30))
+    assert [[each.key for each in changes] for changes in reading.told] == [
+        *[['/names/large']] * 23,
+        *[['/names/a', '/names/b', '/names/c']] * 2,
+        *[['/names/large']] * 3,
+    ]
+    sizes = [(len(each.before or b''), len(each.after or b'')) for changes in reading.told for each in changes]
+    one, other = len(large), 450_000
+    assert sizes == [(0, one), *[(one, one)] * 22, *[(0, other)] * 3, *[(other, other)] * 3, *[(one, one)] * 3]
+    assert len(streams) == 1
+
+
+def counted(history: History) -> Sequence[int]:
+    """The revisions from which it asks for a stream; it fails where that is done again and again."""
+    begun: list[int] = []
+    watch = history._store.watch
+
+    def watches(wanted: Sequence[WatchCreate], *rest: Any) -> Any:
+        begun.append(wanted[0].revision)
+        assert len(begun) < 10, 'it asks for ever'
+        return watch(wanted, *rest)
+
+    history._store.watch = watches  # type: ignore[method-assign]
+    return begun
+
+
+@pytest.fixture
+def unheard(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """Each stream begins, and breaks before it brought anything: no answer may be as long as the past. To be undone."""
+    longest = ('grpc.max_receive_message_length', 1000)
+    monkeypatch.setattr(by_h2, 'LONGEST', longest[1])
+    others = [each for each in by_etcd3.KEEPALIVE if each[0] != longest[0]]
+    monkeypatch.setattr(by_etcd3, 'KEEPALIVE', (*others, longest))
+    return monkeypatch
+
+
+@pytest.mark.usefixtures('unheard')
+def test_a_stream_that_begins_and_brings_nothing_is_a_failure(
+    stalling: Etcd, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(room, 'TRIES', 2)
+    history = History(config(stalling.endpoint), False, print)
+    streams = counted(history)
+    reading = Reading(history)
+    ended = reading.end()
+    assert isinstance(ended, Unreachable), ended
+    assert 'RESOURCE_EXHAUSTED' in str(ended)
+    assert (reading.told, list(streams)) == ([], [1, 1, 1])
+
+
+def test_who_follows_hears_of_such_a_stream_once(stalling: Etcd, unheard: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    history = History(config(stalling.endpoint), True, said.append)
+    streams = counted(history)
+    reading = Reading(history)
+    until(lambda: len(streams) > 3, 10, 'it is asked again')
+    assert [each for each in said if 'RESOURCE_EXHAUSTED' in each] == said
+    assert len(said) == 1
+    unheard.undo()
+    until(lambda: len(reading.told) == LAST - FIRST + 1, 20, 'and hears all once it can')
+    assert not reading.ended
 
 
 @pytest.mark.parametrize('follow', [False, True])

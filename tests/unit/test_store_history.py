@@ -14,13 +14,13 @@ NOW = 5000
 
 def answer(header: int = NOW, **fields: Any) -> Any:
     """An answer to WatchProgress, unless something else is given."""
-    nothing = {'events': [], 'created': False, 'canceled': False}
+    nothing = {'events': [], 'created': False, 'canceled': False, 'fragment': False}
     return SimpleNamespace(header=SimpleNamespace(revision=header), **(nothing | fields))
 
 
-def changes(first: int, count: int, header: int = NOW) -> Any:
+def changes(first: int, count: int, header: int = NOW, fragment: bool = False) -> Any:
     events = [SimpleNamespace(kv=SimpleNamespace(mod_revision=each)) for each in range(first, first + count)]
-    return answer(header, events=events)
+    return answer(header, events=events, fragment=fragment)
 
 
 BEGUN = answer(created=True)
@@ -47,6 +47,10 @@ def heard(*replies: Any, known: bool = False, apart: float = ASKING) -> tuple[bo
         ([BEGUN, changes(2, FULL), answer()], False),
         ([BEGUN, changes(2, FULL - 1), answer()], True),
         ([BEGUN, changes(2, FULL), answer(), changes(FULL + 2, 1), answer()], True),
+        # In pieces, of which the second begins within a revision.
+        ([BEGUN, changes(2, 600, fragment=True), changes(601, 401), answer()], False),
+        ([BEGUN, changes(2, 600, fragment=True), changes(601, 400), answer()], True),
+        ([BEGUN, changes(2, 600, fragment=True), answer()], False),
     ],
 )
 def test_it_is_told_where_the_changes_and_the_answer_both_say_so(replies: list[Any], is_told: bool) -> None:
