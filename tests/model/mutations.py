@@ -158,8 +158,8 @@ MUTATIONS = {
     ),
     'a compute builds what placement does not confirm': Mutation(
         'ecomp.agent.instance.instances',
-        '        if differs:\n            self._fail(record, revision',
-        '        if differs == "never":\n            self._fail(record, revision',
+        '        if differs:\n            fail(record, revision',
+        '        if differs == "never":\n            fail(record, revision',
         ('unconfirmed',),
     ),
     'an end leaves its address': Mutation(
@@ -257,7 +257,7 @@ MUTATIONS = {
         ('refused_by_placement',),
     ),
     'a full etcd takes no deletes of a compute without a lease': Mutation(
-        'ecomp.store.presence', 'if entry is None and self._revision:', 'if self._revision < 0:', ('full',)
+        'ecomp.store.presence', 'if self._revision:\n', 'if self._revision < 0:\n', ('full',)
     ),
     'a compute does not keep its presence': Mutation(
         'ecomp.store.presence', 'put = Put(self._key, dump(value), lease)',

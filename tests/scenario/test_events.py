@@ -34,6 +34,7 @@ def test_what_happened_is_told_in_its_order(cluster: Control) -> None:
     _, instance = place(cluster)
     addressed(cluster, instance)
     assert cluster.eschedule('reboot', 'web1', '--wait').code == 0
+    assert cluster.eschedule('wait', 'web1').code == 0  # for its address, which comes after it runs
     assert cluster.eschedule('destroy', 'web1', '--wait').code == 0
 
     done = cluster.eschedule('events')

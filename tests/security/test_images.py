@@ -5,6 +5,7 @@ The many ways to answer badly are in functional/test_images.py, stories of hosti
 
 from __future__ import annotations
 
+import http.server
 import json
 import os
 import re
@@ -17,6 +18,7 @@ import sys
 import threading
 import time
 from array import array
+from base64 import b64encode
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from hashlib import sha256
@@ -445,6 +447,51 @@ def test_no_proxy_and_no_password_of_the_environment_is_used(
         monkeypatch.setenv(name, f'http://127.0.0.1:{free_port()}')
     assert get(everywhere(tmp_path, LOOPBACK), web.url + 'good').format == 'raw'
     assert sent == [None]
+
+
+def test_behind_a_proxy_too_a_certificate_is_checked_against_the_name(
+    web: Web, authority: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The proxy resolves the name, is told a password if its URL has one, and sees nothing of what is asked."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(authority / 'cert', authority / 'key')
+    web.socket = context.wrap_socket(web.socket, server_side=True)
+    monkeypatch.setenv('REQUESTS_CA_BUNDLE', str(authority / 'cert'))
+    told: list[str] = []
+
+    class Proxy(http.server.BaseHTTPRequestHandler):
+        def do_CONNECT(self) -> None:
+            told.append(f'{self.path} {self.headers["proxy-authorization"]}')
+            with socket.create_connection(('127.0.0.1', port_of(web.url))) as there:
+                self.send_response(200)
+                self.end_headers()
+                back = threading.Thread(target=passed_on, args=(there, self.connection), daemon=True)
+                back.start()
+                passed_on(self.connection, there)
+                back.join(PATIENCE)
+
+        def log_message(self, format: str, *args: object) -> None:
+            """Quiet."""
+
+    with http.server.ThreadingHTTPServer(('127.0.0.1', 0), Proxy) as proxy:
+        threading.Thread(target=proxy.serve_forever, args=(0.02,), daemon=True).start()
+        try:
+            behind = Reach(None, f'http://ann:s%40cret@127.0.0.1:{proxy.server_port}')
+            assert get(everywhere(tmp_path, behind), 'https://images.example.org/good').format == 'raw'
+            assert set(told) == {f'images.example.org:443 Basic {b64encode(b"ann:s@cret").decode()}'}
+            assert set(web.asked) == {'good', 'SHA256SUMS'}
+            said = refusal(everywhere(tmp_path, behind), 'https://other.example.org/good')
+            assert 'its certificate is made out to another name' in said
+        finally:
+            proxy.shutdown()
+
+
+def passed_on(one: socket.socket, other: socket.socket) -> None:
+    """What comes of one is sent to the other, until its end."""
+    with suppress(OSError):
+        while data := one.recv(65536):
+            other.sendall(data)
+        other.shutdown(socket.SHUT_WR)
 
 
 def test_what_a_proxy_resolves_is_checked_by_name(web: Web, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
