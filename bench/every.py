@@ -145,6 +145,8 @@ def report(ran: Mapping[str, Ran], seconds: float) -> int:
 
 def main() -> int:
     """See bench/run."""
+    # A shell has what it runs in the background ignore Ctrl-C, and so would all that is started here: it is ended so.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     parser = argparse.ArgumentParser(prog='bench/run', description=__doc__)
     parser.add_argument('words', nargs='*', metavar='quick | NAME')
     parser.add_argument('--into', type=Path, help='where the figures go')

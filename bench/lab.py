@@ -55,7 +55,7 @@ class Lab:
         with self.compute_yaml.open('a') as file:
             file.write('allocation_ratios: {VCPU: 100}\n')
         pid = self.ecompute
-        os.kill(pid, signal.SIGINT)
+        os.kill(pid, signal.SIGTERM)  # which is heard behind a shell's & too, where Ctrl-C is not
         while Path(f'/proc/{pid}').exists():
             time.sleep(0.05)
         self._elab('up', '--name', self._name, quiet=True)
