@@ -184,7 +184,8 @@ def cells(clusters: list[Pretended], full: int, requesters: int, options: argpar
             workload = f'{each.size:,} computes, {full} % full, {requesters} requesters'
             counts = {kind: round(more / max(placed, 1), 3) for kind, more in calls.items() if more}
             counts |= {'failed': failed[number], 'points between the fullest and the emptiest': each.imbalance()}
-            target = TARGETS.get(each.size)
+            # Once the room is used up it is refusals that are counted, and bench/refusal.py is for those.
+            target = None if any(failed) else TARGETS.get(each.size)
             found.append(paired('singles', workload, rates[number], rates[0], target, unit='a second',
                                 at_least=True, counts=counts))  # fmt: skip
         return found
