@@ -248,11 +248,13 @@ class Store:
         and says all the same that it has none: so to all that are under way while it becomes full.
         https://github.com/etcd-io/etcd/issues/16659
         """
-        if not any(_ends(each, operation) for each in conditions for operation in operations):
+        # Of the others one may not hold for another reason, and etcd has not looked at them if it was full before.
+        telling = [each for each in conditions if any(_ends(each, operation) for operation in operations)]
+        if not telling:
             return False
         try:
-            compare = [_compare(each) for each in conditions]
-            about = [each.key for each in conditions]
+            compare = [_compare(each) for each in telling]
+            about = [each.key for each in telling]
             return not self._read(_asking(Transaction(compare=compare)), about=about).succeeded
         except EcompError:
             return True

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
-from ecomp.errors import Conflict, EcompError, NoSpace
+from ecomp.errors import Conflict, EcompError, NoSpace, UnknownOutcome
 from ecomp.model.json_object import dump, load_object
 from ecomp.store.client import Delete, Entry, Fence, Put, Store, Unchanged
 from ecomp.store.lease import Lease
@@ -133,8 +133,8 @@ class Presence:
         put = Put(self._key, dump(value), self._lease)
         try:
             written = self._store.commit([Unchanged(self._key, self._revision)], [put], fenced=False)
-        except NoSpace:
-            return False  # what there is to say can wait, and whose the key is cannot
+        except (NoSpace, UnknownOutcome):
+            return False  # what there is to say can wait; whose the key is, and whether it is there, cannot
         if written:
             self._hold(written, value)
         return bool(written)

