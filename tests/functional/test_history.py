@@ -81,9 +81,11 @@ def test_an_etcd_that_stalls_in_the_middle_of_the_past_does_not_end_it(stalling:
 def test_an_etcd_that_stays_silent_is_unreachable(stalling: Etcd) -> None:
     reading = Reading(History(config(stalling.endpoint, timeout=1.0), False, print), stalling.pause)
     try:
-        assert isinstance(reading.end(), Unreachable)
+        ended = reading.end()
     finally:
         stalling.resume()
+    # All of it may have been on its way before etcd was frozen, on a machine that is busy with others.
+    assert isinstance(ended, Unreachable) or len(reading.told) == LAST + 1 - FIRST, ended
     assert reading.revisions == list(range(FIRST, FIRST + len(reading.told)))
     until(stalling.is_ready, 10, 'etcd is awake')
 

@@ -24,6 +24,9 @@ pytestmark = [
     ),
 ]
 
+LATER = DAY + 1
+"""A second more than a day: a clock may be put back by a little between a file's time and ours."""
+
 
 def change(path: Path) -> None:
     """As a broken disk does, or somebody with root's rights: one byte, and no other time."""
@@ -55,7 +58,7 @@ def test_what_was_fetched_is_read_again_a_day_later(
     scrubber.scrub(time.time())
     assert bad(directory) == [], 'it was read when it was fetched'
     with caplog.at_level(logging.ERROR):
-        scrubber.scrub(time.time() + DAY)
+        scrubber.scrub(time.time() + LATER)
     assert caplog.messages == [
         f'{path} is not what it was when it was fetched: no disk is made of it any more, '
         f'and the guests on it read what is there now: {instance}'
@@ -76,7 +79,7 @@ def test_one_that_is_pinned_is_fetched_again_as_well(web: Web, directory: Path) 
     pinned = f'{web.url}good#sha256={digest}'
     path = Path(get(cache(directory), pinned).path)
     change(path)
-    Scrubber(directory).scrub(time.time() + DAY)
+    Scrubber(directory).scrub(time.time() + LATER)
     asked = len(web.asked)
     get(cache(directory), pinned)
     assert len(web.asked) > asked
@@ -85,12 +88,12 @@ def test_one_that_is_pinned_is_fetched_again_as_well(web: Web, directory: Path) 
 
 def test_one_that_is_good_again_is_taken_again(web: Web, directory: Path) -> None:
     path = Path(get(cache(directory), web.url + 'good').path)
-    content, tomorrow = path.read_bytes(), time.time() + DAY
+    content, tomorrow = path.read_bytes(), time.time() + LATER
     change(path)
     Scrubber(directory).scrub(tomorrow)
     assert bad(directory)
     path.write_bytes(content)
-    Scrubber(directory).scrub(tomorrow + DAY)
+    Scrubber(directory).scrub(tomorrow + LATER)
     assert bad(directory) == []
 
 
