@@ -33,6 +33,8 @@ log = logging.getLogger(__name__)
 
 MOST = 10_000
 """Requests a compute takes: what is beyond is refused, so that nobody can fill its memory."""
+ENDING = 1.0
+"""Seconds after which no further build is ended whose request was deleted: the next minute goes on."""
 GRACE, ASK_AGAIN = 60.0, 10.0
 """Seconds a guest has to turn itself off before it is switched off, and between two times it is asked to."""
 LOOKING = 'looking at claims'
@@ -106,12 +108,16 @@ class Planner:
         changed = self._instances.recheck([each for each in self._wishes if each not in busy])
         if changed:
             self.agenda.nudge(f'the records of {", ".join(changed)} were changed by somebody else')
+        if self.given is None:
+            return  # nothing was read yet of what is asked for
         # A build that was put off, or stopped with this compute, and whose request was deleted by hand meanwhile, is in
-        # no plan any more. One at a time, for placement is asked.
+        # no plan any more.
         begun = (name for name, each in self._memory.all().items() if each.record.state == BUILDING)
-        left = next((each for each in begun if each not in busy and each not in self._wishes), None)
-        if left is not None and self.given is not None:
-            self._end_without_request(left)
+        until = time.monotonic() + ENDING
+        for instance in [each for each in begun if each not in busy and each not in self._wishes]:
+            self._end_without_request(instance)
+            if time.monotonic() > until:
+                break  # placement is slow, or away: nothing else is to wait for it
 
     def settled(self, doing: str) -> None:
         """Note that what was being done works; if it did not before, nothing waits any longer."""

@@ -60,8 +60,10 @@ def lives(store: Store, instance: str) -> bool:
     """Whether any compute has a record of it that says so. ValueError for one that cannot be understood."""
     from ecomp.model.record import from_json  # seldom asked
 
-    mine = _names(store, keys.INSTANCES).get(instance, ())
-    at = by_instance(store.read(mine).items()).get(instance) or Places()
+    among = index(store)
+    # All of them, wherever it is asked for; and where it is asked for also what was not there yet.
+    mine = {*_records_of(among, instance), *among.records.get(instance, ())}
+    at = by_instance(store.read(sorted(mine)).items()).get(instance) or Places()
     records = [from_json(each.value) for each in at.records.values()]
     return any(each.state not in (GONE, ERROR) for each in records)
 
@@ -90,6 +92,11 @@ def listed(store: Store, instance: str, among: Index | None = None) -> Places[En
     among = index(store) if among is None else among
     # A record may be written, and its request go, since the names were read. Where it is asked for no other one counts.
     asked = among.requests.get(instance, ())
-    records = [keys.record(key.split('/')[2], instance) for key in asked]
-    mine = [*asked, *records, keys.old_record(instance)] if asked else among.records.get(instance, ())
+    mine = [*asked, *_records_of(among, instance)] if asked else among.records.get(instance, ())
     return by_instance(store.read(sorted(mine)).items()).get(instance) or Places() if mine else Places()
+
+
+def _records_of(among: Index, instance: str) -> list[str]:
+    """The keys at which the computes that are asked for it have its record, or will."""
+    asked = among.requests.get(instance, ())
+    return [*(keys.record(key.split('/')[2], instance) for key in asked), keys.old_record(instance)]

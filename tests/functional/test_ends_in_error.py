@@ -14,7 +14,7 @@ from ecomp.agent.instance.surroundings import ControlPlane
 from ecomp.agent.planner import Planner
 from ecomp.errors import BuildFailed, EcompError, NoSpace, Unreachable
 from ecomp.model import keys
-from ecomp.model.guest import GuestSpec
+from ecomp.model.guest import Guest, GuestSpec
 from ecomp.model.instance import Request, to_json
 from ecomp.model.quota import Quota
 from ecomp.model.quota import from_json as quota_from_json
@@ -89,8 +89,13 @@ def test_a_request_that_is_deleted_while_nobody_is_at_its_build_is_ended(cloud: 
         planner.recheck()
         assert len(hypervisor.reservations()) == 2, 'it has not read yet what is asked for'
         planner.step({})
-        for _ in instances:
-            planner.recheck()
+        # One whose guest is there is kept, and holds up no other.
+        kept = next(iter(compute.memory.all()))
+        hypervisor._guests[kept] = Guest(kept, compute.compute, True, True, True)
+        planner.recheck()
+        assert [each.instance for each in hypervisor.reservations().values()] == [kept]
+        del hypervisor._guests[kept]
+        planner.recheck()
         assert hypervisor.reservations() == {}
         for each in instances:
             compute.instances.forget(each)

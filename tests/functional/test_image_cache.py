@@ -259,6 +259,14 @@ def test_mirrors_have_etags_of_their_own(web: Web, directory: Path) -> None:
     assert web.asked.count('SHA256SUMS') == before + 1
 
 
+def test_a_place_that_was_named_for_a_short_time_is_asked_for_anew(web: Web, directory: Path) -> None:
+    """As a store's signed URLs are, which may have ended by the end of the download."""
+    web.says = {'etag': '"1"'}
+    assert get(cache(directory), web.url + 'signed').format == 'qcow2'
+    # The image, that it is still the same there, and that it is from where it is asked for.
+    assert web.asked == ['signed', 'once', 'SHA256SUMS', 'once', 'signed', 'once']
+
+
 def test_an_image_above_what_the_host_could_give_is_refused(web: Web, directory: Path) -> None:
     small = ImageCache(directory, inspect, None, replace(LIMITS, disk=8 * MIB), LOOPBACK)
     web.image = raw(8 * MIB + 512)

@@ -162,6 +162,18 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.server.mirrors += 1
         self.redirect(f'/mirror{self.server.mirrors % 2}?signed={self.server.mirrors}')
 
+    def answer_signed(self) -> None:
+        """To a place that is named for one request."""
+        self.server.mirrors += 1
+        self.redirect(f'/once?signed={self.server.mirrors}')
+
+    def answer_once(self) -> None:
+        if self.path in self.server.sent:
+            self.say(b'the signature has expired', status=403)
+        else:
+            self.server.sent.append(self.path)
+            self.say(self.server.image, **self.server.says)
+
     def answer_mirror0(self) -> None:
         self._mirror(0)
 

@@ -5,11 +5,15 @@ from __future__ import annotations
 import errno
 import socket
 import ssl
+from pathlib import Path
 
 import pytest
+from urllib3.exceptions import SSLError
 
 from ecomp.agent.images.reach import Reach
+from ecomp.agent.images.remote import why_away
 from ecomp.agent.images.sources import Away, source
+from ecomp.errors import BuildFailed
 
 
 @pytest.mark.parametrize(
@@ -37,3 +41,38 @@ def test_why_a_server_is_away_is_said(monkeypatch: pytest.MonkeyPatch, cause: OS
         remote.open(None)
     remote.close()
     assert str(away.value).startswith(f'image: http://192.0.2.1/x: the server cannot be reached: {says}')
+
+
+@pytest.mark.parametrize(
+    ('code', 'says'),
+    [
+        (9, 'its certificate is not valid yet: is the clock right?'),
+        (10, 'its certificate has expired'),
+        (18, 'its certificate is not believed here'),
+        (62, 'its certificate is made out to another name'),
+        (64, 'its certificate is made out to another address'),
+    ],
+)
+def test_what_is_wrong_with_a_certificate_is_said(code: int, says: str) -> None:
+    error = ssl.SSLCertVerificationError('whatever the server says')
+    error.verify_code = code
+    assert why_away(SSLError(error)) == f'the server cannot be reached: {says}'
+
+
+@pytest.mark.parametrize('content', [None, b'', b'no certificate'])
+def test_authorities_that_cannot_be_read_are_named(
+    content: bytes | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / 'authorities'
+    if content is not None:
+        file.write_bytes(content)
+    monkeypatch.setenv('REQUESTS_CA_BUNDLE', str(file))
+    remote = source('https://192.0.2.1/x', None, Reach())
+    with pytest.raises(BuildFailed) as failed:
+        remote.open(None)
+    remote.close()
+    assert not isinstance(failed.value, Away)
+    said = str(failed.value)
+    assert said.startswith(f'image: {file}: certificate authorities cannot be read: ')
+    assert said.endswith('; REQUESTS_CA_BUNDLE or CURL_CA_BUNDLE may name others')
+    assert 'None' not in said

@@ -13,7 +13,7 @@ import ssl
 import threading
 from collections.abc import Mapping
 from contextlib import suppress
-from functools import cache, partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import SplitResult, unquote, urlsplit
@@ -52,8 +52,8 @@ class Connections:
 
     def __init__(self, reach: Reach) -> None:
         self._reach = reach
-        # Not requests: it is two thirds of what asking costs and, in each worker, of what is loaded. It would take a
-        # proxy and ~/.netrc from the environment: the one resolves names unchecked, the other is root's own.
+        # Not requests: it is a third of the processor time that asking costs, and would take a proxy and ~/.netrc from
+        # the environment: the one resolves names unchecked, the other is root's own.
         self._manager: PoolManager | None = None
         self._lock = threading.Lock()
         self._stopped = False
@@ -206,9 +206,9 @@ def trusted() -> ssl.SSLContext:
         raise BuildFailed('image', f'{why}; {" or ".join(AUTHORITIES)} may name others') from error
 
 
-@cache
+@lru_cache(maxsize=1)  # of what is there now: a file that is written anew each hour does not make it grow
 def _trusted(place: str, changed: int) -> ssl.SSLContext:
-    """As the file or directory was when it was `changed`, in ns: to read 140 authorities takes 20 ms."""
+    """As the file or directory was when it was `changed`, in ns: to read a hundred authorities takes 20 ms."""
     del changed
     context = create_urllib3_context()
     context.load_verify_locations(**{'capath' if os.path.isdir(place) else 'cafile': place})

@@ -47,7 +47,15 @@ class Remote:
 
     def is_still(self, version: Version) -> bool:
         # Where it was found, for a redirect may lead to another mirror each time.
-        if (newer := self._opened(self._found_at, version)) is not None:
+        try:
+            newer = self._opened(self._found_at, version)
+        except Away:
+            raise
+        except BuildFailed:
+            if self._found_at == self._url:
+                raise
+            newer = self._opened(self._url, version)  # that place was named for a short time, as by a signature
+        if newer is not None:
             newer.close()
         return newer is None
 
