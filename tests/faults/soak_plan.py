@@ -81,7 +81,7 @@ class Plan:
 
 CREATE_PLACES = ('announced', 'claimed', 'claimed', 'delivered')
 FAKE_PLACES = (
-    *('registered', 'published', 'confirmed', 'building', 'reserved', 'seeded', 'built', 'active', 'addressed'),
+    *('registered', 'published', 'building', 'reserved', 'seeded', 'confirmed', 'built', 'active', 'addressed'),
     *('destroying', 'removed', 'forgotten', 'unreserved', 'released', 'ended'),
     *('image-ready', 'disk-created', 'domain-started', 'domain-undefined'),
 )

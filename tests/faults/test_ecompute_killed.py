@@ -20,7 +20,7 @@ from tests.kit.story import addressed, place, reached, reserved
 from tests.kit.tuned import tuned
 
 BUILD_FAILPOINTS = (
-    *('confirmed', 'building', 'reserved', 'seeded', 'image-ready', 'disk-created', 'domain-started', 'built'),
+    *('building', 'reserved', 'seeded', 'confirmed', 'image-ready', 'disk-created', 'domain-started', 'built'),
     *('active', 'addressed'),
 )
 DESTROY_FAILPOINTS = (

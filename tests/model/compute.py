@@ -8,6 +8,7 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, cast
 
 from ecomp.agent.complaints import Complaints
@@ -28,6 +29,7 @@ from ecomp.model import keys
 from ecomp.model.digest import Digest
 from ecomp.model.guest import Address, GuestSpec
 from ecomp.model.network import DEFAULT_NETWORKS
+from ecomp.placement.allocations import Consumer
 from ecomp.store.lease import Lease
 from ecomp.store.presence import SECONDS, Presence
 from ecomp.virt.fake import FakeHypervisor
@@ -84,6 +86,16 @@ class Guests(FakeHypervisor):
         self._world.call(Call('libvirt', (what, instance), writes=True), lambda: None)
 
 
+def answered(ask: Callable[[], Consumer]) -> Future[Consumer]:
+    """What placement says, asked before all else: the earliest that a thread would, so the oldest that is believed."""
+    future: Future[Consumer] = Future()
+    try:
+        future.set_result(ask())
+    except EcompError as error:
+        future.set_exception(error)
+    return future
+
+
 class Kept(Lease):
     """The product's lease, renewed by whoever asks for it: there is no thread."""
 
@@ -136,7 +148,7 @@ class Compute:
         runner = Works(self.hypervisor)
         shape = Shape('qemu', True, DEFAULT_NETWORKS, 'h')
         self.guest_data = GuestData(state / 'metadata')
-        control = ControlPlane(self.uuid, self.store, self.placement, lambda: self.now)
+        control = ControlPlane(self.uuid, self.store, self.placement, lambda: self.now, answered)
         host = Host(self.hypervisor, runner, self.guest_data)
         self.instances = Instances(control, host, shape, memory)
         self.planner = Planner(self.uuid, self.instances, host, memory, Complaints())

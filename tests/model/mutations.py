@@ -158,8 +158,8 @@ MUTATIONS = {
     ),
     'a compute builds what placement does not confirm': Mutation(
         'ecomp.agent.instance.instances',
-        '        if differs:\n            fail(record, revision',
-        '        if differs == "never":\n            fail(record, revision',
+        'if differs:\n                raise BuildFailed(',
+        'if differs == "never":\n                raise BuildFailed(',
         ('unconfirmed',),
     ),
     'an end leaves its address': Mutation(

@@ -17,7 +17,7 @@ from ecomp.agent.instance.build import Build, Cancelled, Destroy, Forget
 from ecomp.agent.instance.plan import GONE_BOTH
 from ecomp.agent.instance.power import ATTEMPTS, Switch
 from ecomp.agent.instance.records import Records, Superseded
-from ecomp.agent.instance.surroundings import ControlPlane, Host, with_user_data
+from ecomp.agent.instance.surroundings import ControlPlane, Host, answer, with_user_data
 from ecomp.errors import BuildFailed, Conflict, EcompError, NoSpace, UnknownOutcome, Unreachable, UsageError
 from ecomp.failpoints import failpoint
 from ecomp.model import keys
@@ -77,6 +77,7 @@ class Instances:
         self.store = control.store
         self.placement = control.placement
         self.now = control.now
+        self.aside = control.aside
         self.runner = host.runner
         self.hypervisor = host.hypervisor
         self.guest_data = host.guest_data
@@ -119,17 +120,13 @@ class Instances:
             # It was ending when etcd, or this process, went away. What it has released already is no reason of its own.
             fail(record, revision, failing)
             return
-        held = allocations.consumer(self.placement, instance)
-        differs = difference(request.allocations, held.allocations)
-        if differs:
-            fail(record, revision, Failure('scheduled', differs, ''), touched=guest is not None)
-            return
-        failpoint('confirmed')
+        # Placement takes as long as all that is written before the build: it is asked meanwhile.
+        asked = self.aside(partial(allocations.consumer, self.placement, instance))
+        if record.state == BUILDING:
+            asked.result()  # tried before: as long as placement does not answer nothing is written again
         record = self._records.write(record.at(BUILDING, self.now()), revision)
         self.memory.remember(request, record)
         failpoint('building')
-        log.info('INSTANTIATE INSTANCE %s WITH IMAGE %s', instance, request.image)
-        log.info('ALLOCATIONS ARE %s', to_wire(request.allocations))
         spec = self._spec(request)
         assert request.image is not None  # parse_request() lets no other request with allocations through
         try:
@@ -139,6 +136,12 @@ class Instances:
             failpoint('seeded')
             if self.shape.seed is not None:
                 spec = replace(spec, seed=self.shape.seed(spec.macs[0]))
+            differs = difference(request.allocations, answer(asked).allocations)
+            if differs:
+                raise BuildFailed('scheduled', differs)
+            failpoint('confirmed')
+            log.info('INSTANTIATE INSTANCE %s WITH IMAGE %s', instance, request.image)
+            log.info('ALLOCATIONS ARE %s', to_wire(request.allocations))
             for news in self.runner.run(Build(spec, request.image)):
                 if isinstance(news, Progress):
                     record = self._noted(replace(record, progress=news), revision)

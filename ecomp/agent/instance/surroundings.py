@@ -2,28 +2,62 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 
 from ecomp.agent.host.metadata import GuestData
 from ecomp.agent.instance.pool import Runner
-from ecomp.errors import BuildFailed
+from ecomp.errors import BuildFailed, EcompError, Unreachable
 from ecomp.model import keys
 from ecomp.model.guest_data import shared_user_data
 from ecomp.model.instance import Request
+from ecomp.placement.allocations import Consumer
 from ecomp.placement.client import Placement
 from ecomp.store.client import Store
 from ecomp.virt import Hypervisor
 
 
+def aside(ask: Callable[[], Consumer]) -> Future[Consumer]:
+    """Have this asked by a thread of its own, or by this one where none can be started; the future has its errors."""
+    future: Future[Consumer] = Future()
+
+    def tell() -> None:
+        try:
+            future.set_result(ask())
+        except BaseException as error:
+            future.set_exception(error)
+
+    try:
+        threading.Thread(target=tell, name='confirm', daemon=True).start()
+    except RuntimeError:
+        tell()
+    return future
+
+
+def answer(asked: Future[Consumer]) -> Consumer:
+    """What placement said. Unreachable for whatever else it answers: it is no reason to end a build, and waited for."""
+    try:
+        return asked.result()
+    except Unreachable:
+        raise
+    except EcompError as error:
+        raise Unreachable(str(error)) from error
+
+
 @dataclass(frozen=True)
 class ControlPlane:
-    """etcd and placement, as the compute of this uuid has them. `now` gives ISO 8601 times."""
+    """etcd and placement, as the compute of this uuid has them. `now` gives ISO 8601 times.
+
+    `aside` has placement asked while something else is done.
+    """
 
     compute: str
     store: Store
     placement: Placement
     now: Callable[[], str]
+    aside: Callable[[Callable[[], Consumer]], Future[Consumer]] = aside
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,95 @@
+"""Rule 2: a build waits for what placement says of its claim, which is asked while all before it is written."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+
+from ecomp.agent.instance.instances import allocations
+from ecomp.agent.instance.surroundings import aside
+from ecomp.errors import EcompError, NotFound, Unreachable
+from ecomp.model.record import ACTIVE, BUILDING, ERROR
+from ecomp.placement.allocations import Consumer
+from tests.functional.cloud import Cloud
+from tests.functional.toy import toy
+
+pytestmark = pytest.mark.fast
+
+
+@pytest.mark.parametrize('says', [Unreachable('placement is away', 'placement'), EcompError('too old'), NotFound('no')])
+def test_a_build_waits_as_long_as_placement_does_not_confirm(cloud: Cloud, tmp_path: Path, says: EcompError) -> None:
+    """What it has written once it does not write again, and no answer but a claim that differs ends it."""
+    with toy(cloud, tmp_path) as compute:
+        instance = compute.place()
+
+        def asked(*_: object) -> Consumer:
+            raise says
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(allocations, 'consumer', asked)
+            assert compute.step() == [f'build {instance}']
+            written = compute.record(instance)
+            assert (written.state, written.attempts) == (BUILDING, 0)
+            revision = cloud.store.snapshot('/').revision
+            for _ in range(4):
+                compute.planner.works_again()
+                assert compute.step() == [f'build {instance}']
+            assert cloud.store.snapshot('/').revision == revision
+            assert compute.record(instance) == written
+            assert compute.hypervisor.guests() == {}
+        compute.planner.works_again()
+        compute.step()
+        assert compute.record(instance).state == ACTIVE
+
+
+def test_nothing_is_left_of_what_placement_does_not_confirm(cloud: Cloud, tmp_path: Path) -> None:
+    with toy(cloud, tmp_path) as compute:
+        instance = compute.place()
+        client = cloud.placement
+        allocations.release(client, instance, allocations.consumer(client, instance))
+        compute.step()
+        compute.instances.forget(instance)
+        failed = compute.record(instance)
+        assert failed.error is not None
+        assert (failed.state, failed.error.stage) == (ERROR, 'scheduled')
+        assert compute.hypervisor.reservations() == {}
+        assert list((tmp_path / 'metadata').glob('*')) == []
+        assert compute.hypervisor.guests() == {}
+
+
+def test_placement_is_asked_while_an_address_is_reserved(cloud: Cloud, tmp_path: Path) -> None:
+    """The one waits here until the other was begun."""
+    with toy(cloud, tmp_path) as compute:
+        instance = compute.place()
+        reserving, consumer, reserve = threading.Event(), allocations.consumer, compute.hypervisor.reserve
+
+        def asked(*given: object) -> Consumer:
+            assert reserving.wait(20)
+            return consumer(*given)  # type: ignore[arg-type]
+
+        def reserved(*given: object) -> str | None:
+            reserving.set()
+            return reserve(*given)  # type: ignore[arg-type]
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(allocations, 'consumer', asked)
+            patch.setattr(compute.hypervisor, 'reserve', reserved)
+            compute.step()
+        assert compute.record(instance).state == ACTIVE
+
+
+def test_what_cannot_be_asked_aside_is_asked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, 'start', none)
+    found = Consumer({}, 7)
+
+    def away() -> Consumer:
+        raise Unreachable('placement is away')
+
+    assert aside(lambda: found).result(0) == found
+    with pytest.raises(Unreachable, match='is away'):
+        aside(away).result(0)
