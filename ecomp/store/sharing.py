@@ -135,6 +135,12 @@ def charged(store: Store, project: str, resources: Mapping[str, Resources]) -> C
     return [unchanged], [put_quota(counted.with_used(summed(charges.values())))]
 
 
+def recharged(store: Store, project: str, resources: Resources) -> Change:
+    """Count what a living instance has in the project's quota, whatever that allows by now: it is where it is."""
+    counted, unchanged = quota(store, project)
+    return [unchanged], [] if counted is None else [put_quota(counted.with_used(charge(resources)))]
+
+
 def put_quota(found: Quota) -> Put:
     """The write of a quota's key."""
     return Put(keys.quota(found.project), quota_to_json(found))

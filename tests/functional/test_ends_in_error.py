@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,16 +13,18 @@ from ecomp.agent.complaints import Complaints
 from ecomp.agent.host.memory import Memory
 from ecomp.agent.instance.instances import Instances
 from ecomp.agent.instance.records import Records
+from ecomp.agent.instance.republish import republish
 from ecomp.agent.instance.surroundings import ControlPlane
 from ecomp.agent.planner import Planner
-from ecomp.errors import BuildFailed, EcompError, NoSpace, Unreachable
+from ecomp.errors import BuildFailed, EcompError, NoSpace, OverQuota, Unreachable
 from ecomp.model import keys
+from ecomp.model.group import Membership
 from ecomp.model.guest import Guest, GuestSpec
 from ecomp.model.instance import Request, to_json
 from ecomp.model.quota import Quota
 from ecomp.model.quota import from_json as quota_from_json
 from ecomp.model.quota import to_json as quota_to_json
-from ecomp.model.record import BUILDING, ERROR, GONE
+from ecomp.model.record import ACTIVE, BUILDING, ERROR, GONE
 from ecomp.store.client import Delete, Put
 from ecomp.virt.fake import FakeHypervisor
 from tests.functional.cloud import Cloud
@@ -115,6 +120,81 @@ def test_a_build_that_is_put_off_is_not_taken_for_one(cloud: Cloud, tmp_path: Pa
         compute.planner.recheck()
         assert compute.record(instance).state == BUILDING
         assert len(hypervisor.reservations()) == 1
+
+
+@contextmanager
+def limited(cloud: Cloud, project: str, count: int) -> Iterator[Callable[[], int]]:
+    """A quota of so many instances; how many are counted now."""
+    key = keys.quota(project)
+    assert cloud.store.get(key) is None, 'no other test of this etcd has one'
+    cloud.store.commit([], [Put(key, quota_to_json(Quota(project, {'instances': count}, {})))])
+
+    def used() -> int:
+        entry = cloud.store.get(key)
+        assert entry is not None
+        return quota_from_json(project, entry.value).used.get('instances', 0)
+
+    try:
+        yield used
+    finally:
+        cloud.store.commit([], [Delete(key)])
+
+
+def named(cloud: Cloud, compute: str, name: str) -> str:
+    """A small guest delivered to the compute, with a name and in a group of its own."""
+    wanted = replace(cloud.wanted(compute), name=name, group=Membership(name, 'affinity', True))
+    cloud.create(wanted)
+    return wanted.instance
+
+
+def test_what_is_refused_because_it_was_not_kept_keeps_nothing_of_what_it_shares(cloud: Cloud, tmp_path: Path) -> None:
+    """What a follower has no room for is refused, and was delivered as all others: with a name, a group, a quota."""
+    with toy(cloud, tmp_path) as compute, limited(cloud, 'a-project', 5) as used:
+        instance = named(cloud, compute.compute, 'unkept')
+        assert used() == 1
+        key = keys.request(compute.compute, instance)
+        entry = cloud.store.get(key)
+        assert entry is not None
+        (work,) = compute.planner.step({key: replace(entry, value=b'', dropped=len(entry.value))})
+        compute.planner.agenda.begin(instance, work)
+        compute.planner.carry_out(work)
+        compute.instances.forget(instance)
+        failed = compute.record(instance)
+        assert failed.error is not None
+        assert failed.state == ERROR
+        assert 'too much' in failed.error.reason
+        assert (failed.name, failed.project_id) == ('unkept', 'a-project')
+        assert used() == 0
+        assert cloud.store.get(keys.group('unkept')) is None
+        there = cloud.store.get(keys.name('unkept'))
+        assert there is not None
+        assert there.lease, 'it is found by its name as long as its record is there, and not for ever'
+
+
+def test_what_a_restored_etcd_does_not_know_is_counted_again(cloud: Cloud, tmp_path: Path) -> None:
+    """Once, however often it is published, and given back at its end; so is what is being destroyed."""
+    with toy(cloud, tmp_path) as compute, limited(cloud, 'a-project', 1) as used:
+        before = cloud.store.get(keys.quota('a-project'))
+        assert before is not None
+        instance = named(cloud, compute.compute, 'later')
+        compute.step()
+        assert compute.record(instance).state == ACTIVE
+        places = keys.request(compute.compute, instance), keys.record(compute.compute, instance), keys.booted(instance)
+        restored = [Put(before.key, before.value.decode()), *map(Delete, (*places, keys.name('later')))]
+        cloud.store.commit([], [*restored, Delete(keys.group('later'))])
+        assert used() == 0
+        here = compute.hypervisor.guests().keys()
+        for _ in range(2):
+            republish(compute.compute, cloud.store, cloud.placement, compute.memory, here, NOW)
+            assert used() == 1
+        with pytest.raises(OverQuota):
+            cloud.create(cloud.wanted(compute.compute))
+        tombstone = Request(instance, {}, image=None, user_id='a-user', project_id='a-project')
+        cloud.store.commit([], [Put(places[0], to_json(tombstone))])
+        compute.instances.forget(instance)
+        while compute.step():
+            pass
+        assert used() == 0
 
 
 def test_what_failed_gives_its_share_of_a_quota_back_once(cloud: Cloud, tmp_path: Path) -> None:

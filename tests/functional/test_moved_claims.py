@@ -18,6 +18,7 @@ from ecomp.conf import EtcdConfig
 from ecomp.errors import Conflict, NoCapacity, NotFound, PlacementRefusal, UnknownOutcome, Unreachable
 from ecomp.model import keys
 from ecomp.model.instance import Request, to_json
+from ecomp.model.queue import mark_to_json
 from ecomp.placement import allocations, claiming
 from ecomp.placement.claiming import claim
 from ecomp.placement.client import Placement
@@ -28,7 +29,7 @@ from ecomp.scheduler.operating.forget import forget
 from ecomp.scheduler.operating.repair import _release as repaired
 from ecomp.scheduler.placing.claim import abandon
 from ecomp.scheduler.placing.set_order import DeliveryOutcome
-from ecomp.store.client import Put, Snapshot, Store, Unchanged
+from ecomp.store.client import Delete, Put, Snapshot, Store, Unchanged
 from ecomp.store.released import highest, note
 from tests.functional.cloud import RESOURCES, SMALL, Cloud, at_it, new
 
@@ -301,6 +302,27 @@ def test_a_drain_waits_for_who_has_just_asked(cloud: Cloud) -> None:
 
     with pytest.raises(InterruptedError):
         drained(cloud.store, cloud.placement, compute, compute, Deadline(60), tell)
+
+
+def test_a_drain_waits_for_who_has_just_marked_a_waiting_request(cloud: Cloud) -> None:
+    """A6: one that had looked at its compute just before, and does not ask of its traits once more"""
+    compute = cloud.compute()
+    mark = keys.taker(keys.queue('small', new()))
+    disable(cloud.placement, compute, compute)
+    began = time.monotonic()
+    waited: list[str] = []
+
+    def tell(what: str) -> None:
+        waited.append(what)
+        if len(waited) == 1:
+            cloud.store.commit([], [Put(mark, mark_to_json(compute))])
+            assert time.monotonic() - began < FRESH
+        # Its claim takes as long as placement does.
+        if time.monotonic() - began > 2 * FRESH:
+            cloud.store.commit([], [Delete(mark)])
+
+    drained(cloud.store, cloud.placement, compute, compute, Deadline(60), tell)
+    assert cloud.store.get(mark) is None
 
 
 def test_forget_leaves_what_is_delivered_while_it_looks(cloud: Cloud) -> None:

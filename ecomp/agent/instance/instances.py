@@ -17,7 +17,7 @@ from ecomp.agent.instance.build import Build, Cancelled, Destroy, Forget
 from ecomp.agent.instance.plan import GONE_BOTH
 from ecomp.agent.instance.power import ATTEMPTS, Switch
 from ecomp.agent.instance.records import Records, Superseded
-from ecomp.agent.instance.surroundings import ControlPlane, Host, answer, with_user_data
+from ecomp.agent.instance.surroundings import ControlPlane, Host, answer, with_shares, with_user_data
 from ecomp.errors import BuildFailed, Conflict, EcompError, NoSpace, UnknownOutcome, Unreachable, UsageError
 from ecomp.failpoints import failpoint
 from ecomp.model import keys
@@ -207,7 +207,7 @@ class Instances:
         if guest is not None:
             log.error('instance %s: its request is unreadable and its guest is kept: %s', instance, reason)
             return
-        record = record or refused_record(self.compute, wish, self.now())
+        record = record or refused_record(self.compute, with_shares(self.store, self.compute, wish), self.now())
         self._fail(record, revision, Failure('scheduled', reason, ''))
 
     def end_without_request(self, instance: str) -> None:

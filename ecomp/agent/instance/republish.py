@@ -23,7 +23,7 @@ from ecomp.model.record import DESTROYING, ERROR, GONE, Record
 from ecomp.placement import allocations
 from ecomp.placement.client import Placement
 from ecomp.store.client import Delete, Put, Store, Unchanged
-from ecomp.store.sharing import given_back, rejoined, write_end
+from ecomp.store.sharing import given_back, recharged, rejoined, write_end
 
 log = logging.getLogger(__name__)
 
@@ -187,6 +187,11 @@ def _publish(at: _Place, step: Publish, placement: Placement) -> bool:
         with suppress(Unreadable):  # the audit tells of it
             theirs, joins = rejoined(at.store, step.request.group, record.instance, record.compute)
             mine, operations = [*mine, *theirs], [*operations, *joins]
+    if step.request is not None and at.said().wish is None:
+        with suppress(Unreadable):
+            # Delivered after what this etcd was restored from, so it is not counted; its end will give it back.
+            theirs, counts = recharged(at.store, record.project_id, record.resources)
+            mine, operations = [*mine, *theirs], [*operations, *counts]
     if step.request is not None:
         operations.append(Put(at.request_key, requests.to_json(step.request)))
     if record != at.said().record:

@@ -12,11 +12,17 @@ from ecomp.agent.instance.pool import Runner
 from ecomp.errors import BuildFailed, EcompError, Unreachable
 from ecomp.model import keys
 from ecomp.model.guest_data import shared_user_data
-from ecomp.model.instance import Request
+from ecomp.model.instance import Invalid, Request, Shares, parse_request, shares
 from ecomp.placement.allocations import Consumer
 from ecomp.placement.client import Placement
 from ecomp.store.client import Store
 from ecomp.virt import Hypervisor
+
+
+def with_shares(store: Store, compute: str, wish: Invalid) -> Invalid:
+    """The request that is refused with what it shares, which may be in a value that was not kept: that is read once."""
+    entry = store.get(keys.request(compute, wish.instance)) if wish.shares == Shares() else None
+    return wish if entry is None else wish._replace(shares=shares(parse_request(compute, entry.key, entry.value)))
 
 
 def aside(ask: Callable[[], Consumer]) -> Future[Consumer]:

@@ -234,6 +234,7 @@ class Puller:
         """Read what this compute has left, without what a dead attempt of ours holds for a request that waits."""
         with self._lock:
             self._changed_here = False
+        began = time.monotonic()  # a slow placement's answer is as old as that: a drain waits no longer for who has it
         try:
             held = allocations.of_provider(self._placement, self._compute)
         except NotFound:  # it is registered anew within the minute
@@ -256,7 +257,7 @@ class Puller:
         found = found or Provider(self._compute)
         if found != self._room:
             self._room, self._takes = found, {}
-        self._read, self._looked = time.monotonic(), True
+        self._read, self._looked = began, True
 
     def _group(self, waiting: QueueEntry) -> tuple[bool, Group | None]:
         """Whether its group allows it here, and the group as it is now."""

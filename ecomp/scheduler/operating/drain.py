@@ -69,15 +69,16 @@ def drained(
     `tell` gets what is waited for, about once a second. StillGoing when the time is up: it stays disabled.
     """
     # Whoever asked placement before it was disabled may still claim there and deliver; those that ask now hear of it.
-    # Of the former those that have announced themselves are seen, and all have within FRESH. A mark is put before its
-    # taker asks.
+    # Of the former those that have announced themselves are seen, and all have within FRESH: by a key at /requests, or
+    # by a mark in a queue, whose taker goes by what it has just read of its compute for a second at most.
     began = time.monotonic()
-    placing, taking, all_announced = frozenset[str](), _marks(store), False
+    placing, taking, all_announced = frozenset[str](), frozenset[tuple[str, int]](), False
     while True:
         late = time.monotonic() - began > FRESH
         # Before what is there: what they deliver meanwhile is then seen.
-        now = frozenset(store.snapshot(keys.ATTEMPTS, keys_only=True).entries)
-        placing, taking, all_announced = placing & now if all_announced else now, taking & _marks(store), late
+        now, marks = frozenset(store.snapshot(keys.ATTEMPTS, keys_only=True).entries), _marks(store)
+        placing, taking = (placing & now, taking & marks) if all_announced else (now, marks)
+        all_announced = late
         requests = store.snapshot(keys.request_prefix(compute), keys_only=True).entries
         left = {keys.last(key) for key in requests} | allocations.of_provider(placement, compute).keys()
         if all_announced and not (left or placing or taking):
