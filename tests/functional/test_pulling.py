@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -17,6 +18,8 @@ from ecomp.errors import NoCapacity
 from ecomp.model import keys
 from ecomp.model.flavor import Flavor
 from ecomp.model.flavor import to_json as flavor_to_json
+from ecomp.model.group import Group, Membership
+from ecomp.model.group import to_json as group_to_json
 from ecomp.model.pull import Place
 from ecomp.model.queue import QueueEntry, mark_to_json, to_json
 from ecomp.model.record import ERROR, Record, from_json
@@ -54,12 +57,13 @@ class Compute:
         self.offers = Offers()
         self.puller = Puller(control, self.taker, self.offers, may_take=lambda: True)
 
-    def put(self, project: str = 'p') -> str:
+    def put(self, project: str = 'p', group: Membership | None = None) -> str:
         """One more waits, as any client may have put it; the instance."""
         waiting = QueueEntry(
             new(),
             self.flavor,
             image=IMAGE,
+            group=group,
             user_id='u',
             project_id=project,
             stages={'requested': '2026-11-21T08:00:00.000Z'},
@@ -252,3 +256,70 @@ def test_who_finds_that_others_were_faster_chooses_among_more_and_afresh_once_no
         one.step()
         assert one.holds == set()
     assert [each for each, _ in chosen] == among * 2
+
+
+# Groups
+
+
+@pytest.fixture
+def grouped(cloud: Cloud) -> Iterator[Callable[[str, str], str]]:
+    """Make a strict group of this policy with a member on this compute; its name."""
+    made: list[str] = []
+
+    def make(policy: str, compute: str) -> str:
+        name = f'g{new()[:8]}'
+        cloud.etcd.put(keys.group(name), group_to_json(Group(name, policy, True, {new(): compute})))
+        made.append(name)
+        return name
+
+    yield make
+    for name in made:
+        cloud.etcd.delete(keys.group(name))
+
+
+def test_groups_that_allow_nothing_here_are_read_together_and_ever_more_seldom(
+    cloud: Cloud, flavor: Flavor, grouped: Callable[[str, str], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thousand idle computes read forty groups each, one by one, every five seconds."""
+    one = Compute(cloud, flavor, VCPU=8, MEMORY_MB=1024, DISK_GB=10)
+    groups = [grouped('affinity', new()) for _ in range(20)]
+    instances = [one.put(group=Membership(each, 'affinity', True)) for each in groups]
+    read: list[str] = []
+    get, several = cloud.store.get, cloud.store.read
+    monkeypatch.setattr(cloud.store, 'get', lambda key: (read.append(key), get(key))[1])
+    monkeypatch.setattr(cloud.store, 'read', lambda wanted: (read.append('several'), several(wanted))[1])
+    one.hear()
+    pauses = []
+    for _ in range(5):
+        read.clear()
+        began = time.monotonic()
+        one.puller.step()
+        assert len(read) == 2, read
+        left = one.puller.agenda.put_off_now(began)
+        assert left.keys() == set(instances)
+        pauses.append(min(left.values()) - began)
+        one.puller.agenda.hurry('a pause later')
+    for pause, most in zip(pauses, (5, 10, 20, 30, 30), strict=True):
+        assert 0.8 * most <= pause <= most + 1
+    # The first group whose member has gone lets it in at the next look, and the others wait on.
+    cloud.etcd.delete(keys.group(groups[7]))
+    one.goes_on()
+    assert one.taken == {instances[7]}
+
+
+def test_one_whose_group_is_another_by_now_is_left_alone(
+    cloud: Cloud, flavor: Flavor, grouped: Callable[[str, str], str]
+) -> None:
+    """It was marked, claimed and given back twice a second, with a note of an hour each time."""
+    one = Compute(cloud, flavor)
+    name = grouped('affinity', one.uuid)
+    instance = one.put(group=Membership(name, 'anti-affinity', True))
+    one.hear()
+    before = cloud.store.snapshot('/').revision
+    one.step()
+    assert cloud.store.snapshot('/').revision == before
+    assert one.waiting == {instance}
+    cloud.etcd.delete(keys.group(name))
+    one.goes_on()
+    assert one.taken == {instance}
+    cloud.etcd.delete(keys.group(name))

@@ -21,11 +21,13 @@ from ecomp.agent.agenda import Agenda
 from ecomp.agent.instance.surroundings import ControlPlane
 from ecomp.agent.queue.offers import Offers
 from ecomp.agent.queue.taking import Taker
-from ecomp.errors import NoCapacity, NotFound, PlacementRefusal, Unreadable
+from ecomp.errors import EcompError, NoCapacity, NotFound, PlacementRefusal, Unreadable
 from ecomp.model import keys
 from ecomp.model.allocation import summed
+from ecomp.model.backoff import Backoff
 from ecomp.model.explain import Provider
-from ecomp.model.group import Group
+from ecomp.model.group import Group, Membership, settle
+from ecomp.model.group import from_json as group_from_json
 from ecomp.model.instance import REASON_LIMIT
 from ecomp.model.inventory import Inventory
 from ecomp.model.pull import Backlog, Place, fits, next_of, patience, subscribed, widened
@@ -48,8 +50,9 @@ JUST_NOW = 1.0
 """Seconds for which they are not asked for again after all was looked at, as before the first take of many."""
 BEHIND = 0.5
 """Seconds in which a race that we lost has to be seen in etcd."""
-LEFT_ALONE = 5.0
-"""Seconds for which a request is left alone whose group does not allow it here, or whose flavor is gone."""
+LEFT_ALONE, AT_MOST = 5.0, 30.0
+"""Seconds for which a request is left alone whose group does not allow it here, or whose flavor is gone: at first, and
+at most, where that stays so. A thousand computes may ask for as many groups, and each may allow it soon."""
 
 
 class Puller:
@@ -87,6 +90,7 @@ class Puller:
         self._refused: dict[str, tuple[Provider, float]] = {}
         self._doubted: dict[str, float] = {}
         self._asked_for: dict[str, float] = {}
+        self._left: dict[str, Backoff] = {}
         self._takes: dict[str, bool] = {}
         self._room = Provider(self._compute)
         self._read, self._look_at, self._looked = -math.inf, math.inf, False
@@ -167,8 +171,9 @@ class Puller:
             if found is not None:
                 allowed, theirs = self._group(found.waiting)
                 if not allowed:
-                    self._leave(each for each in places if each.waiting.group == found.waiting.group)
+                    self._leave(self._elsewhere(found, backlog), backlog)
                 else:
+                    self._left.pop(found.waiting.instance, None)
                     # The others go first for as long as our load says.
                     wait = patience(self._room, theirs, self._offers.among(found), self._rng)
                     self._next_take = found, time.monotonic() + wait
@@ -268,7 +273,33 @@ class Puller:
         except Unreadable as error:  # as the audit says; others are not to wait for it
             log.debug('%s: %s', waiting.instance, error)
             return False, None
-        return theirs is None or theirs.excludes(self._compute) is None, theirs
+        return self._allows(waiting.group, theirs), theirs
+
+    def _allows(self, wanted: Membership, theirs: Group | None) -> bool:
+        try:
+            return settle(theirs, wanted).excludes(self._compute) is None
+        except EcompError as error:  # it was made anew, with another rule: nobody is let in who says otherwise
+            log.debug('%s', error)
+            return False
+
+    def _elsewhere(self, found: Place, backlog: Backlog) -> list[Place]:
+        """What waits, beside this one, and its group does not allow here: all of these groups are read at once."""
+        waiting = [(each, each.waiting.group) for each in backlog.places.values() if each.waiting.group is not None]
+        there = self._store.read(sorted({keys.group(theirs.name) for _, theirs in waiting}))
+        groups: dict[str, Group] = {}
+        unreadable = set()
+        for key, entry in there.items():
+            name = keys.last(key)
+            try:
+                groups[name] = group_from_json(name, entry.value)
+            except ValueError:
+                unreadable.add(name)
+        shut = [
+            each
+            for each, theirs in waiting
+            if theirs.name in unreadable or not self._allows(theirs, groups.get(theirs.name))
+        ]
+        return [found, *(each for each in shut if each is not found)]
 
     def _compete(self, place: Place, backlog: Backlog) -> bool:
         """Take what others may be after, too; where its flavor is gone all of that is left alone."""
@@ -279,7 +310,8 @@ class Puller:
             self._asked_for = {name: when for name, when in self._asked_for.items() if now - when <= LEFT_ALONE}
             self._asked_for[flavor] = now
             if self._store.get(keys.flavor(flavor)) is None:
-                self._leave(each for each in backlog.places.values() if each.waiting.flavor.name == flavor)
+                gone = [each for each in backlog.places.values() if each.waiting.flavor.name == flavor]
+                self._leave(gone, backlog)
         return False
 
     def _take(self, place: Place, mark: int, still_fits: Callable[[], bool]) -> bool:
@@ -323,6 +355,10 @@ class Puller:
         if self._taker.refuse(place, said):
             log.error('instance %s failed at stage scheduled: %s', instance, said)
 
-    def _leave(self, places: Iterable[Place]) -> None:
+    def _leave(self, places: Iterable[Place], backlog: Backlog) -> None:
+        """Leave these alone for a while, and for longer each time."""
+        waiting = {each.waiting.instance for each in backlog.places.values()}
+        self._left = {name: each for name, each in self._left.items() if name in waiting}
         for each in places:
-            self.agenda.put_off(each.waiting.instance, LEFT_ALONE)
+            backoff = self._left.setdefault(each.waiting.instance, Backoff(LEFT_ALONE, AT_MOST))
+            self.agenda.put_off(each.waiting.instance, backoff.next() * self._rng.uniform(0.8, 1.0))
