@@ -22,7 +22,7 @@ from ecomp.model.digest import Leftover, clearance_to_json, from_pages
 from ecomp.model.guest import BaseImage, Guest, GuestSpec, mac_address
 from ecomp.model.instance import Request
 from ecomp.scheduler.operating.audit import answers, asking, audit
-from ecomp.store.client import Put, Store, Unchanged
+from ecomp.store.client import Entry, Put, Store, Unchanged
 from ecomp.store.watch import Follower
 from ecomp.virt.fake import FakeHypervisor
 from tests.functional.cloud import Cloud
@@ -175,6 +175,20 @@ def test_a_hypervisor_that_is_away_is_said_to_be(cloud: Cloud, host: Host) -> No
     (mute,) = [each for each in found if each.subject == host.compute]
     assert mute.code == 'compute-mute'
     assert 'libvirt is away' in mute.sentence
+
+
+def test_what_a_compute_calls_a_page_ends_no_audit(
+    cloud: Cloud, host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put = host.answerer._put
+
+    def more(entry: Entry, audit: str, part: int | str, value: str) -> None:
+        for other in ('1' * 5_000, '\u0663', '\u00b2') if part == 0 else ():
+            put(entry, audit, other, value)
+        put(entry, audit, part, value)
+
+    monkeypatch.setattr(host.answerer, '_put', more)
+    assert codes(cloud, host) == []
 
 
 def test_another_ecompute_that_is_this_compute_now_answers_alone(cloud: Cloud, host: Host, tmp_path: Path) -> None:

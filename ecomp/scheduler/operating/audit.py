@@ -38,6 +38,8 @@ SIGHTINGS_SECONDS = 60.0
 LOOKS = 4
 """At most in one audit: two that heard the same computes do."""
 AT_ONCE = 8
+PAGE_DIGITS = 9
+"""At most, of a page's number: what has more is no page of a digest."""
 FOUND = 8
 """The exit code of an audit that found something."""
 
@@ -161,4 +163,6 @@ def _provider(placement: Placement, provider: str, name: str) -> tuple[str, Prov
 
 
 def _is_page(key: str) -> bool:
-    return keys.last(key).isdecimal()
+    # A compute may write any key there, and of 5,000 digits Python makes no number.
+    number = keys.last(key)
+    return number.isascii() and number.isdecimal() and len(number) <= PAGE_DIGITS
