@@ -21,6 +21,7 @@ from ecomp.model import keys
 from ecomp.model.digest import Leftover, clearance_to_json, from_pages
 from ecomp.model.guest import BaseImage, Guest, GuestSpec, mac_address
 from ecomp.model.instance import Request
+from ecomp.model.quota import Quota, to_json
 from ecomp.scheduler.operating.audit import answers, asking, audit
 from ecomp.store.client import Entry, Put, Store, Unchanged
 from ecomp.store.watch import Follower
@@ -189,6 +190,17 @@ def test_what_a_compute_calls_a_page_ends_no_audit(
 
     monkeypatch.setattr(host.answerer, '_put', more)
     assert codes(cloud, host) == []
+
+
+@pytest.mark.parametrize('length', [0, 256, 100_000])
+def test_a_quota_of_no_project_that_placement_takes_ends_no_audit(cloud: Cloud, length: int) -> None:
+    key = keys.quota('x' * length)
+    cloud.etcd.put(key, to_json(Quota('x' * length, {'VCPU': 1})))
+    try:
+        found = audit(cloud.store, cloud.placement, 0.1).findings
+    finally:
+        cloud.etcd.delete(key)
+    assert [each for each in found if each.subject == 'x' * length] == []
 
 
 def test_another_ecompute_that_is_this_compute_now_answers_alone(cloud: Cloud, host: Host, tmp_path: Path) -> None:

@@ -40,6 +40,8 @@ LOOKS = 4
 AT_ONCE = 8
 PAGE_DIGITS = 9
 """At most, of a page's number: what has more is no page of a digest."""
+LONGEST_PROJECT = 255
+"""Characters of a project's id at most: placement takes no more, and not none."""
 FOUND = 8
 """The exit code of an audit that found something."""
 
@@ -137,7 +139,9 @@ def _look(store: Store, placement: Placement) -> Planes:
 
 
 def _projects(etcd: Mapping[str, KeyValue]) -> list[str]:
-    return [key.removeprefix(keys.QUOTAS) for key in etcd if key.startswith(keys.QUOTAS)]
+    """The projects that have a quota; what placement would refuse to be asked about is none, whatever its key says."""
+    named = (key.removeprefix(keys.QUOTAS) for key in etcd if key.startswith(keys.QUOTAS))
+    return [project for project in named if 0 < len(project) <= LONGEST_PROJECT]
 
 
 def _usage(placement: Placement, project: str) -> dict[str, int]:
