@@ -79,8 +79,10 @@ def drained(
         now, marks = frozenset(store.snapshot(keys.ATTEMPTS, keys_only=True).entries), _marks(store)
         placing, taking = (placing & now, taking & marks) if all_announced else (now, marks)
         all_announced = late
-        requests = store.snapshot(keys.request_prefix(compute), keys_only=True).entries
-        left = {keys.last(key) for key in requests} | allocations.of_provider(placement, compute).keys()
+        prefix = keys.request_prefix(compute)
+        named = {key.removeprefix(prefix) for key in store.snapshot(prefix, keys_only=True).entries}
+        # A key that names no instance no compute ever removes.
+        left = set(filter(keys.is_uuid, named)) | allocations.of_provider(placement, compute).keys()
         if all_announced and not (left or placing or taking):
             return
         what = f'{_count(len(left))} to go' if left else 'requests under way, which may be for it'
