@@ -42,6 +42,7 @@ from ecomp.model import hints, keys
 from ecomp.model.computes import hostname_in, is_hostname, to_json
 from ecomp.model.record import timestamp
 from ecomp.placement.client import Placement
+from ecomp.store.alive import is_alive
 from ecomp.store.client import Put, Store, Unchanged
 from ecomp.store.guard import Guard
 from ecomp.store.lease import Lease
@@ -234,7 +235,7 @@ class Compute:
     def _admit(self, here: Set[str]) -> None:
         """Conflict if guests of another compute are here that nobody looks after (rule 9)."""
         for other in sorted(here - {self.uuid}) if self._environment.familiar else ():
-            if self._store.get(keys.compute(other)) is None:
+            if not is_alive(self._store, other):
                 raise Conflict(
                     f'guests of compute {other} are on this host, and this is compute {self.uuid}: '
                     f'put `uuid: {other}` into compute.yaml to go on as that one, or remove its domains'

@@ -6,14 +6,22 @@ from collections.abc import Iterator
 
 import pytest
 
+from ecomp.errors import Conflict
 from ecomp.model import keys
+from ecomp.model.computes import to_json
+from ecomp.model.power import STOP, Power
+from ecomp.scheduler.changing.destroy import destroy
+from ecomp.scheduler.changing.power import power
 from ecomp.scheduler.changing.wait import Deadline
-from ecomp.scheduler.operating.drain import disable, drained, inhabitants
-from ecomp.store.client import Put
+from ecomp.scheduler.operating.audit import audit
+from ecomp.scheduler.operating.drain import disable, drained, enable, inhabitants
+from ecomp.scheduler.operating.forget import forget
+from ecomp.scheduler.operating.repair import mend
+from ecomp.store.client import Delete, Put
 from tests.model.acting import Bounds
-from tests.model.cloud import A, Cloud, U
+from tests.model.cloud import A, Cloud, U, W
 from tests.model.explorer import Follow
-from tests.model.virtual import inside, virtual
+from tests.model.virtual import NOW, inside, virtual
 from tests.model.world import World
 
 pytestmark = pytest.mark.fast
@@ -33,3 +41,78 @@ def test_a_drain_waits_for_no_key_that_names_no_instance(cloud: Cloud, junk: str
     disable(cloud.placement, A, 'hv1')
     assert inhabitants(cloud.store, cloud.placement, A, 'hv1') == ['hv1: no instances there']
     drained(cloud.store, cloud.placement, A, 'hv1', Deadline(5.0), lambda _: None)
+
+
+# A key that says that a compute is alive, on no lease: nobody is alive by it (rule 12)
+
+
+def is_silent(cloud: Cloud) -> None:
+    """The compute has ended, and somebody has put its key, which no lease ends."""
+    cloud.etcd.end(cloud.computes[A].presence.lease)
+    cloud.computes[A].is_dead = True
+    cloud.store.commit([], [Put(keys.compute(A), '{"hostname":"hv1"}'), Put(keys.hostname(A), to_json('hv1'))])
+
+
+def forgotten(cloud: Cloud) -> list[str]:
+    """What `host forget` says that it has removed."""
+    said: list[str] = []
+    forget(cloud.store, cloud.placement, A, 'hv1', lambda: NOW, said.append)
+    return said
+
+
+def test_a_compute_without_a_lease_is_forgotten_with_that_key(cloud: Cloud) -> None:
+    cloud.host(A)
+    is_silent(cloud)
+    assert forgotten(cloud) == [
+        'hv1: its resource provider is removed',
+        f'{keys.compute(A)}: removed: it was on no lease',
+    ]
+    assert A not in cloud.model.providers
+    assert not {keys.compute(A), keys.hostname(A)} & cloud.etcd.entries.keys()
+
+
+def test_so_is_one_that_had_a_destroy_to_carry_out_and_has_no_name(cloud: Cloud) -> None:
+    host = cloud.host(A)
+    cloud.delivered(U, A)
+    for _ in range(3):
+        host.plan()
+    is_silent(cloud)
+    cloud.store.commit([], [Delete(keys.hostname(A))])
+    assert destroy(cloud.store, U) == f'{U}: destroy accepted, {A} carries it out when it is back: it is silent now'
+    assert len(forgotten(cloud)) == 3
+    assert U not in cloud.model.held
+    assert not {keys.compute(A), keys.request(A, U)} & cloud.etcd.entries.keys()
+
+
+def test_one_that_comes_alive_is_not_forgotten(cloud: Cloud) -> None:
+    host = cloud.host(A)
+    is_silent(cloud)
+
+    def tell(_: str) -> None:
+        host.look_after_presence()
+
+    with pytest.raises(Conflict, match='came back while it was being forgotten'):
+        forget(cloud.store, cloud.placement, A, 'hv1', lambda: NOW, tell)
+    assert cloud.etcd.entries[keys.compute(A)].lease
+    assert keys.hostname(A) in cloud.etcd.entries
+
+
+def test_what_is_asked_of_such_a_compute_is_said_to_wait(cloud: Cloud) -> None:
+    host = cloud.host(A)
+    cloud.delivered(U, A)
+    for _ in range(4):
+        host.plan()
+    is_silent(cloud)
+    disable(cloud.placement, A, 'hv1')
+    assert enable(cloud.store, cloud.placement, A, 'hv1') == 'hv1: enabled, as soon as its ecompute is started'
+    said = power(cloud.store, U, Power(STOP, W)).said
+    assert said == f'{U}: stop accepted, {A} carries it out when it is back: it is silent now'
+
+
+def test_the_name_of_such_a_compute_is_removed_where_nothing_else_is_left(cloud: Cloud) -> None:
+    cloud.host(A)
+    is_silent(cloud)
+    del cloud.model.providers[A]
+    looks = [audit(cloud.store, cloud.placement) for _ in range(2)]
+    done = mend(cloud.store, cloud.placement, *looks)
+    assert done == [f'hostname-orphaned {A}: {keys.hostname(A)} is deleted']

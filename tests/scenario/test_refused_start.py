@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from ecomp.model import keys
 from tests.kit.commands import Control, Ecompute, Result, run, write_config
 from tests.kit.servers import free_port
 from tests.kit.story import addressed, one_line, place
@@ -62,6 +63,15 @@ def test_nothing_of_it_is_changed(stopped: Ecompute, what: str) -> None:
     # And who has no uuid: any more is who it was.
     stopped.start()
     assert f'compute {stopped.uuid}, ' in stopped.last_words()
+
+
+def test_nor_where_the_other_one_is_alive_by_a_key_on_no_lease(stopped: Ecompute, cluster: Control) -> None:
+    cluster.etcd.put(keys.compute(stopped.uuid), '{}')
+    try:
+        refused = start(stopped, uuid=OTHER)
+    finally:
+        cluster.etcd.delete(keys.compute(stopped.uuid))
+    assert (refused.code, f'put `uuid: {stopped.uuid}`' in refused.stderr) == (5, True), refused
 
 
 @pytest.mark.parametrize('backend', ['etcd', 'placement'])

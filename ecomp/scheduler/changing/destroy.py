@@ -14,6 +14,7 @@ from ecomp.model.group import Membership
 from ecomp.model.instance import SIZE_LIMIT, Request, to_json
 from ecomp.model.record import ERROR, GONE, Record, is_newer, timestamp
 from ecomp.scheduler.looking.find import InstanceEntries, living, requested
+from ecomp.store.alive import is_alive
 from ecomp.store.client import Delete, Entry, Put, Store, Unchanged
 from ecomp.store.places import Index, places
 from ecomp.store.sharing import commit_with, freed, group, write_end
@@ -98,7 +99,7 @@ def _transaction(store: Store, found: InstanceEntries) -> tuple[Callable[[], int
         # Or an instance that ended since its record was read is destroyed a second time: its request is gone, too.
         unchanged.append(Unchanged(record_key, record_revision))
     done = f'{record.instance}: destroy accepted, {compute} carries it out'
-    if store.get(keys.compute(compute)) is None:
+    if not is_alive(store, compute):
         done += ' when it is back: it is silent now'
     return partial(store.commit, unchanged, [Put(request_key, tombstone)]), done
 

@@ -6,12 +6,12 @@ from typing import NamedTuple
 
 from ecomp.errors import Conflict, UnknownOutcome, Unreachable
 from ecomp.failpoints import failpoint
-from ecomp.model import keys
 from ecomp.model.instance import Invalid, Request, parse_request
 from ecomp.model.json_object import dump, load_object
 from ecomp.model.power import START, STOP, Power, action_id
 from ecomp.model.record import ACTIVE, ERROR, STOPPED
 from ecomp.scheduler.looking.find import InstanceEntries, living
+from ecomp.store.alive import is_alive
 from ecomp.store.client import Entry, Put, Store, Unchanged
 from ecomp.store.places import Index
 
@@ -103,7 +103,7 @@ def _rewritten(found: InstanceEntries, entry: Entry, wanted: Power) -> Put:
 def _accepted(store: Store, found: InstanceEntries, wanted: Power) -> Acceptance:
     instance, compute = found.record.instance, found.record.compute
     said = f'{instance}: {wanted.action} accepted, {compute} carries it out'
-    if store.get(keys.compute(compute)) is None:
+    if not is_alive(store, compute):
         said += ' when it is back: it is silent now'
     return Acceptance(said, wanted, _before(found))
 

@@ -15,6 +15,7 @@ from ecomp.placement import allocations, providers, traits
 from ecomp.placement.client import Placement
 from ecomp.scheduler.looking.ask import FRESH
 from ecomp.scheduler.looking.hosts import look
+from ecomp.store.alive import is_alive
 from ecomp.store.client import Store
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ def disable(placement: Placement, compute: str, called: str) -> str:
 def enable(store: Store, placement: Placement, compute: str, called: str) -> str:
     """Have it placed on again; what was done, in one line. NotFound if it is none of ours."""
     _check(placement, compute, called)
-    alive = store.get(keys.compute(compute)) is not None
+    alive = is_alive(store, compute)
     done = traits.change(placement, compute, traits.TRAITS, lambda names: status.enabled(names, alive))
     failpoint('host-enabled')
     if not done:

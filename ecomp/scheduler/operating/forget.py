@@ -21,6 +21,7 @@ from ecomp.placement import allocations, providers
 from ecomp.placement.claiming import release
 from ecomp.placement.client import Placement
 from ecomp.scheduler.looking.hosts import Survey, look
+from ecomp.store.alive import is_alive, silence
 from ecomp.store.client import Delete, Store, Unchanged
 from ecomp.store.released import note
 from ecomp.store.requests import in_requests, wanted
@@ -74,11 +75,15 @@ def forget(
         tell(f'{called}: its resource provider is removed')
     failpoint('host-unregistered')
     # Last: until then it can be called by its name.
-    silent, name = Unchanged(keys.compute(compute), 0), store.get(keys.hostname(compute))
-    if name is not None and store.commit([silent], [Delete(name.key)]) is not None and planes.provider is None:
-        tell(f'{called}: its name is forgotten')
+    silent, name = silence(store, compute), store.get(keys.hostname(compute))
+    last = [each.key for each in (silent, name) if each is not None and each.revision]
+    if silent is not None and last and store.commit([silent], list(map(Delete, last))) is not None:
+        if silent.revision:
+            tell(f'{silent.key}: removed: it was on no lease')
+        if name is not None and planes.provider is None:
+            tell(f'{called}: its name is forgotten')
     # Between the last look and the removal it may have started, and it registers only then.
-    if store.get(keys.compute(compute)) is not None:
+    if is_alive(store, compute):
         raise Conflict(f'compute {called} came back while it was being forgotten: restart its ecompute')
 
 
@@ -119,7 +124,9 @@ def _remove(
     now: Callable[[], str],
     tell: Callable[[str], None],
 ) -> None:
-    silent = Unchanged(keys.compute(compute), 0)
+    silent = silence(store, compute)
+    if silent is None:
+        raise _Changed
 
     def as_read(instance: str) -> list[Unchanged]:
         read = keys.request(compute, instance), keys.record(compute, instance), keys.old_record(instance)
@@ -155,7 +162,7 @@ def _release(store: Store, placement: Placement, compute: str, consumer: str, it
         if compute not in on:
             return holding
         # What it claimed for a request that waits in a queue, nobody but itself would have taken there.
-        if store.get(keys.compute(compute)) is not None or wanted(store, {consumer: () if its_end else on}, False):
+        if is_alive(store, compute) or wanted(store, {consumer: () if its_end else on}, False):
             raise _Changed
         return ()
 

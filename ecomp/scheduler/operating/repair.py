@@ -26,6 +26,7 @@ from ecomp.placement.client import Placement
 from ecomp.scheduler.looking.find import find
 from ecomp.scheduler.operating.audit import SIGHTINGS_SECONDS, Report, Tell, answers, asking, audit
 from ecomp.scheduler.operating.quotas import recount
+from ecomp.store.alive import silence
 from ecomp.store.client import Delete, Put, Store, Unchanged
 from ecomp.store.places import lives
 from ecomp.store.released import note
@@ -155,9 +156,9 @@ def _name_away(store: Store, name: str, etcd: dict[str, KeyValue]) -> str:
 
 def _hostname_away(store: Store, compute: str, etcd: dict[str, KeyValue]) -> str:
     """Delete the name of a compute, unless that lives by now: it is known to placement first."""
-    key = keys.hostname(compute)
-    conditions = [*_as_read(etcd, key), Unchanged(keys.compute(compute), 0)]
-    return f'{key} is deleted' if store.commit(conditions, [Delete(key)]) is not None else NOT_ANY_MORE
+    key, silent = keys.hostname(compute), silence(store, compute)
+    done = silent is not None and store.commit([*_as_read(etcd, key), silent], [Delete(key)]) is not None
+    return f'{key} is deleted' if done else NOT_ANY_MORE
 
 
 def _group_back(store: Store, finding: Finding, etcd: dict[str, KeyValue]) -> str:
