@@ -9,17 +9,22 @@ import pytest
 from ecomp.errors import Conflict
 from ecomp.model import keys
 from ecomp.model.computes import to_json
+from ecomp.model.instance import Request
+from ecomp.model.instance import to_json as request_json
 from ecomp.model.power import STOP, Power
+from ecomp.model.record import ERROR, GONE, Failure, Record, from_json
+from ecomp.model.record import to_json as record_json
 from ecomp.scheduler.changing.destroy import destroy
 from ecomp.scheduler.changing.power import power
 from ecomp.scheduler.changing.wait import Deadline
 from ecomp.scheduler.operating.audit import audit
 from ecomp.scheduler.operating.drain import disable, drained, enable, inhabitants
-from ecomp.scheduler.operating.forget import forget
+from ecomp.scheduler.operating.forget import UNSEEN, forget
+from ecomp.scheduler.operating.quotas import one_quota
 from ecomp.scheduler.operating.repair import mend
 from ecomp.store.client import Delete, Put
 from tests.model.acting import Bounds
-from tests.model.cloud import A, Cloud, U, W
+from tests.model.cloud import SIZE, A, B, Cloud, U, V, W
 from tests.model.explorer import Follow
 from tests.model.virtual import NOW, inside, virtual
 from tests.model.world import World
@@ -116,3 +121,23 @@ def test_the_name_of_such_a_compute_is_removed_where_nothing_else_is_left(cloud:
     looks = [audit(cloud.store, cloud.placement) for _ in range(2)]
     done = mend(cloud.store, cloud.placement, *looks)
     assert done == [f'hostname-orphaned {A}: {keys.hostname(A)} is deleted']
+
+
+# Quotas
+
+
+def test_what_failed_gives_back_its_share_once_though_its_host_is_forgotten(cloud: Cloud) -> None:
+    cloud.host(A)
+    cloud.host(B)
+    cloud.limited(3)
+    cloud.delivered(U, B)
+    failed = Record(V, A, ERROR, project_id='p', resources=SIZE, error=Failure('image', '404', 'all'))
+    # An eschedule of 2019 asks for a destroy whatever there is.
+    destroyed = Request(V, {}, user_id='u', project_id='p')
+    puts = [Put(keys.record(A, V), record_json(failed)), Put(keys.request(A, V), request_json(destroyed))]
+    cloud.store.commit([], puts)
+    is_silent(cloud)
+    forgotten(cloud)
+    last = from_json(cloud.etcd.entries[keys.record(A, V)].value)
+    assert (last.state, last.error, last.fault) == (GONE, failed.error, UNSEEN)
+    assert one_quota(cloud.store, 'p').used == {**SIZE, 'instances': 1}

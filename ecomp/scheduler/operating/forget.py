@@ -178,4 +178,5 @@ def _ended(compute: str, seen: Survey, instance: str, now: str) -> Record:
         if not isinstance(wish, Request):
             raise EcompError(f'{instance}: neither a record nor a request')  # leftovers() names no such
         record = new_record(compute, wish, now)
-    return replace(record.at(GONE, now, 'gone'), error=None, fault=UNSEEN)
+    # An error stays: by it is known that its share of a quota was given back (ecomp.store.sharing).
+    return replace(record.at(GONE, now, 'gone'), fault=UNSEEN)
