@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from ecomp.model import keys
 from ecomp.model.findings import Finding
 from ecomp.model.group import Group
-from ecomp.model.instance import Invalid, Request
+from ecomp.model.instance import Request
 from ecomp.model.planes import World
 from ecomp.model.quota import Quota, counted
 
@@ -77,7 +77,7 @@ def quotas(world: World) -> Iterator[Finding]:
 def _requested(world: World, project: str) -> dict[str, int]:
     waits = (waiting for places in world.queued.values() for waiting in places.values())
     wishes = (wish for asked in world.wishes.values() for wish in asked.values())
-    return counted(project, (each for each in (*waits, *wishes) if not isinstance(each, Invalid)))
+    return counted(project, (*waits, *wishes))
 
 
 def _differs(one: Mapping[str, int], other: Mapping[str, int]) -> tuple[str, str] | None:

@@ -84,6 +84,16 @@ class Invalid(NamedTuple):
     reason: str
     shares: Shares = Shares()
 
+    @property
+    def project_id(self) -> str:
+        """The project whose quota counts it, '' where it was delivered by nobody who counts."""
+        return self.shares.project_id
+
+    @property
+    def resources(self) -> Resources:
+        """What it counts for there."""
+        return self.shares.resources
+
 
 def parse_request(compute: str, key: str, value: bytes, dropped: int = 0) -> Request | Invalid:
     """The request at a key under a compute's prefix, or the reason it is none.

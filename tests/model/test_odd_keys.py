@@ -11,6 +11,7 @@ from ecomp.model import keys
 from ecomp.model.computes import to_json
 from ecomp.model.instance import Request
 from ecomp.model.instance import to_json as request_json
+from ecomp.model.json_object import dump, load_object
 from ecomp.model.power import STOP, Power
 from ecomp.model.record import ERROR, GONE, Failure, Record, from_json
 from ecomp.model.record import to_json as record_json
@@ -20,7 +21,7 @@ from ecomp.scheduler.changing.wait import Deadline
 from ecomp.scheduler.operating.audit import audit
 from ecomp.scheduler.operating.drain import disable, drained, enable, inhabitants
 from ecomp.scheduler.operating.forget import UNSEEN, forget
-from ecomp.scheduler.operating.quotas import one_quota
+from ecomp.scheduler.operating.quotas import limit, one_quota
 from ecomp.scheduler.operating.repair import mend
 from ecomp.store.client import Delete, Put
 from tests.model.acting import Bounds
@@ -140,4 +141,17 @@ def test_what_failed_gives_back_its_share_once_though_its_host_is_forgotten(clou
     forgotten(cloud)
     last = from_json(cloud.etcd.entries[keys.record(A, V)].value)
     assert (last.state, last.error, last.fault) == (GONE, failed.error, UNSEEN)
+    assert one_quota(cloud.store, 'p').used == {**SIZE, 'instances': 1}
+
+
+def test_what_a_newer_eschedule_delivered_counts(cloud: Cloud) -> None:
+    cloud.host(A)
+    cloud.limited(1)
+    cloud.delivered(U, A)
+    key = keys.request(A, U)
+    newer = {**load_object(cloud.etcd.entries[key].value), 'version': 2}
+    cloud.store.commit([], [Put(key, dump(newer)), Put(keys.request(A, V), dump({**newer, 'version': 1}))])
+    is_silent(cloud)
+    assert 'quota-differs' not in {each.code for each in audit(cloud.store, cloud.placement).findings}
+    assert limit(cloud.store, 'p', ['instances=1']) == 'quota of project p: instances 1/1'
     assert one_quota(cloud.store, 'p').used == {**SIZE, 'instances': 1}

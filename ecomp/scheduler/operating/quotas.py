@@ -100,7 +100,7 @@ def _counted(store: Store, project: str) -> dict[str, int]:
     for key, entry in store.snapshot(keys.HOSTS).entries.items():
         compute = key.removeprefix(keys.HOSTS).partition('/')[0]
         asked.append(parse_request(compute, key, entry.value))
-    return counted(project, (each for each in asked if not isinstance(each, Invalid)))
+    return counted(project, asked)
 
 
 def one_quota(store: Store, project: str) -> Quota:
