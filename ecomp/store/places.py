@@ -47,8 +47,11 @@ def near(store: Store, instance: str, among: Index | None = None) -> Places[Entr
 
     `among`: an index made before this, None for none.
     """
-    if among is not None and (at := listed(store, instance, among)).compute:
-        return at
+    if among is not None:
+        at = listed(store, instance, among)
+        # What went out of its queue is below no compute, and nowhere else ever.
+        if at.compute or at.record_key == keys.record('', instance):
+            return at
     there = store.snapshot(keys.COMPUTES, keys_only=True).entries
     alive = {keys.last(key) for key, each in there.items() if each.lease and keys.is_uuid(keys.last(key))}
     both = [key for each in sorted(alive) for key in (keys.request(each, instance), keys.record(each, instance))]

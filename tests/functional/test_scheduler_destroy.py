@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -20,7 +21,7 @@ from ecomp.model.record import ACTIVE, ERROR, GONE, Failure, Record, new_record,
 from ecomp.scheduler.changing.clear import clear
 from ecomp.scheduler.changing.destroy import destroy
 from ecomp.scheduler.looking.find import all_records, find, living
-from ecomp.store.client import Delete, Entry, Put, Store, Unchanged
+from ecomp.store.client import Delete, Entry, Put, Snapshot, Store, Unchanged
 from ecomp.store.places import index
 from tests.functional.cloud import IMAGE, SMALL, Cloud, CountingStore, new
 from tests.kit.proxy import Proxy
@@ -158,6 +159,28 @@ def test_what_lives_again_is_neither_cleared_nor_destroyed(cloud: Cloud, state: 
     found = find(cloud.store, instance)
     assert found is not None
     assert (found.record.state, found.is_destroying) == (ACTIVE, False)
+
+
+class ListingStore(Store):
+    """A store that counts its lists."""
+
+    lists = 0
+
+    def snapshot(self, *given: Any, **named: Any) -> Snapshot:
+        self.lists += 1
+        return super().snapshot(*given, **named)
+
+
+@pytest.mark.parametrize('there', [1, 20])
+def test_clear_lists_once_however_many_there_are(own_etcd: Etcd, there: int) -> None:
+    compute, store = new(), ListingStore(EtcdConfig((own_etcd.endpoint,)))
+    # On a compute that is not alive, and taken out of a queue.
+    for state, where in ((GONE, compute), (ERROR, compute), (GONE, '')) * there:
+        own_etcd.put(keys.record(where, instance := new()), to_json(Record(instance, where, state, image=IMAGE)))
+    assert len(clear(store).removed) == 3 * there
+    # What waits, is requested and has a record; and where each is of the latter two.
+    assert store.lists == 3 + 2
+    store.close()
 
 
 def test_a_destroy_of_one_that_its_compute_will_refuse_says_what_it_shared(cloud: Cloud) -> None:

@@ -10,6 +10,7 @@ from ecomp.model.record import ERROR, GONE
 from ecomp.scheduler.changing.destroy import remove_record
 from ecomp.scheduler.looking.find import InstanceEntries, all_records, find
 from ecomp.store.client import Store
+from ecomp.store.places import index
 
 
 class Cleared(NamedTuple):
@@ -25,11 +26,12 @@ def clear(store: Store) -> Cleared:
     Errors: those of etcd. What one of them has alone is among Cleared.errors.
     """
     records, errors = all_records(store, with_gone=True)
+    among = index(store)
     removed = {}
     for each in records:
         if each.state in (GONE, ERROR):
             try:
-                if remove(store, find(store, each.instance)):
+                if remove(store, find(store, each.instance, among)):
                     removed[each.instance] = each.state
             except NotFound:
                 pass  # somebody else has removed it, or its lease has ended
