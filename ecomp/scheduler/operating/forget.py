@@ -60,7 +60,7 @@ def forget(
         planes = _read(store, placement, compute)
         left = _allowed(compute, called, planes)
         try:
-            _remove(store, placement, compute, planes.seen, left, now, tell)
+            _remove(store, placement, compute, called, planes.seen, left, now, tell)
             break
         except (_Changed, UnknownOutcome):
             continue  # the next look says what became of it
@@ -119,6 +119,7 @@ def _remove(
     store: Store,
     placement: Placement,
     compute: str,
+    called: str,
     seen: Survey,
     left: Leftovers,
     now: Callable[[], str],
@@ -143,12 +144,24 @@ def _remove(
             raise _Changed
         tell(f'{instance}: its destroy had been accepted: its claim and its keys are removed, its record says gone')
     for name in left.stray:
-        if store.commit(as_read(name), [Delete(keys.request(compute, name))]) is None:
+        key = keys.request(compute, name)
+        if store.commit(as_read(name), [Delete(key)]) is None:
+            # Bytes that are no text are read as this character, by which the key is not found again.
+            if '\ufffd' in name and store.get(key) is None:
+                raise Conflict(_no_text(compute, called))
             raise _Changed
-        tell(f'{keys.request(compute, name)}: removed: no compute would have carried it out')
+        tell(f'{key}: removed: no compute would have carried it out')
     for consumer in left.orphans:
         _release(store, placement, compute, consumer)
         tell(f'{consumer}: its claim is released: no request stands behind it')
+
+
+def _no_text(compute: str, called: str) -> str:
+    prefix = keys.request_prefix(compute)
+    return (
+        f'compute {called} is not forgotten: a key below {prefix} is no text, so etcdctl has to remove it: '
+        f'`etcdctl get --keys-only --prefix {prefix} | cat -v` shows it'
+    )
 
 
 def _release(store: Store, placement: Placement, compute: str, consumer: str, its_end: bool = False) -> None:

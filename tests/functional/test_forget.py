@@ -1,0 +1,41 @@
+"""`host forget` on real etcd and placement: what only these do."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+
+import pytest
+
+from ecomp.errors import Conflict
+from ecomp.model import keys
+from ecomp.scheduler.operating.forget import forget
+from ecomp.store.client import Put
+from tests.functional.cloud import Cloud
+
+
+def etcdctl(cloud: Cloud, *words: str | bytes) -> bytes:
+    """What it says."""
+    command = ['etcdctl', f'--endpoints={cloud.etcd.endpoint}', *words]
+    environment = {**os.environ, 'ETCDCTL_API': '3'}
+    return subprocess.run(command, env=environment, check=True, capture_output=True, timeout=60).stdout
+
+
+def test_a_key_that_is_no_text_is_said_to_be_etcdctl_s(cloud: Cloud) -> None:
+    compute = cloud.compute(alive=False)
+    prefix, said = keys.request_prefix(compute), list[str]()
+    # Three bytes that are no UTF-8; and the character that stands for such, which is.
+    cloud.store.commit([], [Put(f'{prefix}\udcff', 'x'), Put(f'{prefix}\ufffd', 'x')])
+
+    def forgets() -> None:
+        forget(cloud.store, cloud.placement, compute, 'hv1', lambda: 'now', said.append)
+
+    with pytest.raises(Conflict, match=f'compute hv1 is not forgotten: a key below {prefix} is no text, so etcdctl'):
+        forgets()
+    shown = etcdctl(cloud, 'get', '--keys-only', '--prefix', prefix)
+    etcdctl(cloud, 'del', shown.strip())
+    forgets()
+    assert said == [
+        f'{prefix}\ufffd: removed: no compute would have carried it out',
+        'hv1: its resource provider is removed',
+    ]
