@@ -30,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run ecompute until a signal ends it; the exit code."""
     logs.hold_descriptors()
     logs.configure()
-    config = ComputeConfig()
+    config, checking = ComputeConfig(), False
     service = systemd.Service.of(os.environ)
     # Until the daemon takes the signals over, either of them unwinds what has been started so far.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -39,8 +39,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if options.unit:
             print(unit(options, systemd.program(sys.argv[0], sys.executable, 'ecomp.compute')), end='')
             return 0
+        checking = options.check
         config = load_compute(config_path.named(options.config))
-        if options.check:
+        if checking:
             return _check(config, options.fake is not None or options.count is not None or options.accept_new_etcd)
         with ExitStack() as at_exit:
             if options.fake is not None:
@@ -66,7 +67,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         _say(f'{error.filename or "failed"}: {error.strerror or error}')
         return 1
     except KeyboardInterrupt:
-        _say('stopped while starting')
+        _say('interrupted: not everything was looked at' if checking else 'stopped while starting')
+        return int(checking)  # nothing is known to be well; a daemon ends well by a signal
     return 0
 
 
