@@ -118,6 +118,8 @@ def _count(text: str) -> int:
 def _up(options: argparse.Namespace) -> int:
     name = check_name(options.name)
     machine.require_root('elab up')
+    # QEMU, dnsmasq and whoever types eschedule are other users; what is secret has a mode of its own.
+    os.umask(0o022)
     modules = ['placement', 'waitress', 'cryptography', 'libvirt', 'mdserver']
     machine.require({**machine.CONTROL_PROGRAMS, **machine.SECURE_PROGRAMS, **machine.HOST_PROGRAMS}, modules)
     with _lock(name), _step(f'lab {name} is up'):
@@ -225,7 +227,7 @@ def _status(options: argparse.Namespace) -> int:
         rows.append((server.what, str(layout.control), said))
     etcd_answers = ('etcd', str(layout.control), 'ready') in rows
     for name in lab.hosts:
-        rows.append((name, str(layout.address(name)), _host_state(LabHost(lab, name), etcd_answers)))
+        rows.append((name, str(layout.address(name)), LabHost(lab, name).state(etcd_answers)))
     for place, address, said in rows:
         print(f'{place:<10} {address:<15} {said}')
     kinds = {kind: [row[0] for row in rows[1:] if row[2].startswith(kind)] for kind in ('down', 'no answer', 'unknown')}
@@ -234,23 +236,6 @@ def _status(options: argparse.Namespace) -> int:
     if kinds['no answer']:
         _say(f'no answer: {", ".join(kinds["no answer"])}; end what hangs, and elab up --name {layout.name} starts it')
     return 1 if any(kinds.values()) else 0
-
-
-def _host_state(host: LabHost, etcd_answers: bool) -> str:
-    lab = host.lab
-    if not namespaces.exists(lab.layout, host.name):
-        return 'down: no namespace'
-    if not lab.running(f'{host.name} libvirtd') or not host.libvirt_answers():
-        return f'down: libvirtd (see {host.directory}/libvirtd.log)'
-    if not host.network_runs():
-        return 'down: network default'
-    if not lab.running(f'{host.name} ecompute'):
-        return f'down: ecompute (see {host.log})'
-    if not etcd_answers:
-        return 'unknown: ecompute runs; whether it works, etcd knows'
-    if not host.ecompute_answers():
-        return f'down: ecompute (see {host.log})'
-    return f'ready: {host.guests()} guests, network {lab.layout.guests(host.name)}'
 
 
 def _exec(options: argparse.Namespace) -> int:

@@ -195,6 +195,22 @@ class LabHost:
         """Whether ecompute runs, and has put its presence in etcd since start_ecompute()."""
         return self.lab.running(f'{self.name} ecompute') is not None and self._presence() > self._older
 
+    def state(self, etcd_answers: bool) -> str:
+        """What `elab status` says of the host: ready, or down or unknown and why."""
+        if not namespaces.exists(self.lab.layout, self.name):
+            return 'down: no namespace'
+        if not self.lab.running(f'{self.name} libvirtd') or not self.libvirt_answers():
+            return f'down: libvirtd (see {self.directory}/libvirtd.log)'
+        if not self.network_runs():
+            return 'down: network default'
+        if not self.lab.running(f'{self.name} ecompute'):
+            return f'down: ecompute (see {self.log})'
+        if not etcd_answers:
+            return 'unknown: ecompute runs; whether it works, etcd knows'
+        if not self.ecompute_answers():
+            return f'down: ecompute (see {self.log})'
+        return f'ready: {self.guests()} guests, network {self.lab.layout.guests(self.name)}'
+
     def _presence(self) -> int:
         """The revision of ecompute's presence in etcd; 0 where it has none, or etcd gives no answer."""
         compute = self.compute()

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from ecomp.lab import machine, state
+from ecomp.errors import EcompError
+from ecomp.lab import control, machine, namespaces, state
 from ecomp.lab.elab import main
 from ecomp.lab.hosts import COMPUTE_YAML
 from ecomp.lab.machine import Process
@@ -76,9 +77,12 @@ def made(root: Path, name: str, hosts: int, **processes: Process) -> Lab:
 
 @pytest.fixture
 def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(state.load, '__defaults__', (tmp_path,))
-    monkeypatch.setattr(state.all_labs, '__defaults__', (tmp_path,))
-    return tmp_path
+    found = tmp_path / 'labs'
+    found.mkdir()
+    monkeypatch.setattr(state, 'ROOT', found)
+    monkeypatch.setattr(state.load, '__defaults__', (found,))
+    monkeypatch.setattr(state.all_labs, '__defaults__', (found,))
+    return found
 
 
 def test_the_labs_of_a_machine(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -105,6 +109,32 @@ def test_a_lab_that_is_not_there_is_made_by_its_name(root: Path, capsys: pytest.
     assert capsys.readouterr().err == "elab: there is no lab 'two' (there is one): elab up --name two makes one\n"
     assert main(['shell', '--name', 'one']) == 1
     assert 'elab up --name one writes it' in capsys.readouterr().err
+
+
+def test_what_a_lab_is_made_of_is_read_by_others_whatever_the_umask(
+    root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refused(*_: object) -> None:
+        raise EcompError('far enough')
+
+    monkeypatch.setattr(machine, 'require_root', lambda _: None)
+    monkeypatch.setattr(machine, 'require', lambda *_: None)
+    monkeypatch.setattr(machine, 'run', lambda *_: '[]')
+    monkeypatch.setattr(namespaces, 'ensure_control', lambda _: None)
+    monkeypatch.setattr(control, 'lab_servers', refused)
+    root.rmdir()
+    before = os.umask(0o077)
+    try:
+        assert main(['up']) == 1
+    finally:
+        os.umask(before)
+    assert capsys.readouterr().err == 'elab: far enough\n'
+    lab = root / 'lab'
+    for path, mode in (
+        (lab.parent, 0o755), (lab, 0o755), (lab / 'lab.json', 0o644), (lab / 'images', 0o755), (lab / 'certs', 0o711),
+        *((path, 0o600) for path in lab.glob('certs/**/*') if path.is_file()),
+    ):  # fmt: skip
+        assert path.stat().st_mode & 0o777 == mode, path
 
 
 def test_a_shell_knows_which_lab_it_is_of(root: Path, capfd: pytest.CaptureFixture[str]) -> None:
