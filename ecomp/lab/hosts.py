@@ -19,6 +19,7 @@ from ecomp.lab import machine, namespaces
 from ecomp.lab.network import ETCD_PORT, backends_yaml, network_xml, share, with_less
 from ecomp.lab.state import Lab
 from ecomp.model.allocation import GIB, MIB
+from ecomp.model.guest_data import public_key
 from ecomp.model.keys import COMPUTES
 from ecomp.store.client import Store
 
@@ -103,7 +104,7 @@ class LabHost:
         _write_once(etc / 'qemu.conf', QEMU_CONF)
         _write_once(self.directory / 'compute.yaml', self._compute_yaml())
         _write_once(self.directory / 'user-data', USER_DATA)
-        _write_once(self.directory / 'mdserver.conf', MDSERVER_CONF.format(keys=_public_keys()))
+        _write_once(self.directory / 'mdserver.conf', mdserver_conf())
 
     def _prepare_kvm(self) -> None:
         """Make a /dev/kvm for the host that QEMU may open, where only root may open the machine's own.
@@ -286,14 +287,16 @@ def _write_once(path: Path, text: str) -> None:
         write_durably(path, text, 0o644)
 
 
-def _public_keys() -> str:
-    """A line of mdserver.conf with the first ssh key of the user who called elab, with sudo or without."""
+def mdserver_conf() -> str:
+    """The mdserver.conf of a host, with the first ssh key of the user who called elab, with sudo or without."""
     homes = [Path.home()]
     if caller := os.environ.get('SUDO_USER'):
         with contextlib.suppress(RuntimeError):  # no such user any more
             homes.insert(0, Path(f'~{caller}').expanduser())
-    for home in homes:
-        keys = [path for path in sorted(home.glob('.ssh/*.pub')) if len(path.read_text(encoding='utf-8').split()) > 1]
-        if keys:
-            return f'default = {keys[0].read_text(encoding="utf-8").splitlines()[0].strip()}'
-    return '# default = ssh-ed25519 AAAA... me@here'
+    for path in (path for home in homes for path in sorted(home.glob('.ssh/*.pub'))):
+        # Others are called so, too: what nobody can read, keys in PuTTY's format.
+        with contextlib.suppress(OSError, ValueError):
+            key = public_key(path.read_text(encoding='utf-8').partition('\n')[0].split())
+            if '-cert-v' not in key.split()[0]:  # sshd is shown a certificate, and has none in its files
+                return MDSERVER_CONF.format(keys=f'default = {key}')
+    return MDSERVER_CONF.format(keys='# default = ssh-ed25519 AAAA... me@here')
