@@ -40,13 +40,21 @@ IMAGE = Path('images/guest.qcow2')
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run elab; the exit code."""
+    """Run elab; the exit code. Never a traceback for what a user or the machine can cause."""
     try:
-        options = parser().parse_args(argv)
-        return int(options.run(options))
+        try:
+            options = parser().parse_args(argv)
+            return int(options.run(options))
+        finally:
+            _flush()
     except EcompError as error:
         _say(f'elab: {error}')
         return error.exit_code
+    except BrokenPipeError:
+        return 1  # whoever read us (head, less) has gone
+    except OSError as error:
+        _say(f'elab: {error.filename or "failed"}: {error.strerror or error}')
+        return 1
     except KeyboardInterrupt:
         _say('elab: interrupted; elab up goes on where it was, elab down removes what there is')
         return 1
@@ -368,7 +376,18 @@ def _step(what: str) -> Iterator[None]:
 
 
 def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+    with contextlib.suppress(OSError):  # a full disk or a closed terminal changes nothing of what is done
+        print(text, file=sys.stderr, flush=True)
+
+
+def _flush() -> None:
+    """See that what was printed is written. OSError, once: Python would complain once more at its end."""
+    try:
+        if sys.stdout is not None:  # closed
+            sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise
 
 
 if __name__ == '__main__':

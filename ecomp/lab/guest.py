@@ -39,10 +39,12 @@ def make(output: Path, say: Callable[[str], None]) -> None:
 
     UsageError, EcompError.
     """
-    machine.require(PROGRAMS)
-    busybox = _static_busybox()
+    if output.is_dir():
+        raise UsageError(f'{output} is a directory: name the file that is to be the image')
     if not output.parent.is_dir():
         raise UsageError(f'{output}: there is no directory {output.parent}')
+    machine.require(PROGRAMS)
+    busybox = _static_busybox()
     with tempfile.TemporaryDirectory(prefix='elab-guest-') as name:
         work = Path(name)
         kernel, modules = _fetch_kernel(work, say)

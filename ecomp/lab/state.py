@@ -85,25 +85,28 @@ class Lab:
 
 
 def load(name: str, root: Path = ROOT) -> Lab:
-    """The lab of that name. NotFound if there is none, EcompError if another version of elab made it."""
+    """The lab of that name. NotFound if there is none, EcompError if its lab.json is none that this elab can read."""
     directory = root / name
+    path = directory / 'lab.json'
     try:
-        data = json.loads((directory / 'lab.json').read_text(encoding='utf-8'))
+        data = json.loads(path.read_text(encoding='utf-8'))
+        version = data['version']
+        if version != VERSION:
+            raise EcompError(
+                f'{path} is of version {version}, and this elab knows {VERSION}: elab down --name {name}, then elab up'
+            )
+        # Start times count from the boot: after another one they say nothing.
+        recorded = data['processes'] if data['boot'] == _boot() else {}
+        processes = {what: Process(**process) for what, process in recorded.items()}
+        return Lab(directory, Layout(name, IPv4Network(data['network'])), int(data['hosts']), processes)
     except FileNotFoundError as error:
         there = [each.layout.name for each in all_labs(root)]
         more = f' (there is {", ".join(there)})' if there else ''
         raise NotFound(f'there is no lab {name!r}{more}: elab up --name {name} makes one') from error
-    except PermissionError as error:
-        raise EcompError(f'{directory}/lab.json: {error.strerror}') from error
-    if data['version'] != VERSION:
-        raise EcompError(
-            f'{directory}/lab.json is of version {data["version"]}, and this elab knows {VERSION}: '
-            f'elab down --name {name}, then elab up'
-        )
-    # Start times count from the boot: after another one they say nothing.
-    recorded = data['processes'] if data['boot'] == _boot() else {}
-    processes = {what: Process(**process) for what, process in recorded.items()}
-    return Lab(directory, Layout(name, IPv4Network(data['network'])), data['hosts'], processes)
+    except OSError as error:
+        raise EcompError(f'{path}: {error.strerror}') from error
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise EcompError(f'{path} is not what elab wrote: elab down --name {name} removes the lab') from error
 
 
 def load_or_create(name: str, count: int | None) -> Lab:

@@ -193,6 +193,19 @@ def test_when_one_ends_the_other_is_ended_and_it_says_which(tmp_path: Path) -> N
     assert is_free(etcd)
 
 
+def test_when_nobody_reads_what_it_says_both_are_ended(tmp_path: Path) -> None:
+    etcd, placement = free_port(), free_port()
+    with control(tmp_path / 'data', etcd, placement) as process:
+        assert process.stdout is not None
+        process.stdout.close()
+        assert process.wait(60) == 1
+        assert process.stderr is not None
+        said = process.stderr.read()
+    assert 'Traceback' not in said
+    assert is_free(etcd)
+    assert is_free(placement)
+
+
 @pytest.mark.parametrize('which', ['etcd', 'placement'])
 def test_a_taken_port_is_one_line(tmp_path: Path, which: str) -> None:
     with socket.socket() as listener:

@@ -18,6 +18,7 @@ from ecomp.lab.hosts import COMPUTE_YAML
 from ecomp.lab.machine import Process
 from ecomp.lab.network import Layout, share, with_less
 from ecomp.lab.state import Lab
+from tests.kit.servers import environment
 
 
 @pytest.mark.parametrize(
@@ -68,6 +69,48 @@ def test_a_guest_into_no_directory(tmp_path: Path, capsys: pytest.CaptureFixture
     assert capsys.readouterr().err.count('\n') == 1
 
 
+@pytest.mark.parametrize('name', ['.', '..', '/', 'directory'])
+def test_a_guest_into_what_is_a_directory(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / 'directory').mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert main(['guest', name]) == 2
+    assert capsys.readouterr().err == f'elab: {name} is a directory: name the file that is to be the image\n'
+
+
+@pytest.mark.parametrize('unbuffered', ['', '1'])
+@pytest.mark.parametrize(
+    ('redirection', 'code', 'said'),
+    [
+        ('>/dev/full', 1, 'elab: failed: No space left on device\n'),
+        ('2>/dev/full', 0, ''),
+        ('>&-', 0, ''),
+    ],
+)
+def test_what_is_printed_for_nobody(redirection: str, code: int, said: str, unbuffered: str, tmp_path: Path) -> None:
+    command = f'{sys.executable} -m ecomp.lab.elab control --unit {redirection}'
+    env = {**environment(), 'PYTHONUNBUFFERED': unbuffered}
+    done = subprocess.run(
+        ['bash', '-c', command], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, cwd=tmp_path, env=env,
+        check=False, timeout=60,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (code, said)
+
+
+def test_what_is_printed_for_a_reader_that_has_gone(tmp_path: Path) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    command = [sys.executable, '-m', 'ecomp.lab.elab', 'control', '--unit']
+    try:
+        done = subprocess.run(
+            command, stdout=writing, stderr=subprocess.PIPE, cwd=tmp_path, env=environment(), check=False, timeout=60
+        )
+    finally:
+        os.close(writing)
+    assert (done.returncode, done.stderr) == (1, b'')
+
+
 def made(root: Path, name: str, hosts: int, **processes: Process) -> Lab:
     (root / name).mkdir()
     lab = Lab(root / name, Layout(name, IPv4Network('10.33.0.0/16')), hosts, dict(processes))
@@ -111,13 +154,54 @@ def test_a_lab_that_is_not_there_is_made_by_its_name(root: Path, capsys: pytest.
     assert 'elab up --name one writes it' in capsys.readouterr().err
 
 
+@pytest.fixture
+def as_root(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No lab has a namespace, and nobody needs to be root."""
+    monkeypatch.setattr(machine, 'require_root', lambda _: None)
+    monkeypatch.setattr(namespaces, 'of_lab', lambda _: [])
+
+
+@pytest.mark.usefixtures('as_root')
+@pytest.mark.parametrize('text', ['', '{', 'null', '[]', '{}', '{"version": 2}', '\xff', 'changed'])
+def test_a_lab_that_cannot_be_read_is_no_other_s_trouble(
+    text: str, root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made(root, 'one', 1)
+    broken = made(root, 'two', 1).directory / 'lab.json'
+    written = broken.read_text().replace('"processes": {}', '"processes": {"etcd": 1}')
+    broken.write_text(written if text == 'changed' else text, encoding='latin-1')
+    assert main(['list']) == 0
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()[1:]] == ['one']
+    for words in ('status', 'shell'):
+        assert main([words, '--name', 'two']) == 1
+        said = f'elab: {broken} is not what elab wrote: elab down --name two removes the lab\n'
+        assert capsys.readouterr() == ('', said)
+    assert main(['down', '--name', 'two']) == 0
+    assert [path.name for path in root.iterdir()] == ['one']
+
+
+@pytest.mark.usefixtures('as_root')
+@pytest.mark.parametrize('words', ['up', 'status', 'down'])
+def test_a_file_where_a_lab_would_be(
+    words: str, root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(machine, 'require', lambda *_: None)
+    (root / 'lab').write_text('mine')
+    assert main([words]) == 1
+    out, err = capsys.readouterr()
+    assert (out, err.count('\n')) == ('', 1)
+    assert err.startswith(f'elab: {root}/lab')
+    assert err.endswith(': Not a directory\n')
+    assert (root / 'lab').read_text() == 'mine'
+
+
+@pytest.mark.usefixtures('as_root')
 def test_what_a_lab_is_made_of_is_read_by_others_whatever_the_umask(
     root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def refused(*_: object) -> None:
         raise EcompError('far enough')
 
-    monkeypatch.setattr(machine, 'require_root', lambda _: None)
     monkeypatch.setattr(machine, 'require', lambda *_: None)
     monkeypatch.setattr(machine, 'run', lambda *_: '[]')
     monkeypatch.setattr(namespaces, 'ensure_control', lambda _: None)
