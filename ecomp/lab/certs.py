@@ -108,7 +108,7 @@ def _make(directory: Path, cluster: Cluster, now: datetime, say: Callable[[str],
             place = directory / f'{role}-{name}'
             place.mkdir(mode=0o700, exist_ok=True)
             _certificate(place, 'client', place.name, (), signer, now, say)
-            write_durably(place / 'token', token.read_bytes())
+            _write(place / 'token', token.read_bytes())
             if role == 'compute':
                 _configuration(place / 'compute.yaml', cluster, f'uuid: {cluster.uuids.get(name) or uuid.uuid4()}\n')
             else:
@@ -160,7 +160,7 @@ def _certificate(
     """Make `kind`.crt and `kind`.key in `place` for these names or addresses, unless those there will do."""
     path = place / f'{kind}.crt'
     authority = signer.certificate.public_bytes(serialization.Encoding.PEM)
-    write_durably(place / 'ca.crt', authority)
+    _write(place / 'ca.crt', authority)
     wanted = x509.SubjectAlternativeName([_general_name(each) for each in names])
     if path.exists() and (place / f'{kind}.key').exists() and _will_do(place, kind, wanted, signer, now):
         return
@@ -242,6 +242,12 @@ def _configuration(path: Path, cluster: Cluster, more: str = '') -> None:
         placement = f'https://{bracketed(host)}:{cluster.placement_port}'
         backends = backends_yaml(f"'{host}'", cluster.etcd_port, placement)
         write_durably(path, f'# Written once by elab certs.\n{backends}{more}'.encode())
+
+
+def _write(path: Path, content: bytes) -> None:
+    """Write a file, unless that is in it: whose it is stays so."""
+    if not path.exists() or path.read_bytes() != content:
+        write_durably(path, content)
 
 
 def _pem(key: ec.EllipticCurvePrivateKey) -> bytes:

@@ -219,9 +219,10 @@ def _make_certificates(lab: Lab) -> None:
     servers = (own, control.LOCALHOST, 'localhost')
     cluster = certs.Cluster(servers, tuple(lab.hosts), (), (state.OPERATOR,), ETCD_PORT, PLACEMENT_PORT)
     certs.make(lab.certs, cluster, datetime.now(UTC).replace(microsecond=0), lambda _: None)
-    if caller := os.environ.get('SUDO_UID'):
-        for path in (lab.operator, *lab.operator.iterdir()):
-            os.chown(path, int(caller), -1, follow_symlinks=False)  # the directory is the caller's
+    # The directory is the caller's, and of whose it is where root calls by itself.
+    owner = int(os.environ.get('SUDO_UID', lab.operator.stat().st_uid))
+    for path in (lab.operator, *lab.operator.iterdir()):
+        os.chown(path, owner, -1, follow_symlinks=False)
 
 
 def _status(options: argparse.Namespace) -> int:

@@ -86,6 +86,17 @@ def test_what_holds_stays_and_what_ends_soon_is_made_anew(tmp_path: Path) -> Non
     assert after['compute-hv1/compute.yaml'] == b'# mine\n'
 
 
+def test_what_is_right_is_not_written_again(tmp_path: Path) -> None:
+    """Whoever was given it would lose it to who runs elab."""
+    made(tmp_path)
+    before = {path: path.stat().st_ino for path in tmp_path.rglob('*')}
+    made(tmp_path)
+    assert {path: path.stat().st_ino for path in tmp_path.rglob('*')} == before
+    (tmp_path / 'operator-ann/token').write_text('another')
+    made(tmp_path)
+    assert (tmp_path / 'operator-ann/token').read_bytes() == (tmp_path / 'placement/token').read_bytes()
+
+
 def test_other_names_are_another_certificate_and_others_stay(tmp_path: Path) -> None:
     made(tmp_path)
     before = everything(tmp_path)

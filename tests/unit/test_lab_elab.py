@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from ipaddress import IPv4Network
 from pathlib import Path
 
@@ -195,30 +196,52 @@ def test_a_file_where_a_lab_would_be(
     assert (root / 'lab').read_text() == 'mine'
 
 
-@pytest.mark.usefixtures('as_root')
-def test_what_a_lab_is_made_of_is_read_by_others_whatever_the_umask(
-    root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.fixture
+def begun(as_root: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[[], None]:
+    """Runs an elab up that is refused when the certificates are there."""
     def refused(*_: object) -> None:
         raise EcompError('far enough')
+
+    def up() -> None:
+        assert main(['up']) == 1
+        assert capsys.readouterr().err == 'elab: far enough\n'
 
     monkeypatch.setattr(machine, 'require', lambda *_: None)
     monkeypatch.setattr(machine, 'run', lambda *_: '[]')
     monkeypatch.setattr(namespaces, 'ensure_control', lambda _: None)
     monkeypatch.setattr(control, 'lab_servers', refused)
+    return up
+
+
+def test_what_a_lab_is_made_of_is_read_by_others_whatever_the_umask(root: Path, begun: Callable[[], None]) -> None:
     root.rmdir()
     before = os.umask(0o077)
     try:
-        assert main(['up']) == 1
+        begun()
     finally:
         os.umask(before)
-    assert capsys.readouterr().err == 'elab: far enough\n'
     lab = root / 'lab'
     for path, mode in (
         (lab.parent, 0o755), (lab, 0o755), (lab / 'lab.json', 0o644), (lab / 'images', 0o755), (lab / 'certs', 0o711),
         *((path, 0o600) for path in lab.glob('certs/**/*') if path.is_file()),
     ):  # fmt: skip
         assert path.stat().st_mode & 0o777 == mode, path
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason='only root gives a file away')
+def test_an_up_of_root_itself_takes_nothing_from_who_called_sudo(
+    root: Path, begun: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = root / 'lab/certs/operator-lab'
+    monkeypatch.setenv('SUDO_UID', '12345')
+    begun()
+    monkeypatch.delenv('SUDO_UID')
+    begun()
+    (own / 'client.crt').unlink()
+    begun()
+    assert {path.name: path.stat().st_uid for path in (own, *own.iterdir())} == dict.fromkeys(
+        ('operator-lab', 'ca.crt', 'client.crt', 'client.key', 'schedule.yaml', 'token'), 12345
+    )
 
 
 def test_a_shell_knows_which_lab_it_is_of(root: Path, capfd: pytest.CaptureFixture[str]) -> None:
