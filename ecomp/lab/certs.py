@@ -133,6 +133,10 @@ def _authority(directory: Path, now: datetime, say: Callable[[str], None]) -> _S
             raise EcompError(f'{certificate} and {key} are no authority of elab certs: {error}') from error
         if not isinstance(loaded, ec.EllipticCurvePrivateKey) or loaded.public_key() != public:
             raise EcompError(f'{key} does not belong to {certificate}, or is none of elab certs')
+        if not found.not_valid_before_utc <= now < found.not_valid_after_utc:
+            valid = f'{found.not_valid_before_utc:%F %R} to {found.not_valid_after_utc:%F %R}'
+            why = f'{certificate} is valid from {valid}, and it is {now:%F %R} here (UTC)'
+            raise EcompError(f'{why}: set the clock right, or move {directory} away and make all certificates anew')
         return _Signer(found, loaded)
     made = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, 'ecomp authority')])
@@ -141,7 +145,7 @@ def _authority(directory: Path, now: datetime, say: Callable[[str], None]) -> _S
         data_encipherment=False, key_agreement=False, encipher_only=False, decipher_only=False,
     )  # fmt: skip
     signed = (
-        _builder(name, name, made, now, AUTHORITY_DAYS)
+        _builder(name, name, made, now, now + timedelta(days=AUTHORITY_DAYS))
         .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
         .add_extension(usage, critical=True)
         .add_extension(x509.SubjectKeyIdentifier.from_public_key(made.public_key()), critical=False)
@@ -168,8 +172,9 @@ def _certificate(
     subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
     # Whoever looks whether a server is ready shows the server's own.
     purposes = [ExtendedKeyUsageOID.CLIENT_AUTH, *([ExtendedKeyUsageOID.SERVER_AUTH] if names else [])]
+    end = min(now + timedelta(days=DAYS), signer.certificate.not_valid_after_utc)
     builder = (
-        _builder(subject, signer.certificate.subject, key, now, DAYS)
+        _builder(subject, signer.certificate.subject, key, now, end)
         .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
         .add_extension(x509.ExtendedKeyUsage(purposes), critical=False)
         .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(signer.key.public_key()), critical=False)
@@ -201,8 +206,12 @@ def _will_do(place: Path, kind: str, wanted: x509.SubjectAlternativeName, signer
         found.verify_directly_issued_by(signer.certificate)
     except NONE_OF_OURS:
         return False
-    if key.public_key() != found.public_key() or found.not_valid_after_utc < now + timedelta(days=LEFT_DAYS):
+    # What ends with the authority ends no later when it is made anew.
+    wanted_until = min(now + timedelta(days=LEFT_DAYS), signer.certificate.not_valid_after_utc)
+    if key.public_key() != found.public_key() or found.not_valid_after_utc < wanted_until:
         return False
+    if found.not_valid_before_utc > now:
+        return False  # the clock has been put back since
     try:
         return found.extensions.get_extension_for_class(x509.SubjectAlternativeName).value == wanted
     except x509.ExtensionNotFound:
@@ -210,7 +219,7 @@ def _will_do(place: Path, kind: str, wanted: x509.SubjectAlternativeName, signer
 
 
 def _builder(
-    subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePrivateKey, now: datetime, days: int
+    subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePrivateKey, now: datetime, end: datetime
 ) -> x509.CertificateBuilder:
     return (
         x509.CertificateBuilder()
@@ -220,7 +229,7 @@ def _builder(
         .serial_number(x509.random_serial_number())
         # An hour ago: the clocks of the others may be behind.
         .not_valid_before(now - timedelta(hours=1))
-        .not_valid_after(now + timedelta(days=days))
+        .not_valid_after(end)
     )
 
 

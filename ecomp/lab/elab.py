@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import os
-import shlex
 import shutil
 import subprocess
 import sys
@@ -21,20 +19,10 @@ from pathlib import Path
 from ecomp import __version__, systemd
 from ecomp.arguments import Parser
 from ecomp.errors import EcompError, NotFound, UsageError
-from ecomp.lab import control, foreground, guest, machine, namespaces, roles, shell, state
+from ecomp.lab import control, foreground, guest, machine, namespaces, plane, roles, shell, state
 from ecomp.lab.hosts import LabHost
-from ecomp.lab.network import CONTROL, ETCD_PORT, MOST_HOSTS, PLACEMENT_PORT, backends_yaml, check_name
+from ecomp.lab.network import CONTROL, ETCD_PORT, MOST_HOSTS, PLACEMENT_PORT, check_name
 from ecomp.lab.state import Lab
-
-SCHEDULE_YAML = """\
-# Written once by elab: eschedule, run in this directory or with --config, asks the lab {name}.
-{backends}\
-# What `elab guest {directory}/images/guest.qcow2` makes; from elsewhere nothing can be fetched.
-image: {images}guest.qcow2
-# Its hosts are no machines that ssh finds.
-reach: {reach}
-"""
-
 
 IMAGE = Path('images/guest.qcow2')
 
@@ -135,7 +123,7 @@ def _up(options: argparse.Namespace) -> int:
         if options.hosts and options.hosts < lab.count:
             _say(f'lab {name} has {lab.count} hosts already; elab down removes them')
         with _step('control plane'):
-            _start_control(lab)
+            plane.start(lab)
         hosts = [LabHost(lab, each) for each in lab.hosts]
         _divide(hosts)
         with _step('namespaces and libvirtd of ' + ', '.join(lab.hosts)):
@@ -182,47 +170,6 @@ def _see_to_image(lab: Lab) -> None:
         _say(f'{mine}: copied from {theirs[0]}')
     else:
         _say(f'there is no guest image yet: elab guest {mine}')
-
-
-def _start_control(lab: Lab) -> None:
-    layout, data, images = lab.layout, lab.directory / CONTROL, lab.directory / 'images'
-    for directory in (data, images):
-        directory.mkdir(exist_ok=True)
-    namespaces.ensure_control(layout)
-    _make_certificates(lab)
-    servers = control.lab_servers(layout, data, images, lab.certs)
-    prefix = namespaces.inside(layout, lab.directory, CONTROL)
-    for server in servers:
-        if not lab.running(server.what):
-            lab.remember(server.what, server.start(prefix))
-    for server in servers:
-        server.wait(lab.processes[server.what])
-    schedule = lab.directory / 'schedule.yaml'
-    if not schedule.exists():
-        backends = backends_yaml(str(layout.control), ETCD_PORT, layout.placement, f'{lab.operator}/')
-        text = SCHEDULE_YAML.format(name=layout.name, backends=backends, directory=lab.directory, images=layout.images,
-                                      reach=json.dumps(_reach(layout.name)))
-        schedule.write_text(text, encoding='utf-8')
-
-
-def _reach(name: str) -> str:
-    """How eschedule enters a host: by this elab, which has to be root's, as its caller became it."""
-    words = [*(['sudo'] if 'SUDO_UID' in os.environ else []), sys.executable, '-P', '-m', 'ecomp.lab.elab', 'exec']
-    return f'{shlex.join([*words, "--name", name])} {{host}}'
-
-
-def _make_certificates(lab: Lab) -> None:
-    from ecomp.lab import certs
-
-    lab.certs.mkdir(mode=0o711, exist_ok=True)  # the operator's own are below it; all else in it is root's
-    own = str(lab.layout.control)
-    servers = (own, control.LOCALHOST, 'localhost')
-    cluster = certs.Cluster(servers, tuple(lab.hosts), (), (state.OPERATOR,), ETCD_PORT, PLACEMENT_PORT)
-    certs.make(lab.certs, cluster, datetime.now(UTC).replace(microsecond=0), lambda _: None)
-    # The directory is the caller's, and of whose it is where root calls by itself.
-    owner = int(os.environ.get('SUDO_UID', lab.operator.stat().st_uid))
-    for path in (lab.operator, *lab.operator.iterdir()):
-        os.chown(path, owner, -1, follow_symlinks=False)
 
 
 def _status(options: argparse.Namespace) -> int:

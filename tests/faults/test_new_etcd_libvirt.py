@@ -10,8 +10,7 @@ from collections.abc import Iterator
 import pytest
 import yaml
 
-from ecomp.lab import state
-from ecomp.lab.elab import _start_control
+from ecomp.lab import plane, state
 from ecomp.lab.namespaces import CONTROL
 from tests.kit.boot_sectors import HALT, boot_disk
 from tests.kit.hypervisor import ROOM, Hypervisor
@@ -45,7 +44,7 @@ def wipe(lab: Lab) -> None:
     os.kill(pid, signal.SIGKILL)
     until(lambda: not running(pid), 20, 'etcd ends')
     shutil.rmtree(lab.directory / CONTROL / 'etcd')
-    _start_control(found)
+    plane.start(found)
 
 
 @pytest.mark.slow

@@ -86,6 +86,30 @@ def test_what_holds_stays_and_what_ends_soon_is_made_anew(tmp_path: Path) -> Non
     assert after['compute-hv1/compute.yaml'] == b'# mine\n'
 
 
+def test_after_the_clock_was_put_back_they_are_made_anew(tmp_path: Path) -> None:
+    """A day ago nobody would have believed them."""
+    made(tmp_path, NOW - timedelta(days=3))
+    (tmp_path / 'etcd/server.crt').unlink()
+    made(tmp_path)
+    assert [line.partition(':')[0] for line in made(tmp_path, NOW - timedelta(days=1))] == [str(tmp_path / 'etcd')]
+    assert made(tmp_path, NOW - timedelta(days=1)) == []
+
+
+def test_none_outlives_the_authority(tmp_path: Path) -> None:
+    made(tmp_path)
+    end = NOW + timedelta(days=certs.AUTHORITY_DAYS)
+    for last in (end - timedelta(days=certs.LEFT_DAYS + 1), end - timedelta(days=1)):
+        said = made(tmp_path, last)
+        assert [line.partition(': until ')[2] for line in said] == len(said) * [end.date().isoformat()]
+        assert made(tmp_path, last) == []
+    before = everything(tmp_path)
+    for when in (end, end + timedelta(days=1), NOW - timedelta(days=1)):
+        with pytest.raises(EcompError, match='set the clock right, or move .* away') as caught:
+            made(tmp_path, when)
+        assert '\n' not in str(caught.value)
+    assert everything(tmp_path) == before
+
+
 def test_what_is_right_is_not_written_again(tmp_path: Path) -> None:
     """Whoever was given it would lose it to who runs elab."""
     made(tmp_path)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -242,6 +243,22 @@ def test_an_up_of_root_itself_takes_nothing_from_who_called_sudo(
     assert {path.name: path.stat().st_uid for path in (own, *own.iterdir())} == dict.fromkeys(
         ('operator-lab', 'ca.crt', 'client.crt', 'client.key', 'schedule.yaml', 'token'), 12345
     )
+
+
+def test_stunnel_is_told_of_another_certificate_and_of_no_other_up(root: Path, begun: Callable[[], None]) -> None:
+    begun()
+    stunnel = subprocess.Popen(['sleep', '600'])
+    try:
+        lab = state.load('lab')
+        lab.remember('stunnel', Process('stunnel', stunnel.pid, machine.started_at(stunnel.pid) or 0))
+        begun()
+        assert stunnel.poll() is None
+        (lab.certs / 'placement/server.crt').unlink()
+        begun()
+        assert stunnel.wait(30) == -signal.SIGHUP
+    finally:
+        stunnel.kill()
+        stunnel.wait()
 
 
 def test_a_shell_knows_which_lab_it_is_of(root: Path, capfd: pytest.CaptureFixture[str]) -> None:
