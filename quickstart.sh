@@ -7,7 +7,8 @@
 #
 # For Debian 12 or newer and current Ubuntu, on x86-64. Says each step and how long it took; run again, it does only
 # what is missing. Debian packages and the lab need root: as another user, it asks by sudo. PYTHON names the python3
-# to make .venv with (3.11 or newer). Exit codes: 0 done, 1 failed, 2 usage.
+# to make .venv with (3.11 or newer). Exit codes: 0 done, 1 failed, 2 usage; where elab or eschedule fails, theirs
+# (docs/reference/exit-codes.md).
 
 set -euo pipefail
 cd "$(dirname "$(readlink -f "$0")")"

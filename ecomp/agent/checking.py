@@ -50,6 +50,7 @@ def _state(directory: Path) -> host_health.StateDirectory:
         kept = (directory / 'uuid').read_text().strip()
     except (OSError, ValueError):
         pass  # before the first start, or not for us to read, which its owner says
-    nearest = next(each for each in (directory, *directory.absolute().parents) if each.exists())
+    # os.path's is false, and no error, below what we may not enter.
+    nearest = next(each for each in (directory, *directory.absolute().parents) if os.path.exists(each))
     free = shutil.disk_usage(nearest).free
     return host_health.StateDirectory(str(directory), os.geteuid(), owner, kept, keys.is_uuid(kept), free)

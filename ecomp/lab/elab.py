@@ -66,7 +66,7 @@ def parser() -> argparse.ArgumentParser:
 
     def ports(added: argparse.ArgumentParser) -> None:
         for name, port in (('etcd', ETCD_PORT), ('placement', PLACEMENT_PORT)):
-            added.add_argument(f'--{name}-port', type=int, default=port, metavar='PORT', help=f'default: {port}')
+            added.add_argument(f'--{name}-port', type=_port, default=port, metavar='PORT', help=f'default: {port}')
 
     up = of_a_lab('up', _up, 'make the lab, or of one that is there what is missing or has ended')
     up.add_argument('--hosts', type=_count, metavar='N', help='how many hypervisor hosts (3); a lab can grow')
@@ -109,6 +109,19 @@ def _count(text: str) -> int:
     if not text.isdecimal() or not 1 <= int(text) <= MOST_HOSTS:
         raise argparse.ArgumentTypeError(f'{text!r} is not a number from 1 to {MOST_HOSTS}')
     return int(text)
+
+
+def _port(text: str) -> int:
+    if not text.isdecimal() or not 1 <= int(text) <= 65535:
+        raise argparse.ArgumentTypeError(f'{text!r} is not a port, 1 to 65535')
+    return int(text)
+
+
+def _ports(options: argparse.Namespace) -> tuple[int, int]:
+    """etcd's and placement's. UsageError if they are one."""
+    if options.etcd_port == options.placement_port:
+        raise UsageError(f'etcd and placement cannot both have port {options.etcd_port}: say two')
+    return options.etcd_port, options.placement_port
 
 
 def _up(options: argparse.Namespace) -> int:
@@ -253,7 +266,11 @@ def _down(options: argparse.Namespace) -> int:
         with _step('namespaces and links removed'):
             namespaces.remove(spaces, lab.layout if lab else None)
         try:
-            shutil.rmtree(directory)
+            # A lab may be on another disk, behind a link; what never was one is somebody's.
+            if not directory.is_symlink() or (directory / 'lab.json').exists():
+                shutil.rmtree(directory.resolve())
+            if directory.is_symlink():
+                directory.unlink()
         except OSError as error:
             what = f'{directory} cannot be removed whole ({error.filename}: {error.strerror})'
             raise EcompError(f'{what}: unmount what is mounted there, and say elab down again') from error
@@ -269,8 +286,7 @@ def _control(options: argparse.Namespace) -> int:
         where = f'etcd {host}:{options.etcd_port}\nplacement {scheme}://{host}:{options.placement_port}'
         print(where, flush=True)
 
-    ports = options.etcd_port, options.placement_port
-    asked = foreground.Endpoints(*ports, options.data, options.bind, options.certs)
+    asked = foreground.Endpoints(*_ports(options), options.data, options.bind, options.certs)
     if options.unit:
         program = systemd.program(sys.argv[0], sys.executable, 'ecomp.lab.elab')
         print(systemd.unit('ecomp-control.service', [*program, *foreground.words(asked)]), end='')
@@ -287,13 +303,14 @@ def _certs(options: argparse.Namespace) -> int:
         raise UsageError('--disable makes no certificates: say it alone')
     now = datetime.now(UTC).replace(microsecond=0)
     computes = [each.partition('=') for each in options.compute]
+    etcd_port, placement_port = _ports(options)
     cluster = certs.Cluster(
         servers=tuple(options.control),
         computes=tuple(name for name, _, _ in computes),
         schedulers=tuple(options.scheduler),
         operators=tuple(options.operator),
-        etcd_port=options.etcd_port,
-        placement_port=options.placement_port,
+        etcd_port=etcd_port,
+        placement_port=placement_port,
         uuids={name: compute for name, says, compute in computes if says},
     )
     if not options.disable:

@@ -159,5 +159,3 @@ def _check_free(what: str, bind: str, port: int) -> None:
         except OSError as error:
             reason = f'port {port} for {what} cannot be had ({error.strerror}): say another with {option}'
             raise UsageError(reason) from error
-        except OverflowError as error:
-            raise UsageError(f'{option} {port}: a port is 1 to 65535') from error

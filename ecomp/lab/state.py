@@ -142,6 +142,7 @@ def locked(directory: Path, busy: Callable[[], None] = lambda: None) -> Iterator
 
     The kernel lets the lock go with the process, however that ends.
     """
+    directory = directory.resolve()  # of a link to nothing, what it names is made
     while True:
         # Raised of a directory that is removed before mkdir looks at it; what is none cannot be opened as one.
         with contextlib.suppress(FileExistsError):

@@ -207,6 +207,22 @@ def test_libvirt_that_is_away(check: Checked, host: LibvirtHost) -> None:
     until(lambda: check() == {}, 30, 'libvirtd is back')
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason='only root gives a directory away')
+def test_a_state_directory_where_we_may_not_look(tmp_path: Path) -> None:
+    """All is looked at all the same."""
+    away = tmp_path / 'away'
+    away.mkdir(mode=0o700)
+    os.chown(away, 65534, 65534)
+    config = tmp_path / 'compute.yaml'
+    etcd = {'endpoints': [f'127.0.0.1:{free_port()}'], 'timeout': 0.5}
+    config.write_text(yaml.safe_dump({'state': str(away / 'ecompute/state'), 'etcd': etcd}))
+    command = ['setpriv', '--bounding-set=-dac_override,-dac_read_search', '--inh-caps=-all', '--reuid=0', '--']
+    command += [sys.executable, '-m', 'ecomp.compute', '--check', '--config', str(config)]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 7, done
+    assert done.stdout.startswith('etcd: ')
+
+
 # The control plane, as both commands look at it
 
 

@@ -37,7 +37,10 @@ from tests.kit.servers import environment
         (['guest'], 'OUT.qcow2'),
         (['list', 'all'], 'unrecognized arguments: all'),
         (['shell', '--name', '../x'], 'a lab is named'),
-        (['control', '--etcd-port', 'x'], 'invalid int value'),
+        *((['control', '--etcd-port', each], f"'{each}' is not a port") for each in ('x', '0', '-1', '65536', '99999')),
+        *((['certs', 'd', '--placement-port', each], f"'{each}' is not a port") for each in ('', '0')),
+        (['control', '--etcd-port', '8080'], 'cannot both have port 8080'),
+        (['certs', 'd', '--control', 'a', '--placement-port', '2379'], 'cannot both have port 2379'),
     ],
 )
 def test_what_is_refused_is_one_line_and_exit_2(
@@ -183,6 +186,29 @@ def test_a_lab_that_cannot_be_read_is_no_other_s_trouble(
 
 
 @pytest.mark.usefixtures('as_root')
+def test_a_lab_behind_a_link_is_removed_with_the_link(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    there, somebodys = root.parent / 'there', root.parent / 'somebodys'
+    for place in (there, somebodys):
+        place.mkdir()
+        (place / 'file').write_text('')
+    (root / 'one').symlink_to(there)
+    Lab(root / 'one', Layout('one', IPv4Network('10.33.0.0/16')), 1).save()
+    (root / 'two').symlink_to(somebodys)
+    for name in ('one', 'two'):
+        assert main(['down', '--name', name]) == 0
+        assert f'lab {name} is gone' in capsys.readouterr().err
+    assert not root.exists()
+    assert not there.exists()
+    assert (somebodys / 'file').exists()
+
+
+def test_a_lock_on_what_a_link_names_that_is_not_there(tmp_path: Path) -> None:
+    (tmp_path / 'link').symlink_to(tmp_path / 'there')
+    with state.locked(tmp_path / 'link'):
+        assert (tmp_path / 'there').is_dir()
+
+
+@pytest.mark.usefixtures('as_root')
 @pytest.mark.parametrize('words', ['up', 'status', 'down'])
 def test_a_file_where_a_lab_would_be(
     words: str, root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -198,8 +224,9 @@ def test_a_file_where_a_lab_would_be(
 
 
 @pytest.fixture
-def begun(as_root: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[[], None]:
+def begun(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[[], None]:
     """Runs an elab up that is refused when the certificates are there."""
+
     def refused(*_: object) -> None:
         raise EcompError('far enough')
 
@@ -214,6 +241,7 @@ def begun(as_root: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
     return up
 
 
+@pytest.mark.usefixtures('as_root')
 def test_what_a_lab_is_made_of_is_read_by_others_whatever_the_umask(root: Path, begun: Callable[[], None]) -> None:
     root.rmdir()
     before = os.umask(0o077)
@@ -229,6 +257,7 @@ def test_what_a_lab_is_made_of_is_read_by_others_whatever_the_umask(root: Path, 
         assert path.stat().st_mode & 0o777 == mode, path
 
 
+@pytest.mark.usefixtures('as_root')
 @pytest.mark.skipif(os.geteuid() != 0, reason='only root gives a file away')
 def test_an_up_of_root_itself_takes_nothing_from_who_called_sudo(
     root: Path, begun: Callable[[], None], monkeypatch: pytest.MonkeyPatch
@@ -245,7 +274,8 @@ def test_an_up_of_root_itself_takes_nothing_from_who_called_sudo(
     )
 
 
-def test_stunnel_is_told_of_another_certificate_and_of_no_other_up(root: Path, begun: Callable[[], None]) -> None:
+@pytest.mark.usefixtures('root', 'as_root')
+def test_stunnel_is_told_of_another_certificate_and_of_no_other_up(begun: Callable[[], None]) -> None:
     begun()
     stunnel = subprocess.Popen(['sleep', '600'])
     try:

@@ -6,9 +6,9 @@ import base64
 from pathlib import Path
 
 import pytest
+from mdserver import conf
 
 from ecomp.lab.hosts import mdserver_conf
-from mdserver import conf
 
 
 def line(kind: str) -> str:
