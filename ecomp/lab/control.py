@@ -18,8 +18,9 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from ecomp.errors import EcompError
 from ecomp.lab import machine
-from ecomp.lab.machine import Process
+from ecomp.lab.machine import Process, Remember
 from ecomp.lab.network import ETCD_PORT, PLACEMENT_PORT, Layout
 
 START_SECONDS = 60.0  # that a server has until it can be used; then EcompError
@@ -61,11 +62,12 @@ class LabServer:
     env: Mapping[str, str] = field(default_factory=dict)
     files: Mapping[Path, str] = field(default_factory=dict)
 
-    def start(self, prefix: list[str]) -> Process:
-        """Run `prefix` and the command as one, without waiting until the server is ready."""
+    def start(self, prefix: list[str], remember: Remember = machine.in_memory) -> Process:
+        """Run `prefix` and the command as one once `remember` has returned, without waiting until it is ready."""
         for path, text in self.files.items():
             path.write_text(text, encoding='utf-8', errors='surrogateescape')
-        return machine.start(self.what, [*prefix, *self.command], self.log, self.log.parent, self.env)
+        command = [*prefix, *self.command]
+        return machine.start(self.what, command, self.log, self.log.parent, self.env, remember=remember)
 
     def wait(self, process: Process, stopped: threading.Event | None = None) -> None:
         """Wait until the server is ready or `stopped` is set. EcompError if it ends or START_SECONDS are over."""
@@ -73,7 +75,11 @@ class LabServer:
         def done() -> bool:
             return (stopped is not None and stopped.is_set()) or self.ready(process)
 
-        machine.wait_for(self.what, done, process, self.log, START_SECONDS)
+        try:
+            machine.wait_for(self.what, done, process, self.log, START_SECONDS)
+        except EcompError:
+            if stopped is None or not stopped.is_set():  # whoever stops us may have ended the server, too
+                raise
 
 
 def etcd(data: Path, addresses: list[str], port: int, certs: Path | None = None) -> LabServer:

@@ -140,7 +140,8 @@ class LabHost:
             if not self.lab.running(what):
                 # Where the package puts it; its own default is on another file system, and shared.
                 command = self.command([daemon, '--pid-file', f'/run/libvirt/{daemon}.pid'])
-                self.lab.remember(what, machine.start(what, command, self.directory / f'{daemon}.log', self.directory))
+                log = self.directory / f'{daemon}.log'
+                machine.start(what, command, log, self.directory, remember=self.lab.remember)
 
     def wait_libvirt(self) -> None:
         """Wait until libvirtd answers, then define and start its network `default`."""
@@ -185,7 +186,7 @@ class LabHost:
             self._older = self._presence()
             config = str(self.directory / 'compute.yaml')
             command = self.command([sys.executable, '-m', 'ecomp.compute', '--config', config])
-            self.lab.remember(what, machine.start(what, command, self.log, self.directory))
+            machine.start(what, command, self.log, self.directory, remember=self.lab.remember)
 
     def wait_ecompute(self) -> None:
         """Wait until ecompute has put its presence in etcd."""

@@ -47,6 +47,14 @@ class Process:
     started: int
 
 
+Remember = Callable[[str, Process], None]
+"""What writes down, whole or not at all, that a server is this process."""
+
+
+def in_memory(_what: str, _process: Process) -> None:
+    """Remember a server no longer than this process lives, for it ends with it."""
+
+
 def python_path() -> str:
     """A PYTHONPATH with which a server in another directory imports the same ecomp and mdserver as this process."""
     specs = [importlib.util.find_spec(name) for name in ('ecomp', 'mdserver')]
@@ -87,13 +95,29 @@ def end(processes: Iterable[Process], patience: float = 5.0) -> None:
         raise EcompError('these do not end: ' + ', '.join(f'{process.what} (pid {process.pid})' for process in left))
 
 
-def start(what: str, command: Sequence[str], log: Path, cwd: Path, env: Mapping[str, str] | None = None) -> Process:
-    """Start a server in a session of its own, its output appended to `log`. EcompError if there is no such program."""
+# A program that is run once a line has come, and never where whoever was to send it has ended.
+ONCE_TOLD = 'read -r _ && exec "$@" </dev/null'
+
+
+def start(
+    what: str,
+    command: Sequence[str],
+    log: Path,
+    cwd: Path,
+    env: Mapping[str, str] | None = None,
+    *,
+    remember: Remember = in_memory,
+) -> Process:
+    """Start a server in a session of its own, its output appended to `log`; it runs once `remember` has returned.
+
+    So none runs that nobody has written down, whenever this process is killed. EcompError.
+    """
+    words = ['sh', '-c', ONCE_TOLD, 'sh', *command]
     with log.open('ab') as output:
         try:
             child = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
+                words,
+                stdin=subprocess.PIPE,
                 stdout=output,
                 stderr=output,
                 cwd=cwd,
@@ -102,10 +126,15 @@ def start(what: str, command: Sequence[str], log: Path, cwd: Path, env: Mapping[
             )
         except OSError as error:
             raise EcompError(f'{what} cannot be started: {error}') from error
-    started = started_at(child.pid)
-    if started is None:
-        raise EcompError(f'{what} ended at once: {last_line(log)}')
-    return Process(what, child.pid, started)
+    assert child.stdin is not None
+    with child.stdin as told:
+        started = started_at(child.pid)
+        if started is None:
+            raise EcompError(f'{what} ended at once: {last_line(log)}')
+        process = Process(what, child.pid, started)
+        remember(what, process)
+        told.write(b'\n')
+    return process
 
 
 def run(command: Sequence[str], text: str | None = None) -> str:
@@ -135,9 +164,13 @@ def run(command: Sequence[str], text: str | None = None) -> str:
 def wait_for(what: str, ready: Callable[[], bool], process: Process, log: Path, seconds: float) -> None:
     """Call `ready` until it is true; EcompError with the log's last line if the process ends or `seconds` pass."""
     deadline = time.monotonic() + seconds
-    while not ready():
-        if not alive(process):
-            raise EcompError(f'{what} ended while starting: {last_line(log)} (see {log})')
+    while True:
+        answered = ready()
+        if not alive(process):  # also where it is answered: by whom, nobody has asked
+            place = ', and another has its place (elab down ends that)' if answered else ''
+            raise EcompError(f'{what} ended while starting{place}: {last_line(log)} (see {log})')
+        if answered:
+            return
         if time.monotonic() >= deadline:
             raise EcompError(f'{what} did not answer within {seconds:.0f} s: {last_line(log)} (see {log})')
         time.sleep(0.05)

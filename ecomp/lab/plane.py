@@ -34,7 +34,7 @@ def start(lab: Lab) -> None:
     prefix = namespaces.inside(layout, lab.directory, CONTROL)
     for server in servers:
         if not lab.running(server.what):
-            lab.remember(server.what, server.start(prefix))
+            server.start(prefix, lab.remember)
     for server in servers:
         server.wait(lab.processes[server.what])
     schedule = lab.directory / 'schedule.yaml'

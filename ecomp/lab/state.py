@@ -1,7 +1,8 @@
 """What a lab has made, on disk, so that all of it can be found and removed after any crash.
 
-Everything is written to lab.json before it is made, or, a process, the moment it has a pid; and whatever runs is in
-one of the lab's namespaces, whose names follow from the lab's, so that even a pid nobody wrote down is found.
+Everything is written to lab.json before it is made, a process when it has a pid and before it runs its program; and
+whatever runs is in one of the lab's namespaces, whose names follow from the lab's, so that even a pid nobody wrote down
+is found.
 """
 
 from __future__ import annotations

@@ -92,6 +92,38 @@ def test_a_server_that_ends_while_starting_is_reported_with_its_last_word(tmp_pa
         machine.wait_for('server', lambda: False, process, log, 10)
 
 
+def test_a_server_that_ended_is_none_whoever_answers_in_its_place(tmp_path: Path) -> None:
+    log = tmp_path / 'log'
+    process = machine.start('server', ['sh', '-c', 'echo port is taken'], log, tmp_path)
+    while machine.alive(process):
+        pass
+
+    with pytest.raises(EcompError, match=r'has its place \(elab down ends that\): port is taken'):
+        machine.wait_for('server', lambda: True, process, log, 10)
+
+
+def test_no_server_runs_that_nobody_has_written_down(tmp_path: Path) -> None:
+    """As where elab up is killed in between: an orphan would have the place of the one that is started next."""
+    told: list[Process] = []
+
+    def interrupted(_: str, process: Process) -> None:
+        told.append(process)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        machine.start('server', ['touch', 'file'], tmp_path / 'log', tmp_path, remember=interrupted)
+    while machine.alive(told[0]):
+        pass
+    assert not (tmp_path / 'file').exists()
+
+
+def test_a_server_reads_nothing_of_who_started_it(tmp_path: Path) -> None:
+    process = machine.start('server', ['sh', '-c', 'cat; readlink /proc/$$/fd/0'], tmp_path / 'log', tmp_path)
+    while machine.alive(process):
+        pass
+    assert machine.last_line(tmp_path / 'log') == '/dev/null'
+
+
 def test_a_failing_program_is_reported_with_its_last_word() -> None:
     with pytest.raises(EcompError, match=r'failed \(3\): second'):
         machine.run(['sh', '-c', 'echo first >&2; echo second >&2; exit 3'])
