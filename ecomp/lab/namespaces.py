@@ -10,7 +10,7 @@ import json
 import re
 from pathlib import Path
 
-from ecomp.errors import EcompError
+from ecomp.errors import Conflict, EcompError
 from ecomp.lab.machine import Process, end, run, started_at
 from ecomp.lab.network import CONTROL, FENCED, Layout, fence
 
@@ -41,7 +41,14 @@ def inside(layout: Layout, directory: Path, place: str) -> list[str]:
 
 
 def ensure_control(layout: Layout) -> None:
-    """Make the control namespace with the LAN's bridge, and the machine's link and route to it, if missing."""
+    """Make the control namespace with the LAN's bridge, and the machine's link and route to it, if missing.
+
+    Conflict, with nothing made, if the machine has another route to the lab's network by now.
+    """
+    for route in json.loads(run(['ip', '-json', '-4', 'route', 'show', 'exact', str(layout.network)]) or '[]'):
+        if route.get('dev') != layout.link:
+            why = f'{layout.network} is routed by {route.get("dev", route.get("type"))}, and was free for the lab'
+            raise Conflict(f'{why}: take that route away, or elab down --name {layout.name}, and elab up anew')
     _ensure_namespace(layout, CONTROL)
     space = layout.namespace(CONTROL)
     _ensure_bridge(layout, CONTROL, str(layout.control))

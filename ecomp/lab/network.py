@@ -127,9 +127,14 @@ def choose_network(taken: Iterable[IPv4Network]) -> IPv4Network:
 
 
 def routed_networks(routes: Iterable[dict[str, object]]) -> list[IPv4Network]:
-    """The destinations in `ip -json -4 route show table all`, default routes left out."""
+    """The destinations in `ip -json -4 route show table all` that are narrower than 10.0.0.0/8.
+
+    Wider ones are ways to everywhere, of a VPN for one (0.0.0.0/1 and 128.0.0.0/1, or all of 10.0.0.0/8): a lab's own
+    /16 goes before them.
+    """
     destinations = (str(route.get('dst', 'default')) for route in routes)
-    return [IPv4Network(each, strict=False) for each in destinations if each not in ('default', '0.0.0.0/0')]
+    networks = (IPv4Network(each, strict=False) for each in destinations if each != 'default')
+    return [each for each in networks if each.prefixlen > 8]
 
 
 def backends_yaml(host: str, etcd_port: int, placement: str, own: str = '') -> str:

@@ -86,9 +86,16 @@ def test_a_chosen_network_is_nobodys(numbers: set[int]) -> None:
     assert not any(chosen.overlaps(other) for other in taken)
 
 
-def test_a_machine_that_routes_all_of_10_has_no_room_for_a_lab() -> None:
+def test_a_machine_that_routes_all_there_is_has_no_room_for_a_lab() -> None:
     with pytest.raises(EcompError, match='no free network'):
-        choose_network([IPv4Network('10.0.0.0/8')])
+        choose_network([IPv4Network(f'10.{number}.0.0/16') for number in SECOND_OCTETS])
+
+
+def test_a_vpn_to_everywhere_leaves_room_for_a_lab() -> None:
+    wide = ('0.0.0.0/1', '128.0.0.0/1', '8.0.0.0/5', '10.0.0.0/8', '10.200.0.0/15', '10.202.9.0/24')
+    routes: list[dict[str, object]] = [{'dst': each, 'dev': 'tun0'} for each in wide]
+
+    assert choose_network(routed_networks(routes)) == IPv4Network('10.203.0.0/16')
 
 
 def test_routes_as_iproute2_writes_them() -> None:
