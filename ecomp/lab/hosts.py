@@ -25,6 +25,7 @@ from ecomp.store.client import Store
 
 START_SECONDS = 90.0  # that libvirtd and ecompute each have to answer; then EcompError
 END_SECONDS = 30.0  # that an ecompute has to end by itself; then it is killed
+LIBVIRT_SECONDS = 10.0  # that libvirtd has for each answer; then it counts as frozen
 ETCD_SECONDS = 5.0  # that etcd has for each answer; then ecompute counts as not there
 
 # The group and user QEMU runs as, in Debian's and Ubuntu's libvirt.
@@ -165,7 +166,7 @@ class LabHost:
         if not (self.directory / 'run/libvirt-sock').exists():
             return False
         try:
-            self._virsh('list', '--name')
+            self._virsh('list', '--name', seconds=LIBVIRT_SECONDS)
         except EcompError:
             return False
         return True
@@ -176,7 +177,7 @@ class LabHost:
 
     def guests(self) -> int:
         """How many of the host's domains run."""
-        return len(self._virsh('list', '--name').split())
+        return len(self._virsh('list', '--name', seconds=LIBVIRT_SECONDS).split())
 
     def start_ecompute(self) -> None:
         """Start ecompute, without waiting until it is in etcd."""
@@ -198,11 +199,14 @@ class LabHost:
         return self.lab.running(f'{self.name} ecompute') is not None and self._presence() > self._older
 
     def state(self, etcd_answers: bool) -> str:
-        """What `elab status` says of the host: ready, or down or unknown and why."""
+        """What `elab status` says of the host: ready, or down, no answer or unknown, and why."""
         if not namespaces.exists(self.lab.layout, self.name):
             return 'down: no namespace'
-        if not self.lab.running(f'{self.name} libvirtd') or not self.libvirt_answers():
+        libvirtd = self.lab.running(f'{self.name} libvirtd')
+        if libvirtd is None:
             return f'down: libvirtd (see {self.directory}/libvirtd.log)'
+        if not self.libvirt_answers():
+            return f'no answer: libvirtd (pid {libvirtd.pid}, see {self.directory}/libvirtd.log)'
         if not self.network_runs():
             return 'down: network default'
         if not self.lab.running(f'{self.name} ecompute'):
@@ -241,8 +245,8 @@ class LabHost:
     def _certificate(self) -> Path:
         return self.lab.certs / f'compute-{self.name}'
 
-    def _virsh(self, *words: str) -> str:
-        return machine.run(self.command(['virsh', '-q', '-c', 'qemu:///system', *words]))
+    def _virsh(self, *words: str, seconds: float = START_SECONDS) -> str:
+        return machine.run(self.command(['virsh', '-q', '-c', 'qemu:///system', *words]), seconds=seconds)
 
     @property
     def is_made(self) -> bool:

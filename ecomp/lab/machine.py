@@ -137,10 +137,10 @@ def start(
     return process
 
 
-def run(command: Sequence[str], text: str | None = None) -> str:
+def run(command: Sequence[str], text: str | None = None, seconds: float | None = None) -> str:
     """Run a program to its end with `text` on its stdin, None for nothing; what it wrote to stdout.
 
-    EcompError with the last line of its stderr when it fails.
+    EcompError with the last line of its stderr when it fails, and when it has not ended after `seconds`, None for ever.
     """
     try:
         done = subprocess.run(
@@ -152,9 +152,12 @@ def run(command: Sequence[str], text: str | None = None) -> str:
             errors='replace',
             env={**os.environ, 'PATH': search_path(), 'LC_ALL': 'C.UTF-8'},
             check=False,
+            timeout=seconds,
         )
     except OSError as error:
         raise EcompError(f'{command[0]} cannot be run: {error}') from error
+    except subprocess.TimeoutExpired as error:
+        raise EcompError(f'{" ".join(command[-8:])} has not ended after {seconds:g} s') from error
     if done.returncode:
         said = done.stderr.strip().splitlines() or ['no word why']
         raise EcompError(f'{" ".join(command[:8])} failed ({done.returncode}): {said[-1]}')

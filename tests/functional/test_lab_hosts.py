@@ -381,6 +381,37 @@ def test_a_frozen_etcd_is_not_the_fault_of_the_computes() -> None:
 
 
 @pytest.mark.usefixtures('lab')
+def test_a_frozen_libvirtd_is_said_and_nobody_waits_for_it() -> None:
+    pid = facts(NAME)['processes']['hv1 libvirtd']['pid']
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        answer = elab('status', '--name', NAME, code=1)
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    assert f'no answer: libvirtd (pid {pid}, see {ROOT / NAME}/hv1/libvirtd.log)' in answer.stdout
+    assert answer.stderr == f'no answer: hv1; end what hangs, and elab up --name {NAME} starts it\n'
+
+
+@pytest.mark.usefixtures('lab')
+def test_another_certificate_is_shown_after_an_up() -> None:
+    certs = ROOT / NAME / 'certs'
+    before, address = facts(NAME)['processes'], facts(NAME)['placement'].removeprefix('https://')
+
+    def shown() -> str:
+        client = f'{certs}/operator-lab/client'
+        words = ['openssl', 's_client', '-connect', address, '-cert', f'{client}.crt', '-key', f'{client}.key']
+        done = subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=30, check=False)
+        return done.stdout.partition('-----BEGIN')[2].partition('-----END')[0].strip('- \n')
+
+    assert shown() in (certs / 'placement/server.crt').read_text()
+    (certs / 'placement/server.crt').unlink()
+    elab('up', '--name', NAME)
+    new = (certs / 'placement/server.crt').read_text()
+    until(lambda: (now := shown()) and now in new, 20, 'the new certificate is shown')
+    assert facts(NAME)['processes'] == before
+
+
+@pytest.mark.usefixtures('lab')
 def test_one_host_takes_from_queues() -> None:
     assert load_compute(ROOT / NAME / 'hv1/compute.yaml').queues
     assert NAME in [line.split()[0] for line in elab('list').stdout.splitlines()]

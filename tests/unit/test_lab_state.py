@@ -131,6 +131,11 @@ def test_a_failing_program_is_reported_with_its_last_word() -> None:
         machine.run(['/no/such/program'])
 
 
+def test_a_program_that_does_not_end_is_given_up() -> None:
+    with pytest.raises(EcompError, match=r'sleep 600 has not ended after 0.1 s'):
+        machine.run(['sleep', '600'], seconds=0.1)
+
+
 def test_everything_that_is_missing_is_named_at_once() -> None:
     with pytest.raises(UsageError, match='apt-get install --no-install-recommends a b; missing in .*: no_such_module'):
         machine.require({'no-such-1': 'b', 'no-such-2': 'a', 'no-such-3': 'b', 'sh': 'dash'}, ['no_such_module', 'os'])
