@@ -34,6 +34,7 @@
 # Exit codes: 0 done, 1 failed, 2 usage (or no docker command), 5 a port is taken, 7 no Docker daemon.
 
 set -euo pipefail
+umask 022 # what goes into the image is read there by another user; what is secret has modes of its own
 
 BIND_ADDRESS=${BIND_ADDRESS:-127.0.0.1}
 ETCD_PORT=${ETCD_PORT:-2379}
@@ -77,6 +78,7 @@ RUN if [ -f /build/ca.crt ]; then export PIP_CERT=/build/ca.crt; fi; \
 FROM ${BASE}
 COPY --from=install /opt/placement /opt/placement
 COPY placement_server.py gunicorn_tls.py /opt/server/
+RUN chmod 644 /opt/server/*.py
 ENV PYTHONPATH=/opt/server PATH=/opt/placement/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin
 USER 65534:65534
 '

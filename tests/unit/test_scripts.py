@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.kit.servers import TOP
+from tests.kit.servers import TOP, free_port
 
 DOCKER = """\
 #!/bin/sh
@@ -21,12 +21,27 @@ esac
 """
 
 
-def docker_sh(directory: Path, **settings: str) -> tuple[int, str, str]:
+BUILDS = """\
+#!/bin/sh
+case "$*" in
+    version*) echo 28.0.0 ;;
+    'image inspect ecomp-placement:'*) exit 1 ;;
+    'image inspect'*) echo sha256:base ;;
+    build*) for each; do :; done; cd "$each" && stat -c '%a %n' * >"$0.log"; exit 1 ;;
+    *) exit 1 ;;
+esac
+"""
+"""A docker that has all but placement's image, and of what it is to build writes down the modes."""
+
+
+def docker_sh(directory: Path, docker: str = DOCKER, umask: int = -1, **settings: str) -> tuple[int, str, str]:
     """docker.sh with a docker that has no image and no registry: its code, its stderr, and what docker was asked."""
-    (directory / 'docker').write_text(DOCKER)
+    (directory / 'docker').write_text(docker)
     (directory / 'docker').chmod(0o755)
     env = {**os.environ, **settings, 'PATH': f'{directory}:{os.environ["PATH"]}'}
-    done = subprocess.run([TOP / 'docker.sh'], cwd=directory, env=env, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [TOP / 'docker.sh'], cwd=directory, env=env, capture_output=True, text=True, timeout=60, umask=umask
+    )
     return done.returncode, done.stderr, (directory / 'docker.log').read_text()
 
 
@@ -45,6 +60,14 @@ def test_without_a_registry_it_says_what_else_can_be_done(tmp_path: Path) -> Non
     assert 'no such host; without a registry: docker load it' in said
     assert '`elab control`' in said
     assert 'pull' in asked
+
+
+def test_what_goes_into_the_image_is_read_by_its_user_whatever_the_umask(tmp_path: Path) -> None:
+    ports = {'ETCD_PORT': str(free_port()), 'PLACEMENT_PORT': str(free_port())}
+    code, said, modes = docker_sh(tmp_path, BUILDS, 0o077, TMPDIR=str(tmp_path), **ports)
+    assert (code, 'could not be built' in said) == (1, True)
+    names = ('Dockerfile', 'gunicorn_tls.py', 'pins.txt', 'placement_server.py')
+    assert modes.splitlines() == [f'644 {name}' for name in names]
 
 
 def test_quickstart_proposes_to_destroy_only_what_it_made() -> None:
