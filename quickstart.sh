@@ -22,6 +22,7 @@ PACKAGES=(
     libvirt-daemon-system libvirt-daemon-driver-qemu libvirt-clients qemu-system-x86 qemu-utils  # the hypervisors
     dnsmasq-base iptables iproute2                                                         # their networks
     busybox-static syslinux mtools                                                         # the small guest
+    curl openssh-client                                                                    # what the tutorial types
 )
 
 fail() { printf 'quickstart.sh: %s\n' "$1" >&2; exit "${2:-1}"; }

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -17,6 +18,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from ecomp import systemd
 from ecomp.errors import EcompError, UsageError
 from ecomp.files import search_path
 
@@ -189,9 +191,11 @@ def last_line(log: Path) -> str:
 
 
 def require_root(command: str) -> None:
-    """UsageError unless this is root: namespaces and libvirtd need it."""
+    """UsageError, with what to type, unless this is root: namespaces and libvirtd need it."""
     if os.geteuid() != 0:
-        raise UsageError(f'{command} needs root: run it with sudo')
+        # By its whole path: sudo looks in a PATH of its own, which has no virtual environment.
+        words = ['sudo', *systemd.program(sys.argv[0], sys.executable, 'ecomp.lab.elab'), *sys.argv[1:]]
+        raise UsageError(f'{command} needs root: {shlex.join(words)}')
 
 
 def require(programs: Mapping[str, str], modules: Iterable[str] = ()) -> None:

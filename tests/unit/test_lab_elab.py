@@ -66,7 +66,8 @@ def test_only_root_makes_and_enters_labs(words: list[str], tmp_path: Path) -> No
     if 'Permission denied' in done.stderr:
         pytest.skip(f'another user cannot read {top}')
     assert (done.returncode, done.stdout) == (2, '')
-    assert done.stderr == f'elab: elab {words[0]} needs root: run it with sudo\n'
+    typed = f'sudo {sys.executable} -P -m ecomp.lab.elab {" ".join(words)}'
+    assert done.stderr == f'elab: elab {words[0]} needs root: {typed}\n'
 
 
 def test_a_guest_into_no_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
