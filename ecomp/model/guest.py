@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from ecomp.errors import BuildFailed
 from ecomp.model.network import DEFAULT_NETWORKS, MOST_INTERFACES, Attachment
 
 CRASHED = 'its QEMU process crashed or was killed'
@@ -92,3 +93,9 @@ def mac_address(instance: str, number: int) -> str:
 def all_macs(instance: str) -> tuple[str, ...]:
     """Every MAC an interface of the instance can have, for as many networks as it can be on."""
     return tuple(mac_address(instance, number) for number in range(MOST_INTERFACES))
+
+
+def same_mac(mac: str, other: str) -> BuildFailed:
+    """Why no guest is made whose MAC the instance `other` of this host has: that is 24 bits of a hash."""
+    why = f'its MAC {mac} is that of instance {other} here'
+    return BuildFailed('scheduled', f'{why}: ask again, a new uuid has another')

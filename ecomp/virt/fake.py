@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ecomp.errors import BuildFailed, Conflict, EcompError, UsageError
-from ecomp.model.guest import Address, Guest, GuestSpec, ReservedAddress
+from ecomp.model.guest import Address, Guest, GuestSpec, ReservedAddress, same_mac
 from ecomp.virt import image
 
 T = TypeVar('T')
@@ -149,6 +149,8 @@ class FakeHypervisor:
         digest = hashlib.sha256(mac.encode()).digest()
         address = f'10.{digest[0]}.{digest[1]}.{digest[2] % 254 + 1}'
         with self._lock:
+            if (other := self._reserved.get(mac)) is not None and other.instance != instance:
+                raise same_mac(mac, other.instance)
             self._keep({**self._reserved, mac: ReservedAddress(instance, address)}, 'scheduled')
         return address
 

@@ -12,7 +12,7 @@ from ipaddress import IPv4Address
 
 from ecomp.errors import BuildFailed, EcompError
 from ecomp.model import keys
-from ecomp.model.guest import ReservedAddress, all_macs
+from ecomp.model.guest import ReservedAddress, all_macs, same_mac
 from ecomp.virt import dhcp
 from ecomp.virt.connection import Connection, Ignored, building, libvirt
 from ecomp.virt.dhcp import Dhcp, Reservation
@@ -47,6 +47,9 @@ class Reservations:
                 definitions = _definitions(found)
                 if not definitions:
                     raise BuildFailed(STAGE, f'network {network} was stopped and is gone')
+                for held in filter(None, (each.of(mac) for each in definitions.values())):
+                    if held.name != instance and _is_ours(held):
+                        raise same_mac(mac, held.name)
                 first = definitions[min(definitions)]
                 if not first.ranges or not first.served:
                     return None
@@ -64,7 +67,7 @@ class Reservations:
             for _, definitions in _networks(connection):
                 for _, definition in sorted(definitions.items(), reverse=True):  # what is running counts
                     for each in definition.reservations:
-                        if keys.is_uuid(each.name) and each.mac in all_macs(each.name):
+                        if _is_ours(each):
                             found[each.mac] = ReservedAddress(each.name, each.address)
         return found
 
@@ -85,6 +88,10 @@ class Reservations:
                 if not left:
                     return
         raise EcompError(f'the DHCP reservations of {instance} are changed by somebody else all the time')
+
+
+def _is_ours(reservation: Reservation) -> bool:
+    return keys.is_uuid(reservation.name) and reservation.mac in all_macs(reservation.name)
 
 
 def _networks(connection: libvirt.virConnect) -> Iterator[tuple[libvirt.virNetwork, Mapping[int, Dhcp]]]:

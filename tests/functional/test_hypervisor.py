@@ -16,10 +16,10 @@ from uuid import uuid4
 import pytest
 
 from ecomp.errors import BuildFailed, Conflict
-from ecomp.model.guest import Guest, GuestSpec, ReservedAddress
+from ecomp.model.guest import Guest, GuestSpec, ReservedAddress, mac_address
 from ecomp.virt import Hypervisor
 from ecomp.virt.fake import FakeHypervisor
-from tests.functional.guest import COMPUTE, MakeSpec, build
+from tests.functional.guest import COMPUTE, SAME_MAC, MakeSpec, build
 from tests.functional.libvirt_host import LibvirtHost
 from tests.kit.boot_sectors import POWER_BUTTON, boot_disk
 from tests.kit.servers import until
@@ -140,6 +140,26 @@ def test_an_address_is_reserved_until_it_is_released(hypervisor: Hypervisor, mak
     for each in (spec, other):
         hypervisor.release(each.instance)
     assert hypervisor.reservations() == {}
+
+
+def test_a_mac_is_that_of_the_instance_that_had_it_first(hypervisor: Hypervisor) -> None:
+    """A MAC is 24 bits of a uuid's hash: some pair of 5,000 has the same."""
+    first, second = SAME_MAC
+    mac = mac_address(first, 0)
+    assert mac_address(second, 0) == mac
+    address = hypervisor.reserve(first, mac, 'default')
+    assert address is not None
+    try:
+        with pytest.raises(BuildFailed, match=f'scheduled: its MAC {mac} is that of instance {first} here: ask again'):
+            hypervisor.reserve(second, mac, 'default')
+        hypervisor.release(second)
+        assert hypervisor.reserve(first, mac, 'default') == address
+        assert hypervisor.reservations() == {mac: ReservedAddress(first, address)}
+        hypervisor.release(first)
+        assert hypervisor.reserve(second, mac, 'default') is not None
+    finally:
+        for each in SAME_MAC:
+            hypervisor.release(each)
 
 
 def test_who_has_a_disk(hypervisor: Hypervisor, make_spec: MakeSpec) -> None:

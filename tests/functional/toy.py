@@ -16,7 +16,7 @@ from ecomp.agent.instance.surroundings import ControlPlane, Host
 from ecomp.agent.instance.tasks import Work
 from ecomp.agent.planner import Planner
 from ecomp.model import keys
-from ecomp.model.network import DEFAULT_NETWORKS
+from ecomp.model.network import DEFAULT_NETWORKS, Attachment
 from ecomp.model.record import Record
 from ecomp.virt.fake import FakeHypervisor
 from tests.functional.cloud import Cloud
@@ -64,13 +64,18 @@ class Toy:
 
 
 @contextmanager
-def toy(cloud: Cloud, state: Path, hypervisor: FakeHypervisor | None = None) -> Iterator[Toy]:
+def toy(
+    cloud: Cloud,
+    state: Path,
+    hypervisor: FakeHypervisor | None = None,
+    networks: tuple[Attachment, ...] = DEFAULT_NETWORKS,
+) -> Iterator[Toy]:
     """A compute with room for ten small guests."""
     compute = cloud.compute(VCPU=10, MEMORY_MB=1024, DISK_GB=10)
     hypervisor = hypervisor or FakeHypervisor()
     runner = Inline(hypervisor, FakeImages())
     memory, data = Memory(state, compute, lambda: NOW), GuestData(state / 'metadata')
-    shape = Shape('qemu', True, DEFAULT_NETWORKS, 'here')
+    shape = Shape('qemu', True, networks, 'here')
     host, complaints = Host(hypervisor, runner, data), Complaints()
     instances = Instances(ControlPlane(compute, cloud.store, cloud.placement, lambda: NOW), host, shape, memory)
     planner = Planner(compute, instances, host, memory, complaints)

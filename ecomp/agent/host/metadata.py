@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterable, Sequence
+import threading
+from collections.abc import Callable, Container, Iterable, Sequence
 from pathlib import Path
 
 from ecomp.files import watch, write_durably
+from ecomp.model.guest import same_mac
 from ecomp.model.guest_word import GuestWord, parse_word
 from ecomp.model.instance import Request
 from ecomp.model.network import network_config
@@ -27,10 +29,21 @@ class GuestData:
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
+        self._lock = threading.Lock()
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
 
-    def write(self, request: Request, macs: Sequence[str]) -> None:
-        """Tell the metadata server of an instance. Keys and user-data null: those of mdserver.conf."""
+    def write(self, request: Request, macs: Sequence[str], here: Container[str] = ()) -> None:
+        """Tell the metadata server of an instance. Keys and user-data null: those of mdserver.conf.
+
+        BuildFailed where a MAC is that of another instance that is `here`; what another one has left is overwritten.
+        """
+        with self._lock:  # two that have one MAC may come at once
+            for mac in macs:
+                if (other := self._whose(mac)) not in (None, request.instance) and other in here:
+                    raise same_mac(mac, other)
+            self._write(request, macs)
+
+    def _write(self, request: Request, macs: Sequence[str]) -> None:
         self.off(request.instance)  # a guest that was undone may have said that it is ready
         keys, user_data = request.ssh_keys, request.user_data
         for mac in macs:
@@ -54,10 +67,8 @@ class GuestData:
         words = (path for suffix in (READY, BEING_TOLD) for path in self.directory.glob(f'*{suffix}'))
         found = {path.stem: path.stem for path in words}
         for path in self.directory.glob('*.json'):
-            try:
-                found[path.stem] = str(json.loads(path.read_bytes())['instance'])
-            except (OSError, ValueError, KeyError, TypeError):
-                continue
+            if (instance := self._whose(path.stem)) is not None:
+                found[path.stem] = instance
         return found
 
     def ready(self) -> set[str]:
@@ -90,8 +101,16 @@ class GuestData:
     def remove(self, instance: str, macs: Iterable[str]) -> None:
         """Forget an instance. Nothing there is success."""
         for mac in macs:
-            (self.directory / f'{mac}.json').unlink(missing_ok=True)
+            if self._whose(mac) in (None, instance):  # else it is of another one that has the MAC, too
+                (self.directory / f'{mac}.json').unlink(missing_ok=True)
         self.off(instance)  # last: without the others the metadata server takes its word back
+
+    def _whose(self, mac: str) -> str | None:
+        """The instance in the MAC's file; None where there is none, or it is none of ours."""
+        try:
+            return str(json.loads((self.directory / f'{mac}.json').read_bytes())['instance'])
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
 
     def _ready(self, instance: str) -> Path:
         return self.directory / f'{instance}{READY}'

@@ -132,7 +132,7 @@ class Instances:
         try:
             record = self._records.write(self._reserve(record, spec), revision)
             spec = replace(spec, reserved=tuple(each.expected for each in record.addresses))
-            self.guest_data.write(with_user_data(self.store, request), spec.macs)
+            self.guest_data.write(with_user_data(self.store, request), spec.macs, self.memory.all())
             failpoint('seeded')
             if self.shape.seed is not None:
                 spec = replace(spec, seed=self.shape.seed(spec.macs[0]))

@@ -1,0 +1,59 @@
+"""Two instances of one host whose MAC is the same: the first keeps what is its own, the second is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from ecomp.agent.host.metadata import GuestData
+from ecomp.model.guest import all_macs, mac_address
+from ecomp.model.instance import Request
+from ecomp.model.network import Attachment
+from ecomp.model.record import ACTIVE, ERROR
+from tests.functional.cloud import Cloud
+from tests.functional.guest import SAME_MAC
+from tests.functional.toy import toy
+
+pytestmark = pytest.mark.fast
+FIRST, SECOND = SAME_MAC
+MAC = mac_address(FIRST, 0)
+
+
+def whose(directory: Path) -> dict[str, str]:
+    """The instance of each file that the metadata server reads."""
+    return {path.stem: json.loads(path.read_text())['instance'] for path in directory.glob('*.json')}
+
+
+@pytest.mark.parametrize('kind', ['network', 'bridge'])
+def test_the_second_fails_and_takes_nothing_with_it(cloud: Cloud, tmp_path: Path, kind: str) -> None:
+    """On a bridge nothing is reserved: there the metadata server's file says whose the MAC is."""
+    with toy(cloud, tmp_path, networks=(Attachment(kind, 'some'),)) as compute:
+        for instance in SAME_MAC:
+            compute.cloud.create(cloud.wanted(compute.compute, instance))
+            compute.step()
+        assert compute.record(FIRST).state == ACTIVE
+        reserved = compute.hypervisor.reservations()
+        assert {each.instance for each in reserved.values()} == ({FIRST} if kind == 'network' else set())
+        assert whose(tmp_path / 'metadata') == {MAC: FIRST}
+        failed = compute.record(SECOND)
+        assert failed.error is not None
+        assert (failed.state, failed.error.stage) == (ERROR, 'scheduled')
+        why = f'its MAC {MAC} is that of instance {FIRST} here: ask again, a new uuid has another'
+        assert failed.error.reason == why
+        assert compute.hypervisor.guests().keys() == {FIRST}
+
+
+def test_a_file_is_its_instance_s_alone(tmp_path: Path) -> None:
+    data = GuestData(tmp_path)
+    data.write(Request(FIRST, {}), [MAC])
+    data.remove(SECOND, all_macs(SECOND))
+    assert whose(tmp_path) == {MAC: FIRST}
+    # One that is not here any more left it: it keeps nobody from anything.
+    data.write(Request(SECOND, {}), [MAC], {SECOND})
+    assert whose(tmp_path) == {MAC: SECOND}
+    (tmp_path / f'{MAC}.json').write_text('{')
+    data.write(Request(SECOND, {}), [MAC], SAME_MAC)
+    data.remove(SECOND, all_macs(SECOND))
+    assert whose(tmp_path) == {}
