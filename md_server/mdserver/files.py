@@ -49,8 +49,8 @@ class Files:
         Raises Unknown, Forged if the kernel sees another MAC there, or Broken.
         """
         leases, trouble = self._leases()
-        mac = guests.current(leases, now).get(address)
-        if mac is None:
+        lease = guests.current(leases, now).get(address)
+        if lease is None:
             trouble = trouble or [f'looked in {self._config.leases}']
             raise Unknown(f'no current DHCP lease for {address}', '; '.join(trouble))
         neighbours = self._config.neighbours
@@ -58,7 +58,9 @@ class Files:
             table = neighbours.read_text(encoding='ascii', errors='replace')
         except OSError as error:
             raise Broken(f'{neighbours}: {error.strerror}') from error
-        seen = guests.parse_neighbours(table).get(address, frozenset())
+        mac = lease.mac
+        # On its own bridge: the kernel believes who says on another one that it has this address, and asks it nothing.
+        seen = guests.parse_neighbours(table, lease.bridge).get(address, frozenset())
         # No entry proves nothing (the kernel forgets); an entry that says otherwise is another machine.
         if seen - {mac}:
             detail = f'leased to {mac}, used by {", ".join(sorted(seen))}'
@@ -115,7 +117,7 @@ class Files:
         trouble = []
         for name, opened in self._ask('leases'):
             try:
-                leases += guests.parse_leases(_whole(opened))
+                leases += guests.parse_leases(_whole(opened), Path(name).stem)
             except OSError as error:
                 trouble.append(f'{name}: {error.strerror}')
             except ValueError as error:

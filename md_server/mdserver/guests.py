@@ -38,11 +38,15 @@ class Broken(Exception):
 
 @dataclass(frozen=True)
 class Lease:
-    """One DHCP lease of libvirt's dnsmasq; `expiry` is in seconds since the epoch, infinite for a lease without end."""
+    """One DHCP lease of libvirt's dnsmasq; `expiry` is in seconds since the epoch, infinite for a lease without end.
+
+    `bridge` is that of the network which gave it, '' where that is not known.
+    """
 
     address: str
     mac: str
     expiry: float
+    bridge: str = ''
 
 
 @dataclass(frozen=True)
@@ -56,8 +60,8 @@ class GuestFile:
     network_config: Mapping[str, Any] | None = None
 
 
-def parse_leases(data: bytes) -> list[Lease]:
-    """The IPv4 leases in one status file, in its order, without those entries that are no lease.
+def parse_leases(data: bytes, bridge: str = '') -> list[Lease]:
+    """The IPv4 leases in the status file of one bridge, in its order, without those entries that are no lease.
 
     An empty file has no leases: dnsmasq's begins empty. Raises ValueError for what is no JSON list.
     """
@@ -74,12 +78,12 @@ def parse_leases(data: bytes) -> list[Lease]:
         if not isinstance(mac, str) or not isinstance(address, str) or type(expiry) is not int:
             continue
         if is_mac(mac.lower()) and _is_ipv4(address):
-            leases.append(Lease(address, mac.lower(), expiry or float('inf')))
+            leases.append(Lease(address, mac.lower(), expiry or float('inf'), bridge))
     return leases
 
 
-def current(leases: Iterable[Lease], now: float) -> dict[str, str]:
-    """{address: MAC} of the leases that have not expired at `now`, of two for one address or one MAC the later.
+def current(leases: Iterable[Lease], now: float) -> dict[str, Lease]:
+    """By address the leases that have not expired at `now`, of two for one address or one MAC the later.
 
     `now` is in seconds since the epoch.
     """
@@ -88,15 +92,16 @@ def current(leases: Iterable[Lease], now: float) -> dict[str, str]:
     for lease in sorted(leases, key=lambda lease: lease.expiry):
         if lease.expiry > now:
             by_address[lease.address] = by_mac[lease.mac] = lease
-    return {address: lease.mac for address, lease in by_address.items() if by_mac[lease.mac] is lease}
+    return {address: lease for address, lease in by_address.items() if by_mac[lease.mac] is lease}
 
 
-def parse_neighbours(text: str) -> dict[str, frozenset[str]]:
-    """{address: MACs} of the complete entries in `text`, which is that of /proc/net/arp, without any other line."""
+def parse_neighbours(text: str, device: str) -> dict[str, frozenset[str]]:
+    """{address: MACs} of the device's complete entries in `text`, that of /proc/net/arp, without any other line."""
     seen: dict[str, set[str]] = {}
     for line in text.splitlines():
         fields = line.split()
-        if len(fields) < 4 or not is_mac(fields[3].lower()):
+        # IP address, HW type, Flags, HW address, Mask, Device.
+        if fields[5:] != [device] or not is_mac(fields[3].lower()):
             continue
         if re.fullmatch(r'0x[0-9a-f]+', fields[2]) and int(fields[2], 16) & _COMPLETE:
             seen.setdefault(fields[0], set()).add(fields[3].lower())

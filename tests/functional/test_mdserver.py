@@ -345,6 +345,20 @@ def test_two_guests_each_see_their_own(bridge: Bridge) -> None:
 
 @needs_root
 @pytest.mark.usefixtures('on_bridge')
+def test_who_takes_its_address_on_the_lan_keeps_a_guest_from_nothing(bridge: Bridge) -> None:
+    """Linux believes ARP of any address on any interface."""
+    bridge.ip(bridge.host, 'link', 'add', 'lan', 'type', 'bridge')
+    bridge.ip(bridge.host, 'link', 'set', 'lan', 'up')
+    bridge.ip(bridge.host, 'neigh', 'replace', IP_A, 'lladdr', MAC_B, 'dev', 'lan', 'nud', 'permanent')
+    assert bridge.ask(bridge.a, '/latest/meta-data/instance-id', IP_A) == (200, UUID_A)
+    bridge.ip(bridge.host, 'neigh', 'replace', IP_A, 'lladdr', MAC_B, 'dev', 'virbr0', 'nud', 'permanent')
+    assert bridge.ask(bridge.b, '/latest/meta-data/instance-id', IP_B) == (200, UUID_B)
+    bridge.ip(bridge.b, 'addr', 'add', f'{IP_A}/32', 'dev', 'eth0')
+    assert bridge.ask(bridge.b, '/latest/meta-data/instance-id', IP_A)[0] == 404
+
+
+@needs_root
+@pytest.mark.usefixtures('on_bridge')
 def test_two_guests_each_get_what_ecompute_was_asked_for(bridge: Bridge, tmp_path: Path) -> None:
     """From the request to the guest: a name, keys and user-data of each one's own, as large and odd as they may be."""
     key = 'ssh-rsa AAAA mé@home: 100 %'
