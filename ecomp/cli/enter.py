@@ -95,12 +95,17 @@ def why_not_entered(do: Context, instance: str, tell: Callable[[], None]) -> str
 
 def _ssh_config(do: Context) -> int:
     from ecomp.scheduler.looking.find import all_records
-    from ecomp.scheduler.looking.way_in import way_in
+    from ecomp.scheduler.looking.way_in import names, way_in
+
+    named = names(do.store)
 
     def put(word: str) -> None:
         way = way_in(do.store, do.instance(word))
+        instance = way.record.instance
+        # Whoever has a compute writes any name into its records, and ssh would go by it.
+        host = way.called if named.get(way.called) == instance else instance
         lines = {'HostName': way.address, 'User': do.config.ssh_user, **_options(do, way, accept_new=False)}
-        do.out.put('\n'.join([f'Host {way.called}', *(f'    {name} {value}' for name, value in lines.items()), '']))
+        do.out.put('\n'.join([f'Host {host}', *(f'    {name} {value}' for name, value in lines.items()), '']))
 
     if do.words:
         return each_of(do.out, do.words, put)

@@ -204,6 +204,26 @@ def test_one_that_never_said_it_is_entered_on_the_users_own_word(guest: Guest) -
     assert guest.ssh('--accept-new', '--', 'true').code == 255
 
 
+def test_ssh_reads_a_name_of_the_instance_alone_that_has_it(guest: Guest) -> None:
+    """A compute that is taken over writes what it likes into the records of its own instances."""
+    instance, other, name = guest.record.instance, new(), f'web-{new()[:8]}'
+    theirs = replace(guest.record, instance=other, compute=new(), name=name, host_keys=(guest.key('other'),))
+    for each in (replace(guest.record, name=name, host_keys=(guest.key('host'),)), theirs):
+        asked = requests.to_json(Request(each.instance, {}, image=IMAGE))
+        guest.etcd.put(keys.request(each.compute, each.instance), asked)
+        guest.write(each)
+    guest.etcd.put(keys.name(name), requests.name_to_json(instance))
+    hosts = {line for line in guest.eschedule('ssh-config').stdout.splitlines() if line.startswith('Host ')}
+    assert {f'Host {name}', f'Host {other}'} <= hosts
+    assert f'Host {instance}' not in hosts
+    assert guest.eschedule('ssh-config', name).stdout.startswith(f'Host {name}\n')
+    assert guest.eschedule('ssh-config', other).stdout.startswith(f'Host {other}\n')
+    # Another's uuid is no name, though it stands there.
+    guest.write(replace(theirs, name=instance))
+    guest.etcd.put(keys.name(instance), requests.name_to_json(other))
+    assert guest.eschedule('ssh-config', other).stdout.startswith(f'Host {other}\n')
+
+
 def test_on_a_bridge_it_is_reached_directly(guest: Guest) -> None:
     seen = replace(guest.record.addresses[0], source='arp', address='127.0.0.1')
     guest.write(replace(guest.record, host_keys=(guest.key('host'),), addresses=(*guest.record.addresses, seen)))

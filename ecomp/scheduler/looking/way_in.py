@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from ipaddress import AddressValueError, IPv4Address
 
 from ecomp.errors import Conflict, EcompError, NotFound, StillGoing
+from ecomp.model import keys
+from ecomp.model.instance import named
+from ecomp.model.names import is_name
 from ecomp.model.reach import console_file, is_host_name
 from ecomp.model.record import ACTIVE, Interface, Record
 from ecomp.model.text import printable
@@ -45,6 +50,16 @@ def way_in(store: Store, instance: str) -> WayIn:
     except AddressValueError as error:
         raise EcompError(f'{instance}: its record has no address that is one: {printable(str(error), 100)}') from error
     return WayIn(record, address, host_of(store, record) if _is_behind_its_host(best) else None)
+
+
+def names(store: Store) -> Mapping[str, str]:
+    """Which instance each name leads to; what is no name (a uuid), or leads nowhere, is left out."""
+    found = {}
+    for key, entry in store.snapshot(keys.NAMES).entries.items():
+        with suppress(ValueError):
+            if is_name(name := key.removeprefix(keys.NAMES)):
+                found[name] = named(entry.value)
+    return found
 
 
 def running(store: Store, instance: str) -> Record:
