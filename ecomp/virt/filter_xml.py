@@ -11,7 +11,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from ipaddress import IPv4Address, IPv6Address
 
-GUEST_MAC, GUEST_ADDRESS = 'ecompute-guest-mac', 'ecompute-guest-address'
+GUEST_MAC, GUEST_ADDRESS = 'ecompute-guest-mac-2', 'ecompute-guest-address-2'
 
 # All on Ethernet's level: what two guests of one bridge send each other is not seen on that of IP.
 _NO_SERVER = """\
@@ -30,21 +30,29 @@ _NO_CONTROL = """\
 """
 
 FILTERS = {
+    # A VLAN tag hides from ebtables what is in a frame, and one of 0 hides it from no host, of either kind. What is ARP
+    # and not seen to be its own is dropped: of another kind of hardware ebtables sees nothing, and Linux believes it.
     GUEST_MAC: f"""\
 <filter name='{GUEST_MAC}' chain='root'>
-  <uuid>0a4e4e5b-6a5a-5f0f-9c1e-3d6d1f9d7a11</uuid>
+  <uuid>5230a5cf-1fde-53dd-a831-0d4ae53f7886</uuid>
 {_NO_SERVER}{_NO_CONTROL}\
-  <rule action='drop' direction='out' priority='100'><mac match='no' srcmacaddr='$MAC'/></rule>
+  <rule action='drop' direction='out' priority='70'><mac protocolid='0x8100'/></rule>
+  <rule action='drop' direction='out' priority='80'><mac protocolid='0x88a8'/></rule>
+  <rule action='accept' direction='out' priority='100'><arp srcmacaddr='$MAC' arpsrcmacaddr='$MAC'/></rule>
+  <rule action='drop' direction='out' priority='200'><arp/></rule>
+  <rule action='drop' direction='out' priority='300'><mac match='no' srcmacaddr='$MAC'/></rule>
 </filter>
 """,
-    # The rest is dropped, and not what is seen to be forged: a VLAN tag of 0 hides that from ebtables, not from a host.
+    # The rest is dropped, and not what is seen to be forged: as above.
     GUEST_ADDRESS: f"""\
 <filter name='{GUEST_ADDRESS}' chain='root'>
-  <uuid>5b8f6f0e-0c53-5b0c-8a39-8f0b6f3c2e27</uuid>
+  <uuid>71e3b5df-0392-507c-861d-ec5c8db3e23f</uuid>
 {_NO_SERVER}{_NO_CONTROL}\
   <rule action='accept' direction='out' priority='100'><ip srcmacaddr='$MAC' srcipaddr='$IP'/></rule>
   <rule action='accept' direction='out' priority='200'><ip srcmacaddr='$MAC' dstipaddr='255.255.255.255'/></rule>
-  <rule action='accept' direction='out' priority='300'><arp srcmacaddr='$MAC' arpsrcipaddr='$IP'/></rule>
+  <rule action='accept' direction='out' priority='300'>
+    <arp srcmacaddr='$MAC' arpsrcmacaddr='$MAC' arpsrcipaddr='$IP'/>
+  </rule>
   <rule action='accept' direction='out' priority='400'><ipv6 srcmacaddr='$MAC'/></rule>
   <rule action='drop' direction='out' priority='500'><mac/></rule>
 </filter>
@@ -52,8 +60,8 @@ FILTERS = {
 }
 """By name. On each interface: a guest is no DHCP server (its port is 67, DHCPv6's 547) and no router (router
 advertisements and redirects are ICMPv6 134 and 137) of its neighbours, and reaches neither etcd nor placement. What it
-sends is from its own MAC; where it has a reserved address, IPv4 and ARP are from that alone, or to all, as it asks for
-one.
+sends is from its own MAC, by what ARP says too, and has no VLAN tag; where it has a reserved address, IPv4 and ARP are
+from that alone, or to all, as it asks for one.
 """
 
 

@@ -66,12 +66,12 @@ class LibvirtHost:
         return int((self.root / f'{daemon}.pid').read_text())
 
     def inside(
-        self, command: list[str], env: Mapping[str, str] | None = None, check: bool = True
+        self, command: list[str], env: Mapping[str, str] | None = None, check: bool = True, input: str | None = None
     ) -> subprocess.CompletedProcess[str]:
         """Run a command in the host's namespaces and return its output."""
         # virtlogd outlives a killed libvirtd, and is in the same namespaces.
         entered = ['nsenter', '-t', str(self.pid('virtlogd')), '-m', '-n', *command]
-        return subprocess.run(entered, check=check, capture_output=True, text=True, timeout=120, env=env)
+        return subprocess.run(entered, check=check, capture_output=True, text=True, timeout=120, env=env, input=input)
 
     def start_libvirtd(self) -> None:
         self.inside(['libvirtd', '-d', '--pid-file', str(self.root / 'libvirtd.pid')])

@@ -133,12 +133,16 @@ def test_what_a_guest_may_send(real: Libvirt, spec: GuestSpec, host: LibvirtHost
                 *for_all,
                 f'-p IPv4 -s {first} --ip-src 10.77.0.50 -j ACCEPT',
                 f'-p IPv4 -s {first} --ip-dst 255.255.255.255 -j ACCEPT',
-                f'-p ARP -s {first} --arp-ip-src 10.77.0.50 -j ACCEPT',
+                f'-p ARP -s {first} --arp-ip-src 10.77.0.50 --arp-mac-src {first} -j ACCEPT',
                 f'-p IPv6 -s {first} -j ACCEPT',
                 '-j DROP',
             ]
             assert [line.strip() for line in chains[f'libvirt-I-{bridged}'] if line.strip()] == [
                 *for_all,
+                '-p 802_1Q -j DROP',
+                '-p S-TAG -j DROP',
+                f'-p ARP -s {second} --arp-mac-src {second} -j ACCEPT',
+                '-p ARP -j DROP',
                 f'-s ! {second} -j DROP',
             ]
             real.switch_off(spec.instance, COMPUTE)
