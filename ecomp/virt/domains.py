@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from ecomp.errors import BuildFailed, Conflict, EcompError
 from ecomp.failpoints import failpoint
 from ecomp.model.guest import CRASHED, NO_SPACE, GuestSpec
-from ecomp.model.network import Attachment
 from ecomp.virt import xml
 from ecomp.virt.connection import Connection, Ignored, building, is_broken, libvirt, reason
 
@@ -190,7 +189,7 @@ class Domains:
                     return
         raise EcompError(f'domain {instance} is still there after {DESTROY_DEADLINE:g} s of destroying it: {last}')
 
-    def interfaces(self, instance: str) -> Mapping[str, Attachment]:
+    def interfaces(self, instance: str) -> Mapping[str, xml.Plug]:
         """{MAC: what it is plugged into} of our domain's interfaces, in order; empty if there is no domain."""
         use = self._connection.use(f'asking for the interfaces of {instance}')
         with use as connection, Ignored(libvirt.VIR_ERR_NO_DOMAIN):

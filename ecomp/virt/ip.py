@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
-from collections.abc import Iterable
+from collections.abc import Mapping
 from ipaddress import IPv4Address, IPv6Address, ip_address
 from typing import Any
 
@@ -22,19 +22,21 @@ SECONDS = 10
 """In which it is to answer; it asks the kernel."""
 
 
-def neighbours(macs: Iterable[str]) -> dict[str, str]:
-    """{MAC: IPv4 address} of those of these MACs that this host's ARP table has. EcompError.
+def neighbours(bridges: Mapping[str, str]) -> dict[str, str]:
+    """{MAC: IPv4 address} of those of these MACs, each on its bridge, that this host's ARP table has. EcompError.
+
+    One that has several there has none: any machine may say so of any MAC, and one of them is wrong.
 
     libvirt 9.0's own look at the table fails ("wrong nlmsg len"), and says so of a guest without an address as well.
     """
-    wanted = set(macs)
     believed = [each for each in _asked('-4', 'neighbour', 'show') if KNOWN & {*each.get('state', ())}]
-    return {
-        each['lladdr']: each['dst']
-        for each in believed
+    found: dict[str, set[str]] = {}
+    for each in believed:
+        mac, address = each.get('lladdr', ''), each['dst']
         # What a guest without DHCP gives itself is no address anybody can use.
-        if each.get('lladdr') in wanted and not each['dst'].startswith(('169.254.', '0.'))
-    }
+        if bridges.get(mac) == each['dev'] and not address.startswith(('169.254.', '0.')):
+            found.setdefault(mac, set()).add(address)
+    return {mac: addresses.pop() for mac, addresses in found.items() if len(addresses) == 1}
 
 
 def own_addresses() -> list[IPv4Address | IPv6Address]:

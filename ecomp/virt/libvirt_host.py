@@ -195,13 +195,13 @@ class Libvirt:
     def addresses(self, instance: str) -> Mapping[str, Address]:
         interfaces = self._domains.interfaces(instance)
         found: dict[str, Address] = {}
-        for network in {name for kind, name in interfaces.values() if kind == 'network'}:
+        for network in {name for (kind, name), _ in interfaces.values() if kind == 'network'}:
             found |= self._networks.leases(network, interfaces)
         # On a bridge somebody else's server gives the address: the host sees it when the guest talks to it.
         for source, ask in (('arp', ip.neighbours), ('agent', partial(self._agents.addresses, instance))):
-            left = [mac for mac in interfaces if mac not in found]
+            left = {mac: plug.bridge for mac, plug in interfaces.items() if mac not in found}
             for mac, address in (ask(left) if left else {}).items():
-                if self._is_believed(interfaces[mac], address):
+                if self._is_believed(interfaces[mac].attachment, address):
                     found[mac] = Address(address, source)
         return found
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import xml.etree.ElementTree as ET
 from collections.abc import Collection
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from ecomp.model.guest import GuestSpec
 from ecomp.model.network import METADATA_ADDRESS, Attachment
@@ -180,14 +181,21 @@ def mark(xml: str) -> Mark | None:
     return Mark(instance, compute) if instance and compute else None
 
 
-def interfaces(xml: str) -> dict[str, Attachment]:
+class Plug(NamedTuple):
+    """What an interface is plugged into, and the host's bridge that this is; '' where the domain does not run."""
+
+    attachment: Attachment
+    bridge: str
+
+
+def interfaces(xml: str) -> dict[str, Plug]:
     """{MAC: what it is plugged into} of a domain's interfaces, in order."""
     found = {}
     for interface in ET.fromstring(xml).iterfind('devices/interface'):
         mac, source, kind = interface.find('mac'), interface.find('source'), interface.get('type', '')
         if mac is not None:
-            name = source.get(kind, '') if source is not None else ''
-            found[mac.get('address', '').lower()] = Attachment(kind, name)
+            name, bridge = (source.get(each, '') if source is not None else '' for each in (kind, 'bridge'))
+            found[mac.get('address', '').lower()] = Plug(Attachment(kind, name), bridge)
     return found
 
 

@@ -71,16 +71,23 @@ print(json.dumps([said, failed(ip.set_metadata_address, 'none', True)]))
 
 def test_the_neighbours_that_are_believed_and_asked_for() -> None:
     found = inside(f"""
-do('link', 'add', 'br0', 'type', 'bridge')
-do('link', 'set', 'br0', 'up')
-for address, mac, state in (
-    ('10.9.0.5', '{A}', 'permanent'), ('10.9.0.6', '{B}', 'stale'), ('10.9.0.7', '{C}', 'failed'),
-    ('169.254.3.4', '{C}', 'permanent'), ('10.9.0.8', '52:54:00:00:00:ff', 'permanent'),
+for bridge in ('br0', 'br1'):
+    do('link', 'add', bridge, 'type', 'bridge')
+    do('link', 'set', bridge, 'up')
+for address, mac, state, bridge in (
+    ('10.9.0.5', '{A}', 'permanent', 'br0'), ('10.9.0.6', '{B}', 'stale', 'br0'), ('10.9.0.7', '{C}', 'failed', 'br0'),
+    ('169.254.3.4', '{C}', 'permanent', 'br0'), ('10.9.0.8', '52:54:00:00:00:ff', 'permanent', 'br0'),
+    # Somebody on another network says that it is he.
+    ('10.9.0.9', '{A}', 'permanent', 'br1'), ('10.9.0.9', '{C}', 'permanent', 'br1'),
 ):
-    do('neighbour', 'replace', address, 'lladdr', mac, 'dev', 'br0', 'nud', state)
-print(json.dumps([ip.neighbours(['{A}', '{B}', '{C}']), ip.neighbours([])]))
+    do('neighbour', 'replace', address, 'lladdr', mac, 'dev', bridge, 'nud', state)
+on = dict.fromkeys(['{A}', '{B}', '{C}'], 'br0')
+said = [ip.neighbours(on), ip.neighbours({{}}), ip.neighbours({{'{A}': ''}})]
+do('neighbour', 'replace', '10.9.0.10', 'lladdr', '{A}', 'dev', 'br0', 'nud', 'stale')
+print(json.dumps([*said, ip.neighbours(on)]))
 """)
-    assert found == [{A: '10.9.0.5', B: '10.9.0.6'}, {}]
+    of_several = {B: '10.9.0.6'}
+    assert found == [{A: '10.9.0.5', B: '10.9.0.6'}, {}, {}, of_several]
 
 
 def test_what_cannot_be_done_is_said() -> None:

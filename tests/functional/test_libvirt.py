@@ -599,7 +599,10 @@ def inside_the_host(state: str, instance: str) -> None:
     for known in ('10.88.0.5', '169.254.7.7'):
         subprocess.run(['ip', 'neigh', 'add', known, 'lladdr', bridged, 'dev', 'br0', 'nud', 'stale'], check=True)
     subprocess.run(['ip', 'neigh', 'add', '10.88.0.6', 'dev', 'br0', 'nud', 'failed'], check=True)
-    assert hypervisor.addresses(instance) == {leased: address, bridged: Address('10.88.0.5', 'arp')}
+    # Somebody on another network, and then a second one on its own, who says that it is he.
+    for dev, seen in (('virbr0', {bridged: Address('10.88.0.5', 'arp')}), ('br0', {})):
+        subprocess.run(['ip', 'neigh', 'add', '10.88.0.7', 'lladdr', bridged, 'dev', dev, 'nud', 'stale'], check=True)
+        assert hypervisor.addresses(instance) == {leased: address, **seen}
     assert hypervisor.addresses(str(uuid4())) == {}
     hypervisor.close()
 

@@ -101,7 +101,9 @@ def test_capabilities_without_a_user_is_root() -> None:
 
 def test_interfaces() -> None:
     plugged = xml.interfaces(CASES['domain-bridge-raw.xml'])
-    assert list(plugged.items()) == list(zip(replace(SPEC, networks=TWO).macs, TWO, strict=True))
+    bridges = [each.name if each.kind == 'bridge' else '' for each in TWO]
+    plugs = [xml.Plug(*each) for each in zip(TWO, bridges, strict=True)]
+    assert list(plugged.items()) == list(zip(replace(SPEC, networks=TWO).macs, plugs, strict=True))
     assert xml.interfaces('<domain/>') == {}
 
 
