@@ -1,7 +1,7 @@
 """Which guest asks: its address, by the DHCP lease and the neighbour table, to a MAC, and by that to ecompute's file.
 
 What that file leaves open is filled in from mdserver.conf. Everything is read again for each request: the files are
-small, and what is read late is never stale.
+small, and what is read late is never stale. Only who has a lease, asked of each connection, is known for a second.
 
 Whoever may opens them, this process itself or its monitor (see there), asked in one of four ways:
 
@@ -18,7 +18,7 @@ import errno
 import glob
 import os
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -28,6 +28,9 @@ from mdserver.guests import Broken, Forged, GuestFile, Lease, Unknown
 
 LIMIT = 1 << 21
 """Bytes of a file; a larger one is refused. None is honestly: 256 KiB of gzip are 1.5 MiB of JSON."""
+
+LEASED_SECONDS = 1.0
+"""For which it is known who has a lease; one that was given since is seen after it."""
 
 Opened = tuple[str, 'int | OSError']
 """A file's name and its open descriptor, which the asker closes, or the error of opening it."""
@@ -42,6 +45,8 @@ class Files:
     def __init__(self, config: conf.Config, ask: Callable[[str], list[Opened]] | None = None) -> None:
         self._config = config
         self._ask = ask or partial(carry_out, config)
+        self._leased: Container[str] = ()
+        self._leased_at = float('-inf')
 
     def leased_to(self, address: str, now: float) -> str:
         """The MAC of the guest that this IPv4 address is leased to; `now` is in seconds since the epoch.
@@ -108,8 +113,13 @@ class Files:
         return any(fields[0] == address and fields[5:] == [bridge] for fields in map(str.split, lines) if fields)
 
     def has_lease(self, address: str, now: float) -> bool:
-        """Whether this address is leased to any machine; `now` is in seconds since the epoch."""
-        return address in guests.current(self._leases()[0], now)
+        """Whether this address is leased to any machine; `now` is in seconds since the epoch. For one thread.
+
+        What it was in the last LEASED_SECONDS counts: whoever connects asks this, before anything limits him.
+        """
+        if not 0 <= now - self._leased_at < LEASED_SECONDS:
+            self._leased, self._leased_at = guests.current(self._leases()[0], now), now
+        return address in self._leased
 
     def _leases(self) -> tuple[list[Lease], list[str]]:
         """The leases in all status files that can be read, and a line for each that cannot."""

@@ -199,6 +199,23 @@ def test_no_lease_because_its_file_is_half_written(host: Host) -> None:
     assert caught.value.detail == f'{host.status}: is not JSON'
 
 
+def test_who_may_ask_is_read_once_a_second(host: Host) -> None:
+    """750 connections a second of one machine, each of which had all leases read, held every guest up."""
+    asked: list[str] = []
+    config = conf.Config(leases=str(host.status.parent / '*.status'))
+    found = Files(config, lambda what: asked.append(what) or files.carry_out(config, what))
+    for _ in range(50):
+        assert [found.has_lease(each, NOW + 0.9) for each in (IP, IP2, IP, '10.0.0.1')] == [True, False, True, False]
+    assert asked == ['leases']
+    # A guest that has just got its lease asks again; and a clock that was put back is no reason to wait for it.
+    host.status.write_text(json.dumps([entry(), entry(IP2, B)]))
+    assert not found.has_lease(IP2, NOW + 1.8)
+    assert found.has_lease(IP2, NOW + 1.9)
+    host.status.write_text('[]')
+    assert not found.has_lease(IP2, NOW - 3600)
+    assert asked == ['leases'] * 3
+
+
 def test_no_guest_file(host: Host) -> None:
     host.file.unlink()
     with pytest.raises(Unknown, match=f'no instance with the MAC address {A}'):
