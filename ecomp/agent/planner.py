@@ -37,7 +37,7 @@ ENDING = 1.0
 """Seconds after which no further build is ended whose request was deleted: the next minute goes on."""
 GRACE, ASK_AGAIN = 60.0, 10.0
 """Seconds a guest has to turn itself off before it is switched off, and between two times it is asked to."""
-LOOKING = 'looking at claims'
+LOOKING, NOTING = 'looking at claims', 'noting what runs again since the reboot'
 
 
 class Planner:
@@ -177,11 +177,9 @@ class Planner:
         self._missing, vanished = due(self._missing, lived - guests.keys(), now)
         self._shutdowns.keep({name for name, each in guests.items() if each.running and name in self._wishes})
         asked = self._shutdowns.patience(now)
+        self._note_dealt_with(records, guests, busy)
         ready = self._instances.ready_now() if any(map(unready, records.values())) else set()
         tasks = plan(wishes, records, known, addresses, vanished, self._before_reboot, asked, ready)
-        if self._before_reboot and not unreadable and not busy and not any(each.kind is Kind.RESUME for each in tasks):
-            self._before_reboot = frozenset()
-            self._memory.dealt_with()
         for instance in self.agenda.forget_all_but({each.instance for each in tasks if each.kind is not Kind.REPORT}):
             self.complaints.hand_over(instance, LOOKING)
         put_off = self.agenda.put_off_now(now)
@@ -207,6 +205,21 @@ class Planner:
                 continue  # it came back this moment
             found.append(Work(task, revision, wish, guests.get(task.instance), addresses.get(task.instance, {})))
         return found
+
+    def _note_dealt_with(self, records: Mapping[str, Record], guests: Mapping[str, Guest], busy: Set[str]) -> None:
+        """Note what of before the reboot is not to be started any more: whoever turns it off now means it.
+
+        Each by itself: one whose record nobody can read, or that cannot be started yet, holds up no other.
+        """
+        done = {name for name, each in guests.items() if each.running}
+        done |= {name for name, each in records.items() if each.state != ACTIVE}
+        self._before_reboot = self._before_reboot.intersection(self._wishes) - (done - busy)
+        try:
+            self._memory.dealt_with_all_but(self._before_reboot)
+        except OSError as error:
+            self.complaints.complain(NOTING, EcompError(f'{error.filename}: {error.strerror}'))
+        else:
+            self.settled(NOTING)
 
     def _read_wishes(self, state: Mapping[str, Entry]) -> None:
         before = self._wishes

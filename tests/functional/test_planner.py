@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from ecomp.agent.host import memory
 from ecomp.agent.instance.records import Superseded
 from ecomp.errors import EcompError, Unreachable
 from ecomp.model import keys
 from ecomp.model.guest import Address, BaseImage, GuestSpec
-from ecomp.model.record import ACTIVE, GONE
+from ecomp.model.record import ACTIVE, GONE, STOPPED
 from ecomp.scheduler.changing.destroy import destroy
 from ecomp.virt.fake import FakeHypervisor
 from tests.functional.cloud import Cloud, new
@@ -172,3 +174,104 @@ def test_an_end_that_comes_late_leaves_no_lease(cloud: Cloud, tmp_path: Path) ->
             one.instances._records.end(record, work.revision)
         assert leases() <= before
         assert one.step() == [f'destroy {instance}']
+
+
+def test_what_ran_when_the_host_went_down_is_started_again_once(cloud: Cloud, tmp_path: Path) -> None:
+    """What goes off from then on stays off, also where its compute is restarted meanwhile."""
+    with toy(cloud, tmp_path) as one:
+        instance = one.place()
+        for _ in range(2):
+            one.step()
+        one.reboot()
+        assert one.step() == [f'resume {instance}']
+        one.step()
+        one.hypervisor.switch_off(instance, one.compute)
+        one.restart()
+        assert one.step() == [f'power {instance}']
+        assert one.record(instance).state == STOPPED
+
+
+def test_what_is_made_after_a_reboot_did_not_run_before_it(cloud: Cloud, tmp_path: Path) -> None:
+    """Nothing was there when the host went down."""
+    with toy(cloud, tmp_path) as one:
+        one.reboot()
+        instance = one.place()
+        for _ in range(3):
+            one.step()
+        one.hypervisor.switch_off(instance, one.compute)
+        one.restart()
+        assert one.step() == [f'power {instance}']
+
+
+def test_one_that_waits_after_a_reboot_holds_up_no_other(cloud: Cloud, tmp_path: Path) -> None:
+    """Its record cannot be read: the others are dealt with, and so is it, once it can be."""
+    with toy(cloud, tmp_path) as one:
+        unreadable, running, off = (one.place() for _ in range(3))
+        for _ in range(2):
+            one.step()
+        one.hypervisor.switch_off(off, one.compute)
+        one.step()
+        key = keys.record(one.compute, unreadable)
+        value = cloud.etcd.get(key)
+        assert value is not None
+        cloud.etcd.put(key, '{"version": 99}')
+        one.reboot()
+        for each in (running, off):  # by somebody's hand
+            one.hypervisor.resume(each, one.compute)
+        for _ in range(2):
+            one.step()
+        for each in (running, off):
+            one.hypervisor.switch_off(each, one.compute)
+        assert sorted(one.step()) == sorted([f'power {running}', f'power {off}'])
+        one.restart()
+        assert one.step() == []
+        cloud.etcd.put(key, value)
+        assert one.step() == [f'resume {unreadable}']
+        one.step()
+        one.restart()
+        one.hypervisor.switch_off(unreadable, one.compute)
+        assert one.step() == [f'power {unreadable}']
+
+
+def test_a_guest_in_work_after_a_reboot_holds_up_no_other(cloud: Cloud, tmp_path: Path) -> None:
+    """Nor is it taken for one that was dealt with because it is seen running for a moment."""
+    with toy(cloud, tmp_path) as one:
+        instances = [one.place() for _ in range(2)]
+        for _ in range(2):
+            one.step()
+        one.reboot()
+        starting, other = one.planned()
+        for each in (starting, other):
+            one.planner.agenda.begin(each.instance, each)
+        one.planner.carry_out(other)
+        one.hypervisor.resume(starting.instance, one.compute)
+        one.step()
+        one.hypervisor.switch_off(other.instance, one.compute)
+        one.hypervisor.switch_off(starting.instance, one.compute)  # and its compute is killed
+        one.restart()
+        expected = [f'power {other.instance}', f'resume {starting.instance}']
+        assert sorted(one.step()) == sorted(expected), instances
+
+
+def test_where_nothing_can_be_written_after_a_reboot_it_is_said_and_tried_again(
+    cloud: Cloud, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with toy(cloud, tmp_path) as one:
+        instance = one.place()
+        for _ in range(2):
+            one.step()
+        one.reboot()
+
+        def full(path: Path, _: str) -> None:
+            raise OSError(errno.ENOSPC, 'No space left on device', str(path))
+
+        with monkeypatch.context() as patched:
+            patched.setattr(memory, 'write_durably', full)
+            assert one.step() == [f'resume {instance}']
+            for _ in range(2):
+                one.step()
+            assert caplog.text.count('boot: No space left on device') == 1
+        one.step()
+        one.hypervisor.switch_off(instance, one.compute)
+        one.restart()
+        assert one.step() == [f'power {instance}']

@@ -32,10 +32,26 @@ class Toy:
     compute: str
     hypervisor: FakeHypervisor
     host: Host
-    instances: Instances
-    planner: Planner
-    memory: Memory
-    complaints: Complaints
+    state: Path
+    networks: tuple[Attachment, ...] = DEFAULT_NETWORKS
+
+    def __post_init__(self) -> None:
+        self.restart()
+
+    def restart(self) -> None:
+        """Its process ends, and begins anew with what its host has."""
+        self.memory = Memory(self.state, self.compute, lambda: NOW)
+        shape = Shape('qemu', True, self.networks, 'here')
+        control = ControlPlane(self.compute, self.cloud.store, self.cloud.placement, lambda: NOW)
+        self.instances, self.complaints = Instances(control, self.host, shape, self.memory), Complaints()
+        self.planner = Planner(self.compute, self.instances, self.host, self.memory, self.complaints)
+
+    def reboot(self) -> None:
+        """Its machine is booted again, with all guests off, and it begins anew."""
+        for each in self.hypervisor.guests():
+            self.hypervisor.switch_off(each, self.compute)
+        (self.state / 'boot').write_text('an earlier one\n')
+        self.restart()
 
     def place(self) -> str:
         """A small guest delivered to it; the instance."""
@@ -74,12 +90,9 @@ def toy(
     compute = cloud.compute(VCPU=10, MEMORY_MB=1024, DISK_GB=10)
     hypervisor = hypervisor or FakeHypervisor()
     runner = Inline(hypervisor, FakeImages())
-    memory, data = Memory(state, compute, lambda: NOW), GuestData(state / 'metadata')
-    shape = Shape('qemu', True, networks, 'here')
-    host, complaints = Host(hypervisor, runner, data), Complaints()
-    instances = Instances(ControlPlane(compute, cloud.store, cloud.placement, lambda: NOW), host, shape, memory)
-    planner = Planner(compute, instances, host, memory, complaints)
+    host = Host(hypervisor, runner, GuestData(state / 'metadata'))
+    made = Toy(cloud, compute, hypervisor, host, state, networks)
     try:
-        yield Toy(cloud, compute, hypervisor, host, instances, planner, memory, complaints)
+        yield made
     finally:
         runner.stop()

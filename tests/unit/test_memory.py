@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -80,3 +81,18 @@ def test_what_ends_twice_does_not_keep_older_ends_from_being_forgotten(machine: 
     machine.clock += DAY * 0.75
     memory.ended(COMPUTE)
     assert memory.all_ended() == machine.memory().all_ended() == {INSTANCE, COMPUTE}
+
+
+def test_what_is_not_dealt_with_after_a_reboot_is_remembered_until_it_is(machine: Machine) -> None:
+    memory = machine.memory()
+    memory.remember(REQUEST, RECORD)
+    memory.remember(replace(REQUEST, instance=OTHER), replace(RECORD, instance=OTHER))
+    machine.boot('second')
+    assert machine.memory().before_reboot() == machine.memory().before_reboot() == {INSTANCE, OTHER}
+    machine.memory().dealt_with_all_but({OTHER})
+    again = machine.memory()
+    assert again.before_reboot() == {OTHER}
+    again.dealt_with_all_but(frozenset())
+    assert machine.memory().before_reboot() == frozenset()
+    (machine.state / 'boot').write_text('')
+    assert machine.memory().before_reboot() == {INSTANCE, OTHER}, 'nobody knows'

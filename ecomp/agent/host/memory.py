@@ -3,7 +3,8 @@
 <state>/instances/<instance>.json  {"version", "request", "record"} of each instance that was begun here, and "failure":
                                    {"stage", "reason"} once it is to end so; or {"version", "ended": ISO time} for a
                                    day after its end
-<state>/boot                       the machine's boot id, once all that ran before that boot has been dealt with
+<state>/boot                       the machine's boot id, and the instances, a line each, that were here before that
+                                   boot and have not been dealt with yet
 
 Never asked while etcd can be: it is behind etcd by what could not be written, and is only a memory.
 """
@@ -14,7 +15,7 @@ import itertools
 import json
 import logging
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from pathlib import Path
@@ -60,6 +61,7 @@ class Memory:
         self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._boot_file = state / 'boot'
         self._boot_id = boot_id(boot_file)
+        self._left: frozenset[str] | None = None  # as written; None: nothing is, of this boot
         self._now = now
         self._lock = threading.Lock()
         self._known: dict[str, MemoryEntry] = {}
@@ -110,20 +112,25 @@ class Memory:
             return frozenset(self._ended)
 
     def before_reboot(self) -> frozenset[str]:
-        """What was here when the machine went down, if it was booted since; nothing once that is dealt_with().
+        """What was here when the machine went down, if it was booted since, and has not been dealt with.
 
         Which of them ran, their records say: this may be behind etcd.
         """
         try:
-            same = self._boot_file.read_text().strip() == self._boot_id
+            boot, *left = self._boot_file.read_text().split() or ['']
         except FileNotFoundError:
-            self.dealt_with()  # the first start here
+            self.dealt_with_all_but(frozenset())  # the first start here
             return frozenset()
-        return frozenset() if same else frozenset(self.all())
+        if boot != self._boot_id:
+            return frozenset(self.all())
+        self._left = frozenset(left)
+        return self._left
 
-    def dealt_with(self) -> None:
-        """What ran before the reboot runs again, or its record says why not."""
-        write_durably(self._boot_file, self._boot_id + '\n')
+    def dealt_with_all_but(self, left: Set[str]) -> None:
+        """What ran before the reboot runs again, or its record says why not; these alone are left. OSError."""
+        if left != self._left:
+            write_durably(self._boot_file, '\n'.join((self._boot_id, *sorted(left))) + '\n')
+            self._left = frozenset(left)
 
     def _load(self, path: Path, compute: str) -> None:
         try:
