@@ -70,6 +70,7 @@ class Planner:
         self._before_reboot = memory.before_reboot()
         self._shutdowns = Shutdowns(GRACE, ASK_AGAIN)
         self._planned = 0.0
+        self._ends_builds = False  # until it is True for good
 
     def step(self, state: Mapping[str, Entry]) -> list[Work]:
         """List, and plan: what is to be done now, and is not in work. `state` is what is asked of this compute, whole.
@@ -94,10 +95,12 @@ class Planner:
         return [self.agenda.next(), *missing, *self._shutdowns.next(after=self._planned)]
 
     def stop_builds(self) -> None:
-        """Let the builds in work stop at their next step and undo themselves; the next start makes them again."""
-        for instance, work in self.agenda.in_work().items():
-            if work.task.kind is Kind.BUILD:
-                self._runner.cancel(instance)
+        """Begin no build any more; those in work stop at their next step and undo themselves.
+
+        The next start makes them again.
+        """
+        self._ends_builds = True
+        self._runner.cancel(None)
 
     def recheck(self) -> None:
         """See whether the records are as we know them: one that was removed by hand is written again.
@@ -131,6 +134,8 @@ class Planner:
             return  # it was handed back
         log.debug('%s %s: %s', task.kind.value, instance, task.reason)
         try:
+            if self._ends_builds and task.kind is Kind.BUILD:
+                return  # it waited for a thread: nothing of it is begun
             CARRIED_OUT[task.kind](self._instances, work)
             self._done.put((work, time.monotonic()))
             self.agenda.forget(instance)

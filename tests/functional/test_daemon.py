@@ -198,3 +198,27 @@ def test_who_becomes_read_only_starts_nothing_that_is_in_work(cloud: Cloud, tmp_
         hypervisor.may.set()
         until(lambda: not one.planner.agenda.in_work(), 20, 'it has ended')
         assert hypervisor.guests() == {}
+
+
+@pytest.mark.parametrize('asked', ['to end', 'to be read-only'])
+def test_no_build_that_waits_for_a_thread_is_begun_once_all_are_to_stop(
+    cloud: Cloud, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: str
+) -> None:
+    monkeypatch.setattr(Threads, 'BUILDS', 1)
+    hypervisor, threads = Held(), Threads(1, 1)
+    with toy(cloud, tmp_path, hypervisor) as one:
+        with running(one, Keeper(one), threads) as daemon:
+            instances = [one.place() for _ in range(3)]
+            tell(daemon, one)
+            assert hypervisor.asked.wait(60)
+            if asked == 'to end':
+                daemon.stop()
+                monkeypatch.setattr(one.host.runner, 'tend', lambda _: hypervisor.may.set())
+            else:
+                daemon.become_read_only('another one is this compute')
+                hypervisor.may.set()
+                until(lambda: not one.planner.agenda.in_work(), 20, 'it has ended')
+        threads.close()
+        assert hypervisor.guests() == {}
+        begun = [each for each in instances if cloud.etcd.record(each) is not None]
+        assert len(begun) == 1, 'of the others nothing is begun'

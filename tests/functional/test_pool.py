@@ -271,6 +271,19 @@ def test_a_running_build_is_cancelled_and_has_undone_itself(pool: Tended) -> Non
     assert pool.result(pool.hand_in(again)) == ALL
 
 
+def test_once_all_builds_are_cancelled_none_begins(pool: Tended) -> None:
+    """Nor one that is handed in later; what is to be destroyed is destroyed."""
+    running, waiting, late = job('waits'), job('good'), job('good')
+    handed = [pool.hand_in(running)]
+    pool.pid(running)
+    handed.append(pool.hand_in(waiting))
+    pool.tend_until(lambda: len(pool.pool._waiting) == 1, 'the second job waits')
+    pool.pool.cancel(None)
+    handed.append(pool.hand_in(late))
+    assert [type(pool.error(each)) for each in handed] == [Cancelled] * 3
+    assert pool.result(pool.hand_in(Destroy(late.instance, COMPUTE))) == []
+
+
 def test_a_cancel_that_comes_too_late_hits_nobody(pool: Tended) -> None:
     work, next_one = job('good'), job('waits')
     assert pool.result(pool.hand_in(work)) == ALL
@@ -501,6 +514,17 @@ def test_pretended_jobs_run_where_they_are_asked_for() -> None:
     assert list(inline.run(work)) == ALL
     inline.wake()
     inline.tend(60)
+    inline.stop()
+
+
+def test_once_all_pretended_builds_are_cancelled_none_begins() -> None:
+    hypervisor = FakeHypervisor()
+    inline = Inline(hypervisor, FakeImages())
+    inline.cancel(None)
+    for _ in range(2):
+        with pytest.raises(Cancelled):
+            list(inline.run(job('good')))
+    assert hypervisor.guests() == {}
     inline.stop()
 
 

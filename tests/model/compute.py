@@ -109,7 +109,7 @@ class Works(Inline):
     def __init__(self, hypervisor: FakeHypervisor) -> None:
         self._hypervisor = hypervisor
         self._images = FakeImages()
-        self._cancelled: set[str] = set()
+        self._cancelled: set[str | None] = set()
 
 
 class Compute:

@@ -55,8 +55,8 @@ class Runner(Protocol):
         How far it is may be left out where the next news is there already.
         """
 
-    def cancel(self, instance: str) -> None:
-        """Let a build of this instance stop at its next step and undo itself."""
+    def cancel(self, instance: str | None) -> None:
+        """Let a build of this instance stop at its next step and undo itself; None: every one from now on."""
 
     def tend(self, timeout: float) -> None:
         """Look after the workers, for `timeout` seconds at most or until wake(). The main thread's work."""
@@ -81,8 +81,8 @@ class _Ticket:
     """The image a worker may be fetching for it."""
     begun: float = math.inf
 
-    def is_build_of(self, instance: str) -> bool:
-        return isinstance(self.job, Build) and self.job.instance == instance
+    def is_build_of(self, instance: str | None) -> bool:
+        return isinstance(self.job, Build) and instance in (None, self.job.instance)
 
     @property
     def image(self) -> str | None:
@@ -151,18 +151,21 @@ class Pool:
         self._dismissed: list[SpawnProcess] = []
         self._numbers = iter(range(1, 2**62))
         self._start_at, self._backoff = 0.0, Backoff(FIRST_DELAY, LAST_DELAY)
-        self._lacks = False
+        self._lacks = self._ends_builds = False
 
     def run(self, job: Job) -> Iterator[News]:
         """See Runner. Raises WorkerDied when the worker was killed."""
         with self._lock:
             ticket = _Ticket(next(self._numbers), job)
             self._waiting.append(ticket)
+        if self._ends_builds:  # else whoever says so from now on finds it waiting
+            self.cancel(None)
         self.wake()
         return ticket.news()
 
-    def cancel(self, instance: str) -> None:
+    def cancel(self, instance: str | None) -> None:
         with self._lock:
+            self._ends_builds |= instance is None
             for ticket in list(self._waiting):
                 if ticket.is_build_of(instance):
                     self._waiting.remove(ticket)
@@ -345,7 +348,7 @@ class Inline:
         self._hypervisor = hypervisor
         self._images = images
         self._waker = Waker()
-        self._cancelled: set[str] = set()
+        self._cancelled: set[str | None] = set()
 
     def run(self, job: Job) -> Iterator[News]:
         news: list[News] = []
@@ -356,7 +359,7 @@ class Inline:
                 self._cancelled.discard(job.instance)
         return iter(news)
 
-    def cancel(self, instance: str) -> None:
+    def cancel(self, instance: str | None) -> None:
         self._cancelled.add(instance)
 
     def tend(self, timeout: float) -> None:
@@ -374,7 +377,7 @@ class Inline:
         self._waker.close()
 
     def _checkpoint(self, instance: str) -> None:
-        if instance in self._cancelled:
+        if self._cancelled & {None, instance}:
             raise Cancelled
 
 
