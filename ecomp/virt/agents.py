@@ -36,8 +36,13 @@ class Agents:
             return {}
         if self._thread is None:
             # Not an executor's: those are waited for at the end of the process, and libvirtd may be frozen.
-            self._thread = threading.Thread(target=self._ask_each, name='agents', daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=self._ask_each, name='agents', daemon=True)
+            try:
+                thread.start()
+            except RuntimeError as error:
+                log.debug('agents are asked later: %s', error)
+                return {}
+            self._thread = thread
         self._asked[instance] = Future()
         self._to_ask.put((instance, self._asked[instance]))
         return said(asked.result(), macs) if asked is not None else {}

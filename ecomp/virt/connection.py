@@ -140,11 +140,7 @@ class Connection:
             if self._open is not None:
                 self._release(self._open)
                 self._open = None
-            if self._opening is None:
-                _run_event_loop()
-                self._opening = Future()
-                threading.Thread(target=self._connect, args=(self._opening,), name='libvirt-open', daemon=True).start()
-            opening = self._opening
+            opening = self._opening or self._begin_opening()
         # libvirt waits for a frozen daemon for ever: the thread is left to it, the next call waits for the same one.
         try:
             return opening.result(OPEN_TIMEOUT)
@@ -152,6 +148,17 @@ class Connection:
             raise Unreachable(f'{self._name} does not answer: is libvirtd overloaded?', self._name) from error
         except libvirt.libvirtError as error:
             raise Unreachable(f'{self._name}: {reason(error)} (is libvirtd running?)', self._name) from error
+
+    def _begin_opening(self) -> Future[libvirt.virConnect]:
+        """Have it opened by a thread. With the lock held. Unreachable where none can be started: soon again."""
+        opening: Future[libvirt.virConnect] = Future()
+        try:
+            _run_event_loop()
+            threading.Thread(target=self._connect, args=(opening,), name='libvirt-open', daemon=True).start()
+        except RuntimeError as error:
+            raise Unreachable(f'{self._name}: no thread can be started to open it: {error}', self._name) from error
+        self._opening = opening
+        return opening
 
     def _connect(self, result: Future[libvirt.virConnect]) -> None:
         connection = None

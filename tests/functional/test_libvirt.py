@@ -482,6 +482,36 @@ def test_a_connection_that_breaks_while_it_is_made_leaves_no_socket(
     broken.close()
 
 
+@pytest.mark.usefixtures('real')
+def test_a_connection_without_a_thread_to_open_it_is_opened_later(
+    host: LibvirtHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where the limit on processes is reached for a moment; whoever hears of events hears that it is back."""
+    told, failures = queue.SimpleQueue[str](), [RuntimeError("can't start new thread") for _ in range(2)]
+    real_start = threading.Thread.start
+
+    def start(thread: threading.Thread) -> None:
+        if thread.name == 'libvirt-open' and failures:
+            raise failures.pop()
+        real_start(thread)
+
+    opened = Libvirt(host.root / 'state', uri=host.uri)
+    opened.on_change(told.put)
+    first = opened._connection._get()
+    monkeypatch.setattr(threading.Thread, 'start', start)
+    opened._connection._drop(first)
+    until(lambda: 'connection is back' in told.get(timeout=60), 60, 'it is opened without anybody asking')
+    assert not failures
+    assert opened.guests() == {}
+    opened.close()
+    failures.append(RuntimeError("can't start new thread"))
+    another = Libvirt(host.root / 'state', uri=host.uri)
+    with pytest.raises(Unreachable, match='no thread can be started to open it'):
+        another.guests()
+    assert another.guests() == {}
+    another.close()
+
+
 def unix_sockets() -> list[str]:
     """Those of this process: what else it has open is not libvirt's."""
     there = {line.split()[6] for line in Path('/proc/self/net/unix').read_text().splitlines()[1:]}

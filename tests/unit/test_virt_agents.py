@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 
 pytest.importorskip('libvirt', reason="libvirt-python is not installed: pip install '.[hypervisor]'")
 from ecomp.virt import xml
-from ecomp.virt.agents import said
+from ecomp.virt.agents import Agents, said
+from tests.kit.servers import until
 
 MAC, OTHER = '52:54:00:00:00:01', '52:54:00:00:00:02'
 
@@ -42,3 +45,16 @@ def test_what_is_no_address_of_a_guest(text: str) -> None:
 def test_who_has_an_agent(target: str, there: bool) -> None:
     channel = f"<channel type='unix'><target {target}/></channel>"
     assert xml.has_agent(f'<domain><devices>{channel}</devices></domain>') is there
+
+
+def test_a_thread_that_cannot_be_started_is_started_for_a_later_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    agents = Agents('test:///default')
+    monkeypatch.setattr(Agents, '_ask', lambda *_: {'eth0': interface(MAC, '10.0.0.5')})
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, 'start', none)
+        assert agents.addresses('one', [MAC]) == {}
+    until(lambda: agents.addresses('one', [MAC]) == {MAC: '10.0.0.5'}, 20, 'it was asked')
+    agents.close()
