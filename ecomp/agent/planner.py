@@ -145,8 +145,8 @@ class Planner:
             self.complaints.hand_over(instance, LOOKING)
             if task.kind is Kind.BUILD:
                 self._end_without_request(instance)
-        except EcompError as error:
-            self.complaints.complain(instance, error, began)
+        except (EcompError, OSError) as error:
+            self.complaints.complain(instance, _told(error), began)
             self.agenda.put_off(instance)
         except Exception:
             log.exception('unexpected error in the %s of instance %s', task.kind.value, instance)
@@ -222,7 +222,7 @@ class Planner:
         try:
             self._memory.dealt_with_all_but(self._before_reboot)
         except OSError as error:
-            self.complaints.complain(NOTING, EcompError(f'{error.filename}: {error.strerror}'))
+            self.complaints.complain(NOTING, _told(error))
         else:
             self.settled(NOTING)
 
@@ -293,13 +293,19 @@ class Planner:
                 self._instances.end_without_request(instance)
         except Superseded:
             self._instances.forget(instance)
-        except EcompError as error:
-            self.complaints.complain(instance, error)
+        except (EcompError, OSError) as error:
+            self.complaints.complain(instance, _told(error))
 
     def _report(self, task: Task) -> None:
         if task.instance not in self._reported:
             self._reported.add(task.instance)
             log.warning('instance %s %s', task.instance, task.reason)
+
+
+def _told(error: EcompError | OSError) -> EcompError:
+    if isinstance(error, EcompError):
+        return error
+    return EcompError(f'{error.filename or "failed"}: {error.strerror or error}')  # the state directory's, mostly
 
 
 # What a failure of one instance is known by among the complaints.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import threading
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -275,3 +276,56 @@ def test_where_nothing_can_be_written_after_a_reboot_it_is_said_and_tried_again(
         one.hypervisor.switch_off(instance, one.compute)
         one.restart()
         assert one.step() == [f'power {instance}']
+
+
+@pytest.fixture
+def frozen_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """While it is set, nothing is removed from the state directory, not even what is not there: unlink(2), EROFS."""
+    read_only, unlink = threading.Event(), Path.unlink
+
+    def removed(path: Path, missing_ok: bool = False) -> None:
+        if read_only.is_set() and path.is_relative_to(tmp_path):
+            raise OSError(errno.EROFS, 'Read-only file system', str(path))
+        unlink(path, missing_ok)
+
+    monkeypatch.setattr(Path, 'unlink', removed)
+    return read_only
+
+
+def test_a_guest_that_goes_off_is_noted_on_a_read_only_disk_too(
+    cloud: Cloud, tmp_path: Path, frozen_disk: threading.Event, caplog: pytest.LogCaptureFixture
+) -> None:
+    with toy(cloud, tmp_path) as one:
+        instances = [one.place() for _ in range(2)]
+        for _ in range(2):
+            one.step()
+        (one.host.guest_data.directory / f'{instances[0]}.ready').write_text('{}')
+        one.step()
+        frozen_disk.set()
+        for each in instances:
+            one.hypervisor.switch_off(each, one.compute)
+        one.step()
+        assert [one.record(each).state for each in instances] == [STOPPED] * 2
+        assert one.step() == []
+        assert [line.levelname for line in caplog.records if 'Read-only' in line.message] == ['WARNING']
+        assert f'instance {instances[0]} will be called ready' in caplog.text
+
+
+def test_what_cannot_be_removed_on_a_read_only_disk_is_said_once_and_removed_later(
+    cloud: Cloud, tmp_path: Path, frozen_disk: threading.Event, caplog: pytest.LogCaptureFixture
+) -> None:
+    with toy(cloud, tmp_path) as one:
+        instance = one.place()
+        for _ in range(2):
+            one.step()
+        destroy(cloud.store, instance)
+        frozen_disk.set()
+        for _ in range(2):
+            assert one.step() == [f'destroy {instance}']
+            one.planner.works_again()
+        said = [line for line in caplog.records if 'Read-only' in line.message]
+        assert [(line.levelname, line.exc_info) for line in said] == [('WARNING', None)]
+        frozen_disk.clear()
+        assert one.step() == [f'destroy {instance}']
+        assert one.step() == []
+        assert one.complaints._open == {}

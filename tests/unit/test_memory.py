@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -81,6 +82,23 @@ def test_what_ends_twice_does_not_keep_older_ends_from_being_forgotten(machine: 
     machine.clock += DAY * 0.75
     memory.ended(COMPUTE)
     assert memory.all_ended() == machine.memory().all_ended() == {INSTANCE, COMPUTE}
+
+
+def test_what_cannot_be_forgotten_hinders_no_end(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the file system is read-only, say."""
+
+    def removed(path: Path, missing_ok: bool = False) -> None:
+        raise OSError(errno.EROFS, 'Read-only file system', str(path), missing_ok)
+
+    memory = machine.memory()
+    memory.ended(INSTANCE)
+    machine.clock += DAY * 1.1
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, 'unlink', removed)
+        memory.ended(OTHER)
+    assert memory.all_ended() == {OTHER}
+    machine.memory().ended(COMPUTE)
+    assert machine.memory().all_ended() == {OTHER, COMPUTE}
 
 
 def test_what_is_not_dealt_with_after_a_reboot_is_remembered_until_it_is(machine: Machine) -> None:

@@ -16,6 +16,7 @@ import json
 import logging
 import threading
 from collections.abc import Callable, Mapping, Set
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from pathlib import Path
@@ -164,7 +165,8 @@ class Memory:
             if datetime.fromisoformat(when) >= limit:
                 return
             del self._ended[instance]
-            (self._directory / f'{instance}.json').unlink(missing_ok=True)
+            with suppress(OSError):  # the next start reads it, and tries again
+                (self._directory / f'{instance}.json').unlink(missing_ok=True)
 
 
 def _to_json(each: MemoryEntry) -> str:

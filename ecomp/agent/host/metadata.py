@@ -95,8 +95,15 @@ class GuestData:
 
     def off(self, instance: str) -> None:
         """Forget that the instance was ready: its guest is off, and is to say so again when it was started."""
-        (self.directory / f'{instance}{BEING_TOLD}').unlink(missing_ok=True)
-        self._ready(instance).unlink(missing_ok=True)
+        try:
+            (self.directory / f'{instance}{BEING_TOLD}').unlink(missing_ok=True)
+            self._ready(instance).unlink(missing_ok=True)
+        except OSError as error:
+            # What is written of a guest that went off does not wait for this; and where the file system is read-only,
+            # what is not there cannot be removed either.
+            if instance in self.ready():
+                told = f'{error.filename}: {error.strerror}'
+                log.warning('%s: instance %s will be called ready as soon as it is started again', told, instance)
 
     def remove(self, instance: str, macs: Iterable[str]) -> None:
         """Forget an instance. Nothing there is success."""
