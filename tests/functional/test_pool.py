@@ -235,11 +235,11 @@ def test_kill_after_kill_every_job_is_told(pair: Tended) -> None:
 
 
 def test_a_signal_that_ends_others_does_not_end_a_worker(pool: Tended) -> None:
-    # Ctrl-C goes to the whole group of the terminal.
+    # Ctrl-C goes to the whole group of the terminal, and SIGHUP when that is closed.
     work = job('stubborn')
     handed = pool.hand_in(work)
     pid = pool.pid(work)
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         os.kill(pid, number)
     (pool.directory / 'go').touch()
     assert pool.result(handed) == ALL

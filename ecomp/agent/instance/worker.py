@@ -62,9 +62,9 @@ def prepare(settings: WorkerSettings) -> None:
     """What a worker process does first. It dies with its parent, however that dies."""
     # Else a worker goes on building after its parent was killed with -9, beside the next ecompute's.
     die_with(settings.parent)
-    # Ctrl-C goes to the whole terminal's group; when to stop is the parent's business.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    # Ctrl-C goes to the whole terminal's group, as does its end; when to stop is the parent's business.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
     logs.configure()
 
 
