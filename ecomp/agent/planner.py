@@ -184,7 +184,8 @@ class Planner:
         asked = self._shutdowns.patience(now)
         self._note_dealt_with(records, guests, busy)
         ready = self._instances.ready_now() if any(map(unready, records.values())) else set()
-        tasks = plan(wishes, records, known, addresses, vanished, self._before_reboot, asked, ready)
+        clock = self._instances.now()
+        tasks = plan(wishes, records, known, addresses, vanished, self._before_reboot, asked, ready, clock)
         for instance in self.agenda.forget_all_but({each.instance for each in tasks if each.kind is not Kind.REPORT}):
             self.complaints.hand_over(instance, LOOKING)
         put_off = self.agenda.put_off_now(now)

@@ -19,7 +19,7 @@ from ecomp.model.record import ACTIVE, GONE, STOPPED
 from ecomp.scheduler.changing.destroy import destroy
 from ecomp.virt.fake import FakeHypervisor
 from tests.functional.cloud import Cloud, new
-from tests.functional.toy import toy
+from tests.functional.toy import NOW, toy
 
 pytestmark = pytest.mark.fast
 
@@ -329,3 +329,23 @@ def test_what_cannot_be_removed_on_a_read_only_disk_is_said_once_and_removed_lat
         assert one.step() == [f'destroy {instance}']
         assert one.step() == []
         assert one.complaints._open == {}
+
+
+def test_a_clock_that_was_put_back_keeps_no_address_from_being_written_down(cloud: Cloud, tmp_path: Path) -> None:
+    """As where a host's clock is an hour ahead until NTP has its say; the guest was turned off in that hour."""
+
+    class Leases(FakeHypervisor):
+        def addresses(self, instance: str) -> Mapping[str, Address]:
+            return {mac: each._replace(since=NOW) for mac, each in super().addresses(instance).items()}
+
+    with toy(cloud, tmp_path, Leases()) as one:
+        instance = one.place()
+        for _ in range(2):
+            one.step()
+        one.instances.switch.now = lambda: NOW.replace('T09', 'T10')
+        one.hypervisor.switch_off(instance, one.compute)
+        assert one.step() == [f'power {instance}']
+        one.hypervisor.resume(instance, one.compute)
+        assert one.step() == [f'power {instance}']
+        assert one.step() == [f'address {instance}']
+        assert one.step() == []

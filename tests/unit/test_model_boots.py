@@ -83,6 +83,9 @@ def test_a_new_boot_is_ready_and_addressed_anew() -> None:
     assert news(second, {MAC: Address('10.0.0.2', 'lease', at(3))})
     assert not news(first, {MAC: Address('10.0.0.1', 'lease', at(5))})
     assert not news(second, {})
+    # Put back since it was off, the clock does not say what came after that.
+    assert news(second, {MAC: Address('10.0.0.1', 'lease', at(2))}, at(3))
+    assert not news(second, {MAC: Address('10.0.0.1', 'lease', at(2))}, at(5))
 
 
 def test_who_waits_after_a_reboot_waits_for_the_boot_it_brings() -> None:

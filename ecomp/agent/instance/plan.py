@@ -64,11 +64,13 @@ def plan(
     before_reboot: Collection[str] = (),
     asked: Mapping[str, Patience] = MappingProxyType({}),
     ready: Collection[str] = (),
+    now: str = '',
 ) -> list[Task]:
     """The tasks, at most one an instance. `addresses` is {instance: {mac: address}}, where they were asked for.
 
     `vanished` are those of whom nothing was seen long enough apart; `before_reboot` those that were here when the host
-    went down; `asked` those that were asked to turn themselves off, `ready` those whose cloud-init is through.
+    went down; `asked` those that were asked to turn themselves off, `ready` those whose cloud-init is through. `now` is
+    the time of day, '' where that is not known.
     """
     tasks = []
     for instance, wish in wishes.items():
@@ -78,7 +80,7 @@ def plan(
             assert isinstance(wish, Request)  # _ending() has refused the others
             task = _power(wish.power, record, guest, asked.get(instance))
         seen = instance in vanished, instance in before_reboot, instance in ready
-        task = task or _living(record, guest, addresses.get(instance, {}), *seen)
+        task = task or _living(record, guest, addresses.get(instance, {}), now, *seen)
         if task is not None:
             tasks.append(Task(task[0], instance, task[1]))
     for instance in guests:
@@ -121,6 +123,7 @@ def _living(
     record: Record | None,
     guest: Guest | None,
     addresses: Mapping[str, Address],
+    now: str,
     vanished: bool,
     before_reboot: bool,
     ready: bool,
@@ -136,19 +139,26 @@ def _living(
     fault = fault_of(record, guest)
     if running != (record.state == ACTIVE) or fault != record.fault:
         return Kind.POWER, fault or ('it runs' if running else 'it is off')
-    if news(record, addresses):
+    if news(record, addresses, now):
         return Kind.ADDRESS, 'its address is known'
     if ready and unready(record):
         return Kind.READY, 'its cloud-init is through'
     return None
 
 
-def news(record: Record, addresses: Mapping[str, Address]) -> bool:
-    """True when an interface has an address now that the record does not say, or has it again after a new boot."""
+def news(record: Record, addresses: Mapping[str, Address], now: str = '') -> bool:
+    """True when an interface has an address now that the record does not say, or has it again after a new boot.
+
+    `now` is as plan's.
+    """
     if any(each.mac in addresses and addresses[each.mac].address != each.address for each in record.addresses):
         return True
     first = addresses.get(record.addresses[0].mac) if record.addresses else None
-    return first is not None and _unaddressed(record) and _is_since(first, off_until(record.known_boots))
+    if first is None or not _unaddressed(record):
+        return False
+    off = off_until(record.known_boots)
+    # The clock may have been put back since: until it has caught up, no lease would be later.
+    return _is_since(first, '' if now and off > now else off)
 
 
 def _is_since(address: Address, off: str) -> bool:
