@@ -27,6 +27,8 @@ EVERY = 60.0
 """Seconds between two plans when nothing happens."""
 POLL = 2.0
 """Seconds between two looks for addresses while one is pending and no lease was announced: a bridge has none."""
+POLLS = 30
+"""Looks in as long as was waited already: beyond POLLS * POLL seconds they are ever fewer, for some never have one."""
 PLANNING, HERE, FAR = 'planning', 'looks that ask this host or etcd', 'looks that ask placement'
 
 
@@ -133,7 +135,8 @@ class Daemon:
         now = time.monotonic()
         if self._state is None:
             return now + EVERY  # the first list nudges
-        poll = [now + POLL] if self._planner.awaits_addresses else []
+        without, since = self._planner.without_addresses
+        poll = [now + poll_after(now - since)] if without else []
         # Whatever is overdue is not to be met a thousand times a second.
         return max(min([self._next_minute, self._rounds.next(), *self._planner.due(), *poll]), now + 0.01)
 
@@ -191,3 +194,8 @@ class Daemon:
             if not self._is_ending():  # else what it speaks with is closed under it
                 log.exception('unexpected error while %s; trying again', doing)
         return False
+
+
+def poll_after(waited: float) -> float:
+    """Seconds until the next look for addresses that the same guests have been without for so many seconds."""
+    return min(max(POLL, waited / POLLS), EVERY)

@@ -57,8 +57,8 @@ class Planner:
         self._memory = memory
         self.agenda: Agenda[Work] = Agenda()
         self.complaints = complaints
-        self.awaits_addresses = False
-        """Whether some guest had no address yet at the last step."""
+        self.without_addresses: tuple[frozenset[str], float] = frozenset(), 0.0
+        """The guests that had no address yet at the last step, and since when, on the monotonic clock, just these."""
         # What was carried out, and when, from whoever did it to the next step: all else is the planning thread's.
         self._done: queue.SimpleQueue[tuple[Work, float]] = queue.SimpleQueue()
         self._wishes: dict[str, tuple[int, Wish]] = {}
@@ -189,7 +189,8 @@ class Planner:
         for instance in self.agenda.forget_all_but({each.instance for each in tasks if each.kind is not Kind.REPORT}):
             self.complaints.hand_over(instance, LOOKING)
         put_off = self.agenda.put_off_now(now)
-        self.awaits_addresses = bool(without)
+        if self.without_addresses[0] != frozenset(without):
+            self.without_addresses = frozenset(without), now
         found = []
         self._reported &= {task.instance for task in tasks if task.kind is Kind.REPORT}
         for task in tasks:

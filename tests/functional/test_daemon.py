@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from ecomp.agent.daemon import Daemon
+from ecomp.agent.daemon import EVERY, POLL, Daemon, poll_after
 from ecomp.agent.host.claims import ClaimKeeper
 from ecomp.agent.planner import LOOKING, Planner
 from ecomp.agent.turns import Threads
@@ -172,6 +172,11 @@ def test_a_planner_that_meets_what_nobody_thought_of_goes_on(
             reached(one, instance, ACTIVE)
         assert failures == []
         assert 'unexpected error while planning' in caplog.text
+
+
+def test_an_address_that_never_comes_is_looked_for_ever_less_often() -> None:
+    """Of a guest on a LAN's bridge without an agent, say."""
+    assert [poll_after(minutes * 60) for minutes in (0, 1, 2, 10, 30, 10_000)] == [POLL, POLL, 4, 20, EVERY, EVERY]
 
 
 class Held(FakeHypervisor):

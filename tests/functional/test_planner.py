@@ -68,7 +68,14 @@ def test_what_one_guest_s_addresses_fail_with_hinders_no_other(
         other = one.place()
         assert one.step() == [f'build {other}']
         assert one.step() == [f'address {other}']
-        assert one.planner.awaits_addresses
+        waiting, since = one.planner.without_addresses
+        assert waiting == {odd, other}
+        one.step()
+        assert one.planner.without_addresses[0] == {odd}
+        assert since < one.planner.without_addresses[1]
+        since = one.planner.without_addresses[1]
+        one.step()
+        assert one.planner.without_addresses == ({odd}, since), 'it is looked for ever less often'
         assert [line.levelname for line in caplog.records if 'no network' in line.message] == ['WARNING'], 'said once'
         destroy(cloud.store, odd)
         assert one.step() == [f'destroy {odd}']
