@@ -14,6 +14,8 @@ how many at most). What is one compute's, or one instance's, is done by one of t
                               for good, at a signal or where the compute becomes read-only
     build_N                   carries out a build; one instance is one thread's at a time, and its record with it. What
                               was done goes to the planner by a queue. What is in work is waited for at the end
+    confirm                   asks placement what the instance of one build holds, which waits for that before anything
+                              is made. Ends with the answer
     task_N                    the same for all other tasks
     minute_N                  asks placement of claims (ClaimKeeper) and the provider (Registration), which nobody else
                               touches while the compute runs; one at a time. Not waited for at the end

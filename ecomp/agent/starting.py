@@ -9,7 +9,7 @@ from ecomp.agent.host.memory import Memory
 from ecomp.errors import BuildFailed
 from ecomp.model import keys
 from ecomp.model.guest import ReservedAddress
-from ecomp.model.record import ACTIVE, ERROR, GONE, STOPPED, from_json
+from ecomp.model.record import ACTIVE, BUILDING, ERROR, GONE, STOPPED, from_json
 from ecomp.store.client import Entry, Store
 from ecomp.virt import Hypervisor
 
@@ -27,7 +27,10 @@ def note_ends(compute: str, store: Store, memory: Memory, here: Collection[str])
     for instance in memory.all().keys() - asked - set(here):
         # Read after the requests were: its end takes both in one transaction, so what lives has one of them.
         places = keys.record(compute, instance), keys.old_record(instance)
-        if all(_has_ended(compute, each) for each in store.read(places).values()):
+        there, remembered = store.read(places).values(), memory.all()[instance]
+        if not there and remembered.record.state == BUILDING and remembered.failure is None:
+            continue  # begun, and killed before its record said so: the planner takes back what is reserved for it
+        if all(_has_ended(compute, each) for each in there):
             memory.ended(instance)
             log.info('instance %s had ended, and this compute had not written that down', instance)
 

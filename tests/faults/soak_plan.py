@@ -81,8 +81,8 @@ class Plan:
 
 CREATE_PLACES = ('announced', 'claimed', 'claimed', 'delivered')
 FAKE_PLACES = (
-    *('registered', 'published', 'building', 'reserved', 'seeded', 'confirmed', 'built', 'active', 'addressed'),
-    *('destroying', 'removed', 'forgotten', 'unreserved', 'released', 'ended'),
+    *('registered', 'published', 'remembered', 'reserved', 'seeded', 'confirmed', 'building', 'built', 'active'),
+    *('addressed', 'destroying', 'removed', 'forgotten', 'unreserved', 'released', 'ended'),
     *('image-ready', 'disk-created', 'domain-started', 'domain-undefined'),
 )
 HOST_PLACES = (

@@ -20,8 +20,8 @@ from tests.kit.story import addressed, place, reached, reserved
 from tests.kit.tuned import tuned
 
 BUILD_FAILPOINTS = (
-    *('building', 'reserved', 'seeded', 'confirmed', 'image-ready', 'disk-created', 'domain-started', 'built'),
-    *('active', 'addressed'),
+    *('remembered', 'reserved', 'seeded', 'confirmed', 'building', 'image-ready', 'disk-created', 'domain-started'),
+    *('built', 'active', 'addressed'),
 )
 DESTROY_FAILPOINTS = (
     *('destroying', 'domain-undefined', 'disk-deleted', 'removed', 'forgotten', 'unreserved', 'released', 'ended'),

@@ -14,7 +14,7 @@ from tests.kit.servers import until
 from tests.kit.story import SMALL, addressed, at_once, logged, logs, notified, one_line, place, reached, record
 from tests.kit.tuned import tuned
 
-BUILD_FAILPOINTS = ['building', 'reserved', 'seeded', 'confirmed', 'built', 'active', 'addressed']
+BUILD_FAILPOINTS = ['remembered', 'reserved', 'seeded', 'confirmed', 'building', 'built', 'active', 'addressed']
 
 
 @pytest.mark.parametrize('step', some(BUILD_FAILPOINTS, 'confirmed', 'built', 'addressed'))
@@ -122,8 +122,8 @@ def test_a_request_removed_while_building(cluster: Control, step: str) -> None:
     cluster.etcd.delete(f'/hosts/{compute.uuid}/{instance}')
     compute.resume()
     addressed(cluster, place(cluster)[1])
-    if step in ('building', 'reserved'):
-        # What is reserved is written down before anything is made.
+    if step in ('remembered', 'reserved', 'seeded', 'confirmed'):
+        # What was begun is written down on the host before anything is reserved.
         assert 'its request was deleted' in reached(cluster, instance, 'error')['error']['reason']
         assert cluster.placement.allocations(instance) == {}
     else:

@@ -9,9 +9,12 @@ import pytest
 
 from ecomp.agent.instance.instances import allocations
 from ecomp.agent.instance.surroundings import aside
+from ecomp.agent.starting import note_ends
 from ecomp.errors import EcompError, NotFound, Unreachable
+from ecomp.model import keys
 from ecomp.model.record import ACTIVE, BUILDING, ERROR
 from ecomp.placement.allocations import Consumer
+from ecomp.store.client import Delete
 from tests.functional.cloud import Cloud
 from tests.functional.toy import toy
 
@@ -20,28 +23,56 @@ pytestmark = pytest.mark.fast
 
 @pytest.mark.parametrize('says', [Unreachable('placement is away', 'placement'), EcompError('too old'), NotFound('no')])
 def test_a_build_waits_as_long_as_placement_does_not_confirm(cloud: Cloud, tmp_path: Path, says: EcompError) -> None:
-    """What it has written once it does not write again, and no answer but a claim that differs ends it."""
+    """It says nothing to etcd, does nothing twice, and no answer but a claim that differs ends it."""
     with toy(cloud, tmp_path) as compute:
         instance = compute.place()
 
         def asked(*_: object) -> Consumer:
             raise says
 
+        revision = cloud.store.snapshot('/').revision
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(allocations, 'consumer', asked)
             assert compute.step() == [f'build {instance}']
-            written = compute.record(instance)
-            assert (written.state, written.attempts) == (BUILDING, 0)
-            revision = cloud.store.snapshot('/').revision
+            remembered = compute.memory.all()[instance].record
+            assert (remembered.state, remembered.attempts) == (BUILDING, 0)
+            patch.setattr(compute.hypervisor, 'reserve', None)
             for _ in range(4):
                 compute.planner.works_again()
                 assert compute.step() == [f'build {instance}']
             assert cloud.store.snapshot('/').revision == revision
-            assert compute.record(instance) == written
+            assert compute.instances.record(instance) is None
             assert compute.hypervisor.guests() == {}
         compute.planner.works_again()
         compute.step()
         assert compute.record(instance).state == ACTIVE
+
+
+@pytest.mark.parametrize('restarts', [False, True])
+def test_what_was_begun_and_is_not_asked_for_any_more_is_taken_back(
+    cloud: Cloud, tmp_path: Path, restarts: bool
+) -> None:
+    """Its request was deleted by hand while placement did not answer, or its compute was down."""
+    with toy(cloud, tmp_path) as compute:
+        instance = compute.place()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(allocations, 'consumer', lambda *_: (_ for _ in ()).throw(Unreachable('placement is away')))
+            compute.step()
+        assert [each.instance for each in compute.hypervisor.reservations().values()] == [instance]
+        cloud.store.commit([], [Delete(keys.request(compute.compute, instance))])
+        if restarts:
+            compute.restart()
+            note_ends(compute.compute, cloud.store, compute.memory, compute.hypervisor.guests().keys())
+        compute.step()
+        compute.planner.recheck()
+        assert compute.hypervisor.reservations() == {}
+        assert list((tmp_path / 'metadata').glob('*')) == []
+        assert cloud.server.allocations(instance) == {}
+        assert compute.memory.all() == {}
+        compute.instances.forget(instance)
+        failed = compute.record(instance)
+        assert failed.error is not None
+        assert 'its request was deleted' in failed.error.reason
 
 
 def test_nothing_is_left_of_what_placement_does_not_confirm(cloud: Cloud, tmp_path: Path) -> None:

@@ -60,7 +60,7 @@ def test_pretended_computes_that_take_from_queues(cluster: Control) -> None:
     assert cluster.eschedule('flavor', 'set', 'small', SMALL).code == 0
     reached(cluster, cluster.eschedule('--queue', '--flavor', 'small').stdout.split()[-1], 'active')
     assert many.stop() == 0
-    assert met(many.trace) == {*ALWAYS, 'queues_N', 'start_N', 'end_N'}
+    assert met(many.trace) == {*ALWAYS, 'confirm', 'queues_N', 'start_N', 'end_N'}
     assert met(many.trace) <= named()
 
 

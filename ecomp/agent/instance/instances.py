@@ -122,15 +122,15 @@ class Instances:
             return
         # Placement takes as long as all that is written before the build: it is asked meanwhile.
         asked = self.aside(partial(allocations.consumer, self.placement, instance))
-        if record.state == BUILDING:
-            asked.result()  # tried before: as long as placement does not answer nothing is written again
-        record = self._records.write(record.at(BUILDING, self.now()), revision)
+        if record.state == BUILDING or instance in self.memory.all():
+            asked.result()  # tried before: as long as placement does not answer nothing is done again
+        record = record.at(BUILDING, self.now())
         self.memory.remember(request, record)
-        failpoint('building')
+        failpoint('remembered')
         spec = self._spec(request)
         assert request.image is not None  # parse_request() lets no other request with allocations through
         try:
-            record = self._records.write(self._reserve(record, spec), revision)
+            record = self._reserve(record, spec)
             spec = replace(spec, reserved=tuple(each.expected for each in record.addresses))
             self.guest_data.write(with_user_data(self.store, request), spec.macs, self.memory.all())
             failpoint('seeded')
@@ -140,6 +140,8 @@ class Instances:
             if differs:
                 raise BuildFailed('scheduled', differs)
             failpoint('confirmed')
+            record = self._records.write(record, revision)
+            failpoint('building')
             log.info('INSTANTIATE INSTANCE %s WITH IMAGE %s', instance, request.image)
             log.info('ALLOCATIONS ARE %s', to_wire(request.allocations))
             for news in self.runner.run(Build(spec, request.image)):
@@ -212,7 +214,8 @@ class Instances:
 
     def end_without_request(self, instance: str) -> None:
         """A build that was stopped and whose request is gone, by hand: it ends in error and says so."""
-        record = self.record(instance)
+        remembered = self.memory.all().get(instance)
+        record = self.record(instance) or (remembered.record if remembered else None)  # begun, and not confirmed yet
         if record is None or record.state != BUILDING:
             return
         if self.store.get(keys.request(self.compute, instance)) is not None:
