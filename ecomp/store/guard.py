@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 
 from ecomp.errors import EcompError, StrangeEtcd
 from ecomp.model import cluster, keys
@@ -55,8 +56,10 @@ class Guard:
         """Look at any other reply; False if it is older than `before`: of a member that lags, or worse."""
         if cluster.unfamiliar(before, header) is not None:
             return False
+        # Its term is that member's own: of one that has just stood for election it is higher than the leader's, who
+        # answers on for a moment, and is no other etcd for that.
         with self._lock:
-            self._learn(self._known.with_header(header))
+            self._learn(self._known.with_header(replace(header, term=0)))
         return True
 
     def recognise(self, value: bytes | None, where: str) -> None:

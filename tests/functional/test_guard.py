@@ -175,6 +175,17 @@ def test_what_was_compared_is_what_was_known_when_it_was_asked() -> None:
         guard.admit()
 
 
+def test_a_member_that_has_just_stood_for_election_is_no_other_etcd() -> None:
+    """Its watch says the term that it stands with; its leader answers on for a moment, with its own."""
+    guard = Guard(KnownCluster(IDENTITY, 1, 10, 2), lambda _: None)
+    assert guard.observe(guard.known, cluster.Header(1, 12, 3))
+    guard.check(guard.known, cluster.Header(1, 12, 2), 'e')
+    assert guard.known == KnownCluster(IDENTITY, 1, 12, 2)
+    guard.check(guard.known, cluster.Header(1, 12, 3), 'e')
+    with pytest.raises(StrangeEtcd, match='raft term 2, and 3 was seen'):
+        guard.check(guard.known, cluster.Header(1, 12, 2), 'e')
+
+
 # On a real etcd
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import random
 import time
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import replace
 
 import pytest
@@ -15,15 +17,16 @@ from ecomp.errors import Conflict, NoCapacity, PlacementRefusal, UsageError
 from ecomp.model import keys
 from ecomp.model.allocation import Allocations
 from ecomp.model.choose import Offer
+from ecomp.model.computes import to_json as hostname_to_json
 from ecomp.model.record import ERROR, GONE, Record, to_json
 from ecomp.placement import allocations
 from ecomp.placement.client import Placement
 from ecomp.scheduler.changing.destroy import destroy
 from ecomp.scheduler.placing import claim as claims
 from ecomp.scheduler.placing.create import create
-from ecomp.scheduler.placing.set_order import DeliveryOutcome
+from ecomp.scheduler.placing.set_order import DeliveryOutcome, SetOrder
 from ecomp.store.client import Store
-from tests.functional.cloud import IMAGE, SMALL, WHO, Cloud, at_it, new
+from tests.functional.cloud import IMAGE, SMALL, WHO, Cloud, CountingStore, at_it, new
 from tests.kit.servers import PATIENCE, until
 
 pytestmark = pytest.mark.fast
@@ -65,14 +68,50 @@ def test_without_capacity_nothing_is_left(cloud: Cloud) -> None:
 
 def test_a_dead_compute_is_skipped_and_named(cloud: Cloud, caplog: pytest.LogCaptureFixture) -> None:
     dead, alive = cloud.compute(alive=False), cloud.compute()
+    cloud.etcd.put(keys.hostname(dead), hostname_to_json('hv-dead'))
     wanted = cloud.wanted(alive)
-    found: list[Allocations] = [{dead: SMALL}, {alive: SMALL}]
+    # Another one's in the same placement is nobody's business here.
+    found: list[Allocations] = [{dead: SMALL}, {cloud.compute(alive=False): SMALL}, {alive: SMALL}]
     assert cloud.create(wanted, found=found) == DeliveryOutcome(alive)
-    assert [record.message for record in caplog.records] == [f'compute {dead} is not alive: skipped']
+    assert [record.message for record in caplog.records] == ['compute hv-dead is not alive: skipped']
     other = cloud.wanted(dead)
     with pytest.raises(NoCapacity, match='none of them is alive'):
         cloud.create(other)
     cloud.has_nothing_of(other, dead)
+
+
+def test_others_in_the_same_placement_are_no_reason(cloud: Cloud, caplog: pytest.LogCaptureFixture) -> None:
+    """The nodes of a cloud beside this one are not alive here, and never were."""
+    cloud.compute()
+    other = cloud.wanted(cloud.compute(alive=False))
+    with pytest.raises(NoCapacity, match='placement names no provider'):
+        cloud.create(other)
+    assert caplog.records == []
+
+
+def test_a_uuid_of_a_large_set_costs_a_few_lists_whatever_the_number_of_computes(cloud: Cloud) -> None:
+    """Each of its instances was looked for among all of them: the set was not placed before its lease had ended."""
+    compute = cloud.compute(VCPU=50, MEMORY_MB=4096, DISK_GB=50)
+    for _ in range(3):
+        cloud.compute()
+    wanted = replace(cloud.wanted(compute), count=40, minimum=40)
+    offer = allocations.candidates(cloud.placement, wanted.query)
+    with closing(CountingStore(EtcdConfig((cloud.etcd.endpoint,)))) as store:
+        placed = create_set(cloud, store, wanted, offer)
+        assert len(placed) == 40
+        first, store.asked = store.asked, 0
+        again = create_set(cloud, store, wanted, offer)
+        assert again.keys() == placed.keys()
+        assert all(each.again for each in again.values())
+    assert first < 30
+    assert store.asked < 50
+
+
+def create_set(cloud: Cloud, store: Store, wanted: SetOrder, offer: Offer) -> Mapping[str, DeliveryOutcome]:
+    """create() of a set by a uuid that the user gave."""
+    backend: Future[tuple[Placement, Offer]] = Future()
+    backend.set_result((cloud.placement, offer))
+    return create(store, backend, wanted, WHO, True, random.Random(), lambda: 'now')
 
 
 def test_a_refused_claim_is_tried_on_the_next(cloud: Cloud) -> None:

@@ -16,6 +16,7 @@ from ecomp.conf import EtcdConfig
 from ecomp.errors import NoCapacity, OverQuota
 from ecomp.model import keys
 from ecomp.model.choose import FIRST, PACK, RANDOM, SPREAD, Offer
+from ecomp.model.computes import to_json as hostname_to_json
 from ecomp.model.instance import Request, parse_request
 from ecomp.model.quota import Quota
 from ecomp.model.quota import to_json as quota_json
@@ -251,12 +252,14 @@ def test_of_many_that_are_not_alive_a_few_are_named_and_their_names_are_read_onc
 ) -> None:
     alive = cluster.compute()
     for _ in range(NAMED + 3):
-        cluster.etcd.delete(keys.compute(cluster.compute()))
+        cluster.etcd.delete(keys.compute(dead := cluster.compute()))
+        cluster.etcd.put(keys.hostname(dead), hostname_to_json(f'hv-{dead[:8]}'))
     assert cluster.create(large=None) == alive
     said = [record.message for record in caplog.records if 'not alive' in record.message]
     assert len(said) == NAMED + 1
     assert said[-1] == '3 more computes are not alive: skipped'
-    assert cluster.store.asked == 9  # two more than where all are alive: the computes, and what their hosts are called
+    # Three more than where all are alive: the computes, and what their hosts are called, in two pages.
+    assert cluster.store.asked == 10
 
 
 def test_what_is_rounded_is_not_taken_for_another(cluster: Cluster) -> None:

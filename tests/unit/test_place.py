@@ -46,6 +46,7 @@ def placed(found: Offer, seed: int, weigh: str, ahead: int, behind: int = 0, cou
         lambda: found,
         lambda: (ahead, behind),
         list(found.rooms),
+        lambda _: True,
         wanted,
         random.Random(seed),
     )
@@ -85,3 +86,34 @@ def test_those_who_pack_fill_the_same_computes(weigh: str) -> None:
 
 def test_alone_it_spreads_over_all() -> None:
     assert most(placed(offer(20), 1, SPREAD, ahead=0, count=20)) == 1
+
+
+def test_of_a_compute_with_several_places_one_that_was_taken_leaves_the_others() -> None:
+    """Its GPUs are providers below it, which others are after as well; each is lost but the last."""
+    compute, gpus = str(uuid.uuid4()), [str(uuid.uuid4()) for _ in range(6)]
+    left = set(gpus)
+
+    @dataclass(frozen=True)
+    class Late(Claimer):
+        """Others were faster wherever there is another place left."""
+
+        def claim_what_fits(self, wanted: Mapping[str, Candidate]) -> set[str]:
+            """As the real one."""
+            ((instance, candidate),) = wanted.items()
+            (gpu,) = candidate.allocations.keys() - {compute}
+            if len(left) == 1:
+                return {instance}
+            left.discard(gpu)
+            return set()
+
+    def look() -> Offer:
+        return Offer([{compute: SIZE, gpu: {'CUSTOM_GPU': 1}} for gpu in sorted(left)], {})
+
+    wanted = SetOrder(str(uuid.uuid4()), query='query', image='image')
+    alone = (0, 0)
+    placer = Placer(
+        Late(None, '', '', lambda: True),  # type: ignore[arg-type]  # placement is not asked
+        look, lambda: alone, [compute], lambda _: True, wanted, random.Random(0),
+    )  # fmt: skip
+    (placed,) = placer.place(look(), Terms(None, None), {}).values()
+    assert placed.allocations.keys() == {compute, *left}

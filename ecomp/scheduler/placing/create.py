@@ -95,6 +95,9 @@ def create(
     def called(compute: str) -> str:
         return known().called(compute)
 
+    def is_ours(compute: str) -> bool:
+        return compute in known().remembered
+
     def living() -> list[str]:
         found = store.snapshot(keys.COMPUTES, keys_only=True).entries
         sized(len(found))
@@ -123,7 +126,8 @@ def create(
             few = Few(claimer, wanted, rng, tried)
             placed, of = few.place(store, terms, large), few.of
         if not placed:
-            placer = Placer(claimer, look_again, line, living() if alive is None else alive, wanted, rng, tried)
+            alive = living() if alive is None else alive
+            placer = Placer(claimer, look_again, line, alive, is_ours, wanted, rng, tried)
             if announced - offer.asked > FRESH:
                 offer = look_again()  # who waits for a compute to be drained waits no longer than that for us
         if resume and placer is not None and placer.room(offer, terms) < wanted.minimum:
@@ -152,7 +156,7 @@ def create(
                 log.debug('%s: others were faster, %d of %d may stay', wanted.instance, len(lost.kept), len(placed))
                 placed = {instance: placed[instance] for instance in lost.kept}
                 terms, offer = _terms(store, wanted), look_again()
-                placer = placer or Placer(claimer, look_again, line, living(), wanted, rng, tried)
+                placer = placer or Placer(claimer, look_again, line, living(), is_ours, wanted, rng, tried)
     except UnknownOutcome:
         raise  # nothing is released while it is not known what was written (rule 1)
     except BaseException as error:

@@ -21,7 +21,8 @@ from ecomp.scheduler.placing.set_order import SetOrder
 log = logging.getLogger(__name__)
 
 REFUSALS = 2
-"""After so many a compute is left out: full it is not offered, and is it too busy, another one may do."""
+"""After so many a place is left out: full it is not offered, and is it too busy, another one may do. A compute with
+providers of its own below it (of GPUs, say) is several places, of which one may be taken while others are free."""
 
 NAMED = 20
 """Computes that are called by their names in a log, at most."""
@@ -33,7 +34,8 @@ class Placer:
 
     A claim that turns out to be in the wrong place is left until it is moved, or the request has ended: released and
     claimed anew, a late release of somebody else's could meet its generation once more (rule 3).
-    `look_again` asks placement once more who could; `line` says who else is at it, see Line.
+    `look_again` asks placement once more who could; `line` says who else is at it, see Line; `is_ours` whether a
+    provider that is not `alive` is a compute that is away.
     `of`: how many computes could have taken one, when that was asked first.
     """
 
@@ -41,6 +43,7 @@ class Placer:
     look_again: Callable[[], Offer]
     line: Callable[[], tuple[int, int]]
     alive: Collection[str]
+    is_ours: Callable[[str], bool]
     wanted: SetOrder
     rng: random.Random
     tried: list[str] = field(default_factory=list)
@@ -52,16 +55,18 @@ class Placer:
         Errors: NoCapacity (TooFew and OverQuota are such), UsageError, those of the claim.
         """
         wanted, held = self.wanted, dict(placed)
-        group, refusals = _with(terms.group, held), Counter[str]()
+        group, refusals = _with(terms.group, held), Counter[tuple[str, ...]]()
         line = Contention(self.line, self.look_again, self.rng)
         batch: list[Candidate] = []
         while True:
             choice = choose(offer, self.alive, wanted.weigh, self.rng, group)
+            if choice.skipped:  # others in the same placement, of a cloud beside this one, are nobody's business here
+                choice = choice._replace(skipped=[each for each in choice.skipped if self.is_ours(each)])
             for provider in choice.skipped[:NAMED]:
                 log.warning('compute %s is not alive: skipped', self.claimer.called(provider))
             if len(choice.skipped) > NAMED:
                 log.warning('%d more computes are not alive: skipped', len(choice.skipped) - NAMED)
-            candidates = [each for each in choice.tries if refusals[each.compute] < REFUSALS]
+            candidates = [each for each in choice.tries if refusals[_providers(each)] < REFUSALS]
             self.of = max(len({each.compute for each in candidates}), self.of, 1)
             lacking = goal([*candidates, *held.values()], terms, wanted) - len(held)
             if lacking <= 0:
@@ -84,7 +89,7 @@ class Placer:
             if len(claimed) == len(asked):
                 break
             # Somebody was faster there, so what placement said is not so any more.
-            refusals.update({candidate.compute for instance, candidate in asked.items() if instance not in claimed})
+            refusals.update({_providers(each) for instance, each in asked.items() if instance not in claimed})
             if len(held) < wanted.minimum and _is_undecided(terms.group):
                 # All of them share one compute: if not this, then another.
                 held, group = {}, terms.group
@@ -104,7 +109,7 @@ class Placer:
         """What those who began before us will hardly take, in place of the batch; None: ask placement once more."""
         weigh, lacking = self.wanted.weigh, len(batch)
         # Not shuffled: each reckons what the others take in the same order.
-        alike = candidates if weigh == FIRST else sorted(candidates, key=lambda each: each.compute)
+        alike = candidates if weigh == FIRST else sorted(candidates, key=lambda each: (each.compute, _providers(each)))
         places = distribute(alike, rooms, line.ahead + lacking + SCARCE, weigh, self.rng)
         spare = len(places) - line.ahead - lacking
         if line.should_look(spare):
@@ -160,6 +165,10 @@ def why_none(offer: Offer, choice: Choice, alive: Collection[str], group: Group 
 
 def _with(group: Group | None, held: Mapping[str, Candidate]) -> Group | None:
     return group and group.with_members({instance: each.compute for instance, each in held.items()})
+
+
+def _providers(candidate: Candidate) -> tuple[str, ...]:
+    return tuple(sorted(candidate.allocations))
 
 
 def _is_undecided(group: Group | None) -> bool:

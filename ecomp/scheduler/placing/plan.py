@@ -46,6 +46,7 @@ def plan(
     there = known.living
     _, offer = backend.result()
     choice = choose(offer, there, wanted.weigh, rng, terms.group)
+    choice = choice._replace(skipped=[each for each in choice.skipped if each in known.remembered])
     count = goal(choice.tries, terms, wanted)
     taken = distribute(choice.tries, offer.rooms, count, wanted.weigh, rng, terms.group)
     if not taken:

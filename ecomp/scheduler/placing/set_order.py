@@ -7,6 +7,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
 from ecomp.errors import Conflict, UsageError
+from ecomp.model import keys
 from ecomp.model.choose import SPREAD
 from ecomp.model.guest_data import SharedUserData
 from ecomp.model.json_object import dump
@@ -80,12 +81,21 @@ def check_size(wanted: SetOrder) -> None:
 def before(store: Store, wanted: SetOrder) -> dict[str, DeliveryOutcome]:
     """What was delivered of this before, by the same uuid; Conflict if it is not the same that was asked for."""
     from ecomp.scheduler.looking.find import find  # for a uuid that the user gave
+    from ecomp.store.places import index
+
+    # All names once: to look for each of a set among thousands of computes takes longer than the set has.
+    # What is moved from a queue to a compute meanwhile is found there.
+    waiting = {keys.in_queue(key) for key in store.snapshot(keys.QUEUES, keys_only=True).entries}
+    among = index(store)
+
+    def is_there(instance: str) -> bool:
+        return instance in waiting or instance in among.requests or instance in among.records
 
     # An instance's uuid is no set's, and the other way round.
     other = wanted.instance if wanted.count > 1 else _member(wanted.instance, 1)
-    if find(store, other) is not None:
+    if is_there(other) and find(store, other, among) is not None:
         raise Conflict(f'{wanted.instance}: is the uuid of {"an instance" if wanted.count > 1 else "a set"}')
-    found = {instance: find(store, instance) for instance in wanted.instances}
+    found = {instance: find(store, instance, among) for instance in wanted.instances if is_there(instance)}
     return {instance: _delivered(each, wanted.orders[instance]) for instance, each in found.items() if each is not None}
 
 
