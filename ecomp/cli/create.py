@@ -203,7 +203,7 @@ def _query(do: Context) -> str:
 
     query, flavor, on = do.words[0], do.options.flavor, do.options.on
     try:
-        check_query(query, needs_resources=flavor is None)
+        check_query(query, needs_resources=flavor is None, on=on is not None)
     except ValueError as error:
         raise UsageError(f'the query: {error}') from error
     if flavor is not None:

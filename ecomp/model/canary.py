@@ -60,7 +60,7 @@ class Canary(NamedTuple):
 
 def check_names_no_host(query: str) -> None:
     """ValueError for a query that says on which host it is to be: each canary is on its own."""
-    if any(key == 'in_tree' for key, _ in parse_qsl(query, keep_blank_values=True)):
+    if any(key.startswith('in_tree') for key, _ in parse_qsl(query, keep_blank_values=True)):
         raise ValueError('a canary is placed on every host: say --on HOST, for one alone, in place of in_tree=')
 
 

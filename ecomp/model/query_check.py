@@ -32,10 +32,11 @@ class Named(NamedTuple):
     traits: frozenset[str]
 
 
-def check_query(query: str, needs_resources: bool = True) -> str:
+def check_query(query: str, needs_resources: bool = True, on: bool = False) -> str:
     """The query as it is; ValueError with the first thing in it that placement would not take, in a line.
 
-    Without `needs_resources`, it is laid on top of a flavor. Which classes and traits there are only placement knows.
+    Without `needs_resources`, it is laid on top of a flavor; with `on`, --on says beside it where it is to be. Which
+    classes and traits there are only placement knows.
     """
     seen: set[str] = set()
     for key, value in parse_qsl(query, keep_blank_values=True):
@@ -46,6 +47,8 @@ def check_query(query: str, needs_resources: bool = True) -> str:
         if key in seen and kind in ONCE:
             raise ValueError(f'{key}= is there twice: say all of it in one')
         seen.add(key)
+        if kind == 'in_tree' and on:
+            raise ValueError(f'--on is said in place of {key}=, not beside it: leave one of them out')
         if kind == 'resources':
             _check_amounts(key, value)
         elif kind == 'limit' and not (value.isascii() and value.isdecimal() and len(value) <= DIGITS and int(value)):

@@ -66,5 +66,6 @@ def test_how_far_it_came() -> None:
 
 def test_a_query_names_no_host() -> None:
     check_names_no_host('resources=VCPU:1&required=in_tree')
-    with pytest.raises(ValueError, match='--on'):
-        check_names_no_host('resources=VCPU:1&in_tree=')
+    for key in ('in_tree', 'in_tree_1'):
+        with pytest.raises(ValueError, match='--on'):
+            check_names_no_host(f'resources=VCPU:1&{key}=')

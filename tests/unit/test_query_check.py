@@ -58,6 +58,14 @@ def test_on_top_of_a_flavor_no_resources_need_be_asked_for() -> None:
     assert check_query('', needs_resources=False) == ''
 
 
+@pytest.mark.parametrize('where', ['in_tree', 'in_tree1'])
+def test_who_names_a_compute_beside_it_does_not_name_one_in_it(where: str) -> None:
+    query = f'{SMALL}&{where}={AGGREGATE}'
+    assert check_query(query) == query
+    with pytest.raises(ValueError, match=f'--on is said in place of {where}=, not beside it'):
+        check_query(query, on=True)
+
+
 def test_what_a_query_names() -> None:
     query = f'{SMALL}&required=A,!B&root_required=C&required1=in:D,E&resources1=CUSTOM_G:1&member_of={AGGREGATE}'
     assert named(query) == Named(frozenset(['VCPU', 'DISK_GB', 'MEMORY_MB', 'CUSTOM_G']), frozenset('ABCDE'))
