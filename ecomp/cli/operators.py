@@ -94,9 +94,12 @@ def _host_forget(do: Context) -> int:
 
 
 def _audit(do: Context) -> int:
+    from ecomp.cli.formats import rendered
     from ecomp.cli.show import as_findings, summary
     from ecomp.scheduler.operating.audit import FOUND, audit
 
+    # A column that there is not is refused now: not only where something is found, and not after it is mended.
+    rendered(as_findings(()), do.look)
     if do.options.fix:
         from ecomp.scheduler.operating.repair import fix
 
