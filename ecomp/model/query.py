@@ -95,6 +95,11 @@ def amounts_alone(query: str) -> dict[str, int] | None:
         return None
 
 
+def limit(query: str) -> str | None:
+    """How many candidates the query has placement name at most, as it is written; None where it does not say."""
+    return dict(parse_qsl(query, keep_blank_values=True)).get('limit')
+
+
 def enabled_only(query: str) -> str:
     """The query with ENABLED added, unless it names that trait itself; also with granular groups, of whose root it is.
 

@@ -154,6 +154,18 @@ def test_what_has_room_by_now(world: World) -> None:
     ]
 
 
+def test_what_a_limit_leaves_out_is_not_to_be_asked_for_again(world: World) -> None:
+    one, _ = world.compute('hv1'), world.compute('hv2')
+    assert reasons(world.store, world.placement, f'{GUEST}&limit=1', named=[one]) == [
+        'hv1: has room by now: ask again',
+        'hv2: has room, but limit=1 has placement name fewer computes: ask without it',
+    ]
+    web = Group('web', ANTI_AFFINITY, True, {'a': one})
+    (first, second) = reasons(world.store, world.placement, f'{GUEST}&limit=1', web, named=[one])
+    assert first == 'hv1: group web has a member there (strict anti-affinity)'
+    assert second == 'hv2: has room, but limit=1 has placement name fewer computes: ask without it'
+
+
 def test_a_change_that_placement_would_not_take_is_not_named(world: World) -> None:
     # With no provider in the aggregate placement does not come to look at the trait, which it does not know.
     world.compute('hv1')

@@ -14,7 +14,7 @@ from ecomp.model.choose import Candidate
 from ecomp.model.computes import Computes
 from ecomp.model.explain import Miss, Provider, apart, changed, in_words, miss, nearest, smallest, unexplained
 from ecomp.model.group import Group, Membership
-from ecomp.model.query import Constraint, Has, Unexplained, enabled_only, parse
+from ecomp.model.query import Constraint, Has, Unexplained, enabled_only, limit, parse
 from ecomp.placement.client import Placement
 from ecomp.scheduler.looking import hosts
 from ecomp.scheduler.placing.facts import CALLS as CALLS
@@ -104,6 +104,10 @@ def reasons(
         said, misses = _examined(facts, asked, chosen, known, group, taken)
     except Unexplained as error:
         return [f'what each compute lacks is not explained: {error}']
+    fewer = limit(query)
+    if fewer is not None:  # those that placement named do for no group, no set, or are dead: it will name them again
+        why = f'has room, but limit={fewer} has placement name fewer computes: ask without it'
+        said |= {each.provider: why for each in misses if each.fits and each.provider not in named}
     if are_many:
         failing = {each.provider: len(each.failures) for each in misses}
         near = sorted((uuid for uuid in said if uuid in names), key=lambda uuid: failing.get(uuid, len(asked) + 1))
