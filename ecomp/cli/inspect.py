@@ -29,7 +29,12 @@ ADDRESSED = 'addressed'
 """The stage that is waited for if none is named."""
 
 REACHED: Mapping[str, object] = dict.fromkeys(('instance', 'name', 'state', 'address'))
-"""What is known of an instance that was waited for, before it is."""
+"""What is known of an instance that is waited for, before it is looked at."""
+
+
+def known_of(record: Record) -> Mapping[str, object]:
+    """What a record tells of it, however the wait ends."""
+    return {field: getattr(record, field) for field in REACHED}
 
 
 FILTERS = {
@@ -61,8 +66,7 @@ def _query(do: Context) -> int:
     if record.address:
         off = f'{record.name or record.instance}: {is_off(record)}; it has this address again once it runs'
         said = off if record.state == STOPPED else None
-    known = {'instance': record.instance, 'name': record.name, 'state': record.state, 'address': record.address}
-    do.show_document([{**known, 'said': said}], printable(record.address or ''))
+    do.show_document([{**known_of(record), 'said': said}], printable(record.address or ''))
     if said is not None:
         do.out.say(said)
     if record.address:
@@ -183,7 +187,9 @@ def _wait(do: Context) -> int:
 
     def instance_of(word: str) -> str:
         instance = do.instance(word, do.among)
+        outcomes.tell(word, instance=instance)
         found = living(do.store, instance, do.among)
+        outcomes.tell(word, '', **known_of(found.record))
         if found.is_destroying:
             raise NotFound(f'{instance}: is being destroyed')
         asked[instance] = found.request.power if found.request else None
@@ -221,10 +227,12 @@ def reach(
     def wait(word: str) -> None:
         from ecomp.scheduler.changing.wait import wait_for_stage
 
+        def seen(record: Record) -> None:
+            outcomes.tell(word, '', **known_of(record))
+
         instance = instance_of(word)
         with Live() as tell:
-            record = wait_for_stage(do.etcd, instance, stage, deadline, tell, late, asked.get(instance), among)
-        outcomes.tell(word, instance=instance, name=record.name, state=record.state, address=record.address)
+            record = wait_for_stage(do.etcd, instance, stage, deadline, tell, late, asked.get(instance), among, seen)
         if do.form == TABLE and record.address and STAGES.index(stage) >= STAGES.index(ADDRESSED):
             do.out.put(printable(record.address))
 

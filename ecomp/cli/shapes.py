@@ -206,7 +206,7 @@ SHAPES: Mapping[str, Schema] = {
     'show': one_or_many(RECORD),
     'why': one_or_many(_WHY),
     'timeline': _TIMELINE,
-    'wait': _outcome(**_REACHED, name=_NAME, address=_ADDRESS),
+    'wait': _outcome(**{**_REACHED, 'state': _text('the last that is known', null=True)}, name=_NAME, address=_ADDRESS),
     'events': _EVENT,
     'destroy': _outcome(**_REACHED),
     'stop': _outcome(**_REACHED),

@@ -84,12 +84,13 @@ def wait_for_stage(
     late: Callable[[Record], None] = lambda _: None,
     asked: Power | None = None,
     among: Index | None = None,
+    seen: Callable[[Record], None] = lambda _: None,
 ) -> Record:
     """The record once `stage` is reached. `tell` gets what is being waited for, about once a second.
 
-    `late` gets the record, if there is one, when the time is up. The stages of a boot are those of the one that goes on
-    or, of a guest that is off, of the next; with an `asked` start or reboot that is not carried out, of the one that it
-    brings. `among`: see find().
+    `late` gets the record, if there is one, when the time is up, and `seen` each one that is read. The stages of a boot
+    are those of the one that goes on or, of a guest that is off, of the next; with an `asked` start or reboot that is
+    not carried out, of the one that it brings. `among`: see find().
 
     Errors: EcompError (it failed, or its cloud-init did; exit 1), NotFound (destroyed meanwhile), StillGoing (the time
     is up).
@@ -102,6 +103,7 @@ def wait_for_stage(
             if first is not None:
                 raise NotFound(f'{instance}: its record was removed while waiting for it')
             return False
+        seen(record)
         first = first or record
         if record.state == ERROR:
             raise EcompError(failure(record))
