@@ -70,10 +70,24 @@ class Listing(NamedTuple):
 
 
 class Details(NamedTuple):
-    """One thing whole: its fields in their order, a line each, and what stands for it in JSON."""
+    """One thing whole: its fields in their order, a line each, and what stands for it in JSON.
+
+    `may_have` are the fields that a thing of its kind may have: these may be asked for, whichever of them this one has,
+    and so may those of a word that is `numbered`, and any number.
+    """
 
     fields: Sequence[tuple[str, Cell]]
     value: object
+    may_have: Sequence[str] = ()
+    numbered: Sequence[str] = ()
+
+    def named(self, name: str) -> Column:
+        """The field that is asked for by this name. UsageError."""
+        word, _, number = name.casefold().strip().rpartition(' ')
+        if word in self.numbered and number.isdecimal():
+            return Column(f'{word} {number}')
+        others = (field for field, _ in self.fields if field.rpartition(' ')[0] not in self.numbered)
+        return _named(name, [Column(field) for field in dict.fromkeys([*self.may_have, *others])], '-c')
 
 
 class Look(NamedTuple):
@@ -120,12 +134,16 @@ def rendered_details(found: Sequence[Details], look: Look, several: bool) -> str
         values = [each.value for each in found]
         return document(values if several else values[0], look.form)
     # In the order of the first that has it.
-    columns = [Column(name) for name in dict.fromkeys(name for each in found for name, _ in each.fields)]
+    all_of_them = found[0]._replace(fields=[field for each in found for field in each.fields])
+    columns = [all_of_them.named(name) for name in look.columns]
     if look.form != TABLE:
-        fields = [dict(reversed(each.fields)) for each in found]
-        return rendered(Listing(columns, [Row([each.get(one.name) for one in columns]) for each in fields]), look)
-    chosen = [_named(name, columns, '-c').name for name in look.columns]
-    return '\n\n'.join(_whole(each, chosen, look) for each in found)
+        columns = columns or [Column(name) for name in dict.fromkeys(name for name, _ in all_of_them.fields)]
+        # Of a list a row without any value is left out; here there is one for each word.
+        none = '-' if look.form == VALUE else None
+        fields = [{name: cell for name, cell in reversed(each.fields) if cell is not None} for each in found]
+        rows = [Row([each.get(one.name, none) for one in columns]) for each in fields]
+        return rendered(Listing(columns, rows), look._replace(columns=()))
+    return '\n\n'.join(_whole(each, [one.name for one in columns], look) for each in found)
 
 
 def document(value: object, form: str) -> str:
@@ -220,7 +238,8 @@ def _chosen(found: Details, chosen: Sequence[str]) -> Iterable[tuple[str, Cell]]
     """The fields that are chosen, in that order; all for (). One that a record has twice is the first of that name."""
     if not chosen:
         return found.fields
-    return [next(field for field in found.fields if field[0] == name) for name in chosen if name in dict(found.fields)]
+    first = dict(reversed(found.fields))
+    return [(name, first.get(name)) for name in chosen]
 
 
 def _named(name: str, columns: Sequence[Column], option: str) -> Column:

@@ -12,7 +12,7 @@ from ecomp.model.allocation import NEEDED
 from ecomp.model.computes import NOBODY, Computes
 from ecomp.model.inventory import Room
 from ecomp.model.power import ASKED, OFF, phase
-from ecomp.model.record import ACTIVE, BUILDING, ERROR, KEPT, QUEUED, STOPPED, Interface, Record, to_dict
+from ecomp.model.record import ACTIVE, BUILDING, ERROR, GONE, KEPT, QUEUED, STAGES, STOPPED, Interface, Record, to_dict
 from ecomp.model.text import printable
 from ecomp.scheduler.changing.wait import failure, waits_for
 
@@ -36,6 +36,13 @@ COLUMNS = (
 )
 REASON = Column('REASON', rank=1, least=20)
 MORE = (Column('PROJECT', wide=True), Column('GROUP', wide=True), Column('IMAGE', wide=True))
+
+FIELDS = (
+    *('instance', 'name', 'state', 'since', 'host', 'compute', 'image', 'resources', 'query', 'project', 'user'),
+    *('group', 'interface 0', 'console', *STAGES, GONE, ERROR, 'boot 1', 'waits', 'progress', 'reason', 'cleaned up'),
+    *('power', 'fault', 'cloud-init', 'host key'),
+)
+"""What an instance may have of details. It has several interfaces, and boots, which have numbers."""
 
 
 def as_list(records: Sequence[Record], known: Computes = NOBODY) -> Listing:
@@ -95,7 +102,7 @@ def as_detail(record: Record, known: Computes = NOBODY) -> Details:
     if record.cloud_init:
         rows.append(('cloud-init', f'failed at stage {record.cloud_init.stage}: {record.cloud_init.reason}'))
     rows += [('host key', each) for each in record.host_keys]
-    return Details(rows, _record(record, known))
+    return Details(rows, _record(record, known), tuple(dict.fromkeys(FIELDS)), ('interface', 'boot'))
 
 
 def as_hosts(hosts: Sequence[Host]) -> Listing:

@@ -175,10 +175,27 @@ def test_details_are_a_line_a_field_and_folded_on_a_terminal() -> None:
         f'state  active\nimage  http://h/{"i" * 30}\nfault  -\n\nstate  error\nerror  it broke'
     )
     chosen = Look(columns=('error', 'state'), header=False)
-    assert rendered_details([one, two], chosen, True) == 'active\n\nit broke\nerror'
+    assert rendered_details([one, two], chosen, True) == '-\nactive\n\nit broke\nerror'
     assert rendered_details([one, two], Look('value', columns=('state', 'error')), True) == 'active\t-\nerror\tit broke'
     assert json.loads(rendered_details([one], Look('json'), False)) == {'state': 'active'}
     assert json.loads(rendered_details([one], Look('json'), True)) == [{'state': 'active'}]
+
+
+def test_what_may_be_asked_of_details_is_the_same_whatever_one_has() -> None:
+    kind = {'may_have': ('state', 'group', 'gone', 'boot 1'), 'numbered': ('boot',)}
+    one = Details([('state', 'active'), ('name', None), ('boot 2', 'start')], None, **kind)
+    asked = ('group', 'name', 'boot', 'boot 2', 'Boot 30')
+    assert rendered_details([one], Look(columns=asked), False).splitlines() == [
+        'group    -', 'name     -', 'boot 1   -', 'boot 2   start', 'boot 30  -',
+    ]  # fmt: skip
+    assert rendered_details([one], Look('value', columns=('group', 'name')), False) == '-\t-'
+    assert rendered_details([one], Look('csv', columns=('group', 'boot 2')), False) == 'group,boot 2\n,start'
+    assert rendered_details([one], Look('csv'), False) == 'state,name,boot 2\nactive,,start'
+    for form in ('table', 'csv', 'value'):
+        with pytest.raises(UsageError, match=r'-c g: 2 columns begin so; there are state, group, gone, boot 1, name$'):
+            rendered_details([one], Look(form, columns=('g',)), False)
+        with pytest.raises(UsageError, match='-c boots: there is no such column'):
+            rendered_details([one], Look(form, columns=('boots',)), False)
 
 
 def test_a_uuid_is_as_short_as_it_can_be_told_from_the_others() -> None:

@@ -10,7 +10,10 @@ from hypothesis import strategies as st
 
 from ecomp.cli.formats import Column, Listing, Look, Row, rendered
 from ecomp.cli.show import COLUMNS, as_detail, as_list, no_address
-from ecomp.model.computes import Computes
+from ecomp.model.boots import Boot
+from ecomp.model.computes import Computes, Living
+from ecomp.model.group import Membership
+from ecomp.model.guest_word import GuestFailure
 from ecomp.model.record import (
     ACTIVE,
     BUILDING,
@@ -20,6 +23,7 @@ from ecomp.model.record import (
     STOPPED,
     Failure,
     Interface,
+    Progress,
     Record,
 )
 from ecomp.scheduler.changing.wait import WAITS_FOR, failure, waits_for
@@ -73,6 +77,27 @@ def test_json_is_the_record_as_etcd_has_it() -> None:
     interface = {'network': 'default', 'mac': '52:54:00:00:00:01', 'address': '10.0.0.1'}
     assert listed['addresses'] == [{**interface, 'source': None, 'expected': None}]
     assert listed['version'] == 1
+
+
+def test_every_field_is_one_that_any_instance_may_be_asked_for() -> None:
+    boots = tuple(Boot(number, 'start', {'started': NOW}) for number in (1, 2))
+    whole = replace(
+        ADDRESSED,
+        stages=dict.fromkeys([*STAGES, 'gone', 'error'], NOW),
+        boots=boots,
+        group=Membership('web'),
+        console='hv1:/log',
+        progress=Progress('image', 1, 2),
+        error=Failure('image', 'no', 'nothing'),
+        power='x:asked',
+        fault='it is so',
+        cloud_init=GuestFailure('final', 'no'),
+        host_keys=('ssh-ed25519 A',),
+    )
+    waits = as_detail(replace(RECORD, state='queued'), Computes({COMPUTE: Living('hv1', queues=False)}, {}))
+    fields = {name for each in (as_detail(whole), waits) for name, _ in each.fields if name != 'boot 2'}
+    assert fields == set(waits.may_have)
+    assert waits.may_have == as_detail(RECORD).may_have
 
 
 def test_one_instance_whole() -> None:
