@@ -15,7 +15,7 @@ from ecomp.cli.terminal import Live
 from ecomp.model.canary import Canary, line
 from ecomp.model.host import UP, Host
 from ecomp.placement.allocations import candidates
-from ecomp.scheduler.looking.hosts import compute_of
+from ecomp.scheduler.looking.hosts import compute_of, no_such
 from ecomp.scheduler.operating.flavors import with_flavor
 from ecomp.scheduler.placing.place import check_complete
 
@@ -63,6 +63,8 @@ class Canaries:
             for each in hosts
             if not only or each.compute == only
         ]
+        if options.on and not there:
+            raise no_such(options.on, do.computes)
         self._found |= {each.compute: each for each in there if each.why}
         self._todo += [each for each in reversed(there) if not each.why]
         self._begin([each.compute for each in there])

@@ -17,7 +17,16 @@ from ecomp.cli.outcomes import Outcomes
 from ecomp.cli.size import LARGE, is_large, remember
 from ecomp.cli.terminal import now
 from ecomp.cli.words import planned, query_and_image
-from ecomp.errors import EcompError, NoCapacity, OverQuota, StillGoing, TooFew, UnknownOutcome, UsageError
+from ecomp.errors import (
+    EcompError,
+    NoCapacity,
+    OverQuota,
+    StillGoing,
+    TooFew,
+    UnknownOutcome,
+    Unreachable,
+    UsageError,
+)
 from ecomp.model import keys
 from ecomp.model.choose import SPREAD
 from ecomp.model.computes import NOBODY, Computes
@@ -268,14 +277,21 @@ def where(wanted: SetOrder, delivered: Mapping[str, DeliveryOutcome], known: Com
 def _no_capacity(do: Context, error: NoCapacity, backend: Backend, query: str, spent: int = 0) -> int:
     """Say that there is none, and then why, and what each compute lacks; the exit code.
 
-    `spent`: so many calls to placement may have been made for a few computes.
+    `spent`: so many calls to placement may have been made for a few computes. NotFound: --on names none by its uuid,
+    which is looked at only here, so that who is placed does not wait for it.
     """
+    on = do.options.on
+    if on is not None:
+        from ecomp.scheduler.looking.hosts import check_there
+
+        with suppress(Unreachable):
+            check_there(do.computes, lambda: backend.result()[0], on)
 
     def reasons(say: Callable[[str], None]) -> None:
         from ecomp.scheduler.placing.explain import CALLS, tell
 
         taken = error.taken if isinstance(error, TooFew) else ()
-        tell(do.store, backend, query, do.options.membership, taken, do.options.on, say, CALLS - spent)
+        tell(do.store, backend, query, do.options.membership, taken, on, say, CALLS - spent)
 
     return _refused(do, error, None if isinstance(error, OverQuota) else reasons)
 

@@ -90,7 +90,7 @@ def _list(do: Context) -> int:
     from ecomp.cli.show import as_list
     from ecomp.cli.terminal import look
     from ecomp.scheduler.looking.find import all_records
-    from ecomp.scheduler.looking.hosts import computes
+    from ecomp.scheduler.looking.hosts import check_there, computes
 
     pick = _pick(do)
     with_gone = do.options.all or GONE in (pick.states or ())
@@ -102,6 +102,8 @@ def _list(do: Context) -> int:
     if not do.options.watch:
         records, unreadable = all_records(do.store, with_gone)
         chosen, known = pick.of(records), computes(do.store)
+        if not chosen and do.options.host is not None:
+            check_there(known, lambda: do.placement, do.options.host)
         code = do.show(as_list(chosen, known), unreadable)
         _say_unserved(do, chosen, known)
         return code
@@ -251,7 +253,7 @@ COMMANDS = (
     Command('list', 'list', 'all instances, a line each',
             'Print all instances, a line each, by the time they were asked for: uuid, name, state, address, compute '
             'and that time. Those that wait in a queue are listed too.',
-            nothing, _list, {**LISTED, **FILTERS},
+            nothing, _list, {**LISTED, **FILTERS}, (4,),
             example='eschedule list'),
     Command('show', 'show <id>…', 'all that is known of an instance',
             'Print all that is known of an instance: what was asked for, where it is, its interfaces, when it reached '

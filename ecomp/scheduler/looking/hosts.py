@@ -55,15 +55,12 @@ def compute_of(store: Store, placement: Callable[[], Placement], word: str, dead
     """The uuid of the compute that is meant: by that, by its host's name, or by the only uuid that begins so.
 
     Of several of one name the only living one is meant, but not where it is to be a `dead` one. `placement` is asked
-    where etcd does not know the compute. Errors: NotFound, Conflict (several hosts are called so), UsageError (several
-    uuids begin so).
+    where etcd does not know the compute. A whole uuid is taken at its word: see check_there(). Errors: NotFound,
+    Conflict (several hosts are called so), UsageError (several uuids begin so).
     """
-    import uuid
-
-    try:
-        return str(uuid.UUID(word))
-    except ValueError:
-        pass
+    whole = _whole(word)
+    if whole is not None:
+        return whole
     if not word:
         raise UsageError('no compute is named: give its host name or its uuid')
     known = computes(store)
@@ -82,10 +79,39 @@ def compute_of(store: Store, placement: Callable[[], Placement], word: str, dead
     if len(found) > 1:
         raise UsageError(f'{word}: {len(found)} computes begin so: {_some(found)}')
     if not found:
-        meant = did_you_mean(word, filter(None, map(known.host, {*known.living, *known.remembered})))
-        told = f'no compute has this host name or uuid{meant}'
-        raise NotFound(f'{printable(word, 100)}: {told}: eschedule hosts shows all')
+        raise no_such(word, known)
     return found[0]
+
+
+def check_there(known: Computes, placement: Callable[[], Placement], word: str) -> None:
+    """NotFound for the whole uuid of what is no compute: for who found nothing there, so that nobody else waits for it.
+
+    `placement` is asked where etcd does not know it. Errors: those of placement.
+    """
+    whole = _whole(word)
+    if whole is None or whole in known.living or whole in known.remembered:
+        return
+    from ecomp.placement import providers
+
+    if providers.name(placement(), whole) != whole:
+        raise no_such(word, known)
+
+
+def no_such(word: str, known: Computes) -> NotFound:
+    """What is said of a word that is no compute."""
+    meant = did_you_mean(word, filter(None, map(known.host, {*known.living, *known.remembered})))
+    told = f'no compute has this host name or uuid{meant}'
+    return NotFound(f'{printable(word, 100)}: {told}: eschedule hosts shows all')
+
+
+def _whole(word: str) -> str | None:
+    """The uuid that a word is, in its canonical form; None for what is none."""
+    import uuid
+
+    try:
+        return str(uuid.UUID(word))
+    except ValueError:
+        return None
 
 
 def _some(found: list[str]) -> str:
