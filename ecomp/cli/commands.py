@@ -149,12 +149,13 @@ def parse(argv: Sequence[str]) -> Invocation:
 
 def _parse(argv: Sequence[str]) -> Invocation:
     words, options = read(argv, argv, _help_for)
-    if options.wait == '' and not _named(words) and (joined := _joined(argv)) != list(argv):
+    if options.wait == '' and _named(words) in ('', 'plan') and (joined := _joined(argv)) != list(argv):
         words, options = read(argv, joined, _help_for)
     name, taken = _command(words, options.flavor is not None)
-    if name in (CREATE, 'plan') and not taken[0] and options.flavor is None:
+    creates = name in (CREATE, 'plan')
+    if creates and not taken[0] and options.flavor is None:
         raise UsageError(f'{name}: give a placement query, in quotes, or a --flavor; --help shows all')
-    check(name, taken, options, COMMANDS[name].options, creates=name == CREATE)
+    check(name, taken, options, COMMANDS[name].options, creates)
     return Invocation(name, taken, options)
 
 

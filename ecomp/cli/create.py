@@ -315,6 +315,9 @@ def _refused(do: Context, error: NoCapacity, reasons: Callable[[Callable[[str], 
     return error.exit_code
 
 
+_IDLE = dict.fromkeys(('name', 'uuid', 'ssh_key', 'user_data', 'wait', 'timeout'), 'decides nothing here')
+"""Options of a new instance that its plan takes, so that the same command line will do."""
+
 # fmt: off
 COMMANDS = (
     Command(CREATE, "'resources=…' [IMAGE_URL]", 'place a new instance, or several with --count',
@@ -332,7 +335,7 @@ COMMANDS = (
             'Say what the same command without `plan` would do now: which computes would be tried, in which order and '
             'why, and how many instances each would get. Nothing is claimed, and nothing is written.',
             planned, _plan,
-            {**plain('size min flavor weigh on project group policy strictness'), **LISTED},
+            {**plain('size min flavor weigh on project group policy strictness'), **_IDLE, **LISTED},
             (3, 4, 5),
             example="eschedule plan 'resources=VCPU:1,DISK_GB:1,MEMORY_MB:256' --count 3"),
 )

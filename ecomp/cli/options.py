@@ -176,7 +176,7 @@ OPTIONS: Mapping[str, tuple[Option, ...]] = {
 def check(name: str, words: Sequence[str], options: Options, takes: Iterable[str], creates: bool) -> None:
     """UsageError for an option that the command does not take, and for what does not go together.
 
-    `takes` are the fields of Options that it does; `creates`: it makes a new instance.
+    `takes` are the fields of Options that it does; `creates`: it makes a new instance, or plans that.
     """
     takes = {*takes}
     given = {each for each, value in options._asdict().items() if value not in (None, False)} - {'config'}
