@@ -221,9 +221,10 @@ def _query(do: Context) -> str:
         query = with_flavor(do.config, lambda: do.store, flavor, query)
         _check_whole(flavor, query)
     if on is not None:
+        from ecomp.model.query import on_one
         from ecomp.scheduler.looking.hosts import compute_of
 
-        query = f'{query}&in_tree={compute_of(do.store, lambda: do.placement, on)}'
+        query = on_one(query, compute_of(do.store, lambda: do.placement, on))
     return query
 
 

@@ -18,6 +18,7 @@ from ecomp.errors import EcompError, NoCapacity, NotFound, OverQuota, StillGoing
 from ecomp.model.canary import BOOTED, ENTERED, READY, SMALL, Canary, check_names_no_host, how_far
 from ecomp.model.choose import Offer
 from ecomp.model.image import check_image
+from ecomp.model.query import on_one
 from ecomp.model.query_check import check_query
 from ecomp.model.record import SCHEDULED
 from ecomp.placement.allocations import candidates
@@ -78,7 +79,7 @@ def fly(do: Context, plan: Plan, canary: Canary, go_on: Callable[[], None]) -> C
 
     `go_on` is called about once a second, and raises Interrupted where it is to be ended.
     """
-    instance, query, unknown = canary.instance or '', f'{plan.query}&in_tree={canary.compute}', False
+    instance, query, unknown = canary.instance or '', on_one(plan.query, canary.compute), False
     try:
         go_on()
         _place(do, plan, canary, query)

@@ -100,6 +100,16 @@ def limit(query: str) -> str | None:
     return dict(parse_qsl(query, keep_blank_values=True)).get('limit')
 
 
+def on_one(query: str, compute: str) -> str:
+    """The query for one compute alone, of one that names none.
+
+    One that asks in granular groups alone is for it in each of them: without resources of its own there is nobody whom
+    in_tree= could be about, and placement refuses it.
+    """
+    groups = [key.removeprefix('resources') for key, _ in parse_qsl(query) if key.startswith('resources')]
+    return '&'.join([query, *(f'in_tree{each}={compute}' for each in ([''] if '' in groups else groups))])
+
+
 def enabled_only(query: str) -> str:
     """The query with ENABLED added, unless it names that trait itself; also with granular groups, of whose root it is.
 

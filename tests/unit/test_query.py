@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ecomp.model.query import Amount, Constraint, Has, HasNot, Unexplained, enabled_only, parse, words
+from ecomp.model.query import Amount, Constraint, Has, HasNot, Unexplained, enabled_only, limit, on_one, parse, words
 from ecomp.model.status import DISABLED
 
 AGGREGATE, OTHER = 'a66e9a7e-0000-4000-8000-000000000001', 'a66e9a7e-0000-4000-8000-000000000002'
@@ -54,6 +54,23 @@ def test_what_is_asked(query: str, asked: tuple[Constraint, ...]) -> None:
 def test_granular_groups_are_beyond_it(query: str) -> None:
     with pytest.raises(Unexplained, match='granular groups'):
         parse(query)
+
+
+@pytest.mark.parametrize(
+    ('query', 'where'),
+    [
+        ('resources=VCPU:1', '&in_tree=x'),
+        ('resources=VCPU:1&resources1=DISK_GB:1', '&in_tree=x'),
+        ('resources_a=VCPU:1&resources2=DISK_GB:1&required_a=T', '&in_tree_a=x&in_tree2=x'),
+    ],
+)
+def test_a_query_for_one_compute(query: str, where: str) -> None:
+    assert on_one(query, 'x') == query + where
+
+
+def test_the_limit_of_a_query() -> None:
+    assert limit('resources=VCPU:1&limit=3') == '3'
+    assert limit('resources=VCPU:1') is None
 
 
 @pytest.mark.parametrize('query', ['', 'required=A', 'resources=', 'resources=VCPU', 'resources=VCPU:x', 'a:b:c'])
