@@ -17,7 +17,7 @@ from ecomp.model.stages import ERROR, GONE, QUEUED, STAGES, STOPPED
 from ecomp.model.text import printable
 
 if TYPE_CHECKING:
-    from ecomp.cli.formats import Details, Listing
+    from ecomp.cli.formats import Details
     from ecomp.model.computes import Computes
     from ecomp.model.pick import Pick
     from ecomp.model.power import Power
@@ -71,16 +71,16 @@ def _query(do: Context) -> int:
         do.out.say(said)
     if record.address:
         return 0
-    _say_unserved(do, [record])
+    for line in _unserved([record], lambda: do.computes):
+        do.out.say(line)
     return EcompError.exit_code if record.state == ERROR else StillGoing.exit_code
 
 
-def _say_unserved(do: Context, records: Sequence[Record], known: Computes | None = None) -> None:
-    """Of those of them that wait in a queue: say it where nobody takes from it."""
+def _unserved(records: Sequence[Record], known: Callable[[], Computes]) -> list[str]:
+    """Of those of them that wait in a queue: that nobody takes from it, where that is so."""
     waiting = [each.name or each.instance for each in records if each.state == QUEUED]
-    said = (known or do.computes).unserved(waiting) if waiting else None
-    if said is not None:
-        do.out.say(said)
+    said = known().unserved(waiting) if waiting else None
+    return [] if said is None else [said]
 
 
 def _list(do: Context) -> int:
@@ -95,24 +95,26 @@ def _list(do: Context) -> int:
     pick = _pick(do)
     with_gone = do.options.all or GONE in (pick.states or ())
 
-    def listed() -> tuple[Listing, Sequence[EcompError]]:
-        records, unreadable = all_records(do.store, with_gone)
-        return as_list(pick.of(records), computes(do.store)), unreadable
-
     if not do.options.watch:
         records, unreadable = all_records(do.store, with_gone)
         chosen, known = pick.of(records), computes(do.store)
         if not chosen and do.options.host is not None:
             check_there(known, lambda: do.placement, do.options.host)
         code = do.show(as_list(chosen, known), unreadable)
-        _say_unserved(do, chosen, known)
+        for line in _unserved(chosen, lambda: known):
+            do.out.say(line)
         return code
 
-    from ecomp.cli.watching import watch
+    from ecomp.cli.watching import Drawing, watch
 
-    prefixes = (keys.INSTANCES, keys.HOSTS, keys.QUEUES)
-    # The terminal may have become another one meanwhile.
-    watch(do.config.etcd, prefixes, lambda: rendered(listed()[0], look(do.options)), do.out.draw)
+    def drawing() -> Drawing:
+        records, unreadable = all_records(do.store, with_gone)
+        chosen, known = pick.of(records), computes(do.store)
+        # The terminal may have become another one meanwhile.
+        table = rendered(as_list(chosen, known), look(do.options))
+        return Drawing(table, [*map(str, unreadable), *_unserved(chosen, lambda: known)])
+
+    watch(do.config.etcd, (keys.INSTANCES, keys.HOSTS, keys.QUEUES), drawing, do.out.draw)
     return 0
 
 
@@ -195,7 +197,8 @@ def _wait(do: Context) -> int:
         if found.is_destroying:
             raise NotFound(f'{instance}: is being destroyed')
         asked[instance] = found.request.power if found.request else None
-        _say_unserved(do, [found.record])
+        for line in _unserved([found.record], lambda: do.computes):
+            do.out.say(line)
         return instance
 
     reach(do, outcomes, list(outcomes.found), instance_of, do.among, asked)

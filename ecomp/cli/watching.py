@@ -7,7 +7,9 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
+from ecomp.cli.terminal import broken, width
 from ecomp.conf import EtcdConfig
 from ecomp.errors import Unreachable
 from ecomp.model.text import printable
@@ -20,10 +22,17 @@ HOME = '\x1b[H\x1b[2J'
 """What has a terminal begin again at its top. https://www.xfree86.org/current/ctlseqs.html"""
 
 
-def watch(config: EtcdConfig, prefixes: Sequence[str], text: Callable[[], str], draw: Callable[[str], None]) -> None:
-    """Draw what `text` says, now and whenever anything below one of the prefixes has changed, until Ctrl-C.
+class Drawing(NamedTuple):
+    """A table as text, and what there is to say below it, a line each."""
 
-    While etcd is away the last drawing stays, with a line below it. Errors: those of `text`, the first time.
+    table: str
+    below: Sequence[str] = ()
+
+
+def watch(config: EtcdConfig, prefixes: Sequence[str], see: Callable[[], Drawing], draw: Callable[[str], None]) -> None:
+    """Draw what `see` finds, now and whenever anything below one of the prefixes has changed, until Ctrl-C.
+
+    While etcd is away the last drawing stays, with a line below it. Errors: those of `see`, the first time.
     """
     changed, lost = threading.Event(), list[str]()
 
@@ -34,14 +43,14 @@ def watch(config: EtcdConfig, prefixes: Sequence[str], text: Callable[[], str], 
     # An event is a nudge and the list is the truth, as everywhere.
     subscriptions = [(prefix, lambda _: told()) for prefix in prefixes]
     follower = Follower(config, subscriptions, on_lost=lambda error: told(str(error)), on_back=told)
-    shown = text()
+    shown = see()
     try:
         follower.start()
         draw(screen(shown, lost))
         while changed.wait():
             changed.clear()
             try:
-                shown = shown if lost else text()
+                shown = shown if lost else see()
             except Unreachable as error:
                 lost[:] = [str(error)]
             draw(screen(shown, lost))
@@ -52,16 +61,21 @@ def watch(config: EtcdConfig, prefixes: Sequence[str], text: Callable[[], str], 
         follower.stop()
 
 
-def screen(text: str, lost: Sequence[str]) -> str:
-    """The text as a terminal is to show it, from its top and no longer than it; elsewhere with an empty line behind."""
-    lines = [*text.split('\n'), *(f'{printable(each)}; it is tried again' for each in lost)]
+def screen(shown: Drawing, lost: Sequence[str]) -> str:
+    """The drawing as a terminal is to show it, from its top and no longer than it; elsewhere with an empty line behind.
+
+    Of a table that is too long for it the end is left out, and not what is said below.
+    """
+    said = [*map(printable, shown.below), *(f'{printable(each)}; it is tried again' for each in lost)]
+    lines, below = shown.table.split('\n'), [part for each in said for part in broken(each, width()).split('\n')]
     try:
         height = os.get_terminal_size(sys.stdout.fileno()).lines if sys.stdout.isatty() else 0
     except OSError:
         height = 0
     if not height:
-        return '\n'.join([*lines, ''])
-    most = max(height - 1, 2)  # the last line is the cursor's
+        return '\n'.join([*lines, *below, ''])
+    below = below[: max(height - 3, 0)]
+    most = max(height - 1 - len(below), 2)  # the last line is the cursor's
     if len(lines) > most:
         lines = [*lines[: most - 1], f'{len(lines) - most + 1} more']
-    return HOME + '\n'.join(lines)
+    return HOME + '\n'.join([*lines, *below])

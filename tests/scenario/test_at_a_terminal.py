@@ -13,6 +13,7 @@ import sys
 import termios
 import threading
 import time
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
@@ -203,6 +204,31 @@ def test_a_screen_is_no_longer_than_the_terminal(guests: Control) -> None:
         until(lambda: '2 more' in shown.said, 30, 'it is drawn')
         shown.process.send_signal(signal.SIGINT)
         assert shown.end() == (0, '')
+
+
+def test_what_is_said_of_a_list_stands_below_it_while_it_is_drawn(guests: Control) -> None:
+    """--watch says what `list` says on stderr, also where the table has no room (fake)"""
+    nobody = 'waits in a queue, and no compute takes'
+    assert called(guests, '--queue', '--flavor', 'small', '--name', 'waits').code == 0
+    key = f'/instances/{uuid.uuid4()}/{uuid.uuid4()}'
+    guests.etcd.put(key, '{')
+    try:
+        assert all(said in called(guests, 'list').stderr for said in (nobody, key))
+        with Eschedule(guests, 'list', '--watch') as piped:
+            until(lambda: nobody in piped.stdout and key in piped.stdout, 30, 'it is drawn')
+            piped.send(signal.SIGINT)
+            assert piped.end(30).code == 0
+        with screen(guests, 'list', '--watch', height=10) as shown:
+            until(lambda: nobody in ' '.join(shown.said.split()), 30, 'it is drawn')
+            drawn = shown.said.rpartition('\x1b[H\x1b[2J')[2].removesuffix('\r\n').split('\r\n')
+            assert len(drawn) < 10
+            assert any(each.endswith(' more') for each in drawn)
+            assert all(len(each) <= 80 for each in drawn)
+            shown.process.send_signal(signal.SIGINT)
+            assert shown.end() == (0, '')
+    finally:
+        guests.etcd.delete(key)
+        assert called(guests, 'destroy', 'waits').code == 0
 
 
 def test_what_is_over_is_cleared(cluster: Control) -> None:
