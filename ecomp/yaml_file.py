@@ -210,12 +210,16 @@ def why_no_mapping(text: str) -> str | None:
     try:
         # The events alone: what an alias stands for is not written out.
         loader = getattr(yaml, 'CSafeLoader', yaml.SafeLoader)
-        events = [type(event) for event in yaml.parse(text, Loader=loader)]
+        marked = ((type(event), event.start_mark) for event in yaml.parse(text, Loader=loader))
+        events = [(kind, mark.line if mark else 0) for kind, mark in marked]
     except yaml.MarkedYAMLError as error:
         return f'line {error.problem_mark.line + 1} is not YAML' if error.problem_mark else 'it is not YAML'
     except (yaml.YAMLError, ValueError, OverflowError):
         return 'it is not YAML'
-    root = events[2] if len(events) > 3 else yaml.MappingStartEvent
+    documents = [line for kind, line in events if kind is yaml.DocumentStartEvent]
+    if len(documents) > 1:
+        return f'line {documents[1] + 1} begins a second document'
+    root = events[2][0] if len(events) > 3 else yaml.MappingStartEvent
     return None if root is yaml.MappingStartEvent else 'it is not keys with values'
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ecomp.conf import ScheduleConfig
 from ecomp.errors import UsageError
-from ecomp.model.guest_data import KEYS_LIMIT, USER_DATA_LIMIT, check_user_data, looks_unknown, public_keys
+from ecomp.model.guest_data import KEYS_LIMIT, USER_DATA_LIMIT, check_user_data, looks_unknown, public_keys, unpacked
 from ecomp.model.json_object import dump
 from ecomp.model.text import printable
 
@@ -40,12 +40,15 @@ def user_data(path: str | Path, tell: Callable[[str], None]) -> bytes:
         check_user_data(data)
     except ValueError as error:
         raise UsageError(f'{what}: {error}') from error
-    if looks_unknown(data):
+    inside = unpacked(data)
+    if inside is None:
+        tell(f'{what}: is gzip, and broken, so cloud-init passes over it')
+    elif looks_unknown(inside):
         tell(f'{what}: does not begin with #cloud-config, #! or a MIME header, so cloud-init passes over it')
-    elif data.split(b'\n', 1)[0].rstrip() == CLOUD_CONFIG:
+    elif inside.split(b'\n', 1)[0].rstrip() == CLOUD_CONFIG:
         from ecomp.yaml_file import why_no_mapping  # for those who give some
 
-        if why := why_no_mapping(data.decode()):
+        if why := why_no_mapping(inside.decode(errors='replace')):
             tell(f'{what}: begins with #cloud-config, but {why}, so cloud-init passes over it')
     return data
 

@@ -19,8 +19,10 @@ KEYS_LIMIT = 32 * 1024
 """Bytes of all ssh keys of an instance; more are refused."""
 
 GZIP = b'\x1f\x8b'
-KNOWN = (b'#cloud-', b'#!', b'#include', b'#part-handler', b'## template:', GZIP)
+KNOWN = (b'#cloud-config', b'#cloud-boothook', b'#!', b'#include', b'#part-handler', b'## template: jinja', GZIP)
 """How user-data begins that cloud-init takes; it also takes what has a MIME header near its beginning."""
+UNPACKED_LIMIT = 16 * 1024 * 1024
+"""Bytes that are unpacked of gzip to look at them; what has more is not looked at."""
 
 
 class SharedUserData(NamedTuple):
@@ -67,6 +69,24 @@ def check_user_data(data: bytes) -> bytes:
     if '\0' in text:
         raise ValueError(f'line {text.count(chr(10), 0, text.index(chr(0))) + 1}: has a NUL, so it is no text')
     return data
+
+
+def unpacked(data: bytes) -> bytes | None:
+    """What cloud-init reads of user-data: what is in it where it is gzip, None where that is broken.
+
+    Of more than UNPACKED_LIMIT the data as it is.
+    """
+    if not data.startswith(GZIP):
+        return data
+    import gzip  # here and below: few give any
+    import io
+    import zlib
+
+    try:
+        found = gzip.GzipFile(fileobj=io.BytesIO(data)).read(UNPACKED_LIMIT + 1)
+    except (OSError, EOFError, zlib.error):
+        return None
+    return found if len(found) <= UNPACKED_LIMIT else data
 
 
 def looks_unknown(data: bytes) -> bool:

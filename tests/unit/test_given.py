@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import gzip
 from pathlib import Path
 
 import pytest
 
 from ecomp.cli.given import user_data
+from ecomp.model.guest_data import UNPACKED_LIMIT
 
 SAYS = 'begins with #cloud-config, but '
+UNKNOWN = 'does not begin with #cloud-config, #! or a MIME header, so cloud-init passes over it'
+BROKEN = 'is gzip, and broken, so cloud-init passes over it'
 
 
 @pytest.mark.parametrize(
@@ -25,6 +29,20 @@ SAYS = 'begins with #cloud-config, but '
         (b'#cloud-config\n- a\n', f'{SAYS}it is not keys with values'),
         (b'#cloud-config\nhello\n', f'{SAYS}it is not keys with values'),
         (b'#cloud-config\na: "\\UFFFFFFFF"\n', f'{SAYS}'),
+        (b'#cloud-config\n---\na: 1\n', ''),
+        (b'#cloud-config\na: 1\n---\nb: 2\n', f'{SAYS}line 3 begins a second document'),
+        (b'#cloud-confg\na: 1\n', UNKNOWN),
+        (b'#cloud\n', UNKNOWN),
+        (b'## template: mako\n', UNKNOWN),
+        (b'#cloud-boothook\n', ''),
+        (gzip.compress(b'#cloud-config\na: 1\n', mtime=0), ''),
+        (gzip.compress(b'#cloud-config\n- a\n', mtime=0), f'{SAYS}it is not keys with values'),
+        (gzip.compress(b'hello\n', mtime=0), UNKNOWN),
+        (gzip.compress(b'#!/bin/sh\n', mtime=0)[:-3], BROKEN),
+        (gzip.compress(b'#!/bin/sh\n', mtime=0) + b'more', BROKEN),
+        (b'\x1f\x8b', BROKEN),
+        (b'\x1f\x8bhello', BROKEN),
+        pytest.param(gzip.compress(bytes(UNPACKED_LIMIT + 1), mtime=0), '', id='too large'),
     ],
 )
 def test_cloud_config_that_is_none(tmp_path: Path, data: bytes, says: str) -> None:
