@@ -26,6 +26,8 @@ def given(
     """
     key_files: Sequence[str | Path] = config.ssh_keys if keys is None else keys
     data_file = config.user_data if data is None else data
+    if [*key_files, data_file].count(STDIN) > 1:
+        raise UsageError('--ssh-key, --user-data: standard input can be read once: name - for one of them alone')
     return ssh_keys(key_files) if key_files else None, None if data_file is None else user_data(data_file, tell)
 
 
