@@ -91,9 +91,13 @@ class Live:
             sys.stderr.flush()
 
     def _tell(self, text: str) -> None:
-        if sys.stderr.isatty():
+        columns = width(sys.stderr)
+        if columns is not None:
+            from ecomp.cli.fitting import cut  # for those who wait at a terminal
+
             self._shown = True
-            sys.stderr.write(f'\r\x1b[K{printable(text)}')
+            # What is broken by the terminal is several lines, of which the last one alone is written over.
+            sys.stderr.write(f'\r\x1b[K{cut(printable(text), max(columns - 1, 1))}')
             sys.stderr.flush()
 
 
