@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from ecomp.cli.command import CREATE, LISTED, Command, Context, plain
 from ecomp.cli.inspect import REACHED, reach
-from ecomp.cli.options import JSON, TABLE, YAML
+from ecomp.cli.options import JSON, PATIENCE, TABLE, YAML
 from ecomp.cli.outcomes import Outcomes
 from ecomp.cli.size import LARGE, is_large, remember
 from ecomp.cli.terminal import now
@@ -150,6 +150,7 @@ def _enqueue(do: Context, order: Order) -> int:
     """Put it into its flavor's queue: placement is neither asked nor loaded."""
     from ecomp.model.guest_data import SharedUserData
     from ecomp.model.queue import QueueEntry
+    from ecomp.scheduler.looking.find import find
     from ecomp.scheduler.placing.enqueue import enqueue, flavor_of_etcd, has_taker
 
     instance, shared = order.instance, None if order.user_data is None else SharedUserData.of(order.user_data)
@@ -159,6 +160,8 @@ def _enqueue(do: Context, order: Order) -> int:
         waiting = QueueEntry(flavor=flavor, **order.parts(**hashed))
         is_new = enqueue(do.store, waiting, revision, shared, who(order), do.options.uuid is not None)
         is_heard = has_taker(do.store)
+        # One that was asked for before may have been taken long since.
+        there = None if is_new else find(do.store, instance)
     except NoCapacity as error:
         return _refused(do, error)
     except KeyboardInterrupt:
@@ -166,16 +169,23 @@ def _enqueue(do: Context, order: Order) -> int:
         return EcompError.exit_code
     finally:
         do.close()
-    queued = [{'instance': instance, 'flavor': flavor.name, 'name': do.options.name}]
+    queued: dict[str, str | None] = {'instance': instance, 'flavor': flavor.name, 'name': do.options.name}
+    said = f'QUEUED INSTANCE {instance}'
+    if there is not None and (compute := there.record.compute):
+        known = do.name_computes()
+        queued = {'instance': instance, 'compute': compute, 'host': known.host(compute), 'name': do.options.name}
+        said = NOTIFIED.format(**queued)
     if do.form == TABLE:
-        do.put_lines([f'QUEUED INSTANCE {instance}'])
+        do.put_lines([said])
     elif do.options.wait is None:
-        do.out.put(_as_document(do, queued))
+        do.out.put(_as_document(do, [queued]))
     if not is_new:
         do.out.say(f'{instance} was requested before: nothing is changed')
     elif not is_heard and (no_taker := do.name_computes().no_taker) is not None:
         do.out.say(f'it waits: {no_taker}')
-    return 0 if do.options.wait is None else _waited(do, queued)
+    if do.options.name is not None:
+        do.called[instance] = do.options.name
+    return 0 if do.options.wait is None else _waited(do, [queued])
 
 
 def _plan(do: Context) -> int:
@@ -316,6 +326,10 @@ def _refused(do: Context, error: NoCapacity, reasons: Callable[[Callable[[str], 
     return error.exit_code
 
 
+_TIMEOUT = (
+    'how long to wait in all once it is placed, or queued; then the exit code is 6, and what was begun goes on. '
+    f'Without: {PATIENCE:.0f}'
+)
 _IDLE = dict.fromkeys(('name', 'uuid', 'ssh_key', 'user_data', 'wait', 'timeout'), 'decides nothing here')
 """Options of a new instance that its plan takes, so that the same command line will do."""
 
@@ -329,8 +343,8 @@ COMMANDS = (
             "TARGET, the compute's uuid, OF INSTANCE and the instance's, once the compute is asked for it; or NO "
             'ALLOCATIONS LEFT, and says on stderr what each compute lacks.',
             query_and_image, _create,
-            plain('name uuid ssh_key user_data flavor queue size min on weigh group policy strictness project wait '
-                  'timeout format'), (3, 4, 5, 6),
+            {**plain('name uuid ssh_key user_data flavor queue size min on weigh group policy strictness project wait '
+                     'format'), 'timeout': _TIMEOUT}, (3, 4, 5, 6),
             example="eschedule 'resources=VCPU:1,DISK_GB:1,MEMORY_MB:256' --name web1 --wait"),
     Command('plan', "plan 'resources=…'", 'which computes would be tried; nothing is claimed',
             'Say what the same command without `plan` would do now: which computes would be tried, in which order and '

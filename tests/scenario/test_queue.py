@@ -190,7 +190,11 @@ def test_the_same_again_changes_nothing(small: Control) -> None:
     one_line(small.eschedule(*words, 'http://images.invalid/another.qcow2'), 5, 'exists, asked for by')
     compute = small.ecompute(queues=True)
     reached(small, instance, 'active')
-    one_line(small.eschedule(*words), 0, 'requested before')
+    taken = small.eschedule(*words)
+    assert taken.stdout == f'NOTIFIED TARGET, {compute.uuid}, OF INSTANCE {instance}\n'
+    one_line(taken, 0, f'{instance} was requested before: nothing is changed')
+    (told,) = json.loads(small.eschedule(*words, '-f', 'json').stdout)
+    assert told == {'instance': instance, 'compute': compute.uuid, 'host': socket.gethostname(), 'name': 'web1'}
     settled(small, compute)
 
 
