@@ -29,13 +29,28 @@ class Outcomes:
         self.code = 0
 
     def each(self, words: Iterable[str], work: Callable[[str], None]) -> None:
-        """Do it for every word; an EcompError is said, and is that word's alone."""
-        for word in words:
-            try:
-                work(word)
-            except EcompError as error:
-                self._do.out.say(self._do.out.words(error))
-                self._fail(word, error)
+        """Do it for every word; an EcompError is said, and is that word's alone.
+
+        EcompError for Ctrl-C: what was just asked for may be done all the same, and of the words behind it nothing is.
+        """
+        left = list(words)
+        try:
+            while left:
+                self._one(left[0], work)
+                del left[0]
+        except KeyboardInterrupt:
+            kind = self._do.name.partition(' ')[0]
+            show = f'{kind} show' if kind in ('host', 'flavor', 'quota') else 'show'
+            rest = f', and of {len(left) - 1} more nothing was asked' if len(left) > 1 else ''
+            may = f'{left[0]}: it may have been accepted: eschedule {show} {left[0]} says{rest}'
+            raise EcompError(f'interrupted; {may}') from None
+
+    def _one(self, word: str, work: Callable[[str], None]) -> None:
+        try:
+            work(word)
+        except EcompError as error:
+            self._do.out.say(self._do.out.words(error))
+            self._fail(word, error)
 
     def wait(self, words: Sequence[str], work: Callable[[str], None], again: Callable[[str], str]) -> None:
         """As each(), for what waits: Ctrl-C ends it for all of them, and is exit 6, for what was begun goes on.
@@ -45,7 +60,7 @@ class Outcomes:
         left = list(words)
         try:
             while left:
-                self.each(left[:1], work)
+                self._one(left[0], work)
                 del left[0]
         except KeyboardInterrupt:
             more = f' and {len(left) - QUOTED} more' if len(left) > QUOTED else ''

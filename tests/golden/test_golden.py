@@ -13,6 +13,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -92,6 +93,35 @@ def test_what_is_placed_is_said_to_whoever_interrupts(form: str, application: In
     assert any(line.startswith('|') and instance in line for line in lines)
     assert lines[-1] == '= 6'
     assert f'! eschedule: interrupted, and it goes on: eschedule wait {instance}' in lines
+
+
+@pytest.mark.parametrize(
+    ('words', 'says'),
+    [
+        ('destroy web-1 web-2', 'eschedule show web-1 says, and of 1 more nothing was asked'),
+        ('destroy web-1 --wait -f json', 'eschedule show web-1 says'),
+        ('quota set web VCPU=4', 'eschedule quota show web says'),
+    ],
+)
+def test_what_was_written_before_an_interrupt_may_be_done(
+    words: str, says: str, application: InProcess, tmp_path: Path
+) -> None:
+    def interrupted(*written: Any) -> None:
+        wrote(*written)
+        raise KeyboardInterrupt
+
+    scene.furnish(application)
+    there = scene.Scene()
+    wrote = there.commit
+    with pytest.MonkeyPatch.context() as change:
+        scene.play(there, application, change)
+        change.setattr(there, 'commit', interrupted)
+        lines = scene.transcript(words.split(), there, tmp_path)
+    assert len([line for line in lines if line.startswith('+ ')]) == 1
+    word = 'web' if words.startswith('quota') else 'web-1'
+    said = f'! eschedule: interrupted; {word}: it may have been accepted: {says}'
+    assert [line for line in lines if line.startswith(('|', '!'))] == [said]
+    assert lines[-1] == '= 1'
 
 
 @pytest.mark.parametrize('command', OTHERS)
