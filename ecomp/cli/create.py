@@ -330,7 +330,10 @@ _TIMEOUT = (
     'how long to wait in all once it is placed, or queued; then the exit code is 6, and what was begun goes on. '
     f'Without: {PATIENCE:.0f}'
 )
-_IDLE = dict.fromkeys(('name', 'uuid', 'ssh_key', 'user_data', 'wait', 'timeout'), 'decides nothing here')
+_IDLE = {
+    **dict.fromkeys(('name', 'uuid', 'ssh_key', 'user_data', 'timeout'), 'decides nothing here'),
+    'wait': 'with =STAGE or without: decides nothing here',
+}
 """Options of a new instance that its plan takes, so that the same command line will do."""
 
 # fmt: off

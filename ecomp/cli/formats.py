@@ -86,8 +86,13 @@ class Details(NamedTuple):
         word, _, number = name.casefold().strip().rpartition(' ')
         if word in self.numbered and number.isdecimal():
             return Column(f'{word} {number}')
-        others = (field for field, _ in self.fields if field.rpartition(' ')[0] not in self.numbered)
-        return _named(name, [Column(field) for field in dict.fromkeys([*self.may_have, *others])], '-c')
+        there = [field for field, _ in self.fields if field.rpartition(' ')[0] not in self.numbered]
+        wanted = name.casefold().strip()
+        has = [field for field, cell in self.fields if cell is not None and field in there]
+        begin = [field for field in has if wanted and field.casefold().startswith(wanted)]
+        # The beginning of a name is that of one that is there, if any of these begins so.
+        known = begin if begin and wanted not in self.may_have else [*self.may_have, *there]
+        return _named(name, [Column(field) for field in dict.fromkeys(known)], '-c')
 
 
 class Look(NamedTuple):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
@@ -11,7 +12,7 @@ from ecomp.cli.options import TABLE
 from ecomp.cli.outcomes import Outcomes
 from ecomp.cli.terminal import Live, each_of
 from ecomp.cli.words import instances, nothing, one_instance
-from ecomp.errors import EcompError, NotFound, StillGoing
+from ecomp.errors import EcompError, NotFound, StillGoing, Unreachable
 from ecomp.model import keys
 from ecomp.model.stages import ERROR, GONE, QUEUED, STAGES, STOPPED
 from ecomp.model.text import printable
@@ -99,7 +100,8 @@ def _list(do: Context) -> int:
         records, unreadable = all_records(do.store, with_gone)
         chosen, known = pick.of(records), computes(do.store)
         if not chosen and do.options.host is not None:
-            check_there(known, lambda: do.placement, do.options.host)
+            with suppress(Unreachable):  # the table is etcd's, and empty
+                check_there(known, lambda: do.placement, do.options.host)
         code = do.show(as_list(chosen, known), unreadable)
         for line in _unserved(chosen, lambda: known):
             do.out.say(line)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -189,12 +190,48 @@ def test_what_a_restored_etcd_does_not_know_is_counted_again(cloud: Cloud, tmp_p
             assert used() == 1
         with pytest.raises(OverQuota):
             cloud.create(cloud.wanted(compute.compute))
+        # What was in a queue when the snapshot was made counted there already, and is there no more.
+        queued = keys.queue('small', instance)
+        cloud.store.commit([], [*map(Delete, places[:2]), Put(queued, '{}'), Put(keys.taker(queued), '{}')])
+        republish(compute.compute, cloud.store, cloud.placement, compute.memory, here, NOW)
+        assert used() == 1
+        assert cloud.etcd.keys(queued) == []
+        assert cloud.store.get(places[0]) is not None
         tombstone = Request(instance, {}, image=None, user_id='a-user', project_id='a-project')
         cloud.store.commit([], [Put(places[0], to_json(tombstone))])
         compute.instances.forget(instance)
         while compute.step():
             pass
         assert used() == 0
+
+
+def test_many_that_accept_a_new_etcd_at_once_all_get_through(
+    cloud: Cloud, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All write the one quota of their project: each was lost to the others after five tries."""
+    with toy(cloud, tmp_path) as compute, limited(cloud, 'a-project', 5) as used:
+        instance = named(cloud, compute.compute, 'among-many')
+        compute.step()
+        places = keys.request(compute.compute, instance), keys.record(compute.compute, instance), keys.booted(instance)
+        cloud.store.commit([], [*map(Delete, (*places, keys.name('among-many'), keys.group('among-many')))])
+        key, commit, others = keys.quota('a-project'), cloud.store.commit, list(range(20))
+
+        def late(conditions: Any, operations: Any) -> int | None:
+            if others and any(each.key == key for each in operations):
+                others.pop()
+                entry = cloud.store.get(key)
+                assert entry is not None
+                commit([], [Put(key, entry.value.decode())])  # another one was faster
+            return commit(conditions, operations)
+
+        monkeypatch.setattr(cloud.store, 'commit', late)
+        here = compute.hypervisor.guests().keys()
+        republish(compute.compute, cloud.store, cloud.placement, compute.memory, here, NOW)
+        monkeypatch.undo()
+        assert others == []
+        assert cloud.store.get(places[0]) is not None
+        assert used() == 2, 'the one of before the loss was never given back'
+        cloud.store.commit([], [*map(Delete, (*places, keys.name('among-many'), keys.group('among-many')))])
 
 
 def test_what_failed_gives_its_share_of_a_quota_back_once(cloud: Cloud, tmp_path: Path) -> None:

@@ -84,7 +84,7 @@ def test_others_in_the_same_placement_are_no_reason(cloud: Cloud, caplog: pytest
     """The nodes of a cloud beside this one are not alive here, and never were."""
     cloud.compute()
     other = cloud.wanted(cloud.compute(alive=False))
-    with pytest.raises(NoCapacity, match='placement names no provider'):
+    with pytest.raises(NoCapacity, match='none of them is a living compute'):
         cloud.create(other)
     assert caplog.records == []
 

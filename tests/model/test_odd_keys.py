@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from ecomp.errors import Conflict
+from ecomp.errors import Conflict, NotFound
 from ecomp.model import keys
 from ecomp.model.computes import to_json
 from ecomp.model.instance import Request
@@ -75,6 +75,16 @@ def test_a_compute_without_a_lease_is_forgotten_with_that_key(cloud: Cloud) -> N
     ]
     assert A not in cloud.model.providers
     assert not {keys.compute(A), keys.hostname(A)} & cloud.etcd.entries.keys()
+
+
+def test_such_a_key_alone_is_removed_too(cloud: Cloud) -> None:
+    """As is left where one that had no name was being forgotten by somebody who was killed."""
+    key = keys.compute(A)
+    cloud.store.commit([], [Put(key, '{"hostname":"hv1"}')])
+    assert forgotten(cloud) == [f'{key}: removed: it was on no lease']
+    assert key not in cloud.etcd.entries
+    with pytest.raises(NotFound, match='no such compute'):
+        forgotten(cloud)
 
 
 def test_so_is_one_that_had_a_destroy_to_carry_out_and_has_no_name(cloud: Cloud) -> None:

@@ -191,6 +191,11 @@ def test_what_may_be_asked_of_details_is_the_same_whatever_one_has() -> None:
     assert rendered_details([one], Look('value', columns=('group', 'name')), False) == '-\t-'
     assert rendered_details([one], Look('csv', columns=('group', 'boot 2')), False) == 'group,boot 2\n,start'
     assert rendered_details([one], Look('csv'), False) == 'state,name,boot 2\nactive,,start'
+    # The beginning of a name is that of one that it has, though it may have others that begin so.
+    two = one._replace(fields=[*one.fields, ('group', 'web')])
+    assert rendered_details([two], Look('value', columns=('g',)), False) == 'web'
+    assert rendered_details([one, two], Look('value', columns=('g',)), True) == '-\nweb'
+    assert rendered_details([two], Look('value', columns=('gone',)), False) == '-'
     for form in ('table', 'csv', 'value'):
         with pytest.raises(UsageError, match=r'-c g: 2 columns begin so; there are state, group, gone, boot 1, name$'):
             rendered_details([one], Look(form, columns=('g',)), False)

@@ -7,7 +7,7 @@ them. Only one thing an etcd says counts for more: a tombstone.
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
@@ -23,7 +23,7 @@ from ecomp.model.record import DESTROYING, ERROR, GONE, Record
 from ecomp.placement import allocations
 from ecomp.placement.client import Placement
 from ecomp.store.client import Delete, Put, Store, Unchanged
-from ecomp.store.sharing import given_back, recharged, rejoined, write_end
+from ecomp.store.sharing import Change, commit_with, given_back, recharged, rejoined, write_end
 
 log = logging.getLogger(__name__)
 
@@ -99,11 +99,12 @@ def republish(
     Errors: Unreachable and its like, with some of it done.
     """
     published = 0
+    queued = _queued(store)
     for instance, remembered in memory.all().items():
         for _ in range(TRIES):
             at = _Place(compute, store, instance)
             step = running(compute, remembered, instance in here, at.said())
-            if not isinstance(step, Publish) or _publish(at, step, placement):
+            if not isinstance(step, Publish) or _publish(at, step, placement, queued.get(instance, ())):
                 break
         else:
             raise _restless(instance)
@@ -147,12 +148,14 @@ class _Place:
         host = self._there.get(self.request_key)
         return EtcdView(parse_request(self.compute, self.request_key, host.value) if host else None, record)
 
-    def commit(self, operations: Collection[Put | Delete], also: Collection[Unchanged]) -> bool:
-        """False: it is not what it was, or the answer was lost: look again."""
+    def commit(
+        self, operations: Collection[Put | Delete], also: Collection[Unchanged], shared: Callable[[], Change]
+    ) -> bool:
+        """False: it is not what it was, or the answer was lost: look again. `shared` is what others change, too."""
         if self.record_key in {each.key for each in operations}:
             operations = [*operations, *map(Delete, self._moved())]
         with suppress(UnknownOutcome):
-            return self.store.commit([*self._unchanged, *also], list(operations)) is not None
+            return commit_with(self.store, [*self._unchanged, *also], list(operations), shared) is not None
         return False
 
     def end(self, record: Record) -> bool:
@@ -169,7 +172,16 @@ class _Place:
         return older_record(self._there.get(self.older_key), self.compute, self.instance)
 
 
-def _publish(at: _Place, step: Publish, placement: Placement) -> bool:
+def _queued(store: Store) -> Mapping[str, Sequence[str]]:
+    """{instance: its keys in a queue}, and its taker's."""
+    found: dict[str, list[str]] = {}
+    for key in store.snapshot(keys.QUEUES, keys_only=True).entries:
+        found.setdefault(keys.in_queue(key), []).append(key)
+    return found
+
+
+def _publish(at: _Place, step: Publish, placement: Placement, queued: Collection[str]) -> bool:
+    """Write it; False: look again. What a restored etcd has of it `queued` goes: it was taken from there since."""
     record = step.record
     if step.claim is not None:
         fault = _claimed(placement, step.claim)
@@ -183,22 +195,30 @@ def _publish(at: _Place, step: Publish, placement: Placement) -> bool:
             log.error('instance %s: %s', record.instance, fault)
             record = replace(record, fault='; '.join(filter(None, (record.fault, fault))))
     mine, operations = change or ([], [])
-    if step.request is not None and not step.request.is_tombstone:
-        with suppress(Unreadable):  # the audit tells of it
-            theirs, joins = rejoined(at.store, step.request.group, record.instance, record.compute)
-            mine, operations = [*mine, *theirs], [*operations, *joins]
-    if step.request is not None and at.said().wish is None:
-        with suppress(Unreadable):
-            # Delivered after what this etcd was restored from, so it is not counted; its end will give it back.
-            theirs, counts = recharged(at.store, record.project_id, record.resources)
-            mine, operations = [*mine, *theirs], [*operations, *counts]
-    if step.request is not None:
-        operations.append(Put(at.request_key, requests.to_json(step.request)))
+    request, is_new = step.request, at.said().wish is None
+
+    def shared() -> Change:
+        """What other computes that publish write at this moment, too. What cannot be read the audit tells of."""
+        conditions, changes = list[Unchanged](), list[Put | Delete]()
+        if request is not None and not request.is_tombstone:
+            with suppress(Unreadable):
+                theirs, joins = rejoined(at.store, request.group, record.instance, record.compute)
+                conditions, changes = [*conditions, *theirs], [*changes, *joins]
+        if request is not None and is_new and not queued:
+            with suppress(Unreadable):
+                # Delivered after what this etcd was restored from, so it is not counted; its end will give it back.
+                theirs, counts = recharged(at.store, record.project_id, record.resources)
+                conditions, changes = [*conditions, *theirs], [*changes, *counts]
+        return conditions, changes
+
+    if request is not None:
+        operations.append(Put(at.request_key, requests.to_json(request)))
+        operations += map(Delete, queued if is_new else ())
     if record != at.said().record:
         operations.append(Put(at.record_key, records.to_json(record)))
         if record.address is not None:
             operations.append(Put(at.booted_key, record.address))
-    return not operations or at.commit(operations, mine)
+    return not (operations or shared()[1]) or at.commit(operations, mine, shared)
 
 
 def _claimed(placement: Placement, request: Request) -> str | None:

@@ -58,7 +58,7 @@ def forget(
     """
     for _ in range(TRIES):
         planes = _read(store, placement, compute)
-        left = _allowed(compute, called, planes)
+        left = _allowed(compute, called, planes, silence(store, compute))
         try:
             _remove(store, placement, compute, called, planes.seen, left, now, tell)
             break
@@ -100,14 +100,16 @@ def _read(store: Store, placement: Placement, compute: str) -> _Both:
     return _Both(provider, held, look(store), placing)
 
 
-def _allowed(compute: str, called: str, planes: _Both) -> Leftovers:
+def _allowed(compute: str, called: str, planes: _Both, silent: Unchanged | None) -> Leftovers:
+    """What is left to be removed. Conflict, NotFound. `silent`: see silence(); with a revision there is that key."""
     reason = refusal(compute, planes.seen.etcd, planes.held, planes.at_it)
     if reason is not None:
         raise Conflict(f'compute {called} is not forgotten: {reason}')
     left = leftovers(compute, planes.seen.etcd, planes.held)
     provider = planes.provider
     is_remembered = compute in planes.seen.etcd.computes.remembered
-    if left == Leftovers() and provider is None and not is_remembered:
+    has_key = silent is not None and silent.revision > 0
+    if left == Leftovers() and provider is None and not is_remembered and not has_key:
         raise NotFound(f'{called}: no such compute')
     if left == Leftovers() and provider is not None and not provider.is_ours and not is_remembered:
         why = f'placement has such a provider, {provider.name}, but no ecompute made it'

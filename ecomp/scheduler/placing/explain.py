@@ -105,7 +105,8 @@ def reasons(
     except Unexplained as error:
         return [f'what each compute lacks is not explained: {error}']
     fewer = limit(query)
-    if fewer is not None:  # those that placement named do for no group, no set, or are dead: it will name them again
+    if fewer is not None and fewer.isdecimal() and len(named) >= int(fewer):
+        # Those that placement named do for no group, no set, or are dead: it will name them again.
         why = f'has room, but limit={fewer} has placement name fewer computes: ask without it'
         said |= {each.provider: why for each in misses if each.fits and each.provider not in named}
     if are_many:

@@ -160,6 +160,8 @@ def why_none(offer: Offer, choice: Choice, alive: Collection[str], group: Group 
         return 'placement names computes, but none of them is alive'
     if not alive:
         return 'no compute is alive: is ecompute running anywhere?'
+    if offer.candidates:  # another cloud's nodes, or computes that etcd has forgotten
+        return 'placement names providers, and none of them is a living compute'
     return 'placement names no provider with that much free and all that is required'
 
 
