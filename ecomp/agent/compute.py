@@ -27,9 +27,9 @@ from ecomp.agent.host.nocloud import nocloud
 from ecomp.agent.host.provider import Registration
 from ecomp.agent.host.provider import check as check_traits
 from ecomp.agent.host.state import State
-from ecomp.agent.instance.instances import Instances, Shape
+from ecomp.agent.instance.instances import Instances
 from ecomp.agent.instance.republish import republish
-from ecomp.agent.instance.surroundings import ControlPlane
+from ecomp.agent.instance.surroundings import ControlPlane, Shape
 from ecomp.agent.planner import LOOKING, Planner
 from ecomp.agent.queue.offers import Offers
 from ecomp.agent.queue.queues import Queues

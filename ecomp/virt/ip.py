@@ -6,15 +6,19 @@ https://man7.org/linux/man-pages/man8/ip.8.html. pyroute2 would do it in this pr
 from __future__ import annotations
 
 import json
+import logging
 import shutil
 import subprocess
 from collections.abc import Mapping
+from functools import lru_cache
 from ipaddress import IPv4Address, IPv6Address, ip_address
 from typing import Any
 
 from ecomp.errors import EcompError
 from ecomp.files import search_path
 from ecomp.model.network import METADATA_ADDRESS
+
+log = logging.getLogger(__name__)
 
 KNOWN = {'REACHABLE', 'STALE', 'DELAY', 'PROBE', 'PERMANENT'}
 """States of a neighbour in which the MAC is believed."""
@@ -36,7 +40,16 @@ def neighbours(bridges: Mapping[str, str]) -> dict[str, str]:
         # What a guest without DHCP gives itself is no address anybody can use.
         if bridges.get(mac) == each['dev'] and not address.startswith(('169.254.', '0.')):
             found.setdefault(mac, set()).add(address)
+    for mac, addresses in found.items():
+        if len(addresses) > 1:
+            _tell(mac, bridges[mac], ', '.join(sorted(addresses)))
     return {mac: addresses.pop() for mac, addresses in found.items() if len(addresses) == 1}
+
+
+@lru_cache(maxsize=1024)  # once of each, for it is asked again and again
+def _tell(mac: str, bridge: str, addresses: str) -> None:
+    cure = f'`ip neighbour del ADDRESS dev {bridge}` for what is not its own'
+    log.warning('%s has several addresses by ARP on %s, and none is believed: %s; %s', mac, bridge, addresses, cure)
 
 
 def own_addresses() -> list[IPv4Address | IPv6Address]:

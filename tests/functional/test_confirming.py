@@ -70,9 +70,31 @@ def test_what_was_begun_and_is_not_asked_for_any_more_is_taken_back(
         assert cloud.server.allocations(instance) == {}
         assert compute.memory.all() == {}
         compute.instances.forget(instance)
-        failed = compute.record(instance)
-        assert failed.error is not None
-        assert 'its request was deleted' in failed.error.reason
+        assert compute.instances.record(instance) is None
+
+
+@pytest.mark.parametrize('restarts', [False, True])
+def test_what_ended_while_its_host_was_down_does_not_come_back(cloud: Cloud, tmp_path: Path, restarts: bool) -> None:
+    """It died in a build, was destroyed and forgotten, and its record has gone since: nothing is given back twice."""
+    with toy(cloud, tmp_path) as compute:
+        instance = compute.place()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(compute.host.runner, 'run', lambda _: (_ for _ in ()).throw(Unreachable('its host died')))
+            compute.step()
+        assert compute.record(instance).state == BUILDING
+        key = keys.record(compute.compute, instance)
+        # As host forget does, and clear.
+        allocations.release(cloud.placement, instance, allocations.consumer(cloud.placement, instance))
+        cloud.store.commit([], [Delete(key), Delete(keys.request(compute.compute, instance))])
+        if restarts:
+            compute.restart()
+            note_ends(compute.compute, cloud.store, compute.memory, compute.hypervisor.guests().keys())
+        compute.step()
+        for _ in range(3):
+            compute.planner.recheck()
+        assert cloud.store.get(key) is None
+        assert compute.memory.all() == {}
+        assert compute.hypervisor.reservations() == {}
 
 
 def test_nothing_is_left_of_what_placement_does_not_confirm(cloud: Cloud, tmp_path: Path) -> None:

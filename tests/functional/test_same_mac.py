@@ -51,9 +51,9 @@ def test_a_file_is_its_instance_s_alone(tmp_path: Path) -> None:
     data.remove(SECOND, all_macs(SECOND))
     assert whose(tmp_path) == {MAC: FIRST}
     # One that is not here any more left it: it keeps nobody from anything.
-    data.write(Request(SECOND, {}), [MAC], {SECOND})
+    data.write(Request(SECOND, {}), [MAC], lambda: {SECOND})
     assert whose(tmp_path) == {MAC: SECOND}
     (tmp_path / f'{MAC}.json').write_text('{')
-    data.write(Request(SECOND, {}), [MAC], SAME_MAC)
+    data.write(Request(SECOND, {}), [MAC], lambda: SAME_MAC)
     data.remove(SECOND, all_macs(SECOND))
     assert whose(tmp_path) == {}

@@ -15,10 +15,10 @@ from ecomp.agent.complaints import Complaints
 from ecomp.agent.host.claims import ClaimKeeper
 from ecomp.agent.host.memory import Memory
 from ecomp.agent.host.metadata import GuestData
-from ecomp.agent.instance.instances import Instances, Shape
+from ecomp.agent.instance.instances import Instances
 from ecomp.agent.instance.pool import FakeImages, Inline
 from ecomp.agent.instance.republish import republish
-from ecomp.agent.instance.surroundings import ControlPlane, Host
+from ecomp.agent.instance.surroundings import ControlPlane, Host, Shape
 from ecomp.agent.planner import Planner
 from ecomp.agent.queue.offers import Offers
 from ecomp.agent.queue.pulling import Puller

@@ -32,14 +32,14 @@ class GuestData:
         self._lock = threading.Lock()
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
 
-    def write(self, request: Request, macs: Sequence[str], here: Container[str] = ()) -> None:
+    def write(self, request: Request, macs: Sequence[str], here: Callable[[], Container[str]] = tuple) -> None:
         """Tell the metadata server of an instance. Keys and user-data null: those of mdserver.conf.
 
         BuildFailed where a MAC is that of another instance that is `here`; what another one has left is overwritten.
         """
-        with self._lock:  # two that have one MAC may come at once
+        with self._lock:  # two that have one MAC may come at once, so who is here is asked under it
             for mac in macs:
-                if (other := self._whose(mac)) not in (None, request.instance) and other in here:
+                if (other := self._whose(mac)) not in (None, request.instance) and other in here():
                     raise same_mac(mac, other)
             self._write(request, macs)
 
@@ -96,8 +96,7 @@ class GuestData:
     def off(self, instance: str) -> None:
         """Forget that the instance was ready: its guest is off, and is to say so again when it was started."""
         try:
-            (self.directory / f'{instance}{BEING_TOLD}').unlink(missing_ok=True)
-            self._ready(instance).unlink(missing_ok=True)
+            self._take_back(instance)
         except OSError as error:
             # What is written of a guest that went off does not wait for this; and where the file system is read-only,
             # what is not there cannot be removed either.
@@ -110,7 +109,12 @@ class GuestData:
         for mac in macs:
             if self._whose(mac) in (None, instance):  # else it is of another one that has the MAC, too
                 (self.directory / f'{mac}.json').unlink(missing_ok=True)
-        self.off(instance)  # last: without the others the metadata server takes its word back
+        self._take_back(instance)  # last: without the others the metadata server takes its word back
+
+    def _take_back(self, instance: str) -> None:
+        """Remove the instance's word. OSError."""
+        (self.directory / f'{instance}{BEING_TOLD}').unlink(missing_ok=True)
+        self._ready(instance).unlink(missing_ok=True)
 
     def _whose(self, mac: str) -> str | None:
         """The instance in the MAC's file; None where there is none, or it is none of ours."""

@@ -7,9 +7,9 @@ changed meanwhile nothing is written, and the next plan sees the new one. All of
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 from ecomp.agent.host.memory import Memory
@@ -17,7 +17,7 @@ from ecomp.agent.instance.build import Build, Cancelled, Destroy, Forget
 from ecomp.agent.instance.plan import GONE_BOTH
 from ecomp.agent.instance.power import ATTEMPTS, Switch
 from ecomp.agent.instance.records import Records, Superseded
-from ecomp.agent.instance.surroundings import ControlPlane, Host, answer, with_shares, with_user_data
+from ecomp.agent.instance.surroundings import ControlPlane, Host, Shape, answer, with_shares, with_user_data
 from ecomp.errors import BuildFailed, Conflict, EcompError, NoSpace, UnknownOutcome, Unreachable, UsageError
 from ecomp.failpoints import failpoint
 from ecomp.model import keys
@@ -25,7 +25,6 @@ from ecomp.model.allocation import difference, to_wire, total
 from ecomp.model.boots import CREATED
 from ecomp.model.guest import Address, BaseImage, Guest, GuestSpec, all_macs
 from ecomp.model.instance import Invalid, Request
-from ecomp.model.network import Attachment
 from ecomp.model.record import (
     ACTIVE,
     BUILDING,
@@ -50,20 +49,6 @@ log = logging.getLogger(__name__)
 
 RELEASES = 5
 """How often a release is tried at once that loses its race."""
-
-
-@dataclass(frozen=True)
-class Shape:
-    """What this compute gives every guest. `hostname` is where its console log is.
-
-    `seed` says what is on the NoCloud disk of the guest with a MAC, BuildFailed; None where guests get no such disk.
-    """
-
-    virt_type: str
-    resize: bool
-    networks: tuple[Attachment, ...]
-    hostname: str
-    seed: Callable[[str], Mapping[str, bytes]] | None = None
 
 
 class Instances:
@@ -114,7 +99,7 @@ class Instances:
             # knows; and one that runs is done. Neither is built over, nor taken down over bookkeeping.
             self._adopt(record, revision, request, guest, lost=known is None)
             return
-        fail = partial(self._fail, request=request)
+        fail, made = partial(self._fail, request=request), guest is not None
         failing = self.memory.failure(instance)
         if failing is not None:
             # It was ending when etcd, or this process, went away. What it has released already is no reason of its own.
@@ -132,7 +117,7 @@ class Instances:
         try:
             record = self._reserve(record, spec)
             spec = replace(spec, reserved=tuple(each.expected for each in record.addresses))
-            self.guest_data.write(with_user_data(self.store, request), spec.macs, self.memory.all())
+            self.guest_data.write(with_user_data(self.store, request), spec.macs, self.memory.all)
             failpoint('seeded')
             if self.shape.seed is not None:
                 spec = replace(spec, seed=self.shape.seed(spec.macs[0]))
@@ -144,6 +129,7 @@ class Instances:
             failpoint('building')
             log.info('INSTANTIATE INSTANCE %s WITH IMAGE %s', instance, request.image)
             log.info('ALLOCATIONS ARE %s', to_wire(request.allocations))
+            made = True
             for news in self.runner.run(Build(spec, request.image)):
                 if isinstance(news, Progress):
                     record = self._noted(replace(record, progress=news), revision)
@@ -154,9 +140,9 @@ class Instances:
             self._forget(instance)
             raise Superseded from None
         except BuildFailed as error:
-            fail(record, revision, Failure(error.stage, error.reason, ''))
+            fail(record, revision, Failure(error.stage, error.reason, ''), touched=made)
         except OSError as error:
-            fail(record, revision, Failure('image', f'{error.filename}: {error.strerror}', ''))
+            fail(record, revision, Failure('image', f'{error.filename}: {error.strerror}', ''), touched=made)
         except (Conflict, UsageError) as error:
             # The build has undone what it made; the rest is somebody else's.
             fail(record, revision, Failure('started', str(error), ''), touched=False)
@@ -168,7 +154,7 @@ class Instances:
             if record.attempts < ATTEMPTS:
                 self._records.write(record, revision)
                 raise EcompError(f'instance {instance}: {error}') from error
-            fail(record, revision, Failure('started', f'{error}, {ATTEMPTS} times', ''))
+            fail(record, revision, Failure('started', f'{error}, {ATTEMPTS} times', ''), touched=made)
         else:
             failpoint('built')
             record = self._records.write(self._up(record), revision)
@@ -213,12 +199,18 @@ class Instances:
         self._fail(record, revision, Failure('scheduled', reason, ''))
 
     def end_without_request(self, instance: str) -> None:
-        """A build that was stopped and whose request is gone, by hand: it ends in error and says so."""
-        remembered = self.memory.all().get(instance)
-        record = self.record(instance) or (remembered.record if remembered else None)  # begun, and not confirmed yet
-        if record is None or record.state != BUILDING:
+        """A build that was stopped and whose request is gone, by hand: it ends in error and says so.
+
+        Where etcd has no record of it, only what was begun here is taken back: it may have ended long since.
+        """
+        record, remembered = self.record(instance), self.memory.all().get(instance)
+        begun = record or (remembered.record if remembered else None)
+        if begun is None or begun.state != BUILDING or self.store.get(keys.request(self.compute, instance)) is not None:
             return
-        if self.store.get(keys.request(self.compute, instance)) is not None:
+        if record is None:
+            self._forget(instance)
+            self._release(instance)
+            self.memory.ended(instance)
             return
         failure = Failure('scheduled', 'its request was deleted while it was being built', '')
         self._fail(record, 0, failure, touched=False)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 
@@ -13,6 +13,7 @@ from ecomp.errors import BuildFailed, EcompError, Unreachable
 from ecomp.model import keys
 from ecomp.model.guest_data import shared_user_data
 from ecomp.model.instance import Invalid, Request, Shares, parse_request, shares
+from ecomp.model.network import Attachment
 from ecomp.placement.allocations import Consumer
 from ecomp.placement.client import Placement
 from ecomp.store.client import Store
@@ -78,6 +79,20 @@ class Host:
     guest_data: GuestData
     look_after: Callable[[], None] = lambda: None
     serves_metadata: Callable[[], bool] = lambda: False
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What this compute gives every guest. `hostname` is where its console log is.
+
+    `seed` says what is on the NoCloud disk of the guest with a MAC, BuildFailed; None where guests get no such disk.
+    """
+
+    virt_type: str
+    resize: bool
+    networks: tuple[Attachment, ...]
+    hostname: str
+    seed: Callable[[str], Mapping[str, bytes]] | None = None
 
 
 def with_user_data(store: Store, request: Request) -> Request:
