@@ -24,11 +24,12 @@ def note_ends(compute: str, store: Store, memory: Memory, here: Collection[str])
     Only with the etcd that we know. Errors: those of etcd.
     """
     asked = {keys.last(key) for key in store.snapshot(keys.request_prefix(compute), keys_only=True).entries}
-    for instance in memory.all().keys() - asked - set(here):
+    remembered = memory.all()
+    for instance in remembered.keys() - asked - set(here):
         # Read after the requests were: its end takes both in one transaction, so what lives has one of them.
         places = keys.record(compute, instance), keys.old_record(instance)
-        there, remembered = store.read(places).values(), memory.all()[instance]
-        if not there and remembered.record.state == BUILDING and remembered.failure is None:
+        there, known = store.read(places).values(), remembered[instance]
+        if not there and known.record.state == BUILDING and known.failure is None:
             continue  # begun, and killed before its record said so: the planner takes back what is reserved for it
         if all(_has_ended(compute, each) for each in there):
             memory.ended(instance)

@@ -35,9 +35,7 @@ class Outcomes:
         """
         left = list(words)
         try:
-            while left:
-                self._one(left[0], work)
-                del left[0]
+            self._in_turn(left, work)
         except KeyboardInterrupt:
             kind = self._do.name.partition(' ')[0]
             show = f'{kind} show' if kind in ('host', 'flavor', 'quota') else 'show'
@@ -45,12 +43,15 @@ class Outcomes:
             may = f'{left[0]}: it may have been accepted: eschedule {show} {left[0]} says{rest}'
             raise EcompError(f'interrupted; {may}') from None
 
-    def _one(self, word: str, work: Callable[[str], None]) -> None:
-        try:
-            work(word)
-        except EcompError as error:
-            self._do.out.say(self._do.out.words(error))
-            self._fail(word, error)
+    def _in_turn(self, left: list[str], work: Callable[[str], None]) -> None:
+        """Do it for each word that is left, and take it out of those."""
+        while left:
+            try:
+                work(left[0])
+            except EcompError as error:
+                self._do.out.say(self._do.out.words(error))
+                self._fail(left[0], error)
+            del left[0]
 
     def wait(self, words: Sequence[str], work: Callable[[str], None], again: Callable[[str], str]) -> None:
         """As each(), for what waits: Ctrl-C ends it for all of them, and is exit 6, for what was begun goes on.
@@ -59,9 +60,7 @@ class Outcomes:
         """
         left = list(words)
         try:
-            while left:
-                self._one(left[0], work)
-                del left[0]
+            self._in_turn(left, work)
         except KeyboardInterrupt:
             more = f' and {len(left) - QUOTED} more' if len(left) > QUOTED else ''
             interrupted = StillGoing(f'interrupted, and it goes on: {again(" ".join(left[:QUOTED]) + more)}')

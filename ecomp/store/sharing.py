@@ -83,6 +83,19 @@ def group(store: Store, name: str) -> tuple[Group | None, Unchanged]:
     return _read(store, keys.group(name), lambda value: group_from_json(name, value))
 
 
+def groups(store: Store, names: Iterable[str]) -> tuple[dict[str, Group], set[str]]:
+    """Those of these groups that there are, by name, and the names of those that cannot be read: in one question."""
+    found: dict[str, Group] = {}
+    unreadable = set[str]()
+    for key, entry in store.read(sorted(map(keys.group, names))).items():
+        name = key.removeprefix(keys.GROUPS)
+        try:
+            found[name] = group_from_json(name, entry.value)
+        except ValueError:
+            unreadable.add(name)
+    return found, unreadable
+
+
 def quota(store: Store, project: str) -> tuple[Quota | None, Unchanged]:
     """A project's quota, None if it has none, and the condition that this is still so. Unreadable."""
     return _read(store, keys.quota(project), lambda value: quota_from_json(project, value))

@@ -27,7 +27,6 @@ from ecomp.model.allocation import summed
 from ecomp.model.backoff import Backoff
 from ecomp.model.explain import Provider
 from ecomp.model.group import Group, Membership, settle
-from ecomp.model.group import from_json as group_from_json
 from ecomp.model.instance import REASON_LIMIT
 from ecomp.model.inventory import Inventory
 from ecomp.model.pull import Backlog, Place, fits, next_of, patience, subscribed, widened
@@ -35,7 +34,7 @@ from ecomp.model.queue import QueueEntry
 from ecomp.model.status import DISABLED
 from ecomp.placement import allocations, traits
 from ecomp.placement.room import look
-from ecomp.store.sharing import group
+from ecomp.store.sharing import group, groups
 from ecomp.store.watch import State
 
 log = logging.getLogger(__name__)
@@ -285,19 +284,11 @@ class Puller:
     def _elsewhere(self, found: Place, backlog: Backlog) -> list[Place]:
         """What waits, beside this one, and its group does not allow here: all of these groups are read at once."""
         waiting = [(each, each.waiting.group) for each in backlog.places.values() if each.waiting.group is not None]
-        there = self._store.read(sorted({keys.group(theirs.name) for _, theirs in waiting}))
-        groups: dict[str, Group] = {}
-        unreadable = set()
-        for key, entry in there.items():
-            name = keys.last(key)
-            try:
-                groups[name] = group_from_json(name, entry.value)
-            except ValueError:
-                unreadable.add(name)
+        there, unreadable = groups(self._store, {theirs.name for _, theirs in waiting})
         shut = [
             each
             for each, theirs in waiting
-            if theirs.name in unreadable or not self._allows(theirs, groups.get(theirs.name))
+            if theirs.name in unreadable or not self._allows(theirs, there.get(theirs.name))
         ]
         return [found, *(each for each in shut if each is not found)]
 
