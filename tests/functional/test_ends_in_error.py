@@ -260,3 +260,51 @@ def test_what_failed_gives_its_share_of_a_quota_back_once(cloud: Cloud, tmp_path
             assert used() == 1
         finally:
             cloud.store.commit([], [Delete(keys.quota(project))])
+
+
+@pytest.mark.parametrize('how', ['adopted', 'built again', 'refused', 'at once'])
+def test_where_the_record_was_lost_no_address_is_left(cloud: Cloud, tmp_path: Path, how: str) -> None:
+    """What becomes of an instance before its address is written anew ends without it, too."""
+    with toy(cloud, tmp_path) as compute:
+        instance = compute.place()
+        while compute.step():
+            pass
+        request, booted = keys.request(compute.compute, instance), keys.booted(instance)
+        assert cloud.store.get(booted) is not None
+        cloud.store.commit([], [Delete(keys.record(compute.compute, instance))])
+        compute.instances.forget(instance)
+        if how in ('built again', 'refused'):
+            compute.hypervisor.destroy(instance, compute.compute)
+            compute.hypervisor.delete_disk(instance)
+        if how == 'refused':
+            cloud.store.commit([], [Put(request, '{"version": 99}')])
+        if how != 'at once':
+            compute.step()
+        if how != 'refused':
+            tombstone = Request(instance, {}, image=None, user_id='a-user', project_id='a-project')
+            cloud.store.commit([], [Put(request, to_json(tombstone))])
+        while compute.step():
+            pass
+        assert cloud.store.get(request) is None
+        assert cloud.store.get(booted) is None
+        assert cloud.server.allocations(instance) == {}
+
+
+def test_where_the_record_was_lost_the_address_of_another_compute_stays(cloud: Cloud, tmp_path: Path) -> None:
+    """Somebody asked two computes for one instance, and etcd lost the record of one: the address may be the other's."""
+    with toy(cloud, tmp_path) as compute:
+        instance, other = compute.place(), cloud.compute(VCPU=1)
+        while compute.step():
+            pass
+        there = cloud.store.get(keys.request(compute.compute, instance))
+        assert there is not None
+        asked = [Put(keys.request(other, instance), there.value.decode()), Put(keys.booted(instance), '10.9.9.9')]
+        cloud.store.commit([], [Delete(keys.record(compute.compute, instance)), *asked])
+        compute.instances.forget(instance)
+        compute.hypervisor.destroy(instance, compute.compute)
+        compute.hypervisor.delete_disk(instance)
+        compute.planner.works_again()
+        assert [each.partition(' ')[0] for each in compute.step()] == ['build']
+        kept = cloud.store.get(keys.booted(instance))
+        assert kept is not None
+        assert kept.value == b'10.9.9.9'

@@ -43,7 +43,6 @@ from ecomp.model.text import printable
 from ecomp.placement import allocations
 from ecomp.placement.claiming import release
 from ecomp.store.client import Delete, Put
-from ecomp.store.places import listed
 
 log = logging.getLogger(__name__)
 
@@ -94,6 +93,8 @@ class Instances:
         if known is not None and known.state in (ACTIVE, STOPPED):
             return  # planned before this was written
         record = known or new_record(self.compute, request, self.now())
+        if known is None:
+            self._records.lost(instance, revision, is_here=guest is not None)
         if guest is not None and (known is None or guest.running):
             # A build of ours writes its record first, so without one this guest is older than what etcd
             # knows; and one that runs is done. Neither is built over, nor taken down over bookkeeping.
@@ -167,15 +168,15 @@ class Instances:
         instance = request.instance
         known = self._records.to_end(instance)
         record = known or new_record(self.compute, request, self.now())
-        address = known is None and self._is_here_alone(instance)
+        if known is None:
+            self._records.lost(instance, revision, is_here=True)
         if record.state != DESTROYING:
-            extra = [Delete(keys.booted(instance))] if address else []  # later the record is not lost any more
             with suppress(NoSpace):  # a full etcd takes no record; what is destroyed gives it room
-                record = self._records.write(record.at(DESTROYING, self.now()), revision, extra)
+                record = self._records.write(record.at(DESTROYING, self.now()), revision)
             failpoint('destroying')
         log.info('DESTROY INSTANCE %s', instance)
         self._remove(instance)
-        self._records.end(record.at(GONE, self.now(), 'gone'), revision, address)
+        self._records.end(record.at(GONE, self.now(), 'gone'), revision)
         log.info('instance %s is gone', instance)
 
     def refuse(self, wish: Invalid, revision: int, guest: Guest | None) -> None:
@@ -195,6 +196,8 @@ class Instances:
         if guest is not None:
             log.error('instance %s: its request is unreadable and its guest is kept: %s', instance, reason)
             return
+        if record is None:
+            self._records.lost(instance, revision, is_here=False)
         record = record or refused_record(self.compute, with_shares(self.store, self.compute, wish), self.now())
         self._fail(record, revision, Failure('scheduled', reason, ''))
 
@@ -380,10 +383,6 @@ class Instances:
                 if not left:
                     raise  # else: read what became of it
         raise Unreachable(f'the claim of {instance} is changed by somebody else all the time')
-
-    def _is_here_alone(self, instance: str) -> bool:
-        """Whether no other compute is asked for it."""
-        return not listed(self.store, instance).requests.keys() - {self.compute}
 
     def _known(self, instance: str) -> Record:
         record = self.record(instance)

@@ -12,6 +12,7 @@ from ecomp.failpoints import failpoint
 from ecomp.model import keys
 from ecomp.model.record import ACTIVE, DESTROYING, ERROR, STOPPED, Record, from_json, is_newer, to_json
 from ecomp.store.client import Delete, Entry, Put, Store, Unchanged
+from ecomp.store.places import listed
 from ecomp.store.sharing import freed, write_end
 
 log = logging.getLogger(__name__)
@@ -106,16 +107,26 @@ class Records:
             self._memory.remember(None, record)
         return record
 
-    def end(self, record: Record, revision: int, address: bool = False) -> None:
+    def lost(self, instance: str, revision: int, is_here: bool) -> None:
+        """Take away the address at /booted where no record says whose it is: no end of this instance would any more.
+
+        `is_here`: the instance may have been built here. Else only what is remembered of it says that it had one.
+        Another compute's stays. A guest that runs has its own written again.
+        """
+        remembered = self._memory.all().get(instance)
+        had = is_here or (remembered is not None and 'addressed' in remembered.record.stages)
+        if had and not listed(self._store, instance).requests.keys() - {self._compute}:
+            self.commit(instance, revision, [], [Delete(keys.booted(instance))])
+
+    def end(self, record: Record, revision: int) -> None:
         """Write the last record, on a lease, and delete request, address and name, in one transaction.
 
-        An address is another compute's if this one never wrote one, for somebody may have asked both; `address`: it may
-        have, and that is not known.
+        An address is another compute's if this one never wrote one, for somebody may have asked both.
         """
         instance = record.instance
         unchanged, moved = self._as_read(instance)
         removed = [keys.request(self._compute, instance), *moved]
-        if address or 'addressed' in record.stages:
+        if 'addressed' in record.stages:
             removed.append(keys.booted(instance))
         try:
             self._commit(instance, revision, unchanged, lambda each: write_end(self._store, record, each, removed))
