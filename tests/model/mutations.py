@@ -167,6 +167,17 @@ MUTATIONS = {
         'removed.append(keys.booted(instance))', 'removed.append(keys.request(self._compute, instance))',
         ('built_and_destroyed',),
     ),
+    'an address whose record was lost is left': Mutation(
+        'ecomp.agent.instance.records',
+        'if had and not listed(', 'if not had and not listed(',
+        ('record_removed_of_active',),
+    ),
+    'a half-made guest whose record was lost is called built': Mutation(
+        'ecomp.agent.instance.instances',
+        'is_begun = known is not None or (before is not None and before.record.state == BUILDING)',
+        'is_begun = known is not None',
+        ('record_removed_of_half_a_guest',),
+    ),
     'an end leaves its place in the group': Mutation(
         'ecomp.store.sharing',
         'operations.append(put_group(theirs.without(record.instance)))',

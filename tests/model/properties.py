@@ -28,7 +28,9 @@ class Facts:
         hosts = ((path.partition('/'), value) for path, value in under.get('hosts', {}).items())
         self.asked: list[tuple[str, str, Json]] = [(compute, name, value) for (compute, _, name), value in hosts]
         # What somebody else says of it comes before what its own compute does.
-        recorded = sorted(under.get('instances', {}).items(), key=lambda each: each[0].startswith(each[1]['compute']))
+        # One that somebody has spoilt says nothing.
+        readable = [each for each in under.get('instances', {}).items() if 'compute' in each[1]]
+        recorded = sorted(readable, key=lambda each: each[0].startswith(each[1]['compute']))
         recorded.sort(key=lambda each: each[1]['compute'] in cloud.computes)
         self.records = {path.rpartition('/')[2]: value for path, value in recorded}
         queues = under.get('queues', {}).items()

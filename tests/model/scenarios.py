@@ -5,6 +5,7 @@ from __future__ import annotations
 from tests.model import (
     scenarios_claims,
     scenarios_few,
+    scenarios_hands,
     scenarios_hosts,
     scenarios_life,
     scenarios_operators,
@@ -16,6 +17,6 @@ from tests.model.explorer import Scenario
 
 ROOMS = (
     *(scenarios_claims, scenarios_operators, scenarios_queues, scenarios_shared, scenarios_life, scenarios_hosts),
-    *(scenarios_three, scenarios_few),
+    *(scenarios_three, scenarios_few, scenarios_hands),
 )
 SCENARIOS: dict[str, Scenario] = {each.name: each for room in ROOMS for each in room.SCENARIOS}

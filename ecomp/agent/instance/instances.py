@@ -95,9 +95,11 @@ class Instances:
         record = known or new_record(self.compute, request, self.now())
         if known is None:
             self._records.lost(instance, revision, is_here=guest is not None)
-        if guest is not None and (known is None or guest.running):
-            # A build of ours writes its record first, so without one this guest is older than what etcd
-            # knows; and one that runs is done. Neither is built over, nor taken down over bookkeeping.
+        before = self.memory.all().get(instance)
+        is_begun = known is not None or (before is not None and before.record.state == BUILDING)
+        if guest is not None and (guest.running or not is_begun):
+            # A build of ours is remembered first, so without that this guest is older than what is known; and one that
+            # runs is done. Neither is built over, nor taken down over bookkeeping.
             self._adopt(record, revision, request, guest, lost=known is None)
             return
         fail, made = partial(self._fail, request=request), guest is not None
@@ -108,7 +110,7 @@ class Instances:
             return
         # Placement takes as long as all that is written before the build: it is asked meanwhile.
         asked = self.aside(partial(allocations.consumer, self.placement, instance))
-        if record.state == BUILDING or instance in self.memory.all():
+        if record.state == BUILDING or before is not None:
             asked.result()  # tried before: as long as placement does not answer nothing is done again
         record = record.at(BUILDING, self.now())
         self.memory.remember(request, record)
