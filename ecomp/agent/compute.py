@@ -12,7 +12,6 @@ from collections.abc import Set
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from functools import partial
 
 from ecomp import __version__
 from ecomp.agent import hosts
@@ -165,8 +164,10 @@ class Compute:
         self.daemon = Daemon(self.host, self._planner, far, threads, first, self._say_room)
         takes = config.queues and familiar
         has = registered(self._inventory)
-        queues = partial(Queues, self._control, self._presence, self._complaints, offers, self._may_take, has, threads)
-        self.queues = queues() if takes else None
+        parts = self._presence, self._complaints, offers, self._may_take, has, threads
+        # In an older etcd what runs on a compute that has not come back yet may wait once more.
+        moves = not self._environment.accept
+        self.queues = Queues(self._control, *parts, moves) if takes else None
         token, audits = hashed(self._token), self._environment.audits
         self.answerer = Answerer(self.uuid, token, audits, hypervisor, config.state, self._may_remove, threads)
 

@@ -108,7 +108,7 @@ class Planner:
         And end what was begun and is not asked for any more.
         """
         busy = self.agenda.in_work()
-        changed = self._instances.recheck([each for each in self._wishes if each not in busy])
+        changed = self._instances.recheck({each: wish for each, (_, wish) in self._wishes.items() if each not in busy})
         if changed:
             self.agenda.nudge(f'the records of {", ".join(changed)} were changed by somebody else')
         if self.given is None:
@@ -291,8 +291,7 @@ class Planner:
     def _end_without_request(self, instance: str) -> None:
         """If a stopped build's request was deleted by hand, its record says so; a guest that got there is kept."""
         try:
-            if instance not in self._hypervisor.guests():
-                self._instances.end_without_request(instance)
+            self._instances.end_without_request(instance, self._hypervisor.guests().get(instance))
         except Superseded:
             self._instances.forget(instance)
         except (EcompError, OSError) as error:

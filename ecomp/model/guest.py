@@ -83,6 +83,11 @@ class Guest:
     disk: bool
     trouble: str = ''
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether it could run: a domain is defined last, on a disk that is there by then."""
+        return self.defined and self.disk
+
 
 def mac_address(instance: str, number: int) -> str:
     """The MAC of an instance's interface: the same every time, in QEMU's own range 52:54:00."""

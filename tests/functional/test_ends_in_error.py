@@ -95,21 +95,23 @@ def test_a_request_that_is_deleted_while_nobody_is_at_its_build_is_ended(cloud: 
         planner.recheck()
         assert len(hypervisor.reservations()) == 2, 'it has not read yet what is asked for'
         planner.step({})
-        # One whose guest is there is kept, and holds up no other.
-        kept = next(iter(compute.memory.all()))
+        # One whose guest is there is kept, and holds up no other; of a mere disk nothing is.
+        kept, disk = compute.memory.all()
         hypervisor._guests[kept] = Guest(kept, compute.compute, True, True, True)
+        hypervisor._guests[disk] = Guest(disk, None, False, False, True)
         planner.recheck()
         assert [each.instance for each in hypervisor.reservations().values()] == [kept]
-        del hypervisor._guests[kept]
-        planner.recheck()
-        assert hypervisor.reservations() == {}
-        for each in instances:
-            compute.instances.forget(each)
-            failed = compute.record(each)
-            assert failed.error is not None
-            assert (failed.state, failed.error.reason) == (ERROR, 'its request was deleted while it was being built')
-            assert cloud.server.allocations(each) == {}
-            assert list((tmp_path / 'metadata').glob('*')) == []
+        assert list(hypervisor._guests) == [kept]
+        compute.instances.forget(kept)
+        lives, deleted = compute.record(kept), 'its request was deleted while it was being built'
+        assert (lives.state, lives.fault) == (ACTIVE, deleted)
+        assert cloud.server.allocations(kept) != {}
+        compute.instances.forget(disk)
+        failed = compute.record(disk)
+        assert failed.error is not None
+        assert (failed.state, failed.error.reason) == (ERROR, deleted)
+        assert cloud.server.allocations(disk) == {}
+        assert cloud.store.get(keys.request(compute.compute, disk)) is None
 
 
 def test_a_build_that_is_put_off_is_not_taken_for_one(cloud: Cloud, tmp_path: Path) -> None:

@@ -78,7 +78,7 @@ def test_a_build_whose_request_was_deleted_says_so(
     memory = Memory(tmp_path, COMPUTE, lambda: NOW)
     control, host = ControlPlane(COMPUTE, store, client, lambda: NOW), Host(hypervisor, runner, GuestData(tmp_path))
     instances = Instances(control, host, shape, memory)
-    instances.end_without_request(INSTANCE)
+    instances.end_without_request(INSTANCE, None)
     entry = store.get(key)
     assert entry is not None
     record = from_json(entry.value)

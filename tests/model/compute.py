@@ -52,16 +52,22 @@ class Guests(FakeHypervisor):
         self._world = world
         self.unheard: set[str] = set()
         """Those of whose addresses libvirt says nothing that anybody understands."""
+        self.remade: set[str] = set()
+        """Those that have run, and whose disk was made anew."""
+        self._ran: set[str] = set()
         world.prints.append(lambda: (tuple(self.guests().items()), tuple(self.reservations().items())))
 
     def create_disk(self, spec: GuestSpec) -> None:
         """See FakeHypervisor, as the next three."""
         self._before('makes the disk', spec.instance)
+        if spec.instance in self._ran:
+            self.remade.add(spec.instance)
         super().create_disk(spec)
 
     def start(self, spec: GuestSpec) -> None:
         self._before('starts the domain', spec.instance)
         super().start(spec)
+        self._ran.add(spec.instance)
 
     def destroy(self, instance: str, compute: str) -> None:
         self._before('destroys the domain', instance)
@@ -70,6 +76,7 @@ class Guests(FakeHypervisor):
     def delete_disk(self, instance: str) -> None:
         self._before('deletes the disk', instance)
         super().delete_disk(instance)
+        self._ran.discard(instance)
 
     def addresses(self, instance: str) -> Mapping[str, Address]:
         """See FakeHypervisor."""
@@ -155,7 +162,7 @@ class Compute:
         self.keeper = ClaimKeeper(self.uuid, self.store, self.placement)
         taker = Taker(control, lambda: self.presence.lease)
         self.offers = Offers()
-        self.puller = Puller(control, taker, self.offers, may_take=lambda: not self.is_dead)
+        self.puller = Puller(control, taker, self.offers, lambda: not self.is_dead, may_move=not republishes)
         self.puller._rng = random.Random(self.uuid)
         self.memory, self.taker = memory, taker
         self.presence._publish()

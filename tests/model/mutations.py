@@ -178,6 +178,33 @@ MUTATIONS = {
         'is_begun = known is not None',
         ('record_removed_of_half_a_guest',),
     ),
+    'a whole guest that is off is built over': Mutation(
+        'ecomp.agent.instance.instances',
+        'guest.running or (failing is None and (is_whole or not is_begun))',
+        'guest.running or (failing is None and not is_begun)',
+        ('off_before_it_was_active',),
+    ),
+    'one that ran is written down as off with its record lost': Mutation(
+        'ecomp.agent.instance.instances',
+        'if is_off and not (remembered is not None and remembered.record.state == ACTIVE):',
+        'if is_off:',
+        ('power_fails_without_a_record',),
+    ),
+    'what a state directory lacks is never written': Mutation(
+        'ecomp.agent.instance.records',
+        'self._memory.put_right(wish, record)', 'pass',
+        ('older_state_directory',),
+    ),
+    'what ended here may wait once more': Mutation(
+        'ecomp.agent.instance.republish',
+        'for key in queued if not key.endswith(keys.TAKER)]', 'for key in queued if key.endswith("never")]',
+        ('destroyed_and_waiting_again',),
+    ),
+    'what runs elsewhere is taken from an older queue': Mutation(
+        'ecomp.agent.queue.pulling',
+        'if not self._may_move and self._is_held_elsewhere(', 'if self._may_move and self._is_held_elsewhere(',
+        ('runs_and_waits_again',),
+    ),
     'an end leaves its place in the group': Mutation(
         'ecomp.store.sharing',
         'operations.append(put_group(theirs.without(record.instance)))',

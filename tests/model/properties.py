@@ -122,6 +122,8 @@ def guests(facts: Facts) -> Iterator[str]:
         if compute.is_dead:
             continue
         there = compute.hypervisor.guests()
+        for name in compute.hypervisor.remade:
+            yield f'{facts.called(name)} ran on {facts.called(uuid)}, and its disk was made anew'
         for name in there.keys() - here:
             yield f'{facts.called(name)} is a guest on {facts.called(uuid)} that nobody asks for'
         for name in here:

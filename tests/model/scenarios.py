@@ -8,6 +8,7 @@ from tests.model import (
     scenarios_hands,
     scenarios_hosts,
     scenarios_life,
+    scenarios_losses,
     scenarios_operators,
     scenarios_queues,
     scenarios_shared,
@@ -17,6 +18,6 @@ from tests.model.explorer import Scenario
 
 ROOMS = (
     *(scenarios_claims, scenarios_operators, scenarios_queues, scenarios_shared, scenarios_life, scenarios_hosts),
-    *(scenarios_three, scenarios_few, scenarios_hands),
+    *(scenarios_three, scenarios_few, scenarios_hands, scenarios_losses),
 )
 SCENARIOS: dict[str, Scenario] = {each.name: each for room in ROOMS for each in room.SCENARIOS}

@@ -72,6 +72,12 @@ def test_a_build_under_way_goes_on() -> None:
     assert running(COMPUTE, remembered(BUILDING), True, EtcdView(REQUEST)) == Publish(None, record, REQUEST)
 
 
+@pytest.mark.parametrize('state', [ACTIVE, STOPPED])
+def test_what_etcd_says_of_a_later_moment_than_the_build_stands(state: str) -> None:
+    later = replace(RECORD, state=state)
+    assert running(COMPUTE, remembered(BUILDING), True, EtcdView(REQUEST, later)) == Publish(None, later, REQUEST)
+
+
 @pytest.mark.parametrize('is_here', [True, False])
 @pytest.mark.parametrize('said', [EtcdView(), EtcdView(REQUEST, RECORD), EtcdView(REQUEST, SCHEDULED)])
 def test_a_destroy_under_way_goes_on(is_here: bool, said: EtcdView) -> None:

@@ -27,7 +27,7 @@ from ecomp.model import keys
 from ecomp.model import record as records
 from ecomp.model.instance import Invalid, Request
 from ecomp.model.json_object import dump, load_object
-from ecomp.model.record import Failure, Record
+from ecomp.model.record import BUILDING, Failure, Record
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +54,7 @@ class MemoryEntry:
 class Memory:
     """What this compute remembers of its instances, in files. From any thread; `now` gives ISO 8601 times.
 
-    Where the disk is full it forgets, and says so in the log.
+    What cannot be written, because the disk is full, is said in the log, and is written by put_right() later.
     """
 
     def __init__(self, state: Path, compute: str, now: Callable[[], str], boot_file: Path = BOOT_ID) -> None:
@@ -66,6 +66,7 @@ class Memory:
         self._now = now
         self._lock = threading.Lock()
         self._known: dict[str, MemoryEntry] = {}
+        self._unwritten: set[str] = set()
         self._ended: dict[str, str] = {}
         for path in self._directory.glob('*.json'):
             self._load(path, compute)
@@ -86,6 +87,19 @@ class Memory:
             if new != before:
                 self._known[record.instance] = new
                 self._write(record.instance, _to_json(new))
+
+    def put_right(self, request: Request, record: Record) -> None:
+        """Keep this of an instance that lives, by etcd, if it is not written down, or as one that is being built.
+
+        So it is after a full disk, or where the state directory is an older copy.
+        """
+        with self._lock:
+            known = self._known.get(record.instance)
+            is_right = known is not None and record.instance not in self._unwritten and known.record.state != BUILDING
+            if is_right or (known is not None and known.failure is not None):
+                return
+            self._known.pop(record.instance, None)
+        self.remember(request, record)
 
     def ended(self, instance: str) -> None:
         """The instance is gone, or failed: nothing of it is here, and it is not to be made again."""
@@ -156,7 +170,11 @@ class Memory:
         try:
             write_durably(self._directory / f'{instance}.json', text + '\n')
         except OSError as error:
-            log.warning('%s: %s: what runs here is not remembered', self._directory, error.strerror)
+            if instance not in self._unwritten:
+                log.warning('%s: %s: what runs here is not remembered', self._directory, error.strerror)
+            self._unwritten.add(instance)
+        else:
+            self._unwritten.discard(instance)
 
     def _sweep(self) -> None:
         limit = datetime.fromisoformat(self._now()) - timedelta(seconds=records.KEPT[records.GONE])

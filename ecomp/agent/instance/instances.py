@@ -21,9 +21,9 @@ from ecomp.agent.instance.surroundings import ControlPlane, Host, Shape, answer,
 from ecomp.errors import BuildFailed, Conflict, EcompError, NoSpace, UnknownOutcome, Unreachable, UsageError
 from ecomp.failpoints import failpoint
 from ecomp.model import keys
-from ecomp.model.allocation import difference, to_wire, total
+from ecomp.model.allocation import difference, to_wire
 from ecomp.model.boots import CREATED
-from ecomp.model.guest import Address, BaseImage, Guest, GuestSpec, all_macs
+from ecomp.model.guest import Address, Guest, GuestSpec, all_macs
 from ecomp.model.instance import Invalid, Request
 from ecomp.model.record import (
     ACTIVE,
@@ -82,9 +82,9 @@ class Instances:
         """The instances whose cloud-init has said that it is through."""
         return self.guest_data.ready()
 
-    def recheck(self, instances: Collection[str]) -> list[str]:
-        """Those whose record somebody else wrote or removed: they are read anew next time."""
-        return self._records.recheck(instances)
+    def recheck(self, wishes: Mapping[str, Request | Invalid]) -> list[str]:
+        """Those whose record somebody else wrote or removed: they are read anew next time. All else is remembered."""
+        return self._records.recheck(wishes)
 
     def build(self, request: Request, revision: int, guest: Guest | None) -> None:
         """Make the guest, if placement confirms the request (rule 2)."""
@@ -97,13 +97,14 @@ class Instances:
             self._records.lost(instance, revision, is_here=guest is not None)
         before = self.memory.all().get(instance)
         is_begun = known is not None or (before is not None and before.record.state == BUILDING)
-        if guest is not None and (guest.running or not is_begun):
-            # A build of ours is remembered first, so without that this guest is older than what is known; and one that
-            # runs is done. Neither is built over, nor taken down over bookkeeping.
-            self._adopt(record, revision, request, guest, lost=known is None)
+        failing = self.memory.failure(instance)
+        is_whole = guest is not None and guest.is_whole and guest.compute == self.compute
+        if guest is not None and (guest.running or (failing is None and (is_whole or not is_begun))):
+            # A build of ours is remembered first, so without that this guest is older than what is known; one that runs
+            # is done; a whole one may have run. None is built over, or taken down over bookkeeping.
+            self._adopt(record, revision, request, guest, lost=known is None, starts=is_begun)
             return
         fail, made = partial(self._fail, request=request), guest is not None
-        failing = self.memory.failure(instance)
         if failing is not None:
             # It was ending when etcd, or this process, went away. What it has released already is no reason of its own.
             fail(record, revision, failing)
@@ -115,7 +116,7 @@ class Instances:
         record = record.at(BUILDING, self.now())
         self.memory.remember(request, record)
         failpoint('remembered')
-        spec = self._spec(request)
+        spec = self.shape.spec(self.compute, request)
         assert request.image is not None  # parse_request() lets no other request with allocations through
         try:
             record = self._reserve(record, spec)
@@ -189,36 +190,47 @@ class Instances:
             log.error('%s: %s; it stays there until somebody removes it', name, reason)
             return
         record = self.record(instance)
+        is_guest = guest is not None and (record is None or guest.running or guest.is_whole)
+        if record is not None and record.state == BUILDING and guest is not None and is_guest:
+            record = self._up(record) if guest.running else self._up(record).off(self.now())
         if record is not None and record.state in (ACTIVE, STOPPED, DESTROYING):
             log.error('instance %s: its request became unreadable and is ignored: %s', instance, reason)
             fault = f'its request is unreadable: {reason}'
             if record.fault != fault:
                 self._records.write(replace(record, fault=fault), revision)
             return
-        if guest is not None:
+        if is_guest:
             log.error('instance %s: its request is unreadable and its guest is kept: %s', instance, reason)
             return
         if record is None:
             self._records.lost(instance, revision, is_here=False)
         record = record or refused_record(self.compute, with_shares(self.store, self.compute, wish), self.now())
-        self._fail(record, revision, Failure('scheduled', reason, ''))
+        self._fail(record, revision, Failure('scheduled', reason, ''))  # and with it a disk without a domain
 
-    def end_without_request(self, instance: str) -> None:
+    def end_without_request(self, instance: str, guest: Guest | None) -> None:
         """A build that was stopped and whose request is gone, by hand: it ends in error and says so.
 
-        Where etcd has no record of it, only what was begun here is taken back: it may have ended long since.
+        A guest that got there is kept, and its record says that it lives. Where etcd has no record of it, only what was
+        begun here is taken back: it may have ended long since.
         """
         record, remembered = self.record(instance), self.memory.all().get(instance)
         begun = record or (remembered.record if remembered else None)
         if begun is None or begun.state != BUILDING or self.store.get(keys.request(self.compute, instance)) is not None:
             return
-        if record is None:
+        if guest is not None and (guest.running or guest.is_whole):
+            if record is not None:
+                record = self._up(record) if guest.running else self._up(record).off(self.now())
+                self._records.write(replace(record, fault='its request was deleted while it was being built'), 0)
+        elif record is not None:
+            failure = Failure('scheduled', 'its request was deleted while it was being built', '')
+            self._fail(record, 0, failure, touched=guest is not None)
+        elif guest is not None:
+            self._remove(instance)
+            self.memory.ended(instance)
+        else:
             self._forget(instance)
             self._release(instance)
             self.memory.ended(instance)
-            return
-        failure = Failure('scheduled', 'its request was deleted while it was being built', '')
-        self._fail(record, 0, failure, touched=False)
 
     def clear(self, instance: str, revision: int, reason: str) -> None:
         """Drop a request that is not to be carried out; what is recorded of the instance stays as it is."""
@@ -275,41 +287,33 @@ class Instances:
                 'instance %s: its cloud-init failed at stage %s: %s', instance, word.failed.stage, word.failed.reason
             )
 
-    def _adopt(self, record: Record, revision: int, request: Request, guest: Guest, lost: bool) -> None:
-        """Write down a guest that is there already; what placement says otherwise is its fault, in words."""
+    def _adopt(self, record: Record, revision: int, request: Request, guest: Guest, lost: bool, starts: bool) -> None:
+        """Write down a guest that is there already; what placement says otherwise is its fault, in words.
+
+        `lost`: its record was. `starts`: if it is off it is still to be started.
+        """
+        remembered = self.memory.all().get(record.instance)
         if lost and request.power is not None:
             # What was asked of its power may have been done long ago: only our own memory can say that it was not.
-            remembered = self.memory.all().get(record.instance)
             record = replace(record, power=remembered.record.power if remembered else request.power.id)
         held = allocations.consumer(self.placement, request.instance)
-        fault = difference(request.allocations, held.allocations)
-        if lost:
-            fault = '; '.join(filter(None, ('its record was lost', fault)))
-        spec = self._spec(request)
+        differs = difference(request.allocations, held.allocations)
+        spec = self.shape.spec(self.compute, request)
         if not record.addresses:
             plain = tuple(Interface(name, mac) for mac, (_, name) in zip(spec.macs, spec.networks, strict=True))
             record = replace(record, addresses=plain)
             with suppress(BuildFailed):  # it has whatever address it has
                 record = self._reserve(record, spec)
-        record = replace(self._up(record), fault=fault)
-        if not guest.running:
+        failed = self.switch.begun(record, revision) if starts and not (guest.running or differs) else None
+        faults = failed, 'its record was lost' if lost else None, differs
+        record = replace(self._up(record), fault='; '.join(filter(None, faults)) or None)
+        is_off = not guest.running and (not starts or failed or differs)
+        # One that ran when it was last written down is seen to be off, or started after a reboot, by the next plan.
+        if is_off and not (remembered is not None and remembered.record.state == ACTIVE):
             record = record.off(self.now())
         self._records.write(record, revision)
         self.memory.remember(request, record)
-        log.info('instance %s is %s%s', record.instance, record.state, f': {fault}' if fault else '')
-
-    def _spec(self, request: Request) -> GuestSpec:
-        asked = total(request.allocations)
-        return GuestSpec(
-            instance=request.instance,
-            compute=self.compute,
-            vcpus=asked['VCPU'],
-            memory_mb=asked['MEMORY_MB'],
-            disk_gb=asked['DISK_GB'] if self.shape.resize else None,
-            base=BaseImage('', '', 0),
-            virt_type=self.shape.virt_type,
-            networks=self.shape.networks,
-        )
+        log.info('instance %s is %s%s', record.instance, record.state, f': {record.fault}' if record.fault else '')
 
     def _reserve(self, record: Record, spec: GuestSpec) -> Record:
         """Reserve the guest's addresses where libvirt gives them out; the record with what is expected."""
@@ -325,7 +329,7 @@ class Instances:
         record = replace(record, console=f'{self.shape.hostname}:{console}' if console else None)
         # A guest that runs has its image and its disk, whether or not that could be written when it was so.
         now = self.now()
-        return record.at(ACTIVE, now, 'image', 'disk', 'started').on(CREATED, now)
+        return replace(record.at(ACTIVE, now, 'image', 'disk', 'started').on(CREATED, now), attempts=0)
 
     def _noted(self, record: Record, revision: int) -> Record:
         """Write down how far a build is. It does not wait for etcd: the next write says it too."""

@@ -97,10 +97,29 @@ class Switch:
         return begins
 
     def _start(self, record: Record, revision: int, power: str | None, why: str, failed: str) -> None:
-        instance = record.instance
-        self.guest_data.off(instance)
+        self.guest_data.off(record.instance)
+        reason = self._resume(record, revision)
+        if reason is not None:
+            record = replace(record.off(self.now()), fault=f'{failed}: {reason}', power=power)
+            log.error('instance %s: %s', record.instance, record.fault)
+        else:
+            runs = Guest(record.instance, self.compute, defined=True, running=True, disk=True)
+            record = replace(self._seen(record, runs, why), power=power, attempts=0)
+        self.records.write(record, revision)
+
+    def begun(self, record: Record, revision: int) -> str | None:
+        """Start a guest whose build got as far as its domain; None once it runs, else why it does not, as a fault.
+
+        Nothing of it is removed: it may have run, while nobody could write that down.
+        """
+        log.info('START INSTANCE %s: its build had got as far as its domain', record.instance)
+        reason = self._resume(record, revision)
+        return None if reason is None else f'{NOT_STARTED}: {reason}'
+
+    def _resume(self, record: Record, revision: int) -> str | None:
+        """Have its domain started; None once it runs, else why it does not. WorkerDied: it is to be tried again."""
         try:
-            self._run(Resume(instance, self.compute))
+            self._run(Resume(record.instance, self.compute))
         except Unreachable:
             raise
         except EcompError as error:
@@ -108,13 +127,8 @@ class Switch:
             if isinstance(error, WorkerDied) and record.attempts < ATTEMPTS:
                 self.records.write(record, revision)
                 raise
-            reason = error.reason if isinstance(error, BuildFailed) else error
-            record = replace(record.off(self.now()), fault=f'{failed}: {reason}', power=power)
-            log.error('instance %s: %s', instance, record.fault)
-        else:
-            runs = Guest(instance, self.compute, defined=True, running=True, disk=True)
-            record = replace(self._seen(record, runs, why), power=power)
-        self.records.write(record, revision)
+            return str(error.reason if isinstance(error, BuildFailed) else error)
+        return None
 
     def _run(self, job: Job) -> None:
         for _ in self.runner.run(job):

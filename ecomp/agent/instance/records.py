@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple
 
 from ecomp.agent.host.memory import Memory
 from ecomp.errors import NoSpace, UnknownOutcome, Unreadable
 from ecomp.failpoints import failpoint
 from ecomp.model import keys
+from ecomp.model.instance import Invalid, Request
 from ecomp.model.record import ACTIVE, DESTROYING, ERROR, STOPPED, Record, from_json, is_newer, to_json
 from ecomp.store.client import Delete, Entry, Put, Store, Unchanged
 from ecomp.store.places import listed
@@ -77,9 +78,12 @@ class Records:
         """Read the record anew next time."""
         self._known.pop(instance, None)
 
-    def recheck(self, instances: Collection[str]) -> list[str]:
-        """Those whose record is not as we know it any more, for somebody else wrote or removed it: forgotten here."""
-        asked = {instance: known for instance in instances if (known := self._known.get(instance)) is not None}
+    def recheck(self, wishes: Mapping[str, Request | Invalid]) -> list[str]:
+        """Those whose record is not as we know it any more, for somebody else wrote or removed it: forgotten here.
+
+        What lives, and is as we know it, is remembered, with its wish, if the state directory could not be written.
+        """
+        asked = {instance: known for instance in wishes if (known := self._known.get(instance)) is not None}
         if not asked:
             return []
         ours = {self._places(instance)[0] for instance in asked}
@@ -95,6 +99,12 @@ class Records:
                 changed.append(instance)
         for instance in changed:
             self.forget(instance)
+        for instance in asked.keys() - set(changed):
+            wish, record = wishes[instance], asked[instance].record
+            if not isinstance(wish, Request) or wish.is_tombstone:
+                continue
+            if record is not None and record.state in (ACTIVE, STOPPED):
+                self._memory.put_right(wish, record)
         return changed
 
     def write(self, record: Record, revision: int, extra: Collection[Put | Delete] = ()) -> Record:

@@ -19,7 +19,8 @@ from ecomp.model import keys
 from ecomp.model import record as records
 from ecomp.model.allocation import difference
 from ecomp.model.instance import Invalid, Request, parse_request
-from ecomp.model.record import DESTROYING, ERROR, GONE, Record
+from ecomp.model.queue import QueueEntry, parse_waiting
+from ecomp.model.record import ACTIVE, BUILDING, DESTROYING, ERROR, GONE, STOPPED, Record
 from ecomp.placement import allocations
 from ecomp.placement.client import Placement
 from ecomp.store.client import Delete, Put, Store, Unchanged
@@ -31,6 +32,7 @@ TRIES = 5
 """How often something is tried that loses its race, or whose answer is lost."""
 
 ENDED = frozenset({GONE, ERROR})
+ENDED_BEFORE = 'it had ended before etcd forgot that'
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,8 @@ def running(compute: str, remembered: MemoryEntry, is_here: bool, said: EtcdView
     if isinstance(said.wish, Invalid) or (said.wish is not None and said.wish.is_tombstone):
         return None
     request, record = remembered.request, remembered.record
+    if record.state == BUILDING and said.record is not None and said.record.state in (ACTIVE, STOPPED):
+        record = said.record  # it came to be so, and that could not be written down here
     if record.state == DESTROYING:
         # Its destroy was accepted, and may be half done.
         return Publish(replace(request, allocations={}, image=None), record, None)
@@ -87,7 +91,7 @@ def ended(compute: str, is_here: bool, said: EtcdView, now: str) -> End | None:
     if said.record is not None and (said.record.compute != compute or said.record.state in ENDED):
         return None
     record = said.record or records.new_record(compute, said.wish, now)
-    return End(replace(record.at(GONE, now, 'gone'), fault='it had ended before etcd forgot that'))
+    return End(replace(record.at(GONE, now, 'gone'), fault=ENDED_BEFORE))
 
 
 def republish(
@@ -101,29 +105,55 @@ def republish(
     published = 0
     queued = _queued(store)
     for instance, remembered in memory.all().items():
-        for _ in range(TRIES):
-            at = _Place(compute, store, instance)
-            step = running(compute, remembered, instance in here, at.said())
-            if not isinstance(step, Publish) or _publish(at, step, placement, queued.get(instance, ())):
-                break
-        else:
-            raise _restless(instance)
+        try:
+            for _ in range(TRIES):
+                at = _Place(compute, store, instance)
+                step = running(compute, remembered, instance in here, at.said())
+                if not isinstance(step, Publish) or _publish(at, step, placement, queued.get(instance, ())):
+                    break
+            else:
+                raise _restless(instance)
+        except Unreadable as error:
+            log.error('instance %s is not published: %s', instance, error)  # it alone: the others are
+            continue
         if isinstance(step, Drop):
             memory.ended(instance)
             log.warning('instance %s ran here and is not here any more: not published', instance)
         published += isinstance(step, Publish)
-    for instance in memory.all_ended():
-        for _ in range(TRIES):
-            at = _Place(compute, store, instance)
-            last = ended(compute, instance in here, at.said(), now)
-            if last is None:
-                break
-            if at.end(last.record):
-                log.info('instance %s had ended: it is not built again', instance)
-                break
-        else:
-            raise _restless(instance)
+    for instance in memory.all_ended() - set(here):
+        try:
+            _stays_ended(compute, store, instance, queued.get(instance, ()), now)
+        except Unreadable as error:
+            log.error('instance %s had ended: %s', instance, error)
     log.info('published again: %d instances', published)
+
+
+def _stays_ended(compute: str, store: Store, instance: str, queued: Collection[str], now: str) -> None:
+    """End it once more where an older etcd asks for it, of this compute or, by its `queued` keys, of any."""
+    for _ in range(TRIES):
+        at = _Place(compute, store, instance)
+        last = ended(compute, False, at.said(), now)
+        if last is None or at.end(last.record):
+            break
+    else:
+        raise _restless(instance)
+    waits = [_end_waiting(compute, store, key, now) for key in queued if not key.endswith(keys.TAKER)]
+    if last is not None or any(waits):
+        log.info('instance %s had ended: it is not built again', instance)
+
+
+def _end_waiting(compute: str, store: Store, key: str, now: str) -> bool:
+    """End what waits once more in an etcd of before it was taken; False where it does not, or somebody takes it."""
+    entry = store.get(key)
+    waiting = parse_waiting(key, entry.value) if entry is not None else None
+    if entry is None or not isinstance(waiting, QueueEntry):
+        return False
+    last = records.new_record(compute, waiting.request(compute, now), now).at(GONE, now, 'gone')
+    last = replace(last, fault=ENDED_BEFORE)
+    absent = [Unchanged(each, 0) for each in (keys.taker(key), keys.record(compute, waiting.instance))]
+    with suppress(UnknownOutcome):
+        return write_end(store, last, [Unchanged(key, entry.revision), *absent], [key]) is not None
+    return False
 
 
 class _Place:
@@ -139,12 +169,12 @@ class _Place:
         self._unchanged = [Unchanged(key, revision_of(self._there.get(key))) for key in read]
 
     def said(self) -> EtcdView:
-        """EcompError if the record cannot be understood: a newer ecomp's, perhaps."""
+        """Unreadable if the record cannot be understood: a newer ecomp's, perhaps."""
         entry = self._there.get(self.record_key)
         try:
             record = records.from_json(entry.value) if entry else self._older()
         except ValueError as error:
-            raise EcompError(f'{self.record_key}: {error}') from error
+            raise Unreadable(self.record_key, error) from error
         host = self._there.get(self.request_key)
         return EtcdView(parse_request(self.compute, self.request_key, host.value) if host else None, record)
 

@@ -11,6 +11,8 @@ from ecomp.agent.host.metadata import GuestData
 from ecomp.agent.instance.pool import Runner
 from ecomp.errors import BuildFailed, EcompError, Unreachable
 from ecomp.model import keys
+from ecomp.model.allocation import total
+from ecomp.model.guest import BaseImage, GuestSpec
 from ecomp.model.guest_data import shared_user_data
 from ecomp.model.instance import Invalid, Request, Shares, parse_request, shares
 from ecomp.model.network import Attachment
@@ -93,6 +95,20 @@ class Shape:
     networks: tuple[Attachment, ...]
     hostname: str
     seed: Callable[[str], Mapping[str, bytes]] | None = None
+
+    def spec(self, compute: str, request: Request) -> GuestSpec:
+        """The guest to make of a request to this compute; its base, its addresses and its seed are not known yet."""
+        asked = total(request.allocations)
+        return GuestSpec(
+            instance=request.instance,
+            compute=compute,
+            vcpus=asked['VCPU'],
+            memory_mb=asked['MEMORY_MB'],
+            disk_gb=asked['DISK_GB'] if self.resize else None,
+            base=BaseImage('', '', 0),
+            virt_type=self.virt_type,
+            networks=self.networks,
+        )
 
 
 def with_user_data(store: Store, request: Request) -> Request:

@@ -59,7 +59,8 @@ class Puller:
 
     What it is at nobody else is to be tried for a moment: that is put off in `agenda`. `may_take` is False while it is
     to take nothing. `registered` is what placement was told that this compute has: as long as nothing is asked of it,
-    all of that is believed to be free, and a claim says if it is not. None: it looks first.
+    all of that is believed to be free, and a claim says if it is not. None: it looks first. `may_move` False: what is
+    claimed on another compute may run there, though it waits here, and is left alone; else it is a dead attempt's.
     """
 
     def __init__(
@@ -69,6 +70,7 @@ class Puller:
         offers: Offers,
         may_take: Callable[[], bool],
         registered: Mapping[str, Inventory] | None = None,
+        may_move: bool = True,
     ) -> None:
         self._compute = control.compute
         self._store = control.store
@@ -78,6 +80,7 @@ class Puller:
         self._offers = offers
         self._may_take = may_take
         self._registered = registered
+        self._may_move = may_move
         self._rng = random.Random()
         # Between those who follow etcd and step().
         self._lock = threading.Lock()
@@ -169,7 +172,9 @@ class Puller:
             found = self._next(backlog)
             if found is not None:
                 allowed, theirs = self._group(found.waiting)
-                if not allowed:
+                if not self._may_move and self._is_held_elsewhere(found.waiting.instance):
+                    self._leave([found], backlog)
+                elif not allowed:
                     self._leave(self._elsewhere(found, backlog), backlog)
                 else:
                     self._left.pop(found.waiting.instance, None)
@@ -262,6 +267,10 @@ class Puller:
         if found != self._room:
             self._room, self._takes = found, {}
         self._read, self._looked = began, True
+
+    def _is_held_elsewhere(self, instance: str) -> bool:
+        held = allocations.consumer(self._placement, instance).allocations
+        return bool(held) and self._compute not in held
 
     def _group(self, waiting: QueueEntry) -> tuple[bool, Group | None]:
         """Whether its group allows it here, and the group as it is now."""

@@ -1,0 +1,183 @@
+"""What is lost: power at an odd moment, a record with it, a state directory's last word, an etcd's last hour."""
+
+from __future__ import annotations
+
+from ecomp.model import keys
+from ecomp.scheduler.changing.destroy import destroy
+from ecomp.store.client import Delete, Entry, Put
+from tests.model.acting import SHAKY, Bounds
+from tests.model.cloud import A, B, Cloud, U
+from tests.model.compute import Compute
+from tests.model.explorer import Check, Scenario
+
+KILLED = Bounds(2, 1, kills=1)
+
+
+def _plans(host: Compute) -> None:
+    for _ in range(4):
+        host.do(host.planner.works_again, host.plan)
+        host.world.clock += 30.0
+
+
+def _takes(host: Compute) -> None:
+    for _ in range(3):
+        host.do(host.hear_computes, host.hear_hosts, host.hear_queues, host.pull, host.plan)
+        host.world.clock += 1.0
+
+
+def _fails(host: Compute, boot: str = 'second') -> None:
+    """All power fails, and comes back."""
+    host.hypervisor.lose_power(host.uuid)
+    host.disk.files['boot_id'] = boot
+    host.restart()
+
+
+def _is_on(host: Compute) -> Check:
+    def check() -> list[str]:
+        _plans(host)
+        guest = host.hypervisor.guests().get(U)
+        return [] if guest is not None and guest.running else ['U ran when the power failed, and is off']
+
+    return check
+
+
+def _restore(cloud: Cloud, saved: dict[str, Entry]) -> None:
+    """etcd is restored to what it was then; who is alive is alive."""
+    there = [key for key in cloud.etcd.entries if key not in saved and not key.startswith(keys.COMPUTES)]
+    old = [
+        Put(key, each.value.decode(), each.lease if each.lease in cloud.etcd.leases else 0)
+        for key, each in saved.items()
+        if not key.startswith(keys.COMPUTES)
+    ]
+    cloud.store.commit([], [*map(Delete, there), *old])
+
+
+def off_before_it_was_active(cloud: Cloud) -> None:
+    """A guest does its work and turns itself off before its record says active: its disk is its own all the same."""
+    host = cloud.host(A)
+    cloud.delivered(U, A)
+    cloud.works(A, '', host.rounds(1, host.plan))
+
+    def turns_off() -> None:
+        cloud.world.wait('U to run', lambda: host.hypervisor.runs(U))
+        host.hypervisor._before('turns itself off:', U)
+        if host.hypervisor.runs(U):
+            host.hypervisor.switch_off(U, A)
+
+    cloud.act('the guest', turns_off, mortal=False)
+
+
+def power_fails_in_a_build(cloud: Cloud) -> Check:
+    """ecompute is killed in a build, and then all power fails: what there is of the guest becomes one that runs."""
+    host = cloud.host(A)
+    cloud.delivered(U, A)
+    built = cloud.works(A, '', host.rounds(1, host.plan))
+
+    def comes_back() -> None:
+        cloud.world.wait('the power to fail', lambda: not built.is_at_it)
+        _fails(host)
+        _plans(host)
+
+    cloud.act('the host', comes_back, mortal=False)
+    return _is_on(host)
+
+
+def power_fails_without_a_record(cloud: Cloud) -> Check:
+    """The record of one that ran is removed just before all power fails: it is started again, as the others are."""
+    host = cloud.host(A)
+    cloud.delivered(U, A, 'web')
+    _plans(host)
+    cloud.store.commit([], [Delete(keys.record(A, U))])
+    host.hypervisor.lose_power(A)
+    host.disk.files['boot_id'] = 'second'
+    host.restart()
+    cloud.works(A, '', lambda: _plans(host))
+    return _is_on(host)
+
+
+def older_state_directory(cloud: Cloud) -> Check:
+    """The state directory is one of before U was made; a minute later all power fails: U is started again."""
+    host = cloud.host(A)
+    saved = dict(host.disk.files)
+    cloud.delivered(U, A, 'web')
+    _plans(host)
+    host.disk.files.clear()
+    host.disk.files.update(saved)
+    host.restart()
+    _plans(host)
+    host.planner.recheck()
+    _fails(host)
+    cloud.works(A, '', lambda: _plans(host))
+    return _is_on(host)
+
+
+def state_directory_behind(cloud: Cloud) -> Check:
+    """ecompute is killed as U becomes active, and etcd copied; that copy is what is there when power comes back."""
+    host = cloud.host(A)
+    host.hypervisor.unheard.add(U)  # or its address is written down, and with it that it is active
+    cloud.delivered(U, A)
+    first = cloud.works(A, '', host.rounds(1, host.plan))
+
+    def later() -> None:
+        cloud.world.wait('the first to end', lambda: not first.is_at_it)
+        host.restart()
+        host.plan()
+        saved = dict(cloud.etcd.entries)
+        host.hypervisor.lose_power(A)
+        host.disk.files['boot_id'] = 'second'
+        _restore(cloud, saved)
+        host.start(republishes=True)
+        _plans(host)
+
+    cloud.act('later', later, mortal=False)
+    return _is_on(host)
+
+
+def destroyed_and_waiting_again(cloud: Cloud) -> Check:
+    """U was taken, built and destroyed; etcd is restored to when it waited: it is not taken once more."""
+    host = cloud.host(A)
+    cloud.limited(5)
+    cloud.waiting(U, 'web')
+    saved = dict(cloud.etcd.entries)
+    _takes(host)
+    destroy(cloud.store, U)
+    _plans(host)
+    _restore(cloud, saved)
+    host.republishes = True
+    host.restart()
+    cloud.works(A, '', lambda: _takes(host))
+    return lambda: ['U was destroyed here, and lives again'] if U in host.hypervisor.guests() else []
+
+
+def runs_and_waits_again(cloud: Cloud) -> Check:
+    """U runs on A; etcd is restored to when it waited, and B hears of it first: A keeps it, and its claim."""
+    host, other = cloud.host(A), cloud.host(B)
+    cloud.limited(5)
+    cloud.waiting(U, 'web')
+    saved = dict(cloud.etcd.entries)
+    _takes(host)
+    assert U in host.hypervisor.guests()
+    _restore(cloud, saved)
+    cloud.is_ample = False
+    host.republishes = other.republishes = True
+    other.restart()
+
+    def comes_back() -> None:
+        host.start(republishes=True)
+        host.rounds(2, host.plan)()
+
+    cloud.act('A', comes_back, process=A)
+    looks = other.hear_computes, other.hear_hosts, other.hear_queues, other.pull, other.plan
+    cloud.works(B, '', other.rounds(2, *looks))
+    return lambda: ['U runs on two computes'] if other.hypervisor.guests() else []
+
+
+SCENARIOS = [
+    Scenario(off_before_it_was_active, KILLED),
+    Scenario(power_fails_in_a_build, KILLED),
+    Scenario(power_fails_without_a_record, KILLED),
+    Scenario(older_state_directory, KILLED),
+    Scenario(state_directory_behind, KILLED),
+    Scenario(destroyed_and_waiting_again, SHAKY),
+    Scenario(runs_and_waits_again, Bounds(2, 0)),
+]
