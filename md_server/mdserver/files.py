@@ -18,6 +18,7 @@ import errno
 import glob
 import os
 import stat
+import threading
 from collections.abc import Callable, Container
 from contextlib import suppress
 from functools import partial
@@ -31,6 +32,9 @@ LIMIT = 1 << 21
 
 LEASED_SECONDS = 1.0
 """For which it is known who has a lease; one that was given since is seen after it."""
+
+_being_told = threading.Lock()
+"""Held while a guest's word is left: without a monitor several threads are at it."""
 
 Opened = tuple[str, 'int | OSError']
 """A file's name and its open descriptor, which the asker closes, or the error of opening it."""
@@ -153,7 +157,8 @@ def carry_out(config: conf.Config, request: str) -> list[Opened]:
             return [_open(_file_of(config, mac))]
         case ['ready', mac, instance, word] if guests.is_mac(mac) and guests.is_uuid(instance):
             try:
-                _leave_word(config, mac, instance, word)
+                with _being_told:
+                    _leave_word(config, mac, instance, word)
             except OSError as error:
                 return [(str(error.filename), error)]
             return []
@@ -179,7 +184,11 @@ def _leave_word(config: conf.Config, mac: str, instance: str, word: str) -> None
     # Of guests that are there alone: nobody fills the directory with words of others.
     if not _is_there(config, mac, instance):
         raise gone
-    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
+    # What was left of an earlier word goes: killed after the link, it is the first word itself, by another name.
+    being_told.unlink(missing_ok=True)
+    if told.exists():
+        return  # before any write: who says it again and again has the disk do nothing for it
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
     with open(os.open(being_told, flags, 0o600), 'wb') as file:
         file.write(word.encode())
         file.flush()

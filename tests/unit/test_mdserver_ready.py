@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from wsgiref.util import setup_testing_defaults
 
@@ -52,6 +54,43 @@ def test_of_one_that_is_removed_meanwhile_nothing_stays(config: Config, monkeypa
     monkeypatch.setattr(files, '_is_there', removed_since)
     assert say_ready(config) == '404 Not Found'
     assert list(config.guests.iterdir()) == []
+
+
+def test_a_further_word_costs_nothing(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One guest says it again and again: each was written to the disk, while all others waited."""
+    say_ready(config)
+    before = (config.guests / f'{UUID}.ready').stat()
+
+    def written(_: int) -> None:
+        raise AssertionError('it is written to the disk')
+
+    monkeypatch.setattr(os, 'fsync', written)
+    assert say_ready(config) == '200 OK'
+    assert (config.guests / f'{UUID}.ready').stat() == before
+    assert sorted(each.name for each in config.guests.iterdir()) == sorted([f'{UUID}.ready', f'{MAC}.json'])
+
+
+def test_the_first_word_stays_although_its_server_was_killed_on_the_way(config: Config) -> None:
+    """After the link and before the unlink: both names are of one file."""
+    told = config.guests / f'{UUID}.ready'
+    say_ready(config)
+    told.write_text('{"the first": 1}')
+    os.link(told, told.with_suffix('.said'))
+    assert say_ready(config) == '200 OK'
+    assert told.read_text() == '{"the first": 1}'
+    assert not told.with_suffix('.said').exists()
+    # Before the link there is no word yet: what is half written is none.
+    told.rename(told.with_suffix('.said'))
+    assert say_ready(config) == '200 OK'
+    assert json.loads(told.read_text())['host_keys'] == []
+    assert not told.with_suffix('.said').exists()
+
+
+def test_who_says_it_several_times_at_once_is_told_each_time(config: Config) -> None:
+    for _ in range(20):
+        (config.guests / f'{UUID}.ready').unlink(missing_ok=True)
+        with ThreadPoolExecutor(4) as threads:
+            assert set(threads.map(lambda _: say_ready(config), range(8))) == {'200 OK'}
 
 
 def test_one_whose_directory_is_full_is_told_so(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
