@@ -463,6 +463,29 @@ def test_a_disk_that_cannot_be_read_may_lie_on_anything(
     assert kept(directory) == [base(raw(MIB))]
 
 
+def test_a_disk_that_is_removed_while_room_is_made_lies_on_nothing(
+    web: Web, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another worker's destroy, between a look at the directory and one into the disk."""
+    ours = cache(directory, limit=MIB)
+    web.image = raw(MIB)
+    get(ours, web.url + 'good?a')
+    disk = directory / 'x.qcow2'
+    overlay(directory, disk.name, base(web.image), 'raw')
+    is_file = Path.is_file
+
+    def removed_since(path: Path) -> bool:
+        found = is_file(path)
+        if path == disk:
+            disk.unlink(missing_ok=True)
+        return found
+
+    monkeypatch.setattr(Path, 'is_file', removed_since)
+    web.image = raw(MIB, 1)
+    assert get(ours, web.url + 'good?b').virtual_size == MIB
+    assert kept(directory) == [base(web.image)]
+
+
 def test_downloads_take_room_from_their_beginning(web: Web, directory: Path) -> None:
     web.image = raw(MIB)
     ours = cache(directory, limit=2 * MIB - 1)

@@ -196,7 +196,12 @@ class Bases:
 
     def _in_use(self) -> set[str]:
         """Every file that a qcow2 in the pool lies on. OSError for one that cannot be read: it may lie on any."""
-        return {str(below) for path in self._directory.iterdir() if path.is_file() for below in chain(path)}
+        found: set[str] = set()
+        for path in self._directory.iterdir():
+            with suppress(FileNotFoundError):  # another worker has just removed it, and it lies on nothing any more
+                if path.is_file():
+                    found.update(chain(path))
+        return found
 
     def _forget_evicted(self) -> None:
         for path in self._directory.glob('.url-*.json'):
