@@ -13,6 +13,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -585,6 +586,26 @@ def test_a_silent_server_keeps_nobody_from_being_destroyed(web: Web, directory: 
 
 
 # Local images
+
+
+def test_what_takes_the_place_of_a_local_image_while_it_is_opened_is_another_one(
+    tmp_path: Path, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The old content had the new one's version, and was used until the next change."""
+    path, newer = tmp_path / 'a.raw', tmp_path / 'newer'
+    path.write_bytes(raw(MIB))
+    newer.write_bytes(raw(MIB, 1))
+    opened = Path.open
+
+    def replaced_since(which: Path, *given: Any, **named: Any) -> Any:
+        file = opened(which, *given, **named)
+        if which == path and newer.exists():
+            newer.rename(path)
+        return file
+
+    monkeypatch.setattr(Path, 'open', replaced_since)
+    refused(directory, path.as_uri(), 'changed while it was downloaded: ask again', local=tmp_path)
+    assert Path(get(cache(directory, tmp_path), path.as_uri()).path).name == base(raw(MIB, 1))
 
 
 def test_a_local_image_is_copied_again_when_it_changed(tmp_path: Path, directory: Path) -> None:

@@ -5,6 +5,7 @@ A source is asked with the version that is cached, and answers with a stream of 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -136,7 +137,7 @@ class _File:
     def __init__(self, url: str, path: Path) -> None:
         self._url = url
         self._file = path.open('rb')
-        found = path.stat()
+        found = os.fstat(self._file.fileno())  # of what is read: another file may be there by that name now
         self.version = Version(f'{found.st_ino}-{found.st_size}-{found.st_mtime_ns}', '', found.st_size)
 
     def read(self) -> bytes:
