@@ -114,6 +114,17 @@ def test_each_is_read_once_a_day_and_what_is_gone_is_forgotten(web: Web, directo
     assert not mark.exists()
 
 
+def test_one_that_was_read_in_the_future_is_read_now(web: Web, directory: Path) -> None:
+    """The clock was five years ahead then, and was put right: nothing was read for five years."""
+    path = Path(get(cache(directory), web.url + 'good').path)
+    (mark,) = directory.glob('.read-*')
+    os.utime(mark, (time.time() + 5 * 365 * DAY,) * 2)
+    change(path)
+    Scrubber(directory).scrub(time.time())
+    assert len(bad(directory)) == 1
+    assert mark.stat().st_mtime <= time.time()
+
+
 def test_one_that_is_fetched_by_another_name_is_read_all_the_same(web: Web, directory: Path) -> None:
     """The one that is here was not read then: only what came was."""
     path = Path(get(cache(directory), web.url + 'good').path)
