@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from ecomp.agent.host import metadata_server
 from ecomp.agent.host.memory import Memory
 from ecomp.agent.host.metadata import GuestData
 from ecomp.agent.host.metadata_server import is_metadata
@@ -52,6 +53,18 @@ def test_no_part_of_a_query_is_silently_dropped(placement: PlacementServer, quer
     with pytest.raises(PlacementRefusal):
         allocations.candidates(client, query)
     client.close()
+
+
+def test_a_metadata_server_whose_first_answer_is_late_is_no_other_server(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was asked twice: without an answer, and then answering, it was called what is no metadata server."""
+    answers = iter([None, b'2009-04-04/\nlatest/\n'])
+    monkeypatch.setattr(metadata_server, 'answer', lambda: next(answers))
+    monkeypatch.setattr(metadata_server, 'mdserver', lambda *_: ['sh', '-c', 'cat'])  # until its pipe ends
+    server = metadata_server.MetadataServer(tmp_path, tmp_path, 'virbr0')
+    server.ensure()
+    server.stop()
 
 
 def test_only_a_metadata_server_counts_as_one() -> None:

@@ -101,10 +101,10 @@ class MetadataServer:
                 return
             log.warning('the metadata server ended with %s; starting another', code)
             self._process = None
-        elif is_metadata(answer()):
-            log.info('a metadata server answers at %s', METADATA_ADDRESS)
-            return
-        elif answer() is not None:
+        elif (page := answer()) is not None:
+            if is_metadata(page):
+                log.info('a metadata server answers at %s', METADATA_ADDRESS)
+                return
             at = f'{METADATA_ADDRESS}:80'
             raise EcompError(f'what listens on {at} is no metadata server: stop it, or bind it elsewhere')
         own = ['--bridge', self._bridge, '--with-parent', *configuration(self._directory)]
