@@ -16,10 +16,12 @@ import pytest
 from ecomp.agent.images import remote, transfer
 from ecomp.agent.images.bases import Bases
 from ecomp.agent.images.cache import ImageCache
+from ecomp.agent.images.reach import Reach
+from ecomp.agent.images.sources import Away
 from ecomp.agent.instance.build import Cancelled
 from ecomp.errors import BuildFailed
 from ecomp.model.guest import BaseImage
-from tests.kit.image_server import Web
+from tests.kit.image_server import Handler, Web
 from tests.kit.images import LIMITS, LOOPBACK, MIB, cache, get, kept, refused
 from tests.kit.servers import PATIENCE, free_port, until
 
@@ -153,6 +155,25 @@ def test_a_bad_image_at_the_same_url_is_forgotten(web: Web, directory: Path, ima
 def test_nobody_there(directory: Path) -> None:
     refused(directory, f'http://127.0.0.1:{free_port()}/x', 'the server cannot be reached: it refuses the connection')
     refused(directory, 'http://no-such-host.invalid/x', 'the server cannot be reached: ', ' name')
+
+
+@pytest.mark.parametrize(
+    ('status', 'says'), [(407, '407 Proxy Authentication Required'), (403, '403 Forbidden'), (599, '599')]
+)
+def test_what_a_proxy_answers_in_place_of_an_https_server_is_said(web: Web, status: int, says: str) -> None:
+    """By its number's name: the words beside it are the proxy's own."""
+
+    def do_CONNECT(handler: Handler) -> None:
+        handler.send_response(status, 'ask \x1b[7m me')
+        handler.end_headers()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Handler, 'do_CONNECT', do_CONNECT, raising=False)
+        asked = remote.Remote('https://cloud.example/x', Reach(proxy=web.url))
+        with pytest.raises(Away) as away:
+            asked.open(None)
+        asked.close()
+    assert away.value.reason == f'https://cloud.example/x: the proxy answers HTTP {says}'
 
 
 @pytest.mark.parametrize('url', ['', 'x', '/etc/shadow', 'ftp://h/x', 'http:///x', 'file://host/x', 'http://h/\udcff'])

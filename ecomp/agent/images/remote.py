@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import re
 import socket
 import ssl
 from collections.abc import Iterator, Mapping
@@ -24,7 +25,8 @@ TIMEOUT = (5.0, 60.0)
 REDIRECTS = 5
 """How many redirects of one URL are followed; the next one is refused."""
 
-
+TUNNEL = re.compile('Tunnel connection failed: ([0-9]{3}) ')
+"""What http.client says of a proxy that does not lead on to an https server."""
 CERTIFICATES = {
     9: 'its certificate is not valid yet: is the clock right?',
     10: 'its certificate has expired',
@@ -176,6 +178,8 @@ def why_away(error: HTTPError) -> str:
     for each in causes:  # grows as it goes: what urllib3 wraps may be wrapped again
         inner = (each.__cause__, *each.args, getattr(each, 'reason', None))
         causes += [cause for cause in inner if isinstance(cause, BaseException) and cause not in causes]
+    if (answered := next(filter(None, (TUNNEL.match(str(each)) for each in causes)), None)) is not None:
+        return f'the proxy answers HTTP {_status(int(answered[1]))}'
     return f'{who} cannot be reached' + next((f': {why}' for why in map(_cause, causes) if why), '')
 
 
