@@ -464,6 +464,37 @@ def test_a_disk_that_cannot_be_read_may_lie_on_anything(
     assert kept(directory) == [base(raw(MIB))]
 
 
+@pytest.mark.parametrize('path', ['without_length', 'more_in_chunks'])
+def test_room_for_an_image_of_unknown_length_is_made_in_large_steps(
+    web: Web, directory: Path, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    """Each read of some kilobytes looked at the whole directory: 25 s of a processor for 128 MiB in chunks."""
+    lengths: list[int] = []
+    reserve = Bases.reserve
+
+    def noted(bases: Bases, descriptor: int, *given: int) -> int | None:
+        answer = reserve(bases, descriptor, *given)
+        lengths.append(os.fstat(descriptor).st_size)
+        assert sum(each.stat().st_size for each in directory.glob('base-*')) <= limit
+        return answer
+
+    monkeypatch.setattr(Bases, 'reserve', noted)
+    monkeypatch.setattr(transfer, 'AHEAD', MIB, raising=False)
+    # What fits exactly is taken, and what is here goes for what comes, not for what is reserved ahead.
+    limit = 5 * MIB
+    ours = cache(directory, limit=limit)
+    for number, size in enumerate((MIB, MIB, 3 * MIB)):
+        web.image = raw(size, number)
+        get(ours, f'{web.url}{path}?{number}')
+    assert len(lengths) < 10
+    sizes = [each.stat().st_size for each in directory.glob('base-*')]
+    assert sorted(sizes) == [MIB, MIB, 3 * MIB], 'and nothing more than the image stays'
+    web.image = raw(limit, 4)
+    assert get(ours, f'{web.url}{path}?4').virtual_size == limit
+    assert kept(directory) == [base(web.image)]
+    assert max(lengths) == limit
+
+
 def test_a_disk_that_is_removed_while_room_is_made_lies_on_nothing(
     web: Web, directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

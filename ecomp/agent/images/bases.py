@@ -2,7 +2,7 @@
 
 base-<SHA-256 of its content>.<format>  a base volume. Its time of modification is that of its last use. Whoever uses it
                                         has an flock of it, until an overlay refers to it
-base-<of its URL>.part                  a download; as long as it will be
+base-<of its URL>.part                  a download; as long as it will be, or is sure to find room for
 .url-<of its URL>.json                  what a URL had when it was last asked
 .away-<of its URL>                      when its server was last asked and gave no answer
 .read-<SHA-256>, .bad-<SHA-256>         when it was last read as a whole; that it is not what it was (scrub.py)
@@ -147,11 +147,15 @@ class Bases:
                     self._read_file(sha256).touch()
             return _held(path)
 
-    def reserve(self, descriptor: int, size: int) -> None:
-        """Make the open download `size` bytes long, evicting what must go for it. BuildFailed if that is too much."""
+    def reserve(self, descriptor: int, size: int, ahead: int) -> int:
+        """Make the open download `size` bytes long, evicting what must go for it; its length. BuildFailed: too much.
+
+        It is up to `ahead` bytes longer where these are free: nothing is evicted for them.
+        """
         with self._locked():
-            self._make_room(size - os.fstat(descriptor).st_size, size)
+            size += min(ahead, self._make_room(size - os.fstat(descriptor).st_size, size))
             os.ftruncate(descriptor, size)
+            return size
 
     def sweep(self) -> None:
         """Remove what is left of downloads and evictions whose worker was killed."""
@@ -162,13 +166,14 @@ class Bases:
                 if nobody:
                     part.unlink(missing_ok=True)
 
-    def _make_room(self, more: int, size: int) -> None:
+    def _make_room(self, more: int, size: int) -> int:
+        """Evict what must go for `more` bytes of a download of `size`; the bytes that are free beside them."""
         if size > self._limit:
             raise BuildFailed('image', f'the image is {_gb(size)}, and `image_cache:` here is {_gb(self._limit)}')
         found = {path: _status(path) for each in (*FORMATS, 'part') for path in self._directory.glob(f'base-*.{each}')}
         used = sum(size for _, size in found.values())
         if used + more <= self._limit:
-            return
+            return self._limit - used - more
         in_use = self._in_use()
         doomed: dict[Path, int] = {}
         for path in sorted(found, key=lambda each: found[each]):
@@ -193,6 +198,7 @@ class Bases:
             for descriptor in doomed.values():
                 os.close(descriptor)
         self._forget_evicted()
+        return self._limit - used - more
 
     def _in_use(self) -> set[str]:
         """Every file that a qcow2 in the pool lies on. OSError for one that cannot be read: it may lie on any."""

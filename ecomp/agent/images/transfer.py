@@ -26,6 +26,9 @@ ANSWER = 60.0
 RATE = 64 * 2**10
 SPELL = 60.0
 """Bytes a second, and seconds: a download that is slower than RATE for as long as SPELL fails."""
+AHEAD = 64 * 2**20
+"""Bytes for which room is made at once where a server does not say how long an image is: its reads are small, and to
+make room takes a look at the whole directory."""
 PATIENCE = 10.0
 """Seconds a server has to answer about an image that is cached; then the cached one is used."""
 HEAD_START = 0.001
@@ -51,8 +54,8 @@ class Download:
 class Transfer:
     """One question for the image of `url`, and its download into `file()` unless it is the `known` one (None: none is).
 
-    `pin` is the SHA-256 the content must have, None for any; `reserve(descriptor, size)` is called before the file
-    becomes `size` bytes long.
+    `pin` is the SHA-256 the content must have, None for any; `reserve(descriptor, size, ahead)` is called before the
+    file becomes `size` bytes long; its answer is how long it may become, which is `ahead` more at most.
     """
 
     url: str
@@ -60,7 +63,7 @@ class Transfer:
     known: Version | None
     pin: str | None
     file: Callable[[], IO[bytes]]
-    reserve: Callable[[int, int], None]
+    reserve: Callable[[int, int, int], int]
 
     def __post_init__(self) -> None:
         self._given_up = False
@@ -168,17 +171,16 @@ class Transfer:
     def _download(self, stream: Stream, file: IO[bytes], expected: str | None) -> Download:
         length = self._total = stream.version.length
         digest = hashlib.sha256()
-        if length:
-            self.reserve(file.fileno(), length)
+        reserved = self.reserve(file.fileno(), length, 0) if length else 0
         failpoint('image-begun')
         self._downloads = True
         while chunk := stream.read():
             if self._given_up:
                 raise _GivenUp
-            if length is None:
-                self.reserve(file.fileno(), self._done + len(chunk))
-            elif self._done + len(chunk) > length:
-                raise BuildFailed('image', f'{self.url}: sends more than the {length} bytes that it has announced')
+            if self._done + len(chunk) > reserved:
+                if length is not None:
+                    raise BuildFailed('image', f'{self.url}: sends more than the {length} bytes that it has announced')
+                reserved = self.reserve(file.fileno(), self._done + len(chunk), AHEAD)
             file.write(chunk)
             digest.update(chunk)
             self._done += len(chunk)
@@ -190,6 +192,7 @@ class Transfer:
         if expected not in (None, digest.hexdigest()):
             where = 'its URL' if self.pin else f'the {SUMS} beside it'
             raise BuildFailed('image', f'{self.url}: its SHA-256 is {digest.hexdigest()}, and {where} says {expected}')
+        file.truncate(self._done)  # what was reserved ahead is nobody's
         file.flush()
         os.fsync(file.fileno())
         return Download(digest.hexdigest(), self._done, stream.version)
