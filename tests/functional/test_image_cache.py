@@ -12,12 +12,14 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from ecomp.agent.images import transfer
+from ecomp.agent.images import remote, transfer
 from ecomp.agent.images.bases import Bases
 from ecomp.agent.images.cache import ImageCache
 from ecomp.agent.instance.build import Cancelled
@@ -71,11 +73,57 @@ def test_an_image_is_fetched_again_only_when_it_changed(
     web.image = raw(MIB)
     web.says = {name: value.replace('1', '2') for name, value in says.items()}
     second = get(cache(directory), web.url + 'good')
-    assert len(web.sent) == before + (1 if compares else 2)
+    # Where a GET is all that it knows, the second one is not read: it asks whether the image is still that.
+    assert len(web.sent) == before + (1 if compares and 'etag' in says else 2)
     assert Path(second.path).name == base(web.image)
     # Disks lie on the first one.
     assert Path(first.path).exists()
     assert get(cache(directory), web.url + 'good') == second
+
+
+@pytest.mark.parametrize('path', ['good', 'moved', 'mirrored'])
+def test_a_server_without_etags_is_asked_for_its_date_and_sends_nothing_for_that(
+    web: Web, directory: Path, path: str
+) -> None:
+    """By HEAD, where it answers that."""
+    web.refuses_head = None
+    for web.image, day in ((raw(MIB), 'Sat, 21'), (raw(MIB, 1), 'Fri, 20')):
+        web.says, before = {'last-modified': f'{day} Nov 2026 10:00:00 GMT'}, len(web.sent)
+        for _ in range(3):
+            assert Path(get(cache(directory), web.url + path).path).name == base(web.image)
+        assert len(web.sent) == before + 1
+    assert web.heads.count(path) >= 5
+
+
+@pytest.mark.parametrize('how', ['missing', 'error', 'nothing', 'no_http', 'reset', 'silence'])
+def test_whatever_a_server_makes_of_a_head_it_is_asked_by_get(
+    web: Web, directory: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    monkeypatch.setattr(remote, 'HEAD_TIMEOUT', (1.0, 0.3), raising=False)
+    web.refuses_head = getattr(Handler, f'answer_{how}')
+    for web.image, day in ((raw(MIB), 'Sat, 21'), (raw(MIB, 1), 'Fri, 20')):
+        web.says = {'last-modified': f'{day} Nov 2026 10:00:00 GMT'}
+        for _ in range(2):
+            assert Path(get(cache(directory), web.url + 'good').path).name == base(web.image)
+    assert web.asked.count('SHA256SUMS') == 2, 'fetched when it changed, and not else'
+
+
+def test_an_image_that_was_put_back_to_an_older_one_is_taken(tmp_path: Path, directory: Path) -> None:
+    """By Python's own server, which calls whatever is older than the date it is asked by not modified."""
+    shelf = tmp_path / 'shelf'
+    shelf.mkdir()
+    older, newer = raw(MIB, 1), raw(2 * MIB, 2)
+    handler = partial(SimpleHTTPRequestHandler, directory=str(shelf))
+    with ThreadingHTTPServer(('127.0.0.1', 0), handler) as server, ThreadPoolExecutor(1) as threads:
+        threads.submit(server.serve_forever, 0.02)
+        try:
+            for content, changed in ((older, 1_700_000_000), (newer, 1_700_600_000), (older, 1_700_000_000)):
+                (shelf / 'a.raw').write_bytes(content)
+                os.utime(shelf / 'a.raw', (changed, changed))
+                url = f'http://127.0.0.1:{server.server_port}/a.raw'
+                assert Path(get(cache(directory), url).path).name == base(content)
+        finally:
+            server.shutdown()
 
 
 def test_without_a_word_on_versions_the_length_is_one(web: Web, directory: Path) -> None:

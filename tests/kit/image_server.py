@@ -24,6 +24,16 @@ class Handler(http.server.BaseHTTPRequestHandler):
         with suppress(BrokenPipeError, ConnectionResetError):  # the client had enough
             answer()
 
+    def do_HEAD(self) -> None:
+        """Answer as to a GET, without the body; or as `refuses_head` does."""
+        if self.server.refuses_head is not None:
+            self.server.refuses_head(self)
+            return
+        path = self.path.partition('?')[0].strip('/')
+        self.server.heads.append(path)
+        answer: Callable[[], None] = getattr(self, f'answer_{path}', self.answer_missing)
+        answer()
+
     def say(self, body: bytes, length: int | None = None, status: int = 200, **headers: str) -> None:
         """An answer with a content-length, true or not."""
         self.send_response(status)
@@ -31,7 +41,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
         for name, value in headers.items():
             self.send_header(name.replace('_', '-'), value)
         self.end_headers()
-        self.wfile.write(body)
+        if self.command != 'HEAD':
+            self.wfile.write(body)
 
     def redirect(self, where: str, status: int = 302) -> None:
         """To somewhere else."""
@@ -41,14 +52,14 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.say(b'<html>no such page</html>', status=404)
 
     def answer_good(self) -> None:
-        """The image, or that it is not modified, for whoever says what he has."""
+        """The image, or that it is not modified, for whoever says which he has."""
         says = self.server.says
-        wanted = {'etag': 'if-none-match', 'last-modified': 'if-modified-since'}
-        if self.server.compares and any(self.headers.get(wanted[name]) == value for name, value in says.items()):
+        if self.server.compares and 'etag' in says and self.headers.get('if-none-match') == says['etag']:
             self.send_response(304)
             self.end_headers()
             return
-        self.server.sent.append(self.path.strip('/'))
+        if self.command != 'HEAD':
+            self.server.sent.append(self.path.strip('/'))
         self.say(self.server.image, **says)
 
     def answer_SHA256SUMS(self) -> None:
@@ -187,7 +198,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
             self.send_response(304)
             self.end_headers()
             return
-        self.server.sent.append(self.path.partition('?')[0].strip('/'))
+        if self.command != 'HEAD':
+            self.server.sent.append(self.path.partition('?')[0].strip('/'))
         self.say(self.server.image, **says)
 
     def answer_more_in_chunks(self) -> None:
@@ -229,6 +241,9 @@ class Web(http.server.ThreadingHTTPServer):
         self.says: dict[str, str] = {}
         """Headers beside a good image: its etag, its last-modified."""
         self.compares = True
+        self.refuses_head: Callable[[Handler], None] | None = lambda handler: handler.send_error(501)
+        self.heads: list[str] = []
+        """What it was asked by HEAD, where it refuses none."""
         self.sums: bytes | None = None
         self.mirrors = 0
         """How often it was asked which mirror to go to."""

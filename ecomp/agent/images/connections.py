@@ -59,8 +59,10 @@ class Connections:
         self._stopped = False
         self._open: list[socket.socket] = []
 
-    def get(self, url: str, timeout: tuple[float, float], headers: Mapping[str, str]) -> BaseHTTPResponse:
-        """The answer to a GET, its body not read, redirects not followed. Refused, BuildFailed, urllib3's HTTPError."""
+    def ask(
+        self, method: str, url: str, timeout: tuple[float, float], headers: Mapping[str, str]
+    ) -> BaseHTTPResponse:
+        """The answer, its body not read, redirects not followed. Refused, BuildFailed, urllib3's HTTPError."""
         parts = urlsplit(url)
         if self._reach.proxy is not None:
             self._check_for_proxy(parts.hostname or '', port_of(parts))
@@ -69,7 +71,7 @@ class Connections:
         # Made here, where a thread of its own waits for the server: its asker is at work meanwhile.
         self._manager = self._manager or self._made()
         return self._manager.urlopen(
-            'GET', url, headers={**HEADERS, **headers}, timeout=Timeout(*timeout), retries=False, redirect=False,
+            method, url, headers={**HEADERS, **headers}, timeout=Timeout(*timeout), retries=False, redirect=False,
             preload_content=False, decode_content=False,
         )  # fmt: skip
 

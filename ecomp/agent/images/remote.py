@@ -7,7 +7,7 @@ import re
 import socket
 import ssl
 from collections.abc import Iterator, Mapping
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from http import HTTPStatus
 from urllib.parse import urldefrag, urljoin, urlsplit
 
@@ -22,6 +22,8 @@ from ecomp.model.image import check_image
 
 TIMEOUT = (5.0, 60.0)
 """Seconds to connect, and seconds between two bytes; a server that takes longer is away."""
+HEAD_TIMEOUT = (2.0, 2.0)
+"""The same of a HEAD; a server that takes longer is asked by GET, for which transfer.PATIENCE has to leave time."""
 REDIRECTS = 5
 """How many redirects of one URL are followed; the next one is refused."""
 
@@ -62,29 +64,39 @@ class Remote:
         return newer is None
 
     def _opened(self, url: str, known: Version | None) -> Stream | None:
-        headers = {}
-        if known is not None and known.etag:
-            headers['if-none-match'] = known.etag
-        if known is not None and known.modified:
-            headers['if-modified-since'] = known.modified
+        # By its date alone nothing is asked: what is older than that is "not modified since", and may be another image.
+        headers = {'if-none-match': known.etag} if known is not None and known.etag else {}
+        if known is not None and known.modified and not known.etag and self._says_by_head(url, known):
+            return None
         with _said(self._url):
-            answer, self._found_at = self._get(url, headers)
+            answer, self._found_at = self._ask('GET', url, headers)
             if known is not None and answer.status == 304:
                 answer.close()
                 return None
             if answer.status != 200:
                 raise self._unwelcome(answer)
-            stream = _Body(self._url, answer, self._found_at)
+            stream = _Body(self._url, answer, _version(answer, self._found_at))
             # Not every server looks at what it is asked.
             if known is not None and known.is_same(stream.version):
                 stream.close()
                 return None
             return stream
 
+    def _says_by_head(self, url: str, known: Version) -> bool:
+        """Whether the server says to a HEAD that it has the known version; False where a GET has to tell.
+
+        Not every server answers a HEAD, or as it would a GET.
+        """
+        with suppress(BuildFailed), _said(self._url):
+            answer, found_at = self._ask('HEAD', url, {})
+            answer.close()
+            return answer.status == 200 and known.is_same(_version(answer, found_at))
+        return False
+
     def sums(self) -> str | None:
         url = urljoin(self._url, SUMS)
         with _said(url):
-            answer, _ = self._get(url, {})
+            answer, _ = self._ask('GET', url, {})
             with closing(answer):
                 if 400 <= answer.status < 500 and answer.status != 429:
                     return None  # many servers say 403 of what is not there
@@ -109,12 +121,12 @@ class Remote:
         passing = answer.status >= 500 or answer.status == 429
         return Away('image', reason) if passing else BuildFailed('image', reason)
 
-    def _get(self, url: str, headers: Mapping[str, str]) -> tuple[BaseHTTPResponse, str]:
-        """The answer to a GET, and the URL that gave it. Redirects are followed here: each is checked as the first."""
-        here = url
+    def _ask(self, method: str, url: str, headers: Mapping[str, str]) -> tuple[BaseHTTPResponse, str]:
+        """The answer, and the URL that gave it. Redirects are followed here: each is checked as the first."""
+        here, timeout = url, HEAD_TIMEOUT if method == 'HEAD' else TIMEOUT
         for hop in range(REDIRECTS + 1):
             try:
-                answer = self._connections.get(here, TIMEOUT, headers)
+                answer = self._connections.ask(method, here, timeout, headers)
             except Refused as refused:
                 what = f'redirected to {refused.what}' if hop else f'{refused.where}, {refused.what}'
                 raise BuildFailed('image', f'{url}: {what}: no image is taken from there') from refused
@@ -133,17 +145,10 @@ class Remote:
 class _Body:
     """The body of an answer."""
 
-    def __init__(self, url: str, answer: BaseHTTPResponse, found_at: str) -> None:
+    def __init__(self, url: str, answer: BaseHTTPResponse, version: Version) -> None:
         self._url = url
         self._answer = answer
-        # In chunks it is as long as they are, whatever is said besides (RFC 9112, 6.3).
-        length = '' if 'transfer-encoding' in answer.headers else answer.headers.get('content-length', '')
-        self.version = Version(
-            answer.headers.get('etag', ''),
-            answer.headers.get('last-modified', ''),
-            int(length) if length.isdecimal() and length.isascii() else None,
-            found_at.partition('?')[0],
-        )
+        self.version = version
 
     def read(self) -> bytes:
         with _said(self._url):
@@ -153,6 +158,18 @@ class _Body:
 
     def close(self) -> None:
         self._answer.close()
+
+
+def _version(answer: BaseHTTPResponse, found_at: str) -> Version:
+    """The version that an answer from this URL is of."""
+    # In chunks it is as long as they are, whatever is said besides (RFC 9112, 6.3).
+    length = '' if 'transfer-encoding' in answer.headers else answer.headers.get('content-length', '')
+    return Version(
+        answer.headers.get('etag', ''),
+        answer.headers.get('last-modified', ''),
+        int(length) if length.isdecimal() and length.isascii() else None,
+        found_at.partition('?')[0],
+    )
 
 
 @contextmanager
