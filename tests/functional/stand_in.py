@@ -39,9 +39,10 @@ class Images:
 
     @contextmanager
     def held(
-        self, url: str, checkpoint: Callable[[], None], tell: Callable[[int, int | None], None]
+        self, url: str, checkpoint: Callable[[], None], tell: Callable[[int, int | None], None], since: float
     ) -> Iterator[Iterator[BaseImage | None]]:
         """Do as the URL says."""
+        del since
         parts = urlsplit(url)
         instance = parse_qs(parts.query).get('instance', [parts.path.strip('/')])[0]
         (self._directory / f'{instance}.pid.part').write_text(str(os.getpid()))

@@ -210,6 +210,41 @@ def test_builds_that_wait_for_a_question_that_is_not_answered_do_not_ask_themsel
     assert not list(directory.glob('.away-*'))
 
 
+def test_what_is_asked_after_builds_were_handed_in_is_asked_for_all_of_them(
+    web: Web, directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And for none that was handed in since it was asked, or in an earlier boot."""
+    web.says, url = {'etag': '"1"'}, web.url + 'good'
+
+    def asks(since: float) -> int:
+        before = web.asked.count('good')
+        assert get(cache(directory), url, since=since) == first
+        return web.asked.count('good') - before
+
+    handed_in = time.monotonic()
+    first = get(cache(directory), url)
+    assert [asks(handed_in), asks(handed_in)] == [0, 0], 'it was fetched since'
+    handed_in = time.monotonic()
+    assert [asks(handed_in), asks(handed_in), asks(handed_in)] == [1, 0, 0]
+    # What was asked before is no answer to who comes later.
+    assert [asks(time.monotonic()), asks(time.monotonic())] == [1, 1]
+    (noted,) = directory.glob('.asked-*')
+    for content in (b'', b'x', b'\xff', noted.read_bytes().split()[0], noted.read_bytes()[:40] + b'nan'):
+        noted.write_bytes(content)
+        assert asks(handed_in) == 1, content
+    assert asks(handed_in) == 0
+    (tmp_path / 'boot_id').write_text('22222222-0000-4000-8000-000000000000\n')
+    monkeypatch.setattr('ecomp.agent.images.bases.BOOT_ID', tmp_path / 'boot_id')
+    assert [asks(handed_in), asks(handed_in)] == [1, 0]
+    # What has come meanwhile is theirs, too.
+    handed_in, web.image, web.says = time.monotonic(), raw(MIB), {'etag': '"2"'}
+    first = get(cache(directory), url)
+    assert asks(handed_in) == 0
+    Path(first.path).unlink()
+    cache(directory).sweep()
+    assert not list(directory.glob('.asked-*'))
+
+
 def test_an_image_that_was_taken_away_is_refused(web: Web, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     get(cache(directory), web.url + 'good')
     monkeypatch.setattr(Handler, 'answer_good', Handler.answer_missing)

@@ -371,6 +371,21 @@ def test_a_cached_image_is_built_while_servers_drip(tmp_path: Path) -> None:
         tended.close()
 
 
+def test_many_builds_of_a_cached_image_ask_its_server_once(tmp_path: Path) -> None:
+    """One after the other they waited for a server that takes its time, each for an answer of its own."""
+    tended = Tended(tmp_path, 2, stand_in.downloading)
+    with serving(b'\0' * 510 + b'\x55\xaa') as web:
+        web.says = {'etag': '"1"'}
+        for count in (1, 6):
+            before = web.asked.count('good')
+            handed = [tended.hand_in(replace(same('good'), image=web.url + 'good')) for _ in range(count)]
+            until(lambda all_of_them=count: len(tended.pool._waiting) == all_of_them, 20, 'all are handed in')
+            for each in handed:
+                assert [news for news in tended.result(each) if isinstance(news, str)] == ALL
+        assert web.asked.count('good') == before + 1
+        tended.close()
+
+
 def test_so_many_downloads_have_workers_and_no_more(pair: Tended, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr('ecomp.agent.instance.pool.MOST_LENT', 1)
     drips = [job('comes') for _ in range(4)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -36,9 +37,10 @@ def get(
     url: str,
     checkpoint: Callable[[], None] = lambda: None,
     tell: Callable[[int, int | None], None] = lambda *_: None,
+    since: float = math.inf,
 ) -> BaseImage:
     """The base volume of an image, let go at once."""
-    with cache.held(url, checkpoint, tell) as bases:
+    with cache.held(url, checkpoint, tell, since) as bases:
         base = list(bases)[-1]
         assert base is not None
         return base

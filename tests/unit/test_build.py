@@ -47,11 +47,11 @@ class Recording(FakeHypervisor):
 
     @contextmanager
     def held(
-        self, url: str, checkpoint: Callable[[], None], tell: Callable[[int, int | None], None]
+        self, url: str, checkpoint: Callable[[], None], tell: Callable[[int, int | None], None], since: float
     ) -> Iterator[Iterator[BaseImage | None]]:
         """The image cache's part."""
         self._did('image')
-        assert url == JOB.image
+        assert (url, since) == (JOB.image, JOB.since)
         checkpoint()
         tell(1, 2)
         yield iter(self.bases)

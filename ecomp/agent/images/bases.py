@@ -4,6 +4,7 @@ base-<SHA-256 of its content>.<format>  a base volume. Its time of modification 
                                         has an flock of it, until an overlay refers to it
 base-<of its URL>.part                  a download; as long as it will be, or is sure to find room for
 .url-<of its URL>.json                  what a URL had when it was last asked
+.asked-<of its URL>                     when its server was asked what it answered last, and in which boot
 .away-<of its URL>                      when its server was last asked and gave no answer
 .read-<SHA-256>, .bad-<SHA-256>         when it was last read as a whole; that it is not what it was (scrub.py)
 base-<of its URL>.<format>              a base volume as they were named before: good for the overlays that are on it
@@ -37,6 +38,7 @@ VERSION = 1
 FORMATS = ('qcow2', 'raw')
 LOCK = '.lock'
 BAD = '.bad-'
+BOOT_ID = Path('/proc/sys/kernel/random/boot_id')
 
 
 @dataclass(frozen=True)
@@ -75,15 +77,32 @@ class Bases:
             return None  # it is asked again, and then known
         return entry if named == url else None
 
-    def learn(self, url: str, entry: Download) -> None:
-        """Write down what image the URL has now. OSError."""
+    def learn(self, url: str, entry: Download, began: float) -> None:
+        """Write down what image the URL has, as its server said when asked at `began`, of time.monotonic(). OSError."""
         text = json.dumps({'version': VERSION, 'url': url, 'found': asdict(entry)})
         write_durably(self._entry_file(url), text + '\n')
+        self._note_asked(url, began)
 
-    def still(self, url: str) -> None:
-        """Write down that the URL has the same image now as when learn() was called."""
+    def still(self, url: str, began: float) -> None:
+        """Write down that the URL has the same image as when learn() was called, as its server said when so asked."""
         with suppress(OSError):
             os.utime(self._entry_file(url))
+        self._note_asked(url, began)
+
+    def is_asked(self, url: str, since: float) -> bool:
+        """Whether learn() or still() had an answer to what was asked after `since`, in whatever process of this boot.
+
+        Another boot's time.monotonic() is another clock.
+        """
+        try:
+            boot, began = self._asked_file(url).read_text().split()
+            return boot == _boot() and float(began) > since
+        except (OSError, ValueError):
+            return False
+
+    def _note_asked(self, url: str, began: float) -> None:
+        with suppress(OSError):
+            self._asked_file(url).write_text(f'{_boot()} {began}')
 
     def asked(self, url: str) -> object:
         """A value that is another one after each learn() or still() of the URL, by whatever process."""
@@ -215,8 +234,8 @@ class Bases:
                 _, entry = _read(path)
                 if not self._is_there(entry.sha256):
                     path.unlink()
-        for path in self._directory.glob('.away-*'):
-            if not path.with_name(f'.url-{path.name.removeprefix(".away-")}.json').exists():
+        for path in [*self._directory.glob('.away-*'), *self._directory.glob('.asked-*')]:
+            if not path.with_name(f'.url-{path.name.rpartition("-")[2]}.json').exists():
                 path.unlink(missing_ok=True)
         for path in [*self._directory.glob('.read-*'), *self._directory.glob(f'{BAD}*')]:
             if not self._is_there(path.name.partition('-')[2]):
@@ -246,6 +265,9 @@ class Bases:
 
     def _bad(self, sha256: str) -> Path:
         return self._directory / f'{BAD}{sha256}'
+
+    def _asked_file(self, url: str) -> Path:
+        return self._directory / f'.asked-{_key(url)}'
 
     def _away_file(self, url: str) -> Path:
         return self._directory / f'.away-{_key(url)}'
@@ -318,6 +340,10 @@ def _status(path: Path) -> tuple[int, int]:
     except FileNotFoundError:  # a download has just ended
         return 0, 0
     return found.st_mtime_ns, found.st_size
+
+
+def _boot() -> str:
+    return BOOT_ID.read_text().strip()
 
 
 def _key(url: str) -> str:

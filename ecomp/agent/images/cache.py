@@ -7,6 +7,7 @@ name is whole. A URL whose image is cached is asked whether it has still the sam
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
@@ -59,19 +60,22 @@ class ImageCache:
         self._bases = Bases(self.directory, self.limits.cache)
 
     @contextmanager
-    def held(self, url: str, checkpoint: Checkpoint, tell: Tell) -> Iterator[Iterator[BaseImage | None]]:
+    def held(
+        self, url: str, checkpoint: Checkpoint, tell: Tell, since: float = math.inf
+    ) -> Iterator[Iterator[BaseImage | None]]:
         """The base volumes to make a disk on of the image at a URL: each is there until the next is asked for.
 
         The last is the URL's image. Before it may come the one that is cached, to be used while its server
         is asked whether it is still that; if it is not, None comes: what was made on it is to be removed, for the new
         one may need the room. `checkpoint` is called at least once a second while one is asked for or fetched;
-        `tell` gets how far a download is.
+        `tell` gets how far a download is. A question of another's that began after `since`, of time.monotonic(), is
+        this one's, too: the server is not asked again.
         """
         try:
             bare, pin = pinned(check_image(url))
         except ValueError as error:
             raise BuildFailed('image', str(error)) from error
-        with closing(self._found(bare, pin, checkpoint, tell)) as found:
+        with closing(self._found(bare, pin, checkpoint, tell, since)) as found:
             yield found
 
     def sweep(self) -> None:
@@ -80,7 +84,7 @@ class ImageCache:
         self._bases.sweep()
 
     def _found(
-        self, url: str, pin: str | None, checkpoint: Checkpoint, tell: Tell
+        self, url: str, pin: str | None, checkpoint: Checkpoint, tell: Tell, since: float
     ) -> Generator[BaseImage | None, None, None]:
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
@@ -96,7 +100,9 @@ class ImageCache:
                     held = self._bases.take(entry.sha256, entry.size) if entry else None
                     # Whoever had to wait here for another one's download has not to ask once more, nor has who had to
                     # wait for a server that is away: a build of each worker would come after a time-out of its own.
-                    asks = self._bases.asked(url) == before and not self._bases.is_away(url, AWAY)
+                    # Nor has a build that was asked for before somebody began to ask: a pool has them come one by one.
+                    answered = self._bases.asked(url) != before or self._bases.is_asked(url, since)
+                    asks = not answered and not self._bases.is_away(url, AWAY)
                     if entry and held and asks:
                         if (yield from self._asked(url, entry, held, checkpoint, tell)):
                             return
@@ -121,12 +127,12 @@ class ImageCache:
                     self._is_away(url, error)
                     return True
                 if known:
-                    self._bases.still(url)
+                    self._bases.still(url, transfer.began)
                     return True
             # Not held any more: the newer one may need its room.
             yield None
             try:
-                newer = self._kept(url, transfer.run(checkpoint, tell), checkpoint)
+                newer = self._kept(url, transfer, checkpoint, tell)
             except Away as error:
                 self._is_away(url, error)
                 return False
@@ -141,7 +147,7 @@ class ImageCache:
     def _fetched(self, url: str, pin: str | None, checkpoint: Checkpoint, tell: Tell) -> BaseHold:
         with self._transfer(url, pin, None) as transfer:
             transfer.ask()
-            return self._kept(url, transfer.run(checkpoint, tell), checkpoint)
+            return self._kept(url, transfer, checkpoint, tell)
 
     @contextmanager
     def _transfer(self, url: str, pin: str | None, known: Version | None) -> Iterator[Transfer]:
@@ -155,7 +161,8 @@ class ImageCache:
             transfer.give_up()
             part.unlink(missing_ok=True)
 
-    def _kept(self, url: str, fetched: Download | None, checkpoint: Checkpoint) -> BaseHold:
+    def _kept(self, url: str, transfer: Transfer, checkpoint: Checkpoint, tell: Tell) -> BaseHold:
+        fetched = transfer.run(checkpoint, tell)
         assert fetched is not None  # with nothing known, or another one, nothing can be the same
         part = self._bases.part(url)
         image = self.inspect(part, checkpoint)
@@ -166,7 +173,7 @@ class ImageCache:
         held = self._bases.keep(part, fetched.sha256, image.format)
         failpoint('image-kept')
         try:
-            self._bases.learn(url, fetched)
+            self._bases.learn(url, fetched, transfer.began)
         except OSError as error:
             log.warning('%s: %s: where an image is from is not remembered', self.directory, error.strerror)
         return held

@@ -71,7 +71,7 @@ class Transfer:
         self._has_answered = threading.Event()
         self._may_download = threading.Event()
         self._ended = threading.Event()
-        self._began = 0.0
+        self.began = 0.0
         self._result: Download | BaseException | None = None
         self._waits_for: tuple[str, float] | None = None
         self._downloads = False
@@ -80,8 +80,8 @@ class Transfer:
         self._total: int | None = None
 
     def ask(self) -> None:
-        """Begin: the server is asked. is_known() and run() are to follow, and give_up() in any case."""
-        self._began = time.monotonic()
+        """Begin, at `began`: the server is asked. is_known() and run() are to follow, and give_up() in any case."""
+        self.began = time.monotonic()
         threading.Thread(target=self._run, name='download', daemon=True).start()
 
     def is_known(self, checkpoint: Callable[[], None]) -> bool:
@@ -118,14 +118,14 @@ class Transfer:
         while not event.wait(TICK):
             checkpoint()
             now = time.monotonic()
-            if self.known is not None and not self._answered and now - self._began > PATIENCE:
+            if self.known is not None and not self._answered and now - self.began > PATIENCE:
                 raise Away('image', f'{self.url}: the server gives no answer in time')
             if (waits := self._waits_for) is not None and now - waits[1] > ANSWER:
                 raise Away('image', f'{self.url}: no {waits[0]} after {ANSWER:g} s')
             if self._downloads and pace.is_slow(now, self._done):
                 slow = f'less than {RATE // 2**10} KiB/s for {SPELL:g} s'
                 raise Away('image', f'{self.url}: {slow}, {self._done} bytes so far')
-            if now - self._began > DEADLINE:
+            if now - self.began > DEADLINE:
                 raise Away('image', f'{self.url}: not here after {DEADLINE:g} s, {self._done} bytes so far')
             if now - told_at >= TOLD_EVERY and self._done != told:
                 told, told_at = self._done, now

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from ecomp.errors import BuildFailed, Conflict
@@ -22,22 +23,26 @@ class Images(Protocol):
     """Where base volumes come from."""
 
     def held(
-        self, url: str, checkpoint: Callable[[], None], tell: Callable[[int, int | None], None]
+        self, url: str, checkpoint: Callable[[], None], tell: Callable[[int, int | None], None], since: float
     ) -> AbstractContextManager[Iterator[BaseImage | None]]:
         """The base volumes to make a disk on of an image URL; each is there until the next is asked for.
 
         The last is the image. None: the one before is not, and what was made on it is to be removed before the next is
         asked for. BuildFailed('image', reason). `tell` gets the bytes that are here, and of how many if that is known,
-        while it is fetched.
+        while it is fetched. It is what the URL had at `since`, of time.monotonic(), or later, if its server answers.
         """
 
 
 @dataclass(frozen=True)
 class Build:
-    """A guest to make. The spec's base is filled in when the image is there."""
+    """A guest to make. The spec's base is filled in when the image is there.
+
+    `since` is when it was asked for here, which all processes of a boot call the same.
+    """
 
     spec: GuestSpec
     image: str
+    since: float = field(default_factory=time.monotonic, compare=False)
 
     @property
     def instance(self) -> str:
@@ -145,7 +150,9 @@ def build(
     with ExitStack() as undo:
         checkpoint()
         failed: BuildFailed | None = None
-        with images.held(job.image, checkpoint, lambda *bytes: report(Progress('image', *bytes))) as bases:
+        with images.held(
+            job.image, checkpoint, lambda *bytes: report(Progress('image', *bytes)), job.since
+        ) as bases:
             # The undo comes first: a step that fails halfway leaves something too, and removing nothing is fine.
             undo.callback(hypervisor.delete_disk, instance)
             for base in bases:

@@ -386,9 +386,9 @@ class FakeImages:
 
     @contextmanager
     def held(
-        self, url: str, checkpoint: Callable[[], None], tell: Callable[[int, int | None], None]
+        self, url: str, checkpoint: Callable[[], None], tell: Callable[[int, int | None], None], since: float
     ) -> Iterator[Iterator[BaseImage | None]]:
         """A base image of no size."""
-        del tell
+        del tell, since
         checkpoint()
         yield iter([BaseImage(url, 'qcow2', 0)])
