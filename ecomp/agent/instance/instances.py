@@ -329,7 +329,7 @@ class Instances:
         record = replace(record, console=f'{self.shape.hostname}:{console}' if console else None)
         # A guest that runs has its image and its disk, whether or not that could be written when it was so.
         now = self.now()
-        return replace(record.at(ACTIVE, now, 'image', 'disk', 'started').on(CREATED, now), attempts=0)
+        return record.at(ACTIVE, now, 'image', 'disk', 'started').on(CREATED, now)
 
     def _noted(self, record: Record, revision: int) -> Record:
         """Write down how far a build is. It does not wait for etcd: the next write says it too."""

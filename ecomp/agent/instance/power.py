@@ -49,8 +49,9 @@ class Switch:
         """Start a guest that ran when the host went down; if that fails, its record says why."""
         record = self._known(instance)
         log.info('START INSTANCE %s: it ran when the host went down', instance)
-        # It ran as its record says, and nobody saw it go off.
-        record = replace(record.off(self.now()), state=record.state)
+        # It ran as its record says, and nobody saw it go off. What workers died of before that is not of this start.
+        off = record.off(self.now())
+        record = replace(off, state=record.state, attempts=record.attempts if off.boots == record.boots else 0)
         self._start(record, revision, record.power, AFTER_HOST, f'{NOT_STARTED} after the host was rebooted')
 
     def shut_down(self, request: Request, revision: int) -> None:
@@ -104,7 +105,7 @@ class Switch:
             log.error('instance %s: %s', record.instance, record.fault)
         else:
             runs = Guest(record.instance, self.compute, defined=True, running=True, disk=True)
-            record = replace(self._seen(record, runs, why), power=power, attempts=0)
+            record = replace(self._seen(record, runs, why), power=power)
         self.records.write(record, revision)
 
     def begun(self, record: Record, revision: int) -> str | None:
