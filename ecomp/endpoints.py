@@ -7,10 +7,14 @@ only where the file says `insecure: true`.
 from __future__ import annotations
 
 import re
+from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ecomp.yaml_file import Node, Section, Wrong, YamlFile, between, described, flag, shown, text_of
+
+if TYPE_CHECKING:
+    import socket
 
 MAX_INT = 2**31 - 1  # gRPC's limit for an option
 CERTIFICATES = ('ca_cert', 'cert_cert', 'cert_key')
@@ -97,6 +101,36 @@ def in_clear(*asked: EtcdConfig | PlacementConfig) -> list[str]:
         elif not (each.ca_cert or each.cert_key or each.cert_cert):
             found += each.endpoints
     return [each for each in found if not _is_local(re.sub(r':[0-9]+\Z', '', each))]
+
+
+def connection_to(host: bytes | str, port: int, timeout: float, patience: float) -> socket.socket:
+    """A TCP connection to one of the host's addresses, tried in their order. OSError, ValueError.
+
+    The last has `timeout` seconds, as what follows has at each step. Those before it have half of `patience` between
+    them, and a second each at most: where IPv6 leads nowhere, it is not to use up the time of the address that answers.
+    """
+    import socket  # only who asks needs it
+
+    *others, last = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    for each in others:
+        with suppress(OSError):
+            return _connected(each, min(1.0, patience / 2 / len(others)), timeout)
+    return _connected(last, timeout, timeout)
+
+
+def _connected(found: Any, limit: float, timeout: float) -> socket.socket:
+    import socket  # as above
+
+    family, kind, protocol, _, address = found
+    made = socket.socket(family, kind, protocol)
+    try:
+        made.settimeout(limit)
+        made.connect(address)
+        made.settimeout(timeout)
+    except OSError:
+        made.close()
+        raise
+    return made
 
 
 def _says_how(section: Section) -> bool:

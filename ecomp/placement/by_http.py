@@ -16,6 +16,7 @@ import threading
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
+from ecomp.endpoints import connection_to
 from ecomp.errors import Unreachable
 from ecomp.placement import limited, tls
 from ecomp.placement.limited import Response
@@ -116,7 +117,7 @@ class Light:
         # As bytes: of text Python would look whether it is written in another alphabet, and load what that takes.
         where: Any = self._host.encode() if self._host.isascii() else self._host
         try:
-            sock = socket.create_connection((where, self._port), self._timeout[0])
+            sock = connection_to(where, self._port, self._timeout[0], self._timeout[0])
         except (OSError, ValueError) as error:
             raise self._words.lost(Unreachable, 'no connection') from error
         try:

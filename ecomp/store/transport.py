@@ -31,6 +31,7 @@ from h2.exceptions import H2Error
 from h2.settings import SettingCodes
 
 from ecomp.conf import EtcdConfig
+from ecomp.endpoints import connection_to
 from ecomp.store.reasons import (
     DEADLINE_EXCEEDED,
     HUNG_UP,
@@ -79,6 +80,7 @@ class Transport:
         self._socket: socket.socket | None = None
         self._closed = False
         self._config, self.endpoint = config, endpoint
+        self._patience = config.timeout / len(config.endpoints)
         for path in (config.ca_cert, config.cert_cert, config.cert_key):
             _check(path)
         self._turn = threading.Lock()
@@ -208,7 +210,7 @@ class Transport:
         host = host.strip('[]')
         # As bytes: of text Python would look whether it is written in another alphabet, and load what that takes.
         where = host.encode() if host.isascii() else host
-        made = socket.create_connection((where, int(port)), until - time.monotonic())  # type: ignore[arg-type]
+        made = connection_to(where, int(port), until - time.monotonic(), self._patience)
         made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._socket = made
         if self._is_secure:

@@ -1,0 +1,40 @@
+"""Addresses at which nobody answers: what is sent there is dropped, as by a firewall, or where a host is off."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+
+from tests.kit.servers import until
+
+FULL = 4
+"""Connections that nobody accepts; of a queue that is as short as can be the kernel drops all that come then."""
+
+
+@contextmanager
+def hole(port: int, *addresses: str) -> Iterator[None]:
+    """Let nobody be there at this port of these addresses."""
+    with ExitStack() as stack:
+        for address in addresses:
+            listener = stack.enter_context(socket.socket())
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind((address, port))
+            listener.listen(0)
+            for _ in range(FULL):
+                filler = stack.enter_context(socket.socket())
+                filler.setblocking(False)
+                with suppress(BlockingIOError):
+                    filler.connect((address, port))
+            until(lambda address=address: _is_silent(address, port), 5, f'nobody answers at {address}')
+        yield
+
+
+def _is_silent(address: str, port: int) -> bool:
+    with socket.socket() as probe:
+        probe.settimeout(0.2)
+        try:
+            probe.connect((address, port))
+        except TimeoutError:
+            return True
+    return False
