@@ -39,8 +39,6 @@ KEEPALIVE = (
     # http_proxy is for the way out of the building; etcd is in it.
     ('grpc.enable_http_proxy', 0),
     ('grpc.initial_reconnect_backoff_ms', 200),
-    # How long a connection may take to be made: a call's own time limit is to end it, not this.
-    ('grpc.min_reconnect_backoff_ms', 10_000),
     ('grpc.max_reconnect_backoff_ms', 3_000),
 )
 
@@ -68,7 +66,7 @@ class Member(etcd3.Etcd3Client):  # type: ignore[misc]
             cert_key=config.cert_key,
             cert_cert=config.cert_cert,
             timeout=config.timeout,
-            grpc_options=[*KEEPALIVE, *config.grpc_options],
+            grpc_options=[*KEEPALIVE, ('grpc.min_reconnect_backoff_ms', _longest(config)), *config.grpc_options],
         )
 
     def call(self, request: Request, limit: float) -> Any:
@@ -97,6 +95,13 @@ class Member(etcd3.Etcd3Client):  # type: ignore[misc]
             if each is not None and not each[1]:
                 raise OSError(errno.ENODATA, 'is empty', str(each[0]))
         return grpc.ssl_channel_credentials(*(each and each[1] for each in files))
+
+
+def _longest(config: EtcdConfig) -> int:
+    """Milliseconds that a connection may take to be made."""
+    members = len(config.endpoints)
+    # One that is off is not to use up the time of those that are there. Of one alone a call's own limit ends it.
+    return 10_000 if members == 1 else max(int(config.timeout / members * 1000), 1)
 
 
 class Watch:

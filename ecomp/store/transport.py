@@ -103,7 +103,8 @@ class Transport:
         if not self._turn.acquire(timeout=max(until - time.monotonic(), 0)):
             raise Failure(DEADLINE_EXCEEDED, 'others are asking', unsent=True)
         try:
-            self._maker.join(max(until - time.monotonic(), 0))
+            # Of several members those that are off are not to use up the time of those that are there.
+            self._maker.join(max(min(until - time.monotonic(), self._patience), 0))
             if self._maker.is_alive():
                 raise Failure(DEADLINE_EXCEEDED, 'not connected yet', unsent=True)
             if self._failed is None:

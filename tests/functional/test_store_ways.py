@@ -71,3 +71,18 @@ def test_placement_is_reached_at_the_address_that_answers(placement: PlacementSe
             assert time.monotonic() - began < 3
         finally:
             client.close()
+
+
+def test_two_of_five_members_that_are_off_keep_nobody_from_the_others(etcd: Etcd, prefix: str, light: bool) -> None:
+    endpoints = [*(f'{each}:{etcd.port}' for each in OFF), *(etcd.endpoint,) * 3]
+    with hole(etcd.port, *OFF):
+        store = Store(config(light, *endpoints))
+        try:
+            assert store.get(prefix) is None
+        finally:
+            store.close()
+        store = Store(config(light, *endpoints))
+        try:
+            assert store.commit([Unchanged(prefix, 0)], [Put(prefix, 'x')])
+        finally:
+            store.close()
