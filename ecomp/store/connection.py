@@ -53,10 +53,12 @@ class Connection:
         self._next = 0
         self._closed = False
         self._since = time.monotonic()
+        self._unreadable = ''
+        """The certificate for want of which there is no new connection, and what is wrong with it."""
         try:
             self.client = self._connected(self._light)
         except OSError as error:
-            raise UsageError(f'etcd certificate {error.filename}: {error.strerror}') from error
+            raise UsageError(f'etcd {_certificate(error)}') from error
 
     def ask(self, ask: Callable[[Any, float], Any], unanswered: type[Unreachable], about: Sequence[str] = ()) -> Any:
         """What one endpoint answers within the time limit, of the keys `about`; `unanswered` if none does.
@@ -134,18 +136,24 @@ class Connection:
             # The old one is not closed: others may be using it, and it goes when they let go of it.
             self._since = time.monotonic()
             # Certificates may be missing, or empty, while they are exchanged; there may be as many threads as may be.
-            with contextlib.suppress(OSError, RuntimeError, UsageError):
-                self.client = self._connected(self._light)
+            with contextlib.suppress(RuntimeError, UsageError):
+                try:
+                    self.client, self._unreadable = self._connected(self._light), ''
+                except OSError as error:
+                    self._unreadable = _certificate(error)
 
     def use_etcd3(self, failed: Any = None) -> Any:
         """Go etcd3's way from now on: the connection to the same member (of `failed`, if it still is the present one).
+
+        Unreachable where a certificate cannot be read.
         """
         with self._lock:
             if self._light and failed in (None, self.client):
                 try:
-                    self.client = self._connected(light=False)
+                    self.client, self._unreadable = self._connected(light=False), ''
                 except OSError as error:
-                    raise UsageError(f'etcd certificate {error.filename}: {error.strerror}') from error
+                    self._unreadable = _certificate(error)
+                    raise self._unread(Unreachable) from error
                 self._light = False
             return self.client
 
@@ -180,8 +188,19 @@ class Connection:
             return Denied(f'{name} does not let {reasons.denied(self.config.cert_cert, about, read)}')
         if reasons.is_refusal(error) and not reasons.is_too_long(error):
             return EcompError(f'{name} refuses: {error.details}')
+        if self._unreadable and reasons.was_not_sent(error) and not reasons.is_passing(error):
+            return self._unread(unanswered)
         secure = self.config.ca_cert is not None or self.config.cert_cert is not None
         return unanswered(f'{name} cannot be reached: {reasons.why(error, secure)}', name)
+
+    def _unread(self, kind: type[Unreachable]) -> Unreachable:
+        # A loss of its own: who has logged that etcd is away would never say what it is now.
+        name = f'etcd at {self.where}'
+        return kind(f'{name} cannot be reached: {self._unreadable}', f'{name} ({self._unreadable})')
+
+
+def _certificate(error: OSError) -> str:
+    return f'certificate {error.filename}: {error.strerror}'
 
 
 class _MembersWatch:
@@ -197,7 +216,8 @@ class _MembersWatch:
         try:
             yield from self._watch
         except NotUnderstood as error:
-            self._connection.use_etcd3(self._member)
+            with contextlib.suppress(Unreachable):  # who asks next is told
+                self._connection.use_etcd3(self._member)
             raise Failure(reasons.UNAVAILABLE, str(error), unsent=True) from error
 
     def cancel(self) -> None:

@@ -1,21 +1,29 @@
-"""The way to etcd where some of its addresses lead nowhere: what answers is reached within the time limit.
+"""The way to etcd where addresses lead nowhere, members are off, or certificates are being exchanged.
 
-By the light way and by etcd3's.
+By the light way and by etcd3's, where it concerns both.
 """
 
 from __future__ import annotations
 
+import shutil
 import socket
 import time
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from ecomp.conf import EtcdConfig
+from ecomp.errors import UnknownOutcome, Unreachable
 from ecomp.placement.client import Placement
 from ecomp.store.client import Put, Store, Unchanged
+from ecomp.store.messages import WatchCreate
+from ecomp.store.reasons import Failure
+from tests.kit.certificates import Authority
+from tests.kit.etcd_member import Member, Tls
 from tests.kit.holes import hole
-from tests.kit.servers import Etcd, PlacementServer
+from tests.kit.servers import Etcd, PlacementServer, until
 from tests.kit.store_client import BY_ETCD3
 
 pytestmark = pytest.mark.fast
@@ -86,3 +94,68 @@ def test_two_of_five_members_that_are_off_keep_nobody_from_the_others(etcd: Etcd
             assert store.commit([Unchanged(prefix, 0)], [Put(prefix, 'x')])
         finally:
             store.close()
+
+
+class Secured:
+    """An etcd that takes clients with certificates, and how one asks it."""
+
+    def __init__(self, directory: Path) -> None:
+        self.authority = Authority(directory / 'authority')
+        server = self.authority.issue(directory, 'server', '127.0.0.1')
+        own = self.authority.issue(directory / 'tests', 'tests')
+        self.etcd = Member(directory / 'etcd', 'm0', Tls(*server, self.authority.certificate, own))
+        certificate, key = self.authority.issue(directory, 'client')
+        self.config = EtcdConfig((self.etcd.endpoint,), self.authority.certificate, key, certificate)
+
+    def hidden(self, path: Path | None) -> Path:
+        """Take a file of the client's away; where it is now."""
+        assert path is not None
+        return path.rename(path.with_suffix('.hidden'))
+
+
+@pytest.fixture
+def secured(tmp_path: Path) -> Iterator[Secured]:
+    made = Secured(tmp_path)
+    with made.etcd:
+        yield made
+
+
+def test_a_certificate_that_cannot_be_read_is_named_as_long_as_it_cannot(secured: Secured) -> None:
+    key = secured.config.cert_key
+    store = Store(secured.config)
+    try:
+        assert store.get('/x') is None
+        hidden = secured.hidden(key)
+        secured.etcd.restart()
+        for _ in range(2):
+            with pytest.raises(Unreachable, match=f'etcd at .* cannot be reached: certificate {key}: No such file') as caught:
+                store.get('/x')
+            assert caught.value.backend.endswith(f'(certificate {key}: No such file or directory)')
+        with pytest.raises(Unreachable, match=f'certificate {key}') as caught:
+            store.commit([], [Put('/x', 'y')])
+        assert type(caught.value) is Unreachable
+        shutil.move(hidden, str(key))
+        assert store.get('/x') is None
+        secured.etcd.stop()
+        with pytest.raises(Unreachable, match='Connection refused'):
+            store.get('/x')
+    finally:
+        store.close()
+
+
+def test_what_is_exchanged_this_moment_is_no_mistake_of_who_asks(secured: Secured, tmp_path: Path) -> None:
+    """The light way gets no connection, and etcd3's finds no certificate."""
+    stranger = Authority(tmp_path / 'stranger')
+    shutil.copy(stranger.certificate, secured.authority.certificate)
+    store = Store(secured.config)
+    try:
+        until(lambda: not store._connection.client._transport._maker.is_alive(), 10, 'it has no connection')
+        secured.hidden(secured.config.cert_cert)
+        with pytest.raises(Failure):
+            list(store.watch([WatchCreate(b'/', b'0', 1)], 5))
+        for call in (lambda: store.get('/x'), lambda: store.revoke(1), lambda: store.commit([], [Put('/x', 'y')])):
+            with pytest.raises(Unreachable, match=f'certificate {secured.config.cert_cert}: No such file') as caught:
+                call()
+            assert not isinstance(caught.value, UnknownOutcome)
+    finally:
+        store.close()
