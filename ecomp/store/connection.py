@@ -99,7 +99,7 @@ class Connection:
                     raise self.translated(error, sent, about, repeatable) from error
 
     def ask_once(self, request: Request) -> Any:
-        """What the present member answers or, where that hung up before it was asked, the next one.
+        """What the present member answers or, where that hung up before it was asked or has no vote, the next one.
 
         Failure, and then it is left for the one after.
         """
@@ -108,7 +108,7 @@ class Connection:
             return self._called(client, request)
         except Failure as error:
             self.move_on(client)
-            if error.code != reasons.UNAVAILABLE or not reasons.was_not_sent(error):
+            if error.code == reasons.DEADLINE_EXCEEDED or not reasons.was_not_sent(error):
                 raise
         client = self.client
         try:

@@ -24,6 +24,7 @@ NAMED = 3
 
 NOT_CONNECTED = 'failed to connect to all addresses; last error: '
 _NOBODY = 'etcdserver: user name not found'
+_LEARNER = 'etcdserver: rpc not supported for learner'
 _ROLES_CHANGED = 'etcdserver: revision of auth store is old'
 NO_ADDRESS = 'DNS resolution failed'
 _NO_ADDRESS = (NO_ADDRESS, 'errors resolving ')
@@ -103,17 +104,25 @@ def is_passing(error: Failure) -> bool:
     return electing or changed
 
 
+def is_learner(error: Failure) -> bool:
+    """Whether the member has no vote yet, and did nothing for it. The code differs between versions of etcd.
+
+    https://etcd.io/docs/v3.4/learning/design-learner/
+    """
+    return error.details == _LEARNER
+
+
 def was_not_sent(error: Failure) -> bool:
     """Whether the call never left, or was not passed on, so that nothing was changed."""
     apart = error.code == UNAVAILABLE and error.details.startswith((NOT_CONNECTED, *_NO_ADDRESS))
-    return error.unsent or apart or is_passing(error)
+    return error.unsent or apart or is_passing(error) or is_learner(error)
 
 
 def may_work_elsewhere(error: Failure, repeatable: bool) -> bool:
     """Whether to try the next endpoint. What is not `repeatable` is tried again only if it never left."""
     if not repeatable:
         return was_not_sent(error)
-    return error.code in (UNAVAILABLE, DEADLINE_EXCEEDED)
+    return error.code in (UNAVAILABLE, DEADLINE_EXCEEDED) or is_learner(error)
 
 
 def why(error: Failure, secure: bool) -> str:

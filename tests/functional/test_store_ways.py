@@ -8,15 +8,17 @@ from __future__ import annotations
 import shutil
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from urllib.error import HTTPError
 
 import pytest
 
 from ecomp.conf import EtcdConfig
 from ecomp.errors import UnknownOutcome, Unreachable
 from ecomp.placement.client import Placement
+from ecomp.store import reasons
 from ecomp.store.client import Put, Store, Unchanged
 from ecomp.store.messages import WatchCreate
 from ecomp.store.reasons import Failure
@@ -96,6 +98,55 @@ def test_two_of_five_members_that_are_off_keep_nobody_from_the_others(etcd: Etcd
             store.close()
 
 
+@pytest.fixture
+def with_learner(tmp_path: Path) -> Iterator[tuple[str, str]]:
+    """The endpoints of a member that only learns, and of the one that it learns from."""
+    with Member(tmp_path / 'voter', 'voter') as voter:
+        learner = Member(tmp_path / 'learner', 'learner')
+        voter.call('cluster/member/add', {'peerURLs': [learner.peer], 'isLearner': True})
+        learner.initial, learner.state = f'{voter.initial},{learner.initial}', 'existing'
+        try:
+            learner.launch()
+            until(lambda: _learns(learner), 20, 'it learns')
+            yield learner.endpoint, voter.endpoint
+        finally:
+            learner.close()
+
+
+def _learns(member: Member) -> bool:
+    try:
+        member.get('/x')
+    except HTTPError as error:
+        return b'rpc not supported for learner' in error.read()
+    except OSError:
+        return False
+    return False
+
+
+def test_a_member_that_only_learns_has_done_nothing(with_learner: tuple[str, str], light: bool) -> None:
+    def asked(call: Callable[[Store], Any]) -> Any:
+        store = Store(config(light, *with_learner))  # each one asks the learner first
+        try:
+            return call(store)
+        finally:
+            store.close()
+
+    assert asked(lambda store: store.commit([Unchanged('/x', 0)], [Put('/x', 'y')]))
+    assert asked(lambda store: store.get('/x')) is not None
+    lease = asked(lambda store: store.grant(60))
+    assert asked(lambda store: store.keep_alive(lease)) == 60
+    asked(lambda store: store.revoke(lease))
+    assert asked(lambda store: store.keep_alive(lease)) == 0
+
+
+@pytest.mark.parametrize('code', [reasons.UNAVAILABLE, reasons.FAILED_PRECONDITION])
+def test_whatever_code_a_learner_says_it_with(code: str) -> None:
+    error = Failure(code, 'etcdserver: rpc not supported for learner')
+    assert reasons.was_not_sent(error)
+    assert reasons.may_work_elsewhere(error, repeatable=True)
+    assert reasons.may_work_elsewhere(error, repeatable=False)
+
+
 class Secured:
     """An etcd that takes clients with certificates, and how one asks it."""
 
@@ -128,7 +179,7 @@ def test_a_certificate_that_cannot_be_read_is_named_as_long_as_it_cannot(secured
         hidden = secured.hidden(key)
         secured.etcd.restart()
         for _ in range(2):
-            with pytest.raises(Unreachable, match=f'etcd at .* cannot be reached: certificate {key}: No such file') as caught:
+            with pytest.raises(Unreachable, match=f'cannot be reached: certificate {key}: No such file') as caught:
                 store.get('/x')
             assert caught.value.backend.endswith(f'(certificate {key}: No such file or directory)')
         with pytest.raises(Unreachable, match=f'certificate {key}') as caught:
