@@ -13,6 +13,7 @@ import socket
 import ssl
 import sys
 import threading
+import time
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
@@ -33,6 +34,11 @@ PIECE = 65536
 
 POOL = 16
 """Connections that are kept for the next call."""
+KEPT = 90.0
+"""Seconds for which they are kept: a firewall on the way forgets them at last, without a word.
+
+More than a minute, in which each compute asks once.
+"""
 
 
 class _Http(http.client.HTTPConnection):
@@ -52,13 +58,13 @@ class Light:
         self._host, self._path = parts.hostname or '', parts.path
         self._port = parts.port or (443 if self._is_secure else 80)
         self._lock = threading.Lock()
-        self._idle: list[http.client.HTTPConnection] = []
+        self._idle: list[tuple[float, http.client.HTTPConnection]] = []
 
     def close(self) -> None:
         """Let the connections go."""
         with self._lock:
             while self._idle:
-                self._idle.pop().close()
+                self._idle.pop()[1].close()
 
     def send(self, asked: Asked, unanswered: type[Unreachable], until: float) -> Answer:
         """See Way."""
@@ -80,6 +86,8 @@ class Light:
             answer = Answer(response.status, _whole(response), told)
         except BaseException as error:
             connection.close()
+            if isinstance(error, OSError):
+                self.close()  # the others are as old: each that was forgotten on the way would take as long again
             if isinstance(error, OSError | http.client.HTTPException | ValueError | OverflowError):
                 raise self._lost(error, asked, unanswered, until) from error
             raise
@@ -109,8 +117,8 @@ class Light:
         """A connection. Unreachable where there is none; NotUnderstood where TLS fails."""
         with self._lock:
             while self._idle:
-                kept = self._idle.pop()
-                if _is_open(kept):
+                since, kept = self._idle.pop()
+                if time.monotonic() < since + KEPT and _is_open(kept):
                     kept.sock.settimeout(self._timeout[1])
                     return kept
                 kept.close()
@@ -133,7 +141,7 @@ class Light:
     def _keep(self, connection: http.client.HTTPConnection) -> None:
         with self._lock:
             if len(self._idle) < POOL:
-                self._idle.append(connection)
+                self._idle.append((time.monotonic(), connection))
                 return
         connection.close()
 
