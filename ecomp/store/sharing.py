@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, TypeVar
 
-from ecomp.errors import Conflict, EcompError, Unreadable
+from ecomp.errors import Conflict, EcompError, NoSpace, UnknownOutcome, Unreadable
 from ecomp.model import keys
 from ecomp.model.allocation import Resources, summed
 from ecomp.model.group import LARGEST, Group, Membership, allowed, settle
@@ -170,11 +170,20 @@ def write_end(store: Store, record: Record, conditions: Sequence[Unchanged], rem
 
     put = Put(keys.record(record.compute, record.instance), record_to_json(record), lease)
     named = lease if record.state == ERROR else 0
-    written = commit_with(store, conditions, [put, *map(Delete, removed)], lambda: ended(store, record, named))
+    try:
+        written = commit_with(store, conditions, [put, *map(Delete, removed)], lambda: ended(store, record, named))
+    except EcompError as error:
+        if not isinstance(error, UnknownOutcome | NoSpace):  # which may have been carried out
+            _end(store, lease)
+        raise
     if written is None:
-        with suppress(EcompError):  # nothing is on it; it ends by itself, in a day or a week
-            store.revoke(lease)
+        _end(store, lease)
     return written
+
+
+def _end(store: Store, lease: int) -> None:
+    with suppress(EcompError):  # nothing is on it; it ends by itself, in a day or a week
+        store.revoke(lease)
 
 
 def ended(store: Store, record: Record, lease: int = 0) -> Change:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from contextlib import closing
+from dataclasses import replace
 
 import pytest
 
 from ecomp.conf import EtcdConfig
-from ecomp.errors import Unreachable, Unreadable
+from ecomp.errors import Denied, EcompError, NoSpace, UnknownOutcome, Unreachable, Unreadable
 from ecomp.model import keys
 from ecomp.model.group import Group, Membership
 from ecomp.model.group import to_json as group_to_json
@@ -16,8 +17,9 @@ from ecomp.model.quota import Quota
 from ecomp.model.quota import from_json as quota_from_json
 from ecomp.model.quota import to_json as quota_to_json
 from ecomp.model.record import ACTIVE, Record
+from ecomp.model.stages import GONE
 from ecomp.store.client import Entry, Store
-from ecomp.store.sharing import ended, group, quota, rejoined
+from ecomp.store.sharing import ended, group, quota, rejoined, write_end
 from tests.functional.cloud import IMAGE, SMALL, Cloud, new
 
 GROUP, QUOTA = keys.group('web'), keys.quota('shop')
@@ -94,3 +96,27 @@ def test_the_living_are_members_whatever_the_group_says_by_now(cloud: Cloud, mem
     assert cloud.store.commit(conditions, operations) is not None
     theirs, _ = group(cloud.store, 'web')
     assert theirs == Group('web', 'affinity', True, {member.instance: member.compute})
+
+
+LEFT = [(Denied, 0), (EcompError, 0), (Unreachable, 0), (UnknownOutcome, 1), (NoSpace, 1)]
+
+
+@pytest.mark.parametrize(('error', 'left'), LEFT)
+def test_an_end_that_is_not_written_leaves_no_lease(
+    cloud: Cloud, member: Record, monkeypatch: pytest.MonkeyPatch, error: type[EcompError], left: int
+) -> None:
+    """Where it may have been written all the same, its record is on it."""
+
+    def fail(*_: object) -> int:
+        raise error('etcd says no')
+
+    def leases() -> set[str]:
+        return {each['ID'] for each in cloud.etcd.call('kv/lease/leases', {}).get('leases', [])}
+
+    before = leases()
+    with closing(Store(EtcdConfig((cloud.etcd.endpoint,)))) as store:
+        monkeypatch.setattr(store, 'commit', fail)
+        for _ in range(3):
+            with pytest.raises(error):
+                write_end(store, replace(member, state=GONE), [], [])
+    assert len(leases() - before) == 3 * left
