@@ -25,6 +25,12 @@ from ecomp.yaml_plain import plain
 MAX_BYTES = 64 * 1024  # of a file; a larger one is refused
 MAX_DEPTH = 8  # of mappings and lists in each other; deeper ones are refused
 
+CORE_NUMBER = (
+    r'(?:[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+|[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?'
+    r'|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN))$'
+)
+"""What YAML 1.2's core schema takes for a number. PyYAML, which knows YAML 1.1, takes 1e3, 0o17 and 08 for text."""
+
 T = TypeVar('T')
 
 
@@ -305,8 +311,16 @@ def shown(text: str, limit: int = 60) -> str:
 
 
 def dump_yaml(value: object) -> str:
-    """A value that JSON has as YAML, of printable ASCII alone, without a line break at its end."""
+    """A value that JSON has as YAML, of printable ASCII alone, without a line break at its end.
+
+    What is text in it is text to a reader of YAML 1.1 and to one of 1.2.
+    """
     import yaml
 
+    class Dumper(yaml.SafeDumper):
+        pass
+
+    # Text that a resolver takes for something else is quoted. PyYAML's own come first, so its whole numbers stay such.
+    Dumper.add_implicit_resolver('tag:yaml.org,2002:float', re.compile(CORE_NUMBER), list('-+.0123456789'))
     plain = json.loads(dump(value))  # nothing that stands twice is written as an alias
-    return str(yaml.safe_dump(plain, sort_keys=False, width=1000)).rstrip('\n').removesuffix('\n...')
+    return str(yaml.dump(plain, Dumper=Dumper, sort_keys=False, width=1000)).rstrip('\n').removesuffix('\n...')

@@ -128,6 +128,22 @@ def test_json_and_yaml_are_the_values() -> None:
     assert document('x', 'yaml') == 'x'
 
 
+@pytest.mark.parametrize(
+    'text', ['1e3', '12e5', '+1E-3', '1.5e3', '-.5', '5.', '0o17', '08', '-012', '0x1F', '1_0', '.inf', '-.INF', '.NaN']
+)
+def test_text_that_is_a_number_to_some_reader_of_yaml_is_quoted(text: str) -> None:
+    """A name or the beginning of a uuid: yq, which reads YAML 1.2, made 1000 of 1e3."""
+    assert document([text], 'yaml') == f"- '{text}'"
+    assert document({text: 1}, 'yaml') == f"'{text}': 1"
+
+
+@given(st.one_of(st.integers(), st.floats(allow_nan=False, allow_infinity=False)))
+def test_numbers_stand_unquoted_in_yaml(number: float) -> None:
+    told = document([number], 'yaml')
+    assert told.removeprefix('- ')[:1] in '-0123456789'
+    assert yaml.safe_load(told) == [number]
+
+
 def test_csv_has_all_columns_whole() -> None:
     told = list(csv.reader(io.StringIO(rendered(LISTING, Look('csv', width=20)))))
     assert told[0] == [each.name for each in COLUMNS]
