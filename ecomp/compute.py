@@ -30,14 +30,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run ecompute until a signal ends it; the exit code."""
     logs.hold_descriptors()
     logs.configure()
-    config, checking = ComputeConfig(), False
+    config, checking, serves = ComputeConfig(), False, False
     service = systemd.Service.of(os.environ)
     # Until the daemon takes the signals over, either of them unwinds what has been started so far.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         options = parser().parse_args(argv)
         if options.unit:
-            print(unit(options, systemd.program(sys.argv[0], sys.executable, 'ecomp.compute')), end='')
+            systemd.put(unit(options, systemd.program(sys.argv[0], sys.executable, 'ecomp.compute')))
             return 0
         checking = options.check
         config = load_compute(config_path.named(options.config))
@@ -50,6 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 raise UsageError('--count goes with --fake: a machine is one compute')
             from ecomp.agent.process import Process
 
+            serves = True
             fake, accept = options.fake is not None, options.accept_new_etcd
             process = Process(config, fake, options.count, accept, service, at_exit)
             process.register()
@@ -64,7 +65,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         _say(f'{error}{told}')
         return error.exit_code
     except OSError as error:
-        _say(f'{error.filename or "failed"}: {error.strerror or error}')
+        with suppress(OSError):
+            logs.flush()
+        if serves or not isinstance(error, BrokenPipeError):  # whoever read us (head, less) has gone
+            _say(f'{error.filename or "failed"}: {error.strerror or error}')
         return 1
     except KeyboardInterrupt:
         _say('interrupted: not everything was looked at' if checking else 'stopped while starting')

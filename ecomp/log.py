@@ -55,6 +55,15 @@ def hold_descriptors() -> None:
     sys.stderr = sys.stderr or open(os.devnull, 'w')  # noqa: SIM115
 
 
+def flush() -> None:
+    """See that what was printed is written. OSError, once: Python would complain once more at its end."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise
+
+
 def redact(text: str) -> str:
     """The text with `user:password@` in URLs replaced by `***@`."""
     return USERINFO.sub('***@', text)

@@ -86,7 +86,7 @@ def _command(argv: list[str]) -> int:
     from ecomp.errors import EcompError
 
     if not argv:
-        print(help_of(''), end='')
+        print(help_of(''), end='', flush=True)
         return 2
     command = parse(argv)
     row = COMMANDS[command.name]

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
-from ecomp import __version__, systemd
+from ecomp import __version__, log, systemd
 from ecomp.arguments import Parser
 from ecomp.errors import EcompError, NotFound, UsageError
 from ecomp.lab import control, foreground, guest, machine, namespaces, plane, roles, shell, state
@@ -29,12 +29,13 @@ IMAGE = Path('images/guest.qcow2')
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run elab; the exit code. Never a traceback for what a user or the machine can cause."""
+    log.hold_descriptors()
     try:
         try:
             options = parser().parse_args(argv)
             return int(options.run(options))
         finally:
-            _flush()
+            log.flush()
     except EcompError as error:
         _say(f'elab: {error}')
         return error.exit_code
@@ -289,7 +290,7 @@ def _control(options: argparse.Namespace) -> int:
     asked = foreground.Endpoints(*_ports(options), options.data, options.bind, options.certs)
     if options.unit:
         program = systemd.program(sys.argv[0], sys.executable, 'ecomp.lab.elab')
-        print(systemd.unit('ecomp-control.service', [*program, *foreground.words(asked)]), end='')
+        systemd.put(systemd.unit('ecomp-control.service', [*program, *foreground.words(asked)]))
     else:
         foreground.run(asked, systemd.Service.of(os.environ), _say, ready)
     return 0
@@ -343,16 +344,6 @@ def _step(what: str) -> Iterator[None]:
 def _say(text: str) -> None:
     with contextlib.suppress(OSError):  # a full disk or a closed terminal changes nothing of what is done
         print(text, file=sys.stderr, flush=True)
-
-
-def _flush() -> None:
-    """See that what was printed is written. OSError, once: Python would complain once more at its end."""
-    try:
-        if sys.stdout is not None:  # closed
-            sys.stdout.flush()
-    except OSError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise
 
 
 if __name__ == '__main__':

@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import codecs
 import errno
+import io
 import logging
 import os
 import re
@@ -248,6 +249,12 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         self.exit(2, f'mdserver: {message}; --help shows all\n')
 
+    def _print_message(self, message: str, file: Any = None) -> None:
+        if file is not sys.stdout:
+            super()._print_message(message, file)
+        else:  # argparse's own passes over a full disk, or leaves it to Python's end, which is exit 120
+            print(message, end='', flush=True)
+
 
 class _OneLine(logging.Formatter):
     """`2026-01-31T12:00:00.123+01:00 INFO 4711 message`, as ecompute has it, in whose log this may be."""
@@ -277,14 +284,17 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: list[str] | None = None) -> int:
     """Serve until a signal, or the end of standard input with --with-parent; the exit code."""
-    arguments = parser().parse_args(argv)
+    try:
+        arguments = parser().parse_args(argv)
+        if arguments.unit:
+            _put(unit(arguments.conf, sys.argv[0]))
+            return 0
+    except OSError as error:
+        return _unsaid(error)
     handler = logging.StreamHandler()
     handler.setFormatter(_OneLine())
     logging.basicConfig(handlers=[handler], level=logging.INFO)
     log.setLevel(logging.DEBUG if arguments.verbose else logging.INFO)
-    if arguments.unit:
-        print(unit(arguments.conf, sys.argv[0]), end='')
-        return 0
     # First of all, so that no moment is left in which a signal ends it with another exit code.
     signal.signal(signal.SIGTERM, _end)
     signal.signal(signal.SIGINT, _end)
@@ -317,6 +327,24 @@ def main(argv: list[str] | None = None) -> int:
         return 1
     log.info('ENDED')
     return 0
+
+
+def _put(text: str) -> None:
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # What systemd reads is UTF-8, whatever the terminal's encoding is.
+        sys.stdout.reconfigure(encoding='utf-8', errors='surrogateescape')
+    print(text, end='', flush=True)
+
+
+def _unsaid(error: OSError) -> int:
+    """Say why nothing could be printed, unless whoever read us has gone; the exit code."""
+    # Else Python would try once more at its end, and complain.
+    with suppress(OSError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    with suppress(OSError):
+        if not isinstance(error, BrokenPipeError):
+            print(f'mdserver: {error.filename or "failed"}: {error.strerror or error}', file=sys.stderr, flush=True)
+    return 1
 
 
 def _serve(arguments: argparse.Namespace, config: conf.Config, files: Files, sock: socket.socket) -> None:

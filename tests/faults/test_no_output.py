@@ -123,3 +123,30 @@ def test_eschedule_whose_reader_goes(cluster: Control) -> None:
     assert 'Traceback' not in done.stderr
     assert (done.code, done.stderr) == (1, '')
     settled(cluster, compute)
+
+
+@pytest.mark.parametrize('unbuffered', ['', '1'])
+@pytest.mark.parametrize('how', ['a full disk', 'a reader that has gone'])
+@pytest.mark.parametrize(
+    ('name', 'module', 'options'), [
+        ('eschedule', 'ecomp.schedule', ['', '--help', '--version']),
+        ('ecompute', 'ecomp.compute', ['--help', '--unit']),
+        ('elab', 'ecomp.lab.elab', ['--help']),
+        ('mdserver', 'mdserver.server', ['--help', '--unit']),
+    ]
+)
+def test_what_is_asked_of_the_command_itself(
+    name: str, module: str, options: list[str], how: str, unbuffered: str, tmp_path: Path
+) -> None:
+    """F37: help, version and unit that cannot be printed: one line and exit 1, and none where the reader has gone"""
+    reading, writing = os.pipe()
+    os.close(reading)
+    said = f'{name}: failed: No space left on device\n' if how == 'a full disk' else ''
+    for words in options:
+        with open('/dev/full', 'w') if how == 'a full disk' else os.fdopen(os.dup(writing), 'w') as stdout:
+            done = subprocess.run(
+                [sys.executable, '-m', module, *words.split()], stdout=stdout, stderr=subprocess.PIPE, text=True,
+                cwd=tmp_path, env={**environment(), 'PYTHONUNBUFFERED': unbuffered}, timeout=60, check=False,
+            )  # fmt: skip
+        assert (done.returncode, done.stderr) == (1, said), words
+    os.close(writing)
