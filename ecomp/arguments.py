@@ -16,4 +16,5 @@ class Parser(argparse.ArgumentParser):
 
     def _print_message(self, message: str, file: Any = None) -> None:
         # argparse's own passes over a full disk, or leaves it to Python's end, which is exit 120.
-        print(message, end='', file=file, flush=True)
+        file.write(message)
+        file.flush()

@@ -37,7 +37,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         options = parser().parse_args(argv)
         if options.unit:
-            systemd.put(unit(options, systemd.program(sys.argv[0], sys.executable, 'ecomp.compute')))
+            logs.print_utf_8()
+            print(unit(options, systemd.program(sys.argv[0], sys.executable, 'ecomp.compute')), end='', flush=True)
             return 0
         checking = options.check
         config = load_compute(config_path.named(options.config))

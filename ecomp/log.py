@@ -7,6 +7,7 @@ that is full stops nothing.
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 import re
@@ -41,10 +42,10 @@ def configure(stream: TextIO | None = None) -> None:
 
 
 def hold_descriptors() -> None:
-    """Open /dev/null as descriptor 0, 1 or 2 where that is closed. Called before this process opens anything else.
+    """See that stdout and stderr take any text. Called before this process opens anything else.
 
-    A stream that was closed before Python began (`>&-`) is None; a socket or a lock would get its number, into which
-    any library may write.
+    /dev/null is opened as descriptor 0, 1 or 2 where that is closed (`>&-`): the stream is None then, and a socket or a
+    lock would get its number, into which any library may write. What a locale has no character for is escaped.
     """
     for number in range(3):
         try:
@@ -53,6 +54,15 @@ def hold_descriptors() -> None:
             os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the lowest number that is free: this one
     sys.stdout = sys.stdout or open(os.devnull, 'w')  # noqa: SIM115  (open to the end)
     sys.stderr = sys.stderr or open(os.devnull, 'w')  # noqa: SIM115
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors='backslashreplace')  # a terminal that has no ... sign is no reason to fail
+
+
+def print_utf_8() -> None:
+    """Have what is printed from now on be UTF-8: it is for a program that reads so, whatever the terminal does."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(encoding='utf-8', errors='surrogateescape')
 
 
 def flush() -> None:

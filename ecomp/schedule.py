@@ -37,7 +37,9 @@ def run() -> NoReturn:
     """
     gc.set_threshold(GARBAGE)
     try:
-        _hold_streams()
+        from ecomp import log
+
+        log.hold_descriptors()
         code = main()
     except KeyboardInterrupt:
         code = _interrupted()
@@ -46,17 +48,6 @@ def run() -> NoReturn:
     except OSError:
         code = code or 1  # whoever read us has gone
     os._exit(code)
-
-
-def _hold_streams() -> None:
-    import io
-
-    from ecomp import log
-
-    log.hold_descriptors()
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors='backslashreplace')  # a terminal that has no ... sign is no reason to fail
 
 
 def _run(argv: list[str]) -> int:

@@ -6,12 +6,10 @@ else, nothing is said.
 
 from __future__ import annotations
 
-import io
 import math
 import os
 import re
 import socket
-import sys
 import time
 from collections.abc import MutableMapping, Sequence
 from contextlib import suppress
@@ -72,13 +70,6 @@ def unit(name: str, command: Sequence[str]) -> str:
     # Variables are those of the words behind the program alone.
     words = [quoted(first), *(quoted(each).replace('$', '$$') for each in others)]
     return (UNITS / name).read_text(encoding='utf-8').replace(COMMAND, ' '.join(words))
-
-
-def put(text: str) -> None:
-    """Print a unit at once: in UTF-8, as systemd reads it, whatever the terminal's encoding is."""
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(encoding='utf-8', errors='surrogateescape')
-    print(text, end='', flush=True)
 
 
 def program(called: str, python: str, module: str) -> list[str]:

@@ -290,7 +290,8 @@ def _control(options: argparse.Namespace) -> int:
     asked = foreground.Endpoints(*_ports(options), options.data, options.bind, options.certs)
     if options.unit:
         program = systemd.program(sys.argv[0], sys.executable, 'ecomp.lab.elab')
-        systemd.put(systemd.unit('ecomp-control.service', [*program, *foreground.words(asked)]))
+        log.print_utf_8()
+        print(systemd.unit('ecomp-control.service', [*program, *foreground.words(asked)]), end='')
     else:
         foreground.run(asked, systemd.Service.of(os.environ), _say, ready)
     return 0

@@ -8,10 +8,12 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from ecomp import log
+from tests.kit.servers import environment
 
 LINE = re.compile(r'\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}[+-]\d\d:\d\d (INFO|WARNING|ERROR) \d+ (.*)')
 PROGRAM = """
@@ -131,3 +133,28 @@ def test_a_program_lives_without_its_terminal(tmp_path: object, where: str) -> N
     subprocess.run(['bash', '-c', f'"$0" -c "$1" {where}', sys.executable, PROGRAM.format(mark=mark)], check=False)
     with open(mark) as found:
         assert found.read() == 'lived'
+
+
+@pytest.mark.parametrize('encoding', ['ascii', 'latin-1'])
+def test_a_locale_that_is_not_utf_8(encoding: str, tmp_path: Path) -> None:
+    """What it has no character for is escaped; a unit, which systemd reads, is UTF-8 all the same."""
+    unit = ['--unit', '--config', 'ö….yaml']
+    for module, words, told in (
+        ('ecomp.schedule', ['ssh-config', '--help'], b'ssh-config'),
+        ('ecomp.lab.elab', ['exec', '--help'], rb'(hv1, hv2 \u2026)'),
+        ('ecomp.compute', unit, f'--config "{tmp_path}/ö….yaml"\n'.encode()),
+        ('mdserver.server', ['--unit', 'ö….conf'], f'"{tmp_path}/ö….conf"'.encode()),
+    ):
+        done = subprocess.run(
+            [sys.executable, '-m', module, *words], capture_output=True, cwd=tmp_path, timeout=60, check=False,
+            env={**environment(), 'PYTHONIOENCODING': encoding, 'PYTHONUTF8': '1'},
+        )  # fmt: skip
+        assert (done.returncode, done.stderr) == (0, b''), module
+        assert told in done.stdout, module
+
+
+def test_ecompute_s_words_in_such_a_locale() -> None:
+    program = "from ecomp import log; log.hold_descriptors(); print('web1 …')"
+    env = {**environment(), 'PYTHONIOENCODING': 'ascii'}
+    done = subprocess.run([sys.executable, '-c', program], capture_output=True, env=env, check=False)
+    assert (done.stdout, done.stderr) == (b'web1 \\u2026\n', b'')
