@@ -7,6 +7,7 @@ next command is typed would be believed.
 from __future__ import annotations
 
 import os
+import stat
 from pathlib import Path
 
 from ecomp.errors import UsageError
@@ -44,7 +45,7 @@ def told(name: str, path: Path | None) -> str:
 
 
 def check(name: str, found: os.stat_result) -> None:
-    """UsageError for a file that neither root nor the caller owns, or that other users can write to."""
+    """UsageError for a file that neither root nor the caller owns, that others can write to, or that is a pipe."""
     callers = {0, os.geteuid()}
     if os.geteuid() == 0 and (behind_sudo := os.environ.get('SUDO_UID', '')).isdecimal():
         callers.add(int(behind_sudo))
@@ -53,6 +54,8 @@ def check(name: str, found: os.stat_result) -> None:
             f'{name}: belongs to user {found.st_uid}, and a configuration that nobody named is taken from root and you '
             f'alone: chown it, or name it (--config)'
         )
+    if not stat.S_ISREG(found.st_mode):
+        raise UsageError(f'{name}: is no regular file, as a configuration that nobody named has to be')
     # A user's own group has the user's number, and nobody else in it.
     others = 0o002 if found.st_gid == found.st_uid else 0o022
     if found.st_mode & others:

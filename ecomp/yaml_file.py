@@ -129,7 +129,7 @@ class YamlFile:
             directory = Path(os.path.abspath(path or usual)).parent
             if path is None:
                 return cls(name, directory, None)
-            with open(path, 'rb') as stream:
+            with open(path, 'rb', opener=None if named else _at_once) as stream:
                 if not named:
                     config_path.check(name, os.fstat(stream.fileno()))
                 content = stream.read(MAX_BYTES + 1)
@@ -166,6 +166,11 @@ class YamlFile:
         self.top.finish()
         if self._problems:
             raise UsageError('\n'.join(f'{self._name}:{line}: {text}' for line, text in sorted(self._problems)))
+
+
+def _at_once(path: str, flags: int) -> int:
+    # A pipe that somebody else put there would hold us up before it is seen whose it is.
+    return os.open(path, flags | os.O_NONBLOCK)
 
 
 def _parse(content: bytes, name: str) -> Node | None:

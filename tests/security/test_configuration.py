@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,6 +15,7 @@ from ecomp.agent.host import nocloud
 from ecomp.compute_conf import load_compute
 from ecomp.conf import load_schedule
 from ecomp.errors import BuildFailed, UsageError
+from tests.kit.servers import environment
 
 STRANGER = 54321
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason='only root can give a file to somebody else')
@@ -73,6 +77,39 @@ def test_a_stranger_s_is_not_taken(home: Path, load: Callable[..., object]) -> N
     path.symlink_to(home / 'ours')
     os.chown(path, STRANGER, STRANGER, follow_symlinks=False)
     load()
+
+
+@as_root
+@pytest.mark.parametrize(('module', 'name'), [('schedule', 'schedule.yaml'), ('compute', 'compute.yaml')])
+def test_a_pipe_where_commands_are_typed_holds_nobody_up(home: Path, module: str, name: str) -> None:
+    """Anybody can put one into /tmp: the command waited for it to be written, for ever."""
+    path = home / 'work' / name
+    os.mkfifo(path)
+    os.chown(path, STRANGER, STRANGER)
+
+    def said() -> tuple[int, str]:
+        command = [sys.executable, '-m', f'ecomp.{module}']
+        done = subprocess.run(
+            [*command, 'list'] if module == 'schedule' else command,
+            cwd=path.parent, env=environment(), capture_output=True, text=True, timeout=60, check=False,
+        )  # fmt: skip
+        return done.returncode, done.stderr
+
+    code, words = said()
+    assert (code, words.startswith(f'e{module}: {name}: belongs to user {STRANGER}, ')) == (2, True), words
+    os.chown(path, 0, 0)
+    told = f'e{module}: {name}: is no regular file, as a configuration that nobody named has to be\n'
+    assert said() == (2, told)
+
+
+def test_a_pipe_that_is_named_is_read(tmp_path: Path) -> None:
+    """As with --config <(…)."""
+    path = tmp_path / 'pipe'
+    os.mkfifo(path)
+    writer = threading.Thread(target=path.write_text, args=('user_id: of-a-pipe\n',), daemon=True)
+    writer.start()
+    assert load_schedule(path).user_id == 'of-a-pipe'
+    writer.join(60)
 
 
 @as_root
