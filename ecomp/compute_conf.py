@@ -17,7 +17,20 @@ from ecomp.errors import UsageError
 from ecomp.model.allocation import is_class
 from ecomp.model.image import check_source
 from ecomp.model.network import DEFAULT_NETWORKS, MOST_INTERFACES, Attachment
-from ecomp.yaml_file import Node, Section, Wrong, YamlFile, between, described, each_once, flag, one_of, shown, text_of
+from ecomp.yaml_file import (
+    Node,
+    Section,
+    Wrong,
+    YamlFile,
+    between,
+    described,
+    each_once,
+    flag,
+    one_of,
+    read_parts,
+    shown,
+    text_of,
+)
 
 MAX_INT = 2**31 - 1  # placement's limit for a total
 MOST_RATIO = 1000  # of an inventory; a larger allocation ratio is refused
@@ -135,13 +148,13 @@ def _network_list(node: Node) -> tuple[Attachment, ...]:
     if node.kind != 'seq' or not node.items:
         raise Wrong(f'must be a list of `- network: NAME` and `- bridge: NAME`, not {described(node)}')
     found: list[Attachment] = []
-    for item in node.items:
-        try:
-            found.append(_attachment(item))
-            if found[-1] in found[:-1]:
-                raise Wrong(f'{found[-1].kind} {shown(found[-1].name)} is there twice')
-        except Wrong as wrong:
-            raise Wrong(f'line {item.line}: {wrong}') from wrong
+
+    def read(item: Node) -> None:
+        found.append(_attachment(item))
+        if found[-1] in found[:-1]:
+            raise Wrong(f'{found[-1].kind} {shown(found[-1].name)} is there twice')
+
+    read_parts(node.items, read)
     if len(found) > MOST_INTERFACES:
         raise Wrong(f'must be at most {MOST_INTERFACES}, are {len(found)}')
     return tuple(found)
@@ -174,13 +187,14 @@ def _by_class(what: str, parse: Callable[[Node], T]) -> Callable[[Node], Mapping
         if node.kind != 'map' or not node.pairs:
             raise Wrong(f'must be resource classes with {what}, not {described(node)}')
         found: dict[str, T] = {}
-        for key, value in node.pairs:
-            try:
-                if _resource_class(key.text) in found:
-                    raise Wrong('is there twice')
-                found[key.text] = parse(value)
-            except Wrong as wrong:
-                raise Wrong(f'{shown(key.text)} (line {key.line}): {wrong}') from wrong
+
+        def read(pair: tuple[Node, Node]) -> None:
+            key, value = pair
+            if _resource_class(key.text) in found:
+                raise Wrong('is there twice')
+            found[key.text] = parse(value)
+
+        read_parts(node.pairs, read)
         return found
 
     return parse_all

@@ -18,7 +18,7 @@ from ecomp.endpoints import PlacementConfig as PlacementConfig
 from ecomp.endpoints import etcd_of, placement_of
 from ecomp.model.image import check_image
 from ecomp.model.reach import DEFAULT_REACH, Reach, check_user, parse_reach
-from ecomp.yaml_file import Node, Wrong, YamlFile, described, shown, text_of
+from ecomp.yaml_file import Node, Wrong, YamlFile, described, read_parts, text_of
 
 if TYPE_CHECKING:
     from ecomp.model.flavor import Flavor
@@ -81,16 +81,20 @@ def _flavors(node: Node) -> dict[str, Flavor]:
 
     if node.kind != 'map':
         raise Wrong(f'must be names with queries, not {described(node)}')
-    found = {}
-    for name, value in node.pairs:
+    found: dict[str, Flavor] = {}
+
+    def read(pair: tuple[Node, Node]) -> None:
+        name, value = pair
         if name.items or name.pairs:
-            raise Wrong(f'line {name.line}: a name must be a word')
+            raise Wrong('a name must be a word')
         if name.text in found:
-            raise Wrong(f'line {name.line}: {shown(name.text)} is there twice')
+            raise Wrong('is there twice')
         try:
             found[name.text] = parse_flavor(name.text, text_of(value))
         except ValueError as error:
-            raise Wrong(f'{shown(name.text)}: {error}') from error
+            raise Wrong(str(error)) from error
+
+    read_parts(node.pairs, read)
     return found
 
 

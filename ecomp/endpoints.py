@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ecomp.yaml_file import Node, Section, Wrong, YamlFile, between, described, flag, shown, text_of
+from ecomp.yaml_file import Node, Section, Wrong, YamlFile, between, described, flag, read_parts, shown, text_of
 
 if TYPE_CHECKING:
     import socket
@@ -180,11 +180,14 @@ def _endpoints(node: Node) -> tuple[str, ...]:
     if node.kind != 'seq' or not node.items:
         raise Wrong(f'must be a list like [ds1:2379, ds2:2379], not {described(node)}')
     found: list[str] = []
-    for text in map(text_of, node.items):
-        host, _, port = text.rpartition(':')
+
+    def read(item: Node) -> None:
+        host, _, port = (text := text_of(item)).rpartition(':')
         if not re.fullmatch('[0-9]{1,5}', port) or not 1 <= int(port) <= 65535:
             raise Wrong(f'{shown(text)} must be host:port, the port 1 to 65535')
         found.append(f'{_checked_host(host)}:{int(port)}')
+
+    read_parts(node.items, read)
     return tuple(found)
 
 
@@ -192,13 +195,17 @@ def _grpc_options(node: Node) -> tuple[tuple[str, str | int], ...]:
     if node.kind != 'map':
         raise Wrong(f'must be names with values, not {described(node)}')
     found: dict[str, str | int] = {}
-    for key, value in node.pairs:
+
+    def read(pair: tuple[Node, Node]) -> None:
+        key, value = pair
         if text_of(key) in found:
-            raise Wrong(f'{shown(key.text)} is there twice')
+            raise Wrong('is there twice')
         if value.kind == 'bool':
             found[key.text] = int(flag(value))
         else:
             found[key.text] = between(-MAX_INT - 1, MAX_INT)(value) if value.kind == 'int' else text_of(value)
+
+    read_parts(node.pairs, read)
     return tuple(found.items())
 
 

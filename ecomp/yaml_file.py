@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -32,10 +32,18 @@ CORE_NUMBER = (
 """What YAML 1.2's core schema takes for a number. PyYAML, which knows YAML 1.1, takes 1e3, 0o17 and 08 for text."""
 
 T = TypeVar('T')
+Part = TypeVar('Part', Node, tuple[Node, Node])
 
 
 class Wrong(Exception):
-    """Why one value is refused; the reader of its section adds the file, the line and the key."""
+    """Why one value is refused; the reader of its section adds the file, the line and the key.
+
+    `parts`: it is parts of the value that are wrong, each in a line of its own.
+    """
+
+    def __init__(self, reason: str = '', parts: Sequence[tuple[int, str]] = ()) -> None:
+        super().__init__(reason)
+        self.parts = parts
 
 
 class Section:
@@ -78,7 +86,8 @@ class Section:
         try:
             return parse(self._nodes[key])
         except Wrong as wrong:
-            self.complain(key, str(wrong))
+            for line, reason in wrong.parts or [(self._keys[key], str(wrong))]:
+                self._complain(line, f'{self._prefix}{shown(key)}: {reason}')
             return default
 
     def section(self, key: str) -> Section:
@@ -152,7 +161,9 @@ class YamlFile:
         """A list of paths."""
         if node.kind != 'seq':
             raise Wrong(f'must be a list like [id_ed25519.pub], not {described(node)}')
-        return tuple(self.path_of(item) for item in node.items)
+        found: list[Path] = []
+        read_parts(node.items, lambda item: found.append(self.path_of(item)))
+        return tuple(found)
 
     def file_of(self, node: Node) -> Path:
         """A path to a file that can be read."""
@@ -291,16 +302,29 @@ def each_once(parse: Callable[[Node], T]) -> Callable[[Node], tuple[T, ...]]:
         if node.kind != 'seq':
             raise Wrong(f'must be a list, not {described(node)}')
         found: list[T] = []
-        for item in node.items:
-            try:
-                found.append(parse(item))
-                if found[-1] in found[:-1]:
-                    raise Wrong(f'{shown(item.text)} is there twice')
-            except Wrong as wrong:
-                raise Wrong(f'line {item.line}: {wrong}') from wrong
+
+        def read(item: Node) -> None:
+            found.append(parse(item))
+            if found[-1] in found[:-1]:
+                raise Wrong(f'{shown(item.text)} is there twice')
+
+        read_parts(node.items, read)
         return tuple(found)
 
     return parse_all
+
+
+def read_parts(parts: Sequence[Part], read: Callable[[Part], None]) -> None:
+    """Have each item, or each key with its value, read by `read`. Wrong has all that it refuses, each with its line."""
+    wrong: list[tuple[int, str]] = []
+    for part in parts:
+        item, name = (part, '') if isinstance(part, Node) else (part[0], part[0].text)
+        try:
+            read(part)
+        except Wrong as error:
+            wrong.append((item.line, f'{shown(name)}: {error}' if name else str(error)))
+    if wrong:
+        raise Wrong(parts=wrong)
 
 
 def described(node: Node) -> str:

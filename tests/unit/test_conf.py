@@ -313,7 +313,7 @@ def test_networks_and_a_bridge_are_one_too_many(mistakes: Callable[[str | bytes]
 
 # Mistakes
 
-NOT_PLUGGED = 'networks: line 1: must be `network: NAME`, one of libvirt, or `bridge: NAME`, one of this host'
+NOT_PLUGGED = 'networks: must be `network: NAME`, one of libvirt, or `bridge: NAME`, one of this host'
 
 
 def test_every_mistake_is_named_with_its_line_and_in_order(mistakes: Callable[[str | bytes], list[str]]) -> None:
@@ -325,6 +325,35 @@ def test_every_mistake_is_named_with_its_line_and_in_order(mistakes: Callable[[s
         'compute.yaml:6: uuid: is there twice, first in line 1',
         'compute.yaml:8: zzz: unknown key',
     ]
+
+
+def test_every_mistake_in_a_list_or_a_mapping_is_named_with_its_line(
+    mistakes: Callable[[str | bytes], list[str]], tmp_path: Path
+) -> None:
+    total = 'the total must be a whole number from 1 to 2147483647, not'
+    assert mistakes(
+        'inventory:\n  VCPU: 0\n  disk: 1\n  MEMORY_MB: none\ntraits: [CUSTOM_A,\n  7,\n  8]\nnetworks:\n- vlan: 3\n'
+        '- bridge: a b\n- bridge: br0\netcd:\n  endpoints:\n  - a:0\n  - b:1\n  - c\n  insecure: yes\n'
+    ) == [
+        f'compute.yaml:2: inventory: VCPU: {total} 0',
+        'compute.yaml:3: inventory: disk: must be a resource class: capitals, digits and _',
+        f'compute.yaml:4: inventory: MEMORY_MB: {total} none',
+        'compute.yaml:6: traits: must be text; put 7 in quotes',
+        'compute.yaml:7: traits: must be text; put 8 in quotes',
+        'compute.yaml:9: networks: must be `network: NAME`, one of libvirt, or `bridge: NAME`, one of this host',
+        'compute.yaml:10: networks: must be the name of a network interface (at most 15 characters), not a b',
+        'compute.yaml:14: etcd.endpoints: a:0 must be host:port, the port 1 to 65535',
+        'compute.yaml:16: etcd.endpoints: c must be host:port, the port 1 to 65535',
+    ]
+    path = tmp_path / 'schedule.yaml'
+    flavors = '  small: 7\n  medium: resources=VCPU:1\n  large: resources=VCPU:none\n'
+    path.write_text(f'flavors:\n{flavors}ssh_keys: [~/a, 5]\n')
+    with pytest.raises(UsageError) as caught:
+        load_schedule(path)
+    small, large, *keys = str(caught.value).split('\n')
+    assert small.endswith(':2: flavors: small: must be text; put 7 in quotes')
+    assert ':4: flavors: large: ' in large
+    assert len(keys) == 2
 
 
 @pytest.mark.parametrize(
@@ -344,13 +373,13 @@ def test_every_mistake_is_named_with_its_line_and_in_order(mistakes: Callable[[s
         ('networks: [{vlan: a}]', NOT_PLUGGED),
         ('networks: [[a]]', NOT_PLUGGED),
         ('networks: [{[a]: b}]', NOT_PLUGGED),
-        ('networks: [{network: a/b}]', 'networks: line 1: must be the name of a network of libvirt, not a/b'),
-        ('networks: [{network: 7}]', 'networks: line 1: must be text; put 7 in quotes'),
+        ('networks: [{network: a/b}]', 'networks: must be the name of a network of libvirt, not a/b'),
+        ('networks: [{network: 7}]', 'networks: must be text; put 7 in quotes'),
         (
             'networks: [{bridge: a b}]',
-            'networks: line 1: must be the name of a network interface (at most 15 characters), not a b',
+            'networks: must be the name of a network interface (at most 15 characters), not a b',
         ),
-        ('networks: [{network: a}, {network: a}]', 'networks: line 1: network a is there twice'),
+        ('networks: [{network: a}, {network: a}]', 'networks: network a is there twice'),
         ('networks: [' + ', '.join(f'{{bridge: b{n}}}' for n in range(9)) + ']', 'networks: must be at most 8, are 9'),
         ('bridge: "a\\nb"', 'bridge: must be one line of printable text'),
         ('bridge: a/b', 'bridge: must be the name of a network interface (at most 15 characters), not a/b'),
@@ -377,64 +406,64 @@ def test_every_mistake_is_named_with_its_line_and_in_order(mistakes: Callable[[s
         ('traits: CUSTOM_X', 'traits: must be a list, not CUSTOM_X'),
         ('image_sources: h', 'image_sources: must be a list, not h'),
         *(
-            (f'image_sources: [{text}]', f'image_sources: line 1: {WHERE}')
+            (f'image_sources: [{text}]', f'image_sources: {WHERE}')
             for text in ('10.1.0.1/16', '"10.1"', 'http://h/', '"*.example.org"', '"h:80"', 'user@h', '/x')
         ),
-        ('image_sources: [h, H.]', 'image_sources: line 1: H. is there twice'),
+        ('image_sources: [h, H.]', 'image_sources: H. is there twice'),
         ('image_proxy: proxy:3128', 'image_proxy: must be a URL like http://ds1:8080'),
         ('image_proxy: http://me:secret@h', 'image_proxy: must not carry a user or password: it would be in logs and '
          'process lists'),
         (
-            'traits: [HW_CPU_X86_AVX2,\n HW_CPU_X86_AVX3]',
-            'traits: line 2: HW_CPU_X86_AVX3 is none of os-traits, and one of your own begins with CUSTOM_',
+            'traits: [HW_CPU_X86_AVX2, HW_CPU_X86_AVX3]',
+            'traits: HW_CPU_X86_AVX3 is none of os-traits, and one of your own begins with CUSTOM_',
         ),
         (
             'traits: [CUSTOM_x]',
-            'traits: line 1: CUSTOM_x must be CUSTOM_ and then capitals, digits and _, 255 in all at most',
+            'traits: CUSTOM_x must be CUSTOM_ and then capitals, digits and _, 255 in all at most',
         ),
-        ('traits: [CUSTOM_X, CUSTOM_X]', 'traits: line 1: CUSTOM_X is there twice'),
-        ('traits: [7]', 'traits: line 1: must be text; put 7 in quotes'),
+        ('traits: [CUSTOM_X, CUSTOM_X]', 'traits: CUSTOM_X is there twice'),
+        ('traits: [7]', 'traits: must be text; put 7 in quotes'),
         *(
             (
                 f'traits: [{name}]',
-                f'traits: line 1: {name} is not for configurations: '
+                f'traits: {name} is not for configurations: '
                 'eschedule host disable sets it, and host enable takes it off',
             )
             for name in ('COMPUTE_STATUS_DISABLED', 'CUSTOM_ECOMP_DISABLED')
         ),
-        ('aggregates: [x]', f'aggregates: line 1: must be a uuid like {DEFAULT_USER_ID}, not x'),
-        (f'aggregates: [{UUID}, {UUID}]', f'aggregates: line 1: {UUID} is there twice'),
+        ('aggregates: [x]', f'aggregates: must be a uuid like {DEFAULT_USER_ID}, not x'),
+        (f'aggregates: [{UUID}, {UUID}]', f'aggregates: {UUID} is there twice'),
         ('allocation_ratios: {}', 'allocation_ratios: must be resource classes with ratios, not a mapping'),
         (
             'allocation_ratios: {vcpu: 1}',
-            'allocation_ratios: vcpu (line 1): must be a resource class: capitals, digits and _',
+            'allocation_ratios: vcpu: must be a resource class: capitals, digits and _',
         ),
         *(
             (
                 f'allocation_ratios: {{VCPU: {ratio}}}',
-                f'allocation_ratios: VCPU (line 1): the ratio must be a number above 0, at most 1000, not {ratio}',
+                f'allocation_ratios: VCPU: the ratio must be a number above 0, at most 1000, not {ratio}',
             )
             for ratio in ('0', '0.0', '-1', '1001', '.inf', 'four', '1e3')
         ),
         ('inventory: {}', 'inventory: must be resource classes with totals, not a mapping'),
         ('inventory: VCPU', 'inventory: must be resource classes with totals, not VCPU'),
-        ('inventory: {vcpu: 1}', 'inventory: vcpu (line 1): must be a resource class: capitals, digits and _'),
+        ('inventory: {vcpu: 1}', 'inventory: vcpu: must be a resource class: capitals, digits and _'),
         (
             'inventory: {VCPU: 0}',
-            'inventory: VCPU (line 1): the total must be a whole number from 1 to 2147483647, not 0',
+            'inventory: VCPU: the total must be a whole number from 1 to 2147483647, not 0',
         ),
         (
             'inventory: {VCPU: 1.5}',
-            'inventory: VCPU (line 1): the total must be a whole number from 1 to 2147483647, not 1.5',
+            'inventory: VCPU: the total must be a whole number from 1 to 2147483647, not 1.5',
         ),
         (
             'inventory: {VCPU: 2147483648}',
-            'inventory: VCPU (line 1): the total must be a whole number from 1 to 2147483647, not 2147483648',
+            'inventory: VCPU: the total must be a whole number from 1 to 2147483647, not 2147483648',
         ),
-        ('inventory: {VCPU: 1, VCPU: 2}', 'inventory: VCPU (line 1): is there twice'),
+        ('inventory: {VCPU: 1, VCPU: 2}', 'inventory: VCPU: is there twice'),
         (
             'inventory: {VCPU: }',
-            'inventory: VCPU (line 1): the total must be a whole number from 1 to 2147483647, not nothing',
+            'inventory: VCPU: the total must be a whole number from 1 to 2147483647, not nothing',
         ),
         ('etcd: ds1', 'etcd: must be keys with values, not ds1'),
         (
@@ -463,12 +492,12 @@ def test_every_mistake_is_named_with_its_line_and_in_order(mistakes: Callable[[s
         ('etcd: {cert_cert: .}', 'etcd.cert_cert: needs cert_key beside it'),
         ('etcd: {ca_cert: /no/such}', 'etcd.ca_cert: /no/such is not a file that can be read'),
         ('etcd: {grpc_options: [a]}', 'etcd.grpc_options: must be names with values, not a list'),
-        ('etcd: {grpc_options: {a: [b]}}', 'etcd.grpc_options: must be text, not a list'),
+        ('etcd: {grpc_options: {a: [b]}}', 'etcd.grpc_options: a: must be text, not a list'),
         (
             'etcd: {grpc_options: {a: 9999999999}}',
-            'etcd.grpc_options: must be -2147483648 to 2147483647, not 9999999999',
+            'etcd.grpc_options: a: must be -2147483648 to 2147483647, not 9999999999',
         ),
-        ('etcd: {grpc_options: {a: 1, a: 2}}', 'etcd.grpc_options: a is there twice'),
+        ('etcd: {grpc_options: {a: 1, a: 2}}', 'etcd.grpc_options: a: is there twice'),
         ('placement: http://ds1', 'placement: must be keys with values, not http://ds1'),
         ('placement: {endpoint: ds1:8080}', 'placement.endpoint: must be a URL like http://ds1:8080'),
         ('placement: {endpoint: "ftp://ds1"}', 'placement.endpoint: must be a URL like http://ds1:8080, not ftp://ds1'),
@@ -518,14 +547,14 @@ def test_what_is_not_yaml_or_more_than_we_take_is_one_line(
 @pytest.mark.parametrize(
     ('flavors', 'reason'),
     [
-        ('  a: resources=VCPU:1\n  a: resources=VCPU:2', 'line 3: a is there twice'),
-        ('  [a, b]: resources=VCPU:1', 'line 2: a name must be a word'),
+        ('  a: resources=VCPU:1\n  a: resources=VCPU:2', '3: flavors: a: is there twice'),
+        ('  [a, b]: resources=VCPU:1', '2: flavors: a name must be a word'),
     ],
 )
 def test_a_flavor_is_one_word_and_there_once(tmp_path: Path, flavors: str, reason: str) -> None:
     path = tmp_path / 'schedule.yaml'
     path.write_text(f'flavors:\n{flavors}\n')
-    with pytest.raises(UsageError, match=f':1: flavors: {reason}$'):
+    with pytest.raises(UsageError, match=f'yaml:{reason}$'):
         load_schedule(path)
 
 
