@@ -96,7 +96,7 @@ _eschedule_asked() {{ # ARGUMENT...: what eschedule prints, as far as it is plai
 }}
 
 _eschedule_candidates() {{ # CURRENT BEFORE...: what may stand in place of CURRENT, a line each; <files> for files
-    local current=$1 first='' second='' named='' skip='' config='' word
+    local current=$1 first='' second='' third='' named='' skip='' config='' word
     shift
     for word in "$@"; do
         if [ -n "$skip" ]; then
@@ -107,8 +107,9 @@ _eschedule_candidates() {{ # CURRENT BEFORE...: what may stand in place of CURRE
         case $word in
             --config=*) config=${{word#*=}} ;;
             --*=* | --wait) ;;
+            -f) [ "$first" = log ] || skip=$word ;; # log has an -f of its own, without a value
             -*) [ -z "$(_eschedule_value "$word")" ] || skip=$word ;;
-            *) if [ -z "$first" ]; then first=$word; elif [ -z "$second" ]; then second=$word; fi ;;
+            *) if [ -z "$first" ]; then first=$word; elif [ -z "$second" ]; then second=$word; else third=$word; fi ;;
         esac
     done
     if [ -n "$skip" ]; then
@@ -135,8 +136,9 @@ _eschedule_candidates() {{ # CURRENT BEFORE...: what may stand in place of CURRE
                 [ -z "$current" ] || _eschedule_known instances "$config"
                 return
             fi
-            case "$first/$second" in
+            case "$first/$second/$third" in
 {seconds}
+                help/[!/]*) ;;
                 *) _eschedule_known "$(_eschedule_words "$named")" "$config" ;;
             esac ;;
     esac
@@ -196,7 +198,9 @@ def _posix(shell: str, commands: Mapping[str, Command], nameless: Sequence[str])
         live=_cases({kind: f'_eschedule_asked "$@" {asked}' for kind, asked in LIVE.items()}),
         first=' '.join(dict.fromkeys(name.partition(' ')[0] for name in commands if name not in nameless)),
         families=' | '.join(seconds),
-        seconds=_cases({f'{first}/': f"echo '{' '.join(each)}' | tr ' ' '\\n'" for first, each in seconds.items()}, 16),
+        seconds=_cases({
+            f'{first}// | help/{first}/': f"echo '{' '.join(each)}' | tr ' ' '\\n'" for first, each in seconds.items()
+        }, 16),
     )  # fmt: skip
     return f'#compdef eschedule\n{made}{ZSH}' if shell == 'zsh' else made + BASH
 
@@ -239,10 +243,16 @@ function __eschedule_command # the command that is typed, as far as it is
             case '*=*'
                 test (count $found) -gt 0; or set found create
             case '*'
-                test (count $found) -gt 1; or set -a found $word
+                test (count $found) -gt 2; or set -a found $word
         end
     end
-    contains -- "$found[1]" {families}; and echo "$found"; or echo "$found[1]"
+    if test "$found[1]" = help
+        echo "$found"
+    else if contains -- "$found[1]" {families}
+        echo "$found[1..2]"
+    else
+        echo "$found[1]"
+    end
 end
 
 function __eschedule_is # COMMAND...: it is one of these; without one yet it may become a new instance
@@ -254,6 +264,7 @@ end
 function __eschedule_asked # ARGUMENT...: what eschedule prints, as far as it is plain words
     set -l line (commandline -opc)
     set -l at (contains -i -- --config $line); and set -a argv --config $line[(math $at + 1)]
+    set -a argv (string match -- '--config=*' $line)
     set -l found (command eschedule $argv 2>/dev/null </dev/null | string split \\t)
     string match -r '^{safe}+$' -- $found | string match -v -- -
 end
@@ -268,7 +279,7 @@ def _fish(commands: Mapping[str, Command], nameless: Sequence[str]) -> str:
     for name, row in commands.items():
         first, _, second = name.partition(' ')
         if second:
-            rows.append(_row(f'__eschedule_is {first}', f'-a {second}', row.summary))
+            rows.append(_row(f'__eschedule_is {first} "help {first}"', f'-a {second}', row.summary))
         elif name not in nameless:
             rows.append(_row('test -z (__eschedule_command)', f'-a {first}', row.summary))
         kind = words_of(row)

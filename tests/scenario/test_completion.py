@@ -132,9 +132,17 @@ def test_what_is_offered(cluster: Control, env: dict[str, str], shell: str) -> N
             'eschedule wait web1 --for addr': ['addressed'],
             'eschedule resources=VCPU:1 --wait=addr': ['--wait=addressed'],
             'eschedule help flav': ['flavor'],
+            'eschedule help flavor ': ['delete', 'list', 'set', 'show'],
+            'eschedule help flavor delete ': [],
+            'eschedule help list ': [],
+            'eschedule log -f we': ['web1'],
+            'eschedule log web1 -f --fol': ['--follow'],
+            'eschedule list -f js': ['json'],
             'eschedule completion ': ['bash', 'fish', 'zsh'],
             f'eschedule --config {cluster.schedule_yaml} show we': ['web1'],
             'eschedule --config /nowhere show we': [],
+            f'eschedule --config={cluster.schedule_yaml} show we': ['web1'],
+            'eschedule --config=/nowhere show we': [],
         }.items():
             assert offered(shell, script, env, line) == wanted, line
     finally:
