@@ -46,7 +46,7 @@ def _destroy(do: Context) -> int:
         outcomes.tell(word, f'{accepted[word]}: gone', state=GONE)
 
     if do.options.wait is not None:
-        outcomes.wait(list(accepted), wait, lambda words: f'eschedule destroy --wait {words}')
+        outcomes.wait(list(accepted), wait, lambda words: f'{do.typed} destroy --wait {words}')
     return outcomes.end()
 
 
@@ -82,7 +82,7 @@ def _power(do: Context) -> int:
     if do.options.wait is not None:
         # Asked for once more a reboot may be one more.
         again = 'show' if do.name == REBOOT else f'{do.name} --wait'
-        outcomes.wait(list(accepted), wait, lambda words: f'eschedule {again} {words}')
+        outcomes.wait(list(accepted), wait, lambda words: f'{do.typed} {again} {words}')
     return outcomes.end()
 
 

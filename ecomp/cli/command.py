@@ -99,6 +99,15 @@ class Context:
         if text:
             self.out.draw(text)
 
+    @cached_property
+    def typed(self) -> str:
+        """`eschedule` as the next command has to be typed: with --config FILE, quoted for a shell, if this one was."""
+        if self.options.config is None:
+            return 'eschedule'
+        import shlex  # for those who have to type one
+
+        return f'eschedule --config {shlex.quote(self.options.config)}'
+
     @property
     def etcd(self) -> EtcdConfig:
         """How etcd is asked. Who only waits, and not for long, does not wait longer for one answer."""

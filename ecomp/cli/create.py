@@ -89,7 +89,7 @@ def _place(do: Context, order: Order) -> int:
 
         return _no_capacity(do, error, backend, query, spent=0 if large is None else VAIN)
     except KeyboardInterrupt:
-        says = f'instance {instance}: eschedule {instance} says whether it was placed all the same'
+        says = f'instance {instance}: {do.typed} {instance} says whether it was placed all the same'
         do.out.say(f'interrupted; {says if wanted.count == 1 else again}')
         return EcompError.exit_code
     except UnknownOutcome as error:
@@ -127,7 +127,7 @@ def _place(do: Context, order: Order) -> int:
             do.out.say(line)
     do.close()
     if interrupted:
-        do.out.say(f'interrupted, and it goes on: eschedule wait {" ".join(delivered)}')
+        do.out.say(f'interrupted, and it goes on: {do.typed} wait {" ".join(delivered)}')
         return StillGoing.exit_code
     return 0 if do.options.wait is None else _waited(do, notified)
 
@@ -165,7 +165,7 @@ def _enqueue(do: Context, order: Order) -> int:
     except NoCapacity as error:
         return _refused(do, error)
     except KeyboardInterrupt:
-        do.out.say(f'interrupted; instance {instance}: eschedule {instance} says whether it is queued all the same')
+        do.out.say(f'interrupted; instance {instance}: {do.typed} {instance} says whether it is queued all the same')
         return EcompError.exit_code
     finally:
         do.close()

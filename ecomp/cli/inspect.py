@@ -244,7 +244,7 @@ def reach(
             do.out.put(printable(record.address))
 
     of = '' if stage == ADDRESSED else f' --for {stage}'
-    outcomes.wait(words, wait, lambda left: f'eschedule wait {left}{of}')
+    outcomes.wait(words, wait, lambda left: f'{do.typed} wait {left}{of}')
 
 
 # fmt: off

@@ -31,7 +31,7 @@ def _host_show(do: Context) -> int:
     found = [each for each in every if each.compute in meant]
     for missing in dict.fromkeys(meant):
         if missing not in {each.compute for each in found}:
-            do.out.say(f'{missing}: no such compute: eschedule hosts shows all')
+            do.out.say(f'{missing}: no such compute: {do.typed} hosts shows all')
             code = code or NotFound.exit_code
     if not found:
         return code
@@ -70,7 +70,7 @@ def _host_status(do: Context) -> int:
 
     outcomes.each(do.words, change)
     if do.options.wait is not None and not outcomes.code:
-        outcomes.wait(do.words, wait, lambda words: f'eschedule {do.name} --wait {words}')
+        outcomes.wait(do.words, wait, lambda words: f'{do.typed} {do.name} --wait {words}')
     return outcomes.end()
 
 

@@ -40,7 +40,7 @@ class Outcomes:
             kind = self._do.name.partition(' ')[0]
             show = f'{kind} show' if kind in ('host', 'flavor', 'quota') else 'show'
             rest = f', and of {len(left) - 1} more nothing was asked' if len(left) > 1 else ''
-            may = f'{left[0]}: it may have been accepted: eschedule {show} {left[0]} says{rest}'
+            may = f'{left[0]}: it may have been accepted: {self._do.typed} {show} {left[0]} says{rest}'
             raise EcompError(f'interrupted; {may}') from None
 
     def _in_turn(self, left: list[str], work: Callable[[str], None]) -> None:

@@ -74,9 +74,11 @@ def test_eschedule(name: str, application: InProcess, tmp_path: Path) -> None:
     compare(path, transcript(path, answer))
 
 
-@pytest.mark.parametrize('form', ['json', 'yaml'])
-def test_what_is_placed_is_said_to_whoever_interrupts(form: str, application: InProcess, tmp_path: Path) -> None:
-    """Its uuid stands nowhere else: it was made for it."""
+@pytest.mark.parametrize(('form', 'config'), [('json', ''), ('yaml', ' --config schedule.yaml')])
+def test_what_is_placed_is_said_to_whoever_interrupts(
+    form: str, config: str, application: InProcess, tmp_path: Path
+) -> None:
+    """Its uuid stands nowhere else: it was made for it. What is to be typed asks the cluster that this one asked."""
 
     def interrupted(_: Context) -> None:
         raise KeyboardInterrupt
@@ -86,13 +88,13 @@ def test_what_is_placed_is_said_to_whoever_interrupts(form: str, application: In
     with pytest.MonkeyPatch.context() as change:
         scene.play(there, application, change)
         change.setattr(Context, 'name_computes', interrupted)
-        words = ['-f', form, '--wait', 'resources=VCPU:1,DISK_GB:1,MEMORY_MB:256']
+        words = [*config.split(), '-f', form, '--wait', 'resources=VCPU:1,DISK_GB:1,MEMORY_MB:256']
         lines = scene.transcript(words, there, tmp_path)
     instance = 'f0000000-0000-4000-8000-000000000001'
     assert any(line.startswith(f'+ /hosts/c0000000-0000-4000-8000-000000000001/{instance} ') for line in lines)
     assert any(line.startswith('|') and instance in line for line in lines)
     assert lines[-1] == '= 6'
-    assert f'! eschedule: interrupted, and it goes on: eschedule wait {instance}' in lines
+    assert f'! eschedule: interrupted, and it goes on: eschedule{config} wait {instance}' in lines
 
 
 @pytest.mark.parametrize(

@@ -81,9 +81,8 @@ def test_a_destroy_of_many_asks_for_all_and_then_waits(cluster: Control) -> None
         until(lambda: destroy.stderr.count('destroy accepted') == 3, 20, 'all are asked for')
         destroy.send(signal.SIGINT)
         ended = destroy.end(30)
-    assert (ended.code, ended.stderr.splitlines()[3:]) == (
-        6, ['eschedule: interrupted, and it goes on: eschedule destroy --wait web-1 web-2 web-3']
-    )  # fmt: skip
+    again = f'eschedule --config {cluster.schedule_yaml} destroy --wait web-1 web-2 web-3'
+    assert (ended.code, ended.stderr.splitlines()[3:]) == (6, [f'eschedule: interrupted, and it goes on: {again}'])
     assert [each['error']['code'] for each in shaped(ended, 'destroy')] == [6, 6, 6]
     compute.resume()
     for each in instances:
@@ -102,7 +101,7 @@ def test_ctrl_c_says_how_to_wait_again(cluster: Control, command: str) -> None:
         ended = waiting.end(30)
     again = {'stop': 'stop --wait one', 'reboot': 'show one'}[command]
     assert (ended.code, ended.stderr.splitlines()[1:]) == (
-        6, [f'eschedule: interrupted, and it goes on: eschedule {again}']
+        6, [f'eschedule: interrupted, and it goes on: eschedule --config {cluster.schedule_yaml} {again}']
     )  # fmt: skip
     compute.resume()
     assert called(cluster, *again.split()).code == 0

@@ -138,7 +138,8 @@ def test_an_interrupted_wait_stops_nothing(cluster: Control) -> None:
         said = until(lambda: waiting.stdout, 20, 'it says where it is')
         assert notified(Result(0, said, '')) == (compute.uuid, instance)
         waiting.send(signal.SIGINT)
-        one_line(waiting.end(30), 6, f'interrupted, and it goes on: eschedule wait {instance}')
+        again = f'eschedule --config {cluster.schedule_yaml} wait {instance}'
+        one_line(waiting.end(30), 6, f'interrupted, and it goes on: {again}')
     compute.resume()
     addressed(cluster, instance)
     check(cluster, compute)

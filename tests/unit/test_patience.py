@@ -1,4 +1,4 @@
-"""How long etcd is waited for by a command that says how long it waits."""
+"""What a command makes of its options: how long etcd is waited for, and what is to be typed next."""
 
 from __future__ import annotations
 
@@ -22,3 +22,15 @@ from ecomp.conf import ScheduleConfig
 )
 def test_one_answer_takes_no_longer_than_all_of_a_wait(words: list[str], seconds: float) -> None:
     assert Context(Terminal(print, print, print), ScheduleConfig(), parse(words)).etcd.timeout == seconds
+
+
+@pytest.mark.parametrize(
+    ('words', 'typed'),
+    [
+        (['list'], 'eschedule'),
+        (['list', '--config', 'far.yaml'], 'eschedule --config far.yaml'),
+        (['--config=my far.yaml', 'list'], "eschedule --config 'my far.yaml'"),
+    ],
+)
+def test_what_is_to_be_typed_next_asks_the_same_cluster(words: list[str], typed: str) -> None:
+    assert Context(Terminal(print, print, print), ScheduleConfig(), parse(words)).typed == typed
