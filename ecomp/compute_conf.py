@@ -30,6 +30,7 @@ from ecomp.yaml_file import (
     read_parts,
     shown,
     text_of,
+    typed,
 )
 
 MAX_INT = 2**31 - 1  # placement's limit for a total
@@ -201,13 +202,13 @@ def _by_class(what: str, parse: Callable[[Node], T]) -> Callable[[Node], Mapping
 
 
 def _stated(node: Node) -> int:
-    return _total(node.text if node.kind == 'int' else described(node))
+    return _total(node.text if node.kind == 'int' else typed(node))
 
 
 def _ratio(node: Node) -> float:
     plain = node.kind in ('int', 'float') and re.fullmatch(r'[0-9]{1,9}(\.[0-9]{0,9})?', node.text)
     if not plain or not 0 < (ratio := float(node.text)) <= MOST_RATIO:
-        raise Wrong(f'the ratio must be a number above 0, at most {MOST_RATIO}, not {described(node)}')
+        raise Wrong(f'the ratio must be a number like 0.5, above 0 and at most {MOST_RATIO}, not {typed(node)}')
     return ratio
 
 

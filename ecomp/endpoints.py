@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ecomp.yaml_file import Node, Section, Wrong, YamlFile, between, described, flag, read_parts, shown, text_of
+from ecomp.yaml_file import Node, Section, Wrong, YamlFile, between, described, flag, read_parts, shown, text_of, typed
 
 if TYPE_CHECKING:
     import socket
@@ -158,7 +158,7 @@ def _certificates(file: YamlFile, section: Section) -> tuple[Path | None, Path |
 
 def _seconds(node: Node) -> float:
     if node.kind not in ('int', 'float') or not re.fullmatch(r'[0-9]{1,9}(\.[0-9]*)?', node.text):
-        raise Wrong(f'must be a number of seconds, not {described(node)}')
+        raise Wrong(f'must be a number of seconds, not {typed(node)}')
     if not 0 < (seconds := float(node.text)) <= 3600:
         raise Wrong(f'must be more than 0 and at most 3600 seconds, not {shown(node.text)}')
     return seconds

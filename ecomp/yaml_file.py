@@ -262,14 +262,14 @@ def text_of(node: Node) -> str:
 def flag(node: Node) -> bool:
     """A truth value, in any of the words that YAML has for them."""
     if node.kind != 'bool':
-        raise Wrong(f'must be True or False, not {described(node)}')
+        raise Wrong(f'must be True or False, not {typed(node)}')
     return node.text.lower() in ('true', 'yes', 'on')
 
 
 def whole_number(node: Node) -> int:
     """A whole number written in decimals: YAML 1.1 also reads 010 as 8 and 1:30 as 90, which nobody means."""
     if node.kind != 'int' or not re.fullmatch(r'[-+]?(0|[1-9][0-9]{0,17})', node.text):
-        raise Wrong(f'must be a whole number, not {described(node)}')
+        raise Wrong(f'must be a whole number, not {typed(node)}')
     return int(node.text)
 
 
@@ -331,6 +331,11 @@ def described(node: Node) -> str:
     """What a node holds, in words, for a message."""
     words = {'map': 'a mapping', 'seq': 'a list' if node.items else 'an empty list', 'null': 'nothing'}
     return words.get(node.kind) or shown(node.text)
+
+
+def typed(node: Node) -> str:
+    """What a node holds where no text is wanted: a text is called so, for "2379" looks like a number without quotes."""
+    return f'the text "{shown(node.text)}"' if node.kind == 'str' else described(node)
 
 
 def shown(text: str, limit: int = 60) -> str:

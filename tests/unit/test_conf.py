@@ -337,7 +337,7 @@ def test_every_mistake_in_a_list_or_a_mapping_is_named_with_its_line(
     ) == [
         f'compute.yaml:2: inventory: VCPU: {total} 0',
         'compute.yaml:3: inventory: disk: must be a resource class: capitals, digits and _',
-        f'compute.yaml:4: inventory: MEMORY_MB: {total} none',
+        f'compute.yaml:4: inventory: MEMORY_MB: {total} the text "none"',
         'compute.yaml:6: traits: must be text; put 7 in quotes',
         'compute.yaml:7: traits: must be text; put 8 in quotes',
         'compute.yaml:9: networks: must be `network: NAME`, one of libvirt, or `bridge: NAME`, one of this host',
@@ -389,7 +389,7 @@ def test_every_mistake_in_a_list_or_a_mapping_is_named_with_its_line(
             'bridge: must be the name of a network interface (at most 15 characters), not sixteen-letters-',
         ),
         ('resize: 1', 'resize: must be True or False, not 1'),
-        ('resize: "no"', 'resize: must be True or False, not no'),
+        ('resize: "no"', 'resize: must be True or False, not the text "no"'),
         ('workers: 0', 'workers: must be 1 to 64, not 0'),
         ('workers: 65', 'workers: must be 1 to 64, not 65'),
         ('workers: 1.5', 'workers: must be a whole number, not 1.5'),
@@ -441,9 +441,12 @@ def test_every_mistake_in_a_list_or_a_mapping_is_named_with_its_line(
         *(
             (
                 f'allocation_ratios: {{VCPU: {ratio}}}',
-                f'allocation_ratios: VCPU: the ratio must be a number above 0, at most 1000, not {ratio}',
+                f'allocation_ratios: VCPU: the ratio must be a number like 0.5, above 0 and at most 1000, not {said}',
             )
-            for ratio in ('0', '0.0', '-1', '1001', '.inf', 'four', '1e3')
+            for ratio, said in (
+                *((each, each) for each in ('0', '0.0', '-1', '1001', '.inf', '.5')),
+                ('four', 'the text "four"'), ('"2"', 'the text "2"'), ('1e3', 'the text "1e3"')
+            )
         ),
         ('inventory: {}', 'inventory: must be resource classes with totals, not a mapping'),
         ('inventory: VCPU', 'inventory: must be resource classes with totals, not VCPU'),
@@ -459,6 +462,10 @@ def test_every_mistake_in_a_list_or_a_mapping_is_named_with_its_line(
         (
             'inventory: {VCPU: 2147483648}',
             'inventory: VCPU: the total must be a whole number from 1 to 2147483647, not 2147483648',
+        ),
+        (
+            'inventory: {VCPU: "4"}',
+            'inventory: VCPU: the total must be a whole number from 1 to 2147483647, not the text "4"',
         ),
         ('inventory: {VCPU: 1, VCPU: 2}', 'inventory: VCPU: is there twice'),
         (
@@ -477,7 +484,7 @@ def test_every_mistake_in_a_list_or_a_mapping_is_named_with_its_line(
         ('etcd: {host: http://ds1}', 'etcd.host: must be a host name or address, not http://ds1'),
         ('etcd: {host: "a b"}', 'etcd.host: must be a host name or address, not a b'),
         ('etcd: {port: 65536}', 'etcd.port: must be 1 to 65535, not 65536'),
-        ('etcd: {port: "2379"}', 'etcd.port: must be a whole number, not 2379'),
+        ('etcd: {port: "2379"}', 'etcd.port: must be a whole number, not the text "2379"'),
         ('etcd: {host: a, endpoints: [b:1]}', 'etcd.host: say either endpoints, or host and port'),
         ('etcd: {endpoints: [b:1], port: 2}', 'etcd.port: say either endpoints, or host and port'),
         ('etcd: {endpoints: a:1}', 'etcd.endpoints: must be a list like [ds1:2379, ds2:2379], not a:1'),
@@ -487,7 +494,7 @@ def test_every_mistake_in_a_list_or_a_mapping_is_named_with_its_line(
         ('etcd: {endpoints: ["http://a:1"]}', 'etcd.endpoints: must be a host name or address, not http://a'),
         ('etcd: {timeout: 0}', 'etcd.timeout: must be more than 0 and at most 3600 seconds, not 0'),
         ('etcd: {timeout: .inf}', 'etcd.timeout: must be a number of seconds, not .inf'),
-        ('etcd: {timeout: soon}', 'etcd.timeout: must be a number of seconds, not soon'),
+        ('etcd: {timeout: soon}', 'etcd.timeout: must be a number of seconds, not the text "soon"'),
         ('etcd: {cert_key: .}', 'etcd.cert_key: needs cert_cert beside it'),
         ('etcd: {cert_cert: .}', 'etcd.cert_cert: needs cert_key beside it'),
         ('etcd: {ca_cert: /no/such}', 'etcd.ca_cert: /no/such is not a file that can be read'),
