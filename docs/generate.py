@@ -81,7 +81,9 @@ def man_pages() -> Iterator[ManPage]:
     names = 'schedule.yaml', 'compute.yaml'
     places = [(f'./{name}, ~/.config/ecomp/{name}, /etc/ecomp/{name}', f'see {name}(5)') for name in names]
     files = Section('FILES', [Terms(('', ''), places)])
-    environment = Section('ENVIRONMENT', [Terms(('', ''), [(config_path.VARIABLE, doc(config_path.find))])])
+    means = 'A directory: the configuration is the file of its usual name in that one, which has to be there. Where it '
+    means += 'is not set it is the first that is in ./, ~/.config/ecomp/ or /etc/ecomp/, and --config comes before all.'
+    environment = Section('ENVIRONMENT', [Terms(('', ''), [(config_path.VARIABLE, means)])])
     exits = Section('EXIT STATUS', [Terms(('', ''), [(str(code), text) for code, text in EXITS.items()])])
     commands = [each for family in families().values() for each in family]
     yield ManPage('eschedule', 1, 'place instances on hypervisors, look at them, change and destroy them', [

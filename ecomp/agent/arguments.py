@@ -22,7 +22,7 @@ def parser() -> argparse.ArgumentParser:
     """ecompute's command line. parse_args() raises UsageError."""
     what = 'Take requests for this machine from etcd and make them VMs, until a signal. Logs to stderr; needs root.'
     made = Parser('ecompute', description=what)
-    config = 'in place of compute.yaml in ./, ~/.config/ecomp/ or /etc/ecomp/'
+    config = "in place of $ECOMP_CONFIG's, or of compute.yaml in ./, ~/.config/ecomp/ or /etc/ecomp/"
     made.add_argument('--config', metavar='FILE', help=config)
     made.add_argument('--fake', metavar='INVENTORY', help="pretend: 'VCPU:4,DISK_GB:10,MEMORY_MB:512', no libvirt")
     made.add_argument('--count', metavar='N', type=_count, help=f'with --fake: pretend so many, 1 to {MOST}')

@@ -112,12 +112,13 @@ class Lines:
 
 
 
-
 def _as_json(event: Event) -> str:
     from ecomp.model.events import as_object
 
     return dump(as_object(event))
 
+
+_FORM = 'table or json, which is one JSON object a line. Without: table'
 
 # fmt: off
 COMMANDS = (
@@ -126,6 +127,6 @@ COMMANDS = (
             'and flavors, or of these instances alone. etcd keeps an hour or two of it, as its '
             '--auto-compaction-retention says; stderr says from which revision on. A time with a ~ is that of the line '
             'before, for etcd writes down no times. With -f json each line is one JSON object, with its revision.',
-            any_instances, _events, {**plain('watch format'), 'lines': 'the last N changes alone'}, (4, 5),
+            any_instances, _events, {**plain('watch'), 'lines': 'the last N changes alone', 'format': _FORM}, (4, 5),
             example='eschedule events web1 -n 20 --watch'),
 )

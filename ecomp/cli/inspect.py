@@ -258,7 +258,7 @@ COMMANDS = (
     Command('list', 'list', 'all instances, a line each',
             'Print all instances, a line each, by the time they were asked for: uuid, name, state, address, compute '
             'and that time. Those that wait in a queue are listed too.',
-            nothing, _list, {**LISTED, **FILTERS}, (4,),
+            nothing, _list, {**LISTED, **FILTERS}, (4, 5),
             example='eschedule list'),
     Command('show', 'show <id>…', 'all that is known of an instance',
             'Print all that is known of an instance: what was asked for, where it is, its interfaces, when it reached '

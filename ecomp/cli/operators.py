@@ -129,7 +129,7 @@ COMMANDS = (
     Command('host show', 'host show <host>…', 'one compute, and what lives there',
             'Print of a compute, or of several, what `eschedule hosts` says of it, and then the instances there as '
             '`eschedule list` prints them. With -f json: what `eschedule hosts -f json` says of it.',
-            computes, _host_show, LISTED, (4,),
+            computes, _host_show, LISTED, (4, 5),
             example='eschedule host show hv1'),
     Command('host disable', 'host disable <host>', 'place nothing new on a compute',
             'Have nothing new placed on a compute; what lives there goes on.',

@@ -147,8 +147,8 @@ class Options(NamedTuple):
     identity: Annotated[str | None, _option(
         '-i --identity', 'FILE', "the private key to log in with. Without: ssh's own choice")] = None
     config: Annotated[str | None, _option(
-        '--config', 'FILE', 'the configuration. Without: schedule.yaml in ./, ~/.config/ecomp/ or /etc/ecomp/, the '
-        'first that is there')] = None
+        '--config', 'FILE', "the configuration. Without: $ECOMP_CONFIG's, else schedule.yaml in ./, ~/.config/ecomp/ "
+        'or /etc/ecomp/, the first that is there')] = None
 
     @property
     def membership(self) -> Membership | None:
@@ -265,7 +265,7 @@ def _check_waiting(name: str, options: Options, creates: bool) -> None:
         if options.wait is None and name != 'wait' and not options.canary:
             raise UsageError('--timeout goes with --wait')
         if not 0 <= options.timeout < 10**9:
-            raise UsageError('--timeout: seconds, not negative')
+            raise UsageError('--timeout: 0 to 999999999 seconds')
     for option, stage in (('wait', options.wait or None), ('for', options.stage)):
         if stage not in (None, *STAGES):
             known = f'{", ".join(STAGES[:-1])} or {STAGES[-1]}'

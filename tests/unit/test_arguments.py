@@ -75,6 +75,9 @@ def test_an_empty_uuid_is_not_a_new_one() -> None:
         (['--queue', '--flavor', 'x', '--count', '2'], '--count does not go with --queue'),
         (['plan', '--queue', '--flavor', 'x'], '--queue does not go with this form'),
         ([QUERY, '--timeout', '5'], '--timeout goes with --wait'),
+        (['wait', A, '--timeout', '1000000000'], '--timeout: 0 to 999999999 seconds'),
+        (['wait', A, '--timeout', 'inf'], '--timeout: 0 to 999999999 seconds'),
+        (['wait', A, '--timeout', '-1'], '--timeout: 0 to 999999999 seconds'),
     ],
 )
 def test_what_does_not_go_together(argv: list[str], said: str) -> None:
@@ -124,6 +127,17 @@ def test_help_is_of_what_is_typed_beside_it(argv: list[str], name: str, capsys: 
 def test_every_option_is_some_command_s() -> None:
     taken = {field for each in COMMANDS.values() for field in each.options}
     assert taken | {'config'} == set(OPTIONS)
+
+
+@pytest.mark.parametrize('name', ['list', *(name for name, each in COMMANDS.items() if '<host>' in each.usage)])
+def test_who_takes_a_host_s_name_may_end_in_conflict(name: str) -> None:
+    """Two computes may be called so."""
+    assert 5 in COMMANDS[name].exits
+
+
+def test_the_help_of_events_offers_what_events_prints() -> None:
+    assert 'json or yaml' not in help_of('events')
+    assert 'csv' not in help_of('events')
 
 
 @pytest.mark.parametrize('name', COMMANDS)
