@@ -138,7 +138,7 @@ def test_eschedule_whose_reader_goes(cluster: Control) -> None:
 def test_what_is_asked_of_the_command_itself(
     name: str, module: str, options: list[str], how: str, unbuffered: str, tmp_path: Path
 ) -> None:
-    """F37: help, version and unit that cannot be printed: one line and exit 1, and none where the reader has gone"""
+    """F37: help or a unit that cannot be printed: a line and exit 1, none where the reader has gone (fake)"""
     reading, writing = os.pipe()
     os.close(reading)
     said = f'{name}: failed: No space left on device\n' if how == 'a full disk' else ''
