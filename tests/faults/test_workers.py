@@ -62,7 +62,7 @@ def test_killed_while_destroying(host: Hypervisor, step: str) -> None:
     host.settled()
 
 
-@pytest.mark.parametrize('step', some(BUILD_FAILPOINTS[:-1]))
+@pytest.mark.parametrize('step', some(BUILD_FAILPOINTS[:-2]))
 def test_killed_by_every_build(host: Hypervisor, step: str) -> None:
     """F3: every worker that builds it dies of it: after three it is in error, and nothing is left (libvirt)"""
     host.restart(f'{step}:kill')
@@ -71,6 +71,19 @@ def test_killed_by_every_build(host: Hypervisor, step: str) -> None:
     assert host.fired == [step] * 3
     assert record['attempts'] == 3
     assert 'worker process ended in the middle of it (-9), 3 times' in record['error']['reason']
+    host.nothing_of(instance)
+    host.settled()
+
+
+def test_killed_by_every_build_once_there_is_a_domain(host: Hypervisor) -> None:
+    """F3: every worker that builds it dies once its domain is defined: that is started, and not made again (libvirt)"""
+    host.restart('domain-defined:kill')
+    instance = host.place(new_image())
+    record = host.reached(instance, 'active')
+    assert host.fired == ['domain-defined']
+    assert record['attempts'] == 1
+    host.ask_destroy(instance)
+    host.reached(instance, 'gone')
     host.nothing_of(instance)
     host.settled()
 
