@@ -11,7 +11,7 @@ import pytest
 
 from ecomp.agent.host.memory import Memory
 from ecomp.model.instance import Request
-from ecomp.model.record import ACTIVE, BUILDING, new_record, timestamp
+from ecomp.model.record import ACTIVE, BUILDING, Failure, new_record, timestamp
 
 COMPUTE = 'b8756be5-a30d-4311-920c-0ad996367a8e'
 INSTANCE, OTHER = 'd578fb7c-7787-4e73-b69a-a7b3ef9bf73a', '5ca1ab1e-0000-4000-8000-000000000000'
@@ -114,3 +114,44 @@ def test_what_is_not_dealt_with_after_a_reboot_is_remembered_until_it_is(machine
     assert machine.memory().before_reboot() == frozenset()
     (machine.state / 'boot').write_text('')
     assert machine.memory().before_reboot() == {INSTANCE, OTHER}, 'nobody knows'
+
+
+def test_what_a_full_disk_kept_from_it_is_written_later(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Said once, however often it is tried; what is written already, or is to end with a failure, is not touched."""
+
+    def full(path: Path, _: str) -> None:
+        raise OSError(errno.ENOSPC, 'No space left on device', str(path))
+
+    memory, lives = machine.memory(), RECORD.at(ACTIVE, 'T3')
+    with monkeypatch.context() as patched:
+        patched.setattr('ecomp.agent.host.memory.write_durably', full)
+        memory.remember(REQUEST, lives)
+        memory.put_right(REQUEST, lives)
+        assert machine.memory().all() == {}
+    assert len([each for each in caplog.messages if 'No space left' in each]) == 1
+    memory.put_right(REQUEST, lives)
+    assert machine.memory().all()[INSTANCE].record == lives
+    memory.put_right(replace(REQUEST, user_id='v'), lives)
+    assert machine.memory().all()[INSTANCE].request == REQUEST
+    memory.remember(REQUEST, RECORD, Failure('disk', 'full', ''))
+    memory.put_right(REQUEST, lives)
+    assert memory.failure(INSTANCE) is not None
+
+
+def test_what_an_older_copy_lacks_or_has_as_being_built_is_written(machine: Machine) -> None:
+    lives = RECORD.at(ACTIVE, 'T3')
+    machine.memory().remember(REQUEST, RECORD)
+    machine.memory().put_right(REQUEST, lives)
+    machine.memory().put_right(replace(REQUEST, instance=OTHER), replace(lives, instance=OTHER))
+    states = {name: each.record.state for name, each in machine.memory().all().items()}
+    assert states == {INSTANCE: ACTIVE, OTHER: ACTIVE}
+
+
+def test_what_is_not_understood_stays(machine: Machine) -> None:
+    machine.memory()
+    path = machine.state / 'instances' / f'{INSTANCE}.json'
+    path.write_text('{"version": 99}')
+    machine.memory().put_right(REQUEST, RECORD.at(ACTIVE, 'T3'))
+    assert path.read_text() == '{"version": 99}'

@@ -67,6 +67,7 @@ class Memory:
         self._lock = threading.Lock()
         self._known: dict[str, MemoryEntry] = {}
         self._unwritten: set[str] = set()
+        self._left_alone: set[str] = set()
         self._ended: dict[str, str] = {}
         for path in self._directory.glob('*.json'):
             self._load(path, compute)
@@ -91,8 +92,10 @@ class Memory:
     def put_right(self, request: Request, record: Record) -> None:
         """Keep this of an instance that lives, by etcd, if it is not written down, or as one that is being built.
 
-        So it is after a full disk, or where the state directory is an older copy.
+        So it is after a full disk, or where the state directory is an older copy. What was found and left alone stays.
         """
+        if record.instance in self._left_alone:
+            return
         with self._lock:
             known = self._known.get(record.instance)
             is_right = known is not None and record.instance not in self._unwritten and known.record.state != BUILDING
@@ -164,6 +167,7 @@ class Memory:
             failed = Failure(str(failure['stage']), str(failure['reason']), '') if failure else None
             self._known[path.stem] = MemoryEntry(request, record, failed)
         except (OSError, ValueError, KeyError, TypeError) as error:
+            self._left_alone.add(path.stem)
             log.warning('%s: not a memory of ours, and left alone: %s', path, error)
 
     def _write(self, instance: str, text: str) -> None:
