@@ -108,14 +108,24 @@ def connection_to(host: bytes | str, port: int, timeout: float, patience: float)
 
     The last has `timeout` seconds, as what follows has at each step. Those before it have half of `patience` between
     them, and a second each at most: where IPv6 leads nowhere, it is not to use up the time of the address that answers.
+    Where that one refuses, the first that was only slow has as long.
     """
     import socket  # only who asks needs it
 
     *others, last = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    slow = []
     for each in others:
         with suppress(OSError):
-            return _connected(each, min(1.0, patience / 2 / len(others)), timeout)
-    return _connected(last, timeout, timeout)
+            try:
+                return _connected(each, min(1.0, patience / 2 / len(others)), timeout)
+            except TimeoutError:
+                slow.append(each)
+    try:
+        return _connected(last, timeout, timeout)
+    except OSError as error:
+        if not slow or isinstance(error, TimeoutError):
+            raise
+        return _connected(slow[0], timeout, timeout)
 
 
 def _connected(found: Any, limit: float, timeout: float) -> socket.socket:

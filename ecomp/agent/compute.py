@@ -59,15 +59,17 @@ NAMED = 10
 class Environment:
     """What a compute finds in its process.
 
-    `fake`: its guests are pretended; `accept`: etcd is to be told what lives here; `familiar`: etcd is the one that was
-    known. Where it is not, the compute is read-only from its beginning (rule 10). Over `spread` seconds the computes of
-    a process begin to ask placement, for they all hear of their requests at once. They share the `threads`, the `lease`
-    on which they are alive, the `offers` of the queues, what is said of `generations`, and `audits`, an etcd connection
-    for answers. `checks_traits`: it sees whether placement knows the configured traits, which is not known yet.
+    `fake`: its guests are pretended; `accept`: etcd is to be told what lives here, and `accepted` is its revision when
+    one was accepted last, 0 for never; `familiar`: etcd is the one that was known. Where it is not, the compute is
+    read-only from its beginning (rule 10). Over `spread` seconds the computes of a process begin to ask placement, for
+    they all hear of their requests at once. They share the `threads`, the `lease` on which they are alive, the `offers`
+    of the queues, what is said of `generations`, and `audits`, an etcd connection for answers. `checks_traits`: it sees
+    whether placement knows the configured traits, which is not known yet.
     """
 
     fake: bool
     accept: bool
+    accepted: int
     familiar: bool
     guard: Guard
     placement: Placement
@@ -165,9 +167,7 @@ class Compute:
         takes = config.queues and familiar
         has = registered(self._inventory)
         parts = self._presence, self._complaints, offers, self._may_take, has, threads
-        # In an older etcd what runs on a compute that has not come back yet may wait once more.
-        moves = not self._environment.accept
-        self.queues = Queues(self._control, *parts, moves) if takes else None
+        self.queues = Queues(self._control, *parts, self._environment.accepted) if takes else None
         token, audits = hashed(self._token), self._environment.audits
         self.answerer = Answerer(self.uuid, token, audits, hypervisor, config.state, self._may_remove, threads)
 

@@ -102,11 +102,12 @@ class Process:
         placement = Placement(config.placement)
         at_exit.callback(placement.close)
         familiar = is_familiar(self._guard, self._store, now())
+        accepted = known.accept(self._guard.known.revision) if self._accept else known.accepted()
         spread = min(SPREAD * (self._count or 0), EVERY)
         lease, audits = Lease(self._store, SECONDS), Store(config.etcd)
         at_exit.callback(audits.close)
         self._environment = Environment(
-            *(self._fake, self._accept, familiar, self._guard, placement, spread),
+            *(self._fake, self._accept, accepted, familiar, self._guard, placement, spread),
             *(self._threads, lease, self._offers, Generations(placement, self._count is not None), audits),
             checks_traits=self._count is None,
         )

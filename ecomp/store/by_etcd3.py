@@ -100,8 +100,9 @@ class Member(etcd3.Etcd3Client):  # type: ignore[misc]
 def _longest(config: EtcdConfig) -> int:
     """Milliseconds that a connection may take to be made."""
     members = len(config.endpoints)
-    # One that is off is not to use up the time of those that are there. Of one alone a call's own limit ends it.
-    return 10_000 if members == 1 else max(int(config.timeout / members * 1000), 1)
+    # One that is off is not to use up the time of those that are there, with which there is time for a third; and one
+    # that is slow is to have some. Of one alone a call's own limit ends it.
+    return 10_000 if members == 1 else max(int(config.timeout * 400), 1)
 
 
 class Watch:

@@ -103,8 +103,11 @@ class Transport:
         if not self._turn.acquire(timeout=max(until - time.monotonic(), 0)):
             raise Failure(DEADLINE_EXCEEDED, 'others are asking', unsent=True)
         try:
-            # Of several members those that are off are not to use up the time of those that are there.
+            # Of several members those that are off are not to use up the time of those that are there; one that is
+            # there, and is slow, has all of it.
             self._maker.join(max(min(until - time.monotonic(), self._patience), 0))
+            if self._maker.is_alive() and self._socket is not None:
+                self._maker.join(max(until - time.monotonic(), 0))
             if self._maker.is_alive():
                 raise Failure(DEADLINE_EXCEEDED, 'not connected yet', unsent=True)
             if self._failed is None:

@@ -249,6 +249,15 @@ def test_it_is_remembered_soon_and_at_the_end(tmp_path: Path, monkeypatch: pytes
     assert [path.name for path in tmp_path.iterdir()] == ['etcd.json']
 
 
+def test_at_which_revision_another_one_was_accepted_is_remembered(tmp_path: Path) -> None:
+    assert KnownEtcd(tmp_path).accepted() == 0
+    assert KnownEtcd(tmp_path).accept(345) == 345
+    assert KnownEtcd(tmp_path).accepted() == 345
+    (tmp_path / 'accepted').write_text('rubbish')
+    with pytest.raises(UsageError, match='accepted: .*restore it, or ecompute --accept-new-etcd'):
+        KnownEtcd(tmp_path).accepted()
+
+
 def test_a_full_disk_is_said_once_and_no_end(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     known = KnownEtcd(tmp_path / 'not' / 'there')
     known.note(KNOWN)

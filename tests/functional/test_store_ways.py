@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import shutil
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 from urllib.error import HTTPError
 
 import pytest
 
+import ecomp.endpoints
 from ecomp.conf import EtcdConfig
 from ecomp.errors import UnknownOutcome, Unreachable
 from ecomp.placement.client import Placement
@@ -96,6 +99,70 @@ def test_two_of_five_members_that_are_off_keep_nobody_from_the_others(etcd: Etcd
             assert store.commit([Unchanged(prefix, 0)], [Put(prefix, 'x')])
         finally:
             store.close()
+
+
+def test_members_that_are_slow_to_begin_are_waited_for(etcd: Etcd, prefix: str, light: bool) -> None:
+    """Each takes longer than its share of five, and is there: a slow link, or a busy machine."""
+    with slow(etcd.port, 1.4) as endpoint:
+        store = Store(config(light, *(endpoint,) * 5))
+        try:
+            assert store.get(prefix) is None
+        finally:
+            store.close()
+
+
+@contextmanager
+def slow(port: int, seconds: float) -> Iterator[str]:
+    """The endpoint of an etcd at this port that says nothing for so long; then it is quick."""
+    ends: list[socket.socket] = []
+
+    def pump(source: socket.socket, target: socket.socket) -> None:
+        with suppress(OSError):
+            while data := source.recv(65536):
+                target.sendall(data)
+
+    def serve(ours: socket.socket) -> None:
+        time.sleep(seconds)
+        theirs = socket.create_connection(('127.0.0.1', port))
+        ends.append(theirs)
+        threading.Thread(target=pump, args=(ours, theirs), daemon=True).start()
+        pump(theirs, ours)
+
+    def accept() -> None:
+        with suppress(OSError):
+            while True:
+                ours, _ = listening.accept()
+                ends.append(ours)
+                threading.Thread(target=serve, args=(ours,), daemon=True).start()
+
+    listening = socket.create_server(('127.0.0.1', 0))
+    threading.Thread(target=accept, daemon=True).start()
+    try:
+        yield f'127.0.0.1:{listening.getsockname()[1]}'
+    finally:
+        for each in (listening, *ends):
+            with suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
+            each.close()
+
+
+def test_an_address_that_is_only_slow_is_tried_again_where_the_last_one_refuses() -> None:
+    asked: list[tuple[str, float]] = []
+
+    def connected(found: str, limit: float, timeout: float) -> socket.socket:
+        asked.append((found, limit))
+        if found == 'refuses':
+            raise ConnectionRefusedError
+        if limit < timeout:
+            raise TimeoutError
+        return socket.socket()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(socket, 'getaddrinfo', lambda *_, **__: ['slow', 'refuses'])
+        patch.setattr(ecomp.endpoints, '_connected', connected)
+        made = ecomp.endpoints.connection_to('x', 1, 5.0, 5.0)
+    made.close()
+    assert asked == [('slow', 1.0), ('refuses', 5.0), ('slow', 5.0)]
 
 
 @pytest.fixture

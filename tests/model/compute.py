@@ -136,6 +136,8 @@ class Compute:
         """Whether it has found that somebody else is this compute."""
         self.threads_lacking = 0
         """For so many tasks no thread can be started, and none ever comes."""
+        self.accepted = 0
+        """etcd's revision when it was accepted last."""
         self.process: object = None
         self.start()
 
@@ -149,6 +151,7 @@ class Compute:
         self.presence = Presence(self.store, keys.compute(self.uuid), value, self._is_somebody_else_s, self.lease)
         memory = Memory(state, self.uuid, lambda: self.now, cast('Path', self.disk.at('boot_id')))
         if republishes:
+            self.accepted = self.etcd.revision
             republish(self.uuid, self.store, self.placement, memory, set(self.hypervisor.guests()), self.now)
         note_ends(self.uuid, self.store, memory, set(self.hypervisor.guests()))
         reserve_again(self.hypervisor, memory)
@@ -162,7 +165,7 @@ class Compute:
         self.keeper = ClaimKeeper(self.uuid, self.store, self.placement)
         taker = Taker(control, lambda: self.presence.lease)
         self.offers = Offers()
-        self.puller = Puller(control, taker, self.offers, lambda: not self.is_dead, may_move=not republishes)
+        self.puller = Puller(control, taker, self.offers, lambda: not self.is_dead, accepted=self.accepted)
         self.puller._rng = random.Random(self.uuid)
         self.memory, self.taker = memory, taker
         self.presence._publish()

@@ -202,7 +202,7 @@ MUTATIONS = {
     ),
     'what runs elsewhere is taken from an older queue': Mutation(
         'ecomp.agent.queue.pulling',
-        'if not self._may_move and self._is_held_elsewhere(', 'if self._may_move and self._is_held_elsewhere(',
+        'if place.revision > self._accepted:', 'if place.revision > 0:',
         ('runs_and_waits_again',),
     ),
     'an end leaves its place in the group': Mutation(

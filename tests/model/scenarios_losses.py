@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
+from ecomp.errors import EcompError
 from ecomp.model import keys
+from ecomp.model.queue import mark_to_json
 from ecomp.scheduler.changing.destroy import destroy
 from ecomp.store.client import Delete, Entry, Put
 from tests.model.acting import SHAKY, Bounds
@@ -144,23 +148,43 @@ def destroyed_and_waiting_again(cloud: Cloud) -> Check:
     _plans(host)
     _restore(cloud, saved)
     host.republishes = True
-    host.restart()
-    cloud.works(A, '', lambda: _takes(host))
+
+    def comes_back() -> None:
+        for _ in range(4):  # where it is told nothing, somebody starts it once more
+            with suppress(EcompError):
+                host.restart()
+                break
+        _takes(host)
+
+    cloud.act('A', comes_back, mortal=False)
     return lambda: ['U was destroyed here, and lives again'] if U in host.hypervisor.guests() else []
 
 
 def runs_and_waits_again(cloud: Cloud) -> Check:
     """U runs on A; etcd is restored to when it waited, and B hears of it first: A keeps it, and its claim."""
+    return _runs_and_waits(cloud, marked=False)
+
+
+def runs_and_waits_marked(cloud: Cloud) -> Check:
+    """The same, and B had a mark at it at that time, which it gave back later."""
+    return _runs_and_waits(cloud, marked=True)
+
+
+def _runs_and_waits(cloud: Cloud, marked: bool) -> Check:
     host, other = cloud.host(A), cloud.host(B)
     cloud.limited(5)
-    cloud.waiting(U, 'web')
+    mark = keys.taker(cloud.waiting(U, 'web').waiting.key)
+    if marked:
+        cloud.store.commit([], [Put(mark, mark_to_json(B), other.presence.lease)])
     saved = dict(cloud.etcd.entries)
+    cloud.store.commit([], [Delete(mark)])
     _takes(host)
     assert U in host.hypervisor.guests()
     _restore(cloud, saved)
     cloud.is_ample = False
     host.republishes = other.republishes = True
-    other.restart()
+    other.start(republishes=True)
+    other.republishes = False  # it is started without the option from then on
 
     def comes_back() -> None:
         host.start(republishes=True)
@@ -168,7 +192,13 @@ def runs_and_waits_again(cloud: Cloud) -> Check:
 
     cloud.act('A', comes_back, process=A)
     looks = other.hear_computes, other.hear_hosts, other.hear_queues, other.pull, other.plan
-    cloud.works(B, '', other.rounds(2, *looks))
+
+    def looks_and_is_started_again() -> None:
+        other.rounds(1, *looks)()
+        other.restart()
+        other.rounds(2, *looks)()
+
+    cloud.act('B', looks_and_is_started_again, process=B)
     return lambda: ['U runs on two computes'] if other.hypervisor.guests() else []
 
 
@@ -180,4 +210,5 @@ SCENARIOS = [
     Scenario(state_directory_behind, KILLED),
     Scenario(destroyed_and_waiting_again, SHAKY),
     Scenario(runs_and_waits_again, Bounds(2, 0)),
+    Scenario(runs_and_waits_marked, Bounds(2, 0)),
 ]

@@ -1,4 +1,4 @@
-"""Which etcd this compute knows (rule 10), as its state directory remembers it: <state>/etcd.json.
+"""Which etcd this compute knows (rule 10), as its state directory remembers it: <state>/etcd.json, <state>/accepted.
 
 The highest revision changes with everything that happens, so it is written by a thread, once a second at most; a kill
 loses what was seen in the last second.
@@ -11,7 +11,7 @@ import threading
 import uuid
 from pathlib import Path
 
-from ecomp.errors import StrangeEtcd, UsageError
+from ecomp.errors import EcompError, StrangeEtcd, UsageError
 from ecomp.files import write_durably
 from ecomp.model import cluster
 from ecomp.model.cluster import KnownCluster
@@ -40,7 +40,7 @@ class KnownEtcd:
     """The file of what is known of etcd. note() may be called from any thread; nothing is written before start()."""
 
     def __init__(self, directory: Path) -> None:
-        self._path = directory / 'etcd.json'
+        self._path, self._accepted = directory / 'etcd.json', directory / 'accepted'
         self._known = KnownCluster()
         self._changed = threading.Event()
         self._stopped = threading.Event()
@@ -55,6 +55,26 @@ class KnownEtcd:
         except ValueError as error:
             raise UsageError(f'{self._path}: {error}: restore it, or ecompute --accept-new-etcd') from error
         return self._known
+
+    def accept(self, revision: int) -> int:
+        """Remember at which revision another etcd was accepted; that revision. EcompError: it cannot be written.
+
+        What was in it then may be older than what has become of it on computes that are not back.
+        """
+        try:
+            write_durably(self._accepted, f'{revision}\n')
+        except OSError as error:
+            raise EcompError(f'{self._accepted}: {error.strerror}') from error
+        return revision
+
+    def accepted(self) -> int:
+        """The revision at which another etcd was accepted last; 0: none was. UsageError if that cannot be read."""
+        try:
+            return int(self._accepted.read_text())
+        except FileNotFoundError:
+            return 0
+        except ValueError as error:
+            raise UsageError(f'{self._accepted}: {error}: restore it, or ecompute --accept-new-etcd') from error
 
     def note(self, known: KnownCluster) -> None:
         """Have this written soon."""

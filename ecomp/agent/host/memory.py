@@ -54,7 +54,7 @@ class MemoryEntry:
 class Memory:
     """What this compute remembers of its instances, in files. From any thread; `now` gives ISO 8601 times.
 
-    What cannot be written, because the disk is full, is said in the log, and is written by put_right() later.
+    What cannot be written, because the disk is full, is said in the log; what lives is written by put_right() later.
     """
 
     def __init__(self, state: Path, compute: str, now: Callable[[], str], boot_file: Path = BOOT_ID) -> None:

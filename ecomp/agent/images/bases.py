@@ -169,10 +169,11 @@ class Bases:
     def reserve(self, descriptor: int, size: int, ahead: int) -> int:
         """Make the open download `size` bytes long, evicting what must go for it; its length. BuildFailed: too much.
 
-        It is up to `ahead` bytes longer where these are free: nothing is evicted for them.
+        It is up to `ahead` bytes longer, and a quarter of what is free at most: nothing is evicted for them.
         """
         with self._locked():
-            size += min(ahead, self._make_room(size - os.fstat(descriptor).st_size, size))
+            free = self._make_room(size - os.fstat(descriptor).st_size, size)
+            size += min(ahead, free // 4)  # what is ahead counts as used for other downloads
             os.ftruncate(descriptor, size)
             return size
 

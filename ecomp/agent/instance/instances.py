@@ -304,10 +304,12 @@ class Instances:
             record = replace(record, addresses=plain)
             with suppress(BuildFailed):  # it has whatever address it has
                 record = self._reserve(record, spec)
-        failed = self.switch.begun(record, revision) if starts and not (guest.running or differs) else None
-        faults = failed, 'its record was lost' if lost else None, differs
+        record = replace(record, fault='its record was lost' if lost else record.fault)
+        starts = starts and not (guest.running or differs)
+        failed = self.switch.begun(record.at(BUILDING, self.now()), revision) if starts else None
+        faults = failed, record.fault, differs
         record = replace(self._up(record), fault='; '.join(filter(None, faults)) or None)
-        is_off = not guest.running and (not starts or failed or differs)
+        is_off = not guest.running and (not starts or failed)
         # One that ran when it was last written down is seen to be off, or started after a reboot, by the next plan.
         if is_off and not (remembered is not None and remembered.record.state == ACTIVE):
             record = record.off(self.now())

@@ -98,7 +98,6 @@ class Switch:
         return begins
 
     def _start(self, record: Record, revision: int, power: str | None, why: str, failed: str) -> None:
-        self.guest_data.off(record.instance)
         reason = self._resume(record, revision)
         if reason is not None:
             record = replace(record.off(self.now()), fault=f'{failed}: {reason}', power=power)
@@ -119,6 +118,7 @@ class Switch:
 
     def _resume(self, record: Record, revision: int) -> str | None:
         """Have its domain started; None once it runs, else why it does not. WorkerDied: it is to be tried again."""
+        self.guest_data.off(record.instance)  # what it said was said in an earlier boot
         try:
             self._run(Resume(record.instance, self.compute))
         except Unreachable:

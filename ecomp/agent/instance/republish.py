@@ -130,29 +130,30 @@ def republish(
 
 def _stays_ended(compute: str, store: Store, instance: str, queued: Collection[str], now: str) -> None:
     """End it once more where an older etcd asks for it, of this compute or, by its `queued` keys, of any."""
+    places = [key for key in queued if not key.endswith(keys.TAKER)]
     for _ in range(TRIES):
         at = _Place(compute, store, instance)
         last = ended(compute, False, at.said(), now)
-        if last is None or at.end(last.record):
+        if (last is None or at.end(last.record)) and all(_end_waiting(compute, store, key, now) for key in places):
             break
     else:
         raise _restless(instance)
-    waits = [_end_waiting(compute, store, key, now) for key in queued if not key.endswith(keys.TAKER)]
-    if last is not None or any(waits):
+    if last is not None or places:
         log.info('instance %s had ended: it is not built again', instance)
 
 
 def _end_waiting(compute: str, store: Store, key: str, now: str) -> bool:
-    """End what waits once more in an etcd of before it was taken; False where it does not, or somebody takes it."""
+    """End what waits once more in an etcd of before it was taken, whoever has a mark at it; False: look again."""
     entry = store.get(key)
     waiting = parse_waiting(key, entry.value) if entry is not None else None
     if entry is None or not isinstance(waiting, QueueEntry):
-        return False
+        return True
     last = records.new_record(compute, waiting.request(compute, now), now).at(GONE, now, 'gone')
     last = replace(last, fault=ENDED_BEFORE)
-    absent = [Unchanged(each, 0) for each in (keys.taker(key), keys.record(compute, waiting.instance))]
+    record = store.get(keys.record(compute, waiting.instance))
+    unchanged = [Unchanged(key, entry.revision), Unchanged(keys.record(compute, waiting.instance), revision_of(record))]
     with suppress(UnknownOutcome):
-        return write_end(store, last, [Unchanged(key, entry.revision), *absent], [key]) is not None
+        return write_end(store, last, unchanged, [key, keys.taker(key)]) is not None
     return False
 
 

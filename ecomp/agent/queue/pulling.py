@@ -59,8 +59,9 @@ class Puller:
 
     What it is at nobody else is to be tried for a moment: that is put off in `agenda`. `may_take` is False while it is
     to take nothing. `registered` is what placement was told that this compute has: as long as nothing is asked of it,
-    all of that is believed to be free, and a claim says if it is not. None: it looks first. `may_move` False: what is
-    claimed on another compute may run there, though it waits here, and is left alone; else it is a dead attempt's.
+    all of that is believed to be free, and a claim says if it is not. None: it looks first. What was put
+    into its queue up to the revision `accepted`, and is claimed on another compute, may run there since: it is left
+    alone. What is claimed there of all else is a dead attempt's.
     """
 
     def __init__(
@@ -70,7 +71,7 @@ class Puller:
         offers: Offers,
         may_take: Callable[[], bool],
         registered: Mapping[str, Inventory] | None = None,
-        may_move: bool = True,
+        accepted: int = 0,
     ) -> None:
         self._compute = control.compute
         self._store = control.store
@@ -80,7 +81,7 @@ class Puller:
         self._offers = offers
         self._may_take = may_take
         self._registered = registered
-        self._may_move = may_move
+        self._accepted = accepted
         self._rng = random.Random()
         # Between those who follow etcd and step().
         self._lock = threading.Lock()
@@ -145,7 +146,7 @@ class Puller:
             for key, mark, place in ours:
                 # An earlier attempt of ours ended in the middle, or what we were at was cancelled.
                 self.agenda.put_off(keys.last(key), BEHIND)
-                if place is None:
+                if place is None or self._is_held_elsewhere(place):
                     self._taker.give_back(key, mark)
                 else:
                     self._take(place, mark, self._is_open)
@@ -172,7 +173,7 @@ class Puller:
             found = self._next(backlog)
             if found is not None:
                 allowed, theirs = self._group(found.waiting)
-                if not self._may_move and self._is_held_elsewhere(found.waiting.instance):
+                if self._is_held_elsewhere(found):
                     self._leave([found], backlog)
                 elif not allowed:
                     self._leave(self._elsewhere(found, backlog), backlog)
@@ -268,8 +269,11 @@ class Puller:
             self._room, self._takes = found, {}
         self._read, self._looked = began, True
 
-    def _is_held_elsewhere(self, instance: str) -> bool:
-        held = allocations.consumer(self._placement, instance).allocations
+    def _is_held_elsewhere(self, place: Place) -> bool:
+        """Whether it may run on another compute, though an older etcd has it waiting."""
+        if place.revision > self._accepted:
+            return False
+        held = allocations.consumer(self._placement, place.waiting.instance).allocations
         return bool(held) and self._compute not in held
 
     def _group(self, waiting: QueueEntry) -> tuple[bool, Group | None]:

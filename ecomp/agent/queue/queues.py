@@ -28,7 +28,7 @@ TAKING = 'taking from the queues'
 
 
 class Queues:
-    """Takes for one compute, from start() to stop(). `may_take`, `registered` and `may_move`: see Puller."""
+    """Takes for one compute, from start() to stop(). `may_take`, `registered` and `accepted`: see Puller."""
 
     def __init__(
         self,
@@ -39,7 +39,7 @@ class Queues:
         may_take: Callable[[], bool],
         registered: Mapping[str, Inventory],
         threads: Threads,
-        may_move: bool,
+        accepted: int,
     ) -> None:
         self._compute = control.compute
         self._complaints = complaints
@@ -47,7 +47,7 @@ class Queues:
         self._may_take = may_take
         self._stopped = threading.Event()
         taker = Taker(control, lambda: presence.lease)
-        self._puller = Puller(control, taker, offers, self._may_go_on, registered, may_move)
+        self._puller = Puller(control, taker, offers, self._may_go_on, registered, accepted)
         self._agenda = self._puller.agenda
         self._turn = Turn(threads.turns, threads.queues, self._look)
 
