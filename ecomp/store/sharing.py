@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, TypeVar
 
-from ecomp.errors import Conflict, EcompError, NoSpace, UnknownOutcome, Unreachable, Unreadable
+from ecomp.errors import Conflict, EcompError, NoSpace, UnknownOutcome, Unreadable
 from ecomp.model import keys
 from ecomp.model.allocation import Resources, summed
 from ecomp.model.group import LARGEST, Group, Membership, allowed, settle
@@ -173,8 +173,7 @@ def write_end(store: Store, record: Record, conditions: Sequence[Unchanged], rem
     try:
         written = commit_with(store, conditions, [put, *map(Delete, removed)], lambda: ended(store, record, named))
     except EcompError as error:
-        # Those may have been carried out, and an etcd that is away is not asked once more.
-        if not isinstance(error, UnknownOutcome | NoSpace | Unreachable):
+        if not isinstance(error, UnknownOutcome | NoSpace):  # which may have been carried out
             _end(store, lease)
         raise
     if written is None:
