@@ -1,4 +1,4 @@
-"""Files: those that somebody else writes, seen as they are written, and our own, written whole or not at all."""
+"""Files: those that somebody else writes, seen as they are written; our own, written whole or not at all."""
 
 from __future__ import annotations
 
@@ -6,6 +6,13 @@ import os
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+
+BOOT_ID = Path('/proc/sys/kernel/random/boot_id')
+
+
+def boot_id(path: Path = BOOT_ID) -> str:
+    """Which boot of this machine this is. proc_sys_kernel(5)"""
+    return path.read_text().strip()
 
 
 def watch(directory: Path, suffix: str, written: Callable[[Path], None]) -> Callable[[], None]:

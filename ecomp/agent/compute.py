@@ -21,7 +21,7 @@ from ecomp.agent.host.claims import ClaimKeeper
 from ecomp.agent.host.digest import Answerer
 from ecomp.agent.host.generations import Generations
 from ecomp.agent.host.inventory import registered
-from ecomp.agent.host.memory import Memory, boot_id
+from ecomp.agent.host.memory import Memory
 from ecomp.agent.host.nocloud import nocloud
 from ecomp.agent.host.provider import Registration
 from ecomp.agent.host.provider import check as check_traits
@@ -37,6 +37,7 @@ from ecomp.agent.turns import Threads
 from ecomp.compute_conf import ComputeConfig
 from ecomp.errors import Conflict, EcompError
 from ecomp.failpoints import failpoint
+from ecomp.files import boot_id
 from ecomp.model import hints, keys
 from ecomp.model.computes import hostname_in, is_hostname, to_json
 from ecomp.model.record import timestamp

@@ -17,7 +17,7 @@ from ipaddress import IPv4Network
 from pathlib import Path
 
 from ecomp.errors import EcompError, NotFound
-from ecomp.files import write_durably
+from ecomp.files import boot_id, write_durably
 from ecomp.lab import machine
 from ecomp.lab.machine import Process
 from ecomp.lab.network import CONTROL, Layout, choose_network, host_names, routed_networks
@@ -79,7 +79,7 @@ class Lab:
             'guests': {host: str(layout.guests(host)) for host in self.hosts},
             'namespaces': [layout.namespace(place) for place in self.places],
             'link': layout.link,
-            'boot': _boot(),
+            'boot': boot_id(),
             'processes': {what: asdict(process) for what, process in self.processes.items()},
         }
         write_durably(self.directory / 'lab.json', json.dumps(data, indent=1), 0o644)
@@ -97,7 +97,7 @@ def load(name: str, root: Path = ROOT) -> Lab:
                 f'{path} is of version {version}, and this elab knows {VERSION}: elab down --name {name}, then elab up'
             )
         # Start times count from the boot: after another one they say nothing.
-        recorded = data['processes'] if data['boot'] == _boot() else {}
+        recorded = data['processes'] if data['boot'] == boot_id() else {}
         processes = {what: Process(**process) for what, process in recorded.items()}
         return Lab(directory, Layout(name, IPv4Network(data['network'])), int(data['hosts']), processes)
     except FileNotFoundError as error:
@@ -171,7 +171,3 @@ def _is_at(descriptor: int, path: Path) -> bool:
         return path.stat().st_ino == os.fstat(descriptor).st_ino
     except FileNotFoundError:
         return False
-
-
-def _boot() -> str:
-    return Path('/proc/sys/kernel/random/boot_id').read_text(encoding='ascii').strip()

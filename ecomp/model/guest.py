@@ -84,9 +84,9 @@ class Guest:
     trouble: str = ''
 
     @property
-    def is_whole(self) -> bool:
-        """Whether it could run: a domain is defined last, on a disk that is there by then."""
-        return self.defined and self.disk
+    def is_built(self) -> bool:
+        """Whether it runs, or may have run: a domain is defined last, on a disk that is there by then."""
+        return self.running or (self.defined and self.disk)
 
 
 def mac_address(instance: str, number: int) -> str:

@@ -310,3 +310,17 @@ def test_where_the_record_was_lost_the_address_of_another_compute_stays(cloud: C
         kept = cloud.store.get(keys.booted(instance))
         assert kept is not None
         assert kept.value == b'10.9.9.9'
+
+
+def test_what_ended_by_our_memory_and_is_here_is_not_taken_down(cloud: Cloud, tmp_path: Path) -> None:
+    """A restored etcd asks for it, and so does its guest: its end was of an earlier life."""
+    with toy(cloud, tmp_path) as compute:
+        instance = compute.place()
+        while compute.step():
+            pass
+        compute.memory.ended(instance)
+        before = cloud.etcd.get(keys.request(compute.compute, instance))
+        republish(compute.compute, cloud.store, cloud.placement, compute.memory, {instance}, NOW)
+        assert cloud.etcd.get(keys.request(compute.compute, instance)) == before
+        republish(compute.compute, cloud.store, cloud.placement, compute.memory, (), NOW)
+        assert cloud.etcd.get(keys.request(compute.compute, instance)) is None

@@ -211,7 +211,7 @@ def test_builds_that_wait_for_a_question_that_is_not_answered_do_not_ask_themsel
 
 
 def test_what_is_asked_after_builds_were_handed_in_is_asked_for_all_of_them(
-    web: Web, directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    web: Web, directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And for none that was handed in since it was asked, or in an earlier boot."""
     web.says, url = {'etag': '"1"'}, web.url + 'good'
@@ -233,8 +233,7 @@ def test_what_is_asked_after_builds_were_handed_in_is_asked_for_all_of_them(
         noted.write_bytes(content)
         assert asks(handed_in) == 1, content
     assert asks(handed_in) == 0
-    (tmp_path / 'boot_id').write_text('22222222-0000-4000-8000-000000000000\n')
-    monkeypatch.setattr('ecomp.agent.images.bases.BOOT_ID', tmp_path / 'boot_id')
+    monkeypatch.setattr('ecomp.agent.images.bases.boot_id', lambda: '22222222-0000-4000-8000-000000000000')
     assert [asks(handed_in), asks(handed_in)] == [1, 0]
     # What has come meanwhile is theirs, too.
     handed_in, web.image, web.says = time.monotonic(), raw(MIB), {'etag': '"2"'}

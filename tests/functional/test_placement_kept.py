@@ -6,13 +6,14 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import closing, suppress
+from contextlib import closing
 
 import pytest
 
 from ecomp.errors import Unreachable
 from ecomp.placement import by_http
 from ecomp.placement.client import Placement
+from tests.kit.listening import Listening
 
 pytestmark = pytest.mark.fast
 
@@ -21,44 +22,29 @@ BODY = b'{"traits": []}'
 ANSWER = b'HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n' % len(BODY) + BODY
 
 
-class Forgetful:
+class Forgetful(Listening):
     """Answers over its connections; over those that it has forgotten, nothing, and they stay."""
 
     def __init__(self) -> None:
-        self.made = 0
         self.together: threading.Barrier | None = None
         self._forgotten = 0
-        self._listener = socket.create_server(('127.0.0.1', 0))
-        self.url = f'http://127.0.0.1:{self._listener.getsockname()[1]}'
-        threading.Thread(target=self._accept, daemon=True).start()
+        super().__init__()
+        self.url = f'http://{self.address}'
 
     def forget(self) -> None:
         """All that there are."""
         self.together, self._forgotten = None, self.made
 
-    def close(self) -> None:
-        """Take nobody any more."""
-        with suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)
-        self._listener.close()
-
-    def _accept(self) -> None:
-        with suppress(OSError):
-            while True:
-                connection, _ = self._listener.accept()
-                self.made += 1
-                threading.Thread(target=self._serve, args=(connection, self.made), daemon=True).start()
-
-    def _serve(self, connection: socket.socket, number: int) -> None:
-        with connection, suppress(OSError):
-            heard = b''
-            while data := connection.recv(65536):
-                heard += data
-                if heard.endswith(b'\r\n\r\n') and number > self._forgotten:
-                    heard = b''
-                    if self.together is not None:
-                        self.together.wait(20)
-                    connection.sendall(ANSWER)
+    def serve(self, connection: socket.socket, number: int) -> None:
+        """See Listening."""
+        heard = b''
+        while data := connection.recv(65536):
+            heard += data
+            if heard.endswith(b'\r\n\r\n') and number > self._forgotten:
+                heard = b''
+                if self.together is not None:
+                    self.together.wait(20)
+                connection.sendall(ANSWER)
 
 
 @pytest.fixture

@@ -22,6 +22,7 @@ from ecomp.store.by_etcd3 import etcdrpc
 from ecomp.store.client import Delete, Put, Store, Unchanged
 from ecomp.store.connection import Connection
 from ecomp.store.pages import TooLong
+from tests.kit.listening import Listening
 from tests.kit.servers import Etcd
 from tests.kit.store_client import connected
 
@@ -61,32 +62,19 @@ JUNK = {
 }
 
 
-class Answers:
+class Answers(Listening):
     """Speaks HTTP/2, and says what it is told, the last of it again and again. `heard` are the paths it was asked."""
 
     def __init__(self, *says: Said) -> None:
         self._says = list(says)
         self.heard: list[str] = []
-        self._listener = socket.create_server(('127.0.0.1', 0))
-        self.address = f'127.0.0.1:{self._listener.getsockname()[1]}'
-        threading.Thread(target=self._accept, daemon=True).start()
+        super().__init__()
 
-    def close(self) -> None:
-        """Take nobody any more."""
-        with suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)
-        self._listener.close()
-
-    def _accept(self) -> None:
-        with suppress(OSError):
-            while True:
-                connection, _ = self._listener.accept()
-                threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
-
-    def _serve(self, connection: socket.socket) -> None:
+    def serve(self, connection: socket.socket, number: int) -> None:  # noqa: ARG002
+        """See Listening."""
         http = H2Connection(H2Configuration(client_side=False, header_encoding='utf-8'))
         http.initiate_connection()
-        with connection, suppress(OSError, H2Error):
+        with suppress(H2Error):
             connection.sendall(http.data_to_send())
             while data := connection.recv(65536):
                 for each in http.receive_data(data):

@@ -10,7 +10,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 from urllib.error import HTTPError
@@ -28,6 +28,7 @@ from ecomp.store.reasons import Failure
 from tests.kit.certificates import Authority
 from tests.kit.etcd_member import Member, Tls
 from tests.kit.holes import hole
+from tests.kit.listening import Listening
 from tests.kit.servers import Etcd, PlacementServer, until
 from tests.kit.store_client import BY_ETCD3
 
@@ -103,47 +104,34 @@ def test_two_of_five_members_that_are_off_keep_nobody_from_the_others(etcd: Etcd
 
 def test_members_that_are_slow_to_begin_are_waited_for(etcd: Etcd, prefix: str, light: bool) -> None:
     """Each takes longer than its share of five, and is there: a slow link, or a busy machine."""
-    with slow(etcd.port, 1.4) as endpoint:
-        store = Store(config(light, *(endpoint,) * 5))
+    with closing(Slow(etcd.port, 1.4)) as between:
+        store = Store(config(light, *(between.address,) * 5))
         try:
             assert store.get(prefix) is None
         finally:
             store.close()
 
 
-@contextmanager
-def slow(port: int, seconds: float) -> Iterator[str]:
-    """The endpoint of an etcd at this port that says nothing for so long; then it is quick."""
-    ends: list[socket.socket] = []
+class Slow(Listening):
+    """An etcd at this port that says nothing for so many seconds; then it is quick."""
 
-    def pump(source: socket.socket, target: socket.socket) -> None:
-        with suppress(OSError):
-            while data := source.recv(65536):
-                target.sendall(data)
+    def __init__(self, port: int, seconds: float) -> None:
+        self._port, self._seconds = port, seconds
+        super().__init__()
 
-    def serve(ours: socket.socket) -> None:
-        time.sleep(seconds)
-        theirs = socket.create_connection(('127.0.0.1', port))
-        ends.append(theirs)
-        threading.Thread(target=pump, args=(ours, theirs), daemon=True).start()
-        pump(theirs, ours)
+    def serve(self, connection: socket.socket, number: int) -> None:  # noqa: ARG002
+        """See Listening."""
+        time.sleep(self._seconds)
+        with socket.create_connection(('127.0.0.1', self._port)) as theirs:
+            threading.Thread(target=_pump, args=(connection, theirs), daemon=True).start()
+            _pump(theirs, connection)
 
-    def accept() -> None:
-        with suppress(OSError):
-            while True:
-                ours, _ = listening.accept()
-                ends.append(ours)
-                threading.Thread(target=serve, args=(ours,), daemon=True).start()
 
-    listening = socket.create_server(('127.0.0.1', 0))
-    threading.Thread(target=accept, daemon=True).start()
-    try:
-        yield f'127.0.0.1:{listening.getsockname()[1]}'
-    finally:
-        for each in (listening, *ends):
-            with suppress(OSError):
-                each.shutdown(socket.SHUT_RDWR)
-            each.close()
+def _pump(source: socket.socket, target: socket.socket) -> None:
+    with suppress(OSError):
+        while data := source.recv(65536):
+            target.sendall(data)
+        target.shutdown(socket.SHUT_WR)
 
 
 def test_an_address_that_is_only_slow_is_tried_again_where_the_last_one_refuses() -> None:

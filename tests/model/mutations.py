@@ -180,7 +180,7 @@ MUTATIONS = {
     ),
     'a whole guest that is off is built over': Mutation(
         'ecomp.agent.instance.instances',
-        'guest.running or (failing is None and (is_whole or not is_begun))',
+        'guest.running or (failing is None and (is_ours or not is_begun))',
         'guest.running or (failing is None and not is_begun)',
         ('off_before_it_was_active',),
     ),

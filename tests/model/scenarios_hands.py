@@ -24,6 +24,14 @@ def _removes(cloud: Cloud, *keys_of_it: str) -> None:
     cloud.act('somebody', lambda: by_hand.commit([], list(map(Delete, keys_of_it))), mortal=False)
 
 
+def _removes_guest(cloud: Cloud, host: Compute, who: str) -> None:
+    def removes() -> None:
+        host.hypervisor.destroy(U, A)
+        host.hypervisor.delete_disk(U)
+
+    cloud.act(who, removes, mortal=False)
+
+
 def record_removed(cloud: Cloud) -> None:
     """The record of one that is built and destroyed is removed at any time; its address goes with it all the same."""
     host = cloud.host(A)
@@ -52,13 +60,8 @@ def record_removed_of_active(cloud: Cloud) -> None:
 def record_and_guest_removed(cloud: Cloud) -> None:
     """The record, the domain and the disk of an active one are removed: it is built again, or destroyed."""
     host = _active(cloud)
-
-    def removes() -> None:
-        host.hypervisor.destroy(U, A)
-        host.hypervisor.delete_disk(U)
-
     _removes(cloud, keys.record(A, U))
-    cloud.act('somebody else', removes, mortal=False)
+    _removes_guest(cloud, host, 'somebody else')
     cloud.works(A, '', host.rounds(3, host.planner.recheck, host.plan))
     cloud.destroys('destroy', U)
 
@@ -81,12 +84,7 @@ def record_spoilt(cloud: Cloud) -> None:
 def guest_removed(cloud: Cloud) -> None:
     """Domain and disk of an active one are removed, which ends it after a minute; it is destroyed, another is made."""
     host = _active(cloud)
-
-    def removes() -> None:
-        host.hypervisor.destroy(U, A)
-        host.hypervisor.delete_disk(U)
-
-    cloud.act('somebody', removes, mortal=False)
+    _removes_guest(cloud, host, 'somebody')
     cloud.works(A, '', host.rounds(3, host.plan))
     cloud.destroys('destroy', U)
     cloud.creates('eschedule', V, name='web2')

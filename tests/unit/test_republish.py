@@ -104,7 +104,7 @@ def test_what_is_left_to_the_plan(state: str, is_here: bool, said: EtcdView) -> 
 
 @pytest.mark.parametrize('older', [None, SCHEDULED, RECORD])
 def test_what_ended_is_not_built_again(older: object) -> None:
-    last = ended(COMPUTE, False, EtcdView(REQUEST, older), NOW)  # type: ignore[arg-type]
+    last = ended(COMPUTE, EtcdView(REQUEST, older), NOW)  # type: ignore[arg-type]
     assert last is not None
     assert last.record.state == GONE
     assert last.record.stages['gone'] == NOW
@@ -112,16 +112,15 @@ def test_what_ended_is_not_built_again(older: object) -> None:
 
 
 @pytest.mark.parametrize(
-    ('is_here', 'said'),
+    'said',
     [
-        (True, EtcdView(REQUEST, RECORD)),  # a guest is never taken down for this
-        (False, EtcdView()),
-        (False, EtcdView(None, RECORD)),
-        (False, EtcdView(TOMBSTONE, RECORD)),
-        (False, EtcdView(Invalid(INSTANCE, 'no'))),
-        (False, EtcdView(REQUEST, RECORD.at(GONE, 'T4'))),
-        (False, EtcdView(REQUEST, replace(RECORD, compute=OTHER))),
+        EtcdView(),
+        EtcdView(None, RECORD),
+        EtcdView(TOMBSTONE, RECORD),
+        EtcdView(Invalid(INSTANCE, 'no')),
+        EtcdView(REQUEST, RECORD.at(GONE, 'T4')),
+        EtcdView(REQUEST, replace(RECORD, compute=OTHER)),
     ],
 )
-def test_an_end_that_needs_no_word(is_here: bool, said: EtcdView) -> None:
-    assert ended(COMPUTE, is_here, said, NOW) is None
+def test_an_end_that_needs_no_word(said: EtcdView) -> None:
+    assert ended(COMPUTE, said, NOW) is None

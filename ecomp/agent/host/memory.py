@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 from pathlib import Path
 
-from ecomp.files import write_durably
+from ecomp.files import BOOT_ID, boot_id, write_durably
 from ecomp.model import instance as requests
 from ecomp.model import keys
 from ecomp.model import record as records
@@ -34,12 +34,6 @@ log = logging.getLogger(__name__)
 VERSION = 1
 SWEPT = 10
 """Of what ended more than a day ago, how much is forgotten at each end: more than comes in."""
-BOOT_ID = Path('/proc/sys/kernel/random/boot_id')
-
-
-def boot_id(path: Path = BOOT_ID) -> str:
-    """Which boot of this machine this is. proc_sys_kernel(5)"""
-    return path.read_text().strip()
 
 
 @dataclass(frozen=True)
@@ -66,6 +60,7 @@ class Memory:
         self._now = now
         self._lock = threading.Lock()
         self._known: dict[str, MemoryEntry] = {}
+        # Those whose file could not be written, and those whose file is not understood, a newer ecomp's perhaps.
         self._unwritten: set[str] = set()
         self._left_alone: set[str] = set()
         self._ended: dict[str, str] = {}
@@ -86,23 +81,21 @@ class Memory:
             self._ended.pop(record.instance, None)  # a uuid used again: the file says that it lives
             new = MemoryEntry(request, record, failure)
             if new != before:
-                self._known[record.instance] = new
-                self._write(record.instance, _to_json(new))
+                self._keep(new)
 
     def put_right(self, request: Request, record: Record) -> None:
         """Keep this of an instance that lives, by etcd, if it is not written down, or as one that is being built.
 
         So it is after a full disk, or where the state directory is an older copy. What was found and left alone stays.
         """
-        if record.instance in self._left_alone:
-            return
+        instance = record.instance
         with self._lock:
-            known = self._known.get(record.instance)
-            is_right = known is not None and record.instance not in self._unwritten and known.record.state != BUILDING
-            if is_right or (known is not None and known.failure is not None):
-                return
-            self._known.pop(record.instance, None)
-        self.remember(request, record)
+            known = self._known.get(instance)
+            is_right = known is not None and instance not in self._unwritten and known.record.state != BUILDING
+            is_to_end = known is not None and known.failure is not None
+            if not (is_right or is_to_end or instance in self._left_alone):
+                self._ended.pop(instance, None)
+                self._keep(MemoryEntry(request, record))
 
     def ended(self, instance: str) -> None:
         """The instance is gone, or failed: nothing of it is here, and it is not to be made again."""
@@ -169,6 +162,10 @@ class Memory:
         except (OSError, ValueError, KeyError, TypeError) as error:
             self._left_alone.add(path.stem)
             log.warning('%s: not a memory of ours, and left alone: %s', path, error)
+
+    def _keep(self, entry: MemoryEntry) -> None:
+        self._known[entry.record.instance] = entry
+        self._write(entry.record.instance, _to_json(entry))
 
     def _write(self, instance: str, text: str) -> None:
         try:

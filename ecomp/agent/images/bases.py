@@ -28,7 +28,7 @@ from ecomp.agent.images.transfer import Download
 from ecomp.agent.locks import try_lock
 from ecomp.errors import BuildFailed
 from ecomp.failpoints import failpoint
-from ecomp.files import sync, write_durably
+from ecomp.files import boot_id, sync, write_durably
 from ecomp.model.allocation import GIB, MIB
 from ecomp.model.guest import BaseImage
 from ecomp.model.json_object import load_object
@@ -38,7 +38,6 @@ VERSION = 1
 FORMATS = ('qcow2', 'raw')
 LOCK = '.lock'
 BAD = '.bad-'
-BOOT_ID = Path('/proc/sys/kernel/random/boot_id')
 
 
 @dataclass(frozen=True)
@@ -96,13 +95,13 @@ class Bases:
         """
         try:
             boot, began = self._asked_file(url).read_text().split()
-            return boot == _boot() and float(began) > since
+            return boot == boot_id() and float(began) > since
         except (OSError, ValueError):
             return False
 
     def _note_asked(self, url: str, began: float) -> None:
         with suppress(OSError):
-            self._asked_file(url).write_text(f'{_boot()} {began}')
+            self._asked_file(url).write_text(f'{boot_id()} {began}')
 
     def asked(self, url: str) -> object:
         """A value that is another one after each learn() or still() of the URL, by whatever process."""
@@ -341,10 +340,6 @@ def _status(path: Path) -> tuple[int, int]:
     except FileNotFoundError:  # a download has just ended
         return 0, 0
     return found.st_mtime_ns, found.st_size
-
-
-def _boot() -> str:
-    return BOOT_ID.read_text().strip()
 
 
 def _key(url: str) -> str:

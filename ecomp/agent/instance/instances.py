@@ -83,7 +83,7 @@ class Instances:
         return self.guest_data.ready()
 
     def recheck(self, wishes: Mapping[str, Request | Invalid]) -> list[str]:
-        """Those whose record somebody else wrote or removed: they are read anew next time. All else is remembered."""
+        """Those whose record somebody else wrote or removed: they are read anew next time. See Records."""
         return self._records.recheck(wishes)
 
     def build(self, request: Request, revision: int, guest: Guest | None) -> None:
@@ -98,10 +98,10 @@ class Instances:
         before = self.memory.all().get(instance)
         is_begun = known is not None or (before is not None and before.record.state == BUILDING)
         failing = self.memory.failure(instance)
-        is_whole = guest is not None and guest.is_whole and guest.compute == self.compute
-        if guest is not None and (guest.running or (failing is None and (is_whole or not is_begun))):
+        is_ours = guest is not None and guest.is_built and guest.compute == self.compute
+        if guest is not None and (guest.running or (failing is None and (is_ours or not is_begun))):
             # A build of ours is remembered first, so without that this guest is older than what is known; one that runs
-            # is done; a whole one may have run. None is built over, or taken down over bookkeeping.
+            # is done; another that is built may have run. None is built over, or taken down over bookkeeping.
             self._adopt(record, revision, request, guest, lost=known is None, starts=is_begun)
             return
         fail, made = partial(self._fail, request=request), guest is not None
@@ -190,16 +190,15 @@ class Instances:
             log.error('%s: %s; it stays there until somebody removes it', name, reason)
             return
         record = self.record(instance)
-        is_guest = guest is not None and (record is None or guest.running or guest.is_whole)
-        if record is not None and record.state == BUILDING and guest is not None and is_guest:
-            record = self._up(record) if guest.running else self._up(record).off(self.now())
+        if record is not None and record.state == BUILDING and guest is not None and guest.is_built:
+            record = self._as_it_is(record, guest)
         if record is not None and record.state in (ACTIVE, STOPPED, DESTROYING):
             log.error('instance %s: its request became unreadable and is ignored: %s', instance, reason)
             fault = f'its request is unreadable: {reason}'
             if record.fault != fault:
                 self._records.write(replace(record, fault=fault), revision)
             return
-        if is_guest:
+        if record is None and guest is not None:
             log.error('instance %s: its request is unreadable and its guest is kept: %s', instance, reason)
             return
         if record is None:
@@ -217,13 +216,12 @@ class Instances:
         begun = record or (remembered.record if remembered else None)
         if begun is None or begun.state != BUILDING or self.store.get(keys.request(self.compute, instance)) is not None:
             return
-        if guest is not None and (guest.running or guest.is_whole):
+        deleted = 'its request was deleted while it was being built'
+        if guest is not None and guest.is_built:
             if record is not None:
-                record = self._up(record) if guest.running else self._up(record).off(self.now())
-                self._records.write(replace(record, fault='its request was deleted while it was being built'), 0)
+                self._records.write(replace(self._as_it_is(record, guest), fault=deleted), 0)
         elif record is not None:
-            failure = Failure('scheduled', 'its request was deleted while it was being built', '')
-            self._fail(record, 0, failure, touched=guest is not None)
+            self._fail(record, 0, Failure('scheduled', deleted, ''), touched=guest is not None)
         elif guest is not None:
             self._remove(instance)
             self.memory.ended(instance)
@@ -332,6 +330,9 @@ class Instances:
         # A guest that runs has its image and its disk, whether or not that could be written when it was so.
         now = self.now()
         return record.at(ACTIVE, now, 'image', 'disk', 'started').on(CREATED, now)
+
+    def _as_it_is(self, record: Record, guest: Guest) -> Record:
+        return self._up(record) if guest.running else self._up(record).off(self.now())
 
     def _noted(self, record: Record, revision: int) -> Record:
         """Write down how far a build is. It does not wait for etcd: the next write says it too."""

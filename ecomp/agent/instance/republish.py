@@ -84,9 +84,9 @@ def running(compute: str, remembered: MemoryEntry, is_here: bool, said: EtcdView
     return Publish(asked, record, request if is_here else None)
 
 
-def ended(compute: str, is_here: bool, said: EtcdView, now: str) -> End | None:
-    """What to do about an instance that ended here in the last day; None: nothing. Pure."""
-    if is_here or not isinstance(said.wish, Request) or said.wish.is_tombstone:
+def ended(compute: str, said: EtcdView, now: str) -> End | None:
+    """What to do about an instance that ended here in the last day, and is not here; None: nothing. Pure."""
+    if not isinstance(said.wish, Request) or said.wish.is_tombstone:
         return None
     if said.record is not None and (said.record.compute != compute or said.record.state in ENDED):
         return None
@@ -120,7 +120,7 @@ def republish(
             memory.ended(instance)
             log.warning('instance %s ran here and is not here any more: not published', instance)
         published += isinstance(step, Publish)
-    for instance in memory.all_ended() - set(here):
+    for instance in memory.all_ended() - set(here):  # a guest is never taken down for this
         try:
             _stays_ended(compute, store, instance, queued.get(instance, ()), now)
         except Unreadable as error:
@@ -133,7 +133,7 @@ def _stays_ended(compute: str, store: Store, instance: str, queued: Collection[s
     places = [key for key in queued if not key.endswith(keys.TAKER)]
     for _ in range(TRIES):
         at = _Place(compute, store, instance)
-        last = ended(compute, False, at.said(), now)
+        last = ended(compute, at.said(), now)
         if (last is None or at.end(last.record)) and all(_end_waiting(compute, store, key, now) for key in places):
             break
     else:
@@ -150,8 +150,8 @@ def _end_waiting(compute: str, store: Store, key: str, now: str) -> bool:
         return True
     last = records.new_record(compute, waiting.request(compute, now), now).at(GONE, now, 'gone')
     last = replace(last, fault=ENDED_BEFORE)
-    record = store.get(keys.record(compute, waiting.instance))
-    unchanged = [Unchanged(key, entry.revision), Unchanged(keys.record(compute, waiting.instance), revision_of(record))]
+    record_key = keys.record(compute, waiting.instance)
+    unchanged = [Unchanged(key, entry.revision), Unchanged(record_key, revision_of(store.get(record_key)))]
     with suppress(UnknownOutcome):
         return write_end(store, last, unchanged, [key, keys.taker(key)]) is not None
     return False

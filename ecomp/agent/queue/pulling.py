@@ -59,9 +59,9 @@ class Puller:
 
     What it is at nobody else is to be tried for a moment: that is put off in `agenda`. `may_take` is False while it is
     to take nothing. `registered` is what placement was told that this compute has: as long as nothing is asked of it,
-    all of that is believed to be free, and a claim says if it is not. None: it looks first. What was put
-    into its queue up to the revision `accepted`, and is claimed on another compute, may run there since: it is left
-    alone. What is claimed there of all else is a dead attempt's.
+    all of that is believed to be free, and a claim says if it is not. None: it looks first. `accepted` is the revision
+    at which another etcd was accepted. What has waited since before that, and is claimed on another compute, may run
+    there: it is left alone. Of what came later such a claim is a dead attempt's, and is moved.
     """
 
     def __init__(
