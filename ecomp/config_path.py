@@ -55,7 +55,7 @@ def check(name: str, found: os.stat_result) -> None:
             f'alone: chown it, or name it (--config)'
         )
     if not stat.S_ISREG(found.st_mode):
-        raise UsageError(f'{name}: is no regular file, as a configuration that nobody named has to be')
+        raise UsageError(f'{name}: is no regular file: remove it, or name a configuration (--config)')
     # A user's own group has the user's number, and nobody else in it.
     others = 0o002 if found.st_gid == found.st_uid else 0o022
     if found.st_mode & others:

@@ -98,7 +98,7 @@ def test_a_pipe_where_commands_are_typed_holds_nobody_up(home: Path, module: str
     code, words = said()
     assert (code, words.startswith(f'e{module}: {name}: belongs to user {STRANGER}, ')) == (2, True), words
     os.chown(path, 0, 0)
-    told = f'e{module}: {name}: is no regular file, as a configuration that nobody named has to be\n'
+    told = f'e{module}: {name}: is no regular file: remove it, or name a configuration (--config)\n'
     assert said() == (2, told)
 
 
