@@ -90,7 +90,7 @@ class Domains:
     def is_running(self, instance: str) -> bool:
         """Whether a domain of this name or uuid runs, ours or not."""
         with self._connection.use(f'looking for domain {instance}') as connection:
-            return any(domain.isActive() for domain in _named(connection, instance))
+            return any(_runs(domain) for domain in _named(connection, instance))
 
     def check_free(self, instance: str, files: Collection[str]) -> None:
         """Conflict if a domain of this name or uuid may need these files of the instance's.
@@ -170,10 +170,10 @@ class Domains:
         for _ in _until(time.monotonic() + DESTROY_DEADLINE):
             with self._connection.use(f'destroying domain {instance}') as connection:
                 for domain in _named(connection, instance):
-                    if not _check_ours(domain, instance, compute, or_stranger=undefine):
-                        strangers.add(domain.UUIDString())
-                        continue
                     try:
+                        if not _check_ours(domain, instance, compute, or_stranger=undefine):
+                            strangers.add(domain.UUIDString())
+                            continue
                         # First destroy: undefine would make a running domain transient, and leave it running.
                         if domain.isActive():
                             domain.destroy()
@@ -185,7 +185,7 @@ class Domains:
                             raise
                         last = reason(error)
                 left = [each for each in _named(connection, instance) if each.UUIDString() not in strangers]
-                if not any(undefine or domain.isActive() for domain in left):
+                if not any(undefine or _runs(domain) for domain in left):
                     return
         raise EcompError(f'domain {instance} is still there after {DESTROY_DEADLINE:g} s of destroying it: {last}')
 
@@ -205,6 +205,13 @@ def _named(connection: libvirt.virConnect, instance: str) -> list[libvirt.virDom
             domain = lookup(instance)
             found[domain.UUIDString()] = domain
     return list(found.values())
+
+
+def _runs(domain: libvirt.virDomain) -> bool:
+    """Whether it does; what was made without a definition is gone once it does not."""
+    with Ignored(libvirt.VIR_ERR_NO_DOMAIN):
+        return bool(domain.isActive())
+    return False
 
 
 def _press(connection: Connection, instance: str, compute: str) -> None:
@@ -252,9 +259,9 @@ def _check_ours(domain: libvirt.virDomain, instance: str, compute: str, or_stran
 
 def _trouble(state: int, why: int) -> str:
     # https://libvirt.org/html/libvirt-libvirt-domain.html#virDomainState and the reasons below it
+    # One that could not be started (SHUTOFF_FAILED) has not crashed: why is what its start said.
     if state == libvirt.VIR_DOMAIN_CRASHED or (
-        state == libvirt.VIR_DOMAIN_SHUTOFF
-        and why in (libvirt.VIR_DOMAIN_SHUTOFF_CRASHED, libvirt.VIR_DOMAIN_SHUTOFF_FAILED)
+        state == libvirt.VIR_DOMAIN_SHUTOFF and why == libvirt.VIR_DOMAIN_SHUTOFF_CRASHED
     ):
         return CRASHED
     if state == libvirt.VIR_DOMAIN_PAUSED and why == libvirt.VIR_DOMAIN_PAUSED_IOERROR:

@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Callable, Sequence
 
 from ecomp.addresses import addresses, is_own
+from ecomp.errors import Unreachable
 from ecomp.files import search_path
 from ecomp.model.image_sources import Address
 from ecomp.virt import filter_xml
@@ -52,6 +53,7 @@ class Filters:
         """The services no guest may reach: etcd and placement, at each address that their names have now.
 
         A service on this host is listed with all of the host's addresses, for a guest could reach it by any.
+        Unreachable where a name never had an address in this process.
         """
         found: dict[Service, None] = {}
         for host, port in self._control:
@@ -65,8 +67,11 @@ class Filters:
         try:
             self._found[host] = addresses(host)
         except (OSError, ValueError) as error:
+            if host not in self._found:
+                name = f'the address of {host}'
+                raise Unreachable(f'{name}, which no guest is to reach, cannot be found: {error}', name) from error
             log.warning('%s has no address now (%s): guests are kept from those it had', host, error)
-        return self._found.get(host, [])
+        return self._found[host]
 
 
 def _define_all(connection: libvirt.virConnect) -> None:

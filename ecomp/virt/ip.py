@@ -99,10 +99,18 @@ def _run(*words: str) -> str:
         raise EcompError('the program `ip` is not there: install iproute2')
     try:
         done = subprocess.run(
-            (program, *words), stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=SECONDS, check=True
+            (program, *words),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=SECONDS,
+            check=True,
+            encoding='utf-8',
+            errors='replace',  # an interface's name is bytes
         )
     except subprocess.TimeoutExpired as error:
         raise EcompError(f'`ip {" ".join(words)}` does not end') from error
+    except OSError as error:
+        raise EcompError(f'`{program}` cannot be started: {error.strerror}') from error
     except subprocess.CalledProcessError as error:
         raise EcompError(' '.join(error.stderr.split()) or f'`ip {" ".join(words)}` failed') from error
     return done.stdout

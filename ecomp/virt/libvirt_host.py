@@ -27,6 +27,10 @@ NO_FILTERS = (
     "libvirt cannot filter what guests send ({why}), so each can take another one's address and speak to etcd and "
     "placement: it takes libvirt's nwfilter driver, and ebtables, which is in Debian's package iptables"
 )
+NO_FILTERS_NOW = (
+    'libvirt cannot filter what guests send any more ({why}): no guest is made until it can, or until ecompute is '
+    'started again without'
+)
 
 
 class Libvirt:
@@ -34,7 +38,8 @@ class Libvirt:
     consoles in `state`/console.
 
     `attachments` are the networks that prepare() starts; a guest's own are in its spec. `control` is host and port of
-    etcd and of placement, which no guest reaches.
+    etcd and of placement, which no guest reaches. `filters`: this host had filters when prepare() looked, in whichever
+    process that was, and no guest is made without.
     """
 
     def __init__(
@@ -43,6 +48,7 @@ class Libvirt:
         attachments: Sequence[Attachment] = DEFAULT_NETWORKS,
         uri: str = 'qemu:///system',
         control: Sequence[tuple[str, int]] = (),
+        filters: bool = False,
     ) -> None:
         self._state = state.absolute()
         self._attachments = attachments
@@ -50,6 +56,7 @@ class Libvirt:
         self._agents = Agents(uri)
         self._domains = Domains(self._connection)
         self._filters = Filters(self._connection, control)
+        self.filters = filters
         self._volumes = Volumes(self._connection, self._state / 'images')
         self._seeds = Seeds(self._state / 'seeds')
         self._networks = Networks(self._connection)
@@ -98,7 +105,9 @@ class Libvirt:
         for attachment in self._attachments:
             self._networks.prepare(attachment)
         self._volumes.prepare()
-        if why := self._filters.prepare():
+        why = self._filters.prepare()
+        self.filters = not why
+        if why:
             log.warning(NO_FILTERS.format(why=why))
         # What libvirt probes of QEMU for this takes seconds once: here, and not in the first guest's start.
         with self._connection.use('probing QEMU') as connection:
@@ -172,7 +181,10 @@ class Libvirt:
         seed = str(self._seeds.path(spec.instance)) if spec.seed is not None else None
         disk, console = self._volumes.path(spec.instance), self.console(spec.instance)
         # Asked each time: somebody may have removed the filters, or installed what was missing.
-        control = None if self._filters.prepare() else self._filters.services()
+        why = self._filters.prepare()
+        if why and self.filters:
+            raise Unreachable(NO_FILTERS_NOW.format(why=why), "libvirt's network filters")
+        control = None if why else self._filters.services()
         description = xml.domain_xml(spec, str(disk), str(console), seed=seed, control=control)
         self._domains.start(spec, description)
 

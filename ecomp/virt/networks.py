@@ -109,9 +109,12 @@ def newest(leases: Iterable[Mapping[str, Any]], macs: Iterable[str], network: dh
 
 
 def _given(lease: Mapping[str, Any], network: dhcp.Dhcp) -> str:
-    """When a lease was given, or given again, by when it expires."""
+    """When a lease was given, or given again, by when it expires; '' where that is no time."""
     lasts = network.lasts(IPv4Address(lease['ipaddr']))
-    return timestamp(datetime.fromtimestamp(int(lease['expirytime']) - lasts, UTC)) if lasts else ''
+    try:
+        return timestamp(datetime.fromtimestamp(int(lease['expirytime']) - lasts, UTC)) if lasts else ''
+    except (ValueError, OverflowError, OSError):
+        return ''  # libvirt takes a lease of a million years, too
 
 
 def leased(path: Path) -> frozenset[tuple[str, ...]] | None:

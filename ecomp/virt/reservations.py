@@ -20,7 +20,7 @@ from ecomp.virt.dhcp import Dhcp, Reservation
 STAGE = 'scheduled'
 """The stage of an instance that gets no address: nothing of it is made before."""
 TRIES = 20
-"""How often an address is chosen that another process takes at that moment; then EcompError."""
+"""How often an address is chosen that another process takes at that moment; then BuildFailed."""
 HOST = libvirt.VIR_NETWORK_SECTION_IP_DHCP_HOST
 ADD, DELETE = libvirt.VIR_NETWORK_UPDATE_COMMAND_ADD_LAST, libvirt.VIR_NETWORK_UPDATE_COMMAND_DELETE
 LIVE, CONFIG = libvirt.VIR_NETWORK_UPDATE_AFFECT_LIVE, libvirt.VIR_NETWORK_UPDATE_AFFECT_CONFIG
@@ -56,9 +56,14 @@ class Reservations:
                 address = _chosen(found, definitions, mac, wanted)
                 if address is None:
                     raise BuildFailed(STAGE, f'network {network} has no free address: {_words(first)}')
+                for held in (each for definition in definitions.values() for each in definition.reservations):
+                    # libvirt takes no name twice: changed by hand, or of when `networks:` had another order.
+                    if held.name == instance and held.mac != mac:
+                        entry = f'network {network} has {held.mac} under its name, and not its own {mac}'
+                        raise BuildFailed(STAGE, f'{entry}: virsh net-edit {network}, and correct it')
                 if _written(found, definitions, Reservation(mac, address, instance)):
                     return address
-        raise EcompError(f'network {network}: every address chosen for {instance} was taken by somebody else')
+        raise BuildFailed(STAGE, f'network {network}: each of {TRIES} addresses was taken by somebody else meanwhile')
 
     def ours(self) -> Mapping[str, ReservedAddress]:
         """What is reserved for instances, {MAC: Reserved}."""

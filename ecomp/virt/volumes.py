@@ -35,14 +35,17 @@ class Volumes:
     def prepare(self) -> None:
         """Define the pool over our directory, start it, and have libvirtd start it from now on; if not done already."""
         with self._connection.use(f'preparing the storage pool {POOL}') as connection:
-            pool = self._pool(connection)
-            if pool is None:
-                pool = connection.storagePoolDefineXML(xml.pool_xml(POOL, str(self.directory)))
-                pool.build()
-            if not pool.isActive():
-                pool.create()
-            if not pool.autostart():
-                pool.setAutostart(True)
+            self._put_up(connection)
+
+    def _put_up(self, connection: libvirt.virConnect) -> None:
+        pool = self._pool(connection)
+        if pool is None:
+            pool = connection.storagePoolDefineXML(xml.pool_xml(POOL, str(self.directory)))
+            pool.build()
+        if not pool.isActive():
+            pool.create()
+        if not pool.autostart():
+            pool.setAutostart(True)
 
     def _pool(self, connection: libvirt.virConnect) -> libvirt.virStoragePool | None:
         """The pool over our directory, None if libvirt has none of its name. Conflict if it is over another one."""
@@ -88,7 +91,7 @@ class Volumes:
             self.delete(spec.instance)
         with self._connection.use(f'creating the disk of {spec.instance}') as connection:
             try:
-                _in_pool(connection, lambda pool: _create(pool, description))
+                self._in_pool(connection, lambda pool: _create(pool, description))
             except libvirt.libvirtError as error:
                 if is_broken(error):
                     raise
@@ -98,8 +101,32 @@ class Volumes:
 
     def delete(self, instance: str) -> None:
         """Remove the instance's overlay, if it has one."""
+        path = self.path(instance)
         with self._connection.use(f'deleting the disk of {instance}') as connection:
-            _in_pool(connection, lambda pool: _delete(pool, self.path(instance)))
+            self._in_pool(connection, lambda pool: _delete(pool, path))
+            if not os.path.lexists(path):
+                return
+            self._pool(connection)
+        # The pool is over our directory, and this is no volume to libvirt: a link, say.
+        try:
+            path.unlink(missing_ok=True)
+        except OSError as error:
+            raise EcompError(f'{path} cannot be removed: {error.strerror}') from error
+
+    def _in_pool(self, connection: libvirt.virConnect, do: Callable[[libvirt.virStoragePool], None]) -> None:
+        """Do something in the pool.
+
+        It is defined or started if somebody has removed or stopped it: to ask first would cost every disk.
+        """
+        try:
+            do(connection.storagePoolLookupByName(POOL))
+        except libvirt.libvirtError as error:
+            if error.get_error_code() not in (libvirt.VIR_ERR_NO_STORAGE_POOL, libvirt.VIR_ERR_OPERATION_INVALID):
+                raise
+            # It is there, and active: by now, if another worker was faster.
+            with Ignored(libvirt.VIR_ERR_OPERATION_INVALID), Ignored(libvirt.VIR_ERR_OPERATION_FAILED):
+                self._put_up(connection)
+            do(connection.storagePoolLookupByName(POOL))
 
     def _why(self, message: str) -> str:
         """Why no overlay could be made: that the disk is full, if it is, else libvirt's `message`."""
@@ -112,19 +139,6 @@ class Volumes:
         if left < 2**20 or (free.f_files and not free.f_favail):
             return f'the file system of {self.directory} is full: {left // 1024} KiB and {free.f_favail} files are left'
         return message
-
-
-def _in_pool(connection: libvirt.virConnect, do: Callable[[libvirt.virStoragePool], None]) -> None:
-    """Do something in the pool, which is started if somebody has stopped it: to ask first would cost every disk."""
-    pool = connection.storagePoolLookupByName(POOL)
-    try:
-        do(pool)
-    except libvirt.libvirtError as error:
-        if error.get_error_code() != libvirt.VIR_ERR_OPERATION_INVALID:
-            raise
-        with Ignored(libvirt.VIR_ERR_OPERATION_INVALID):  # it is active: by now, if another worker was faster
-            pool.create()
-        do(pool)
 
 
 def _create(pool: libvirt.virStoragePool, description: str) -> None:

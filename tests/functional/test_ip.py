@@ -93,3 +93,16 @@ print(json.dumps([*said, ip.neighbours(on)]))
 def test_what_cannot_be_done_is_said() -> None:
     missing = inside("ip.search_path = lambda: '/nowhere'; print(json.dumps(failed(ip.own_addresses)))")
     assert missing == 'the program `ip` is not there: install iproute2'
+
+
+def test_an_interface_whose_name_is_no_utf_8_and_an_ip_that_cannot_be_started() -> None:
+    found = inside("""
+do('link', 'add', b'br\\xe9', 'type', 'bridge')
+do('address', 'add', '10.9.0.1/24', 'dev', b'br\\xe9')
+said = [list(map(str, ip.own_addresses()))]
+ip.shutil.which = lambda *_, **__: '/'
+said.append(failed(ip.own_addresses))
+print(json.dumps(said))
+""")
+    assert found[0] == ['10.9.0.1']
+    assert found[1] == '`/` cannot be started: Permission denied'

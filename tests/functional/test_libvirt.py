@@ -33,8 +33,9 @@ from tests.kit.servers import until
 
 libvirt = pytest.importorskip('libvirt', reason="libvirt-python is not installed: pip install '.[hypervisor]'")
 from ecomp.virt import filter_xml  # noqa: E402
+from ecomp.virt.connection import Connection  # noqa: E402
 from ecomp.virt.libvirt_host import NO_FILTERS, Libvirt  # noqa: E402
-from ecomp.virt.volumes import _in_pool  # noqa: E402
+from ecomp.virt.volumes import Volumes  # noqa: E402
 
 BRIDGED = (*DEFAULT_NETWORKS, Attachment('bridge', 'br0'))
 DRIVERS = '/usr/lib/x86_64-linux-gnu/libvirt/connection-driver'
@@ -290,8 +291,9 @@ def test_a_pool_that_somebody_stopped_is_started(real: Libvirt, spec: GuestSpec,
     assert pool.isActive()
 
 
-@pytest.mark.usefixtures('real')
-def test_a_pool_that_another_worker_starts_is_used(spec: GuestSpec, connection: object) -> None:
+def test_a_pool_that_another_worker_starts_is_used(
+    host: LibvirtHost, real: Libvirt, spec: GuestSpec, connection: object
+) -> None:
     pool, tries = connection.storagePoolLookupByName('ecompute'), []
     pool.destroy()
 
@@ -305,7 +307,7 @@ def test_a_pool_that_another_worker_starts_is_used(spec: GuestSpec, connection: 
             raise
 
     with pytest.raises(libvirt.libvirtError) as caught:
-        _in_pool(connection, find)
+        Volumes(Connection(host.uri), real.image_directory())._in_pool(connection, find)
     assert caught.value.get_error_code() == libvirt.VIR_ERR_NO_STORAGE_VOL
     assert len(tries) == 2
 

@@ -28,6 +28,8 @@ SMALL = """<network><name>small</name><forward mode='open'/><bridge name='virbr1
 ROOM = 8
 """How many guests have an address there: .1 is the host's."""
 INACTIVE = libvirt.VIR_NETWORK_XML_INACTIVE
+ADD, DELETE = libvirt.VIR_NETWORK_UPDATE_COMMAND_ADD_LAST, libvirt.VIR_NETWORK_UPDATE_COMMAND_DELETE
+BOTH = libvirt.VIR_NETWORK_UPDATE_AFFECT_LIVE | libvirt.VIR_NETWORK_UPDATE_AFFECT_CONFIG
 
 
 @pytest.fixture(scope='module')
@@ -75,6 +77,20 @@ def test_it_is_in_the_running_network_and_in_its_definition(real: Libvirt, small
     assert hosts(small) == hosts(small, INACTIVE) == {}
 
 
+def test_a_name_that_somebody_gave_another_mac(real: Libvirt, small: Any) -> None:
+    instance, other = str(uuid4()), '52:54:00:99:00:01'
+    address = take(real, instance)
+    host = "<host mac='{}' ip='{}' name='{}'/>"
+    plant(small, DELETE, host.format(mac_address(instance, 0), address, instance), BOTH)
+    plant(small, ADD, host.format(other, address, instance), BOTH)
+    with pytest.raises(BuildFailed) as caught:
+        take(real, instance)
+    assert caught.value.stage == 'scheduled'
+    for said in ('network small', other, mac_address(instance, 0), 'virsh net-edit small'):
+        assert said in caught.value.reason
+    assert hosts(small) == {other: (address, instance)}
+
+
 def test_many_at_once_get_each_their_own_until_the_range_is_full(host: LibvirtHost, real: Libvirt, small: Any) -> None:
     instances = [str(uuid4()) for _ in range(ROOM)]
     with ExitStack() as undo:
@@ -100,11 +116,11 @@ def test_half_a_reservation_is_made_whole_and_removed(real: Libvirt, small: Any)
         for address, flag in ((live, libvirt.VIR_NETWORK_UPDATE_AFFECT_LIVE), (config, 2)):
             if address:
                 text = f"<host mac='{mac}' ip='{address}' name='{instance}'/>"
-                plant(small, libvirt.VIR_NETWORK_UPDATE_COMMAND_ADD_LAST, text, flag)
+                plant(small, ADD, text, flag)
         assert real.reservations() == {mac: ReservedAddress(instance, live or config or '')}
         assert take(real, instance) == '10.78.0.5'
         assert hosts(small) == hosts(small, INACTIVE) == {mac: ('10.78.0.5', instance)}
-        plant(small, libvirt.VIR_NETWORK_UPDATE_COMMAND_DELETE, f"<host mac='{mac}'/>", 1)
+        plant(small, DELETE, f"<host mac='{mac}'/>", 1)
         real.release(instance)
         assert hosts(small) == hosts(small, INACTIVE) == {}
 
@@ -119,7 +135,7 @@ def test_what_others_have_is_avoided_and_left_alone(host: LibvirtHost, real: Lib
     }
     for mac, (address, name) in theirs.items():
         text = f"<host mac='{mac}' ip='{address}'{f' name={name!r}' if name else ''}/>"
-        plant(small, libvirt.VIR_NETWORK_UPDATE_COMMAND_ADD_LAST, text, 3)
+        plant(small, ADD, text, 3)
     # A lease of somebody who came without a reservation: all the rest but four.
     leased = {lease(host, f'52:54:00:99:01:0{number}', small) for number in range(3)}
     free = {f'10.78.0.{last}' for last in range(5, 10)} - leased

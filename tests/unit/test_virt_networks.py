@@ -46,6 +46,7 @@ def test_the_newest_of_each_mac() -> None:
         ('<lease expiry="10"/>', '2026-01-31T11:50:00.000Z'),
         ('<lease expiry="90" unit="seconds"/>', '2026-01-31T11:58:30.000Z'),
         ('<lease expiry="0"/>', ''),
+        ('<lease expiry="999999999" unit="hours"/>', ''),
     ],
 )
 def test_when_a_lease_was_given(lasts: str, since: str) -> None:

@@ -41,6 +41,8 @@ class WorkerSettings:
     parent: int
     limits: CacheLimits
     reach: Reach = Reach()
+    filters: bool = False
+    """Whether guests are to be filtered, as the parent found."""
 
 
 def main(pipe: Connection, settings: WorkerSettings) -> None:
@@ -50,7 +52,7 @@ def main(pipe: Connection, settings: WorkerSettings) -> None:
     from ecomp.agent.images import remote  # noqa: F401
     from ecomp.virt.libvirt_host import Libvirt
 
-    hypervisor: Hypervisor = Libvirt(settings.state, control=settings.reach.control)
+    hypervisor: Hypervisor = Libvirt(settings.state, control=settings.reach.control, filters=settings.filters)
     directory = hypervisor.image_directory()
     assert directory is not None  # only the fake has none, and it has no workers
     images = ImageCache(directory, inspection.inspect, settings.local_images, settings.limits, settings.reach)
