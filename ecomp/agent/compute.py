@@ -158,7 +158,7 @@ class Compute:
         shape = Shape(virt_type, config.resize, config.networks, self._hostname, seed)
         instances = Instances(self._control, self.host, shape, memory)
         self._planner = Planner(self.uuid, instances, self.host, memory, self._complaints)
-        self._claims = ClaimKeeper(self.uuid, self._store, placement)
+        self._claims = ClaimKeeper(self.uuid, self._store, placement, config.queues)
         self._claims.nothing_held(self._provider.new_at)
         far = {'writing down its host name': self._keep_hostname, LOOKING: self._look_at_claims}
         far |= {'looking at the provider': self._keep_registered}

@@ -9,7 +9,7 @@ import math
 import random
 import time
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 from urllib.parse import quote
 
@@ -58,16 +58,23 @@ def generations(placement: Placement) -> dict[str, int]:
 
 
 def set_inventory(
-    placement: Placement, provider: str, inventory: Mapping[str, Mapping[str, float]], known: int | None = None
-) -> int:
+    placement: Placement,
+    provider: str,
+    inventory: Mapping[str, Mapping[str, float]],
+    known: int | None = None,
+    unless: Callable[[], bool] = lambda: False,
+) -> int | None:
     """Set the whole inventory: {class: {'total', 'reserved', 'allocation_ratio'}}, whatever it was before.
 
-    The provider's generation then; `known` is what it is before, None: not known. Errors: GenerationConflict after
-    several lost races, Conflict if a class in use would vanish.
+    The provider's generation then; `known` is what it is before, None: not known. None, and nothing is done, if
+    `unless` says so once that is read: whoever has it say so writes after that, and this is refused.
+    Errors: GenerationConflict after several lost races, Conflict if a class in use would vanish.
     """
     path = f'/resource_providers/{provider}'
     for left in reversed(range(TRIES)):
         found, known = known if known is not None else generation(placement, provider), None
+        if unless():
+            return None
         body = {'resource_provider_generation': found, 'inventories': {k: dict(v) for k, v in inventory.items()}}
         try:
             placement.write('PUT', f'{path}/inventories', body)

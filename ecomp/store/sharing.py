@@ -159,8 +159,12 @@ def put_quota(found: Quota) -> Put:
     return Put(keys.quota(found.project), quota_to_json(found))
 
 
-def write_end(store: Store, record: Record, conditions: Sequence[Unchanged], removed: Iterable[str]) -> int | None:
-    """Write an instance's last record, on a lease, and let go of all it shared; `removed`: the other keys that go.
+def write_end(
+    store: Store, record: Record, conditions: Sequence[Unchanged], removed: Iterable[str], shares: bool = True
+) -> int | None:
+    """Write an instance's last record, on a lease, and let go of all it shared, unless `shares` is False.
+
+    `removed`: the other keys that go.
 
     By its name an instance in error is found as long as its record is there.
     The new revision; None where it is one of `conditions` that does not hold. Errors: those of the store.
@@ -170,8 +174,12 @@ def write_end(store: Store, record: Record, conditions: Sequence[Unchanged], rem
 
     put = Put(keys.record(record.compute, record.instance), record_to_json(record), lease)
     named = lease if record.state == ERROR else 0
+
+    def shared() -> Change:
+        return ended(store, record, named) if shares else ([], [])
+
     try:
-        written = commit_with(store, conditions, [put, *map(Delete, removed)], lambda: ended(store, record, named))
+        written = commit_with(store, conditions, [put, *map(Delete, removed)], shared)
     except EcompError as error:
         if not isinstance(error, UnknownOutcome | NoSpace):  # which may have been carried out
             _end(store, lease)

@@ -132,6 +132,8 @@ class Compute:
         self.now = NOW
         self.republishes = False
         """Whether it is started with --accept-new-etcd."""
+        self.takes = True
+        """Whether it takes from queues, by its configuration."""
         self.is_read_only = False
         """Whether it has found that somebody else is this compute."""
         self.threads_lacking = 0
@@ -162,7 +164,7 @@ class Compute:
         host = Host(self.hypervisor, runner, self.guest_data)
         self.instances = Instances(control, host, shape, memory)
         self.planner = Planner(self.uuid, self.instances, host, memory, Complaints())
-        self.keeper = ClaimKeeper(self.uuid, self.store, self.placement)
+        self.keeper = ClaimKeeper(self.uuid, self.store, self.placement, self.takes)
         taker = Taker(control, lambda: self.presence.lease)
         self.offers = Offers()
         self.puller = Puller(control, taker, self.offers, lambda: not self.is_dead, accepted=self.accepted)

@@ -10,14 +10,19 @@ from tests.model import (
     scenarios_life,
     scenarios_losses,
     scenarios_operators,
+    scenarios_pairs,
     scenarios_queues,
+    scenarios_registered,
     scenarios_shared,
+    scenarios_strangers,
+    scenarios_threads,
     scenarios_three,
 )
 from tests.model.explorer import Scenario
 
 ROOMS = (
     *(scenarios_claims, scenarios_operators, scenarios_queues, scenarios_shared, scenarios_life, scenarios_hosts),
-    *(scenarios_three, scenarios_few, scenarios_hands, scenarios_losses),
+    *(scenarios_three, scenarios_few, scenarios_hands, scenarios_losses, scenarios_registered),
+    *(scenarios_pairs, scenarios_strangers, scenarios_threads),
 )
 SCENARIOS: dict[str, Scenario] = {each.name: each for room in ROOMS for each in room.SCENARIOS}

@@ -45,7 +45,7 @@ def _is_on(host: Compute) -> Check:
     return check
 
 
-def _restore(cloud: Cloud, saved: dict[str, Entry]) -> None:
+def restore(cloud: Cloud, saved: dict[str, Entry]) -> None:
     """etcd is restored to what it was then; who is alive is alive."""
     there = [key for key in cloud.etcd.entries if key not in saved and not key.startswith(keys.COMPUTES)]
     old = [
@@ -129,7 +129,7 @@ def state_directory_behind(cloud: Cloud) -> Check:
         saved = dict(cloud.etcd.entries)
         host.hypervisor.lose_power(A)
         host.disk.files['boot_id'] = 'second'
-        _restore(cloud, saved)
+        restore(cloud, saved)
         host.start(republishes=True)
         _plans(host)
 
@@ -146,7 +146,7 @@ def destroyed_and_waiting_again(cloud: Cloud) -> Check:
     _takes(host)
     destroy(cloud.store, U)
     _plans(host)
-    _restore(cloud, saved)
+    restore(cloud, saved)
     host.republishes = True
 
     def comes_back() -> None:
@@ -180,7 +180,7 @@ def _runs_and_waits(cloud: Cloud, marked: bool) -> Check:
     cloud.store.commit([], [Delete(mark)])
     _takes(host)
     assert U in host.hypervisor.guests()
-    _restore(cloud, saved)
+    restore(cloud, saved)
     cloud.is_ample = False
     host.republishes = other.republishes = True
     other.start(republishes=True)

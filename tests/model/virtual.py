@@ -123,6 +123,7 @@ def virtual() -> Iterator[None]:
     """Inside, whoever is in a world has its time, and no threads."""
     import ecomp.agent.host.memory
     import ecomp.agent.host.metadata
+    import ecomp.agent.host.provider
     import ecomp.scheduler.changing.destroy
     import ecomp.scheduler.operating.audit
 
@@ -136,6 +137,7 @@ def virtual() -> Iterator[None]:
         mock.patch.object(ecomp.scheduler.changing.destroy, 'datetime', Moment),
         mock.patch.object(ecomp.agent.host.memory, 'write_durably', directory.write_durably),
         mock.patch.object(ecomp.agent.host.metadata, 'write_durably', directory.write_quietly),
+        mock.patch.object(ecomp.agent.host.provider, 'write_durably', directory.write_durably),
         mock.patch.object(logging.Logger, 'exception', _surprise),
         mock.patch.object(logging.Logger, 'isEnabledFor', _is_heard),
     ]

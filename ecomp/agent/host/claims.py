@@ -16,7 +16,7 @@ from ecomp.placement.claiming import release
 from ecomp.placement.client import Placement
 from ecomp.store.client import Store
 from ecomp.store.released import note
-from ecomp.store.requests import at_it, wanted
+from ecomp.store.requests import at_it, in_requests, wanted
 
 log = logging.getLogger(__name__)
 
@@ -41,10 +41,14 @@ def due(seen: Mapping[str, float], found: Collection[str], now: float) -> tuple[
 
 
 class ClaimKeeper:
-    """Releases claims on this compute that nobody stands behind, once they were seen so for long enough (rule 4)."""
+    """Releases claims on this compute that nobody stands behind, once they were seen so for long enough (rule 4).
 
-    def __init__(self, compute: str, store: Store, placement: Placement) -> None:
+    `takes` False: it takes nothing from queues, so what an attempt of its own claimed for what waits goes, too.
+    """
+
+    def __init__(self, compute: str, store: Store, placement: Placement, takes: bool = True) -> None:
         self._compute = compute
+        self._takes = takes
         self._store = store
         self._placement = placement
         self._seen: dict[str, float] = {}
@@ -75,7 +79,8 @@ class ClaimKeeper:
         # placement was read first: a claim made since cannot be in it, and one that was delivered
         # meanwhile has its key by now. etcd is asked itself, for a followed state may be behind.
         wished = [keys.last(key) for key in self._store.snapshot(keys.request_prefix(self._compute), True).entries]
-        self._seen, ready = due(self._seen, orphans(held, wished, guests, at_it(self._store)), now)
+        placing = at_it(self._store) if self._takes else in_requests(self._store.snapshot(keys.ATTEMPTS))
+        self._seen, ready = due(self._seen, orphans(held, wished, guests, placing), now)
         noting = partial(note, self._store)
         for consumer, released in release(self._placement, ready, self._wanted, noting).items():
             if released:
@@ -84,4 +89,5 @@ class ClaimKeeper:
 
     def _wanted(self, holding: Mapping[str, allocations.Consumer]) -> set[str]:
         elsewhere = {consumer for consumer, held in holding.items() if self._compute not in held.allocations}
-        return elsewhere | wanted(self._store, {consumer: held.allocations for consumer, held in holding.items()})
+        on = {consumer: held.allocations for consumer, held in holding.items()}
+        return elsewhere | wanted(self._store, on, waiting=self._takes)

@@ -72,9 +72,9 @@ class Registration:
         # One that was just made has no traits, and is at its first generation.
         described = (bool(self.aggregates or self._wanted[TRAITS]) or not made) and self._describe(is_closing)
         failpoint('described')
-        if not is_right and not is_closing():
+        if not is_right:
             known = 0 if made and not described else None
-            generation = providers.set_inventory(self.placement, self.compute, self.inventory, known)
+            generation = providers.set_inventory(self.placement, self.compute, self.inventory, known, is_closing)
             self._settled.note(generation)
             self.new_at = generation if made else None
 

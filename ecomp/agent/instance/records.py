@@ -138,8 +138,12 @@ class Records:
         removed = [keys.request(self._compute, instance), *moved]
         if 'addressed' in record.stages:
             removed.append(keys.booted(instance))
+        # What another compute is asked for, too, has what it shares there: what fails here lets go of none of it.
+        shares = record.state != ERROR or not listed(self._store, instance).requests.keys() - {self._compute}
         try:
-            self._commit(instance, revision, unchanged, lambda each: write_end(self._store, record, each, removed))
+            self._commit(
+                instance, revision, unchanged, lambda each: write_end(self._store, record, each, removed, shares)
+            )
         except NoSpace as error:
             if record.state == ERROR:
                 raise

@@ -181,9 +181,8 @@ def _release(store: Store, placement: Placement, compute: str, consumer: str, it
             raise _Changed
         return ()
 
-    # A uuid is never used twice: nobody claims again for one that has ended.
-    noting = (lambda _: None) if its_end else partial(note, store)
-    if release(placement, [consumer], needed, noting)[consumer] is False:
+    # Also of one that ends: two may forget at once, and once its record is cleared its uuid may be used again.
+    if release(placement, [consumer], needed, partial(note, store))[consumer] is False:
         raise _Changed
 
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from ecomp.errors import Conflict, EcompError, UnknownOutcome
 from ecomp.model import keys
 from ecomp.model.guest_data import SharedUserData
-from ecomp.model.instance import Request, to_json
+from ecomp.model.instance import Request, announced, to_json
 from ecomp.model.json_object import dump
 from ecomp.store.client import Delete, Put, Store, Unchanged
 from ecomp.store.requests import withdraw
@@ -48,9 +48,22 @@ def announce(store: Store, lease: int, request: str, value: Mapping[str, object]
             written = store.get(key)
             revision = written.revision if written and written.lease == lease else None
         if revision:
+            if resume:
+                _check_alone(store, request, value, revision)
             return revision
         resume = True
     raise Conflict(f'{request}: other eschedules are at this uuid all the time')
+
+
+def _check_alone(store: Store, request: str, value: Mapping[str, object], revision: int) -> None:
+    """Conflict if one that was here before is at some of these instances by another key: a set, or one of a set.
+
+    Asked before it is looked what was delivered: of two each sees the other's key, or what it has delivered.
+    """
+    mine = announced(keys.attempt(request), dump(value).encode())
+    for key, entry in store.snapshot(keys.ATTEMPTS).entries.items():
+        if entry.revision < revision and key != keys.attempt(request) and mine & announced(key, entry.value):
+            raise Conflict(f'{request}: an eschedule at {keys.last(key)} is at it: try again when that has ended')
 
 
 def deliver(

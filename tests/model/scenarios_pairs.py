@@ -1,0 +1,348 @@
+"""Pairs that seldom meet: `clear`, all of `audit --fix`, flavors, quotas that go, what hands do in placement."""
+
+from __future__ import annotations
+
+import uuid
+from contextlib import suppress
+
+from ecomp.errors import Conflict, NotFound
+from ecomp.model import keys
+from ecomp.model.group import Membership
+from ecomp.scheduler.changing.clear import clear
+from ecomp.scheduler.changing.destroy import destroy
+from ecomp.scheduler.operating import flavors
+from ecomp.scheduler.operating.forget import forget
+from ecomp.scheduler.operating.quotas import limit
+from ecomp.scheduler.operating.repair import fix
+from ecomp.store.client import Delete
+from tests.model.acting import SHAKY, Actor, Bounds, Call
+from tests.model.cloud import A, B, Cloud, S, U, V
+from tests.model.compute import Compute
+from tests.model.etcd import ModelStore
+from tests.model.explorer import Check, Scenario
+from tests.model.scenarios_operators import ends, forgets
+from tests.model.virtual import NOW
+
+APART = Membership('g', 'anti-affinity', True)
+TOGETHER = Membership('g', 'affinity', True)
+
+
+def active(cloud: Cloud, instance: str = U, name: str | None = 'web', group: Membership | None = None) -> Compute:
+    """One that lives on A."""
+    host = cloud.computes.get(A) or cloud.host(A)
+    cloud.delivered(instance, A, name, group)
+    for _ in range(3):
+        host.plan()
+    return host
+
+
+def clears(cloud: Cloud) -> Actor:
+    """`eschedule clear`."""
+
+    def go() -> None:
+        clear(ModelStore(cloud.etcd))
+
+    return cloud.act('clear', go)
+
+
+def fixes_all(cloud: Cloud, times: int = 1) -> Actor:
+    """`audit --fix`, from its first look on."""
+
+    def go() -> None:
+        for _ in range(times):
+            fix(ModelStore(cloud.etcd), cloud.placement, lambda _: None, 61.0)
+
+    return cloud.act('audit --fix', go, mortal=False)
+
+
+def sets(cloud: Cloud, name: str, *words: str) -> Actor:
+    """`quota set`."""
+
+    def go() -> str:
+        return limit(ModelStore(cloud.etcd), 'p', words)
+
+    return cloud.act(name, go, again=go)
+
+
+# clear
+
+
+def cleared_and_used_again(cloud: Cloud) -> None:
+    """One is destroyed, its record cleared, and its uuid asked for again, at any moment."""
+    host = active(cloud)
+    cloud.host(B)
+    cloud.destroys('destroy', U)
+    cloud.works(A, '', host.rounds(2, host.plan, host.keep_claims))
+    clears(cloud)
+    cloud.creates('eschedule', U, resume=True, weigh='first')
+
+
+def frozen_forget_and_used_again(cloud: Cloud) -> None:
+    """Two forget a dead compute whose last instance was destroyed; it is cleared, and its uuid asked for again."""
+    host = active(cloud)
+    cloud.host(B)
+    cloud.etcd.end(host.presence.lease)
+    host.is_dead = True
+    destroy(cloud.store, U)
+
+    def go() -> None:
+        forget(ModelStore(cloud.etcd), cloud.placement, A, A, lambda: NOW, lambda _: None)
+
+    cloud.act('host forget 1', go)
+    second = cloud.act('host forget 2', go)
+
+    def again() -> None:
+        cloud.world.wait('the second to end', lambda: not second.is_at_it)
+        clear(ModelStore(cloud.etcd))
+
+    cleared = cloud.act('clear', again, mortal=False)
+    command = cloud.creates('eschedule', U, resume=True)
+    command.ready = lambda: not cleared.is_at_it
+
+
+def cleared_beside_queue(cloud: Cloud) -> None:
+    """One that waits is destroyed and cleared, and asked for in the queue again, while it is taken."""
+    cloud.host(A)
+    place = cloud.waiting(U, 'web')
+    cloud.takes(A, place)
+    cloud.destroys('destroy', U)
+    clears(cloud)
+    cloud.enqueues('eschedule --queue', U, resume=True)
+
+
+# audit --fix
+
+
+def fix_beside_a_life(cloud: Cloud) -> None:
+    """`audit --fix` from its first look on, beside a create, and a destroy of another."""
+    cloud.limited(5)
+    host = active(cloud, group=TOGETHER)
+    fixes_all(cloud)
+    cloud.creates('eschedule', V, name='db', group=TOGETHER)
+    cloud.destroys('destroy', U)
+    cloud.works(A, '', host.rounds(3, host.plan))
+
+
+def fix_beside_a_queue(cloud: Cloud) -> None:
+    """The same beside what waits, is taken, and destroyed."""
+    host = cloud.host(A)
+    cloud.limited(5)
+    cloud.waiting(U, 'web', TOGETHER)
+    fixes_all(cloud)
+    cloud.works(A, 'taking', host.rounds(2, host.hear_queues, host.pull, host.plan))
+    cloud.destroys('destroy', U)
+
+
+def claim_removed_by_hand(cloud: Cloud) -> None:
+    """Somebody deletes an active one's claim; it is claimed again, or destroyed, while another is created."""
+    host = active(cloud)
+    cloud.is_ample = False
+    cloud.model.held.pop(U)
+    cloud.model.rows.pop(U)
+    cloud.is_astray = True
+    fixes_all(cloud)
+    cloud.destroys('destroy', U)
+    cloud.works(A, '', host.rounds(2, host.plan, host.keep_claims))
+
+
+def claim_removed_in_a_build(cloud: Cloud) -> None:
+    """Somebody deletes the claim of one that is being built, at any moment; and of one that waits for it."""
+    host = cloud.host(A)
+    cloud.delivered(U, A, 'web')
+    cloud.may_fail |= {U}
+    cloud.is_astray = True
+
+    def removes() -> None:
+        cloud.model.held.pop(U, None)
+        cloud.model.rows.pop(U, None)
+        cloud.model.writes += 1
+
+    call = Call('libvirt', ('somebody deletes the claim', U), writes=True)
+    cloud.act('somebody', lambda: cloud.world.call(call, removes), mortal=False)
+    cloud.works(A, '', host.rounds(2, host.plan))
+    cloud.creates('eschedule', V)
+
+    def again() -> None:
+        fix(cloud.store, cloud.placement, lambda _: None)
+
+    cloud.act('audit --fix later', lambda: None, again=again)
+
+
+def names_removed_by_hand(cloud: Cloud) -> None:
+    """The name, the group and the quota of an active one are deleted; they are mended while it is destroyed."""
+    host = active(cloud, group=TOGETHER)
+    cloud.store.commit([], [Delete(keys.name('web')), Delete(keys.group('g'))])
+    cloud.is_astray = True
+    fixes_all(cloud)
+    cloud.destroys('destroy', U)
+    cloud.works(A, '', host.rounds(2, host.plan))
+    cloud.creates('eschedule', V, group=TOGETHER)
+    sets(cloud, 'quota set', 'instances=5')
+
+
+def request_removed_by_hand(cloud: Cloud) -> Check:
+    """The request of an active one is deleted by hand; it is destroyed, and stopped, at once."""
+    host = active(cloud, group=TOGETHER)
+    store = ModelStore(cloud.etcd)
+    cloud.act('somebody', lambda: store.commit([], [Delete(keys.request(A, U))]), mortal=False)
+    cloud.works(A, '', host.rounds(2, host.plan, host.planner.recheck, host.keep_claims))
+    cloud.destroys('destroy', U)
+
+    def check() -> list[str]:
+        if keys.request(A, U) not in cloud.etcd.entries:
+            with suppress(NotFound, Conflict):
+                destroy(cloud.store, U)
+        return []
+
+    return check
+
+
+# quotas and flavors
+
+
+def quota_goes_and_comes(cloud: Cloud) -> None:
+    """A quota is removed and set anew, beside a set, and a destroy."""
+    cloud.limited(5)
+    host = active(cloud)
+    cloud.host(B)
+    sets(cloud, 'quota set none', 'instances=none')
+    sets(cloud, 'quota set', 'instances=4')
+    cloud.creates('the set', S, count=2, minimum=1)
+    cloud.destroys('destroy', U)
+    cloud.works(A, '', host.rounds(2, host.plan))
+
+
+def quota_lowered_beside_a_set(cloud: Cloud) -> None:
+    """A quota is lowered while a set is delivered, and one that waits is taken."""
+    host = cloud.host(A)
+    cloud.limited(5)
+    cloud.is_ample = cloud.is_limited = False
+    cloud.waiting(U, 'web')
+    sets(cloud, 'quota set', 'instances=2')
+    cloud.creates('the set', S, count=2, minimum=1)
+    cloud.works(A, 'taking', host.rounds(2, host.hear_queues, host.pull))
+
+
+def flavor_commands(cloud: Cloud) -> None:
+    """A flavor is removed and set again by commands, while one is put into its queue, one is taken, and destroyed."""
+    host = cloud.host(A)
+    cloud.waiting(V)
+    store = ModelStore(cloud.etcd)
+
+    def go() -> None:
+        flavors.delete(store, 'small')
+        cloud.flavor()
+
+    cloud.act('flavor delete, and set', go, mortal=False)
+    cloud.enqueues('eschedule --queue', U)
+    cloud.works(A, 'taking', host.rounds(2, host.hear_queues, host.pull, lambda: cloud.world.sleep(6.0)))
+    cloud.destroys('destroy', V)
+
+
+def queue_forget_and_destroy(cloud: Cloud) -> None:
+    """What waits is destroyed while the compute that claimed for it ends, and is forgotten."""
+    for each in (A, B):
+        cloud.host(each)
+    cloud.limited(5)
+    place = cloud.waiting(U, 'web', TOGETHER)
+    cloud.claimed(U, A)
+    forgets(cloud, A, ends(cloud, A))
+    cloud.destroys('destroy', U)
+    cloud.takes(B, place)
+
+
+def queue_and_direct_name(cloud: Cloud) -> None:
+    """One name, wanted in a queue and directly, and the waiting one is destroyed."""
+    host = cloud.host(A)
+    cloud.waiting(U, 'web')
+    cloud.is_ample = False
+    cloud.creates('eschedule', V, name='web')
+    cloud.works(A, 'taking', host.rounds(1, host.hear_queues, host.pull))
+    cloud.destroys('destroy', U)
+
+
+def queues_off(cloud: Cloud) -> Check:
+    """A compute dies as it takes what waits, and is started again without queues: its place is not lost for ever."""
+    host = cloud.host(A, room=1)
+    cloud.is_ample = False
+    cloud.waiting(U)
+    taker = cloud.works(A, 'taking', host.rounds(1, host.hear_queues, host.pull))
+
+    def comes_back() -> None:
+        cloud.world.wait('the taker to end', lambda: not taker.is_at_it)
+        host.takes = False
+        host.restart()
+        host.pull = host.hear_queues = lambda: False  # type: ignore[method-assign, assignment]
+        host.rounds(3, host.plan, host.keep_claims, lambda: cloud.world.sleep(61.0))()
+
+    cloud.act('A without queues', comes_back, mortal=False)
+
+    def check() -> list[str]:
+        waits = any(key.startswith(keys.QUEUES) for key in cloud.etcd.entries)
+        wrong = ['A holds for ever what it does not take'] if waits and U in cloud.model.held else []
+        if waits and not wrong:
+            destroy(cloud.store, U)
+        return wrong
+
+    return check
+
+
+FIRST_OF_S = str(uuid.uuid5(uuid.UUID(S), '1'))
+
+
+def set_and_its_member(cloud: Cloud) -> None:
+    """A set, and one of its instances asked for by itself with its uuid: it is one instance, on one compute."""
+    for each in (A, B):
+        cloud.host(each)
+    cloud.limited(5)
+    cloud.creates('the set', S, resume=True, seed=1, count=2, minimum=2)
+    cloud.creates('its first', FIRST_OF_S, resume=True, seed=2)
+
+
+def set_and_its_member_built(cloud: Cloud) -> Check:
+    """The same while both computes build what they are asked for: there are never two guests of it."""
+    set_and_its_member(cloud)
+    hosts = [cloud.computes[each] for each in (A, B)]
+    for each in hosts:
+        cloud.works(each.uuid, '', each.rounds(2, each.plan, lambda: cloud.world.sleep(1.0)))
+
+    def check() -> list[str]:
+        for each in hosts * 3:
+            each.do(each.plan)
+        on = [each.uuid for each in hosts if FIRST_OF_S in each.hypervisor.guests()]
+        return [f'one instance is a guest on {len(on)} computes'] if len(on) > 1 else []
+
+    return check
+
+
+def set_and_its_member_in_a_queue(cloud: Cloud) -> None:
+    """The same where that one is put into a queue, and taken."""
+    for each in (A, B):
+        cloud.host(each)
+    cloud.limited(5)
+    host = cloud.computes[B]
+    cloud.creates('the set', S, resume=True, seed=1, count=2, minimum=2)
+    cloud.enqueues('eschedule --queue', FIRST_OF_S, resume=True)
+    cloud.works(B, 'taking', host.rounds(2, host.hear_queues, host.pull))
+
+
+SCENARIOS = [
+    Scenario(set_and_its_member, Bounds(2, 0)),
+    Scenario(set_and_its_member_in_a_queue, Bounds(2, 0)),
+    Scenario(set_and_its_member_built, Bounds(2, 0)),
+    Scenario(cleared_and_used_again, SHAKY),
+    Scenario(frozen_forget_and_used_again, Bounds(2, 0)),
+    Scenario(cleared_beside_queue, SHAKY),
+    Scenario(fix_beside_a_life, Bounds(2, 0)),
+    Scenario(fix_beside_a_queue, Bounds(2, 0)),
+    Scenario(claim_removed_by_hand, Bounds(2, 0)),
+    Scenario(claim_removed_in_a_build, SHAKY),
+    Scenario(names_removed_by_hand, Bounds(2, 0)),
+    Scenario(request_removed_by_hand, SHAKY),
+    Scenario(quota_goes_and_comes, SHAKY),
+    Scenario(quota_lowered_beside_a_set, SHAKY),
+    Scenario(flavor_commands, SHAKY),
+    Scenario(queue_forget_and_destroy, SHAKY),
+    Scenario(queue_and_direct_name, SHAKY),
+    Scenario(queues_off, Bounds(1, 1, kills=1)),
+]

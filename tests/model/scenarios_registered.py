@@ -1,0 +1,196 @@
+"""What a compute is in placement, while it starts, ends, is disabled, forgotten, or restored from a copy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, cast
+
+from ecomp.agent.host.provider import Registration
+from ecomp.errors import EcompError
+from ecomp.model import status
+from ecomp.scheduler.operating.drain import disable, enable
+from ecomp.scheduler.operating.forget import forget
+from tests.model.acting import SHAKY, Bounds, Call
+from tests.model.cloud import A, B, Cloud, U, V
+from tests.model.compute import Compute
+from tests.model.etcd import ModelStore
+from tests.model.explorer import Check, Scenario
+from tests.model.virtual import NOW
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from ecomp.agent.host.inventory import Inventory
+
+
+def inventory(room: int) -> Inventory:
+    """As compute.yaml has it."""
+    sizes = {'VCPU': room, 'MEMORY_MB': 9, 'DISK_GB': 9}
+    return {name: {'total': total, 'reserved': 0, 'allocation_ratio': 1.0} for name, total in sizes.items()}
+
+
+def registration(cloud: Cloud, host: Compute, room: int = 4, traits: Iterable[str] = ()) -> Registration:
+    """What a process has of it."""
+    state = cast('Path', host.disk.at('state'))
+    return Registration(cloud.placement, host.uuid, inventory(room), (), [*traits], (), state)
+
+
+def _is_open() -> bool:
+    return False
+
+
+def _tries(times: int, work: Callable[[], object]) -> None:
+    """As whoever starts it does, or its next minute."""
+    for _ in range(times):
+        try:
+            work()
+            return
+        except EcompError:
+            continue
+
+
+def _is_closed(cloud: Cloud, compute: str) -> list[str]:
+    provider = cloud.model.providers[compute]
+    cpu = provider.inventories['VCPU']
+    wrong = [] if cpu['reserved'] == cpu['total'] else ['it ended in good order, and its VCPU are not reserved']
+    return wrong if status.DISABLED in provider.traits else [*wrong, 'it ended in good order, and has no trait for it']
+
+
+def _is_as(cloud: Cloud, mine: Registration, disabled: bool | None) -> list[str]:
+    """Whether all is right after another minute; `disabled` None: whichever."""
+    mine.keep(_is_open)
+    provider = cloud.model.providers.get(mine.compute)
+    if provider is None:
+        return ['it lives, and placement does not know it']
+    right = all(
+        provider.inventories.get(name, {}).get(part) == value
+        for name, each in mine.inventory.items()
+        for part, value in each.items()
+    )
+    wrong = [] if right else ['it lives, and its inventory is not as it is to be']
+    by_operator, shut = status.BY_OPERATOR in provider.traits, status.DISABLED in provider.traits
+    if by_operator != shut:
+        wrong.append(f'its traits are {sorted(provider.traits)}')
+    return wrong if disabled in (None, shut) else [*wrong, f'it is disabled: {shut}']
+
+
+def closed_while_it_is_kept(cloud: Cloud) -> Check:
+    """SIGTERM while the minute's look puts right what somebody changed in placement: it is closed in the end."""
+    host = cloud.host(A)
+    mine = registration(cloud, host)
+    cloud.model.providers[A].inventories['VCPU']['total'] = 2
+    closing: list[bool] = []
+
+    def close() -> None:
+        cloud.world.call(Call('libvirt', ('is told to end:', A), writes=True), lambda: closing.append(True))
+        mine.close()
+
+    cloud.world.prints.append(lambda: tuple(closing))
+
+    cloud.works(A, 'looking at the provider', lambda: mine.keep(lambda: bool(closing)))
+    cloud.works(A, 'ending', close)
+    return lambda: _is_closed(cloud, A)
+
+
+def started_and_disabled(cloud: Cloud) -> Check:
+    """A compute ends, and starts with other traits and less room, while it is disabled."""
+    return _started(cloud, 'disable')
+
+
+def started_and_enabled(cloud: Cloud) -> Check:
+    """The same of one that was disabled, and is enabled."""
+    return _started(cloud, 'enable')
+
+
+def _started(cloud: Cloud, what: str) -> Check:
+    host = cloud.host(A)
+    before = registration(cloud, host, 4, ['CUSTOM_OLD'])
+    before.register()
+    if what == 'enable':
+        disable(cloud.placement, A, A)
+    after: list[Registration] = []
+
+    def restarts() -> None:
+        before.close()
+        ModelStore(cloud.etcd).revoke(host.presence.lease)
+
+        def starts() -> None:
+            mine = registration(cloud, host, 3, ['CUSTOM_NEW'])
+            after[:] = [mine]
+            mine.register()
+
+        _tries(3, starts)
+        host.restart()
+
+    cloud.act(A, restarts, mortal=False)
+    store = ModelStore(cloud.etcd)
+    done = (
+        cloud.act('host disable', lambda: disable(cloud.placement, A, A), mortal=False)
+        if what == 'disable'
+        else cloud.act('host enable', lambda: enable(store, cloud.placement, A, A), mortal=False)
+    )
+
+    def check() -> list[str]:
+        if isinstance(done.outcome, BaseException):
+            return [f'host {what} fails: {done.outcome}']
+        wrong = _is_as(cloud, after[0], what == 'disable')
+        return [*wrong, *(['its old trait stays'] if 'CUSTOM_OLD' in cloud.model.providers[A].traits else [])]
+
+    return check
+
+
+def started_beside_a_create(cloud: Cloud) -> Check:
+    """A compute with an instance ends, and starts with just room for another, while two are created."""
+    host = cloud.host(A)
+    cloud.is_ample = False
+    cloud.delivered(U, A)
+    for _ in range(3):
+        host.plan()
+    before = registration(cloud, host)
+
+    def restarts() -> None:
+        before.close()
+        mine = registration(cloud, host, 2)
+        mine.register()
+        host.rounds(2, host.plan)()
+
+    cloud.works(A, '', restarts)
+    cloud.creates('eschedule', V)
+
+    def check() -> list[str]:
+        return _is_as(cloud, registration(cloud, host, 2), disabled=False)
+
+    return check
+
+
+def forgotten_as_it_starts(cloud: Cloud) -> Check:
+    """A silent compute with a destroy to carry out is started again while it is forgotten: it is there, or is not."""
+    host = cloud.host(A)
+    cloud.host(B)
+    cloud.limited(5)
+    cloud.delivered(U, A, 'web')
+    cloud.etcd.end(host.presence.lease)
+    cloud.destroys('destroy', U)
+
+    def forgets() -> None:
+        forget(ModelStore(cloud.etcd), cloud.placement, A, A, lambda: NOW, lambda _: None)
+
+    def starts() -> None:
+        mine = registration(cloud, host)
+        _tries(3, mine.register)
+        host.start()
+        host.rounds(2, host.plan)()
+
+    cloud.act('host forget', forgets, mortal=False)
+    cloud.act('A', starts, mortal=False)
+    cloud.creates('eschedule', V)
+    return lambda: _is_as(cloud, registration(cloud, host), disabled=False)
+
+
+SCENARIOS = [
+    Scenario(closed_while_it_is_kept, Bounds(2, 0)),
+    Scenario(started_and_disabled, Bounds(2, 0)),
+    Scenario(started_and_enabled, Bounds(2, 0)),
+    Scenario(started_beside_a_create, SHAKY),
+    Scenario(forgotten_as_it_starts, Bounds(2, 0)),
+]

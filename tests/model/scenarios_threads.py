@@ -1,0 +1,296 @@
+"""A compute's tasks in threads of their own beside its planning; a placement that is restored; who only looks."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+
+from ecomp.agent.host.generations import Generations
+from ecomp.errors import EcompError, NotFound
+from ecomp.model import keys
+from ecomp.model.group import Membership
+from ecomp.scheduler.changing.destroy import destroy
+from ecomp.scheduler.looking.find import all_records, find
+from ecomp.scheduler.operating.quotas import limit
+from ecomp.scheduler.operating.repair import fix
+from ecomp.store.client import Delete, Put
+from tests.model.acting import SHAKY, Bounds, Call
+from tests.model.cloud import NAMES, A, B, Cloud, U, V
+from tests.model.compute import Compute
+from tests.model.etcd import ModelStore
+from tests.model.explorer import Check, Scenario
+from tests.model.scenarios_operators import forgets
+from tests.model.scenarios_pairs import active, clears, fixes_all
+from tests.model.scenarios_registered import registration
+from tests.model.scenarios_strangers import by_hand
+from tests.model.world import World
+
+TOGETHER = Membership('g', 'affinity', True)
+
+
+class Lock:
+    """A lock between the actors of a world: a real one would hold up all of them."""
+
+    def __init__(self, world: World) -> None:
+        self._world, self._is_held = world, False
+
+    def __enter__(self) -> None:
+        if self._is_held:
+            self._world.wait('a lock', lambda: not self._is_held)
+        self._is_held = True
+
+    def __exit__(self, *_: object) -> None:
+        self._is_held = False
+
+
+def threaded(cloud: Cloud, host: Compute, steps: int, *also: Callable[[], object]) -> Callable[[], None]:
+    """The planning of a compute, with a thread for each task."""
+    host.memory._lock = Lock(cloud.world)  # type: ignore[assignment]
+
+    def go() -> None:
+        for number in range(steps):
+            planner, process = host.planner, host.process
+            try:
+                works = planner.step(host.store.snapshot(keys.request_prefix(host.uuid)).entries)
+            except EcompError:
+                works = []
+            for work in works:
+                planner.agenda.begin(work.instance, work)
+                name = f'A, its {work.task.kind.value} of {NAMES[work.instance]} ({number})'
+                cloud.act(name, partial(planner.carry_out, work), process=process)
+            host.do(*also)
+            cloud.world.sleep(1.0)
+
+    return go
+
+
+def built_in_threads(cloud: Cloud) -> None:
+    """Two are built at once, one is destroyed meanwhile; planning goes on beside both."""
+    host = cloud.host(A)
+    cloud.limited(5)
+    cloud.delivered(U, A, 'web', TOGETHER)
+    cloud.delivered(V, A, 'db')
+    limit(cloud.store, 'p', ['instances=5'])
+    cloud.works(A, 'planning', threaded(cloud, host, 4, host.planner.recheck))
+    cloud.destroys('destroy', U)
+
+
+def ended_in_threads(cloud: Cloud) -> None:
+    """One is destroyed and one stopped in threads; a record is removed by hand, and the keeper looks."""
+    cloud.limited(5)
+    host = active(cloud, group=TOGETHER)
+    active(cloud, V, 'db')
+    limit(cloud.store, 'p', ['instances=5'])
+    cloud.destroys('destroy', U)
+    cloud.powers('stop', V, 'stop')
+    cloud.works(A, 'planning', threaded(cloud, host, 4, host.planner.recheck))
+    by_hand(cloud, 'somebody', Delete(keys.record(A, V)))
+
+
+def request_removed_in_threads(cloud: Cloud) -> None:
+    """The request of one that is built is deleted by hand, beside planning; what lives of it is destroyed later."""
+    host = cloud.host(A)
+    cloud.delivered(U, A, 'web')
+    cloud.may_fail.add(U)
+    by_hand(cloud, 'somebody', Delete(keys.request(A, U)))
+    cloud.works(A, 'planning', threaded(cloud, host, 4, host.planner.recheck))
+    cloud.is_astray = True
+
+    def later() -> None:
+        with suppress(NotFound):
+            destroy(cloud.store, U)
+        host.plan()
+        fix(cloud.store, cloud.placement, lambda _: None)
+
+    cloud.act('later', lambda: None, again=later)
+
+
+def request_spoilt_and_mended(cloud: Cloud) -> None:
+    """The request of one that is to be built becomes unreadable, and is put right, beside planning."""
+    host = cloud.host(A)
+    cloud.delivered(U, A, 'web')
+    cloud.may_fail.add(U)
+    key = keys.request(A, U)
+    right = cloud.etcd.entries[key].value.decode()
+    by_hand(cloud, 'somebody', Put(key, '{'), Put(key, right))
+    cloud.works(A, 'planning', threaded(cloud, host, 4, host.planner.recheck))
+
+
+# The keeper as the daemon has it
+
+
+def keeper_with_generations(cloud: Cloud) -> Check:
+    """The minute's look goes by the generation and by what is followed, which is behind; one is created, one ends."""
+    cloud.limited(5)
+    host = active(cloud)
+    seen = Generations(cloud.placement, several=False)
+    asked: set[str] = set()
+
+    def follows() -> None:
+        asked.clear()
+        asked.update(map(keys.last, host.store.snapshot(keys.request_prefix(A)).entries))
+
+    def keeps() -> None:
+        generation = seen.of(A)
+        host.keeper.look(host.hypervisor.guests(), cloud.world.read_clock(), generation, set(asked))
+
+    cloud.world.prints.append(lambda: tuple(sorted(asked)))
+    host.keep_claims = keeps  # type: ignore[method-assign]
+    cloud.works(A, 'following', host.rounds(3, follows, lambda: cloud.world.sleep(1.0)))
+    cloud.works(A, 'looking at claims', host.rounds(3, keeps, lambda: cloud.world.sleep(61.0)))
+    cloud.works(A, '', host.rounds(2, host.plan))
+    cloud.creates('eschedule', V, name='db')
+    cloud.destroys('destroy', U)
+
+    def keeps_later() -> None:
+        follows()
+        keeps()
+
+    def check() -> list[str]:
+        host.keep_claims = keeps_later  # type: ignore[method-assign]
+        return []
+
+    return check
+
+
+# Placement
+
+
+def placement_restored(cloud: Cloud) -> None:
+    """placement is restored from a copy of before an instance was made, while another one is, and one is destroyed."""
+    cloud.limited(5)
+    host = cloud.host(A)
+    copied = copy.deepcopy((cloud.model.providers, cloud.model.rows, cloud.model.held))
+    active(cloud)
+    cloud.is_astray = True
+    cloud.is_ample = False
+    cloud.may_fail |= {U, V}
+
+    def restores() -> None:
+        cloud.model.providers, cloud.model.rows, cloud.model.held = copy.deepcopy(copied)
+        cloud.model.writes += 1
+
+    call = Call('libvirt', ('placement is restored', U), writes=True)
+    cloud.act('somebody', lambda: cloud.world.call(call, restores), mortal=False)
+    cloud.creates('eschedule', V, name='db')
+    cloud.destroys('destroy', U)
+    cloud.works(A, '', host.rounds(3, host.plan, host.keep_claims))
+    cloud.act('later', lambda: None, again=lambda: fix(cloud.store, cloud.placement, lambda _: None))
+
+
+def frozen_taker_forgotten(cloud: Cloud) -> Check:
+    """A taker is frozen for longer than its lease, and forgotten; another takes; the first goes on."""
+    for each in (A, B):
+        cloud.host(each)
+    host = cloud.computes[A]
+    place = cloud.waiting(U, 'web')
+    cloud.takes(A, place)
+
+    def freezes() -> None:
+        cloud.world.call(Call('libvirt', ('the lease ends of', A), writes=True), lambda: None)
+        cloud.etcd.end(host.presence.lease)
+
+    silent = cloud.act('time', freezes, mortal=False)
+    forgets(cloud, A, silent)
+    cloud.takes(B, place)
+
+    def check() -> list[str]:
+        mine = registration(cloud, host)
+        mine.keep(lambda: False)
+        host.do(host.look_after_presence)
+        return []
+
+    return check
+
+
+# One instance asked of two computes
+
+
+def asked_of_two(cloud: Cloud) -> Check:
+    """Somebody asks another compute for what lives on A: it is refused there, and what lives is not harmed."""
+    cloud.limited(5)
+    host = active(cloud, group=TOGETHER)
+    other = cloud.host(B)
+    value = json.loads(cloud.etcd.entries[keys.request(A, U)].value)
+    value['allocations'] = {B: value['allocations'][A]}
+    by_hand(cloud, 'somebody', Put(keys.request(B, U), json.dumps(value)))
+    cloud.works(B, '', other.rounds(2, other.plan))
+    cloud.works(A, '', host.rounds(1, host.plan))
+
+    def check() -> list[str]:
+        for each in (host, other) * 3:
+            each.do(each.plan)
+        name, group = cloud.etcd.entries.get(keys.name('web')), cloud.etcd.entries.get(keys.group('g'))
+        wrong = [] if name and not name.lease else ['the name of what lives was let go of']
+        if group is None or U not in json.loads(group.value)['members']:
+            wrong.append('what lives was taken out of its group')
+        if json.loads(cloud.etcd.entries[keys.quota('p')].value)['used'].get('instances') != 1:
+            wrong.append('its share of the quota was given back')
+        cloud.store.commit([], [Delete(keys.record(B, U))])  # so that what is known of U is A's word alone
+        return wrong
+
+    return check
+
+
+# Who only looks
+
+
+def looked_at(cloud: Cloud) -> Check:
+    """Whoever lists, or looks for it, finds one that waits, is taken, built, and destroyed, at each moment."""
+    host = cloud.host(A)
+    cloud.waiting(U, 'web')
+    missed: list[str] = []
+    store = ModelStore(cloud.etcd)
+
+    def lists() -> None:
+        records, errors = all_records(store, with_gone=True)
+        if U not in {each.instance for each in records} or errors:
+            missed.append(f'not in the list: {errors}')
+
+    def finds() -> None:
+        if find(store, U) is None:
+            missed.append('not found')
+
+    for each in range(2):
+        cloud.act(f'list {each}', lists, mortal=False)
+        cloud.act(f'find {each}', finds, mortal=False)
+    cloud.works(A, '', host.rounds(2, host.hear_queues, host.pull, host.plan))
+    cloud.destroys('destroy', U)
+
+    def check() -> list[str]:
+        failed = [each.outcome for each in cloud.world.actors if isinstance(each.outcome, EcompError)]
+        strange = [str(each) for each in failed if not isinstance(each, NotFound)]
+        return [*missed, *strange] if not any(step.fate for step in cloud.world.steps) else []
+
+    return check
+
+
+def everybody(cloud: Cloud) -> None:
+    """A queue, a create, a destroy, clear, the keeper and `audit --fix` at once, on two computes."""
+    hosts = [cloud.host(each) for each in (A, B)]
+    cloud.limited(5)
+    cloud.waiting(U, 'web', TOGETHER)
+    cloud.creates('eschedule', V, name='db', group=TOGETHER)
+    for each in hosts:
+        cloud.works(each.uuid, '', each.rounds(3, each.hear_queues, each.pull, each.plan, each.keep_claims))
+    cloud.destroys('destroy', U)
+    clears(cloud)
+    fixes_all(cloud)
+    cloud.is_ample = False
+
+
+SCENARIOS = [
+    Scenario(built_in_threads, SHAKY),
+    Scenario(ended_in_threads, SHAKY),
+    Scenario(request_removed_in_threads, SHAKY),
+    Scenario(request_spoilt_and_mended, SHAKY),
+    Scenario(keeper_with_generations, Bounds(2, 0)),
+    Scenario(placement_restored, Bounds(2, 0)),
+    Scenario(frozen_taker_forgotten, Bounds(2, 0)),
+    Scenario(asked_of_two, Bounds(2, 0)),
+    Scenario(looked_at, Bounds(2, 0)),
+    Scenario(everybody, SHAKY),
+]
