@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from ecomp.cli.options import OPTIONS, TABLE, Option, Options
 from ecomp.cli.terminal import broken, look, width
-from ecomp.errors import EcompError, Unreachable
+from ecomp.errors import EcompError, NotFound, Unreachable
 from ecomp.model.text import renamed
 
 if TYPE_CHECKING:
@@ -121,7 +121,18 @@ class Context:
         """The connection to etcd."""
         from ecomp.store.client import Store
 
-        return Store(self.etcd)
+        store = Store(self.etcd)
+        store.claims = self.claims
+        return store
+
+    def claims(self, compute: str) -> Mapping[str, object]:
+        """What has a claim on a compute: {consumer: …}."""
+        from ecomp.placement.allocations import of_provider
+
+        try:
+            return of_provider(self.placement, compute)
+        except NotFound:
+            return {}
 
     def connect(self) -> None:
         """Begin the connection to etcd: it is made while what else a command needs is loaded."""

@@ -1,14 +1,16 @@
 """Where an instance is: its request and its record, each below the uuid of a compute. Pure.
 
 More than one compute may have something of one instance: somebody wrote it by hand, or a compute writes what is not its
-own. Believed is the compute that is asked for it; of several the one whose key is the oldest, for whoever wants to be
-taken for it comes later. What ecomp 1.0 may have written, below no compute, counts only where it can be read: else
-rubbish there, which anybody may have put long before, would hide the record that a compute has written.
+own. Believed is the compute that is asked for it. Of several it is the one that holds its claim in placement: the uuid
+is public before anybody is asked, so the oldest request need not be the right one. Where none or each of them does, or
+nobody asked placement, it is the one whose key is the oldest. What ecomp 1.0 may have written, below no compute, counts
+only where it can be read: else rubbish there, which anybody may have put long before, would hide the record that a
+compute has written.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
@@ -31,17 +33,37 @@ Kind = TypeVar('Kind', bound=StoredValue)
 
 @dataclass
 class Places(Generic[Kind]):
-    """One instance's requests and records by compute; '' is for a record naming none, or an older unreadable one."""
+    """One instance's requests and records by compute; '' is for a record naming none, or an older unreadable one.
+
+    `claimless` are computes that are asked for it and hold no claim of it, as far as that was looked at.
+    """
 
     requests: dict[str, Kind] = field(default_factory=dict)
     records: dict[str, Kind] = field(default_factory=dict)
     record_keys: dict[str, str] = field(default_factory=dict)
+    claimless: set[str] = field(default_factory=set)
+
+    def judge(self, instance: str, claims: Callable[[str], Container[str]]) -> None:
+        """Where several computes are asked for this, which is the instance, look for the one that holds its claim.
+
+        `claims` says whose claims a compute holds. It is asked about one after the other, the oldest request first;
+        where one alone is asked for the instance it is not asked.
+        """
+        if len(self.requests) < 2:
+            return
+        for compute in sorted(self.requests, key=self._age):
+            if instance in claims(compute):
+                return
+            self.claimless.add(compute)
 
     @property
     def compute(self) -> str:
         """The compute whose request and record are believed; '' if there is none."""
-        among = self.requests or self.records
-        return min(among, key=lambda each: (among[each].created, each), default='')
+        claiming = [each for each in self.requests if each not in self.claimless]
+        return min(claiming or self.requests or self.records, key=self._age, default='')
+
+    def _age(self, compute: str) -> tuple[int, str]:
+        return (self.requests or self.records)[compute].created, compute
 
     @property
     def request(self) -> Kind | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from typing import Any, NamedTuple, TypeVar
 
 from ecomp.model import keys
@@ -57,6 +57,11 @@ class Planes(NamedTuple):
     mute: Mapping[str, str] = {}
     usages: Mapping[str, Mapping[str, int]] = {}
 
+    def claims(self, compute: str) -> Container[str]:
+        """The consumers that have a claim on a compute."""
+        provider = self.providers.get(compute)
+        return () if provider is None else provider.held
+
 
 class World:
     """The planes, parsed and indexed by instance."""
@@ -72,6 +77,7 @@ class World:
         self.contradicting: dict[str, dict[str, str]] = {}
         self._record_keys: dict[str, str] = {}
         for name, at in by_instance(planes.etcd.items()).items():
+            at.judge(name, planes.claims)
             for compute, key in at.record_keys.items():
                 try:
                     record = from_json(planes.etcd[key].value, name, keys.recorded(key)[0])

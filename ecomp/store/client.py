@@ -10,7 +10,7 @@ others answers for ever.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -123,6 +123,9 @@ class Store:
     a transaction was sent and no answer came, or one that does not tell (read back before anything else), EcompError
     when etcd answered and refused.
     """
+
+    claims: Callable[[str], Container[str]] | None = None
+    """What tells which consumers have a claim on a compute: asked where several computes are asked for one instance."""
 
     def __init__(self, config: EtcdConfig, guard: Guard | None = None) -> None:
         self._connection = Connection(config)

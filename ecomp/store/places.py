@@ -6,8 +6,8 @@ of them has costs a list of every key. Whoever asks for many instances makes tha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property, partial
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache, cached_property, partial
 
 from ecomp.model import keys
 from ecomp.model.places import Places, by_instance
@@ -55,7 +55,7 @@ def near(store: Store, instance: str, among: Index | None = None) -> Places[Entr
     there = store.snapshot(keys.COMPUTES, keys_only=True).entries
     alive = {keys.last(key) for key, each in there.items() if each.lease and keys.is_uuid(keys.last(key))}
     both = [key for each in sorted(alive) for key in (keys.request(each, instance), keys.record(each, instance))]
-    found = by_instance(store.read([*both, keys.old_record(instance)]).items()).get(instance)
+    found = _judged(store, instance, store.read([*both, keys.old_record(instance)]))
     return found if found is not None and found.compute in alive else None
 
 
@@ -96,7 +96,24 @@ def listed(store: Store, instance: str, among: Index | None = None) -> Places[En
     # A record may be written, and its request go, since the names were read. Where it is asked for no other one counts.
     asked = among.requests.get(instance, ())
     mine = [*asked, *_records_of(among, instance)] if asked else among.records.get(instance, ())
-    return by_instance(store.read(sorted(mine)).items()).get(instance) or Places() if mine else Places()
+    return _judged(store, instance, store.read(sorted(mine))) or Places() if mine else Places()
+
+
+def _judged(store: Store, instance: str, found: Mapping[str, Entry]) -> Places[Entry] | None:
+    return everywhere(store, found.items()).get(instance)
+
+
+def everywhere(store: Store, found: Iterable[tuple[str, Entry]]) -> dict[str, Places[Entry]]:
+    """by_instance(); of what several computes are asked for, the one that holds its claim is believed.
+
+    Which one that is nobody is asked by a store without `claims`. Errors: those of placement.
+    """
+    there = by_instance(found)
+    if store.claims is not None:
+        claims = cache(store.claims)
+        for instance, at in there.items():
+            at.judge(instance, claims)
+    return there
 
 
 def _records_of(among: Index, instance: str) -> list[str]:

@@ -332,6 +332,39 @@ def test_it_says_that_it_has_the_victim(cloud: Product, victim: str, state: str)
     assert (cloud.does('show', 'victim'), cloud.does('victim')) == (shown, address)
 
 
+@pytest.mark.parametrize('state', ['active', 'gone'])
+def test_it_says_so_before_another_is_asked(cloud: Product, state: str) -> None:
+    """The uuid of what waits in a queue is public: believed is the compute that holds its claim."""
+    one, two = (cloud.computes[each] for each in (ONE, TWO))
+    one.pause()
+    two.pause()
+    name = f'waits-{state}'
+    instance = cloud.does('--queue', '--flavor', 'small', '--name', name).split()[2]
+    common = {'version': 1, 'instance': instance, 'user_id': 'u', 'project_id': 'p', 'name': name, 'image': IMAGE}
+    request = {**common, 'allocations': {one.uuid: {'resources': {'VCPU': 1, 'MEMORY_MB': 128, 'DISK_GB': 1}}}}
+    address = {'network': 'lan', 'mac': '52:54:00:00:00:01', 'address': '10.66.66.66'}
+    record = {**common, 'compute': one.uuid, 'state': state, 'stages': {}, 'addresses': [address]}
+    keys = f'/hosts/{one.uuid}/{instance}', f'/instances/{one.uuid}/{instance}'
+    cloud.cloud.stores[ONE].commit([], [Put(keys[0], json.dumps(request)), Put(keys[1], json.dumps(record))])
+    two.resume()
+    own = f'/instances/{two.uuid}/{instance}'
+    until(lambda: (found := cloud.operator.get(own)) and b'"addressed"' in found.value, SOON, 'the other has made it')
+    assert cloud.does(name).strip() not in ('', '10.66.66.66')
+    for words in (('show', name), ('list', '--wide')):
+        said = cloud.does(*words)
+        assert (two.uuid in said, one.uuid in said) == (True, False), said
+    # The one that claims to have it answers no audit.
+    doubled = {'request-doubled', *['record-doubled'] * (state == 'active')}
+    assert doubled <= set(mended(cloud)) <= {*doubled, 'compute-mute'}
+    assert {f'/hosts/{two.uuid}/{instance}', f'/names/{name}'} <= cloud.entries().keys()
+    cloud.does('destroy', name)
+    until(lambda: cloud.operator.get(f'/hosts/{two.uuid}/{instance}') is None, SOON, 'the other has destroyed it')
+    assert instance not in cloud.placement.database.allocations()
+    one.resume()
+    until(lambda: cloud.operator.get(keys[0]) is None, SOON, 'its ecompute has ended what it has not')
+    cloud.operator.commit([], [Delete(keys[1])])
+
+
 def test_whoever_places_may_hear_what_happened(cloud: Product, victim: str) -> None:
     words = [line.split(maxsplit=1)[1] for line in cloud.does('events', 'victim').splitlines()]
     # The two computes of this cluster are of one host.

@@ -53,3 +53,32 @@ def test_of_several_that_can_be_read_the_oldest_key_is_believed() -> None:
 def test_who_is_asked_is_believed_before_who_has_a_record() -> None:
     pairs = [(keys.record(TWO, INSTANCE), record(TWO, ACTIVE, 1)), (keys.request(ONE, INSTANCE), Value(b'{}', 7))]
     assert (found(*pairs).compute, found(*pairs).record) == (ONE, None)
+
+
+def test_of_several_that_are_asked_the_one_that_holds_the_claim_is_believed() -> None:
+    """Whoever wants to be taken for it may write before it is delivered: its uuid is public by then."""
+    forged, right = Value(b'{}', 3), Value(b'{}', 7)
+    pairs = [(keys.request(ONE, INSTANCE), forged), (keys.request(TWO, INSTANCE), right)]
+    pairs += [(keys.record(ONE, INSTANCE), record(ONE, GONE, 4)), (keys.record(TWO, INSTANCE), record(TWO, ACTIVE, 8))]
+    for claims, compute, asked in (
+        ({TWO: [INSTANCE]}, TWO, [ONE, TWO]),
+        ({ONE: [INSTANCE]}, ONE, [ONE]),
+        ({ONE: [INSTANCE], TWO: [INSTANCE]}, ONE, [ONE]),
+        ({ONE: ['another']}, ONE, [ONE, TWO]),
+    ):
+        at, told = found(*pairs), []
+
+        def claims_of(each: str, claims: dict[str, list[str]] = claims, told: list[str] = told) -> list[str]:
+            told.append(each)
+            return claims.get(each, [])
+
+        at.judge(INSTANCE, claims_of)
+        assert (at.compute, told) == (compute, asked)
+        assert at.record is dict(pairs)[keys.record(compute, INSTANCE)]
+
+
+def test_of_one_that_is_asked_nobody_asks_placement() -> None:
+    pairs = [(keys.request(ONE, INSTANCE), Value(b'{}', 3)), (keys.record(TWO, INSTANCE), record(TWO, ACTIVE, 1))]
+    at = found(*pairs)
+    at.judge(INSTANCE, lambda _: pytest.fail('asked'))
+    assert at.compute == ONE

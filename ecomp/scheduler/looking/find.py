@@ -10,11 +10,11 @@ from ecomp.model import keys
 from ecomp.model.instance import Invalid, Request, parse_request
 from ecomp.model.names import PREFIX, is_name, uuid_prefix
 from ecomp.model.order import Order
-from ecomp.model.places import Places, by_instance
+from ecomp.model.places import Places
 from ecomp.model.record import GONE, Record, from_json, new_record, recorded, refused_record
 from ecomp.model.text import printable
 from ecomp.store.client import Entry, Store
-from ecomp.store.places import Index, listed, near
+from ecomp.store.places import Index, everywhere, listed, near
 from ecomp.store.sharing import holder
 
 if TYPE_CHECKING:
@@ -174,7 +174,7 @@ def all_records(store: Store, with_gone: bool) -> tuple[list[Record], list[Ecomp
     records, unreadable = {each: _queued(entry) for each, entry in queued.items() if each}, []
     # The value of a request may be large (user-data), and mostly it is not needed.
     asked = [each for each in store.snapshot(keys.HOSTS, keys_only=True).entries.items() if _names_instance(each[0])]
-    for instance, at in by_instance([*asked, *store.snapshot(keys.INSTANCES).entries.items()]).items():
+    for instance, at in everywhere(store, [*asked, *store.snapshot(keys.INSTANCES).entries.items()]).items():
         try:
             if at.record is not None:
                 records[instance] = read_record(at.record)

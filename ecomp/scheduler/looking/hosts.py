@@ -11,11 +11,11 @@ from ecomp.model.computes import Computes, computes_of
 from ecomp.model.instance import Invalid, Request, parse_request
 from ecomp.model.names import uuid_prefix
 from ecomp.model.near import did_you_mean
-from ecomp.model.places import by_instance
 from ecomp.model.record import Record
 from ecomp.model.text import printable
 from ecomp.scheduler.looking.find import read_record
 from ecomp.store.client import Entry, Store
+from ecomp.store.places import everywhere
 
 if TYPE_CHECKING:
     from ecomp.model.host import Host, InEtcd
@@ -142,7 +142,7 @@ def look(store: Store) -> Survey:
             junk.setdefault(compute, []).append(name)
     records: dict[str, Record] = {}
     errors: dict[str, EcompError] = {}
-    for instance, at in by_instance({**requested, **recorded}.items()).items():
+    for instance, at in everywhere(store, {**requested, **recorded}.items()).items():
         try:
             if at.record is not None:
                 records[instance] = read_record(at.record)
