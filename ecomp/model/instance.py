@@ -116,14 +116,19 @@ def shares(wish: Request | Invalid) -> Shares:
     return Shares(wish.name, wish.group_name, wish.project_id, wish.resources)
 
 
-def _shares(value: bytes) -> Shares:
-    """What a request that is refused says of it, each field as far as it can be understood."""
+def shares_in(value: bytes) -> tuple[Shares, Mapping[str, Any]]:
+    """The name and the group in a value that is refused, each as far as it can be understood; and all that it says."""
     try:
         data = load_object(value) if len(value) <= SIZE_LIMIT else {}
     except ValueError:
         data = {}
     group = _or_none(lambda: membership_from(data.get('group')))
-    found = Shares(_or_none(lambda: name_field(data)), group.name if group else None)
+    return Shares(_or_none(lambda: name_field(data)), group.name if group else None), data
+
+
+def _shares(value: bytes) -> Shares:
+    """What a request that is refused says of it, each field as far as it can be understood."""
+    found, data = shares_in(value)
     # Who knows of versions has counted it in its project's quota; what is written by hand nobody has.
     version = data.get('version')
     if type(version) is not int or version <= VERSION:

@@ -9,7 +9,8 @@ compute that is taking it: {"version", "compute"}.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ecomp.model import keys
@@ -17,10 +18,10 @@ from ecomp.model.allocation import Resources, missing
 from ecomp.model.choose import QUEUE, Why
 from ecomp.model.flavor import Flavor, parse_flavor
 from ecomp.model.image import check_image
-from ecomp.model.instance import REASON_LIMIT, Invalid, Request, check_size
+from ecomp.model.instance import REASON_LIMIT, Invalid, Request, Shares, check_size, shares_in
 from ecomp.model.json_object import dump, is_text, load_object
 from ecomp.model.order import Order, dump_fields, parse_fields, text_field
-from ecomp.model.record import QUEUED, Record, recorded
+from ecomp.model.record import QUEUED, Record, recorded, refused_record
 from ecomp.model.text import printable
 
 VERSION = 1
@@ -64,9 +65,18 @@ def parse_waiting(key: str, value: bytes) -> QueueEntry | Invalid:
     try:
         return _parse(key, value)
     except ValueError as error:
-        return Invalid(keys.last(key), printable(str(error))[:REASON_LIMIT])
+        return Invalid(keys.last(key), printable(str(error))[:REASON_LIMIT], _shares(value))
     except RecursionError:  # a reason quotes what is wrong
         return Invalid(keys.last(key), 'the request is nested too deeply')
+
+
+def _shares(value: bytes) -> Shares:
+    """What one that is refused was queued with: whoever queued it has counted it, whatever became of it since."""
+    found, data = shares_in(value)
+    with suppress(ValueError, RecursionError):  # a reason quotes what is wrong
+        resources = parse_flavor('x', _needed(data, 'query')).resources
+        return found._replace(project_id=_needed(data, 'project_id'), resources=resources)
+    return found
 
 
 def _parse(key: str, value: bytes) -> QueueEntry:
@@ -104,7 +114,8 @@ def record_of(key: str, value: bytes) -> Record:
     """What there is to show of a request that waits: no compute has a record of it."""
     waiting = parse_waiting(key, value)
     if isinstance(waiting, Invalid):
-        return Record(keys.last(key), '', QUEUED, fault=f'nobody takes it: {waiting.reason}')
+        refused = refused_record('', waiting, '')
+        return replace(refused, state=QUEUED, stages={}, fault=f'nobody takes it: {waiting.reason}')
     return Record(compute='', state=QUEUED, resources=waiting.resources, **recorded(waiting))
 
 

@@ -9,6 +9,7 @@ import pytest
 from ecomp.errors import Conflict, NotFound
 from ecomp.model import keys
 from ecomp.model.computes import to_json
+from ecomp.model.group import Membership
 from ecomp.model.instance import Request
 from ecomp.model.instance import to_json as request_json
 from ecomp.model.json_object import dump, load_object
@@ -165,3 +166,16 @@ def test_what_a_newer_eschedule_delivered_counts(cloud: Cloud) -> None:
     assert 'quota-differs' not in {each.code for each in audit(cloud.store, cloud.placement).findings}
     assert limit(cloud.store, 'p', ['instances=1']) == 'quota of project p: instances 1/1'
     assert one_quota(cloud.store, 'p').used == {**SIZE, 'instances': 1}
+
+
+def test_what_waits_and_cannot_be_read_gives_back_what_it_shared(cloud: Cloud) -> None:
+    """As where a newer eschedule queued it."""
+    cloud.limited(5)
+    key = cloud.waiting(U, 'web', Membership('g', 'anti-affinity', True)).waiting.key
+    newer = {**load_object(cloud.etcd.entries[key].value), 'version': 2}
+    cloud.store.commit([], [Put(key, dump(newer))])
+    assert {each.code for each in audit(cloud.store, cloud.placement).findings} == {'queued-unreadable'}
+    assert limit(cloud.store, 'p', ['instances=5']) == 'quota of project p: instances 1/5'
+    destroy(cloud.store, U)
+    assert not {key, keys.name('web'), keys.group('g')} & cloud.etcd.entries.keys()
+    assert one_quota(cloud.store, 'p').used == {}

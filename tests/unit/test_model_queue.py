@@ -14,7 +14,7 @@ from ecomp.model import keys
 from ecomp.model.choose import Why
 from ecomp.model.flavor import Flavor
 from ecomp.model.group import ANTI_AFFINITY, Membership
-from ecomp.model.instance import SIZE_LIMIT, Invalid, parse_request
+from ecomp.model.instance import SIZE_LIMIT, Invalid, Shares, parse_request
 from ecomp.model.instance import to_json as request_to_json
 from ecomp.model.queue import QueueEntry, mark_to_json, marked_by, parse_waiting, record_of, to_json
 from ecomp.model.record import QUEUED, STATES
@@ -38,6 +38,12 @@ WAITING = QueueEntry(
 
 def changed(**fields: Any) -> bytes:
     return json.dumps({**json.loads(to_json(WAITING)), **fields}).encode()
+
+
+def refused(value: bytes) -> Invalid:
+    found = parse_waiting(WAITING.key, value)
+    assert isinstance(found, Invalid)
+    return found
 
 
 def test_what_is_written_is_read() -> None:
@@ -94,6 +100,16 @@ def test_what_cannot_be_understood_has_a_reason(value: bytes, said: str) -> None
     shown = record_of(WAITING.key, value)
     assert (shown.instance, shown.state, shown.compute) == (INSTANCE, QUEUED, '')
     assert said in (shown.fault or '')
+
+
+def test_what_cannot_be_understood_says_what_it_shares_as_far_as_it_can_be_told() -> None:
+    group = {'name': 'g', 'policy': ANTI_AFFINITY, 'strict': True}
+    newer = changed(version=2, group=group)
+    assert refused(newer).shares == Shares('web1', 'g', 'a project', SIZE)
+    shown = record_of(WAITING.key, newer)
+    assert (shown.name, shown.group_name, shown.project_id, shown.resources) == ('web1', 'g', 'a project', SIZE)
+    assert refused(changed(query='x', name=3, group=group)).shares == Shares(None, 'g')
+    assert refused(b'[').shares == Shares()
 
 
 @pytest.mark.parametrize('place', ['small', 'small/', '/x', 'small/a/b', 'small/x'])
