@@ -75,7 +75,7 @@ def running(compute: str, remembered: MemoryEntry, is_here: bool, said: EtcdView
         record = said.record  # it came to be so, and that could not be written down here
     if record.state == DESTROYING:
         # Its destroy was accepted, and may be half done.
-        return Publish(replace(request, allocations={}, image=None), record, None)
+        return Publish(replace(request, allocations={}, image=None, left=request.resources), record, None)
     if said.wish is None and not is_here and 'started' in record.stages:
         return Drop()
     asked = request if said.wish is None else None
