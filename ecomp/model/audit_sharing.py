@@ -9,7 +9,7 @@ from ecomp.model.findings import Finding
 from ecomp.model.group import Group
 from ecomp.model.instance import Request
 from ecomp.model.planes import World
-from ecomp.model.quota import Quota, counted
+from ecomp.model.quota import Quota, counted, counts
 
 QUOTED = 3
 """How many instances a finding names at most; it says how many more there are."""
@@ -76,7 +76,12 @@ def quotas(world: World) -> Iterator[Finding]:
 
 def _requested(world: World, project: str) -> dict[str, int]:
     waits = (waiting for places in world.queued.values() for waiting in places.values())
-    wishes = (wish for asked in world.wishes.values() for wish in asked.values())
+    wishes = (
+        each
+        for instance, asked in world.wishes.items()
+        for wish in asked.values()
+        for each in counts(wish, world.records.get(instance))
+    )
     return counted(project, (*waits, *wishes))
 
 

@@ -8,10 +8,15 @@ has been delivered) to the transaction that removes it.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from ecomp.model.allocation import LARGEST, MOST, Resources, is_amount, is_class, summed
+from ecomp.model.instance import Invalid, Request
 from ecomp.model.json_object import DIGITS, dump, load_object
+from ecomp.model.stages import ERROR, GONE
+
+if TYPE_CHECKING:
+    from ecomp.model.record import Record
 
 VERSION = 1
 INSTANCES = 'instances'
@@ -76,6 +81,18 @@ class Demand(Protocol):
     def project_id(self) -> str: ...
     @property
     def resources(self) -> Resources: ...
+
+
+def is_mute(wish: Request | Invalid) -> bool:
+    """Whether a request is a tombstone that does not say what its instance had, as an eschedule of 2019 puts it."""
+    return isinstance(wish, Request) and wish.is_tombstone and not wish.left
+
+
+def counts(wish: Request | Invalid, record: Record | None) -> list[Demand]:
+    """What counts for a request: itself or, where it is mute, the instance's record, as its end will give it back."""
+    if record is None or not is_mute(wish):
+        return [wish]
+    return [] if record.error is not None or record.state in (GONE, ERROR) else [record]
 
 
 def counted(project: str, asked: Iterable[Demand]) -> dict[str, int]:

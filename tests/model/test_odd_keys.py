@@ -179,3 +179,35 @@ def test_what_waits_and_cannot_be_read_gives_back_what_it_shared(cloud: Cloud) -
     destroy(cloud.store, U)
     assert not {key, keys.name('web'), keys.group('g')} & cloud.etcd.entries.keys()
     assert one_quota(cloud.store, 'p').used == {}
+
+
+@pytest.mark.parametrize('project', ['p', None])
+def test_a_destroy_of_2019_counts_for_what_its_record_says_until_its_compute_is_back(
+    cloud: Cloud, project: str | None
+) -> None:
+    host = cloud.host(A)
+    cloud.limited(5)
+    cloud.delivered(U, A)
+    for _ in range(2):
+        host.plan()
+    who = {'user_id': 'u', 'project_id': project, 'consumer_generation': None}
+    destroyed = dump({'allocations': {}, 'instance': U, 'image': None, **who})
+    cloud.store.commit([], [Put(keys.request(A, U), destroyed)])
+    is_silent(cloud)
+    assert 'quota-differs' not in {each.code for each in audit(cloud.store, cloud.placement).findings}
+    assert limit(cloud.store, 'p', ['instances=5']) == 'quota of project p: instances 1/5'
+    assert one_quota(cloud.store, 'p').used == {**SIZE, 'instances': 1}
+    forgotten(cloud)
+    assert one_quota(cloud.store, 'p').used == {}
+
+
+def test_one_of_what_failed_counts_for_nothing(cloud: Cloud) -> None:
+    cloud.host(A)
+    cloud.limited(3)
+    failed = Record(V, A, ERROR, project_id='p', resources=SIZE, error=Failure('image', '404', 'all'))
+    destroyed = Request(V, {}, user_id='u', project_id='p')
+    puts = [Put(keys.record(A, V), record_json(failed)), Put(keys.request(A, V), request_json(destroyed))]
+    cloud.store.commit([], puts)
+    assert 'quota-differs' not in {each.code for each in audit(cloud.store, cloud.placement).findings}
+    limit(cloud.store, 'p', ['instances=3'])
+    assert one_quota(cloud.store, 'p').used == {}

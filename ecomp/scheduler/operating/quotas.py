@@ -7,17 +7,20 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from ecomp.errors import Conflict, NotFound, UnknownOutcome, UsageError
+from ecomp.errors import Conflict, NotFound, UnknownOutcome, Unreadable, UsageError
 from ecomp.failpoints import failpoint
 from ecomp.model import keys
-from ecomp.model.instance import Invalid, Request, parse_request
-from ecomp.model.queue import QueueEntry, parse_waiting
-from ecomp.model.quota import INSTANCES, Quota, counted, parse_limits
+from ecomp.model.instance import parse_request
+from ecomp.model.queue import parse_waiting
+from ecomp.model.quota import INSTANCES, Demand, Quota, counted, counts, is_mute, parse_limits
 from ecomp.model.text import printable
+from ecomp.scheduler.looking.find import read_record
 from ecomp.store.client import Delete, Put, Store
+from ecomp.store.places import places
 from ecomp.store.sharing import put_quota, quota
 
 if TYPE_CHECKING:
+    from ecomp.model.record import Record
     from ecomp.placement.client import Placement
 
 TRIES = 50
@@ -96,11 +99,20 @@ def _counted(store: Store, project: str) -> dict[str, int]:
     """What a project has, by the requests there are."""
     # Those that wait first: what is moved meanwhile is seen twice, and counts once.
     waiting = store.snapshot(keys.QUEUES).entries
-    asked: list[QueueEntry | Request | Invalid] = [parse_waiting(key, each.value) for key, each in waiting.items()]
+    asked: list[Demand] = [parse_waiting(key, each.value) for key, each in waiting.items()]
     for key, entry in store.snapshot(keys.HOSTS).entries.items():
         compute = key.removeprefix(keys.HOSTS).partition('/')[0]
-        asked.append(parse_request(compute, key, entry.value))
+        wish = parse_request(compute, key, entry.value)
+        asked += counts(wish, _record(store, wish.instance) if is_mute(wish) else None)
     return counted(project, asked)
+
+
+def _record(store: Store, instance: str) -> Record | None:
+    try:
+        entry = places(store, instance).record
+        return read_record(entry) if entry is not None else None
+    except Unreadable:
+        return None
 
 
 def one_quota(store: Store, project: str) -> Quota:
