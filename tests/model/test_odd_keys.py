@@ -211,3 +211,25 @@ def test_one_of_what_failed_counts_for_nothing(cloud: Cloud) -> None:
     assert 'quota-differs' not in {each.code for each in audit(cloud.store, cloud.placement).findings}
     limit(cloud.store, 'p', ['instances=3'])
     assert one_quota(cloud.store, 'p').used == {}
+
+
+# Repairs
+
+
+def test_a_right_quota_stays_right_where_a_request_has_ended(cloud: Cloud) -> None:
+    host = cloud.host(A)
+    cloud.limited(5)
+    cloud.delivered(U, A)
+    for _ in range(2):
+        host.plan()
+    asked = cloud.etcd.entries[keys.request(A, U)].value
+    destroy(cloud.store, U)
+    for _ in range(2):
+        host.plan()
+    is_silent(cloud)
+    cloud.store.commit([], [Put(keys.request(A, U), asked.decode())])
+    looks = [audit(cloud.store, cloud.placement) for _ in range(2)]
+    assert {'quota-differs', 'request-ended'} <= {each.code for each in looks[1].findings}
+    mend(cloud.store, cloud.placement, *looks)
+    assert keys.request(A, U) not in cloud.etcd.entries
+    assert one_quota(cloud.store, 'p').used == {}

@@ -59,6 +59,7 @@ def mend(store: Store, placement: Placement, first: Report, second: Report) -> l
     """Mend what both audits found; a line for each repair, done or not."""
     revisions = [*first.revisions, *second.revisions]
     due = [each for each in confirmed(first.findings, second.findings, revisions) if each.fix]
+    due.sort(key=lambda each: each.code == 'quota-differs')  # counted once what has ended is gone
     done = []
     for each in due:
         if each.leftover is None:
