@@ -9,7 +9,9 @@ import pytest
 from ecomp.errors import Conflict, NotFound
 from ecomp.model import keys
 from ecomp.model.computes import to_json
-from ecomp.model.group import Membership
+from ecomp.model.group import Group, Membership
+from ecomp.model.group import from_json as group_from_json
+from ecomp.model.group import to_json as group_json
 from ecomp.model.instance import Request
 from ecomp.model.instance import to_json as request_json
 from ecomp.model.json_object import dump, load_object
@@ -233,3 +235,16 @@ def test_a_right_quota_stays_right_where_a_request_has_ended(cloud: Cloud) -> No
     mend(cloud.store, cloud.placement, *looks)
     assert keys.request(A, U) not in cloud.etcd.entries
     assert one_quota(cloud.store, 'p').used == {}
+
+
+def test_a_record_that_cannot_be_read_keeps_its_own_place_in_a_group_alone(cloud: Cloud) -> None:
+    host = cloud.host(A)
+    cloud.delivered(U, A, None, Membership('g', 'affinity', True))
+    for _ in range(2):
+        host.plan()
+    astray = Group('g', 'affinity', True, {U: A, V: A, W: A})
+    puts = [Put(keys.group('g'), group_json(astray)), *(Put(keys.record(A, each), '{"rubbish') for each in (U, V))]
+    cloud.store.commit([], puts)
+    looks = [audit(cloud.store, cloud.placement) for _ in range(2)]
+    assert f'group-orphaned g: {W} is taken out' in mend(cloud.store, cloud.placement, *looks)
+    assert group_from_json('g', cloud.etcd.entries[keys.group('g')].value).members == {U: A, V: A}

@@ -183,7 +183,7 @@ def _group_away(store: Store, name: str, etcd: dict[str, KeyValue]) -> str:
     for instance, compute in found.members.items():
         record_key = _record_key(etcd, instance)
         record = etcd.get(record_key)
-        is_living = record is not None and from_json(record.value).state not in (GONE, ERROR)
+        is_living = record is not None and _may_live(record)
         if not is_living and instance not in placing and store.get(keys.request(compute, instance)) is None:
             unasked = Unchanged(keys.request(compute, instance), 0)
             out[instance] = [unasked, *_as_read(etcd, record_key)]
@@ -193,6 +193,13 @@ def _group_away(store: Store, name: str, etcd: dict[str, KeyValue]) -> str:
     if not out or store.commit(conditions, [put_group(found.without(*out))]) is None:
         return NOT_ANY_MORE
     return f'{", ".join(out)} is taken out' if len(out) == 1 else f'{len(out)} are taken out'
+
+
+def _may_live(record: KeyValue) -> bool:
+    try:
+        return from_json(record.value).state not in (GONE, ERROR)
+    except ValueError:
+        return True
 
 
 def _count_anew(store: Store, project: str) -> str:
