@@ -98,6 +98,8 @@ def _lacking(waits: Waiting, known: Computes) -> list[str]:
     """Who could take it, and why nobody does."""
     if waits.taker is not None:
         return [f'{known.called(waits.taker)} is taking it']
+    if waits.is_flavorless:
+        return ['its flavor is not there, and nobody takes it: eschedule flavor set it again, or eschedule destroy it']
     lines = [f'{known.called(compute)}: {lacks}' for compute, lacks in waits.lacks.items()]
     if waits.unknown is not None:
         lines.append(f'what each compute that takes from queues lacks could not be found out: {waits.unknown}')

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import cast
 
 import pytest
 
+from ecomp.cli.why import in_sentences, why
 from ecomp.errors import Conflict, NotFound
 from ecomp.model import keys
 from ecomp.model.computes import to_json
@@ -18,9 +20,11 @@ from ecomp.model.json_object import dump, load_object
 from ecomp.model.power import STOP, Power
 from ecomp.model.record import ERROR, GONE, Failure, Record, from_json
 from ecomp.model.record import to_json as record_json
+from ecomp.placement.client import Placement
 from ecomp.scheduler.changing.destroy import destroy
 from ecomp.scheduler.changing.power import power
 from ecomp.scheduler.changing.wait import Deadline
+from ecomp.scheduler.looking.find import find
 from ecomp.scheduler.operating.audit import audit
 from ecomp.scheduler.operating.drain import disable, drained, enable, inhabitants
 from ecomp.scheduler.operating.forget import UNSEEN, forget
@@ -28,7 +32,7 @@ from ecomp.scheduler.operating.quotas import limit, one_quota
 from ecomp.scheduler.operating.repair import mend
 from ecomp.store.client import Delete, Put
 from tests.model.acting import Bounds
-from tests.model.cloud import SIZE, A, B, Cloud, U, V, W
+from tests.model.cloud import FLAVOR, QUERY, SIZE, A, B, Cloud, U, V, W
 from tests.model.explorer import Follow
 from tests.model.virtual import NOW, inside, virtual
 from tests.model.world import World
@@ -248,3 +252,19 @@ def test_a_record_that_cannot_be_read_keeps_its_own_place_in_a_group_alone(cloud
     looks = [audit(cloud.store, cloud.placement) for _ in range(2)]
     assert f'group-orphaned g: {W} is taken out' in mend(cloud.store, cloud.placement, *looks)
     assert group_from_json('g', cloud.etcd.entries[keys.group('g')].value).members == {U: A, V: A}
+
+
+# What waits
+
+
+def test_why_what_waits_for_a_flavor_that_is_gone_waits(cloud: Cloud) -> None:
+    cloud.host(A)
+    cloud.waiting(U, 'web')
+    cloud.store.commit([], [Delete(keys.flavor(FLAVOR))])
+    found = find(cloud.store, U)
+    assert found is not None
+    said = in_sentences(why(cloud.store, lambda: cast(Placement, cloud.placement), found))
+    assert said.splitlines()[1:] == [
+        f'it asked for {QUERY}',
+        'its flavor is not there, and nobody takes it: eschedule flavor set it again, or eschedule destroy it',
+    ]

@@ -21,6 +21,7 @@ class Waiting:
     """A place in a queue. `before` is how many of the same flavor wait longer; `taker` the compute that is taking it.
 
     `lacks` is what each compute that takes from queues lacks, in words; `unknown` why that could not be found out.
+    `is_flavorless`: its flavor is not there, and nobody takes it whatever each has.
     """
 
     flavor: str
@@ -28,6 +29,7 @@ class Waiting:
     taker: str | None
     lacks: Mapping[str, str]
     unknown: str | None = None
+    is_flavorless: bool = False
 
 
 def waiting(
@@ -39,6 +41,8 @@ def waiting(
     before = sum(each.revision < entry.revision for key, each in there.items() if keys.queued(key) is not None)
     mark = store.get(keys.taker(entry.key))
     taker = marked_by(mark.value) if mark is not None else None
+    if store.get(keys.flavor(flavor)) is None:
+        return Waiting(flavor, before, taker, {}, is_flavorless=True)
     try:
         lacks = lacking(placement, query or '', known, known.takers, group) if known.takers else {}
     except (EcompError, Unexplained) as error:
