@@ -17,7 +17,8 @@ def at_it(store: Store) -> set[str]:
     """The instances that a living eschedule is at, or that wait to be taken, or that a compute is taking."""
     # In this order: what is delivered into a queue meanwhile is seen twice rather than not at all.
     placing = in_requests(store.snapshot(keys.ATTEMPTS))
-    return placing | {keys.in_queue(key) for key in store.snapshot(keys.QUEUES, keys_only=True).entries}
+    queues = store.snapshot(keys.QUEUES, keys_only=True).entries
+    return placing | {keys.in_queue(key) for key, each in queues.items() if each.lease or not key.endswith(keys.TAKER)}
 
 
 def wanted(store: Store, holding: Mapping[str, Iterable[str]], waiting: bool = True) -> set[str]:
@@ -35,8 +36,9 @@ def wanted(store: Store, holding: Mapping[str, Iterable[str]], waiting: bool = T
 
 
 def in_requests(snapshot: Snapshot) -> set[str]:
-    """The instances that living eschedules are at."""
-    return {instance for key, entry in snapshot.entries.items() for instance in announced(key, entry.value)}
+    """The instances that living eschedules are at. A key on no lease is nobody's: somebody has put it by hand."""
+    there = ((key, entry.value) for key, entry in snapshot.entries.items() if entry.lease)
+    return {instance for key, value in there for instance in announced(key, value)}
 
 
 def being_taken(store: Store) -> set[str]:

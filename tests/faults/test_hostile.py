@@ -75,7 +75,7 @@ def understood(value: bytes) -> list[str]:
         from_json(value)
     except ValueError as error:
         reasons.append(str(error))
-    assert 'key' in in_requests(Snapshot(1, {'/requests/key': Entry('/requests/key', value, 1)}))
+    assert 'key' in in_requests(Snapshot(1, {'/requests/key': Entry('/requests/key', value, 1, 1)}))
     return reasons
 
 

@@ -284,7 +284,7 @@ def test_what_is_no_leftover_stays(cloud: Cloud, host: Host) -> None:
     running, used, asked, lives, tried = host.domain(), host.disk(), host.disk(), host.disk(), host.disk()
     cloud.etcd.put(keys.request(host.compute, asked), '{}')
     cloud.etcd.put(keys.record(host.compute, lives), json.dumps({'state': 'who knows'}))
-    cloud.etcd.put(keys.attempt(tried), json.dumps({'instances': [tried]}))
+    cloud.etcd.put(keys.attempt(tried), json.dumps({'instances': [tried]}), cloud.etcd.grant())
     data = GuestData(host.state / 'metadata')
     data.write(Request(asked, {}), [MAC])
     before = host.hypervisor.guests()

@@ -315,7 +315,7 @@ def test_a_drain_waits_for_who_has_just_marked_a_waiting_request(cloud: Cloud) -
     def tell(what: str) -> None:
         waited.append(what)
         if len(waited) == 1:
-            cloud.store.commit([], [Put(mark, mark_to_json(compute))])
+            cloud.store.commit([], [Put(mark, mark_to_json(compute), cloud.store.grant(60))])
             assert time.monotonic() - began < FRESH
         # Its claim takes as long as placement does.
         if time.monotonic() - began > 2 * FRESH:

@@ -8,7 +8,7 @@ from typing import cast
 import pytest
 
 from ecomp.cli.why import in_sentences, why
-from ecomp.errors import Conflict, NotFound
+from ecomp.errors import Conflict, NotFound, StillGoing
 from ecomp.model import keys
 from ecomp.model.computes import to_json
 from ecomp.model.group import Group, Membership
@@ -18,6 +18,7 @@ from ecomp.model.instance import Request
 from ecomp.model.instance import to_json as request_json
 from ecomp.model.json_object import dump, load_object
 from ecomp.model.power import STOP, Power
+from ecomp.model.queue import mark_to_json
 from ecomp.model.record import ERROR, GONE, Failure, Record, from_json
 from ecomp.model.record import to_json as record_json
 from ecomp.placement.client import Placement
@@ -252,6 +253,25 @@ def test_a_record_that_cannot_be_read_keeps_its_own_place_in_a_group_alone(cloud
     looks = [audit(cloud.store, cloud.placement) for _ in range(2)]
     assert f'group-orphaned g: {W} is taken out' in mend(cloud.store, cloud.placement, *looks)
     assert group_from_json('g', cloud.etcd.entries[keys.group('g')].value).members == {U: A, V: A}
+
+
+# Keys that say that somebody is at it, on no lease: nobody is (as above)
+
+
+def test_a_host_is_drained_and_forgotten_whatever_is_on_no_lease(cloud: Cloud) -> None:
+    cloud.host(A)
+    cloud.claimed(W, A)
+    queue_key = keys.queue('small', V)
+    attempt = Put(keys.attempt(W), dump({'version': 1, 'instances': [W]}))
+    cloud.store.commit([], [attempt, Put(keys.taker(queue_key), mark_to_json(A))])
+    disable(cloud.placement, A, 'hv1')
+    with pytest.raises(StillGoing, match='1 instance to go'):
+        drained(cloud.store, cloud.placement, A, 'hv1', Deadline(5.0), lambda _: None)
+    is_silent(cloud)
+    assert f'{W}: its claim is released: no request stands behind it' in forgotten(cloud)
+    cloud.host(B)
+    disable(cloud.placement, B, 'hv2')
+    drained(cloud.store, cloud.placement, B, 'hv2', Deadline(5.0), lambda _: None)
 
 
 # What waits

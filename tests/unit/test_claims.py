@@ -11,6 +11,8 @@ from ecomp.agent.host.claims import APART, due, orphans
 from ecomp.store.client import Entry, Snapshot
 from ecomp.store.requests import in_requests
 
+LEASE = 7
+
 names = st.sets(st.sampled_from('abcdefgh'))
 
 
@@ -58,8 +60,12 @@ def test_nothing_is_due_before_its_time(looks: list[tuple[float, set[str]]]) -> 
 
 def test_whom_living_eschedules_are_at() -> None:
     def entry(name: str, value: bytes) -> tuple[str, Entry]:
-        return f'/requests/{name}', Entry(f'/requests/{name}', value, 1)
+        return f'/requests/{name}', Entry(f'/requests/{name}', value, 1, LEASE)
 
     of_a_set = json.dumps({'instances': ['a', 'b']}).encode()
     values = [('a', of_a_set), ('c', b'\xff'), ('d', b'[]'), ('e', b'{"instances": 5}'), ('f', b''), ('g', b'null')]
-    assert in_requests(Snapshot(1, dict(entry(*each) for each in values))) == {*'abcdefg'}
+    entries = dict(entry(*each) for each in values)
+    assert in_requests(Snapshot(1, entries)) == {*'abcdefg'}
+    # Put by hand, it would never end.
+    entries |= {'/requests/h': Entry('/requests/h', of_a_set, 1), '/requests/a': Entry('/requests/a', of_a_set, 2)}
+    assert in_requests(Snapshot(1, entries)) == {*'cdefg'}

@@ -77,7 +77,9 @@ def drained(
     while True:
         late = time.monotonic() - began > FRESH
         # Before what is there: what they deliver meanwhile is then seen.
-        now, marks = frozenset(store.snapshot(keys.ATTEMPTS, keys_only=True).entries), _marks(store)
+        attempts = store.snapshot(keys.ATTEMPTS, keys_only=True).entries
+        # What is on no lease is nobody's, and nothing ends it.
+        now, marks = frozenset(key for key, entry in attempts.items() if entry.lease), _marks(store)
         placing, taking = (placing & now, taking & marks) if all_announced else (now, marks)
         all_announced = late
         prefix = keys.request_prefix(compute)
@@ -96,7 +98,8 @@ def drained(
 def _marks(store: Store) -> frozenset[tuple[str, int]]:
     """The marks that computes have on requests in queues now, and their revisions."""
     waiting = store.snapshot(keys.QUEUES, keys_only=True).entries
-    return frozenset((key, entry.revision) for key, entry in waiting.items() if key.endswith(keys.TAKER))
+    marks = ((key, each.revision) for key, each in waiting.items() if each.lease and key.endswith(keys.TAKER))
+    return frozenset(marks)
 
 
 def _check(placement: Placement, compute: str, called: str) -> None:
