@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import pytest
 
+from ecomp.errors import NoCapacity
 from ecomp.model.choose import FIRST, PACK, SPREAD, Candidate, Offer
 from ecomp.model.inventory import Room
 from ecomp.scheduler.placing.claim import Claimer
@@ -117,3 +118,12 @@ def test_of_a_compute_with_several_places_one_that_was_taken_leaves_the_others()
     )  # fmt: skip
     (placed,) = placer.place(look(), Terms(None, None), {}).values()
     assert placed.allocations.keys() == {compute, *left}
+
+
+def test_a_place_on_two_computes_is_said_to_be_one() -> None:
+    """As of one that shares its disk by an aggregate with another one."""
+    found = offer(2)
+    one, other = found.rooms
+    shared = Offer([{one: {'DISK_GB': 1}, other: {'VCPU': 1, 'MEMORY_MB': 128}}], found.rooms)
+    with pytest.raises(NoCapacity, match='parts of two computes, .* take the trait MISC_SHARES_VIA_AGGREGATE off'):
+        placed(shared, 1, SPREAD, ahead=0)

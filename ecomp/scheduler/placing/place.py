@@ -160,6 +160,11 @@ def why_none(offer: Offer, choice: Choice, alive: Collection[str], group: Group 
         return 'placement names computes, but none of them is alive'
     if not alive:
         return 'no compute is alive: is ecompute running anywhere?'
+    if any(sum(provider in alive for provider in each) > 1 for each in offer.candidates):
+        from ecomp.placement.room import SHARES  # seldom needed
+
+        told = 'placement names only places that are parts of two computes, of which one shares with the other'
+        return f'{told}, and a guest has one: take the trait {SHARES} off that one'
     if offer.candidates:  # another cloud's nodes, or computes that etcd has forgotten
         return 'placement names providers, and none of them is a living compute'
     return 'placement names no provider with that much free and all that is required'
