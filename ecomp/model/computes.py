@@ -20,6 +20,7 @@ VERSION = 1
 LONGEST = 64
 """Characters that are shown of a version or a kind."""
 
+_SAID_VERSION = re.compile('[0-9A-Za-z.+!-]*')
 _HOSTNAME = re.compile('[A-Za-z0-9_][A-Za-z0-9_.-]{0,252}')
 
 
@@ -166,6 +167,8 @@ def living_in(value: bytes) -> Living:
     """What a living compute's own key says of it: whatever makes no sense is not said."""
     said = _object(value)
     version, kind = (_short(said.get(name)) for name in ('version', 'kind'))
+    if version is not None and not _SAID_VERSION.fullmatch(version):  # doctor says it where a command is to be copied
+        version = None
     queues = said.get('queues')
     taking = queues if isinstance(queues, bool) else None
     return Living(_hostname(said), version, kind, taking, hints.read(said.get('room')))

