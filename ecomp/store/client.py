@@ -34,7 +34,7 @@ from ecomp.store.messages import (
     WatchCreate,
     Write,
 )
-from ecomp.store.pages import pages
+from ecomp.store.pages import TooLong, pages
 from ecomp.store.reasons import NOT_FOUND, Failure
 
 if TYPE_CHECKING:
@@ -145,13 +145,21 @@ class Store:
         return entry_of(reply.kvs[0]) if reply.kvs else None
 
     def read(self, wanted: Sequence[str]) -> dict[str, Entry]:
-        """Those of these keys that are there, all at one revision as long as there are at most AT_ONCE."""
+        """Those of these keys that are there, all at one revision; fewer at once where their values are too large."""
         found: dict[str, Entry] = {}
-        for first in range(0, len(wanted), AT_ONCE):
-            ranges = [Range(_bytes(key)) for key in wanted[first : first + AT_ONCE]]
-            reply = self._read(_asking(Transaction(success=ranges)))
+        first, count, revision = 0, AT_ONCE, 0
+        while first < len(wanted):
+            ranges = [Range(_bytes(key), revision=revision) for key in wanted[first : first + count]]
+            try:
+                reply = self._read(_asking(Transaction(success=ranges)))
+            except TooLong:
+                if count == 1:
+                    raise
+                count //= 2
+                continue
             entries = [entry_of(kv) for each in reply.responses for kv in each.response_range.kvs]
             found |= {each.key: each for each in entries}
+            first, revision = first + count, revision or reply.header.revision
         return found
 
     def snapshot(

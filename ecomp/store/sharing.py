@@ -23,7 +23,7 @@ from ecomp.model.quota import Quota, charge
 from ecomp.model.quota import from_json as quota_from_json
 from ecomp.model.quota import to_json as quota_to_json
 from ecomp.model.stages import ERROR, GONE, KEPT
-from ecomp.store.client import Delete, Entry, Put, Store, Unchanged
+from ecomp.store.client import AT_ONCE, Delete, Entry, Put, Store, Unchanged
 
 if TYPE_CHECKING:
     from ecomp.model.record import Record
@@ -84,15 +84,17 @@ def group(store: Store, name: str) -> tuple[Group | None, Unchanged]:
 
 
 def groups(store: Store, names: Iterable[str]) -> tuple[dict[str, Group], set[str]]:
-    """Those of these groups that there are, by name, and the names of those that cannot be read: in one question."""
+    """Those of these groups that there are, by name, and the names of those that cannot be read; 128 at a time."""
     found: dict[str, Group] = {}
     unreadable = set[str]()
-    for key, entry in store.read(sorted(map(keys.group, names))).items():
-        name = key.removeprefix(keys.GROUPS)
-        try:
-            found[name] = group_from_json(name, entry.value)
-        except ValueError:
-            unreadable.add(name)
+    wanted = sorted(map(keys.group, names))
+    for first in range(0, len(wanted), AT_ONCE):  # somebody may have made all of them as large as etcd takes
+        for key, entry in store.read(wanted[first : first + AT_ONCE]).items():
+            name = key.removeprefix(keys.GROUPS)
+            try:
+                found[name] = group_from_json(name, entry.value)
+            except ValueError:
+                unreadable.add(name)
     return found, unreadable
 
 

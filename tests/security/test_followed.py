@@ -183,13 +183,44 @@ def test_a_list_of_large_values_comes_in_small_pages(
         store.close()
 
 
+def limit_answers(monkeypatch: pytest.MonkeyPatch, longest: int) -> None:
+    """Have no answer of etcd's that is longer than so many bytes taken."""
+    limits = [(name, value if 'message' not in name else longest) for name, value in by_etcd3.KEEPALIVE]
+    monkeypatch.setattr(by_etcd3, 'KEEPALIVE', limits)
+    monkeypatch.setattr(by_h2, 'LONGEST', longest)
+
+
+@pytest.mark.parametrize('light', [True, False])
+def test_large_values_are_read_a_few_at_once_as_they_were_at_one_moment(
+    etcd: Etcd, prefix: str, monkeypatch: pytest.MonkeyPatch, light: bool
+) -> None:
+    """Groups or records of a megabyte each that somebody puts: who reads many of them was told that it is too long."""
+    limit_answers(monkeypatch, 200_000)
+    names = [f'{prefix}{number:02d}' for number in range(20)]
+    for name in names:
+        etcd.put(name, 'y' * 50_000)
+    store = Store(config(etcd.endpoint, light=light))
+    real = store._read
+    answered: list[object] = []
+
+    def read(ask: object, linearizable: bool = True, about: Sequence[str] = ()) -> object:
+        answered.append(real(ask, linearizable, about))  # type: ignore[arg-type]
+        etcd.put(names[-1], 'later')
+        return answered[-1]
+
+    monkeypatch.setattr(store, '_read', read)
+    try:
+        assert {name: len(each.value) for name, each in store.read(names).items()} == dict.fromkeys(names, 50_000)
+        assert len(answered) > 1
+    finally:
+        store.close()
+
+
 @pytest.mark.parametrize('light', [True, False])
 def test_a_message_that_is_too_long_is_an_error_in_words(
     etcd: Etcd, prefix: str, monkeypatch: pytest.MonkeyPatch, light: bool
 ) -> None:
-    limits = [(name, value if 'message' not in name else 200_000) for name, value in by_etcd3.KEEPALIVE]
-    monkeypatch.setattr(by_etcd3, 'KEEPALIVE', limits)
-    monkeypatch.setattr(by_h2, 'LONGEST', 200_000)
+    limit_answers(monkeypatch, 200_000)
     for number in range(10):
         etcd.put(f'{prefix}{number}', 'y' * 100_000)
     store = Store(config(etcd.endpoint, light=light))
