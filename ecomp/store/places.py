@@ -83,7 +83,9 @@ def index(store: Store) -> Index:
 def _names(store: Store, family: str) -> Mapping[str, Sequence[str]]:
     found: dict[str, list[str]] = {}
     for key in store.snapshot(family, keys_only=True).entries:
-        found.setdefault(keys.last(key), []).append(key)
+        # What a compute puts elsewhere below its own uuid is of no instance, whatever its last part says.
+        if (parts := key.count('/')) == 3 or (parts == 2 and family == keys.INSTANCES):
+            found.setdefault(keys.last(key), []).append(key)
     return found
 
 

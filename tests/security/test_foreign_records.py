@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+from uuid import uuid4
 
 import pytest
 
+from ecomp.model import keys
+from ecomp.store.places import index, listed
 from tests.kit.commands import Control
 from tests.kit.hands import guests
 from tests.kit.invariants import check
-from tests.kit.servers import until
+from tests.kit.servers import Etcd, until
+from tests.kit.store_client import connected
 from tests.kit.story import SMALL, addressed, logs, one_line, place, reached, record
 from tests.kit.tuned import tuned
 
@@ -57,6 +61,21 @@ def test_what_others_say_of_a_guest_is_not_believed(cluster: Control, down: bool
         cluster.etcd.delete(place_of.format(instance))
         reached(cluster, instance, 'gone')
     check(cluster, compute)
+
+
+def test_what_is_deeper_below_a_compute_is_of_no_instance(etcd: Etcd) -> None:
+    """Seventy keys of a megabyte that end in an instance kept everybody from showing and from destroying it."""
+    instance, compute = str(uuid4()), str(uuid4())
+    good = [keys.request(compute, instance), keys.record(compute, instance), keys.old_record(instance)]
+    forged = [f'/{family}/{OTHER}/{part}/{instance}' for family in ('hosts', 'instances') for part in ('', '1', '1/2')]
+    for key in (*good, *forged, f'/hosts/{instance}'):
+        etcd.put(key, 'x')
+    with connected(etcd.endpoint) as store:
+        among = index(store)
+        assert {*among.requests[instance], *among.records[instance]} == set(good)
+        assert listed(store, instance).requests.keys() == {compute}
+    for key in (*good, *forged, f'/hosts/{instance}'):
+        etcd.delete(key)
 
 
 def test_one_in_its_own_place_is_not_read(cluster: Control) -> None:
