@@ -21,8 +21,11 @@ from ecomp.store.client import Put, Store
 SECONDS = 3600
 """How long it is noted. A release that was sent longer ago than this is not on its way any more."""
 TRIES = 3
-MOST = 1000
-"""A generation above this is not believed: each step up to it is a call to placement."""
+MOST = 50
+"""A generation above this counts as this one: each step up to it is a call to placement, and others wait for it.
+
+Whoever claims and releases the same instance again and again gets there; whoever writes a larger one by hand, too.
+"""
 
 
 def note(store: Store, generations: Mapping[str, int]) -> None:
@@ -71,4 +74,4 @@ def from_json(value: bytes) -> dict[str, int]:
     except ValueError:
         return {}
     entries = found.items() if isinstance(found, dict) else ()
-    return {name: number for name, number in entries if type(number) is int and 0 < number <= MOST}
+    return {name: min(number, MOST) for name, number in entries if type(number) is int and number > 0}

@@ -5,16 +5,19 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator, Sequence
 from contextlib import closing
+from functools import partial
 
 import pytest
 
 from ecomp.conf import EtcdConfig
 from ecomp.errors import UnknownOutcome
 from ecomp.model import keys
+from ecomp.placement import allocations
+from ecomp.placement.claiming import claim
 from ecomp.store import released
 from ecomp.store.client import Delete, Exists, Put, Store, Unchanged
-from ecomp.store.released import highest, note
-from tests.functional.cloud import Cloud, new
+from ecomp.store.released import highest, note, to_json
+from tests.functional.cloud import SMALL, Cloud, new
 
 pytestmark = pytest.mark.fast
 
@@ -67,13 +70,23 @@ def no_garbage(junk: str) -> Iterator[None]:
 @pytest.mark.parametrize(
     'junk', ['', 'seven', '7', '[]', '{}', '[' * 9999, '{"generations": 7}', '{"generations": {"%s": %s}}']
 )
-@pytest.mark.parametrize('number', ['"7"', '-1', '0', 'true', '7.0', '1001', '1' + 5000 * '0', 'null', '1e999', '{}'])
+@pytest.mark.parametrize('number', ['"7"', '-1', '0', 'true', '7.0', '1' + 5000 * '0', 'null', '1e999', '{}'])
 def test_what_nobody_of_ours_wrote_is_nothing(cloud: Cloud, junk: str, number: str) -> None:
     instance = new()
     cloud.etcd.put(keys.released(instance, 1), junk % (instance, number) if '%' in junk else junk)
     assert highest(cloud.store, [instance]) == highest(cloud.store, [instance, new()]) == 0
     note(cloud.store, {instance: 2})
     assert highest(cloud.store, [instance]) == 2
+
+
+@pytest.mark.parametrize('number', [51, 1000, 10**100])
+def test_a_number_that_somebody_wrote_costs_no_call_for_each_below_it(cloud: Cloud, number: int) -> None:
+    """A compute was at one request for minutes, and at no other one of its queues."""
+    compute, instance = cloud.compute(), new()
+    cloud.etcd.put(keys.released(instance, 1), to_json({instance: number}))
+    above = partial(highest, cloud.store, [instance])
+    claim(cloud.placement, {instance: {compute: SMALL}}, 'u', 'p', lambda: None, above)
+    assert allocations.consumer(cloud.placement, instance).generation == released.MOST + 1 == 51
 
 
 def test_an_answer_that_is_lost_is_asked_for_again(cloud: Cloud, lossy: Lossy) -> None:
