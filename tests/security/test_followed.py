@@ -132,6 +132,21 @@ def test_what_is_kept_is_counted() -> None:
     assert (kept._size, kept.entries) == (0, {})
 
 
+@pytest.mark.parametrize('part', [b'"1f"', b'"1f":""', b'CUSTOM_1F:1'], ids=['keys', 'stages', 'classes'])
+def test_many_short_parts_count_for_what_is_made_of_them(part: bytes) -> None:
+    """211 requests with 46,000 keys of three letters each took every compute from 100 to 760 MiB."""
+    value = b','.join([part] * 46_000)[:SIZE_LIMIT]
+    kept = Cache(SIZE_LIMIT, keeping.MOST)
+    for number in range(200):
+        kept.keep(Entry(f'{number:04d}', value, 1))
+    parts = sum(each.value.count(b',') for each in kept.entries.values())
+    assert 800_000 < parts < 1_100_000
+    for number in range(200):
+        kept.keep(Entry(f'{number:04d}', b'1,2', 2))
+        kept.forget(f'{number:04d}')
+    assert kept._size == 0
+
+
 def test_keys_and_lines_have_a_limit(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(keeping, 'KEYS', 300)
     kept = Cache(10, 100_000)
