@@ -7,7 +7,8 @@
                               them by relative paths: /etc/ecomp of that machine, as it is. A compute.yaml says the
                               compute's uuid, too, for its certificate's role in etcd (roles.py)
 
-What is there and holds for a month more stays as it is, and one process at a time makes what is not.
+What is there and holds for a month more stays as it is, and one process at a time makes what is not. Without a name it
+looks at everybody in DIR.
 https://cryptography.io/en/latest/x509/reference/
 """
 
@@ -34,7 +35,8 @@ from ecomp.files import write_durably
 from ecomp.lab import state
 from ecomp.lab.control import bracketed
 from ecomp.lab.network import backends_yaml
-from ecomp.model import keys
+from ecomp.lab.roles import named
+from ecomp.model import keys, roles
 
 AUTHORITY_DAYS = 3650  # that the authority is valid
 DAYS = 730  # that each other certificate is valid
@@ -71,10 +73,13 @@ class _Signer:
     key: ec.EllipticCurvePrivateKey
 
 
-def make(directory: Path, cluster: Cluster, now: datetime, say: Callable[[str], None]) -> None:
+def make(
+    directory: Path, cluster: Cluster, now: datetime, say: Callable[[str], None], *, others: bool = False
+) -> None:
     """Make each certificate that is missing or ends soon; `say` gets a line for each directory.
 
-    EcompError; UsageError for a name or uuid that cannot be taken.
+    With `others` also those of clients that are in `directory`, whoever they are. EcompError; UsageError for a name or
+    uuid that cannot be taken.
     """
     for name in cluster.servers:
         if not SERVER.fullmatch(name) and not _is_address(name):
@@ -89,12 +94,12 @@ def make(directory: Path, cluster: Cluster, now: datetime, say: Callable[[str], 
             cluster = replace(cluster, servers=_servers(directory / 'etcd/server.crt'))
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         with state.locked(directory):
-            _make(directory, cluster, now, say)
+            _make(directory, cluster, others, now, say)
     except OSError as error:
         raise EcompError(f'{error.filename or directory}: {error.strerror}') from error
 
 
-def _make(directory: Path, cluster: Cluster, now: datetime, say: Callable[[str], None]) -> None:
+def _make(directory: Path, cluster: Cluster, others: bool, now: datetime, say: Callable[[str], None]) -> None:
     signer = _authority(directory, now, say)
     token = directory / 'placement' / 'token'
     for server in ('etcd', 'placement'):
@@ -107,12 +112,21 @@ def _make(directory: Path, cluster: Cluster, now: datetime, say: Callable[[str],
         for name in names:
             place = directory / f'{role}-{name}'
             place.mkdir(mode=0o700, exist_ok=True)
-            _certificate(place, 'client', place.name, (), signer, now, say)
-            _write(place / 'token', token.read_bytes())
+            _client(place, token, signer, now, say)
             if role == 'compute':
                 _configuration(place / 'compute.yaml', cluster, f'uuid: {cluster.uuids.get(name) or uuid.uuid4()}\n')
             else:
                 _configuration(place / 'schedule.yaml', cluster)
+    if others:
+        # Without a configuration where there is none: it would say that this compute is another one.
+        for name in (each for kind in roles.KINDS for each in named(directory, kind)):
+            if CLIENT.fullmatch(name.partition('-')[2]):
+                _client(directory / name, token, signer, now, say)
+
+
+def _client(place: Path, token: Path, signer: _Signer, now: datetime, say: Callable[[str], None]) -> None:
+    _certificate(place, 'client', place.name, (), signer, now, say)
+    _write(place / 'token', token.read_bytes())
 
 
 def _check_uuid(name: str, compute: str, path: Path) -> None:

@@ -88,7 +88,8 @@ def parser() -> argparse.ArgumentParser:
     unit = 'print the systemd unit that runs this command in this directory, and end'
     only.add_argument('--unit', action='store_true', help=unit)
     certs = command('certs', _certs, 'make certificates for etcd, placement and everybody who asks them')
-    certs.add_argument('directory', type=Path, metavar='DIR', help='where they are made, and kept when it is run again')
+    directory = 'where they are made; without a NAME those in it that end within a month are made anew'
+    certs.add_argument('directory', type=Path, metavar='DIR', help=directory)
     for option, what in (
         ('--control', 'names and addresses of the control host, the first for clients; once is enough'),
         ('--compute', 'hypervisors; NAME=UUID for one that has a uuid already'),
@@ -301,7 +302,8 @@ def _certs(options: argparse.Namespace) -> int:
     machine.require({}, ['cryptography'])
     from ecomp.lab import certs
 
-    if options.disable and (options.control or options.compute or options.scheduler or options.operator):
+    named = options.control or options.compute or options.scheduler or options.operator
+    if options.disable and named:
         raise UsageError('--disable makes no certificates: say it alone')
     now = datetime.now(UTC).replace(microsecond=0)
     computes = [each.partition('=') for each in options.compute]
@@ -316,7 +318,7 @@ def _certs(options: argparse.Namespace) -> int:
         uuids={name: compute for name, says, compute in computes if says},
     )
     if not options.disable:
-        certs.make(options.directory, cluster, now, _say)
+        certs.make(options.directory, cluster, now, _say, others=not named)
     if options.enable:
         roles.enable(options.directory, now, _say)
     elif options.disable:

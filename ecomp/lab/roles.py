@@ -33,7 +33,7 @@ def enable(directory: Path, now: datetime, say: Callable[[str], None]) -> None:
     UsageError where a compute's certificate has no uuid beside it, Conflict where computes of an earlier version run,
     EcompError.
     """
-    wanted = roles.wanted(_computes(directory), _named(directory, SCHEDULER), _named(directory, OPERATOR))
+    wanted = roles.wanted(_computes(directory), named(directory, SCHEDULER), named(directory, OPERATOR))
     with _operator(directory) as accounts:
         if warning := holes(accounts.version()):
             say(f'warning: {warning}. Roles hold mistakes off there, and not attackers')
@@ -70,7 +70,7 @@ def disable(directory: Path, say: Callable[[str], None]) -> None:
         say(f'etcd at {accounts.where} {now}; its users and roles stay')
 
 
-def _named(directory: Path, kind: str) -> list[str]:
+def named(directory: Path, kind: str) -> list[str]:
     """The names of the directories of a kind, `compute-` for one: they are also the certificates' common names."""
     return sorted(path.name for path in directory.glob(f'{kind}*') if (path / 'client.crt').exists())
 
@@ -78,7 +78,7 @@ def _named(directory: Path, kind: str) -> list[str]:
 def _computes(directory: Path) -> dict[str, str]:
     """The uuid of each compute by its user in etcd. UsageError for a compute.yaml without one, or with another's."""
     found: dict[str, str] = {}
-    for name in _named(directory, COMPUTE):
+    for name in named(directory, COMPUTE):
         path = directory / name / 'compute.yaml'
         if not path.exists():
             raise UsageError(f'{path} is not there: it has to say which compute this is, as `uuid: …`')
@@ -96,7 +96,7 @@ def _computes(directory: Path) -> dict[str, str]:
 @contextmanager
 def _operator(directory: Path) -> Iterator[Accounts]:
     """A connection to etcd with the certificate of the first operator whose role may do everything. UsageError."""
-    paths = [directory / name / 'schedule.yaml' for name in _named(directory, OPERATOR)]
+    paths = [directory / name / 'schedule.yaml' for name in named(directory, OPERATOR)]
     configs = [load_schedule(path).etcd for path in paths]
     if not configs:
         raise UsageError(f'{directory} has no certificate that may do this: elab certs {directory} --operator NAME')

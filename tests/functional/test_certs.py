@@ -86,6 +86,34 @@ def test_what_holds_stays_and_what_ends_soon_is_made_anew(tmp_path: Path) -> Non
     assert after['compute-hv1/compute.yaml'] == b'# mine\n'
 
 
+def test_said_without_a_name_it_makes_anew_what_ends_soon_of_everybody(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whoever renews them has no list of the names."""
+    long_ago = NOW - timedelta(days=certs.DAYS - certs.LEFT_DAYS + 1)
+    made(tmp_path, long_ago)
+    (tmp_path / 'operator-ann (old)').mkdir()
+    for name in ('client.crt', 'client.key'):
+        (tmp_path / 'operator-ann (old)' / name).write_bytes((tmp_path / 'operator-ann' / name).read_bytes())
+    (tmp_path / 'compute-hv3').mkdir()
+    (tmp_path / 'compute-hv2/compute.yaml').unlink()
+    before = everything(tmp_path)
+    everybody = ('etcd', 'placement', 'compute-hv1', 'compute-hv2', 'scheduler-shell', 'operator-ann')
+    assert elab.main(['certs', str(tmp_path)]) == 0
+    said = capsys.readouterr().err.splitlines()
+    assert [line.partition(':')[0] for line in said] == [str(tmp_path / each) for each in everybody]
+    after = everything(tmp_path)
+    # No compute.yaml with a new uuid comes to where there was one: etcd would hold that compute to another one's role.
+    assert after.keys() == before.keys()
+    changed = {name for name in after if after[name] != before[name]}
+    assert {name.partition('/')[0] for name in changed} == {*everybody}
+    assert {name.rpartition('/')[2] for name in changed} == {'server.crt', 'server.key', 'client.crt', 'client.key'}
+    subject = openssl('x509', '-in', tmp_path / 'operator-ann/client.crt', '-noout', '-subject', '-nameopt', 'RFC2253')
+    assert subject.strip() == 'subject=CN=operator-ann'
+    assert elab.main(['certs', str(tmp_path)]) == 0
+    assert capsys.readouterr().err == ''
+
+
 def test_after_the_clock_was_put_back_they_are_made_anew(tmp_path: Path) -> None:
     """A day ago nobody would have believed them."""
     made(tmp_path, NOW - timedelta(days=3))
