@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 from ecomp import backends
-from ecomp.agent.host import metadata_server
+from ecomp.agent.host import inventory, metadata_server
+from ecomp.agent.host.provider import check as check_names
 from ecomp.compute_conf import ComputeConfig
-from ecomp.errors import EcompError
+from ecomp.errors import EcompError, UsageError
 from ecomp.model import health, host_health, keys
+from ecomp.model.allocation import NEEDED
 from ecomp.model.health import Ailment, Backends
+from ecomp.placement.client import Placement
 
 PROXIES = ('http_proxy', 'https_proxy', 'all_proxy', 'HTTP_PROXY', 'HTTPS_PROXY', 'ALL_PROXY')
 
@@ -19,10 +23,33 @@ PROXIES = ('http_proxy', 'https_proxy', 'all_proxy', 'HTTP_PROXY', 'HTTPS_PROXY'
 def check(config: ComputeConfig) -> tuple[Backends, list[Ailment]]:
     """How etcd and placement are met, and all that is wrong."""
     found = backends.look(config.etcd, config.placement, config.path, 'compute.yaml')
-    return found, [*health.of_backends(found), *host_health.of_machine(_machine(config))]
+    return found, [*health.of_backends(found), *host_health.of_machine(_machine(config, not found.no_placement))]
 
 
-def _machine(config: ComputeConfig) -> host_health.Machine:
+def refused(config: ComputeConfig, has_placement: bool) -> Iterator[str]:
+    """What of the configuration a start would refuse, and reading it does not: names, where placement answers, too."""
+    classes = sorted({*NEEDED, *(config.inventory or ())})
+    try:
+        inventory.with_ratios(dict.fromkeys(classes, {}), config.allocation_ratios)
+    except UsageError as error:
+        yield str(error)
+    if not has_placement:
+        return
+    placement = Placement(config.placement)
+    try:
+        check_names(placement, config.traits, config.inventory or ())
+    except EcompError as error:
+        yield str(error)
+    finally:
+        placement.close()
+
+
+def no_images(config: ComputeConfig) -> str:
+    """The directory of `images:` where that is none; '' where it is one, or where there are to be none."""
+    return '' if config.images is None or os.path.isdir(config.images) else str(config.images)
+
+
+def _machine(config: ComputeConfig, has_placement: bool) -> host_health.Machine:
     there, why = None, ''
     try:
         from ecomp.virt.looking import look
@@ -40,6 +67,8 @@ def _machine(config: ComputeConfig) -> host_health.Machine:
         tuple(name for name in PROXIES if os.environ.get(name)),
         config.image_proxy is not None,
         metadata_server.is_taken(),
+        tuple(refused(config, has_placement)),
+        no_images(config),
     )
 
 

@@ -24,7 +24,7 @@ from ecomp.agent.host.inventory import registered
 from ecomp.agent.host.memory import Memory
 from ecomp.agent.host.nocloud import nocloud
 from ecomp.agent.host.provider import Registration
-from ecomp.agent.host.provider import check as check_traits
+from ecomp.agent.host.provider import check as check_names
 from ecomp.agent.host.state import State
 from ecomp.agent.instance.instances import Instances
 from ecomp.agent.instance.republish import republish
@@ -64,8 +64,8 @@ class Environment:
     one was accepted last, 0 for never; `familiar`: etcd is the one that was known. Where it is not, the compute is
     read-only from its beginning (rule 10). Over `spread` seconds the computes of a process begin to ask placement, for
     they all hear of their requests at once. They share the `threads`, the `lease` on which they are alive, the `offers`
-    of the queues, what is said of `generations`, and `audits`, an etcd connection for answers. `checks_traits`: it sees
-    whether placement knows the configured traits, which is not known yet.
+    of the queues, what is said of `generations`, and `audits`, an etcd connection for answers. `checks_names`: it sees
+    whether placement knows the configured traits and classes, which is not known yet.
     """
 
     fake: bool
@@ -80,7 +80,7 @@ class Environment:
     offers: Offers
     generations: Generations
     audits: Store
-    checks_traits: bool
+    checks_names: bool
 
 
 class Compute:
@@ -140,8 +140,8 @@ class Compute:
             state=config.state,
         )
         if familiar:
-            if self._environment.checks_traits:
-                check_traits(placement, config.traits)
+            if self._environment.checks_names:
+                check_names(placement, config.traits, config.inventory or ())
             # Before placement hears of it, and not before nothing refuses it any more: the next start is this compute.
             self._state.keep()
         self._memory = memory = Memory(config.state, self.uuid, now)

@@ -16,7 +16,7 @@ from ecomp.agent.compute import Compute, Environment, now
 from ecomp.agent.daemon import EVERY
 from ecomp.agent.host.generations import Generations
 from ecomp.agent.host.known_etcd import KnownEtcd, is_familiar
-from ecomp.agent.host.provider import check as check_traits
+from ecomp.agent.host.provider import check as check_names
 from ecomp.agent.host.state import State
 from ecomp.agent.instance.build import MOST_ENDS
 from ecomp.agent.queue.offers import Offers
@@ -109,10 +109,10 @@ class Process:
         self._environment = Environment(
             *(self._fake, self._accept, accepted, familiar, self._guard, placement, spread),
             *(self._threads, lease, self._offers, Generations(placement, self._count is not None), audits),
-            checks_traits=self._count is None,
+            checks_names=self._count is None,
         )
         if self._count is not None and familiar:
-            check_traits(placement, config.traits)  # once for all of them
+            check_names(placement, config.traits, config.inventory or ())  # once for all of them
         if not self._fake:
             _warn_of_holes(config, self._store)
         if self._count is not None:

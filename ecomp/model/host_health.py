@@ -58,7 +58,8 @@ class Machine:
 
     `configured` is `uuid:`, `wanted` is `virt_type:`, `metadata` is `metadata:`. `proxies` are the environment's, by
     variable; `image_proxy` says that compute.yaml has one. `is_taken` says that a server of another kind listens where
-    the metadata server would.
+    the metadata server would. `refused` is what of compute.yaml a start would refuse, a sentence each; `no_images` is
+    the directory of `images:` where that is none, '' otherwise.
     """
 
     state: StateDirectory
@@ -70,6 +71,8 @@ class Machine:
     proxies: tuple[str, ...] = ()
     image_proxy: bool = False
     is_taken: bool = False
+    refused: tuple[str, ...] = ()
+    no_images: str = ''
 
 
 def _root(facts: Machine) -> Iterator[Found]:
@@ -108,6 +111,17 @@ def _proxy(facts: Machine) -> Iterator[Found]:
         yield what, f'`image_proxy: http://…` in compute.yaml has images fetched by it; else: unset {names}'
 
 
+def _refused(facts: Machine) -> Iterator[Found]:
+    for each in facts.refused:
+        yield f'ecompute would not start: {each}', 'correct it in compute.yaml'
+
+
+def _images(facts: Machine) -> Iterator[Found]:
+    if facts.no_images:
+        what = f'`images:` {facts.no_images} is no directory: whatever is asked for by file:// fails'
+        yield what, f'mkdir -p {shlex.quote(facts.no_images)}, or correct it in compute.yaml'
+
+
 def _no_libvirt(facts: Machine) -> Iterator[Found]:
     if facts.no_libvirt:
         yield facts.no_libvirt, 'systemctl start libvirtd'
@@ -119,6 +133,8 @@ OF_MACHINE: Mapping[str, Callable[[Machine], Iterable[Found]]] = {
     'disk': _disk,
     'uuid': _uuid,
     'proxy': _proxy,
+    'configuration': _refused,
+    'images': _images,
     'libvirt': _no_libvirt,
 }
 

@@ -18,6 +18,8 @@ import pytest
 import yaml
 
 from ecomp import backends
+from ecomp.agent import checking
+from ecomp.compute_conf import load_compute
 from ecomp.conf import EtcdConfig, PlacementConfig
 from ecomp.model import health
 from tests.functional.libvirt_host import LibvirtHost, libvirt_host, missing
@@ -221,6 +223,34 @@ def test_a_state_directory_where_we_may_not_look(tmp_path: Path) -> None:
     done = subprocess.run(command, env=environment(), capture_output=True, text=True, check=False, timeout=120)
     assert done.returncode == 7, done
     assert done.stdout.startswith('etcd: ')
+
+
+def test_what_a_start_would_refuse(etcd: Etcd, placement: PlacementServer, tmp_path: Path) -> None:
+    """A check that is silent of it has `systemctl enable --now` end with a unit that is not started again."""
+    settings = {
+        'state': str(tmp_path / 'state'), 'images': 'images',
+        'etcd': {'endpoints': [etcd.endpoint]}, 'placement': {'endpoint': placement.url},
+        'inventory': {'MEMORY': 2048, 'VGPU': 1}, 'allocation_ratios': {'VPCU': 4, 'VGPU': 1, 'VCPU': 4},
+    }  # fmt: skip
+
+    def found(**changed: object) -> list[str]:
+        (tmp_path / 'compute.yaml').write_text(yaml.safe_dump(settings | changed))
+        config = load_compute(tmp_path / 'compute.yaml')
+        return [str(each) for each in (*checking.refused(config, True), checking.no_images(config)) if each]
+
+    assert found() == [
+        'allocation_ratios: there is no VPCU here, only DISK_GB, MEMORY, MEMORY_MB, VCPU, VGPU',
+        'inventory: placement knows no resource class MEMORY (did you mean MEMORY_MB?)',
+        str(tmp_path / 'images'),
+    ]
+    (tmp_path / 'images').mkdir()
+    custom = {'inventory': {'CUSTOM_FPGA': 1}, 'allocation_ratios': {'VCPU': 4}}
+    assert found(**custom) == ['inventory: placement knows no resource class CUSTOM_FPGA']
+    assert found(traits=['HW_CPU_X86_AVX2'], inventory={'VGPU': 1}, allocation_ratios={'VGPU': 1}) == []
+    # What placement is not asked for is all the same looked at where it is away.
+    (tmp_path / 'compute.yaml').write_text(yaml.safe_dump(settings))
+    (ratio,) = checking.refused(load_compute(tmp_path / 'compute.yaml'), False)
+    assert ratio.startswith('allocation_ratios: ')
 
 
 # The control plane, as both commands look at it

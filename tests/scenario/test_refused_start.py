@@ -27,10 +27,11 @@ def everything_in(directory: Path) -> dict[str, tuple[int, bytes]]:
 def start(compute: Ecompute, **settings: object) -> Result:
     """What becomes of a start over the state directory of `compute` with these settings in place of its own."""
     own = yaml.safe_load(compute.config.read_text())
+    fake = str(settings.pop('fake', INVENTORY))
     merged = {key: value for key, value in {**own, **settings}.items() if value is not None}
     config = compute.directory / 'refused.yaml'
     config.write_text(yaml.safe_dump(merged))
-    words = ('--config', str(config), '--fake', INVENTORY)
+    words = ('--config', str(config), '--fake', fake)
     return run('ecomp.compute', *words, directory=compute.directory)
 
 
@@ -48,6 +49,7 @@ REFUSALS: Mapping[str, tuple[dict[str, object], int, str]] = {
     'a typo in uuid:': ({'uuid': OTHER}, 5, 'put `uuid: '),
     'a trait that placement does not know': ({'traits': ['HW_CPU_NO_SUCH']}, 2, 'HW_CPU_NO_SUCH'),
     'a ratio of what there is not': ({'allocation_ratios': {'SRIOV_NET_VF': 2.0}}, 2, 'SRIOV_NET_VF'),
+    'a class that placement does not know': ({'fake': 'VCPU:4,MEMORY:512,DISK_GB:10'}, 2, 'resource class MEMORY (did'),
     'KVM for what is pretended': ({'virt_type': 'kvm'}, 2, 'only pretended'),
     'both': ({'uuid': OTHER, 'virt_type': 'kvm'}, 2, 'only pretended'),
 }

@@ -97,6 +97,8 @@ BRIDGE, NETWORK, OTHER = Attachment('bridge', 'br0'), Attachment('network', 'def
         (libvirt(computes=frozenset({A, B})), 'uuid', f'guests of compute {B}', f'put `uuid: {B}` into'),
         (replace(libvirt(computes=frozenset({A})), configured=B), 'uuid', f'this is compute {B}', f'`uuid: {A}`'),
         (replace(MACHINE, proxies=('http_proxy',)), 'proxy', 'http_proxy is in the', 'unset http_proxy'),
+        (replace(MACHINE, refused=('traits: CUSTOM',)), 'configuration', 'traits: CUSTOM', 'in compute.yaml'),
+        (replace(MACHINE, no_images='/no such'), 'images', '/no such is no directory', "mkdir -p '/no such'"),
         (replace(MACHINE, libvirt=None, no_libvirt='no socket'), 'libvirt', 'no socket', 'systemctl start libvirtd'),
         (libvirt(version=8_000_000), 'libvirt-version', 'libvirt 8.0.0 is older', '9.0.0'),
         (libvirt(version=11_002_001), 'libvirt-version', 'is 11.2.1 still, and 11.3.0', 'systemctl restart libvirtd'),

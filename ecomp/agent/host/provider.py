@@ -19,8 +19,10 @@ from ecomp.errors import EcompError, UsageError
 from ecomp.failpoints import failpoint
 from ecomp.files import write_durably
 from ecomp.model import status
+from ecomp.model.allocation import NEEDED
 from ecomp.model.inventory import capacity
 from ecomp.model.json_object import load_object
+from ecomp.model.query_check import Named
 from ecomp.placement import providers, traits
 from ecomp.placement.client import Placement
 from ecomp.placement.traits import AGGREGATES, TRAITS
@@ -165,8 +167,17 @@ class Registration:
         failpoint('described-here')
 
 
-def check(placement: Placement, configured: Collection[str]) -> None:
-    """Raise what register() would of a trait that placement does not know; nothing is changed."""
+def check(placement: Placement, configured: Collection[str], classes: Collection[str]) -> None:
+    """UsageError for a trait of `configured` or a class of `inventory:` that placement does not know.
+
+    Nothing is changed. What placement would refuse the inventory for names no key of a configuration.
+    """
+    if strange := frozenset(classes).difference(NEEDED):
+        from ecomp.placement.vocabulary import unknown as unknown_names  # most computes say nothing else
+
+        never, yet = unknown_names(placement, Named(strange, frozenset()))
+        if never or yet:
+            raise UsageError(f'inventory: {"; ".join(filter(None, (never, yet)))}')
     unknown = traits.unknown(placement, [*configured, status.DISABLED])
     _refuse(placement, unknown.intersection(configured))
 
