@@ -147,7 +147,9 @@ def _computes(facts: Computes) -> Iterator[Found]:
             where = f'systemctl restart ecompute on its host; gone for good: eschedule host forget {each.compute}'
             yield f'compute {name} is silent: nothing says that its ecompute lives', where
         elif each.state == CLOSED:
-            yield f'compute {name} is closed: its ecompute was stopped', 'systemctl start ecompute on its host'
+            why = 'its ecompute was stopped, or it only watches, for etcd is not the one that it knew'
+            where = 'systemctl start ecompute on its host; where that runs, journalctl -u ecompute says why'
+            yield f'compute {name} is closed: {why}', where
         elif each.state == ORPHANED:
             yield f'compute {name} is orphaned: placement knows it alone', f'eschedule host forget {each.compute}'
 
