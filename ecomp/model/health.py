@@ -159,7 +159,12 @@ def _versions(facts: Computes) -> Iterator[Found]:
         version = facts.versions.get(each.compute, facts.ours)
         if version != facts.ours:
             what = f'compute {each.hostname or each.compute} runs ecomp {version}, and this is {facts.ours}'
-            yield what, f"pip install 'ecomp=={max(version, facts.ours, key=_parts)}' on the older one"
+            # Not by its name: the ecomp that pip finds by that is not this one.
+            if _parts(version) < _parts(facts.ours):
+                clone = f'on its host, in a clone of ecomp {facts.ours}'
+                yield what, f"{clone}: /opt/ecomp/bin/pip install '.[hypervisor]'; systemctl restart ecompute"
+            else:
+                yield what, f'here, in a clone of ecomp {version}: pip install .'
 
 
 def _queue(facts: Computes) -> Iterator[Found]:

@@ -6,6 +6,7 @@ A broken connection never heals, and a new one knows no callbacks. libvirt.org/h
 from __future__ import annotations
 
 import logging
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -20,7 +21,8 @@ try:
     import libvirt
 except ImportError as error:
     raise UsageError(
-        "libvirt-python is missing: pip install 'ecomp[hypervisor]' (it needs libvirt-dev, pkg-config and gcc)"
+        f"libvirt-python is missing: in a clone of ecomp: {sys.executable} -m pip install '.[hypervisor]' "
+        '(it needs libvirt-dev, pkg-config and gcc)'
     ) from error
 
 __all__ = ['Connection', 'libvirt', 'reason']

@@ -70,9 +70,16 @@ def test_of_the_control_plane(facts: Backends, check: str, says: str, cure: str)
     [
         (Computes((Host(A, None, SILENT, 1, {}),)), ('compute', f'compute {A} is silent', f'host forget {A}')),
         (Computes((Host(A, 'hv1', CLOSED, 1, {}),)), ('compute', 'compute hv1 is closed', 'systemctl start ecompute')),
-        (Computes((Host(A, 'hv1', CLOSED, 1, {}),)), ('compute', 'or it only watches, for etcd', 'journalctl -u ecomp')),
+        (Computes((Host(A, 'hv1', CLOSED, 1, {}),)), ('compute', 'or it only watches', 'journalctl -u ecompute')),
         (Computes((Host(A, None, ORPHANED, 0, {}),)), ('compute', 'is orphaned', f'host forget {A}')),
-        (Computes((Host(A, 'hv1', UP, 0, {}),), {A: '1.9.0'}, '1.10.0'), ('version', 'runs ecomp 1.9.0', '==1.10.0')),
+        (
+            Computes((Host(A, 'hv1', UP, 0, {}),), {A: '1.9.0'}, '1.10.0'),
+            ('version', 'runs ecomp 1.9.0', "clone of ecomp 1.10.0: /opt/ecomp/bin/pip install '.[hypervisor]"),
+        ),
+        (
+            Computes((Host(A, 'hv1', UP, 0, {}),), {A: '1.10.0'}, '1.9.0'),
+            ('version', 'and this is 1.9.0', 'here, in a clone of ecomp 1.10.0: pip install .'),
+        ),
         (Computes(unserved='web1 waits: `queues: True` does it'), ('queue', 'web1 waits', '`queues: True` does it')),
     ],
 )

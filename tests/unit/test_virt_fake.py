@@ -79,7 +79,7 @@ from ecomp.errors import UsageError
 try:
     import ecomp.virt.libvirt_host
 except UsageError as error:
-    assert "pip install 'ecomp[hypervisor]'" in str(error), error
+    assert f"in a clone of ecomp: {sys.executable} -m pip install '.[hypervisor]'" in str(error), error
 else:
     sys.exit('no UsageError')
 """
