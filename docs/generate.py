@@ -336,7 +336,8 @@ def audit() -> tuple[list[Block], list[Section]]:
     """Every code of a finding."""
     rows = [[f'`{code}`', each.meaning, each.fix or '-', each.how or '-'] for code, each in findings.CODES.items()]
     head = ['code', 'what it means', 'what `audit --fix` does', 'what a person does where it does not']
-    return [*docstring(findings), Table(head, rows)], []
+    typed = "What is typed with etcdctl [asks by an operator's certificate](../howto/certificates.md#etcdctl-by-hand)."
+    return [*docstring(findings), typed, Table(head, rows)], []
 
 
 def exit_codes() -> tuple[list[Block], list[Section]]:

@@ -46,7 +46,7 @@ def _computes(world: World) -> Iterator[Finding]:
     for key, kept in world.planes.etcd.items():
         if key.startswith(keys.COMPUTES) and not kept.lease:
             compute = keys.last(key)
-            yield Finding('presence-unleased', compute, f'{key} is on no lease: nobody is alive by it')
+            yield Finding('presence-unleased', compute, f'{key} is on no lease: nobody is alive by it', keys=(key,))
         if key.startswith(keys.HOSTNAMES) and keys.last(key) not in known:
             told = f'{key} is the name of a compute that neither placement nor a request or a living record speaks of'
             yield Finding('hostname-orphaned', keys.last(key), told)
@@ -72,13 +72,15 @@ def _computes(world: World) -> Iterator[Finding]:
 def _attempts(world: World) -> Iterator[Finding]:
     for key, kept in world.attempts().items():
         if not kept.lease:
-            yield Finding('attempt-unleased', keys.last(key), f'{key} is on no lease: it will stay for ever')
+            said = f'{key} is on no lease: it will stay for ever'
+            yield Finding('attempt-unleased', keys.last(key), said, keys=(key,))
 
 
 def _queues(world: World) -> Iterator[Finding]:
     for key, kept in world.marks().items():
         if not kept.lease:
-            yield Finding('taker-unleased', keys.in_queue(key), f'{key} is on no lease: nobody else ever takes it')
+            said = f'{key} is on no lease: nobody else ever takes it'
+            yield Finding('taker-unleased', keys.in_queue(key), said, keys=(key,))
     for instance, queues in sorted(world.queued.items()):
         wishes, record = sorted(world.wishes.get(instance, {})), world.records.get(instance)
         others = [f'it is requested of compute {", ".join(wishes)}'] if wishes else []
@@ -87,11 +89,12 @@ def _queues(world: World) -> Iterator[Finding]:
             key = keys.queue(flavor, instance)
             if isinstance(waiting, Invalid):
                 said = f'{key} cannot be understood, and nobody takes it: {waiting.reason}'
-                yield Finding('queued-unreadable', instance, said)
+                yield Finding('queued-unreadable', instance, said, keys=(key,))
             elif others or len(queues) > 1:
                 also = [f'it waits for {", ".join(sorted(queues))}'] if len(queues) > 1 else []
                 said = f'{key} says that it waits, and {"; ".join([*others, *also])}'
-                yield Finding('queued-doubled', instance, said, mendable=bool(others) and len(queues) == 1)
+                mendable = bool(others) and len(queues) == 1
+                yield Finding('queued-doubled', instance, said, mendable=mendable, keys=(key,))
             elif world.kept(keys.flavor(flavor)) is None:
                 said = f'it waits for flavor {flavor}, which is not there: nobody takes it'
                 yield Finding('queued-flavorless', instance, said)
@@ -101,7 +104,7 @@ def _names(world: World) -> Iterator[Finding]:
     for name, instance in world.names.items():
         key = keys.name(name)
         if instance is None:
-            yield Finding('name-orphaned', name, f'{key} cannot be understood', mendable=False)
+            yield Finding('name-orphaned', name, f'{key} cannot be understood', mendable=False, keys=(key,))
             continue
         wishes, record = world.wishes.get(instance, {}).values(), world.records.get(instance)
         waits = world.queued.get(instance, {}).values()
@@ -135,23 +138,28 @@ def _called(world: World, record: Record) -> Iterator[Finding]:
 
 def _instance(world: World, instance: str) -> Iterator[Finding]:
     if instance in world.unreadable:
-        said = f'{world.record_key(instance)} cannot be understood: {world.unreadable[instance]}'
-        yield Finding('record-unreadable', instance, said)
+        key = world.record_key(instance)
+        said = f'{key} cannot be understood: {world.unreadable[instance]}'
+        yield Finding('record-unreadable', instance, said, keys=(key,))
         return
     for compute, wish in world.wishes.get(instance, {}).items():
         if isinstance(wish, Invalid):
-            said = f'{keys.request(compute, instance)} cannot be understood: {wish.reason}'
-            yield Finding('request-unreadable', instance, said, compute)
+            key = keys.request(compute, instance)
+            key = key if world.kept(key) else keys.HOSTS + compute  # of one without a second part
+            said = f'{key} cannot be understood: {wish.reason}'
+            yield Finding('request-unreadable', instance, said, compute, keys=(key,))
             return
     record = world.records.get(instance)
     for compute, state in sorted(world.contradicting.get(instance, {}).items()):
         said = f'compute {compute} has a record that says {state}'
+        own = keys.record(compute, instance)
+        theirs = own if world.kept(own) else keys.old_record(instance)
         if record is not None:
             told = f'its record says {record.state} on compute {record.compute}, and {said}'
-            yield Finding('record-doubled', instance, told, compute)
+            yield Finding('record-doubled', instance, told, compute, keys=(world.record_key(instance), theirs))
         else:
-            others = ', '.join(sorted(world.wishes.get(instance, {})))
-            yield Finding('request-misplaced', instance, f'{said}, and it is requested of compute {others}', compute)
+            told = f'{said}, and it is requested of compute {", ".join(sorted(world.wishes.get(instance, {})))}'
+            yield Finding('request-misplaced', instance, told, compute, keys=(*_requests(world, instance), theirs))
     if record is not None and world.is_living(instance):
         yield from _living(world, record)
         home = {record.compute}
@@ -164,24 +172,35 @@ def _instance(world: World, instance: str) -> Iterator[Finding]:
     yield from _elsewhere(world, instance, home | world.contradicting.get(instance, {}).keys())
 
 
+def _requests(world: World, instance: str) -> list[str]:
+    return [keys.request(compute, instance) for compute in sorted(world.wishes.get(instance, {}))]
+
+
+def _doubled(world: World, instance: str) -> Finding:
+    told = f'it is requested of computes {", ".join(sorted(world.wishes[instance]))}'
+    return Finding('request-doubled', instance, told, keys=tuple(_requests(world, instance)))
+
+
 def _living(world: World, record: Record) -> Iterator[Finding]:
     instance, compute = record.instance, record.compute
     said = f'its record says {record.state} on compute {compute}'
     kept = world.kept(world.record_key(instance))
     if kept is not None and kept.lease:
-        yield Finding('record-leased', instance, f'{said}, and is on a lease: it will vanish')
+        told = f'{said}, and is on a lease: it will vanish'
+        yield Finding('record-leased', instance, told, keys=(world.record_key(instance),))
     wishes = world.wishes.get(instance, {})
     if not wishes:
         yield Finding('request-missing', instance, f'{said}, and no compute is asked for it', compute)
     elif len(wishes) > 1:
-        yield Finding('request-doubled', instance, f'it is requested of computes {", ".join(sorted(wishes))}')
+        yield _doubled(world, instance)
     if world.is_in_work(instance):
         return
     yield from _claim(world, record, said)
     booted = world.kept(keys.booted(instance))
     told = booted.value.decode(errors='replace') if booted else 'nothing'
     if told != (record.address or 'nothing'):
-        yield Finding('booted-differs', instance, f'/booted says {told}, its record {record.address or "nothing"}')
+        told = f'/booted says {told}, its record {record.address or "nothing"}'
+        yield Finding('booted-differs', instance, told, keys=(keys.booted(instance),))
     yield from _called(world, record)
     yield from membership(world, instance)
     yield from _guest(world, record, said)
@@ -256,7 +275,7 @@ def _ended(world: World, record: Record) -> Iterator[Finding]:
 def _unrecorded(world: World, instance: str) -> Iterator[Finding]:
     wishes = world.wishes.get(instance, {})
     if len(wishes) > 1:
-        yield Finding('request-doubled', instance, f'it is requested of computes {", ".join(sorted(wishes))}')
+        yield _doubled(world, instance)
     if not wishes:
         yield from _traces(world, instance, 'no request and no record speaks of it')
     elif not world.is_in_work(instance):

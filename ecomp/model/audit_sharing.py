@@ -19,7 +19,8 @@ def groups(world: World) -> Iterator[Finding]:
     """Groups whose key cannot be read, whose rule is broken, or that have members that are no living instances."""
     for name, found in world.groups.items():
         if not isinstance(found, Group):
-            yield Finding('group-unreadable', name, f'{keys.group(name)} cannot be understood: {found}')
+            key = keys.group(name)
+            yield Finding('group-unreadable', name, f'{key} cannot be understood: {found}', keys=(key,))
             continue
         for line in found.broken():
             yield Finding('group-broken', name, f'it is {found.rule}, and {line}')
@@ -57,7 +58,8 @@ def quotas(world: World) -> Iterator[Finding]:
     """Quotas that cannot be read, or that count other than the project's requests, or than placement, do."""
     for project, found in world.quotas.items():
         if not isinstance(found, Quota):
-            yield Finding('quota-unreadable', project, f'{keys.quota(project)} cannot be understood: {found}')
+            key = keys.quota(project)
+            yield Finding('quota-unreadable', project, f'{key} cannot be understood: {found}', keys=(key,))
             continue
         requested = _requested(world, project)
         differs = _differs(found.used, requested)

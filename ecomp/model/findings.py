@@ -6,6 +6,7 @@ itself.
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -13,16 +14,19 @@ from ecomp.model.digest import Leftover
 
 
 class Code(NamedTuple):
-    """One code: what it means; what `audit --fix` does about it, '' for nothing; how a person mends it otherwise."""
+    """One code: what it means; what `audit --fix` does about it, '' for nothing; how a person mends it otherwise.
+
+    Of a finding `<key>` in that is its key, or each of those of which one is wrong.
+    """
 
     meaning: str
     fix: str = ''
     how: str = ''
 
 
-WRONG_KEY = 'delete the wrong one: etcdctl del'
-UNREADABLE = 'if no newer ecomp wrote it, delete the key: etcdctl del'
-UNREADABLE_REQUEST = 'eschedule destroy <instance>; of what is no uuid: etcdctl del'
+WRONG_KEY = 'delete the wrong one: etcdctl del <key>'
+UNREADABLE = 'if no newer ecomp wrote it, delete the key: etcdctl del <key>'
+UNREADABLE_REQUEST = 'eschedule destroy <instance>; of what is no uuid: etcdctl del <key>'
 
 CODES = {
     # placement
@@ -55,16 +59,19 @@ CODES = {
         how='eschedule flavor set it again, or eschedule destroy <instance>',
     ),
     'queued-doubled': Code('a request waits that was delivered already', 'takes it out of the queue', WRONG_KEY),
-    'taker-unleased': Code('a compute is taking a request for ever', how='if it is not, delete the key: etcdctl del'),
+    'taker-unleased': Code('a compute is taking a request for ever', how='if it is not: etcdctl del <key>'),
     'record-missing': Code('an instance runs and has no record', how='restart its ecompute, which writes it again'),
     'record-doubled': Code('another compute has a record of it, too', how=WRONG_KEY),
-    'record-unreadable': Code('a record that cannot be understood', how='delete it, and restart its ecompute'),
+    'record-unreadable': Code('a record that cannot be understood', how='etcdctl del <key>, and restart its ecompute'),
     'record-unleased': Code('the record of what has ended will stay for ever', fix='puts it on a lease'),
     'record-leased': Code(
-        'the record of what lives will vanish', how='put the same value again without a lease: etcdctl put'
+        'the record of what lives will vanish',
+        how='put it again without a lease: etcdctl get --print-value-only <key> | etcdctl put <key>',
     ),
     'booted-orphaned': Code('an address of no living instance', fix='deletes it'),
-    'booted-differs': Code('an address other than the recorded one', how='put the right one: etcdctl put'),
+    'booted-differs': Code(
+        'an address other than the recorded one', how='put the right one: etcdctl put <key> ADDRESS'
+    ),
     'name-orphaned': Code('a name of no living instance', fix='deletes it', how=UNREADABLE),
     'name-missing': Code(
         'a living instance does not have its name',
@@ -80,9 +87,9 @@ CODES = {
     'usage-differs': Code(
         "a quota counts other than placement does for its project", how='whose claim it is: openstack allocation show'
     ),
-    'attempt-unleased': Code('somebody is at a request for ever', how='if nobody is, delete the key: etcdctl del'),
+    'attempt-unleased': Code('somebody is at a request for ever', how='if nobody is: etcdctl del <key>'),
     'hostname-orphaned': Code('the host name of a compute that is not there', fix='deletes it'),
-    'presence-unleased': Code('a compute says it is alive, and on no lease', how='delete the key: etcdctl del'),
+    'presence-unleased': Code('a compute says it is alive, and on no lease', how='etcdctl del <key>'),
     # computes
     'compute-mute': Code('a living compute gives no digest', how="see its ecompute's log; restart it"),
     'domain-missing': Code('an instance lives and has no domain', how='eschedule destroy <instance>'),
@@ -135,7 +142,8 @@ class Finding(NamedTuple):
     """One disagreement about `subject`, an instance, a compute or a name; `sentence` says which plane says what.
 
     `compute` is the compute it is on, '' for none; `leftover` is what --fix has that compute remove, None for nothing.
-    `mendable` False means that --fix leaves this one, whatever its code says.
+    `mendable` False means that --fix leaves this one, whatever its code says. `keys` are those of etcd that a
+    person chooses from.
     """
 
     code: str
@@ -144,6 +152,7 @@ class Finding(NamedTuple):
     compute: str = ''
     leftover: Leftover | None = None
     mendable: bool = True
+    keys: tuple[str, ...] = ()
 
     @property
     def fix(self) -> str:
@@ -153,7 +162,8 @@ class Finding(NamedTuple):
     @property
     def how(self) -> str:
         """How a person mends it, '' where `audit --fix` does."""
-        return '' if self.fix else CODES[self.code].how
+        how = '' if self.fix else CODES[self.code].how
+        return how.replace('<key>', ' or '.join(map(shlex.quote, self.keys))) if self.keys else how
 
     def to_dict(self) -> dict[str, Any]:
         """The finding as users see it in JSON."""

@@ -330,6 +330,30 @@ def test_each_defect_yields_its_code_and_no_other(
     assert [(each.code, each.subject) for each in found] == [(code, subject)]
     assert '\n' not in found[0].sentence
     assert found[0].fix or found[0].how, 'either --fix mends it or a person does'
+    # What etcdctl is to be told can be typed, and names what is there.
+    assert '<key>' not in found[0].how
+    assert 'etcdctl' not in found[0].how or set(found[0].keys) <= {*world.etcd, keys.booted(found[0].subject)}
+
+
+def test_what_a_person_deletes_is_named_with_its_key(world: Making) -> None:
+    """Where one of two is wrong, both are there to choose from."""
+
+    def said(instance: str) -> list[str]:
+        return [each.how for each in audit(world.planes()) if each.subject == instance]
+
+    world.ask(TWO, ACTIVE)
+    both = f'{keys.request(ONE, ACTIVE)} or {keys.request(TWO, ACTIVE)}'
+    assert said(ACTIVE) == [f'delete the wrong one: etcdctl del {both}']
+    world.write(OFF, record.ACTIVE, TWO)
+    assert said(OFF) == [f'delete the wrong one: etcdctl del {keys.record(ONE, OFF)} or {keys.record(TWO, OFF)}']
+    world.ask(TWO, GONE)
+    wrong = f'{keys.request(TWO, GONE)} or {keys.record(ONE, GONE)}'
+    assert said(GONE) == [f'delete the wrong one: etcdctl del {wrong}']
+    # An earlier ecompute's lies elsewhere; and a shell gets the key whole.
+    world.etcd[keys.old_record(GONE)] = world.etcd.pop(keys.record(ONE, GONE))
+    assert said(GONE) == [f'delete the wrong one: etcdctl del {keys.request(TWO, GONE)} or {keys.old_record(GONE)}']
+    world.put(keys.quota('a b'), '{}')
+    assert said('a b') == ["if no newer ecomp wrote it, delete the key: etcdctl del '/quotas/a b'"]
 
 
 def test_every_code_is_planted_and_only_those_there_are() -> None:
