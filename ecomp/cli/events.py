@@ -90,7 +90,9 @@ def _told(do: Context, history: History) -> Iterator[Event]:
 
 
 def _say_since(do: Context, since: int) -> None:
-    do.out.say('all that ever happened' if since == 1 else f'what happened since revision {since}; etcd keeps no more')
+    part = '' if do.options.lines is None else f'the last {do.options.lines} of '
+    told = 'all that ever happened' if since == 1 else f'what happened since revision {since}; etcd keeps no more'
+    do.out.say(part + told)
 
 
 class Lines:
