@@ -5,6 +5,7 @@ On localhost they take whoever asks; on an address that others reach only those 
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import socket
@@ -144,10 +145,14 @@ def _with_certs(asked: Endpoints) -> Endpoints:
     try:
         address = ip_address(asked.bind)
     except ValueError as error:
-        raise UsageError(f'--bind {asked.bind}: must be an address of this machine') from error
+        raise _no_address(asked.bind) from error
     if address.is_unspecified:
         raise UsageError(f'--bind {asked.bind}: say which address of this machine, so that its name can be certified')
     return asked if address.is_loopback or asked.certs is not None else replace(asked, certs=Path('certs'))
+
+
+def _no_address(bind: str) -> UsageError:
+    return UsageError(f'--bind {bind}: must be an address of this machine: ip address lists them')
 
 
 def _check_free(what: str, bind: str, port: int) -> None:
@@ -157,5 +162,7 @@ def _check_free(what: str, bind: str, port: int) -> None:
         try:
             probe.bind((bind, port))
         except OSError as error:
+            if error.errno == errno.EADDRNOTAVAIL:
+                raise _no_address(bind) from error
             reason = f'port {port} for {what} cannot be had ({error.strerror}): say another with {option}'
             raise UsageError(reason) from error

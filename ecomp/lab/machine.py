@@ -14,7 +14,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -198,7 +198,7 @@ def require_root(command: str) -> None:
         raise UsageError(f'{command} needs root: {shlex.join(words)}')
 
 
-def require(programs: Mapping[str, str], modules: Iterable[str] = ()) -> None:
+def require(programs: Mapping[str, str], modules: Collection[str] = ()) -> None:
     """UsageError that names what is missing of `programs`, {program: Debian package}, and of Python `modules`."""
     absent = [program for program in programs if not shutil.which(program, path=search_path())]
     packages = sorted({programs[program] for program in absent})
@@ -207,6 +207,7 @@ def require(programs: Mapping[str, str], modules: Iterable[str] = ()) -> None:
     if packages:
         said.append(f'missing: apt-get install --no-install-recommends {" ".join(packages)}')
     if lacking:
-        said.append(f"missing in {sys.executable}: {', '.join(lacking)}; pip install '.[hypervisor,lab]'")
+        extras = 'hypervisor,lab' if 'libvirt' in modules else 'lab'
+        said.append(f"missing in {sys.executable}: {', '.join(lacking)}; pip install '.[{extras}]'")
     if said:
         raise UsageError('; '.join(said))

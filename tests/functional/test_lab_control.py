@@ -366,7 +366,7 @@ def test_certificates_that_are_not_whole_are_named(
     [
         (['--bind', '0.0.0.0'], '--bind 0.0.0.0: say which address'),
         (['--bind', 'ds1'], '--bind ds1: must be an address'),
-        (['--bind', '192.0.2.1'], 'port 2379 for etcd cannot be had (Cannot assign requested address)'),
+        (['--bind', '192.0.2.1'], '--bind 192.0.2.1: must be an address of this machine: ip address lists them'),
     ],
 )
 def test_what_it_refuses_is_one_line(

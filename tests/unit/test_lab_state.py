@@ -140,6 +140,11 @@ def test_everything_that_is_missing_is_named_at_once() -> None:
     with pytest.raises(UsageError, match='apt-get install --no-install-recommends a b; missing in .*: no_such_module'):
         machine.require({'no-such-1': 'b', 'no-such-2': 'a', 'no-such-3': 'b', 'sh': 'dash'}, ['no_such_module', 'os'])
     machine.require({'sh': 'dash'}, ['os'])
+    # libvirt's package is built where it is installed, which is no matter of who runs etcd and placement alone.
+    for modules, extras in ((['no_placement'], 'lab'), (['no_placement', 'libvirt'], 'hypervisor,lab')):
+        with pytest.raises(UsageError) as caught:
+            machine.require({}, modules)
+        assert str(caught.value).endswith(f"; pip install '.[{extras}]'")
 
 
 def test_one_at_a_time_has_a_directory_also_when_it_is_removed_meanwhile(tmp_path: Path) -> None:
