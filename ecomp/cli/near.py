@@ -10,6 +10,7 @@ ELSEWHERE = {
     **dict.fromkeys(('ls', 'ps', 'dir', 'servers', 'server', 'instances', 'vms', 'get'), LIST),
     **dict.fromkeys(('delete', 'del', 'rm', 'remove', 'undefine', 'kill', 'purge', 'terminate'), DESTROY),
     **dict.fromkeys(('create', 'launch', 'new', 'boot', 'make', 'add', 'deploy'), CREATE),
+    'query': "'resources=…'",
     **dict.fromkeys(('info', 'describe', 'inspect', 'status', 'dominfo'), 'show'),
     **dict.fromkeys(('computes', 'nodes', 'hypervisors', 'agents'), 'hosts'),
     **dict.fromkeys(('shutdown', 'poweroff', 'halt', 'off', 'pause'), 'stop'),

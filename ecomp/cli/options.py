@@ -12,6 +12,7 @@ from ecomp.errors import UsageError
 from ecomp.model.choose import WEIGHS
 from ecomp.model.group import POLICIES, Membership, check_group_name
 from ecomp.model.names import check_name
+from ecomp.model.near import did_you_mean
 from ecomp.model.stages import BOOTS, QUEUED, STAGES, STATES
 
 TABLE, JSON, YAML, CSV, VALUE = FORMS = ('table', 'json', 'yaml', 'csv', 'value')
@@ -29,6 +30,9 @@ MOST_LINES = 1_000_000
 """Lines that `log -n` may ask for; more is a UsageError, and without -n comes all there is."""
 
 
+NUMBERS: Mapping[Callable[[str], float], str] = {int: 'whole number', float: 'number of seconds'}
+
+
 class Option(NamedTuple):
     """One option: how it is written, its value's name ('' for none), what it does, and the rest for argparse."""
 
@@ -40,7 +44,21 @@ class Option(NamedTuple):
 
 def _option(flags: str, metavar: str, help: str, **more: Any) -> Option:
     how = {'metavar': metavar} if metavar else {'action': 'store_true'}
+    if more.get('type') in NUMBERS:
+        more['type'] = _number(more['type'], flags.split()[-1])
     return Option(tuple(flags.split()), metavar, help, {**how, **more})
+
+
+def _number(kind: Callable[[str], float], flag: str) -> Callable[[str], float]:
+    """A reader of numbers that says what is wrong in words: argparse names the type that Python calls it by."""
+
+    def read(text: str) -> float:
+        try:
+            return kind(text)
+        except ValueError as error:
+            raise UsageError(f'{flag}: {text[:80]!r} is no {NUMBERS[kind]}') from error
+
+    return read
 
 
 class Options(NamedTuple):
@@ -207,7 +225,8 @@ def check(name: str, words: Sequence[str], options: Options, takes: Iterable[str
 def _check_form(options: Options, has_columns: bool) -> None:
     for state in options.states or ():
         if state not in (QUEUED, *STATES):
-            raise UsageError(f'--state: there is no such state; say {", ".join(sorted({QUEUED, *STATES}))}')
+            like, known = did_you_mean(state, (QUEUED, *STATES)), ', '.join(sorted({QUEUED, *STATES}))
+            raise UsageError(f'--state: there is no such state{like}; say {known}')
     if options.watch and has_columns and options.format not in (None, TABLE):
         raise UsageError(f'--watch draws a table: -f {options.format} does not go with it')
     if options.format in (CSV, VALUE) and not has_columns:
@@ -269,4 +288,5 @@ def _check_waiting(name: str, options: Options, creates: bool) -> None:
     for option, stage in (('wait', options.wait or None), ('for', options.stage)):
         if stage not in (None, *STAGES):
             known = f'{", ".join(STAGES[:-1])} or {STAGES[-1]}'
-            raise UsageError(f'--{option}={stage}: there is no such stage; say {known}')
+            like = did_you_mean(stage, STAGES)
+            raise UsageError(f'--{option}={stage}: there is no such stage{like}; say {known}')

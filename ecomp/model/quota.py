@@ -10,9 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from ecomp.model.allocation import LARGEST, MOST, Resources, is_amount, is_class, summed
+from ecomp.model.allocation import LARGEST, MOST, NEEDED, Resources, is_amount, is_class, summed
 from ecomp.model.instance import Invalid, Request
 from ecomp.model.json_object import DIGITS, dump, load_object
+from ecomp.model.near import did_you_mean
 from ecomp.model.stages import ERROR, GONE
 
 if TYPE_CHECKING:
@@ -116,7 +117,8 @@ def parse_limits(words: Sequence[str]) -> dict[str, int | None]:
     for word in words:
         name, _, text = word.partition('=')
         if name != INSTANCES and not is_class(name):
-            raise ValueError(f'{word[:80]!r} is no limit: give VCPU=10, MEMORY_MB=8192, DISK_GB=100 or instances=5')
+            told = f'{word[:80]!r} is no limit{did_you_mean(name, (*NEEDED, INSTANCES))}'
+            raise ValueError(f'{told}: give VCPU=10, MEMORY_MB=8192, DISK_GB=100 or instances=5')
         if text != 'none' and not (text.isascii() and text.isdecimal() and len(text) < DIGITS and int(text) <= LARGEST):
             raise ValueError(f'{word[:80]!r}: a limit is a whole number from 0 to {LARGEST}, or none')
         if name in found:

@@ -38,7 +38,7 @@ from tests.kit.story import NOBODY, SMALL, addressed, one_line, place
         (['events', '-n', 'all'], '-n'),
         (['hosts', '-n', '3'], '--lines does not go with this form'),
         (['list', '-w'], '-w is no option'),
-        (['wait', 'web1', '--for', 'readdy'], '--for=readdy: there is no such stage; say requested'),
+        (['wait', 'web1', '--for', 'readdy'], '--for=readdy: there is no such stage (did you mean ready?); say req'),
         ([SMALL, '--wait', '5'], 'the image 5 must be a URL'),
         ([SMALL, '--image', 'x'], '--image is no option'),
         ([SMALL, '/etc/passwd'], 'the image /etc/passwd must be a URL'),

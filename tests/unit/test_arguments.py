@@ -63,6 +63,11 @@ def test_an_empty_uuid_is_not_a_new_one() -> None:
     [
         (['wait'], 'which instance'),
         (['wait', A, '--for', 'paradise'], '--for=paradise: there is no such stage; say requested, '),
+        ([QUERY, '--wait=redy'], r'--wait=redy: there is no such stage \(did you mean ready\?\); say requested, '),
+        (['list', '--state', 'actve'], r'--state: there is no such state \(did you mean active\?\); say active, '),
+        ([QUERY, '--count', 'x'], "--count: 'x' is no whole number"),
+        (['log', A, '--lines=1.5'], "--lines: '1.5' is no whole number"),
+        (['wait', A, '--timeout', '5m'], "--timeout: '5m' is no number of seconds"),
         (['wait', A, '--wait'], '--wait does not go with this form'),
         (['show', A, '--for', 'disk'], '--for does not go with this form'),
         ([QUERY, '--wait=paradise'], '--wait=paradise: there is no such stage'),
@@ -151,6 +156,7 @@ def test_every_command_has_an_example_that_can_be_typed(name: str) -> None:
 @pytest.mark.parametrize(
     ('argv', 'said'),
     [
+        (['query', 'web1'], "'query' is not a command: did you mean eschedule 'resources=…'?"),
         (['delete', 'web1'], "'delete' is not a command: did you mean eschedule destroy?"),
         (['ls', '-f', 'json', 'x'], "'ls' is not a command: did you mean eschedule list?"),
         (['images', 'x'], "'images' is not a command: an image is a URL behind the query"),

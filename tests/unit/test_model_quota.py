@@ -68,7 +68,8 @@ def test_anything_else_is_no_quota(change: dict[str, object]) -> None:
 def test_limits_as_they_are_typed() -> None:
     assert parse_limits(['VCPU=10', 'instances=0', 'DISK_GB=none']) == {'VCPU': 10, 'instances': 0, 'DISK_GB': None}
     for words, said in (
-        (['vcpu=1'], 'is no limit'),
+        (['vcpu=1'], r'is no limit \(did you mean VCPU\?\): give '),
+        (['instnaces=5'], r'is no limit \(did you mean instances\?\): give '),
         (['VCPU'], 'a whole number from 0'),
         (['VCPU='], 'a whole number'),
         (['VCPU=-1'], 'a whole number'),
