@@ -232,8 +232,10 @@ def _list(_: argparse.Namespace) -> int:
     if not found:
         _say('there is no lab: elab up makes one')
         return 0
-    for row in [('LAB', 'STATE', 'HOSTS', 'NETWORK', 'DIRECTORY'), *map(_as_row, found)]:
-        print('{:<16} {:<13} {:<5} {:<15} {}'.format(*row))
+    rows = [('LAB', 'STATE', 'HOSTS', 'NETWORK', 'DIRECTORY'), *map(_as_row, found)]
+    width = max(len(name) for name, *_ in rows)
+    for name, *others in rows:
+        print(f'{name:<{width}}', '{:<13} {:<5} {:<15} {}'.format(*others))
     return 0
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -150,6 +151,11 @@ def test_the_labs_of_a_machine(root: Path, capsys: pytest.CaptureFixture[str]) -
         ['on', 'up', '1', network, str(root / 'on')],
         ['some', 'partly', 'up', '2', network, str(root / 'some')],
     ]
+    made(root, 32 * 'x', 64)
+    assert main(['list']) == 0
+    head, *lines = capsys.readouterr().out.splitlines()
+    for title, under in (('STATE', {'down', 'up', 'partly up'}), ('NETWORK', {network})):
+        assert {re.split('  +', line[head.index(title) :])[0] for line in lines} == under
 
 
 def test_a_lab_that_is_not_there_is_made_by_its_name(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
