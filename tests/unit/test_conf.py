@@ -110,7 +110,7 @@ def test_the_examples_are_valid_and_name_every_key(
         return
     for word in ('ca.crt', 'client.crt', 'client.key'):
         (tmp_path / word).touch()
-    text = re.sub(r'^#(?=\S|  )', '', text, flags=re.MULTILINE).replace('/etc/ecompute/', '')
+    text = re.sub(r'^#(?=\S|  )', '', text, flags=re.MULTILINE).replace('/etc/ecomp/', '')
     text = re.sub(r'^  (host|port): .*\n', '', text, flags=re.MULTILINE)  # endpoints stand in their place
     (tmp_path / name).write_text(text)
     said = load(tmp_path / name)
