@@ -88,7 +88,7 @@ MUTATIONS = {
     ),
     'a claim is not moved far enough': Mutation(
         'ecomp.scheduler.placing.create',
-        'highest(store, instances) if resume else 0', '0', ('late_release_keeper_and_resume',)
+        'highest(self.store, instances) if self.resume else 0', '0', ('late_release_keeper_and_resume',)
     ),
     'what is released is not noted': Mutation(
         'ecomp.placement.claiming',

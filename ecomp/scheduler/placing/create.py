@@ -11,8 +11,8 @@ import random
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import Future
-from functools import cache
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
 
 from ecomp.errors import Conflict, EcompError, NoCapacity, UnknownOutcome, Unreachable
 from ecomp.failpoints import failpoint
@@ -34,6 +34,7 @@ from ecomp.store.sharing import Change, Excluded, charged, joined
 
 if TYPE_CHECKING:
     from ecomp.model.computes import Computes
+    from ecomp.model.group import Membership
 
 log = logging.getLogger(__name__)
 
@@ -71,100 +72,24 @@ def create(
         lease = store.grant(LEASE_SECONDS)
     except Unreachable as error:
         raise _with(error, UNCHANGED) from error
-    tried: list[str] = []
-    earlier: list[str] = []  # those that may hold what an earlier eschedule claimed
-
-    def still_ours() -> bool:
-        store.keep_alive(lease)  # whoever is at it for long is alive, or would not ask
-        at_it = store.get(keys.attempt(wanted.instance))
-        return at_it is not None and at_it.revision == revision
-
-    def look_again() -> Offer:
-        store.keep_alive(lease)
-        return allocations.candidates(placement, wanted.query or '')
-
-    def released(instances: Collection[str]) -> int:
-        return highest(store, instances) if resume else 0  # nobody has heard of a uuid that was made here
-
-    @cache
-    def known() -> Computes:
-        from ecomp.scheduler.looking.hosts import computes  # seldom needed
-
-        return computes(store)
-
-    def called(compute: str) -> str:
-        return known().called(compute)
-
-    def is_ours(compute: str) -> bool:
-        return compute in known().remembered
-
-    def living() -> list[str]:
-        found = store.snapshot(keys.COMPUTES, keys_only=True).entries
-        sized(len(found))
-        return [keys.last(key) for key, entry in found.items() if entry.lease]
-
-    def line() -> tuple[int, int]:
-        return in_line(store.snapshot(keys.ATTEMPTS), revision)
-
+    attempt = Attempt(store, backend, wanted, resume, rng, large, sized, lease)
     try:
-        value = {'version': 1, 'instances': list(wanted.instances), 'query': wanted.query, **who}
-        revision = announce(store, lease, wanted.instance, value, resume)
-        # Delivered since we looked? From here on nobody else can: a delivery needs the key we hold now.
-        there = before(store, wanted) if resume else {}
+        there = attempt.announce(who)
         if there:
             quietly_revoke(store, lease)
             return there
-        alive = living() if large is None else None
-        announced = time.monotonic()
-        placement, offer = backend.result()
-        failpoint('announced')
-        claimer = Claimer(placement, wanted.user_id, wanted.project_id, still_ours, released, called)
-        placer, placed, of = None, dict[str, Candidate](), 0
-        if large is not None and not resume:
-            from ecomp.scheduler.placing.few import Few  # for large clusters
-
-            few = Few(claimer, wanted, rng, tried)
-            placed, of = few.place(store, terms, large), few.of
-        if not placed:
-            alive = living() if alive is None else alive
-            placer = Placer(claimer, look_again, line, alive, is_ours, wanted, rng, tried)
-            if announced - offer.asked > FRESH:
-                offer = look_again()  # who waits for a compute to be drained waits no longer than that for us
-        if resume and placer is not None and placer.room(offer, terms) < wanted.minimum:
-            from ecomp.scheduler.placing.earlier import left_behind  # for those who resume
-
-            # The room that is missing may be what an earlier eschedule of this uuid claimed and left.
-            earlier += wanted.instances
-            placed = placer.take_over(left_behind(placement, wanted, placer.alive, terms.group))
-            if len(placed) < wanted.minimum:
-                offer = look_again()  # it may have been released since placement was asked, and be free by now
+        claims = attempt.claim(terms)
         while True:
-            try:
-                placed = placer.place(offer, terms, placed) if placer is not None else placed
-            except NoCapacity:
-                if resume:  # the room that is missing may be what another one has claimed for the same instances
-                    claimer.check(wanted.instance)
-                raise
             failpoint('claimed')
             try:
-                among = placer.of if placer is not None else of
-                delivered = _deliver(store, wanted, terms, placed, among, revision, now())
-                _undo_quietly(store, placement, set(tried) - placed.keys(), wanted.instance, revision)
-                return delivered
+                return attempt.deliver(claims, now())
             except Excluded as lost:
                 # Of its group or its project others were delivered first, and what we hold may not be where it is.
-                log.debug('%s: others were faster, %d of %d may stay', wanted.instance, len(lost.kept), len(placed))
-                placed = {instance: placed[instance] for instance in lost.kept}
-                terms, offer = _terms(store, wanted), look_again()
-                placer = placer or Placer(claimer, look_again, line, living(), is_ours, wanted, rng, tried)
+                claims = attempt.claim_again(claims, lost.kept)
     except UnknownOutcome:
         raise  # nothing is released while it is not known what was written (rule 1)
     except BaseException as error:
-        left = UNCHANGED
-        if tried or earlier:
-            left = _undo(store, placement, {*tried, *earlier}, wanted.instance, revision)
-            failpoint('undone')
-        quietly_revoke(store, lease)
+        left = attempt.undo()
         if isinstance(error, Unreachable):
             raise _with(error, left) from error
         if left not in (UNCHANGED, UNDONE):
@@ -172,62 +97,237 @@ def create(
         raise
 
 
+class Claims(NamedTuple):
+    """`placed` is the candidate that each instance has claimed, in order, with the group and quota of `terms`.
+
+    `among` is how many computes could have taken one.
+    """
+
+    placed: Mapping[str, Candidate]
+    terms: Terms
+    among: int
+
+    @property
+    def membership(self) -> Membership | None:
+        """The group that they join."""
+        return None if self.terms.group is None else self.terms.group.membership
+
+
+@dataclass
+class Attempt:
+    """One eschedule at work on an order, a step a method. What else the steps need is read once, when it is needed.
+
+    `resume`, `large` and `sized`: see create(). Its key in /requests is on the `lease`, and of `revision` once it is
+    put. `tried` are the instances that may hold a claim of ours, however this ends; `earlier` those that may hold what
+    an earlier eschedule claimed.
+    """
+
+    store: Store
+    backend: Future[tuple[Placement, Offer]]
+    wanted: SetOrder
+    resume: bool
+    rng: random.Random
+    large: int | None
+    sized: Callable[[int], None]
+    lease: int
+    revision: int = 0
+    tried: list[str] = field(default_factory=list)
+    earlier: list[str] = field(default_factory=list)
+    _placement: Placement | None = None
+    _alive: list[str] | None = None
+    _known: Computes | None = None
+    _placer: Placer | None = None
+
+    # The steps
+
+    def announce(self, who: Mapping[str, object]) -> dict[str, DeliveryOutcome]:
+        """Say that we are at it; what somebody else has delivered of it meanwhile, and then there is no more to do."""
+        value = {'version': 1, 'instances': list(self.wanted.instances), 'query': self.wanted.query, **who}
+        self.revision = announce(self.store, self.lease, self.wanted.instance, value, self.resume)
+        # Delivered since we looked? From here on nobody else can: a delivery needs the key we hold now.
+        return before(self.store, self.wanted) if self.resume else {}
+
+    def claim(self, terms: Terms) -> Claims:
+        """Claim a place for each instance, for the minimum at least. Errors: those of Placer and of Few."""
+        if self.large is None:
+            self.alive()  # read while placement is being asked
+        announced = time.monotonic()
+        self._placement, offer = self.backend.result()
+        failpoint('announced')
+        if claims := self._claim_among_few(terms):
+            return claims
+        placer = self.placer()
+        if announced - offer.asked > FRESH:
+            offer = self.look_again()  # who waits for a compute to be drained waits no longer than that for us
+        placed: Mapping[str, Candidate] = {}
+        if self.resume and placer.room(offer, terms) < self.wanted.minimum:
+            placed = self._take_over(placer, terms)
+            if len(placed) < self.wanted.minimum:
+                offer = self.look_again()  # it may have been released since placement was asked, and be free by now
+        return self._claim_among_all(offer, terms, placed)
+
+    def claim_again(self, claims: Claims, kept: Collection[str]) -> Claims:
+        """Claim anew, as things are by now, for all but those of the instances that may stay where they are."""
+        log.debug('%s: others were faster, %d of %d may stay', self.wanted.instance, len(kept), len(claims.placed))
+        terms, offer = _terms(self.store, self.wanted), self.look_again()
+        return self._claim_among_all(offer, terms, {instance: claims.placed[instance] for instance in kept})
+
+    def deliver(self, claims: Claims, scheduled: str) -> dict[str, DeliveryOutcome]:
+        """Deliver what is claimed, and release what was claimed beside it. Errors: Excluded, Conflict."""
+        wanted, placed = self.wanted, claims.placed
+        requests = _requests(wanted, claims, scheduled)
+        deliveries = [Delivery(placed[instance].compute, each) for instance, each in requests.items()]
+
+        def joining() -> Change:
+            names = {instance: each.name for instance, each in requests.items()}
+            computes = {instance: candidate.compute for instance, candidate in placed.items()}
+            resources = {instance: each.resources for instance, each in requests.items()}
+            return together(
+                take_names(self.store, names),
+                joined(self.store, claims.membership, computes),
+                charged(self.store, wanted.project_id, resources),
+            )
+
+        if not deliver(self.store, deliveries, wanted.instance, self.revision, wanted.shared, joining):
+            why = 'the connection broke, this eschedule was too slow, or another one took it over'
+            raise Conflict(f'{wanted.instance}: not delivered, and undone: {why}')
+        failpoint('delivered')
+        spare = set(self.tried) - placed.keys()
+        if spare:  # of a set: what cannot be released here the computes release
+            log.debug('%s', self._release(spare))
+        return {each.request.instance: DeliveryOutcome(each.compute) for each in deliveries}
+
+    def undo(self) -> str:
+        """Release what is claimed, and the key; what is left of it all, in one sentence."""
+        left = UNCHANGED
+        if self.tried or self.earlier:
+            left = self._release({*self.tried, *self.earlier})
+            failpoint('undone')
+        quietly_revoke(self.store, self.lease)
+        return left
+
+    # Claiming
+
+    def _claim_among_few(self, terms: Terms) -> Claims | None:
+        """Claim on one of a few computes; None where all are to be asked about."""
+        if self.large is None or self.resume:
+            return None
+        from ecomp.scheduler.placing.few import Few  # for large clusters
+
+        few = Few(self.claimer, self.wanted, self.rng, self.tried)
+        placed = few.place(self.store, terms, self.large)
+        return Claims(placed, terms, few.of) if placed else None
+
+    def _claim_among_all(self, offer: Offer, terms: Terms, placed: Mapping[str, Candidate]) -> Claims:
+        placer = self.placer()
+        try:
+            placed = placer.place(offer, terms, placed)
+            return Claims(placed, terms, placer.of)
+        except NoCapacity:
+            if self.resume:  # the room that is missing may be what another one has claimed for the same instances
+                self.claimer.check(self.wanted.instance)
+            raise
+
+    def _take_over(self, placer: Placer, terms: Terms) -> Mapping[str, Candidate]:
+        """Claim what an earlier eschedule of this uuid claimed and left: it may be the room that is missing."""
+        from ecomp.scheduler.placing.earlier import left_behind  # for those who resume
+
+        self.earlier += self.wanted.instances
+        return placer.take_over(left_behind(self.placement, self.wanted, placer.alive, terms.group))
+
+    def _release(self, instances: Iterable[str]) -> str:
+        """Release what the instances hold; what is left of it, in one sentence."""
+        uuid = self.wanted.instance
+        try:
+            if abandon(self.store, self.placement, instances, uuid, self.revision):
+                return UNDONE
+            return f'{uuid}: its claim stays: somebody else is at it, or this eschedule was too slow to release it'
+        except EcompError as error:
+            log.debug('the claim of %s could not be released: %s', uuid, error)
+            return (
+                f'{uuid} is not placed: the computes release its claim within minutes, '
+                f'or the same command with --uuid {uuid} takes it over'
+            )
+
+    # What the steps need
+
+    @property
+    def placement(self) -> Placement:
+        """Placement: nothing is claimed or released before it has answered."""
+        assert self._placement is not None
+        return self._placement
+
+    @property
+    def claimer(self) -> Claimer:
+        """What claims for these instances, as long as the attempt is ours."""
+        user, project = self.wanted.user_id, self.wanted.project_id
+        return Claimer(self.placement, user, project, self.still_ours, self.released, self.called)
+
+    def placer(self) -> Placer:
+        """What seeks places among all computes."""
+        if self._placer is None:
+            alive, line, is_ours = self.alive(), self.line, self.is_ours
+            again, claimer = self.look_again, self.claimer
+            self._placer = Placer(claimer, again, line, alive, is_ours, self.wanted, self.rng, self.tried)
+        return self._placer
+
+    def alive(self) -> list[str]:
+        """The computes that live."""
+        if self._alive is None:
+            found = self.store.snapshot(keys.COMPUTES, keys_only=True).entries
+            self.sized(len(found))
+            self._alive = [keys.last(key) for key, entry in found.items() if entry.lease]
+        return self._alive
+
+    def known(self) -> Computes:
+        """What the computes are called."""
+        if self._known is None:
+            from ecomp.scheduler.looking.hosts import computes  # seldom needed
+
+            self._known = computes(self.store)
+        return self._known
+
+    def called(self, compute: str) -> str:
+        """What a compute is called."""
+        return self.known().called(compute)
+
+    def is_ours(self, compute: str) -> bool:
+        """Whether a provider that placement names is a compute of this cluster's."""
+        return compute in self.known().remembered
+
+    def still_ours(self) -> bool:
+        """Whether nobody else has taken the attempt over; asking keeps it."""
+        self.store.keep_alive(self.lease)  # whoever is at it for long is alive, or would not ask
+        at_it = self.store.get(keys.attempt(self.wanted.instance))
+        return at_it is not None and at_it.revision == self.revision
+
+    def look_again(self) -> Offer:
+        """The candidates, as they are by now."""
+        self.store.keep_alive(self.lease)
+        return allocations.candidates(self.placement, self.wanted.query or '')
+
+    def released(self, instances: Collection[str]) -> int:
+        """The highest generation at which anybody released what one of them held."""
+        return highest(self.store, instances) if self.resume else 0  # nobody has heard of a uuid that was made here
+
+    def line(self) -> tuple[int, int]:
+        """How many instances are being placed by those who began before us, and after us."""
+        return in_line(self.store.snapshot(keys.ATTEMPTS), self.revision)
+
+
 def _terms(store: Store, wanted: SetOrder) -> Terms:
     return terms_of(store, wanted.group, wanted.project_id, wanted.instances)
 
 
-def _deliver(
-    store: Store,
-    wanted: SetOrder,
-    terms: Terms,
-    placed: Mapping[str, Candidate],
-    of: int,
-    revision: int,
-    scheduled: str,
-) -> dict[str, DeliveryOutcome]:
-    """Deliver what is placed, of so many candidates. Errors: Excluded, Conflict."""
-    group = None if terms.group is None else terms.group.membership
-    decided = {'group': group, 'stages': {**wanted.stages, 'scheduled': scheduled}}
+def _requests(wanted: SetOrder, claims: Claims, scheduled: str) -> dict[str, Request]:
+    """What each instance's compute is asked for, as of the time it was `scheduled`."""
+    decided = {'group': claims.membership, 'stages': {**wanted.stages, 'scheduled': scheduled}}
 
     def request(instance: str, candidate: Candidate) -> Request:
-        why = Why(wanted.weigh, candidate.weight, of)
+        why = Why(wanted.weigh, candidate.weight, claims.among)
         return Request(allocations=candidate.allocations, why=why, **wanted.orders[instance].parts(**decided))
 
-    requests = {instance: request(instance, candidate) for instance, candidate in placed.items()}
-
-    def joining() -> Change:
-        return together(
-            take_names(store, {instance: each.name for instance, each in requests.items()}),
-            joined(store, group, {instance: candidate.compute for instance, candidate in placed.items()}),
-            charged(store, wanted.project_id, {instance: each.resources for instance, each in requests.items()}),
-        )
-
-    deliveries = [Delivery(placed[instance].compute, each) for instance, each in requests.items()]
-    if not deliver(store, deliveries, wanted.instance, revision, wanted.shared, joining):
-        why = 'the connection broke, this eschedule was too slow, or another one took it over'
-        raise Conflict(f'{wanted.instance}: not delivered, and undone: {why}')
-    failpoint('delivered')
-    return {each.request.instance: DeliveryOutcome(each.compute) for each in deliveries}
-
-
-def _undo(store: Store, placement: Placement, tried: Iterable[str], request: str, revision: int) -> str:
-    """Release the claims; what is left of them, in one sentence."""
-    try:
-        if abandon(store, placement, tried, request, revision):
-            return UNDONE
-        return f'{request}: its claim stays: somebody else is at it, or this eschedule was too slow to release it'
-    except EcompError as error:
-        log.debug('the claim of %s could not be released: %s', request, error)
-        return (
-            f'{request} is not placed: the computes release its claim within minutes, '
-            f'or the same command with --uuid {request} takes it over'
-        )
-
-
-def _undo_quietly(store: Store, placement: Placement, instances: Collection[str], request: str, revision: int) -> None:
-    """Release the claims of a set that are not needed: it is delivered, and what cannot be done the computes do."""
-    if instances:
-        log.debug('%s', _undo(store, placement, instances, request, revision))
+    return {instance: request(instance, candidate) for instance, candidate in claims.placed.items()}
 
 
 def _with(error: Unreachable, state: str) -> Unreachable:
