@@ -18,11 +18,11 @@ from functools import cache
 from ecomp.errors import UsageError
 
 PLACES = {
-    'announced': 'eschedule: the request key is put, placement has been asked, nothing is claimed',
+    'announced': 'eschedule: the attempt is put, placement has been asked, nothing is claimed',
     'claimed-some': 'eschedule: placement holds a part of what a set wants, nothing is delivered',
     'claimed': 'eschedule: placement holds the claim, nothing is delivered',
     'delivered': 'eschedule: the compute has the request, the user has no answer',
-    'undone': 'eschedule: a claim that was not delivered is released, its request key is still there',
+    'undone': 'eschedule: a claim that was not delivered is released, its attempt is still there',
     'tombstoned': 'eschedule: the destroy is written, the user has no answer',
     'queued': 'eschedule: the request is in its queue, the user has no answer',
     'unqueued': 'eschedule: a waiting request is taken out of its queue, the user has no answer',

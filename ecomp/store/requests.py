@@ -48,7 +48,7 @@ def being_taken(store: Store) -> set[str]:
 
 
 def in_line(snapshot: Snapshot, revision: int) -> tuple[int, int]:
-    """How many instances are being placed by those whose request key is older than this revision, and is newer."""
+    """How many instances the attempts place whose keys are older than `revision`, and how many the newer ones."""
 
     def instances(entries: Iterable[Entry]) -> int:
         # A set's key is named by the set's own uuid.

@@ -106,7 +106,7 @@ class Cloud:
         assert self.etcd.get(keys.attempt(wanted.instance)) is None
 
     def has_nothing_of(self, wanted: SetOrder, *computes: str) -> None:
-        """No claim, no request key, no delivery."""
+        """No claim, no attempt, no delivery."""
         assert self.server.allocations(wanted.instance) == {}
         assert self.etcd.get(keys.attempt(wanted.instance)) is None
         assert [key for key in self.etcd.keys(keys.HOSTS) if keys.last(key) == wanted.instance] == []
@@ -129,7 +129,7 @@ def new() -> str:
 
 
 def at_it(cloud: Cloud, wanted: SetOrder, lease: int) -> int:
-    """What an eschedule does first; the revision of its request key."""
+    """What an eschedule does first; the revision of its attempt."""
     value = json.dumps({'version': 1, 'instances': [wanted.instance]})
     revision = cloud.store.commit(
         [Unchanged(keys.attempt(wanted.instance), 0)], [Put(keys.attempt(wanted.instance), value, lease)]

@@ -78,7 +78,7 @@ def left_empty(cloud: Cloud, instance: str) -> None:
 
 
 def delivered_meanwhile(cloud: Cloud, compute: str, instance: str, lease: int) -> None:
-    """What its eschedule does last: the request key goes, and the request is there."""
+    """What its eschedule does last: the attempt goes, and the request is there."""
     request = Request(
         instance,
         {compute: SMALL},

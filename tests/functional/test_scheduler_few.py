@@ -106,7 +106,7 @@ def test_one_question_about_one_compute_and_one_claim_however_many_there_are(clu
     assert cluster.asked == [best, 'claim']
     few = cluster.store.asked
     assert cluster.of == 10
-    # The quota, a lease, the request key, a few computes, the quota once more, and the delivery.
+    # The quota, a lease, the attempt, a few computes, the quota once more, and the delivery.
     assert few == 6
     assert cluster.create(large=None) != ''
     assert cluster.asked == ['all', 'claim']

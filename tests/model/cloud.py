@@ -219,7 +219,7 @@ class Cloud:
         return create(store, backend, wanted, WHO, resume, random.Random(seed), lambda: NOW, large)
 
     def abandons(self, name: str, instance: str, request: str) -> Actor:
-        """An eschedule that could not deliver, and undoes its claim: its request key has ended."""
+        """An eschedule that could not deliver, and undoes its claim: its attempt has ended."""
         return self.act(name, lambda: abandon(ModelStore(self.etcd), self.placement, [instance], request, -1))
 
     def destroys(self, name: str, instance: str) -> Actor:

@@ -128,13 +128,13 @@ MUTATIONS = {
     'a claim is moved without being asked': Mutation(
         'ecomp.placement.claiming', '        check()\n', '', ('one_uuid_twice', 'two_takers')
     ),
-    'a delivery does not compare its request key': Mutation(
+    'a delivery does not compare its attempt': Mutation(
         'ecomp.scheduler.placing.deliver',
         'conditions = [Unchanged(attempt_key, revision)]',
         'conditions: list[Unchanged] = []',
         ('one_uuid_twice',),
     ),
-    'a request key is on no lease': Mutation(
+    'an attempt is on no lease': Mutation(
         'ecomp.scheduler.placing.deliver', '[Put(key, text, lease)]', '[Put(key, text)]', ('one_name', 'one_uuid_twice')
     ),
     'a lost delivery is only looked for': Mutation(
@@ -145,8 +145,7 @@ MUTATIONS = {
     ),
     'a queued request does not compare who is at it': Mutation(
         'ecomp.scheduler.placing.enqueue',
-        'conditions = [Unchanged(attempt_key, request), Unchanged(waiting.key, 0), Unchanged(flavor_key, flavor)]',
-        'conditions = [Unchanged(waiting.key, 0), Unchanged(flavor_key, flavor)]',
+        'conditions = [Unchanged(attempt_key, attempt_revision), Unchanged(', 'conditions = [Unchanged(',
         ('queued_and_direct',),
     ),
     'a mark is on no lease': Mutation(
@@ -315,7 +314,7 @@ MUTATIONS = {
 """By name: what is wrong then."""
 
 CHEAP = (
-    *('a delivery does not compare its request key', 'a quota is not compared', 'an end leaves its address'),
+    *('a delivery does not compare its attempt', 'a quota is not compared', 'an end leaves its address'),
     *('the keeper releases at the first look', 'a lost delivery is only looked for'),
 )
 """Those that are always tried."""

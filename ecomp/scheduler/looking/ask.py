@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 FRESH = 2.0
-"""Seconds between placement's being asked and the request key's being there, at most: after more it is asked again. So
+"""Seconds between placement's being asked and the attempt's being there, at most: after more it is asked again. So
 whoever disables a compute knows after that time of everybody who was told before that there is room on it."""
 
 

@@ -34,7 +34,7 @@ FIRST_DELAY, LAST_DELAY = 0.01, 0.25
 AGAIN_SECONDS = 1.5
 """Between the two looks of one audit."""
 SIGHTINGS_SECONDS = 60.0
-"""Between the two audits of --fix (rule 4): the life of a request key's lease."""
+"""Seconds between the two audits of --fix (rule 4): the life of an attempt's lease."""
 LOOKS = 4
 """At most in one audit: two that heard the same computes do."""
 AT_ONCE = 8

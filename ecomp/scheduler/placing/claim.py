@@ -40,7 +40,7 @@ AT_ONCE = 2
 
 @dataclass(frozen=True)
 class Claimer:
-    """Claims for one request. `still_ours` is False once somebody else took its request key.
+    """Claims for one attempt. `still_ours` is False once somebody else took it over.
 
     `above`: the generations that its claims get are higher, see claiming.claim(); 0 where nobody else can have claimed.
     `called` says what a compute is called.
@@ -106,7 +106,7 @@ class Claimer:
         claim(self.placement, wanted, self.user_id, self.project_id, check, lambda: self.above(wanted))
 
     def check(self, instances: str) -> None:
-        """Conflict unless the request is ours still; `instances` is what the message says of it."""
+        """Conflict unless the attempt is ours still; `instances` is what the message says of it."""
         if not self.still_ours():
             raise Conflict(f'{instances}: another eschedule took it over, or this one was too slow')
 
@@ -148,17 +148,17 @@ def halves(wanted: Mapping[str, Candidate]) -> tuple[dict[str, Candidate], dict[
     )
 
 
-def abandon(store: Store, placement: Placement, instances: Iterable[str], request: str, revision: int) -> bool:
+def abandon(store: Store, placement: Placement, instances: Iterable[str], attempt: str, revision: int) -> bool:
     """Release what the instances hold, but for those that somebody else is at or that were delivered; True if all.
 
-    Somebody else is another eschedule, or a compute that takes the same uuid out of a queue. `request` is the uuid of
-    their request key, `revision` that of the key when it was ours. Who is at them is asked once the generations are
-    read (rule 11): a second eschedule of the same uuid writes /requests first and claims after, so either its key is
-    seen here, or its claim moves a generation read here before.
+    Somebody else is another eschedule, or a compute that takes the same uuid out of a queue. `attempt` is the uuid of
+    their attempt, `revision` that of its key when it was ours. Who is at them is asked once the generations are read
+    (rule 11): a second eschedule of the same uuid writes its attempt first and claims after, so either that is seen
+    here, or its claim moves a generation read here before.
     """
 
     def wanted(holding: Mapping[str, allocations.Consumer]) -> Collection[str]:
-        at_it = store.get(keys.attempt(request))
+        at_it = store.get(keys.attempt(attempt))
         if at_it is not None and at_it.revision != revision:
             return holding
         taken = being_taken(store)

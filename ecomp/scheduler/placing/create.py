@@ -1,7 +1,7 @@
 """From a placement query to requests delivered to computes: of one instance, or of a set.
 
-1 put /requests on a lease; 2 ask for candidates; 3 claim; 4 deliver in one transaction that also drops the
-request key. Killed after any of them, what is left is datable and undone by the computes (rule 4).
+1 put the attempt, below /requests, on a lease; 2 ask for candidates; 3 claim; 4 deliver in one transaction that also
+drops the attempt. Killed after any of them, what is left is datable and undone by the computes (rule 4).
 """
 
 from __future__ import annotations

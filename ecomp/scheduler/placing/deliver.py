@@ -1,6 +1,6 @@
-"""The request key that says somebody is at it, and the one transaction that delivers.
+"""The attempt that says somebody is at it, and the one transaction that delivers.
 
-Whoever holds the request key may deliver: the transaction compares it and drops it. So nothing is delivered twice, and
+Whoever holds the attempt may deliver: the transaction compares its key and drops it. So nothing is delivered twice, and
 once it is known to be gone nothing is delivered late.
 """
 
@@ -22,7 +22,7 @@ from ecomp.store.sharing import Change, commit_with
 log = logging.getLogger(__name__)
 
 LEASE_SECONDS = 60
-"""How long a dead eschedule's request key says that somebody is at it."""
+"""How long a dead eschedule's attempt says that somebody is at it."""
 
 USER_DATA_SECONDS = 7 * 24 * 3600
 """How long a set's user-data stays, for computes that are away: as long as the record of what failed."""
@@ -35,13 +35,13 @@ class Delivery(NamedTuple):
     request: Request
 
 
-def announce(store: Store, lease: int, request: str, value: Mapping[str, object], resume: bool) -> int:
-    """Put the request key; its revision. A key that is there is taken over only if `resume`: the user gave the uuid."""
-    key, text = keys.attempt(request), dump(value)
+def announce(store: Store, lease: int, attempt: str, value: Mapping[str, object], resume: bool) -> int:
+    """Put the attempt; its revision. One that is there is taken over only if `resume`: the user gave the uuid."""
+    key, text = keys.attempt(attempt), dump(value)
     for _ in range(3):
         before = store.get(key) if resume else None
         if before is not None:
-            log.warning('%s: another eschedule is or was at it: taking over', request)
+            log.warning('%s: another eschedule is or was at it: taking over', attempt)
         try:
             revision = store.commit([Unchanged(key, before.revision if before else 0)], [Put(key, text, lease)])
         except UnknownOutcome:
@@ -52,7 +52,7 @@ def announce(store: Store, lease: int, request: str, value: Mapping[str, object]
                 _check_alone(store, request, value, revision)
             return revision
         resume = True
-    raise Conflict(f'{request}: other eschedules are at this uuid all the time')
+    raise Conflict(f'{attempt}: other eschedules are at this uuid all the time')
 
 
 def _check_alone(store: Store, request: str, value: Mapping[str, object], revision: int) -> None:
@@ -69,17 +69,18 @@ def _check_alone(store: Store, request: str, value: Mapping[str, object], revisi
 def deliver(
     store: Store,
     deliveries: Sequence[Delivery],
-    request: str,
+    attempt: str,
     revision: int,
-    user_data: SharedUserData | None = None,
-    joining: Callable[[], Change] = lambda: ([], []),
+    user_data: SharedUserData | None,
+    joining: Callable[[], Change],
 ) -> bool:
     """Deliver all in one transaction: True once the computes have them, False if certainly none has.
 
-    What `joining` says of names, group and quota is in the same transaction. `user_data` is what they refer to.
+    `attempt` is the uuid of our attempt, `revision` that of its key. What `joining` says of names, group and quota is
+    in the same transaction. `user_data` is what they refer to.
     Errors: those of `joining`, and then none has been delivered.
     """
-    attempt_key = keys.attempt(request)
+    attempt_key = keys.attempt(attempt)
     conditions = [Unchanged(attempt_key, revision)]
     operations: list[Put | Delete] = [Delete(attempt_key)]
     for each in deliveries:
@@ -105,12 +106,12 @@ def deliver(
             there = store.read([keys.record(first.compute, instance), keys.old_record(instance)])
             return any(first.compute in each.records for each in by_instance(there.items()).values())
         except EcompError:
-            raise UnknownOutcome(f'{error}; whether {request} was delivered is not known') from error
+            raise UnknownOutcome(f'{error}; whether {attempt} was delivered is not known') from error
 
 
 def quietly_revoke(store: Store, lease: int) -> None:
-    """End the lease of our request key; where that cannot be, it ends by itself."""
+    """End the lease of our attempt; where that cannot be, it ends by itself."""
     try:
         store.revoke(lease)
     except EcompError as error:
-        log.debug('the request key goes with its lease: %s', error)
+        log.debug('the attempt goes with its lease: %s', error)

@@ -128,8 +128,10 @@ def _read_back(store: Store, waiting: QueueEntry, revision: int) -> bool:
         raise _unknown(waiting, later) from later
 
 
-def _commit(store: Store, waiting: QueueEntry, flavor: int, data: SharedUserData | None, request: int) -> bool:
-    """Queue it in one transaction, while our own key, of revision `request`, says that we are at this uuid.
+def _commit(
+    store: Store, waiting: QueueEntry, flavor: int, data: SharedUserData | None, attempt_revision: int
+) -> bool:
+    """Queue it in one transaction, while our own attempt, of this revision, says that we are at this uuid.
 
     Its name becomes its own, its group and its quota have it in the same transaction, or nothing does.
     Errors: Conflict (the name is somebody else's by now, the group another), OverQuota.
@@ -137,7 +139,7 @@ def _commit(store: Store, waiting: QueueEntry, flavor: int, data: SharedUserData
     instance = waiting.instance
     attempt_key = keys.attempt(instance)
     flavor_key = keys.flavor(waiting.flavor.name)
-    conditions = [Unchanged(attempt_key, request), Unchanged(waiting.key, 0), Unchanged(flavor_key, flavor)]
+    conditions = [Unchanged(attempt_key, attempt_revision), Unchanged(waiting.key, 0), Unchanged(flavor_key, flavor)]
     operations: list[Put | Delete] = [Put(waiting.key, to_json(waiting)), Delete(attempt_key)]
     if data is not None:
         operations.append(Put(keys.user_data(data.sha256), data.text, store.grant(USER_DATA_SECONDS)))
