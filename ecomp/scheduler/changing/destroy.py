@@ -7,19 +7,18 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
 
-from ecomp.errors import Conflict, NotFound, UnknownOutcome, Unreachable, Unreadable
+from ecomp.errors import NotFound, Unreadable
 from ecomp.failpoints import failpoint
 from ecomp.model import keys
 from ecomp.model.group import Membership
 from ecomp.model.instance import SIZE_LIMIT, Request, to_json
 from ecomp.model.record import ERROR, GONE, Record, is_newer, timestamp
+from ecomp.scheduler.changing.accept import until_accepted
 from ecomp.scheduler.looking.find import InstanceEntries, living, requested
 from ecomp.store.alive import is_alive
 from ecomp.store.client import Delete, Entry, Put, Store, Unchanged
 from ecomp.store.places import Index, places
 from ecomp.store.sharing import commit_with, freed, group, write_end
-
-TRIES = 5
 
 
 def destroy(store: Store, instance: str, among: Index | None = None) -> str:
@@ -29,31 +28,26 @@ def destroy(store: Store, instance: str, among: Index | None = None) -> str:
     being destroyed: says so and changes nothing. Of one whose record cannot be read its request says enough: Unreadable
     only where no compute is asked for it, and for a record of a newer version.
     """
-    asked = False
-    for _ in range(TRIES):
+
+    def look_and_write(is_unknown: bool) -> str | None:
         try:
             found = _living(store, instance, among)
-            if found.is_destroying:
-                return f'{instance}: is being destroyed on {found.record.compute} already'
-            commit, done = _transaction(store, found)
-            if commit() is not None:
-                if found.queue_entry is None:
-                    failpoint('tombstoned')
-                else:
-                    failpoint('unqueued')
-                return done
-        except UnknownOutcome:
-            asked = True  # the next look says what became of it
         except NotFound:
-            if not asked:
+            if not is_unknown:
                 raise
-            return f'{instance}: gone'  # of an unknown outcome that was one
-        except Unreachable as error:
-            if not asked:
-                raise type(error)(f'{error}; the destroy of {instance} is not accepted', error.backend) from error
-            unknown = f'whether the destroy of {instance} is accepted is not known: the same command again says so'
-            raise UnknownOutcome(f'{error}; {unknown}', error.backend) from error
-    raise Conflict(f'{instance}: changed by somebody else all the time; try again')
+            return f'{instance}: gone'
+        if found.is_destroying:
+            return f'{instance}: is being destroyed on {found.record.compute} already'
+        commit, done = _transaction(store, found)
+        if commit() is None:
+            return None
+        if found.queue_entry is None:
+            failpoint('tombstoned')
+        else:
+            failpoint('unqueued')
+        return done
+
+    return until_accepted(instance, 'destroy', 'the same command again says so', look_and_write)
 
 
 def _living(store: Store, instance: str, among: Index | None) -> InstanceEntries:

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from ecomp.errors import Conflict, UnknownOutcome, Unreachable
+from ecomp.errors import Conflict
 from ecomp.failpoints import failpoint
 from ecomp.model.instance import Invalid, Request, parse_request
 from ecomp.model.json_object import dump, load_object
 from ecomp.model.power import START, STOP, Power, action_id
 from ecomp.model.record import ACTIVE, ERROR, STOPPED
+from ecomp.scheduler.changing.accept import until_accepted
 from ecomp.scheduler.looking.find import InstanceEntries, living
 from ecomp.store.alive import is_alive
 from ecomp.store.client import Entry, Put, Store, Unchanged
 from ecomp.store.places import Index
 
-TRIES = 5
 WHY_NOT = {
     'queued': 'waits for a compute to take it',
     'scheduled': 'is not built yet: wait for it',
@@ -41,27 +41,20 @@ def power(store: Store, instance: str, wanted: Power, among: Index | None = None
 
     `among`: see find(). Errors: NotFound; Conflict of one that is neither active nor stopped.
     """
-    asked = False
-    for _ in range(TRIES):
-        try:
-            found = living(store, instance, among)
-            entry, request = _request(found)
-            answer = _already(store, found, request, wanted)
-            if answer is not None:
-                return answer
-            accepted = _accepted(store, found, wanted)  # before the commit: after it nothing may fail
-            if store.commit([Unchanged(entry.key, entry.revision)], [_rewritten(found, entry, wanted)]) is not None:
-                failpoint('power-asked')
-                return accepted
-        except UnknownOutcome:
-            asked = True  # the next look says what became of it
-        except Unreachable as error:
-            if not asked:
-                said = f'{error}; the {wanted.action} of {instance} is not accepted'
-                raise type(error)(said, error.backend) from error
-            unknown = f'whether the {wanted.action} of {instance} is accepted is not known: show says what it is'
-            raise UnknownOutcome(f'{error}; {unknown}', error.backend) from error
-    raise Conflict(f'{instance}: changed by somebody else all the time; try again')
+
+    def look_and_write(_: bool) -> Acceptance | None:
+        found = living(store, instance, among)
+        entry, request = _request(found)
+        answer = _already(store, found, request, wanted)
+        if answer is not None:
+            return answer
+        accepted = _accepted(store, found, wanted)  # before the commit: after it nothing may fail
+        if store.commit([Unchanged(entry.key, entry.revision)], [_rewritten(found, entry, wanted)]) is None:
+            return None
+        failpoint('power-asked')
+        return accepted
+
+    return until_accepted(instance, wanted.action, 'show says what it is', look_and_write)
 
 
 def _request(found: InstanceEntries) -> tuple[Entry, Request]:
