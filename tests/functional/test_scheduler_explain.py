@@ -6,6 +6,7 @@ import json
 import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 
@@ -14,7 +15,8 @@ from ecomp.model.choose import Candidate
 from ecomp.model.group import AFFINITY, ANTI_AFFINITY, Group
 from ecomp.placement.allocations import candidates
 from ecomp.placement.room import SHARES
-from ecomp.scheduler.placing.explain import reasons
+from ecomp.scheduler.placing import explain
+from ecomp.scheduler.placing.explain import Refusal, reasons
 from ecomp.store.client import Store
 from tests.kit.in_process import InProcess, put
 from tests.kit.servers import Etcd
@@ -62,9 +64,9 @@ class World:
         """Give it traits."""
         put(self.placement, f'/resource_providers/{compute}/traits', traits=list(traits))
 
-    def why(self, query: str, most: int = 50, shown: int = 10) -> list[str]:
-        """The reasons."""
-        return reasons(self.store, self.placement, query, most=most, shown=shown)
+    def why(self, query: str, **about: Any) -> list[str]:
+        """The reasons; `about` is what else is known of the refusal."""
+        return reasons(self.store, self.placement, Refusal(query, **about))
 
 
 @pytest.fixture
@@ -156,12 +158,12 @@ def test_what_has_room_by_now(world: World) -> None:
 
 def test_what_a_limit_leaves_out_is_not_to_be_asked_for_again(world: World) -> None:
     one, _ = world.compute('hv1'), world.compute('hv2')
-    assert reasons(world.store, world.placement, f'{GUEST}&limit=1', named=[one]) == [
+    assert world.why(f'{GUEST}&limit=1', named=[one]) == [
         'hv1: has room by now: ask again',
         'hv2: has room, but limit=1 has placement name fewer computes: ask without it',
     ]
     web = Group('web', ANTI_AFFINITY, True, {'a': one})
-    (first, second) = reasons(world.store, world.placement, f'{GUEST}&limit=1', web, named=[one])
+    (first, second) = world.why(f'{GUEST}&limit=1', group=web, named=[one])
     assert first == 'hv1: group web has a member there (strict anti-affinity)'
     assert second == 'hv2: has room, but limit=1 has placement name fewer computes: ask without it'
 
@@ -212,21 +214,24 @@ def test_one_that_shares_is_named_for_what_another_has(world: World) -> None:
     ]
 
 
-def test_of_very_many_the_nearest_are_shown(world: World) -> None:
+def test_of_very_many_the_nearest_are_shown(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(explain, 'MOST', 5)
+    monkeypatch.setattr(explain, 'SHOWN', 2)
     for number in range(1, 7):
         compute = world.compute(f'hv{number}', MEMORY_MB=128 + 100 * (number == 5))
         if number in (2, 5):
             world.has(compute, AVX2)
     dead = world.compute('hv9', alive=False)
     query = f'{GUEST}&required={AVX2}&root_required={AVX2}&in_tree={dead}'
-    assert world.why(query, most=5, shown=2) == [
+    assert world.why(query) == [
         f'hv2: MEMORY_MB short by 128 (free 128 of 128); is not provider {dead}',
         f'hv5: MEMORY_MB short by 28 (free 228 of 228); is not provider {dead}',
         '5 more are not shown: no nearer, or not alive',
         'the nearest miss is hv5',
         f'the smallest change that fits: ask for MEMORY_MB:228, without in_tree={dead} (on hv5)',
     ]
-    assert len(world.why(query, most=7)) == 9
+    monkeypatch.setattr(explain, 'MOST', 7)
+    assert len(world.why(query)) == 9
 
 
 def test_with_no_compute_at_all_there_is_nothing_to_say(world: World) -> None:
@@ -238,15 +243,15 @@ def test_what_was_asked_on_one_compute_is_told_of_that_and_with_the_words_that_w
     world.compute('hv2')
     world.uses(first, VCPU=4)
     query = f'{GUEST}&in_tree={first}'
-    assert reasons(world.store, world.placement, query, on='hv1') == [
+    assert world.why(query, on='hv1') == [
         'hv1: VCPU short by 1 (free 0 of 4)',
         'the smallest change that fits: ask without --on hv1 (on hv2)',
     ]
-    assert reasons(world.store, world.placement, query, on=first[:8])[1].startswith(
+    assert world.why(query, on=first[:8])[1].startswith(
         f'the smallest change that fits: ask without --on {first[:8]} '
     )
     nobody = str(uuid.uuid4())
-    assert reasons(world.store, world.placement, f'{GUEST}&in_tree={nobody}', on=nobody) == [
+    assert world.why(f'{GUEST}&in_tree={nobody}', on=nobody) == [
         f'{nobody}: there is no such compute', f'the smallest change that fits: ask without --on {nobody} (on hv2)'
     ]  # fmt: skip
 
@@ -255,7 +260,7 @@ def test_a_disabled_one_that_was_asked_for_is_to_be_enabled(world: World) -> Non
     first = world.compute('hv1')
     world.compute('hv2')
     world.has(first, 'COMPUTE_STATUS_DISABLED')
-    assert reasons(world.store, world.placement, f'{GUEST}&in_tree={first}', on='hv1') == [
+    assert world.why(f'{GUEST}&in_tree={first}', on='hv1') == [
         'hv1: is disabled (eschedule host enable hv1)',
         'the smallest change that fits: eschedule host enable hv1, or ask without --on hv1 (on hv2)',
     ]
@@ -268,7 +273,7 @@ def test_the_others_of_a_set_are_called_so_and_no_members_of_its_group(world: Wo
 
     def why(policy: str, **members: str) -> list[str]:
         group = Group('web', policy, True, members)
-        return [each for each in reasons(world.store, world.placement, GUEST, group, taken) if each.startswith('hv')]
+        return [each for each in world.why(GUEST, group=group, taken=taken) if each.startswith('hv')]
 
     assert why(ANTI_AFFINITY)[0] == "hv1: the set's first takes hv1 (group web, strict anti-affinity)"
     assert why(AFFINITY)[1] == "hv2: the set's first takes hv1 (group web, strict affinity)"

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ecomp.errors import EcompError
@@ -26,10 +27,10 @@ if TYPE_CHECKING:
     from ecomp.scheduler.looking.ask import Backend
 
 SECONDS = 5.0
-"""How long the reasons are looked for. The refusal has been said by then."""
+"""Seconds for which the reasons are looked for. The refusal has been said by then."""
 
 MOST, SHOWN = 50, 10
-"""Of more computes than MOST, the SHOWN nearest are shown."""
+"""Computes: of more than MOST the SHOWN nearest are shown."""
 
 
 def tell(
@@ -52,7 +53,8 @@ def tell(
         try:
             placement, offer = backend.result()
             named = {uuid for each in offer.candidates for uuid in each}
-            found.set_result(reasons(store, placement, query, settled(store, wanted), taken, on, named, calls))
+            refusal = Refusal(query, settled(store, wanted), taken, on, named)
+            found.set_result(reasons(store, placement, refusal, calls))
         except BaseException as error:
             found.set_exception(error)
 
@@ -69,65 +71,78 @@ def tell(
         say(f'what each compute lacks could not be found out: {str(error) or type(error).__name__}')
 
 
-def reasons(
-    store: Store,
-    placement: Placement,
-    query: str,
-    group: Group | None = None,
-    taken: Sequence[Candidate] = (),
-    on: str | None = None,
-    named: Collection[str] = (),
-    calls: int = CALLS,
-    most: int = MOST,
-    shown: int = SHOWN,
-) -> list[str]:
+@dataclass(frozen=True)
+class Refusal:
+    """What found no room: a query, its `group`, and `taken`, what others of its set would take: for them there is room.
+
+    `on` is what was typed for the one compute that it is for: then there is a line for that alone. `named` are the
+    computes that placement offered a moment ago.
+    """
+
+    query: str
+    group: Group | None = None
+    taken: Sequence[Candidate] = ()
+    on: str | None = None
+    named: Collection[str] = ()
+
+
+def reasons(store: Store, placement: Placement, refusal: Refusal, calls: int = CALLS) -> list[str]:
     """A line for each compute, the nearest miss, and the smallest change that fits, as things are now.
 
-    `named` are the computes that placement offered a moment ago, `calls` how often it is asked at most.
-
-    With the others of a set that are `taken` to be placed, there is none: that is to ask for so many. `on` is what was
-    typed for the one compute that the query is for: then there is a line for that alone.
+    Where others of the set could be placed (`taken`), no smaller change is named but --count. Placement is asked so
+    many times at most.
     Errors: those of etcd and placement.
     """
     try:
-        asked = _asked(query, on)
+        asked = _asked(refusal.query, refusal.on)
     except Unexplained as error:
         return [f'what each compute lacks is not explained for this query: {error}']
     known = hosts.computes(store)
     names = _names(known)
+    wanted = [each.any_of[0] for each in asked if isinstance(each, Has) and each.typed]
     try:
-        facts = Facts(placement, asked, named, calls)
+        facts = Facts(placement, asked, refusal.named, calls)
         dead = sorted(uuid for uuid, each in facts.listed.items() if uuid not in known.living and each.name == uuid)
-        wanted = [each.any_of[0] for each in asked if isinstance(each, Has) and each.typed]
-        there, are_many = len(names) + len(dead), len(names) + len(dead) > most
+        there, are_many = len(names) + len(dead), len(names) + len(dead) > MOST
         chosen = dict.fromkeys([*wanted, *names] if are_many else [*names, *dead])
-        said, misses = _examined(facts, asked, chosen, known, group, taken)
+        said, misses = _examined(facts, asked, chosen, known, refusal.group, refusal.taken)
     except Unexplained as error:
         return [f'what each compute lacks is not explained: {error}']
-    fewer = limit(query)
-    if fewer is not None and fewer.isdecimal() and len(named) >= int(fewer):
-        # Those that placement named do for no group, no set, or are dead: it will name them again.
-        why = f'has room, but limit={fewer} has placement name fewer computes: ask without it'
-        said |= {each.provider: why for each in misses if each.fits and each.provider not in named}
+    said |= _limited(refusal, misses)
     if are_many:
         failing = {each.provider: len(each.failures) for each in misses}
         near = sorted((uuid for uuid in said if uuid in names), key=lambda uuid: failing.get(uuid, len(asked) + 1))
-        chosen = dict.fromkeys([*wanted, *near[:shown]])
+        chosen = dict.fromkeys([*wanted, *near[:SHOWN]])
         said = {uuid: said[uuid] for uuid in chosen if uuid in said}
         misses = [each for each in misses if each.provider in said]
-    if wanted:
-        lines = [f'{on}: {each}' for uuid, each in said.items() if uuid in wanted]
-        lines = lines or [f'{on}: there is no such compute']
-    else:
-        lines = [f'{known.called(uuid)}: {each}' for uuid, each in said.items() if each]
-        left = there - len(said)
-        lines += [f'{left} more are not shown: no nearer, or not alive'] if left else []
+    lines = _lines(said, known, there, refusal.on, wanted)
     if any(each.fits for each in misses):
         return lines
     advice = _advice(facts, asked, misses, known, wanted)
-    if not taken:
+    if not refusal.taken:
         return [*lines, *advice]
-    return [*lines, *advice[:1], f'the smallest change that fits: --count {len(taken)}']
+    return [*lines, *advice[:1], f'the smallest change that fits: --count {len(refusal.taken)}']
+
+
+def _limited(refusal: Refusal, misses: Iterable[Miss]) -> dict[str, str]:
+    """What is said of the computes that have room, and that the query's own limit= keeps placement from naming."""
+    limited = limit(refusal.query)
+    if limited is None or not limited.isdecimal() or len(refusal.named) < int(limited):
+        return {}
+    # Those that placement named do for no group, no set, or are dead: it will name them again.
+    why = f'has room, but limit={limited} has placement name fewer computes: ask without it'
+    return {each.provider: why for each in misses if each.fits and each.provider not in refusal.named}
+
+
+def _lines(
+    said: Mapping[str, str], known: Computes, there: int, on: str | None, wanted: Collection[str]
+) -> list[str]:
+    """A line for each of the `wanted` computes; where none is, for each, and how many of all `there` are left out."""
+    if wanted:
+        return [f'{on}: {each}' for uuid, each in said.items() if uuid in wanted] or [f'{on}: there is no such compute']
+    lines = [f'{known.called(uuid)}: {each}' for uuid, each in said.items() if each]
+    left = there - len(said)
+    return [*lines, f'{left} more are not shown: no nearer, or not alive'] if left else lines
 
 
 def lacking(
