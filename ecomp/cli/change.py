@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 def _destroy(do: Context) -> int:
     from ecomp.scheduler.changing.destroy import destroy
-    from ecomp.scheduler.changing.wait import Deadline, wait_until_gone
+    from ecomp.scheduler.changing.wait import Deadline, Wait, wait_until_gone
     from ecomp.scheduler.looking.find import is_known
 
     outcomes = Outcomes(do, do.words, instance=None, state=None)
@@ -42,7 +42,7 @@ def _destroy(do: Context) -> int:
         if not is_known(do.store, accepted[word], do.among):
             return  # it was in error, and its record was removed
         with Live() as tell:
-            wait_until_gone(do.config.etcd, accepted[word], deadline, tell, do.among)
+            wait_until_gone(Wait(do.config.etcd, accepted[word], deadline, tell, do.among))
         outcomes.tell(word, f'{accepted[word]}: gone', state=GONE)
 
     if do.options.wait is not None:
@@ -53,7 +53,7 @@ def _destroy(do: Context) -> int:
 def _power(do: Context) -> int:
     from ecomp.model.power import Power
     from ecomp.scheduler.changing.power import power
-    from ecomp.scheduler.changing.wait import Deadline, wait_for_power
+    from ecomp.scheduler.changing.wait import Deadline, Wait, wait_for_power
 
     outcomes = Outcomes(do, do.words, instance=None, state=None)
     accepted: dict[str, Acceptance] = {}
@@ -76,7 +76,7 @@ def _power(do: Context) -> int:
     def wait(word: str) -> None:
         instance = outcomes.found[word]['instance']
         with Live() as tell:
-            record = wait_for_power(do.config.etcd, instance, accepted[word], deadline, tell, do.among)
+            record = wait_for_power(Wait(do.config.etcd, instance, deadline, tell, do.among), accepted[word])
         outcomes.tell(word, f'{instance}: {record.state}', state=record.state)
 
     if do.options.wait is not None:

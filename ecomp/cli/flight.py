@@ -25,7 +25,7 @@ from ecomp.placement.allocations import candidates
 from ecomp.placement.client import Placement
 from ecomp.scheduler.changing.clear import remove
 from ecomp.scheduler.changing.destroy import destroy
-from ecomp.scheduler.changing.wait import WAITS_FOR, Deadline, wait_for_stage, wait_until_gone, waits_for
+from ecomp.scheduler.changing.wait import WAITS_FOR, Deadline, Wait, wait_for_stage, wait_until_gone, waits_for
 from ecomp.scheduler.looking.find import find
 from ecomp.scheduler.placing.create import create
 from ecomp.scheduler.placing.explain import lacking
@@ -113,7 +113,8 @@ def _place(do: Context, plan: Plan, canary: Canary, query: str) -> None:
 def _boot(do: Context, plan: Plan, canary: Canary, instance: str, go_on: Callable[[], None]) -> Canary:
     """Wait for it, and enter it where somebody is to and can; how far it came."""
     began = time.monotonic()
-    record = wait_for_stage(do.config.etcd, instance, plan.stage, Deadline(do.options.patience), lambda _: go_on())
+    wait = Wait(do.config.etcd, instance, Deadline(do.options.patience), lambda _: go_on())
+    record = wait_for_stage(wait, plan.stage)
     canary = canary._replace(reached=plan.stage, seconds=time.monotonic() - began, why=plan.not_asked)
     if not plan.not_asked and not record.host_keys:
         return canary._replace(why='its guest has not said which host keys it has')
@@ -159,7 +160,7 @@ def _destroyed(do: Context, instance: str, otherwise: str) -> str:
     """
     try:
         destroy(do.store, instance)
-        wait_until_gone(do.config.etcd, instance, Deadline(do.options.patience), lambda _: None)
+        wait_until_gone(Wait(do.config.etcd, instance, Deadline(do.options.patience), lambda _: None))
         remove(do.store, find(do.store, instance))
     except NotFound:
         return otherwise

@@ -232,14 +232,15 @@ def reach(
             do.out.say(f"{record.name or record.instance}'s console: {line}")
 
     def wait(word: str) -> None:
-        from ecomp.scheduler.changing.wait import wait_for_stage
+        from ecomp.scheduler.changing.wait import Wait, wait_for_stage
 
         def seen(record: Record) -> None:
             outcomes.tell(word, '', **known_of(record))
 
         instance = instance_of(word)
         with Live() as tell:
-            record = wait_for_stage(do.etcd, instance, stage, deadline, tell, late, asked.get(instance), among, seen)
+            waited = Wait(do.etcd, instance, deadline, tell, among, seen, late)
+            record = wait_for_stage(waited, stage, asked.get(instance))
         if do.form == TABLE and record.address and STAGES.index(stage) >= STAGES.index(ADDRESSED):
             do.out.put(printable(record.address))
 

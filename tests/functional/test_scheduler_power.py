@@ -14,7 +14,7 @@ from ecomp.model.power import ASKED, OFF, REBOOT, START, STOP, Power
 from ecomp.model.record import ACTIVE, GONE, STOPPED, Record, to_json
 from ecomp.scheduler.changing.destroy import destroy
 from ecomp.scheduler.changing.power import Acceptance, power
-from ecomp.scheduler.changing.wait import Deadline, wait_for_power
+from ecomp.scheduler.changing.wait import Deadline, Wait, wait_for_power
 from ecomp.store.client import Store
 from tests.functional.cloud import IMAGE, Cloud, new
 from tests.kit.proxy import Proxy
@@ -126,7 +126,7 @@ def test_its_steps_are_told_and_its_end(cloud: Cloud) -> None:
         return any(f'waiting for: {what}' in each for each in told)
 
     with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(wait_for_power, config, instance, accepted, Deadline(60), told.append)
+        waiting = pool.submit(wait_for_power, Wait(config, instance, Deadline(60), told.append), accepted)
         until(lambda: waits_for('its compute to take it'), 10, 'nobody is at it')
         write(cloud, compute, instance, ACTIVE, reboot.at(ASKED))
         until(lambda: waits_for('the guest to turn itself off'), 10, 'it is asked')
@@ -142,7 +142,7 @@ def test_a_wait_in_vain_ends(cloud: Cloud) -> None:
     accepted, config = power(cloud.store, instance, start), EtcdConfig((cloud.etcd.endpoint,))
 
     def wait(seconds: float = 20) -> Record:
-        return wait_for_power(config, instance, accepted, Deadline(seconds), lambda _: None)
+        return wait_for_power(Wait(config, instance, Deadline(seconds), lambda _: None), accepted)
 
     with pytest.raises(StillGoing, match='waiting for: its compute to take it; it goes on'):
         wait(0.1)

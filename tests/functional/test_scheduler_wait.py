@@ -17,7 +17,7 @@ from ecomp.errors import EcompError, NotFound, StillGoing, Unreachable
 from ecomp.model import keys
 from ecomp.model.record import ACTIVE, BUILDING, ERROR, GONE, Failure, Progress, Record, to_json
 from ecomp.scheduler.changing import whereabouts
-from ecomp.scheduler.changing.wait import WAITS_FOR, Deadline, wait_for_stage, wait_until_gone
+from ecomp.scheduler.changing.wait import WAITS_FOR, Deadline, Wait, wait_for_stage, wait_until_gone
 from ecomp.scheduler.changing.whereabouts import Whereabouts
 from ecomp.store.client import Delete, Put, Store
 from ecomp.store.places import Index
@@ -44,7 +44,7 @@ def test_a_stage_is_waited_for_as_it_happens(cloud: Cloud, told: list[str]) -> N
         return any(f'waiting for: {what}' in each for each in told)
 
     with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(wait_for_stage, config, instance, 'addressed', Deadline(30), told.append)
+        waiting = pool.submit(wait_for_stage, Wait(config, instance, Deadline(30), told.append), 'addressed')
         until(lambda: answered(told), 10, 'etcd has answered it')
         for stage in ('image', 'disk', 'started', 'addressed'):
             record = record.at(ACTIVE, 't', stage)
@@ -59,7 +59,7 @@ def test_an_end_is_seen_behind_rubbish_at_the_older_place(cloud: Cloud, told: li
     instance = new()
     cloud.etcd.put(keys.old_record(instance), 'rubbish')
     cloud.etcd.put_record(to_json(Record(instance, new(), GONE, stages={'gone': 'now'})))
-    wait_until_gone(EtcdConfig((cloud.etcd.endpoint,)), instance, Deadline(5), told.append)
+    wait_until_gone(Wait(EtcdConfig((cloud.etcd.endpoint,)), instance, Deadline(5), told.append))
 
 
 def test_how_far_a_download_is_is_told(cloud: Cloud, told: list[str]) -> None:
@@ -67,7 +67,7 @@ def test_how_far_a_download_is_is_told(cloud: Cloud, told: list[str]) -> None:
     record = Record(instance, new(), BUILDING, image=IMAGE, stages={'requested': 't', 'scheduled': 't'})
     config = EtcdConfig((cloud.etcd.endpoint,))
     with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(wait_for_stage, config, instance, 'started', Deadline(30), told.append)
+        waiting = pool.submit(wait_for_stage, Wait(config, instance, Deadline(30), told.append), 'started')
         progress = Progress('image', 34_000_000, 600_000_000)
         cloud.etcd.put_record(to_json(replace(record, progress=progress)))
         until(lambda: any(each.startswith('waiting for: image, 34 of 600 MB, ') for each in told), 10, 'it is told')
@@ -84,21 +84,21 @@ def test_several_are_waited_for_under_one_deadline(cloud: Cloud, told: list[str]
     there, compute = new(), new()
     cloud.etcd.put_record(to_json(Record(there, compute, ACTIVE, image=IMAGE, stages={'started': 't'})))
     with pytest.raises(StillGoing, match=r'0\.5 s are up'):
-        wait_for_stage(config, new(), 'started', deadline, told.append)
+        wait_for_stage(Wait(config, new(), deadline, told.append), 'started')
     assert deadline.spent >= 0.5
     # Nothing is left of it: each of the others is still looked at, once.
-    assert wait_for_stage(config, there, 'started', deadline, told.append).instance == there
+    assert wait_for_stage(Wait(config, there, deadline, told.append), 'started').instance == there
     every = dict.fromkeys(('requested', 'scheduled', 'image', 'disk', 'started'), 't')
     cloud.etcd.put_record(to_json(Record(there, compute, ACTIVE, image=IMAGE, stages=every)))
     with pytest.raises(StillGoing, match='DHCP lease; it goes on'):
-        wait_for_stage(config, there, 'addressed', deadline, told.append)
+        wait_for_stage(Wait(config, there, deadline, told.append), 'addressed')
 
 
 def test_a_record_that_goes_ends_a_wait(cloud: Cloud, told: list[str]) -> None:
     instance, config = new(), EtcdConfig((cloud.etcd.endpoint,))
     cloud.etcd.put_record(to_json(Record(instance, new(), ACTIVE, image=IMAGE)))
     with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(wait_for_stage, config, instance, 'started', Deadline(30), told.append)
+        waiting = pool.submit(wait_for_stage, Wait(config, instance, Deadline(30), told.append), 'started')
         until(lambda: answered(told), 10, 'etcd has answered it')
         cloud.etcd.delete(cloud.etcd.record_key(instance))
         with pytest.raises(NotFound, match='its record was removed'):
@@ -112,13 +112,13 @@ def test_a_wait_ends_when_there_is_nothing_to_wait_for(cloud: Cloud, told: list[
     cloud.etcd.put_record(to_json(Record(failed, new(), ERROR, image=IMAGE, error=error)))
     cloud.etcd.put_record(to_json(Record(gone, new(), GONE, image=IMAGE)))
     with pytest.raises(EcompError, match='failed at stage image: HTTP 404') as caught:
-        wait_for_stage(config, failed, 'started', Deadline(10), told.append)
+        wait_for_stage(Wait(config, failed, Deadline(10), told.append), 'started')
     assert caught.value.exit_code == 1
     with pytest.raises(NotFound, match='destroyed while waiting'):
-        wait_for_stage(config, gone, 'started', Deadline(10), told.append)
+        wait_for_stage(Wait(config, gone, Deadline(10), told.append), 'started')
     began = time.monotonic()
     with pytest.raises(StillGoing, match=r'0\.3 s are up, still waiting for: its compute to take it'):
-        wait_for_stage(config, slow, 'started', Deadline(0.3), told.append)
+        wait_for_stage(Wait(config, slow, Deadline(0.3), told.append), 'started')
     assert time.monotonic() - began < PATIENCE * 5
 
 
@@ -126,7 +126,7 @@ def test_a_wait_on_an_etcd_that_is_away_says_so(told: list[str], caplog: pytest.
     caplog.set_level(logging.CRITICAL)
     config = EtcdConfig((f'127.0.0.1:{free_port()}',), timeout=1.0)
     with pytest.raises(StillGoing, match=r': 0\.5 s are up, and etcd did not answer; it goes on$'):
-        wait_for_stage(config, new(), 'started', Deadline(0.5), told.append)
+        wait_for_stage(Wait(config, new(), Deadline(0.5), told.append), 'started')
     # What an instance waits for is said only by those who know.
     assert told
     assert {each.partition(',')[0] for each in told} == {'waiting for: etcd to answer'}
@@ -139,7 +139,7 @@ def test_an_end_is_waited_for(cloud: Cloud, told: list[str]) -> None:
     with ThreadPoolExecutor(1) as pool:
         for instance in (gone, removed):
             cloud.etcd.put_record(to_json(Record(instance, compute, ACTIVE, image=IMAGE)))
-            waiting = pool.submit(wait_until_gone, config, instance, Deadline(30), told.append)
+            waiting = pool.submit(wait_until_gone, Wait(config, instance, Deadline(30), told.append))
             until(lambda: answered(told), 10, 'etcd has answered it')
             told.clear()
             if instance == gone:
@@ -147,7 +147,7 @@ def test_an_end_is_waited_for(cloud: Cloud, told: list[str]) -> None:
             else:  # a failed one's record is removed at once
                 cloud.etcd.delete(cloud.etcd.record_key(removed))
             waiting.result(PATIENCE * 20)
-    wait_until_gone(config, new(), Deadline(30), told.append)
+    wait_until_gone(Wait(config, new(), Deadline(30), told.append))
 
 
 def test_one_that_waits_in_a_queue_is_followed_to_its_compute(cloud: Cloud, told: list[str]) -> None:
@@ -155,7 +155,7 @@ def test_one_that_waits_in_a_queue_is_followed_to_its_compute(cloud: Cloud, told
     config, waits = EtcdConfig((cloud.etcd.endpoint,)), keys.queue('small', instance)
     cloud.etcd.put(waits, '{}')
     with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(wait_for_stage, config, instance, 'started', Deadline(30), told.append)
+        waiting = pool.submit(wait_for_stage, Wait(config, instance, Deadline(30), told.append), 'started')
         until(lambda: answered(told), 10, 'etcd has answered it')
         request, record = keys.request(compute, instance), Record(instance, compute, ACTIVE, image=IMAGE)
         cloud.store.commit([], [Delete(waits), Put(request, '{}')])
@@ -188,10 +188,10 @@ def test_of_many_each_is_looked_for_where_it_was(
     started = Record(instance, compute, ACTIVE, image=IMAGE).at(ACTIVE, 't', 'started')
     cloud.etcd.put_record(to_json(started))
     at, nowhere = (Index({instance: [keys.request(each, instance)]}) for each in (compute, new()))
-    assert wait_for_stage(config, instance, 'started', Deadline(5), told.append, among=nowhere) == started
+    assert wait_for_stage(Wait(config, instance, Deadline(5), told.append, among=nowhere), 'started') == started
     monkeypatch.setattr(Store, 'snapshot', _unreachable)
     monkeypatch.setattr(whereabouts, 'Follower', _unreachable)
-    assert wait_for_stage(config, instance, 'started', Deadline(5), told.append, among=at) == started
+    assert wait_for_stage(Wait(config, instance, Deadline(5), told.append, among=at), 'started') == started
 
 
 def _unreachable(*_: object) -> NoReturn:
@@ -203,5 +203,5 @@ def test_no_thread_is_left(cloud: Cloud, told: list[str]) -> None:
     instance = new()
     cloud.etcd.put_record(to_json(Record(instance, new(), ACTIVE, image=IMAGE)))
     with pytest.raises(StillGoing):
-        wait_until_gone(EtcdConfig((cloud.etcd.endpoint,)), instance, Deadline(0.1), told.append)
+        wait_until_gone(Wait(EtcdConfig((cloud.etcd.endpoint,)), instance, Deadline(0.1), told.append))
     until(lambda: threading.active_count() <= before, 5, 'as many threads as before')

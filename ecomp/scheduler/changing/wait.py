@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ecomp.conf import EtcdConfig
@@ -76,26 +77,18 @@ def not_ready(instance: str, failed: GuestFailure) -> str:
 
 
 def wait_for_stage(
-    config: EtcdConfig,
-    instance: str,
-    stage: str,
-    deadline: Deadline,
-    tell: Callable[[str], None],
-    late: Callable[[Record], None] = lambda _: None,
-    asked: Power | None = None,
-    among: Index | None = None,
-    seen: Callable[[Record], None] = lambda _: None,
+    wait: Wait, stage: str, asked: Power | None = None
 ) -> Record:
-    """The record once `stage` is reached. `tell` gets what is being waited for, about once a second.
+    """The record once `stage` is reached.
 
-    `late` gets the record, if there is one, when the time is up, and `seen` each one that is read. The stages of a boot
-    are those of the one that goes on or, of a guest that is off, of the next; with an `asked` start or reboot that is
-    not carried out, of the one that it brings. `among`: see find().
+    The stages of a boot are those of the one that goes on or, of a guest that is off, of the next; with an `asked`
+    start or reboot that is not carried out, of the one that it brings.
 
     Errors: EcompError (it failed, or its cloud-init did; exit 1), NotFound (destroyed meanwhile), StillGoing (the time
     is up).
     """
     first: Record | None = None
+    instance = wait.instance
 
     def reached(record: Record | None) -> bool:
         nonlocal first
@@ -103,7 +96,6 @@ def wait_for_stage(
             if first is not None:
                 raise NotFound(f'{instance}: its record was removed while waiting for it')
             return False
-        seen(record)
         first = first or record
         if record.state == ERROR:
             raise EcompError(failure(record))
@@ -119,7 +111,7 @@ def wait_for_stage(
         on_its_way = first is not None and record is not None and is_pending(asked, first, record)
         return _power_waits_for(record) if on_its_way else waits_for(record)
 
-    record = _wait(config, instance, reached, deadline, tell, what, late=late, among=among)
+    record = wait.until(reached, what)
     assert record is not None  # reached() is False for None
     return record
 
@@ -141,38 +133,28 @@ def is_pending(asked: Power | None, first: Record, now: Record) -> bool:
     return action_id(now.power) in (asked.id, action_id(first.power))
 
 
-def wait_until_gone(
-    config: EtcdConfig, instance: str, deadline: Deadline, tell: Callable[[str], None], among: Index | None = None
-) -> None:
-    """Return once the instance is gone. `among`: see find(). StillGoing when the time is up: the destroy goes on."""
+def wait_until_gone(wait: Wait) -> None:
+    """Return once the instance is gone. StillGoing when the time is up: the destroy goes on."""
 
     def read(entry: Entry) -> Record:
         try:
             return read_record(entry)
         except Unreadable:  # its compute writes another one when it is gone
-            return Record(instance, '', DESTROYING)
+            return Record(wait.instance, '', DESTROYING)
 
     def reached(record: Record | None) -> bool:
         return record is not None and record.state == GONE
 
-    what = 'its compute to destroy it'
-    _wait(config, instance, reached, deadline, tell, lambda _: what, read, ends=True, among=among)
+    wait.until(reached, lambda _: 'its compute to destroy it', read, ends=True)
 
 
-def wait_for_power(
-    config: EtcdConfig,
-    instance: str,
-    accepted: Acceptance,
-    deadline: Deadline,
-    tell: Callable[[str], None],
-    among: Index | None = None,
-) -> Record:
-    """The record once an accepted stop, start or reboot is carried out. `among`: see find().
+def wait_for_power(wait: Wait, accepted: Acceptance) -> Record:
+    """The record once an accepted stop, start or reboot is carried out.
 
     Errors: EcompError (it was to run, and does not), Conflict (another one came in its place), NotFound (destroyed
     meanwhile), StillGoing (the time is up).
     """
-    power = accepted.power
+    instance, power = wait.instance, accepted.power
     assert power is not None  # else there is nothing to wait for
 
     def reached(record: Record | None) -> bool:
@@ -186,7 +168,7 @@ def wait_for_power(
             raise EcompError(printable(f'{instance}: {record.fault or "it was started, and is off again"}'))
         return True
 
-    record = _wait(config, instance, reached, deadline, tell, _power_waits_for, among=among)
+    record = wait.until(reached, _power_waits_for)
     assert record is not None  # reached() is False for None
     return record
 
@@ -196,39 +178,56 @@ def _power_waits_for(record: Record | None) -> str:
     return {ASKED: 'the guest to turn itself off', OFF: 'its domain to start'}.get(how_far, 'its compute to take it')
 
 
-def _wait(
-    config: EtcdConfig,
-    instance: str,
-    reached: Callable[[Record | None], bool],
-    deadline: Deadline,
-    tell: Callable[[str], None],
-    what: Callable[[Record | None], str],
-    read: Callable[[Entry], Record] = read_record,
-    ends: bool = False,
-    late: Callable[[Record], None] = lambda _: None,
-    among: Index | None = None,
-) -> Record | None:
-    """`ends`: of what is nowhere the end has come."""
-    from ecomp.scheduler.changing.whereabouts import Whereabouts  # for those who wait
+@dataclass(frozen=True)
+class Wait:
+    """Waiting for one instance, and who is told of it: `tell` about once a second, of what is being waited for.
 
-    with Whereabouts(config, instance, among) as at:
+    `seen` gets each record that is read, `late` the last one, where there is one, when the time is up.
+    `among`: see find().
+    """
 
-        def waited(record: Record | None) -> str:
-            return IN_QUEUE if at.is_queued else what(record)
+    config: EtcdConfig
+    instance: str
+    deadline: Deadline
+    tell: Callable[[str], None]
+    among: Index | None = None
+    seen: Callable[[Record], None] = lambda _: None
+    late: Callable[[Record], None] = lambda _: None
 
-        # With nothing left of the time, each is looked at once.
-        first_look = deadline.spent + config.timeout
-        while True:
-            known, entry = at.look()
-            record = read(entry) if entry else None
-            if known and (reached(record) or (ends and at.is_nowhere)):
-                return record
-            spent = deadline.spent
-            limit = deadline.seconds if known else max(deadline.seconds, first_look)
-            if spent >= limit:
+    def until(
+        self,
+        reached: Callable[[Record | None], bool],
+        what: Callable[[Record | None], str],
+        read: Callable[[Entry], Record] = read_record,
+        ends: bool = False,
+    ) -> Record | None:
+        """The record that has reached it; `what` says of one that has not what it waits for.
+
+        `ends`: an instance found nowhere counts as gone. Errors: StillGoing (the time is up), those of `reached`.
+        """
+        from ecomp.scheduler.changing.whereabouts import Whereabouts  # for those who wait
+
+        deadline = self.deadline
+        with Whereabouts(self.config, self.instance, self.among) as at:
+
+            def waited(record: Record | None) -> str:
+                return IN_QUEUE if at.is_queued else what(record)
+
+            # With nothing left of the time, each is looked at once.
+            first_look = deadline.spent + self.config.timeout
+            while True:
+                known, entry = at.look()
+                record = read(entry) if entry else None
                 if record is not None:
-                    late(record)
-                how_far = f'still waiting for: {waited(record)}' if known else 'and etcd did not answer'
-                raise StillGoing(f'{instance}: {deadline.seconds:g} s are up, {how_far}; it goes on')
-            tell(f'waiting for: {waited(record) if known else "etcd to answer"}, {spent:.0f} s')
-            at.wait(min(TICK, limit - spent))
+                    self.seen(record)
+                if known and (reached(record) or (ends and at.is_nowhere)):
+                    return record
+                spent = deadline.spent
+                limit = deadline.seconds if known else max(deadline.seconds, first_look)
+                if spent >= limit:
+                    if record is not None:
+                        self.late(record)
+                    how_far = f'still waiting for: {waited(record)}' if known else 'and etcd did not answer'
+                    raise StillGoing(f'{self.instance}: {deadline.seconds:g} s are up, {how_far}; it goes on')
+                self.tell(f'waiting for: {waited(record) if known else "etcd to answer"}, {spent:.0f} s')
+                at.wait(min(TICK, limit - spent))
