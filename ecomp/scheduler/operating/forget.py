@@ -7,7 +7,7 @@ same command again goes on.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -28,6 +28,7 @@ from ecomp.store.requests import in_requests, wanted
 from ecomp.store.sharing import write_end
 
 TRIES = 5
+"""Looks at it all; where something is changed after each of them, that is said."""
 
 UNSEEN = 'its host was forgotten: nobody saw its guest end'
 """The fault of an instance that ends like this: on a host that was only cut off, its domain still runs."""
@@ -56,11 +57,12 @@ def forget(
 
     Errors: NotFound (no compute of ours), Conflict (it is alive, something lives there, or it came back meanwhile).
     """
+    removal = _Removal(store, placement, compute, called, now, tell)
     for _ in range(TRIES):
         planes = _read(store, placement, compute)
         left = _allowed(compute, called, planes, silence(store, compute))
         try:
-            _remove(store, placement, compute, called, planes.seen, left, now, tell)
+            removal.remove(planes.seen, left)
             break
         except (_Changed, UnknownOutcome):
             continue  # the next look says what became of it
@@ -117,45 +119,77 @@ def _allowed(compute: str, called: str, planes: _Both, silent: Unchanged | None)
     return left
 
 
-def _remove(
-    store: Store,
-    placement: Placement,
-    compute: str,
-    called: str,
-    seen: Survey,
-    left: Leftovers,
-    now: Callable[[], str],
-    tell: Callable[[str], None],
-) -> None:
-    silent = silence(store, compute)
-    if silent is None:
-        raise _Changed
+@dataclass(frozen=True)
+class _Removal:
+    """The removal of what is left of a compute, as it was read; see forget()."""
 
-    def as_read(instance: str) -> list[Unchanged]:
-        read = keys.request(compute, instance), keys.record(compute, instance), keys.old_record(instance)
-        return [silent, *(Unchanged(key, seen.entries[key].revision if key in seen.entries else 0) for key in read)]
+    store: Store
+    placement: Placement
+    compute: str
+    called: str
+    now: Callable[[], str]
+    tell: Callable[[str], None]
 
-    for instance in left.ended:
-        _release(store, placement, compute, instance, its_end=True)
+    def remove(self, seen: Survey, left: Leftovers) -> None:
+        """Remove it all. _Changed: something is not as it was read, and all before it is removed."""
+        silent = silence(self.store, self.compute)
+        if silent is None:
+            raise _Changed
+
+        def as_read(name: str) -> list[Unchanged]:
+            read = keys.request(self.compute, name), keys.record(self.compute, name), keys.old_record(name)
+            return [silent, *(Unchanged(key, seen.entries[key].revision if key in seen.entries else 0) for key in read)]
+
+        for instance in left.ended:
+            self._end(instance, seen, as_read(instance))
+        for name in left.stray:
+            self._remove_stray(name, as_read(name))
+        for consumer in left.orphans:
+            self._release(consumer)
+            self.tell(f'{consumer}: its claim is released: no request stands behind it')
+
+    def _end(self, instance: str, seen: Survey, as_read: Sequence[Unchanged]) -> None:
+        """Carry out the destroy of an instance that was here."""
+        self._release(instance, its_end=True)
         failpoint('host-released')
-        record = _ended(compute, seen, instance, now())
-        removed = [keys.request(compute, instance), keys.booted(instance)]
-        if keys.record(compute, instance) not in seen.entries:
+        record = _ended(self.compute, seen, instance, self.now())
+        removed = [keys.request(self.compute, instance), keys.booted(instance)]
+        if keys.record(self.compute, instance) not in seen.entries:
             removed.append(keys.old_record(instance))
-        if write_end(store, record, as_read(instance), removed) is None:
+        if write_end(self.store, record, as_read, removed) is None:
             raise _Changed
-        tell(f'{instance}: its destroy had been accepted: its claim and its keys are removed, its record says gone')
-    for name in left.stray:
-        key = keys.request(compute, name)
-        if store.commit(as_read(name), [Delete(key)]) is None:
+        done = 'its claim and its keys are removed, its record says gone'
+        self.tell(f'{instance}: its destroy had been accepted: {done}')
+
+    def _remove_stray(self, name: str, as_read: Sequence[Unchanged]) -> None:
+        """Remove a request that is none. Conflict: its key is no text."""
+        key = keys.request(self.compute, name)
+        if self.store.commit(as_read, [Delete(key)]) is None:
             # Bytes that are no text are read as this character, by which the key is not found again.
-            if '\ufffd' in name and store.get(key) is None:
-                raise Conflict(_no_text(compute, called))
+            if '\ufffd' in name and self.store.get(key) is None:
+                raise Conflict(_no_text(self.compute, self.called))
             raise _Changed
-        tell(f'{key}: removed: no compute would have carried it out')
-    for consumer in left.orphans:
-        _release(store, placement, compute, consumer)
-        tell(f'{consumer}: its claim is released: no request stands behind it')
+        self.tell(f'{key}: removed: no compute would have carried it out')
+
+    def _release(self, consumer: str, its_end: bool = False) -> None:
+        """Release what a consumer holds, if it holds anything here. `its_end`: its request here is a destroy.
+
+        Nobody claims on a silent compute, and whoever claims elsewhere for this consumer moves the generation read.
+        """
+
+        def needed(holding: Mapping[str, allocations.Consumer]) -> Collection[str]:
+            on = holding[consumer].allocations
+            if self.compute not in on:
+                return holding
+            # What it claimed for a request that waits in a queue, nobody but itself would have taken there.
+            behind = {consumer: () if its_end else on}
+            if is_alive(self.store, self.compute) or wanted(self.store, behind, False):
+                raise _Changed
+            return ()
+
+        # Also of one that ends: two may forget at once, and once its record is cleared its uuid may be used again.
+        if release(self.placement, [consumer], needed, partial(note, self.store))[consumer] is False:
+            raise _Changed
 
 
 def _no_text(compute: str, called: str) -> str:
@@ -164,26 +198,6 @@ def _no_text(compute: str, called: str) -> str:
         f'compute {called} is not forgotten: a key below {prefix} is no text, so etcdctl has to remove it: '
         f'`etcdctl get --keys-only --prefix {prefix} | cat -v` shows it'
     )
-
-
-def _release(store: Store, placement: Placement, compute: str, consumer: str, its_end: bool = False) -> None:
-    """Release what a consumer holds, if it holds anything here. `its_end`: its request here is a destroy.
-
-    Nobody claims on a silent compute, and whoever claims elsewhere for this consumer moves the generation read.
-    """
-
-    def needed(holding: Mapping[str, allocations.Consumer]) -> Collection[str]:
-        on = holding[consumer].allocations
-        if compute not in on:
-            return holding
-        # What it claimed for a request that waits in a queue, nobody but itself would have taken there.
-        if is_alive(store, compute) or wanted(store, {consumer: () if its_end else on}, False):
-            raise _Changed
-        return ()
-
-    # Also of one that ends: two may forget at once, and once its record is cleared its uuid may be used again.
-    if release(placement, [consumer], needed, partial(note, store))[consumer] is False:
-        raise _Changed
 
 
 def _ended(compute: str, seen: Survey, instance: str, now: str) -> Record:
