@@ -27,10 +27,10 @@ from ecomp.conf import EtcdConfig  # noqa: E402
 from ecomp.model import keys  # noqa: E402
 from ecomp.model.choose import Offer  # noqa: E402
 from ecomp.model.instance import Request, to_json  # noqa: E402
+from ecomp.model.set_order import SetOrder  # noqa: E402
 from ecomp.placement import allocations  # noqa: E402
 from ecomp.placement.client import Placement  # noqa: E402
 from ecomp.scheduler.placing.create import create  # noqa: E402
-from ecomp.scheduler.placing.set_order import SetOrder  # noqa: E402
 from ecomp.store.client import Delete, Put, Store  # noqa: E402
 
 WHO = {'host': 'here', 'pid': 1}

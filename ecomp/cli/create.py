@@ -35,8 +35,9 @@ from ecomp.model.keys import new_uuid
 from ecomp.model.order import Order
 
 if TYPE_CHECKING:
+    from ecomp.model.set_order import SetOrder
     from ecomp.scheduler.looking.ask import Backend
-    from ecomp.scheduler.placing.set_order import DeliveryOutcome, SetOrder
+    from ecomp.scheduler.placing.deliver import DeliveryOutcome
 
 NOTIFIED = 'NOTIFIED TARGET, {compute}, OF INSTANCE {instance}'
 """What is said of each that is placed, as in 2019."""
@@ -209,7 +210,7 @@ def _plan(do: Context) -> int:
 
 
 def _wanted(do: Context, order: Order, query: str) -> SetOrder:
-    from ecomp.scheduler.placing.set_order import SetOrder
+    from ecomp.model.set_order import SetOrder
 
     count = do.options.size or 1
     how = {'weigh': do.options.weigh or SPREAD, 'minimum': do.options.min or count}

@@ -21,6 +21,7 @@ from ecomp.model.image import check_image
 from ecomp.model.query import on_one
 from ecomp.model.query_check import check_query
 from ecomp.model.record import SCHEDULED
+from ecomp.model.set_order import SetOrder
 from ecomp.placement.allocations import candidates
 from ecomp.placement.client import Placement
 from ecomp.scheduler.changing.clear import remove
@@ -29,7 +30,6 @@ from ecomp.scheduler.changing.wait import WAITS_FOR, Deadline, Wait, wait_for_st
 from ecomp.scheduler.looking.find import find
 from ecomp.scheduler.placing.create import create
 from ecomp.scheduler.placing.explain import lacking
-from ecomp.scheduler.placing.set_order import SetOrder
 
 NO_DATA = b'#cloud-config\n{}\n'
 """A canary's user-data: what other guests are given may tell the world that they are there."""

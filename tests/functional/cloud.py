@@ -19,11 +19,12 @@ from ecomp.model import keys
 from ecomp.model.allocation import Allocations
 from ecomp.model.choose import Candidate, Offer
 from ecomp.model.instance import Request, parse_request
+from ecomp.model.set_order import SetOrder
 from ecomp.placement import allocations
 from ecomp.placement.client import Placement
 from ecomp.scheduler.placing.claim import Claimer
 from ecomp.scheduler.placing.create import create
-from ecomp.scheduler.placing.set_order import DeliveryOutcome, SetOrder
+from ecomp.scheduler.placing.deliver import DeliveryOutcome
 from ecomp.store.client import Put, Store, Unchanged
 from tests.kit.servers import Etcd, PlacementServer
 

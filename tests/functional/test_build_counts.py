@@ -21,11 +21,11 @@ from ecomp.model import keys
 from ecomp.model.choose import Offer
 from ecomp.model.instance import Request, to_json
 from ecomp.model.record import ACTIVE
+from ecomp.model.set_order import SetOrder
 from ecomp.placement import allocations
 from ecomp.placement.client import Placement
 from ecomp.scheduler.placing.claim import BLOCK
 from ecomp.scheduler.placing.create import create
-from ecomp.scheduler.placing.set_order import SetOrder
 from ecomp.store.client import Delete, Put, Store
 from tests.functional.cloud import IMAGE, RESOURCES, WHO, Cloud, new
 from tests.functional.toy import Toy, toy

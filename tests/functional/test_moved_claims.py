@@ -28,7 +28,7 @@ from ecomp.scheduler.operating.drain import disable, drained
 from ecomp.scheduler.operating.forget import forget
 from ecomp.scheduler.operating.repair import _release as repaired
 from ecomp.scheduler.placing.claim import abandon
-from ecomp.scheduler.placing.set_order import DeliveryOutcome
+from ecomp.scheduler.placing.deliver import DeliveryOutcome
 from ecomp.store.client import Delete, Put, Snapshot, Store, Unchanged
 from ecomp.store.released import highest, note
 from tests.functional.cloud import RESOURCES, SMALL, Cloud, at_it, new

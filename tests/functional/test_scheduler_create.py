@@ -19,12 +19,13 @@ from ecomp.model.allocation import Allocations
 from ecomp.model.choose import Offer
 from ecomp.model.computes import to_json as hostname_to_json
 from ecomp.model.record import ERROR, GONE, Record, to_json
+from ecomp.model.set_order import SetOrder
 from ecomp.placement import allocations
 from ecomp.placement.client import Placement
 from ecomp.scheduler.changing.destroy import destroy
 from ecomp.scheduler.placing import claim as claims
 from ecomp.scheduler.placing.create import create
-from ecomp.scheduler.placing.set_order import DeliveryOutcome, SetOrder
+from ecomp.scheduler.placing.deliver import DeliveryOutcome
 from ecomp.store.client import Store
 from tests.functional.cloud import IMAGE, SMALL, WHO, Cloud, CountingStore, at_it, new
 from tests.kit.servers import PATIENCE, until

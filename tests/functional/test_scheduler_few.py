@@ -20,12 +20,12 @@ from ecomp.model.computes import to_json as hostname_to_json
 from ecomp.model.instance import Request, parse_request
 from ecomp.model.quota import Quota
 from ecomp.model.quota import to_json as quota_json
+from ecomp.model.set_order import SetOrder
 from ecomp.placement.allocations import candidates
 from ecomp.placement.client import Placement
 from ecomp.scheduler.placing.create import create
 from ecomp.scheduler.placing.few import ASKED, VAIN, plain
 from ecomp.scheduler.placing.place import NAMED
-from ecomp.scheduler.placing.set_order import SetOrder
 from ecomp.store.client import Put
 from tests.functional.cloud import IMAGE, RESOURCES, SMALL, WHO, CountingStore, new
 from tests.kit.in_process import InProcess, put

@@ -12,9 +12,10 @@ from ecomp.errors import Conflict, EcompError, NotFound, UsageError
 from ecomp.model import keys
 from ecomp.model.instance import name_to_json, named
 from ecomp.model.record import ACTIVE, DESTROYING, ERROR, GONE, Failure, Record, to_json
+from ecomp.model.set_order import SetOrder
 from ecomp.scheduler.changing.destroy import destroy
 from ecomp.scheduler.looking.find import find, living, resolve
-from ecomp.scheduler.placing.set_order import DeliveryOutcome, SetOrder
+from ecomp.scheduler.placing.deliver import DeliveryOutcome
 from ecomp.store.client import Put, Store
 from ecomp.store.sharing import freed, given_back
 from tests.functional.cloud import IMAGE, Cloud, new

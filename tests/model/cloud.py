@@ -24,15 +24,15 @@ from ecomp.model.pull import Place
 from ecomp.model.queue import QueueEntry
 from ecomp.model.quota import Quota, counted
 from ecomp.model.quota import to_json as quota_json
+from ecomp.model.set_order import SetOrder
 from ecomp.placement import allocations
 from ecomp.placement.client import Placement
 from ecomp.scheduler.changing.destroy import destroy
 from ecomp.scheduler.changing.power import power
 from ecomp.scheduler.placing.claim import abandon
 from ecomp.scheduler.placing.create import create
-from ecomp.scheduler.placing.deliver import announce
+from ecomp.scheduler.placing.deliver import DeliveryOutcome, announce
 from ecomp.scheduler.placing.enqueue import enqueue
-from ecomp.scheduler.placing.set_order import DeliveryOutcome, SetOrder
 from ecomp.store.client import Put
 from tests.model.acting import EXPIRY, MINUTE, Actor, Event
 from tests.model.compute import Compute

@@ -9,8 +9,8 @@ from contextlib import suppress
 from ecomp.errors import Conflict, EcompError, NoCapacity, NotFound, Unreachable
 from ecomp.model import keys
 from ecomp.model.record import ERROR, GONE
+from ecomp.model.set_order import SetOrder
 from ecomp.scheduler.changing.destroy import destroy
-from ecomp.scheduler.placing.set_order import SetOrder
 from ecomp.store.client import Entry
 from tests.model.cloud import Cloud
 from tests.model.compute import Compute

@@ -213,10 +213,10 @@ def test_delivered_between_the_look_and_the_claim(cluster: Control, instance: st
     """The narrowest window: the first one is delivered after the second has looked and found nothing."""
     from ecomp.conf import load_schedule
     from ecomp.model.choose import Offer
+    from ecomp.model.set_order import SetOrder
     from ecomp.placement.allocations import candidates
     from ecomp.placement.client import Placement
     from ecomp.scheduler.placing.create import create
-    from ecomp.scheduler.placing.set_order import SetOrder
     from ecomp.store.client import Store
 
     one, other = cluster.ecompute(), cluster.ecompute()

@@ -19,14 +19,14 @@ from ecomp.failpoints import failpoint
 from ecomp.model import keys
 from ecomp.model.choose import Candidate, Offer, Why
 from ecomp.model.instance import Request
+from ecomp.model.set_order import SetOrder, check_size
 from ecomp.placement import allocations
 from ecomp.placement.client import Placement
 from ecomp.scheduler.looking.ask import FRESH
 from ecomp.scheduler.placing.claim import Claimer, abandon
-from ecomp.scheduler.placing.deliver import LEASE_SECONDS, Delivery, announce, deliver, quietly_revoke
+from ecomp.scheduler.placing.deliver import LEASE_SECONDS, Delivery, DeliveryOutcome, announce, deliver, quietly_revoke
 from ecomp.scheduler.placing.joining import Terms, take_names, terms_of, together
 from ecomp.scheduler.placing.place import Placer
-from ecomp.scheduler.placing.set_order import DeliveryOutcome, SetOrder, before, check_size
 from ecomp.store.client import Store
 from ecomp.store.released import highest
 from ecomp.store.requests import in_line
@@ -64,7 +64,7 @@ def create(
     """
     check_size(wanted)
     try:
-        there = before(store, wanted) if resume else {}
+        there = _before(store, wanted, resume)
         if there:
             return there
         terms = _terms(store, wanted)
@@ -145,7 +145,7 @@ class Attempt:
         value = {'version': 1, 'instances': list(self.wanted.instances), 'query': self.wanted.query, **who}
         self.revision = announce(self.store, self.lease, self.wanted.instance, value, self.resume)
         # Delivered since we looked? From here on nobody else can: a delivery needs the key we hold now.
-        return before(self.store, self.wanted) if self.resume else {}
+        return _before(self.store, self.wanted, self.resume)
 
     def claim(self, terms: Terms) -> Claims:
         """Claim a place for each instance, for the minimum at least. Errors: those of Placer and of Few."""
@@ -313,6 +313,15 @@ class Attempt:
     def line(self) -> tuple[int, int]:
         """How many instances are being placed by those who began before us, and after us."""
         return in_line(self.store.snapshot(keys.ATTEMPTS), self.revision)
+
+
+def _before(store: Store, wanted: SetOrder, resume: bool) -> dict[str, DeliveryOutcome]:
+    """What was delivered of it before: nothing of a uuid that was made here."""
+    if not resume:
+        return {}
+    from ecomp.scheduler.placing.before import before  # for a uuid that the user gave
+
+    return before(store, wanted)
 
 
 def _terms(store: Store, wanted: SetOrder) -> Terms:

@@ -35,6 +35,13 @@ class Delivery(NamedTuple):
     request: Request
 
 
+class DeliveryOutcome(NamedTuple):
+    """The compute that got the request. `again`: it had been delivered before, and nothing was changed."""
+
+    compute: str
+    again: bool = False
+
+
 def announce(store: Store, lease: int, attempt: str, value: Mapping[str, object], resume: bool) -> int:
     """Put the attempt; its revision. One that is there is taken over only if `resume`: the user gave the uuid."""
     key, text = keys.attempt(attempt), dump(value)

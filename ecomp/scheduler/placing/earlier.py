@@ -8,9 +8,9 @@ from ecomp.model.allocation import Allocations, total
 from ecomp.model.choose import Candidate
 from ecomp.model.group import Group
 from ecomp.model.query import Amount, Unexplained, enabled_only, parse
+from ecomp.model.set_order import SetOrder
 from ecomp.placement import allocations, room
 from ecomp.placement.client import Placement
-from ecomp.scheduler.placing.set_order import SetOrder
 
 
 def left_behind(

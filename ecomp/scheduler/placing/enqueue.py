@@ -17,9 +17,9 @@ from ecomp.model.guest_data import SharedUserData
 from ecomp.model.queue import QueueEntry, to_json
 from ecomp.scheduler.looking.find import find
 from ecomp.scheduler.operating.flavors import names, no_such, read
+from ecomp.scheduler.placing.before import check_same
 from ecomp.scheduler.placing.deliver import LEASE_SECONDS, USER_DATA_SECONDS, announce, quietly_revoke
 from ecomp.scheduler.placing.joining import settled, take_names, terms_of, together
-from ecomp.scheduler.placing.set_order import check_same
 from ecomp.store.client import Delete, Put, Store, Unchanged
 from ecomp.store.requests import withdraw
 from ecomp.store.sharing import Change, Excluded, charged, commit_with, joined

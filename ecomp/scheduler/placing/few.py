@@ -22,11 +22,11 @@ from ecomp.model.choose import FIRST, PACK, RANDOM, Candidate, choose
 from ecomp.model.computes import living_in
 from ecomp.model.hints import fits, share_left
 from ecomp.model.query import amounts_alone
+from ecomp.model.set_order import SetOrder
 from ecomp.placement.allocations import candidates
 from ecomp.scheduler.placing.claim import Claimer
 from ecomp.scheduler.placing.joining import Terms
 from ecomp.scheduler.placing.place import goal
-from ecomp.scheduler.placing.set_order import SetOrder
 from ecomp.store.client import Store
 
 log = logging.getLogger(__name__)

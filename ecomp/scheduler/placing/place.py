@@ -13,10 +13,10 @@ from ecomp.model.allocation import Allocations, missing, total
 from ecomp.model.choose import FIRST, SPREAD, Candidate, Choice, Offer, choose, distribute
 from ecomp.model.group import AFFINITY, Group
 from ecomp.model.inventory import Rooms
+from ecomp.model.set_order import SetOrder
 from ecomp.scheduler.placing.claim import Claimer
 from ecomp.scheduler.placing.contention import SCARCE, Contention
 from ecomp.scheduler.placing.joining import Terms
-from ecomp.scheduler.placing.set_order import SetOrder
 
 log = logging.getLogger(__name__)
 

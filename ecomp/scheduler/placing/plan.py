@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from ecomp.errors import NoCapacity
 from ecomp.model.choose import Offer, choose, distribute
 from ecomp.model.inventory import Room
+from ecomp.model.set_order import SetOrder
 from ecomp.placement.client import Placement
 from ecomp.scheduler.looking.hosts import computes
 from ecomp.scheduler.placing.joining import terms_of
 from ecomp.scheduler.placing.place import goal, too_few, why_none
-from ecomp.scheduler.placing.set_order import SetOrder
 from ecomp.store.client import Store
 
 
