@@ -10,7 +10,7 @@ from ecomp.model.instance import announced
 from ecomp.store.client import Delete, Entry, Snapshot, Store, Unchanged
 
 READ_BACKS = 3
-"""Just after a cut gRPC hands one call in five to the connection that broke."""
+"""Tries to withdraw an attempt: just after a cut gRPC hands one call in five to the connection that broke."""
 
 
 def at_it(store: Store) -> set[str]:
@@ -48,7 +48,7 @@ def being_taken(store: Store) -> set[str]:
 
 
 def in_line(snapshot: Snapshot, revision: int) -> tuple[int, int]:
-    """How many instances the attempts place whose keys are older than `revision`, and how many the newer ones."""
+    """How many instances attempts older than `revision` place, and how many newer ones do."""
 
     def instances(entries: Iterable[Entry]) -> int:
         # A set's key is named by the set's own uuid.

@@ -28,16 +28,18 @@ from ecomp.store.client import AT_ONCE as MOST
 from ecomp.store.client import Delete, Put, Store, Unchanged
 
 LEASE_SECONDS = 180
+"""Seconds for which the question and the answers of an audit that is killed stay in etcd."""
 HEARD_SECONDS, ANSWER_SECONDS = 5.0, 120.0
-"""How long a compute may take to say that it heard, and then to say all: ten thousand domains take libvirt a while."""
+"""Seconds a compute may take to say that it heard, and then to say all: ten thousand domains take libvirt long."""
 FIRST_DELAY, LAST_DELAY = 0.01, 0.25
 AGAIN_SECONDS = 1.5
-"""Between the two looks of one audit."""
+"""Seconds between the two looks of one audit."""
 SIGHTINGS_SECONDS = 60.0
 """Seconds between the two audits of --fix (rule 4): the life of an attempt's lease."""
 LOOKS = 4
-"""At most in one audit: two that heard the same computes do."""
+"""Looks in one audit, at most: two that heard the same computes do."""
 AT_ONCE = 8
+"""Threads that ask placement about its providers."""
 PAGE_DIGITS = 9
 """At most, of a page's number: what has more is no page of a digest."""
 LONGEST_PROJECT = 255

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from ecomp.placement.client import Placement
 
 TRIES = 50
+"""Tries to write a quota: each that loses to another write waits up to PAUSE, and counts anew."""
 PAUSE = 0.05
 """Seconds between two of them, at most."""
 

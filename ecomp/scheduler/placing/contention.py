@@ -1,7 +1,8 @@
-"""Many at once, and hardly two after the same place: who began before us is expected to take the first ones.
+"""Many eschedules at once, and hardly two after the same place: the first places are left to those who began before us.
 
-Who is at it is read before placement is asked. So whoever began before us is counted, or has what it claimed in
-placement's answer, or both: then a place is left free that would not have to be.
+Etcd is asked who is placing instances, and placement only then. So everybody who began before us is counted, or is
+done by then, and placement does not offer what it holds. One that is counted, and claims before placement answers, is
+allowed for twice: a place stays free that we could have had.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ LOOKS = 8
 """How often placement is asked again while there may be no place left for us and none of those ahead gets on: one that
 was killed is ahead for a minute."""
 PAUSE = 0.1
+"""Seconds before each of these looks, at most, and half of it at least."""
 MOST = 300
 """Places that are left to others at most: they are reckoned one by one."""
 

@@ -22,10 +22,10 @@ from ecomp.store.sharing import Change, commit_with
 log = logging.getLogger(__name__)
 
 LEASE_SECONDS = 60
-"""How long a dead eschedule's attempt says that somebody is at it."""
+"""Seconds for which a dead eschedule's attempt says that somebody is at it."""
 
 USER_DATA_SECONDS = 7 * 24 * 3600
-"""How long a set's user-data stays, for computes that are away: as long as the record of what failed."""
+"""Seconds for which a set's user-data stays, for computes that are away: as long as the record of what failed."""
 
 
 class Delivery(NamedTuple):

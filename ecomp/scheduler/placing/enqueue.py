@@ -159,7 +159,7 @@ def _commit(
 
 
 def _allowed(store: Store, waiting: QueueEntry) -> None:
-    """Errors: OverQuota; UsageError and Conflict of the group and the name."""
+    """Nothing where it may wait. Errors: OverQuota; UsageError and Conflict of the group and the name."""
     take_names(store, {waiting.instance: waiting.name})
     terms = terms_of(store, waiting.group, waiting.project_id, [waiting.instance])
     terms.room(waiting.flavor.resources, 1, 1)

@@ -147,7 +147,7 @@ class Facts:
     def _full(
         self, unseen: Iterable[str], hints: Mapping[str, Hint | None], found: Mapping[str, Provider]
     ) -> dict[str, Provider]:
-        """Of those that have nothing free of what was asked about: what they say they have in all."""
+        """The unseen that are full, with what they say they have in all: free is nothing of what was asked about."""
         if self._traits - {ENABLED}:
             return {}  # of which they say nothing
         full = {

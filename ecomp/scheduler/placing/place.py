@@ -21,8 +21,9 @@ from ecomp.scheduler.placing.joining import Terms
 log = logging.getLogger(__name__)
 
 REFUSALS = 2
-"""After so many a place is left out: full it is not offered, and is it too busy, another one may do. A compute with
-providers of its own below it (of GPUs, say) is several places, of which one may be taken while others are free."""
+"""Refusals of a claim after which a place is left out: full it is not offered, and is it too busy, another one may do.
+A compute with providers of its own below it (of GPUs, say) is several places, of which one may be taken while others
+are free."""
 
 NAMED = 20
 """Computes that are called by their names in a log, at most."""
@@ -34,7 +35,7 @@ class Placer:
 
     A claim that turns out to be in the wrong place is left until it is moved, or the request has ended: released and
     claimed anew, a late release of somebody else's could meet its generation once more (rule 3).
-    `look_again` asks placement once more who could; `line` says who else is at it, see Line; `is_ours` whether a
+    `look_again` asks placement once more who could; `line` says who else is at it, see Contention; `is_ours` whether a
     provider that is not `alive` is a compute that is away.
     `of`: how many computes could have taken one, when that was asked first.
     """
