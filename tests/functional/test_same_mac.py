@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import threading
 from pathlib import Path
 
 import pytest
 
 from ecomp.agent.host.metadata import GuestData
+from ecomp.errors import BuildFailed
+from ecomp.files import write_durably
 from ecomp.model.guest import all_macs, mac_address
 from ecomp.model.instance import Request
 from ecomp.model.network import Attachment
@@ -57,3 +60,32 @@ def test_a_file_is_its_instance_s_alone(tmp_path: Path) -> None:
     data.write(Request(SECOND, {}), [MAC], lambda: SAME_MAC)
     data.remove(SECOND, all_macs(SECOND))
     assert whose(tmp_path) == {}
+
+
+def test_nobody_waits_for_the_disk_of_another_instance(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not for its file to be written; who has the same MAC is refused before that is there, and does not take it."""
+    data, seen, other = GuestData(tmp_path), list[str](), mac_address(SECOND, 1)
+
+    def second() -> None:
+        data.write(Request(SECOND, {}), [other], lambda: SAME_MAC)
+        seen.append(whose(tmp_path)[other])
+        try:
+            data.write(Request(SECOND, {}), [MAC], lambda: SAME_MAC)
+        except BuildFailed as error:
+            seen.append(error.reason)
+        data.remove(SECOND, all_macs(SECOND))
+        seen.append(str(whose(tmp_path)))
+
+    beside, began = threading.Thread(target=second, daemon=True), threading.Lock()
+
+    def slow(path: Path, text: str) -> None:
+        if began.acquire(blocking=False):
+            beside.start()
+            beside.join(30)
+        write_durably(path, text)
+
+    monkeypatch.setattr('ecomp.agent.host.metadata.write_durably', slow)
+    data.write(Request(FIRST, {}), [MAC], lambda: SAME_MAC)
+    refused = f'its MAC {MAC} is that of instance {FIRST} here: ask again, a new uuid has another'
+    assert seen == [SECOND, refused, '{}']
+    assert whose(tmp_path) == {MAC: FIRST}

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import errno
+import threading
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
 
-from ecomp.agent.host.memory import Memory
+from ecomp.agent.host.memory import Memory, MemoryEntry
+from ecomp.files import write_durably
 from ecomp.model.instance import Request
 from ecomp.model.record import ACTIVE, BUILDING, Failure, new_record, timestamp
 
@@ -147,6 +150,50 @@ def test_what_an_older_copy_lacks_or_has_as_being_built_is_written(machine: Mach
     machine.memory().put_right(replace(REQUEST, instance=OTHER), replace(lives, instance=OTHER))
     states = {name: each.record.state for name, each in machine.memory().all().items()}
     assert states == {INSTANCE: ACTIVE, OTHER: ACTIVE}
+
+
+def at_its_first_write(patch: pytest.MonkeyPatch, meanwhile: Callable[[], None], seconds: float) -> threading.Thread:
+    """The first file is as slow to write as `meanwhile` takes, in a thread that is returned, `seconds` at most."""
+    beside, began = threading.Thread(target=meanwhile, daemon=True), threading.Lock()
+
+    def slow(path: Path, text: str) -> None:
+        if began.acquire(blocking=False):
+            beside.start()
+            beside.join(seconds)
+        write_durably(path, text)
+
+    patch.setattr('ecomp.agent.host.memory.write_durably', slow)
+    return beside
+
+
+def test_nobody_waits_for_the_disk_of_another_instance(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Builds, the planner and audits ask what is here; they hear what was so before that write."""
+    memory, seen, other = machine.memory(), list[object](), replace(RECORD, instance=OTHER)
+    memory.remember(REQUEST, RECORD)
+
+    def ask() -> None:
+        memory.remember(replace(REQUEST, instance=OTHER), other)
+        seen.extend((memory.all(), memory.failure(INSTANCE), memory.all_ended()))
+
+    at_its_first_write(monkeypatch, ask, seconds=30)
+    memory.ended(INSTANCE)
+    lives = MemoryEntry(REQUEST, RECORD), MemoryEntry(replace(REQUEST, instance=OTHER), other)
+    assert seen == [dict(zip((INSTANCE, OTHER), lives, strict=True)), None, frozenset()]
+    assert (memory.all().keys(), memory.all_ended()) == ({OTHER}, {INSTANCE})
+
+
+@pytest.mark.parametrize('old', [True, False])
+def test_a_file_holds_what_was_said_last(machine: Machine, monkeypatch: pytest.MonkeyPatch, old: bool) -> None:
+    """Also where that came while the one before was being written, and where an older end is forgotten meanwhile."""
+    memory = machine.memory()
+    if old:
+        memory.ended(INSTANCE)
+        machine.clock += DAY * 1.1
+    beside = at_its_first_write(monkeypatch, lambda: memory.ended(OTHER if old else INSTANCE), seconds=0.3)
+    memory.remember(REQUEST, RECORD)
+    beside.join()
+    assert memory.all().keys() == machine.memory().all().keys() == ({INSTANCE} if old else set())
+    assert memory.all_ended() == machine.memory().all_ended() == {OTHER if old else INSTANCE}
 
 
 def test_what_is_not_understood_stays(machine: Machine) -> None:

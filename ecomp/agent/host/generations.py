@@ -29,13 +29,13 @@ class Generations:
         self._until = 0.0
 
     def of(self, compute: str) -> int | None:
-        """The generation of a compute's provider, as it is or was KEPT ago; None: there is none."""
+        """The generation of a compute's provider, at most KEPT s old; None: there is none."""
         if not self._several:
             try:
                 return providers.generation(self._placement, compute)
             except NotFound:
                 return None
-        with self._lock:
+        with self._lock:  # while placement is asked, too: the others want the same answer, and not a thousand questions
             began = time.monotonic()
             if began >= self._until:
                 self._said = providers.generations(self._placement)

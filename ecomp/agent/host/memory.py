@@ -15,8 +15,8 @@ import itertools
 import json
 import logging
 import threading
-from collections.abc import Callable, Mapping, Set
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Set
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from pathlib import Path
@@ -48,6 +48,7 @@ class MemoryEntry:
 class Memory:
     """What this compute remembers of its instances, in files. From any thread; `now` gives ISO 8601 times.
 
+    Whoever asks is told of no change before its file is written, and does not wait for that.
     What cannot be written, because the disk is full, is said in the log; what lives is written by put_right() later.
     """
 
@@ -58,7 +59,9 @@ class Memory:
         self._boot_id = boot_id(boot_file)
         self._left: frozenset[str] | None = None  # as written; None: nothing is, of this boot
         self._now = now
-        self._lock = threading.Lock()
+        # For what is below alone, never while a file is written: a disk may take seconds, and it is one instance's.
+        self._changed = threading.Condition()
+        self._at_work: set[str] = set()
         self._known: dict[str, MemoryEntry] = {}
         # Those whose file could not be written, and those whose file is not understood, a newer ecomp's perhaps.
         self._unwritten: set[str] = set()
@@ -73,12 +76,11 @@ class Memory:
 
         `failure`: it is to end with this; None: it is not.
         """
-        with self._lock:
+        with self._alone_with(record.instance):
             before = self._known.get(record.instance)
             request = request or (before.request if before else None)
             if request is None or request.is_tombstone:
                 return
-            self._ended.pop(record.instance, None)  # a uuid used again: the file says that it lives
             new = MemoryEntry(request, record, failure)
             if new != before:
                 self._keep(new)
@@ -89,37 +91,38 @@ class Memory:
         So it is after a full disk, or where the state directory is an older copy. What was found and left alone stays.
         """
         instance = record.instance
-        with self._lock:
+        with self._alone_with(instance):
             known = self._known.get(instance)
             is_right = known is not None and instance not in self._unwritten and known.record.state != BUILDING
             is_to_end = known is not None and known.failure is not None
             if not (is_right or is_to_end or instance in self._left_alone):
-                self._ended.pop(instance, None)
                 self._keep(MemoryEntry(request, record))
 
     def ended(self, instance: str) -> None:
         """The instance is gone, or failed: nothing of it is here, and it is not to be made again."""
-        with self._lock:
-            self._known.pop(instance, None)
-            self._ended.pop(instance, None)  # the oldest are first
-            self._ended[instance] = self._now()
-            self._write(instance, dump({'version': VERSION, 'ended': self._ended[instance]}))
-            self._sweep()
+        with self._alone_with(instance):
+            when = self._now()
+            self._write(instance, dump({'version': VERSION, 'ended': when}))
+            with self._changed:
+                self._known.pop(instance, None)
+                self._ended.pop(instance, None)  # the oldest are first
+                self._ended[instance] = when
+        self._sweep()
 
     def failure(self, instance: str) -> Failure | None:
         """What the instance was to end with, and has not yet; None where it was not."""
-        with self._lock:
+        with self._changed:
             known = self._known.get(instance)
             return known.failure if known else None
 
     def all(self) -> Mapping[str, MemoryEntry]:
         """Everything that has not ended, by instance."""
-        with self._lock:
+        with self._changed:
             return dict(self._known)
 
     def all_ended(self) -> frozenset[str]:
         """What ended here in the last day."""
-        with self._lock:
+        with self._changed:
             return frozenset(self._ended)
 
     def before_reboot(self) -> frozenset[str]:
@@ -163,9 +166,25 @@ class Memory:
             self._left_alone.add(path.stem)
             log.warning('%s: not a memory of ours, and left alone: %s', path, error)
 
+    @contextmanager
+    def _alone_with(self, instance: str) -> Iterator[None]:
+        """Let nobody else change what is kept of the instance meanwhile: its file holds what was said of it last."""
+        with self._changed:
+            self._changed.wait_for(lambda: instance not in self._at_work)
+            self._at_work.add(instance)
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._at_work.remove(instance)
+                self._changed.notify_all()
+
     def _keep(self, entry: MemoryEntry) -> None:
-        self._known[entry.record.instance] = entry
-        self._write(entry.record.instance, _to_json(entry))
+        record = entry.record
+        self._write(record.instance, _to_json(entry))
+        with self._changed:
+            self._ended.pop(record.instance, None)  # a uuid used again: the file says that it lives
+            self._known[record.instance] = entry
 
     def _write(self, instance: str, text: str) -> None:
         try:
@@ -179,13 +198,19 @@ class Memory:
 
     def _sweep(self) -> None:
         limit = datetime.fromisoformat(self._now()) - timedelta(seconds=records.KEPT[records.GONE])
+        with self._changed:
+            oldest = list(itertools.islice(self._ended.items(), SWEPT))
         # Oldest first: mostly one look is enough.
-        for instance, when in list(itertools.islice(self._ended.items(), SWEPT)):
+        for instance, when in oldest:
             if datetime.fromisoformat(when) >= limit:
                 return
-            del self._ended[instance]
-            with suppress(OSError):  # the next start reads it, and tries again
-                (self._directory / f'{instance}.json').unlink(missing_ok=True)
+            with self._alone_with(instance):
+                with self._changed:
+                    if self._ended.get(instance) != when:
+                        continue  # its uuid was used again meanwhile: the file says that it lives
+                    del self._ended[instance]
+                with suppress(OSError):  # the next start reads it, and tries again
+                    (self._directory / f'{instance}.json').unlink(missing_ok=True)
 
 
 def _to_json(each: MemoryEntry) -> str:

@@ -29,7 +29,10 @@ class GuestData:
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
+        # Never held while a file is written: a disk may take seconds, and it is one instance's.
         self._lock = threading.Lock()
+        self._being_told: dict[str, str] = {}
+        """Of each MAC whose file is being written, the instance."""
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
 
     def write(self, request: Request, macs: Sequence[str], here: Callable[[], Container[str]] = tuple) -> None:
@@ -39,9 +42,17 @@ class GuestData:
         """
         with self._lock:  # two that have one MAC may come at once, so who is here is asked under it
             for mac in macs:
-                if (other := self._whose(mac)) not in (None, request.instance) and other in here():
+                other = self._being_told.get(mac) or self._whose(mac)
+                # Whoever is being told of is here, too.
+                if other not in (None, request.instance) and (mac in self._being_told or other in here()):
                     raise same_mac(mac, other)
+            self._being_told.update(dict.fromkeys(macs, request.instance))
+        try:
             self._write(request, macs)
+        finally:
+            with self._lock:
+                for mac in macs:
+                    self._being_told.pop(mac, None)
 
     def _write(self, request: Request, macs: Sequence[str]) -> None:
         self.off(request.instance)  # a guest that was undone may have said that it is ready
@@ -107,8 +118,9 @@ class GuestData:
     def remove(self, instance: str, macs: Iterable[str]) -> None:
         """Forget an instance. Nothing there is success."""
         for mac in macs:
-            if self._whose(mac) in (None, instance):  # else it is of another one that has the MAC, too
-                (self.directory / f'{mac}.json').unlink(missing_ok=True)
+            with self._lock:  # else it may be another's, that has the MAC, too, by the time that it is removed
+                if (self._being_told.get(mac) or self._whose(mac)) in (None, instance):
+                    (self.directory / f'{mac}.json').unlink(missing_ok=True)
         self._take_back(instance)  # last: without the others the metadata server takes its word back
 
     def _take_back(self, instance: str) -> None:
