@@ -495,8 +495,8 @@ def test_what_a_disk_lies_on_stays_and_so_does_what_a_build_has(web: Web, direct
         with pytest.raises(BuildFailed) as caught:
             get(ours, web.url + 'good?c')
         assert caught.value.reason == (
-            'the image is 1.0 MB; of the 2.0 MB that `image_cache:` is here, 2.0 MB are base volumes of disks or being '
-            'downloaded, and cannot go'
+            'the image is 1.0 MiB; of the 2.0 MiB that `image_cache:` is here, 2.0 MiB are base volumes of disks or '
+            'being downloaded, and cannot go'
         )
         assert kept(directory) == before
         assert Path(held.path).exists()
@@ -514,7 +514,7 @@ def test_nothing_goes_if_that_would_not_be_enough(web: Web, directory: Path) -> 
     overlay(directory, 'x.qcow2', base(contents[0]), 'raw')
     before = kept(directory)
     web.image = raw(4 * MIB, 7)
-    with pytest.raises(BuildFailed, match='the image is 4.0 MB; of the 4.0 MB .* 1.0 MB are base volumes'):
+    with pytest.raises(BuildFailed, match='the image is 4.0 MiB; of the 4.0 MiB .* 1.0 MiB are base volumes'):
         get(ours, web.url + 'good?big')
     assert kept(directory) == before
 
@@ -523,9 +523,9 @@ def test_nothing_goes_if_that_would_not_be_enough(web: Web, directory: Path) -> 
 def test_an_image_above_the_limit_is_refused_before_it_is_here(web: Web, directory: Path, path: str) -> None:
     web.image = raw(3 * MIB)
     ours = cache(directory, limit=2 * MIB)
-    with pytest.raises(BuildFailed, match=r'the image is 2\.[0-9] MB|the image is 3.0 MB') as caught:
+    with pytest.raises(BuildFailed, match=r'the image is 2\.[0-9] MiB|the image is 3.0 MiB') as caught:
         get(ours, web.url + path)
-    assert caught.value.reason.endswith('and `image_cache:` here is 2.0 MB')
+    assert caught.value.reason.endswith('and `image_cache:` here is 2.0 MiB')
     assert kept(directory) == []
 
 

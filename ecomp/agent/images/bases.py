@@ -188,7 +188,7 @@ class Bases:
     def _make_room(self, more: int, size: int) -> int:
         """Evict what must go for `more` bytes of a download of `size`; the bytes that are free beside them."""
         if size > self._limit:
-            raise BuildFailed('image', f'the image is {_gb(size)}, and `image_cache:` here is {_gb(self._limit)}')
+            raise BuildFailed('image', f'the image is {_gib(size)}, and `image_cache:` here is {_gib(self._limit)}')
         found = {path: _status(path) for each in (*FORMATS, 'part') for path in self._directory.glob(f'base-*.{each}')}
         used = sum(size for _, size in found.values())
         if used + more <= self._limit:
@@ -207,8 +207,8 @@ class Bases:
             if used + more > self._limit:
                 raise BuildFailed(
                     'image',
-                    f'the image is {_gb(size)}; of the {_gb(self._limit)} that `image_cache:` is here, '
-                    f'{_gb(used + more - size)} are base volumes of disks or being downloaded, and cannot go',
+                    f'the image is {_gib(size)}; of the {_gib(self._limit)} that `image_cache:` is here, '
+                    f'{_gib(used + more - size)} are base volumes of disks or being downloaded, and cannot go',
                 )
             for path in doomed:
                 path.unlink(missing_ok=True)
@@ -346,5 +346,5 @@ def _key(url: str) -> str:
     return hashlib.sha256(url.encode()).hexdigest()[:32]
 
 
-def _gb(size: int) -> str:
-    return f'{size / GIB:.1f} GB' if size >= GIB / 10 else f'{size / MIB:.1f} MB'
+def _gib(size: int) -> str:
+    return f'{size / GIB:.1f} GiB' if size >= GIB / 10 else f'{size / MIB:.1f} MiB'
