@@ -9,16 +9,17 @@ how many at most). What is one compute's, or one instance's, is done by one of t
 
     main                      starts, hears and buries the worker processes (Pool); others hand jobs in, under its lock.
                               A signal sets flags here and wakes it. Ends last, and waits for all that is joined
-    turns                     keeps the time: begins what is to be looked at again now (Turns). Ends with the process
-    planner_N                 lists, plans and begins tasks: Planner's state is its own, but for the agenda. Ends, and
-                              for good, at a signal or where the compute becomes read-only
+    turns                     keeps the time: begins what is to be looked at again now (Turns). Told to end at the end
+                              (Threads.close()), as all of the numbered ones are that are not waited for
+    planner_N                 lists, plans and begins tasks: Planner's state is its own, but for the agenda. A compute's
+                              plans end, for good, at a signal or where it becomes read-only. Widens offers (Offers)
     build_N                   carries out a build; one instance is one thread's at a time, and its record with it. What
                               was done goes to the planner by a queue. What is in work is waited for at the end
     confirm                   asks placement what the instance of one build holds, which waits for that before anything
                               is made. Ends with the answer
     task_N                    the same for all other tasks
     minute_N                  asks placement of claims (ClaimKeeper) and the provider (Registration), which nobody else
-                              touches while the compute runs; one at a time. Not waited for at the end
+                              touches while the compute runs, and writes its host's name; one at a time. Not waited for
     presence                  keeps /computes/<compute> of all computes on their lease (Lease). Joined
     follow /hosts/            follows requests (of one compute its own), queues and who is alive, and tells: its calls
                               set a flag or hand a state over, under a lock. Joined

@@ -1,7 +1,7 @@
 """The loop of one compute: plan at every nudge and once a minute, and have tasks carried out side by side.
 
-An event only ever nudges the planner. What is asked of placement once a minute is asked in another thread, for it may
-take a minute to say nothing. The threads are the process's, which all of its computes share.
+An event only ever nudges the planner. What is asked of placement once a minute, and little else, is asked in another
+thread, for placement may take a minute to say nothing. The threads are the process's, which all of its computes share.
 """
 
 from __future__ import annotations
@@ -28,14 +28,15 @@ EVERY = 60.0
 POLL = 2.0
 """Seconds between two looks for addresses while one is pending and no lease was announced: a bridge has none."""
 POLLS = 30
-"""Looks in as long as was waited already: beyond POLLS * POLL seconds they are ever fewer, for some never have one."""
-PLANNING, HERE, FAR = 'planning', 'looks that ask this host or etcd', 'looks that ask placement'
+"""After POLL * POLLS seconds without an address the pause is 1/POLLS of the time waited, EVERY at most: some never have
+one."""
+PLANNING, HERE, FAR = 'planning', 'looks in turn with plans', 'looks beside plans'
 
 
 class Daemon:
     """The loop: begin(), run() until stop() is called, then drain().
 
-    `far` is what is asked of placement once a minute, by what that is called, and for the first time after `first`
+    `far` is what is asked once a minute beside plans, mostly of placement, by what it is called; first after `first`
     seconds. `on_planned` is called after each plan, in its thread.
     """
 

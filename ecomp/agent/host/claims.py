@@ -35,7 +35,7 @@ def orphans(
 
 
 def due(seen: Mapping[str, float], found: Collection[str], now: float) -> tuple[dict[str, float], set[str]]:
-    """(first sightings from now on, what was seen long enough ago to be released). Pure; `now` is monotonic."""
+    """(first sightings from now on, what was first seen APART ago or before). Pure; `now` is monotonic."""
     first = {consumer: seen.get(consumer, now) for consumer in found}
     return first, {consumer for consumer, when in first.items() if now - when >= APART}
 
