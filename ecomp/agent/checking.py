@@ -58,17 +58,17 @@ def _machine(config: ComputeConfig, has_placement: bool) -> host_health.Machine:
     except EcompError as error:
         why = str(error)
     return host_health.Machine(
-        _state(config.state),
-        there,
-        why,
-        config.uuid,
-        config.virt_type,
-        config.metadata,
-        tuple(name for name in PROXIES if os.environ.get(name)),
-        config.image_proxy is not None,
-        metadata_server.is_taken(),
-        tuple(refused(config, has_placement)),
-        no_images(config),
+        state=_state(config.state),
+        libvirt=there,
+        no_libvirt=why,
+        configured=config.uuid,
+        wanted=config.virt_type,
+        metadata=config.metadata,
+        proxies=tuple(name for name in PROXIES if os.environ.get(name)),
+        image_proxy=config.image_proxy is not None,
+        is_taken=metadata_server.is_taken(),
+        refused=tuple(refused(config, has_placement)),
+        no_images=no_images(config),
     )
 
 

@@ -56,7 +56,7 @@ NAMED = 10
 """Minutes between two looks at the key of its host's name."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Environment:
     """What a compute finds in its process.
 
@@ -167,8 +167,18 @@ class Compute:
         self.daemon = Daemon(self.host, self._planner, far, threads, first, self._say_room)
         takes = config.queues and familiar
         has = registered(self._inventory)
-        parts = self._presence, self._complaints, offers, self._may_take, has, threads
-        self.queues = Queues(self._control, *parts, self._environment.accepted) if takes else None
+        self.queues = None
+        if takes:
+            self.queues = Queues(
+                self._control,
+                self._presence,
+                self._complaints,
+                offers=offers,
+                may_take=self._may_take,
+                registered=has,
+                threads=threads,
+                accepted=self._environment.accepted,
+            )
         token, audits = hashed(self._token), self._environment.audits
         self.answerer = Answerer(self.uuid, token, audits, hypervisor, config.state, self._may_remove, threads)
 

@@ -107,8 +107,18 @@ class Process:
         lease, audits = Lease(self._store, SECONDS), Store(config.etcd)
         at_exit.callback(audits.close)
         self._environment = Environment(
-            *(self._fake, self._accept, accepted, familiar, self._guard, placement, spread),
-            *(self._threads, lease, self._offers, Generations(placement, self._count is not None), audits),
+            fake=self._fake,
+            accept=self._accept,
+            accepted=accepted,
+            familiar=familiar,
+            guard=self._guard,
+            placement=placement,
+            spread=spread,
+            threads=self._threads,
+            lease=lease,
+            offers=self._offers,
+            generations=Generations(placement, several=self._count is not None),
+            audits=audits,
             checks_names=self._count is None,
         )
         if self._count is not None and familiar:

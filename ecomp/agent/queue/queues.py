@@ -35,6 +35,7 @@ class Queues:
         control: ControlPlane,
         presence: Presence,
         complaints: Complaints,
+        *,
         offers: Offers,
         may_take: Callable[[], bool],
         registered: Mapping[str, Inventory],
