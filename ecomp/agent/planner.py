@@ -16,7 +16,7 @@ from ecomp.agent.complaints import Complaints
 from ecomp.agent.host.claims import APART, due
 from ecomp.agent.host.memory import Memory
 from ecomp.agent.instance.instances import Instances
-from ecomp.agent.instance.plan import Kind, Task, Wish, pending, plan, unready
+from ecomp.agent.instance.plan import Kind, Sightings, Task, Wish, pending, plan, unready
 from ecomp.agent.instance.power import Shutdowns
 from ecomp.agent.instance.records import Superseded
 from ecomp.agent.instance.surroundings import Host
@@ -181,11 +181,17 @@ class Planner:
         lived = {name for name, each in records.items() if each.state in (ACTIVE, STOPPED)}
         self._missing, vanished = due(self._missing, lived - guests.keys(), now)
         self._shutdowns.keep({name for name, each in guests.items() if each.running and name in self._wishes})
-        asked = self._shutdowns.patience(now)
         self._note_dealt_with(records, guests, busy)
-        ready = self._instances.ready_now() if any(map(unready, records.values())) else set()
-        clock = self._instances.now()
-        tasks = plan(wishes, records, known, addresses, vanished, self._before_reboot, asked, ready, clock)
+        seen = Sightings(
+            guests=known,
+            addresses=addresses,
+            patience=self._shutdowns.patience(now),
+            vanished=vanished,
+            before_reboot=self._before_reboot,
+            ready=self._instances.ready_now() if any(map(unready, records.values())) else set(),
+            now=self._instances.now(),
+        )
+        tasks = plan(wishes, records, seen)
         for instance in self.agenda.forget_all_but({each.instance for each in tasks if each.kind is not Kind.REPORT}):
             self.complaints.hand_over(instance, LOOKING)
         put_off = self.agenda.put_off_now(now)

@@ -13,6 +13,7 @@ from ecomp.agent.instance.plan import (
     GONE_DOMAIN,
     UNDEFINED,
     Kind,
+    Sightings,
     Task,
     Wish,
     fault_of,
@@ -68,6 +69,7 @@ GUESTS = {
     'runs no more, it is paused': Guest(INSTANCE, HERE, defined=True, running=True, disk=True, trouble=NO_SPACE),
     'is off, killed': Guest(INSTANCE, HERE, defined=True, running=False, disk=True, trouble=CRASHED),
 }
+NOTHING = Sightings(guests={}, addresses={}, patience={}, vanished=(), before_reboot=(), ready=(), now='')
 STATES = (None, SCHEDULED, BUILDING, ACTIVE, STOPPED, DESTROYING, GONE, ERROR)
 
 # {state: what is to be done of a request, whatever guest is there}. ACTIVE and STOPPED look at the guest, below.
@@ -88,12 +90,9 @@ def record(state: str, compute: str = HERE, address: str | None = '10.0.0.1') ->
 def planned(
     wish: Wish, known: Record | None, guest: Guest | None, addresses: dict[str, Address] | None = None
 ) -> list[Task]:
-    return plan(
-        {INSTANCE: wish},
-        {INSTANCE: known} if known else {},
-        {INSTANCE: guest} if guest else {},
-        {INSTANCE: addresses} if addresses else {},
-    )
+    seen = replace(NOTHING, guests={INSTANCE: guest} if guest else {})
+    seen = replace(seen, addresses={INSTANCE: addresses} if addresses else {})
+    return plan({INSTANCE: wish}, {INSTANCE: known} if known else {}, seen)
 
 
 def expected(wish: str, state: str | None, guest: str) -> Kind | None:
@@ -122,13 +121,13 @@ def test_the_table(wish: str, state: str | None, guest: str) -> None:
 
 @pytest.mark.parametrize('guest', [guest for guest in GUESTS.values() if guest])
 def test_a_guest_nobody_asks_for_is_kept_and_reported(guest: Guest) -> None:
-    assert plan({}, {}, {INSTANCE: guest}, {}) == [
+    assert plan({}, {}, replace(NOTHING, guests={INSTANCE: guest})) == [
         Task(Kind.REPORT, INSTANCE, 'is here but nobody asks for it: kept, and unmanaged')
     ]
 
 
 def test_nothing_asked_for_and_nothing_there_is_nothing_to_do() -> None:
-    assert plan({}, {}, {}, {}) == []
+    assert plan({}, {}, NOTHING) == []
 
 
 @pytest.mark.parametrize(('wish', 'state', 'guest'), list(product(['asked', 'unreadable'], (None, *STATES), GUESTS)))
@@ -139,8 +138,8 @@ def test_only_a_tombstone_destroys(wish: str, state: str | None, guest: str) -> 
 
 def test_instances_are_planned_each_by_itself() -> None:
     neighbour = Request(NEIGHBOUR, ASKED.allocations, image='http://h/i', user_id='u', project_id='p')
-    guests = {INSTANCE: GUESTS['runs']}
-    tasks = plan({INSTANCE: TOMBSTONE, NEIGHBOUR: neighbour}, {INSTANCE: record(ACTIVE)}, guests, {})  # type: ignore[arg-type]
+    seen = replace(NOTHING, guests={INSTANCE: GUESTS['runs']})
+    tasks = plan({INSTANCE: TOMBSTONE, NEIGHBOUR: neighbour}, {INSTANCE: record(ACTIVE)}, seen)
     assert [(task.instance, task.kind) for task in tasks] == [(INSTANCE, Kind.DESTROY), (NEIGHBOUR, Kind.BUILD)]
 
 
@@ -183,10 +182,11 @@ def test_that_a_guest_was_killed_is_remembered_while_it_is_off() -> None:
 def test_what_vanished_ends_and_what_was_merely_missed_does_not() -> None:
     stopped = replace(record(STOPPED), fault=GONE_BOTH)
     wishes, records = {INSTANCE: ASKED}, {INSTANCE: stopped}
-    assert plan(wishes, records, {}, {}) == []
-    assert [task.kind for task in plan(wishes, records, {}, {}, vanished=[INSTANCE])] == [Kind.VANISHED]
+    assert plan(wishes, records, NOTHING) == []
+    seen = replace(NOTHING, vanished=[INSTANCE])
+    assert [task.kind for task in plan(wishes, records, seen)] == [Kind.VANISHED]
     for guest in filter(None, GUESTS.values()):
-        tasks = plan(wishes, records, {INSTANCE: guest}, {}, vanished=[INSTANCE])
+        tasks = plan(wishes, records, replace(seen, guests={INSTANCE: guest}))
         assert Kind.VANISHED not in [task.kind for task in tasks]
 
 
@@ -194,13 +194,15 @@ def test_what_ran_before_a_reboot_is_started_again_and_nothing_else() -> None:
     for state, guest in product((ACTIVE, STOPPED), GUESTS):
         there = {INSTANCE: found} if (found := GUESTS[guest]) else {}
         for before in ([], [INSTANCE]):
-            tasks = plan({INSTANCE: ASKED}, {INSTANCE: record(state)}, there, {}, before_reboot=before)
+            seen = replace(NOTHING, guests=there, before_reboot=before)
+            tasks = plan({INSTANCE: ASKED}, {INSTANCE: record(state)}, seen)
             resumed = Kind.RESUME in [task.kind for task in tasks]
             ran = bool(before) and state == ACTIVE
             assert resumed == (ran and guest in ('is off', 'is off, killed')), (state, guest)
     off = GUESTS['is off']
     assert off is not None
-    tasks = plan({INSTANCE: TOMBSTONE}, {INSTANCE: record(ACTIVE)}, {INSTANCE: off}, {}, before_reboot=[INSTANCE])
+    seen = replace(NOTHING, guests={INSTANCE: off}, before_reboot=[INSTANCE])
+    tasks = plan({INSTANCE: TOMBSTONE}, {INSTANCE: record(ACTIVE)}, seen)
     assert [task.kind for task in tasks] == [Kind.DESTROY]
 
 
@@ -225,15 +227,16 @@ def test_an_address_is_written_down_when_it_is_new(known: str | None, found: dic
 
 
 def test_cloud_init_is_through_once() -> None:
-    active = record(ACTIVE)
-    tasks = plan({INSTANCE: ASKED}, {INSTANCE: active}, {INSTANCE: GUESTS['runs']}, {}, ready=[INSTANCE])
+    active, wishes = record(ACTIVE), {INSTANCE: ASKED}
+    runs = replace(NOTHING, guests={INSTANCE: GUESTS['runs']}, ready=[INSTANCE])
+    tasks = plan(wishes, {INSTANCE: active}, runs)
     assert [task.kind for task in tasks] == [Kind.READY]
     told = active.at(ACTIVE, '2026-01-01T00:00:00.000Z', 'ready')
-    assert plan({INSTANCE: ASKED}, {INSTANCE: told}, {INSTANCE: GUESTS['runs']}, {}, ready=[INSTANCE]) == []
+    assert plan(wishes, {INSTANCE: told}, runs) == []
     failed = replace(active, cloud_init=GuestFailure('init', 'it broke'))
-    assert plan({INSTANCE: ASKED}, {INSTANCE: failed}, {INSTANCE: GUESTS['runs']}, {}, ready=[INSTANCE]) == []
+    assert plan(wishes, {INSTANCE: failed}, runs) == []
     # Off, it is first written down as off, and stays what it was.
-    off = plan({INSTANCE: ASKED}, {INSTANCE: active}, {INSTANCE: GUESTS['is off']}, {}, ready=[INSTANCE])
+    off = plan(wishes, {INSTANCE: active}, replace(runs, guests={INSTANCE: GUESTS['is off']}))
     assert [task.kind for task in off] == [Kind.POWER]
 
 

@@ -7,7 +7,7 @@ from itertools import product
 
 import pytest
 
-from ecomp.agent.instance.plan import GONE_BOTH, Kind, Patience, fault_of, plan
+from ecomp.agent.instance.plan import GONE_BOTH, Kind, Patience, Sightings, fault_of, plan
 from ecomp.agent.instance.power import Shutdowns
 from ecomp.model.guest import CRASHED, NO_SPACE, Guest
 from ecomp.model.instance import Request
@@ -29,6 +29,8 @@ RUNNING: dict[str, dict[str | None, Kind]] = {
 }
 IN_TURN = {None: Kind.SHUTDOWN, Patience.ASK_AGAIN: Kind.SHUTDOWN, Patience.NO_MORE: Kind.SWITCH_OFF}
 
+NOTHING = Sightings(guests={}, addresses={}, patience={}, vanished=(), before_reboot=(), ready=(), now='')
+
 
 def planned(
     power: Power | None,
@@ -49,10 +51,13 @@ def planned(
     )
     state = state or (ACTIVE if guest is not None and guest.running else STOPPED)
     record = Record(INSTANCE, HERE, state, image='http://h/i', power=said, fault=fault)
-    there = {INSTANCE: guest} if guest else {}
-    asked = {INSTANCE: patience} if patience else {}
-    before = [INSTANCE] if before_reboot else []
-    tasks = plan({INSTANCE: request}, {INSTANCE: record}, there, {}, (), before, asked)
+    seen = replace(
+        NOTHING,
+        guests={INSTANCE: guest} if guest else {},
+        patience={INSTANCE: patience} if patience else {},
+        before_reboot=[INSTANCE] if before_reboot else [],
+    )
+    tasks = plan({INSTANCE: request}, {INSTANCE: record}, seen)
     assert all(task.reason for task in tasks)
     return [task.kind for task in tasks]
 
@@ -106,7 +111,7 @@ def test_of_whom_nothing_is_seen_nothing_is_done(action: str) -> None:
     assert planned(power, None, None, fault=GONE_BOTH) == []
     request = Request(INSTANCE, {HERE: {'VCPU': 1}}, image='http://h/i', user_id='u', project_id='p', power=power)
     record = Record(INSTANCE, HERE, STOPPED, image='http://h/i', fault=GONE_BOTH)
-    tasks = plan({INSTANCE: request}, {INSTANCE: record}, {}, {}, vanished=[INSTANCE])
+    tasks = plan({INSTANCE: request}, {INSTANCE: record}, replace(NOTHING, vanished=[INSTANCE]))
     assert [each.kind for each in tasks] == [Kind.VANISHED]
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from enum import Enum
-from types import MappingProxyType
 
 from ecomp.model.boots import off_until
 from ecomp.model.guest import CRASHED, NO_SPACE, Address, Guest
@@ -55,35 +54,37 @@ class Task:
     reason: str
 
 
-def plan(
-    wishes: Mapping[str, Wish],
-    records: Mapping[str, Record],
-    guests: Mapping[str, Guest],
-    addresses: Mapping[str, Mapping[str, Address]],
-    vanished: Collection[str] = (),
-    before_reboot: Collection[str] = (),
-    asked: Mapping[str, Patience] = MappingProxyType({}),
-    ready: Collection[str] = (),
-    now: str = '',
-) -> list[Task]:
-    """The tasks, at most one an instance. `addresses` is {instance: {mac: address}}, where they were asked for.
+@dataclass(frozen=True, kw_only=True)
+class Sightings:
+    """What was seen on this host by `now`, the time of day, '' where that is not known. All by instance.
 
-    `vanished` are those of whom nothing was seen long enough apart; `before_reboot` those that were here when the host
-    went down; `asked` those that were asked to turn themselves off, `ready` those whose cloud-init is through. `now` is
-    the time of day, '' where that is not known.
+    `addresses` are by MAC, of those that were asked for them; `patience` is what is due of those that were asked to
+    turn themselves off. `vanished`: domain and disk were missing in two looks at least APART s apart; `before_reboot`:
+    here when the host went down; `ready`: their cloud-init is through.
     """
+
+    guests: Mapping[str, Guest]
+    addresses: Mapping[str, Mapping[str, Address]]
+    patience: Mapping[str, Patience]
+    vanished: Collection[str]
+    before_reboot: Collection[str]
+    ready: Collection[str]
+    now: str
+
+
+def plan(wishes: Mapping[str, Wish], records: Mapping[str, Record], seen: Sightings) -> list[Task]:
+    """The tasks, at most one an instance."""
     tasks = []
     for instance, wish in wishes.items():
-        record, guest = records.get(instance), guests.get(instance)
+        record, guest = records.get(instance), seen.guests.get(instance)
         task = _ending(wish, record)
         if task is None and record is not None and record.state in (ACTIVE, STOPPED):
             assert isinstance(wish, Request)  # _ending() has refused the others
-            task = _power(wish.power, record, guest, asked.get(instance))
-        seen = instance in vanished, instance in before_reboot, instance in ready
-        task = task or _living(record, guest, addresses.get(instance, {}), now, *seen)
+            task = _power(wish.power, record, guest, seen.patience.get(instance))
+        task = task or _living(instance, record, seen)
         if task is not None:
             tasks.append(Task(task[0], instance, task[1]))
-    for instance in guests:
+    for instance in seen.guests:
         if instance not in wishes:
             tasks.append(Task(Kind.REPORT, instance, 'is here but nobody asks for it: kept, and unmanaged'))
     return tasks
@@ -119,29 +120,22 @@ def _power(
     return None if patience is Patience.WAIT else (Kind.SHUTDOWN, asked)
 
 
-def _living(
-    record: Record | None,
-    guest: Guest | None,
-    addresses: Mapping[str, Address],
-    now: str,
-    vanished: bool,
-    before_reboot: bool,
-    ready: bool,
-) -> tuple[Kind, str] | None:
+def _living(instance: str, record: Record | None, seen: Sightings) -> tuple[Kind, str] | None:
+    guest = seen.guests.get(instance)
     if record is None or record.state not in (ACTIVE, STOPPED):
         return Kind.BUILD, 'it was asked for and is not there yet'
-    if guest is None and vanished:
+    if guest is None and instance in seen.vanished:
         return Kind.VANISHED, GONE_BOTH
     running = guest is not None and guest.running
-    ran = before_reboot and record.state == ACTIVE
+    ran = instance in seen.before_reboot and record.state == ACTIVE
     if ran and guest is not None and guest.defined and guest.disk and not running:
         return Kind.RESUME, 'it ran when the host went down'
     fault = fault_of(record, guest)
     if running != (record.state == ACTIVE) or fault != record.fault:
         return Kind.POWER, fault or ('it runs' if running else 'it is off')
-    if news(record, addresses, now):
+    if news(record, seen.addresses.get(instance, {}), seen.now):
         return Kind.ADDRESS, 'its address is known'
-    if ready and unready(record):
+    if instance in seen.ready and unready(record):
         return Kind.READY, 'its cloud-init is through'
     return None
 
@@ -149,7 +143,7 @@ def _living(
 def news(record: Record, addresses: Mapping[str, Address], now: str = '') -> bool:
     """True when an interface has an address now that the record does not say, or has it again after a new boot.
 
-    `now` is as plan's.
+    `now` is as in Sightings.
     """
     if any(each.mac in addresses and addresses[each.mac].address != each.address for each in record.addresses):
         return True
