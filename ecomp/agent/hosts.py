@@ -16,7 +16,8 @@ from ecomp.agent.host.metadata_server import keep_served
 from ecomp.agent.images.cache import CacheLimits
 from ecomp.agent.images.reach import reach_of
 from ecomp.agent.images.scrub import Scrubber
-from ecomp.agent.instance.pool import FakeImages, Inline, Pool
+from ecomp.agent.instance.inline import FakeImages, Inline
+from ecomp.agent.instance.pool import Pool
 from ecomp.agent.instance.surroundings import Host
 from ecomp.agent.instance.worker import WorkerSettings
 from ecomp.compute_conf import ComputeConfig

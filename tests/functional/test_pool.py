@@ -23,7 +23,9 @@ import pytest
 
 from ecomp.agent.images.cache import CacheLimits
 from ecomp.agent.instance.build import Build, Cancelled, Destroy
-from ecomp.agent.instance.pool import FakeImages, Inline, Job, News, Pool, WorkerDied
+from ecomp.agent.instance.inline import FakeImages, Inline
+from ecomp.agent.instance.pool import Job, News, Pool
+from ecomp.agent.instance.runner import WorkerDied
 from ecomp.agent.instance.worker import WorkerSettings
 from ecomp.agent.locks import InstanceLocks
 from ecomp.errors import BuildFailed, EcompError

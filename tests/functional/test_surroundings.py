@@ -10,8 +10,8 @@ from ecomp.agent.host import metadata_server
 from ecomp.agent.host.memory import Memory
 from ecomp.agent.host.metadata import GuestData
 from ecomp.agent.host.metadata_server import is_metadata
+from ecomp.agent.instance.inline import FakeImages, Inline
 from ecomp.agent.instance.instances import Instances
-from ecomp.agent.instance.pool import FakeImages, Inline
 from ecomp.agent.instance.surroundings import ControlPlane, Host, Shape
 from ecomp.conf import EtcdConfig
 from ecomp.errors import PlacementRefusal

@@ -184,7 +184,7 @@ MUTATIONS = {
         ('off_before_it_was_active',),
     ),
     'one that ran is written down as off with its record lost': Mutation(
-        'ecomp.agent.instance.instances',
+        'ecomp.agent.instance.adoption',
         'if is_off and not (remembered is not None and remembered.record.state == ACTIVE):',
         'if is_off:',
         ('power_fails_without_a_record',),

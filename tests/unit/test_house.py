@@ -310,7 +310,7 @@ PLANTED = [
     ('ecomp.virt.__init__', 'from ..agent import plan'),
     ('ecomp.virt.x', 'from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from ecomp.agent.daemon import Daemon'),
     ('ecomp.agent.images.x', 'from ecomp.agent.host import memory'),
-    ('ecomp.agent.host.x', 'from ecomp.agent.instance.pool import Runner'),
+    ('ecomp.agent.host.x', 'from ecomp.agent.instance.runner import Runner'),
     ('ecomp.agent.instance.x', 'import ecomp.agent.queue.taking'),
     ('ecomp.scheduler.looking.x', 'import ecomp.scheduler.changing.wait'),
     ('ecomp.scheduler.x', 'import ecomp.virt'),

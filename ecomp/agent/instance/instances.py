@@ -13,17 +13,18 @@ from dataclasses import replace
 from functools import partial
 
 from ecomp.agent.host.memory import Memory
+from ecomp.agent.instance.adoption import Adoption
 from ecomp.agent.instance.build import Build, Cancelled, Destroy, Forget
 from ecomp.agent.instance.plan import GONE_BOTH
 from ecomp.agent.instance.power import ATTEMPTS, Switch
 from ecomp.agent.instance.records import Records, Superseded
+from ecomp.agent.instance.runner import finish
 from ecomp.agent.instance.surroundings import ControlPlane, Host, Shape, answer, with_shares, with_user_data
 from ecomp.errors import BuildFailed, Conflict, EcompError, NoSpace, UnknownOutcome, Unreachable, UsageError
 from ecomp.failpoints import failpoint
 from ecomp.model import keys
 from ecomp.model.allocation import difference, to_wire
-from ecomp.model.boots import CREATED
-from ecomp.model.guest import Address, Guest, GuestSpec, all_macs
+from ecomp.model.guest import Address, Guest, all_macs
 from ecomp.model.instance import Invalid, Request
 from ecomp.model.record import (
     ACTIVE,
@@ -33,7 +34,6 @@ from ecomp.model.record import (
     GONE,
     STOPPED,
     Failure,
-    Interface,
     Progress,
     Record,
     new_record,
@@ -69,6 +69,7 @@ class Instances:
         self.memory = memory
         self._records = Records(control.compute, control.store, memory)
         self.switch = Switch(control.compute, self._records, host.runner, memory, host.guest_data, control.now)
+        self._adoption = Adoption(control, host.hypervisor, shape, self._records, self.switch, memory)
 
     def record(self, instance: str) -> Record | None:
         """The record as last read or written; read if we have none."""
@@ -102,7 +103,7 @@ class Instances:
         if guest is not None and (guest.running or (failing is None and (is_ours or not is_begun))):
             # A build of ours is remembered first, so without that this guest is older than what is known; one that runs
             # is done; another that is built may have run. None is built over, or taken down over bookkeeping.
-            self._adopt(record, revision, request, guest, lost=known is None, starts=is_begun)
+            self._adoption.adopt(record, revision, request, guest, lost=known is None, starts=is_begun)
             return
         fail, made = partial(self._fail, request=request), guest is not None
         if failing is not None:
@@ -119,7 +120,7 @@ class Instances:
         spec = self.shape.spec(self.compute, request)
         assert request.image is not None  # parse_request() lets no other request with allocations through
         try:
-            record = self._reserve(record, spec)
+            record = self._adoption.reserve(record, spec)
             spec = replace(spec, reserved=tuple(each.expected for each in record.addresses))
             self.guest_data.write(with_user_data(self.store, request), spec.macs, self.memory.all)
             failpoint('seeded')
@@ -161,7 +162,7 @@ class Instances:
             fail(record, revision, Failure('started', f'{error}, {ATTEMPTS} times', ''), touched=made)
         else:
             failpoint('built')
-            record = self._records.write(self._up(record), revision)
+            record = self._records.write(self._adoption.up(record), revision)
             self.memory.remember(request, record)
             failpoint('active')
             log.info('instance %s is active', instance)
@@ -191,7 +192,7 @@ class Instances:
             return
         record = self.record(instance)
         if record is not None and record.state == BUILDING and guest is not None and guest.is_built:
-            record = self._as_it_is(record, guest)
+            record = self._adoption.as_it_is(record, guest)
         if record is not None and record.state in (ACTIVE, STOPPED, DESTROYING):
             log.error('instance %s: its request became unreadable and is ignored: %s', instance, reason)
             fault = f'its request is unreadable: {reason}'
@@ -219,7 +220,7 @@ class Instances:
         deleted = 'its request was deleted while it was being built'
         if guest is not None and guest.is_built:
             if record is not None:
-                self._records.write(replace(self._as_it_is(record, guest), fault=deleted), 0)
+                self._records.write(replace(self._adoption.as_it_is(record, guest), fault=deleted), 0)
         elif record is not None:
             self._fail(record, 0, Failure('scheduled', deleted, ''), touched=guest is not None)
         elif guest is not None:
@@ -238,9 +239,8 @@ class Instances:
 
     def vanished(self, instance: str, revision: int) -> None:
         """End an instance of whom neither domain nor disk is left, though nobody asked: its claim goes, too."""
-        record = self._known(instance)
-        for _ in self.runner.run(Forget(instance, self.compute)):
-            pass
+        record = self._records.known(instance)
+        finish(self.runner, Forget(instance, self.compute))
         self._forget(instance)
         self._release(instance)
         self._records.end(replace(record.at(GONE, self.now(), 'gone'), fault=GONE_BOTH), revision)
@@ -248,7 +248,7 @@ class Instances:
 
     def address(self, instance: str, revision: int, addresses: Mapping[str, Address]) -> None:
         """Write down the addresses a guest has; the first interface's also at /booted, as in 2019."""
-        record = self._known(instance)
+        record = self._records.known(instance)
         interfaces = tuple(
             replace(each, address=addresses[each.mac].address, source=addresses[each.mac].source)
             if each.mac in addresses
@@ -268,7 +268,7 @@ class Instances:
 
     def ready(self, instance: str, revision: int) -> None:
         """Write down that cloud-init has finished in the guest, or what failed in it, and the guest's host keys."""
-        known, now = self._known(instance), self.now()
+        known, now = self._records.known(instance), self.now()
         try:
             word = self.guest_data.word(instance)
         except OSError as error:
@@ -284,55 +284,6 @@ class Instances:
             log.warning(
                 'instance %s: its cloud-init failed at stage %s: %s', instance, word.failed.stage, word.failed.reason
             )
-
-    def _adopt(self, record: Record, revision: int, request: Request, guest: Guest, lost: bool, starts: bool) -> None:
-        """Write down a guest that is there already; what placement says otherwise is its fault, in words.
-
-        `lost`: its record was. `starts`: if it is off it is still to be started.
-        """
-        remembered = self.memory.all().get(record.instance)
-        if lost and request.power is not None:
-            # What was asked of its power may have been done long ago: only our own memory can say that it was not.
-            record = replace(record, power=remembered.record.power if remembered else request.power.id)
-        held = allocations.consumer(self.placement, request.instance)
-        differs = difference(request.allocations, held.allocations)
-        spec = self.shape.spec(self.compute, request)
-        if not record.addresses:
-            plain = tuple(Interface(name, mac) for mac, (_, name) in zip(spec.macs, spec.networks, strict=True))
-            record = replace(record, addresses=plain)
-            with suppress(BuildFailed):  # it has whatever address it has
-                record = self._reserve(record, spec)
-        record = replace(record, fault='its record was lost' if lost else record.fault)
-        starts = starts and not (guest.running or differs)
-        failed = self.switch.begun(record.at(BUILDING, self.now()), revision) if starts else None
-        faults = failed, record.fault, differs
-        record = replace(self._up(record), fault='; '.join(filter(None, faults)) or None)
-        is_off = not guest.running and (not starts or failed)
-        # One that ran when it was last written down is seen to be off, or started after a reboot, by the next plan.
-        if is_off and not (remembered is not None and remembered.record.state == ACTIVE):
-            record = record.off(self.now())
-        self._records.write(record, revision)
-        self.memory.remember(request, record)
-        log.info('instance %s is %s%s', record.instance, record.state, f': {record.fault}' if record.fault else '')
-
-    def _reserve(self, record: Record, spec: GuestSpec) -> Record:
-        """Reserve the guest's addresses where libvirt gives them out; the record with what is expected."""
-        interfaces = []
-        for mac, (kind, name) in zip(spec.macs, spec.networks, strict=True):
-            reserved = self.hypervisor.reserve(record.instance, mac, name) if kind == 'network' else None
-            interfaces.append(Interface(name, mac, expected=reserved))
-        failpoint('reserved')
-        return replace(record, addresses=tuple(interfaces))
-
-    def _up(self, record: Record) -> Record:
-        console = self.hypervisor.console(record.instance)
-        record = replace(record, console=f'{self.shape.hostname}:{console}' if console else None)
-        # A guest that runs has its image and its disk, whether or not that could be written when it was so.
-        now = self.now()
-        return record.at(ACTIVE, now, 'image', 'disk', 'started').on(CREATED, now)
-
-    def _as_it_is(self, record: Record, guest: Guest) -> Record:
-        return self._up(record) if guest.running else self._up(record).off(self.now())
 
     def _noted(self, record: Record, revision: int) -> Record:
         """Write down how far a build is. It does not wait for etcd: the next write says it too."""
@@ -364,8 +315,7 @@ class Instances:
         self._records.end(record, revision)
 
     def _remove(self, instance: str) -> None:
-        for _ in self.runner.run(Destroy(instance, self.compute)):
-            pass
+        finish(self.runner, Destroy(instance, self.compute))
         failpoint('removed')
         self._forget(instance)
         failpoint('unreserved')
@@ -392,9 +342,3 @@ class Instances:
                 if not left:
                     raise  # else: read what became of it
         raise Unreachable(f'the claim of {instance} is changed by somebody else all the time')
-
-    def _known(self, instance: str) -> Record:
-        record = self.record(instance)
-        if record is None:
-            raise Superseded
-        return record

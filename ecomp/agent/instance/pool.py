@@ -15,20 +15,19 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
-from typing import Any, Protocol
+from typing import Any
 
-from ecomp.agent.instance.build import ENDING, MOST_ENDS, Build, Cancelled, Images, Job, News, carry_out
+from ecomp.agent.instance.build import ENDING, MOST_ENDS, Build, Cancelled, Job, News
+from ecomp.agent.instance.runner import WorkerDied
 from ecomp.agent.instance.waker import Waker
 from ecomp.agent.instance.worker import WorkerSettings, main
-from ecomp.errors import BuildFailed, EcompError
+from ecomp.errors import BuildFailed
 from ecomp.model.backoff import Backoff
-from ecomp.model.guest import BaseImage
 from ecomp.model.record import Progress
-from ecomp.virt import Hypervisor
 
 log = logging.getLogger(__name__)
 
@@ -40,35 +39,6 @@ MOST_LENT = 8
 """Workers beyond the pool's size, each in the place of one that downloads."""
 Entry = Callable[[Connection, WorkerSettings], None]
 """What a worker process runs; it is imported anew there."""
-
-
-class WorkerDied(EcompError):
-    """The job's worker process ended in the middle of it."""
-
-
-class Runner(Protocol):
-    """Where jobs are carried out."""
-
-    def run(self, job: Job) -> Iterator[News]:
-        """Carry the job out; yields each stage reached and its progress, ends when it is done, raises what it raised.
-
-        How far it is may be left out where the next news is there already.
-        """
-
-    def cancel(self, instance: str | None) -> None:
-        """Let a build of this instance stop at its next step and undo itself; None: every one from now on."""
-
-    def tend(self, timeout: float) -> None:
-        """Look after the workers, for `timeout` seconds at most or until wake(). The main thread's work."""
-
-    def wake(self) -> None:
-        """End a tend() at once. Safe in a signal handler."""
-
-    def wake_on_signals(self) -> None:
-        """From now on a signal ends a tend() at once. The main thread's work."""
-
-    def stop(self) -> None:
-        """End the workers when their jobs are done."""
 
 
 @dataclass(eq=False)
@@ -339,56 +309,3 @@ class Pool:
             self._start_at = 0.0
         for ticket in left:
             ticket.told.put(('failed', WorkerDied(f'its worker process ended in the middle of it ({code})')))
-
-
-class Inline:
-    """The same without processes, for the fake hypervisor: a job runs in the thread that asks for it."""
-
-    def __init__(self, hypervisor: Hypervisor, images: Images) -> None:
-        self._hypervisor = hypervisor
-        self._images = images
-        self._waker = Waker()
-        self._cancelled: set[str | None] = set()
-
-    def run(self, job: Job) -> Iterator[News]:
-        news: list[News] = []
-        try:
-            carry_out(job, self._hypervisor, self._images, news.append, lambda: self._checkpoint(job.instance))
-        finally:
-            if isinstance(job, Build):
-                self._cancelled.discard(job.instance)
-        return iter(news)
-
-    def cancel(self, instance: str | None) -> None:
-        self._cancelled.add(instance)
-
-    def tend(self, timeout: float) -> None:
-        """See Runner: there is nobody to look after."""
-        wait([self._waker.reader], timeout)
-        self._waker.clear()
-
-    def wake(self) -> None:
-        self._waker.wake()
-
-    def wake_on_signals(self) -> None:
-        self._waker.wake_on_signals()
-
-    def stop(self) -> None:
-        self._waker.close()
-
-    def _checkpoint(self, instance: str) -> None:
-        if self._cancelled & {None, instance}:
-            raise Cancelled
-
-
-class FakeImages:
-    """Images for the fake hypervisor: every URL is there, and empty."""
-
-    @contextmanager
-    def held(
-        self, url: str, checkpoint: Callable[[], None], tell: Callable[[int, int | None], None], since: float
-    ) -> Iterator[Iterator[BaseImage | None]]:
-        """A base image of no size."""
-        del tell, since
-        checkpoint()
-        yield iter([BaseImage(url, 'qcow2', 0)])

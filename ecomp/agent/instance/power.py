@@ -13,8 +13,8 @@ from ecomp.agent.host.memory import Memory
 from ecomp.agent.host.metadata import GuestData
 from ecomp.agent.instance.build import Job, Resume, Shutdown, SwitchOff
 from ecomp.agent.instance.plan import Patience, fault_of
-from ecomp.agent.instance.pool import Runner, WorkerDied
-from ecomp.agent.instance.records import Records, Superseded
+from ecomp.agent.instance.records import Records
+from ecomp.agent.instance.runner import Runner, WorkerDied, finish
 from ecomp.errors import BuildFailed, EcompError, Unreachable
 from ecomp.failpoints import failpoint
 from ecomp.model.boots import AFTER_HOST, BY_HAND
@@ -42,12 +42,12 @@ class Switch:
 
     def note(self, instance: str, revision: int, guest: Guest | None) -> None:
         """Write down that a guest went off, or came on, and what is wrong with it."""
-        record = self.records.write(self._seen(self._known(instance), guest, BY_HAND), revision)
+        record = self.records.write(self._seen(self.records.known(instance), guest, BY_HAND), revision)
         log.info('instance %s is %s%s', instance, record.state, f': {record.fault}' if record.fault else '')
 
     def resume(self, instance: str, revision: int) -> None:
         """Start a guest that ran when the host went down; if that fails, its record says why."""
-        record = self._known(instance)
+        record = self.records.known(instance)
         log.info('START INSTANCE %s: it ran when the host went down', instance)
         # It ran as its record says, and nobody saw it go off. What workers died of before that is not of this start.
         off = record.off(self.now())
@@ -76,19 +76,19 @@ class Switch:
         self._begin(request, revision, OFF)
         power = _power(request)
         log.info('START INSTANCE %s: its %s was asked for', request.instance, power.action)
-        self._start(self._known(request.instance), revision, power.id, power.action, NOT_STARTED)
+        self._start(self.records.known(request.instance), revision, power.id, power.action, NOT_STARTED)
 
     def done(self, request: Request, revision: int, guest: Guest | None) -> None:
         """Write down that a guest's power is as was asked."""
         power = _power(request)
-        record = replace(self._seen(self._known(request.instance), guest, power.action), power=power.id)
+        record = replace(self._seen(self.records.known(request.instance), guest, power.action), power=power.id)
         self.records.write(record, revision)
         self.memory.remember(request, record)
         log.info('instance %s is %s, as was asked', request.instance, record.state)
 
     def _begin(self, request: Request, revision: int, phase: str) -> bool:
         """Write down how far it is, True if it was not there yet. Remembered with it is what is asked."""
-        record, said = self._known(request.instance), _power(request).at(phase)
+        record, said = self.records.known(request.instance), _power(request).at(phase)
         begins = record.power != said
         if begins:
             record = record.off(self.now()) if phase == OFF else record
@@ -132,8 +132,7 @@ class Switch:
         return None
 
     def _run(self, job: Job) -> None:
-        for _ in self.runner.run(job):
-            pass
+        finish(self.runner, job)
         failpoint('powered')
 
     def _seen(self, record: Record, guest: Guest | None, why: str) -> Record:
@@ -144,12 +143,6 @@ class Switch:
             self.guest_data.off(record.instance)
             seen = record.off(self.now())
         return replace(seen, fault=fault_of(record, guest))
-
-    def _known(self, instance: str) -> Record:
-        record = self.records.get(instance)
-        if record is None:
-            raise Superseded
-        return record
 
 
 class Shutdowns:

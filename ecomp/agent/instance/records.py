@@ -57,6 +57,12 @@ class Records:
             self._known[instance] = known
         return known.record
 
+    def known(self, instance: str) -> Record:
+        """get() for an instance that has a record as planned; Superseded where it is gone."""
+        if (record := self.get(instance)) is None:
+            raise Superseded
+        return record
+
     def to_end(self, instance: str) -> Record | None:
         """get() for an instance that is to end: None also for what cannot be understood: the next write replaces it.
 

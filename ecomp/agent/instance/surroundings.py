@@ -8,7 +8,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, replace
 
 from ecomp.agent.host.metadata import GuestData
-from ecomp.agent.instance.pool import Runner
+from ecomp.agent.instance.runner import Runner
 from ecomp.errors import BuildFailed, EcompError, Unreachable
 from ecomp.model import keys
 from ecomp.model.allocation import total
