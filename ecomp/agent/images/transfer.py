@@ -209,8 +209,10 @@ class Transfer:
     def _waiting(self, what: str) -> Iterator[None]:
         """Allow ANSWER seconds for the block, which waits for `what`."""
         self._waits_for = what, time.monotonic()
-        yield
-        self._waits_for = None
+        try:
+            yield
+        finally:
+            self._waits_for = None
 
 
 class _Pace:
