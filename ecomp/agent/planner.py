@@ -167,7 +167,7 @@ class Planner:
             elif work.task.kind is Kind.RESUME:
                 self._before_reboot -= {work.instance}
             elif work.task.kind is Kind.SHUTDOWN:
-                self._shutdowns.asked(work.instance, when)
+                self._shutdowns.note_asked(work.instance, when)
 
     def _plan(self, state: Mapping[str, Entry], guests: Mapping[str, Guest], busy: Set[str]) -> list[Work]:
         self._read_wishes(state)

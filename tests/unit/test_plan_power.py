@@ -136,11 +136,11 @@ def test_a_guest_is_asked_again_and_then_no_more() -> None:
     shutdowns = Shutdowns(grace=60, again=10)
     assert shutdowns.patience(100) == {}
     assert shutdowns.next(after=0) == []
-    shutdowns.asked(INSTANCE, 100)
+    shutdowns.note_asked(INSTANCE, 100)
     assert shutdowns.patience(109.9) == {INSTANCE: Patience.WAIT}
     assert sorted(shutdowns.next(after=100)) == [110, 160]
     assert shutdowns.patience(110) == {INSTANCE: Patience.ASK_AGAIN}
-    shutdowns.asked(INSTANCE, 110)
+    shutdowns.note_asked(INSTANCE, 110)
     assert shutdowns.patience(115) == {INSTANCE: Patience.WAIT}
     assert sorted(shutdowns.next(after=110)) == [120, 160]
     # What was due at the last look is no reason to wake up: whoever looked had its chance.

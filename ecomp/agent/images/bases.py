@@ -59,7 +59,7 @@ class Bases:
         self._directory = directory
         self._limit = limit
 
-    def asking(self, url: str, checkpoint: Callable[[], None]) -> AbstractContextManager[None]:
+    def locked_url(self, url: str, checkpoint: Callable[[], None]) -> AbstractContextManager[None]:
         """Keep other processes and threads from asking for this URL; `checkpoint` is called while one of them does."""
         # Not a blocking lock: a destroy must not wait for another instance's download.
         return self._locked(self.part(url).stem, 0.1, checkpoint)
@@ -82,14 +82,14 @@ class Bases:
         write_durably(self._entry_file(url), text + '\n')
         self._note_asked(url, began)
 
-    def still(self, url: str, began: float) -> None:
+    def note_unchanged(self, url: str, began: float) -> None:
         """Write down that the URL has the same image as when learn() was called, as its server said when so asked."""
         with suppress(OSError):
             os.utime(self._entry_file(url))
         self._note_asked(url, began)
 
-    def is_asked(self, url: str, since: float) -> bool:
-        """Whether learn() or still() had an answer to what was asked after `since`, in whatever process of this boot.
+    def is_answered(self, url: str, since: float) -> bool:
+        """Whether the server of the URL answered what it was asked after `since`, by whatever process of this boot.
 
         Another boot's time.monotonic() is another clock.
         """
@@ -103,8 +103,8 @@ class Bases:
         with suppress(OSError):
             self._asked_file(url).write_text(f'{boot_id()} {began}')
 
-    def asked(self, url: str) -> object:
-        """A value that is another one after each learn() or still() of the URL, by whatever process."""
+    def stamp(self, url: str) -> object:
+        """A value that is another one after each learn() or note_unchanged() of the URL, by whatever process."""
         try:
             found = self._entry_file(url).stat()
         except OSError:
@@ -130,7 +130,7 @@ class Bases:
             return self._read_file(sha256).stat().st_mtime
         return 0.0
 
-    def judge(self, sha256: str, good: bool) -> None:
+    def note_read(self, sha256: str, good: bool) -> None:
         """Note that the base volume was read as a whole now; one that is not `good` is not taken again. OSError."""
         if good:
             self._bad(sha256).unlink(missing_ok=True)

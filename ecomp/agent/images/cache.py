@@ -91,17 +91,17 @@ class ImageCache:
             if pin is not None:
                 held = self._bases.take(pin)
                 if held is None:
-                    with self._bases.asking(url, checkpoint):
+                    with self._bases.locked_url(url, checkpoint):
                         held = self._bases.take(pin) or self._fetched(url, pin, checkpoint, tell)
             else:
-                before = self._bases.asked(url)
-                with self._bases.asking(url, checkpoint):
+                before = self._bases.stamp(url)
+                with self._bases.locked_url(url, checkpoint):
                     entry = self._bases.entry(url)
                     held = self._bases.take(entry.sha256, entry.size) if entry else None
                     # Whoever had to wait here for another one's download has not to ask once more, nor has who had to
                     # wait for a server that is away: a build of each worker would come after a time-out of its own.
                     # Nor has a build that was asked for before somebody began to ask: a pool has them come one by one.
-                    answered = self._bases.asked(url) != before or self._bases.is_asked(url, since)
+                    answered = self._bases.stamp(url) != before or self._bases.is_answered(url, since)
                     asks = not answered and not self._bases.is_away(url, AWAY)
                     if entry and held and asks:
                         if (yield from self._asked(url, entry, held, checkpoint, tell)):
@@ -127,7 +127,7 @@ class ImageCache:
                     self._is_away(url, error)
                     return True
                 if known:
-                    self._bases.still(url, transfer.began)
+                    self._bases.note_unchanged(url, transfer.began)
                     return True
             # Not held any more: the newer one may need its room.
             yield None

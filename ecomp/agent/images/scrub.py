@@ -56,7 +56,7 @@ class Scrubber:
                 found = self._read(path)
                 if found is None:
                     return
-                self._bases.judge(named[1], good=found == named[1])
+                self._bases.note_read(named[1], good=found == named[1])
             except FileNotFoundError:
                 continue  # evicted meanwhile
             except OSError as error:

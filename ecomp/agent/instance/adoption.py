@@ -61,7 +61,7 @@ class Adoption:
                 record = self.reserve(record, spec)
         record = replace(record, fault='its record was lost' if lost else record.fault)
         starts = starts and not (guest.running or differs)
-        failed = self._switch.begun(record.at(BUILDING, self._control.now()), revision) if starts else None
+        failed = self._switch.start_built(record.at(BUILDING, self._control.now()), revision) if starts else None
         faults = failed, record.fault, differs
         record = replace(self.up(record), fault='; '.join(filter(None, faults)) or None)
         is_off = not guest.running and (not starts or failed)

@@ -107,7 +107,7 @@ class Switch:
             record = replace(self._seen(record, runs, why), power=power)
         self.records.write(record, revision)
 
-    def begun(self, record: Record, revision: int) -> str | None:
+    def start_built(self, record: Record, revision: int) -> str | None:
         """Start a guest whose build got as far as its domain; None once it runs, else why it does not, as a fault.
 
         Nothing of it is removed: it may have run, while nobody could write that down.
@@ -157,7 +157,7 @@ class Shutdowns:
         self._again = again
         self._asked: dict[str, tuple[float, float]] = {}
 
-    def asked(self, instance: str, now: float) -> None:
+    def note_asked(self, instance: str, now: float) -> None:
         """Note that a guest has just been asked. `now` is on the monotonic clock, as all times here."""
         first, _ = self._asked.get(instance, (now, now))
         self._asked[instance] = first, now
