@@ -25,6 +25,7 @@ from ecomp.model.allocation import GIB
 from ecomp.virt import Hypervisor
 
 MOST_WORKERS = 8
+"""Worker processes at most, one a processor, where compute.yaml has no `workers:`."""
 
 Admit = Callable[[Set[str]], None]
 """Told the computes whose guests are here, it raises where this one must not begin beside them."""

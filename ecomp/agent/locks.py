@@ -17,7 +17,9 @@ from pathlib import Path
 from ecomp.errors import EcompError
 
 PATIENCE = 60.0
+"""Seconds for which another process's work on an instance is waited for; then the job fails, and is tried again."""
 POLL = 0.05
+"""Seconds between two tries to get a lock."""
 
 
 class InstanceLocks:

@@ -63,10 +63,10 @@ class Step:
 
 
 class Destroy(Step):
-    """It is removed, with its disk. Nothing there is success."""
+    """A guest's removal, with its disk. Nothing there is success."""
 
     def carry_out(self, hypervisor: Hypervisor) -> None:
-        """Domain first, then its disk: never pull a disk from under a guest that may still write."""
+        """Remove the domain, then its disk: never pull a disk from under a guest that may still write."""
         hypervisor.destroy(self.instance, self.compute)
         failpoint('domain-undefined')
         hypervisor.delete_disk(self.instance)
@@ -74,34 +74,34 @@ class Destroy(Step):
 
 
 class Resume(Step):
-    """It is started again, as it is defined."""
+    """A start of a guest as it is defined."""
 
     def carry_out(self, hypervisor: Hypervisor) -> None:
-        """Errors: those of Hypervisor.resume()."""
+        """Start it. Errors: those of Hypervisor.resume()."""
         hypervisor.resume(self.instance, self.compute)
 
 
 class Shutdown(Step):
-    """It is asked to turn itself off."""
+    """A question to a guest to turn itself off."""
 
     def carry_out(self, hypervisor: Hypervisor) -> None:
-        """Errors: those of Hypervisor.shutdown()."""
+        """Ask it. Errors: those of Hypervisor.shutdown()."""
         hypervisor.shutdown(self.instance, self.compute)
 
 
 class SwitchOff(Step):
-    """It is switched off; its domain stays defined, its disk is kept."""
+    """A guest's power cut; its domain stays defined, its disk is kept."""
 
     def carry_out(self, hypervisor: Hypervisor) -> None:
-        """Errors: those of Hypervisor.switch_off()."""
+        """Switch it off. Errors: those of Hypervisor.switch_off()."""
         hypervisor.switch_off(self.instance, self.compute)
 
 
 class Forget(Step):
-    """What is left of a guest whose domain and disk are gone is removed: its console log."""
+    """The removal of what is left of a guest whose domain and disk are gone: its console log."""
 
     def carry_out(self, hypervisor: Hypervisor) -> None:
-        """Nothing is removed of one that came back."""
+        """Remove the log, unless the guest came back."""
         if self.instance not in hypervisor.guests():
             hypervisor.delete_disk(self.instance)
 

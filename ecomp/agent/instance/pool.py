@@ -32,7 +32,9 @@ from ecomp.model.record import Progress
 log = logging.getLogger(__name__)
 
 YOUNG = 5.0
+"""Seconds of a worker's life: one that ends sooner would end so again, and the next is put off."""
 FIRST_DELAY, LAST_DELAY = 0.1, 10.0
+"""Seconds for which a worker is put off after one that ended young, or could not be started: at first, and at most."""
 DOWNLOADS = 2.0
 """Seconds after which a build whose image is not there yet is one that downloads it."""
 MOST_LENT = 8
@@ -104,9 +106,9 @@ class Pool:
     """`size` worker processes, a job each, and one more for ENDING alone, MOST_ENDS at once: a slow download must not
     keep a guest from going, nor one that takes its time to end the next.
 
-    What does not fit waits in order, ENDING first. Builds of an image that a worker is fetching wait for it, and what
-    becomes of it becomes of them: no other build waits for theirs. Where something else is to be built, another worker
-    takes the place of each that downloads, so that servers that drip hold up nobody whose image is here.
+    What does not fit waits in order, ENDING first. Builds of an image that a worker is fetching wait for that download
+    and share its outcome; other builds do not wait for it. Where there are such, another worker takes the place of each
+    that downloads, so that servers that drip hold up nobody whose image is here.
     """
 
     def __init__(self, size: int, settings: WorkerSettings, entry: Entry = main) -> None:

@@ -136,7 +136,7 @@ class Switch:
         failpoint('powered')
 
     def _seen(self, record: Record, guest: Guest | None, why: str) -> Record:
-        """`why`: what it was started for, if it is on and was off."""
+        """The record of a guest as it is now; `why`: what it was started for, if it is on and was off."""
         if guest is not None and guest.running:
             seen = record.on(why, self.now())
         else:

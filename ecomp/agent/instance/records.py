@@ -124,10 +124,10 @@ class Records:
         return record
 
     def lost(self, instance: str, revision: int, is_here: bool) -> None:
-        """Take away the address at /booted where no record says whose it is: no end of this instance would any more.
+        """Remove the address at /booted of an instance without a record: its end removes only one its record knows of.
 
-        `is_here`: the instance may have been built here. Else only what is remembered of it says that it had one.
-        Another compute's stays. A guest that runs has its own written again.
+        `is_here`: it may have been built here; else the address is removed only if one is remembered. Where another
+        compute is asked for the instance, too, it stays. Of a guest that runs it is written again.
         """
         remembered = self._memory.all().get(instance)
         had = is_here or (remembered is not None and 'addressed' in remembered.record.stages)

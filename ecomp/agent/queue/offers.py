@@ -25,8 +25,9 @@ class _Offer(NamedTuple):
 
 
 class Offers:
-    """The on_… are a follower's thread's; widen() is called when `later` was told, all else by any thread.
+    """What waits in the queues, and which compute of this process may take it when.
 
+    The on_… are a follower's thread's; widen() is called at the moments that `later` is told, all else by any thread.
     What is in the queues when they are first read is everybody's: others have been asked for it before.
     """
 

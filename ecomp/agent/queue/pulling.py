@@ -43,10 +43,10 @@ EVERY, SPREAD_OVER = 60.0, 10.0
 """Seconds between two looks at what this compute has left, while requests wait that do not fit; and over how many those
 of many computes are spread, which all hear of a request at once."""
 BELIEVED = 10.0
-"""Seconds for which something is taken by what placement said last of inventory and usages: a claim is held to those.
-Of traits it knows nothing: they are asked for whenever something is taken."""
+"""Seconds for which placement's last answer about inventory and usages is good enough to take by: where it is too old,
+the claim is refused. Traits refuse no claim, so they are read before each take."""
 JUST_NOW = 1.0
-"""Seconds for which they are not asked for again after all was looked at, as before the first take of many."""
+"""Seconds after a look at all of it for which traits are not read again, as before the first take of many."""
 BEHIND = 0.5
 """Seconds in which a race that we lost has to be seen in etcd."""
 LEFT_ALONE, AT_MOST = 5.0, 30.0
