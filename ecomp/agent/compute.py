@@ -164,7 +164,7 @@ class Compute:
         far |= {'looking at the provider': self._keep_registered}
         first = random.uniform(0.0, self._environment.spread)
         threads, offers = self._environment.threads, self._environment.offers
-        self.daemon = Daemon(self.host, self._planner, far, threads, first, self._say_room)
+        self.daemon = Daemon(self.host, self._planner, far, threads, first=first, on_planned=self._say_room)
         takes = config.queues and familiar
         has = registered(self._inventory)
         self.queues = None

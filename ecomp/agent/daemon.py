@@ -46,8 +46,9 @@ class Daemon:
         planner: Planner,
         far: Mapping[str, Callable[[], None]],
         threads: Threads,
-        first: float = 0.0,
-        on_planned: Callable[[], None] = lambda: None,
+        *,
+        first: float,
+        on_planned: Callable[[], None],
     ) -> None:
         self._hypervisor = host.hypervisor
         self._runner = host.runner

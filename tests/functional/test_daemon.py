@@ -48,7 +48,7 @@ def running(one: Toy, keeper: Keeper, shared: Threads | None = None) -> Iterator
     """
     far = {LOOKING: lambda: keeper.look(one.hypervisor.guests(), time.monotonic())}
     threads = shared or Threads(1, 2)
-    made = Daemon(one.host, one.planner, far, threads)
+    made = Daemon(one.host, one.planner, far, threads, first=0.0, on_planned=lambda: None)
     made.begin()
     try:
         yield made

@@ -54,8 +54,8 @@ class Compute:
         lease = cloud.store.grant(60)
         control = ControlPlane(self.uuid, cloud.store, cloud.placement, lambda: '2026-11-21T09:00:00.000Z')
         self.taker = Taker(control, lambda: lease)
-        self.offers = Offers()
-        self.puller = Puller(control, self.taker, self.offers, may_take=lambda: True)
+        self.offers = Offers(lambda _: None)
+        self.puller = Puller(control, self.taker, self.offers, lambda: True, registered=None, accepted=0)
 
     def put(self, project: str = 'p', group: Membership | None = None) -> str:
         """One more waits, as any client may have put it; the instance."""
@@ -244,7 +244,7 @@ def test_who_finds_that_others_were_faster_chooses_among_more_and_afresh_once_no
     for _ in range(2):
         for _ in range(3):
             one.put()
-        one.offers = one.puller._offers = Offers()  # what waits when a queue is first read is everybody's
+        one.offers = one.puller._offers = Offers(lambda _: None)  # what waits when a queue is first read is everybody's
         alive = (Entry(keys.compute(each), b'{"queues": true}', 1, 1) for each in (new() for _ in range(takers)))
         one.offers.on_computes({each.key: each for each in alive})
         one.hear()

@@ -166,8 +166,8 @@ class Compute:
         self.planner = Planner(self.uuid, self.instances, host, memory, Complaints())
         self.keeper = ClaimKeeper(self.uuid, self.store, self.placement, self.takes)
         taker = Taker(control, lambda: self.presence.lease)
-        self.offers = Offers()
-        self.puller = Puller(control, taker, self.offers, lambda: not self.is_dead, accepted=self.accepted)
+        self.offers = Offers(lambda _: None)
+        self.puller = Puller(control, taker, self.offers, lambda: not self.is_dead, None, self.accepted)
         self.puller._rng = random.Random(self.uuid)
         self.memory, self.taker = memory, taker
         self.presence._publish()

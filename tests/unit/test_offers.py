@@ -122,7 +122,7 @@ def test_what_waits_already_is_everybody_s(monkeypatch: pytest.MonkeyPatch) -> N
     before = Scene(monkeypatch, COMPUTES, COMPUTES)
     key = before.put()
     scene = Scene(monkeypatch, COMPUTES, COMPUTES)
-    scene.offers = Offers()
+    scene.offers = Offers(lambda _: None)
     scene.offers.add('c7', lambda _: scene.told.append('c7'))
     scene.computes(COMPUTES)
     scene.queues = before.queues

@@ -31,7 +31,7 @@ class Offers:
     What is in the queues when they are first read is everybody's: others have been asked for it before.
     """
 
-    def __init__(self, later: Callable[[float], None] = lambda _: None) -> None:
+    def __init__(self, later: Callable[[float], None]) -> None:
         self._later = later
         self._lock = threading.Lock()
         self._nudges: dict[str, Nudge] = {}

@@ -70,8 +70,8 @@ class Puller:
         taker: Taker,
         offers: Offers,
         may_take: Callable[[], bool],
-        registered: Mapping[str, Inventory] | None = None,
-        accepted: int = 0,
+        registered: Mapping[str, Inventory] | None,
+        accepted: int,
     ) -> None:
         self._compute = control.compute
         self._store = control.store
