@@ -7,8 +7,8 @@ The threads of an ecompute, by name: what each does, whose state that is and who
 are the process's: of `--count` computes there are no more of them, only more of those with a number (turns.Threads says
 how many at most). What is one compute's, or one instance's, is done by one of them at a time.
 
-    main                      starts, hears and buries the worker processes (Pool); others hand jobs in, under its lock.
-                              A signal sets flags here and wakes it. Ends last, and waits for all that is joined
+    main                      starts, hears and buries the worker processes (Workers); others hand jobs in, under its
+                              lock. A signal sets flags here and wakes it. Ends last, and waits for all that is joined
     turns                     keeps the time: begins what is to be looked at again now (Turns). Told to end at the end
                               (Threads.close()), as all of the numbered ones are that are not waited for
     planner_N                 lists, plans and begins tasks: Planner's state is its own, but for the agenda. A compute's

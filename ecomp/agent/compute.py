@@ -25,7 +25,7 @@ from ecomp.agent.host.memory import Memory
 from ecomp.agent.host.nocloud import nocloud
 from ecomp.agent.host.provider import Registration
 from ecomp.agent.host.provider import check as check_names
-from ecomp.agent.host.state import State
+from ecomp.agent.host.state import Identity
 from ecomp.agent.instance.instances import Instances
 from ecomp.agent.instance.republish import republish
 from ecomp.agent.instance.surroundings import ControlPlane, Shape
@@ -91,7 +91,7 @@ class Compute:
     """
 
     def __init__(
-        self, config: ComputeConfig, state: State, store: Store, environment: Environment, at_exit: ExitStack
+        self, config: ComputeConfig, state: Identity, store: Store, environment: Environment, at_exit: ExitStack
     ) -> None:
         self.uuid = state.compute_uuid(config.uuid)
         log.info('compute %s, state in %s, ecomp %s', self.uuid, config.state, __version__)

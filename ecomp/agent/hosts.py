@@ -17,7 +17,7 @@ from ecomp.agent.images.cache import CacheLimits
 from ecomp.agent.images.reach import reach_of
 from ecomp.agent.images.scrub import Scrubber
 from ecomp.agent.instance.inline import FakeImages, Inline
-from ecomp.agent.instance.pool import Pool
+from ecomp.agent.instance.pool import Workers
 from ecomp.agent.instance.surroundings import Host
 from ecomp.agent.instance.worker import WorkerSettings
 from ecomp.compute_conf import ComputeConfig
@@ -63,7 +63,7 @@ def real(config: ComputeConfig, at_exit: ExitStack, admit: Admit) -> Host:
     disk = (config.inventory or {}).get('DISK_GB', 0) * GIB or inventory.look(config.state, []).disk
     limits = CacheLimits(_image_cache(config) * GIB, disk)
     settings = WorkerSettings(config.state, config.images, os.getpid(), limits, reach_of(config), libvirt.filters)
-    pool = Pool(workers(config), settings)
+    pool = Workers(workers(config), settings)
     at_exit.callback(pool.stop)
     scrubber = Scrubber(config.state / 'images')
     at_exit.callback(scrubber.stop)

@@ -17,7 +17,7 @@ from ecomp.agent.daemon import EVERY
 from ecomp.agent.host.generations import Generations
 from ecomp.agent.host.known_etcd import KnownEtcd, is_familiar
 from ecomp.agent.host.provider import check as check_names
-from ecomp.agent.host.state import State
+from ecomp.agent.host.state import Identity
 from ecomp.agent.instance.build import MOST_ENDS
 from ecomp.agent.queue.offers import Offers
 from ecomp.agent.turns import Threads, Turn
@@ -93,7 +93,7 @@ class Process:
         config, at_exit = self._config, self._at_exit
         _check_limits(self._count or 1)
         # First, for whoever has it is the only one that reads or writes what is remembered there.
-        self._state = State(config.state)
+        self._state = Identity(config.state)
         at_exit.callback(self._state.close)
         known = KnownEtcd(config.state)
         self._guard = Guard(KnownCluster() if self._accept else known.load(), known.note)
@@ -190,7 +190,7 @@ class Process:
         with ExitStack() as opened:
             if self._count is not None:
                 config = replace(config, state=config.state / str(number))
-                state = State(config.state)
+                state = Identity(config.state)
                 opened.callback(state.close)
                 # Its own, for what it may write is fenced by its own presence (rule 9).
                 store = store.beside()

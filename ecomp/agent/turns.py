@@ -21,7 +21,7 @@ AGAIN = 1.0
 """Seconds until what could not be begun, or failed unexpectedly, is tried again."""
 
 
-class Pool:
+class TurnThreads:
     """At most `most` threads, made when they are needed, that do what is handed in. Nobody waits for their end.
 
     Python's own (ThreadPoolExecutor) is waited for when the process ends, and one of these may wait for placement then.
@@ -110,7 +110,7 @@ class Turns:
 class Turn:
     """`work`, done in a thread of `pool`; it returns when (monotonic; inf: not by itself) it is to be done again."""
 
-    def __init__(self, turns: Turns, pool: Pool, work: Callable[[], float]) -> None:
+    def __init__(self, turns: Turns, pool: TurnThreads, work: Callable[[], float]) -> None:
         self._turns, self._pool, self._work = turns, pool, work
         self._when = math.inf
         self._busy, self._ended = False, False
@@ -187,12 +187,12 @@ class Threads:
     def __init__(self, computes: int, tasks: int) -> None:
         few, many = min(computes, 4), min(computes, self.SHARED)
         self.turns = Turns()
-        self.plans = Pool('planner', few)
-        self.builds = Pool('build', max(tasks, self.BUILDS))
-        self.tasks = Pool('task', tasks if computes == 1 else max(tasks, self.SHARED))
-        self.minutes = Pool('minute', few)
-        self.audits = Pool('audits', few)
-        self.queues = Pool('queues', many)
+        self.plans = TurnThreads('planner', few)
+        self.builds = TurnThreads('build', max(tasks, self.BUILDS))
+        self.tasks = TurnThreads('task', tasks if computes == 1 else max(tasks, self.SHARED))
+        self.minutes = TurnThreads('minute', few)
+        self.audits = TurnThreads('audits', few)
+        self.queues = TurnThreads('queues', many)
 
     def close(self) -> None:
         """Let them end."""

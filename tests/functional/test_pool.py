@@ -24,7 +24,7 @@ import pytest
 from ecomp.agent.images.cache import CacheLimits
 from ecomp.agent.instance.build import Build, Cancelled, Destroy
 from ecomp.agent.instance.inline import FakeImages, Inline
-from ecomp.agent.instance.pool import Job, News, Pool
+from ecomp.agent.instance.pool import Job, News, Workers
 from ecomp.agent.instance.runner import WorkerDied
 from ecomp.agent.instance.worker import WorkerSettings
 from ecomp.agent.locks import InstanceLocks
@@ -42,13 +42,13 @@ LIMITS = CacheLimits(2**40, 2**40)
 PARENT = """
 import os, sys
 from pathlib import Path
-from ecomp.agent.instance.pool import Pool
+from ecomp.agent.instance.pool import Workers
 from ecomp.agent.instance.worker import WorkerSettings
 from tests.functional import stand_in, test_pool
 
 if __name__ == '__main__':
     state = Path(sys.argv[1])
-    pool = Pool(2, WorkerSettings(state, None, os.getpid(), test_pool.LIMITS), stand_in.entry)
+    pool = Workers(2, WorkerSettings(state, None, os.getpid(), test_pool.LIMITS), stand_in.entry)
     pool.run(test_pool.job('stubborn', sys.argv[2]))
     while True:
         pool.tend(60)
@@ -83,7 +83,7 @@ class Tended:
 
     def __init__(self, directory: Path, size: int, entry: Callable[..., None] = stand_in.entry) -> None:
         self.directory = directory
-        self.pool = Pool(size, WorkerSettings(directory, None, os.getpid(), LIMITS), entry)
+        self.pool = Workers(size, WorkerSettings(directory, None, os.getpid(), LIMITS), entry)
         self._threads = ThreadPoolExecutor(8)
 
     def hand_in(self, work: Job) -> Future[list[News]]:

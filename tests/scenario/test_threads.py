@@ -23,7 +23,7 @@ WITH_LIBVIRT = frozenset({'libvirt-events', 'libvirt-open', 'libvirt-reopen', 't
 
 
 STARTS = ('Thread', 'ThreadPoolExecutor')
-STARTERS = {'turns.py': ('Thread', 'Pool')}
+STARTERS = {'turns.py': ('Thread', 'TurnThreads')}
 """What starts threads, by the module's name where it is more."""
 
 
@@ -84,10 +84,10 @@ def test_every_thread_that_the_product_starts_is_in_the_map() -> None:
                 if isinstance(node, ast.Call) and ast.unparse(node.func).endswith(STARTERS.get(path.name, STARTS)):
                     given = {each.arg: ast.unparse(each.value) for each in node.keywords}
                     name = given.get('name') or given.get('thread_name_prefix')
-                    if path.name == 'turns.py' and ast.unparse(node.func) == 'Pool':
+                    if path.name == 'turns.py' and ast.unparse(node.func) == 'TurnThreads':
                         name = ast.unparse(node.args[0])
                     elif path.name == 'turns.py' and name != "'turns'":
-                        continue  # one of a Pool, by whose name it is known
+                        continue  # one of TurnThreads, by whose name it is known
                     assert name, f'{path}:{node.lineno}: a thread without a name'
                     names.add(name.lstrip('f').strip("'").partition('{')[0])
     there = {re.sub('_N$', '', each) for each in named()}

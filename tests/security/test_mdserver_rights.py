@@ -29,7 +29,7 @@ from mdserver.monitor import Monitor
 from ecomp.agent.host.memory import Memory
 from ecomp.agent.host.metadata import GuestData
 from ecomp.agent.host.metadata_server import USER
-from ecomp.agent.host.state import State
+from ecomp.agent.host.state import Identity
 from ecomp.model.instance import Request
 from tests.kit.servers import TOP, until
 
@@ -345,7 +345,7 @@ def test_whoever_it_is_then_gets_at_nothing_of_ecomputes() -> None:
     with tempfile.TemporaryDirectory(prefix='ecomp-rights-') as name:
         top = Path(name)
         top.chmod(0o755)
-        state = State(top / 'state')
+        state = Identity(top / 'state')
         state.compute_uuid(None)
         state.token()
         state.keep()

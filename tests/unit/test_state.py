@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from ecomp.agent.host.state import State
+from ecomp.agent.host.state import Identity
 from ecomp.errors import Conflict, UsageError
 from ecomp.files import write_durably
 from ecomp.model import keys
@@ -20,15 +20,15 @@ GIVEN = 'b8756be5-a30d-4311-920c-0ad996367a8e'
 HOLDER = """
 import sys
 from pathlib import Path
-from ecomp.agent.host.state import State
-State(Path(sys.argv[1]))
+from ecomp.agent.host.state import Identity
+Identity(Path(sys.argv[1]))
 print('held', flush=True)
 sys.stdin.read()
 """
 
 
 def test_the_uuid_is_made_once(tmp_path: Path) -> None:
-    state = State(tmp_path / 'a/b')
+    state = Identity(tmp_path / 'a/b')
     made = state.compute_uuid(None)
     token = state.token()
     assert (state.compute_uuid(None), state.token()) == (made, token)
@@ -37,17 +37,17 @@ def test_the_uuid_is_made_once(tmp_path: Path) -> None:
     assert keys.is_uuid(token)
     assert made != token
     state.close()
-    again = State(tmp_path / 'a/b')
+    again = Identity(tmp_path / 'a/b')
     assert (again.compute_uuid(None), again.token()) == (made, token)
     again.close()
 
 
 def test_a_configured_uuid_is_kept_when_it_is_configured_no_more(tmp_path: Path) -> None:
-    state = State(tmp_path)
+    state = Identity(tmp_path)
     assert state.compute_uuid(GIVEN) == GIVEN
     state.keep()
     state.close()
-    again = State(tmp_path)
+    again = Identity(tmp_path)
     assert again.compute_uuid(None) == GIVEN
     again.close()
 
@@ -58,7 +58,7 @@ def test_a_start_that_is_refused_changes_nothing(tmp_path: Path) -> None:
     for name, content in contents.items():
         (tmp_path / name).write_text(content)
     tmp_path.chmod(0o750)
-    state = State(tmp_path)
+    state = Identity(tmp_path)
     assert (tmp_path / 'lock').read_text() == f'{os.getpid()}\n'
     assert (state.compute_uuid(GIVEN), state.token()) == (GIVEN, OTHER)
     state.close()
@@ -69,7 +69,7 @@ def test_a_start_that_is_refused_changes_nothing(tmp_path: Path) -> None:
 
 def test_what_is_no_uuid_is_not_believed(tmp_path: Path) -> None:
     (tmp_path / 'uuid').write_text('../../etc\n')
-    state = State(tmp_path)
+    state = Identity(tmp_path)
     with pytest.raises(UsageError, match='not a uuid'):
         state.compute_uuid(None)
     state.close()
@@ -82,11 +82,11 @@ def test_another_process_is_named_and_its_end_frees_the_directory(tmp_path: Path
             assert holder.stdout is not None
             assert holder.stdout.readline() == 'held\n'
             with pytest.raises(Conflict, match=f'pid {holder.pid}:'):
-                State(tmp_path)
+                Identity(tmp_path)
         finally:
             holder.kill()
             holder.wait()
-    State(tmp_path).close()
+    Identity(tmp_path).close()
 
 
 def test_what_a_killed_one_left_half_written_goes(tmp_path: Path) -> None:
@@ -95,13 +95,13 @@ def test_what_a_killed_one_left_half_written_goes(tmp_path: Path) -> None:
     whole = [tmp_path / 'boot', tmp_path / 'images/base-00.qcow2']
     for path in [*halves, *whole]:
         path.touch()
-    state = State(tmp_path)
+    state = Identity(tmp_path)
     state.keep()
     assert not any(path.exists() for path in halves)
     assert all(path.exists() for path in whole)
     halves[1].touch()
     with pytest.raises(Conflict):
-        State(tmp_path)
+        Identity(tmp_path)
     assert halves[1].exists(), 'it is the living one that is writing it'
     state.close()
 
@@ -109,11 +109,11 @@ def test_what_a_killed_one_left_half_written_goes(tmp_path: Path) -> None:
 def test_a_directory_that_cannot_be_is_said(tmp_path: Path) -> None:
     (tmp_path / 'file').touch()
     with pytest.raises(UsageError, match='state directory'):
-        State(tmp_path / 'file')
+        Identity(tmp_path / 'file')
 
 
 def test_qemu_gets_through_and_nobody_reads(tmp_path: Path) -> None:
-    state = State(tmp_path / 's')
+    state = Identity(tmp_path / 's')
     state.keep()
     state.close()
     assert (tmp_path / 's').stat().st_mode & 0o777 == 0o711

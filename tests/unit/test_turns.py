@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from ecomp.agent.turns import Pool, Threads, Turn
+from ecomp.agent.turns import Threads, Turn, TurnThreads
 from tests.kit.servers import until
 
 
@@ -104,7 +104,7 @@ def test_one_that_hangs_holds_up_no_other(threads: Threads) -> None:
 
 
 def test_of_a_thousand_that_are_nudged_all_the_time_there_are_few_threads() -> None:
-    pool, names, lock = Pool('few', 4), set[str](), threading.Lock()
+    pool, names, lock = TurnThreads('few', 4), set[str](), threading.Lock()
 
     def work() -> None:
         with lock:

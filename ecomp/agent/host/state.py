@@ -20,8 +20,11 @@ from ecomp.files import write_durably
 from ecomp.model import keys
 
 
-class State:
-    """An open, locked state directory. Conflict if another ecompute has it, UsageError if it cannot be used."""
+class Identity:
+    """Who an ecompute lastingly is, by its state directory, which is open and locked.
+
+    Conflict if another ecompute has it, UsageError if it cannot be used.
+    """
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory

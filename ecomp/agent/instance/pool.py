@@ -102,7 +102,7 @@ class _Worker:
         self.pipe.close()
 
 
-class Pool:
+class Workers:
     """`size` worker processes, a job each, and one more for ENDING alone, MOST_ENDS at once: a slow download must not
     keep a guest from going, nor one that takes its time to end the next.
 
