@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from ecomp.cli.formats import Details, Listing, Look
     from ecomp.cli.terminal import Terminal
     from ecomp.conf import EtcdConfig, ScheduleConfig
-    from ecomp.model.computes import Computes
+    from ecomp.model.computes import Computes, Naming
     from ecomp.placement.client import Placement
     from ecomp.store.client import Store
     from ecomp.store.places import Index
@@ -188,8 +188,8 @@ class Context:
         self.called |= found.names
         return found
 
-    def name_computes(self) -> Computes:
-        """The same of what is done already, and is said also where etcd does not tell any more: then with uuids."""
+    def name_computes(self) -> Naming:
+        """Names for computes in an answer already given; uuids if etcd cannot be read. Never raises an EcompError."""
         from ecomp.model.computes import NOBODY
 
         try:

@@ -29,7 +29,7 @@ from ecomp.errors import (
 )
 from ecomp.model import keys
 from ecomp.model.choose import SPREAD
-from ecomp.model.computes import NOBODY, Computes
+from ecomp.model.computes import NOBODY, Naming
 from ecomp.model.image import check_image
 from ecomp.model.keys import new_uuid
 from ecomp.model.order import Order
@@ -96,7 +96,8 @@ def _place(do: Context, order: Order) -> int:
     except UnknownOutcome as error:
         do.out.say(f'{error}; {again}')
         return UnknownOutcome.exit_code
-    in_table, interrupted, known = do.form == TABLE, False, NOBODY
+    in_table, interrupted = do.form == TABLE, False
+    known: Naming = NOBODY
     try:
         known = known if in_table else do.name_computes()  # else only once it is notified
     except KeyboardInterrupt:
@@ -160,7 +161,10 @@ def _enqueue(do: Context, order: Order) -> int:
         flavor, revision = flavor_of_etcd(do.config, do.store, do.options.flavor or '')
         waiting = QueueEntry(flavor=flavor, **order.parts(**hashed))
         is_new = enqueue(do.store, waiting, revision, shared, who(order), do.options.uuid is not None)
-        is_heard = has_taker(do.store)
+        no_taker = None
+        if is_new:
+            with suppress(EcompError):  # it is queued, whatever is known of who takes it
+                no_taker = None if has_taker(do.store) else do.computes.no_taker
         # One that was asked for before may have been taken long since.
         there = None if is_new else find(do.store, instance)
     except NoCapacity as error:
@@ -182,7 +186,7 @@ def _enqueue(do: Context, order: Order) -> int:
         do.out.put(_as_document(do, [queued]))
     if not is_new:
         do.out.say(f'{instance} was requested before: nothing is changed')
-    elif not is_heard and (no_taker := do.name_computes().no_taker) is not None:
+    elif no_taker is not None:
         do.out.say(f'it waits: {no_taker}')
     if do.options.name is not None:
         do.called[instance] = do.options.name
@@ -273,7 +277,7 @@ def _remarks(wanted: SetOrder, delivered: Mapping[str, DeliveryOutcome]) -> list
     return said
 
 
-def where(wanted: SetOrder, delivered: Mapping[str, DeliveryOutcome], known: Computes) -> list[str]:
+def where(wanted: SetOrder, delivered: Mapping[str, DeliveryOutcome], known: Naming) -> list[str]:
     """Which of them are on which host, a line each."""
     there: dict[str, list[str]] = {}
     for instance, each in delivered.items():

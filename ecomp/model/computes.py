@@ -46,6 +46,13 @@ class Living(NamedTuple):
     room: hints.Hint | None = None
 
 
+class Naming(Protocol):
+    """What computes are called, and nothing else of them: it may be that etcd could not be asked for more."""
+
+    def host(self, compute: str) -> str | None: ...
+    def called(self, compute: str) -> str: ...
+
+
 @dataclass(frozen=True)
 class Computes:
     """All computes of which etcd knows a name or a life; `remembered` has the host names of those that may be away."""
@@ -126,7 +133,7 @@ class Computes:
 
 
 NOBODY = Computes()
-"""No compute is known by name: each is called by its uuid."""
+"""No compute is known by name: each is called by its uuid. Where etcd was not read it is to be a Naming."""
 
 
 def is_hostname(text: object) -> bool:

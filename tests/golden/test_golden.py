@@ -19,9 +19,11 @@ import pytest
 
 from ecomp import errors
 from ecomp.cli.command import Context
+from ecomp.errors import Unreachable
 from ecomp.model import cluster, digest, flavor, group, guest_data, instance, keys, queue, quota, record
 from ecomp.model.findings import CODES
 from ecomp.store import released
+from ecomp.store.client import Store
 from tests.golden import scene
 from tests.kit.in_process import InProcess, empty, start
 from tests.kit.servers import environment
@@ -95,6 +97,23 @@ def test_what_is_placed_is_said_to_whoever_interrupts(
     assert any(line.startswith('|') and instance in line for line in lines)
     assert lines[-1] == '= 6'
     assert f'! eschedule: interrupted, and it goes on: eschedule{config} wait {instance}' in lines
+
+
+def test_of_what_is_queued_as_etcd_goes_away_no_more_is_said(application: InProcess, tmp_path: Path) -> None:
+    """That no compute takes from queues is not known then."""
+
+    def away(*_: object, **__: object) -> None:
+        raise Unreachable('etcd does not answer')
+
+    scene.furnish(application)
+    there = scene.Scene()
+    with pytest.MonkeyPatch.context() as change:
+        scene.play(there, application, change)
+        change.setattr(Store, 'around', away)
+        change.setattr(Store, 'snapshot', away)
+        lines = scene.transcript(['--flavor', 'small', '--queue', 'http://images.invalid/x.img'], there, tmp_path)
+    said = [line for line in lines if line.startswith(('|', '!', '='))]
+    assert said == ['| QUEUED INSTANCE f0000000-0000-4000-8000-000000000001', '= 0']
 
 
 @pytest.mark.parametrize(

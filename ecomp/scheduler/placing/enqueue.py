@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from ecomp.conf import ScheduleConfig
-from ecomp.errors import Conflict, EcompError, UnknownOutcome, Unreachable, UsageError
+from ecomp.errors import Conflict, UnknownOutcome, Unreachable, UsageError
 from ecomp.failpoints import failpoint
 from ecomp.model import keys
 from ecomp.model.allocation import missing
@@ -56,15 +56,9 @@ def flavor_of_etcd(config: ScheduleConfig, store: Store, name: str) -> FlavorEnt
 
 
 def has_taker(store: Store) -> bool:
-    """Whether one of the first few living computes takes from queues: of a thousand not all are read for a yes.
-
-    Never raises: what waits is in its queue whoever is there.
-    """
-    try:
-        read, _ = store.around(keys.COMPUTES, keys.COMPUTES, FEW)
-        return any(living_in(each.value).queues for each in read if each.lease)
-    except EcompError:
-        return False
+    """Whether one of the first few living computes takes from queues: of a thousand not all are read for a yes."""
+    read, _ = store.around(keys.COMPUTES, keys.COMPUTES, FEW)
+    return any(living_in(each.value).queues for each in read if each.lease)
 
 
 def enqueue(
