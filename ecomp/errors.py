@@ -11,7 +11,7 @@
     │   └── GenerationConflict 5  placement's generation moved: read again, decide again
     │       └── ConsumerConflict  5  a consumer's: somebody else claimed or released for the same instance
     ├── StillGoing             6  the time is up, the work goes on
-    ├── Unreachable            7  a backend cannot be reached; nothing was changed
+    ├── Unreachable            7  a backend cannot be reached; unless it is an UnknownOutcome, nothing was changed
     │   ├── UnknownOutcome     7  a write was sent and no answer came: read back before anything else
     │   ├── NoSpace            7  etcd is full: it takes deletes and nothing else
     │   └── StrangeEtcd        7  etcd answers, and is not the one this compute knew
@@ -78,7 +78,10 @@ class StillGoing(EcompError):
 
 
 class Unreachable(EcompError):
-    """`backend` names what gives no answer, 'etcd at localhost:2379' for one; '' if it answers and cannot do this."""
+    """Nothing was changed, unless it is an UnknownOutcome.
+
+    `backend` names what gives no answer, 'etcd at localhost:2379' for one; '' if it answers and cannot do this.
+    """
 
     exit_code = 7
 
@@ -111,7 +114,10 @@ class Unreadable(EcompError):
 
 
 class BuildFailed(EcompError):
-    """An instance could not be made: `stage` is the step that failed, image, disk or started, `reason` says why."""
+    """An instance could not be made: `reason` says why, and `stage` the step that failed.
+
+    That is scheduled (its request or its claim is wrong), image, disk or started.
+    """
 
     def __init__(self, stage: str, reason: str) -> None:
         super().__init__(f'{stage}: {reason}')

@@ -3,7 +3,7 @@
 JSON, versioned, in pages that each fit an etcd value. Page 0 is written last and says how many there are:
 {"version", "pages", "error", "guests": [{"instance", "compute", "defined", "running", "disk"}], "without_base":
 {instance: path}, "seeds": {mac: instance}, "isos": {instance: ""}, "reservations": {mac: "instance address"}, "parts":
-{name: mark}}.
+{name: mark}, "open_dhcp": {network: ""}, "bad_bases": {sha256: ""}}.
 """
 
 from __future__ import annotations

@@ -62,9 +62,12 @@ def request(compute: str, instance: str) -> str:
     return f'{HOSTS}{compute}/{instance}'
 
 
-def attempt(first_instance: str) -> str:
-    """The key that says an eschedule is at it. Named after the instance, so two at one uuid collide."""
-    return ATTEMPTS + first_instance
+def attempt(instance: str) -> str:
+    """The key that says an eschedule is at it. Two at one uuid collide.
+
+    `instance` is the uuid that was asked for: of a set, the one of the set.
+    """
+    return ATTEMPTS + instance
 
 
 def booted(instance: str) -> str:

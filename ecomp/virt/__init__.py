@@ -99,7 +99,7 @@ class Hypervisor(Protocol):
         """
 
     def reservations(self) -> Mapping[str, ReservedAddress]:
-        """{MAC: Reserved} of all that reserve() has reserved."""
+        """{MAC: ReservedAddress} of all that reserve() has reserved."""
 
     def release(self, instance: str) -> None:
         """Remove all that is reserved for the instance, on any network."""

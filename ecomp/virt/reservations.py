@@ -66,7 +66,7 @@ class Reservations:
         raise BuildFailed(STAGE, f'network {network}: each of {TRIES} addresses was taken by somebody else meanwhile')
 
     def ours(self) -> Mapping[str, ReservedAddress]:
-        """What is reserved for instances, {MAC: Reserved}."""
+        """What is reserved for instances, {MAC: ReservedAddress}."""
         found: dict[str, ReservedAddress] = {}
         with self._connection.use('listing DHCP reservations') as connection:
             for _, definitions in _networks(connection):
