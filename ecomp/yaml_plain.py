@@ -1,4 +1,4 @@
-"""The plain part of YAML, in which configurations are written mostly: keys, words, numbers and lists, a line each.
+"""The plain part of YAML, in which configurations are written mostly: keys, words, numbers, lists, a line each. Pure.
 
 For a command, which would be over before PyYAML is loaded. What is not plain beyond doubt is left to PyYAML.
 """

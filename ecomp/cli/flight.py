@@ -22,11 +22,12 @@ from ecomp.model.query import on_one
 from ecomp.model.query_check import check_query
 from ecomp.model.record import SCHEDULED
 from ecomp.model.set_order import SetOrder
+from ecomp.model.waits import WAITS_FOR, waits_for
 from ecomp.placement.allocations import candidates
 from ecomp.placement.client import Placement
 from ecomp.scheduler.changing.clear import remove
 from ecomp.scheduler.changing.destroy import destroy
-from ecomp.scheduler.changing.wait import WAITS_FOR, Deadline, Wait, wait_for_stage, wait_until_gone, waits_for
+from ecomp.scheduler.changing.wait import Deadline, Wait, wait_for_stage, wait_until_gone
 from ecomp.scheduler.looking.find import find
 from ecomp.scheduler.placing.create import create
 from ecomp.scheduler.placing.explain import lacking

@@ -8,9 +8,8 @@ from ecomp.cli.formats import UUID, Column, Listing, Row
 from ecomp.model.computes import NOBODY, Computes
 from ecomp.model.flavor import Flavor, to_dict
 from ecomp.model.group import Group
-from ecomp.model.quota import Quota
+from ecomp.model.quota import Quota, classes, in_words
 from ecomp.model.text import printable
-from ecomp.scheduler.operating.quotas import classes, in_words
 
 
 def as_flavors(flavors: Mapping[str, tuple[Flavor, str]]) -> Listing:

@@ -14,7 +14,7 @@ from ecomp.model.inventory import Room
 from ecomp.model.power import ASKED, OFF, phase
 from ecomp.model.record import ACTIVE, BUILDING, ERROR, GONE, KEPT, QUEUED, STAGES, STOPPED, Interface, Record, to_dict
 from ecomp.model.text import printable
-from ecomp.scheduler.changing.wait import failure, waits_for
+from ecomp.model.waits import failure, waits_for
 
 if TYPE_CHECKING:
     from ecomp.model.findings import Finding

@@ -1,1 +1,1 @@
-"""The pure core: values, and functions from values to values. Nothing here does I/O."""
+"""The core. Pure: values, and functions from values to values. Nothing here does I/O."""

@@ -111,6 +111,17 @@ def refusal(project: str, excess: Sequence[Excess]) -> str:
     return f'the quota of project {project} does not allow it: {"; ".join(map(str, excess))}'
 
 
+def classes(found: Quota) -> list[str]:
+    """The classes that a quota limits or counts, sorted, `instances` last."""
+    return [*sorted({*found.limits, *found.used} - {INSTANCES}), INSTANCES]
+
+
+def in_words(found: Quota) -> str:
+    """A quota's limits and how much of each is used: `VCPU 3/10, instances 3/5`."""
+    limited = [name for name in classes(found) if name in found.limits]
+    return ', '.join(f'{name} {found.used.get(name, 0)}/{found.limits[name]}' for name in limited) or 'no limits'
+
+
 def parse_limits(words: Sequence[str]) -> dict[str, int | None]:
     """{class: limit} of words like VCPU=10, instances=3 and DISK_GB=none; None means no limit. ValueError."""
     found: dict[str, int | None] = {}

@@ -1,7 +1,7 @@
 """What says which guest asks: DHCP leases, the neighbour table and ecompute's files, as they are written, understood.
 
 Sources: libvirt's `leaseshelper` (`<bridge>.status`: a JSON list of `ip-address`, `mac-address` and `expiry-time`,
-seconds since the epoch, 0 for never), proc(5) for /proc/net/arp (flag 0x2: the entry is complete).
+seconds since the epoch, 0 for never), proc(5) for /proc/net/arp (flag 0x2: the entry is complete). Pure.
 """
 
 from __future__ import annotations

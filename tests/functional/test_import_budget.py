@@ -43,7 +43,7 @@ THEIRS = {'h2', 'hpack', 'hyperframe'}
 """Other people's libraries that are loaded."""
 OF_PLACEMENT = {'http.client', 'email.parser', 'concurrent.futures'}
 """What no command loads that asks etcd alone."""
-OURS = {'create': 78, 'list': 63, 'show': 62, 'query': 61, 'names': 63}
+OURS = {'create': 78, 'list': 62, 'show': 61, 'query': 60, 'names': 62}
 """Modules of ours, exactly: a new one is a decision."""
 MOST = {'create': 160, 'list': 135, 'show': 135, 'query': 135, 'names': 135}
 """Modules of Python's own, which differ from one Python to the next."""

@@ -16,8 +16,9 @@ from ecomp.conf import EtcdConfig
 from ecomp.errors import EcompError, NotFound, StillGoing, Unreachable
 from ecomp.model import keys
 from ecomp.model.record import ACTIVE, BUILDING, ERROR, GONE, Failure, Progress, Record, to_json
+from ecomp.model.waits import WAITS_FOR
 from ecomp.scheduler.changing import whereabouts
-from ecomp.scheduler.changing.wait import WAITS_FOR, Deadline, Wait, wait_for_stage, wait_until_gone
+from ecomp.scheduler.changing.wait import Deadline, Wait, wait_for_stage, wait_until_gone
 from ecomp.scheduler.changing.whereabouts import Whereabouts
 from ecomp.store.client import Delete, Put, Store
 from ecomp.store.places import Index

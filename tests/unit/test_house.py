@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -133,7 +134,8 @@ PURE = {
     *('ecomp.model', 'ecomp.store.messages', 'ecomp.virt.xml', 'ecomp.virt.filter_xml'),
     *('ecomp.agent.instance.plan', 'ecomp.yaml_plain'),
     *('ecomp.cli.options', 'ecomp.cli.words', 'ecomp.cli.timeline', 'ecomp.cli.formats', 'ecomp.cli.fitting'),
-    'ecomp.cli.shapes',
+    *('ecomp.cli.completion', 'ecomp.cli.shares', 'ecomp.cli.show'),
+    *('ecomp.agent.images.reach', 'ecomp.lab.network', 'ecomp.virt.dhcp'),
     *('mdserver.guests', 'mdserver.metadata'),
 }
 IMPURE_IMPORTS = {
@@ -287,6 +289,21 @@ def test_every_module_has_a_room_and_every_room_is_there() -> None:
     assert [name for name in modules if name != 'ecomp' and room_of(name) in ('', 'ecomp')] == []
     rooms = {*ARROWS, *PURE, *FRONT_DOORS, *WALL_CLOCK, *LEAVES, *BECOMES}
     assert [room for room in rooms if room not in modules] == []
+
+
+def test_what_says_that_it_is_pure_is_held_to_it_and_the_reverse() -> None:
+    docs = {name.removesuffix('.__init__'): ast.get_docstring(ast.parse(text)) for name, text in read_modules().items()}
+    said = {module for module, doc in docs.items() if re.search(r'\bpure\b(?!-)', doc or '', re.IGNORECASE)}
+    assert [module for module in sorted(said) if not any(within(module, room) for room in PURE)] == []
+    assert sorted(PURE - said) == []
+
+
+def test_what_is_pure_loads_nothing_that_speaks_with_a_system() -> None:
+    modules = sorted(name.removesuffix('.__init__') for name in read_modules() if any(within(name, p) for p in PURE))
+    code = f'import sys, {", ".join(modules)}; print(*sys.modules)'
+    run = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, check=True, cwd=TOP)
+    systems = {'ecomp.store.client', 'ecomp.placement.client', 'ecomp.virt.connection', 'requests', 'h2', 'libvirt'}
+    assert set(run.stdout.split()) & systems == set()
 
 
 def test_no_module_has_a_name_that_says_nothing() -> None:

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 from ecomp.conf import EtcdConfig
 from ecomp.errors import Conflict, EcompError, NotFound, StillGoing, Unreadable
 from ecomp.model import boots
-from ecomp.model.guest_word import GuestFailure
 from ecomp.model.power import ASKED, OFF, STOP, Power, action_id, phase
-from ecomp.model.record import ACTIVE, DESTROYING, ERROR, GONE, QUEUED, STAGES, STOPPED, Record
+from ecomp.model.record import ACTIVE, DESTROYING, ERROR, GONE, STAGES, STOPPED, Record
 from ecomp.model.text import printable
+from ecomp.model.waits import IN_QUEUE, failure, not_ready, waits_for
 from ecomp.scheduler.looking.find import read_record
 from ecomp.store.client import Entry
 
@@ -23,19 +23,6 @@ if TYPE_CHECKING:
 
 TICK = 1.0
 """Seconds between two updates of the live line; the instance itself is watched, not polled."""
-
-WAITS_FOR = {
-    'requested': 'its compute to take it',
-    'scheduled': 'its compute to take it',
-    'image': 'its image',
-    'disk': 'its disk',
-    'started': 'its domain to start',
-    'addressed': 'DHCP lease',
-    'ready': 'cloud-init to finish',
-}
-"""What an instance that is on its way to a stage waits for, in its user's words."""
-IN_QUEUE = 'a compute to take it'
-"""What one in a queue waits for."""
 
 
 class Deadline:
@@ -49,31 +36,6 @@ class Deadline:
     def spent(self) -> float:
         """Seconds that have passed."""
         return time.monotonic() - self._began
-
-
-def waits_for(record: Record | None) -> str:
-    """What an instance is waiting for now, and how far that is if it is known: `image, 34 of 600 MB`."""
-    if record is not None and record.state == QUEUED:
-        return IN_QUEUE
-    if record is not None and record.state == STOPPED:
-        return 'somebody to start it: it is stopped'
-    reached = record.reached if record else {}
-    stage = next((stage for stage in STAGES if stage not in reached), STAGES[-1])
-    progress = record.progress if record else None
-    return str(progress) if progress is not None and progress.stage == stage else WAITS_FOR[stage]
-
-
-def failure(record: Record) -> str:
-    """Why an instance is in error, in one line."""
-    if record.error is None:
-        return f'{record.instance}: failed'
-    error = record.error
-    return f'{record.instance}: failed at stage ' + printable(f'{error.stage}: {error.reason} ({error.cleaned})')
-
-
-def not_ready(instance: str, failed: GuestFailure) -> str:
-    """Why a guest will never be ready, in one line: cloud-init's own words."""
-    return printable(f'{instance}: cloud-init failed at stage {failed.stage}: {failed.reason}') + '; the guest goes on'
 
 
 def wait_for_stage(

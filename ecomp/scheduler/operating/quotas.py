@@ -12,7 +12,7 @@ from ecomp.failpoints import failpoint
 from ecomp.model import keys
 from ecomp.model.instance import parse_request
 from ecomp.model.queue import parse_waiting
-from ecomp.model.quota import INSTANCES, Demand, Quota, counted, counts, is_mute, parse_limits
+from ecomp.model.quota import INSTANCES, Demand, Quota, counted, counts, in_words, is_mute, parse_limits
 from ecomp.model.text import printable
 from ecomp.scheduler.looking.find import read_record
 from ecomp.store.client import Delete, Put, Store
@@ -122,14 +122,3 @@ def one_quota(store: Store, project: str) -> Quota:
     if found is None:
         raise NotFound(f'{printable(project, 100)}: no limits are set for this project')
     return found
-
-
-def classes(found: Quota) -> list[str]:
-    """The classes that a quota limits or counts, sorted, `instances` last."""
-    return [*sorted({*found.limits, *found.used} - {INSTANCES}), INSTANCES]
-
-
-def in_words(found: Quota) -> str:
-    """A quota's limits and how much of each is used: `VCPU 3/10, instances 3/5`."""
-    limited = [name for name in classes(found) if name in found.limits]
-    return ', '.join(f'{name} {found.used.get(name, 0)}/{found.limits[name]}' for name in limited) or 'no limits'
