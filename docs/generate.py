@@ -21,10 +21,10 @@ from types import ModuleType
 import mdserver.conf
 import mdserver.server
 
+from docs import shapes
 from docs.writing import Block, Code, ManPage, Section, Table, Terms, doc, docstring, link, markdown, roff
 from ecomp import agent, compute_conf, conf, config_path, errors
 from ecomp.agent import arguments
-from ecomp.cli import shapes
 from ecomp.cli.commands import EXITS, MEANS, OPTIONS, families
 from ecomp.lab import elab
 from ecomp.model import (

@@ -95,20 +95,16 @@ class _OneLine(logging.Formatter):
         return f'{when} {record.levelname} {record.process} {escaped(redact(text))}'
 
 
-def configure_plain(command: str, stream: TextIO | None = None) -> None:
-    """Send warnings to `stream`, stderr if None, as `command: message`: for a command that a person types."""
+def configure_plain(stream: TextIO | None = None) -> None:
+    """Send warnings to `stream`, stderr if None, as `eschedule: message`: it is a person who types that."""
     configure(stream=stream)
     handler = logging.getLogger().handlers[0]
-    handler.setFormatter(_Plain(command))
+    handler.setFormatter(_Plain())
     handler.setLevel(logging.WARNING)
 
 
 class _Plain(logging.Formatter):
     """`eschedule: message`, one line."""
 
-    def __init__(self, command: str) -> None:
-        super().__init__()
-        self._command = command
-
     def format(self, record: logging.LogRecord) -> str:
-        return f'{self._command}: {escaped(redact(record.getMessage()))}'
+        return f'eschedule: {escaped(redact(record.getMessage()))}'

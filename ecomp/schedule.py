@@ -54,7 +54,7 @@ def _run(argv: list[str]) -> int:
     from ecomp import log
     from ecomp.errors import EcompError
 
-    log.configure_plain('eschedule')
+    log.configure_plain()
     try:
         return _command(argv)
     except EcompError as error:

@@ -7,7 +7,7 @@ import re
 from datetime import UTC, datetime
 
 _PEM = re.compile(rb'-----BEGIN CERTIFICATE-----([A-Za-z0-9+/=\s]+)-----END CERTIFICATE-----')
-SEQUENCE, VERSION, UTC_TIME, GENERALIZED_TIME = 0x30, 0xA0, 0x17, 0x18
+VERSION, UTC_TIME, GENERALIZED_TIME = 0xA0, 0x17, 0x18
 
 
 def ends(content: bytes) -> datetime:

@@ -10,7 +10,7 @@ import random
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import quote
 
 from ecomp.errors import Conflict, GenerationConflict, NoCapacity, NotFound, UnknownOutcome
@@ -24,6 +24,8 @@ TRIES = 60
 and more than 20 on a machine so busy that an answer takes longer than the time between two claims."""
 PAUSE = 0.05
 """Seconds at most between two of them. Two that write without a pause can meet each time, and one always loses."""
+
+Each = TypeVar('Each')
 
 
 def ensure(placement: Placement, provider: str) -> bool:
@@ -70,25 +72,30 @@ def set_inventory(
     `unless` says so once that is read: whoever has it say so writes after that, and this is refused.
     Errors: GenerationConflict after several lost races, Conflict if a class in use would vanish.
     """
-    path = f'/resource_providers/{provider}'
-    for left in reversed(range(TRIES)):
+
+    def write() -> int | None:
+        nonlocal known
         found, known = known if known is not None else generation(placement, provider), None
         if unless():
             return None
         body = {'resource_provider_generation': found, 'inventories': {k: dict(v) for k, v in inventory.items()}}
+        placement.write('PUT', f'/resource_providers/{provider}/inventories', body)
+        return found + 1
+
+    return raced(write)
+
+
+def raced(write: Callable[[], Each]) -> Each:
+    """What `write` returns, which reads and writes once and is called again, after a random moment, if it lost a race.
+
+    GenerationConflict after several.
+    """
+    for _ in range(TRIES - 1):
         try:
-            placement.write('PUT', f'{path}/inventories', body)
-            return found + 1
+            return write()
         except GenerationConflict:
-            if not left:
-                raise
-            give_way()
-    raise AssertionError('the last try returns or raises')
-
-
-def give_way() -> None:
-    """Wait for a random moment before a write that lost a race is tried again."""
-    time.sleep(random.uniform(0, PAUSE))
+            time.sleep(random.uniform(0, PAUSE))
+    return write()
 
 
 def inventory(placement: Placement, provider: str) -> dict[str, dict[str, Any]]:

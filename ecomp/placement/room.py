@@ -64,13 +64,6 @@ def holding(placement: Placement, constraint: Constraint) -> frozenset[str]:
     return matching(placement, words([constraint]))
 
 
-def sharing(placement: Placement) -> list[Provider]:
-    """The providers that share what they have with others, through aggregates."""
-    uuids = matching(placement, f'required={SHARES}')
-    found = (look(placement, uuid, True, traits=False, aggregates=True) for uuid in uuids)
-    return [each for each in found if each is not None]
-
-
 def look(
     placement: Placement,
     uuid: str,

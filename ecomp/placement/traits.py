@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from typing import Any
 
-from ecomp.errors import GenerationConflict, PlacementRefusal
+from ecomp.errors import PlacementRefusal
 from ecomp.model.json_object import is_text
 from ecomp.model.status import CUSTOM
 from ecomp.placement.answers import whole
 from ecomp.placement.client import Placement
-from ecomp.placement.providers import TRIES, give_way, matching
+from ecomp.placement.providers import matching, raced
 
 TRAITS, AGGREGATES = 'traits', 'aggregates'
 
@@ -31,20 +31,17 @@ def change(placement: Placement, provider: str, kind: str, to: Callable[[Names],
     `to` is asked again whenever somebody else changed the provider meanwhile; nothing is written that it has not seen.
     Errors: NotFound, PlacementRefusal (a trait placement does not know), GenerationConflict after many lost races.
     """
-    for left in reversed(range(TRIES)):
+
+    def write() -> bool:
         there, generation = _read(placement, provider, kind)
         wanted = to(there)
         if wanted == there:
             return False
         body = {'resource_provider_generation': generation, kind: sorted(wanted)}
-        try:
-            placement.write('PUT', f'/resource_providers/{provider}/{kind}', body)
-            return True
-        except GenerationConflict:
-            if not left:
-                raise
-            give_way()
-    return False
+        placement.write('PUT', f'/resource_providers/{provider}/{kind}', body)
+        return True
+
+    return raced(write)
 
 
 def make_known(placement: Placement, wanted: Collection[str]) -> Names:

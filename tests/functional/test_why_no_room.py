@@ -56,7 +56,7 @@ def cluster_and_requests(placement: InProcess, rng: random.Random, count: int) -
     assert listed.keys() == set(made)
     found = (room.look(placement, each, listed[each].alone, traits=True, aggregates=True) for each in listed)
     providers = [each for each in found if each is not None]
-    sharing = room.sharing(placement)
+    sharing = [each for each in providers if room.SHARES in each.traits]
     seen: Counter[str] = Counter()
     while seen['requests'] < count:
         query = make_query(rng, providers)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from jsonschema import Draft202012Validator
 
-from ecomp.cli.shapes import REFUSED, SHAPES
+from docs.shapes import REFUSED, SHAPES
 from tests.kit.commands import Control, Result
 from tests.kit.hands import Eschedule
 from tests.kit.invariants import check

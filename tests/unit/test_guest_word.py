@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 from mdserver import metadata
 
-from ecomp.cli.shapes import RECORD
+from docs.shapes import RECORD
 from ecomp.model.guest_word import MOST_KEYS, GuestFailure, GuestWord, host_keys, parse_word
 from ecomp.model.record import ACTIVE, Record, from_json, to_dict, to_json
 

@@ -114,7 +114,7 @@ def test_the_chatter_of_libraries_is_left_out(stream: io.StringIO) -> None:
 
 
 def test_a_command_says_its_name_and_only_what_is_wrong(stream: io.StringIO) -> None:
-    log.configure_plain('eschedule', stream)
+    log.configure_plain(stream)
     logger().info('not for the person who typed')
     logger().warning('skipped %s:\nit is dead', 'http://u:p@ds1')
     assert stream.getvalue() == 'eschedule: skipped http://***@ds1:\\nit is dead\n'

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 
+from docs.shapes import SHAPES
 from ecomp.cli.events import Lines
-from ecomp.cli.shapes import SHAPES
 from ecomp.model import flavor, group, keys, queue, quota
 from ecomp.model import instance as requests
 from ecomp.model.events import KINDS, LONGEST, Change, as_object, told

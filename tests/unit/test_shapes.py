@@ -12,8 +12,8 @@ import pytest
 import yaml
 from jsonschema import Draft202012Validator
 
+from docs.shapes import REFUSED, SHAPES
 from ecomp.cli.commands import COMMANDS, parse
-from ecomp.cli.shapes import REFUSED, SHAPES
 from ecomp.model.events import Event, as_object
 
 WITHOUT = {'help', 'completion', 'ssh', 'ssh-config', 'console', 'log'}

@@ -56,21 +56,21 @@ def announce(store: Store, lease: int, attempt: str, value: Mapping[str, object]
             revision = written.revision if written and written.lease == lease else None
         if revision:
             if resume:
-                _check_alone(store, request, value, revision)
+                _check_alone(store, attempt, value, revision)
             return revision
         resume = True
     raise Conflict(f'{attempt}: other eschedules are at this uuid all the time')
 
 
-def _check_alone(store: Store, request: str, value: Mapping[str, object], revision: int) -> None:
+def _check_alone(store: Store, attempt: str, value: Mapping[str, object], revision: int) -> None:
     """Conflict if one that was here before is at some of these instances by another key: a set, or one of a set.
 
     Asked before it is looked what was delivered: of two each sees the other's key, or what it has delivered.
     """
-    mine = announced(keys.attempt(request), dump(value).encode())
+    mine = announced(keys.attempt(attempt), dump(value).encode())
     for key, entry in store.snapshot(keys.ATTEMPTS).entries.items():
-        if entry.revision < revision and key != keys.attempt(request) and mine & announced(key, entry.value):
-            raise Conflict(f'{request}: an eschedule at {keys.last(key)} is at it: try again when that has ended')
+        if entry.revision < revision and key != keys.attempt(attempt) and mine & announced(key, entry.value):
+            raise Conflict(f'{attempt}: an eschedule at {keys.last(key)} is at it: try again when that has ended')
 
 
 def deliver(
