@@ -17,7 +17,7 @@ from ecomp.cli.words import any_instances, instance_and_command, just_one_instan
 from ecomp.errors import EcompError, NotFound, Unreachable
 from ecomp.model import reach
 from ecomp.model.record import ACTIVE, Record
-from ecomp.model.text import printable
+from ecomp.model.text import printable, some
 
 if TYPE_CHECKING:
     from ecomp.scheduler.looking.way_in import WayIn
@@ -112,8 +112,8 @@ def _ssh_config(do: Context) -> int:
     there = [each for each in all_records(do.store, with_gone=False)[0] if each.state == ACTIVE and each.address]
     unverified = [each.name or each.instance for each in there if not each.host_keys]
     if unverified:
-        some = ', '.join(unverified[:QUOTED]) + (f' and {len(unverified) - QUOTED} more' * (len(unverified) > QUOTED))
-        do.out.say(f'left out, for what host keys they have is not known: {printable(some)}')
+        unknown = printable(some(unverified, QUOTED))
+        do.out.say(f'left out, for what host keys they have is not known: {unknown}')
     return each_of(do.out, [each.instance for each in there if each.host_keys], put)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 from ecomp.cli.command import Context
 from ecomp.cli.options import TABLE
 from ecomp.errors import EcompError, StillGoing
+from ecomp.model.text import some
 
 QUOTED = 5
 """How many words a sentence names at most."""
@@ -62,8 +63,7 @@ class Outcomes:
         try:
             self._in_turn(left, work)
         except KeyboardInterrupt:
-            more = f' and {len(left) - QUOTED} more' if len(left) > QUOTED else ''
-            interrupted = StillGoing(f'interrupted, and it goes on: {again(" ".join(left[:QUOTED]) + more)}')
+            interrupted = StillGoing(f'interrupted, and it goes on: {again(some(left, QUOTED, between=" "))}')
             self._do.out.say(str(interrupted))
             for word in left:
                 self._fail(word, interrupted)

@@ -10,6 +10,7 @@ from ecomp.model.group import Group
 from ecomp.model.instance import Request
 from ecomp.model.planes import World
 from ecomp.model.quota import Quota, counted, counts
+from ecomp.model.text import some
 
 QUOTED = 3
 """How many instances a finding names at most; it says how many more there are."""
@@ -26,9 +27,8 @@ def groups(world: World) -> Iterator[Finding]:
             yield Finding('group-broken', name, f'it is {found.rule}, and {line}')
         gone = [each for each in sorted(found.members) if not _is_there(world, each)]
         if gone:
-            more = f' and {len(gone) - QUOTED} more' if len(gone) > QUOTED else ''
             told = f'{keys.group(name)} has members that neither a request nor a living record speaks of'
-            yield Finding('group-orphaned', name, f'{told}: {", ".join(gone[:QUOTED])}{more}')
+            yield Finding('group-orphaned', name, f'{told}: {some(gone, QUOTED)}')
 
 
 def _is_there(world: World, instance: str) -> bool:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol
 
 from ecomp.model import hints, keys
 from ecomp.model.json_object import dump, load_object
-from ecomp.model.text import printable, renamed
+from ecomp.model.text import printable, renamed, some
 
 VERSION = 1
 LONGEST = 64
@@ -93,16 +93,15 @@ class Computes:
             return None
         unsaid = sorted(self.called(compute) for compute, said in self.living.items() if said.queues is None)
         if unsaid:
-            several = f'{unsaid[0]} and {len(unsaid) - 1} more' if len(unsaid) > 1 else unsaid[0]
-            return f'no compute says that it takes from queues; of {several}, of an older version, it is not known'
+            older = f'of {some(unsaid, 1)}, of an older version, it is not known'
+            return f'no compute says that it takes from queues; {older}'
         return 'no compute takes from queues: `queues: True` in the compute.yaml of one has it do so'
 
     def unserved(self, waiting: Sequence[str]) -> str | None:
         """That those `waiting` in queues wait for nobody, in one line; None where that is not so, or not known."""
         if not waiting or self.no_taker is None or any(said.queues is None for said in self.living.values()):
             return None
-        more = f' and {len(waiting) - 1} more' if len(waiting) > 1 else ''
-        return printable(f'{waiting[0]}{more} wait{"" if more else "s"} in a queue, and {self.no_taker}')
+        return printable(f'{some(waiting, 1)} wait{"s" if len(waiting) == 1 else ""} in a queue, and {self.no_taker}')
 
     def translated(self, text: str) -> str:
         """The text with what a compute is called in place of its uuid; a key's path stays as it is."""

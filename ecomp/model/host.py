@@ -10,6 +10,7 @@ from ecomp.model.computes import NOBODY, Computes, Living
 from ecomp.model.instance import Invalid, Request
 from ecomp.model.inventory import Room
 from ecomp.model.record import ACTIVE, BUILDING, DESTROYING, GONE, SCHEDULED, STOPPED, Record
+from ecomp.model.text import some
 
 UP, DISABLED, CLOSED, SILENT, ORPHANED = 'up', 'disabled', 'closed', 'silent', 'orphaned'
 
@@ -200,5 +201,5 @@ def _homes(instance: str, etcd: InEtcd) -> Iterator[str]:
 
 
 def _some(instances: list[str], etcd: InEtcd) -> str:
-    more = f' and {len(instances) - QUOTED} more' if len(instances) > QUOTED else ''
-    return f'instance{"s" if len(instances) > 1 else ""} {", ".join(map(etcd.called, instances[:QUOTED]))}{more}'
+    named = some(list(map(etcd.called, instances)), QUOTED)
+    return f'instance{"s" if len(instances) > 1 else ""} {named}'

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 _UUID = re.compile('(?<![/0-9a-z-])[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}(?![/0-9a-z-])')
 
@@ -29,6 +29,12 @@ def escaped(line: str) -> str:
     if line.isprintable():
         return line
     return ''.join(c if c.isprintable() else c.encode('unicode_escape').decode('ascii') for c in line)
+
+
+def some(names: Sequence[str], most: int, between: str = ', ') -> str:
+    """`X, Y and 3 more`: the first `most` of the names, with `between` between them, and how many more there are."""
+    more = f' and {len(names) - most} more' if len(names) > most else ''
+    return between.join(names[:most]) + more
 
 
 def renamed(text: str, called: Mapping[str, str]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ecomp.model.text import printable, printable_lines, renamed
+from ecomp.model.text import printable, printable_lines, renamed, some
 
 
 @given(st.text())
@@ -38,3 +38,8 @@ def test_what_is_called_by_a_name_and_its_uuid_is_called_so_once() -> None:
     once = f'web1 is on hv1 ({one}), not on hv1 ({two})'
     assert renamed(f'web1 is on {one}, not on {two}', called) == renamed(once, called) == once
     assert renamed(f'(see {one})', called) == f'(see hv1 ({one}))'
+
+
+def test_of_many_names_the_first_are_said_and_how_many_more_there_are() -> None:
+    assert [some('abcd'[:n], 2) for n in range(5)] == ['', 'a', 'a, b', 'a, b and 1 more', 'a, b and 2 more']
+    assert some(['web1', 'web2', 'web3'], 2, between=' ') == 'web1 web2 and 1 more'

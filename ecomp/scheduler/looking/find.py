@@ -12,7 +12,7 @@ from ecomp.model.names import PREFIX, is_name, uuid_prefix
 from ecomp.model.order import Order
 from ecomp.model.places import Places
 from ecomp.model.record import GONE, Record, from_json, new_record, recorded, refused_record
-from ecomp.model.text import printable
+from ecomp.model.text import printable, some
 from ecomp.store.client import Entry, Store
 from ecomp.store.places import Index, everywhere, listed, near
 from ecomp.store.sharing import holder
@@ -99,8 +99,7 @@ def resolve(store: Store, word: str, among: Index | None = None) -> str:
     if not found:
         raise NotFound(f'{word}: no living instance has this name, and no uuid begins so')
     if len(found) > 1:
-        first = ', '.join(sorted(found)[:QUOTED]) + (f' and {len(found) - QUOTED} more' if len(found) > QUOTED else '')
-        raise UsageError(f'{word}: {len(found)} instances begin so: {first}')
+        raise UsageError(f'{word}: {len(found)} instances begin so: {some(sorted(found), QUOTED)}')
     return found.pop()
 
 

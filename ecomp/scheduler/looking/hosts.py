@@ -12,7 +12,7 @@ from ecomp.model.instance import Invalid, Request, parse_request
 from ecomp.model.names import uuid_prefix
 from ecomp.model.near import did_you_mean
 from ecomp.model.record import Record
-from ecomp.model.text import printable
+from ecomp.model.text import printable, some
 from ecomp.scheduler.looking.find import read_record
 from ecomp.store.client import Entry, Store
 from ecomp.store.places import everywhere
@@ -66,7 +66,7 @@ def compute_of(store: Store, placement: Callable[[], Placement], word: str, dead
     known = computes(store)
     found = known.all_named(word) if dead else known.named(word)
     if len(found) > 1:
-        raise Conflict(f'{word} is the host name of {len(found)} computes, say the uuid: {_some(found)}')
+        raise Conflict(f'{word} is the host name of {len(found)} computes, say the uuid: {some(found, QUOTED)}')
     if found:
         return found[0]
     beginning = uuid_prefix(word)
@@ -77,7 +77,7 @@ def compute_of(store: Store, placement: Callable[[], Placement], word: str, dead
         there |= {uuid for uuid, name in providers.names(placement()).items() if uuid == name}
         found = sorted(each for each in there if each.startswith(beginning))
     if len(found) > 1:
-        raise UsageError(f'{word}: {len(found)} computes begin so: {_some(found)}')
+        raise UsageError(f'{word}: {len(found)} computes begin so: {some(found, QUOTED)}')
     if not found:
         raise no_such(word, known)
     return found[0]
@@ -112,10 +112,6 @@ def _whole(word: str) -> str | None:
         return str(uuid.UUID(word))
     except ValueError:
         return None
-
-
-def _some(found: list[str]) -> str:
-    return ', '.join(found[:QUOTED]) + (f' and {len(found) - QUOTED} more' if len(found) > QUOTED else '')
 
 
 def computes(store: Store) -> Computes:
