@@ -50,13 +50,21 @@ def generation(placement: Placement, provider: str) -> int:
     return found
 
 
-def generations(placement: Placement) -> dict[str, int]:
-    """The generation of every provider, in one call, which takes as long as there are many."""
-    data = placement.get('/resource_providers')
+def listed(placement: Placement, part: Callable[[Mapping[str, Any]], Each], query: str = '') -> dict[str, Each]:
+    """What `part` takes of each provider's answer, by uuid, of those for which all of the query holds.
+
+    One call, which takes as long as there are many. PlacementRefusal: placement does not know a trait of the query.
+    """
+    data = placement.get('/resource_providers' + (query and f'?{query}'))
     try:
-        return {text(each['uuid']): whole(each['generation']) for each in data['resource_providers']}
+        return {text(each['uuid']): part(each) for each in data['resource_providers']}
     except WRONG as error:
         raise placement.foreign() from error
+
+
+def generations(placement: Placement) -> dict[str, int]:
+    """The generation of every provider, by its uuid."""
+    return listed(placement, lambda each: whole(each['generation']))
 
 
 def set_inventory(
@@ -165,20 +173,12 @@ def project_usages(placement: Placement, project: str) -> tuple[int, dict[str, i
 
 def matching(placement: Placement, query: str) -> frozenset[str]:
     """The providers for which all of the query holds. PlacementRefusal: placement does not know a trait of it."""
-    data = placement.get(f'/resource_providers?{query}')
-    try:
-        return frozenset(text(each['uuid']) for each in data['resource_providers'])
-    except WRONG as error:
-        raise placement.foreign() from error
+    return frozenset(listed(placement, lambda _: None, query))
 
 
 def names(placement: Placement) -> dict[str, str]:
     """Every provider's name, by its uuid: also of those that are nobody's compute."""
-    data = placement.get('/resource_providers')
-    try:
-        return {text(each['uuid']): text(each['name']) for each in data['resource_providers']}
-    except WRONG as error:
-        raise placement.foreign() from error
+    return listed(placement, lambda each: text(each['name']))
 
 
 def name(placement: Placement, provider: str) -> str | None:

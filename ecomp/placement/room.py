@@ -16,7 +16,7 @@ from ecomp.model.query import Amount, Constraint, Has, words
 from ecomp.placement.allocations import rooms
 from ecomp.placement.answers import WRONG, text
 from ecomp.placement.client import Placement
-from ecomp.placement.providers import inventories, matching
+from ecomp.placement.providers import inventories, listed, matching
 from ecomp.placement.traits import AGGREGATES, TRAITS, names
 
 SHARES = 'MISC_SHARES_VIA_AGGREGATE'
@@ -32,14 +32,9 @@ class ProviderListing(NamedTuple):
 
 def everyone(placement: Placement) -> dict[str, ProviderListing]:
     """List every provider: {uuid: ProviderListing}."""
-    data = placement.get('/resource_providers')
-    try:
-        said = data['resource_providers']
-        found = [tuple(text(each[part]) for part in ('uuid', 'name', 'root_provider_uuid')) for each in said]
-        trees = Counter(root for _, _, root in found)
-        return {uuid: ProviderListing(uuid, name, trees[root] == 1) for uuid, name, root in found}
-    except WRONG as error:
-        raise placement.foreign() from error
+    found = listed(placement, lambda each: (text(each['name']), text(each['root_provider_uuid'])))
+    trees = Counter(root for _, root in found.values())
+    return {uuid: ProviderListing(uuid, name, trees[root] == 1) for uuid, (name, root) in found.items()}
 
 
 def with_free(placement: Placement, name: str) -> dict[str, Provider]:
