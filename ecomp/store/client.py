@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Container, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from ecomp.conf import EtcdConfig
 from ecomp.errors import EcompError, NoSpace, UnknownOutcome, Unreachable
@@ -39,8 +39,11 @@ from ecomp.store.reasons import NOT_FOUND, Failure
 
 if TYPE_CHECKING:
     from ecomp.model.cluster import Header
-    from ecomp.store.connection import Watch
+    from ecomp.store.connection import Member, Watch
     from ecomp.store.guard import Guard
+    from ecomp.store.messages import KeyValue, Reply
+
+    Answer = TypeVar('Answer', bound=Reply)
 
 RENEWED = 1.0
 """Seconds in which a fence that did not hold has to be a new one."""
@@ -326,20 +329,24 @@ class Store:
         self._connection.close()
 
     def _read(
-        self, ask: Callable[[Any, float], Any], linearizable: bool = True, about: Sequence[str] = ()
-    ) -> Any:
+        self, ask: Callable[[Member, float], Answer], linearizable: bool = True, about: Sequence[str] = ()
+    ) -> Answer:
         """Ask until one endpoint answers, within the time limit; `ask` may be called again. `about`: which keys."""
         return self._ask(ask, Unreachable, linearizable, about)
 
-    def _write(self, ask: Callable[[Any, float], Any], about: Sequence[str] = ()) -> Any:
+    def _write(self, ask: Callable[[Member, float], Answer], about: Sequence[str] = ()) -> Answer:
         """The same, but nothing is sent a second time that may have arrived."""
         if self._guard is not None:
             self._guard.admit()
         return self._ask(ask, UnknownOutcome, True, about)
 
     def _ask(
-        self, ask: Callable[[Any, float], Any], unanswered: type[Unreachable], linearizable: bool, about: Sequence[str]
-    ) -> Any:
+        self,
+        ask: Callable[[Member, float], Answer],
+        unanswered: type[Unreachable],
+        linearizable: bool,
+        about: Sequence[str],
+    ) -> Answer:
         before = self._guard.known if self._guard is not None else None
         reply = self._connection.ask(ask, unanswered, about)
         if self._guard is not None and before is not None and linearizable:
@@ -347,14 +354,14 @@ class Store:
         return reply
 
 
-def header_of(reply: Any) -> Header:
+def header_of(reply: Reply) -> Header:
     """The header of a reply, as a value."""
     from ecomp.model.cluster import Header  # for those who have a guard
 
     return Header(int(reply.header.cluster_id), int(reply.header.revision), int(reply.header.raft_term))
 
 
-def _asking(request: Request) -> Callable[[Any, float], Any]:
+def _asking(request: Request) -> Callable[[Member, float], Any]:
     return lambda member, limit: member.call(request, limit)
 
 
@@ -369,7 +376,7 @@ def _bytes(key: str) -> bytes:
     return key.encode(errors='surrogatepass')
 
 
-def entry_of(kv: Any) -> Entry:
+def entry_of(kv: KeyValue) -> Entry:
     """A key as etcd tells of it, as a value."""
     return Entry(kv.key.decode(errors='replace'), kv.value, kv.mod_revision, kv.lease, 0, kv.create_revision)
 

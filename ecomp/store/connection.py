@@ -11,7 +11,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from ecomp.conf import EtcdConfig
 from ecomp.errors import Denied, EcompError, NoSpace, Unreachable, UsageError
@@ -34,6 +34,19 @@ if TYPE_CHECKING:  # a Protocol takes as long to make as three classes, and each
         def cancel(self) -> None:
             """End it, from any thread."""
 
+    class Member(Protocol):
+        """A way to one member of etcd, by_h2's or by_etcd3's."""
+
+        def call(self, request: Request, limit: float) -> Any:
+            """What it answers within so many seconds; METHODS names its kind. Failure, NotUnderstood."""
+
+        def watch(self, wanted: Sequence[WatchCreate], seconds: float, asking: float | None) -> Watch:
+            """What it answers to these, for so many seconds at most, and to WatchProgress every `asking` seconds."""
+
+        def close(self) -> None:
+            """Let the connection go."""
+
+    Answer = TypeVar('Answer')
 
 SHORTEST = 0.2
 """Seconds between two tries while etcd takes nothing for a moment, and the least a call is given."""
@@ -60,7 +73,9 @@ class Connection:
         except OSError as error:
             raise UsageError(f'etcd {_certificate(error)}') from error
 
-    def ask(self, ask: Callable[[Any, float], Any], unanswered: type[Unreachable], about: Sequence[str] = ()) -> Any:
+    def ask(
+        self, ask: Callable[[Member, float], Answer], unanswered: type[Unreachable], about: Sequence[str] = ()
+    ) -> Answer:
         """What one endpoint answers within the time limit, of the keys `about`; `unanswered` if none does.
 
         Only where that is Unreachable is `ask` called again after it may have arrived.
@@ -117,7 +132,7 @@ class Connection:
             self.move_on(client)
             raise
 
-    def _called(self, client: Any, request: Request) -> Any:
+    def _called(self, client: Member, request: Request) -> Any:
         try:
             return client.call(request, self.config.timeout)
         except NotUnderstood:
@@ -127,7 +142,7 @@ class Connection:
         """What the present member answers to these, for so many seconds at most, and to WatchProgress (see Store)."""
         return _MembersWatch(self, wanted, seconds, asking)
 
-    def move_on(self, failed: Any = None) -> None:
+    def move_on(self, failed: Member | None = None) -> None:
         """Use a new connection, to the next endpoint, in place of the present one (of `failed`, if it still is)."""
         with self._lock:
             if self._closed or (failed is not None and failed is not self.client):
@@ -142,7 +157,7 @@ class Connection:
                 except OSError as error:
                     self._unreadable = _certificate(error)
 
-    def use_etcd3(self, failed: Any = None) -> Any:
+    def use_etcd3(self, failed: Member | None = None) -> Member:
         """Go etcd3's way from now on: the connection to the same member (of `failed`, if it still is the present one).
 
         Unreachable where a certificate cannot be read.
@@ -163,8 +178,8 @@ class Connection:
             self._closed = True
             self.client.close()
 
-    def _connected(self, light: bool) -> Any:
-        """OSError for a certificate that cannot be read."""
+    def _connected(self, light: bool) -> Member:
+        """A new connection to the endpoint whose turn it is. OSError for a certificate that cannot be read."""
         # Loaded late, because neither is quick to load.
         if light:
             from ecomp.store.by_h2 import Member as Light
@@ -210,7 +225,7 @@ class _MembersWatch:
         self, connection: Connection, wanted: Sequence[WatchCreate], seconds: float, asking: float | None
     ) -> None:
         self._connection, self._member = connection, connection.client
-        self._watch: Watch = self._member.watch(wanted, seconds, asking)
+        self._watch = self._member.watch(wanted, seconds, asking)
 
     def __iter__(self) -> Iterator[Any]:
         try:

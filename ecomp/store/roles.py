@@ -59,7 +59,7 @@ class Accounts(Store):
                 raise
             return True
 
-        return bool(self._read(ask))
+        return self._connection.ask(ask, Unreachable)
 
     def turn_on(self) -> None:
         """Turn authentication on; there has to be a user named `root`, who has the role `root`.
