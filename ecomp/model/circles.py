@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from ecomp.model import hints, keys
 from ecomp.model.allocation import Resources
 from ecomp.model.computes import StoredValue
-from ecomp.model.json_object import load_object
+from ecomp.model.json_object import load_if_object
 
 FIRST = 4
 """Computes that may take a request as soon as they hear of it."""
@@ -61,7 +61,7 @@ def takers_of(state: Mapping[str, StoredValue], before: Takers) -> Takers:
         points.pop(keys.last(key), None)
         left.pop(keys.last(key), None)
     for key in touched:
-        compute, said = keys.last(key), _object(state[key])
+        compute, said = keys.last(key), load_if_object(state[key].value)
         if said.get('queues') is True and state[key].lease:
             points[compute] = before.points.get(compute) or point(compute)
             hinted = hints.read(said.get('room'))
@@ -95,10 +95,3 @@ def among(seconds: float, takers: int) -> int:
 def point(name: str) -> int:
     """Where a uuid lies: 64 bits."""
     return int.from_bytes(hashlib.blake2b(name.encode(errors='surrogatepass'), digest_size=8).digest())
-
-
-def _object(written: StoredValue) -> Mapping[str, object]:
-    try:
-        return load_object(written.value)
-    except ValueError:
-        return {}

@@ -13,7 +13,7 @@ from functools import cached_property
 from typing import Any, NamedTuple, Protocol
 
 from ecomp.model import hints, keys
-from ecomp.model.json_object import dump, load_object
+from ecomp.model.json_object import dump, load_if_object
 from ecomp.model.text import printable, renamed, some
 
 VERSION = 1
@@ -157,7 +157,7 @@ def to_json(hostname: str) -> str:
 
 def hostname_in(value: bytes) -> str | None:
     """The host name that such a value, or that of a compute's presence, says; None if it says none."""
-    return _hostname(_object(value))
+    return _hostname(load_if_object(value))
 
 
 def computes_of(lives: Mapping[str, StoredValue], names: Mapping[str, StoredValue]) -> Computes:
@@ -171,20 +171,13 @@ def computes_of(lives: Mapping[str, StoredValue], names: Mapping[str, StoredValu
 
 def living_in(value: bytes) -> Living:
     """What a living compute's own key says of it: whatever makes no sense is not said."""
-    said = _object(value)
+    said = load_if_object(value)
     version, kind = (_short(said.get(name)) for name in ('version', 'kind'))
     if version is not None and not _SAID_VERSION.fullmatch(version):  # doctor says it where a command is to be copied
         version = None
     queues = said.get('queues')
     taking = queues if isinstance(queues, bool) else None
     return Living(_hostname(said), version, kind, taking, hints.read(said.get('room')))
-
-
-def _object(value: bytes) -> dict[str, Any]:
-    try:
-        return load_object(value)
-    except ValueError:
-        return {}
 
 
 def _hostname(said: Mapping[str, Any]) -> str | None:

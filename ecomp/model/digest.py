@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ecomp.model.guest import Guest
-from ecomp.model.json_object import dump, load, load_object
+from ecomp.model.json_object import dump, is_version, load, load_object
 from ecomp.model.text import printable
 
 VERSION = 1
@@ -132,7 +132,7 @@ def cleared_from_json(value: bytes) -> list[str]:
 
 def _check_version(data: Mapping[str, Any], what: str) -> None:
     version = data.get('version')
-    if type(version) is not int or version != VERSION:
+    if not is_version(version, VERSION):
         raise ValueError(f'a {what} of version {version!r:.40}: this ecomp reads {VERSION}')
 
 

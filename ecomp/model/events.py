@@ -17,7 +17,7 @@ from ecomp.model import boots, keys
 from ecomp.model.flavor import from_json as flavor_from_json
 from ecomp.model.group import from_json as group_from_json
 from ecomp.model.instance import Invalid, Request, named, parse_request
-from ecomp.model.json_object import is_text, load_object
+from ecomp.model.json_object import is_text, load_if_object
 from ecomp.model.power import ASKED, OFF, phase
 from ecomp.model.queue import marked_by, parse_waiting
 from ecomp.model.quota import from_json as quota_from_json
@@ -246,10 +246,7 @@ def _compute(change: Change, host: Host, _taken: Mapping[str, str]) -> Told:
 
 
 def _object(value: bytes | None) -> dict[str, Any]:
-    try:
-        return load_object(value) if value is not None else {}
-    except ValueError:
-        return {}
+    return {} if value is None else load_if_object(value)
 
 
 def _shared(kind: str, describe: Callable[[str, bytes], str]) -> Callable[[Change, Host, Mapping[str, str]], Told]:

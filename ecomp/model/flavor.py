@@ -12,7 +12,7 @@ from functools import cached_property
 from typing import Any
 
 from ecomp.model.allocation import LARGEST, Resources, is_class
-from ecomp.model.json_object import DIGITS, dump, load_object
+from ecomp.model.json_object import DIGITS, dump, is_version, load_object
 from ecomp.model.names import check_plain
 
 VERSION = 1
@@ -101,7 +101,7 @@ def from_json(name: str, value: bytes) -> Flavor:
     """The flavor at a key. ValueError if it cannot be understood."""
     data = load_object(value)
     version = data.get('version', VERSION)
-    if type(version) is not int or version != VERSION:
+    if not is_version(version, VERSION):
         raise ValueError(f'version {version!r:.40} of a flavor is not known here')
     resources, traits = data.get('resources'), (data.get('required', []), data.get('forbidden', []))
     if not isinstance(resources, Mapping) or not all(isinstance(each, list) for each in traits):

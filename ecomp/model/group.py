@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from ecomp.errors import Conflict, UsageError
 from ecomp.model import keys
-from ecomp.model.json_object import dump, load_object
+from ecomp.model.json_object import dump, is_version, load_object
 from ecomp.model.names import check_plain
 
 VERSION = 1
@@ -144,7 +144,7 @@ def from_json(name: str, value: bytes) -> Group:
     """The group that a key holds. ValueError if it is none, or of a newer version."""
     data = load_object(value)
     version = data.get('version')
-    if type(version) is not int or not 1 <= version <= VERSION:
+    if not is_version(version, VERSION):
         raise ValueError(f'a group of version {version!r:.40}: this ecomp reads up to {VERSION}')
     members = data.get('members')
     if not isinstance(members, dict) or not all(_is_place(*each) for each in members.items()):

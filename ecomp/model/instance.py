@@ -26,7 +26,7 @@ from ecomp.model.allocation import (
 from ecomp.model.choose import Why, why_from
 from ecomp.model.group import membership_from
 from ecomp.model.image import check_image
-from ecomp.model.json_object import dump, load_object
+from ecomp.model.json_object import dump, is_version, load_object
 from ecomp.model.order import Order, dump_fields, name_field, parse_fields, text_field
 from ecomp.model.power import Power, parse_power
 from ecomp.model.text import printable
@@ -160,7 +160,7 @@ def _parse(compute: str, name: str, value: bytes, dropped: int) -> Request:
     check_size(value, dropped)
     data = load_object(value)
     version = data.get('version', VERSION)
-    if type(version) is not int or not 1 <= version <= VERSION:
+    if not is_version(version, VERSION):
         raise ValueError(f'version {version!r} of the request is not known here: this ecompute takes {VERSION}')
     absent = [wanted for wanted in ('allocations', 'instance', 'image') if wanted not in data]
     if absent:

@@ -22,6 +22,19 @@ def load_object(value: bytes) -> dict[str, Any]:
     return data
 
 
+def load_if_object(value: bytes) -> dict[str, Any]:
+    """A JSON object from bytes; an empty one for what is none: what makes no sense says nothing."""
+    try:
+        return load_object(value)
+    except ValueError:
+        return {}
+
+
+def is_version(version: object, known: int) -> bool:
+    """True for a version that is read by who reads up to `known`. True is an int to Python, and none."""
+    return type(version) is int and 1 <= version <= known
+
+
 def load(value: bytes) -> Any:
     """JSON from bytes; ValueError in plain words.
 

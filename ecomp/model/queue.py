@@ -19,7 +19,7 @@ from ecomp.model.choose import QUEUE, Why
 from ecomp.model.flavor import Flavor, parse_flavor
 from ecomp.model.image import check_image
 from ecomp.model.instance import REASON_LIMIT, Invalid, Request, Shares, check_size, shares_in
-from ecomp.model.json_object import dump, is_text, load_object
+from ecomp.model.json_object import dump, is_text, is_version, load_object
 from ecomp.model.order import Order, dump_fields, parse_fields, text_field
 from ecomp.model.record import QUEUED, Record, recorded, refused_record
 from ecomp.model.text import printable
@@ -86,7 +86,7 @@ def _parse(key: str, value: bytes) -> QueueEntry:
     check_size(value)
     data = load_object(value)
     version = data.get('version')
-    if type(version) is not int or not 1 <= version <= VERSION:
+    if not is_version(version, VERSION):
         raise ValueError(f'version {version!r} of a waiting request is not known here: {VERSION} is')
     told = data.get('flavor'), data.get('instance')
     if told != place:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from ecomp.model.allocation import LARGEST, MOST, NEEDED, Resources, is_amount, is_class, summed
 from ecomp.model.instance import Invalid, Request
-from ecomp.model.json_object import DIGITS, dump, load_object
+from ecomp.model.json_object import DIGITS, dump, is_version, load_object
 from ecomp.model.near import did_you_mean
 from ecomp.model.stages import ERROR, GONE
 
@@ -147,7 +147,7 @@ def from_json(project: str, value: bytes) -> Quota:
     """The quota that a key holds. ValueError if it is none, or of a newer version."""
     data = load_object(value)
     version = data.get('version')
-    if type(version) is not int or not 1 <= version <= VERSION:
+    if not is_version(version, VERSION):
         raise ValueError(f'a quota of version {version!r:.40}: this ecomp reads up to {VERSION}')
     parts = []
     for part in ('limits', 'used'):

@@ -32,7 +32,7 @@ from ecomp.model.choose import Why, why_from
 from ecomp.model.group import Membership
 from ecomp.model.guest_word import GuestFailure, failed, host_keys
 from ecomp.model.instance import REASON_LIMIT, Invalid, Request
-from ecomp.model.json_object import dump, load_object
+from ecomp.model.json_object import dump, is_version, load_object
 from ecomp.model.order import FIELDS, Order
 from ecomp.model.stages import ACTIVE as ACTIVE
 from ecomp.model.stages import BUILDING as BUILDING
@@ -235,7 +235,7 @@ def is_newer(value: bytes) -> bool:
 
 def _record(data: Mapping[str, Any]) -> Record:
     version = data.get('version')
-    if type(version) is not int or not 1 <= version <= VERSION:
+    if not is_version(version, VERSION):
         raise ValueError(f'a record of version {version!r}: this ecomp reads up to {VERSION}, install a newer one')
     state, error = _take(data, 'state', str), _take(data, 'error', dict | None, None)
     if state not in STATES:

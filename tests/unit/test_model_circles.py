@@ -84,7 +84,7 @@ def test_what_did_not_change_is_not_read_again(monkeypatch: pytest.MonkeyPatch) 
     there = state(**{name: {'queues': True} for name in computes(50)})
     takers = takers_of(there, Takers())
     read: list[object] = []
-    monkeypatch.setattr(circles, 'load_object', lambda value: read.append(value) or json.loads(value))
+    monkeypatch.setattr(circles, 'load_if_object', lambda value: read.append(value) or json.loads(value))
     more = takers_of({**there, **state(c7={'queues': False}, new={'queues': True})}, takers)
     assert len(read) == 2
     assert more.points.keys() == {*computes(50), 'new'} - {'c7'}
