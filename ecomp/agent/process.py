@@ -29,6 +29,7 @@ from ecomp.model.cluster import KnownCluster, holes
 from ecomp.model.hosts import changed_hosts
 from ecomp.model.instance import SIZE_LIMIT
 from ecomp.placement.client import Placement
+from ecomp.placement.way import POOL
 from ecomp.store.client import Store
 from ecomp.store.guard import Guard
 from ecomp.store.lease import Lease
@@ -42,7 +43,7 @@ ready = logging.getLogger('ecomp.ready')
 
 Each = TypeVar('Each')
 
-AT_ONCE = 16
+AT_ONCE = POOL
 """Computes that begin or end at a time: as many as placement's session keeps connections."""
 SPREAD = 0.1
 """Seconds that each of many computes adds to those over which they begin to ask placement; a minute at most."""

@@ -96,7 +96,8 @@ def _host_forget(do: Context) -> int:
 def _audit(do: Context) -> int:
     from ecomp.cli.formats import rendered
     from ecomp.cli.show import as_findings, summary
-    from ecomp.scheduler.operating.audit import FOUND, audit
+    from ecomp.model.findings import FOUND
+    from ecomp.scheduler.operating.audit import audit
 
     # A column that there is not is refused now: not only where something is found, and not after it is mended.
     rendered(as_findings(()), do.look)

@@ -12,6 +12,13 @@ from typing import Any
 
 from ecomp.model.json_object import is_text
 
+MICROVERSION = (1, 39)
+"""Of placement's API, asked for with every call: an older placement answers 406 to the first.
+
+1.28 made consumer generations safe, 1.38 made consumer_type required. One is named, for `latest` changed what was asked
+for under the code of 2019.
+"""
+
 Resources = Mapping[str, int]
 Allocations = Mapping[str, Resources]
 

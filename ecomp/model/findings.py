@@ -12,6 +12,9 @@ from typing import Any, NamedTuple
 
 from ecomp.model.digest import Leftover
 
+FOUND = 8
+"""The exit code of an audit or a doctor that found something."""
+
 
 class Code(NamedTuple):
     """One code: what it means; what `audit --fix` does about it, '' for nothing; how a person mends it otherwise.

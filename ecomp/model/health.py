@@ -11,11 +11,11 @@ from datetime import datetime, timedelta
 from typing import NamedTuple
 
 from ecomp.errors import Unreachable
+from ecomp.model.allocation import MICROVERSION
 from ecomp.model.cluster import holes
+from ecomp.model.findings import FOUND
 from ecomp.model.host import CLOSED, ORPHANED, SILENT, Host
 
-FOUND = 8
-"""The exit code of what found something."""
 LATE = 5.0
 """Seconds by which two clocks may differ."""
 SOON = timedelta(days=14)
@@ -24,8 +24,6 @@ LEAST_DISK = 2 * 1024**3
 """Bytes that are free where disks are made, at least: an image and what its guest writes first."""
 OLDEST_LIBVIRT = 9_000_000
 """As libvirt says 9.0.0, Debian 12's: no older one was tried."""
-NEEDED = (1, 39)
-"""The microversion of placement that is asked for."""
 
 
 class Ailment(NamedTuple):
@@ -116,8 +114,8 @@ def _placement_version(facts: Backends) -> Iterator[Found]:
         major, minor = (int(part) for part in facts.placement_version.split('.'))
     except ValueError:
         major, minor = 0, 0
-    if (major, minor) < NEEDED:
-        needed = '.'.join(map(str, NEEDED))
+    if (major, minor) < MICROVERSION:
+        needed = '.'.join(map(str, MICROVERSION))
         what = f'{facts.placement} has microversion {facts.placement_version}, and {needed} is asked for'
         yield what, "pip install 'openstack-placement>=7.0.0' where it runs, and restart it"
 

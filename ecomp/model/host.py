@@ -137,7 +137,7 @@ def refusal(compute: str, etcd: InEtcd, held: Collection[str], at_it: Collection
         return f'{_some(there, etcd)} still there: destroy what is not wanted any more, then forget the host'
     claiming = sorted(set(held) & set(at_it))
     if claiming:
-        again = 'try again when it has ended (a dead one: in 60 s)'
+        again = f'try again when it has ended (a dead one: in {keys.ATTEMPT_SECONDS} s)'
         return f'an eschedule is at work on {_some(claiming, etcd)} there: {again}'
     unreadable = sorted({*etcd.requests.get(compute, {}), *held} & set(etcd.unreadable))
     if unreadable:

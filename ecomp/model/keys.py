@@ -45,6 +45,12 @@ RELEASED = '/released/'
 CLUSTER = '/cluster'
 AUDIT = '/audit/'
 DIGESTS = '/digests/'
+ATTEMPT_SECONDS = 60
+"""Seconds of the lease of what is below /requests/: for so long a dead eschedule is at it, and then it is not.
+
+Two looks so far apart say of a claim, or of what else an eschedule makes before its delivery, that it is nobody's
+(rule 4).
+"""
 NONE = 'none'
 """In place of the compute in the record of what was taken out of its queue before a compute took it."""
 

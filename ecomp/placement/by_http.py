@@ -21,7 +21,7 @@ from ecomp.endpoints import connection_to
 from ecomp.errors import Unreachable
 from ecomp.placement import limited, tls
 from ecomp.placement.limited import Response
-from ecomp.placement.way import HEADERS, Answer, Asked, NotUnderstood, Words
+from ecomp.placement.way import HEADERS, POOL, Answer, Asked, NotUnderstood, Words
 
 if TYPE_CHECKING:
     from ecomp.conf import PlacementConfig
@@ -32,10 +32,8 @@ PLAIN = re.compile(r"[A-Za-z0-9._~!$&'()*+,;=:@/?-]*")
 PIECE = 65536
 """Bytes that are read at once."""
 
-POOL = 16
-"""Connections that are kept for the next call."""
 KEPT = 90.0
-"""Seconds for which they are kept: a firewall on the way forgets them at last, without a word.
+"""Seconds for which connections are kept: a firewall on the way forgets them at last, without a word.
 
 More than a minute, in which each compute asks once.
 """

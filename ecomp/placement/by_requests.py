@@ -17,7 +17,7 @@ from urllib3.util.retry import Retry
 from ecomp.errors import Unreachable
 from ecomp.placement import limited, tls
 from ecomp.placement.limited import Response
-from ecomp.placement.way import HEADERS, Answer, Asked, Words
+from ecomp.placement.way import HEADERS, POOL, Answer, Asked, Words
 
 if TYPE_CHECKING:
     from ecomp.conf import PlacementConfig
@@ -25,9 +25,6 @@ if TYPE_CHECKING:
 # http_proxy is for the way out of the building, and placement is in it. Not trust_env=False, for that also forgets
 # REQUESTS_CA_BUNDLE.
 NO_PROXY: dict[str, Any] = {'http': None, 'https': None, 'all': None}
-
-POOL = 16
-"""Connections that are kept for the next call."""
 
 
 class _Retry(Retry):

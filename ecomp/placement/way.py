@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from ecomp.errors import Unreachable
+from ecomp.model import allocation
 
-# 1.28 made consumer generations safe, 1.38 made consumer_type required. Pinned rather than `latest`, which
-# changed the request under the 2019 code: an older server answers 406 at the first call.
-MICROVERSION = '1.39'
+MICROVERSION = '.'.join(map(str, allocation.MICROVERSION))
+
+POOL = 16
+"""Connections to placement that a process keeps for the next call."""
 
 HEADERS = {
     'openstack-api-version': f'placement {MICROVERSION}',

@@ -20,8 +20,8 @@ from ecomp.store.requests import at_it, in_requests, wanted
 
 log = logging.getLogger(__name__)
 
-APART = 60.0
-"""Seconds between the two looks, on our own clock: the life of a request key's lease."""
+APART = keys.ATTEMPT_SECONDS
+"""Seconds between the two looks, on our own clock."""
 
 
 def orphans(

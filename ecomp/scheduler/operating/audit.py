@@ -34,8 +34,8 @@ HEARD_SECONDS, ANSWER_SECONDS = 5.0, 120.0
 FIRST_DELAY, LAST_DELAY = 0.01, 0.25
 AGAIN_SECONDS = 1.5
 """Seconds between the two looks of one audit."""
-SIGHTINGS_SECONDS = 60.0
-"""Seconds between the two audits of --fix (rule 4): the life of an attempt's lease."""
+SIGHTINGS_SECONDS = keys.ATTEMPT_SECONDS
+"""Seconds from one audit of --fix to the other (rule 4): the life of an attempt's lease."""
 LOOKS = 4
 """Looks in one audit, at most: two that heard the same computes do."""
 AT_ONCE = 8
@@ -44,7 +44,6 @@ PAGE_DIGITS = 9
 """At most, of a page's number: what has more is no page of a digest."""
 LONGEST_PROJECT = 255
 """Characters of a project's id at most: placement takes no more, and not none."""
-FOUND = 8
 """The exit code of an audit that found something."""
 
 Tell = Callable[[str], None]

@@ -21,7 +21,7 @@ from ecomp.store.sharing import Change, commit_with
 
 log = logging.getLogger(__name__)
 
-LEASE_SECONDS = 60
+LEASE_SECONDS = keys.ATTEMPT_SECONDS
 """Seconds for which a dead eschedule's attempt says that somebody is at it."""
 
 USER_DATA_SECONDS = 7 * 24 * 3600
