@@ -23,8 +23,7 @@ from ecomp.agent.host.generations import Generations
 from ecomp.agent.host.inventory import registered
 from ecomp.agent.host.memory import Memory
 from ecomp.agent.host.nocloud import nocloud
-from ecomp.agent.host.provider import Registration
-from ecomp.agent.host.provider import check as check_names
+from ecomp.agent.host.provider import Registration, check_names
 from ecomp.agent.host.state import Identity
 from ecomp.agent.instance.instances import Instances
 from ecomp.agent.instance.republish import republish

@@ -16,7 +16,7 @@ from ecomp.agent.compute import Compute, Environment, now
 from ecomp.agent.daemon import EVERY
 from ecomp.agent.host.generations import Generations
 from ecomp.agent.host.known_etcd import KnownEtcd, is_familiar
-from ecomp.agent.host.provider import check as check_names
+from ecomp.agent.host.provider import check_names
 from ecomp.agent.host.state import Identity
 from ecomp.agent.instance.build import MOST_ENDS
 from ecomp.agent.queue.offers import Offers

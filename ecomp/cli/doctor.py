@@ -18,7 +18,7 @@ from ecomp.model.text import printable
 def _doctor(do: Context) -> int:
     from ecomp import backends
     from ecomp.model.canary import Canary, of_canaries
-    from ecomp.model.health import Computes, exit_code, lines, of_backends, of_computes, summary
+    from ecomp.model.health import ComputeFacts, exit_code, lines, of_backends, of_computes, summary
 
     flight = None
     if do.options.canary:
@@ -28,7 +28,7 @@ def _doctor(do: Context) -> int:
         flight = Canaries(do, plan(do))
     there = backends.look(do.config.etcd, do.config.placement, do.config.path, 'schedule.yaml')
     found = of_backends(there)
-    computes, canaries = Computes(ours=__version__), list[Canary]()
+    computes, canaries = ComputeFacts(ours=__version__), list[Canary]()
     if not there.away:
         from ecomp.model.record import QUEUED
         from ecomp.scheduler.looking.find import all_records
@@ -37,7 +37,7 @@ def _doctor(do: Context) -> int:
         hosts, _ = all_hosts(do.store, do.placement)
         runs = {each.compute: each.said.version for each in hosts if each.said.version is not None}
         waiting = [each.name or each.instance for each in all_records(do.store, False)[0] if each.state == QUEUED]
-        computes = Computes(tuple(hosts), runs, __version__, do.computes.unserved(waiting))
+        computes = ComputeFacts(tuple(hosts), runs, __version__, do.computes.unserved(waiting))
         found += of_computes(computes)
         if flight is not None:
             canaries = flight.fly(hosts)

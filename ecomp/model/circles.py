@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 
 from ecomp.model import hints, keys
 from ecomp.model.allocation import Resources
-from ecomp.model.computes import StoredValue
 from ecomp.model.json_object import load_if_object
 
 FIRST = 4
@@ -35,7 +34,7 @@ class Takers:
 
     points: Mapping[str, int] = field(default_factory=dict)
     left: Mapping[str, hints.Hint] = field(default_factory=dict)
-    said: Mapping[str, StoredValue] = field(default_factory=dict, repr=False)
+    said: Mapping[str, keys.StoredValue] = field(default_factory=dict, repr=False)
     _with_room: dict[tuple[tuple[str, int], ...], int] = field(default_factory=dict, repr=False, compare=False)
 
     def with_room(self, resources: Resources) -> int:
@@ -52,7 +51,7 @@ class Takers:
         return hint is None or hints.fits(hint, resources)
 
 
-def takers_of(state: Mapping[str, StoredValue], before: Takers) -> Takers:
+def takers_of(state: Mapping[str, keys.StoredValue], before: Takers) -> Takers:
     """The takers in what is below /computes/. Only values that changed since `before` are read."""
     points, left = dict(before.points), dict(before.left)
     gone = before.said.keys() - state.keys()

@@ -24,15 +24,6 @@ _SAID_VERSION = re.compile('[0-9A-Za-z.+!-]*')
 _HOSTNAME = re.compile('[A-Za-z0-9_][A-Za-z0-9_.-]{0,252}')
 
 
-class StoredValue(Protocol):
-    """What is at a key: its value, and the lease it is on (0: none)."""
-
-    @property
-    def value(self) -> bytes: ...
-    @property
-    def lease(self) -> int: ...
-
-
 class Living(NamedTuple):
     """What a living compute says of itself; None: it does not say it, as ecomp 1.0 does not say the last two.
 
@@ -160,7 +151,7 @@ def hostname_in(value: bytes) -> str | None:
     return _hostname(load_if_object(value))
 
 
-def computes_of(lives: Mapping[str, StoredValue], names: Mapping[str, StoredValue]) -> Computes:
+def computes_of(lives: Mapping[str, keys.StoredValue], names: Mapping[str, keys.StoredValue]) -> Computes:
     """The computes in what is below /computes/, where a life is on a lease, and in what is below /hostnames/."""
     named = {keys.last(key): hostname_in(each.value) for key, each in names.items()}
     return Computes(

@@ -72,7 +72,7 @@ class Backends:
 
 
 @dataclass(frozen=True)
-class Computes:
+class ComputeFacts:
     """The computes, and which version of ecomp each living one runs.
 
     `unserved` says that something waits in a queue, and nobody takes from it: what is wrong, a colon, and its cure.
@@ -138,7 +138,7 @@ def _certificates(facts: Backends) -> Iterator[Found]:
             yield f'{each.path} expires soon, {each.until:%Y-%m-%d %H:%M} UTC', cure
 
 
-def _computes(facts: Computes) -> Iterator[Found]:
+def _computes(facts: ComputeFacts) -> Iterator[Found]:
     for each in facts.hosts:
         name = each.hostname or each.compute
         if each.state == SILENT:
@@ -152,7 +152,7 @@ def _computes(facts: Computes) -> Iterator[Found]:
             yield f'compute {name} is orphaned: placement knows it alone', f'eschedule host forget {each.compute}'
 
 
-def _versions(facts: Computes) -> Iterator[Found]:
+def _versions(facts: ComputeFacts) -> Iterator[Found]:
     for each in facts.hosts:
         version = facts.versions.get(each.compute, facts.ours)
         if version != facts.ours:
@@ -165,7 +165,7 @@ def _versions(facts: Computes) -> Iterator[Found]:
                 yield what, f'here, in a clone of ecomp {version}: pip install .'
 
 
-def _queue(facts: Computes) -> Iterator[Found]:
+def _queue(facts: ComputeFacts) -> Iterator[Found]:
     if facts.unserved is not None:
         what, _, cure = facts.unserved.partition(': ')
         yield what, cure or '`queues: True` in the compute.yaml of one, and restart its ecompute'
@@ -183,7 +183,7 @@ OF_BACKENDS: Mapping[str, Callable[[Backends], Iterable[Found]]] = {
     'clock': _clock,
     'certificate': _certificates,
 }
-OF_COMPUTES: Mapping[str, Callable[[Computes], Iterable[Found]]] = {
+OF_COMPUTES: Mapping[str, Callable[[ComputeFacts], Iterable[Found]]] = {
     'compute': _computes,
     'version': _versions,
     'queue': _queue,
@@ -195,7 +195,7 @@ def of_backends(facts: Backends) -> list[Ailment]:
     return [Ailment(name, *found) for name, look in OF_BACKENDS.items() for found in look(facts)]
 
 
-def of_computes(facts: Computes) -> list[Ailment]:
+def of_computes(facts: ComputeFacts) -> list[Ailment]:
     """What is wrong with computes, as far as it is seen from here."""
     return [Ailment(name, *found) for name, look in OF_COMPUTES.items() for found in look(facts)]
 

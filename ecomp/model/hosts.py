@@ -8,16 +8,14 @@ from typing import Protocol, TypeVar
 from ecomp.model import keys
 
 
-class Written(Protocol):
-    """What is at a key: the revision that wrote it, and how many bytes of it are not kept."""
+class FollowedValue(keys.StoredValue, Protocol):
+    """What a follower has of a key; `dropped` is how many bytes of the value it does not keep."""
 
-    @property
-    def revision(self) -> int: ...
     @property
     def dropped(self) -> int: ...
 
 
-Each = TypeVar('Each', bound=Written)
+Each = TypeVar('Each', bound=FollowedValue)
 
 
 def changed_hosts(

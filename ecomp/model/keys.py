@@ -27,6 +27,7 @@ Prefixes end with a slash, or /hosts/1 would also match /hosts/10.
 from __future__ import annotations
 
 import re
+from typing import Protocol
 
 HOSTS = '/hosts/'
 ATTEMPTS = '/requests/'
@@ -56,6 +57,19 @@ NONE = 'none'
 
 
 _UUID = re.compile('[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}')
+
+
+class StoredValue(Protocol):
+    """What is at a key: its value, the revisions that wrote that and made the key, and its lease (0: none)."""
+
+    @property
+    def value(self) -> bytes: ...
+    @property
+    def revision(self) -> int: ...
+    @property
+    def created(self) -> int: ...
+    @property
+    def lease(self) -> int: ...
 
 
 def request_prefix(compute: str) -> str:

@@ -12,23 +12,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass, field
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
 from ecomp.model import keys
 
-
-class StoredValue(Protocol):
-    """What is at a key: its value, etcd's revision that wrote that, and the one that made the key."""
-
-    @property
-    def value(self) -> bytes: ...
-    @property
-    def revision(self) -> int: ...
-    @property
-    def created(self) -> int: ...
-
-
-Kind = TypeVar('Kind', bound=StoredValue)
+Kind = TypeVar('Kind', bound=keys.StoredValue)
 
 
 @dataclass

@@ -13,7 +13,6 @@ from ecomp.model.allocation import NEEDED
 from ecomp.model.explain import Provider, miss
 from ecomp.model.flavor import Flavor
 from ecomp.model.group import Group
-from ecomp.model.places import StoredValue
 from ecomp.model.query import parse
 from ecomp.model.queue import QueueEntry, marked_by, parse_waiting
 from ecomp.model.status import DISABLED
@@ -55,13 +54,13 @@ class Backlog:
     flavors: Mapping[str, Flavor] = field(default_factory=dict)
     marks: Mapping[str, Mapping[str, tuple[int, Place | None]]] = field(default_factory=dict)
     has_more: bool = False
-    state: Mapping[str, StoredValue] = field(default_factory=dict, repr=False)
+    state: Mapping[str, keys.StoredValue] = field(default_factory=dict, repr=False)
     parsed: Mapping[str, Place | InvalidEntry] = field(default_factory=dict, repr=False)
     takers: frozenset[str] = field(default=frozenset(), repr=False)
     counts: Mapping[str, int] = field(default_factory=dict, repr=False)
 
 
-def backlog_of(state: Mapping[str, StoredValue], before: Backlog) -> Backlog:
+def backlog_of(state: Mapping[str, keys.StoredValue], before: Backlog) -> Backlog:
     """The backlog in `state`, the keys under /queues/. Only keys that changed since `before` are read.
 
     10,000 waiting requests are at least 20,000 events, each compute gets them, and each brings all keys.
@@ -106,7 +105,7 @@ def backlog_of(state: Mapping[str, StoredValue], before: Backlog) -> Backlog:
     return Backlog(_in_order(places, len(added)), flavors, marks, has_more, state, parsed, frozenset(takers), counts)
 
 
-def _version(written: StoredValue) -> tuple[int, int]:
+def _version(written: keys.StoredValue) -> tuple[int, int]:
     """What tells one value of a key from another; a value that was too long to be kept may be kept later."""
     return written.revision, len(written.value)
 
@@ -120,7 +119,7 @@ def _in_order(places: dict[str, Place], added: int) -> dict[str, Place]:
 
 
 def _marks(
-    state: Mapping[str, StoredValue], takers: Iterable[str], parsed: Mapping[str, Place | InvalidEntry]
+    state: Mapping[str, keys.StoredValue], takers: Iterable[str], parsed: Mapping[str, Place | InvalidEntry]
 ) -> dict[str, dict[str, tuple[int, Place | None]]]:
     marks: dict[str, dict[str, tuple[int, Place | None]]] = {}
     for key in takers:

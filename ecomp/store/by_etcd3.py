@@ -19,7 +19,7 @@ from google.protobuf.unknown_fields import UnknownFieldSet
 from ecomp.conf import EtcdConfig
 from ecomp.errors import UsageError
 from ecomp.store.messages import METHODS, KeepAlive, Request, WatchCreate, WatchProgress
-from ecomp.store.reasons import Failure
+from ecomp.store.reasons import CallFailure
 
 METADATA = (('hasleader', 'true'),)
 
@@ -70,7 +70,7 @@ class Member(etcd3.Etcd3Client):  # type: ignore[misc]
         )
 
     def call(self, request: Request, limit: float) -> Any:
-        """The answer, as etcd3's generated code reads it; None for a stream that ends without one. Failure."""
+        """The answer, as etcd3's generated code reads it; None for a stream that ends without one. CallFailure."""
         path, answer = METHODS[type(request)]
         read = getattr(etcdrpc, answer).FromString
         how = {'request_serializer': type(request).to_bytes, 'response_deserializer': read}
@@ -108,7 +108,7 @@ def _longest(config: EtcdConfig) -> int:
 class Watch:
     """The answers to watches that are asked for on one stream, as they come; for one loop over them.
 
-    It ends where etcd ends the stream. Failure, DEADLINE_EXCEEDED once its time is over.
+    It ends where etcd ends the stream. CallFailure, DEADLINE_EXCEEDED once its time is over.
     """
 
     def __init__(
@@ -162,8 +162,8 @@ class _Reply:
 
 @contextmanager
 def failures() -> Iterator[None]:
-    """Have what gRPC raises be a Failure."""
+    """Have what gRPC raises be a CallFailure."""
     try:
         yield
     except grpc.RpcError as error:
-        raise Failure(error.code().name, error.details()) from error
+        raise CallFailure(error.code().name, error.details()) from error

@@ -12,7 +12,7 @@ from typing import Any
 
 from ecomp.conf import EtcdConfig
 from ecomp.store.messages import METHODS, KeepAlive, Request, WatchCreate, WatchProgress, answer
-from ecomp.store.reasons import DEADLINE_EXCEEDED, RESOURCE_EXHAUSTED, UNAVAILABLE, Failure, NotUnderstood
+from ecomp.store.reasons import DEADLINE_EXCEEDED, RESOURCE_EXHAUSTED, UNAVAILABLE, CallFailure, NotUnderstood
 from ecomp.store.transport import Stream, Transport, in_time, too_long
 
 LONGEST = 64 * 1024**2
@@ -41,7 +41,7 @@ class Member:
         self._transport, self._timeout = Transport(config, endpoint), config.timeout
 
     def call(self, request: Request, limit: float) -> Any:
-        """The answer; None for a stream that ends without one. Failure, NotUnderstood."""
+        """The answer; None for a stream that ends without one. CallFailure, NotUnderstood."""
         until = time.monotonic() + limit
         path, name = METHODS[type(request)]
         with self._transport.turn(until):
@@ -53,7 +53,7 @@ class Member:
                     stream.receive(until)
             except TimeoutError as error:
                 stream.reset()
-                raise Failure(DEADLINE_EXCEEDED, 'no answer in time') from error
+                raise CallFailure(DEADLINE_EXCEEDED, 'no answer in time') from error
         _check_end(stream)
         if not stream.body and isinstance(request, KeepAlive):
             return None
@@ -74,7 +74,7 @@ class Member:
 class Watch:
     """The answers to watches that are asked for on one stream, as they come; for one loop over them.
 
-    It ends where etcd ends the stream. Failure, DEADLINE_EXCEEDED and sent once its time is over; NotUnderstood.
+    It ends where etcd ends the stream. CallFailure, DEADLINE_EXCEEDED and sent once its time is over; NotUnderstood.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class Watch:
                         while (message := _taken(stream.body)) is not None:
                             yield _read(name, message)
                 except TimeoutError:
-                    raise Failure(DEADLINE_EXCEEDED, 'its time is over') from None
+                    raise CallFailure(DEADLINE_EXCEEDED, 'its time is over') from None
                 finally:
                     if not stream.is_over:
                         stream.reset()
@@ -181,7 +181,7 @@ def _taken(body: bytearray) -> bytes | None:
 
 
 def _check_end(stream: Stream) -> None:
-    """Failure where etcd says why it did not do it, NotUnderstood where it says nothing of the kind."""
+    """CallFailure where etcd says why it did not do it, NotUnderstood where it says nothing of the kind."""
     told = stream.headers
     if told.get(':status') != '200' or not told.get('content-type', '').startswith('application/grpc'):
         raise NotUnderstood('it does not answer as etcd does')
@@ -191,7 +191,7 @@ def _check_end(stream: Stream) -> None:
     if int(status):
         from urllib.parse import unquote  # most calls need none
 
-        raise Failure(CODES[int(status)], unquote(told.get('grpc-message', '')))
+        raise CallFailure(CODES[int(status)], unquote(told.get('grpc-message', '')))
 
 
 def _read(name: str, message: bytes) -> Any:

@@ -35,7 +35,7 @@ from ecomp.store.messages import (
     Write,
 )
 from ecomp.store.pages import TooLong, pages
-from ecomp.store.reasons import NOT_FOUND, Failure
+from ecomp.store.reasons import NOT_FOUND, CallFailure
 
 if TYPE_CHECKING:
     from ecomp.model.cluster import Header
@@ -290,7 +290,7 @@ class Store:
         """End a lease and every key on it. One that is gone already is fine."""
         try:
             self._connection.ask_once(Revoke(lease))
-        except Failure as error:
+        except CallFailure as error:
             if error.code != NOT_FOUND:
                 raise self._connection.translated(error, Unreachable) from error
 

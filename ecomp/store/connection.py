@@ -18,14 +18,15 @@ from ecomp.errors import Denied, EcompError, NoSpace, Unreachable, UsageError
 from ecomp.store import reasons
 from ecomp.store.messages import Request, WatchCreate
 from ecomp.store.pages import TooLong
-from ecomp.store.reasons import Failure, NotUnderstood
+from ecomp.store.reasons import CallFailure, NotUnderstood
 
 if TYPE_CHECKING:  # a Protocol takes as long to make as three classes, and each command would wait for it
 
     class Watch(Protocol):
         """The answers to watches that are asked for on one stream, as they come; for one loop over them.
 
-        It ends where etcd ends the stream. Failure: its time is over (DEADLINE_EXCEEDED, and it was sent), or it broke.
+        It ends where etcd ends the stream. CallFailure: its time is over (DEADLINE_EXCEEDED, and it was sent), or
+        it broke.
         """
 
         def __iter__(self) -> Iterator[Any]:
@@ -38,7 +39,7 @@ if TYPE_CHECKING:  # a Protocol takes as long to make as three classes, and each
         """A way to one member of etcd, by_h2's or by_etcd3's."""
 
         def call(self, request: Request, limit: float) -> Any:
-            """What it answers within so many seconds; METHODS names its kind. Failure, NotUnderstood."""
+            """What it answers within so many seconds; METHODS names its kind. CallFailure, NotUnderstood."""
 
         def watch(self, wanted: Sequence[WatchCreate], seconds: float, asking: float | None) -> Watch:
             """What it answers to these, for so many seconds at most, and to WatchProgress every `asking` seconds."""
@@ -100,7 +101,7 @@ class Connection:
                     raise unanswered(f'{name} cannot be reached: {error}', name) from error
                 self.use_etcd3(client)
                 left += 1  # that was no try of the other way
-            except Failure as error:
+            except CallFailure as error:
                 # A connection that is being made slowly is not begun anew for ever, unless there are others to try.
                 young = time.monotonic() - self._since < 2 * self.config.timeout
                 if several or not young or error.code != reasons.DEADLINE_EXCEEDED:
@@ -116,19 +117,19 @@ class Connection:
     def ask_once(self, request: Request) -> Any:
         """What the present member answers or, where that hung up before it was asked or has no vote, the next one.
 
-        Failure, and then it is left for the one after.
+        CallFailure, and then it is left for the one after.
         """
         client = self.client
         try:
             return self._called(client, request)
-        except Failure as error:
+        except CallFailure as error:
             self.move_on(client)
             if error.code == reasons.DEADLINE_EXCEEDED or not reasons.was_not_sent(error):
                 raise
         client = self.client
         try:
             return self._called(client, request)
-        except Failure:
+        except CallFailure:
             self.move_on(client)
             raise
 
@@ -190,7 +191,7 @@ class Connection:
         return Member(self.config, self.config.endpoints[self._next])
 
     def translated(
-        self, error: Failure, unanswered: type[Unreachable], about: Sequence[str] = (), read: bool = False
+        self, error: CallFailure, unanswered: type[Unreachable], about: Sequence[str] = (), read: bool = False
     ) -> EcompError:
         """What a failure means, in our words; `unanswered` is it where no answer came."""
         name = f'etcd at {self.where}'
@@ -233,7 +234,7 @@ class _MembersWatch:
         except NotUnderstood as error:
             with contextlib.suppress(Unreachable):  # who asks next is told
                 self._connection.use_etcd3(self._member)
-            raise Failure(reasons.UNAVAILABLE, str(error), unsent=True) from error
+            raise CallFailure(reasons.UNAVAILABLE, str(error), unsent=True) from error
 
     def cancel(self) -> None:
         self._watch.cancel()

@@ -21,7 +21,7 @@ from ecomp.model.backoff import Backoff
 from ecomp.model.events import Change
 from ecomp.store.client import Store, after
 from ecomp.store.messages import DELETED, WatchCreate
-from ecomp.store.reasons import DEADLINE_EXCEEDED, Failure
+from ecomp.store.reasons import DEADLINE_EXCEEDED, CallFailure
 
 if TYPE_CHECKING:
     from ecomp.store.connection import Watch
@@ -283,7 +283,7 @@ def _take(call: Watch, replies: queue.Queue[Any], ended: threading.Event) -> Non
             _put(replies, reply, ended)
             if ended.is_set():
                 return
-    except Failure as error:
+    except CallFailure as error:
         late = error.code == DEADLINE_EXCEEDED and not error.unsent
         last = None if late else _Broken(f'the stream broke: {error.code}')
     except Exception as error:  # whoever reads would wait for a last word for ever

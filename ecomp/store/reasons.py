@@ -1,6 +1,6 @@
 """What a failed call to etcd means: whether it may work elsewhere, whether it was sent, and why, in plain words.
 
-Each way to etcd says it as a Failure, with gRPC's codes (https://grpc.io/docs/guides/status-codes/) by their names.
+Each way to etcd says it as a CallFailure, with gRPC's codes (https://grpc.io/docs/guides/status-codes/) by their names.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _TLS = (
 )
 
 
-class Failure(Exception):
+class CallFailure(Exception):
     """A call that failed: the code, and etcd's or gRPC's own words in one line.
 
     `unsent`: it certainly never left. Where that is False the code and the words may say so all the same.
@@ -65,24 +65,24 @@ class NotUnderstood(Exception):
         self.unsent = unsent
 
 
-def is_full(error: Failure) -> bool:
+def is_full(error: CallFailure) -> bool:
     """Whether etcd is out of space. https://etcd.io/docs/v3.4/op-guide/maintenance/#space-quota"""
     return error.code == RESOURCE_EXHAUSTED and 'space exceeded' in error.details
 
 
-def is_too_long(error: Failure) -> bool:
+def is_too_long(error: CallFailure) -> bool:
     """Whether it is our own side that takes no message as long as the answer."""
     exhausted = error.code == RESOURCE_EXHAUSTED
     return exhausted and 'Received message larger than max' in error.details
 
 
-def is_refusal(error: Failure) -> bool:
+def is_refusal(error: CallFailure) -> bool:
     """Whether etcd understood the call and says no."""
     too_large = error.code == RESOURCE_EXHAUSTED and 'larger than max' in error.details
     return too_large or error.code in _REFUSED
 
 
-def is_denied(error: Failure) -> bool:
+def is_denied(error: CallFailure) -> bool:
     """Whether it is etcd's roles that say no. https://etcd.io/docs/v3.4/op-guide/authentication/"""
     nobody = error.code == FAILED_PRECONDITION and error.details == _NOBODY
     return nobody or error.code == PERMISSION_DENIED
@@ -97,14 +97,14 @@ def denied(certificate: Path | None, about: Sequence[str], read: bool) -> str:
     return f'{who} {what}: it is for another certificate, or `elab certs DIR --enable` has to run again'
 
 
-def is_passing(error: Failure) -> bool:
+def is_passing(error: CallFailure) -> bool:
     """Whether etcd did nothing, and soon will: it has no leader just now, or its roles were changed meanwhile."""
     electing = error.code == UNAVAILABLE and error.details == 'etcdserver: no leader'
     changed = error.code == INVALID_ARGUMENT and error.details == _ROLES_CHANGED
     return electing or changed
 
 
-def is_learner(error: Failure) -> bool:
+def is_learner(error: CallFailure) -> bool:
     """Whether the member has no vote yet, and did nothing for it. The code differs between versions of etcd.
 
     https://etcd.io/docs/v3.4/learning/design-learner/
@@ -112,20 +112,20 @@ def is_learner(error: Failure) -> bool:
     return error.details == _LEARNER
 
 
-def was_not_sent(error: Failure) -> bool:
+def was_not_sent(error: CallFailure) -> bool:
     """Whether the call never left, or was not passed on, so that nothing was changed."""
     apart = error.code == UNAVAILABLE and error.details.startswith((NOT_CONNECTED, *_NO_ADDRESS))
     return error.unsent or apart or is_passing(error) or is_learner(error)
 
 
-def may_work_elsewhere(error: Failure, repeatable: bool) -> bool:
+def may_work_elsewhere(error: CallFailure, repeatable: bool) -> bool:
     """Whether to try the next endpoint. What is not `repeatable` is tried again only if it never left."""
     if not repeatable:
         return was_not_sent(error)
     return error.code in (UNAVAILABLE, DEADLINE_EXCEEDED) or is_learner(error)
 
 
-def why(error: Failure, secure: bool) -> str:
+def why(error: CallFailure, secure: bool) -> str:
     """Why nobody answered, in a few words. `secure`: we speak TLS."""
     words = error.details
     if error.code == DEADLINE_EXCEEDED:

@@ -34,7 +34,7 @@ from ecomp.model.roles import (
 )
 from ecomp.store.by_etcd3 import METADATA, failures
 from ecomp.store.client import Store
-from ecomp.store.reasons import FAILED_PRECONDITION, INVALID_ARGUMENT, Failure
+from ecomp.store.reasons import FAILED_PRECONDITION, INVALID_ARGUMENT, CallFailure
 
 _TYPES = {READ: auth_pb2.Permission.READ, WRITE: auth_pb2.Permission.WRITE, BOTH: auth_pb2.Permission.READWRITE}
 _KINDS = {number: kind for kind, number in _TYPES.items()}
@@ -53,7 +53,7 @@ class Accounts(Store):
         def ask(client: Any, limit: float) -> bool:
             try:
                 self._call('Authenticate', etcdrpc.AuthenticateRequest(name='-'), client, limit)
-            except Failure as error:
+            except CallFailure as error:
                 if error.code in (FAILED_PRECONDITION, INVALID_ARGUMENT):
                     return 'not enabled' not in error.details
                 raise

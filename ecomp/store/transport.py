@@ -39,7 +39,7 @@ from ecomp.store.reasons import (
     NOT_CONNECTED,
     RESOURCE_EXHAUSTED,
     UNAVAILABLE,
-    Failure,
+    CallFailure,
     NotUnderstood,
 )
 
@@ -85,7 +85,7 @@ class Transport:
             _check(path)
         self._turn = threading.Lock()
         self.http = _Http2()
-        self._failed: Failure | NotUnderstood | None = None
+        self._failed: CallFailure | NotUnderstood | None = None
         self._maker = threading.Thread(target=self._make, name='etcd', daemon=True)
         self._maker.start()
 
@@ -98,10 +98,10 @@ class Transport:
     def turn(self, until: float) -> Iterator[None]:
         """Have the connection to oneself, as soon as it is made; `until` when to wait, on the monotonic clock.
 
-        Failure, NotUnderstood: also in place of an OSError or H2Error raised inside, after which it is of no use.
+        CallFailure, NotUnderstood: also in place of an OSError or H2Error raised inside, after which it is of no use.
         """
         if not self._turn.acquire(timeout=max(until - time.monotonic(), 0)):
-            raise Failure(DEADLINE_EXCEEDED, 'others are asking', unsent=True)
+            raise CallFailure(DEADLINE_EXCEEDED, 'others are asking', unsent=True)
         try:
             # Of several members those that are off are not to use up the time of those that are there; one that is
             # there, and is slow, has all of it.
@@ -109,16 +109,16 @@ class Transport:
             if self._maker.is_alive() and self._socket is not None:
                 self._maker.join(max(until - time.monotonic(), 0))
             if self._maker.is_alive():
-                raise Failure(DEADLINE_EXCEEDED, 'not connected yet', unsent=True)
+                raise CallFailure(DEADLINE_EXCEEDED, 'not connected yet', unsent=True)
             if self._failed is None:
                 self._look(until)
             if self._failed is not None:
                 raise copy(self._failed)  # it would have this frame, which has us: a socket that nobody closes
             yield
         except OSError as error:
-            raise self._broken(Failure(UNAVAILABLE, CLOSED)) from error
+            raise self._broken(CallFailure(UNAVAILABLE, CLOSED)) from error
         except H2Error as error:
-            ended = Failure(UNAVAILABLE, CLOSED) if self.http.ends else None
+            ended = CallFailure(UNAVAILABLE, CLOSED) if self.http.ends else None
             raise self._broken(ended or NotUnderstood(f'no HTTP/2: {error}')) from error
         finally:
             self._turn.release()
@@ -133,7 +133,7 @@ class Transport:
                 self._socket.sendall(data)
             except TimeoutError:
                 # Half of it may be on its way, behind which nothing else makes sense.
-                self._broken(Failure(UNAVAILABLE, CLOSED))
+                self._broken(CallFailure(UNAVAILABLE, CLOSED))
                 raise
 
     def receive(self, until: float) -> list[Any]:
@@ -150,7 +150,7 @@ class Transport:
         events = self.http.receive_data(data)
         for each in events:
             if isinstance(each, ConnectionTerminated):
-                self._broken(Failure(UNAVAILABLE, CLOSED))
+                self._broken(CallFailure(UNAVAILABLE, CLOSED))
         self.send(max(until, time.monotonic() + 1))
         return events
 
@@ -175,9 +175,9 @@ class Transport:
 
     __del__ = close
 
-    def _broken(self, error: Failure | NotUnderstood) -> Failure | NotUnderstood:
+    def _broken(self, error: CallFailure | NotUnderstood) -> CallFailure | NotUnderstood:
         """The same error; whoever comes later is told that nothing is sent over this connection any more."""
-        self._failed = Failure(UNAVAILABLE, CLOSED, unsent=True)
+        self._failed = CallFailure(UNAVAILABLE, CLOSED, unsent=True)
         return error
 
     # While the connection is made nothing has been asked, and what goes wrong is told by whoever asks.
@@ -186,13 +186,13 @@ class Transport:
         try:
             self._connect()
         except TimeoutError:
-            self._failed = Failure(DEADLINE_EXCEEDED, 'not connected', unsent=True)
+            self._failed = CallFailure(DEADLINE_EXCEEDED, 'not connected', unsent=True)
         except socket.gaierror as error:
-            self._failed = Failure(UNAVAILABLE, f'{NO_ADDRESS} for {self.endpoint}: {error.strerror}', unsent=True)
+            self._failed = CallFailure(UNAVAILABLE, f'{NO_ADDRESS} for {self.endpoint}: {error.strerror}', unsent=True)
         except Exception as error:
             words = self._words(error)
             # gRPC knows more words for what TLS says, and takes names of a certificate that ssl does not.
-            understood = Failure(UNAVAILABLE, NOT_CONNECTED + words, unsent=True) if words else None
+            understood = CallFailure(UNAVAILABLE, NOT_CONNECTED + words, unsent=True) if words else None
             self._failed = understood or NotUnderstood(str(error), unsent=True)
 
     def _words(self, error: Exception) -> str:
@@ -243,7 +243,7 @@ class Transport:
         except TimeoutError:
             pass
         except (OSError, H2Error):
-            self._broken(Failure(UNAVAILABLE, CLOSED))
+            self._broken(CallFailure(UNAVAILABLE, CLOSED))
 
 
 class Stream:
@@ -253,7 +253,7 @@ class Stream:
     """
 
     def __init__(self, transport: Transport, headers: Sequence[tuple[str, str]], longest: int) -> None:
-        """`longest` is how many bytes may wait in `body`: Failure for more."""
+        """`longest` is how many bytes may wait in `body`: CallFailure for more."""
         self._transport, self._http, self._longest = transport, transport.http, longest
         self._number = self._http.get_next_available_stream_id()
         self._http.send_headers(self._number, headers)
@@ -262,7 +262,7 @@ class Stream:
         self.is_over = False
 
     def send(self, data: bytes, until: float, ends: bool) -> None:
-        """Say this, as the last of it or not. What comes meanwhile is taken. TimeoutError, OSError, Failure."""
+        """Say this, as the last of it or not. What comes meanwhile is taken. TimeoutError, OSError, CallFailure."""
         rest = memoryview(data)
         while True:
             fits = min(self._http.local_flow_control_window(self._number), self._http.max_outbound_frame_size)
@@ -281,10 +281,10 @@ class Stream:
         self._transport.send(until)
 
     def receive(self, until: float) -> None:
-        """Take what comes next. TimeoutError, OSError, Failure."""
+        """Take what comes next. TimeoutError, OSError, CallFailure."""
         for each in self._transport.receive(until):
             if isinstance(each, ConnectionTerminated) and (each.last_stream_id or 0) < self._number:
-                raise Failure(UNAVAILABLE, CLOSED)
+                raise CallFailure(UNAVAILABLE, CLOSED)
             if getattr(each, 'stream_id', None) != self._number:
                 continue
             if isinstance(each, ResponseReceived | TrailersReceived):
@@ -298,7 +298,7 @@ class Stream:
             elif isinstance(each, StreamReset):
                 # Of what was too long to be sent whole it has said already what it thinks.
                 if 'grpc-status' not in self.headers:
-                    raise Failure(UNAVAILABLE, 'Stream removed')
+                    raise CallFailure(UNAVAILABLE, 'Stream removed')
                 self.is_over = True
             elif isinstance(each, StreamEnded):
                 self.is_over = True
@@ -311,9 +311,9 @@ class Stream:
             self._transport.send(time.monotonic())
 
 
-def too_long(length: int, longest: int) -> Failure:
+def too_long(length: int, longest: int) -> CallFailure:
     """What is raised of an answer of so many bytes, in gRPC's words."""
-    return Failure(RESOURCE_EXHAUSTED, f'CLIENT: Received message larger than max ({length} vs. {longest})')
+    return CallFailure(RESOURCE_EXHAUSTED, f'CLIENT: Received message larger than max ({length} vs. {longest})')
 
 
 def in_time(until: float) -> None:

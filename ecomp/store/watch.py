@@ -22,7 +22,7 @@ from ecomp.store.cache import MOST, Cache
 from ecomp.store.client import Entry, Store, after, entry_of, header_of
 from ecomp.store.guard import Guard
 from ecomp.store.messages import DELETED, WatchCreate
-from ecomp.store.reasons import DEADLINE_EXCEEDED, Failure
+from ecomp.store.reasons import DEADLINE_EXCEEDED, CallFailure
 
 if TYPE_CHECKING:
     from ecomp.model.cluster import KnownCluster
@@ -170,7 +170,7 @@ class Follower:
                 if reply.events:
                     self._apply(reply.events, watched.get(reply.watch_id))
             raise _Resync('the stream ended')
-        except Failure as error:
+        except CallFailure as error:
             if error.code == DEADLINE_EXCEEDED and not error.unsent:
                 return
             raise _Resync(f'the stream broke: {error.code}') from error

@@ -17,7 +17,7 @@ from ecomp.errors import Unreachable
 from ecomp.store.by_h2 import Member
 from ecomp.store.client import Store
 from ecomp.store.messages import WatchCreate
-from ecomp.store.reasons import DEADLINE_EXCEEDED, UNAVAILABLE, Failure
+from ecomp.store.reasons import DEADLINE_EXCEEDED, UNAVAILABLE, CallFailure
 from tests.kit.servers import PATIENCE
 
 SECONDS = 20
@@ -65,7 +65,7 @@ def test_a_watch_of_it_ends_with_its_time(endpoint: str) -> None:
     began = time.monotonic()
     member = Member(EtcdConfig((endpoint,), timeout=1.0), endpoint)
     try:
-        with pytest.raises(Failure) as caught:
+        with pytest.raises(CallFailure) as caught:
             list(member.watch([WatchCreate(b'/x', b'/y', 1)], 1.0))
     finally:
         member.close()

@@ -24,7 +24,7 @@ from ecomp.placement.client import Placement
 from ecomp.store import reasons
 from ecomp.store.client import Put, Store, Unchanged
 from ecomp.store.messages import WatchCreate
-from ecomp.store.reasons import Failure
+from ecomp.store.reasons import CallFailure
 from tests.kit.certificates import Authority
 from tests.kit.etcd_member import Member, Tls
 from tests.kit.holes import hole
@@ -196,7 +196,7 @@ def test_a_member_that_only_learns_has_done_nothing(with_learner: tuple[str, str
 
 @pytest.mark.parametrize('code', [reasons.UNAVAILABLE, reasons.FAILED_PRECONDITION])
 def test_whatever_code_a_learner_says_it_with(code: str) -> None:
-    error = Failure(code, 'etcdserver: rpc not supported for learner')
+    error = CallFailure(code, 'etcdserver: rpc not supported for learner')
     assert reasons.was_not_sent(error)
     assert reasons.may_work_elsewhere(error, repeatable=True)
     assert reasons.may_work_elsewhere(error, repeatable=False)
@@ -257,7 +257,7 @@ def test_what_is_exchanged_this_moment_is_no_mistake_of_who_asks(secured: Secure
     try:
         until(lambda: not store._connection.client._transport._maker.is_alive(), 10, 'it has no connection')
         secured.hidden(secured.config.cert_cert)
-        with pytest.raises(Failure):
+        with pytest.raises(CallFailure):
             list(store.watch([WatchCreate(b'/', b'0', 1)], 5))
         for call in (lambda: store.get('/x'), lambda: store.revoke(1), lambda: store.commit([], [Put('/x', 'y')])):
             with pytest.raises(Unreachable, match=f'certificate {secured.config.cert_cert}: No such file') as caught:

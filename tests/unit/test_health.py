@@ -10,7 +10,8 @@ import pytest
 
 from ecomp.model import health, host_health
 from ecomp.model.certificate import ends
-from ecomp.model.health import Ailment, Backends, Certificate, Computes
+from ecomp.model.health import Ailment, Backends, Certificate
+from ecomp.model.health import ComputeFacts as Facts
 from ecomp.model.host import CLOSED, ORPHANED, SILENT, UP, Host
 from ecomp.model.host_health import MISSING, OFF, THERE, Libvirt, Machine, StateDirectory
 from ecomp.model.network import Attachment
@@ -32,7 +33,7 @@ def test_what_is_well_has_nothing() -> None:
     assert health.of_backends(WELL) == []
     assert host_health.of_machine(MACHINE) == []
     up = Host(A, 'hv1', UP, 0, {})
-    assert health.of_computes(Computes((up,), {A: '1.1.0'}, '1.1.0')) == []
+    assert health.of_computes(Facts((up,), {A: '1.1.0'}, '1.1.0')) == []
     assert health.exit_code(WELL, []) == 0
     assert health.summary(WELL, []) == (
         'nothing is wrong; etcd at ds1:2379 (3.5.33), placement at http://ds1:8080 (microversion 1.39), '
@@ -68,22 +69,22 @@ def test_of_the_control_plane(facts: Backends, check: str, says: str, cure: str)
 @pytest.mark.parametrize(
     ('facts', 'found'),
     [
-        (Computes((Host(A, None, SILENT, 1, {}),)), ('compute', f'compute {A} is silent', f'host forget {A}')),
-        (Computes((Host(A, 'hv1', CLOSED, 1, {}),)), ('compute', 'compute hv1 is closed', 'systemctl start ecompute')),
-        (Computes((Host(A, 'hv1', CLOSED, 1, {}),)), ('compute', 'or it only watches', 'journalctl -u ecompute')),
-        (Computes((Host(A, None, ORPHANED, 0, {}),)), ('compute', 'is orphaned', f'host forget {A}')),
+        (Facts((Host(A, None, SILENT, 1, {}),)), ('compute', f'compute {A} is silent', f'host forget {A}')),
+        (Facts((Host(A, 'hv1', CLOSED, 1, {}),)), ('compute', 'compute hv1 is closed', 'systemctl start ecompute')),
+        (Facts((Host(A, 'hv1', CLOSED, 1, {}),)), ('compute', 'or it only watches', 'journalctl -u ecompute')),
+        (Facts((Host(A, None, ORPHANED, 0, {}),)), ('compute', 'is orphaned', f'host forget {A}')),
         (
-            Computes((Host(A, 'hv1', UP, 0, {}),), {A: '1.9.0'}, '1.10.0'),
+            Facts((Host(A, 'hv1', UP, 0, {}),), {A: '1.9.0'}, '1.10.0'),
             ('version', 'runs ecomp 1.9.0', "clone of ecomp 1.10.0: /opt/ecomp/bin/pip install '.[hypervisor]"),
         ),
         (
-            Computes((Host(A, 'hv1', UP, 0, {}),), {A: '1.10.0'}, '1.9.0'),
+            Facts((Host(A, 'hv1', UP, 0, {}),), {A: '1.10.0'}, '1.9.0'),
             ('version', 'and this is 1.9.0', 'here, in a clone of ecomp 1.10.0: pip install .'),
         ),
-        (Computes(unserved='web1 waits: `queues: True` does it'), ('queue', 'web1 waits', '`queues: True` does it')),
+        (Facts(unserved='web1 waits: `queues: True` does it'), ('queue', 'web1 waits', '`queues: True` does it')),
     ],
 )
-def test_of_the_computes(facts: Computes, found: tuple[str, str, str]) -> None:
+def test_of_the_computes(facts: Facts, found: tuple[str, str, str]) -> None:
     (one,) = health.of_computes(facts)
     assert (one.check, found[1] in one.what, found[2] in one.cure) == (found[0], True, True), one
 

@@ -167,7 +167,7 @@ class Registration:
         failpoint('described-here')
 
 
-def check(placement: Placement, configured: Collection[str], classes: Collection[str]) -> None:
+def check_names(placement: Placement, configured: Collection[str], classes: Collection[str]) -> None:
     """UsageError for a trait of `configured` or a class of `inventory:` that placement does not know.
 
     Nothing is changed. What placement would refuse the inventory for names no key of a configuration.
