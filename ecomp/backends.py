@@ -40,17 +40,17 @@ def look(etcd: EtcdConfig, placement: PlacementConfig, told: Path | None, usual:
         client.close()
     shown = (etcd.ca_cert, etcd.cert_cert, placement.ca_cert, placement.cert_cert)
     return Backends(
-        f'etcd at {",".join(etcd.endpoints)}',
-        f'placement at {placement.endpoint}',
-        None if told is None else str(told),
-        datetime.now(UTC),
-        usual,
-        no_etcd,
-        no_placement,
-        etcd_version,
-        placement_version,
-        ahead,
-        tuple(Certificate(str(path), _until(path)) for path in dict.fromkeys(shown) if path is not None),
+        etcd=f'etcd at {",".join(etcd.endpoints)}',
+        placement=f'placement at {placement.endpoint}',
+        told=None if told is None else str(told),
+        now=datetime.now(UTC),
+        usual=usual,
+        no_etcd=no_etcd,
+        no_placement=no_placement,
+        etcd_version=etcd_version,
+        placement_version=placement_version,
+        ahead=ahead,
+        certificates=tuple(Certificate(str(path), _until(path)) for path in dict.fromkeys(shown) if path is not None),
     )
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ecomp import backends
 from ecomp.agent.host import inventory, metadata_server
-from ecomp.agent.host.provider import check as check_names
+from ecomp.agent.host.provider import check_names
 from ecomp.compute_conf import ComputeConfig
 from ecomp.errors import EcompError, UsageError
 from ecomp.model import health, host_health, keys

@@ -45,7 +45,7 @@ class Certificate:
     until: datetime | None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Backends:
     """etcd and placement as this machine meets them. `told` is the file that says where they are, None without one.
 

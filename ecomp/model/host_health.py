@@ -14,7 +14,7 @@ THERE, OFF, MISSING = 'there', 'off', 'missing'
 """What a network or a bridge can be."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Libvirt:
     """What libvirt says. `version` is the daemon's and `library` ours, as libvirt counts; `qemu_user` runs QEMU.
 
@@ -52,7 +52,7 @@ class StateDirectory(NamedTuple):
     free: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Machine:
     """All that is looked at. `no_libvirt` says why there is no libvirt, '' if there is one.
 

@@ -147,10 +147,15 @@ class Libvirt:
         # Disks first: a guest removed between the two questions is then seen with too much, not with too little.
         disks = self._volumes.present()
         domains = self._domains.ours()
-        guests = {instance: Guest(instance, None, False, False, True) for instance in disks}
+        guests = {each: Guest(each, None, defined=False, running=False, disk=True) for each in disks}
         for instance, found in domains.items():
             guests[instance] = Guest(
-                instance, found.mark.compute, found.defined, found.running, instance in disks, found.trouble
+                instance,
+                found.mark.compute,
+                defined=found.defined,
+                running=found.running,
+                disk=instance in disks,
+                trouble=found.trouble,
             )
         return guests
 

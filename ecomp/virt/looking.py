@@ -32,19 +32,19 @@ def look(state: Path, attachments: Sequence[Attachment], uri: str = 'qemu:///sys
         states = {each: _state(connection, each) for each in attachments}
         blocked = access.blocked(state.absolute() / 'images', qemu)
         return Libvirt(
-            version,
-            libvirt.getVersion(),
-            'qemu' in capabilities.domain_types,
-            qemu.name,
-            device,
-            closed,
-            '; '.join(missing),
-            '' if blocked is None else str(blocked),
-            _others_pool(connection, state.absolute() / 'images'),
-            states,
-            any(_has_bridge(connection, each) for each, found in states.items() if found != MISSING),
-            Filters(connection, ()).missing(),
-            frozenset(each.mark.compute for each in Domains(connection).ours().values()),
+            version=version,
+            library=libvirt.getVersion(),
+            qemu='qemu' in capabilities.domain_types,
+            qemu_user=qemu.name,
+            kvm_device=device,
+            kvm_closed=closed,
+            kvm='; '.join(missing),
+            blocked='' if blocked is None else str(blocked),
+            pool=_others_pool(connection, state.absolute() / 'images'),
+            networks=states,
+            has_bridge=any(_has_bridge(connection, each) for each, found in states.items() if found != MISSING),
+            filters=Filters(connection, ()).missing(),
+            computes=frozenset(each.mark.compute for each in Domains(connection).ours().values()),
         )
 
 

@@ -20,13 +20,16 @@ from tests.kit.certificates import Authority
 NOW = datetime(2026, 11, 23, 12, tzinfo=UTC)
 A, B = '0b5e55ed-0000-4000-8000-000000000000', '5ca1ab1e-0000-4000-8000-000000000000'
 WELL = Backends(
-    'etcd at ds1:2379', 'placement at http://ds1:8080', '/etc/ecomp/schedule.yaml', NOW,
+    etcd='etcd at ds1:2379', placement='placement at http://ds1:8080', told='/etc/ecomp/schedule.yaml', now=NOW,
     etcd_version='3.5.33', placement_version='1.39', ahead=0.4,
     certificates=(Certificate('/c/client.crt', NOW + timedelta(days=90)),),
 )  # fmt: skip
-LIBVIRT = Libvirt(11_003_000, 11_003_000, True, 'libvirt-qemu', networks={Attachment('network', 'default'): THERE})
+LIBVIRT = Libvirt(
+    version=11_003_000, library=11_003_000, qemu=True, qemu_user='libvirt-qemu',
+    networks={Attachment('network', 'default'): THERE},
+)  # fmt: skip
 STATE = StateDirectory('/var/lib/ecompute', 0, 0, A, True, 50 * 1024**3)
-MACHINE = Machine(STATE, LIBVIRT)
+MACHINE = Machine(state=STATE, libvirt=LIBVIRT)
 
 
 def test_what_is_well_has_nothing() -> None:
