@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -58,39 +59,21 @@ def why_not_entered(do: Context, instance: str, tell: Callable[[], None]) -> str
 
     `tell` is called about once a second, and may end it. That the guest was entered leaves nothing here.
     """
-    import signal
-    import subprocess
-    import tempfile
-    import time
-
     from ecomp.scheduler.looking.way_in import way_in
 
     way = way_in(do.store, instance)
     told = {**_options(do, way, accept_new=False), 'BatchMode': 'yes', 'ConnectTimeout': f'{LOGIN:.0f}'}
-    command, until = _ssh_command(do, way, told, '', ['true']), time.monotonic() + LOGIN
+    command = _ssh_command(do, way, told, '', ['true'])
     try:
-        with tempfile.TemporaryFile() as said:
-            child = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=said, stderr=said, start_new_session=True
-            )
-            try:
-                while child.poll() is None and time.monotonic() < until:
-                    tell()
-                    with suppress(subprocess.TimeoutExpired):
-                        child.wait(1)
-            finally:
-                if child.poll() is None:
-                    os.killpg(child.pid, signal.SIGKILL)
-                    child.wait()
-            said.seek(0)
-            lines = [_line(line) for line in said.read(LAST_LINES * LINE_LIMIT).splitlines() if line]
+        code, said = _ran(command, LOGIN, tell, with_errors=True)
     except FileNotFoundError as error:
         raise _not_there(command[0]) from error
     finally:
         (_known_hosts() / instance).unlink(missing_ok=True)
-    if child.returncode < 0:
+    if code < 0:
         return f'ssh has not come in within {LOGIN:.0f} s'
-    return '' if child.returncode == 0 else f'ssh ended with {child.returncode}: {printable(" ".join(lines[-1:]), 200)}'
+    last = ' '.join([_line(line) for line in said.splitlines() if line][-1:])
+    return '' if code == 0 else f'ssh ended with {code}: {printable(last, 200)}'
 
 
 def _ssh_config(do: Context) -> int:
@@ -139,8 +122,9 @@ def _log(do: Context) -> int:
     try:
         with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE) as child:
             assert child.stdout is not None  # it was made with a pipe
+            read = partial(child.stdout.readline, LINE_LIMIT)
             try:
-                for line in iter(lambda: child.stdout.readline(LINE_LIMIT), b''):  # type: ignore[union-attr]
+                for line in iter(read, b''):
                     do.out.put(_line(line))
             except BaseException:
                 child.terminate()
@@ -161,10 +145,6 @@ def _log(do: Context) -> int:
 
 def last_lines(do: Context, record: Record) -> list[str]:
     """The last lines of an instance's console, if its host gives them at once; else none. Never an error."""
-    import signal
-    import subprocess
-    import tempfile
-
     from ecomp.scheduler.looking.way_in import host_of
 
     if record.console is None:
@@ -173,18 +153,38 @@ def last_lines(do: Context, record: Record) -> list[str]:
         file = reach.console_file(record.instance, record.console)
         at_once = ['-o', 'BatchMode=yes', '-o', f'ConnectTimeout={AT_ONCE:.0f}']
         command = do.config.reach.run(host_of(do.store, record), reach.tail(file, LAST_LINES, False), at_once)
-        with tempfile.TemporaryFile() as found:  # a pipe would be waited for as long as anybody holds it
-            child = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=found, stderr=subprocess.DEVNULL, start_new_session=True
-            )
-            try:
-                child.wait(AT_ONCE)
-            except subprocess.TimeoutExpired:
+        _, found = _ran(command, AT_ONCE)
+        return [_line(line) for line in found.rstrip(b'\n').split(b'\n') if line]
+    return []
+
+
+def _ran(
+    command: Sequence[str], seconds: float, tell: Callable[[], None] = lambda: None, with_errors: bool = False
+) -> tuple[int, bytes]:
+    """A command's exit code, negative where its time was up, and the first of what it printed. FileNotFoundError.
+
+    `tell` is called about once a second, and may end it. `with_errors`: what it says on stderr is read, too.
+    """
+    import signal
+    import subprocess
+    import tempfile
+    import time
+
+    until = time.monotonic() + seconds
+    with tempfile.TemporaryFile() as said:  # a pipe would be waited for as long as anybody holds it
+        errors = said if with_errors else subprocess.DEVNULL
+        child = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=said, stderr=errors, start_new_session=True)
+        try:
+            while child.poll() is None and (left := until - time.monotonic()) > 0:
+                tell()
+                with suppress(subprocess.TimeoutExpired):
+                    child.wait(min(1.0, left))
+        finally:
+            if child.poll() is None:
                 os.killpg(child.pid, signal.SIGKILL)
                 child.wait()
-            found.seek(0)
-            return [_line(line) for line in found.read(LAST_LINES * LINE_LIMIT).rstrip(b'\n').split(b'\n') if line]
-    return []
+        said.seek(0)
+        return child.returncode, said.read(LAST_LINES * LINE_LIMIT)
 
 
 def _options(do: Context, way: WayIn, accept_new: bool) -> Mapping[str, str]:

@@ -6,6 +6,7 @@ import os
 import pwd
 import shlex
 import struct
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -101,6 +102,16 @@ def granted(mode: int, owner: int, group: int, acl: bytes, qemu: User) -> int:
         # One entry must grant all that is wanted, says acl(5); we want one bit, or two that are given together.
         return max(by_group) & mask
     return mode & 0o7
+
+
+def look_for_kvm(qemu: User, domain_types: Collection[str]) -> dict[str, bool]:
+    """What no_kvm() and choose_virt_type() are told, as it is on this machine; libvirt offers `domain_types`."""
+    flags = Path('/proc/cpuinfo').read_text(errors='replace').split()
+    return {
+        'cpu_flag': 'vmx' in flags or 'svm' in flags,
+        'device': KVM.exists() and can(READ_WRITE, KVM, qemu),
+        'offered': 'kvm' in domain_types,
+    }
 
 
 def no_kvm(*, cpu_flag: bool, device: bool, offered: bool) -> list[str]:

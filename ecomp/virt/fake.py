@@ -226,7 +226,10 @@ def _read(path: Path, parse: Callable[[Any], T]) -> T | None:
 
 
 def _write(path: Path, content: object, stage: str | None) -> None:
-    """Write a file whole or not at all; on a full disk BuildFailed in this `stage` of a build, None for EcompError."""
+    """Write a file whole or not at all: but for a power cut, which no pretended guest outlives.
+
+    On a full disk BuildFailed in this `stage` of a build, None for EcompError.
+    """
     new = path.with_suffix('.new')
     try:
         new.write_text(json.dumps(content))

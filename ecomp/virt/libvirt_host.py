@@ -114,15 +114,9 @@ class Libvirt:
             connection.getDomainCapabilities(None, xml.ARCHITECTURE, xml.MACHINE, self.virt_type('auto'))
 
     def virt_type(self, wanted: str) -> str:
-        flags = Path('/proc/cpuinfo').read_text(errors='replace').split()
         capabilities = self._capabilities()
         qemu = access.user(capabilities.qemu_uid, capabilities.qemu_gid)
-        return access.choose_virt_type(
-            wanted,
-            cpu_flag='vmx' in flags or 'svm' in flags,
-            device=access.KVM.exists() and access.can(access.READ_WRITE, access.KVM, qemu),
-            offered='kvm' in capabilities.domain_types,
-        )
+        return access.choose_virt_type(wanted, **access.look_for_kvm(qemu, capabilities.domain_types))
 
     def cpu_features(self, virt_type: str) -> Set[str]:
         asked = (xml.ARCHITECTURE, xml.MACHINE, virt_type)

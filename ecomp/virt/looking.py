@@ -24,11 +24,8 @@ def look(state: Path, attachments: Sequence[Attachment], uri: str = 'qemu:///sys
         with connection.use('asking for its version') as open_one:
             version, capabilities = open_one.getLibVersion(), xml.capabilities(open_one.getCapabilities())
         qemu = access.user(capabilities.qemu_uid, capabilities.qemu_gid)
-        flags = Path('/proc/cpuinfo').read_text(errors='replace').split()
+        kvm = access.look_for_kvm(qemu, capabilities.domain_types)
         device = access.KVM.exists()
-        closed = device and not access.can(access.READ_WRITE, access.KVM, qemu)
-        cpu_flag, offered = 'vmx' in flags or 'svm' in flags, 'kvm' in capabilities.domain_types
-        missing = access.no_kvm(cpu_flag=cpu_flag, device=device and not closed, offered=offered)
         states = {each: _state(connection, each) for each in attachments}
         blocked = access.blocked(state.absolute() / 'images', qemu)
         return Libvirt(
@@ -37,8 +34,8 @@ def look(state: Path, attachments: Sequence[Attachment], uri: str = 'qemu:///sys
             qemu='qemu' in capabilities.domain_types,
             qemu_user=qemu.name,
             kvm_device=device,
-            kvm_closed=closed,
-            kvm='; '.join(missing),
+            kvm_closed=device and not kvm['device'],
+            kvm='; '.join(access.no_kvm(**kvm)),
             blocked='' if blocked is None else str(blocked),
             pool=_others_pool(connection, state.absolute() / 'images'),
             networks=states,
