@@ -122,6 +122,8 @@ FAMILY_WORDS: Mapping[str, Sequence[str]] = {
     for first in dict.fromkeys(name.partition(' ')[0] for name in COMMANDS if ' ' in name)
 }
 """The names of two words by their first, which says nothing alone."""
+FIRST_WORDS = frozenset(name.partition(' ')[0] for name in COMMANDS if name not in NAMELESS)
+"""What a command line may begin with, beside a query and an instance."""
 
 
 def families() -> dict[str, list[Command]]:
@@ -186,7 +188,7 @@ def _command(words: Sequence[str], flavored: bool) -> tuple[str, tuple[str, ...]
     try:
         return QUERY, COMMANDS[QUERY].words(QUERY, words)
     except UsageError as error:
-        raise UsageError(f'{error}{hint(words[0])}') from error
+        raise UsageError(f'{error}{hint(words[0], FIRST_WORDS)}') from error
 
 
 def _half(first: str, second: str | None = None, *_: str) -> UsageError:

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from ecomp.cli.command import Command
-from ecomp.cli.helping import SHELLS
 from ecomp.cli.options import OPTIONS, Option
+from ecomp.cli.words import SHELLS
 from ecomp.model.record import STAGES
 
 LIVE: Mapping[str, str] = {

@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ecomp.cli.command import Command, Context
-from ecomp.cli.words import Words
+from ecomp.cli.words import SHELLS, Words
 from ecomp.errors import UsageError
-
-SHELLS = ('bash', 'zsh', 'fish')
 
 
 def _help(do: Context) -> int:
@@ -36,12 +34,12 @@ def _shell(name: str, words: Sequence[str]) -> Words:
 
 def _command_or_nothing(name: str, words: Sequence[str]) -> Words:
     """A command's name, which may have two words; or nothing."""
-    from ecomp.cli.commands import COMMANDS, FAMILY_WORDS  # as above
+    from ecomp.cli.commands import COMMANDS, FAMILY_WORDS, FIRST_WORDS  # as above
     from ecomp.cli.near import hint
 
     said = ' '.join(words)
     if said and said not in COMMANDS and said not in FAMILY_WORDS:
-        raise UsageError(f'{name}: {said!r} is not a command{hint(words[0] if len(words) == 1 else "")}')
+        raise UsageError(f'{name}: {said!r} is not a command{hint(words[0] if len(words) == 1 else "", FIRST_WORDS)}')
     return tuple(words)
 
 

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from ecomp.cli.command import DOCUMENT, LISTED, QUERY, Command, Context, plain
 from ecomp.cli.options import TABLE
-from ecomp.cli.outcomes import Outcomes
-from ecomp.cli.terminal import Live, each_of
+from ecomp.cli.outcomes import REACHED, Outcomes, known_of
+from ecomp.cli.terminal import each_of
 from ecomp.cli.words import instances, nothing, one_instance
 from ecomp.errors import EcompError, NotFound, StillGoing, Unreachable
 from ecomp.model import keys
-from ecomp.model.stages import ERROR, GONE, QUEUED, STAGES, STOPPED
+from ecomp.model.stages import ERROR, GONE, QUEUED, STOPPED
 from ecomp.model.text import printable
 
 if TYPE_CHECKING:
@@ -24,19 +23,6 @@ if TYPE_CHECKING:
     from ecomp.model.power import Power
     from ecomp.model.record import Record
     from ecomp.scheduler.looking.find import InstanceEntries
-    from ecomp.store.places import Index
-
-ADDRESSED = 'addressed'
-"""The stage that is waited for if none is named."""
-
-REACHED: Mapping[str, object] = dict.fromkeys(('instance', 'name', 'state', 'address'))
-"""What is known of an instance that is waited for, before it is looked at."""
-
-
-def known_of(record: Record) -> Mapping[str, object]:
-    """What a record tells of it, however the wait ends."""
-    return {field: getattr(record, field) for field in REACHED}
-
 
 FILTERS = {
     **plain('all state host'),
@@ -58,9 +44,10 @@ def _query(do: Context) -> int:
     try:
         instance = do.instance(word)
     except NotFound as error:
+        from ecomp.cli.commands import FIRST_WORDS  # which imports this
         from ecomp.cli.near import hint
 
-        raise NotFound(f'{error}; it is no command either{hint(word)}') from error
+        raise NotFound(f'{error}; it is no command either{hint(word, FIRST_WORDS)}') from error
     # Not of /booted: every compute may write there, of every instance.
     record = living(do.store, instance).record
     said: str | None = no_address(record)
@@ -186,6 +173,7 @@ def _found(do: Context, word: str) -> InstanceEntries:
 
 
 def _wait(do: Context) -> int:
+    from ecomp.cli.reaching import reach
     from ecomp.scheduler.looking.find import living
 
     outcomes = Outcomes(do, do.words, **REACHED)
@@ -205,47 +193,6 @@ def _wait(do: Context) -> int:
 
     reach(do, outcomes, list(outcomes.found), instance_of, do.among, asked)
     return outcomes.end()
-
-
-def reach(
-    do: Context,
-    outcomes: Outcomes,
-    words: Sequence[str],
-    instance_of: Callable[[str], str],
-    among: Index | None,
-    asked: Mapping[str, Power | None] = MappingProxyType({}),
-) -> None:
-    """Wait for the stage of each that was asked for; once there has to be an address, it is printed.
-
-    `among`: see find(). `asked` is what is asked of an instance's power, known by when `instance_of` has said which it
-    is.
-    """
-    from ecomp.scheduler.changing.wait import Deadline
-
-    stage = do.options.stage or do.options.wait or ADDRESSED
-    deadline = Deadline(do.options.patience)
-
-    def late(record: Record) -> None:
-        from ecomp.cli.enter import last_lines
-
-        for line in last_lines(do, record):
-            do.out.say(f"{record.name or record.instance}'s console: {line}")
-
-    def wait(word: str) -> None:
-        from ecomp.scheduler.changing.wait import Wait, wait_for_stage
-
-        def seen(record: Record) -> None:
-            outcomes.tell(word, '', **known_of(record))
-
-        instance = instance_of(word)
-        with Live() as tell:
-            waited = Wait(do.etcd, instance, deadline, tell, among, seen, late)
-            record = wait_for_stage(waited, stage, asked.get(instance))
-        if do.form == TABLE and record.address and STAGES.index(stage) >= STAGES.index(ADDRESSED):
-            do.out.put(printable(record.address))
-
-    of = '' if stage == ADDRESSED else f' --for {stage}'
-    outcomes.wait(words, wait, lambda left: f'{do.typed} wait {left}{of}')
 
 
 # fmt: off

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from ecomp.model.near import near
 
 LIST, DESTROY, CREATE = 'list', 'destroy', "'resources=…' [IMAGE_URL]"
@@ -26,17 +28,9 @@ NONE = dict.fromkeys(('image', 'images', 'img'), 'an image is a URL behind the q
 """What others have a command for, and we have not: why there is none."""
 
 
-def command_like(word: str) -> str | None:
-    """How the command is written that the word, which is none, probably means; None where none is like it."""
-    from ecomp.cli.commands import COMMANDS, NAMELESS  # which imports those whose mistakes these are
-
-    names = {name.partition(' ')[0] for name in COMMANDS if name not in NAMELESS}
-    return ELSEWHERE.get(word.lower()) or near(word, names)
-
-
-def hint(word: str) -> str:
-    """The end of a sentence that says that a word is no command."""
+def hint(word: str, names: Collection[str]) -> str:
+    """The end of a sentence that says that a word is no command; `names` are the first words of those there are."""
     if word.lower() in NONE:
         return f': {NONE[word.lower()]}'
-    close = command_like(word)
+    close = ELSEWHERE.get(word.lower()) or near(word, names)
     return f': did you mean eschedule {close}?' if close else '; --help shows all'

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from ecomp.cli.command import Context
 from ecomp.cli.options import TABLE
 from ecomp.errors import EcompError, StillGoing
 from ecomp.model.text import some
+
+if TYPE_CHECKING:
+    from ecomp.model.record import Record
+
+REACHED: Mapping[str, object] = dict.fromkeys(('instance', 'name', 'state', 'address'))
+"""What is known of an instance that is waited for, before it is looked at."""
 
 QUOTED = 5
 """How many words a sentence names at most."""
@@ -84,3 +90,8 @@ class Outcomes:
     def _fail(self, word: str, error: EcompError) -> None:
         self.found[word]['error'] = {'code': error.exit_code, 'said': self._do.calling(str(error))}
         self.code = self.code or error.exit_code
+
+
+def known_of(record: Record) -> Mapping[str, object]:
+    """What a record tells of it, however the wait ends."""
+    return {field: getattr(record, field) for field in REACHED}

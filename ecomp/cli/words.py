@@ -15,6 +15,9 @@ from ecomp.model.reach import check_user
 LONGEST_PROJECT = 255
 """Characters of a project's id, placement's own limit: a longer one is a UsageError."""
 
+SHELLS = ('bash', 'zsh', 'fish')
+"""Those that eschedule completes in."""
+
 Words = tuple[str, ...]
 
 
