@@ -65,7 +65,7 @@ def _query(do: Context) -> int:
 
 
 def _unserved(records: Sequence[Record], known: Callable[[], Computes]) -> list[str]:
-    """Of those of them that wait in a queue: that nobody takes from it, where that is so."""
+    """A line that those of `records` that wait in a queue wait in vain; none where a compute takes, or may."""
     waiting = [each.name or each.instance for each in records if each.state == QUEUED]
     said = known().unserved(waiting) if waiting else None
     return [] if said is None else [said]

@@ -78,17 +78,17 @@ class Words:
         return kind(f'{self.endpoint} answers, but not as placement does: is `placement:` right?', self.name)
 
     def lost(self, kind: type[Unreachable], why: str) -> Unreachable:
-        """Of a call that ended otherwise."""
+        """Make the error for a call that got no answer, and why."""
         return kind(f'{self.name} cannot be reached: {why}', self.name)
 
     def broken(self, kind: type[Unreachable]) -> Unreachable:
-        """Of a connection that broke."""
+        """Make the error for a call whose connection broke."""
         # Whoever does not take our certificate often hangs up before its word about that arrives.
         question = ': does it take our certificate?' if self.endpoint.startswith('https:') else ''
         return self.lost(kind, f'the connection broke{question}')
 
     def late(self, kind: type[Unreachable], until: float) -> Unreachable:
-        """Of an answer that did not come, or not whole: the whole was waited for until then."""
+        """Make the error for an answer that did not come, or not whole; `until` is when its time is up."""
         between, whole = self._seconds
         if time.monotonic() < until:
             return kind(f'{self.name} gave no answer in {between:g} s', self.name)

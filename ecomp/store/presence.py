@@ -23,6 +23,7 @@ from ecomp.store.lease import Lease
 log = logging.getLogger(__name__)
 
 SECONDS = 30
+"""How long a lease lasts without a renewal; then its owner counts as dead."""
 LATE = 5
 """Seconds by which a lease may end late."""
 NEVER = 2**63 - 1

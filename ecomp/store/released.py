@@ -21,6 +21,7 @@ from ecomp.store.client import Put, Store
 SECONDS = 3600
 """How long it is noted. A release that was sent longer ago than this is not on its way any more."""
 TRIES = 3
+"""How often a note is sent of which no answer comes; then UnknownOutcome."""
 MOST = 50
 """A generation above this counts as this one: each step up to it is a call to placement, and others wait for it.
 

@@ -34,6 +34,7 @@ State = Mapping[str, Entry]
 Subscription = tuple[str, Callable[[State], None]]
 """A prefix, and what is called with the state of it."""
 FIRST_DELAY, LAST_DELAY = 0.2, 5.0
+"""Seconds until a lost etcd is tried again: at first, and at most."""
 
 
 class _Resync(Exception):
