@@ -1,0 +1,316 @@
+"""Each defect that an audit names, as it is planted; each function says whom it is about, and bears its code's name."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Callable
+
+from tests.kit.story import SMALL, reached, record
+from tests.scenario.audited import GROUP, MAC, NAME, SIZE, Scene, guests_file
+
+
+def new() -> str:
+    return str(uuid.uuid4())
+
+
+def provider_missing(scene: Scene) -> str:
+    scene.control.placement.call('DELETE', f'/resource_providers/{scene.two.uuid}')
+    return scene.two.uuid
+
+
+def inventory_missing(scene: Scene) -> str:
+    scene.inventory(scene.two.uuid)
+    return scene.two.uuid
+
+
+def capacity_exceeded(scene: Scene) -> str:
+    scene.inventory(scene.one.uuid, VCPU=64, DISK_GB=64, MEMORY_MB=64)
+    return scene.one.uuid
+
+
+def allocation_orphaned(scene: Scene) -> str:
+    scene.hold_on(nobody := new(), scene.two.uuid)
+    return nobody
+
+
+def allocation_missing(scene: Scene) -> str:
+    scene.control.placement.call('DELETE', f'/allocations/{scene.instance}')
+    return scene.instance
+
+
+def allocation_differs(scene: Scene) -> str:
+    scene.hold_on(scene.instance, scene.one.uuid, VCPU=2)
+    return scene.instance
+
+
+def allocation_doubled(scene: Scene) -> str:
+    scene.hold_on(scene.instance, scene.one.uuid, scene.two.uuid)
+    return scene.instance
+
+
+def request_doubled(scene: Scene) -> str:
+    value = scene.control.etcd.get(f'/hosts/{scene.one.uuid}/{scene.instance}')
+    assert value is not None
+    # Of a compute that is not there: a living one drops it.
+    scene.put(f'/hosts/{(other := new())}/{scene.instance}', value.decode().replace(scene.one.uuid, other))
+    return scene.instance
+
+
+def request_misplaced(scene: Scene) -> str:
+    request_doubled(scene)
+    return request_missing(scene)
+
+
+def request_missing(scene: Scene) -> str:
+    scene.control.etcd.delete(f'/hosts/{scene.one.uuid}/{scene.instance}')
+    return scene.instance
+
+
+def request_ended(scene: Scene) -> str:
+    other = new()
+    request = {
+        'version': 1, 'instance': scene.gone, 'image': 'http://images.invalid/i',
+        'allocations': {other: {'resources': SIZE}},
+    }  # fmt: skip
+    found = record(scene.control, scene.gone)
+    assert found is not None
+    scene.control.etcd.delete(scene.control.etcd.record_key(scene.gone))
+    scene.put(f'/instances/{other}/{scene.gone}', {**found, 'compute': other}, 3600)
+    scene.put(f'/hosts/{other}/{scene.gone}', request)
+    return scene.gone
+
+
+def request_unreadable(scene: Scene) -> str:
+    scene.put(f'/hosts/{new()}/{(nobody := new())}', 'no request')
+    return nobody
+
+
+def waits(scene: Scene, instance: str, flavor: str) -> str:
+    """Let it wait, for a flavor that is there if its name is small."""
+    waiting = {
+        'version': 1, 'instance': instance, 'flavor': flavor, 'query': SMALL, 'image': 'http://images.invalid/i',
+        'user_id': 'u', 'project_id': 'p', 'stages': {},
+    }  # fmt: skip
+    scene.put(f'/queues/{flavor}/{instance}', waiting)
+    scene.put('/flavors/small', {'resources': SIZE})
+    return instance
+
+
+def queued_unreadable(scene: Scene) -> str:
+    scene.put(f'/queues/small/{(nobody := new())}', 'no request')
+    return nobody
+
+
+def queued_flavorless(scene: Scene) -> str:
+    return waits(scene, new(), 'none')
+
+
+def queued_doubled(scene: Scene) -> str:
+    return waits(scene, scene.instance, 'small')
+
+
+def taker_unleased(scene: Scene) -> str:
+    nobody = waits(scene, new(), 'small')
+    scene.put(f'/queues/small/{nobody}/taker', {'version': 1, 'compute': new()})
+    return nobody
+
+
+def record_doubled(scene: Scene) -> str:
+    found = record(scene.control, scene.instance)
+    assert found is not None
+    other = scene.two.uuid
+    scene.put(f'/instances/{other}/{scene.instance}', {**found, 'compute': other})
+    return scene.instance
+
+
+def record_missing(scene: Scene) -> str:
+    scene.control.etcd.delete(scene.control.etcd.record_key(scene.instance))
+    return scene.instance
+
+
+def record_unreadable(scene: Scene) -> str:
+    scene.put(f'/instances/{scene.one.uuid}/{(nobody := new())}', {'version': 99})
+    return nobody
+
+
+def record_unleased(scene: Scene) -> str:
+    scene.rewrite(scene.gone)
+    return scene.gone
+
+
+def record_leased(scene: Scene) -> str:
+    scene.rewrite(scene.instance, seconds=3600)
+    return scene.instance
+
+
+def booted_orphaned(scene: Scene) -> str:
+    scene.put(f'/booted/{scene.gone}', '10.1.2.3')
+    return scene.gone
+
+
+def booted_differs(scene: Scene) -> str:
+    scene.put(f'/booted/{scene.instance}', '10.1.2.3')
+    return scene.instance
+
+
+def name_orphaned(scene: Scene) -> str:
+    scene.put('/names/of-nobody', {'version': 1, 'instance': scene.gone})
+    return 'of-nobody'
+
+
+def name_missing(scene: Scene) -> str:
+    scene.control.etcd.delete(f'/names/{NAME}')
+    return scene.instance
+
+
+def group_unreadable(scene: Scene) -> str:
+    scene.put('/groups/newer', {'version': 99})
+    return 'newer'
+
+
+def group_broken(scene: Scene) -> str:
+    other = new()
+    scene.put(f'/requests/{other}', {'version': 1, 'instances': [other], 'pid': 1}, seconds=600)  # it is no orphan
+    scene.join({scene.instance: scene.one.uuid, other: scene.two.uuid})
+    return GROUP
+
+
+def group_orphaned(scene: Scene) -> str:
+    scene.join({scene.instance: scene.one.uuid, new(): scene.one.uuid, new(): scene.one.uuid})
+    return GROUP
+
+
+def group_missing(scene: Scene) -> str:
+    scene.join({scene.instance: scene.one.uuid})
+    scene.control.etcd.delete(f'/groups/{GROUP}')
+    return scene.instance
+
+
+def quota_unreadable(scene: Scene) -> str:
+    scene.put('/quotas/newer', {'version': 99})
+    return 'newer'
+
+
+def quota_differs(scene: Scene) -> str:
+    scene.put('/quotas/project', {'version': 1, 'limits': {'VCPU': 9}, 'used': {'VCPU': 7}})
+    return 'project'
+
+
+def usage_differs(scene: Scene) -> str:
+    storage, call = new(), scene.control.placement.call
+    call('POST', '/resource_providers', {'uuid': storage, 'name': 'tapes'})
+    inventories = {'resource_provider_generation': 0, 'inventories': {'DISK_GB': {'total': 9}}}
+    call('PUT', f'/resource_providers/{storage}/inventories', inventories)
+    body = {'allocations': {storage: {'resources': {'DISK_GB': 1}}}, 'project_id': 'tapes', 'user_id': 'x'}
+    body |= {'consumer_generation': None, 'consumer_type': 'INSTANCE'}
+    call('PUT', f'/allocations/{new()}', body)
+    scene.put('/quotas/tapes', {'version': 1, 'limits': {'VCPU': 9}, 'used': {}})
+    return 'tapes'
+
+
+def attempt_unleased(scene: Scene) -> str:
+    scene.put(f'/requests/{(nobody := new())}', {'version': 1, 'instances': [nobody], 'pid': 1})
+    return nobody
+
+
+def presence_unleased(scene: Scene) -> str:
+    other = scene.control.placement.make_provider(VCPU=1)
+    scene.put(f'/computes/{other}', {'token': 'x'})
+    return other
+
+
+def hostname_orphaned(scene: Scene) -> str:
+    scene.put(f'/hostnames/{(nobody := new())}', {'version': 1, 'hostname': 'hv9'})
+    return nobody
+
+
+def compute_mute(scene: Scene) -> str:
+    scene.two.pause()
+    return scene.two.uuid
+
+
+def domain_missing(scene: Scene) -> str:
+    scene.guest(scene.one, scene.instance, compute=None, defined=False, running=False)
+    return scene.instance
+
+
+def domain_off(scene: Scene) -> str:
+    if any(each['running'] for each in json.loads(guests_file(scene.one).read_text())):
+        scene.guest(scene.one, scene.instance, running=False)
+    reached(scene.control, scene.instance, 'stopped')
+    scene.rewrite(scene.instance, state='active')
+    return scene.instance
+
+
+def domain_running(scene: Scene) -> str:
+    scene.rewrite(scene.instance, state='stopped')
+    return scene.instance
+
+
+def domain_undefined(scene: Scene) -> str:
+    scene.guest(scene.one, scene.instance, defined=False)
+    return scene.instance
+
+
+def domain_orphaned(scene: Scene) -> str:
+    scene.guest(scene.two, nobody := new())
+    return nobody
+
+
+def domain_misplaced(scene: Scene) -> str:
+    scene.guest(scene.two, nobody := new(), compute=scene.one.uuid)
+    return nobody
+
+
+def domain_doubled(scene: Scene) -> str:
+    scene.guest(scene.two, scene.instance)
+    return scene.instance
+
+
+def disk_missing(scene: Scene) -> str:
+    scene.guest(scene.one, scene.instance, disk=False)
+    return scene.instance
+
+
+def disk_orphaned(scene: Scene) -> str:
+    scene.guest(scene.two, nobody := new(), compute=None, defined=False, running=False)
+    return nobody
+
+
+def seed_orphaned(scene: Scene) -> str:
+    data = {'version': 1, 'instance': (nobody := new()), 'mac': MAC}
+    scene.seed().write_text(json.dumps(data))
+    return nobody
+
+
+def part_orphaned(scene: Scene) -> str:
+    (scene.one.directory / 'state' / 'images').mkdir(exist_ok=True)
+    (scene.one.directory / 'state' / 'images' / 'base-0123.part').write_bytes(b'half')
+    return scene.one.uuid
+
+
+PLANTS: list[Callable[[Scene], str]] = [
+    *(provider_missing, inventory_missing, capacity_exceeded),
+    *(allocation_orphaned, allocation_missing, allocation_differs, allocation_doubled),
+    *(request_doubled, request_misplaced, request_missing, request_ended, request_unreadable),
+    *(record_doubled, record_missing, record_unreadable, record_unleased, record_leased),
+    *(booted_orphaned, booted_differs),
+    *(group_unreadable, group_broken, group_orphaned, group_missing, quota_unreadable, quota_differs, usage_differs),
+    *(name_orphaned, name_missing, hostname_orphaned, attempt_unleased, presence_unleased, compute_mute),
+    *(queued_unreadable, queued_flavorless, queued_doubled, taker_unleased),
+    *(domain_missing, domain_off, domain_running, domain_undefined),
+    *(domain_orphaned, domain_misplaced, domain_doubled),
+    *(disk_missing, disk_orphaned, seed_orphaned, part_orphaned),
+]
+NOTICED = [domain_off, domain_running, record_missing, provider_missing, inventory_missing, capacity_exceeded]
+"""What an ecompute mends itself, once a minute: then it is planted again."""
+ON_A_HYPERVISOR = {
+    *('base-missing', 'iso-orphaned', 'reservation-orphaned', 'reservation-missing', 'reservation-differs'),
+    *('base-differs', 'dhcp-open'),
+}
+"""What is planted, and mended, in faults/test_audit_lab.py."""
+
+
+def code_of(plant: Callable[[Scene], str]) -> str:
+    return plant.__name__.replace('_', '-')
