@@ -1,6 +1,6 @@
 """F22, F23: images that are none, that lie or change: refused in words, the cache unpoisoned, one download for all.
 
-The many ways to answer are in tests/functional/test_images.py, what is kept and evicted in test_image_cache.py there.
+The many ways to answer are in tests/functional/test_images.py, what is kept and evicted in test_image_*.py there.
 """
 
 from __future__ import annotations
