@@ -1,22 +1,27 @@
-"""What libvirt's filters let through of real frames: its rules on an interface that is ours, and not a guest's."""
+"""What libvirt's filters let through of real frames, on an interface that is ours; and which rules a guest has."""
 
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 import xml.etree.ElementTree as ET
 from collections.abc import Iterator
+from dataclasses import replace
 from ipaddress import IPv4Address
 
 import pytest
 
+from ecomp.model.guest import GuestSpec
+from ecomp.model.network import DEFAULT_NETWORKS, Attachment
+from tests.functional.guest import COMPUTE, build
 from tests.functional.libvirt_host import LibvirtHost
 from tests.kit.servers import until
 
 libvirt = pytest.importorskip('libvirt', reason="libvirt-python is not installed: pip install '.[hypervisor]'")
 from ecomp.virt import filter_xml  # noqa: E402
 from ecomp.virt.filter_xml import Service  # noqa: E402
-from ecomp.virt.libvirt_host import Libvirt  # noqa: E402
+from ecomp.virt.libvirt_host import NO_FILTERS, Libvirt  # noqa: E402
 
 MAC, NEIGHBOUR = '52:54:00:00:00:0a', '52:54:00:00:00:0b'
 IP = '10.88.0.66'
@@ -41,6 +46,8 @@ print(json.dumps(seen))
 """
 ALL, ZERO = 'ff' * 6, '00' * 6
 TAGS = {'vlan 0': '81000000', 'vlan 7': '81000007', '802.1ad': '88a80000', 'two': '88a8000081000000'}
+BRIDGED = (*DEFAULT_NETWORKS, Attachment('bridge', 'br0'))
+DRIVERS = '/usr/lib/x86_64-linux-gnu/libvirt/connection-driver'
 
 
 def hexed(mac: str) -> str:
@@ -131,3 +138,120 @@ def test_with_a_reserved_address(link: LibvirtHost) -> None:
     others = {'another address': ipv4('10.88.0.67'), 'arp another address': arp(address='10.88.0.67')}
     found = let_through(link, IP, {**LEGITIMATE, **FORGED, **others})
     assert found == LEGITIMATE.keys() - {'probe'}, 'it asks for no address but this one'
+
+
+@pytest.fixture
+def connection(host: LibvirtHost) -> Iterator[object]:
+    """A connection of the test's own, to see and do what ecompute does not."""
+    opened = libvirt.open(host.uri)
+    yield opened
+    opened.close()
+
+
+def rules(host: LibvirtHost) -> str:
+    """All that filters frames on the host, as ebtables of Debian 12 prints it; that of Debian 13 puts the ! first."""
+    return host.inside(['ebtables', '-t', 'nat', '-L']).stdout.replace('! -s ', '-s ! ')
+
+
+def test_what_a_guest_may_send(real: Libvirt, spec: GuestSpec, host: LibvirtHost, connection: object) -> None:
+    host.inside(['ip', 'link', 'add', 'br0', 'type', 'bridge'])
+    control = [('10.88.0.9', 2379), ('10.88.0.9', 8080), ('10.88.0.10', 2379), ('fd00:88::9', 8080)]
+    real = Libvirt(host.root / 'state', uri=host.uri, control=control)
+    for_all = [
+        '-p IPv4 --ip-proto udp --ip-sport 67 -j DROP',
+        '-p IPv6 --ip6-proto udp --ip6-sport 547 -j DROP',
+        '-p IPv6 --ip6-proto ipv6-icmp --ip6-icmp-type router-advertisement -j DROP',
+        '-p IPv6 --ip6-proto ipv6-icmp --ip6-icmp-type redirect -j DROP',
+        '-p IPv4 --ip-dst 10.88.0.9 --ip-proto tcp --ip-dport 2379 -j DROP',
+        '-p IPv4 --ip-dst 10.88.0.9 --ip-proto tcp --ip-dport 8080 -j DROP',
+        '-p IPv4 --ip-dst 10.88.0.10 --ip-proto tcp --ip-dport 2379 -j DROP',
+        '-p IPv6 --ip6-dst fd00:88::9 --ip6-proto tcp --ip6-dport 8080 -j DROP',
+    ]
+    try:
+        build(real, replace(spec, networks=BRIDGED, reserved=('10.77.0.50', None)))
+        for _ in range(2):
+            bindings = {each.portDev(): each.filterName() for each in connection.listAllNWFilterBindings()}
+            assert sorted(bindings.values()) == [filter_xml.GUEST_ADDRESS, filter_xml.GUEST_MAC]
+            known, bridged = sorted(bindings, key=bindings.__getitem__)
+            first, second = replace(spec, networks=BRIDGED).macs
+            chains = {text.split(',')[0]: text.splitlines()[1:] for text in rules(host).split('Bridge chain: ')}
+            assert [line.strip() for line in chains[f'libvirt-I-{known}'] if line.strip()] == [
+                *for_all,
+                f'-p IPv4 -s {first} --ip-src 10.77.0.50 -j ACCEPT',
+                f'-p IPv4 -s {first} --ip-dst 255.255.255.255 -j ACCEPT',
+                f'-p ARP -s {first} --arp-ip-src 10.77.0.50 --arp-mac-src {first} -j ACCEPT',
+                f'-p IPv6 -s {first} -j ACCEPT',
+                '-j DROP',
+            ]
+            assert [line.strip() for line in chains[f'libvirt-I-{bridged}'] if line.strip()] == [
+                *for_all,
+                '-p 802_1Q -j DROP',
+                '-p S-TAG -j DROP',
+                f'-p ARP -s {second} --arp-mac-src {second} -j ACCEPT',
+                '-p ARP -j DROP',
+                f'-s ! {second} -j DROP',
+            ]
+            real.switch_off(spec.instance, COMPUTE)
+            assert 'libvirt-I' not in rules(host)
+            # Nobody has them now, so somebody can remove them; and they are there again when they are needed.
+            for name in filter_xml.FILTERS:
+                connection.nwfilterLookupByName(name).undefine()
+            real.resume(spec.instance, COMPUTE)
+    finally:
+        real.destroy(spec.instance, COMPUTE)
+        host.inside(['ip', 'link', 'del', 'br0'])
+    assert 'libvirt-I' not in rules(host)
+
+
+def test_filters_that_are_there_stay(real: Libvirt, connection: object) -> None:
+    before = {name: connection.nwfilterLookupByName(name).UUIDString() for name in filter_xml.FILTERS}
+    for name, number in before.items():
+        theirs = connection.nwfilterLookupByName(name)
+        theirs.undefine()
+        connection.nwfilterDefineXML(f"<filter name='{name}' chain='root'/>")
+        own = connection.nwfilterLookupByName(name).UUIDString()
+        real.prepare()
+        assert connection.nwfilterLookupByName(name).UUIDString() == own != number
+        connection.nwfilterLookupByName(name).undefine()
+    real.prepare()
+    assert {name: connection.nwfilterLookupByName(name).UUIDString() for name in filter_xml.FILTERS} == before
+
+
+def unfiltered(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """What was said of filters."""
+    return [record.getMessage() for record in caplog.records if 'filter' in record.getMessage()]
+
+
+def test_without_ebtables(
+    real: Libvirt,
+    spec: GuestSpec,
+    connection: object,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr('ecomp.virt.filters.search_path', lambda: '/nowhere')
+    real.prepare()
+    build(real, replace(spec, reserved=('10.77.0.50',)))
+    assert unfiltered(caplog) == [NO_FILTERS.format(why='ebtables is not installed')]
+    assert 'filterref' not in connection.lookupByUUIDString(spec.instance).XMLDesc()
+
+
+def test_a_libvirtd_without_the_driver(
+    host: LibvirtHost, real: Libvirt, spec: GuestSpec, caplog: pytest.LogCaptureFixture
+) -> None:
+    drivers = host.root / 'drivers'
+    shutil.copytree(DRIVERS, drivers, ignore=shutil.ignore_patterns('*nwfilter*'))
+    host.kill_libvirtd()
+    start = f'mount --bind {drivers} {DRIVERS}; libvirtd -d --pid-file {host.root}/libvirtd.pid'
+    host.inside(['unshare', '-m', 'sh', '-e', '-c', start])
+    try:
+        real.prepare()
+        build(real, replace(spec, reserved=('10.77.0.50',)))
+    finally:
+        host.kill_libvirtd()
+        host.start_libvirtd()
+    why = 'this function is not supported by the connection driver: virNWFilterLookupByName'
+    assert unfiltered(caplog) == [NO_FILTERS.format(why=why)]
+    again = libvirt.open(host.uri)
+    assert 'filterref' not in again.lookupByUUIDString(spec.instance).XMLDesc()
+    again.close()

@@ -1,19 +1,29 @@
-"""Addresses reserved in the DHCP of real libvirt networks: what keeps them, what they avoid, and who gets them."""
+"""Addresses of real libvirt networks: what keeps those reserved, what they avoid, who gets any, how that is seen."""
 
 from __future__ import annotations
 
+import os
+import queue
 import re
+import subprocess
+import sys
+import threading
 import xml.etree.ElementTree as ET
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
 import pytest
 
 from ecomp.errors import BuildFailed
-from ecomp.model.guest import ReservedAddress, all_macs, mac_address
+from ecomp.model.findings import CODES
+from ecomp.model.guest import Address, GuestSpec, ReservedAddress, all_macs, mac_address
+from ecomp.model.network import DEFAULT_NETWORKS, Attachment
+from tests.functional.guest import build
 from tests.functional.libvirt_host import LibvirtHost
 from tests.kit.servers import until
 
@@ -30,6 +40,7 @@ ROOM = 8
 INACTIVE = libvirt.VIR_NETWORK_XML_INACTIVE
 ADD, DELETE = libvirt.VIR_NETWORK_UPDATE_COMMAND_ADD_LAST, libvirt.VIR_NETWORK_UPDATE_COMMAND_DELETE
 BOTH = libvirt.VIR_NETWORK_UPDATE_AFFECT_LIVE | libvirt.VIR_NETWORK_UPDATE_AFFECT_CONFIG
+BRIDGED = (*DEFAULT_NETWORKS, Attachment('bridge', 'br0'))
 
 
 @pytest.fixture(scope='module')
@@ -231,3 +242,82 @@ def lease(host: LibvirtHost, mac: str, network: Any) -> str:
 def leases(network: Any) -> set[tuple[str, str]]:
     """The leases that libvirt knows of: (MAC, address)."""
     return {(each['mac'], each['ipaddr']) for each in network.DHCPLeases()}
+
+
+def inside_the_host(state: str, instance: str) -> None:
+    """What ecompute's parent does on its own host: the metadata address, and leases as they are given."""
+    hypervisor = Libvirt(Path(state))
+    told: queue.Queue[str] = queue.Queue()
+    hypervisor.on_change(told.put)
+    assert not hypervisor.metadata_address_present()
+    assert [hypervisor.ensure_metadata_address(), hypervisor.ensure_metadata_address()] == [True, False]
+    assert hypervisor.metadata_address_present()
+    for _ in range(2):
+        hypervisor.remove_metadata_address()
+        assert not hypervisor.metadata_address_present()
+
+    # The guest itself has nothing to boot: somebody with its MAC asks for its address.
+    leased, bridged = mac_address(instance, 0), mac_address(instance, 1)
+    add = ['ip', 'link', 'add', 'evt0', 'address', leased, 'type', 'veth', 'peer', 'name', 'evt1']
+    up = [['ip', 'link', 'set', 'evt1', 'master', 'virbr0', 'up'], ['ip', 'link', 'set', 'evt0', 'up']]
+    client = ['busybox', 'udhcpc', '-i', 'evt0', '-f', '-q', '-n', '-t', '20', '-T', '1', '-s', '/bin/true']
+    for command in (add, *up):
+        subprocess.run(command, check=True)
+    assert hypervisor.addresses(instance) == {}
+    # Offered and not leased yet, which dnsmasq writes there, or one the guest gave itself.
+    for known, seen in (('10.77.0.50', {}), ('10.77.0.200', {leased: Address('10.77.0.200', 'arp')})):
+        entry = [known, 'lladdr', leased, 'dev', 'virbr0']
+        subprocess.run(['ip', 'neigh', 'add', *entry, 'nud', 'stale'], check=True)
+        assert hypervisor.addresses(instance) == seen
+        subprocess.run(['ip', 'neigh', 'del', *entry], check=True)
+    asked = threading.Thread(target=subprocess.run, args=(client,), kwargs={'capture_output': True})
+    asked.start()
+    until(lambda: 'leases: virbr0.status' in told.get(timeout=60), 60, 'the lease is told')
+    until(lambda: hypervisor.addresses(instance), 60, 'the lease is seen')
+    address = hypervisor.addresses(instance)[leased]
+    assert address.source == 'lease'
+    assert address.address.startswith('10.77.0.')
+    asked.join()
+    subprocess.run(['ip', 'link', 'del', 'evt0'], check=True)
+
+    for known in ('10.88.0.5', '169.254.7.7'):
+        subprocess.run(['ip', 'neigh', 'add', known, 'lladdr', bridged, 'dev', 'br0', 'nud', 'stale'], check=True)
+    subprocess.run(['ip', 'neigh', 'add', '10.88.0.6', 'dev', 'br0', 'nud', 'failed'], check=True)
+    # Somebody on another network, and then a second one on its own, who says that it is he.
+    for dev, seen in (('virbr0', {bridged: Address('10.88.0.5', 'arp')}), ('br0', {})):
+        subprocess.run(['ip', 'neigh', 'add', '10.88.0.7', 'lladdr', bridged, 'dev', dev, 'nud', 'stale'], check=True)
+        assert hypervisor.addresses(instance) == {leased: address, **seen}
+    assert hypervisor.addresses(str(uuid4())) == {}
+    hypervisor.close()
+
+
+def test_leases_and_the_metadata_address(host: LibvirtHost, real: Libvirt, spec: GuestSpec) -> None:
+    host.inside(['ip', 'link', 'add', 'br0', 'up', 'type', 'bridge'])
+    build(real, replace(spec, networks=BRIDGED))
+    arguments = (str(host.root / 'state'), spec.instance)
+    script = f'import tests.functional.test_reservations as test; test.inside_the_host{arguments}'
+    path = os.pathsep.join([str(Path(__file__).parents[2]), *sys.path])
+    done = host.inside([sys.executable, '-c', script], env={**os.environ, 'PYTHONPATH': path}, check=False)
+    host.inside(['ip', 'link', 'del', 'br0'])
+    assert done.returncode == 0, done.stderr
+
+
+SHUT = """<network xmlns:dnsmasq='http://libvirt.org/schemas/network/dnsmasq/1.0'><name>shut</name>
+<forward mode='open'/><bridge name='virbr8'/>
+<ip address='10.78.0.1' netmask='255.255.255.0'><dhcp><range start='10.78.0.2' end='10.78.0.9'/></dhcp></ip>
+<dnsmasq:options><dnsmasq:option value='dhcp-ignore=tag:!known'/></dnsmasq:options></network>"""
+
+
+@pytest.mark.usefixtures('real')
+def test_networks_whose_dhcp_answers_anybody(host: LibvirtHost) -> None:
+    """On libvirt's own a guest took all addresses; with the line that the audit says it gets none (ENEMY 3)."""
+    (host.root / 'shut.xml').write_text(SHUT)
+    host.inside(['virsh', '-q', 'net-define', str(host.root / 'shut.xml')])
+    networks = [Attachment('network', name) for name in ('default', 'shut', 'nowhere')]
+    some = Libvirt(host.root / 'state', [*networks, Attachment('bridge', 'br0')], host.uri)
+    try:
+        assert some.open_dhcp() == {'default'}
+    finally:
+        some.close()
+        host.inside(['virsh', '-q', 'net-undefine', 'shut'])
+    assert "<dnsmasq:option value='dhcp-ignore=tag:!known'/>" in CODES['dhcp-open'].how
