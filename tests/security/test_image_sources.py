@@ -1,207 +1,38 @@
-"""Whoever may name an image may name a hostile one: it ends nothing, reads nothing and holds nobody up.
-
-The many ways to answer badly are in functional/test_images.py, stories of hostile images in faults/test_images.py.
-"""
+"""Whoever may name an image's URL gets at no place that is not allowed: by address, name, redirect or proxy."""
 
 from __future__ import annotations
 
 import http.server
 import json
-import os
-import re
-import shutil
 import socket
 import ssl
-import struct
 import subprocess
-import sys
 import threading
-import time
-from array import array
 from base64 import b64encode
-from collections.abc import Iterator
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from hashlib import sha256
 from ipaddress import ip_address
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
-from urllib.parse import urlsplit
 from uuid import uuid4
 
 import psutil
 import pytest
 
-from ecomp.agent.images import inspection, transfer
+from ecomp.agent.images import inspection
 from ecomp.agent.images.cache import ImageCache
 from ecomp.agent.images.reach import Reach, reach_of
-from ecomp.agent.instance.build import Cancelled
 from ecomp.compute_conf import load_compute
 from ecomp.errors import BuildFailed
 from ecomp.model import keys
 from ecomp.model.image_sources import image_sources, why_not
 from ecomp.model.instance import Invalid, parse_request
 from tests.kit.commands import run
-from tests.kit.image_server import Handler, Web, serving
-from tests.kit.images import LIMITS, LOOPBACK, MIB, get, inspect, kept
-from tests.kit.servers import PATIENCE, free_port, until
-
-needs_qemu_img = pytest.mark.skipif(shutil.which('qemu-img') is None, reason='qemu-img (qemu-utils) is not installed')
-BOOT = b'\0' * 510 + b'\x55\xaa'
-
-
-def nothing() -> None:
-    """A checkpoint that nobody stops at."""
-
-
-def lookers() -> list[int]:
-    """The children of this process that look at an image; what else runs in it may have others."""
-    found = []
-    for each in psutil.Process().children():
-        with suppress(psutil.NoSuchProcess):
-            if inspection.INSPECTOR in each.cmdline():
-                found.append(each.pid)
-    return found
-
-
-@pytest.fixture
-def web() -> Iterator[Web]:
-    """A raw disk, and every wrong way to answer."""
-    with serving(BOOT) as server:
-        yield server
-
-
-def big_endian(entries: array[int]) -> bytes:
-    """A table as it stands in a qcow2."""
-    if sys.byteorder == 'little':
-        entries.byteswap()
-    return entries.tobytes()
-
-
-def qcow2(path: Path, bits: int, tables: array[int], length: int) -> Path:
-    """A qcow2 of `length` bytes in clusters of 2^bits, whose L1 table, in the second cluster, names these L2 tables."""
-    cluster = 1 << bits
-    size = len(tables) * (cluster // 8) * cluster
-    header = (b'QFI\xfb', 3, 0, 0, bits, min(size, 2**62), 0, len(tables), cluster, 0, 1, 0, 0, 0, 0, 0, 4, 104)
-    with path.open('wb') as file:
-        file.write(struct.pack('>4sIQIIQIIQQIIQQQQII', *header))
-        file.seek(cluster)
-        file.write(big_endian(tables))
-        file.truncate(length)
-    return path
-
-
-# A qcow2 with costly tables
-
-
-@needs_qemu_img
-@pytest.mark.parametrize('which', ['L1', 'L2', 'refcount'])
-def test_a_table_that_is_not_where_a_cluster_begins_is_refused_as_qemu_does(which: str, tmp_path: Path) -> None:
-    raw, path = tmp_path / 'raw', tmp_path / 'x.qcow2'
-    raw.write_bytes(BOOT + os.urandom(MIB))
-    subprocess.run(['qemu-img', 'convert', '-f', 'raw', '-O', 'qcow2', str(raw), str(path)], check=True)
-    assert inspection.inspect(path, nothing).format == 'qcow2'
-    os.truncate(path, path.stat().st_size + 2 * MIB)
-    with path.open('r+b') as file:
-        file.seek(40)
-        l1, _ = struct.unpack('>QQ', file.read(16))
-        at = {'L1': 40, 'L2': l1, 'refcount': 48}[which]
-        file.seek(at)
-        (offset,) = struct.unpack('>Q', file.read(8))
-        file.seek(at)
-        file.write(struct.pack('>Q', offset + 512))
-    with pytest.raises(BuildFailed, match='a table that is not where a cluster begins'):
-        inspection.inspect(path, nothing)
-    assert subprocess.run(['qemu-img', 'check', '-q', str(path)], capture_output=True, check=False).returncode
-
-
-def test_tables_on_top_of_each_other_cost_no_more_than_the_file_is_long(tmp_path: Path) -> None:
-    """16 MiB that name 20,480 tables of 2 MiB each, at every 512 bytes: that took nine minutes."""
-    tables = array('Q', (4 * MIB + 512 * number for number in range(20480)))
-    path = qcow2(tmp_path / 'x', 21, tables, 16 * MIB)
-    began = time.process_time()
-    with pytest.raises(BuildFailed, match='a table that is not where a cluster begins'):
-        inspection.inspect(path, nothing)
-    assert time.process_time() - began < PATIENCE
-
-
-def slow_image(directory: Path) -> Path:
-    """4 GiB of tables, each where a cluster begins: a minute's work. The file itself is a hole."""
-    tables = array('Q', (2 * MIB * number for number in range(3, 2000)))
-    return qcow2(directory / 'slow', 21, tables, 4 * 2**30)
-
-
-def test_looking_at_an_image_has_an_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(inspection, 'SECONDS', 1)
-    with pytest.raises(BuildFailed, match='the image takes more than 1 s to be looked at: it is not taken'):
-        inspection.inspect(slow_image(tmp_path), nothing)
-    assert lookers() == []
-
-
-def test_looking_at_an_image_has_an_end_in_processor_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine that is busy may take any time for it; who looks at a file uses the limit up himself."""
-    monkeypatch.setattr(inspection, '_too_long', lambda: BuildFailed('image', 'by its processor time'))
-    monkeypatch.setattr(inspection, 'time', SimpleNamespace(monotonic=lambda: 0.0))
-    monkeypatch.setattr(inspection, 'SECONDS', 1)
-    with pytest.raises(BuildFailed, match='by its processor time'):
-        inspection.inspect(slow_image(tmp_path), nothing)
-
-
-def test_looking_at_an_image_has_a_limit_of_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Four million tables, each elsewhere: what QEMU would read at most."""
-    path = qcow2(tmp_path / 'x', 16, array('Q', range(0, 2**22 * 65536, 65536)), 64 * MIB)
-    monkeypatch.setattr(inspection, 'MEMORY', 160 * MIB)
-    with pytest.raises(BuildFailed, match='the image takes more than 160 MiB of memory to be looked at'):
-        inspection.inspect(path, nothing)
-    monkeypatch.undo()
-    with pytest.raises(BuildFailed, match='cut-off'):
-        inspection.inspect(path, nothing)
-
-
-@pytest.mark.parametrize('stopped', [Cancelled, KeyboardInterrupt])
-def test_a_destroy_or_a_signal_ends_the_looking_at_once(
-    web: Web, tmp_path: Path, stopped: type[BaseException]
-) -> None:
-    shelf = tmp_path / 'shelf'
-    shelf.mkdir()
-    slow_image(shelf).rename(shelf / 'slow')
-    looking: list[float] = []
-
-    def checkpoint() -> None:
-        if lookers():
-            looking.append(time.monotonic())
-        if len(looking) > 3:
-            raise stopped
-
-    cache = ImageCache(tmp_path / 'images', lambda _, check: inspection.inspect(hostile, check), None, LIMITS, LOOPBACK)
-    hostile = shelf / 'slow'
-    with pytest.raises(stopped):
-        get(cache, web.url + 'good', checkpoint)
-    assert time.monotonic() - looking[-1] < PATIENCE
-    assert lookers() == []
-    assert kept(tmp_path / 'images') == []
-
-
-# What is said of it
-
-
-@pytest.mark.parametrize(
-    'page', [b'TOKEN=hunter2-and-more', b'{"etcdserver":"3.4.23"}', b'QFI\xfb\0\0\0\x03' + b'hunter2-' * 200]
-)
-def test_a_refusal_shows_no_byte_of_what_was_fetched(web: Web, tmp_path: Path, page: bytes) -> None:
-    web.image = page
-    cache = ImageCache(tmp_path / 'images', inspection.inspect, None, LIMITS, LOOPBACK)
-    with pytest.raises(BuildFailed) as refused:
-        get(cache, web.url + 'good')
-    said = refused.value.reason
-    assert 'image' in said
-    numbers = {str(int.from_bytes(page[at : at + size], 'big')) for size in (4, 8) for at in range(min(len(page), 64))}
-    for secret in ('hunter2', 'TOKEN', 'etcdserver', '3.4.23', '68 75 6e', page[:8].hex(' '), *(numbers - {'0', '3'})):
-        assert secret not in said
-
+from tests.kit.image_server import Handler, Web
+from tests.kit.images import LIMITS, LOOPBACK, get
+from tests.kit.servers import PATIENCE, free_port
+from tests.security.image_servers import BOOT, everywhere, port_of, refusal
 
 # Secrets of whoever asks
-
 
 SECRET = 'http://alice:hunter2@images.example.org/x.qcow2'
 
@@ -230,7 +61,6 @@ def test_nor_does_a_compute_take_one_from_somebody_else(tmp_path: Path) -> None:
 
 
 # Where it may come from
-
 
 ADDRESSES = [
     ('127.0.0.1', 'loopback'), ('127.9.9.9', 'loopback'), ('::1', 'loopback'), ('::ffff:127.0.0.1', 'loopback'),
@@ -273,42 +103,6 @@ def test_what_is_listed_is_all_that_is_allowed() -> None:
     for host, address in [('images.example.org', '127.0.0.1'), ('any', '127.0.0.1'), ('images.example.org', 'fe80::1')]:
         assert why_not(host, ip_address(address), sources), (host, address)
     assert why_not('any', ip_address('10.1.0.1'), image_sources([])) is not None
-
-
-def everywhere(directory: Path, reach: Reach) -> ImageCache:
-    """An image cache that may fetch from there."""
-    return ImageCache(directory / 'images', inspect, None, LIMITS, reach)
-
-
-def refusal(cache: ImageCache, url: str) -> str:
-    """Why an image cannot be had."""
-    with pytest.raises(BuildFailed) as refused:
-        get(cache, url)
-    assert refused.value.stage == 'image'
-    return refused.value.reason
-
-
-@pytest.fixture
-def names(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[list[str]]]:
-    """What a name server says: for each name the answers it gives, one after another, the last one for ever."""
-    answers: dict[str, list[list[str]]] = {}
-    real = socket.getaddrinfo
-
-    def getaddrinfo(host: Any, port: Any, *given: Any, **named: Any) -> Any:
-        if host not in answers or named.get('flags', 0) & socket.AI_NUMERICHOST:
-            return real(host, port, *given, **named)
-        said = answers[host].pop(0) if len(answers[host]) > 1 else answers[host][0]
-        return [each for address in said for each in real(address, port, *given, **named)]
-
-    monkeypatch.setattr(socket, 'getaddrinfo', getaddrinfo)
-    return answers
-
-
-def port_of(url: str) -> int:
-    """The port of a test's server."""
-    found = urlsplit(url).port
-    assert found is not None
-    return found
 
 
 def test_loopback_is_refused_and_its_answer_is_not_asked_for(web: Web, tmp_path: Path) -> None:
@@ -522,101 +316,3 @@ def test_what_a_proxy_resolves_is_checked_by_name(web: Web, tmp_path: Path, monk
     assert 'etcd or placement' in refusal(everywhere(tmp_path, any_name), 'http://ds1:2379/x')
     assert whole == []
     assert get(everywhere(tmp_path, any_name), 'http://unknown.example.org/y').format == 'raw'
-
-
-# How long it may take
-
-
-def drip_of_a_head(handler: Handler) -> None:
-    """An answer whose head has no end."""
-    handler.wfile.write(b'HTTP/1.1 200 OK\r\nx: ')
-    while not handler.server.may_go_on.wait(0.05):
-        handler.wfile.write(b'x')
-        handler.wfile.flush()
-
-
-@pytest.mark.parametrize('path', ['head', 'dripping/good', 'drip'])
-def test_a_download_that_is_given_up_leaves_no_thread_and_no_descriptor(
-    web: Web, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str
-) -> None:
-    """Whether its head, the list of checksums beside it or the image itself drips."""
-    monkeypatch.setattr(Handler, 'answer_head', drip_of_a_head, raising=False)
-    cache = everywhere(tmp_path, LOOPBACK)
-    open_before = len(os.listdir('/proc/self/fd'))
-
-    def cancelled_once_asked() -> None:
-        if last in web.asked:
-            raise Cancelled
-
-    last = 'dripping/SHA256SUMS' if '/' in path else path
-    for _ in range(5):
-        web.asked.clear()
-        with pytest.raises(Cancelled):
-            get(cache, web.url + path, cancelled_once_asked)
-    until(lambda: not [each for each in threading.enumerate() if each.name == 'download'], 10, 'its threads end')
-    until(lambda: len(os.listdir('/proc/self/fd')) <= open_before, 10, 'nothing stays open')
-
-
-def test_nor_does_one_in_the_middle_of_a_handshake(tmp_path: Path) -> None:
-    """Of a server that takes the connection, and says nothing."""
-    asked: list[float] = []
-
-    def checkpoint() -> None:
-        asked.append(time.monotonic())
-        if len(asked) > 2:
-            raise Cancelled
-
-    with socket.create_server(('127.0.0.1', 0)) as server, pytest.raises(Cancelled):
-        get(everywhere(tmp_path, LOOPBACK), f'https://127.0.0.1:{server.getsockname()[1]}/good', checkpoint)
-    until(lambda: not [each for each in threading.enumerate() if each.name == 'download'], 3, 'its thread ends')
-
-
-def test_nor_does_one_that_tries_one_address_after_another(tmp_path: Path, names: dict[str, list[list[str]]]) -> None:
-    """A name may have any number of them, and each may be silent for seconds."""
-    names['images.example.org'] = [['127.0.0.1'] * 20]
-    began = threading.Event()
-
-    def checkpoint() -> None:
-        if began.wait(0.5):
-            raise Cancelled
-        began.set()
-
-    with ExitStack() as full:
-        server = full.enter_context(socket.create_server(('127.0.0.1', 0), backlog=0))
-        for _ in range(4):  # from then on nobody is answered
-            waiting = full.enter_context(socket.socket())
-            waiting.setblocking(False)
-            waiting.connect_ex(server.getsockname())
-        with pytest.raises(Cancelled):
-            get(everywhere(tmp_path, LOOPBACK), f'http://images.example.org:{server.getsockname()[1]}/x', checkpoint)
-        until(lambda: not [each for each in threading.enumerate() if each.name == 'download'], 4, 'its thread ends')
-
-
-@pytest.mark.parametrize(
-    ('path', 'said'),
-    [
-        ('head', 'no answer after 0.5 s'),
-        ('dripping/good', 'no SHA256SUMS after 0.5 s'),
-        ('drip', r'less than 64 KiB/s for 0.5 s, [0-9]+ bytes so far'),
-    ],
-)
-def test_a_drip_has_an_end(
-    web: Web, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str, said: str
-) -> None:
-    monkeypatch.setattr(Handler, 'answer_head', drip_of_a_head, raising=False)
-    monkeypatch.setattr(transfer, 'ANSWER', 0.5)
-    monkeypatch.setattr(transfer, 'SPELL', 0.5)
-    assert re.search(said, refusal(everywhere(tmp_path, LOOPBACK), web.url + path))
-    assert kept(tmp_path / 'images') == []
-    # What is fast enough is not in a hurry.
-    web.image = BOOT.ljust(MIB, b'\0')
-    assert get(everywhere(tmp_path, LOOPBACK), web.url + 'good').virtual_size == MIB
-
-
-def test_what_is_cached_is_used_where_a_newer_one_drips(
-    web: Web, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(transfer, 'SPELL', 0.5)
-    first = get(everywhere(tmp_path, LOOPBACK), web.url + 'good')
-    monkeypatch.setattr(Handler, 'answer_good', Handler.answer_drip)
-    assert get(everywhere(tmp_path, LOOPBACK), web.url + 'good') == first
