@@ -1,11 +1,13 @@
-"""The audit's comparison: a world in which everything agrees yields nothing, and each defect its own code."""
+"""The audit's comparison: a world in which everything agrees yields nothing, and each defect its own code.
+
+What is in work, or somebody else's, is in test_audit_no_finding.py; the world is in audit_world.py.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any
+from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -16,149 +18,25 @@ from ecomp.model.audit import audit
 from ecomp.model.computes import to_json as computes_to_json
 from ecomp.model.digest import Digest
 from ecomp.model.findings import CODES, Finding, confirmed
-from ecomp.model.flavor import Flavor
-from ecomp.model.group import AFFINITY, ANTI_AFFINITY, Group, Membership
-from ecomp.model.group import to_json as group_to_json
-from ecomp.model.guest import Guest, mac_address
-from ecomp.model.instance import Request, name_to_json, to_json
-from ecomp.model.planes import KeyValue, Planes, ProviderState, World, involved
-from ecomp.model.queue import QueueEntry
-from ecomp.model.queue import to_json as waiting_to_json
-from ecomp.model.quota import Quota, times
+from ecomp.model.group import AFFINITY, ANTI_AFFINITY
+from ecomp.model.planes import KeyValue, Planes, involved
+from ecomp.model.quota import Quota
 from ecomp.model.quota import to_json as quota_to_json
-from ecomp.model.record import Failure, Interface, Record
-
-ONE, TWO, SILENT = (f'{digit * 8}-0000-4000-8000-000000000000' for digit in 'abc')
-"""Computes: two that live and one that is silent."""
-ACTIVE, OFF, GONE, FAILED, ELSEWHERE, NOBODY = (f'{digit * 8}-0000-4000-8000-000000000000' for digit in '123456')
-"""Instances: ACTIVE and OFF on ONE, ELSEWHERE on SILENT, two that ended, and one nobody has heard of."""
-SIZE = {'VCPU': 1, 'MEMORY_MB': 64, 'DISK_GB': 1}
-TOTALS = {'VCPU': 2, 'MEMORY_MB': 128, 'DISK_GB': 2}
-IMAGE = 'http://images.example/i.qcow2'
-LEASE = 7
-
-
-@dataclass
-class Making:
-    """The planes while a test changes them."""
-
-    etcd: dict[str, KeyValue] = field(default_factory=dict)
-    inventories: dict[str, dict[str, dict[str, Any]]] = field(default_factory=dict)
-    held: dict[str, dict[str, dict[str, int]]] = field(default_factory=dict)
-    names: dict[str, str] = field(default_factory=dict)
-    digests: dict[str, Digest] = field(default_factory=dict)
-    mute: dict[str, str] = field(default_factory=dict)
-    usages: dict[str, dict[str, int]] = field(default_factory=dict)
-
-    def put(self, key: str, value: str, lease: int = 0) -> None:
-        self.etcd[key] = KeyValue(value.encode(), len(self.etcd) + 1, lease)
-
-    def ask(self, compute: str, instance: str, tombstone: bool = False, name: str | None = None) -> None:
-        allocations, image = ({}, None) if tombstone else ({compute: SIZE}, IMAGE)
-        self.put(keys.request(compute, instance), to_json(Request(instance, allocations, image=image, name=name)))
-
-    def write(
-        self,
-        instance: str,
-        state: str,
-        compute: str = ONE,
-        lease: int = 0,
-        address: str | None = None,
-        name: str | None = None,
-    ) -> None:
-        interface = Interface('default', mac_address(instance, 0), address, 'lease' if address else None, address)
-        error = Failure('image', 'it is no image', 'all') if state == record.ERROR else None
-        made = Record(
-            instance, compute, state, image=IMAGE, resources=SIZE, addresses=(interface,), error=error, name=name
-        )
-        self.put(keys.record(compute, instance), record.to_json(made), lease)
-
-    def wait(self, instance: str, name: str | None = None, flavor: str = 'small') -> None:
-        waiting = QueueEntry(instance, Flavor(flavor, SIZE), image=IMAGE, user_id='u', project_id='p', name=name)
-        self.put(waiting.key, waiting_to_json(waiting))
-        self.put(keys.flavor('small'), '{}')
-
-    def call(self, name: str, instance: str, lease: int = 0) -> None:
-        self.put(keys.name(name), name_to_json(instance), lease)
-
-    def join(self, name: str, policy: str, members: dict[str, str]) -> None:
-        self.put(keys.group(name), group_to_json(Group(name, policy, True, members)))
-
-    def belong(self, instance: str, name: str) -> None:
-        wanted = Request(instance, {ONE: SIZE}, image=IMAGE, name='web1', group=Membership(name, ANTI_AFFINITY, True))
-        self.put(keys.request(ONE, instance), to_json(wanted))
-
-    def alive(self, compute: str, lease: int = LEASE) -> None:
-        self.put(keys.compute(compute), '{"token": "x"}', lease)
-
-    def provider(self, compute: str, totals: Mapping[str, int], name: str | None = None) -> None:
-        self.names[compute] = name or compute
-        self.inventories[compute] = {each: {'total': total, 'allocation_ratio': 1.0} for each, total in totals.items()}
-        self.held.setdefault(compute, {})
-
-    def guest(self, on: str, instance: str, running: bool = True, **other: Any) -> None:
-        guest = replace(Guest(instance, on, True, running, True), **other)
-        before = self.digests[on]
-        self.digests[on] = replace(before, guests={**before.guests, instance: guest})
-
-    def no_guest(self, compute: str, instance: str) -> None:
-        before = self.digests[compute]
-        self.digests[compute] = replace(before, guests={k: v for k, v in before.guests.items() if k != instance})
-
-    def seed(self, compute: str, instance: str) -> None:
-        before = self.digests[compute]
-        metadata = {**before.metadata, mac_address(instance, 0): instance}
-        self.digests[compute] = replace(before, metadata=metadata)
-
-    def iso(self, compute: str, instance: str) -> None:
-        before = self.digests[compute]
-        self.digests[compute] = replace(before, seeds={**before.seeds, instance: ''})
-
-    def reserve(self, compute: str, instance: str, address: str) -> None:
-        before = self.digests[compute]
-        reservations = {**before.reservations, mac_address(instance, 0): f'{instance} {address}'}
-        self.digests[compute] = replace(before, reservations=reservations)
-
-    def lives(self, compute: str, instance: str, state: str = record.ACTIVE, name: str | None = None) -> None:
-        """All there is of an instance that nothing is wrong with."""
-        self.ask(compute, instance, name=name)
-        self.write(instance, state, compute, address='10.0.0.1', name=name)
-        if name:
-            self.call(name, instance)
-        self.put(keys.booted(instance), '10.0.0.1')
-        self.held[compute][instance] = dict(SIZE)
-        if compute in self.digests:
-            self.guest(compute, instance, running=state == record.ACTIVE)
-            self.seed(compute, instance)
-            self.iso(compute, instance)
-            self.reserve(compute, instance, '10.0.0.1')
-
-    def planes(self) -> Planes:
-        providers = {
-            each: ProviderState(name, self.inventories[each], self.held[each]) for each, name in self.names.items()
-        }
-        return Planes(providers, self.etcd, self.digests, self.mute, self.usages)
-
-    def codes(self) -> list[str]:
-        return [each.code for each in audit(self.planes())]
-
-
-@pytest.fixture
-def world() -> Making:
-    """Everything agrees."""
-    made = Making()
-    for compute in (ONE, TWO, SILENT):
-        made.provider(compute, TOTALS)
-        if compute != SILENT:
-            made.alive(compute)
-            made.digests[compute] = Digest()
-    made.lives(ONE, ACTIVE, name='web1')
-    made.lives(ONE, OFF, record.STOPPED)
-    made.lives(SILENT, ELSEWHERE)
-    made.write(GONE, record.GONE, lease=LEASE)
-    made.write(FAILED, record.ERROR, lease=LEASE, name='failed')
-    made.call('failed', FAILED, LEASE)
-    return made
+from tests.unit.audit_world import (
+    ACTIVE,
+    ELSEWHERE,
+    FAILED,
+    GONE,
+    LEASE,
+    NOBODY,
+    OFF,
+    ONE,
+    SILENT,
+    SIZE,
+    TOTALS,
+    TWO,
+    Making,
+)
 
 
 def test_a_world_in_which_all_agree(world: Making) -> None:
@@ -360,203 +238,11 @@ def test_every_code_is_planted_and_only_those_there_are() -> None:
     assert {code for code, _, _ in PLANTED} == set(CODES)
 
 
-# What is in work, or somebody else's, is no finding.
-
-
-@pytest.mark.parametrize('state', [record.SCHEDULED, record.BUILDING, record.DESTROYING])
-@pytest.mark.parametrize('holds', [True, False])
-@pytest.mark.parametrize('guest', ['none', 'disk', 'defined', 'running'])
-def test_what_a_state_explains(world: Making, state: str, holds: bool, guest: str) -> None:
-    world.ask(TWO, NOBODY, tombstone=state == record.DESTROYING)
-    world.write(NOBODY, state, TWO)
-    if holds:
-        world.held[TWO][NOBODY] = SIZE
-    if guest == 'disk':
-        world.guest(TWO, NOBODY, compute=None, defined=False, running=False)
-    elif guest != 'none':
-        world.guest(TWO, NOBODY, running=guest == 'running')
-    world.seed(TWO, NOBODY)
-    world.iso(TWO, NOBODY)
-    world.reserve(TWO, NOBODY, '10.0.0.9')
-    assert audit(world.planes()) == []
-
-
-def test_groups_and_quotas_that_agree(world: Making) -> None:
-    world.belong(ACTIVE, 'web')
-    world.join('web', ANTI_AFFINITY, {ACTIVE: ONE, ELSEWHERE: SILENT})
-    world.put(keys.request(ONE, OFF), to_json(Request(OFF, {ONE: SIZE}, image=IMAGE, user_id='', project_id='p')))
-    world.put(keys.quota('p'), quota_to_json(Quota('p', {'VCPU': 1}, {**SIZE, 'instances': 1})))
-    world.usages['p'] = {**SIZE, 'instances': 1}
-    assert audit(world.planes()) == []
-    # Somebody has claimed, and not delivered yet.
-    world.put(keys.attempt(NOBODY), json.dumps({'instances': [NOBODY]}), LEASE)
-    world.usages['p'] = {**times(SIZE, 2), 'instances': 2}
-    assert audit(world.planes()) == []
-
-
-def test_one_that_no_compute_has_seen_yet(world: Making) -> None:
-    world.ask(TWO, NOBODY, name='web2')
-    world.call('web2', NOBODY)
-    assert audit(world.planes()) == []
-    world.held[TWO][NOBODY] = SIZE
-    assert audit(world.planes()) == []
-
-
-@pytest.mark.parametrize('record_there', [True, False])
-def test_a_destroy_its_compute_has_not_seen_yet(world: Making, record_there: bool) -> None:
-    world.ask(ONE, ACTIVE, tombstone=True)
-    if not record_there:
-        del world.etcd[keys.record(ONE, ACTIVE)], world.etcd[keys.booted(ACTIVE)]
-    assert audit(world.planes()) == []
-
-
-def test_the_name_of_what_cannot_be_understood(world: Making) -> None:
-    world.call('web2', NOBODY)
-    for key in (keys.record(TWO, NOBODY), keys.request(TWO, NOBODY)):
-        world.put(key, '{"version": 99, "name": "web2"}')
-        assert world.codes() == ['record-unreadable' if key.startswith(keys.INSTANCES) else 'request-unreadable']
-        del world.etcd[key]
-
-
-def test_a_name_an_older_ecompute_does_not_write_down(world: Making) -> None:
-    world.write(ACTIVE, record.ACTIVE, address='10.0.0.1')
-    assert world.codes() == []
-    del world.etcd[keys.name('web1')]
-    assert world.codes() == ['name-missing']
-
-
-def test_a_failed_one_gives_its_name_up_without_a_word(world: Making) -> None:
-    world.lives(TWO, NOBODY, name='failed')
-    assert world.codes() == []
-
-
 def test_what_another_has_is_not_given_back_by_rule(world: Making) -> None:
     _two_of_a_name(world)
     (found,) = audit(world.planes())
     assert (found.fix, bool(found.how)) == ('', True)
     assert f'/names/web1 is of instance {NOBODY}' in found.sentence
-
-
-@pytest.mark.parametrize('said', [None, f'{GONE}:asked', f'{GONE}:off'])
-@pytest.mark.parametrize('state', [record.ACTIVE, record.STOPPED])
-@pytest.mark.parametrize('running', [True, False])
-def test_a_power_that_is_being_switched(world: Making, said: str | None, state: str, running: bool) -> None:
-    key = keys.request(ONE, ACTIVE)
-    asked = json.loads(world.etcd[key].value) | {'power': {'action': 'reboot', 'id': GONE}}
-    world.put(key, json.dumps(asked))
-    world.write(ACTIVE, state, address='10.0.0.1')
-    told = json.loads(world.etcd[keys.record(ONE, ACTIVE)].value)
-    world.put(keys.record(ONE, ACTIVE), json.dumps(told | {'power': said}))
-    world.guest(ONE, ACTIVE, running=running)
-    assert audit(world.planes()) == []
-    # Once it is done, the record has to be right.
-    world.put(keys.record(ONE, ACTIVE), json.dumps(told | {'power': GONE}))
-    differs = {(record.ACTIVE, False): ['domain-off'], (record.STOPPED, True): ['domain-running']}
-    assert world.codes() == differs.get((state, running), [])
-
-
-def test_an_eschedule_that_is_at_it(world: Making) -> None:
-    for key, value in (
-        (keys.attempt(NOBODY), json.dumps({'instances': [NOBODY]})),
-        (keys.attempt(GONE), json.dumps({'instances': [GONE, NOBODY]})),
-        (keys.taker(keys.queue('small', NOBODY)), '{}'),
-    ):
-        world.put(key, value, LEASE)
-        world.held[TWO][NOBODY] = SIZE
-        assert audit(world.planes()) == [], key
-        del world.etcd[key]
-        assert world.codes() == ['allocation-orphaned'], key
-
-
-def test_what_waits_is_no_finding(world: Making) -> None:
-    world.wait(NOBODY, name='web2')
-    world.call('web2', NOBODY)
-    # Its taker's claim, living or dead.
-    world.held[TWO][NOBODY] = SIZE
-    assert audit(world.planes()) == []
-    world.put(keys.taker(keys.queue('small', NOBODY)), '{}', LEASE)
-    assert audit(world.planes()) == []
-    # What was gone before a compute took it is no compute's.
-    world.write(FAILED, record.GONE, compute='', lease=LEASE)
-    del world.etcd[keys.name('failed')]
-    assert audit(world.planes()) == []
-    assert World(world.planes()).away() == {SILENT: 'silent'}
-
-
-def test_who_was_not_compared_is_closed_or_silent_and_who_was_forgotten_is_not_named(world: Making) -> None:
-    world.write(GONE, record.GONE, compute=NOBODY, lease=LEASE)
-    world.write(FAILED, record.ERROR, compute=NOBODY, lease=LEASE, name='failed')
-    assert World(world.planes()).away() == {SILENT: 'silent'}
-    world.inventories[SILENT]['VCPU']['reserved'] = TOTALS['VCPU']
-    assert World(world.planes()).away() == {SILENT: 'closed'}
-    world.write(NOBODY, record.STOPPED, compute=NOBODY)
-    assert World(world.planes()).away() == {SILENT: 'closed', NOBODY: 'silent'}
-
-
-def test_the_name_of_a_host_is_kept_for_who_is_known(world: Making) -> None:
-    for each in (ONE, SILENT):
-        world.put(keys.hostname(each), '{"version": 1, "hostname": "hv1"}')
-    assert audit(world.planes()) == []
-    world.put(keys.hostname(NOBODY), 'rubbish')
-    world.write(GONE, record.GONE, compute=NOBODY, lease=LEASE)
-    assert world.codes() == ['hostname-orphaned']
-    world.ask(NOBODY, ACTIVE)
-    assert 'hostname-orphaned' not in world.codes()
-
-
-def test_a_silent_compute_is_not_compared(world: Making) -> None:
-    world.held[SILENT][NOBODY] = SIZE
-    assert audit(world.planes()) == []
-    world.alive(SILENT)
-    world.digests[SILENT] = Digest()
-    assert world.codes() == ['domain-missing', 'allocation-orphaned']
-
-
-def test_a_guest_stands_behind_its_claim(world: Making) -> None:
-    world.held[TWO][NOBODY] = SIZE
-    world.guest(TWO, NOBODY)
-    assert world.codes() == ['domain-orphaned']
-
-
-def test_what_holds_nothing_of_a_compute_is_somebody_elses(world: Making) -> None:
-    storage = 'dddddddd-0000-4000-8000-000000000000'
-    world.provider(storage, {'DISK_GB': 1}, 'a storage pool')
-    world.held[storage][NOBODY] = {'DISK_GB': 5}
-    assert audit(world.planes()) == []
-
-
-def test_a_shared_provider_may_give_the_disk(world: Making) -> None:
-    storage = 'dddddddd-0000-4000-8000-000000000000'
-    world.provider(storage, {'DISK_GB': 100}, 'a storage pool')
-    wanted = {ONE: {'VCPU': 1, 'MEMORY_MB': 64}, storage: {'DISK_GB': 1}}
-    world.put(keys.request(ONE, ACTIVE), to_json(Request(ACTIVE, wanted, image=IMAGE)))
-    world.held[ONE][ACTIVE], world.held[storage][ACTIVE] = wanted[ONE], wanted[storage]
-    assert audit(world.planes()) == []
-
-
-def test_a_reserved_inventory_is_no_lack(world: Making) -> None:
-    for each in world.inventories[ONE].values():
-        each['reserved'] = each['total']
-    assert audit(world.planes()) == []
-
-
-def test_two_computes_on_one_libvirt_see_each_others_domains(world: Making) -> None:
-    world.guest(TWO, ACTIVE, compute=ONE)
-    assert audit(world.planes()) == []
-
-
-def test_a_disk_beside_a_living_instances_is_not_removed_by_rule(world: Making) -> None:
-    world.guest(TWO, ACTIVE, compute=None, defined=False, running=False)
-    (found,) = audit(world.planes())
-    assert (found.code, found.fix) == ('disk-orphaned', '')
-    assert found.how
-
-
-@pytest.mark.parametrize('defined', [True, False])
-def test_a_seed_goes_with_its_disk(world: Making, defined: bool) -> None:
-    world.guest(ONE, NOBODY, compute=ONE if defined else None, defined=defined, running=False)
-    world.iso(ONE, NOBODY)
-    assert world.codes() == ['domain-orphaned' if defined else 'disk-orphaned']
 
 
 # Two looks

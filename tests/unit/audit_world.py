@@ -1,0 +1,154 @@
+"""The planes as an audit reads them, in values: a world in which everything agrees, for a test to change."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+
+from ecomp.model import keys, record
+from ecomp.model.audit import audit
+from ecomp.model.digest import Digest
+from ecomp.model.flavor import Flavor
+from ecomp.model.group import ANTI_AFFINITY, Group, Membership
+from ecomp.model.group import to_json as group_to_json
+from ecomp.model.guest import Guest, mac_address
+from ecomp.model.instance import Request, name_to_json, to_json
+from ecomp.model.planes import KeyValue, Planes, ProviderState
+from ecomp.model.queue import QueueEntry
+from ecomp.model.queue import to_json as waiting_to_json
+from ecomp.model.record import Failure, Interface, Record
+
+ONE, TWO, SILENT = (f'{digit * 8}-0000-4000-8000-000000000000' for digit in 'abc')
+"""Computes: two that live and one that is silent."""
+ACTIVE, OFF, GONE, FAILED, ELSEWHERE, NOBODY = (f'{digit * 8}-0000-4000-8000-000000000000' for digit in '123456')
+"""Instances: ACTIVE and OFF on ONE, ELSEWHERE on SILENT, two that ended, and one nobody has heard of."""
+SIZE = {'VCPU': 1, 'MEMORY_MB': 64, 'DISK_GB': 1}
+TOTALS = {'VCPU': 2, 'MEMORY_MB': 128, 'DISK_GB': 2}
+IMAGE = 'http://images.example/i.qcow2'
+LEASE = 7
+
+
+@dataclass
+class Making:
+    """The planes while a test changes them."""
+
+    etcd: dict[str, KeyValue] = field(default_factory=dict)
+    inventories: dict[str, dict[str, dict[str, Any]]] = field(default_factory=dict)
+    held: dict[str, dict[str, dict[str, int]]] = field(default_factory=dict)
+    names: dict[str, str] = field(default_factory=dict)
+    digests: dict[str, Digest] = field(default_factory=dict)
+    mute: dict[str, str] = field(default_factory=dict)
+    usages: dict[str, dict[str, int]] = field(default_factory=dict)
+
+    def put(self, key: str, value: str, lease: int = 0) -> None:
+        self.etcd[key] = KeyValue(value.encode(), len(self.etcd) + 1, lease)
+
+    def ask(self, compute: str, instance: str, tombstone: bool = False, name: str | None = None) -> None:
+        allocations, image = ({}, None) if tombstone else ({compute: SIZE}, IMAGE)
+        self.put(keys.request(compute, instance), to_json(Request(instance, allocations, image=image, name=name)))
+
+    def write(
+        self,
+        instance: str,
+        state: str,
+        compute: str = ONE,
+        lease: int = 0,
+        address: str | None = None,
+        name: str | None = None,
+    ) -> None:
+        interface = Interface('default', mac_address(instance, 0), address, 'lease' if address else None, address)
+        error = Failure('image', 'it is no image', 'all') if state == record.ERROR else None
+        made = Record(
+            instance, compute, state, image=IMAGE, resources=SIZE, addresses=(interface,), error=error, name=name
+        )
+        self.put(keys.record(compute, instance), record.to_json(made), lease)
+
+    def wait(self, instance: str, name: str | None = None, flavor: str = 'small') -> None:
+        waiting = QueueEntry(instance, Flavor(flavor, SIZE), image=IMAGE, user_id='u', project_id='p', name=name)
+        self.put(waiting.key, waiting_to_json(waiting))
+        self.put(keys.flavor('small'), '{}')
+
+    def call(self, name: str, instance: str, lease: int = 0) -> None:
+        self.put(keys.name(name), name_to_json(instance), lease)
+
+    def join(self, name: str, policy: str, members: dict[str, str]) -> None:
+        self.put(keys.group(name), group_to_json(Group(name, policy, True, members)))
+
+    def belong(self, instance: str, name: str) -> None:
+        wanted = Request(instance, {ONE: SIZE}, image=IMAGE, name='web1', group=Membership(name, ANTI_AFFINITY, True))
+        self.put(keys.request(ONE, instance), to_json(wanted))
+
+    def alive(self, compute: str, lease: int = LEASE) -> None:
+        self.put(keys.compute(compute), '{"token": "x"}', lease)
+
+    def provider(self, compute: str, totals: Mapping[str, int], name: str | None = None) -> None:
+        self.names[compute] = name or compute
+        self.inventories[compute] = {each: {'total': total, 'allocation_ratio': 1.0} for each, total in totals.items()}
+        self.held.setdefault(compute, {})
+
+    def guest(self, on: str, instance: str, running: bool = True, **other: Any) -> None:
+        guest = replace(Guest(instance, on, True, running, True), **other)
+        before = self.digests[on]
+        self.digests[on] = replace(before, guests={**before.guests, instance: guest})
+
+    def no_guest(self, compute: str, instance: str) -> None:
+        before = self.digests[compute]
+        self.digests[compute] = replace(before, guests={k: v for k, v in before.guests.items() if k != instance})
+
+    def seed(self, compute: str, instance: str) -> None:
+        before = self.digests[compute]
+        metadata = {**before.metadata, mac_address(instance, 0): instance}
+        self.digests[compute] = replace(before, metadata=metadata)
+
+    def iso(self, compute: str, instance: str) -> None:
+        before = self.digests[compute]
+        self.digests[compute] = replace(before, seeds={**before.seeds, instance: ''})
+
+    def reserve(self, compute: str, instance: str, address: str) -> None:
+        before = self.digests[compute]
+        reservations = {**before.reservations, mac_address(instance, 0): f'{instance} {address}'}
+        self.digests[compute] = replace(before, reservations=reservations)
+
+    def lives(self, compute: str, instance: str, state: str = record.ACTIVE, name: str | None = None) -> None:
+        """All there is of an instance that nothing is wrong with."""
+        self.ask(compute, instance, name=name)
+        self.write(instance, state, compute, address='10.0.0.1', name=name)
+        if name:
+            self.call(name, instance)
+        self.put(keys.booted(instance), '10.0.0.1')
+        self.held[compute][instance] = dict(SIZE)
+        if compute in self.digests:
+            self.guest(compute, instance, running=state == record.ACTIVE)
+            self.seed(compute, instance)
+            self.iso(compute, instance)
+            self.reserve(compute, instance, '10.0.0.1')
+
+    def planes(self) -> Planes:
+        providers = {
+            each: ProviderState(name, self.inventories[each], self.held[each]) for each, name in self.names.items()
+        }
+        return Planes(providers, self.etcd, self.digests, self.mute, self.usages)
+
+    def codes(self) -> list[str]:
+        return [each.code for each in audit(self.planes())]
+
+
+@pytest.fixture
+def world() -> Making:
+    """Everything agrees."""
+    made = Making()
+    for compute in (ONE, TWO, SILENT):
+        made.provider(compute, TOTALS)
+        if compute != SILENT:
+            made.alive(compute)
+            made.digests[compute] = Digest()
+    made.lives(ONE, ACTIVE, name='web1')
+    made.lives(ONE, OFF, record.STOPPED)
+    made.lives(SILENT, ELSEWHERE)
+    made.write(GONE, record.GONE, lease=LEASE)
+    made.write(FAILED, record.ERROR, lease=LEASE, name='failed')
+    made.call('failed', FAILED, LEASE)
+    return made
