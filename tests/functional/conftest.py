@@ -20,6 +20,7 @@ from ecomp.store.client import Store
 from tests.functional.cloud import Cloud
 from tests.functional.guest import COMPUTE, MakeSpec
 from tests.functional.libvirt_host import LibvirtHost, libvirt_host, missing
+from tests.functional.tended import none_lent, pair, pool
 from tests.kit.image_server import Web, serving
 from tests.kit.images import MIB
 from tests.kit.in_process import InProcess, empty, start
@@ -29,6 +30,8 @@ from tests.kit.store_client import connected
 
 if TYPE_CHECKING:
     from ecomp.virt.libvirt_host import Libvirt
+
+__all__ = ['none_lent', 'pair', 'pool']
 
 # The store
 

@@ -1,0 +1,104 @@
+"""A worker pool of real processes that a test's main thread tends, and jobs for it."""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from ecomp.agent.images.cache import CacheLimits
+from ecomp.agent.instance.build import Build
+from ecomp.agent.instance.pool import Job, News, Workers
+from ecomp.agent.instance.worker import WorkerSettings
+from ecomp.model.guest import BaseImage, GuestSpec
+from ecomp.virt.fake import FakeHypervisor
+from tests.functional import stand_in
+from tests.kit.servers import until
+
+COMPUTE = 'b8756be5-a30d-4311-920c-0ad996367a8e'
+ALL = ['image', 'disk', 'started']
+LIMITS = CacheLimits(2**40, 2**40)
+
+
+def job(word: str, instance: str | None = None) -> Build:
+    instance = instance or str(uuid.uuid4())
+    spec = GuestSpec(instance, COMPUTE, 1, 64, 1, BaseImage('', '', 0), 'qemu')
+    return Build(spec, f'http://test/{word}?instance={instance}')
+
+
+def same(word: str) -> Build:
+    """One whose image others ask for, too."""
+    spec = GuestSpec(str(uuid.uuid4()), COMPUTE, 1, 64, 1, BaseImage('', '', 0), 'qemu')
+    return Build(spec, f'http://test/{word}')
+
+
+class Tended:
+    """A pool, the threads that hand jobs in, and the main thread that tends."""
+
+    def __init__(self, directory: Path, size: int, entry: Callable[..., None] = stand_in.entry) -> None:
+        self.directory = directory
+        self.pool = Workers(size, WorkerSettings(directory, None, os.getpid(), LIMITS), entry)
+        self._threads = ThreadPoolExecutor(8)
+
+    def hand_in(self, work: Job) -> Future[list[News]]:
+        """In a thread of its own, as ecompute's tasks do."""
+        return self._threads.submit(lambda: list(self.pool.run(work)))
+
+    def tend_until(self, condition: Callable[[], object], what: str, seconds: float = 20.0) -> None:
+        def tended() -> object:
+            self.pool.tend(0.05)
+            return condition()
+
+        until(tended, seconds, what)
+
+    def result(self, work: Future[list[News]]) -> list[News]:
+        self.tend_until(work.done, 'the job ends')
+        return work.result()
+
+    def error(self, work: Future[list[News]]) -> BaseException | None:
+        self.tend_until(work.done, 'the job ends')
+        return work.exception()
+
+    def pid(self, work: Build) -> int:
+        """Of the worker that is in the middle of a job."""
+        path = self.directory / f'{work.spec.instance}.pid'
+        self.tend_until(path.exists, 'the job is in work')
+        return int(path.read_text())
+
+    def guests(self) -> set[str]:
+        hypervisor = FakeHypervisor(self.directory)
+        hypervisor.prepare()
+        return set(hypervisor.guests())
+
+    def close(self) -> None:
+        (self.directory / 'go').touch()
+        self.pool.stop()
+        self._threads.shutdown(cancel_futures=True)
+
+
+@pytest.fixture
+def none_lent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No worker takes the place of one that downloads, or who waits for which would be a matter of seconds."""
+    monkeypatch.setattr('ecomp.agent.instance.pool.MOST_LENT', 0)
+
+
+@pytest.fixture
+def pool(tmp_path: Path, none_lent: None) -> Iterator[Tended]:
+    """One worker."""
+    del none_lent
+    tended = Tended(tmp_path, 1)
+    yield tended
+    tended.close()
+
+
+@pytest.fixture
+def pair(tmp_path: Path, none_lent: None) -> Iterator[Tended]:
+    """Two workers."""
+    del none_lent
+    tended = Tended(tmp_path, 2)
+    yield tended
+    tended.close()
