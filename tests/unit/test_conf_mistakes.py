@@ -1,0 +1,296 @@
+"""compute.yaml and schedule.yaml: all that is wrong in them is named at once, each with its line."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from ecomp.compute_conf import ComputeConfig
+from ecomp.conf import DEFAULT_USER_ID, load_schedule
+from ecomp.errors import UsageError
+from tests.unit.conf_text import UUID
+
+WHERE = 'must be the name of a host, or a network like 10.1.0.0/16'
+NOT_PLUGGED = 'networks: must be `network: NAME`, one of libvirt, or `bridge: NAME`, one of this host'
+
+
+@pytest.fixture
+def mistakes(compute: Callable[[str | bytes], ComputeConfig]) -> Callable[[str | bytes], list[str]]:
+    """What is wrong with a text as compute.yaml: the lines of the message, without the file's directory."""
+
+    def load(content: str | bytes) -> list[str]:
+        with pytest.raises(UsageError) as caught:
+            compute(content)
+        return [re.sub(r'^\S*/compute.yaml', 'compute.yaml', line) for line in str(caught.value).split('\n')]
+
+    return load
+
+
+def test_networks_and_a_bridge_are_one_too_many(mistakes: Callable[[str | bytes], list[str]]) -> None:
+    assert mistakes('networks:\n- network: default\nbridge: br0\n') == [
+        'compute.yaml:3: bridge: say it in networks, where it stands beside them: - bridge: NAME'
+    ]
+
+
+def test_every_mistake_is_named_with_its_line_and_in_order(mistakes: Callable[[str | bytes], list[str]]) -> None:
+    assert mistakes('uuid: mine\netcd:\n  prot: 1\n  port: 0\nresise: True\nuuid: again\nplacement: {}\nzzz: 1\n') == [
+        f'compute.yaml:1: uuid: must be a uuid like {DEFAULT_USER_ID}, not mine',
+        'compute.yaml:3: etcd.prot: unknown key (did you mean port?)',
+        'compute.yaml:4: etcd.port: must be 1 to 65535, not 0',
+        'compute.yaml:5: resise: unknown key (did you mean resize?)',
+        'compute.yaml:6: uuid: is there twice, first in line 1',
+        'compute.yaml:8: zzz: unknown key',
+    ]
+
+
+def test_every_mistake_in_a_list_or_a_mapping_is_named_with_its_line(
+    mistakes: Callable[[str | bytes], list[str]], tmp_path: Path
+) -> None:
+    total = 'the total must be a whole number from 1 to 2147483647, not'
+    assert mistakes(
+        'inventory:\n  VCPU: 0\n  disk: 1\n  MEMORY_MB: none\ntraits: [CUSTOM_A,\n  7,\n  8]\nnetworks:\n- vlan: 3\n'
+        '- bridge: a b\n- bridge: br0\netcd:\n  endpoints:\n  - a:0\n  - b:1\n  - c\n  insecure: yes\n'
+    ) == [
+        f'compute.yaml:2: inventory: VCPU: {total} 0',
+        'compute.yaml:3: inventory: disk: must be a resource class: capitals, digits and _',
+        f'compute.yaml:4: inventory: MEMORY_MB: {total} the text "none"',
+        'compute.yaml:6: traits: must be text; put 7 in quotes',
+        'compute.yaml:7: traits: must be text; put 8 in quotes',
+        'compute.yaml:9: networks: must be `network: NAME`, one of libvirt, or `bridge: NAME`, one of this host',
+        'compute.yaml:10: networks: must be the name of a network interface (at most 15 characters), not a b',
+        'compute.yaml:14: etcd.endpoints: a:0 must be host:port, the port 1 to 65535',
+        'compute.yaml:16: etcd.endpoints: c must be host:port, the port 1 to 65535',
+    ]
+    path = tmp_path / 'schedule.yaml'
+    flavors = '  small: 7\n  medium: resources=VCPU:1\n  large: resources=VCPU:none\n'
+    path.write_text(f'flavors:\n{flavors}ssh_keys: [~/a, 5]\n')
+    with pytest.raises(UsageError) as caught:
+        load_schedule(path)
+    small, large, *keys = str(caught.value).split('\n')
+    assert small.endswith(':2: flavors: small: must be text; put 7 in quotes')
+    assert ':4: flavors: large: ' in large
+    assert len(keys) == 2
+
+
+@pytest.mark.parametrize(
+    ('text', 'reason'),
+    [
+        ('just words', 'the file: must be keys with values, not just words'),
+        ('[a]', 'the file: must be keys with values, not a list'),
+        ('? [a]\n: b', '…: a key must be a word'),
+        ('<<: {resize: no}', '<<: unknown key'),
+        ('uuid: 12', 'uuid: must be text; put 12 in quotes'),
+        ('uuid: [a]', 'uuid: must be text, not a list'),
+        ('uuid: ""', 'uuid: must be one line of printable text'),
+        ('networks: default', 'networks: must be a list of `- network: NAME` and `- bridge: NAME`, not default'),
+        ('networks: []', 'networks: must be a list of `- network: NAME` and `- bridge: NAME`, not an empty list'),
+        ('networks: [default]', NOT_PLUGGED),
+        ('networks: [{network: a, bridge: b}]', NOT_PLUGGED),
+        ('networks: [{vlan: a}]', NOT_PLUGGED),
+        ('networks: [[a]]', NOT_PLUGGED),
+        ('networks: [{[a]: b}]', NOT_PLUGGED),
+        ('networks: [{network: a/b}]', 'networks: must be the name of a network of libvirt, not a/b'),
+        ('networks: [{network: 7}]', 'networks: must be text; put 7 in quotes'),
+        (
+            'networks: [{bridge: a b}]',
+            'networks: must be the name of a network interface (at most 15 characters), not a b',
+        ),
+        ('networks: [{network: a}, {network: a}]', 'networks: network a is there twice'),
+        ('networks: [' + ', '.join(f'{{bridge: b{n}}}' for n in range(9)) + ']', 'networks: must be at most 8, are 9'),
+        ('bridge: "a\\nb"', 'bridge: must be one line of printable text'),
+        ('bridge: a/b', 'bridge: must be the name of a network interface (at most 15 characters), not a/b'),
+        ('bridge: ..', 'bridge: must be the name of a network interface (at most 15 characters), not ..'),
+        (
+            'bridge: sixteen-letters-',
+            'bridge: must be the name of a network interface (at most 15 characters), not sixteen-letters-',
+        ),
+        ('resize: 1', 'resize: must be True or False, not 1'),
+        ('resize: "no"', 'resize: must be True or False, not the text "no"'),
+        ('workers: 0', 'workers: must be 1 to 64, not 0'),
+        ('workers: 65', 'workers: must be 1 to 64, not 65'),
+        ('workers: 1.5', 'workers: must be a whole number, not 1.5'),
+        ('workers: 010', 'workers: must be a whole number, not 010'),
+        ('workers: 1:30', 'workers: must be a whole number, not 1:30'),
+        ('workers: true', 'workers: must be a whole number, not true'),
+        ('workers: {}', 'workers: must be a whole number, not a mapping'),
+        ('virt_type: xen', 'virt_type: must be auto, kvm or qemu, not xen'),
+        ('metadata: cdrom', 'metadata: must be network or iso, not cdrom'),
+        ('metadata: [iso]', 'metadata: must be text, not a list'),
+        ('state: ~/ecompute', 'state: write the directory out: whose home ~ is depends on who starts the program'),
+        ('state: "a\\0b"', 'state: must be one line of printable text'),
+        ('state: "\\ud800"', 'state: must be one line of printable text'),
+        ('traits: CUSTOM_X', 'traits: must be a list, not CUSTOM_X'),
+        ('image_sources: h', 'image_sources: must be a list, not h'),
+        *(
+            (f'image_sources: [{text}]', f'image_sources: {WHERE}')
+            for text in ('10.1.0.1/16', '"10.1"', 'http://h/', '"*.example.org"', '"h:80"', 'user@h', '/x')
+        ),
+        ('image_sources: [h, H.]', 'image_sources: H. is there twice'),
+        ('image_proxy: proxy:3128', 'image_proxy: must be a URL like http://ds1:8080'),
+        ('image_proxy: http://me:secret@h', 'image_proxy: must not carry a user or password: it would be in logs and '
+         'process lists'),
+        (
+            'traits: [HW_CPU_X86_AVX2, HW_CPU_X86_AVX3]',
+            'traits: HW_CPU_X86_AVX3 is none of os-traits, and one of your own begins with CUSTOM_',
+        ),
+        (
+            'traits: [CUSTOM_x]',
+            'traits: CUSTOM_x must be CUSTOM_ and then capitals, digits and _, 255 in all at most',
+        ),
+        ('traits: [CUSTOM_X, CUSTOM_X]', 'traits: CUSTOM_X is there twice'),
+        ('traits: [7]', 'traits: must be text; put 7 in quotes'),
+        *(
+            (
+                f'traits: [{name}]',
+                f'traits: {name} is not for configurations: '
+                'eschedule host disable sets it, and host enable takes it off',
+            )
+            for name in ('COMPUTE_STATUS_DISABLED', 'CUSTOM_ECOMP_DISABLED')
+        ),
+        ('aggregates: [x]', f'aggregates: must be a uuid like {DEFAULT_USER_ID}, not x'),
+        (f'aggregates: [{UUID}, {UUID}]', f'aggregates: {UUID} is there twice'),
+        ('allocation_ratios: {}', 'allocation_ratios: must be resource classes with ratios, not a mapping'),
+        (
+            'allocation_ratios: {vcpu: 1}',
+            'allocation_ratios: vcpu: must be a resource class: capitals, digits and _',
+        ),
+        *(
+            (
+                f'allocation_ratios: {{VCPU: {ratio}}}',
+                f'allocation_ratios: VCPU: the ratio must be a number like 0.5, above 0 and at most 1000, not {said}',
+            )
+            for ratio, said in (
+                *((each, each) for each in ('0', '0.0', '-1', '1001', '.inf', '.5')),
+                ('four', 'the text "four"'), ('"2"', 'the text "2"'), ('1e3', 'the text "1e3"')
+            )
+        ),
+        ('inventory: {}', 'inventory: must be resource classes with totals, not a mapping'),
+        ('inventory: VCPU', 'inventory: must be resource classes with totals, not VCPU'),
+        ('inventory: {vcpu: 1}', 'inventory: vcpu: must be a resource class: capitals, digits and _'),
+        (
+            'inventory: {VCPU: 0}',
+            'inventory: VCPU: the total must be a whole number from 1 to 2147483647, not 0',
+        ),
+        (
+            'inventory: {VCPU: 1.5}',
+            'inventory: VCPU: the total must be a whole number from 1 to 2147483647, not 1.5',
+        ),
+        (
+            'inventory: {VCPU: 2147483648}',
+            'inventory: VCPU: the total must be a whole number from 1 to 2147483647, not 2147483648',
+        ),
+        (
+            'inventory: {VCPU: "4"}',
+            'inventory: VCPU: the total must be a whole number from 1 to 2147483647, not the text "4"',
+        ),
+        ('inventory: {VCPU: 1, VCPU: 2}', 'inventory: VCPU: is there twice'),
+        (
+            'inventory: {VCPU: }',
+            'inventory: VCPU: the total must be a whole number from 1 to 2147483647, not nothing',
+        ),
+        ('etcd: ds1', 'etcd: must be keys with values, not ds1'),
+        (
+            'etcd: {user: me}',
+            'etcd.user: logging in with a password cannot be done safely; use certificates (cert_cert, cert_key)',
+        ),
+        (
+            'etcd: {password: }',
+            'etcd.password: logging in with a password cannot be done safely; use certificates (cert_cert, cert_key)',
+        ),
+        ('etcd: {host: http://ds1}', 'etcd.host: must be a host name or address, not http://ds1'),
+        ('etcd: {host: "a b"}', 'etcd.host: must be a host name or address, not a b'),
+        ('etcd: {port: 65536}', 'etcd.port: must be 1 to 65535, not 65536'),
+        ('etcd: {port: "2379"}', 'etcd.port: must be a whole number, not the text "2379"'),
+        ('etcd: {host: a, endpoints: [b:1]}', 'etcd.host: say either endpoints, or host and port'),
+        ('etcd: {endpoints: [b:1], port: 2}', 'etcd.port: say either endpoints, or host and port'),
+        ('etcd: {endpoints: a:1}', 'etcd.endpoints: must be a list like [ds1:2379, ds2:2379], not a:1'),
+        ('etcd: {endpoints: []}', 'etcd.endpoints: must be a list like [ds1:2379, ds2:2379], not an empty list'),
+        ('etcd: {endpoints: [a]}', 'etcd.endpoints: a must be host:port, the port 1 to 65535'),
+        ('etcd: {endpoints: [a:0]}', 'etcd.endpoints: a:0 must be host:port, the port 1 to 65535'),
+        ('etcd: {endpoints: ["http://a:1"]}', 'etcd.endpoints: must be a host name or address, not http://a'),
+        ('etcd: {timeout: 0}', 'etcd.timeout: must be more than 0 and at most 3600 seconds, not 0'),
+        ('etcd: {timeout: .inf}', 'etcd.timeout: must be a number of seconds, not .inf'),
+        ('etcd: {timeout: soon}', 'etcd.timeout: must be a number of seconds, not the text "soon"'),
+        ('etcd: {cert_key: .}', 'etcd.cert_key: needs cert_cert beside it'),
+        ('etcd: {cert_cert: .}', 'etcd.cert_cert: needs cert_key beside it'),
+        ('etcd: {ca_cert: /no/such}', 'etcd.ca_cert: /no/such is not a file that can be read'),
+        ('etcd: {grpc_options: [a]}', 'etcd.grpc_options: must be names with values, not a list'),
+        ('etcd: {grpc_options: {a: [b]}}', 'etcd.grpc_options: a: must be text, not a list'),
+        (
+            'etcd: {grpc_options: {a: 9999999999}}',
+            'etcd.grpc_options: a: must be -2147483648 to 2147483647, not 9999999999',
+        ),
+        ('etcd: {grpc_options: {a: 1, a: 2}}', 'etcd.grpc_options: a: is there twice'),
+        ('placement: http://ds1', 'placement: must be keys with values, not http://ds1'),
+        ('placement: {endpoint: ds1:8080}', 'placement.endpoint: must be a URL like http://ds1:8080'),
+        ('placement: {endpoint: "ftp://ds1"}', 'placement.endpoint: must be a URL like http://ds1:8080, not ftp://ds1'),
+        ('placement: {endpoint: "http://ds1:99999"}', 'placement.endpoint: must be a URL like http://ds1:8080'),
+        ('placement: {endpoint: "http://ds1:0"}', 'placement.endpoint: the port must be 1 to 65535'),
+        ('placement: {endpoint: "http://[::1"}', 'placement.endpoint: must be a URL like http://ds1:8080'),
+        (
+            'placement: {endpoint: "http://ds1/?x=1"}',
+            'placement.endpoint: must be a URL like http://ds1:8080, not http://ds1/?x=1',
+        ),
+        ('placement: {url: "http://ds1"}', 'placement.url: unknown key'),
+    ],
+)
+def test_a_mistake_is_one_clear_line(mistakes: Callable[[str | bytes], list[str]], text: str, reason: str) -> None:
+    assert f'compute.yaml:1: {reason}' in mistakes(text)
+
+
+def test_a_password_is_not_shown(mistakes: Callable[[str | bytes], list[str]]) -> None:
+    for url in ('http://me:secret@ds1', 'http://me:sec/ret@ds1', 'http://secret@ds1:x'):
+        assert 'sec' not in ''.join(mistakes(f'placement: {{endpoint: "{url}"}}'))
+
+
+@pytest.mark.parametrize(
+    ('content', 'reason'),
+    [
+        ('resize: no\n\tuuid: x', 'compute.yaml:2:1: not YAML: found character'),
+        ('resize: [no', 'compute.yaml:1:12: not YAML: expected'),
+        ('resize: no\n--- \nresize: no', 'compute.yaml:2:1: not YAML: but found another document'),
+        ('a: &a [x]\nb: *a', 'compute.yaml:1:4: anchors and aliases'),
+        ('b: *a', 'compute.yaml:1:4: anchors and aliases'),
+        ('uuid: !!python/object:os.system {}', 'compute.yaml:1:7: tags (!) are not taken'),
+        ('uuid: !!str 5', 'compute.yaml:1:7: tags (!) are not taken'),
+        ('a: ' + '[' * 5000, 'compute.yaml:1:11: is nested too deeply'),
+        ('a: "\\UFFFFFFFF"', 'compute.yaml: not YAML'),
+        (b'ok: 1\nuuid: \xff', 'compute.yaml:2: is not UTF-8 text'),
+        ('a: 1\nb: \0', 'compute.yaml:2: not YAML: a character that cannot be printed'),
+        ('#' * 65537, 'compute.yaml: is larger than 64 KiB'),
+    ],
+)
+def test_what_is_not_yaml_or_more_than_we_take_is_one_line(
+    mistakes: Callable[[str | bytes], list[str]], content: str | bytes, reason: str
+) -> None:
+    (line,) = mistakes(content)
+    assert line.startswith(reason)
+
+
+@pytest.mark.parametrize(
+    ('flavors', 'reason'),
+    [
+        ('  a: resources=VCPU:1\n  a: resources=VCPU:2', '3: flavors: a: is there twice'),
+        ('  [a, b]: resources=VCPU:1', '2: flavors: a name must be a word'),
+    ],
+)
+def test_a_flavor_is_one_word_and_there_once(tmp_path: Path, flavors: str, reason: str) -> None:
+    path = tmp_path / 'schedule.yaml'
+    path.write_text(f'flavors:\n{flavors}\n')
+    with pytest.raises(UsageError, match=f'yaml:{reason}$'):
+        load_schedule(path)
+
+
+def test_an_image_that_is_no_url_and_ids_that_are_too_long(tmp_path: Path) -> None:
+    path = tmp_path / 'schedule.yaml'
+    path.write_text(f'image: ftp://ds1/x\nuser_id: {"u" * 256}\nproject_id: 7\nuuid: {UUID}\n')
+    with pytest.raises(UsageError) as caught:
+        load_schedule(path)
+    image, user, project, uuid = str(caught.value).split('\n')
+    assert ':1: image: the image ftp://ds1/x must be a URL' in image
+    assert user.endswith(':2: user_id: must be at most 255 characters, has 256')
+    assert project.endswith(':3: project_id: must be text; put 7 in quotes')
+    assert ':4: uuid: unknown key' in uuid
