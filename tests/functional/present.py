@@ -1,0 +1,11 @@
+"""A compute that says it is alive."""
+
+from __future__ import annotations
+
+from ecomp.store.client import Store
+from ecomp.store.presence import Presence
+
+
+def presence(store: Store, key: str, token: str, lost: list[str] | None = None) -> Presence:
+    who = {'hostname': f'host-of-{token}', 'since': 'today', 'token': token}
+    return Presence(store, key, who, (lost if lost is not None else []).append)
