@@ -1,0 +1,274 @@
+"""What reads each kind of value that others write, a good one of each, and what a case of a changed one comes to."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from ecomp.cli.shares import as_flavors, as_groups, as_members, as_quota, as_quotas
+from ecomp.cli.show import as_detail, as_findings, as_hosts, as_list, no_address
+from ecomp.cli.timeline import drawn
+from ecomp.cli.timeline import to_dict as timeline_to_dict
+from ecomp.cli.why import Explanation, in_sentences
+from ecomp.cli.why import to_dict as why_to_dict
+from ecomp.errors import EcompError
+from ecomp.model import cluster, digest, flavor, group, keys, quota
+from ecomp.model import instance as requesting
+from ecomp.model import queue as queues
+from ecomp.model import record as records
+from ecomp.model.allocation import MOST, difference
+from ecomp.model.audit import audit
+from ecomp.model.computes import NOBODY, Computes, living_in
+from ecomp.model.group import Group, Membership
+from ecomp.model.guest import Guest
+from ecomp.model.guest_data import SharedUserData, shared_user_data
+from ecomp.model.host import InEtcd, hosts
+from ecomp.model.instance import SIZE_LIMIT, Invalid, Request
+from ecomp.model.planes import KeyValue, Planes, ProviderState, involved
+from ecomp.model.power import Power
+from ecomp.model.query import parse
+from ecomp.model.record import Failure, Interface, Progress, Record
+from ecomp.store import released
+from ecomp.store.client import Entry
+from ecomp.store.presence import _holder, _word
+from tests.kit.forms import LOOKS, documents, texts
+from tests.kit.hostile import COMPUTE, IMAGE, INSTANCE, OTHER, request
+
+NOW = '2026-01-31T12:00:00.000Z'
+SHARED = SharedUserData.of(b'#cloud-config\n')
+
+
+def shown(*told: str) -> None:
+    """It can be shown: what is JSON is JSON, and the terminal's own escape would change nothing of it."""
+    for text in told:
+        lines = text.split('\n')
+        assert all(line.isprintable() for line in lines), text
+        if text.startswith(('{', '[{')):
+            json.loads(text, parse_constant=lambda name: pytest.fail(name))
+
+
+def shown_record(found: Record) -> None:
+    told = Explanation(found, NOBODY, found.why, Group('g', 'affinity', True, {found.instance: found.compute}))
+    for each in (as_list([found]), as_detail(found)):
+        shown(*texts(each))
+    shown(in_sentences(told), *documents(why_to_dict(told)))
+    for look in LOOKS:
+        shown(drawn([found, found], look))
+    shown(*documents(timeline_to_dict([found, found])))
+    assert no_address(replace(found, state=records.BUILDING))
+
+
+class Refused(Exception):
+    """It was refused in these words."""
+
+
+def taken(read: Callable[..., Any], *given: Any) -> Any:
+    """What it reads; Refused for the error that it says it raises: a ValueError with words in it."""
+    try:
+        return read(*given)
+    except UnicodeEncodeError:
+        raise  # a text that was taken, and cannot be written
+    except ValueError as error:
+        raise Refused(str(error)) from error
+
+
+def read_request(value: bytes) -> None:
+    found = requesting.parse_request(COMPUTE, keys.request(COMPUTE, INSTANCE), value)
+    if isinstance(found, Invalid):
+        assert len(found.reason) <= requesting.REASON_LIMIT
+        read_record(records.to_json(records.refused_record(COMPUTE, found._replace(instance=INSTANCE), NOW)).encode())
+        return
+    again = requesting.to_json(found).encode()
+    if len(again) <= SIZE_LIMIT:
+        assert requesting.parse_request(COMPUTE, keys.request(COMPUTE, INSTANCE), again) == found
+    record = records.new_record(COMPUTE, found, NOW)
+    assert records.from_json(records.to_json(record).encode(), INSTANCE) == record
+    shown_record(record)
+    difference(found.allocations, {OTHER: {'VCPU': 1}})
+
+
+def read_record(value: bytes) -> None:
+    found = taken(records.from_json, value, INSTANCE)
+    assert records.from_json(records.to_json(found).encode(), INSTANCE) == found
+    shown_record(found)
+
+
+def read_waiting(value: bytes) -> None:
+    key = keys.queue('f', INSTANCE)
+    shown_record(queues.record_of(key, value))
+    found = queues.parse_waiting(key, value)
+    if isinstance(found, Invalid):
+        return
+    assert queues.parse_waiting(key, queues.to_json(found).encode()) == found
+    asked = requesting.to_json(found.request(COMPUTE, NOW)).encode()
+    taken = requesting.parse_request(COMPUTE, keys.request(COMPUTE, INSTANCE), asked)
+    assert isinstance(taken, Request) or len(asked) > SIZE_LIMIT
+
+
+def read_group(value: bytes) -> None:
+    found = taken(group.from_json, 'g', value)
+    assert group.from_json('g', group.to_json(found).encode()) == found
+    found.excludes(COMPUTE)
+    found.broken()
+    shown(*texts(as_groups([found])), *texts(as_members([found], Computes({}, {COMPUTE: 'hv1'}), several=False)))
+
+
+def read_quota(value: bytes) -> None:
+    found = taken(quota.from_json, 'p', value)
+    more = found.with_used(quota.charge({'VCPU': 7})).without_used({'VCPU': 1})
+    assert quota.from_json('p', quota.to_json(more).encode()) == more
+    quota.refusal('p', found.excess(quota.charge({'VCPU': MOST})))
+    shown(*texts(as_quotas([found])), *texts(as_quota([found], several=True)))
+
+
+def read_flavor(value: bytes) -> None:
+    found = taken(flavor.from_json, 'f', value)
+    assert flavor.from_json('f', flavor.to_json(found).encode()) == found
+    parse(flavor.on_top(found, 'resources=VCPU:2&required=T'))
+    shown(*texts(as_flavors({'f': (found, 'etcd')})))
+
+
+def compared(etcd: dict[str, KeyValue], digests: dict[str, digest.Digest]) -> None:
+    involved(etcd)
+    shown(*texts(as_findings(audit(Planes({COMPUTE: ProviderState(COMPUTE)}, etcd, digests)))))
+
+
+def read_digest(value: bytes) -> None:
+    found = taken(digest.from_pages, [value])
+    assert digest.from_pages([each.encode() for each in digest.to_pages(found)]) == found
+    compared({}, {COMPUTE: found})
+
+
+def read_clearance(value: bytes) -> None:
+    found = taken(digest.clearance_from_json, value)
+    assert digest.clearance_from_json(digest.clearance_to_json(found).encode()) == found
+
+
+def read_compute(value: bytes) -> None:
+    entry = Entry(keys.compute(COMPUTE), value, 1, 1)
+    said, holder = living_in(entry.value), _holder(entry)
+    for each in ('hostname', 'since'):
+        assert _word(holder or {}, each).isprintable()
+    found = hosts(InEtcd(Computes({COMPUTE: said})), {})
+    shown(*texts(as_hosts(found)))
+
+
+def read_announced(value: bytes) -> None:
+    assert INSTANCE in requesting.announced(keys.attempt(INSTANCE), value)
+    compared({keys.attempt(INSTANCE): KeyValue(value, 1, 7)}, {})
+
+
+def read_known(value: bytes) -> None:
+    found = taken(cluster.from_json, value)
+    assert cluster.from_json(cluster.to_json(found).encode()) == found
+    cluster.unlike(found, value)
+
+
+RECORD = Record(
+    *(INSTANCE, COMPUTE, 'active'),
+    image=IMAGE,
+    resources={'VCPU': 1, 'DISK_GB': 2},
+    query='resources=VCPU:1',
+    user_id='u',
+    project_id='p',
+    addresses=(Interface('default', '52:54:00:00:00:01', '10.0.0.1', 'lease', '10.0.0.1'),),
+    console='h:/c',
+    stages={'requested': NOW, 'scheduled': NOW, 'started': '2026-01-31T12:00:01.000Z'},
+    error=Failure('image', 'x', 'y'),
+    fault='z',
+    name='web1',
+    power=f'{OTHER}:off',
+    progress=Progress('image', 1, 2),
+    group=Membership('web'),
+    why=requesting.why_from({'weigh': 'spread', 'weight': 0.5, 'of': 3}),
+)
+WHOLE = request(
+    query='resources=VCPU:1',
+    stages={'requested': NOW},
+    name='web1',
+    ssh_keys=['ssh-ed25519 AAAA x'],
+    user_data='eA==',
+    count=3,
+    group={'name': 'web', 'policy': 'affinity', 'strict': True},
+    why={'weigh': 'spread', 'weight': 0.5, 'of': 3},
+    power=Power('stop', OTHER)._asdict(),
+    resources={'VCPU': 1},
+)
+TOMBSTONE = {**WHOLE, 'allocations': {}, 'image': None}
+WAITING = {
+    **{name: WHOLE[name] for name in ('version', 'instance', 'image', 'user_id', 'project_id')},
+    **{name: WHOLE[name] for name in ('stages', 'name', 'group')},
+    **{'flavor': 'f', 'query': 'resources=VCPU:1,MEMORY_MB:1,DISK_GB:1&required=T', 'ssh_keys': ['x'], 'count': 1},
+}
+DIGEST = digest.Digest(
+    {INSTANCE: Guest(INSTANCE, COMPUTE, True, True, True)},
+    *({INSTANCE: '/base'}, {'52:54:00:00:00:01': INSTANCE}, {INSTANCE: ''}),
+    {'52:54:00:00:00:01': f'{INSTANCE} 10.0.0.1'},
+    {'x.part': '1/2'},
+)
+ALIVE = {'version': '1', 'hostname': 'h', 'since': NOW, 'token': 't', 'boot': 'b', 'pid': '7'}
+
+READERS: dict[str, tuple[Callable[[bytes], object], Any]] = {
+    'request': (read_request, WHOLE),
+    'tombstone': (read_request, TOMBSTONE),
+    'record': (read_record, json.loads(records.to_json(RECORD))),
+    'waiting': (read_waiting, WAITING),
+    'group': (
+        read_group, {'version': 1, 'policy': 'affinity', 'strict': True, 'members': {INSTANCE: COMPUTE, OTHER: ''}}
+    ),
+    'quota': (read_quota, {'version': 1, 'limits': {'VCPU': 10, 'instances': 3}, 'used': {'VCPU': 1, 'instances': 1}}),
+    'flavor': (read_flavor, {'version': 1, 'resources': {'VCPU': 1}, 'required': ['T'], 'forbidden': ['U']}),
+    'digest': (read_digest, json.loads(digest.to_pages(DIGEST)[0])),
+    'clearance': (read_clearance, {'version': 1, 'leftovers': [{'kind': 'disk', 'name': INSTANCE, 'mark': 'x'}]}),
+    'cleared': (lambda value: taken(digest.cleared_from_json, value), ['disk x: removed']),
+    'user-data': (lambda value: taken(shared_user_data, value, SHARED.sha256), json.loads(SHARED.text)),
+    'announced': (read_announced, {'version': 1, 'instances': [INSTANCE, OTHER], 'query': 'x', 'host': 'h', 'pid': 1}),
+    'compute': (read_compute, ALIVE),
+    'name': (lambda value: taken(requesting.named, value), {'version': 1, 'instance': INSTANCE}),
+    'taker': (queues.marked_by, {'version': 1, 'compute': COMPUTE}),
+    'cluster': (lambda value: taken(cluster.identity, value), {'version': 1, 'identity': OTHER, 'since': NOW}),
+    'known': (read_known, {'version': 1, 'identity': OTHER, 'cluster': 2**63, 'revision': 7, 'term': 2}),
+    'released': (lambda value: released.to_json(released.from_json(value)), {'generations': {INSTANCE: 3}}),
+}
+
+
+def cases(few: int) -> Any:
+    """So many always, and 20,000 with --all."""
+    return pytest.mark.parametrize('number', [few, pytest.param(20_000, marks=pytest.mark.slow)])
+
+
+@contextmanager
+def case(name: str, number: int, value: object) -> Iterator[None]:
+    """One case; AssertionError that names it for anything but the product's own errors."""
+    try:
+        yield
+    except Refused as error:
+        said = str(error)
+    except EcompError as error:
+        said = str(error)
+    except Exception as error:
+        raise AssertionError(f'case {number} of {name}: {type(error).__name__}: {error}; {value!r:.2000}') from error
+    else:
+        said = 'understood'
+    assert said, (name, number, value)
+    assert '\n' not in said, (name, number, value)
+
+
+PLACES = {
+    'request': keys.request(COMPUTE, INSTANCE),
+    'tombstone': keys.request(OTHER, INSTANCE),
+    'record': keys.record(COMPUTE, INSTANCE),
+    'waiting': keys.queue('f', INSTANCE),
+    'group': keys.group('web'),
+    'quota': keys.quota('p'),
+    'flavor': keys.flavor('f'),
+    'announced': keys.attempt(OTHER),
+    'compute': keys.compute(COMPUTE),
+    'name': keys.name('web1'),
+    'taker': keys.taker(keys.queue('f', INSTANCE)),
+}
