@@ -20,6 +20,7 @@ from ecomp.store.client import Store
 from tests.functional.cloud import Cloud
 from tests.functional.guest import COMPUTE, MakeSpec
 from tests.functional.libvirt_host import LibvirtHost, libvirt_host, missing
+from tests.functional.queueing import flavor
 from tests.functional.tended import none_lent, pair, pool
 from tests.kit.image_server import Web, serving
 from tests.kit.images import MIB
@@ -31,7 +32,7 @@ from tests.kit.store_client import connected
 if TYPE_CHECKING:
     from ecomp.virt.libvirt_host import Libvirt
 
-__all__ = ['none_lent', 'pair', 'pool']
+__all__ = ['flavor', 'none_lent', 'pair', 'pool']
 
 # The store
 

@@ -1,0 +1,91 @@
+"""What waits in a queue on real etcd and placement, who takes it, and what has become of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from ecomp.agent.instance.surroundings import ControlPlane
+from ecomp.agent.queue.taking import Taker
+from ecomp.model import keys
+from ecomp.model.flavor import Flavor
+from ecomp.model.flavor import to_json as flavor_to_json
+from ecomp.model.pull import Place
+from ecomp.model.queue import QueueEntry
+from ecomp.placement.client import Placement
+from ecomp.scheduler.placing.enqueue import enqueue
+from ecomp.store.client import Store
+from tests.functional.cloud import IMAGE, SMALL, WHO, Cloud, new
+
+
+@pytest.fixture
+def flavor(cloud: Cloud) -> Iterator[Flavor]:
+    """A flavor of the test's own, and its queue."""
+    made = Flavor(f'f{new()}', SMALL)
+    cloud.etcd.put(keys.flavor(made.name), flavor_to_json(made))
+    yield made
+    # And those that a test named after it.
+    for key in (*cloud.etcd.keys(keys.flavor(made.name)), *cloud.etcd.keys(f'{keys.QUEUES}{made.name}')):
+        cloud.etcd.delete(key)
+
+
+def request(flavor: Flavor, instance: str | None = None, name: str | None = None) -> QueueEntry:
+    return QueueEntry(
+        instance or new(),
+        flavor,
+        image=IMAGE,
+        user_id='a-user',
+        project_id='a-project',
+        stages={'requested': 'then'},
+        name=name,
+    )
+
+
+def put(cloud: Cloud, waiting: QueueEntry, resume: bool = False, store: Store | None = None) -> bool:
+    entry = cloud.store.get(keys.flavor(waiting.flavor.name))
+    assert entry is not None
+    return enqueue(store or cloud.store, waiting, entry.revision, None, WHO, resume)
+
+
+def queued(cloud: Cloud, flavor: Flavor) -> Place:
+    """One in the queue."""
+    waiting = request(flavor)
+    assert put(cloud, waiting)
+    return place(cloud, waiting)
+
+
+def place(cloud: Cloud, waiting: QueueEntry) -> Place:
+    entry = cloud.store.get(waiting.key)
+    assert entry is not None
+    return Place(entry.revision, waiting)
+
+
+def taker(
+    cloud: Cloud,
+    compute: str,
+    store: Store | None = None,
+    placement: Placement | None = None,
+    now: Callable[[], str] = lambda: 'now',
+) -> Taker:
+    """Takes for a compute, on a lease of its own."""
+    lease = cloud.store.grant(60)
+    return Taker(ControlPlane(compute, store or cloud.store, placement or cloud.placement, now), lambda: lease)
+
+
+def is_taken(cloud: Cloud, compute: str, waiting: QueueEntry) -> None:
+    """It is this compute's, once, and nothing of it is in the queue."""
+    instance = waiting.instance
+    assert cloud.delivered(compute, instance).allocations == {compute: SMALL}
+    there = [key for key in cloud.etcd.keys(keys.HOSTS) if keys.last(key) == instance]
+    assert there == [keys.request(compute, instance)]
+    assert cloud.server.allocations(instance) == {compute: SMALL}
+    assert [key for key in cloud.etcd.keys(keys.QUEUES) if instance in key] == []
+
+
+def waits(cloud: Cloud, waiting: QueueEntry) -> None:
+    """It is in its queue, nobody is at it, and nothing is held for it."""
+    assert [key for key in cloud.etcd.keys(keys.QUEUES) if waiting.instance in key] == [waiting.key]
+    assert [key for key in cloud.etcd.keys(keys.HOSTS) if keys.last(key) == waiting.instance] == []
+    assert cloud.server.allocations(waiting.instance) == {}
+    assert cloud.etcd.get(keys.attempt(waiting.instance)) is None
