@@ -1,8 +1,10 @@
-"""`elab up`, `status`, `exec`, `guest` and `down`, on this machine and with guests that really boot."""
+"""`elab up`, `status`, `exec`, `guest` and `down`, on this machine and with guests that really boot.
+
+What is left of a lab that was not made whole is in test_lab_pieces.py.
+"""
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import signal
@@ -19,69 +21,16 @@ from typing import Any
 import pytest
 
 from ecomp.compute_conf import load_compute
-from ecomp.errors import UsageError
-from ecomp.lab import guest, machine, state
+from ecomp.lab import machine
 from ecomp.model.cluster import holes
+from tests.functional.elab_run import NAME, ROOT, command, elab, facts, missing, traces
 from tests.kit.lab import get_json
 from tests.kit.servers import environment, until
 
-ROOT = Path('/var/lib/elab')
-NAME = f'f{os.getpid()}'
 BOOT = 90.0
 MAC = '52:54:00:00:aa:01'
 
-
-def missing() -> str:
-    """What keeps a lab from being made here, in words; '' if nothing does."""
-    try:
-        machine.require_root('a lab')
-        programs = {**machine.CONTROL_PROGRAMS, **machine.SECURE_PROGRAMS, **machine.HOST_PROGRAMS, **guest.PROGRAMS}
-        machine.require(programs, ['placement', 'waitress', 'libvirt'])
-    except UsageError as error:
-        return str(error)
-    return ''
-
-
 pytestmark = [pytest.mark.skipif(bool(missing()), reason=missing())]
-
-
-def command(*words: str) -> list[str]:
-    return [sys.executable, '-m', 'ecomp.lab.elab', *words]
-
-
-def elab(*words: str, code: int = 0) -> subprocess.CompletedProcess[str]:
-    """Run elab, which has to end with `code`."""
-    done = subprocess.run(
-        command(*words), stdin=subprocess.DEVNULL, capture_output=True, text=True, env=environment(), timeout=200
-    )
-    assert done.returncode == code, f'elab {words}: {done.returncode}\n{done.stdout}{done.stderr}'
-    return done
-
-
-def facts(name: str) -> dict[str, Any]:
-    """lab.json; {} if there is none."""
-    path = ROOT / name / 'lab.json'
-    return dict(json.loads(path.read_text())) if path.exists() else {}
-
-
-def traces(name: str, link: str) -> list[str]:
-    """All that this machine shows of a lab: files, namespaces, interfaces, routes, mounts and processes."""
-    found = [str(path) for path in (ROOT / name,) if path.exists()]
-    if link in {facts(path.parent.name).get('link') for path in ROOT.glob('*/lab.json') if path.parent.name != name}:
-        link = 'none'  # another lab beside this one has been given its number since
-    commands = (['ip', 'netns', 'list'], ['ip', '-o', 'link', 'show'], ['ip', 'route', 'show', 'table', 'all'])
-    for each in commands:
-        lines = subprocess.run(each, capture_output=True, text=True, check=True).stdout.splitlines()
-        found += [line for line in lines if f'elab-{name}-' in line or link in line.replace('@', ' ').split()]
-    found += [line for line in Path('/proc/self/mountinfo').read_text().splitlines() if f'elab-{name}-' in line]
-    for process in Path('/proc').glob('[0-9]*'):
-        try:
-            words = (process / 'cmdline').read_bytes().replace(b'\0', b' ').decode(errors='replace')
-        except OSError:
-            continue
-        if f'{ROOT}/{name}/' in words:
-            found.append(f'{process.name}: {words}')
-    return found
 
 
 def pings(address: str) -> bool:
@@ -169,31 +118,6 @@ def test_a_host_has_its_own_libvirt_network_and_ecompute(lab: dict[str, Any]) ->
     said = (ROOT / NAME / 'hv1/ecompute.log').read_text()
     known = holes(get_json(f'https://{lab["etcd"]}/version', own)['etcdserver'])
     assert said.count(' WARNING ') == said.count(f' {known}\n') == (known is not None)
-
-
-def test_a_lab_that_another_elab_made_can_be_removed() -> None:
-    name = f'{NAME}old'
-    (ROOT / name).mkdir(parents=True)
-    (ROOT / name / 'lab.json').write_text('{"version": 1}')
-    try:
-        said = elab('up', '--name', name, code=1).stderr
-        assert f'is of version 1, and this elab knows 2: elab down --name {name}, then elab up\n' in said
-    finally:
-        elab('down', '--name', name)
-    assert not (ROOT / name).exists()
-
-
-def test_one_that_was_killed_as_it_began_has_a_status() -> None:
-    """Nothing but lab.json is there: what is down is said, and nothing is made."""
-    name = f'{NAME}new'
-    try:
-        with state.locked(ROOT / name):
-            state.load_or_create(name, 1)
-        rows = elab('status', '--name', name, code=1).stdout.splitlines()
-        assert [row.split()[2] for row in rows[1:]] == ['down'] * 5 + ['down:']
-        assert [path.name for path in (ROOT / name).iterdir()] == ['lab.json']
-    finally:
-        elab('down', '--name', name)
 
 
 @pytest.mark.usefixtures('lab')
@@ -305,54 +229,6 @@ def test_two_labs_at_once_and_one_goes() -> None:
     finally:
         for name in names:
             elab('down', '--name', name)
-
-
-DAEMONS = 'libvirtd', 'ecompute'
-
-
-@pytest.mark.parametrize(
-    'moment',
-    ['nothing', 'control', 'etcd', *(pytest.param(f'hv1 {each}', marks=pytest.mark.slow) for each in DAEMONS)],
-)
-def test_what_a_killed_up_has_made_is_found_and_removed(moment: str) -> None:
-    name = f'{NAME}k'
-
-    def reached() -> bool:
-        if moment == 'nothing':
-            return (ROOT / name).exists()
-        if moment == 'control':
-            return Path(f'/run/netns/elab-{name}-control').exists()
-        return moment in facts(name).get('processes', {})
-
-    process = subprocess.Popen(command('up', '--name', name, '--hosts', '1'), env=environment(), stderr=subprocess.PIPE)
-    try:
-        until(reached, 60, f'{moment} is there')
-        process.kill()
-        process.wait()
-        link = facts(name).get('link', 'none')
-    finally:
-        process.kill()
-        process.communicate()
-        elab('down', '--name', name)
-
-    assert traces(name, link) == []
-    elab('down', '--name', name)  # nothing there is no error
-
-
-def test_what_is_mounted_in_a_lab_is_named_by_a_down_that_cannot_remove_it() -> None:
-    name = f'{NAME}m'
-    mounted = ROOT / name / 'hv1/images'
-    mounted.mkdir(parents=True)
-    subprocess.run(['mount', '-t', 'tmpfs', '-o', 'size=64k', 'none', mounted], check=True)
-    try:
-        said = elab('down', '--name', name, code=1).stderr.splitlines()[-1]
-        busy = f'elab: {ROOT / name} cannot be removed whole ({{}}: Device or resource busy): unmount what'
-        # Python 3.13 says all of its path.
-        assert said.startswith((busy.format('images'), busy.format(mounted)))
-    finally:
-        subprocess.run(['umount', mounted], check=True)
-        elab('down', '--name', name)
-    assert not (ROOT / name).exists()
 
 
 def test_each_ecompute_is_held_to_its_role(lab: dict[str, Any]) -> None:
