@@ -1,15 +1,15 @@
-"""The metadata server that root starts: once it listens it is nobody, and what it cannot open its monitor opens."""
+"""The metadata server that root starts: once it listens it is nobody, and gets at nothing that was root's.
+
+What it cannot open its monitor opens: test_mdserver_monitor.py.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import http.client
-import json
 import os
 import pwd
 import re
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -18,76 +18,21 @@ import threading
 import time
 import uuid
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 from mdserver import conf, privileges, server
-from mdserver.monitor import Monitor
 
 from ecomp.agent.host.memory import Memory
 from ecomp.agent.host.metadata import GuestData
 from ecomp.agent.host.metadata_server import USER
 from ecomp.agent.host.state import Identity
 from ecomp.model.instance import Request
-from tests.kit.servers import TOP, until
+from tests.kit.servers import TOP
+from tests.security.rights import COMMAND, ENVIRONMENT, HERE, MAC, OTHER, UUID, Server, describe
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason='who is not root has nothing to give up')
-
-UUID, OTHER = 'd578fb7c-7787-4e73-b69a-a7b3ef9bf73a', 'e9bedb97-917a-4f4e-9a69-8ad21840267f'
-MAC, MAC_2 = '52:54:00:aa:00:01', '52:54:00:bb:00:02'
-HERE = '127.0.0.1'
-COMMAND = [sys.executable, '-P', '-m', 'mdserver.server']
-ENVIRONMENT = {**os.environ, 'PYTHONPATH': os.pathsep.join([str(TOP), str(TOP / 'md_server')])}
-
-
-def describe(directory: Path, guests: dict[str, tuple[str, str]]) -> Path:
-    """Leases, guests' files and user-data, root's alone, as (MAC, instance) of addresses; the mdserver.conf."""
-    directory.chmod(0o700)
-    leases = [{'ip-address': ip, 'mac-address': mac, 'expiry-time': 0} for ip, (mac, _) in guests.items()]
-    (directory / 'metadata').mkdir(0o700)
-    for mac, instance in guests.values():
-        (directory / f'metadata/{mac}.json').write_text(json.dumps({'instance': instance, 'mac': mac}))
-    (directory / 'virbr0.status').write_text(json.dumps(leases))
-    (directory / 'user-data').write_text('#!one\n')
-    lines = ('[mdserver]', 'guests = metadata', 'leases = *.status', 'user-data = user-data', '')
-    (directory / 'mdserver.conf').write_text('\n'.join(lines))
-    for path in filter(Path.is_file, directory.rglob('*')):
-        path.chmod(0o600)
-    return directory / 'mdserver.conf'
-
-
-class Server:
-    """One that was started so."""
-
-    def __init__(self, directory: Path, *options: str, command: list[str] | None = None) -> None:
-        self.log = directory / 'log'
-        with self.log.open('wb') as stderr:
-            self.process = subprocess.Popen(
-                [*(command or COMMAND), str(directory / 'mdserver.conf'), '--listen', f'{HERE}:0', *options],
-                cwd=directory, env=ENVIRONMENT, stderr=stderr, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
-            )
-        self.pid = self.process.pid
-        until(lambda: 'LISTENING ON' in self.log.read_text() or self.process.poll() is not None, 30, 'it listens')
-        said = re.search(r'LISTENING ON http://[\d.]+:(\d+)/', self.log.read_text())
-        assert said, self.log.read_text()
-        self.port = int(said[1])
-
-    def ask(self, path: str, method: str = 'GET', source: str = HERE) -> tuple[int, bytes]:
-        asked = http.client.HTTPConnection(HERE, self.port, timeout=20, source_address=(source, 0))
-        with contextlib.closing(asked):
-            asked.request(method, path)
-            answer = asked.getresponse()
-            return answer.status, answer.read()
-
-    def monitor(self) -> psutil.Process:
-        [child] = psutil.Process(self.pid).children(recursive=True)
-        return child
-
-    def close(self) -> int:
-        self.process.terminate()
-        return self.process.wait(20)
 
 
 def run(*command: str) -> subprocess.CompletedProcess[str]:
@@ -107,13 +52,6 @@ def nothing(uid: str, gid: str) -> dict[str, list[str]]:
     none = ['0' * 16]
     return {'Uid': 4 * [uid], 'Gid': 4 * [gid], 'Groups': [], 'CapPrm': none, 'CapEff': none, 'CapAmb': none,
             'NoNewPrivs': ['1']}
-
-
-@pytest.fixture
-def running(tmp_path: Path) -> Iterator[Server]:
-    describe(tmp_path, {HERE: (MAC, UUID)})
-    with contextlib.closing(Server(tmp_path, '--user', USER)) as started:
-        yield started
 
 
 def test_it_has_no_rights_and_does_all_that_root_did(running: Server, tmp_path: Path) -> None:
@@ -231,89 +169,7 @@ def test_each_of_many_at_once_is_told_its_own(tmp_path: Path) -> None:
     assert wrong == []
 
 
-# Its monitor
-
-
-def test_what_a_monitor_does_when_the_other_is_gone(running: Server) -> None:
-    monitor = running.monitor()
-    assert (monitor.uids().effective, monitor.name()) == (0, psutil.Process(running.pid).name())
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        monitor.send_signal(number)  # a Ctrl-C goes to both: mdserver is the one that ends
-    assert running.ask('/latest/meta-data/instance-id') == (200, UUID.encode())
-    running.process.kill()
-    running.process.wait()
-    until(lambda: not monitor.is_running() or monitor.status() == psutil.STATUS_ZOMBIE, 10, 'it ends with mdserver')
-
-
-def test_it_ends_as_it_did_and_leaves_nobody(running: Server) -> None:
-    monitor = running.monitor()
-    assert running.close() == 0
-    assert not monitor.is_running()
-    assert 'ENDED' in running.log.read_text()
-
-
-def test_without_its_monitor_it_ends(running: Server) -> None:
-    """ecompute sees that, and starts another."""
-    running.monitor().kill()
-    assert running.process.wait(20) == 1
-    assert 'ENDED: its monitor, which opened its files for it, is gone' in running.log.read_text()
-
-
-def asked(monitor: Monitor, request: str) -> list[str]:
-    """The answers, as the reasons why there is no file; a file's is its text."""
-    found = []
-    for _, opened in monitor.ask(request):
-        if isinstance(opened, OSError):
-            found.append(str(opened.strerror))
-        else:
-            with open(opened) as file:
-                found.append(file.read())
-    return found
-
-
-def test_its_monitor_opens_nothing_else(tmp_path: Path) -> None:
-    """Whatever mdserver would say once a guest had taken it over."""
-    describe(tmp_path, {HERE: (MAC, UUID)})
-    (tmp_path / 'token').write_text('canary')
-    guests = tmp_path / 'metadata'
-    monitor = Monitor(conf.load(tmp_path / 'mdserver.conf'))
-    try:
-        assert asked(monitor, 'user-data') == ['#!one\n']
-        for request in (
-            ' ', 'guest', 'guest ', 'guest ../token', 'guest ../../etc/shadow', f'guest  {MAC}', f'guest {MAC} x',
-            f'guest {MAC}\n', f'guest {MAC.upper()}', f'guest {MAC}/../../token', f'guest {MAC}\0',
-            'user-data ../token', 'user-data /etc/shadow', 'leases /etc/*', '/etc/shadow', 'open /etc/shadow',
-            f'ready {MAC}', f'ready {MAC} ../../x', f'ready ../{MAC} {UUID}', f'ready {MAC} {UUID.upper()}',
-            f'ready {MAC} {UUID}', 'guest ' + 300 * 'x', '\xff',
-        ):
-            assert asked(monitor, request) == ['Invalid argument'], request
-        # A word is of a guest that is there, or nobody's: otherwise they would fill the directory.
-        assert asked(monitor, f'ready {MAC} {OTHER} {{}}') == asked(monitor, f'ready {MAC_2} {UUID} {{}}') == [
-            'No such file or directory'
-        ]
-        assert sorted(path.name for path in guests.iterdir()) == [f'{MAC}.json']
-        # Links are followed nowhere, though only root could have put them there.
-        (guests / f'{MAC_2}.json').symlink_to(tmp_path / 'token')
-        (tmp_path / 'z.status').symlink_to(tmp_path / 'token')
-        (guests / f'{UUID}.said').symlink_to(tmp_path / 'made')
-        link = 'Too many levels of symbolic links'
-        assert asked(monitor, f'guest {MAC_2}') == [link]
-        assert asked(monitor, 'leases')[1:] == [link]
-        # One in the place of a word that is being left goes, as whatever is left there.
-        assert asked(monitor, f'ready {MAC} {UUID} {{}}') == []
-        told = guests / f'{UUID}.ready'
-        assert told.read_text() == '{}'
-        assert not told.is_symlink()
-        told.unlink()
-        told.symlink_to(tmp_path / 'made')
-        assert asked(monitor, f'ready {MAC} {UUID} {{}}') == []
-        assert not (tmp_path / 'made').exists()
-    finally:
-        monitor.close()
-
-
 # What it could do besides
-
 
 ATTEMPTS = '''
 import os, sys
@@ -422,7 +278,6 @@ def test_who_is_not_root_cannot_become_anybody(monkeypatch: pytest.MonkeyPatch) 
 
 
 # ecompute's
-
 
 BY_ECOMPUTE = '''
 import json, logging, os, signal, sys, time

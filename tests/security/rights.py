@@ -1,0 +1,80 @@
+"""A metadata server that root starts on this machine, and what it tells whom."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from ecomp.agent.host.metadata_server import USER
+from tests.kit.servers import TOP, until
+
+UUID, OTHER = 'd578fb7c-7787-4e73-b69a-a7b3ef9bf73a', 'e9bedb97-917a-4f4e-9a69-8ad21840267f'
+MAC, MAC_2 = '52:54:00:aa:00:01', '52:54:00:bb:00:02'
+HERE = '127.0.0.1'
+COMMAND = [sys.executable, '-P', '-m', 'mdserver.server']
+ENVIRONMENT = {**os.environ, 'PYTHONPATH': os.pathsep.join([str(TOP), str(TOP / 'md_server')])}
+
+
+def describe(directory: Path, guests: dict[str, tuple[str, str]]) -> Path:
+    """Leases, guests' files and user-data, root's alone, as (MAC, instance) of addresses; the mdserver.conf."""
+    directory.chmod(0o700)
+    leases = [{'ip-address': ip, 'mac-address': mac, 'expiry-time': 0} for ip, (mac, _) in guests.items()]
+    (directory / 'metadata').mkdir(0o700)
+    for mac, instance in guests.values():
+        (directory / f'metadata/{mac}.json').write_text(json.dumps({'instance': instance, 'mac': mac}))
+    (directory / 'virbr0.status').write_text(json.dumps(leases))
+    (directory / 'user-data').write_text('#!one\n')
+    lines = ('[mdserver]', 'guests = metadata', 'leases = *.status', 'user-data = user-data', '')
+    (directory / 'mdserver.conf').write_text('\n'.join(lines))
+    for path in filter(Path.is_file, directory.rglob('*')):
+        path.chmod(0o600)
+    return directory / 'mdserver.conf'
+
+
+class Server:
+    """One that was started so."""
+
+    def __init__(self, directory: Path, *options: str, command: list[str] | None = None) -> None:
+        self.log = directory / 'log'
+        with self.log.open('wb') as stderr:
+            self.process = subprocess.Popen(
+                [*(command or COMMAND), str(directory / 'mdserver.conf'), '--listen', f'{HERE}:0', *options],
+                cwd=directory, env=ENVIRONMENT, stderr=stderr, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+            )
+        self.pid = self.process.pid
+        until(lambda: 'LISTENING ON' in self.log.read_text() or self.process.poll() is not None, 30, 'it listens')
+        said = re.search(r'LISTENING ON http://[\d.]+:(\d+)/', self.log.read_text())
+        assert said, self.log.read_text()
+        self.port = int(said[1])
+
+    def ask(self, path: str, method: str = 'GET', source: str = HERE) -> tuple[int, bytes]:
+        asked = http.client.HTTPConnection(HERE, self.port, timeout=20, source_address=(source, 0))
+        with contextlib.closing(asked):
+            asked.request(method, path)
+            answer = asked.getresponse()
+            return answer.status, answer.read()
+
+    def monitor(self) -> psutil.Process:
+        [child] = psutil.Process(self.pid).children(recursive=True)
+        return child
+
+    def close(self) -> int:
+        self.process.terminate()
+        return self.process.wait(20)
+
+
+@pytest.fixture
+def running(tmp_path: Path) -> Iterator[Server]:
+    describe(tmp_path, {HERE: (MAC, UUID)})
+    with contextlib.closing(Server(tmp_path, '--user', USER)) as started:
+        yield started
