@@ -1,0 +1,180 @@
+"""What we do with etcd, behind roles; and while roles are changed, or are another compute's."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip('cryptography', reason="pip install '.[lab]'")
+
+from ecomp.errors import Denied
+from ecomp.lab import control
+from ecomp.model import keys
+from ecomp.store.client import Delete, Entry, Put, Unchanged
+from ecomp.store.presence import Presence
+from ecomp.store.watch import Follower
+from tests.functional.by_role import put, works
+from tests.kit.behind_roles import BehindRoles, behind_roles
+from tests.kit.secured import certify, etcd_of
+from tests.kit.servers import PlacementServer, begin, environment, until
+
+
+@pytest.fixture
+def cloud(tmp_path: Path) -> Iterator[BehindRoles]:
+    with behind_roles(tmp_path) as made:
+        yield made
+
+
+def test_reads_transactions_leases_and_watches(cloud: BehindRoles) -> None:
+    cloud.enable()
+    own, compute = cloud.stores['compute-hv1'], cloud.computes['compute-hv1']
+    prefix, key = keys.request_prefix(compute), f'{keys.request_prefix(compute)}x'
+    states: list[dict[str, Entry]] = []
+    follower = Follower(etcd_of(cloud.certs, 'compute-hv1'), [(prefix, lambda state: states.append(dict(state)))])
+    follower.start()
+    try:
+        until(lambda: states, 10, 'it has listed')
+        scheduler = cloud.stores['scheduler-shell']
+        revision = scheduler.commit([Unchanged(key, 0)], [Put(key, 'asked')])
+        assert revision is not None
+        until(lambda: states[-1].keys() == {key}, 10, 'it is told of the request')
+        assert own.commit([Unchanged(key, 0)], [Delete(key)]) is None
+        assert own.commit([Unchanged(key, revision)], [Delete(key)]) is not None
+        until(lambda: not states[-1], 10, 'it is told of the end')
+        assert own.count(prefix) == 0
+        lease = own.grant(60)
+        record, name = f'/instances/{compute}/x', '/names/web'
+        assert own.commit([], [Put(record, 'gone', lease), Put(name, 'gone', lease)])
+        assert own.keep_alive(lease) > 50
+        assert scheduler.commit([], [Delete(record)])
+        own.revoke(lease)
+        assert own.get(name) is None
+        assert {store.version() for store in cloud.stores.values()} == {own.version()}
+        cloud.etcd.restart()
+        until(lambda: works(lambda: put(cloud, key)), 10, 'it is itself after a restart')
+        until(lambda: states[-1].keys() == {key}, 10, 'it is told after a restart')
+    finally:
+        follower.stop()
+    url = f'https://localhost:{cloud.etcd.port}'
+    assert control.etcd_healthy(url, cloud.certs / 'etcd')
+
+
+def test_presence(cloud: BehindRoles) -> None:
+    cloud.enable()
+    lost: list[str] = []
+    first, second = (keys.compute(cloud.computes[f'compute-hv{number}']) for number in (1, 2))
+    theirs = Presence(cloud.stores['compute-hv1'], second, {'token': 'a'}, lost.append)
+    for deed in (theirs.check, theirs.start):
+        with pytest.raises(Denied, match=f'compute-hv1/client.crt write {second}: it is for another certificate'):
+            deed()
+    assert cloud.stores['operator-ann'].get(second) is None
+    alive = Presence(cloud.stores['compute-hv1'], first, {'token': 'a'}, lost.append)
+    alive.check()
+    assert cloud.stores['operator-ann'].get(first) is None
+    alive.start()
+    assert cloud.stores['operator-ann'].get(first) is not None
+    alive.stop()
+    assert cloud.stores['operator-ann'].get(first) is None
+    assert lost == []
+
+
+def test_nobody_is_refused_while_roles_are_changed(cloud: BehindRoles) -> None:
+    """etcd refuses what was asked before a role was changed and comes to be done after it: it is asked again."""
+    cloud.enable()
+    wrong: list[Exception] = []
+    done, stopped = [0, 0, 0], threading.Event()
+
+    def work(number: int) -> None:
+        store, key = cloud.store('compute-hv1'), f'/hosts/{cloud.computes["compute-hv1"]}/{number}'
+        while not stopped.is_set():
+            try:
+                entry = store.get(key)
+                assert store.commit([Unchanged(key, entry.revision if entry else 0)], [Put(key, 'x')])
+                done[number] += 1
+            except Exception as error:
+                wrong.append(error)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(len(done))]
+    for thread in threads:
+        thread.start()
+    try:
+        certify(cloud.certs, cloud.etcd.port, tuple(f'n{number}' for number in range(4)))
+        cloud.enable()
+        cloud.disable()
+        cloud.enable()
+    finally:
+        stopped.set()
+        for thread in threads:
+            thread.join()
+    assert wrong == []
+    assert all(done)
+
+
+def ecompute(cloud: BehindRoles, compute: str, placement: PlacementServer) -> list[str]:
+    """The command of a pretended one with the certificate of compute-hv1."""
+    state = str(cloud.certs / 'compute-hv1/state')
+    config = cloud.configured('compute-hv1', placement.url, uuid=compute, state=state)
+    inventory = 'VCPU:4,DISK_GB:10,MEMORY_MB:512'
+    return [sys.executable, '-m', 'ecomp.compute', '--config', str(config), '--fake', inventory]
+
+
+def test_an_ecompute_that_loses_its_role_waits(cloud: BehindRoles, own_placement: PlacementServer) -> None:
+    """It says so once, goes on trying, not often, and keeps what it was asked for."""
+    cloud.enable()
+    compute = cloud.computes['compute-hv1']
+    log = cloud.certs / 'compute-hv1/log'
+    with log.open('w') as output:
+        child = begin(
+            ecompute(cloud, compute, own_placement), cloud.certs, environment(), output.fileno(), output.fileno()
+        )
+    try:
+        until(lambda: 'ready: ' in log.read_text(), 20, 'it is ready')
+        path = cloud.certs / 'compute-hv1/compute.yaml'
+        path.write_text(path.read_text().replace(compute, str(uuid.uuid4())))
+        cloud.enable()
+        config = cloud.configured('scheduler-shell', own_placement.url)
+        command = [sys.executable, '-m', 'ecomp.schedule', '--config', str(config)]
+        command += ['resources=VCPU:1,DISK_GB:1,MEMORY_MB:256', 'http://images.example/x.img']
+        asked = subprocess.run(command, capture_output=True, text=True, env=environment(), timeout=80)
+        assert asked.stdout.startswith(f'NOTIFIED TARGET, {compute}, OF INSTANCE '), asked
+        until(lambda: 'does not let' in log.read_text(), 20, 'it says that it may not')
+        before = _jiffies(child.pid)
+        time.sleep(5)
+        assert _jiffies(child.pid) - before < 100  # of 500
+        said = [line for line in log.read_text().splitlines() if 'does not let' in line]
+        assert len(said) == 1
+        assert 'client.crt write /instances/' in said[0]
+        assert 'Traceback' not in log.read_text()
+        assert cloud.stores['operator-ann'].count(keys.request_prefix(compute)) == 1
+    finally:
+        child.send_signal(signal.SIGTERM)
+        assert child.wait(60) == 0
+
+
+def _jiffies(pid: int) -> int:
+    """Hundredths of a second of processor. proc(5)"""
+    return sum(map(int, Path(f'/proc/{pid}/stat').read_text().rpartition(')')[2].split()[11:13]))
+
+
+def test_an_ecompute_with_another_s_certificate(cloud: BehindRoles, own_placement: PlacementServer) -> None:
+    """One line, and it ends before placement is told of a compute that does not work."""
+    cloud.enable()
+    own, other = cloud.certs / 'compute-hv1', cloud.computes['compute-hv2']
+    command = ecompute(cloud, other, own_placement)
+    began = time.monotonic()
+    ended = subprocess.run(command, capture_output=True, text=True, env=environment(), timeout=80)
+    assert time.monotonic() - began < 60
+    assert ended.returncode == 1
+    said = f'etcd at localhost:{cloud.etcd.port} does not let {own}/client.crt write {keys.compute(other)}: '
+    assert ended.stderr.splitlines()[-1].startswith(f'ecompute: {said}')
+    assert 'Traceback' not in ended.stderr
+    assert own_placement.call('GET', '/resource_providers')['resource_providers'] == []
+    assert cloud.stores['operator-ann'].snapshot('/').entries.keys() == {'/cluster'}
