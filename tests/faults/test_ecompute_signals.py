@@ -21,7 +21,8 @@ from tests.faults.figures import figure
 from tests.kit.commands import Control, Ecompute
 from tests.kit.hands import BIG, Armed, Eschedule, guests, lapse, revision, settled
 from tests.kit.invariants import everything
-from tests.kit.servers import PATIENCE, is_stopped, until
+from tests.kit.process import is_stopped
+from tests.kit.servers import PATIENCE, until
 from tests.kit.story import SMALL, addressed, log_of, logged, place, reached, record, reserved
 
 ENDS_WITHIN = 20.0

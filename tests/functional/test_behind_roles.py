@@ -23,8 +23,9 @@ from ecomp.store.presence import Presence
 from ecomp.store.watch import Follower
 from tests.functional.by_role import put, works
 from tests.kit.behind_roles import BehindRoles, behind_roles
+from tests.kit.process import begin
 from tests.kit.secured import certify, etcd_of
-from tests.kit.servers import PlacementServer, begin, environment, until
+from tests.kit.servers import PlacementServer, environment, until
 
 
 @pytest.fixture

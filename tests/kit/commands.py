@@ -23,7 +23,8 @@ import yaml
 
 from ecomp import schedule
 from tests.kit.journal import JOURNAL, own
-from tests.kit.servers import PATIENCE, Etcd, PlacementServer, Server, b64, begin, environment
+from tests.kit.process import begin
+from tests.kit.servers import PATIENCE, Etcd, PlacementServer, Server, b64, environment
 from tests.kit.witness import Watched, judged, started_here
 
 

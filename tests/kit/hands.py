@@ -22,7 +22,8 @@ from ecomp.store.client import Store
 from tests.kit.audit import audit_clean
 from tests.kit.commands import Command, Control, Ecompute
 from tests.kit.invariants import check, everything
-from tests.kit.servers import b64, is_stopped, until
+from tests.kit.process import is_stopped
+from tests.kit.servers import b64, until
 from tests.kit.story import log_of
 
 BIG = 'VCPU:64,DISK_GB:64,MEMORY_MB:65536'

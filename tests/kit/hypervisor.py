@@ -21,7 +21,8 @@ from ecomp.lab import machine, namespaces, state
 from ecomp.lab.hosts import LabHost
 from tests.kit.boot_sectors import boot_disk
 from tests.kit.lab import NOTIFIED, Lab, running
-from tests.kit.servers import is_stopped, until
+from tests.kit.process import is_stopped
+from tests.kit.servers import until
 from tests.kit.tuned import patched
 from tests.kit.warm import Warm
 

@@ -22,14 +22,14 @@ import time
 import urllib.error
 import urllib.request
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from http.client import HTTPResponse
 from pathlib import Path
-from typing import Any, Protocol, Self, TypeVar
+from typing import Any, Self, TypeVar
 
 from tests.kit.journal import JOURNAL
 from tests.kit.placement_database import PlacementDatabase
-from tests.kit.warm import Warm, is_python
+from tests.kit.process import Process, begin, is_stopped
 
 TOP = Path(__file__).resolve().parents[2]
 PLACEMENT_HEADERS = {'x-auth-token': 'admin', 'openstack-api-version': 'placement 1.39'}
@@ -47,28 +47,6 @@ GIVEN: set[int] = set()
 Value = TypeVar('Value')
 
 
-class Process(Protocol):
-    """What tests ask of a process: subprocess.Popen's words."""
-
-    pid: int
-
-    @property
-    def returncode(self) -> int | None:
-        """None while it runs; a signal's number is negative."""
-
-    def poll(self) -> int | None:
-        """The returncode."""
-
-    def wait(self, timeout: float | None = None) -> int:
-        """The returncode once it has ended; subprocess.TimeoutExpired."""
-
-    def send_signal(self, sig: int, /) -> None:
-        """Nothing happens once it has ended."""
-
-    def kill(self) -> None:
-        """SIGKILL."""
-
-
 def until(condition: Callable[[], Value], seconds: float, what: str) -> Value:
     """Poll until `condition()` is true, and return it; AssertionError saying what was waited for.
 
@@ -84,13 +62,6 @@ def until(condition: Callable[[], Value], seconds: float, what: str) -> Value:
         # Who asks takes processor from what is asked about: a dear question is asked less often, and so is a late one.
         time.sleep(max(pause, 2 * (time.monotonic() - began)))
         pause = min(1.2 * pause, LAST_PAUSE)
-
-
-def is_stopped(pid: int) -> bool:
-    """Whether the process is frozen by a signal. proc(5)"""
-    with contextlib.suppress(FileNotFoundError):
-        return Path(f'/proc/{pid}/stat').read_text().rpartition(')')[2].split()[0] == 'T'
-    return False
 
 
 def free_port() -> int:
@@ -115,22 +86,6 @@ def environment() -> dict[str, str]:
     """This process's environment, in which ecomp and mdserver can be imported from the tree."""
     paths = [str(TOP), str(TOP / 'md_server'), os.environ.get('PYTHONPATH', '')]
     return {**os.environ, 'PYTHONPATH': os.pathsep.join(filter(None, paths))}
-
-
-def begin(command: Sequence[str], cwd: Path, env: Mapping[str, str], stdout: int, stderr: int) -> Process:
-    """Start a process that dies with this one, in a session of its own; a Python program warm (see warm)."""
-    if is_python(command) and 'LD_PRELOAD' not in env:
-        return Warm(command, cwd, env, stdout, stderr)
-    # setpriv becomes the command, so the pid is the process's. Not preexec_fn: that would be a fork with gRPC alive.
-    return subprocess.Popen(
-        ['setpriv', '--pdeathsig', 'KILL', '--', *command],
-        stdin=subprocess.DEVNULL,
-        stdout=stdout,
-        stderr=stderr,
-        cwd=cwd,
-        env=env,
-        start_new_session=True,
-    )
 
 
 class Server:

@@ -17,7 +17,8 @@ from tests.kit.gateway import Reply
 from tests.kit.history import Change, History, Verdict, judge
 from tests.kit.journal import JOURNAL
 from tests.kit.placement_database import PlacementDatabase
-from tests.kit.servers import Server, b64, is_stopped, until
+from tests.kit.process import is_stopped
+from tests.kit.servers import Server, b64, until
 
 Ask = Callable[[str, Mapping[str, Any]], Reply]
 """Sends a JSON object to a path of etcd's gateway; the answer, to be read line by line."""
