@@ -1,14 +1,13 @@
-"""The house rules that a machine can hold: who may import whom, what is done where, and the linters.
+"""The house rules that a machine can hold: who may import whom, what is done where, how long a module may be.
 
 The arrows are those of the design: front doors → what they wire; agent → placement, store, virt, model; cli →
 scheduler, placement, store, model; scheduler → placement, store, model; boundaries → model; all → errors and
-configuration values. Nothing imports a front door.
+configuration values. Nothing imports a front door. The linters are in test_linters.py.
 """
 
 from __future__ import annotations
 
 import ast
-import os
 import re
 import subprocess
 import sys
@@ -19,7 +18,6 @@ import pytest
 
 TOP = Path(__file__).resolve().parents[2]
 MAX_LINES = 400
-
 # log, because a worker is a process of its own, and logging is set up once per process.
 AGENT = {
     *('ecomp', 'ecomp.addresses', 'ecomp.arguments', 'ecomp.config_path', 'ecomp.endpoints', 'ecomp.errors'),
@@ -30,7 +28,6 @@ AGENT = {
 SCHEDULER = {
     *('ecomp.errors', 'ecomp.failpoints', 'ecomp.conf', 'ecomp.model', 'ecomp.placement', 'ecomp.store'),
 }
-
 # What each room may import of ours, beside itself. The longest name that fits a module is its room.
 ARROWS: dict[str, set[str]] = {
     'ecomp': set(),
@@ -97,7 +94,6 @@ FRONT_DOORS = {
     'ecomp.agent.images.inspector',
     *('mdserver.server', 'mdserver.seed'),
 }
-
 # Where other people's libraries, and the parts of Python that act on the machine, may be imported.
 PLACES: dict[str, set[str]] = {
     # A use case does not know how it is typed.
@@ -143,7 +139,6 @@ IMPURE_IMPORTS = {
     *('sys', 'tempfile', 'threading', 'time'),
 }
 IMPURE_CALLS = {'open', 'input', 'datetime.now', 'datetime.utcnow', 'datetime.today', 'date.today', 'uuid.uuid4'}
-
 # Modules that may ask for the time of day in seconds, with the reason. Timers take time.monotonic.
 WALL_CLOCK = {
     'mdserver.server': 'dnsmasq says in seconds since 1970 when a DHCP lease ends',
@@ -151,7 +146,6 @@ WALL_CLOCK = {
 }
 # Modules that may leave the process without a front door, with the reason.
 LEAVES = {'ecomp.agent.parent': 'a child whose parent is gone has nobody to raise to'}
-
 # Modules that may become another program, with the reason.
 BECOMES = {'ecomp.cli.enter': 'who is in a guest by ssh has a terminal, and ssh alone knows what to do with it'}
 
@@ -291,6 +285,11 @@ def test_every_module_has_a_room_and_every_room_is_there() -> None:
     assert [room for room in rooms if room not in modules] == []
 
 
+def test_no_module_of_the_tests_is_too_long() -> None:
+    paths = sorted((TOP / 'tests').rglob('*.py'))
+    assert too_long({str(path.relative_to(TOP)): path.read_text() for path in paths}) == []
+
+
 def test_what_says_that_it_is_pure_is_held_to_it_and_the_reverse() -> None:
     docs = {name.removesuffix('.__init__'): ast.get_docstring(ast.parse(text)) for name, text in read_modules().items()}
     said = {module for module, doc in docs.items() if re.search(r'\bpure\b(?!-)', doc or '', re.IGNORECASE)}
@@ -380,60 +379,6 @@ def test_a_planted_wrong_is_found(module: str, source: str) -> None:
 @pytest.mark.parametrize(('module', 'source'), FINE)
 def test_what_is_right_is_let_through(module: str, source: str) -> None:
     assert [line for rule in RULES for line in rule({module: source})] == []
-
-
-# The linters
-
-
-def run(*command: str) -> None:
-    """Run a linter at the top of the tree; what it says is the failure."""
-    done = subprocess.run([sys.executable, '-m', *command], cwd=TOP, capture_output=True, text=True, check=False)
-    if done.returncode:
-        pytest.fail(f'{" ".join(command)}\n{done.stdout}{done.stderr}', pytrace=False)
-
-
-def python_trees() -> list[str]:
-    return [name for name in ('ecomp', 'md_server', 'tests', 'bench', 'docs', 'setup.py') if (TOP / name).exists()]
-
-
-def test_ruff() -> None:
-    run('ruff', 'check', '--config=pyproject.toml', *python_trees())
-
-
-# bandit's rules, as ruff has them, that are not asked for in the product, with the reason.
-NOT_OF_BANDIT = {
-    'S101': 'an assert tells mypy what holds; what comes from outside is checked by its reader',
-    'S103': 'the mode of /dev/kvm in a host of a lab, which its QEMU has to open',
-    'S104': 'compared with, and written into filters; nothing binds to it',
-    'S310': 'the URLs are of a lab, and made by it',
-    'S311': 'what is left to chance is who waits how long; tokens and uuids come from the system',
-    'S314': "the XML is libvirt's, which a guest does not write",
-    'S603': 'lists of words, never a shell (see SHELLS)',
-    'S606': 'the same',
-}
-
-
-def test_bandit() -> None:
-    left = f'--ignore={",".join(NOT_OF_BANDIT)}'
-    run('ruff', 'check', '--isolated', '--target-version=py311', '--select=S', left, 'ecomp', 'md_server', 'setup.py')
-
-
-def test_modules_classes_and_functions_have_docstrings() -> None:
-    # Methods are looked at above. The tree of errors is drawn and explained in its module's docstring.
-    own = ['--config=lint.per-file-ignores={"ecomp/errors.py"=["D101"]}']
-    run('ruff', 'check', '--isolated', '--select=D100,D101,D103,D104', *own, 'ecomp', 'md_server')
-
-
-def test_mypy() -> None:
-    run('mypy', '--config-file=pyproject.toml', 'ecomp', 'md_server/mdserver')
-
-
-def test_shell_scripts_parse() -> None:
-    scripts = [TOP / 'tests/run', TOP / '.ci/run', TOP / 'bench/run', *TOP.glob('*.sh')]
-    for script in scripts:
-        done = subprocess.run(['bash', '-n', str(script)], capture_output=True, text=True, check=False)
-        assert (done.returncode, done.stderr) == (0, ''), script
-        assert os.access(script, os.X_OK), f'{script} is not executable'
 
 
 # Failpoints
