@@ -1,8 +1,8 @@
 """What a living compute says of the room it has left, beside its presence: a hint, placement stays the truth. Pure.
 
 {"room": {"VCPU": [capacity, hundredths of it that are left], …}}: capacity as placement reckons it, hundredths rounded
-up, so what is free is never said to be none; below zero where more is given than there is. A compute that is closed or
-read-only says no room.
+up, so what is free is never said to be none; below zero where more is given than there is, also of a capacity of 0. A
+compute that is closed or read-only says no room.
 """
 
 from __future__ import annotations
@@ -39,8 +39,9 @@ def said(inventory: Mapping[str, Mapping[str, float]], given: Iterable[Resources
     found = {}
     for name, each in sorted(inventory.items()):
         there = capacity(each['total'], each.get('allocation_ratio', 1.0), each.get('reserved', 0))
+        left = there - used.get(name, 0)
         # Rounded up: minus, divided down, minus.
-        found[name] = [there, -(-100 * (there - used.get(name, 0)) // there) if there > 0 else 0]
+        found[name] = [there, -(-100 * left // there) if left > 0 else max(100 * left // max(there, 1), -LARGEST)]
     return found
 
 

@@ -23,6 +23,15 @@ def test_what_is_left_is_what_was_not_given() -> None:
     assert said(INVENTORY, [{'VCPU': 9, 'VGPU': 1}])['VCPU'] == [6, -50]
 
 
+@pytest.mark.parametrize(('name', 'capacity'), [('DISK_GB', 0), ('MEMORY_MB', 8000)])
+def test_where_more_is_given_than_there_is_that_is_said_however_little_it_is(name: str, capacity: int) -> None:
+    for more in (1, 11, 10**12):
+        hint = read(said(INVENTORY, [{name: capacity + more}]))
+        assert hint is not None
+        assert hint[name].hundredths < 0
+        assert not fits(hint, {name: 1})
+
+
 @pytest.mark.parametrize('used', range(7))
 def test_what_is_free_is_never_said_not_to_be(used: int) -> None:
     hint = read(said(INVENTORY, [{'VCPU': used}]))
