@@ -16,7 +16,7 @@ from contextlib import suppress
 from ecomp.errors import NoSpace, UnknownOutcome
 from ecomp.model import keys
 from ecomp.model.json_object import dump, load_object
-from ecomp.store.client import Put, Store
+from ecomp.store.client import Entry, Put, Store
 
 SECONDS = 3600
 """How long it is noted. A release that was sent longer ago than this is not on its way any more."""
@@ -59,8 +59,15 @@ def _write(store: Store, generations: Mapping[str, int]) -> None:
 def highest(store: Store, instances: Collection[str]) -> int:
     """The highest generation that is noted for any of these; 0 if none is. Asked after something was claimed."""
     prefixes = {keys.released_prefix(each) for each in instances}
-    noted = store.snapshot(prefixes.pop() if len(prefixes) == 1 else keys.RELEASED)
-    return max((from_json(each.value).get(name, 0) for each in noted.entries.values() for name in instances), default=0)
+    found = 0
+
+    def look(noted: Entry) -> None:  # nothing is kept: somebody may have put as much there as etcd takes
+        nonlocal found
+        theirs = from_json(noted.value)
+        found = max([found, *(theirs.get(name, 0) for name in instances)])
+
+    store.snapshot(prefixes.pop() if len(prefixes) == 1 else keys.RELEASED, keep=look)
+    return found
 
 
 def to_json(generations: Mapping[str, int]) -> str:

@@ -59,11 +59,11 @@ class Moving(Store):
 
     do: Callable[[], object] | None = None
 
-    def snapshot(self, prefix: str, keys_only: bool = False) -> Snapshot:
+    def snapshot(self, prefix: str, keys_only: bool = False, **more: Any) -> Snapshot:
         if prefix == keys.ATTEMPTS and self.do is not None:
             do, self.do = self.do, None
             do()
-        return super().snapshot(prefix, keys_only)
+        return super().snapshot(prefix, keys_only, **more)
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from ecomp.model import keys
 from ecomp.placement import allocations
 from ecomp.placement.claiming import claim
 from ecomp.store import released
-from ecomp.store.client import Delete, Exists, Put, Store, Unchanged
+from ecomp.store.client import Delete, Exists, Put, Snapshot, Store, Unchanged
 from ecomp.store.released import highest, note, to_json
 from tests.functional.cloud import SMALL, Cloud, new
 
@@ -87,6 +87,16 @@ def test_a_number_that_somebody_wrote_costs_no_call_for_each_below_it(cloud: Clo
     above = partial(highest, cloud.store, [instance])
     claim(cloud.placement, {instance: {compute: SMALL}}, 'u', 'p', lambda: None, above)
     assert allocations.consumer(cloud.placement, instance).generation == released.MOST + 1 == 51
+
+
+def test_as_much_as_somebody_wrote_is_not_held_at_once(cloud: Cloud, monkeypatch: pytest.MonkeyPatch) -> None:
+    """150 MB there took a compute from 106 to 269 MiB."""
+    instance, real = new(), cloud.store.snapshot
+    note(cloud.store, {instance: 4})
+    held: list[Snapshot] = []
+    monkeypatch.setattr(cloud.store, 'snapshot', lambda *words, **more: held.append(real(*words, **more)) or held[-1])
+    assert highest(cloud.store, [instance]) == highest(cloud.store, [instance, new()]) == 4
+    assert [len(each.entries) for each in held] == [0, 0]
 
 
 def test_an_answer_that_is_lost_is_asked_for_again(cloud: Cloud, lossy: Lossy) -> None:
