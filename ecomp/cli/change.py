@@ -42,7 +42,7 @@ def _destroy(do: Context) -> int:
         if not is_known(do.store, accepted[word], do.among):
             return  # it was in error, and its record was removed
         with Live() as tell:
-            wait_until_gone(Wait(do.config.etcd, accepted[word], deadline, tell, do.among))
+            wait_until_gone(Wait(do.config.etcd, accepted[word], deadline, tell, do.among, claims=do.claims))
         outcomes.tell(word, f'{accepted[word]}: gone', state=GONE)
 
     if do.options.wait is not None:
@@ -76,7 +76,8 @@ def _power(do: Context) -> int:
     def wait(word: str) -> None:
         instance = outcomes.found[word]['instance']
         with Live() as tell:
-            record = wait_for_power(Wait(do.config.etcd, instance, deadline, tell, do.among), accepted[word])
+            waited = Wait(do.config.etcd, instance, deadline, tell, do.among, claims=do.claims)
+            record = wait_for_power(waited, accepted[word])
         outcomes.tell(word, f'{instance}: {record.state}', state=record.state)
 
     if do.options.wait is not None:

@@ -114,7 +114,7 @@ def _place(do: Context, plan: Plan, canary: Canary, query: str) -> None:
 def _boot(do: Context, plan: Plan, canary: Canary, instance: str, go_on: Callable[[], None]) -> Canary:
     """Wait for it, and enter it where somebody is to and can; how far it came."""
     began = time.monotonic()
-    wait = Wait(do.config.etcd, instance, Deadline(do.options.patience), lambda _: go_on())
+    wait = Wait(do.config.etcd, instance, Deadline(do.options.patience), lambda _: go_on(), claims=do.claims)
     record = wait_for_stage(wait, plan.stage)
     canary = canary._replace(reached=plan.stage, seconds=time.monotonic() - began, why=plan.not_asked)
     if not plan.not_asked and not record.host_keys:
@@ -161,7 +161,8 @@ def _destroyed(do: Context, instance: str, otherwise: str) -> str:
     """
     try:
         destroy(do.store, instance)
-        wait_until_gone(Wait(do.config.etcd, instance, Deadline(do.options.patience), lambda _: None))
+        deadline = Deadline(do.options.patience)
+        wait_until_gone(Wait(do.config.etcd, instance, deadline, lambda _: None, claims=do.claims))
         remove(do.store, find(do.store, instance))
     except NotFound:
         return otherwise

@@ -54,7 +54,7 @@ def reach(
 
         instance = instance_of(word)
         with Live() as tell:
-            waited = Wait(do.etcd, instance, deadline, tell, among, seen, late)
+            waited = Wait(do.etcd, instance, deadline, tell, among, seen, late, do.claims)
             record = wait_for_stage(waited, stage, asked.get(instance))
         if do.form == TABLE and record.address and STAGES.index(stage) >= STAGES.index(ADDRESSED):
             do.out.put(printable(record.address))

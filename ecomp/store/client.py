@@ -119,6 +119,10 @@ class Fence(NamedTuple):
         return self.condition
 
 
+Claims = Callable[[str], Container[str]]
+"""The consumers that have a claim on a compute."""
+
+
 class Store:
     """One process's etcd. Made after a fork or spawn, never carried over one.
 
@@ -127,8 +131,8 @@ class Store:
     when etcd answered and refused.
     """
 
-    claims: Callable[[str], Container[str]] | None = None
-    """What tells which consumers have a claim on a compute: asked where several computes are asked for one instance."""
+    claims: Claims | None = None
+    """Asked where several computes are asked for one instance; None: the oldest request counts."""
 
     def __init__(self, config: EtcdConfig, guard: Guard | None = None) -> None:
         self._connection = Connection(config)

@@ -15,7 +15,7 @@ from ecomp.model.record import ACTIVE, DESTROYING, ERROR, GONE, STAGES, STOPPED,
 from ecomp.model.text import printable
 from ecomp.model.waits import IN_QUEUE, failure, not_ready, waits_for
 from ecomp.scheduler.looking.find import read_record
-from ecomp.store.client import Entry
+from ecomp.store.client import Claims, Entry
 
 if TYPE_CHECKING:
     from ecomp.scheduler.changing.power import Acceptance
@@ -38,9 +38,7 @@ class Deadline:
         return time.monotonic() - self._began
 
 
-def wait_for_stage(
-    wait: Wait, stage: str, asked: Power | None = None
-) -> Record:
+def wait_for_stage(wait: Wait, stage: str, asked: Power | None = None) -> Record:
     """The record once `stage` is reached.
 
     The stages of a boot are those of the one that goes on or, of a guest that is off, of the next; with an `asked`
@@ -145,7 +143,7 @@ class Wait:
     """Waiting for one instance, and who is told of it: `tell` about once a second, of what is being waited for.
 
     `seen` gets each record that is read, `late` the last one, where there is one, when the time is up.
-    `among`: see find().
+    `among`: see find(); `claims`: see Store.
     """
 
     config: EtcdConfig
@@ -155,6 +153,7 @@ class Wait:
     among: Index | None = None
     seen: Callable[[Record], None] = lambda _: None
     late: Callable[[Record], None] = lambda _: None
+    claims: Claims | None = None
 
     def until(
         self,
@@ -170,7 +169,7 @@ class Wait:
         from ecomp.scheduler.changing.whereabouts import Whereabouts  # for those who wait
 
         deadline = self.deadline
-        with Whereabouts(self.config, self.instance, self.among) as at:
+        with Whereabouts(self.config, self.instance, self.among, self.claims) as at:
 
             def waited(record: Record | None) -> str:
                 return IN_QUEUE if at.is_queued else what(record)

@@ -9,7 +9,7 @@ from ecomp.conf import EtcdConfig
 from ecomp.errors import Unreachable
 from ecomp.model import keys
 from ecomp.scheduler.looking.find import waiting_at
-from ecomp.store.client import Entry, Store
+from ecomp.store.client import Claims, Entry, Store
 from ecomp.store.places import Index, listed, near
 from ecomp.store.watch import Follower
 
@@ -18,13 +18,16 @@ class Whereabouts:
     """Follows one key: that of the record or, while it waits, that of its place in a queue.
 
     From the second look on, or wait(): of many that are looked at one after the other most are there by then. `among`:
-    see find().
+    see find(); `claims`: see Store.
     """
 
-    def __init__(self, config: EtcdConfig, instance: str, among: Index | None = None) -> None:
+    def __init__(
+        self, config: EtcdConfig, instance: str, among: Index | None = None, claims: Claims | None = None
+    ) -> None:
         self._config = config
         self._instance, self._among = instance, among
         self._store = Store(config)
+        self._store.claims = claims
         self._changed = threading.Condition()
         self._follower: Follower | None = None
         self._key = ''
