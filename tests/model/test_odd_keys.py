@@ -19,7 +19,7 @@ from ecomp.model.instance import to_json as request_json
 from ecomp.model.json_object import dump, load_object
 from ecomp.model.power import STOP, Power
 from ecomp.model.queue import mark_to_json
-from ecomp.model.record import ERROR, GONE, Failure, Record, from_json
+from ecomp.model.record import ACTIVE, ERROR, GONE, Failure, Record, from_json
 from ecomp.model.record import to_json as record_json
 from ecomp.placement.client import Placement
 from ecomp.scheduler.changing.destroy import destroy
@@ -206,6 +206,21 @@ def test_a_destroy_of_2019_counts_for_what_its_record_says_until_its_compute_is_
     assert one_quota(cloud.store, 'p').used == {**SIZE, 'instances': 1}
     forgotten(cloud)
     assert one_quota(cloud.store, 'p').used == {}
+
+
+def test_it_counts_by_the_record_of_the_compute_that_is_asked(cloud: Cloud) -> None:
+    """Another one, which is alive, says that it is gone there."""
+    cloud.host(A)
+    cloud.host(B)
+    cloud.limited(5)
+    mine, other = Record(U, A, ACTIVE, project_id='p', resources=SIZE), Record(U, B, GONE)
+    destroyed = Request(U, {}, user_id='u', project_id='p')
+    puts = [Put(keys.record(each.compute, U), record_json(each)) for each in (mine, other)]
+    cloud.store.commit([], [*puts, Put(keys.request(A, U), request_json(destroyed))])
+    is_silent(cloud)
+    limit(cloud.store, 'p', ['instances=5'])
+    assert one_quota(cloud.store, 'p').used == {**SIZE, 'instances': 1}
+    assert 'quota-differs' not in {each.code for each in audit(cloud.store, cloud.placement).findings}
 
 
 def test_one_of_what_failed_counts_for_nothing(cloud: Cloud) -> None:

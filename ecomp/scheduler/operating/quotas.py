@@ -16,7 +16,7 @@ from ecomp.model.quota import INSTANCES, Demand, Quota, counted, counts, in_word
 from ecomp.model.text import printable
 from ecomp.scheduler.looking.find import read_record
 from ecomp.store.client import Delete, Put, Store
-from ecomp.store.places import places
+from ecomp.store.places import Index, listed
 from ecomp.store.sharing import put_quota, quota
 
 if TYPE_CHECKING:
@@ -104,13 +104,14 @@ def _counted(store: Store, project: str) -> dict[str, int]:
     for key, entry in store.snapshot(keys.HOSTS).entries.items():
         compute = key.removeprefix(keys.HOSTS).partition('/')[0]
         wish = parse_request(compute, key, entry.value)
-        asked += counts(wish, _record(store, wish.instance) if is_mute(wish) else None)
+        asked += counts(wish, _record(store, key, wish.instance) if is_mute(wish) else None)
     return counted(project, asked)
 
 
-def _record(store: Store, instance: str) -> Record | None:
+def _record(store: Store, request_key: str, instance: str) -> Record | None:
+    """What the compute of this request has recorded of it; None for nothing that can be read."""
     try:
-        entry = places(store, instance).record
+        entry = listed(store, instance, Index({instance: [request_key]})).record
         return read_record(entry) if entry is not None else None
     except Unreadable:
         return None
