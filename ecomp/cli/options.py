@@ -45,7 +45,7 @@ class Option(NamedTuple):
 def _option(flags: str, metavar: str, help: str, **more: Any) -> Option:
     how = {'metavar': metavar} if metavar else {'action': 'store_true'}
     if more.get('type') in NUMBERS:
-        more['type'] = _number(more['type'], flags.split()[-1])
+        more['type'] = _number(more['type'], flags.split()[0])
     return Option(tuple(flags.split()), metavar, help, {**how, **more})
 
 

@@ -66,7 +66,7 @@ def test_an_empty_uuid_is_not_a_new_one() -> None:
         ([QUERY, '--wait=redy'], r'--wait=redy: there is no such stage \(did you mean ready\?\); say requested, '),
         (['list', '--state', 'actve'], r'--state: there is no such state \(did you mean active\?\); say active, '),
         ([QUERY, '--count', 'x'], "--count: 'x' is no whole number"),
-        (['log', A, '--lines=1.5'], "--lines: '1.5' is no whole number"),
+        (['log', A, '--lines=1.5'], "-n: '1.5' is no whole number"),
         (['wait', A, '--timeout', '5m'], "--timeout: '5m' is no number of seconds"),
         (['wait', A, '--wait'], '--wait does not go with this form'),
         (['show', A, '--for', 'disk'], '--for does not go with this form'),
