@@ -1,8 +1,6 @@
 """The house rules that a machine can hold: who may import whom, what is done where, how long a module may be.
 
-The arrows are those of the design: front doors → what they wire; agent → placement, store, virt, model; cli →
-scheduler, placement, store, model; scheduler → placement, store, model; boundaries → model; all → errors and
-configuration values. Nothing imports a front door. The linters are in test_linters.py.
+The rooms are in rooms.py, the linters in test_linters.py.
 """
 
 from __future__ import annotations
@@ -16,142 +14,23 @@ from pathlib import Path
 
 import pytest
 
+from tests.unit.rooms import (
+    ARROWS,
+    BECOMES,
+    EXITS,
+    FRONT_DOORS,
+    HIDDEN_IMPORTS,
+    IMPURE_CALLS,
+    IMPURE_IMPORTS,
+    LEAVES,
+    PLACES,
+    PURE,
+    SHELLS,
+    WALL_CLOCK,
+)
+
 TOP = Path(__file__).resolve().parents[2]
 MAX_LINES = 400
-# log, because a worker is a process of its own, and logging is set up once per process.
-AGENT = {
-    *('ecomp', 'ecomp.addresses', 'ecomp.arguments', 'ecomp.config_path', 'ecomp.endpoints', 'ecomp.errors'),
-    *('ecomp.backends', 'ecomp.failpoints', 'ecomp.systemd'),
-    *('ecomp.files', 'ecomp.conf', 'ecomp.compute_conf', 'ecomp.log', 'ecomp.model', 'ecomp.placement'),
-    *('ecomp.store', 'ecomp.virt'),
-}
-SCHEDULER = {
-    *('ecomp.errors', 'ecomp.failpoints', 'ecomp.conf', 'ecomp.model', 'ecomp.placement', 'ecomp.store'),
-}
-# What each room may import of ours, beside itself. The longest name that fits a module is its room.
-ARROWS: dict[str, set[str]] = {
-    'ecomp': set(),
-    'ecomp.errors': set(),
-    'ecomp.arguments': {'ecomp.errors'},
-    'ecomp.log': {'ecomp.model'},
-    'ecomp.failpoints': {'ecomp.errors'},
-    'ecomp.config_path': {'ecomp.errors'},
-    'ecomp.yaml_plain': set(),
-    'ecomp.yaml_file': {'ecomp.config_path', 'ecomp.errors', 'ecomp.model', 'ecomp.yaml_plain'},
-    'ecomp.files': set(),
-    'ecomp.systemd': set(),
-    'ecomp.addresses': {'ecomp.model'},
-    'ecomp.endpoints': {'ecomp.yaml_file'},
-    'ecomp.conf': {'ecomp.endpoints', 'ecomp.yaml_file', 'ecomp.model'},
-    'ecomp.compute_conf': {'ecomp.conf', 'ecomp.endpoints', 'ecomp.errors', 'ecomp.yaml_file', 'ecomp.model'},
-    'ecomp.model': {'ecomp.errors'},
-    'ecomp.backends': {'ecomp.errors', 'ecomp.conf', 'ecomp.model', 'ecomp.placement', 'ecomp.store'},
-    'ecomp.placement': {'ecomp.errors', 'ecomp.conf', 'ecomp.endpoints', 'ecomp.model'},
-    'ecomp.store': {'ecomp.errors', 'ecomp.conf', 'ecomp.endpoints', 'ecomp.model'},
-    'ecomp.virt': {'ecomp.addresses', 'ecomp.errors', 'ecomp.failpoints', 'ecomp.files', 'ecomp.conf', 'ecomp.model'},
-    'ecomp.agent.agenda': {'ecomp.model'},
-    'ecomp.agent.complaints': {'ecomp.errors', 'ecomp.model'},
-    'ecomp.agent.locks': {'ecomp.errors'},
-    'ecomp.agent.parent': set(),
-    'ecomp.agent.turns': set(),
-    'ecomp.agent.images': {*AGENT, 'ecomp.agent.locks', 'ecomp.agent.parent'},
-    'ecomp.agent.host': {*AGENT, 'ecomp.agent.locks', 'ecomp.agent.turns', 'ecomp.agent.images'},
-    'ecomp.agent.instance': {
-        *(*AGENT, 'ecomp.agent.locks', 'ecomp.agent.parent', 'ecomp.agent.images', 'ecomp.agent.host'),
-    },
-    'ecomp.agent.queue': {
-        *(*AGENT, 'ecomp.agent.agenda', 'ecomp.agent.complaints', 'ecomp.agent.instance', 'ecomp.agent.turns'),
-    },
-    'ecomp.agent': {
-        *(*AGENT, 'ecomp.agent.agenda', 'ecomp.agent.complaints', 'ecomp.agent.locks', 'ecomp.agent.images'),
-        *('ecomp.agent.turns', 'ecomp.agent.host', 'ecomp.agent.instance', 'ecomp.agent.queue'),
-    },
-    'ecomp.scheduler.looking': SCHEDULER,
-    'ecomp.scheduler.changing': {*SCHEDULER, 'ecomp.scheduler.looking'},
-    'ecomp.scheduler.operating': {*SCHEDULER, 'ecomp.scheduler.looking', 'ecomp.scheduler.changing'},
-    'ecomp.scheduler.placing': {*SCHEDULER, 'ecomp.scheduler.looking', 'ecomp.scheduler.operating'},
-    'ecomp.scheduler': set(),
-    'ecomp.lab': {
-        *('ecomp', 'ecomp.arguments', 'ecomp.errors', 'ecomp.files', 'ecomp.conf', 'ecomp.compute_conf', 'ecomp.log'),
-        *('ecomp.model', 'ecomp.placement', 'ecomp.store', 'ecomp.systemd'),
-    },
-    'ecomp.compute': {
-        *('ecomp', 'ecomp.config_path', 'ecomp.endpoints', 'ecomp.errors', 'ecomp.failpoints', 'ecomp.compute_conf'),
-        *('ecomp.log', 'ecomp.systemd', 'ecomp.model', 'ecomp.placement', 'ecomp.store', 'ecomp.virt', 'ecomp.agent'),
-    },
-    'ecomp.cli': {
-        *('ecomp', 'ecomp.arguments', 'ecomp.backends', 'ecomp.errors', 'ecomp.conf', 'ecomp.files', 'ecomp.yaml_file'),
-        *('ecomp.model', 'ecomp.placement', 'ecomp.store', 'ecomp.scheduler.looking', 'ecomp.scheduler.changing'),
-        *('ecomp.scheduler.operating', 'ecomp.scheduler.placing'),
-    },
-    'ecomp.schedule': {
-        *('ecomp', 'ecomp.config_path', 'ecomp.errors', 'ecomp.conf', 'ecomp.log', 'ecomp.model', 'ecomp.cli'),
-    },
-    'mdserver': set(),
-}
-FRONT_DOORS = {
-    *('ecomp.compute', 'ecomp.schedule', 'ecomp.lab.elab', 'ecomp.lab.placement_server'),
-    'ecomp.agent.images.inspector',
-    *('mdserver.server', 'mdserver.seed'),
-}
-# Where other people's libraries, and the parts of Python that act on the machine, may be imported.
-PLACES: dict[str, set[str]] = {
-    # A use case does not know how it is typed.
-    'argparse': {'ecomp.arguments', 'ecomp.cli', 'ecomp.agent.arguments', 'ecomp.lab.elab', 'mdserver'},
-    'etcd3': {'ecomp.store.by_etcd3', 'ecomp.store.roles'},
-    'grpc': {'ecomp.store.by_etcd3'},
-    'h2': {'ecomp.store.transport'},
-    'google': {'ecomp.store.by_etcd3'},  # protobuf
-    'libvirt': {'ecomp.virt'},
-    'libvirtaio': set(),
-    'oslo_utils': {'ecomp.virt'},
-    'pycdlib': {'ecomp.virt.seeds'},
-    'watchdog': {'ecomp.files'},
-    'requests': {'ecomp.placement'},
-    'certifi': {'ecomp.agent.images'},
-    'urllib3': {'ecomp.placement', 'ecomp.agent.images'},
-    'psutil': {'ecomp.agent.host.inventory'},
-    'os_traits': {'ecomp.model.traits'},
-    'yaml': {'ecomp.yaml_file'},
-    'bottle': {'mdserver'},
-    'waitress': {'mdserver', 'ecomp.lab'},  # the lab serves placement with it
-    'placement': {'ecomp.lab'},
-    'jsonschema': {'ecomp.lab'},  # placement's own
-    'cryptography': {'ecomp.lab.certs'},
-    # mdserver is started; an image is looked at by a child; the lab starts the cluster's daemons.
-    'subprocess': {
-        *('ecomp.lab', 'ecomp.agent.host.metadata_server', 'ecomp.agent.host.nocloud', 'ecomp.agent.images.inspection'),
-        'ecomp.cli.enter',  # a host is entered
-        'ecomp.virt.ip',
-    },
-}
-# These take time, uuids and randomness as arguments, and touch nothing.
-PURE = {
-    *('ecomp.model', 'ecomp.store.messages', 'ecomp.virt.xml', 'ecomp.virt.filter_xml'),
-    *('ecomp.agent.instance.plan', 'ecomp.yaml_plain'),
-    *('ecomp.cli.options', 'ecomp.cli.words', 'ecomp.cli.timeline', 'ecomp.cli.formats', 'ecomp.cli.fitting'),
-    *('ecomp.cli.completion', 'ecomp.cli.shares', 'ecomp.cli.show'),
-    *('ecomp.agent.images.reach', 'ecomp.lab.network', 'ecomp.virt.dhcp'),
-    *('mdserver.guests', 'mdserver.metadata'),
-}
-IMPURE_IMPORTS = {
-    *('glob', 'http', 'logging', 'multiprocessing', 'os', 'pathlib', 'secrets', 'shutil', 'signal', 'socket'),
-    *('sys', 'tempfile', 'threading', 'time'),
-}
-IMPURE_CALLS = {'open', 'input', 'datetime.now', 'datetime.utcnow', 'datetime.today', 'date.today', 'uuid.uuid4'}
-# Modules that may ask for the time of day in seconds, with the reason. Timers take time.monotonic.
-WALL_CLOCK = {
-    'mdserver.server': 'dnsmasq says in seconds since 1970 when a DHCP lease ends',
-    'ecomp.agent.images.scrub': 'when a base volume was last read is a time of modification, and outlives a boot',
-}
-# Modules that may leave the process without a front door, with the reason.
-LEAVES = {'ecomp.agent.parent': 'a child whose parent is gone has nobody to raise to'}
-# Modules that may become another program, with the reason.
-BECOMES = {'ecomp.cli.enter': 'who is in a guest by ssh has a terminal, and ssh alone knows what to do with it'}
-
-EXITS = {'print', 'exit', 'quit', 'sys.exit', 'os._exit', 'SystemExit'}
-SHELLS = {'os.system', 'os.popen', 'os.spawnl', 'os.spawnv', 'os.execv', 'os.execvp', 'os.fork'}
-HIDDEN_IMPORTS = {'__import__', 'import_module', 'importlib.import_module', 'exec', 'eval'}
 
 
 def read_modules() -> dict[str, str]:

@@ -35,7 +35,7 @@ NOT_OF_BANDIT = {
     'S310': 'the URLs are of a lab, and made by it',
     'S311': 'what is left to chance is who waits how long; tokens and uuids come from the system',
     'S314': "the XML is libvirt's, which a guest does not write",
-    'S603': 'lists of words, never a shell (see SHELLS in test_house.py)',
+    'S603': 'lists of words, never a shell (see SHELLS in rooms.py)',
     'S606': 'the same',
 }
 
