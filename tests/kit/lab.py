@@ -312,7 +312,7 @@ class Lab:
             assert done.code == 0, done
 
 
-def get_json(url: str, certs: Path, timeout: float = 30.0) -> dict[str, Any]:
+def get_json(url: str, certs: Path) -> dict[str, Any]:
     """What etcd or placement answers to a GET of whoever has the certificate and the token in this directory."""
     context = ssl.create_default_context(cafile=str(certs / 'ca.crt'))
     context.load_cert_chain(certs / 'client.crt', certs / 'client.key')
@@ -321,7 +321,7 @@ def get_json(url: str, certs: Path, timeout: float = 30.0) -> dict[str, Any]:
     opener = urllib.request.build_opener(
         urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=context)
     )
-    with opener.open(urllib.request.Request(url, headers=headers), timeout=timeout) as answer:
+    with opener.open(urllib.request.Request(url, headers=headers), timeout=30) as answer:
         found: dict[str, Any] = json.load(answer)
     return found
 

@@ -290,10 +290,10 @@ class Etcd(Server):
         """An instance's record, below whichever compute it is."""
         return self.get(self.record_key(instance))
 
-    def put_record(self, value: str, lease: int = 0) -> int:
+    def put_record(self, value: str) -> int:
         """Write a record, where its own compute would; the revision."""
         told = json.loads(value)
-        return self.put(f'/instances/{told["compute"] or "none"}/{told["instance"]}', value, lease)
+        return self.put(f'/instances/{told["compute"] or "none"}/{told["instance"]}', value)
 
     def delete(self, key: str) -> None:
         """Remove a key."""
