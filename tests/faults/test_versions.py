@@ -154,6 +154,24 @@ def test_fields_nobody_knows(cluster: Control) -> None:
     check(cluster, compute)
 
 
+def test_a_record_at_the_place_of_1_0(cluster: Control) -> None:
+    """F34: the record of a guest that runs on lies where this version has it once its compute is of this one (fake)"""
+    compute = cluster.ecompute()
+    _, instance = place(cluster)
+    addressed(cluster, instance)
+    compute.stop()
+    own, older = f'/instances/{compute.uuid}/{instance}', f'/instances/{instance}'
+    value = cluster.etcd.get(own)
+    assert value is not None
+    cluster.etcd.put(older, value)
+    cluster.etcd.delete(own)
+    compute.start()
+    until(lambda: cluster.etcd.get(older) is None, 20, 'nothing lies at the place of 1.0')
+    assert cluster.etcd.get(own) == value
+    assert len(logs(compute, 'INSTANTIATE', instance)) == 1
+    check(cluster, compute)
+
+
 def test_a_state_directory_of_another_version(cluster: Control) -> None:
     """F34: what another version remembers in the state directory is left alone and named; ecompute works on (fake)"""
     compute = cluster.ecompute()

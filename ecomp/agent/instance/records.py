@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from typing import NamedTuple
 
 from ecomp.agent.host.memory import Memory
-from ecomp.errors import NoSpace, UnknownOutcome, Unreadable
+from ecomp.errors import Denied, NoSpace, UnknownOutcome, Unreadable
 from ecomp.failpoints import failpoint
 from ecomp.model import keys
 from ecomp.model.instance import Invalid, Request
@@ -26,7 +27,8 @@ class Superseded(Exception):
 class RecordEntry(NamedTuple):
     """A record as last read or written, None where there is none; the revisions of its key, and of the older one.
 
-    ecomp 1.0 has the records of all computes at keys.old_record(): ours among them move with their next write.
+    ecomp 1.0 has the records of all computes at keys.old_record(): ours among them move once they are read, or, where
+    that cannot be written, with their next write.
     """
 
     record: Record | None = None
@@ -199,11 +201,25 @@ class Records:
         there = self._store.read([own, older])
         if own not in there:
             record = older_record(there.get(older), self._compute, instance)
-            return RecordEntry() if record is None else RecordEntry(record, 0, there[older].revision)
+            return RecordEntry() if record is None else self._brought(record, there[older])
         try:
             return RecordEntry(from_json(there[own].value, instance, self._compute), there[own].revision)
         except ValueError as error:
             raise Unreadable(own, error) from error
+
+    def _brought(self, record: Record, entry: Entry) -> RecordEntry:
+        """The record of ecomp 1.0 in `entry`, as it is, at our place. What has ended ends there, on its lease.
+
+        Until all have moved there are no roles: a compute may not write there with one.
+        """
+        own, older = self._places(record.instance)
+        if record.state in (ACTIVE, STOPPED) and not entry.lease:
+            unchanged = [Unchanged(own, 0), Unchanged(older, entry.revision)]
+            with suppress(UnknownOutcome, NoSpace, Denied):
+                written = self._store.commit(unchanged, [Put(own, to_json(record)), Delete(older)])
+                if written is not None:
+                    return RecordEntry(record, written)
+        return RecordEntry(record, 0, entry.revision)
 
     def _as_read(self, instance: str) -> tuple[list[Unchanged], list[str]]:
         """What a write compares of the record as it is known, and its older key, if it is taken from there."""
