@@ -16,6 +16,8 @@ from typing import Generic, TypeVar
 
 from ecomp.model import keys
 
+Claims = Callable[[str], Container[str]]
+"""What says which consumers have a claim on a compute."""
 Kind = TypeVar('Kind', bound=keys.StoredValue)
 
 
@@ -31,11 +33,10 @@ class Places(Generic[Kind]):
     record_keys: dict[str, str] = field(default_factory=dict)
     claimless: set[str] = field(default_factory=set)
 
-    def judge(self, instance: str, claims: Callable[[str], Container[str]]) -> None:
+    def judge(self, instance: str, claims: Claims) -> None:
         """Where several computes are asked for this, which is the instance, look for the one that holds its claim.
 
-        `claims` says whose claims a compute holds. It is asked about one after the other, the oldest request first;
-        where one alone is asked for the instance it is not asked.
+        `claims` is asked about one after the other, the oldest request first; of one compute alone it is not asked.
         """
         if len(self.requests) < 2:
             return

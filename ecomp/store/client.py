@@ -10,7 +10,7 @@ others answers for ever.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -39,6 +39,7 @@ from ecomp.store.reasons import NOT_FOUND, CallFailure
 
 if TYPE_CHECKING:
     from ecomp.model.cluster import Header
+    from ecomp.model.places import Claims
     from ecomp.store.connection import Member, Watch
     from ecomp.store.guard import Guard
     from ecomp.store.messages import KeyValue, Reply
@@ -119,10 +120,6 @@ class Fence(NamedTuple):
         return self.condition
 
 
-Claims = Callable[[str], Container[str]]
-"""The consumers that have a claim on a compute."""
-
-
 class Store:
     """One process's etcd. Made after a fork or spawn, never carried over one.
 
@@ -131,8 +128,7 @@ class Store:
     when etcd answered and refused.
     """
 
-    claims: Claims | None = None
-    """Asked where several computes are asked for one instance; None: the oldest request counts."""
+    claims: Claims | None = None  # asked where several computes are asked for one instance; None: the oldest counts
 
     def __init__(self, config: EtcdConfig, guard: Guard | None = None) -> None:
         self._connection = Connection(config)

@@ -15,9 +15,10 @@ from ecomp.model.record import ACTIVE, DESTROYING, ERROR, GONE, STAGES, STOPPED,
 from ecomp.model.text import printable
 from ecomp.model.waits import IN_QUEUE, failure, not_ready, waits_for
 from ecomp.scheduler.looking.find import read_record
-from ecomp.store.client import Claims, Entry
+from ecomp.store.client import Entry
 
 if TYPE_CHECKING:
+    from ecomp.model.places import Claims
     from ecomp.scheduler.changing.power import Acceptance
     from ecomp.store.places import Index
 

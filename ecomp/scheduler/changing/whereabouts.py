@@ -8,8 +8,9 @@ from collections.abc import Mapping
 from ecomp.conf import EtcdConfig
 from ecomp.errors import Unreachable
 from ecomp.model import keys
+from ecomp.model.places import Claims
 from ecomp.scheduler.looking.find import waiting_at
-from ecomp.store.client import Claims, Entry, Store
+from ecomp.store.client import Entry, Store
 from ecomp.store.places import Index, listed, near
 from ecomp.store.watch import Follower
 
