@@ -14,12 +14,20 @@ from ecomp.model.json_object import is_text
 MOST = 10**50
 """More than placement can say, which multiplies 2**31 by a ratio of single precision; any float holds it squared."""
 
+PARTS = 2_000_000
+"""Commas and brackets of an answer; what has more is not parsed: each may become an object, of up to 230 bytes.
+
+Ten thousand candidates with 150 traits each have 1.8 million.
+"""
+
 WRONG = (AttributeError, KeyError, OverflowError, RecursionError, TypeError, ValueError)
 """What taking things out of an answer of another shape raises: each is an answer that is none of placement's."""
 
 
 def parse(body: bytes) -> dict[str, Any]:
     """Parse an answer's body as a JSON object. ValueError for anything else."""
+    if sum(map(body.count, (b',', b'[', b'{'))) > PARTS:
+        raise ValueError(f'it has more than {PARTS} parts')
     try:
         data = _DECODER.decode(body.decode())
     except RecursionError as error:

@@ -20,7 +20,7 @@ from ecomp.errors import EcompError, UnknownOutcome, Unreachable
 from ecomp.model.choose import SPREAD, choose
 from ecomp.model.explain import miss
 from ecomp.model.query import Amount
-from ecomp.placement import allocations, providers, room, traits
+from ecomp.placement import allocations, answers, providers, room, traits
 from ecomp.placement.client import Placement
 from ecomp.placement.limited import AnswerLimits
 from tests.kit.both_ways import each_way as each_way
@@ -175,6 +175,32 @@ def test_what_is_no_json_is_one_line(body: bytes, status: str) -> None:
                 call()
             assert '\n' not in str(caught.value)
             assert 'not as placement does' in str(caught.value)
+
+
+@pytest.mark.parametrize('part', ['[]', '{}', '0', '{"a":0}'])
+def test_an_answer_of_many_small_parts_is_not_parsed(part: str) -> None:
+    """48 MiB of empty lists took 1.3 GiB and 52 s, though the answer had come in time."""
+    body = f'{{"allocations":[{",".join([part] * 2_100_000)}]}}'.encode()
+    with wire(lambda: [whole(body)]) as server, client(server, AnswerLimits(10**8, 20.0)) as placement:
+        tracemalloc.start()
+        try:
+            with pytest.raises(EcompError, match='not as placement does'):
+                allocations.consumer(placement, NAME)
+            assert tracemalloc.get_traced_memory()[1] < 4 * len(body)
+        finally:
+            tracemalloc.stop()
+
+
+def test_ten_thousand_candidates_are_parsed() -> None:
+    """With as many traits as a processor and its hypervisor have."""
+    amounts = dict.fromkeys(('VCPU', 'MEMORY_MB', 'DISK_GB'), 1)
+    computes = [f'{number:032x}' for number in range(10_000)]
+    asked = [{'allocations': {each: {'resources': amounts}}, 'mappings': {'': [each]}} for each in computes]
+    has = {name: {'capacity': 1, 'used': 0} for name in amounts}
+    about = {'resources': has, 'traits': [f'HW_CPU_{number}' for number in range(150)]}
+    about |= dict.fromkeys(('parent_provider_uuid', 'root_provider_uuid'))
+    body = json.dumps({'allocation_requests': asked, 'provider_summaries': dict.fromkeys(computes, about)}).encode()
+    assert len(answers.parse(body)['provider_summaries']) == 10_000
 
 
 def test_what_placement_says_is_wrong_is_not_endless() -> None:
