@@ -81,7 +81,7 @@ def _host_forget(do: Context) -> int:
     outcomes = Outcomes(do, do.words, compute=None)
 
     def forget_one(word: str) -> None:
-        there = compute_of(do.store, lambda: do.placement, word, dead=True)
+        there = compute_of(do.store, lambda: do.placement, word)
         outcomes.tell(word, compute=there)
         try:
             forget(do.store, do.placement, there, word, now, partial(outcomes.tell, word))

@@ -63,13 +63,10 @@ class Computes:
         return host if compute in self._alone else f'{host} ({compute})'
 
     def named(self, host: str) -> list[str]:
-        """The computes that are meant by a host name, sorted: of several the only one that is alive, else all."""
-        found = self.all_named(host)
-        alive = [each for each in found if each in self.living]
-        return alive if len(alive) == 1 else found
+        """The computes whose host has this name, alive or not, sorted.
 
-    def all_named(self, host: str) -> list[str]:
-        """The computes whose host has this name, alive or not, sorted."""
+        The only one that is alive is not meant for that: each says its own name, also that of one that is away.
+        """
         return self._by_host.get(host, [])
 
     @property

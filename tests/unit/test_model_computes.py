@@ -24,13 +24,16 @@ def test_what_it_says_while_it_is_alive_comes_before_what_is_remembered() -> Non
     assert (known.called(A), known.called(B), known.named('old')) == ('new', 'hv2', [])
 
 
-def test_of_two_with_one_name_the_uuid_is_said_and_the_living_one_is_meant() -> None:
+def test_of_two_with_one_name_the_uuid_is_said_also_where_one_alone_lives() -> None:
+    """A compute that was taken over could take what `--on` has for a host that is down, by calling itself so."""
     both = Computes({A: Living('hv1'), B: Living('hv1')}, {C: 'hv1'})
     assert (both.named('hv1'), both.called(A)) == ([A, B, C], f'hv1 ({A})')
-    # A host that was set up anew has another uuid, and goes on under its name.
-    anew = Computes({B: Living('hv1')}, {A: 'hv1', B: 'hv1'})
-    assert (anew.named('hv1'), anew.all_named('hv1')) == ([B], [A, B])
-    assert (anew.called(B), anew.called(A)) == ('hv1', f'hv1 ({A})')
+    taken = Computes({B: Living('hv1')}, {A: 'hv1', B: 'hv2'})
+    assert taken.named('hv1') == [A, B]
+    assert (taken.called(B), taken.called(A)) == (f'hv1 ({B})', f'hv1 ({A})')
+    # A host that was set up anew has another uuid, and its name is its own once the old one is forgotten.
+    anew = Computes({B: Living('hv1')}, {B: 'hv1'})
+    assert (anew.named('hv1'), anew.called(B)) == ([B], 'hv1')
 
 
 def test_a_text_is_told_with_names_and_a_path_is_left() -> None:

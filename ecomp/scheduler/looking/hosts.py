@@ -51,12 +51,11 @@ def all_hosts(store: Store, placement: Placement) -> tuple[list[Host], tuple[Eco
     return hosts(seen.etcd, found), seen.errors
 
 
-def compute_of(store: Store, placement: Callable[[], Placement], word: str, dead: bool = False) -> str:
+def compute_of(store: Store, placement: Callable[[], Placement], word: str) -> str:
     """The uuid of the compute that is meant: by that, by its host's name, or by the only uuid that begins so.
 
-    Of several of one name the only living one is meant, but not where it is to be a `dead` one. `placement` is asked
-    where etcd does not know the compute. A whole uuid is taken at its word: see check_there(). Errors: NotFound,
-    Conflict (several hosts are called so), UsageError (several uuids begin so).
+    `placement` is asked where etcd does not know the compute. A whole uuid is taken at its word: see check_there().
+    Errors: NotFound, Conflict (several hosts are called so, alive or not), UsageError (several uuids begin so).
     """
     whole = _whole(word)
     if whole is not None:
@@ -64,7 +63,7 @@ def compute_of(store: Store, placement: Callable[[], Placement], word: str, dead
     if not word:
         raise UsageError('no compute is named: give its host name or its uuid')
     known = computes(store)
-    found = known.all_named(word) if dead else known.named(word)
+    found = known.named(word)
     if len(found) > 1:
         raise Conflict(f'{word} is the host name of {len(found)} computes, say the uuid: {some(found, QUOTED)}')
     if found:
