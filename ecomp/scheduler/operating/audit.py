@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from typing import NamedTuple
@@ -65,13 +65,18 @@ class Report(NamedTuple):
     etcd: dict[str, KeyValue]
 
 
-def audit(store: Store, placement: Placement, again: float = AGAIN_SECONDS) -> Report:
-    """One audit. Only if a look finds something it looks again, `again` seconds later: both must have found it."""
-    first = last = _look(store, placement)
+def audit(
+    store: Store, placement: Placement, again: float = AGAIN_SECONDS, mute: Collection[str] = ()
+) -> Report:
+    """One audit. Only if a look finds something it looks again, `again` seconds later: both must have found it.
+
+    `mute` are computes that gave no answer just now, for which it does not wait as long again.
+    """
+    first = last = _look(store, placement, mute)
     found, etcd = compare(first), first.etcd
     for _ in range(LOOKS - 1 if found else 0):
         time.sleep(again)
-        before, last = last, _look(store, placement)
+        before, last = last, _look(store, placement, last.mute)
         etcd = _etcd(store)
         revisions = [involved(each) for each in (before.etcd, last.etcd, etcd)]
         found = confirmed(compare(before), compare(last), revisions)
@@ -101,20 +106,25 @@ def asking(store: Store) -> Iterator[tuple[str, int]]:
                 store.commit([], [Delete(key) for key in left[first : first + MOST]])
 
 
-def answers(store: Store, audit: str, computes: set[str], heard: str, answered: str) -> set[str]:
-    """Wait for each compute's part `answered`; those that gave it. Who does not put part `heard` soon is given up."""
+def answers(
+    store: Store, audit: str, computes: set[str], heard: str, answered: str, mute: Collection[str] = ()
+) -> set[str]:
+    """Wait for each compute's part `answered`; those that gave it.
+
+    Who does not put part `heard` soon is given up, and so is who was `mute` before, whatever it puts.
+    """
     began, backoff = time.monotonic(), Backoff(FIRST_DELAY, LAST_DELAY)
     while True:
         there = store.snapshot(keys.DIGESTS, keys_only=True).entries
         done = {compute for compute in computes if keys.digest(audit, compute, answered) in there}
-        going = {compute for compute in computes if keys.digest(audit, compute, heard) in there}
+        going = {compute for compute in computes.difference(mute) if keys.digest(audit, compute, heard) in there}
         spent = time.monotonic() - began
         if done >= computes or spent > ANSWER_SECONDS or (spent > HEARD_SECONDS and done >= going):
             return done
         time.sleep(backoff.next())
 
 
-def _look(store: Store, placement: Placement) -> Planes:
+def _look(store: Store, placement: Placement, mute_before: Collection[str]) -> Planes:
     """All planes. etcd first: what changes later is then seen by its revision in the next look."""
     etcd = _etcd(store)
     # Who is alive for ever, by a key without a lease, is not waited for.
@@ -125,7 +135,7 @@ def _look(store: Store, placement: Placement) -> Planes:
         if store.commit([Unchanged(keys.audit(name), 0)], [Put(keys.audit(name), value, lease)]) is None:
             raise EcompError(f'{keys.audit(name)} is there already')
         held = dict(threads.map(lambda each: _provider(placement, *each), providers.names(placement).items()))
-        answered = answers(store, name, alive, 'heard', '0')
+        answered = answers(store, name, alive, 'heard', '0', mute_before)
         digests: dict[str, Digest] = {}
         mute = dict.fromkeys(alive - answered, 'it does not answer: frozen, killed this minute, or too old?')
         for compute in sorted(answered):
