@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import configparser
 import ipaddress
+import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -47,7 +48,11 @@ def load(path: Path | None) -> Config:
     if path is None:
         return Config()
     try:
-        text = path.read_bytes().decode('utf-8-sig')
+        content = path.read_bytes()
+        if path.parent == Path('/proc/self/fd'):  # somebody has opened it for us: it is called, and lies, as it does
+            opened, path = int(path.name), path.resolve()
+            os.close(opened)
+        text = content.decode('utf-8-sig')
     except OSError as error:
         raise ConfError(f'{path}: {error.strerror}: name a file that can be read, or none for the defaults') from error
     except UnicodeDecodeError as error:

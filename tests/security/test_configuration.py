@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from ecomp import config_path
 from ecomp.agent.host import nocloud
 from ecomp.compute_conf import load_compute
 from ecomp.conf import load_schedule
@@ -149,3 +150,32 @@ def test_the_metadata_server_s_too(home: Path) -> None:
     os.chown(path, STRANGER, STRANGER)
     with pytest.raises(BuildFailed, match='mdserver.conf: belongs to user'):
         nocloud.seed(home, path.parent, '52:54:00:00:00:01', phones_home=False)
+
+
+def test_what_was_looked_at_is_what_the_metadata_server_reads(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a directory of somebody else's it was another file by then: one that names /etc/shadow as user-data."""
+    path, mac = home / 'work/mdserver.conf', '52:54:00:00:00:01'
+    path.write_text('[mdserver]\nuser-data = beside\n')
+    (home / 'work/beside').write_text('#!/bin/sh\n')
+    check = config_path.check
+
+    def exchanged(name: str, found: os.stat_result) -> None:
+        check(name, found)
+        path.rename(home / 'work/other.conf')
+        path.write_text('[of-somebody-else]\n')
+
+    monkeypatch.setattr(config_path, 'check', exchanged)
+    before = len(os.listdir('/proc/self/fd'))
+    with pytest.raises(BuildFailed, match=f'no instance with the MAC address {mac}'):
+        nocloud.seed(home, path.parent, mac, phones_home=False)
+    assert len(os.listdir('/proc/self/fd')) == before
+    monkeypatch.setattr(config_path, 'check', check)
+    # What is wrong in it is said of the file by its name, and its paths are meant from where it is.
+    wrong = {'[else]\n': 'line 1: unknown section', '[mdserver]\nuser-data = gone\n': 'work/gone: No such'}
+    for text, said in wrong.items():
+        path.write_text(text)
+        with pytest.raises(BuildFailed, match=f' {path}: .*{said}'):
+            nocloud.seed(home, path.parent, mac, phones_home=False)
+    path.unlink()
+    with pytest.raises(BuildFailed, match='no instance with the MAC'):
+        nocloud.seed(home, path.parent, mac, phones_home=False)

@@ -13,13 +13,13 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ecomp import config_path
-from ecomp.errors import EcompError
+from ecomp.errors import EcompError, UsageError
 from ecomp.model.network import METADATA_ADDRESS
 
 if TYPE_CHECKING:
@@ -107,10 +107,12 @@ class MetadataServer:
                 return
             at = f'{METADATA_ADDRESS}:80'
             raise EcompError(f'what listens on {at} is no metadata server: stop it, or bind it elsewhere')
-        own = ['--bridge', self._bridge, '--with-parent', *configuration(self._directory)]
+        own = ['--bridge', self._bridge, '--with-parent']
         if os.geteuid() == 0:
             own += ['--user', USER]
-        self._process = subprocess.Popen([*mdserver('server', self._guests), *own], stdin=subprocess.PIPE, cwd='/')
+        with configuration(self._directory) as (words, opened):
+            command = [*mdserver('server', self._guests), *own, *words]
+            self._process = subprocess.Popen(command, stdin=subprocess.PIPE, cwd='/', pass_fds=opened)
         end = time.monotonic() + START_SECONDS
         while not is_metadata(answer()):
             if self._process.poll() is not None or time.monotonic() > end:
@@ -140,16 +142,26 @@ def mdserver(front_door: str, guests: Path) -> list[str]:
     return [sys.executable, '-P', '-m', f'mdserver.{front_door}', '--guests', str(guests.resolve())]
 
 
-def configuration(directory: Path) -> list[str]:
-    """The mdserver.conf in this directory, as a word of that command, if there is one.
+@contextmanager
+def configuration(directory: Path) -> Iterator[tuple[list[str], list[int]]]:
+    """The mdserver.conf in this directory, if there is one: as a word of that command, and what is open for it.
 
-    UsageError: somebody else could have written it.
+    UsageError: somebody else could have written it, or it cannot be read.
     """
     path = directory / 'mdserver.conf'
-    if not path.exists():
-        return []
-    config_path.check(str(path), path.stat())
-    return [str(path.resolve())]
+    try:
+        opened = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # of a pipe nobody is waited for
+    except FileNotFoundError:
+        yield [], []
+        return
+    except OSError as error:
+        raise UsageError(f'{path}: {error.strerror}: have it readable, or remove it') from error
+    try:
+        # What was looked at is what is read: by its name the child could find another file there.
+        config_path.check(str(path), os.fstat(opened))
+        yield [f'/proc/self/fd/{opened}'], [opened]
+    finally:
+        os.close(opened)
 
 
 def is_metadata(page: bytes | None) -> bool:

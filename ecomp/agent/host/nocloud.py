@@ -30,8 +30,11 @@ def seed(guests: Path, directory: Path, mac: str, phones_home: bool) -> Mapping[
     """
     try:
         options = [] if phones_home else ['--no-phone-home']
-        command = [*mdserver('seed', guests), *options, mac, *configuration(directory)]
-        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=SECONDS, cwd='/')
+        with configuration(directory) as (words, opened):
+            command = [*mdserver('seed', guests), *options, mac, *words]
+            done = subprocess.run(
+                command, stdin=subprocess.DEVNULL, capture_output=True, timeout=SECONDS, cwd='/', pass_fds=opened
+            )
     except subprocess.TimeoutExpired as error:
         raise BuildFailed('scheduled', f'its seed is not known within {SECONDS:g} s') from error
     except UsageError as error:
