@@ -16,7 +16,7 @@ from ecomp.agent.images.bases import LOCK
 from ecomp.agent.locks import try_lock
 from ecomp.agent.turns import Threads
 from ecomp.conf import EtcdConfig
-from ecomp.errors import Unreachable
+from ecomp.errors import StrangeEtcd, Unreachable
 from ecomp.model import keys
 from ecomp.model.digest import Leftover, clearance_to_json, from_pages
 from ecomp.model.guest import BaseImage, Guest, GuestSpec, mac_address
@@ -124,7 +124,7 @@ def host(cloud: Cloud, tmp_path: Path) -> Iterator[Host]:
 def codes(cloud: Cloud, host: Host) -> list[tuple[str, str]]:
     """What an audit finds of this host: others on the shared servers have nothing to do with it."""
     found = audit(cloud.store, cloud.placement, 0.1).findings
-    return [(each.code, each.subject) for each in found if each.compute == host.compute]
+    return [(each.code, each.subject) for each in found if host.compute in (each.subject, each.compute)]
 
 
 def ask(store: Store, host: Host) -> dict[str, bytes]:
@@ -237,6 +237,20 @@ def test_a_quota_of_no_project_that_placement_takes_ends_no_audit(cloud: Cloud, 
     finally:
         cloud.etcd.delete(key)
     assert [each for each in found if each.subject == 'x' * length] == []
+
+
+def test_one_in_an_etcd_that_it_does_not_know_says_so_and_not_what_it_has(cloud: Cloud, host: Host) -> None:
+    """Nobody asks for its guests there: they would be called orphaned, with `virsh destroy` for a cure."""
+
+    def strange(_: str) -> bool:
+        raise StrangeEtcd('etcd is not the one this compute knew')
+
+    host.domain()
+    host.answerer._may_remove = strange
+    report = audit(cloud.store, cloud.placement, 0.1)
+    (found,) = [each for each in report.findings if host.compute in (each.subject, each.compute)]
+    assert found.code == 'compute-mute'
+    assert 'etcd is not the one this compute knew' in found.sentence
 
 
 def test_another_ecompute_that_is_this_compute_now_answers_alone(cloud: Cloud, host: Host, tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Audits are answered: what is on this compute, told when eschedule asks, and leftovers removed when it asks for that.
 
 Nothing is done while nobody asks. A compute that is read-only answers, too, unless another one is this compute now.
+In an etcd that is not the one it knew it says that, and not what it has: nothing there asks for its guests.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ class Answerer:
 
     `store` has a connection of its own, for an answer is long and must not hold up what the instances' threads write;
     and no guard. `may_remove` is asked of an instance before anything of it is removed, and of '' before a half-written
-    file is.
+    file is, and before what is here is told: it raises where etcd is not the one that was known.
     """
 
     def __init__(
@@ -134,6 +135,7 @@ class Answerer:
 
     def _tell(self, entry: Entry, audit: str) -> None:
         try:
+            self._may_remove('')
             pages = to_pages(look(self._hypervisor, self._state))
         except EcompError as error:
             pages = [failed(str(error))]
