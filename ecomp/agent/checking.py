@@ -38,8 +38,10 @@ def refused(config: ComputeConfig, has_placement: bool) -> Iterator[str]:
     placement = Placement(config.placement)
     try:
         check_names(placement, config.traits, config.inventory or ())
-    except EcompError as error:
+    except UsageError as error:
         yield str(error)
+    except EcompError:
+        pass  # it does not answer any more: what a start would wait for is no mistake
     finally:
         placement.close()
 

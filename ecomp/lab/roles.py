@@ -38,8 +38,8 @@ def enable(directory: Path, now: datetime, say: Callable[[str], None]) -> None:
         if warning := holes(accounts.version()):
             say(f'warning: {warning}. Roles hold mistakes off there, and not attackers')
         if earlier := _old_places(accounts.snapshot(keys.INSTANCES, keys_only=True)):
-            cure = 'written by an earlier ecompute; start those computes with this version first, and delete what stays'
-            raise Conflict(f'{_listed(earlier)}: {cure}')
+            cure = 'start those computes with this version first; `eschedule audit` says of what stays why'
+            raise Conflict(f'{_listed(earlier)}: written by an earlier ecompute; {cure}')
         found = accounts.roles()
         alive = [keys.last(key) for key, each in accounts.snapshot(keys.COMPUTES).entries.items() if each.lease]
         if left_out := roles.without_role(alive, found, wanted):

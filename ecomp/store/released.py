@@ -25,7 +25,8 @@ TRIES = 3
 MOST = 50
 """A generation above this counts as this one: each step up to it is a call to placement, and others wait for it.
 
-Whoever claims and releases the same instance again and again gets there; whoever writes a larger one by hand, too.
+Whoever writes a larger one by hand gets there, and who claims and releases one instance 50 times within the hour: from
+then on a late release could meet the number of another claim again.
 """
 
 

@@ -44,11 +44,11 @@ def in_requests(snapshot: Snapshot) -> set[str]:
 def being_taken(store: Store) -> set[str]:
     """The waiting instances that a compute has marked: one that marks it after this claims after this, too."""
     waiting = store.snapshot(keys.QUEUES, keys_only=True).entries
-    return {keys.in_queue(key) for key in waiting if key.endswith(keys.TAKER)}
+    return {keys.in_queue(key) for key, each in waiting.items() if each.lease and key.endswith(keys.TAKER)}
 
 
 def in_line(snapshot: Snapshot, revision: int) -> tuple[int, int]:
-    """How many instances attempts older than `revision` place, and how many newer ones do."""
+    """How many instances attempts older than `revision` place, and newer ones; what is on no lease is nobody's."""
 
     def instances(entries: Iterable[Entry]) -> int:
         # A set's key is named by the set's own uuid.
@@ -56,8 +56,8 @@ def in_line(snapshot: Snapshot, revision: int) -> tuple[int, int]:
 
     entries = snapshot.entries.values()
     return (
-        instances(each for each in entries if each.revision < revision),
-        instances(each for each in entries if each.revision > revision),
+        instances(each for each in entries if each.lease and each.revision < revision),
+        instances(each for each in entries if each.lease and each.revision > revision),
     )
 
 

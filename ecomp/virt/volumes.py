@@ -18,6 +18,10 @@ POOL = 'ecompute'
 SUFFIX = '.qcow2'
 REFRESH_DEADLINE = 20.0
 """Seconds libvirt may refuse to refresh the pool; then its error is raised."""
+PUT_UP_DEADLINE = 2.0
+"""Seconds for which another worker may be at putting up the pool; then libvirt's error is raised."""
+# What putting it up may meet of another worker's doing the same.
+BEING_PUT_UP = libvirt.VIR_ERR_OPERATION_INVALID, libvirt.VIR_ERR_OPERATION_FAILED
 
 
 class Volumes:
@@ -118,15 +122,26 @@ class Volumes:
 
         It is defined or started if somebody has removed or stopped it: to ask first would cost every disk.
         """
-        try:
-            do(connection.storagePoolLookupByName(POOL))
-        except libvirt.libvirtError as error:
-            if error.get_error_code() not in (libvirt.VIR_ERR_NO_STORAGE_POOL, libvirt.VIR_ERR_OPERATION_INVALID):
-                raise
-            # It is there, and active: by now, if another worker was faster.
-            with Ignored(libvirt.VIR_ERR_OPERATION_INVALID), Ignored(libvirt.VIR_ERR_OPERATION_FAILED):
+        deadline = time.monotonic() + PUT_UP_DEADLINE
+        while True:
+            late = time.monotonic() > deadline
+            try:
+                do(connection.storagePoolLookupByName(POOL))
+                return
+            except libvirt.libvirtError as error:
+                refused = error
+                if error.get_error_code() not in (libvirt.VIR_ERR_NO_STORAGE_POOL, libvirt.VIR_ERR_OPERATION_INVALID):
+                    raise
+            try:
                 self._put_up(connection)
-            do(connection.storagePoolLookupByName(POOL))
+            except libvirt.libvirtError as error:
+                # Another worker is at it, and has perhaps defined it and not started it yet.
+                if late or error.get_error_code() not in BEING_PUT_UP:
+                    raise
+            else:
+                if late:
+                    raise refused
+            time.sleep(0.05)
 
     def _why(self, message: str) -> str:
         """Why no overlay could be made: that the disk is full, if it is, else libvirt's `message`."""

@@ -1,6 +1,6 @@
 """F1: eschedule killed or frozen at every step. What is left is undone by the computes, or resumed by the same command.
 
-A dead eschedule's request key lives 60 s on its lease, and a claim that nobody stands behind is released after two
+A dead eschedule's attempt's key lives 60 s on its lease, and a claim that nobody stands behind is released after two
 looks 60 s apart. Here the lease is ended through etcd and the looks are taken on a clock of the test's own; the slow
 test waits for the real ones.
 """
@@ -50,11 +50,11 @@ def steal(control: Control, eschedule: Eschedule, instance: str) -> None:
 @pytest.mark.parametrize('step', EARLY_FAILPOINTS)
 @pytest.mark.parametrize('then', ['resumed', 'left'])
 def test_killed_before_it_delivers(cluster: Control, step: str, then: str) -> None:
-    """F1: kill -9 of eschedule between its request key and its delivery (fake)"""
+    """F1: kill -9 of eschedule between its attempt's key and its delivery (fake)"""
     compute, instance = cluster.ecompute(), str(uuid.uuid4())
     with Eschedule(cluster, *create_words(instance), failpoint=f'{step}:kill') as eschedule:
         eschedule.killed_at(step)
-        check(cluster, compute, dead=[eschedule.pid])  # datable: the request key says that somebody was at it
+        check(cluster, compute, dead=[eschedule.pid])  # datable: the attempt's key says that somebody was at it
     assert cluster.etcd.keys('/requests/') == [f'/requests/{instance}']
     assert bool(cluster.placement.allocations(instance)) == (step == 'claimed')
     if then == 'resumed':
@@ -96,7 +96,7 @@ def test_killed_with_a_part_of_the_set_claimed(cluster: Control, then: str) -> N
             addressed(cluster, instance)
     else:
         look_twice(cluster, other)
-        assert cluster.placement.consumers(other.uuid).keys() == claimed, 'not while its request key lives'
+        assert cluster.placement.consumers(other.uuid).keys() == claimed, 'not while its attempt lives'
         lapse(cluster, f'/requests/{whole}')
         look_twice(cluster, other)
         assert cluster.placement.consumers(other.uuid) == {}

@@ -30,7 +30,7 @@ AFTERWARDS = {
 
 
 class Delivery(NamedTuple):
-    """A request came to a compute. `by_eschedule`: its request key went in the same transaction."""
+    """A request came to a compute. `by_eschedule`: its attempt's key went in the same transaction."""
 
     revision: int
     compute: str

@@ -137,7 +137,7 @@ def lapse(control: Control, key: str) -> None:
 
 
 def lapse_requests(control: Control) -> None:
-    """End the lease of every request key: those at it have ended, or are taken to have."""
+    """End the lease of every attempt's key: those at it have ended, or are taken to have."""
     for key in control.etcd.keys('/requests/'):
         lapse(control, key)
 

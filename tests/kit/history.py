@@ -196,7 +196,7 @@ def _fates(history: History, course: Course) -> Iterator[str]:
 
 
 def _left(history: History, etcd: Mapping[str, Kept]) -> Iterator[str]:
-    """Who has ended in good order leaves no request key behind."""
+    """Who has ended in good order leaves no attempt's key behind."""
     codes: dict[int, set[int | None]] = {}
     for ask in history.asks:
         codes.setdefault(ask.pid, set()).add(ask.code)

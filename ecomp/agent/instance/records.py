@@ -1,4 +1,7 @@
-"""The records of one compute's instances: read once, written only while their request is unchanged (rule 5)."""
+"""The records of one compute's instances: read once, written only while their request is unchanged (rule 5).
+
+One of ecomp 1.0 is moved to its new place as it is read, as long as both places are unchanged.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +53,7 @@ class Records:
         self._known: dict[str, RecordEntry] = {}
 
     def get(self, instance: str) -> Record | None:
-        """The record as last read or written; read if we have none. Unreadable."""
+        """The record as last read or written; read if we have none. Unreadable, and those of a write."""
         known = self._known.get(instance, RecordEntry())
         if known.record is None:
             known = self._read(instance)
@@ -147,10 +150,12 @@ class Records:
         if 'addressed' in record.stages:
             removed.append(keys.booted(instance))
         # What another compute is asked for, too, has what it shares there: what fails here lets go of none of it.
-        shares = record.state != ERROR or not listed(self._store, instance).requests.keys() - {self._compute}
+        asked = listed(self._store, instance).requests if record.state == ERROR else {}
+        others = [Unchanged(each.key, each.revision) for compute, each in asked.items() if compute != self._compute]
+        unchanged += others  # of two that fail at once each would leave it to the other
         try:
             self._commit(
-                instance, revision, unchanged, lambda each: write_end(self._store, record, each, removed, shares)
+                instance, revision, unchanged, lambda each: write_end(self._store, record, each, removed, not others)
             )
         except NoSpace as error:
             if record.state == ERROR:

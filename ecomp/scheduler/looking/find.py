@@ -10,7 +10,7 @@ from ecomp.model import keys
 from ecomp.model.instance import Invalid, Request, parse_request
 from ecomp.model.names import PREFIX, is_name, uuid_prefix
 from ecomp.model.order import Order
-from ecomp.model.places import Places
+from ecomp.model.places import Places, by_instance
 from ecomp.model.record import GONE, Record, from_json, new_record, recorded, refused_record
 from ecomp.model.text import printable, some
 from ecomp.store.client import Entry, Store
@@ -173,7 +173,13 @@ def all_records(store: Store, with_gone: bool) -> tuple[list[Record], list[Ecomp
     records, unreadable = {each: _queued(entry) for each, entry in queued.items() if each}, []
     # The value of a request may be large (user-data), and mostly it is not needed.
     asked = [each for each in store.snapshot(keys.HOSTS, keys_only=True).entries.items() if _names_instance(each[0])]
-    for instance, at in everywhere(store, [*asked, *store.snapshot(keys.INSTANCES).entries.items()]).items():
+    found = [*asked, *store.snapshot(keys.INSTANCES).entries.items()]
+    try:
+        there = everywhere(store, found)
+    except EcompError as error:  # placement is away: of what two computes are asked for the older request counts
+        unreadable.append(error)
+        there = by_instance(found)
+    for instance, at in there.items():
         try:
             if at.record is not None:
                 records[instance] = read_record(at.record)

@@ -101,17 +101,20 @@ def _counted(store: Store, project: str) -> dict[str, int]:
     # Those that wait first: what is moved meanwhile is seen twice, and counts once.
     waiting = store.snapshot(keys.QUEUES).entries
     asked: list[Demand] = [parse_waiting(key, each.value) for key, each in waiting.items()]
-    for key, entry in store.snapshot(keys.HOSTS).entries.items():
+    requests, among = store.snapshot(keys.HOSTS).entries, dict[str, list[str]]()
+    for key in requests:
+        among.setdefault(keys.last(key), []).append(key)
+    for key, entry in requests.items():
         compute = key.removeprefix(keys.HOSTS).partition('/')[0]
         wish = parse_request(compute, key, entry.value)
-        asked += counts(wish, _record(store, key, wish.instance) if is_mute(wish) else None)
+        asked += counts(wish, _record(store, Index(among), wish.instance) if is_mute(wish) else None)
     return counted(project, asked)
 
 
-def _record(store: Store, request_key: str, instance: str) -> Record | None:
-    """What the compute of this request has recorded of it; None for nothing that can be read."""
+def _record(store: Store, among: Index, instance: str) -> Record | None:
+    """What the compute that is believed has recorded of it; None for nothing that can be read."""
     try:
-        entry = listed(store, instance, Index({instance: [request_key]})).record
+        entry = listed(store, instance, among).record
         return read_record(entry) if entry is not None else None
     except Unreadable:
         return None

@@ -117,8 +117,10 @@ def _claim_again(store: Store, placement: Placement, finding: Finding, etcd: dic
 
 def _write(store: Store, finding: Finding, etcd: dict[str, KeyValue]) -> str:
     """Change one key, if it and the record are still as the second audit read them."""
-    record = _record_key(etcd, finding.subject)
+    record = _record_key(store, etcd, finding.subject)
     if finding.code == 'record-unleased':
+        if record not in etcd:
+            return NOT_ANY_MORE
         value = etcd[record].value
         lease = store.grant(KEPT[from_json(value).state])
         operation: Put | Delete = Put(record, value.decode(), lease)
@@ -143,7 +145,7 @@ def _name_back(store: Store, instance: str, etcd: dict[str, KeyValue]) -> str:
     if found is None or found.name is None or change is None:
         return NOT_ANY_MORE
     conditions, operations = change
-    about = [_record_key(etcd, instance), keys.request(found.record.compute, instance)]
+    about = [_record_key(store, etcd, instance), keys.request(found.record.compute, instance)]
     conditions = [*conditions, *_as_read(etcd, *about)]
     done = f'{keys.name(found.name)} is its own again'
     return done if operations and store.commit(conditions, operations) is not None else NOT_ANY_MORE
@@ -152,7 +154,7 @@ def _name_back(store: Store, instance: str, etcd: dict[str, KeyValue]) -> str:
 def _name_away(store: Store, name: str, etcd: dict[str, KeyValue]) -> str:
     """Delete a name nobody living has. What makes its instance live moves that one's record, or the name itself."""
     key = keys.name(name)
-    conditions = _as_read(etcd, key, _record_key(etcd, named(etcd[key].value)))
+    conditions = _as_read(etcd, key, _record_key(store, etcd, named(etcd[key].value)))
     return f'{key} is deleted' if store.commit(conditions, [Delete(key)]) is not None else NOT_ANY_MORE
 
 
@@ -170,7 +172,7 @@ def _group_back(store: Store, finding: Finding, etcd: dict[str, KeyValue]) -> st
     if not isinstance(request, Request) or request.group is None:
         return NOT_ANY_MORE
     conditions, operations = rejoined(store, request.group, instance, finding.compute)
-    conditions = [*conditions, *_as_read(etcd, key, _record_key(etcd, instance))]
+    conditions = [*conditions, *_as_read(etcd, key, _record_key(store, etcd, instance))]
     done = f'it is in group {request.group.name}'
     return done if operations and store.commit(conditions, operations) is not None else NOT_ANY_MORE
 
@@ -182,7 +184,7 @@ def _group_away(store: Store, name: str, etcd: dict[str, KeyValue]) -> str:
     placing = at_it(store)
     out: dict[str, list[Unchanged]] = {}
     for instance, compute in found.members.items():
-        record_key = _record_key(etcd, instance)
+        record_key = _record_key(store, etcd, instance)
         record = etcd.get(record_key)
         is_living = record is not None and _may_live(record)
         if not is_living and instance not in placing and store.get(keys.request(compute, instance)) is None:
@@ -208,9 +210,11 @@ def _count_anew(store: Store, project: str) -> str:
     return 'counted anew' if found is not None else NOT_ANY_MORE
 
 
-def _record_key(etcd: dict[str, KeyValue], instance: str) -> str:
+def _record_key(store: Store, etcd: dict[str, KeyValue], instance: str) -> str:
     """The key of the record that is believed, and of one that nobody has written yet."""
     at = by_instance((key, each) for key, each in etcd.items() if keys.last(key) == instance).get(instance)
+    if at is not None and store.claims is not None:
+        at.judge(instance, store.claims)  # as the audit does
     return (at and (at.record_key or keys.record(at.compute, instance))) or keys.old_record(instance)
 
 

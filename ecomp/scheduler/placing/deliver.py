@@ -69,7 +69,8 @@ def _check_alone(store: Store, attempt: str, value: Mapping[str, object], revisi
     """
     mine = announced(keys.attempt(attempt), dump(value).encode())
     for key, entry in store.snapshot(keys.ATTEMPTS).entries.items():
-        if entry.revision < revision and key != keys.attempt(attempt) and mine & announced(key, entry.value):
+        is_older = entry.lease and entry.revision < revision and key != keys.attempt(attempt)
+        if is_older and mine & announced(key, entry.value):
             raise Conflict(f'{attempt}: an eschedule at {keys.last(key)} is at it: try again when that has ended')
 
 

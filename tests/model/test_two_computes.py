@@ -1,0 +1,133 @@
+"""One instance that two computes are asked for, and what else somebody wrote: the claim says whose it is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+import pytest
+
+from ecomp.agent.instance import records
+from ecomp.errors import Conflict, Unreachable
+from ecomp.model import keys
+from ecomp.model.group import Membership
+from ecomp.model.instance import Request
+from ecomp.model.instance import to_json as request_json
+from ecomp.model.json_object import dump
+from ecomp.model.quota import from_json as quota_from_json
+from ecomp.model.record import ACTIVE, ERROR, Record
+from ecomp.model.record import to_json as record_json
+from ecomp.model.set_order import SetOrder
+from ecomp.placement.allocations import of_provider
+from ecomp.scheduler.looking.find import all_records
+from ecomp.scheduler.operating.audit import audit
+from ecomp.scheduler.operating.quotas import limit
+from ecomp.scheduler.operating.repair import NOT_ANY_MORE, mend
+from ecomp.store.client import Put
+from tests.model.acting import Bounds
+from tests.model.cloud import IMAGE, QUERY, SIZE, A, B, Cloud, S, U, V, W
+from tests.model.explorer import Follow
+from tests.model.virtual import NOW, inside, virtual
+from tests.model.world import World
+
+pytestmark = pytest.mark.fast
+
+
+@pytest.fixture
+def cloud() -> Iterator[Cloud]:
+    world = World(Bounds(), Follow())
+    with virtual(), inside(world):
+        made = Cloud(world)
+        made.store.claims = lambda compute: of_provider(made.placement, compute)
+        made.host(A)
+        made.host(B)
+        for each in made.computes.values():
+            each.start()
+        yield made
+
+
+def asked_of(cloud: Cloud, compute: str, instance: str, shared: Membership | None = None) -> None:
+    """Put a request by hand, as a compute that was taken over would below its own uuid."""
+    said = {'user_id': 'u', 'project_id': 'p', 'query': QUERY, 'stages': {'requested': NOW}, 'group': shared}
+    request = Request(instance, {compute: SIZE}, image=IMAGE, name='web' if shared else None, **said)  # type: ignore[arg-type]
+    cloud.store.commit([], [Put(keys.request(compute, instance), request_json(request))])
+
+
+def recorded(cloud: Cloud, instance: str, state: str) -> None:
+    """A's record of it."""
+    record = Record(instance, A, state, resources=SIZE, user_id='u', project_id='p', stages={'requested': NOW})
+    cloud.store.commit([], [Put(keys.record(A, instance), record_json(record))])
+
+
+def used(cloud: Cloud) -> Mapping[str, int]:
+    return quota_from_json('p', cloud.etcd.entries[keys.quota('p')].value).used
+
+
+def test_a_fix_goes_by_the_record_that_the_audit_believes(cloud: Cloud) -> None:
+    asked_of(cloud, B, U)
+    cloud.delivered(U, A)
+    recorded(cloud, U, ERROR)
+    first, second = audit(cloud.store, cloud.placement), audit(cloud.store, cloud.placement)
+    assert {'request-ended', 'record-unleased'} <= {each.code for each in first.findings}
+    # What one repair changes, the others leave to the next audit.
+    done = mend(cloud.store, cloud.placement, first, second)
+    assert f'request-ended {U}: {keys.request(A, U)} is deleted' in done
+    assert f'record-unleased {U}: {NOT_ANY_MORE}' in done
+
+
+def test_a_list_without_placement_goes_by_the_older_request_and_says_so(cloud: Cloud) -> None:
+    def away(_: str) -> list[str]:
+        raise Unreachable('placement cannot be reached', 'placement')
+
+    asked_of(cloud, B, V)
+    cloud.delivered(V, A)
+    cloud.delivered(W, B)
+    assert {each.instance: each.compute for each in all_records(cloud.store, False)[0]} == {V: A, W: B}
+    cloud.store.claims = away
+    found, wrong = all_records(cloud.store, False)
+    assert {each.instance: each.compute for each in found} == {V: B, W: B}
+    assert [str(each) for each in wrong] == ['placement cannot be reached']
+
+
+def test_a_destroy_of_2019_at_a_second_compute_counts_as_the_audit_says(cloud: Cloud) -> None:
+    cloud.limited(5)
+    cloud.delivered(U, A)
+    recorded(cloud, U, ACTIVE)
+    before = used(cloud)
+    tombstone = Request(U, {}, user_id='u', project_id='p')
+    cloud.store.commit([], [Put(keys.request(B, U), request_json(tombstone))])
+    assert [each.code for each in audit(cloud.store, cloud.placement).findings if 'quota' in each.code] == []
+    limit(cloud.store, 'p', ['instances=9'])
+    assert used(cloud) == before
+
+
+def test_an_attempt_on_no_lease_is_nobody_s(cloud: Cloud) -> None:
+    cloud.store.commit([], [Put(keys.attempt(S), dump({'version': 1, 'instances': [U]}))])
+    wanted = SetOrder(U, query=QUERY, image=IMAGE, user_id='u', project_id='p', stages={'requested': NOW})
+    assert cloud.create(wanted, True)
+    cloud.store.commit([], [Put(keys.attempt(S), dump({'version': 1, 'instances': [V]}), cloud.store.grant(60))])
+    with pytest.raises(Conflict, match='try again when that has ended'):
+        cloud.create(replace(wanted, instance=V), True)
+
+
+def test_of_two_that_fail_at_once_the_later_one_lets_go_of_all(cloud: Cloud, monkeypatch: pytest.MonkeyPatch) -> None:
+    cloud.limited(5)
+    group = Membership('g', 'affinity', True)
+    cloud.delivered(U, A, 'web', group)
+    asked_of(cloud, B, U, group)
+    cloud.model.held.pop(U)  # deleted by hand: neither is confirmed
+    one, two = cloud.computes[A], cloud.computes[B]
+    listed, meanwhile = records.listed, [two.rounds(2, two.plan)]
+
+    def looked(*asked: object) -> object:
+        found = listed(*asked)  # type: ignore[arg-type]
+        if meanwhile:
+            meanwhile.pop()()
+        return found
+
+    monkeypatch.setattr(records, 'listed', looked)
+    one.rounds(3, one.plan)()
+    two.rounds(3, two.plan)()
+    assert not meanwhile
+    assert (used(cloud), keys.group('g') in cloud.etcd.entries) == ({}, False)
+    assert cloud.etcd.entries[keys.name('web')].lease
