@@ -209,7 +209,7 @@ def test_drain_waits_for_one_that_is_being_taken_from_a_queue(cluster: Control) 
     key = f'/queues/small/{queued.stdout.split()[-1]}/taker'
 
     def mark() -> None:
-        cluster.etcd.put(key, f'{{"version": 1, "compute": "{compute.uuid}"}}')
+        cluster.etcd.put(key, f'{{"version": 1, "compute": "{compute.uuid}"}}', cluster.etcd.grant())
 
     mark()
     late = cluster.eschedule('host', 'drain', '--wait', '--timeout', '0', compute.uuid)
