@@ -35,10 +35,11 @@ def everything(control: Control) -> dict[str, Kept]:
     }
     stay = {key: kept for key, kept in there.items() if not (key.startswith('/released/') and kept.lease)}
     lives = {key: kept for key, kept in stay.items() if key.startswith('/computes/') and kept.lease}
-    return {**stay, **{key: Kept(_without_room(kept.value), kept.lease) for key, kept in lives.items()}}
+    return {**stay, **{key: Kept(without_room(kept.value), kept.lease) for key, kept in lives.items()}}
 
 
-def _without_room(life: bytes) -> bytes:
+def without_room(life: bytes) -> bytes:
+    """What a living compute says of itself, but for what it has left."""
     said = json.loads(life)
     return json.dumps({name: each for name, each in said.items() if name != 'room'}).encode()
 

@@ -13,6 +13,7 @@ from ecomp.store.client import Entry, Store
 from tests.kit.behind_roles import BehindRoles
 from tests.kit.commands import Ecompute, Result, eschedule
 from tests.kit.hands import BIG
+from tests.kit.invariants import without_room
 from tests.kit.secured import certify
 from tests.kit.servers import PlacementServer, until
 from tests.kit.story import SOON, log_of, notified
@@ -90,6 +91,11 @@ class Product:
     def entries(self, prefix: str = '/') -> Mapping[str, Entry]:
         """All that is in etcd under a prefix."""
         return self.operator.snapshot(prefix).entries
+
+    def kept(self) -> Mapping[str, bytes]:
+        """All that is in etcd, but for the room that computes hint: it follows what they were asked for before."""
+        values = {key: each.value for key, each in self.entries().items()}
+        return {key: without_room(value) if key.startswith('/computes/') else value for key, value in values.items()}
 
     def reached(self, instance: str, state: str) -> None:
         """Return once its record says so."""

@@ -191,7 +191,7 @@ def test_whoever_is_killed_goes_on(cloud: Product) -> None:
 
 def test_what_a_scheduler_may_not(cloud: Product) -> None:
     """And is told so in one line, with a cure."""
-    before = {key: each.value for key, each in cloud.entries().items()}
+    before = cloud.kept()
     for words in (('flavor', 'set', 'small', 'resources=VCPU:9'), ('flavor', 'delete', 'small')):
         said = one_line(cloud.asks(*words), 1, 'write /flavors/small: it is for another certificate', CURE)
         assert f'{SCHEDULER}/client.crt' in said
@@ -199,7 +199,7 @@ def test_what_a_scheduler_may_not(cloud: Product) -> None:
         for words in (('put', key, 'x'), ('del', key)):
             code, said = cloud.cloud.etcdctl(SCHEDULER, *words)
             assert (code != 0, 'permission denied' in said) == (True, True), (words, said)
-    assert {key: each.value for key, each in cloud.entries().items()} == before
+    assert cloud.kept() == before
 
 
 def test_eschedule_with_a_compute_s_certificate_claims_nothing(cloud: Product) -> None:
@@ -229,7 +229,7 @@ def test_it_forges_what_is_of_others(cloud: Product, victim: str) -> None:
     keys = [f'/instances/{below}{victim}' for below in (f'{other}/', '', 'none/')]
     keys += [f'/hosts/{other}/{victim}', f'/hosts/{other}/{new}', f'/computes/{other}', f'/digests/{other}/{new}/0']
     keys += [f'/audit/{new}/{other}', '/cluster', '/flavors/small', f'/requests/{victim}', '/user-data/ab']
-    shown, before = cloud.does('show', 'victim'), cloud.entries()
+    shown, before = cloud.does('show', 'victim'), cloud.kept()
     guests = (cloud.computes[TWO].directory / 'state/fake.json').read_text()
     for key in keys:
         for words in (('put', key, '{}'), ('del', key)):
@@ -238,7 +238,7 @@ def test_it_forges_what_is_of_others(cloud: Product, victim: str) -> None:
         for deed in (Put(key, '{}'), Delete(key)):
             with pytest.raises(Denied, match=key):
                 cloud.cloud.stores[ONE].commit([], [deed])
-    assert cloud.entries() == before
+    assert cloud.kept() == before
     assert cloud.does('show', 'victim') == shown
     assert cloud.audit() == []
     assert (cloud.computes[TWO].directory / 'state/fake.json').read_text() == guests
