@@ -191,10 +191,10 @@ def group_turned(cloud: Cloud) -> None:
 
     def turns() -> None:
         for policy in ('affinity', 'anti-affinity'):
-            entry = store.get(keys.group('g'))
-            if entry is not None:
+            while (entry := store.get(keys.group('g'))) is not None:
                 turned = {**json.loads(entry.value), 'policy': policy}
-                store.commit([Unchanged(entry.key, entry.revision)], [Put(entry.key, json.dumps(turned))])
+                if store.commit([Unchanged(entry.key, entry.revision)], [Put(entry.key, json.dumps(turned))]):
+                    break
 
     cloud.act('somebody', turns, mortal=False)
     cloud.works(A, '', host.rounds(2, host.plan))

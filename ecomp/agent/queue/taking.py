@@ -23,7 +23,7 @@ from ecomp.placement.allocations import Consumer
 from ecomp.placement.claiming import claim, release
 from ecomp.store.client import Delete, Exists, Put, Unchanged
 from ecomp.store.released import highest, note
-from ecomp.store.requests import withdraw
+from ecomp.store.requests import in_requests, withdraw
 from ecomp.store.sharing import Excluded, commit_with, joined, write_end
 
 log = logging.getLogger(__name__)
@@ -94,8 +94,12 @@ class Taker:
         """Release what this compute holds for a request that it does not take after all; True if nothing is held."""
 
         def wanted(holding: Mapping[str, Consumer]) -> Collection[str]:
-            is_here = self.compute in holding[instance].allocations
-            return () if is_here and self.store.get(keys.request(self.compute, instance)) is None else holding
+            if self.compute not in holding[instance].allocations:
+                return holding
+            # Its uuid may have been asked for again meanwhile: whoever is at it holds what it has taken over from us.
+            if instance in in_requests(self.store.snapshot(keys.ATTEMPTS)):
+                return holding
+            return () if self.store.get(keys.request(self.compute, instance)) is None else holding
 
         return bool(release(self.placement, [instance], wanted, partial(note, self.store))[instance])
 
