@@ -72,10 +72,11 @@ def test_what_is_left_to_others_has_a_limit() -> None:
 def test_the_instances_before_and_behind() -> None:
     def entry(name: str, revision: int, instances: list[str] | None) -> Entry:
         value = b'?' if instances is None else json.dumps({'version': 1, 'instances': instances}).encode()
-        return Entry(keys.attempt(name), value, revision)
+        return Entry(keys.attempt(name), value, revision, lease=1 if name != 'by hand' else 0)
 
     found = [
         *(entry('one', 5, ['one']), entry('set', 6, ['a', 'b', 'c']), entry('odd', 7, None)),
         *(entry('me', 8, ['me']), entry('late', 9, ['late', 'x'])),
+        *(entry('by hand', 4, ['y']), entry('by hand', 10, ['z'])),
     ]
-    assert in_line(Snapshot(9, {each.key: each for each in found}), 8) == (5, 1)
+    assert in_line(Snapshot(10, {f'{each.key} {each.revision}': each for each in found}), 8) == (5, 1)
