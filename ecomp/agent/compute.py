@@ -179,7 +179,9 @@ class Compute:
                 accepted=self._environment.accepted,
             )
         token, audits = hashed(self._token), self._environment.audits
-        self.answerer = Answerer(self.uuid, token, audits, hypervisor, config.state, self._may_remove, threads)
+        self.answerer = Answerer(
+            self.uuid, token, audits, hypervisor, self.host.guest_data, config.state, self._may_remove, threads
+        )
 
     def start(self) -> None:
         """Begin to take requests. Errors: Conflict where another ecompute is this compute by now; those of etcd."""

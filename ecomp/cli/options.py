@@ -31,6 +31,7 @@ MOST_LINES = 1_000_000
 
 
 NUMBERS: Mapping[Callable[[str], float], str] = {int: 'whole number', float: 'number of seconds'}
+"""What is said of a word that is no such number."""
 
 
 class Option(NamedTuple):

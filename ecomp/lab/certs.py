@@ -120,7 +120,8 @@ def _make(directory: Path, cluster: Cluster, others: bool, now: datetime, say: C
     if others:
         # Without a configuration where there is none: it would say that this compute is another one.
         for name in (each for kind in roles.KINDS for each in named(directory, kind)):
-            if CLIENT.fullmatch(name.partition('-')[2]):
+            # Whose key was moved away has it elsewhere, with the certificate that belongs to it.
+            if CLIENT.fullmatch(name.partition('-')[2]) and (directory / name / 'client.key').exists():
                 _client(directory / name, token, signer, now, say)
 
 

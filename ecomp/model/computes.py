@@ -120,7 +120,10 @@ class Computes:
 
 
 NOBODY = Computes()
-"""No compute is known by name: each is called by its uuid. Where etcd was not read it is to be a Naming."""
+"""No compute is known by name: each is called by its uuid.
+
+Who has not read etcd passes it as a Naming: what else it would say, as that nobody takes from queues, is not known.
+"""
 
 
 def is_hostname(text: object) -> bool:

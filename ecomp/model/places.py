@@ -41,7 +41,8 @@ class Places(Generic[Kind]):
         if len(self.requests) < 2:
             return
         for compute in sorted(self.requests, key=self._age):
-            if instance in claims(compute):
+            # What is no uuid is no compute, and a part of a path that somebody else has chosen.
+            if keys.is_uuid(compute) and instance in claims(compute):
                 return
             self.claimless.add(compute)
 

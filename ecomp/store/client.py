@@ -156,9 +156,9 @@ class Store:
             try:
                 reply = self._read(_asking(Transaction(success=ranges)))
             except TooLong:
-                if count == 1:
+                if len(ranges) == 1:
                     raise
-                count //= 2
+                count = len(ranges) // 2
                 continue
             entries = [entry_of(kv) for each in reply.responses for kv in each.response_range.kvs]
             found |= {each.key: each for each in entries}

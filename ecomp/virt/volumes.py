@@ -122,25 +122,24 @@ class Volumes:
 
         It is defined or started if somebody has removed or stopped it: to ask first would cost every disk.
         """
-        deadline = time.monotonic() + PUT_UP_DEADLINE
+        deadline, is_up, is_late = time.monotonic() + PUT_UP_DEADLINE, False, False
         while True:
-            late = time.monotonic() > deadline
             try:
                 do(connection.storagePoolLookupByName(POOL))
                 return
             except libvirt.libvirtError as error:
-                refused = error
-                if error.get_error_code() not in (libvirt.VIR_ERR_NO_STORAGE_POOL, libvirt.VIR_ERR_OPERATION_INVALID):
+                missing = error.get_error_code() in (libvirt.VIR_ERR_NO_STORAGE_POOL, libvirt.VIR_ERR_OPERATION_INVALID)
+                if not missing or (is_up and is_late):
                     raise
             try:
                 self._put_up(connection)
+                is_up = True
             except libvirt.libvirtError as error:
                 # Another worker is at it, and has perhaps defined it and not started it yet.
-                if late or error.get_error_code() not in BEING_PUT_UP:
+                if is_late or error.get_error_code() not in BEING_PUT_UP:
                     raise
-            else:
-                if late:
-                    raise refused
+                is_up = False
+            is_late = time.monotonic() > deadline
             time.sleep(0.05)
 
     def _why(self, message: str) -> str:

@@ -8,7 +8,7 @@ import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 import pytest
@@ -140,6 +140,15 @@ def host() -> Iterator[LibvirtHost]:
         pytest.skip(f'no libvirtd of our own: {lacking}')
     with libvirt_host() as made:
         yield made
+
+
+@pytest.fixture
+def connection(host: LibvirtHost) -> Iterator[Any]:
+    """A connection of the test's own, to see and do what ecompute does not."""
+    libvirt = pytest.importorskip('libvirt', reason="libvirt-python is not installed: pip install '.[hypervisor]'")
+    opened = libvirt.open(host.uri)
+    yield opened
+    opened.close()
 
 
 @pytest.fixture(scope='module')

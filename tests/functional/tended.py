@@ -41,7 +41,7 @@ class Tended:
 
     def __init__(self, directory: Path, size: int, entry: Callable[..., None] = stand_in.entry) -> None:
         self.directory = directory
-        self.pool = Workers(size, WorkerSettings(directory, None, os.getpid(), LIMITS), entry)
+        self.pool = Workers(size, WorkerSettings(directory, None, os.getpid(), LIMITS, False), entry)
         self._threads = ThreadPoolExecutor(8)
 
     def hand_in(self, work: Job) -> Future[list[News]]:

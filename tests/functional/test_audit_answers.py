@@ -65,7 +65,7 @@ class Host:
         self.remembered: set[str] = set()
         self.hypervisor = Pretended(state)
         self.hypervisor.prepare()
-        GuestData(state / 'metadata')
+        self.data = GuestData(state / 'metadata')
         config = EtcdConfig((cloud.etcd.endpoint,))
         self.threads, self.store = Threads(1, 1), Store(config)
         self.answerer = self.answers_as(self.token, self.hypervisor, state, self.may_remove)
@@ -79,7 +79,8 @@ class Host:
     def answers_as(
         self, token: str, hypervisor: FakeHypervisor, state: Path, may_remove: Callable[[str], bool]
     ) -> Answerer:
-        return Answerer(self.compute, token, self.store, hypervisor, state, may_remove, self.threads)
+        data = GuestData(state / 'metadata')
+        return Answerer(self.compute, token, self.store, hypervisor, data, state, may_remove, self.threads)
 
     def close(self) -> None:
         self.follower.stop()
@@ -255,7 +256,6 @@ def test_another_ecompute_that_is_this_compute_now_answers_alone(cloud: Cloud, h
     theirs = str(uuid4())
     other.create_disk(GuestSpec(theirs, host.compute, 1, 64, 1, BASE, 'qemu'))
     config = EtcdConfig((cloud.etcd.endpoint,))
-    GuestData(tmp_path / 'other' / 'metadata')
     second = host.answers_as('theirs', other, tmp_path / 'other', lambda _: True)
     follower = Follower(config, [(keys.AUDIT, second.on_audits)])
     second.start()
@@ -303,7 +303,7 @@ def test_an_orphaned_disk_and_seed_are_removed(cloud: Cloud, host: Host) -> None
     ]
     # Of a removal that was killed in the middle: the word that it is ready, alone.
     (data.directory / f'{instance}.ready').touch()
-    assert look(host.hypervisor, host.state).metadata == {instance: instance}
+    assert look(host.hypervisor, host.data, host.state).metadata == {instance: instance}
     assert host.clear(cloud.store, Leftover('seed', instance, instance)) == [f'seed {instance}: removed']
     assert list(data.directory.iterdir()) == []
 
@@ -312,7 +312,7 @@ def test_an_orphaned_nocloud_disk_is_removed(cloud: Cloud, host: Host) -> None:
     alone, beside, running = str(uuid4()), host.disk(), host.domain()
     for each in (alone, beside):
         host.hypervisor.create_seed(each, {})
-    assert look(host.hypervisor, host.state).seeds.keys() == {alone, beside}
+    assert look(host.hypervisor, host.data, host.state).seeds.keys() == {alone, beside}
     found = codes(cloud, host)
     assert {('iso-orphaned', alone), ('disk-orphaned', beside)} <= set(found)
     assert ('iso-orphaned', beside) not in found
@@ -370,7 +370,7 @@ def test_half_written_files(cloud: Cloud, host: Host) -> None:
     assert lock is not None
     found = parts(host.state)
     assert set(found) == {'images/base-aa.part', 'metadata/.x.json.part', '.token.part'}
-    assert look(host.hypervisor, host.state).parts == found
+    assert look(host.hypervisor, host.data, host.state).parts == found
 
     named = [Leftover('part', name, mark) for name, mark in found.items()]
     (images / 'base-aa.part').write_text('written again')

@@ -140,14 +140,6 @@ def test_with_a_reserved_address(link: LibvirtHost) -> None:
     assert found == LEGITIMATE.keys() - {'probe'}, 'it asks for no address but this one'
 
 
-@pytest.fixture
-def connection(host: LibvirtHost) -> Iterator[object]:
-    """A connection of the test's own, to see and do what ecompute does not."""
-    opened = libvirt.open(host.uri)
-    yield opened
-    opened.close()
-
-
 def rules(host: LibvirtHost) -> str:
     """All that filters frames on the host, as ebtables of Debian 12 prints it; that of Debian 13 puts the ! first."""
     return host.inside(['ebtables', '-t', 'nat', '-L']).stdout.replace('! -s ', '-s ! ')

@@ -1,8 +1,7 @@
 """What only libvirt can break: real daemons and domains, and libvirtd killed, frozen or lost.
 
 Guests have a disk with a boot signature and nothing to boot: they run, which is all that is asked of them here. Disks
-are in test_volumes.py, filters in test_filters.py, addresses
-in test_reservations.py.
+are in test_volumes.py, filters in test_filters.py, addresses in test_reservations.py.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ import queue
 import signal
 import threading
 import xml.etree.ElementTree as ET
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -25,7 +23,7 @@ import pytest
 from ecomp.errors import BuildFailed, Conflict, EcompError, Unreachable, UsageError
 from ecomp.model.guest import Guest, GuestSpec
 from ecomp.model.network import DEFAULT_NETWORKS, Attachment
-from tests.functional.guest import COMPUTE, build
+from tests.functional.guest import COMPUTE, FOREIGN, build
 from tests.functional.libvirt_host import LibvirtHost
 from tests.kit.servers import until
 
@@ -33,16 +31,6 @@ libvirt = pytest.importorskip('libvirt', reason="libvirt-python is not installed
 from ecomp.virt.libvirt_host import Libvirt  # noqa: E402
 
 BRIDGED = (*DEFAULT_NETWORKS, Attachment('bridge', 'br0'))
-FOREIGN = """<domain type='qemu'><name>{name}</name><uuid>{uuid}</uuid><memory unit='MiB'>32</memory>
-<os><type>hvm</type></os></domain>"""
-
-
-@pytest.fixture
-def connection(host: LibvirtHost) -> Iterator[object]:
-    """A connection of the test's own, to see and do what ecompute does not."""
-    opened = libvirt.open(host.uri)
-    yield opened
-    opened.close()
 
 
 def test_disk_and_domain_as_asked(real: Libvirt, spec: GuestSpec, host: LibvirtHost, connection: object) -> None:

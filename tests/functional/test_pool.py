@@ -41,7 +41,7 @@ from tests.functional import stand_in, tended
 
 if __name__ == '__main__':
     state = Path(sys.argv[1])
-    pool = Workers(2, WorkerSettings(state, None, os.getpid(), tended.LIMITS), stand_in.entry)
+    pool = Workers(2, WorkerSettings(state, None, os.getpid(), tended.LIMITS, False), stand_in.entry)
     pool.run(tended.job('stubborn', sys.argv[2]))
     while True:
         pool.tend(60)

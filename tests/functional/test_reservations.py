@@ -55,7 +55,18 @@ def small(host: LibvirtHost, real: Libvirt, connection: Any) -> Iterator[Any]:
     """A network with little room, as libvirt has it."""
     del host, real
     network = connection.networkDefineXML(SMALL)
-    network.create()
+
+    def created() -> bool:
+        # libvirt does not wait for the dnsmasq of the test before to end.
+        try:
+            network.create()
+        except libvirt.libvirtError as error:
+            if 'Address already in use' not in str(error):
+                raise
+            return False
+        return True
+
+    until(created, 5, 'the dnsmasq of the network before has ended')
     yield network
     if network.isActive():
         network.destroy()

@@ -15,7 +15,7 @@ import pytest
 from ecomp.conf import EtcdConfig
 from ecomp.errors import EcompError, NotFound, StillGoing, Unreachable
 from ecomp.model import keys
-from ecomp.model.record import ACTIVE, BUILDING, ERROR, GONE, Failure, Progress, Record, to_json
+from ecomp.model.record import ACTIVE, BUILDING, DESTROYING, ERROR, GONE, Failure, Progress, Record, to_json
 from ecomp.model.waits import WAITS_FOR
 from ecomp.scheduler.changing import whereabouts
 from ecomp.scheduler.changing.wait import Deadline, Wait, wait_for_stage, wait_until_gone
@@ -179,6 +179,69 @@ def test_one_that_moves_while_etcd_is_away_is_found_again(cloud: Cloud) -> None:
         cloud.etcd.put_record(to_json(Record(instance, compute, ACTIVE, image=IMAGE)))
         until(lambda: at.look()[1] is not None, 10, 'it is found')
     cloud.etcd.delete(request)
+
+
+@pytest.mark.parametrize('state', [ACTIVE, GONE])
+def test_who_waits_from_the_queue_on_hears_the_compute_that_took_it(cloud: Cloud, told: list[str], state: str) -> None:
+    """Another one has said before that it has it, and says that all is done."""
+    config, instance, other, right = EtcdConfig((cloud.etcd.endpoint,)), new(), new(), new()
+    says = Record(instance, other, BUILDING, image=IMAGE)
+    cloud.etcd.put(keys.request(other, instance), '{}')
+    cloud.etcd.put(keys.record(other, instance), to_json(says))
+
+    def claims(compute: str) -> list[str]:
+        return [instance] if compute == right else []
+
+    with ThreadPoolExecutor(1) as pool:
+        wait = Wait(config, instance, Deadline(30), told.append, claims=claims)
+        waiting = pool.submit(wait_for_stage, wait, 'started')
+        until(lambda: answered(told), 10, 'etcd has answered it')
+        record = Record(instance, right, BUILDING, image=IMAGE)
+        cloud.etcd.put(keys.request(right, instance), '{}')
+        cloud.etcd.put(keys.record(right, instance), to_json(record))
+        cloud.etcd.put(keys.record(other, instance), to_json(says.at(state, 't', 'started')))
+        time.sleep(1.5)
+        assert not waiting.done()
+        record = record.at(ACTIVE, 't', 'started')
+        cloud.etcd.put(keys.record(right, instance), to_json(record))
+        assert waiting.result(PATIENCE * 10) == record
+    for compute in (other, right):
+        cloud.etcd.delete(keys.request(compute, instance))
+        cloud.etcd.delete(keys.record(compute, instance))
+
+
+def test_who_waits_for_a_destroy_hears_its_end_though_another_is_asked_by_nobody(cloud: Cloud, told: list[str]) -> None:
+    """What is left of another compute holds no claim: with the one that was destroyed the instance is over."""
+    config, instance, other, right = EtcdConfig((cloud.etcd.endpoint,)), new(), new(), new()
+    request, record = keys.request(right, instance), Record(instance, right, DESTROYING, image=IMAGE)
+    for compute in (right, other):
+        cloud.etcd.put(keys.request(compute, instance), '{}')
+        cloud.etcd.put(keys.record(compute, instance), to_json(replace(record, compute=compute)))
+    held = {right: [instance]}
+    wait = Wait(config, instance, Deadline(30), told.append, claims=lambda each: held.get(each, []))
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(wait_until_gone, wait)
+        until(lambda: answered(told), 10, 'etcd has answered it')
+        held.clear()
+        gone = to_json(record.at(GONE, 't', 'gone'))
+        cloud.store.commit([], [Delete(request), Put(keys.record(right, instance), gone)])
+        waiting.result(PATIENCE * 10)
+    for key in (keys.request(other, instance), *(keys.record(each, instance) for each in (other, right))):
+        cloud.etcd.delete(key)
+
+
+def test_it_says_that_placement_does_not_answer_where_that_is_asked(cloud: Cloud, told: list[str]) -> None:
+    def away(_: str) -> NoReturn:
+        raise Unreachable('placement cannot be reached', 'placement at http://localhost:8080/')
+
+    config, instance, computes = EtcdConfig((cloud.etcd.endpoint,), timeout=1), new(), (new(), new())
+    for compute in computes:
+        cloud.etcd.put(keys.request(compute, instance), '{}')
+    with pytest.raises(StillGoing, match='and placement did not answer'):
+        wait_for_stage(Wait(config, instance, Deadline(0.2), told.append, claims=away), 'started')
+    assert told[0].startswith('waiting for: placement to answer')
+    for compute in computes:
+        cloud.etcd.delete(keys.request(compute, instance))
 
 
 def test_of_many_each_is_looked_for_where_it_was(

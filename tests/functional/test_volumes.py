@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +13,7 @@ import pytest
 from ecomp.errors import BuildFailed, Conflict, Unreachable
 from ecomp.model.guest import GuestSpec
 from ecomp.model.network import Attachment
-from tests.functional.guest import COMPUTE, MakeSpec, build
+from tests.functional.guest import COMPUTE, FOREIGN, MakeSpec, build
 from tests.functional.libvirt_host import LibvirtHost
 
 libvirt = pytest.importorskip('libvirt', reason="libvirt-python is not installed: pip install '.[hypervisor]'")
@@ -22,17 +21,6 @@ from ecomp.virt import xml  # noqa: E402
 from ecomp.virt.connection import Connection  # noqa: E402
 from ecomp.virt.libvirt_host import Libvirt  # noqa: E402
 from ecomp.virt.volumes import POOL, Volumes  # noqa: E402
-
-FOREIGN = """<domain type='qemu'><name>{name}</name><uuid>{uuid}</uuid><memory unit='MiB'>32</memory>
-<os><type>hvm</type></os></domain>"""
-
-
-@pytest.fixture
-def connection(host: LibvirtHost) -> Iterator[Any]:
-    """A connection of the test's own, to do what ecompute does not."""
-    opened = libvirt.open(host.uri)
-    yield opened
-    opened.close()
 
 
 def remove_pool(connection: Any) -> None:

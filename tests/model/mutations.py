@@ -57,6 +57,28 @@ MUTATIONS = {
         'return from_json(entry.value, instance) if',
         ('foreign_records',),
     ),
+    'a set and one of its instances are delivered beside each other': Mutation(
+        'ecomp.scheduler.placing.deliver', 'if is_older and mine & announced(key, entry.value):', 'if False:',
+        ('set_and_its_member',),
+    ),
+    'a compute without queues keeps what it claimed for them': Mutation(
+        'ecomp.agent.host.claims', 'wanted(self._store, on, waiting=self._takes)', 'wanted(self._store, on)',
+        ('queues_off',),
+    ),
+    'an inventory is mended while it is closed': Mutation(
+        'ecomp.agent.host.provider', 'self.inventory, known, is_closing)', 'self.inventory, known)',
+        ('closed_while_it_is_kept',),
+    ),
+    'what fails lets go of what lives elsewhere': Mutation(
+        'ecomp.agent.instance.records',
+        'self._asked_elsewhere(instance) if record.state == ERROR else []', '[]',
+        ('asked_of_two',),
+    ),
+    'a taker that gives up asks nobody who is at it': Mutation(
+        'ecomp.agent.queue.taking',
+        'if instance in in_requests(self.store.snapshot(keys.ATTEMPTS)):', 'if False:',
+        ('waiting_removed',),
+    ),
     'abandon does not ask who is being taken': Mutation(
         'ecomp.scheduler.placing.claim',
         'if instance in taken\n', 'if not held.allocations\n', ('overtaken_by_a_queue',)
@@ -168,7 +190,7 @@ MUTATIONS = {
     ),
     'an address whose record was lost is left': Mutation(
         'ecomp.agent.instance.records',
-        'if had and not listed(', 'if not had and not listed(',
+        'if had and not self._asked', 'if not had and not self._asked',
         ('record_removed_of_active',),
     ),
     'a half-made guest whose record was lost is called built': Mutation(

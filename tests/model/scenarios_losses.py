@@ -29,7 +29,7 @@ def _takes(host: Compute) -> None:
         host.world.clock += 1.0
 
 
-def _fails(host: Compute, boot: str = 'second') -> None:
+def fails(host: Compute, boot: str = 'second') -> None:
     """All power fails, and comes back."""
     host.hypervisor.lose_power(host.uuid)
     host.disk.files['boot_id'] = boot
@@ -79,7 +79,7 @@ def power_fails_in_a_build(cloud: Cloud) -> Check:
 
     def comes_back() -> None:
         cloud.world.wait('the power to fail', lambda: not built.is_at_it)
-        _fails(host)
+        fails(host)
         _plans(host)
 
     cloud.act('the host', comes_back, mortal=False)
@@ -110,7 +110,7 @@ def older_state_directory(cloud: Cloud) -> Check:
     host.restart()
     _plans(host)
     host.planner.recheck()
-    _fails(host)
+    fails(host)
     cloud.works(A, '', lambda: _plans(host))
     return _is_on(host)
 

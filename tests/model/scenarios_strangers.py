@@ -18,7 +18,7 @@ from tests.model.cloud import IMAGE, SIZE, A, B, Cloud, U, V, name_uuid
 from tests.model.compute import Compute
 from tests.model.etcd import ModelStore
 from tests.model.explorer import Check, Scenario
-from tests.model.scenarios_losses import restore
+from tests.model.scenarios_losses import fails, restore
 from tests.model.scenarios_pairs import active, fixes_all, sets
 
 APART = Membership('g', 'anti-affinity', True)
@@ -47,20 +47,23 @@ def switched_by_many(cloud: Cloud) -> None:
         cloud.powers(each, U, each)
 
 
+def _power_fails(cloud: Cloud, host: Compute, first: Actor) -> None:
+    """All power fails when `first` has ended, and the host comes back."""
+
+    def comes_back() -> None:
+        cloud.world.wait('the power to fail', lambda: not first.is_at_it)
+        fails(host)
+        host.rounds(4, host.plan)()
+
+    cloud.act('the host', comes_back, mortal=False)
+
+
 def stopped_and_power_fails(cloud: Cloud) -> Check:
     """A stop and a start while ecompute is at it, and then all power fails: it is as was asked last."""
     host = active(cloud)
     first = cloud.works(A, '', host.rounds(2, host.plan))
     cloud.powers('stop', U, 'stop')
-
-    def comes_back() -> None:
-        cloud.world.wait('the power to fail', lambda: not first.is_at_it)
-        host.hypervisor.lose_power(A)
-        host.disk.files['boot_id'] = 'second'
-        host.restart()
-        host.rounds(4, host.plan)()
-
-    cloud.act('the host', comes_back, mortal=False)
+    _power_fails(cloud, host, first)
     cloud.powers('start', U, 'start')
 
     def check() -> list[str]:
@@ -81,15 +84,7 @@ def destroyed_and_power_fails(cloud: Cloud) -> None:
     first = cloud.works(A, '', host.rounds(2, host.plan))
     cloud.destroys('destroy', U)
     cloud.powers('reboot', V, 'reboot')
-
-    def comes_back() -> None:
-        cloud.world.wait('the power to fail', lambda: not first.is_at_it)
-        host.hypervisor.lose_power(A)
-        host.disk.files['boot_id'] = 'second'
-        host.restart()
-        host.rounds(4, host.plan)()
-
-    cloud.act('the host', comes_back, mortal=False)
+    _power_fails(cloud, host, first)
 
 
 # A client of 2019

@@ -32,6 +32,7 @@ from ecomp.scheduler.operating.forget import UNSEEN, forget
 from ecomp.scheduler.operating.quotas import limit, one_quota
 from ecomp.scheduler.operating.repair import mend
 from ecomp.store.client import Delete, Put
+from ecomp.store.released import highest
 from tests.model.acting import Bounds
 from tests.model.cloud import FLAVOR, QUERY, SIZE, A, B, Cloud, U, V, W
 from tests.model.explorer import Follow
@@ -93,6 +94,18 @@ def test_such_a_key_alone_is_removed_too(cloud: Cloud) -> None:
     assert key not in cloud.etcd.entries
     with pytest.raises(NotFound, match='no such compute'):
         forgotten(cloud)
+
+
+def test_how_often_what_it_ended_was_claimed_is_noted(cloud: Cloud) -> None:
+    """Another `host forget` may be frozen there, and the uuid be used again."""
+    host = cloud.host(A)
+    cloud.delivered(U, A)
+    for _ in range(3):
+        host.plan()
+    destroy(cloud.store, U)
+    is_silent(cloud)
+    forgotten(cloud)
+    assert highest(cloud.store, [U]) == 1
 
 
 def test_so_is_one_that_had_a_destroy_to_carry_out_and_has_no_name(cloud: Cloud) -> None:

@@ -19,6 +19,7 @@ from ecomp.model.record import ACTIVE, ERROR, Record
 from ecomp.model.record import to_json as record_json
 from ecomp.model.set_order import SetOrder
 from ecomp.placement.allocations import of_provider
+from ecomp.scheduler.changing.clear import clear
 from ecomp.scheduler.looking.find import all_records
 from ecomp.scheduler.operating.audit import audit
 from ecomp.scheduler.operating.quotas import limit
@@ -86,7 +87,8 @@ def test_a_list_without_placement_goes_by_the_older_request_and_says_so(cloud: C
     cloud.store.claims = away
     found, wrong = all_records(cloud.store, False)
     assert {each.instance: each.compute for each in found} == {V: B, W: B}
-    assert [str(each) for each in wrong] == ['placement cannot be reached']
+    said = 'placement cannot be reached; of what two computes are asked for, the older request is shown'
+    assert [str(each) for each in wrong] == [said]
 
 
 def test_a_destroy_of_2019_at_a_second_compute_counts_as_the_audit_says(cloud: Cloud) -> None:
@@ -131,3 +133,68 @@ def test_of_two_that_fail_at_once_the_later_one_lets_go_of_all(cloud: Cloud, mon
     assert not meanwhile
     assert (used(cloud), keys.group('g') in cloud.etcd.entries) == ({}, False)
     assert cloud.etcd.entries[keys.name('web')].lease
+
+
+def test_a_key_that_names_no_compute_is_nobody_s(cloud: Cloud) -> None:
+    """Neither is placement asked about it, nor does what fails leave anything to it."""
+    cloud.limited(5)
+    cloud.delivered(U, A, 'web')
+    for junk in ('nobody', f'{B}?', '..'):
+        cloud.store.commit([], [Put(keys.request(junk, U), '{}')])
+    asked: list[str] = []
+    cloud.store.claims = lambda compute: asked.append(compute) or of_provider(cloud.placement, compute)
+    assert [each.instance for each in all_records(cloud.store, False)[0]] == [U]
+    assert set(asked) <= {A}
+    cloud.model.held.pop(U)
+    cloud.computes[A].rounds(3, cloud.computes[A].plan)()
+    assert used(cloud) == {}
+    assert cloud.etcd.entries[keys.name('web')].lease
+
+
+def test_a_taker_that_gives_up_leaves_what_an_eschedule_has_taken_over(cloud: Cloud) -> None:
+    cloud.claimed(U, A)
+    lease = cloud.store.grant(60)
+    cloud.store.commit([], [Put(keys.attempt(U), dump({'version': 1, 'instances': [U]}), lease)])
+    assert not cloud.computes[A].taker.let_go(U)
+    assert U in cloud.model.held
+    cloud.store.revoke(lease)
+    assert cloud.computes[A].taker.let_go(U)
+    assert U not in cloud.model.held
+
+
+def test_what_ends_a_clearing_is_said_beside_what_was_removed(cloud: Cloud) -> None:
+    def away(_: str) -> list[str]:
+        raise Unreachable('placement cannot be reached', 'placement')
+
+    for each in (U, V):
+        recorded(cloud, each, ERROR)
+    asked_of(cloud, A, V)
+    asked_of(cloud, B, V)
+    cloud.store.claims = away
+    done = clear(cloud.store)
+    assert (done.removed, 'placement cannot be reached' in str(done.errors[-1])) == ({U: ERROR}, True)
+
+
+def test_a_claim_that_moved_since_the_audit_ends_no_fix(cloud: Cloud) -> None:
+    """What is believed by then is another record, which is no ended one's."""
+    asked_of(cloud, B, U)
+    cloud.delivered(U, A)
+    recorded(cloud, U, ERROR)
+    living = Record(U, B, ACTIVE, resources=SIZE, user_id='u', project_id='p', stages={'requested': NOW})
+    cloud.store.commit([], [Put(keys.record(B, U), record_json(living))])
+    first, second = audit(cloud.store, cloud.placement), audit(cloud.store, cloud.placement)
+    cloud.store.claims = lambda compute: [U] if compute == B else []
+    assert f'record-unleased {U}: {NOT_ANY_MORE}' in mend(cloud.store, cloud.placement, first, second)
+
+
+def test_a_guest_stays_whose_request_became_unreadable_after_it_had_ended(cloud: Cloud) -> None:
+    """It was brought back: by virsh define, or with a restored host. Only a tombstone destroys (rule 6)."""
+    host = cloud.computes[A]
+    cloud.delivered(U, A)
+    host.rounds(3, host.plan)()
+    assert host.hypervisor.guests()[U].running
+    recorded(cloud, U, ERROR)
+    host.restart()
+    cloud.store.commit([], [Put(keys.request(A, U), '{')])
+    host.rounds(3, host.plan)()
+    assert host.hypervisor.guests()[U].running

@@ -6,18 +6,16 @@ import re
 import time
 import urllib.request
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from tests.kit.commands import Control
-from tests.kit.faulty_placement import FaultyPlacement
 from tests.kit.many import Many
 from tests.kit.servers import Etcd, until
 from tests.kit.story import SMALL, addressed, notified
 from tests.kit.tuned import tuned
+from tests.scenario.queued import overheard
 
 MINUTE = 0.5
 """Seconds of a compute's minute here."""
@@ -31,16 +29,6 @@ def done(etcd: Etcd) -> Counter[str]:
     found = re.findall(r'^grpc_server_started_total\{grpc_method="(\w+)",grpc_service="etcdserverpb\.(\w+)".*\} (\d+)',
                        text, re.MULTILINE)
     return Counter({f'{service}/{method}': int(number) for method, service, number in found})
-
-
-@contextmanager
-def overheard(control: Control) -> Iterator[tuple[str, list[str]]]:
-    """Placement at another URL, and the paths it has been asked for there."""
-    asked: list[str] = []
-    with FaultyPlacement(control.placement.port) as placement:
-        placement.fail('broken', lambda _, path: bool(asked.append(path)))
-        yield placement.url, asked
-        control.at_exit.close()  # before their placement goes
 
 
 @pytest.mark.parametrize('queues', [False, True])

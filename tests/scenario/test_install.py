@@ -84,6 +84,7 @@ def test_what_is_missing_is_named(programs: Path, tmp_path: Path, cluster: Contr
     assert done.returncode == 2
     said = 'ecompute: libvirt-python is missing: in a clone of ecomp: '
     assert done.stderr.splitlines()[-1].startswith(said)
+    assert "-m pip install '.[hypervisor]' " in done.stderr.splitlines()[-1]
     done = run(programs / 'elab', 'control', cwd=tmp_path)
     assert done.returncode == 2
     assert done.stderr.startswith('elab: ')

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 import subprocess
 import sys
 import threading
@@ -178,4 +179,18 @@ def test_what_was_looked_at_is_what_the_metadata_server_reads(home: Path, monkey
             nocloud.seed(home, path.parent, mac, phones_home=False)
     path.unlink()
     with pytest.raises(BuildFailed, match='no instance with the MAC'):
+        nocloud.seed(home, path.parent, mac, phones_home=False)
+
+
+@as_root
+def test_what_is_no_file_is_not_opened_as_the_metadata_server_s(home: Path) -> None:
+    """A pipe would be waited for, and a device do whatever it does when somebody opens it."""
+    path, mac = home / 'work/mdserver.conf', '52:54:00:00:00:01'
+    os.mkfifo(path)
+    with pytest.raises(BuildFailed, match=f'^scheduled: {path}: is no regular file: remove it'):
+        nocloud.seed(home, path.parent, mac, phones_home=False)
+    path.unlink()
+    # A device that nothing drives: whoever opens it is told so.
+    os.mknod(path, stat.S_IFCHR | 0o600, os.makedev(240, 255))
+    with pytest.raises(BuildFailed, match=f'^scheduled: {path}: is no regular file: remove it'):
         nocloud.seed(home, path.parent, mac, phones_home=False)

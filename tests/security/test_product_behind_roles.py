@@ -350,6 +350,7 @@ def test_it_says_so_before_another_is_asked(cloud: Product, state: str) -> None:
     own = f'/instances/{two.uuid}/{instance}'
     until(lambda: (found := cloud.operator.get(own)) and b'"addressed"' in found.value, SOON, 'the other has made it')
     assert cloud.does(name).strip() not in ('', '10.66.66.66')
+    assert cloud.does('wait', name).strip() not in ('', '10.66.66.66')
     for words in (('show', name), ('list', '--wide')):
         said = cloud.does(*words)
         assert (two.uuid in said, one.uuid in said) == (True, False), said

@@ -31,12 +31,12 @@ ANSWER_SECONDS = 240
 """How long an answer stays whose asker was killed: longer than any audit waits."""
 
 
-def look(hypervisor: Hypervisor, state: Path) -> Digest:
+def look(hypervisor: Hypervisor, data: GuestData, state: Path) -> Digest:
     """Look at what this host has now. Errors: those of the hypervisor."""
     return Digest(
         guests=hypervisor.guests(),
         without_base=hypervisor.without_base(),
-        metadata=GuestData(state / 'metadata').all(),
+        metadata=data.all(),
         seeds=dict.fromkeys(hypervisor.seeds(), ''),
         reservations={mac: f'{each.instance} {each.address}' for mac, each in hypervisor.reservations().items()},
         parts=parts(state),
@@ -73,6 +73,7 @@ class Answerer:
         token: str,
         store: Store,
         hypervisor: Hypervisor,
+        data: GuestData,
         state: Path,
         may_remove: Callable[[str], bool],
         threads: Threads,
@@ -80,6 +81,7 @@ class Answerer:
         self._compute = compute
         self._token = token
         self._hypervisor = hypervisor
+        self._data = data
         self._state = state
         self._may_remove = may_remove
         self._locks = InstanceLocks(state)
@@ -136,7 +138,7 @@ class Answerer:
     def _tell(self, entry: Entry, audit: str) -> None:
         try:
             self._may_remove('')
-            pages = to_pages(look(self._hypervisor, self._state))
+            pages = to_pages(look(self._hypervisor, self._data, self._state))
         except EcompError as error:
             pages = [failed(str(error))]
         for number in reversed(range(len(pages))):
@@ -183,13 +185,12 @@ class Answerer:
                 return 'not removed: it is wanted now'
             if guest is not None and (guest.defined or guest.running):
                 return 'not removed: its domain is there'
-            data = GuestData(self._state / 'metadata')
             if kind == 'reservations':
                 self._hypervisor.release(instance)
             elif kind == 'iso' and instance in self._hypervisor.seeds():
                 self._hypervisor.delete_seed(instance)
-            elif kind == 'seed' and data.all().get(name) == instance:
-                data.remove(instance, [name])
+            elif kind == 'seed' and self._data.all().get(name) == instance:
+                self._data.remove(instance, [name])
             elif kind == 'disk' and guest is not None:
                 if users := self._hypervisor.users(instance):
                     return f'not removed: domain {", ".join(sorted(users))} has it'

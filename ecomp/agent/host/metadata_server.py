@@ -146,11 +146,12 @@ def mdserver(front_door: str, guests: Path) -> list[str]:
 def configuration(directory: Path) -> Iterator[tuple[list[str], list[int]]]:
     """The mdserver.conf in this directory, if there is one: as a word of that command, and what is open for it.
 
-    UsageError: somebody else could have written it, or it cannot be read.
+    UsageError: somebody else could have written it, or it cannot be looked at.
     """
     path = directory / 'mdserver.conf'
     try:
-        opened = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # of a pipe nobody is waited for
+        # Looked at, and not opened for reading: a pipe would wait, and a device do whatever it does.
+        opened = os.open(path, os.O_PATH)
     except FileNotFoundError:
         yield [], []
         return

@@ -170,7 +170,8 @@ class Registration:
 def check_names(placement: Placement, configured: Collection[str], classes: Collection[str]) -> None:
     """UsageError for a trait of `configured` or a class of `inventory:` that placement does not know.
 
-    Nothing is changed. What placement would refuse the inventory for names no key of a configuration.
+    Nothing is changed. Asked before the inventory is written: placement's own refusal of that does not say which key of
+    compute.yaml is wrong.
     """
     if strange := frozenset(classes).difference(NEEDED):
         from ecomp.placement.vocabulary import unknown as unknown_names  # most computes say nothing else

@@ -199,7 +199,7 @@ class Instances:
             if record.fault != fault:
                 self._records.write(replace(record, fault=fault), revision)
             return
-        if record is None and guest is not None:
+        if guest is not None and (record is None or guest.is_built):
             log.error('instance %s: its request is unreadable and its guest is kept: %s', instance, reason)
             return
         if record is None:

@@ -1,6 +1,7 @@
 """The records of one compute's instances: read once, written only while their request is unchanged (rule 5).
 
-One of ecomp 1.0 is moved to its new place as it is read, as long as both places are unchanged.
+One of ecomp 1.0 of a guest that lives is moved to its new place as it is read, as long as both places are unchanged;
+what is being built or destroyed moves with its next write.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ class Superseded(Exception):
 class RecordEntry(NamedTuple):
     """A record as last read or written, None where there is none; the revisions of its key, and of the older one.
 
-    ecomp 1.0 has the records of all computes at keys.old_record(): ours among them move once they are read, or, where
-    that cannot be written, with their next write.
+    ecomp 1.0 has the records of all computes at keys.old_record(): ours of guests that live move once they are read;
+    those being built or destroyed, and what cannot be written then, with their next write.
     """
 
     record: Record | None = None
@@ -136,7 +137,7 @@ class Records:
         """
         remembered = self._memory.all().get(instance)
         had = is_here or (remembered is not None and 'addressed' in remembered.record.stages)
-        if had and not listed(self._store, instance).requests.keys() - {self._compute}:
+        if had and not self._asked_elsewhere(instance):
             self.commit(instance, revision, [], [Delete(keys.booted(instance))])
 
     def end(self, record: Record, revision: int) -> None:
@@ -150,8 +151,7 @@ class Records:
         if 'addressed' in record.stages:
             removed.append(keys.booted(instance))
         # What another compute is asked for, too, has what it shares there: what fails here lets go of none of it.
-        asked = listed(self._store, instance).requests if record.state == ERROR else {}
-        others = [Unchanged(each.key, each.revision) for compute, each in asked.items() if compute != self._compute]
+        others = self._asked_elsewhere(instance) if record.state == ERROR else []
         unchanged += others  # of two that fail at once each would leave it to the other
         try:
             self._commit(
@@ -225,6 +225,12 @@ class Records:
                 if written is not None:
                     return RecordEntry(record, written)
         return RecordEntry(record, 0, entry.revision)
+
+    def _asked_elsewhere(self, instance: str) -> list[Unchanged]:
+        """The requests of other computes for the instance, as they are now; what names no compute is none (rule 12)."""
+        asked = listed(self._store, instance).requests
+        others = [compute for compute in asked if compute != self._compute and keys.is_uuid(compute)]
+        return [Unchanged(asked[each].key, asked[each].revision) for each in others]
 
     def _as_read(self, instance: str) -> tuple[list[Unchanged], list[str]]:
         """What a write compares of the record as it is known, and its older key, if it is taken from there."""

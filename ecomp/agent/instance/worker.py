@@ -40,9 +40,9 @@ class WorkerSettings:
     local_images: Path | None
     parent: int
     limits: CacheLimits
-    reach: Reach = Reach()
-    filters: bool = False
+    filters: bool
     """Whether guests are to be filtered, as the parent found."""
+    reach: Reach = Reach()
 
 
 def main(pipe: Connection, settings: WorkerSettings) -> None:

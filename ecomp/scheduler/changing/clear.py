@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from ecomp.errors import EcompError, NotFound
+from ecomp.errors import EcompError, NotFound, Unreachable
 from ecomp.model.record import ERROR, GONE
 from ecomp.scheduler.changing.destroy import remove_record
 from ecomp.scheduler.looking.find import InstanceEntries, all_records, find
@@ -23,7 +23,7 @@ class Cleared(NamedTuple):
 def clear(store: Store) -> Cleared:
     """Remove the record of each instance that is gone or in error, unless something is still asked for it.
 
-    Errors: those of etcd. What one of them has alone is among Cleared.errors.
+    Errors: those of etcd. What one of them has alone is among Cleared.errors, and so is what ends it once it began.
     """
     records, errors = all_records(store, with_gone=True)
     among = index(store)
@@ -35,6 +35,9 @@ def clear(store: Store) -> Cleared:
                     removed[each.instance] = each.state
             except NotFound:
                 pass  # somebody else has removed it, or its lease has ended
+            except Unreachable as error:  # what is removed by now is said all the same
+                errors.append(error)
+                break
     return Cleared(removed, errors)
 
 

@@ -182,14 +182,18 @@ class Wait:
                 record = read(entry) if entry else None
                 if record is not None:
                     self.seen(record)
-                if known and (reached(record) or (ends and at.is_nowhere)):
-                    return record
+                try:
+                    if known and (reached(record) or (ends and at.is_nowhere)) and at.is_believed():
+                        return record
+                except EcompError:
+                    if at.is_believed():
+                        raise
                 spent = deadline.spent
                 limit = deadline.seconds if known else max(deadline.seconds, first_look)
                 if spent >= limit:
                     if record is not None:
                         self.late(record)
-                    how_far = f'still waiting for: {waited(record)}' if known else 'and etcd did not answer'
+                    how_far = f'still waiting for: {waited(record)}' if known else f'and {at.silent} did not answer'
                     raise StillGoing(f'{self.instance}: {deadline.seconds:g} s are up, {how_far}; it goes on')
-                self.tell(f'waiting for: {waited(record) if known else "etcd to answer"}, {spent:.0f} s')
+                self.tell(f'waiting for: {waited(record) if known else f"{at.silent} to answer"}, {spent:.0f} s')
                 at.wait(min(TICK, limit - spent))

@@ -35,6 +35,9 @@ class Whereabouts:
         self._state: Mapping[str, Entry] | None = None
         self._looked_at: Mapping[str, Entry] | None = None
         self._last: Entry | None = None
+        self._is_followed = False
+        self.silent = 'etcd'
+        """What gave no answer, where the last look had none: etcd, or placement."""
 
     def __enter__(self) -> Whereabouts:
         return self
@@ -44,24 +47,44 @@ class Whereabouts:
         self._store.close()
 
     def look(self) -> tuple[bool, Entry | None]:
-        """Whether etcd has answered, and the record's entry, None where there is none (yet)."""
+        """Whether there is an answer, and the record's entry, None where there is none (yet)."""
         self._begin()
         with self._changed:
             state = self._looked_at = self._state
             key = self._key
+        self._is_followed = bool(key) and state is not None
         if key and state is not None:
             before, self._last = self._last, state.get(key)
             if before is not None and self._last is None:
                 self._end()  # it is not there any more: moved, or removed
-                key = ''
+                key, self._is_followed = '', False
         if not key:
             try:
                 key, self._last = self._find()
-            except Unreachable:
+            except Unreachable as error:
+                self.silent = error.backend.partition(' ')[0] or 'etcd'
                 return False, None
             self._key = key
         is_record = self._last is not None and self._last.key.startswith(keys.INSTANCES)
         return True, self._last if is_record else None
+
+    def is_believed(self) -> bool:
+        """Whether no other compute than the one that is followed holds the claim; else the next look looks for it anew.
+
+        What is followed may be the record of a compute that was asked by nobody: in a queue it was the only one. True
+        where nobody can tell.
+        """
+        try:
+            if not self._is_followed or (key := self._find()[0]) == self._key:
+                return True
+            # Without a claim the other is not believed, either: the one that is followed releases its own as it ends.
+            other, claims = keys.recorded(key)[0], self._store.claims
+            if claims is None or not other or self._instance not in claims(other):
+                return True
+        except Unreachable:
+            return True
+        self._end()
+        return False
 
     @property
     def is_queued(self) -> bool:

@@ -176,8 +176,8 @@ def all_records(store: Store, with_gone: bool) -> tuple[list[Record], list[Ecomp
     found = [*asked, *store.snapshot(keys.INSTANCES).entries.items()]
     try:
         there = everywhere(store, found)
-    except EcompError as error:  # placement is away: of what two computes are asked for the older request counts
-        unreadable.append(error)
+    except EcompError as error:  # placement is away
+        unreadable.append(EcompError(f'{error}; of what two computes are asked for, the older request is shown'))
         there = by_instance(found)
     for instance, at in there.items():
         try:

@@ -119,10 +119,10 @@ def _write(store: Store, finding: Finding, etcd: dict[str, KeyValue]) -> str:
     """Change one key, if it and the record are still as the second audit read them."""
     record = _record_key(store, etcd, finding.subject)
     if finding.code == 'record-unleased':
-        if record not in etcd:
+        if record not in etcd or (state := from_json(etcd[record].value).state) not in KEPT:
             return NOT_ANY_MORE
         value = etcd[record].value
-        lease = store.grant(KEPT[from_json(value).state])
+        lease = store.grant(KEPT[state])
         operation: Put | Delete = Put(record, value.decode(), lease)
         done = f'{record} is on a lease'
     elif finding.code == 'queued-doubled':
@@ -214,7 +214,7 @@ def _record_key(store: Store, etcd: dict[str, KeyValue], instance: str) -> str:
     """The key of the record that is believed, and of one that nobody has written yet."""
     at = by_instance((key, each) for key, each in etcd.items() if keys.last(key) == instance).get(instance)
     if at is not None and store.claims is not None:
-        at.judge(instance, store.claims)  # as the audit does
+        at.judge(instance, store.claims)  # the audit asked a moment ago
     return (at and (at.record_key or keys.record(at.compute, instance))) or keys.old_record(instance)
 
 
