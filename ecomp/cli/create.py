@@ -6,7 +6,7 @@ import os
 import random
 import socket
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
@@ -29,7 +29,7 @@ from ecomp.errors import (
 )
 from ecomp.model import keys
 from ecomp.model.choose import SPREAD
-from ecomp.model.computes import NOBODY, Naming
+from ecomp.model.computes import Naming
 from ecomp.model.image import check_image
 from ecomp.model.keys import new_uuid
 from ecomp.model.order import Order
@@ -96,42 +96,62 @@ def _place(do: Context, order: Order) -> int:
     except UnknownOutcome as error:
         do.out.say(f'{error}; {again}')
         return UnknownOutcome.exit_code
-    in_table, interrupted = do.form == TABLE, False
-    known: Naming = NOBODY
-    try:
-        known = known if in_table else do.name_computes()  # else only once it is notified
-    except KeyboardInterrupt:
-        interrupted = True  # it is placed, and whoever reads this has its uuid from nowhere else
-    notified = [
-        {
-            'instance': name,
-            'compute': each.compute,
-            'host': known.host(each.compute),
-            'name': wanted.instances[name],
-        }
+    return _tell(do, wanted, delivered)
+
+
+def _tell(do: Context, wanted: SetOrder, delivered: Mapping[str, DeliveryOutcome]) -> int:
+    """Say where they are, and wait for them if that was asked; the exit code. Ctrl-C ends no more than this command."""
+    in_table, is_put = do.form == TABLE, False
+    begun: list[dict[str, str | None]] = [
+        {'instance': name, 'compute': each.compute, 'host': None, 'name': wanted.instances[name]}
         for name, each in delivered.items()
     ]
+
+    def put() -> None:
+        nonlocal is_put
+        is_put = True
+        try:
+            _put(do, [NOTIFIED.format(**each) for each in begun], begun)
+        except OSError as error:
+            reason = f'but stdout cannot be written: {error.strerror}'
+            places = [f'instance {name} was placed on {each.compute}' for name, each in delivered.items()]
+            again = f'--uuid {wanted.instance} says where'
+            said = places[0] if wanted.count == 1 else f'{len(places)} instances were placed: {again}'
+            raise EcompError(f'{said}, {reason}') from error
+
     try:
-        if in_table:
-            do.put_lines([NOTIFIED.format(**each) for each in notified])
-        elif do.options.wait is None or interrupted:
-            do.out.put(_as_document(do, notified))
-    except OSError as error:
-        reason = f'but stdout cannot be written: {error.strerror}'
-        places = [f'instance {name} was placed on {each.compute}' for name, each in delivered.items()]
-        said = places[0] if wanted.count == 1 else f'{len(places)} instances were placed: --uuid {instance} says where'
-        raise EcompError(f'{said}, {reason}') from error
-    for line in _remarks(wanted, delivered):
-        do.out.say(line)
-    do.called |= {instance: name for instance, name in wanted.instances.items() if name}
-    if sys.stderr.isatty() and in_table:  # for people: scripts have the uuids
-        for line in where(wanted, delivered, do.name_computes()):
+        if not in_table:  # else only once it is notified
+            known = do.name_computes()
+            for each in begun:
+                each['host'] = known.host(each['compute'] or '')
+        if in_table or do.options.wait is None:
+            put()
+        for line in _remarks(wanted, delivered):
             do.out.say(line)
-    do.close()
-    if interrupted:
-        do.out.say(f'interrupted, and it goes on: {do.typed} wait {" ".join(delivered)}')
-        return StillGoing.exit_code
-    return 0 if do.options.wait is None else _waited(do, notified)
+        do.called |= {instance: name for instance, name in wanted.instances.items() if name}
+        if sys.stderr.isatty() and in_table:  # for people: scripts have the uuids
+            for line in where(wanted, delivered, do.name_computes()):
+                do.out.say(line)
+        do.close()
+        return 0 if do.options.wait is None else _waited(do, begun)
+    except KeyboardInterrupt:
+        if not is_put:
+            put()  # whoever reads this has its uuid from nowhere else
+        return _goes_on(do, delivered)
+
+
+def _put(do: Context, lines: Sequence[str], begun: Sequence[Mapping[str, str | None]]) -> None:
+    """Print what is begun: lines for people, the document for programs. OSError."""
+    if do.form == TABLE:
+        do.put_lines(lines)
+    else:
+        do.out.put(_as_document(do, begun))
+
+
+def _goes_on(do: Context, instances: Iterable[str]) -> int:
+    """Say that these are on their way whatever becomes of this command; the exit code."""
+    do.out.say(f'interrupted, and it goes on: {do.typed} wait {" ".join(instances)}')
+    return StillGoing.exit_code
 
 
 def _waited(do: Context, begun: Sequence[Mapping[str, str | None]]) -> int:
@@ -175,22 +195,26 @@ def _enqueue(do: Context, order: Order) -> int:
     finally:
         do.close()
     queued: dict[str, str | None] = {'instance': instance, 'flavor': flavor.name, 'name': do.options.name}
-    said = f'QUEUED INSTANCE {instance}'
-    if there is not None and (compute := there.record.compute):
-        known = do.name_computes()
-        queued = {'instance': instance, 'compute': compute, 'host': known.host(compute), 'name': do.options.name}
-        said = NOTIFIED.format(**queued)
-    if do.form == TABLE:
-        do.put_lines([said])
-    elif do.options.wait is None:
-        do.out.put(_as_document(do, [queued]))
-    if not is_new:
-        do.out.say(f'{instance} was requested before: nothing is changed')
-    elif no_taker is not None:
-        do.out.say(f'it waits: {no_taker}')
-    if do.options.name is not None:
-        do.called[instance] = do.options.name
-    return 0 if do.options.wait is None else _waited(do, [queued])
+    said, is_put = f'QUEUED INSTANCE {instance}', False
+    try:
+        if there is not None and (compute := there.record.compute):
+            known = do.name_computes()
+            queued = {'instance': instance, 'compute': compute, 'host': known.host(compute), 'name': do.options.name}
+            said = NOTIFIED.format(**queued)
+        if do.form == TABLE or do.options.wait is None:
+            is_put = True
+            _put(do, [said], [queued])
+        if not is_new:
+            do.out.say(f'{instance} was requested before: nothing is changed')
+        elif no_taker is not None:
+            do.out.say(f'it waits: {no_taker}')
+        if do.options.name is not None:
+            do.called[instance] = do.options.name
+        return 0 if do.options.wait is None else _waited(do, [queued])
+    except KeyboardInterrupt:
+        if not is_put:
+            _put(do, [said], [queued])
+        return _goes_on(do, [instance])
 
 
 def _plan(do: Context) -> int:

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from ecomp import errors
+from ecomp.cli import create
 from ecomp.cli.command import Context
 from ecomp.errors import Unreachable
 from ecomp.model import cluster, digest, flavor, group, guest_data, instance, keys, queue, quota, record
@@ -97,6 +98,29 @@ def test_what_is_placed_is_said_to_whoever_interrupts(
     assert any(line.startswith('|') and instance in line for line in lines)
     assert lines[-1] == '= 6'
     assert f'! eschedule: interrupted, and it goes on: eschedule{config} wait {instance}' in lines
+
+
+@pytest.mark.parametrize('words', ['', '--flavor small --queue'])
+@pytest.mark.parametrize('form', ['table', 'json'])
+def test_nor_does_one_end_it_before_the_wait_has_begun(
+    words: str, form: str, application: InProcess, tmp_path: Path
+) -> None:
+    """It is said where it is by then: what was pressed a moment later said "interrupted", as if nothing were begun."""
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    scene.furnish(application)
+    there = scene.Scene()
+    with pytest.MonkeyPatch.context() as change:
+        scene.play(there, application, change)
+        change.setattr(create, '_waited', interrupted)
+        asked = [*words.split(), '-f', form, '--wait', 'resources=VCPU:1,DISK_GB:1,MEMORY_MB:256']
+        lines = scene.transcript(asked if not words else asked[:-1], there, tmp_path)
+    instance = 'f0000000-0000-4000-8000-000000000001'
+    assert any(line.startswith('|') and instance in line for line in lines)
+    said = [f'! eschedule: interrupted, and it goes on: eschedule wait {instance}', '= 6']
+    assert [line for line in lines if line.startswith(('!', '='))][-2:] == said
 
 
 def test_of_what_is_queued_as_etcd_goes_away_no_more_is_said(application: InProcess, tmp_path: Path) -> None:
