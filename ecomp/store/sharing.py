@@ -23,7 +23,7 @@ from ecomp.model.quota import Quota, charge
 from ecomp.model.quota import from_json as quota_from_json
 from ecomp.model.quota import to_json as quota_to_json
 from ecomp.model.stages import ERROR, GONE, KEPT
-from ecomp.store.client import AT_ONCE, Delete, Entry, Put, Store, Unchanged
+from ecomp.store.client import AT_ONCE, Delete, Entry, Exists, Put, Store, Unchanged
 
 if TYPE_CHECKING:
     from ecomp.model.record import Record
@@ -162,7 +162,7 @@ def put_quota(found: Quota) -> Put:
 
 
 def write_end(
-    store: Store, record: Record, conditions: Sequence[Unchanged], removed: Iterable[str], shares: bool = True
+    store: Store, record: Record, conditions: Sequence[Unchanged | Exists], removed: Iterable[str], shares: bool = True
 ) -> int | None:
     """Write an instance's last record, on a lease, and let go of all it shared, unless `shares` is False.
 
@@ -233,7 +233,7 @@ def rejoined(store: Store, wanted: Membership | None, instance: str, compute: st
 
 def commit_with(
     store: Store,
-    conditions: Sequence[Unchanged],
+    conditions: Sequence[Unchanged | Exists],
     operations: Sequence[Put | Delete],
     shared: Callable[[], Change],
 ) -> int | None:

@@ -47,16 +47,18 @@ def load(path: Path | None) -> Config:
     """The configuration in the file at `path`; None means the defaults."""
     if path is None:
         return Config()
+    given, opened = path, None
+    if path.parent == Path('/proc/self/fd'):  # somebody has opened it for us: it is called, and lies, as it does
+        opened, path = int(path.name), path.resolve()
     try:
-        content = path.read_bytes()
-        if path.parent == Path('/proc/self/fd'):  # somebody has opened it for us: it is called, and lies, as it does
-            opened, path = int(path.name), path.resolve()
-            os.close(opened)
-        text = content.decode('utf-8-sig')
+        text = given.read_bytes().decode('utf-8-sig')
     except OSError as error:
         raise ConfError(f'{path}: {error.strerror}: name a file that can be read, or none for the defaults') from error
     except UnicodeDecodeError as error:
         raise ConfError(f'{path}: is not UTF-8 text') from error
+    finally:
+        if opened is not None:
+            os.close(opened)
     return parse(text, path)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
@@ -14,6 +15,7 @@ from ecomp.model.group import Membership
 from ecomp.model.instance import Request
 from ecomp.model.instance import to_json as request_json
 from ecomp.model.json_object import dump
+from ecomp.model.places import Places
 from ecomp.model.quota import from_json as quota_from_json
 from ecomp.model.record import ACTIVE, ERROR, Record
 from ecomp.model.record import to_json as record_json
@@ -24,7 +26,7 @@ from ecomp.scheduler.looking.find import all_records
 from ecomp.scheduler.operating.audit import audit
 from ecomp.scheduler.operating.quotas import limit
 from ecomp.scheduler.operating.repair import NOT_ANY_MORE, mend
-from ecomp.store.client import Put
+from ecomp.store.client import Entry, Put, Store
 from tests.model.acting import Bounds
 from tests.model.cloud import IMAGE, QUERY, SIZE, A, B, Cloud, S, U, V, W
 from tests.model.explorer import Follow
@@ -149,6 +151,40 @@ def test_a_key_that_names_no_compute_is_nobody_s(cloud: Cloud) -> None:
     cloud.computes[A].rounds(3, cloud.computes[A].plan)()
     assert used(cloud) == {}
     assert cloud.etcd.entries[keys.name('web')].lease
+
+
+def test_a_request_that_another_compute_writes_again_and_again_keeps_nothing_from_failing(
+    cloud: Cloud, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its role lets it write below its own uuid whatever it likes: what another one has is to end all the same."""
+    cloud.limited(5)
+    cloud.delivered(U, A, 'web')
+    asked_of(cloud, B, U)
+    cloud.model.held.pop(U)
+    listed = records.listed
+
+    def looked(store: Store, instance: str) -> Places[Entry]:
+        found = listed(store, instance)
+        asked_of(cloud, B, U)
+        return found
+
+    monkeypatch.setattr(records, 'listed', looked)
+    cloud.computes[A].rounds(3, cloud.computes[A].plan)()
+    assert keys.request(A, U) not in cloud.etcd.entries
+    assert keys.record(A, U) in cloud.etcd.entries
+    monkeypatch.undo()
+    cloud.computes[B].rounds(3, cloud.computes[B].plan)()
+    assert used(cloud) == {}
+
+
+def test_as_many_as_may_be_asked_for_it_it_fails(cloud: Cloud) -> None:
+    """etcd takes no more than 128 conditions."""
+    cloud.delivered(U, A, 'web')
+    for number in range(130):
+        cloud.store.commit([], [Put(keys.request(str(uuid.UUID(int=number + 1)), U), '{}')])
+    cloud.model.held.pop(U)
+    cloud.computes[A].rounds(3, cloud.computes[A].plan)()
+    assert keys.request(A, U) not in cloud.etcd.entries
 
 
 def test_a_taker_that_gives_up_leaves_what_an_eschedule_has_taken_over(cloud: Cloud) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import os
 import re
 from pathlib import Path
 
@@ -149,3 +150,12 @@ def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
 )).map('\n'.join))
 def test_any_text_is_a_config_or_one_line(text: str) -> None:
     assert '\n' not in complaint(text)
+
+
+def test_what_cannot_be_read_is_called_as_it_lies(tmp_path: Path) -> None:
+    """Also where somebody has opened it, and what is read is called by its descriptor."""
+    opened = os.open(tmp_path, os.O_PATH)
+    with pytest.raises(ConfError, match=f'^{tmp_path}: Is a directory: name a file that can be read'):
+        load(Path(f'/proc/self/fd/{opened}'))
+    with pytest.raises(OSError, match='Bad file descriptor'):
+        os.fstat(opened)

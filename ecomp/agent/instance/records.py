@@ -17,7 +17,7 @@ from ecomp.failpoints import failpoint
 from ecomp.model import keys
 from ecomp.model.instance import Invalid, Request
 from ecomp.model.record import ACTIVE, DESTROYING, ERROR, STOPPED, Record, from_json, is_newer, to_json
-from ecomp.store.client import Delete, Entry, Put, Store, Unchanged
+from ecomp.store.client import Delete, Entry, Exists, Put, Store, Unchanged
 from ecomp.store.places import listed
 from ecomp.store.sharing import freed, write_end
 
@@ -143,7 +143,8 @@ class Records:
     def end(self, record: Record, revision: int) -> None:
         """Write the last record, on a lease, and delete request, address and name, in one transaction.
 
-        An address is another compute's if this one never wrote one, for somebody may have asked both.
+        An address is another compute's if this one never wrote one, for somebody may have asked both. What fails leaves
+        name, group and quota to another compute that is asked; where none ever ends it there, `audit --fix` frees them.
         """
         instance = record.instance
         unchanged, moved = self._as_read(instance)
@@ -152,10 +153,11 @@ class Records:
             removed.append(keys.booted(instance))
         # What another compute is asked for, too, has what it shares there: what fails here lets go of none of it.
         others = self._asked_elsewhere(instance) if record.state == ERROR else []
-        unchanged += others  # of two that fail at once each would leave it to the other
+        # Compared: of two that fail at once each would leave it to the other.
+        conditions: list[Unchanged | Exists] = [*unchanged, *others]
         try:
             self._commit(
-                instance, revision, unchanged, lambda each: write_end(self._store, record, each, removed, not others)
+                instance, revision, conditions, lambda each: write_end(self._store, record, each, removed, not others)
             )
         except NoSpace as error:
             if record.state == ERROR:
@@ -164,7 +166,7 @@ class Records:
             # left to the audit.
             mine, change = freed(self._store, record.name, instance)
             deletes = [Delete(each) for each in (self._places(instance)[0], *removed)]
-            self.commit(instance, revision, [*unchanged, *mine], [*deletes, *change])
+            self.commit(instance, revision, [*conditions, *mine], [*deletes, *change])
             log.warning('instance %s: no record of its end is kept: %s', instance, error)
         failpoint('ended')
         self.forget(instance)
@@ -174,7 +176,7 @@ class Records:
         self,
         instance: str,
         revision: int,
-        conditions: Collection[Unchanged],
+        conditions: Collection[Unchanged | Exists],
         operations: Sequence[Put | Delete],
     ) -> int:
         """Commit if the request is still the one at `revision`; the new revision, or Superseded."""
@@ -184,8 +186,8 @@ class Records:
         self,
         instance: str,
         revision: int,
-        conditions: Collection[Unchanged],
-        commit: Callable[[Sequence[Unchanged]], int | None],
+        conditions: Collection[Unchanged | Exists],
+        commit: Callable[[Sequence[Unchanged | Exists]], int | None],
     ) -> int:
         host = Unchanged(keys.request(self._compute, instance), revision)
         try:
@@ -226,11 +228,15 @@ class Records:
                     return RecordEntry(record, written)
         return RecordEntry(record, 0, entry.revision)
 
-    def _asked_elsewhere(self, instance: str) -> list[Unchanged]:
-        """The requests of other computes for the instance, as they are now; what names no compute is none (rule 12)."""
+    def _asked_elsewhere(self, instance: str) -> list[Exists]:
+        """That another compute is asked for the instance, too, if one is; what names no compute is none (rule 12).
+
+        One that is there is enough, whatever it says: its compute may write it again and again, and etcd takes no more
+        than 128 conditions.
+        """
         asked = listed(self._store, instance).requests
-        others = [compute for compute in asked if compute != self._compute and keys.is_uuid(compute)]
-        return [Unchanged(asked[each].key, asked[each].revision) for each in others]
+        others = sorted(each for each in asked if each != self._compute and keys.is_uuid(each))
+        return [Exists(asked[each].key) for each in others[:1]]
 
     def _as_read(self, instance: str) -> tuple[list[Unchanged], list[str]]:
         """What a write compares of the record as it is known, and its older key, if it is taken from there."""
