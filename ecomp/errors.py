@@ -78,7 +78,7 @@ class StillGoing(EcompError):
 
 
 class Unreachable(EcompError):
-    """Nothing was changed, unless it is an UnknownOutcome.
+    """Nothing was changed, unless it is an UnknownOutcome or, after a write, StrangeEtcd.
 
     `backend` names what gives no answer, 'etcd at localhost:2379' for one; '' if it answers and cannot do this.
     """
@@ -99,7 +99,10 @@ class NoSpace(Unreachable):
 
 
 class StrangeEtcd(Unreachable):
-    """Etcd was wiped, restored or exchanged: nothing is written to it before an operator accepts it."""
+    """Etcd was wiped, restored or exchanged: nothing is written to it before an operator accepts it.
+
+    It may be found by the answer to a write, which has been carried out then.
+    """
 
 
 class Denied(EcompError):

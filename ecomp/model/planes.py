@@ -48,7 +48,7 @@ class Planes(NamedTuple):
     """What an audit read: providers, keys of etcd and digests of computes, each by name.
 
     `mute` has the reason for each living compute that gave no digest; `usages` what placement counts for each project
-    that has a quota, as a quota counts it.
+    that has a quota, as a quota counts it. `stalled` are those of the mute that said that they heard, and no more.
     """
 
     providers: Mapping[str, ProviderState]
@@ -56,6 +56,7 @@ class Planes(NamedTuple):
     digests: Mapping[str, Digest]
     mute: Mapping[str, str] = {}
     usages: Mapping[str, Mapping[str, int]] = {}
+    stalled: frozenset[str] = frozenset()
 
     def claims(self, compute: str) -> Container[str]:
         """The consumers that have a claim on a compute."""

@@ -123,9 +123,9 @@ class Fence(NamedTuple):
 class Store:
     """One process's etcd. Made after a fork or spawn, never carried over one.
 
-    Errors: Unreachable when nothing was changed (NoSpace and, with a guard, StrangeEtcd are such), UnknownOutcome when
-    a transaction was sent and no answer came, or one that does not tell (read back before anything else), EcompError
-    when etcd answered and refused.
+    Errors: Unreachable when nothing was changed (NoSpace is such; StrangeEtcd, with a guard, may come of the answer to
+    a write), UnknownOutcome when a transaction was sent and no answer came, or one that does not tell (read back before
+    anything else), EcompError when etcd answered and refused.
     """
 
     claims: Claims | None = None  # asked where several computes are asked for one instance; None: the oldest counts

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, TypeVar
 
-from ecomp.errors import Conflict, EcompError, NoSpace, UnknownOutcome, Unreadable
+from ecomp.errors import Conflict, EcompError, NoSpace, StrangeEtcd, UnknownOutcome, Unreadable
 from ecomp.model import keys
 from ecomp.model.allocation import Resources, summed
 from ecomp.model.group import LARGEST, Group, Membership, allowed, settle
@@ -183,7 +183,8 @@ def write_end(
     try:
         written = commit_with(store, conditions, [put, *map(Delete, removed)], shared)
     except EcompError as error:
-        if not isinstance(error, UnknownOutcome | NoSpace):  # which may have been carried out
+        # These may have been carried out: etcd is found strange by what it answers, after that.
+        if not isinstance(error, UnknownOutcome | NoSpace | StrangeEtcd):
             _end(store, lease)
         raise
     if written is None:

@@ -20,15 +20,13 @@ from ecomp.errors import StrangeEtcd, Unreachable
 from ecomp.model import keys
 from ecomp.model.digest import Leftover, clearance_to_json, from_pages
 from ecomp.model.guest import BaseImage, Guest, GuestSpec, mac_address
-from ecomp.model.instance import Request, name_to_json
+from ecomp.model.instance import Request
 from ecomp.model.quota import Quota, to_json
-from ecomp.scheduler.operating import audit as auditing
-from ecomp.scheduler.operating import repair
 from ecomp.scheduler.operating.audit import answers, asking, audit
 from ecomp.store.client import Entry, Put, Store, Unchanged
 from ecomp.store.watch import Follower
 from ecomp.virt.fake import FakeHypervisor
-from tests.functional.cloud import Cloud, new
+from tests.functional.cloud import Cloud
 from tests.kit.servers import until
 
 MAC = '52:54:00:00:00:01'
@@ -179,40 +177,6 @@ def test_a_hypervisor_that_is_away_is_said_to_be(cloud: Cloud, host: Host) -> No
     (mute,) = [each for each in found if each.subject == host.compute]
     assert mute.code == 'compute-mute'
     assert 'libvirt is away' in mute.sentence
-
-
-class Clock:
-    """Time that passes where it is slept, and then the compute says that it heard, and never more."""
-
-    def __init__(self, cloud: Cloud, compute: str) -> None:
-        self._cloud, self._compute = cloud, compute
-        self.now = 0.0
-
-    def monotonic(self) -> float:
-        return self.now
-
-    def sleep(self, seconds: float) -> None:
-        self.now += seconds
-        for name in self._cloud.store.snapshot(keys.AUDIT, keys_only=True).entries:
-            self._cloud.etcd.put(keys.digest(keys.last(name), self._compute, 'heard'), '')
-
-
-def test_who_says_that_it_heard_and_no_more_is_waited_for_once(cloud: Cloud, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Four minutes each of the three audits of --fix."""
-    compute, name = new(), f'n{new()[:8]}'
-    lease = cloud.store.grant(600)
-    cloud.store.commit([], [Put(keys.compute(compute), '{}', lease), Put(keys.name(name), name_to_json(new()))])
-    clock = Clock(cloud, compute)
-    monkeypatch.setattr(auditing, 'time', clock)
-    try:
-        told: list[str] = []
-        found = repair.fix(cloud.store, cloud.placement, told.append, apart=0.1)
-        assert ('compute-mute', compute) in [(each.code, each.subject) for each in found.findings]
-        assert any(line.startswith('name-orphaned') for line in told)
-        assert auditing.ANSWER_SECONDS < clock.now < 2 * auditing.ANSWER_SECONDS
-    finally:
-        cloud.store.revoke(lease)
-        cloud.etcd.delete(keys.name(name))
 
 
 def test_what_a_compute_calls_a_page_ends_no_audit(

@@ -5,6 +5,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
+from uuid import uuid4
 
 import grpc
 import pytest
@@ -12,11 +14,13 @@ import pytest
 from ecomp.agent.host import known_etcd
 from ecomp.agent.host.known_etcd import KnownEtcd
 from ecomp.errors import EcompError, StrangeEtcd, UsageError
-from ecomp.model import cluster
+from ecomp.model import cluster, keys
 from ecomp.model.cluster import KnownCluster
-from ecomp.store.client import Entry, Put, Store
+from ecomp.model.record import ERROR, Failure, Record
+from ecomp.store.client import Entry, Put, Store, Unchanged
 from ecomp.store.guard import Guard
 from ecomp.store.presence import Presence
+from ecomp.store.sharing import write_end
 from ecomp.store.watch import Follower
 from tests.functional.fake_etcd import FakeEtcd, Frame
 from tests.kit.proxy import Proxy
@@ -230,6 +234,31 @@ def test_what_names_no_identity_is_not_taken(own_etcd: Etcd) -> None:
 
 
 # The file
+
+
+def test_an_end_that_was_written_stays_where_etcd_is_found_strange_by_then(
+    own_etcd: Etcd, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another thread has found it so before the answer is looked at: its lease ended, and the record with it."""
+    plain, guard = Store(config(own_etcd.endpoint)), Guard(KnownCluster(), lambda _: None)
+    store, instance, compute = Store(config(own_etcd.endpoint), guard), str(uuid4()), str(uuid4())
+    request, record = keys.request(compute, instance), keys.record(compute, instance)
+    own_etcd.put(request, '{}')
+    entry, ask = plain.get(request), store._connection.ask
+    assert entry is not None
+
+    def asked(*words: Any) -> Any:
+        answer = ask(*words)
+        if request in words[-1]:
+            guard._strange = 'it is not the one that this compute knew'
+        return answer
+
+    monkeypatch.setattr(store._connection, 'ask', asked)
+    error = Failure('image', 'no such image', 'nothing is left')
+    with pytest.raises(StrangeEtcd):
+        write_end(store, Record(instance, compute, ERROR, error=error), [Unchanged(request, entry.revision)], [request])
+    assert plain.get(request) is None
+    assert plain.get(record) is not None
 
 
 def test_it_is_remembered_soon_and_at_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -205,7 +205,62 @@ def test_who_waits_from_the_queue_on_hears_the_compute_that_took_it(cloud: Cloud
         record = record.at(ACTIVE, 't', 'started')
         cloud.etcd.put(keys.record(right, instance), to_json(record))
         assert waiting.result(PATIENCE * 10) == record
-    for compute in (other, right):
+    removed(cloud, instance, other, right)
+
+
+@pytest.mark.parametrize('state', [ACTIVE, GONE])
+def test_what_another_said_is_forgotten_where_the_compute_that_took_it_has_written_nothing_yet(
+    cloud: Cloud, told: list[str], state: str
+) -> None:
+    """It was "its record was removed", exit 4, of an instance that is being built."""
+    config, instance, other, right = EtcdConfig((cloud.etcd.endpoint,)), new(), new(), new()
+    says, record = (Record(instance, each, BUILDING, image=IMAGE) for each in (other, right))
+    cloud.etcd.put(keys.request(other, instance), '{}')
+    cloud.etcd.put(keys.record(other, instance), to_json(says))
+    wait = Wait(config, instance, Deadline(30), told.append, claims=lambda each: [instance] if each == right else [])
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(wait_for_stage, wait, 'started')
+        until(lambda: answered(told), 10, 'etcd has answered it')
+        cloud.etcd.put(keys.request(right, instance), '{}')
+        cloud.etcd.put(keys.record(other, instance), to_json(says.at(state, 't', 'started')))
+        time.sleep(1.5)
+        record = record.at(ACTIVE, 't', 'started')
+        cloud.etcd.put(keys.record(right, instance), to_json(record))
+        assert waiting.result(PATIENCE * 10) == record
+    removed(cloud, instance, other, right)
+
+
+def test_nobody_is_believed_of_two_while_placement_does_not_answer(cloud: Cloud, told: list[str]) -> None:
+    config, instance, other, right = EtcdConfig((cloud.etcd.endpoint,)), new(), new(), new()
+    says, record = (Record(instance, each, BUILDING, image=IMAGE) for each in (other, right))
+    cloud.etcd.put(keys.request(other, instance), '{}')
+    cloud.etcd.put(keys.record(other, instance), to_json(says))
+    away = threading.Event()
+    away.set()
+
+    def claims(compute: str) -> list[str]:
+        if away.is_set():
+            raise Unreachable('placement cannot be reached', 'placement at http://localhost:8080/')
+        return [instance] if compute == right else []
+
+    wait = Wait(config, instance, Deadline(30), told.append, claims=claims)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(wait_for_stage, wait, 'started')
+        until(lambda: answered(told), 10, 'etcd has answered it')
+        cloud.etcd.put(keys.request(right, instance), '{}')
+        cloud.etcd.put(keys.record(right, instance), to_json(record))
+        cloud.etcd.put(keys.record(other, instance), to_json(says.at(ACTIVE, 't', 'started')))
+        until(lambda: told[-1].startswith('waiting for: placement to answer'), 10, 'it says whom it waits for')
+        away.clear()
+        record = record.at(ACTIVE, 't', 'started')
+        cloud.etcd.put(keys.record(right, instance), to_json(record))
+        assert waiting.result(PATIENCE * 10) == record
+    removed(cloud, instance, other, right)
+
+
+def removed(cloud: Cloud, instance: str, *computes: str) -> None:
+    """What computes had of it goes."""
+    for compute in computes:
         cloud.etcd.delete(keys.request(compute, instance))
         cloud.etcd.delete(keys.record(compute, instance))
 
@@ -226,8 +281,7 @@ def test_who_waits_for_a_destroy_hears_its_end_though_another_is_asked_by_nobody
         gone = to_json(record.at(GONE, 't', 'gone'))
         cloud.store.commit([], [Delete(request), Put(keys.record(right, instance), gone)])
         waiting.result(PATIENCE * 10)
-    for key in (keys.request(other, instance), *(keys.record(each, instance) for each in (other, right))):
-        cloud.etcd.delete(key)
+    removed(cloud, instance, other, right)
 
 
 def test_it_says_that_placement_does_not_answer_where_that_is_asked(cloud: Cloud, told: list[str]) -> None:

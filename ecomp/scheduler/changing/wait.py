@@ -72,7 +72,11 @@ def wait_for_stage(wait: Wait, stage: str, asked: Power | None = None) -> Record
         on_its_way = first is not None and record is not None and is_pending(asked, first, record)
         return _power_waits_for(record) if on_its_way else waits_for(record)
 
-    record = wait.until(reached, what)
+    def forget() -> None:
+        nonlocal first
+        first = None
+
+    record = wait.until(reached, what, forget=forget)
     assert record is not None  # reached() is False for None
     return record
 
@@ -162,18 +166,28 @@ class Wait:
         what: Callable[[Record | None], str],
         read: Callable[[Entry], Record] = read_record,
         ends: bool = False,
+        forget: Callable[[], None] = lambda: None,
     ) -> Record | None:
         """The record that has reached it; `what` says of one that has not what it waits for.
 
-        `ends`: an instance found nowhere counts as gone. Errors: StillGoing (the time is up), those of `reached`.
+        `ends`: an instance found nowhere counts as gone; `forget` is called where the records so far turn out to be of
+        a compute that is not believed. Errors: StillGoing (the time is up), those of `reached`.
         """
         from ecomp.scheduler.changing.whereabouts import Whereabouts  # for those who wait
 
-        deadline = self.deadline
+        deadline, known = self.deadline, False
         with Whereabouts(self.config, self.instance, self.among, self.claims) as at:
 
             def waited(record: Record | None) -> str:
                 return IN_QUEUE if at.is_queued else what(record)
+
+            def is_believed() -> bool:
+                nonlocal known
+                believed = at.is_believed()
+                known = believed is not None
+                if believed is False:
+                    forget()
+                return bool(believed)
 
             # With nothing left of the time, each is looked at once.
             first_look = deadline.spent + self.config.timeout
@@ -183,10 +197,10 @@ class Wait:
                 if record is not None:
                     self.seen(record)
                 try:
-                    if known and (reached(record) or (ends and at.is_nowhere)) and at.is_believed():
+                    if known and (reached(record) or (ends and at.is_nowhere)) and is_believed():
                         return record
                 except EcompError:
-                    if at.is_believed():
+                    if is_believed():
                         raise
                 spent = deadline.spent
                 limit = deadline.seconds if known else max(deadline.seconds, first_look)

@@ -62,17 +62,17 @@ class Whereabouts:
             try:
                 key, self._last = self._find()
             except Unreachable as error:
-                self.silent = error.backend.partition(' ')[0] or 'etcd'
+                self.silent = _silent(error)
                 return False, None
             self._key = key
         is_record = self._last is not None and self._last.key.startswith(keys.INSTANCES)
         return True, self._last if is_record else None
 
-    def is_believed(self) -> bool:
+    def is_believed(self) -> bool | None:
         """Whether no other compute than the one that is followed holds the claim; else the next look looks for it anew.
 
-        What is followed may be the record of a compute that was asked by nobody: in a queue it was the only one. True
-        where nobody can tell.
+        What is followed may be the record of a compute that was asked by nobody: in a queue it was the only one. None
+        where placement, which says so, does not answer; True where etcd does not, or nobody can tell.
         """
         try:
             if not self._is_followed or (key := self._find()[0]) == self._key:
@@ -81,8 +81,9 @@ class Whereabouts:
             other, claims = keys.recorded(key)[0], self._store.claims
             if claims is None or not other or self._instance not in claims(other):
                 return True
-        except Unreachable:
-            return True
+        except Unreachable as error:
+            self.silent = _silent(error)
+            return None if self.silent == 'placement' else True
         self._end()
         return False
 
@@ -130,3 +131,8 @@ class Whereabouts:
         with self._changed:
             self._state = state
             self._changed.notify()
+
+
+def _silent(error: Unreachable) -> str:
+    """What gave no answer: etcd, or placement."""
+    return 'placement' if error.backend.startswith('placement') else 'etcd'

@@ -53,7 +53,8 @@ class Report(NamedTuple):
     """What one audit saw. `revisions` are those of its first and last look at etcd; `etcd` is the last.
 
     `away` says of each compute that was not compared whether it is closed or silent; `unserved` that something waits in
-    a queue, and nobody takes from it; `known` is what computes are called.
+    a queue, and nobody takes from it; `known` is what computes are called; `stalled` are those that said that they
+    heard, and gave no answer.
     """
 
     findings: list[Finding]
@@ -63,20 +64,22 @@ class Report(NamedTuple):
     known: Computes
     revisions: tuple[Revisions, Revisions]
     etcd: dict[str, KeyValue]
+    stalled: frozenset[str]
 
 
 def audit(
-    store: Store, placement: Placement, again: float = AGAIN_SECONDS, mute: Collection[str] = ()
+    store: Store, placement: Placement, again: float = AGAIN_SECONDS, stalled: frozenset[str] = frozenset()
 ) -> Report:
     """One audit. Only if a look finds something it looks again, `again` seconds later: both must have found it.
 
-    `mute` are computes that gave no answer just now, for which it does not wait as long again.
+    `stalled` are computes that heard just now and gave no answer, for which it does not wait as long again.
     """
-    first = last = _look(store, placement, mute)
+    first = last = _look(store, placement, stalled)
     found, etcd = compare(first), first.etcd
     for _ in range(LOOKS - 1 if found else 0):
         time.sleep(again)
-        before, last = last, _look(store, placement, last.mute)
+        stalled |= last.stalled
+        before, last = last, _look(store, placement, stalled)
         etcd = _etcd(store)
         revisions = [involved(each) for each in (before.etcd, last.etcd, etcd)]
         found = confirmed(compare(before), compare(last), revisions)
@@ -88,8 +91,8 @@ def audit(
     counted = zip((len(last.digests), living, consumers), ('compute', 'living instance', 'allocation'), strict=True)
     computes, instances, claims = (f'{number} {name}' + ('' if number == 1 else 's') for number, name in counted)
     compared = f'{computes}, {instances} and {claims} were compared'
-    seen = involved(first.etcd), involved(etcd)
-    return Report(found, compared, world.away(), world.unserved(), world.known, seen, dict(etcd))
+    seen, stalled = (involved(first.etcd), involved(etcd)), stalled | last.stalled
+    return Report(found, compared, world.away(), world.unserved(), world.known, seen, dict(etcd), stalled)
 
 
 @contextmanager
@@ -107,24 +110,24 @@ def asking(store: Store) -> Iterator[tuple[str, int]]:
 
 
 def answers(
-    store: Store, audit: str, computes: set[str], heard: str, answered: str, mute: Collection[str] = ()
+    store: Store, audit: str, computes: set[str], heard: str, answered: str, stalled: Collection[str] = ()
 ) -> set[str]:
     """Wait for each compute's part `answered`; those that gave it.
 
-    Who does not put part `heard` soon is given up, and so is who was `mute` before, whatever it puts.
+    Who does not put part `heard` soon is given up, and so is who was `stalled` before, whatever it puts.
     """
     began, backoff = time.monotonic(), Backoff(FIRST_DELAY, LAST_DELAY)
     while True:
         there = store.snapshot(keys.DIGESTS, keys_only=True).entries
         done = {compute for compute in computes if keys.digest(audit, compute, answered) in there}
-        going = {compute for compute in computes.difference(mute) if keys.digest(audit, compute, heard) in there}
+        going = {compute for compute in computes.difference(stalled) if keys.digest(audit, compute, heard) in there}
         spent = time.monotonic() - began
         if done >= computes or spent > ANSWER_SECONDS or (spent > HEARD_SECONDS and done >= going):
             return done
         time.sleep(backoff.next())
 
 
-def _look(store: Store, placement: Placement, mute_before: Collection[str]) -> Planes:
+def _look(store: Store, placement: Placement, stalled: Collection[str]) -> Planes:
     """All planes. etcd first: what changes later is then seen by its revision in the next look."""
     etcd = _etcd(store)
     # Who is alive for ever, by a key without a lease, is not waited for.
@@ -135,7 +138,9 @@ def _look(store: Store, placement: Placement, mute_before: Collection[str]) -> P
         if store.commit([Unchanged(keys.audit(name), 0)], [Put(keys.audit(name), value, lease)]) is None:
             raise EcompError(f'{keys.audit(name)} is there already')
         held = dict(threads.map(lambda each: _provider(placement, *each), providers.names(placement).items()))
-        answered = answers(store, name, alive, 'heard', '0', mute_before)
+        answered = answers(store, name, alive, 'heard', '0', stalled)
+        there = store.snapshot(keys.DIGESTS, keys_only=True).entries
+        heard = frozenset(each for each in alive - answered if keys.digest(name, each, 'heard') in there)
         digests: dict[str, Digest] = {}
         mute = dict.fromkeys(alive - answered, 'it does not answer: frozen, killed this minute, or too old?')
         for compute in sorted(answered):
@@ -146,7 +151,8 @@ def _look(store: Store, placement: Placement, mute_before: Collection[str]) -> P
             except ValueError as error:
                 mute[compute] = str(error)
     usages = {project: _usage(placement, project) for project in _projects(etcd)}
-    return Planes({each: found for each, found in held.items() if found is not None}, etcd, digests, mute, usages)
+    known = {each: found for each, found in held.items() if found is not None}
+    return Planes(known, etcd, digests, mute, usages, heard)
 
 
 def _projects(etcd: Mapping[str, KeyValue]) -> list[str]:

@@ -49,11 +49,10 @@ def fix(store: Store, placement: Placement, tell: Tell, apart: float = SIGHTINGS
         return first
     tell(f'{len(first.findings)} found; looking again in {apart:g} s, before anything is changed')
     time.sleep(apart)
-    mute = {each.subject for each in first.findings if each.code == 'compute-mute'}
-    second = audit(store, placement, mute=mute)
+    second = audit(store, placement, stalled=first.stalled)
     for each in mend(store, placement, first, second):
         tell(each)
-    return audit(store, placement, mute=mute)
+    return audit(store, placement, stalled=first.stalled | second.stalled)
 
 
 def mend(store: Store, placement: Placement, first: Report, second: Report) -> list[str]:
