@@ -19,6 +19,8 @@ from ecomp.model.guest import BaseImage, GuestSpec
 
 TAKEN = 'qcow2 and raw are taken'
 QCOW2_MAGIC = b'QFI\xfb'
+PACKED = {b'\xfd7zXZ\0': 'xz', b'\x1f\x8b': 'gzip', b'(\xb5/\xfd': 'zstd', b'BZh': 'bzip2', b'PK\3\4': 'zip'}
+"""How a file begins that was packed, and what it was packed with."""
 OFFSET_BITS = 0x00FFFFFFFFFFFE00
 COMPRESSED = 1 << 62
 L1_MOST = 32 * MIB
@@ -34,7 +36,8 @@ def capacity(spec: GuestSpec) -> int:
     if spec.disk_gb is None:
         return spec.base.virtual_size
     if spec.base.virtual_size > spec.disk_gb * GIB:
-        size = f'{spec.base.virtual_size / GIB:.1f}'
+        # Rounded up, else one of a few bytes more is as large as the disk.
+        size = -(-spec.base.virtual_size * 10 // GIB) / 10
         raise BuildFailed('disk', f'the image is {size} GiB, DISK_GB is {spec.disk_gb}: ask for more DISK_GB')
     return spec.disk_gb * GIB
 
@@ -126,6 +129,9 @@ def _check_raw(file: BinaryIO) -> int:
         raise _refused('is empty')
     if start.startswith(QCOW2_MAGIC):
         raise _refused('is a qcow2 cut off in its header')
+    for magic, name in PACKED.items():
+        if start.startswith(magic):
+            raise _refused(f'is packed with {name}: unpack it first')
     if start[510:] != b'\x55\xaa':
         raise _refused('is not a disk image: it has no boot signature')
     if size % 512:

@@ -122,7 +122,7 @@ class Libvirt:
         asked = (xml.ARCHITECTURE, xml.MACHINE, virt_type)
         try:
             with self._connection.use('asking what guests can do') as connection:
-                cpu = xml.guest_cpu(connection.getDomainCapabilities(None, *asked), virt_type)
+                cpu = xml.guest_cpu(connection.getDomainCapabilities(None, *asked))
                 if cpu is None:
                     return frozenset()
                 expand = libvirt.VIR_CONNECT_BASELINE_CPU_EXPAND_FEATURES

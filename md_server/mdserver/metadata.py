@@ -13,7 +13,8 @@ A body has no newline at its end: cloud-init takes an EC2 value with a newline i
 
 Sources: Amazon's "Instance metadata" user guide; cloud-init's `sources/helpers/ec2.py` (an index entry that ends in "/"
 is a directory, `0=name` stands for `0/openssh-key`), `DataSourceNoCloud.py`, `util.read_seeded`,
-`cc_phone_home.py`, `cc_scripts_vendor.py`, `cmd/main.py` (status.json and result.json); Cirros' `ds/ec2`.
+`cc_phone_home.py`, `cc_scripts_vendor.py`, `cmd/main.py` (status.json, result.json, manual-clean); Cirros' `ds/ec2`;
+FreeBSD's `libexec/nuageinit` (it reads `public_keys`).
 """
 
 from __future__ import annotations
@@ -79,6 +80,18 @@ try:
         os.close(directory)
 except OSError:
     pass
+# A boot at which no metadata server answers is another instance's to cloud-init, and it makes sshd's keys anew. With
+# this file it keeps what it knows. In the guest that was told by network alone: a copy of its disk is to be new.
+KEEP = '/var/lib/cloud/instance/manual-clean'
+try:
+    with open('/sys/class/dmi/id/product_serial') as file:
+        serial = file.read()
+    if 'SEED' in serial:
+        open(KEEP, 'a').close()
+    elif os.path.exists(KEEP):
+        os.remove(KEEP)
+except OSError:
+    pass
 home = request.build_opener(request.ProxyHandler({}))
 for pause in (1, 2, 4, 8, 15, 30, 60, 0):
     try:
@@ -88,7 +101,9 @@ for pause in (1, 2, 4, 8, 15, 30, 60, 0):
         time.sleep(pause)
 END
 """
-"""The vendor-data, with URL for where to post. cloud-init runs it as a script, once; for later boots it copies itself.
+"""The vendor-data, with URL for where to post, and SEED for what its SMBIOS serial names where it is told by network.
+
+cloud-init runs it as a script, once; for later boots it copies itself.
 
 Not phone_home, cloud-init's module for this: it comes before the end, does not know of failures, and warns in the
 guest's log of each kind of key that is not there. A script is not in the way of the user's own cloud-config either.
@@ -167,10 +182,12 @@ def seed(guest: GuestMetadata, phones_home: bool) -> dict[str, bytes]:
 def _seed(guest: GuestMetadata, extra: Mapping[str, str]) -> dict[str, bytes]:
     # cloud-init 22.4 drops a seed found by SMBIOS as "local" unless its meta-data says `dsmode: net`; one on a disk is
     # to be taken before there is a network.
+    keys = [key for _, key in guest.public_keys]
     meta_data = {
         'instance-id': guest.instance,
         'local-hostname': guest.hostname,
-        'public-keys': [key for _, key in guest.public_keys],
+        'public-keys': keys,
+        'public_keys': keys,  # as nuageinit calls them
         **extra,
     }
     return {
@@ -204,7 +221,8 @@ def word(body: bytes) -> bytes:
 
 
 def _vendor_data(instance: str) -> bytes:
-    return REPORT.replace('URL', f'http://169.254.169.254{phone_home(instance)}').encode()
+    here = 'http://169.254.169.254'
+    return REPORT.replace('URL', f'{here}{phone_home(instance)}').replace('SEED', f'{here}/seed/{instance}/').encode()
 
 
 def _look_up(tree: Tree, steps: list[str]) -> bytes | None:

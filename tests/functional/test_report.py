@@ -17,6 +17,7 @@ from mdserver import metadata, server
 
 from ecomp.agent.host.metadata import GuestData
 from ecomp.model.guest_word import GuestFailure, GuestWord
+from ecomp.virt.xml import seed_url
 from tests.kit.servers import TOP, until
 
 UUID, MAC = 'd578fb7c-7787-4e73-b69a-a7b3ef9bf73a', '52:54:00:aa:00:01'
@@ -50,9 +51,11 @@ class Guest:
 
     def __init__(self, root: Path, port: int) -> None:
         self.run, self.ssh, self.bin = root / 'run', root / 'ssh', root / 'bin'
-        self.per_boot = root / 'per-boot'
-        for each in (self.run, self.ssh, self.bin):
+        self.per_boot, self.instance = root / 'per-boot', root / 'instance'
+        for each in (self.run, self.ssh, self.bin, self.instance):
             each.mkdir()
+        self.serial = root / 'product_serial'
+        self.serial.write_text(f'ds=nocloud-net;s={seed_url(UUID)}\n')
         (self.bin / 'cloud-init').write_text(f'#!{sys.executable}\n')
         (self.bin / 'cloud-init').chmod(0o755)
         self.script = root / 'part-001'
@@ -60,7 +63,9 @@ class Guest:
         assert text is not None
         moved = text.decode().replace('/run/cloud-init/', f'{self.run}/').replace('/etc/ssh/', f'{self.ssh}/')
         moved = moved.replace('/var/lib/cloud/scripts/per-boot/', f'{self.per_boot}/')
-        self.script.write_text(moved.replace('http://169.254.169.254/', f'http://{HERE}:{port}/'))
+        moved = moved.replace('/var/lib/cloud/instance/', f'{self.instance}/')
+        moved = moved.replace('/sys/class/dmi/id/product_serial', f'{self.serial}')
+        self.script.write_text(moved.replace('http://169.254.169.254/phone', f'http://{HERE}:{port}/phone'))
         self.script.chmod(0o755)
 
     def key(self, kind: str) -> str:
@@ -113,6 +118,25 @@ def test_it_is_said_again_at_each_boot(tmp_path: Path, port: int) -> None:
         guest.end()
     until(lambda: data.ready() == {UUID}, 30, 'it has said so')
     assert data.word(UUID) == GuestWord(())
+
+
+def test_it_keeps_what_it_knows_in_a_guest_that_is_told_by_network(tmp_path: Path, port: int) -> None:
+    """Else one that boots while no metadata server answers makes its host keys anew, and nobody enters it any more."""
+    data, guest = GuestData(tmp_path / 'metadata'), Guest(tmp_path, port)
+    kept = guest.instance / 'manual-clean'
+    guest.end()
+    guest.start()
+    until(lambda: data.ready() == {UUID}, 30, 'it has said so')
+    assert kept.exists()
+    # A copy of its disk is another one's, whose next boot is a first one.
+    for serial in (f'ds=nocloud-net;s={seed_url(UUID[::-1])}', ''):
+        guest.serial.write_text(serial)
+        data.off(UUID)
+        guest.reboot()
+        guest.end()
+        until(lambda: data.ready() == {UUID}, 30, 'it has said so')
+        assert not kept.exists()
+        kept.touch()
 
 
 def test_what_failed_in_cloud_inits_own_words(tmp_path: Path, port: int) -> None:

@@ -15,9 +15,10 @@ from pathlib import Path
 
 import pytest
 
+from ecomp.errors import EcompError
 from tests.kit.commands import Result
 from tests.kit.lab import Lab, lab_name
-from tests.kit.servers import environment
+from tests.kit.servers import environment, until
 from tests.scenario.debian_image import debian_image
 
 QUERY = 'resources=VCPU:1,DISK_GB:3,MEMORY_MB:512'
@@ -156,6 +157,12 @@ def test_a_key_opens_its_own_guest_and_no_other(guests: Mapping[str, Guest]) -> 
     assert 'Permission denied' in refused.stderr
 
 
+def test_its_processor_can_run_what_is_built_for_a_newer_one(guests: Mapping[str, Guest]) -> None:
+    """EL 9 is built for x86-64-v2, and ends in a kernel's panic on less. glibc says what it finds."""
+    said = guests['iso'].says('/lib64/ld-linux-x86-64.so.2 --help')
+    assert re.search(r'^ *x86-64-v2 \(supported', said, re.MULTILINE), said
+
+
 def test_cloud_init_reads_the_ec2_paths_too(guests: Mapping[str, Guest]) -> None:
     guest = guests['network']
     public = guest.private.with_suffix('.pub').read_text().strip()
@@ -207,6 +214,28 @@ def test_a_reboot_keeps_the_address_and_is_no_first_boot(guests: Mapping[str, Gu
     assert (guest.lab.eschedule(guest.name).stdout, guest.says('cat /etc/ssh/ssh_host_ed25519_key.pub')) == before
     assert guest.says('cloud-init status --wait').endswith('status: done')
     assert guest.ssh('test -e /var/tmp/ran').returncode == 1
+
+
+def test_a_reboot_without_its_ecompute_is_no_first_boot_either(guests: Mapping[str, Guest]) -> None:
+    """The metadata server is away with it: to cloud-init that is another instance, whose host keys are made anew."""
+    guest = guests['network']
+    keys, boot = guest.says('cat /etc/ssh/ssh_host_*_key.pub'), guest.says('cat /proc/sys/kernel/random/boot_id')
+    lab = guest.lab
+    lab.stop_ecompute(guest.host)
+    guest.ssh('sudo reboot')
+
+    def booted() -> str:
+        try:
+            words = guest.by_hand('cat /proc/sys/kernel/random/boot_id; cloud-init status --wait >/dev/null; hostname')
+            found = lab.inside(guest.host, *words).split()
+        except EcompError:
+            return ''  # its sshd is not there yet, or not any more
+        return found[-1] if len(found) == 2 and found[0] != boot else ''
+
+    assert until(booted, READY, 'it has booted again') == guest.name
+    assert lab.inside(guest.host, *guest.by_hand('cat /etc/ssh/ssh_host_*_key.pub')).strip() == keys
+    lab.start_ecomputes()
+    until(lambda: guest.ssh('true').returncode == 0, 60, 'it is entered as before')
 
 
 def test_they_go_without_a_trace(guests: Mapping[str, Guest]) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import bz2
 import json
+import lzma
 import os
 import shutil
 import struct
@@ -65,7 +67,11 @@ def test_raw_with_a_partition_table(raw: Path) -> None:
         (b'', 'is empty'),
         (b'<!DOCTYPE html><html>Not found</html>', 'is not a disk image'),
         (b'\0' * MIB, 'is not a disk image'),
-        (b'\x1f\x8b\x08' + b'z' * 2000, 'is not a disk image'),
+        (b'\x1f\x8b\x08' + b'z' * 2000, 'is packed with gzip: unpack it first'),
+        (lzma.compress(b'QFI\xfb' + bytes(MIB)), 'is packed with xz: unpack it first'),
+        (bz2.compress(bytes(2000)), 'is packed with bzip2: unpack it first'),
+        (b'(\xb5/\xfd' + bytes(2000), 'is packed with zstd: unpack it first'),
+        (b'PK\3\4' + bytes(2000), 'is packed with zip: unpack it first'),
         (BOOT[:300], 'not a disk image'),
         (BOOT + b'\0' * 100, 'not a multiple of 512'),
         (b'QFI\xfb' + b'\0' * 296, 'cut off in its header'),
@@ -175,6 +181,9 @@ def test_capacity() -> None:
     assert image.capacity(spec(None, 100 * MIB)) == 100 * MIB
     with pytest.raises(BuildFailed, match=r'disk: the image is 2.2 GiB, DISK_GB is 1: '):
         image.capacity(spec(1, 2_361_393_152))
+    # A fixed VHD is a raw disk and 512 bytes.
+    with pytest.raises(BuildFailed, match=r'disk: the image is 30.1 GiB, DISK_GB is 30: '):
+        image.capacity(spec(30, 30 * GIB + 512))
 
 
 @needs_qemu_img
