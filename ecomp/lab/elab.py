@@ -259,6 +259,7 @@ def _down(options: argparse.Namespace) -> int:
             _say(f'there is no lab {name}')
             return 0
     with _lock(name), _step(f'lab {name} is gone'):
+        state.check_removable(directory)
         with contextlib.suppress(EcompError):
             lab = state.load(name)  # an elab up may just have ended
         spaces = namespaces.of_lab(name)
@@ -269,15 +270,7 @@ def _down(options: argparse.Namespace) -> int:
             namespaces.end_processes(spaces, recorded)
         with _step('namespaces and links removed'):
             namespaces.remove(spaces, lab.layout if lab else None)
-        try:
-            # A lab may be on another disk, behind a link; what never was one is somebody's.
-            if not directory.is_symlink() or (directory / 'lab.json').exists():
-                shutil.rmtree(directory.resolve())
-            if directory.is_symlink():
-                directory.unlink()
-        except OSError as error:
-            what = f'{directory} cannot be removed whole ({error.filename}: {error.strerror})'
-            raise EcompError(f'{what}: unmount what is mounted there, and say elab down again') from error
+        state.remove(directory)
     with contextlib.suppress(OSError):  # other labs are in it
         state.ROOT.rmdir()
     return 0

@@ -11,13 +11,15 @@ import contextlib
 import fcntl
 import json
 import os
+import re
+import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from ipaddress import IPv4Network
 from pathlib import Path
 
-from ecomp.errors import EcompError, NotFound
-from ecomp.files import boot_id, write_durably
+from ecomp.errors import EcompError, NotFound, UsageError
+from ecomp.files import boot_id, part_of, write_durably
 from ecomp.lab import machine
 from ecomp.lab.machine import Process
 from ecomp.lab.network import CONTROL, Layout, choose_network, host_names, routed_networks
@@ -25,6 +27,8 @@ from ecomp.lab.network import CONTROL, Layout, choose_network, host_names, route
 VERSION = 2
 ROOT = Path('/var/lib/elab')
 OPERATOR = 'lab'
+RECORD = 'lab.json'
+MOUNTINFO = Path('/proc/self/mountinfo')
 
 
 @dataclass
@@ -82,13 +86,13 @@ class Lab:
             'boot': boot_id(),
             'processes': {what: asdict(process) for what, process in self.processes.items()},
         }
-        write_durably(self.directory / 'lab.json', json.dumps(data, indent=1), 0o644)
+        write_durably(self.directory / RECORD, json.dumps(data, indent=1), 0o644)
 
 
 def load(name: str, root: Path = ROOT) -> Lab:
     """The lab of that name. NotFound if there is none, EcompError if its lab.json is none that this elab can read."""
     directory = root / name
-    path = directory / 'lab.json'
+    path = directory / RECORD
     try:
         data = json.loads(path.read_text(encoding='utf-8'))
         version = data['version']
@@ -113,25 +117,78 @@ def load(name: str, root: Path = ROOT) -> Lab:
 def load_or_create(name: str, count: int | None) -> Lab:
     """The lab of that name with at least `count` hosts, written to lab.json; nothing else of it is made.
 
-    None means as many hosts as it has, 3 for a new one.
+    None means as many hosts as it has, 3 for a new one. UsageError for a new one where something is
+    already: remove() would take that with it.
     """
     with contextlib.suppress(NotFound):
         lab = load(name)
         lab.count = max(lab.count, count or 0)
         lab.save()
         return lab
+    directory = ROOT / name
+    # A write of lab.json that was killed leaves its part.
+    if any(each.name != part_of(Path(RECORD)).name for each in directory.glob('*')):
+        why = f'{directory} is not empty, and elab down would remove all that is in it'
+        raise UsageError(f'{why}: move that away, or make {directory} a link to an empty directory')
     with locked(ROOT):  # two labs that choose at once must not choose the same
         routes = json.loads(machine.run(['ip', '-json', '-4', 'route', 'show', 'table', 'all']) or '[]')
         taken = routed_networks(routes) + [lab.layout.network for lab in all_labs()]
-        lab = Lab(ROOT / name, Layout(name, choose_network(taken)), count or 3)
+        lab = Lab(directory, Layout(name, choose_network(taken)), count or 3)
         lab.save()
     return lab
+
+
+def check_removable(directory: Path) -> None:
+    """EcompError if something is mounted below a lab's directory: it is not the lab's, and remove() would empty it.
+
+    What the lab itself mounts is in namespaces of its own, and not seen from here. proc_pid_mountinfo(5)
+    """
+    if not _is_a_lab_s(directory):
+        return
+    top = directory.resolve()
+    for line in MOUNTINFO.read_text(encoding='utf-8', errors='surrogateescape').splitlines():
+        # A blank, a tab, a newline and a backslash are written as octal numbers.
+        where = Path(re.sub(r'\\([0-7]{3})', lambda found: chr(int(found[1], 8)), line.split(' ')[4]))
+        if top in where.parents:
+            raise _not_whole(directory, f'{where} is a mount')
+
+
+def remove(directory: Path) -> None:
+    """Remove a lab's directory, and the link if it is behind one. EcompError.
+
+    lab.json goes last: as long as there is something of a lab behind a link, that says whose it is.
+    """
+    try:
+        if _is_a_lab_s(directory):
+            there = directory.resolve()
+            for each in there.iterdir():
+                if each.is_dir() and not each.is_symlink():
+                    shutil.rmtree(each)
+                elif each.name != RECORD:
+                    each.unlink()
+            (there / RECORD).unlink(missing_ok=True)
+            there.rmdir()
+        if directory.is_symlink():
+            directory.unlink()
+    except OSError as error:
+        raise _not_whole(directory, f'{error.filename}: {error.strerror}') from error
+
+
+def _is_a_lab_s(directory: Path) -> bool:
+    # A lab may be on another disk, behind a link; what never was one is somebody's.
+    return not directory.is_symlink() or (directory / RECORD).exists()
+
+
+def _not_whole(directory: Path, why: str) -> EcompError:
+    return EcompError(
+        f'{directory} cannot be removed whole ({why}): unmount what is mounted there, and say elab down again'
+    )
 
 
 def all_labs(root: Path = ROOT) -> list[Lab]:
     """Every lab on this machine that load() can read; one of another version that is up is seen by its routes."""
     found = []
-    for path in sorted(root.glob('*/lab.json')):
+    for path in sorted(root.glob(f'*/{RECORD}')):
         with contextlib.suppress(EcompError):
             found.append(load(path.parent.name, root))
     return found

@@ -41,13 +41,19 @@ def lab_name(what: str) -> str:
     return f't{os.environ.get("ECOMP_TESTS", "")}-{what}{os.getpid()}'
 
 
+def begun(name: str, hosts: int) -> Path:
+    """The directory of a lab of which nothing but lab.json is there, so that something may be put or mounted in it."""
+    with state.locked(ROOT / name):
+        return state.load_or_create(name, hosts).directory
+
+
 class Lab:
     """One lab, made by `elab up` and removed by close(). Everything is asked of the servers themselves."""
 
     def __init__(self, name: str, hosts: int) -> None:
         self.name = name
         self.audited = False
-        self.directory = ROOT / name
+        self.directory = begun(name, hosts)
         self.operator = self.directory / 'certs/operator-lab'
         self._memory = self.directory / CONTROL
         self._memory.mkdir(parents=True)

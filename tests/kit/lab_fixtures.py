@@ -14,7 +14,7 @@ import yaml
 
 from tests.kit.boot_sectors import HALT, boot_disk
 from tests.kit.hypervisor import ROOM, Hypervisor
-from tests.kit.lab import ROOT, Lab, lab_name
+from tests.kit.lab import Lab, begun, lab_name
 from tests.kit.slow_images import SlowImages
 
 KEY = 'ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIGOd6V0cVCYrYWIwTNsw7vbFLXN1Fy9CZtGLdpB1YP1q story@lab'
@@ -29,9 +29,10 @@ def whole(guest_image: Path) -> Iterator[Lab]:
     if os.geteuid() != 0:
         pytest.skip('hypervisors in namespaces need root')
     name = lab_name('stories')
+    top = begun(name, 3)
     # What is there already elab leaves as it is.
     for number in (1, 2, 3):
-        conf = ROOT / name / f'hv{number}/mdserver.conf'
+        conf = top / f'hv{number}/mdserver.conf'
         conf.parent.mkdir(parents=True)
         conf.write_text(f'[mdserver]\nuser-data = user-data\n\n[public-keys]\ndefault = {KEY}\n')
     lab = Lab(name, 3)
@@ -63,7 +64,7 @@ def hypervisors() -> Iterator[tuple[Hypervisor, Hypervisor]]:
         pytest.skip('hypervisors in namespaces need root')
     name = lab_name('faults')
     # Before the host is made: its daemons get their view of the machine's file systems when they start.
-    small = ROOT / name / 'hv2/state/images'
+    small = begun(name, 2) / 'hv2/state/images'
     small.mkdir(parents=True)
     with ExitStack() as undo:
         undo.callback(subprocess.run, ['umount', str(small)], check=True)

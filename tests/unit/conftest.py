@@ -2,5 +2,6 @@
 
 from tests.unit.audit_world import world
 from tests.unit.conf_text import compute
+from tests.unit.lab_root import as_root, root
 
-__all__ = ['compute', 'world']
+__all__ = ['as_root', 'compute', 'root', 'world']

@@ -125,16 +125,6 @@ def made(root: Path, name: str, hosts: int, **processes: Process) -> Lab:
     return lab
 
 
-@pytest.fixture
-def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    found = tmp_path / 'labs'
-    found.mkdir()
-    monkeypatch.setattr(state, 'ROOT', found)
-    monkeypatch.setattr(state.load, '__defaults__', (found,))
-    monkeypatch.setattr(state.all_labs, '__defaults__', (found,))
-    return found
-
-
 def test_the_labs_of_a_machine(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     me = Process('me', os.getpid(), machine.started_at(os.getpid()) or 0)
     assert main(['list']) == 0
@@ -166,13 +156,6 @@ def test_a_lab_that_is_not_there_is_made_by_its_name(root: Path, capsys: pytest.
     assert 'elab up --name one writes it' in capsys.readouterr().err
 
 
-@pytest.fixture
-def as_root(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No lab has a namespace, and nobody needs to be root."""
-    monkeypatch.setattr(machine, 'require_root', lambda _: None)
-    monkeypatch.setattr(namespaces, 'of_lab', lambda _: [])
-
-
 @pytest.mark.usefixtures('as_root')
 @pytest.mark.parametrize('text', ['', '{', 'null', '[]', '{}', '{"version": 2}', '\xff', 'changed'])
 def test_a_lab_that_cannot_be_read_is_no_other_s_trouble(
@@ -190,23 +173,6 @@ def test_a_lab_that_cannot_be_read_is_no_other_s_trouble(
         assert capsys.readouterr() == ('', said)
     assert main(['down', '--name', 'two']) == 0
     assert [path.name for path in root.iterdir()] == ['one']
-
-
-@pytest.mark.usefixtures('as_root')
-def test_a_lab_behind_a_link_is_removed_with_the_link(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    there, somebodys = root.parent / 'there', root.parent / 'somebodys'
-    for place in (there, somebodys):
-        place.mkdir()
-        (place / 'file').write_text('')
-    (root / 'one').symlink_to(there)
-    Lab(root / 'one', Layout('one', IPv4Network('10.33.0.0/16')), 1).save()
-    (root / 'two').symlink_to(somebodys)
-    for name in ('one', 'two'):
-        assert main(['down', '--name', name]) == 0
-        assert f'lab {name} is gone' in capsys.readouterr().err
-    assert not root.exists()
-    assert not there.exists()
-    assert (somebodys / 'file').exists()
 
 
 def test_a_lock_on_what_a_link_names_that_is_not_there(tmp_path: Path) -> None:
@@ -246,6 +212,28 @@ def begun(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -
     monkeypatch.setattr(namespaces, 'ensure_control', lambda _: None)
     monkeypatch.setattr(control, 'lab_servers', refused)
     return up
+
+
+@pytest.mark.usefixtures('as_root')
+@pytest.mark.parametrize('linked', [False, True])
+def test_no_lab_is_made_where_something_is(
+    linked: bool, root: Path, begun: Callable[[], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its elab down would remove that."""
+    there = root.parent / 'there' if linked else root / 'lab'
+    (there / 'photos').mkdir(parents=True)
+    if linked:
+        (root / 'lab').symlink_to(there)
+    assert main(['up']) == 2
+    said = f'elab: {root}/lab is not empty, and elab down would remove all that is in it: move that away, or make ' \
+        f'{root}/lab a link to an empty directory\n'
+    assert capsys.readouterr() == ('', said)
+    assert [path.name for path in there.iterdir()] == ['photos']
+    (there / 'photos').rmdir()
+    # An up that was killed as it wrote its lab.json.
+    (there / '.lab.json.part').write_text('{')
+    begun()
+    begun()
 
 
 @pytest.mark.usefixtures('as_root')

@@ -1,0 +1,27 @@
+"""Where labs are, in a test's own directory, and a machine on which none has a namespace."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ecomp.lab import machine, namespaces, state
+
+
+@pytest.fixture
+def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The directory of all labs, empty."""
+    found = tmp_path / 'labs'
+    found.mkdir()
+    monkeypatch.setattr(state, 'ROOT', found)
+    monkeypatch.setattr(state.load, '__defaults__', (found,))
+    monkeypatch.setattr(state.all_labs, '__defaults__', (found,))
+    return found
+
+
+@pytest.fixture
+def as_root(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No lab has a namespace, and nobody needs to be root."""
+    monkeypatch.setattr(machine, 'require_root', lambda _: None)
+    monkeypatch.setattr(namespaces, 'of_lab', lambda _: [])
