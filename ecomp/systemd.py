@@ -10,12 +10,14 @@ import math
 import os
 import re
 import socket
+import stat
 import time
 from collections.abc import MutableMapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-UNITS = Path(__file__).with_name('units')
+PACKAGE = Path(__file__).parent
+UNITS = PACKAGE / 'units'
 COMMAND = '@command@'
 """What stands in a unit of UNITS for the command that it runs."""
 PATIENCE = 5.0
@@ -81,6 +83,23 @@ def program(called: str, python: str, module: str) -> list[str]:
         return [os.path.abspath(called)]
     # -P: what lies in the directory that it is started in is not root's to run.
     return [python, '-P', '-m', module]
+
+
+def in_root_s_way(path: Path) -> Path | None:
+    """The directory, `path` or one above it, that keeps root without capabilities from it; None if none does.
+
+    That is one that is another user's: root may be shut out and writes nothing in it, and that user could put another
+    program there. What is not there yet is in nobody's way.
+    """
+    for way in (Path(os.path.abspath(path)), Path(os.path.realpath(path))):
+        for each in (*reversed(way.parents), way):
+            try:
+                found = each.stat()
+            except OSError:
+                break  # not there yet, or root's alone
+            if stat.S_ISDIR(found.st_mode) and (found.st_uid != 0 or not found.st_mode & stat.S_IXUSR):
+                return each
+    return None
 
 
 def quoted(word: str) -> str:

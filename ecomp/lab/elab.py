@@ -286,8 +286,10 @@ def _control(options: argparse.Namespace) -> int:
     asked = foreground.Endpoints(*_ports(options), options.data, options.bind, options.certs)
     if options.unit:
         program = systemd.program(sys.argv[0], sys.executable, 'ecomp.lab.elab')
+        told = foreground.words(asked)
+        foreground.check_service(asked, Path(program[0]))
         log.print_utf_8()
-        print(systemd.unit('ecomp-control.service', [*program, *foreground.words(asked)]), end='')
+        print(systemd.unit('ecomp-control.service', [*program, *told]), end='')
     else:
         foreground.run(asked, systemd.Service.of(os.environ), _say, ready)
     return 0

@@ -9,6 +9,7 @@ import errno
 import os
 import signal
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -19,6 +20,7 @@ from ipaddress import ip_address
 from pathlib import Path
 from types import FrameType
 
+from ecomp import systemd
 from ecomp.errors import EcompError, UsageError
 from ecomp.lab import control, machine
 from ecomp.lab.control import LOCALHOST, LabServer
@@ -103,6 +105,22 @@ def words(asked: Endpoints) -> list[str]:
     told = ['control', '--bind', asked.bind, '--data', str(asked.data.absolute())]
     told += ['--etcd-port', str(asked.etcd_port), '--placement-port', str(asked.placement_port)]
     return told if asked.certs is None else [*told, '--certs', str(asked.certs.absolute())]
+
+
+def check_service(asked: Endpoints, program: Path) -> None:
+    """UsageError if a service that is root without root's rights could not run `program`, or write where it is told."""
+    asked = _with_certs(asked)
+    cure = 'install in /opt/ecomp, and say --data /var/lib/ecomp'
+    # An installation may lead to somebody's clone (pip install -e), or to a Python of their own.
+    used = {str(program): program, f"elab's code in {systemd.PACKAGE}": systemd.PACKAGE}
+    used |= {f'its Python {sys.executable}': Path(sys.executable), f'--data {asked.data}': asked.data}
+    if asked.certs is not None:
+        used[f'--certs {asked.certs}'] = asked.certs
+        cure += ' --certs /var/lib/ecomp/certs'
+    for what, path in used.items():
+        if (place := systemd.in_root_s_way(path)) is not None:
+            why = f"{what} is in {place}, which is another user's or closed to root, and the service has no right there"
+            raise UsageError(f'--unit: {why}: {cure} (docs/howto/real-machines.md)')
 
 
 def _servers(asked: Endpoints, data: Path) -> list[LabServer]:

@@ -86,6 +86,11 @@ def test_a_guest_into_what_is_a_directory(
     assert capsys.readouterr().err == f'elab: {name} is a directory: name the file that is to be the image\n'
 
 
+PRINTS = 'import sys; from ecomp import systemd; systemd.in_root_s_way = lambda _: None; ' \
+    'from ecomp.lab import elab; sys.exit(elab.main(["control", "--unit"]))'
+"""Prints a unit, whosever the clone is that it would be run in."""
+
+
 @pytest.mark.parametrize('unbuffered', ['', '1'])
 @pytest.mark.parametrize(
     ('redirection', 'code', 'said'),
@@ -96,11 +101,10 @@ def test_a_guest_into_what_is_a_directory(
     ],
 )
 def test_what_is_printed_for_nobody(redirection: str, code: int, said: str, unbuffered: str, tmp_path: Path) -> None:
-    command = f'{sys.executable} -m ecomp.lab.elab control --unit {redirection}'
     env = {**environment(), 'PYTHONUNBUFFERED': unbuffered}
     done = subprocess.run(
-        ['bash', '-c', command], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, cwd=tmp_path, env=env,
-        check=False, timeout=60,
+        ['bash', '-c', f'"$0" -c "$1" {redirection}', sys.executable, PRINTS],
+        stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, cwd=tmp_path, env=env, check=False, timeout=60,
     )  # fmt: skip
     assert (done.returncode, done.stderr) == (code, said)
 
@@ -108,7 +112,7 @@ def test_what_is_printed_for_nobody(redirection: str, code: int, said: str, unbu
 def test_what_is_printed_for_a_reader_that_has_gone(tmp_path: Path) -> None:
     reading, writing = os.pipe()
     os.close(reading)
-    command = [sys.executable, '-m', 'ecomp.lab.elab', 'control', '--unit']
+    command = [sys.executable, '-c', PRINTS]
     try:
         done = subprocess.run(
             command, stdout=writing, stderr=subprocess.PIPE, cwd=tmp_path, env=environment(), check=False, timeout=60

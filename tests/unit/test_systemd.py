@@ -6,6 +6,7 @@ import configparser
 import math
 import os
 import shutil
+import stat
 import subprocess
 import sys
 from pathlib import Path
@@ -100,6 +101,12 @@ def test_the_program_is_found_from_any_directory(tmp_path: Path, monkeypatch: py
     assert systemd.program('compute.py', '/python', 'ecomp.compute') == ['/python', '-P', '-m', 'ecomp.compute']
 
 
+@pytest.fixture
+def of_root(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whose the clone and this test's directory are does not matter."""
+    monkeypatch.setattr(systemd, 'in_root_s_way', lambda _: None)
+
+
 def units(directory: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> dict[str, str]:
     """Each unit as its --unit prints it, for a program in a directory whose name has to be quoted."""
     where = directory / 'a $b %c'
@@ -119,6 +126,7 @@ def units(directory: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
     return made
 
 
+@pytest.mark.usefixtures('of_root')
 def test_systemd_takes_each_unit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -139,6 +147,7 @@ def test_systemd_takes_each_unit(
     assert 'NoSuchThing' in done.stderr
 
 
+@pytest.mark.usefixtures('of_root')
 def test_what_each_unit_says(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -171,3 +180,66 @@ def test_a_unit_is_of_a_hypervisor(words: list[str]) -> None:
 def test_a_unit_for_no_address_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert elab.main(['control', '--bind', '0.0.0.0', '--unit']) == 2
     assert capsys.readouterr().out == ''
+
+
+@pytest.fixture
+def ann(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A directory that is Ann's; all else is root's."""
+    home = tmp_path / 'home/ann'
+    home.mkdir(parents=True)
+    os_stat = Path.stat
+
+    def owned(path: Path, **more: bool) -> os.stat_result:
+        found = list(os_stat(path, **more))
+        found[stat.ST_UID] = 1000 if path.is_relative_to(home) else 0
+        return os.stat_result(found)
+
+    monkeypatch.setattr(Path, 'stat', owned)
+    return home
+
+
+def test_what_is_in_the_way_of_root_without_rights(ann: Path, tmp_path: Path) -> None:
+    (tmp_path / 'opt').mkdir()
+    (tmp_path / 'opt/ecomp').symlink_to(ann / 'clone')
+    (ann / 'own').symlink_to(tmp_path / 'opt')
+    for path in (tmp_path / 'opt', tmp_path / 'var/lib/ecomp', Path('/')):
+        assert systemd.in_root_s_way(path) is None
+    for path in (ann, ann / 'clone/certs', tmp_path / 'opt/ecomp/bin', ann / 'own/bin', tmp_path / 'opt/../home/ann'):
+        assert systemd.in_root_s_way(path) == ann
+    (tmp_path / 'opt').chmod(0o600)
+    assert systemd.in_root_s_way(tmp_path / 'opt/bin/elab') == tmp_path / 'opt'
+
+
+def test_a_unit_that_root_without_rights_could_not_run_is_refused(
+    ann: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As typed in a clone in somebody's home: systemd would try it for ever."""
+    for name in ('clone', '.venv'):
+        (ann / name).mkdir()
+    for program in (ann / '.venv/elab', tmp_path / 'elab'):
+        program.symlink_to('/bin/true')
+    opt, var = str(tmp_path / 'elab'), tmp_path / 'var'
+    monkeypatch.chdir(ann / 'clone')
+    monkeypatch.setattr(systemd, 'PACKAGE', tmp_path)
+    cure = 'install in /opt/ecomp, and say --data /var/lib/ecomp'
+    for program, words, what in (
+        (f'{ann}/.venv/elab', [], f'{ann}/.venv/elab'),
+        (opt, [], '--data elab-control'),
+        (opt, ['--data', str(var)], '--certs certs'),
+        (opt, ['--data', str(var), '--certs', str(ann / 'x')], f'--certs {ann}/x'),
+    ):
+        monkeypatch.setattr(sys, 'argv', [program])
+        assert elab.main(['control', '--bind', '10.0.0.5', *words, '--unit']) == 2
+        why = f"{what} is in {ann}, which is another user's or closed to root, and the service has no right there"
+        said = f'elab: --unit: {why}: {cure} --certs /var/lib/ecomp/certs (docs/howto/real-machines.md)\n'
+        assert capsys.readouterr() == ('', said)
+    assert elab.main(['control', '--bind', '10.0.0.5', '--data', str(var), '--certs', str(var), '--unit']) == 0
+    assert f'--data {var} ' in capsys.readouterr().out
+    # No one else reaches it, so there are no certificates to be put anywhere.
+    assert elab.main(['control', '--unit']) == 2
+    assert f': {cure} (docs' in capsys.readouterr().err
+    for which, name, what in ((systemd, 'PACKAGE', "elab's code in"), (sys, 'executable', 'its Python')):
+        with monkeypatch.context() as patched:
+            patched.setattr(which, name, str(ann / 'clone'))
+            assert elab.main(['control', '--data', str(var), '--unit']) == 2
+        assert f'{what} {ann}/clone is in {ann}, which' in capsys.readouterr().err
