@@ -85,7 +85,8 @@ install_packages() {
 
 make_venv() {
     local wanted stamp=.venv/installed-quickstart
-    if ! .venv/bin/python -c '' 2>/dev/null; then
+    # pip comes last, and of it what says its version: without, the making of .venv was ended in between.
+    if ! .venv/bin/python -c 'import pip, importlib.metadata as m; m.version("pip")' 2>/dev/null; then
         begin "making .venv with $("$PYTHON" --version)"
         # The pip that comes with Python 3.11 takes twice as long for all that follows.
         quietly "$PYTHON" -m venv --clear --upgrade-deps .venv

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -79,3 +80,30 @@ def test_quickstart_proposes_to_destroy_only_what_it_made() -> None:
         assert ('destroy 5ca1ab1e' in done.stdout) is said
         assert 'mine' not in done.stdout
         assert 'elab status' in done.stdout
+
+
+@pytest.mark.parametrize(('script', 'stamp'), [('quickstart.sh', 'installed-quickstart'), ('tests/run', 'installed')])
+def test_a_venv_whose_making_was_ended_is_made_anew(script: str, stamp: str, tmp_path: Path) -> None:
+    """Its Python is there before its pip."""
+    text = (TOP / script).read_text()
+    make_venv = text[text.index('make_venv() {') :]
+    make_venv = make_venv[: make_venv.index('\n}\n') + 3]
+    around = 'begin() { :; }; finish() { :; }; say() { :; }; check_python() { :; }; quietly() { echo "$@" >>asked; }'
+    (tmp_path / 'setup.py').write_text('')
+
+    def asked() -> str:
+        (tmp_path / 'asked').write_text('')
+        words = f'{around}\n{make_venv}\nPYTHON={sys.executable} make_venv'
+        subprocess.run(['bash', '-euc', words], cwd=tmp_path, check=True)
+        return (tmp_path / 'asked').read_text()
+
+    subprocess.run([sys.executable, '-m', 'venv', '--without-pip', tmp_path / '.venv'], check=True)
+    (packages,) = (tmp_path / '.venv/lib').glob('python*/site-packages')
+    anew = f'{sys.executable} -m venv --clear --upgrade-deps .venv\n'
+    assert anew in asked()
+    (packages / 'pip.py').touch()
+    assert anew in asked()
+    (packages / 'pip-26.0.dist-info').mkdir()
+    (packages / 'pip-26.0.dist-info/METADATA').write_text('Name: pip\nVersion: 26.0\n')
+    assert (tmp_path / '.venv' / stamp).exists()
+    assert asked() == ''
