@@ -276,7 +276,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument('--user', metavar='NAME', help='once it listens, be this user (a name or a number), not root')
     made.add_argument('--with-parent', action='store_true', help='end when standard input ends')
     made.add_argument('--verbose', action='store_true', help='log each request too, not only what is wrong')
-    unit = 'print the systemd unit that runs it beside ecompute, with CONF if given, and end'
+    unit = 'print the systemd unit that runs it beside ecompute, with CONF alone if given, and end'
     made.add_argument('--unit', action='store_true', help=unit)
     made.add_argument('--version', action='version', version=f'mdserver {__version__}')
     return made
@@ -285,8 +285,11 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: list[str] | None = None) -> int:
     """Serve until a signal, or the end of standard input with --with-parent; the exit code."""
     try:
-        arguments = parser().parse_args(argv)
+        known = parser()
+        arguments = known.parse_args(argv)
         if arguments.unit:
+            if {**vars(arguments), 'unit': False, 'conf': None} != vars(known.parse_args([])):
+                known.error('--unit goes with CONF alone: `guests` goes there, the rest by systemctl edit mdserver')
             _put(unit(arguments.conf, sys.argv[0]))
             return 0
     except OSError as error:

@@ -177,6 +177,18 @@ def test_a_unit_is_of_a_hypervisor(words: list[str]) -> None:
         arguments.unit(arguments.parser().parse_args(['--unit', *words]), ['ecompute'])
 
 
+@pytest.mark.parametrize(
+    'words',
+    [['--bridge', 'virbr7'], ['--guests', '/srv/x'], ['--listen', ''], ['--user', 'x'], ['--verbose']],
+)
+def test_no_option_is_left_out_of_a_metadata_server_s_unit(words: list[str], capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        server.main(['--unit', 'mdserver.conf', *words])
+    out, said = capfd.readouterr()
+    assert (ended.value.code, out, said.count('\n')) == (2, '', 1)
+    assert said.startswith('mdserver: --unit goes with CONF alone')
+
+
 def test_a_unit_for_no_address_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert elab.main(['control', '--bind', '0.0.0.0', '--unit']) == 2
     assert capsys.readouterr().out == ''
