@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import re
+import shutil
+import tempfile
 from pathlib import Path
 
 from setuptools import find_packages, setup
@@ -12,6 +15,11 @@ TOP = Path(__file__).resolve().parent
 # Read, not imported: the package's own requirements are not there yet.
 VERSION = re.search(r"^__version__ = '([^']+)'$", (TOP / 'ecomp/__init__.py').read_text(encoding='utf-8'), re.MULTILINE)
 README = TOP / 'README.md'
+
+# Not in the tree: after a `sudo pip install .` it would be root's, and nobody else could install from that clone; and
+# modules that are removed from the tree would be in all later wheels.
+WORK = tempfile.mkdtemp(prefix='ecomp-build-')
+atexit.register(shutil.rmtree, WORK, ignore_errors=True)
 
 REQUIRES = [
     # The last release, of 2020, and we use its generated code more than its own: a newer one would be a surprise.
@@ -80,6 +88,7 @@ setup(
         for number in '158'
     ],
     install_requires=REQUIRES,
+    options={'build': {'build_base': WORK}, 'egg_info': {'egg_base': WORK}},
     extras_require={'hypervisor': HYPERVISOR, 'lab': LAB, 'test': TEST},
     entry_points={
         'console_scripts': [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -71,16 +72,36 @@ def test_what_roff_would_obey_is_text() -> None:
 
 def test_the_wheel_has_the_man_pages_and_the_units(tmp_path: Path) -> None:
     copy_tree(tmp_path / 'ecomp')
-    build = 'import sys; from setuptools import build_meta; build_meta.build_wheel(sys.argv[1])'
-    command = [sys.executable, '-c', build, str(tmp_path)]
-    done = subprocess.run(command, cwd=tmp_path / 'ecomp', capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    with zipfile.ZipFile(next(tmp_path.glob('*.whl'))) as wheel:
-        names = wheel.namelist()
+    names = in_the_wheel(tmp_path / 'ecomp', tmp_path)
     found = {name.partition('share/man/')[2] for name in names} - {''}
     assert found == {f'man{path.suffix[1:]}/{path.name}' for path in generate.MAN.iterdir()}
     units = {'ecomp/units/ecompute.service', 'ecomp/units/ecomp-control.service', 'mdserver/mdserver.service'}
     assert {name for name in names if name.endswith('.service')} == units
+
+
+def test_a_wheel_leaves_nothing_in_the_clone_and_has_nothing_of_the_one_before(tmp_path: Path) -> None:
+    """By `sudo pip install .` what it left was root's, and nobody else could install from that clone."""
+    clone = tmp_path / 'ecomp'
+    copy_tree(clone)
+    (clone / 'ecomp/removed.py').touch()
+    before = {path for path in clone.rglob('*') if path.suffix != '.pyc'}
+    assert 'ecomp/removed.py' in in_the_wheel(clone, tmp_path)
+    assert {path for path in clone.rglob('*') if path.suffix != '.pyc'} == before
+    (clone / 'ecomp/removed.py').unlink()
+    assert 'ecomp/removed.py' not in in_the_wheel(clone, tmp_path)
+    assert list((tmp_path / 'temporary').iterdir()) == []
+
+
+def in_the_wheel(clone: Path, directory: Path) -> list[str]:
+    """The files in the wheel that is made of this clone in this directory, with its `temporary` for temporary files."""
+    (directory / 'temporary').mkdir(exist_ok=True)
+    build = 'import sys; from setuptools import build_meta; build_meta.build_wheel(sys.argv[1])'
+    command = [sys.executable, '-c', build, str(directory)]
+    told = {**os.environ, 'TMPDIR': str(directory / 'temporary')}
+    done = subprocess.run(command, cwd=clone, env=told, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    with zipfile.ZipFile(next(directory.glob('*.whl'))) as wheel:
+        return wheel.namelist()
 
 
 def _without_code(text: str) -> str:
