@@ -14,6 +14,7 @@ from ecomp.agent.host.state import Identity
 from ecomp.errors import Conflict, UsageError
 from ecomp.files import write_durably
 from ecomp.model import keys
+from ecomp.virt.access import ENTER, User, can
 
 OTHER = '5ca1ab1e-0000-4000-8000-000000000000'
 GIVEN = 'b8756be5-a30d-4311-920c-0ad996367a8e'
@@ -118,6 +119,24 @@ def test_qemu_gets_through_and_nobody_reads(tmp_path: Path) -> None:
     state.close()
     assert (tmp_path / 's').stat().st_mode & 0o777 == 0o711
     assert (tmp_path / 's/lock').stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize('umask', [0o022, 0o027, 0o077])
+def test_qemu_gets_through_whatever_the_umask_is(umask: int, tmp_path: Path) -> None:
+    """Before keep() too: whether QEMU gets there is looked at first."""
+    before = os.umask(umask)
+    try:
+        state = Identity(tmp_path / 'a/b')
+        qemu = User('qemu', 4711, frozenset())
+        assert [can(ENTER, each, qemu) for each in (tmp_path / 'a', tmp_path / 'a/b')] == [True, True]
+        made = state.compute_uuid(None), state.token()
+        state.keep()
+        state.close()
+        assert [(tmp_path / 'a/b' / name).read_text().strip() for name in ('uuid', 'token')] == [*made]
+        modes = {path.name: path.stat().st_mode & 0o777 for path in (tmp_path / 'a/b').iterdir()}
+        assert modes == {'lock': 0o600, 'uuid': 0o600, 'token': 0o600}
+    finally:
+        os.umask(before)
 
 
 def test_a_file_is_replaced_whole(tmp_path: Path) -> None:

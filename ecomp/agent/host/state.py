@@ -29,7 +29,7 @@ class Identity:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         try:
-            directory.mkdir(parents=True, exist_ok=True)
+            _make(directory)
             self._lock = os.open(directory / 'lock', os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:
             raise UsageError(
@@ -93,3 +93,12 @@ class Identity:
         if not keys.is_uuid(text):
             raise UsageError(f'{path}: holds {text[:60]!r}, not a uuid: put the right one there, or remove the file')
         return text
+
+
+def _make(directory: Path) -> None:
+    """Make it, and what is missing above it, so that any user gets through, whatever the umask is. OSError."""
+    # QEMU's user has to, or this start is refused, and each later one too, for it finds the directory as it is.
+    missing = [each for each in (directory, *directory.parents) if not each.exists()]
+    directory.mkdir(parents=True, exist_ok=True)
+    for each in missing:
+        each.chmod(each.stat().st_mode | 0o111)
