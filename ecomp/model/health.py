@@ -86,15 +86,20 @@ class ComputeFacts:
 
 def _no_etcd(facts: Backends) -> Iterator[Found]:
     if facts.no_etcd:
-        yield facts.no_etcd, _right('etcd', facts)
+        yield facts.no_etcd, _right('etcd', facts.no_etcd, facts)
 
 
 def _no_placement(facts: Backends) -> Iterator[Found]:
     if facts.no_placement:
-        yield facts.no_placement, _right('placement', facts)
+        yield facts.no_placement, _right('placement', facts.no_placement, facts)
 
 
-def _right(section: str, facts: Backends) -> str:
+def _right(section: str, why: str, facts: Backends) -> str:
+    # The words of ecomp/store/reasons.py and ecomp/placement/tls.py: it is there, and found.
+    if 'is the clock right?' in why:
+        return 'timedatectl set-ntp true, here and on the control host'
+    if 'its certificate has expired' in why:
+        return 'elab certs DIR, on the control host; and see that this clock is right'
     if facts.told is None:
         return f'no {facts.usual} was found, so localhost was guessed: name one with --config or in ECOMP_CONFIG'
     return f'{facts.told} told where it is: start it there, or correct `{section}:`'

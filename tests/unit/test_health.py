@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ssl
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -15,6 +16,8 @@ from ecomp.model.health import ComputeFacts as Facts
 from ecomp.model.host import CLOSED, ORPHANED, SILENT, UP, Host
 from ecomp.model.host_health import MISSING, OFF, THERE, Libvirt, Machine, StateDirectory
 from ecomp.model.network import Attachment
+from ecomp.placement import tls
+from ecomp.store import reasons
 from tests.kit.certificates import Authority
 
 NOW = datetime(2026, 11, 23, 12, tzinfo=UTC)
@@ -44,12 +47,26 @@ def test_what_is_well_has_nothing() -> None:
     )
 
 
+def of_etcd(said: str) -> str:
+    """Why there is no etcd, where gRPC's TLS says this of its certificate."""
+    return reasons.why(reasons.CallFailure(reasons.UNAVAILABLE, f'{reasons.NOT_CONNECTED}certificate {said}'), True)
+
+
+def of_placement(said: str) -> str:
+    """Why there is no placement, where OpenSSL says this of its certificate."""
+    return tls.reason(ssl.SSLCertVerificationError(f'CERTIFICATE_VERIFY_FAILED: certificate {said}'))[1]
+
+
 @pytest.mark.parametrize(
     ('facts', 'check', 'says', 'cure'),
     [
         (replace(WELL, no_etcd='etcd … cannot be reached'), 'etcd', 'cannot be reached', 'schedule.yaml told'),
         (replace(WELL, no_etcd='away', told=None), 'etcd', 'away', 'no schedule.yaml was found, so localhost was'),
         (replace(WELL, no_placement='it is too old'), 'placement', 'too old', 'correct `placement:`'),
+        (replace(WELL, no_etcd=of_etcd('is not yet valid')), 'etcd', 'not valid yet', 'set-ntp true, here and on the'),
+        (replace(WELL, no_etcd=of_etcd('has expired')), 'etcd', 'has expired', 'elab certs DIR, on the control host;'),
+        (replace(WELL, no_placement=of_placement('is not yet valid')), 'placement', 'not valid yet', 'set-ntp true'),
+        (replace(WELL, no_placement=of_placement('has expired')), 'placement', 'has expired', 'elab certs DIR, on the'),
         (replace(WELL, etcd_version='3.4.23'), 'etcd-version', 'end-of-life', '3.5.33'),
         (replace(WELL, placement_version='1.30'), 'placement-version', '1.30, and 1.39 is', 'openstack-placement>='),
         (replace(WELL, placement_version='new'), 'placement-version', 'new, and 1.39 is', 'openstack-placement>='),
