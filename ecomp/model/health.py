@@ -165,9 +165,12 @@ def _versions(facts: ComputeFacts) -> Iterator[Found]:
             # Not by its name: the ecomp that pip finds by that is not this one.
             if _parts(version) < _parts(facts.ours):
                 clone = f'on its host, in a clone of ecomp {facts.ours}'
-                yield what, f"{clone}: /opt/ecomp/bin/pip install '.[hypervisor]'; systemctl restart ecompute"
+                # Stopped first: workers that it begins meanwhile would be of the new version, and it of the old one.
+                steps = "systemctl stop ecompute; /opt/ecomp/bin/pip install '.[hypervisor]'; systemctl start ecompute"
+                yield what, f'{clone}: {steps} (docs/howto/upgrade.md)'
             else:
-                yield what, f'here, in a clone of ecomp {version}: pip install .'
+                clone = f'here, in a clone of ecomp {version}'
+                yield what, f'{clone}: pipx install --force ., or pip install . in its virtual environment'
 
 
 def _queue(facts: ComputeFacts) -> Iterator[Found]:

@@ -95,11 +95,15 @@ def test_of_the_control_plane(facts: Backends, check: str, says: str, cure: str)
         (Facts((Host(A, None, ORPHANED, 0, {}),)), ('compute', 'is orphaned', f'host forget {A}')),
         (
             Facts((Host(A, 'hv1', UP, 0, {}),), {A: '1.9.0'}, '1.10.0'),
-            ('version', 'runs ecomp 1.9.0', "clone of ecomp 1.10.0: /opt/ecomp/bin/pip install '.[hypervisor]"),
+            ('version', 'runs ecomp 1.9.0', "stop ecompute; /opt/ecomp/bin/pip install '.[hypervisor]'; system"),
+        ),
+        (
+            Facts((Host(A, 'hv1', UP, 0, {}),), {A: '1.9.0'}, '1.10.0'),
+            ('version', 'runs ecomp 1.9.0', 'on its host, in a clone of ecomp 1.10.0: systemctl stop'),
         ),
         (
             Facts((Host(A, 'hv1', UP, 0, {}),), {A: '1.10.0'}, '1.9.0'),
-            ('version', 'and this is 1.9.0', 'here, in a clone of ecomp 1.10.0: pip install .'),
+            ('version', 'and this is 1.9.0', 'here, in a clone of ecomp 1.10.0: pipx install --force .'),
         ),
         (Facts(unserved='web1 waits: `queues: True` does it'), ('queue', 'web1 waits', '`queues: True` does it')),
     ],
