@@ -52,17 +52,22 @@ def no_images(config: ComputeConfig) -> str:
 
 
 def _machine(config: ComputeConfig, has_placement: bool) -> host_health.Machine:
-    there, why = None, ''
+    there, why, no_library = None, '', ''
     try:
         from ecomp.virt.looking import look
-
-        there = look(config.state, config.networks)
-    except EcompError as error:
-        why = str(error)
+    except UsageError as error:
+        no_library = str(error)
+    else:
+        try:
+            there = look(config.state, config.networks)
+        except EcompError as error:
+            why = str(error)
     return host_health.Machine(
         state=_state(config.state),
         libvirt=there,
         no_libvirt=why,
+        no_library=no_library,
+        has_libvirtd=shutil.which('libvirtd', path=f'{os.environ.get("PATH", os.defpath)}:/usr/sbin') is not None,
         configured=config.uuid,
         wanted=config.virt_type,
         metadata=config.metadata,

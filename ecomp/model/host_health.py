@@ -56,6 +56,8 @@ class StateDirectory(NamedTuple):
 class Machine:
     """All that is looked at. `no_libvirt` says why there is no libvirt, '' if there is one.
 
+    `no_library` says that libvirt-python is missing, a colon, and what mends that; '' where it is there. `has_libvirtd`
+    says whether its program is installed.
     `configured` is `uuid:`, `wanted` is `virt_type:`, `metadata` is `metadata:`. `proxies` are the environment's, by
     variable; `image_proxy` says that compute.yaml has one. `is_taken` says that a server of another kind listens where
     the metadata server would. `refused` is what of compute.yaml a start would refuse, a sentence each; `no_images` is
@@ -65,6 +67,8 @@ class Machine:
     state: StateDirectory
     libvirt: Libvirt | None
     no_libvirt: str = ''
+    no_library: str = ''
+    has_libvirtd: bool = True
     configured: str | None = None
     wanted: str = 'auto'
     metadata: str = 'network'
@@ -123,8 +127,12 @@ def _images(facts: Machine) -> Iterator[Found]:
 
 
 def _no_libvirt(facts: Machine) -> Iterator[Found]:
-    if facts.no_libvirt:
-        yield facts.no_libvirt, 'systemctl start libvirtd'
+    if facts.no_library:
+        what, _, cure = facts.no_library.partition(': ')
+        yield what, cure
+    elif facts.no_libvirt:
+        cure = 'systemctl start libvirtd' if facts.has_libvirtd else 'apt install libvirt-daemon-system'
+        yield facts.no_libvirt, cure
 
 
 OF_MACHINE: Mapping[str, Callable[[Machine], Iterable[Found]]] = {

@@ -225,6 +225,19 @@ def test_a_state_directory_where_we_may_not_look(tmp_path: Path) -> None:
     assert done.stdout.startswith('etcd: ')
 
 
+def test_what_libvirt_lacks_is_what_its_cure_installs(tmp_path: Path) -> None:
+    """Neither libvirt-python nor libvirtd is started by systemctl where it is not installed."""
+    config = tmp_path / 'compute.yaml'
+    etcd = {'endpoints': [f'127.0.0.1:{free_port()}'], 'timeout': 0.5}
+    config.write_text(yaml.safe_dump({'state': str(tmp_path / 'state'), 'etcd': etcd}))
+    hidden = 'import sys; sys.modules["libvirt"] = None; from ecomp.compute import main; sys.exit(main())'
+    command = [sys.executable, '-c', hidden, '--check', '--config', str(config)]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, check=False, timeout=120)
+    (line,) = [each for each in done.stdout.splitlines() if each.startswith('libvirt')]
+    cure = f"in a clone of ecomp: {sys.executable} -m pip install '.[hypervisor]' (it needs "
+    assert line.startswith(f'libvirt: libvirt-python is missing. Mend it: {cure}'), done
+
+
 def test_what_a_start_would_refuse(etcd: Etcd, placement: PlacementServer, tmp_path: Path) -> None:
     """A check that is silent of it has `systemctl enable --now` end with a unit that is not started again."""
     settings = {

@@ -33,6 +33,7 @@ LIBVIRT = Libvirt(
 )  # fmt: skip
 STATE = StateDirectory('/var/lib/ecompute', 0, 0, A, True, 50 * 1024**3)
 MACHINE = Machine(state=STATE, libvirt=LIBVIRT)
+AWAY = replace(MACHINE, libvirt=None, no_libvirt='no socket')
 
 
 def test_what_is_well_has_nothing() -> None:
@@ -132,7 +133,9 @@ BRIDGE, NETWORK, OTHER = Attachment('bridge', 'br0'), Attachment('network', 'def
         (replace(MACHINE, proxies=('http_proxy',)), 'proxy', 'http_proxy is in the', 'unset http_proxy'),
         (replace(MACHINE, refused=('traits: CUSTOM',)), 'configuration', 'traits: CUSTOM', 'in compute.yaml'),
         (replace(MACHINE, no_images='/no such'), 'images', '/no such is no directory', "mkdir -p '/no such'"),
-        (replace(MACHINE, libvirt=None, no_libvirt='no socket'), 'libvirt', 'no socket', 'systemctl start libvirtd'),
+        (AWAY, 'libvirt', 'no socket', 'systemctl start libvirtd'),
+        (replace(AWAY, has_libvirtd=False), 'libvirt', 'no socket', 'apt install libvirt-daemon-system'),
+        (replace(AWAY, no_libvirt='', no_library='it is away: pip it'), 'libvirt', 'it is away', 'pip it'),
         (libvirt(version=8_000_000), 'libvirt-version', 'libvirt 8.0.0 is older', '9.0.0'),
         (libvirt(version=11_002_001), 'libvirt-version', 'is 11.2.1 still, and 11.3.0', 'systemctl restart libvirtd'),
         (libvirt(qemu=False), 'qemu', 'no QEMU', 'apt install qemu-system-x86'),
