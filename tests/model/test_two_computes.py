@@ -234,3 +234,26 @@ def test_a_guest_stays_whose_request_became_unreadable_after_it_had_ended(cloud:
     cloud.store.commit([], [Put(keys.request(A, U), '{')])
     host.rounds(3, host.plan)()
     assert host.hypervisor.guests()[U].running
+
+
+def test_a_name_that_nobody_could_read_goes_with_the_request_that_says_it(cloud: Cloud) -> None:
+    """It was refused unread, and is put right too late: a uuid is never used twice."""
+    host = cloud.computes[A]
+    cloud.delivered(U, A, 'web')
+    key = keys.request(A, U)
+    right = cloud.etcd.entries[key].value.decode()
+    cloud.store.commit([], [Put(key, '{')])
+    host.rounds(3, host.plan)()
+    assert (key in cloud.etcd.entries, keys.name('web') in cloud.etcd.entries) == (False, True)
+    cloud.store.commit([], [Put(key, right)])
+    host.rounds(3, host.plan)()
+    assert (key in cloud.etcd.entries, keys.name('web') in cloud.etcd.entries) == (False, False)
+    # The name of what failed leads to it as long as its record is there.
+    cloud.delivered(V, A, 'db')
+    right = cloud.etcd.entries[keys.request(A, V)].value.decode()
+    cloud.model.held.pop(V)
+    host.rounds(3, host.plan)()
+    cloud.store.commit([], [Put(keys.request(A, V), right)])
+    host.rounds(3, host.plan)()
+    assert cloud.etcd.entries[keys.name('db')].lease
+    assert keys.request(A, V) not in cloud.etcd.entries

@@ -74,7 +74,8 @@ class Guest:
     def by_hand(self, command: str) -> list[str]:
         """The words of an ssh that takes any host key."""
         address = self.lab.eschedule(self.name).stdout.strip()
-        options = ('BatchMode=yes', 'StrictHostKeyChecking=no', 'UserKnownHostsFile=/dev/null', 'LogLevel=ERROR')
+        soon = ('BatchMode=yes', 'ConnectTimeout=5')
+        options = (*soon, 'StrictHostKeyChecking=no', 'UserKnownHostsFile=/dev/null', 'LogLevel=ERROR')
         words = [word for each in options for word in ('-o', each)]
         return ['ssh', '-i', str(self.private), *words, f'debian@{address}', command]
 
@@ -224,15 +225,17 @@ def test_a_reboot_without_its_ecompute_is_no_first_boot_either(guests: Mapping[s
     lab.stop_ecompute(guest.host)
     guest.ssh('sudo reboot')
 
-    def booted() -> str:
+    def booted() -> bool:
         try:
-            words = guest.by_hand('cat /proc/sys/kernel/random/boot_id; cloud-init status --wait >/dev/null; hostname')
-            found = lab.inside(guest.host, *words).split()
+            found = lab.inside(guest.host, *guest.by_hand('cat /proc/sys/kernel/random/boot_id')).strip()
         except EcompError:
-            return ''  # its sshd is not there yet, or not any more
-        return found[-1] if len(found) == 2 and found[0] != boot else ''
+            return False  # its sshd is not there yet, or not any more
+        return found not in ('', boot)
 
-    assert until(booted, READY, 'it has booted again') == guest.name
+    until(booted, READY, 'it has booted again')
+    # Through, all of it: until then its keys might still be made anew.
+    said = lab.inside(guest.host, *guest.by_hand('cloud-init status --wait >/dev/null; hostname'))
+    assert said.strip() == guest.name
     assert lab.inside(guest.host, *guest.by_hand('cat /etc/ssh/ssh_host_*_key.pub')).strip() == keys
     lab.start_ecomputes()
     until(lambda: guest.ssh('true').returncode == 0, 60, 'it is entered as before')

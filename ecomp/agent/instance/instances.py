@@ -233,7 +233,8 @@ class Instances:
 
     def clear(self, instance: str, revision: int, reason: str) -> None:
         """Drop a request that is not to be carried out; what is recorded of the instance stays as it is."""
-        self._records.commit(instance, revision, [], [Delete(keys.request(self.compute, instance))])
+        record = self.record(instance)
+        self._records.drop(instance, revision, record.name if record is not None and record.state == ERROR else None)
         log.error('instance %s: request dropped: %s', instance, reason)
         self._release(instance)
 

@@ -15,7 +15,7 @@ from ecomp.agent.host.memory import Memory
 from ecomp.errors import Denied, NoSpace, UnknownOutcome, Unreadable
 from ecomp.failpoints import failpoint
 from ecomp.model import keys
-from ecomp.model.instance import Invalid, Request
+from ecomp.model.instance import Invalid, Request, parse_request, shares
 from ecomp.model.record import ACTIVE, DESTROYING, ERROR, STOPPED, Record, from_json, is_newer, to_json
 from ecomp.store.client import Delete, Entry, Exists, Put, Store, Unchanged
 from ecomp.store.places import listed
@@ -171,6 +171,17 @@ class Records:
         failpoint('ended')
         self.forget(instance)
         self._memory.ended(instance)
+
+    def drop(self, instance: str, revision: int, kept: str | None) -> None:
+        """Delete a request of what is over, and a name that leads to it, unless it is `kept`: what failed has its.
+
+        Of a request that could not be read nobody knew the name, until somebody wrote it anew.
+        """
+        key = keys.request(self._compute, instance)
+        entry = self._store.get(key)
+        name = shares(parse_request(self._compute, key, entry.value)).name if entry is not None else None
+        unchanged, change = freed(self._store, name, instance) if name != kept else ([], [])
+        self.commit(instance, revision, unchanged, [Delete(key), *change])
 
     def commit(
         self,

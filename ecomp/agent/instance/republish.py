@@ -249,7 +249,14 @@ def _publish(at: _Place, step: Publish, placement: Placement, queued: Collection
         operations.append(Put(at.record_key, records.to_json(record)))
         if record.address is not None:
             operations.append(Put(at.booted_key, record.address))
-    return not (operations or shared()[1]) or at.commit(operations, mine, shared)
+    if not operations and not shared()[1]:
+        return True
+    if not at.commit(operations, mine, shared):
+        return False
+    # Who asked for it meanwhile found nothing of it in etcd, and has released what it held.
+    if step.claim is not None and (fault := _claimed(placement, step.claim)) is not None:
+        log.error('instance %s: %s', record.instance, fault)
+    return True
 
 
 def _claimed(placement: Placement, request: Request) -> str | None:
