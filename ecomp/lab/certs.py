@@ -183,6 +183,8 @@ def _certificate(
     wanted = x509.SubjectAlternativeName([_general_name(each) for each in names])
     if path.exists() and (place / f'{kind}.key').exists() and _will_do(place, kind, wanted, signer, now):
         return
+    kept = [str(each.value) for each in wanted]
+    lost = [each for each in _names(path) if each not in kept]
     key = ec.generate_private_key(ec.SECP256R1())
     subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
     # Whoever looks whether a server is ready shows the server's own.
@@ -202,15 +204,24 @@ def _certificate(
     write_durably(place / f'{kind}.key', _pem(key))
     write_durably(path, signed.public_bytes(serialization.Encoding.PEM))
     say(f'{place}: until {_until(signed)}')
+    if lost:
+        say(f'{place}: no more for {", ".join(lost)}')
 
 
 def _servers(path: Path) -> tuple[str, ...]:
     """The names and addresses in etcd's certificate. UsageError if there is none."""
+    if names := _names(path):
+        return names
+    raise UsageError('--control NAME: by which name or address do others reach etcd and placement?')
+
+
+def _names(path: Path) -> tuple[str, ...]:
+    """The names and addresses in a certificate; none where it is none of ours, or not there."""
     try:
         found = x509.load_pem_x509_certificate(path.read_bytes())
         names = found.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
-    except (FileNotFoundError, x509.ExtensionNotFound, *NONE_OF_OURS) as error:
-        raise UsageError('--control NAME: by which name or address do others reach etcd and placement?') from error
+    except (FileNotFoundError, x509.ExtensionNotFound, *NONE_OF_OURS):
+        return ()
     return tuple(str(each.value) for each in names)
 
 

@@ -162,6 +162,21 @@ def test_other_names_are_another_certificate_and_others_stay(tmp_path: Path) -> 
     assert 'host: \'ds1\'' in after['compute-hv3/compute.yaml'].decode()
 
 
+def test_whom_the_servers_are_no_more_for_is_said(tmp_path: Path) -> None:
+    """Who asks by that address is cut off at the next connection."""
+    nobody: dict[str, tuple[str, ...]] = {'computes': (), 'schedulers': (), 'operators': ()}
+    made(tmp_path, servers=('fd00:0::5', 'ds1', '10.0.0.5'), **nobody)
+    until = (NOW + timedelta(days=certs.DAYS)).date().isoformat()
+    assert made(tmp_path, servers=('ds1',), **nobody) == [
+        line for each in ('etcd', 'placement')
+        for line in (f'{tmp_path}/{each}: until {until}', f'{tmp_path}/{each}: no more for fd00::5, 10.0.0.5')
+    ]  # fmt: skip
+    assert made(tmp_path, servers=('ds1', 'fd00::5'), **nobody) == [
+        f'{tmp_path}/{each}: until {until}' for each in ('etcd', 'placement')
+    ]
+    assert made(tmp_path, servers=('ds1', 'fd00:0::5'), **nobody) == []
+
+
 def test_the_servers_names_need_not_be_said_again(tmp_path: Path) -> None:
     made(tmp_path)
     before = everything(tmp_path)
