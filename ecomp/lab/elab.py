@@ -30,6 +30,7 @@ IMAGE = Path('images/guest.qcow2')
 def main(argv: Sequence[str] | None = None) -> int:
     """Run elab; the exit code. Never a traceback for what a user or the machine can cause."""
     log.hold_descriptors()
+    options = argparse.Namespace(run=None)
     try:
         try:
             options = parser().parse_args(argv)
@@ -45,7 +46,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         _say(f'elab: {error.filename or "failed"}: {error.strerror or error}')
         return 1
     except KeyboardInterrupt:
-        _say('elab: interrupted; elab up goes on where it was, elab down removes what there is')
+        of_a_lab = options.run in (_up, _down)
+        _say('elab: interrupted' + of_a_lab * '; elab up goes on where it was, elab down removes what there is')
         return 1
 
 
@@ -224,7 +226,9 @@ def _exec(options: argparse.Namespace) -> int:
 
 
 def _shell(options: argparse.Namespace) -> int:
-    return shell.run(state.load(check_name(options.name)), options.words)
+    # argparse leaves a leading -- to a command that takes all the rest.
+    words = options.words[1:] if options.words[:1] == ['--'] else options.words
+    return shell.run(state.load(check_name(options.name)), words)
 
 
 def _list(_: argparse.Namespace) -> int:

@@ -164,6 +164,8 @@ def _with_certs(asked: Endpoints) -> Endpoints:
         address = ip_address(asked.bind)
     except ValueError as error:
         raise _no_address(asked.bind) from error
+    if '%' in asked.bind:
+        raise UsageError(f'--bind {asked.bind}: an address with a % cannot be certified: say another of this machine')
     if address.is_unspecified:
         raise UsageError(f'--bind {asked.bind}: say which address of this machine, so that its name can be certified')
     return asked if address.is_loopback or asked.certs is not None else replace(asked, certs=Path('certs'))

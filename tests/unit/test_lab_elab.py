@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from ecomp.errors import EcompError
-from ecomp.lab import control, machine, namespaces, state
+from ecomp.lab import control, foreground, guest, machine, namespaces, state
 from ecomp.lab.elab import main
 from ecomp.lab.hosts import COMPUTE_YAML
 from ecomp.lab.machine import Process
@@ -69,6 +69,22 @@ def test_only_root_makes_and_enters_labs(words: list[str], tmp_path: Path) -> No
     assert (done.returncode, done.stdout) == (2, '')
     typed = f'sudo {sys.executable} -P -m ecomp.lab.elab {" ".join(words)}'
     assert done.stderr == f'elab: elab {words[0]} needs root: {typed}\n'
+
+
+@pytest.mark.parametrize('words', [['up'], ['down'], ['certs', 'd'], ['guest', 'd/x'], ['control'], ['list']])
+def test_an_interrupt_says_what_goes_on_where_something_does(
+    words: list[str], root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    for where, name in ((machine, 'require_root'), (machine, 'require'), (guest, 'make'), (foreground, 'run')):
+        monkeypatch.setattr(where, name, interrupted)
+    monkeypatch.setattr(state, 'all_labs', interrupted)
+    assert main(words) == 1
+    more = '; elab up goes on where it was, elab down removes what there is' if words[0] in ('up', 'down') else ''
+    assert capsys.readouterr() == ('', f'elab: interrupted{more}\n')
+    assert not [*root.iterdir()]
 
 
 def test_a_guest_into_no_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -297,6 +313,7 @@ def test_a_shell_knows_which_lab_it_is_of(root: Path, capfd: pytest.CaptureFixtu
     config, path = capfd.readouterr().out.splitlines()
     assert config == str(lab.directory)
     assert path.split(':')[0] == str(Path(sys.executable).parent)
+    assert main(['shell', '--name', 'one', '--', 'sh', '-c', 'exit $#', '--', '--', '-x']) == 2
     assert main(['shell', '--name', 'one', 'no-such-command']) == 1
     assert capfd.readouterr().err == 'elab: no-such-command: No such file or directory\n'
     typed = 'printf "%s\\n" "$PS1" "$ECOMP_CONFIG" >said; exit 5\n'

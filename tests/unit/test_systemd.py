@@ -189,6 +189,19 @@ def test_no_option_is_left_out_of_a_metadata_server_s_unit(words: list[str], cap
     assert said.startswith('mdserver: --unit goes with CONF alone')
 
 
+@pytest.mark.usefixtures('of_root')
+@pytest.mark.parametrize('more', [[], ['--unit']])
+@pytest.mark.parametrize('address', ['fe80::1%lo', '::1%lo'])
+def test_an_address_that_no_certificate_takes_is_refused(
+    address: str, more: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert elab.main(['control', '--bind', address, *more]) == 2
+    why = f'--bind {address}: an address with a % cannot be certified: say another of this machine'
+    assert capsys.readouterr() == ('', f'elab: {why}\n')
+    assert not [*tmp_path.iterdir()]
+
+
 def test_a_unit_for_no_address_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert elab.main(['control', '--bind', '0.0.0.0', '--unit']) == 2
     assert capsys.readouterr().out == ''
