@@ -21,6 +21,7 @@ from ecomp.conf import load_schedule
 from ecomp.errors import StillGoing
 from ecomp.model import instance as requests
 from ecomp.model import keys
+from ecomp.model.computes import to_json as hostname_to_json
 from ecomp.model.instance import Request
 from ecomp.model.record import ACTIVE, STOPPED, Interface, Record, to_json
 from ecomp.schedule import terminal
@@ -222,6 +223,23 @@ def test_ssh_reads_a_name_of_the_instance_alone_that_has_it(guest: Guest) -> Non
     guest.write(replace(theirs, name=instance))
     guest.etcd.put(keys.name(instance), requests.name_to_json(other))
     assert guest.eschedule('ssh-config', other).stdout.startswith(f'Host {other}\n')
+
+
+def test_a_guest_of_a_host_s_name_does_not_take_it_from_the_host(guest: Guest) -> None:
+    """ssh would go to that host by itself, without end, for this guest and for each other one there."""
+    instance, name = guest.record.instance, f'hv-{new()[:8]}'
+    guest.write(replace(guest.record, name=name, host_keys=(guest.key('host'),)))
+    guest.etcd.put(keys.name(name), requests.name_to_json(instance))
+    assert guest.eschedule('ssh-config', instance).stdout.startswith(f'Host {name}\n')
+    other = new()
+    guest.etcd.put(keys.hostname(other), hostname_to_json(name))
+    try:
+        assert guest.eschedule('ssh-config', name).stdout.startswith(f'Host {instance}\n')
+    finally:
+        guest.etcd.delete(keys.hostname(other))
+    # Its own host, which etcd has forgotten.
+    guest.write(replace(guest.record, name=name, console=f'{name}:/x', host_keys=(guest.key('another'),)))
+    assert guest.eschedule('ssh-config', name).stdout.startswith(f'Host {instance}\n')
 
 
 def test_on_a_bridge_it_is_reached_directly(guest: Guest) -> None:
