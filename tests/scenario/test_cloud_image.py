@@ -74,7 +74,7 @@ class Guest:
     def by_hand(self, command: str) -> list[str]:
         """The words of an ssh that takes any host key."""
         address = self.lab.eschedule(self.name).stdout.strip()
-        soon = ('BatchMode=yes', 'ConnectTimeout=5')
+        soon = ('BatchMode=yes', 'ConnectTimeout=5', 'ServerAliveInterval=5')
         options = (*soon, 'StrictHostKeyChecking=no', 'UserKnownHostsFile=/dev/null', 'LogLevel=ERROR')
         words = [word for each in options for word in ('-o', each)]
         return ['ssh', '-i', str(self.private), *words, f'debian@{address}', command]
