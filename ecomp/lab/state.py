@@ -28,6 +28,8 @@ VERSION = 2
 ROOT = Path('/var/lib/elab')
 OPERATOR = 'lab'
 RECORD = 'lab.json'
+PREPARED = r'hv[0-9]+|control|certs|images|schedule\.yaml'
+"""What somebody may have put into a lab's directory before it is made: elab makes what is missing of it."""
 MOUNTINFO = Path('/proc/self/mountinfo')
 
 
@@ -117,8 +119,8 @@ def load(name: str, root: Path = ROOT) -> Lab:
 def load_or_create(name: str, count: int | None) -> Lab:
     """The lab of that name with at least `count` hosts, written to lab.json; nothing else of it is made.
 
-    None means as many hosts as it has, 3 for a new one. UsageError for a new one where something is
-    already: remove() would take that with it.
+    None means as many hosts as it has, 3 for a new one. UsageError for a new one where something is that
+    is of no lab: remove() would take that with it.
     """
     with contextlib.suppress(NotFound):
         lab = load(name)
@@ -126,8 +128,9 @@ def load_or_create(name: str, count: int | None) -> Lab:
         lab.save()
         return lab
     directory = ROOT / name
-    # A write of lab.json that was killed leaves its part.
-    if any(each.name != part_of(Path(RECORD)).name for each in directory.glob('*')):
+    # A write of lab.json that was killed leaves its part. What is put there for a lab, and not behind a link, is taken.
+    taken_over = re.compile(re.escape(part_of(Path(RECORD)).name) + ('' if directory.is_symlink() else f'|{PREPARED}'))
+    if not all(taken_over.fullmatch(each.name) for each in directory.glob('*')):
         why = f'{directory} is not empty, and elab down would remove all that is in it'
         raise UsageError(f'{why}: move that away, or make {directory} a link to an empty directory')
     with locked(ROOT):  # two labs that choose at once must not choose the same

@@ -250,6 +250,8 @@ def test_no_lab_is_made_where_something_is(
     assert capsys.readouterr() == ('', said)
     assert [path.name for path in there.iterdir()] == ['photos']
     (there / 'photos').rmdir()
+    if not linked:
+        (there / 'hv1').mkdir()  # with a compute.yaml of one's own: what is there elab leaves as it is
     # An up that was killed as it wrote its lab.json.
     (there / '.lab.json.part').write_text('{')
     begun()
