@@ -22,7 +22,7 @@ _HOST_NAME = rf'(?=.{{1,253}}$){_LABEL}(\.{_LABEL})*'
 _USER = '[A-Za-z_][A-Za-z0-9_.-]{0,31}'
 _STEP = '/[^/\x00-\x1f\x7f]+'
 
-RELAY = 'trap : HUP; exec 3<>/dev/tcp/$0/$1 || exit 1; cat <&3 & exec >&3; cat; kill $!'
+RELAY = 'trap : HUP; exec 3<>/dev/tcp/$0/$1 || exit 1; cat <&3 & exec >&3; cat; kill $! 2>/dev/null'
 """bash's own: its standard input and output are a TCP connection to the address $0, port $1. ssh has -W for this.
 
 ssh ends it by SIGHUP; what reads the connection would stay for as long as the guest's sshd waits.

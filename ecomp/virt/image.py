@@ -131,7 +131,7 @@ def _check_raw(file: BinaryIO) -> int:
         raise _refused('is a qcow2 cut off in its header')
     for magic, name in PACKED.items():
         if start.startswith(magic):
-            raise _refused(f'is packed with {name}: unpack it first')
+            raise _refused(f'is not a disk image: it is packed with {name}, unpack it first')
     if start[510:] != b'\x55\xaa':
         raise _refused('is not a disk image: it has no boot signature')
     if size % 512:

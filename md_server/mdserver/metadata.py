@@ -13,8 +13,7 @@ A body has no newline at its end: cloud-init takes an EC2 value with a newline i
 
 Sources: Amazon's "Instance metadata" user guide; cloud-init's `sources/helpers/ec2.py` (an index entry that ends in "/"
 is a directory, `0=name` stands for `0/openssh-key`), `DataSourceNoCloud.py`, `util.read_seeded`,
-`cc_phone_home.py`, `cc_scripts_vendor.py`, `cmd/main.py` (status.json, result.json, manual-clean); Cirros' `ds/ec2`;
-FreeBSD's `libexec/nuageinit` (it reads `public_keys`).
+`cc_phone_home.py`, `cc_scripts_vendor.py`, `cmd/main.py` (status.json, result.json, manual-clean); Cirros' `ds/ec2`.
 """
 
 from __future__ import annotations
@@ -182,12 +181,10 @@ def seed(guest: GuestMetadata, phones_home: bool) -> dict[str, bytes]:
 def _seed(guest: GuestMetadata, extra: Mapping[str, str]) -> dict[str, bytes]:
     # cloud-init 22.4 drops a seed found by SMBIOS as "local" unless its meta-data says `dsmode: net`; one on a disk is
     # to be taken before there is a network.
-    keys = [key for _, key in guest.public_keys]
     meta_data = {
         'instance-id': guest.instance,
         'local-hostname': guest.hostname,
-        'public-keys': keys,
-        'public_keys': keys,  # as nuageinit calls them
+        'public-keys': [key for _, key in guest.public_keys],
         **extra,
     }
     return {

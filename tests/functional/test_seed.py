@@ -51,7 +51,7 @@ def told(data: GuestData, request: Request, macs: int = 1, phones_home: bool = T
 
 def test_its_own(data: GuestData) -> None:
     files = told(data, Request(INSTANCE, {}, name='web1', ssh_keys=(KEY,), user_data=PACKED), macs=2)
-    meta_data = {'instance-id': INSTANCE, 'local-hostname': 'web1', 'public-keys': [KEY], 'public_keys': [KEY]}
+    meta_data = {'instance-id': INSTANCE, 'local-hostname': 'web1', 'public-keys': [KEY]}
     assert json.loads(files['meta-data']) == meta_data, 'without dsmode: it is there before there is a network'
     assert files['user-data'] == PACKED
     assert f'http://169.254.169.254/phone-home/{INSTANCE}/'.encode() in files['vendor-data']

@@ -119,7 +119,6 @@ def test_seed(load: object) -> None:
         'instance-id': UUID,
         'local-hostname': 'web1',
         'public-keys': [key for _, key in KEYS],
-        'public_keys': [key for _, key in KEYS],
         'dsmode': 'net',
     }
     assert answer(f'/seed/{UUID}/user-data', GUEST) == GUEST.user_data
