@@ -46,8 +46,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         _say(f'elab: {error.filename or "failed"}: {error.strerror or error}')
         return 1
     except KeyboardInterrupt:
-        of_a_lab = options.run in (_up, _down)
-        _say('elab: interrupted' + of_a_lab * '; elab up goes on where it was, elab down removes what there is')
+        goes_on = '; elab up goes on where it was, elab down removes what there is'
+        _say('elab: interrupted' + (goes_on if options.run in (_up, _down) else ''))
         return 1
 
 

@@ -129,11 +129,10 @@ def _check_raw(file: BinaryIO) -> int:
         raise _refused('is empty')
     if start.startswith(QCOW2_MAGIC):
         raise _refused('is a qcow2 cut off in its header')
-    for magic, name in PACKED.items():
-        if start.startswith(magic):
-            raise _refused(f'is not a disk image: it is packed with {name}, unpack it first')
     if start[510:] != b'\x55\xaa':
-        raise _refused('is not a disk image: it has no boot signature')
+        packed = [name for magic, name in PACKED.items() if start.startswith(magic)]
+        why = f'it is packed with {packed[0]}, unpack it first' if packed else 'it has no boot signature'
+        raise _refused(f'is not a disk image: {why}')
     if size % 512:
         raise _refused(f'is a raw disk of {size} bytes, not a multiple of 512: it is cut off')
     return size

@@ -80,8 +80,8 @@ try:
 except OSError:
     pass
 # A boot at which no metadata server answers is another instance's to cloud-init, and it makes sshd's keys anew. With
-# this file it keeps what it knows. In the guest that was told by network alone: a copy of its disk is to be new.
-KEEP = '/var/lib/cloud/instance/manual-clean'
+# this file it keeps what it knows of ours. Only in the guest that was told by network: a copy of its disk is to be new.
+KEEP = '/var/lib/cloud/instances/INSTANCE/manual-clean'
 try:
     with open('/sys/class/dmi/id/product_serial') as file:
         serial = file.read()
@@ -100,7 +100,7 @@ for pause in (1, 2, 4, 8, 15, 30, 60, 0):
         time.sleep(pause)
 END
 """
-"""The vendor-data, with URL for where to post, and SEED for what its SMBIOS serial names where it is told by network.
+"""The vendor-data, with INSTANCE, URL for where to post, and SEED for what its SMBIOS serial names if told by network.
 
 cloud-init runs it as a script, once; for later boots it copies itself.
 
@@ -219,7 +219,11 @@ def word(body: bytes) -> bytes:
 
 def _vendor_data(instance: str) -> bytes:
     here = 'http://169.254.169.254'
-    return REPORT.replace('URL', f'{here}{phone_home(instance)}').replace('SEED', f'{here}/seed/{instance}/').encode()
+    said = {'INSTANCE': instance, 'URL': f'{here}{phone_home(instance)}', 'SEED': f'{here}/seed/{instance}/'}
+    report = REPORT
+    for word, value in said.items():
+        report = report.replace(word, value)
+    return report.encode()
 
 
 def _look_up(tree: Tree, steps: list[str]) -> bytes | None:

@@ -285,11 +285,11 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: list[str] | None = None) -> int:
     """Serve until a signal, or the end of standard input with --with-parent; the exit code."""
     try:
-        known = parser()
-        arguments = known.parse_args(argv)
+        command = parser()
+        arguments = command.parse_args(argv)
         if arguments.unit:
-            if {**vars(arguments), 'unit': False, 'conf': None} != vars(known.parse_args([])):
-                known.error('--unit goes with CONF alone: `guests` goes there, the rest by systemctl edit mdserver')
+            if {**vars(arguments), 'unit': False, 'conf': None} != vars(command.parse_args([])):
+                command.error('--unit goes with CONF alone: `guests` goes there, the rest by systemctl edit mdserver')
             _put(unit(arguments.conf, sys.argv[0]))
             return 0
     except OSError as error:

@@ -51,9 +51,9 @@ class Guest:
 
     def __init__(self, root: Path, port: int) -> None:
         self.run, self.ssh, self.bin = root / 'run', root / 'ssh', root / 'bin'
-        self.per_boot, self.instance = root / 'per-boot', root / 'instance'
+        self.per_boot, self.instance = root / 'per-boot', root / 'instances' / UUID
         for each in (self.run, self.ssh, self.bin, self.instance):
-            each.mkdir()
+            each.mkdir(parents=True)
         self.serial = root / 'product_serial'
         self.serial.write_text(f'ds=nocloud-net;s={seed_url(UUID)}\n')
         (self.bin / 'cloud-init').write_text(f'#!{sys.executable}\n')
@@ -63,7 +63,7 @@ class Guest:
         assert text is not None
         moved = text.decode().replace('/run/cloud-init/', f'{self.run}/').replace('/etc/ssh/', f'{self.ssh}/')
         moved = moved.replace('/var/lib/cloud/scripts/per-boot/', f'{self.per_boot}/')
-        moved = moved.replace('/var/lib/cloud/instance/', f'{self.instance}/')
+        moved = moved.replace('/var/lib/cloud/instances/', f'{self.instance.parent}/')
         moved = moved.replace('/sys/class/dmi/id/product_serial', f'{self.serial}')
         self.script.write_text(moved.replace('http://169.254.169.254/phone', f'http://{HERE}:{port}/phone'))
         self.script.chmod(0o755)
@@ -128,6 +128,8 @@ def test_it_keeps_what_it_knows_in_a_guest_that_is_told_by_network(tmp_path: Pat
     guest.start()
     until(lambda: data.ready() == {UUID}, 30, 'it has said so')
     assert kept.exists()
+    # What cloud-init takes for an instance where no server answers is never kept.
+    assert [each.name for each in guest.instance.parent.iterdir()] == [UUID]
     # A copy of its disk is another one's, whose next boot is a first one.
     for serial in (f'ds=nocloud-net;s={seed_url(UUID[::-1])}', ''):
         guest.serial.write_text(serial)

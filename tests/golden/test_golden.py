@@ -31,6 +31,7 @@ from tests.kit.servers import environment
 
 HERE = Path(__file__).parent
 WRITES = os.environ.get('ECOMP_GOLDEN') == 'write'
+SMALL = 'resources=VCPU:1,DISK_GB:1,MEMORY_MB:256'
 OTHERS = {'ecompute': 'ecomp.compute', 'elab': 'ecomp.lab.elab', 'mdserver': 'mdserver.server'}
 
 pytestmark = pytest.mark.fast
@@ -77,22 +78,35 @@ def test_eschedule(name: str, application: InProcess, tmp_path: Path) -> None:
     compare(path, transcript(path, answer))
 
 
+Change = tuple[object, str, Any]
+"""Whose attribute it is, its name and its value."""
+
+
+def transcript_with(
+    words: list[str], application: InProcess, path: Path, *changes: Change, at: scene.Scene | None = None
+) -> list[str]:
+    """The lines of a command in the scene, `at` or a new one, with these attributes changed while it runs."""
+    scene.furnish(application)
+    there = at or scene.Scene()
+    with pytest.MonkeyPatch.context() as change:
+        scene.play(there, application, change)
+        for changed, name, value in changes:
+            change.setattr(changed, name, value)
+        return scene.transcript(words, there, path)
+
+
+def interrupted(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
 @pytest.mark.parametrize(('form', 'config'), [('json', ''), ('yaml', ' --config schedule.yaml')])
 def test_what_is_placed_is_said_to_whoever_interrupts(
     form: str, config: str, application: InProcess, tmp_path: Path
 ) -> None:
     """Its uuid stands nowhere else: it was made for it. What is to be typed asks the cluster that this one asked."""
 
-    def interrupted(_: Context) -> None:
-        raise KeyboardInterrupt
-
-    scene.furnish(application)
-    there = scene.Scene()
-    with pytest.MonkeyPatch.context() as change:
-        scene.play(there, application, change)
-        change.setattr(Context, 'name_computes', interrupted)
-        words = [*config.split(), '-f', form, '--wait', 'resources=VCPU:1,DISK_GB:1,MEMORY_MB:256']
-        lines = scene.transcript(words, there, tmp_path)
+    words = [*config.split(), '-f', form, '--wait', SMALL]
+    lines = transcript_with(words, application, tmp_path, (Context, 'name_computes', interrupted))
     instance = 'f0000000-0000-4000-8000-000000000001'
     assert any(line.startswith(f'+ /hosts/c0000000-0000-4000-8000-000000000001/{instance} ') for line in lines)
     assert any(line.startswith('|') and instance in line for line in lines)
@@ -100,23 +114,15 @@ def test_what_is_placed_is_said_to_whoever_interrupts(
     assert f'! eschedule: interrupted, and it goes on: eschedule{config} wait {instance}' in lines
 
 
-@pytest.mark.parametrize('words', ['', '--flavor small --queue'])
+@pytest.mark.parametrize('words', [SMALL, '--flavor small --queue'])
 @pytest.mark.parametrize('form', ['table', 'json'])
 def test_nor_does_one_end_it_before_the_wait_has_begun(
     words: str, form: str, application: InProcess, tmp_path: Path
 ) -> None:
     """It is said where it is by then: what was pressed a moment later said "interrupted", as if nothing were begun."""
 
-    def interrupted(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    scene.furnish(application)
-    there = scene.Scene()
-    with pytest.MonkeyPatch.context() as change:
-        scene.play(there, application, change)
-        change.setattr(create, '_waited', interrupted)
-        asked = [*words.split(), '-f', form, '--wait', 'resources=VCPU:1,DISK_GB:1,MEMORY_MB:256']
-        lines = scene.transcript(asked if not words else asked[:-1], there, tmp_path)
+    asked = [*words.split(), '-f', form, '--wait']
+    lines = transcript_with(asked, application, tmp_path, (create, '_waited', interrupted))
     instance = 'f0000000-0000-4000-8000-000000000001'
     assert any(line.startswith('|') and instance in line for line in lines)
     said = [f'! eschedule: interrupted, and it goes on: eschedule wait {instance}', '= 6']
@@ -129,13 +135,8 @@ def test_of_what_is_queued_as_etcd_goes_away_no_more_is_said(application: InProc
     def away(*_: object, **__: object) -> None:
         raise Unreachable('etcd does not answer')
 
-    scene.furnish(application)
-    there = scene.Scene()
-    with pytest.MonkeyPatch.context() as change:
-        scene.play(there, application, change)
-        change.setattr(Store, 'around', away)
-        change.setattr(Store, 'snapshot', away)
-        lines = scene.transcript(['--flavor', 'small', '--queue', 'http://images.invalid/x.img'], there, tmp_path)
+    words = ['--flavor', 'small', '--queue', 'http://images.invalid/x.img']
+    lines = transcript_with(words, application, tmp_path, (Store, 'around', away), (Store, 'snapshot', away))
     said = [line for line in lines if line.startswith(('|', '!', '='))]
     assert said == ['| QUEUED INSTANCE f0000000-0000-4000-8000-000000000001', '= 0']
 
@@ -151,17 +152,13 @@ def test_of_what_is_queued_as_etcd_goes_away_no_more_is_said(application: InProc
 def test_what_was_written_before_an_interrupt_may_be_done(
     words: str, says: str, application: InProcess, tmp_path: Path
 ) -> None:
-    def interrupted(*written: Any) -> None:
+    def commit(*written: Any) -> None:
         wrote(*written)
         raise KeyboardInterrupt
 
-    scene.furnish(application)
     there = scene.Scene()
     wrote = there.commit
-    with pytest.MonkeyPatch.context() as change:
-        scene.play(there, application, change)
-        change.setattr(there, 'commit', interrupted)
-        lines = scene.transcript(words.split(), there, tmp_path)
+    lines = transcript_with(words.split(), application, tmp_path, (there, 'commit', commit), at=there)
     assert len([line for line in lines if line.startswith('+ ')]) == 1
     word = 'web' if words.startswith('quota') else 'web-1'
     said = f'! eschedule: interrupted; {word}: it may have been accepted: {says}'

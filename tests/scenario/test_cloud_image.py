@@ -159,9 +159,10 @@ def test_a_key_opens_its_own_guest_and_no_other(guests: Mapping[str, Guest]) -> 
 
 
 def test_its_processor_can_run_what_is_built_for_a_newer_one(guests: Mapping[str, Guest]) -> None:
-    """EL 9 is built for x86-64-v2, and ends in a kernel's panic on less. glibc says what it finds."""
+    """EL 9 is built for x86-64-v2, EL 10 for v3, and ends in a kernel's panic on less. glibc says what it finds."""
     said = guests['iso'].says('/lib64/ld-linux-x86-64.so.2 --help')
-    assert re.search(r'^ *x86-64-v2 \(supported', said, re.MULTILINE), said
+    for level in ('v2', 'v3'):
+        assert re.search(rf'^ *x86-64-{level} \(supported', said, re.MULTILINE), said
 
 
 def test_cloud_init_reads_the_ec2_paths_too(guests: Mapping[str, Guest]) -> None:

@@ -59,6 +59,10 @@ def test_raw_with_a_partition_table(raw: Path) -> None:
         file.seek(446)
         file.write(struct.pack('<B3BB3BII', 0x80, 0, 2, 0, 0x83, 0, 0, 0, 2048, 2048))
     assert image.inspect(raw) == BaseImage(str(raw), 'raw', 4 * MIB)
+    # A boot sector's code may begin as a packed file does.
+    with raw.open('r+b') as file:
+        file.write(b'\x1f\x8b')
+    assert image.inspect(raw) == BaseImage(str(raw), 'raw', 4 * MIB)
 
 
 @pytest.mark.parametrize(

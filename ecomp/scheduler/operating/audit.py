@@ -139,10 +139,11 @@ def _look(store: Store, placement: Placement, stalled: Collection[str]) -> Plane
             raise EcompError(f'{keys.audit(name)} is there already')
         held = dict(threads.map(lambda each: _provider(placement, *each), providers.names(placement).items()))
         answered = answers(store, name, alive, 'heard', '0', stalled)
-        there = store.snapshot(keys.DIGESTS, keys_only=True).entries
-        heard = frozenset(each for each in alive - answered if keys.digest(name, each, 'heard') in there)
+        late = alive - answered
+        there = store.snapshot(keys.DIGESTS, keys_only=True).entries if late else {}
+        stalled_now = frozenset(each for each in late if keys.digest(name, each, 'heard') in there)
         digests: dict[str, Digest] = {}
-        mute = dict.fromkeys(alive - answered, 'it does not answer: frozen, killed this minute, or too old?')
+        mute = dict.fromkeys(late, 'it does not answer: frozen, killed this minute, or too old?')
         for compute in sorted(answered):
             pages = store.snapshot(keys.digest_prefix(name, compute)).entries
             numbered = sorted((int(keys.last(key)), each.value) for key, each in pages.items() if _is_page(key))
@@ -151,8 +152,8 @@ def _look(store: Store, placement: Placement, stalled: Collection[str]) -> Plane
             except ValueError as error:
                 mute[compute] = str(error)
     usages = {project: _usage(placement, project) for project in _projects(etcd)}
-    known = {each: found for each, found in held.items() if found is not None}
-    return Planes(known, etcd, digests, mute, usages, heard)
+    states = {each: found for each, found in held.items() if found is not None}
+    return Planes(states, etcd, digests, mute, usages, stalled_now)
 
 
 def _projects(etcd: Mapping[str, KeyValue]) -> list[str]:
