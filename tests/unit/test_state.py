@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import subprocess
 import sys
@@ -105,6 +106,21 @@ def test_what_a_killed_one_left_half_written_goes(tmp_path: Path) -> None:
         Identity(tmp_path)
     assert halves[1].exists(), 'it is the living one that is writing it'
     state.close()
+
+
+def test_what_a_killed_one_was_starting_is_waited_for(tmp_path: Path) -> None:
+    """A program that it was starting has its lock, until that program runs."""
+    Identity(tmp_path).close()
+    with (tmp_path / 'lock').open() as lock, (tmp_path / 'lock').open() as other:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        starting = subprocess.Popen(['sleep', '0.3'], pass_fds=[lock.fileno()])
+        lock.close()
+        with pytest.raises(BlockingIOError):
+            fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    try:
+        Identity(tmp_path).close()
+    finally:
+        starting.wait()
 
 
 def test_a_directory_that_cannot_be_is_said(tmp_path: Path) -> None:

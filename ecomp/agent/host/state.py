@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import time
 import uuid
 from contextlib import suppress
 from pathlib import Path
@@ -18,6 +19,12 @@ from pathlib import Path
 from ecomp.errors import Conflict, UsageError
 from ecomp.files import write_durably
 from ecomp.model import keys
+
+PATIENCE = 2.0
+"""Seconds in which the lock has to be free. One that was killed as it started a program leaves it to that one for the
+moment until it runs: fork(2) hands it on, execve(2) closes it. So who starts anew at once is not refused."""
+AGAIN = 0.02
+"""Seconds between two tries."""
 
 
 class Identity:
@@ -35,15 +42,13 @@ class Identity:
             raise UsageError(
                 f'state directory {directory}: {error.strerror}: run as root, or set `state:` in compute.yaml'
             ) from error
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
+        if not _is_locked(self._lock):
             holder = os.pread(self._lock, 64, 0).decode(errors='replace').strip()
             os.close(self._lock)
             raise Conflict(
                 f'state directory {directory} is used by the ecompute with pid {holder or "unknown"}: '
                 'stop it, or set another `state:` and `uuid:`'
-            ) from error
+            )
         self._new: dict[str, str] = {}
         self._holder = os.pread(self._lock, 64, 0)
         self._say(f'{os.getpid()}\n'.encode())
@@ -93,6 +98,20 @@ class Identity:
         if not keys.is_uuid(text):
             raise UsageError(f'{path}: holds {text[:60]!r}, not a uuid: put the right one there, or remove the file')
         return text
+
+
+def _is_locked(lock: int) -> bool:
+    """Lock an open file; False if somebody else has it for PATIENCE."""
+    end = time.monotonic() + PATIENCE
+    while True:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > end:
+                return False
+            time.sleep(AGAIN)
+        else:
+            return True
 
 
 def _make(directory: Path) -> None:
