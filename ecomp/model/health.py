@@ -100,6 +100,8 @@ def _right(section: str, why: str, facts: Backends) -> str:
         return 'timedatectl set-ntp true, here and on the control host'
     if 'its certificate has expired' in why:
         return 'elab certs DIR, on the control host; and see that this clock is right'
+    if 'our certificate' in why or 'certificate of ours' in why:
+        return f'elab certs DIR, on the control host; copy what it makes here, and name it in `{section}:`'
     if facts.told is None:
         return f'no {facts.usual} was found, so localhost was guessed: name one with --config or in ECOMP_CONFIG'
     return f'{facts.told} told where it is: start it there, or correct `{section}:`'

@@ -58,6 +58,13 @@ def of_placement(said: str) -> str:
     return tls.reason(ssl.SSLCertVerificationError(f'CERTIFICATE_VERIFY_FAILED: certificate {said}'))[1]
 
 
+NOT_OURS = [
+    reasons.why(reasons.CallFailure(reasons.UNAVAILABLE, f'{reasons.NOT_CONNECTED}TSI_DATA_CORRUPTED'), True),
+    *(tls.reason(ssl.SSLError(f'TLSV13_{word}'))[1] for word in ('ALERT_UNKNOWN_CA', 'ALERT_CERTIFICATE_REQUIRED')),
+]
+"""Why there is none, where it is ours that is refused: etcd's, and placement's."""
+
+
 @pytest.mark.parametrize(
     ('facts', 'check', 'says', 'cure'),
     [
@@ -68,6 +75,9 @@ def of_placement(said: str) -> str:
         (replace(WELL, no_etcd=of_etcd('has expired')), 'etcd', 'has expired', 'elab certs DIR, on the control host;'),
         (replace(WELL, no_placement=of_placement('is not yet valid')), 'placement', 'not valid yet', 'set-ntp true'),
         (replace(WELL, no_placement=of_placement('has expired')), 'placement', 'has expired', 'elab certs DIR, on the'),
+        (replace(WELL, no_etcd=NOT_OURS[0]), 'etcd', 'refuses our', 'copy what it makes here, and name it in `etcd:`'),
+        (replace(WELL, no_placement=NOT_OURS[1]), 'placement', 'refuses our', 'and name it in `placement:`'),
+        (replace(WELL, no_placement=NOT_OURS[2]), 'placement', 'wants a certificate of', 'name it in `placement:`'),
         (replace(WELL, etcd_version='3.4.23'), 'etcd-version', 'end-of-life', '3.5.33'),
         (replace(WELL, placement_version='1.30'), 'placement-version', '1.30, and 1.39 is', 'openstack-placement>='),
         (replace(WELL, placement_version='new'), 'placement-version', 'new, and 1.39 is', 'openstack-placement>='),
