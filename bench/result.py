@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from statistics import median
 from typing import Any
 
@@ -48,7 +48,7 @@ class Result:
 
     def line(self) -> str:
         """One line of JSON."""
-        return json.dumps(asdict(self) | {'met': self.met})
+        return json.dumps(vars(self) | {'counts': dict(self.counts), 'met': self.met})
 
     def __str__(self) -> str:
         beside = '' if self.floor is None else f' against {amount(self.floor, self.unit)}'
