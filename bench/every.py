@@ -52,7 +52,7 @@ SCRIPTS = (
     Script('domain_start', 180, 900, lab=True),
     Script('destroy', 180, 1200, lab=True, quickly=False),
     Script('lease_to_booted', 120, 300, lab=True, quickly=False),
-    Script('footprint', 120, 900),
+    Script('footprint', 120, 1800),
     Script('cycle', 60, 600),
     Script('cycle_real', 300, 1200, lab=True, quickly=False),
     Script('many_flavors', 60, 300, quickly=False),
