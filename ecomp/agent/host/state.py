@@ -42,7 +42,7 @@ class Identity:
             raise UsageError(
                 f'state directory {directory}: {error.strerror}: run as root, or set `state:` in compute.yaml'
             ) from error
-        if not _is_locked(self._lock):
+        if not _take(self._lock):
             holder = os.pread(self._lock, 64, 0).decode(errors='replace').strip()
             os.close(self._lock)
             raise Conflict(
@@ -100,7 +100,7 @@ class Identity:
         return text
 
 
-def _is_locked(lock: int) -> bool:
+def _take(lock: int) -> bool:
     """Lock an open file; False if somebody else has it for PATIENCE."""
     end = time.monotonic() + PATIENCE
     while True:
