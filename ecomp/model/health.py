@@ -100,7 +100,8 @@ def _right(section: str, why: str, facts: Backends) -> str:
         return 'timedatectl set-ntp true, here and on the control host'
     if 'its certificate has expired' in why:
         return 'elab certs DIR, on the control host; and see that this clock is right'
-    if 'our certificate' in why or 'certificate of ours' in why:
+    # Not where it is asked whether ours is taken: whoever hangs up may as well be on its way down.
+    if any(each in why for each in ('refuses our certificate', 'that our certificate', 'a certificate of ours')):
         return f'elab certs DIR, on the control host; copy what it makes here, and name it in `{section}:`'
     if facts.told is None:
         return f'no {facts.usual} was found, so localhost was guessed: name one with --config or in ECOMP_CONFIG'

@@ -60,9 +60,14 @@ def of_placement(said: str) -> str:
 
 NOT_OURS = [
     reasons.why(reasons.CallFailure(reasons.UNAVAILABLE, f'{reasons.NOT_CONNECTED}TSI_DATA_CORRUPTED'), True),
-    *(tls.reason(ssl.SSLError(f'TLSV13_{word}'))[1] for word in ('ALERT_UNKNOWN_CA', 'ALERT_CERTIFICATE_REQUIRED')),
+    *(
+        tls.reason(ssl.SSLError(f'TLSV13_{word}'))[1]
+        for word in ('ALERT_UNKNOWN_CA', 'ALERT_CERTIFICATE_REQUIRED', 'ALERT_CERTIFICATE_EXPIRED')
+    ),
 ]
-"""Why there is none, where it is ours that is refused: etcd's, and placement's."""
+"""Why there is none, where it is ours that is refused: etcd's, and three times placement's."""
+HUNG_UP = tls.reason(ssl.SSLEOFError('EOF occurred in violation of protocol'))[1]
+"""The same where placement hangs up, and it may be for that."""
 
 
 @pytest.mark.parametrize(
@@ -78,6 +83,8 @@ NOT_OURS = [
         (replace(WELL, no_etcd=NOT_OURS[0]), 'etcd', 'refuses our', 'copy what it makes here, and name it in `etcd:`'),
         (replace(WELL, no_placement=NOT_OURS[1]), 'placement', 'refuses our', 'and name it in `placement:`'),
         (replace(WELL, no_placement=NOT_OURS[2]), 'placement', 'wants a certificate of', 'name it in `placement:`'),
+        (replace(WELL, no_placement=NOT_OURS[3]), 'placement', 'that our certificate', 'name it in `placement:'),
+        (replace(WELL, no_placement=HUNG_UP), 'placement', 'does it take our', 'start it there, or correct'),
         (replace(WELL, etcd_version='3.4.23'), 'etcd-version', 'end-of-life', '3.5.33'),
         (replace(WELL, placement_version='1.30'), 'placement-version', '1.30, and 1.39 is', 'openstack-placement>='),
         (replace(WELL, placement_version='new'), 'placement-version', 'new, and 1.39 is', 'openstack-placement>='),

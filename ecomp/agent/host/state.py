@@ -22,9 +22,10 @@ from ecomp.model import keys
 
 PATIENCE = 2.0
 """Seconds in which the lock has to be free. One that was killed as it started a program leaves it to that one for the
-moment until it runs: fork(2) hands it on, execve(2) closes it. So who starts anew at once is not refused."""
-AGAIN = 0.02
-"""Seconds between two tries."""
+moment until it runs: fork(2) hands it on, execve(2) closes it. So who starts anew at once is not refused. Those of
+ecomp.agent.locks that are a process's are not handed on; this one is an earlier version's, too, which may run here."""
+POLL = 0.02
+"""Seconds between two tries to get it."""
 
 
 class Identity:
@@ -109,7 +110,7 @@ def _take(lock: int) -> bool:
         except BlockingIOError:
             if time.monotonic() > end:
                 return False
-            time.sleep(AGAIN)
+            time.sleep(POLL)
         else:
             return True
 
