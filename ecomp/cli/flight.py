@@ -116,6 +116,7 @@ def _boot(do: Context, plan: Plan, canary: Canary, instance: str, go_on: Callabl
     began = time.monotonic()
     wait = Wait(do.config.etcd, instance, Deadline(do.options.patience), lambda _: go_on(), claims=do.claims)
     record = wait_for_stage(wait, plan.stage)
+    go_on()  # the wait asks once a second, and may have ended before it did
     canary = canary._replace(reached=plan.stage, seconds=time.monotonic() - began, why=plan.not_asked)
     if not plan.not_asked and not record.host_keys:
         return canary._replace(why='its guest has not said which host keys it has')
