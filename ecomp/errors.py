@@ -10,6 +10,7 @@
     ├── Conflict               5  exists already, or somebody else changed it first
     │   └── GenerationConflict 5  placement's generation moved: read again, decide again
     │       └── ConsumerConflict  5  a consumer's: somebody else claimed or released for the same instance
+    ├── ClaimedElsewhere       5  another attempt holds a claim on another compute, which may be running the instance
     ├── StillGoing             6  the time is up, the work goes on
     ├── Unreachable            7  a backend cannot be reached; unless it is an UnknownOutcome, nothing was changed
     │   ├── UnknownOutcome     7  a write was sent and no answer came: read back before anything else
@@ -23,7 +24,7 @@ A message is one line for a person: what, where, what to do. Libraries raise the
 front doors turn them into an exit code.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 
@@ -71,6 +72,17 @@ class GenerationConflict(Conflict):
 
 class ConsumerConflict(GenerationConflict):
     """The generation that was sent is not the consumer's."""
+
+
+class ClaimedElsewhere(EcompError):
+    """Another attempt holds claims for these instances on other computes: `on` is {instance: compute} (rule 13)."""
+
+    exit_code = 5
+
+    def __init__(self, on: Mapping[str, str], message: str = '') -> None:
+        instance, compute = next(iter(on.items()))
+        super().__init__(message or f'{instance} is claimed on compute {compute}, which may be running it')
+        self.on = on
 
 
 class StillGoing(EcompError):

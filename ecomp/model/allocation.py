@@ -85,6 +85,14 @@ def summed(each: Iterable[Resources]) -> dict[str, int]:
     return found
 
 
+def compute_of(allocations: Allocations) -> str:
+    """Return the compute that an instance's allocations are on: the provider that gives the VCPUs; '' without any.
+
+    A sharing provider gives a part (the disk, say) and is no compute.
+    """
+    return next((provider for provider, resources in allocations.items() if 'VCPU' in resources), '')
+
+
 def missing(resources: Resources) -> list[str]:
     """The classes a guest needs that are not asked for."""
     return [name for name in NEEDED if name not in resources]

@@ -6,10 +6,10 @@ import logging
 import math
 import random
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Container, Iterable, Mapping
 
-from ecomp.errors import ConsumerConflict, EcompError, GenerationConflict, UnknownOutcome, Unreachable
-from ecomp.model.allocation import Allocations, difference
+from ecomp.errors import ClaimedElsewhere, ConsumerConflict, EcompError, GenerationConflict, UnknownOutcome, Unreachable
+from ecomp.model.allocation import Allocations, compute_of, difference
 from ecomp.placement import allocations
 from ecomp.placement.allocations import Consumer
 from ecomp.placement.client import Placement
@@ -38,16 +38,26 @@ def claim(
     project_id: str,
     check: Callable[[], None],
     above: Callable[[], int] = lambda: 0,
+    movable: Container[str] = (),
 ) -> None:
-    """Each instance holds exactly what is wanted for it when this returns, with a generation higher than `above` says.
+    """Claim until each instance holds exactly what is wanted for it, with a generation higher than `above` returns.
 
-    What somebody before us claimed for it is moved, with the generation it has: that makes that one's late release a
+    An earlier claim for an instance is replaced with the generation it has, so that a late release by its owner gets a
     409. It is never released first: placement forgets a consumer with its last allocation and counts from 1 again, so
-    a late release could meet its own number once more. Where somebody else releases it, `above` says after each of our
-    claims what its number was at most; 0 where nobody else can have claimed. `check` raises Conflict once the instance
-    is not ours any more.
-    Errors: NoCapacity, Unreachable, Conflict, GenerationConflict after several tries; ConsumerConflict of a set may be
-    about one of it that was left empty, and is none when that is claimed by itself.
+    a late release could meet its own number once more. On another compute an earlier claim is replaced only if its
+    instance is in `movable`: the attempt made that claim itself. Whoever made any other claim may have built the guest
+    there, and that compute's silence does not prove that it did not (rule 13).
+
+    Args:
+        check: raises Conflict once the instances do not belong to this attempt any more.
+        above: returns, after each claim, the highest generation at which anybody released a claim of these instances;
+            0 where nobody else can have claimed.
+
+    Raises:
+        ClaimedElsewhere: another attempt's claim is on another compute; nothing is claimed.
+        NoCapacity, Unreachable, Conflict: as allocations.claim() and `check` raise them.
+        GenerationConflict: after several tries. A ConsumerConflict of a set may be about one instance whose consumer
+            was left empty; claimed by itself, that instance can be claimed.
     """
     generations: dict[str, int | None] = dict.fromkeys(wanted)
     empty_since, left = math.inf, TRIES
@@ -75,6 +85,9 @@ def claim(
         # Asked after the generation was read: whoever takes our place after this look claims after it, too,
         # and one of the two claims finds that the generation has moved.
         check()
+        on = {instance: compute_of(each.allocations) for instance, each in held.items() if instance not in movable}
+        if elsewhere := {each: on[each] for each in on if on[each] not in ('', compute_of(wanted[each]))}:
+            raise ClaimedElsewhere(elsewhere)
         found = {instance: each.generation for instance, each in held.items()}
         if isinstance(error, UnknownOutcome):
             ours = all(_is_ours(held[each], wanted[each], sent) for each, sent in generations.items())

@@ -84,6 +84,12 @@ class Cloud:
         (delivered,) = create(store or self.store, backend, wanted, WHO, resume, random.Random(), now).values()
         return delivered
 
+    def create_all(self, wanted: SetOrder, resume: bool = False) -> dict[str, DeliveryOutcome]:
+        """create() of a set."""
+        backend: Future[tuple[Placement, Offer]] = Future()
+        backend.set_result((self.placement, allocations.candidates(self.placement, wanted.query or '')))
+        return create(self.store, backend, wanted, WHO, resume, random.Random(), lambda: 'now')
+
     def claimer(self, placement: Placement | None = None) -> Claimer:
         """What claims for a request that stays ours."""
         return Claimer(placement or self.placement, 'a-user', 'a-project', lambda: True)

@@ -15,7 +15,7 @@ import pytest
 
 from ecomp.agent.host.claims import APART, ClaimKeeper
 from ecomp.conf import EtcdConfig
-from ecomp.errors import Conflict, NoCapacity, NotFound, PlacementRefusal, UnknownOutcome, Unreachable
+from ecomp.errors import ClaimedElsewhere, Conflict, NoCapacity, NotFound, PlacementRefusal, UnknownOutcome, Unreachable
 from ecomp.model import keys
 from ecomp.model.instance import Request, to_json
 from ecomp.model.queue import mark_to_json
@@ -163,10 +163,11 @@ def test_what_was_claimed_for_another_query_is_not_taken_for_this_one_s(cloud: C
     compute = cloud.compute(**ROOM_FOR_ONE)
     wanted = cloud.wanted(compute, resources=query)
     allocations.claim(cloud.placement, wanted.instance, {compute: SMALL}, 'a-user', 'a-project')
-    with pytest.raises(NoCapacity):
+    with pytest.raises(ClaimedElsewhere):
         cloud.create(wanted, resume=True)
-    # It is over with that uuid, so that what it held can be asked for once more.
-    cloud.has_nothing_of(wanted, compute)
+    # The compute that it is on releases it, if nobody stands behind it.
+    assert cloud.server.allocations(wanted.instance) == {compute: SMALL}
+    assert cloud.etcd.get(keys.attempt(wanted.instance)) is None
 
 
 def test_a_lost_claim_beside_an_equal_one_moves_it(cloud: Cloud, between: Between) -> None:
@@ -335,7 +336,7 @@ def test_forget_leaves_what_is_delivered_while_it_looks(cloud: Cloud) -> None:
     store = Moving(EtcdConfig((cloud.etcd.endpoint,)))
     store.do = lambda: delivered_meanwhile(cloud, compute, wanted.instance, lease)
     with pytest.raises(Exception, match=f'compute {compute} is not forgotten') as refused:
-        forget(store, cloud.placement, compute, compute, lambda: 'now', lambda _: None)
+        forget(store, cloud.placement, compute, compute, lambda: 'now', lambda _: None, fenced=True)
     assert not isinstance(refused.value, NotFound)
     assert cloud.server.consumers(compute).keys() == {wanted.instance}
 
@@ -345,7 +346,9 @@ def test_a_dead_taker_is_forgotten_with_its_claim_for_what_still_waits(cloud: Cl
     wanted = cloud.wanted(compute)
     cloud.etcd.put(f'{keys.QUEUES}small/{wanted.instance}', '{}')
     allocations.claim(cloud.placement, wanted.instance, {compute: SMALL}, 'a-user', 'a-project')
-    forget(cloud.store, cloud.placement, compute, compute, lambda: 'now', lambda _: None)
+    with pytest.raises(Conflict, match='--fenced'):
+        forget(cloud.store, cloud.placement, compute, compute, lambda: 'now', lambda _: None)
+    forget(cloud.store, cloud.placement, compute, compute, lambda: 'now', lambda _: None, fenced=True)
     assert cloud.server.allocations(wanted.instance) == {}
     assert cloud.etcd.get(f'{keys.QUEUES}small/{wanted.instance}') is not None
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from ecomp.errors import Conflict, NoCapacity, UnknownOutcome, Unreachable
+from ecomp.errors import ClaimedElsewhere, Conflict, NoCapacity, UnknownOutcome, Unreachable
 from ecomp.model import keys
 from ecomp.model.flavor import Flavor
 from ecomp.model.queue import mark_to_json
@@ -91,7 +91,7 @@ def test_a_claim_that_is_lost_or_its_answer(
     is_taken(cloud, compute, found.waiting)
 
 
-def test_a_claim_that_stays_unknown_is_moved_by_the_next_taker(
+def test_a_claim_that_stays_unknown_is_released_by_its_own_compute_alone(
     cloud: Cloud, flavor: Flavor, placement_proxy: Proxy, shaky_placement: Placement
 ) -> None:
     here, there, found = cloud.compute(), cloud.compute(), queued(cloud, flavor)
@@ -101,9 +101,13 @@ def test_a_claim_that_stays_unknown_is_moved_by_the_next_taker(
         taker(cloud, here, placement=shaky_placement).take(found)
     assert cloud.server.allocations(found.waiting.instance) == {here: SMALL}
     held = allocations.consumer(cloud.placement, found.waiting.instance)
+    with pytest.raises(ClaimedElsewhere):
+        taker(cloud, there).take(found)
+    assert cloud.server.allocations(found.waiting.instance) == {here: SMALL}
+    assert cloud.etcd.get(keys.taker(found.waiting.key)) is None
+    assert taker(cloud, here).let_go(found.waiting.instance)
     assert taker(cloud, there).take(found)
     assert not allocations.release(cloud.placement, found.waiting.instance, held), 'a late release releases nothing'
-    assert not taker(cloud, here).let_go(found.waiting.instance)
     is_taken(cloud, there, found.waiting)
 
 
@@ -113,6 +117,7 @@ def test_a_taker_that_was_too_slow_moves_and_releases_nothing(cloud: Cloud, flav
 
     def meanwhile() -> str:
         cloud.etcd.delete(keys.taker(found.waiting.key))
+        assert taker(cloud, here).let_go(found.waiting.instance)
         assert taker(cloud, there).take(found)
         return 'now'
 
@@ -224,13 +229,13 @@ class Interrupted(Placement):
 
 
 def test_who_takes_what_a_dead_attempt_claimed_keeps_it(cloud: Cloud, flavor: Flavor) -> None:
-    here, there, found = cloud.compute(), cloud.compute(), queued(cloud, flavor)
+    here, found = cloud.compute(), queued(cloud, flavor)
     allocations.claim(cloud.placement, found.waiting.instance, {here: SMALL}, 'a-user', 'a-project')
     taken: list[bool] = []
-    slow = Interrupted(cloud.server.url, lambda: taken.append(taker(cloud, there).take(found)))
+    slow = Interrupted(cloud.server.url, lambda: taken.append(taker(cloud, here).take(found)))
     assert not taker(cloud, here, placement=slow).let_go(found.waiting.instance)
     assert taken == [True]
-    is_taken(cloud, there, found.waiting)
+    is_taken(cloud, here, found.waiting)
 
 
 def test_nobody_else_takes_while_a_taker_gives_up(cloud: Cloud, flavor: Flavor) -> None:

@@ -13,7 +13,7 @@ from dataclasses import replace
 import pytest
 
 from ecomp.conf import EtcdConfig
-from ecomp.errors import Conflict, NoCapacity, PlacementRefusal, UsageError
+from ecomp.errors import ClaimedElsewhere, Conflict, NoCapacity, PlacementRefusal, UsageError
 from ecomp.model import keys
 from ecomp.model.allocation import Allocations
 from ecomp.model.choose import Offer
@@ -27,7 +27,7 @@ from ecomp.scheduler.placing import claim as claims
 from ecomp.scheduler.placing.create import create
 from ecomp.scheduler.placing.deliver import DeliveryOutcome
 from ecomp.store.client import Store
-from tests.functional.cloud import IMAGE, SMALL, WHO, Cloud, CountingStore, at_it, new
+from tests.functional.cloud import IMAGE, RESOURCES, SMALL, WHO, Cloud, CountingStore, at_it, new
 from tests.kit.servers import PATIENCE, until
 
 pytestmark = pytest.mark.fast
@@ -258,19 +258,50 @@ def test_one_that_is_being_destroyed_is_not_made_again(cloud: Cloud) -> None:
 
 def test_a_second_one_takes_over_and_the_first_one_s_late_release_releases_nothing(cloud: Cloud) -> None:
     first, second = cloud.compute(), cloud.compute()
-    wanted = cloud.wanted(second)
+    wanted = cloud.wanted(first)
     lease = cloud.store.grant(60)
     revision = at_it(cloud, wanted, lease)
     claims.Claimer(cloud.placement, 'a-user', 'a-project', lambda: True).claim({wanted.instance: {first: SMALL}})
     held = allocations.consumer(cloud.placement, wanted.instance)
     # The first one freezes here, and the user asks again.
-    assert cloud.create(wanted, resume=True) == DeliveryOutcome(second)
-    cloud.is_whole(second, wanted)
+    assert cloud.create(wanted, resume=True) == DeliveryOutcome(first)
+    cloud.is_whole(first, wanted)
     assert not claims.abandon(cloud.store, cloud.placement, [wanted.instance], wanted.instance, revision)
     assert not allocations.release(cloud.placement, wanted.instance, held)
     cloud.store.revoke(lease)
-    cloud.is_whole(second, wanted)
-    assert cloud.server.consumers(first) == {}
+    cloud.is_whole(first, wanted)
+    assert cloud.server.consumers(second) == {}
+
+
+def test_a_claim_of_another_attempt_is_neither_moved_nor_released(cloud: Cloud) -> None:
+    """Rule 13: whoever made the claim may have built the guest there."""
+    first, second, silent = cloud.compute(), cloud.compute(), cloud.compute(alive=False)
+    for compute in (first, silent):
+        wanted = cloud.wanted(second)
+        allocations.claim(cloud.placement, wanted.instance, {compute: SMALL}, 'a-user', 'a-project')
+        with pytest.raises(ClaimedElsewhere, match=f'claimed on {compute}'):
+            cloud.create(wanted, resume=True)
+        assert cloud.server.allocations(wanted.instance) == {compute: SMALL}
+        assert cloud.etcd.get(keys.attempt(wanted.instance)) is None
+
+
+def test_of_a_set_the_rest_is_placed_where_one_is_claimed_on_a_silent_compute(
+    cloud: Cloud, caplog: pytest.LogCaptureFixture
+) -> None:
+    compute, silent = cloud.compute(VCPU=4, MEMORY_MB=512, DISK_GB=10), cloud.compute(alive=False)
+    wanted = replace(cloud.wanted(compute), count=3, minimum=2)
+    blocked, *others = wanted.instances
+    allocations.claim(cloud.placement, blocked, {silent: SMALL}, 'a-user', 'a-project')
+    placed = cloud.create_all(wanted, resume=True)
+    assert list(placed) == others
+    assert f'{blocked} is claimed on {silent}, which is silent' in caplog.text
+    assert cloud.server.allocations(blocked) == {silent: SMALL}
+    whole = replace(cloud.wanted(compute), count=2, minimum=2)
+    allocations.claim(cloud.placement, next(iter(whole.instances)), {silent: SMALL}, 'a-user', 'a-project')
+    with pytest.raises(ClaimedElsewhere):
+        cloud.create_all(whole, resume=True)
+    assert cloud.server.consumers(compute).keys() == set(others)
+
 
 
 def test_the_first_one_does_not_abandon_what_the_second_is_at(cloud: Cloud) -> None:
@@ -309,12 +340,12 @@ def test_the_first_one_wakes_up_before_its_claim_and_takes_nothing_back(cloud: C
 
 def test_many_at_one_uuid_end_in_one_instance(cloud: Cloud) -> None:
     computes = [cloud.compute() for _ in range(3)]
-    wanted = cloud.wanted(computes[0])
+    wanted = replace(cloud.wanted(computes[0]), query=RESOURCES)
 
     def one(compute: str) -> str:
         try:
             return cloud.create(wanted, resume=True, found=[{compute: SMALL}]).compute
-        except (Conflict, NoCapacity):
+        except (ClaimedElsewhere, Conflict, NoCapacity):
             return ''
 
     with ThreadPoolExecutor(6) as pool:

@@ -67,6 +67,8 @@ def test_anothers_delivery_is_not_taken_for_the_one_that_was_lost(
     here, there, instance = cloud.compute(), cloud.compute(), new()
 
     def meanwhile() -> str:
+        # This one is so slow that its compute has released its claim.
+        assert allocations.release(cloud.placement, instance, allocations.consumer(cloud.placement, instance))
         assert cloud.create(cloud.wanted(there, instance), resume=True) == DeliveryOutcome(there)
         record = new_record(there, cloud.delivered(there, instance), 'now')
         cloud.etcd.put_record(to_json(record))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 from ecomp.errors import (
@@ -43,7 +43,8 @@ class Claimer:
     """Claims for one attempt. `still_ours` is False once somebody else took it over.
 
     `above`: the generations that its claims get are higher, see claiming.claim(); 0 where nobody else can have claimed.
-    `called` says what a compute is called.
+    `called` says what a compute is called. `movable` are the instances whose claim the attempt made itself, so that it
+    may move it to another compute.
     """
 
     placement: Placement
@@ -52,6 +53,7 @@ class Claimer:
     still_ours: Callable[[], bool]
     above: Callable[[Collection[str]], int] = lambda _: 0
     called: Callable[[str], str] = str
+    movable: set[str] = field(default_factory=set)
 
     def claim_what_fits(self, wanted: Mapping[str, Candidate]) -> set[str]:
         """Claim for all of them at once or, where placement has no room for one, for as many as it can.
@@ -103,7 +105,8 @@ class Claimer:
         def check() -> None:
             self.check(in_short(wanted))
 
-        claim(self.placement, wanted, self.user_id, self.project_id, check, lambda: self.above(wanted))
+        claim(self.placement, wanted, self.user_id, self.project_id, check, lambda: self.above(wanted), self.movable)
+        self.movable.update(wanted)
 
     def check(self, instances: str) -> None:
         """Conflict unless the attempt is ours still; `instances` is what the message says of it."""

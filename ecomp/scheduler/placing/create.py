@@ -14,7 +14,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
-from ecomp.errors import Conflict, EcompError, NoCapacity, UnknownOutcome, Unreachable
+from ecomp.errors import ClaimedElsewhere, Conflict, EcompError, NoCapacity, UnknownOutcome, Unreachable
 from ecomp.failpoints import failpoint
 from ecomp.model import keys
 from ecomp.model.choose import Candidate, Offer, Why
@@ -72,7 +72,9 @@ def create(
         lease = store.grant(LEASE_SECONDS)
     except Unreachable as error:
         raise _with(error, UNCHANGED) from error
-    attempt = Attempt(store, backend, wanted, resume, rng, large, sized, lease)
+    # Nobody else can have claimed for a uuid that was made here.
+    movable = set[str]() if resume else set(wanted.instances)
+    attempt = Attempt(store, backend, wanted, resume, rng, large, sized, lease, movable)
     try:
         there = attempt.announce(who)
         if there:
@@ -90,6 +92,8 @@ def create(
         raise  # nothing is released while it is not known what was written (rule 1)
     except BaseException as error:
         left = attempt.undo()
+        if isinstance(error, ClaimedElsewhere):
+            raise attempt.refuse(error.on) from error
         if isinstance(error, Unreachable):
             raise _with(error, left) from error
         if left not in (UNCHANGED, UNDONE):
@@ -118,8 +122,8 @@ class Attempt:
     """One eschedule at work on an order, a step a method. What else the steps need is read once, when it is needed.
 
     `resume`, `large` and `sized`: see create(). Its key in /requests is on the `lease`, and of `revision` once it is
-    put. `tried` are the instances that may hold a claim of ours, however this ends; `earlier` those that may hold what
-    an earlier eschedule claimed.
+    put. `tried` are the instances that this attempt tried to claim for; `movable` those whose claim it made itself:
+    it moves and releases no other (rule 13).
     """
 
     store: Store
@@ -130,9 +134,9 @@ class Attempt:
     large: int | None
     sized: Callable[[int], None]
     lease: int
+    movable: set[str]
     revision: int = 0
     tried: list[str] = field(default_factory=list)
-    earlier: list[str] = field(default_factory=list)
     _placement: Placement | None = None
     _alive: list[str] | None = None
     _known: Computes | None = None
@@ -160,9 +164,9 @@ class Attempt:
         if announced - offer.asked > FRESH:
             offer = self.look_again()  # who waits for a compute to be drained waits no longer than that for us
         placed: Mapping[str, Candidate] = {}
-        if self.resume and placer.room(offer, terms) < self.wanted.minimum:
-            placed = self._take_over(placer, terms)
-            if len(placed) < self.wanted.minimum:
+        if self.resume:
+            placed = self._take_over(placer, offer, terms)
+            if len(placed) + placer.room(offer, terms) < self.wanted.minimum:
                 offer = self.look_again()  # it may have been released since placement was asked, and be free by now
         return self._claim_among_all(offer, terms, placed)
 
@@ -192,7 +196,7 @@ class Attempt:
             why = 'the connection broke, this eschedule was too slow, or another one took it over'
             raise Conflict(f'{wanted.instance}: not delivered, and undone: {why}')
         failpoint('delivered')
-        spare = set(self.tried) - placed.keys()
+        spare = self.movable.intersection(self.tried) - placed.keys()
         if spare:  # of a set: what cannot be released here the computes release
             log.debug('%s', self._release(spare))
         return {each.request.instance: DeliveryOutcome(each.compute) for each in deliveries}
@@ -200,8 +204,8 @@ class Attempt:
     def undo(self) -> str:
         """Release what is claimed, and the key; what is left of it all, in one sentence."""
         left = UNCHANGED
-        if self.tried or self.earlier:
-            left = self._release({*self.tried, *self.earlier})
+        if mine := self.movable.intersection(self.tried):
+            left = self._release(mine)
             failpoint('undone')
         quietly_revoke(self.store, self.lease)
         return left
@@ -228,12 +232,38 @@ class Attempt:
                 self.claimer.check(self.wanted.instance)
             raise
 
-    def _take_over(self, placer: Placer, terms: Terms) -> Mapping[str, Candidate]:
-        """Claim what an earlier eschedule of this uuid claimed and left: it may be the room that is missing."""
-        from ecomp.scheduler.placing.earlier import left_behind  # for those who resume
+    def _take_over(self, placer: Placer, offer: Offer, terms: Terms) -> Mapping[str, Candidate]:
+        """Take over the claims that earlier attempts of this uuid left, each on its compute.
 
-        self.earlier += self.wanted.instances
-        return placer.take_over(left_behind(self.placement, self.wanted, placer.alive, terms.group))
+        Raises:
+            ClaimedElsewhere: too many of the instances are claimed where they cannot be placed now.
+        """
+        from ecomp.scheduler.placing.earlier import earlier_claims  # for those who resume
+
+        there = placer.choose(offer, terms).tries
+        found, placer.blocked = earlier_claims(self.placement, self.wanted, there, placer.alive, terms.group)
+        placed = placer.take_over(found)
+        placer.blocked |= {instance: each.compute for instance, each in found.items() if instance not in placed}
+        if placer.blocked:
+            refusal = self.refuse(placer.blocked)
+            if self.wanted.count - len(placer.blocked) < self.wanted.minimum:
+                raise refusal
+            log.warning('%s', refusal)
+        return placed
+
+    def refuse(self, on: Mapping[str, str]) -> ClaimedElsewhere:
+        """Say where these instances are claimed, and what to do: {instance: compute}."""
+        instance, compute = next(iter(on.items()))
+        host = self.called(compute)
+        which = f'{instance} is' if len(on) == 1 else f'{instance} and {len(on) - 1} more are'
+        if compute in self.alive():
+            told = f'{which} claimed on {host} by another attempt'
+            cure = f'wait two minutes, in which {host} releases what nobody stands behind, or use another uuid'
+        else:
+            from ecomp.model.computes import silent_cure  # seldom needed
+
+            told, cure = f'{which} claimed on {host}, which is silent and may be running it', silent_cure(host)
+        return ClaimedElsewhere(on, f'{told}. Fix: {cure}')
 
     def _release(self, instances: Iterable[str]) -> str:
         """Release what the instances hold; what is left of it, in one sentence."""
@@ -261,7 +291,7 @@ class Attempt:
     def claimer(self) -> Claimer:
         """What claims for these instances, as long as the attempt is ours."""
         user, project = self.wanted.user_id, self.wanted.project_id
-        return Claimer(self.placement, user, project, self.still_ours, self.released, self.called)
+        return Claimer(self.placement, user, project, self.still_ours, self.released, self.called, self.movable)
 
     def placer(self) -> Placer:
         """What seeks places among all computes."""

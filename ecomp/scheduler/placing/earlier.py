@@ -1,10 +1,10 @@
-"""What an earlier eschedule of the same uuid claimed and left: it may be all the room there is."""
+"""The claims that earlier attempts of the same uuid left: each instance stays on the compute that its claim is on."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
-from ecomp.model.allocation import Allocations, total
+from ecomp.model.allocation import compute_of, total
 from ecomp.model.choose import Candidate
 from ecomp.model.group import Group
 from ecomp.model.query import Amount, Unexplained, enabled_only, parse
@@ -13,33 +13,45 @@ from ecomp.placement import allocations, room
 from ecomp.placement.client import Placement
 
 
-def left_behind(
-    placement: Placement, wanted: SetOrder, alive: Collection[str], group: Group | None
-) -> dict[str, Candidate]:
-    """What the instances hold, where that is on a living compute and just what the query asks for.
+def earlier_claims(
+    placement: Placement,
+    wanted: SetOrder,
+    offered: Sequence[Candidate],
+    alive: Collection[str],
+    group: Group | None,
+) -> tuple[dict[str, Candidate], dict[str, str]]:
+    """Read what the instances hold, and find what each can be placed by without leaving its compute (rule 13).
 
-    Placement does not offer it: it is taken. What is held for another query, or for one that cannot be taken apart
-    here, is not in it. Errors: those of placement.
+    Args:
+        offered: what placement offers on living computes that the group allows. A claim that is just what the query
+            asks for is not among it, for its room is taken.
+
+    Returns:
+        {instance: what to claim on its compute}, and {instance: compute} of those that cannot be placed there now:
+        the compute is silent, or has no room for what is wanted beside the claim.
     """
     held = {instance: allocations.consumer(placement, instance).allocations for instance in wanted.instances}
-    if not any(held.values()):
-        return {}
+    held = {instance: there for instance, there in held.items() if compute_of(there)}
+    if not held:
+        return {}, {}
+    fitting, amounts = set(alive), {}
     try:
         asked = parse(enabled_only(wanted.query or ''))
-    except Unexplained:
-        return {}
-    amounts = {each.name: each.amount for each in asked if isinstance(each, Amount)}
-    rest = [each for each in asked if not isinstance(each, Amount)]
-    fitting = set(alive).intersection(*(room.holding(placement, each) for each in rest))
-    found = {}
+    except Unexplained:  # then a claim is taken over only where placement offers as much once more
+        fitting = set()
+    else:
+        amounts = {each.name: each.amount for each in asked if isinstance(each, Amount)}
+        rest = [each for each in asked if not isinstance(each, Amount)]
+        fitting = fitting.intersection(*(room.holding(placement, each) for each in rest))
+    found: dict[str, Candidate] = {}
+    blocked: dict[str, str] = {}
     for instance, there in held.items():
-        compute = _compute(there, alive)
+        compute = compute_of(there)
+        other = next((each for each in offered if each.compute == compute), None)
         if compute in fitting and total(there) == amounts and (group is None or group.excludes(compute) is None):
             found[instance] = Candidate(compute, there, None)
-    return found
-
-
-def _compute(held: Allocations, alive: Collection[str]) -> str:
-    """The one compute that an allocation is on; '' where there is none that lives, or more than one."""
-    computes = [provider for provider in held if provider in alive]
-    return computes[0] if len(computes) == 1 else ''
+        elif other is not None:
+            found[instance] = other
+        else:
+            blocked[instance] = compute
+    return found, blocked

@@ -37,7 +37,8 @@ class Placer:
     claimed anew, a late release of somebody else's could meet its generation once more (rule 3).
     `look_again` asks placement once more who could; `line` says who else is at it, see Contention; `is_ours` whether a
     provider that is not `alive` is a compute that is away.
-    `of`: how many computes could have taken one, when that was asked first.
+    `of`: how many computes could have taken one, when that was asked first. `blocked` are instances that are not to be
+    placed, {instance: compute}: another attempt claimed for them there.
     """
 
     claimer: Claimer
@@ -49,6 +50,7 @@ class Placer:
     rng: random.Random
     tried: list[str] = field(default_factory=list)
     of: int = 0
+    blocked: dict[str, str] = field(default_factory=dict)
 
     def place(self, offer: Offer, terms: Terms, placed: Mapping[str, Candidate]) -> dict[str, Candidate]:
         """The candidate that each instance has claimed, in order, with those `placed` before: the minimum at least.
@@ -69,7 +71,8 @@ class Placer:
                 log.warning('%d more computes are not alive: skipped', len(choice.skipped) - NAMED)
             candidates = [each for each in choice.tries if refusals[_providers(each)] < REFUSALS]
             self.of = max(len({each.compute for each in candidates}), self.of, 1)
-            lacking = goal([*candidates, *held.values()], terms, wanted) - len(held)
+            most = wanted.count - len(self.blocked)
+            lacking = min(goal([*candidates, *held.values()], terms, wanted), most) - len(held)
             if lacking <= 0:
                 break
             batch = distribute(candidates, offer.rooms, lacking, wanted.weigh, self.rng, group)
@@ -81,7 +84,7 @@ class Placer:
                     offer = line.look()
                     continue
                 batch = found
-            left = [instance for instance in wanted.instances if instance not in held]
+            left = [instance for instance in wanted.instances if instance not in held and instance not in self.blocked]
             asked = dict(zip(left, batch, strict=False))
             self.tried += [instance for instance in asked if instance not in self.tried]
             claimed = self.claimer.claim_what_fits(asked)
@@ -123,11 +126,14 @@ class Placer:
             return places[line.ahead : line.ahead + lacking]
         return [self.rng.choice(places)] if lacking == 1 else batch
 
+    def choose(self, offer: Offer, terms: Terms) -> Choice:
+        """Order the candidates that the group allows."""
+        return choose(offer, self.alive, self.wanted.weigh, self.rng, terms.group)
+
     def room(self, offer: Offer, terms: Terms) -> int:
         """How many of those wanted there is room for."""
-        wanted = self.wanted
-        choice = choose(offer, self.alive, wanted.weigh, self.rng, terms.group)
-        return len(distribute(choice.tries, offer.rooms, wanted.count, wanted.weigh, self.rng, terms.group))
+        wanted, tries = self.wanted, self.choose(offer, terms).tries
+        return len(distribute(tries, offer.rooms, wanted.count, wanted.weigh, self.rng, terms.group))
 
     def _refusal(self, offer: Offer, choice: Choice, terms: Terms, taken: list[Candidate]) -> NoCapacity:
         if self.wanted.count > 1 and taken:
