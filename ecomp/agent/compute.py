@@ -34,10 +34,11 @@ from ecomp.agent.queue.queues import Queues
 from ecomp.agent.starting import note_ends, reserve_again
 from ecomp.agent.turns import Threads
 from ecomp.compute_conf import ComputeConfig
-from ecomp.errors import Conflict, EcompError
+from ecomp.errors import Conflict, Denied, EcompError
 from ecomp.failpoints import failpoint
 from ecomp.files import boot_id
 from ecomp.model import hints, keys
+from ecomp.model.cluster import accepted_in
 from ecomp.model.computes import hostname_in, is_hostname, to_json
 from ecomp.model.record import timestamp
 from ecomp.placement.client import Placement
@@ -59,18 +60,20 @@ NAMED = 10
 class Environment:
     """What a compute finds in its process.
 
-    `fake`: its guests are pretended; `accept`: etcd is to be told what lives here, and `accepted` is its revision when
-    one was accepted last, 0 for never; `familiar`: etcd is the one that was known. Where it is not, the compute is
-    read-only from its beginning (rule 10). Over `spread` seconds the computes of a process begin to ask placement, for
-    they all hear of their requests at once. They share the `threads`, the `lease` on which they are alive, the `offers`
-    of the queues, what is said of `generations`, and `audits`, an etcd connection for answers. `checks_names`: it sees
-    whether placement knows the configured traits and classes, which is not known yet.
+    `fake`: its guests are pretended; `accept`: etcd is to be told what lives here; `familiar`: etcd is the one that was
+    known. Where it is not, the compute is read-only from its beginning (rule 10). `accepted` is the revision at which
+    this compute accepted it, to be written to etcd (0: it is there already, or none); `first_seen`: see Puller. Over
+    `spread` seconds the computes of a process begin to ask placement, for they all hear of their requests at once. They
+    share the `threads`, the `lease` on which they are alive, the `offers` of the queues, what is said of `generations`,
+    and `audits`, an etcd connection for answers. `checks_names`: it sees whether placement knows the configured traits
+    and classes, which is not known yet.
     """
 
     fake: bool
     accept: bool
-    accepted: int
     familiar: bool
+    accepted: int
+    first_seen: int
     guard: Guard
     placement: Placement
     spread: float
@@ -107,6 +110,7 @@ class Compute:
         self._generation: int | None = None
         self._named_until = 0.0
         self._hostname = socket.gethostname()
+        self.has_noted_acceptance = False
         who = {'version': __version__, 'hostname': self._hostname, 'since': now(), 'token': self._token}
         who |= {'boot': boot_id(), 'pid': str(os.getpid())}  # what two with the same token differ in
         key = keys.compute(self.uuid)
@@ -147,6 +151,7 @@ class Compute:
         if familiar:
             # First, for what is told to etcd anew is claimed on it.
             self._provider.register()
+            self.has_noted_acceptance = self._note_acceptance()
             if self._environment.accept:
                 republish(self.uuid, self._store, placement, memory, set(hypervisor.guests()), now())
                 failpoint('republished')
@@ -176,7 +181,8 @@ class Compute:
                 may_take=self._may_take,
                 registered=has,
                 threads=threads,
-                accepted=self._environment.accepted,
+                first_seen=self._environment.first_seen,
+                guests=hypervisor.guests,
             )
         token, audits = hashed(self._token), self._environment.audits
         self.answerer = Answerer(
@@ -241,6 +247,26 @@ class Compute:
             self._planner.works_again()
         if self.queues is not None:
             self.queues.nudge('etcd is back')
+
+    def _note_acceptance(self) -> bool:
+        """Write at which revision this compute accepted etcd, for computes that do not know it (rule 10).
+
+        Returns:
+            Whether etcd has it. Not so where the compute's role is one of ecomp 1.1: that is an error while it accepts.
+        """
+        revision, key = self._environment.accepted, keys.accepted(self.uuid)
+        there = self._store.get(key) if revision else None
+        if accepted_in([there] if there else []) >= revision:
+            return True
+        try:
+            self._store.commit([], [Put(key, str(revision))])
+        except Denied as error:
+            refused = Denied(f'{error}. Fix: run `elab certs DIR --enable` again, which adds {key} to the role')
+            if self._environment.accept:
+                raise refused from error
+            log.error('%s', refused)
+            return False
+        return True
 
     def _become_read_only(self, reason: str) -> None:
         self.daemon.become_read_only(reason)

@@ -97,13 +97,17 @@ class Process:
         self._state = Identity(config.state)
         at_exit.callback(self._state.close)
         known = KnownEtcd(config.state)
-        self._guard = Guard(KnownCluster() if self._accept else known.load(), known.note)
+        before = KnownCluster() if self._accept else known.load()
+        self._guard = Guard(before, known.note)
         self._store = Store(config.etcd, self._guard)
         at_exit.callback(self._store.close)
         placement = Placement(config.placement)
         at_exit.callback(placement.close)
         familiar = is_familiar(self._guard, self._store, now())
-        accepted = known.accept(self._guard.known.revision) if self._accept else known.accepted()
+        self._offers.began_at = now_at = self._guard.known.revision
+        accepted = now_at if self._accept else known.accepted()
+        # Like one that accepts, a compute that remembers no etcd knows nothing of what is older than this moment.
+        first_seen = max(accepted, known.first_seen()) if before.identity else now_at
         spread = min(SPREAD * (self._count or 0), EVERY)
         lease, audits = Lease(self._store, SECONDS), Store(config.etcd)
         at_exit.callback(audits.close)
@@ -111,6 +115,7 @@ class Process:
             fake=self._fake,
             accept=self._accept,
             accepted=accepted,
+            first_seen=first_seen,
             familiar=familiar,
             guard=self._guard,
             placement=placement,
@@ -137,6 +142,7 @@ class Process:
         _each(self._register_one, range(1, (self._count or 1) + 1))
         # Not before: killed until now, the next start is to find the same strange etcd.
         if familiar:
+            known.note_first_seen(first_seen, all(each.has_noted_acceptance for each in self._computes))
             known.start()
 
     def run(self) -> None:
@@ -147,7 +153,9 @@ class Process:
         if self._count is None:
             requests = [(keys.request_prefix(each.uuid), each.on_requests) for each in self._computes]
         if self._config.queues:
-            requests += [(keys.COMPUTES, self._on_computes), (keys.QUEUES, self._offers.on_queues)]
+            # In this order: what waits is judged by the other two.
+            requests += [(keys.ACCEPTED, self._offers.on_accepted), (keys.COMPUTES, self._on_computes)]
+            requests.append((keys.QUEUES, self._offers.on_queues))
         elif self._count is None:
             requests.append((keys.compute(self._computes[0].uuid), self._on_computes))
         else:

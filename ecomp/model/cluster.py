@@ -9,6 +9,7 @@ does, with which a restored etcd begins anew, or etcd's own cluster id, if its m
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 
 from ecomp.model import keys
@@ -47,6 +48,15 @@ class KnownCluster:
         return KnownCluster(
             self.identity, header.cluster, max(self.revision, header.revision), max(self.term, header.term)
         )
+
+
+def accepted_in(entries: Iterable[keys.StoredValue]) -> int:
+    """Return the highest revision that the keys below /accepted/ name; 0 for none.
+
+    A key names none above its own: whoever writes a larger number says what cannot be.
+    """
+    said = ((each.value, each.revision) for each in entries)
+    return max((min(int(value), own) for value, own in said if value.isdigit() and len(value) < 20), default=0)
 
 
 def unfamiliar(known: KnownCluster, header: Header) -> str | None:

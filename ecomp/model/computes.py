@@ -160,6 +160,30 @@ def computes_of(lives: Mapping[str, keys.StoredValue], names: Mapping[str, keys.
     )
 
 
+def silent_cure(host: str) -> str:
+    """Say what can be done where a silent compute holds a claim, in the order in which to try it."""
+    return (
+        f'wait; or bring {host} back (after a restore of etcd: `ecompute --accept-new-etcd` there); or use another '
+        f'uuid; or, if the machine is off for good, `eschedule host forget {host} --fenced`'
+    )
+
+
+def unproven(
+    providers: Mapping[str, str], presence: Mapping[str, keys.StoredValue], began_at: int, has_lease_ended: bool
+) -> list[str]:
+    """List the computes of placement, {uuid: name}, of which nothing proves that they live in this etcd.
+
+    A key on a lease does not: in a restored etcd it is back, with a full lease. It proves it once it was written after
+    `began_at`, etcd's revision when this process began, or once every lease of then has ended.
+    """
+    alive = {
+        keys.last(key)
+        for key, each in presence.items()
+        if each.lease and (has_lease_ended or each.revision > began_at)
+    }
+    return sorted(uuid for uuid, name in providers.items() if uuid == name and uuid not in alive)
+
+
 def living_in(value: bytes) -> Living:
     """What a living compute's own key says of it: whatever makes no sense is not said."""
     said = load_if_object(value)

@@ -16,6 +16,7 @@
     /hostnames/<compute>          its host's name, {"version", "hostname"}; stays until the compute is forgotten
     /released/<2 digits>/<lease>  generations of claims that were released, of instances that begin so; on this lease
     /cluster                      this etcd's identity, written once
+    /accepted/<compute>           the revision at which this compute accepted a restored or new etcd, in decimal digits
     /audit/<audit>                eschedule asks every compute what is there; on its lease
     /audit/<audit>/<compute>      eschedule asks one compute to remove leftovers; on the same lease
     /digests/<compute>/<audit>/…  ecompute's answers; removed by who asked, or with a lease
@@ -44,6 +45,7 @@ QUEUES = '/queues/'
 TAKER = '/taker'
 RELEASED = '/released/'
 CLUSTER = '/cluster'
+ACCEPTED = '/accepted/'
 AUDIT = '/audit/'
 DIGESTS = '/digests/'
 ATTEMPT_SECONDS = 60
@@ -175,6 +177,11 @@ def compute(compute: str) -> str:
 def hostname(compute: str) -> str:
     """The key that says what a compute's host is called, also while that compute is away."""
     return HOSTNAMES + compute
+
+
+def accepted(compute: str) -> str:
+    """Return the key that says at which revision a compute accepted this etcd; it stays when that is forgotten."""
+    return ACCEPTED + compute
 
 
 def audit(audit: str) -> str:

@@ -94,9 +94,10 @@ SHARED = frozenset(map(below, (keys.QUEUES, keys.NAMES, keys.GROUPS, keys.QUOTAS
 
 
 def of_compute(compute: str) -> Grants:
-    """The permissions of the compute with this uuid: SHARED, and its own requests, records, digests, life and name."""
+    """Return what the compute with this uuid may do: SHARED, and write what lies below its uuid."""
     own = (below(f'{prefix}{compute}/') for prefix in (keys.HOSTS, keys.INSTANCES, keys.DIGESTS))
-    alone = (Permission(WRITE, each) for each in (keys.compute(compute), keys.hostname(compute)))
+    named = keys.compute(compute), keys.hostname(compute), keys.accepted(compute)
+    alone = (Permission(WRITE, each) for each in named)
     return SHARED | {EVERYTHING, *own, *alone}
 
 

@@ -1,4 +1,4 @@
-"""What the fault rows do to etcd: wipe it, restore it, fill it, and run it with several members or with TLS."""
+"""What the fault rows do to etcd and placement: wipe, restore and fill them; etcd with several members or TLS."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ from tests.kit.commands import Control, Ecompute
 from tests.kit.etcd_member import Member as Member
 from tests.kit.etcd_member import Tls as Tls
 from tests.kit.servers import Etcd, PlacementServer, until
+
+DATABASE = 'placement.sqlite'
 
 
 def wipe(etcd: Etcd) -> None:
@@ -67,6 +69,22 @@ class SavedSnapshot:
         names = [options['--initial-cluster'], options['--initial-advertise-peer-urls']]
         _etcdctl('snapshot', 'restore', str(self._file), f'--data-dir={data}', *names)
         self._etcd.start()
+
+
+def save_placement(control: Control) -> None:
+    """Take a copy of placement's database. It is stopped meanwhile, so that it is whole."""
+    control.placement.stop()
+    shutil.copy(control.placement.directory / DATABASE, control.directory / DATABASE)
+    control.placement.start()
+
+
+def restore_placement(control: Control) -> None:
+    """Put the copy back."""
+    control.placement.stop()
+    for each in control.placement.directory.glob(f'{DATABASE}-*'):
+        each.unlink()  # a journal of the newer one
+    shutil.copy(control.directory / DATABASE, control.placement.directory / DATABASE)
+    control.placement.start()
 
 
 def fill(etcd: Etcd) -> None:

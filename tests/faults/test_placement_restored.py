@@ -6,35 +6,18 @@ behind; a claim that is missing is shown by the audit.
 
 from __future__ import annotations
 
-import shutil
 import time
 
 import pytest
 
+from tests.faults.etcds import restore_placement as restore
+from tests.faults.etcds import save_placement as save
 from tests.faults.figures import figure
 from tests.kit.audit import findings
 from tests.kit.commands import Control, Ecompute
 from tests.kit.hands import guests, look_twice, losses, settled
 from tests.kit.servers import until
 from tests.kit.story import SMALL, addressed, log_of, logs, notified, place, reached, record, reserved
-
-DATABASE = 'placement.sqlite'
-
-
-def save(control: Control) -> None:
-    """Take a copy of placement's database. It is stopped meanwhile, so that it is whole."""
-    control.placement.stop()
-    shutil.copy(control.placement.directory / DATABASE, control.directory / DATABASE)
-    control.placement.start()
-
-
-def restore(control: Control) -> None:
-    """Put the copy back."""
-    control.placement.stop()
-    for each in control.placement.directory.glob(f'{DATABASE}-*'):
-        each.unlink()  # a journal of the newer one
-    shutil.copy(control.directory / DATABASE, control.placement.directory / DATABASE)
-    control.placement.start()
 
 
 def unharmed(control: Control, compute: Ecompute, instance: str, address: str) -> None:

@@ -17,7 +17,7 @@ from tests.kit.commands import Control
 from tests.kit.hands import Armed, Eschedule, killed_at, lapse, settled, start_again
 from tests.kit.invariants import allocations
 from tests.kit.servers import until
-from tests.kit.story import SMALL, one_line, reached
+from tests.kit.story import SMALL, logs, one_line, reached
 
 TAKING_FAILPOINTS = ('marked', 'taken', 'moved')
 QUEUED_FAILPOINTS = QUEUED, UNQUEUED = 'queued', 'unqueued'
@@ -79,14 +79,20 @@ def test_killed_while_taking_and_started_again(cluster: Control, taker: Make, st
 
 @pytest.mark.parametrize('step', ['marked', 'taken'])
 def test_killed_while_taking_and_taken_by_another(cluster: Control, taker: Make, step: str) -> None:
-    """F40: kill -9 of a taker with its mark or its claim: the next one moves the claim (fake)"""
+    """F40: kill -9 of a taker with its mark: another takes it; with its claim: it waits for that compute (fake)"""
+    other = taker()
+    other.stop()
     compute = taker(f'{step}:kill')
     instance = queue(cluster)
     killed_at(compute, step)
     lapse(cluster, mark_of(instance))
-    other = taker()
-    assert active_once(cluster, instance, other) is other
+    other.start()
+    if step == 'taken':
+        logs(other, f'{instance} is claimed on compute {compute.uuid}')
+    else:
+        assert active_once(cluster, instance, other) is other
     start_again(compute)
+    assert active_once(cluster, instance, compute, other) is (compute if step == 'taken' else other)
     settled(cluster, compute, other)
 
 
@@ -104,19 +110,24 @@ def test_killed_with_a_claim_that_fills_it(cluster: Control, taker: Make) -> Non
 
 @pytest.mark.parametrize('step', ['marked', 'taken'])
 def test_frozen_while_taking(cluster: Control, taker: Make, step: str) -> None:
-    """F40: a taker frozen with its mark or its claim until another has taken the same, then continued: once (fake)"""
+    """F40: a taker frozen with its mark until another has taken the same, or with its claim: once (fake)"""
+    other = taker()
+    other.stop()
     compute = taker(f'{step}:stop:1')
     instance = queue(cluster)
     compute.stopped_at(step)
-    other = taker()
+    other.start()
     lapse(cluster, mark_of(instance))
-    assert active_once(cluster, instance, other) is other
+    if step == 'taken':
+        logs(other, f'{instance} is claimed on compute {compute.uuid}')
+    else:
+        assert active_once(cluster, instance, other) is other
     compute.resume()
     # These fill both, so the late one has got past what it was at.
     more = [queue(cluster) for _ in range(7)]
     for each in more:
         active_once(cluster, each, compute, other)
-    assert active_once(cluster, instance, compute, other) is other
+    active_once(cluster, instance, compute, other)
     settled(cluster, compute, other)
 
 

@@ -140,7 +140,7 @@ def test_another_uuid_in_a_compute_yaml_is_another_boundary(cloud: BehindRoles) 
     path, old, new = cloud.certs / 'compute-hv1/compute.yaml', cloud.computes['compute-hv1'], str(uuid.uuid4())
     path.write_text(path.read_text().replace(old, new))
     said = cloud.enable()
-    assert [line.rpartition(' ')[0] for line in said] == 5 * ['role compute-hv1: may write'] + 5 * [
+    assert [line.rpartition(' ')[0] for line in said] == 6 * ['role compute-hv1: may write'] + 6 * [
         'role compute-hv1: may no more write'
     ]
     put(cloud, f'/hosts/{new}/x')

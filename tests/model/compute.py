@@ -167,7 +167,8 @@ class Compute:
         self.keeper = ClaimKeeper(self.uuid, self.store, self.placement, self.takes)
         taker = Taker(control, lambda: self.presence.lease)
         self.offers = Offers(lambda _: None)
-        self.puller = Puller(control, taker, self.offers, lambda: not self.is_dead, None, self.accepted)
+        guests = self.hypervisor.guests
+        self.puller = Puller(control, taker, self.offers, lambda: not self.is_dead, None, self.accepted, guests)
         self.puller._rng = random.Random(self.uuid)
         self.memory, self.taker = memory, taker
         self.presence._publish()

@@ -48,6 +48,8 @@ KEYS = [
     (f'/hostnames/{OWN}', True, True),
     (f'/hostnames/{OWN}/x', False, True),
     (f'/hostnames/{OTHER}', False, True),
+    (f'/accepted/{OWN}', True, False),
+    (f'/accepted/{OTHER}', False, False),
     (f'/booted/{INSTANCE}', True, True),
     (f'/queues/f/{INSTANCE}', True, True),
     (f'/queues/f/{INSTANCE}/taker', True, True),

@@ -1,4 +1,4 @@
-"""Which etcd this compute knows (rule 10), as its state directory remembers it: <state>/etcd.json, <state>/accepted.
+"""Which etcd this compute knows (rule 10), as its state directory remembers it: <state>/etcd.json, <state>/first-seen.
 
 The highest revision changes with everything that happens, so it is written by a thread, once a second at most; a kill
 loses what was seen in the last second.
@@ -41,6 +41,7 @@ class KnownEtcd:
 
     def __init__(self, directory: Path) -> None:
         self._path, self._accepted = directory / 'etcd.json', directory / 'accepted'
+        self._first = directory / 'first-seen'
         self._known = KnownCluster()
         self._changed = threading.Event()
         self._stopped = threading.Event()
@@ -56,25 +57,35 @@ class KnownEtcd:
             raise UsageError(f'{self._path}: {error}: restore it, or ecompute --accept-new-etcd') from error
         return self._known
 
-    def accept(self, revision: int) -> int:
-        """Remember at which revision another etcd was accepted; that revision. EcompError: it cannot be written.
+    def accepted(self) -> int:
+        """Read the revision at which ecomp 1.1 accepted another etcd, for /accepted; 0 for none. UsageError."""
+        return self._number(self._accepted)
 
-        What was in it then may be older than what has become of it on computes that are not back.
+    def first_seen(self) -> int:
+        """Read etcd's revision when this compute first saw or accepted it; 0: an older ecompute did. UsageError."""
+        return self._number(self._first)
+
+    def note_first_seen(self, revision: int, has_noted_acceptance: bool) -> None:
+        """Remember that revision; `has_noted_acceptance`: etcd has what was in the file of 1.1, which goes.
+
+        Raises:
+            EcompError: it cannot be written.
         """
         try:
-            write_durably(self._accepted, f'{revision}\n')
+            if revision != self.first_seen():
+                write_durably(self._first, f'{revision}\n')
+            if has_noted_acceptance:
+                self._accepted.unlink(missing_ok=True)
         except OSError as error:
-            raise EcompError(f'{self._accepted}: {error.strerror}') from error
-        return revision
+            raise EcompError(f'{self._first}: {error.strerror}') from error
 
-    def accepted(self) -> int:
-        """The revision at which another etcd was accepted last; 0: none was. UsageError if that cannot be read."""
+    def _number(self, path: Path) -> int:
         try:
-            return int(self._accepted.read_text())
+            return int(path.read_text())
         except FileNotFoundError:
             return 0
         except ValueError as error:
-            raise UsageError(f'{self._accepted}: {error}: restore it, or ecompute --accept-new-etcd') from error
+            raise UsageError(f'{path}: {error}. Fix: restore it, or ecompute --accept-new-etcd') from error
 
     def note(self, known: KnownCluster) -> None:
         """Have this written soon."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import threading
 import time
@@ -10,10 +11,24 @@ from typing import NamedTuple
 
 from ecomp.model import circles
 from ecomp.model.circles import Takers, order, takers_of
+from ecomp.model.cluster import accepted_in
+from ecomp.model.computes import unproven
+from ecomp.model.host import InPlacement
 from ecomp.model.pull import Backlog, Place, backlog_of
+from ecomp.model.text import some
+from ecomp.placement import providers
+from ecomp.placement.client import Placement
+from ecomp.store.presence import LATE, SECONDS
 from ecomp.store.watch import State
 
 Nudge = Callable[[str], None]
+
+log = logging.getLogger(__name__)
+
+QUOTED = 3
+"""How many silent computes a log line names at most."""
+SILENT_FOR_SECONDS = 5.0
+"""How long it is not asked again which computes are silent."""
 
 
 class _Offer(NamedTuple):
@@ -40,6 +55,15 @@ class Offers:
         # What a compute here is trying to take; and what one tried in vain, so that others are told of it again.
         self._tried: set[str] = set()
         self._left: set[str] = set()
+        # All computes of this process ask which others are silent: it is found out once for all of them.
+        self._presence: State = {}
+        self._followed_since, self._asked = math.inf, -math.inf
+        self._asking = threading.Lock()
+        self._silent: list[str] = []
+        self.accepted = 0
+        """The highest revision at which any compute accepted this etcd."""
+        self.began_at = 0
+        """Etcd's revision when this process began."""
         self.backlog: Backlog | None = None
         """None before the queues were read."""
 
@@ -55,7 +79,34 @@ class Offers:
 
     def on_computes(self, state: State) -> None:
         """Take all computes that are alive."""
+        self._followed_since = min(self._followed_since, time.monotonic())
+        self._presence = state
         self._takers = takers_of(state, self._takers or Takers())
+
+    def on_accepted(self, state: State) -> None:
+        """Take the revisions at which computes accepted this etcd."""
+        self.accepted = accepted_in(state.values())
+
+    def silent(self, placement: Placement) -> list[str]:
+        """List the computes that placement knows and that are not proven to live: see computes.unproven().
+
+        That requests are left alone because of them is logged whenever there are others.
+
+        Errors: those of placement.
+        """
+        with self._asking:
+            now = time.monotonic()
+            if now - self._asked > SILENT_FOR_SECONDS:
+                has_lease_ended = now - self._followed_since > SECONDS + LATE
+                names = providers.names(placement)
+                found = unproven(names, self._presence, self.began_at, has_lease_ended)
+                shares = providers.shares(placement, found) if found else {}
+                silent = [each for each in found if InPlacement(each, each, shares.get(each, {})).is_ours]
+                if silent and silent != self._silent:
+                    named = some(silent, QUOTED)
+                    log.info('what waited in the queues before is left alone: it may run on silent computes: %s', named)
+                self._silent, self._asked = silent, now
+            return self._silent
 
     def on_queues(self, state: State) -> None:
         """Take all that waits, and tell those that may take what is new."""

@@ -13,7 +13,7 @@ import math
 import random
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 
@@ -21,9 +21,9 @@ from ecomp.agent.agenda import Agenda
 from ecomp.agent.instance.surroundings import ControlPlane
 from ecomp.agent.queue.offers import Offers
 from ecomp.agent.queue.taking import Taker
-from ecomp.errors import EcompError, NoCapacity, NotFound, PlacementRefusal, Unreadable
+from ecomp.errors import ClaimedElsewhere, EcompError, NoCapacity, NotFound, PlacementRefusal, Unreadable
 from ecomp.model import keys
-from ecomp.model.allocation import summed
+from ecomp.model.allocation import compute_of, summed
 from ecomp.model.backoff import Backoff
 from ecomp.model.explain import Provider
 from ecomp.model.group import Group, Membership, settle
@@ -50,8 +50,9 @@ JUST_NOW = 1.0
 BEHIND = 0.5
 """Seconds in which a race that we lost has to be seen in etcd."""
 LEFT_ALONE, AT_MOST = 5.0, 30.0
-"""Seconds for which a request is left alone whose group does not allow it here, or whose flavor is gone: at first, and
-at most, where that stays so. A thousand computes may ask for as many groups, and each may allow it soon."""
+"""Seconds for which a request is left alone whose group does not allow it here, whose flavor is gone, or that another
+compute holds or may run: at first, and at most, where that stays so. A thousand computes may ask for as many groups,
+and each may allow it soon."""
 
 
 class Puller:
@@ -59,9 +60,13 @@ class Puller:
 
     What it is at nobody else is to be tried for a moment: that is put off in `agenda`. `may_take` is False while it is
     to take nothing. `registered` is what placement was told that this compute has: as long as nothing is asked of it,
-    all of that is believed to be free, and a claim says if it is not. None: it looks first. `accepted` is the revision
-    at which another etcd was accepted. What has waited since before that, and is claimed on another compute, may run
-    there: it is left alone. Of what came later such a claim is a dead attempt's, and is moved.
+    all of that is believed to be free, and a claim says if it is not. None: it looks first. `guests` lists the
+    instances that have a domain here.
+
+    A request that another compute holds a claim for is left alone, however silent that compute is (rule 13). So is one
+    that is older than `first_seen`, etcd's revision when this compute first saw or accepted it, or than what any other
+    compute accepted, while one of the others is silent: that one may have taken it, and etcd and placement may both
+    have been restored to before that.
     """
 
     def __init__(
@@ -71,7 +76,8 @@ class Puller:
         offers: Offers,
         may_take: Callable[[], bool],
         registered: Mapping[str, Inventory] | None,
-        accepted: int,
+        first_seen: int,
+        guests: Callable[[], Collection[str]],
     ) -> None:
         self._compute = control.compute
         self._store = control.store
@@ -81,7 +87,8 @@ class Puller:
         self._offers = offers
         self._may_take = may_take
         self._registered = registered
-        self._accepted = accepted
+        self._first_seen = first_seen
+        self._guests = guests
         self._rng = random.Random()
         # Between those who follow etcd and step().
         self._lock = threading.Lock()
@@ -94,6 +101,7 @@ class Puller:
         self._doubted: dict[str, float] = {}
         self._asked_for: dict[str, float] = {}
         self._left: dict[str, Backoff] = {}
+        self._claimed_elsewhere: set[str] = set()  # the instances that another compute holds a claim for
         self._takes: dict[str, bool] = {}
         self._room = Provider(self._compute)
         self._read, self._look_at, self._looked = -math.inf, math.inf, False
@@ -146,7 +154,7 @@ class Puller:
             for key, mark, place in ours:
                 # An earlier attempt of ours ended in the middle, or what we were at was cancelled.
                 self.agenda.put_off(keys.last(key), BEHIND)
-                if place is None or self._is_held_elsewhere(place):
+                if place is None or self._is_held_elsewhere(place) or self._may_run_elsewhere(place):
                     self._taker.give_back(key, mark)
                 else:
                     self._take(place, mark, self._is_open)
@@ -175,6 +183,8 @@ class Puller:
                 allowed, theirs = self._group(found.waiting)
                 if self._is_held_elsewhere(found):
                     self._leave([found], backlog)
+                elif self._may_run_elsewhere(found):
+                    self._leave(filter(self._is_older, places), backlog)
                 elif not allowed:
                     self._leave(self._elsewhere(found, backlog), backlog)
                 else:
@@ -253,9 +263,11 @@ class Puller:
             # One that another is at is that one's to move; it may also give it back as it is.
             theirs = [marks for whose, marks in backlog.marks.items() if whose != self._compute]
             self._tidy = any(keys.last(key) in held for marks in theirs for key in marks)
-            for each in backlog.places.values():
-                instance = each.waiting.instance
-                if instance not in held:
+            waiting = [each.waiting.instance for each in backlog.places.values()]
+            claimed = [instance for instance in waiting if instance in held]
+            here = self._guests() if claimed else ()
+            for instance in claimed:
+                if instance in here:  # its state directory was lost: building it once more finds the guest
                     continue
                 if self._taker.let_go(instance):
                     log.info('released the claim of %s, which waits in its queue again', instance)
@@ -270,11 +282,22 @@ class Puller:
         self._read, self._looked = began, True
 
     def _is_held_elsewhere(self, place: Place) -> bool:
-        """Whether it may run on another compute, though an older etcd has it waiting."""
-        if place.revision > self._accepted:
-            return False
-        held = allocations.consumer(self._placement, place.waiting.instance).allocations
-        return bool(held) and self._compute not in held
+        """Return whether another compute still holds the claim because of which a take failed."""
+        instance = place.waiting.instance
+        if instance not in self._claimed_elsewhere:
+            return False  # the take finds it out: it claims as if nothing was held
+        on = compute_of(allocations.consumer(self._placement, instance).allocations)
+        if on in ('', self._compute):
+            self._claimed_elsewhere.discard(instance)
+        return instance in self._claimed_elsewhere
+
+    def _is_older(self, place: Place) -> bool:
+        """Return whether it waited before this compute knew this etcd, so that what became of it may be forgotten."""
+        return place.revision <= max(self._first_seen, self._offers.accepted)
+
+    def _may_run_elsewhere(self, place: Place) -> bool:
+        """Return whether a silent compute may run it, though neither etcd nor placement knows of that any more."""
+        return self._is_older(place) and bool(self._offers.silent(self._placement))
 
     def _group(self, waiting: QueueEntry) -> tuple[bool, Group | None]:
         """Whether its group allows it here, and the group as it is now."""
@@ -327,6 +350,10 @@ class Puller:
         taken = False
         try:
             taken = self._taker.take(place, mark, still_fits)
+        except ClaimedElsewhere as error:
+            log.info('%s, and is left alone', error)
+            self._claimed_elsewhere.add(instance)
+            self._leave([place], self._offers.backlog or Backlog())
         except NoCapacity as error:
             log.debug('%s: %s', instance, error)
             self._refused[waiting.flavor.query] = self._room, time.monotonic() + EVERY
@@ -334,7 +361,8 @@ class Puller:
         except PlacementRefusal as error:
             self._on_refusal(place, str(error))
         finally:
-            self.agenda.put_off(instance, BEHIND)
+            if instance not in self._left:
+                self.agenda.put_off(instance, BEHIND)
             if not taken:
                 with self._lock:
                     self._moved.discard(instance)
@@ -363,6 +391,7 @@ class Puller:
         """Leave these alone for a while, and for longer each time."""
         waiting = {each.waiting.instance for each in backlog.places.values()}
         self._left = {name: each for name, each in self._left.items() if name in waiting}
+        self._claimed_elsewhere &= waiting
         for each in places:
             backoff = self._left.setdefault(each.waiting.instance, Backoff(LEFT_ALONE, AT_MOST))
             self.agenda.put_off(each.waiting.instance, backoff.next() * self._rng.uniform(0.8, 1.0))

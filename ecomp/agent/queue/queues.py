@@ -9,7 +9,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 from ecomp.agent.complaints import Complaints
 from ecomp.agent.instance.surroundings import ControlPlane
@@ -28,7 +28,7 @@ TAKING = 'taking from the queues'
 
 
 class Queues:
-    """Takes for one compute, from start() to stop(). `may_take`, `registered` and `accepted`: see Puller."""
+    """Takes for one compute, from start() to stop(). The last four arguments: see Puller."""
 
     def __init__(
         self,
@@ -40,7 +40,8 @@ class Queues:
         may_take: Callable[[], bool],
         registered: Mapping[str, Inventory],
         threads: Threads,
-        accepted: int,
+        first_seen: int,
+        guests: Callable[[], Collection[str]],
     ) -> None:
         self._compute = control.compute
         self._complaints = complaints
@@ -48,7 +49,7 @@ class Queues:
         self._may_take = may_take
         self._stopped = threading.Event()
         taker = Taker(control, lambda: presence.lease)
-        self._puller = Puller(control, taker, offers, self._may_go_on, registered, accepted)
+        self._puller = Puller(control, taker, offers, self._may_go_on, registered, first_seen, guests)
         self._agenda = self._puller.agenda
         self._turn = Turn(threads.turns, threads.queues, self._look)
 

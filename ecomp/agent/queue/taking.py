@@ -1,7 +1,7 @@
 """Take one request out of its queue: mark it, claim it against ourselves, move it to our own /hosts key.
 
-The mark is on our lease, and the move compares it: whoever was frozen for longer than its lease moves nothing. So a
-claim that is left of somebody's dead attempt is moved by the next taker (rule 3), or released by the compute it is on.
+The mark is on our lease, and the move compares it: whoever was frozen for longer than its lease moves nothing. A claim
+that a dead attempt left on another compute is released by that compute, and by nobody else (rule 13).
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class Taker:
 
         `marked` is the revision of our own mark, if an earlier attempt left one; `still_fits` is asked once there is a
         mark. Errors: NoCapacity (placement has no room here), PlacementRefusal (it takes no such claim), Unreachable,
-        Conflict, GenerationConflict: it waits again, and what may be claimed for it is moved by its next taker, or
-        released by let_go().
+        Conflict, GenerationConflict: it waits again, and what may be claimed for it is released by let_go(), or used by
+        this compute's next take; ClaimedElsewhere: another compute holds a claim for it, and nothing is claimed here.
         """
         waiting = place.waiting
         mark = self._mark(place, marked)
