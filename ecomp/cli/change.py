@@ -30,7 +30,7 @@ def _destroy(do: Context) -> int:
     def ask(word: str) -> None:
         instance = do.instance(word, do.among)
         outcomes.tell(word, instance=instance)
-        done = destroy(do.store, instance, do.among)
+        done = destroy(do.store, instance, do.among, do.claimed_on)
         do.name_computes()
         outcomes.tell(word, done)
         accepted[word] = instance

@@ -134,6 +134,13 @@ class Context:
         except NotFound:
             return {}
 
+    def claimed_on(self, instance: str) -> str:
+        """Ask placement which compute holds an instance's claim; '' for none."""
+        from ecomp.model.allocation import compute_of
+        from ecomp.placement.allocations import consumer
+
+        return compute_of(consumer(self.placement, instance).allocations)
+
     def connect(self) -> None:
         """Begin the connection to etcd: it is made while what else a command needs is loaded."""
         self.store  # noqa: B018

@@ -162,16 +162,21 @@ def put_quota(found: Quota) -> Put:
 
 
 def write_end(
-    store: Store, record: Record, conditions: Sequence[Unchanged | Exists], removed: Iterable[str], shares: bool = True
+    store: Store,
+    record: Record,
+    conditions: Sequence[Unchanged | Exists],
+    removed: Iterable[str],
+    shares: bool = True,
+    seconds: int | None = None,
 ) -> int | None:
     """Write an instance's last record, on a lease, and let go of all it shared, unless `shares` is False.
 
-    `removed`: the other keys that go.
+    `removed`: the other keys that go; `seconds`: of the lease, None: as long as any such record is kept.
 
     By its name an instance in error is found as long as its record is there.
     The new revision; None where it is one of `conditions` that does not hold. Errors: those of the store.
     """
-    lease = store.grant(KEPT[record.state])
+    lease = store.grant(seconds or KEPT[record.state])
     from ecomp.model.record import to_json as record_to_json
 
     put = Put(keys.record(record.compute, record.instance), record_to_json(record), lease)

@@ -12,6 +12,7 @@ from typing import Any, cast
 
 from ecomp.errors import UnknownOutcome, Unreachable
 from ecomp.model import keys
+from ecomp.model.allocation import compute_of
 from ecomp.model.choose import Offer
 from ecomp.model.flavor import parse_flavor
 from ecomp.model.flavor import to_json as flavor_json
@@ -224,7 +225,11 @@ class Cloud:
 
     def destroys(self, name: str, instance: str) -> Actor:
         """`eschedule destroy`."""
-        return self.act(name, lambda: destroy(ModelStore(self.etcd), instance))
+
+        def claimed_on(instance: str) -> str:
+            return compute_of(allocations.consumer(self.placement, instance).allocations)
+
+        return self.act(name, lambda: destroy(ModelStore(self.etcd), instance, claimed_on=claimed_on))
 
     def powers(self, name: str, instance: str, action: str) -> Actor:
         """`eschedule stop`, `start` or `reboot`."""

@@ -37,10 +37,11 @@ ENDED_BEFORE = 'it had ended before etcd forgot that'
 
 @dataclass(frozen=True)
 class EtcdView:
-    """What etcd has of one instance; None where it has nothing."""
+    """What etcd has of one instance; None where it has nothing. `was_destroyed`: so, while it waited in a queue."""
 
     wish: Request | Invalid | None = None
     record: Record | None = None
+    was_destroyed: bool = False
 
 
 @dataclass(frozen=True)
@@ -73,8 +74,8 @@ def running(compute: str, remembered: MemoryEntry, is_here: bool, said: EtcdView
     request, record = remembered.request, remembered.record
     if record.state == BUILDING and said.record is not None and said.record.state in (ACTIVE, STOPPED):
         record = said.record  # it came to be so, and that could not be written down here
-    if record.state == DESTROYING:
-        # Its destroy was accepted, and may be half done.
+    if record.state == DESTROYING or (said.was_destroyed and said.wish is None):
+        # Its destroy was accepted, here, where it may be half done, or of what waited once more in a restored queue.
         return Publish(replace(request, allocations={}, image=None, left=request.resources), record, None)
     if said.wish is None and not is_here and 'started' in record.stages:
         return Drop()
@@ -165,7 +166,8 @@ class _Place:
         self.compute, self.instance = compute, instance
         self.request_key, self.record_key = keys.request(compute, instance), keys.record(compute, instance)
         self.booted_key, self.older_key = keys.booted(instance), keys.old_record(instance)
-        read = (self.request_key, self.record_key, self.older_key)
+        self.waiting_key = keys.record('', instance)
+        read = (self.request_key, self.record_key, self.older_key, self.waiting_key)
         self._there = store.read(read)
         self._unchanged = [Unchanged(key, revision_of(self._there.get(key))) for key in read]
 
@@ -177,7 +179,8 @@ class _Place:
         except ValueError as error:
             raise Unreadable(self.record_key, error) from error
         host = self._there.get(self.request_key)
-        return EtcdView(parse_request(self.compute, self.request_key, host.value) if host else None, record)
+        wish = parse_request(self.compute, self.request_key, host.value) if host else None
+        return EtcdView(wish, record, self.waiting_key in self._there)
 
     def commit(
         self, operations: Collection[Put | Delete], also: Collection[Unchanged], shared: Callable[[], Change]

@@ -7,12 +7,12 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
 
-from ecomp.errors import NotFound, Unreadable
+from ecomp.errors import EcompError, NotFound, Unreadable
 from ecomp.failpoints import failpoint
 from ecomp.model import keys
 from ecomp.model.group import Membership
 from ecomp.model.instance import SIZE_LIMIT, Request, to_json
-from ecomp.model.record import ERROR, GONE, Record, is_newer, timestamp
+from ecomp.model.record import ERROR, GONE, KEPT, Record, is_newer, timestamp
 from ecomp.scheduler.changing.accept import until_accepted
 from ecomp.scheduler.looking.find import InstanceEntries, living, requested
 from ecomp.store.alive import is_alive
@@ -20,9 +20,17 @@ from ecomp.store.client import Delete, Entry, Put, Store, Unchanged
 from ecomp.store.places import Index, places
 from ecomp.store.sharing import commit_with, freed, group, write_end
 
+TOMBSTONE_SECONDS = 30 * 24 * 3600
+"""How long it is remembered that what waits was destroyed, where a compute that is silent may run it."""
 
-def destroy(store: Store, instance: str, among: Index | None = None) -> str:
+
+def destroy(
+    store: Store, instance: str, among: Index | None = None, claimed_on: Callable[[str], str] = lambda _: ''
+) -> str:
     """Accept the destroy; what was done, in one sentence. NotFound if it is gone or unknown. `among`: see find().
+
+    `claimed_on` asks placement for the compute that holds the instance's claim, '' for none: what waits in a queue and
+    is claimed may run there, if etcd was restored to before it was taken.
 
     An instance in error has nothing left but its record, which is removed here. Asked again while it is
     being destroyed: says so and changes nothing. Of one whose record cannot be read its request says enough: Unreadable
@@ -38,7 +46,7 @@ def destroy(store: Store, instance: str, among: Index | None = None) -> str:
             return f'{instance}: gone'
         if found.is_destroying:
             return f'{instance}: is being destroyed on {found.record.compute} already'
-        commit, done = _transaction(store, found)
+        commit, done = _transaction(store, found, claimed_on)
         if commit() is None:
             return None
         if found.queue_entry is None:
@@ -62,10 +70,12 @@ def _living(store: Store, instance: str, among: Index | None) -> InstanceEntries
         return found
 
 
-def _transaction(store: Store, found: InstanceEntries) -> tuple[Callable[[], int | None], str]:
+def _transaction(
+    store: Store, found: InstanceEntries, claimed_on: Callable[[str], str]
+) -> tuple[Callable[[], int | None], str]:
     """What commits it, None where something has changed since; and what is done then, in one sentence."""
     if found.queue_entry is not None:
-        return _out_of_queue(store, found.record, found.queue_entry)
+        return _out_of_queue(store, found.record, found.queue_entry, claimed_on)
     record, compute = found.record, found.record.compute
     request_key, entry = keys.request(compute, record.instance), found.record_entry
     record_key = entry.key if entry else keys.record(compute, record.instance)
@@ -117,9 +127,25 @@ def _group_of(store: Store, record: Record) -> Membership | None:
     return theirs.membership if theirs is not None else None
 
 
-def _out_of_queue(store: Store, record: Record, entry: Entry) -> tuple[Callable[[], int | None], str]:
-    """A request that waits goes, whoever is taking it, and its record says gone: a uuid is never used twice."""
-    gone = record.at(GONE, timestamp(datetime.now(UTC)), 'gone')
-    conditions = [Unchanged(entry.key, entry.revision), Unchanged(keys.record('', record.instance), 0)]
-    done = f'{record.instance}: taken out of its queue, nothing of it was begun'
-    return partial(write_end, store, gone, conditions, [entry.key, keys.taker(entry.key)]), done
+def _out_of_queue(
+    store: Store, record: Record, entry: Entry, claimed_on: Callable[[str], str]
+) -> tuple[Callable[[], int | None], str]:
+    """Remove a request that waits, whoever is taking it, and write a record that says gone: a uuid is never used twice.
+
+    That record is a tombstone: a compute that took the instance before etcd was restored carries it out (republish).
+    """
+    gone, instance = record.at(GONE, timestamp(datetime.now(UTC)), 'gone'), record.instance
+    conditions = [Unchanged(entry.key, entry.revision), Unchanged(keys.record('', instance), 0)]
+    removed = [entry.key, keys.taker(entry.key)]
+    done, seconds = f'{instance}: taken out of its queue', TOMBSTONE_SECONDS
+    try:
+        compute = claimed_on(instance)
+    except EcompError as error:
+        done += f'; whether a compute holds a claim for it, and may run it, is not known: {error}'
+    else:
+        if compute:
+            back = '' if is_alive(store, compute) else ' when it is back: it is silent now'
+            done += f'; {compute} holds a claim for it, and releases that or destroys it{back}'
+        else:
+            done, seconds = f'{done}, nothing of it was begun', KEPT[GONE]
+    return partial(write_end, store, gone, conditions, removed, seconds=seconds), done
