@@ -50,6 +50,8 @@ def _query(do: Context) -> int:
         raise NotFound(f'{error}; it is no command either{hint(word, FIRST_WORDS)}') from error
     # Not of /booted: every compute may write there, of every instance.
     record = living(do.store, instance).record
+    if record.state == QUEUED:
+        (record,) = _with_claims(do, [record], do.computes)
     said: str | None = no_address(record)
     if record.address:
         off = f'{record.name or record.instance}: {is_off(record)}; it has this address again once it runs'
@@ -85,7 +87,8 @@ def _list(do: Context) -> int:
 
     if not do.options.watch:
         records, unreadable = all_records(do.store, with_gone)
-        chosen, known = pick.of(records), computes(do.store)
+        known = computes(do.store)
+        chosen = _with_claims(do, pick.of(records), known)
         if not chosen and do.options.host is not None:
             with suppress(Unreachable):  # the table is etcd's, and empty
                 check_there(known, lambda: do.placement, do.options.host)
@@ -98,13 +101,26 @@ def _list(do: Context) -> int:
 
     def drawing() -> Drawing:
         records, unreadable = all_records(do.store, with_gone)
-        chosen, known = pick.of(records), computes(do.store)
+        known = computes(do.store)
+        chosen = _with_claims(do, pick.of(records), known)
         # The terminal may have become another one meanwhile.
         table = rendered(as_list(chosen, known), look(do.options))
         return Drawing(table, [*map(str, unreadable), *_unserved(chosen, lambda: known)])
 
     watch(do.config.etcd, (keys.INSTANCES, keys.HOSTS, keys.QUEUES), drawing, do.out.draw)
     return 0
+
+
+def _with_claims(do: Context, records: Sequence[Record], known: Computes) -> list[Record]:
+    """Say of waiting instances, as their fault, that a silent compute holds a claim for them, if placement says so."""
+    from dataclasses import replace
+
+    from ecomp.scheduler.looking.hosts import claimed_on_silent
+
+    said: dict[str, str] = {}
+    with suppress(EcompError):
+        said = claimed_on_silent(do.store, known, [each.instance for each in records if each.state == QUEUED])
+    return [replace(each, fault=said[each.instance]) if each.instance in said else each for each in records]
 
 
 def _pick(do: Context) -> Pick:
@@ -122,7 +138,12 @@ def _show(do: Context) -> int:
     from ecomp.cli.show import as_detail
 
     found: list[Details] = []
-    code = each_of(do.out, do.words, lambda word: found.append(as_detail(_found(do, word).record, do.computes)))
+
+    def add(word: str) -> None:
+        (record,) = _with_claims(do, [_found(do, word).record], do.computes)
+        found.append(as_detail(record, do.computes))
+
+    code = each_of(do.out, do.words, add)
     do.show_details(found)
     return code
 

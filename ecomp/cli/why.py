@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ecomp.model.choose import FIRST, PACK, QUEUE, RANDOM, SPREAD, Why
-from ecomp.model.computes import Computes
+from ecomp.model.computes import Computes, silent_cure
 from ecomp.model.group import AFFINITY, Group
 from ecomp.model.record import Record
 from ecomp.model.text import printable
@@ -100,7 +100,15 @@ def _lacking(waits: Waiting, known: Computes) -> list[str]:
         return [f'{known.called(waits.taker)} is taking it']
     if waits.is_flavorless:
         return ['its flavor is not there, and nobody takes it: eschedule flavor set it again, or eschedule destroy it']
+    if waits.claimed_on is not None:
+        host = known.called(waits.claimed_on)
+        if waits.claimed_on in known.living:
+            return [f'{host} holds a claim for it, of an attempt that ended: it takes it or releases that in 2 minutes']
+        return [f'claimed on {host}, which is silent and may be running it. Fix: {silent_cure(host)}']
     lines = [f'{known.called(compute)}: {lacks}' for compute, lacks in waits.lacks.items()]
+    for host in sorted(map(known.called, known.remembered.keys() - known.living.keys())):
+        left = 'until it is back or forgotten, a compute that did not see this request come leaves it alone'
+        lines.append(f'{host} is silent: {left}')
     if waits.unknown is not None:
         lines.append(f'what each compute that takes from queues lacks could not be found out: {waits.unknown}')
     return [known.no_taker] if known.no_taker else lines
@@ -111,7 +119,8 @@ def _waits(found: Explanation) -> dict[str, object]:
     assert waits is not None
     lacks = [{'compute': each, 'host': known.host(each), 'lacks': said} for each, said in waits.lacks.items()]
     since = found.record.stages.get('requested')
-    return {'flavor': waits.flavor, 'since': since, 'before': waits.before, 'taker': waits.taker, 'computes': lacks}
+    told = {name: getattr(waits, name) for name in ('flavor', 'before', 'taker', 'claimed_on')}
+    return {**told, 'since': since, 'computes': lacks}
 
 
 def _weighed(weighed: Why | None) -> str:

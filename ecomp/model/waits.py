@@ -23,7 +23,7 @@ IN_QUEUE = 'a compute to take it'
 def waits_for(record: Record | None) -> str:
     """What an instance is waiting for now, and how far that is if it is known: `image, 34 of 600 MB`."""
     if record is not None and record.state == QUEUED:
-        return IN_QUEUE
+        return f'{IN_QUEUE}: {record.fault}' if record.fault else IN_QUEUE
     if record is not None and record.state == STOPPED:
         return 'somebody to start it: it is stopped'
     reached = record.reached if record else {}

@@ -92,7 +92,7 @@ def test_why_it_waits(small: Control) -> None:
     told = json.loads(small.eschedule('why', 'web3', '-f', 'json').stdout)['waits']
     lacks = {'compute': compute.uuid, 'host': host, 'lacks': lack}
     assert told == {
-        'flavor': 'small', 'since': told['since'], 'before': 1, 'taker': None, 'computes': [lacks],
+        'flavor': 'small', 'since': told['since'], 'before': 1, 'taker': None, 'claimed_on': None, 'computes': [lacks],
     }  # fmt: skip
     assert small.eschedule('destroy', '--wait', 'web1', 'web2', 'web3').code == 0
 

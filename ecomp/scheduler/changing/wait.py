@@ -13,7 +13,7 @@ from ecomp.model import boots
 from ecomp.model.power import ASKED, OFF, STOP, Power, action_id, phase
 from ecomp.model.record import ACTIVE, DESTROYING, ERROR, GONE, STAGES, STOPPED, Record
 from ecomp.model.text import printable
-from ecomp.model.waits import IN_QUEUE, failure, not_ready, waits_for
+from ecomp.model.waits import failure, not_ready, waits_for
 from ecomp.scheduler.looking.find import read_record
 from ecomp.store.client import Entry
 
@@ -179,7 +179,7 @@ class Wait:
         with Whereabouts(self.config, self.instance, self.among, self.claims) as at:
 
             def waited(record: Record | None) -> str:
-                return IN_QUEUE if at.is_queued else what(record)
+                return at.in_queue() if at.is_queued else what(record)
 
             def is_believed() -> bool:
                 nonlocal known

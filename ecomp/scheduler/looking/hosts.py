@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 from ecomp.errors import Conflict, EcompError, NotFound, UsageError
@@ -118,6 +118,21 @@ def computes(store: Store) -> Computes:
     # The names first: of one that is forgotten meanwhile there is then a name too many, and of none a name too few.
     names = store.snapshot(keys.HOSTNAMES).entries
     return computes_of(store.snapshot(keys.COMPUTES).entries, names)
+
+
+def claimed_on_silent(store: Store, known: Computes, waiting: Collection[str]) -> dict[str, str]:
+    """Find which of the waiting instances a silent compute holds a claim for: {instance: a sentence that says so}.
+
+    Nobody else takes these (rule 13). Errors: those of placement.
+    """
+    silent = sorted(known.remembered.keys() - known.living.keys()) if waiting and store.claims else []
+    held = {compute: store.claims(compute) for compute in silent} if store.claims else {}
+    return {
+        instance: f'claimed on {known.called(compute)}, which is silent'
+        for compute, consumers in held.items()
+        for instance in waiting
+        if instance in consumers
+    }
 
 
 def look(store: Store) -> Survey:

@@ -7,10 +7,12 @@ from dataclasses import dataclass
 
 from ecomp.errors import EcompError
 from ecomp.model import keys
+from ecomp.model.allocation import compute_of
 from ecomp.model.computes import Computes
 from ecomp.model.group import Group
 from ecomp.model.query import Unexplained
 from ecomp.model.queue import marked_by
+from ecomp.placement.allocations import consumer
 from ecomp.placement.client import Placement
 from ecomp.scheduler.placing.explain import lacking
 from ecomp.store.client import Entry, Store
@@ -21,7 +23,8 @@ class Waiting:
     """A place in a queue. `before` is how many of the same flavor wait longer; `taker` the compute that is taking it.
 
     `lacks` is what each compute that takes from queues lacks, in words; `unknown` why that could not be found out.
-    `is_flavorless`: its flavor is not there, and nobody takes it whatever each has.
+    `is_flavorless`: its flavor is not there, and nobody takes it whatever each has. `claimed_on` is the compute that
+    holds a claim for it: nobody else takes it.
     """
 
     flavor: str
@@ -30,6 +33,7 @@ class Waiting:
     lacks: Mapping[str, str]
     unknown: str | None = None
     is_flavorless: bool = False
+    claimed_on: str | None = None
 
 
 def waiting(
@@ -44,6 +48,9 @@ def waiting(
     if store.get(keys.flavor(flavor)) is None:
         return Waiting(flavor, before, taker, {}, is_flavorless=True)
     try:
+        claimed_on = compute_of(consumer(placement, keys.last(entry.key)).allocations) or None
+        if claimed_on is not None:
+            return Waiting(flavor, before, taker, {}, claimed_on=claimed_on)
         lacks = lacking(placement, query or '', known, known.takers, group) if known.takers else {}
     except (EcompError, Unexplained) as error:
         return Waiting(flavor, before, taker, {}, str(error))
