@@ -84,7 +84,8 @@ def _host_forget(do: Context) -> int:
         there = compute_of(do.store, lambda: do.placement, word)
         outcomes.tell(word, compute=there)
         try:
-            forget(do.store, do.placement, there, word, now, partial(outcomes.tell, word))
+            told, fenced = partial(outcomes.tell, word), do.options.fenced
+            forget(do.store, do.placement, there, word, now, told, fenced)
         except Unreachable as error:
             left = 'nothing was removed but what is said above, and the same command again goes on'
             raise type(error)(f'{error}; {left}', error.backend) from error
@@ -149,10 +150,11 @@ COMMANDS = (
     Command('host forget', 'host forget <host>…', 'remove a compute that is dead for good',
             'Remove a compute that will never come back: its resource provider in placement, claims that no request '
             "stands behind, the keys of instances whose destroy had been accepted, and its host's name. It is refused "
-            'while the compute is alive or anything lives there: destroy those instances first. Killed half-way, the '
-            'same command again goes on.',
-            computes, _host_forget, DOCUMENT, (4, 5),
-            example='eschedule host forget hv3'),
+            'while the compute is alive or anything lives there: destroy those instances first; and without --fenced '
+            'while it holds claims, because their guests may be running. Killed half-way, the same command again goes '
+            'on.',
+            computes, _host_forget, {'fenced': '', **DOCUMENT}, (4, 5),
+            example='eschedule host forget hv3 --fenced'),
     Command('audit', 'audit', 'where etcd, placement and computes disagree',
             'Compare what etcd, placement and every compute say, and print where they disagree: a code, what it is '
             'about, and a sentence. It takes a few seconds, and looks twice where it finds something. stderr says how '

@@ -151,6 +151,9 @@ class Options(NamedTuple):
         '--all', '', 'also the instances that are gone: their records are kept for a day')] = False
     watch: Annotated[bool, _option(
         '--watch', '', 'go on with each change as it happens, until Ctrl-C, which is exit 0')] = False
+    fenced: Annotated[bool, _option(
+        '--fenced', '', 'the machine is off for good, and none of its guests runs any more: release what it holds'
+        )] = False
     fix: Annotated[bool, _option(
         '--fix', '', 'mend what is safe to mend. It looks twice, a minute apart, and changes only what both looks '
         'found; nothing that runs is touched')] = False

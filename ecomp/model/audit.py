@@ -13,6 +13,7 @@ from ecomp.model.allocation import Resources, difference, summed, words
 from ecomp.model.audit_sharing import groups, membership, quotas
 from ecomp.model.digest import Leftover
 from ecomp.model.findings import Finding
+from ecomp.model.host import SILENT
 from ecomp.model.instance import Invalid, Request
 from ecomp.model.inventory import capacity
 from ecomp.model.planes import Planes, World
@@ -59,6 +60,12 @@ def _computes(world: World) -> Iterator[Finding]:
         if compute in world.planes.mute:
             why = world.planes.mute[compute]
             yield Finding('compute-mute', compute, f'etcd says compute {compute} lives, it gives no digest: {why}')
+    for compute, state in world.away().items():
+        held = world.planes.providers[compute].held if compute in world.planes.providers else {}
+        if state == SILENT and held:
+            claims = f'{len(held)} claim' + 's' * (len(held) > 1)
+            told = f'compute {compute} is silent, and holds {claims}: what it has was not compared'
+            yield Finding('compute-silent', compute, told, compute)
     for compute in sorted(world.computes & world.planes.providers.keys()):
         provider = world.planes.providers[compute]
         for name, amount in sorted(summed(provider.held.values()).items()):

@@ -94,6 +94,11 @@ CODES = {
     'hostname-orphaned': Code('the host name of a compute that is not there', fix='deletes it'),
     'presence-unleased': Code('a compute says it is alive, and on no lease', how='etcdctl del <key>'),
     # computes
+    'compute-silent': Code(
+        'a silent compute holds claims, and was not compared',
+        how='bring it back (after a restore of etcd: ecompute --accept-new-etcd there); of a machine that is off for '
+        'good: eschedule host forget <host> --fenced',
+    ),
     'compute-mute': Code('a living compute gives no digest', how="see its ecompute's log; restart it"),
     'domain-missing': Code('an instance lives and has no domain', how='eschedule destroy <instance>'),
     'domain-off': Code('an active instance is off', how="see its ecompute's log: it has not noticed"),

@@ -25,15 +25,15 @@ def test_killed_in_the_middle_it_is_run_again(cluster: Control, step: str, left:
     compute.kill()
     lapse(cluster, f'/computes/{compute.uuid}')
     assert cluster.eschedule('destroy', *instances).code == 0
-    with Eschedule(cluster, 'host', 'forget', compute.uuid, failpoint=f'{step}:kill') as killed:
+    with Eschedule(cluster, 'host', 'forget', '--fenced', compute.uuid, failpoint=f'{step}:kill') as killed:
         killed.killed_at(step)
     assert (compute.uuid in cluster.eschedule('hosts').stdout) == (step != 'host-unregistered')
-    again = cluster.eschedule('host', 'forget', socket.gethostname())
+    again = cluster.eschedule('host', 'forget', '--fenced', socket.gethostname())
     assert again.code == 0, again
     assert len(again.stderr.splitlines()) == left, again
     for instance in instances:
         reached(cluster, instance, 'gone')
     gone = {f'/instances/{compute.uuid}/{instance}' for instance in instances}
     assert set(everything(cluster)) - {'/cluster'} == gone
-    one_line(cluster.eschedule('host', 'forget', compute.uuid), 4, 'no such compute')
+    one_line(cluster.eschedule('host', 'forget', '--fenced', compute.uuid), 4, 'no such compute')
     settled(cluster)

@@ -222,8 +222,8 @@ MUTATIONS = {
         ('destroyed_and_waiting_again',),
     ),
     'what runs elsewhere is taken from an older queue': Mutation(
-        'ecomp.agent.queue.pulling',
-        'if place.revision > self._accepted:', 'if place.revision > 0:',
+        'ecomp.placement.claiming',
+        'if instance not in movable}', 'if instance is None}',
         ('runs_and_waits_again',),
     ),
     'an end leaves its place in the group': Mutation(

@@ -180,7 +180,9 @@ def waits(facts: Facts) -> Iterator[str]:
     for instance, request in facts.waiting.items():
         for uuid, compute in facts.cloud.computes.items():
             full = model.used(uuid, 'VCPU') >= model.capacity(uuid, 'VCPU')
-            if not compute.is_dead and not full and not _is_kept_off(facts, request, uuid):
+            # What another compute holds a claim for waits until that one is back, or is forgotten (rule 13).
+            is_claimed = not facts.held.get(instance, {}).keys() <= {uuid}
+            if not compute.is_dead and not full and not is_claimed and not _is_kept_off(facts, request, uuid):
                 yield f'{facts.called(instance)} waits for ever, and {facts.called(uuid)} has room'
 
 
@@ -192,6 +194,8 @@ def audited(facts: Facts) -> Iterator[str]:
         yield f'the audit fails: {error}'
         return
     for finding in report.findings:
+        if finding.code == 'compute-silent':
+            continue  # its compute ended here for good, and is not forgotten
         yield f'the audit finds {finding.code} of {facts.called(finding.subject)}: {finding.sentence}'
 
 

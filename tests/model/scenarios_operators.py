@@ -25,7 +25,7 @@ def forgets(cloud: Cloud, compute: str, after: Actor) -> Actor:
     """`host forget`, given once its compute is silent."""
 
     def go() -> None:
-        forget(ModelStore(cloud.etcd), cloud.placement, compute, compute, lambda: NOW, lambda _: None)
+        forget(ModelStore(cloud.etcd), cloud.placement, compute, compute, lambda: NOW, lambda _: None, True)
 
     def work() -> None:
         cloud.world.wait('the compute to be silent', lambda: not after.is_at_it)

@@ -86,7 +86,7 @@ def frozen_forget_and_used_again(cloud: Cloud) -> None:
     destroy(cloud.store, U)
 
     def go() -> None:
-        forget(ModelStore(cloud.etcd), cloud.placement, A, A, lambda: NOW, lambda _: None)
+        forget(ModelStore(cloud.etcd), cloud.placement, A, A, lambda: NOW, lambda _: None, fenced=True)
 
     cloud.act('host forget 1', go)
     second = cloud.act('host forget 2', go)

@@ -173,7 +173,7 @@ def forgotten_as_it_starts(cloud: Cloud) -> Check:
     cloud.destroys('destroy', U)
 
     def forgets() -> None:
-        forget(ModelStore(cloud.etcd), cloud.placement, A, A, lambda: NOW, lambda _: None)
+        forget(ModelStore(cloud.etcd), cloud.placement, A, A, lambda: NOW, lambda _: None, fenced=True)
 
     def starts() -> None:
         mine = registration(cloud, host)

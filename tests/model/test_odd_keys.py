@@ -71,7 +71,7 @@ def is_silent(cloud: Cloud) -> None:
 def forgotten(cloud: Cloud) -> list[str]:
     """What `host forget` says that it has removed."""
     said: list[str] = []
-    forget(cloud.store, cloud.placement, A, 'hv1', lambda: NOW, said.append)
+    forget(cloud.store, cloud.placement, A, 'hv1', lambda: NOW, said.append, fenced=True)
     return said
 
 
@@ -129,7 +129,7 @@ def test_one_that_comes_alive_is_not_forgotten(cloud: Cloud) -> None:
         host.look_after_presence()
 
     with pytest.raises(Conflict, match='came back while it was being forgotten'):
-        forget(cloud.store, cloud.placement, A, 'hv1', lambda: NOW, tell)
+        forget(cloud.store, cloud.placement, A, 'hv1', lambda: NOW, tell, fenced=True)
     assert cloud.etcd.entries[keys.compute(A)].lease
     assert keys.hostname(A) in cloud.etcd.entries
 

@@ -17,7 +17,7 @@ from tests.kit.story import NOBODY, SMALL, addressed, log_of, logged, one_line, 
 
 def forget(control: Control, compute: str) -> list[str]:
     """Forget a compute; the sentences, without what each is said by."""
-    result = control.eschedule('host', 'forget', compute)
+    result = control.eschedule('host', 'forget', '--fenced', compute)
     assert (result.code, result.stdout) == (0, ''), result
     return [line.removeprefix('eschedule: ') for line in result.stderr.splitlines()]
 
@@ -144,6 +144,8 @@ def test_destroys_it_never_carried_out_end_with_it(cluster: Control) -> None:
     shown = hosts(cluster)[compute.uuid]
     assert (shown['state'], shown['instances'], shown['resources']['VCPU']['used']) == ('silent', 0, 3)
 
+    refused = one_line(cluster.eschedule('host', 'forget', compute.uuid), 5, 'it holds claims and may run', '--fenced')
+    assert len(allocations(cluster)) == 3, refused
     said = forget(cluster, compute.uuid)
     assert len(said) == 5
     for line, words in zip(
@@ -256,7 +258,7 @@ def test_nothing_is_ended_for_one_that_is_alive_again(cluster: Control) -> None:
     silence(cluster, compute)
     assert cluster.eschedule('destroy', instance).code == 0
     before = set(everything(cluster))
-    with Eschedule(cluster, 'host', 'forget', compute.uuid, failpoint='host-released:stop') as slow:
+    with Eschedule(cluster, 'host', 'forget', '--fenced', compute.uuid, failpoint='host-released:stop') as slow:
         slow.stopped_at('host-released')
         # As good as alive, and it has not read its requests yet.
         cluster.etcd.put(f'/computes/{compute.uuid}', '{}', cluster.etcd.grant())
@@ -276,7 +278,7 @@ def test_one_that_comes_back_in_time_carries_its_destroys_out_itself(cluster: Co
         addressed(cluster, instance)
     silence(cluster, compute)
     assert cluster.eschedule('destroy', *instances).code == 0
-    with Eschedule(cluster, 'host', 'forget', compute.uuid, failpoint='host-released:stop') as slow:
+    with Eschedule(cluster, 'host', 'forget', '--fenced', compute.uuid, failpoint='host-released:stop') as slow:
         slow.stopped_at('host-released')
         compute.start()
         slow.go_on()

@@ -192,7 +192,7 @@ def test_a_compute_that_is_forgotten_lets_its_names_go(cluster: Control) -> None
     compute.kill()
     cluster.etcd.delete(f'/computes/{compute.uuid}')  # its lease would end in half a minute
     one_line(cluster.eschedule('destroy', 'web1'), 0, 'silent now')
-    assert cluster.eschedule('host', 'forget', compute.uuid).code == 0
+    assert cluster.eschedule('host', 'forget', '--fenced', compute.uuid).code == 0
     assert cluster.etcd.keys('/names/') == []
 
 

@@ -21,10 +21,10 @@ from ecomp.model.queue import QueueEntry
 from ecomp.model.queue import to_json as waiting_to_json
 from ecomp.model.record import Failure, Interface, Record
 
-ONE, TWO, SILENT = (f'{digit * 8}-0000-4000-8000-000000000000' for digit in 'abc')
+ONE, TWO, AWAY = (f'{digit * 8}-0000-4000-8000-000000000000' for digit in 'abc')
 """Computes: two that live and one that is silent."""
 ACTIVE, OFF, GONE, FAILED, ELSEWHERE, NOBODY = (f'{digit * 8}-0000-4000-8000-000000000000' for digit in '123456')
-"""Instances: ACTIVE and OFF on ONE, ELSEWHERE on SILENT, two that ended, and one nobody has heard of."""
+"""Instances: ACTIVE and OFF on ONE, ELSEWHERE on AWAY, two that ended, and one nobody has heard of."""
 SIZE = {'VCPU': 1, 'MEMORY_MB': 64, 'DISK_GB': 1}
 TOTALS = {'VCPU': 2, 'MEMORY_MB': 128, 'DISK_GB': 2}
 IMAGE = 'http://images.example/i.qcow2'
@@ -140,14 +140,15 @@ class Making:
 def world() -> Making:
     """Everything agrees."""
     made = Making()
-    for compute in (ONE, TWO, SILENT):
+    for compute in (ONE, TWO, AWAY):
         made.provider(compute, TOTALS)
-        if compute != SILENT:
+        if compute != AWAY:
             made.alive(compute)
             made.digests[compute] = Digest()
     made.lives(ONE, ACTIVE, name='web1')
     made.lives(ONE, OFF, record.STOPPED)
-    made.lives(SILENT, ELSEWHERE)
+    made.lives(AWAY, ELSEWHERE)
+    made.inventories[AWAY]['VCPU']['reserved'] = TOTALS['VCPU']
     made.write(GONE, record.GONE, lease=LEASE)
     made.write(FAILED, record.ERROR, lease=LEASE, name='failed')
     made.call('failed', FAILED, LEASE)

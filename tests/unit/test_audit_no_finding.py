@@ -16,6 +16,7 @@ from ecomp.model.quota import Quota, times
 from ecomp.model.quota import to_json as quota_to_json
 from tests.unit.audit_world import (
     ACTIVE,
+    AWAY,
     ELSEWHERE,
     FAILED,
     GONE,
@@ -24,7 +25,6 @@ from tests.unit.audit_world import (
     NOBODY,
     OFF,
     ONE,
-    SILENT,
     SIZE,
     TOTALS,
     TWO,
@@ -52,7 +52,7 @@ def test_what_a_state_explains(world: Making, state: str, holds: bool, guest: st
 
 def test_groups_and_quotas_that_agree(world: Making) -> None:
     world.belong(ACTIVE, 'web')
-    world.join('web', ANTI_AFFINITY, {ACTIVE: ONE, ELSEWHERE: SILENT})
+    world.join('web', ANTI_AFFINITY, {ACTIVE: ONE, ELSEWHERE: AWAY})
     world.put(keys.request(ONE, OFF), to_json(Request(OFF, {ONE: SIZE}, image=IMAGE, user_id='', project_id='p')))
     world.put(keys.quota('p'), quota_to_json(Quota('p', {'VCPU': 1}, {**SIZE, 'instances': 1})))
     world.usages['p'] = {**SIZE, 'instances': 1}
@@ -142,21 +142,22 @@ def test_what_waits_is_no_finding(world: Making) -> None:
     world.write(FAILED, record.GONE, compute='', lease=LEASE)
     del world.etcd[keys.name('failed')]
     assert audit(world.planes()) == []
-    assert World(world.planes()).away() == {SILENT: 'silent'}
+    assert World(world.planes()).away() == {AWAY: 'closed'}
 
 
 def test_who_was_not_compared_is_closed_or_silent_and_who_was_forgotten_is_not_named(world: Making) -> None:
     world.write(GONE, record.GONE, compute=NOBODY, lease=LEASE)
     world.write(FAILED, record.ERROR, compute=NOBODY, lease=LEASE, name='failed')
-    assert World(world.planes()).away() == {SILENT: 'silent'}
-    world.inventories[SILENT]['VCPU']['reserved'] = TOTALS['VCPU']
-    assert World(world.planes()).away() == {SILENT: 'closed'}
+    assert World(world.planes()).away() == {AWAY: 'closed'}
+    world.inventories[AWAY]['VCPU']['reserved'] = 0
+    assert World(world.planes()).away() == {AWAY: 'silent'}
+    world.inventories[AWAY]['VCPU']['reserved'] = TOTALS['VCPU']
     world.write(NOBODY, record.STOPPED, compute=NOBODY)
-    assert World(world.planes()).away() == {SILENT: 'closed', NOBODY: 'silent'}
+    assert World(world.planes()).away() == {AWAY: 'closed', NOBODY: 'silent'}
 
 
 def test_the_name_of_a_host_is_kept_for_who_is_known(world: Making) -> None:
-    for each in (ONE, SILENT):
+    for each in (ONE, AWAY):
         world.put(keys.hostname(each), '{"version": 1, "hostname": "hv1"}')
     assert audit(world.planes()) == []
     world.put(keys.hostname(NOBODY), 'rubbish')
@@ -166,11 +167,17 @@ def test_the_name_of_a_host_is_kept_for_who_is_known(world: Making) -> None:
     assert 'hostname-orphaned' not in world.codes()
 
 
-def test_a_silent_compute_is_not_compared(world: Making) -> None:
-    world.held[SILENT][NOBODY] = SIZE
+def test_a_silent_compute_that_holds_nothing_is_no_finding(world: Making) -> None:
+    world.inventories[AWAY]['VCPU']['reserved'] = 0
+    world.held[AWAY].clear()
+    assert 'compute-silent' not in world.codes()
+
+
+def test_a_compute_that_is_away_is_not_compared(world: Making) -> None:
+    world.held[AWAY][NOBODY] = SIZE
     assert audit(world.planes()) == []
-    world.alive(SILENT)
-    world.digests[SILENT] = Digest()
+    world.alive(AWAY)
+    world.digests[AWAY] = Digest()
     assert world.codes() == ['domain-missing', 'allocation-orphaned']
 
 

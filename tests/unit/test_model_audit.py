@@ -24,6 +24,7 @@ from ecomp.model.quota import Quota
 from ecomp.model.quota import to_json as quota_to_json
 from tests.unit.audit_world import (
     ACTIVE,
+    AWAY,
     ELSEWHERE,
     FAILED,
     GONE,
@@ -31,7 +32,6 @@ from tests.unit.audit_world import (
     NOBODY,
     OFF,
     ONE,
-    SILENT,
     SIZE,
     TOTALS,
     TWO,
@@ -66,7 +66,7 @@ def _no_record(world: Making) -> None:
 
 def _two_requests_and_no_record(world: Making) -> None:
     world.ask(TWO, NOBODY)
-    world.ask(SILENT, NOBODY)
+    world.ask(AWAY, NOBODY)
 
 
 def _elsewhere_in_its_group(world: Making) -> None:
@@ -106,10 +106,11 @@ PLANTED: list[tuple[str, str, Callable[[Making], object]]] = [
     ('provider-missing', TWO, _no_provider),
     ('inventory-missing', TWO, lambda w: w.provider(TWO, {})),
     ('capacity-exceeded', ONE, lambda w: w.provider(ONE, {**TOTALS, 'VCPU': 1})),
+    ('compute-silent', AWAY, lambda w: w.inventories[AWAY]['VCPU'].update(reserved=0)),
     ('allocation-orphaned', NOBODY, lambda w: w.held[TWO].update({NOBODY: SIZE})),
     ('allocation-orphaned', GONE, lambda w: w.held[TWO].update({GONE: SIZE})),
     ('allocation-missing', ACTIVE, lambda w: w.held[ONE].pop(ACTIVE)),
-    ('allocation-missing', ELSEWHERE, lambda w: w.held[SILENT].pop(ELSEWHERE)),
+    ('allocation-missing', ELSEWHERE, lambda w: w.held[AWAY].pop(ELSEWHERE)),
     ('allocation-differs', ACTIVE, _differs),
     ('allocation-doubled', ACTIVE, lambda w: w.held[TWO].update({ACTIVE: SIZE})),
     ('request-doubled', ACTIVE, lambda w: w.ask(TWO, ACTIVE)),
@@ -153,7 +154,7 @@ PLANTED: list[tuple[str, str, Callable[[Making], object]]] = [
     ('name-missing', ACTIVE, _two_of_a_name),
     ('group-unreadable', 'web', lambda w: w.put(keys.group('web'), '{}')),
     ('group-broken', 'web', lambda w: w.join('web', ANTI_AFFINITY, {ACTIVE: ONE, OFF: ONE})),
-    ('group-broken', 'web', lambda w: w.join('web', AFFINITY, {ACTIVE: ONE, ELSEWHERE: SILENT})),
+    ('group-broken', 'web', lambda w: w.join('web', AFFINITY, {ACTIVE: ONE, ELSEWHERE: AWAY})),
     ('group-orphaned', 'web', lambda w: w.join('web', AFFINITY, {ACTIVE: ONE, NOBODY: ONE})),
     ('group-orphaned', 'web', lambda w: w.join('web', AFFINITY, {GONE: ONE})),
     ('group-missing', ACTIVE, lambda w: w.belong(ACTIVE, 'web')),
@@ -175,7 +176,7 @@ PLANTED: list[tuple[str, str, Callable[[Making], object]]] = [
     ('domain-orphaned', NOBODY, lambda w: w.guest(ONE, NOBODY, running=False)),
     ('domain-orphaned', FAILED, lambda w: w.guest(TWO, FAILED, running=False)),
     ('domain-orphaned', ELSEWHERE, lambda w: w.guest(TWO, ELSEWHERE)),
-    ('domain-misplaced', ACTIVE, lambda w: w.guest(ONE, ACTIVE, compute=SILENT)),
+    ('domain-misplaced', ACTIVE, lambda w: w.guest(ONE, ACTIVE, compute=AWAY)),
     ('domain-misplaced', NOBODY, lambda w: w.guest(ONE, NOBODY, compute=TWO)),
     ('domain-doubled', ACTIVE, lambda w: w.guest(TWO, ACTIVE)),
     ('domain-doubled', NOBODY, _two_domains),

@@ -14,9 +14,10 @@ from functools import partial
 from ecomp.errors import Conflict, EcompError, NotFound, UnknownOutcome
 from ecomp.failpoints import failpoint
 from ecomp.model import keys
-from ecomp.model.host import InPlacement, Leftovers, leftovers, refusal
+from ecomp.model.host import QUOTED, InPlacement, Leftovers, leftovers, refusal
 from ecomp.model.instance import Request
 from ecomp.model.record import GONE, Record, new_record
+from ecomp.model.text import some
 from ecomp.placement import allocations, providers
 from ecomp.placement.claiming import release
 from ecomp.placement.client import Placement
@@ -49,18 +50,29 @@ class _Changed(Exception):
 
 
 def forget(
-    store: Store, placement: Placement, compute: str, called: str, now: Callable[[], str], tell: Callable[[str], None]
+    store: Store,
+    placement: Placement,
+    compute: str,
+    called: str,
+    now: Callable[[], str],
+    tell: Callable[[str], None],
+    fenced: bool = False,
 ) -> None:
     """Remove a compute from both planes, and its host's name. `tell` gets a sentence for each thing removed.
 
-    `called` is what a person calls it.
+    Args:
+        called: what a person calls the compute.
+        fenced: the operator says that the machine is off for good, so that no guest runs there any more. Without that
+            nothing is forgotten that holds a claim: its instance could be placed again while it runs (rule 13).
 
-    Errors: NotFound (no compute of ours), Conflict (it is alive, something lives there, or it came back meanwhile).
+    Raises:
+        NotFound: it is no compute of ours.
+        Conflict: it is alive, something lives there, it holds claims and is not fenced, or it came back meanwhile.
     """
     removal = _Removal(store, placement, compute, called, now, tell)
     for _ in range(TRIES):
         planes = _read(store, placement, compute)
-        left = _allowed(compute, called, planes, silence(store, compute))
+        left = _allowed(compute, called, planes, silence(store, compute), fenced)
         try:
             removal.remove(planes.seen, left)
             break
@@ -102,11 +114,15 @@ def _read(store: Store, placement: Placement, compute: str) -> _Both:
     return _Both(provider, held, look(store), placing)
 
 
-def _allowed(compute: str, called: str, planes: _Both, silent: Unchanged | None) -> Leftovers:
+def _allowed(compute: str, called: str, planes: _Both, silent: Unchanged | None, fenced: bool) -> Leftovers:
     """What is left to be removed. Conflict, NotFound. `silent`: see silence(); with a revision there is that key."""
     reason = refusal(compute, planes.seen.etcd, planes.held, planes.at_it)
     if reason is not None:
         raise Conflict(f'compute {called} is not forgotten: {reason}')
+    if planes.held and not fenced:
+        named = some(list(map(planes.seen.etcd.called, sorted(planes.held))), QUOTED)
+        cure = f'bring it back or, if the machine is off for good, `eschedule host forget {called} --fenced`'
+        raise Conflict(f'compute {called} is not forgotten: it holds claims and may run {named}. Fix: {cure}')
     left = leftovers(compute, planes.seen.etcd, planes.held)
     provider = planes.provider
     is_remembered = compute in planes.seen.etcd.computes.remembered
