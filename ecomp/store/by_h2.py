@@ -44,18 +44,23 @@ class Member:
         """The answer; None for a stream that ends without one. CallFailure, NotUnderstood."""
         until = time.monotonic() + limit
         path, name = METHODS[type(request)]
+        # A renewal is a stream of requests. `etcd grpc-proxy` cancels one whose end it sees before it has answered.
+        is_stream, message = isinstance(request, KeepAlive), None
         with self._transport.turn(until):
             stream = Stream(self._transport, _headers(self._transport, path, until), LONGEST)
             try:
-                stream.send(_framed(request.to_bytes()), until, ends=True)
+                stream.send(_framed(request.to_bytes()), until, ends=not is_stream)
                 while not stream.is_over:
                     in_time(until)
                     stream.receive(until)
+                    if is_stream and (message := _taken(stream.body)) is not None:
+                        stream.reset()
+                        return _read(name, message)
             except TimeoutError as error:
                 stream.reset()
                 raise CallFailure(DEADLINE_EXCEEDED, 'no answer in time') from error
         _check_end(stream)
-        if not stream.body and isinstance(request, KeepAlive):
+        if not stream.body and is_stream:
             return None
         message = _taken(stream.body)
         if message is None or stream.body:

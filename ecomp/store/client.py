@@ -284,7 +284,7 @@ class Store:
         if self._guard is not None:
             self._guard.admit()
         reply = self._read(_asking(KeepAlive(lease)), linearizable=False)
-        return int(reply.TTL) if reply is not None else 0
+        return max(int(reply.TTL), 0) if reply is not None else 0  # `etcd grpc-proxy` says -1 of one that is gone
 
     def revoke(self, lease: int) -> None:
         """End a lease and every key on it. One that is gone already is fine."""
