@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 
 from ecomp.conf import EtcdConfig, PlacementConfig
-from ecomp.errors import EcompError
+from ecomp.errors import EcompError, NoSpace
 from ecomp.model.certificate import ends
 from ecomp.model.health import Backends, Certificate
 from ecomp.placement.client import Placement
 from ecomp.store.client import Store
+
+LEASE_SECONDS = 10
+"""Seconds of the lease that is granted, renewed and revoked to see that this works."""
 
 
 def look(etcd: EtcdConfig, placement: PlacementConfig, told: Path | None, usual: str) -> Backends:
@@ -22,6 +26,7 @@ def look(etcd: EtcdConfig, placement: PlacementConfig, told: Path | None, usual:
         try:
             store.count('/computes/')
             etcd_version = store.version()
+            _check_lease(store)
         finally:
             store.close()
     except EcompError as error:
@@ -52,6 +57,26 @@ def look(etcd: EtcdConfig, placement: PlacementConfig, told: Path | None, usual:
         ahead=ahead,
         certificates=tuple(Certificate(str(path), _until(path)) for path in dict.fromkeys(shown) if path is not None),
     )
+
+
+def _check_lease(store: Store) -> None:
+    """Renew a lease once: a compute is alive as long as that works, and a proxy before etcd may prevent it.
+
+    Raises:
+        EcompError: it was not renewed.
+    """
+    try:
+        lease = store.grant(LEASE_SECONDS)
+    except NoSpace:
+        return  # who is told that etcd is full is told so by what it refuses
+    try:
+        why = '' if store.keep_alive(lease) else 'it says that the lease is gone'
+    except EcompError as error:
+        why = str(error)
+    with suppress(EcompError):
+        store.revoke(lease)
+    if why:
+        raise EcompError(f'{store.where} answers and renews no lease, by which a compute shows that it lives: {why}')
 
 
 def _until(path: Path) -> datetime | None:

@@ -114,7 +114,7 @@ class Compute:
         who = {'version': __version__, 'hostname': self._hostname, 'since': now(), 'token': self._token}
         who |= {'boot': boot_id(), 'pid': str(os.getpid())}  # what two with the same token differ in
         key = keys.compute(self.uuid)
-        self._presence = Presence(store, key, who, self._become_read_only, environment.lease)
+        self._presence = Presence(store, key, who, self._become_read_only, environment.lease, self._become_writable)
 
     def register(self) -> None:
         """See that this compute may be one here, and that placement knows it; and make all that start() begins.
@@ -270,6 +270,11 @@ class Compute:
 
     def _become_read_only(self, reason: str) -> None:
         self.daemon.become_read_only(reason)
+
+    def _become_writable(self) -> None:
+        self.daemon.become_writable()
+        if self.queues is not None:
+            self.queues.nudge('it may write again')
 
     def _admit(self, here: Set[str]) -> None:
         """Conflict if guests of another compute are here that nobody looks after (rule 9)."""

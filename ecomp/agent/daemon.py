@@ -97,13 +97,20 @@ class Daemon:
         self._runner.wake()
 
     def become_read_only(self, reason: str) -> None:
-        """Begin nothing more, for good: somebody else is this compute now (rule 9). What runs goes on.
+        """Begin nothing more, before become_writable(): somebody else is this compute now (rule 9). What runs goes on.
 
         A build stops at its next step and undoes itself: the other one makes it.
         """
         self.read_only = True
         self._planner.stop_builds()
         log.error('%s. From now on this one only watches; what runs goes on', reason)
+
+    def become_writable(self) -> None:
+        """Begin again: this is the compute once more, and whatever is known of etcd is read anew."""
+        self.read_only = False
+        self._planner.allow_builds()
+        log.warning('this is the compute again: it works on')
+        self._agenda.nudge('it may write again')
 
     def on_state(self, state: Mapping[str, Entry]) -> None:
         """Take all requests there are for this compute, and plan. The follower's callback."""

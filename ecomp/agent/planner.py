@@ -70,7 +70,7 @@ class Planner:
         self._before_reboot = memory.before_reboot()
         self._shutdowns = Shutdowns(GRACE, ASK_AGAIN)
         self._planned = 0.0
-        self._ends_builds = False  # until it is True for good
+        self._ends_builds = False
 
     def step(self, state: Mapping[str, Entry]) -> list[Work]:
         """List, and plan: what is to be done now, and is not in work. `state` is what is asked of this compute, whole.
@@ -101,6 +101,12 @@ class Planner:
         """
         self._ends_builds = True
         self._runner.cancel(None)
+
+    def allow_builds(self) -> None:
+        """Make builds again after stop_builds()."""
+        self._ends_builds = False
+        self._runner.allow()
+        self.works_again()
 
     def recheck(self) -> None:
         """See whether the records are as we know them: one that was removed by hand is written again.

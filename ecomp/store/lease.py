@@ -9,9 +9,11 @@ import logging
 import math
 import threading
 import time
+from contextlib import suppress
 from typing import Protocol
 
 from ecomp.errors import EcompError
+from ecomp.model import keys
 from ecomp.store.client import Store
 
 log = logging.getLogger(__name__)
@@ -25,6 +27,9 @@ class Member(Protocol):
 
     def keep(self) -> None:
         """See that the key is there, as it is to be. Errors: those of etcd; it is done again."""
+
+    def lapse(self, reason: str) -> None:
+        """Take note that its lease has ended and cannot be renewed, though etcd answers. keep() puts the key again."""
 
 
 class Lease:
@@ -40,6 +45,7 @@ class Lease:
         self._turn = 0
         self._thread: threading.Thread | None = None
         self._lease, self._renewed = 0, -math.inf
+        self._lapsed = False
 
     def granted(self) -> int:
         """The lease to put a key on. Errors: those of etcd."""
@@ -104,8 +110,9 @@ class Lease:
                 due = dict.fromkeys(members)
             self._renewed = began
         except Exception as error:
-            self._put_off(due, error)
+            self._put_off(dict.fromkeys(members) if self._has_lapsed(members) else due, error)
             return
+        self._lapsed = False
         if due_for_renewal:
             self._turn = (self._turn + 1) % len(members)
             due[members[self._turn]] = None
@@ -121,6 +128,24 @@ class Lease:
             with self._lock:
                 self._due |= dict.fromkeys(left)
             self._woken.set()
+
+    def _has_lapsed(self, members: list[Member]) -> bool:
+        """Return whether the lease has ended by now because renewals alone fail; the members hear of that once.
+
+        That etcd is away altogether is logged by whoever follows it, and ends by itself.
+        """
+        if time.monotonic() - self._renewed <= self._seconds or self._lapsed:
+            return self._lapsed
+        with suppress(EcompError):
+            self._store.get(keys.CLUSTER)
+            try:
+                self._store.keep_alive(self._lease)
+            except EcompError as error:
+                self._lapsed = True
+                reason = f'etcd answers, and has not renewed the lease of this compute for {self._seconds} s: {error}'
+                for each in members:
+                    each.lapse(f'{reason}. Fix: see that `etcd:` names members of etcd, and no proxy that renews none')
+        return self._lapsed
 
     def _put_off(self, members: dict[Member, None], error: Exception) -> None:
         # That etcd is away the follower says, once; of an unknown outcome the next look reads what became of it.

@@ -40,8 +40,9 @@ class Presence:
     The token is put as hashed(): whoever reads etcd is not told it. A key without a lease is nobody's. The same token
     takes its own key over at once, so a restart need not wait for the old lease; where the machine was booted since, it
     waits until the lease ends: one that does not is a copy's, of the state directory with the token.
-    on_lost is called, once, when the key is found to be somebody else's: of another token, or of the same one in a
-    value that is not ours, for a process of our own that has ended puts nothing any more.
+    on_lost is called when the key is found to be somebody else's (of another token, or of ours in a value that is not
+    ours, as a copy of the state directory puts it), or when its lease has ended and is not renewed. As soon as the key
+    is free it is put again in one transaction, and on_back is called.
     `lease` is what it shares with others of the process; None: it has one of its own.
     """
 
@@ -52,6 +53,7 @@ class Presence:
         value: Mapping[str, Any],
         on_lost: Callable[[str], None],
         lease: Lease | None = None,
+        on_back: Callable[[], None] = lambda: None,
     ) -> None:
         self._store = store
         self._key = key
@@ -59,7 +61,8 @@ class Presence:
         self._who = {**value, 'token': hashed(self._token)}
         # What it is to say, and what it said last.
         self._value, self._put = self._who, self._who
-        self._on_lost = on_lost
+        self._on_lost, self._on_back = on_lost, on_back
+        self._is_lost = False
         self._kept_on = lease or Lease(store, SECONDS)
         self._lease = 0
         self._revision = 0
@@ -112,7 +115,7 @@ class Presence:
             log.warning('%s: %s is gone in %d s by itself', error, self._key, SECONDS)
 
     def is_kept(self) -> bool:
-        """False once it is stopped, or somebody else's."""
+        """False once it is stopped."""
         return not self._stopped.is_set()
 
     def keep(self) -> None:
@@ -125,8 +128,17 @@ class Presence:
                 log.info('%s was gone or overwritten: putting it again', self._key)
                 self._publish()
         except Conflict as error:
-            self._stopped.set()
-            self._on_lost(str(error))
+            self.lapse(str(error))
+        else:
+            if self._is_lost:
+                self._is_lost = False
+                self._on_back()
+
+    def lapse(self, reason: str) -> None:
+        """Take note that the key is somebody else's, or that its lease has ended and cannot be renewed."""
+        if not self._is_lost:
+            self._is_lost = True
+            self._on_lost(reason)
 
     def _says_so(self) -> bool:
         """Have the key say what it is to say now; False if it is not as we put it last, or etcd is full."""

@@ -33,6 +33,9 @@ class Inline:
     def cancel(self, instance: str | None) -> None:
         self._cancelled.add(instance)
 
+    def allow(self) -> None:
+        self._cancelled.discard(None)
+
     def tend(self, timeout: float) -> None:
         """See Runner: there is nobody to look after."""
         wait([self._waker.reader], timeout)

@@ -148,6 +148,9 @@ class Workers:
                         at_it.cancelled = True
                         worker.to_send.put(('cancel', at_it.number))
 
+    def allow(self) -> None:
+        self._ends_builds = False
+
     def tend(self, timeout: float) -> None:
         """See Runner: start what is missing, hand out jobs, hear results, notice deaths."""
         now = time.monotonic()

@@ -25,6 +25,9 @@ class Runner(Protocol):
     def cancel(self, instance: str | None) -> None:
         """Let a build of this instance stop at its next step and undo itself; None: every one from now on."""
 
+    def allow(self) -> None:
+        """Make builds again after cancel(None)."""
+
     def tend(self, timeout: float) -> None:
         """Look after the workers, for `timeout` seconds at most or until wake(). The main thread's work."""
 
