@@ -15,11 +15,12 @@ from ecomp.agent.instance.surroundings import ControlPlane
 from ecomp.errors import Conflict, EcompError, UnknownOutcome
 from ecomp.failpoints import failpoint
 from ecomp.model import keys
+from ecomp.model.allocation import compute_of
 from ecomp.model.instance import to_json
 from ecomp.model.pull import Place
 from ecomp.model.queue import QueueEntry, mark_to_json, marked_by
 from ecomp.model.record import ERROR, Failure, new_record
-from ecomp.placement.allocations import Consumer
+from ecomp.placement.allocations import Consumer, consumer
 from ecomp.placement.claiming import claim, release
 from ecomp.store.client import Delete, Exists, Put, Unchanged
 from ecomp.store.released import highest, note
@@ -76,10 +77,13 @@ class Taker:
     def refuse(self, place: Place, reason: str) -> bool:
         """End one in error that no compute can take, with the reason; False if somebody is at it, or it is not there.
 
-        Nothing may be held for it. Errors: Unreachable and its like; asked again it is done, or found done.
+        Where another compute holds a claim for it nothing is done. Errors: Unreachable and its like; asked again it is
+        done, or found done.
         """
         waiting, now = place.waiting, self.now()
         key, instance = waiting.key, waiting.instance
+        if compute_of(consumer(self.placement, instance).allocations) not in ('', self.compute):
+            return False
         record = new_record(self.compute, waiting.request(self.compute, now), now).at(ERROR, now, 'error')
         record = replace(record, error=Failure('scheduled', reason, 'nothing was made of it'))
         absent = [Unchanged(each, 0) for each in (keys.taker(key), keys.record(self.compute, instance))]
