@@ -252,7 +252,7 @@ class Compute:
         """Write at which revision this compute accepted etcd, for computes that do not know it (rule 10).
 
         Returns:
-            Whether etcd has it. Not so where the compute's role is one of ecomp 1.1: that is an error while it accepts.
+            Whether etcd has it. A role of ecomp 1.1 does not allow that, which is an error only while it accepts.
         """
         revision, key = self._environment.accepted, keys.accepted(self.uuid)
         there = self._store.get(key) if revision else None
@@ -261,10 +261,9 @@ class Compute:
         try:
             self._store.commit([], [Put(key, str(revision))])
         except Denied as error:
-            refused = Denied(f'{error}. Fix: run `elab certs DIR --enable` again, which adds {key} to the role')
             if self._environment.accept:
-                raise refused from error
-            log.error('%s', refused)
+                raise
+            log.error('%s', error)
             return False
         return True
 

@@ -24,6 +24,14 @@ def inventory_missing(scene: Scene) -> str:
     return scene.two.uuid
 
 
+def compute_silent(scene: Scene) -> str:
+    silent = new()
+    scene.control.placement.call('POST', '/resource_providers', {'uuid': silent, 'name': silent})
+    scene.inventory(silent, VCPU=4, DISK_GB=4, MEMORY_MB=512)
+    scene.hold_on(new(), silent)
+    return silent
+
+
 def capacity_exceeded(scene: Scene) -> str:
     scene.inventory(scene.one.uuid, VCPU=64, DISK_GB=64, MEMORY_MB=64)
     return scene.one.uuid
@@ -291,7 +299,7 @@ def part_orphaned(scene: Scene) -> str:
 
 
 PLANTS: list[Callable[[Scene], str]] = [
-    *(provider_missing, inventory_missing, capacity_exceeded),
+    *(provider_missing, inventory_missing, compute_silent, capacity_exceeded),
     *(allocation_orphaned, allocation_missing, allocation_differs, allocation_doubled),
     *(request_doubled, request_misplaced, request_missing, request_ended, request_unreadable),
     *(record_doubled, record_missing, record_unreadable, record_unleased, record_leased),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import uuid
 from collections.abc import Iterator
@@ -15,11 +16,14 @@ pytest.importorskip('cryptography', reason="pip install '.[lab]'")
 pytest.importorskip('placement', reason="pip install '.[lab]'")
 
 from ecomp.errors import Denied
+from ecomp.model.roles import WRITE, Permission, Revoke
 from ecomp.placement.client import Placement
 from ecomp.scheduler.operating import repair
 from ecomp.store.client import Delete, Put
+from ecomp.store.roles import Accounts
+from tests.kit.secured import etcd_of
 from tests.kit.servers import PlacementServer, until
-from tests.kit.story import IMAGE, NOBODY, SMALL, SOON, one_line
+from tests.kit.story import IMAGE, NOBODY, SMALL, SOON, log_of, one_line
 from tests.security.product import OPERATOR, SCHEDULER, Product, product
 
 ONE, TWO = 'compute-hv1', 'compute-hv2'
@@ -110,6 +114,27 @@ def test_one_in_error_is_destroyed(cloud: Product) -> None:
     assert cloud.record(instance)['state'] == ''
 
 
+def test_the_acceptance_of_an_older_version_is_carried_over(cloud: Product) -> None:
+    """Rule 10: etcd has it, for computes that do not know this etcd; with roles of before the error has the cure."""
+    compute = cloud.computes[ONE]
+    key, kept = f'/accepted/{compute.uuid}', compute.directory / 'state' / 'accepted'
+    with closing(Accounts(etcd_of(cloud.cloud.certs, OPERATOR))) as accounts:
+        accounts.apply(Revoke(ONE, Permission(WRITE, key)))
+    assert compute.stop() == 0
+    kept.write_text('7\n')
+    compute.start()
+    assert any(CURE in each and key in each for each in log_of(compute))
+    assert kept.exists()
+    assert cloud.entries('/accepted/') == {}
+    cloud.cloud.enable()
+    compute.restart()
+    assert cloud.entries('/accepted/')[key].value == b'7'
+    assert not kept.exists()
+    assert (kept.parent / 'first-seen').read_text() == '7\n'
+    cloud.operator.commit([], [Delete(key)])
+    os.truncate(compute.log, 0)  # what it was refused is as it should be
+
+
 def test_quotas(cloud: Product) -> None:
     cloud.does('quota', 'set', 'few', 'instances=1', user=OPERATOR)
     _, instance = cloud.place(SMALL, '--project', 'few')
@@ -163,7 +188,7 @@ def test_a_host_comes_and_goes(cloud: Product) -> None:
     assert entry is not None
     cloud.operator.revoke(entry.lease)  # as its time would
     assert 'when it is back' in cloud.asks('destroy', dying).stderr
-    cloud.does('host', 'forget', compute.uuid, user=OPERATOR)
+    cloud.does('host', 'forget', '--fenced', compute.uuid, user=OPERATOR)
     assert compute.uuid not in cloud.does('hosts')
     assert cloud.entries(f'/hosts/{compute.uuid}/') == cloud.entries('/names/') == {}
     assert cloud.record(dying)['state'] == 'gone'

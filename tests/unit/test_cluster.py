@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import NamedTuple
 
 import pytest
 from hypothesis import given
@@ -63,3 +64,20 @@ def test_the_file_says_what_is_known(known: KnownCluster) -> None:
 def test_any_other_file_is_refused(data: dict[str, object]) -> None:
     with pytest.raises(ValueError, match='.'):
         cluster.from_json(json.dumps(data).encode())
+
+
+class Written(NamedTuple):
+    """A key of etcd's, as far as this is about it."""
+
+    value: bytes
+    revision: int
+    created: int = 1
+    lease: int = 0
+
+
+def test_the_highest_acceptance_counts_and_none_is_above_its_own_key() -> None:
+    assert cluster.accepted_in([]) == 0
+    assert cluster.accepted_in([Written(b'5', 9), Written(b'8', 9), Written(b'7', 9)]) == 8
+    assert cluster.accepted_in([Written(b'9' * 19, 4), Written(b'9' * 5000, 6)]) == 4
+    rubbish = b'', b'x', b'-1', b'1.5', '٣'.encode(), b'\xff', b'{}'
+    assert cluster.accepted_in([Written(each, 9) for each in rubbish]) == 0

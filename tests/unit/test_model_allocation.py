@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ecomp.model.allocation import Allocations, difference, missing, parse_allocations, to_wire, total
+from ecomp.model.allocation import Allocations, compute_of, difference, missing, parse_allocations, to_wire, total
 
 A, B = 'provider-a', 'provider-b'
 
@@ -78,3 +78,10 @@ def test_a_difference_is_one_sentence(asked: Allocations, held: Allocations, sen
 @given(allocations, allocations)
 def test_no_difference_means_the_same(asked: Allocations, held: Allocations) -> None:
     assert (difference(asked, held) is None) == (asked == held)
+
+
+def test_an_allocation_is_on_the_compute_that_gives_its_vcpus() -> None:
+    shared, compute = 'a-shared-disk', 'a-compute'
+    assert compute_of({shared: {'DISK_GB': 1}, compute: {'VCPU': 1, 'MEMORY_MB': 1}}) == compute
+    assert compute_of({shared: {'DISK_GB': 1}}) == ''
+    assert compute_of({}) == ''

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+from typing import NamedTuple
 
 import pytest
 
-from ecomp.model.computes import NOBODY, Computes, Living, hostname_in, is_hostname, living_in, to_json
+from ecomp.model.computes import NOBODY, Computes, Living, hostname_in, is_hostname, living_in, to_json, unproven
 
 A, B, C = (f'{digit * 8}-3a52-4b0f-8d87-0d8f1f2a6b01' for digit in 'abc')
 
@@ -79,3 +80,21 @@ def test_that_nobody_takes_from_queues_is_said_where_it_is_known() -> None:
     assert nobody.unserved([]) is None
     some = Computes({B: Living('hv2', queues=True), A: Living('hv1', queues=True), C: Living('hv3')})
     assert (some.takers, some.no_taker) == ([A, B], None)
+
+
+class Presence(NamedTuple):
+    """A presence key, as far as this is about it."""
+
+    revision: int
+    lease: int
+    value: bytes = b'{}'
+    created: int = 1
+
+
+def test_a_presence_key_proves_life_only_if_it_was_written_since_or_every_lease_has_ended() -> None:
+    providers = {A: A, B: B, C: C, 'd': 'a-shared-disk'}
+    restored = {f'/computes/{A}': Presence(5, 1), f'/computes/{B}': Presence(9, 1), f'/computes/{C}': Presence(9, 0)}
+    assert unproven(providers, restored, 5, has_lease_ended=False) == [A, C]
+    assert unproven(providers, restored, 5, has_lease_ended=True) == [C]
+    assert unproven(providers, {}, 5, has_lease_ended=True) == [A, B, C]
+    assert unproven({}, restored, 5, has_lease_ended=False) == []
