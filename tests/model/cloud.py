@@ -39,6 +39,7 @@ from tests.model.acting import EXPIRY, MINUTE, Actor, Event
 from tests.model.compute import Compute
 from tests.model.digests import answer_audits
 from tests.model.etcd import Etcd, ModelStore
+from tests.model.invariants import RULES, Invariants
 from tests.model.placement import PlacementModel, Provider
 from tests.model.placement_client import ModelPlacement
 from tests.model.virtual import NOW
@@ -85,6 +86,8 @@ class Cloud:
         self.store = ModelStore(self.etcd)
         self.placement = ModelPlacement(self.model, world)
         self.computes: dict[str, Compute] = {}
+        self.machines: list[Compute] = []
+        """All hosts that run domains, a copy of a compute too."""
         self.commands: list[Command] = []
         self.is_ample = True
         """Whether nothing that is asked for has to be refused."""
@@ -97,8 +100,15 @@ class Cloud:
         self.may_fail: set[str] = set()
         """The instances that may end in error."""
         answer_audits(self.etcd, self.computes)
+        self.invariants = Invariants(self)
+        world.invariants.append(self.invariants.check)
         world.events.append(self._expiries)
         world.events.append(self._minutes)
+
+    def exempt(self, rule: str, reason: str) -> None:
+        """Do not check a rule of tests/model/invariants.py in this scenario, which breaks it itself."""
+        assert rule in RULES, rule
+        self.invariants.exempt[rule] = reason
 
     # What is there
 
@@ -109,6 +119,7 @@ class Cloud:
         inventories = {name: {'total': total, **each} for name, total in sizes.items()}
         self.model.providers[uuid] = Provider(uuid, 1, inventories)
         made = self.computes[uuid] = Compute(uuid, self.world, self.etcd, self.placement)
+        self.machines.append(made)
         return made
 
     def hints(self, compute: str, room: object) -> None:

@@ -27,7 +27,7 @@ from ecomp.agent.starting import note_ends, reserve_again
 from ecomp.errors import EcompError
 from ecomp.model import keys
 from ecomp.model.digest import Digest
-from ecomp.model.guest import Address, GuestSpec
+from ecomp.model.guest import Address, Guest, GuestSpec
 from ecomp.model.network import DEFAULT_NETWORKS
 from ecomp.placement.allocations import Consumer
 from ecomp.store.lease import Lease
@@ -56,6 +56,10 @@ class Guests(FakeHypervisor):
         """Those that have run, and whose disk was made anew."""
         self._ran: set[str] = set()
         world.prints.append(lambda: (tuple(self.guests().items()), tuple(self.reservations().items())))
+
+    def snapshot(self) -> Mapping[str, Guest]:
+        """Return the guests; the same object as long as nothing has changed."""
+        return self._guests
 
     def create_disk(self, spec: GuestSpec) -> None:
         """See FakeHypervisor, as the next three."""

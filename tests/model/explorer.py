@@ -183,10 +183,15 @@ def play(
             world.run()
         except Restless:
             return [f'does not come to rest: {len(world.steps)} steps, and somebody is still at it'], world
+        except Pruned:
+            if not world.broken:
+                raise
+        if world.broken:
+            return world.broken, world
         wrong = list(check() or ()) if check is not None else []
         end = fingerprint(cloud)
         if not wrong and (ends is None or end not in ends):
-            wrong = left_alone(cloud)
+            wrong = left_alone(cloud) or world.broken
         if not wrong and ends is not None:
             ends.add(end)
         return wrong, world

@@ -78,6 +78,7 @@ def unheard(cloud: Cloud) -> None:
 def cloned(cloud: Cloud) -> Check:
     """A host was copied with its state directory, and both run: one of them goes on, and builds what is asked for."""
     both = cloud.host(A), Compute(A, cloud.world, cloud.etcd, cloud.placement, since=LATER)
+    cloud.machines.append(both[1])
     cloud.delivered(U, A)
     for name, each in zip(('A', 'the copy of A'), both, strict=True):
         work = each.rounds(2, each.look_after_presence, each.plan)

@@ -20,6 +20,7 @@ from tests.model.cloud import A, B, Cloud, S, U, V
 from tests.model.compute import Compute
 from tests.model.etcd import ModelStore
 from tests.model.explorer import Check, Scenario
+from tests.model.invariants import CLAIM, NAME
 from tests.model.scenarios_operators import ends, forgets
 from tests.model.virtual import NOW
 
@@ -136,6 +137,7 @@ def fix_beside_a_queue(cloud: Cloud) -> None:
 def claim_removed_by_hand(cloud: Cloud) -> None:
     """Somebody deletes an active one's claim; it is claimed again, or destroyed, while another is created."""
     host = active(cloud)
+    cloud.exempt(CLAIM, 'somebody deletes the claim of what lives')
     cloud.is_ample = False
     cloud.model.held.pop(U)
     cloud.model.rows.pop(U)
@@ -149,6 +151,7 @@ def claim_removed_in_a_build(cloud: Cloud) -> None:
     """Somebody deletes the claim of one that is being built, at any moment; and of one that waits for it."""
     host = cloud.host(A)
     cloud.delivered(U, A, 'web')
+    cloud.exempt(CLAIM, 'somebody deletes the claim after placement has confirmed it')
     cloud.may_fail |= {U}
     cloud.is_astray = True
 
@@ -171,6 +174,7 @@ def claim_removed_in_a_build(cloud: Cloud) -> None:
 def names_removed_by_hand(cloud: Cloud) -> None:
     """The name, the group and the quota of an active one are deleted; they are mended while it is destroyed."""
     host = active(cloud, group=TOGETHER)
+    cloud.exempt(NAME, 'somebody deletes the name of what lives')
     cloud.store.commit([], [Delete(keys.name('web')), Delete(keys.group('g'))])
     cloud.is_astray = True
     fixes_all(cloud)

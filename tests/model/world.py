@@ -7,7 +7,7 @@ else decides who goes on, and how: as if nothing were, or with the request lost,
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -75,6 +75,10 @@ class World:
     quiet: int = 0
     surprises: list[str] = field(default_factory=list)
     """What the product caught and nobody thought of."""
+    invariants: list[Callable[[], Iterable[str]]] = field(default_factory=list)
+    """Checks that run after every step of the schedule, and yield what does not hold."""
+    broken: list[str] = field(default_factory=list)
+    """What the invariants have found."""
     over: bool = False
 
     def __post_init__(self) -> None:
@@ -105,7 +109,10 @@ class World:
             if self.over:
                 raise Killed
             self.hushed = hash((self.hushed, call.what)) if call.writes else self.hushed
-            return do()
+            answer = do()
+            if call.writes and self._hub is not None:  # a scene may set up what no schedule leads to
+                self.check_invariants()
+            return answer
         fate = self._pause(actor, call)
         if fate == INTERRUPT:
             self._tell(actor, call, fate, None)
@@ -182,8 +189,17 @@ class World:
                 if len(self.steps) > TOO_LONG:
                     raise Restless
                 self._do(option)
+                self.check_invariants()
         finally:
             self._abandon()
+
+    def check_invariants(self) -> None:
+        """Keep what does not hold after this step, and mark the step in the story."""
+        for check in self.invariants:
+            for wrong in check():
+                if wrong not in self.broken:
+                    self.broken.append(wrong)
+                    self.steps.append(Step('', None, f'WRONG from here on: {wrong}', None))
 
     def state(self) -> Hashable:
         """All that decides what can follow, but for what is left of the bounds."""

@@ -1,0 +1,123 @@
+"""What has to hold at every step of a schedule, not only at rest: domains, their claims, capacity, names.
+
+Each rule runs only after a step that changed what the rule reads, so a step that only reads costs a few comparisons.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+from ecomp.model import keys
+from ecomp.store.client import Delete, Put
+
+if TYPE_CHECKING:
+    from tests.model.cloud import Cloud
+    from tests.model.compute import Compute
+
+DOMAIN = 'domain'
+"""An instance has a domain, or a disk, on one compute at most. A compute that is dead for good does not count."""
+CLAIM = 'claim'
+"""A domain has a claim on its compute, from before it is defined until after it is undefined. There is no window: a
+build defines the domain after placement confirmed the claim, and a destroy undefines the domain before it releases."""
+CAPACITY = 'capacity'
+"""No write raises what is used of a provider above its capacity. Capacity itself may fall below what is used: that is
+what SIGTERM and a smaller inventory do."""
+NAME = 'name'
+"""A name belongs to one instance: that of the one request or queue entry with this name, from its delivery until the
+transaction that ends it. A tombstone still has its name; an instance in error or gone has none."""
+RULES = (DOMAIN, CLAIM, CAPACITY, NAME)
+NAMED = (keys.HOSTS, keys.QUEUES, keys.NAMES)
+
+
+class Invariants:
+    """The rules, over one cloud. `exempt` are the rules that its scenario breaks itself, each with the reason."""
+
+    def __init__(self, cloud: Cloud) -> None:
+        self.exempt: dict[str, str] = {}
+        self._cloud = cloud
+        self._writes = -1
+        self._guests: Sequence[object] = ()
+        self._used: dict[tuple[str, str], int] = {}
+        self._names_changed = True
+        cloud.etcd.listeners.append(self._hear)
+
+    def check(self) -> Iterator[str]:
+        """Yield what does not hold after a step."""
+        cloud = self._cloud
+        machines = [each for each in cloud.machines if not each.is_dead]
+        guests = [each.hypervisor.snapshot() for each in machines]
+        is_placement_changed = cloud.model.writes != self._writes
+        if is_placement_changed or not _are_same(guests, self._guests):
+            self._guests = guests
+            yield from self._domains(machines)
+        if is_placement_changed:
+            self._writes = cloud.model.writes
+            yield from self._capacity()
+        if self._names_changed:
+            self._names_changed = False
+            yield from self._names()
+
+    def _hear(self, operations: Sequence[Put | Delete]) -> None:
+        self._names_changed = self._names_changed or any(each.key.startswith(NAMED) for each in operations)
+
+    def _domains(self, machines: Sequence[Compute]) -> Iterator[str]:
+        places: dict[str, list[str]] = {}
+        for machine in machines:
+            for instance, guest in machine.hypervisor.snapshot().items():
+                if guest.defined or guest.disk:
+                    places.setdefault(instance, []).append(machine.uuid)
+                claim = self._cloud.model.held.get(instance, {})
+                if guest.defined and machine.uuid not in claim and CLAIM not in self.exempt:
+                    called = self._called
+                    yield f'{called(instance)} is a domain on {called(machine.uuid)} without a claim there'
+        for instance, computes in places.items():
+            if len(computes) > 1 and DOMAIN not in self.exempt:
+                where = ' and '.join(map(self._called, computes))
+                yield f'{self._called(instance)} has a domain or a disk on {where}'
+
+    def _capacity(self) -> Iterator[str]:
+        model, before = self._cloud.model, self._used
+        self._used = {
+            (provider, kind): model.used(provider, kind)
+            for provider, each in model.providers.items()
+            for kind in each.inventories
+        }
+        for (provider, kind), used in self._used.items():
+            is_over = used > model.capacity(provider, kind) and used > before.get((provider, kind), 0)
+            if is_over and CAPACITY not in self.exempt:
+                yield f'a write raises {kind} of {self._called(provider)} above its capacity'
+
+    def _names(self) -> Iterator[str]:
+        if NAME in self.exempt:
+            return
+        entries = self._cloud.etcd.entries
+        holders: dict[str, set[str]] = {}
+        for key, entry in entries.items():
+            if key.startswith((keys.HOSTS, keys.QUEUES)) and (name := _name(entry.value)):
+                holders.setdefault(name, set()).add(keys.last(key))
+        for name, instances in holders.items():
+            held = entries.get(keys.name(name))
+            holder = json.loads(held.value)['instance'] if held is not None else None
+            if instances != {holder}:
+                wanted = ' and '.join(sorted(map(self._called, instances)))
+                yield f'the name {name} is requested by {wanted}, and held by {self._called(holder or "nobody")}'
+
+    def _called(self, uuid: str) -> str:
+        return self._cloud.world.names.get(uuid, uuid)
+
+
+def _are_same(some: Sequence[object], others: Sequence[object]) -> bool:
+    return len(some) == len(others) and all(a is b for a, b in zip(some, others, strict=True))
+
+
+@lru_cache(maxsize=4096)
+def _name(value: bytes) -> str | None:
+    """Read the name out of a request or a queue entry; None for one without a name, or one that is malformed."""
+    try:
+        found = json.loads(value)
+    except ValueError:
+        return None
+    return found.get('name') if isinstance(found, dict) else None

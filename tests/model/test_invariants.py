@@ -1,0 +1,107 @@
+"""A state that is wrong for one step, and right again at rest, is found by the rule that it breaks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import pytest
+
+from ecomp.model import keys
+from ecomp.model.guest import Guest
+from ecomp.store.client import Delete, Put
+from tests.model.acting import Bounds, Call
+from tests.model.cloud import A, B, Cloud, U, V
+from tests.model.etcd import ModelStore
+from tests.model.explorer import Check, Scenario, explore
+from tests.model.invariants import CAPACITY, CLAIM, DOMAIN, NAME, RULES
+
+pytestmark = pytest.mark.fast
+
+
+class Breach(NamedTuple):
+    """A change that breaks a rule, the change that takes it back, and what the rule says."""
+
+    breaks: Callable[[Cloud], object]
+    mends: Callable[[Cloud], object]
+    message: str
+
+
+def _set_guest(cloud: Cloud, compute: str, instance: str, guest: Guest | None) -> None:
+    guests = dict(cloud.computes[compute].hypervisor.guests())
+    guests.pop(instance, None)
+    cloud.computes[compute].hypervisor._guests = guests if guest is None else {**guests, instance: guest}
+
+
+def _hold(cloud: Cloud, instance: str, on: dict[str, dict[str, int]]) -> None:
+    cloud.model.held[instance] = on
+    if not on:
+        del cloud.model.held[instance]
+    cloud.model.writes += 1
+
+
+def _commit(cloud: Cloud, *operations: Put | Delete) -> None:
+    ModelStore(cloud.etcd).commit([], operations)
+
+
+SIZE = {'VCPU': 1, 'MEMORY_MB': 1, 'DISK_GB': 1}
+BREACHES = {
+    DOMAIN: Breach(
+        lambda cloud: _set_guest(cloud, B, U, Guest(U, None, defined=False, running=False, disk=True)),
+        lambda cloud: _set_guest(cloud, B, U, None),
+        'U has a domain or a disk on A and B',
+    ),
+    CLAIM: Breach(
+        lambda cloud: _hold(cloud, U, {}),
+        lambda cloud: _hold(cloud, U, {A: SIZE}),
+        'U is a domain on A without a claim there',
+    ),
+    CAPACITY: Breach(
+        lambda cloud: _hold(cloud, V, {A: {'VCPU': 4}}),
+        lambda cloud: _hold(cloud, V, {}),
+        'a write raises VCPU of A above its capacity',
+    ),
+    NAME: Breach(
+        lambda cloud: _commit(cloud, Put(keys.request(B, V), '{"name": "web"}')),
+        lambda cloud: _commit(cloud, Delete(keys.request(B, V))),
+        'the name web is requested by U and V, and held by U',
+    ),
+}
+
+
+def _break_for_one_step(cloud: Cloud, breach: Breach) -> None:
+    cloud.host(A)
+    cloud.host(B)
+    cloud.delivered(U, A, 'web')
+    for _ in range(3):
+        cloud.computes[A].plan()
+
+    def go() -> None:
+        for number, change in enumerate((breach.breaks, breach.mends)):
+            cloud.world.call(Call('libvirt', ('changes', str(number)), writes=True), lambda: None)
+            change(cloud)
+
+    cloud.act('somebody', go, mortal=False)
+
+
+@pytest.mark.parametrize('rule', RULES)
+def test_a_breach_of_one_step_is_found(rule: str) -> None:
+    def scene(cloud: Cloud) -> Check | None:
+        """One rule is broken for one step."""
+        _break_for_one_step(cloud, BREACHES[rule])
+        return None
+
+    found = explore(Scenario(scene, Bounds(0, 0)))
+    assert [each.wrong for each in found.findings] == [(BREACHES[rule].message,)]
+    assert f'WRONG from here on: {BREACHES[rule].message}' in found.findings[0].story
+
+
+@pytest.mark.parametrize('rule', RULES)
+def test_an_exempt_rule_is_not_checked(rule: str) -> None:
+    def scene(cloud: Cloud) -> Check | None:
+        """The same in a scenario that says so."""
+        cloud.exempt(rule, 'the scenario breaks it itself')
+        _break_for_one_step(cloud, BREACHES[rule])
+        return None
+
+    assert explore(Scenario(scene, Bounds(0, 0))).findings == []
