@@ -96,6 +96,12 @@ class Actor:
     """What its user is told to do where it was killed, or its outcome is not known."""
     process: object = None
     """Those of one process are killed together."""
+    command: str = ''
+    """Which command of a user this is, as tests/model/truth.py calls it; '' for what tells a user nothing."""
+    about: tuple[str, ...] = ()
+    """The uuids, or the project, that the command is about; without a command, the uuids that are changed manually."""
+    power: str = ''
+    """The id of the power change that the command asks for."""
     greenlet: Any = None
 
     @property

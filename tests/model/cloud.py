@@ -8,6 +8,7 @@ import uuid
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, cast
 
 from ecomp.errors import UnknownOutcome, Unreachable
@@ -211,7 +212,8 @@ class Cloud:
         wanted = SetOrder(
             instance, query=QUERY, image=IMAGE, user_id='u', project_id='p', stages={'requested': NOW}, **what
         )
-        actor = self.act(who, lambda: self.create(wanted, resume, seed, asks_first, large))
+        work = partial(self.create, wanted, resume, seed, asks_first, large)
+        actor = self.act(who, work, command='create', about=tuple(wanted.instances))
         self.commands.append(Command(actor, wanted, resume))
         return actor
 
@@ -240,16 +242,22 @@ class Cloud:
         def claimed_on(instance: str) -> str:
             return compute_of(allocations.consumer(self.placement, instance).allocations)
 
-        return self.act(name, lambda: destroy(ModelStore(self.etcd), instance, claimed_on=claimed_on))
+        def work() -> str:
+            return destroy(ModelStore(self.etcd), instance, claimed_on=claimed_on)
+
+        return self.act(name, work, command='destroy', about=(instance,))
 
     def powers(self, name: str, instance: str, action: str) -> Actor:
         """`eschedule stop`, `start` or `reboot`."""
-        return self.act(name, lambda: power(ModelStore(self.etcd), instance, Power(action, name_uuid(77))))
+        wanted = Power(action, name_uuid(77 + len(self.world.actors)))
+        work = partial(power, ModelStore(self.etcd), instance, wanted)
+        return self.act(name, work, command='power', about=(instance,), power=wanted.id)
 
     def enqueues(self, name: str, instance: str, resume: bool = False) -> Actor:
         """`eschedule --queue`."""
         flavor, waiting = self.flavor(), self.to_wait(instance)
-        return self.act(name, lambda: enqueue(ModelStore(self.etcd), waiting, flavor, None, WHO, resume))
+        work = partial(enqueue, ModelStore(self.etcd), waiting, flavor, None, WHO, resume)
+        return self.act(name, work, command='queue', about=(instance,))
 
     def takes(self, compute: str, place: Place) -> Actor:
         """A compute at one request that waits."""

@@ -14,8 +14,10 @@ from typing import NamedTuple
 
 from tests.model.acting import SHAKY, Bounds, Chooser, Option
 from tests.model.cloud import Cloud
+from tests.model.end import prior
 from tests.model.rest import fingerprint, left_alone
 from tests.model.story import tell
+from tests.model.truth import untrue
 from tests.model.virtual import inside, virtual
 from tests.model.world import Pruned, Restless, World
 
@@ -179,6 +181,7 @@ def play(
     with inside(world):
         cloud = Cloud(world)
         check = scenario.scene(cloud)
+        before = prior(cloud)
         try:
             world.run()
         except Restless:
@@ -188,7 +191,7 @@ def play(
                 raise
         if world.broken:
             return world.broken, world
-        wrong = list(check() or ()) if check is not None else []
+        wrong = untrue(cloud, before) or (list(check() or ()) if check is not None else [])
         end = fingerprint(cloud)
         if not wrong and (ends is None or end not in ends):
             wrong = left_alone(cloud) or world.broken

@@ -75,7 +75,7 @@ def record_spoilt(cloud: Cloud) -> None:
         if by_hand.commit([Exists(keys.request(A, U))], [Put(record, 'no record')]):
             by_hand.commit([], [Delete(record)])
 
-    cloud.act('somebody', spoils, mortal=False)
+    cloud.act('somebody', spoils, mortal=False, about=(U,))
     cloud.works(A, '', host.rounds(3, host.planner.recheck, host.plan))
     cloud.powers('stop', U, 'stop')
     cloud.destroys('destroy', U)

@@ -31,7 +31,7 @@ def forgets(cloud: Cloud, compute: str, after: Actor) -> Actor:
         cloud.world.wait('the compute to be silent', lambda: not after.is_at_it)
         go()
 
-    return cloud.act('host forget', work, again=go)
+    return cloud.act('host forget', work, again=go, command='forget', about=(compute,))
 
 
 def ends(cloud: Cloud, compute: str) -> Actor:
@@ -49,13 +49,13 @@ def fixes(cloud: Cloud) -> Actor:
     first, second = (audit(cloud.store, cloud.placement) for _ in range(2))
     assert [each for each in second.findings if each.fix]
 
-    def go() -> None:
-        mend(ModelStore(cloud.etcd), cloud.placement, first, second)
+    def go() -> list[str]:
+        return mend(ModelStore(cloud.etcd), cloud.placement, first, second)
 
     def again() -> None:
         fix(cloud.store, cloud.placement, lambda _: None)
 
-    return cloud.act('audit --fix', go, again=again)
+    return cloud.act('audit --fix', go, again=again, command='fix')
 
 
 def limits(cloud: Cloud, name: str) -> Actor:
@@ -64,7 +64,7 @@ def limits(cloud: Cloud, name: str) -> Actor:
     def go() -> str:
         return limit(ModelStore(cloud.etcd), 'p', ['instances=5'])
 
-    return cloud.act(name, go, again=go)
+    return cloud.act(name, go, again=go, command='quota', about=('p',))
 
 
 def drains(cloud: Cloud, compute: str) -> Check:
@@ -77,7 +77,7 @@ def drains(cloud: Cloud, compute: str) -> Check:
         drained(store, cloud.placement, compute, compute, Deadline(5.0), lambda _: None)
         said.append('drained')
 
-    cloud.act('host drain', work)
+    cloud.act('host drain', work, command='drain', about=(compute,))
 
     def check() -> list[str]:
         there = [key for key in cloud.etcd.entries if key.startswith(keys.request_prefix(compute))]
@@ -174,8 +174,9 @@ def disable_and_enable(cloud: Cloud) -> Check:
     """disable and enable at once, beside a claim: each is done, and the provider's traits are somebody's."""
     cloud.host(A)
     cloud.is_ample = False
-    one = cloud.act('host disable', lambda: disable(cloud.placement, A, A))
-    two = cloud.act('host enable', lambda: enable(ModelStore(cloud.etcd), cloud.placement, A, A))
+    one = cloud.act('host disable', lambda: disable(cloud.placement, A, A), command='disable', about=(A,))
+    store = ModelStore(cloud.etcd)
+    two = cloud.act('host enable', lambda: enable(store, cloud.placement, A, A), command='enable', about=(A,))
     cloud.creates('eschedule', U)
 
     def check() -> list[str]:

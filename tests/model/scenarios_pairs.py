@@ -8,7 +8,7 @@ from contextlib import suppress
 from ecomp.errors import Conflict, NotFound
 from ecomp.model import keys
 from ecomp.model.group import Membership
-from ecomp.scheduler.changing.clear import clear
+from ecomp.scheduler.changing.clear import Cleared, clear
 from ecomp.scheduler.changing.destroy import destroy
 from ecomp.scheduler.operating import flavors
 from ecomp.scheduler.operating.forget import forget
@@ -40,20 +40,19 @@ def active(cloud: Cloud, instance: str = U, name: str | None = 'web', group: Mem
 def clears(cloud: Cloud) -> Actor:
     """`eschedule clear`."""
 
-    def go() -> None:
-        clear(ModelStore(cloud.etcd))
-
-    return cloud.act('clear', go)
+    return cloud.act('clear', lambda: clear(ModelStore(cloud.etcd)), command='clear')
 
 
 def fixes_all(cloud: Cloud, times: int = 1) -> Actor:
     """`audit --fix`, from its first look on."""
 
-    def go() -> None:
+    def go() -> list[str]:
+        lines: list[str] = []
         for _ in range(times):
-            fix(ModelStore(cloud.etcd), cloud.placement, lambda _: None, 61.0)
+            fix(ModelStore(cloud.etcd), cloud.placement, lines.append, 61.0)
+        return lines
 
-    return cloud.act('audit --fix', go, mortal=False)
+    return cloud.act('audit --fix', go, mortal=False, command='fix')
 
 
 def sets(cloud: Cloud, name: str, *words: str) -> Actor:
@@ -62,7 +61,7 @@ def sets(cloud: Cloud, name: str, *words: str) -> Actor:
     def go() -> str:
         return limit(ModelStore(cloud.etcd), 'p', words)
 
-    return cloud.act(name, go, again=go)
+    return cloud.act(name, go, again=go, command='quota', about=('p',))
 
 
 # clear
@@ -89,14 +88,14 @@ def frozen_forget_and_used_again(cloud: Cloud) -> None:
     def go() -> None:
         forget(ModelStore(cloud.etcd), cloud.placement, A, A, lambda: NOW, lambda _: None, fenced=True)
 
-    cloud.act('host forget 1', go)
-    second = cloud.act('host forget 2', go)
+    cloud.act('host forget 1', go, command='forget', about=(A,))
+    second = cloud.act('host forget 2', go, command='forget', about=(A,))
 
-    def again() -> None:
+    def again() -> Cleared:
         cloud.world.wait('the second to end', lambda: not second.is_at_it)
-        clear(ModelStore(cloud.etcd))
+        return clear(ModelStore(cloud.etcd))
 
-    cleared = cloud.act('clear', again, mortal=False)
+    cleared = cloud.act('clear', again, mortal=False, command='clear')
     command = cloud.creates('eschedule', U, resume=True)
     command.ready = lambda: not cleared.is_at_it
 

@@ -124,11 +124,12 @@ def _started(cloud: Cloud, what: str) -> Check:
 
     cloud.act(A, restarts, mortal=False)
     store = ModelStore(cloud.etcd)
-    done = (
-        cloud.act('host disable', lambda: disable(cloud.placement, A, A), mortal=False)
-        if what == 'disable'
-        else cloud.act('host enable', lambda: enable(store, cloud.placement, A, A), mortal=False)
-    )
+
+
+    def changes() -> str:
+        return disable(cloud.placement, A, A) if what == 'disable' else enable(store, cloud.placement, A, A)
+
+    done = cloud.act(f'host {what}', changes, mortal=False, command=what, about=(A,))
 
     def check() -> list[str]:
         if isinstance(done.outcome, BaseException):
@@ -181,7 +182,7 @@ def forgotten_as_it_starts(cloud: Cloud) -> Check:
         host.start()
         host.rounds(2, host.plan)()
 
-    cloud.act('host forget', forgets, mortal=False)
+    cloud.act('host forget', forgets, mortal=False, command='forget', about=(A,))
     cloud.act('A', starts, mortal=False)
     cloud.creates('eschedule', V)
     return lambda: _is_as(cloud, registration(cloud, host), disabled=False)

@@ -34,7 +34,11 @@ def by_hand(cloud: Cloud, name: str, *operations: Put | Delete) -> Actor:
         for each in operations:
             store.commit([], [each])
 
-    return cloud.act(name, go, mortal=False)
+    return cloud.act(name, go, mortal=False, about=tuple({_instance(each.key) for each in operations}))
+
+
+def _instance(key: str) -> str:
+    return keys.last(key.removesuffix(keys.TAKER))
 
 
 # Power

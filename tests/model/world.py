@@ -109,10 +109,10 @@ class World:
             if self.over:
                 raise Killed
             self.hushed = hash((self.hushed, call.what)) if call.writes else self.hushed
-            answer = do()
+            result = do()
             if call.writes and self._hub is not None:  # a scene may set up what no schedule leads to
                 self.check_invariants()
-            return answer
+            return result
         fate = self._pause(actor, call)
         if fate == INTERRUPT:
             self._tell(actor, call, fate, None)

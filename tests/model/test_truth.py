@@ -1,0 +1,80 @@
+"""A sentence that is not so is found, and so is one that truth.py does not know."""
+
+from __future__ import annotations
+
+import pytest
+
+from ecomp.errors import Conflict, NoCapacity, NotFound, Unreachable
+from ecomp.model.power import Power
+from ecomp.scheduler.changing.power import Acceptance
+from ecomp.scheduler.placing.deliver import DeliveryOutcome
+from tests.model.acting import Actor, Bounds
+from tests.model.cloud import A, Cloud, U, V, W
+from tests.model.explorer import Follow
+from tests.model.truth import untrue
+from tests.model.virtual import inside, virtual
+from tests.model.world import World
+
+pytestmark = pytest.mark.fast
+
+LIES = {
+    'a create whose instance is not there': ('create', V, {V: DeliveryOutcome(A)}),
+    'not delivered, while it is': ('create', U, Conflict(f'{U}: not delivered, and undone: it was too slow')),
+    'nothing was changed, while it is there': ('create', U, Unreachable('etcd gives no answer; nothing was changed')),
+    'no capacity, with a claim left': ('create', W, NoCapacity('every candidate was taken meanwhile')),
+    'exists, while nothing is there': ('create', V, Conflict(f'{V}: exists, by the name web')),
+    'queued, while it is nowhere': ('queue', V, True),
+    'not queued, while it is there': ('queue', U, Conflict(f'{U}: not queued: somebody else changed its flavor')),
+    'destroy accepted, while it lives': ('destroy', U, f'{U}: destroy accepted, {A} carries it out'),
+    'nothing of it was begun, while it lives': ('destroy', U, f'{U}: taken out of its queue, nothing of it was begun'),
+    'no such instance, while it lives': ('destroy', U, NotFound(f'{U}: no such instance')),
+    'destroy not accepted, while it is gone': ('destroy', V, Unreachable(f'the destroy of {V} is not accepted')),
+    'stop accepted, and not asked for': ('power', U, Acceptance(f'{U}: stop accepted, {A}', Power('stop', 'x'))),
+    'forgotten, while it is registered': ('forget', A, None),
+    'not forgotten, while it is': ('forget', V, Conflict(f'compute {V} is not forgotten: it is alive')),
+    'drained, while something lives there': ('drain', A, None),
+    'disabled, while it is enabled': ('disable', A, f'{A}: disabled: nothing new is placed there'),
+    'a quota that is not there': ('quota', 'q', 'quota of project q: instances 1/5'),
+    'released, while it is held': ('fix', '', [f'allocation-orphaned {U}: released on {A}']),
+}
+TRUTHS = {
+    'a create': ('create', U, {U: DeliveryOutcome(A)}),
+    'no capacity': ('create', V, NoCapacity('every candidate was taken meanwhile')),
+    'destroy not accepted': ('destroy', U, Unreachable(f'the destroy of {U} is not accepted')),
+    'no such instance': ('destroy', V, NotFound(f'{V}: no such instance')),
+    'not forgotten': ('forget', A, Conflict(f'compute {A} is not forgotten: it is alive')),
+    'quota set': ('quota', 'p', 'quota of project p: instances 1/5'),
+}
+
+
+def judge(command: str, about: str, outcome: object) -> list[str]:
+    """Return what is untrue of one sentence, where U lives on A, and W holds a claim."""
+    world = World(Bounds(), Follow())
+    with virtual(), inside(world):
+        cloud = Cloud(world)
+        host = cloud.host(A)
+        cloud.limited(5)
+        cloud.delivered(U, A, 'web')
+        for _ in range(4):
+            host.plan()
+        cloud.etcd.end(host.presence.lease)
+        cloud.claimed(W, A)
+        told = Actor('the command', lambda: None, command=command, about=(about,), done=True, outcome=outcome)
+        world.actors.append(told)
+        return untrue(cloud, frozenset())
+
+
+@pytest.mark.parametrize('lie', LIES)
+def test_what_is_not_so_is_found(lie: str) -> None:
+    (wrong,) = judge(*LIES[lie])
+    assert 'and that is not so' in wrong
+
+
+@pytest.mark.parametrize('truth', TRUTHS)
+def test_what_is_so_is_not_found(truth: str) -> None:
+    assert judge(*TRUTHS[truth]) == []
+
+
+def test_a_sentence_without_a_row_is_found() -> None:
+    (wrong,) = judge('destroy', U, f'{U}: will be gone one day')
+    assert wrong == 'the command told its user "U: will be gone one day", a str: truth.py has no row for that'
