@@ -1,0 +1,91 @@
+"""A stream that etcd resets after it carried the call out: a write is read back, never sent a second time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from h2.errors import ErrorCodes
+
+from ecomp.conf import EtcdConfig
+from ecomp.errors import UnknownOutcome
+from ecomp.model import keys
+from ecomp.scheduler.changing.destroy import destroy
+from ecomp.scheduler.placing.deliver import DeliveryOutcome
+from ecomp.store.client import Put, Store, Unchanged
+from tests.functional.cloud import Cloud
+from tests.kit.resetting import Resetting
+from tests.kit.servers import Etcd
+
+pytestmark = pytest.mark.fast
+
+CODES = [
+    ErrorCodes.NO_ERROR,
+    ErrorCodes.INTERNAL_ERROR,
+    # Means "not processed", which a proxy may say of a call that its etcd has carried out.
+    ErrorCodes.REFUSED_STREAM,
+    ErrorCodes.CANCEL,
+    ErrorCodes.ENHANCE_YOUR_CALM,
+]
+
+
+@pytest.fixture
+def front(etcd: Etcd) -> Iterator[Resetting]:
+    with Resetting(etcd.endpoint) as server:
+        yield server
+
+
+@pytest.fixture
+def store(front: Resetting) -> Iterator[Store]:
+    made = Store(EtcdConfig((front.address,), timeout=5.0))
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize('code', CODES, ids=lambda code: code.name)
+@pytest.mark.parametrize('sends_answer', [False, True], ids=['before the answer', 'behind the message'])
+def test_a_write_whose_stream_is_reset_has_an_unknown_outcome(
+    front: Resetting, store: Store, prefix: str, code: ErrorCodes, sends_answer: bool
+) -> None:
+    key = f'{prefix}x'
+    front.reset(key.encode(), code, sends_answer)
+    with pytest.raises(UnknownOutcome):
+        store.commit([Unchanged(key, 0)], [Put(key, 'written')])
+    assert front.has_reset
+    assert front.count(key.encode()) == 1
+    entry = store.get(key)
+    assert entry is not None
+    assert (entry.value, entry.created) == (b'written', entry.revision)
+
+
+def test_a_read_whose_stream_is_reset_is_asked_again(front: Resetting, store: Store, prefix: str) -> None:
+    key = f'{prefix}x'
+    store.commit([], [Put(key, 'written')])
+    front.reset(key.encode(), ErrorCodes.INTERNAL_ERROR)
+    entry = store.get(key)
+    assert entry is not None
+    assert entry.value == b'written'
+    assert front.has_reset
+
+
+@pytest.mark.parametrize('code', CODES, ids=lambda code: code.name)
+def test_a_delivery_whose_stream_is_reset_was_one(
+    cloud: Cloud, front: Resetting, store: Store, code: ErrorCodes
+) -> None:
+    compute = cloud.compute()
+    wanted = cloud.wanted(compute)
+    front.reset(keys.request(compute, wanted.instance).encode(), code)
+    assert cloud.create(wanted, store=store) == DeliveryOutcome(compute)
+    assert front.has_reset
+    cloud.is_whole(compute, wanted)
+
+
+def test_a_destroy_whose_stream_is_reset_is_accepted_once(cloud: Cloud, front: Resetting, store: Store) -> None:
+    compute = cloud.compute()
+    wanted = cloud.wanted(compute)
+    cloud.create(wanted)
+    front.reset(b'"allocations": {}', ErrorCodes.INTERNAL_ERROR)
+    assert 'is being destroyed' in destroy(store, wanted.instance)
+    assert front.has_reset
+    assert cloud.delivered(compute, wanted.instance).is_tombstone
+    assert front.count(b'"allocations": {}') == 1
