@@ -99,7 +99,7 @@ class Actor:
     command: str = ''
     """Which command of a user this is, as tests/model/truth.py calls it; '' for what tells a user nothing."""
     about: tuple[str, ...] = ()
-    """The uuids, or the project, that the command is about; without a command, the uuids that are changed manually."""
+    """The uuids, or the project, that the command is about; see End.touched without a command."""
     power: str = ''
     """The id of the power change that the command asks for."""
     greenlet: Any = None

@@ -37,7 +37,7 @@ class End:
         self.entries = cloud.etcd.entries
         self.commands = [each for each in cloud.world.actors if each.command]
         self.touched = {instance for each in cloud.world.actors if not each.command for instance in each.about}
-        """The instances whose keys somebody changes manually."""
+        """The instances whose keys somebody changes manually, and the computes that come back by themselves."""
 
     def called(self, text: str) -> str:
         """Replace uuids by the names that the story has for them."""

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from ecomp.errors import EcompError, NoCapacity, UsageError
+from ecomp.model import status
 from ecomp.scheduler.operating.audit import audit
 from tests.model.cloud import Cloud
 
@@ -179,10 +180,11 @@ def waits(facts: Facts) -> Iterator[str]:
     model = facts.cloud.model
     for instance, request in facts.waiting.items():
         for uuid, compute in facts.cloud.computes.items():
-            full = model.used(uuid, 'VCPU') >= model.capacity(uuid, 'VCPU')
+            full = uuid in model.providers and model.used(uuid, 'VCPU') >= model.capacity(uuid, 'VCPU')
+            is_shut = uuid not in model.providers or status.DISABLED in model.providers[uuid].traits
             # What another compute holds a claim for waits until that one is back, or is forgotten (rule 13).
             is_claimed = not facts.held.get(instance, {}).keys() <= {uuid}
-            if not compute.is_dead and not full and not is_claimed and not _is_kept_off(facts, request, uuid):
+            if not (compute.is_dead or is_shut or full or is_claimed or _is_kept_off(facts, request, uuid)):
                 yield f'{facts.called(instance)} waits for ever, and {facts.called(uuid)} has room'
 
 

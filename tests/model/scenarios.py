@@ -9,10 +9,12 @@ from tests.model import (
     scenarios_hosts,
     scenarios_life,
     scenarios_losses,
+    scenarios_lost,
     scenarios_operators,
     scenarios_pairs,
     scenarios_queues,
     scenarios_registered,
+    scenarios_returning,
     scenarios_shared,
     scenarios_strangers,
     scenarios_threads,
@@ -23,6 +25,6 @@ from tests.model.explorer import Scenario
 ROOMS = (
     *(scenarios_claims, scenarios_operators, scenarios_queues, scenarios_shared, scenarios_life, scenarios_hosts),
     *(scenarios_three, scenarios_few, scenarios_hands, scenarios_losses, scenarios_registered),
-    *(scenarios_pairs, scenarios_strangers, scenarios_threads),
+    *(scenarios_pairs, scenarios_strangers, scenarios_threads, scenarios_lost, scenarios_returning),
 )
 SCENARIOS: dict[str, Scenario] = {each.name: each for room in ROOMS for each in room.SCENARIOS}

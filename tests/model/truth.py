@@ -157,7 +157,8 @@ def is_forgotten(end: End, told: Told) -> bool:
     (compute,) = told.actor.about
     asked = any(key.startswith(keys.request_prefix(compute)) for key in end.entries)
     held = any(compute in each for each in end.cloud.model.held.values())
-    return keys.compute(compute) in end.entries or not (asked or held or compute in end.cloud.model.providers)
+    is_back = compute in end.touched or keys.compute(compute) in end.entries
+    return is_back or not (asked or held or compute in end.cloud.model.providers)
 
 
 def is_not_forgotten(end: End, told: Told) -> bool:

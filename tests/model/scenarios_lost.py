@@ -1,0 +1,132 @@
+"""Lost reads, lost answers and leases that end, under each command: what it tells its user then is so (truth.py)."""
+
+from __future__ import annotations
+
+from ecomp.model.group import Membership
+from tests.model.acting import Bounds
+from tests.model.cloud import A, B, Cloud, S, U, V
+from tests.model.compute import Compute
+from tests.model.explorer import Scenario
+from tests.model.scenarios_operators import drains, ends, fixes, forgets
+from tests.model.scenarios_pairs import active, sets
+
+APART = Membership('g', 'anti-affinity', True)
+TOGETHER = Membership('g', 'affinity', True)
+
+
+def _take(host: Compute) -> None:
+    host.do(host.hear_queues, host.hear_hosts, host.pull, host.plan)
+
+
+def create_with_losses(cloud: Cloud) -> None:
+    """An instance with a name, a group and a quota is created, built, and its claim is checked."""
+    host = cloud.host(A)
+    cloud.limited(5)
+    cloud.creates('eschedule', U, name='web', group=APART)
+    cloud.works(A, '', host.rounds(2, host.plan, host.keep_claims))
+
+
+def resume_with_losses(cloud: Cloud) -> None:
+    """The same uuid is asked for twice, with --uuid."""
+    cloud.host(A)
+    cloud.limited(5)
+    for number in (1, 2):
+        cloud.creates(f'eschedule {number}', U, resume=True, seed=number, name='web')
+
+
+def set_with_losses(cloud: Cloud) -> None:
+    """A set of two is created."""
+    for each in (A, B):
+        cloud.host(each)
+    cloud.limited(5)
+    cloud.creates('the set', S, count=2, minimum=2)
+
+
+def queue_with_losses(cloud: Cloud) -> None:
+    """An instance is put into a queue, taken and built."""
+    host = cloud.host(A)
+    cloud.limited(5)
+    cloud.enqueues('eschedule --queue', U)
+    cloud.works(A, 'taking', host.rounds(2, lambda: _take(host)))
+
+
+def destroy_with_losses(cloud: Cloud) -> None:
+    """An active instance is destroyed."""
+    cloud.limited(5)
+    host = active(cloud, group=TOGETHER)
+    cloud.destroys('destroy', U)
+    cloud.works(A, '', host.rounds(2, host.plan))
+
+
+def destroy_of_waiting_with_losses(cloud: Cloud) -> None:
+    """A waiting instance is destroyed while it is taken."""
+    host = cloud.host(A)
+    cloud.limited(5)
+    cloud.waiting(U, 'web', TOGETHER)
+    cloud.destroys('destroy', U)
+    cloud.works(A, 'taking', host.rounds(2, lambda: _take(host)))
+
+
+def stop_with_losses(cloud: Cloud) -> None:
+    """An active instance is stopped."""
+    host = active(cloud)
+    cloud.powers('stop', U, 'stop')
+    cloud.works(A, '', host.rounds(3, host.plan))
+
+
+def forget_with_losses(cloud: Cloud) -> None:
+    """A dead compute is forgotten while its last instance is destroyed."""
+    cloud.host(A)
+    cloud.limited(5)
+    cloud.delivered(U, A, name='web')
+    silent = ends(cloud, A)
+    cloud.destroys('destroy', U)
+    forgets(cloud, A, silent)
+
+
+def fix_with_losses(cloud: Cloud) -> None:
+    """`audit --fix` releases an orphaned claim while its uuid is asked for again."""
+    cloud.host(A)
+    cloud.claimed(U, A)
+    fixes(cloud)
+    cloud.creates('eschedule', U, resume=True)
+
+
+def drain_with_losses(cloud: Cloud) -> None:
+    """A compute is drained beside a create."""
+    cloud.host(A)
+    cloud.is_ample = False
+    cloud.creates('eschedule', U)
+    drains(cloud, A)
+
+
+def quota_with_losses(cloud: Cloud) -> None:
+    """A project's first quota is set beside a create."""
+    cloud.host(A)
+    sets(cloud, 'quota set', 'instances=5')
+    cloud.creates('eschedule', U)
+
+
+def keeper_with_losses(cloud: Cloud) -> None:
+    """The claim keeper looks twice, a minute apart, at a claim whose uuid is asked for again."""
+    host = cloud.host(A)
+    cloud.claimed(V, A)
+    cloud.works(A, 'looking at claims', host.rounds(2, host.keep_claims, lambda: cloud.world.sleep(61.0)))
+    cloud.creates('eschedule', V, resume=True)
+
+
+LOSSY = Bounds(1, 3, requests=1, answers=2, expiries=1, reads=2)
+SCENARIOS = [
+    Scenario(create_with_losses, LOSSY),
+    Scenario(resume_with_losses, LOSSY),
+    Scenario(set_with_losses, LOSSY),
+    Scenario(queue_with_losses, LOSSY),
+    Scenario(destroy_with_losses, LOSSY),
+    Scenario(destroy_of_waiting_with_losses, LOSSY),
+    Scenario(stop_with_losses, LOSSY),
+    Scenario(forget_with_losses, LOSSY),
+    Scenario(fix_with_losses, LOSSY),
+    Scenario(drain_with_losses, LOSSY),
+    Scenario(quota_with_losses, LOSSY),
+    Scenario(keeper_with_losses, LOSSY),
+]

@@ -1,0 +1,321 @@
+"""Minutes that pass, computes that come back or are new, and an etcd that is restored in the middle of a destroy."""
+
+from __future__ import annotations
+
+from ecomp.model import keys
+from ecomp.model.group import Group, Membership
+from ecomp.model.group import to_json as group_json
+from ecomp.model.pull import Place
+from ecomp.scheduler.changing.destroy import destroy
+from ecomp.scheduler.operating.forget import forget
+from ecomp.scheduler.operating.quotas import limit
+from ecomp.store.client import Entry, Put
+from tests.model.acting import SHAKY, Actor, Bounds
+from tests.model.cloud import A, B, Cloud, U, V
+from tests.model.compute import Compute
+from tests.model.etcd import ModelStore
+from tests.model.explorer import Check, Scenario
+from tests.model.scenarios_losses import restore
+from tests.model.scenarios_operators import drains, ends, forgets
+from tests.model.scenarios_pairs import active
+from tests.model.virtual import NOW
+
+TOGETHER = Membership('g', 'affinity', True)
+
+
+def take(host: Compute, times: int = 1) -> None:
+    """Hear of what waits, take what fits, and build it."""
+    for _ in range(times):
+        host.do(host.hear_queues, host.hear_hosts, host.pull, host.plan)
+
+
+# Minutes pass
+
+
+def drain_and_slow_create(cloud: Cloud) -> None:
+    """A create is frozen between asking placement and announcing itself, until `host drain --wait` has ended."""
+    cloud.host(A)
+    cloud.is_ample = False
+    create = cloud.creates('eschedule', U, asks_first=True)
+    drain = drains(cloud, A)
+    create.ready = lambda: create.call.what[0] == 'begins' or not drain.is_at_it
+
+
+def drain_beside_a_frozen_create(cloud: Cloud) -> None:
+    """A create has announced itself, and is frozen before it claims, until `host drain --wait` has ended."""
+    cloud.host(A)
+    cloud.is_ample = False
+    create = cloud.creates('eschedule', U)
+    _freeze_before_claim(create, drains(cloud, A))
+
+
+def drain_beside_a_frozen_claim(cloud: Cloud) -> None:
+    """A compute has marked a waiting instance, and is frozen before it claims, until `host drain --wait` has ended."""
+    cloud.host(A)
+    cloud.is_ample = False
+    taker = cloud.takes(A, cloud.waiting(U))
+    _freeze_before_claim(taker, drains(cloud, A))
+
+
+def _freeze_before_claim(actor: Actor, drain: Actor) -> None:
+    def is_free() -> bool:
+        claims = actor.call.where == 'placement' and actor.call.writes
+        return not (claims and drain.is_at_it)
+
+    actor.ready = is_free
+
+
+def drain_beside_orphans(cloud: Cloud) -> None:
+    """`host drain --wait` beside a claim that no request stands behind, and the keeper that releases it."""
+    host = cloud.host(A)
+    cloud.is_ample = False
+    cloud.claimed(V, A)
+    cloud.works(A, 'looking at claims', host.rounds(3, host.keep_claims))
+    drains(cloud, A)
+
+
+def drain_beside_a_taker(cloud: Cloud) -> None:
+    """`host drain --wait` beside a compute that takes from a queue."""
+    host = cloud.host(A)
+    cloud.is_ample = False
+    cloud.waiting(U)
+    cloud.works(A, 'taking', host.rounds(2, lambda: take(host)))
+    drains(cloud, A)
+
+
+def drain_beside_a_frozen_taker(cloud: Cloud) -> None:
+    """The same where the compute is frozen between choosing what to take and marking it, until the drain has ended."""
+    host = cloud.host(A)
+    cloud.is_ample = False
+    cloud.waiting(U)
+    drain = drains(cloud, A)
+    begin = host.offers.begin
+
+    def begin_late(place: Place) -> bool:
+        if drain.is_at_it:
+            cloud.world.wait('the drain to end', lambda: not drain.is_at_it)
+        return begin(place)
+
+    host.offers.begin = begin_late  # type: ignore[method-assign]
+    cloud.works(A, 'taking', lambda: take(host))
+
+
+def forget_and_slow_create(cloud: Cloud) -> None:
+    """A compute ends and is forgotten beside a create for it that may be slow."""
+    cloud.host(A)
+    cloud.is_ample = False
+    cloud.creates('eschedule', U)
+    forgets(cloud, A, ends(cloud, A))
+
+
+def forget_and_slow_taker(cloud: Cloud) -> None:
+    """A taker ends with a claim for what waits and is forgotten; another compute, which may be slow, takes it."""
+    for each in (A, B):
+        cloud.host(each)
+    place = cloud.waiting(U)
+    cloud.claimed(U, A)
+    forgets(cloud, A, ends(cloud, A))
+    cloud.takes(B, place)
+
+
+# Computes that come back, and new ones
+
+
+def forgotten_as_it_takes(cloud: Cloud) -> Check:
+    """A silent compute that claimed for a waiting instance comes back as it is forgotten, and takes the instance."""
+    host = cloud.host(A)
+    cloud.waiting(U, 'web')
+    cloud.claimed(U, A)
+    cloud.etcd.end(host.presence.lease)
+    cloud.is_ample = False
+    provider = cloud.model.providers[A]
+
+    def go() -> None:
+        forget(ModelStore(cloud.etcd), cloud.placement, A, A, lambda: NOW, lambda _: None)
+
+    def register() -> None:
+        cloud.model.providers.setdefault(A, provider)
+
+    def come_back() -> None:
+        register()
+        host.restart()
+        take(host, 2)
+        for _ in range(2):
+            register()
+            cloud.world.sleep(75.0)
+            take(host)
+
+    def check() -> list[str]:
+        register()
+        return []
+
+    cloud.act('host forget', go, command='forget', about=(A,))
+    cloud.act('A again', come_back, mortal=False, about=(A,))
+    return check
+
+
+def forgotten_and_back(cloud: Cloud) -> Check:
+    """A silent compute is forgotten; it is started again, registers, and takes what waits beside another taker."""
+    host, other = cloud.host(A), cloud.host(B)
+    cloud.limited(5)
+    cloud.waiting(U, 'web', TOGETHER)
+    cloud.etcd.end(host.presence.lease)
+    provider = cloud.model.providers[A]
+
+    def go() -> None:
+        forget(ModelStore(cloud.etcd), cloud.placement, A, A, lambda: NOW, lambda _: None)
+
+    forgotten = cloud.act('host forget', go, command='forget', about=(A,), mortal=False)
+
+    def come_back() -> None:
+        cloud.world.wait('the compute to be forgotten', lambda: not forgotten.is_at_it)
+        cloud.model.providers.setdefault(A, provider)
+        cloud.model.writes += 1
+        host.restart()
+        take(host, 2)
+
+    cloud.act('A again', come_back, process=A, about=(A,))
+    cloud.works(B, 'taking', other.rounds(2, lambda: take(other)))
+    return lambda: []
+
+
+def new_compute_takes(cloud: Cloud) -> None:
+    """A compute that never knew this etcd starts beside one that takes the same waiting instance."""
+    host = cloud.host(A)
+    cloud.limited(5)
+    cloud.waiting(U, 'web', TOGETHER)
+    new = cloud.host(B)
+    cloud.etcd.end(new.presence.lease)
+    cloud.works(A, 'taking', host.rounds(2, lambda: take(host)))
+
+    def start() -> None:
+        new.start()
+        take(new, 2)
+
+    cloud.act('B, new', start, process=B)
+    cloud.destroys('destroy', U)
+
+
+def new_compute_behind_acceptance(cloud: Cloud) -> Check:
+    """U runs on A; etcd is restored to when it waited; A has published it again before a new compute starts."""
+    host = cloud.host(A)
+    cloud.limited(5)
+    cloud.waiting(U, 'web', TOGETHER)
+    saved = dict(cloud.etcd.entries)
+    take(host, 3)
+    restore(cloud, saved)
+    cloud.is_ample = False
+    host.start(republishes=True)
+    new = cloud.host(B)
+    cloud.works(A, '', host.rounds(2, host.plan))
+    cloud.works(B, 'taking', new.rounds(2, lambda: take(new)))
+    cloud.destroys('destroy', U)
+    return lambda: []
+
+
+# Room that comes back, and a quota
+
+
+def refused_and_room_again(cloud: Cloud) -> None:
+    """An instance takes the last place as a compute takes from its queue, and is destroyed: the room is as before."""
+    host = cloud.host(A, room=1)
+    cloud.is_ample = False
+    cloud.waiting(U)
+    cloud.works(A, 'taking', host.rounds(4, lambda: take(host), lambda: cloud.world.sleep(1.0)))
+    cloud.creates('eschedule', V)
+    cloud.destroys('destroy', V)
+
+
+def queued_in_a_quota(cloud: Cloud) -> None:
+    """A quota of one: one instance is put into a queue and taken, another one is asked for directly."""
+    host = cloud.host(A)
+    cloud.limited(1)
+    cloud.is_ample = False
+    cloud.enqueues('eschedule --queue', U)
+    cloud.creates('eschedule', V)
+    cloud.works(A, 'taking', host.rounds(2, lambda: take(host)))
+
+
+def destroyed_twice_beside_another(cloud: Cloud) -> None:
+    """Two destroys of one instance, while V lives in the same quota: its share is given back once."""
+    cloud.limited(5)
+    host = active(cloud)
+    active(cloud, V, 'db')
+    limit(cloud.store, 'p', ['instances=5'])
+    cloud.works(A, '', host.rounds(2, host.plan))
+    for number in (1, 2):
+        cloud.destroys(f'destroy {number}', U)
+
+
+# An etcd that is restored in the middle of a destroy
+
+
+def destroyed_half_and_restored(cloud: Cloud) -> Check:
+    """A destroy is accepted and ecompute is killed in it; etcd is restored to before it, and the compute publishes.
+
+    V shares U's group and quota, and lives: names, groups and quotas are compared at rest.
+    """
+    cloud.limited(5)
+    host = active(cloud, group=TOGETHER)
+    active(cloud, V, 'db', TOGETHER)
+    both = Group('g', 'affinity', True, {U: A, V: A})  # a second delivered() puts itself alone into the group
+    cloud.store.commit([], [Put(keys.group('g'), group_json(both))])
+    limit(cloud.store, 'p', ['instances=5'])
+    saved = dict(cloud.etcd.entries)
+    destroy(cloud.store, U)
+    first = cloud.works(A, '', host.rounds(1, host.plan))
+    return _publishes_after(cloud, host, first, saved)
+
+
+def destroyed_half_in_a_restored_queue(cloud: Cloud) -> Check:
+    """The same where etcd is restored to when U still waited in a queue."""
+    host = cloud.host(A)
+    cloud.limited(5)
+    cloud.waiting(U, 'web', TOGETHER)
+    saved = dict(cloud.etcd.entries)
+    take(host, 3)
+    destroy(cloud.store, U)
+    first = cloud.works(A, '', host.rounds(1, host.plan))
+    return _publishes_after(cloud, host, first, saved)
+
+
+def _publishes_after(cloud: Cloud, host: Compute, first: Actor, saved: dict[str, Entry]) -> Check:
+    is_begun: list[bool] = []
+
+    def come_back() -> None:
+        cloud.world.wait('ecompute to end', lambda: not first.is_at_it)
+        is_begun.append('destroying' in host.disk.files.get(f'state/instances/{U}.json', ''))
+        restore(cloud, saved)
+        host.republishes = True
+        host.restart()
+        host.rounds(4, host.planner.works_again, host.plan)()
+
+    cloud.act('A again', come_back, mortal=False)
+
+    def check() -> list[str]:
+        host.rounds(4, host.planner.works_again, host.plan)()
+        lives = is_begun == [True] and U in host.hypervisor.guests()
+        return ['its compute had begun to destroy U, and U lives'] if lives else []
+
+    return check
+
+
+SCENARIOS = [
+    Scenario(drain_and_slow_create, SHAKY._replace(minutes=1)),
+    Scenario(drain_beside_a_frozen_create, SHAKY),
+    Scenario(drain_beside_a_frozen_claim, SHAKY),
+    Scenario(drain_beside_orphans, Bounds(2, 2, minutes=2)),
+    Scenario(drain_beside_a_taker, Bounds(2, 1, minutes=1)),
+    Scenario(drain_beside_a_frozen_taker, SHAKY._replace(minutes=1)),
+    Scenario(forget_and_slow_create, Bounds(2, 1, minutes=1)),
+    Scenario(forget_and_slow_taker, Bounds(2, 1, minutes=1)),
+    Scenario(forgotten_as_it_takes, Bounds(2, 0)),
+    Scenario(forgotten_and_back, SHAKY),
+    Scenario(new_compute_takes, SHAKY),
+    Scenario(new_compute_behind_acceptance, SHAKY),
+    Scenario(refused_and_room_again, Bounds(2, 0)),
+    Scenario(queued_in_a_quota, SHAKY),
+    Scenario(destroyed_twice_beside_another, Bounds(2, 0)),
+    Scenario(destroyed_half_and_restored, Bounds(1, 1, kills=1)),
+    Scenario(destroyed_half_in_a_restored_queue, Bounds(1, 1, kills=1)),
+]
