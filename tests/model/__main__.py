@@ -14,6 +14,7 @@ import time
 
 from tests.model.acting import Bounds
 from tests.model.explorer import Explored, decode, explore, replay, wander
+from tests.model.mutations import MUTATIONS, detect
 from tests.model.scenarios import SCENARIOS
 
 
@@ -24,11 +25,14 @@ def main(words: list[str]) -> int:
     length.add_argument('--hours', type=float, help='how long in all')
     length.add_argument('--seconds', type=float, default=60.0, help='how long in all (60)')
     length.add_argument('--replay', metavar='STRING', help='tell the story of what was found, as it was told with it')
+    length.add_argument('--planted', action='store_true', help='plant each bug, and print how many schedules it takes')
     parser.add_argument('scenarios', nargs='*', metavar='SCENARIO', help='these alone')
     parser.add_argument('--seed', type=int, default=1, help='of what is chosen by chance (1)')
     options = parser.parse_args(words)
     if options.replay:
         return _replay(options.replay)
+    if options.planted:
+        return _find_planted()
     unknown = [each for each in options.scenarios if each not in SCENARIOS]
     if unknown:
         parser.error(f'no such scenario: {", ".join(unknown)}; there are {", ".join(SCENARIOS)}')
@@ -42,6 +46,18 @@ def _replay(text: str) -> int:
     sys.stdout.write(f'{SCENARIOS[name].title}\n{story}\n')
     sys.stdout.write(''.join(f'WRONG: {each}\n' for each in wrong) or 'nothing is wrong\n')
     return 1 if wrong else 0
+
+
+def _find_planted() -> int:
+    sys.stdout.write('| planted bug | found by | schedules |\n|---|---|---|\n')
+    missed = 0
+    for name in MUTATIONS:
+        found = detect(name, SCENARIOS)
+        missed += found is None
+        where = f'`{found.scenario}` | {found.schedules}' if found else 'nothing | -'
+        sys.stdout.write(f'| {name} | {where} |\n')
+        sys.stdout.flush()
+    return 1 if missed else 0
 
 
 def _explore(names: list[str], seconds: float, seed: int) -> int:

@@ -1,0 +1,134 @@
+"""Bugs of which only a step, a sentence, time, a return or a restore tells: nothing found them before there were these.
+
+Pairs are at the end: two checks that cover each other, of which neither alone is missed.
+"""
+
+from __future__ import annotations
+
+from tests.model.planting import (
+    always,
+    assigns,
+    both,
+    bug,
+    drops,
+    moves_first,
+    never,
+    pair,
+    results,
+    returns,
+    without,
+    without_argument,
+)
+
+TOLD = {
+    # Wrong for a step, and right at rest
+    'a destroy releases the claim before the domain is undefined': bug(
+        'ecomp.agent.instance.instances:Instances._remove', moves_first('_release'), 'built_and_destroyed'
+    ),
+    # What a command tells
+    'a delivery whose answer is lost is called undone': bug(
+        'ecomp.scheduler.placing.deliver:deliver', never('get', 'request'), 'lost_delivery', 'create_with_losses'
+    ),
+    'a destroy whose answer is lost is called not accepted': bug(
+        'ecomp.scheduler.changing.accept:until_accepted', always('is_unknown'), 'destroy_with_losses'
+    ),
+    'an attempt that releases nothing calls its claim released': bug(
+        'ecomp.scheduler.placing.create:Attempt._release', always('abandon'), 'one_name', 'create_with_losses'
+    ),
+    'a name is taken from who still has it': bug(
+        'ecomp.scheduler.placing.joining:free_name', never('found', 'state'), 'one_name', 'name_of_destroyed'
+    ),
+    # Drains, and time
+    'a drain does not look for claims': bug(
+        'ecomp.scheduler.operating.drain:drained', without('of_provider'), 'drain_beside_orphans'
+    ),
+    'a drain does not wait for attempts': bug(
+        'ecomp.scheduler.operating.drain:drained', without('placing', place=-1), 'drain_beside_a_frozen_create'
+    ),
+    'a drain does not wait for takers': bug(
+        'ecomp.scheduler.operating.drain:drained', without('taking', place=-1), 'drain_beside_a_frozen_claim'
+    ),
+    'a create that was slow does not ask placement again': bug(
+        'ecomp.scheduler.placing.create:Attempt.claim', never('FRESH'), 'drain_and_slow_create'
+    ),
+    'a taker does not read its traits before it takes': bug(
+        'ecomp.agent.queue.pulling:Puller._is_open', returns(True), 'drain_beside_a_frozen_taker'
+    ),
+    'a refusal of placement lasts for ever': bug(
+        'ecomp.agent.queue.pulling:Puller.step', drops('_refused'), 'refused_and_room_again'
+    ),
+    # Computes that are forgotten, come back, or are new
+    'forget does not ask whether the compute has come back': bug(
+        'ecomp.scheduler.operating.forget:_Removal._release', without('is_alive'), 'forgotten_as_it_takes'
+    ),
+    'forget does not note what it releases': bug(
+        'ecomp.scheduler.operating.forget:_Removal._release',
+        without_argument('release', 'note'),
+        'frozen_forget_and_used_again',
+    ),
+    'two takers are not told from each other': bug(
+        'ecomp.agent.queue.taking:Taker._claim', never('entry', 'mark'), 'two_takers'
+    ),
+    # A restored etcd
+    'a compute that publishes leaves the queue entry': bug(
+        'ecomp.agent.instance.republish:_publish', drops('queued', 'Delete'), 'new_compute_behind_acceptance'
+    ),
+    'a half-done destroy is published as living': bug(
+        'ecomp.agent.instance.republish:running', never('DESTROYING'), 'destroyed_half_and_restored'
+    ),
+    'a compute that publishes does not restore names': bug(
+        'ecomp.agent.instance.republish:_publish', assigns('change', '([], [])'), 'accepted_and_destroyed'
+    ),
+    'a compute that publishes does not count quotas': bug(
+        'ecomp.agent.instance.republish:_publish', never('is_new', 'queued'), 'accepted_by_two'
+    ),
+    'a compute that publishes does not restore groups': bug(
+        'ecomp.store.sharing:rejoined', results('([unchanged], [])'), 'accepted_and_destroyed'
+    ),
+    # Claims that are looked at a second time
+    'the keeper does not look again before it releases': bug(
+        'ecomp.agent.host.claims:ClaimKeeper._wanted', results('set()'), 'claim_keeper'
+    ),
+    'a release does not keep what is wanted': bug(
+        'ecomp.placement.claiming:release', assigns('kept', '()'), 'fix_and_create'
+    ),
+    'a destroy out of a queue does not compare the entry': bug(
+        'ecomp.scheduler.changing.destroy:_out_of_queue', without('entry', 'Unchanged'), 'taken_and_destroyed'
+    ),
+    'a destroy does not compare the request': bug(
+        'ecomp.scheduler.changing.destroy:_transaction',
+        assigns('unchanged', '[]'),
+        'destroyed_twice_beside_another',
+    ),
+    'an address is not written for clients of 2019': bug(
+        'ecomp.agent.instance.instances:Instances.address', drops('booted'), 'built_and_destroyed'
+    ),
+    'an attempt does not look for a delivery once it is announced': bug(
+        'ecomp.scheduler.placing.create:Attempt.announce', results('{}'), 'one_uuid_twice', 'resume_with_losses'
+    ),
+}
+PAIRS = {
+    'neither the mark nor the lease fences a taker': pair(
+        bug('ecomp.agent.queue.taking:Taker._move', without('mark_key', 'Unchanged')),
+        bug('ecomp.store.presence:Presence._hold', drops('fence')),
+        'frozen_taker_forgotten',
+    ),
+    'a move compares neither its mark nor the queue entry': bug(
+        'ecomp.agent.queue.taking:Taker._move',
+        both(without('mark_key', 'Unchanged'), without('queue_key', 'Unchanged')),
+        'taken_and_destroyed',
+    ),
+    'a mark read back compares neither its lease nor its compute': bug(
+        'ecomp.agent.queue.taking:Taker._mark', assigns('ours', 'entry is not None'), 'mark_removed', 'two_takers'
+    ),
+    'neither a create nor its delivery looks for an earlier record': pair(
+        bug('ecomp.scheduler.placing.create:_before', returns({})),
+        bug('ecomp.scheduler.placing.deliver:deliver', drops('record', 'append')),
+        'destroyed_and_asked_again',
+    ),
+    'forget neither refuses nor looks before it releases': pair(
+        bug('ecomp.scheduler.operating.forget:_allowed', never('reason')),
+        bug('ecomp.scheduler.operating.forget:_Removal._release', never('is_alive')),
+        'forget_and_create',
+    ),
+}
