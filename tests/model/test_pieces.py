@@ -1,0 +1,37 @@
+"""A long run in pieces: each has seeds of its own, and what they wrote can be added up."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.model.__main__ import TOTAL, main
+
+
+@pytest.fixture
+def pieces(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> list[str]:
+    """Two pieces of a moment, with the seeds 2 and 3."""
+    paths = []
+    for seed in ('2', '3'):
+        assert main(['--seconds', '0.1', '--seed', seed, 'apart']) == 0
+        paths.append(str(tmp_path / seed))
+        Path(paths[-1]).write_text(capsys.readouterr().out)
+    return paths
+
+
+def test_pieces_add_up(pieces: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    lines = [Path(each).read_text().splitlines()[-1] for each in pieces]
+    schedules = [json.loads(line.removeprefix(TOTAL))['schedules'] for line in lines]
+    assert min(schedules) > 0
+    assert main(['--sum', *pieces]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith('2 pieces, seeds 2, 3, ')
+    assert f' {sum(schedules):,} schedules' in out
+    assert ' 0 violations' in out
+
+
+def test_a_piece_that_is_counted_twice_is_named(pieces: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(['--sum', pieces[0], pieces[0]]) == 0
+    assert 'have one seed' in capsys.readouterr().out
