@@ -71,8 +71,15 @@ def answered(facts: Facts) -> Iterator[str]:
     """Nobody is told that there is no room where there is."""
     for command in facts.cloud.commands:
         outcome = command.actor.outcome
-        if facts.cloud.is_ample and isinstance(outcome, NoCapacity | UsageError):
+        is_refused = isinstance(outcome, NoCapacity | UsageError)
+        if facts.cloud.is_ample and is_refused and not _may_all_be_silent(facts.cloud):
             yield f'{command.actor.name} is refused, with room for it: {outcome}'
+
+
+def _may_all_be_silent(cloud: Cloud) -> bool:
+    """Whether the leases of all computes have ended: a create that found none alive is refused for a reason."""
+    ended = {each.fate for each in cloud.world.steps if each.call is None and 'lease of compute' in each.fate}
+    return len(ended) >= len(cloud.computes)
 
 
 def requests(facts: Facts) -> Iterator[str]:
