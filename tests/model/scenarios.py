@@ -14,6 +14,7 @@ from tests.model import (
     scenarios_pairs,
     scenarios_queues,
     scenarios_registered,
+    scenarios_restored,
     scenarios_returning,
     scenarios_shared,
     scenarios_strangers,
@@ -26,5 +27,6 @@ ROOMS = (
     *(scenarios_claims, scenarios_operators, scenarios_queues, scenarios_shared, scenarios_life, scenarios_hosts),
     *(scenarios_three, scenarios_few, scenarios_hands, scenarios_losses, scenarios_registered),
     *(scenarios_pairs, scenarios_strangers, scenarios_threads, scenarios_lost, scenarios_returning),
+    scenarios_restored,
 )
 SCENARIOS: dict[str, Scenario] = {each.name: each for room in ROOMS for each in room.SCENARIOS}

@@ -18,7 +18,6 @@ from tests.model.cloud import IMAGE, SIZE, A, B, Cloud, U, V, name_uuid
 from tests.model.compute import Compute
 from tests.model.etcd import ModelStore
 from tests.model.explorer import Check, Scenario
-from tests.model.invariants import CLAIM
 from tests.model.scenarios_losses import fails, restore
 from tests.model.scenarios_pairs import active, fixes_all, sets
 
@@ -277,7 +276,6 @@ def _two() -> dict[str, int]:
 def accepted_beside_operators(cloud: Cloud) -> None:
     """etcd is empty again; A publishes what it runs while `audit --fix` looks and its claim is asked about."""
     host = active(cloud)
-    cloud.exempt(CLAIM, 'an eschedule with --uuid releases the claim that it finds on a silent compute')
     cloud.store.commit([], [Delete(key) for key in cloud.etcd.entries])
     host.republishes = True
     cloud.works(A, '', _accepts(host, 2, host.plan, host.keep_claims))

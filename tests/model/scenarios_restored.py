@@ -1,0 +1,105 @@
+"""A queue that is restored with etcd: what was taken from it since runs, and its compute is read-only or away."""
+
+from __future__ import annotations
+
+import copy
+
+from tests.model.acting import SHAKY
+from tests.model.cloud import A, B, Cloud, U
+from tests.model.compute import Compute
+from tests.model.explorer import Scenario
+from tests.model.invariants import CLAIM
+from tests.model.scenarios_losses import restore
+from tests.model.scenarios_returning import take
+
+
+def _taken_since(cloud: Cloud, waited: bool = True, with_placement: bool = False) -> Compute:
+    """A took U from a queue; etcd is restored to when U waited, and A has not accepted that yet.
+
+    Args:
+        waited: False to restore etcd to before U was asked for.
+        with_placement: restore placement to the same moment.
+    """
+    host = cloud.host(A)
+    cloud.flavor()
+    saved = dict(cloud.etcd.entries)
+    cloud.waiting(U)
+    if waited:
+        saved = dict(cloud.etcd.entries)
+    copied = copy.deepcopy((cloud.model.rows, cloud.model.held))
+    take(host, 3)
+    restore(cloud, saved)
+    if with_placement:
+        cloud.model.rows, cloud.model.held = copied
+        cloud.model.writes += 1
+    host.is_read_only = True
+    cloud.is_ample = False
+    return host
+
+
+def new_compute_after_a_restore(cloud: Cloud) -> None:
+    """U runs on A, which is silent since etcd was restored; B, which never knew this etcd, takes from the queue."""
+    host = _taken_since(cloud)
+    cloud.etcd.end(host.presence.lease)
+    new = cloud.host(B)
+    cloud.works(B, 'taking', new.rounds(3, lambda: take(new)))
+    _accept_after(cloud, host)
+
+
+def new_compute_beside_a_living_one(cloud: Cloud) -> None:
+    """The same where the key of A is in the snapshot, and is back with its full lease."""
+    host = _taken_since(cloud)
+    new = cloud.host(B)
+    cloud.works(B, 'taking', new.rounds(3, lambda: take(new)))
+    _accept_after(cloud, host)
+
+
+def new_compute_after_restoring_both(cloud: Cloud) -> None:
+    """The same as the first where placement is restored with etcd, so that no claim says that A runs U."""
+    host = _taken_since(cloud, with_placement=True)
+    cloud.exempt(CLAIM, 'placement is restored to before U had its claim')
+    cloud.etcd.end(host.presence.lease)
+    new = cloud.host(B)
+    cloud.works(B, 'taking', new.rounds(3, lambda: take(new)))
+    _accept_after(cloud, host)
+
+
+def resumed_after_a_restore(cloud: Cloud) -> None:
+    """U runs on A, which is silent since etcd was restored; the command with its uuid is given again."""
+    host = _taken_since(cloud, waited=False)
+    cloud.etcd.end(host.presence.lease)
+    cloud.host(B)
+    cloud.creates('eschedule', U, resume=True)
+    new = cloud.computes[B]
+    cloud.works(B, '', new.rounds(2, new.plan))
+    _accept_after(cloud, host)
+
+
+def destroyed_in_a_restored_queue(cloud: Cloud) -> None:
+    """U runs on A; etcd is restored to when U waited, U is destroyed, and A accepts and publishes: U does not live."""
+    host = _taken_since(cloud)
+    cloud.destroys('destroy', U)
+    _accept_after(cloud, host)
+
+
+def _accept_after(cloud: Cloud, host: Compute) -> None:
+    """Have an operator accept the etcd on A once all others have ended."""
+    others = list(cloud.world.actors)
+
+    def accept() -> None:
+        cloud.world.wait('the others to end', lambda: not any(each.is_at_it for each in others))
+        host.is_read_only = False
+        host.republishes = True
+        host.restart()
+        take(host, 3)
+
+    cloud.act('A, accepting', accept, mortal=False)
+
+
+SCENARIOS = [
+    Scenario(new_compute_after_a_restore, SHAKY),
+    Scenario(new_compute_beside_a_living_one, SHAKY),
+    Scenario(new_compute_after_restoring_both, SHAKY),
+    Scenario(resumed_after_a_restore, SHAKY),
+    Scenario(destroyed_in_a_restored_queue, SHAKY),
+]
