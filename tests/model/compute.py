@@ -142,8 +142,8 @@ class Compute:
         """Whether it has found that somebody else is this compute."""
         self.threads_lacking = 0
         """For so many tasks no thread can be started, and none ever comes."""
-        self.accepted = 0
-        """etcd's revision when it was accepted last."""
+        self.first_seen = self.etcd.revision
+        """etcd's revision when this compute first saw or accepted it."""
         self.process: object = None
         self.start()
 
@@ -157,7 +157,7 @@ class Compute:
         self.presence = Presence(self.store, keys.compute(self.uuid), value, self._is_somebody_else_s, self.lease)
         memory = Memory(state, self.uuid, lambda: self.now, cast('Path', self.disk.at('boot_id')))
         if republishes:
-            self.accepted = self.etcd.revision
+            self.first_seen = self.etcd.revision
             republish(self.uuid, self.store, self.placement, memory, set(self.hypervisor.guests()), self.now)
         note_ends(self.uuid, self.store, memory, set(self.hypervisor.guests()))
         reserve_again(self.hypervisor, memory)
@@ -172,7 +172,8 @@ class Compute:
         taker = Taker(control, lambda: self.presence.lease)
         self.offers = Offers(lambda _: None)
         guests = self.hypervisor.guests
-        self.puller = Puller(control, taker, self.offers, lambda: not self.is_dead, None, self.accepted, guests)
+        self.puller = Puller(control, taker, self.offers, lambda: not self.is_dead, None, self.first_seen, guests)
+        self.offers.began_at = self.etcd.revision
         self.puller._rng = random.Random(self.uuid)
         self.memory, self.taker = memory, taker
         self.presence._publish()
@@ -236,6 +237,8 @@ class Compute:
 
     def pull(self) -> None:
         """Take what fits and is to be taken by now; others are let go first for a moment."""
+        # What it follows is never behind here: that makes no step of its own.
+        self.offers.on_computes({key: each for key, each in self.etcd.entries.items() if key.startswith(keys.COMPUTES)})
         try:
             wake = self.puller.step()
             while self.puller.is_about_to_take and not self.is_dead:

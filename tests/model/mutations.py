@@ -125,7 +125,7 @@ DELIVERY = {
         'ecomp.agent.queue.taking:Taker._mark', without_argument('Put', 'lease'), 'dead_taker'
     ),
     'an instance that runs elsewhere is taken from an older queue': bug(
-        'ecomp.placement.claiming:claim', never('elsewhere', 'movable'), 'runs_and_waits_again'
+        'ecomp.placement.claiming:claim', never('elsewhere'), 'runs_and_waits_again'
     ),
     'a refusal of placement is put down to its flavor': bug(
         'ecomp.agent.queue.pulling:Puller._take',

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from ecomp.errors import (
+    ClaimedElsewhere,
     Conflict,
     EcompError,
     NoCapacity,
@@ -266,6 +267,7 @@ ROWS = [
     Row(PLACING, Conflict, 'as its first member said', leaves_nothing),
     Row(PLACING, Conflict, '(changed by somebody else|at this uuid) all the time', leaves_nothing),
     Row(PLACING, Conflict, '(is the uuid of|members, and [0-9]+ at most)', leaves_nothing),
+    Row(PLACING, ClaimedElsewhere, 'claimed on .* (by another|which is silent)', is_not_placed),
     Row(PLACING, NoCapacity, '', leaves_nothing),
     Row(PLACING, UsageError, '', leaves_nothing),
     Row(PLACING, Unreadable, '', leaves_nothing),
@@ -276,6 +278,8 @@ ROWS = [
     Row(QUEUE, Unreachable, '', is_not_placed),
     # eschedule destroy
     Row(DESTROY, str, 'nothing of it was begun$', was_never_begun),
+    Row(DESTROY, str, 'taken out of its queue; .* holds a claim for it, and ', is_destroyed),
+    Row(DESTROY, str, 'taken out of its queue; whether a compute holds a claim .* is not known', is_destroyed),
     Row(DESTROY, str, '(destroy accepted|is being destroyed|its record is removed|: gone$)', is_destroyed),
     Row(DESTROY, NotFound, '', is_unknown),
     Row(DESTROY, Unreachable, 'is not accepted$', is_not_destroyed),
