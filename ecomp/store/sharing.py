@@ -176,30 +176,29 @@ def write_end(
     By its name an instance in error is found as long as its record is there.
     The new revision; None where it is one of `conditions` that does not hold. Errors: those of the store.
     """
+    key = keys.record(record.compute, record.instance)
+    # Only the record of an instance in error is on a lease before its end.
+    before = store.get(key) if record.state == GONE and record.error is not None else None
     lease = store.grant(seconds or KEPT[record.state])
     from ecomp.model.record import to_json as record_to_json
 
-    put = Put(keys.record(record.compute, record.instance), record_to_json(record), lease)
+    put = Put(key, record_to_json(record), lease)
     named = lease if record.state == ERROR else 0
 
     def shared() -> Change:
         return ended(store, record, named) if shares else ([], [])
 
-    try:
-        written = commit_with(store, conditions, [put, *map(Delete, removed)], shared)
-    except EcompError as error:
-        # These may have been carried out: etcd is found strange by what it answers, after that.
-        if not isinstance(error, UnknownOutcome | NoSpace | StrangeEtcd):
-            _end(store, lease)
-        raise
-    if written is None:
-        _end(store, lease)
+    written = commit_with(store, conditions, [put, *map(Delete, removed)], shared, lease)
+    if written is not None and before is not None:
+        quietly_revoke(store, before.lease)
     return written
 
 
-def _end(store: Store, lease: int) -> None:
-    with suppress(EcompError):  # nothing is on it; it ends by itself, in a day or a week
-        store.revoke(lease)
+def quietly_revoke(store: Store, lease: int) -> None:
+    """Revoke a lease that no key needs any more, unless it is 0; if etcd cannot be reached, it ends by itself."""
+    if lease:
+        with suppress(EcompError):
+            store.revoke(lease)
 
 
 def ended(store: Store, record: Record, lease: int = 0) -> Change:
@@ -242,21 +241,30 @@ def commit_with(
     conditions: Sequence[Unchanged | Exists],
     operations: Sequence[Put | Delete],
     shared: Callable[[], Change],
+    lease: int = 0,
 ) -> int | None:
     """Commit, with a change of what others change too, made anew as long as it is that which they change.
 
     The new revision; None where it is one of `conditions` that does not hold. Errors: those of the store, of `shared`.
+    `lease` was granted for this transaction: it is revoked if nothing was written.
     """
-    mine, change = shared()
-    for _ in range(TRIES):
-        written = store.commit([*conditions, *mine], [*operations, *change])
-        if written is not None:
-            return written
-        before = mine
+    try:
         mine, change = shared()
-        if mine == before:
-            return None
-        time.sleep(random.uniform(0, LONGEST))
+        for _ in range(TRIES):
+            written = store.commit([*conditions, *mine], [*operations, *change])
+            if written is not None:
+                return written
+            before = mine
+            mine, change = shared()
+            if mine == before:
+                break
+            time.sleep(random.uniform(0, LONGEST))
+    except Exception as error:
+        # These may have been carried out: etcd is found strange by what it answers, after that.
+        if not isinstance(error, UnknownOutcome | NoSpace | StrangeEtcd):
+            quietly_revoke(store, lease)
+        raise
+    quietly_revoke(store, lease)
     return None
 
 

@@ -88,10 +88,10 @@ def test_a_set_asks_this_much(cloud: Cloud, asked: Counter[str], count: int, cla
     backend.set_result((cloud.placement, allocations.candidates(cloud.placement, wanted.query or '')))
     placed = create(cloud.store, backend, wanted, WHO, False, random.Random(), lambda: 'now')
     assert Counter(each.compute for each in placed.values()) == dict.fromkeys(computes, count // 10)
-    # The quota, a lease, the attempt, the computes, who else is at it, the quota once more, and the delivery.
+    # The quota, a lease, the attempt, the computes, who else is at it, the quota once more, the delivery, the lease.
     assert asked == {
         **{'placement GET /allocation_candidates': 1, 'placement POST /allocations': claims},
-        **{'etcd get': 2, 'etcd grant': 1, 'etcd snapshot': 2, 'etcd commit': 2},
+        **{'etcd get': 2, 'etcd grant': 1, 'etcd snapshot': 2, 'etcd commit': 2, 'etcd revoke': 1},
     }
 
 

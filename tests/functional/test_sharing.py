@@ -13,13 +13,16 @@ from ecomp.errors import Denied, EcompError, NoSpace, UnknownOutcome, Unreachabl
 from ecomp.model import keys
 from ecomp.model.group import Group, Membership
 from ecomp.model.group import to_json as group_to_json
+from ecomp.model.guest_data import SharedUserData
+from ecomp.model.instance import Request
 from ecomp.model.quota import Quota
 from ecomp.model.quota import from_json as quota_from_json
 from ecomp.model.quota import to_json as quota_to_json
 from ecomp.model.record import ACTIVE, Record
 from ecomp.model.stages import GONE
+from ecomp.scheduler.placing.deliver import Delivery, deliver
 from ecomp.store.client import Entry, Store
-from ecomp.store.sharing import ended, group, quota, rejoined, write_end
+from ecomp.store.sharing import Change, Excluded, ended, group, quota, rejoined, write_end
 from tests.functional.cloud import IMAGE, SMALL, Cloud, new
 
 GROUP, QUOTA = keys.group('web'), keys.quota('shop')
@@ -98,6 +101,10 @@ def test_the_living_are_members_whatever_the_group_says_by_now(cloud: Cloud, mem
     assert theirs == Group('web', 'affinity', True, {member.instance: member.compute})
 
 
+def leases(cloud: Cloud) -> set[str]:
+    return {each['ID'] for each in cloud.etcd.call('lease/leases', {}).get('leases', [])}
+
+
 LEFT = [(Denied, 0), (EcompError, 0), (Unreachable, 0), (UnknownOutcome, 1), (NoSpace, 1)]
 
 
@@ -110,13 +117,24 @@ def test_an_end_that_is_not_written_leaves_no_lease(
     def fail(*_: object) -> int:
         raise error('etcd says no')
 
-    def leases() -> set[str]:
-        return {each['ID'] for each in cloud.etcd.call('kv/lease/leases', {}).get('leases', [])}
-
-    before = leases()
+    before = leases(cloud)
     with closing(Store(EtcdConfig((cloud.etcd.endpoint,)))) as store:
         monkeypatch.setattr(store, 'commit', fail)
         for _ in range(3):
             with pytest.raises(error):
                 write_end(store, replace(member, state=GONE), [], [])
-    assert len(leases() - before) == 3 * left
+    assert len(leases(cloud) - before) == 3 * left
+
+
+def test_a_delivery_that_is_refused_leaves_no_lease_of_its_user_data(cloud: Cloud) -> None:
+    request = Request(new(), {}, image=IMAGE)
+    data = SharedUserData.of(request.instance.encode())
+
+    def refuse() -> Change:
+        raise Excluded(())
+
+    before = leases(cloud)
+    assert not deliver(cloud.store, [Delivery(new(), request)], new(), 7, data, lambda: ([], []))
+    with pytest.raises(Excluded):
+        deliver(cloud.store, [Delivery(new(), request)], new(), 7, data, refuse)
+    assert leases(cloud) <= before

@@ -223,6 +223,15 @@ def test_a_claim_that_moved_since_the_audit_ends_no_fix(cloud: Cloud) -> None:
     assert f'record-unleased {U}: {NOT_ANY_MORE}' in mend(cloud.store, cloud.placement, first, second)
 
 
+def test_a_fix_of_what_has_changed_leaves_no_lease(cloud: Cloud) -> None:
+    recorded(cloud, U, ERROR)
+    first, second = audit(cloud.store, cloud.placement), audit(cloud.store, cloud.placement)
+    recorded(cloud, U, ERROR)
+    before = set(cloud.etcd.leases)
+    assert f'record-unleased {U}: {NOT_ANY_MORE}' in mend(cloud.store, cloud.placement, first, second)
+    assert set(cloud.etcd.leases) == before
+
+
 def test_a_guest_stays_whose_request_became_unreadable_after_it_had_ended(cloud: Cloud) -> None:
     """It was brought back: by virsh define, or with a restored host. Only a tombstone destroys (rule 6)."""
     host = cloud.computes[A]

@@ -23,6 +23,7 @@ from ecomp.model.json_object import dump, load_object
 from ecomp.store.client import Entry, Put, Store, Unchanged
 from ecomp.store.places import lives
 from ecomp.store.requests import at_it
+from ecomp.store.sharing import quietly_revoke
 from ecomp.virt import Hypervisor
 
 log = logging.getLogger(__name__)
@@ -87,7 +88,7 @@ class Answerer:
         self._locks = InstanceLocks(state)
         self._store = store
         self._seen: frozenset[str] = frozenset()
-        self._lease, self._audit = 0, ''
+        self._leases: dict[str, int] = {}  # of each audit that is being answered
         self._asked: queue.SimpleQueue[Entry] = queue.SimpleQueue()
         self._turn = Turn(threads.turns, threads.audits, self._answer_all)
 
@@ -102,10 +103,10 @@ class Answerer:
 
     def on_audits(self, state: Mapping[str, Entry]) -> None:
         """Take all audits that are asked for now: a follower's callback, in one thread."""
-        new, self._seen = state.keys() - self._seen, frozenset(state)
-        for key in sorted(new):
+        before, self._seen = self._seen, frozenset(state)
+        for key in sorted(self._seen - before):
             self._asked.put(state[key])
-        if new:
+        if self._seen != before:
             self._turn.at()
 
     def _answer_all(self) -> float:
@@ -123,6 +124,8 @@ class Answerer:
                 log.debug('audit %s is not answered: %s', entry.key, error)
             except Exception:
                 log.exception('unexpected error while answering %s', entry.key)
+        for audit in [each for each in self._leases if not any(each in key for key in self._seen)]:
+            quietly_revoke(self._store, self._leases.pop(audit))
         return math.inf
 
     def _is_ours(self) -> bool:
@@ -147,9 +150,9 @@ class Answerer:
     def _put(self, entry: Entry, audit: str, part: int | str, value: str) -> None:
         # Whoever asked and has gone is told nothing. Not on its lease, whose other keys are not ours to write: whoever
         # asked removes the answer, or it runs out.
-        if not self._lease or self._audit != audit:
-            self._lease, self._audit = self._store.grant(ANSWER_SECONDS), audit
-        put = Put(keys.digest(audit, self._compute, part), value, self._lease)
+        if audit not in self._leases:
+            self._leases[audit] = self._store.grant(ANSWER_SECONDS)
+        put = Put(keys.digest(audit, self._compute, part), value, self._leases[audit])
         if self._store.commit([Unchanged(entry.key, entry.revision)], [put]) is None:
             raise EcompError('nobody waits for it any more')
 

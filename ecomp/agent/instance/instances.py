@@ -174,7 +174,7 @@ class Instances:
         record = known or new_record(self.compute, request, self.now())
         if known is None:
             self._records.lost(instance, revision, is_here=True)
-        if record.state != DESTROYING:
+        if record.state not in (DESTROYING, ERROR):  # what failed has nothing left, and its record is on a lease
             with suppress(NoSpace):  # a full etcd takes no record; what is destroyed gives it room
                 record = self._records.write(record.at(DESTROYING, self.now()), revision)
             failpoint('destroying')

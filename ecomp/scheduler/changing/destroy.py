@@ -18,7 +18,7 @@ from ecomp.scheduler.looking.find import InstanceEntries, living, requested
 from ecomp.store.alive import is_alive
 from ecomp.store.client import Delete, Entry, Put, Store, Unchanged
 from ecomp.store.places import Index, places
-from ecomp.store.sharing import commit_with, freed, group, write_end
+from ecomp.store.sharing import commit_with, freed, group, quietly_revoke, write_end
 
 TOMBSTONE_SECONDS = 30 * 24 * 3600
 """How long it is remembered that what waits was destroyed, where a compute that is silent may run it."""
@@ -109,13 +109,16 @@ def _transaction(
 
 
 def remove_record(store: Store, key: str, revision: int, found: InstanceEntries) -> int | None:
-    """Remove the record at `key` of an instance that is over, and free its name.
+    """Remove the record at `key` of an instance that is over, and its lease, and free its name.
 
     None, and nothing is removed, where the record's revision is another one, or somebody asks for the instance again.
     """
     record = found.record
     conditions = [Unchanged(key, revision), Unchanged(keys.request(record.compute, record.instance), 0)]
-    return commit_with(store, conditions, [Delete(key)], partial(freed, store, found.name, record.instance))
+    written = commit_with(store, conditions, [Delete(key)], partial(freed, store, found.name, record.instance))
+    if written is not None and found.record_entry is not None:
+        quietly_revoke(store, found.record_entry.lease)
+    return written
 
 
 def _group_of(store: Store, record: Record) -> Membership | None:

@@ -31,7 +31,7 @@ from ecomp.store.client import Delete, Put, Store, Unchanged
 from ecomp.store.places import lives
 from ecomp.store.released import note
 from ecomp.store.requests import at_it, wanted
-from ecomp.store.sharing import given_back, put_group, rejoined
+from ecomp.store.sharing import commit_with, given_back, put_group, rejoined
 
 AT_ONCE = 50
 """Members taken out of a group at once: each is two of the 128 conditions that etcd takes in a transaction."""
@@ -116,7 +116,7 @@ def _claim_again(store: Store, placement: Placement, finding: Finding, etcd: dic
 
 def _write(store: Store, finding: Finding, etcd: dict[str, KeyValue]) -> str:
     """Change one key, if it and the record are still as the second audit read them."""
-    record = _record_key(store, etcd, finding.subject)
+    record, lease = _record_key(store, etcd, finding.subject), 0
     if finding.code == 'record-unleased':
         if record not in etcd or (state := from_json(etcd[record].value).state) not in KEPT:
             return NOT_ANY_MORE
@@ -134,7 +134,8 @@ def _write(store: Store, finding: Finding, etcd: dict[str, KeyValue]) -> str:
         done = f'{operation.key} is deleted'
     wished = [key for key in etcd if key.startswith(keys.HOSTS) and keys.last(key) == finding.subject]
     about = dict.fromkeys((operation.key, record, *wished))
-    return done if store.commit(_as_read(etcd, *about), [operation]) is not None else NOT_ANY_MORE
+    written = commit_with(store, _as_read(etcd, *about), [operation], lambda: ([], []), lease)
+    return done if written is not None else NOT_ANY_MORE
 
 
 def _name_back(store: Store, instance: str, etcd: dict[str, KeyValue]) -> str:

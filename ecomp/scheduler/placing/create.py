@@ -24,13 +24,13 @@ from ecomp.placement import allocations
 from ecomp.placement.client import Placement
 from ecomp.scheduler.looking.ask import FRESH
 from ecomp.scheduler.placing.claim import Claimer, abandon
-from ecomp.scheduler.placing.deliver import LEASE_SECONDS, Delivery, DeliveryOutcome, announce, deliver, quietly_revoke
+from ecomp.scheduler.placing.deliver import LEASE_SECONDS, Delivery, DeliveryOutcome, announce, deliver
 from ecomp.scheduler.placing.joining import Terms, take_names, terms_of, together
 from ecomp.scheduler.placing.place import Placer
 from ecomp.store.client import Store
 from ecomp.store.released import highest
 from ecomp.store.requests import in_line
-from ecomp.store.sharing import Change, Excluded, charged, joined
+from ecomp.store.sharing import Change, Excluded, charged, joined, quietly_revoke
 
 if TYPE_CHECKING:
     from ecomp.model.computes import Computes
@@ -199,6 +199,7 @@ class Attempt:
         spare = self.movable.intersection(self.tried) - placed.keys()
         if spare:  # of a set: what cannot be released here the computes release
             log.debug('%s', self._release(spare))
+        quietly_revoke(self.store, self.lease)
         return {each.request.instance: DeliveryOutcome(each.compute) for each in deliveries}
 
     def undo(self) -> str:

@@ -90,15 +90,14 @@ def deliver(
     """
     attempt_key = keys.attempt(attempt)
     conditions = [Unchanged(attempt_key, revision)]
-    operations: list[Put | Delete] = [Delete(attempt_key)]
+    written, granted = put_user_data(store, user_data)
+    operations: list[Put | Delete] = [Delete(attempt_key), *written]
     for each in deliveries:
         instance = each.request.instance
         conditions.append(Unchanged(keys.record(each.compute, instance), 0))
         operations.append(Put(keys.request(each.compute, instance), to_json(each.request)))
-    if user_data is not None:
-        operations.append(Put(keys.user_data(user_data.sha256), user_data.text, store.grant(USER_DATA_SECONDS)))
     try:
-        return commit_with(store, conditions, operations, joining) is not None
+        return commit_with(store, conditions, operations, joining, granted) is not None
     except UnknownOutcome as error:
         first = deliveries[0]
         instance = first.request.instance
@@ -117,9 +116,16 @@ def deliver(
             raise UnknownOutcome(f'{error}; whether {attempt} was delivered is not known') from error
 
 
-def quietly_revoke(store: Store, lease: int) -> None:
-    """End the lease of our attempt; where that cannot be, it ends by itself."""
-    try:
-        store.revoke(lease)
-    except EcompError as error:
-        log.debug('the attempt goes with its lease: %s', error)
+def put_user_data(store: Store, data: SharedUserData | None) -> tuple[list[Put], int]:
+    """The write of user-data that requests refer to, and the lease that was granted for it.
+
+    The same content stays on the lease it has, which is renewed: then that is 0.
+    """
+    if data is None:
+        return [], 0
+    key = keys.user_data(data.sha256)
+    there = store.snapshot(key, keys_only=True).entries.get(key)
+    if there is not None and there.lease and store.keep_alive(there.lease) >= USER_DATA_SECONDS:
+        return [Put(key, data.text, there.lease)], 0
+    lease = store.grant(USER_DATA_SECONDS)
+    return [Put(key, data.text, lease)], lease

@@ -18,11 +18,11 @@ from ecomp.model.queue import QueueEntry, to_json
 from ecomp.scheduler.looking.find import find
 from ecomp.scheduler.operating.flavors import names, no_such, read
 from ecomp.scheduler.placing.before import check_same
-from ecomp.scheduler.placing.deliver import LEASE_SECONDS, USER_DATA_SECONDS, announce, quietly_revoke
+from ecomp.scheduler.placing.deliver import LEASE_SECONDS, announce, put_user_data
 from ecomp.scheduler.placing.joining import settled, take_names, terms_of, together
 from ecomp.store.client import Delete, Put, Store, Unchanged
 from ecomp.store.requests import withdraw
-from ecomp.store.sharing import Change, Excluded, charged, commit_with, joined
+from ecomp.store.sharing import Change, Excluded, charged, commit_with, joined, quietly_revoke
 
 FEW = 10
 """Computes that are read to find one that takes from queues, before all are."""
@@ -134,9 +134,8 @@ def _commit(
     attempt_key = keys.attempt(instance)
     flavor_key = keys.flavor(waiting.flavor.name)
     conditions = [Unchanged(attempt_key, attempt_revision), Unchanged(waiting.key, 0), Unchanged(flavor_key, flavor)]
-    operations: list[Put | Delete] = [Put(waiting.key, to_json(waiting)), Delete(attempt_key)]
-    if data is not None:
-        operations.append(Put(keys.user_data(data.sha256), data.text, store.grant(USER_DATA_SECONDS)))
+    written, granted = put_user_data(store, data)
+    operations: list[Put | Delete] = [Put(waiting.key, to_json(waiting)), Delete(attempt_key), *written]
 
     def joining() -> Change:
         return together(
@@ -146,7 +145,7 @@ def _commit(
         )
 
     try:
-        return commit_with(store, conditions, operations, joining) is not None
+        return commit_with(store, conditions, operations, joining, granted) is not None
     except Excluded:
         _allowed(store, waiting)
         raise Conflict(f'{instance}: its quota is changed by somebody else all the time; try again') from None
