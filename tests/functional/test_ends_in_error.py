@@ -17,18 +17,23 @@ from ecomp.agent.instance.records import Records
 from ecomp.agent.instance.republish import republish
 from ecomp.agent.instance.surroundings import ControlPlane
 from ecomp.agent.planner import Planner
+from ecomp.agent.queue.taking import Taker
 from ecomp.errors import BuildFailed, EcompError, NoSpace, OverQuota, Unreachable
 from ecomp.model import keys
+from ecomp.model.flavor import Flavor
 from ecomp.model.group import Membership
 from ecomp.model.guest import Guest, GuestSpec
-from ecomp.model.instance import Request, to_json
+from ecomp.model.instance import Request, parse_request, to_json
+from ecomp.model.pull import Backlog, backlog_of
+from ecomp.model.queue import QueueEntry
+from ecomp.model.queue import to_json as waiting_to_json
 from ecomp.model.quota import Quota
 from ecomp.model.quota import from_json as quota_from_json
 from ecomp.model.quota import to_json as quota_to_json
 from ecomp.model.record import ACTIVE, BUILDING, ERROR, GONE
 from ecomp.store.client import Delete, Put
 from ecomp.virt.fake import FakeHypervisor
-from tests.functional.cloud import Cloud
+from tests.functional.cloud import Cloud, new
 from tests.functional.toy import NOW, Toy, toy
 
 pytestmark = pytest.mark.fast
@@ -205,6 +210,41 @@ def test_what_a_restored_etcd_does_not_know_is_counted_again(cloud: Cloud, tmp_p
         while compute.step():
             pass
         assert used() == 0
+
+
+@pytest.mark.parametrize('shares', [True, False])
+def test_what_leaves_its_queue_while_it_is_published_is_counted(
+    cloud: Cloud, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shares: bool
+) -> None:
+    with toy(cloud, tmp_path) as compute, limited(cloud, 'a-project', 5) as used:
+        instance = named(cloud, compute.compute, 'waits') if shares else compute.place()
+        compute.step()
+        places = keys.request(compute.compute, instance), keys.record(compute.compute, instance), keys.booted(instance)
+        (there,) = cloud.store.read(places[:1]).values()
+        request = parse_request(compute.compute, there.key, there.value)
+        assert isinstance(request, Request)
+        # The etcd of before it was taken: its place in the queue holds its name, group and quota.
+        waiting = QueueEntry(flavor=Flavor('small', request.resources), **request.parts())
+        cloud.store.commit([], [*map(Delete, places), Put(waiting.key, waiting_to_json(waiting))])
+        (place,) = backlog_of(cloud.store.snapshot(keys.QUEUES).entries, Backlog()).places.values()
+        other = Taker(ControlPlane(new(), cloud.store, cloud.placement, lambda: NOW), lambda: 0)
+        commit = cloud.store.commit
+
+        def late(conditions: Any, operations: Any) -> int | None:
+            if places[0] in {each.key for each in operations}:
+                monkeypatch.undo()
+                assert other.refuse(place, 'it asks for too much')
+                assert used() == 0
+            return commit(conditions, operations)
+
+        monkeypatch.setattr(cloud.store, 'commit', late)
+        here = compute.hypervisor.guests().keys()
+        republish(compute.compute, cloud.store, cloud.placement, compute.memory, here, NOW)
+        assert used() == 1
+        assert cloud.store.get(places[0]) is not None
+        assert (cloud.store.get(keys.group('waits')) is not None) == shares
+        assert (cloud.store.get(keys.name('waits')) is not None) == shares
+        cloud.store.commit([], [*map(Delete, (*places, keys.name('waits'), keys.group('waits')))])
 
 
 def test_many_that_accept_a_new_etcd_at_once_all_get_through(

@@ -23,7 +23,7 @@ from ecomp.model.queue import QueueEntry, parse_waiting
 from ecomp.model.record import ACTIVE, BUILDING, DESTROYING, ERROR, GONE, STOPPED, Record
 from ecomp.placement import allocations
 from ecomp.placement.client import Placement
-from ecomp.store.client import Delete, Put, Store, Unchanged
+from ecomp.store.client import Delete, Entry, Put, Store, Unchanged
 from ecomp.store.sharing import Change, commit_with, given_back, recharged, rejoined, write_end
 
 log = logging.getLogger(__name__)
@@ -112,6 +112,7 @@ def republish(
                 step = running(compute, remembered, instance in here, at.said())
                 if not isinstance(step, Publish) or _publish(at, step, placement, queued.get(instance, ())):
                     break
+                queued = _queued(store)
             else:
                 raise _restless(instance)
         except Unreadable as error:
@@ -129,17 +130,17 @@ def republish(
     log.info('published again: %d instances', published)
 
 
-def _stays_ended(compute: str, store: Store, instance: str, queued: Collection[str], now: str) -> None:
+def _stays_ended(compute: str, store: Store, instance: str, queued: Collection[Entry], now: str) -> None:
     """End it once more where an older etcd asks for it, of this compute or, by its `queued` keys, of any."""
-    places = [key for key in queued if not key.endswith(keys.TAKER)]
     for _ in range(TRIES):
         at = _Place(compute, store, instance)
         last = ended(compute, at.said(), now)
-        if (last is None or at.end(last.record)) and all(_end_waiting(compute, store, key, now) for key in places):
+        is_ended = last is None or at.end(last.record)
+        if is_ended and all(_end_waiting(compute, store, each.key, now) for each in queued):
             break
     else:
         raise _restless(instance)
-    if last is not None or places:
+    if last is not None or queued:
         log.info('instance %s had ended: it is not built again', instance)
 
 
@@ -206,15 +207,16 @@ class _Place:
         return older_record(self._there.get(self.older_key), self.compute, self.instance)
 
 
-def _queued(store: Store) -> Mapping[str, Sequence[str]]:
-    """{instance: its keys in a queue}, and its taker's."""
-    found: dict[str, list[str]] = {}
-    for key in store.snapshot(keys.QUEUES, keys_only=True).entries:
-        found.setdefault(keys.in_queue(key), []).append(key)
+def _queued(store: Store) -> Mapping[str, Sequence[Entry]]:
+    """{instance: its entries in the queues}, without their values."""
+    found: dict[str, list[Entry]] = {}
+    for key, entry in store.snapshot(keys.QUEUES, keys_only=True).entries.items():
+        if not key.endswith(keys.TAKER):
+            found.setdefault(keys.in_queue(key), []).append(entry)
     return found
 
 
-def _publish(at: _Place, step: Publish, placement: Placement, queued: Collection[str]) -> bool:
+def _publish(at: _Place, step: Publish, placement: Placement, queued: Collection[Entry]) -> bool:
     """Write it; False: look again. What a restored etcd has of it `queued` goes: it was taken from there since."""
     record = step.record
     if step.claim is not None:
@@ -247,7 +249,10 @@ def _publish(at: _Place, step: Publish, placement: Placement, queued: Collection
 
     if request is not None:
         operations.append(Put(at.request_key, requests.to_json(request)))
-        operations += map(Delete, queued if is_new else ())
+        for entry in queued if is_new else ():
+            # The quota counts it by this entry: whoever removes the entry first has given that back.
+            mine.append(Unchanged(entry.key, entry.revision))
+            operations += [Delete(entry.key), Delete(keys.taker(entry.key))]
     if record != at.said().record:
         operations.append(Put(at.record_key, records.to_json(record)))
         if record.address is not None:
