@@ -23,7 +23,7 @@ from ecomp.model import keys
 from ecomp.model.flavor import Flavor
 from ecomp.model.group import Membership
 from ecomp.model.guest import Guest, GuestSpec
-from ecomp.model.instance import Request, parse_request, to_json
+from ecomp.model.instance import Request, to_json
 from ecomp.model.pull import Backlog, backlog_of
 from ecomp.model.queue import QueueEntry
 from ecomp.model.queue import to_json as waiting_to_json
@@ -220,9 +220,7 @@ def test_what_leaves_its_queue_while_it_is_published_is_counted(
         instance = named(cloud, compute.compute, 'waits') if shares else compute.place()
         compute.step()
         places = keys.request(compute.compute, instance), keys.record(compute.compute, instance), keys.booted(instance)
-        (there,) = cloud.store.read(places[:1]).values()
-        request = parse_request(compute.compute, there.key, there.value)
-        assert isinstance(request, Request)
+        request = cloud.delivered(compute.compute, instance)
         # The etcd of before it was taken: its place in the queue holds its name, group and quota.
         waiting = QueueEntry(flavor=Flavor('small', request.resources), **request.parts())
         cloud.store.commit([], [*map(Delete, places), Put(waiting.key, waiting_to_json(waiting))])
@@ -364,3 +362,24 @@ def test_what_ended_by_our_memory_and_is_here_is_not_taken_down(cloud: Cloud, tm
         assert cloud.etcd.get(keys.request(compute.compute, instance)) == before
         republish(compute.compute, cloud.store, cloud.placement, compute.memory, (), NOW)
         assert cloud.etcd.get(keys.request(compute.compute, instance)) is None
+
+
+def test_what_had_ended_and_waits_again_ends_on_one_lease(cloud: Cloud, tmp_path: Path) -> None:
+    with toy(cloud, tmp_path) as compute:
+        instance = compute.place()
+        compute.step()
+        request = cloud.delivered(compute.compute, instance)
+        tombstone = Request(instance, {}, image=None, user_id='a-user', project_id='a-project')
+        cloud.store.commit([], [Put(keys.request(compute.compute, instance), to_json(tombstone))])
+        compute.instances.forget(instance)
+        compute.step()
+        before = cloud.store.get(keys.record(compute.compute, instance))
+        assert before is not None
+        waiting = QueueEntry(flavor=Flavor('small', request.resources), **request.parts())
+        cloud.store.commit([], [Put(waiting.key, waiting_to_json(waiting))])
+        republish(compute.compute, cloud.store, cloud.placement, compute.memory, (), NOW)
+        assert cloud.store.get(waiting.key) is None
+        assert cloud.store.keep_alive(before.lease) == 0
+        after = cloud.store.get(keys.record(compute.compute, instance))
+        assert after is not None
+        assert cloud.store.keep_alive(after.lease) > 0

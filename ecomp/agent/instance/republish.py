@@ -24,7 +24,7 @@ from ecomp.model.record import ACTIVE, BUILDING, DESTROYING, ERROR, GONE, STOPPE
 from ecomp.placement import allocations
 from ecomp.placement.client import Placement
 from ecomp.store.client import Delete, Entry, Put, Store, Unchanged
-from ecomp.store.sharing import Change, commit_with, given_back, recharged, rejoined, write_end
+from ecomp.store.sharing import Change, commit_with, given_back, quietly_revoke, recharged, rejoined, write_end
 
 log = logging.getLogger(__name__)
 
@@ -152,10 +152,12 @@ def _end_waiting(compute: str, store: Store, key: str, now: str) -> bool:
         return True
     last = records.new_record(compute, waiting.request(compute, now), now).at(GONE, now, 'gone')
     last = replace(last, fault=ENDED_BEFORE)
-    record_key = keys.record(compute, waiting.instance)
-    unchanged = [Unchanged(key, entry.revision), Unchanged(record_key, revision_of(store.get(record_key)))]
+    before = store.get(keys.record(compute, waiting.instance))
+    unchanged = [Unchanged(key, entry.revision), Unchanged(keys.record(compute, waiting.instance), revision_of(before))]
     with suppress(UnknownOutcome):
-        return write_end(store, last, unchanged, [key, keys.taker(key)]) is not None
+        if write_end(store, last, unchanged, [key, keys.taker(key)]) is not None:
+            quietly_revoke(store, before.lease if before is not None else 0)
+            return True
     return False
 
 
