@@ -10,6 +10,7 @@ import random
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 from ecomp.errors import Conflict, EcompError, NoSpace, StrangeEtcd, UnknownOutcome, Unreadable
@@ -185,13 +186,16 @@ def write_end(
     put = Put(key, record_to_json(record), lease)
     named = lease if record.state == ERROR else 0
 
-    def shared() -> Change:
-        return ended(store, record, named) if shares else ([], [])
-
+    shared = partial(ended, store, record, named) if shares else unshared
     written = commit_with(store, conditions, [put, *map(Delete, removed)], shared, lease)
     if written is not None and before is not None:
         quietly_revoke(store, before.lease)
     return written
+
+
+def unshared() -> Change:
+    """No change of what is shared."""
+    return [], []
 
 
 def quietly_revoke(store: Store, lease: int) -> None:

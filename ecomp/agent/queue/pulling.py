@@ -349,7 +349,7 @@ class Puller:
             self._moved.add(instance)
         taken = False
         try:
-            taken = self._taker.take(place, mark, still_fits)
+            taken = self._taker.take(place, mark, lambda: not self._taker.is_used(instance) and still_fits())
         except ClaimedElsewhere as error:
             log.info('%s, and is left alone', error)
             self._claimed_elsewhere.add(instance)
@@ -359,7 +359,10 @@ class Puller:
             self._refused[waiting.flavor.query] = self._room, time.monotonic() + EVERY
             self._read = -math.inf
         except PlacementRefusal as error:
-            self._on_refusal(place, str(error))
+            self._on_refusal(place, f'placement refuses its claim: {error}')
+        else:
+            if not taken and self._taker.is_used(instance):
+                self._on_refusal(place, 'queued again, and refused: this uuid was used here. Fix: use another uuid')
         finally:
             if instance not in self._left:
                 self.agenda.put_off(instance, BEHIND)
@@ -374,7 +377,7 @@ class Puller:
         return taken
 
     def _on_refusal(self, place: Place, reason: str) -> None:
-        """Placement takes no such claim: it is of that request alone, unless placement has lost our provider.
+        """No take succeeds: it is of that request alone, unless placement has lost our provider.
 
         So it is looked for before the request is tried once more, and ended the second time.
         """
@@ -383,9 +386,8 @@ class Puller:
         if self._doubted.pop(instance, None) is None:
             self._doubted[instance] = time.monotonic() + EVERY
             return
-        said = f'placement refuses its claim: {reason[:REASON_LIMIT]}'
-        if self._taker.refuse(place, said):
-            log.error('instance %s failed at stage scheduled: %s', instance, said)
+        if self._taker.refuse(place, reason[:REASON_LIMIT]):
+            log.error('instance %s is not taken from its queue: %s', instance, reason[:REASON_LIMIT])
 
     def _leave(self, places: Iterable[Place], backlog: Backlog) -> None:
         """Leave these alone for a while, and for longer each time."""

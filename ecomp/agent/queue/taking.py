@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from functools import partial
 
+from ecomp.agent.instance.records import older_record, revision_of
 from ecomp.agent.instance.surroundings import ControlPlane
 from ecomp.errors import Conflict, EcompError, UnknownOutcome
 from ecomp.failpoints import failpoint
@@ -19,13 +20,14 @@ from ecomp.model.allocation import compute_of
 from ecomp.model.instance import to_json
 from ecomp.model.pull import Place
 from ecomp.model.queue import QueueEntry, mark_to_json, marked_by
-from ecomp.model.record import ERROR, Failure, new_record
+from ecomp.model.record import ERROR, GONE, KEPT, Failure, new_record
+from ecomp.model.record import to_json as record_to_json
 from ecomp.placement.allocations import Consumer, consumer
 from ecomp.placement.claiming import claim, release
 from ecomp.store.client import Delete, Exists, Put, Unchanged
 from ecomp.store.released import highest, note
 from ecomp.store.requests import in_requests, withdraw
-from ecomp.store.sharing import Excluded, commit_with, joined, write_end
+from ecomp.store.sharing import Excluded, commit_with, ended, joined, unshared, write_end
 
 log = logging.getLogger(__name__)
 
@@ -77,18 +79,35 @@ class Taker:
     def refuse(self, place: Place, reason: str) -> bool:
         """End one in error that no compute can take, with the reason; False if somebody is at it, or it is not there.
 
+        The record of one that ended here before says the reason as its fault; what lives here stays as it is.
         Where another compute holds a claim for it nothing is done. Errors: Unreachable and its like; asked again it is
         done, or found done.
         """
         waiting, now = place.waiting, self.now()
-        key, instance = waiting.key, waiting.instance
-        if compute_of(consumer(self.placement, instance).allocations) not in ('', self.compute):
+        if compute_of(consumer(self.placement, waiting.instance).allocations) not in ('', self.compute):
             return False
-        record = new_record(self.compute, waiting.request(self.compute, now), now).at(ERROR, now, 'error')
-        record = replace(record, error=Failure('scheduled', reason, 'nothing was made of it'))
-        absent = [Unchanged(each, 0) for each in (keys.taker(key), keys.record(self.compute, instance))]
-        conditions = [Unchanged(key, place.revision), *absent]
-        return write_end(self.store, record, conditions, [key]) is not None
+        key, own = waiting.key, self._own(waiting.instance)
+        there = self.store.read(own)
+        record = new_record(self.compute, waiting.request(self.compute, now), now)
+        conditions = [Unchanged(key, place.revision), Unchanged(keys.taker(key), 0)]
+        conditions += [Unchanged(each, revision_of(there.get(each))) for each in own]
+        if not there:
+            failure = Failure('scheduled', reason, 'nothing was made of it')
+            record = replace(record.at(ERROR, now, 'error'), error=failure)
+            return write_end(self.store, record, conditions, [key]) is not None
+        operations, shared = list[Put | Delete]([Delete(key)]), unshared
+        past = older_record(there.get(own[0]), self.compute, waiting.instance)
+        if past is not None and past.state in KEPT and own[1] not in there:  # what lives keeps what it shares
+            operations.append(Put(own[0], record_to_json(replace(past, fault=reason)), there[own[0]].lease))
+            shared = partial(ended, self.store, record.at(GONE, now))
+        return commit_with(self.store, conditions, operations, shared) is not None
+
+    def is_used(self, instance: str) -> bool:
+        """Whether this compute has or had the instance: no take of it can succeed, and a claim would change its own."""
+        return bool(self.store.read(self._own(instance)))
+
+    def _own(self, instance: str) -> list[str]:
+        return [keys.record(self.compute, instance), keys.request(self.compute, instance)]
 
     def give_back(self, queue_key: str, mark: int) -> bool:
         """Take our mark away, so that others may take the request; False if it was not there any more as it was."""

@@ -14,11 +14,11 @@ from ecomp.model.group import Membership
 from ecomp.model.instance import SIZE_LIMIT, Request, to_json
 from ecomp.model.record import ERROR, GONE, KEPT, Record, is_newer, timestamp
 from ecomp.scheduler.changing.accept import until_accepted
-from ecomp.scheduler.looking.find import InstanceEntries, living, requested
+from ecomp.scheduler.looking.find import InstanceEntries, find, living, read_waiting, requested, waiting_at
 from ecomp.store.alive import is_alive
 from ecomp.store.client import Delete, Entry, Put, Store, Unchanged
 from ecomp.store.places import Index, places
-from ecomp.store.sharing import commit_with, freed, group, quietly_revoke, write_end
+from ecomp.store.sharing import commit_with, ended, freed, group, quietly_revoke, write_end
 
 TOMBSTONE_SECONDS = 30 * 24 * 3600
 """How long it is remembered that what waits was destroyed, where a compute that is silent may run it."""
@@ -60,7 +60,13 @@ def destroy(
 
 def _living(store: Store, instance: str, among: Index | None) -> InstanceEntries:
     try:
-        return living(store, instance, among)
+        found = find(store, instance, among)
+        if found is not None and found.record.state in (GONE, ERROR) and found.request_entry is None:
+            # Another client may have queued a uuid that was used before.
+            entry = waiting_at(store, instance)
+            if entry is not None:
+                return found._replace(record=read_waiting(entry), queue_entry=entry)
+        return found if found is not None and found.record.state != GONE else living(store, instance, among)
     except Unreadable:
         at = places(store, instance)
         found = requested(at)
@@ -75,7 +81,7 @@ def _transaction(
 ) -> tuple[Callable[[], int | None], str]:
     """What commits it, None where something has changed since; and what is done then, in one sentence."""
     if found.queue_entry is not None:
-        return _out_of_queue(store, found.record, found.queue_entry, claimed_on)
+        return _out_of_queue(store, found, found.queue_entry, claimed_on)
     record, compute = found.record, found.record.compute
     request_key, entry = keys.request(compute, record.instance), found.record_entry
     record_key = entry.key if entry else keys.record(compute, record.instance)
@@ -131,15 +137,15 @@ def _group_of(store: Store, record: Record) -> Membership | None:
 
 
 def _out_of_queue(
-    store: Store, record: Record, entry: Entry, claimed_on: Callable[[str], str]
+    store: Store, found: InstanceEntries, entry: Entry, claimed_on: Callable[[str], str]
 ) -> tuple[Callable[[], int | None], str]:
-    """Remove a request that waits, whoever is taking it, and write a record that says gone: a uuid is never used twice.
+    """Remove a request that waits, whoever is taking it. A record is left of it: a uuid is never used twice.
 
     That record is a tombstone: a compute that took the instance before etcd was restored carries it out (republish).
     """
-    gone, instance = record.at(GONE, timestamp(datetime.now(UTC)), 'gone'), record.instance
-    conditions = [Unchanged(entry.key, entry.revision), Unchanged(keys.record('', instance), 0)]
-    removed = [entry.key, keys.taker(entry.key)]
+    gone, instance = found.record.at(GONE, timestamp(datetime.now(UTC)), 'gone'), found.record.instance
+    unchanged, removed = Unchanged(entry.key, entry.revision), [entry.key, keys.taker(entry.key)]
+    own = keys.record('', instance)
     done, seconds = f'{instance}: taken out of its queue', TOMBSTONE_SECONDS
     try:
         compute = claimed_on(instance)
@@ -151,4 +157,6 @@ def _out_of_queue(
             done += f'; {compute} holds a claim for it, and releases that or destroys it{back}'
         else:
             done, seconds = f'{done}, nothing of it was begun', KEPT[GONE]
-    return partial(write_end, store, gone, conditions, removed, seconds=seconds), done
+    if found.record_entry is not None or store.get(own) is not None:
+        return partial(commit_with, store, [unchanged], [*map(Delete, removed)], partial(ended, store, gone)), done
+    return partial(write_end, store, gone, [unchanged, Unchanged(own, 0)], removed, seconds=seconds), done

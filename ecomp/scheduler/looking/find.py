@@ -127,7 +127,7 @@ def find(store: Store, instance: str, among: Index | None = None) -> InstanceEnt
         # Before the requests: what is moved meanwhile is found there.
         queue_entry = waiting_at(store, instance)
         if queue_entry is not None:
-            return InstanceEntries(_queued(queue_entry), None, None, queue_entry)
+            return InstanceEntries(read_waiting(queue_entry), None, None, queue_entry)
         at = listed(store, instance)
     if at.record is not None:
         return InstanceEntries(read_record(at.record), at.record, at.request)
@@ -170,7 +170,7 @@ def all_records(store: Store, with_gone: bool) -> tuple[list[Record], list[Ecomp
     """
     # In this order: what is moved on meanwhile is seen twice, and counts where it was seen last.
     queued = {_waiting(key): entry for key, entry in store.snapshot(keys.QUEUES).entries.items() if _waiting(key)}
-    records, unreadable = {each: _queued(entry) for each, entry in queued.items() if each}, []
+    records, unreadable = {each: read_waiting(entry) for each, entry in queued.items() if each}, []
     # The value of a request may be large (user-data), and mostly it is not needed.
     asked = [each for each in store.snapshot(keys.HOSTS, keys_only=True).entries.items() if _names_instance(each[0])]
     found = [*asked, *store.snapshot(keys.INSTANCES).entries.items()]
@@ -213,7 +213,8 @@ def _scheduled(entry: Entry) -> Record:
     return new_record(compute, request, '')
 
 
-def _queued(entry: Entry) -> Record:
+def read_waiting(entry: Entry) -> Record:
+    """The record to show of what waits in a queue."""
     from ecomp.model.queue import record_of  # what it needs is a twentieth of a claim, which seldom needs it
 
     return record_of(entry.key, entry.value)

@@ -31,7 +31,7 @@ from ecomp.store.client import Delete, Put, Store, Unchanged
 from ecomp.store.places import lives
 from ecomp.store.released import note
 from ecomp.store.requests import at_it, wanted
-from ecomp.store.sharing import commit_with, given_back, put_group, rejoined
+from ecomp.store.sharing import commit_with, given_back, put_group, rejoined, unshared
 
 AT_ONCE = 50
 """Members taken out of a group at once: each is two of the 128 conditions that etcd takes in a transaction."""
@@ -134,8 +134,7 @@ def _write(store: Store, finding: Finding, etcd: dict[str, KeyValue]) -> str:
         done = f'{operation.key} is deleted'
     wished = [key for key in etcd if key.startswith(keys.HOSTS) and keys.last(key) == finding.subject]
     about = dict.fromkeys((operation.key, record, *wished))
-    written = commit_with(store, _as_read(etcd, *about), [operation], lambda: ([], []), lease)
-    return done if written is not None else NOT_ANY_MORE
+    return done if commit_with(store, _as_read(etcd, *about), [operation], unshared, lease) else NOT_ANY_MORE
 
 
 def _name_back(store: Store, instance: str, etcd: dict[str, KeyValue]) -> str:

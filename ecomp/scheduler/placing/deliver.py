@@ -117,10 +117,7 @@ def deliver(
 
 
 def put_user_data(store: Store, data: SharedUserData | None) -> tuple[list[Put], int]:
-    """The write of user-data that requests refer to, and the lease that was granted for it.
-
-    The same content stays on the lease it has, which is renewed: then that is 0.
-    """
+    """The write of user-data that requests refer to, and the lease granted for it: 0 if the content has one already."""
     if data is None:
         return [], 0
     key = keys.user_data(data.sha256)
