@@ -1,7 +1,7 @@
 """Every benchmark, one after another: bench/run is its front door.
 
-A script that fails, or says nothing in its time, is named, and the others still run. What misses its target has not
-failed: the table says so.
+A script that fails, or does not end in its time, is named and its lab is removed, and the others still run. What misses
+its target has not failed: the table says so.
 """
 
 from __future__ import annotations
@@ -17,16 +17,19 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from result import Result, amount, read
+from lab import Lab
+from result import Result, amount, interrupt_on_signals, read, signals_ignored
 
 HERE = Path(__file__).resolve().parent
+CLEANUP_SECONDS = 60
+"""Seconds that a script may take to clean up before it is killed."""
 LAST_WORDS = 8
 """Lines of what a script that failed said last."""
 
 
 @dataclass(frozen=True)
 class Script:
-    """A script of this directory: after how many seconds it is ended, with --quick and without; whether it makes a lab.
+    """A script of this directory: after how many seconds it is ended, with --quick and without; the lab it makes.
 
     On a machine with nothing else to do it takes a fraction of them.
 
@@ -36,7 +39,7 @@ class Script:
     name: str
     quick: int
     whole: int
-    lab: bool = False
+    lab: str = ''
     quickly: bool = True
 
 
@@ -48,13 +51,13 @@ SCRIPTS = (
     Script('sets', 60, 900),
     Script('pull', 120, 1800),
     Script('comparison', 120, 3600, quickly=False),
-    Script('image_to_disk', 120, 300, lab=True),
-    Script('domain_start', 180, 900, lab=True),
-    Script('destroy', 180, 1200, lab=True, quickly=False),
-    Script('lease_to_booted', 120, 300, lab=True, quickly=False),
-    Script('footprint', 120, 1800),
+    Script('image_to_disk', 120, 300, lab='benchi'),
+    Script('domain_start', 180, 900, lab='benchd'),
+    Script('destroy', 180, 1200, lab='benchx', quickly=False),
+    Script('lease_to_booted', 120, 300, lab='benchl', quickly=False),
+    Script('footprint', 400, 1800, lab='bench-footprint'),
     Script('cycle', 60, 600),
-    Script('cycle_real', 300, 1200, lab=True, quickly=False),
+    Script('cycle_real', 300, 1200, lab='benchc', quickly=False),
     Script('many_flavors', 60, 300, quickly=False),
     Script('slopes', 120, 1200, quickly=False),
     Script('thousand', 120, 5400, quickly=False),
@@ -64,15 +67,19 @@ SCRIPTS = (
 
 @dataclass(frozen=True)
 class Ran:
-    """What came of a script: its figures, and what is to be said of it, '' for nothing; `failed` counts."""
+    """What came of a script: its figures, and what is to be said of it, '' for nothing; `failed` counts.
+
+    `interrupted`: the user ended the run while it was at work.
+    """
 
     results: Sequence[Result] = ()
     said: str = ''
     failed: bool = False
+    interrupted: bool = False
 
 
 def run(script: Script, quick: bool) -> Ran:
-    """Run it. One that does not end in its time is ended, with all that it started."""
+    """Run it. One that does not end in its time is ended, with all that it started, and its lab is removed."""
     path = HERE / f'{script.name}.py'
     if not path.exists():
         return Ran(said='not found')
@@ -84,29 +91,42 @@ def run(script: Script, quick: bool) -> Ran:
     limit = script.quick if quick else script.whole
     # A group of its own: what it has started ends with it.
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, process_group=0)
+    interrupted = False
     try:
         out, errors = process.communicate(timeout=limit)
-        why = f'exit {process.returncode}' if process.returncode else ''
+        why = _why(process.returncode)
     except subprocess.TimeoutExpired:
         out, errors = _ended(process)
         why = f'not done after {limit} s'
     except KeyboardInterrupt:
-        _ended(process)
-        raise
+        out, errors = _ended(process)
+        why, interrupted = 'interrupted', True
+    if script.lab and why:
+        try:
+            Lab(script.lab).remove()
+        except subprocess.CalledProcessError as error:
+            why = f'{why}; lab {script.lab} is still up: {error}'
     results = [each for each in map(read, out.splitlines()) if each is not None]
     if not why and not results:
         why = 'it said no figure'
     last = '\n'.join(f'    {line}' for line in errors.splitlines()[-LAST_WORDS:]) if why else ''
-    return Ran(results, f'{why}\n{last}'.rstrip(), bool(why))
+    return Ran(results, f'{why}\n{last}'.rstrip(), bool(why), interrupted)
+
+
+def _why(code: int) -> str:
+    if code < 0:
+        return f'ended by {signal.Signals(-code).name}'
+    return f'exit {code}' if code else ''
 
 
 def _ended(process: subprocess.Popen[str]) -> tuple[str, str]:
-    """End a script as Ctrl-C does, so that it removes its lab; what it had said."""
-    os.killpg(process.pid, signal.SIGINT)
-    with suppress(subprocess.TimeoutExpired):
-        return process.communicate(timeout=60)
-    os.killpg(process.pid, signal.SIGKILL)
-    return process.communicate()
+    """End a script as Ctrl-C does, so that it cleans up; what it had said."""
+    with signals_ignored():
+        os.killpg(process.pid, signal.SIGINT)
+        with suppress(subprocess.TimeoutExpired):
+            return process.communicate(timeout=CLEANUP_SECONDS)
+        os.killpg(process.pid, signal.SIGKILL)
+        return process.communicate()
 
 
 def table(results: Sequence[Result]) -> Iterator[str]:
@@ -137,20 +157,20 @@ def report(ran: Mapping[str, Ran], seconds: float) -> int:
     for name, each in ran.items():
         if each.said:
             print(f'{name}: {each.said}')
-    failed = sum(each.failed for each in ran.values())
+    failed = [name for name, each in ran.items() if each.failed]
     missed = sum(each.met is False for each in results)
-    print(f'{len(results)} figures, {missed} missed their target, {failed} scripts failed, {seconds / 60:.0f} min')
+    named = f'failed: {", ".join(failed)}' if failed else 'no script failed'
+    print(f'{len(results)} figures, {missed} missed their target, {named}, {seconds / 60:.0f} min')
     return 1 if failed else 0
 
 
 def main() -> int:
     """See bench/run."""
-    # A shell has what it runs in the background ignore Ctrl-C, and so would all that is started here: it is ended so.
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    interrupt_on_signals()
     parser = argparse.ArgumentParser(prog='bench/run', description=__doc__)
     parser.add_argument('words', nargs='*', metavar='quick | NAME')
     parser.add_argument('--into', type=Path, help='where the figures go')
-    options = parser.parse_args()
+    options = parser.parse_intermixed_args()  # the names may stand on both sides of --into
     quick = 'quick' in options.words
     into = options.into or HERE / ('quick.jsonl' if quick else 'results.jsonl')
     began = time.monotonic()
@@ -164,6 +184,8 @@ def main() -> int:
             for each in found.results:
                 print(each, flush=True)
                 print(each.line(), file=file, flush=True)
+            if found.interrupted:
+                break
     return report(ran, time.monotonic() - began)
 
 

@@ -14,8 +14,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Self
 
-from result import QUICK, Result, arguments, asked, tell
+from result import QUICK, Result, arguments, asked, signals_ignored, tell
 
+ELAB = (sys.executable, '-m', 'ecomp.lab.elab')
+LABS = Path('/var/lib/elab')
 BLANK = b'\xfa\xf4\xeb\xfd'.ljust(510, b'\0') + b'\x55\xaa' + bytes(2**20 - 512)
 """A disk that boots nothing (cli; hlt; jmp): what is measured ends when QEMU runs."""
 
@@ -25,7 +27,7 @@ class Lab:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self.directory = Path('/var/lib/elab') / name
+        self.directory = LABS / name
         self.compute_yaml = self.directory / 'hv1/compute.yaml'
 
     @property
@@ -35,12 +37,18 @@ class Lab:
 
     @contextmanager
     def up(self) -> Iterator[Self]:
-        """Make it, and remove it."""
-        self._elab('up', '--name', self._name, '--hosts', '1', quiet=True)
+        """Make it, and remove it, also when it was only half made."""
         try:
+            self._elab('up', '--name', self._name, '--hosts', '1', quiet=True)
             yield self
         finally:
-            self._elab('down', '--name', self._name, quiet=True)
+            self.remove()
+
+    def remove(self) -> None:
+        """Remove it; no-op if it is not there."""
+        if self.directory.exists():
+            with signals_ignored():
+                self._elab('down', '--name', self._name, quiet=True)
 
     def image(self, name: str) -> Path:
         """The file of an image that its web server has."""
@@ -70,8 +78,7 @@ class Lab:
 
     def _elab(self, *words: str, quiet: bool = False) -> int:
         out = subprocess.DEVNULL if quiet else None
-        command = [sys.executable, '-m', 'ecomp.lab.elab', *words]
-        return subprocess.run(command, check=quiet, stdout=out).returncode
+        return subprocess.run([*ELAB, *words], check=quiet, stdout=out).returncode
 
 
 Measure = Callable[[int, str], Iterator[Result]]

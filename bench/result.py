@@ -8,11 +8,15 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Mapping, Sequence
+import signal
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from statistics import median
 from typing import Any
 
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""The signals that ask a process to end."""
 QUICK = 4
 """Rounds of --quick, unless the script says otherwise."""
 
@@ -115,7 +119,28 @@ def arguments(description: str | None, rounds: int, quick: int = QUICK) -> argpa
 
 def asked(parser: argparse.ArgumentParser, words: Sequence[str] | None = None) -> argparse.Namespace:
     """What was asked for, with the number of rounds filled in."""
+    interrupt_on_signals()
     options = parser.parse_args(words)
     if options.rounds is None:
         options.rounds = options.few if options.quick else options.usual
     return options
+
+
+def interrupt_on_signals() -> None:
+    """Raise KeyboardInterrupt for each signal that asks this process to end, so that it cleans up.
+
+    A shell starts what it runs in the background with SIGINT ignored.
+    """
+    for number in ENDING:
+        signal.signal(number, signal.default_int_handler)
+
+
+@contextmanager
+def signals_ignored() -> Iterator[None]:
+    """Clean up in this block: no second signal interrupts it, nor the processes that it starts."""
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in ENDING}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,21 +1,135 @@
-"""A benchmark's figure is the same after it was told as JSON, whatever its counts are held in."""
+"""The runner of the benchmarks: it reads figures as they were told; a script that is ended cleans up and is named."""
 
 from __future__ import annotations
 
 import importlib
+import os
+import signal
+import subprocess
+import sys
 from collections.abc import Mapping
-from types import MappingProxyType
+from pathlib import Path
+from types import MappingProxyType, ModuleType
+from typing import Any
 
 import pytest
 
-from tests.kit.servers import TOP
+from tests.kit.servers import TOP, until
+
+BENCH = TOP / 'bench'
+STAND_IN = """
+import os, signal, sys, time
+from result import arguments, asked
+options = asked(arguments('', 1))
+try:
+    open('ready', 'w').close()
+    {body}
+finally:
+    open('cleaned', 'w').close()
+"""
+HANGS = STAND_IN.format(body='time.sleep(3600)')
 
 
-def test_a_figure_is_read_as_it_was_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.syspath_prepend(str(TOP / 'bench'))
+class Patient(subprocess.Popen[str]):
+    """A process whose time is over as soon as it is ready, however slow the machine is."""
+
+    def communicate(self, input: Any = None, timeout: float | None = None) -> Any:
+        if not Path('ready').exists():
+            until(lambda: Path('ready').exists(), 10, 'the script is ready')
+            raise subprocess.TimeoutExpired('script', timeout or 0)
+        return super().communicate(input, timeout)
+
+
+@pytest.fixture
+def every(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> ModuleType:
+    """The runner, with no script and no lab but the test's own."""
+    monkeypatch.syspath_prepend(str(BENCH))
+    monkeypatch.setenv('PYTHONPATH', f'{BENCH}{os.pathsep}{TOP}')
+    monkeypatch.chdir(tmp_path)
+    module, lab = importlib.import_module('every'), importlib.import_module('lab')
+    monkeypatch.setattr(module, 'HERE', tmp_path)
+    monkeypatch.setattr(module.os, 'geteuid', lambda: 0)
+    monkeypatch.setattr(lab, 'LABS', tmp_path)
+    note = 'import sys; open("elab", "a").write(" ".join(sys.argv[1:]) + "\\n")'
+    monkeypatch.setattr(lab, 'ELAB', (sys.executable, '-c', note))
+    return module
+
+
+@pytest.mark.usefixtures('every')
+def test_a_figure_is_read_as_it_was_told(capsys: pytest.CaptureFixture[str]) -> None:
     result = importlib.import_module('result')
     held: tuple[Mapping[str, float], ...] = ({'calls': 6}, MappingProxyType({}))
     for counts in held:
         each = result.paired('look', 'list', [3.0, 4.0], [1.0, 2.0], 2.5, counts=counts)
         result.tell(each, True)
         assert result.read(capsys.readouterr().out) == each
+
+
+def test_a_script_that_hangs_cleans_up_and_is_named(
+    every: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path('hangs.py').write_text(HANGS)
+    monkeypatch.setattr(every.subprocess, 'Popen', Patient)
+    ran = every.run(every.Script('hangs', 7, 7), quick=True)
+    assert Path('cleaned').exists()
+    assert every.report({'hangs': ran}, 0) == 1
+    assert capsys.readouterr().out.splitlines()[-1] == '0 figures, 0 missed their target, failed: hangs, 0 min'
+    assert ran.said.splitlines()[0] == 'not done after 7 s'
+
+
+@pytest.mark.parametrize(
+    ('body', 'said', 'is_clean'),
+    [
+        ('raise SystemExit(3)', 'exit 3', True),
+        ('os.kill(os.getpid(), signal.SIGTERM); time.sleep(3600)', 'ended by SIGINT', True),
+        ('os.kill(os.getpid(), signal.SIGKILL)', 'ended by SIGKILL', False),
+    ],
+)
+def test_a_script_that_fails_is_named_and_its_lab_is_removed(
+    every: ModuleType, capsys: pytest.CaptureFixture[str], body: str, said: str, is_clean: bool
+) -> None:
+    Path('fails.py').write_text(STAND_IN.format(body=body))
+    Path('its-lab').mkdir()
+    ran = every.run(every.Script('fails', 60, 60, lab='its-lab'), quick=False)
+    assert (ran.said.splitlines()[0], Path('cleaned').exists()) == (said, is_clean)
+    assert Path('elab').read_text() == 'down --name its-lab\n'
+    every.report({'good': every.Ran(), 'fails': ran}, 0)
+    assert capsys.readouterr().out.splitlines()[-1].endswith(', failed: fails, 0 min')
+
+
+@pytest.mark.usefixtures('every')
+@pytest.mark.parametrize('number', [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_run_that_is_ended_ends_its_script_and_reports(number: int) -> None:
+    for name in ('first', 'second'):
+        Path(f'{name}.py').write_text(HANGS)
+    driver = (
+        'import every, pathlib, sys; every.HERE = pathlib.Path.cwd(); '
+        "every.SCRIPTS = (every.Script('first', 600, 600), every.Script('second', 600, 600)); sys.exit(every.main())"
+    )
+    with subprocess.Popen([sys.executable, '-c', driver], stdout=subprocess.PIPE, text=True) as process:
+        until(lambda: Path('ready').exists(), 20, 'the first script is at work')
+        process.send_signal(number)
+        out, _ = process.communicate()
+    assert process.returncode == 1
+    assert Path('cleaned').exists()
+    assert '== second' not in out
+    assert 'first: interrupted' in out
+    assert out.splitlines()[-1].startswith('0 figures, 0 missed their target, failed: first, ')
+
+
+@pytest.mark.usefixtures('every')
+def test_a_lab_that_is_half_made_is_removed(monkeypatch: pytest.MonkeyPatch) -> None:
+    lab = importlib.import_module('lab')
+    fail = 'import sys; open("elab", "a").write(sys.argv[1] + "\\n"); sys.exit(sys.argv[1] == "up")'
+    monkeypatch.setattr(lab, 'ELAB', (sys.executable, '-c', fail))
+    Path('its-lab').mkdir()
+    with pytest.raises(subprocess.CalledProcessError), lab.Lab('its-lab').up():
+        pass
+    assert Path('elab').read_text() == 'up\ndown\n'
+
+
+def test_the_runner_knows_the_lab_of_each_script(every: ModuleType) -> None:
+    for each in every.SCRIPTS:
+        source = (BENCH / f'{each.name}.py').read_text()
+        assert ("Lab('" in source) == bool(each.lab), each.name
+        assert not each.lab or f"Lab('{each.lab}')" in source, each.name
