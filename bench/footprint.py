@@ -1,10 +1,11 @@
 """footprint: what an idle ecompute takes, against bare Python with libvirt connected; and many in one process.
 
-One process after the other is watched, for as many rounds; figures are medians of the rounds. PSS is memory, with what
-is shared counted in shares: side by side each would have a part of the other's libraries. One is a lab's, on libvirt,
-behind certificates and without guests: its own process is compared, and its workers and mdserver are said beside it.
-Those with guests pretend them. Aims: at most 2 x the floor's PSS, less than 0.3 % of a core, no etcd write but the
-lease's renewal (which writes no key); of many: started in 30 s, less than 10 % of a core.
+One process after the other is watched, for as many rounds; figures are medians of the rounds. Memory is USS, the pages
+that no other process has; PSS divides a library among all that run beside it. A second process like the floor runs
+throughout, so that the libraries of bare Python and libvirt are shared pages on both sides. One ecompute is a lab's, on
+libvirt, behind certificates and without guests: its own process is compared, and its workers and mdserver are said
+beside it. Those with guests pretend them. Aims: at most 2 x the floor's USS, less than 0.3 % of a core, no etcd write
+but the lease's renewal (which writes no key); of many: started in 30 s, less than 10 % of a core.
 
     python bench/footprint.py [ROUNDS] [--quick] [--json] [--seconds 10] [--many 1000]
 """
@@ -51,9 +52,9 @@ class Installed(Ecompute):
 
 
 class Use(NamedTuple):
-    """Of a process: MiB of PSS, seconds of processor so far, threads."""
+    """Of a process: MiB of USS, seconds of processor so far, threads."""
 
-    pss: float
+    uss: float
     processor: float
     threads: int
 
@@ -62,28 +63,28 @@ def use(pid: int) -> Use:
     """Now."""
     process = psutil.Process(pid)
     times = process.cpu_times()
-    return Use(process.memory_full_info().pss / 2**20, times.user + times.system, process.num_threads())
+    return Use(process.memory_full_info().uss / 2**20, times.user + times.system, process.num_threads())
 
 
 class Watched(NamedTuple):
-    """Of a process in the rounds: MiB of PSS, percent of a core, threads at most."""
+    """Of a process in the rounds: MiB of USS, percent of a core, threads at most."""
 
-    pss: list[float]
+    uss: list[float]
     shares: list[float]
     threads: int
 
 
 def watch(pid: int, seconds: float, rounds: int) -> Watched:
     """Look at it for so many rounds of so many seconds."""
-    pss, shares, threads = [], [], 0
+    uss, shares, threads = [], [], 0
     for _ in range(rounds):
         began, before = time.monotonic(), use(pid)
         time.sleep(seconds)
         after = use(pid)
         shares.append(100 * (after.processor - before.processor) / (time.monotonic() - began))
-        pss.append(after.pss)
+        uss.append(after.uss)
         threads = max(threads, after.threads)
-    return Watched(pss, shares, threads)
+    return Watched(uss, shares, threads)
 
 
 def written(etcd: Etcd) -> int:
@@ -98,12 +99,13 @@ def measure(rounds: int, seconds: float, many: int) -> Iterator[Result]:
         directory = Path(enter(tempfile.TemporaryDirectory(prefix='ecomp-bench-')))
         etcd, placement = enter(Etcd()), enter(Counting(enter(Postgres()).url))
         config = write_config(directory / 'schedule.yaml', etcd.endpoint, placement.url)
+        enter(bare_python())
         with bare_python() as floor:
-            bare = watch(floor, seconds, rounds).pss
+            bare = watch(floor, seconds, rounds).uss
 
         def told(name: str, pid: int, counts: Mapping[str, float] = MappingProxyType({})) -> Iterator[Result]:
             found = watch(pid, seconds, rounds)
-            yield paired('footprint', f'{name}: memory', found.pss, bare, 2.0, unit='MiB', counts=counts)
+            yield paired('footprint', f'{name}: memory', found.uss, bare, 2.0, unit='MiB', counts=counts)
             # A tick of its clock is 0.1 % of a round.
             yield figure('footprint', f'{name}: idle', [mean(found.shares)], 0.3, unit='% of a core')
 
@@ -120,7 +122,7 @@ def measure(rounds: int, seconds: float, many: int) -> Iterator[Result]:
             yield figure('footprint', f'etcd writes in {rounds * seconds:g} s', [writes], 0, unit='writes')
         with Lab('bench-footprint').up() as lab:
             time.sleep(SAID)
-            beside = [use(each.pid).pss for each in psutil.Process(lab.ecompute).children(recursive=True)]
+            beside = [use(each.pid).uss for each in psutil.Process(lab.ecompute).children(recursive=True)]
             counts = {'other processes of it': len(beside), 'MiB of theirs': round(sum(beside), 1)}
             yield from told('on libvirt, 0 guests', lab.ecompute, counts)
         if many:
@@ -132,7 +134,7 @@ def measure(rounds: int, seconds: float, many: int) -> Iterator[Result]:
             before, calls = written(etcd), placement.counts()['computes']
             found = watch(process.pid, seconds, rounds)
             more = sum(number - calls[name] for name, number in placement.counts()['computes'].items())
-            counts = {'threads': found.threads, 'MiB': round(median(found.pss), 1)}
+            counts = {'threads': found.threads, 'MiB': round(median(found.uss), 1)}
             counts |= {'etcd writes': written(etcd) - before, 'calls of placement': more}
             idle = f'{many:,} with queues: idle'
             yield figure('footprint', idle, found.shares, 10.0, unit='% of a core', counts=counts)
