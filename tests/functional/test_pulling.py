@@ -18,7 +18,7 @@ from ecomp.errors import NoCapacity
 from ecomp.model import keys
 from ecomp.model.flavor import Flavor
 from ecomp.model.flavor import to_json as flavor_to_json
-from ecomp.model.group import Group, Membership
+from ecomp.model.group import LARGEST, Group, Membership
 from ecomp.model.group import to_json as group_to_json
 from ecomp.model.pull import Place
 from ecomp.model.queue import QueueEntry, mark_to_json, to_json
@@ -305,6 +305,24 @@ def test_groups_that_allow_nothing_here_are_read_together_and_ever_more_seldom(
     cloud.etcd.delete(keys.group(groups[7]))
     one.goes_on()
     assert one.taken == {instances[7]}
+
+
+def test_one_whose_group_is_full_is_left_alone(cloud: Cloud, flavor: Flavor) -> None:
+    one, members = Compute(cloud, flavor), [new() for _ in range(LARGEST)]
+    name = f'g{new()}'
+    cloud.etcd.put(keys.group(name), group_to_json(Group(name, 'affinity', True, dict.fromkeys(members, one.uuid))))
+    instance = one.put(group=Membership(name, 'affinity', True))
+    one.hear()
+    before = cloud.store.snapshot('/').revision
+    one.step()
+    assert cloud.store.snapshot('/').revision == before
+    assert one.waiting == {instance}
+    # One that the group has already waits as any other does.
+    joined = Group(name, 'affinity', True, {**dict.fromkeys(members[1:], one.uuid), instance: ''})
+    cloud.etcd.put(keys.group(name), group_to_json(joined))
+    one.goes_on()
+    assert one.taken == {instance}
+    cloud.etcd.delete(keys.group(name))
 
 
 def test_one_whose_group_is_another_by_now_is_left_alone(

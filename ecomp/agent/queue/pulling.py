@@ -26,7 +26,7 @@ from ecomp.model import keys
 from ecomp.model.allocation import compute_of, summed
 from ecomp.model.backoff import Backoff
 from ecomp.model.explain import Provider
-from ecomp.model.group import Group, Membership, settle
+from ecomp.model.group import LARGEST, Group, Membership, settle
 from ecomp.model.instance import REASON_LIMIT
 from ecomp.model.inventory import Inventory
 from ecomp.model.pull import Backlog, Place, fits, next_of, patience, subscribed, widened
@@ -308,11 +308,12 @@ class Puller:
         except Unreadable as error:  # as the audit says; others are not to wait for it
             log.debug('%s: %s', waiting.instance, error)
             return False, None
-        return self._allows(waiting.group, theirs), theirs
+        return self._allows(waiting.instance, waiting.group, theirs), theirs
 
-    def _allows(self, wanted: Membership, theirs: Group | None) -> bool:
+    def _allows(self, instance: str, wanted: Membership, theirs: Group | None) -> bool:
         try:
-            return settle(theirs, wanted).excludes(self._compute) is None
+            found = settle(theirs, wanted)
+            return found.excludes(self._compute) is None and len({*found.members, instance}) <= LARGEST
         except EcompError as error:  # it was made anew, with another rule: nobody is let in who says otherwise
             log.debug('%s', error)
             return False
@@ -324,7 +325,7 @@ class Puller:
         shut = [
             each
             for each, theirs in waiting
-            if theirs.name in unreadable or not self._allows(theirs, there.get(theirs.name))
+            if theirs.name in unreadable or not self._allows(each.waiting.instance, theirs, there.get(theirs.name))
         ]
         return [found, *(each for each in shut if each is not found)]
 
