@@ -36,7 +36,8 @@ def taken_and_destroyed(cloud: Cloud) -> None:
 
 
 def queued_and_direct(cloud: Cloud) -> None:
-    """One uuid, asked for through the queue and directly, and a taker."""
+    """One uuid, asked for through the queue and directly, and a taker; a quota counts it once."""
+    cloud.limited(2)
     host = cloud.host(A)
     cloud.enqueues('eschedule --queue', U, resume=True)
     cloud.creates('eschedule', U, resume=True)
