@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import socket
 import uuid
 from collections.abc import Iterator
@@ -16,14 +15,11 @@ pytest.importorskip('cryptography', reason="pip install '.[lab]'")
 pytest.importorskip('placement', reason="pip install '.[lab]'")
 
 from ecomp.errors import Denied
-from ecomp.model.roles import WRITE, Permission, Revoke
 from ecomp.placement.client import Placement
 from ecomp.scheduler.operating import repair
 from ecomp.store.client import Delete, Put
-from ecomp.store.roles import Accounts
-from tests.kit.secured import etcd_of
 from tests.kit.servers import PlacementServer, until
-from tests.kit.story import IMAGE, NOBODY, SMALL, SOON, log_of, one_line
+from tests.kit.story import IMAGE, NOBODY, SMALL, SOON, one_line
 from tests.security.product import OPERATOR, SCHEDULER, Product, product
 
 ONE, TWO = 'compute-hv1', 'compute-hv2'
@@ -112,27 +108,6 @@ def test_one_in_error_is_destroyed(cloud: Product) -> None:
     one_line(cloud.asks('failed'), 1, 'failed at stage')
     assert 'its record is removed' in cloud.asks('destroy', 'failed').stderr
     assert cloud.record(instance)['state'] == ''
-
-
-def test_the_acceptance_of_an_older_version_is_carried_over(cloud: Product) -> None:
-    """Rule 10: etcd has it, for computes that do not know this etcd; with roles of before the error has the cure."""
-    compute = cloud.computes[ONE]
-    key, kept = f'/accepted/{compute.uuid}', compute.directory / 'state' / 'accepted'
-    with closing(Accounts(etcd_of(cloud.cloud.certs, OPERATOR))) as accounts:
-        accounts.apply(Revoke(ONE, Permission(WRITE, key)))
-    assert compute.stop() == 0
-    kept.write_text('7\n')
-    compute.start()
-    assert any(CURE in each and key in each for each in log_of(compute))
-    assert kept.exists()
-    assert cloud.entries('/accepted/') == {}
-    cloud.cloud.enable()
-    compute.restart()
-    assert cloud.entries('/accepted/')[key].value == b'7'
-    assert not kept.exists()
-    assert (kept.parent / 'first-seen').read_text() == '7\n'
-    cloud.operator.commit([], [Delete(key)])
-    os.truncate(compute.log, 0)  # what it was refused is as it should be
 
 
 def test_quotas(cloud: Product) -> None:
