@@ -124,4 +124,4 @@ def test_a_host_that_is_forgotten_leaves_no_lease_without_a_key(small: Control) 
         small.etcd.call('lease/revoke', {'ID': everything(small)[f'/computes/{compute.uuid}'].lease})
         for each in (instance, failed):
             assert called(small, 'destroy', each).code == 0
-        assert called(small, 'host', 'forget', compute.uuid).code == 0
+        assert called(small, 'host', 'forget', '--fenced', compute.uuid).code == 0
