@@ -56,6 +56,7 @@ def inspect(path: Path) -> BaseImage:
         found = format_inspector.detect_file_format(str(path))
         name = str(found) if found else 'raw'
         if name == 'qcow2' and found:
+            _check_features(path)
             found.safety_check()
     except format_inspector.SafetyCheckFailed as error:
         reasons = '; '.join(str(failure) for failure in error.failures.values())
@@ -119,6 +120,26 @@ def _backing(path: Path) -> str | None:
 
 def _refused(what: str) -> BuildFailed:
     return BuildFailed('image', f'the image {what}; {TAKEN}')
+
+
+def _check_features(path: Path) -> None:
+    """Refuse a qcow2 with features that cost QEMU memory or that are not supported, and that a conversion removes.
+
+    QEMU loads all dirty bitmaps, up to 65,535, when it opens an image.
+    """
+    with path.open('rb') as file:
+        header = file.read(96).ljust(96, b'\0')
+    version, snapshots = struct.unpack_from('>4xI52xI', header)
+    incompatible, autoclear = struct.unpack_from('>Q8xQ', header, 72) if version >= 3 else (0, 0)
+    features = {
+        'dirty bitmaps': autoclear & 1,  # without this bit QEMU ignores the bitmaps
+        'internal snapshots': snapshots,
+        'extended L2 entries (extended_l2)': incompatible & 0b10000,
+    }
+    found = ', '.join(name for name, bits in features.items() if bits)
+    if found:
+        found = ' and '.join(found.rsplit(', ', 1))
+        raise BuildFailed('image', f'the image is a qcow2 with {found}. Fix: qemu-img convert -O qcow2 OLD NEW')
 
 
 def _check_raw(file: BinaryIO) -> int:

@@ -22,7 +22,7 @@ import pytest
 from ecomp.agent.images import inspection
 from ecomp.agent.images.cache import ImageCache
 from ecomp.agent.instance.build import Cancelled
-from ecomp.errors import BuildFailed
+from ecomp.errors import BuildFailed, EcompError
 from tests.kit.image_server import Web
 from tests.kit.images import LIMITS, LOOPBACK, MIB, get, kept
 from tests.kit.servers import PATIENCE
@@ -94,6 +94,41 @@ def test_tables_on_top_of_each_other_cost_no_more_than_the_file_is_long(tmp_path
     with pytest.raises(BuildFailed, match='a table that is not where a cluster begins'):
         inspection.inspect(path, nothing)
     assert time.process_time() - began < PATIENCE
+
+
+def made(path: Path, *options: str) -> Path:
+    """A qcow2 as qemu-img makes it."""
+    subprocess.run(['qemu-img', 'create', '-q', '-f', 'qcow2', *options, str(path), '128G'], check=True)
+    return path
+
+
+@needs_qemu_img
+def test_image_that_takes_qemu_more_memory_than_the_limit_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The largest table that QEMU reads, 32 MiB, is no more than it may take."""
+    image = made(tmp_path / 'x', '-o', 'cluster_size=512')
+    assert inspection.inspect(image, nothing).virtual_size == 128 * 2**30
+    monkeypatch.setattr(inspection, 'QEMU_MEMORY', 40 * MIB)
+    with pytest.raises(BuildFailed, match=r'needs more than 40 MiB for it\. Fix: qemu-img convert'):
+        inspection.inspect(image, nothing)
+
+
+@needs_qemu_img
+def test_image_that_qemu_itself_refuses_is_refused(tmp_path: Path) -> None:
+    image = made(tmp_path / 'x')
+    with image.open('r+b') as file:
+        file.seek(96)
+        file.write(struct.pack('>I', 7))  # reference counts of 128 bits; QEMU knows 64
+    with pytest.raises(BuildFailed, match='QEMU cannot open the image'):
+        inspection.inspect(image, nothing)
+
+
+def test_host_without_qemu_img_takes_no_qcow2(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    image = qcow2(tmp_path / 'x', 16, array('Q', [0]), MIB)
+    monkeypatch.setenv('PATH', str(tmp_path))
+    with pytest.raises(EcompError, match=r'qemu-img was not found on this host\. Fix: install qemu-utils'):
+        inspection.inspect(image, nothing)
 
 
 def slow_image(directory: Path) -> Path:

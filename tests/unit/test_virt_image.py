@@ -109,13 +109,44 @@ def test_qcow2(options: tuple[str, ...], raw: Path) -> None:
 
 @needs_qemu_img
 def test_qcow2_as_a_guest_writes_it(tmp_path: Path) -> None:
-    """Written in place and with an internal snapshot, not converted in one go."""
+    """Written in place, not converted in one go."""
     path = tmp_path / 'x.qcow2'
     qemu_img('create', '-f', 'qcow2', path, '5G')
     commands = ['-c', 'write 1G 3000', '-c', 'write 4G 1k']
     subprocess.run(['qemu-io', '-f', 'qcow2', *commands, str(path)], check=True, capture_output=True)
-    qemu_img('snapshot', '-c', 'one', path)
     assert image.inspect(path).virtual_size == 5 * GIB
+
+
+@needs_qemu_img
+@pytest.mark.parametrize('compat', ['0.10', '1.1'])
+def test_qcow2_with_an_internal_snapshot_is_refused_until_it_is_converted(compat: str, tmp_path: Path) -> None:
+    path, converted = tmp_path / 'x.qcow2', tmp_path / 'converted'
+    qemu_img('create', '-f', 'qcow2', '-o', f'compat={compat}', path, '5G')
+    qemu_img('snapshot', '-c', 'one', path)
+    assert 'a qcow2 with internal snapshots. Fix: qemu-img convert -O qcow2 OLD NEW' in refusal(path)
+    qemu_img('convert', '-O', 'qcow2', path, converted)
+    assert image.inspect(converted).virtual_size == 5 * GIB
+
+
+@needs_qemu_img
+@pytest.mark.parametrize('bitmaps', [1, 3])
+def test_qcow2_with_dirty_bitmaps_is_refused_until_it_is_converted(bitmaps: int, qcow2: Path) -> None:
+    converted = qcow2.with_name('converted')
+    for number in range(bitmaps):
+        qemu_img('bitmap', '--add', qcow2, f'b{number}')
+    assert 'a qcow2 with dirty bitmaps. Fix: qemu-img convert -O qcow2 OLD NEW' in refusal(qcow2)
+    qemu_img('convert', '-O', 'qcow2', qcow2, converted)
+    assert image.inspect(converted).virtual_size == 4 * MIB
+
+
+@needs_qemu_img
+def test_refusal_of_a_qcow2_names_every_feature_to_remove(raw: Path) -> None:
+    path = raw.with_name('x.qcow2')
+    qemu_img('convert', '-f', 'raw', '-O', 'qcow2', '-o', 'extended_l2=on,cluster_size=128k', raw, path)
+    assert 'a qcow2 with extended L2 entries (extended_l2). Fix: qemu-img convert -O' in refusal(path)
+    qemu_img('bitmap', '--add', path, 'b')
+    qemu_img('snapshot', '-c', 'one', path)
+    assert 'with dirty bitmaps, internal snapshots and extended L2 entries (extended_l2). Fix: ' in refusal(path)
 
 
 @needs_qemu_img
@@ -137,7 +168,8 @@ def test_qcow2_cut_off(part: float, qcow2: Path) -> None:
         (36, struct.pack('>I', 2**21), 'cut-off'),
         (40, struct.pack('>Q', 2**60), 'cut-off'),
         (72, struct.pack('>Q', 0b10), 'corrupt'),
-        (72, struct.pack('>Q', 0b10000), 'nknown'),
+        (72, struct.pack('>Q', 0b10000), 'extended_l2'),
+        (72, struct.pack('>Q', 0b100000), 'nknown'),
     ],
 )
 def test_qcow2_with_a_hostile_header(offset: int, value: bytes, words: str, qcow2: Path) -> None:

@@ -1,7 +1,8 @@
 """What a downloaded file is, found out within limits: its tables are made up by whoever may name an image.
 
 A child does the looking (inspector.py), so that a destroy, a SIGTERM or the time-out ends it in the middle of it.
-Limits as Nova has them for `qemu-img info` (nova/virt/images.py, QEMU_IMG_LIMITS): 30 s of processor, 1 GiB.
+Limits as Nova has them for `qemu-img info` (nova/virt/images.py, QEMU_IMG_LIMITS): 30 s of processor, 1 GiB. At the end
+the child becomes a qemu-img that opens the image as a guest's QEMU does, so that the limits hold for that as well.
 """
 
 from __future__ import annotations
@@ -23,8 +24,11 @@ SECONDS = 30
 """Seconds of processor time, and as many on the clock, that a look may take; a longer one is refused."""
 MEMORY = 2**30
 """Bytes of address space of the child; an image that takes more is refused."""
+QEMU_MEMORY = 160 * 2**20
+"""Bytes of data that QEMU may allocate to open a qcow2; with the largest tables it allows it took 92 MiB."""
 TICK = 0.1  # seconds between two calls of the checkpoint
 INSPECTOR = 'ecomp.agent.images.inspector'
+NO_QEMU_IMG = 127  # exit status of the inspector, as a shell's for a command that was not found
 
 
 def inspect(path: Path, checkpoint: Callable[[], None]) -> BaseImage:
@@ -32,7 +36,7 @@ def inspect(path: Path, checkpoint: Callable[[], None]) -> BaseImage:
 
     What the checkpoint raises ends the child at once. EcompError if no child could look, which may pass.
     """
-    limits = [str(os.getpid()), str(SECONDS), str(MEMORY)]
+    limits = [str(os.getpid()), str(SECONDS), str(MEMORY), str(QEMU_MEMORY)]
     end = time.monotonic() + SECONDS
     try:
         # -P and / : nothing is imported from a directory that happens to be the current one.
@@ -49,11 +53,16 @@ def inspect(path: Path, checkpoint: Callable[[], None]) -> BaseImage:
             child.kill()
     if child.returncode == -signal.SIGXCPU:
         raise _too_long()
-    if child.returncode != 0:
+    if child.returncode == NO_QEMU_IMG:
+        raise EcompError('the image was not looked at: qemu-img was not found on this host. Fix: install qemu-utils')
+    if child.returncode != 0 and not answer:
         raise EcompError(f'the image was not looked at: the process that does it ended with {child.returncode}')
     found = json.loads(answer)
     if 'reason' in found:
         raise BuildFailed('image', found['reason'])
+    if child.returncode != 0:
+        needs = f'needs more than {QEMU_MEMORY // 2**20} MiB for it'
+        raise BuildFailed('image', f'QEMU cannot open the image, or {needs}. Fix: qemu-img convert -O qcow2 OLD NEW')
     return BaseImage(str(path), found['format'], found['virtual_size'])
 
 
