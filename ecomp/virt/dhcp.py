@@ -31,7 +31,8 @@ class Dhcp:
     """What a network gives out: `ranges` of IPv4 addresses, (first, last), but none of its `own`.
 
     `seconds` is how long the leases of each range last, 0 for ever. `served` False means that the bridge is not
-    libvirt's; `known_only` that only MACs with a reservation are answered.
+    libvirt's; `known_only` that only MACs with a reservation are answered; `ipv6` False that the bridge is libvirt's
+    and has no IPv6.
     """
 
     ranges: tuple[tuple[IPv4Address, IPv4Address], ...]
@@ -40,6 +41,7 @@ class Dhcp:
     served: bool
     known_only: bool = False
     seconds: tuple[int, ...] = ()
+    ipv6: bool = True
 
     def lasts(self, address: IPv4Address) -> int:
         """The seconds for which a lease of this address lasts; 0 for ever, or where that is not known."""
@@ -76,7 +78,8 @@ def read(xml: str) -> Dhcp:
     options = {each.get('value') for each in root.iterfind(f'{{{DNSMASQ}}}options/{{{DNSMASQ}}}option')}
     known_only = 'dhcp-ignore=tag:!known' in options
     served = mode not in NOT_SERVED
-    return Dhcp(tuple(ranges), frozenset(own), tuple(reservations), served, known_only, tuple(seconds))
+    ipv6 = not served or root.get('ipv6') == 'yes' or root.find("ip[@family='ipv6']") is not None
+    return Dhcp(tuple(ranges), frozenset(own), tuple(reservations), served, known_only, tuple(seconds), ipv6)
 
 
 def _lasts(lease: ET.Element | None) -> int:

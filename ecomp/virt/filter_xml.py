@@ -11,7 +11,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from ipaddress import IPv4Address, IPv6Address
 
-GUEST_MAC, GUEST_ADDRESS = 'ecompute-guest-mac-2', 'ecompute-guest-address-2'
+GUEST_MAC, GUEST_ADDRESS = 'ecompute-guest-mac-3', 'ecompute-guest-address-3'
 
 # All on Ethernet's level: what two guests of one bridge send each other is not seen on that of IP.
 _NO_SERVER = """\
@@ -30,38 +30,36 @@ _NO_CONTROL = """\
 """
 
 FILTERS = {
-    # A VLAN tag hides from ebtables what is in a frame, and one of 0 hides it from no host, of either kind. What is ARP
-    # and not seen to be its own is dropped: of another kind of hardware ebtables sees nothing, and Linux believes it.
+    # Only what is seen to be its own passes. A VLAN tag hides from ebtables what is in a frame, and what is neither IP
+    # nor ARP may be for the switch. Of ARP for other kinds of hardware ebtables sees nothing, and Linux believes it.
     GUEST_MAC: f"""\
 <filter name='{GUEST_MAC}' chain='root'>
-  <uuid>5230a5cf-1fde-53dd-a831-0d4ae53f7886</uuid>
+  <uuid>d25464e4-1908-4f05-afa1-acd9b6b44141</uuid>
 {_NO_SERVER}{_NO_CONTROL}\
-  <rule action='drop' direction='out' priority='70'><mac protocolid='0x8100'/></rule>
-  <rule action='drop' direction='out' priority='80'><mac protocolid='0x88a8'/></rule>
-  <rule action='accept' direction='out' priority='100'><arp srcmacaddr='$MAC' arpsrcmacaddr='$MAC'/></rule>
-  <rule action='drop' direction='out' priority='200'><arp/></rule>
-  <rule action='drop' direction='out' priority='300'><mac match='no' srcmacaddr='$MAC'/></rule>
+  <rule action='accept' direction='out' priority='100'><ip srcmacaddr='$MAC'/></rule>
+  <rule action='accept' direction='out' priority='200'><arp srcmacaddr='$MAC' arpsrcmacaddr='$MAC'/></rule>
+  <rule action='accept' direction='out' priority='300'><ipv6 srcmacaddr='$MAC6'/></rule>
+  <rule action='drop' direction='out' priority='500'><mac/></rule>
 </filter>
 """,
-    # The rest is dropped, and not what is seen to be forged: as above.
     GUEST_ADDRESS: f"""\
 <filter name='{GUEST_ADDRESS}' chain='root'>
-  <uuid>71e3b5df-0392-507c-861d-ec5c8db3e23f</uuid>
+  <uuid>1e2e5c91-3a39-419c-915b-b9adad333217</uuid>
 {_NO_SERVER}{_NO_CONTROL}\
   <rule action='accept' direction='out' priority='100'><ip srcmacaddr='$MAC' srcipaddr='$IP'/></rule>
   <rule action='accept' direction='out' priority='200'><ip srcmacaddr='$MAC' dstipaddr='255.255.255.255'/></rule>
   <rule action='accept' direction='out' priority='300'>
     <arp srcmacaddr='$MAC' arpsrcmacaddr='$MAC' arpsrcipaddr='$IP'/>
   </rule>
-  <rule action='accept' direction='out' priority='400'><ipv6 srcmacaddr='$MAC'/></rule>
+  <rule action='accept' direction='out' priority='400'><ipv6 srcmacaddr='$MAC6'/></rule>
   <rule action='drop' direction='out' priority='500'><mac/></rule>
 </filter>
 """,
 }
 """By name. On each interface: a guest is no DHCP server (its port is 67, DHCPv6's 547) and no router (router
-advertisements and redirects are ICMPv6 134 and 137) of its neighbours, and reaches neither etcd nor placement. What it
-sends is from its own MAC, by what ARP says too, and has no VLAN tag; where it has a reserved address, IPv4 and ARP are
-from that alone, or to all, as it asks for one.
+advertisements and redirects are ICMPv6 134 and 137) of its neighbours, and reaches neither etcd nor placement. It sends
+IPv4, ARP and, where the network has it, IPv6, all from its own MAC, and nothing else; where it has a reserved address,
+IPv4 and ARP are from that alone, or to all, as it asks for one. $MAC6 is its MAC where the network has IPv6.
 """
 
 
@@ -75,14 +73,16 @@ class Service:
 
 # A variable of libvirt's has at least one value; nobody listens there.
 _NOWHERE = (Service(IPv4Address('0.0.0.0'), 1), Service(IPv6Address('::'), 1))
+_NOBODY = '00:00:00:00:00:00'  # Linux's bridge drops what is from it
 
 
-def reference(interface: ET.Element, address: str | None, control: Collection[Service]) -> None:
+def reference(interface: ET.Element, address: str | None, control: Collection[Service], mac6: str | None) -> None:
     """Add the filter to a domain's `<interface>`; `address` is its reserved IPv4 address, None for none.
 
-    `control` are the services that the guest may not reach.
+    `control` are the services that the guest may not reach, `mac6` the MAC that it sends IPv6 from, None for no IPv6.
     """
     filtered = ET.SubElement(interface, 'filterref', filter=GUEST_ADDRESS if address else GUEST_MAC)
+    ET.SubElement(filtered, 'parameter', name='MAC6', value=mac6 or _NOBODY)
     if address:
         ET.SubElement(filtered, 'parameter', name='IP', value=address)
     for version, nowhere in zip((4, 6), _NOWHERE, strict=True):

@@ -184,7 +184,10 @@ class Libvirt:
         if why and self.filters:
             raise Unreachable(NO_FILTERS_NOW.format(why=why), "libvirt's network filters")
         control = None if why else self._filters.services()
-        description = xml.domain_xml(spec, str(disk), str(console), seed=seed, control=control)
+        without_ipv6 = self._networks.without_ipv6(spec.networks)
+        description = xml.domain_xml(
+            spec, str(disk), str(console), seed=seed, control=control, without_ipv6=without_ipv6
+        )
         self._domains.start(spec, description)
 
     def resume(self, instance: str, compute: str) -> None:

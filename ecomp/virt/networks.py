@@ -70,6 +70,11 @@ class Networks:
         definition = self._dhcp(name)
         return definition is not None and bool(definition.ranges) and definition.served and not definition.known_only
 
+    def without_ipv6(self, attachments: Iterable[Attachment]) -> list[Attachment]:
+        """Those that are networks of libvirt's own on which it has no IPv6."""
+        found = {each: self._dhcp(each.name) for each in attachments if each.kind == 'network'}
+        return [each for each, definition in found.items() if definition is not None and not definition.ipv6]
+
     def _dhcp(self, name: str) -> dhcp.Dhcp | None:
         try:
             with self._connection.use(f'asking for the DHCP of network {name}') as connection:

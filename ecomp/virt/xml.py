@@ -57,13 +57,19 @@ def seed_url(instance: str) -> str:
 
 
 def domain_xml(
-    spec: GuestSpec, disk: str, console_log: str, *, seed: str | None = None, control: Collection[Service] | None = ()
+    spec: GuestSpec,
+    disk: str,
+    console_log: str,
+    *,
+    seed: str | None = None,
+    control: Collection[Service] | None = (),
+    without_ipv6: Collection[Attachment] = (),
 ) -> str:
     """The definition of a guest's domain, with the instance's uuid as name and uuid, and our mark in its metadata.
 
     `disk` is the overlay's path, `console_log` that of the file the serial console is copied to, `seed` that of the
     NoCloud disk, None where the guest asks the metadata server. `control` are the services that the guest's filter
-    blocks; None where libvirt has no filters.
+    blocks; None where libvirt has no filters. On the networks `without_ipv6` it blocks IPv6.
     """
     domain = ET.Element('domain', type=spec.virt_type)
     _text(domain, 'name', spec.instance)
@@ -84,8 +90,9 @@ def domain_xml(
     _devices(devices, spec, console_log)
     if control is not None:
         addresses = dict(zip(spec.macs, spec.reserved, strict=False))
-        for interface, mac in zip(devices.findall('interface'), spec.macs, strict=True):
-            filter_xml.reference(interface, addresses.get(mac), control)
+        for interface, mac, network in zip(devices.findall('interface'), spec.macs, spec.networks, strict=True):
+            mac6 = None if network in without_ipv6 else mac
+            filter_xml.reference(interface, addresses.get(mac), control, mac6)
     return _serialized(domain)
 
 

@@ -88,7 +88,14 @@ FORGED = {
     # Linux believes ARP of both kinds of hardware.
     **{f'arp {kind}': arp(NEIGHBOUR, hardware=kind) for kind in (1, 6)},
     'arp reply': arp(NEIGHBOUR, operation=2),
+    # What a switch listens to: spanning tree, LLDP, a tag that it takes for a VLAN's, RARP, PPPoE.
+    'spanning tree': f'0180c2000000{hexed(MAC)}0026424203{"00" * 35}',
+    **{f'protocol {kind}': f'{ALL}{hexed(MAC)}{kind}{"00" * 46}' for kind in ('88cc', '9100', '8035', '8863')},
 }
+NEIGHBOUR_ADVERTISEMENT = (
+    f'333300000001{hexed(MAC)}86dd6000000000203aff{"fe80" + "00" * 12}000a{"ff02" + "00" * 13}01'
+    f'88000000a0000000{"fe80" + "00" * 12}000b'
+)
 
 
 @pytest.fixture
@@ -106,15 +113,15 @@ def link(host: LibvirtHost, real: Libvirt) -> Iterator[LibvirtHost]:
         host.inside(['ip', 'link', 'del', each])
 
 
-def let_through(link: LibvirtHost, address: str | None, frames: dict[str, str]) -> set[str]:
-    """Which of the frames a guest gets out, with this reserved address or none."""
+def let_through(link: LibvirtHost, address: str | None, frames: dict[str, str], ipv6: bool = True) -> set[str]:
+    """Which of the frames a guest gets out, with this reserved address or none, where the network has IPv6 or not."""
     interface = ET.Element('filterbinding')
     owner = ET.SubElement(interface, 'owner')
     ET.SubElement(owner, 'name').text = 'evf'
     ET.SubElement(owner, 'uuid').text = 'f2a3b0ce-4d2b-4a3e-8f25-6b1d2b1f3c11'
     ET.SubElement(interface, 'portdev', name='evf1')
     ET.SubElement(interface, 'mac', address=MAC)
-    filter_xml.reference(interface, address, [CONTROL])
+    filter_xml.reference(interface, address, [CONTROL], MAC if ipv6 else None)
     connection = libvirt.open(link.uri)
     try:
         binding = connection.nwfilterBindingCreateXML(ET.tostring(interface, 'unicode'))
@@ -140,9 +147,17 @@ def test_with_a_reserved_address(link: LibvirtHost) -> None:
     assert found == LEGITIMATE.keys() - {'probe'}, 'it asks for no address but this one'
 
 
+@pytest.mark.parametrize('address', [None, IP])
+def test_guest_sends_no_ipv6_where_the_network_has_none(link: LibvirtHost, address: str | None) -> None:
+    ipv6 = {'ipv6': NEIGHBOUR_SOLICITATION, 'a neighbour by IPv6': NEIGHBOUR_ADVERTISEMENT}
+    from_nobody = {f'{name} from nobody': frame[:12] + ZERO + frame[24:] for name, frame in ipv6.items()}
+    frames = {'own': ipv4(IP), **ipv6, **from_nobody}
+    assert let_through(link, address, frames, ipv6=False) == {'own'}
+
+
 def rules(host: LibvirtHost) -> str:
-    """All that filters frames on the host, as ebtables of Debian 12 prints it; that of Debian 13 puts the ! first."""
-    return host.inside(['ebtables', '-t', 'nat', '-L']).stdout.replace('! -s ', '-s ! ')
+    """All that filters frames on the host, as ebtables prints it."""
+    return host.inside(['ebtables', '-t', 'nat', '-L']).stdout
 
 
 def test_what_a_guest_may_send(real: Libvirt, spec: GuestSpec, host: LibvirtHost, connection: object) -> None:
@@ -172,16 +187,15 @@ def test_what_a_guest_may_send(real: Libvirt, spec: GuestSpec, host: LibvirtHost
                 f'-p IPv4 -s {first} --ip-src 10.77.0.50 -j ACCEPT',
                 f'-p IPv4 -s {first} --ip-dst 255.255.255.255 -j ACCEPT',
                 f'-p ARP -s {first} --arp-ip-src 10.77.0.50 --arp-mac-src {first} -j ACCEPT',
-                f'-p IPv6 -s {first} -j ACCEPT',
+                '-p IPv6 -s 00:00:00:00:00:00 -j ACCEPT',  # the network has none
                 '-j DROP',
             ]
             assert [line.strip() for line in chains[f'libvirt-I-{bridged}'] if line.strip()] == [
                 *for_all,
-                '-p 802_1Q -j DROP',
-                '-p S-TAG -j DROP',
+                f'-p IPv4 -s {second} -j ACCEPT',
                 f'-p ARP -s {second} --arp-mac-src {second} -j ACCEPT',
-                '-p ARP -j DROP',
-                f'-s ! {second} -j DROP',
+                f'-p IPv6 -s {second} -j ACCEPT',
+                '-j DROP',
             ]
             real.switch_off(spec.instance, COMPUTE)
             assert 'libvirt-I' not in rules(host)

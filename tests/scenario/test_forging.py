@@ -95,7 +95,7 @@ def expires(lab: Lab, guest: Guest) -> int:
 
 def test_each_guest_sees_its_own_whatever_it_calls_itself(lab: Lab) -> None:
     a, b = place(lab, 'one'), place(lab, 'two')
-    assert filters(lab) == ['ecompute-guest-address-2'] * 2
+    assert filters(lab) == ['ecompute-guest-address-3'] * 2
     for guest, other in ((a, b), (b, a)):
         for mac, address in ((guest.mac, other.address), (other.mac, guest.address), (other.mac, other.address)):
             assert forge(guest, mac, address) == refused(guest), (mac, address)
@@ -112,7 +112,7 @@ def test_each_guest_sees_its_own_whatever_it_calls_itself(lab: Lab) -> None:
     os.kill(pid(lab, 'hv1 libvirtd'), signal.SIGKILL)
     lab.stop_ecompute('hv1', signal.SIGKILL)
     lab.elab('up')
-    assert filters(lab) == ['ecompute-guest-address-2'] * 2
+    assert filters(lab) == ['ecompute-guest-address-3'] * 2
     for guest, other in ((a, b), (b, a)):
         assert forge(guest, other.mac, other.address) == refused(guest)
 

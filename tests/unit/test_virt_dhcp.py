@@ -44,7 +44,16 @@ def test_a_definition_is_read() -> None:
     [('', True), ('<forward/>', True), ("<forward mode='open'/>", True), ("<forward mode='bridge'/>", False)],
 )
 def test_a_bridge_of_somebody_else_s_is_not_served(forward: str, served: bool) -> None:
-    assert read(f'<network>{forward}</network>') == Dhcp((), frozenset(), (), served)
+    assert read(f'<network>{forward}</network>') == Dhcp((), frozenset(), (), served, ipv6=not served)
+
+
+@pytest.mark.parametrize(
+    ('definition', 'ipv6'),
+    [(NETWORK, True), ("<network ipv6='yes'/>", True), ("<network ipv6='no'/>", False),
+     ("<network><ip address='10.0.0.1' prefix='24'/></network>", False)],
+)  # fmt: skip
+def test_network_has_ipv6_where_libvirt_gives_it_an_address_or_allows_it(definition: str, ipv6: bool) -> None:
+    assert read(definition).ipv6 is ipv6
 
 
 @given(macs, st.sets(st.sampled_from([2, 3, 254])))
