@@ -98,6 +98,12 @@ def why_not(host: str, address: Address, sources: ImageSources | None) -> str | 
     return None if named else 'not in the `image_sources:` of this compute'
 
 
+def is_listed_alone(address: Address, sources: ImageSources | None) -> bool:
+    """Whether `image_sources:` lists this very address, as opposed to its name or a network that it is in."""
+    listed = sources.networks if sources is not None else ()
+    return any(network.num_addresses == 1 and each in network for network in listed for each in all_of(address))
+
+
 def _opens(listed: Network, loopback: Network, address: Address) -> bool:
     return address in listed and listed.prefixlen >= loopback.prefixlen
 

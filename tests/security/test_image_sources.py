@@ -182,6 +182,30 @@ def test_nothing_is_fetched_from_etcd_or_placement(
     assert get(everywhere(tmp_path, Reach(LOOPBACK.sources, control=(('127.0.0.1', port + 1),))), web.url + 'good')
 
 
+def own_address() -> str:
+    """An address of this machine that is neither loopback nor link-local."""
+    found = [ip_address(each.address.partition('%')[0]) for found in psutil.net_if_addrs().values() for each in found
+             if each.family in (socket.AF_INET, socket.AF_INET6)]  # fmt: skip
+    own = [each for each in found if not each.is_loopback and not each.is_link_local]
+    assert own, 'this machine has no address but loopback and link-local ones'
+    return f'[{own[0]}]' if own[0].version == 6 else str(own[0])
+
+
+@pytest.mark.parametrize('listed', [None, ['0.0.0.0/0', '::/0'], ['images.example.org', '0.0.0.0/0', '::/0']])
+def test_nothing_is_fetched_from_this_host_by_an_address_that_is_not_listed_by_itself(
+    listed: list[str] | None, web: Web, tmp_path: Path, names: dict[str, list[list[str]]]
+) -> None:
+    own = own_address()
+    names['images.example.org'] = [[own.strip('[]')]]
+    reach = Reach(None if listed is None else image_sources(listed))
+    for host in (own, 'images.example.org'):
+        said = refusal(everywhere(tmp_path, reach), f'http://{host}:{port_of(web.url)}/good')
+        where = 'an address of this host that `image_sources:` does not list by itself: no image is taken from there'
+        assert said.endswith(f'{own.strip("[]")}, {where}')
+    alone = Reach(image_sources([own.strip('[]')]))
+    assert 'nothing listens on that port' in refusal(everywhere(tmp_path, alone), f'http://{own}:{free_port()}/good')
+
+
 def test_the_control_plane_is_what_the_configuration_names(tmp_path: Path) -> None:
     path = tmp_path / 'compute.yaml'
     path.write_text(

@@ -30,9 +30,10 @@ from ecomp import __version__
 from ecomp.addresses import addresses, is_own
 from ecomp.agent.images.reach import Reach, port_of
 from ecomp.errors import BuildFailed
-from ecomp.model.image_sources import Address, all_of, why_not, why_not_name
+from ecomp.model.image_sources import Address, all_of, is_listed_alone, why_not, why_not_name
 
 CONTROL = 'etcd or placement'
+OWN = 'an address of this host that `image_sources:` does not list by itself'
 AUTHORITIES = ('REQUESTS_CA_BUNDLE', 'CURL_CA_BUNDLE')
 """Variables of the environment that may name a file, or a directory, of certificate authorities."""
 HEADERS = {'user-agent': f'ecomp/{__version__}', 'accept': '*/*', 'accept-encoding': 'identity'}
@@ -145,6 +146,9 @@ class Connections:
         what = why_not(host, address, self._reach.sources)
         if what is None and self._is_control(port, address):
             what = CONTROL
+        # By its other addresses a host reaches itself past its own firewall, as it does by loopback.
+        if what is None and not is_listed_alone(address, self._reach.sources):
+            what = OWN if any(is_own(each) and not each.is_loopback for each in all_of(address)) else None
         if what is not None:
             raise Refused(f'{host} is {address}', what)
 
