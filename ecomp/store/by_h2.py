@@ -65,7 +65,7 @@ class Member:
         message = _taken(stream.body)
         if message is None or stream.body:
             raise NotUnderstood('its answer is no message')
-        return _read(name, message)
+        return _read(name, message, until)
 
     def watch(self, wanted: Sequence[WatchCreate], seconds: float, asking: float | None = None) -> Watch:
         """What answers these, for so many seconds at most, and WatchProgress after each `asking` seconds of silence."""
@@ -109,7 +109,8 @@ class Watch:
                     while not stream.is_over:
                         self._receive(stream, until)
                         while (message := _taken(stream.body)) is not None:
-                            yield _read(name, message)
+                            in_time(until)
+                            yield _read(name, message, until)
                 except TimeoutError:
                     raise CallFailure(DEADLINE_EXCEEDED, 'its time is over') from None
                 finally:
@@ -199,8 +200,10 @@ def _check_end(stream: Stream) -> None:
         raise CallFailure(CODES[int(status)], unquote(told.get('grpc-message', '')))
 
 
-def _read(name: str, message: bytes) -> Any:
+def _read(name: str, message: bytes, until: float) -> Any:
     try:
-        return answer(name, message)
+        return answer(name, message, lambda: in_time(until))
+    except TimeoutError as error:
+        raise CallFailure(DEADLINE_EXCEEDED, 'its answer is too long to be read in time') from error
     except ValueError as error:
         raise NotUnderstood(f'its answer cannot be read: {error}') from error

@@ -6,7 +6,7 @@ has the names that it has there, so that it does not matter whether this module 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:  # a Protocol takes as long to make as three classes, and each command would wait for it
@@ -243,7 +243,7 @@ class _Shape:
             kind = _VARINT if what in (int, bool, _UNSIGNED) else _BYTES
             self.fields[number << 3 | kind] = name, what, isinstance(each, list)
             if isinstance(what, _Shape):
-                self.nothing[name] = _message(what, b'', 0, 0)
+                self.nothing[name] = _message(what, b'', 0, 0, _Budget())
             else:
                 self.nothing[name] = 0 if what == _UNSIGNED else what()
 
@@ -252,18 +252,30 @@ _UNSIGNED = 'unsigned'
 """What is not told to be is read as int64."""
 
 
-def answer(name: str, data: bytes) -> Any:
+MAX_FIELDS = 2**19
+"""Fields of an answer, in all its messages: three times as many as 20,000 keys have. An empty key costs 275 bytes."""
+
+
+class _Budget:
+    """How many more fields an answer may have; `go_on` is called at each 1,024th, and may raise."""
+
+    def __init__(self, go_on: Callable[[], None] = lambda: None) -> None:
+        self.left, self.go_on = MAX_FIELDS, go_on
+
+
+def answer(name: str, data: bytes, go_on: Callable[[], None] = lambda: None) -> Any:
     """The message of this name in the bytes, as far as it is read by us. ValueError for what is none.
 
-    What is not there has the value that protobuf has for it: 0, nothing, or a message without anything in it.
+    What is not there has the value that protobuf has for it: 0, nothing, or a message without anything in it. `go_on`
+    is called while it is read, and what it raises ends the reading.
     """
     try:
-        return _message(_ANSWERS[name], data, 0, len(data))
+        return _message(_ANSWERS[name], data, 0, len(data), _Budget(go_on))
     except IndexError as error:
         raise ValueError('a message that ends too early') from error
 
 
-def _message(shape: _Shape, data: bytes, at: int, end: int) -> _Message:
+def _message(shape: _Shape, data: bytes, at: int, end: int, budget: _Budget) -> _Message:
     """The message that is there from `at` to before `end`. ValueError, IndexError.
 
     It is called for each key of a list, of which there may be 20,000: so each step in it counts.
@@ -273,6 +285,11 @@ def _message(shape: _Shape, data: bytes, at: int, end: int) -> _Message:
         found[name] = []
     fields = shape.fields
     while at < end:
+        budget.left -= 1
+        if not budget.left & 0x3FF:
+            budget.go_on()
+            if not budget.left:
+                raise ValueError(f'more than {MAX_FIELDS} fields')
         tag = data[at]
         at += 1
         if tag > 0x7F:
@@ -304,13 +321,13 @@ def _message(shape: _Shape, data: bytes, at: int, end: int) -> _Message:
         elif what is bytes:
             found[name] = data[start:at]
         elif is_many:
-            found[name].append(_message(what, data, start, at))
+            found[name].append(_message(what, data, start, at, budget))
         elif what is bool:
             found[name] = value != 0
         elif what is str:
             found[name] = str(data[start:at], 'utf-8')
         else:
-            found[name] = value if what is _UNSIGNED else _message(what, data, start, at)
+            found[name] = value if what is _UNSIGNED else _message(what, data, start, at, budget)
     made = _Message()
     made.__dict__ = found
     return made

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from typing import Any
 
 import pytest
@@ -183,3 +184,46 @@ def test_what_is_not_known_is_passed_over() -> None:
     unknown = b'\x78\x05' + b'\x79' + b'8 bytes!' + b'\x7d' + b'four' + b'\x7a\x03abc'
     found = answer('RangeResponse', unknown + etcdrpc.RangeResponse(count=7).SerializeToString() + unknown)
     assert (found.count, found.kvs, found.header.revision) == (7, [], 0)
+
+
+TINY = {
+    'empty keys': ('RangeResponse', b'\x12\0'),
+    'empty events': ('WatchResponse', b'\x5a\0'),
+    'empty results': ('TxnResponse', b'\x1a\0'),
+    'keys in results': ('TxnResponse', b'\x1a\x04\x0a\x02\x12\0'),
+    'one number again and again': ('RangeResponse', b'\x20\x01'),
+    'fields that are not known': ('StatusResponse', b'\x78\x01'),
+}
+
+
+@pytest.mark.parametrize('name', TINY)
+def test_answer_of_more_parts_than_any_real_one_has_is_refused_before_it_fills_memory(name: str) -> None:
+    """8 MiB of empty keys cost 1.1 GiB."""
+    message, part = TINY[name]
+    tracemalloc.start()
+    try:
+        with pytest.raises(ValueError, match=f'more than {messages.MAX_FIELDS} fields'):
+            answer(message, part * (8 * 2**20 // len(part)))
+        assert tracemalloc.get_traced_memory()[1] < 400 * 2**20
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize('name', TINY)
+def test_whoever_reads_an_answer_is_asked_again_and_again_whether_to_go_on(name: str) -> None:
+    message, part = TINY[name]
+    asked: list[None] = []
+
+    def go_on() -> None:
+        asked.append(None)
+        if len(asked) == 3:
+            raise TimeoutError
+
+    with pytest.raises(TimeoutError):
+        answer(message, part * 100_000, go_on)
+
+
+def test_answer_of_as_many_keys_as_are_asked_for_at_once_is_read() -> None:
+    kvs = [{'key': b'k', 'value': b'v', 'lease': 1, 'version': 1, 'create_revision': 1, 'mod_revision': 1}]
+    data = etcdrpc.RangeResponse(kvs=20_000 * kvs).SerializeToString()
+    assert len(answer('RangeResponse', data).kvs) == 20_000
