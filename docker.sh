@@ -17,7 +17,9 @@
 #   CERTS               (unset)       the directory of `elab certs`; ./certs, if others reach them. It is made if there
 #                                     is none and BIND_ADDRESS is one address. Both then take those alone who
 #                                     have a certificate, and placement's word. What is exchanged there
-#                                     counts without a restart
+#                                     counts without a restart. Without it, on localhost, every user of this
+#                                     machine can do everything, and with Docker before 28 it takes root, for
+#                                     iptables rules that keep guests out; run it again after a boot
 #   INSECURE            (unset)       1: others need no certificate, and whoever reaches them can do everything
 #   ETCD_PORT           2379
 #   PLACEMENT_PORT      8080
@@ -215,6 +217,7 @@ start() { # NAME ARGUMENTS…: runs with these arguments. What a container holds
     local name=$1 id error
     shift
     if running_as_wanted "$name" "$@"; then
+        docker update --restart "$RESTART" "$name" >/dev/null
         say "$name: running already"
         return
     fi
@@ -224,7 +227,7 @@ start() { # NAME ARGUMENTS…: runs with these arguments. What a container holds
     fi
     # create and start apart: when create fails, there is nothing of ours to remove.
     # The log driver `local` rotates its files; placement logs every request.
-    id=$(docker create --name "$name" --network ecomp --restart unless-stopped --log-driver local \
+    id=$(docker create --name "$name" --network ecomp --restart "$RESTART" --log-driver local \
         --label "ecomp.settings=$(digest "$@")" "$@" 2>&1) || fail 1 "cannot make $name: $(last_line "$id")"
     if ! error=$(docker start "$name" 2>&1); then
         docker rm "$name" >/dev/null
@@ -263,45 +266,60 @@ postgres_password() { # made once, kept as a label of the volume: it lasts exact
     docker volume inspect -f '{{index .Labels "ecomp.password"}}' ecomp-postgres
 }
 
-fence_rule() { # sets BRIDGE and RULE. What this machine itself sends, by 127.0.0.1 too, is not forwarded
+fence_rule() { # sets BRIDGE and RULES. What this machine sends to itself or to a container meets neither
+    local drop='-m comment --comment docker.sh -j DROP'
     BRIDGE=br-$(docker network inspect -f '{{slice .Id 0 12}}' ecomp)
-    RULE=(DOCKER-USER -o "$BRIDGE" ! -i "$BRIDGE" -m conntrack --ctstate NEW -j DROP)
+    # In `raw`, as Docker 28 has them, no chain of libvirt or of a firewall accepts a packet first. The second one is for
+    # what is published on 127.0.0.1: Docker rewrites that destination before the kernel sees that it came from outside.
+    RULES=("PREROUTING -t raw -d $(docker network inspect -f '{{(index .IPAM.Config 0).Subnet}}' ecomp) ! -i $BRIDGE $drop"
+        "PREROUTING -t raw -d 127.0.0.0/8 ! -i lo $drop")
     grep -q "^ *$BRIDGE:" /proc/net/dev # and not where another machine's Docker was asked
 }
 
-fence() { # Docker before 28 lets whoever routes through this machine, its guests too, reach a container's own address
-    if [ -n "$OPEN" ] || [[ ! $SERVER =~ ^([0-9]+)\. ]] || ((BASH_REMATCH[1] >= 28)); then
-        unfence # the rule of an earlier run keeps others from what is published for them now
+# shellcheck disable=SC2086  # a rule is words
+fence() { # Docker before 28 lets whoever routes through this machine, its guests too, reach the containers
+    local rule added='' failed=''
+    RESTART=unless-stopped
+    if [[ -n $CERTS || $INSECURE = 1 || ! $SERVER =~ ^([0-9]+)\. ]] || ((BASH_REMATCH[1] >= 28)); then
+        unfence
         return
     fi
+    RESTART=on-failure # after a boot nothing starts before the rules are set again
     if fence_rule; then
-        if iptables -C "${RULE[@]}" 2>/dev/null; then return; fi
-        if iptables -I "${RULE[@]}" 2>/dev/null; then
-            say "Docker $SERVER: nobody but this machine reaches the containers, by a rule until the next boot"
-            return
-        fi
+        for rule in "${RULES[@]}"; do
+            if iptables -w -C $rule 2>/dev/null; then continue; fi
+            if iptables -w -I $rule 2>/dev/null; then added=1; else failed=1; fi
+        done
+    else
+        failed=1
     fi
-    printf 'docker.sh: Docker %s lets guests and neighbours reach these containers at their own addresses: %s\n' \
-        "$SERVER" "install Docker 28, or after each boot: sudo iptables -I ${RULE[*]}" >&2
+    [ -z "$failed" ] ||
+        fail 1 "Docker $SERVER lets guests and neighbours reach these containers at their own addresses, and the iptables" \
+            "rules against it cannot be set from here. Fix: run docker.sh as root on the machine that Docker runs on," \
+            "install Docker 28, or say CERTS=certs"
+    if [ -n "$added" ]; then
+        say "Docker $SERVER: guests and neighbours do not reach the containers, by rules that last until the next boot;" \
+            'after it, run docker.sh again'
+    fi
 }
 
+# shellcheck disable=SC2086
 unfence() {
+    local rule
     fence_rule || return 0
-    while iptables -D "${RULE[@]}" 2>/dev/null; do :; done
-    if iptables -C "${RULE[@]}" 2>/dev/null; then
-        say "a rule of ours keeps other machines out of the containers still: sudo iptables -D ${RULE[*]}"
-    fi
+    for rule in "${RULES[@]}"; do iptables -w -D $rule 2>/dev/null || :; done
 }
 
 certificates() { # sets CERTS to the whole path of the directory, or to nothing where nobody needs one
-    local name
+    local name servers=("$REACH")
     if [ -z "$CERTS" ]; then
         if [ -z "$OPEN" ] || [ "$INSECURE" = 1 ]; then return; fi
         CERTS=certs
     fi
-    if [ ! -e "$CERTS/placement/server.crt" ] && [[ $REACH != 127.0.0.1 && $REACH != ::1 ]] &&
+    if [ -z "$OPEN" ]; then servers=(localhost "$REACH"); fi
+    if [ ! -e "$CERTS/placement/server.crt" ] && [[ $BIND_ADDRESS != 0.0.0.0 && $BIND_ADDRESS != '[::]' ]] &&
         command -v elab >/dev/null; then
-        elab certs "$CERTS" --control "$REACH" --etcd-port "$ETCD_PORT" --placement-port "$PLACEMENT_PORT" || exit 1
+        elab certs "$CERTS" --control "${servers[@]}" --etcd-port "$ETCD_PORT" --placement-port "$PLACEMENT_PORT" || exit 1
     fi
     for name in etcd/ca.crt etcd/server.crt etcd/server.key placement/ca.crt placement/server.crt placement/server.key \
         placement/token; do
@@ -407,6 +425,8 @@ up() {
         say "for those who ask: elab certs $CERTS$ports --compute HOST... --scheduler NAME... --operator NAME..."
     elif [ -n "$OPEN" ]; then
         printf 'docker.sh: neither asks for a password: whoever reaches %s can do everything\n' "$BIND_ADDRESS" >&2
+    else
+        say 'without certificates every user of this machine can write to both. Fix: CERTS=certs ./docker.sh'
     fi
 }
 

@@ -110,6 +110,10 @@ class Engine:
         command = ['docker', '--host', self.host, *arguments]
         return subprocess.run(command, check=True, text=True, stdout=subprocess.PIPE).stdout.strip()
 
+    def version(self) -> int:
+        """The major version of Docker."""
+        return int(self.docker('version', '--format', '{{.Server.Version}}').partition('.')[0])
+
 
 @contextmanager
 def engine() -> Iterator[Engine]:

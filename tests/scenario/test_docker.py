@@ -7,18 +7,16 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from tests.kit.servers import until
-from tests.scenario import docker_engine
 from tests.scenario.docker_engine import BASE, POSTGRES, Engine
+from tests.scenario.docker_runs import SCRIPT, TOP, Run, succeeded
 
-TOP = Path(__file__).resolve().parents[2]
-SCRIPT = TOP / 'docker.sh'
 SMALL = 'resources=VCPU:1,DISK_GB:1,MEMORY_MB:64'
 
 # As a page in somebody's browser asks, and as a guest that this machine routes for.
@@ -48,46 +46,6 @@ address() { docker inspect -f '{{.NetworkSettings.Networks.ecomp.IPAddress}}' "$
 ask 'etcd from a guest' "http://$(address ecomp-etcd):2379/version"
 ask 'placement from a guest' "http://$(address ecomp-placement):8080/"
 """
-
-# The first test makes the images as well: a minute and a half, on a machine that has nothing else to do.
-Run = Callable[..., subprocess.CompletedProcess[str]]
-
-
-@pytest.fixture(scope='module')
-def engine() -> Iterator[Engine]:
-    if missing := docker_engine.missing():
-        pytest.skip(f'no Docker Engine can be started here: {missing}')
-    with docker_engine.engine() as running:
-        yield running
-
-
-@pytest.fixture
-def run(engine: Engine, tmp_path: Path) -> Iterator[Run]:
-    """Run a command where the containers' ports are, with docker.sh's settings for the local images.
-
-    The network is the test's own, so that the ports of the README are free, whatever runs on the machine.
-    """
-    settings = {'DOCKER_HOST': engine.host, 'ETCD_IMAGE': BASE, 'POSTGRES_IMAGE': POSTGRES, 'PYTHON_IMAGE': BASE}
-    if authorities := os.environ.get('PIP_CERT') or os.environ.get('REQUESTS_CA_BUNDLE'):
-        settings['PLACEMENT_BUILD_CA'] = authorities
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith('DOCKER_')}
-    paths = {'PYTHONPATH': f'{TOP}:{TOP / "md_server"}'}
-
-    def command(*words: str | Path, **more: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            engine.inside([str(word) for word in words]),
-            check=False,
-            capture_output=True,
-            text=True,
-            cwd=tmp_path,
-            env=inherited | paths | settings | more,
-        )
-
-    yield command
-    command(SCRIPT, 'down')
-    if volumes := engine.docker('volume', 'ls', '--quiet'):
-        engine.docker('volume', 'rm', *volumes.split())
-
 
 @contextmanager
 def ecompute(engine: Engine, directory: Path) -> Iterator[subprocess.Popen[str]]:
@@ -120,11 +78,6 @@ def started(engine: Engine) -> dict[str, str]:
     """When each container that is there was started, by name."""
     names = engine.docker('ps', '--all', '--format', '{{.Names}}').split()
     return {name: engine.docker('inspect', '--format', '{{.State.StartedAt}}', name) for name in names}
-
-
-def succeeded(done: subprocess.CompletedProcess[str]) -> str:
-    assert done.returncode == 0, f'{done.args} ended with {done.returncode}:\n{done.stdout}{done.stderr}'
-    return done.stdout
 
 
 @pytest.mark.slow
@@ -192,9 +145,9 @@ def test_other_ports(engine: Engine, run: Run) -> None:
     """What is running is made anew when its settings changed, and only that; who may reach it follows."""
 
     def fences() -> int:
-        return succeeded(run('iptables', '-S', 'DOCKER-USER')).count('-j DROP')
+        return succeeded(run('iptables', '-t', 'raw', '-S', 'PREROUTING')).count('docker.sh')
 
-    fenced = int(int(engine.docker('version', '--format', '{{.Server.Version}}').partition('.')[0]) < 28)
+    fenced = 2 * (engine.version() < 28)
     succeeded(run(SCRIPT))
     assert fences() == fenced
     before = started(engine)

@@ -63,6 +63,29 @@ def test_without_a_registry_it_says_what_else_can_be_done(tmp_path: Path) -> Non
     assert 'pull' in asked
 
 
+OLD = """\
+#!/bin/sh
+echo "$*" >>"$0.log"
+case "$1" in
+    version) echo 20.10.24 ;;
+    create | start) exit 1 ;;
+esac
+"""
+"""A Docker before 28 that has all images; its bridge is on another machine."""
+
+
+def test_old_docker_starts_nothing_where_no_rule_can_keep_guests_out(tmp_path: Path) -> None:
+    ports = {'ETCD_PORT': str(free_port()), 'PLACEMENT_PORT': str(free_port())}
+    code, said, asked = docker_sh(tmp_path, OLD, **ports)
+    assert (code, said.count('\n')) == (1, 1)
+    assert said.startswith('docker.sh: Docker 20.10.24 lets guests and neighbours reach these containers')
+    assert 'Fix: ' in said
+    assert 'create' not in asked.split()
+    _, said, asked = docker_sh(tmp_path, OLD, INSECURE='1', **ports)
+    assert 'cannot make ecomp-etcd' in said
+    assert 'create' in asked.split()
+
+
 def test_what_goes_into_the_image_is_read_by_its_user_whatever_the_umask(tmp_path: Path) -> None:
     ports = {'ETCD_PORT': str(free_port()), 'PLACEMENT_PORT': str(free_port())}
     code, said, modes = docker_sh(tmp_path, BUILDS, 0o077, TMPDIR=str(tmp_path), **ports)
