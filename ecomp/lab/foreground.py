@@ -59,7 +59,7 @@ def run(asked: Endpoints, service: Service, say: Callable[[str], None], ready: C
     programs = {**machine.CONTROL_PROGRAMS, **(machine.SECURE_PROGRAMS if secure else {})}
     machine.require(programs, ['placement', 'waitress', *(['cryptography'] if secure else [])])
     try:
-        asked.data.mkdir(mode=0o700 if secure else 0o755, parents=True, exist_ok=True)
+        asked.data.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
         raise UsageError(f'--data {asked.data}: {error.strerror}') from error
     if asked.certs is not None:
@@ -85,6 +85,8 @@ def run(asked: Endpoints, service: Service, say: Callable[[str], None], ready: C
             say(f'{server.what} is ready ({time.monotonic() - began:.1f} s)')
         ready('https' if secure else 'http')
         service.ready(f'etcd and placement answer at {asked.bind}')
+        if not secure:
+            say('without certificates every user of this machine can write to both. Fix: elab control --certs certs')
         say(f'data is in {asked.data.resolve()}; Ctrl-C ends both')
         written = _written(asked)
         while not stopped.wait(0.5):

@@ -101,6 +101,10 @@ def end(processes: Iterable[Process], patience: float = 5.0) -> None:
 ONCE_TOLD = 'read -r _ && exec "$@" </dev/null'
 
 
+def _open_private(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)
+
+
 def start(
     what: str,
     command: Sequence[str],
@@ -109,13 +113,14 @@ def start(
     env: Mapping[str, str] | None = None,
     *,
     remember: Remember = in_memory,
+    umask: int = -1,
 ) -> Process:
     """Start a server in a session of its own, its output appended to `log`; it runs once `remember` has returned.
 
-    So none runs that nobody has written down, whenever this process is killed. EcompError.
+    So none runs that nobody has written down, whenever this process is killed. `umask` -1 is its own. EcompError.
     """
     words = ['sh', '-c', ONCE_TOLD, 'sh', *command]
-    with log.open('ab') as output:
+    with open(log, 'ab', opener=_open_private) as output:
         try:
             child = subprocess.Popen(
                 words,
@@ -125,6 +130,7 @@ def start(
                 cwd=cwd,
                 env={**os.environ, 'PATH': search_path(), 'PYTHONPATH': python_path(), **(env or {})},
                 start_new_session=True,
+                umask=umask,
             )
         except OSError as error:
             raise EcompError(f'{what} cannot be started: {error}') from error

@@ -78,6 +78,11 @@ def status(url: str, body: bytes | None = None, **headers: str) -> tuple[int, di
         return error.code, {name.lower(): value for name, value in error.headers.items()}
 
 
+def open_to_others(directory: Path) -> list[str]:
+    """What of it, and in it, other users of the machine could read."""
+    return [path.name for path in (directory, *directory.iterdir()) if path.stat().st_mode & 0o077]
+
+
 def children(process: subprocess.Popen[str]) -> list[int]:
     return [int(pid) for pid in Path(f'/proc/{process.pid}/task/{process.pid}/children').read_text().split()]
 
@@ -100,7 +105,12 @@ def test_both_answer_end_with_it_and_remember(tmp_path: Path, number: int) -> No
         etcdctl(etcd, 'put', 'key', 'value')
         call(f'http://localhost:{placement}/resource_providers', {'name': 'one'}, 'POST')
         process.send_signal(number)
-        assert process.wait(20) == 0
+        _, said = process.communicate(timeout=20)
+        assert process.returncode == 0
+    assert 'every user of this machine can write to both. Fix: elab control --certs certs' in said
+    names = {path.name for path in (tmp_path / 'data').iterdir()}
+    assert {'placement.sqlite', 'placement.log', 'etcd.log', 'etcd'} <= names
+    assert open_to_others(tmp_path / 'data') == []
     assert is_free(etcd)
     assert is_free(placement)
 
@@ -261,7 +271,9 @@ def secured(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Secured]:
         assert ready(process) == [f'etcd localhost:{made.etcd}', f'placement https://localhost:{made.placement}']
         yield made
         process.terminate()
-        assert process.wait(20) == 0
+        _, said = process.communicate(timeout=20)
+        assert process.returncode == 0
+    assert 'every user of this machine' not in said
     assert is_free(made.etcd)
     assert is_free(made.placement)
 
