@@ -7,6 +7,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from ecomp.conf import EtcdConfig, PlacementConfig
+from ecomp.endpoints import open_secrets
 from ecomp.errors import EcompError, NoSpace
 from ecomp.model.certificate import ends
 from ecomp.model.health import Backends, Certificate
@@ -55,6 +56,7 @@ def look(etcd: EtcdConfig, placement: PlacementConfig, told: Path | None, usual:
         etcd_version=etcd_version,
         placement_version=placement_version,
         ahead=ahead,
+        open_secrets=tuple(map(str, open_secrets(etcd, placement))),
         certificates=tuple(Certificate(str(path), _until(path)) for path in dict.fromkeys(shown) if path is not None),
     )
 

@@ -103,6 +103,15 @@ def in_clear(*asked: EtcdConfig | PlacementConfig) -> list[str]:
     return [each for each in found if not _is_local(re.sub(r':[0-9]+\Z', '', each))]
 
 
+def open_secrets(*asked: EtcdConfig | PlacementConfig) -> list[Path]:
+    """The files of keys and tokens that every user of this machine can read or change."""
+    found = {}
+    for path in (path for each in asked for path in (each.cert_key, getattr(each, 'token_file', None)) if path):
+        with suppress(OSError):  # whoever reads it says what is wrong
+            found[path] = path.stat().st_mode & 0o006
+    return [path for path, is_open in found.items() if is_open]
+
+
 def connection_to(host: bytes | str, port: int, timeout: float, patience: float) -> socket.socket:
     """A TCP connection to one of the host's addresses, tried in their order. OSError, ValueError.
 

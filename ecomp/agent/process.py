@@ -22,7 +22,7 @@ from ecomp.agent.instance.build import MOST_ENDS
 from ecomp.agent.queue.offers import Offers
 from ecomp.agent.turns import Threads, Turn
 from ecomp.compute_conf import ComputeConfig
-from ecomp.endpoints import in_clear
+from ecomp.endpoints import in_clear, open_secrets
 from ecomp.errors import EcompError, UsageError
 from ecomp.model import keys
 from ecomp.model.cluster import KnownCluster, holes
@@ -288,6 +288,8 @@ def _each(work: Callable[[Each], None], of: Sequence[Each]) -> None:
 def _warn_of_holes(config: ComputeConfig, store: Store) -> None:
     for host in in_clear(config.etcd, config.placement):
         log.warning('%s is asked in plain text: whoever is on the way there can do everything (insecure)', host)
+    for path in open_secrets(config.etcd, config.placement):
+        log.warning('%s can be read or changed by every user of this machine. Fix: chmod o= %s', path, path)
     with suppress(EcompError):  # what it is about is said by whoever needs etcd
         if warning := holes(store.version()):
             log.warning('%s', warning)

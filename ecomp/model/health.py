@@ -64,6 +64,7 @@ class Backends:
     placement_version: str = ''
     ahead: float | None = None
     certificates: tuple[Certificate, ...] = ()
+    open_secrets: tuple[str, ...] = ()
 
     @property
     def away(self) -> bool:
@@ -146,6 +147,11 @@ def _certificates(facts: Backends) -> Iterator[Found]:
             yield f'{each.path} expires soon, {each.until:%Y-%m-%d %H:%M} UTC', cure
 
 
+def _secrets(facts: Backends) -> Iterator[Found]:
+    for path in facts.open_secrets:
+        yield f'{path} can be read or changed by every user of this machine', f'chmod o= {path}'
+
+
 def _computes(facts: ComputeFacts) -> Iterator[Found]:
     for each in facts.hosts:
         name = each.hostname or each.compute
@@ -193,6 +199,7 @@ OF_BACKENDS: Mapping[str, Callable[[Backends], Iterable[Found]]] = {
     'placement-version': _placement_version,
     'clock': _clock,
     'certificate': _certificates,
+    'secret': _secrets,
 }
 OF_COMPUTES: Mapping[str, Callable[[ComputeFacts], Iterable[Found]]] = {
     'compute': _computes,

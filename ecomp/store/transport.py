@@ -52,6 +52,7 @@ CLOSED = 'Socket closed'
 _NO_WAY = {errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, errno.ENETDOWN}
 _OUT_OF_DATE = {9, 10}
 """OpenSSL's X509_V_ERR_CERT_NOT_YET_VALID and _HAS_EXPIRED, of which gRPC would say the same."""
+_MISNAMED = {62, 64}  # X509_V_ERR_HOSTNAME_MISMATCH and _IP_ADDRESS_MISMATCH
 
 
 class _Http2(H2Connection):
@@ -200,6 +201,8 @@ class Transport:
         if self.http.ends:
             return CLOSED
         if isinstance(error, ssl.SSLCertVerificationError):
+            if error.verify_code in _MISNAMED:  # gRPC would go by the common name
+                return f'Hostname Verification: {error}'
             return str(error) if error.verify_code in _OUT_OF_DATE else ''
         if isinstance(error, ConnectionRefusedError) or (isinstance(error, OSError) and error.errno in _NO_WAY):
             return f'Failed to connect to remote host: {error.strerror}'
@@ -332,6 +335,7 @@ def _check(path: Path | None) -> None:
 
 def _context(config: EtcdConfig) -> ssl.SSLContext:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.hostname_checks_common_name = False
     context.set_alpn_protocols(['h2'])
     if config.ca_cert is not None:
         context.load_verify_locations(config.ca_cert)

@@ -55,6 +55,7 @@ class Authority:
         if hosts:
             names = [x509.IPAddress(ip_address(each)) if each[0].isdigit() else x509.DNSName(each) for each in hosts]
             made = made.add_extension(x509.SubjectAlternativeName(names), critical=False)
+        key.touch(0o600)
         key.write_bytes(
             own.private_bytes(
                 serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()

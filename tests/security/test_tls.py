@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import socket
+import ssl
 import threading
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
-from ecomp.conf import EtcdConfig
+from ecomp.agent.process import _warn_of_holes
+from ecomp.backends import look
+from ecomp.compute_conf import ComputeConfig
+from ecomp.conf import EtcdConfig, PlacementConfig
 from ecomp.errors import Unreachable
+from ecomp.model.health import of_backends
+from ecomp.placement.client import Placement
 from ecomp.store.client import Store
 from tests.kit.certificates import Authority
+from tests.kit.servers import free_port
 
 
 def first_bytes(**settings: Path) -> bytes:
@@ -45,3 +53,62 @@ def test_certificates_without_an_authority_are_not_plain_text(tmp_path: Path) ->
     assert first_bytes().startswith(b'PRI * HTTP/2.0')
     assert first_bytes(ca_cert=authority.certificate).startswith(b'\x16\x03')
     assert first_bytes(cert_cert=certificate, cert_key=key).startswith(b'\x16\x03')
+
+
+@pytest.mark.parametrize('named', [(), ('other.example',)])
+@pytest.mark.parametrize('server', ['etcd', 'placement'])
+def test_server_is_not_accepted_by_its_common_name(server: str, named: tuple[str, ...], tmp_path: Path) -> None:
+    """RFC 9525 6.3: what counts are its alternative names."""
+    authority = Authority(tmp_path)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.set_alpn_protocols(['h2'])
+    context.load_cert_chain(*authority.issue(tmp_path / 'server', 'localhost', *named))
+    heard: list[bytes] = []
+    with socket.create_server(('127.0.0.1', 0)) as listener:
+
+        def listen() -> None:
+            with suppress(OSError):  # the listener is closed
+                while True:
+                    connection, _ = listener.accept()
+                    with connection, suppress(OSError), context.wrap_socket(connection, server_side=True) as secured:
+                        heard.append(secured.recv(24))
+
+        threading.Thread(target=listen, daemon=True).start()
+        where = f'localhost:{listener.getsockname()[1]}'
+        store = Store(EtcdConfig((where,), ca_cert=authority.certificate, timeout=2.0))
+        client = Placement(PlacementConfig(f'https://{where}', ca_cert=authority.certificate))
+        asked = store if server == 'etcd' else client
+        try:
+            with pytest.raises(Unreachable, match='name'):
+                asked.get('/x')
+        finally:
+            store.close()
+            client.close()
+    assert [each for each in heard if each] == []
+
+
+@pytest.mark.parametrize(('mode', 'is_open'), [(0o600, False), (0o640, False), (0o644, True), (0o602, True)])
+def test_secret_that_every_user_can_read_or_change_is_named_by_doctor_and_at_the_start(
+    mode: int, is_open: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    authority, nobody = Authority(tmp_path), f'127.0.0.1:{free_port()}'
+    certificate, key = authority.issue(tmp_path / 'own', 'client')
+    token = tmp_path / 'token'
+    token.write_text('secret\n')
+    for path in (key, token):
+        path.chmod(mode)
+    etcd = EtcdConfig((nobody,), authority.certificate, key, certificate)
+    placement = PlacementConfig(f'https://{nobody}', authority.certificate, key, certificate, token)
+    named = [str(key), str(token)] if is_open else []
+    found = [each for each in of_backends(look(etcd, placement, None, '')) if each.check == 'secret']
+    assert [(each.what.split()[0], each.cure) for each in found] == [(path, f'chmod o= {path}') for path in named]
+    store = Store(etcd)
+    _warn_of_holes(ComputeConfig(etcd=etcd, placement=placement), store)
+    store.close()
+    assert [each.getMessage().split()[0] for each in caplog.records if 'chmod' in each.getMessage()] == named
+
+
+def test_doctor_passes_over_a_key_that_it_cannot_look_at(tmp_path: Path) -> None:
+    key = tmp_path / ('x' * 300)  # ENAMETOOLONG, as EACCES is for others than root
+    found = of_backends(look(EtcdConfig((f'127.0.0.1:{free_port()}',), cert_key=key), PlacementConfig(), None, ''))
+    assert 'secret' not in [each.check for each in found]

@@ -35,7 +35,9 @@ ARROWS: dict[str, set[str]] = {
     'ecomp.conf': {'ecomp.endpoints', 'ecomp.yaml_file', 'ecomp.model'},
     'ecomp.compute_conf': {'ecomp.conf', 'ecomp.endpoints', 'ecomp.errors', 'ecomp.yaml_file', 'ecomp.model'},
     'ecomp.model': {'ecomp.errors'},
-    'ecomp.backends': {'ecomp.errors', 'ecomp.conf', 'ecomp.model', 'ecomp.placement', 'ecomp.store'},
+    'ecomp.backends': {
+        *('ecomp.errors', 'ecomp.conf', 'ecomp.endpoints', 'ecomp.model', 'ecomp.placement', 'ecomp.store'),
+    },
     'ecomp.placement': {'ecomp.errors', 'ecomp.conf', 'ecomp.endpoints', 'ecomp.model'},
     'ecomp.store': {'ecomp.errors', 'ecomp.conf', 'ecomp.endpoints', 'ecomp.model'},
     'ecomp.virt': {'ecomp.addresses', 'ecomp.errors', 'ecomp.failpoints', 'ecomp.files', 'ecomp.conf', 'ecomp.model'},

@@ -93,6 +93,7 @@ HUNG_UP = tls.reason(ssl.SSLEOFError('EOF occurred in violation of protocol'))[1
         (replace(WELL, certificates=(Certificate('/c', NOW),)), 'certificate', '/c has expired', 'elab certs'),
         (replace(WELL, certificates=(Certificate('/c', NOW + timedelta(1)),)), 'certificate', 'soon', 'elab certs'),
         (replace(WELL, certificates=(Certificate('/c', None),)), 'certificate', 'cannot be read', 'elab certs'),
+        (replace(WELL, open_secrets=('/c',)), 'secret', '/c can be read or changed by every user', 'chmod o= /c'),
     ],
 )
 def test_of_the_control_plane(facts: Backends, check: str, says: str, cure: str) -> None:
