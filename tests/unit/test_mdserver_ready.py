@@ -31,6 +31,7 @@ def config(tmp_path: Path) -> Config:
 def say_ready(config: Config) -> str:
     """What the server answers to this guest's word."""
     environ = {'REMOTE_ADDR': ADDRESS, 'REQUEST_METHOD': 'POST', 'PATH_INFO': f'/phone-home/{UUID}/'}
+    environ['HTTP_HOST'] = config.listen_address
     setup_testing_defaults(environ)
     answered = []
     list(make_app(files.Files(config))(environ, lambda status, *_: answered.append(status)))
