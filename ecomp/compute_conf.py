@@ -61,6 +61,7 @@ class ComputeConfig:
     image_sources: tuple[str, ...] | None = None
     image_proxy: str | None = None
     queues: bool = False
+    hold_addresses: bool = False
     traits: tuple[str, ...] = ()
     aggregates: tuple[str, ...] = ()
     allocation_ratios: Mapping[str, float] = field(default_factory=dict)
@@ -88,6 +89,7 @@ def load_compute(path: Path | None = None) -> ComputeConfig:
         image_sources=top.take('image_sources', each_once(checked(check_source)), None),
         image_proxy=top.take('image_proxy', url, None),
         queues=top.take('queues', flag, ComputeConfig.queues),
+        hold_addresses=top.take('hold_addresses', flag, ComputeConfig.hold_addresses),
         traits=top.take('traits', each_once(_trait), ()),
         aggregates=top.take('aggregates', each_once(_uuid), ()),
         allocation_ratios=top.take('allocation_ratios', _by_class('ratios', _ratio), {}),

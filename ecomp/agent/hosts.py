@@ -62,7 +62,9 @@ def real(config: ComputeConfig, at_exit: ExitStack, admit: Admit) -> Host:
     # No instance is given more than what there is in all, so no image above that is of use here.
     disk = (config.inventory or {}).get('DISK_GB', 0) * GIB or inventory.look(config.state, []).disk
     limits = CacheLimits(_image_cache(config) * GIB, disk)
-    settings = WorkerSettings(config.state, config.images, os.getpid(), limits, libvirt.filters, reach_of(config))
+    settings = WorkerSettings(
+        config.state, config.images, os.getpid(), limits, libvirt.filters, reach_of(config), config.hold_addresses
+    )
     pool = Workers(workers(config), settings)
     at_exit.callback(pool.stop)
     scrubber = Scrubber(config.state / 'images')

@@ -76,15 +76,20 @@ _NOWHERE = (Service(IPv4Address('0.0.0.0'), 1), Service(IPv6Address('::'), 1))
 _NOBODY = '00:00:00:00:00:00'  # Linux's bridge drops what is from it
 
 
-def reference(interface: ET.Element, address: str | None, control: Collection[Service], mac6: str | None) -> None:
+def reference(
+    interface: ET.Element, address: str | None, control: Collection[Service], mac6: str | None, by_dhcp: bool = False
+) -> None:
     """Add the filter to a domain's `<interface>`; `address` is its reserved IPv4 address, None for none.
 
     `control` are the services that the guest may not reach, `mac6` the MAC that it sends IPv6 from, None for no IPv6.
+    `by_dhcp`: without a reserved address it sends nothing but DHCP before libvirt has seen which one it is given.
     """
-    filtered = ET.SubElement(interface, 'filterref', filter=GUEST_ADDRESS if address else GUEST_MAC)
+    filtered = ET.SubElement(interface, 'filterref', filter=GUEST_ADDRESS if address or by_dhcp else GUEST_MAC)
     ET.SubElement(filtered, 'parameter', name='MAC6', value=mac6 or _NOBODY)
     if address:
         ET.SubElement(filtered, 'parameter', name='IP', value=address)
+    elif by_dhcp:
+        ET.SubElement(filtered, 'parameter', name='CTRL_IP_LEARNING', value='dhcp')
     for version, nowhere in zip((4, 6), _NOWHERE, strict=True):
         for each in [each for each in control if each.address.version == version] or [nowhere]:
             ET.SubElement(filtered, 'parameter', name=f'CONTROL{version}', value=str(each.address))

@@ -39,7 +39,8 @@ class Libvirt:
 
     `attachments` are the networks that prepare() starts; a guest's own are in its spec. `control` is host and port of
     etcd and of placement, which no guest reaches. `filters`: this host had filters when prepare() looked, in whichever
-    process that was, and no guest is made without.
+    process that was, and no guest is made without. `hold_addresses`: on bridges their guests have the addresses alone
+    that DHCP gives them.
     """
 
     def __init__(
@@ -49,6 +50,7 @@ class Libvirt:
         uri: str = 'qemu:///system',
         control: Sequence[tuple[str, int]] = (),
         filters: bool = False,
+        hold_addresses: bool = False,
     ) -> None:
         self._state = state.absolute()
         self._attachments = attachments
@@ -56,7 +58,7 @@ class Libvirt:
         self._agents = Agents(uri)
         self._domains = Domains(self._connection)
         self._filters = Filters(self._connection, control)
-        self.filters = filters
+        self.filters, self._hold_addresses = filters, hold_addresses
         self._volumes = Volumes(self._connection, self._state / 'images')
         self._seeds = Seeds(self._state / 'seeds')
         self._networks = Networks(self._connection)
@@ -184,9 +186,14 @@ class Libvirt:
         if why and self.filters:
             raise Unreachable(NO_FILTERS_NOW.format(why=why), "libvirt's network filters")
         control = None if why else self._filters.services()
-        without_ipv6 = self._networks.without_ipv6(spec.networks)
         description = xml.domain_xml(
-            spec, str(disk), str(console), seed=seed, control=control, without_ipv6=without_ipv6
+            spec,
+            str(disk),
+            str(console),
+            seed=seed,
+            control=control,
+            without_ipv6=self._networks.without_ipv6(spec.networks),
+            hold_addresses=self._hold_addresses,
         )
         self._domains.start(spec, description)
 

@@ -64,12 +64,14 @@ def domain_xml(
     seed: str | None = None,
     control: Collection[Service] | None = (),
     without_ipv6: Collection[Attachment] = (),
+    hold_addresses: bool = False,
 ) -> str:
     """The definition of a guest's domain, with the instance's uuid as name and uuid, and our mark in its metadata.
 
     `disk` is the overlay's path, `console_log` that of the file the serial console is copied to, `seed` that of the
     NoCloud disk, None where the guest asks the metadata server. `control` are the services that the guest's filter
-    blocks; None where libvirt has no filters. On the networks `without_ipv6` it blocks IPv6.
+    blocks; None where libvirt has no filters. On the networks `without_ipv6` it blocks IPv6. `hold_addresses`: on
+    bridges it holds the guest to the address that DHCP gives it.
     """
     domain = ET.Element('domain', type=spec.virt_type)
     _text(domain, 'name', spec.instance)
@@ -92,7 +94,8 @@ def domain_xml(
         addresses = dict(zip(spec.macs, spec.reserved, strict=False))
         for interface, mac, network in zip(devices.findall('interface'), spec.macs, spec.networks, strict=True):
             mac6 = None if network in without_ipv6 else mac
-            filter_xml.reference(interface, addresses.get(mac), control, mac6)
+            by_dhcp = hold_addresses and network.kind == 'bridge'
+            filter_xml.reference(interface, addresses.get(mac), control, mac6, by_dhcp)
     return _serialized(domain)
 
 

@@ -6,7 +6,7 @@ import json
 import shutil
 import sys
 import xml.etree.ElementTree as ET
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from ipaddress import IPv4Address
 
@@ -113,19 +113,30 @@ def link(host: LibvirtHost, real: Libvirt) -> Iterator[LibvirtHost]:
         host.inside(['ip', 'link', 'del', each])
 
 
-def let_through(link: LibvirtHost, address: str | None, frames: dict[str, str], ipv6: bool = True) -> set[str]:
-    """Which of the frames a guest gets out, with this reserved address or none, where the network has IPv6 or not."""
+def let_through(
+    link: LibvirtHost,
+    address: str | None,
+    frames: dict[str, str],
+    ipv6: bool = True,
+    by_dhcp: bool = False,
+    before: Callable[[], object] = lambda: None,
+) -> set[str]:
+    """Which of the frames a guest gets out, with this reserved address or none, where the network has IPv6 or not.
+
+    `before` is called first; with `by_dhcp` it has to get the guest its address.
+    """
     interface = ET.Element('filterbinding')
     owner = ET.SubElement(interface, 'owner')
     ET.SubElement(owner, 'name').text = 'evf'
     ET.SubElement(owner, 'uuid').text = 'f2a3b0ce-4d2b-4a3e-8f25-6b1d2b1f3c11'
     ET.SubElement(interface, 'portdev', name='evf1')
     ET.SubElement(interface, 'mac', address=MAC)
-    filter_xml.reference(interface, address, [CONTROL], MAC if ipv6 else None)
+    filter_xml.reference(interface, address, [CONTROL], MAC if ipv6 else None, by_dhcp)
     connection = libvirt.open(link.uri)
     try:
         binding = connection.nwfilterBindingCreateXML(ET.tostring(interface, 'unicode'))
         try:
+            before()
             # What comes last is let through: then all before it has been.
             sent = json.dumps([*frames.values(), ipv4(IP)])
             seen = json.loads(link.inside([sys.executable, '-c', SEND], input=sent).stdout)
@@ -153,6 +164,30 @@ def test_guest_sends_no_ipv6_where_the_network_has_none(link: LibvirtHost, addre
     from_nobody = {f'{name} from nobody': frame[:12] + ZERO + frame[24:] for name, frame in ipv6.items()}
     frames = {'own': ipv4(IP), **ipv6, **from_nobody}
     assert let_through(link, address, frames, ipv6=False) == {'own'}
+
+
+@pytest.fixture
+def lan(link: LibvirtHost) -> Iterator[LibvirtHost]:
+    """The same link, and a DHCP server on its bridge that has one address to give."""
+    link.inside(['ip', 'address', 'add', f'{CONTROL.address}/24', 'dev', 'brf'])
+    server = ['dnsmasq', '--conf-file=/dev/null', '--port=0', '--interface=brf', '--bind-interfaces']
+    server += [f'--dhcp-range={IP},{IP},1h', f'--dhcp-leasefile={link.root}/lan.leases']
+    link.inside([*server, f'--pid-file={link.root}/lan.pid'])
+    yield link
+    link.inside(['kill', (link.root / 'lan.pid').read_text().strip()])
+
+
+def test_guest_on_a_bridge_is_held_to_the_address_that_dhcp_gave_it_where_the_operator_says_so(
+    lan: LibvirtHost,
+) -> None:
+    others = {'another address': ipv4('10.88.0.67'), 'arp another address': arp(address='10.88.0.67')}
+
+    def ask_dhcp() -> None:
+        lan.inside(['busybox', 'udhcpc', '-i', 'evf0', '-n', '-q', '-t', '30', '-T', '2', '-s', '/bin/true'])
+        until(lambda: f'--ip-src {IP}' in rules(lan) and 'libvirt-J' not in rules(lan), 20, 'libvirt has learned it')
+
+    found = let_through(lan, None, {**LEGITIMATE, **FORGED, **others}, by_dhcp=True, before=ask_dhcp)
+    assert found == LEGITIMATE.keys() - {'probe'}
 
 
 def rules(host: LibvirtHost) -> str:

@@ -41,6 +41,7 @@ CASES = {
         DISK,
         LOG,
         without_ipv6=TWO[:1],
+        hold_addresses=True,
     ),
     'domain-iso.xml': xml.domain_xml(SPEC, DISK, LOG, seed=f'/var/lib/ecompute/seeds/{SPEC.instance}.iso'),
     'domain-unfiltered.xml': xml.domain_xml(replace(SPEC, reserved=('10.0.0.5',)), DISK, LOG, control=None),

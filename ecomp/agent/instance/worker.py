@@ -43,6 +43,7 @@ class WorkerSettings:
     filters: bool
     """Whether guests are to be filtered, as the parent found."""
     reach: Reach = Reach()
+    hold_addresses: bool = False
 
 
 def main(pipe: Connection, settings: WorkerSettings) -> None:
@@ -52,7 +53,10 @@ def main(pipe: Connection, settings: WorkerSettings) -> None:
     from ecomp.agent.images import remote  # noqa: F401
     from ecomp.virt.libvirt_host import Libvirt
 
-    hypervisor: Hypervisor = Libvirt(settings.state, control=settings.reach.control, filters=settings.filters)
+    control, hold_addresses = settings.reach.control, settings.hold_addresses
+    hypervisor: Hypervisor = Libvirt(
+        settings.state, control=control, filters=settings.filters, hold_addresses=hold_addresses
+    )
     directory = hypervisor.image_directory()
     assert directory is not None  # only the fake has none, and it has no workers
     images = ImageCache(directory, inspection.inspect, settings.local_images, settings.limits, settings.reach)
