@@ -31,7 +31,8 @@
 #                                     image is built, where a proxy opens TLS. It stays out of the image
 #   ETCD_IMAGE          quay.io/coreos/etcd:v3.6.14
 #   POSTGRES_IMAGE      postgres:17   16 also; 18 keeps its data elsewhere. The version has to suit the data
-#   PYTHON_IMAGE        python:3.11-slim-bookworm   the base of the placement image; CPython 3.11 to 3.13
+#   PYTHON_IMAGE        python:3.11-slim-bookworm   the base of the placement image; CPython 3.11 to 3.13. Each of the
+#                                     three may be given with its digest, as NAME@sha256:...
 #
 # Exit codes: 0 done, 1 failed, 2 usage (or no docker command), 5 a port is taken, 7 no Docker daemon.
 
@@ -50,21 +51,25 @@ ETCD_IMAGE=${ETCD_IMAGE:-quay.io/coreos/etcd:v3.6.14}
 POSTGRES_IMAGE=${POSTGRES_IMAGE:-postgres:17}
 PYTHON_IMAGE=${PYTHON_IMAGE:-python:3.11-slim-bookworm}
 
-# All that pip installs, so that the image is the same next year. SQLAlchemy speaks to PostgreSQL through
-# psycopg2: with psycopg 3 placement starts, and then fails on every claim.
-PINS='
-openstack-placement==16.0.0 psycopg2-binary==2.9.13 gunicorn==27.0.1
-alembic==1.20.1 attrs==26.1.0 bcrypt==5.0.0 certifi==2026.10.18 charset-normalizer==3.5.2 debtcollector==3.1.0
-decorator==5.3.1 dogpile.cache==1.5.0 fasteners==0.20 greenlet==3.5.6 idna==3.20 iso8601==2.1.0 Jinja2==3.1.6
-jsonschema==4.26.0 jsonschema-specifications==2025.9.1 keystoneauth1==5.18.1 keystonemiddleware==13.0.1 Mako==1.4.3
-MarkupSafe==3.0.4 microversion-parse==2.1.0 msgpack==1.2.4 netaddr==1.3.0 os-resource-classes==1.1.0
-os-service-types==1.9.0 os-traits==3.9.0 oslo.cache==4.3.0 oslo.concurrency==7.6.1 oslo.config==10.7.0
-oslo.context==6.5.0 oslo.db==18.1.1 oslo.i18n==6.9.0 oslo.log==8.3.2 oslo.middleware==8.2.0 oslo.policy==6.0.1
-oslo.serialization==5.11.0 oslo.upgradecheck==2.8.0 oslo.utils==10.2.0 packaging==26.3 pbr==7.1.3 prettytable==3.18.0
-psutil==7.2.2 pycadf==4.1.0 PyJWT==2.15.1 pyparsing==3.3.3 python-dateutil==4.0.0 python-keystoneclient==6.0.0
-PyYAML==6.0.3 referencing==0.37.0 repoze.lru==0.8 requests==2.34.2 rfc3986==2.0.0 Routes==2.5.1 rpds-py==2026.9.1
-six==1.17.0 SQLAlchemy==2.1.9 statsd==4.0.1 stevedore==5.10.0 testresources==2.1.2 testscenarios==0.7.0
-typing_extensions==4.16.0 tzdata==2026.6 urllib3==2.8.0 wcwidth==0.9.4 WebOb==1.8.11 wrapt==2.5.2'
+# All that pip installs, to the byte, so that the image is the same next year: of constraints.txt what placement needs, and
+# what it needs here alone. SQLAlchemy speaks to PostgreSQL through psycopg2: with psycopg 3 placement starts, and then
+# fails on every claim.
+NAMES='
+alembic attrs bcrypt certifi charset-normalizer debtcollector decorator dogpile-cache fasteners greenlet idna iso8601
+jinja2 jsonschema jsonschema-specifications keystoneauth1 keystonemiddleware legacy-cgi mako markupsafe
+microversion-parse msgpack netaddr openstack-placement os-resource-classes os-service-types os-traits oslo-cache
+oslo-concurrency oslo-config oslo-context oslo-db oslo-i18n oslo-log oslo-middleware oslo-policy oslo-serialization
+oslo-upgradecheck oslo-utils packaging pbr prettytable psutil pycadf pyjwt pyparsing python-dateutil
+python-keystoneclient pyyaml referencing repoze-lru requests rfc3986 routes rpds-py six sqlalchemy statsd stevedore
+testresources testscenarios typing-extensions tzdata urllib3 wcwidth webob wrapt'
+PINS='gunicorn==27.0.1 --hash=sha256:378b26b9a38adcf4592f28828233c1716acc55e833ea06bf48719782efaa0d10
+psycopg2-binary==2.9.13 \
+    --hash=sha256:930e7e58b33a4f9c39e7532d7a40147925cf3372baed4229cbebe0cf3ba9ce6b \
+    --hash=sha256:3aea95340825f5ff236e7b40f0b5602c2c77a1e95943f71fae34909834043d29 \
+    --hash=sha256:e3861eba31f8ea8663fd876166b032fd89179e42aa63764d6feb281f13f9eb60 \
+    --hash=sha256:3dc3372b3731b3ef23407fe06b94f640ef87a2bda242fa386033d5589c87514a \
+    --hash=sha256:f04ada42bcd537adbaf8b7f3140237a204e452a88d0c1831cfce69f7d2e59f4e \
+    --hash=sha256:aa37089795bd9701576edc2eb5849ce77a439eda9dfdfa47857449332cfa5292'
 
 # The CA file is in the install stage only; what the last stage copies is the virtual environment.
 # $ is the build's, not ours.
@@ -75,7 +80,7 @@ LABEL ecomp.stage=install
 COPY . /build/
 RUN if [ -f /build/ca.crt ]; then export PIP_CERT=/build/ca.crt; fi; \
     python3 -m venv /opt/placement && \
-    /opt/placement/bin/pip install --no-cache-dir --only-binary :all: --no-deps -r /build/pins.txt && \
+    /opt/placement/bin/pip install --no-cache-dir --only-binary :all: --no-deps --require-hashes -r /build/pins.txt && \
     /opt/placement/bin/pip check
 FROM ${BASE}
 COPY --from=install /opt/placement /opt/placement
@@ -171,11 +176,15 @@ image() { # IMAGE: it is here, pulled if need be
 }
 
 placement_image() { # sets IMAGE. Its tag says what went into it, so a changed pin or base is a new image
-    local work server base start=$SECONDS
-    server=$(cat "$(dirname "$(readlink -f "$0")")/ecomp/lab/placement_server.py")
+    local work server base pins tree start=$SECONDS
+    tree=$(dirname "$(readlink -f "$0")")
+    server=$(cat "$tree/ecomp/lab/placement_server.py")
+    pins=$PINS$(awk -v "names= ${NAMES//$'\n'/ } " '
+        /^[a-z]/ { split($0, word, "=="); found = index(names, " " word[1] " ") } found { printf "\n%s", $0 }
+        ' "$tree/constraints.txt")
     image "$PYTHON_IMAGE"
     base=$(docker image inspect -f '{{.Id}}' "$PYTHON_IMAGE")
-    IMAGE=ecomp-placement:$(digest "$DOCKERFILE" "$server" "$TLS" "$PINS" "$base")
+    IMAGE=ecomp-placement:$(digest "$DOCKERFILE" "$server" "$TLS" "$pins" "$base")
     if docker image inspect "$IMAGE" >/dev/null 2>&1; then
         say "placement image: there ($IMAGE)"
         return
@@ -186,8 +195,7 @@ placement_image() { # sets IMAGE. Its tag says what went into it, so a changed p
     trap "rm -rf '$work'" EXIT
     mkdir "$work/build"
     printf '%s' "$DOCKERFILE" >"$work/build/Dockerfile"
-    # shellcheck disable=SC2086  # one a line
-    printf '%s\n' $PINS >"$work/build/pins.txt"
+    printf '%s\n' "$pins" >"$work/build/pins.txt"
     printf '%s\n' "$server" >"$work/build/placement_server.py"
     printf '%s' "$TLS" >"$work/build/gunicorn_tls.py"
     if [ -n "$PLACEMENT_BUILD_CA" ]; then cp -- "$PLACEMENT_BUILD_CA" "$work/build/ca.crt"; fi

@@ -92,12 +92,15 @@ make_venv() {
         quietly "$PYTHON" -m venv --clear --upgrade-deps .venv
         finish
     fi
-    wanted=$(sha256sum <setup.py)
+    wanted=$(cat setup.py constraints.txt | sha256sum)
     # tests/run installs the same and more.
-    if [ "$wanted" != "$(cat "$stamp" 2>/dev/null)" ] && [ "$wanted" != "$(cat .venv/installed 2>/dev/null)" ]; then
+    if [ "$wanted" != "$(cat "$stamp" 2>/dev/null)" ] &&
+        [ "$(sha256sum <setup.py)" != "$(cat .venv/installed 2>/dev/null)" ]; then
         begin 'installing ecomp and what it needs into .venv'
+        # What it was tested with, to the byte.
+        quietly .venv/bin/python -m pip install --disable-pip-version-check --require-hashes -r constraints.txt
         # In place, so that a git pull is all it takes to have the newest.
-        quietly .venv/bin/python -m pip install --disable-pip-version-check --use-pep517 -e '.[hypervisor,lab]'
+        quietly .venv/bin/python -m pip install --disable-pip-version-check --use-pep517 --no-deps -e .
         printf '%s\n' "$wanted" >"$stamp"
         finish
     fi

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -28,7 +29,7 @@ case "$*" in
     version*) echo 28.0.0 ;;
     'image inspect ecomp-placement:'*) exit 1 ;;
     'image inspect'*) echo sha256:base ;;
-    build*) for each; do :; done; cd "$each" && stat -c '%a %n' * >"$0.log"; exit 1 ;;
+    build*) for each; do :; done; cd "$each" && stat -c '%a %n' * >"$0.log"; cp pins.txt "$0.pins"; exit 1 ;;
     *) exit 1 ;;
 esac
 """
@@ -94,6 +95,18 @@ def test_what_goes_into_the_image_is_read_by_its_user_whatever_the_umask(tmp_pat
     assert modes.splitlines() == [f'644 {name}' for name in names]
 
 
+def test_all_that_is_installed_in_the_image_is_known_by_its_hash(tmp_path: Path) -> None:
+    ports = {'ETCD_PORT': str(free_port()), 'PLACEMENT_PORT': str(free_port())}
+    docker_sh(tmp_path, BUILDS, TMPDIR=str(tmp_path), **ports)
+    pins = re.split(r'\n(?=\S)', (tmp_path / 'docker.pins').read_text().strip())
+    assert [pin for pin in pins if not re.match(r'[a-z0-9.-]+==\S+ .*--hash=sha256:[0-9a-f]{64}', pin, re.DOTALL)] == []
+    script = (TOP / 'docker.sh').read_text()
+    asked = script[script.index("NAMES='") + len("NAMES='") :]
+    names = {'gunicorn', 'psycopg2-binary', *asked[: asked.index("'")].split()}
+    assert {pin.partition('==')[0] for pin in pins} == names
+    assert '--require-hashes -r /build/pins.txt' in script
+
+
 def test_quickstart_proposes_to_destroy_only_what_it_made() -> None:
     script = (TOP / 'quickstart.sh').read_text()
     functions = script[script.index('try_next() {') : script.index('case ${1-} in')]
@@ -112,7 +125,8 @@ def test_a_venv_whose_making_was_ended_is_made_anew(script: str, stamp: str, tmp
     make_venv = text[text.index('make_venv() {') :]
     make_venv = make_venv[: make_venv.index('\n}\n') + 3]
     around = 'begin() { :; }; finish() { :; }; say() { :; }; check_python() { :; }; quietly() { echo "$@" >>asked; }'
-    (tmp_path / 'setup.py').write_text('')
+    for name in ('setup.py', 'constraints.txt'):
+        (tmp_path / name).write_text('')
 
     def asked() -> str:
         (tmp_path / 'asked').write_text('')
@@ -130,3 +144,23 @@ def test_a_venv_whose_making_was_ended_is_made_anew(script: str, stamp: str, tmp
     (packages / 'pip-26.0.dist-info/METADATA').write_text('Name: pip\nVersion: 26.0\n')
     assert (tmp_path / '.venv' / stamp).exists()
     assert asked() == ''
+
+
+def test_quickstart_installs_what_ecomp_was_tested_with_and_again_where_that_has_changed(tmp_path: Path) -> None:
+    text = (TOP / 'quickstart.sh').read_text()
+    make_venv = text[text.index('make_venv() {') : text.index('make_lab() {')]
+    words = f'begin() {{ :; }}; finish() {{ :; }}; quietly() {{ echo "$@" >>asked; }}\n{make_venv}\nmake_venv'
+
+    def asked() -> str:
+        (tmp_path / 'asked').write_text('')
+        subprocess.run(['bash', '-euc', words], cwd=tmp_path, check=True)
+        return (tmp_path / 'asked').read_text()
+
+    subprocess.run([sys.executable, '-m', 'venv', tmp_path / '.venv'], check=True)
+    (tmp_path / 'setup.py').write_text('')
+    for constraints in ('one', 'another'):
+        (tmp_path / 'constraints.txt').write_text(constraints)
+        first, second = asked().splitlines()
+        assert '--require-hashes -r constraints.txt' in first
+        assert '--no-deps -e .' in second
+        assert asked() == ''
