@@ -138,7 +138,14 @@ def running(booted: Booted, name: str) -> int:
     found = unit(booted, f'{name}.service')
     expected = {'Type': 'notify', 'ActiveState': 'active', 'SubState': 'running', 'UnitFileState': 'enabled'}
     assert {key: found[key] for key in expected} == expected, booted.run('journalctl', '-u', name, '-n', '50')
+    assert filters(booted, found['MainPID']) > filters(booted, '1'), 'its system calls are filtered'
     return int(found['MainPID'])
+
+
+def filters(booted: Booted, pid: str) -> int:
+    """How many seccomp filters a process has; the machine itself is a container, which has some."""
+    status = booted.run('cat', f'/proc/{pid}/status')
+    return int(status.partition('Seccomp_filters:')[2].split()[0])
 
 
 def qemus(hypervisor: Booted) -> dict[str, int]:
