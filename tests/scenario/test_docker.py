@@ -177,10 +177,7 @@ def test_for_others_behind_certificates(engine: Engine, run: Run, tmp_path: Path
     assert 'certs/etcd/ca.crt cannot be read: certificates come of elab certs certs --control ADDRESS' in done.stderr
     assert started(engine) == {}
 
-    tools = tmp_path / 'bin'
-    tools.mkdir()
-    (tools / 'elab').write_text(f'#!/bin/sh\nexec {sys.executable} -m ecomp.lab.elab "$@"\n')
-    (tools / 'elab').chmod(0o755)
+    tools = with_elab(tmp_path / 'bin')
     paths = {'PATH': f'{tools}:{os.environ["PATH"]}', 'BIND_ADDRESS': address}
     up = succeeded(run(SCRIPT, **paths))
     assert f'etcd at {address}:2379, placement at https://{address}:8080/' in up
@@ -208,6 +205,30 @@ def test_for_others_behind_certificates(engine: Engine, run: Run, tmp_path: Path
     succeeded(run(tools / 'elab', 'certs', 'certs', '--control', address))
     until(lambda: succeeded(run('sh', '-c', shown)) != before, 20, 'the new certificate is shown')
     succeeded(run(*hosts, own / 'schedule.yaml', 'hosts'))
+
+
+def with_elab(tools: Path) -> Path:
+    """A directory with an `elab` in it."""
+    tools.mkdir()
+    (tools / 'elab').write_text(f'#!/bin/sh\nexec {sys.executable} -m ecomp.lab.elab "$@"\n')
+    (tools / 'elab').chmod(0o755)
+    return tools
+
+
+@pytest.mark.slow
+def test_on_localhost_behind_certificates_where_it_is_told_to(engine: Engine, run: Run, tmp_path: Path) -> None:
+    paths = {'PATH': f'{with_elab(tmp_path / "bin")}:{os.environ["PATH"]}', 'CERTS': 'certs'}
+    up = succeeded(run(SCRIPT, **paths))
+    assert 'placement at https://localhost:8080/' in up
+    assert 'every user of this machine' not in up
+    policies = [engine.docker('inspect', '-f', '{{.HostConfig.RestartPolicy.Name}}', name) for name in started(engine)]
+    assert set(policies) == {'unless-stopped'}
+    succeeded(run('elab', 'certs', 'certs', '--operator', 'ann', **paths))
+    own = tmp_path / 'certs/operator-ann'
+    succeeded(run(sys.executable, '-m', 'ecomp.schedule', '--config', own / 'schedule.yaml', 'hosts'))
+    for url in ('https://localhost:2379/version', 'https://127.0.0.1:8080/resource_providers'):
+        refused = run('curl', '-s', '-m', '30', '--cacert', own / 'ca.crt', url)
+        assert (refused.returncode != 0, refused.stdout) == (True, '')
 
 
 @pytest.mark.slow
