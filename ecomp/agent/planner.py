@@ -81,7 +81,7 @@ class Planner:
         # Taken before anything is looked at: whose task ends while we look is planned at its end's nudge.
         busy = self.agenda.in_work().keys()
         self._note_done()
-        return self._plan(state, self._hypervisor.guests(), busy)
+        return self._plan(state, self._instances.guests(), busy)
 
     def hand_back(self, work: Work, reason: str) -> None:
         """Nobody may ever come to carry it out: a step says it again, later. Whoever comes yet does nothing of it."""

@@ -132,6 +132,9 @@ CODES = {
         'another address is reserved for a living instance than its record says',
         how='virsh net-update <network> delete ip-dhcp-host, then restart its ecompute',
     ),
+    'metadata-refused': Code(
+        'a guest gets no metadata', how='correct what its fault says; then eschedule reboot <instance>'
+    ),
     'part-orphaned': Code('a file left half written', fix='has its compute remove it'),
     'base-differs': Code(
         'a base volume is not what was fetched',

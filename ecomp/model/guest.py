@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from ecomp.errors import BuildFailed
@@ -12,6 +12,7 @@ from ecomp.model.network import DEFAULT_NETWORKS, MOST_INTERFACES, Attachment
 
 CRASHED = 'its QEMU process crashed or was killed'
 NO_SPACE = 'it is paused, for its disk cannot be written: is the file system full?'
+REFUSED_METADATA = 'the metadata server refuses it'
 
 
 class Address(NamedTuple):
@@ -72,8 +73,8 @@ class GuestSpec:
 class Guest:
     """What a host has of one instance: a domain with our mark, its disk, or both.
 
-    `compute` is the provider uuid in the domain's mark, None when only a disk is there. `trouble` is what libvirt says
-    is wrong with its QEMU (crashed, or paused for want of disk), in plain words; '' if nothing is.
+    `compute` is the provider uuid in the domain's mark, None when only a disk is there. `trouble` is what is wrong with
+    it on this host (its QEMU crashed, or is paused for want of disk), in plain words; '' if nothing is.
     """
 
     instance: str
@@ -82,6 +83,10 @@ class Guest:
     running: bool
     disk: bool
     trouble: str = ''
+
+    def with_trouble(self, trouble: str) -> Guest:
+        """Return the guest with this trouble beside what it has."""
+        return replace(self, trouble='; '.join(filter(None, (self.trouble, trouble))))
 
     @property
     def is_built(self) -> bool:

@@ -29,7 +29,8 @@ def waits_for(record: Record | None) -> str:
     reached = record.reached if record else {}
     stage = next((stage for stage in STAGES if stage not in reached), STAGES[-1])
     progress = record.progress if record else None
-    return str(progress) if progress is not None and progress.stage == stage else WAITS_FOR[stage]
+    what = str(progress) if progress is not None and progress.stage == stage else WAITS_FOR[stage]
+    return f'{what} ({printable(record.fault)})' if record is not None and record.fault else what
 
 
 def failure(record: Record) -> str:

@@ -3,13 +3,14 @@
 What that file leaves open is filled in from mdserver.conf. Everything is read again for each request: the files are
 small, and what is read late is never stale. Only who has a lease, asked of each connection, is known for a second.
 
-Whoever may opens them, this process itself or its monitor (see there), asked in one of four ways:
+Whoever may opens them, this process itself or its monitor (see there), asked in one of five ways:
 
-    leases              dnsmasq's status files
+    leases              dnsmasq's status files, and what libvirt wrote beside them: configurations and reservations
     user-data           the file that mdserver.conf names
     guest MAC           ecompute's file of this guest
     ready MAC INSTANCE WORD
                         nothing to read: leave for ecompute what this guest has said of its cloud-init's end, JSON
+    refused MAC REASON  nothing to read: leave for ecompute why this guest was refused; no REASON: it was answered
 """
 
 from __future__ import annotations
@@ -19,9 +20,10 @@ import glob
 import os
 import stat
 import threading
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Iterable
 from contextlib import suppress
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 
 from mdserver import conf, guests, metadata
@@ -29,6 +31,13 @@ from mdserver.guests import Broken, Forged, GuestFile, Lease, Unknown
 
 LIMIT = 1 << 21
 """Bytes of a file; a larger one is refused. None is honestly: 256 KiB of gzip are 1.5 MiB of JSON."""
+
+CONF, HOSTS = '.conf', '.hostsfile'
+"""What libvirt writes of a network for dnsmasq, in the directory of the status files."""
+
+REFUSED = '.refused'
+# A guest without filters can send from any MAC: it must not fill the directory.
+MAX_REFUSALS = 256
 
 LEASED_SECONDS = 1.0
 """For which it is known who has a lease; one that was given since is seen after it."""
@@ -41,7 +50,7 @@ Opened = tuple[str, 'int | OSError']
 
 
 class Files:
-    """The files about guests, read anew for each request. `ask` opens them in the four ways above.
+    """The files about guests, read anew for each request. `ask` opens them in the five ways above.
 
     None means that this process opens them itself.
     """
@@ -51,30 +60,44 @@ class Files:
         self._ask = ask or partial(carry_out, config)
         self._leased: Container[str] = ()
         self._leased_at = float('-inf')
+        self._answered: set[str] = set()
 
     def leased_to(self, address: str, now: float) -> str:
-        """The MAC of the guest that this IPv4 address is leased to; `now` is in seconds since the epoch.
+        """Return the MAC of the guest whose IPv4 address this is, by DHCP; `now` is in seconds since the epoch.
 
-        Raises Unknown, Forged if the kernel sees another MAC there, or Broken.
+        A reservation counts if the kernel sees its MAC at the address: dnsmasq drops the lease of a guest when another
+        one sends the same client identifier. Raises Unknown, Forged if the kernel sees another MAC there, or Broken.
         """
         leases, trouble = self._leases()
-        lease = guests.current(leases, now).get(address)
-        if lease is None:
-            trouble = trouble or [f'looked in {self._config.leases}']
-            raise Unknown(f'no current DHCP lease for {address}', '; '.join(trouble))
-        neighbours = self._config.neighbours
-        try:
-            table = neighbours.read_text(encoding='ascii', errors='replace')
-        except OSError as error:
-            raise Broken(f'{neighbours}: {error.strerror}') from error
-        mac = lease.mac
+        table = self._read_table()
         # On its own bridge: the kernel believes who says on another one that it has this address, and asks it nothing.
-        seen = guests.parse_neighbours(table, lease.bridge).get(address, frozenset())
-        # No entry proves nothing (the kernel forgets); an entry that says otherwise is another machine.
-        if seen - {mac}:
-            detail = f'leased to {mac}, used by {", ".join(sorted(seen))}'
-            raise Forged(f'{address} is leased to another machine', detail)
-        return mac
+        owners = {
+            each: guests.parse_neighbours(table, each.bridge).get(address, frozenset())
+            for each in [*filter(attrgetter('reserved'), leases), *guests.current(leases, now).values()]
+            if each.address == address
+        }
+        for owner, seen in owners.items():
+            # No entry proves nothing (the kernel forgets), so a lease counts without one. A reservation does not: a
+            # network that is off may have the same addresses as one that is on.
+            if seen == {owner.mac} or not (seen or owner.reserved):
+                return owner.mac
+        for owner, seen in owners.items():
+            if seen:
+                detail = f'leased to {owner.mac}, used by {", ".join(sorted(seen))}'
+                raise Forged(f'{address} is leased to another machine', detail)
+        trouble = trouble or [f'looked in {self._config.leases}']
+        raise Unknown(f'no current DHCP lease for {address}', '; '.join(trouble))
+
+    def find_macs(self, address: str) -> list[str]:
+        """Return the MACs that the kernel sees at an address, on whichever bridge. Broken."""
+        return [fields[3].lower() for fields in self._read_neighbours(address)]
+
+    def note_answer(self, macs: Iterable[str], refusal: str = '') -> None:
+        """Tell ecompute, by a file for each MAC, why its guest was refused; '' that it was answered. OSError."""
+        for mac in macs:
+            if refusal or mac not in self._answered:
+                self._ask(f'refused {mac} {refusal}')
+            (self._answered.discard if refusal else self._answered.add)(mac)
 
     def guest(self, mac: str) -> GuestFile:
         """ecompute's file of the guest with this MAC address. Raises Unknown or Broken."""
@@ -109,12 +132,7 @@ class Files:
 
     def is_on(self, bridge: str, address: str) -> bool:
         """Whether the neighbour table has this address on this bridge, as it has for a client that just connected."""
-        try:
-            lines = self._config.neighbours.read_text(encoding='ascii', errors='replace').splitlines()
-        except OSError:
-            return False
-        # IP address, HW type, Flags, HW address, Mask, Device.
-        return any(fields[0] == address and fields[5:] == [bridge] for fields in map(str.split, lines) if fields)
+        return any(fields[5:] == [bridge] for fields in self._read_neighbours(address))
 
     def has_lease(self, address: str, now: float) -> bool:
         """Whether this address is leased to any machine; `now` is in seconds since the epoch. For one thread.
@@ -122,21 +140,41 @@ class Files:
         What it was in the last LEASED_SECONDS counts: whoever connects asks this, before anything limits him.
         """
         if not 0 <= now - self._leased_at < LEASED_SECONDS:
-            self._leased, self._leased_at = guests.current(self._leases()[0], now), now
+            self._leased = {each.address for each in self._leases()[0] if each.reserved or each.expiry > now}
+            self._leased_at = now
         return address in self._leased
 
     def _leases(self) -> tuple[list[Lease], list[str]]:
-        """The leases in all status files that can be read, and a line for each that cannot."""
+        """The leases and reservations in all files that can be read, and a line for each file that cannot."""
         leases: list[Lease] = []
         trouble = []
+        bridge = ''
         for name, opened in self._ask('leases'):
+            path = Path(name)
             try:
-                leases += guests.parse_leases(_whole(opened), Path(name).stem)
+                if path.suffix == CONF:  # comes before the reservations of its network
+                    bridge = ''
+                    bridge = guests.parse_bridge(_whole(opened))
+                elif path.suffix == HOSTS:
+                    leases += guests.parse_reservations(_whole(opened), bridge)
+                else:
+                    leases += guests.parse_leases(_whole(opened), path.stem)
             except OSError as error:
                 trouble.append(f'{name}: {error.strerror}')
             except ValueError as error:
                 trouble.append(f'{name}: {error}')
         return leases, trouble
+
+    def _read_table(self) -> str:
+        neighbours = self._config.neighbours
+        try:
+            return neighbours.read_text(encoding='ascii', errors='replace')
+        except OSError as error:
+            raise Broken(f'{neighbours}: {error.strerror}') from error
+
+    def _read_neighbours(self, address: str) -> list[list[str]]:
+        # IP address, HW type, Flags, HW address, Mask, Device.
+        return [line.split() for line in self._read_table().splitlines() if line.split()[:1] == [address]]
 
     def _user_data(self) -> int:
         [(_, opened)] = self._ask('user-data')
@@ -146,23 +184,29 @@ class Files:
 
 
 def carry_out(config: conf.Config, request: str) -> list[Opened]:
-    """Open the files that `request`, one of the four ways above, names; EINVAL for any other request."""
+    """Open the files that `request`, one of the five ways above, names; EINVAL for any other request."""
     # One space between words, nothing in the first three but what a MAC and a uuid have: no path can be said.
     match request.split(' ', 3):
         case ['leases']:
-            return [_open(Path(name)) for name in sorted(glob.glob(config.leases))]
+            hosts = sorted(glob.glob(f'{glob.escape(os.path.dirname(config.leases))}/*{HOSTS}'))
+            beside = [name for each in hosts for name in (each.removesuffix(HOSTS) + CONF, each)]
+            return [_open(Path(name)) for name in (*sorted(glob.glob(config.leases)), *beside)]
         case ['user-data'] if config.user_data is not None:
             return [_open(config.user_data, links=True)]
         case ['guest', mac] if guests.is_mac(mac):
             return [_open(_file_of(config, mac))]
         case ['ready', mac, instance, word] if guests.is_mac(mac) and guests.is_uuid(instance):
-            try:
-                with _being_told:
-                    _leave_word(config, mac, instance, word)
-            except OSError as error:
-                return [(str(error.filename), error)]
-            return []
-    return [('', OSError(errno.EINVAL, os.strerror(errno.EINVAL)))]
+            leave = partial(_leave_word, config, mac, instance, word)
+        case ['refused', mac, *reason] if guests.is_mac(mac):
+            leave = partial(_leave_refusal, config, mac, ' '.join(reason))
+        case _:
+            return [('', OSError(errno.EINVAL, os.strerror(errno.EINVAL)))]
+    try:
+        with _being_told:
+            leave()
+    except OSError as error:
+        return [(str(error.filename), error)]
+    return []
 
 
 def _file_of(config: conf.Config, mac: str) -> Path:
@@ -200,6 +244,16 @@ def _leave_word(config: conf.Config, mac: str, instance: str, word: str) -> None
     if not _is_there(config, mac, instance):
         told.unlink(missing_ok=True)  # it was removed meanwhile, and nothing of it is to stay
         raise gone
+
+
+def _leave_refusal(config: conf.Config, mac: str, reason: str) -> None:
+    path = config.guests / f'{mac}{REFUSED}'
+    with suppress(OSError, ValueError):
+        if _whole(_open(path)[1]) == reason.encode():
+            return  # before any write: who is refused again and again has the disk do nothing for it
+    path.unlink(missing_ok=True)
+    if reason and len(list(config.guests.glob(f'*{REFUSED}'))) < MAX_REFUSALS:
+        path.write_text(reason)
 
 
 def _is_there(config: conf.Config, mac: str, instance: str) -> bool:

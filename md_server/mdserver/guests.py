@@ -1,7 +1,8 @@
 """What says which guest asks: DHCP leases, the neighbour table and ecompute's files, as they are written, understood.
 
 Sources: libvirt's `leaseshelper` (`<bridge>.status`: a JSON list of `ip-address`, `mac-address` and `expiry-time`,
-seconds since the epoch, 0 for never), proc(5) for /proc/net/arp (flag 0x2: the entry is complete). Pure.
+seconds since the epoch, 0 for never), the files that libvirt writes for dnsmasq (`<network>.conf` and
+`<network>.hostsfile`), proc(5) for /proc/net/arp (flag 0x2: the entry is complete). Pure.
 """
 
 from __future__ import annotations
@@ -40,13 +41,14 @@ class Broken(Exception):
 class Lease:
     """One DHCP lease of libvirt's dnsmasq; `expiry` is in seconds since the epoch, infinite for a lease without end.
 
-    `bridge` is that of the network which gave it, '' where that is not known.
+    `bridge` is that of the network which gave it, '' where that is not known. `reserved`: it is no lease, but reserved.
     """
 
     address: str
     mac: str
     expiry: float
     bridge: str = ''
+    reserved: bool = False
 
 
 @dataclass(frozen=True)
@@ -93,6 +95,18 @@ def current(leases: Iterable[Lease], now: float) -> dict[str, Lease]:
         if lease.expiry > now:
             by_address[lease.address] = by_mac[lease.mac] = lease
     return {address: lease for address, lease in by_address.items() if by_mac[lease.mac] is lease}
+
+
+def parse_bridge(conf: bytes) -> str:
+    """Return the bridge that a configuration file of dnsmasq serves, '' if it names none."""
+    found = re.search(rb'^interface=(\S+)$', conf, re.MULTILINE)
+    return found[1].decode('ascii', 'replace') if found else ''
+
+
+def parse_reservations(data: bytes, bridge: str) -> list[Lease]:
+    """Return the IPv4 reservations in a hosts file of dnsmasq, whose lines are `MAC,ADDRESS[,NAME]`."""
+    fields = [(*line.split(','), '') for line in data.decode('ascii', 'replace').lower().splitlines()]
+    return [Lease(each[1], each[0], 0, bridge, True) for each in fields if is_mac(each[0]) and _is_ipv4(each[1])]
 
 
 def parse_neighbours(text: str, device: str) -> dict[str, frozenset[str]]:

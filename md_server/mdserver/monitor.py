@@ -1,7 +1,7 @@
 """The process beside mdserver that keeps root's rights, once mdserver itself has given them up.
 
 mdserver reads what guests send and so has to be nobody; its files are root's, below directories that are root's. So a
-child that stays root opens them, and hands the descriptors over: it is asked in one of the four ways of files, writes
+child that stays root opens them, and hands the descriptors over: it is asked in one of the five ways of files, writes
 down what a guest said without reading it, and ends with mdserver. This is privilege separation as sshd has it (Provos,
 Friedl, Honeyman 2003,
 https://www.usenix.org/conference/12th-usenix-security-symposium/preventing-privilege-escalation).

@@ -108,12 +108,18 @@ def make_app(files: Files, address: str = METADATA_ADDRESS) -> bottle.Bottle:
             environ[WHY] = f' ({error}: {error.detail})'
             if isinstance(error, guests.Forged) and app.may_say(address):
                 log.warning('REFUSED %s: %s: %s', address, error, error.detail)
-            raise bottle.HTTPError(404, f'{error}') from None
+            refusal = bottle.HTTPError(404, f'{error}')
         except (guests.Broken, OSError, ValueError) as error:
-            log.error('client=%s: %s', environ['REMOTE_ADDR'], error)
-            raise bottle.HTTPError(500, 'what is known of this guest cannot be read: see the log of mdserver') from None
-        environ[INSTANCE] = guest.instance
-        return mac, guest
+            log.error('client=%s: %s', address, error)
+            refusal = bottle.HTTPError(500, 'what is known of this guest cannot be read: see the log of mdserver')
+        else:
+            environ[INSTANCE] = guest.instance
+            with suppress(OSError):  # it is answered although the file system is read-only
+                files.note_answer([mac])
+            return mac, guest
+        with suppress(guests.Broken, OSError):
+            files.note_answer(files.find_macs(address), refusal.body)
+        raise refusal
 
     def serve(path: str = '') -> bottle.HTTPResponse:
         _check_headers(address)
@@ -192,7 +198,7 @@ def may_ask(address: str, bridge: str | None, config: conf.Config, files: Files)
         return True
     try:
         return files.is_on(bridge, address) or files.has_lease(address, time.time())
-    except OSError:
+    except (OSError, guests.Broken):
         return False  # its monitor is gone, and so is it in a moment
 
 

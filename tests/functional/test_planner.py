@@ -12,11 +12,13 @@ import pytest
 
 from ecomp.agent.host import memory
 from ecomp.agent.instance.records import Superseded
-from ecomp.errors import EcompError, Unreachable
+from ecomp.conf import EtcdConfig
+from ecomp.errors import EcompError, StillGoing, Unreachable
 from ecomp.model import keys
-from ecomp.model.guest import Address, BaseImage, GuestSpec
+from ecomp.model.guest import Address, BaseImage, GuestSpec, mac_address
 from ecomp.model.record import ACTIVE, GONE, STOPPED
 from ecomp.scheduler.changing.destroy import destroy
+from ecomp.scheduler.changing.wait import Deadline, Wait, wait_for_stage
 from ecomp.virt.fake import FakeHypervisor
 from tests.functional.cloud import Cloud, new
 from tests.functional.toy import NOW, toy
@@ -41,6 +43,32 @@ def test_made_addressed_and_destroyed(cloud: Cloud, tmp_path: Path) -> None:
         assert one.step() == []
         assert cloud.server.allocations(instance) == {}
         assert one.hypervisor.guests() == {}
+
+
+def test_a_guest_that_is_refused_metadata_has_a_fault_until_it_is_answered(cloud: Cloud, tmp_path: Path) -> None:
+    with toy(cloud, tmp_path) as one:
+        instance, other = one.place(), one.place()
+        while one.step():
+            pass
+        refused = one.host.guest_data.directory / f'{mac_address(instance, 0)}.refused'
+        nobodys = one.host.guest_data.directory / f'{mac_address(new(), 0)}.refused'
+        for path in (refused, nobodys):
+            path.write_text('no current DHCP lease for 10.0.0.9')
+        assert one.step() == [f'power {instance}']
+        assert one.step() == []
+        assert not nobodys.exists()
+        fault = 'the metadata server refuses it: no current DHCP lease for 10.0.0.9'
+        assert (one.record(instance).fault, one.record(other).fault) == (fault, None)
+        waiting = Wait(EtcdConfig((cloud.etcd.endpoint,)), instance, Deadline(0), str)
+        with pytest.raises(StillGoing, match=f'cloud-init to finish \\({fault}\\)'):
+            wait_for_stage(waiting, 'ready')
+        refused.unlink()
+        assert one.step() == [f'power {instance}']
+        assert one.record(instance).fault is None
+        refused.write_text('no current DHCP lease for 10.0.0.9')
+        destroy(cloud.store, instance)
+        assert one.step() == [f'destroy {instance}']
+        assert not refused.exists()
 
 
 class Odd(FakeHypervisor):

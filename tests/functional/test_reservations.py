@@ -8,8 +8,9 @@ import re
 import subprocess
 import sys
 import threading
+import time
 import xml.etree.ElementTree as ET
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
@@ -18,6 +19,9 @@ from typing import Any
 from uuid import uuid4
 
 import pytest
+from mdserver.conf import Config
+from mdserver.files import Files
+from mdserver.guests import Forged
 
 from ecomp.errors import BuildFailed
 from ecomp.model.findings import CODES
@@ -233,14 +237,14 @@ def test_every_interface_s_goes_with_its_instance(real: Libvirt, small: Any) -> 
     assert hosts(small) == {}
 
 
-def lease(host: LibvirtHost, mac: str, network: Any) -> str:
+def lease(host: LibvirtHost, mac: str, network: Any, options: Sequence[str] = ()) -> str:
     """The address somebody with this MAC is given, once libvirt knows of it."""
     host.inside(['ip', 'link', 'add', 'evt0', 'address', mac, 'type', 'veth', 'peer', 'name', 'evt1'])
     try:
         host.inside(['ip', 'link', 'set', 'evt1', 'master', network.bridgeName(), 'up'])
         host.inside(['ip', 'link', 'set', 'evt0', 'up'])
         client = ['busybox', 'udhcpc', '-i', 'evt0', '-f', '-q', '-n', '-t', '20', '-T', '1', '-s', '/bin/true']
-        said = host.inside(client)
+        said = host.inside([*client, *options])
         found = re.search(r'lease of (\S+) obtained', said.stdout + said.stderr)
         assert found, said
         # By its MAC: libvirt may still have the lease of somebody before, with the same address.
@@ -248,6 +252,28 @@ def lease(host: LibvirtHost, mac: str, network: Any) -> str:
         return found[1]
     finally:
         host.inside(['ip', 'link', 'del', 'evt0'])
+
+
+def test_two_that_send_one_client_identifier_are_known_by_their_reservations(
+    host: LibvirtHost, real: Libvirt, small: Any, tmp_path: Path
+) -> None:
+    """As guests of an image that was cloned with its machine-id. dnsmasq drops the lease of the first."""
+    taken = {instance: take(real, instance) for instance in (str(uuid4()), str(uuid4()))}
+    for instance, address in taken.items():
+        assert lease(host, mac_address(instance, 0), small, ['-C', '-x', '0x3d:ff0011223344']) == address
+    first, second = taken.values()
+    until(lambda: {address for _, address in leases(small)} == {second}, 60, 'the first one has no lease any more')
+    entries = [f'{taken[each]} 0x1 0x2 {mac_address(each, 0)} * virbr1' for each in taken]
+    (tmp_path / 'arp').write_text('\n'.join(entries))
+    known = Files(Config(leases=f'{host.root}/lib/dnsmasq/*.status', neighbours=tmp_path / 'arp'))
+    assert [known.leased_to(address, time.time()) for address in taken.values()] == [
+        mac_address(instance, 0) for instance in taken
+    ]
+    assert all(known.has_lease(address, time.time()) for address in (first, second))
+    # Another machine that takes the address is still refused.
+    (tmp_path / 'arp').write_text(f'{first} 0x1 0x2 52:54:00:99:00:01 * virbr1')
+    with pytest.raises(Forged):
+        known.leased_to(first, time.time())
 
 
 def leases(network: Any) -> set[tuple[str, str]]:

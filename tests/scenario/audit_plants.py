@@ -292,6 +292,11 @@ def seed_orphaned(scene: Scene) -> str:
     return nobody
 
 
+def metadata_refused(scene: Scene) -> str:
+    scene.rewrite(scene.instance, fault='the metadata server refuses it: no current DHCP lease for 10.0.0.9')
+    return scene.instance
+
+
 def part_orphaned(scene: Scene) -> str:
     (scene.one.directory / 'state' / 'images').mkdir(exist_ok=True)
     (scene.one.directory / 'state' / 'images' / 'base-0123.part').write_bytes(b'half')
@@ -309,9 +314,10 @@ PLANTS: list[Callable[[Scene], str]] = [
     *(queued_unreadable, queued_flavorless, queued_doubled, taker_unleased),
     *(domain_missing, domain_off, domain_running, domain_undefined),
     *(domain_orphaned, domain_misplaced, domain_doubled),
-    *(disk_missing, disk_orphaned, seed_orphaned, part_orphaned),
+    *(disk_missing, disk_orphaned, seed_orphaned, metadata_refused, part_orphaned),
 ]
 NOTICED = [domain_off, domain_running, record_missing, provider_missing, inventory_missing, capacity_exceeded]
+NOTICED += [metadata_refused]
 """What an ecompute mends itself, once a minute: then it is planted again."""
 ON_A_HYPERVISOR = {
     *('base-missing', 'iso-orphaned', 'reservation-orphaned', 'reservation-missing', 'reservation-differs'),

@@ -1,4 +1,4 @@
-"""The monitor of a metadata server that is nobody: it opens what its four requests ask for, and nothing else."""
+"""The monitor of a metadata server that is nobody: it opens what its five requests ask for, and nothing else."""
 
 from __future__ import annotations
 
@@ -67,7 +67,8 @@ def test_its_monitor_opens_nothing_else(tmp_path: Path) -> None:
             f'guest {MAC}\n', f'guest {MAC.upper()}', f'guest {MAC}/../../token', f'guest {MAC}\0',
             'user-data ../token', 'user-data /etc/shadow', 'leases /etc/*', '/etc/shadow', 'open /etc/shadow',
             f'ready {MAC}', f'ready {MAC} ../../x', f'ready ../{MAC} {UUID}', f'ready {MAC} {UUID.upper()}',
-            f'ready {MAC} {UUID}', 'guest ' + 300 * 'x', '\xff',
+            f'ready {MAC} {UUID}', 'refused', 'refused ../token x', f'refused {MAC}/../../token x',
+            'guest ' + 300 * 'x', '\xff',
         ):
             assert asked(monitor, request) == ['Invalid argument'], request
         # A word is of a guest that is there, or nobody's: otherwise they would fill the directory.
@@ -82,6 +83,12 @@ def test_its_monitor_opens_nothing_else(tmp_path: Path) -> None:
         link = 'Too many levels of symbolic links'
         assert asked(monitor, f'guest {MAC_2}') == [link]
         assert asked(monitor, 'leases')[1:] == [link]
+        (guests / f'{MAC_2}.refused').symlink_to(tmp_path / 'token')
+        assert asked(monitor, f'refused {MAC_2} no lease') == []
+        assert (tmp_path / 'token').read_text() == 'canary'
+        assert (guests / f'{MAC_2}.refused').read_text() == 'no lease'
+        assert asked(monitor, f'refused {MAC_2} ') == []
+        assert not (guests / f'{MAC_2}.refused').exists()
         # One in the place of a word that is being left goes, as whatever is left there.
         assert asked(monitor, f'ready {MAC} {UUID} {{}}') == []
         told = guests / f'{UUID}.ready'

@@ -182,6 +182,49 @@ def test_another_machine_with_its_address(host: Host, text: str) -> None:
     assert B in caught.value.detail
 
 
+def reserve(host: Host, *lines: str, network: str = 'default', bridge: str = 'virbr0') -> None:
+    """Write what libvirt writes for the dnsmasq of a network."""
+    (host.status.parent / f'{network}.conf').write_text(f'strict-order\ninterface={bridge}\ndhcp-no-override\n')
+    (host.status.parent / f'{network}.hostsfile').write_text('\n'.join(lines))
+
+
+LOST = [[], [entry(expiry=999_999)], [entry(IP2, B)], [entry(IP2, A)]]
+"""Leases after dnsmasq has dropped that of A, as it does when B sends the same client identifier."""
+
+
+@pytest.mark.parametrize('leases', LOST)
+def test_a_reservation_proves_whose_its_address_is_without_a_lease(host: Host, leases: list[object]) -> None:
+    host.status.write_text(json.dumps(leases))
+    reserve(host, f'{A},{IP},{UUID}', f'{B},{IP2},{UUID},3600', 'id:00:01,web6,[fd00::5]', 'rubbish', f'{A.upper()},no')
+    assert host.find().instance == UUID
+    config = conf.Config(leases=str(host.status.parent / '*.status'), neighbours=host.arp, guests=host.guests)
+    assert Files(config).has_lease(IP2, NOW)
+
+
+@pytest.mark.parametrize(('text', 'error'), [
+    (arp((IP, B, '0x2')), Forged), (arp((IP, A, '0x2'), (IP, B, '0x2')), Forged),
+    (ARP, Unknown), (arp((IP, A, '0x0')), Unknown), (arp((IP, A, '0x2'), device='br-lan'), Unknown),
+])
+def test_a_reservation_without_a_lease_is_for_the_machine_that_the_kernel_sees(
+    host: Host, text: str, error: type[Unknown]
+) -> None:
+    host.status.write_text('[]')
+    reserve(host, f'{A},{IP},{UUID}')
+    host.arp.write_text(text)
+    with pytest.raises(Unknown) as caught:
+        host.find()
+    assert type(caught.value) is error
+
+
+def test_a_reservation_on_a_network_that_is_off_takes_no_lease_away(host: Host) -> None:
+    """Two networks may have the same addresses, if one of them is off."""
+    reserve(host, f'{B},{IP},{UUID}', network='old', bridge='virbr9')
+    assert host.find().instance == UUID
+    host.status.write_text('[]')
+    with pytest.raises(Unknown):
+        host.find()
+
+
 def test_no_lease(host: Host) -> None:
     with pytest.raises(Unknown, match=f'no current DHCP lease for {IP2}$'):
         host.find(IP2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from wsgiref.util import setup_testing_defaults
@@ -13,8 +14,11 @@ from mdserver import files
 from mdserver.conf import Config
 from mdserver.server import make_app
 
+from ecomp.agent.host.metadata import GuestData
+
 UUID = 'd578fb7c-7787-4e73-b69a-a7b3ef9bf73a'
-MAC, ADDRESS = '52:54:00:aa:00:01', '192.168.122.11'
+MAC, ADDRESS, OTHER = '52:54:00:aa:00:01', '192.168.122.11', '52:54:00:bb:00:02'
+NEIGHBOURS = f'{ADDRESS} 0x1 0x2 {MAC} * virbr0\n'
 
 
 @pytest.fixture
@@ -55,6 +59,53 @@ def test_of_one_that_is_removed_meanwhile_nothing_stays(config: Config, monkeypa
     monkeypatch.setattr(files, '_is_there', removed_since)
     assert say_ready(config) == '404 Not Found'
     assert list(config.guests.iterdir()) == []
+
+
+def ask(server: Callable[..., Iterable[bytes]]) -> str:
+    """What the server answers to this guest."""
+    environ = {'REMOTE_ADDR': ADDRESS, 'REQUEST_METHOD': 'GET', 'PATH_INFO': '/latest/meta-data/instance-id'}
+    setup_testing_defaults(environ)
+    answered = []
+    list(server(environ, lambda status, *_: answered.append(status)))
+    return answered[0]
+
+
+@pytest.mark.parametrize(('change', 'said'), [
+    (lambda config: Path(config.leases.replace('*', 'virbr0')).write_text('[]'), 'no current DHCP lease for'),
+    (lambda config: (config.guests / f'{MAC}.json').unlink(), 'no instance with the MAC address'),
+    (lambda config: (config.guests / f'{MAC}.json').write_text('{'), 'cannot be read'),
+    (lambda config: config.neighbours.write_text(NEIGHBOURS + NEIGHBOURS.replace(MAC, OTHER)), 'another machine'),
+])
+def test_ecompute_hears_of_a_guest_that_is_refused_until_it_is_answered(
+    config: Config, change: Callable[[Config], object], said: str
+) -> None:
+    config.neighbours.write_text(NEIGHBOURS)
+    kept = {path: path.read_text() for path in (config.guests / f'{MAC}.json', config.neighbours)}
+    kept[Path(config.leases.replace('*', 'virbr0'))] = Path(config.leases.replace('*', 'virbr0')).read_text()
+    server, data = make_app(files.Files(config)), GuestData(config.guests)
+    for _ in range(2):
+        assert ask(server) == '200 OK'
+        assert MAC not in data.read_refusals()
+        change(config)
+        assert ask(server).startswith(('404', '500'))
+        assert said in data.read_refusals()[MAC]
+        for path, text in kept.items():
+            path.write_text(text)
+    assert ask(make_app(files.Files(config))) == '200 OK'
+    assert MAC not in data.read_refusals()
+
+
+def test_who_sends_from_many_macs_does_not_fill_the_directory(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, 'MAX_REFUSALS', 3)
+    Path(config.leases.replace('*', 'virbr0')).write_text('[]')
+    server = make_app(files.Files(config))
+    for number in range(9):
+        config.neighbours.write_text(NEIGHBOURS.replace(MAC, f'52:54:00:00:00:0{number}'))
+        ask(server)
+    refused = GuestData(config.guests).read_refusals()
+    assert len(refused) == 3
+    GuestData(config.guests).forget_refusals(refused)
+    assert [path.name for path in config.guests.iterdir()] == [f'{MAC}.json']
 
 
 def test_a_further_word_costs_nothing(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,6 +19,7 @@ from ecomp.model.computes import to_json as computes_to_json
 from ecomp.model.digest import Digest
 from ecomp.model.findings import CODES, Finding, confirmed
 from ecomp.model.group import AFFINITY, ANTI_AFFINITY
+from ecomp.model.guest import REFUSED_METADATA
 from ecomp.model.planes import KeyValue, Planes, involved
 from ecomp.model.quota import Quota
 from ecomp.model.quota import to_json as quota_to_json
@@ -58,6 +59,16 @@ def _differs(world: Making) -> None:
 
 def _two_of_a_name(world: Making) -> None:
     world.lives(TWO, NOBODY, name='web1')
+
+
+def _fault(fault: str) -> Callable[[Making], None]:
+    def plant(world: Making) -> None:
+        key = keys.record(ONE, ACTIVE)
+        kept = world.etcd[key]
+        changed = replace(record.from_json(kept.value), fault=fault)
+        world.etcd[key] = kept._replace(value=record.to_json(changed).encode())
+
+    return plant
 
 
 def _no_record(world: Making) -> None:
@@ -194,6 +205,7 @@ PLANTED: list[tuple[str, str, Callable[[Making], object]]] = [
     ('reservation-orphaned', ACTIVE, lambda w: w.reserve(TWO, ACTIVE, '10.0.0.1')),
     ('reservation-missing', ACTIVE, _unreserved),
     ('reservation-differs', OFF, lambda w: w.reserve(ONE, OFF, '10.0.0.9')),
+    ('metadata-refused', ACTIVE, _fault(f'{REFUSED_METADATA}: no current DHCP lease for 10.0.0.9')),
     ('dhcp-open', ONE, lambda w: w.digests.update({ONE: replace(w.digests[ONE], open_dhcp={'default': ''})})),
     ('base-differs', ONE, lambda w: w.digests.update({ONE: replace(w.digests[ONE], bad_bases={'ab12': ''})})),
     ('part-orphaned', ONE, lambda w: w.digests.update({ONE: replace(w.digests[ONE], parts={'images/x.part': '1'})})),

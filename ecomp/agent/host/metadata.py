@@ -6,18 +6,22 @@ import json
 import logging
 import threading
 from collections.abc import Callable, Container, Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from ecomp.files import watch, write_durably
 from ecomp.model.guest import same_mac
 from ecomp.model.guest_word import GuestWord, parse_word
-from ecomp.model.instance import Request
+from ecomp.model.instance import REASON_LIMIT, Request
 from ecomp.model.network import network_config
+from ecomp.model.text import printable
 
 log = logging.getLogger(__name__)
 
 VERSION = 1
 READY = '.ready'
+REFUSED = '.refused'
+"""The suffix of the file, named by MAC, in which the metadata server says why it refused a guest."""
 BEING_TOLD = '.said'
 """Where the metadata server writes a guest's word, before that is whole; one that is killed leaves it."""
 WORD_LIMIT = 32 * 1024
@@ -91,6 +95,19 @@ class GuestData:
             log.debug('%s cannot be read: %s', self.directory, error)
             return set()
 
+    def read_refusals(self) -> dict[str, str]:
+        """Return why the metadata server refuses guests, {MAC: reason}."""
+        with suppress(OSError):  # one is removed this moment, for it was answered: the next look has the others
+            paths = self.directory.glob(f'*{REFUSED}')
+            return {path.stem: printable(path.read_text(errors='replace')[:REASON_LIMIT]) for path in paths}
+        return {}
+
+    def forget_refusals(self, macs: Iterable[str]) -> None:
+        """Remove what the metadata server said of refused guests, by MAC."""
+        for mac in macs:
+            with suppress(OSError):  # it is tried again at the next look
+                (self.directory / f'{mac}{REFUSED}').unlink(missing_ok=True)
+
     def word(self, instance: str) -> GuestWord:
         """What a guest said when its cloud-init was through. OSError."""
         with self._ready(instance).open('rb') as file:
@@ -115,8 +132,9 @@ class GuestData:
                 told = f'{error.filename}: {error.strerror}'
                 log.warning('%s: instance %s will be called ready as soon as it is started again', told, instance)
 
-    def remove(self, instance: str, macs: Iterable[str]) -> None:
+    def remove(self, instance: str, macs: Sequence[str]) -> None:
         """Forget an instance. Nothing there is success."""
+        self.forget_refusals(macs)
         for mac in macs:
             with self._lock:  # else it may be another's, that has the MAC, too, by the time that it is removed
                 if (self._being_told.get(mac) or self._whose(mac)) in (None, instance):

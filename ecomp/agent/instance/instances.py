@@ -24,7 +24,7 @@ from ecomp.errors import BuildFailed, Conflict, EcompError, NoSpace, UnknownOutc
 from ecomp.failpoints import failpoint
 from ecomp.model import keys
 from ecomp.model.allocation import difference, to_wire
-from ecomp.model.guest import Address, Guest, all_macs
+from ecomp.model.guest import REFUSED_METADATA, Address, Guest, all_macs
 from ecomp.model.instance import Invalid, Request
 from ecomp.model.record import (
     ACTIVE,
@@ -82,6 +82,16 @@ class Instances:
     def ready_now(self) -> set[str]:
         """The instances whose cloud-init has said that it is through."""
         return self.guest_data.ready()
+
+    def guests(self) -> Mapping[str, Guest]:
+        """Return what is here of each instance; the trouble of those whose metadata is refused says why."""
+        found, refusals = dict(self.hypervisor.guests()), self.guest_data.read_refusals()
+        for instance, guest in [*found.items()] if refusals else []:
+            why = [refusals.pop(mac) for mac in all_macs(instance) if mac in refusals]
+            if why and guest.running:
+                found[instance] = guest.with_trouble(f'{REFUSED_METADATA}: {why[0]}')
+        self.guest_data.forget_refusals(refusals)  # those of nobody here
+        return found
 
     def recheck(self, wishes: Mapping[str, Request | Invalid]) -> list[str]:
         """Those whose record somebody else wrote or removed: they are read anew next time. See Records."""

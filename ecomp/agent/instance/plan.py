@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from ecomp.model.boots import off_until
-from ecomp.model.guest import CRASHED, NO_SPACE, Address, Guest
+from ecomp.model.guest import CRASHED, NO_SPACE, REFUSED_METADATA, Address, Guest
 from ecomp.model.instance import Invalid, Request
 from ecomp.model.power import ASKED, NOT_STARTED, OFF, START, STOP, Power, phase
 from ecomp.model.record import ACTIVE, ERROR, GONE, STOPPED, Record
@@ -178,7 +178,8 @@ GONE_BOTH = 'its domain and its disk are gone'
 GONE_DOMAIN = 'its domain is gone, its disk is there'
 GONE_DISK = 'its disk is gone'
 UNDEFINED = 'its domain runs and is not defined any more: once it stops it is gone'
-SEEN = frozenset({GONE_BOTH, GONE_DOMAIN, GONE_DISK, UNDEFINED, CRASHED, NO_SPACE})
+SEEN = (GONE_BOTH, GONE_DOMAIN, GONE_DISK, UNDEFINED, CRASHED, NO_SPACE, REFUSED_METADATA)
+"""How faults begin that end by themselves, once what they say is not so any more."""
 
 
 def fault_of(record: Record, guest: Guest | None) -> str | None:
@@ -186,7 +187,8 @@ def fault_of(record: Record, guest: Guest | None) -> str | None:
     seen = _seen(guest)
     if seen is None and guest is not None and guest.running and (record.fault or '').startswith(NOT_STARTED):
         return None
-    if seen is not None or record.fault not in SEEN:
+    ends = all(part.startswith(SEEN) for part in (record.fault or '').split('; '))
+    if seen is not None or not ends:
         return seen or record.fault
     # libvirt forgets with each restart of its own why a domain went off.
     if record.fault == CRASHED and guest is not None and not guest.running:
