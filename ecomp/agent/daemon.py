@@ -55,7 +55,8 @@ class Daemon:
         self._planner = planner
         self._agenda = planner.agenda
         self._complaints = planner.complaints
-        self._here = {'reading records again': planner.recheck, 'looking after the metadata server': host.look_after}
+        self._here = {'reading records again': planner.recheck, 'plugging guests in': host.hypervisor.plug_in}
+        self._here['looking after the metadata server'] = host.look_after
         self._far = far
         self._on_planned = on_planned
         # Of planning and the two rounds of looks: which has failed, and whether the far one is under way.

@@ -13,14 +13,14 @@ from ecomp.model.allocation import Resources, difference, summed, words
 from ecomp.model.audit_sharing import groups, membership, quotas
 from ecomp.model.digest import Leftover
 from ecomp.model.findings import Finding
-from ecomp.model.guest import REFUSED_METADATA
+from ecomp.model.guest import REFUSED_METADATA, UNPLUGGED
 from ecomp.model.host import SILENT
 from ecomp.model.instance import Invalid, Request
 from ecomp.model.inventory import capacity
 from ecomp.model.planes import Planes, World
 from ecomp.model.record import ACTIVE, ERROR, Record
 
-TROUBLES = {REFUSED_METADATA: 'metadata-refused'}
+TROUBLES = {UNPLUGGED: 'domain-differs', REFUSED_METADATA: 'metadata-refused'}
 """The code of what a compute has found itself of a living guest, and says in its record's fault."""
 
 

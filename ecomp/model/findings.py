@@ -105,6 +105,7 @@ CODES = {
     'domain-running': Code(
         'an instance runs that is recorded as off or ended', how="see its ecompute's log; virsh destroy ends it"
     ),
+    'domain-differs': Code('a domain is not as its record and claim say', how='undo by virsh what its fault says'),
     'domain-undefined': Code(
         'a running domain that will vanish', how='virsh dumpxml <instance> into a file, then virsh define it'
     ),
@@ -144,7 +145,7 @@ CODES = {
         'a guest can take every address of a network',
         how="virsh net-edit it: <network xmlns:dnsmasq='http://libvirt.org/schemas/network/dnsmasq/1.0'>, and before "
         "</network> <dnsmasq:options><dnsmasq:option value='dhcp-ignore=tag:!known'/></dnsmasq:options>; then virsh "
-        'net-destroy and net-start it, without guests',
+        'net-destroy and net-start it, which cuts its guests off for the second until its ecompute plugs them in again',
     ),
 }
 

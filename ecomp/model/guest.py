@@ -12,6 +12,7 @@ from ecomp.model.network import DEFAULT_NETWORKS, MOST_INTERFACES, Attachment
 
 CRASHED = 'its QEMU process crashed or was killed'
 NO_SPACE = 'it is paused, for its disk cannot be written: is the file system full?'
+UNPLUGGED = 'its interface is on no bridge'
 REFUSED_METADATA = 'the metadata server refuses it'
 
 

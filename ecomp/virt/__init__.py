@@ -110,10 +110,13 @@ class Hypervisor(Protocol):
         The agent is not waited for: its answer is there at the next call.
         """
 
+    def plug_in(self) -> None:
+        """Put running guests' interfaces that are on no bridge back on theirs; a failure is a trouble in guests()."""
+
     def on_change(self, notify: Callable[[str], None], look: Callable[[str], None] | None = None) -> None:
         """From now on call notify(reason), from any thread, when guests or leases may have changed.
 
-        Call look(reason), None for nothing, when a network was started: its bridge has lost what was put on it.
+        Call look(reason), None for nothing, when a network was started or stopped: what was put on its bridge is lost.
         """
 
     def close(self) -> None:

@@ -113,7 +113,7 @@ class Connection:
     def watch(self, notify: Callable[[str], None], look: Callable[[str], None] | None = None) -> None:
         """From now on call notify(reason) when a domain's state changes, or the connection is lost or back.
 
-        Call look(reason), None for nothing, when a network was started: its bridge has lost what was put on it.
+        Call look(reason), None for nothing, when a network was started or stopped: what was put on its bridge is lost.
         From now on a lost connection is opened again as soon as libvirtd answers, also while nothing uses it.
         """
         first, self._notify, self._look = self._notify is None, notify, look
@@ -236,8 +236,8 @@ class Connection:
     def _on_network(
         self, _connection: object, network: libvirt.virNetwork, event: int, _detail: int, _opaque: object
     ) -> None:
-        if self._look is not None and event == libvirt.VIR_NETWORK_EVENT_STARTED:
-            self._look(f'libvirt: network {network.name()} was started')
+        if self._look is not None and event in (libvirt.VIR_NETWORK_EVENT_STARTED, libvirt.VIR_NETWORK_EVENT_STOPPED):
+            self._look(f'libvirt: network {network.name()} was started or stopped')
 
     def _on_close(self, _connection: object, why: int, _opaque: object) -> None:
         self._lost.set()

@@ -172,6 +172,9 @@ class FakeHypervisor:
             reserved = self._reserved.items()
         return {mac: Address(each.address, 'lease') for mac, each in reserved if each.instance == instance}
 
+    def plug_in(self) -> None:
+        """Do nothing: no guest has an interface."""
+
     def on_change(self, notify: Callable[[str], None], look: Callable[[str], None] | None = None) -> None:
         del look
         self._notify = notify

@@ -12,6 +12,7 @@ import subprocess
 from collections.abc import Mapping
 from functools import lru_cache
 from ipaddress import IPv4Address, IPv6Address, ip_address
+from pathlib import Path
 from typing import Any
 
 from ecomp.errors import EcompError
@@ -20,6 +21,7 @@ from ecomp.model.network import METADATA_ADDRESS
 
 log = logging.getLogger(__name__)
 
+INTERFACES = Path('/sys/class/net')
 KNOWN = {'REACHABLE', 'STALE', 'DELAY', 'PROBE', 'PERMANENT'}
 """States of a neighbour in which the MAC is believed."""
 SECONDS = 10
@@ -56,6 +58,18 @@ def own_addresses() -> list[IPv4Address | IPv6Address]:
     """The addresses that this host has now, without its loopback ones. EcompError."""
     found = {ip_address(each['local']) for each in _addresses()}
     return sorted((each for each in found if not each.is_loopback), key=str)
+
+
+def find_loose_taps() -> frozenset[str]:
+    """Return the names of libvirt's tap devices that are on no bridge."""
+    return frozenset(each.name for each in INTERFACES.glob('vnet*') if not (each / 'master').exists())
+
+
+def plug_tap(tap: str, bridge: str, isolated: bool) -> None:
+    """Put a tap device on a bridge; `isolated` keeps it from the other isolated ones there. EcompError."""
+    _run('link', 'set', 'dev', tap, 'master', bridge)
+    if isolated:
+        _run('link', 'set', 'dev', tap, 'type', 'bridge_slave', 'isolated', 'on')
 
 
 def has_metadata_address(bridge: str) -> bool:

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 
 from ecomp.errors import BuildFailed, Conflict, EcompError, Unreachable, UsageError
-from ecomp.model.guest import Address, Guest, GuestSpec
+from ecomp.model.guest import UNPLUGGED, Address, Guest, GuestSpec
 from ecomp.model.network import DEFAULT_NETWORKS, Attachment
 from ecomp.virt import access, ip, networks, xml
 from ecomp.virt.agents import Agents
@@ -64,6 +64,7 @@ class Libvirt:
         self._networks = Networks(self._connection)
         self._reservations = Reservations(self._connection)
         self._is_probed = False
+        self._unplugged: dict[str, str] = {}
         self._stop_watching: Callable[[], None] | None = None
         # What one part does by itself.
         self.shutdown, self.switch_off = self._domains.shutdown, self._domains.switch_off
@@ -152,7 +153,7 @@ class Libvirt:
                 running=found.running,
                 disk=instance in disks,
                 trouble=found.trouble,
-            )
+            ).with_trouble(self._unplugged.get(instance, ''))
         return guests
 
     def open_dhcp(self) -> Set[str]:
@@ -216,7 +217,7 @@ class Libvirt:
     def addresses(self, instance: str) -> Mapping[str, Address]:
         interfaces = self._domains.interfaces(instance)
         found: dict[str, Address] = {}
-        for network in {name for (kind, name), _ in interfaces.values() if kind == 'network'}:
+        for network in {each.attachment.name for each in interfaces.values() if each.attachment.kind == 'network'}:
             found |= self._networks.leases(network, interfaces)
         # On a bridge somebody else's server gives the address: the host sees it when the guest talks to it.
         for source, ask in (('arp', ip.neighbours), ('agent', partial(self._agents.addresses, instance))):
@@ -230,6 +231,22 @@ class Libvirt:
         # dnsmasq puts what it is only offering into the table, and an agent may say what it likes: the lease counts.
         kind, name = attachment
         return kind != 'network' or not self._networks.gives(name, address)
+
+    def plug_in(self) -> None:
+        loose, unplugged = ip.find_loose_taps(), dict[str, str]()
+        for instance in self._domains.ours() if loose else ():
+            for plug in self._domains.interfaces(instance).values():
+                # Asked again: libvirt answers for a guest that is starting once its tap is on its bridge.
+                if plug.tap not in loose & ip.find_loose_taps():
+                    continue
+                kind, name = plug.attachment
+                try:
+                    bridge = (self._networks.own_bridge(name) if kind == 'network' else None) or plug.bridge
+                    ip.plug_tap(plug.tap, bridge, plug.isolated)
+                    log.warning('instance %s: %s was on no bridge, plugged it into %s', instance, plug.tap, bridge)
+                except EcompError as error:
+                    unplugged[instance] = f'{UNPLUGGED} ({plug.tap}): {error}. Fix: start {kind} {name} again'
+        self._unplugged = unplugged
 
     def on_change(self, notify: Callable[[str], None], look: Callable[[str], None] | None = None) -> None:
         self._connection.watch(notify, look)

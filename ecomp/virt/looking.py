@@ -14,7 +14,8 @@ from ecomp.virt import access, xml
 from ecomp.virt.connection import Connection, libvirt
 from ecomp.virt.domains import Domains
 from ecomp.virt.filters import Filters
-from ecomp.virt.networks import INTERFACES, Networks
+from ecomp.virt.ip import INTERFACES
+from ecomp.virt.networks import Networks
 from ecomp.virt.volumes import POOL
 
 

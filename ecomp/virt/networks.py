@@ -16,8 +16,8 @@ from ecomp.model.network import Attachment
 from ecomp.model.record import timestamp
 from ecomp.virt import dhcp
 from ecomp.virt.connection import Connection, libvirt
+from ecomp.virt.ip import INTERFACES
 
-INTERFACES = Path('/sys/class/net')
 LEASES = Path('/var/lib/libvirt/dnsmasq')
 """The directory where libvirt's helper for dnsmasq writes `<bridge>.status`, anew for each lease."""
 

@@ -60,7 +60,8 @@ class Reservations:
                     # libvirt takes no name twice: changed by hand, or of when `networks:` had another order.
                     if held.name == instance and held.mac != mac:
                         entry = f'network {network} has {held.mac} under its name, and not its own {mac}'
-                        raise BuildFailed(STAGE, f'{entry}: virsh net-edit {network}, and correct it')
+                        words = f'delete ip-dhcp-host "<host mac=\'{held.mac}\'/>" --live --config'
+                        raise BuildFailed(STAGE, f'{entry}. Fix: virsh net-update {network} {words}')
                 if _written(found, definitions, Reservation(mac, address, instance)):
                     return address
         raise BuildFailed(STAGE, f'network {network}: each of {TRIES} addresses was taken by somebody else meanwhile')
@@ -169,4 +170,4 @@ def _is_ipv4(lease: Mapping[str, object]) -> bool:
 
 def _words(definition: Dhcp) -> str:
     ranges = ' and '.join(f'{first} to {last}' for first, last in definition.ranges)
-    return f'{ranges} are all leased or reserved; a wider range: virsh net-edit'
+    return f'{ranges} are all leased or reserved. Fix: virsh net-edit; its restart cuts guests off for a second'

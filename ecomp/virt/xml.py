@@ -191,10 +191,12 @@ def mark(xml: str) -> Mark | None:
 
 
 class Plug(NamedTuple):
-    """What an interface is plugged into, and the host's bridge that this is; '' where the domain does not run."""
+    """What an interface is plugged into; `bridge` and `tap` are the host's, '' where the domain does not run."""
 
     attachment: Attachment
     bridge: str
+    tap: str = ''
+    isolated: bool = False
 
 
 def interfaces(xml: str) -> dict[str, Plug]:
@@ -204,7 +206,9 @@ def interfaces(xml: str) -> dict[str, Plug]:
         mac, source, kind = interface.find('mac'), interface.find('source'), interface.get('type', '')
         if mac is not None:
             name, bridge = (source.get(each, '') if source is not None else '' for each in (kind, 'bridge'))
-            found[mac.get('address', '').lower()] = Plug(Attachment(kind, name), bridge)
+            tap = next((each.get('dev', '') for each in interface.iterfind('target')), '')
+            isolated = interface.find("port[@isolated='yes']") is not None
+            found[mac.get('address', '').lower()] = Plug(Attachment(kind, name), bridge, tap, isolated)
     return found
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import queue
 import threading
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -88,6 +89,29 @@ def test_a_placement_that_gives_no_answer_holds_up_nothing_else(cloud: Cloud, tm
             until(lambda: cloud.etcd.get(keys.request(one.compute, first)) is None, 20, 'the destroy is carried out')
         assert not keeper.answers.is_set(), 'nor does its end wait for placement'
         keeper.answers.set()
+
+
+def test_guests_are_plugged_in_as_soon_as_a_network_was_restarted(cloud: Cloud, tmp_path: Path) -> None:
+    class Plugged(FakeHypervisor):
+        def __init__(self) -> None:
+            super().__init__()
+            self.plugged: queue.SimpleQueue[None] = queue.SimpleQueue()
+            self.look: Callable[[str], None] | None = None
+
+        def on_change(self, notify: Callable[[str], None], look: Callable[[str], None] | None = None) -> None:
+            super().on_change(notify, look)
+            self.look = look
+
+        def plug_in(self) -> None:
+            self.plugged.put(None)
+
+    hypervisor = Plugged()
+    with toy(cloud, tmp_path, hypervisor) as one, running(one, Keeper(one)) as daemon:
+        tell(daemon, one)
+        hypervisor.plugged.get(timeout=20)
+        assert hypervisor.look is not None
+        hypervisor.look('libvirt: network default was started or stopped')
+        hypervisor.plugged.get(timeout=20)
 
 
 def test_of_those_that_share_threads_one_that_waits_holds_up_no_other(cloud: Cloud, tmp_path: Path) -> None:

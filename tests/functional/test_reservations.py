@@ -112,7 +112,7 @@ def test_a_name_that_somebody_gave_another_mac(real: Libvirt, small: Any) -> Non
     with pytest.raises(BuildFailed) as caught:
         take(real, instance)
     assert caught.value.stage == 'scheduled'
-    for said in ('network small', other, mac_address(instance, 0), 'virsh net-edit small'):
+    for said in ('network small', other, mac_address(instance, 0), 'virsh net-update small delete'):
         assert said in caught.value.reason
     assert hosts(small) == {other: (address, instance)}
 

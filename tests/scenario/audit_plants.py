@@ -292,6 +292,11 @@ def seed_orphaned(scene: Scene) -> str:
     return nobody
 
 
+def domain_differs(scene: Scene) -> str:
+    scene.rewrite(scene.instance, fault='its interface is on no bridge (vnet0): network default is off')
+    return scene.instance
+
+
 def metadata_refused(scene: Scene) -> str:
     scene.rewrite(scene.instance, fault='the metadata server refuses it: no current DHCP lease for 10.0.0.9')
     return scene.instance
@@ -312,12 +317,12 @@ PLANTS: list[Callable[[Scene], str]] = [
     *(group_unreadable, group_broken, group_orphaned, group_missing, quota_unreadable, quota_differs, usage_differs),
     *(name_orphaned, name_missing, hostname_orphaned, attempt_unleased, presence_unleased, compute_mute),
     *(queued_unreadable, queued_flavorless, queued_doubled, taker_unleased),
-    *(domain_missing, domain_off, domain_running, domain_undefined),
+    *(domain_missing, domain_off, domain_running, domain_differs, domain_undefined),
     *(domain_orphaned, domain_misplaced, domain_doubled),
     *(disk_missing, disk_orphaned, seed_orphaned, metadata_refused, part_orphaned),
 ]
 NOTICED = [domain_off, domain_running, record_missing, provider_missing, inventory_missing, capacity_exceeded]
-NOTICED += [metadata_refused]
+NOTICED += [domain_differs, metadata_refused]
 """What an ecompute mends itself, once a minute: then it is planted again."""
 ON_A_HYPERVISOR = {
     *('base-missing', 'iso-orphaned', 'reservation-orphaned', 'reservation-missing', 'reservation-differs'),

@@ -25,6 +25,8 @@ from ecomp.model.guest import (
     CRASHED,
     MOST_INTERFACES,
     NO_SPACE,
+    REFUSED_METADATA,
+    UNPLUGGED,
     Address,
     Attachment,
     Guest,
@@ -163,7 +165,11 @@ def test_a_guest_that_is_merely_off_or_runs_has_no_fault() -> None:
     assert fault_of(record(ACTIVE), GUESTS['runs']) is None
 
 
-@pytest.mark.parametrize('known', [None, GONE_BOTH, GONE_DISK, GONE_DOMAIN, UNDEFINED, NO_SPACE, 'another'])
+ENDING = (f'{UNPLUGGED} (vnet0): network default is off', f'{NO_SPACE}; {REFUSED_METADATA}: no lease')
+"""Faults that end once what they say is not so any more."""
+
+
+@pytest.mark.parametrize('known', [None, GONE_BOTH, GONE_DISK, GONE_DOMAIN, UNDEFINED, NO_SPACE, *ENDING, 'another'])
 def test_a_fault_says_what_is_seen_now(known: str | None) -> None:
     before = replace(record(STOPPED), fault=known)
     assert fault_of(before, None) == GONE_BOTH

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from ecomp.model.boots import off_until
-from ecomp.model.guest import CRASHED, NO_SPACE, REFUSED_METADATA, Address, Guest
+from ecomp.model.guest import CRASHED, NO_SPACE, REFUSED_METADATA, UNPLUGGED, Address, Guest
 from ecomp.model.instance import Invalid, Request
 from ecomp.model.power import ASKED, NOT_STARTED, OFF, START, STOP, Power, phase
 from ecomp.model.record import ACTIVE, ERROR, GONE, STOPPED, Record
@@ -178,7 +178,7 @@ GONE_BOTH = 'its domain and its disk are gone'
 GONE_DOMAIN = 'its domain is gone, its disk is there'
 GONE_DISK = 'its disk is gone'
 UNDEFINED = 'its domain runs and is not defined any more: once it stops it is gone'
-SEEN = (GONE_BOTH, GONE_DOMAIN, GONE_DISK, UNDEFINED, CRASHED, NO_SPACE, REFUSED_METADATA)
+SEEN = (GONE_BOTH, GONE_DOMAIN, GONE_DISK, UNDEFINED, CRASHED, NO_SPACE, UNPLUGGED, REFUSED_METADATA)
 """How faults begin that end by themselves, once what they say is not so any more."""
 
 

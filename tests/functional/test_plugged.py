@@ -1,0 +1,125 @@
+"""Guests whose bridge was gone are plugged in again, on a real libvirt, or the reason is their trouble."""
+
+from __future__ import annotations
+
+import os
+import queue
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from ecomp.model.guest import UNPLUGGED, GuestSpec
+from ecomp.model.network import Attachment
+from tests.functional.guest import COMPUTE, build
+from tests.functional.libvirt_host import LibvirtHost
+
+pytest.importorskip('libvirt', reason="libvirt-python is not installed: pip install '.[hypervisor]'")
+from ecomp.virt.ip import INTERFACES
+from ecomp.virt.libvirt_host import Libvirt
+
+BOTH = (Attachment('network', 'default'), Attachment('bridge', 'br0'))
+
+
+def run(*command: str) -> str:
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+
+def masters() -> list[str]:
+    """The bridges of the taps there are, '' for none."""
+    taps = sorted(INTERFACES.glob('vnet*'))
+    return [(each / 'master').resolve().name if (each / 'master').exists() else '' for each in taps]
+
+
+def is_isolated() -> bool:
+    return any(each.read_text() == '1\n' for each in INTERFACES.glob('vnet*/brport/isolated'))
+
+
+def inside_the_host(state: str, instance: str) -> None:
+    """What ecompute's parent does on its own host."""
+    hypervisor = Libvirt(Path(state))
+    looks: queue.Queue[str] = queue.Queue()
+    hypervisor.on_change(str, looks.put)
+
+    def restart_network(bridge: str) -> None:
+        edited = re.sub("bridge name='[^']*'", f"bridge name='{bridge}'", run('virsh', 'net-dumpxml', 'default'))
+        Path(state, 'network.xml').write_text(edited)
+        run('virsh', '-q', 'net-destroy', 'default')
+        assert looks.get(timeout=60) == 'libvirt: network default was started or stopped'
+        run('virsh', '-q', 'net-define', f'{state}/network.xml')
+        assert masters() == ['', 'br0']
+        hypervisor.plug_in()
+        trouble = hypervisor.guests()[instance].trouble
+        assert trouble.startswith(f'{UNPLUGGED} (vnet0): ')
+        assert trouble.endswith('. Fix: start network default again')
+        run('virsh', '-q', 'net-start', 'default')
+        assert looks.get(timeout=60) == 'libvirt: network default was started or stopped'
+        hypervisor.plug_in()
+        assert hypervisor.guests()[instance].trouble == ''
+
+    assert masters() == ['virbr0', 'br0']
+    hypervisor.plug_in()
+    for bridge in ('virbr0', 'virbr7', 'virbr0'):
+        restart_network(bridge)
+        assert masters() == [bridge, 'br0']
+    # A bridge of the host's, which libvirt has nothing to tell of.
+    run('ip', 'link', 'del', 'br0')
+    hypervisor.plug_in()
+    assert hypervisor.guests()[instance].trouble.endswith('. Fix: start bridge br0 again')
+    run('ip', 'link', 'add', 'br0', 'up', 'type', 'bridge')
+    hypervisor.plug_in()
+    assert (masters(), hypervisor.guests()[instance].trouble) == (['virbr0', 'br0'], '')
+    # Whoever has put it on another bridge meant that.
+    run('ip', 'link', 'set', 'vnet1', 'master', 'virbr0')
+    hypervisor.plug_in()
+    assert masters() == ['virbr0', 'virbr0']
+    hypervisor.close()
+
+
+def inside_the_host_isolated(state: str, instance: str) -> None:
+    hypervisor = Libvirt(Path(state))
+    assert is_isolated()
+    run('virsh', '-q', 'net-destroy', 'alone')
+    run('virsh', '-q', 'net-start', 'alone')
+    assert not is_isolated()
+    hypervisor.plug_in()
+    assert (masters(), is_isolated(), hypervisor.guests()[instance].trouble) == (['virbr6'], True, '')
+    hypervisor.close()
+
+
+def run_inside(host: LibvirtHost, function: str, instance: str) -> None:
+    script = f'import tests.functional.test_plugged as test; test.{function}{(str(host.root / "state"), instance)}'
+    path = os.pathsep.join([str(Path(__file__).parents[2]), *sys.path])
+    done = host.inside([sys.executable, '-c', script], env={**os.environ, 'PYTHONPATH': path}, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_guests_are_on_their_bridges_again_or_their_trouble_says_why(
+    host: LibvirtHost, real: Libvirt, spec: GuestSpec
+) -> None:
+    host.inside(['ip', 'link', 'add', 'br0', 'up', 'type', 'bridge'])
+    build(real, replace(spec, networks=BOTH))
+    try:
+        run_inside(host, 'inside_the_host', spec.instance)
+    finally:
+        real.destroy(spec.instance, COMPUTE)
+        host.inside(['ip', 'link', 'del', 'br0'])
+
+
+def test_guests_that_their_network_keeps_apart_are_kept_apart_again(
+    host: LibvirtHost, real: Libvirt, spec: GuestSpec
+) -> None:
+    alone = "<network><name>alone</name><bridge name='virbr6'/><port isolated='yes'/></network>"
+    (host.root / 'alone.xml').write_text(alone)
+    for words in (['net-define', str(host.root / 'alone.xml')], ['net-start', 'alone']):
+        host.inside(['virsh', '-q', *words])
+    build(real, replace(spec, networks=(Attachment('network', 'alone'),)))
+    try:
+        run_inside(host, 'inside_the_host_isolated', spec.instance)
+    finally:
+        real.destroy(spec.instance, COMPUTE)
+        for word in ('net-destroy', 'net-undefine'):
+            host.inside(['virsh', '-q', word, 'alone'])
