@@ -20,7 +20,8 @@ class Libvirt:
 
     `kvm` is why guests cannot have it, in words, '' if they can. `blocked` is the directory on the way to the disks
     that QEMU cannot enter, `pool` the directory of a pool of our name that is not ours; '' for none. `filters` is why
-    there can be none, '' if there can. `computes` are those that guests here belong to.
+    there can be none, '' if there can. `unfit` is why guests cannot be made or addressed on a network, with the fix.
+    `computes` are those that guests here belong to.
     """
 
     version: int
@@ -35,6 +36,7 @@ class Libvirt:
     networks: Mapping[Attachment, str] = field(default_factory=dict)
     has_bridge: bool = True
     filters: str = ''
+    unfit: tuple[str, ...] = ()
     computes: frozenset[str] = frozenset()
 
 
@@ -188,7 +190,7 @@ def _pool(there: Libvirt, _: Machine) -> Iterator[Found]:
         yield what, 'virsh pool-destroy ecompute; virsh pool-undefine ecompute'
 
 
-def _networks(there: Libvirt, _: Machine) -> Iterator[Found]:
+def _networks(there: Libvirt, _facts: Machine) -> Iterator[Found]:
     for (kind, name), state in there.networks.items():
         if kind == 'bridge' and state == MISSING:
             yield f'this host has no bridge {name}', f'ip link add {name} type bridge; ip link set {name} up'
@@ -199,6 +201,9 @@ def _networks(there: Libvirt, _: Machine) -> Iterator[Found]:
             yield f'libvirt has no network {name}', 'virsh net-list --all has those there are: correct `networks:`'
         elif state == OFF:
             yield f'the network {name} is not active', f'virsh net-start {name}; virsh net-autostart {name}'
+    for why in there.unfit:
+        what, _, cure = why.partition('. Fix: ')
+        yield what, cure
 
 
 def _metadata(there: Libvirt, facts: Machine) -> Iterator[Found]:

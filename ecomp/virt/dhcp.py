@@ -32,7 +32,7 @@ class Dhcp:
 
     `seconds` is how long the leases of each range last, 0 for ever. `served` False means that the bridge is not
     libvirt's; `known_only` that only MACs with a reservation are answered; `ipv6` False that the bridge is libvirt's
-    and has no IPv6.
+    and has no IPv6. `unfit`: see Networks.explain_unfit().
     """
 
     ranges: tuple[tuple[IPv4Address, IPv4Address], ...]
@@ -42,6 +42,7 @@ class Dhcp:
     known_only: bool = False
     seconds: tuple[int, ...] = ()
     ipv6: bool = True
+    unfit: tuple[str, str] = ('', '')
 
     def lasts(self, address: IPv4Address) -> int:
         """The seconds for which a lease of this address lasts; 0 for ever, or where that is not known."""
@@ -79,7 +80,26 @@ def read(xml: str) -> Dhcp:
     known_only = 'dhcp-ignore=tag:!known' in options
     served = mode not in NOT_SERVED
     ipv6 = not served or root.get('ipv6') == 'yes' or root.find("ip[@family='ipv6']") is not None
-    return Dhcp(tuple(ranges), frozenset(own), tuple(reservations), served, known_only, tuple(seconds), ipv6)
+    unfit = _explain_unfit(root, served, not ranges)
+    return Dhcp(tuple(ranges), frozenset(own), tuple(reservations), served, known_only, tuple(seconds), ipv6, unfit)
+
+
+def _explain_unfit(root: ET.Element, served: bool, rangeless: bool) -> tuple[str, str]:
+    name, unfilterable, unaddressed = f'network {root.findtext("name")}', '', ''
+    ports = [*root.iterfind('virtualport[@type]'), *root.iterfind("portgroup[@default='yes']/virtualport[@type]")]
+    # virDomainActualNetDefValidate() in libvirt's src/conf/domain_conf.c takes a filter for a tap on a Linux bridge.
+    if ports or not (served or root.find('bridge') is not None):
+        kind = f'a port of {ports[0].get("type")}' if ports else 'the network card itself (macvtap or hostdev)'
+        cure = 'name a Linux bridge in its place under `networks:` (docs/howto/bridge.md), as in `{bridge: br0}`'
+        unfilterable = f'{name} is {kind}, where libvirt cannot filter what guests send: none can be made. Fix: {cure}'
+    of_ipv4 = [each for each in root.iterfind('ip') if each.get('family', 'ipv4') == 'ipv4']
+    if served and rangeless and any(each.find('dhcp') is not None for each in of_ipv4):
+        cure = f'virsh net-update {root.findtext("name")} add ip-dhcp-range "<range start=\'FIRST\' end=\'LAST\'/>"'
+        unaddressed = f'{name} has DHCP without a <range>: guests wait for ever. Fix: {cure} --live --config'
+    elif served and not of_ipv4 and root.find('ip') is not None:
+        cure = 'give it an <ip> of IPv4 with a <dhcp><range> by virsh net-edit, and restart it'
+        unaddressed = f'{name} has IPv6 alone: a guest waits for an IPv4 address for ever. Fix: {cure}'
+    return unfilterable, unaddressed
 
 
 def _lasts(lease: ET.Element | None) -> int:

@@ -82,8 +82,13 @@ class Libvirt:
         if is_first:
             log.info('libvirt has said so, after %.1f s', time.monotonic() - began)
         access.check_reachable(self._volumes.directory, qemu)
-        for attachment in self._attachments:
+        has_filters = not self._filters.missing()
+        for number, attachment in enumerate(self._attachments):
             self._networks.check(attachment)
+            unmade, unaddressed = self._networks.explain_unfit(attachment, has_filters)
+            # Nobody waits for an address on any but the first.
+            if unmade or (unaddressed and number == 0):
+                raise UsageError(unmade or unaddressed)
         self._volumes.check()
 
     def computes(self) -> Set[str]:

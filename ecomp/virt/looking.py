@@ -28,6 +28,8 @@ def look(state: Path, attachments: Sequence[Attachment], uri: str = 'qemu:///sys
         kvm = access.look_for_kvm(qemu, capabilities.domain_types)
         device = access.KVM.exists()
         states = {each: _state(connection, each) for each in attachments}
+        filters = Filters(connection, ()).missing()
+        unfit = [Networks(connection).explain_unfit(each, not filters) for each in attachments]
         blocked = access.blocked(state.absolute() / 'images', qemu)
         return Libvirt(
             version=version,
@@ -41,7 +43,8 @@ def look(state: Path, attachments: Sequence[Attachment], uri: str = 'qemu:///sys
             pool=_others_pool(connection, state.absolute() / 'images'),
             networks=states,
             has_bridge=any(_has_bridge(connection, each) for each, found in states.items() if found != MISSING),
-            filters=Filters(connection, ()).missing(),
+            filters=filters,
+            unfit=tuple(why for each in unfit for why in each if why),
             computes=frozenset(each.mark.compute for each in Domains(connection).ours().values()),
         )
 

@@ -75,6 +75,12 @@ class Networks:
         found = {each: self._dhcp(each.name) for each in attachments if each.kind == 'network'}
         return [each for each, definition in found.items() if definition is not None and not definition.ipv6]
 
+    def explain_unfit(self, attachment: Attachment, has_filters: bool) -> tuple[str, str]:
+        """Return why no guest can be made there, and why none gets an IPv4 address, each with its fix, or ''."""
+        definition = self._dhcp(attachment.name) if attachment.kind == 'network' else None
+        unmade, unaddressed = definition.unfit if definition is not None else ('', '')
+        return unmade if has_filters else '', unaddressed
+
     def _dhcp(self, name: str) -> dhcp.Dhcp | None:
         try:
             with self._connection.use(f'asking for the DHCP of network {name}') as connection:

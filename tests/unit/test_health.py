@@ -165,6 +165,7 @@ BRIDGE, NETWORK, OTHER = Attachment('bridge', 'br0'), Attachment('network', 'def
         (libvirt(networks={NETWORK: MISSING}), 'network', 'no network default', 'virsh net-define'),
         (libvirt(networks={OTHER: MISSING}), 'network', 'no network web', 'virsh net-list --all'),
         (libvirt(networks={OTHER: OFF}), 'network', 'web is not active', 'virsh net-start web'),
+        (libvirt(unfit=('web has no <range>. Fix: virsh net-update',)), 'network', 'no <range>', 'virsh net-update'),
         (libvirt(has_bridge=False), 'metadata', 'no metadata can be served', 'metadata: iso'),
         (replace(MACHINE, is_taken=True), 'metadata', 'port 80 is no metadata server', 'an address of its own'),
         (libvirt(filters='ebtables is not installed'), 'filters', 'ebtables', 'apt install iptables'),

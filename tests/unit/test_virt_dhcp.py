@@ -41,7 +41,10 @@ def test_a_definition_is_read() -> None:
 
 @pytest.mark.parametrize(
     ('forward', 'served'),
-    [('', True), ('<forward/>', True), ("<forward mode='open'/>", True), ("<forward mode='bridge'/>", False)],
+    [
+        *(('', True), ('<forward/>', True), ("<forward mode='open'/>", True)),
+        ("<forward mode='bridge'/><bridge name='br0'/>", False),
+    ],
 )
 def test_a_bridge_of_somebody_else_s_is_not_served(forward: str, served: bool) -> None:
     assert read(f'<network>{forward}</network>') == Dhcp((), frozenset(), (), served, ipv6=not served)
@@ -54,6 +57,21 @@ def test_a_bridge_of_somebody_else_s_is_not_served(forward: str, served: bool) -
 )  # fmt: skip
 def test_network_has_ipv6_where_libvirt_gives_it_an_address_or_allows_it(definition: str, ipv6: bool) -> None:
     assert read(definition).ipv6 is ipv6
+
+
+@pytest.mark.parametrize(
+    ('inside', 'is_filterable'),
+    [
+        ("<portgroup name='a' default='yes'><virtualport type='openvswitch'/></portgroup>", False),
+        ("<portgroup name='a'><virtualport type='openvswitch'/></portgroup>", True),
+        ("<forward mode='hostdev' managed='yes'><pf dev='eth0'/></forward>", False),
+        ("<forward mode='passthrough'><interface dev='eth0'/></forward>", False),
+        ("<forward mode='bridge'/><bridge name='br0'/>", True),
+        ("<forward mode='nat'/>", True),
+    ],
+)
+def test_where_libvirt_can_filter(inside: str, is_filterable: bool) -> None:
+    assert (read(f'<network><name>a</name>{inside}</network>').unfit[0] == '') is is_filterable
 
 
 @given(macs, st.sets(st.sampled_from([2, 3, 254])))
