@@ -9,9 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.functional.image_content import entries
+from tests.functional.image_content import base, entries, raw
 from tests.kit.image_server import Web
 from tests.kit.images import cache, get, kept
+
+MIB = 2**20
 
 pytestmark = [
     pytest.mark.skipif(
@@ -59,3 +61,48 @@ def test_a_base_volume_that_is_gone_or_cut_off_is_fetched_again(web: Web, direct
     assert get(cache(directory), web.url + 'good') == first
     assert Path(first.path).read_bytes() == image
     assert len(web.sent) == 3
+
+
+@pytest.mark.parametrize(
+    ('says', 'times'),
+    [
+        ({'last-modified': 'Fri, 27 Aug 2021 17:41:20 GMT'}, 3),  # then date and length say that it is the same
+        ({}, 9),  # nothing does: each build has it twice, and asks between
+    ],
+)
+def test_servers_behind_one_name_may_have_etags_of_their_own(
+    web: Web, directory: Path, caplog: pytest.LogCaptureFixture, says: dict[str, str], times: int
+) -> None:
+    web.says, web.refuses_head = says, None
+    url = web.url + 'farm'
+    first = get(cache(directory), url)
+    for _ in range(2):
+        assert get(cache(directory), url) == first
+    assert len(web.sent) == times
+    told = [line.message for line in caplog.records if line.levelname == 'WARNING']
+    assert len(told) == times // 3
+    assert all('another version each time. Fix: put #sha256=' in each for each in told)
+    # Another image is seen to be another one.
+    web.image, web.says = raw(MIB, 7), {**says, 'last-modified': 'Sat, 28 Aug 2021 17:41:20 GMT'}
+    assert Path(get(cache(directory), url).path).name == base(web.image)
+
+
+def test_a_date_that_is_the_time_of_the_answer_makes_no_loop(web: Web, directory: Path) -> None:
+    first = get(cache(directory), web.url + 'now')
+    assert get(cache(directory), web.url + 'now') == first
+
+
+def test_a_sparse_image_stays_sparse(web: Web, directory: Path, tmp_path: Path) -> None:
+    """From a file and by HTTP; what is in it is the same."""
+    path = tmp_path / 'sparse.raw'
+    with path.open('wb') as file:
+        file.truncate(64 * MIB)
+        file.write(raw(MIB))
+        file.seek(40 * MIB + 1234)
+        file.write(os.urandom(MIB))
+    web.image = path.read_bytes()
+    for url, local in ((path.as_uri(), tmp_path), (web.url + 'good', None)):
+        held = Path(get(cache(directory, local), url).path)
+        assert (held.name, held.stat().st_size, held.read_bytes()) == (base(web.image), 64 * MIB, web.image)
+        assert held.stat().st_blocks * 512 < 4 * MIB
+        held.unlink()

@@ -84,10 +84,10 @@ class Handler(http.server.BaseHTTPRequestHandler):
         """Another image from the middle on, of the same length; from then on that is what the server has."""
         old, half = self.server.image, len(self.server.image) // 2
         if self.server.asked.count('changing') == 1:
-            self.server.image = old[:half] + bytes(len(old) - half)
+            self.server.image = old[:512] + bytes([old[512] ^ 1]) * (len(old) - 512)
             # First, for whoever has the last byte asks at once what the server has now.
             says, self.server.says = self.server.says, {name: f'{value}+' for name, value in self.server.says.items()}
-            self.say(self.server.image, **says)
+            self.say(old[:half] + self.server.image[half:], **says)
         else:
             self.answer_good()
 
@@ -172,6 +172,18 @@ class Handler(http.server.BaseHTTPRequestHandler):
         """To another mirror each time."""
         self.server.mirrors += 1
         self.redirect(f'/mirror{self.server.mirrors % 2}?signed={self.server.mirrors}')
+
+    def answer_farm(self) -> None:
+        """One of three servers behind one name, each with an ETag of its own; `says` is what they have in common."""
+        if self.command != 'HEAD':
+            self.server.mirrors += 1
+            self.server.sent.append('farm')
+        self.say(self.server.image, **{'etag': f'"{self.server.mirrors % 3}"', **self.server.says})
+
+    def answer_now(self) -> None:
+        """The image, with another date each time."""
+        self.server.mirrors += 1
+        self.say(self.server.image, last_modified=str(self.server.mirrors))
 
     def answer_signed(self) -> None:
         """To a place that is named for one request."""

@@ -136,7 +136,11 @@ class Remote:
                 raise Away('image', f'{url}: {why_away(error)}') from error
             location = answer.get_redirect_location()
             if not location:
-                return answer, here
+                if answer.headers.get('content-encoding', 'identity').lower() in ('', 'identity'):
+                    return answer, here
+                answer.close()
+                what = 'the server sends it packed (Content-Encoding). Fix: have the server send the file as it is'
+                raise BuildFailed('image', f'{url}: {what}')
             answer.close()
             here = _redirected(url, here, location)
         raise BuildFailed('image', f'{url}: more than {REDIRECTS} redirects')

@@ -43,13 +43,14 @@ class Version:
         """Whether they are the same by their ETags; without those by date and length, if either is known.
 
         Of two places, such as the mirrors that one URL is redirected to, different ETags say nothing (RFC 9110, 8.8.3):
-        then date and length do, if both are known.
+        then date and length do, if both are known. So also where one of the two has no ETag, or none to go by.
         """
         moved = bool(self.answered and other.answered) and self.answered != other.answered
-        if (self.etag or other.etag) and (self.etag == other.etag or not moved):
+        if self.etag and other.etag and (self.etag == other.etag or not moved):
             return self.etag == other.etag
         said = (bool(self.modified), self.length is not None)
-        return (all(said) if moved else any(said)) and (self.modified, self.length) == (other.modified, other.length)
+        is_known = all(said) if moved or self.etag or other.etag else any(said)
+        return is_known and (self.modified, self.length) == (other.modified, other.length)
 
 
 class Stream(Protocol):

@@ -6,18 +6,21 @@ Reading from a server cannot be interrupted, nor can a look at DNS; a destroy mu
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import IO
 
 from ecomp.agent.images.sources import SUMS, Away, Source, Stream, Version
 from ecomp.errors import BuildFailed
 from ecomp.failpoints import failpoint
 from ecomp.model.image import sum_of
+
+log = logging.getLogger(__name__)
 
 DEADLINE = 3600.0
 """Seconds a download may take in all, then it fails: a time-out between two bytes alone lets a slow drip go on."""
@@ -158,9 +161,22 @@ class Transfer:
                     sums = self.source.sums()
                 expected = None if sums is None else sum_of(sums, self.url)
             found = self._download(stream, file, expected)
-        if expected is None and not self._is_still(found.version):
-            raise BuildFailed('image', f'{self.url}: changed while it was downloaded: ask again')
-        return found
+        return found if expected is not None or self._is_still(found.version) else self._fetch_again(found)
+
+    def _fetch_again(self, first: Download) -> Download:
+        """Download once more what has another version: of servers behind one name each may say its own. BuildFailed."""
+        with self._waiting('answer'):
+            stream = self.source.open(None)
+        assert stream is not None  # nothing is known
+        self._done = 0
+        with closing(stream), self._open() as file:
+            again = self._download(stream, file, None)
+        cure = 'put #sha256=… on its URL, and its server is asked once'
+        if again.sha256 != first.sha256:
+            raise BuildFailed('image', f'{self.url}: changed while it was downloaded: ask again, or {cure}')
+        log.warning('%s: downloaded twice, for its server names another version each time. Fix: %s', self.url, cure)
+        modified = again.version.modified if again.version.modified == first.version.modified else ''
+        return replace(again, version=replace(again.version, etag='', modified=modified))
 
     def _open(self) -> IO[bytes]:
         with self._giving_up:
@@ -181,7 +197,10 @@ class Transfer:
                 if length is not None:
                     raise BuildFailed('image', f'{self.url}: sends more than the {length} bytes that it has announced')
                 reserved = self.reserve(file.fileno(), self._done + len(chunk), AHEAD)
-            file.write(chunk)
+            if chunk == bytes(len(chunk)):
+                file.seek(len(chunk), os.SEEK_CUR)  # leaves a hole: a sparse image stays sparse
+            else:
+                file.write(chunk)
             digest.update(chunk)
             self._done += len(chunk)
         self._downloads = False
@@ -226,7 +245,8 @@ class _Pace:
         """Whether fewer than RATE bytes a second came in the SPELL that ends at `now`; `done` is the bytes so far."""
         if self._since is not None and now - self._since < SPELL:
             return False
-        slow = self._since is not None and done - self._done < RATE * (now - self._since)
+        # Less than before is the beginning of a second download.
+        slow = self._since is not None and 0 <= done - self._done < RATE * (now - self._since)
         self._since, self._done = now, done
         return slow
 
