@@ -77,18 +77,21 @@ def why_not_entered(do: Context, instance: str, tell: Callable[[], None]) -> str
 
 
 def _ssh_config(do: Context) -> int:
+    import socket
+
     from ecomp.scheduler.looking.find import all_records
     from ecomp.scheduler.looking.hosts import computes
     from ecomp.scheduler.looking.way_in import names, way_in
 
     named, hosts = names(do.store), computes(do.store)
+    own = socket.gethostname().partition('.')[0].lower()
 
     def put(word: str) -> None:
         way = way_in(do.store, do.instance(word))
         instance = way.record.instance
         # Whoever has a compute writes any name into its records, and ssh would go by it. A host's name has to lead to
-        # that host: guests are reached by it, and one of that name would be reached by itself, for ever.
-        is_host = way.called == way.host or bool(hosts.named(way.called))
+        # that host: guests are reached by it, and one of that name would be reached by itself, for ever. So our own.
+        is_host = way.called in (way.host, own, 'localhost', 'ip6-localhost') or bool(hosts.named(way.called))
         host = way.called if named.get(way.called) == instance and not is_host else instance
         lines = {'HostName': way.address, 'User': do.config.ssh_user, **_options(do, way, accept_new=False)}
         do.out.put('\n'.join([f'Host {host}', *(f'    {name} {value}' for name, value in lines.items()), '']))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -239,6 +240,14 @@ def test_a_guest_of_a_host_s_name_does_not_take_it_from_the_host(guest: Guest) -
         guest.etcd.delete(keys.hostname(other))
     # Its own host, which etcd has forgotten.
     guest.write(replace(guest.record, name=name, console=f'{name}:/x', host_keys=(guest.key('another'),)))
+    assert guest.eschedule('ssh-config', name).stdout.startswith(f'Host {instance}\n')
+
+
+@pytest.mark.parametrize('name', ['localhost', 'ip6-localhost', socket.gethostname().partition('.')[0].lower()])
+def test_a_guest_does_not_take_a_name_of_the_machine_one_sits_at(guest: Guest, name: str) -> None:
+    instance = guest.record.instance
+    guest.write(replace(guest.record, name=name, host_keys=(guest.key('host'),)))
+    guest.etcd.put(keys.name(name), requests.name_to_json(instance))
     assert guest.eschedule('ssh-config', name).stdout.startswith(f'Host {instance}\n')
 
 
