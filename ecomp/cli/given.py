@@ -47,7 +47,7 @@ def user_data(path: str | Path, tell: Callable[[str], None]) -> bytes:
         tell(f'{what}: is gzip, and broken, so cloud-init passes over it')
     elif looks_unknown(inside):
         tell(f'{what}: does not begin with #cloud-config, #! or a MIME header, so cloud-init passes over it')
-    elif inside.split(b'\n', 1)[0].rstrip() == CLOUD_CONFIG:
+    elif inside.lstrip().split(b'\n', 1)[0].rstrip().lower() == CLOUD_CONFIG:
         from ecomp.yaml_file import why_no_mapping  # for those who give some
 
         if why := why_no_mapping(inside.decode(errors='replace')):

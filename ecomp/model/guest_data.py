@@ -19,7 +19,7 @@ KEYS_LIMIT = 32 * 1024
 """Bytes of all ssh keys of an instance; more are refused."""
 
 GZIP = b'\x1f\x8b'
-KNOWN = (b'#cloud-config', b'#cloud-boothook', b'#!', b'#include', b'#part-handler', b'## template: jinja', GZIP)
+KNOWN = ('#cloud-config', '#cloud-boothook', '#!', '#include', '#part-handler', '## template: jinja')
 """How user-data begins that cloud-init takes; it also takes what has a MIME header near its beginning."""
 UNPACKED_LIMIT = 16 * 1024 * 1024
 """Bytes that are unpacked of gzip to look at them; what has more is not looked at."""
@@ -90,8 +90,13 @@ def unpacked(data: bytes) -> bytes | None:
 
 
 def looks_unknown(data: bytes) -> bool:
-    """True for user-data that cloud-init would ignore: it begins with none of KNOWN and has no MIME header."""
-    return not data.startswith(KNOWN) and b'mime-version:' not in data[:4096].lower()
+    """True for user-data that cloud-init would ignore: it begins with none of KNOWN and has no MIME header.
+
+    As type_from_starts_with() in cloud-init's cloudinit/handlers/__init__.py: of UTF-8 alone, lowered, left-stripped.
+    """
+    text = data.decode(errors='replace')
+    is_known = text.encode() == data and text.lower().lstrip().startswith(KNOWN)
+    return not (is_known or data.startswith(GZIP) or b'mime-version:' in data[:4096].lower())
 
 
 def public_keys(data: bytes) -> tuple[str, ...]:

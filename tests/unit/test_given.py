@@ -35,6 +35,17 @@ BROKEN = 'is gzip, and broken, so cloud-init passes over it'
         (b'#cloud\n', UNKNOWN),
         (b'## template: mako\n', UNKNOWN),
         (b'#cloud-boothook\n', ''),
+        (b'\n#cloud-config\na: 1\n', ''),
+        (b'\r\n  #Cloud-Config\r\na: 1\n', ''),
+        (b'#CLOUD-CONFIG\n- a\n', f'{SAYS}it is not keys with values'),
+        (b'\xc2\xa0\n#!/bin/sh\n', ''),  # a no-break space is white space to Python, in which cloud-init is written
+        (b'\n## Template: Jinja\n#cloud-config\n', ''),
+        (b'\n#Include\nhttp://a/b\n', ''),
+        (b'\xef\xbb\xbf#cloud-config\na: 1\n', UNKNOWN),
+        (b'# cloud-config\na: 1\n', UNKNOWN),
+        (b'#cloud_config\na: 1\n', UNKNOWN),
+        (b'a: 1\n#cloud-config\n', UNKNOWN),
+        (gzip.compress(b'#!/bin/sh\n\xff\n', mtime=0), UNKNOWN),  # no text, so cloud-init gives it no type
         (gzip.compress(b'#cloud-config\na: 1\n', mtime=0), ''),
         (gzip.compress(b'#cloud-config\n- a\n', mtime=0), f'{SAYS}it is not keys with values'),
         (gzip.compress(b'hello\n', mtime=0), UNKNOWN),

@@ -48,6 +48,7 @@ SSH2 = f'---- BEGIN SSH2 PUBLIC KEY ----\nComment: "x"\n{CANARY}\n---- END SSH2 
     [
         b'#cloud-config\npackages: [nginx]\n',
         b'#!/bin/sh\necho hello\n',
+        b' #!',
         b'Content-Type: multipart/mixed; boundary="x"\nMIME-Version: 1.0\n\n--x--\n',
         b'## template: jinja\n#cloud-config\n',
         b'#include\nhttp://h/x\n',
@@ -59,7 +60,7 @@ def test_what_cloud_init_takes(data: bytes) -> None:
     assert not looks_unknown(data)
 
 
-@pytest.mark.parametrize('data', [b'packages: []\n', b'{"ignition": {}}', '\ufeff#cloud-config\n'.encode(), b' #!'])
+@pytest.mark.parametrize('data', [b'packages: []\n', b'{"ignition": {}}', '\ufeff#cloud-config\n'.encode(), b'x #!'])
 def test_what_it_would_pass_over_is_taken_and_noticed(data: bytes) -> None:
     assert check_user_data(data) == data
     assert looks_unknown(data)
