@@ -13,14 +13,14 @@ from ecomp.model.allocation import Resources, difference, summed, words
 from ecomp.model.audit_sharing import groups, membership, quotas
 from ecomp.model.digest import Leftover
 from ecomp.model.findings import Finding
-from ecomp.model.guest import REFUSED_METADATA, UNPLUGGED
+from ecomp.model.guest import PAUSED, REFUSED_METADATA, UNLIKE, UNPLUGGED
 from ecomp.model.host import SILENT
 from ecomp.model.instance import Invalid, Request
 from ecomp.model.inventory import capacity
 from ecomp.model.planes import Planes, World
 from ecomp.model.record import ACTIVE, ERROR, Record
 
-TROUBLES = {UNPLUGGED: 'domain-differs', REFUSED_METADATA: 'metadata-refused'}
+TROUBLES = {**dict.fromkeys((PAUSED, UNLIKE, UNPLUGGED), 'domain-differs'), REFUSED_METADATA: 'metadata-refused'}
 """The code of what a compute has found itself of a living guest, and says in its record's fault."""
 
 
@@ -215,9 +215,8 @@ def _living(world: World, record: Record) -> Iterator[Finding]:
     yield from _called(world, record)
     yield from membership(world, instance)
     yield from _guest(world, record, said)
-    for trouble, code in TROUBLES.items():
-        if trouble in (record.fault or ''):
-            yield Finding(code, instance, f'{said}, and {record.fault}', compute)
+    for code in dict.fromkeys(code for trouble, code in TROUBLES.items() if trouble in (record.fault or '')):
+        yield Finding(code, instance, f'{said}, and {record.fault}', compute)
 
 
 def _claim(world: World, record: Record, said: str) -> Iterator[Finding]:

@@ -133,9 +133,7 @@ CODES = {
         'another address is reserved for a living instance than its record says',
         how='virsh net-update <network> delete ip-dhcp-host, then restart its ecompute',
     ),
-    'metadata-refused': Code(
-        'a guest gets no metadata', how='correct what its fault says; then eschedule reboot <instance>'
-    ),
+    'metadata-refused': Code('a guest gets no metadata', how='correct what its fault says, and reboot the guest'),
     'part-orphaned': Code('a file left half written', fix='has its compute remove it'),
     'base-differs': Code(
         'a base volume is not what was fetched',

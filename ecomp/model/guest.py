@@ -12,6 +12,8 @@ from ecomp.model.network import DEFAULT_NETWORKS, MOST_INTERFACES, Attachment
 
 CRASHED = 'its QEMU process crashed or was killed'
 NO_SPACE = 'it is paused, for its disk cannot be written: is the file system full?'
+PAUSED = 'it is paused outside of ecomp. Fix: virsh resume, or virsh dompmwakeup where it was put to sleep'
+UNLIKE = 'its domain differs from its claim'
 UNPLUGGED = 'its interface is on no bridge'
 REFUSED_METADATA = 'the metadata server refuses it'
 
@@ -75,7 +77,8 @@ class Guest:
     """What a host has of one instance: a domain with our mark, its disk, or both.
 
     `compute` is the provider uuid in the domain's mark, None when only a disk is there. `trouble` is what is wrong with
-    it on this host (its QEMU crashed, or is paused for want of disk), in plain words; '' if nothing is.
+    it on this host (its QEMU crashed, or is paused for want of disk), in plain words; '' if nothing is. `size` is what
+    its domain has by the names of resource classes, where that is known; `MEMORY_MB now` is what its balloon leaves it.
     """
 
     instance: str
@@ -84,6 +87,7 @@ class Guest:
     running: bool
     disk: bool
     trouble: str = ''
+    size: Mapping[str, int] = field(default_factory=dict, compare=False)
 
     def with_trouble(self, trouble: str) -> Guest:
         """Return the guest with this trouble beside what it has."""

@@ -6,11 +6,11 @@ import threading
 import time
 from collections.abc import Collection, Iterator, Mapping, Set
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ecomp.errors import BuildFailed, Conflict, EcompError
 from ecomp.failpoints import failpoint
-from ecomp.model.guest import CRASHED, NO_SPACE, GuestSpec
+from ecomp.model.guest import CRASHED, NO_SPACE, PAUSED, GuestSpec
 from ecomp.virt import xml
 from ecomp.virt.connection import Connection, Ignored, building, is_broken, libvirt, reason
 
@@ -37,16 +37,19 @@ BUSY = frozenset(
     {libvirt.VIR_ERR_SYSTEM_ERROR, libvirt.VIR_ERR_INTERNAL_ERROR, libvirt.VIR_ERR_OPERATION_TIMEOUT}
     | {libvirt.VIR_ERR_OPERATION_FAILED}
 )
+# For other reasons libvirt pauses a guest itself, and soon goes on with it.
+PAUSED_BY_OTHERS = libvirt.VIR_DOMAIN_PAUSED_USER, libvirt.VIR_DOMAIN_PAUSED_FROM_SNAPSHOT
 
 
 @dataclass(frozen=True)
 class Domain:
-    """A domain with our mark; `trouble` is what is wrong with its QEMU, in plain words, '' for nothing."""
+    """A domain with our mark; `trouble` is what is wrong with its QEMU, '' for nothing. `size` is as in Guest."""
 
     mark: xml.Mark
     defined: bool
     running: bool
     trouble: str = ''
+    size: Mapping[str, int] = field(default_factory=dict)
 
 
 class Domains:
@@ -63,9 +66,10 @@ class Domains:
                 with Ignored(libvirt.VIR_ERR_NO_DOMAIN):  # gone between the list and the question
                     mark = _mark(domain)
                     if mark is not None and mark.instance == domain.UUIDString():
-                        found[mark.instance] = Domain(
-                            mark, bool(domain.isPersistent()), bool(domain.isActive()), _trouble(*domain.state())
-                        )
+                        _, most_kib, now_kib, vcpus, _ = domain.info()
+                        size = {'VCPU': vcpus, 'MEMORY_MB': most_kib // 1024, 'MEMORY_MB now': now_kib // 1024}
+                        is_defined, is_active = bool(domain.isPersistent()), bool(domain.isActive())
+                        found[mark.instance] = Domain(mark, is_defined, is_active, _trouble(*domain.state()), size)
         return found
 
     def runs(self, instance: str) -> bool:
@@ -266,7 +270,8 @@ def _trouble(state: int, why: int) -> str:
         return CRASHED
     if state == libvirt.VIR_DOMAIN_PAUSED and why == libvirt.VIR_DOMAIN_PAUSED_IOERROR:
         return NO_SPACE
-    return ''
+    is_paused = state == libvirt.VIR_DOMAIN_PAUSED and why in PAUSED_BY_OTHERS
+    return PAUSED if is_paused or state == libvirt.VIR_DOMAIN_PMSUSPENDED else ''
 
 
 def _undefine(domain: libvirt.virDomain) -> None:

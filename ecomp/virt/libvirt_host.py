@@ -151,14 +151,10 @@ class Libvirt:
         domains = self._domains.ours()
         guests = {each: Guest(each, None, defined=False, running=False, disk=True) for each in disks}
         for instance, found in domains.items():
-            guests[instance] = Guest(
-                instance,
-                found.mark.compute,
-                defined=found.defined,
-                running=found.running,
-                disk=instance in disks,
-                trouble=found.trouble,
-            ).with_trouble(self._unplugged.get(instance, ''))
+            presence = found.defined, found.running, instance in disks
+            size = {**found.size, 'DISK_GB': self._volumes.measure_disk_gb(instance)}
+            guest = Guest(instance, found.mark.compute, *presence, found.trouble, size)
+            guests[instance] = guest.with_trouble(self._unplugged.get(instance, ''))
         return guests
 
     def open_dhcp(self) -> Set[str]:

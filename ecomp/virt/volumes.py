@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import struct
 import time
 from collections.abc import Callable, Mapping, Set
 from contextlib import suppress
 from pathlib import Path
 
 from ecomp.errors import BuildFailed, Conflict, EcompError
+from ecomp.model.allocation import GIB
 from ecomp.model.guest import GuestSpec
 from ecomp.virt import image, xml
 from ecomp.virt.connection import Connection, Ignored, is_broken, libvirt, reason
@@ -80,6 +82,12 @@ class Volumes:
         bases = {instance: image.backing(self.path(instance)) for instance in self.present()}
         there = {base: os.path.exists(base) for base in set(bases.values()) if base}
         return {instance: base for instance, base in bases.items() if base and not there[base]}
+
+    def measure_disk_gb(self, instance: str) -> int:
+        """Return the size of the instance's disk in GiB, rounded up; 0 where it cannot be read."""
+        with suppress(OSError, struct.error):
+            return -(-image.inspected(self.path(instance)).virtual_size // GIB)
+        return 0
 
     def path(self, instance: str) -> Path:
         return self.directory / (instance + SUFFIX)

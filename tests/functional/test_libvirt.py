@@ -21,7 +21,7 @@ from uuid import uuid4
 import pytest
 
 from ecomp.errors import BuildFailed, Conflict, EcompError, Unreachable, UsageError
-from ecomp.model.guest import Guest, GuestSpec
+from ecomp.model.guest import PAUSED, Guest, GuestSpec
 from ecomp.model.network import DEFAULT_NETWORKS, Attachment
 from tests.functional.guest import COMPUTE, FOREIGN, build
 from tests.functional.libvirt_host import LibvirtHost
@@ -124,6 +124,34 @@ def test_undefined_while_it_runs(real: Libvirt, spec: GuestSpec, connection: obj
     assert real.guests()[spec.instance] == Guest(spec.instance, COMPUTE, defined=False, running=True, disk=True)
     real.destroy(spec.instance, COMPUTE)
     assert not real.guests()[spec.instance].running
+
+
+def test_what_virsh_did_to_a_guest_is_seen(real: Libvirt, spec: GuestSpec, connection: object) -> None:
+    build(real, spec)
+    domain = connection.lookupByUUIDString(spec.instance)
+
+    def seen() -> tuple[str, dict[str, int]]:
+        guest = real.guests()[spec.instance]
+        assert guest.running is bool(domain.isActive())
+        return guest.trouble, dict(guest.size)
+
+    size = {'VCPU': 1, 'MEMORY_MB': 32, 'MEMORY_MB now': 32, 'DISK_GB': 1}
+    assert seen() == ('', size)
+    domain.suspend()
+    assert seen() == (PAUSED, size)
+    domain.resume()
+    assert seen() == ('', size)
+    domain.blockResize('vda', 3 * 2**30 + 1, libvirt.VIR_DOMAIN_BLOCK_RESIZE_BYTES)
+    assert seen() == ('', {**size, 'DISK_GB': 4})
+    config, most = libvirt.VIR_DOMAIN_AFFECT_CONFIG, libvirt.VIR_DOMAIN_VCPU_MAXIMUM
+    for flags in (config | most, config):
+        domain.setVcpusFlags(2, flags)
+    domain.setMemoryFlags(128 * 1024, config | libvirt.VIR_DOMAIN_MEM_MAXIMUM)
+    domain.destroy()
+    larger = {'VCPU': 2, 'MEMORY_MB': 128, 'MEMORY_MB now': 32, 'DISK_GB': 4}
+    assert seen() == ('', larger)
+    domain.create()
+    assert seen() == ('', {**larger, 'MEMORY_MB now': 128})  # its balloon takes nothing: nothing runs in it
 
 
 def test_managed_save_and_snapshot_do_not_keep_a_domain(real: Libvirt, spec: GuestSpec, connection: object) -> None:

@@ -19,7 +19,7 @@ from ecomp.model.computes import to_json as computes_to_json
 from ecomp.model.digest import Digest
 from ecomp.model.findings import CODES, Finding, confirmed
 from ecomp.model.group import AFFINITY, ANTI_AFFINITY
-from ecomp.model.guest import REFUSED_METADATA, UNPLUGGED
+from ecomp.model.guest import PAUSED, REFUSED_METADATA, UNLIKE, UNPLUGGED
 from ecomp.model.planes import KeyValue, Planes, involved
 from ecomp.model.quota import Quota
 from ecomp.model.quota import to_json as quota_to_json
@@ -206,6 +206,8 @@ PLANTED: list[tuple[str, str, Callable[[Making], object]]] = [
     ('reservation-missing', ACTIVE, _unreserved),
     ('reservation-differs', OFF, lambda w: w.reserve(ONE, OFF, '10.0.0.9')),
     ('domain-differs', ACTIVE, _fault(f'{UNPLUGGED} (vnet0): network default is off')),
+    ('domain-differs', ACTIVE, _fault(PAUSED)),
+    ('domain-differs', ACTIVE, _fault(f'{PAUSED}; {UNLIKE}: VCPU:3 for 2')),
     ('metadata-refused', ACTIVE, _fault(f'{REFUSED_METADATA}: no current DHCP lease for 10.0.0.9')),
     ('dhcp-open', ONE, lambda w: w.digests.update({ONE: replace(w.digests[ONE], open_dhcp={'default': ''})})),
     ('base-differs', ONE, lambda w: w.digests.update({ONE: replace(w.digests[ONE], bad_bases={'ab12': ''})})),

@@ -25,7 +25,9 @@ from ecomp.model.guest import (
     CRASHED,
     MOST_INTERFACES,
     NO_SPACE,
+    PAUSED,
     REFUSED_METADATA,
+    UNLIKE,
     UNPLUGGED,
     Address,
     Attachment,
@@ -165,7 +167,7 @@ def test_a_guest_that_is_merely_off_or_runs_has_no_fault() -> None:
     assert fault_of(record(ACTIVE), GUESTS['runs']) is None
 
 
-ENDING = (f'{UNPLUGGED} (vnet0): network default is off', f'{NO_SPACE}; {REFUSED_METADATA}: no lease')
+ENDING = (PAUSED, f'{UNPLUGGED} (vnet0): network default is off', f'{NO_SPACE}; {REFUSED_METADATA}: no lease')
 """Faults that end once what they say is not so any more."""
 
 
@@ -176,6 +178,38 @@ def test_a_fault_says_what_is_seen_now(known: str | None) -> None:
     assert fault_of(before, GUESTS['only a disk']) == GONE_DOMAIN
     # What is mended is no fault any more; what nobody sees in a guest (an adopted one's claim) stays.
     assert fault_of(before, GUESTS['runs']) == (known if known == 'another' else None)
+
+
+SIZE = {'VCPU': 2, 'MEMORY_MB': 256, 'MEMORY_MB now': 256, 'DISK_GB': 4}
+
+
+@pytest.mark.parametrize(
+    ('changed', 'differs'),
+    [
+        ({}, None),
+        ({'DISK_GB': 1}, None),  # as large as its image, by `resize: False`
+        ({'DISK_GB': 0}, None),
+        ({'DISK_GB': 5}, 'DISK_GB:5 for 4'),
+        ({'VCPU': 1}, 'VCPU:1 for 2'),
+        ({'VCPU': 3, 'MEMORY_MB': 512}, 'VCPU:3 for 2, MEMORY_MB:512 for 256'),
+        ({'MEMORY_MB now': 128}, 'MEMORY_MB now:128 for 256'),
+        ({'MEMORY_MB': 512, 'MEMORY_MB now': 512}, 'MEMORY_MB:512 for 256, MEMORY_MB now:512 for 256'),
+    ],
+)
+@pytest.mark.parametrize('guest', ['runs', 'is off'])
+def test_a_domain_that_differs_from_its_claim_is_a_fault(
+    guest: str, changed: dict[str, int], differs: str | None
+) -> None:
+    resources = {'VCPU': 2, 'MEMORY_MB': 256, 'DISK_GB': 4, 'CUSTOM_GPU': 1}
+    before = replace(record(ACTIVE), resources=resources, fault='its domain differs from its claim: VCPU:9 for 2')
+    found = GUESTS[guest]
+    assert found is not None
+    expected = differs and f'{UNLIKE}: {differs}'
+    assert fault_of(before, replace(found, size={**SIZE, **changed})) == expected
+    # Of an older record, which says of no resources, nothing is known.
+    assert fault_of(replace(before, resources={}), replace(found, size={**SIZE, **changed})) is None
+    paused = replace(found, size={**SIZE, **changed}, trouble=PAUSED)
+    assert fault_of(before, paused) == '; '.join(filter(None, (PAUSED, expected)))
 
 
 def test_that_a_guest_was_killed_is_remembered_while_it_is_off() -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from ecomp.model.boots import off_until
-from ecomp.model.guest import CRASHED, NO_SPACE, REFUSED_METADATA, UNPLUGGED, Address, Guest
+from ecomp.model.guest import CRASHED, NO_SPACE, PAUSED, REFUSED_METADATA, UNLIKE, UNPLUGGED, Address, Guest
 from ecomp.model.instance import Invalid, Request
 from ecomp.model.power import ASKED, NOT_STARTED, OFF, START, STOP, Power, phase
 from ecomp.model.record import ACTIVE, ERROR, GONE, STOPPED, Record
@@ -178,17 +178,16 @@ GONE_BOTH = 'its domain and its disk are gone'
 GONE_DOMAIN = 'its domain is gone, its disk is there'
 GONE_DISK = 'its disk is gone'
 UNDEFINED = 'its domain runs and is not defined any more: once it stops it is gone'
-SEEN = (GONE_BOTH, GONE_DOMAIN, GONE_DISK, UNDEFINED, CRASHED, NO_SPACE, UNPLUGGED, REFUSED_METADATA)
+SEEN = (GONE_BOTH, GONE_DOMAIN, GONE_DISK, UNDEFINED, CRASHED, NO_SPACE, PAUSED, UNLIKE, UNPLUGGED, REFUSED_METADATA)
 """How faults begin that end by themselves, once what they say is not so any more."""
 
 
 def fault_of(record: Record, guest: Guest | None) -> str | None:
     """What is wrong with a guest that was active once; None if nothing is, off or running."""
-    seen = _seen(guest)
+    seen = _seen(record, guest)
     if seen is None and guest is not None and guest.running and (record.fault or '').startswith(NOT_STARTED):
         return None
-    ends = all(part.startswith(SEEN) for part in (record.fault or '').split('; '))
-    if seen is not None or not ends:
+    if seen is not None or not all(part.startswith(SEEN) for part in (record.fault or '').split('; ')):
         return seen or record.fault
     # libvirt forgets with each restart of its own why a domain went off.
     if record.fault == CRASHED and guest is not None and not guest.running:
@@ -196,11 +195,14 @@ def fault_of(record: Record, guest: Guest | None) -> str | None:
     return None
 
 
-def _seen(guest: Guest | None) -> str | None:
+def _seen(record: Record, guest: Guest | None) -> str | None:
     if guest is None:
         return GONE_BOTH
     if not guest.disk:
         return GONE_DISK
     if not guest.defined:
         return UNDEFINED if guest.running else GONE_DOMAIN
-    return guest.trouble or None
+    claims = [(name, has, record.resources.get(name.split()[0], has)) for name, has in guest.size.items()]
+    # A disk may be smaller: without `resize` it is as large as its image.
+    unlike = [f'{name}:{has} for {due}' for name, has, due in claims if has > due or (has < due and name != 'DISK_GB')]
+    return guest.with_trouble(f'{UNLIKE}: {", ".join(unlike)}' if unlike else '').trouble or None
