@@ -55,7 +55,7 @@ class Member:
                     stream.receive(until)
                     if is_stream and (message := _taken(stream.body)) is not None:
                         stream.reset()
-                        return _read(name, message)
+                        return _read(name, message, until)
             except TimeoutError as error:
                 stream.reset()
                 raise CallFailure(DEADLINE_EXCEEDED, 'no answer in time') from error
