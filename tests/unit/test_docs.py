@@ -33,6 +33,16 @@ def test_the_readme_is_a_page() -> None:
     assert (TOP / 'README.md').stat().st_size <= 10_000
 
 
+def test_the_readme_has_the_two_commands_of_a_newcomer() -> None:
+    """The first runs the main job. The second passes the tests, and the text below it has its cost."""
+    page = (TOP / 'README.md').read_text()
+    blocks = re.findall(r'(?ms)^```\w+\n(.*?)^```\n(.*?)(?=^```|\Z)', page)
+    commands = [re.sub(r'^\$ |\s+#.*', '', block.splitlines()[0]) for block, _ in blocks]
+    assert commands[:2] == ['./quickstart.sh', 'tests/run']
+    for part in ('minutes', 'Debian packages', 'root', '`.venv`'):
+        assert part in blocks[1][1]
+
+
 @pytest.mark.parametrize('page', PAGES, ids=lambda page: str(page.relative_to(TOP)))
 def test_every_link_leads_somewhere(page: Path) -> None:
     lost = []
