@@ -115,8 +115,8 @@ COMMANDS: Mapping[str, Command] = _Commands()
 
 The first word of each is in model.names.RESERVED: no instance is called so.
 """
-NAMELESS = (CREATE, QUERY)
-"""The two forms of 2019: the name of neither is typed."""
+NAMELESS = (QUERY,)
+"""The form of 2019 whose name is never typed."""
 FAMILY_WORDS: Mapping[str, Sequence[str]] = {
     first: [name for name in COMMANDS if name.startswith(f'{first} ')]
     for first in dict.fromkeys(name.partition(' ')[0] for name in COMMANDS if ' ' in name)
@@ -151,7 +151,7 @@ def parse(argv: Sequence[str]) -> Invocation:
 
 def _parse(argv: Sequence[str]) -> Invocation:
     words, options = read(argv, argv, _help_for)
-    if options.wait == '' and _named(words) in ('', 'plan') and (joined := _joined(argv)) != list(argv):
+    if options.wait == '' and _named(words) in ('', CREATE, 'plan') and (joined := _joined(argv)) != list(argv):
         words, options = read(argv, joined, _help_for)
     name, taken = _command(words, options.flavor is not None)
     creates = name in (CREATE, 'plan')
@@ -173,7 +173,7 @@ def _joined(argv: Sequence[str]) -> list[str]:
 
 
 def _command(words: Sequence[str], flavored: bool) -> tuple[str, tuple[str, ...]]:
-    """The command's name and its words. The two of 2019 have no name: they are told by what they look like."""
+    """The command's name and its words. The two forms of 2019 do without a name: they are told by their words."""
     if flavored and (not words or is_image(words[0])):
         return CREATE, COMMANDS[CREATE].words(CREATE, words)
     if not words:
@@ -213,7 +213,7 @@ def _help_for(argv: Sequence[str]) -> str:
     """The help of the command that is typed beside --help, if there is one."""
     words = [word for word in argv if not word.startswith('-')]
     named = (_named(words[first:]) for first in range(len(words)))
-    created = CREATE if any(word == CREATE or '=' in word for word in words) else ''
+    created = CREATE if any('=' in word for word in words) else ''
     half = next((word for word in words if word in FAMILY_WORDS), '')
     return help_of(next(filter(None, named), created or half))
 

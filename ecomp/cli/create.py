@@ -368,9 +368,10 @@ _IDLE = {
 # fmt: off
 COMMANDS = (
     Command(CREATE, "'resources=…' [IMAGE_URL]", 'place a new instance, or several with --count',
-            'Place a new instance on a compute that has room for it. The first word is a placement query, in quotes, '
-            'and is handed on to placement as it is: resources=VCPU:1,DISK_GB:1,MEMORY_MB:256 (disk in GiB, memory in '
-            'MiB), and perhaps &required=TRAIT and what else placement takes. IMAGE_URL is the disk image, http:// or '
+            'Place a new instance on a compute that has room for it. The word `create` may stand before the query. '
+            'The query is for placement, in quotes, and is handed on to it as it is: '
+            'resources=VCPU:1,DISK_GB:1,MEMORY_MB:256 (disk in GiB, memory in MiB), and perhaps &required=TRAIT '
+            'and what else placement takes. IMAGE_URL is the disk image, http:// or '
             "https://; #sha256=DIGITS behind it takes no other bytes; without it, schedule.yaml's. It prints NOTIFIED "
             "TARGET, the compute's uuid, OF INSTANCE and the instance's, once the compute is asked for it; or NO "
             'ALLOCATIONS LEFT, and says on stderr what each compute lacks.',

@@ -6,12 +6,12 @@ from collections.abc import Collection
 
 from ecomp.model.near import near
 
-LIST, DESTROY, CREATE = 'list', 'destroy', "'resources=…' [IMAGE_URL]"
+LIST, DESTROY, CREATE = 'list', 'destroy', "create 'resources=…' [IMAGE_URL]"
 
 ELSEWHERE = {
     **dict.fromkeys(('ls', 'ps', 'dir', 'servers', 'server', 'instances', 'vms', 'get'), LIST),
     **dict.fromkeys(('delete', 'del', 'rm', 'remove', 'undefine', 'kill', 'purge', 'terminate'), DESTROY),
-    **dict.fromkeys(('create', 'launch', 'new', 'boot', 'make', 'add', 'deploy'), CREATE),
+    **dict.fromkeys(('launch', 'new', 'boot', 'make', 'add', 'deploy'), CREATE),
     'query': "'resources=…'",
     **dict.fromkeys(('info', 'describe', 'inspect', 'status', 'dominfo'), 'show'),
     **dict.fromkeys(('computes', 'nodes', 'hypervisors', 'agents'), 'hosts'),

@@ -104,11 +104,14 @@ def _canonical_uuid(word: str) -> str | None:
         return None
 
 
-def query_and_image(_: str, words: Sequence[str]) -> Words:
+def query_and_image(name: str, words: Sequence[str]) -> Words:
     """A placement query, '' where there is none beside a flavor, and perhaps the URL of an image."""
     words = ['', *words] if not words or is_image(words[0]) else list(words)
     if len(words) > 2:
         raise UsageError(f'one query and one image URL, and then comes {words[2]!r}: is the query in quotes?')
+    if words[0] and '=' not in words[0]:
+        wrong = f'{name}: {words[0]!r} is not a placement query'
+        raise UsageError(f"{wrong}. Try: 'resources=VCPU:1,DISK_GB:1,MEMORY_MB:256'")
     return tuple(words)
 
 
@@ -125,7 +128,7 @@ def planned(name: str, words: Sequence[str]) -> Words:
 def perhaps_query_and_image(name: str, words: Sequence[str]) -> Words:
     """The words of the nameless form behind a name; without any, a query of ''."""
     query, *image = query_and_image(name, words)
-    if (query and '=' not in query) or not all(is_image(word) for word in image):
+    if not all(is_image(word) for word in image):
         raise UsageError(f'{name}: give one placement query, in quotes, and at most one image URL')
     return (query, *image)
 

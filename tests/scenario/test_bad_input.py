@@ -23,7 +23,7 @@ from tests.kit.story import NOBODY, SMALL, addressed, one_line, place
     ('words', 'says'),
     [
         ([NOBODY, NOBODY], 'not a command'),
-        (['create'], 'neither a command nor an instance'),
+        (['create'], 'create: give a placement query, in quotes, or a --flavor'),
         (['evnets', NOBODY], "'evnets' is not a command: did you mean eschedule events?"),
         (['no_name'], 'neither a command nor an instance'),
         (['Web1'], 'neither a command nor an instance'),
@@ -32,7 +32,7 @@ from tests.kit.story import NOBODY, SMALL, addressed, one_line, place
         (['images', 'x'], "'images' is not a command: an image is a URL behind the query"),
         (['image'], "'image' is neither a command nor an instance: an image is a URL"),
         (['run', SMALL], "'run' is not a command"),
-        (['create', SMALL], "'create' is not a command: did you mean eschedule 'resources="),
+        (['create', 'web1'], "create: 'web1' is not a placement query. Try: 'resources=VCPU:1,"),
         (['host', 'lsit'], "'host lsit' is not a command (did you mean list?)"),
         (['events', '-n', '-1'], '-n: 0 to 1000000 lines'),
         (['events', '-n', 'all'], '-n'),

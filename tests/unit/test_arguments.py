@@ -22,6 +22,10 @@ IMAGE = 'http://images.invalid/a.img'
     [
         ([QUERY], Invocation('create', (QUERY,), Options())),
         ([QUERY, IMAGE], Invocation('create', (QUERY, IMAGE), Options())),
+        (['create', QUERY, IMAGE], Invocation('create', (QUERY, IMAGE), Options())),
+        (['create', QUERY, '--wait', 'ready'], Invocation('create', (QUERY,), Options(wait='ready'))),
+        (['create', '--flavor', 'x'], Invocation('create', ('',), Options(flavor='x'))),
+        (['--flavor', 'x', 'create', IMAGE], Invocation('create', ('', IMAGE), Options(flavor='x'))),
         (['--wait', QUERY, IMAGE], Invocation('create', (QUERY, IMAGE), Options(wait=''))),
         (
             [QUERY, '--wait=started', '--timeout', '5', '--uuid', A.upper()],
@@ -61,6 +65,10 @@ def test_an_empty_uuid_is_not_a_new_one() -> None:
 @pytest.mark.parametrize(
     ('argv', 'said'),
     [
+        (['create'], 'create: give a placement query, in quotes, or a --flavor'),
+        (['create', 'web1'], "create: 'web1' is not a placement query. Try: 'resources=VCPU:1,"),
+        (['create', '--flavor', 'x', 'web1'], "create: 'web1' is not a placement query. Try: 'resources=VCPU:1,"),
+        (['plan', 'web1'], "plan: 'web1' is not a placement query. Try: 'resources=VCPU:1,"),
         (['wait'], 'which instance'),
         (['wait', A, '--for', 'paradise'], '--for=paradise: there is no such stage; say requested, '),
         ([QUERY, '--wait=redy'], r'--wait=redy: there is no such stage \(did you mean ready\?\); say requested, '),
@@ -119,6 +127,7 @@ def test_the_help_of_a_command_speaks_of_its_own_options_alone(name: str) -> Non
         (['-h', 'wait', A], 'wait'),
         (['--timeout', '5', 'host', 'drain', 'hv1', '--help'], 'host drain'),
         ([QUERY, '--help'], 'create'),
+        (['create', '--help'], 'create'),
         (['--help', '--nonsense'], ''),
         ([A, '--help'], ''),
     ],
