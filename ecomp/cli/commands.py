@@ -7,13 +7,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from ecomp.cli.command import CREATE, EXITS, QUERY, Command, Invocation
-from ecomp.cli.near import hint
+from ecomp.cli.near import hint, suggest
 from ecomp.cli.options import OPTIONS, check
 from ecomp.cli.reading import read
 from ecomp.cli.words import is_image
 from ecomp.errors import UsageError
 from ecomp.model.names import PREFIX
-from ecomp.model.near import did_you_mean
 from ecomp.model.stages import STAGES
 from ecomp.model.text import printable
 
@@ -122,7 +121,7 @@ FAMILY_WORDS: Mapping[str, Sequence[str]] = {
     for first in dict.fromkeys(name.partition(' ')[0] for name in COMMANDS if ' ' in name)
 }
 """The names of two words by their first, which says nothing alone."""
-FIRST_WORDS = frozenset(name.partition(' ')[0] for name in COMMANDS if name not in NAMELESS)
+NAMES = tuple(name for name in COMMANDS if name not in NAMELESS)
 """What a command line may begin with, beside a query and an instance."""
 
 
@@ -188,7 +187,7 @@ def _command(words: Sequence[str], flavored: bool) -> tuple[str, tuple[str, ...]
     try:
         return QUERY, COMMANDS[QUERY].words(QUERY, words)
     except UsageError as error:
-        raise UsageError(f'{error}{hint(words[0], FIRST_WORDS)}') from error
+        raise UsageError(f'{error}{hint(words, NAMES)}') from error
 
 
 def _half(first: str, second: str | None = None, *_: str) -> UsageError:
@@ -197,13 +196,14 @@ def _half(first: str, second: str | None = None, *_: str) -> UsageError:
     known = f'{first} has {", ".join(seconds[:-1])} and {seconds[-1]}'
     if second is None:
         return UsageError(f'{first!r} alone is not a command: {known}; eschedule help {first} says what each does')
-    return UsageError(f'{f"{first} {second}"!r} is not a command{did_you_mean(second, seconds)}: {known}')
+    also = f' ({suggestion})' if (suggestion := suggest((first, second), NAMES)) else ''
+    return UsageError(f'{f"{first} {second}"!r} is not a command{also}: {known}')
 
 
 def _named(words: Sequence[str]) -> str:
     """The command that these words begin with; '' if they begin with none."""
     names = (' '.join(words[:count]) for count in (2, 1))
-    return next((name for name in names if name in COMMANDS and name not in NAMELESS), '')
+    return next((name for name in names if name in NAMES), '')
 
 
 # The help

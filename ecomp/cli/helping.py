@@ -34,12 +34,12 @@ def _shell(name: str, words: Sequence[str]) -> Words:
 
 def _command_or_nothing(name: str, words: Sequence[str]) -> Words:
     """A command's name, which may have two words; or nothing."""
-    from ecomp.cli.commands import COMMANDS, FAMILY_WORDS, FIRST_WORDS  # as above
+    from ecomp.cli.commands import COMMANDS, FAMILY_WORDS, NAMES  # as above
     from ecomp.cli.near import hint
 
     said = ' '.join(words)
     if said and said not in COMMANDS and said not in FAMILY_WORDS:
-        raise UsageError(f'{name}: {said!r} is not a command{hint(words[0] if len(words) == 1 else "", FIRST_WORDS)}')
+        raise UsageError(f'{name}: {said!r} is not a command{hint(words, NAMES)}')
     return tuple(words)
 
 

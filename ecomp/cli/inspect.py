@@ -43,11 +43,15 @@ def _query(do: Context) -> int:
     word = do.words[0]
     try:
         instance = do.instance(word)
-    except NotFound as error:
-        from ecomp.cli.commands import FIRST_WORDS  # which imports this
-        from ecomp.cli.near import hint
+    except (NotFound, Unreachable) as error:
+        from ecomp.cli.commands import NAMES  # which imports this
+        from ecomp.cli.near import hint, suggest
 
-        raise NotFound(f'{error}; it is no command either{hint(word, FIRST_WORDS)}') from error
+        if isinstance(error, NotFound):
+            raise NotFound(f'{error}; it is no command either{hint([word], NAMES)}') from error
+        if suggestion := suggest([word], NAMES):
+            do.out.say(f'{word} is not a command: {suggestion}')
+        raise
     # Not of /booted: every compute may write there, of every instance.
     record = living(do.store, instance).record
     if record.state == QUEUED:

@@ -142,6 +142,22 @@ def test_of_what_is_queued_as_etcd_goes_away_no_more_is_said(application: InProc
 
 
 @pytest.mark.parametrize(
+    ('word', 'hints'),
+    [('hots', ['! eschedule: hots is not a command: did you mean eschedule hosts?']), ('web-1', [])],
+)
+def test_a_misspelt_command_is_named_when_etcd_is_away(
+    word: str, hints: list[str], application: InProcess, tmp_path: Path
+) -> None:
+    """An instance may be called so, which etcd alone knows."""
+
+    def away(*_: object) -> None:
+        raise Unreachable('etcd does not answer')
+
+    lines = transcript_with([word], application, tmp_path, (Store, 'get', away))
+    assert lines == [*hints, '! eschedule: etcd does not answer', '= 7']
+
+
+@pytest.mark.parametrize(
     ('words', 'says'),
     [
         ('destroy web-1 web-2', 'eschedule show web-1 says, and of 1 more nothing was asked'),

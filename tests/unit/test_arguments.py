@@ -166,7 +166,7 @@ def test_every_command_has_an_example_that_can_be_typed(name: str) -> None:
     ('argv', 'said'),
     [
         (['query', 'web1'], "'query' is not a command: did you mean eschedule 'resources=…'?"),
-        (['delete', 'web1'], "'delete' is not a command: did you mean eschedule destroy?"),
+        (['delete', 'web1'], "'delete' is not a command: did you mean eschedule destroy, which deletes the disk?"),
         (['ls', '-f', 'json', 'x'], "'ls' is not a command: did you mean eschedule list?"),
         (['images', 'x'], "'images' is not a command: an image is a URL behind the query"),
         (['Lst'], "'Lst' is neither a command nor an instance: did you mean eschedule list?"),
@@ -175,7 +175,8 @@ def test_every_command_has_an_example_that_can_be_typed(name: str) -> None:
         (['quota'], 'quota has list, show and set;'),
         (['flavor'], 'flavor has list, show, set and delete;'),
         (['group'], 'group has list and show;'),
-        (['host', 'forgte', 'hv1'], "'host forgte' is not a command (did you mean forget?): host has list, "),
+        (['host', 'lsit'], "'host lsit' is not a command (did you mean eschedule host list?): host has list, "),
+        (['host', 'forgte', 'hv1'], "'host forgte' is not a command: host has list, "),
         (['help', 'lst'], "help: 'lst' is not a command: did you mean eschedule list?"),
         (['list', '--formt=json'], '--formt is no option (did you mean --format?); --help shows all'),
         (['--frobnicate'], '--frobnicate is no option; --help shows all'),

@@ -34,3 +34,15 @@ def test_two_letters_that_changed_places(word: str, meant: str | None) -> None:
 
 def test_nothing_is_near_to_nothing() -> None:
     assert near('VCPU', []) is None
+
+
+@pytest.mark.parametrize(('word', 'opposite'), [('undrain', 'drain'), ('unset', 'set'), ('inactive', 'active'),
+                                                ('--no-wait', '--wait'), ('--dequeue', '--queue'),
+                                                ('--header', '--no-header'), ('undisable', 'disable')])  # fmt: skip
+def test_the_opposite_is_never_near(word: str, opposite: str) -> None:
+    assert near(word, [opposite]) is None
+
+
+@pytest.mark.parametrize('word', ['isable', 'desable', 'disabel', 'disables'])
+def test_a_beginning_that_was_misspelt_is_no_opposite(word: str) -> None:
+    assert near(word, ['disable']) == 'disable'
