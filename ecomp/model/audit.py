@@ -17,6 +17,7 @@ from ecomp.model.guest import PAUSED, REFUSED_METADATA, UNLIKE, UNPLUGGED
 from ecomp.model.host import SILENT
 from ecomp.model.instance import Invalid, Request
 from ecomp.model.inventory import capacity
+from ecomp.model.names import RESERVED
 from ecomp.model.planes import Planes, World
 from ecomp.model.record import ACTIVE, ERROR, Record
 
@@ -133,6 +134,8 @@ def _names(world: World) -> Iterator[Finding]:
 
 def _called(world: World, record: Record) -> Iterator[Finding]:
     for name in sorted(world.called(record.instance)):
+        if name in RESERVED:
+            yield Finding('name-reserved', record.instance, f'it is called {name}, which is reserved for a command')
         kept, whose = world.kept(keys.name(name)), world.names.get(name)
         mine = whose == record.instance
         if kept is None:

@@ -81,6 +81,7 @@ CODES = {
         fix='gives it back',
         how='another one has it: destroy one of the two, or let both be and say the uuid of this one',
     ),
+    'name-reserved': Code('a living instance is called as a command is', how='give its uuid in place of its name'),
     'group-unreadable': Code('a group that cannot be understood', how=UNREADABLE),
     'group-broken': Code('the rule of a strict group does not hold', how='destroy what is not to be there'),
     'group-orphaned': Code('a member of a group that is no living instance', fix='takes it out'),

@@ -14,7 +14,8 @@ RESERVED = frozenset(
         *('destroy', 'list', 'show', 'wait', 'timeline', 'events', 'stop', 'start', 'reboot', 'hosts', 'host'),
         *('plan', 'why', 'audit', 'doctor', 'flavor', 'group', 'quota', 'help', 'version', 'create', 'query'),
         *('ssh', 'ssh-config', 'console', 'log', 'logs', 'run', 'apply', 'move', 'migrate', 'evacuate', 'rebuild'),
-        *('resize', 'image', 'top', 'metrics', 'exec', 'copy', 'clear', 'completion'),
+        *('resize', 'image', 'top', 'metrics', 'exec', 'copy', 'clear', 'completion', 'again', 'what-if', 'results'),
+        *('rename', 'set', 'protect', 'unprotect', 'ui', 'snapshot', 'stack'),
     }
 )
 """Words that are no names: the commands, and those that are planned, which would hide instances named today."""
@@ -48,7 +49,7 @@ def check_name(text: str) -> str:
     if _UUID.fullmatch(text.replace('-', '')):
         raise ValueError(f'{shown} is no name: of 32 digits or more, 0-9 and a-f alone, it looks like a uuid')
     if text in RESERVED:
-        raise ValueError(f'{shown} is no name: it is a command')
+        raise ValueError(f'{shown} is no name: it is reserved for a command')
     return text
 
 

@@ -172,6 +172,12 @@ def name_missing(scene: Scene) -> str:
     return scene.instance
 
 
+def name_reserved(scene: Scene) -> str:
+    scene.put('/names/rename', {'version': 1, 'instance': scene.instance})
+    scene.rewrite(scene.instance, name='rename')
+    return scene.instance
+
+
 def group_unreadable(scene: Scene) -> str:
     scene.put('/groups/newer', {'version': 99})
     return 'newer'
@@ -315,7 +321,8 @@ PLANTS: list[Callable[[Scene], str]] = [
     *(record_doubled, record_missing, record_unreadable, record_unleased, record_leased),
     *(booted_orphaned, booted_differs),
     *(group_unreadable, group_broken, group_orphaned, group_missing, quota_unreadable, quota_differs, usage_differs),
-    *(name_orphaned, name_missing, hostname_orphaned, attempt_unleased, presence_unleased, compute_mute),
+    *(name_orphaned, name_missing, name_reserved, hostname_orphaned),
+    *(attempt_unleased, presence_unleased, compute_mute),
     *(queued_unreadable, queued_flavorless, queued_doubled, taker_unleased),
     *(domain_missing, domain_off, domain_running, domain_differs, domain_undefined),
     *(domain_orphaned, domain_misplaced, domain_doubled),

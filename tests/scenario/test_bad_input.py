@@ -120,7 +120,7 @@ from tests.kit.story import NOBODY, SMALL, addressed, one_line, place
         (['--name', 'Web1', SMALL], 'use lower case'),
         (['--name', 'web.1', SMALL], '1 to 63 letters'),
         (['--name', 'd578fb7c-7787-4e73-b69a-a7b3ef9bf73a', SMALL], 'looks like a uuid'),
-        (['--name', 'list', SMALL], 'is a command'),
+        (['--name', 'list', SMALL], 'is reserved for a command'),
         (['--name', 'web1', 'hosts'], '--name does not go with this form'),
         (['list', '--state', 'well'], '--state: there is no such state; say active, building'),
         (['list', '--watch', '-f', 'json'], '--watch draws a table'),

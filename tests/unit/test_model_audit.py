@@ -163,6 +163,7 @@ PLANTED: list[tuple[str, str, Callable[[Making], object]]] = [
     ('name-missing', ACTIVE, lambda w: w.etcd.pop(keys.name('web1'))),
     ('name-missing', ACTIVE, lambda w: w.call('web1', ACTIVE, LEASE)),
     ('name-missing', ACTIVE, _two_of_a_name),
+    ('name-reserved', NOBODY, lambda w: w.lives(TWO, NOBODY, name='rename')),
     ('group-unreadable', 'web', lambda w: w.put(keys.group('web'), '{}')),
     ('group-broken', 'web', lambda w: w.join('web', ANTI_AFFINITY, {ACTIVE: ONE, OFF: ONE})),
     ('group-broken', 'web', lambda w: w.join('web', AFFINITY, {ACTIVE: ONE, ELSEWHERE: AWAY})),

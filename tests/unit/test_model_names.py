@@ -43,9 +43,7 @@ def test_a_name(name: str) -> None:
         (UUID, 'looks like a uuid'),
         (UUID.replace('-', ''), 'looks like a uuid'),
         ('a' * 33, 'looks like a uuid'),
-        ('list', 'is a command'),
-        ('reboot', 'is a command'),
-        ('ssh-config', 'is a command'),
+        *((word, 'is reserved for a command') for word in ('list', 'reboot', 'ssh-config', 'what-if', 'rename', 'set')),
     ],
 )
 def test_no_name_and_why(text: str, reason: str) -> None:
@@ -57,6 +55,11 @@ def test_no_name_and_why(text: str, reason: str) -> None:
 
 def test_no_command_can_be_a_name() -> None:
     assert {name.split()[0] for name in COMMANDS} <= RESERVED
+
+
+def test_no_command_to_come_can_be_a_name() -> None:
+    later = 'apply image what-if evacuate again metrics top run results resize rebuild rename set protect unprotect ui'
+    assert {*later.split(), 'snapshot'} <= RESERVED
 
 
 @given(st.text(max_size=70))
