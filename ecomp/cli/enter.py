@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from datetime import UTC, datetime, timedelta
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
@@ -18,6 +19,7 @@ from ecomp.cli.words import any_instances, instance_and_command, just_one_instan
 from ecomp.errors import EcompError, NotFound, Unreachable
 from ecomp.model import reach
 from ecomp.model.record import ACTIVE, Record
+from ecomp.model.stages import timestamp
 from ecomp.model.text import printable, some
 
 if TYPE_CHECKING:
@@ -31,6 +33,8 @@ QUOTED = 5
 """How many guests a line names; it says how many more there are."""
 LOGIN = 120.0
 """Seconds that a login to a guest may take, which is then given up: under emulation it takes ten or twenty."""
+REPORT_SECONDS = 600
+"""Seconds after its start in which a guest's cloud-init reports; a guest that has not done so by then has none."""
 AT_ONCE = 3.0
 """Seconds that a host may take for those; beyond that they are left out."""
 
@@ -195,6 +199,8 @@ def _ran(
 
 def _options(do: Context, way: WayIn, accept_new: bool) -> Mapping[str, str]:
     """What ssh is told of a guest. EcompError: its host keys are not known."""
+    from ecomp.scheduler.looking.way_in import make_not_ready
+
     instance, keys = way.record.instance, way.record.host_keys
     known = _known_hosts() / instance
     accepted = known.with_suffix('.accepted')
@@ -203,12 +209,21 @@ def _options(do: Context, way: WayIn, accept_new: bool) -> Mapping[str, str]:
         if accept_new:
             known.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         elif not accepted.exists():
-            why = 'its guest has not said which host keys it has, so it is unverified'
-            raise EcompError(f'{way.called}: {why}: --accept-new takes the first it shows, on your word')
+            if not _is_without_keys(way.record):
+                raise make_not_ready(way.record)
+            why = 'its guest has not reported its host keys, so it is unverified'
+            raise EcompError(f'{way.called}: {why}. Fix: --accept-new accepts the key that it shows first')
         return reach.ssh_options(instance, str(accepted), proxy, 'accept-new' if accept_new else 'yes')
     known.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     _put(known, ''.join(f'{instance} {key}\n' for key in keys))
     return reach.ssh_options(instance, str(known), proxy)
+
+
+def _is_without_keys(record: Record) -> bool:
+    """Whether no report of host keys is to be expected: it came without, failed, or has not come for a long time."""
+    started = record.reached.get('started', '')
+    since = timestamp(datetime.now(UTC) - timedelta(seconds=REPORT_SECONDS))
+    return 'ready' in record.reached or record.cloud_init is not None or started < since
 
 
 def _put(path: Path, text: str) -> None:
@@ -270,7 +285,7 @@ COMMANDS = (
     Command('console', 'console <id>', "a guest's serial console; ^] leaves it",
             "Be on the guest's serial console, by `virsh console` on its host, which `reach` of schedule.yaml leads "
             'to. What the guest writes goes to the terminal as it is. ^] leaves it.',
-            just_one_instance, _console, exits=(4, 5),
+            just_one_instance, _console, exits=(4, 5, 6),
             example='eschedule console web1'),
     Command('log', 'log <id>', "what a guest has written to its console",
             "Print what a guest has written to its serial console, also while it boots: the file on its host, which "

@@ -12,19 +12,22 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from ecomp.cli.command import Context, Invocation
 from ecomp.cli.enter import why_not_entered
 from ecomp.cli.options import Options
+from ecomp.cli.terminal import now
 from ecomp.conf import load_schedule
 from ecomp.errors import StillGoing
 from ecomp.model import instance as requests
 from ecomp.model import keys
 from ecomp.model.computes import to_json as hostname_to_json
+from ecomp.model.guest_word import GuestFailure
 from ecomp.model.instance import Request
-from ecomp.model.record import ACTIVE, STOPPED, Interface, Record, to_json
+from ecomp.model.record import ACTIVE, BUILDING, STAGES, STOPPED, Interface, Record, to_json
 from ecomp.schedule import terminal
 from tests.functional.cloud import IMAGE, new
 from tests.kit.commands import Command, Result, write_config
@@ -32,6 +35,7 @@ from tests.kit.servers import TOP, Etcd, environment, until
 
 SSHD = shutil.which('sshd', path='/usr/sbin:/usr/local/sbin:/usr/bin')
 ADDRESS = '10.66.0.2'
+UNADDRESSED = (Interface('default', '52:54:00:00:00:01'),)
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0 or SSHD is None, reason='sshd in a namespace: root, openssh-server')
 
@@ -190,10 +194,11 @@ def test_a_canary_is_entered_by_the_key_it_said_alone_and_nothing_of_that_is_kep
 def test_one_that_never_said_it_is_entered_on_the_users_own_word(guest: Guest) -> None:
     guest.key('host')
     guest.answer_with('host')
+    guest.write(replace(guest.record, stages={**guest.record.stages, 'ready': 't'}))
     refused = guest.ssh('--', 'true')
-    why = 'its guest has not said which host keys it has, so it is unverified'
-    cure = '--accept-new takes the first it shows, on your word'
-    assert refused == (1, '', f'eschedule: {guest.record.instance}: {why}: {cure}\n')
+    why = 'its guest has not reported its host keys, so it is unverified'
+    cure = 'Fix: --accept-new accepts the key that it shows first'
+    assert refused == (1, '', f'eschedule: {guest.record.instance}: {why}. {cure}\n')
     assert guest.eschedule('ssh-config', guest.record.instance).code == 1
     all_of_them = guest.eschedule('ssh-config')
     assert (all_of_them.code, guest.record.instance in all_of_them.stdout) == (0, False)
@@ -204,6 +209,43 @@ def test_one_that_never_said_it_is_entered_on_the_users_own_word(guest: Guest) -
     guest.answer_with('another')
     assert guest.ssh('--', 'true').code == 255
     assert guest.ssh('--accept-new', '--', 'true').code == 255
+
+
+@pytest.mark.parametrize('words', [['ssh'], ['ssh-config']])
+@pytest.mark.parametrize(
+    ('changed', 'lacks'),
+    [
+        ({}, 'not ready yet: active, waiting for: cloud-init to finish'),
+        ({'addresses': UNADDRESSED, 'stages': dict.fromkeys(STAGES[:-2], 't')}, 'no address yet: active, waiting for: '
+         'DHCP lease'),
+        ({'state': BUILDING, 'addresses': UNADDRESSED, 'stages': dict.fromkeys(STAGES[:2], 't')}, 'not started yet: '
+         'building, waiting for: its image'),
+    ],
+)  # fmt: skip
+def test_a_guest_that_boots_is_waited_for_and_no_unknown_key_is_advised(
+    guest: Guest, words: list[str], changed: dict[str, Any], lacks: str
+) -> None:
+    instance = guest.record.instance
+    guest.write(replace(guest.record, **{'stages': {**dict.fromkeys(STAGES[:-1], 't'), 'started': now()}, **changed}))
+    refused = guest.eschedule(*words, instance)
+    cure = f'Try: eschedule wait {instance} --for ready'
+    assert refused == (6, '', f'eschedule: {instance}: {lacks}. {cure}\n')
+
+
+@pytest.mark.parametrize(
+    'changed',
+    [
+        {'cloud_init': GuestFailure('final', 'no key could be made')},
+        {'stages': {'requested': 't', 'started': '2026-01-31T12:00:00.000Z', 'addressed': 't'}},
+    ],
+)
+def test_a_guest_that_will_report_no_key_is_entered_by_the_first_it_shows(
+    guest: Guest, changed: dict[str, Any]
+) -> None:
+    guest.write(replace(guest.record, **{'stages': {**guest.record.stages, 'started': now()}, **changed}))
+    refused = guest.ssh('--', 'true')
+    assert refused.code == 1
+    assert 'Fix: --accept-new' in refused.stderr
 
 
 def test_ssh_reads_a_name_of_the_instance_alone_that_has_it(guest: Guest) -> None:

@@ -12,8 +12,9 @@ from ecomp.model import keys
 from ecomp.model.instance import named
 from ecomp.model.names import is_name
 from ecomp.model.reach import console_file, is_host_name
-from ecomp.model.record import ACTIVE, Interface, Record
+from ecomp.model.record import ACTIVE, BUILDING, QUEUED, SCHEDULED, Interface, Record
 from ecomp.model.text import printable
+from ecomp.model.waits import waits_for
 from ecomp.scheduler.looking.find import living
 from ecomp.scheduler.looking.hosts import computes
 from ecomp.store.client import Store
@@ -42,7 +43,7 @@ def way_in(store: Store, instance: str) -> WayIn:
     record = running(store, instance)
     known = [each for each in record.addresses if each.address]
     if not known:
-        raise StillGoing(f'{instance}: no address yet')
+        raise make_not_ready(record)
     # On a LAN's bridge it is everybody's neighbour.
     best = next((each for each in known if not _is_behind_its_host(each)), known[0])
     try:
@@ -63,11 +64,20 @@ def names(store: Store) -> Mapping[str, str]:
 
 
 def running(store: Store, instance: str) -> Record:
-    """The record of a guest that runs. Errors: Conflict (it does not), NotFound, Unreadable."""
+    """The record of a guest that runs. Errors: StillGoing (not yet), Conflict (not any more), NotFound, Unreadable."""
     record = living(store, instance).record
+    if record.state in (QUEUED, SCHEDULED, BUILDING):
+        raise make_not_ready(record)
     if record.state != ACTIVE:
         raise Conflict(f'{instance}: is {record.state}: nobody can enter a guest that does not run')
     return record
+
+
+def make_not_ready(record: Record) -> StillGoing:
+    """Make the error for a guest that is on its way."""
+    lacks = 'not started' if record.state != ACTIVE else 'not ready' if record.address else 'no address'
+    waits = f'{record.instance}: {lacks} yet: {record.state}, waiting for: {waits_for(record)}'
+    return StillGoing(f'{waits}. Try: eschedule wait {record.instance} --for ready')
 
 
 def console(store: Store, instance: str) -> tuple[str, str]:
