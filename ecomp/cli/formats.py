@@ -133,7 +133,7 @@ def rendered(listing: Listing, look: Look) -> str:
 def rendered_details(found: Sequence[Details], look: Look, several: bool) -> str:
     """Things whole, one below the other: a line a field. As JSON one object, or, where there are `several`, an array.
 
-    As CSV and bare values each is a line, and its fields are the columns.
+    As CSV and bare values each is a line. The columns are all fields that a thing of its kind may have.
     """
     if look.form in (JSON, YAML):
         values = [each.value for each in found]
@@ -142,7 +142,8 @@ def rendered_details(found: Sequence[Details], look: Look, several: bool) -> str
     all_of_them = found[0]._replace(fields=[field for each in found for field in each.fields])
     columns = [all_of_them.named(name) for name in look.columns]
     if look.form != TABLE:
-        columns = columns or [Column(name) for name in dict.fromkeys(name for name, _ in all_of_them.fields)]
+        names = all_of_them.may_have or dict.fromkeys(name for name, _ in all_of_them.fields)
+        columns = columns or [Column(name) for name in names]
         # Of a list a row without any value is left out; here there is one for each word.
         none = '-' if look.form == VALUE else None
         fields = [{name: cell for name, cell in reversed(each.fields) if cell is not None} for each in found]

@@ -37,10 +37,12 @@ COLUMNS = (
 REASON = Column('REASON', rank=1, least=20)
 MORE = (Column('PROJECT', wide=True), Column('GROUP', wide=True), Column('IMAGE', wide=True))
 
+STAGE_FIELDS = {stage: 'image ready' if stage == 'image' else stage for stage in (*STAGES, GONE, ERROR)}
+"""What the time of each stage is called in details: `image` is the URL there."""
 FIELDS = (
-    *('instance', 'name', 'state', 'since', 'host', 'compute', 'image', 'resources', 'query', 'project', 'user'),
-    *('group', 'interface 0', 'console', *STAGES, GONE, ERROR, 'boot 1', 'waits', 'progress', 'reason', 'cleaned up'),
-    *('power', 'fault', 'cloud-init', 'host key'),
+    *('instance', 'name', 'state', 'since', 'address', 'host', 'compute', 'image', 'resources', 'query', 'project'),
+    *('user', 'group', 'interface 0', 'console', *STAGE_FIELDS.values(), 'boot 1', 'waits', 'progress', 'reason'),
+    *('cleaned up', 'power', 'fault', 'cloud-init', 'host key'),
 )
 """What an instance may have of details. It has several interfaces, and boots, which have numbers."""
 
@@ -79,14 +81,15 @@ def as_detail(record: Record, known: Computes = NOBODY) -> Details:
     rows: list[tuple[str, Cell]]
     rows = [(name, getattr(record, name) or None) for name in ('instance', 'name', 'state')]
     rows += [('since', since)] if (since := _since(record)) else []
-    rows += [('host', known.host(record.compute))]
+    rows += [('address', record.address), ('host', known.host(record.compute))]
     rows += [(name, getattr(record, name) or None) for name in ('compute', 'image')]
     rows += [('resources', asked or None), ('query', record.query or None)]
     rows += [('project', record.project_id or None), ('user', record.user_id or None)]
     rows += [('group', record.group.name)] if record.group else []
     rows += [(f'interface {number}', _interface(each)) for number, each in enumerate(record.addresses)]
     rows += [('console', record.console)] if record.console and record.state not in KEPT else []
-    rows += [(stage, time) for stage, time in sorted(record.stages.items(), key=lambda each: each[1]) if time]
+    times = sorted(record.stages.items(), key=lambda each: each[1])
+    rows += [(STAGE_FIELDS.get(stage, stage), time) for stage, time in times if time]
     rows += [(f'boot {each.number}', _boot(each)) for each in record.boots if len(record.boots) > 1]
     if record.state == QUEUED and (unserved := known.unserved(['it'])):
         rows.append(('waits', unserved))
@@ -102,7 +105,7 @@ def as_detail(record: Record, known: Computes = NOBODY) -> Details:
     if record.cloud_init:
         rows.append(('cloud-init', f'failed at stage {record.cloud_init.stage}: {record.cloud_init.reason}'))
     rows += [('host key', each) for each in record.host_keys]
-    return Details(rows, _record(record, known), tuple(dict.fromkeys(FIELDS)), ('interface', 'boot'))
+    return Details(rows, _record(record, known), FIELDS, ('interface', 'boot'))
 
 
 def as_hosts(hosts: Sequence[Host]) -> Listing:

@@ -206,7 +206,8 @@ def test_what_may_be_asked_of_details_is_the_same_whatever_one_has() -> None:
     ]  # fmt: skip
     assert rendered_details([one], Look('value', columns=('group', 'name')), False) == '-\t-'
     assert rendered_details([one], Look('csv', columns=('group', 'boot 2')), False) == 'group,boot 2\n,start'
-    assert rendered_details([one], Look('csv'), False) == 'state,name,boot 2\nactive,,start'
+    assert rendered_details([one], Look('csv'), False) == 'state,group,gone,boot 1\nactive,,,'
+    assert rendered_details([one], Look('value'), False) == 'active\t-\t-\t-'
     # The beginning of a name is that of one that it has, though it may have others that begin so.
     two = one._replace(fields=[*one.fields, ('group', 'web')])
     assert rendered_details([two], Look('value', columns=('g',)), False) == 'web'

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ecomp.cli.formats import Column, Listing, Look, Row, rendered
+from ecomp.cli.formats import Column, Listing, Look, Row, rendered, rendered_details
 from ecomp.cli.show import COLUMNS, as_detail, as_list, no_address
 from ecomp.model.boots import Boot
 from ecomp.model.computes import Computes, Living
@@ -98,6 +99,19 @@ def test_every_field_is_one_that_any_instance_may_be_asked_for() -> None:
     fields = {name for each in (as_detail(whole), waits) for name, _ in each.fields if name != 'boot 2'}
     assert fields == set(waits.may_have)
     assert waits.may_have == as_detail(RECORD).may_have
+
+
+def test_the_columns_of_details_are_those_of_a_list_and_the_same_for_each_instance() -> None:
+    assert {each.name.lower() for each in as_list([ADDRESSED]).columns} <= {*as_detail(ADDRESSED).may_have}
+    headings = {rendered_details([as_detail(each)], Look('csv'), False).split('\n')[0] for each in (ADDRESSED, FAILED)}
+    [names] = headings
+    assert len({*names.split(',')}) == len(names.split(',')), 'each is there once'
+
+
+@pytest.mark.parametrize(('name', 'shown'), [('address', '10.0.0.1'), ('ADDRESS', '10.0.0.1'), ('image', 'http://h/i')])
+def test_the_exact_name_of_a_field_comes_first(name: str, shown: str) -> None:
+    detail = as_detail(replace(ADDRESSED, stages=dict.fromkeys(STAGES, NOW)))
+    assert rendered_details([detail], Look('value', columns=(name,)), False) == shown
 
 
 def test_one_instance_whole() -> None:
