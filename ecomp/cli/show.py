@@ -27,7 +27,7 @@ INSTANCE = Column('INSTANCE', kind=UUID)
 COMPUTE = Column('COMPUTE', rank=3, kind=UUID)
 COLUMNS = (
     INSTANCE,
-    Column('NAME'),
+    Column('NAME', least=24),
     Column('STATE', kind=STATE),
     Column('ADDRESS', rank=2),
     Column('HOST', rank=1, least=8),
@@ -55,6 +55,8 @@ def as_list(records: Sequence[Record], known: Computes = NOBODY) -> Listing:
     records = sorted(records, key=lambda each: (each.stages.get('requested', ''), natural(each.name), each.instance))
     # Mostly there is nothing to say, and then no column for it in a table.
     reason = REASON._replace(wide=not any(map(_reason, records)))
+    # Whatever has a name can do without its uuid.
+    instance = INSTANCE._replace(rank=5 if all(each.name for each in records) else 0)
     rows = [
         Row(
             [
@@ -67,12 +69,17 @@ def as_list(records: Sequence[Record], known: Computes = NOBODY) -> Listing:
         )
         for each in records
     ]
-    return Listing([*COLUMNS, reason, *MORE], rows)
+    return Listing([instance, *COLUMNS[1:], reason, *MORE], rows)
 
 
 def _reason(record: Record) -> str | None:
-    error = record.error
-    return f'{error.stage}: {error.reason}' if error else record.fault
+    """What is wrong, the cause first: a narrow column cuts what it is about."""
+    if record.error is None:
+        return record.fault
+    about, _, cause = record.error.reason.partition(': ')
+    if cause and '/' in about and ' ' not in about:  # a URL or a file
+        return f'{cause} (stage {record.error.stage}: {about})'
+    return f'{record.error.reason} (stage {record.error.stage})'
 
 
 def as_detail(record: Record, known: Computes = NOBODY) -> Details:

@@ -67,6 +67,37 @@ def test_a_list_has_a_line_for_each() -> None:
     assert json.loads(text(as_list(listed, Computes({}, {COMPUTE: 'hv1'})), 'json'))[0]['host'] == 'hv1'
 
 
+@pytest.mark.parametrize('length', [40, 63])
+def test_one_long_name_costs_neither_address_nor_host(length: int) -> None:
+    names = ('web1', 'w' * length)
+    listed = [replace(ADDRESSED, name=name, addresses=(Interface('d', 'm', '192.168.122.211'),)) for name in names]
+    table = rendered(as_list(listed, Computes({}, {COMPUTE: 'hv1'})), Look(width=80)).splitlines()
+    assert {'NAME', 'STATE', 'ADDRESS', 'HOST'} <= {*table[0].split()}
+    assert f'{"w" * 23}…' in table[1] + table[2]
+    # Without a name its uuid is all that it can be called by.
+    unnamed = rendered(as_list([RECORD, *listed]), Look(width=60)).splitlines()
+    assert unnamed[0].split()[0] == 'INSTANCE'
+
+
+def test_the_uuid_is_left_out_first_where_each_has_a_name() -> None:
+    listed = as_list([replace(ADDRESSED, name='web1')], Computes({}, {COMPUTE: 'hv1'}))
+    whole = rendered(listed, Look(width=80)).splitlines()[0].split()
+    assert rendered(listed, Look(width=50)).splitlines()[0].split() == whole[1:]
+
+
+@pytest.mark.parametrize(
+    ('reason', 'shown'),
+    [
+        ('http://images.invalid/debian-12-genericcloud-amd64.qcow2: answers 404', 'answers 404 (stage image: http://i'),
+        ('/var/lib/ecomp/images/a.part: No space left', 'No space left (stage image: /var/lib/e'),
+        ('it is not an image: no magic', 'it is not an image: no magic (stage image)'),
+        ('no image', 'no image (stage image)'),
+    ],
+)
+def test_the_cause_of_a_failure_comes_first_in_a_list(reason: str, shown: str) -> None:
+    assert shown in text(as_list([replace(FAILED, error=Failure('image', reason, 'nothing'))]))
+
+
 def test_no_instances_are_a_heading_or_an_empty_array() -> None:
     assert text(as_list([])).split() == [each.name for each in COLUMNS if not each.wide]
     assert json.loads(text(as_list([]), 'json')) == []
