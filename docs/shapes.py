@@ -154,7 +154,7 @@ _FLAVOR = _object(
 _GROUP = _object(
     name=_text(''), policy=_text('', enum=sorted(POLICIES)), strict=_is('boolean', 'a condition, not a preference'),
     members=many(_object(
-        instance=_INSTANCE, compute=_text("the compute's uuid; null while it waits", null=True), host=_ON,
+        instance=_INSTANCE, name=_NAME, compute=_text("the compute's uuid; null while it waits", null=True), host=_ON,
     )),
 )  # fmt: skip
 _QUOTA = _object(project=_text('its id'), limits=_AMOUNTS, used=_AMOUNTS)

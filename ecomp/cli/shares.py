@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from ecomp.cli.formats import UUID, Column, Listing, Row
-from ecomp.model.computes import NOBODY, Computes
+from ecomp.model.computes import Computes
 from ecomp.model.flavor import Flavor, to_dict
 from ecomp.model.group import Group
 from ecomp.model.quota import Quota, classes, in_words
@@ -25,30 +25,33 @@ def as_flavors(flavors: Mapping[str, tuple[Flavor, str]]) -> Listing:
     return Listing(columns, rows)
 
 
-def as_groups(groups: Sequence[Group], known: Computes = NOBODY) -> Listing:
-    """All groups, a line each."""
+def as_groups(groups: Sequence[Group], known: Computes, names: Mapping[str, str]) -> Listing:
+    """All groups, a line each. `names` are those of instances, by uuid."""
     columns = [Column('GROUP'), Column('POLICY'), Column('MEMBERS', 1), Column('COMPUTES', 2)]
-    rows = [Row((each.name, each.rule, len(each.members), len(each.on)), _group(each, known)) for each in groups]
+    rows = [Row((each.name, each.rule, len(each.members), len(each.on)), _group(each, known, names)) for each in groups]
     return Listing(columns, rows)
 
 
-def as_members(groups: Sequence[Group], known: Computes, several: bool) -> Listing:
-    """Who of each group is where, a line a member. `known` is what computes are called."""
-    columns = [Column('GROUP', wide=True), Column('INSTANCE', kind=UUID), Column('COMPUTE', 1, UUID), Column('HOST')]
+def as_members(groups: Sequence[Group], known: Computes, names: Mapping[str, str], several: bool) -> Listing:
+    """Who of each group is where, a line a member. `known` is what computes are called, `names` what instances are."""
+    columns = [Column('GROUP', wide=True), Column('INSTANCE', kind=UUID), Column('NAME', least=24)]
+    columns += [Column('COMPUTE', 1, UUID), Column('HOST')]
     rows = []
     for each in groups:
         by_compute = sorted(each.members.items(), key=lambda member: (member[1], member[0]))
         title = f'{each.name}: {each.rule}'
         for instance, compute in by_compute:
-            rows.append(Row((each.name, instance, compute or 'waits', known.host(compute)), title=title))
-    values = [_group(each, known) for each in groups]
+            cells = (each.name, instance, names.get(instance), compute or 'waits', known.host(compute))
+            rows.append(Row(cells, title=title))
+    values = [_group(each, known, names) for each in groups]
     return Listing(columns, rows, values if several else values[0])
 
 
-def _group(found: Group, known: Computes) -> dict[str, object]:
+def _group(found: Group, known: Computes, names: Mapping[str, str]) -> dict[str, object]:
     rule = {'name': found.name, 'policy': found.policy, 'strict': found.strict}
     members = [
-        {'instance': each, 'compute': on or None, 'host': known.host(on)} for each, on in found.members.items()
+        {'instance': each, 'name': names.get(each), 'compute': on or None, 'host': known.host(on)}
+        for each, on in found.members.items()
     ]
     return {**rule, 'members': members}
 

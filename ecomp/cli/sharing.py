@@ -55,19 +55,21 @@ def _flavor_delete(do: Context) -> int:
 
 def _group_list(do: Context) -> int:
     from ecomp.cli.shares import as_groups
+    from ecomp.scheduler.looking.way_in import read_names_by_instance
     from ecomp.store.sharing import every, group
 
     groups, unreadable = every(do.store, keys.GROUPS, group)
-    return do.show(as_groups(groups, do.computes), unreadable)
+    return do.show(as_groups(groups, do.computes, read_names_by_instance(do.store)), unreadable)
 
 
 def _group_show(do: Context) -> int:
     from ecomp.cli.shares import as_members
+    from ecomp.scheduler.looking.way_in import read_names_by_instance
 
     found: list[Group] = []
     code = each_of(do.out, do.words, lambda name: found.append(_one_group(do.store, name)))
     if found:
-        do.show(as_members(found, do.computes, several=len(do.words) > 1))
+        do.show(as_members(found, do.computes, read_names_by_instance(do.store), several=len(do.words) > 1))
     return code
 
 

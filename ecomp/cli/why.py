@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ecomp.model.choose import FIRST, PACK, QUEUE, RANDOM, SPREAD, Why
@@ -13,6 +13,7 @@ from ecomp.model.record import Record
 from ecomp.model.text import printable
 from ecomp.scheduler.looking.find import InstanceEntries
 from ecomp.scheduler.looking.hosts import computes
+from ecomp.scheduler.looking.way_in import read_names_by_instance
 from ecomp.store.client import Store
 from ecomp.store.sharing import group
 
@@ -30,13 +31,14 @@ MEANINGS = {
 
 @dataclass(frozen=True)
 class Explanation:
-    """What is known of it. `known` is what computes are called, `group` the group as it is now."""
+    """What is known of it. `known` is what computes are called, `names` what instances are, `group` the group now."""
 
     record: Record
     known: Computes
     weighed: Why | None
     group: Group | None
     waiting: Waiting | None = None
+    names: Mapping[str, str] = field(default_factory=dict)
 
 
 def why(store: Store, placement: Callable[[], Placement], found: InstanceEntries) -> Explanation:
@@ -53,7 +55,8 @@ def why(store: Store, placement: Callable[[], Placement], found: InstanceEntries
 
         others = None if theirs is None else theirs.without(record.instance)
         waits = waiting(store, placement(), found.queue_entry, record.query, known, others)
-    return Explanation(record, known, weighed, theirs, waits)
+    names = read_names_by_instance(store) if theirs is not None else {}
+    return Explanation(record, known, weighed, theirs, waits, names)
 
 
 def to_dict(found: Explanation) -> dict[str, Any]:
@@ -88,8 +91,8 @@ def in_sentences(found: Explanation) -> str:
     lines += [_weighed(weighed)] if found.waiting is None else _lacking(found.waiting, known)
     if theirs is not None:
         rule = 'with' if theirs.policy == AFFINITY else 'apart from'
-        others = (f'{each} on {known.called(on) or "none yet"}' for each, on in _others(found).items())
-        where = ', '.join(others) or 'nobody else is in it'
+        others = ((found.names.get(each, each), known.called(on) or 'none yet') for each, on in _others(found).items())
+        where = ', '.join(f'{name} on {host}' for name, host in others) or 'nobody else is in it'
         lines.append(f'it is in group {theirs.name} ({theirs.rule}), {rule} its others: {where}')
     return '\n'.join(map(printable, lines))
 

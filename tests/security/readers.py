@@ -115,7 +115,8 @@ def read_group(value: bytes) -> None:
     assert group.from_json('g', group.to_json(found).encode()) == found
     found.excludes(COMPUTE)
     found.broken()
-    shown(*texts(as_groups([found])), *texts(as_members([found], Computes({}, {COMPUTE: 'hv1'}), several=False)))
+    shown(*texts(as_groups([found], NOBODY, {})))
+    shown(*texts(as_members([found], Computes({}, {COMPUTE: 'hv1'}), {}, several=False)))
 
 
 def read_quota(value: bytes) -> None:

@@ -63,6 +63,11 @@ def names(store: Store) -> Mapping[str, str]:
     return found
 
 
+def read_names_by_instance(store: Store) -> Mapping[str, str]:
+    """The name that leads to each instance, by the instance's uuid."""
+    return {instance: name for name, instance in names(store).items()}
+
+
 def running(store: Store, instance: str) -> Record:
     """The record of a guest that runs. Errors: StillGoing (not yet), Conflict (not any more), NotFound, Unreadable."""
     record = living(store, instance).record
