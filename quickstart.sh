@@ -107,11 +107,11 @@ make_venv() {
 }
 
 make_lab() {
-    if root .venv/bin/elab status >/dev/null 2>&1; then
+    if root .venv/bin/elab status --name lab >/dev/null 2>&1; then
         printf '== the lab is up\n'
     else
         begin 'starting the lab: etcd, placement and 3 hypervisor hosts'
-        root .venv/bin/elab up >/dev/null
+        root .venv/bin/elab up --name lab >/dev/null
         finish
     fi
     if [ ! -e "$LAB/images/guest.qcow2" ]; then
@@ -170,7 +170,7 @@ case ${1-} in
         ;;
     down)
         [ -x .venv/bin/elab ] || fail 'there is no .venv/bin/elab, so no lab was made from here'
-        root .venv/bin/elab down
+        root .venv/bin/elab down --name lab
         ;;
     -h | --help) sed -n '2,/^$/s/^# \{0,1\}//p' "$0" ;;
     *) fail "$1: there is only 'down', and nothing; --help shows all" 2 ;;

@@ -64,7 +64,8 @@ def parser() -> argparse.ArgumentParser:
 
     def of_a_lab(name: str, run: Callable[[argparse.Namespace], int], text: str) -> argparse.ArgumentParser:
         added = command(name, run, text)
-        added.add_argument('--name', default='lab', help='which lab, where there are several (default: lab)')
+        which = 'which lab (default: that of this directory or of this elab shell, else lab)'
+        added.add_argument('--name', default=state.find_lab_here(), help=which)
         return added
 
     def ports(added: argparse.ArgumentParser) -> None:

@@ -188,6 +188,18 @@ def _not_whole(directory: Path, why: str) -> EcompError:
     )
 
 
+def find_lab_here() -> str:
+    """Find the name of the lab of the working directory, or of the `elab shell` that this runs in; else `lab`."""
+    places = [os.environ.get('ECOMP_CONFIG', '/')]
+    with contextlib.suppress(OSError):  # the working directory may be removed
+        places.insert(0, os.getcwd())
+    for place in map(os.path.realpath, places):
+        for directory in ROOT.glob('*'):
+            if directory.resolve() in (Path(place), *Path(place).parents):
+                return directory.name
+    return 'lab'
+
+
 def all_labs(root: Path = ROOT) -> list[Lab]:
     """Every lab on this machine that load() can read; one of another version that is up is seen by its routes."""
     found = []

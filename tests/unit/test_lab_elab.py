@@ -16,7 +16,7 @@ import pytest
 
 from ecomp.errors import EcompError
 from ecomp.lab import control, foreground, guest, machine, namespaces, state
-from ecomp.lab.elab import main
+from ecomp.lab.elab import main, parser
 from ecomp.lab.hosts import COMPUTE_YAML
 from ecomp.lab.machine import Process
 from ecomp.lab.network import Layout, share, with_less
@@ -69,6 +69,39 @@ def test_only_root_makes_and_enters_labs(words: list[str], tmp_path: Path) -> No
     assert (done.returncode, done.stdout) == (2, '')
     typed = f'sudo {sys.executable} -P -m ecomp.lab.elab {" ".join(words)}'
     assert done.stderr == f'elab: elab {words[0]} needs root: {typed}\n'
+
+
+@pytest.mark.parametrize(
+    ('below', 'shell', 'name'),
+    [('one', None, 'one'), ('one/hv1', 'two', 'one'), (None, 'two', 'two'), (None, None, 'lab'), ('two', None, 'two')],
+)
+def test_which_lab_is_meant_without_a_name(
+    below: str | None, shell: str | None, name: str, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Labs are entered by their directories, one of which lies behind a link."""
+    (root / 'one/hv1').mkdir(parents=True)
+    (tmp_path / 'disk').mkdir()
+    (root / 'two').symlink_to(tmp_path / 'disk')
+    monkeypatch.chdir(tmp_path if below is None else root / below)
+    monkeypatch.delenv('ECOMP_CONFIG', raising=False)
+    if shell is not None:
+        monkeypatch.setenv('ECOMP_CONFIG', str(root / shell))
+    for words in (['up'], ['status'], ['exec', 'hv1', 'true'], ['down'], ['shell']):
+        assert parser().parse_args(words).name == name
+        assert parser().parse_args([words[0], '--name', 'three', *words[1:]]).name == 'three'
+
+
+def test_a_working_directory_that_is_removed_is_of_no_lab(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv('ECOMP_CONFIG', raising=False)
+    (root / 'one').mkdir()
+    monkeypatch.chdir(root / 'one')
+    (root / 'one').rmdir()
+    try:
+        assert parser().parse_args(['status']).name == 'lab'
+    finally:
+        os.chdir(tmp_path)
 
 
 @pytest.mark.parametrize('words', [['up'], ['down'], ['certs', 'd'], ['guest', 'd/x'], ['control'], ['list']])
