@@ -21,24 +21,25 @@ ORDINALS = ('first', 'second', 'third')
 
 @dataclass(frozen=True)
 class Provider:
-    """A resource provider. `alone`: it has no parent and no children."""
+    """A resource provider. `alone`: it has no parent and no children. `taken_count`: of a set, counted as used."""
 
     uuid: str
     inventories: Mapping[str, Inventory] = field(default_factory=dict)
     traits: Collection[str] = ()
     aggregates: Collection[str] = ()
     alone: bool = True
+    taken_count: int = 0
 
     @property
     def is_closed(self) -> bool:
         """True if all its VCPU is reserved: its ecompute stopped in good order."""
         return 'VCPU' in self.inventories and self.inventories['VCPU'].is_shut
 
-    def less(self, given: Iterable[Resources]) -> Provider:
+    def less(self, given: Sequence[Resources]) -> Provider:
         """The provider with these amounts used as well."""
         more = summed(given)
         now = {name: each._replace(used=each.used + more.get(name, 0)) for name, each in self.inventories.items()}
-        return replace(self, inventories=now)
+        return replace(self, inventories=now, taken_count=len(given))
 
     def what(self, key: str) -> Collection[str]:
         """The provider's aggregates, tree or traits, as the parameter `key` of a query is about."""
@@ -194,7 +195,7 @@ def _name(constraint: Constraint | GroupConstraint) -> str:
 
 def _failure(constraint: Constraint, provider: Provider, may_drop: bool) -> UnmetConstraint | None:
     if isinstance(constraint, Amount):
-        return _short(constraint, provider.inventories.get(constraint.name), may_drop)
+        return _short(constraint, provider.inventories.get(constraint.name), may_drop, provider.taken_count)
     there = provider.what(constraint.key)
     if isinstance(constraint, HasNot):
         holds = constraint.name not in there
@@ -226,7 +227,7 @@ def _lack(constraint: Has | HasNot) -> str:
     return f'lacks each of {names}' if several else f'lacks {names}'
 
 
-def _short(asked: Amount, have: Inventory | None, may_drop: bool) -> UnmetConstraint | None:
+def _short(asked: Amount, have: Inventory | None, may_drop: bool, taken_count: int) -> UnmetConstraint | None:
     name, amount = asked.name, asked.amount
     without = Cure(asked, None) if may_drop and name not in NEEDED else None
     if have is None:
@@ -236,7 +237,8 @@ def _short(asked: Amount, have: Inventory | None, may_drop: bool) -> UnmetConstr
         there = f'free {have.free} of {have.capacity}'
         if have.used > have.capacity:
             there = f'used {have.used} of {have.capacity}'
-        why.append(f'{name} short by {have.used + amount - have.capacity} ({there})')
+        short = f'short by {have.used + amount - have.capacity}'
+        why.append(f'{name} is {short}' if taken_count else f'{name} {short} ({there})')
     if amount > have.max_unit:
         why.append(f'{name}:{amount} is more than one may have (max_unit {have.max_unit})')
     if amount < have.min_unit:

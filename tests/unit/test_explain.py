@@ -106,6 +106,13 @@ def test_all_that_lacks_is_said_at_once() -> None:
     ]
 
 
+def test_what_others_of_a_set_take_is_not_told_as_used() -> None:
+    """`free 0 of 4` of a host that shows 3/4 used looks wrong."""
+    on = provider(VCPU=Inventory(4, used=3)).less([{'VCPU': 1, 'MEMORY_MB': 256}])
+    assert lacks(GUEST, on) == ['VCPU is short by 1']
+    assert lacks(GUEST, provider(VCPU=Inventory(4, used=4)).less([])) == ['VCPU short by 1 (free 0 of 4)']
+
+
 # The nearest miss
 
 

@@ -15,7 +15,7 @@ from ecomp.model.choose import Candidate
 from ecomp.model.computes import Computes
 from ecomp.model.explain import Miss, Provider, apart, changed, in_words, miss, nearest, smallest, unexplained
 from ecomp.model.group import Group, Membership
-from ecomp.model.query import Constraint, Has, Unexplained, enabled_only, limit, parse
+from ecomp.model.query import Amount, Constraint, Has, Unexplained, enabled_only, limit, parse
 from ecomp.placement.client import Placement
 from ecomp.scheduler.looking import hosts
 from ecomp.scheduler.placing.facts import CALLS as CALLS
@@ -193,19 +193,23 @@ def _examined(
             continue
         said = _apart(provider, uuid in known.living)
         if said is None and provider is not None:
-            beyond = unexplained(asked, provider, facts.sharing)
-            if beyond is None:
+            said = unexplained(asked, provider, facts.sharing)
+            if said is None:
                 misses.append(apart(miss(asked, provider), group, takers, known.called))
-            said = _lacks(misses[-1], known.called(uuid)) if beyond is None else f'not explained: {beyond}'
+                said = _lacks(misses[-1], known.called(uuid), provider.taken_count)
+            else:
+                said = f'not explained: {said}'
         words[uuid] = said or ''
     return words, misses
 
 
-def _lacks(found: Miss, called: str) -> str:
+def _lacks(found: Miss, called: str, taken_count: int) -> str:
     # Two hosts of one name are called by name and uuid, and then only the uuid is what the command takes.
     cure = f' (eschedule {_enable(found, called)})'
     said = (each.why + cure if each.is_disabled else each.why for each in found.failures)
-    return '; '.join(said) or 'has room by now: ask again'
+    is_short = any(isinstance(each.constraint, Amount) for each in found.failures)
+    takes = f'takes {taken_count} of them, then ' if taken_count and is_short else ''
+    return takes + '; '.join(said) or 'has room by now: ask again'
 
 
 def _enable(found: Miss, called: str) -> str:
