@@ -160,7 +160,7 @@ _GROUP = _object(
 _QUOTA = _object(project=_text('its id'), limits=_AMOUNTS, used=_AMOUNTS)
 _FINDING = _object(
     code=_text('see audit.md'), subject=_text('an instance, a compute or a name'),
-    compute=_text("the compute's uuid, '' for none"), host=_ON, sentence=_text('which plane says what'),
+    name=_NAME, compute=_text("the compute's uuid, '' for none"), host=_ON, sentence=_text('which plane says what'),
     fix=_text("what --fix does, '' for nothing"), how=_text("what a person does, '' where --fix does"),
 )  # fmt: skip
 _EVENT = _object(

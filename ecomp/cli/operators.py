@@ -98,6 +98,7 @@ def _audit(do: Context) -> int:
     from ecomp.cli.formats import rendered
     from ecomp.cli.show import as_findings, summary
     from ecomp.model.findings import FOUND
+    from ecomp.scheduler.looking.way_in import read_names_by_instance
     from ecomp.scheduler.operating.audit import audit
 
     # A column that there is not is refused now: not only where something is found, and not after it is mended.
@@ -109,7 +110,7 @@ def _audit(do: Context) -> int:
     else:
         report = audit(do.store, do.placement)
     if report.findings or do.form != TABLE:
-        do.show(as_findings(report.findings, report.known))
+        do.show(as_findings(report.findings, report.known, read_names_by_instance(do.store) if report.findings else {}))
     for line in summary(report):
         do.out.say(line)
     return FOUND if report.findings else 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from ecomp.cli.fitting import natural
@@ -156,13 +156,14 @@ def _shares(classes: Sequence[str]) -> list[Column]:
     return [Column(f'{name} USED/CAPACITY', rank=1 if name in NEEDED else 3, short=name) for name in classes]
 
 
-def as_findings(findings: Sequence[Finding], known: Computes = NOBODY) -> Listing:
-    """What an audit found, a line each."""
-    columns = [Column('CODE'), Column('SUBJECT', rank=1, kind=UUID), Column('FINDING', least=40, folds=True)]
+def as_findings(findings: Sequence[Finding], known: Computes = NOBODY, names: Mapping[str, str] = {}) -> Listing:
+    """What an audit found, a line each. `names` are those of instances, by uuid."""
+    columns = [Column('CODE'), Column('SUBJECT', rank=1, kind=UUID), Column('NAME', rank=2, least=24)]
+    columns.append(Column('FINDING', least=40, folds=True))
     rows = [
         Row(
-            [each.code, *map(known.translated, (each.subject, each.sentence))],
-            {**each.to_dict(), 'host': known.host(each.compute)},
+            [each.code, known.translated(each.subject), names.get(each.subject), known.translated(each.sentence)],
+            {**each.to_dict(), 'host': known.host(each.compute), 'name': names.get(each.subject)},
         )
         for each in findings
     ]

@@ -112,6 +112,13 @@ def test_a_planted_defect_is_found_as_itself_and_nothing_else(scene: Scene, plan
 # What the command says
 
 
+def test_an_instance_is_named_beside_its_uuid(scene: Scene) -> None:
+    booted_differs(scene)
+    found = scene.control.eschedule('audit', '-f', 'json').stdout
+    assert [(each['subject'], each['name']) for each in json.loads(found)] == [(scene.instance, NAME)]
+    assert f'{scene.instance}  {NAME}  ' in scene.control.eschedule('audit').stdout
+
+
 def test_a_clean_cluster(scene: Scene) -> None:
     clean = scene.control.eschedule('audit')
     assert clean.stdout == ''
