@@ -96,6 +96,10 @@ def _list(do: Context) -> int:
         if not chosen and do.options.host is not None:
             with suppress(Unreachable):  # the table is etcd's, and empty
                 check_there(known, lambda: do.placement, do.options.host)
+        if not chosen and do.options.group is not None:
+            from ecomp.cli.sharing import read_group
+
+            read_group(do.store, do.options.group)
         code = do.show(as_list(chosen, known), unreadable)
         for line in _unserved(chosen, lambda: known):
             do.out.say(line)

@@ -67,13 +67,14 @@ def _group_show(do: Context) -> int:
     from ecomp.scheduler.looking.way_in import read_names_by_instance
 
     found: list[Group] = []
-    code = each_of(do.out, do.words, lambda name: found.append(_one_group(do.store, name)))
+    code = each_of(do.out, do.words, lambda name: found.append(read_group(do.store, name)))
     if found:
         do.show(as_members(found, do.computes, read_names_by_instance(do.store), several=len(do.words) > 1))
     return code
 
 
-def _one_group(store: Store, name: str) -> Group:
+def read_group(store: Store, name: str) -> Group:
+    """Read a group. Errors: NotFound, which names the group that was meant; Unreadable."""
     from ecomp.store.sharing import group
 
     found, _ = group(store, name)

@@ -80,7 +80,11 @@ def in_sentences(found: Explanation) -> str:
     record, weighed, theirs, known = found.record, found.weighed, found.group, found.known
     name, since = record.name or record.instance, 'requested' if found.waiting else 'scheduled'
     at = f'since {record.stages.get(since, "some time")}'
-    if found.waiting is None:
+    if record.error is not None:
+        error = record.error
+        where = f'on {known.called(record.compute)} ' if record.compute else ''
+        lines = [f'{name} is in error {where}at stage {error.stage}: {error.reason} ({error.cleaned})']
+    elif found.waiting is None:
         lines = [f'{name} is on {known.called(record.compute)}, {at}']
     else:
         before = found.waiting.before
