@@ -168,7 +168,12 @@ class YamlFile:
     def file_of(self, node: Node) -> Path:
         """A path to a file that can be read."""
         path = self.path_of(node)
-        if not path.is_file() or not os.access(path, os.R_OK):
+        try:
+            can_be_read = path.is_file() and os.access(path, os.R_OK)
+        except PermissionError as error:
+            why = f'{self._name} names {path}, and permission is denied'
+            raise UsageError(f'{why}. Fix: run this as the owner of that file, or with sudo') from error
+        if not can_be_read:
             raise Wrong(f'{shown(str(path), 200)} is not a file that can be read')
         return path
 

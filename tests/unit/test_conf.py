@@ -6,7 +6,11 @@ What is wrong in them is in test_conf_mistakes.py.
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
+import subprocess
+import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -170,6 +174,29 @@ image_proxy: http://proxy:3128/
         image_proxy='http://proxy:3128',
         directory=tmp_path,
     )
+
+
+def test_certificates_of_another_user_are_named_in_one_sentence() -> None:
+    """As for whoever types eschedule in the directory of a lab that root made."""
+    top = Path(__file__).resolve().parents[2]
+    # Nothing above it may keep the other user out.
+    with tempfile.TemporaryDirectory(dir='/tmp') as name:
+        directory = Path(name)
+        directory.chmod(0o755)
+        (directory / 'certs').mkdir(mode=0o700)
+        (directory / 'certs/ca.pem').touch()
+        files = 'ca_cert: certs/ca.pem, cert_cert: certs/ca.pem, cert_key: certs/ca.pem'
+        (directory / 'schedule.yaml').write_text(f'etcd: {{{files}}}\n')
+        command = [sys.executable, '-P', '-m', 'ecomp.schedule', 'list']
+        command = ['setpriv', '--reuid', '65534', '--clear-groups', *command] if os.geteuid() == 0 else command
+        if os.geteuid() != 0:
+            (directory / 'certs').chmod(0)
+        env = {**os.environ, 'PYTHONPATH': str(top), 'ECOMP_CONFIG': name}
+        done = subprocess.run(command, capture_output=True, text=True, cwd=directory, env=env, check=False)
+    why = f'{name}/schedule.yaml names {name}/certs/ca.pem, and permission is denied'
+    cure = 'Fix: run this as the owner of that file, or with sudo'
+    assert (done.returncode, done.stdout) == (2, '')
+    assert done.stderr == f'eschedule: {why}. {cure}\n'
 
 
 def test_placement_behind_certificates(compute: Callable[[str | bytes], ComputeConfig], tmp_path: Path) -> None:
