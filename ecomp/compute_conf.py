@@ -14,6 +14,7 @@ from typing import TypeVar
 from ecomp.conf import DEFAULT_USER_ID, checked
 from ecomp.endpoints import EtcdConfig, PlacementConfig, etcd_of, placement_of, url
 from ecomp.errors import UsageError
+from ecomp.model import keys
 from ecomp.model.allocation import is_class
 from ecomp.model.image import check_source
 from ecomp.model.network import DEFAULT_NETWORKS, MOST_INTERFACES, Attachment
@@ -133,7 +134,7 @@ def _networks(top: Section) -> tuple[Attachment, ...]:
 
 
 def _uuid(node: Node) -> str:
-    if not re.fullmatch(r'[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}', text := text_of(node).lower()):
+    if not keys.is_uuid(text := text_of(node).lower()):
         raise Wrong(f'must be a uuid like {DEFAULT_USER_ID}, not {shown(text)}')
     return text
 

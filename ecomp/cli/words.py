@@ -25,7 +25,7 @@ def parse_uuid(word: str) -> str:
     """A uuid in its canonical form."""
     found = _canonical_uuid(word)
     if found is None:
-        raise UsageError(f'{word!r} is no uuid; --help shows all')
+        raise UsageError(f'{word!r} is not a uuid that an instance can have; --help shows all')
     return found
 
 
@@ -99,9 +99,10 @@ def _canonical_uuid(word: str) -> str | None:
     import uuid  # it knows the other forms, and takes its time
 
     try:
-        return str(uuid.UUID(word))
+        found = str(uuid.UUID(word))
     except ValueError:
         return None
+    return found if keys.is_uuid(found) else None
 
 
 def query_and_image(name: str, words: Sequence[str]) -> Words:

@@ -58,7 +58,7 @@ NONE = 'none'
 """In place of the compute in the record of what was taken out of its queue before a compute took it."""
 
 
-_UUID = re.compile('[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}')
+_UUID = re.compile('(?![0-]+$)[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}')
 
 
 class StoredValue(Protocol):
@@ -210,7 +210,7 @@ def last(key: str) -> str:
 
 
 def is_uuid(text: str) -> bool:
-    """True for a uuid in its canonical form only: lower case, with dashes. It becomes a file name."""
+    """True for a uuid in its canonical form only: lower case, with dashes, and not nil. It becomes a file name."""
     return isinstance(text, str) and _UUID.fullmatch(text) is not None
 
 

@@ -35,6 +35,12 @@ def test_networks_and_a_bridge_are_one_too_many(mistakes: Callable[[str | bytes]
     ]
 
 
+@pytest.mark.parametrize('key', ['uuid: {}', 'aggregates: [{}]'])
+def test_the_nil_uuid_is_no_compute(mistakes: Callable[[str | bytes], list[str]], key: str) -> None:
+    [mistake] = mistakes(key.format('00000000-0000-0000-0000-000000000000'))
+    assert 'must be a uuid like ' in mistake
+
+
 def test_every_mistake_is_named_with_its_line_and_in_order(mistakes: Callable[[str | bytes], list[str]]) -> None:
     assert mistakes('uuid: mine\netcd:\n  prot: 1\n  port: 0\nresise: True\nuuid: again\nplacement: {}\nzzz: 1\n') == [
         f'compute.yaml:1: uuid: must be a uuid like {DEFAULT_USER_ID}, not mine',

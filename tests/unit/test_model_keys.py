@@ -51,6 +51,7 @@ def test_a_key_says_what_it_is_about(instance: uuid.UUID) -> None:
         f'{{{INSTANCE}}}',
         f'urn:uuid:{INSTANCE}',
         INSTANCE + '\n',
+        '00000000-0000-0000-0000-000000000000',
         None,
         7,
         b'x',
