@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import socket
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -39,6 +40,8 @@ if TYPE_CHECKING:
     from ecomp.scheduler.looking.ask import Backend
     from ecomp.scheduler.placing.deliver import DeliveryOutcome
 
+LEAST_MEMORY_MB = 64
+"""MiB without which no cloud image boots; who asks for less is told so."""
 NOTIFIED = 'NOTIFIED TARGET, {compute}, OF INSTANCE {instance}'
 """What is said of each that is placed, as in 2019."""
 
@@ -298,6 +301,9 @@ def _remarks(wanted: SetOrder, delivered: Mapping[str, DeliveryOutcome]) -> list
     said = [f'{name} was requested before: nothing is changed' for name, each in delivered.items() if each.again]
     if not said and len(delivered) < wanted.count:
         said.append(f'{len(delivered)} of {wanted.count} are placed: there is no room, or no quota, for more')
+    memory = re.search(r'\bMEMORY_MB:(\d+)', wanted.query or '')
+    if memory and int(memory[1]) < LEAST_MEMORY_MB:
+        said.append(f'{memory[0]}: a cloud image does not boot in less than {LEAST_MEMORY_MB} MiB')
     return said
 
 
