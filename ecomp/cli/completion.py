@@ -11,8 +11,9 @@ from collections.abc import Mapping, Sequence
 
 from ecomp.cli.command import Command
 from ecomp.cli.options import OPTIONS, Option
+from ecomp.cli.show import COLUMNS, MORE, REASON
 from ecomp.cli.words import SHELLS
-from ecomp.model.record import STAGES
+from ecomp.model.stages import QUEUED, STAGES, STATES
 
 LIVE: Mapping[str, str] = {
     'instances': 'list -f value -c NAME,INSTANCE',
@@ -49,7 +50,8 @@ def words_of(command: Command) -> str:
 
 def values_of(field: str, row: Option) -> str:
     """The kind of an option's value: the words themselves after a =, where there are few; '' where it has none."""
-    choices = STAGES if 'STAGE' in row.metavar else row.more.get('choices', ())
+    known = {'STATE': sorted({QUEUED, *STATES}), 'COLUMN': [each.name.lower() for each in (*COLUMNS, REASON, *MORE)]}
+    choices = STAGES if 'STAGE' in row.metavar else known.get(row.metavar, row.more.get('choices', ()))
     if choices:
         return '=' + ' '.join(choices)
     return 'flavors' if field == 'flavor' else VALUES.get(row.metavar, FREE if row.metavar else '')
