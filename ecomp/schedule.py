@@ -63,7 +63,8 @@ def _run(argv: list[str]) -> int:
     except BrokenPipeError:
         # Whoever read us (head, less) has gone. Python would complain once more when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
+        # What goes on for ever has ended well once nobody reads it.
+        return 0 if {'--watch', '--follow', 'log'} & {*argv} else 1
     except OSError as error:
         _say(f'failed: {error.strerror or error}' + (f': {error.filename}' if error.filename else ''))
         return 1

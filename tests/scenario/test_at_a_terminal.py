@@ -199,6 +199,20 @@ def test_a_list_is_drawn_anew_as_things_change(guests: Control) -> None:
     assert '\x1b' not in ended.stdout
 
 
+def test_a_watch_that_nobody_reads_any_more_has_ended_well(guests: Control) -> None:
+    """As of `list --watch | head -1`: it is noticed at the next drawing (fake)"""
+    watch = ['list', '--watch', '--name', 'web-3']
+    command = [sys.executable, '-m', 'ecomp.schedule', '--config', str(guests.schedule_yaml), *watch]
+    with subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE) as child:
+        assert child.stdout is not None
+        assert child.stderr is not None
+        assert child.stdout.readline().startswith(b'INSTANCE')
+        child.stdout.close()
+        for action in ('stop', 'start'):
+            assert called(guests, action, 'web-3', '--wait').code == 0
+        assert (child.wait(30), child.stderr.read()) == (0, b'')
+
+
 def test_a_screen_is_no_longer_than_the_terminal(guests: Control) -> None:
     with screen(guests, 'list', '--watch', height=4) as shown:
         until(lambda: '2 more' in shown.said, 30, 'it is drawn')
