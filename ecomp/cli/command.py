@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from ecomp.cli.terminal import Terminal
     from ecomp.conf import EtcdConfig, ScheduleConfig
     from ecomp.model.computes import Computes, Naming
-    from ecomp.placement.client import Placement
+    from ecomp.placement.client import Placement, Slow
     from ecomp.store.client import Store
     from ecomp.store.places import Index
 
@@ -40,6 +40,12 @@ SHORTEST = 0.5
 """Seconds that etcd is given for an answer at least, however short a --timeout is."""
 
 
+SLOW_SECONDS = 3.0
+"""Seconds without an answer of placement after which that is reported on a terminal."""
+SLOW_SECONDS_IN_A_SCRIPT = 10.0
+"""The same elsewhere: a script on a busy machine is not to fill its log."""
+
+
 class Context:
     """One command at work: what was typed, where words go, and connections, each made when it is first asked for.
 
@@ -49,6 +55,7 @@ class Context:
 
     def __init__(self, out: Terminal, config: ScheduleConfig, invocation: Invocation) -> None:
         self.called: dict[str, str] = {}
+        self.is_wait_reported = False
         self.out = out._replace(say=lambda text: out.say(self.calling(text)))
         self.config = config
         self.name, self.words, self.options = invocation
@@ -152,12 +159,17 @@ class Context:
 
         return Placement(self.config.placement, slow=self.slow)
 
-    def slow(self, backend: str, seconds: float) -> None:
-        """Say on a terminal that a backend has not answered for so long; a script is told what comes of it."""
+    @property
+    def slow(self) -> Slow:
+        """Have it said once of placement that it has not answered for so long: sooner on a terminal."""
         import sys
 
-        if sys.stderr.isatty():
-            self.out.say(f'waiting for {backend}, which has not answered for {seconds:g} s')
+        def tell(backend: str, seconds: float) -> None:
+            if not self.is_wait_reported:
+                self.is_wait_reported = True
+                self.out.say(f'waiting for {backend}, which has not answered for {seconds:g} s')
+
+        return SLOW_SECONDS if sys.stderr.isatty() else SLOW_SECONDS_IN_A_SCRIPT, tell
 
     def calling(self, text: str) -> str:
         """The text, with instances and computes as they are called so far."""

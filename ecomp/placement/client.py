@@ -33,8 +33,8 @@ from ecomp.placement.way import MICROVERSION, Answer, Asked, NotUnderstood, Way,
 TIMEOUT = (3.05, 30.0)
 """Seconds to connect, and between two bytes of an answer."""
 
-SLOW = 3.0
-"""Seconds without an answer after which whoever waits for it is told so."""
+Slow = tuple[float, Callable[[str, float], None]]
+"""Seconds that an answer may take, and what is called, from a thread, if it takes longer: placement's name, seconds."""
 
 DETAIL = 900
 """Characters of what placement says is wrong, at most."""
@@ -72,9 +72,8 @@ class Placement:
         where: PlacementConfig | str,
         timeout: tuple[float, float] = TIMEOUT,
         limits: AnswerLimits = LIMITS,
-        slow: Callable[[str, float], None] | None = None,
+        slow: Slow | None = None,
     ) -> None:
-        """`slow`, if given, is told, from a thread, of an answer that takes longer than SLOW seconds: name, seconds."""
         config = where if isinstance(where, PlacementConfig) else PlacementConfig(where)
         self._words = Words(config.endpoint, config.token_file, (timeout[1], limits.seconds))
         self.endpoint, self.name = self._words.endpoint, self._words.name
@@ -158,7 +157,8 @@ class Placement:
         if self._slow is None:
             yield
             return
-        timer = threading.Timer(SLOW, self._slow, (self.name, SLOW))
+        seconds, tell = self._slow
+        timer = threading.Timer(seconds, tell, (self.name, seconds))
         timer.daemon = True
         timer.start()
         try:

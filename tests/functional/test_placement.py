@@ -21,7 +21,6 @@ from ecomp.errors import (
     Unreachable,
 )
 from ecomp.placement import allocations, providers
-from ecomp.placement import client as placement_client
 from ecomp.placement.client import Placement
 from tests.functional.placement_client import PROJECT, SMALL, USER, claim, connected, new
 from tests.kit.both_ways import each_way as each_way
@@ -329,17 +328,16 @@ def test_a_frozen_placement_keeps_nobody_for_ever(own_placement: PlacementServer
         assert client.get('/resource_providers') == {'resource_providers': []}
 
 
-def test_who_waits_for_a_slow_answer_is_told_so(
-    placement: PlacementServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(placement_client, 'SLOW', 0.05)
+def test_who_waits_for_a_slow_answer_is_told_so(placement: PlacementServer) -> None:
     said: list[tuple[str, float]] = []
+
+    def tell(name: str, seconds: float) -> None:
+        said.append((name, seconds))
+
     with FaultyPlacement(placement.port) as faulty:
-        asking = Placement(faulty.url, slow=lambda name, seconds: said.append((name, seconds)))
         faulty.fail('slow', seconds=1.0)
-        asking.get('/resource_providers')
+        Placement(faulty.url, slow=(0.05, tell)).get('/resource_providers')
         assert said == [(f'placement at {faulty.url}', 0.05)]
-        monkeypatch.setattr(placement_client, 'SLOW', 60.0)
         faulty.heal()
-        asking.get('/resource_providers')
+        Placement(faulty.url, slow=(60.0, tell)).get('/resource_providers')
     assert len(said) == 1

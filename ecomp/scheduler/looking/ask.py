@@ -7,11 +7,9 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from ecomp.conf import PlacementConfig
     from ecomp.model.choose import Offer
-    from ecomp.placement.client import Placement
+    from ecomp.placement.client import Placement, Slow
 
     Backend = Future[tuple[Placement, Offer]]
 
@@ -21,7 +19,7 @@ FRESH = 2.0
 whoever disables a compute knows after that time of everybody who was told before that there is room on it."""
 
 
-def ask_placement(config: PlacementConfig, query: str | None, slow: Callable[[str, float], None]) -> Backend:
+def ask_placement(config: PlacementConfig, query: str | None, slow: Slow) -> Backend:
     """Placement, and what it offers for a query; the future raises what that raises. `slow` is as Placement has it.
 
     Query None: nothing is asked yet, and the offer is empty and never fresh.
