@@ -50,6 +50,7 @@ WHY = 'mdserver.why'
 
 LATE = ('idna', 'ascii')  # Python imports these when first used, maybe from where root alone can read
 METADATA_ADDRESS = '169.254.169.254'
+ADDRESS = re.compile(r'([0-9.]+|\[[0-9a-fA-F:.]+\])(:[0-9]+)?')
 PROXIES = ('HTTP_X_FORWARDED', 'HTTP_FORWARDED', 'HTTP_VIA', 'HTTP_X_REAL_IP')  # how the headers that they add begin
 THREADS = 4
 HEADER_LIMIT = 8192  # bytes; more is refused
@@ -90,11 +91,8 @@ class App(bottle.Bottle):  # type: ignore[misc]
         return super().wsgi(environ, logged)  # type: ignore[no-any-return]
 
 
-def make_app(files: Files, address: str = METADATA_ADDRESS) -> bottle.Bottle:
-    """The WSGI application. It knows a client by REMOTE_ADDR, and by nothing that the client sends.
-
-    Clients may call it by `address`, where it listens, and by METADATA_ADDRESS.
-    """
+def make_app(files: Files) -> bottle.Bottle:
+    """The WSGI application. It knows a client by REMOTE_ADDR, and by nothing that the client sends."""
     app = App()
 
     def asking() -> tuple[str, metadata.GuestMetadata]:
@@ -122,14 +120,14 @@ def make_app(files: Files, address: str = METADATA_ADDRESS) -> bottle.Bottle:
         raise refusal
 
     def serve(path: str = '') -> bottle.HTTPResponse:
-        _check_headers(address)
+        _check_headers()
         if not path.strip('/'):
             return _plain(metadata.versions())
         body = metadata.answer(path, asking()[1])
         return bottle.HTTPError(404, 'no such data') if body is None else _plain(body)
 
     def hear(instance: str) -> bottle.HTTPResponse:
-        _check_headers(address)
+        _check_headers()
         mac, guest = asking()
         if guest.instance != instance:
             return bottle.HTTPError(404, 'no such data')
@@ -153,15 +151,14 @@ def make_app(files: Files, address: str = METADATA_ADDRESS) -> bottle.Bottle:
     return app
 
 
-def _check_headers(address: str) -> None:
+def _check_headers() -> None:
     environ = bottle.request.environ
     # A proxy inside a guest must not fetch that guest's data for whoever asks the proxy.
     if any(name.startswith(PROXIES) for name in environ):
         raise bottle.HTTPError(403, 'not through a proxy')
-    # A page in a guest's browser would be of the same origin by a name of its own that leads here (DNS rebinding).
-    host = environ.get('HTTP_HOST', address)
-    if re.sub(r':[0-9]+\Z', '', host) not in (address, METADATA_ADDRESS):
-        raise bottle.HTTPError(421, f'not by this name: ask {METADATA_ADDRESS}')
+    # A malicious page in a guest's browser is of the same origin by a name of its own that leads here (DNS rebinding).
+    if not ADDRESS.fullmatch(environ.get('HTTP_HOST', METADATA_ADDRESS)):
+        raise bottle.HTTPError(421, f'not by a name: ask {METADATA_ADDRESS}')
 
 
 def _plain(body: bytes) -> bottle.HTTPResponse:
@@ -367,7 +364,7 @@ def _unsaid(error: OSError) -> int:
 
 def _serve(arguments: argparse.Namespace, config: conf.Config, files: Files, sock: socket.socket) -> None:
     server = limits.Server(
-        make_app(files, config.listen_address), sock, lambda address: may_ask(address, arguments.bridge, config, files),
+        make_app(files), sock, lambda address: may_ask(address, arguments.bridge, config, files),
         ident=f'mdserver/{__version__}', threads=THREADS,
         max_request_header_size=HEADER_LIMIT, max_request_body_size=BODY_LIMIT, connection_limit=CONNECTIONS,
         # Otherwise waitress removes X-Forwarded-For, and what is removed cannot be refused.

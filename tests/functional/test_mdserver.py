@@ -91,13 +91,14 @@ def test_other_methods_and_proxies_are_refused(server: Server) -> None:
 
 def test_page_in_a_guest_s_browser_is_told_nothing_by_a_name_that_leads_here(server: Server) -> None:
     own = f'{server.address}:{server.port}'
-    for host in ('evil.example', 'evil.example:80', '169.254.169.254.evil.example', f'{own}.evil.example', '10.0.0.1',
-                 f'{own}, evil.example', f'evil.example@{own}', '[::1]', 'localhost', ''):  # fmt: skip
+    for host in ('evil.example', 'evil.example:80', '169.254.169.254.evil.example', f'{own}.evil.example',
+                 f'{own}, evil.example', f'evil.example@{own}', '[evil]', 'localhost', ''):  # fmt: skip
         for path in ('/latest/user-data', '/'):
             answer = server.get(path, headers={'Host': host})
             assert (answer.status, SECRET in answer.read().decode(errors='replace')) == (421, False), host
         assert server.get(f'/phone-home/{UUID_A}', 'POST', {'Host': host}).status == 421
-    for host in (own, server.address, '169.254.169.254', '169.254.169.254:80'):
+    # No name leads a browser here by an address: where it listens on all of them, any may be asked.
+    for host in (own, server.address, '169.254.169.254', '169.254.169.254:80', '10.0.0.1', '[fe80::1]:80'):
         assert server.get('/latest/meta-data/hostname', headers={'Host': host}).status == 200, host
     with socket.create_connection((server.address, server.port), timeout=20) as old:
         old.sendall(b'GET /latest/meta-data/hostname HTTP/1.0\r\n\r\n')  # without a Host, as busybox's wget may ask

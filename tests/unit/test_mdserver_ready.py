@@ -64,6 +64,7 @@ def test_of_one_that_is_removed_meanwhile_nothing_stays(config: Config, monkeypa
 def ask(server: Callable[..., Iterable[bytes]]) -> str:
     """What the server answers to this guest."""
     environ = {'REMOTE_ADDR': ADDRESS, 'REQUEST_METHOD': 'GET', 'PATH_INFO': '/latest/meta-data/instance-id'}
+    environ['HTTP_HOST'] = '169.254.169.254'
     setup_testing_defaults(environ)
     answered = []
     list(server(environ, lambda status, *_: answered.append(status)))
