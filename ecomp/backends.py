@@ -62,23 +62,15 @@ def look(etcd: EtcdConfig, placement: PlacementConfig, told: Path | None, usual:
 
 
 def _check_lease(store: Store) -> None:
-    """Renew a lease once: a compute is alive as long as that works, and a proxy before etcd may prevent it.
-
-    Raises:
-        EcompError: it was not renewed.
-    """
-    try:
+    """Renew a lease once: a compute is alive as long as that works. EcompError: it does not, behind a proxy, say."""
+    with suppress(NoSpace):
         lease = store.grant(LEASE_SECONDS)
-    except NoSpace:
-        return  # who is told that etcd is full is told so by what it refuses
-    try:
-        why = '' if store.keep_alive(lease) else 'it says that the lease is gone'
-    except EcompError as error:
-        why = str(error)
-    with suppress(EcompError):
-        store.revoke(lease)
-    if why:
-        raise EcompError(f'{store.where} answers and renews no lease, by which a compute shows that it lives: {why}')
+        try:
+            store.keep_alive(lease)
+        except EcompError as error:
+            raise EcompError(f'{store.where} answers and renews no lease, by which a compute lives: {error}') from error
+        finally:
+            store.revoke(lease)
 
 
 def _until(path: Path) -> datetime | None:

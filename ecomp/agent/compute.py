@@ -38,7 +38,6 @@ from ecomp.errors import Conflict, Denied, EcompError
 from ecomp.failpoints import failpoint
 from ecomp.files import boot_id
 from ecomp.model import hints, keys
-from ecomp.model.cluster import accepted_in
 from ecomp.model.computes import hostname_in, is_hostname, to_json
 from ecomp.model.record import timestamp
 from ecomp.placement.client import Placement
@@ -249,17 +248,13 @@ class Compute:
             self.queues.nudge('etcd is back')
 
     def _note_acceptance(self) -> bool:
-        """Write at which revision this compute accepted etcd, for computes that do not know it (rule 10).
+        """Write at which revision this compute accepted etcd, for computes that do not know it; False: not allowed.
 
-        Returns:
-            Whether etcd has it. A role of ecomp 1.1 does not allow that, which is an error only while it accepts.
+        A role of ecomp 1.1 does not allow that, which is an error only while it accepts.
         """
-        revision, key = self._environment.accepted, keys.accepted(self.uuid)
-        there = self._store.get(key) if revision else None
-        if accepted_in([there] if there else []) >= revision:
-            return True
         try:
-            self._store.commit([], [Put(key, str(revision))])
+            if self._environment.accepted:
+                self._store.commit([], [Put(keys.accepted(self.uuid), str(self._environment.accepted))])
         except Denied as error:
             if self._environment.accept:
                 raise

@@ -120,14 +120,12 @@ def _list(do: Context) -> int:
 
 
 def _with_claims(do: Context, records: Sequence[Record], known: Computes) -> list[Record]:
-    """Say of waiting instances, as their fault, that a silent compute holds a claim for them, if placement says so."""
+    """Say of waiting instances, as their fault, that a silent compute holds a claim for them."""
     from dataclasses import replace
 
     from ecomp.scheduler.looking.hosts import claimed_on_silent
 
-    said: dict[str, str] = {}
-    with suppress(EcompError):
-        said = claimed_on_silent(do.store, known, [each.instance for each in records if each.state == QUEUED])
+    said = claimed_on_silent(do.store, known, [each.instance for each in records if each.state == QUEUED])
     return [replace(each, fault=said[each.instance]) if each.instance in said else each for each in records]
 
 

@@ -179,7 +179,7 @@ class Wait:
         with Whereabouts(self.config, self.instance, self.among, self.claims) as at:
 
             def waited(record: Record | None) -> str:
-                return at.in_queue() if at.is_queued else what(record)
+                return at.in_queue if at.is_queued else what(record)
 
             def is_believed() -> bool:
                 nonlocal known

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import math
 import threading
-import time
 from collections.abc import Mapping
-from contextlib import suppress
+from functools import cached_property
 
 from ecomp.conf import EtcdConfig
-from ecomp.errors import EcompError, Unreachable
+from ecomp.errors import Unreachable
 from ecomp.model import keys
 from ecomp.model.places import Claims
 from ecomp.model.waits import IN_QUEUE
@@ -18,9 +16,6 @@ from ecomp.scheduler.looking.hosts import claimed_on_silent, computes
 from ecomp.store.client import Entry, Store
 from ecomp.store.places import Index, listed, near
 from ecomp.store.watch import Follower
-
-CLAIMS_EVERY = 10.0
-"""Seconds between two questions to placement about an instance that waits in a queue."""
 
 
 class Whereabouts:
@@ -44,7 +39,6 @@ class Whereabouts:
         self._looked_at: Mapping[str, Entry] | None = None
         self._last: Entry | None = None
         self._is_followed = False
-        self._asked_again, self._claimed = -math.inf, ''
         self.silent = 'etcd'
         """What gave no answer, where the last look had none: etcd, or placement."""
 
@@ -106,14 +100,11 @@ class Whereabouts:
         """Whether the last look found neither a record nor a request nor a place in a queue."""
         return not self._key
 
+    @cached_property
     def in_queue(self) -> str:
-        """Say what the instance waits for in its queue, and which silent compute keeps it there, if one does."""
-        if time.monotonic() > self._asked_again:
-            self._asked_again = time.monotonic() + CLAIMS_EVERY
-            with suppress(EcompError):
-                said = claimed_on_silent(self._store, computes(self._store), [self._instance])
-                self._claimed = ''.join(f': {each}' for each in said.values())
-        return IN_QUEUE + self._claimed
+        """What it waits for in its queue, and which silent compute keeps it there, if one does."""
+        said = claimed_on_silent(self._store, computes(self._store), [self._instance])
+        return ': '.join([IN_QUEUE, *said.values()])
 
     def wait(self, seconds: float) -> None:
         """Until something has changed, so many seconds at most."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from typing import TYPE_CHECKING, NamedTuple
 
 from ecomp.errors import Conflict, EcompError, NotFound, UsageError
@@ -121,18 +122,13 @@ def computes(store: Store) -> Computes:
 
 
 def claimed_on_silent(store: Store, known: Computes, waiting: Collection[str]) -> dict[str, str]:
-    """Find which of the waiting instances a silent compute holds a claim for: {instance: a sentence that says so}.
-
-    Nobody else takes these (rule 13). Errors: those of placement.
-    """
-    silent = sorted(known.remembered.keys() - known.living.keys()) if waiting and store.claims else []
-    held = {compute: store.claims(compute) for compute in silent} if store.claims else {}
-    return {
-        instance: f'claimed on {known.called(compute)}, which is silent'
-        for compute, consumers in held.items()
-        for instance in waiting
-        if instance in consumers
-    }
+    """Say for which of the waiting instances a silent compute holds a claim, as far as placement answers (rule 13)."""
+    said: dict[str, str] = {}
+    with suppress(EcompError):
+        for compute in sorted(known.remembered.keys() - known.living.keys()) if waiting and store.claims else ():
+            held = store.claims(compute) if store.claims else ()
+            said |= {each: f'claimed on {known.called(compute)}, which is silent' for each in waiting if each in held}
+    return said
 
 
 def look(store: Store) -> Survey:
