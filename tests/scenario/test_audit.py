@@ -141,7 +141,7 @@ def test_the_words_and_the_exit_code(scene: Scene) -> None:
 
     assert (table.code, parsed.code) == (8, 8)
     head, *rows = table.stdout.splitlines()
-    assert head.split() == ['CODE', 'SUBJECT', 'FINDING']
+    assert head.split() == ['CODE', 'SUBJECT', 'NAME', 'FINDING']
     assert {tuple(row.split()[:2]) for row in rows} == {('allocation-orphaned', orphan), ('booted-differs', wrong)}
     said = table.stderr.splitlines()
     assert all(line.startswith('eschedule: ') for line in said), table
@@ -151,7 +151,7 @@ def test_the_words_and_the_exit_code(scene: Scene) -> None:
     found = {each['code']: each for each in json.loads(parsed.stdout)}
     assert set(found) == {'allocation-orphaned', 'booted-differs'}
     for each in found.values():
-        assert set(each) == {'code', 'subject', 'compute', 'host', 'sentence', 'fix', 'how'}
+        assert set(each) == {'code', 'subject', 'name', 'compute', 'host', 'sentence', 'fix', 'how'}
         assert bool(each['fix']) != bool(each['how'])
     assert found['allocation-orphaned']['subject'] == orphan
     assert scene.two.uuid in found['allocation-orphaned']['sentence']
