@@ -60,6 +60,7 @@ def test_a_disk_a_start_and_an_end_ask_this_much(real: Libvirt, spec: GuestSpec,
     assert taken(lambda: real.start(spec)) == {
         **looked,
         **{'NWFilterLookupByName': 2, 'DomainDefineXML': 1, 'DomainCreate': 1},
+        **{'NetworkLookupByName': 1, 'NetworkGetXMLDesc': 1},  # whether its network has IPv6 to filter
     }
     assert taken(lambda: real.destroy(spec.instance, COMPUTE)) == {
         **{'DomainLookupByName': 2, 'DomainLookupByUUIDString': 2, 'DomainGetMetadata': 1, 'DomainIsActive': 1},

@@ -33,7 +33,7 @@ ADDRESS = re.compile(r'\b10\.\d+\.\d+\.\d+\b|\b(?:[0-9a-f]{2}:){5}[0-9a-f]{2}\b'
 TIME = re.compile(r'\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z')
 # Where an instance is: spread puts it on any of them.
 HOST = re.compile(
-    r'\bhv\d(?=:?/| carries it out$| +\d{4}-)|(?<=is on )hv\d|(?<=[0-9a-f]{12} )hv\d$|(?<=[0-9a-f]{12} on )hv\d$|'
+    r'\bhv\d(?=:?/| carries it out$| +\d{4}-)|(?<=is on )hv\d|(?<=[0-9a-f]{12} )hv\d$|(?<= on )hv\d$|'
     r'(?<=^host )hv\d$'
 )
 SHARE = re.compile(r'\b\d+/\d+\b')  # used/free: of a class of a host
