@@ -20,7 +20,7 @@ from ecomp.model.flavor import Flavor
 from ecomp.model.flavor import to_json as flavor_to_json
 from ecomp.model.group import LARGEST, Group, Membership
 from ecomp.model.group import to_json as group_to_json
-from ecomp.model.pull import Place
+from ecomp.model.pull import Backlog, Place
 from ecomp.model.queue import QueueEntry, mark_to_json, to_json
 from ecomp.model.record import ERROR, Record, from_json
 from ecomp.placement import allocations
@@ -341,3 +341,44 @@ def test_one_whose_group_is_another_by_now_is_left_alone(
     one.goes_on()
     assert one.taken == {instance}
     cloud.etcd.delete(keys.group(name))
+
+
+def test_one_that_another_compute_claimed_is_marked_once_and_then_only_looked_at(
+    cloud: Cloud, flavor: Flavor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rule 13: whoever claimed it may run it. A mark for each look would be two writes each, of each compute."""
+    one, other = Compute(cloud, flavor), cloud.compute()
+    instance, claim = one.put(), one.taker._claim
+
+    def claim_once_the_mark_was_heard_of(waiting: QueueEntry, mark: int) -> None:
+        one.hear()
+        claim(waiting, mark)
+
+    monkeypatch.setattr(one.taker, '_claim', claim_once_the_mark_was_heard_of)
+    allocations.claim(cloud.placement, instance, {other: SMALL}, 'u', 'p')
+    one.hear()
+    one.goes_on()
+    before = cloud.store.snapshot('/').revision
+    for _ in range(3):
+        one.goes_on()
+    assert cloud.store.snapshot('/').revision == before
+    assert one.waiting == {instance}
+    assert cloud.server.allocations(instance) == {other: SMALL}
+    assert allocations.release(cloud.placement, instance, allocations.consumer(cloud.placement, instance))
+    one.goes_on()
+    assert one.taken == {instance}
+
+
+def test_the_claim_of_a_guest_that_is_here_is_not_released(cloud: Cloud, flavor: Flavor) -> None:
+    """A compute that lost its state directory finds its own guest's claim for what a restored queue has waiting."""
+    one = Compute(cloud, flavor)
+    instance = one.put()
+    allocations.claim(cloud.placement, instance, {one.uuid: SMALL}, 'u', 'p')
+    one.hear()
+    one.puller._guests = lambda: {instance}
+    one.puller._look(one.offers.backlog or Backlog())
+    assert cloud.server.allocations(instance) == {one.uuid: SMALL}
+    one.puller._guests = set
+    one.puller._tidy = True
+    one.puller._look(one.offers.backlog or Backlog())
+    assert cloud.server.allocations(instance) == {}

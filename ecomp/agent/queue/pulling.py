@@ -353,8 +353,8 @@ class Puller:
             taken = self._taker.take(place, mark, lambda: not self._taker.is_used(instance) and still_fits())
         except ClaimedElsewhere as error:
             log.info('%s, and is left alone', error)
-            self._claimed_elsewhere.add(instance)
             self._leave([place], self._offers.backlog or Backlog())
+            self._claimed_elsewhere.add(instance)  # after that: while it is marked it is not in the backlog
         except NoCapacity as error:
             log.debug('%s: %s', instance, error)
             self._refused[waiting.flavor.query] = self._room, time.monotonic() + EVERY
