@@ -47,6 +47,7 @@ from tests.model.virtual import NOW
 from tests.model.world import World
 
 QUERY = 'resources=VCPU:1,MEMORY_MB:1,DISK_GB:1'
+LARGER = 'resources=VCPU:2,MEMORY_MB:1,DISK_GB:1'
 SIZE = {'VCPU': 1, 'MEMORY_MB': 1, 'DISK_GB': 1}
 IMAGE = 'http://x/i'
 FLAVOR = 'small'
@@ -209,9 +210,8 @@ class Cloud:
     def creates(self, who: str, instance: str, resume: bool = False, seed: int = 1, **what: Any) -> Actor:
         """An eschedule: `eschedule QUERY [--uuid]`."""
         asks_first, large = what.pop('asks_first', False), what.pop('large', None)
-        wanted = SetOrder(
-            instance, query=QUERY, image=IMAGE, user_id='u', project_id='p', stages={'requested': NOW}, **what
-        )
+        parts = {'query': QUERY, 'image': IMAGE, 'user_id': 'u', 'project_id': 'p', 'stages': {'requested': NOW}}
+        wanted = SetOrder(instance, **(parts | what))
         work = partial(self.create, wanted, resume, seed, asks_first, large)
         actor = self.act(who, work, command='create', about=tuple(wanted.instances))
         self.commands.append(Command(actor, wanted, resume))

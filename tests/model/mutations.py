@@ -37,7 +37,7 @@ SCHEDULES = 3_000
 
 CLAIM = {
     'undo does not ask who holds the attempt': bug(
-        'ecomp.scheduler.placing.claim:abandon', never('at_it', 'revision'), 'one_uuid_twice'
+        'ecomp.scheduler.placing.claim:abandon', never('at_it', 'revision'), 'late_releases', 'one_uuid_of_two_sizes'
     ),
     'undo does not look for a delivery': bug(
         'ecomp.scheduler.placing.claim:abandon', without('read'), 'one_uuid_twice', 'lost_delivery'
@@ -71,7 +71,7 @@ CLAIM = {
         'ecomp.placement.claiming:release', moves_last('note'), 'late_release_keeper_and_resume', 'late_releases'
     ),
     'a taker does not exceed the generations released': bug(
-        'ecomp.agent.queue.taking:Taker._claim', assigns('above', 'lambda: 0'), 'forget_and_taker'
+        'ecomp.agent.queue.taking:Taker._claim', assigns('above', 'lambda: 0'), 'late_let_go'
     ),
     'a taker does not note what it releases': bug(
         'ecomp.agent.queue.taking:Taker.let_go', without_argument('release', 'note'), 'late_let_go'
@@ -83,7 +83,7 @@ CLAIM = {
         'ecomp.placement.claiming:EMPTY_SECONDS', Constant(0.0), 'orphan_consumer_taken_over'
     ),
     'a claim is moved without a check': bug(
-        'ecomp.placement.claiming:claim', drops('check'), 'one_uuid_twice', 'two_takers'
+        'ecomp.placement.claiming:claim', drops('check'), 'one_uuid_of_two_sizes', 'cleared_and_asked_for_more'
     ),
     'a taker that gives up does not ask for attempts': bug(
         'ecomp.agent.queue.taking:Taker.let_go', never('in_requests'), 'waiting_removed'
@@ -123,9 +123,6 @@ DELIVERY = {
     ),
     'a mark is on no lease': bug(
         'ecomp.agent.queue.taking:Taker._mark', without_argument('Put', 'lease'), 'dead_taker'
-    ),
-    'an instance that runs elsewhere is taken from an older queue': bug(
-        'ecomp.placement.claiming:claim', never('elsewhere'), 'runs_and_waits_again'
     ),
     'a refusal of placement is put down to its flavor': bug(
         'ecomp.agent.queue.pulling:Puller._take',

@@ -67,7 +67,7 @@ TOLD = {
         'frozen_forget_and_used_again',
     ),
     'two takers are not told from each other': bug(
-        'ecomp.agent.queue.taking:Taker._claim', never('entry', 'mark'), 'two_takers'
+        'ecomp.agent.queue.taking:Taker._claim', never('entry', 'mark'), 'cleared_and_asked_for_more'
     ),
     # A restored etcd
     'a compute that publishes leaves the queue entry': bug(
@@ -84,6 +84,10 @@ TOLD = {
     ),
     'a compute that publishes does not restore groups': bug(
         'ecomp.store.sharing:rejoined', results('([unchanged], [])'), 'accepted_and_destroyed'
+    ),
+    # Claims of another attempt, and what may run on a silent compute (rule 13)
+    'the claim of another attempt is moved to another compute': bug(
+        'ecomp.placement.claiming:claim', never('elsewhere'), 'queued_after_a_restore'
     ),
     # Claims that are looked at a second time
     'the keeper does not look again before it releases': bug(
@@ -118,8 +122,10 @@ PAIRS = {
         both(without('mark_key', 'Unchanged'), without('queue_key', 'Unchanged')),
         'taken_and_destroyed',
     ),
-    'a mark read back compares neither its lease nor its compute': bug(
-        'ecomp.agent.queue.taking:Taker._mark', assigns('ours', 'entry is not None'), 'mark_removed', 'two_takers'
+    'a mark read back compares neither its lease nor its compute, and a claim is moved to another compute': pair(
+        bug('ecomp.agent.queue.taking:Taker._mark', assigns('ours', 'entry is not None')),
+        bug('ecomp.placement.claiming:claim', never('elsewhere')),
+        *('mark_removed', 'two_takers'),
     ),
     'neither a create nor its delivery looks for an earlier record': pair(
         bug('ecomp.scheduler.placing.create:_before', returns({})),

@@ -7,7 +7,7 @@ from ecomp.model import keys
 from ecomp.placement import allocations
 from ecomp.store.client import Delete
 from tests.model.acting import SHAKY, Bounds
-from tests.model.cloud import A, B, Cloud, S, U, V
+from tests.model.cloud import LARGER, A, B, Cloud, S, U, V
 from tests.model.etcd import ModelStore
 from tests.model.explorer import Check, Scenario
 
@@ -120,6 +120,13 @@ def one_uuid_twice(cloud: Cloud) -> None:
     cloud.host(B)
     cloud.creates('eschedule 1', U, resume=True, seed=1)
     cloud.creates('eschedule 2', U, resume=True, seed=2)
+
+
+def one_uuid_of_two_sizes(cloud: Cloud) -> None:
+    """Two eschedules at one uuid, of which the second asks for more; one compute."""
+    cloud.host(A)
+    cloud.creates('eschedule 1', U, resume=True, seed=1)
+    cloud.creates('eschedule 2', U, resume=True, seed=2, query=LARGER)
 
 
 def set_twice(cloud: Cloud) -> None:
@@ -241,6 +248,7 @@ SCENARIOS = [
     Scenario(unconfirmed, SHAKY),
     Scenario(claim_keeper, Bounds(2, 0)),
     Scenario(one_uuid_twice, SHAKY),
+    Scenario(one_uuid_of_two_sizes, Bounds(2, 0)),
     Scenario(set_twice, Bounds(2, 1, answers=1)),
     Scenario(set_against_single, SHAKY),
     Scenario(last_place, SHAKY),

@@ -16,7 +16,7 @@ from ecomp.scheduler.operating.quotas import limit
 from ecomp.scheduler.operating.repair import fix
 from ecomp.store.client import Delete
 from tests.model.acting import SHAKY, Actor, Bounds, Call
-from tests.model.cloud import A, B, Cloud, S, U, V
+from tests.model.cloud import LARGER, A, B, Cloud, S, U, V
 from tests.model.compute import Compute
 from tests.model.etcd import ModelStore
 from tests.model.explorer import Check, Scenario
@@ -108,6 +108,17 @@ def cleared_beside_queue(cloud: Cloud) -> None:
     cloud.destroys('destroy', U)
     clears(cloud)
     cloud.enqueues('eschedule --queue', U, resume=True)
+
+
+def cleared_and_asked_for_more(cloud: Cloud) -> None:
+    """One that waits is destroyed and cleared while it is taken, and asked for again, directly, with another size."""
+    cloud.host(A)
+    cloud.takes(A, cloud.waiting(U))
+    destroyed = cloud.destroys('destroy', U)
+    cleared = clears(cloud)
+    cleared.ready = lambda: not destroyed.is_at_it
+    create = cloud.creates('eschedule', U, resume=True, query=LARGER)
+    create.ready = lambda: not cleared.is_at_it
 
 
 # audit --fix
@@ -335,6 +346,7 @@ SCENARIOS = [
     Scenario(set_and_its_member_built, Bounds(2, 0)),
     Scenario(cleared_and_used_again, SHAKY),
     Scenario(frozen_forget_and_used_again, Bounds(2, 0)),
+    Scenario(cleared_and_asked_for_more, Bounds(1, 0)),
     Scenario(cleared_beside_queue, SHAKY),
     Scenario(fix_beside_a_life, Bounds(2, 0)),
     Scenario(fix_beside_a_queue, Bounds(2, 0)),

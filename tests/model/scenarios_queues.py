@@ -150,14 +150,15 @@ def refused_by_placement(cloud: Cloud) -> None:
 
 
 def late_let_go(cloud: Cloud) -> None:
-    """A compute releases late what its dead attempt claimed; another one takes over and may lose it, and a third."""
-    for each in (A, B, C):
+    """A compute releases what its dead attempt claimed, and so does, late, its process before; another one takes."""
+    for each in (A, B):
         cloud.host(each)
     place = cloud.waiting(U)
     cloud.claimed(U, A)
-    cloud.works(A, 'clearing up', lambda: cloud.computes[A].taker.let_go(U))
-    for each in (B, C):
-        cloud.takes(each, place)
+    let_go = cloud.computes[A].taker.let_go
+    cloud.act('A before', lambda: let_go(U), mortal=False)
+    cloud.works(A, 'clearing up', lambda: let_go(U))
+    cloud.takes(B, place)
 
 
 def three_takers(cloud: Cloud) -> None:

@@ -64,6 +64,16 @@ def new_compute_after_restoring_both(cloud: Cloud) -> None:
     _accept_after(cloud, host)
 
 
+def queued_after_a_restore(cloud: Cloud) -> None:
+    """U runs on A, which is silent since etcd was restored; it is put into a queue again, with its uuid; B takes."""
+    host = _taken_since(cloud, waited=False)
+    cloud.etcd.end(host.presence.lease)
+    new = cloud.host(B)
+    cloud.enqueues('eschedule --queue', U, resume=True)
+    cloud.works(B, 'taking', new.rounds(3, lambda: take(new)))
+    _accept_after(cloud, host)
+
+
 def resumed_after_a_restore(cloud: Cloud) -> None:
     """U runs on A, which is silent since etcd was restored; the command with its uuid is given again."""
     host = _taken_since(cloud, waited=False)
@@ -100,6 +110,7 @@ SCENARIOS = [
     Scenario(new_compute_after_a_restore, SHAKY),
     Scenario(new_compute_beside_a_living_one, SHAKY),
     Scenario(new_compute_after_restoring_both, SHAKY),
+    Scenario(queued_after_a_restore, SHAKY),
     Scenario(resumed_after_a_restore, SHAKY),
     Scenario(destroyed_in_a_restored_queue, SHAKY),
 ]

@@ -122,7 +122,7 @@ def forget_and_slow_taker(cloud: Cloud) -> None:
 
 
 def forgotten_as_it_takes(cloud: Cloud) -> Check:
-    """A silent compute that claimed for a waiting instance comes back as it is forgotten, and takes the instance."""
+    """A silent compute that claimed for a waiting instance comes back as it is forgotten as fenced, and takes it."""
     host = cloud.host(A)
     cloud.waiting(U, 'web')
     cloud.claimed(U, A)
@@ -131,7 +131,7 @@ def forgotten_as_it_takes(cloud: Cloud) -> Check:
     provider = cloud.model.providers[A]
 
     def go() -> None:
-        forget(ModelStore(cloud.etcd), cloud.placement, A, A, lambda: NOW, lambda _: None)
+        forget(ModelStore(cloud.etcd), cloud.placement, A, A, lambda: NOW, lambda _: None, fenced=True)
 
     def register() -> None:
         cloud.model.providers.setdefault(A, provider)
@@ -149,7 +149,10 @@ def forgotten_as_it_takes(cloud: Cloud) -> Check:
         register()
         return []
 
-    cloud.act('host forget', go, command='forget', about=(A,))
+    forgotten = cloud.act('host forget', go, command='forget', about=(A,))
+    # Forget has read that A is silent, and is frozen before it releases the claim until A is back.
+    releases = 'GET', f'/allocations/{U}'
+    forgotten.ready = lambda: forgotten.call.what != releases or keys.compute(A) in cloud.etcd.entries
     cloud.act('A again', come_back, mortal=False, about=(A,))
     return check
 
