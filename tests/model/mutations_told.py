@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from tests.model.planting import (
     always,
+    asks,
     assigns,
     both,
     bug,
@@ -20,6 +21,7 @@ from tests.model.planting import (
     without_argument,
 )
 
+_ON_A_LEASE = '{keys.last(key) for key, each in presence.items() if each.lease}'
 TOLD = {
     # Wrong for a step, and right at rest
     'a destroy releases the claim before the domain is undefined': bug(
@@ -89,6 +91,37 @@ TOLD = {
     'the claim of another attempt is moved to another compute': bug(
         'ecomp.placement.claiming:claim', never('elsewhere'), 'queued_after_a_restore'
     ),
+    'an attempt takes all claims for its own': bug(
+        'ecomp.scheduler.placing.create:create',
+        assigns('movable', 'set(wanted.instances)'),
+        'resumed_as_it_is_published',
+    ),
+    'undo releases claims that the attempt did not make': bug(
+        'ecomp.scheduler.placing.create:Attempt.undo',
+        asks('(mine := self.tried)', 'mine', 'movable'),
+        'resumed_as_it_is_published',
+    ),
+    'a taker does not ask whether a silent compute may run it': bug(
+        'ecomp.agent.queue.pulling:Puller._may_run_elsewhere', returns(False), 'new_compute_after_restoring_both'
+    ),
+    'any key on a lease proves that its compute lives': bug(
+        'ecomp.model.computes:unproven', assigns('alive', _ON_A_LEASE), 'new_compute_beside_a_restored_key'
+    ),
+    'a compute that publishes ignores what was destroyed in a queue': bug(
+        'ecomp.agent.instance.republish:running', without('was_destroyed', 'wish'), 'destroyed_in_a_restored_queue'
+    ),
+    'forget without --fenced does not ask for claims': bug(
+        'ecomp.scheduler.operating.forget:_allowed', never('held', 'fenced'), 'forgotten_after_a_restore'
+    ),
+    'a taker releases the claim of an instance that has a domain here': bug(
+        'ecomp.agent.queue.pulling:Puller._look', never('instance', 'here'), 'state_directory_lost_after_a_restore'
+    ),
+    'a request is ended in error although another compute holds a claim for it': bug(
+        'ecomp.agent.queue.taking:Taker.refuse', never('consumer'), 'refused_after_a_restore'
+    ),
+    'a request is left alone for ever once another compute held a claim for it': bug(
+        'ecomp.agent.queue.pulling:Puller._is_held_elsewhere', drops('discard'), 'forget_and_taker'
+    ),
     # Claims that are looked at a second time
     'the keeper does not look again before it releases': bug(
         'ecomp.agent.host.claims:ClaimKeeper._wanted', results('set()'), 'claim_keeper'
@@ -126,6 +159,16 @@ PAIRS = {
         bug('ecomp.agent.queue.taking:Taker._mark', assigns('ours', 'entry is not None')),
         bug('ecomp.placement.claiming:claim', never('elsewhere')),
         *('mark_removed', 'two_takers'),
+    ),
+    'a taker neither leaves alone what may run elsewhere nor another compute\'s claim': pair(
+        bug('ecomp.agent.queue.pulling:Puller._may_run_elsewhere', returns(False)),
+        bug('ecomp.placement.claiming:claim', never('elsewhere')),
+        *('new_compute_after_a_restore', 'new_compute_beside_a_living_one'),
+    ),
+    'a create neither reads earlier claims nor leaves them where they are': pair(
+        bug('ecomp.scheduler.placing.earlier:earlier_claims', returns(({}, {}))),
+        bug('ecomp.placement.claiming:claim', never('elsewhere')),
+        'resumed_after_a_restore',
     ),
     'neither a create nor its delivery looks for an earlier record': pair(
         bug('ecomp.scheduler.placing.create:_before', returns({})),

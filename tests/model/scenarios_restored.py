@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import copy
 
-from tests.model.acting import SHAKY
+from ecomp.model import keys
+from ecomp.scheduler.operating.forget import forget
+from tests.model.acting import SHAKY, Bounds
 from tests.model.cloud import A, B, Cloud, U
 from tests.model.compute import Compute
-from tests.model.explorer import Scenario
+from tests.model.etcd import ModelStore
+from tests.model.explorer import Check, Scenario
 from tests.model.invariants import CLAIM
 from tests.model.scenarios_losses import restore
 from tests.model.scenarios_returning import take
+from tests.model.virtual import NOW
 
 
 def _taken_since(cloud: Cloud, waited: bool = True, with_placement: bool = False) -> Compute:
@@ -64,6 +68,29 @@ def new_compute_after_restoring_both(cloud: Cloud) -> None:
     _accept_after(cloud, host)
 
 
+def new_compute_beside_a_restored_key(cloud: Cloud) -> None:
+    """The same where also the key of A is in the snapshot, and is back with its full lease."""
+    host = _taken_since(cloud, with_placement=True)
+    cloud.exempt(CLAIM, 'placement is restored to before U had its claim')
+    new = cloud.host(B)
+    cloud.works(B, 'taking', new.rounds(3, lambda: take(new)))
+    _accept_after(cloud, host)
+
+
+def forgotten_after_a_restore(cloud: Cloud) -> None:
+    """U runs on A, which is silent since etcd was restored, and is forgotten; B takes from the queue."""
+    host = _taken_since(cloud)
+    cloud.etcd.end(host.presence.lease)
+    new = cloud.host(B)
+
+    def go() -> None:
+        forget(ModelStore(cloud.etcd), cloud.placement, A, A, lambda: NOW, lambda _: None)
+
+    cloud.act('host forget', go, again=go, command='forget', about=(A,))
+    cloud.works(B, 'taking', new.rounds(3, lambda: take(new)))
+    _accept_after(cloud, host)
+
+
 def queued_after_a_restore(cloud: Cloud) -> None:
     """U runs on A, which is silent since etcd was restored; it is put into a queue again, with its uuid; B takes."""
     host = _taken_since(cloud, waited=False)
@@ -72,6 +99,44 @@ def queued_after_a_restore(cloud: Cloud) -> None:
     cloud.enqueues('eschedule --queue', U, resume=True)
     cloud.works(B, 'taking', new.rounds(3, lambda: take(new)))
     _accept_after(cloud, host)
+
+
+def refused_after_a_restore(cloud: Cloud) -> Check:
+    """The same where placement refuses what is asked for with that uuid: B does not end it in error, for A runs it."""
+    host = _taken_since(cloud, waited=False)
+    cloud.etcd.end(host.presence.lease)
+    new = cloud.host(B)
+    cloud.waiting(U, project='p' * 256)
+    cloud.works(B, 'taking', new.rounds(3, lambda: take(new), lambda: cloud.world.sleep(1.0)))
+    _accept_after(cloud, host)
+    return lambda: ['B ends U in error, and A runs it'] if keys.record(B, U) in cloud.etcd.entries else []
+
+
+def state_directory_lost_after_a_restore(cloud: Cloud) -> None:
+    """U runs on A, whose state directory is lost; etcd is restored to when U waited; A accepts it and takes."""
+    host = _taken_since(cloud)
+    host.disk.files = {'boot_id': 'first'}
+    _accept_after(cloud, host)
+
+
+def resumed_as_it_is_published(cloud: Cloud) -> None:
+    """U runs on A; both are restored to before it was asked for; A claims for it again as it is asked for again."""
+    host = _taken_since(cloud, waited=False, with_placement=True)
+    cloud.exempt(CLAIM, 'placement is restored to before U had its claim')
+    cloud.host(B)
+    host.is_read_only = False
+    host.republishes = True
+    create = cloud.creates('eschedule', U, resume=True)
+    # No row of truth.py knows an instance that its compute publishes after an eschedule was told that it is not placed.
+    create.command = ''
+    # Where the create claims first U is doubled, as docs/howto/after-a-loss.md says: neither plane knows of it.
+    create.ready = lambda: U in cloud.model.held or not (create.call.where == 'placement' and create.call.writes)
+
+    def accept() -> None:
+        host.restart()
+        take(host, 2)
+
+    cloud.act('A, accepting', accept, mortal=False)
 
 
 def resumed_after_a_restore(cloud: Cloud) -> None:
@@ -110,7 +175,12 @@ SCENARIOS = [
     Scenario(new_compute_after_a_restore, SHAKY),
     Scenario(new_compute_beside_a_living_one, SHAKY),
     Scenario(new_compute_after_restoring_both, SHAKY),
+    Scenario(new_compute_beside_a_restored_key, SHAKY),
+    Scenario(forgotten_after_a_restore, SHAKY),
     Scenario(queued_after_a_restore, SHAKY),
+    Scenario(refused_after_a_restore, SHAKY),
+    Scenario(state_directory_lost_after_a_restore, SHAKY),
+    Scenario(resumed_as_it_is_published, Bounds(2, 0)),
     Scenario(resumed_after_a_restore, SHAKY),
     Scenario(destroyed_in_a_restored_queue, SHAKY),
 ]
