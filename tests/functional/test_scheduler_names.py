@@ -147,7 +147,7 @@ def test_a_delivery_that_is_lost_or_whose_answer_is(
         assert owner(cloud, name) == wanted.instance
     else:
         etcd_proxy.lose_request(pattern)
-        with pytest.raises(Conflict, match='not delivered, and undone'):
+        with pytest.raises(Conflict, match='not delivered: .*; nothing was placed, and its claim is released'):
             cloud.create(wanted, store=shaky_store)
         assert owner(cloud, name) is None
         cloud.has_nothing_of(wanted, compute)

@@ -48,7 +48,7 @@ HOST = {
         'ecomp.agent.instance.records:Records.recheck', drops('put_right'), 'older_state_directory'
     ),
     'what ended here may wait once more': bug(
-        'ecomp.agent.instance.republish:_stays_ended', assigns('places', '[]'), 'destroyed_and_waiting_again'
+        'ecomp.agent.instance.republish:_end_waiting', returns(True), 'destroyed_and_waiting_again'
     ),
     'a start does not ask what has ended': bug(
         'ecomp.agent.starting:note_ends', drops('ended'), 'built_and_destroyed'

@@ -73,7 +73,7 @@ TOLD = {
     ),
     # A restored etcd
     'a compute that publishes leaves the queue entry': bug(
-        'ecomp.agent.instance.republish:_publish', drops('queued', 'Delete'), 'new_compute_behind_acceptance'
+        'ecomp.agent.instance.republish:_publish', drops('entry', 'Delete'), 'new_compute_behind_acceptance'
     ),
     'a half-done destroy is published as living': bug(
         'ecomp.agent.instance.republish:running', never('DESTROYING'), 'destroyed_half_and_restored'

@@ -17,9 +17,10 @@ from tests.model.world import World
 
 pytestmark = pytest.mark.fast
 
+UNDONE = 'nothing was placed, and its claim is released'
 LIES = {
     'a create whose instance is not there': ('create', V, {V: DeliveryOutcome(A)}),
-    'not delivered, while it is': ('create', U, Conflict(f'{U}: not delivered, and undone: it was too slow')),
+    'not delivered, while it is': ('create', U, Conflict(f'{U}: not delivered: too slow; {UNDONE}')),
     'nothing was changed, while it is there': ('create', U, Unreachable('etcd gives no answer; nothing was changed')),
     'no capacity, with a claim left': ('create', W, NoCapacity('every candidate was taken meanwhile')),
     'exists, while nothing is there': ('create', V, Conflict(f'{V}: exists, by the name web')),

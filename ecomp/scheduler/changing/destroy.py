@@ -144,7 +144,8 @@ def _out_of_queue(
     That record is a tombstone: a compute that took the instance before etcd was restored carries it out (republish).
     """
     gone, instance = found.record.at(GONE, timestamp(datetime.now(UTC)), 'gone'), found.record.instance
-    unchanged, removed = Unchanged(entry.key, entry.revision), [entry.key, keys.taker(entry.key)]
+    unchanged = [Unchanged(entry.key, entry.revision)]
+    removed = [entry.key, keys.taker(entry.key)]
     own = keys.record('', instance)
     done, seconds = f'{instance}: taken out of its queue', TOMBSTONE_SECONDS
     try:
@@ -158,5 +159,5 @@ def _out_of_queue(
         else:
             done, seconds = f'{done}, nothing of it was begun', KEPT[GONE]
     if found.record_entry is not None or store.get(own) is not None:
-        return partial(commit_with, store, [unchanged], [*map(Delete, removed)], partial(ended, store, gone)), done
-    return partial(write_end, store, gone, [unchanged, Unchanged(own, 0)], removed, seconds=seconds), done
+        return partial(commit_with, store, unchanged, [*map(Delete, removed)], partial(ended, store, gone)), done
+    return partial(write_end, store, gone, [*unchanged, Unchanged(own, 0)], removed, seconds=seconds), done

@@ -96,9 +96,15 @@ def create(
             raise attempt.refuse(error.on) from error
         if isinstance(error, Unreachable):
             raise _with(error, left) from error
+        if isinstance(error, _NotDelivered):
+            raise Conflict(f'{error}; {left}') from error
         if left not in (UNCHANGED, UNDONE):
             log.warning('%s', left)
         raise
+
+
+class _NotDelivered(Conflict):
+    """The transaction that delivers was refused; what is left is added once it is undone."""
 
 
 class Claims(NamedTuple):
@@ -165,7 +171,7 @@ class Attempt:
             offer = self.look_again()  # who waits for a compute to be drained waits no longer than that for us
         placed: Mapping[str, Candidate] = {}
         if self.resume:
-            placed = self._take_over(placer, offer, terms)
+            placed = self._take_over(placer, terms)
             if len(placed) + placer.room(offer, terms) < self.wanted.minimum:
                 offer = self.look_again()  # it may have been released since placement was asked, and be free by now
         return self._claim_among_all(offer, terms, placed)
@@ -194,7 +200,7 @@ class Attempt:
 
         if not deliver(self.store, deliveries, wanted.instance, self.revision, wanted.shared, joining):
             why = 'the connection broke, this eschedule was too slow, or another one took it over'
-            raise Conflict(f'{wanted.instance}: not delivered, and undone: {why}')
+            raise _NotDelivered(f'{wanted.instance}: not delivered: {why}')
         failpoint('delivered')
         spare = self.movable.intersection(self.tried) - placed.keys()
         if spare:  # of a set: what cannot be released here the computes release
@@ -233,7 +239,7 @@ class Attempt:
                 self.claimer.check(self.wanted.instance)
             raise
 
-    def _take_over(self, placer: Placer, offer: Offer, terms: Terms) -> Mapping[str, Candidate]:
+    def _take_over(self, placer: Placer, terms: Terms) -> Mapping[str, Candidate]:
         """Take over the claims that earlier attempts of this uuid left, each on its compute.
 
         Raises:
@@ -241,8 +247,7 @@ class Attempt:
         """
         from ecomp.scheduler.placing.earlier import earlier_claims  # for those who resume
 
-        there = placer.choose(offer, terms).tries
-        found, placer.blocked = earlier_claims(self.placement, self.wanted, there, placer.alive, terms.group)
+        found, placer.blocked = earlier_claims(self.placement, self.wanted, placer.alive, terms.group)
         placed = placer.take_over(found)
         placer.blocked |= {instance: each.compute for instance, each in found.items() if instance not in placed}
         if placer.blocked:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 
 from ecomp.model.allocation import compute_of, total
 from ecomp.model.choose import Candidate
@@ -14,44 +14,27 @@ from ecomp.placement.client import Placement
 
 
 def earlier_claims(
-    placement: Placement,
-    wanted: SetOrder,
-    offered: Sequence[Candidate],
-    alive: Collection[str],
-    group: Group | None,
+    placement: Placement, wanted: SetOrder, alive: Collection[str], group: Group | None
 ) -> tuple[dict[str, Candidate], dict[str, str]]:
-    """Read what the instances hold, and find what each can be placed by without leaving its compute (rule 13).
-
-    Args:
-        offered: what placement offers on living computes that the group allows. A claim that is just what the query
-            asks for is not among it, for its room is taken.
+    """Read what the instances hold, and find which claims can be taken over as they are (rule 13).
 
     Returns:
-        {instance: what to claim on its compute}, and {instance: compute} of those that cannot be placed there now:
-        the compute is silent, or has no room for what is wanted beside the claim.
+        {instance: its claim}, and {instance: compute} of those whose claim stays as it is: the compute is silent or not
+        for this group, or the claim is for something else, or the query cannot be taken apart here.
     """
     held = {instance: allocations.consumer(placement, instance).allocations for instance in wanted.instances}
-    held = {instance: there for instance, there in held.items() if compute_of(there)}
-    if not held:
-        return {}, {}
-    fitting, amounts = set(alive), {}
+    on = {instance: compute for instance, there in held.items() if (compute := compute_of(there))}
     try:
-        asked = parse(enabled_only(wanted.query or ''))
-    except Unexplained:  # then a claim is taken over only where placement offers as much once more
-        fitting = set()
-    else:
-        amounts = {each.name: each.amount for each in asked if isinstance(each, Amount)}
-        rest = [each for each in asked if not isinstance(each, Amount)]
-        fitting = fitting.intersection(*(room.holding(placement, each) for each in rest))
-    found: dict[str, Candidate] = {}
-    blocked: dict[str, str] = {}
-    for instance, there in held.items():
-        compute = compute_of(there)
-        other = next((each for each in offered if each.compute == compute), None)
-        if compute in fitting and total(there) == amounts and (group is None or group.excludes(compute) is None):
-            found[instance] = Candidate(compute, there, None)
-        elif other is not None:
-            found[instance] = other
-        else:
-            blocked[instance] = compute
-    return found, blocked
+        asked = parse(enabled_only(wanted.query or '')) if on else []
+    except Unexplained:
+        return {}, on
+    amounts = {each.name: each.amount for each in asked if isinstance(each, Amount)}
+    rest = [each for each in asked if not isinstance(each, Amount)]
+    fitting = set(alive).intersection(*(room.holding(placement, each) for each in rest))
+    found = {
+        instance: Candidate(compute, held[instance], None)
+        for instance, compute in on.items()
+        if compute in fitting and total(held[instance]) == amounts
+        if group is None or group.excludes(compute) is None
+    }
+    return found, {instance: compute for instance, compute in on.items() if instance not in found}

@@ -126,14 +126,11 @@ class Placer:
             return places[line.ahead : line.ahead + lacking]
         return [self.rng.choice(places)] if lacking == 1 else batch
 
-    def choose(self, offer: Offer, terms: Terms) -> Choice:
-        """Order the candidates that the group allows."""
-        return choose(offer, self.alive, self.wanted.weigh, self.rng, terms.group)
-
     def room(self, offer: Offer, terms: Terms) -> int:
         """How many of those wanted there is room for."""
-        wanted, tries = self.wanted, self.choose(offer, terms).tries
-        return len(distribute(tries, offer.rooms, wanted.count, wanted.weigh, self.rng, terms.group))
+        wanted = self.wanted
+        choice = choose(offer, self.alive, wanted.weigh, self.rng, terms.group)
+        return len(distribute(choice.tries, offer.rooms, wanted.count, wanted.weigh, self.rng, terms.group))
 
     def _refusal(self, offer: Offer, choice: Choice, terms: Terms, taken: list[Candidate]) -> NoCapacity:
         if self.wanted.count > 1 and taken:
