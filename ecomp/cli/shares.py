@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from ecomp.cli.fitting import natural
 from ecomp.cli.formats import UUID, Column, Listing, Row
 from ecomp.model.computes import Computes
 from ecomp.model.flavor import Flavor, to_dict
@@ -38,9 +39,9 @@ def as_members(groups: Sequence[Group], known: Computes, names: Mapping[str, str
     columns += [Column('COMPUTE', 1, UUID), Column('HOST')]
     rows = []
     for each in groups:
-        by_compute = sorted(each.members.items(), key=lambda member: (member[1], member[0]))
+        by_name = sorted(each.members.items(), key=lambda member: (natural(names.get(member[0])), member[0]))
         title = f'{each.name}: {each.rule}'
-        for instance, compute in by_compute:
+        for instance, compute in by_name:
             cells = (each.name, instance, names.get(instance), compute or 'waits', known.host(compute))
             rows.append(Row(cells, title=title))
     values = [_group(each, known, names) for each in groups]
