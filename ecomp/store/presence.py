@@ -121,12 +121,11 @@ class Presence:
     def keep(self) -> None:
         """Put it again if it is not as it is to be. Errors: those of etcd."""
         try:
-            if self._put != self._value and self._says_so():
-                return
-            entry = self._entry()
-            if entry is None or entry.revision != self._revision:
-                log.info('%s was gone or overwritten: putting it again', self._key)
-                self._publish()
+            if self._put == self._value or not self._says_so():
+                entry = self._entry()
+                if entry is None or entry.revision != self._revision:
+                    log.info('%s was gone or overwritten: putting it again', self._key)
+                    self._publish()
         except Conflict as error:
             self.lapse(str(error))
         else:

@@ -54,6 +54,17 @@ def test_a_key_that_was_overwritten_is_put_again_once_it_is_free(
     assert store.get(key) is None
 
 
+def test_what_is_to_be_said_does_not_hide_that_the_key_is_its_own_again(store: Store, prefix: str) -> None:
+    lost, back = list[str](), list[bool]()
+    alive = Presence(store, prefix + 'c', MINE, lost.append, on_back=lambda: back.append(True))
+    alive.start()
+    alive.lapse('its lease was not renewed')
+    alive.say(kind='fake')
+    alive.keep()
+    assert (len(lost), back) == (1, [True])
+    alive.stop()
+
+
 class Unrenewed(Store):
     """An etcd that renews no lease while `fails`, and answers all else."""
 
