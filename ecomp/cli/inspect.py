@@ -49,9 +49,8 @@ def _query(do: Context) -> int:
 
         if isinstance(error, NotFound):
             raise NotFound(f'{error}; it is no command either{hint([word], NAMES)}') from error
-        if suggestion := suggest([word], NAMES):
-            do.out.say(f'{word} is not a command: {suggestion}')
-        raise
+        suggestion = suggest([word], NAMES)
+        raise type(error)(f'{error}; {word} is not a command: {suggestion}' if suggestion else str(error)) from error
     # Not of /booted: every compute may write there, of every instance.
     record = living(do.store, instance).record
     if record.state == QUEUED:

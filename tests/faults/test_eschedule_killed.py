@@ -242,7 +242,7 @@ def test_frozen_until_its_time_is_up(cluster: Control, step: str) -> None:
         look_twice(cluster, compute)
         assert cluster.placement.allocations(instance) == {}
         eschedule.go_on()
-        one_line(eschedule.end(), 5, instance, 'undone', 'too slow')
+        one_line(eschedule.end(), 5, instance, 'not delivered', 'too slow')
     nothing_is_left(cluster, instance)
     settled(cluster, compute)
 
@@ -270,7 +270,7 @@ def test_frozen_after_it_undid(cluster: Control) -> None:
         assert notified(cluster.eschedule(*create_words(instance)))[1] == instance
         addressed(cluster, instance)
         eschedule.go_on()
-        one_line(eschedule.end(), 5, instance, 'undone')
+        one_line(eschedule.end(), 5, instance, 'not delivered')
     reached(cluster, instance, 'active')
     settled(cluster, compute)
 

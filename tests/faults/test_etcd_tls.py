@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import socket
 import subprocess
 import sys
 import time
@@ -120,6 +121,16 @@ def compute_refused(control: EtcdControl, directory: Path, changes: Mapping[str,
     return Result(done.returncode, done.stdout, done.stderr.splitlines()[-1])
 
 
+def is_listening(endpoint: str) -> bool:
+    """Whether somebody takes connections there."""
+    host, _, port = endpoint.rpartition(':')
+    try:
+        socket.create_connection((host, int(port)), 5).close()
+    except OSError:
+        return False
+    return True
+
+
 def test_a_server_whose_certificate_is_wrong(secured: EtcdControl, office: Office) -> None:
     """F35: etcd's own certificate expired, or made out to another name: said in one line, and mended (fake)"""
     compute = secured.ecompute()
@@ -129,6 +140,7 @@ def test_a_server_whose_certificate_is_wrong(secured: EtcdControl, office: Offic
         secured.etcd.kill()
         office.tls('server', *hosts, days=days)
         secured.etcd.launch()
+        until(lambda: is_listening(secured.etcd.endpoint), 30, 'etcd listens')
         refused(secured, {}, words)
         until(lambda: len(logged(compute, LOST)) > backs(compute), 20, 'ecompute has said so, too')
         secured.etcd.kill()

@@ -192,7 +192,8 @@ def test_guest_on_a_bridge_is_held_to_the_address_that_dhcp_gave_it_where_the_op
 
 def rules(host: LibvirtHost) -> str:
     """All that filters frames on the host, as ebtables prints it."""
-    return host.inside(['ebtables', '-t', 'nat', '-L']).stdout
+    # --concurrent: libvirt of another host of these tests may hold the lock.
+    return host.inside(['ebtables', '--concurrent', '-t', 'nat', '-L']).stdout
 
 
 def test_what_a_guest_may_send(real: Libvirt, spec: GuestSpec, host: LibvirtHost, connection: object) -> None:

@@ -278,13 +278,19 @@ def test_it_is_remembered_soon_and_at_the_end(tmp_path: Path, monkeypatch: pytes
     assert [path.name for path in tmp_path.iterdir()] == ['etcd.json']
 
 
-def test_at_which_revision_another_one_was_accepted_is_remembered(tmp_path: Path) -> None:
+def test_at_which_revision_it_was_first_seen_is_remembered_and_an_older_acceptance_handed_over(tmp_path: Path) -> None:
+    known = KnownEtcd(tmp_path)
+    assert (known.accepted(), known.first_seen()) == (0, 0)
+    (tmp_path / 'accepted').write_text('345\n')
+    assert known.accepted() == 345
+    known.note_first_seen(350, has_noted_acceptance=False)
+    assert (KnownEtcd(tmp_path).accepted(), KnownEtcd(tmp_path).first_seen()) == (345, 350)
+    known.note_first_seen(350, has_noted_acceptance=True)
     assert KnownEtcd(tmp_path).accepted() == 0
-    assert KnownEtcd(tmp_path).accept(345) == 345
-    assert KnownEtcd(tmp_path).accepted() == 345
-    (tmp_path / 'accepted').write_text('rubbish')
-    with pytest.raises(UsageError, match='accepted: .*restore it, or ecompute --accept-new-etcd'):
-        KnownEtcd(tmp_path).accepted()
+    for name, read in (('accepted', known.accepted), ('first-seen', known.first_seen)):
+        (tmp_path / name).write_text('rubbish')
+        with pytest.raises(UsageError, match=f'{name}: .*restore it, or ecompute --accept-new-etcd'):
+            read()
 
 
 def test_a_full_disk_is_said_once_and_no_end(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -23,12 +23,15 @@ class Cluster(Protocol):
 
 
 def findings(cluster: Cluster, foreign: Collection[str] = ()) -> list[dict[str, Any]]:
-    """What one audit finds; `foreign` are the subjects (instances, computes) that the test planted and knows of."""
+    """What one audit finds; `foreign` are the subjects (instances, computes) that the test planted and knows of.
+
+    What a test killed or froze is silent, and not compared: that is its own doing.
+    """
     done = cluster.eschedule('audit', '-f', 'json')
     assert done.code in (CLEAN, FINDINGS), done
     found = json.loads(done.stdout)
     assert bool(found) == (done.code == FINDINGS), done
-    return [each for each in found if each['subject'] not in foreign]
+    return [each for each in found if each['subject'] not in foreign and each['code'] != 'compute-silent']
 
 
 def audit_clean(cluster: Cluster, seconds: float = 30.0, foreign: Collection[str] = ()) -> None:

@@ -45,7 +45,7 @@ def test_closed_and_silent_it_goes_by_its_name_until_it_is_forgotten(cluster: Co
 
     one_line(cluster.eschedule('host', 'forget', 'hv5'), 5, 'compute hv5 is not forgotten', instance)
     assert cluster.eschedule('destroy', instance).code == 0
-    both = cluster.eschedule('host', 'forget', 'hv4', 'hv5', 'hv6')
+    both = cluster.eschedule('host', 'forget', '--fenced', 'hv4', 'hv5', 'hv6')
     assert both.code == 4, both
     assert 'eschedule: hv4: its resource provider is removed' in both.stderr
     assert 'eschedule: hv5: its resource provider is removed' in both.stderr

@@ -129,7 +129,8 @@ class Attempt:
 
     `resume`, `large` and `sized`: see create(). Its key in /requests is on the `lease`, and of `revision` once it is
     put. `tried` are the instances that this attempt tried to claim for; `movable` those whose claim it made itself:
-    it moves and releases no other (rule 13).
+    it moves no other (rule 13). It releases these, and what may be its own: of the instances in `unclaimed` nobody held
+    anything when it had announced itself, so who claimed since was overtaken.
     """
 
     store: Store
@@ -143,6 +144,7 @@ class Attempt:
     movable: set[str]
     revision: int = 0
     tried: list[str] = field(default_factory=list)
+    unclaimed: set[str] = field(default_factory=set)
     _placement: Placement | None = None
     _alive: list[str] | None = None
     _known: Computes | None = None
@@ -169,12 +171,19 @@ class Attempt:
         placer = self.placer()
         if announced - offer.asked > FRESH:
             offer = self.look_again()  # who waits for a compute to be drained waits no longer than that for us
-        placed: Mapping[str, Candidate] = {}
-        if self.resume:
+        if not self.resume:
+            return self._claim_among_all(offer, terms, {})
+        for last in (False, False, True):
             placed = self._take_over(placer, terms)
             if len(placed) + placer.room(offer, terms) < self.wanted.minimum:
                 offer = self.look_again()  # it may have been released since placement was asked, and be free by now
-        return self._claim_among_all(offer, terms, placed)
+            try:
+                return self._claim_among_all(offer, terms, placed)
+            except ClaimedElsewhere:
+                if last:
+                    raise
+                # An attempt that this one overtook claimed in between: that claim is taken over.
+        raise AssertionError
 
     def claim_again(self, claims: Claims, kept: Collection[str]) -> Claims:
         """Claim anew, as things are by now, for all but those of the instances that may stay where they are."""
@@ -211,7 +220,7 @@ class Attempt:
     def undo(self) -> str:
         """Release what is claimed, and the key; what is left of it all, in one sentence."""
         left = UNCHANGED
-        if mine := self.movable.intersection(self.tried):
+        if mine := (self.movable | self.unclaimed).intersection(self.tried):
             left = self._release(mine)
             failpoint('undone')
         quietly_revoke(self.store, self.lease)
@@ -248,6 +257,7 @@ class Attempt:
         from ecomp.scheduler.placing.earlier import earlier_claims  # for those who resume
 
         found, placer.blocked = earlier_claims(self.placement, self.wanted, placer.alive, terms.group)
+        self.unclaimed |= set(self.wanted.instances) - found.keys() - placer.blocked.keys()
         placed = placer.take_over(found)
         placer.blocked |= {instance: each.compute for instance, each in found.items() if instance not in placed}
         if placer.blocked:
