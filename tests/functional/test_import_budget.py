@@ -1,4 +1,7 @@
-"""What a short command loads: its time is nearly all imports, so they are counted, and some are never among them."""
+"""Which foreign modules a short command loads: its time is nearly all imports, so they are counted, and some are banned.
+
+Modules of ours are not counted: forty modules and one of the same content import in the same time.
+"""
 
 from __future__ import annotations
 
@@ -43,8 +46,6 @@ THEIRS = {'h2', 'hpack', 'hyperframe'}
 """Other people's libraries that are loaded."""
 OF_PLACEMENT = {'http.client', 'email.parser', 'concurrent.futures'}
 """What no command loads that asks etcd alone."""
-OURS = {'create': 78, 'list': 62, 'show': 61, 'query': 60, 'names': 62}
-"""Modules of ours, exactly: a new one is a decision."""
 MOST = {'create': 160, 'list': 135, 'show': 135, 'query': 135, 'names': 135}
 """Modules of Python's own, which differ from one Python to the next."""
 PYTHON = {each.lstrip('_') for each in sys.stdlib_module_names}
@@ -79,7 +80,6 @@ def check(what: str, modules: set[str]) -> None:
     # The machine's own, not of Python: what Debian has it load at each start, and how this tree is installed here.
     installed = {'_distutils_hack', '__editable___ecomp_1_0_0_finder', '__main__', '__mp_main__', 'sitecustomize'}
     assert {each for each in tops - {'ecomp'} if each.lstrip('_') not in PYTHON} - installed == THEIRS
-    assert len(ours) == OURS[what], sorted(ours)
     assert len(python) <= MOST[what], sorted(python)
 
 
