@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ecomp import backends
-from ecomp.agent.host import inventory, metadata_server
+from ecomp.agent.host import metadata, provider
 from ecomp.agent.host.provider import check_names
 from ecomp.compute_conf import ComputeConfig
 from ecomp.errors import EcompError, UsageError
@@ -30,7 +30,7 @@ def refused(config: ComputeConfig, has_placement: bool) -> Iterator[str]:
     """What of the configuration a start would refuse, and reading it does not: names, where placement answers, too."""
     classes = sorted({*NEEDED, *(config.inventory or ())})
     try:
-        inventory.with_ratios(dict.fromkeys(classes, {}), config.allocation_ratios)
+        provider.with_ratios(dict.fromkeys(classes, {}), config.allocation_ratios)
     except UsageError as error:
         yield str(error)
     if not has_placement:
@@ -73,7 +73,7 @@ def _machine(config: ComputeConfig, has_placement: bool) -> host_health.Machine:
         metadata=config.metadata,
         proxies=tuple(name for name in PROXIES if os.environ.get(name)),
         image_proxy=config.image_proxy is not None,
-        is_taken=metadata_server.is_taken(),
+        is_taken=metadata.is_taken(),
         refused=tuple(refused(config, has_placement)),
         no_images=no_images(config),
     )

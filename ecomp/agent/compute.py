@@ -1,4 +1,7 @@
-"""One compute: its parts, each begun after those it needs and ended before them."""
+"""One compute: its parts, each begun after those it needs and ended before them.
+
+A host is opened by a function that registers with `at_exit` how each part ends, beside the line that begins it.
+"""
 
 from __future__ import annotations
 
@@ -8,47 +11,173 @@ import random
 import socket
 import threading
 import time
-from collections.abc import Set
+from collections.abc import Callable, Collection, Set
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
 from ecomp import __version__
-from ecomp.agent import hosts
 from ecomp.agent.complaints import Complaints
 from ecomp.agent.daemon import EVERY, Daemon
-from ecomp.agent.host.claims import ClaimKeeper
+from ecomp.agent.host import provider
+from ecomp.agent.host.claims import ClaimKeeper, Generations
 from ecomp.agent.host.digest import Answerer
-from ecomp.agent.host.generations import Generations
-from ecomp.agent.host.inventory import registered
-from ecomp.agent.host.memory import Memory
-from ecomp.agent.host.nocloud import nocloud
-from ecomp.agent.host.provider import Registration, check_names
-from ecomp.agent.host.state import Identity
-from ecomp.agent.instance.instances import Instances
-from ecomp.agent.instance.republish import republish
-from ecomp.agent.instance.surroundings import ControlPlane, Shape
+from ecomp.agent.host.metadata import GuestData, keep_served, nocloud
+from ecomp.agent.host.provider import Inventory, Registration, check_names, registered
+from ecomp.agent.host.state import Identity, Memory
+from ecomp.agent.images.cache import CacheLimits
+from ecomp.agent.images.reach import reach_of
+from ecomp.agent.images.scrub import Scrubber
+from ecomp.agent.instance.instances import ControlPlane, Host, Instances, Shape
+from ecomp.agent.instance.pool import FakeImages, Inline, Workers, WorkerSettings
+from ecomp.agent.instance.records import republish
 from ecomp.agent.planner import LOOKING, Planner
 from ecomp.agent.queue.offers import Offers
 from ecomp.agent.queue.queues import Queues
-from ecomp.agent.starting import note_ends, reserve_again
 from ecomp.agent.turns import Threads
 from ecomp.compute_conf import ComputeConfig
-from ecomp.errors import Conflict, Denied, EcompError
+from ecomp.errors import BuildFailed, Conflict, Denied, EcompError
 from ecomp.failpoints import failpoint
 from ecomp.files import boot_id
 from ecomp.model import hints, keys
+from ecomp.model.allocation import GIB
 from ecomp.model.computes import hostname_in, is_hostname, to_json
-from ecomp.model.record import timestamp
+from ecomp.model.guest import ReservedAddress
+from ecomp.model.record import ACTIVE, BUILDING, ERROR, GONE, STOPPED, from_json, timestamp
 from ecomp.placement.client import Placement
 from ecomp.store.alive import is_alive
-from ecomp.store.client import Put, Store, Unchanged
+from ecomp.store.client import Entry, Put, Store, Unchanged
 from ecomp.store.guard import Guard
 from ecomp.store.lease import Lease
 from ecomp.store.presence import Presence, hashed
 from ecomp.store.watch import State as Entries
+from ecomp.virt import Hypervisor
 
 log = logging.getLogger(__name__)
+
+
+def note_ends(compute: str, store: Store, memory: Memory, here: Collection[str]) -> None:
+    """Remember as ended what nobody asks for, of which nothing is `here` and whose record says no other.
+
+    An end's last transaction comes before the state directory: killed in between, or with a full disk, the directory
+    says that it lives. Believed, its address would be reserved again at every start, and nobody could mend it.
+    Only with the etcd that we know. Errors: those of etcd.
+    """
+    asked = {keys.last(key) for key in store.snapshot(keys.request_prefix(compute), keys_only=True).entries}
+    remembered = memory.all()
+    for instance in remembered.keys() - asked - set(here):
+        # Read after the requests were: its end takes both in one transaction, so what lives has one of them.
+        places = keys.record(compute, instance), keys.old_record(instance)
+        there, known = store.read(places).values(), remembered[instance]
+        if not there and known.record.state == BUILDING and known.failure is None:
+            continue  # begun, and killed before its record said so: the planner takes back what is reserved for it
+        if all(_has_ended(compute, each) for each in there):
+            memory.ended(instance)
+            log.info('instance %s had ended, and this compute had not written that down', instance)
+
+
+def reserve_again(hypervisor: Hypervisor, memory: Memory) -> None:
+    """Reserve what was removed by hand, or with a network that was defined anew. Errors: those of the hypervisor."""
+    there = hypervisor.reservations()
+    for instance, remembered in memory.all().items():
+        if remembered.record.state not in (ACTIVE, STOPPED):
+            continue  # its build, or its destroy, sees to it
+        for each in remembered.record.addresses:
+            if each.expected is None or there.get(each.mac) == ReservedAddress(instance, each.expected):
+                continue
+            try:
+                got = hypervisor.reserve(instance, each.mac, each.network, each.expected)
+            except BuildFailed as error:
+                log.warning('instance %s: %s cannot be reserved again: %s', instance, each.expected, error.reason)
+            else:
+                log.warning('instance %s: %s was not reserved on %s, %s is', instance, each.expected, each.network, got)
+
+
+def _has_ended(compute: str, entry: Entry) -> bool:
+    try:
+        record = from_json(entry.value)
+    except ValueError:
+        return False  # a newer ecomp's, perhaps
+    return record.state in (GONE, ERROR) or record.compute != compute
+
+
+MOST_WORKERS = 8
+"""Worker processes at most, one a processor, where compute.yaml has no `workers:`."""
+
+Admit = Callable[[Set[str]], None]
+"""Told the computes whose guests are here, it raises where this one must not begin beside them."""
+
+
+def pretended(config: ComputeConfig, at_exit: ExitStack, admit: Admit) -> Host:
+    """A host for `ecompute --fake`: no libvirt, and a job runs in the thread that asks for it."""
+    from ecomp.virt.fake import FakeHypervisor
+
+    hypervisor = FakeHypervisor(config.state)
+    hypervisor.prepare()
+    hypervisor.virt_type(config.virt_type)
+    admit({each.compute for each in hypervisor.guests().values() if each.compute})
+    runner = Inline(hypervisor, FakeImages())
+    at_exit.callback(runner.stop)
+    return Host(hypervisor, runner, GuestData(config.state / 'metadata'))
+
+
+def real(config: ComputeConfig, at_exit: ExitStack, admit: Admit) -> Host:
+    """This machine, of which nothing is changed before `admit` has let this compute begin.
+
+    Errors: those of the hypervisor, and EcompError where no metadata server comes up.
+    """
+    from ecomp.virt.libvirt_host import Libvirt
+
+    libvirt = Libvirt(config.state, config.networks, control=reach_of(config).control)
+    at_exit.callback(libvirt.close)
+    libvirt.check()
+    libvirt.virt_type(config.virt_type)
+    admit(libvirt.computes())
+    libvirt.prepare()
+    # After the networks are there: the server listens on an address of their bridge.
+    look_after = keep_served(libvirt, config.state, config.directory, config.metadata == 'network', at_exit)
+    # No instance is given more than what there is in all, so no image above that is of use here.
+    disk = (config.inventory or {}).get('DISK_GB', 0) * GIB or provider.look(config.state, []).disk
+    limits = CacheLimits(_image_cache(config) * GIB, disk)
+    settings = WorkerSettings(
+        config.state, config.images, os.getpid(), limits, libvirt.filters, reach_of(config), config.hold_addresses
+    )
+    pool = Workers(workers(config), settings)
+    at_exit.callback(pool.stop)
+    scrubber = Scrubber(config.state / 'images')
+    at_exit.callback(scrubber.stop)
+    scrubber.start()
+    data = GuestData(config.state / 'metadata')
+    return Host(libvirt, pool, data, look_after, lambda: libvirt.bridge_name() is not None)
+
+
+def inventory_of(config: ComputeConfig, fake: bool, hypervisor: Hypervisor) -> Inventory:
+    """What placement is told that there is here. UsageError for an allocation ratio of what there is not."""
+    found = {}
+    if not fake:
+        found = provider.inventory(provider.look(config.state, list(hypervisor.guests())), _image_cache(config))
+    # What `inventory:` does not name keeps the machine's own truth.
+    return provider.with_ratios({**found, **provider.given(config.inventory or {})}, config.allocation_ratios)
+
+
+def traits_of(hypervisor: Hypervisor, virt_type: str) -> frozenset[str]:
+    """The traits of what this host's guests run on."""
+    features = hypervisor.cpu_features(virt_type)
+    if not features:
+        return frozenset()
+    from ecomp.model.traits import cpu_traits
+
+    return cpu_traits(features)
+
+
+def workers(config: ComputeConfig) -> int:
+    """How many worker processes there are."""
+    return config.workers or min(os.cpu_count() or 1, MOST_WORKERS)
+
+
+def _image_cache(config: ComputeConfig) -> int:
+    return config.image_cache or provider.default_cache(config.state)
+
 
 FOLLOWING = 'following etcd'
 NAMED = 10
@@ -126,17 +255,17 @@ class Compute:
         # First, for nothing of a host is touched that a living ecompute looks after.
         if familiar:
             self._presence.check()
-        self.host = (hosts.pretended if fake else hosts.real)(config, self._at_exit, self._admit)
+        self.host = (pretended if fake else real)(config, self._at_exit, self._admit)
         hypervisor = self.host.hypervisor
         virt_type = hypervisor.virt_type(config.virt_type)
-        self._inventory = hosts.inventory_of(config, fake, hypervisor)
+        self._inventory = inventory_of(config, fake, hypervisor)
         self._guests = 'pretended' if fake else virt_type
         self._presence.say(kind='fake' if fake else virt_type, queues=config.queues)
         self._provider = Registration(
             placement,
             self.uuid,
             self._inventory,
-            found=hosts.traits_of(hypervisor, virt_type),
+            found=traits_of(hypervisor, virt_type),
             configured=config.traits,
             aggregates=config.aggregates,
             state=config.state,

@@ -14,8 +14,8 @@ from collections.abc import Callable, Mapping
 from functools import partial
 
 from ecomp.agent.agenda import Agenda
+from ecomp.agent.instance.instances import Host
 from ecomp.agent.instance.plan import Kind
-from ecomp.agent.instance.surroundings import Host
 from ecomp.agent.planner import Planner
 from ecomp.agent.turns import Threads, Turn
 from ecomp.errors import EcompError

@@ -14,12 +14,11 @@ from collections.abc import Mapping, Set
 from ecomp.agent.agenda import Agenda
 from ecomp.agent.complaints import Complaints
 from ecomp.agent.host.claims import APART, due
-from ecomp.agent.host.memory import Memory
-from ecomp.agent.instance.instances import Instances
+from ecomp.agent.host.state import Memory
+from ecomp.agent.instance.instances import Host, Instances
 from ecomp.agent.instance.plan import Kind, Sightings, Task, Wish, pending, plan, unready
 from ecomp.agent.instance.power import Shutdowns
 from ecomp.agent.instance.records import Superseded
-from ecomp.agent.instance.surroundings import Host
 from ecomp.agent.instance.tasks import CARRIED_OUT, Work
 from ecomp.errors import EcompError, Unreachable, Unreadable
 from ecomp.model import keys

@@ -11,13 +11,11 @@ from contextlib import ExitStack, suppress
 from dataclasses import replace
 from typing import TypeVar
 
-from ecomp.agent import hosts
-from ecomp.agent.compute import Compute, Environment, now
+from ecomp.agent.compute import Compute, Environment, now, workers
 from ecomp.agent.daemon import EVERY
-from ecomp.agent.host.generations import Generations
-from ecomp.agent.host.known_etcd import KnownEtcd, is_familiar
+from ecomp.agent.host.claims import Generations
 from ecomp.agent.host.provider import check_names
-from ecomp.agent.host.state import Identity
+from ecomp.agent.host.state import Identity, KnownEtcd, is_familiar
 from ecomp.agent.instance.build import MOST_ENDS
 from ecomp.agent.queue.offers import Offers
 from ecomp.agent.turns import Threads, Turn
@@ -85,7 +83,7 @@ class Process:
         self._alive: Entries = {}
         self._asked: Entries | None = None
         self._asked_of: dict[str, Entries] = {}
-        self._threads = Threads(count or 1, 2 * hosts.workers(config) + (2 if fake else MOST_ENDS))
+        self._threads = Threads(count or 1, 2 * workers(config) + (2 if fake else MOST_ENDS))
         self._widening = Turn(self._threads.turns, self._threads.plans, lambda: self._offers.widen())
         self._offers = Offers(self._widening.at)
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ecomp.agent.host.memory import Memory
+from ecomp.agent.host.state import Memory
 from ecomp.conf import EtcdConfig
 from ecomp.model import keys
 from ecomp.model.instance import REASON_LIMIT, SIZE_LIMIT, Invalid, Request, parse_request

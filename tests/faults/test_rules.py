@@ -13,12 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from ecomp.agent.host.memory import Memory
 from ecomp.agent.host.metadata import GuestData
-from ecomp.agent.instance.inline import FakeImages, Inline
-from ecomp.agent.instance.instances import Instances
+from ecomp.agent.host.state import Memory
+from ecomp.agent.instance.instances import ControlPlane, Host, Instances, Shape
+from ecomp.agent.instance.pool import FakeImages, Inline
 from ecomp.agent.instance.records import Superseded
-from ecomp.agent.instance.surroundings import ControlPlane, Host, Shape
 from ecomp.conf import EtcdConfig
 from ecomp.model import keys
 from ecomp.model.guest import Address, Guest, mac_address

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from ecomp.agent.instance.surroundings import ControlPlane
+from ecomp.agent.instance.instances import ControlPlane
 from ecomp.agent.queue.taking import Taker
 from ecomp.model import keys
 from ecomp.model.flavor import Flavor

@@ -20,7 +20,7 @@ from urllib.parse import parse_qs, urlsplit
 
 from ecomp.agent.images import inspection
 from ecomp.agent.images.cache import ImageCache
-from ecomp.agent.instance.worker import WorkerSettings, prepare, work
+from ecomp.agent.instance.pool import WorkerSettings, prepare, work
 from ecomp.agent.locks import InstanceLocks
 from ecomp.errors import BuildFailed
 from ecomp.model.guest import BaseImage
@@ -87,7 +87,7 @@ class OneForAll:
 
 
 def entry(pipe: Connection, settings: WorkerSettings) -> None:
-    """Instead of ecomp.agent.instance.worker.main."""
+    """Instead of ecomp.agent.instance.pool.main."""
     prepare(settings)
     work(pipe, cast(Hypervisor, OneForAll(settings.state)), Images(settings.state), InstanceLocks(settings.state))
 

@@ -12,8 +12,7 @@ import pytest
 
 from ecomp.agent.images.cache import CacheLimits
 from ecomp.agent.instance.build import Build
-from ecomp.agent.instance.pool import Job, News, Workers
-from ecomp.agent.instance.worker import WorkerSettings
+from ecomp.agent.instance.pool import Job, News, Workers, WorkerSettings
 from ecomp.model.guest import BaseImage, GuestSpec
 from ecomp.virt.fake import FakeHypervisor
 from tests.functional import stand_in

@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from ecomp.agent.instance.instances import allocations
-from ecomp.agent.instance.surroundings import aside
-from ecomp.agent.starting import note_ends
+from ecomp.agent.compute import note_ends
+from ecomp.agent.instance.instances import allocations, aside
 from ecomp.errors import EcompError, NotFound, Unreachable
 from ecomp.model import keys
 from ecomp.model.record import ACTIVE, BUILDING, ERROR

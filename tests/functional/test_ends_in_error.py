@@ -11,11 +11,9 @@ from typing import Any
 import pytest
 
 from ecomp.agent.complaints import Complaints
-from ecomp.agent.host.memory import Memory
-from ecomp.agent.instance.instances import Instances
-from ecomp.agent.instance.records import Records
-from ecomp.agent.instance.republish import republish
-from ecomp.agent.instance.surroundings import ControlPlane
+from ecomp.agent.host.state import Memory
+from ecomp.agent.instance.instances import ControlPlane, Instances
+from ecomp.agent.instance.records import Records, republish
 from ecomp.agent.planner import Planner
 from ecomp.agent.queue.taking import Taker
 from ecomp.errors import BuildFailed, EcompError, NoSpace, OverQuota, Unreachable

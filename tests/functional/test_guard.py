@@ -11,8 +11,8 @@ from uuid import uuid4
 import grpc
 import pytest
 
-from ecomp.agent.host import known_etcd
-from ecomp.agent.host.known_etcd import KnownEtcd
+from ecomp.agent.host import state
+from ecomp.agent.host.state import KnownEtcd
 from ecomp.errors import EcompError, StrangeEtcd, UsageError
 from ecomp.model import cluster, keys
 from ecomp.model.cluster import KnownCluster
@@ -263,8 +263,8 @@ def test_an_end_that_was_written_stays_where_etcd_is_found_strange_by_then(
 
 def test_it_is_remembered_soon_and_at_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     writes: list[Path] = []
-    real = known_etcd.write_durably
-    monkeypatch.setattr(known_etcd, 'write_durably', lambda path, text: (writes.append(path), real(path, text)))
+    real = state.write_durably
+    monkeypatch.setattr(state, 'write_durably', lambda path, text: (writes.append(path), real(path, text)))
     known = KnownEtcd(tmp_path)
     assert known.load() == KnownCluster()
     known.start()

@@ -1,4 +1,4 @@
-"""Which foreign modules a short command loads: its time is nearly all imports, so they are counted, and some are banned.
+"""Which foreign modules a short command loads: its time is nearly all imports, so they are counted, and some banned.
 
 Modules of ours are not counted: forty modules and one of the same content import in the same time.
 """

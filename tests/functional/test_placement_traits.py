@@ -11,9 +11,8 @@ from typing import Any
 
 import pytest
 
-from ecomp.agent.host.generations import BELIEVED, Generations
-from ecomp.agent.host.inventory import Inventory, with_ratios
-from ecomp.agent.host.provider import Registration
+from ecomp.agent.host.claims import BELIEVED, Generations
+from ecomp.agent.host.provider import Inventory, Registration, with_ratios
 from ecomp.errors import NotFound, PlacementRefusal, UsageError
 from ecomp.model.status import BY_OPERATOR, DISABLED
 from ecomp.placement import allocations, providers, traits

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from ecomp.agent.host import memory
+from ecomp.agent.host import state
 from ecomp.agent.instance.records import Superseded
 from ecomp.conf import EtcdConfig
 from ecomp.errors import EcompError, StillGoing, Unreachable
@@ -302,7 +302,7 @@ def test_where_nothing_can_be_written_after_a_reboot_it_is_said_and_tried_again(
             raise OSError(errno.ENOSPC, 'No space left on device', str(path))
 
         with monkeypatch.context() as patched:
-            patched.setattr(memory, 'write_durably', full)
+            patched.setattr(state, 'write_durably', full)
             assert one.step() == [f'resume {instance}']
             for _ in range(2):
                 one.step()

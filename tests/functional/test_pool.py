@@ -22,8 +22,7 @@ import psutil
 import pytest
 
 from ecomp.agent.instance.build import Build, Cancelled, Destroy
-from ecomp.agent.instance.inline import FakeImages, Inline
-from ecomp.agent.instance.pool import News
+from ecomp.agent.instance.pool import FakeImages, Inline, News
 from ecomp.agent.instance.runner import WorkerDied
 from ecomp.agent.locks import InstanceLocks
 from ecomp.errors import BuildFailed, EcompError
@@ -36,7 +35,7 @@ PARENT = """
 import os, sys
 from pathlib import Path
 from ecomp.agent.instance.pool import Workers
-from ecomp.agent.instance.worker import WorkerSettings
+from ecomp.agent.instance.pool import WorkerSettings
 from tests.functional import stand_in, tended
 
 if __name__ == '__main__':

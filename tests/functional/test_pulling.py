@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from ecomp.agent.instance.surroundings import ControlPlane
+from ecomp.agent.instance.instances import ControlPlane
 from ecomp.agent.queue import pulling
 from ecomp.agent.queue.offers import Offers
 from ecomp.agent.queue.pulling import Puller

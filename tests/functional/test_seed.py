@@ -13,8 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from ecomp.agent.host.metadata import GuestData
-from ecomp.agent.host.nocloud import seed
+from ecomp.agent.host.metadata import GuestData, seed
 from ecomp.errors import BuildFailed
 from ecomp.model.guest import all_macs
 from ecomp.model.instance import Request

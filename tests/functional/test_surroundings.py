@@ -6,13 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from ecomp.agent.host import metadata_server
-from ecomp.agent.host.memory import Memory
-from ecomp.agent.host.metadata import GuestData
-from ecomp.agent.host.metadata_server import is_metadata
-from ecomp.agent.instance.inline import FakeImages, Inline
-from ecomp.agent.instance.instances import Instances
-from ecomp.agent.instance.surroundings import ControlPlane, Host, Shape
+from ecomp.agent.host import metadata
+from ecomp.agent.host.metadata import GuestData, is_metadata
+from ecomp.agent.host.state import Memory
+from ecomp.agent.instance.instances import ControlPlane, Host, Instances, Shape
+from ecomp.agent.instance.pool import FakeImages, Inline
 from ecomp.conf import EtcdConfig
 from ecomp.errors import PlacementRefusal
 from ecomp.model import keys
@@ -60,9 +58,9 @@ def test_a_metadata_server_whose_first_answer_is_late_is_no_other_server(
 ) -> None:
     """It was asked twice: without an answer, and then answering, it was called what is no metadata server."""
     answers = iter([None, b'2009-04-04/\nlatest/\n'])
-    monkeypatch.setattr(metadata_server, 'answer', lambda: next(answers))
-    monkeypatch.setattr(metadata_server, 'mdserver', lambda *_: ['sh', '-c', 'cat'])  # until its pipe ends
-    server = metadata_server.MetadataServer(tmp_path, tmp_path, 'virbr0')
+    monkeypatch.setattr(metadata, 'answer', lambda: next(answers))
+    monkeypatch.setattr(metadata, 'mdserver', lambda *_: ['sh', '-c', 'cat'])  # until its pipe ends
+    server = metadata.MetadataServer(tmp_path, tmp_path, 'virbr0')
     server.ensure()
     server.stop()
 

@@ -8,11 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ecomp.agent.complaints import Complaints
-from ecomp.agent.host.memory import Memory
 from ecomp.agent.host.metadata import GuestData
-from ecomp.agent.instance.inline import FakeImages, Inline
-from ecomp.agent.instance.instances import Instances
-from ecomp.agent.instance.surroundings import ControlPlane, Host, Shape
+from ecomp.agent.host.state import Memory
+from ecomp.agent.instance.instances import ControlPlane, Host, Instances, Shape
+from ecomp.agent.instance.pool import FakeImages, Inline
 from ecomp.agent.instance.tasks import Work
 from ecomp.agent.planner import Planner
 from ecomp.model import keys

@@ -12,18 +12,17 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, cast
 
 from ecomp.agent.complaints import Complaints
+from ecomp.agent.compute import note_ends, reserve_again
 from ecomp.agent.host.claims import ClaimKeeper
-from ecomp.agent.host.memory import Memory
 from ecomp.agent.host.metadata import GuestData
-from ecomp.agent.instance.inline import FakeImages, Inline
-from ecomp.agent.instance.instances import Instances
-from ecomp.agent.instance.republish import republish
-from ecomp.agent.instance.surroundings import ControlPlane, Host, Shape
+from ecomp.agent.host.state import Memory
+from ecomp.agent.instance.instances import ControlPlane, Host, Instances, Shape
+from ecomp.agent.instance.pool import FakeImages, Inline
+from ecomp.agent.instance.records import republish
 from ecomp.agent.planner import Planner
 from ecomp.agent.queue.offers import Offers
 from ecomp.agent.queue.pulling import Puller
 from ecomp.agent.queue.taking import Taker
-from ecomp.agent.starting import note_ends, reserve_again
 from ecomp.errors import EcompError
 from ecomp.model import keys
 from ecomp.model.digest import Digest

@@ -41,20 +41,20 @@ HOST = {
         'ecomp.agent.instance.instances:Instances.build', without('is_ours'), 'off_before_it_was_active'
     ),
     'a guest that ran is recorded as off once its record is lost': bug(
-        'ecomp.agent.instance.adoption:Adoption.adopt', asks('is_off', 'is_off', 'remembered'),
+        'ecomp.agent.instance.instances:Adoption.adopt', asks('is_off', 'is_off', 'remembered'),
         'power_fails_without_a_record',
     ),
     'what a state directory lacks is never written': bug(
         'ecomp.agent.instance.records:Records.recheck', drops('put_right'), 'older_state_directory'
     ),
     'what ended here may wait once more': bug(
-        'ecomp.agent.instance.republish:_end_waiting', returns(True), 'destroyed_and_waiting_again'
+        'ecomp.agent.instance.records:_end_waiting', returns(True), 'destroyed_and_waiting_again'
     ),
     'a start does not ask what has ended': bug(
-        'ecomp.agent.starting:note_ends', drops('ended'), 'built_and_destroyed'
+        'ecomp.agent.compute:note_ends', drops('ended'), 'built_and_destroyed'
     ),
     'a uuid used again is remembered as ended': bug(
-        'ecomp.agent.host.memory:Memory._keep', drops('_ended', 'pop'), 'used_again_and_rebooted'
+        'ecomp.agent.host.state:Memory._keep', drops('_ended', 'pop'), 'used_again_and_rebooted'
     ),
     'a task without a thread is in work for ever': bug(
         'ecomp.agent.agenda:Agenda.hand_back', drops('_in_work'), 'no_thread'

@@ -73,16 +73,16 @@ TOLD = {
     ),
     # A restored etcd
     'a compute that publishes leaves the queue entry': bug(
-        'ecomp.agent.instance.republish:_publish', drops('entry', 'Delete'), 'new_compute_behind_acceptance'
+        'ecomp.agent.instance.records:_publish', drops('entry', 'Delete'), 'new_compute_behind_acceptance'
     ),
     'a half-done destroy is published as living': bug(
-        'ecomp.agent.instance.republish:running', never('DESTROYING'), 'destroyed_half_and_restored'
+        'ecomp.agent.instance.records:running', never('DESTROYING'), 'destroyed_half_and_restored'
     ),
     'a compute that publishes does not restore names': bug(
-        'ecomp.agent.instance.republish:_publish', assigns('change', '([], [])'), 'accepted_and_destroyed'
+        'ecomp.agent.instance.records:_publish', assigns('change', '([], [])'), 'accepted_and_destroyed'
     ),
     'a compute that publishes does not count quotas': bug(
-        'ecomp.agent.instance.republish:_publish', never('is_new', 'queued'), 'accepted_by_two'
+        'ecomp.agent.instance.records:_publish', never('is_new', 'queued'), 'accepted_by_two'
     ),
     'a compute that publishes does not restore groups': bug(
         'ecomp.store.sharing:rejoined', results('([unchanged], [])'), 'accepted_and_destroyed'
@@ -108,7 +108,7 @@ TOLD = {
         'ecomp.model.computes:unproven', assigns('alive', _ON_A_LEASE), 'new_compute_beside_a_restored_key'
     ),
     'a compute that publishes ignores what was destroyed in a queue': bug(
-        'ecomp.agent.instance.republish:running', without('was_destroyed', 'wish'), 'destroyed_in_a_restored_queue'
+        'ecomp.agent.instance.records:running', without('was_destroyed', 'wish'), 'destroyed_in_a_restored_queue'
     ),
     'forget without --fenced does not ask for claims': bug(
         'ecomp.scheduler.operating.forget:_allowed', never('held', 'fenced'), 'forgotten_after_a_restore'

@@ -20,7 +20,7 @@ from tests.model.virtual import NOW
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from ecomp.agent.host.inventory import Inventory
+    from ecomp.agent.host.provider import Inventory
 
 
 def inventory(room: int) -> Inventory:

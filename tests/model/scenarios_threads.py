@@ -8,7 +8,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 
-from ecomp.agent.host.generations import Generations
+from ecomp.agent.host.claims import Generations
 from ecomp.errors import EcompError, NotFound
 from ecomp.model import keys
 from ecomp.model.group import Membership

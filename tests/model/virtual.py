@@ -121,9 +121,9 @@ def _is_heard(logger: logging.Logger, level: int) -> bool:
 @contextmanager
 def virtual() -> Iterator[None]:
     """Inside, whoever is in a world has its time, and no threads."""
-    import ecomp.agent.host.memory
     import ecomp.agent.host.metadata
     import ecomp.agent.host.provider
+    import ecomp.agent.host.state
     import ecomp.scheduler.changing.destroy
     import ecomp.scheduler.operating.audit
 
@@ -135,7 +135,7 @@ def virtual() -> Iterator[None]:
         mock.patch.object(threading.Event, 'wait', _virtual_wait),
         mock.patch.object(ecomp.scheduler.operating.audit, 'ThreadPoolExecutor', Threads),
         mock.patch.object(ecomp.scheduler.changing.destroy, 'datetime', Moment),
-        mock.patch.object(ecomp.agent.host.memory, 'write_durably', directory.write_durably),
+        mock.patch.object(ecomp.agent.host.state, 'write_durably', directory.write_durably),
         mock.patch.object(ecomp.agent.host.metadata, 'write_durably', directory.write_quietly),
         mock.patch.object(ecomp.agent.host.provider, 'write_durably', directory.write_durably),
         mock.patch.object(logging.Logger, 'exception', _surprise),

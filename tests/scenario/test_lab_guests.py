@@ -13,7 +13,7 @@ import psutil
 import pytest
 import yaml
 
-from ecomp.agent.host.metadata_server import USER
+from ecomp.agent.host.metadata import USER
 from ecomp.model.network import network_config
 from tests.kit.lab import BOOT, Lab, answers, running
 from tests.kit.lab_fixtures import KEY

@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from ecomp.agent.host.metadata_server import USER
+from ecomp.agent.host.metadata import USER
 from tests.kit.servers import TOP, until
 
 UUID, OTHER = 'd578fb7c-7787-4e73-b69a-a7b3ef9bf73a', 'e9bedb97-917a-4f4e-9a69-8ad21840267f'

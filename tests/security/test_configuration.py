@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from ecomp import config_path
-from ecomp.agent.host import nocloud
+from ecomp.agent.host import metadata
 from ecomp.compute_conf import load_compute
 from ecomp.conf import load_schedule
 from ecomp.errors import BuildFailed, UsageError
@@ -150,7 +150,7 @@ def test_the_metadata_server_s_too(home: Path) -> None:
     path.write_text('[public-keys]\n')
     os.chown(path, STRANGER, STRANGER)
     with pytest.raises(BuildFailed, match='mdserver.conf: belongs to user'):
-        nocloud.seed(home, path.parent, '52:54:00:00:00:01', phones_home=False)
+        metadata.seed(home, path.parent, '52:54:00:00:00:01', phones_home=False)
 
 
 def test_what_was_looked_at_is_what_the_metadata_server_reads(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,7 +168,7 @@ def test_what_was_looked_at_is_what_the_metadata_server_reads(home: Path, monkey
     monkeypatch.setattr(config_path, 'check', exchanged)
     before = len(os.listdir('/proc/self/fd'))
     with pytest.raises(BuildFailed, match=f'no instance with the MAC address {mac}'):
-        nocloud.seed(home, path.parent, mac, phones_home=False)
+        metadata.seed(home, path.parent, mac, phones_home=False)
     assert len(os.listdir('/proc/self/fd')) == before
     monkeypatch.setattr(config_path, 'check', check)
     # What is wrong in it is said of the file by its name, and its paths are meant from where it is.
@@ -176,10 +176,10 @@ def test_what_was_looked_at_is_what_the_metadata_server_reads(home: Path, monkey
     for text, said in wrong.items():
         path.write_text(text)
         with pytest.raises(BuildFailed, match=f' {path}: .*{said}'):
-            nocloud.seed(home, path.parent, mac, phones_home=False)
+            metadata.seed(home, path.parent, mac, phones_home=False)
     path.unlink()
     with pytest.raises(BuildFailed, match='no instance with the MAC'):
-        nocloud.seed(home, path.parent, mac, phones_home=False)
+        metadata.seed(home, path.parent, mac, phones_home=False)
 
 
 @as_root
@@ -188,9 +188,9 @@ def test_what_is_no_file_is_not_opened_as_the_metadata_server_s(home: Path) -> N
     path, mac = home / 'work/mdserver.conf', '52:54:00:00:00:01'
     os.mkfifo(path)
     with pytest.raises(BuildFailed, match=f'^scheduled: {path}: is no regular file: remove it'):
-        nocloud.seed(home, path.parent, mac, phones_home=False)
+        metadata.seed(home, path.parent, mac, phones_home=False)
     path.unlink()
     # A device that nothing drives: whoever opens it is told so.
     os.mknod(path, stat.S_IFCHR | 0o600, os.makedev(240, 255))
     with pytest.raises(BuildFailed, match=f'^scheduled: {path}: is no regular file: remove it'):
-        nocloud.seed(home, path.parent, mac, phones_home=False)
+        metadata.seed(home, path.parent, mac, phones_home=False)

@@ -24,10 +24,8 @@ import psutil
 import pytest
 from mdserver import conf, privileges, server
 
-from ecomp.agent.host.memory import Memory
-from ecomp.agent.host.metadata import GuestData
-from ecomp.agent.host.metadata_server import USER
-from ecomp.agent.host.state import Identity
+from ecomp.agent.host.metadata import USER, GuestData
+from ecomp.agent.host.state import Identity, Memory
 from ecomp.model.instance import Request
 from tests.kit.servers import TOP
 from tests.security.rights import COMMAND, ENVIRONMENT, HERE, MAC, OTHER, UUID, Server, describe

@@ -168,7 +168,7 @@ ip netns del "$1"; exec 3>&-; wait $server
 
 def test_nothing_of_the_directory_it_is_started_in_is_run(tmp_path: Path) -> None:
     """root's ecompute ran a bottle.py that lay there."""
-    from ecomp.agent.host.nocloud import seed
+    from ecomp.agent.host.metadata import seed
 
     (tmp_path / 'bottle.py').write_text('open("ran", "w")\n')
     (tmp_path / 'mdserver').mkdir()

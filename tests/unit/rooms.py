@@ -103,7 +103,7 @@ PLACES: dict[str, set[str]] = {
     'requests': {'ecomp.placement'},
     'certifi': {'ecomp.agent.images'},
     'urllib3': {'ecomp.placement', 'ecomp.agent.images'},
-    'psutil': {'ecomp.agent.host.inventory'},
+    'psutil': {'ecomp.agent.host.provider'},
     'os_traits': {'ecomp.model.traits'},
     'yaml': {'ecomp.yaml_file'},
     'bottle': {'mdserver'},
@@ -113,7 +113,7 @@ PLACES: dict[str, set[str]] = {
     'cryptography': {'ecomp.lab.certs'},
     # mdserver is started; an image is looked at by a child; the lab starts the cluster's daemons.
     'subprocess': {
-        *('ecomp.lab', 'ecomp.agent.host.metadata_server', 'ecomp.agent.host.nocloud', 'ecomp.agent.images.inspection'),
+        *('ecomp.lab', 'ecomp.agent.host.metadata', 'ecomp.agent.images.inspection'),
         'ecomp.cli.enter',  # a host is entered
         'ecomp.virt.ip',
     },

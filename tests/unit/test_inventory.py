@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ecomp.agent.host.inventory import Machine, closed, default_cache, inventory, look, with_ratios
-from ecomp.agent.host.inventory import given as stated
+from ecomp.agent.host.provider import Machine, closed, default_cache, inventory, look, with_ratios
+from ecomp.agent.host.provider import given as stated
 from ecomp.errors import UsageError
 from ecomp.model.allocation import GIB, MIB
 

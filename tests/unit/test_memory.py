@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from ecomp.agent.host.memory import Memory, MemoryEntry
+from ecomp.agent.host.state import Memory, MemoryEntry
 from ecomp.files import write_durably
 from ecomp.model.instance import Request
 from ecomp.model.record import ACTIVE, BUILDING, Failure, new_record, timestamp
@@ -129,7 +129,7 @@ def test_what_a_full_disk_kept_from_it_is_written_later(
 
     memory, lives = machine.memory(), RECORD.at(ACTIVE, 'T3')
     with monkeypatch.context() as patched:
-        patched.setattr('ecomp.agent.host.memory.write_durably', full)
+        patched.setattr('ecomp.agent.host.state.write_durably', full)
         memory.remember(REQUEST, lives)
         memory.put_right(REQUEST, lives)
         assert machine.memory().all() == {}
@@ -162,7 +162,7 @@ def at_its_first_write(patch: pytest.MonkeyPatch, meanwhile: Callable[[], None],
             beside.join(seconds)
         write_durably(path, text)
 
-    patch.setattr('ecomp.agent.host.memory.write_durably', slow)
+    patch.setattr('ecomp.agent.host.state.write_durably', slow)
     return beside
 
 

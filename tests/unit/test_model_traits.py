@@ -88,7 +88,7 @@ assert 'os_traits' not in sys.modules, [each for each in sys.modules if 'trait' 
     'module',
     [
         'ecomp.schedule, ecomp.scheduler.placing.create, ecomp.scheduler.operating.drain',
-        'ecomp.compute, ecomp.agent.instance.worker',
+        'ecomp.compute, ecomp.agent.instance.pool',
         'ecomp.agent.host.provider',
     ],
 )

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from ecomp.agent.host.memory import MemoryEntry
-from ecomp.agent.instance.republish import Drop, EtcdView, Publish, ended, running
+from ecomp.agent.host.state import MemoryEntry
+from ecomp.agent.instance.records import Drop, EtcdView, Publish, ended, running
 from ecomp.model.instance import Invalid, Request
 from ecomp.model.power import Power
 from ecomp.model.record import ACTIVE, BUILDING, DESTROYING, ERROR, GONE, STOPPED, new_record

@@ -1,22 +1,76 @@
-"""Rule 4: a claim on this compute that nobody stands behind is released, after two looks a minute apart.
+"""Release a claim on this compute that no request owns, after two periodic checks (rule 4); and placement's generations.
 
-It never finishes somebody's half-made request: whoever made the claim is dead, or would have a key.
+A half-made request is never finished here: whoever made the claim is dead, or it would have a key.
+
+A provider's generation changes with its inventory, its traits, its aggregates and each claim on it, but not when a
+consumer is deleted. What follows from an unchanged generation therefore also holds after a release.
 """
 
 from __future__ import annotations
 
 import logging
+import threading
+import time
 from collections.abc import Collection, Mapping
 from functools import partial
 
-from ecomp.agent.host.generations import Settled
+from ecomp.errors import NotFound
 from ecomp.model import keys
-from ecomp.placement import allocations
+from ecomp.placement import allocations, providers
 from ecomp.placement.claiming import release
 from ecomp.placement.client import Placement
 from ecomp.store.client import Store
 from ecomp.store.released import note
 from ecomp.store.requests import at_it, in_requests, wanted
+
+KEPT = 20.0
+"""Seconds for which what placement said of all providers is believed by those of many computes."""
+BELIEVED = 10
+"""Looks for which an unchanged one is believed, at most: a database that was restored may count up to it again."""
+
+
+class Generations:
+    """What is said of the computes of a process: of one alone, or of all that there are in one call."""
+
+    def __init__(self, placement: Placement, several: bool) -> None:
+        self._placement, self._several = placement, several
+        self._lock = threading.Lock()
+        self._said: dict[str, int] = {}
+        self._until = 0.0
+
+    def of(self, compute: str) -> int | None:
+        """The generation of a compute's provider, at most KEPT s old; None: there is none."""
+        if not self._several:
+            try:
+                return providers.generation(self._placement, compute)
+            except NotFound:
+                return None
+        with self._lock:  # while placement is asked, too: the others want the same answer, and not a thousand questions
+            began = time.monotonic()
+            if began >= self._until:
+                self._said = providers.generations(self._placement)
+                self._until = began + KEPT
+            return self._said.get(compute)
+
+
+class Settled:
+    """At which generation all was found as it should be, and how often that was believed."""
+
+    def __init__(self) -> None:
+        self._generation: int | None = None
+        self._left = 0
+
+    def at(self, generation: int | None) -> bool:
+        """Whether it is still as it was found, by this generation; asked a few times, then not believed any more."""
+        if generation is None or generation != self._generation or not self._left:
+            return False
+        self._left -= 1
+        return True
+
+    def note(self, generation: int | None) -> None:
+        """All was found as it should be after this generation was read; None: it was not."""
+        self._generation, self._left = generation, BELIEVED
+
 
 log = logging.getLogger(__name__)
 

@@ -1,31 +1,35 @@
-"""One instance at a time: a task carried out on libvirt, placement and the record.
+"""Carry out one task of one instance on libvirt, placement and the record.
 
-Every write about an instance is a transaction that compares its /hosts key's revision (rule 5): when the request has
-changed meanwhile nothing is written, and the next plan sees the new one. All of it can be done again.
+Every write about an instance is a transaction that compares its /hosts key's revision (rule 5): if the request has
+changed in the meantime nothing is written, and the next plan sees the new one. Every step can be repeated.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping
+import threading
+from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
-from ecomp.agent.host.memory import Memory
-from ecomp.agent.instance.adoption import Adoption
+from ecomp.agent.host.metadata import GuestData
+from ecomp.agent.host.state import Memory
 from ecomp.agent.instance.build import Build, Cancelled, Destroy, Forget
 from ecomp.agent.instance.plan import GONE_BOTH
 from ecomp.agent.instance.power import ATTEMPTS, Switch
 from ecomp.agent.instance.records import Records, Superseded
-from ecomp.agent.instance.runner import finish
-from ecomp.agent.instance.surroundings import ControlPlane, Host, Shape, answer, with_shares, with_user_data
+from ecomp.agent.instance.runner import Runner, finish
 from ecomp.errors import BuildFailed, Conflict, EcompError, NoSpace, UnknownOutcome, Unreachable, UsageError
 from ecomp.failpoints import failpoint
 from ecomp.model import keys
-from ecomp.model.allocation import difference, to_wire
-from ecomp.model.guest import REFUSED_METADATA, Address, Guest, all_macs
-from ecomp.model.instance import Invalid, Request
+from ecomp.model.allocation import difference, to_wire, total
+from ecomp.model.boots import CREATED
+from ecomp.model.guest import REFUSED_METADATA, Address, BaseImage, Guest, GuestSpec, all_macs
+from ecomp.model.guest_data import shared_user_data
+from ecomp.model.instance import Invalid, Request, Shares, parse_request, shares
+from ecomp.model.network import Attachment
 from ecomp.model.record import (
     ACTIVE,
     BUILDING,
@@ -34,6 +38,7 @@ from ecomp.model.record import (
     GONE,
     STOPPED,
     Failure,
+    Interface,
     Progress,
     Record,
     new_record,
@@ -41,10 +46,188 @@ from ecomp.model.record import (
 )
 from ecomp.model.text import printable
 from ecomp.placement import allocations
+from ecomp.placement.allocations import Consumer
 from ecomp.placement.claiming import release
-from ecomp.store.client import Delete, Put
+from ecomp.placement.client import Placement
+from ecomp.store.client import Delete, Put, Store
+from ecomp.virt import Hypervisor
+
+
+def with_shares(store: Store, compute: str, wish: Invalid) -> Invalid:
+    """The request that is refused with what it shares, which may be in a value that was not kept: that is read once."""
+    entry = store.get(keys.request(compute, wish.instance)) if wish.shares == Shares() else None
+    return wish if entry is None else wish._replace(shares=shares(parse_request(compute, entry.key, entry.value)))
+
+
+def aside(ask: Callable[[], Consumer]) -> Future[Consumer]:
+    """Have this asked by a thread of its own, or by this one where none can be started; the future has its errors."""
+    future: Future[Consumer] = Future()
+
+    def tell() -> None:
+        try:
+            future.set_result(ask())
+        except BaseException as error:
+            future.set_exception(error)
+
+    try:
+        threading.Thread(target=tell, name='confirm', daemon=True).start()
+    except RuntimeError:
+        tell()
+    return future
+
+
+def answer(asked: Future[Consumer]) -> Consumer:
+    """What placement said. Unreachable for whatever else it answers: it is no reason to end a build, and waited for."""
+    try:
+        return asked.result()
+    except Unreachable:
+        raise
+    except EcompError as error:
+        raise Unreachable(str(error)) from error
+
+
+@dataclass(frozen=True)
+class ControlPlane:
+    """etcd and placement, as the compute of this uuid has them. `now` gives ISO 8601 times.
+
+    `aside` has placement asked while something else is done.
+    """
+
+    compute: str
+    store: Store
+    placement: Placement
+    now: Callable[[], str]
+    aside: Callable[[Callable[[], Consumer]], Future[Consumer]] = aside
+
+
+@dataclass(frozen=True)
+class Host:
+    """The hypervisor, what carries out jobs on it, and what the metadata server is told of guests.
+
+    `look_after` is called every minute; `serves_metadata` says whether a guest here could ask a metadata server.
+    """
+
+    hypervisor: Hypervisor
+    runner: Runner
+    guest_data: GuestData
+    look_after: Callable[[], None] = lambda: None
+    serves_metadata: Callable[[], bool] = lambda: False
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What this compute gives every guest. `hostname` is where its console log is.
+
+    `seed` says what is on the NoCloud disk of the guest with a MAC, BuildFailed; None where guests get no such disk.
+    """
+
+    virt_type: str
+    resize: bool
+    networks: tuple[Attachment, ...]
+    hostname: str
+    seed: Callable[[str], Mapping[str, bytes]] | None = None
+
+    def spec(self, compute: str, request: Request) -> GuestSpec:
+        """The guest to make of a request to this compute; its base, its addresses and its seed are not known yet."""
+        asked = total(request.allocations)
+        return GuestSpec(
+            instance=request.instance,
+            compute=compute,
+            vcpus=asked['VCPU'],
+            memory_mb=asked['MEMORY_MB'],
+            disk_gb=asked['DISK_GB'] if self.resize else None,
+            base=BaseImage('', '', 0),
+            virt_type=self.virt_type,
+            networks=self.networks,
+        )
+
+
+def with_user_data(store: Store, request: Request) -> Request:
+    """The request with the user-data that it shares with the others of its set. BuildFailed where that is gone."""
+    if request.user_data_sha256 is None:
+        return request
+    entry = store.get(keys.user_data(request.user_data_sha256))
+    if entry is None:
+        raise BuildFailed('scheduled', 'its user-data is not in etcd any more: that of a set is kept for a week')
+    try:
+        return replace(request, user_data=shared_user_data(entry.value, request.user_data_sha256))
+    except ValueError as error:
+        raise BuildFailed('scheduled', f'its user-data, {entry.key}: {error}') from error
+
 
 log = logging.getLogger(__name__)
+
+
+class Adoption:
+    """Takes over the guests of one compute. One thread an instance."""
+
+    def __init__(
+        self,
+        control: ControlPlane,
+        hypervisor: Hypervisor,
+        shape: Shape,
+        records: Records,
+        switch: Switch,
+        memory: Memory,
+    ) -> None:
+        self._control = control
+        self._hypervisor = hypervisor
+        self._shape = shape
+        self._records = records
+        self._switch = switch
+        self._memory = memory
+
+    def adopt(self, record: Record, revision: int, request: Request, guest: Guest, lost: bool, starts: bool) -> None:
+        """Write down a guest that is there already; what placement says otherwise is its fault, in words.
+
+        `lost`: its record was. `starts`: if it is off it is still to be started.
+        """
+        remembered = self._memory.all().get(record.instance)
+        if lost and request.power is not None:
+            # What was asked of its power may have been done long ago: only our own memory can say that it was not.
+            record = replace(record, power=remembered.record.power if remembered else request.power.id)
+        held = allocations.consumer(self._control.placement, request.instance)
+        differs = difference(request.allocations, held.allocations)
+        spec = self._shape.spec(self._control.compute, request)
+        if not record.addresses:
+            plain = tuple(Interface(name, mac) for mac, (_, name) in zip(spec.macs, spec.networks, strict=True))
+            record = replace(record, addresses=plain)
+            with suppress(BuildFailed):  # it has whatever address it has
+                record = self.reserve(record, spec)
+        record = replace(record, fault='its record was lost' if lost else record.fault)
+        starts = starts and not (guest.running or differs)
+        failed = self._switch.start_built(record.at(BUILDING, self._control.now()), revision) if starts else None
+        faults = failed, record.fault, differs
+        record = replace(self.up(record), fault='; '.join(filter(None, faults)) or None)
+        is_off = not guest.running and (not starts or failed)
+        # One that ran when it was last written down is seen to be off, or started after a reboot, by the next plan.
+        if is_off and not (remembered is not None and remembered.record.state == ACTIVE):
+            record = record.off(self._control.now())
+        self._records.write(record, revision)
+        self._memory.remember(request, record)
+        log.info('instance %s is %s%s', record.instance, record.state, f': {record.fault}' if record.fault else '')
+
+    def reserve(self, record: Record, spec: GuestSpec) -> Record:
+        """Reserve the guest's addresses where libvirt gives them out; the record with what is expected."""
+        interfaces = []
+        for mac, (kind, name) in zip(spec.macs, spec.networks, strict=True):
+            reserved = self._hypervisor.reserve(record.instance, mac, name) if kind == 'network' else None
+            interfaces.append(Interface(name, mac, expected=reserved))
+        failpoint('reserved')
+        return replace(record, addresses=tuple(interfaces))
+
+    def up(self, record: Record) -> Record:
+        """The record of a guest that runs."""
+        console = self._hypervisor.console(record.instance)
+        record = replace(record, console=f'{self._shape.hostname}:{console}' if console else None)
+        # A guest that runs has its image and its disk, whether or not that could be written when it was so.
+        now = self._control.now()
+        return record.at(ACTIVE, now, 'image', 'disk', 'started').on(CREATED, now)
+
+    def as_it_is(self, record: Record, guest: Guest) -> Record:
+        """The record of a whole guest, running or off."""
+        return self.up(record) if guest.running else self.up(record).off(self._control.now())
+
 
 RELEASES = 5
 """How often a release is tried at once that loses its race."""

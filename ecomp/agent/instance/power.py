@@ -9,8 +9,8 @@ import logging
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 
-from ecomp.agent.host.memory import Memory
 from ecomp.agent.host.metadata import GuestData
+from ecomp.agent.host.state import Memory
 from ecomp.agent.instance.build import Job, Resume, Shutdown, SwitchOff
 from ecomp.agent.instance.plan import Patience, fault_of
 from ecomp.agent.instance.records import Records

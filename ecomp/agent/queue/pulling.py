@@ -18,7 +18,7 @@ from dataclasses import replace
 from functools import partial
 
 from ecomp.agent.agenda import Agenda
-from ecomp.agent.instance.surroundings import ControlPlane
+from ecomp.agent.instance.instances import ControlPlane
 from ecomp.agent.queue.offers import Offers
 from ecomp.agent.queue.taking import Taker
 from ecomp.errors import ClaimedElsewhere, EcompError, NoCapacity, NotFound, PlacementRefusal, Unreadable

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Collection, Mapping
 
 from ecomp.agent.complaints import Complaints
-from ecomp.agent.instance.surroundings import ControlPlane
+from ecomp.agent.instance.instances import ControlPlane
 from ecomp.agent.queue.offers import Offers
 from ecomp.agent.queue.pulling import Puller
 from ecomp.agent.queue.taking import Taker

@@ -11,8 +11,8 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from functools import partial
 
+from ecomp.agent.instance.instances import ControlPlane
 from ecomp.agent.instance.records import older_record, revision_of
-from ecomp.agent.instance.surroundings import ControlPlane
 from ecomp.errors import Conflict, EcompError, UnknownOutcome
 from ecomp.failpoints import failpoint
 from ecomp.model import keys
