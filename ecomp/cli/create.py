@@ -37,8 +37,8 @@ from ecomp.model.order import Order
 
 if TYPE_CHECKING:
     from ecomp.model.set_order import SetOrder
-    from ecomp.scheduler.looking.ask import Backend
-    from ecomp.scheduler.placing.deliver import DeliveryOutcome
+    from ecomp.scheduler.looking.find import Backend
+    from ecomp.scheduler.placing.claim import DeliveryOutcome
 
 LEAST_MEMORY_MB = 64
 """MiB without which no cloud image boots; who asks for less is told so."""
@@ -72,7 +72,7 @@ def _create(do: Context) -> int:
 def _place(do: Context, order: Order) -> int:
     # Imported late on purpose, here and below: requests and etcd3 are most of a claim's time, so one is loaded, and
     # placement asked, while the other is on its way.
-    from ecomp.scheduler.looking.ask import ask_placement
+    from ecomp.scheduler.looking.find import ask_placement
 
     query, resume = _query(do), do.options.uuid is not None
     large = LARGE if is_large(do.config.etcd) and not resume and not do.options.size else None
@@ -222,8 +222,8 @@ def _enqueue(do: Context, order: Order) -> int:
 
 def _plan(do: Context) -> int:
     from ecomp.cli.show import as_plan
-    from ecomp.scheduler.looking.ask import ask_placement
-    from ecomp.scheduler.placing.plan import plan
+    from ecomp.scheduler.looking.find import ask_placement
+    from ecomp.scheduler.placing.place import plan
 
     query = _query(do)
     backend = ask_placement(do.config.placement, query, do.slow)

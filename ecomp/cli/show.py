@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from ecomp.model.findings import Finding
     from ecomp.model.host import Host
     from ecomp.scheduler.operating.audit import Report
-    from ecomp.scheduler.placing.plan import RankedCompute
+    from ecomp.scheduler.placing.place import RankedCompute
 
 MIDWAY = {ASKED: 'its guest was asked to turn itself off', OFF: 'it is off, and about to be started'}
 INSTANCE = Column('INSTANCE', kind=UUID)

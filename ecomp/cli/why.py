@@ -19,7 +19,7 @@ from ecomp.store.sharing import group
 
 if TYPE_CHECKING:
     from ecomp.placement.client import Placement
-    from ecomp.scheduler.placing.waiting import Waiting
+    from ecomp.scheduler.placing.enqueue import Waiting
 
 MEANINGS = {
     SPREAD: 'the emptiest first',
@@ -51,7 +51,7 @@ def why(store: Store, placement: Callable[[], Placement], found: InstanceEntries
     theirs, known = group(store, name)[0] if name else None, computes(store)
     waits = None
     if found.queue_entry is not None:
-        from ecomp.scheduler.placing.waiting import waiting
+        from ecomp.scheduler.placing.enqueue import waiting
 
         others = None if theirs is None else theirs.without(record.instance)
         waits = waiting(store, placement(), found.queue_entry, record.query, known, others)

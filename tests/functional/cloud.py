@@ -22,9 +22,8 @@ from ecomp.model.instance import Request, parse_request
 from ecomp.model.set_order import SetOrder
 from ecomp.placement import allocations
 from ecomp.placement.client import Placement
-from ecomp.scheduler.placing.claim import Claimer
+from ecomp.scheduler.placing.claim import Claimer, DeliveryOutcome
 from ecomp.scheduler.placing.create import create
-from ecomp.scheduler.placing.deliver import DeliveryOutcome
 from ecomp.store.client import Put, Store, Unchanged
 from tests.kit.servers import Etcd, PlacementServer
 

@@ -10,7 +10,7 @@ from ecomp.agent.host.claims import APART, ClaimKeeper
 from ecomp.model import keys
 from ecomp.placement import allocations
 from ecomp.scheduler.placing import claim as claims
-from ecomp.scheduler.placing.deliver import DeliveryOutcome
+from ecomp.scheduler.placing.claim import DeliveryOutcome
 from ecomp.store.client import Put
 from tests.functional.cloud import SMALL, Cloud, at_it, new
 

@@ -23,12 +23,11 @@ from ecomp.placement import allocations, claiming
 from ecomp.placement.claiming import claim
 from ecomp.placement.client import Placement
 from ecomp.scheduler.changing.wait import Deadline
-from ecomp.scheduler.looking.ask import FRESH
+from ecomp.scheduler.looking.find import FRESH
 from ecomp.scheduler.operating.drain import disable, drained
 from ecomp.scheduler.operating.forget import forget
 from ecomp.scheduler.operating.repair import _release as repaired
-from ecomp.scheduler.placing.claim import abandon
-from ecomp.scheduler.placing.deliver import DeliveryOutcome
+from ecomp.scheduler.placing.claim import DeliveryOutcome, abandon
 from ecomp.store.client import Delete, Put, Snapshot, Store, Unchanged
 from ecomp.store.released import highest, note
 from tests.functional.cloud import RESOURCES, SMALL, Cloud, at_it, new

@@ -24,8 +24,8 @@ from ecomp.placement import allocations
 from ecomp.placement.client import Placement
 from ecomp.scheduler.changing.destroy import destroy
 from ecomp.scheduler.placing import claim as claims
+from ecomp.scheduler.placing.claim import DeliveryOutcome
 from ecomp.scheduler.placing.create import create
-from ecomp.scheduler.placing.deliver import DeliveryOutcome
 from ecomp.store.client import Store
 from tests.functional.cloud import IMAGE, RESOURCES, SMALL, WHO, Cloud, CountingStore, at_it, new
 from tests.kit.servers import PATIENCE, until

@@ -12,7 +12,7 @@ from ecomp.model.record import new_record, to_json
 from ecomp.placement import allocations
 from ecomp.placement.client import Placement
 from ecomp.scheduler.placing import claim as claims
-from ecomp.scheduler.placing.deliver import DeliveryOutcome
+from ecomp.scheduler.placing.claim import DeliveryOutcome
 from ecomp.store.client import Store
 from tests.functional.cloud import SMALL, Cloud, new
 from tests.kit.proxy import Proxy

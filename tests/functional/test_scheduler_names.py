@@ -15,7 +15,7 @@ from ecomp.model.record import ACTIVE, DESTROYING, ERROR, GONE, Failure, Record,
 from ecomp.model.set_order import SetOrder
 from ecomp.scheduler.changing.destroy import destroy
 from ecomp.scheduler.looking.find import find, living, resolve
-from ecomp.scheduler.placing.deliver import DeliveryOutcome
+from ecomp.scheduler.placing.claim import DeliveryOutcome
 from ecomp.store.client import Put, Store
 from ecomp.store.sharing import freed, given_back
 from tests.functional.cloud import IMAGE, Cloud, new

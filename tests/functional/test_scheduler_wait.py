@@ -17,9 +17,8 @@ from ecomp.errors import EcompError, NotFound, StillGoing, Unreachable
 from ecomp.model import keys
 from ecomp.model.record import ACTIVE, BUILDING, DESTROYING, ERROR, GONE, Failure, Progress, Record, to_json
 from ecomp.model.waits import WAITS_FOR
-from ecomp.scheduler.changing import whereabouts
-from ecomp.scheduler.changing.wait import Deadline, Wait, wait_for_stage, wait_until_gone
-from ecomp.scheduler.changing.whereabouts import Whereabouts
+from ecomp.scheduler.changing import wait as wait_module
+from ecomp.scheduler.changing.wait import Deadline, Wait, Whereabouts, wait_for_stage, wait_until_gone
 from ecomp.store.client import Delete, Put, Store
 from ecomp.store.places import Index
 from tests.functional.cloud import IMAGE, Cloud, new
@@ -308,7 +307,7 @@ def test_of_many_each_is_looked_for_where_it_was(
     at, nowhere = (Index({instance: [keys.request(each, instance)]}) for each in (compute, new()))
     assert wait_for_stage(Wait(config, instance, Deadline(5), told.append, among=nowhere), 'started') == started
     monkeypatch.setattr(Store, 'snapshot', _unreachable)
-    monkeypatch.setattr(whereabouts, 'Follower', _unreachable)
+    monkeypatch.setattr(wait_module, 'Follower', _unreachable)
     assert wait_for_stage(Wait(config, instance, Deadline(5), told.append, among=at), 'started') == started
 
 

@@ -20,7 +20,7 @@ from ecomp.model.quota import from_json as quota_from_json
 from ecomp.model.quota import to_json as quota_to_json
 from ecomp.model.record import ACTIVE, Record
 from ecomp.model.stages import GONE
-from ecomp.scheduler.placing.deliver import Delivery, deliver
+from ecomp.scheduler.placing.claim import Delivery, deliver
 from ecomp.store.client import Entry, Store
 from ecomp.store.sharing import Change, Excluded, ended, group, quota, rejoined, write_end
 from tests.functional.cloud import IMAGE, SMALL, Cloud, new

@@ -11,7 +11,7 @@ from ecomp.conf import EtcdConfig
 from ecomp.errors import UnknownOutcome
 from ecomp.model import keys
 from ecomp.scheduler.changing.destroy import destroy
-from ecomp.scheduler.placing.deliver import DeliveryOutcome
+from ecomp.scheduler.placing.claim import DeliveryOutcome
 from ecomp.store.client import Put, Store, Unchanged
 from tests.functional.cloud import Cloud
 from tests.kit.resetting import Resetting

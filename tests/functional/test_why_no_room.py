@@ -16,7 +16,7 @@ from ecomp.model.explain import Cure, Provider, changed, miss, smallest, unexpla
 from ecomp.model.query import Amount, Unexplained, enabled_only, parse, words
 from ecomp.placement import room
 from ecomp.placement.allocations import candidates
-from ecomp.scheduler.placing.facts import CALLS, Facts
+from ecomp.scheduler.placing.explain import CALLS, Facts
 from tests.kit.in_process import InProcess, empty, put
 
 CLASSES = ('VCPU', 'MEMORY_MB', 'DISK_GB', 'VGPU')

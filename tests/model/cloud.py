@@ -31,9 +31,8 @@ from ecomp.placement import allocations
 from ecomp.placement.client import Placement
 from ecomp.scheduler.changing.destroy import destroy
 from ecomp.scheduler.changing.power import power
-from ecomp.scheduler.placing.claim import abandon
+from ecomp.scheduler.placing.claim import DeliveryOutcome, abandon, announce
 from ecomp.scheduler.placing.create import create
-from ecomp.scheduler.placing.deliver import DeliveryOutcome, announce
 from ecomp.scheduler.placing.enqueue import enqueue
 from ecomp.store.client import Put
 from tests.model.acting import EXPIRY, MINUTE, Actor, Event

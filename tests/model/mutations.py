@@ -107,16 +107,16 @@ CLAIM = {
 }
 DELIVERY = {
     'a delivery does not compare its attempt': bug(
-        'ecomp.scheduler.placing.deliver:deliver', assigns('conditions', '[]'), 'one_uuid_twice'
+        'ecomp.scheduler.placing.claim:deliver', assigns('conditions', '[]'), 'one_uuid_twice'
     ),
     'an attempt is on no lease': bug(
-        'ecomp.scheduler.placing.deliver:announce', without_argument('Put', 'lease'), 'one_name', 'one_uuid_twice'
+        'ecomp.scheduler.placing.claim:announce', without_argument('Put', 'lease'), 'one_name', 'one_uuid_twice'
     ),
     'a lost delivery is only looked for': bug(
-        'ecomp.scheduler.placing.deliver:deliver', asks('store.get(attempt_key)', 'withdraw'), 'late_delivery'
+        'ecomp.scheduler.placing.claim:deliver', asks('store.get(attempt_key)', 'withdraw'), 'late_delivery'
     ),
     'a set and one of its instances are delivered at once': bug(
-        'ecomp.scheduler.placing.deliver:_check_alone', never('is_older'), 'set_and_its_member'
+        'ecomp.scheduler.placing.claim:_check_alone', never('is_older'), 'set_and_its_member'
     ),
     'a queued request does not compare its attempt': bug(
         'ecomp.scheduler.placing.enqueue:_commit', without('attempt_revision'), 'queued_and_direct'
@@ -158,7 +158,7 @@ SHARED = {
     ),
     'a group is not compared': bug('ecomp.store.sharing:joined', without('unchanged'), 'apart'),
     'a name is not compared': bug(
-        'ecomp.scheduler.placing.joining:take_names',
+        'ecomp.scheduler.placing.claim:take_names',
         results('([], [Put(keys.name(name), name_to_json(instance)) for name, instance in named.items()])'),
         'one_name',
     ),

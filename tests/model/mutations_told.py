@@ -29,7 +29,7 @@ TOLD = {
     ),
     # What a command tells
     'a delivery whose answer is lost is called undone': bug(
-        'ecomp.scheduler.placing.deliver:deliver', never('get', 'request'), 'lost_delivery', 'create_with_losses'
+        'ecomp.scheduler.placing.claim:deliver', never('get', 'request'), 'lost_delivery', 'create_with_losses'
     ),
     'a destroy whose answer is lost is called not accepted': bug(
         'ecomp.scheduler.changing.accept:until_accepted', always('is_unknown'), 'destroy_with_losses'
@@ -38,7 +38,7 @@ TOLD = {
         'ecomp.scheduler.placing.create:Attempt._release', always('abandon'), 'one_name', 'create_with_losses'
     ),
     'a name is taken from who still has it': bug(
-        'ecomp.scheduler.placing.joining:free_name', never('found', 'state'), 'one_name', 'name_of_destroyed'
+        'ecomp.scheduler.placing.claim:free_name', never('found', 'state'), 'one_name', 'name_of_destroyed'
     ),
     # Drains, and time
     'a drain does not look for claims': bug(
@@ -166,13 +166,13 @@ PAIRS = {
         *('new_compute_after_a_restore', 'new_compute_beside_a_living_one'),
     ),
     'a create neither reads earlier claims nor leaves them where they are': pair(
-        bug('ecomp.scheduler.placing.earlier:earlier_claims', returns(({}, {}))),
+        bug('ecomp.scheduler.placing.create:earlier_claims', returns(({}, {}))),
         bug('ecomp.placement.claiming:claim', never('elsewhere')),
         'resumed_after_a_restore',
     ),
     'neither a create nor its delivery looks for an earlier record': pair(
         bug('ecomp.scheduler.placing.create:_before', returns({})),
-        bug('ecomp.scheduler.placing.deliver:deliver', drops('record', 'append')),
+        bug('ecomp.scheduler.placing.claim:deliver', drops('record', 'append')),
         'destroyed_and_asked_again',
     ),
     'forget neither refuses nor looks before it releases': pair(

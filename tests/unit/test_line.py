@@ -10,7 +10,7 @@ import pytest
 
 from ecomp.model import keys
 from ecomp.model.choose import Offer
-from ecomp.scheduler.placing.contention import LOOKS, MOST, SCARCE, Contention
+from ecomp.scheduler.placing.place import LOOKS, MOST, SCARCE, Contention
 from ecomp.store.client import Entry, Snapshot
 from ecomp.store.requests import in_line
 

@@ -14,10 +14,8 @@ from ecomp.errors import NoCapacity
 from ecomp.model.choose import FIRST, PACK, SPREAD, Candidate, Offer
 from ecomp.model.inventory import Room
 from ecomp.model.set_order import SetOrder
-from ecomp.scheduler.placing.claim import Claimer
-from ecomp.scheduler.placing.contention import SCARCE
-from ecomp.scheduler.placing.joining import Terms
-from ecomp.scheduler.placing.place import Placer
+from ecomp.scheduler.placing.claim import Claimer, Terms
+from ecomp.scheduler.placing.place import SCARCE, Placer
 
 SIZE, EACH = {'VCPU': 1, 'MEMORY_MB': 128, 'DISK_GB': 1}, 4
 

@@ -1,4 +1,4 @@
-"""Release a claim on this compute that no request owns, after two periodic checks (rule 4); and placement's generations.
+"""Release a claim on this compute that no request owns, after two periodic checks (rule 4).
 
 A half-made request is never finished here: whoever made the claim is dead, or it would have a key.
 

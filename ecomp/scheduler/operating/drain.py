@@ -13,7 +13,7 @@ from ecomp.model.host import there
 from ecomp.model.record import SCHEDULED
 from ecomp.placement import allocations, providers, traits
 from ecomp.placement.client import Placement
-from ecomp.scheduler.looking.ask import FRESH
+from ecomp.scheduler.looking.find import FRESH
 from ecomp.scheduler.looking.hosts import look
 from ecomp.store.alive import is_alive
 from ecomp.store.client import Store

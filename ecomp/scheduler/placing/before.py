@@ -9,7 +9,7 @@ from ecomp.model import keys
 from ecomp.model.order import Order, difference
 from ecomp.model.set_order import SetOrder, member
 from ecomp.model.stages import ERROR, GONE
-from ecomp.scheduler.placing.deliver import DeliveryOutcome
+from ecomp.scheduler.placing.claim import DeliveryOutcome
 from ecomp.store.client import Store
 
 if TYPE_CHECKING:

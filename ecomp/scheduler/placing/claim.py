@@ -1,7 +1,11 @@
-"""Claim candidates for instances, knowing at each step what placement holds.
+"""Claim candidates for instances, and deliver what was claimed.
 
 Rules 1 and 3 of the protocol: an unknown outcome is read back; a claim is released only as it was read, and only
-while nobody else is at the same instance.
+while no other attempt is in flight for the same instance.
+
+What instances share with others (names, a group, a quota) is checked before a place is sought, and decided in the
+transaction that delivers (rule 7). Whoever holds the attempt may deliver: the transaction compares the attempt's key
+and drops it. So nothing is delivered twice, nor after the attempt is known to be gone.
 """
 
 from __future__ import annotations
@@ -10,25 +14,110 @@ import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import NamedTuple
 
 from ecomp.errors import (
     Conflict,
     ConsumerConflict,
+    EcompError,
     GenerationConflict,
     NoCapacity,
+    OverQuota,
     PlacementRefusal,
     UnknownOutcome,
+    UsageError,
 )
 from ecomp.failpoints import failpoint
 from ecomp.model import keys
-from ecomp.model.allocation import Allocations
+from ecomp.model.allocation import Allocations, Resources
 from ecomp.model.choose import Candidate
+from ecomp.model.group import Group, Membership, settle
+from ecomp.model.guest_data import SharedUserData
+from ecomp.model.instance import Request, announced, name_to_json, to_json
+from ecomp.model.json_object import dump
+from ecomp.model.near import did_you_mean
+from ecomp.model.quota import Quota, charge, refusal, times
+from ecomp.model.stages import ERROR, GONE
 from ecomp.placement import allocations, providers
 from ecomp.placement.claiming import claim, in_short, release
 from ecomp.placement.client import Placement
-from ecomp.store.client import Store
+from ecomp.store.client import Delete, Put, Store, Unchanged
 from ecomp.store.released import note
-from ecomp.store.requests import being_taken
+from ecomp.store.requests import being_taken, withdraw
+from ecomp.store.sharing import Change, commit_with, group, holder, quota
+
+
+class Terms(NamedTuple):
+    """The group without those who are about to join it, and the quota, as they were a moment ago; None: none."""
+
+    group: Group | None
+    quota: Quota | None
+
+    def room(self, resources: Resources, count: int, minimum: int) -> int:
+        """How many the quota allows of so many, and at least the minimum; OverQuota."""
+        if self.quota is None:
+            return count
+        found = self.quota.room(charge(resources), count)
+        if found < minimum:
+            excess = self.quota.excess(times(charge(resources), minimum))
+            raise OverQuota(refusal(self.quota.project, excess))
+        return found
+
+
+def terms_of(store: Store, wanted: Membership | None, project: str, instances: Collection[str]) -> Terms:
+    """Read the group and the quota that these instances will be counted in.
+
+    Errors: UsageError, Conflict (the group has another policy).
+    """
+    theirs = settled(store, wanted)
+    return Terms(theirs.without(*instances) if theirs is not None else None, quota(store, project)[0])
+
+
+def settled(store: Store, wanted: Membership | None) -> Group | None:
+    """Read the group that an order names, None for none. Errors: UsageError, Conflict (it is another)."""
+    if wanted is None:
+        return None
+    there = group(store, wanted.name)[0]
+    try:
+        return settle(there, wanted)
+    except UsageError as error:
+        known = map(keys.last, store.snapshot(keys.GROUPS, keys_only=True).entries)
+        raise UsageError(f'{error}{did_you_mean(wanted.name, known)}') from error
+
+
+def take_names(store: Store, names: Mapping[str, str | None]) -> Change:
+    """Take the names that are given: {instance: name or None}. Conflict: one is somebody else's."""
+    named = {name: instance for instance, name in names.items() if name is not None}
+    free = [free_name(store, name, instance) for name, instance in named.items()]
+    return free, [Put(keys.name(name), name_to_json(instance)) for name, instance in named.items()]
+
+
+def together(*changes: Change) -> Change:
+    """Join several changes of a transaction into one."""
+    conditions: list[Unchanged] = []
+    operations: list[Put | Delete] = []
+    for unchanged, change in changes:
+        conditions += unchanged
+        operations += change
+    return conditions, operations
+
+
+def free_name(store: Store, name: str, wanted: str) -> Unchanged:
+    """The condition that a name is as free as it is now. Conflict if another living one than `wanted` has it."""
+    key = keys.name(name)
+    entry = store.get(key)
+    if entry is None:
+        return Unchanged(key, 0)
+    # A delivery puts both, so the instance of a name that is there was there before we looked.
+    instance = holder(entry)
+    from ecomp.scheduler.looking.find import find  # for a name that somebody has
+
+    found = find(store, instance) if instance != wanted else None
+    if found is not None and found.record.state not in (GONE, ERROR):
+        cure = 'it is being destroyed: try again then' if found.is_destroying else 'take another, or destroy it first'
+        raise Conflict(f'{name}: is the name of instance {instance}: {cure}')
+    return Unchanged(key, entry.revision)
+
 
 log = logging.getLogger(__name__)
 
@@ -142,9 +231,9 @@ def halves(wanted: Mapping[str, Candidate]) -> tuple[dict[str, Candidate], dict[
         by_compute.setdefault(candidate.compute, []).append(instance)
     groups = list(by_compute.values()) if len(by_compute) > 1 else [[instance] for instance in wanted]
     first: list[str] = groups[0]
-    for group in groups[1:-1]:
-        if len(first) + len(group) <= len(wanted) / 2:
-            first = first + group
+    for batch in groups[1:-1]:
+        if len(first) + len(batch) <= len(wanted) / 2:
+            first = first + batch
     return (
         {instance: wanted[instance] for instance in wanted if instance in set(first)},
         {instance: wanted[instance] for instance in wanted if instance not in set(first)},
@@ -173,3 +262,110 @@ def abandon(store: Store, placement: Placement, instances: Iterable[str], attemp
         ]
 
     return all(release(placement, instances, wanted, partial(note, store)).values())
+
+
+LEASE_SECONDS = keys.ATTEMPT_SECONDS
+"""Seconds for which a dead eschedule's attempt says that somebody is at it."""
+
+USER_DATA_SECONDS = 7 * 24 * 3600
+"""Seconds for which a set's user-data stays, for computes that are away: as long as the record of what failed."""
+
+
+class Delivery(NamedTuple):
+    """One request, and the compute it goes to."""
+
+    compute: str
+    request: Request
+
+
+class DeliveryOutcome(NamedTuple):
+    """The compute that got the request. `again`: it had been delivered before, and nothing was changed."""
+
+    compute: str
+    again: bool = False
+
+
+def announce(store: Store, lease: int, attempt: str, value: Mapping[str, object], resume: bool) -> int:
+    """Put the attempt; its revision. One that is there is taken over only if `resume`: the user gave the uuid."""
+    key, text = keys.attempt(attempt), dump(value)
+    for _ in range(3):
+        before = store.get(key) if resume else None
+        if before is not None:
+            log.warning('%s: another eschedule is or was at it: taking over', attempt)
+        try:
+            revision = store.commit([Unchanged(key, before.revision if before else 0)], [Put(key, text, lease)])
+        except UnknownOutcome:
+            written = store.get(key)
+            revision = written.revision if written and written.lease == lease else None
+        if revision:
+            if resume:
+                _check_alone(store, attempt, value, revision)
+            return revision
+        resume = True
+    raise Conflict(f'{attempt}: other eschedules are at this uuid all the time')
+
+
+def _check_alone(store: Store, attempt: str, value: Mapping[str, object], revision: int) -> None:
+    """Conflict if one that was here before is at some of these instances by another key: a set, or one of a set.
+
+    Asked before it is looked what was delivered: of two each sees the other's key, or what it has delivered.
+    """
+    mine = announced(keys.attempt(attempt), dump(value).encode())
+    for key, entry in store.snapshot(keys.ATTEMPTS).entries.items():
+        is_older = entry.lease and entry.revision < revision and key != keys.attempt(attempt)
+        if is_older and mine & announced(key, entry.value):
+            raise Conflict(f'{attempt}: an eschedule at {keys.last(key)} is at it: try again when that has ended')
+
+
+def deliver(
+    store: Store,
+    deliveries: Sequence[Delivery],
+    attempt: str,
+    revision: int,
+    user_data: SharedUserData | None,
+    joining: Callable[[], Change],
+) -> bool:
+    """Deliver all in one transaction: True once the computes have them, False if certainly none has.
+
+    `attempt` is the uuid of our attempt, `revision` that of its key. What `joining` says of names, group and quota is
+    in the same transaction. `user_data` is what they refer to.
+    Errors: those of `joining`, and then none has been delivered.
+    """
+    attempt_key = keys.attempt(attempt)
+    conditions = [Unchanged(attempt_key, revision)]
+    written, granted = put_user_data(store, user_data)
+    operations: list[Put | Delete] = [Delete(attempt_key), *written]
+    for each in deliveries:
+        instance = each.request.instance
+        conditions.append(Unchanged(keys.record(each.compute, instance), 0))
+        operations.append(Put(keys.request(each.compute, instance), to_json(each.request)))
+    try:
+        return commit_with(store, conditions, operations, joining, granted) is not None
+    except UnknownOutcome as error:
+        first = deliveries[0]
+        instance = first.request.instance
+        try:
+            if withdraw(store, attempt_key, revision):
+                return False
+            # All or none: what became of one became of each.
+            if store.get(keys.request(first.compute, instance)) is not None:
+                return True
+            from ecomp.model.places import by_instance  # seldom asked
+
+            # The record of another compute is of what another eschedule of this uuid delivered.
+            there = store.read([keys.record(first.compute, instance), keys.old_record(instance)])
+            return any(first.compute in each.records for each in by_instance(there.items()).values())
+        except EcompError:
+            raise UnknownOutcome(f'{error}; whether {attempt} was delivered is not known') from error
+
+
+def put_user_data(store: Store, data: SharedUserData | None) -> tuple[list[Put], int]:
+    """The write of user-data that requests refer to, and the lease granted for it: 0 if the content has one already."""
+    if data is None:
+        return [], 0
+    key = keys.user_data(data.sha256)
+    there = store.snapshot(key, keys_only=True).entries.get(key)
+    if there is not None and there.lease and store.keep_alive(there.lease) >= USER_DATA_SECONDS:
+        return [Put(key, data.text, there.lease)], 0
+    lease = store.grant(USER_DATA_SECONDS)
+    return [Put(key, data.text, lease)], lease

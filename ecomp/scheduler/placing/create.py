@@ -1,7 +1,8 @@
-"""From a placement query to requests delivered to computes: of one instance, or of a set.
+"""Deliver requests for a placement query to computes: for one instance, or for a set.
 
 1 put the attempt, below /requests, on a lease; 2 ask for candidates; 3 claim; 4 deliver in one transaction that also
-drops the attempt. Killed after any of them, what is left is datable and undone by the computes (rule 4).
+drops the attempt. After a kill at any step, what is left has a date and is undone by the computes (rule 4). Each
+instance of an earlier attempt of the same uuid stays on the compute that its claim is on.
 """
 
 from __future__ import annotations
@@ -17,15 +18,28 @@ from typing import TYPE_CHECKING, NamedTuple
 from ecomp.errors import ClaimedElsewhere, Conflict, EcompError, NoCapacity, UnknownOutcome, Unreachable
 from ecomp.failpoints import failpoint
 from ecomp.model import keys
+from ecomp.model.allocation import compute_of, total
 from ecomp.model.choose import Candidate, Offer, Why
+from ecomp.model.group import Group
 from ecomp.model.instance import Request
+from ecomp.model.query import Amount, Unexplained, enabled_only, parse
 from ecomp.model.set_order import SetOrder, check_size
-from ecomp.placement import allocations
+from ecomp.placement import allocations, room
 from ecomp.placement.client import Placement
-from ecomp.scheduler.looking.ask import FRESH
-from ecomp.scheduler.placing.claim import Claimer, abandon
-from ecomp.scheduler.placing.deliver import LEASE_SECONDS, Delivery, DeliveryOutcome, announce, deliver
-from ecomp.scheduler.placing.joining import Terms, take_names, terms_of, together
+from ecomp.scheduler.looking.find import FRESH
+from ecomp.scheduler.placing.claim import (
+    LEASE_SECONDS,
+    Claimer,
+    Delivery,
+    DeliveryOutcome,
+    Terms,
+    abandon,
+    announce,
+    deliver,
+    take_names,
+    terms_of,
+    together,
+)
 from ecomp.scheduler.placing.place import Placer
 from ecomp.store.client import Store
 from ecomp.store.released import highest
@@ -35,6 +49,33 @@ from ecomp.store.sharing import Change, Excluded, charged, joined, quietly_revok
 if TYPE_CHECKING:
     from ecomp.model.computes import Computes
     from ecomp.model.group import Membership
+
+def earlier_claims(
+    placement: Placement, wanted: SetOrder, alive: Collection[str], group: Group | None
+) -> tuple[dict[str, Candidate], dict[str, str]]:
+    """Read what the instances hold, and find which claims can be taken over as they are (rule 13).
+
+    Returns:
+        {instance: its claim}, and {instance: compute} of those whose claim stays as it is: the compute is silent or not
+        for this group, or the claim is for something else, or the query cannot be taken apart here.
+    """
+    held = {instance: allocations.consumer(placement, instance).allocations for instance in wanted.instances}
+    on = {instance: compute for instance, there in held.items() if (compute := compute_of(there))}
+    try:
+        asked = parse(enabled_only(wanted.query or '')) if on else []
+    except Unexplained:
+        return {}, on
+    amounts = {each.name: each.amount for each in asked if isinstance(each, Amount)}
+    rest = [each for each in asked if not isinstance(each, Amount)]
+    fitting = set(alive).intersection(*(room.holding(placement, each) for each in rest))
+    found = {
+        instance: Candidate(compute, held[instance], None)
+        for instance, compute in on.items()
+        if compute in fitting and total(held[instance]) == amounts
+        if group is None or group.excludes(compute) is None
+    }
+    return found, {instance: compute for instance, compute in on.items() if instance not in found}
+
 
 log = logging.getLogger(__name__)
 
@@ -254,8 +295,6 @@ class Attempt:
         Raises:
             ClaimedElsewhere: too many of the instances are claimed where they cannot be placed now.
         """
-        from ecomp.scheduler.placing.earlier import earlier_claims  # for those who resume
-
         found, placer.blocked = earlier_claims(self.placement, self.wanted, placer.alive, terms.group)
         self.unclaimed |= set(self.wanted.instances) - found.keys() - placer.blocked.keys()
         placed = placer.take_over(found)

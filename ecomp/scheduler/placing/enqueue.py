@@ -1,28 +1,83 @@
-"""Put a request into a flavor's queue, where a compute takes it: placement is not asked, and nothing is claimed."""
+"""Put a request into a flavor's queue, from which a compute takes it, and say why it still waits there.
+
+placement is not asked, and nothing is claimed.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from ecomp.conf import ScheduleConfig
-from ecomp.errors import Conflict, UnknownOutcome, Unreachable, UsageError
+from ecomp.errors import Conflict, EcompError, UnknownOutcome, Unreachable, UsageError
 from ecomp.failpoints import failpoint
 from ecomp.model import keys
-from ecomp.model.allocation import missing
-from ecomp.model.computes import living_in
+from ecomp.model.allocation import compute_of, missing
+from ecomp.model.computes import Computes, living_in
 from ecomp.model.flavor import Flavor, check_flavor_name
+from ecomp.model.group import Group
 from ecomp.model.guest_data import SharedUserData
-from ecomp.model.queue import QueueEntry, to_json
+from ecomp.model.query import Unexplained
+from ecomp.model.queue import QueueEntry, marked_by, to_json
+from ecomp.placement.allocations import consumer
+from ecomp.placement.client import Placement
 from ecomp.scheduler.looking.find import find
 from ecomp.scheduler.operating.flavors import names, no_such, read
 from ecomp.scheduler.placing.before import check_same
-from ecomp.scheduler.placing.deliver import LEASE_SECONDS, announce, put_user_data
-from ecomp.scheduler.placing.joining import settled, take_names, terms_of, together
-from ecomp.store.client import Delete, Put, Store, Unchanged
+from ecomp.scheduler.placing.claim import (
+    LEASE_SECONDS,
+    announce,
+    put_user_data,
+    settled,
+    take_names,
+    terms_of,
+    together,
+)
+from ecomp.scheduler.placing.explain import lacking
+from ecomp.store.client import Delete, Entry, Put, Store, Unchanged
 from ecomp.store.requests import withdraw
 from ecomp.store.sharing import Change, Excluded, charged, commit_with, joined, quietly_revoke
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """A place in a queue. `before` is how many of the same flavor wait longer; `taker` the compute that is taking it.
+
+    `lacks` is what each compute that takes from queues lacks, in words; `unknown` why that could not be found out.
+    `is_flavorless`: its flavor is not there, and nobody takes it whatever each has. `claimed_on` is the compute that
+    holds a claim for it: nobody else takes it.
+    """
+
+    flavor: str
+    before: int
+    taker: str | None
+    lacks: Mapping[str, str]
+    unknown: str | None = None
+    is_flavorless: bool = False
+    claimed_on: str | None = None
+
+
+def waiting(
+    store: Store, placement: Placement, entry: Entry, query: str | None, known: Computes, group: Group | None
+) -> Waiting:
+    """Look at the queue, and at the computes that take from it. Errors: those of etcd."""
+    flavor = (keys.queued(entry.key) or ('', ''))[0]
+    there = store.snapshot(keys.queue(flavor, ''), keys_only=True).entries
+    before = sum(each.revision < entry.revision for key, each in there.items() if keys.queued(key) is not None)
+    mark = store.get(keys.taker(entry.key))
+    taker = marked_by(mark.value) if mark is not None else None
+    if store.get(keys.flavor(flavor)) is None:
+        return Waiting(flavor, before, taker, {}, is_flavorless=True)
+    try:
+        claimed_on = compute_of(consumer(placement, keys.last(entry.key)).allocations) or None
+        if claimed_on is not None:
+            return Waiting(flavor, before, taker, {}, claimed_on=claimed_on)
+        lacks = lacking(placement, query or '', known, known.takers, group) if known.takers else {}
+    except (EcompError, Unexplained) as error:
+        return Waiting(flavor, before, taker, {}, str(error))
+    return Waiting(flavor, before, taker, lacks)
+
 
 FEW = 10
 """Computes that are read to find one that takes from queues, before all are."""

@@ -24,8 +24,7 @@ from ecomp.model.hints import fits, share_left
 from ecomp.model.query import amounts_alone
 from ecomp.model.set_order import SetOrder
 from ecomp.placement.allocations import candidates
-from ecomp.scheduler.placing.claim import Claimer
-from ecomp.scheduler.placing.joining import Terms
+from ecomp.scheduler.placing.claim import Claimer, Terms
 from ecomp.scheduler.placing.place import goal
 from ecomp.store.client import Store
 

@@ -1,22 +1,79 @@
-"""Claim a place for each instance that is wanted, within what its group and its project's quota allow."""
+"""Claim a place for each instance of a set, within the limits of its group and its project's quota, or plan it only.
+
+Of many concurrent commands hardly two claim the same place: the first places are left to those that began earlier.
+etcd is asked for the attempts in flight, and placement only after that, so every earlier attempt is counted, or it is
+finished and placement does not offer what it holds. An attempt that is counted, and claims before placement answers,
+is allowed for twice: one place stays free that could have been used.
+"""
 
 from __future__ import annotations
 
 import logging
 import random
+import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from ecomp.errors import NoCapacity, TooFew, UsageError
 from ecomp.model.allocation import Allocations, missing, total
 from ecomp.model.choose import FIRST, SPREAD, Candidate, Choice, Offer, choose, distribute
 from ecomp.model.group import AFFINITY, Group
-from ecomp.model.inventory import Rooms
+from ecomp.model.inventory import Room, Rooms
 from ecomp.model.set_order import SetOrder
-from ecomp.scheduler.placing.claim import Claimer
-from ecomp.scheduler.placing.contention import SCARCE, Contention
-from ecomp.scheduler.placing.joining import Terms
+from ecomp.placement.client import Placement
+from ecomp.scheduler.looking.hosts import computes
+from ecomp.scheduler.placing.claim import Claimer, Terms, terms_of
+from ecomp.store.client import Store
+
+SCARCE = 64
+"""With fewer places left behind ours, they may have been taken since placement was asked."""
+LOOKS = 8
+"""How often placement is asked again while there may be no place left for us and none of those ahead gets on: one that
+was killed is ahead for a minute."""
+PAUSE = 0.1
+"""Seconds before each of these looks, at most, and half of it at least."""
+MOST = 300
+"""Places that are left to others at most: they are reckoned one by one."""
+
+
+class Contention:
+    """Our place among those who place instances now.
+
+    `read` says how many instances are being placed by those who began before us, and by those who began after us.
+    """
+
+    def __init__(self, read: Callable[[], tuple[int, int]], ask: Callable[[], Offer], rng: random.Random) -> None:
+        self._read, self._ask, self._rng = read, ask, rng
+        self._fresh, self._looks, self._fewest = False, LOOKS, MOST
+        ahead, self._behind = read()
+        self.ahead = min(ahead, MOST)
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether nobody else is placing instances."""
+        return self.ahead + self._behind == 0
+
+    def look(self) -> Offer:
+        """Ask placement for the candidates anew."""
+        ahead, self._behind = self._read()
+        self.ahead = min(ahead, MOST)
+        self._fresh = True
+        return self._ask()
+
+    def should_look(self, spare: int) -> bool:
+        """Whether to look before claiming, when so many places are left behind those ahead and ours; it may wait."""
+        if not self._fresh:  # placement was asked before anybody knew of us
+            return spare < SCARCE and not self.is_alone
+        if spare >= 0 or not self.ahead:
+            return False
+        self._looks = LOOKS if self.ahead < self._fewest else self._looks - 1
+        self._fewest = min(self.ahead, self._fewest)
+        if self._looks:
+            time.sleep(self._rng.uniform(PAUSE / 2, PAUSE))
+        return self._looks > 0
+
 
 log = logging.getLogger(__name__)
 
@@ -192,3 +249,48 @@ def check_complete(allocations: Allocations) -> None:
     lacking = missing(total(allocations))
     if lacking:
         raise UsageError(f'the query asks for no {", ".join(lacking)}: a guest needs VCPU, MEMORY_MB and DISK_GB')
+
+
+@dataclass(frozen=True)
+class RankedCompute:
+    """A compute that would be tried. `asked` is what one would get there, `rooms` what it has, both by class.
+
+    `weight` is None where there is no reason to prefer any; `instances` is how many would be placed there.
+    """
+
+    compute: str
+    hostname: str | None
+    weight: float | None
+    asked: Mapping[str, int]
+    rooms: Mapping[str, Room]
+    instances: int
+
+
+def plan(
+    store: Store, backend: Future[tuple[Placement, Offer]], wanted: SetOrder, rng: random.Random
+) -> list[RankedCompute]:
+    """The computes in the order in which they would be tried.
+
+    Errors: NoCapacity (TooFew and OverQuota are such); UsageError (no guest can be made of that), and Conflict of the
+    group.
+    """
+    terms = terms_of(store, wanted.group, wanted.project_id, wanted.instances)
+    known = computes(store)
+    there = known.living
+    _, offer = backend.result()
+    choice = choose(offer, there, wanted.weigh, rng, terms.group)
+    choice = choice._replace(skipped=[each for each in choice.skipped if each in known.remembered])
+    count = goal(choice.tries, terms, wanted)
+    taken = distribute(choice.tries, offer.rooms, count, wanted.weigh, rng, terms.group)
+    if not taken:
+        raise NoCapacity(why_none(offer, choice, there, terms.group))
+    if len(taken) < wanted.minimum:
+        raise too_few(wanted, terms.group, taken)
+    return [
+        RankedCompute(
+            *(each.compute, known.host(each.compute), each.weight, each.allocations[each.compute]),
+            offer.rooms.get(each.compute, {}),
+            sum(other is each for other in taken),
+        )
+        for each in choice.tries
+    ]
