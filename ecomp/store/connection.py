@@ -203,7 +203,7 @@ class Connection:
         if reasons.is_denied(error):
             return Denied(f'{name} does not let {reasons.denied(self.config.cert_cert, about, read)}')
         if reasons.is_refusal(error) and not reasons.is_too_long(error):
-            return EcompError(f'{name} refuses: {error.details}')
+            return EcompError(f'{name} refuses: {error.details}{reasons.advice(error)}')
         if self._unreadable and reasons.was_not_sent(error) and not reasons.is_passing(error):
             return self._unread(unanswered)
         secure = self.config.ca_cert is not None or self.config.cert_cert is not None

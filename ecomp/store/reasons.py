@@ -24,6 +24,7 @@ NAMED = 3
 
 NOT_CONNECTED = 'failed to connect to all addresses; last error: '
 _NOBODY = 'etcdserver: user name not found'
+_NO_LEASE = 'etcdserver: requested lease not found'
 _LEARNER = 'etcdserver: rpc not supported for learner'
 _ROLES_CHANGED = 'etcdserver: revision of auth store is old'
 NO_ADDRESS = 'DNS resolution failed'
@@ -80,6 +81,13 @@ def is_refusal(error: CallFailure) -> bool:
     """Whether etcd understood the call and says no."""
     too_large = error.code == RESOURCE_EXHAUSTED and 'larger than max' in error.details
     return too_large or error.code in _REFUSED
+
+
+def advice(error: CallFailure) -> str:
+    """Say what to do about a refusal that the same command does not meet again; '' for any other."""
+    if error.details != _NO_LEASE:
+        return ''
+    return ': this command was suspended for longer than its lease lasts, and nothing was written. Try: the same again'
 
 
 def is_denied(error: CallFailure) -> bool:
