@@ -7,7 +7,7 @@ from tests.model.acting import Bounds
 from tests.model.cloud import A, B, Cloud, S, U, V
 from tests.model.compute import Compute
 from tests.model.explorer import Scenario
-from tests.model.scenarios_operators import drains, ends, fixes, forgets
+from tests.model.scenarios_operators import drains, fix_and_create, forget_what_is_destroyed
 from tests.model.scenarios_pairs import active, sets
 
 APART = Membership('g', 'anti-affinity', True)
@@ -76,20 +76,12 @@ def stop_with_losses(cloud: Cloud) -> None:
 
 def forget_with_losses(cloud: Cloud) -> None:
     """A dead compute is forgotten while its last instance is destroyed."""
-    cloud.host(A)
-    cloud.limited(5)
-    cloud.delivered(U, A, name='web')
-    silent = ends(cloud, A)
-    cloud.destroys('destroy', U)
-    forgets(cloud, A, silent)
+    forget_what_is_destroyed(cloud)
 
 
 def fix_with_losses(cloud: Cloud) -> None:
     """`audit --fix` releases an orphaned claim while its uuid is asked for again."""
-    cloud.host(A)
-    cloud.claimed(U, A)
-    fixes(cloud)
-    cloud.creates('eschedule', U, resume=True)
+    fix_and_create(cloud)
 
 
 def drain_with_losses(cloud: Cloud) -> None:

@@ -23,6 +23,7 @@ from tests.model.cloud import SIZE, A, Cloud, U, V
 from tests.model.explorer import Check, Explored, Follow, Scenario, decode, encode, explore, look_for, replay
 from tests.model.rest import left_alone
 from tests.model.scenarios import SCENARIOS
+from tests.model.scenarios_pairs import active
 from tests.model.virtual import inside, virtual
 from tests.model.world import World
 
@@ -109,11 +110,8 @@ def test_a_planted_leak_is_found(leak: str) -> None:
     world = World(Bounds(), Follow())
     with virtual(), inside(world):
         cloud = Cloud(world)
-        host = cloud.host(A)
         cloud.limited(5)
-        cloud.delivered(U, A, 'web')
-        for _ in range(4):
-            host.plan()
+        active(cloud)
         assert audit(cloud.store, cloud.placement).findings == []
         LEAKS[leak](cloud)  # type: ignore[operator]
         assert audit(cloud.store, cloud.placement).findings != []

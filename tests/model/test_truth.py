@@ -11,6 +11,7 @@ from ecomp.scheduler.placing.claim import DeliveryOutcome
 from tests.model.acting import Actor, Bounds
 from tests.model.cloud import A, Cloud, U, V, W
 from tests.model.explorer import Follow
+from tests.model.scenarios_pairs import active
 from tests.model.truth import untrue
 from tests.model.virtual import inside, virtual
 from tests.model.world import World
@@ -53,11 +54,8 @@ def judge(command: str, about: str, outcome: object) -> list[str]:
     world = World(Bounds(), Follow())
     with virtual(), inside(world):
         cloud = Cloud(world)
-        host = cloud.host(A)
         cloud.limited(5)
-        cloud.delivered(U, A, 'web')
-        for _ in range(4):
-            host.plan()
+        host = active(cloud)
         cloud.etcd.end(host.presence.lease)
         cloud.claimed(W, A)
         told = Actor('the command', lambda: None, command=command, about=(about,), done=True, outcome=outcome)
