@@ -25,15 +25,14 @@ from ecomp.agent.host.digest import Answerer
 from ecomp.agent.host.metadata import GuestData, keep_served, nocloud
 from ecomp.agent.host.provider import Inventory, Registration, check_names, registered
 from ecomp.agent.host.state import Identity, Memory
-from ecomp.agent.images.cache import CacheLimits
+from ecomp.agent.images.cache import CacheLimits, Scrubber
 from ecomp.agent.images.reach import reach_of
-from ecomp.agent.images.scrub import Scrubber
 from ecomp.agent.instance.instances import ControlPlane, Host, Instances, Shape
 from ecomp.agent.instance.pool import FakeImages, Inline, Workers, WorkerSettings
 from ecomp.agent.instance.records import republish
 from ecomp.agent.planner import LOOKING, Planner
 from ecomp.agent.queue.offers import Offers
-from ecomp.agent.queue.queues import Queues
+from ecomp.agent.queue.pulling import Queues
 from ecomp.agent.turns import Threads
 from ecomp.compute_conf import ComputeConfig
 from ecomp.errors import BuildFailed, Conflict, Denied, EcompError

@@ -12,14 +12,11 @@ from ecomp.errors import BuildFailed, Conflict, EcompError, Unreachable, UsageEr
 from ecomp.model.guest import UNPLUGGED, Address, Guest, GuestSpec
 from ecomp.model.network import DEFAULT_NETWORKS, Attachment
 from ecomp.virt import access, ip, networks, xml
-from ecomp.virt.agents import Agents
 from ecomp.virt.connection import Connection, libvirt
-from ecomp.virt.domains import Domains
+from ecomp.virt.domains import Agents, Domains
 from ecomp.virt.filters import Filters
-from ecomp.virt.networks import Networks
-from ecomp.virt.reservations import Reservations
-from ecomp.virt.seeds import Seeds
-from ecomp.virt.volumes import Volumes
+from ecomp.virt.networks import Networks, Reservations
+from ecomp.virt.volumes import Seeds, Volumes
 
 log = logging.getLogger(__name__)
 

@@ -3,20 +3,179 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from datetime import UTC, datetime
 from ipaddress import IPv4Address
 from pathlib import Path
 from typing import Any
 
-from ecomp.errors import EcompError, UsageError
+from ecomp.errors import BuildFailed, EcompError, UsageError
 from ecomp.files import watch
-from ecomp.model.guest import Address
+from ecomp.model import keys
+from ecomp.model.guest import Address, ReservedAddress, all_macs, same_mac
 from ecomp.model.network import Attachment
 from ecomp.model.record import timestamp
 from ecomp.virt import dhcp
-from ecomp.virt.connection import Connection, libvirt
+from ecomp.virt.connection import Connection, Ignored, building, libvirt
+from ecomp.virt.dhcp import Dhcp, Reservation
 from ecomp.virt.ip import INTERFACES
+
+STAGE = 'scheduled'
+"""The stage of an instance that gets no address: nothing of it is made before."""
+TRIES = 20
+"""How often an address is chosen that another process takes at that moment; then BuildFailed."""
+HOST = libvirt.VIR_NETWORK_SECTION_IP_DHCP_HOST
+ADD, DELETE = libvirt.VIR_NETWORK_UPDATE_COMMAND_ADD_LAST, libvirt.VIR_NETWORK_UPDATE_COMMAND_DELETE
+LIVE, CONFIG = libvirt.VIR_NETWORK_UPDATE_AFFECT_LIVE, libvirt.VIR_NETWORK_UPDATE_AFFECT_CONFIG
+# "There is one that matches", "there is none that matches": what is there is looked at again.
+READ_AGAIN = libvirt.VIR_ERR_OPERATION_INVALID
+
+
+class Reservations:
+    """The addresses reserved in one libvirt's networks. Errors: Unreachable, EcompError; BuildFailed from reserve."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+
+    def reserve(self, instance: str, mac: str, network: str, wanted: str | None = None) -> str | None:
+        """Reserve an address for the interface with this MAC: the one it has, else `wanted`, else a free one.
+
+        None where libvirt gives out no addresses. Processes and threads may do this at once: libvirt takes no address
+        twice, and who comes second chooses anew.
+        """
+        use = self._connection.use(f'reserving an address on network {network}')
+        with use as connection, building(STAGE, f'network {network}: '):
+            found = connection.networkLookupByName(network)
+            for _ in range(TRIES):
+                definitions = _definitions(found)
+                if not definitions:
+                    raise BuildFailed(STAGE, f'network {network} was stopped and is gone')
+                for held in filter(None, (each.of(mac) for each in definitions.values())):
+                    if held.name != instance and _is_ours(held):
+                        raise same_mac(mac, held.name)
+                first = definitions[min(definitions)]
+                if not first.ranges or not first.served:
+                    return None
+                address = _chosen(found, definitions, mac, wanted)
+                if address is None:
+                    raise BuildFailed(STAGE, f'network {network} has no free address: {_words(first)}')
+                for held in (each for definition in definitions.values() for each in definition.reservations):
+                    # libvirt takes no name twice: changed by hand, or of when `networks:` had another order.
+                    if held.name == instance and held.mac != mac:
+                        entry = f'network {network} has {held.mac} under its name, and not its own {mac}'
+                        words = f'delete ip-dhcp-host "<host mac=\'{held.mac}\'/>" --live --config'
+                        raise BuildFailed(STAGE, f'{entry}. Fix: virsh net-update {network} {words}')
+                if _written(found, definitions, Reservation(mac, address, instance)):
+                    return address
+        raise BuildFailed(STAGE, f'network {network}: each of {TRIES} addresses was taken by somebody else meanwhile')
+
+    def ours(self) -> Mapping[str, ReservedAddress]:
+        """What is reserved for instances, {MAC: ReservedAddress}."""
+        found: dict[str, ReservedAddress] = {}
+        with self._connection.use('listing DHCP reservations') as connection:
+            for _, definitions in _networks(connection):
+                for _, definition in sorted(definitions.items(), reverse=True):  # what is running counts
+                    for each in definition.reservations:
+                        if _is_ours(each):
+                            found[each.mac] = ReservedAddress(each.name, each.address)
+        return found
+
+    def release(self, instance: str) -> None:
+        """Remove every reservation of the instance, on any network."""
+        macs = frozenset(all_macs(instance))
+        for _ in range(TRIES):
+            with self._connection.use(f'releasing the addresses of {instance}') as connection:
+                left = False
+                for network, definitions in _networks(connection):
+                    held: dict[Reservation, int] = {}
+                    for flag, definition in definitions.items():
+                        for each in definition.reservations:
+                            if each.mac in macs and each.name == instance:
+                                held[each] = held.get(each, 0) | flag
+                    for each, flags in held.items():
+                        left = not _update(network, DELETE, each, flags) or left
+                if not left:
+                    return
+        raise EcompError(f'the DHCP reservations of {instance} are changed by somebody else all the time')
+
+
+def _is_ours(reservation: Reservation) -> bool:
+    return keys.is_uuid(reservation.name) and reservation.mac in all_macs(reservation.name)
+
+
+def _networks(connection: libvirt.virConnect) -> Iterator[tuple[libvirt.virNetwork, Mapping[int, Dhcp]]]:
+    for network in connection.listAllNetworks():
+        try:
+            definitions = _definitions(network)
+        except libvirt.libvirtError as error:
+            # Gone between the list and the question.
+            if error.get_error_code() != libvirt.VIR_ERR_NO_NETWORK:
+                raise
+        else:
+            yield network, definitions
+
+
+def _definitions(network: libvirt.virNetwork) -> dict[int, Dhcp]:
+    """The network's DHCP now, at LIVE, if it runs, and after its next start, at CONFIG, if it is persistent."""
+    found = {}
+    if network.isActive():
+        found[LIVE] = dhcp.read(network.XMLDesc())
+    if network.isPersistent():
+        found[CONFIG] = dhcp.read(network.XMLDesc(libvirt.VIR_NETWORK_XML_INACTIVE))
+    return found
+
+
+def _chosen(network: libvirt.virNetwork, definitions: Mapping[int, Dhcp], mac: str, wanted: str | None) -> str | None:
+    """The address the MAC has reserved, else the one leased to it, else `wanted`, else a free one; None: all taken."""
+    for _, definition in sorted(definitions.items()):
+        if (held := definition.of(mac)) is not None:
+            return held.address
+    leases = network.DHCPLeases() if network.isActive() else []
+    leased = {IPv4Address(each['ipaddr']): (each['mac'] or '').lower() for each in leases if _is_ipv4(each)}
+    reserved = [each.address for found in definitions.values() for each in found.reservations]
+    taken = {address for each in reserved for address in _parsed(each)}
+    first = definitions[min(definitions)]
+    for address in (*(each for each, whose in leased.items() if whose == mac), *_parsed(wanted)):
+        if address not in taken and leased.get(address, mac) == mac and dhcp.is_in(first, address):
+            return str(address)
+    free = dhcp.choose(first, taken | leased.keys(), mac)
+    return str(free) if free is not None else None
+
+
+def _written(network: libvirt.virNetwork, definitions: Mapping[int, Dhcp], reservation: Reservation) -> bool:
+    """Write the reservation into each definition that lacks it; False if another process changed one meanwhile."""
+    missing = 0
+    for flag, definition in definitions.items():
+        held = definition.of(reservation.mac)
+        if held is not None and held != reservation and not _update(network, DELETE, held, flag):
+            return False
+        if held != reservation:
+            missing |= flag
+    return not missing or _update(network, ADD, reservation, missing)
+
+
+def _update(network: libvirt.virNetwork, command: int, reservation: Reservation, flags: int) -> bool:
+    with Ignored(READ_AGAIN):
+        network.update(command, HOST, -1, dhcp.host_xml(reservation), flags)
+        return True
+    return False
+
+
+def _parsed(address: str | None) -> Iterator[IPv4Address]:
+    with suppress(ValueError):
+        if address is not None:
+            yield IPv4Address(address)
+
+
+def _is_ipv4(lease: Mapping[str, object]) -> bool:
+    return lease['type'] == libvirt.VIR_IP_ADDR_TYPE_IPV4
+
+
+def _words(definition: Dhcp) -> str:
+    ranges = ' and '.join(f'{first} to {last}' for first, last in definition.ranges)
+    return f'{ranges} are all leased or reserved. Fix: virsh net-edit; its restart cuts guests off for a second'
+
 
 LEASES = Path('/var/lib/libvirt/dnsmasq')
 """The directory where libvirt's helper for dnsmasq writes `<bridge>.status`, anew for each lease."""

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from ecomp.agent.images.scrub import Scrubber
+from ecomp.agent.images.cache import Scrubber
 from ecomp.conf import load_schedule
 from ecomp.model.guest import mac_address
 from ecomp.placement.client import Placement

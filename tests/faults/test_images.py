@@ -25,7 +25,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from ecomp.agent.images import connections, remote, transfer
+from ecomp.agent.images import connections, transfer
 from ecomp.agent.images.cache import ImageCache
 from ecomp.agent.instance.build import Cancelled
 from ecomp.errors import BuildFailed
@@ -197,7 +197,7 @@ def test_whatever_a_server_does(
     web.says = {'etag': '"1"'} if path == 'changing' else {}
     web.sums = f'{"1" * 64}  listed\n'.encode()
     monkeypatch.setattr(Handler, 'answer_listed', Handler.answer_good, raising=False)
-    monkeypatch.setattr(remote, 'TIMEOUT', (5.0, 0.5))
+    monkeypatch.setattr(transfer, 'TIMEOUT', (5.0, 0.5))
     refused(cache, tmp_path / 'images', web.url + path, reason)
     assert contents(tmp_path / 'images') == before
     with pytest.MonkeyPatch.context() as patch:

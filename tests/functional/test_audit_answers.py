@@ -12,7 +12,7 @@ import pytest
 
 from ecomp.agent.host.digest import Answerer, look, parts
 from ecomp.agent.host.metadata import GuestData
-from ecomp.agent.images.bases import LOCK
+from ecomp.agent.images.cache import LOCK
 from ecomp.agent.locks import try_lock
 from ecomp.agent.turns import Threads
 from ecomp.conf import EtcdConfig

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from ecomp.agent.images import transfer
-from ecomp.agent.images.bases import Bases
+from ecomp.agent.images.cache import Bases
 from ecomp.agent.instance.build import Cancelled
 from tests.functional.image_content import base, raw
 from tests.kit.image_server import Web

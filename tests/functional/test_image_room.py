@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from ecomp.agent.images import transfer
-from ecomp.agent.images.bases import Bases
+from ecomp.agent.images.cache import Bases
 from ecomp.errors import BuildFailed
 from tests.functional.image_content import base, entries, raw, sha256
 from tests.kit.image_server import Web
@@ -159,7 +159,7 @@ def test_a_disk_that_cannot_be_read_may_lie_on_anything(
     def unreadable(path: Path) -> list[str]:
         raise OSError(5, 'Input/output error', str(path))
 
-    monkeypatch.setattr('ecomp.agent.images.bases.chain', unreadable)
+    monkeypatch.setattr('ecomp.agent.images.cache.chain', unreadable)
     web.image = raw(MIB, 1)
     with pytest.raises(BuildFailed, match='cannot be kept in .*: Input/output error'):
         get(ours, web.url + 'good?b')

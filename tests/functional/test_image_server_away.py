@@ -102,7 +102,7 @@ def test_what_is_asked_after_builds_were_handed_in_is_asked_for_all_of_them(
         noted.write_bytes(content)
         assert asks(handed_in) == 1, content
     assert asks(handed_in) == 0
-    monkeypatch.setattr('ecomp.agent.images.bases.boot_id', lambda: '22222222-0000-4000-8000-000000000000')
+    monkeypatch.setattr('ecomp.agent.images.cache.boot_id', lambda: '22222222-0000-4000-8000-000000000000')
     assert [asks(handed_in), asks(handed_in)] == [1, 0]
     # What has come meanwhile is theirs, too.
     handed_in, web.image, web.says = time.monotonic(), raw(MIB), {'etag': '"2"'}

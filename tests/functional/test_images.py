@@ -13,11 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from ecomp.agent.images import remote, transfer
-from ecomp.agent.images.bases import Bases
-from ecomp.agent.images.cache import ImageCache
+from ecomp.agent.images import transfer
+from ecomp.agent.images.cache import Bases, ImageCache
 from ecomp.agent.images.reach import Reach
-from ecomp.agent.images.sources import Away
+from ecomp.agent.images.transfer import Away
 from ecomp.agent.instance.build import Cancelled
 from ecomp.errors import BuildFailed
 from ecomp.model.guest import BaseImage
@@ -140,7 +139,7 @@ def test_what_grows_while_it_is_read_is_refused(directory: Path, shelf: Path, im
     path = shelf / 'growing'
     path.write_bytes(image)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr('ecomp.agent.images.sources._File.read', read)
+        patch.setattr('ecomp.agent.images.transfer._File.read', read)
         refused(directory, path.as_uri(), f'sends more than the {len(image)} bytes that it has announced', shelf)
     assert len(reads) == 3
 
@@ -169,7 +168,7 @@ def test_what_a_proxy_answers_in_place_of_an_https_server_is_said(web: Web, stat
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Handler, 'do_CONNECT', do_CONNECT, raising=False)
-        asked = remote.Remote('https://cloud.example/x', Reach(proxy=web.url))
+        asked = transfer.Remote('https://cloud.example/x', Reach(proxy=web.url))
         with pytest.raises(Away) as away:
             asked.open(None)
         asked.close()
@@ -183,7 +182,7 @@ def test_what_is_no_url_is_asked_of_nobody(directory: Path, url: str) -> None:
 
 
 def test_a_silent_server_is_given_up(web: Web, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote, 'TIMEOUT', (1.0, 0.3))
+    monkeypatch.setattr(transfer, 'TIMEOUT', (1.0, 0.3))
     refused(directory, web.url + 'silence', 'no answer in time|connection broke')
 
 

@@ -21,9 +21,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from ecomp.agent.instance.build import Build, Cancelled, Destroy
+from ecomp.agent.instance.build import Build, Cancelled, Destroy, WorkerDied
 from ecomp.agent.instance.pool import FakeImages, Inline, News
-from ecomp.agent.instance.runner import WorkerDied
 from ecomp.agent.locks import InstanceLocks
 from ecomp.errors import BuildFailed, EcompError
 from ecomp.virt.fake import FakeHypervisor

@@ -12,8 +12,7 @@ import pytest
 from ecomp.agent.instance.instances import ControlPlane
 from ecomp.agent.queue import pulling
 from ecomp.agent.queue.offers import Offers
-from ecomp.agent.queue.pulling import Puller
-from ecomp.agent.queue.taking import Taker
+from ecomp.agent.queue.pulling import Puller, Taker
 from ecomp.errors import NoCapacity
 from ecomp.model import keys
 from ecomp.model.flavor import Flavor

@@ -12,8 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from ecomp.agent.images.bases import Bases, bad
-from ecomp.agent.images.scrub import DAY, Scrubber
+from ecomp.agent.images.cache import DAY, Bases, Scrubber, bad
 from tests.kit.image_server import Web
 from tests.kit.images import LIMITS, MIB, cache, get
 from tests.kit.servers import until

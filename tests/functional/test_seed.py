@@ -18,7 +18,7 @@ from ecomp.errors import BuildFailed
 from ecomp.model.guest import all_macs
 from ecomp.model.instance import Request
 from ecomp.model.network import network_config
-from ecomp.virt.seeds import Seeds
+from ecomp.virt.volumes import Seeds
 
 pycdlib = pytest.importorskip('pycdlib', reason="pycdlib is not installed: pip install '.[hypervisor]'")
 

@@ -21,8 +21,7 @@ from ecomp.agent.instance.pool import FakeImages, Inline
 from ecomp.agent.instance.records import republish
 from ecomp.agent.planner import Planner
 from ecomp.agent.queue.offers import Offers
-from ecomp.agent.queue.pulling import Puller
-from ecomp.agent.queue.taking import Taker
+from ecomp.agent.queue.pulling import Puller, Taker
 from ecomp.errors import EcompError
 from ecomp.model import keys
 from ecomp.model.digest import Digest

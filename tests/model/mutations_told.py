@@ -69,7 +69,7 @@ TOLD = {
         'frozen_forget_and_used_again',
     ),
     'two takers are not told from each other': bug(
-        'ecomp.agent.queue.taking:Taker._claim', never('entry', 'mark'), 'cleared_and_asked_for_more'
+        'ecomp.agent.queue.pulling:Taker._claim', never('entry', 'mark'), 'cleared_and_asked_for_more'
     ),
     # A restored etcd
     'a compute that publishes leaves the queue entry': bug(
@@ -117,7 +117,7 @@ TOLD = {
         'ecomp.agent.queue.pulling:Puller._look', never('instance', 'here'), 'state_directory_lost_after_a_restore'
     ),
     'a request is ended in error although another compute holds a claim for it': bug(
-        'ecomp.agent.queue.taking:Taker.refuse', never('consumer'), 'refused_after_a_restore'
+        'ecomp.agent.queue.pulling:Taker.refuse', never('consumer'), 'refused_after_a_restore'
     ),
     'a request is left alone for ever once another compute held a claim for it': bug(
         'ecomp.agent.queue.pulling:Puller._is_held_elsewhere', drops('discard'), 'forget_and_taker'
@@ -146,17 +146,17 @@ TOLD = {
 }
 PAIRS = {
     'neither the mark nor the lease fences a taker': pair(
-        bug('ecomp.agent.queue.taking:Taker._move', without('mark_key', 'Unchanged')),
+        bug('ecomp.agent.queue.pulling:Taker._move', without('mark_key', 'Unchanged')),
         bug('ecomp.store.presence:Presence._hold', drops('fence')),
         'frozen_taker_forgotten',
     ),
     'a move compares neither its mark nor the queue entry': bug(
-        'ecomp.agent.queue.taking:Taker._move',
+        'ecomp.agent.queue.pulling:Taker._move',
         both(without('mark_key', 'Unchanged'), without('queue_key', 'Unchanged')),
         'taken_and_destroyed',
     ),
     'a mark read back compares neither its lease nor its compute, and a claim is moved to another compute': pair(
-        bug('ecomp.agent.queue.taking:Taker._mark', assigns('ours', 'entry is not None')),
+        bug('ecomp.agent.queue.pulling:Taker._mark', assigns('ours', 'entry is not None')),
         bug('ecomp.placement.claiming:claim', never('elsewhere')),
         *('mark_removed', 'two_takers'),
     ),

@@ -98,7 +98,7 @@ PLACES: dict[str, set[str]] = {
     'libvirt': {'ecomp.virt'},
     'libvirtaio': set(),
     'oslo_utils': {'ecomp.virt'},
-    'pycdlib': {'ecomp.virt.seeds'},
+    'pycdlib': {'ecomp.virt.volumes'},
     'watchdog': {'ecomp.files'},
     'requests': {'ecomp.placement'},
     'certifi': {'ecomp.agent.images'},
@@ -136,7 +136,7 @@ IMPURE_CALLS = {'open', 'input', 'datetime.now', 'datetime.utcnow', 'datetime.to
 # Modules that may ask for the time of day in seconds, with the reason. Timers take time.monotonic.
 WALL_CLOCK = {
     'mdserver.server': 'dnsmasq says in seconds since 1970 when a DHCP lease ends',
-    'ecomp.agent.images.scrub': 'when a base volume was last read is a time of modification, and outlives a boot',
+    'ecomp.agent.images.cache': 'when a base volume was last read is a time of modification, and outlives a boot',
 }
 
 # Modules that may leave the process without a front door, with the reason.

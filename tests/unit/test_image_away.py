@@ -11,8 +11,7 @@ import pytest
 from urllib3.exceptions import SSLError
 
 from ecomp.agent.images.reach import Reach
-from ecomp.agent.images.remote import why_away
-from ecomp.agent.images.sources import Away, source
+from ecomp.agent.images.transfer import Away, source, why_away
 from ecomp.errors import BuildFailed
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ecomp.lab import guest, guest_files
+from ecomp.lab import guest
 
 FILES = [
     ('bin', stat.S_IFDIR | 0o755, b''),
@@ -50,7 +50,7 @@ def test_a_program_with_libraries_is_not_static() -> None:
     assert not guest.is_static(b'#!/bin/sh\n')
 
 
-@pytest.mark.parametrize('script', [guest_files.INIT, guest_files.ON_LEASE, guest_files.POWER_BUTTON])
+@pytest.mark.parametrize('script', [guest.INIT, guest.ON_LEASE, guest.POWER_BUTTON])
 def test_the_scripts_are_shell(script: str) -> None:
     subprocess.run(['sh', '-n'], input=script.encode(), check=True)
     assert script.startswith('#!/bin/')

@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip('libvirt', reason="libvirt-python is not installed: pip install '.[hypervisor]'")
 from ecomp.virt import xml
-from ecomp.virt.agents import Agents, said
+from ecomp.virt.domains import Agents, said
 from tests.kit.servers import until
 
 MAC, OTHER = '52:54:00:00:00:01', '52:54:00:00:00:02'

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from ecomp.agent.host.metadata import GuestData
-from ecomp.agent.images.bases import bad, idle
+from ecomp.agent.images.cache import bad, idle
 from ecomp.agent.locks import InstanceLocks
 from ecomp.agent.turns import Threads, Turn
 from ecomp.errors import EcompError

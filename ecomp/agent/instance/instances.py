@@ -16,11 +16,10 @@ from functools import partial
 
 from ecomp.agent.host.metadata import GuestData
 from ecomp.agent.host.state import Memory
-from ecomp.agent.instance.build import Build, Cancelled, Destroy, Forget
+from ecomp.agent.instance.build import Build, Cancelled, Destroy, Forget, Runner, finish
 from ecomp.agent.instance.plan import GONE_BOTH
 from ecomp.agent.instance.power import ATTEMPTS, Switch
 from ecomp.agent.instance.records import Records, Superseded
-from ecomp.agent.instance.runner import Runner, finish
 from ecomp.errors import BuildFailed, Conflict, EcompError, NoSpace, UnknownOutcome, Unreachable, UsageError
 from ecomp.failpoints import failpoint
 from ecomp.model import keys

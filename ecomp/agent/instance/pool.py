@@ -35,8 +35,7 @@ from ecomp import log as logs
 from ecomp.agent.images import inspection
 from ecomp.agent.images.cache import CacheLimits, ImageCache
 from ecomp.agent.images.reach import Reach
-from ecomp.agent.instance.build import ENDING, MOST_ENDS, Build, Cancelled, Images, Job, News, carry_out
-from ecomp.agent.instance.runner import WorkerDied
+from ecomp.agent.instance.build import ENDING, MOST_ENDS, Build, Cancelled, Images, Job, News, WorkerDied, carry_out
 from ecomp.agent.instance.waker import Waker
 from ecomp.agent.locks import InstanceLocks
 from ecomp.agent.parent import die_with
@@ -124,7 +123,6 @@ def main(pipe: Connection, settings: WorkerSettings) -> None:
     """A worker on libvirt."""
     prepare(settings)
     # What loads slowly is loaded before there is a job that would wait for it.
-    from ecomp.agent.images import remote  # noqa: F401
     from ecomp.virt.libvirt_host import Libvirt
 
     control, hold_addresses = settings.reach.control, settings.hold_addresses

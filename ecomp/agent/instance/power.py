@@ -11,10 +11,9 @@ from dataclasses import dataclass, replace
 
 from ecomp.agent.host.metadata import GuestData
 from ecomp.agent.host.state import Memory
-from ecomp.agent.instance.build import Job, Resume, Shutdown, SwitchOff
+from ecomp.agent.instance.build import Job, Resume, Runner, Shutdown, SwitchOff, WorkerDied, finish
 from ecomp.agent.instance.plan import Patience, fault_of
 from ecomp.agent.instance.records import Records
-from ecomp.agent.instance.runner import Runner, WorkerDied, finish
 from ecomp.errors import BuildFailed, EcompError, Unreachable
 from ecomp.failpoints import failpoint
 from ecomp.model.boots import AFTER_HOST, BY_HAND

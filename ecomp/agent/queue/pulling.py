@@ -1,9 +1,13 @@
-"""What one compute takes from the flavors' queues, without a thread of its own.
+"""Take requests from the flavors' queues for one compute, without a thread of its own.
 
-It knows what the compute has left from placement, and looks again whenever that changes; it takes the oldest request
-that fits and that it may take by now (ecomp.model.circles), after it let the others that may go first for a moment that
-grows with its own load. Where others are faster it takes one of the next few: else all that have room would race for
-every single request.
+The compute knows from placement what it has left, and looks again whenever that changes. It takes the oldest request
+that fits and that it may take at this time (ecomp.model.circles), after a delay that grows with its own load, in
+which emptier computes go first. Where others are faster it takes one of the next few requests: otherwise every
+compute with room would race for every single request.
+
+To take a request is to mark it, claim it against ourselves and move it to our own /hosts key. The mark is on our
+lease, and the move compares it: a compute that was frozen for longer than its lease moves nothing. A claim that a
+dead attempt left on another compute is released by that compute, and by no other (rule 13).
 """
 
 from __future__ import annotations
@@ -18,26 +22,207 @@ from dataclasses import replace
 from functools import partial
 
 from ecomp.agent.agenda import Agenda
+from ecomp.agent.complaints import Complaints
 from ecomp.agent.instance.instances import ControlPlane
+from ecomp.agent.instance.records import older_record, revision_of
 from ecomp.agent.queue.offers import Offers
-from ecomp.agent.queue.taking import Taker
-from ecomp.errors import ClaimedElsewhere, EcompError, NoCapacity, NotFound, PlacementRefusal, Unreadable
+from ecomp.agent.turns import Threads, Turn
+from ecomp.errors import (
+    ClaimedElsewhere,
+    Conflict,
+    EcompError,
+    NoCapacity,
+    NotFound,
+    PlacementRefusal,
+    UnknownOutcome,
+    Unreadable,
+)
+from ecomp.failpoints import failpoint
 from ecomp.model import keys
 from ecomp.model.allocation import compute_of, summed
 from ecomp.model.backoff import Backoff
 from ecomp.model.explain import Provider
 from ecomp.model.group import LARGEST, Group, Membership, settle
-from ecomp.model.instance import REASON_LIMIT
+from ecomp.model.instance import REASON_LIMIT, to_json
 from ecomp.model.inventory import Inventory
 from ecomp.model.pull import Backlog, Place, fits, next_of, patience, subscribed, widened
-from ecomp.model.queue import QueueEntry
+from ecomp.model.queue import QueueEntry, mark_to_json, marked_by
+from ecomp.model.record import ERROR, GONE, KEPT, Failure, new_record
+from ecomp.model.record import to_json as record_to_json
 from ecomp.model.status import DISABLED
 from ecomp.placement import allocations, traits
+from ecomp.placement.allocations import Consumer, consumer
+from ecomp.placement.claiming import claim, release
 from ecomp.placement.room import look
-from ecomp.store.sharing import group, groups
+from ecomp.store.client import Delete, Exists, Put, Unchanged
+from ecomp.store.presence import Presence
+from ecomp.store.released import highest, note
+from ecomp.store.requests import in_requests, withdraw
+from ecomp.store.sharing import Excluded, commit_with, ended, group, groups, joined, unshared, write_end
 from ecomp.store.watch import State
 
 log = logging.getLogger(__name__)
+
+
+class Taker:
+    """Takes for one compute, one request at a time. `lease` is the lease that says that the compute is alive."""
+
+    def __init__(self, control: ControlPlane, lease: Callable[[], int]) -> None:
+        self.compute = control.compute
+        self.store = control.store
+        self.placement = control.placement
+        self.now = control.now
+        self.lease = lease
+
+    def take(self, place: Place, marked: int = 0, still_fits: Callable[[], bool] = lambda: True) -> bool:
+        """Take it; False if somebody else was faster, or it was cancelled: nothing of it is left here then.
+
+        `marked` is the revision of our own mark, if an earlier attempt left one; `still_fits` is asked once there is a
+        mark. Errors: NoCapacity (placement has no room here), PlacementRefusal (it takes no such claim), Unreachable,
+        Conflict, GenerationConflict: it waits again, and what may be claimed for it is released by let_go(), or used by
+        this compute's next take; ClaimedElsewhere: another compute holds a claim for it, and nothing is claimed here.
+        """
+        waiting = place.waiting
+        mark = self._mark(place, marked)
+        if mark is None:
+            return False
+        failpoint('marked')
+        moved = False
+        try:
+            if not still_fits():
+                raise Conflict(f'{waiting.instance}: does not fit here any more')
+            self._claim(waiting, mark)
+            failpoint('taken')
+            moved, mark = self._move(place, mark)
+        except Conflict as error:
+            log.debug('%s', error)
+        except EcompError:
+            self._give_back_if_possible(waiting.key, mark)
+            raise
+        if moved:
+            failpoint('moved')
+            return True
+        try:
+            self.let_go(waiting.instance)
+        finally:
+            self._give_back_if_possible(waiting.key, mark)
+        return False
+
+    def refuse(self, place: Place, reason: str) -> bool:
+        """End one in error that no compute can take, with the reason; False if somebody is at it, or it is not there.
+
+        The record of one that ended here before says the reason as its fault; what lives here stays as it is.
+        Where another compute holds a claim for it nothing is done. Errors: Unreachable and its like; asked again it is
+        done, or found done.
+        """
+        waiting, now = place.waiting, self.now()
+        if compute_of(consumer(self.placement, waiting.instance).allocations) not in ('', self.compute):
+            return False
+        key, own = waiting.key, self._own(waiting.instance)
+        there = self.store.read(own)
+        record = new_record(self.compute, waiting.request(self.compute, now), now)
+        conditions = [Unchanged(key, place.revision), Unchanged(keys.taker(key), 0)]
+        conditions += [Unchanged(each, revision_of(there.get(each))) for each in own]
+        if not there:
+            failure = Failure('scheduled', reason, 'nothing was made of it')
+            record = replace(record.at(ERROR, now, 'error'), error=failure)
+            return write_end(self.store, record, conditions, [key]) is not None
+        operations, shared = list[Put | Delete]([Delete(key)]), unshared
+        past = older_record(there.get(own[0]), self.compute, waiting.instance)
+        if past is not None and past.state in KEPT and own[1] not in there:  # what lives keeps what it shares
+            operations.append(Put(own[0], record_to_json(replace(past, fault=reason)), there[own[0]].lease))
+            shared = partial(ended, self.store, record.at(GONE, now))
+        return commit_with(self.store, conditions, operations, shared) is not None
+
+    def is_used(self, instance: str) -> bool:
+        """Whether this compute has or had the instance: no take of it can succeed, and a claim would change its own."""
+        return bool(self.store.read(self._own(instance)))
+
+    def _own(self, instance: str) -> list[str]:
+        return [keys.record(self.compute, instance), keys.request(self.compute, instance)]
+
+    def give_back(self, queue_key: str, mark: int) -> bool:
+        """Take our mark away, so that others may take the request; False if it was not there any more as it was."""
+        return withdraw(self.store, keys.taker(queue_key), mark)
+
+    def let_go(self, instance: str) -> bool:
+        """Release what this compute holds for a request that it does not take after all; True if nothing is held."""
+
+        def wanted(holding: Mapping[str, Consumer]) -> Collection[str]:
+            if self.compute not in holding[instance].allocations:
+                return holding
+            # Its uuid may have been asked for again meanwhile: whoever is at it holds what it has taken over from us.
+            if instance in in_requests(self.store.snapshot(keys.ATTEMPTS)):
+                return holding
+            return () if self.store.get(keys.request(self.compute, instance)) is None else holding
+
+        return bool(release(self.placement, [instance], wanted, partial(note, self.store))[instance])
+
+    def _mark(self, place: Place, marked: int, is_taken: bool = True) -> int | None:
+        """Put our mark; its revision, None if the request is not there any more or somebody else has marked it.
+
+        `is_taken` False: not to take it.
+        """
+        queue_key, lease = place.waiting.key, self.lease()
+        key = keys.taker(queue_key)
+        conditions: list[Unchanged | Exists] = [Unchanged(queue_key, place.revision), Unchanged(key, marked)]
+        if is_taken:  # of a flavor that is not there nobody takes
+            conditions.append(Exists(keys.flavor(place.waiting.flavor.name)))
+        try:
+            return self.store.commit(conditions, [Put(key, mark_to_json(self.compute), lease)])
+        except UnknownOutcome:
+            entry = self.store.get(key)
+            ours = entry is not None and entry.lease == lease and marked_by(entry.value) == self.compute
+            return entry.revision if entry is not None and ours and entry.revision != marked else None
+
+    def _claim(self, waiting: QueueEntry, mark: int) -> None:
+        key = keys.taker(waiting.key)
+
+        def check() -> None:
+            entry = self.store.get(key)
+            if entry is None or entry.revision != mark:
+                raise Conflict(f'{waiting.instance}: somebody else is taking it, or it was cancelled')
+
+        wanted = {waiting.instance: {self.compute: waiting.flavor.resources}}
+        above = partial(highest, self.store, wanted)
+        claim(self.placement, wanted, waiting.user_id, waiting.project_id, check, above)
+
+    def _move(self, place: Place, mark: int) -> tuple[bool, int]:
+        """Deliver it to ourselves, once: True when it is, False when it is known that it is not; and our mark then."""
+        waiting = place.waiting
+        queue_key, instance = waiting.key, waiting.instance
+        mark_key, request_key = keys.taker(queue_key), keys.request(self.compute, instance)
+        conditions = [
+            *(Unchanged(queue_key, place.revision), Unchanged(mark_key, mark)),
+            *(Unchanged(keys.record(self.compute, instance), 0), Unchanged(request_key, 0)),
+        ]
+        request = to_json(waiting.request(self.compute, self.now()))
+        operations: list[Put | Delete] = [Delete(queue_key), Delete(mark_key), Put(request_key, request)]
+        try:
+            written = commit_with(
+                self.store,
+                conditions,
+                operations,
+                lambda: joined(self.store, waiting.group, {instance: self.compute}),
+            )
+            return written is not None, mark
+        except Excluded as error:
+            raise Conflict(f'{instance}: its group allows it here no more') from error
+        except UnknownOutcome:
+            # A move that is still on its way could land after a mere look: without its mark as it was it cannot.
+            again = self._mark(place, mark, is_taken=False)
+            if again is not None:
+                return False, again
+            if self.give_back(queue_key, mark):
+                return False, mark
+            return self.store.get(request_key) is not None, mark
+
+    def _give_back_if_possible(self, queue_key: str, mark: int) -> None:
+        try:
+            self.give_back(queue_key, mark)
+        except EcompError as error:
+            log.debug('the mark at %s is looked at again, or goes with our lease: %s', queue_key, error)
+
 
 EVERY, SPREAD_OVER = 60.0, 10.0
 """Seconds between two looks at what this compute has left, while requests wait that do not fit; and over how many those
@@ -398,3 +583,77 @@ class Puller:
         for each in places:
             backoff = self._left.setdefault(each.waiting.instance, Backoff(LEFT_ALONE, AT_MOST))
             self.agenda.put_off(each.waiting.instance, backoff.next() * self._rng.uniform(0.8, 1.0))
+
+
+TAKING = 'taking from the queues'
+
+
+class Queues:
+    """Takes for one compute, from start() to stop(). The last four arguments: see Puller."""
+
+    def __init__(
+        self,
+        control: ControlPlane,
+        presence: Presence,
+        complaints: Complaints,
+        *,
+        offers: Offers,
+        may_take: Callable[[], bool],
+        registered: Mapping[str, Inventory],
+        threads: Threads,
+        first_seen: int,
+        guests: Callable[[], Collection[str]],
+    ) -> None:
+        self._compute = control.compute
+        self._complaints = complaints
+        self._offers = offers
+        self._may_take = may_take
+        self._stopped = threading.Event()
+        taker = Taker(control, lambda: presence.lease)
+        self._puller = Puller(control, taker, offers, self._may_go_on, registered, first_seen, guests)
+        self._agenda = self._puller.agenda
+        self._turn = Turn(threads.turns, threads.queues, self._look)
+
+    def start(self) -> None:
+        """Begin to take."""
+        self._offers.add(self._compute, self.nudge)
+        self.nudge('it begins')
+
+    def stop(self) -> None:
+        """Take nothing more, and return when what is being taken is taken or given back."""
+        self._offers.remove(self._compute)
+        self._stopped.set()
+        self._turn.end()
+        self._turn.wait()
+
+    def nudge(self, reason: str) -> None:
+        """Look soon at what could be taken. From any thread."""
+        log.debug('nudged: %s', reason)
+        self._turn.at()
+
+    def on_hosts(self, state: State) -> None:
+        """What is asked of this compute, whole: what comes and goes there changes what it has left. From any thread."""
+        if self._puller.on_hosts(state):
+            self.nudge('it has another room')
+
+    def _may_go_on(self) -> bool:
+        return self._may_take() and not self._stopped.is_set()
+
+    def _look(self) -> float:
+        began = time.monotonic()
+        # What failed waits out its delay, however often something comes into a queue meanwhile.
+        again = self._agenda.when(TAKING)
+        if began < again < math.inf:
+            return again
+        try:
+            wake = self._puller.step()
+            self._agenda.forget(TAKING)
+            self._complaints.settle(TAKING)
+            return time.monotonic() + wake
+        except EcompError as error:
+            self._complaints.complain(TAKING, error, began)
+        except Exception:
+            log.exception('unexpected error while taking from the queues; trying again')
+        self._puller.failed()
+        self._agenda.put_off(TAKING)
+        return self._agenda.when(TAKING)
