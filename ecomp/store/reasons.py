@@ -87,7 +87,7 @@ def advice(error: CallFailure) -> str:
     """Say what to do about a refusal that the same command does not meet again; '' for any other."""
     if error.details != _NO_LEASE:
         return ''
-    return ': this command was suspended for longer than its lease lasts, and nothing was written. Try: the same again'
+    return ': its lease has ended (was this suspended?), and this is not written. Try: the same command again'
 
 
 def is_denied(error: CallFailure) -> bool:

@@ -76,7 +76,7 @@ class Etcd:
             return None
         for each in operations:
             if isinstance(each, Put) and each.lease and each.lease not in self.leases:
-                raise EcompError('etcd refuses: requested lease not found: nothing was written. Try: the same again')
+                raise EcompError('etcd refuses: requested lease not found: this is not written. Try: the same command')
         return self._write(operations)
 
     def _has_room(self) -> None:

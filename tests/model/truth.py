@@ -272,7 +272,7 @@ ROWS = [
     Row(PLACING, NoCapacity, '', leaves_nothing),
     Row(PLACING, UsageError, '', leaves_nothing),
     Row(PLACING, Unreadable, '', leaves_nothing),
-    Row(PLACING, EcompError, 'requested lease not found: nothing was written', leaves_nothing),
+    Row(PLACING, EcompError, 'requested lease not found: this is not written', leaves_nothing),
     # eschedule --queue
     Row(QUEUE, bool, '', is_queued),
     Row(QUEUE, Conflict, 'not queued', is_not_placed),
@@ -286,7 +286,7 @@ ROWS = [
     Row(DESTROY, Unreachable, 'is not accepted$', is_not_destroyed),
     Row(DESTROY, Conflict, 'changed by somebody else all the time', is_not_destroyed),
     Row(DESTROY, Unreadable, '', is_not_destroyed),
-    Row(DESTROY, EcompError, 'requested lease not found: nothing was written', is_not_destroyed),
+    Row(DESTROY, EcompError, 'requested lease not found: this is not written', is_not_destroyed),
     # eschedule stop, start, reboot
     Row(POWER, Acceptance, '( accepted, |asked for before| already$)', is_switched),
     Row(POWER, NotFound, '', is_not_switched),
@@ -299,7 +299,7 @@ ROWS = [
     Row(FORGET, Conflict, '(is not forgotten|stays|changed by somebody else)', is_not_forgotten),
     Row(FORGET, NotFound, '', promises_nothing),
     Row(FORGET, Unreachable, '', promises_nothing),
-    Row(FORGET, EcompError, 'requested lease not found: nothing was written', promises_nothing),
+    Row(FORGET, EcompError, 'requested lease not found: this is not written', promises_nothing),
     # eschedule host drain --wait, disable, enable
     Row(DRAIN, type(None), '', is_drained),
     Row(DRAIN, StillGoing, 'it stays disabled', is_disabled),
