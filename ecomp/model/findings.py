@@ -81,7 +81,7 @@ CODES = {
         fix='gives it back',
         how='another one has it: destroy one of the two, or let both be and say the uuid of this one',
     ),
-    'name-reserved': Code('a living instance is called as a command is', how='give its uuid in place of its name'),
+    'name-reserved': Code('a living instance has the name of a command', how='give its uuid in place of its name'),
     'group-unreadable': Code('a group that cannot be understood', how=UNREADABLE),
     'group-broken': Code('the rule of a strict group does not hold', how='destroy what is not to be there'),
     'group-orphaned': Code('a member of a group that is no living instance', fix='takes it out'),
@@ -106,7 +106,7 @@ CODES = {
     'domain-running': Code(
         'an instance runs that is recorded as off or ended', how="see its ecompute's log; virsh destroy ends it"
     ),
-    'domain-differs': Code('a domain is not as its record and claim say', how='undo by virsh what its fault says'),
+    'domain-differs': Code('a domain is not as its record and claim say', how='undo with virsh what its fault says'),
     'domain-undefined': Code(
         'a running domain that will vanish', how='virsh dumpxml <instance> into a file, then virsh define it'
     ),

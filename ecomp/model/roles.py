@@ -94,7 +94,7 @@ SHARED = frozenset(map(below, (keys.QUEUES, keys.NAMES, keys.GROUPS, keys.QUOTAS
 
 
 def of_compute(compute: str) -> Grants:
-    """Return what the compute with this uuid may do: SHARED, and write what lies below its uuid."""
+    """The permissions of the compute with this uuid: SHARED, and to write the keys that are named by its uuid."""
     own = (below(f'{prefix}{compute}/') for prefix in (keys.HOSTS, keys.INSTANCES, keys.DIGESTS))
     named = keys.compute(compute), keys.hostname(compute), keys.accepted(compute)
     alone = (Permission(WRITE, each) for each in named)
