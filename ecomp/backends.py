@@ -68,7 +68,7 @@ def _check_lease(store: Store) -> None:
         try:
             store.keep_alive(lease)
         except EcompError as error:
-            raise EcompError(f'{store.where} answers and renews no lease, by which a compute lives: {error}') from error
+            raise EcompError(f'{store.where} answers, but renews no lease, so no compute can live: {error}') from error
         finally:
             store.revoke(lease)
 

@@ -107,10 +107,10 @@ class Daemon:
         log.error('%s. From now on this one only watches; what runs goes on', reason)
 
     def become_writable(self) -> None:
-        """Begin again: this is the compute once more, and whatever is known of etcd is read anew."""
+        """Begin again after become_read_only(): this process is the compute once more, and reads its requests anew."""
         self.read_only = False
         self._planner.allow_builds()
-        log.warning('this is the compute again: it works on')
+        log.warning('the presence key is held by this ecompute again: it builds and destroys again')
         self._agenda.nudge('it may write again')
 
     def on_state(self, state: Mapping[str, Entry]) -> None:

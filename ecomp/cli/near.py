@@ -50,8 +50,8 @@ IN_FAMILIES: Mapping[str, Mapping[str, str]] = {
 NONE = dict.fromkeys(('image', 'images', 'img'), 'an image is a URL behind the query, and nobody keeps a list of them')
 """What others have a command for, and we have not: why there is none."""
 
-LOSSES = {DESTROY: ', which deletes the disk', 'host forget': ', for one that is off for good',
-          'clear': ', which removes the records of what is over', 'flavor delete': ', for everybody'}
+LOSSES = {DESTROY: ', which deletes the disk', 'host forget': ', for a machine that is off for good',
+          'clear': ', which removes the records of what has ended', 'flavor delete': ', which deletes it for all users'}
 """What is said of a command that removes something for good. A typing error hints at none of them."""
 # fmt: on
 

@@ -110,7 +110,7 @@ def _lacking(waits: Waiting, known: Computes) -> list[str]:
     if waits.claimed_on is not None:
         host = known.called(waits.claimed_on)
         if waits.claimed_on in known.living:
-            return [f'{host} holds a claim for it, of an attempt that ended: it takes it or releases that in 2 minutes']
+            return [f'{host} has the claim of a dead attempt: in 2 minutes {host} takes this, or releases that claim']
         return [f'claimed on {host}, which is silent and may be running it. Fix: {silent_cure(host)}']
     lines = [f'{known.called(compute)}: {lacks}' for compute, lacks in waits.lacks.items()]
     for host in sorted(map(known.called, known.remembered.keys() - known.living.keys())):

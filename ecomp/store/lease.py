@@ -144,7 +144,7 @@ class Lease:
                 self._lapsed = True
                 reason = f'etcd answers, and has not renewed the lease of this compute for {self._seconds} s: {error}'
                 for each in members:
-                    each.lapse(f'{reason}. Fix: see that `etcd:` names members of etcd, and no proxy that renews none')
+                    each.lapse(f'{reason}. Fix: see that `etcd:` names members of etcd, or a proxy that renews leases')
         return self._lapsed
 
     def _put_off(self, members: dict[Member, None], error: Exception) -> None:

@@ -91,7 +91,7 @@ def _explain_unfit(root: ET.Element, served: bool, rangeless: bool) -> tuple[str
     if ports or not (served or root.find('bridge') is not None):
         kind = f'a port of {ports[0].get("type")}' if ports else 'the network card itself (macvtap or hostdev)'
         cure = 'name a Linux bridge in its place under `networks:` (docs/howto/bridge.md), as in `{bridge: br0}`'
-        unfilterable = f'{name} is {kind}, where libvirt cannot filter what guests send: none can be made. Fix: {cure}'
+        unfilterable = f'{name} is {kind}, where libvirt cannot filter guests, so none is made. Fix: {cure}'
     of_ipv4 = [each for each in root.iterfind('ip') if each.get('family', 'ipv4') == 'ipv4']
     if served and rangeless and any(each.find('dhcp') is not None for each in of_ipv4):
         cure = f'virsh net-update {root.findtext("name")} add ip-dhcp-range "<range start=\'FIRST\' end=\'LAST\'/>"'

@@ -29,7 +29,7 @@ def test_a_presence_key_that_ends_is_overwritten_and_is_restored(own_control: Co
     logs(compute, 'is held by another ecompute, on elsewhere', 'only watches')
     _, meanwhile = place(own_control)
     etcd.call('lease/revoke', {'ID': lease})
-    logs(compute, 'this is the compute again')
+    logs(compute, 'is held by this ecompute again')
     addressed(own_control, meanwhile)
     addressed(own_control, place(own_control)[1])
     own = json.loads(etcd.get(key) or b'{}')

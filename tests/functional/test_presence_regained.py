@@ -115,4 +115,4 @@ def test_check_says_that_no_lease_is_renewed(
     monkeypatch.setattr(Unrenewed, 'fails', True)
     config = EtcdConfig((etcd.endpoint,)), PlacementConfig(placement.url)
     said = backends.look(*config, None, 'compute.yaml').no_etcd
-    assert 'answers and renews no lease, by which a compute lives' in said
+    assert 'answers, but renews no lease, so no compute can live' in said

@@ -282,7 +282,7 @@ class Version:
         """Whether they are the same by their ETags; without those by date and length, if either is known.
 
         Of two places, such as the mirrors that one URL is redirected to, different ETags say nothing (RFC 9110, 8.8.3):
-        then date and length do, if both are known. So also where one of the two has no ETag, or none to go by.
+        then date and length do, if both are known. The same goes where only one of the two has an ETag.
         """
         moved = bool(self.answered and other.answered) and self.answered != other.answered
         if self.etag and other.etag and (self.etag == other.etag or not moved):
@@ -550,7 +550,7 @@ class Transfer:
         return found if expected is not None or self._is_still(found.version) else self._fetch_again(found)
 
     def _fetch_again(self, first: Download) -> Download:
-        """Download once more what has another version: of servers behind one name each may say its own. BuildFailed."""
+        """Download again, for the version differs: several servers of one name may each have their own. BuildFailed."""
         with self._waiting('answer'):
             stream = self.source.open(None)
         assert stream is not None  # nothing is known

@@ -104,7 +104,7 @@ class Offers:
                 silent = [each for each in found if InPlacement(each, each, shares.get(each, {})).is_ours]
                 if silent and silent != self._silent:
                     named = some(silent, QUOTED)
-                    log.info('what waited in the queues before is left alone: it may run on silent computes: %s', named)
+                    log.info('older queued requests are left alone, for they may run on silent computes: %s', named)
                 self._silent, self._asked = silent, now
             return self._silent
 

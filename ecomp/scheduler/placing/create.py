@@ -313,7 +313,7 @@ class Attempt:
         which = f'{instance} is' if len(on) == 1 else f'{instance} and {len(on) - 1} more are'
         if compute in self.alive():
             told = f'{which} claimed on {host} by another attempt'
-            cure = f'wait two minutes, in which {host} releases what nobody stands behind, or use another uuid'
+            cure = f'wait two minutes, in which {host} releases the claim if no request owns it, or use another uuid'
         else:
             from ecomp.model.computes import silent_cure  # seldom needed
 
