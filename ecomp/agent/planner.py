@@ -1,7 +1,7 @@
 """One compute's planning without a thread of its own: list, plan, and carry out what the plan says.
 
-A step says what is to be done; whoever calls it begins that and has it carried out, in whatever threads there are, one
-task an instance at a time. The daemon does, and so may a test.
+A step says what is to be done. Its caller starts that and has it carried out, in whatever threads it has, at most one
+task an instance at a time: the daemon, or a test.
 """
 
 from __future__ import annotations
@@ -9,7 +9,9 @@ from __future__ import annotations
 import logging
 import queue
 import time
-from collections.abc import Mapping, Set
+from collections.abc import Callable, Mapping, Set
+from types import MappingProxyType
+from typing import NamedTuple
 
 from ecomp.agent.agenda import Agenda
 from ecomp.agent.complaints import Complaints
@@ -19,7 +21,6 @@ from ecomp.agent.instance.instances import Host, Instances
 from ecomp.agent.instance.plan import Kind, Sightings, Task, Wish, pending, plan, unready
 from ecomp.agent.instance.power import Shutdowns
 from ecomp.agent.instance.records import Superseded
-from ecomp.agent.instance.tasks import CARRIED_OUT, Work
 from ecomp.errors import EcompError, Unreachable, Unreadable
 from ecomp.model import keys
 from ecomp.model.allocation import Resources, summed
@@ -27,6 +28,55 @@ from ecomp.model.guest import Address, Guest
 from ecomp.model.instance import Invalid, Request, parse_request, shares
 from ecomp.model.record import ACTIVE, BUILDING, STOPPED, Record
 from ecomp.store.client import Entry
+
+
+class Work(NamedTuple):
+    """A task with its wish as planned: by the time a thread is free, the key may have been deleted.
+
+    `revision` is that of the request's key, `guest` what is there of it, `addresses` are by MAC.
+    """
+
+    task: Task
+    revision: int
+    wish: Wish
+    guest: Guest | None
+    addresses: Mapping[str, Address]
+
+    @property
+    def instance(self) -> str:
+        """The instance that the task is about."""
+        return self.task.instance
+
+    @property
+    def request(self) -> Request:
+        """The wish, of a kind of task that plan() makes of nothing else."""
+        assert isinstance(self.wish, Request)
+        return self.wish
+
+    @property
+    def refused(self) -> Invalid:
+        """The wish, of a task that refuses it."""
+        assert isinstance(self.wish, Invalid)
+        return self.wish
+
+
+CARRIED_OUT: Mapping[Kind, Callable[[Instances, Work], None]] = MappingProxyType({
+    Kind.BUILD: lambda instances, work: instances.build(work.request, work.revision, work.guest),
+    Kind.DESTROY: lambda instances, work: instances.destroy(work.request, work.revision),
+    Kind.REFUSE: lambda instances, work: instances.refuse(work.refused, work.revision, work.guest),
+    Kind.CLEAR: lambda instances, work: instances.clear(work.instance, work.revision, work.task.reason),
+    Kind.VANISHED: lambda instances, work: instances.vanished(work.instance, work.revision),
+    Kind.ADDRESS: lambda instances, work: instances.address(work.instance, work.revision, work.addresses),
+    Kind.READY: lambda instances, work: instances.ready(work.instance, work.revision),
+    Kind.POWER: lambda instances, work: instances.switch.note(work.instance, work.revision, work.guest),
+    Kind.RESUME: lambda instances, work: instances.switch.resume(work.instance, work.revision),
+    Kind.SHUTDOWN: lambda instances, work: instances.switch.shut_down(work.request, work.revision),
+    Kind.SWITCH_OFF: lambda instances, work: instances.switch.switch_off(work.request, work.revision),
+    Kind.START: lambda instances, work: instances.switch.start(work.request, work.revision),
+    Kind.DONE: lambda instances, work: instances.switch.done(work.request, work.revision, work.guest),
+})
+"""All but Kind.REPORT, which is said and changes nothing. Errors: those of Instances."""
+
 
 log = logging.getLogger(__name__)
 

@@ -47,7 +47,7 @@ def _host_show(do: Context) -> int:
 def _host_status(do: Context) -> int:
     from ecomp.scheduler.changing.wait import Deadline
     from ecomp.scheduler.looking.hosts import compute_of
-    from ecomp.scheduler.operating.drain import disable, drained, enable, inhabitants
+    from ecomp.scheduler.operating.decommission import disable, drained, enable, inhabitants
 
     outcomes = Outcomes(do, do.words, compute=None)
     deadline = Deadline(do.options.patience)
@@ -76,7 +76,7 @@ def _host_status(do: Context) -> int:
 
 def _host_forget(do: Context) -> int:
     from ecomp.scheduler.looking.hosts import compute_of
-    from ecomp.scheduler.operating.forget import forget
+    from ecomp.scheduler.operating.decommission import forget
 
     outcomes = Outcomes(do, do.words, compute=None)
 
@@ -104,7 +104,7 @@ def _audit(do: Context) -> int:
     # A column that there is not is refused now: not only where something is found, and not after it is mended.
     rendered(as_findings(()), do.look)
     if do.options.fix:
-        from ecomp.scheduler.operating.repair import fix
+        from ecomp.scheduler.operating.audit import fix
 
         report = fix(do.store, do.placement, do.out.say)
     else:

@@ -19,8 +19,7 @@ from ecomp.agent.images.cache import Scrubber
 from ecomp.conf import load_schedule
 from ecomp.model.guest import mac_address
 from ecomp.placement.client import Placement
-from ecomp.scheduler.operating import repair
-from ecomp.scheduler.operating.audit import audit
+from ecomp.scheduler.operating.audit import audit, fix
 from ecomp.store.client import Store
 from tests.kit.audit import audit_clean
 from tests.kit.hypervisor import SOON, Hypervisor
@@ -287,7 +286,7 @@ def test_leftovers_go_and_strangers_stay(host: Hypervisor, stranger: str) -> Non
         )
         told: list[str] = []
         with backends(host) as (store, placement):
-            report = repair.fix(store, placement, told.append, apart=0.5)
+            report = fix(store, placement, told.append, apart=0.5)
         left = {(each.code, each.subject) for each in report.findings}
         assert left == {('disk-orphaned', stranger), ('domain-orphaned', domain)}, told
         assert any(f'disk {stranger}: not removed: domain {STRANGER} has it' in line for line in told), told

@@ -10,8 +10,7 @@ from ecomp.model import keys
 from ecomp.model.digest import Digest, to_pages
 from ecomp.model.instance import name_to_json
 from ecomp.scheduler.operating import audit as auditing
-from ecomp.scheduler.operating import repair
-from ecomp.scheduler.operating.audit import Report
+from ecomp.scheduler.operating.audit import Report, fix
 from ecomp.store.client import Put
 from tests.functional.cloud import Cloud, new
 
@@ -63,7 +62,7 @@ def test_who_says_that_it_heard_and_no_more_is_waited_for_once(
     clock = Clock(heard)
     monkeypatch.setattr(auditing, 'time', clock)
     told: list[str] = []
-    found = repair.fix(cloud.store, cloud.placement, told.append, apart=0.1)
+    found = fix(cloud.store, cloud.placement, told.append, apart=0.1)
     assert 'compute-mute' in codes(found, compute)
     assert any(line.startswith('name-orphaned') for line in told)
     assert auditing.ANSWER_SECONDS < clock.now < 2 * auditing.ANSWER_SECONDS

@@ -9,7 +9,7 @@ import pytest
 
 from ecomp.errors import Conflict
 from ecomp.model import keys
-from ecomp.scheduler.operating.forget import forget
+from ecomp.scheduler.operating.decommission import forget
 from ecomp.store.client import Put
 from tests.functional.cloud import Cloud
 

@@ -24,9 +24,8 @@ from ecomp.placement.claiming import claim
 from ecomp.placement.client import Placement
 from ecomp.scheduler.changing.wait import Deadline
 from ecomp.scheduler.looking.find import FRESH
-from ecomp.scheduler.operating.drain import disable, drained
-from ecomp.scheduler.operating.forget import forget
-from ecomp.scheduler.operating.repair import _release as repaired
+from ecomp.scheduler.operating.audit import _release as repaired
+from ecomp.scheduler.operating.decommission import disable, drained, forget
 from ecomp.scheduler.placing.claim import DeliveryOutcome, abandon
 from ecomp.store.client import Delete, Put, Snapshot, Store, Unchanged
 from ecomp.store.released import highest, note

@@ -12,8 +12,7 @@ from ecomp.agent.host.metadata import GuestData
 from ecomp.agent.host.state import Memory
 from ecomp.agent.instance.instances import ControlPlane, Host, Instances, Shape
 from ecomp.agent.instance.pool import FakeImages, Inline
-from ecomp.agent.instance.tasks import Work
-from ecomp.agent.planner import Planner
+from ecomp.agent.planner import Planner, Work
 from ecomp.model import keys
 from ecomp.model.network import DEFAULT_NETWORKS, Attachment
 from ecomp.model.record import Record

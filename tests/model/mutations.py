@@ -102,7 +102,7 @@ CLAIM = {
         'ecomp.agent.queue.pulling:Puller._look', never('_tidy'), 'restarted_taker'
     ),
     'a drain does not wait for attempts that are not announced': bug(
-        'ecomp.scheduler.operating.drain:drained', without('all_announced'), 'drain_and_create'
+        'ecomp.scheduler.operating.decommission:drained', without('all_announced'), 'drain_and_create'
     ),
 }
 DELIVERY = {

@@ -42,13 +42,13 @@ TOLD = {
     ),
     # Drains, and time
     'a drain does not look for claims': bug(
-        'ecomp.scheduler.operating.drain:drained', without('of_provider'), 'drain_beside_orphans'
+        'ecomp.scheduler.operating.decommission:drained', without('of_provider'), 'drain_beside_orphans'
     ),
     'a drain does not wait for attempts': bug(
-        'ecomp.scheduler.operating.drain:drained', without('placing', place=-1), 'drain_beside_a_frozen_create'
+        'ecomp.scheduler.operating.decommission:drained', without('placing', place=-1), 'drain_beside_a_frozen_create'
     ),
     'a drain does not wait for takers': bug(
-        'ecomp.scheduler.operating.drain:drained', without('taking', place=-1), 'drain_beside_a_frozen_claim'
+        'ecomp.scheduler.operating.decommission:drained', without('taking', place=-1), 'drain_beside_a_frozen_claim'
     ),
     'a create that was slow does not ask placement again': bug(
         'ecomp.scheduler.placing.create:Attempt.claim', never('FRESH'), 'drain_and_slow_create'
@@ -61,10 +61,10 @@ TOLD = {
     ),
     # Computes that are forgotten, come back, or are new
     'forget does not ask whether the compute has come back': bug(
-        'ecomp.scheduler.operating.forget:_Removal._release', without('is_alive'), 'forgotten_as_it_takes'
+        'ecomp.scheduler.operating.decommission:_Removal._release', without('is_alive'), 'forgotten_as_it_takes'
     ),
     'forget does not note what it releases': bug(
-        'ecomp.scheduler.operating.forget:_Removal._release',
+        'ecomp.scheduler.operating.decommission:_Removal._release',
         without_argument('release', 'note'),
         'frozen_forget_and_used_again',
     ),
@@ -111,7 +111,7 @@ TOLD = {
         'ecomp.agent.instance.records:running', without('was_destroyed', 'wish'), 'destroyed_in_a_restored_queue'
     ),
     'forget without --fenced does not ask for claims': bug(
-        'ecomp.scheduler.operating.forget:_allowed', never('held', 'fenced'), 'forgotten_after_a_restore'
+        'ecomp.scheduler.operating.decommission:_allowed', never('held', 'fenced'), 'forgotten_after_a_restore'
     ),
     'a taker releases the claim of an instance that has a domain here': bug(
         'ecomp.agent.queue.pulling:Puller._look', never('instance', 'here'), 'state_directory_lost_after_a_restore'
@@ -176,8 +176,8 @@ PAIRS = {
         'destroyed_and_asked_again',
     ),
     'forget neither refuses nor looks before it releases': pair(
-        bug('ecomp.scheduler.operating.forget:_allowed', never('reason')),
-        bug('ecomp.scheduler.operating.forget:_Removal._release', never('is_alive')),
+        bug('ecomp.scheduler.operating.decommission:_allowed', never('reason')),
+        bug('ecomp.scheduler.operating.decommission:_Removal._release', never('is_alive')),
         'forget_and_create',
     ),
 }

@@ -8,11 +8,9 @@ from ecomp.model.group import Group, Membership
 from ecomp.model.group import to_json as group_json
 from ecomp.model.instance import name_to_json
 from ecomp.scheduler.changing.wait import Deadline
-from ecomp.scheduler.operating.audit import audit
-from ecomp.scheduler.operating.drain import disable, drained, enable
-from ecomp.scheduler.operating.forget import forget
+from ecomp.scheduler.operating.audit import audit, fix, mend
+from ecomp.scheduler.operating.decommission import disable, drained, enable, forget
 from ecomp.scheduler.operating.quotas import limit
-from ecomp.scheduler.operating.repair import fix, mend
 from ecomp.store.client import Put
 from tests.model.acting import SHAKY, Actor, Bounds
 from tests.model.cloud import A, B, Cloud, U, V, W

@@ -11,9 +11,9 @@ from ecomp.model.group import Membership
 from ecomp.scheduler.changing.clear import Cleared, clear
 from ecomp.scheduler.changing.destroy import destroy
 from ecomp.scheduler.operating import flavors
-from ecomp.scheduler.operating.forget import forget
+from ecomp.scheduler.operating.audit import fix
+from ecomp.scheduler.operating.decommission import forget
 from ecomp.scheduler.operating.quotas import limit
-from ecomp.scheduler.operating.repair import fix
 from ecomp.store.client import Delete
 from tests.model.acting import SHAKY, Actor, Bounds, Call
 from tests.model.cloud import LARGER, A, B, Cloud, S, U, V

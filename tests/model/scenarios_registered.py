@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, cast
 from ecomp.agent.host.provider import Registration
 from ecomp.errors import EcompError
 from ecomp.model import status
-from ecomp.scheduler.operating.drain import disable, enable
-from ecomp.scheduler.operating.forget import forget
+from ecomp.scheduler.operating.decommission import disable, enable, forget
 from tests.model.acting import SHAKY, Bounds, Call
 from tests.model.cloud import A, B, Cloud, U, V
 from tests.model.compute import Compute

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 
 from ecomp.model import keys
-from ecomp.scheduler.operating.forget import forget
+from ecomp.scheduler.operating.decommission import forget
 from tests.model.acting import SHAKY, Bounds
 from tests.model.cloud import A, B, Cloud, U
 from tests.model.compute import Compute

@@ -14,8 +14,8 @@ from ecomp.model import keys
 from ecomp.model.group import Membership
 from ecomp.scheduler.changing.destroy import destroy
 from ecomp.scheduler.looking.find import all_records, find
+from ecomp.scheduler.operating.audit import fix
 from ecomp.scheduler.operating.quotas import limit
-from ecomp.scheduler.operating.repair import fix
 from ecomp.store.client import Delete, Put
 from tests.model.acting import SHAKY, Bounds, Call
 from tests.model.cloud import NAMES, A, B, Cloud, U, V

@@ -45,7 +45,7 @@ def _code(plant: Plant) -> object:
         ('ecomp.placement.claiming:release', never('no_such_name')),
         ('ecomp.placement.claiming:release', without('no_such_name')),
         ('ecomp.placement.claiming:claim', becomes('consumer_of', 'None')),
-        ('ecomp.scheduler.operating.drain:drained', without('placing')),
+        ('ecomp.scheduler.operating.decommission:drained', without('placing')),
     ],
 )
 def test_a_plant_without_its_one_place_says_so(where: str, change: object) -> None:

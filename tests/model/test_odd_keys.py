@@ -26,11 +26,9 @@ from ecomp.scheduler.changing.destroy import destroy
 from ecomp.scheduler.changing.power import power
 from ecomp.scheduler.changing.wait import Deadline
 from ecomp.scheduler.looking.find import find
-from ecomp.scheduler.operating.audit import audit
-from ecomp.scheduler.operating.drain import disable, drained, enable, inhabitants
-from ecomp.scheduler.operating.forget import UNSEEN, forget
+from ecomp.scheduler.operating.audit import audit, mend
+from ecomp.scheduler.operating.decommission import UNSEEN, disable, drained, enable, forget, inhabitants
 from ecomp.scheduler.operating.quotas import limit, one_quota
-from ecomp.scheduler.operating.repair import mend
 from ecomp.store.client import Delete, Put
 from ecomp.store.released import highest
 from tests.model.acting import Bounds

@@ -23,9 +23,8 @@ from ecomp.model.set_order import SetOrder
 from ecomp.placement.allocations import of_provider
 from ecomp.scheduler.changing.clear import clear
 from ecomp.scheduler.looking.find import all_records
-from ecomp.scheduler.operating.audit import audit
+from ecomp.scheduler.operating.audit import NOT_ANY_MORE, audit, mend
 from ecomp.scheduler.operating.quotas import limit
-from ecomp.scheduler.operating.repair import NOT_ANY_MORE, mend
 from ecomp.store.client import Entry, Put, Store
 from tests.model.acting import Bounds
 from tests.model.cloud import IMAGE, QUERY, SIZE, A, B, Cloud, S, U, V, W

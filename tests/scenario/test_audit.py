@@ -18,8 +18,7 @@ import pytest
 from ecomp.conf import EtcdConfig
 from ecomp.model.findings import CODES
 from ecomp.placement.client import Placement
-from ecomp.scheduler.operating import repair
-from ecomp.scheduler.operating.audit import audit
+from ecomp.scheduler.operating.audit import audit, fix, mend
 from ecomp.store.client import Store
 from tests.kit.audit import audit_clean
 from tests.kit.commands import Control
@@ -247,7 +246,7 @@ def test_what_fix_mends(scene: Scene, plant: Callable[[Scene], str]) -> None:
     subject = plant(scene)
     told: list[str] = []
 
-    report = repair.fix(scene.store, scene.placement, told.append, apart=0.2)
+    report = fix(scene.store, scene.placement, told.append, apart=0.2)
 
     assert report.findings == [], told
     assert 'looking again in 0.2 s' in told[0]
@@ -268,12 +267,12 @@ def test_what_only_one_audit_saw_is_left_alone(scene: Scene) -> None:
     orphan, booted, part = allocation_orphaned(scene), booted_orphaned(scene), part_orphaned(scene)
     second = scene.audit()
     assert {each.subject for each in second.findings} == {orphan, booted, part}
-    assert repair.mend(scene.store, scene.placement, first, second) == []
+    assert mend(scene.store, scene.placement, first, second) == []
     third = scene.audit()
     assert third.findings == second.findings
     # The same file, written again since: another one, and no older than its last writing.
     part_orphaned(scene)
-    lines = repair.mend(scene.store, scene.placement, second, scene.audit())
+    lines = mend(scene.store, scene.placement, second, scene.audit())
     assert len(lines) == 2, lines
     assert {each.subject for each in scene.audit().findings} == {part}
 
@@ -285,7 +284,7 @@ def test_a_name_that_somebody_took_meanwhile_is_not_given_back(scene: Scene) -> 
     assert len(second.findings) == 2
     scene.put(f'/names/{NAME}', {'version': 1, 'instance': (other := new())})
     scene.put('/names/of-nobody', {'version': 1, 'instance': other})
-    lines = repair.mend(scene.store, scene.placement, first, second)
+    lines = mend(scene.store, scene.placement, first, second)
     assert len(lines) == 2, lines
     assert all('left alone: it has changed since' in line for line in lines), lines
     for name in (NAME, 'of-nobody'):
@@ -301,7 +300,7 @@ def test_what_changes_after_the_second_audit_is_left_alone(scene: Scene) -> None
     booted_orphaned(scene)
     for instance in (orphan, disk):
         scene.put(f'/requests/{instance}', {'version': 1, 'instances': [instance], 'pid': 1}, seconds=60)
-    lines = repair.mend(scene.store, scene.placement, first, second)
+    lines = mend(scene.store, scene.placement, first, second)
     assert len(lines) == 2, lines
     assert any('left alone: it has changed since' in line for line in lines), lines
     assert any('not removed: it is wanted now' in line for line in lines), lines
@@ -316,7 +315,7 @@ def test_fix_touches_nothing_it_does_not_understand(scene: Scene) -> None:
     before = scene.audit().findings
     assert {each.subject for each in before} == {guest, off, doubled}
     told: list[str] = []
-    after = repair.fix(scene.store, scene.placement, told.append, apart=0.2)
+    after = fix(scene.store, scene.placement, told.append, apart=0.2)
     assert told == []
     assert after.findings == before
 

@@ -16,7 +16,7 @@ pytest.importorskip('placement', reason="pip install '.[lab]'")
 
 from ecomp.errors import Denied
 from ecomp.placement.client import Placement
-from ecomp.scheduler.operating import repair
+from ecomp.scheduler.operating import audit
 from ecomp.store.client import Delete, Put
 from tests.kit.servers import PlacementServer, until
 from tests.kit.story import IMAGE, NOBODY, SMALL, SOON, one_line
@@ -136,7 +136,7 @@ def test_an_audit_that_mends(cloud: Product) -> None:
     told: list[str] = []
     with closing(cloud.cloud.store(SCHEDULER)) as store:
         asked = Placement(cloud.placement.url)
-        report = repair.fix(store, asked, told.append, apart=0.2)
+        report = audit.fix(store, asked, told.append, apart=0.2)
         asked.close()
     assert report.findings == [], told
     assert len(told) == 5, told
@@ -248,7 +248,7 @@ def mended(cloud: Product) -> list[str]:
     """What a scheduler's --fix leaves of what the audit finds: codes."""
     with closing(cloud.cloud.store(SCHEDULER)) as store:
         asked = Placement(cloud.placement.url)
-        report = repair.fix(store, asked, lambda _: None, apart=0.2)
+        report = audit.fix(store, asked, lambda _: None, apart=0.2)
         asked.close()
     return [each.code for each in report.findings]
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 import logging
 import math
 import multiprocessing
+import os
 import queue
 import signal
 import threading
@@ -36,7 +37,6 @@ from ecomp.agent.images import inspection
 from ecomp.agent.images.cache import CacheLimits, ImageCache
 from ecomp.agent.images.reach import Reach
 from ecomp.agent.instance.build import ENDING, MOST_ENDS, Build, Cancelled, Images, Job, News, WorkerDied, carry_out
-from ecomp.agent.instance.waker import Waker
 from ecomp.agent.locks import InstanceLocks
 from ecomp.agent.parent import die_with
 from ecomp.errors import BuildFailed, EcompError
@@ -44,6 +44,47 @@ from ecomp.model.backoff import Backoff
 from ecomp.model.guest import BaseImage
 from ecomp.model.record import Progress
 from ecomp.virt import Hypervisor
+
+
+class Waker:
+    """A pipe that ends the main thread's wait. wake() is any thread's, all else the main thread's."""
+
+    def __init__(self) -> None:
+        self.reader, self._writer = os.pipe()
+        os.set_blocking(self.reader, False)
+        os.set_blocking(self._writer, False)
+        self._on_signals = False
+        # One that a signal handler may take while its own thread has it.
+        self._lock = threading.RLock()
+        self._closed = False
+
+    def wake(self) -> None:
+        """End the wait. Nothing once it is closed: by then its number may be another file's."""
+        with self._lock, suppress(BlockingIOError):  # full of wakes nobody has read yet: that will do
+            if not self._closed:
+                os.write(self._writer, b'.')
+
+    def wake_on_signals(self) -> None:
+        """From now on a signal ends the wait. The main thread's work."""
+        # The kernel may give a signal to any thread, and then the poll in the main thread, where alone Python's
+        # handlers run, does not end: the signal would be heard up to a minute later.
+        signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
+        self._on_signals = True
+
+    def clear(self) -> None:
+        """Forget the wakes so far."""
+        with suppress(BlockingIOError):
+            while os.read(self.reader, 4096):
+                pass
+
+    def close(self) -> None:
+        """Let the pipe go."""
+        if self._on_signals:
+            signal.set_wakeup_fd(-1)
+        with self._lock:
+            self._closed = True
+            os.close(self.reader)
+            os.close(self._writer)
 
 
 class Inline:
