@@ -34,7 +34,7 @@ def done(etcd: Etcd) -> Counter[str]:
 @pytest.mark.parametrize('queues', [False, True])
 def test_a_minute_of_one_is_one_question_and_no_write(cluster: Control, queues: bool) -> None:
     with overheard(cluster) as (placement, asked):
-        numbers = {'EVERY': MINUTE, 'compute.EVERY': MINUTE, 'compute.NAMED': 1000, 'host.generations.BELIEVED': 1000}
+        numbers = {'EVERY': MINUTE, 'compute.EVERY': MINUTE, 'compute.NAMED': 1000, 'host.claims.BELIEVED': 1000}
         compute = tuned(cluster, numbers=numbers, placement=placement, queues=queues)
         addressed(cluster, notified(cluster.eschedule(SMALL))[1])
         provider = f'/resource_providers/{compute.uuid}'
@@ -51,7 +51,7 @@ def test_a_minute_of_one_is_one_question_and_no_write(cluster: Control, queues: 
 
 def test_what_is_claimed_or_changed_is_looked_at(cluster: Control) -> None:
     with overheard(cluster) as (placement, asked):
-        numbers = {'EVERY': MINUTE, 'host.generations.BELIEVED': 1000}
+        numbers = {'EVERY': MINUTE, 'host.claims.BELIEVED': 1000}
         compute = tuned(cluster, numbers=numbers, placement=placement)
         provider = f'/resource_providers/{compute.uuid}'
         until(lambda: asked[-4:] == [provider] * 4, 40, 'nothing has changed for a while')

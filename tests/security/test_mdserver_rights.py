@@ -280,10 +280,10 @@ def test_who_is_not_root_cannot_become_anybody(monkeypatch: pytest.MonkeyPatch) 
 BY_ECOMPUTE = '''
 import json, logging, os, signal, sys, time
 from pathlib import Path
-from ecomp.agent.host import metadata_server
+from ecomp.agent.host.metadata import MetadataServer, answer, is_metadata
 logging.basicConfig(level=logging.INFO)
 os.system('ip link set lo up; ip addr add 169.254.169.254/32 dev lo')
-server = metadata_server.MetadataServer(Path(sys.argv[1]), Path(sys.argv[2]), 'virbr0')
+server = MetadataServer(Path(sys.argv[1]), Path(sys.argv[2]), 'virbr0')
 server.ensure()
 pid = server._process.pid
 print(Path(f'/proc/{pid}/status').read_text(), flush=True)
@@ -291,9 +291,9 @@ os.kill(int(Path(f'/proc/{pid}/task/{pid}/children').read_text()), signal.SIGKIL
 while server._process.poll() is None:
     time.sleep(0.05)
 server.ensure()  # as each minute
-assert server._process.pid != pid and metadata_server.is_metadata(metadata_server.answer())
+assert server._process.pid != pid and is_metadata(answer())
 server.stop()
-assert metadata_server.answer() is None
+assert answer() is None
 '''
 
 

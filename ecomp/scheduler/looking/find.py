@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from concurrent.futures import Future
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -20,11 +19,11 @@ from ecomp.store.places import Index, everywhere, listed, near
 from ecomp.store.sharing import holder
 
 if TYPE_CHECKING:
-    from ecomp.model.queue import QueueEntry
+    from concurrent.futures import Future
 
-if TYPE_CHECKING:
     from ecomp.conf import PlacementConfig
     from ecomp.model.choose import Offer
+    from ecomp.model.queue import QueueEntry
     from ecomp.placement.client import Placement, Slow
 
     Backend = Future[tuple[Placement, Offer]]
@@ -43,6 +42,8 @@ def ask_placement(config: PlacementConfig, query: str | None, slow: Slow) -> Bac
     Nearly all of what a claim takes is imports and waiting. What this one needs is imported first, and not beside what
     etcd needs: then placement is at it while that is imported.
     """
+    from concurrent.futures import Future  # not for commands that ask etcd alone
+
     from ecomp.model.choose import Offer
     from ecomp.placement.allocations import candidates
     from ecomp.placement.client import Placement
