@@ -71,8 +71,10 @@ def _run(argv: list[str]) -> int:
 
 
 def _command(argv: list[str]) -> int:
+    from ecomp import __version__
     from ecomp.cli.command import Context
     from ecomp.cli.commands import COMMANDS, help_of, parse
+    from ecomp.cli.reading import VERSION
     from ecomp.conf import ScheduleConfig, load_schedule
     from ecomp.config_path import named, told
     from ecomp.errors import EcompError
@@ -81,6 +83,9 @@ def _command(argv: list[str]) -> int:
         print(help_of(''), end='', flush=True)
         return 2
     command = parse(argv)
+    if command.name == VERSION:
+        print(f'eschedule {__version__}', flush=True)
+        return 0
     row = COMMANDS[command.name]
     config_file = named(command.options.config)
     config = load_schedule(config_file) if row.needs_config else ScheduleConfig()

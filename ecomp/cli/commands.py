@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 from ecomp.cli.command import CREATE, EXITS, QUERY, Command, Invocation
 from ecomp.cli.near import hint, suggest
-from ecomp.cli.options import OPTIONS, check
-from ecomp.cli.reading import read
+from ecomp.cli.options import OPTIONS, Options, check
+from ecomp.cli.reading import HELP, find_info_option, read
 from ecomp.cli.words import is_image
 from ecomp.errors import UsageError
 from ecomp.model.names import PREFIX
@@ -141,7 +141,7 @@ WIDTH = 80
 
 
 def parse(argv: Sequence[str]) -> Invocation:
-    """The command in the arguments. UsageError says what is wrong; --help and --version print and raise SystemExit."""
+    """Return the command in the arguments, HELP for --help, or VERSION, which has no row. UsageError."""
     try:
         return _parse(argv)
     except UsageError as error:
@@ -149,9 +149,11 @@ def parse(argv: Sequence[str]) -> Invocation:
 
 
 def _parse(argv: Sequence[str]) -> Invocation:
-    words, options = read(argv, argv, _help_for)
+    if info := find_info_option(argv):
+        return Invocation(info, tuple(_command_to_explain(argv).split()) if info == HELP else (), Options())
+    words, options = read(argv)
     if options.wait == '' and _named(words) in ('', CREATE, 'plan') and (joined := _joined(argv)) != list(argv):
-        words, options = read(argv, joined, _help_for)
+        words, options = read(joined)
     name, taken = _command(words, options.flavor is not None)
     creates = name in (CREATE, 'plan')
     if creates and not taken[0] and options.flavor is None:
@@ -209,13 +211,13 @@ def _named(words: Sequence[str]) -> str:
 # The help
 
 
-def _help_for(argv: Sequence[str]) -> str:
-    """The help of the command that is typed beside --help, if there is one."""
+def _command_to_explain(argv: Sequence[str]) -> str:
+    """The name of the command that is typed beside --help, or the first word of several; '' for neither."""
     words = [word for word in argv if not word.startswith('-')]
     named = (_named(words[first:]) for first in range(len(words)))
     created = CREATE if any('=' in word for word in words) else ''
     half = next((word for word in words if word in FAMILY_WORDS), '')
-    return help_of(next(filter(None, named), created or half))
+    return next(filter(None, named), created or half)
 
 
 def help_of(name: str) -> str:

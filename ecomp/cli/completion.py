@@ -51,7 +51,7 @@ def words_of(command: Command) -> str:
 def values_of(field: str, row: Option) -> str:
     """The kind of an option's value: the words themselves after a =, where there are few; '' where it has none."""
     known = {'STATE': sorted({QUEUED, *STATES}), 'COLUMN': [each.name.lower() for each in (*COLUMNS, REASON, *MORE)]}
-    choices = STAGES if 'STAGE' in row.metavar else known.get(row.metavar, row.more.get('choices', ()))
+    choices = STAGES if 'STAGE' in row.metavar else known.get(row.metavar, row.choices)
     if choices:
         return '=' + ' '.join(choices)
     return 'flavors' if field == 'flavor' else VALUES.get(row.metavar, FREE if row.metavar else '')

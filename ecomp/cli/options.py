@@ -30,36 +30,25 @@ MOST_LINES = 1_000_000
 """Lines that `log -n` may ask for; more is a UsageError, and without -n comes all there is."""
 
 
-NUMBERS: Mapping[Callable[[str], float], str] = {int: 'whole number', float: 'number of seconds'}
-"""What is said of a word that is no such number."""
-
-
 class Option(NamedTuple):
-    """One option: how it is written, its value's name ('' for none), what it does, and the rest for argparse."""
+    """One option: how it is written, its value's name ('' for none), what it does, and how its value is read.
+
+    A metavar in brackets is that of a value that may be left out, and stands behind a =. `parse` makes the value of
+    the text, which has to be one of `choices` if there are any. What `repeats` makes a list. Without a value, the
+    option itself means `const`.
+    """
 
     flags: tuple[str, ...]
     metavar: str
     help: str
-    more: Mapping[str, Any] = {}
+    parse: Callable[[str], Any] = str
+    choices: Sequence[str] = ()
+    repeats: bool = False
+    const: str | bool = True
 
 
 def _option(flags: str, metavar: str, help: str, **more: Any) -> Option:
-    how = {'metavar': metavar} if metavar else {'action': 'store_true'}
-    if more.get('type') in NUMBERS:
-        more['type'] = _number(more['type'], flags.split()[0])
-    return Option(tuple(flags.split()), metavar, help, {**how, **more})
-
-
-def _number(kind: Callable[[str], float], flag: str) -> Callable[[str], float]:
-    """A reader of numbers that says what is wrong in words: argparse names the type that Python calls it by."""
-
-    def read(text: str) -> float:
-        try:
-            return kind(text)
-        except ValueError as error:
-            raise UsageError(f'{flag}: {text[:80]!r} is no {NUMBERS[kind]}') from error
-
-    return read
+    return Option(tuple(flags.split()), metavar, help, **more)
 
 
 class Options(NamedTuple):
@@ -70,22 +59,22 @@ class Options(NamedTuple):
 
     uuid: Annotated[str | None, _option(
         '--uuid', 'UUID', 'the uuid of the new instance, or of the set with --count. The same command with the same '
-        'uuid makes nothing twice: it goes on, or says what became of it. Without: a new one', type=parse_uuid)] = None
+        'uuid makes nothing twice: it goes on, or says what became of it. Without: a new one', parse=parse_uuid)] = None
     name: Annotated[str | None, _option(
         '--name', 'NAME', "the instance's name and its guest's host name: 1 to 63 lower-case letters, digits and -. "
         'No two living instances have the same; it stands wherever the uuid may. Without: it has no name')] = None
     ssh_key: Annotated[Sequence[str] | None, _option(
         '--ssh-key', 'FILE', 'a file of OpenSSH public keys that may log in, 32 KiB in all; may be given several '
-        'times. Without: ssh_keys of schedule.yaml', action='append')] = None
+        'times. Without: ssh_keys of schedule.yaml', repeats=True)] = None
     user_data: Annotated[str | None, _option(
         '--user-data', 'FILE', 'what cloud-init in the guest is given: cloud-config, a script, MIME multipart, or any '
         'of them in gzip, at most 256 KiB. - reads standard input. Without: user_data of schedule.yaml')] = None
     size: Annotated[int | None, _option(
         '--count', 'N', f'how many instances, 1 to {LARGEST_SET} ({LARGEST_NAMED_SET} with --name, where they are '
-        'called NAME-1, NAME-2, …): all of them are placed, or none. Without: 1', type=int)] = None
+        'called NAME-1, NAME-2, …): all of them are placed, or none. Without: 1', parse=int)] = None
     min: Annotated[int | None, _option(
         '--min', 'M', 'with --count: be content with M instances or more where there is no room for N. Without: N',
-        type=int)] = None
+        parse=int)] = None
     flavor: Annotated[str | None, _option(
         '--flavor', 'NAME', 'ask for what this flavor asks for. A query beside it is laid on top: its amounts take '
         "the place of the flavor's, and all else is added")] = None
@@ -107,10 +96,10 @@ class Options(NamedTuple):
         _option(
             '--strict', '', "the group's policy is a condition: an instance is not placed where it would break it "
             '(exit 3). So it is where the first member says neither --strict nor --soft',
-            action='store_const', const='strict'),
+            const='strict'),
         _option(
             '--soft', '', "the group's policy is a preference: computes where it would be broken are tried last, and "
-            'are taken if no other has room', action='store_const', const='soft'),
+            'are taken if no other has room', const='soft'),
     ] = None
     project: Annotated[str | None, _option(
         '--project', 'ID', 'the project the instance belongs to, whose quota counts it: 1 to 255 characters. Without: '
@@ -125,16 +114,16 @@ class Options(NamedTuple):
         '--for', 'STAGE', f'the stage to wait for: {", ".join(STAGES)}. Without: addressed')] = None
     timeout: Annotated[float | None, _option(
         '--timeout', 'SECONDS', 'how long to wait in all; then the exit code is 6, and what was begun goes on. '
-        f'Without: {PATIENCE:.0f}', type=float)] = None
+        f'Without: {PATIENCE:.0f}', parse=float)] = None
     boot: Annotated[int | None, _option(
         '--boot', 'N', f'the boot of this number: 1 is the one it was made with, and the last {BOOTS} are kept. '
-        'Without: the last one', type=int)] = None
+        'Without: the last one', parse=int)] = None
     format: Annotated[str | None, _option(
         '-f --format', 'FORM', 'table, json or yaml, or, of what has columns, csv or value: bare values, a tab between '
         'two, and - for what is not there. Without: table', choices=FORMS)] = None
     columns: Annotated[Sequence[str] | None, _option(
         '-c --column', 'COLUMN', 'only this column; several with commas between them or -c again. The beginning of its '
-        'name will do, in small letters, too. Without: all', action='append')] = None
+        'name will do, in small letters, too. Without: all', repeats=True)] = None
     no_header: Annotated[bool, _option(
         '--no-header', '', 'of a table, csv or details the values alone, without their headings')] = False
     sort: Annotated[str | None, _option(
@@ -144,7 +133,7 @@ class Options(NamedTuple):
         'cut or left out; what goes to a file or a program has whole columns')] = False
     state: Annotated[Sequence[str] | None, _option(
         '--state', 'STATE', 'only those in this state; several with commas between them or --state again. gone shows '
-        'those that are, as --all does', action='append')] = None
+        'those that are, as --all does', repeats=True)] = None
     host: Annotated[str | None, _option(
         '--host', 'COMPUTE', 'only those on this compute: its uuid, or its host name')] = None
     all: Annotated[bool, _option(
@@ -162,7 +151,7 @@ class Options(NamedTuple):
     follow: Annotated[bool, _option(
         '--follow', '', 'go on with what the guest writes, as it comes; Ctrl-C ends it. -f for short')] = False
     lines: Annotated[int | None, _option(
-        '-n --lines', 'N', 'the last N lines. Without: all that is kept', type=int)] = None
+        '-n --lines', 'N', 'the last N lines. Without: all that is kept', parse=int)] = None
     accept_new: Annotated[bool, _option(
         '--accept-new', '', 'of a guest that has not said its host keys: take the one that it shows first, on your '
         'own word, and no other from then on')] = False

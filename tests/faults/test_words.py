@@ -43,10 +43,7 @@ def called(*words: str) -> Result:
     """eschedule in this process; what it prints stays in its streams, whatever it is."""
     out, err, began = StringIO(), StringIO(), time.monotonic()
     with redirect_stdout(out), redirect_stderr(err):
-        try:
-            code = schedule.main(words)
-        except SystemExit as ended:  # --help and --version, as argparse ends them
-            code = int(ended.code or 0)
+        code = schedule.main(words)
     JOURNAL.ended(words, code, (out.getvalue(), err.getvalue()), began, os.getpid())
     return Result(code, out.getvalue(), err.getvalue())
 

@@ -225,10 +225,7 @@ def eschedule(words: Sequence[str], stdin: str = '') -> Iterator[str]:
     out, err = StringIO(), StringIO()
     with pytest.MonkeyPatch.context() as change, redirect_stdout(out), redirect_stderr(err):
         change.setattr('sys.stdin', StringIO(stdin))
-        try:
-            code = schedule.main(words)
-        except SystemExit as ended:
-            code = int(ended.code or 0)
+        code = schedule.main(words)
     yield from (f'| {line}'.rstrip() for line in out.getvalue().splitlines())
     yield from (f'! {line}' for line in err.getvalue().splitlines())
     yield f'= {code}'

@@ -72,7 +72,7 @@ ARROWS: dict[str, set[str]] = {
         *('ecomp.log', 'ecomp.systemd', 'ecomp.model', 'ecomp.placement', 'ecomp.store', 'ecomp.virt', 'ecomp.agent'),
     },
     'ecomp.cli': {
-        *('ecomp', 'ecomp.arguments', 'ecomp.backends', 'ecomp.errors', 'ecomp.conf', 'ecomp.files', 'ecomp.yaml_file'),
+        *('ecomp', 'ecomp.backends', 'ecomp.errors', 'ecomp.conf', 'ecomp.files', 'ecomp.yaml_file'),
         *('ecomp.model', 'ecomp.placement', 'ecomp.store', 'ecomp.scheduler.looking', 'ecomp.scheduler.changing'),
         *('ecomp.scheduler.operating', 'ecomp.scheduler.placing'),
     },
@@ -123,8 +123,8 @@ PLACES: dict[str, set[str]] = {
 PURE = {
     *('ecomp.model', 'ecomp.store.messages', 'ecomp.virt.xml', 'ecomp.virt.filter_xml'),
     *('ecomp.agent.instance.plan', 'ecomp.yaml_plain'),
-    *('ecomp.cli.options', 'ecomp.cli.words', 'ecomp.cli.timeline', 'ecomp.cli.formats', 'ecomp.cli.fitting'),
-    *('ecomp.cli.completion', 'ecomp.cli.shares', 'ecomp.cli.show'),
+    *('ecomp.cli.options', 'ecomp.cli.reading', 'ecomp.cli.words', 'ecomp.cli.timeline', 'ecomp.cli.formats'),
+    *('ecomp.cli.fitting', 'ecomp.cli.completion', 'ecomp.cli.shares', 'ecomp.cli.show'),
     *('ecomp.agent.images.reach', 'ecomp.lab.network', 'ecomp.virt.dhcp'),
     *('mdserver.guests', 'mdserver.metadata'),
 }

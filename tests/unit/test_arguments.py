@@ -73,9 +73,6 @@ def test_an_empty_uuid_is_not_a_new_one() -> None:
         (['wait', A, '--for', 'paradise'], '--for=paradise: there is no such stage; say requested, '),
         ([QUERY, '--wait=redy'], r'--wait=redy: there is no such stage \(did you mean ready\?\); say requested, '),
         (['list', '--state', 'actve'], r'--state: there is no such state \(did you mean active\?\); say active, '),
-        ([QUERY, '--count', 'x'], "--count: 'x' is no whole number"),
-        (['log', A, '--lines=1.5'], "-n: '1.5' is no whole number"),
-        (['wait', A, '--timeout', '5m'], "--timeout: '5m' is no number of seconds"),
         (['wait', A, '--wait'], '--wait does not go with this form'),
         (['show', A, '--for', 'disk'], '--for does not go with this form'),
         ([QUERY, '--wait=paradise'], '--wait=paradise: there is no such stage'),
@@ -98,16 +95,15 @@ def test_what_does_not_go_together(argv: list[str], said: str) -> None:
         parse(argv)
 
 
-def test_every_command_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_command_is_explained() -> None:
     helped = help_of('')
     for name, each in COMMANDS.items():
         assert f'{each.usage} ' in helped
         assert each.summary in helped
         assert f'usage: eschedule {each.usage} ' in help_of(name)
-        with pytest.raises(SystemExit, match='0'):
-            parse([*name.split(), '--help'])
         # What prints an address is told by an id, and by no word.
-        assert capsys.readouterr().out == help_of(name if name != 'query' else '')
+        words = tuple(name.split()) if name != 'query' else ()
+        assert parse([*name.split(), '--help']) == Invocation('help', words, Options())
 
 
 @pytest.mark.parametrize('name', COMMANDS)
@@ -132,10 +128,8 @@ def test_the_help_of_a_command_speaks_of_its_own_options_alone(name: str) -> Non
         ([A, '--help'], ''),
     ],
 )
-def test_help_is_of_what_is_typed_beside_it(argv: list[str], name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match='0'):
-        parse(argv)
-    assert capsys.readouterr().out == help_of(name)
+def test_help_is_of_what_is_typed_beside_it(argv: list[str], name: str) -> None:
+    assert parse(argv) == Invocation('help', tuple(name.split()), Options())
 
 
 def test_every_option_is_some_command_s() -> None:
@@ -178,10 +172,6 @@ def test_every_command_has_an_example_that_can_be_typed(name: str) -> None:
         (['host', 'lsit'], "'host lsit' is not a command (did you mean eschedule host list?): host has list, "),
         (['host', 'forgte', 'hv1'], "'host forgte' is not a command: host has list, "),
         (['help', 'lst'], "help: 'lst' is not a command: did you mean eschedule list?"),
-        (['list', '--formt=json'], '--formt is no option (did you mean --format?); --help shows all'),
-        (['--frobnicate'], '--frobnicate is no option; --help shows all'),
-        ([QUERY, '--name', 'a', '--name', 'b'], '--name is given twice'),
-        ([QUERY, '--wait', '--wait=ready'], '--wait is given twice'),
         ([QUERY, '--min', '2'], '--min goes with --count'),
     ],
 )
@@ -203,11 +193,9 @@ def test_an_instance_may_be_called_as_a_stage_is() -> None:
     assert (found.name, found.words, found.options.wait) == ('stop', ('ready',), '')
 
 
-def test_help_of_several_commands_by_their_first_word(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_of_several_commands_by_their_first_word() -> None:
     helped = help_of('host')
     assert [line.split('<')[0].split('   ')[0].strip() for line in helped.splitlines() if line.startswith('  ')] == [
         *('host list', 'host show', 'host disable', 'host drain', 'host enable', 'host forget'),
     ]
-    with pytest.raises(SystemExit, match='0'):
-        parse(['host', '--help'])
-    assert capsys.readouterr().out == helped
+    assert parse(['host', '--help']) == Invocation('help', ('host',), Options())
