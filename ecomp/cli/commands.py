@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from ecomp.cli.command import CREATE, EXITS, QUERY, Command, Invocation
 from ecomp.cli.near import hint, suggest
-from ecomp.cli.options import OPTIONS, Options, check
+from ecomp.cli.options import OPTIONS, Option, Options, check
 from ecomp.cli.reading import HELP, find_info_option, read
 from ecomp.cli.words import is_image
 from ecomp.errors import UsageError
@@ -138,6 +138,8 @@ MEANS = {
 }
 WIDTH = 80
 """Characters of a line of the help: the least that terminals have."""
+WIDEST_COLUMN = 26
+"""Characters before what an option does: the text of one that is written longer begins in the next line."""
 
 
 def parse(argv: Sequence[str]) -> Invocation:
@@ -244,21 +246,23 @@ def _line(command: Command) -> str:
 
 
 def _help_of_one(command: Command) -> str:
-    import argparse  # its layout alone
-
     means = ''.join(f' {said}' for word, said in MEANS.items() if word in command.usage)
     exits = sorted({0, 1, 2, 7, *command.exits})
-    parser = argparse.ArgumentParser(
-        usage=f'eschedule {command.usage} [OPTION]…',
-        description='\n'.join(_filled(command.description + means)),
-        epilog='\n'.join([f'example: {command.example}', '', *_exits({code: EXITS[code] for code in exits})]),
-        formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(prog, max_help_position=26, width=WIDTH),
-        add_help=False,
-    )
-    for each in command.takes():
-        how = {'metavar': each.metavar} if each.metavar else {'action': 'store_true'}
-        parser.add_argument(*each.flags, help=each.help, **how)  # type: ignore[arg-type]
-    return parser.format_help()
+    lines = [f'usage: eschedule {command.usage} [OPTION]…', '', *_filled(command.description + means), '']
+    lines += ['options:', *_option_lines(command.takes()), '', f'example: {command.example}', '']
+    return '\n'.join([*lines, *_exits({code: EXITS[code] for code in exits})]) + '\n'
+
+
+def _option_lines(options: Sequence[Option]) -> Iterator[str]:
+    """Each option as it is written and, in a second column, what it does."""
+    heads = [', '.join(f'{flag} {each.metavar}'.rstrip() for flag in each.flags) for each in options]
+    column = min(max(map(len, heads)) + 4, WIDEST_COLUMN)
+    for head, each in zip(heads, options, strict=True):
+        fits = len(head) <= column - 4
+        if not fits:
+            yield f'  {head}'
+        first = f'  {head}' if fits else ''
+        yield textwrap.fill(each.help, WIDTH, initial_indent=f'{first:<{column}}', subsequent_indent=' ' * column)
 
 
 def _exits(codes: Mapping[int, str]) -> list[str]:

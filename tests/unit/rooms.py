@@ -89,8 +89,7 @@ FRONT_DOORS = {
 
 # Where other people's libraries, and the parts of Python that act on the machine, may be imported.
 PLACES: dict[str, set[str]] = {
-    # A use case does not know how it is typed.
-    'argparse': {'ecomp.arguments', 'ecomp.cli', 'ecomp.agent.arguments', 'ecomp.lab.elab', 'mdserver'},
+    'argparse': {'ecomp.arguments', 'ecomp.agent.arguments', 'ecomp.lab.elab', 'mdserver'},
     'etcd3': {'ecomp.store.by_etcd3', 'ecomp.store.roles'},
     'grpc': {'ecomp.store.by_etcd3'},
     'h2': {'ecomp.store.transport'},
