@@ -2,8 +2,8 @@
 
     python -m docs.generate
 
-It writes docs/reference/*.md and docs/man/*. tests/unit/test_docs.py holds them against this, so that each sentence has
-one home: a row, a docstring or a comment beside what it is about.
+It writes docs/reference/*.md, docs/man/* and ecomp/model/command_names.py. tests/unit/test_docs.py holds them against
+this, so that each sentence and each name has one home: a row, a docstring or a comment beside what it is about.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from docs import shapes
 from docs.writing import Block, Code, ManPage, Section, Table, Terms, doc, docstring, link, markdown, roff
 from ecomp import agent, compute_conf, conf, config_path, errors
 from ecomp.agent import arguments
-from ecomp.cli.commands import EXITS, MEANS, OPTIONS, families
+from ecomp.cli.commands import EXITS, FAMILIES, MEANS, OPTIONS, PLANNED, families, load_rows
 from ecomp.lab import elab
 from ecomp.model import (
     boots,
@@ -48,6 +48,7 @@ from tests.faults import table as faults
 
 TOP = Path(__file__).resolve().parents[1]
 REFERENCE, MAN = TOP / 'docs/reference', TOP / 'docs/man'
+COMMAND_NAMES = TOP / 'ecomp/model/command_names.py'
 MATRIX = '../../tests/faults/README.md'
 
 
@@ -55,7 +56,7 @@ def generated() -> dict[Path, str]:
     """The text of every file that is made from the code."""
     made = {REFERENCE / name: text for name, text in reference()}
     made |= {MAN / f'{page.name}.{page.number}': roff(page) for page in man_pages()}
-    return made
+    return {**made, COMMAND_NAMES: command_names()}
 
 
 # What is there
@@ -109,6 +110,21 @@ def man_pages() -> Iterator[ManPage]:
 
 
 # Commands
+
+
+def command_names() -> str:
+    """The module that has the name of every command, so that a command loads its own rows alone."""
+    names = {module: [row.name for row in load_rows(module)] for modules in FAMILIES.values() for module in modules}
+    reserved = {name.partition(' ')[0] for each in names.values() for name in each} | PLANNED
+    lines = [f'    {module!r}: {tuple(each)!r},' for module, each in names.items()]
+    words = textwrap.fill(', '.join(map(repr, sorted(reserved))), 116, break_on_hyphens=False)
+    return '\n'.join([
+        '"""The names of eschedule\'s commands, made from their rows by `python -m docs.generate`. Pure."""', '',
+        '# ruff: noqa: E501', 'BY_MODULE = {', *lines, '}',
+        '"""The names by the module of ecomp/cli that has their rows, in the order of the help."""', '',
+        'RESERVED = frozenset({', textwrap.indent(f'{words},', '    '), '})',
+        '"""The first words of commands, and of those that are planned: no instance may be called so."""', '',
+    ])  # fmt: skip
 
 
 def documents() -> tuple[list[Block], list[Section]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ecomp.cli.command import DOCUMENT, Command, Context, until
@@ -102,7 +103,7 @@ def _clear(do: Context) -> int:
 
 
 # fmt: off
-COMMANDS = (
+COMMANDS: Sequence[Command] = (
     Command('destroy', 'destroy <id>…', 'remove an instance: domain, DISK and claim',
             'Remove an instance for good: its domain, its DISK with all that is on it, and what it holds in placement. '
             "(virsh's destroy only switches off: that is `eschedule stop` here.) It returns once the destroy is "

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
 
 from ecomp.cli.command import CREATE, EXITS, QUERY, Command, Invocation
 from ecomp.cli.near import hint, suggest
@@ -12,122 +11,84 @@ from ecomp.cli.options import OPTIONS, Option, Options, check
 from ecomp.cli.reading import HELP, find_info_option, read
 from ecomp.cli.words import is_image
 from ecomp.errors import UsageError
+from ecomp.model.command_names import BY_MODULE
 from ecomp.model.names import PREFIX
 from ecomp.model.stages import STAGES
 from ecomp.model.text import printable
 
-
-class _File(NamedTuple):
-    """The commands of a file, whose rows are loaded when one of them is wanted: a short command has one."""
-
-    names: Sequence[str]
-    rows: Callable[[], Sequence[Command]]
-
-
-def _create() -> Sequence[Command]:
-    from ecomp.cli.create import COMMANDS
-
-    return COMMANDS
-
-
-def _inspect() -> Sequence[Command]:
-    from ecomp.cli.inspect import COMMANDS
-
-    return COMMANDS
-
-
-def _events() -> Sequence[Command]:
-    from ecomp.cli.events import COMMANDS
-
-    return COMMANDS
-
-
-def _enter() -> Sequence[Command]:
-    from ecomp.cli.enter import COMMANDS
-
-    return COMMANDS
-
-
-def _change() -> Sequence[Command]:
-    from ecomp.cli.change import COMMANDS
-
-    return COMMANDS
-
-
-def _sharing() -> Sequence[Command]:
-    from ecomp.cli.sharing import COMMANDS
-
-    return COMMANDS
-
-
-def _operators() -> Sequence[Command]:
-    from ecomp.cli.operators import COMMANDS
-
-    return COMMANDS
-
-
-def _doctor() -> Sequence[Command]:
-    from ecomp.cli.doctor import COMMANDS
-
-    return COMMANDS
-
-
-def _helping() -> Sequence[Command]:
-    from ecomp.cli.helping import COMMANDS
-
-    return COMMANDS
-
-
-# fmt: off
-_FAMILIES: Mapping[str, Sequence[_File]] = {
-    'New instances': (_File((CREATE, 'plan'), _create),),
-    'Looking': (_File((QUERY, 'list', 'show', 'why', 'timeline', 'wait'), _inspect), _File(('events',), _events)),
-    'Into a guest': (_File(('ssh', 'ssh-config', 'console', 'log'), _enter),),
-    'Changing': (_File(('destroy', 'stop', 'start', 'reboot', 'clear'), _change),),
-    'Flavors, groups and quotas': (
-        _File(('flavor list', 'flavor show', 'flavor set', 'flavor delete', 'group list', 'group show', 'quota list',
-               'quota show', 'quota set'), _sharing),),
-    'Computes and the cluster': (
-        _File(('hosts', 'host list', 'host show', 'host disable', 'host drain', 'host enable', 'host forget', 'audit'),
-              _operators),
-        _File(('doctor',), _doctor)),
-    'Help': (_File(('help', 'completion'), _helping),),
+FAMILIES: Mapping[str, Sequence[str]] = {
+    'New instances': ('create',),
+    'Looking': ('inspect', 'events'),
+    'Into a guest': ('enter',),
+    'Changing': ('change',),
+    'Flavors, groups and quotas': ('sharing',),
+    'Computes and the cluster': ('operators', 'doctor'),
+    'Help': ('helping',),
 }
-# fmt: on
-_FILES: Mapping[str, _File] = {name: file for files in _FAMILIES.values() for file in files for name in file.names}
+"""The modules that have rows, by what their commands are for, in the order of the help."""
+
+PLANNED = frozenset({
+    *('again', 'apply', 'copy', 'evacuate', 'exec', 'image', 'logs', 'metrics', 'migrate', 'move', 'protect'),
+    *('rebuild', 'rename', 'resize', 'results', 'run', 'set', 'snapshot', 'stack', 'top', 'ui', 'unprotect'),
+    *('version', 'what-if'),
+})  # fmt: skip
+"""First words of commands that are planned: an instance of that name would be hidden by the command later."""
+
+
+def load_rows(module: str) -> Sequence[Command]:
+    """Return the rows of one of the modules of FAMILIES. Only that one is loaded: a short command needs no other."""
+    match module:
+        case 'create':
+            from ecomp.cli.create import COMMANDS as rows
+        case 'inspect':
+            from ecomp.cli.inspect import COMMANDS as rows
+        case 'events':
+            from ecomp.cli.events import COMMANDS as rows
+        case 'enter':
+            from ecomp.cli.enter import COMMANDS as rows
+        case 'change':
+            from ecomp.cli.change import COMMANDS as rows
+        case 'sharing':
+            from ecomp.cli.sharing import COMMANDS as rows
+        case 'operators':
+            from ecomp.cli.operators import COMMANDS as rows
+        case 'doctor':
+            from ecomp.cli.doctor import COMMANDS as rows
+        case 'helping':
+            from ecomp.cli.helping import COMMANDS as rows
+        case _:
+            raise ValueError(module)
+    return rows
 
 
 class _Commands(Mapping[str, Command]):
+    _modules: Mapping[str, str] = {name: module for module, names in BY_MODULE.items() for name in names}
+
     def __getitem__(self, name: str) -> Command:
-        rows = _FILES[name].rows()
+        rows = load_rows(self._modules[name])
         return next(each for each in rows if each.name == name)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(_FILES)
+        return iter(self._modules)
 
     def __len__(self) -> int:
-        return len(_FILES)
+        return len(self._modules)
 
 
 COMMANDS: Mapping[str, Command] = _Commands()
-"""Every command by its name, in the order of the help. A name may have two words; no name has a = in it or is a uuid.
-
-The first word of each is in model.names.RESERVED: no instance is called so.
-"""
-NAMELESS = (QUERY,)
-"""The form of 2019 whose name is never typed."""
+"""Every command by its name, in the order of the help. A name may have two words, and has no = in it."""
 FAMILY_WORDS: Mapping[str, Sequence[str]] = {
     first: [name for name in COMMANDS if name.startswith(f'{first} ')]
     for first in dict.fromkeys(name.partition(' ')[0] for name in COMMANDS if ' ' in name)
 }
 """The names of two words by their first, which says nothing alone."""
-NAMES = tuple(name for name in COMMANDS if name not in NAMELESS)
+NAMES = tuple(name for name in COMMANDS if name != QUERY)
 """What a command line may begin with, beside a query and an instance."""
 
 
 def families() -> dict[str, list[Command]]:
     """All commands by what they are for."""
-    return {family: [row for file in files for row in file.rows()] for family, files in _FAMILIES.items()}
+    return {family: [row for module in modules for row in load_rows(module)] for family, modules in FAMILIES.items()}
 
 
 __all__ = ['COMMANDS', 'EXITS', 'OPTIONS', 'families', 'help_of', 'parse']

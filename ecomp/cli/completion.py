@@ -7,9 +7,9 @@ offered that a shell would read as more than a word.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 
-from ecomp.cli.command import Command
+from ecomp.cli.command import QUERY, Command
 from ecomp.cli.options import OPTIONS, Option
 from ecomp.cli.show import COLUMNS, MORE, REASON
 from ecomp.cli.words import SHELLS
@@ -36,9 +36,9 @@ SAFE = '[A-Za-z0-9._-]'
 """Of these characters alone is what is offered of what etcd holds."""
 
 
-def script(shell: str, commands: Mapping[str, Command], nameless: Sequence[str]) -> str:
-    """The script for one of SHELLS, to be read by it; `nameless` are the commands whose names are not typed."""
-    return _fish(commands, nameless) if shell == 'fish' else _posix(shell, commands, nameless)
+def script(shell: str, commands: Mapping[str, Command]) -> str:
+    """Return the script for one of SHELLS, to be read by it."""
+    return _fish(commands) if shell == 'fish' else _posix(shell, commands)
 
 
 def words_of(command: Command) -> str:
@@ -185,7 +185,7 @@ if [ "${funcstack[1]}" = _eschedule ]; then _eschedule "$@"; else compdef _esche
 """
 
 
-def _posix(shell: str, commands: Mapping[str, Command], nameless: Sequence[str]) -> str:
+def _posix(shell: str, commands: Mapping[str, Command]) -> str:
     seconds = _seconds(commands)
     flags = {name: ' '.join(flag for each in row.takes() for flag in each.flags) for name, row in commands.items()}
     made = POSIX.format(
@@ -198,7 +198,7 @@ def _posix(shell: str, commands: Mapping[str, Command], nameless: Sequence[str])
             for field, rows in OPTIONS.items() for row in rows if (kind := values_of(field, row))
         }),
         live=_cases({kind: f'_eschedule_asked "$@" {asked}' for kind, asked in LIVE.items()}),
-        first=' '.join(dict.fromkeys(name.partition(' ')[0] for name in commands if name not in nameless)),
+        first=' '.join(_first_words(commands)),
         families=' | '.join(seconds),
         seconds=_cases({
             f'{first}// | help/{first}/': f"echo '{' '.join(each)}' | tr ' ' '\\n'" for first, each in seconds.items()
@@ -209,6 +209,10 @@ def _posix(shell: str, commands: Mapping[str, Command], nameless: Sequence[str])
 
 def _kind(command: Command) -> str:
     return {'help': 'commands', 'completion': f"'={' '.join(SHELLS)}'"}.get(command.name, words_of(command))
+
+
+def _first_words(commands: Iterable[str]) -> Iterable[str]:
+    return dict.fromkeys(name.partition(' ')[0] for name in commands if name != QUERY)
 
 
 def _seconds(commands: Mapping[str, Command]) -> dict[str, list[str]]:
@@ -276,23 +280,22 @@ complete -c eschedule -f
 """
 
 
-def _fish(commands: Mapping[str, Command], nameless: Sequence[str]) -> str:
+def _fish(commands: Mapping[str, Command]) -> str:
     seconds, rows = _seconds(commands), list[str]()
     for name, row in commands.items():
         first, _, second = name.partition(' ')
         if second:
             rows.append(_row(f'__eschedule_is {first} "help {first}"', f'-a {second}', row.summary))
-        elif name not in nameless:
+        elif name != QUERY:
             rows.append(_row('test -z (__eschedule_command)', f'-a {first}', row.summary))
         kind = words_of(row)
-        if name == 'query':
+        if name == QUERY:
             rows.append(_row('test -z (__eschedule_command); and string length -q -- (commandline -ct)', _asked(kind)))
         elif kind:
             rows.append(_row(f'__eschedule_is "{name}"', _asked(kind)))
     for first in seconds:
         rows.append(_row('test -z (__eschedule_command)', f'-a {first}', f'{", ".join(seconds[first])}'))
-    firsts = ' '.join(dict.fromkeys(name.partition(' ')[0] for name in commands if name not in nameless))
-    rows.append(_row('__eschedule_is help', f'-a "{firsts}"'))
+    rows.append(_row('__eschedule_is help', f'-a "{" ".join(_first_words(commands))}"'))
     rows.append(_row('__eschedule_is completion', f'-a "{" ".join(SHELLS)}"'))
     for field, options in OPTIONS.items():
         takers = [f'"{name}"' for name, row in commands.items() if field in {*row.options, 'config'}]

@@ -372,7 +372,7 @@ _IDLE = {
 """Options of a new instance that its plan takes, so that the same command line will do."""
 
 # fmt: off
-COMMANDS = (
+COMMANDS: Sequence[Command] = (
     Command(CREATE, "'resources=…' [IMAGE_URL]", 'place a new instance, or several with --count',
             'Place a new instance on a compute that has room for it. The word `create` may stand before the query. '
             'The query is for placement, in quotes, and is handed on to it as it is: '

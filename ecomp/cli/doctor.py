@@ -5,6 +5,8 @@ With --canary also what is wrong with the hosts themselves.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from ecomp import __version__
 from ecomp.cli.command import DOCUMENT, Command, Context, plain
 from ecomp.cli.options import PATIENCE
@@ -59,7 +61,7 @@ def _doctor(do: Context) -> int:
 
 
 # fmt: off
-COMMANDS = (
+COMMANDS: Sequence[Command] = (
     Command('doctor', "doctor ['resources=…'] [URL]", 'what is wrong with the cluster, and what mends it',
             'Look at etcd, placement, the clocks, our certificates and the computes, and print what is wrong, a line '
             'each: the check that found it, a sentence, and what mends it. stderr says who was asked, which version '

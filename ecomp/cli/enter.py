@@ -269,7 +269,7 @@ def _line(line: bytes) -> str:
 
 
 # fmt: off
-COMMANDS = (
+COMMANDS: Sequence[Command] = (
     Command('ssh', 'ssh [USER@]<id> [-- CMD…]', 'log in to a guest, or run a command there',
             'Be ssh to a guest: through its hypervisor, by `reach` of schedule.yaml, or directly where it is on a '
             "bridge. USER is by default schedule.yaml's ssh_user. The guest's host keys are those that it said itself "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from ecomp.cli.command import Command, Context, plain
@@ -123,7 +123,7 @@ def _as_json(event: Event) -> str:
 _FORM = 'table or json, which is one JSON object a line. Without: table'
 
 # fmt: off
-COMMANDS = (
+COMMANDS: Sequence[Command] = (
     Command('events', 'events [<id>…]', 'what happened, and with --watch what happens',
             'Tell what happened, a line each, oldest first: of all instances, computes, queues, names, groups, quotas '
             'and flavors, or of these instances alone. etcd keeps an hour or two of it, as its '

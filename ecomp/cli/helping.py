@@ -18,10 +18,9 @@ def _help(do: Context) -> int:
 
 def _completion(do: Context) -> int:
     from ecomp.cli.commands import COMMANDS as every  # as above
-    from ecomp.cli.commands import NAMELESS
     from ecomp.cli.completion import script
 
-    do.out.put(script(do.words[0], every, NAMELESS).rstrip('\n'))
+    do.out.put(script(do.words[0], every).rstrip('\n'))
     return 0
 
 
@@ -44,7 +43,7 @@ def _command_or_nothing(name: str, words: Sequence[str]) -> Words:
 
 
 # fmt: off
-COMMANDS = (
+COMMANDS: Sequence[Command] = (
     Command('help', 'help [COMMAND]', 'what a command does, or all of them',
             'Say what a command does, which options it takes and how it ends, as its --help does; without one, which '
             'commands there are. It asks no server, and reads no configuration.',

@@ -222,7 +222,7 @@ def _wait(do: Context) -> int:
 
 
 # fmt: off
-COMMANDS = (
+COMMANDS: Sequence[Command] = (
     Command(QUERY, '<id>', "print the instance's address",
             "Print the address of an instance, its first interface's. While it has none, nothing is printed, a line on "
             'stderr says what it waits for, and the exit code is 6; of one that failed it says why (exit 1). One '

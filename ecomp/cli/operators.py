@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 
 from ecomp.cli.command import DOCUMENT, LISTED, Command, Context, until
@@ -117,7 +118,7 @@ def _audit(do: Context) -> int:
 
 
 # fmt: off
-COMMANDS = (
+COMMANDS: Sequence[Command] = (
     Command('hosts', 'hosts', 'all computes: state, instances, what is used',
             'Print all computes, a line each: uuid, host name, state, number of instances, and of each resource class '
             'how much is used, and how much there is in all (memory in MiB, disk in GiB); and of one that is up the '

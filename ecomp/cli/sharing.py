@@ -119,7 +119,7 @@ def _told(do: Context, words: Sequence[str], change: Callable[[str], str]) -> in
 
 
 # fmt: off
-COMMANDS = (
+COMMANDS: Sequence[Command] = (
     Command('flavor list', 'flavor list', 'the flavors of schedule.yaml and of etcd',
             'Print the flavors: what each asks for, and whether it is kept in schedule.yaml or in etcd. One of '
             "schedule.yaml comes before etcd's of the same name.",

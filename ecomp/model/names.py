@@ -9,16 +9,7 @@ from __future__ import annotations
 
 import re
 
-RESERVED = frozenset(
-    {
-        *('destroy', 'list', 'show', 'wait', 'timeline', 'events', 'stop', 'start', 'reboot', 'hosts', 'host'),
-        *('plan', 'why', 'audit', 'doctor', 'flavor', 'group', 'quota', 'help', 'version', 'create', 'query'),
-        *('ssh', 'ssh-config', 'console', 'log', 'logs', 'run', 'apply', 'move', 'migrate', 'evacuate', 'rebuild'),
-        *('resize', 'image', 'top', 'metrics', 'exec', 'copy', 'clear', 'completion', 'again', 'what-if', 'results'),
-        *('rename', 'set', 'protect', 'unprotect', 'ui', 'snapshot', 'stack'),
-    }
-)
-"""Words that are no names: the commands, and those that are planned, which would hide instances named today."""
+from ecomp.model.command_names import RESERVED
 
 PREFIX = 4
 """Digits of a uuid that stand for all of it, at least; fewer mean none."""

@@ -21,6 +21,7 @@ PAGES = sorted([*TOP.glob('*.md'), *TOP.glob('docs/**/*.md'), TOP / 'bench/READM
 def test_the_reference_and_the_man_pages_are_as_the_code_says() -> None:
     made = generate.generated()
     found = {path: path.read_text() for where in (generate.REFERENCE, generate.MAN) for path in where.iterdir()}
+    found[generate.COMMAND_NAMES] = generate.COMMAND_NAMES.read_text()
     assert sorted(found) == sorted(made), 'make them anew: python -m docs.generate'
     assert [path.name for path in made if made[path] != found[path]] == [], 'make them anew: python -m docs.generate'
 

@@ -1,0 +1,24 @@
+"""The names of eschedule's commands, made from their rows by `python -m docs.generate`. Pure."""
+
+# ruff: noqa: E501
+BY_MODULE = {
+    'create': ('create', 'plan'),
+    'inspect': ('query', 'list', 'show', 'why', 'timeline', 'wait'),
+    'events': ('events',),
+    'enter': ('ssh', 'ssh-config', 'console', 'log'),
+    'change': ('destroy', 'stop', 'start', 'reboot', 'clear'),
+    'sharing': ('flavor list', 'flavor show', 'flavor set', 'flavor delete', 'group list', 'group show', 'quota list', 'quota show', 'quota set'),
+    'operators': ('hosts', 'host list', 'host show', 'host disable', 'host drain', 'host enable', 'host forget', 'audit'),
+    'doctor': ('doctor',),
+    'helping': ('help', 'completion'),
+}
+"""The names by the module of ecomp/cli that has their rows, in the order of the help."""
+
+RESERVED = frozenset({
+    'again', 'apply', 'audit', 'clear', 'completion', 'console', 'copy', 'create', 'destroy', 'doctor', 'evacuate',
+    'events', 'exec', 'flavor', 'group', 'help', 'host', 'hosts', 'image', 'list', 'log', 'logs', 'metrics', 'migrate',
+    'move', 'plan', 'protect', 'query', 'quota', 'reboot', 'rebuild', 'rename', 'resize', 'results', 'run', 'set',
+    'show', 'snapshot', 'ssh', 'ssh-config', 'stack', 'start', 'stop', 'timeline', 'top', 'ui', 'unprotect', 'version',
+    'wait', 'what-if', 'why',
+})
+"""The first words of commands, and of those that are planned: no instance may be called so."""
