@@ -30,7 +30,6 @@ REQUIRES = [
     # From 1.60 on its keep-alive options were seen to find a dead peer in time; 1.65.4 closes CVE-2024-7246.
     'grpcio>=1.65.4,<2',
     'h2>=4.3',  # etcd without gRPC, which is slow to load and large; 4.3 closes CVE-2025-57804
-    'requests>=2.32.4',  # from 2.32.2 on, whoever adapts it may say how a connection is made; .4 keeps .netrc to itself
     'psutil>=5.9',
     'PyYAML>=6.0.1',
     'os-traits>=3.9',  # the names of traits, which placement takes from there too
@@ -63,10 +62,10 @@ TEST = [
     'pytest>=8.0,<9.2',  # in 9.2, pytest-xdist 3.8 passes over its groups
     'pytest-timeout>=2.3',
     'pytest-xdist>=3.7',  # --no-loadscope-reorder
+    'requests',  # what bench/look.py measures commands by
     'ruff>=0.6',
     'types-PyYAML',
     'types-psutil',
-    'types-requests',
 ]
 
 setup(

@@ -37,7 +37,7 @@ def configure(stream: TextIO | None = None) -> None:
     root.setLevel(logging.WARNING)
     for ours in ('ecomp', '__main__'):  # a module started with python -m logs as __main__
         logging.getLogger(ours).setLevel(logging.INFO)
-    # It warns of each of its retries, in its own words; what comes of them is said in ours, once.
+    # It warns of answers in its own words, with tracebacks; what comes of them is said in ours, once.
     logging.getLogger('urllib3').setLevel(logging.ERROR)
 
 

@@ -1,33 +1,32 @@
-"""The light way to placement: http.client and ssl alone. requests is slow to load, and large.
+"""HTTP to placement by http.client and ssl alone: any HTTP library takes a command more time to load than this takes.
 
-What it does not understand it hands over. https://docs.python.org/3/library/http.client.html
+https://docs.python.org/3/library/http.client.html
 """
 
 from __future__ import annotations
 
 import http.client
 import json
-import re
+import random
 import select
 import socket
 import ssl
-import sys
 import threading
 import time
 from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlsplit
 
 from ecomp.endpoints import connection_to
 from ecomp.errors import Unreachable
-from ecomp.placement import limited, tls
-from ecomp.placement.limited import Response
-from ecomp.placement.way import HEADERS, POOL, Answer, Asked, NotUnderstood, Words
+from ecomp.placement import tls
+from ecomp.placement.limited import Overlong, Response
+from ecomp.placement.way import HEADERS, POOL, Answer, Asked, Words
 
 if TYPE_CHECKING:
     from ecomp.conf import PlacementConfig
 
-PLAIN = re.compile(r"[A-Za-z0-9._~!$&'()*+,;=:@/?-]*")
-"""A path and its query that requests would send just so. All others are its business."""
+SAFE = "!$&'()*+,;=:@/?~%-._"
+"""Characters of a path and its query that are sent as they are, as letters and digits are; `%` begins a quoted one."""
 
 PIECE = 65536
 """Bytes that are read at once."""
@@ -38,16 +37,19 @@ KEPT = 90.0
 More than a minute, in which each compute asks once.
 """
 
+RETRY_PAUSES = (0.0, 0.5)
+"""Seconds before a read is sent for the second and third time, give or take a fifth. A write is sent once."""
+
+BUSY = (502, 503, 504)
+"""Statuses with which a proxy says that placement does not answer it: reads are sent again."""
+
 
 class _Http(http.client.HTTPConnection):
     response_class = Response
 
 
-class Light:
-    """http.client's connections to placement. May be shared by threads.
-
-    NotUnderstood for whatever it cannot tell: of a GET always, of a write as long as nothing was sent.
-    """
+class Connections:
+    """The connections to placement. May be shared by threads."""
 
     def __init__(self, config: PlacementConfig, timeout: tuple[float, float], words: Words) -> None:
         self._config, self._timeout, self._words = config, timeout, words
@@ -59,24 +61,41 @@ class Light:
         self._idle: list[tuple[float, http.client.HTTPConnection]] = []
 
     def close(self) -> None:
-        """Let the connections go."""
+        """Close all connections that are idle."""
         with self._lock:
             while self._idle:
                 self._idle.pop()[1].close()
 
     def send(self, asked: Asked, unanswered: type[Unreachable], until: float) -> Answer:
-        """See Way."""
-        path = self._path + asked.path
-        # The authorities that requests brings, or finds in its variables, are its own.
-        if not PLAIN.fullmatch(path) or (self._is_secure and self._config.ca_cert is None):
-            raise NotUnderstood('left to requests', unsent=True)
+        """Send a request and return the answer, whatever its status.
+
+        Args:
+            unanswered: the error where the request may have been carried out.
+            until: when the time of the answer is up, as limited.begin() returned it.
+
+        Raises:
+            Unreachable: nothing was sent.
+        """
+        body = None if asked.body is None else json.dumps(asked.body, allow_nan=False).encode()
+        pauses = list(RETRY_PAUSES) if asked.method == 'GET' else []
+        while True:
+            try:
+                answer = self._exchange(asked.method, quote_path(self._path + asked.path), body, unanswered)
+            except (OSError, http.client.HTTPException, ValueError, OverflowError) as error:
+                if not pauses or not _may_pass(error):
+                    raise self._lost(error, unanswered, until) from error
+            else:
+                if not pauses or answer.status_code not in BUSY:
+                    return answer
+            time.sleep(pauses.pop(0) * random.uniform(0.8, 1.2))
+
+    def _exchange(self, method: str, path: str, body: bytes | None, unanswered: type[Unreachable]) -> Answer:
         headers = {**HEADERS, 'x-auth-token': self._words.token()}
-        body = None
-        if asked.body is not None:
-            body, headers['content-type'] = json.dumps(asked.body, allow_nan=False).encode(), 'application/json'
+        if body is not None:
+            headers['content-type'] = 'application/json'
         connection = self._connected()
         try:
-            connection.request(asked.method, path, body, headers)
+            connection.request(method, path, body, headers)
             response = connection.getresponse()
             if response.headers.get('content-encoding', 'identity') != 'identity':
                 raise self._words.foreign(unanswered)
@@ -86,33 +105,25 @@ class Light:
             connection.close()
             if isinstance(error, OSError):
                 self.close()  # the others are as old: each that was forgotten on the way would take as long again
-            if isinstance(error, OSError | http.client.HTTPException | ValueError | OverflowError):
-                raise self._lost(error, asked, unanswered, until) from error
             raise
         if response.will_close:
             connection.close()
         else:
             self._keep(connection)
-        if answer.status_code in (502, 503, 504) and asked.method == 'GET':
-            raise NotUnderstood(f'HTTP {answer.status_code}')  # which is asked again
         return answer
 
-    def _lost(
-        self, error: Exception, asked: Asked, unanswered: type[Unreachable], until: float
-    ) -> Unreachable | NotUnderstood:
-        """What became of a call without an answer, or without a whole one."""
-        if limited.is_overlong(error):
-            return self._words.foreign(unanswered)
+    def _lost(self, error: Exception, unanswered: type[Unreachable], until: float) -> Unreachable:
+        """Make the error for a call without an answer, or without a whole one."""
         if isinstance(error, TimeoutError):
             return self._words.late(unanswered, until)
-        if asked.method == 'GET':
-            return NotUnderstood(error)
         if isinstance(error, ssl.SSLError):
-            return self._words.lost(unanswered, tls.reason(error)[1])
-        return self._words.broken(unanswered) if isinstance(error, OSError) else self._words.foreign(unanswered)
+            return self._words.lost(unanswered, tls.reason(error))
+        if isinstance(error, OSError) and not isinstance(error, Overlong):
+            return self._words.broken(unanswered)
+        return self._words.foreign(unanswered)
 
     def _connected(self) -> http.client.HTTPConnection:
-        """A connection. Unreachable where there is none; NotUnderstood where TLS fails."""
+        """Return an idle connection, or a new one. Unreachable if there is none."""
         with self._lock:
             while self._idle:
                 since, kept = self._idle.pop()
@@ -120,6 +131,7 @@ class Light:
                     kept.sock.settimeout(self._timeout[1])
                     return kept
                 kept.close()
+        context = self._context() if self._is_secure else None
         # As bytes: of text Python would look whether it is written in another alphabet, and load what that takes.
         where: Any = self._host.encode() if self._host.isascii() else self._host
         try:
@@ -129,10 +141,14 @@ class Light:
         try:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             made = _Http(self._host, self._port)
-            made.sock = self._context().wrap_socket(sock, server_hostname=where) if self._is_secure else sock
+            made.sock = sock if context is None else context.wrap_socket(sock, server_hostname=where)
         except (OSError, ValueError) as error:
             sock.close()
-            raise NotUnderstood(error, unsent=True) from error
+            if isinstance(error, ssl.SSLError):
+                raise self._words.lost(Unreachable, tls.reason(error)) from error
+            if isinstance(error, ConnectionError):
+                raise self._words.broken(Unreachable) from error
+            raise self._words.lost(Unreachable, 'no connection') from error
         made.sock.settimeout(self._timeout[1])
         return made
 
@@ -144,15 +160,40 @@ class Light:
         connection.close()
 
     def _context(self) -> ssl.SSLContext:
-        """What TLS goes by, as urllib3 has it. The files are read anew for each connection."""
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-        context.hostname_checks_common_name = False
-        if sys.version_info >= (3, 13):
-            context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN | ssl.VERIFY_X509_STRICT
-        context.load_verify_locations(self._config.ca_cert)
-        if self._config.cert_cert is not None:
-            context.load_cert_chain(self._config.cert_cert, self._config.cert_key)
+        """Read the certificates, anew for each connection. Unreachable, for they may be there at the next call."""
+        config = self._config
+        try:
+            for path in (config.ca_cert, config.cert_cert, config.cert_key):
+                if path is not None:
+                    path.open('rb').close()  # ssl does not name the file that it cannot read
+        except OSError as error:
+            # Its `backend` is another one, as that of a token is: see _token_in().
+            name, why = self._words.name, f'{error.filename}: {error.strerror}'
+            raise Unreachable(f'{name} cannot be asked: {why}', f'{name} (its certificates)') from error
+        try:
+            context = ssl.create_default_context(cafile=config.ca_cert)
+            context.hostname_checks_common_name = False
+            if config.cert_cert is not None:
+                context.load_cert_chain(config.cert_cert, config.cert_key)
+        except OSError as error:
+            raise self._words.lost(Unreachable, tls.NO_CERTIFICATE) from error
         return context
+
+
+def quote_path(path: str) -> str:
+    """Quote what HTTP does not allow in a path and its query. `%` and what is quoted already stay as they are."""
+    return quote(path, SAFE, errors='backslashreplace')
+
+
+def _may_pass(error: Exception) -> bool:
+    """Whether a read is sent again after this error.
+
+    A server that gave no answer in time, or one without an end, would do so again. TLS fails for a reason that lasts,
+    unless the other side hung up.
+    """
+    if isinstance(error, ssl.SSLError):
+        return isinstance(error, ssl.SSLEOFError | ssl.SSLZeroReturnError)
+    return not isinstance(error, TimeoutError | Overlong)
 
 
 def _whole(response: http.client.HTTPResponse) -> bytes:

@@ -1,9 +1,7 @@
 """Calls to placement; every answer is a value or one error of ours.
 
 Errors are told apart by HTTP status and placement's own stable codes (its errors.py: "Do not change the string
-values"), never by message text. A GET is tried again; a write never is: its caller reads back first. There are two
-ways to ask: the light one (see by_http), and by requests, which takes over for good where the light one does not
-understand what it meets.
+values"), never by message text. A GET is tried again; a write never is: its caller reads back first.
 """
 
 from __future__ import annotations
@@ -27,8 +25,9 @@ from ecomp.errors import (
     Unreachable,
 )
 from ecomp.placement import answers, limited
+from ecomp.placement.by_http import Connections
 from ecomp.placement.limited import LIMITS, AnswerLimits
-from ecomp.placement.way import MICROVERSION, Answer, Asked, NotUnderstood, Way, Words
+from ecomp.placement.way import MICROVERSION, Answer, Asked, Words
 
 TIMEOUT = (3.05, 30.0)
 """Seconds to connect, and between two bytes of an answer."""
@@ -77,20 +76,8 @@ class Placement:
         config = where if isinstance(where, PlacementConfig) else PlacementConfig(where)
         self._words = Words(config.endpoint, config.token_file, (timeout[1], limits.seconds))
         self.endpoint, self.name = self._words.endpoint, self._words.name
-        self._config, self._timeout, self._limits = config, timeout, limits
-        self._slow = slow
-        self._lock = threading.Lock()
-        self._way: Way = self._light()
-
-    def _light(self) -> Way:
-        from ecomp.placement.by_http import Light  # here, for not every command asks placement
-
-        return Light(self._config, self._timeout, self._words)
-
-    def _by_requests(self) -> Way:
-        from ecomp.placement.by_requests import Session
-
-        return Session(self._config, self._timeout, self._words)
+        self._limits, self._slow = limits, slow
+        self._connections = Connections(config, timeout, self._words)
 
     def get(self, path: str) -> dict[str, Any]:
         """The JSON object at a path (with its query)."""
@@ -128,29 +115,17 @@ class Placement:
 
     def close(self) -> None:
         """Let the connections go."""
-        self._way.close()
+        self._connections.close()
 
     def _send(self, method: str, path: str, body: dict[str, Any] | None, unanswered: type[Unreachable]) -> Answer:
         until = limited.begin(self._limits)
         with self._noticed():
-            answer = self._sent(Asked(method, path, body), unanswered, until)
+            answer = self._connections.send(Asked(method, path, body), unanswered, until)
         # A proxy's welcome page is a 200 as well, and no claim.
         json = answer.headers.get('content-type', '').startswith('application/json')
         if answer.status_code in (201, 204) or (answer.status_code == 200 and json):
             return answer
         raise self._error(answer, unanswered)
-
-    def _sent(self, asked: Asked, unanswered: type[Unreachable], until: float) -> Answer:
-        way = self._way
-        try:
-            return way.send(asked, unanswered, until)
-        except NotUnderstood as error:
-            if not error.unsent and asked.method != 'GET':
-                raise self._words.lost(unanswered, str(error)) from error
-            with self._lock:
-                if self._way is way:
-                    self._way = self._by_requests()
-            return self._way.send(asked, unanswered, until)
 
     @contextmanager
     def _noticed(self) -> Iterator[None]:

@@ -1,8 +1,7 @@
 """Answers that end: after so many bytes and so many seconds in all, heads included.
 
-A socket's time limit is between two bytes, and http.client, with which requests reads, too, has no limit of bytes: a
-server that sends a byte a second, or never stops, would hold a thread, or fill the memory, for ever. So each read of an
-answer looks at both.
+A socket's time limit is between two bytes, and http.client has no limit of bytes: a server that sends a byte a second,
+or never stops, would hold a thread, or fill the memory, for ever. So each read of an answer looks at both.
 """
 
 from __future__ import annotations
@@ -44,15 +43,6 @@ def begin(limits: AnswerLimits) -> float:
     left = _Left(limits.size, time.monotonic() + limits.seconds)
     _LEFT.set(left)
     return left.until
-
-
-def is_overlong(error: BaseException | None) -> bool:
-    """Whether an error means that an answer had too many bytes, however it was wrapped."""
-    while error is not None:
-        if any(isinstance(each, Overlong) for each in (error, *error.args)):
-            return True
-        error = error.__cause__ or error.__context__
-    return False
 
 
 class _Reader(io.RawIOBase):

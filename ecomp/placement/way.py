@@ -1,11 +1,11 @@
-"""What both ways to placement have in common: what is asked and answered, who asks, and words for what goes wrong."""
+"""Requests to placement and its answers, who asks, and words for what goes wrong."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from ecomp.errors import Unreachable
 from ecomp.model import allocation
@@ -37,27 +37,6 @@ class Answer(NamedTuple):
     status_code: int
     content: bytes
     headers: Mapping[str, str]
-
-
-class NotUnderstood(Exception):
-    """The light way did not get an answer that it understands; `unsent`: what was asked certainly never left."""
-
-    def __init__(self, why: object, unsent: bool = False) -> None:
-        super().__init__(str(why))
-        self.unsent = unsent
-
-
-class Way(Protocol):
-    """One of the two."""
-
-    def send(self, asked: Asked, unanswered: type[Unreachable], until: float) -> Answer:
-        """The answer, whatever its status; limited.begin() was called before, and brought `until`.
-
-        Unreachable, or `unanswered` where it may have been carried out.
-        """
-
-    def close(self) -> None:
-        """Let the connections go."""
 
 
 class Words:

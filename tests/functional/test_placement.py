@@ -23,7 +23,6 @@ from ecomp.errors import (
 from ecomp.placement import allocations, providers
 from ecomp.placement.client import Placement
 from tests.functional.placement_client import PROJECT, SMALL, USER, claim, connected, new
-from tests.kit.both_ways import each_way as each_way
 from tests.kit.faulty_placement import FaultyPlacement
 from tests.kit.proxy import Proxy
 from tests.kit.servers import PATIENCE, PlacementServer, free_port, until

@@ -53,12 +53,7 @@ def server() -> Iterator[Forgetful]:
         yield made
 
 
-@pytest.mark.parametrize('light', [False, True], ids=['by requests', 'light'])
-def test_those_that_were_forgotten_on_the_way_cost_one_time_limit(
-    server: Forgetful, light: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if not light:
-        monkeypatch.setattr(Placement, '_light', Placement._by_requests)
+def test_those_that_were_forgotten_on_the_way_cost_one_time_limit(server: Forgetful) -> None:
     server.together = threading.Barrier(AT_ONCE)
     with closing(Placement(server.url, (3.0, 1.0))) as client:
         threads = [threading.Thread(target=client.get, args=('/traits',)) for _ in range(AT_ONCE)]

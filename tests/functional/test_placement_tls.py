@@ -23,7 +23,6 @@ from ecomp.conf import PlacementConfig
 from ecomp.errors import EcompError, UnknownOutcome, Unreachable
 from ecomp.placement import providers
 from ecomp.placement.client import Placement
-from tests.kit.both_ways import each_way as each_way
 from tests.kit.certificates import Authority
 from tests.kit.commands import Control, Ecompute
 from tests.kit.servers import PlacementServer
@@ -203,6 +202,15 @@ def test_a_certificate_of_another_authority_is_none(config: PlacementConfig, fro
     assert front.heard == []
 
 
+def test_without_an_authority_of_its_own_the_system_s_count(
+    config: PlacementConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert config.ca_cert is not None
+    monkeypatch.setenv('SSL_CERT_FILE', str(config.ca_cert))
+    with contextlib.closing(Placement(without(config, ca_cert=None), (2.0, 5.0))) as client:
+        assert 'resource_providers' in client.get('/resource_providers')
+
+
 def test_an_expired_certificate_is_one_line_and_exchanged_on_disk(
     client: Placement, config: PlacementConfig, front: Front, tmp_path: Path
 ) -> None:
@@ -228,6 +236,9 @@ def test_files_that_are_no_certificates(config: PlacementConfig, tmp_path: Path)
             Placement(without(config, **changed), (2.0, 5.0)).get('/resource_providers')
         assert str(said.value).isprintable(), changed
         assert 'ca_cert' in str(said.value), changed
+        with pytest.raises(Unreachable) as unsent:
+            Placement(without(config, **changed), (2.0, 5.0)).write('POST', '/resource_providers', {'name': 'never'})
+        assert type(unsent.value) is Unreachable, changed
     shutil.rmtree(tmp_path / 'own')
     with pytest.raises(Unreachable, match=str(tmp_path / 'own')):
         Placement(config, (2.0, 5.0)).get('/resource_providers')
@@ -244,7 +255,6 @@ def test_one_that_does_not_speak_tls(config: PlacementConfig) -> None:
 
 
 def test_a_write_is_never_sent_twice(client: Placement, front: Front) -> None:
-    """urllib3 tries whatever fails in TLS again, writes too."""
     client.get('/resource_providers')
     front.heard.clear()
     front.breaks = 1

@@ -10,10 +10,9 @@ import json
 from functools import cache
 from typing import Any
 
-import requests
-
+from ecomp.placement.by_http import quote_path
 from ecomp.placement.client import Placement
-from ecomp.placement.way import HEADERS
+from ecomp.placement.way import HEADERS, Answer
 
 
 class InProcess(Placement):
@@ -27,19 +26,16 @@ class InProcess(Placement):
         self.statements = 0
         """How many SQL statements its answers have taken."""
 
-    def _send(self, method: str, path: str, body: dict[str, Any] | None, *_: object) -> requests.Response:
+    def _send(self, method: str, path: str, body: dict[str, Any] | None, *_: object) -> Answer:
         import webob
 
-        # As requests would write it.
-        path = requests.Request(method, self.endpoint + path).prepare().path_url
+        path = quote_path(path)
         self.calls.append(f'{method} {path}')
         request = webob.Request.blank(path, method=method, headers={**HEADERS, 'x-auth-token': 'admin'})
         if body is not None:
             request.content_type, request.body = 'application/json', json.dumps(body).encode()
         reply = request.get_response(self._application)
-        answer = requests.Response()
-        answer.status_code, answer._content = reply.status_int, reply.body
-        answer.headers.update(reply.headers)
+        answer = Answer(reply.status_int, reply.body, {name.lower(): value for name, value in reply.headers.items()})
         if answer.status_code in (200, 201, 204):
             return answer
         raise self._error(answer, AssertionError)  # type: ignore[arg-type]

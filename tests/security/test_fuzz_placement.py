@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-import requests
 
 from ecomp.cli.show import as_findings, as_hosts
 from ecomp.model.allocation import difference
@@ -25,6 +24,7 @@ from ecomp.model.query import parse
 from ecomp.placement import allocations, claiming, providers, room, traits
 from ecomp.placement.client import Placement
 from ecomp.placement.limited import AnswerLimits
+from ecomp.placement.way import Answer
 from tests.kit.forms import texts
 from tests.kit.hostile import COMPUTE, INSTANCE, OTHER
 from tests.security.mutants import mutant
@@ -38,9 +38,8 @@ class Canned(Placement):
     body = b''
     status = 200
 
-    def _send(self, *given: Any) -> requests.Response:
-        answer = requests.Response()
-        answer.status_code, answer._content = self.status, self.body
+    def _send(self, *given: Any) -> Answer:
+        answer = Answer(self.status, self.body, {})
         if self.status == 200:
             return answer
         raise self._error(answer, given[-1])
@@ -170,7 +169,7 @@ def broken(rng: random.Random) -> bytes:
 
 @cases(130)
 def test_what_comes_over_the_wire_is_an_answer_or_one_line(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr('ecomp.placement.by_requests._Retry.sleep', lambda *_: None)
+    monkeypatch.setattr('ecomp.placement.by_http.RETRY_PAUSES', (0.0, 0.0))
     current = [b'']
 
     def pieces() -> Iterator[bytes]:

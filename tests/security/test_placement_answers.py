@@ -23,7 +23,6 @@ from ecomp.model.query import Amount
 from ecomp.placement import allocations, answers, providers, room, traits
 from ecomp.placement.client import Placement
 from ecomp.placement.limited import AnswerLimits
-from tests.kit.both_ways import each_way as each_way
 from tests.security.wire import Wire, said, whole, wire
 
 NAME = 'd578fb7c-7787-4e73-b69a-a7b3ef9bf73a'
@@ -93,7 +92,7 @@ def test_an_answer_that_drips_ends(pieces: Callable[[], Iterator[bytes]]) -> Non
 def test_a_piece_of_a_length_that_is_none(length: bytes) -> None:
     """A length below zero, or beyond all memory, was a traceback; found by the fuzzer's 10,902nd case."""
     pieces = [CHUNKED + length + b'\r\n{}\r\n0\r\n\r\n']
-    refused(lambda: pieces, 'not as placement does|no answer in|ChunkedEncodingError')
+    refused(lambda: pieces, 'not as placement does|no answer in')
 
 
 def flood(head: bytes, each: bytes) -> Callable[[], Iterator[bytes]]:

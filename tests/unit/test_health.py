@@ -55,18 +55,18 @@ def of_etcd(said: str) -> str:
 
 def of_placement(said: str) -> str:
     """Why there is no placement, where OpenSSL says this of its certificate."""
-    return tls.reason(ssl.SSLCertVerificationError(f'CERTIFICATE_VERIFY_FAILED: certificate {said}'))[1]
+    return tls.reason(ssl.SSLCertVerificationError(f'CERTIFICATE_VERIFY_FAILED: certificate {said}'))
 
 
 NOT_OURS = [
     reasons.why(reasons.CallFailure(reasons.UNAVAILABLE, f'{reasons.NOT_CONNECTED}TSI_DATA_CORRUPTED'), True),
     *(
-        tls.reason(ssl.SSLError(f'TLSV13_{word}'))[1]
+        tls.reason(ssl.SSLError(f'TLSV13_{word}'))
         for word in ('ALERT_UNKNOWN_CA', 'ALERT_CERTIFICATE_REQUIRED', 'ALERT_CERTIFICATE_EXPIRED')
     ),
 ]
 """Why there is none, where it is ours that is refused: etcd's, and three times placement's."""
-HUNG_UP = tls.reason(ssl.SSLEOFError('EOF occurred in violation of protocol'))[1]
+HUNG_UP = tls.reason(ssl.SSLEOFError('EOF occurred in violation of protocol'))
 """The same where placement hangs up, and it may be for that."""
 
 
