@@ -18,9 +18,9 @@ from urllib.parse import quote, urlsplit
 
 from ecomp.endpoints import connection_to
 from ecomp.errors import Unreachable
-from ecomp.placement import tls
 from ecomp.placement.limited import Overlong, Response
 from ecomp.placement.way import HEADERS, POOL, Answer, Asked, Words
+from ecomp.tls import TlsFailure, tls_failure
 
 if TYPE_CHECKING:
     from ecomp.conf import PlacementConfig
@@ -117,7 +117,7 @@ class Connections:
         if isinstance(error, TimeoutError):
             return self._words.late(unanswered, until)
         if isinstance(error, ssl.SSLError):
-            return self._words.lost(unanswered, tls.reason(error))
+            return self._words.no_tls(unanswered, tls_failure(error))
         if isinstance(error, OSError) and not isinstance(error, Overlong):
             return self._words.broken(unanswered)
         return self._words.foreign(unanswered)
@@ -145,7 +145,7 @@ class Connections:
         except (OSError, ValueError) as error:
             sock.close()
             if isinstance(error, ssl.SSLError):
-                raise self._words.lost(Unreachable, tls.reason(error)) from error
+                raise self._words.no_tls(Unreachable, tls_failure(error)) from error
             if isinstance(error, ConnectionError):
                 raise self._words.broken(Unreachable) from error
             raise self._words.lost(Unreachable, 'no connection') from error
@@ -176,7 +176,7 @@ class Connections:
             if config.cert_cert is not None:
                 context.load_cert_chain(config.cert_cert, config.cert_key)
         except OSError as error:
-            raise self._words.lost(Unreachable, tls.NO_CERTIFICATE) from error
+            raise self._words.no_tls(Unreachable, TlsFailure.UNUSABLE_FILES) from error
         return context
 
 
@@ -192,7 +192,7 @@ def _may_pass(error: Exception) -> bool:
     unless the other side hung up.
     """
     if isinstance(error, ssl.SSLError):
-        return isinstance(error, ssl.SSLEOFError | ssl.SSLZeroReturnError)
+        return tls_failure(error) is TlsFailure.HUNG_UP
     return not isinstance(error, TimeoutError | Overlong)
 
 

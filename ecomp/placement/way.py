@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from ecomp.errors import Unreachable
 from ecomp.model import allocation
+from ecomp.tls import SENTENCES, TlsFailure
 
 MICROVERSION = '.'.join(map(str, allocation.MICROVERSION))
 
@@ -59,6 +60,10 @@ class Words:
     def lost(self, kind: type[Unreachable], why: str) -> Unreachable:
         """Make the error for a call that got no answer, and why."""
         return kind(f'{self.name} cannot be reached: {why}', self.name)
+
+    def no_tls(self, kind: type[Unreachable], failure: TlsFailure) -> Unreachable:
+        """Make the error for a call for which TLS failed."""
+        return self.lost(kind, SENTENCES[failure])
 
     def broken(self, kind: type[Unreachable]) -> Unreachable:
         """Make the error for a call whose connection broke."""

@@ -42,6 +42,7 @@ from ecomp.store.reasons import (
     CallFailure,
     NotUnderstood,
 )
+from ecomp.tls import SENTENCES, TlsFailure, tls_failure
 
 WINDOW = 4 * 1024**2
 """Bytes that a member may send before we have said that we took them."""
@@ -50,9 +51,8 @@ PIECE = 65536
 CLOSED = 'Socket closed'
 """What gRPC says of a connection that ended."""
 _NO_WAY = {errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, errno.ENETDOWN}
-_OUT_OF_DATE = {9, 10}
-"""OpenSSL's X509_V_ERR_CERT_NOT_YET_VALID and _HAS_EXPIRED, of which gRPC would say the same."""
-_MISNAMED = {62, 64}  # X509_V_ERR_HOSTNAME_MISMATCH and _IP_ADDRESS_MISMATCH
+_CERTAIN = {TlsFailure.EXPIRED, TlsFailure.NOT_YET_VALID, TlsFailure.OTHER_NAME, TlsFailure.OTHER_ADDRESS}
+"""Failures that gRPC has no better words for. It would accept a common name, which we do not."""
 
 
 class _Http2(H2Connection):
@@ -197,13 +197,12 @@ class Transport:
             self._failed = understood or NotUnderstood(str(error), unsent=True)
 
     def _words(self, error: Exception) -> str:
-        """gRPC's words for why no connection came of it, '' where it may mean more than one thing."""
+        """Say in gRPC's words, or in ours, why no connection came of it, '' where it may mean more than one thing."""
         if self.http.ends:
             return CLOSED
         if isinstance(error, ssl.SSLCertVerificationError):
-            if error.verify_code in _MISNAMED:  # gRPC would go by the common name
-                return f'Hostname Verification: {error}'
-            return str(error) if error.verify_code in _OUT_OF_DATE else ''
+            failure = tls_failure(error)
+            return SENTENCES[failure] if failure in _CERTAIN else ''
         if isinstance(error, ConnectionRefusedError) or (isinstance(error, OSError) and error.errno in _NO_WAY):
             return f'Failed to connect to remote host: {error.strerror}'
         if isinstance(error, ssl.SSLEOFError | ConnectionError):

@@ -10,7 +10,7 @@ from __future__ import annotations
 # log, because a worker is a process of its own, and logging is set up once per process.
 AGENT = {
     *('ecomp', 'ecomp.addresses', 'ecomp.arguments', 'ecomp.config_path', 'ecomp.endpoints', 'ecomp.errors'),
-    *('ecomp.backends', 'ecomp.failpoints', 'ecomp.systemd'),
+    *('ecomp.backends', 'ecomp.failpoints', 'ecomp.systemd', 'ecomp.tls'),
     *('ecomp.files', 'ecomp.conf', 'ecomp.compute_conf', 'ecomp.log', 'ecomp.model', 'ecomp.placement'),
     *('ecomp.store', 'ecomp.virt'),
 }
@@ -30,6 +30,7 @@ ARROWS: dict[str, set[str]] = {
     'ecomp.yaml_file': {'ecomp.config_path', 'ecomp.errors', 'ecomp.model', 'ecomp.yaml_plain'},
     'ecomp.files': set(),
     'ecomp.systemd': set(),
+    'ecomp.tls': set(),
     'ecomp.addresses': {'ecomp.model'},
     'ecomp.endpoints': {'ecomp.yaml_file'},
     'ecomp.conf': {'ecomp.endpoints', 'ecomp.yaml_file', 'ecomp.model'},
@@ -38,8 +39,8 @@ ARROWS: dict[str, set[str]] = {
     'ecomp.backends': {
         *('ecomp.errors', 'ecomp.conf', 'ecomp.endpoints', 'ecomp.model', 'ecomp.placement', 'ecomp.store'),
     },
-    'ecomp.placement': {'ecomp.errors', 'ecomp.conf', 'ecomp.endpoints', 'ecomp.model'},
-    'ecomp.store': {'ecomp.errors', 'ecomp.conf', 'ecomp.endpoints', 'ecomp.model'},
+    'ecomp.placement': {'ecomp.errors', 'ecomp.conf', 'ecomp.endpoints', 'ecomp.model', 'ecomp.tls'},
+    'ecomp.store': {'ecomp.errors', 'ecomp.conf', 'ecomp.endpoints', 'ecomp.model', 'ecomp.tls'},
     'ecomp.virt': {'ecomp.addresses', 'ecomp.errors', 'ecomp.failpoints', 'ecomp.files', 'ecomp.conf', 'ecomp.model'},
     'ecomp.agent.agenda': {'ecomp.model'},
     'ecomp.agent.complaints': {'ecomp.errors', 'ecomp.model'},

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ssl
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -16,8 +15,8 @@ from ecomp.model.health import ComputeFacts as Facts
 from ecomp.model.host import CLOSED, ORPHANED, SILENT, UP, Host
 from ecomp.model.host_health import MISSING, OFF, THERE, Libvirt, Machine, StateDirectory
 from ecomp.model.network import Attachment
-from ecomp.placement import tls
 from ecomp.store import reasons
+from ecomp.tls import SENTENCES, TlsFailure
 from tests.kit.certificates import Authority
 
 NOW = datetime(2026, 11, 23, 12, tzinfo=UTC)
@@ -53,21 +52,13 @@ def of_etcd(said: str) -> str:
     return reasons.why(reasons.CallFailure(reasons.UNAVAILABLE, f'{reasons.NOT_CONNECTED}certificate {said}'), True)
 
 
-def of_placement(said: str) -> str:
-    """Why there is no placement, where OpenSSL says this of its certificate."""
-    return tls.reason(ssl.SSLCertVerificationError(f'CERTIFICATE_VERIFY_FAILED: certificate {said}'))
-
-
 NOT_OURS = [
     reasons.why(reasons.CallFailure(reasons.UNAVAILABLE, f'{reasons.NOT_CONNECTED}TSI_DATA_CORRUPTED'), True),
-    *(
-        tls.reason(ssl.SSLError(f'TLSV13_{word}'))
-        for word in ('ALERT_UNKNOWN_CA', 'ALERT_CERTIFICATE_REQUIRED', 'ALERT_CERTIFICATE_EXPIRED')
-    ),
+    *(SENTENCES[each] for each in (TlsFailure.OWN_REFUSED, TlsFailure.OWN_MISSING, TlsFailure.OWN_EXPIRED)),
 ]
 """Why there is none, where it is ours that is refused: etcd's, and three times placement's."""
-HUNG_UP = tls.reason(ssl.SSLEOFError('EOF occurred in violation of protocol'))
-"""The same where placement hangs up, and it may be for that."""
+NOT_YET_VALID, EXPIRED = SENTENCES[TlsFailure.NOT_YET_VALID], SENTENCES[TlsFailure.EXPIRED]
+HUNG_UP = SENTENCES[TlsFailure.HUNG_UP]
 
 
 @pytest.mark.parametrize(
@@ -78,8 +69,8 @@ HUNG_UP = tls.reason(ssl.SSLEOFError('EOF occurred in violation of protocol'))
         (replace(WELL, no_placement='it is too old'), 'placement', 'too old', 'correct `placement:`'),
         (replace(WELL, no_etcd=of_etcd('is not yet valid')), 'etcd', 'not valid yet', 'set-ntp true, here and on the'),
         (replace(WELL, no_etcd=of_etcd('has expired')), 'etcd', 'has expired', 'elab certs DIR, on the control host;'),
-        (replace(WELL, no_placement=of_placement('is not yet valid')), 'placement', 'not valid yet', 'set-ntp true'),
-        (replace(WELL, no_placement=of_placement('has expired')), 'placement', 'has expired', 'elab certs DIR, on the'),
+        (replace(WELL, no_placement=NOT_YET_VALID), 'placement', 'not valid yet', 'set-ntp true'),
+        (replace(WELL, no_placement=EXPIRED), 'placement', 'has expired', 'elab certs DIR, on the'),
         (replace(WELL, no_etcd=NOT_OURS[0]), 'etcd', 'refuses our', 'copy what it makes here, and name it in `etcd:`'),
         (replace(WELL, no_placement=NOT_OURS[1]), 'placement', 'refuses our', 'and name it in `placement:`'),
         (replace(WELL, no_placement=NOT_OURS[2]), 'placement', 'wants a certificate of', 'name it in `placement:`'),

@@ -32,6 +32,7 @@ from ecomp.agent.images.reach import Reach
 from ecomp.errors import BuildFailed
 from ecomp.failpoints import failpoint
 from ecomp.model.image import check_image, sum_of
+from ecomp.tls import SENTENCES, TlsFailure, tls_failure
 
 TIMEOUT = (5.0, 60.0)
 """Seconds to connect, and seconds between two bytes; a server that takes longer is away."""
@@ -42,13 +43,13 @@ REDIRECTS = 5
 
 TUNNEL = re.compile('Tunnel connection failed: ([0-9]{3}) ')
 """What http.client says of a proxy that does not lead on to an https server."""
-CERTIFICATES = {
-    9: 'its certificate is not valid yet: is the clock right?',
-    10: 'its certificate has expired',
-    62: 'its certificate is made out to another name',
-    64: 'its certificate is made out to another address',
+IMAGE_SERVER_SENTENCES = {
+    **{each: SENTENCES[each] for each in (TlsFailure.EXPIRED, TlsFailure.NOT_YET_VALID, TlsFailure.OTHER_NAME)},
+    TlsFailure.OTHER_ADDRESS: 'its certificate is made out to another address',
+    TlsFailure.NO_KEY_IDENTIFIER: 'its certificate is not believed here',
+    TlsFailure.UNTRUSTED: 'its certificate is not believed here',
 }
-"""By OpenSSL's number: https://docs.openssl.org/master/man3/X509_STORE_CTX_get_error/"""
+"""What users read of an image server's certificate, which no ca_cert of ours is about."""
 
 
 class Remote:
@@ -221,10 +222,8 @@ def _cause(error: BaseException) -> str | None:
     if isinstance(error, socket.gaierror):
         known = error.errno in (socket.EAI_NONAME, socket.EAI_NODATA)
         return 'there is no such name' if known else 'its name cannot be looked up: is there a name server?'
-    if isinstance(error, ssl.SSLCertVerificationError):
-        return CERTIFICATES.get(getattr(error, 'verify_code', 0), 'its certificate is not believed here')
     if isinstance(error, ssl.SSLError):
-        return 'it does not speak TLS as this host does'
+        return IMAGE_SERVER_SENTENCES.get(tls_failure(error), 'it does not speak TLS as this host does')
     if isinstance(error, ConnectionRefusedError):
         return 'it refuses the connection: nothing listens on that port'
     if isinstance(error, OSError) and error.errno in (errno.EHOSTUNREACH, errno.ENETUNREACH):

@@ -1,0 +1,69 @@
+"""Why TLS with a server failed, by OpenSSL's own reason, and what users read of it."""
+
+from __future__ import annotations
+
+import ssl
+from collections.abc import Mapping
+from enum import Enum, auto
+
+
+class TlsFailure(Enum):
+    """Why TLS failed. OWN_ is said of our certificate, which the server refuses."""
+
+    EXPIRED = auto()
+    NOT_YET_VALID = auto()
+    OTHER_NAME = auto()
+    OTHER_ADDRESS = auto()
+    NO_KEY_IDENTIFIER = auto()
+    UNTRUSTED = auto()
+    OWN_EXPIRED = auto()
+    OWN_MISSING = auto()
+    OWN_REFUSED = auto()
+    PLAIN_TEXT = auto()
+    HUNG_UP = auto()
+    UNUSABLE_FILES = auto()
+    OTHER = auto()
+
+
+SENTENCES: Mapping[TlsFailure, str] = {
+    TlsFailure.EXPIRED: 'its certificate has expired',
+    TlsFailure.NOT_YET_VALID: 'its certificate is not valid yet: is the clock right?',
+    TlsFailure.OTHER_NAME: 'its certificate is made out to another name',
+    TlsFailure.OTHER_ADDRESS: 'its certificate is made out to another name',
+    TlsFailure.NO_KEY_IDENTIFIER: 'its certificate has no Authority Key Identifier, which Python 3.13 asks for',
+    TlsFailure.UNTRUSTED: 'its certificate is not signed by the authority in ca_cert (none: a public one)',
+    TlsFailure.OWN_EXPIRED: 'it says that our certificate (cert_cert) has expired',
+    TlsFailure.OWN_MISSING: 'it wants a certificate of ours: cert_cert and cert_key',
+    TlsFailure.OWN_REFUSED: 'it refuses our certificate: is cert_cert signed for it?',
+    TlsFailure.PLAIN_TEXT: 'it does not speak TLS: is it http:// there?',
+    TlsFailure.HUNG_UP: 'it hung up: does it take our certificate (cert_cert, cert_key)?',
+    TlsFailure.UNUSABLE_FILES: (
+        'ca_cert, cert_cert or cert_key is no certificate or key, or they do not belong together'
+    ),
+    TlsFailure.OTHER: 'TLS failed',
+}
+"""What is said of a server of ours, whose configuration has ca_cert, cert_cert and cert_key."""
+
+# https://docs.openssl.org/master/man3/X509_STORE_CTX_get_error/ names them; the numbers are in OpenSSL's x509_vfy.h.
+_BY_VERIFY_CODE = {
+    9: TlsFailure.NOT_YET_VALID,
+    10: TlsFailure.EXPIRED,
+    62: TlsFailure.OTHER_NAME,
+    64: TlsFailure.OTHER_ADDRESS,
+    85: TlsFailure.NO_KEY_IDENTIFIER,
+}
+_BY_REASON = {
+    'SSLV3_ALERT_CERTIFICATE_EXPIRED': TlsFailure.OWN_EXPIRED,
+    'TLSV13_ALERT_CERTIFICATE_REQUIRED': TlsFailure.OWN_MISSING,
+    'WRONG_VERSION_NUMBER': TlsFailure.PLAIN_TEXT,
+}
+
+
+def tls_failure(error: ssl.SSLError) -> TlsFailure:
+    """Classify an error of a handshake, or of what is read or written after it."""
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return _BY_VERIFY_CODE.get(getattr(error, 'verify_code', 0), TlsFailure.UNTRUSTED)
+    if isinstance(error, ssl.SSLEOFError | ssl.SSLZeroReturnError):
+        return TlsFailure.HUNG_UP
+    reason = getattr(error, 'reason', None) or ''
+    return _BY_REASON.get(reason, TlsFailure.OWN_REFUSED if '_ALERT_' in reason else TlsFailure.OTHER)
