@@ -26,8 +26,8 @@ from ecomp.model import keys
 from ecomp.model.cluster import KnownCluster, holes
 from ecomp.model.hosts import changed_hosts
 from ecomp.model.instance import SIZE_LIMIT
+from ecomp.placement.by_http import POOL
 from ecomp.placement.client import Placement
-from ecomp.placement.way import POOL
 from ecomp.store.client import Store
 from ecomp.store.guard import Guard
 from ecomp.store.lease import Lease

@@ -6,6 +6,7 @@ https://docs.python.org/3/library/http.client.html
 from __future__ import annotations
 
 import http.client
+import io
 import json
 import random
 import select
@@ -13,17 +14,31 @@ import socket
 import ssl
 import threading
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from contextvars import ContextVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import quote, urlsplit
 
 from ecomp.endpoints import connection_to
 from ecomp.errors import Unreachable
-from ecomp.placement.limited import Overlong, Response
-from ecomp.placement.way import HEADERS, POOL, Answer, Asked, Words
-from ecomp.tls import TlsFailure, tls_failure
+from ecomp.model import allocation
+from ecomp.tls import SENTENCES, TlsFailure, tls_failure
 
 if TYPE_CHECKING:
     from ecomp.conf import PlacementConfig
+
+MICROVERSION = '.'.join(map(str, allocation.MICROVERSION))
+
+POOL = 16
+"""Connections to placement that a process keeps for the next call."""
+
+HEADERS = {
+    'openstack-api-version': f'placement {MICROVERSION}',
+    'accept': 'application/json',
+    # What is packed may be a thousand times as long.
+    'accept-encoding': 'identity',
+}
 
 SAFE = "!$&'()*+,;=:@/?~%-._"
 """Characters of a path and its query that are sent as they are, as letters and digits are; `%` begins a quoted one."""
@@ -44,15 +59,157 @@ BUSY = (502, 503, 504)
 """Statuses with which a proxy says that placement does not answer it: reads are sent again."""
 
 
+class Answer(NamedTuple):
+    """An answer. Of `headers` each is there by its name in small letters."""
+
+    status_code: int
+    content: bytes
+    headers: Mapping[str, str]
+
+
+class Words:
+    """What is said of placement at an endpoint. `seconds` are without a byte, and in all."""
+
+    def __init__(self, endpoint: str, token_file: Path | None, seconds: tuple[float, float]) -> None:
+        self.endpoint = endpoint.rstrip('/')
+        self.name = f'placement at {self.endpoint}'
+        self._token_file = token_file
+        self._seconds = seconds
+
+    def token(self) -> str:
+        """What the file has at each call, or `admin`, which placement takes without authentication. Unreachable."""
+        return 'admin' if self._token_file is None else _token_in(self._token_file, self.name)
+
+    def foreign(self, kind: type[Unreachable] = Unreachable) -> Unreachable:
+        """Make the error for an answer that placement does not give, so that something else is listening there."""
+        return kind(f'{self.endpoint} answers, but not as placement does: is `placement:` right?', self.name)
+
+    def lost(self, kind: type[Unreachable], why: str) -> Unreachable:
+        """Make the error for a call that got no answer, and why."""
+        return kind(f'{self.name} cannot be reached: {why}', self.name)
+
+    def no_tls(self, kind: type[Unreachable], failure: TlsFailure) -> Unreachable:
+        """Make the error for a call for which TLS failed."""
+        return self.lost(kind, SENTENCES[failure])
+
+    def broken(self, kind: type[Unreachable]) -> Unreachable:
+        """Make the error for a call whose connection broke."""
+        # Whoever does not take our certificate often hangs up before its word about that arrives.
+        question = ': does it take our certificate?' if self.endpoint.startswith('https:') else ''
+        return self.lost(kind, f'the connection broke{question}')
+
+    def late(self, kind: type[Unreachable], until: float) -> Unreachable:
+        """Make the error for an answer that did not come, or not whole; `until` is when its time is up."""
+        between, whole = self._seconds
+        if time.monotonic() < until:
+            return kind(f'{self.name} gave no answer in {between:g} s', self.name)
+        return kind(f'{self.name} gave no whole answer in {whole:g} s', self.name)
+
+
+def _token_in(path: Path, placement: str) -> str:
+    """The token in a file. Unreachable for one that cannot be read, is empty or is none of a header's words.
+
+    Unreachable, because a file that is being exchanged is missing or empty for a moment, and the next call may do. Its
+    `backend` names the file too: who logs a backend's loss once must not take it for a loss of placement before.
+    """
+    backend = f'{placement} (token_file {path})'
+    try:
+        token = path.read_bytes().decode('ascii').strip()  # read_text() would load a codec
+    except (OSError, ValueError) as error:
+        why = error.strerror if isinstance(error, OSError) else 'not ASCII'
+        raise Unreachable(f'token_file {path}: {why}', backend) from error
+    if not token or not token.isprintable() or ' ' in token:
+        raise Unreachable(f'token_file {path}: must hold one word', backend)
+    return token
+
+
+# A socket's time limit is between two bytes, and http.client has no limit of bytes: a server that sends a byte a
+# second, or never stops, would hold a thread, or fill the memory, for ever. So each read of an answer, its head
+# included, looks at both.
+
+
+class AnswerLimits(NamedTuple):
+    """Limits of one answer, over all the tries it takes."""
+
+    size: int
+    seconds: float
+
+
+LIMITS = AnswerLimits(64 * 1024**2, 60.0)
+"""Ten thousand candidates are 10 MB."""
+
+
+class Overlong(OSError):
+    """The answer has more bytes than are taken."""
+
+
+class _Left(NamedTuple):
+    """What is left of a call: bytes of each answer, and until when on the monotonic clock."""
+
+    size: int
+    until: float
+
+
+_LEFT: ContextVar[_Left] = ContextVar('what is left of the call of this thread')
+
+
+def _begin(limits: AnswerLimits) -> float:
+    """Start these limits for the next call of this thread, retries included; return when its time is up."""
+    left = _Left(limits.size, time.monotonic() + limits.seconds)
+    _LEFT.set(left)
+    return left.until
+
+
+class _Reader(io.RawIOBase):
+    """The bytes of one answer, from its head on."""
+
+    def __init__(self, raw: io.RawIOBase, sock: Any) -> None:
+        self._raw, self._sock = raw, sock
+        self._left, self._until = _LEFT.get()
+        self._patience = sock.gettimeout() or self._until
+
+    def readable(self) -> bool:
+        """It is there for nothing else."""
+        return True
+
+    def readinto(self, buffer: Any) -> int | None:
+        """See io.RawIOBase. TimeoutError, Overlong."""
+        left = self._until - time.monotonic()
+        if left <= 0:
+            raise TimeoutError('no whole answer in time')
+        if left < self._patience:
+            self._sock.settimeout(left)
+        count: int | None = self._raw.readinto(buffer)  # type: ignore[attr-defined]
+        self._left -= count or 0
+        if self._left < 0:
+            raise Overlong('the answer is too long')
+        return count
+
+    def close(self) -> None:
+        """The socket stays with its connection."""
+        self._raw.close()
+        super().close()
+
+
+class _Response(http.client.HTTPResponse):
+    """http.client's, with limits. Call _begin() before each request."""
+
+    def __init__(self, sock: Any, *given: Any, **named: Any) -> None:
+        super().__init__(sock, *given, **named)
+        self.fp = io.BufferedReader(_Reader(self.fp.detach(), sock))
+
+
 class _Http(http.client.HTTPConnection):
-    response_class = Response
+    response_class = _Response
 
 
 class Connections:
     """The connections to placement. May be shared by threads."""
 
-    def __init__(self, config: PlacementConfig, timeout: tuple[float, float], words: Words) -> None:
-        self._config, self._timeout, self._words = config, timeout, words
+    def __init__(
+        self, config: PlacementConfig, timeout: tuple[float, float], limits: AnswerLimits, words: Words
+    ) -> None:
+        self._config, self._timeout, self._limits, self._words = config, timeout, limits, words
         parts = urlsplit(words.endpoint)
         self._is_secure = parts.scheme == 'https'
         self._host, self._path = parts.hostname or '', parts.path
@@ -66,21 +223,24 @@ class Connections:
             while self._idle:
                 self._idle.pop()[1].close()
 
-    def send(self, asked: Asked, unanswered: type[Unreachable], until: float) -> Answer:
+    def send(self, method: str, path: str, body: dict[str, Any] | None, unanswered: type[Unreachable]) -> Answer:
         """Send a request and return the answer, whatever its status.
 
         Args:
-            unanswered: the error where the request may have been carried out.
-            until: when the time of the answer is up, as limited.begin() returned it.
+            path: with its query.
+            body: sent as JSON; None for no body.
 
         Raises:
-            Unreachable: nothing was sent.
+            Unreachable: nothing was sent. `unanswered`: the request may have been carried out.
         """
-        body = None if asked.body is None else json.dumps(asked.body, allow_nan=False).encode()
-        pauses = list(RETRY_PAUSES) if asked.method == 'GET' else []
+        until = _begin(self._limits)
+        path, content = quote_path(self._path + path), None
+        if body is not None:
+            content = json.dumps(body, allow_nan=False).encode()
+        pauses = list(RETRY_PAUSES) if method == 'GET' else []
         while True:
             try:
-                answer = self._exchange(asked.method, quote_path(self._path + asked.path), body, unanswered)
+                answer = self._exchange(method, path, content, unanswered)
             except (OSError, http.client.HTTPException, ValueError, OverflowError) as error:
                 if not pauses or not _may_pass(error):
                     raise self._lost(error, unanswered, until) from error
@@ -89,13 +249,13 @@ class Connections:
                     return answer
             time.sleep(pauses.pop(0) * random.uniform(0.8, 1.2))
 
-    def _exchange(self, method: str, path: str, body: bytes | None, unanswered: type[Unreachable]) -> Answer:
+    def _exchange(self, method: str, path: str, content: bytes | None, unanswered: type[Unreachable]) -> Answer:
         headers = {**HEADERS, 'x-auth-token': self._words.token()}
-        if body is not None:
+        if content is not None:
             headers['content-type'] = 'application/json'
         connection = self._connected()
         try:
-            connection.request(method, path, body, headers)
+            connection.request(method, path, content, headers)
             response = connection.getresponse()
             if response.headers.get('content-encoding', 'identity') != 'identity':
                 raise self._words.foreign(unanswered)

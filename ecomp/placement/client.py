@@ -24,10 +24,8 @@ from ecomp.errors import (
     UnknownOutcome,
     Unreachable,
 )
-from ecomp.placement import answers, limited
-from ecomp.placement.by_http import Connections
-from ecomp.placement.limited import LIMITS, AnswerLimits
-from ecomp.placement.way import MICROVERSION, Answer, Asked, Words
+from ecomp.placement import answers
+from ecomp.placement.by_http import LIMITS, MICROVERSION, Answer, AnswerLimits, Connections, Words
 
 TIMEOUT = (3.05, 30.0)
 """Seconds to connect, and between two bytes of an answer."""
@@ -76,8 +74,8 @@ class Placement:
         config = where if isinstance(where, PlacementConfig) else PlacementConfig(where)
         self._words = Words(config.endpoint, config.token_file, (timeout[1], limits.seconds))
         self.endpoint, self.name = self._words.endpoint, self._words.name
-        self._limits, self._slow = limits, slow
-        self._connections = Connections(config, timeout, self._words)
+        self._slow = slow
+        self._connections = Connections(config, timeout, limits, self._words)
 
     def get(self, path: str) -> dict[str, Any]:
         """The JSON object at a path (with its query)."""
@@ -118,9 +116,8 @@ class Placement:
         self._connections.close()
 
     def _send(self, method: str, path: str, body: dict[str, Any] | None, unanswered: type[Unreachable]) -> Answer:
-        until = limited.begin(self._limits)
         with self._noticed():
-            answer = self._connections.send(Asked(method, path, body), unanswered, until)
+            answer = self._connections.send(method, path, body, unanswered)
         # A proxy's welcome page is a 200 as well, and no claim.
         json = answer.headers.get('content-type', '').startswith('application/json')
         if answer.status_code in (201, 204) or (answer.status_code == 200 and json):

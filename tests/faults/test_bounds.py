@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from ecomp.agent.planner import MOST
-from ecomp.placement.way import POOL
+from ecomp.placement.by_http import POOL
 from tests.faults.figures import figure
 from tests.kit.commands import Control, Ecompute
 from tests.kit.hands import guests

@@ -22,7 +22,7 @@ from ecomp.errors import (
     Unreachable,
 )
 from ecomp.placement import allocations, providers, room
-from ecomp.placement.way import HEADERS
+from ecomp.placement.by_http import HEADERS
 from tests.functional.placement_client import claim, connected, new
 
 

@@ -22,9 +22,8 @@ from ecomp.model.host import InEtcd, InPlacement, hosts
 from ecomp.model.planes import KeyValue, Planes, ProviderState
 from ecomp.model.query import parse
 from ecomp.placement import allocations, claiming, providers, room, traits
+from ecomp.placement.by_http import Answer, AnswerLimits
 from ecomp.placement.client import Placement
-from ecomp.placement.limited import AnswerLimits
-from ecomp.placement.way import Answer
 from tests.kit.forms import texts
 from tests.kit.hostile import COMPUTE, INSTANCE, OTHER
 from tests.security.mutants import mutant

@@ -21,8 +21,8 @@ from ecomp.model.choose import SPREAD, choose
 from ecomp.model.explain import miss
 from ecomp.model.query import Amount
 from ecomp.placement import allocations, answers, providers, room, traits
+from ecomp.placement.by_http import AnswerLimits
 from ecomp.placement.client import Placement
-from ecomp.placement.limited import AnswerLimits
 from tests.security.wire import Wire, said, whole, wire
 
 NAME = 'd578fb7c-7787-4e73-b69a-a7b3ef9bf73a'
