@@ -32,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run() -> NoReturn:
     """The console script: main() without what a command of a quarter of a second need not do.
 
-    Collecting garbage while modules load and taking gRPC down in good order at the end are a quarter of a claim's
+    Collecting garbage while modules load, and taking Python down in good order at the end, would be part of a claim's
     time, and the process is over anyway. One that waits for long makes more objects than that, and has to.
     """
     gc.set_threshold(GARBAGE)

@@ -40,5 +40,5 @@ how many at most). What is one compute's, or one instance's, is done by one of t
                               the pipe under a lock. Joined when the pipe ends
     download                  in a worker: fetches one image; the job reads how far it is. Ends with the download
     etcd                      makes a connection to a member of etcd, for whoever asks it first. Ends when it is made
-    Thread-N                  not ours: watchdog's, which sees .ready files, and gRPC's where etcd is asked by etcd3
+    Thread-N                  not ours: watchdog's, which sees .ready files
 """

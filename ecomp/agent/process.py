@@ -47,7 +47,7 @@ SPREAD = 0.1
 """Seconds that each of many computes adds to those over which they begin to ask placement; a minute at most."""
 NEEDED = (
     (resource.RLIMIT_NOFILE, 256, 'file descriptors', 'ulimit -n, or LimitNOFILE= of its unit'),
-    # Threads, which are reserved 8 MiB of it each and 64 MiB for what they allocate, and gRPC.
+    # Threads, which are reserved 8 MiB of it each and 64 MiB for what they allocate.
     (resource.RLIMIT_AS, 2 * 1024**3, 'bytes of address space', 'ulimit -v, or LimitAS= of its unit'),
 )
 EACH = {resource.RLIMIT_NOFILE: 8, resource.RLIMIT_AS: 1024**2}

@@ -70,7 +70,7 @@ def _create(do: Context) -> int:
 
 
 def _place(do: Context, order: Order) -> int:
-    # Imported late on purpose, here and below: requests and etcd3 are most of a claim's time, so one is loaded, and
+    # Imported late on purpose, here and below: http.client and h2 are most of a claim's time, so one is loaded, and
     # placement asked, while the other is on its way.
     from ecomp.scheduler.looking.find import ask_placement
 

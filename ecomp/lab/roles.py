@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from datetime import datetime
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ecomp.compute_conf import load_compute
 from ecomp.conf import load_schedule
@@ -19,8 +20,10 @@ from ecomp.model import cluster, keys, roles
 from ecomp.model.cluster import holes
 from ecomp.model.record import timestamp
 from ecomp.model.text import printable
-from ecomp.store.client import Put, Snapshot, Unchanged
-from ecomp.store.roles import Accounts
+from ecomp.store.client import Put, Snapshot, Store, Unchanged
+
+if TYPE_CHECKING:
+    from ecomp.store.roles import Accounts
 
 COMPUTE, SCHEDULER, OPERATOR = roles.KINDS
 NAMED = 5
@@ -34,21 +37,21 @@ def enable(directory: Path, now: datetime, say: Callable[[str], None]) -> None:
     EcompError.
     """
     wanted = roles.wanted(_computes(directory), named(directory, SCHEDULER), named(directory, OPERATOR))
-    with _operator(directory) as accounts:
-        if warning := holes(accounts.version()):
+    with _operator(directory) as (accounts, store):
+        if warning := holes(store.version()):
             say(f'warning: {warning}. Roles hold mistakes off there, and not attackers')
-        if earlier := _old_places(accounts.snapshot(keys.INSTANCES, keys_only=True)):
+        if earlier := _old_places(store.snapshot(keys.INSTANCES, keys_only=True)):
             cure = 'start those computes with this version first; `eschedule audit` says of what stays why'
             raise Conflict(f'{_listed(earlier)}: written by an earlier ecompute; {cure}')
         found = accounts.roles()
-        alive = [keys.last(key) for key, each in accounts.snapshot(keys.COMPUTES).entries.items() if each.lease]
+        alive = [keys.last(key) for key, each in store.snapshot(keys.COMPUTES).entries.items() if each.lease]
         if left_out := roles.without_role(alive, found, wanted):
             cure = 'say `uuid: …` in its compute.yaml there, and run this again'
             say(f'warning: no certificate in {directory} is for a compute that lives, {_listed(left_out)}: {cure}')
         for change in roles.changes(found, wanted):
             accounts.apply(change)
             say(roles.described(change))
-        if _put_cluster(accounts, now):
+        if _put_cluster(store, now):
             say(f'{keys.CLUSTER}: written, for no compute may')
         if not accounts.is_on():
             accounts.turn_on()
@@ -62,7 +65,7 @@ def enable(directory: Path, now: datetime, say: Callable[[str], None]) -> None:
 
 def disable(directory: Path, say: Callable[[str], None]) -> None:
     """Have etcd let every certificate do everything again. Users and roles stay. EcompError."""
-    with _operator(directory) as accounts:
+    with _operator(directory) as (accounts, _):
         was_on = accounts.is_on()
         if was_on:
             accounts.turn_off()
@@ -94,8 +97,10 @@ def _computes(directory: Path) -> dict[str, str]:
 
 
 @contextmanager
-def _operator(directory: Path) -> Iterator[Accounts]:
-    """A connection to etcd with the certificate of the first operator whose role may do everything. UsageError."""
+def _operator(directory: Path) -> Iterator[tuple[Accounts, Store]]:
+    """Connect to etcd with the certificate of the first operator whose role may do everything. UsageError."""
+    from ecomp.store.roles import Accounts  # here, because the other commands run without etcd3
+
     paths = [directory / name / 'schedule.yaml' for name in named(directory, OPERATOR)]
     configs = [load_schedule(path).etcd for path in paths]
     if not configs:
@@ -108,7 +113,8 @@ def _operator(directory: Path) -> Iterator[Accounts]:
                 if number + 1 < len(configs):
                     continue
                 raise
-            yield accounts
+            with closing(Store(config)) as store:
+                yield accounts, store
             return
 
 
@@ -125,12 +131,12 @@ def _listed(words: list[str]) -> str:
     return ', '.join(printable(each, 200) for each in words[:NAMED]) + (' …' if len(words) > NAMED else '')
 
 
-def _put_cluster(accounts: Accounts, now: datetime) -> bool:
+def _put_cluster(store: Store, now: datetime) -> bool:
     """Write /cluster if it is missing; whether it was."""
     value = cluster.new(str(uuid.uuid4()), timestamp(now))
-    while accounts.get(keys.CLUSTER) is None:
+    while store.get(keys.CLUSTER) is None:
         try:
-            if accounts.commit([Unchanged(keys.CLUSTER, 0)], [Put(keys.CLUSTER, value)]) is not None:
+            if store.commit([Unchanged(keys.CLUSTER, 0)], [Put(keys.CLUSTER, value)]) is not None:
                 return True
         except UnknownOutcome:
             continue  # the next look says what became of it

@@ -1,4 +1,4 @@
-"""The light way to a member of etcd: gRPC's calls by HTTP/2, and without gRPC, which is slow to load and large.
+"""One member of etcd, asked in gRPC's protocol over HTTP/2; without gRPC, which is slow to load and large.
 
 https://github.com/grpc/grpc/blob/master/doc/PROTOCOL-HTTP2.md. For calls that are answered once, one after another,
 and for watches.
@@ -12,11 +12,11 @@ from typing import Any
 
 from ecomp.conf import EtcdConfig
 from ecomp.store.messages import METHODS, KeepAlive, Request, WatchCreate, WatchProgress, answer
-from ecomp.store.reasons import DEADLINE_EXCEEDED, RESOURCE_EXHAUSTED, UNAVAILABLE, CallFailure, NotUnderstood
+from ecomp.store.reasons import DEADLINE_EXCEEDED, RESOURCE_EXHAUSTED, UNAVAILABLE, CallFailure
 from ecomp.store.transport import Stream, Transport, in_time, too_long
 
 LONGEST = 64 * 1024**2
-"""Bytes of an answer, as with gRPC."""
+"""Bytes of an answer. A page or a watch is no longer: see ecomp.store.pages."""
 SILENT, ANSWERED = 5.5, 2.5
 """Seconds without a word after which a member is asked whether it is there, and in which it is to say so.
 
@@ -29,6 +29,7 @@ CODES = (
     *('INTERNAL', UNAVAILABLE, 'DATA_LOSS', 'UNAUTHENTICATED'),
 )
 """gRPC's codes, by their numbers."""
+NO_MESSAGE = 'its answer is no message'
 
 
 class Member:
@@ -41,7 +42,7 @@ class Member:
         self._transport, self._timeout = Transport(config, endpoint), config.timeout
 
     def call(self, request: Request, limit: float) -> Any:
-        """The answer; None for a stream that ends without one. CallFailure, NotUnderstood."""
+        """Return the answer; None for a stream that ends without one. CallFailure, also for what is no answer."""
         until = time.monotonic() + limit
         path, name = METHODS[type(request)]
         # A renewal is a stream of requests. `etcd grpc-proxy` cancels one whose end it sees before it has answered.
@@ -64,7 +65,7 @@ class Member:
             return None
         message = _taken(stream.body)
         if message is None or stream.body:
-            raise NotUnderstood('its answer is no message')
+            raise CallFailure(UNAVAILABLE, NO_MESSAGE)
         return _read(name, message, until)
 
     def watch(self, wanted: Sequence[WatchCreate], seconds: float, asking: float | None = None) -> Watch:
@@ -79,7 +80,7 @@ class Member:
 class Watch:
     """The answers to watches that are asked for on one stream, as they come; for one loop over them.
 
-    It ends where etcd ends the stream. CallFailure, DEADLINE_EXCEEDED and sent once its time is over; NotUnderstood.
+    It ends where etcd ends the stream. CallFailure: DEADLINE_EXCEEDED and sent once its time is over.
     """
 
     def __init__(
@@ -171,12 +172,12 @@ def _framed(message: bytes) -> bytes:
 
 
 def _taken(body: bytearray) -> bytes | None:
-    """The first message of what was said, which is taken out of it; None: not all of it is there. NotUnderstood."""
+    """Take the first message out of what was said; None: not all of it is there. CallFailure."""
     if len(body) < 5:
         return None
     length = int.from_bytes(body[1:5], 'big')
     if body[0]:
-        raise NotUnderstood('its answer is no message')
+        raise CallFailure(UNAVAILABLE, NO_MESSAGE)
     if length > LONGEST:
         raise too_long(length, LONGEST)
     if len(body) < 5 + length:
@@ -187,13 +188,13 @@ def _taken(body: bytearray) -> bytes | None:
 
 
 def _check_end(stream: Stream) -> None:
-    """CallFailure where etcd says why it did not do it, NotUnderstood where it says nothing of the kind."""
+    """Raise CallFailure where etcd says why it did not do it, and where it does not say that it did."""
     told = stream.headers
     if told.get(':status') != '200' or not told.get('content-type', '').startswith('application/grpc'):
-        raise NotUnderstood('it does not answer as etcd does')
+        raise CallFailure(UNAVAILABLE, 'it does not answer as etcd does')
     status = told.get('grpc-status', '')
     if not (status.isascii() and status.isdecimal() and len(status) <= 2) or int(status) >= len(CODES):
-        raise NotUnderstood('it does not say what became of the call')
+        raise CallFailure(UNAVAILABLE, 'it does not say what became of the call')
     if int(status):
         from urllib.parse import unquote  # most calls need none
 
@@ -206,4 +207,4 @@ def _read(name: str, message: bytes, until: float) -> Any:
     except TimeoutError as error:
         raise CallFailure(DEADLINE_EXCEEDED, 'its answer is too long to be read in time') from error
     except ValueError as error:
-        raise NotUnderstood(f'its answer cannot be read: {error}') from error
+        raise CallFailure(UNAVAILABLE, f'its answer cannot be read: {error}') from error

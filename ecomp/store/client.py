@@ -1,8 +1,5 @@
 """Reads, transactions and leases on etcd, with one answer for each way they can end.
 
-Of etcd3, where it is needed at all (ecomp.store.connection), we use the channel and what reads the answers. Its watch
-loses events, its lock does not lock, its password login breaks on restart and its get_prefix ignores limit and revision
-(each seen).
 Every call has a time limit and asks for a member that has a leader: without, a member cut off from the
 others answers for ever.
 """

@@ -1,9 +1,4 @@
-"""The way to etcd: to one of its members, to the next after any failure.
-
-There are two ways to a member, which do the same: the light one (by_h2), with all that commands and ecompute ask of
-etcd, and etcd3's (by_etcd3), which takes its place where that cannot make sense of what it meets, and where gRPC is
-told something in the configuration.
-"""
+"""One connection to etcd: to one of its members, and after any failure to the next."""
 
 from __future__ import annotations
 
@@ -18,7 +13,7 @@ from ecomp.errors import Denied, EcompError, NoSpace, Unreachable, UsageError
 from ecomp.store import reasons
 from ecomp.store.messages import Request, WatchCreate
 from ecomp.store.pages import TooLong
-from ecomp.store.reasons import CallFailure, NotUnderstood
+from ecomp.store.reasons import CallFailure
 
 if TYPE_CHECKING:  # a Protocol takes as long to make as three classes, and each command would wait for it
 
@@ -36,10 +31,10 @@ if TYPE_CHECKING:  # a Protocol takes as long to make as three classes, and each
             """End it, from any thread."""
 
     class Member(Protocol):
-        """A way to one member of etcd, by_h2's or by_etcd3's."""
+        """One member of etcd: by_h2's, or a test's."""
 
         def call(self, request: Request, limit: float) -> Any:
-            """What it answers within so many seconds; METHODS names its kind. CallFailure, NotUnderstood."""
+            """What it answers within so many seconds; METHODS names its kind. CallFailure."""
 
         def watch(self, wanted: Sequence[WatchCreate], seconds: float, asking: float | None) -> Watch:
             """What it answers to these, for so many seconds at most, and to WatchProgress every `asking` seconds."""
@@ -59,8 +54,9 @@ class Connection:
     So each member is met under its own name, for certificates are made out to that, and those on disk are read again.
     """
 
-    def __init__(self, config: EtcdConfig) -> None:
-        self._light = not config.grpc_options  # which only gRPC can do
+    def __init__(self, config: EtcdConfig, open_member: Callable[[EtcdConfig, str], Any] | None = None) -> None:
+        """`open_member` begins a connection to an endpoint; None: that of by_h2."""
+        self._open_member = open_member
         self.where = ','.join(config.endpoints)
         self.config = config
         self._lock = threading.Lock()
@@ -70,7 +66,7 @@ class Connection:
         self._unreadable = ''
         """The certificate for want of which there is no new connection, and what is wrong with it."""
         try:
-            self.client = self._connected(self._light)
+            self.client = self._connect()
         except OSError as error:
             raise UsageError(f'etcd {_certificate(error)}') from error
 
@@ -84,7 +80,7 @@ class Connection:
         deadline = time.monotonic() + self.config.timeout
         several = len(self.config.endpoints) > 1
         repeatable = unanswered is Unreachable
-        # Once more also with one endpoint: just after a cut gRPC hands one call in five to the connection that broke.
+        # Once more also with one endpoint: that a connection has ended may show only when it is used.
         left = len(self.config.endpoints) + 1
         while True:
             client, left = self.client, left - 1
@@ -93,14 +89,6 @@ class Connection:
             share = self.config.timeout / 2 if several else self.config.timeout
             try:
                 return ask(client, max(min(share, deadline - time.monotonic()), SHORTEST))
-            except NotUnderstood as error:
-                if not repeatable and not error.unsent:
-                    with contextlib.suppress(Exception):  # whatever it is, the next call meets it too
-                        self.use_etcd3(client)
-                    name = f'etcd at {self.where}'
-                    raise unanswered(f'{name} cannot be reached: {error}', name) from error
-                self.use_etcd3(client)
-                left += 1  # that was no try of the other way
             except CallFailure as error:
                 # A connection that is being made slowly is not begun anew for ever, unless there are others to try.
                 young = time.monotonic() - self._since < 2 * self.config.timeout
@@ -121,27 +109,21 @@ class Connection:
         """
         client = self.client
         try:
-            return self._called(client, request)
+            return client.call(request, self.config.timeout)
         except CallFailure as error:
             self.move_on(client)
             if error.code == reasons.DEADLINE_EXCEEDED or not reasons.was_not_sent(error):
                 raise
         client = self.client
         try:
-            return self._called(client, request)
+            return client.call(request, self.config.timeout)
         except CallFailure:
             self.move_on(client)
             raise
 
-    def _called(self, client: Member, request: Request) -> Any:
-        try:
-            return client.call(request, self.config.timeout)
-        except NotUnderstood:
-            return self.use_etcd3(client).call(request, self.config.timeout)
-
     def watch(self, wanted: Sequence[WatchCreate], seconds: float, asking: float | None) -> Watch:
         """What the present member answers to these, for so many seconds at most, and to WatchProgress (see Store)."""
-        return _MembersWatch(self, wanted, seconds, asking)
+        return self.client.watch(wanted, seconds, asking)
 
     def move_on(self, failed: Member | None = None) -> None:
         """Use a new connection, to the next endpoint, in place of the present one (of `failed`, if it still is)."""
@@ -152,26 +134,11 @@ class Connection:
             # The old one is not closed: others may be using it, and it goes when they let go of it.
             self._since = time.monotonic()
             # Certificates may be missing, or empty, while they are exchanged; there may be as many threads as may be.
-            with contextlib.suppress(RuntimeError, UsageError):
+            with contextlib.suppress(RuntimeError):
                 try:
-                    self.client, self._unreadable = self._connected(self._light), ''
+                    self.client, self._unreadable = self._connect(), ''
                 except OSError as error:
                     self._unreadable = _certificate(error)
-
-    def use_etcd3(self, failed: Member | None = None) -> Member:
-        """Go etcd3's way from now on: the connection to the same member (of `failed`, if it still is the present one).
-
-        Unreachable where a certificate cannot be read.
-        """
-        with self._lock:
-            if self._light and failed in (None, self.client):
-                try:
-                    self.client, self._unreadable = self._connected(light=False), ''
-                except OSError as error:
-                    self._unreadable = _certificate(error)
-                    raise self._unread(Unreachable) from error
-                self._light = False
-            return self.client
 
     def close(self) -> None:
         """Let the connection go."""
@@ -179,16 +146,11 @@ class Connection:
             self._closed = True
             self.client.close()
 
-    def _connected(self, light: bool) -> Member:
-        """A new connection to the endpoint whose turn it is. OSError for a certificate that cannot be read."""
-        # Loaded late, because neither is quick to load.
-        if light:
-            from ecomp.store.by_h2 import Member as Light
+    def _connect(self) -> Any:
+        """Begin a connection to the endpoint whose turn it is. OSError for a certificate that cannot be read."""
+        from ecomp.store.by_h2 import Member  # late, because h2 is slow to load
 
-            return Light(self.config, self.config.endpoints[self._next])
-        from ecomp.store.by_etcd3 import Member
-
-        return Member(self.config, self.config.endpoints[self._next])
+        return (self._open_member or Member)(self.config, self.config.endpoints[self._next])
 
     def translated(
         self, error: CallFailure, unanswered: type[Unreachable], about: Sequence[str] = (), read: bool = False
@@ -205,36 +167,11 @@ class Connection:
         if reasons.is_refusal(error) and not reasons.is_too_long(error):
             return EcompError(f'{name} refuses: {error.details}{reasons.advice(error)}')
         if self._unreadable and reasons.was_not_sent(error) and not reasons.is_passing(error):
-            return self._unread(unanswered)
-        secure = self.config.ca_cert is not None or self.config.cert_cert is not None
-        return unanswered(f'{name} cannot be reached: {reasons.why(error, secure)}', name)
-
-    def _unread(self, kind: type[Unreachable]) -> Unreachable:
-        # A loss of its own: who has logged that etcd is away would never say what it is now.
-        name = f'etcd at {self.where}'
-        return kind(f'{name} cannot be reached: {self._unreadable}', f'{name} ({self._unreadable})')
+            # A loss of its own: who has logged that etcd is away would never say what it is now.
+            return unanswered(f'{name} cannot be reached: {self._unreadable}', f'{name} ({self._unreadable})')
+        why = 'no answer in time' if error.code == reasons.DEADLINE_EXCEEDED else error.details
+        return unanswered(f'{name} cannot be reached: {why}', name)
 
 
 def _certificate(error: OSError) -> str:
     return f'certificate {error.filename}: {error.strerror}'
-
-
-class _MembersWatch:
-    """The Watch of the present member; where that is not understood, the next one goes etcd3's way."""
-
-    def __init__(
-        self, connection: Connection, wanted: Sequence[WatchCreate], seconds: float, asking: float | None
-    ) -> None:
-        self._connection, self._member = connection, connection.client
-        self._watch = self._member.watch(wanted, seconds, asking)
-
-    def __iter__(self) -> Iterator[Any]:
-        try:
-            yield from self._watch
-        except NotUnderstood as error:
-            with contextlib.suppress(Unreachable):  # who asks next is told
-                self._connection.use_etcd3(self._member)
-            raise CallFailure(reasons.UNAVAILABLE, str(error), unsent=True) from error
-
-    def cancel(self) -> None:
-        self._watch.cancel()

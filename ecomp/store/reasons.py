@@ -1,11 +1,10 @@
 """What a failed call to etcd means: whether it may work elsewhere, whether it was sent, and why, in plain words.
 
-Each way to etcd says it as a CallFailure, with gRPC's codes (https://grpc.io/docs/guides/status-codes/) by their names.
+A CallFailure has one of gRPC's codes (https://grpc.io/docs/guides/status-codes/) by its name.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -22,31 +21,25 @@ _REFUSED = {
 NAMED = 3
 """Keys that are named in one line."""
 
-NOT_CONNECTED = 'failed to connect to all addresses; last error: '
 _NOBODY = 'etcdserver: user name not found'
 _NO_LEASE = 'etcdserver: requested lease not found'
 _LEARNER = 'etcdserver: rpc not supported for learner'
 _ROLES_CHANGED = 'etcdserver: revision of auth store is old'
-NO_ADDRESS = 'DNS resolution failed'
-_NO_ADDRESS = (NO_ADDRESS, 'errors resolving ')
-HUNG_UP = 'Handshake read failed'
-"""What gRPC says of whoever ends a connection while TLS begins."""
 
-# What gRPC's TLS says, and what there is to do about it; the first that is found counts.
-_TLS = (
-    ('certificate has expired', 'its certificate has expired'),
-    ('certificate is not yet valid', 'its certificate is not valid yet: is the clock right?'),
-    ('Hostname Verification', 'its certificate is made out to another name'),
-    ('CERTIFICATE_VERIFY_FAILED', 'its certificate is not signed by the authority in ca_cert (none: a public one)'),
-    ('security handshaker', 'ca_cert, cert_cert or cert_key is no certificate or key, or they do not belong together'),
-    ('TSI_DATA_CORRUPTED', 'it refuses our certificate: is cert_cert missing, expired, or not signed for it?'),
-    ('TSI_PROTOCOL_FAILURE', 'it does not speak TLS as we do'),
-    (HUNG_UP, 'it hangs up on TLS: does it expect none (no ca_cert)?'),
-)
+# Why TLS to etcd fails, and what to do about it. ecomp/model/health.py finds the cure by these words.
+EXPIRED = 'its certificate has expired'
+NOT_YET_VALID = 'its certificate is not valid yet: is the clock right?'
+MISNAMED = 'its certificate is made out to another name'
+WEAK = 'its certificate, or that of its authority, has a key or a digest that OpenSSL refuses as too weak'
+NOT_SIGNED = 'its certificate is not signed by the authority in ca_cert (none: a public one)'
+UNUSABLE = 'ca_cert, cert_cert or cert_key is no certificate or key, or they do not belong together'
+NOT_ACCEPTED = 'it refuses our certificate: is cert_cert missing, expired, or not signed for it?'
+OTHER_TLS = 'it does not speak TLS as we do'
+HUNG_UP = 'it hangs up on TLS: does it expect none (no ca_cert)?'
 
 
 class CallFailure(Exception):
-    """A call that failed: the code, and etcd's or gRPC's own words in one line.
+    """A call that failed: the code, and etcd's words or ours in one line.
 
     `unsent`: it certainly never left. Where that is False the code and the words may say so all the same.
     """
@@ -55,14 +48,6 @@ class CallFailure(Exception):
         super().__init__(code, details)
         self.code = code
         self.details = ' '.join((details or '').split())
-        self.unsent = unsent
-
-
-class NotUnderstood(Exception):
-    """The light way got no connection that it can use, or an answer that it cannot read: etcd3's way may know more."""
-
-    def __init__(self, why: str, unsent: bool = False) -> None:
-        super().__init__(why)
         self.unsent = unsent
 
 
@@ -122,8 +107,7 @@ def is_learner(error: CallFailure) -> bool:
 
 def was_not_sent(error: CallFailure) -> bool:
     """Whether the call never left, or was not passed on, so that nothing was changed."""
-    apart = error.code == UNAVAILABLE and error.details.startswith((NOT_CONNECTED, *_NO_ADDRESS))
-    return error.unsent or apart or is_passing(error) or is_learner(error)
+    return error.unsent or is_passing(error) or is_learner(error)
 
 
 def may_work_elsewhere(error: CallFailure, repeatable: bool) -> bool:
@@ -131,19 +115,3 @@ def may_work_elsewhere(error: CallFailure, repeatable: bool) -> bool:
     if not repeatable:
         return was_not_sent(error)
     return error.code in (UNAVAILABLE, DEADLINE_EXCEEDED) or is_learner(error)
-
-
-def why(error: CallFailure, secure: bool) -> str:
-    """Why nobody answered, in a few words. `secure`: we speak TLS."""
-    words = error.details
-    if error.code == DEADLINE_EXCEEDED:
-        return 'no answer in time'
-    if not words.startswith(NOT_CONNECTED):
-        return words
-    if secure:
-        for sign, meaning in _TLS:
-            if sign in words:
-                return meaning
-    elif 'Socket closed' in words:
-        return 'the connection was closed (if that stays so: does it expect TLS, with ca_cert, cert_cert, cert_key?)'
-    return re.sub(r'^[A-Z]+: (ipv[46]:\S+: )?', '', words.removeprefix(NOT_CONNECTED))

@@ -10,7 +10,7 @@ from ecomp.model.instance import announced
 from ecomp.store.client import Delete, Entry, Snapshot, Store, Unchanged
 
 READ_BACKS = 3
-"""Tries to withdraw an attempt: just after a cut gRPC hands one call in five to the connection that broke."""
+"""Tries to withdraw an attempt: where an answer is lost, the next one says what became of it."""
 
 
 def at_it(store: Store) -> set[str]:

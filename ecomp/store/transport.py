@@ -34,25 +34,31 @@ from ecomp.conf import EtcdConfig
 from ecomp.endpoints import connection_to
 from ecomp.store.reasons import (
     DEADLINE_EXCEEDED,
+    EXPIRED,
     HUNG_UP,
-    NO_ADDRESS,
-    NOT_CONNECTED,
+    MISNAMED,
+    NOT_ACCEPTED,
+    NOT_SIGNED,
+    NOT_YET_VALID,
+    OTHER_TLS,
     RESOURCE_EXHAUSTED,
     UNAVAILABLE,
+    UNUSABLE,
+    WEAK,
     CallFailure,
-    NotUnderstood,
 )
-from ecomp.tls import SENTENCES, TlsFailure, tls_failure
 
 WINDOW = 4 * 1024**2
 """Bytes that a member may send before we have said that we took them."""
 PIECE = 65536
 """Bytes that are read at once."""
 CLOSED = 'Socket closed'
-"""What gRPC says of a connection that ended."""
-_NO_WAY = {errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, errno.ENETDOWN}
-_CERTAIN = {TlsFailure.EXPIRED, TlsFailure.NOT_YET_VALID, TlsFailure.OTHER_NAME, TlsFailure.OTHER_ADDRESS}
-"""Failures that gRPC has no better words for. It would accept a common name, which we do not."""
+"""Why a call failed whose connection ended."""
+NO_HTTP2 = 'it does not speak HTTP/2'
+_EXPECTS_TLS = 'does it expect TLS, with ca_cert, cert_cert, cert_key?'
+_DISTRUSTED = {9: NOT_YET_VALID, 10: EXPIRED, 62: MISNAMED, 64: MISNAMED, 66: WEAK, 67: WEAK, 68: WEAK}
+"""By OpenSSL's X509_V_ERR_CERT_NOT_YET_VALID, _CERT_HAS_EXPIRED, _HOSTNAME_MISMATCH, _IP_ADDRESS_MISMATCH,
+_EE_KEY_TOO_SMALL, _CA_KEY_TOO_SMALL and _CA_MD_TOO_WEAK."""
 
 
 class _Http2(H2Connection):
@@ -83,10 +89,10 @@ class Transport:
         self._config, self.endpoint = config, endpoint
         self._patience = config.timeout / len(config.endpoints)
         for path in (config.ca_cert, config.cert_cert, config.cert_key):
-            _check(path)
+            check_certificate(path)
         self._turn = threading.Lock()
         self.http = _Http2()
-        self._failed: CallFailure | NotUnderstood | None = None
+        self._failed: CallFailure | None = None
         self._maker = threading.Thread(target=self._make, name='etcd', daemon=True)
         self._maker.start()
 
@@ -99,7 +105,7 @@ class Transport:
     def turn(self, until: float) -> Iterator[None]:
         """Have the connection to oneself, as soon as it is made; `until` when to wait, on the monotonic clock.
 
-        CallFailure, NotUnderstood: also in place of an OSError or H2Error raised inside, after which it is of no use.
+        CallFailure: also in place of an OSError or H2Error raised inside, after which it is of no use.
         """
         if not self._turn.acquire(timeout=max(until - time.monotonic(), 0)):
             raise CallFailure(DEADLINE_EXCEEDED, 'others are asking', unsent=True)
@@ -119,8 +125,8 @@ class Transport:
         except OSError as error:
             raise self._broken(CallFailure(UNAVAILABLE, CLOSED)) from error
         except H2Error as error:
-            ended = CallFailure(UNAVAILABLE, CLOSED) if self.http.ends else None
-            raise self._broken(ended or NotUnderstood(f'no HTTP/2: {error}')) from error
+            why = CLOSED if self.http.ends else f'{NO_HTTP2}: {error}'
+            raise self._broken(CallFailure(UNAVAILABLE, why)) from error
         finally:
             self._turn.release()
 
@@ -176,7 +182,7 @@ class Transport:
 
     __del__ = close
 
-    def _broken(self, error: CallFailure | NotUnderstood) -> CallFailure | NotUnderstood:
+    def _broken(self, error: CallFailure) -> CallFailure:
         """The same error; whoever comes later is told that nothing is sent over this connection any more."""
         self._failed = CallFailure(UNAVAILABLE, CLOSED, unsent=True)
         return error
@@ -189,26 +195,23 @@ class Transport:
         except TimeoutError:
             self._failed = CallFailure(DEADLINE_EXCEEDED, 'not connected', unsent=True)
         except socket.gaierror as error:
-            self._failed = CallFailure(UNAVAILABLE, f'{NO_ADDRESS} for {self.endpoint}: {error.strerror}', unsent=True)
+            why = f'DNS resolution failed for {self.endpoint}: {error.strerror}'
+            self._failed = CallFailure(UNAVAILABLE, why, unsent=True)
         except Exception as error:
-            words = self._words(error)
-            # gRPC knows more words for what TLS says, and takes names of a certificate that ssl does not.
-            understood = CallFailure(UNAVAILABLE, NOT_CONNECTED + words, unsent=True) if words else None
-            self._failed = understood or NotUnderstood(str(error), unsent=True)
+            self._failed = CallFailure(UNAVAILABLE, self._reason(error), unsent=True)
 
-    def _words(self, error: Exception) -> str:
-        """Say in gRPC's words, or in ours, why no connection came of it, '' where it may mean more than one thing."""
-        if self.http.ends:
-            return CLOSED
-        if isinstance(error, ssl.SSLCertVerificationError):
-            failure = tls_failure(error)
-            return SENTENCES[failure] if failure in _CERTAIN else ''
-        if isinstance(error, ConnectionRefusedError) or (isinstance(error, OSError) and error.errno in _NO_WAY):
-            return f'Failed to connect to remote host: {error.strerror}'
-        if isinstance(error, ssl.SSLEOFError | ConnectionError):
-            # After the handshake it may be our certificate that is not taken.
-            return CLOSED if not self._is_secure else '' if isinstance(self._socket, ssl.SSLSocket) else HUNG_UP
-        return ''
+    def _reason(self, error: Exception) -> str:
+        """Say in plain words why no connection came of it."""
+        if self._socket is None and isinstance(error, OSError):
+            return f'Failed to connect to remote host: {error.strerror or error}'
+        is_encrypted = isinstance(self._socket, ssl.SSLSocket)
+        if self.http.ends or isinstance(error, ssl.SSLEOFError | ConnectionError):
+            if not self._is_secure:
+                return f'the connection was closed (if that stays so: {_EXPECTS_TLS})'
+            return CLOSED if is_encrypted else HUNG_UP
+        if isinstance(error, H2Error):
+            return NO_HTTP2 if self._is_secure else f'{NO_HTTP2} ({_EXPECTS_TLS})'
+        return tls_reason(error, is_encrypted) if isinstance(error, ssl.SSLError) else str(error)
 
     def _connect(self) -> None:
         until = time.monotonic() + 2 * self._config.timeout
@@ -222,11 +225,12 @@ class Transport:
         if self._is_secure:
             self._socket = _context(self._config).wrap_socket(made, server_hostname=where)
             if self._socket.selected_alpn_protocol() != 'h2':
-                raise ValueError('it does not speak HTTP/2')
+                raise ValueError(NO_HTTP2)
         self.http.initiate_connection()
         self.http.update_settings({SettingCodes.INITIAL_WINDOW_SIZE: WINDOW, SettingCodes.ENABLE_PUSH: 0})
         self.http.increment_flow_control_window(WINDOW)
-        self.send(until)
+        with suppress(ssl.SSLEOFError, ConnectionError):  # who hung up may have said why: that is still to be read
+            self.send(until)
         # Whoever does not take our certificate says so only now, and nothing has been asked yet.
         while not any(isinstance(each, RemoteSettingsChanged) for each in self.receive(until)):
             in_time(until)
@@ -313,8 +317,18 @@ class Stream:
             self._transport.send(time.monotonic())
 
 
+def tls_reason(error: ssl.SSLError, is_encrypted: bool) -> str:
+    """Say in plain words why TLS failed; `is_encrypted`: our side of the handshake was over."""
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return _DISTRUSTED.get(error.verify_code, NOT_SIGNED)
+    alert = str(error).partition('ALERT_')[2]
+    # With TLS 1.3 the server looks at our certificate after the handshake is over for us.
+    is_about_ours = 'CERTIFICATE' in alert or alert.startswith('UNKNOWN_CA') or is_encrypted
+    return NOT_ACCEPTED if alert and is_about_ours else OTHER_TLS
+
+
 def too_long(length: int, longest: int) -> CallFailure:
-    """What is raised of an answer of so many bytes, in gRPC's words."""
+    """What is raised of an answer of so many bytes."""
     return CallFailure(RESOURCE_EXHAUSTED, f'CLIENT: Received message larger than max ({length} vs. {longest})')
 
 
@@ -324,8 +338,8 @@ def in_time(until: float) -> None:
         raise TimeoutError
 
 
-def _check(path: Path | None) -> None:
-    """OSError for a file that cannot be read, or has nothing in it."""
+def check_certificate(path: Path | None) -> None:
+    """Raise OSError for a file that cannot be read, or has nothing in it."""
     if path is not None:
         with open(path, 'rb') as file:
             if not file.read(1):
@@ -336,10 +350,13 @@ def _context(config: EtcdConfig) -> ssl.SSLContext:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.hostname_checks_common_name = False
     context.set_alpn_protocols(['h2'])
-    if config.ca_cert is not None:
-        context.load_verify_locations(config.ca_cert)
-    else:
-        context.load_default_certs()
-    if config.cert_cert is not None:
-        context.load_cert_chain(config.cert_cert, config.cert_key)
+    try:
+        if config.ca_cert is not None:
+            context.load_verify_locations(config.ca_cert)
+        else:
+            context.load_default_certs()
+        if config.cert_cert is not None:
+            context.load_cert_chain(config.cert_cert, config.cert_key)
+    except ssl.SSLError as error:
+        raise ValueError(UNUSABLE) from error
     return context

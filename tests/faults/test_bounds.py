@@ -86,7 +86,7 @@ def flat(control: Control, count: int, warm: int, memory: float) -> None:
     before, after = used[warm], used[count]
     for when, use in used.items():
         figure(f'bounds after {when}', **{name: float(getattr(use, name)) for name in Use._fields})
-    # Slack: a thread of gRPC's or a descriptor may come or go between two looks. How many of its connections the pool
+    # Slack: a thread or a descriptor may come or go between two looks. How many of its connections the pool
     # has come to need depends on how many were in use at once, by the load of the machine: that is bounded.
     assert abs((after.descriptors - after.connections) - (before.descriptors - before.connections)) <= 4, used
     assert abs(after.threads - before.threads) <= 4, used

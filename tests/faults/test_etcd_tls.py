@@ -102,7 +102,7 @@ def test_certificates(secured: EtcdControl, office: Office, tmp_path: Path) -> N
     # By address: a name may have two, of which the other one answers nobody.
     refused(secured, {**nothing, 'endpoints': [f'127.0.0.1:{secured.etcd.port}']}, 'does it expect TLS')
     assert secured.etcd.keys('/requests/') == []
-    for name in office.section:  # gRPC would end the process
+    for name in office.section:
         refused(secured, {name: str(empty)}, f'etcd certificate {empty}: is empty', code=2)
     theirs = compute_refused(secured, tmp_path, {'ca_cert': str(stranger.certificate)})
     one_line(theirs, 7, 'not signed by the authority in ca_cert', command='ecompute')

@@ -10,7 +10,7 @@ from typing import Any, Self
 
 import grpc
 
-from ecomp.store.by_etcd3 import etcdrpc  # by way of the room that has protobuf load it
+from ecomp.store.roles import etcdrpc  # by way of the module that has protobuf load it
 
 Frame = etcdrpc.WatchResponse | grpc.StatusCode | None
 """A watch's reply, an error that ends the stream, or None for its plain end."""

@@ -26,7 +26,6 @@ from tests.functional.fake_etcd import FakeEtcd, Frame
 from tests.kit.proxy import Proxy
 from tests.kit.servers import Etcd, until
 from tests.kit.store_client import config
-from tests.kit.store_client import each_way_to_etcd as each_way_to_etcd
 
 IDENTITY, OTHER = 'b8756be5-a30d-4311-920c-0ad996367a8e', 'd578fb7c-7787-4e73-b69a-a7b3ef9bf73a'
 HERE = cluster.new(IDENTITY, 'now').encode()

@@ -1,4 +1,4 @@
-"""The past is told whole or not at all, however etcd stalls, and whatever is in it: by each way to etcd."""
+"""The past is told whole or not at all, however etcd stalls, and whatever is in it."""
 
 from __future__ import annotations
 
@@ -11,14 +11,13 @@ import pytest
 
 from ecomp.errors import Unreachable
 from ecomp.model.events import Change
-from ecomp.store import by_etcd3, by_h2
+from ecomp.store import by_h2
 from ecomp.store import history as room
 from ecomp.store.client import Put
 from ecomp.store.history import ANSWERS, FULL, History
 from ecomp.store.messages import WatchCreate
 from tests.kit.servers import Etcd, until
 from tests.kit.store_client import config, connected
-from tests.kit.store_client import each_way_to_etcd as each_way_to_etcd
 
 FIRST, LAST = 2, FULL + 101
 """The revisions that are ours, of which one answer of etcd's has the first FULL. One more is another's."""
@@ -153,7 +152,7 @@ def test_what_is_longer_than_any_answer_is_told_in_whole_revisions(own_etcd: Etc
         store.commit([], three)
         for _ in range(3):
             store.commit([], [Put('/names/large', large)])
-    assert 51 * len(large) + 9 * 450_000 > by_h2.LONGEST == by_etcd3.LONGEST
+    assert 51 * len(large) + 9 * 450_000 > by_h2.LONGEST
     history = History(config(own_etcd.endpoint), False, print)
     streams = counted(history)
     reading = Reading(history)
@@ -187,10 +186,7 @@ def counted(history: History) -> Sequence[int]:
 @pytest.fixture
 def unheard(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """Each stream begins, and breaks before it brought anything: no answer may be as long as the past. To be undone."""
-    longest = ('grpc.max_receive_message_length', 1000)
-    monkeypatch.setattr(by_h2, 'LONGEST', longest[1])
-    others = [each for each in by_etcd3.KEEPALIVE if each[0] != longest[0]]
-    monkeypatch.setattr(by_etcd3, 'KEEPALIVE', (*others, longest))
+    monkeypatch.setattr(by_h2, 'LONGEST', 1000)
     return monkeypatch
 
 

@@ -40,7 +40,7 @@ NEVER = {
     *('requests', 'urllib3', 'charset_normalizer', 'idna', 'certifi', 'etcd3', 'grpc', 'google', 'asyncio', 'tenacity'),
     *('yaml', 'argparse', 'gettext', 'shutil', 'uuid', 'platform', 'hashlib', 'subprocess', 'os_traits', 'stringprep'),
     *('multiprocessing', 'tempfile', 'concurrent.futures.thread', 'signal', 'encodings.ascii'),
-    *('ecomp.store.by_etcd3', 'ecomp.store.watch', 'ecomp.compute_conf'),
+    *('ecomp.store.roles', 'ecomp.store.watch', 'ecomp.compute_conf'),
 }
 THEIRS = {'h2', 'hpack', 'hyperframe'}
 """Other people's libraries that are loaded."""

@@ -16,17 +16,19 @@ import pytest
 pytest.importorskip('cryptography', reason="pip install '.[lab]'")
 
 from ecomp.compute_conf import load_compute
-from ecomp.errors import Conflict, Denied, UsageError
+from ecomp.errors import Conflict, Denied, Unreachable, UsageError
 from ecomp.lab import elab
 from ecomp.lab.roles import enable
 from ecomp.model import cluster, keys, roles
 from ecomp.model.roles import Permission
+from ecomp.store import reasons
 from ecomp.store.client import Delete, Put
 from ecomp.store.roles import Accounts
 from tests.functional.by_role import found, put, works
 from tests.kit.behind_roles import BehindRoles, behind_roles
+from tests.kit.certificates import Authority
 from tests.kit.secured import certify, etcd_of
-from tests.kit.servers import until
+from tests.kit.servers import free_port, until
 
 
 @pytest.fixture
@@ -252,6 +254,33 @@ def test_an_etcd_that_is_away(cloud: BehindRoles, capsys: pytest.CaptureFixture[
         said = capsys.readouterr().err
         assert said.startswith(f'elab: etcd at localhost:{cloud.etcd.port} cannot be reached: ')
         assert said.count('\n') == 1
+
+
+def test_why_there_is_no_connection(cloud: BehindRoles, tmp_path: Path) -> None:
+    """By gRPC, which says it in its own words. Nothing was sent, so no change is unknown."""
+    config = etcd_of(cloud.certs, 'operator-ann')
+    stranger = Authority(tmp_path / 'stranger')
+    certificate, key = stranger.issue(tmp_path / 'theirs', 'operator-ann')
+    junk, empty = tmp_path / 'junk', tmp_path / 'empty'
+    junk.write_text('no certificate\n')
+    empty.touch()
+    nobody = f'localhost:{free_port()}'
+    for wrong, why in (
+        (config._replace(ca_cert=stranger.certificate), reasons.NOT_SIGNED),
+        (config._replace(cert_cert=certificate, cert_key=key), reasons.NOT_ACCEPTED),
+        (config._replace(ca_cert=junk), reasons.UNUSABLE),
+        (config._replace(endpoints=(nobody,)), 'Connection refused'),
+        (config._replace(endpoints=('no-such-host.invalid:1',)), 'no-such-host.invalid'),
+    ):
+        with closing(Accounts(wrong)) as accounts, pytest.raises(Unreachable, match='cannot be reached: ') as caught:
+            accounts.apply(roles.AddRole('x'))
+        assert why in str(caught.value)
+        assert type(caught.value) is Unreachable
+    with pytest.raises(UsageError, match=f'etcd certificate {empty}: is empty'):
+        Accounts(config._replace(ca_cert=empty))
+    with closing(Accounts(config._replace(endpoints=(nobody, *config.endpoints)))) as accounts:
+        accounts.apply(roles.AddRole('x'))
+        assert accounts.roles() == roles.Roles({}, {'x': frozenset()})
 
 
 def test_killed_on_the_way_it_goes_on(cloud: BehindRoles) -> None:

@@ -1,7 +1,4 @@
-"""The store against a real etcd: what each call means when etcd answers, refuses, is frozen, is gone, and is back.
-
-By the light way, which commands and ecompute go, and by etcd3's.
-"""
+"""The store against a real etcd: what each call means when etcd answers, refuses, is frozen, is gone, and is back."""
 
 from __future__ import annotations
 
@@ -20,19 +17,14 @@ from ecomp.errors import EcompError, NoSpace, UnknownOutcome, Unreachable
 from ecomp.store.client import Delete, Entry, Exists, Put, Store, Unchanged
 from tests.kit.proxy import Proxy
 from tests.kit.servers import PATIENCE, Etcd, free_port, until
-from tests.kit.store_client import BY_ETCD3, connected
+from tests.kit.store_client import connected
 
 pytestmark = pytest.mark.fast
 
 
-@pytest.fixture(params=[False, True], ids=['by etcd3', 'light'])
-def light(request: pytest.FixtureRequest) -> bool:
-    return bool(request.param)
-
-
 @pytest.fixture
-def store(etcd: Etcd, light: bool) -> Iterator[Store]:
-    with connected(etcd.endpoint, light=light) as made:
+def store(etcd: Etcd) -> Iterator[Store]:
+    with connected(etcd.endpoint) as made:
         yield made
 
 
@@ -63,7 +55,7 @@ def test_a_snapshot_is_the_prefix_and_nothing_beside_it(store: Store, prefix: st
     assert [entry.value for entry in store.snapshot(prefix, keys_only=True).entries.values()] == [b'', b'', b'']
 
 
-def test_a_snapshot_of_many_pages_is_of_one_revision(etcd: Etcd, store: Store, prefix: str, light: bool) -> None:
+def test_a_snapshot_of_many_pages_is_of_one_revision(etcd: Etcd, store: Store, prefix: str) -> None:
     names = [f'{prefix}{number:05}' for number in range(1203)]
     for start in range(0, len(names), 100):
         store.commit([], [Put(name, '0') for name in names[start : start + 100]])
@@ -71,7 +63,7 @@ def test_a_snapshot_of_many_pages_is_of_one_revision(etcd: Etcd, store: Store, p
 
     def change() -> None:
         # The first key is on the first page and the last on the last one; both are always the same.
-        with connected(etcd.endpoint, light=light) as other:
+        with connected(etcd.endpoint) as other:
             for number in range(10**6):
                 if stop.is_set():
                     return
@@ -142,12 +134,16 @@ def test_what_etcd_refuses_is_said_in_its_words(store: Store, prefix: str) -> No
         store.commit([], [Put(prefix + 'a', 'x' * 3 * 2**20)])
     with pytest.raises(EcompError, match='requested lease not found: .* not written. Try: the same command again$'):
         store.commit([], [Put(prefix + 'a', 'x', lease=1)])
+    with pytest.raises(EcompError, match='refuses: etcdserver: duplicate key given in txn request'):
+        store.commit([], [Put(prefix + 'a', 'x'), Delete(prefix + 'a')])
+    with pytest.raises(EcompError, match='refuses: etcdserver: key is not provided'):
+        store.commit([], [Put('', 'x')])
     assert store.get(prefix + 'a') is None
 
 
-def test_without_space_nothing_is_written_and_deletes_still_go(tmp_path: Path, light: bool) -> None:
+def test_without_space_nothing_is_written_and_deletes_still_go(tmp_path: Path) -> None:
     quota = '--quota-backend-bytes=4194304'
-    with Etcd(tmp_path / 'full', quota) as full, connected(full.endpoint, light=light) as store:
+    with Etcd(tmp_path / 'full', quota) as full, connected(full.endpoint) as store:
 
         def fill() -> bool:
             store.commit([], [Put('/fill', 'x' * 2**20)])
@@ -161,13 +157,13 @@ def test_without_space_nothing_is_written_and_deletes_still_go(tmp_path: Path, l
         assert store.commit([Unchanged('/fill', entry.revision)], [Delete('/fill')])
 
 
-def test_what_is_written_while_etcd_becomes_full_is_not_said_to_be_refused(tmp_path: Path, light: bool) -> None:
+def test_what_is_written_while_etcd_becomes_full_is_not_said_to_be_refused(tmp_path: Path) -> None:
     """To all that are under way then etcd says that it has no space, and it has written most of them."""
     quota = '--quota-backend-bytes=4194304'
     refused, unknown = [], []
 
     def fill(number: int) -> None:
-        with connected(full.endpoint, light=light) as store:
+        with connected(full.endpoint) as store:
             for each in range(10**6):
                 key = f'/hosts/{number}/{each}'
                 try:
@@ -183,7 +179,7 @@ def test_what_is_written_while_etcd_becomes_full_is_not_said_to_be_refused(tmp_p
         with ThreadPoolExecutor(8) as writers:
             list(writers.map(fill, range(8)))
         assert len(refused) + len(unknown) == 8
-        with connected(full.endpoint, light=light) as store:
+        with connected(full.endpoint) as store:
             assert [key for key in refused if store.get(key) is not None] == []
             assert [key for key, _ in unknown if store.get(key) is None] == []
         for _, said in unknown:
@@ -194,9 +190,9 @@ def test_what_is_written_while_etcd_becomes_full_is_not_said_to_be_refused(tmp_p
 # Nobody there
 
 
-def test_a_closed_port_is_unreachable_at_once(light: bool) -> None:
+def test_a_closed_port_is_unreachable_at_once() -> None:
     port = free_port()
-    with connected(f'127.0.0.1:{port}', light=light) as store:
+    with connected(f'127.0.0.1:{port}') as store:
         began = time.monotonic()
         calls: tuple[Callable[[], object], ...] = (
             lambda: store.get('/x'),
@@ -211,14 +207,14 @@ def test_a_closed_port_is_unreachable_at_once(light: bool) -> None:
         assert time.monotonic() - began < PATIENCE * 5
 
 
-def test_a_name_without_an_address_is_unreachable(light: bool) -> None:
+def test_a_name_without_an_address_is_unreachable() -> None:
     for endpoints in (('no-such-host.invalid:2379',), ('no-such-host.invalid:2379', 'nor-this.invalid:2379')):
         with pytest.raises(Unreachable, match='no-such-host.invalid:2379'):
-            Store(EtcdConfig(endpoints, timeout=3.0, grpc_options=() if light else BY_ETCD3)).get('/x')
+            Store(EtcdConfig(endpoints, timeout=3.0)).get('/x')
 
 
-def test_a_frozen_etcd_keeps_nobody_longer_than_the_time_limit(own_etcd: Etcd, light: bool) -> None:
-    with connected(own_etcd.endpoint, timeout=0.5, light=light) as store:
+def test_a_frozen_etcd_keeps_nobody_longer_than_the_time_limit(own_etcd: Etcd) -> None:
+    with connected(own_etcd.endpoint, timeout=0.5) as store:
         lease = store.grant(60)
         own_etcd.pause()
         calls: list[tuple[Callable[[], object], type[EcompError]]] = [
@@ -239,8 +235,8 @@ def test_a_frozen_etcd_keeps_nobody_longer_than_the_time_limit(own_etcd: Etcd, l
         assert until(lambda: store.snapshot('/'), 10, 'etcd answers again') is not None
 
 
-def test_a_client_outlives_a_killed_etcd(own_etcd: Etcd, light: bool) -> None:
-    with connected(own_etcd.endpoint, light=light) as store:
+def test_a_client_outlives_a_killed_etcd(own_etcd: Etcd) -> None:
+    with connected(own_etcd.endpoint) as store:
         store.commit([], [Put('/x', 'kept')])
         own_etcd.kill()
         with pytest.raises(Unreachable):
@@ -257,8 +253,8 @@ def test_a_client_outlives_a_killed_etcd(own_etcd: Etcd, light: bool) -> None:
         until(answers, 10, 'the same client reads from the new etcd')
 
 
-def test_a_lease_is_revoked_over_a_connection_that_ended_meanwhile(own_etcd: Etcd, light: bool) -> None:
-    with connected(own_etcd.endpoint, light=light) as store:
+def test_a_lease_is_revoked_over_a_connection_that_ended_meanwhile(own_etcd: Etcd) -> None:
+    with connected(own_etcd.endpoint) as store:
         lease = store.grant(60)
         assert store.commit([], [Put('/x', 'leased', lease)])
         own_etcd.kill()
@@ -268,9 +264,9 @@ def test_a_lease_is_revoked_over_a_connection_that_ended_meanwhile(own_etcd: Etc
         assert own_etcd.get('/x') is None
 
 
-def test_a_client_outlives_an_etcd_that_ends_in_peace(own_etcd: Etcd, light: bool) -> None:
+def test_a_client_outlives_an_etcd_that_ends_in_peace(own_etcd: Etcd) -> None:
     """Whatever it is being asked then: each read is answered, or nobody is there."""
-    with connected(own_etcd.endpoint, light=light) as store:
+    with connected(own_etcd.endpoint) as store:
         store.commit([], [Put('/x', 'kept')])
         over = threading.Event()
         wrong: list[object] = []
@@ -296,21 +292,21 @@ def test_a_client_outlives_an_etcd_that_ends_in_peace(own_etcd: Etcd, light: boo
         assert wrong == []
 
 
-def test_one_of_several_endpoints_will_do(etcd: Etcd, prefix: str, light: bool) -> None:
+def test_one_of_several_endpoints_will_do(etcd: Etcd, prefix: str) -> None:
     dead = f'127.0.0.1:{free_port()}'
     for endpoints in ((dead, etcd.endpoint), (etcd.endpoint, dead), ('no-such-host.invalid:1', etcd.endpoint)):
-        store = Store(EtcdConfig(endpoints, grpc_options=() if light else BY_ETCD3))
+        store = Store(EtcdConfig(endpoints))
         try:
             assert store.commit([], [Put(prefix + 'x', 'x')])
         finally:
             store.close()
 
 
-def test_connections_that_were_left_are_closed(etcd: Etcd, light: bool) -> None:
+def test_connections_that_were_left_are_closed(etcd: Etcd) -> None:
     def open_files() -> int:
         return len(os.listdir('/proc/self/fd'))
 
-    with connected(etcd.endpoint, light=light) as store:
+    with connected(etcd.endpoint) as store:
         assert store.get('/nothing') is None
         before, threads = open_files(), threading.active_count()
         for _ in range(300):
@@ -320,8 +316,8 @@ def test_connections_that_were_left_are_closed(etcd: Etcd, light: bool) -> None:
         assert threading.active_count() <= threads + 2
 
 
-def test_a_call_goes_on_while_another_one_moves(own_etcd: Etcd, light: bool) -> None:
-    with connected(own_etcd.endpoint, light=light) as store:
+def test_a_call_goes_on_while_another_one_moves(own_etcd: Etcd) -> None:
+    with connected(own_etcd.endpoint) as store:
         assert store.get('/nothing') is None
         own_etcd.pause()
         answers: list[object] = []
@@ -335,9 +331,9 @@ def test_a_call_goes_on_while_another_one_moves(own_etcd: Etcd, light: bool) -> 
         assert answers == [None]
 
 
-def test_a_lost_answer_is_an_unknown_outcome(etcd: Etcd, prefix: str, light: bool) -> None:
+def test_a_lost_answer_is_an_unknown_outcome(etcd: Etcd, prefix: str) -> None:
     key = prefix + 'x'
-    with Proxy(etcd.port) as proxy, connected(proxy.address, light=light) as store:
+    with Proxy(etcd.port) as proxy, connected(proxy.address) as store:
         assert store.get(key) is None
         proxy.lose_answer(key.encode(), lambda: etcd.get(key) is not None)
         with pytest.raises(UnknownOutcome, match='cannot be reached'):

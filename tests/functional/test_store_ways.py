@@ -1,12 +1,10 @@
-"""The way to etcd where addresses lead nowhere, members are off, or certificates are being exchanged.
-
-By the light way and by etcd3's, where it concerns both.
-"""
+"""The way to etcd where addresses lead nowhere, members are off, or certificates are being exchanged."""
 
 from __future__ import annotations
 
 import shutil
 import socket
+import ssl
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -25,22 +23,17 @@ from ecomp.store import reasons
 from ecomp.store.client import Put, Store, Unchanged
 from ecomp.store.messages import WatchCreate
 from ecomp.store.reasons import CallFailure
+from ecomp.store.transport import tls_reason
 from tests.kit.certificates import Authority
 from tests.kit.etcd_member import Member, Tls
 from tests.kit.holes import hole
 from tests.kit.listening import Listening
 from tests.kit.servers import Etcd, PlacementServer, until
-from tests.kit.store_client import BY_ETCD3
 
 pytestmark = pytest.mark.fast
 
 OFF = ('127.0.0.2', '127.0.0.3')
 NAME = 'localhost'
-
-
-@pytest.fixture(params=[False, True], ids=['by etcd3', 'light'])
-def light(request: pytest.FixtureRequest) -> bool:
-    return bool(request.param)
 
 
 @pytest.fixture
@@ -56,17 +49,15 @@ def names(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(socket, 'getaddrinfo', getaddrinfo)
 
 
-def config(light: bool, *endpoints: str, timeout: float = 5.0) -> EtcdConfig:
-    return EtcdConfig(endpoints, timeout=timeout, grpc_options=() if light else BY_ETCD3)
+def config(*endpoints: str, timeout: float = 5.0) -> EtcdConfig:
+    return EtcdConfig(endpoints, timeout=timeout)
 
 
 @pytest.mark.usefixtures('names')
-def test_a_name_whose_first_addresses_lead_nowhere(etcd: Etcd, prefix: str, light: bool) -> None:
-    # gRPC asks no resolver of ours, and takes a list of addresses for a name.
-    name = NAME if light else 'ipv4:' + ','.join([f'{each}:{etcd.port}' for each in OFF] + ['127.0.0.1'])
+def test_a_name_whose_first_addresses_lead_nowhere(etcd: Etcd, prefix: str) -> None:
     with hole(etcd.port, *OFF):
-        for endpoints in ((f'{name}:{etcd.port}',), (f'{name}:{etcd.port}',) * 3):
-            store = Store(config(light, *endpoints))
+        for endpoints in ((f'{NAME}:{etcd.port}',), (f'{NAME}:{etcd.port}',) * 3):
+            store = Store(config(*endpoints))
             try:
                 assert store.commit([Unchanged(prefix, 0)], [Put(prefix, 'x')])
                 assert store.get(prefix) is not None
@@ -87,25 +78,25 @@ def test_placement_is_reached_at_the_address_that_answers(placement: PlacementSe
             client.close()
 
 
-def test_two_of_five_members_that_are_off_keep_nobody_from_the_others(etcd: Etcd, prefix: str, light: bool) -> None:
+def test_two_of_five_members_that_are_off_keep_nobody_from_the_others(etcd: Etcd, prefix: str) -> None:
     endpoints = [*(f'{each}:{etcd.port}' for each in OFF), *(etcd.endpoint,) * 3]
     with hole(etcd.port, *OFF):
-        store = Store(config(light, *endpoints))
+        store = Store(config(*endpoints))
         try:
             assert store.get(prefix) is None
         finally:
             store.close()
-        store = Store(config(light, *endpoints))
+        store = Store(config(*endpoints))
         try:
             assert store.commit([Unchanged(prefix, 0)], [Put(prefix, 'x')])
         finally:
             store.close()
 
 
-def test_members_that_are_slow_to_begin_are_waited_for(etcd: Etcd, prefix: str, light: bool) -> None:
+def test_members_that_are_slow_to_begin_are_waited_for(etcd: Etcd, prefix: str) -> None:
     """Each takes longer than its share of five, and is there: a slow link, or a busy machine."""
     with closing(Slow(etcd.port, 1.4)) as between:
-        store = Store(config(light, *(between.address,) * 5))
+        store = Store(config(*(between.address,) * 5))
         try:
             assert store.get(prefix) is None
         finally:
@@ -178,9 +169,9 @@ def _learns(member: Member) -> bool:
     return False
 
 
-def test_a_member_that_only_learns_has_done_nothing(with_learner: tuple[str, str], light: bool) -> None:
+def test_a_member_that_only_learns_has_done_nothing(with_learner: tuple[str, str]) -> None:
     def asked(call: Callable[[Store], Any]) -> Any:
-        store = Store(config(light, *with_learner))  # each one asks the learner first
+        store = Store(config(*with_learner))  # each one asks the learner first
         try:
             return call(store)
         finally:
@@ -249,8 +240,67 @@ def test_a_certificate_that_cannot_be_read_is_named_as_long_as_it_cannot(secured
         store.close()
 
 
+@pytest.mark.parametrize(
+    ('code', 'why'),
+    [
+        *((9, reasons.NOT_YET_VALID), (10, reasons.EXPIRED), (62, reasons.MISNAMED), (66, reasons.WEAK)),
+        (18, reasons.NOT_SIGNED),
+    ],
+)
+def test_why_its_certificate_is_refused(code: int, why: str) -> None:
+    error = ssl.SSLCertVerificationError('certificate verify failed')
+    error.verify_code = code
+    assert tls_reason(error, False) == why
+
+
+@pytest.mark.parametrize(
+    ('alert', 'is_encrypted', 'why'),
+    [
+        ('SSLV3_ALERT_BAD_CERTIFICATE', True, reasons.NOT_ACCEPTED),
+        ('SSLV3_ALERT_BAD_CERTIFICATE', False, reasons.NOT_ACCEPTED),
+        ('TLSV1_ALERT_UNKNOWN_CA', False, reasons.NOT_ACCEPTED),
+        ('TLSV1_ALERT_ACCESS_DENIED', True, reasons.NOT_ACCEPTED),
+        ('TLSV1_ALERT_PROTOCOL_VERSION', False, reasons.OTHER_TLS),
+        ('WRONG_VERSION_NUMBER', False, reasons.OTHER_TLS),
+    ],
+)
+def test_why_it_ends_tls(alert: str, is_encrypted: bool, why: str) -> None:
+    assert tls_reason(ssl.SSLError(1, f'[SSL: {alert}]'), is_encrypted) == why
+
+
+@pytest.mark.parametrize(
+    ('says', 'why'),
+    [
+        (b'HTTP/1.1 400 Bad Request\r\n\r\n', reasons.OTHER_TLS),
+        (b'', reasons.HUNG_UP),
+        (None, 'it does not speak HTTP/2'),
+    ],
+)
+def test_what_is_no_etcd_behind_tls(tmp_path: Path, says: bytes | None, why: str) -> None:
+    """`says` in clear text, or None: TLS, and over it HTTP/1.1 alone."""
+    authority = Authority(tmp_path)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(*authority.issue(tmp_path / 'server', 'server', '127.0.0.1'))
+
+    class Other(Listening):
+        def serve(self, connection: socket.socket, number: int) -> None:  # noqa: ARG002
+            with suppress(OSError):
+                if says is None:
+                    context.wrap_socket(connection, server_side=True).recv(1)
+                elif says:
+                    connection.recv(1)
+                    connection.sendall(says)
+
+    with closing(Other()) as other:
+        store = Store(EtcdConfig((other.address,), authority.certificate, timeout=3.0))
+        with closing(store), pytest.raises(Unreachable) as caught:
+            store.commit([], [Put('/x', 'y')])
+        assert type(caught.value) is Unreachable
+        assert str(caught.value) == f'etcd at {other.address} cannot be reached: {why}'
+
+
 def test_what_is_exchanged_this_moment_is_no_mistake_of_who_asks(secured: Secured, tmp_path: Path) -> None:
-    """The light way gets no connection, and etcd3's finds no certificate."""
+    """First there is no connection, and then no certificate."""
     stranger = Authority(tmp_path / 'stranger')
     shutil.copy(stranger.certificate, secured.authority.certificate)
     store = Store(secured.config)

@@ -13,7 +13,6 @@ from ecomp.store.watch import Follower
 from tests.kit.proxy import Proxy
 from tests.kit.servers import Etcd, until
 from tests.kit.store_client import config
-from tests.kit.store_client import each_way_to_etcd as each_way_to_etcd
 
 
 class Hearing:

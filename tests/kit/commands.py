@@ -152,8 +152,7 @@ def called(config: Path, *words: str) -> Result:
 
 def asked(config: Path, *words: str, timeout: float = 120.0) -> Result:
     """eschedule to its end: called(), or a process of it where several ask at once."""
-    # Nor may a command be called where servers are killed: gRPC keeps what it knows of an address for the next one. And
-    # what is loaded before all else, a clock that is wrong, is not loaded here.
+    # What is loaded before all else, a clock that is wrong, is not loaded here.
     if threading.current_thread() is threading.main_thread() and 'LD_PRELOAD' not in os.environ:
         return called(config, *words)
     return eschedule(config, *words, timeout=timeout)

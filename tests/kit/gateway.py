@@ -10,7 +10,7 @@ from typing import Any, Protocol, Self
 
 import grpc
 
-from ecomp.store.by_etcd3 import etcdrpc  # by way of the room that has protobuf load it
+from ecomp.store.roles import etcdrpc  # by way of the module that has protobuf load it
 
 CALLS: dict[str, tuple[Callable[[grpc.Channel], Any], str, Any]] = {
     'kv/range': (etcdrpc.KVStub, 'Range', etcdrpc.RangeRequest),

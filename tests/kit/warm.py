@@ -1,6 +1,6 @@
 """Python programs that begin with their imports done: forked from a server that has imported everything once.
 
-A start of Python with etcd3 and gRPC is half a second of processor, and the tests start some thousand of
+A start of Python with h2, PyYAML and placement is half a second of processor, and the tests start some thousand of
 them. A fork of one that has imported them and done nothing else yet is a process like any other (its own pid, files,
 environment and end; it can be killed, frozen and armed) for a twentieth of that. The server is the standard library's:
 https://docs.python.org/3/library/multiprocessing.html#contexts-and-start-methods
@@ -29,13 +29,13 @@ from typing import Any
 
 PRELOAD = [
     *('ecomp.schedule', 'ecomp.scheduler.placing.create', 'ecomp.scheduler.operating.audit', 'ecomp.placement.client'),
-    *('ecomp.store.by_etcd3', 'ecomp.store.by_h2', 'ecomp.store.watch'),
-    *('ecomp.placement.by_http', 'ecomp.cli.inspect', 'ecomp.cli.show', 'yaml'),
+    *('ecomp.store.by_h2', 'ecomp.store.watch', 'ecomp.placement.by_http'),
+    *('ecomp.cli.inspect', 'ecomp.cli.show', 'yaml'),
     *('ecomp.compute', 'ecomp.agent.process', 'ecomp.virt.fake', 'encodings.utf_8_sig'),
     *('placement.deploy', 'ecomp.lab.placement_server', 'ecomp.lab.elab', 'tests.kit.warm'),
     'tests.kit.warmed',
 ]
-PROBE = 'etcd3'
+PROBE = 'h2'
 """What is there in a warm process: the server passes over what it cannot import, without a word."""
 PR_SET_PDEATHSIG, PR_SET_NAME, CLONE_NEWNS = 1, 15, 0x20000
 

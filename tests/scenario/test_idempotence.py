@@ -208,7 +208,6 @@ def test_the_second_takes_over_from_the_first(cluster: Control, instance: str, g
     check(cluster, *computes)
 
 
-@pytest.mark.filterwarnings('ignore::DeprecationWarning')  # etcd3's generated code
 def test_delivered_between_the_look_and_the_claim(cluster: Control, instance: str) -> None:
     """The narrowest window: the first one is delivered after the second has looked and found nothing."""
     from ecomp.conf import load_schedule

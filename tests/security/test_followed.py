@@ -15,7 +15,7 @@ from ecomp.model.flavor import parse_flavor
 from ecomp.model.instance import SIZE_LIMIT, Invalid, parse_request
 from ecomp.model.pull import Backlog, InvalidEntry, Place, backlog_of
 from ecomp.model.queue import QueueEntry, to_json
-from ecomp.store import by_etcd3, by_h2
+from ecomp.store import by_h2
 from ecomp.store import cache as keeping
 from ecomp.store import pages as paging
 from ecomp.store.cache import SMALL, Cache
@@ -165,16 +165,15 @@ def test_another_etcd_s_value_is_not_taken_for_ours() -> None:
     assert kept.keep(Entry('a', b'2', 7)) == Entry('a', b'2', 7)
 
 
-@pytest.mark.parametrize('light', [True, False])
 def test_a_list_of_large_values_comes_in_small_pages(
-    etcd: Etcd, prefix: str, monkeypatch: pytest.MonkeyPatch, light: bool
+    etcd: Etcd, prefix: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Small ones first, so that a page of many is asked for: then the large ones are in it."""
     for number in range(120):
         etcd.put(f'{prefix}a{number:03d}', 'x')
     for number in range(50):
         etcd.put(f'{prefix}b{number:03d}', 'y' * BIG)
-    store = Store(config(etcd.endpoint, light=light))
+    store = Store(config(etcd.endpoint))
     sizes: list[int] = []
     real = store._read
 
@@ -200,21 +199,18 @@ def test_a_list_of_large_values_comes_in_small_pages(
 
 def limit_answers(monkeypatch: pytest.MonkeyPatch, longest: int) -> None:
     """Have no answer of etcd's that is longer than so many bytes taken."""
-    limits = [(name, value if 'message' not in name else longest) for name, value in by_etcd3.KEEPALIVE]
-    monkeypatch.setattr(by_etcd3, 'KEEPALIVE', limits)
     monkeypatch.setattr(by_h2, 'LONGEST', longest)
 
 
-@pytest.mark.parametrize('light', [True, False])
 def test_large_values_are_read_a_few_at_once_as_they_were_at_one_moment(
-    etcd: Etcd, prefix: str, monkeypatch: pytest.MonkeyPatch, light: bool
+    etcd: Etcd, prefix: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Groups or records of a megabyte each that somebody puts: who reads many of them was told that it is too long."""
     limit_answers(monkeypatch, 200_000)
     names = [f'{prefix}{number:02d}' for number in range(20)]
     for name in names:
         etcd.put(name, 'y' * 50_000)
-    store = Store(config(etcd.endpoint, light=light))
+    store = Store(config(etcd.endpoint))
     real = store._read
     answered: list[object] = []
 
@@ -231,14 +227,13 @@ def test_large_values_are_read_a_few_at_once_as_they_were_at_one_moment(
         store.close()
 
 
-@pytest.mark.parametrize('light', [True, False])
 def test_a_message_that_is_too_long_is_an_error_in_words(
-    etcd: Etcd, prefix: str, monkeypatch: pytest.MonkeyPatch, light: bool
+    etcd: Etcd, prefix: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     limit_answers(monkeypatch, 200_000)
     for number in range(10):
         etcd.put(f'{prefix}{number}', 'y' * 100_000)
-    store = Store(config(etcd.endpoint, light=light))
+    store = Store(config(etcd.endpoint))
     try:
         with pytest.raises(EcompError, match='larger than max') as caught:
             store.snapshot(prefix)

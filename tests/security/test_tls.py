@@ -47,7 +47,7 @@ def first_bytes(**settings: Path) -> bytes:
 
 
 def test_certificates_without_an_authority_are_not_plain_text(tmp_path: Path) -> None:
-    """etcd3 takes them, and speaks in clear text to whoever answers"""
+    """A certificate of ours alone is enough for TLS."""
     authority = Authority(tmp_path)
     certificate, key = authority.issue(tmp_path / 'own', 'ecomp')
     assert first_bytes().startswith(b'PRI * HTTP/2.0')

@@ -91,10 +91,10 @@ FRONT_DOORS = {
 # Where other people's libraries, and the parts of Python that act on the machine, may be imported.
 PLACES: dict[str, set[str]] = {
     'argparse': {'ecomp.arguments', 'ecomp.agent.arguments', 'ecomp.lab.elab', 'mdserver'},
-    'etcd3': {'ecomp.store.by_etcd3', 'ecomp.store.roles'},
-    'grpc': {'ecomp.store.by_etcd3'},
+    'etcd3': {'ecomp.store.roles'},
+    'grpc': {'ecomp.store.roles'},
     'h2': {'ecomp.store.transport'},
-    'google': {'ecomp.store.by_etcd3'},  # protobuf
+    'google': set(),  # protobuf
     'libvirt': {'ecomp.virt'},
     'libvirtaio': set(),
     'oslo_utils': {'ecomp.virt'},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ssl
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -15,7 +16,7 @@ from ecomp.model.health import ComputeFacts as Facts
 from ecomp.model.host import CLOSED, ORPHANED, SILENT, UP, Host
 from ecomp.model.host_health import MISSING, OFF, THERE, Libvirt, Machine, StateDirectory
 from ecomp.model.network import Attachment
-from ecomp.store import reasons
+from ecomp.store.transport import tls_reason
 from ecomp.tls import SENTENCES, TlsFailure
 from tests.kit.certificates import Authority
 
@@ -48,12 +49,14 @@ def test_what_is_well_has_nothing() -> None:
 
 
 def of_etcd(said: str) -> str:
-    """Why there is no etcd, where gRPC's TLS says this of its certificate."""
-    return reasons.why(reasons.CallFailure(reasons.UNAVAILABLE, f'{reasons.NOT_CONNECTED}certificate {said}'), True)
+    """Why there is no etcd, where OpenSSL says this of its certificate."""
+    error = ssl.SSLCertVerificationError(f'CERTIFICATE_VERIFY_FAILED: certificate {said}')
+    error.verify_code = {'is not yet valid': 9, 'has expired': 10}[said]
+    return tls_reason(error, False)
 
 
 NOT_OURS = [
-    reasons.why(reasons.CallFailure(reasons.UNAVAILABLE, f'{reasons.NOT_CONNECTED}TSI_DATA_CORRUPTED'), True),
+    tls_reason(ssl.SSLError('TLSV13_ALERT_CERTIFICATE_REQUIRED'), True),
     *(SENTENCES[each] for each in (TlsFailure.OWN_REFUSED, TlsFailure.OWN_MISSING, TlsFailure.OWN_EXPIRED)),
 ]
 """Why there is none, where it is ours that is refused: etcd's, and three times placement's."""

@@ -1,7 +1,7 @@
 """Where jobs run: worker processes, each on its own pipe and watched by its sentinel, or the calling thread (`Inline`).
 
-A worker is long-lived and spawned, never forked: gRPC and libvirt do not survive a fork (FACTS: 9 of 30 children
-hung). It has its own libvirt connection and never talks to etcd or placement.
+A worker is long-lived and spawned, never forked: libvirt does not survive a fork. It has its own libvirt connection and
+never talks to etcd or placement.
 
 Messages to a worker: ('job', number, Job), ('cancel', number). From it: ('begun', number), ('waits', number) while
 another process works on the same instance, ('news', number, News), ('done', number), ('failed', number, exception).

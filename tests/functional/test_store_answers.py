@@ -1,4 +1,4 @@
-"""The light way to etcd, where what answers is none: a read goes etcd3's way then, and a write's outcome is unknown."""
+"""Answers that etcd would not give: a read is asked once more, a write's outcome is unknown, and the error says why."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import gc
 import os
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 from h2.config import H2Configuration
@@ -17,11 +17,12 @@ from h2.events import RequestReceived, StreamEnded
 from h2.exceptions import H2Error
 
 from ecomp.conf import EtcdConfig
-from ecomp.errors import EcompError, UnknownOutcome, Unreachable, UsageError
-from ecomp.store.by_etcd3 import etcdrpc
-from ecomp.store.client import Delete, Put, Store, Unchanged
-from ecomp.store.connection import Connection
+from ecomp.errors import UnknownOutcome, Unreachable
+from ecomp.store.client import Put, Store, Unchanged
+from ecomp.store.messages import WatchCreate
 from ecomp.store.pages import TooLong
+from ecomp.store.reasons import UNAVAILABLE, CallFailure
+from ecomp.store.roles import etcdrpc
 from tests.kit.listening import Listening
 from tests.kit.servers import Etcd
 from tests.kit.store_client import connected
@@ -47,19 +48,21 @@ def message(content: bytes, flag: int = 0, length: int | None = None) -> bytes:
 
 
 GOOD = Said(GRPC, message(FOUND), DONE)
+OTHER, SILENT, NONE = 'does not answer as etcd does', 'does not say what became of the call', 'answer is no message'
 JUNK = {
-    'a page': Said([(':status', '404'), ('content-type', 'text/html')], b'<p>not here'),
-    'another content': Said([(':status', '200'), ('content-type', 'application/json')], b'{}', DONE),
-    'no status': Said(GRPC, message(FOUND)),
-    'a status that is none': Said(GRPC, message(FOUND), [('grpc-status', 'fine')]),
-    'a status beyond all': Said(GRPC, message(FOUND), [('grpc-status', '99')]),
-    'a status without an end': Said(GRPC, message(FOUND), [('grpc-status', '9' * 5000)]),
-    'no message': Said(GRPC, b'', DONE),
-    'half a message': Said(GRPC, message(FOUND, length=len(FOUND) + 5), DONE),
-    'two messages': Said(GRPC, message(FOUND) + message(FOUND), DONE),
-    'packed': Said(GRPC, message(FOUND, flag=1), DONE),
-    'no protobuf': Said(GRPC, message(b'\x0a\xff\xff'), DONE),
+    'a page': (OTHER, Said([(':status', '404'), ('content-type', 'text/html')], b'<p>not here')),
+    'another content': (OTHER, Said([(':status', '200'), ('content-type', 'application/json')], b'{}', DONE)),
+    'no status': (SILENT, Said(GRPC, message(FOUND))),
+    'a status that is none': (SILENT, Said(GRPC, message(FOUND), [('grpc-status', 'fine')])),
+    'a status beyond all': (SILENT, Said(GRPC, message(FOUND), [('grpc-status', '99')])),
+    'a status without an end': (SILENT, Said(GRPC, message(FOUND), [('grpc-status', '9' * 5000)])),
+    'no message': (NONE, Said(GRPC, b'', DONE)),
+    'half a message': (NONE, Said(GRPC, message(FOUND, length=len(FOUND) + 5), DONE)),
+    'two messages': (NONE, Said(GRPC, message(FOUND) + message(FOUND), DONE)),
+    'packed': (NONE, Said(GRPC, message(FOUND, flag=1), DONE)),
+    'no protobuf': ('answer cannot be read: ', Said(GRPC, message(b'\x0a\xff\xff'), DONE)),
 }
+each_junk = pytest.mark.parametrize(('why', 'junk'), JUNK.values(), ids=JUNK.keys())
 
 
 class Answers(Listening):
@@ -80,6 +83,8 @@ class Answers(Listening):
                 for each in http.receive_data(data):
                     if isinstance(each, RequestReceived):
                         self.heard.append(str(dict(each.headers)[':path']))
+                        if self.heard[-1].endswith('/Watch'):  # the client never ends that
+                            self._say(http, each.stream_id)
                     if isinstance(each, StreamEnded):
                         self._say(http, each.stream_id)
                 connection.sendall(http.data_to_send())
@@ -108,28 +113,62 @@ def test_a_good_answer_is_taken_as_it_is() -> None:
         entry = store.get('/x')
         assert entry is not None
         assert (entry.value, entry.revision) == (b'y', 7)
-        assert store._connection._light
     assert server.heard == ['/etcdserverpb.KV/Range']
 
 
-@pytest.mark.parametrize('junk', JUNK.values(), ids=JUNK.keys())
-def test_a_read_that_is_not_understood_goes_the_other_way(junk: Said) -> None:
+@each_junk
+def test_read_is_asked_once_more(why: str, junk: Said) -> None:  # noqa: ARG001
     with answering(junk, GOOD) as (server, store):
         entry = store.get('/x')
         assert entry is not None
         assert entry.value == b'y'
-        assert not store._connection._light
     assert server.heard == ['/etcdserverpb.KV/Range'] * 2
 
 
-@pytest.mark.parametrize('junk', JUNK.values(), ids=JUNK.keys())
-def test_a_write_that_is_not_understood_is_sent_once(junk: Said) -> None:
+@each_junk
+def test_read_that_is_never_answered_says_why(why: str, junk: Said) -> None:
+    with answering(junk) as (server, store):
+        with pytest.raises(Unreachable, match=f'^etcd at {server.address} cannot be reached: it.* {why}') as caught:
+            store.get('/x')
+        assert '\n' not in str(caught.value)
+        assert type(caught.value) is Unreachable
+
+
+@each_junk
+def test_write_is_sent_once(why: str, junk: Said) -> None:
     with answering(junk, GOOD) as (server, store):
-        with pytest.raises(UnknownOutcome, match=f'etcd at {server.address} cannot be reached'):
+        with pytest.raises(UnknownOutcome, match=f'^etcd at {server.address} cannot be reached: it.* {why}'):
             store.commit([Unchanged('/x', 0)], [Put('/x', 'y')])
         assert server.heard == ['/etcdserverpb.KV/Txn']
         assert store.get('/x') is not None  # which reads back what became of it
-        assert not store._connection._light
+
+
+def test_member_that_is_no_etcd_is_passed_over(etcd: Etcd, prefix: str) -> None:
+    etcd.put(prefix, 'there')
+    server = Answers(JUNK['a page'][1])
+    store = Store(EtcdConfig((server.address, etcd.endpoint), timeout=3.0))
+    try:
+        entry = store.get(prefix)
+        assert entry is not None
+        assert entry.value == b'there'
+    finally:
+        store.close()
+        server.close()
+    assert server.heard == ['/etcdserverpb.KV/Range']
+
+
+def test_lease_is_not_revoked_and_the_error_says_why() -> None:
+    with (
+        answering(JUNK['two messages'][1]) as (_, store),
+        pytest.raises(Unreachable, match=f'cannot be reached: its {NONE}'),
+    ):
+        store.revoke(1)
+
+
+def test_watch_breaks() -> None:
+    with answering(JUNK['packed'][1]) as (_, store), pytest.raises(CallFailure) as caught:
+        list(store.watch([WatchCreate(b'/', b'0', 1)], 5.0))
+    assert caught.value.code == UNAVAILABLE
 
 
 def test_an_answer_to_a_write_that_is_too_long_tells_nothing() -> None:
@@ -141,26 +180,9 @@ def test_an_answer_to_a_write_that_is_too_long_tells_nothing() -> None:
         assert server.heard == ['/etcdserverpb.KV/Txn', '/etcdserverpb.KV/Range']
 
 
-@pytest.mark.parametrize('error', [UsageError('no certificate'), TypeError('no messages'), RuntimeError('no thread')])
-def test_what_keeps_the_other_way_from_being_gone_is_not_said_of_a_write(
-    error: Exception, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def connected(self: Connection, light: bool) -> Any:
-        if not light:
-            raise error
-        return real(self, light)
-
-    real = Connection._connected
-    monkeypatch.setattr(Connection, '_connected', connected)
-    with answering(JUNK['no status'], GOOD) as (_, store):
-        with pytest.raises(UnknownOutcome):
-            store.commit([Unchanged('/x', 0)], [Put('/x', 'y')])
-        assert store.get('/x') is not None
-
-
 def test_a_connection_that_has_ended_is_let_go_of(own_etcd: Etcd) -> None:
     """Without anybody who collects garbage, as in a command."""
-    with connected(own_etcd.endpoint, light=True) as store:
+    with connected(own_etcd.endpoint) as store:
         store.get('/x')
         before = len(os.listdir('/proc/self/fd'))
         gc.disable()
@@ -173,8 +195,16 @@ def test_a_connection_that_has_ended_is_let_go_of(own_etcd: Etcd) -> None:
             gc.enable()
 
 
-@pytest.mark.parametrize('says', [b'HTTP/1.1 400 Bad Request\r\n\r\n', b'\0' * 100, b'', b'SSH-2.0-x\r\n'])
-def test_what_speaks_something_else_was_sent_nothing(says: bytes) -> None:
+@pytest.mark.parametrize(
+    ('says', 'why'),
+    [
+        (b'HTTP/1.1 400 Bad Request\r\n\r\n', 'the connection was closed (if that stays so: does it expect TLS, with'),
+        (b'\0' * 100, 'does not speak HTTP/2 (does it expect TLS, with'),
+        (b'', 'the connection was closed (if that stays so: does it expect TLS, with'),
+        (b'SSH-2.0-x\r\n', 'the connection was closed (if that stays so: does it expect TLS, with'),
+    ],
+)
+def test_what_speaks_something_else_was_sent_nothing(says: bytes, why: str) -> None:
     heard: list[bytes] = []
 
     def serve() -> None:
@@ -189,28 +219,11 @@ def test_what_speaks_something_else_was_sent_nothing(says: bytes) -> None:
         threading.Thread(target=serve, daemon=True).start()
         address = f'127.0.0.1:{listener.getsockname()[1]}'
         store = Store(EtcdConfig((address,), timeout=2.0))
-        with pytest.raises(Unreachable, match=f'etcd at {address} cannot be reached'):
+        with pytest.raises(Unreachable, match=f'etcd at {address} cannot be reached: ') as caught:
             store.commit([], [Put('/secret-key', 'x')])
+        assert why in str(caught.value)
+        assert type(caught.value) is Unreachable
         store.close()
         listener.shutdown(socket.SHUT_RDWR)
     assert heard
     assert not any(b'/secret-key' in each for each in heard)
-
-
-def test_both_ways_say_the_same_of_what_etcd_refuses(etcd: Etcd, prefix: str) -> None:
-    calls: tuple[Callable[[Store], Any], ...] = (
-        lambda store: store.commit([], [Put(prefix + 'a', 'x', lease=1)]),
-        lambda store: store.commit([], [Put(f'{prefix}{number}', 'x') for number in range(129)]),
-        lambda store: store.commit([], [Put(prefix + 'a', 'x'), Delete(prefix + 'a')]),
-        lambda store: store.commit([], [Put('', 'x')]),
-    )
-    said = []
-    for light in (False, True):
-        with connected(etcd.endpoint, light=light) as store:
-            said.append([])
-            for call in calls:
-                with pytest.raises(EcompError) as caught:
-                    call(store)
-                said[-1].append(f'{type(caught.value).__name__}: {caught.value}')
-            assert store._connection._light is light
-    assert said[0] == said[1]
