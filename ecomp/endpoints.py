@@ -16,7 +16,6 @@ from ecomp.yaml_file import Node, Section, Wrong, YamlFile, between, described, 
 if TYPE_CHECKING:
     import socket
 
-MAX_INT = 2**31 - 1  # gRPC's limit for an option
 CERTIFICATES = ('ca_cert', 'cert_cert', 'cert_key')
 CLEAR = (
     '{} is no address of this machine, and all would be said in plain text: say {}ca_cert, cert_cert and cert_key '
@@ -35,7 +34,6 @@ class EtcdConfig(NamedTuple):
     cert_key: Path | None = None
     cert_cert: Path | None = None
     timeout: float = 5.0
-    grpc_options: tuple[tuple[str, str | int], ...] = ()
 
 
 class PlacementConfig(NamedTuple):
@@ -67,8 +65,11 @@ def etcd_of(file: YamlFile, etcd: Section) -> EtcdConfig:
         endpoints,
         *_certificates(file, etcd),
         timeout=etcd.take('timeout', _seconds, EtcdConfig().timeout),
-        grpc_options=etcd.take('grpc_options', _grpc_options, ()),
     )
+    if etcd.take('grpc_options', described, None):
+        file.warn(
+            'etcd.grpc_options is ignored: etcd is asked without gRPC now. Fix: remove the key; version 2.0 refuses it'
+        )
     if not insecure and not _says_how(etcd) and (others := in_clear(config)):
         etcd.complain('endpoints' if 'endpoints' in etcd else 'host', CLEAR.format(others[0], ''))
     return config
@@ -208,24 +209,6 @@ def _endpoints(node: Node) -> tuple[str, ...]:
 
     read_parts(node.items, read)
     return tuple(found)
-
-
-def _grpc_options(node: Node) -> tuple[tuple[str, str | int], ...]:
-    if node.kind != 'map':
-        raise Wrong(f'must be names with values, not {described(node)}')
-    found: dict[str, str | int] = {}
-
-    def read(pair: tuple[Node, Node]) -> None:
-        key, value = pair
-        if text_of(key) in found:
-            raise Wrong('is there twice')
-        if value.kind == 'bool':
-            found[key.text] = int(flag(value))
-        else:
-            found[key.text] = between(-MAX_INT - 1, MAX_INT)(value) if value.kind == 'int' else text_of(value)
-
-    read_parts(node.pairs, read)
-    return tuple(found.items())
 
 
 def url(node: Node) -> str:

@@ -177,6 +177,12 @@ class YamlFile:
             raise Wrong(f'{shown(str(path), 200)} is not a file that can be read')
         return path
 
+    def warn(self, text: str) -> None:
+        """Log a warning about the file."""
+        import logging  # here, because few files have anything to warn of
+
+        logging.getLogger(__name__).warning('%s: %s', self._name, text)
+
     def finish(self) -> None:
         """UsageError with a line for each mistake noted, in the order of their lines in the file."""
         self.top.finish()

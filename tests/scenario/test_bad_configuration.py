@@ -12,7 +12,7 @@ import yaml
 from tests.kit.commands import Control, eschedule, run, write_config
 from tests.kit.invariants import allocations, check, everything
 from tests.kit.servers import environment, free_port
-from tests.kit.story import NOBODY, SMALL, one_line
+from tests.kit.story import NOBODY, SMALL, logged, one_line
 
 WRONG_YAML = """\
 # line 1
@@ -55,6 +55,19 @@ def test_every_wrong_key_is_named_with_its_line(tmp_path: Path, module: str, nam
 def test_configuration_that_is_none(tmp_path: Path, text: str, says: str) -> None:
     (tmp_path / 'schedule.yaml').write_text(text)
     one_line(run('ecomp.schedule', 'list', directory=tmp_path), 2, 'schedule.yaml', says)
+
+
+def test_grpc_options_are_ignored_with_one_line(cluster: Control) -> None:
+    said = 'etcd.grpc_options is ignored: etcd is asked without gRPC now. Fix: remove the key; version 2.0 refuses it'
+    compute = cluster.ecompute()
+    for config in (cluster.schedule_yaml, compute.config):
+        content = yaml.safe_load(config.read_text())
+        content['etcd']['grpc_options'] = {'grpc.keepalive_time_ms': 1000}
+        config.write_text(yaml.safe_dump(content))
+    done = eschedule(cluster.schedule_yaml, 'list')
+    assert (done.code, done.stderr) == (0, f'eschedule: {cluster.schedule_yaml}: {said}\n')
+    compute.restart()
+    assert len(logged(compute, ' WARNING ', f'{compute.config}: {said}')) == 1
 
 
 # Servers that are not there

@@ -44,7 +44,7 @@ def test_without_a_file_everything_points_at_localhost(tmp_path: Path, monkeypat
     monkeypatch.chdir(tmp_path)
     assert load_compute(None) == ComputeConfig(
         uuid=None,
-        etcd=EtcdConfig(('localhost:2379',), None, None, None, 5.0, ()),
+        etcd=EtcdConfig(('localhost:2379',), None, None, None, 5.0),
         placement=PlacementConfig('http://localhost:8080'),
         resize=True,
         networks=(Attachment('network', 'default'),),
@@ -126,7 +126,6 @@ etcd:
   cert_cert: {tmp_path}/cert
   cert_key: ./key
   timeout: 2.5
-  grpc_options: {{grpc.enable_http_proxy: 0, grpc.primary_user_agent: ecomp, grpc.optimize: yes}}
 placement: {{endpoint: 'https://ds1:8081/placement/'}}
 resize: no
 bridge: br0
@@ -152,11 +151,6 @@ image_proxy: http://proxy:3128/
             cert_key=tmp_path / 'key',
             cert_cert=tmp_path / 'cert',
             timeout=2.5,
-            grpc_options=(
-                ('grpc.enable_http_proxy', 0),
-                ('grpc.primary_user_agent', 'ecomp'),
-                ('grpc.optimize', 1),
-            ),
         ),
         placement=PlacementConfig('https://ds1:8081/placement'),
         resize=False,
@@ -294,6 +288,23 @@ def test_what_guests_are_given_are_files_beside_it_that_need_not_be_there_yet(tm
 )
 def test_endpoints(compute: Callable[[str | bytes], ComputeConfig], text: str, endpoints: tuple[str, ...]) -> None:
     assert compute(f'etcd: {{insecure: true, {text}}}').etcd.endpoints == endpoints
+
+
+@pytest.mark.parametrize(('name', 'load'), [('compute.yaml', load_compute), ('schedule.yaml', load_schedule)])
+@pytest.mark.parametrize(('value', 'warnings'), [('{grpc.enable_http_proxy: 0}', 1), ('[x]', 1), ('', 0)])
+def test_grpc_options_are_ignored_with_one_warning(
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    name: str,
+    load: Callable[[Path | None], Any],
+    value: str,
+    warnings: int,
+) -> None:
+    path = tmp_path / name
+    path.write_text(f'etcd:\n  grpc_options: {value}\n')
+    assert load(path).etcd == EtcdConfig()
+    said = f'{path}: etcd.grpc_options is ignored: etcd is asked without gRPC now. '
+    assert caplog.messages == [f'{said}Fix: remove the key; version 2.0 refuses it'] * warnings
 
 
 def test_a_config_is_frozen_and_can_go_to_a_worker(compute: Callable[[str | bytes], ComputeConfig]) -> None:
