@@ -301,7 +301,7 @@ def _control(options: argparse.Namespace) -> int:
 
 
 def _certs(options: argparse.Namespace) -> int:
-    machine.require({}, ['cryptography'])
+    machine.require({}, ['cryptography', *(['etcd3'] if options.enable or options.disable else [])])
     from ecomp.lab import certs
 
     named = options.control or options.compute or options.scheduler or options.operator

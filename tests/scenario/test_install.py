@@ -57,6 +57,14 @@ def test_every_command_is_there(programs: Path, tmp_path: Path, command: str) ->
     assert done.stdout.startswith(f'{command} ')
 
 
+def test_grpc_is_not_installed(programs: Path, tmp_path: Path) -> None:
+    listed = run(programs / 'python', '-m', 'pip', 'list', '--format=freeze', cwd=tmp_path)
+    assert listed.returncode == 0, listed
+    packages = {line.partition('==')[0] for line in listed.stdout.splitlines()}
+    assert 'h2' in packages
+    assert packages & {'etcd3', 'grpcio', 'protobuf', 'tenacity'} == set()
+
+
 def test_placing_and_pretending_need_no_libvirt(programs: Path, tmp_path: Path, cluster: Control) -> None:
     assert cluster.directory == tmp_path  # with its compute.yaml and schedule.yaml
     with (tmp_path / 'log').open('w') as log:
@@ -90,3 +98,6 @@ def test_what_is_missing_is_named(programs: Path, tmp_path: Path, cluster: Contr
     assert done.stderr.startswith('elab: ')
     assert 'placement; pip install ' in done.stderr
     assert len(done.stderr.splitlines()) == 1
+    done = run(programs / 'elab', 'certs', 'certs', '--disable', cwd=tmp_path)
+    assert (done.returncode, len(done.stderr.splitlines())) == (2, 1)
+    assert "cryptography, etcd3; pip install '.[lab]'" in done.stderr

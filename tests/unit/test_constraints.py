@@ -23,7 +23,7 @@ def asked_for() -> list[str]:
         for node in tree.body
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and isinstance(node.value, ast.List)
     }
-    return [*lists['REQUIRES'], *lists['HYPERVISOR'], *lists['LAB']]
+    return [*lists['REQUIRES'], *lists['HYPERVISOR'], *lists['ETCD3'], *lists['LAB']]
 
 
 def pins() -> dict[str, str]:
