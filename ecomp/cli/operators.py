@@ -153,8 +153,8 @@ COMMANDS: Sequence[Command] = (
             'Remove a compute that will never come back: its resource provider in placement, claims that no request '
             "stands behind, the keys of instances whose destroy had been accepted, and its host's name. It is refused "
             'while the compute is alive or anything lives there: destroy those instances first; and without --fenced '
-            'while it holds claims, because their guests may be running. Killed half-way, the same command again goes '
-            'on.',
+            'while it holds claims or a request waits in a queue, because their guests may be running there. Killed '
+            'half-way, the same command again goes on.',
             computes, _host_forget, {'fenced': '', **DOCUMENT}, (4, 5),
             example='eschedule host forget hv3 --fenced'),
     Command('audit', 'audit', 'where etcd, placement and computes disagree',

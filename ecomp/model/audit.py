@@ -67,9 +67,9 @@ def _computes(world: World) -> Iterator[Finding]:
             yield Finding('compute-mute', compute, f'etcd says compute {compute} lives, it gives no digest: {why}')
     for compute, state in world.away().items():
         held = world.planes.providers[compute].held if compute in world.planes.providers else {}
-        if state == SILENT and held:
-            claims = f'{len(held)} claim' + 's' * (len(held) > 1)
-            told = f'compute {compute} is silent, and holds {claims}: what it has was not compared'
+        if state == SILENT and (held or world.queued):
+            why = f'holds {len(held)} claim' + 's' * (len(held) > 1) if held else 'requests wait that it may run'
+            told = f'compute {compute} is silent, and {why}: what it has was not compared'
             yield Finding('compute-silent', compute, told, compute)
     for compute in sorted(world.computes & world.planes.providers.keys()):
         provider = world.planes.providers[compute]

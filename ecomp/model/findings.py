@@ -96,7 +96,7 @@ CODES = {
     'presence-unleased': Code('a compute says it is alive, and on no lease', how='etcdctl del <key>'),
     # computes
     'compute-silent': Code(
-        'a silent compute holds claims, and was not compared',
+        'a silent compute holds claims, or may run what waits in a queue, and was not compared',
         how='bring it back (after a restore of etcd: ecompute --accept-new-etcd there); of a machine that is off for '
         'good: eschedule host forget <host> --fenced',
     ),

@@ -163,7 +163,9 @@ def _computes(facts: ComputeFacts) -> Iterator[Found]:
             where = 'systemctl start ecompute on its host; where that runs, journalctl -u ecompute says why'
             yield f'compute {name} is closed: {why}', where
         elif each.state == ORPHANED:
-            yield f'compute {name} is orphaned: placement knows it alone', f'eschedule host forget {each.compute}'
+            gone = f'gone for good: eschedule host forget {each.compute}'
+            where = f'start its ecompute (after a restore of etcd: ecompute --accept-new-etcd); {gone}'
+            yield f'compute {name} is orphaned: placement knows it alone', where
 
 
 def _versions(facts: ComputeFacts) -> Iterator[Found]:

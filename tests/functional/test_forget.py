@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import subprocess
+import uuid
 
 import pytest
 
-from ecomp.errors import Conflict
+from ecomp.errors import Conflict, NotFound
 from ecomp.model import keys
 from ecomp.scheduler.operating.decommission import forget
 from ecomp.store.client import Put
@@ -28,7 +29,7 @@ def test_a_key_that_is_no_text_is_said_to_be_etcdctl_s(cloud: Cloud) -> None:
     cloud.store.commit([], [Put(f'{prefix}\udcff', 'x'), Put(f'{prefix}\ufffd', 'x')])
 
     def forgets() -> None:
-        forget(cloud.store, cloud.placement, compute, 'hv1', lambda: 'now', said.append)
+        forget(cloud.store, cloud.placement, compute, 'hv1', lambda: 'now', said.append, fenced=True)
 
     with pytest.raises(Conflict, match=f'compute hv1 is not forgotten: a key below {prefix} is no text, so etcdctl'):
         forgets()
@@ -39,3 +40,20 @@ def test_a_key_that_is_no_text_is_said_to_be_etcdctl_s(cloud: Cloud) -> None:
         f'{prefix}\ufffd: removed: no compute would have carried it out',
         'hv1: its resource provider is removed',
     ]
+
+
+def test_forget_needs_fenced_while_a_request_waits_in_a_queue(cloud: Cloud) -> None:
+    """After a restore of etcd and placement the compute may run what waits, and no claim says so."""
+    compute, unknown = cloud.compute(alive=False), str(uuid.uuid4())
+    cloud.etcd.put(keys.queue('small', str(uuid.uuid4())), '{}')
+
+    def forgets(which: str, fenced: bool) -> None:
+        forget(cloud.store, cloud.placement, which, which, lambda: 'now', lambda _: None, fenced)
+
+    with pytest.raises(Conflict, match=f'may run what waits in a queue. Fix: .* host forget {compute} --fenced'):
+        forgets(compute, fenced=False)
+    with pytest.raises(NotFound):
+        forgets(unknown, fenced=False)
+    forgets(compute, fenced=True)
+    with pytest.raises(NotFound):
+        forgets(compute, fenced=True)

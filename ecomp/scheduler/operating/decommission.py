@@ -139,12 +139,17 @@ UNSEEN = 'its host was forgotten: nobody saw its guest end'
 
 @dataclass(frozen=True)
 class _Both:
-    """Both planes as read: the provider (None: placement has none), its consumers if it is ours, and etcd."""
+    """Both planes as read: the provider (None: placement has none), its consumers if it is ours, and etcd.
+
+    `is_awaited`: placement knows the compute, and a request waits in a queue. After a restore of both, the compute may
+    run what waits.
+    """
 
     provider: InPlacement | None
     held: Mapping[str, object]
     seen: Survey
     at_it: frozenset[str]
+    is_awaited: bool
 
 
 class _Changed(Exception):
@@ -165,7 +170,8 @@ def forget(
     Args:
         called: what a person calls the compute.
         fenced: the operator says that the machine is off for good, so that no guest runs there any more. Without that
-            nothing is forgotten that holds a claim: its instance could be placed again while it runs (rule 13).
+            nothing is forgotten that holds a claim, or while a request waits in a queue: an instance could be placed
+            again while it runs (rule 13; after a restore of etcd and placement no claim says so).
 
     Raises:
         NotFound: it is no compute of ours.
@@ -213,7 +219,8 @@ def _read(store: Store, placement: Placement, compute: str) -> _Both:
         if provider.is_ours:
             held = allocations.of_provider(placement, compute)
     placing = frozenset(in_requests(store.snapshot(keys.ATTEMPTS)))
-    return _Both(provider, held, look(store), placing)
+    is_awaited = name is not None and bool(store.snapshot(keys.QUEUES, keys_only=True).entries)
+    return _Both(provider, held, look(store), placing, is_awaited)
 
 
 def _allowed(compute: str, called: str, planes: _Both, silent: Unchanged | None, fenced: bool) -> Leftovers:
@@ -221,10 +228,11 @@ def _allowed(compute: str, called: str, planes: _Both, silent: Unchanged | None,
     reason = refusal(compute, planes.seen.etcd, planes.held, planes.at_it)
     if reason is not None:
         raise Conflict(f'compute {called} is not forgotten: {reason}')
-    if planes.held and not fenced:
+    if (planes.held or planes.is_awaited) and not fenced:
         named = some(list(map(planes.seen.etcd.called, sorted(planes.held))), QUOTED)
+        may_run = f'it holds claims and may run {named}' if named else 'it may run what waits in a queue'
         cure = f'bring it back or, if the machine is off for good, `eschedule host forget {called} --fenced`'
-        raise Conflict(f'compute {called} is not forgotten: it holds claims and may run {named}. Fix: {cure}')
+        raise Conflict(f'compute {called} is not forgotten: {may_run}. Fix: {cure}')
     left = leftovers(compute, planes.seen.etcd, planes.held)
     provider = planes.provider
     is_remembered = compute in planes.seen.etcd.computes.remembered
