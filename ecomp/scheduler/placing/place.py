@@ -160,9 +160,17 @@ class Placer:
         return {instance: held[instance] for instance in wanted.instances if instance in held}
 
     def take_over(self, left: Mapping[str, Candidate]) -> dict[str, Candidate]:
-        """Make ours what an earlier eschedule of these uuids claimed: what of it is ours now."""
+        """Place these instances where an earlier attempt claimed for them; return those that are placed.
+
+        The claim stays the earlier attempt's: this one neither moves nor releases it (rule 13), for after a restore of
+        etcd the instance may be running on it.
+        """
         self.tried += [instance for instance in left if instance not in self.tried]
-        return {instance: left[instance] for instance in self.claimer.claim_what_fits(left)} if left else {}
+        foreign = left.keys() - self.claimer.movable
+        try:
+            return {instance: left[instance] for instance in self.claimer.claim_what_fits(left)} if left else {}
+        finally:
+            self.claimer.movable.difference_update(foreign)
 
     def _behind(
         self, line: Contention, candidates: Sequence[Candidate], rooms: Rooms, batch: list[Candidate]
