@@ -103,6 +103,7 @@ class Process:
         at_exit.callback(placement.close)
         familiar = is_familiar(self._guard, self._store, now())
         self._offers.began_at = now_at = self._guard.known.revision
+        self._offers.term = lambda: self._guard.known.term
         accepted = now_at if self._accept else known.accepted()
         # Like one that accepts, a compute that remembers no etcd knows nothing of what is older than this moment.
         first_seen = max(accepted, known.first_seen()) if before.identity else now_at

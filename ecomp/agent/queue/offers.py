@@ -58,12 +58,15 @@ class Offers:
         # All computes of this process ask which others are silent: it is found out once for all of them.
         self._presence: State = {}
         self._followed_since, self._asked = math.inf, -math.inf
+        self._term = 0
         self._asking = threading.Lock()
         self._silent: list[str] = []
         self.accepted = 0
         """The highest revision at which any compute accepted this etcd."""
         self.began_at = 0
         """Etcd's revision when this process began."""
+        self.term: Callable[[], int] = lambda: 0
+        """Return etcd's raft term: a new leader gives each lease its whole time again."""
         self.backlog: Backlog | None = None
         """None before the queues were read."""
 
@@ -79,7 +82,8 @@ class Offers:
 
     def on_computes(self, state: State) -> None:
         """Take all computes that are alive."""
-        self._followed_since = min(self._followed_since, time.monotonic())
+        if self._takers is None:
+            self._followed_since, self._term = time.monotonic(), self.term()
         self._presence = state
         self._takers = takers_of(state, self._takers or Takers())
 
@@ -97,6 +101,8 @@ class Offers:
         with self._asking:
             now = time.monotonic()
             if now - self._asked > SILENT_FOR_SECONDS:
+                if (term := self.term()) != self._term:
+                    self._followed_since, self._term = now, term
                 has_lease_ended = now - self._followed_since > SECONDS + LATE
                 names = providers.names(placement)
                 found = unproven(names, self._presence, self.began_at, has_lease_ended)
