@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import json
-import socket
 import uuid
-from collections import Counter
 from collections.abc import Callable
 
 import pytest
 
 from tests.faults.etcds import SavedSnapshot, Snapshot, restore_placement, save_placement
-from tests.kit.commands import Control, Ecompute, Result
-from tests.kit.hands import accept, guests, settled
+from tests.faults.restored import ask, called, domains, queue, stopped
+from tests.kit.commands import Control, Ecompute
+from tests.kit.hands import accept, settled
 from tests.kit.servers import Etcd, until
-from tests.kit.story import IMAGE, logged, logs, notified, reached
+from tests.kit.story import logged, logs, notified, reached
 
-QUERY = 'resources=VCPU:1,DISK_GB:1,MEMORY_MB:16'
 STRANGE = 'is not the one this compute knew'
 Kind = Callable[[Etcd], Snapshot]
 NEW, BEFORE = 'never ran', 'off since before the backup'
@@ -29,31 +27,6 @@ HISTORIES = pytest.mark.parametrize(
         pytest.param(Snapshot, BEFORE, marks=pytest.mark.slow),
     ],
 )
-
-
-def domains(*computes: Ecompute) -> dict[str, int]:
-    """Count the domains of each instance over all state directories."""
-    return dict(Counter(instance for each in computes for instance in guests(each)))
-
-
-def called(compute: Ecompute) -> str:
-    """What people call one of several computes of this machine."""
-    return f'{socket.gethostname()} ({compute.uuid})'
-
-
-def queue(control: Control, *words: str) -> str:
-    """Put a request into the queue of flavor small; its uuid."""
-    assert control.eschedule('flavor', 'set', 'small', QUERY).code == 0
-    instance = str(uuid.uuid4())
-    done = control.eschedule('--flavor', 'small', '--queue', IMAGE, '--uuid', instance, *words)
-    assert done.code == 0, done
-    return instance
-
-
-def stopped(compute: Ecompute) -> Ecompute:
-    """Stop a compute; it is started again by launch() or start()."""
-    assert compute.stop() == 0
-    return compute
 
 
 def other(control: Control, history: str) -> Callable[[], Ecompute]:
@@ -81,11 +54,6 @@ def taken_and_restored(
     reached(control, instance, 'active')
     assert domains(first) == {instance: 1}
     return instance, first, begin_second, older
-
-
-def ask(control: Control, instance: str, *words: str) -> Result:
-    """The idempotent command."""
-    return control.eschedule(QUERY, IMAGE, '--uuid', instance, *words)
 
 
 @HISTORIES

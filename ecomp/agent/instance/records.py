@@ -21,7 +21,7 @@ from ecomp.failpoints import failpoint
 from ecomp.model import instance as requests
 from ecomp.model import keys
 from ecomp.model import record as records
-from ecomp.model.allocation import difference
+from ecomp.model.allocation import compute_of, difference
 from ecomp.model.instance import Invalid, Request, parse_request, shares
 from ecomp.model.queue import QueueEntry, parse_waiting
 from ecomp.model.record import ACTIVE, BUILDING, DESTROYING, ERROR, GONE, STOPPED, Record, from_json, is_newer, to_json
@@ -364,6 +364,9 @@ def republish(
             for _ in range(TRIES):
                 at = _Place(compute, store, instance)
                 step = running(compute, remembered, instance in here, at.said())
+                if isinstance(step, Publish) and (on := _find_other_home(placement, compute, step.claim)):
+                    log.error('instance %s is claimed on compute %s. Fix: keep one of the two guests', instance, on)
+                    step = None
                 if not isinstance(step, Publish) or _publish(at, step, placement, queued.get(instance, ())):
                     break
                 queued = _queued(store)
@@ -521,6 +524,12 @@ def _publish(at: _Place, step: Publish, placement: Placement, queued: Collection
     if step.claim is not None and (fault := _claimed(placement, step.claim)) is not None:
         log.error('instance %s: %s', record.instance, fault)
     return True
+
+
+def _find_other_home(placement: Placement, compute: str, claim: Request | None) -> str:
+    """The other compute that the instance is claimed on, '' for none. It was placed again while this host was off."""
+    on = compute_of(allocations.consumer(placement, claim.instance).allocations) if claim is not None else ''
+    return on if on != compute else ''
 
 
 def _claimed(placement: Placement, request: Request) -> str | None:
