@@ -105,7 +105,7 @@ def _control(
 @pytest.fixture(scope='session')
 def guest_image() -> Path:
     """The small guest, kept. How it is made is tried by the README's commands and by functional/test_lab_hosts.py."""
-    sources = [(TOP / f'ecomp/lab/{name}.py').read_text() for name in ('guest', 'guest_files')]
+    sources = [(TOP / f'ecomp/lab/{name}.py').read_text() for name in ('guest',)]
 
     def make(work: Path) -> Path:
         image = work / 'guest.qcow2'
