@@ -170,8 +170,8 @@ class Attempt:
 
     `resume`, `large` and `sized`: see create(). Its key in /requests is on the `lease`, and of `revision` once it is
     put. `tried` are the instances that this attempt tried to claim for; `movable` those whose claim it made itself:
-    it moves no other (rule 13). It releases these, and what may be its own: of the instances in `unclaimed` nobody held
-    anything when it had announced itself, so who claimed since was overtaken.
+    it moves no other (rule 13). It releases these, and what may be its own: nobody held a claim for the instances in
+    `unclaimed` when it had announced itself, and it has seen none of another for them since.
     """
 
     store: Store
@@ -220,10 +220,12 @@ class Attempt:
                 offer = self.look_again()  # it may have been released since placement was asked, and be free by now
             try:
                 return self._claim_among_all(offer, terms, placed)
-            except ClaimedElsewhere:
+            except ClaimedElsewhere as error:
+                # Claimed in between by an attempt that this one overtook, or by a compute that publishes again what it
+                # runs. Such a claim may be taken over, but this attempt does not release it.
+                self.unclaimed -= error.on.keys()
                 if last:
                     raise
-                # An attempt that this one overtook claimed in between: that claim is taken over.
         raise AssertionError
 
     def claim_again(self, claims: Claims, kept: Collection[str]) -> Claims:
