@@ -161,10 +161,14 @@ def computes_of(lives: Mapping[str, keys.StoredValue], names: Mapping[str, keys.
 
 
 def silent_cure(host: str) -> str:
-    """Say what can be done where a silent compute holds a claim, in the order in which to try it."""
+    """Say what can be done where a silent compute holds a claim, in the order in which to try it.
+
+    `host` is what the compute is called, `NAME (UUID)` where two have that name: then the command has its uuid.
+    """
+    word = host.rpartition('(')[2].rstrip(')')
     return (
         f'wait; or bring {host} back (after a restore of etcd: `ecompute --accept-new-etcd` there); or use another '
-        f'uuid; or, if the machine is off for good, `eschedule host forget {host} --fenced`'
+        f'uuid; or, if the machine is off for good, `eschedule host forget {word} --fenced`'
     )
 
 

@@ -111,7 +111,9 @@ CODES = {
         'a running domain that will vanish', how='virsh dumpxml <instance> into a file, then virsh define it'
     ),
     'domain-orphaned': Code(
-        'a domain nobody asks for', how='virsh destroy, virsh undefine; its disk is then found by the next audit'
+        'a domain nobody asks for',
+        how='after a restore of etcd: ecompute --accept-new-etcd on its host; else virsh destroy, virsh undefine; its '
+        'disk is then found by the next audit',
     ),
     'domain-misplaced': Code(
         'a domain with the mark of another compute', how='stop one: virsh destroy, virsh undefine on that host'

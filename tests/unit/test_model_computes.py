@@ -7,7 +7,17 @@ from typing import NamedTuple
 
 import pytest
 
-from ecomp.model.computes import NOBODY, Computes, Living, hostname_in, is_hostname, living_in, to_json, unproven
+from ecomp.model.computes import (
+    NOBODY,
+    Computes,
+    Living,
+    hostname_in,
+    is_hostname,
+    living_in,
+    silent_cure,
+    to_json,
+    unproven,
+)
 
 A, B, C = (f'{digit * 8}-3a52-4b0f-8d87-0d8f1f2a6b01' for digit in 'abc')
 
@@ -98,3 +108,10 @@ def test_a_presence_key_proves_life_only_if_it_was_written_since_or_every_lease_
     assert unproven(providers, restored, 5, has_lease_ended=True) == [C]
     assert unproven(providers, {}, 5, has_lease_ended=True) == [A, B, C]
     assert unproven({}, restored, 5, has_lease_ended=False) == []
+
+
+def test_a_cure_that_names_a_command_names_one_word_for_the_host() -> None:
+    """Of two hosts with one name a shell would refuse the parentheses."""
+    assert 'host forget hv2 --fenced' in silent_cure('hv2')
+    uuid = 'c0000000-0000-4000-8000-000000000003'
+    assert f'host forget {uuid} --fenced' in silent_cure(f'hv2 ({uuid})')
