@@ -107,7 +107,7 @@ CLAIM = {
 }
 DELIVERY = {
     'a delivery does not compare its attempt': bug(
-        'ecomp.scheduler.placing.claim:deliver', assigns('conditions', '[]'), 'one_uuid_twice'
+        'ecomp.scheduler.placing.claim:deliver', assigns('conditions', '[]'), 'late_delivery'
     ),
     'an attempt is on no lease': bug(
         'ecomp.scheduler.placing.claim:announce', without_argument('Put', 'lease'), 'one_name', 'one_uuid_twice'
