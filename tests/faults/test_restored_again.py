@@ -11,6 +11,7 @@ from collections.abc import Callable
 import pytest
 import yaml
 
+from ecomp.model.set_order import member
 from tests.faults.etcds import SavedSnapshot, restore_placement, save_placement
 from tests.faults.restored import QUERY, ask, domains, queue, stopped
 from tests.kit.commands import Control, Ecompute, Result
@@ -84,6 +85,31 @@ def test_a_claim_that_was_taken_over_is_not_moved_for_its_group(own_control: Con
         again.go_on()
         done = again.end()
     assert own_control.placement.allocations(instance).keys() == {first.uuid}, done
+    assert domains(first, second)[instance] == 1
+
+
+@BROKEN
+def test_a_set_that_starts_again_on_another_compute_leaves_a_guest_that_runs_on_its_own(own_control: Control) -> None:
+    """D1: a member runs on A, which is filled before the other is claimed; the set does not move to B (fake)"""
+    first, second = own_control.ecompute(), own_control.ecompute()
+    stopped(second)
+    older = SavedSnapshot(own_control.etcd)
+    whole = str(uuid.uuid4())
+    instance = member(whole, 1)
+    notified(ask(own_control, instance))
+    reached(own_control, instance, 'active')
+    older.restore()
+    second.start()
+    words = (QUERY, IMAGE, '--uuid', whole, '--count', '2', '--group', 'g', '--policy', 'affinity')
+    with Eschedule(own_control, *words, failpoint='claimed-some:stop:1') as again:
+        again.stopped_at('claimed-some')
+        assert own_control.eschedule('host', 'disable', second.uuid).code == 0
+        notified(own_control.eschedule('resources=VCPU:3,DISK_GB:1,MEMORY_MB:16', IMAGE))
+        assert own_control.eschedule('host', 'enable', second.uuid).code == 0
+        again.go_on()
+        done = again.end()
+    assert done.code == 5, done
+    assert own_control.placement.allocations(instance).keys() == {first.uuid}
     assert domains(first, second)[instance] == 1
 
 

@@ -125,3 +125,17 @@ def test_a_place_on_two_computes_is_said_to_be_one() -> None:
     shared = Offer([{one: {'DISK_GB': 1}, other: {'VCPU': 1, 'MEMORY_MB': 128}}], found.rooms)
     with pytest.raises(NoCapacity, match='parts of two computes, .* take the trait MISC_SHARES_VIA_AGGREGATE off'):
         placed(shared, 1, SPREAD, ahead=0)
+
+
+def test_a_claim_that_was_taken_over_never_becomes_movable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A set that starts again, or is claimed again after its group changed, may come back to the same compute."""
+    monkeypatch.setattr('ecomp.scheduler.placing.claim.claim', lambda *_: None)
+    found = offer(1)
+    (compute,) = found.rooms
+    wanted = SetOrder(str(uuid.uuid4()), query='query', image='image', count=2, minimum=2)
+    claimer = Claimer(None, '', '', lambda: True)  # type: ignore[arg-type]  # placement is not asked
+    placer = Placer(claimer, lambda: found, lambda: (0, 0), [compute], lambda _: True, wanted, random.Random(0))
+    running, new = wanted.instances
+    placer.take_over({running: Candidate(compute, {compute: SIZE}, None)})
+    placer.place(found, Terms(None, None), {})
+    assert claimer.movable == {new}

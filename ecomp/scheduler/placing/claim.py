@@ -133,7 +133,8 @@ class Claimer:
 
     `above`: the generations that its claims get are higher, see claiming.claim(); 0 where nobody else can have claimed.
     `called` says what a compute is called. `movable` are the instances whose claim the attempt made itself, so that it
-    may move it to another compute.
+    may move it to another compute. `foreign` are those whose claim another attempt made: claiming on that claim once
+    more does not make them movable.
     """
 
     placement: Placement
@@ -143,6 +144,7 @@ class Claimer:
     above: Callable[[Collection[str]], int] = lambda _: 0
     called: Callable[[str], str] = str
     movable: set[str] = field(default_factory=set)
+    foreign: set[str] = field(default_factory=set)
 
     def claim_what_fits(self, wanted: Mapping[str, Candidate]) -> set[str]:
         """Claim for all of them at once or, where placement has no room for one, for as many as it can.
@@ -195,7 +197,7 @@ class Claimer:
             self.check(in_short(wanted))
 
         claim(self.placement, wanted, self.user_id, self.project_id, check, lambda: self.above(wanted), self.movable)
-        self.movable.update(wanted)
+        self.movable.update(wanted.keys() - self.foreign)
 
     def check(self, instances: str) -> None:
         """Conflict unless the attempt is ours still; `instances` is what the message says of it."""

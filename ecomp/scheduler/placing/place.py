@@ -166,11 +166,8 @@ class Placer:
         etcd the instance may be running on it.
         """
         self.tried += [instance for instance in left if instance not in self.tried]
-        foreign = left.keys() - self.claimer.movable
-        try:
-            return {instance: left[instance] for instance in self.claimer.claim_what_fits(left)} if left else {}
-        finally:
-            self.claimer.movable.difference_update(foreign)
+        self.claimer.foreign.update(left.keys() - self.claimer.movable)
+        return {instance: left[instance] for instance in self.claimer.claim_what_fits(left)} if left else {}
 
     def _behind(
         self, line: Contention, candidates: Sequence[Candidate], rooms: Rooms, batch: list[Candidate]
