@@ -28,7 +28,7 @@ from ecomp.model.queue import to_json as waiting_to_json
 from ecomp.model.quota import Quota
 from ecomp.model.quota import from_json as quota_from_json
 from ecomp.model.quota import to_json as quota_to_json
-from ecomp.model.record import ACTIVE, BUILDING, ERROR, GONE
+from ecomp.model.record import ACTIVE, BUILDING, DESTROYING, ERROR, GONE
 from ecomp.placement import allocations
 from ecomp.store.client import Delete, Put
 from ecomp.virt.fake import FakeHypervisor
@@ -384,3 +384,26 @@ def test_what_had_ended_and_waits_again_ends_on_one_lease(cloud: Cloud, tmp_path
         after = cloud.store.get(keys.record(compute.compute, instance))
         assert after is not None
         assert cloud.store.keep_alive(after.lease) > 0
+
+
+@pytest.mark.parametrize('state', [ACTIVE, BUILDING, DESTROYING])
+def test_republish_writes_nothing_of_what_another_compute_claims(
+    cloud: Cloud, tmp_path: Path, caplog: pytest.LogCaptureFixture, state: str
+) -> None:
+    """Its host was off and forgotten, and another compute has it; a build that had begun is not here."""
+    with toy(cloud, tmp_path) as compute:
+        instance = compute.place()
+        compute.step()
+        request, record = cloud.delivered(compute.compute, instance), compute.record(instance)
+        stages = {} if state == BUILDING else record.stages
+        compute.memory.remember(request, replace(record, state=state, stages=stages))
+        places = keys.request(compute.compute, instance), keys.record(compute.compute, instance), keys.booted(instance)
+        cloud.store.commit([], [*map(Delete, places)])
+        other = cloud.compute(VCPU=10, MEMORY_MB=1024, DISK_GB=10)
+        held = allocations.consumer(cloud.placement, instance)
+        there = {other: request.allocations[compute.compute]}
+        allocations.claim(cloud.placement, instance, there, 'a-user', 'a-project', held.generation)
+        here = () if state == BUILDING else (instance,)
+        republish(compute.compute, cloud.store, cloud.placement, compute.memory, here, NOW)
+        assert cloud.store.read(places) == {}
+        assert ('the guest here is kept, and unmanaged. Fix: ' in caplog.text) == bool(here)

@@ -287,6 +287,10 @@ TRIES = 5
 
 ENDED = frozenset({GONE, ERROR})
 ENDED_BEFORE = 'it had ended before etcd forgot that'
+CLAIMED_ELSEWHERE = (
+    'instance %s is claimed on compute %s: the guest here is kept, and unmanaged. '
+    'Fix: look at both guests, then remove this domain manually'
+)
 
 
 @dataclass(frozen=True)
@@ -364,8 +368,9 @@ def republish(
             for _ in range(TRIES):
                 at = _Place(compute, store, instance)
                 step = running(compute, remembered, instance in here, at.said())
-                if isinstance(step, Publish) and (on := _find_other_home(placement, compute, step.claim)):
-                    log.error('instance %s is claimed on compute %s. Fix: keep one of the two guests', instance, on)
+                if isinstance(step, Publish) and (on := _find_other_home(placement, compute, instance)):
+                    if instance in here:
+                        log.error(CLAIMED_ELSEWHERE, instance, on)
                     step = None
                 if not isinstance(step, Publish) or _publish(at, step, placement, queued.get(instance, ())):
                     break
@@ -526,9 +531,9 @@ def _publish(at: _Place, step: Publish, placement: Placement, queued: Collection
     return True
 
 
-def _find_other_home(placement: Placement, compute: str, claim: Request | None) -> str:
+def _find_other_home(placement: Placement, compute: str, instance: str) -> str:
     """The other compute that the instance is claimed on, '' for none. It was placed again while this host was off."""
-    on = compute_of(allocations.consumer(placement, claim.instance).allocations) if claim is not None else ''
+    on = compute_of(allocations.consumer(placement, instance).allocations)
     return on if on != compute else ''
 
 
