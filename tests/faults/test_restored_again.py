@@ -144,7 +144,10 @@ def boot(compute: Ecompute) -> None:
     (compute.directory / 'state/boot').write_text(f'{uuid.uuid4()}\n')
 
 
-def test_a_host_that_was_forgotten_and_comes_back_starts_nothing_that_runs_elsewhere(own_control: Control) -> None:
+@pytest.mark.parametrize('is_started_first', [False, True], ids=['accepts', 'starts and accepts'])
+def test_a_host_that_was_forgotten_and_comes_back_starts_nothing_that_runs_elsewhere(
+    own_control: Control, is_started_first: bool
+) -> None:
     """D4: A was off and was forgotten with --fenced, B runs U; A boots and accepts the restored etcd (fake)"""
     first = stopped(own_control.ecompute(queues=True))
     instance = queue(own_control)
@@ -158,6 +161,10 @@ def test_a_host_that_was_forgotten_and_comes_back_starts_nothing_that_runs_elsew
     second = own_control.ecompute(queues=True)
     reached(own_control, instance, 'active')
     boot(first)
+    if is_started_first:
+        first.start()
+        until(lambda: logged(first, 'unmanaged'), 30, 'the first keeps its guest')
+        assert not guests(first)[instance]['running']
     accept(first)
     until(lambda: logged(first, f'claimed on compute {second.uuid}'), 30, 'the first leaves it alone')
     until(lambda: logged(first, 'unmanaged'), 30, 'the first says what it has')
