@@ -150,6 +150,13 @@ def resumed_after_a_restore(cloud: Cloud) -> None:
     _accept_after(cloud, host)
 
 
+def interrupted_after_a_restore(cloud: Cloud) -> None:
+    """U runs on A, whose key is back; the command with its uuid is interrupted, and leaves the claim to A."""
+    host = _taken_since(cloud, waited=False)
+    cloud.creates('eschedule', U, resume=True)
+    _accept_after(cloud, host)
+
+
 def destroyed_in_a_restored_queue(cloud: Cloud) -> None:
     """U runs on A; etcd is restored to when U waited, U is destroyed, and A accepts and publishes: U does not live."""
     host = _taken_since(cloud)
@@ -182,5 +189,6 @@ SCENARIOS = [
     Scenario(state_directory_lost_after_a_restore, SHAKY),
     Scenario(resumed_as_it_is_published, Bounds(2, 0)),
     Scenario(resumed_after_a_restore, SHAKY),
+    Scenario(interrupted_after_a_restore, Bounds(2, 1, interrupts=1)),
     Scenario(destroyed_in_a_restored_queue, SHAKY),
 ]
