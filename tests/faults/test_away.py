@@ -201,7 +201,7 @@ def test_etcd_lost_before_the_delivery_and_left_alone(own_control: Control) -> N
 
 @pytest.mark.slow
 def test_etcd_lost_while_an_older_claim_is_taken_over(own_control: Control) -> None:
-    """F15: etcd killed when a claim was found there: it is said who releases it (fake)"""
+    """F15: etcd killed when a claim was found there: that is another attempt's, and it stays as it was (fake)"""
     compute, instance = own_control.ecompute(), str(uuid.uuid4())
     with Eschedule(own_control, SMALL, '--uuid', instance, failpoint='claimed:kill') as dead:
         dead.killed_at('claimed')
@@ -215,7 +215,7 @@ def test_etcd_lost_while_an_older_claim_is_taken_over(own_control: Control) -> N
             gate.open()
             result = command.end(ETCD_SECONDS)
     away = f'etcd at {own_control.etcd.endpoint} cannot be reached'
-    one_line(result, 7, away, f'{instance} is not placed', 'release its claim', f'--uuid {instance}')
+    one_line(result, 7, away, 'nothing was changed')
     assert set(own_control.placement.allocations(instance)) == {compute.uuid}
     own_control.etcd.start()
     lapse_requests(own_control)

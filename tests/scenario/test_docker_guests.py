@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -39,20 +40,23 @@ AsGuest = Callable[..., subprocess.CompletedProcess[str]]
 
 
 @pytest.fixture
-def start_network(engine: Engine, tmp_path: Path, run: Run) -> Iterator[StartNetwork]:
+def start_network(engine: Engine, run: Run) -> Iterator[StartNetwork]:
     """Start a network of a libvirtd that runs where the Docker Engine does."""
-    (tmp_path / 'network.xml').write_text(NETWORK)
-    shell = ['unshare', '-m', 'sh', '-e', '-c', LIBVIRTD, 'libvirtd', str(tmp_path)]
-    virsh = ('virsh', '-q', '-c', f'qemu+unix:///system?socket={tmp_path}/run/libvirt-sock')
-    with (tmp_path / 'libvirtd.log').open('w') as log:
-        libvirtd = subprocess.Popen(engine.inside(shell), stdout=log, stderr=log)
-    try:
-        until((tmp_path / 'run/libvirt-sock').exists, 60, 'the socket of libvirtd')
-        yield lambda: succeeded(run(*virsh, 'net-create', tmp_path / 'network.xml')) and None
-    finally:
-        run(*virsh, 'net-destroy', 'guests')
-        libvirtd.terminate()
-        libvirtd.wait()
+    # Not in tmp_path, where the path of a socket is longer than the 107 bytes that unix(7) allows.
+    with tempfile.TemporaryDirectory(prefix='libvirt-') as name:
+        directory = Path(name)
+        (directory / 'network.xml').write_text(NETWORK)
+        shell = ['unshare', '-m', 'sh', '-e', '-c', LIBVIRTD, 'libvirtd', str(directory)]
+        virsh = ('virsh', '-q', '-c', f'qemu+unix:///system?socket={directory}/run/libvirt-sock')
+        with (directory / 'libvirtd.log').open('w') as log:
+            libvirtd = subprocess.Popen(engine.inside(shell), stdout=log, stderr=log)
+        try:
+            until((directory / 'run/libvirt-sock').exists, 60, 'the socket of libvirtd')
+            yield lambda: succeeded(run(*virsh, 'net-create', directory / 'network.xml')) and None
+        finally:
+            run(*virsh, 'net-destroy', 'guests')
+            libvirtd.terminate()
+            libvirtd.wait()
 
 
 @pytest.fixture
