@@ -45,7 +45,7 @@ def exceed_quota(control: Control, instance: str) -> Result:
 def test_a_failed_attempt_keeps_the_claim_of_a_guest_that_runs(
     own_control: Control, fail: Callable[[Control, str], Result], words: tuple[str, ...]
 ) -> None:
-    """D1: the presence of A is in the snapshot, so U is placed there again; undo leaves the claim (fake)"""
+    """The presence of A is in the snapshot, so U is placed there again; undo leaves the claim (fake)"""
     first, second = own_control.ecompute(), own_control.ecompute()
     stopped(second)
     assert own_control.eschedule('quota', 'set', 'q', 'instances=1').code == 0
@@ -68,7 +68,7 @@ def test_a_failed_attempt_keeps_the_claim_of_a_guest_that_runs(
 
 @BROKEN
 def test_a_claim_that_was_taken_over_is_not_moved_for_its_group(own_control: Control) -> None:
-    """D1: another member of an anti-affinity group comes to A before the delivery; U stays claimed on A (fake)"""
+    """Another member of an anti-affinity group comes to A before the delivery; U stays claimed on A (fake)"""
     first, second = own_control.ecompute(), own_control.ecompute()
     stopped(second)
     older = SavedSnapshot(own_control.etcd)
@@ -90,7 +90,7 @@ def test_a_claim_that_was_taken_over_is_not_moved_for_its_group(own_control: Con
 
 @BROKEN
 def test_a_set_that_starts_again_on_another_compute_leaves_a_guest_that_runs_on_its_own(own_control: Control) -> None:
-    """D1: a member runs on A, which is filled before the other is claimed; the set does not move to B (fake)"""
+    """A member runs on A, which is filled before the other is claimed; the set does not move to B (fake)"""
     first, second = own_control.ecompute(), own_control.ecompute()
     stopped(second)
     older = SavedSnapshot(own_control.etcd)
@@ -115,7 +115,7 @@ def test_a_set_that_starts_again_on_another_compute_leaves_a_guest_that_runs_on_
 
 @pytest.mark.slow
 def test_a_restored_key_proves_nothing_however_often_etcd_restarts(own_control: Control) -> None:
-    """D2: etcd and placement are restored; each restart of etcd gives the key of A its whole time again (fake)"""
+    """Etcd and placement are restored; each restart of etcd gives the key of A its whole time again (fake)"""
     first = own_control.ecompute()
     instance = queue(own_control)
     save_placement(own_control)
@@ -148,7 +148,7 @@ def boot(compute: Ecompute) -> None:
 def test_a_host_that_was_forgotten_and_comes_back_starts_nothing_that_runs_elsewhere(
     own_control: Control, is_started_first: bool
 ) -> None:
-    """D4: A was off and was forgotten with --fenced, B runs U; A boots and accepts the restored etcd (fake)"""
+    """A was off and was forgotten with --fenced, B runs U; A boots and accepts the restored etcd (fake)"""
     first = stopped(own_control.ecompute(queues=True))
     instance = queue(own_control)
     older = SavedSnapshot(own_control.etcd)
