@@ -106,15 +106,15 @@ def _operator(directory: Path) -> Iterator[tuple[Accounts, Store]]:
     if not configs:
         raise UsageError(f'{directory} has no certificate that may do this: elab certs {directory} --operator NAME')
     for number, config in enumerate(configs):
-        with closing(Accounts(config)) as accounts:
+        with closing(Store(config)) as store, closing(Accounts(config)) as accounts:
+            store.version()  # refuses a server that has only a common name, which gRPC would accept
             try:
                 accounts.check()
             except Denied:  # of one who is new
                 if number + 1 < len(configs):
                     continue
                 raise
-            with closing(Store(config)) as store:
-                yield accounts, store
+            yield accounts, store
             return
 
 
