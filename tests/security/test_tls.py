@@ -6,6 +6,7 @@ import socket
 import ssl
 import threading
 from contextlib import suppress
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from ecomp.backends import look
 from ecomp.compute_conf import ComputeConfig
 from ecomp.conf import EtcdConfig, PlacementConfig
 from ecomp.errors import Unreachable
+from ecomp.lab.roles import enable
 from ecomp.model.health import of_backends
 from ecomp.placement.client import Placement
 from ecomp.store.client import Store
@@ -56,7 +58,7 @@ def test_certificates_without_an_authority_are_not_plain_text(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize('named', [(), ('other.example',)])
-@pytest.mark.parametrize('server', ['etcd', 'placement'])
+@pytest.mark.parametrize('server', ['etcd', 'placement', 'etcd by elab certs --enable'])
 def test_server_is_not_accepted_by_its_common_name(server: str, named: tuple[str, ...], tmp_path: Path) -> None:
     """RFC 9525 6.3: what counts are its alternative names."""
     authority = Authority(tmp_path)
@@ -77,10 +79,19 @@ def test_server_is_not_accepted_by_its_common_name(server: str, named: tuple[str
         where = f'localhost:{listener.getsockname()[1]}'
         store = Store(EtcdConfig((where,), ca_cert=authority.certificate, timeout=2.0))
         client = Placement(PlacementConfig(f'https://{where}', ca_cert=authority.certificate))
-        asked = store if server == 'etcd' else client
+        operator = tmp_path / 'certs/operator-ann'
+        operator.mkdir(parents=True)
+        (operator / 'client.crt').touch()
+        etcd = f"etcd: {{endpoints: ['{where}'], ca_cert: {authority.certificate}}}"
+        (operator / 'schedule.yaml').write_text(f"{etcd}\nplacement: {{endpoint: 'http://localhost'}}\n")
+        ask = {
+            'etcd': lambda: store.get('/x'),
+            'placement': lambda: client.get('/x'),
+            'etcd by elab certs --enable': lambda: enable(operator.parent, datetime.now(UTC), print),
+        }[server]
         try:
             with pytest.raises(Unreachable, match='name'):
-                asked.get('/x')
+                ask()
         finally:
             store.close()
             client.close()
