@@ -50,7 +50,8 @@ def test_forget_needs_fenced_while_a_request_waits_in_a_queue(cloud: Cloud) -> N
     def forgets(which: str, fenced: bool) -> None:
         forget(cloud.store, cloud.placement, which, which, lambda: 'now', lambda _: None, fenced)
 
-    with pytest.raises(Conflict, match=f'after a restore it may run what waits in a queue. Fix: .* host forget {compute} --fenced'):
+    said = f'after a restore it may run what waits in a queue. Fix: .* host forget {compute} --fenced'
+    with pytest.raises(Conflict, match=said):
         forgets(compute, fenced=False)
     with pytest.raises(NotFound):
         forgets(unknown, fenced=False)

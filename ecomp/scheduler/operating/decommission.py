@@ -230,7 +230,8 @@ def _allowed(compute: str, called: str, planes: _Both, silent: Unchanged | None,
         raise Conflict(f'compute {called} is not forgotten: {reason}')
     if (planes.held or planes.is_awaited) and not fenced:
         named = some(list(map(planes.seen.etcd.called, sorted(planes.held))), QUOTED)
-        may_run = f'it holds claims and may run {named}' if named else 'after a restore it may run what waits in a queue'
+        waits = 'after a restore it may run what waits in a queue'
+        may_run = f'it holds claims and may run {named}' if named else waits
         cure = f'bring it back or, if the machine is off for good, `eschedule host forget {called} --fenced`'
         raise Conflict(f'compute {called} is not forgotten: {may_run}. Fix: {cure}')
     left = leftovers(compute, planes.seen.etcd, planes.held)
