@@ -20,7 +20,7 @@ from ecomp.agent.images.reach import reach_of
 from ecomp.compute_conf import load_compute
 from ecomp.model import keys
 from ecomp.model.guest import BaseImage, GuestSpec
-from ecomp.model.instance import Request, to_json
+from ecomp.model.order import Request, to_json
 from ecomp.placement import allocations
 from ecomp.placement.client import Placement
 from ecomp.store.client import Delete, Entry, Put, Store

@@ -22,8 +22,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from bench.result import arguments, asked, paired, tell
 from bench.secured import Secured, in_turn, secured
 from ecomp.model import keys
-from ecomp.model.instance import Request
-from ecomp.model.instance import to_json as request_to_json
+from ecomp.model.order import Request
+from ecomp.model.order import to_json as request_to_json
 from ecomp.model.record import ACTIVE, Interface, new_record, to_json
 from ecomp.store.client import Put
 

@@ -26,8 +26,7 @@ from bench.singles import EACH, Pretended  # noqa: E402
 from ecomp.conf import EtcdConfig  # noqa: E402
 from ecomp.model import keys  # noqa: E402
 from ecomp.model.choose import Offer  # noqa: E402
-from ecomp.model.instance import Request, to_json  # noqa: E402
-from ecomp.model.set_order import SetOrder  # noqa: E402
+from ecomp.model.order import Request, SetOrder, to_json  # noqa: E402
 from ecomp.placement import allocations  # noqa: E402
 from ecomp.placement.client import Placement  # noqa: E402
 from ecomp.scheduler.placing.create import create  # noqa: E402

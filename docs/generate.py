@@ -27,22 +27,7 @@ from ecomp import agent, compute_conf, conf, config_path, errors
 from ecomp.agent import arguments
 from ecomp.cli.commands import EXITS, FAMILIES, MEANS, OPTIONS, PLANNED, families, load_rows
 from ecomp.lab import elab
-from ecomp.model import (
-    boots,
-    cluster,
-    digest,
-    findings,
-    flavor,
-    group,
-    instance,
-    keys,
-    order,
-    power,
-    queue,
-    quota,
-    record,
-    roles,
-)
+from ecomp.model import boots, cluster, digest, findings, flavor, group, keys, order, queue, quota, record, roles
 from ecomp.store import released
 from tests.faults import table as faults
 
@@ -298,9 +283,9 @@ def _nothing_left_out(name: str, config: type, sections: Iterable[Section]) -> N
 
 
 VALUES: dict[str, ModuleType] = {
-    'The request: /hosts/': instance,
+    'The request: /hosts/': order.Request,
     'Its order': order,
-    'Power': power,
+    'Power': order.Power,
     'What waits: /queues/': queue,
     'Groups': group,
     'Quotas': quota,
@@ -343,7 +328,7 @@ def records() -> tuple[list[Block], list[Section]]:
         Section('How long a record stays after its end', [f'{kept}.']),
         *(Section(title, docstring(of)) for title, of in (
             ('addresses', record.Interface), ('boots', boots), ('error', record.Failure),
-            ('progress', record.Progress), ('power', power),
+            ('progress', record.Progress), ('power', order.Power),
         )),
     ]  # fmt: skip
 

@@ -25,7 +25,7 @@ from ecomp.errors import EcompError, Unreachable, Unreadable
 from ecomp.model import keys
 from ecomp.model.allocation import Resources, summed
 from ecomp.model.guest import Address, Guest
-from ecomp.model.instance import Invalid, Request, parse_request, shares
+from ecomp.model.order import Invalid, Request, parse_request, shares
 from ecomp.model.record import ACTIVE, BUILDING, STOPPED, Record
 from ecomp.store.client import Entry
 

@@ -25,7 +25,7 @@ from ecomp.errors import EcompError, UsageError
 from ecomp.model import keys
 from ecomp.model.cluster import KnownCluster, holes
 from ecomp.model.hosts import changed_hosts
-from ecomp.model.instance import SIZE_LIMIT
+from ecomp.model.order import SIZE_LIMIT
 from ecomp.placement.by_http import POOL
 from ecomp.placement.client import Placement
 from ecomp.store.client import Store

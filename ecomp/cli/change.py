@@ -13,7 +13,7 @@ from ecomp.cli.terminal import Live
 from ecomp.cli.words import instances, nothing
 from ecomp.errors import EcompError
 from ecomp.model.keys import new_uuid
-from ecomp.model.power import REBOOT
+from ecomp.model.order import REBOOT
 from ecomp.model.record import GONE
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ def _destroy(do: Context) -> int:
 
 
 def _power(do: Context) -> int:
-    from ecomp.model.power import Power
+    from ecomp.model.order import Power
     from ecomp.scheduler.changing.power import power
     from ecomp.scheduler.changing.wait import Deadline, Wait, wait_for_power
 

@@ -36,7 +36,7 @@ from ecomp.model.keys import new_uuid
 from ecomp.model.order import Order
 
 if TYPE_CHECKING:
-    from ecomp.model.set_order import SetOrder
+    from ecomp.model.order import SetOrder
     from ecomp.scheduler.looking.find import Backend
     from ecomp.scheduler.placing.claim import DeliveryOutcome
 
@@ -241,7 +241,7 @@ def _plan(do: Context) -> int:
 
 
 def _wanted(do: Context, order: Order, query: str) -> SetOrder:
-    from ecomp.model.set_order import SetOrder
+    from ecomp.model.order import SetOrder
 
     count = do.options.size or 1
     how = {'weigh': do.options.weigh or SPREAD, 'minimum': do.options.min or count}

@@ -18,10 +18,10 @@ from ecomp.errors import EcompError, NoCapacity, NotFound, OverQuota, StillGoing
 from ecomp.model.canary import BOOTED, ENTERED, READY, SMALL, Canary, check_names_no_host, how_far
 from ecomp.model.choose import Offer
 from ecomp.model.image import check_image
+from ecomp.model.order import SetOrder
 from ecomp.model.query import on_one
 from ecomp.model.query_check import check_query
 from ecomp.model.record import SCHEDULED
-from ecomp.model.set_order import SetOrder
 from ecomp.model.waits import WAITS_FOR, waits_for
 from ecomp.placement.allocations import candidates
 from ecomp.placement.client import Placement

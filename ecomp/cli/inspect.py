@@ -19,8 +19,8 @@ from ecomp.model.text import printable
 if TYPE_CHECKING:
     from ecomp.cli.formats import Details
     from ecomp.model.computes import Computes
+    from ecomp.model.order import Power
     from ecomp.model.pick import Pick
-    from ecomp.model.power import Power
     from ecomp.model.record import Record
     from ecomp.scheduler.looking.find import InstanceEntries
 

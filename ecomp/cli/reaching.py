@@ -14,7 +14,7 @@ from ecomp.model.stages import STAGES
 from ecomp.model.text import printable
 
 if TYPE_CHECKING:
-    from ecomp.model.power import Power
+    from ecomp.model.order import Power
     from ecomp.model.record import Record
     from ecomp.store.places import Index
 

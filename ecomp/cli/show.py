@@ -11,7 +11,7 @@ from ecomp.model import boots
 from ecomp.model.allocation import NEEDED
 from ecomp.model.computes import NOBODY, Computes
 from ecomp.model.inventory import Room
-from ecomp.model.power import ASKED, OFF, phase
+from ecomp.model.order import ASKED, OFF, phase
 from ecomp.model.record import ACTIVE, BUILDING, ERROR, GONE, KEPT, QUEUED, STAGES, STOPPED, Interface, Record, to_dict
 from ecomp.model.text import printable
 from ecomp.model.waits import failure, waits_for

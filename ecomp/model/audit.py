@@ -16,8 +16,8 @@ from ecomp.model.digest import Leftover
 from ecomp.model.findings import Finding
 from ecomp.model.guest import PAUSED, REFUSED_METADATA, UNLIKE, UNPLUGGED
 from ecomp.model.host import SILENT
-from ecomp.model.instance import Invalid, Request
 from ecomp.model.inventory import capacity
+from ecomp.model.order import Invalid, Request
 from ecomp.model.planes import Planes, World
 from ecomp.model.record import ACTIVE, ERROR, Record
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from ecomp.model import keys
 from ecomp.model.findings import Finding
 from ecomp.model.group import Group
-from ecomp.model.instance import Request
+from ecomp.model.order import Request
 from ecomp.model.planes import World
 from ecomp.model.quota import Quota, counted, counts
 from ecomp.model.text import some

@@ -16,9 +16,8 @@ from typing import Any, NamedTuple
 from ecomp.model import boots, keys
 from ecomp.model.flavor import from_json as flavor_from_json
 from ecomp.model.group import from_json as group_from_json
-from ecomp.model.instance import Invalid, Request, named, parse_request
 from ecomp.model.json_object import is_text, load_if_object
-from ecomp.model.power import ASKED, OFF, phase
+from ecomp.model.order import ASKED, OFF, Invalid, Request, named, parse_request, phase
 from ecomp.model.queue import marked_by, parse_waiting
 from ecomp.model.quota import from_json as quota_from_json
 from ecomp.model.record import ACTIVE, ERROR, QUEUED, Interface, Record, from_json

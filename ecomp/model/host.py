@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 from ecomp.model import keys, status
 from ecomp.model.computes import NOBODY, Computes, Living
-from ecomp.model.instance import Invalid, Request
 from ecomp.model.inventory import Room
+from ecomp.model.order import Invalid, Request
 from ecomp.model.record import ACTIVE, BUILDING, DESTROYING, GONE, SCHEDULED, STOPPED, Record
 from ecomp.model.text import some
 

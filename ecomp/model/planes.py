@@ -12,7 +12,7 @@ from ecomp.model.digest import Digest
 from ecomp.model.group import from_json as group_from_json
 from ecomp.model.guest import Guest
 from ecomp.model.host import CLOSED, SILENT
-from ecomp.model.instance import Invalid, Request, announced, named, parse_request
+from ecomp.model.order import Invalid, Request, announced, named, parse_request
 from ecomp.model.places import by_instance
 from ecomp.model.queue import QueueEntry, parse_waiting
 from ecomp.model.quota import from_json as quota_from_json

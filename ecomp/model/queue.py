@@ -18,9 +18,19 @@ from ecomp.model.allocation import Resources, missing
 from ecomp.model.choose import QUEUE, Why
 from ecomp.model.flavor import Flavor, parse_flavor
 from ecomp.model.image import check_image
-from ecomp.model.instance import REASON_LIMIT, Invalid, Request, Shares, check_size, shares_in
 from ecomp.model.json_object import dump, is_text, is_version, load_object
-from ecomp.model.order import Order, dump_fields, parse_fields, text_field
+from ecomp.model.order import (
+    REASON_LIMIT,
+    Invalid,
+    Order,
+    Request,
+    Shares,
+    check_request_size,
+    dump_fields,
+    parse_fields,
+    shares_in,
+    text_field,
+)
 from ecomp.model.record import QUEUED, Record, recorded, refused_record
 from ecomp.model.text import printable
 
@@ -83,7 +93,7 @@ def _parse(key: str, value: bytes) -> QueueEntry:
     place = keys.queued(key)
     if place is None or not keys.is_uuid(place[1]):
         raise ValueError(f'{key[:200]!r} is not {keys.QUEUES}<flavor>/<uuid>')
-    check_size(value)
+    check_request_size(value)
     data = load_object(value)
     version = data.get('version')
     if not is_version(version, VERSION):

@@ -11,9 +11,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from ecomp.model.allocation import LARGEST, MOST, NEEDED, Resources, is_amount, is_class, summed
-from ecomp.model.instance import Invalid, Request
 from ecomp.model.json_object import DIGITS, dump, is_version, load_object
 from ecomp.model.near import did_you_mean
+from ecomp.model.order import Invalid, Request
 from ecomp.model.stages import ERROR, GONE
 
 if TYPE_CHECKING:

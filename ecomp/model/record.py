@@ -6,7 +6,7 @@ JSON, versioned: {"version", "instance", "compute", "state", "image", "resources
 ecomp.model.boots (left out before the first), "error": {"stage", "reason", "cleaned"} or null,
 "fault": text or null, "attempts": how often a worker died of it or failed in an unknown way, "name": text or null,
 "group": its name or null, "why": {"weigh", "weight", "of"} (how it came to be on its compute) or null,
-"power": see ecomp.model.power, "progress": {"stage", "done", "total"} in bytes, while that stage takes long, or null}.
+"power": see Power, "progress": {"stage", "done", "total"} in bytes, while that stage takes long, or null}.
 Only where there is something to say, and by the guest's own first word: "host_keys": ["<type> <base64>"], its sshd's;
 "cloud_init": {"stage", "reason"}, what failed of it: then `ready` is never reached, and the guest goes on.
 
@@ -31,9 +31,8 @@ from ecomp.model.boots import Boot, Boots
 from ecomp.model.choose import Why, why_from
 from ecomp.model.group import Membership
 from ecomp.model.guest_word import GuestFailure, failed, host_keys
-from ecomp.model.instance import REASON_LIMIT, Invalid, Request
 from ecomp.model.json_object import dump, is_version, load_object
-from ecomp.model.order import FIELDS, Order
+from ecomp.model.order import FIELDS, REASON_LIMIT, Invalid, Order, Request
 from ecomp.model.stages import ACTIVE as ACTIVE
 from ecomp.model.stages import BUILDING as BUILDING
 from ecomp.model.stages import DESTROYING as DESTROYING

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 
 from ecomp.errors import UnknownOutcome
 from ecomp.model import keys
-from ecomp.model.instance import announced
+from ecomp.model.order import announced
 from ecomp.store.client import Delete, Entry, Snapshot, Store, Unchanged
 
 READ_BACKS = 3

@@ -19,7 +19,7 @@ from ecomp.model.allocation import Resources, summed
 from ecomp.model.group import LARGEST, Group, Membership, allowed, settle
 from ecomp.model.group import from_json as group_from_json
 from ecomp.model.group import to_json as group_to_json
-from ecomp.model.instance import name_to_json, named
+from ecomp.model.order import name_to_json, named
 from ecomp.model.quota import Quota, charge
 from ecomp.model.quota import from_json as quota_from_json
 from ecomp.model.quota import to_json as quota_to_json

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from ecomp.agent.host.state import Memory
 from ecomp.conf import EtcdConfig
 from ecomp.model import keys
-from ecomp.model.instance import REASON_LIMIT, SIZE_LIMIT, Invalid, Request, parse_request
 from ecomp.model.json_object import VALUE_LIMIT
+from ecomp.model.order import REASON_LIMIT, SIZE_LIMIT, Invalid, Request, parse_request
 from ecomp.model.record import Record, from_json
 from ecomp.model.record import to_json as record_to_json
 from ecomp.store.client import Entry, Snapshot, Store

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import pytest
 import yaml
 
-from ecomp.model.set_order import member
+from ecomp.model.order import member
 from tests.faults.etcds import SavedSnapshot, restore_placement, save_placement
 from tests.faults.restored import QUERY, ask, domains, queue, stopped
 from tests.kit.commands import Control, Ecompute, Result

@@ -21,9 +21,8 @@ from ecomp.agent.instance.records import Superseded
 from ecomp.conf import EtcdConfig
 from ecomp.model import keys
 from ecomp.model.guest import Address, Guest, mac_address
-from ecomp.model.instance import Request, to_json
 from ecomp.model.network import DEFAULT_NETWORKS
-from ecomp.model.power import Power
+from ecomp.model.order import Power, Request, to_json
 from ecomp.model.record import ACTIVE, BUILDING, STOPPED, Interface, Record
 from ecomp.model.record import to_json as record_json
 from ecomp.placement import allocations

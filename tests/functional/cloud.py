@@ -18,8 +18,7 @@ from ecomp.errors import EcompError
 from ecomp.model import keys
 from ecomp.model.allocation import Allocations
 from ecomp.model.choose import Candidate, Offer
-from ecomp.model.instance import Request, parse_request
-from ecomp.model.set_order import SetOrder
+from ecomp.model.order import Request, SetOrder, parse_request
 from ecomp.placement import allocations
 from ecomp.placement.client import Placement
 from ecomp.scheduler.placing.claim import Claimer, DeliveryOutcome

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ecomp.model.instance import Request
+from ecomp.model.order import Request
 
 TREE = Path(__file__).parents[2]
 SCRIPT = TREE / 'md_server/mdserver/server.py'

@@ -8,7 +8,7 @@ import pytest
 
 from ecomp.model import keys
 from ecomp.model.digest import Digest, to_pages
-from ecomp.model.instance import name_to_json
+from ecomp.model.order import name_to_json
 from ecomp.scheduler.operating import audit as auditing
 from ecomp.scheduler.operating.audit import Report, fix
 from ecomp.store.client import Put

@@ -19,9 +19,8 @@ import pytest
 
 from ecomp.model import keys
 from ecomp.model.choose import Offer
-from ecomp.model.instance import Request, to_json
+from ecomp.model.order import Request, SetOrder, to_json
 from ecomp.model.record import ACTIVE
-from ecomp.model.set_order import SetOrder
 from ecomp.placement import allocations
 from ecomp.placement.client import Placement
 from ecomp.scheduler.placing.claim import BLOCK

@@ -21,7 +21,7 @@ from ecomp.model import keys
 from ecomp.model.flavor import Flavor
 from ecomp.model.group import Membership
 from ecomp.model.guest import Guest, GuestSpec
-from ecomp.model.instance import Request, to_json
+from ecomp.model.order import Request, to_json
 from ecomp.model.pull import Backlog, backlog_of
 from ecomp.model.queue import QueueEntry
 from ecomp.model.queue import to_json as waiting_to_json

@@ -22,11 +22,11 @@ from ecomp.cli.options import Options
 from ecomp.cli.terminal import now
 from ecomp.conf import load_schedule
 from ecomp.errors import StillGoing
-from ecomp.model import instance as requests
 from ecomp.model import keys
+from ecomp.model import order as requests
 from ecomp.model.computes import to_json as hostname_to_json
 from ecomp.model.guest_word import GuestFailure
-from ecomp.model.instance import Request
+from ecomp.model.order import Request
 from ecomp.model.record import ACTIVE, BUILDING, STAGES, STOPPED, Interface, Record, to_json
 from ecomp.schedule import terminal
 from tests.functional.cloud import IMAGE, new

@@ -17,7 +17,7 @@ from ecomp.agent.host.claims import APART, ClaimKeeper
 from ecomp.conf import EtcdConfig
 from ecomp.errors import ClaimedElsewhere, Conflict, NoCapacity, NotFound, PlacementRefusal, UnknownOutcome, Unreachable
 from ecomp.model import keys
-from ecomp.model.instance import Request, to_json
+from ecomp.model.order import Request, to_json
 from ecomp.model.queue import mark_to_json
 from ecomp.placement import allocations, claiming
 from ecomp.placement.claiming import claim

@@ -12,8 +12,8 @@ from ecomp.agent.host.metadata import GuestData
 from ecomp.errors import BuildFailed
 from ecomp.files import write_durably
 from ecomp.model.guest import all_macs, mac_address
-from ecomp.model.instance import Request
 from ecomp.model.network import Attachment
+from ecomp.model.order import Request
 from ecomp.model.record import ACTIVE, ERROR
 from tests.functional.cloud import Cloud
 from tests.functional.guest import SAME_MAC

@@ -18,8 +18,8 @@ from ecomp.model import keys
 from ecomp.model.allocation import Allocations
 from ecomp.model.choose import Offer
 from ecomp.model.computes import to_json as hostname_to_json
+from ecomp.model.order import SetOrder
 from ecomp.model.record import ERROR, GONE, Record, to_json
-from ecomp.model.set_order import SetOrder
 from ecomp.placement import allocations
 from ecomp.placement.client import Placement
 from ecomp.scheduler.changing.destroy import destroy

@@ -12,11 +12,11 @@ import pytest
 
 from ecomp.conf import EtcdConfig
 from ecomp.errors import NotFound
-from ecomp.model import instance as requests
 from ecomp.model import keys
+from ecomp.model import order as requests
 from ecomp.model.group import Group, Membership
 from ecomp.model.group import to_json as group_to_json
-from ecomp.model.instance import Request, Shares
+from ecomp.model.order import Request, Shares
 from ecomp.model.record import ACTIVE, ERROR, GONE, Failure, Record, new_record, to_json
 from ecomp.scheduler.changing.clear import clear
 from ecomp.scheduler.changing.destroy import destroy

@@ -17,10 +17,9 @@ from ecomp.errors import NoCapacity, OverQuota
 from ecomp.model import keys
 from ecomp.model.choose import FIRST, PACK, RANDOM, SPREAD, Offer
 from ecomp.model.computes import to_json as hostname_to_json
-from ecomp.model.instance import Request, parse_request
+from ecomp.model.order import Request, SetOrder, parse_request
 from ecomp.model.quota import Quota
 from ecomp.model.quota import to_json as quota_json
-from ecomp.model.set_order import SetOrder
 from ecomp.placement.allocations import candidates
 from ecomp.placement.client import Placement
 from ecomp.scheduler.placing import create as attempts

@@ -10,9 +10,8 @@ import pytest
 
 from ecomp.errors import Conflict, EcompError, NotFound, UsageError
 from ecomp.model import keys
-from ecomp.model.instance import name_to_json, named
+from ecomp.model.order import SetOrder, name_to_json, named
 from ecomp.model.record import ACTIVE, DESTROYING, ERROR, GONE, Failure, Record, to_json
-from ecomp.model.set_order import SetOrder
 from ecomp.scheduler.changing.destroy import destroy
 from ecomp.scheduler.looking.find import find, living, resolve
 from ecomp.scheduler.placing.claim import DeliveryOutcome

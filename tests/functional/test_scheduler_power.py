@@ -10,7 +10,7 @@ import pytest
 from ecomp.conf import EtcdConfig
 from ecomp.errors import Conflict, EcompError, NotFound, StillGoing
 from ecomp.model import keys
-from ecomp.model.power import ASKED, OFF, REBOOT, START, STOP, Power
+from ecomp.model.order import ASKED, OFF, REBOOT, START, STOP, Power
 from ecomp.model.record import ACTIVE, GONE, STOPPED, Record, to_json
 from ecomp.scheduler.changing.destroy import destroy
 from ecomp.scheduler.changing.power import Acceptance, power

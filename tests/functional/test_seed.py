@@ -16,8 +16,8 @@ import pytest
 from ecomp.agent.host.metadata import GuestData, seed
 from ecomp.errors import BuildFailed
 from ecomp.model.guest import all_macs
-from ecomp.model.instance import Request
 from ecomp.model.network import network_config
+from ecomp.model.order import Request
 from ecomp.virt.volumes import Seeds
 
 pycdlib = pytest.importorskip('pycdlib', reason="pycdlib is not installed: pip install '.[hypervisor]'")

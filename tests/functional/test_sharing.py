@@ -14,7 +14,7 @@ from ecomp.model import keys
 from ecomp.model.group import Group, Membership
 from ecomp.model.group import to_json as group_to_json
 from ecomp.model.guest_data import SharedUserData
-from ecomp.model.instance import Request
+from ecomp.model.order import Request
 from ecomp.model.quota import Quota
 from ecomp.model.quota import from_json as quota_from_json
 from ecomp.model.quota import to_json as quota_to_json

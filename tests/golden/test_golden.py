@@ -21,7 +21,7 @@ from ecomp import errors
 from ecomp.cli import create
 from ecomp.cli.command import Context
 from ecomp.errors import Unreachable
-from ecomp.model import cluster, digest, flavor, group, guest_data, instance, keys, queue, quota, record
+from ecomp.model import cluster, digest, flavor, group, guest_data, keys, order, queue, quota, record
 from ecomp.model.findings import CODES
 from ecomp.store import released
 from ecomp.store.client import Store
@@ -207,9 +207,9 @@ def transcript(path: Path, answer: Callable[[list[str]], list[str]]) -> str:
 
 
 def request(key: str, value: bytes) -> str:
-    found = instance.parse_request(key.split('/')[2], key, value)
-    assert isinstance(found, instance.Request), found
-    return instance.to_json(found)
+    found = order.parse_request(key.split('/')[2], key, value)
+    assert isinstance(found, order.Request), found
+    return order.to_json(found)
 
 
 def waiting(key: str, value: bytes) -> str:
@@ -227,7 +227,7 @@ AGAIN: dict[str, Callable[[str, bytes], str]] = {
     keys.QUEUES: waiting,
     keys.TAKER: lambda _, value: queue.mark_to_json(queue.marked_by(value) or ''),
     keys.INSTANCES: lambda key, value: record.to_json(record.from_json(value, keys.last(key))),
-    keys.NAMES: lambda _, value: instance.name_to_json(instance.named(value)),
+    keys.NAMES: lambda _, value: order.name_to_json(order.named(value)),
     keys.GROUPS: lambda key, value: group.to_json(group.from_json(keys.last(key), value)),
     keys.QUOTAS: lambda key, value: quota.to_json(quota.from_json(keys.last(key), value)),
     keys.FLAVORS: lambda key, value: flavor.to_json(flavor.from_json(keys.last(key), value)),

@@ -7,7 +7,7 @@ import json
 from typing import Any
 
 from ecomp.model.guest_data import USER_DATA_LIMIT
-from ecomp.model.instance import SIZE_LIMIT
+from ecomp.model.order import SIZE_LIMIT
 
 COMPUTE = 'b8756be5-a30d-4311-920c-0ad996367a8e'
 OTHER = '0a1b2c3d-0000-4000-8000-000000000001'

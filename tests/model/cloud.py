@@ -19,14 +19,12 @@ from ecomp.model.flavor import parse_flavor
 from ecomp.model.flavor import to_json as flavor_json
 from ecomp.model.group import Group, Membership
 from ecomp.model.group import to_json as group_json
-from ecomp.model.instance import Request, name_to_json
-from ecomp.model.instance import to_json as request_json
-from ecomp.model.power import Power
+from ecomp.model.order import Power, Request, SetOrder, name_to_json
+from ecomp.model.order import to_json as request_json
 from ecomp.model.pull import Place
 from ecomp.model.queue import QueueEntry
 from ecomp.model.quota import Quota, counted
 from ecomp.model.quota import to_json as quota_json
-from ecomp.model.set_order import SetOrder
 from ecomp.placement import allocations
 from ecomp.placement.client import Placement
 from ecomp.scheduler.changing.destroy import destroy

@@ -165,7 +165,7 @@ SHARED = {
     'a group admits everybody': bug('ecomp.model.group:Group.admits', returns(True), 'apart'),
     'a quota allows everything': bug('ecomp.model.quota:Quota.excess', returns(()), 'quota_of_one'),
     'a refused request keeps what it shared': bug(
-        'ecomp.model.instance:parse_request', without_argument('Invalid', '_shares'), 'refused'
+        'ecomp.model.order:parse_request', without_argument('Invalid', '_shares'), 'refused'
     ),
     'a destroy of a refused request forgets what it shared': bug(
         'ecomp.scheduler.changing.destroy:_transaction', becomes('_group_of', 'None'), 'refused'

@@ -8,8 +8,8 @@ from contextlib import suppress
 
 from ecomp.errors import Conflict, EcompError, NoCapacity, NotFound, Unreachable
 from ecomp.model import keys
+from ecomp.model.order import SetOrder
 from ecomp.model.record import ERROR, GONE
-from ecomp.model.set_order import SetOrder
 from ecomp.scheduler.changing.destroy import destroy
 from ecomp.store.client import Entry
 from tests.model.cloud import Cloud

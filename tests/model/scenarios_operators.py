@@ -6,7 +6,7 @@ from ecomp.errors import EcompError
 from ecomp.model import keys
 from ecomp.model.group import Group, Membership
 from ecomp.model.group import to_json as group_json
-from ecomp.model.instance import name_to_json
+from ecomp.model.order import name_to_json
 from ecomp.scheduler.changing.wait import Deadline
 from ecomp.scheduler.operating.audit import audit, fix, mend
 from ecomp.scheduler.operating.decommission import disable, drained, enable, forget

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from ecomp.model import keys
 from ecomp.model.group import Membership
-from ecomp.model.power import Power
+from ecomp.model.order import Power
 from ecomp.model.quota import Quota
 from ecomp.model.quota import to_json as quota_json
 from ecomp.scheduler.changing.power import power

@@ -12,7 +12,7 @@ import pytest
 from ecomp.model import keys
 from ecomp.model.group import Group
 from ecomp.model.group import to_json as group_json
-from ecomp.model.instance import name_to_json
+from ecomp.model.order import name_to_json
 from ecomp.model.quota import Quota
 from ecomp.model.quota import to_json as quota_json
 from ecomp.placement import allocations

@@ -14,10 +14,9 @@ from ecomp.model.computes import to_json
 from ecomp.model.group import Group, Membership
 from ecomp.model.group import from_json as group_from_json
 from ecomp.model.group import to_json as group_json
-from ecomp.model.instance import Request
-from ecomp.model.instance import to_json as request_json
 from ecomp.model.json_object import dump, load_object
-from ecomp.model.power import STOP, Power
+from ecomp.model.order import STOP, Power, Request
+from ecomp.model.order import to_json as request_json
 from ecomp.model.queue import mark_to_json
 from ecomp.model.record import ACTIVE, ERROR, GONE, Failure, Record, from_json
 from ecomp.model.record import to_json as record_json

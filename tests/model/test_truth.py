@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ecomp.errors import Conflict, NoCapacity, NotFound, Unreachable
-from ecomp.model.power import Power
+from ecomp.model.order import Power
 from ecomp.scheduler.changing.power import Acceptance
 from ecomp.scheduler.placing.claim import DeliveryOutcome
 from tests.model.acting import Actor, Bounds

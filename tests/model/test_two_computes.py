@@ -12,14 +12,13 @@ from ecomp.agent.instance import records
 from ecomp.errors import Conflict, Unreachable
 from ecomp.model import keys
 from ecomp.model.group import Membership
-from ecomp.model.instance import Request
-from ecomp.model.instance import to_json as request_json
 from ecomp.model.json_object import dump
+from ecomp.model.order import Request, SetOrder
+from ecomp.model.order import to_json as request_json
 from ecomp.model.places import Places
 from ecomp.model.quota import from_json as quota_from_json
 from ecomp.model.record import ACTIVE, ERROR, Record
 from ecomp.model.record import to_json as record_json
-from ecomp.model.set_order import SetOrder
 from ecomp.placement.allocations import of_provider
 from ecomp.scheduler.changing.clear import clear
 from ecomp.scheduler.looking.find import all_records

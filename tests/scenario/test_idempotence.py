@@ -212,7 +212,7 @@ def test_delivered_between_the_look_and_the_claim(cluster: Control, instance: st
     """The narrowest window: the first one is delivered after the second has looked and found nothing."""
     from ecomp.conf import load_schedule
     from ecomp.model.choose import Offer
-    from ecomp.model.set_order import SetOrder
+    from ecomp.model.order import SetOrder
     from ecomp.placement.allocations import candidates
     from ecomp.placement.client import Placement
     from ecomp.scheduler.placing.create import create

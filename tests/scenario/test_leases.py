@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from ecomp.model.instance import Request, to_json
+from ecomp.model.order import Request, to_json
 from tests.kit.commands import Control
 from tests.kit.hands import settled
 from tests.kit.invariants import everything

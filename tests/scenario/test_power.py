@@ -7,7 +7,7 @@ import socket
 
 import pytest
 
-from ecomp.model.power import ACTIONS
+from ecomp.model.order import ACTIONS
 from tests.kit.commands import Control, Ecompute
 from tests.kit.hands import Eschedule
 from tests.kit.invariants import check, everything

@@ -18,7 +18,7 @@ from ecomp.cli.why import Explanation, in_sentences
 from ecomp.cli.why import to_dict as why_to_dict
 from ecomp.errors import EcompError
 from ecomp.model import cluster, digest, flavor, group, keys, quota
-from ecomp.model import instance as requesting
+from ecomp.model import order as requesting
 from ecomp.model import queue as queues
 from ecomp.model import record as records
 from ecomp.model.allocation import MOST, difference
@@ -28,9 +28,8 @@ from ecomp.model.group import Group, Membership
 from ecomp.model.guest import Guest
 from ecomp.model.guest_data import SharedUserData, shared_user_data
 from ecomp.model.host import InEtcd, hosts
-from ecomp.model.instance import SIZE_LIMIT, Invalid, Request
+from ecomp.model.order import SIZE_LIMIT, Invalid, Power, Request
 from ecomp.model.planes import KeyValue, Planes, ProviderState, involved
-from ecomp.model.power import Power
 from ecomp.model.query import parse
 from ecomp.model.record import Failure, Interface, Progress, Record
 from ecomp.store import released

@@ -12,7 +12,7 @@ from ecomp.conf import EtcdConfig
 from ecomp.errors import EcompError
 from ecomp.model import keys
 from ecomp.model.flavor import parse_flavor
-from ecomp.model.instance import SIZE_LIMIT, Invalid, parse_request
+from ecomp.model.order import SIZE_LIMIT, Invalid, parse_request
 from ecomp.model.pull import Backlog, InvalidEntry, Place, backlog_of
 from ecomp.model.queue import QueueEntry, to_json
 from ecomp.store import by_h2

@@ -25,7 +25,7 @@ from ecomp.compute_conf import load_compute
 from ecomp.errors import BuildFailed
 from ecomp.model import keys
 from ecomp.model.image_sources import image_sources, why_not
-from ecomp.model.instance import Invalid, parse_request
+from ecomp.model.order import Invalid, parse_request
 from tests.kit.commands import run
 from tests.kit.image_server import Handler, Web
 from tests.kit.images import LIMITS, LOOPBACK, get

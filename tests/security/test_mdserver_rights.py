@@ -26,7 +26,7 @@ from mdserver import conf, privileges, server
 
 from ecomp.agent.host.metadata import USER, GuestData
 from ecomp.agent.host.state import Identity, Memory
-from ecomp.model.instance import Request
+from ecomp.model.order import Request
 from tests.kit.servers import TOP
 from tests.security.rights import COMMAND, ENVIRONMENT, HERE, MAC, OTHER, UUID, Server, describe
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from ecomp.model.instance import SIZE_LIMIT, Invalid, parse_request
+from ecomp.model.order import SIZE_LIMIT, Invalid, parse_request
 from tests.kit.by_hand import claim, request
 from tests.kit.commands import Control, Ecompute
 from tests.kit.hands import guests

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 from ecomp.conf import EtcdConfig
-from ecomp.model import digest, flavor, group, instance, keys, queue, quota
+from ecomp.model import digest, flavor, group, keys, order, queue, quota
 from ecomp.model.allocation import LARGEST, MOST
 from ecomp.model.choose import Why
 from ecomp.model.guest_data import SharedUserData, shared_user_data
-from ecomp.model.instance import SIZE_LIMIT, Invalid, Request, parse_request
 from ecomp.model.json_object import DEPTH, VALUE_LIMIT, dump, load_object
+from ecomp.model.order import SIZE_LIMIT, Invalid, Request, parse_request
 from ecomp.model.record import ACTIVE, Record, new_record
 from ecomp.model.record import from_json as record_from_json
 from ecomp.model.record import to_json as record_to_json
@@ -69,7 +69,7 @@ def test_a_weight_that_nobody_weighed_is_none(number: str) -> None:
     found = parse_request(COMPUTE, KEY, with_number(request(why=WHY), number))
     assert isinstance(found, Request)
     assert found.why is None
-    again = parse_request(COMPUTE, KEY, instance.to_json(found).encode())
+    again = parse_request(COMPUTE, KEY, order.to_json(found).encode())
     assert again == found
     record = new_record(COMPUTE, found, 'now')
     assert record_from_json(record_to_json(record).encode()) == record

@@ -10,8 +10,8 @@ import pytest
 from ecomp.cli.show import as_hosts
 from ecomp.model.computes import Computes, Living
 from ecomp.model.host import Host, InEtcd, InPlacement, Leftovers, hosts, leftovers, living, refusal, there
-from ecomp.model.instance import Invalid, Request
 from ecomp.model.inventory import Room
+from ecomp.model.order import Invalid, Request
 from ecomp.model.record import Failure, Record
 from ecomp.model.status import BY_OPERATOR, DISABLED
 from tests.kit.forms import text

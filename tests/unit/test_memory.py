@@ -13,7 +13,7 @@ import pytest
 
 from ecomp.agent.host.state import Memory, MemoryEntry
 from ecomp.files import write_durably
-from ecomp.model.instance import Request
+from ecomp.model.order import Request
 from ecomp.model.record import ACTIVE, BUILDING, Failure, new_record, timestamp
 
 COMPUTE = 'b8756be5-a30d-4311-920c-0ad996367a8e'

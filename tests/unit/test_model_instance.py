@@ -14,9 +14,10 @@ from ecomp.model import keys
 from ecomp.model.choose import Why
 from ecomp.model.group import ANTI_AFFINITY, Membership
 from ecomp.model.guest_data import KEYS_LIMIT, USER_DATA_LIMIT
-from ecomp.model.instance import (
+from ecomp.model.order import (
     SIZE_LIMIT,
     Invalid,
+    Power,
     Request,
     Shares,
     name_to_json,
@@ -25,7 +26,6 @@ from ecomp.model.instance import (
     shares,
     to_json,
 )
-from ecomp.model.power import Power
 from ecomp.model.record import new_record
 from ecomp.model.record import to_json as record_to_json
 from tests.kit.hostile import (

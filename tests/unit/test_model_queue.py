@@ -14,8 +14,8 @@ from ecomp.model import keys
 from ecomp.model.choose import Why
 from ecomp.model.flavor import Flavor
 from ecomp.model.group import ANTI_AFFINITY, Membership
-from ecomp.model.instance import SIZE_LIMIT, Invalid, Shares, parse_request
-from ecomp.model.instance import to_json as request_to_json
+from ecomp.model.order import SIZE_LIMIT, Invalid, Shares, parse_request
+from ecomp.model.order import to_json as request_to_json
 from ecomp.model.queue import QueueEntry, mark_to_json, marked_by, parse_waiting, record_of, to_json
 from ecomp.model.record import QUEUED, STATES
 

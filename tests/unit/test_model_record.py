@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ecomp.model.allocation import MOST
-from ecomp.model.instance import Request
+from ecomp.model.order import Request
 from ecomp.model.record import (
     ACTIVE,
     BUILDING,

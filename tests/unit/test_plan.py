@@ -38,7 +38,7 @@ from ecomp.model.guest import (
 )
 from ecomp.model.guest import BaseImage as Base
 from ecomp.model.guest_word import GuestFailure
-from ecomp.model.instance import Invalid, Request
+from ecomp.model.order import Invalid, Request
 from ecomp.model.record import (
     ACTIVE,
     BUILDING,

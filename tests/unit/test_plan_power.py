@@ -10,8 +10,7 @@ import pytest
 from ecomp.agent.instance.plan import GONE_BOTH, Kind, Patience, Sightings, fault_of, plan
 from ecomp.agent.instance.power import Shutdowns
 from ecomp.model.guest import CRASHED, NO_SPACE, Guest
-from ecomp.model.instance import Request
-from ecomp.model.power import ACTIONS, ASKED, NOT_STARTED, OFF, REBOOT, START, STOP, Power, action_id, phase
+from ecomp.model.order import ACTIONS, ASKED, NOT_STARTED, OFF, REBOOT, START, STOP, Power, Request, action_id, phase
 from ecomp.model.record import ACTIVE, BUILDING, SCHEDULED, STOPPED, Record
 
 HERE, INSTANCE = 'b8756be5-a30d-4311-920c-0ad996367a8e', 'd578fb7c-7787-4e73-b69a-a7b3ef9bf73a'

@@ -8,8 +8,7 @@ import pytest
 
 from ecomp.agent.host.state import MemoryEntry
 from ecomp.agent.instance.records import Drop, EtcdView, Publish, ended, running
-from ecomp.model.instance import Invalid, Request
-from ecomp.model.power import Power
+from ecomp.model.order import Invalid, Power, Request
 from ecomp.model.record import ACTIVE, BUILDING, DESTROYING, ERROR, GONE, STOPPED, new_record
 
 COMPUTE, OTHER = 'b8756be5-a30d-4311-920c-0ad996367a8e', '5ca1ab1e-0000-4000-8000-000000000000'

@@ -26,8 +26,8 @@ from ecomp.errors import BuildFailed, EcompError, UsageError
 from ecomp.files import watch, write_durably
 from ecomp.model.guest import same_mac
 from ecomp.model.guest_word import GuestWord, parse_word
-from ecomp.model.instance import REASON_LIMIT, Request
 from ecomp.model.network import METADATA_ADDRESS, network_config
+from ecomp.model.order import REASON_LIMIT, Request
 from ecomp.model.text import printable
 
 if TYPE_CHECKING:

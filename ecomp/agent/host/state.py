@@ -35,11 +35,11 @@ from pathlib import Path
 from ecomp.errors import Conflict, EcompError, StrangeEtcd, UsageError
 from ecomp.files import BOOT_ID, boot_id, write_durably
 from ecomp.model import cluster, keys
-from ecomp.model import instance as requests
+from ecomp.model import order as requests
 from ecomp.model import record as records
 from ecomp.model.cluster import KnownCluster
-from ecomp.model.instance import Invalid, Request
 from ecomp.model.json_object import dump, load_object
+from ecomp.model.order import Invalid, Request
 from ecomp.model.record import BUILDING, Failure, Record
 from ecomp.store.client import Store
 from ecomp.store.guard import Guard

@@ -27,8 +27,8 @@ from ecomp.model.allocation import difference, to_wire, total
 from ecomp.model.boots import CREATED
 from ecomp.model.guest import REFUSED_METADATA, Address, BaseImage, Guest, GuestSpec, all_macs
 from ecomp.model.guest_data import shared_user_data
-from ecomp.model.instance import Invalid, Request, Shares, parse_request, shares
 from ecomp.model.network import Attachment
+from ecomp.model.order import Invalid, Request, Shares, parse_request, shares
 from ecomp.model.record import (
     ACTIVE,
     BUILDING,

@@ -11,8 +11,7 @@ from enum import Enum
 
 from ecomp.model.boots import off_until
 from ecomp.model.guest import CRASHED, NO_SPACE, PAUSED, REFUSED_METADATA, UNLIKE, UNPLUGGED, Address, Guest
-from ecomp.model.instance import Invalid, Request
-from ecomp.model.power import ASKED, NOT_STARTED, OFF, START, STOP, Power, phase
+from ecomp.model.order import ASKED, NOT_STARTED, OFF, START, STOP, Invalid, Power, Request, phase
 from ecomp.model.record import ACTIVE, ERROR, GONE, STOPPED, Record
 
 Wish = Request | Invalid

@@ -18,8 +18,7 @@ from ecomp.errors import BuildFailed, EcompError, Unreachable
 from ecomp.failpoints import failpoint
 from ecomp.model.boots import AFTER_HOST, BY_HAND
 from ecomp.model.guest import Guest
-from ecomp.model.instance import Request
-from ecomp.model.power import ASKED, NOT_STARTED, OFF, Power
+from ecomp.model.order import ASKED, NOT_STARTED, OFF, Power, Request
 from ecomp.model.record import Record
 
 log = logging.getLogger(__name__)

@@ -18,11 +18,11 @@ from typing import NamedTuple
 from ecomp.agent.host.state import Memory, MemoryEntry
 from ecomp.errors import Denied, EcompError, GenerationConflict, NoSpace, UnknownOutcome, Unreachable, Unreadable
 from ecomp.failpoints import failpoint
-from ecomp.model import instance as requests
 from ecomp.model import keys
+from ecomp.model import order as requests
 from ecomp.model import record as records
 from ecomp.model.allocation import compute_of, difference
-from ecomp.model.instance import Invalid, Request, parse_request, shares
+from ecomp.model.order import Invalid, Request, parse_request, shares
 from ecomp.model.queue import QueueEntry, parse_waiting
 from ecomp.model.record import ACTIVE, BUILDING, DESTROYING, ERROR, GONE, STOPPED, Record, from_json, is_newer, to_json
 from ecomp.placement import allocations

@@ -43,8 +43,8 @@ from ecomp.model.allocation import compute_of, summed
 from ecomp.model.backoff import Backoff
 from ecomp.model.explain import Provider
 from ecomp.model.group import LARGEST, Group, Membership, settle
-from ecomp.model.instance import REASON_LIMIT, to_json
 from ecomp.model.inventory import Inventory
+from ecomp.model.order import REASON_LIMIT, to_json
 from ecomp.model.pull import Backlog, Place, fits, next_of, patience, subscribed, widened
 from ecomp.model.queue import QueueEntry, mark_to_json, marked_by
 from ecomp.model.record import ERROR, GONE, KEPT, Failure, new_record

@@ -11,7 +11,7 @@ from ecomp.errors import EcompError, NotFound, Unreadable
 from ecomp.failpoints import failpoint
 from ecomp.model import keys
 from ecomp.model.group import Membership
-from ecomp.model.instance import SIZE_LIMIT, Request, to_json
+from ecomp.model.order import SIZE_LIMIT, Request, to_json
 from ecomp.model.record import ERROR, GONE, KEPT, Record, is_newer, timestamp
 from ecomp.scheduler.changing.accept import until_accepted
 from ecomp.scheduler.looking.find import InstanceEntries, find, living, read_waiting, requested, waiting_at

@@ -6,9 +6,8 @@ from typing import NamedTuple
 
 from ecomp.errors import Conflict
 from ecomp.failpoints import failpoint
-from ecomp.model.instance import Invalid, Request, parse_request
 from ecomp.model.json_object import dump, load_object
-from ecomp.model.power import START, STOP, Power, action_id
+from ecomp.model.order import START, STOP, Invalid, Power, Request, action_id, parse_request
 from ecomp.model.record import ACTIVE, ERROR, STOPPED
 from ecomp.scheduler.changing.accept import until_accepted
 from ecomp.scheduler.looking.find import InstanceEntries, living

@@ -20,7 +20,7 @@ from ecomp.errors import Conflict, EcompError, NotFound, StillGoing, UnknownOutc
 from ecomp.failpoints import failpoint
 from ecomp.model import keys, status
 from ecomp.model.host import QUOTED, InPlacement, Leftovers, leftovers, refusal, there
-from ecomp.model.instance import Request
+from ecomp.model.order import Request
 from ecomp.model.record import GONE, SCHEDULED, Record, new_record
 from ecomp.model.text import some
 from ecomp.placement import allocations, providers, traits

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from ecomp.errors import Conflict, NotFound, UnknownOutcome, Unreadable, UsageError
 from ecomp.failpoints import failpoint
 from ecomp.model import keys
-from ecomp.model.instance import parse_request
+from ecomp.model.order import parse_request
 from ecomp.model.queue import parse_waiting
 from ecomp.model.quota import INSTANCES, Demand, Quota, counted, counts, in_words, is_mute, parse_limits
 from ecomp.model.text import printable

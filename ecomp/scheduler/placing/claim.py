@@ -33,9 +33,9 @@ from ecomp.model.allocation import Allocations, Resources
 from ecomp.model.choose import Candidate
 from ecomp.model.group import Group, Membership, settle
 from ecomp.model.guest_data import SharedUserData
-from ecomp.model.instance import Request, announced, name_to_json, to_json
 from ecomp.model.json_object import dump
 from ecomp.model.near import did_you_mean
+from ecomp.model.order import Request, announced, name_to_json, to_json
 from ecomp.model.quota import Quota, charge, refusal, times
 from ecomp.model.stages import ERROR, GONE
 from ecomp.placement import allocations, providers

@@ -21,9 +21,8 @@ from ecomp.model import keys
 from ecomp.model.allocation import compute_of, total
 from ecomp.model.choose import Candidate, Offer, Why
 from ecomp.model.group import Group
-from ecomp.model.instance import Request
+from ecomp.model.order import Request, SetOrder, check_order_size
 from ecomp.model.query import Amount, Unexplained, enabled_only, parse
-from ecomp.model.set_order import SetOrder, check_size
 from ecomp.placement import allocations, room
 from ecomp.placement.client import Placement
 from ecomp.scheduler.looking.find import FRESH
@@ -103,7 +102,7 @@ def create(
     Errors: NoCapacity, PlacementRefusal, UsageError (the set is too large for etcd), Conflict (the uuid or the name is
     used otherwise), Unreachable.
     """
-    check_size(wanted)
+    check_order_size(wanted)
     try:
         there = _before(store, wanted, resume)
         if there:

@@ -21,8 +21,8 @@ from ecomp.model.allocation import Resources
 from ecomp.model.choose import FIRST, PACK, RANDOM, Candidate, choose
 from ecomp.model.computes import living_in
 from ecomp.model.hints import fits, share_left
+from ecomp.model.order import SetOrder
 from ecomp.model.query import amounts_alone
-from ecomp.model.set_order import SetOrder
 from ecomp.placement.allocations import candidates
 from ecomp.scheduler.placing.claim import Claimer, Terms
 from ecomp.scheduler.placing.place import goal

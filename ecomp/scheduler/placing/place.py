@@ -21,7 +21,7 @@ from ecomp.model.allocation import Allocations, missing, total
 from ecomp.model.choose import FIRST, SPREAD, Candidate, Choice, Offer, choose, distribute
 from ecomp.model.group import AFFINITY, Group
 from ecomp.model.inventory import Room, Rooms
-from ecomp.model.set_order import SetOrder
+from ecomp.model.order import SetOrder
 from ecomp.placement.client import Placement
 from ecomp.scheduler.looking.hosts import computes
 from ecomp.scheduler.placing.claim import Claimer, Terms, terms_of
