@@ -13,7 +13,7 @@ from ecomp.cli.words import is_image
 from ecomp.errors import UsageError
 from ecomp.model.command_names import BY_MODULE
 from ecomp.model.names import PREFIX
-from ecomp.model.stages import STAGES
+from ecomp.model.record import STAGES
 from ecomp.model.text import printable
 
 FAMILIES: Mapping[str, Sequence[str]] = {

@@ -13,7 +13,7 @@ from ecomp.cli.command import QUERY, Command
 from ecomp.cli.options import OPTIONS, Option
 from ecomp.cli.show import COLUMNS, MORE, REASON
 from ecomp.cli.words import SHELLS
-from ecomp.model.stages import QUEUED, STAGES, STATES
+from ecomp.model.record import QUEUED, STAGES, STATES
 
 LIVE: Mapping[str, str] = {
     'instances': 'list -f value -c NAME,INSTANCE',

@@ -18,8 +18,7 @@ from ecomp.cli.terminal import each_of
 from ecomp.cli.words import any_instances, instance_and_command, just_one_instance, user_and_instance
 from ecomp.errors import EcompError, NotFound, Unreachable
 from ecomp.model import reach
-from ecomp.model.record import ACTIVE, Record
-from ecomp.model.stages import timestamp
+from ecomp.model.record import ACTIVE, Record, timestamp
 from ecomp.model.text import printable, some
 
 if TYPE_CHECKING:

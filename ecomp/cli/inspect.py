@@ -13,7 +13,7 @@ from ecomp.cli.terminal import each_of
 from ecomp.cli.words import instances, nothing, one_instance
 from ecomp.errors import EcompError, NotFound, StillGoing, Unreachable
 from ecomp.model import keys
-from ecomp.model.stages import ERROR, GONE, QUEUED, STOPPED
+from ecomp.model.record import ERROR, GONE, QUEUED, STOPPED
 from ecomp.model.text import printable
 
 if TYPE_CHECKING:

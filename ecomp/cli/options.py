@@ -9,11 +9,12 @@ from typing import Annotated, Any, NamedTuple
 
 from ecomp.cli.words import check_project, parse_uuid
 from ecomp.errors import UsageError
+from ecomp.model import boots
 from ecomp.model.choose import WEIGHS
 from ecomp.model.group import POLICIES, Membership, check_group_name
 from ecomp.model.names import check_name
 from ecomp.model.near import did_you_mean
-from ecomp.model.stages import BOOTS, QUEUED, STAGES, STATES
+from ecomp.model.record import QUEUED, STAGES, STATES
 
 TABLE, JSON, YAML, CSV, VALUE = FORMS = ('table', 'json', 'yaml', 'csv', 'value')
 """What -f takes."""
@@ -116,7 +117,7 @@ class Options(NamedTuple):
         '--timeout', 'SECONDS', 'how long to wait in all; then the exit code is 6, and what was begun goes on. '
         f'Without: {PATIENCE:.0f}', parse=float)] = None
     boot: Annotated[int | None, _option(
-        '--boot', 'N', f'the boot of this number: 1 is the one it was made with, and the last {BOOTS} are kept. '
+        '--boot', 'N', f'the boot of this number: 1 is the one it was made with, and the last {boots.KEPT} are kept. '
         'Without: the last one', parse=int)] = None
     format: Annotated[str | None, _option(
         '-f --format', 'FORM', 'table, json or yaml, or, of what has columns, csv or value: bare values, a tab between '

@@ -10,7 +10,7 @@ from ecomp.cli.command import Context
 from ecomp.cli.options import TABLE
 from ecomp.cli.outcomes import Outcomes, known_of
 from ecomp.cli.terminal import Live
-from ecomp.model.stages import STAGES
+from ecomp.model.record import STAGES
 from ecomp.model.text import printable
 
 if TYPE_CHECKING:

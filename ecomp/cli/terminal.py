@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple, TextIO
 
 from ecomp.cli.options import TABLE, Options
 from ecomp.errors import EcompError, Unreachable
-from ecomp.model.stages import timestamp
+from ecomp.model.record import timestamp
 from ecomp.model.text import printable
 
 if TYPE_CHECKING:

@@ -11,13 +11,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ecomp.model.stages import BOOTS as KEPT
-
 STARTED, ADDRESSED, READY, STOPPED = STAGES = ('started', 'addressed', 'ready', 'stopped')
 CREATED, BY_HAND, AFTER_HOST = 'created', 'by hand', 'host reboot'
 REASONS = (CREATED, 'start', 'reboot', AFTER_HOST, BY_HAND)
 """Why a guest was started: it is new; its start or reboot was asked for; it ran when its host went down; by others."""
 
+KEPT = 5
+"""Boots a record has, at most: the last ones."""
 MOST = 2**53
 """A boot's number, at most."""
 

@@ -14,7 +14,7 @@ from ecomp.model.allocation import LARGEST, MOST, NEEDED, Resources, is_amount, 
 from ecomp.model.json_object import DIGITS, dump, is_version, load_object
 from ecomp.model.near import did_you_mean
 from ecomp.model.order import Invalid, Request
-from ecomp.model.stages import ERROR, GONE
+from ecomp.model.record import ERROR, GONE
 
 if TYPE_CHECKING:
     from ecomp.model.record import Record

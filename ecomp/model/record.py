@@ -1,4 +1,4 @@
-"""An instance's record: what the key /instances/<compute>/<instance> holds, written by its ecompute.
+r"""An instance's record: what the key /instances/<compute>/<instance> holds, written by its ecompute.
 
 JSON, versioned: {"version", "instance", "compute", "state", "image", "resources": {class: amount},
 "query", "user_id", "project_id", "addresses": [{"network", "mac", "address", "source", "expected"}],
@@ -11,7 +11,7 @@ Only where there is something to say, and by the guest's own first word: "host_k
 "cloud_init": {"stage", "reason"}, what failed of it: then `ready` is never reached, and the guest goes on.
 
     queued -> scheduled -> building -> active <-> stopped -> destroying -> gone
-                                  \\-> error                      (only before the first active)
+                                  \-> error                      (only before the first active)
 
 Trouble after the first active is a fault, and nothing of the guest is removed. What is queued has no record yet; gone
 without a compute is what was taken out of its queue. A record counts if it is of the compute that is asked for the
@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, asdict, dataclass, field, replace
+from datetime import UTC, datetime
 from typing import Any
 
 from ecomp.model import boots as of_boots
@@ -33,19 +34,23 @@ from ecomp.model.group import Membership
 from ecomp.model.guest_word import GuestFailure, failed, host_keys
 from ecomp.model.json_object import dump, is_version, load_object
 from ecomp.model.order import FIELDS, REASON_LIMIT, Invalid, Order, Request
-from ecomp.model.stages import ACTIVE as ACTIVE
-from ecomp.model.stages import BUILDING as BUILDING
-from ecomp.model.stages import DESTROYING as DESTROYING
-from ecomp.model.stages import ERROR as ERROR
-from ecomp.model.stages import GONE as GONE
-from ecomp.model.stages import KEPT as KEPT
-from ecomp.model.stages import QUEUED as QUEUED
-from ecomp.model.stages import SCHEDULED as SCHEDULED
-from ecomp.model.stages import STAGES as STAGES
-from ecomp.model.stages import STATES as STATES
-from ecomp.model.stages import STOPPED as STOPPED
-from ecomp.model.stages import timestamp as timestamp
 from ecomp.model.text import printable
+
+QUEUED, SCHEDULED, BUILDING, ACTIVE, STOPPED = 'queued', 'scheduled', 'building', 'active', 'stopped'
+DESTROYING, GONE, ERROR = 'destroying', 'gone', 'error'
+# No record says queued: what waits for a compute has none.
+STATES = frozenset({SCHEDULED, BUILDING, ACTIVE, STOPPED, DESTROYING, GONE, ERROR})
+
+STAGES = ('requested', 'scheduled', 'image', 'disk', 'started', 'addressed', 'ready')
+
+KEPT = {GONE: 24 * 3600, ERROR: 7 * 24 * 3600}
+"""Seconds a record stays after its end, on a lease."""
+
+
+def timestamp(now: datetime) -> str:
+    """ISO 8601, UTC, milliseconds."""
+    return now.astimezone(UTC).isoformat(timespec='milliseconds').replace('+00:00', 'Z')
+
 
 VERSION = 1
 

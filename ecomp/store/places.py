@@ -11,7 +11,7 @@ from functools import cache, cached_property, partial
 
 from ecomp.model import keys
 from ecomp.model.places import Places, by_instance
-from ecomp.model.stages import ERROR, GONE
+from ecomp.model.record import ERROR, GONE
 from ecomp.store.client import Entry, Store
 
 

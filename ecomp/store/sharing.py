@@ -23,7 +23,7 @@ from ecomp.model.order import name_to_json, named
 from ecomp.model.quota import Quota, charge
 from ecomp.model.quota import from_json as quota_from_json
 from ecomp.model.quota import to_json as quota_to_json
-from ecomp.model.stages import ERROR, GONE, KEPT
+from ecomp.model.record import ERROR, GONE, KEPT
 from ecomp.store.client import AT_ONCE, Delete, Entry, Exists, Put, Store, Unchanged
 
 if TYPE_CHECKING:

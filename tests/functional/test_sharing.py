@@ -18,8 +18,7 @@ from ecomp.model.order import Request
 from ecomp.model.quota import Quota
 from ecomp.model.quota import from_json as quota_from_json
 from ecomp.model.quota import to_json as quota_to_json
-from ecomp.model.record import ACTIVE, Record
-from ecomp.model.stages import GONE
+from ecomp.model.record import ACTIVE, GONE, Record
 from ecomp.scheduler.placing.claim import Delivery, deliver
 from ecomp.store.client import Entry, Store
 from ecomp.store.sharing import Change, Excluded, ended, group, quota, rejoined, write_end

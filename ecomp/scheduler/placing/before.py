@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from ecomp.errors import Conflict
 from ecomp.model import keys
 from ecomp.model.order import Order, SetOrder, difference, member
-from ecomp.model.stages import ERROR, GONE
+from ecomp.model.record import ERROR, GONE
 from ecomp.scheduler.placing.claim import DeliveryOutcome
 from ecomp.store.client import Store
 

@@ -37,7 +37,7 @@ from ecomp.model.json_object import dump
 from ecomp.model.near import did_you_mean
 from ecomp.model.order import Request, announced, name_to_json, to_json
 from ecomp.model.quota import Quota, charge, refusal, times
-from ecomp.model.stages import ERROR, GONE
+from ecomp.model.record import ERROR, GONE
 from ecomp.placement import allocations, providers
 from ecomp.placement.claiming import claim, in_short, release
 from ecomp.placement.client import Placement
