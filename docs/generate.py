@@ -16,7 +16,6 @@ import textwrap
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from types import ModuleType
 
 import mdserver.conf
 import mdserver.server
@@ -282,11 +281,11 @@ def _nothing_left_out(name: str, config: type, sections: Iterable[Section]) -> N
 # etcd, records, audit, exit codes, faults
 
 
-VALUES: dict[str, ModuleType] = {
+VALUES: dict[str, object] = {
     'The request: /hosts/': order.Request,
     'Its order': order,
     'Power': order.Power,
-    'What waits: /queues/': queue,
+    'What waits: /queues/': queue.QueueEntry,
     'Groups': group,
     'Quotas': quota,
     'Flavors': flavor,

@@ -11,8 +11,7 @@ from ecomp.agent.queue.pulling import Taker
 from ecomp.model import keys
 from ecomp.model.flavor import Flavor
 from ecomp.model.flavor import to_json as flavor_to_json
-from ecomp.model.pull import Place
-from ecomp.model.queue import QueueEntry
+from ecomp.model.queue import Place, QueueEntry
 from ecomp.placement.client import Placement
 from ecomp.scheduler.placing.enqueue import enqueue
 from ecomp.store.client import Store

@@ -22,8 +22,7 @@ from ecomp.model.flavor import Flavor
 from ecomp.model.group import Membership
 from ecomp.model.guest import Guest, GuestSpec
 from ecomp.model.order import Request, to_json
-from ecomp.model.pull import Backlog, backlog_of
-from ecomp.model.queue import QueueEntry
+from ecomp.model.queue import Backlog, QueueEntry, backlog_of
 from ecomp.model.queue import to_json as waiting_to_json
 from ecomp.model.quota import Quota
 from ecomp.model.quota import from_json as quota_from_json

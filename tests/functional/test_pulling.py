@@ -19,8 +19,7 @@ from ecomp.model.flavor import Flavor
 from ecomp.model.flavor import to_json as flavor_to_json
 from ecomp.model.group import LARGEST, Group, Membership
 from ecomp.model.group import to_json as group_to_json
-from ecomp.model.pull import Backlog, Place
-from ecomp.model.queue import QueueEntry, mark_to_json, to_json
+from ecomp.model.queue import Backlog, Place, QueueEntry, mark_to_json, to_json
 from ecomp.model.record import ERROR, Record, from_json
 from ecomp.placement import allocations
 from ecomp.scheduler.changing.destroy import destroy

@@ -21,8 +21,7 @@ from ecomp.model.group import Group, Membership
 from ecomp.model.group import to_json as group_json
 from ecomp.model.order import Power, Request, SetOrder, name_to_json
 from ecomp.model.order import to_json as request_json
-from ecomp.model.pull import Place
-from ecomp.model.queue import QueueEntry
+from ecomp.model.queue import Place, QueueEntry
 from ecomp.model.quota import Quota, counted
 from ecomp.model.quota import to_json as quota_json
 from ecomp.placement import allocations

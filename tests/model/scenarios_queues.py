@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from ecomp.model import keys
-from ecomp.model.circles import FIRST, WIDER, Takers, order, point
 from ecomp.model.group import Membership
+from ecomp.model.queue import FIRST, WIDER, Takers, order, point
 from ecomp.store.client import Delete, Put
 from tests.model.acting import SHAKY, Bounds
 from tests.model.cloud import A, B, C, Cloud, U, V, name_uuid

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ecomp.model import keys
 from ecomp.model.group import Group, Membership
 from ecomp.model.group import to_json as group_json
-from ecomp.model.pull import Place
+from ecomp.model.queue import Place
 from ecomp.scheduler.changing.destroy import destroy
 from ecomp.scheduler.operating.decommission import forget
 from ecomp.scheduler.operating.quotas import limit

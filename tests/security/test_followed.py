@@ -13,8 +13,7 @@ from ecomp.errors import EcompError
 from ecomp.model import keys
 from ecomp.model.flavor import parse_flavor
 from ecomp.model.order import SIZE_LIMIT, Invalid, parse_request
-from ecomp.model.pull import Backlog, InvalidEntry, Place, backlog_of
-from ecomp.model.queue import QueueEntry, to_json
+from ecomp.model.queue import Backlog, InvalidEntry, Place, QueueEntry, backlog_of, to_json
 from ecomp.store import by_h2
 from ecomp.store import cache as keeping
 from ecomp.store import pages as paging

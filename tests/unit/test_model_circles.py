@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ecomp.model import circles, keys
-from ecomp.model.circles import FIRST, WIDER, Takers, among, opens, order, takers_of
+from ecomp.model import keys, queue
 from ecomp.model.hints import Left
+from ecomp.model.queue import FIRST, WIDER, Takers, among, opens, order, takers_of
 from ecomp.store.client import Entry
 
 ONE = {'VCPU': 1, 'MEMORY_MB': 64}
@@ -84,7 +84,7 @@ def test_what_did_not_change_is_not_read_again(monkeypatch: pytest.MonkeyPatch) 
     there = state(**{name: {'queues': True} for name in computes(50)})
     takers = takers_of(there, Takers())
     read: list[object] = []
-    monkeypatch.setattr(circles, 'load_if_object', lambda value: read.append(value) or json.loads(value))
+    monkeypatch.setattr(queue, 'load_if_object', lambda value: read.append(value) or json.loads(value))
     more = takers_of({**there, **state(c7={'queues': False}, new={'queues': True})}, takers)
     assert len(read) == 2
     assert more.points.keys() == {*computes(50), 'new'} - {'c7'}

@@ -10,25 +10,27 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ecomp.model import keys, pull
+from ecomp.model import keys, queue
 from ecomp.model.explain import Provider
 from ecomp.model.flavor import Flavor
 from ecomp.model.group import AFFINITY, ANTI_AFFINITY, Group
 from ecomp.model.inventory import Inventory
-from ecomp.model.pull import (
+from ecomp.model.queue import (
     JITTER,
     LONGEST,
     MOST,
     Backlog,
     Place,
+    QueueEntry,
     backlog_of,
     fits,
+    mark_to_json,
     next_of,
     patience,
     subscribed,
+    to_json,
     widened,
 )
-from ecomp.model.queue import QueueEntry, mark_to_json, to_json
 from ecomp.model.status import DISABLED
 from ecomp.store.client import Entry
 
@@ -84,8 +86,8 @@ def test_a_backlog_has_more_when_somebody_could_take_what_nobody_could_before() 
 
 def test_a_backlog_reads_each_once(monkeypatch: pytest.MonkeyPatch) -> None:
     waiting, read = places(SMALL, LARGE, FAST), list[str]()
-    parse = pull.parse_waiting
-    monkeypatch.setattr(pull, 'parse_waiting', lambda key, value: [read.append(key), parse(key, value)][1])
+    parse = queue.parse_waiting
+    monkeypatch.setattr(queue, 'parse_waiting', lambda key, value: [read.append(key), parse(key, value)][1])
     backlog = backlog_of(state(waiting[:2]), Backlog())
     backlog = backlog_of(state(waiting), backlog)
     backlog = backlog_of(state([waiting[0], Place(9, waiting[1].waiting), waiting[2]]), backlog)

@@ -9,9 +9,8 @@ import pytest
 
 from ecomp.agent.queue.offers import Offers
 from ecomp.model import keys
-from ecomp.model.circles import FIRST, WIDER
 from ecomp.model.flavor import Flavor
-from ecomp.model.queue import QueueEntry, mark_to_json, to_json
+from ecomp.model.queue import FIRST, WIDER, QueueEntry, mark_to_json, to_json
 from ecomp.store.client import Entry
 
 SMALL = Flavor('small', {'VCPU': 1, 'MEMORY_MB': 64, 'DISK_GB': 1})

@@ -9,12 +9,11 @@ import time
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-from ecomp.model import circles
-from ecomp.model.circles import Takers, order, takers_of
+from ecomp.model import queue
 from ecomp.model.cluster import accepted_in
 from ecomp.model.computes import unproven
 from ecomp.model.host import InPlacement
-from ecomp.model.pull import Backlog, Place, backlog_of
+from ecomp.model.queue import Backlog, Place, Takers, backlog_of, order, takers_of
 from ecomp.model.text import some
 from ecomp.placement import providers
 from ecomp.placement.client import Placement
@@ -145,12 +144,12 @@ class Offers:
             if self.backlog is not None and any(key in self.backlog.places and key not in self._open for key in left):
                 told += nudges
             for key, (_, since, numbers) in list(self._open.items()):
-                if circles.among(now - since, len(numbers)) >= len(numbers):
+                if queue.among(now - since, len(numbers)) >= len(numbers):
                     del self._open[key]
                     told += nudges  # also those that nobody sees alive
                     continue
-                told += (each for each in nudges if since + circles.opens(numbers.get(each, len(numbers))) <= now)
-                again = min(again, now + circles.WIDER)
+                told += (each for each in nudges if since + queue.opens(numbers.get(each, len(numbers))) <= now)
+                again = min(again, now + queue.WIDER)
         for compute in dict.fromkeys(told):
             nudges[compute]('more may take what waits')
         return again
@@ -163,7 +162,7 @@ class Offers:
         if offer is None or offer.place is not place:
             return True
         number = offer.order.get(compute, len(offer.order))
-        return offer.since + circles.opens(number) <= time.monotonic()
+        return offer.since + queue.opens(number) <= time.monotonic()
 
     def begin(self, place: Place) -> bool:
         """Try to take it, until end(); False: another compute here is at it."""
@@ -185,7 +184,7 @@ class Offers:
         """How many computes may take it by now."""
         takers, offer = self._takers, self._open.get(place.waiting.key)
         if offer is not None:
-            return circles.among(time.monotonic() - offer.since, len(offer.order))
+            return queue.among(time.monotonic() - offer.since, len(offer.order))
         if takers is None:
             return 1
         return max(takers.with_room(place.waiting.flavor.resources), 1)
@@ -193,8 +192,8 @@ class Offers:
     def _offer(self, key: str, place: Place, now: float) -> list[str]:
         assert self._takers is not None
         numbers = order(place.waiting.instance, place.waiting.flavor.resources, self._takers)
-        if len(numbers) > circles.FIRST:
+        if len(numbers) > queue.FIRST:
             self._open[key] = _Offer(place, now, numbers)
-            self._later(now + circles.WIDER)
-            return [each for each in self._nudges if circles.opens(numbers.get(each, len(numbers))) == 0.0]
+            self._later(now + queue.WIDER)
+            return [each for each in self._nudges if queue.opens(numbers.get(each, len(numbers))) == 0.0]
         return list(self._nudges)

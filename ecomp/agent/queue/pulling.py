@@ -1,7 +1,7 @@
 """Take requests from the flavors' queues for one compute, without a thread of its own.
 
 The compute knows from placement what it has left, and looks again whenever that changes. It takes the oldest request
-that fits and that it may take at this time (ecomp.model.circles), after a delay that grows with its own load, in
+that fits and that it may take at this time (ecomp.model.queue), after a delay that grows with its own load, in
 which emptier computes go first. Where others are faster it takes one of the next few requests: otherwise every
 compute with room would race for every single request.
 
@@ -45,8 +45,18 @@ from ecomp.model.explain import Provider
 from ecomp.model.group import LARGEST, Group, Membership, settle
 from ecomp.model.inventory import Inventory
 from ecomp.model.order import REASON_LIMIT, to_json
-from ecomp.model.pull import Backlog, Place, fits, next_of, patience, subscribed, widened
-from ecomp.model.queue import QueueEntry, mark_to_json, marked_by
+from ecomp.model.queue import (
+    Backlog,
+    Place,
+    QueueEntry,
+    fits,
+    mark_to_json,
+    marked_by,
+    next_of,
+    patience,
+    subscribed,
+    widened,
+)
 from ecomp.model.record import ERROR, GONE, KEPT, Failure, new_record
 from ecomp.model.record import to_json as record_to_json
 from ecomp.model.status import DISABLED
