@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING
 from ecomp.cli.fitting import natural
 from ecomp.cli.formats import STATE, TIME, UUID, Cell, Column, Details, Listing, Row
 from ecomp.model import boots
-from ecomp.model.allocation import NEEDED
+from ecomp.model.allocation import NEEDED, Room
 from ecomp.model.computes import NOBODY, Computes
-from ecomp.model.inventory import Room
 from ecomp.model.order import ASKED, OFF, phase
 from ecomp.model.record import ACTIVE, BUILDING, ERROR, GONE, KEPT, QUEUED, STAGES, STOPPED, Interface, Record, to_dict
 from ecomp.model.text import printable

@@ -8,9 +8,8 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from ecomp.model.allocation import LARGEST, Allocations, Resources, is_amount
+from ecomp.model.allocation import LARGEST, Allocations, Resources, Room, Rooms, is_amount
 from ecomp.model.group import AFFINITY, Group
-from ecomp.model.inventory import Room, Rooms
 
 SPREAD, PACK, RANDOM, FIRST = 'spread', 'pack', 'random', 'first'
 WEIGHS = (SPREAD, PACK, RANDOM, FIRST)

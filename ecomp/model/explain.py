@@ -10,9 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from ecomp.model.allocation import NEEDED, Resources, summed
+from ecomp.model.allocation import NEEDED, Inventory, Resources, summed
 from ecomp.model.group import Group
-from ecomp.model.inventory import Inventory
 from ecomp.model.query import Amount, Constraint, Has, HasNot
 from ecomp.model.status import DISABLED
 

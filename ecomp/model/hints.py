@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
-from ecomp.model.allocation import LARGEST, MOST, Resources, is_amount, is_class, summed
-from ecomp.model.inventory import capacity
+from ecomp.model.allocation import LARGEST, MOST, Resources, capacity, is_amount, is_class, summed
 
 CLASSES = 40
 """Resource classes of one compute, at most: one that names more is not believed."""

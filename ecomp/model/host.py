@@ -6,8 +6,8 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from ecomp.model import keys, status
+from ecomp.model.allocation import Room
 from ecomp.model.computes import NOBODY, Computes, Living
-from ecomp.model.inventory import Room
 from ecomp.model.order import Invalid, Request
 from ecomp.model.record import ACTIVE, BUILDING, DESTROYING, GONE, SCHEDULED, STOPPED, Record
 from ecomp.model.text import some

@@ -10,9 +10,8 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from ecomp.errors import GenerationConflict, PlacementRefusal
-from ecomp.model.allocation import Allocations, parse_allocations, to_wire
+from ecomp.model.allocation import Allocations, Room, parse_allocations, to_wire
 from ecomp.model.choose import Offer
-from ecomp.model.inventory import Room
 from ecomp.model.query import enabled_only
 from ecomp.model.query_check import named
 from ecomp.placement.answers import WRONG, text, whole

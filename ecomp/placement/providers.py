@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from urllib.parse import quote
 
 from ecomp.errors import Conflict, GenerationConflict, NoCapacity, NotFound, UnknownOutcome
-from ecomp.model.inventory import Inventory, Room
+from ecomp.model.allocation import Inventory, Room
 from ecomp.placement.allocations import rooms
 from ecomp.placement.answers import MOST, WRONG, number, text, whole
 from ecomp.placement.client import Placement

@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from ecomp.errors import NotFound
+from ecomp.model.allocation import Inventory
 from ecomp.model.explain import Provider
-from ecomp.model.inventory import Inventory
 from ecomp.model.query import Amount, Constraint, Has, words
 from ecomp.placement.allocations import rooms
 from ecomp.placement.answers import WRONG, text

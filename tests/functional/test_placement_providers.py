@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from ecomp.errors import Conflict, UnknownOutcome
-from ecomp.model.inventory import Room
+from ecomp.model.allocation import Room
 from ecomp.placement import claiming, providers, traits
 from ecomp.placement.client import Placement
 from tests.functional.placement_client import claim, connected, new

@@ -9,9 +9,8 @@ from collections.abc import Collection, Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ecomp.model.allocation import Allocations
+from ecomp.model.allocation import Allocations, Room
 from ecomp.model.choose import FIRST, PACK, RANDOM, SPREAD, WEIGHS, Choice, Offer, choose, distribute, share_left
-from ecomp.model.inventory import Room
 
 COMPUTES = [f'compute-{n}' for n in range(6)]
 ONE = {'VCPU': 1}

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ecomp.model.allocation import LARGEST
+from ecomp.model.allocation import LARGEST, Inventory
 from ecomp.model.explain import (
     Cure,
     Miss,
@@ -19,7 +19,6 @@ from ecomp.model.explain import (
     smallest,
     unexplained,
 )
-from ecomp.model.inventory import Inventory
 from ecomp.model.query import Amount, Has, HasNot, enabled_only, parse, words
 from ecomp.model.status import DISABLED
 

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ecomp.errors import Conflict, UsageError
+from ecomp.model.allocation import Room
 from ecomp.model.choose import SPREAD, WEIGHS, Candidate, Offer, choose, distribute
 from ecomp.model.group import (
     AFFINITY,
@@ -26,7 +27,6 @@ from ecomp.model.group import (
     settle,
     to_json,
 )
-from ecomp.model.inventory import Room
 
 HOSTS = [str(uuid.uuid5(uuid.NAMESPACE_DNS, f'host-{number}')) for number in range(5)]
 MEMBERS = [str(uuid.uuid5(uuid.NAMESPACE_DNS, f'member-{number}')) for number in range(8)]

@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ecomp.model import keys, queue
+from ecomp.model.allocation import Inventory
 from ecomp.model.explain import Provider
 from ecomp.model.flavor import Flavor
 from ecomp.model.group import AFFINITY, ANTI_AFFINITY, Group
-from ecomp.model.inventory import Inventory
 from ecomp.model.queue import (
     JITTER,
     LONGEST,

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import pytest
 
 from ecomp.errors import NoCapacity
+from ecomp.model.allocation import Room
 from ecomp.model.choose import FIRST, PACK, SPREAD, Candidate, Offer
-from ecomp.model.inventory import Room
 from ecomp.model.order import SetOrder
 from ecomp.scheduler.placing.claim import Claimer, Terms
 from ecomp.scheduler.placing.place import SCARCE, Placer

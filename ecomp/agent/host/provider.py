@@ -22,10 +22,9 @@ from ecomp.agent.host.claims import Settled
 from ecomp.errors import EcompError, UsageError
 from ecomp.failpoints import failpoint
 from ecomp.files import write_durably
-from ecomp.model import inventory as model
+from ecomp.model import allocation as model
 from ecomp.model import status
-from ecomp.model.allocation import GIB, MIB, NEEDED
-from ecomp.model.inventory import capacity
+from ecomp.model.allocation import GIB, MIB, NEEDED, capacity
 from ecomp.model.json_object import load_object
 from ecomp.model.query_check import Named
 from ecomp.placement import providers, traits

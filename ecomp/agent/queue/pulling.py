@@ -39,11 +39,10 @@ from ecomp.errors import (
 )
 from ecomp.failpoints import failpoint
 from ecomp.model import keys
-from ecomp.model.allocation import compute_of, summed
+from ecomp.model.allocation import Inventory, compute_of, summed
 from ecomp.model.backoff import Backoff
 from ecomp.model.explain import Provider
 from ecomp.model.group import LARGEST, Group, Membership, settle
-from ecomp.model.inventory import Inventory
 from ecomp.model.order import REASON_LIMIT, to_json
 from ecomp.model.queue import (
     Backlog,

@@ -17,10 +17,9 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from ecomp.errors import NoCapacity, TooFew, UsageError
-from ecomp.model.allocation import Allocations, missing, total
+from ecomp.model.allocation import Allocations, Room, Rooms, missing, total
 from ecomp.model.choose import FIRST, SPREAD, Candidate, Choice, Offer, choose, distribute
 from ecomp.model.group import AFFINITY, Group
-from ecomp.model.inventory import Room, Rooms
 from ecomp.model.order import SetOrder
 from ecomp.placement.client import Placement
 from ecomp.scheduler.looking.hosts import computes
