@@ -17,8 +17,7 @@ from typing import Any, TypeVar
 from ecomp import config_path
 from ecomp.errors import UsageError
 from ecomp.model.json_object import dump
-from ecomp.model.near import did_you_mean
-from ecomp.model.text import escaped
+from ecomp.model.text import did_you_mean, escaped
 from ecomp.yaml_plain import Node as Node
 from ecomp.yaml_plain import plain
 

@@ -12,9 +12,8 @@ from ecomp.cli.reading import HELP, find_info_option, read
 from ecomp.cli.words import is_image
 from ecomp.errors import UsageError
 from ecomp.model.command_names import BY_MODULE
-from ecomp.model.names import PREFIX
 from ecomp.model.record import STAGES
-from ecomp.model.text import printable
+from ecomp.model.text import PREFIX, printable
 
 FAMILIES: Mapping[str, Sequence[str]] = {
     'New instances': ('create',),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 
-from ecomp.model.near import near
+from ecomp.model.text import near
 
 CREATE = "create 'resources=…' [IMAGE_URL]"
 DESTROY = 'destroy'

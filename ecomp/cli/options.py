@@ -12,9 +12,8 @@ from ecomp.errors import UsageError
 from ecomp.model import boots
 from ecomp.model.choose import WEIGHS
 from ecomp.model.group import POLICIES, Membership, check_group_name
-from ecomp.model.names import check_name
-from ecomp.model.near import did_you_mean
 from ecomp.model.record import QUEUED, STAGES, STATES
+from ecomp.model.text import check_name, did_you_mean
 
 TABLE, JSON, YAML, CSV, VALUE = FORMS = ('table', 'json', 'yaml', 'csv', 'value')
 """What -f takes."""

@@ -8,7 +8,7 @@ from typing import Any
 
 from ecomp.cli.options import OPTIONS, Option, Options
 from ecomp.errors import UsageError
-from ecomp.model.near import did_you_mean
+from ecomp.model.text import did_you_mean
 
 HELP, VERSION = 'help', 'version'
 """What may be asked in place of a command, by an option that goes with every line."""

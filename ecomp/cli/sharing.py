@@ -11,8 +11,7 @@ from ecomp.cli.terminal import each_of
 from ecomp.cli.words import flavor_and_query, names, nothing, project_and_limits
 from ecomp.errors import NotFound
 from ecomp.model import keys
-from ecomp.model.near import did_you_mean
-from ecomp.model.text import printable
+from ecomp.model.text import did_you_mean, printable
 
 if TYPE_CHECKING:
     from ecomp.model.group import Group

@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 
 from ecomp.errors import UsageError
 from ecomp.model import keys
-from ecomp.model.names import is_name, uuid_prefix
 from ecomp.model.reach import check_user
+from ecomp.model.text import is_name, uuid_prefix
 
 LONGEST_PROJECT = 255
 """Characters of a project's id, placement's own limit: a longer one is a UsageError."""

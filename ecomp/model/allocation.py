@@ -15,6 +15,7 @@ from ecomp.model.json_object import is_text
 LARGEST = 2**31 - 1
 """The largest amount of one class; above it placement refuses (its schema's maximum)."""
 
+
 class Room(NamedTuple):
     """Of one class of a provider: what can be given in all, and what is given.
 

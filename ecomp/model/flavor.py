@@ -13,7 +13,7 @@ from typing import Any
 
 from ecomp.model.allocation import LARGEST, Resources, is_class
 from ecomp.model.json_object import DIGITS, dump, is_version, load_object
-from ecomp.model.names import check_plain
+from ecomp.model.text import check_plain
 
 VERSION = 1
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from ecomp.errors import Conflict, UsageError
 from ecomp.model import keys
 from ecomp.model.json_object import dump, is_version, load_object
-from ecomp.model.names import check_plain
+from ecomp.model.text import check_plain
 
 VERSION = 1
 AFFINITY, ANTI_AFFINITY = 'affinity', 'anti-affinity'

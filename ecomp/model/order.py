@@ -34,8 +34,7 @@ from ecomp.model.group import Membership, membership_from
 from ecomp.model.guest_data import USER_DATA_LIMIT, SharedUserData
 from ecomp.model.image import check_image
 from ecomp.model.json_object import dump, is_version, load_object
-from ecomp.model.names import is_label
-from ecomp.model.text import printable
+from ecomp.model.text import is_label, printable
 
 STOP, START, REBOOT = ACTIONS = ('stop', 'start', 'reboot')
 ASKED, OFF = 'asked', 'off'

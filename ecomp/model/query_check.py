@@ -12,7 +12,7 @@ from urllib.parse import parse_qsl
 
 from ecomp.model.allocation import LARGEST, NEEDED, is_class
 from ecomp.model.json_object import DIGITS
-from ecomp.model.near import did_you_mean
+from ecomp.model.text import did_you_mean
 
 GROUPED = ('resources', 'required', 'member_of', 'in_tree')
 """The parameters that may have a suffix, which makes a granular group of them."""

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from ecomp.model.allocation import LARGEST, MOST, NEEDED, Resources, is_amount, is_class, summed
 from ecomp.model.json_object import DIGITS, dump, is_version, load_object
-from ecomp.model.near import did_you_mean
 from ecomp.model.order import Invalid, Request
 from ecomp.model.record import ERROR, GONE
+from ecomp.model.text import did_you_mean
 
 if TYPE_CHECKING:
     from ecomp.model.record import Record

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from ecomp.cli.commands import COMMANDS, PLANNED
 from ecomp.model.command_names import RESERVED
-from ecomp.model.names import check_name, is_label, is_name, uuid_prefix
+from ecomp.model.text import check_name, is_label, is_name, uuid_prefix
 
 UUID = 'd578fb7c-7787-4e73-b69a-a7b3ef9bf73a'
 HEXADECIMAL = ['cafe', 'db1', 'db-1', 'dc1', '7', 'dead-beef', 'd578fb7c', UUID[:-1]]

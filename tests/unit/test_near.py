@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ecomp.model.near import did_you_mean, near
+from ecomp.model.text import did_you_mean, near
 
 CLASSES = ('VCPU', 'MEMORY_MB', 'DISK_GB', 'VGPU', 'instances')
 

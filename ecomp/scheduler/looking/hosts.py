@@ -9,11 +9,9 @@ from typing import TYPE_CHECKING, NamedTuple
 from ecomp.errors import Conflict, EcompError, NotFound, UsageError
 from ecomp.model import keys
 from ecomp.model.computes import Computes, computes_of
-from ecomp.model.names import uuid_prefix
-from ecomp.model.near import did_you_mean
 from ecomp.model.order import Invalid, Request, parse_request
 from ecomp.model.record import Record
-from ecomp.model.text import printable, some
+from ecomp.model.text import did_you_mean, printable, some, uuid_prefix
 from ecomp.scheduler.looking.find import read_record
 from ecomp.store.client import Entry, Store
 from ecomp.store.places import everywhere

@@ -9,11 +9,10 @@ from ipaddress import AddressValueError, IPv4Address
 
 from ecomp.errors import Conflict, EcompError, NotFound, StillGoing
 from ecomp.model import keys
-from ecomp.model.names import is_name
 from ecomp.model.order import named
 from ecomp.model.reach import console_file, is_host_name
 from ecomp.model.record import ACTIVE, BUILDING, QUEUED, SCHEDULED, Interface, Record
-from ecomp.model.text import printable
+from ecomp.model.text import is_name, printable
 from ecomp.model.waits import waits_for
 from ecomp.scheduler.looking.find import living
 from ecomp.scheduler.looking.hosts import computes

@@ -10,8 +10,7 @@ from ecomp.errors import EcompError, NotFound, UnknownOutcome, Unreachable, Unre
 from ecomp.model import keys
 from ecomp.model.allocation import missing
 from ecomp.model.flavor import Flavor, check_flavor_name, from_json, on_top, parse_flavor, to_json
-from ecomp.model.near import did_you_mean
-from ecomp.model.text import printable
+from ecomp.model.text import did_you_mean, printable
 from ecomp.store.client import Delete, Entry, Put, Store, Unchanged
 
 if TYPE_CHECKING:

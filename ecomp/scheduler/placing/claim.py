@@ -34,10 +34,10 @@ from ecomp.model.choose import Candidate
 from ecomp.model.group import Group, Membership, settle
 from ecomp.model.guest_data import SharedUserData
 from ecomp.model.json_object import dump
-from ecomp.model.near import did_you_mean
 from ecomp.model.order import Request, announced, name_to_json, to_json
 from ecomp.model.quota import Quota, charge, refusal, times
 from ecomp.model.record import ERROR, GONE
+from ecomp.model.text import did_you_mean
 from ecomp.placement import allocations, providers
 from ecomp.placement.claiming import claim, in_short, release
 from ecomp.placement.client import Placement
