@@ -16,8 +16,8 @@ from ecomp.endpoints import EtcdConfig, PlacementConfig, etcd_of, placement_of, 
 from ecomp.errors import UsageError
 from ecomp.model import keys
 from ecomp.model.allocation import is_class
+from ecomp.model.guest import DEFAULT_NETWORKS, MOST_INTERFACES, Attachment
 from ecomp.model.image import check_source
-from ecomp.model.network import DEFAULT_NETWORKS, MOST_INTERFACES, Attachment
 from ecomp.yaml_file import (
     Node,
     Section,

@@ -173,7 +173,7 @@ def _waited(do: Context, begun: Sequence[Mapping[str, str | None]]) -> int:
 
 def _enqueue(do: Context, order: Order) -> int:
     """Put it into its flavor's queue: placement is neither asked nor loaded."""
-    from ecomp.model.guest_data import SharedUserData
+    from ecomp.model.guest import SharedUserData
     from ecomp.model.queue import QueueEntry
     from ecomp.scheduler.looking.find import find
     from ecomp.scheduler.placing.enqueue import enqueue, flavor_of_etcd, has_taker

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ecomp.conf import ScheduleConfig
 from ecomp.errors import UsageError
-from ecomp.model.guest_data import KEYS_LIMIT, USER_DATA_LIMIT, check_user_data, looks_unknown, public_keys, unpacked
+from ecomp.model.guest import KEYS_LIMIT, USER_DATA_LIMIT, check_user_data, looks_unknown, public_keys, unpacked
 from ecomp.model.json_object import dump
 from ecomp.model.text import printable
 

@@ -19,7 +19,7 @@ from ecomp.lab import machine, namespaces
 from ecomp.lab.network import ETCD_PORT, backends_yaml, network_xml, share, with_less
 from ecomp.lab.state import Lab
 from ecomp.model.allocation import GIB, MIB
-from ecomp.model.guest_data import public_key
+from ecomp.model.guest import public_key
 from ecomp.model.keys import COMPUTES
 from ecomp.store.client import Store
 

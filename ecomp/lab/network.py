@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from ipaddress import IPv4Address, IPv4Network
 
 from ecomp.errors import EcompError, UsageError
-from ecomp.model.network import METADATA_ADDRESS
+from ecomp.model.guest import METADATA_ADDRESS
 
 MOST_HOSTS = 64  # of one lab; more are refused
 CONTROL = 'control'

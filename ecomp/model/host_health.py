@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from ecomp.model.guest import Attachment
 from ecomp.model.health import LEAST_DISK, OLDEST_LIBVIRT, Ailment, Found
-from ecomp.model.network import Attachment
 
 THERE, OFF, MISSING = 'there', 'off', 'missing'
 """What a network or a bridge can be."""

@@ -31,7 +31,7 @@ from ecomp.model.allocation import (
 )
 from ecomp.model.choose import SPREAD, Why, why_from
 from ecomp.model.group import Membership, membership_from
-from ecomp.model.guest_data import USER_DATA_LIMIT, SharedUserData
+from ecomp.model.guest import USER_DATA_LIMIT, SharedUserData
 from ecomp.model.image import check_image
 from ecomp.model.json_object import dump, is_version, load_object
 from ecomp.model.text import is_label, printable

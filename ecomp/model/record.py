@@ -31,7 +31,7 @@ from ecomp.model.allocation import LARGEST, Resources, is_amount
 from ecomp.model.boots import Boot, Boots
 from ecomp.model.choose import Why, why_from
 from ecomp.model.group import Membership
-from ecomp.model.guest_word import GuestFailure, failed, host_keys
+from ecomp.model.guest import GuestFailure, failed, host_keys
 from ecomp.model.json_object import dump, is_version, load_object
 from ecomp.model.order import FIELDS, REASON_LIMIT, Invalid, Order, Request
 from ecomp.model.text import printable

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ecomp.model.guest_word import GuestFailure
+from ecomp.model.guest import GuestFailure
 from ecomp.model.record import QUEUED, STAGES, STOPPED, Record
 from ecomp.model.text import printable
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from ecomp.errors import EcompError
 from ecomp.files import search_path
-from ecomp.model.network import METADATA_ADDRESS
+from ecomp.model.guest import METADATA_ADDRESS
 
 log = logging.getLogger(__name__)
 

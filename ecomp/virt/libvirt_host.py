@@ -9,8 +9,7 @@ from functools import partial
 from pathlib import Path
 
 from ecomp.errors import BuildFailed, Conflict, EcompError, Unreachable, UsageError
-from ecomp.model.guest import UNPLUGGED, Address, Guest, GuestSpec
-from ecomp.model.network import DEFAULT_NETWORKS, Attachment
+from ecomp.model.guest import DEFAULT_NETWORKS, UNPLUGGED, Address, Attachment, Guest, GuestSpec
 from ecomp.virt import access, ip, networks, xml
 from ecomp.virt.connection import Connection, libvirt
 from ecomp.virt.domains import Agents, Domains

@@ -13,8 +13,7 @@ from typing import Any
 from ecomp.errors import BuildFailed, EcompError, UsageError
 from ecomp.files import watch
 from ecomp.model import keys
-from ecomp.model.guest import Address, ReservedAddress, all_macs, same_mac
-from ecomp.model.network import Attachment
+from ecomp.model.guest import Address, Attachment, ReservedAddress, all_macs, same_mac
 from ecomp.model.record import timestamp
 from ecomp.virt import dhcp
 from ecomp.virt.connection import Connection, Ignored, building, libvirt

@@ -11,8 +11,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ecomp.model.guest import GuestSpec
-from ecomp.model.network import METADATA_ADDRESS, Attachment
+from ecomp.model.guest import METADATA_ADDRESS, Attachment, GuestSpec
 from ecomp.virt import filter_xml
 from ecomp.virt.filter_xml import Service
 

@@ -20,8 +20,7 @@ from ecomp.agent.instance.pool import FakeImages, Inline
 from ecomp.agent.instance.records import Superseded
 from ecomp.conf import EtcdConfig
 from ecomp.model import keys
-from ecomp.model.guest import Address, Guest, mac_address
-from ecomp.model.network import DEFAULT_NETWORKS
+from ecomp.model.guest import DEFAULT_NETWORKS, Address, Guest, mac_address
 from ecomp.model.order import Power, Request, to_json
 from ecomp.model.record import ACTIVE, BUILDING, STOPPED, Interface, Record
 from ecomp.model.record import to_json as record_json

@@ -12,8 +12,7 @@ from ipaddress import IPv4Address
 
 import pytest
 
-from ecomp.model.guest import GuestSpec
-from ecomp.model.network import DEFAULT_NETWORKS, Attachment
+from ecomp.model.guest import DEFAULT_NETWORKS, Attachment, GuestSpec
 from tests.functional.guest import COMPUTE, build
 from tests.functional.libvirt_host import LibvirtHost
 from tests.kit.servers import until

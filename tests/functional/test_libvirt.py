@@ -21,8 +21,7 @@ from uuid import uuid4
 import pytest
 
 from ecomp.errors import BuildFailed, Conflict, EcompError, Unreachable, UsageError
-from ecomp.model.guest import PAUSED, Guest, GuestSpec
-from ecomp.model.network import DEFAULT_NETWORKS, Attachment
+from ecomp.model.guest import DEFAULT_NETWORKS, PAUSED, Attachment, Guest, GuestSpec
 from tests.functional.guest import COMPUTE, FOREIGN, build
 from tests.functional.libvirt_host import LibvirtHost
 from tests.kit.servers import until

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from ecomp.agent.host.metadata import GuestData
-from ecomp.model.network import network_config
+from ecomp.model.guest import network_config
 from tests.functional.mdservers import (
     AS_MODULE,
     KEY,

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from ecomp.agent.host.metadata import GuestData
-from ecomp.model.guest_data import USER_DATA_LIMIT
+from ecomp.model.guest import USER_DATA_LIMIT
 from tests.functional.mdservers import (
     KEY,
     MAC_A,

@@ -12,8 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from ecomp.model.guest import UNPLUGGED, GuestSpec
-from ecomp.model.network import Attachment
+from ecomp.model.guest import UNPLUGGED, Attachment, GuestSpec
 from tests.functional.guest import COMPUTE, build
 from tests.functional.libvirt_host import LibvirtHost
 

@@ -16,7 +16,7 @@ import pytest
 from mdserver import metadata, server
 
 from ecomp.agent.host.metadata import GuestData
-from ecomp.model.guest_word import GuestFailure, GuestWord
+from ecomp.model.guest import GuestFailure, GuestWord
 from ecomp.virt.xml import seed_url
 from tests.kit.servers import TOP, until
 

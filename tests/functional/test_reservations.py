@@ -25,8 +25,7 @@ from mdserver.guests import Forged
 
 from ecomp.errors import BuildFailed
 from ecomp.model.findings import CODES
-from ecomp.model.guest import Address, GuestSpec, ReservedAddress, all_macs, mac_address
-from ecomp.model.network import DEFAULT_NETWORKS, Attachment
+from ecomp.model.guest import DEFAULT_NETWORKS, Address, Attachment, GuestSpec, ReservedAddress, all_macs, mac_address
 from tests.functional.guest import build
 from tests.functional.libvirt_host import LibvirtHost
 from tests.kit.servers import until

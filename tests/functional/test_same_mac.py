@@ -11,8 +11,7 @@ import pytest
 from ecomp.agent.host.metadata import GuestData
 from ecomp.errors import BuildFailed
 from ecomp.files import write_durably
-from ecomp.model.guest import all_macs, mac_address
-from ecomp.model.network import Attachment
+from ecomp.model.guest import Attachment, all_macs, mac_address
 from ecomp.model.order import Request
 from ecomp.model.record import ACTIVE, ERROR
 from tests.functional.cloud import Cloud

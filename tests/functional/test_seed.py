@@ -15,8 +15,7 @@ import pytest
 
 from ecomp.agent.host.metadata import GuestData, seed
 from ecomp.errors import BuildFailed
-from ecomp.model.guest import all_macs
-from ecomp.model.network import network_config
+from ecomp.model.guest import all_macs, network_config
 from ecomp.model.order import Request
 from ecomp.virt.volumes import Seeds
 

@@ -13,7 +13,7 @@ from ecomp.errors import Denied, EcompError, NoSpace, UnknownOutcome, Unreachabl
 from ecomp.model import keys
 from ecomp.model.group import Group, Membership
 from ecomp.model.group import to_json as group_to_json
-from ecomp.model.guest_data import SharedUserData
+from ecomp.model.guest import SharedUserData
 from ecomp.model.order import Request
 from ecomp.model.quota import Quota
 from ecomp.model.quota import from_json as quota_from_json

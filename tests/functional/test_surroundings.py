@@ -14,7 +14,7 @@ from ecomp.agent.instance.pool import FakeImages, Inline
 from ecomp.conf import EtcdConfig
 from ecomp.errors import PlacementRefusal
 from ecomp.model import keys
-from ecomp.model.network import DEFAULT_NETWORKS
+from ecomp.model.guest import DEFAULT_NETWORKS
 from ecomp.model.record import ACTIVE, BUILDING, ERROR, Record, from_json, to_json
 from ecomp.placement import allocations
 from ecomp.placement.client import Placement

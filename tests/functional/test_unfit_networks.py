@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from ecomp.errors import BuildFailed, UsageError
-from ecomp.model.guest import GuestSpec
-from ecomp.model.network import DEFAULT_NETWORKS, Attachment
+from ecomp.model.guest import DEFAULT_NETWORKS, Attachment, GuestSpec
 from tests.functional.libvirt_host import LibvirtHost
 
 pytest.importorskip('libvirt', reason="libvirt-python is not installed: pip install '.[hypervisor]'")

@@ -11,8 +11,7 @@ from uuid import uuid4
 import pytest
 
 from ecomp.errors import BuildFailed, Conflict, Unreachable
-from ecomp.model.guest import GuestSpec
-from ecomp.model.network import Attachment
+from ecomp.model.guest import Attachment, GuestSpec
 from tests.functional.guest import COMPUTE, FOREIGN, MakeSpec, build
 from tests.functional.libvirt_host import LibvirtHost
 

@@ -14,7 +14,7 @@ from ecomp.agent.instance.instances import ControlPlane, Host, Instances, Shape
 from ecomp.agent.instance.pool import FakeImages, Inline
 from ecomp.agent.planner import Planner, Work
 from ecomp.model import keys
-from ecomp.model.network import DEFAULT_NETWORKS, Attachment
+from ecomp.model.guest import DEFAULT_NETWORKS, Attachment
 from ecomp.model.record import Record
 from ecomp.virt.fake import FakeHypervisor
 from tests.functional.cloud import Cloud

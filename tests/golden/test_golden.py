@@ -21,7 +21,7 @@ from ecomp import errors
 from ecomp.cli import create
 from ecomp.cli.command import Context
 from ecomp.errors import Unreachable
-from ecomp.model import cluster, digest, flavor, group, guest_data, keys, order, queue, quota, record
+from ecomp.model import cluster, digest, flavor, group, guest, keys, order, queue, quota, record
 from ecomp.model.findings import CODES
 from ecomp.store import released
 from ecomp.store.client import Store
@@ -219,7 +219,7 @@ def waiting(key: str, value: bytes) -> str:
 
 
 def user_data(key: str, value: bytes) -> str:
-    return guest_data.SharedUserData.of(guest_data.shared_user_data(value, keys.last(key))).text
+    return guest.SharedUserData.of(guest.shared_user_data(value, keys.last(key))).text
 
 
 AGAIN: dict[str, Callable[[str, bytes], str]] = {

@@ -6,7 +6,7 @@ import base64
 import json
 from typing import Any
 
-from ecomp.model.guest_data import USER_DATA_LIMIT
+from ecomp.model.guest import USER_DATA_LIMIT
 from ecomp.model.order import SIZE_LIMIT
 
 COMPUTE = 'b8756be5-a30d-4311-920c-0ad996367a8e'

@@ -25,8 +25,7 @@ from ecomp.agent.queue.pulling import Puller, Taker
 from ecomp.errors import EcompError
 from ecomp.model import keys
 from ecomp.model.digest import Digest
-from ecomp.model.guest import Address, Guest, GuestSpec
-from ecomp.model.network import DEFAULT_NETWORKS
+from ecomp.model.guest import DEFAULT_NETWORKS, Address, Guest, GuestSpec
 from ecomp.placement.allocations import Consumer
 from ecomp.store.lease import Lease
 from ecomp.store.presence import SECONDS, Presence

@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from ecomp.agent.host.metadata import USER
-from ecomp.model.network import network_config
+from ecomp.model.guest import network_config
 from tests.kit.lab import BOOT, Lab, answers, running
 from tests.kit.lab_fixtures import KEY
 from tests.kit.servers import until

@@ -25,8 +25,7 @@ from ecomp.model.allocation import MOST, difference
 from ecomp.model.audit import audit
 from ecomp.model.computes import NOBODY, Computes, living_in
 from ecomp.model.group import Group, Membership
-from ecomp.model.guest import Guest
-from ecomp.model.guest_data import SharedUserData, shared_user_data
+from ecomp.model.guest import Guest, SharedUserData, shared_user_data
 from ecomp.model.host import InEtcd, hosts
 from ecomp.model.order import SIZE_LIMIT, Invalid, Power, Request
 from ecomp.model.planes import KeyValue, Planes, ProviderState, involved

@@ -14,7 +14,7 @@ from ecomp.conf import EtcdConfig
 from ecomp.model import digest, flavor, group, keys, order, queue, quota
 from ecomp.model.allocation import LARGEST, MOST
 from ecomp.model.choose import Why
-from ecomp.model.guest_data import SharedUserData, shared_user_data
+from ecomp.model.guest import SharedUserData, shared_user_data
 from ecomp.model.json_object import DEPTH, VALUE_LIMIT, dump, load_object
 from ecomp.model.order import SIZE_LIMIT, Invalid, Request, parse_request
 from ecomp.model.record import ACTIVE, Record, new_record

@@ -30,8 +30,8 @@ from ecomp.conf import (
 )
 from ecomp.endpoints import in_clear
 from ecomp.errors import UsageError
+from ecomp.model.guest import Attachment
 from ecomp.model.image import check_image, pinned
-from ecomp.model.network import Attachment
 from tests.unit.conf_text import UUID
 
 TOP = Path(__file__).resolve().parents[2]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ecomp.cli.given import user_data
-from ecomp.model.guest_data import UNPACKED_LIMIT
+from ecomp.model.guest import UNPACKED_LIMIT
 
 SAYS = 'begins with #cloud-config, but '
 UNKNOWN = 'does not begin with #cloud-config, #! or a MIME header, so cloud-init passes over it'

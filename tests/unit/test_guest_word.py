@@ -13,7 +13,7 @@ from jsonschema import Draft202012Validator
 from mdserver import metadata
 
 from docs.shapes import RECORD
-from ecomp.model.guest_word import MOST_KEYS, GuestFailure, GuestWord, host_keys, parse_word
+from ecomp.model.guest import MOST_KEYS, GuestFailure, GuestWord, host_keys, parse_word
 from ecomp.model.record import ACTIVE, Record, from_json, to_dict, to_json
 
 INSTANCE, COMPUTE = 'd578fb7c-7787-4e73-b69a-a7b3ef9bf73a', 'b8756be5-a30d-4311-920c-0ad996367a8e'

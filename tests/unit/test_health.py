@@ -11,11 +11,11 @@ import pytest
 
 from ecomp.model import health, host_health
 from ecomp.model.certificate import ends
+from ecomp.model.guest import Attachment
 from ecomp.model.health import Ailment, Backends, Certificate
 from ecomp.model.health import ComputeFacts as Facts
 from ecomp.model.host import CLOSED, ORPHANED, SILENT, UP, Host
 from ecomp.model.host_health import MISSING, OFF, THERE, Libvirt, Machine, StateDirectory
-from ecomp.model.network import Attachment
 from ecomp.store.transport import tls_reason
 from ecomp.tls import SENTENCES, TlsFailure
 from tests.kit.certificates import Authority

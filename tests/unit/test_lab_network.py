@@ -23,7 +23,7 @@ from ecomp.lab.network import (
     routed_networks,
     share,
 )
-from ecomp.model.network import METADATA_ADDRESS
+from ecomp.model.guest import METADATA_ADDRESS
 
 UUID = '8f14e45f-ceea-567f-a2b1-6d2b3c4d5e6f'
 

@@ -10,8 +10,7 @@ import pytest
 
 from ecomp.agent.instance.plan import news, pending, unready
 from ecomp.model.boots import AFTER_HOST, BY_HAND, CREATED, KEPT, Boot, numbered, off_until, parse
-from ecomp.model.guest import Address
-from ecomp.model.guest_word import GuestFailure
+from ecomp.model.guest import Address, GuestFailure
 from ecomp.model.order import Power
 from ecomp.model.record import ACTIVE, GONE, STOPPED, Interface, Record, from_json, to_json
 from ecomp.scheduler.changing.wait import is_before_boot, is_pending

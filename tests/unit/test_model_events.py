@@ -17,7 +17,7 @@ from ecomp.model import flavor, group, keys, queue, quota
 from ecomp.model import order as requests
 from ecomp.model.events import KINDS, LONGEST, Change, as_object, told
 from ecomp.model.flavor import parse_flavor
-from ecomp.model.guest_word import GuestFailure
+from ecomp.model.guest import GuestFailure
 from ecomp.model.order import Power, Request, name_to_json
 from ecomp.model.queue import QueueEntry, mark_to_json
 from ecomp.model.record import ACTIVE, BUILDING, ERROR, GONE, SCHEDULED, Failure, Interface, Progress, Record, to_json

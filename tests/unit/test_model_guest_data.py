@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ecomp.model.guest_data import (
+from ecomp.model.guest import (
     USER_DATA_LIMIT,
     SharedUserData,
     check_user_data,

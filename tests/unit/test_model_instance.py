@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from ecomp.model import keys
 from ecomp.model.choose import Why
 from ecomp.model.group import ANTI_AFFINITY, Membership
-from ecomp.model.guest_data import KEYS_LIMIT, USER_DATA_LIMIT
+from ecomp.model.guest import KEYS_LIMIT, USER_DATA_LIMIT
 from ecomp.model.order import (
     SIZE_LIMIT,
     Invalid,

@@ -8,8 +8,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ecomp.model.guest import mac_address
-from ecomp.model.network import MOST_INTERFACES, network_config
+from ecomp.model.guest import MOST_INTERFACES, mac_address, network_config
 
 INSTANCE = 'd578fb7c-7787-4e73-b69a-a7b3ef9bf73a'
 

@@ -32,12 +32,12 @@ from ecomp.model.guest import (
     Address,
     Attachment,
     Guest,
+    GuestFailure,
     GuestSpec,
     all_macs,
     mac_address,
 )
 from ecomp.model.guest import BaseImage as Base
-from ecomp.model.guest_word import GuestFailure
 from ecomp.model.order import Invalid, Request
 from ecomp.model.record import (
     ACTIVE,

@@ -14,7 +14,7 @@ from ecomp.cli.show import COLUMNS, as_detail, as_list, no_address
 from ecomp.model.boots import Boot
 from ecomp.model.computes import Computes, Living
 from ecomp.model.group import Membership
-from ecomp.model.guest_word import GuestFailure
+from ecomp.model.guest import GuestFailure
 from ecomp.model.record import (
     ACTIVE,
     BUILDING,

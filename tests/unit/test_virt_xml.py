@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ecomp.model.guest import BaseImage, GuestSpec
-from ecomp.model.network import Attachment
+from ecomp.model.guest import Attachment, BaseImage, GuestSpec
 from ecomp.virt import image, xml
 from ecomp.virt.filter_xml import Service
 

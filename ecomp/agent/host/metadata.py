@@ -24,9 +24,7 @@ from ecomp import config_path
 from ecomp.compute_conf import ComputeConfig
 from ecomp.errors import BuildFailed, EcompError, UsageError
 from ecomp.files import watch, write_durably
-from ecomp.model.guest import same_mac
-from ecomp.model.guest_word import GuestWord, parse_word
-from ecomp.model.network import METADATA_ADDRESS, network_config
+from ecomp.model.guest import METADATA_ADDRESS, GuestWord, network_config, parse_word, same_mac
 from ecomp.model.order import REASON_LIMIT, Request
 from ecomp.model.text import printable
 

@@ -25,9 +25,16 @@ from ecomp.failpoints import failpoint
 from ecomp.model import keys
 from ecomp.model.allocation import difference, to_wire, total
 from ecomp.model.boots import CREATED
-from ecomp.model.guest import REFUSED_METADATA, Address, BaseImage, Guest, GuestSpec, all_macs
-from ecomp.model.guest_data import shared_user_data
-from ecomp.model.network import Attachment
+from ecomp.model.guest import (
+    REFUSED_METADATA,
+    Address,
+    Attachment,
+    BaseImage,
+    Guest,
+    GuestSpec,
+    all_macs,
+    shared_user_data,
+)
 from ecomp.model.order import Invalid, Request, Shares, parse_request, shares
 from ecomp.model.record import (
     ACTIVE,

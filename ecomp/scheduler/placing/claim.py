@@ -32,7 +32,7 @@ from ecomp.model import keys
 from ecomp.model.allocation import Allocations, Resources
 from ecomp.model.choose import Candidate
 from ecomp.model.group import Group, Membership, settle
-from ecomp.model.guest_data import SharedUserData
+from ecomp.model.guest import SharedUserData
 from ecomp.model.json_object import dump
 from ecomp.model.order import Request, announced, name_to_json, to_json
 from ecomp.model.quota import Quota, charge, refusal, times
