@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from ecomp.conf import EtcdConfig, PlacementConfig
 from ecomp.lab import control
 from ecomp.lab.machine import end
-from ecomp.model import hints, keys
+from ecomp.model import host, keys
 from ecomp.model.json_object import dump
 from ecomp.placement import providers
 from ecomp.placement.client import Placement
@@ -86,7 +86,7 @@ def secured(computes: int) -> Iterator[Secured]:
             compute = str(uuid.uuid4())
             providers.ensure(placement, compute)
             providers.set_inventory(placement, compute, LARGE)
-            says = {'version': '1.0.0', 'hostname': 'pretended', 'room': hints.said(LARGE, [])}
+            says = {'version': '1.0.0', 'hostname': 'pretended', 'room': host.said(LARGE, [])}
             store.commit([], [Put(keys.compute(compute), dump(says), lease)])
         shown = ['--cacert', str(certs / 'ca.crt'), '--cert', str(client[0]), '--key', str(client[1])]
         yield Secured(etcd.endpoint, url, config, store, shown, (certs / 'token').read_text())

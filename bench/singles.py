@@ -30,7 +30,7 @@ from bench.cluster import Counting, Postgres  # noqa: E402
 from bench.comparison import Requesters, numbers  # noqa: E402
 from bench.result import Result, arguments, asked, paired, tell  # noqa: E402
 from ecomp.conf import EtcdConfig  # noqa: E402
-from ecomp.model import hints, keys  # noqa: E402
+from ecomp.model import host, keys  # noqa: E402
 from ecomp.model.json_object import dump  # noqa: E402
 from ecomp.store.client import Put, Store  # noqa: E402
 from tests.kit.commands import write_config  # noqa: E402
@@ -106,7 +106,7 @@ class Pretended:
         for start in range(0, len(changed), 100):
             puts = []
             for each in changed[start : start + 100]:
-                room = hints.said(self.inventory, [{name: amount * self.used[each] for name, amount in EACH.items()}])
+                room = host.said(self.inventory, [{name: amount * self.used[each] for name, amount in EACH.items()}])
                 value = dump({'token': 'x', 'hostname': each[:8], 'room': room})
                 puts.append(Put(keys.compute(each), value, self._lease))
                 self._said[each] = self.used[each]

@@ -9,8 +9,7 @@ from pathlib import Path
 from ecomp.conf import EtcdConfig, PlacementConfig
 from ecomp.endpoints import open_secrets
 from ecomp.errors import EcompError, NoSpace
-from ecomp.model.certificate import ends
-from ecomp.model.health import Backends, Certificate
+from ecomp.model.health import Backends, Certificate, ends
 from ecomp.placement.client import Placement
 from ecomp.store.client import Store
 

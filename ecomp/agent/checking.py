@@ -12,7 +12,7 @@ from ecomp.agent.host import metadata, provider
 from ecomp.agent.host.provider import check_names
 from ecomp.compute_conf import ComputeConfig
 from ecomp.errors import EcompError, UsageError
-from ecomp.model import health, host_health, keys
+from ecomp.model import health, keys
 from ecomp.model.allocation import NEEDED
 from ecomp.model.health import Ailment, Backends
 from ecomp.placement.client import Placement
@@ -23,7 +23,7 @@ PROXIES = ('http_proxy', 'https_proxy', 'all_proxy', 'HTTP_PROXY', 'HTTPS_PROXY'
 def check(config: ComputeConfig) -> tuple[Backends, list[Ailment]]:
     """How etcd and placement are met, and all that is wrong."""
     found = backends.look(config.etcd, config.placement, config.path, 'compute.yaml')
-    return found, [*health.of_backends(found), *host_health.of_machine(_machine(config, not found.no_placement))]
+    return found, [*health.of_backends(found), *health.of_machine(_machine(config, not found.no_placement))]
 
 
 def refused(config: ComputeConfig, has_placement: bool) -> Iterator[str]:
@@ -51,7 +51,7 @@ def no_images(config: ComputeConfig) -> str:
     return '' if config.images is None or os.path.isdir(config.images) else str(config.images)
 
 
-def _machine(config: ComputeConfig, has_placement: bool) -> host_health.Machine:
+def _machine(config: ComputeConfig, has_placement: bool) -> health.Machine:
     there, why, no_library = None, '', ''
     try:
         from ecomp.virt.looking import look
@@ -62,7 +62,7 @@ def _machine(config: ComputeConfig, has_placement: bool) -> host_health.Machine:
             there = look(config.state, config.networks)
         except EcompError as error:
             why = str(error)
-    return host_health.Machine(
+    return health.Machine(
         state=_state(config.state),
         libvirt=there,
         no_libvirt=why,
@@ -79,7 +79,7 @@ def _machine(config: ComputeConfig, has_placement: bool) -> host_health.Machine:
     )
 
 
-def _state(directory: Path) -> host_health.StateDirectory:
+def _state(directory: Path) -> health.StateDirectory:
     owner, kept = None, ''
     try:
         owner = directory.stat().st_uid
@@ -89,4 +89,4 @@ def _state(directory: Path) -> host_health.StateDirectory:
     # os.path's is false, and no error, below what we may not enter.
     nearest = next(each for each in (directory, *directory.absolute().parents) if os.path.exists(each))
     free = shutil.disk_usage(nearest).free
-    return host_health.StateDirectory(str(directory), os.geteuid(), owner, kept, keys.is_uuid(kept), free)
+    return health.StateDirectory(str(directory), os.geteuid(), owner, kept, keys.is_uuid(kept), free)

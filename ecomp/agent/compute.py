@@ -38,10 +38,10 @@ from ecomp.compute_conf import ComputeConfig
 from ecomp.errors import BuildFailed, Conflict, Denied, EcompError
 from ecomp.failpoints import failpoint
 from ecomp.files import boot_id
-from ecomp.model import hints, keys
+from ecomp.model import host, keys
 from ecomp.model.allocation import GIB
-from ecomp.model.computes import hostname_in, is_hostname, to_json
 from ecomp.model.guest import ReservedAddress
+from ecomp.model.host import hostname_in, is_hostname, to_json
 from ecomp.model.record import ACTIVE, BUILDING, ERROR, GONE, STOPPED, from_json, timestamp
 from ecomp.placement.client import Placement
 from ecomp.store.alive import is_alive
@@ -430,10 +430,10 @@ class Compute:
         self._named_until = time.monotonic() + NAMED * EVERY
 
     def _say_room(self) -> None:
-        """Say what is left here, as far as this compute knows: a hint for who seeks a place, see ecomp.model.hints."""
+        """Say what is left here, as far as this compute knows: a hint for who seeks a place, see ecomp.model.host."""
         given = self._planner.given
         known = given is not None and not self._provider.is_disabled and self._may_take()
-        self._presence.say(room=hints.said(self._inventory, [given]) if known and given is not None else None)
+        self._presence.say(room=host.said(self._inventory, [given]) if known and given is not None else None)
 
     def _may_take(self) -> bool:
         return not (self._closing.is_set() or self.daemon.read_only)

@@ -24,7 +24,7 @@ from ecomp.endpoints import in_clear, open_secrets
 from ecomp.errors import EcompError, UsageError
 from ecomp.model import keys
 from ecomp.model.cluster import KnownCluster, holes
-from ecomp.model.hosts import changed_hosts
+from ecomp.model.host import changed_hosts
 from ecomp.model.order import SIZE_LIMIT
 from ecomp.placement.by_http import POOL
 from ecomp.placement.client import Placement

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from ecomp.cli.formats import Details, Listing, Look
     from ecomp.cli.terminal import Terminal
     from ecomp.conf import EtcdConfig, ScheduleConfig
-    from ecomp.model.computes import Computes, Naming
+    from ecomp.model.host import Computes, Naming
     from ecomp.placement.client import Placement, Slow
     from ecomp.store.client import Store
     from ecomp.store.places import Index
@@ -209,7 +209,7 @@ class Context:
 
     def name_computes(self) -> Naming:
         """Names for computes in an answer already given; uuids if etcd cannot be read. Never raises an EcompError."""
-        from ecomp.model.computes import NOBODY
+        from ecomp.model.host import NOBODY
 
         try:
             return self.computes

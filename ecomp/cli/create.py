@@ -30,7 +30,7 @@ from ecomp.errors import (
 )
 from ecomp.model import keys
 from ecomp.model.choose import SPREAD
-from ecomp.model.computes import Naming
+from ecomp.model.host import Naming
 from ecomp.model.image import check_image
 from ecomp.model.keys import new_uuid
 from ecomp.model.order import Order

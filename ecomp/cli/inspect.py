@@ -18,9 +18,8 @@ from ecomp.model.text import printable
 
 if TYPE_CHECKING:
     from ecomp.cli.formats import Details
-    from ecomp.model.computes import Computes
+    from ecomp.model.host import Computes, Pick
     from ecomp.model.order import Power
-    from ecomp.model.pick import Pick
     from ecomp.model.record import Record
     from ecomp.scheduler.looking.find import InstanceEntries
 
@@ -129,7 +128,7 @@ def _with_claims(do: Context, records: Sequence[Record], known: Computes) -> lis
 
 
 def _pick(do: Context) -> Pick:
-    from ecomp.model.pick import Pick
+    from ecomp.model.host import Pick
     from ecomp.scheduler.looking.hosts import compute_of
 
     asked = do.options

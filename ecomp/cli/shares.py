@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 
 from ecomp.cli.fitting import natural
 from ecomp.cli.formats import UUID, Column, Listing, Row
-from ecomp.model.computes import Computes
 from ecomp.model.flavor import Flavor, to_dict
 from ecomp.model.group import Group
+from ecomp.model.host import Computes
 from ecomp.model.quota import Quota, classes, in_words
 from ecomp.model.text import printable
 

@@ -9,7 +9,7 @@ from ecomp.cli.fitting import natural
 from ecomp.cli.formats import STATE, TIME, UUID, Cell, Column, Details, Listing, Row
 from ecomp.model import boots
 from ecomp.model.allocation import NEEDED, Room
-from ecomp.model.computes import NOBODY, Computes
+from ecomp.model.host import NOBODY, Computes
 from ecomp.model.order import ASKED, OFF, phase
 from ecomp.model.record import ACTIVE, BUILDING, ERROR, GONE, KEPT, QUEUED, STAGES, STOPPED, Interface, Record, to_dict
 from ecomp.model.text import printable

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ecomp.model.choose import FIRST, PACK, QUEUE, RANDOM, SPREAD, Why
-from ecomp.model.computes import Computes, silent_cure
 from ecomp.model.group import AFFINITY, Group
+from ecomp.model.host import Computes, silent_cure
 from ecomp.model.record import Record
 from ecomp.model.text import printable
 from ecomp.scheduler.looking.find import InstanceEntries

@@ -7,13 +7,11 @@ from typing import Any, NamedTuple, TypeVar
 
 from ecomp.model import keys
 from ecomp.model.allocation import Resources
-from ecomp.model.computes import computes_of
 from ecomp.model.digest import Digest
 from ecomp.model.group import from_json as group_from_json
 from ecomp.model.guest import Guest
-from ecomp.model.host import CLOSED, SILENT
+from ecomp.model.host import CLOSED, SILENT, by_instance, computes_of
 from ecomp.model.order import Invalid, Request, announced, named, parse_request
-from ecomp.model.places import by_instance
 from ecomp.model.queue import QueueEntry, parse_waiting
 from ecomp.model.quota import from_json as quota_from_json
 from ecomp.model.record import BUILDING, DESTROYING, ERROR, GONE, SCHEDULED, Record, from_json

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from itertools import islice, pairwise
 from typing import Any, NamedTuple
 
-from ecomp.model import hints, keys
+from ecomp.model import host, keys
 from ecomp.model.allocation import NEEDED, Resources, missing
 from ecomp.model.choose import QUEUE, Why
 from ecomp.model.explain import Provider, miss
@@ -172,7 +172,7 @@ class Takers:
     """
 
     points: Mapping[str, int] = field(default_factory=dict)
-    left: Mapping[str, hints.Hint] = field(default_factory=dict)
+    left: Mapping[str, host.Hint] = field(default_factory=dict)
     said: Mapping[str, keys.StoredValue] = field(default_factory=dict, repr=False)
     _with_room: dict[tuple[tuple[str, int], ...], int] = field(default_factory=dict, repr=False, compare=False)
 
@@ -180,14 +180,14 @@ class Takers:
         """How many have room for so much, or hinted nothing."""
         asked = tuple(sorted(resources.items()))
         if asked not in self._with_room:
-            full = sum(not hints.fits(each, resources) for each in self.left.values())
+            full = sum(not host.fits(each, resources) for each in self.left.values())
             self._with_room[asked] = len(self.points) - full
         return self._with_room[asked]
 
     def has_room(self, compute: str, resources: Resources) -> bool:
         """Whether it hinted that it has so much left; True where it hinted nothing."""
         hint = self.left.get(compute)
-        return hint is None or hints.fits(hint, resources)
+        return hint is None or host.fits(hint, resources)
 
 
 def takers_of(state: Mapping[str, keys.StoredValue], before: Takers) -> Takers:
@@ -202,7 +202,7 @@ def takers_of(state: Mapping[str, keys.StoredValue], before: Takers) -> Takers:
         compute, said = keys.last(key), load_if_object(state[key].value)
         if said.get('queues') is True and state[key].lease:
             points[compute] = before.points.get(compute) or point(compute)
-            hinted = hints.read(said.get('room'))
+            hinted = host.read(said.get('room'))
             if hinted is not None:
                 left[compute] = hinted
     return Takers(points, left, dict(state))

@@ -15,7 +15,7 @@ Only where there is something to say, and by the guest's own first word: "host_k
 
 Trouble after the first active is a fault, and nothing of the guest is removed. What is queued has no record yet; gone
 without a compute is what was taken out of its queue. A record counts if it is of the compute that is asked for the
-instance; of several, of the one that holds its claim (see ecomp.model.places). A uuid is never used twice.
+instance; of several, of the one that holds its claim (see ecomp.model.host). A uuid is never used twice.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ from ecomp.store.reasons import NOT_FOUND, CallFailure
 
 if TYPE_CHECKING:
     from ecomp.model.cluster import Header
-    from ecomp.model.places import Claims
+    from ecomp.model.host import Claims
     from ecomp.store.connection import Member, Watch
     from ecomp.store.guard import Guard
     from ecomp.store.messages import KeyValue, Reply

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache, cached_property, partial
 
 from ecomp.model import keys
-from ecomp.model.places import Places, by_instance
+from ecomp.model.host import Places, by_instance
 from ecomp.model.record import ERROR, GONE
 from ecomp.store.client import Entry, Store
 

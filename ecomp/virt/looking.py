@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ecomp.errors import EcompError
 from ecomp.model.guest import Attachment
-from ecomp.model.host_health import MISSING, OFF, THERE, Libvirt
+from ecomp.model.health import MISSING, OFF, THERE, Libvirt
 from ecomp.virt import access, xml
 from ecomp.virt.connection import Connection, libvirt
 from ecomp.virt.domains import Domains

@@ -24,8 +24,8 @@ from ecomp.conf import load_schedule
 from ecomp.errors import StillGoing
 from ecomp.model import keys
 from ecomp.model import order as requests
-from ecomp.model.computes import to_json as hostname_to_json
 from ecomp.model.guest import GuestFailure
+from ecomp.model.host import to_json as hostname_to_json
 from ecomp.model.order import Request
 from ecomp.model.record import ACTIVE, BUILDING, STAGES, STOPPED, Interface, Record, to_json
 from ecomp.schedule import terminal

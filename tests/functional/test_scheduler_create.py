@@ -17,7 +17,7 @@ from ecomp.errors import ClaimedElsewhere, Conflict, NoCapacity, PlacementRefusa
 from ecomp.model import keys
 from ecomp.model.allocation import Allocations
 from ecomp.model.choose import Offer
-from ecomp.model.computes import to_json as hostname_to_json
+from ecomp.model.host import to_json as hostname_to_json
 from ecomp.model.order import SetOrder
 from ecomp.model.record import ERROR, GONE, Record, to_json
 from ecomp.placement import allocations

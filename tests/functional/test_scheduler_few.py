@@ -16,7 +16,7 @@ from ecomp.conf import EtcdConfig
 from ecomp.errors import NoCapacity, OverQuota
 from ecomp.model import keys
 from ecomp.model.choose import FIRST, PACK, RANDOM, SPREAD, Offer
-from ecomp.model.computes import to_json as hostname_to_json
+from ecomp.model.host import to_json as hostname_to_json
 from ecomp.model.order import Request, SetOrder, parse_request
 from ecomp.model.quota import Quota
 from ecomp.model.quota import to_json as quota_json

@@ -11,8 +11,8 @@ import pytest
 
 from ecomp.errors import PlacementRefusal
 from ecomp.model.allocation import Allocations
-from ecomp.model.computes import Living
 from ecomp.model.explain import Cure, Provider, changed, miss, smallest, unexplained
+from ecomp.model.host import Living
 from ecomp.model.query import Amount, Unexplained, enabled_only, parse, words
 from ecomp.placement import room
 from ecomp.placement.allocations import candidates

@@ -105,7 +105,7 @@ TOLD = {
         'ecomp.agent.queue.pulling:Puller._may_run_elsewhere', returns(False), 'new_compute_after_restoring_both'
     ),
     'any key on a lease proves that its compute lives': bug(
-        'ecomp.model.computes:unproven', assigns('alive', _ON_A_LEASE), 'new_compute_beside_a_restored_key'
+        'ecomp.model.host:unproven', assigns('alive', _ON_A_LEASE), 'new_compute_beside_a_restored_key'
     ),
     'a compute that publishes ignores what was destroyed in a queue': bug(
         'ecomp.agent.instance.records:running', without('was_destroyed', 'wish'), 'destroyed_in_a_restored_queue'

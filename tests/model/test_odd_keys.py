@@ -10,10 +10,10 @@ import pytest
 from ecomp.cli.why import in_sentences, why
 from ecomp.errors import Conflict, NotFound, StillGoing
 from ecomp.model import keys
-from ecomp.model.computes import to_json
 from ecomp.model.group import Group, Membership
 from ecomp.model.group import from_json as group_from_json
 from ecomp.model.group import to_json as group_json
+from ecomp.model.host import to_json
 from ecomp.model.json_object import dump, load_object
 from ecomp.model.order import STOP, Power, Request
 from ecomp.model.order import to_json as request_json

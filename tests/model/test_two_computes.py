@@ -12,10 +12,10 @@ from ecomp.agent.instance import records
 from ecomp.errors import Conflict, Unreachable
 from ecomp.model import keys
 from ecomp.model.group import Membership
+from ecomp.model.host import Places
 from ecomp.model.json_object import dump
 from ecomp.model.order import Request, SetOrder
 from ecomp.model.order import to_json as request_json
-from ecomp.model.places import Places
 from ecomp.model.quota import from_json as quota_from_json
 from ecomp.model.record import ACTIVE, ERROR, Record
 from ecomp.model.record import to_json as record_json

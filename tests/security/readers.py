@@ -23,10 +23,9 @@ from ecomp.model import queue as queues
 from ecomp.model import record as records
 from ecomp.model.allocation import MOST, difference
 from ecomp.model.audit import audit
-from ecomp.model.computes import NOBODY, Computes, living_in
 from ecomp.model.group import Group, Membership
 from ecomp.model.guest import Guest, SharedUserData, shared_user_data
-from ecomp.model.host import InEtcd, hosts
+from ecomp.model.host import NOBODY, Computes, InEtcd, hosts, living_in
 from ecomp.model.order import SIZE_LIMIT, Invalid, Power, Request
 from ecomp.model.planes import KeyValue, Planes, ProviderState, involved
 from ecomp.model.query import parse

@@ -16,9 +16,8 @@ from ecomp.cli.show import as_findings, as_hosts
 from ecomp.model.allocation import difference
 from ecomp.model.audit import audit
 from ecomp.model.choose import WEIGHS, choose, distribute
-from ecomp.model.computes import Computes, Living
 from ecomp.model.explain import miss, nearest
-from ecomp.model.host import InEtcd, InPlacement, hosts
+from ecomp.model.host import Computes, InEtcd, InPlacement, Living, hosts
 from ecomp.model.planes import KeyValue, Planes, ProviderState
 from ecomp.model.query import parse
 from ecomp.placement import allocations, claiming, providers, room, traits

@@ -19,8 +19,8 @@ from ecomp.cli.timeline import to_dict as timeline_to_dict
 from ecomp.cli.why import Explanation, in_sentences
 from ecomp.cli.why import to_dict as why_to_dict
 from ecomp.model.choose import Why
-from ecomp.model.computes import Computes
 from ecomp.model.group import Group, Membership
+from ecomp.model.host import Computes
 from ecomp.model.json_object import dump
 from ecomp.model.record import ACTIVE, ERROR, Failure, Interface, Record
 from ecomp.schedule import terminal

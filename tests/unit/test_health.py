@@ -9,13 +9,22 @@ from pathlib import Path
 
 import pytest
 
-from ecomp.model import health, host_health
-from ecomp.model.certificate import ends
+from ecomp.model import health
 from ecomp.model.guest import Attachment
-from ecomp.model.health import Ailment, Backends, Certificate
+from ecomp.model.health import (
+    MISSING,
+    OFF,
+    THERE,
+    Ailment,
+    Backends,
+    Certificate,
+    Libvirt,
+    Machine,
+    StateDirectory,
+    ends,
+)
 from ecomp.model.health import ComputeFacts as Facts
 from ecomp.model.host import CLOSED, ORPHANED, SILENT, UP, Host
-from ecomp.model.host_health import MISSING, OFF, THERE, Libvirt, Machine, StateDirectory
 from ecomp.store.transport import tls_reason
 from ecomp.tls import SENTENCES, TlsFailure
 from tests.kit.certificates import Authority
@@ -38,7 +47,7 @@ AWAY = replace(MACHINE, libvirt=None, no_libvirt='no socket')
 
 def test_what_is_well_has_nothing() -> None:
     assert health.of_backends(WELL) == []
-    assert host_health.of_machine(MACHINE) == []
+    assert health.of_machine(MACHINE) == []
     up = Host(A, 'hv1', UP, 0, {})
     assert health.of_computes(Facts((up,), {A: '1.1.0'}, '1.1.0')) == []
     assert health.exit_code(WELL, []) == 0
@@ -166,7 +175,7 @@ BRIDGE, NETWORK, OTHER = Attachment('bridge', 'br0'), Attachment('network', 'def
     ],
 )
 def test_of_a_machine(facts: Machine, check: str, says: str, cure: str) -> None:
-    (found,) = host_health.of_machine(facts)
+    (found,) = health.of_machine(facts)
     assert (found.check, says in found.what, cure in found.cure) == (check, True, True), found
     assert '\n' not in health.lines([found])[0]
 
@@ -184,12 +193,12 @@ def test_of_a_machine(facts: Machine, check: str, says: str, cure: str) -> None:
     ],
 )
 def test_what_is_as_it_may_be(facts: Machine) -> None:
-    assert host_health.of_machine(facts) == []
+    assert health.of_machine(facts) == []
 
 
 def test_every_check_finds_something_here() -> None:
     """No row without a fact that has it find something: the tests above are of all of them."""
-    rows = {*health.OF_BACKENDS, *health.OF_COMPUTES, *host_health.OF_MACHINE, *host_health.OF_LIBVIRT}
+    rows = {*health.OF_BACKENDS, *health.OF_COMPUTES, *health.OF_MACHINE, *health.OF_LIBVIRT}
     marks = [test_of_the_control_plane, test_of_a_machine]
     named = {case[1] for test in marks for case in test.pytestmark[0].args[1]}  # type: ignore[attr-defined]
     named |= {case[1][0] for case in test_of_the_computes.pytestmark[0].args[1]}  # type: ignore[attr-defined]

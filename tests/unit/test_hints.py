@@ -6,8 +6,7 @@ import json
 
 import pytest
 
-from ecomp.model.computes import living_in
-from ecomp.model.hints import Left, fits, read, said, share_left
+from ecomp.model.host import Left, fits, living_in, read, said, share_left
 
 INVENTORY = {
     'VCPU': {'total': 4, 'reserved': 1, 'allocation_ratio': 2.0},

@@ -9,8 +9,19 @@ import pytest
 
 from ecomp.cli.show import as_hosts
 from ecomp.model.allocation import Room
-from ecomp.model.computes import Computes, Living
-from ecomp.model.host import Host, InEtcd, InPlacement, Leftovers, hosts, leftovers, living, refusal, there
+from ecomp.model.host import (
+    Computes,
+    Host,
+    InEtcd,
+    InPlacement,
+    Leftovers,
+    Living,
+    hosts,
+    leftovers,
+    living,
+    refusal,
+    there,
+)
 from ecomp.model.order import Invalid, Request
 from ecomp.model.record import Failure, Record
 from ecomp.model.status import BY_OPERATOR, DISABLED

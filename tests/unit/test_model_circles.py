@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ecomp.model import keys, queue
-from ecomp.model.hints import Left
+from ecomp.model.host import Left
 from ecomp.model.queue import FIRST, WIDER, Takers, among, opens, order, takers_of
 from ecomp.store.client import Entry
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import pytest
 
-from ecomp.model.computes import (
+from ecomp.model.host import (
     NOBODY,
     Computes,
     Living,

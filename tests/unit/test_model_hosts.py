@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ecomp.model import keys
-from ecomp.model.hosts import changed_hosts
+from ecomp.model.host import changed_hosts
 from ecomp.store.client import Entry
 
 KEYS = st.tuples(st.sampled_from('abc'), st.sampled_from('uvw')).map(lambda each: keys.request(*each))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import pytest
 
 from ecomp.model import keys
-from ecomp.model.places import Places, by_instance
+from ecomp.model.host import Places, by_instance
 from ecomp.model.record import ACTIVE, GONE, Record, to_json
 
 pytestmark = pytest.mark.fast

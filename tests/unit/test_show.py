@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from ecomp.cli.formats import Column, Listing, Look, Row, rendered, rendered_details
 from ecomp.cli.show import COLUMNS, as_detail, as_list, no_address
 from ecomp.model.boots import Boot
-from ecomp.model.computes import Computes, Living
 from ecomp.model.group import Membership
 from ecomp.model.guest import GuestFailure
+from ecomp.model.host import Computes, Living
 from ecomp.model.record import (
     ACTIVE,
     BUILDING,

@@ -11,8 +11,7 @@ from typing import NamedTuple
 
 from ecomp.model import queue
 from ecomp.model.cluster import accepted_in
-from ecomp.model.computes import unproven
-from ecomp.model.host import InPlacement
+from ecomp.model.host import InPlacement, unproven
 from ecomp.model.queue import Backlog, Place, Takers, backlog_of, order, takers_of
 from ecomp.model.text import some
 from ecomp.placement import providers

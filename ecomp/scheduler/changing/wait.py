@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 from ecomp.conf import EtcdConfig
 from ecomp.errors import Conflict, EcompError, NotFound, StillGoing, Unreachable, Unreadable
 from ecomp.model import boots, keys
+from ecomp.model.host import Claims
 from ecomp.model.order import ASKED, OFF, STOP, Power, action_id, phase
-from ecomp.model.places import Claims
 from ecomp.model.record import ACTIVE, DESTROYING, ERROR, GONE, STAGES, STOPPED, Record
 from ecomp.model.text import printable
 from ecomp.model.waits import IN_QUEUE, failure, not_ready, waits_for

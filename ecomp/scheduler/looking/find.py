@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from ecomp.errors import Conflict, EcompError, NotFound, Unreadable, UsageError
 from ecomp.model import keys
+from ecomp.model.host import Places, by_instance
 from ecomp.model.order import Invalid, Order, Request, parse_request
-from ecomp.model.places import Places, by_instance
 from ecomp.model.record import GONE, Record, from_json, new_record, recorded, refused_record
 from ecomp.model.text import PREFIX, is_name, printable, some, uuid_prefix
 from ecomp.store.client import Entry, Store

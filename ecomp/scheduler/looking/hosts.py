@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from ecomp.errors import Conflict, EcompError, NotFound, UsageError
 from ecomp.model import keys
-from ecomp.model.computes import Computes, computes_of
+from ecomp.model.host import Computes, computes_of
 from ecomp.model.order import Invalid, Request, parse_request
 from ecomp.model.record import Record
 from ecomp.model.text import did_you_mean, printable, some, uuid_prefix

@@ -352,7 +352,7 @@ def deliver(
             # All or none: what became of one became of each.
             if store.get(keys.request(first.compute, instance)) is not None:
                 return True
-            from ecomp.model.places import by_instance  # seldom asked
+            from ecomp.model.host import by_instance
 
             # The record of another compute is of what another eschedule of this uuid delivered.
             there = store.read([keys.record(first.compute, instance), keys.old_record(instance)])

@@ -46,8 +46,8 @@ from ecomp.store.requests import in_line
 from ecomp.store.sharing import Change, Excluded, charged, joined, quietly_revoke
 
 if TYPE_CHECKING:
-    from ecomp.model.computes import Computes
     from ecomp.model.group import Membership
+    from ecomp.model.host import Computes
 
 def earlier_claims(
     placement: Placement, wanted: SetOrder, alive: Collection[str], group: Group | None
@@ -316,7 +316,7 @@ class Attempt:
             told = f'{which} claimed on {host} by another attempt'
             cure = f'wait two minutes, in which {host} releases the claim if no request owns it, or use another uuid'
         else:
-            from ecomp.model.computes import silent_cure  # seldom needed
+            from ecomp.model.host import silent_cure
 
             told, cure = f'{which} claimed on {host}, which is silent and may be running it', silent_cure(host)
         return ClaimedElsewhere(on, f'{told}. Fix: {cure}')

@@ -14,10 +14,10 @@ from ecomp.errors import Conflict, EcompError, UnknownOutcome, Unreachable, Usag
 from ecomp.failpoints import failpoint
 from ecomp.model import keys
 from ecomp.model.allocation import compute_of, missing
-from ecomp.model.computes import Computes, living_in
 from ecomp.model.flavor import Flavor, check_flavor_name
 from ecomp.model.group import Group
 from ecomp.model.guest import SharedUserData
+from ecomp.model.host import Computes, living_in
 from ecomp.model.query import Unexplained
 from ecomp.model.queue import QueueEntry, marked_by, to_json
 from ecomp.placement.allocations import consumer

@@ -18,10 +18,9 @@ from typing import TYPE_CHECKING
 from ecomp.errors import EcompError, NotFound
 from ecomp.model.allocation import Inventory, Resources
 from ecomp.model.choose import Candidate
-from ecomp.model.computes import Computes, Living
 from ecomp.model.explain import Miss, Provider, apart, changed, in_words, miss, nearest, smallest, unexplained
 from ecomp.model.group import Group, Membership
-from ecomp.model.hints import Hint
+from ecomp.model.host import Computes, Hint, Living
 from ecomp.model.query import ENABLED, Amount, Constraint, Has, Unexplained, enabled_only, limit, parse, words
 from ecomp.model.status import DISABLED
 from ecomp.placement import room, traits

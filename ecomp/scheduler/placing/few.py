@@ -19,8 +19,7 @@ from dataclasses import dataclass
 from ecomp.model import keys
 from ecomp.model.allocation import Resources
 from ecomp.model.choose import FIRST, PACK, RANDOM, Candidate, choose
-from ecomp.model.computes import living_in
-from ecomp.model.hints import fits, share_left
+from ecomp.model.host import fits, living_in, share_left
 from ecomp.model.order import SetOrder
 from ecomp.model.query import amounts_alone
 from ecomp.placement.allocations import candidates
