@@ -250,7 +250,7 @@ def _wanted(do: Context, order: Order, query: str) -> SetOrder:
 
 def _query(do: Context) -> str:
     """The query, with a flavor below it and for one compute alone, if those are named."""
-    from ecomp.model.query_check import check_query
+    from ecomp.model.query import check_query
 
     query, flavor, on = do.words[0], do.options.flavor, do.options.on
     try:

@@ -19,10 +19,8 @@ from ecomp.model.canary import BOOTED, ENTERED, READY, SMALL, Canary, check_name
 from ecomp.model.choose import Offer
 from ecomp.model.image import check_image
 from ecomp.model.order import SetOrder
-from ecomp.model.query import on_one
-from ecomp.model.query_check import check_query
-from ecomp.model.record import SCHEDULED
-from ecomp.model.waits import WAITS_FOR, waits_for
+from ecomp.model.query import check_query, on_one
+from ecomp.model.record import SCHEDULED, WAITS_FOR, waits_for
 from ecomp.placement.allocations import candidates
 from ecomp.placement.client import Placement
 from ecomp.scheduler.changing.clear import remove

@@ -11,9 +11,22 @@ from ecomp.model import boots
 from ecomp.model.allocation import NEEDED, Room
 from ecomp.model.host import NOBODY, Computes
 from ecomp.model.order import ASKED, OFF, phase
-from ecomp.model.record import ACTIVE, BUILDING, ERROR, GONE, KEPT, QUEUED, STAGES, STOPPED, Interface, Record, to_dict
+from ecomp.model.record import (
+    ACTIVE,
+    BUILDING,
+    ERROR,
+    GONE,
+    KEPT,
+    QUEUED,
+    STAGES,
+    STOPPED,
+    Interface,
+    Record,
+    failure,
+    to_dict,
+    waits_for,
+)
 from ecomp.model.text import printable
-from ecomp.model.waits import failure, waits_for
 
 if TYPE_CHECKING:
     from ecomp.model.findings import Finding

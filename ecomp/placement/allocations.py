@@ -12,8 +12,7 @@ from typing import Any, NamedTuple
 from ecomp.errors import GenerationConflict, PlacementRefusal
 from ecomp.model.allocation import Allocations, Room, parse_allocations, to_wire
 from ecomp.model.choose import Offer
-from ecomp.model.query import enabled_only
-from ecomp.model.query_check import named
+from ecomp.model.query import enabled_only, named
 from ecomp.placement.answers import WRONG, text, whole
 from ecomp.placement.client import Placement
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import NamedTuple
 
-from ecomp.model.query_check import Named, unknown_words
+from ecomp.model.query import Named, unknown_words
 from ecomp.model.status import CUSTOM
 from ecomp.placement.answers import WRONG, text
 from ecomp.placement.client import Placement

@@ -15,8 +15,7 @@ import pytest
 from ecomp.conf import EtcdConfig
 from ecomp.errors import EcompError, NotFound, StillGoing, Unreachable
 from ecomp.model import keys
-from ecomp.model.record import ACTIVE, BUILDING, DESTROYING, ERROR, GONE, Failure, Progress, Record, to_json
-from ecomp.model.waits import WAITS_FOR
+from ecomp.model.record import ACTIVE, BUILDING, DESTROYING, ERROR, GONE, WAITS_FOR, Failure, Progress, Record, to_json
 from ecomp.scheduler.changing import wait as wait_module
 from ecomp.scheduler.changing.wait import Deadline, Wait, Whereabouts, wait_for_stage, wait_until_gone
 from ecomp.store.client import Delete, Put, Store

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ecomp.model.query_check import Named, check_query, named
+from ecomp.model.query import Named, check_query, named
 
 SMALL = 'resources=VCPU:1,DISK_GB:1,MEMORY_MB:256'
 AGGREGATE = 'a66e9a7e-0000-4000-8000-000000000001'

@@ -22,12 +22,14 @@ from ecomp.model.record import (
     SCHEDULED,
     STAGES,
     STOPPED,
+    WAITS_FOR,
     Failure,
     Interface,
     Progress,
     Record,
+    failure,
+    waits_for,
 )
-from ecomp.model.waits import WAITS_FOR, failure, waits_for
 from tests.kit.forms import text
 
 COMPUTE, INSTANCE = 'b8756be5-a30d-4311-920c-0ad996367a8e', 'd578fb7c-7787-4e73-b69a-a7b3ef9bf73a'

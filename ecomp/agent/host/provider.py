@@ -26,7 +26,7 @@ from ecomp.model import allocation as model
 from ecomp.model import status
 from ecomp.model.allocation import GIB, MIB, NEEDED, capacity
 from ecomp.model.json_object import load_object
-from ecomp.model.query_check import Named
+from ecomp.model.query import Named
 from ecomp.placement import providers, traits
 from ecomp.placement.client import Placement
 from ecomp.placement.traits import AGGREGATES, TRAITS

@@ -17,9 +17,20 @@ from ecomp.errors import Conflict, EcompError, NotFound, StillGoing, Unreachable
 from ecomp.model import boots, keys
 from ecomp.model.host import Claims
 from ecomp.model.order import ASKED, OFF, STOP, Power, action_id, phase
-from ecomp.model.record import ACTIVE, DESTROYING, ERROR, GONE, STAGES, STOPPED, Record
+from ecomp.model.record import (
+    ACTIVE,
+    DESTROYING,
+    ERROR,
+    GONE,
+    IN_QUEUE,
+    STAGES,
+    STOPPED,
+    Record,
+    failure,
+    not_ready,
+    waits_for,
+)
 from ecomp.model.text import printable
-from ecomp.model.waits import IN_QUEUE, failure, not_ready, waits_for
 from ecomp.scheduler.looking.find import read_record, waiting_at
 from ecomp.scheduler.looking.hosts import claimed_on_silent, computes
 from ecomp.store.client import Entry, Store

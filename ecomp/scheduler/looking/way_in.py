@@ -11,9 +11,8 @@ from ecomp.errors import Conflict, EcompError, NotFound, StillGoing
 from ecomp.model import keys
 from ecomp.model.order import named
 from ecomp.model.reach import console_file, is_host_name
-from ecomp.model.record import ACTIVE, BUILDING, QUEUED, SCHEDULED, Interface, Record
+from ecomp.model.record import ACTIVE, BUILDING, QUEUED, SCHEDULED, Interface, Record, waits_for
 from ecomp.model.text import is_name, printable
-from ecomp.model.waits import waits_for
 from ecomp.scheduler.looking.find import living
 from ecomp.scheduler.looking.hosts import computes
 from ecomp.store.client import Store

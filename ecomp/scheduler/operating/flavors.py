@@ -53,7 +53,7 @@ def put(store: Store, placement: Placement, name: str, text: str) -> str:
 
     UsageError, also for classes and traits that placement does not know.
     """
-    from ecomp.model.query_check import Named  # what these load no other command needs
+    from ecomp.model.query import Named
     from ecomp.placement.vocabulary import unknown
 
     try:

@@ -34,7 +34,7 @@ def check_limits(placement: Placement, words: Sequence[str]) -> str:
 
     What is no limit any more is not looked at.
     """
-    from ecomp.model.query_check import Named  # what these load no other command needs
+    from ecomp.model.query import Named
     from ecomp.placement.vocabulary import unknown
 
     try:
