@@ -30,8 +30,7 @@ from ecomp.placement.by_http import POOL
 from ecomp.placement.client import Placement
 from ecomp.store.client import Store
 from ecomp.store.guard import Guard
-from ecomp.store.lease import Lease
-from ecomp.store.presence import SECONDS
+from ecomp.store.presence import SECONDS, Lease
 from ecomp.store.watch import Follower, Subscription
 from ecomp.store.watch import State as Entries
 from ecomp.systemd import Service

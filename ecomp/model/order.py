@@ -372,7 +372,7 @@ class Invalid(NamedTuple):
 def parse_request(compute: str, key: str, value: bytes, dropped: int = 0) -> Request | Invalid:
     """The request at a key under a compute's prefix, or the reason it is none.
 
-    `dropped`: so many bytes it has, and they were not kept (see ecomp.store.cache).
+    `dropped`: so many bytes it has, and they were not kept (see ecomp.store.watch).
     """
     name = key.removeprefix(keys.request_prefix(compute))
     try:

@@ -13,8 +13,7 @@ from ecomp.errors import GenerationConflict, PlacementRefusal
 from ecomp.model.allocation import Allocations, Room, parse_allocations, to_wire
 from ecomp.model.choose import Offer
 from ecomp.model.query import enabled_only, named
-from ecomp.placement.answers import WRONG, text, whole
-from ecomp.placement.client import Placement
+from ecomp.placement.client import WRONG, Placement, text, whole
 
 CONSUMER_TYPE = 'INSTANCE'
 

@@ -1,16 +1,19 @@
 """Calls to placement; every answer is a value or one error of ours.
 
 Errors are told apart by HTTP status and placement's own stable codes (its errors.py: "Do not change the string
-values"), never by message text. A GET is tried again; a write never is: its caller reads back first.
+values"), never by message text. A GET is tried again; a write never is: its caller reads back first. An answer's kind
+and bounds are looked at where it is taken, and not while it is parsed: that would cost as much again.
 """
 
 from __future__ import annotations
 
+import json
+import math
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 from ecomp.conf import PlacementConfig
 from ecomp.errors import (
@@ -24,8 +27,62 @@ from ecomp.errors import (
     UnknownOutcome,
     Unreachable,
 )
-from ecomp.placement import answers
+from ecomp.model.json_object import is_text
 from ecomp.placement.by_http import LIMITS, MICROVERSION, Answer, AnswerLimits, Connections, Words
+
+MOST = 10**50
+"""More than placement can say, which multiplies 2**31 by a ratio of single precision; any float holds it squared."""
+
+PARTS = 2_000_000
+"""Commas and brackets of an answer; what has more is not parsed: each may become an object, of up to 230 bytes.
+
+Ten thousand candidates with 150 traits each have 1.8 million.
+"""
+
+WRONG = (AttributeError, KeyError, OverflowError, RecursionError, TypeError, ValueError)
+"""What taking things out of an answer of another shape raises: each is an answer that is none of placement's."""
+
+
+def parse(body: bytes) -> dict[str, Any]:
+    """Parse an answer's body as a JSON object. ValueError for anything else."""
+    if sum(map(body.count, (b',', b'[', b'{'))) > PARTS:
+        raise ValueError(f'it has more than {PARTS} parts')
+    try:
+        data = _DECODER.decode(body.decode())
+    except RecursionError as error:
+        raise ValueError('it is nested too deeply') from error
+    if not isinstance(data, dict):
+        raise ValueError(f'expected a JSON object, not {type(data).__name__}')
+    return data
+
+
+def whole(value: object) -> int:
+    """Return the value if it is a whole number from -MOST to MOST; ValueError if not."""
+    if type(value) is not int or not -MOST <= value <= MOST:
+        raise ValueError('not a whole number')
+    return value
+
+
+def number(value: object) -> float:
+    """Return the value if it is a number from -MOST to MOST, whole or not; ValueError if not."""
+    if type(value) is float and math.isfinite(value) and -MOST <= value <= MOST:
+        return value
+    return whole(value)
+
+
+def text(value: object) -> str:
+    """Return the value if it is text that may become part of a key or a path; ValueError if not."""
+    if not isinstance(value, str) or not is_text(value):
+        raise ValueError('not a text')
+    return value
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise ValueError(f'{name} is not a number')
+
+
+_DECODER = json.JSONDecoder(parse_constant=_no_constant)
+
 
 TIMEOUT = (3.05, 30.0)
 """Seconds to connect, and between two bytes of an answer."""
@@ -81,7 +138,7 @@ class Placement:
         """The JSON object at a path (with its query)."""
         answer = self._send('GET', path, None, Unreachable)
         try:
-            return answers.parse(answer.content)
+            return parse(answer.content)
         except ValueError as error:
             raise self.foreign() from error
 
@@ -89,8 +146,8 @@ class Placement:
         """The newest microversion it has, and its clock. Its own database is not asked for this."""
         answer = self._send('GET', '/', None, Unreachable)
         try:
-            version = answers.text(answers.parse(answer.content)['versions'][0]['max_version'])
-        except (*answers.WRONG, IndexError) as error:
+            version = text(parse(answer.content)['versions'][0]['max_version'])
+        except (*WRONG, IndexError) as error:
             raise self.foreign() from error
         from email.utils import parsedate_to_datetime  # the doctor alone asks
 
@@ -143,9 +200,9 @@ class Placement:
         if status >= 500:
             return unanswered(f'{self.name} fails with HTTP {status}: see its log', self.name)
         try:
-            first = answers.parse(answer.content)['errors'][0]
-            code, detail = str(first.get('code', '')), ' '.join(answers.text(first['detail']).split())[:DETAIL]
-        except (*answers.WRONG, IndexError):
+            first = parse(answer.content)['errors'][0]
+            code, detail = str(first.get('code', '')), ' '.join(text(first['detail']).split())[:DETAIL]
+        except (*WRONG, IndexError):
             code, detail = '', ''
         if not detail:
             # What stands before it says so of a certificate or a token that it does not take; nginx says 400.

@@ -16,8 +16,7 @@ from urllib.parse import quote
 from ecomp.errors import Conflict, GenerationConflict, NoCapacity, NotFound, UnknownOutcome
 from ecomp.model.allocation import Inventory, Room
 from ecomp.placement.allocations import rooms
-from ecomp.placement.answers import MOST, WRONG, number, text, whole
-from ecomp.placement.client import Placement
+from ecomp.placement.client import MOST, WRONG, Placement, number, text, whole
 
 TRIES = 60
 """A claim on the provider moves its generation too: of 30 races with 30 claims a second on it, the longest took 15,

@@ -14,8 +14,7 @@ from ecomp.model.allocation import Inventory
 from ecomp.model.explain import Provider
 from ecomp.model.query import Amount, Constraint, Has, words
 from ecomp.placement.allocations import rooms
-from ecomp.placement.answers import WRONG, text
-from ecomp.placement.client import Placement
+from ecomp.placement.client import WRONG, Placement, text
 from ecomp.placement.providers import inventories, listed, matching
 from ecomp.placement.traits import AGGREGATES, TRAITS, names
 

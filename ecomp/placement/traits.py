@@ -11,8 +11,7 @@ from typing import Any
 from ecomp.errors import PlacementRefusal
 from ecomp.model.json_object import is_text
 from ecomp.model.status import CUSTOM
-from ecomp.placement.answers import whole
-from ecomp.placement.client import Placement
+from ecomp.placement.client import Placement, whole
 from ecomp.placement.providers import matching, raced
 
 TRAITS, AGGREGATES = 'traits', 'aggregates'

@@ -10,8 +10,7 @@ from typing import NamedTuple
 
 from ecomp.model.query import Named, unknown_words
 from ecomp.model.status import CUSTOM
-from ecomp.placement.answers import WRONG, text
-from ecomp.placement.client import Placement
+from ecomp.placement.client import WRONG, Placement, text
 
 
 class Unknown(NamedTuple):

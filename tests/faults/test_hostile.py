@@ -18,9 +18,8 @@ from ecomp.model.json_object import VALUE_LIMIT
 from ecomp.model.order import REASON_LIMIT, SIZE_LIMIT, Invalid, Request, parse_request
 from ecomp.model.record import Record, from_json
 from ecomp.model.record import to_json as record_to_json
-from ecomp.store.client import Entry, Snapshot, Store
+from ecomp.store.client import Entry, Snapshot, Store, in_requests
 from ecomp.store.presence import Presence, hashed
-from ecomp.store.requests import in_requests
 from tests.kit.commands import Control, Ecompute, Result
 from tests.kit.forms import text as told
 from tests.kit.hands import guests

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from ecomp.store.client import Delete, Store
-from ecomp.store.lease import Lease
-from ecomp.store.presence import SECONDS, Presence
+from ecomp.store.presence import SECONDS, Lease, Presence
 from tests.functional.present import presence
 from tests.kit.servers import Etcd, until
 from tests.kit.store_client import connected

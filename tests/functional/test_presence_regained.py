@@ -11,8 +11,7 @@ from ecomp import backends
 from ecomp.conf import EtcdConfig, PlacementConfig
 from ecomp.errors import Unreachable
 from ecomp.store.client import Put, Store
-from ecomp.store.lease import Lease
-from ecomp.store.presence import Presence, hashed
+from ecomp.store.presence import Lease, Presence, hashed
 from tests.kit.etcd_proxy import GrpcProxy
 from tests.kit.servers import Etcd, PlacementServer, until
 from tests.kit.store_client import connected

@@ -19,8 +19,7 @@ from ecomp.placement import allocations
 from ecomp.scheduler.changing.destroy import destroy
 from ecomp.scheduler.placing.claim import abandon
 from ecomp.scheduler.placing.enqueue import enqueue
-from ecomp.store.client import Put, Store, Unchanged
-from ecomp.store.requests import at_it
+from ecomp.store.client import Put, Store, Unchanged, at_it
 from tests.functional.cloud import SMALL, WHO, Cloud, new
 from tests.functional.queueing import is_taken, put, queued, request, taker, waits
 from tests.kit.proxy import Proxy

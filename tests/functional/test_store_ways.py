@@ -20,10 +20,10 @@ from ecomp.conf import EtcdConfig
 from ecomp.errors import UnknownOutcome, Unreachable
 from ecomp.placement.client import Placement
 from ecomp.store import reasons
+from ecomp.store.by_h2 import tls_reason
 from ecomp.store.client import Put, Store, Unchanged
 from ecomp.store.messages import WatchCreate
 from ecomp.store.reasons import CallFailure
-from ecomp.store.transport import tls_reason
 from tests.kit.certificates import Authority
 from tests.kit.etcd_member import Member, Tls
 from tests.kit.holes import hole

@@ -27,8 +27,7 @@ from ecomp.model import keys
 from ecomp.model.digest import Digest
 from ecomp.model.guest import DEFAULT_NETWORKS, Address, Guest, GuestSpec
 from ecomp.placement.allocations import Consumer
-from ecomp.store.lease import Lease
-from ecomp.store.presence import SECONDS, Presence
+from ecomp.store.presence import SECONDS, Lease, Presence
 from ecomp.virt.fake import FakeHypervisor
 from tests.model.acting import Call
 from tests.model.directory import Disk

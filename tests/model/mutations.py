@@ -51,7 +51,7 @@ CLAIM = {
         *('release_beside_resume', 'claim_keeper'),
     ),
     'attempts are read after requests': bug(
-        'ecomp.store.requests:wanted',
+        'ecomp.store.client:wanted',
         results(
             '{each for each, on in holding.items() if any(store.get(keys.request(compute, each)) for compute in on)}'
             ' | (holding.keys() & (at_it(store) if waiting else in_requests(store.snapshot(keys.ATTEMPTS))))'

@@ -15,11 +15,10 @@ from ecomp.model.flavor import parse_flavor
 from ecomp.model.order import SIZE_LIMIT, Invalid, parse_request
 from ecomp.model.queue import Backlog, InvalidEntry, Place, QueueEntry, backlog_of, to_json
 from ecomp.store import by_h2
-from ecomp.store import cache as keeping
-from ecomp.store import pages as paging
-from ecomp.store.cache import SMALL, Cache
+from ecomp.store import connection as paging
+from ecomp.store import watch as keeping
 from ecomp.store.client import Entry, Put, Store, Unchanged
-from ecomp.store.watch import Follower
+from ecomp.store.watch import SMALL, Cache, Follower
 from tests.kit.commands import Control
 from tests.kit.hands import guests
 from tests.kit.hostile import COMPUTE, IMAGE, INSTANCE

@@ -20,9 +20,9 @@ from ecomp.errors import EcompError, UnknownOutcome, Unreachable
 from ecomp.model.choose import SPREAD, choose
 from ecomp.model.explain import miss
 from ecomp.model.query import Amount
-from ecomp.placement import allocations, answers, providers, room, traits
+from ecomp.placement import allocations, providers, room, traits
 from ecomp.placement.by_http import AnswerLimits
-from ecomp.placement.client import Placement
+from ecomp.placement.client import Placement, parse
 from tests.security.wire import Wire, said, whole, wire
 
 NAME = 'd578fb7c-7787-4e73-b69a-a7b3ef9bf73a'
@@ -199,7 +199,7 @@ def test_ten_thousand_candidates_are_parsed() -> None:
     about = {'resources': has, 'traits': [f'HW_CPU_{number}' for number in range(150)]}
     about |= dict.fromkeys(('parent_provider_uuid', 'root_provider_uuid'))
     body = json.dumps({'allocation_requests': asked, 'provider_summaries': dict.fromkeys(computes, about)}).encode()
-    assert len(answers.parse(body)['provider_summaries']) == 10_000
+    assert len(parse(body)['provider_summaries']) == 10_000
 
 
 def test_what_placement_says_is_wrong_is_not_endless() -> None:

@@ -93,7 +93,7 @@ PLACES: dict[str, set[str]] = {
     'argparse': {'ecomp.arguments', 'ecomp.agent.arguments', 'ecomp.lab.elab', 'mdserver'},
     'etcd3': {'ecomp.store.roles'},
     'grpc': {'ecomp.store.roles'},
-    'h2': {'ecomp.store.transport'},
+    'h2': {'ecomp.store.by_h2'},
     'google': set(),  # protobuf
     'libvirt': {'ecomp.virt'},
     'libvirtaio': set(),

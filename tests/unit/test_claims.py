@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ecomp.agent.host.claims import APART, due, orphans
-from ecomp.store.client import Entry, Snapshot
-from ecomp.store.requests import in_requests
+from ecomp.store.client import Entry, Snapshot, in_requests
 
 LEASE = 7
 

@@ -25,7 +25,7 @@ from ecomp.model.health import (
 )
 from ecomp.model.health import ComputeFacts as Facts
 from ecomp.model.host import CLOSED, ORPHANED, SILENT, UP, Host
-from ecomp.store.transport import tls_reason
+from ecomp.store.by_h2 import tls_reason
 from ecomp.tls import SENTENCES, TlsFailure
 from tests.kit.certificates import Authority
 

@@ -11,8 +11,7 @@ import pytest
 from ecomp.model import keys
 from ecomp.model.choose import Offer
 from ecomp.scheduler.placing.place import LOOKS, MOST, SCARCE, Contention
-from ecomp.store.client import Entry, Snapshot
-from ecomp.store.requests import in_line
+from ecomp.store.client import Entry, Snapshot, in_line
 
 
 def line(*read: tuple[int, int]) -> tuple[Contention, list[str]]:

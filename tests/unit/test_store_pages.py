@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from ecomp.store.connection import EASY, TooLong, pages
 from ecomp.store.messages import Range
-from ecomp.store.pages import EASY, TooLong, pages
 
 
 class Etcd:

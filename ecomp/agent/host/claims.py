@@ -19,9 +19,8 @@ from ecomp.model import keys
 from ecomp.placement import allocations, providers
 from ecomp.placement.claiming import release
 from ecomp.placement.client import Placement
-from ecomp.store.client import Store
+from ecomp.store.client import Store, at_it, in_requests, wanted
 from ecomp.store.released import note
-from ecomp.store.requests import at_it, in_requests, wanted
 
 KEPT = 20.0
 """Seconds for which what placement said of all providers is believed by those of many computes."""

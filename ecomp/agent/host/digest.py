@@ -20,9 +20,8 @@ from ecomp.errors import EcompError
 from ecomp.model import keys
 from ecomp.model.digest import Digest, Leftover, clearance_from_json, failed, to_pages
 from ecomp.model.json_object import dump, load_object
-from ecomp.store.client import Entry, Put, Store, Unchanged
+from ecomp.store.client import Entry, Put, Store, Unchanged, at_it
 from ecomp.store.places import lives
-from ecomp.store.requests import at_it
 from ecomp.store.sharing import quietly_revoke
 from ecomp.virt import Hypervisor
 

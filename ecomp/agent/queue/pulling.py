@@ -63,10 +63,9 @@ from ecomp.placement import allocations, traits
 from ecomp.placement.allocations import Consumer, consumer
 from ecomp.placement.claiming import claim, release
 from ecomp.placement.room import look
-from ecomp.store.client import Delete, Exists, Put, Unchanged
+from ecomp.store.client import Delete, Exists, Put, Unchanged, in_requests, withdraw
 from ecomp.store.presence import Presence
 from ecomp.store.released import highest, note
-from ecomp.store.requests import in_requests, withdraw
 from ecomp.store.sharing import Excluded, commit_with, ended, group, groups, joined, unshared, write_end
 from ecomp.store.watch import State
 

@@ -15,8 +15,7 @@ from ecomp.model.order import SIZE_LIMIT, Request, to_json
 from ecomp.model.record import ERROR, GONE, KEPT, Record, is_newer, timestamp
 from ecomp.scheduler.changing.accept import until_accepted
 from ecomp.scheduler.looking.find import InstanceEntries, find, living, read_waiting, requested, waiting_at
-from ecomp.store.alive import is_alive
-from ecomp.store.client import Delete, Entry, Put, Store, Unchanged
+from ecomp.store.client import Delete, Entry, Put, Store, Unchanged, is_alive
 from ecomp.store.places import Index, places
 from ecomp.store.sharing import commit_with, ended, freed, group, quietly_revoke, write_end
 

@@ -11,8 +11,7 @@ from ecomp.model.order import START, STOP, Invalid, Power, Request, action_id, p
 from ecomp.model.record import ACTIVE, ERROR, STOPPED
 from ecomp.scheduler.changing.accept import until_accepted
 from ecomp.scheduler.looking.find import InstanceEntries, living
-from ecomp.store.alive import is_alive
-from ecomp.store.client import Entry, Put, Store, Unchanged
+from ecomp.store.client import Entry, Put, Store, Unchanged, is_alive
 from ecomp.store.places import Index
 
 WHY_NOT = {

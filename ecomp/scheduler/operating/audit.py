@@ -35,12 +35,10 @@ from ecomp.placement.claiming import release
 from ecomp.placement.client import Placement
 from ecomp.scheduler.looking.find import find
 from ecomp.scheduler.operating.quotas import recount
-from ecomp.store.alive import silence
 from ecomp.store.client import AT_ONCE as MOST
-from ecomp.store.client import Delete, Put, Store, Unchanged
+from ecomp.store.client import Delete, Put, Store, Unchanged, at_it, silence, wanted
 from ecomp.store.places import lives
 from ecomp.store.released import note
-from ecomp.store.requests import at_it, wanted
 from ecomp.store.sharing import commit_with, given_back, put_group, rejoined, unshared
 
 LEASE_SECONDS = 180

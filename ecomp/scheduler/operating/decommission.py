@@ -28,10 +28,8 @@ from ecomp.placement.claiming import release
 from ecomp.placement.client import Placement
 from ecomp.scheduler.looking.find import FRESH
 from ecomp.scheduler.looking.hosts import Survey, look
-from ecomp.store.alive import is_alive, silence
-from ecomp.store.client import Delete, Store, Unchanged
+from ecomp.store.client import Delete, Store, Unchanged, in_requests, is_alive, silence, wanted
 from ecomp.store.released import note
-from ecomp.store.requests import in_requests, wanted
 from ecomp.store.sharing import write_end
 
 if TYPE_CHECKING:

@@ -41,9 +41,8 @@ from ecomp.model.text import did_you_mean
 from ecomp.placement import allocations, providers
 from ecomp.placement.claiming import claim, in_short, release
 from ecomp.placement.client import Placement
-from ecomp.store.client import Delete, Put, Store, Unchanged
+from ecomp.store.client import Delete, Put, Store, Unchanged, being_taken, withdraw
 from ecomp.store.released import note
-from ecomp.store.requests import being_taken, withdraw
 from ecomp.store.sharing import Change, commit_with, group, holder, quota
 
 

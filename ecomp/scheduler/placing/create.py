@@ -40,9 +40,8 @@ from ecomp.scheduler.placing.claim import (
     together,
 )
 from ecomp.scheduler.placing.place import Placer
-from ecomp.store.client import Store
+from ecomp.store.client import Store, in_line
 from ecomp.store.released import highest
-from ecomp.store.requests import in_line
 from ecomp.store.sharing import Change, Excluded, charged, joined, quietly_revoke
 
 if TYPE_CHECKING:

@@ -35,8 +35,7 @@ from ecomp.scheduler.placing.claim import (
     together,
 )
 from ecomp.scheduler.placing.explain import lacking
-from ecomp.store.client import Delete, Entry, Put, Store, Unchanged
-from ecomp.store.requests import withdraw
+from ecomp.store.client import Delete, Entry, Put, Store, Unchanged, withdraw
 from ecomp.store.sharing import Change, Excluded, charged, commit_with, joined, quietly_revoke
 
 
