@@ -40,9 +40,9 @@ def candidates(placement: Placement, query: str) -> Offer:
     try:
         data = placement.get('/allocation_candidates?' + enabled_only(query).replace('#', '%23'))
     except PlacementRefusal as error:
-        from ecomp.placement.vocabulary import unknown  # seldom needed
+        from ecomp.placement.traits import unknown_names
 
-        strange = '; '.join(filter(None, unknown(placement, named(query))))
+        strange = '; '.join(filter(None, unknown_names(placement, named(query))))
         raise PlacementRefusal(strange or str(error)) from error
     try:
         found = [parse_allocations(each['allocations']) for each in data['allocation_requests']]

@@ -1,17 +1,19 @@
-"""A provider's traits and aggregates: read, changed and written back, as often as somebody else is faster.
+"""Traits and aggregates of a provider, read, changed and written back; which traits and classes placement knows.
 
-https://docs.openstack.org/api-ref/placement/#resource-provider-traits and #resource-provider-aggregates
+https://docs.openstack.org/api-ref/placement/#resource-provider-traits, #resource-provider-aggregates,
+#resource-classes and #traits
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from typing import Any
+from typing import Any, NamedTuple
 
 from ecomp.errors import PlacementRefusal
 from ecomp.model.json_object import is_text
+from ecomp.model.query import Named, unknown_words
 from ecomp.model.status import CUSTOM
-from ecomp.placement.client import Placement, whole
+from ecomp.placement.client import WRONG, Placement, text, whole
 from ecomp.placement.providers import matching, raced
 
 TRAITS, AGGREGATES = 'traits', 'aggregates'
@@ -88,3 +90,43 @@ def _names(placement: Placement, data: dict[str, Any], kind: str) -> Names:
     if not isinstance(found, list) or not all(map(is_text, found)):
         raise placement.foreign()
     return frozenset(found)
+
+
+class Unknown(NamedTuple):
+    """What placement does not know, a sentence of each kind, '' for nothing.
+
+    `never` are names it will not know either; `yet` are CUSTOM_… ones, which come with a compute that has them.
+    """
+
+    never: str
+    yet: str
+
+
+def unknown_names(placement: Placement, wanted: Named, more: Collection[str] = ()) -> Unknown:
+    """What placement does not know of these names, with what was probably meant by each: `more` may have been, too."""
+    classes = _classes(placement) if wanted.classes else frozenset()
+    traits = _traits(placement) if wanted.traits else frozenset()
+    kinds = ('resource class', wanted.classes, classes), ('trait', wanted.traits, traits)
+    parts: list[list[str]] = [[], []]
+    for what, names, known in kinds:
+        strange = names - known
+        custom = frozenset(each for each in strange if each.startswith(CUSTOM))
+        for part, each in zip(parts, (strange - custom, custom), strict=True):
+            part += [unknown_words(what, each, known.union(more))] if each else []
+    return Unknown(*map('; '.join, parts))
+
+
+def _classes(placement: Placement) -> frozenset[str]:
+    data = placement.get('/resource_classes')
+    try:
+        return frozenset(text(each['name']) for each in data['resource_classes'])
+    except WRONG as error:
+        raise placement.foreign() from error
+
+
+def _traits(placement: Placement) -> frozenset[str]:
+    data = placement.get('/traits')
+    try:
+        return frozenset(text(each) for each in data['traits'])
+    except WRONG as error:
+        raise placement.foreign() from error

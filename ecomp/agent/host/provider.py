@@ -287,7 +287,7 @@ def check_names(placement: Placement, configured: Collection[str], classes: Coll
     compute.yaml is wrong.
     """
     if strange := frozenset(classes).difference(NEEDED):
-        from ecomp.placement.vocabulary import unknown as unknown_names  # most computes say nothing else
+        from ecomp.placement.traits import unknown_names as unknown_names
 
         never, yet = unknown_names(placement, Named(strange, frozenset()))
         if never or yet:

@@ -54,14 +54,14 @@ def put(store: Store, placement: Placement, name: str, text: str) -> str:
     UsageError, also for classes and traits that placement does not know.
     """
     from ecomp.model.query import Named
-    from ecomp.placement.vocabulary import unknown
+    from ecomp.placement.traits import unknown_names
 
     try:
         flavor = parse_flavor(name, text)
     except ValueError as error:
         raise UsageError(f'flavor {printable(name, 100)}: {error}') from error
     named = Named(frozenset(flavor.resources), frozenset({*flavor.required, *flavor.forbidden}))
-    strange = unknown(placement, named)
+    strange = unknown_names(placement, named)
     if strange.never:
         raise UsageError(f'flavor {name}: {strange.never}')
     key, value = keys.flavor(name), to_json(flavor)

@@ -35,13 +35,13 @@ def check_limits(placement: Placement, words: Sequence[str]) -> str:
     What is no limit any more is not looked at.
     """
     from ecomp.model.query import Named
-    from ecomp.placement.vocabulary import unknown
+    from ecomp.placement.traits import unknown_names
 
     try:
         classes = {name for name, most in parse_limits(words).items() if most is not None} - {INSTANCES}
     except ValueError as error:
         raise UsageError(f'quota set: {printable(str(error))}') from error
-    strange = unknown(placement, Named(frozenset(classes), frozenset()), more=(INSTANCES,))
+    strange = unknown_names(placement, Named(frozenset(classes), frozenset()), more=(INSTANCES,))
     if strange.never:
         raise UsageError(f'quota set: {strange.never}')
     return strange.yet
