@@ -17,11 +17,11 @@ from ecomp.model.order import REBOOT
 from ecomp.model.record import GONE
 
 if TYPE_CHECKING:
-    from ecomp.scheduler.changing.power import Acceptance
+    from ecomp.scheduler.changing.change import Acceptance
 
 
 def _destroy(do: Context) -> int:
-    from ecomp.scheduler.changing.destroy import destroy
+    from ecomp.scheduler.changing.change import destroy
     from ecomp.scheduler.changing.wait import Deadline, Wait, wait_until_gone
     from ecomp.scheduler.looking.find import is_known
 
@@ -53,7 +53,7 @@ def _destroy(do: Context) -> int:
 
 def _power(do: Context) -> int:
     from ecomp.model.order import Power
-    from ecomp.scheduler.changing.power import power
+    from ecomp.scheduler.changing.change import power
     from ecomp.scheduler.changing.wait import Deadline, Wait, wait_for_power
 
     outcomes = Outcomes(do, do.words, instance=None, state=None)
@@ -89,7 +89,7 @@ def _power(do: Context) -> int:
 
 
 def _clear(do: Context) -> int:
-    from ecomp.scheduler.changing.clear import clear
+    from ecomp.scheduler.changing.change import clear
 
     removed, errors = clear(do.store)
     gone = sum(state == GONE for state in removed.values())

@@ -23,8 +23,7 @@ from ecomp.model.query import check_query, on_one
 from ecomp.model.record import SCHEDULED, WAITS_FOR, waits_for
 from ecomp.placement.allocations import candidates
 from ecomp.placement.client import Placement
-from ecomp.scheduler.changing.clear import remove
-from ecomp.scheduler.changing.destroy import destroy
+from ecomp.scheduler.changing.change import destroy, remove
 from ecomp.scheduler.changing.wait import Deadline, Wait, wait_for_stage, wait_until_gone
 from ecomp.scheduler.looking.find import find
 from ecomp.scheduler.placing.create import create

@@ -10,7 +10,6 @@ strings, the first its type); sshd(8) for the line around it.
 from __future__ import annotations
 
 import binascii
-import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Self
@@ -348,6 +347,8 @@ class Guest:
 
 def mac_address(instance: str, number: int) -> str:
     """The MAC of an instance's interface: the same every time, in QEMU's own range 52:54:00."""
+    import hashlib
+
     digest = hashlib.sha256(f'{instance}/{number}'.encode()).hexdigest()
     return f'52:54:00:{digest[0:2]}:{digest[2:4]}:{digest[4:6]}'
 

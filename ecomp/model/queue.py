@@ -8,7 +8,6 @@ is a hint and no lock: two that see different computes alive may both go for a r
 
 from __future__ import annotations
 
-import hashlib
 import random
 from collections.abc import Container, Iterable, Mapping
 from contextlib import suppress
@@ -232,6 +231,8 @@ def among(seconds: float, takers: int) -> int:
 
 def point(name: str) -> int:
     """Where a uuid lies: 64 bits."""
+    import hashlib  # not for eschedule: slow to load
+
     return int.from_bytes(hashlib.blake2b(name.encode(errors='surrogatepass'), digest_size=8).digest())
 
 

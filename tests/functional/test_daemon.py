@@ -18,7 +18,7 @@ from ecomp.agent.turns import Threads
 from ecomp.model import keys
 from ecomp.model.guest import Guest, GuestSpec
 from ecomp.model.record import ACTIVE, from_json
-from ecomp.scheduler.changing.destroy import destroy
+from ecomp.scheduler.changing.change import destroy
 from ecomp.virt.fake import FakeHypervisor
 from tests.functional.cloud import Cloud
 from tests.functional.toy import Toy, toy

@@ -14,7 +14,7 @@ from ecomp.model.flavor import Flavor
 from ecomp.model.queue import mark_to_json
 from ecomp.placement import allocations
 from ecomp.placement.client import Placement
-from ecomp.scheduler.changing.destroy import destroy
+from ecomp.scheduler.changing.change import destroy
 from ecomp.scheduler.looking.find import find
 from ecomp.store.client import Store
 from tests.functional.cloud import SMALL, Cloud, new

@@ -17,7 +17,7 @@ from ecomp.errors import EcompError, StillGoing, Unreachable
 from ecomp.model import keys
 from ecomp.model.guest import Address, BaseImage, GuestSpec, mac_address
 from ecomp.model.record import ACTIVE, GONE, STOPPED
-from ecomp.scheduler.changing.destroy import destroy
+from ecomp.scheduler.changing.change import destroy
 from ecomp.scheduler.changing.wait import Deadline, Wait, wait_for_stage
 from ecomp.virt.fake import FakeHypervisor
 from tests.functional.cloud import Cloud, new

@@ -16,7 +16,7 @@ from ecomp.model.flavor import Flavor
 from ecomp.model.flavor import to_json as flavor_to_json
 from ecomp.model.queue import mark_to_json
 from ecomp.placement import allocations
-from ecomp.scheduler.changing.destroy import destroy
+from ecomp.scheduler.changing.change import destroy
 from ecomp.scheduler.placing.claim import abandon
 from ecomp.scheduler.placing.enqueue import enqueue
 from ecomp.store.client import Put, Store, Unchanged, at_it

@@ -22,7 +22,7 @@ from ecomp.model.order import SetOrder
 from ecomp.model.record import ERROR, GONE, Record, to_json
 from ecomp.placement import allocations
 from ecomp.placement.client import Placement
-from ecomp.scheduler.changing.destroy import destroy
+from ecomp.scheduler.changing.change import destroy
 from ecomp.scheduler.placing import claim as claims
 from ecomp.scheduler.placing.claim import DeliveryOutcome
 from ecomp.scheduler.placing.create import create

@@ -18,8 +18,7 @@ from ecomp.model.group import Group, Membership
 from ecomp.model.group import to_json as group_to_json
 from ecomp.model.order import Request, Shares
 from ecomp.model.record import ACTIVE, ERROR, GONE, Failure, Record, new_record, to_json
-from ecomp.scheduler.changing.clear import clear
-from ecomp.scheduler.changing.destroy import destroy
+from ecomp.scheduler.changing.change import clear, destroy
 from ecomp.scheduler.looking.find import all_records, find, living
 from ecomp.store.client import Delete, Entry, Put, Snapshot, Store, Unchanged
 from ecomp.store.places import index

@@ -12,7 +12,7 @@ from ecomp.errors import Conflict, EcompError, NotFound, UsageError
 from ecomp.model import keys
 from ecomp.model.order import SetOrder, name_to_json, named
 from ecomp.model.record import ACTIVE, DESTROYING, ERROR, GONE, Failure, Record, to_json
-from ecomp.scheduler.changing.destroy import destroy
+from ecomp.scheduler.changing.change import destroy
 from ecomp.scheduler.looking.find import find, living, resolve
 from ecomp.scheduler.placing.claim import DeliveryOutcome
 from ecomp.store.client import Put, Store

@@ -12,8 +12,7 @@ from ecomp.errors import Conflict, EcompError, NotFound, StillGoing
 from ecomp.model import keys
 from ecomp.model.order import ASKED, OFF, REBOOT, START, STOP, Power
 from ecomp.model.record import ACTIVE, GONE, STOPPED, Record, to_json
-from ecomp.scheduler.changing.destroy import destroy
-from ecomp.scheduler.changing.power import Acceptance, power
+from ecomp.scheduler.changing.change import Acceptance, destroy, power
 from ecomp.scheduler.changing.wait import Deadline, Wait, wait_for_power
 from ecomp.store.client import Store
 from tests.functional.cloud import IMAGE, Cloud, new

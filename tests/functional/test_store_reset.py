@@ -10,7 +10,7 @@ from h2.errors import ErrorCodes
 from ecomp.conf import EtcdConfig
 from ecomp.errors import UnknownOutcome
 from ecomp.model import keys
-from ecomp.scheduler.changing.destroy import destroy
+from ecomp.scheduler.changing.change import destroy
 from ecomp.scheduler.placing.claim import DeliveryOutcome
 from ecomp.store.client import Put, Store, Unchanged
 from tests.functional.cloud import Cloud

@@ -26,8 +26,7 @@ from ecomp.model.quota import Quota, counted
 from ecomp.model.quota import to_json as quota_json
 from ecomp.placement import allocations
 from ecomp.placement.client import Placement
-from ecomp.scheduler.changing.destroy import destroy
-from ecomp.scheduler.changing.power import power
+from ecomp.scheduler.changing.change import destroy, power
 from ecomp.scheduler.placing.claim import DeliveryOutcome, abandon, announce
 from ecomp.scheduler.placing.create import create
 from ecomp.scheduler.placing.enqueue import enqueue

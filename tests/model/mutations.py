@@ -168,7 +168,7 @@ SHARED = {
         'ecomp.model.order:parse_request', without_argument('Invalid', '_shares'), 'refused'
     ),
     'a destroy of a refused request forgets what it shared': bug(
-        'ecomp.scheduler.changing.destroy:_transaction', becomes('_group_of', 'None'), 'refused'
+        'ecomp.scheduler.changing.change:_transaction', becomes('_group_of', 'None'), 'refused'
     ),
 }
 MUTATIONS: dict[str, Bug] = {**CLAIM, **DELIVERY, **SHARED, **HOST, **TOLD, **PAIRS}

@@ -32,7 +32,7 @@ TOLD = {
         'ecomp.scheduler.placing.claim:deliver', never('get', 'request'), 'lost_delivery', 'create_with_losses'
     ),
     'a destroy whose answer is lost is called not accepted': bug(
-        'ecomp.scheduler.changing.accept:until_accepted', always('is_unknown'), 'destroy_with_losses'
+        'ecomp.scheduler.changing.change:until_accepted', always('is_unknown'), 'destroy_with_losses'
     ),
     'an attempt that releases nothing calls its claim released': bug(
         'ecomp.scheduler.placing.create:Attempt._release', always('abandon'), 'one_name', 'create_with_losses'
@@ -130,10 +130,10 @@ TOLD = {
         'ecomp.placement.claiming:release', assigns('kept', '()'), 'fix_and_create'
     ),
     'a destroy out of a queue does not compare the entry': bug(
-        'ecomp.scheduler.changing.destroy:_out_of_queue', without('entry', 'Unchanged'), 'taken_and_destroyed'
+        'ecomp.scheduler.changing.change:_out_of_queue', without('entry', 'Unchanged'), 'taken_and_destroyed'
     ),
     'a destroy does not compare the request': bug(
-        'ecomp.scheduler.changing.destroy:_transaction',
+        'ecomp.scheduler.changing.change:_transaction',
         assigns('unchanged', '[]'),
         'destroyed_twice_beside_another',
     ),

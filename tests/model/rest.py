@@ -10,7 +10,7 @@ from ecomp.errors import Conflict, EcompError, NoCapacity, NotFound, Unreachable
 from ecomp.model import keys
 from ecomp.model.order import SetOrder
 from ecomp.model.record import ERROR, GONE
-from ecomp.scheduler.changing.destroy import destroy
+from ecomp.scheduler.changing.change import destroy
 from ecomp.store.client import Entry
 from tests.model.cloud import Cloud
 from tests.model.compute import Compute

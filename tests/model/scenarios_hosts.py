@@ -6,7 +6,7 @@ import json
 
 from ecomp.model import keys
 from ecomp.model.group import Membership
-from ecomp.scheduler.changing.destroy import destroy
+from ecomp.scheduler.changing.change import destroy
 from ecomp.store.client import Delete, Put
 from tests.model.acting import SHAKY
 from tests.model.cloud import A, Cloud, U, V

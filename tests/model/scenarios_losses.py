@@ -7,7 +7,7 @@ from contextlib import suppress
 from ecomp.errors import EcompError
 from ecomp.model import keys
 from ecomp.model.queue import mark_to_json
-from ecomp.scheduler.changing.destroy import destroy
+from ecomp.scheduler.changing.change import destroy
 from ecomp.store.client import Delete, Entry, Put
 from tests.model.acting import SHAKY, Bounds
 from tests.model.cloud import A, B, Cloud, U

@@ -8,8 +8,7 @@ from contextlib import suppress
 from ecomp.errors import Conflict, NotFound
 from ecomp.model import keys
 from ecomp.model.group import Membership
-from ecomp.scheduler.changing.clear import Cleared, clear
-from ecomp.scheduler.changing.destroy import destroy
+from ecomp.scheduler.changing.change import Cleared, clear, destroy
 from ecomp.scheduler.operating import flavors
 from ecomp.scheduler.operating.audit import fix
 from ecomp.scheduler.operating.decommission import forget

@@ -6,7 +6,7 @@ from ecomp.model import keys
 from ecomp.model.group import Group, Membership
 from ecomp.model.group import to_json as group_json
 from ecomp.model.queue import Place
-from ecomp.scheduler.changing.destroy import destroy
+from ecomp.scheduler.changing.change import destroy
 from ecomp.scheduler.operating.decommission import forget
 from ecomp.scheduler.operating.quotas import limit
 from ecomp.store.client import Entry, Put

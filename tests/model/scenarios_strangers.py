@@ -10,7 +10,7 @@ from ecomp.model.group import Membership
 from ecomp.model.order import Power
 from ecomp.model.quota import Quota
 from ecomp.model.quota import to_json as quota_json
-from ecomp.scheduler.changing.power import power
+from ecomp.scheduler.changing.change import power
 from ecomp.scheduler.operating.quotas import limit
 from ecomp.store.client import Delete, Put, Unchanged
 from tests.model.acting import SHAKY, Actor, Bounds

@@ -12,7 +12,7 @@ from ecomp.agent.host.claims import Generations
 from ecomp.errors import EcompError, NotFound
 from ecomp.model import keys
 from ecomp.model.group import Membership
-from ecomp.scheduler.changing.destroy import destroy
+from ecomp.scheduler.changing.change import destroy
 from ecomp.scheduler.looking.find import all_records, find
 from ecomp.scheduler.operating.audit import fix
 from ecomp.scheduler.operating.quotas import limit

@@ -21,8 +21,7 @@ from ecomp.model.queue import mark_to_json
 from ecomp.model.record import ACTIVE, ERROR, GONE, Failure, Record, from_json
 from ecomp.model.record import to_json as record_json
 from ecomp.placement.client import Placement
-from ecomp.scheduler.changing.destroy import destroy
-from ecomp.scheduler.changing.power import power
+from ecomp.scheduler.changing.change import destroy, power
 from ecomp.scheduler.changing.wait import Deadline
 from ecomp.scheduler.looking.find import find
 from ecomp.scheduler.operating.audit import audit, mend

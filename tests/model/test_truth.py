@@ -6,7 +6,7 @@ import pytest
 
 from ecomp.errors import Conflict, NoCapacity, NotFound, Unreachable
 from ecomp.model.order import Power
-from ecomp.scheduler.changing.power import Acceptance
+from ecomp.scheduler.changing.change import Acceptance
 from ecomp.scheduler.placing.claim import DeliveryOutcome
 from tests.model.acting import Actor, Bounds
 from tests.model.cloud import A, Cloud, U, V, W

@@ -20,7 +20,7 @@ from ecomp.model.quota import from_json as quota_from_json
 from ecomp.model.record import ACTIVE, ERROR, Record
 from ecomp.model.record import to_json as record_json
 from ecomp.placement.allocations import of_provider
-from ecomp.scheduler.changing.clear import clear
+from ecomp.scheduler.changing.change import clear
 from ecomp.scheduler.looking.find import all_records
 from ecomp.scheduler.operating.audit import NOT_ANY_MORE, audit, mend
 from ecomp.scheduler.operating.quotas import limit

@@ -23,8 +23,7 @@ from ecomp.errors import (
     UsageError,
 )
 from ecomp.model import keys, status
-from ecomp.scheduler.changing.clear import Cleared
-from ecomp.scheduler.changing.power import Acceptance
+from ecomp.scheduler.changing.change import Acceptance, Cleared
 from tests.model.acting import Actor
 from tests.model.cloud import Cloud
 from tests.model.end import PLACING, End, Told

@@ -124,7 +124,7 @@ def virtual() -> Iterator[None]:
     import ecomp.agent.host.metadata
     import ecomp.agent.host.provider
     import ecomp.agent.host.state
-    import ecomp.scheduler.changing.destroy
+    import ecomp.scheduler.changing.change
     import ecomp.scheduler.operating.audit
 
     patches: list[Any] = [
@@ -134,7 +134,7 @@ def virtual() -> Iterator[None]:
         mock.patch.object(uuid, 'uuid4', _virtual_uuid4),
         mock.patch.object(threading.Event, 'wait', _virtual_wait),
         mock.patch.object(ecomp.scheduler.operating.audit, 'ThreadPoolExecutor', Threads),
-        mock.patch.object(ecomp.scheduler.changing.destroy, 'datetime', Moment),
+        mock.patch.object(ecomp.scheduler.changing.change, 'datetime', Moment),
         mock.patch.object(ecomp.agent.host.state, 'write_durably', directory.write_durably),
         mock.patch.object(ecomp.agent.host.metadata, 'write_durably', directory.write_quietly),
         mock.patch.object(ecomp.agent.host.provider, 'write_durably', directory.write_durably),

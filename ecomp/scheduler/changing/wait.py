@@ -38,7 +38,7 @@ from ecomp.store.places import Index, listed, near
 from ecomp.store.watch import Follower
 
 if TYPE_CHECKING:
-    from ecomp.scheduler.changing.power import Acceptance
+    from ecomp.scheduler.changing.change import Acceptance
     from ecomp.store.places import Index
 
 class Whereabouts:

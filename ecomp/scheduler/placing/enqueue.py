@@ -24,7 +24,6 @@ from ecomp.placement.allocations import consumer
 from ecomp.placement.client import Placement
 from ecomp.scheduler.looking.find import find
 from ecomp.scheduler.operating.flavors import names, no_such, read
-from ecomp.scheduler.placing.before import check_same
 from ecomp.scheduler.placing.claim import (
     LEASE_SECONDS,
     announce,
@@ -34,6 +33,7 @@ from ecomp.scheduler.placing.claim import (
     terms_of,
     together,
 )
+from ecomp.scheduler.placing.create import check_same
 from ecomp.scheduler.placing.explain import lacking
 from ecomp.store.client import Delete, Entry, Put, Store, Unchanged, withdraw
 from ecomp.store.sharing import Change, Excluded, charged, commit_with, joined, quietly_revoke
