@@ -22,7 +22,7 @@ from result import Result, figure, paired
 
 from ecomp.agent.images import inspection
 from ecomp.agent.images.cache import CacheLimits, ImageCache
-from ecomp.agent.images.reach import reach_of
+from ecomp.agent.images.connections import reach_of
 from ecomp.compute_conf import load_compute
 from ecomp.model.guest import GuestSpec
 from ecomp.virt.libvirt_host import Libvirt

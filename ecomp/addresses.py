@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 from contextlib import suppress
 
-from ecomp.model.image_sources import Address, without_zone
+from ecomp.model.image import Address, without_zone
 
 
 def addresses(host: str, flags: int = 0) -> list[Address]:

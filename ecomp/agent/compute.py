@@ -26,7 +26,7 @@ from ecomp.agent.host.metadata import GuestData, keep_served, nocloud
 from ecomp.agent.host.provider import Inventory, Registration, check_names, registered
 from ecomp.agent.host.state import Identity, Memory
 from ecomp.agent.images.cache import CacheLimits, Scrubber
-from ecomp.agent.images.reach import reach_of
+from ecomp.agent.images.connections import reach_of
 from ecomp.agent.instance.instances import ControlPlane, Host, Instances, Shape
 from ecomp.agent.instance.pool import FakeImages, Inline, Workers, WorkerSettings
 from ecomp.agent.instance.records import republish

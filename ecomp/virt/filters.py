@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from ecomp.addresses import addresses, is_own
 from ecomp.errors import Unreachable
 from ecomp.files import search_path
-from ecomp.model.image_sources import Address
+from ecomp.model.image import Address
 from ecomp.virt import filter_xml
 from ecomp.virt.connection import Connection, is_broken, libvirt, reason
 from ecomp.virt.filter_xml import Service

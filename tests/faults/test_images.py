@@ -25,7 +25,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from ecomp.agent.images import connections, transfer
+from ecomp.agent.images import connections, download
 from ecomp.agent.images.cache import ImageCache
 from ecomp.agent.instance.build import Cancelled
 from ecomp.errors import BuildFailed
@@ -197,7 +197,7 @@ def test_whatever_a_server_does(
     web.says = {'etag': '"1"'} if path == 'changing' else {}
     web.sums = f'{"1" * 64}  listed\n'.encode()
     monkeypatch.setattr(Handler, 'answer_listed', Handler.answer_good, raising=False)
-    monkeypatch.setattr(transfer, 'TIMEOUT', (5.0, 0.5))
+    monkeypatch.setattr(download, 'TIMEOUT', (5.0, 0.5))
     refused(cache, tmp_path / 'images', web.url + path, reason)
     assert contents(tmp_path / 'images') == before
     with pytest.MonkeyPatch.context() as patch:
@@ -303,12 +303,12 @@ def test_an_endless_drip(web: Web, cache: ImageCache, tmp_path: Path, monkeypatc
             raise Cancelled
 
     with ThreadPoolExecutor(1) as threads:
-        download = threads.submit(get, cache, web.url + 'drip', checkpoint)
+        waiting = threads.submit(get, cache, web.url + 'drip', checkpoint)
         until(lambda: [each for each in kept(tmp_path / 'images') if each.endswith('.part')], 10, 'it drips')
         asked_to_stop.set()
-        assert isinstance(download.exception(10), Cancelled)
+        assert isinstance(waiting.exception(10), Cancelled)
     assert kept(tmp_path / 'images') == []
-    monkeypatch.setattr(transfer, 'DEADLINE', 0.3)
+    monkeypatch.setattr(download, 'DEADLINE', 0.3)
     refused(cache, tmp_path / 'images', web.url + 'drip', 'not here after 0.3 s')
 
 

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from ecomp.agent.images.transfer import TIMEOUT
+from ecomp.agent.images.download import TIMEOUT
 from tests.faults.figures import figure
 from tests.kit.hands import some
 from tests.kit.hypervisor import SOON, Hypervisor

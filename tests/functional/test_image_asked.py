@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from ecomp.agent.images import transfer
+from ecomp.agent.images import download
 from tests.functional.image_content import base, entries, raw
 from tests.kit.image_server import Handler, Web
 from tests.kit.images import MIB, cache, get, kept
@@ -65,7 +65,7 @@ def test_a_server_without_etags_is_asked_for_its_date_and_sends_nothing_for_that
 def test_whatever_a_server_makes_of_a_head_it_is_asked_by_get(
     web: Web, directory: Path, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
-    monkeypatch.setattr(transfer, 'HEAD_TIMEOUT', (1.0, 0.3), raising=False)
+    monkeypatch.setattr(download, 'HEAD_TIMEOUT', (1.0, 0.3), raising=False)
     web.refuses_head = getattr(Handler, f'answer_{how}')
     for web.image, day in ((raw(MIB), 'Sat, 21'), (raw(MIB, 1), 'Fri, 20')):
         web.says = {'last-modified': f'{day} Nov 2026 10:00:00 GMT'}

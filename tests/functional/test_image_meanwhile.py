@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from ecomp.agent.images import transfer
+from ecomp.agent.images import download
 from ecomp.agent.images.cache import Bases
 from ecomp.agent.instance.build import Cancelled
 from tests.functional.image_content import base, raw
@@ -25,8 +25,8 @@ pytestmark = [
 
 
 def test_how_far_it_is_is_told_now_and_then(web: Web, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transfer, 'TICK', 0.02)
-    monkeypatch.setattr(transfer, 'TOLD_EVERY', 0.1)
+    monkeypatch.setattr(download, 'TICK', 0.02)
+    monkeypatch.setattr(download, 'TOLD_EVERY', 0.1)
     told: list[tuple[int, int | None]] = []
 
     def tell(done: int, total: int | None) -> None:
@@ -39,7 +39,7 @@ def test_how_far_it_is_is_told_now_and_then(web: Web, directory: Path, monkeypat
     assert (MIB // 2, MIB) in told
     assert told == sorted(set(told)), 'only what is new is told'
     told.clear()
-    monkeypatch.setattr(transfer, 'TOLD_EVERY', 30.0)
+    monkeypatch.setattr(download, 'TOLD_EVERY', 30.0)
     get(cache(directory), web.url + 'half', tell=tell)
     assert told == [], 'what is here soon is not told'
 
@@ -47,8 +47,8 @@ def test_how_far_it_is_is_told_now_and_then(web: Web, directory: Path, monkeypat
 def test_a_drip_of_unknown_length_is_told_and_can_be_left(
     web: Web, directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(transfer, 'TICK', 0.02)
-    monkeypatch.setattr(transfer, 'TOLD_EVERY', 0.2)
+    monkeypatch.setattr(download, 'TICK', 0.02)
+    monkeypatch.setattr(download, 'TOLD_EVERY', 0.2)
     told: list[int] = []
 
     def tell(done: int, total: int | None) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from ecomp.agent.images import transfer
+from ecomp.agent.images import download
 from ecomp.agent.images.cache import Bases
 from ecomp.errors import BuildFailed
 from tests.functional.image_content import base, entries, raw, sha256
@@ -181,7 +181,7 @@ def test_room_for_an_image_of_unknown_length_is_made_in_large_steps(
         return answer
 
     monkeypatch.setattr(Bases, 'reserve', noted)
-    monkeypatch.setattr(transfer, 'AHEAD', MIB, raising=False)
+    monkeypatch.setattr(download, 'AHEAD', MIB, raising=False)
     # What fits exactly is taken, and what is here goes for what comes, not for what is reserved ahead.
     limit = 5 * MIB
     ours = cache(directory, limit=limit)

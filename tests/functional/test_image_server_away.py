@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from ecomp.agent.images import transfer
+from ecomp.agent.images import download
 from tests.functional.image_content import raw
 from tests.kit.image_server import Handler, Web
 from tests.kit.images import MIB, cache, get, refused
@@ -25,7 +25,7 @@ pytestmark = [
 def test_a_cached_image_is_used_while_its_server_cannot_be_asked(
     web: Web, directory: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(transfer, 'PATIENCE', 0.3)
+    monkeypatch.setattr(download, 'PATIENCE', 0.3)
     url = web.url + 'good'
     first = get(cache(directory), url)
     for answer in ('error', 'no_http', 'silence', 'reset'):
@@ -54,7 +54,7 @@ def test_builds_that_wait_for_a_question_that_is_not_answered_do_not_ask_themsel
     web: Web, directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each worker has a cache of its own: they came one after the other, ten seconds apart."""
-    monkeypatch.setattr(transfer, 'PATIENCE', 0.5)
+    monkeypatch.setattr(download, 'PATIENCE', 0.5)
     url = web.url + 'good'
     first = get(cache(directory), url)
     monkeypatch.setattr(Handler, 'answer_good', Handler.answer_silence)

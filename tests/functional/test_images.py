@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from ecomp.agent.images import transfer
+from ecomp.agent.images import download
 from ecomp.agent.images.cache import Bases, ImageCache
-from ecomp.agent.images.reach import Reach
-from ecomp.agent.images.transfer import Away
+from ecomp.agent.images.connections import Reach
+from ecomp.agent.images.download import Away
 from ecomp.agent.instance.build import Cancelled
 from ecomp.errors import BuildFailed
 from ecomp.model.guest import BaseImage
@@ -139,7 +139,7 @@ def test_what_grows_while_it_is_read_is_refused(directory: Path, shelf: Path, im
     path = shelf / 'growing'
     path.write_bytes(image)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr('ecomp.agent.images.transfer._File.read', read)
+        patch.setattr('ecomp.agent.images.download._File.read', read)
         refused(directory, path.as_uri(), f'sends more than the {len(image)} bytes that it has announced', shelf)
     assert len(reads) == 3
 
@@ -168,7 +168,7 @@ def test_what_a_proxy_answers_in_place_of_an_https_server_is_said(web: Web, stat
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Handler, 'do_CONNECT', do_CONNECT, raising=False)
-        asked = transfer.Remote('https://cloud.example/x', Reach(proxy=web.url))
+        asked = download.Remote('https://cloud.example/x', Reach(proxy=web.url))
         with pytest.raises(Away) as away:
             asked.open(None)
         asked.close()
@@ -182,7 +182,7 @@ def test_what_is_no_url_is_asked_of_nobody(directory: Path, url: str) -> None:
 
 
 def test_a_silent_server_is_given_up(web: Web, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transfer, 'TIMEOUT', (1.0, 0.3))
+    monkeypatch.setattr(download, 'TIMEOUT', (1.0, 0.3))
     refused(directory, web.url + 'silence', 'no answer in time|connection broke')
 
 
@@ -191,7 +191,7 @@ def test_an_endless_drip_is_given_up(
     web: Web, directory: Path, monkeypatch: pytest.MonkeyPatch, path: str
 ) -> None:
     """Also one in the list of checksums beside it."""
-    monkeypatch.setattr(transfer, 'DEADLINE', 0.5)
+    monkeypatch.setattr(download, 'DEADLINE', 0.5)
     began = time.monotonic()
     refused(directory, web.url + path, r'not here after 0\.5 s, [0-9]+ bytes so far')
     assert time.monotonic() - began < PATIENCE * 5

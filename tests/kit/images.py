@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from ecomp.agent.images.cache import CacheLimits, ImageCache
-from ecomp.agent.images.reach import Reach
+from ecomp.agent.images.connections import Reach
 from ecomp.errors import BuildFailed
 from ecomp.model.guest import BaseImage
-from ecomp.model.image_sources import image_sources
+from ecomp.model.image import image_sources
 from ecomp.virt import image
 
 MIB = 2**20

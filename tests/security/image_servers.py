@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from ecomp.agent.images.cache import ImageCache
-from ecomp.agent.images.reach import Reach
+from ecomp.agent.images.connections import Reach
 from ecomp.errors import BuildFailed
 from tests.kit.image_server import Web, serving
 from tests.kit.images import LIMITS, get, inspect

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from ecomp.agent.images import transfer
+from ecomp.agent.images import download
 from ecomp.agent.instance.build import Cancelled
 from tests.kit.image_server import Handler, Web
 from tests.kit.images import LOOPBACK, MIB, get, kept
@@ -97,8 +97,8 @@ def test_a_drip_has_an_end(
     web: Web, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str, said: str
 ) -> None:
     monkeypatch.setattr(Handler, 'answer_head', drip_of_a_head, raising=False)
-    monkeypatch.setattr(transfer, 'ANSWER', 0.5)
-    monkeypatch.setattr(transfer, 'SPELL', 0.5)
+    monkeypatch.setattr(download, 'ANSWER', 0.5)
+    monkeypatch.setattr(download, 'SPELL', 0.5)
     assert re.search(said, refusal(everywhere(tmp_path, LOOPBACK), web.url + path))
     assert kept(tmp_path / 'images') == []
     # What is fast enough is not in a hurry.
@@ -109,7 +109,7 @@ def test_a_drip_has_an_end(
 def test_what_is_cached_is_used_where_a_newer_one_drips(
     web: Web, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(transfer, 'SPELL', 0.5)
+    monkeypatch.setattr(download, 'SPELL', 0.5)
     first = get(everywhere(tmp_path, LOOPBACK), web.url + 'good')
     monkeypatch.setattr(Handler, 'answer_good', Handler.answer_drip)
     assert get(everywhere(tmp_path, LOOPBACK), web.url + 'good') == first

@@ -40,7 +40,7 @@ def lookers() -> list[int]:
     found = []
     for each in psutil.Process().children():
         with suppress(psutil.NoSuchProcess):
-            if inspection.INSPECTOR in each.cmdline():
+            if inspection.__name__ in each.cmdline():
                 found.append(each.pid)
     return found
 

@@ -20,11 +20,11 @@ import pytest
 
 from ecomp.agent.images import inspection
 from ecomp.agent.images.cache import ImageCache
-from ecomp.agent.images.reach import Reach, reach_of
+from ecomp.agent.images.connections import Reach, reach_of
 from ecomp.compute_conf import load_compute
 from ecomp.errors import BuildFailed
 from ecomp.model import keys
-from ecomp.model.image_sources import image_sources, why_not
+from ecomp.model.image import image_sources, why_not
 from ecomp.model.order import Invalid, parse_request
 from tests.kit.commands import run
 from tests.kit.image_server import Handler, Web

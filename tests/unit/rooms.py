@@ -45,12 +45,11 @@ ARROWS: dict[str, set[str]] = {
     'ecomp.agent.agenda': {'ecomp.model'},
     'ecomp.agent.complaints': {'ecomp.errors', 'ecomp.model'},
     'ecomp.agent.locks': {'ecomp.errors'},
-    'ecomp.agent.parent': set(),
     'ecomp.agent.turns': set(),
-    'ecomp.agent.images': {*AGENT, 'ecomp.agent.locks', 'ecomp.agent.parent'},
+    'ecomp.agent.images': {*AGENT, 'ecomp.agent.locks'},
     'ecomp.agent.host': {*AGENT, 'ecomp.agent.locks', 'ecomp.agent.turns', 'ecomp.agent.images'},
     'ecomp.agent.instance': {
-        *(*AGENT, 'ecomp.agent.locks', 'ecomp.agent.parent', 'ecomp.agent.images', 'ecomp.agent.host'),
+        *(*AGENT, 'ecomp.agent.locks', 'ecomp.agent.images', 'ecomp.agent.host'),
     },
     'ecomp.agent.queue': {
         *(*AGENT, 'ecomp.agent.agenda', 'ecomp.agent.complaints', 'ecomp.agent.instance', 'ecomp.agent.turns'),
@@ -84,7 +83,6 @@ ARROWS: dict[str, set[str]] = {
 }
 FRONT_DOORS = {
     *('ecomp.compute', 'ecomp.schedule', 'ecomp.lab.elab', 'ecomp.lab.placement_server'),
-    'ecomp.agent.images.inspector',
     *('mdserver.server', 'mdserver.seed'),
 }
 
@@ -124,7 +122,7 @@ PURE = {
     *('ecomp.agent.instance.plan', 'ecomp.yaml_plain'),
     *('ecomp.cli.options', 'ecomp.cli.reading', 'ecomp.cli.words', 'ecomp.cli.timeline', 'ecomp.cli.formats'),
     *('ecomp.cli.fitting', 'ecomp.cli.completion', 'ecomp.cli.shares', 'ecomp.cli.show'),
-    *('ecomp.agent.images.reach', 'ecomp.lab.network', 'ecomp.virt.dhcp'),
+    *('ecomp.lab.network', 'ecomp.virt.dhcp'),
     *('mdserver.guests', 'mdserver.metadata'),
 }
 IMPURE_IMPORTS = {
@@ -139,11 +137,11 @@ WALL_CLOCK = {
 }
 
 # Modules that may leave the process without a front door, with the reason.
-LEAVES = {'ecomp.agent.parent': 'a child whose parent is gone has nobody to raise to'}
+LEAVES = {'ecomp.agent.images.inspection': 'a child whose parent is gone has nobody to raise to'}
 # Modules that may become another program, with the reason.
 BECOMES = {
     'ecomp.cli.enter': 'who is in a guest by ssh has a terminal, and ssh alone knows what to do with it',
-    'ecomp.agent.images.inspector': 'qemu-img inherits its limits, its parent and what ends it',
+    'ecomp.agent.images.inspection': 'qemu-img inherits its limits, its parent and what ends it',
 }
 
 EXITS = {'print', 'exit', 'quit', 'sys.exit', 'os._exit', 'SystemExit'}

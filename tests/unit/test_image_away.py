@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from urllib3.exceptions import SSLError
 
-from ecomp.agent.images.reach import Reach
-from ecomp.agent.images.transfer import Away, source, why_away
+from ecomp.agent.images.connections import Reach
+from ecomp.agent.images.download import Away, source, why_away
 from ecomp.errors import BuildFailed
 
 

@@ -31,8 +31,8 @@ from contextlib import AbstractContextManager, closing, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from ecomp.agent.images.reach import Reach
-from ecomp.agent.images.transfer import Away, Download, Tell, Transfer, Version, source
+from ecomp.agent.images.connections import Reach
+from ecomp.agent.images.download import Away, Download, Tell, Transfer, Version, source
 from ecomp.agent.locks import try_lock
 from ecomp.errors import BuildFailed
 from ecomp.failpoints import failpoint

@@ -13,6 +13,7 @@ import ssl
 import threading
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
@@ -28,9 +29,9 @@ from urllib3.util.ssl_ import create_urllib3_context
 
 from ecomp import __version__
 from ecomp.addresses import addresses, is_own
-from ecomp.agent.images.reach import Reach, port_of
+from ecomp.compute_conf import ComputeConfig
 from ecomp.errors import BuildFailed
-from ecomp.model.image_sources import Address, all_of, is_listed_alone, why_not, why_not_name
+from ecomp.model.image import Address, ImageSources, all_of, image_sources, is_listed_alone, why_not, why_not_name
 
 CONTROL = 'etcd or placement'
 OWN = 'an address of this host that `image_sources:` does not list by itself'
@@ -226,3 +227,29 @@ def _proxy_headers(proxy: SplitResult) -> Mapping[str, str]:
     if proxy.username is None:
         return {}
     return make_headers(proxy_basic_auth=f'{unquote(proxy.username)}:{unquote(proxy.password or "")}')
+
+
+@dataclass(frozen=True)
+class Reach:
+    """Where images may be fetched from. `sources` None means any address that is nowhere refused.
+
+    `control` is host and port of etcd and of placement, from which no image is fetched. `proxy` is the URL of an HTTP
+    proxy, None for none: it resolves names itself, so of a name only its text is checked.
+    """
+
+    sources: ImageSources | None = None
+    proxy: str | None = None
+    control: tuple[tuple[str, int], ...] = ()
+
+
+def reach_of(config: ComputeConfig) -> Reach:
+    """The Reach that compute.yaml describes."""
+    named = [urlsplit(f'//{each}') for each in config.etcd.endpoints] + [urlsplit(config.placement.endpoint)]
+    control = tuple((each.hostname or '', port_of(each)) for each in named)
+    sources = None if config.image_sources is None else image_sources(config.image_sources)
+    return Reach(sources, config.image_proxy, control)
+
+
+def port_of(parts: SplitResult) -> int:
+    """The port that a URL names, or the one of its scheme."""
+    return parts.port or (443 if parts.scheme == 'https' else 80)

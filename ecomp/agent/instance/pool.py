@@ -35,10 +35,9 @@ from typing import Any
 from ecomp import log as logs
 from ecomp.agent.images import inspection
 from ecomp.agent.images.cache import CacheLimits, ImageCache
-from ecomp.agent.images.reach import Reach
+from ecomp.agent.images.connections import Reach
 from ecomp.agent.instance.build import ENDING, MOST_ENDS, Build, Cancelled, Images, Job, News, WorkerDied, carry_out
 from ecomp.agent.locks import InstanceLocks
-from ecomp.agent.parent import die_with
 from ecomp.errors import BuildFailed, EcompError
 from ecomp.model.backoff import Backoff
 from ecomp.model.guest import BaseImage
@@ -180,7 +179,7 @@ def main(pipe: Connection, settings: WorkerSettings) -> None:
 def prepare(settings: WorkerSettings) -> None:
     """What a worker process does first. It dies with its parent, however that dies."""
     # Else a worker goes on building after its parent was killed with -9, beside the next ecompute's.
-    die_with(settings.parent)
+    inspection.die_with(settings.parent)
     # Ctrl-C goes to the whole terminal's group, as does its end; when to stop is the parent's business.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)

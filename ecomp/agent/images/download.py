@@ -27,8 +27,7 @@ from urllib.parse import unquote, urldefrag, urljoin, urlsplit
 from urllib3 import BaseHTTPResponse
 from urllib3.exceptions import HTTPError, LocationValueError, NewConnectionError, ProxyError, TimeoutError
 
-from ecomp.agent.images.connections import Connections, Refused
-from ecomp.agent.images.reach import Reach
+from ecomp.agent.images.connections import Connections, Reach, Refused
 from ecomp.errors import BuildFailed
 from ecomp.failpoints import failpoint
 from ecomp.model.image import check_image, sum_of
