@@ -9,6 +9,7 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -130,16 +131,22 @@ def test_nothing_is_written_that_was_not_announced(web: Web, directory: Path, im
 
 
 def test_what_grows_while_it_is_read_is_refused(directory: Path, shelf: Path, image: bytes) -> None:
-    reads: list[object] = []
+    reads: list[Path] = []
+    opened = download.Local.open
 
-    def read(self: object) -> bytes:
-        reads.append(self)
+    def read() -> bytes:
+        reads.append(path)
         return image[: len(image) // 2]
+
+    def grows(local: download.Local, known: download.Version | None) -> download.Stream | None:
+        stream = opened(local, known)
+        assert stream is not None
+        return replace(stream, read=read)
 
     path = shelf / 'growing'
     path.write_bytes(image)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr('ecomp.agent.images.download._File.read', read)
+        patch.setattr(download.Local, 'open', grows)
         refused(directory, path.as_uri(), f'sends more than the {len(image)} bytes that it has announced', shelf)
     assert len(reads) == 3
 

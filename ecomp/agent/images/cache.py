@@ -566,7 +566,7 @@ class ImageCache:
         """A Transfer to the URL's temporary name. It is given up, and that name removed, when the block ends."""
         part = self._bases.part(url)
         where = source(url, self.local, self.reach)
-        transfer = Transfer(url, where, known, pin, lambda: part.open('wb'), self._bases.reserve)
+        transfer = Transfer(url, where, known, pin, part, self._bases.reserve)
         try:
             yield transfer
         finally:

@@ -81,19 +81,15 @@ class Connections:
         """End every wait for an answer, a byte or a handshake soon, and open nothing more; for another thread."""
         with self._lock:
             self._stopped = True
-            for each in self._open:
-                with suppress(OSError):
-                    each.shutdown(socket.SHUT_RDWR)
+            while self._open:
+                with suppress(OSError), self._open.pop() as waits:
+                    waits.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         """Close every connection."""
         self.stop()
         if self._manager is not None:
             self._manager.clear()
-        with self._lock:
-            for each in self._open:
-                each.close()
-            self._open.clear()
 
     def _made(self) -> PoolManager:
         """A manager of urllib3's, with connections that opened() opens."""

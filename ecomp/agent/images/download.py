@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from http import HTTPStatus
 from pathlib import Path
 from typing import IO, Protocol
@@ -33,10 +34,17 @@ from ecomp.failpoints import failpoint
 from ecomp.model.image import check_image, sum_of
 from ecomp.tls import SENTENCES, TlsFailure, tls_failure
 
+log = logging.getLogger(__name__)
+
+CHUNK = 1024**2  # bytes of one read, at most
+SUMS = 'SHA256SUMS'
+MOST_SUMS = 1024**2
+"""Bytes of a file of checksums; a longer one on a server is refused."""
+
 TIMEOUT = (5.0, 60.0)
 """Seconds to connect, and seconds between two bytes; a server that takes longer is away."""
 HEAD_TIMEOUT = (2.0, 2.0)
-"""The same of a HEAD; a server that takes longer is asked by GET, for which transfer.PATIENCE has to leave time."""
+"""The same of a HEAD; a server that takes longer is asked by GET, for which PATIENCE has to leave time."""
 REDIRECTS = 5
 """How many redirects of one URL are followed; the next one is refused."""
 
@@ -49,6 +57,151 @@ IMAGE_SERVER_SENTENCES = {
     TlsFailure.UNTRUSTED: 'its certificate is not believed here',
 }
 """What users read of an image server's certificate, which no ca_cert of ours is about."""
+
+DEADLINE = 3600.0
+"""Seconds a download may take in all, then it fails: a time-out between two bytes alone lets a slow drip go on."""
+ANSWER = 60.0
+"""Seconds a server has to answer, redirects included, and again for SHA256SUMS; then the download fails."""
+RATE = 64 * 2**10
+SPELL = 60.0
+"""Bytes a second, and seconds: a download that is slower than RATE for as long as SPELL fails."""
+AHEAD = 64 * 2**20
+"""Bytes for which room is made at once where a server does not say how long an image is: its reads are small, and to
+make room takes a look at the whole directory."""
+PATIENCE = 10.0
+"""Seconds a server has to answer about an image that is cached; then the cached one is used."""
+HEAD_START = 0.001
+"""Seconds in which whoever has the known image gets on before its server is asked: a disk takes libvirt longer than the
+question takes, and two threads that both want to run have one processor between them in Python."""
+TICK = 0.2  # seconds between two calls of the checkpoint
+TOLD_EVERY = 1.0  # seconds between two calls of Tell
+
+Tell = Callable[[int, int | None], None]
+"""Gets the bytes downloaded so far and those in all, None if not known; at most once a second, and only if more."""
+
+
+class Away(BuildFailed):
+    """The server gives no answer now and may later; until then its cached image is used."""
+
+
+@dataclass(frozen=True)
+class Version:
+    """What tells an image at a URL from a later one: the server's ETag, its date, and the length in bytes.
+
+    '' and None mean that the server does not say. `answered` is the URL that it is of, after redirects and without its
+    query, which may be a signature; '' in what an older ecomp wrote down.
+    """
+
+    etag: str = ''
+    modified: str = ''
+    length: int | None = None
+    answered: str = ''
+
+    def is_same(self, other: Version) -> bool:
+        """Whether they are the same by their ETags; without those by date and length, if either is known.
+
+        Of two places, such as the mirrors that one URL is redirected to, different ETags say nothing (RFC 9110, 8.8.3):
+        then date and length do, if both are known. The same goes where only one of the two has an ETag.
+        """
+        moved = bool(self.answered and other.answered) and self.answered != other.answered
+        if self.etag and other.etag and (self.etag == other.etag or not moved):
+            return self.etag == other.etag
+        said = (bool(self.modified), self.length is not None)
+        is_known = all(said) if moved or self.etag or other.etag else any(said)
+        return is_known and (self.modified, self.length) == (other.modified, other.length)
+
+
+@dataclass(frozen=True)
+class Download:
+    """An image that was downloaded from a URL: its SHA-256, its size in bytes, and the server's version of it."""
+
+    sha256: str
+    size: int
+    version: Version
+
+
+@dataclass(frozen=True)
+class Stream:
+    """The bytes of an image from its first on, and the version they are of."""
+
+    version: Version
+    read: Callable[[], bytes]
+    """The next bytes, at most CHUNK; none at the end."""
+    close: Callable[[], None]
+
+
+class Source(Protocol):
+    """A place an image comes from. Errors: BuildFailed('image', reason), Away; no reason quotes a server's answer."""
+
+    def open(self, known: Version | None) -> Stream | None:
+        """A stream of the image; None if it is the `known` one. `known` None: no image of this URL is cached."""
+
+    def is_still(self, version: Version) -> bool:
+        """Whether it is this one at the place that open() has found it at."""
+
+    def sums(self) -> str | None:
+        """The text of SHA256SUMS in the image's directory; None if there is none."""
+
+    def stop(self) -> None:
+        """End every wait, here and in a stream's read(), soon, and ask nothing more; for another thread."""
+
+    def close(self) -> None:
+        """Close every connection."""
+
+
+def source(url: str, local: Path | None, reach: Reach) -> Source:
+    """The Source of the image at `url`, which check_image() accepted and which has no fragment."""
+    if urlsplit(url).scheme == 'file':
+        return Local(url, local)
+    return Remote(url, reach)
+
+
+class Local:
+    """An image on this host in `directory`, which file:// URLs may point into; None: every one is refused."""
+
+    def __init__(self, url: str, directory: Path | None) -> None:
+        self._url = url
+        self._directory = directory
+
+    def open(self, known: Version | None) -> Stream | None:
+        with _translate_errors(self._url):
+            path = self._path()
+            if not path.is_file():
+                raise BuildFailed('image', f'{self._url}: no such file on this compute')
+            file = path.open('rb')
+            found = os.fstat(file.fileno())  # of what is read: another file may be there by that name now
+            version = Version(f'{found.st_ino}-{found.st_size}-{found.st_mtime_ns}', '', found.st_size)
+            read = _translate_errors(self._url)(partial(file.read, CHUNK))
+            return _unless_known(known, Stream(version, read, file.close))
+
+    def is_still(self, version: Version) -> bool:
+        if (newer := self.open(version)) is not None:
+            newer.close()
+        return newer is None
+
+    def sums(self) -> str | None:
+        with _translate_errors(self._url):
+            path = self._path().with_name(SUMS)
+            if not path.is_file():
+                return None
+            with path.open('rb') as file:
+                return file.read(MOST_SUMS).decode(errors='replace')
+
+    def stop(self) -> None:
+        """Nothing waits."""
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+    def _path(self) -> Path:
+        if self._directory is None:
+            raise BuildFailed(
+                'image', f'{self._url}: this compute takes no local images: set `images:` in its compute.yaml'
+            )
+        path = Path(unquote(urlsplit(self._url).path)).resolve()
+        if not path.is_relative_to(self._directory.resolve()):
+            raise BuildFailed('image', f'{self._url}: only images under {self._directory} are taken here')
+        return path
 
 
 class Remote:
@@ -81,26 +234,24 @@ class Remote:
         headers = {'if-none-match': known.etag} if known is not None and known.etag else {}
         if known is not None and known.modified and not known.etag and self._says_by_head(url, known):
             return None
-        with _said(self._url):
+        with _translate_errors(self._url):
             answer, self._found_at = self._ask('GET', url, headers)
             if known is not None and answer.status == 304:
                 answer.close()
                 return None
             if answer.status != 200:
                 raise self._unwelcome(answer)
-            stream = _Body(self._url, answer, _version(answer, self._found_at))
-            # Not every server looks at what it is asked.
-            if known is not None and known.is_same(stream.version):
-                stream.close()
-                return None
-            return stream
+            # Decoded, what is transferred with gzip would be unpacked, bombs included. read1, or a slow drip would be
+            # inside one read, deadline or not.
+            read = _translate_errors(self._url)(partial(answer.read1, CHUNK, decode_content=False))
+            return _unless_known(known, Stream(_version(answer, self._found_at), read, answer.close))
 
     def _says_by_head(self, url: str, known: Version) -> bool:
         """Whether the server says to a HEAD that it has the known version; False where a GET has to tell.
 
         Not every server answers a HEAD, or as it would a GET.
         """
-        with suppress(BuildFailed), _said(self._url):
+        with suppress(BuildFailed), _translate_errors(self._url):
             answer, found_at = self._ask('HEAD', url, {})
             answer.close()
             return answer.status == 200 and known.is_same(_version(answer, found_at))
@@ -108,7 +259,7 @@ class Remote:
 
     def sums(self) -> str | None:
         url = urljoin(self._url, SUMS)
-        with _said(url):
+        with _translate_errors(url):
             answer, _ = self._ask('GET', url, {})
             with closing(answer):
                 if 400 <= answer.status < 500 and answer.status != 429:
@@ -159,24 +310,6 @@ class Remote:
         raise BuildFailed('image', f'{url}: more than {REDIRECTS} redirects')
 
 
-class _Body:
-    """The body of an answer."""
-
-    def __init__(self, url: str, answer: BaseHTTPResponse, version: Version) -> None:
-        self._url = url
-        self._answer = answer
-        self.version = version
-
-    def read(self) -> bytes:
-        with _said(self._url):
-            # Decoded, what is transferred with gzip would be unpacked, bombs included. read1, or a slow drip would be
-            # inside one read, deadline or not.
-            return self._answer.read1(CHUNK, decode_content=False)
-
-    def close(self) -> None:
-        self._answer.close()
-
-
 def _version(answer: BaseHTTPResponse, found_at: str) -> Version:
     """The version that an answer from this URL is of."""
     # In chunks it is as long as they are, whatever is said besides (RFC 9112, 6.3).
@@ -189,8 +322,16 @@ def _version(answer: BaseHTTPResponse, found_at: str) -> Version:
     )
 
 
+def _unless_known(known: Version | None, stream: Stream) -> Stream | None:
+    """The stream; None, and it is closed, if it is of the known version: not every server looks at what it is asked."""
+    if known is not None and known.is_same(stream.version):
+        stream.close()
+        return None
+    return stream
+
+
 @contextmanager
-def _said(url: str) -> Iterator[None]:
+def _translate_errors(url: str) -> Iterator[None]:
     """Turn each error of the block into BuildFailed, or Away, with a reason a person understands."""
     try:
         yield
@@ -198,9 +339,10 @@ def _said(url: str) -> Iterator[None]:
         raise Away('image', f'{url}: the connection broke: {type(error).__name__}') from error
     except OSError as error:
         raise BuildFailed('image', f'{url}: cannot be read: {error.strerror}') from error
-    except (ValueError, RuntimeError) as error:
-        # An answer is in the words.
-        raise BuildFailed('image', f'{url}: what the server answers is not HTTP') from error
+    except (ValueError, RuntimeError) as error:  # of a file: a zero byte in a path, a link that leads to itself
+        is_local = urlsplit(url).scheme == 'file'
+        # What a server answered is in the words of its error.
+        raise BuildFailed('image', f'{url}: {error if is_local else "what the server answers is not HTTP"}') from error
 
 
 def why_away(error: HTTPError) -> str:
@@ -253,193 +395,9 @@ def _redirected(url: str, here: str, location: str) -> str:
     return there
 
 
-CHUNK = 1024**2  # bytes of one read, at most
-SUMS = 'SHA256SUMS'
-MOST_SUMS = 1024**2
-"""Bytes of a file of checksums; a longer one on a server is refused."""
-
-
-class Away(BuildFailed):
-    """The server gives no answer now and may later; until then its cached image is used."""
-
-
-@dataclass(frozen=True)
-class Version:
-    """What tells an image at a URL from a later one: the server's ETag, its date, and the length in bytes.
-
-    '' and None mean that the server does not say. `answered` is the URL that it is of, after redirects and without its
-    query, which may be a signature; '' in what an older ecomp wrote down.
-    """
-
-    etag: str = ''
-    modified: str = ''
-    length: int | None = None
-    answered: str = ''
-
-    def is_same(self, other: Version) -> bool:
-        """Whether they are the same by their ETags; without those by date and length, if either is known.
-
-        Of two places, such as the mirrors that one URL is redirected to, different ETags say nothing (RFC 9110, 8.8.3):
-        then date and length do, if both are known. The same goes where only one of the two has an ETag.
-        """
-        moved = bool(self.answered and other.answered) and self.answered != other.answered
-        if self.etag and other.etag and (self.etag == other.etag or not moved):
-            return self.etag == other.etag
-        said = (bool(self.modified), self.length is not None)
-        is_known = all(said) if moved or self.etag or other.etag else any(said)
-        return is_known and (self.modified, self.length) == (other.modified, other.length)
-
-
-class Stream(Protocol):
-    """The bytes of an image from its first on, and the version they are of."""
-
-    version: Version
-
-    def read(self) -> bytes:
-        """The next bytes, at most CHUNK; none at the end."""
-
-    def close(self) -> None:
-        """Close the file or the connection."""
-
-
-class Source(Protocol):
-    """A place an image comes from. Errors: BuildFailed('image', reason), Away; no reason quotes a server's answer."""
-
-    def open(self, known: Version | None) -> Stream | None:
-        """A stream of the image; None if it is the `known` one. `known` None: no image of this URL is cached."""
-
-    def is_still(self, version: Version) -> bool:
-        """Whether it is this one at the place that open() has found it at."""
-
-    def sums(self) -> str | None:
-        """The text of SHA256SUMS in the image's directory; None if there is none."""
-
-    def stop(self) -> None:
-        """End every wait, here and in a stream's read(), soon, and ask nothing more; for another thread."""
-
-    def close(self) -> None:
-        """Close every connection."""
-
-
-class Local:
-    """An image on this host in `directory`, which file:// URLs may point into; None: every one is refused."""
-
-    def __init__(self, url: str, directory: Path | None) -> None:
-        self._url = url
-        self._directory = directory
-
-    def open(self, known: Version | None) -> Stream | None:
-        with _translate_file_errors(self._url):
-            path = self._path()
-            if not path.is_file():
-                raise BuildFailed('image', f'{self._url}: no such file on this compute')
-            stream = _File(self._url, path)
-            if known is not None and known.is_same(stream.version):
-                stream.close()
-                return None
-            return stream
-
-    def is_still(self, version: Version) -> bool:
-        if (newer := self.open(version)) is not None:
-            newer.close()
-        return newer is None
-
-    def sums(self) -> str | None:
-        with _translate_file_errors(self._url):
-            path = self._path().with_name(SUMS)
-            if not path.is_file():
-                return None
-            with path.open('rb') as file:
-                return file.read(MOST_SUMS).decode(errors='replace')
-
-    def stop(self) -> None:
-        """Nothing waits."""
-
-    def close(self) -> None:
-        """Nothing is open."""
-
-    def _path(self) -> Path:
-        if self._directory is None:
-            raise BuildFailed(
-                'image', f'{self._url}: this compute takes no local images: set `images:` in its compute.yaml'
-            )
-        path = Path(unquote(urlsplit(self._url).path)).resolve()
-        if not path.is_relative_to(self._directory.resolve()):
-            raise BuildFailed('image', f'{self._url}: only images under {self._directory} are taken here')
-        return path
-
-
-class _File:
-    """A file that is read."""
-
-    def __init__(self, url: str, path: Path) -> None:
-        self._url = url
-        self._file = path.open('rb')
-        found = os.fstat(self._file.fileno())  # of what is read: another file may be there by that name now
-        self.version = Version(f'{found.st_ino}-{found.st_size}-{found.st_mtime_ns}', '', found.st_size)
-
-    def read(self) -> bytes:
-        with _translate_file_errors(self._url):
-            return self._file.read(CHUNK)
-
-    def close(self) -> None:
-        self._file.close()
-
-
-def source(url: str, local: Path | None, reach: Reach) -> Source:
-    """The Source of the image at `url`, which check_image() accepted and which has no fragment."""
-    if urlsplit(url).scheme == 'file':
-        return Local(url, local)
-    return Remote(url, reach)
-
-
-@contextmanager
-def _translate_file_errors(url: str) -> Iterator[None]:
-    """Turn each error of the block into BuildFailed with a reason a person understands."""
-    try:
-        yield
-    except OSError as error:
-        raise BuildFailed('image', f'{url}: cannot be read: {error.strerror}') from error
-    except (ValueError, RuntimeError) as error:  # a zero byte in a path, a link that leads to itself
-        raise BuildFailed('image', f'{url}: {error}') from error
-
-
-log = logging.getLogger(__name__)
-
-DEADLINE = 3600.0
-"""Seconds a download may take in all, then it fails: a time-out between two bytes alone lets a slow drip go on."""
-ANSWER = 60.0
-"""Seconds a server has to answer, redirects included, and again for SHA256SUMS; then the download fails."""
-RATE = 64 * 2**10
-SPELL = 60.0
-"""Bytes a second, and seconds: a download that is slower than RATE for as long as SPELL fails."""
-AHEAD = 64 * 2**20
-"""Bytes for which room is made at once where a server does not say how long an image is: its reads are small, and to
-make room takes a look at the whole directory."""
-PATIENCE = 10.0
-"""Seconds a server has to answer about an image that is cached; then the cached one is used."""
-HEAD_START = 0.001
-"""Seconds in which whoever has the known image gets on before its server is asked: a disk takes libvirt longer than the
-question takes, and two threads that both want to run have one processor between them in Python."""
-TICK = 0.2  # seconds between two calls of the checkpoint
-TOLD_EVERY = 1.0  # seconds between two calls of Tell
-
-Tell = Callable[[int, int | None], None]
-"""Gets the bytes downloaded so far and those in all, None if not known; at most once a second, and only if more."""
-
-
-@dataclass(frozen=True)
-class Download:
-    """An image that was downloaded from a URL: its SHA-256, its size in bytes, and the server's version of it."""
-
-    sha256: str
-    size: int
-    version: Version
-
-
 @dataclass(eq=False)
 class Transfer:
-    """One question for the image of `url`, and its download into `file()` unless it is the `known` one (None: none is).
+    """One question for the image of `url`, and its download into `part` unless it is the `known` one (None: none is).
 
     `pin` is the SHA-256 the content must have, None for any; `reserve(descriptor, size, ahead)` is called before the
     file becomes `size` bytes long; its answer is how long it may become, which is `ahead` more at most.
@@ -449,20 +407,19 @@ class Transfer:
     source: Source
     known: Version | None
     pin: str | None
-    file: Callable[[], IO[bytes]]
+    part: Path
     reserve: Callable[[int, int, int], int]
 
     def __post_init__(self) -> None:
         self._given_up = False
-        self._giving_up = threading.Lock()
         self._has_answered = threading.Event()
         self._may_download = threading.Event()
         self._ended = threading.Event()
         self.began = 0.0
+        self._file: IO[bytes] | None = None
         self._result: Download | BaseException | None = None
         self._waits_for: tuple[str, float] | None = None
         self._downloads = False
-        self._answered = False
         self._done = 0
         self._total: int | None = None
 
@@ -477,26 +434,23 @@ class Transfer:
         BuildFailed, OSError, what the checkpoint raises.
         """
         self._wait(self._has_answered, checkpoint, lambda *_: None)
-        if isinstance(self._result, BaseException):
-            raise self._result
         return self._ended.is_set()
 
     def run(self, checkpoint: Callable[[], None], tell: Tell) -> Download | None:
         """What was downloaded; None if the image is the known one. BuildFailed, OSError, what the checkpoint raises."""
-        self._may_download.set()
-        self._wait(self._ended, checkpoint, tell)
-        if isinstance(self._result, BaseException):
-            raise self._result
+        if not self.is_known(checkpoint):
+            # Not in the thread, which may be given up and go on when the name is another's.
+            self._file = self.part.open('wb')
+            self._may_download.set()
+            self._wait(self._ended, checkpoint, tell)
+        assert not isinstance(self._result, BaseException)  # it was raised
         return self._result
 
     def give_up(self) -> None:
-        """End it, if it has not ended."""
-        with self._giving_up:
-            # Whatever the thread waits for, from here on it opens no file, and what it writes is nobody's.
-            self._given_up = True
-            self._may_download.set()
-            if not self._ended.is_set():
-                self.source.stop()
+        """End it, if it has not ended. What its thread still writes, whatever it waits for, is nobody's."""
+        self._given_up = True
+        self._may_download.set()
+        self.source.stop()
 
     def _wait(self, event: threading.Event, checkpoint: Callable[[], None], tell: Tell) -> None:
         told_at = time.monotonic()
@@ -505,7 +459,7 @@ class Transfer:
         while not event.wait(TICK):
             checkpoint()
             now = time.monotonic()
-            if self.known is not None and not self._answered and now - self.began > PATIENCE:
+            if self.known is not None and not self._has_answered.is_set() and now - self.began > PATIENCE:
                 raise Away('image', f'{self.url}: the server gives no answer in time')
             if (waits := self._waits_for) is not None and now - waits[1] > ANSWER:
                 raise Away('image', f'{self.url}: no {waits[0]} after {ANSWER:g} s')
@@ -517,6 +471,8 @@ class Transfer:
             if now - told_at >= TOLD_EVERY and self._done != told:
                 told, told_at = self._done, now
                 tell(told, self._total)
+        if isinstance(self._result, BaseException):
+            raise self._result
 
     def _run(self) -> None:
         if self.known is not None:
@@ -533,27 +489,33 @@ class Transfer:
     def _fetch(self) -> Download | None:
         with self._waiting('answer'):
             stream = self.source.open(self.known)
-        self._answered = True
         if stream is None:
             return None
         self._has_answered.set()
-        self._may_download.wait()
-        with closing(stream), self._open() as file:
-            expected = self.pin
-            if expected is None:
-                with self._waiting(SUMS):
-                    sums = self.source.sums()
-                expected = None if sums is None else sum_of(sums, self.url)
-            found = self._download(stream, file, expected)
-        return found if expected is not None or self._is_still(found.version) else self._fetch_again(found)
+        with closing(stream):
+            self._may_download.wait()
+            if self._file is None:
+                raise _GivenUp
+            with self._file as file:
+                return self._fetch_into(file, stream)
 
-    def _fetch_again(self, first: Download) -> Download:
+    def _fetch_into(self, file: IO[bytes], stream: Stream) -> Download:
+        expected = self.pin
+        if expected is None:
+            with self._waiting(SUMS):
+                sums = self.source.sums()
+            expected = None if sums is None else sum_of(sums, self.url)
+        found = self._download(stream, file, expected)
+        return found if expected is not None or self._is_still(found.version) else self._fetch_again(file, found)
+
+    def _fetch_again(self, file: IO[bytes], first: Download) -> Download:
         """Download again, for the version differs: several servers of one name may each have their own. BuildFailed."""
         with self._waiting('answer'):
             stream = self.source.open(None)
         assert stream is not None  # nothing is known
-        self._done = 0
-        with closing(stream), self._open() as file:
+        with closing(stream):
+            self._done = file.seek(0)
+            file.truncate()
             again = self._download(stream, file, None)
         cure = 'put #sha256=… on its URL, and its server is asked once'
         if again.sha256 != first.sha256:
@@ -561,12 +523,6 @@ class Transfer:
         log.warning('%s: downloaded twice, for its server names another version each time. Fix: %s', self.url, cure)
         modified = again.version.modified if again.version.modified == first.version.modified else ''
         return replace(again, version=replace(again.version, etag='', modified=modified))
-
-    def _open(self) -> IO[bytes]:
-        with self._giving_up:
-            if self._given_up:
-                raise _GivenUp
-            return self.file()
 
     def _download(self, stream: Stream, file: IO[bytes], expected: str | None) -> Download:
         length = self._total = stream.version.length
