@@ -10,7 +10,7 @@ base-<SHA-256 of its content>.<format>  a base volume. Its time of modification 
 base-<of its URL>.part                  a download; as long as it will be, or is sure to find room for
 .url-<of its URL>.json                  what a URL had when it was last asked
 .asked-<of its URL>                     when its server was asked what it answered last, and in which boot
-.away-<of its URL>                      when its server was last asked and gave no answer
+.away-<of its URL>                      when its server was last asked and gave no answer, and in which boot
 .read-<SHA-256>, .bad-<SHA-256>         when it was last read as a whole; that its content has changed
 base-<of its URL>.<format>              a base volume with its earlier name: good for the overlays that are on it
 """
@@ -89,49 +89,26 @@ class Bases:
         """Write down what image the URL has, as its server said when asked at `began`, of time.monotonic(). OSError."""
         text = json.dumps({'version': VERSION, 'url': url, 'found': asdict(entry)})
         write_durably(self._entry_file(url), text + '\n')
-        self._note_asked(url, began)
+        self.note_asked(url, began)
 
-    def note_unchanged(self, url: str, began: float) -> None:
-        """Write down that the URL has the same image as when learn() was called, as its server said when so asked."""
-        with suppress(OSError):
-            os.utime(self._entry_file(url))
-        self._note_asked(url, began)
+    def note_asked(self, url: str, began: float) -> None:
+        """Write down that the server of the URL answered what it was asked at `began`, of time.monotonic()."""
+        _note(self._asked_file(url), began)
 
-    def is_answered(self, url: str, since: float) -> bool:
-        """Whether the server of the URL answered what it was asked after `since`, by whatever process of this boot.
+    def asked_at(self, url: str) -> float:
+        """When that began which the server of the URL answered last, asked by whatever process of this boot.
 
-        Another boot's time.monotonic() is another clock.
+        As time.monotonic() has it; -inf if nobody asked.
         """
-        try:
-            boot, began = self._asked_file(url).read_text().split()
-            return boot == boot_id() and float(began) > since
-        except (OSError, ValueError):
-            return False
-
-    def _note_asked(self, url: str, began: float) -> None:
-        with suppress(OSError):
-            self._asked_file(url).write_text(f'{boot_id()} {began}')
-
-    def stamp(self, url: str) -> object:
-        """A value that is another one after each learn() or note_unchanged() of the URL, by whatever process."""
-        try:
-            found = self._entry_file(url).stat()
-        except OSError:
-            return None
-        return found.st_ino, found.st_mtime_ns
+        return _noted(self._asked_file(url))
 
     def note_away(self, url: str) -> None:
         """Write down that the URL's server gave no answer now; its image is here."""
-        with suppress(OSError):
-            self._away_file(url).write_text(str(time.monotonic()))  # all processes of a boot have the same
+        _note(self._away_file(url), time.monotonic())
 
     def is_away(self, url: str, seconds: float) -> bool:
         """Whether that was written down in the last `seconds`, by whatever process."""
-        try:
-            since = time.monotonic() - float(self._away_file(url).read_text())
-        except (OSError, ValueError):
-            return False
-        return 0 <= since < seconds  # what is of an earlier boot may be later
+        return time.monotonic() - _noted(self._away_file(url)) < seconds
 
     def scrubbed(self, sha256: str) -> float:
         """When the base volume with this content was last read as a whole, in seconds since the epoch; 0: never."""
@@ -288,6 +265,21 @@ class Bases:
 def bad(directory: Path) -> list[str]:
     """The SHA-256s of the base volumes whose content has changed, which are used for no new disk."""
     return sorted(path.name.removeprefix(BAD) for path in directory.glob(f'{BAD}*'))
+
+
+def _note(path: Path, when: float) -> None:
+    """Write down a time.monotonic(), which all processes of a boot have in common."""
+    with suppress(OSError):
+        path.write_text(f'{boot_id()} {when}')
+
+
+def _noted(path: Path) -> float:
+    """What _note() wrote there in this boot; -inf for none, or for what cannot be so."""
+    with suppress(OSError, ValueError):
+        boot, when = path.read_text().split()
+        if boot == boot_id() and float(when) <= time.monotonic():
+            return float(when)
+    return -math.inf
 
 
 @contextmanager
@@ -506,15 +498,15 @@ class ImageCache:
                     with self._bases.locked_url(url, checkpoint):
                         held = self._bases.take(pin) or self._fetched(url, pin, checkpoint, tell)
             else:
-                before = self._bases.stamp(url)
+                before = self._bases.asked_at(url)
                 with self._bases.locked_url(url, checkpoint):
                     entry = self._bases.entry(url)
                     held = self._bases.take(entry.sha256, entry.size) if entry else None
                     # Whoever had to wait here for another one's download has not to ask once more, nor has who had to
                     # wait for a server that is away: a build of each worker would come after a time-out of its own.
                     # Nor has a build that was asked for before somebody began to ask: a pool has them come one by one.
-                    answered = self._bases.stamp(url) != before or self._bases.is_answered(url, since)
-                    asks = not answered and not self._bases.is_away(url, AWAY)
+                    asked_at = self._bases.asked_at(url)
+                    asks = asked_at == before and asked_at <= since and not self._bases.is_away(url, AWAY)
                     if entry and held and asks:
                         if (yield from self._asked(url, entry, held, checkpoint, tell)):
                             return
@@ -539,7 +531,7 @@ class ImageCache:
                     self._is_away(url, error)
                     return True
                 if known:
-                    self._bases.note_unchanged(url, transfer.began)
+                    self._bases.note_asked(url, transfer.began)
                     return True
             # Not held any more: the newer one may need its room.
             yield None
