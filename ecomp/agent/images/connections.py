@@ -40,6 +40,32 @@ AUTHORITIES = ('REQUESTS_CA_BUNDLE', 'CURL_CA_BUNDLE')
 HEADERS = {'user-agent': f'ecomp/{__version__}', 'accept': '*/*', 'accept-encoding': 'identity'}
 
 
+@dataclass(frozen=True)
+class Reach:
+    """Where images may be fetched from. `sources` None means any address that is nowhere refused.
+
+    `control` is host and port of etcd and of placement, from which no image is fetched. `proxy` is the URL of an HTTP
+    proxy, None for none: it resolves names itself, so of a name only its text is checked.
+    """
+
+    sources: ImageSources | None = None
+    proxy: str | None = None
+    control: tuple[tuple[str, int], ...] = ()
+
+
+def reach_of(config: ComputeConfig) -> Reach:
+    """The Reach that compute.yaml describes."""
+    named = [urlsplit(f'//{each}') for each in config.etcd.endpoints] + [urlsplit(config.placement.endpoint)]
+    control = tuple((each.hostname or '', port_of(each)) for each in named)
+    sources = None if config.image_sources is None else image_sources(config.image_sources)
+    return Reach(sources, config.image_proxy, control)
+
+
+def port_of(parts: SplitResult) -> int:
+    """The port that a URL names, or the one of its scheme."""
+    return parts.port or (443 if parts.scheme == 'https' else 80)
+
+
 class Refused(Exception):
     """No image is fetched from `where`, an address or a host, which is `what`."""
 
@@ -223,29 +249,3 @@ def _proxy_headers(proxy: SplitResult) -> Mapping[str, str]:
     if proxy.username is None:
         return {}
     return make_headers(proxy_basic_auth=f'{unquote(proxy.username)}:{unquote(proxy.password or "")}')
-
-
-@dataclass(frozen=True)
-class Reach:
-    """Where images may be fetched from. `sources` None means any address that is nowhere refused.
-
-    `control` is host and port of etcd and of placement, from which no image is fetched. `proxy` is the URL of an HTTP
-    proxy, None for none: it resolves names itself, so of a name only its text is checked.
-    """
-
-    sources: ImageSources | None = None
-    proxy: str | None = None
-    control: tuple[tuple[str, int], ...] = ()
-
-
-def reach_of(config: ComputeConfig) -> Reach:
-    """The Reach that compute.yaml describes."""
-    named = [urlsplit(f'//{each}') for each in config.etcd.endpoints] + [urlsplit(config.placement.endpoint)]
-    control = tuple((each.hostname or '', port_of(each)) for each in named)
-    sources = None if config.image_sources is None else image_sources(config.image_sources)
-    return Reach(sources, config.image_proxy, control)
-
-
-def port_of(parts: SplitResult) -> int:
-    """The port that a URL names, or the one of its scheme."""
-    return parts.port or (443 if parts.scheme == 'https' else 80)
