@@ -567,7 +567,6 @@ class ImageCache:
 
     def _kept(self, url: str, transfer: Transfer, checkpoint: Checkpoint, tell: Tell) -> BaseHold:
         fetched = transfer.run(checkpoint, tell)
-        assert fetched is not None  # with nothing known, or another one, nothing can be the same
         part = self._bases.part(url)
         image = self.inspect(part, checkpoint)
         if image.virtual_size > self.limits.disk:

@@ -436,14 +436,14 @@ class Transfer:
         self._wait(self._has_answered, checkpoint, lambda *_: None)
         return self._ended.is_set()
 
-    def run(self, checkpoint: Callable[[], None], tell: Tell) -> Download | None:
-        """What was downloaded; None if the image is the known one. BuildFailed, OSError, what the checkpoint raises."""
-        if not self.is_known(checkpoint):
-            # Not in the thread, which may be given up and go on when the name is another's.
-            self._file = self.part.open('wb')
-            self._may_download.set()
-            self._wait(self._ended, checkpoint, tell)
-        assert not isinstance(self._result, BaseException)  # it was raised
+    def run(self, checkpoint: Callable[[], None], tell: Tell) -> Download:
+        """Download the image, which is not the known one. BuildFailed, OSError, what the checkpoint raises."""
+        self._wait(self._has_answered, checkpoint, lambda *_: None)
+        # Not in the thread, which may be given up and go on when the name is another's.
+        self._file = self.part.open('wb')
+        self._may_download.set()
+        self._wait(self._ended, checkpoint, tell)
+        assert isinstance(self._result, Download)  # else it was raised
         return self._result
 
     def give_up(self) -> None:
