@@ -22,7 +22,7 @@ from ecomp.model.record import ACTIVE, Record, timestamp
 from ecomp.model.text import printable, some
 
 if TYPE_CHECKING:
-    from ecomp.scheduler.looking.way_in import WayIn
+    from ecomp.scheduler.looking.hosts import WayIn
 
 LINE_LIMIT = 8192
 """Bytes of a line of a console; a longer one is printed in several."""
@@ -39,7 +39,7 @@ AT_ONCE = 3.0
 
 
 def _ssh(do: Context) -> int:
-    from ecomp.scheduler.looking.way_in import way_in
+    from ecomp.scheduler.looking.hosts import way_in
 
     user, word = user_and_instance(do.words[0])
     way = way_in(do.store, do.instance(word))
@@ -62,7 +62,7 @@ def why_not_entered(do: Context, instance: str, tell: Callable[[], None]) -> str
 
     `tell` is called about once a second, and may end it. That the guest was entered leaves nothing here.
     """
-    from ecomp.scheduler.looking.way_in import way_in
+    from ecomp.scheduler.looking.hosts import way_in
 
     way = way_in(do.store, instance)
     told = {**_options(do, way, accept_new=False), 'BatchMode': 'yes', 'ConnectTimeout': f'{LOGIN:.0f}'}
@@ -83,8 +83,7 @@ def _ssh_config(do: Context) -> int:
     import socket
 
     from ecomp.scheduler.looking.find import all_records
-    from ecomp.scheduler.looking.hosts import computes
-    from ecomp.scheduler.looking.way_in import names, way_in
+    from ecomp.scheduler.looking.hosts import computes, names, way_in
 
     named, hosts = names(do.store), computes(do.store)
     own = socket.gethostname().partition('.')[0].lower()
@@ -110,7 +109,7 @@ def _ssh_config(do: Context) -> int:
 
 
 def _console(do: Context) -> int:
-    from ecomp.scheduler.looking.way_in import host_of, running
+    from ecomp.scheduler.looking.hosts import host_of, running
 
     record = running(do.store, do.instance(do.words[0]))
     if record.console is None:
@@ -122,7 +121,7 @@ def _console(do: Context) -> int:
 def _log(do: Context) -> int:
     import subprocess  # here and below: what takes its time to import is for those who need it
 
-    from ecomp.scheduler.looking.way_in import console
+    from ecomp.scheduler.looking.hosts import console
 
     instance = do.instance(do.words[0])
     host, file = console(do.store, instance)
@@ -154,7 +153,7 @@ def _log(do: Context) -> int:
 
 def last_lines(do: Context, record: Record) -> list[str]:
     """The last lines of an instance's console, if its host gives them at once; else none. Never an error."""
-    from ecomp.scheduler.looking.way_in import host_of
+    from ecomp.scheduler.looking.hosts import host_of
 
     if record.console is None:
         return []
@@ -198,7 +197,7 @@ def _ran(
 
 def _options(do: Context, way: WayIn, accept_new: bool) -> Mapping[str, str]:
     """What ssh is told of a guest. EcompError: its host keys are not known."""
-    from ecomp.scheduler.looking.way_in import make_not_ready
+    from ecomp.scheduler.looking.hosts import make_not_ready
 
     instance, keys = way.record.instance, way.record.host_keys
     known = _known_hosts() / instance

@@ -99,7 +99,7 @@ def _audit(do: Context) -> int:
     from ecomp.cli.formats import rendered
     from ecomp.cli.show import as_findings, summary
     from ecomp.model.findings import FOUND
-    from ecomp.scheduler.looking.way_in import read_names_by_instance
+    from ecomp.scheduler.looking.hosts import read_names_by_instance
     from ecomp.scheduler.operating.audit import audit
 
     # A column that there is not is refused now: not only where something is found, and not after it is mended.

@@ -54,7 +54,7 @@ def _flavor_delete(do: Context) -> int:
 
 def _group_list(do: Context) -> int:
     from ecomp.cli.shares import as_groups
-    from ecomp.scheduler.looking.way_in import read_names_by_instance
+    from ecomp.scheduler.looking.hosts import read_names_by_instance
     from ecomp.store.sharing import every, group
 
     groups, unreadable = every(do.store, keys.GROUPS, group)
@@ -63,7 +63,7 @@ def _group_list(do: Context) -> int:
 
 def _group_show(do: Context) -> int:
     from ecomp.cli.shares import as_members
-    from ecomp.scheduler.looking.way_in import read_names_by_instance
+    from ecomp.scheduler.looking.hosts import read_names_by_instance
 
     found: list[Group] = []
     code = each_of(do.out, do.words, lambda name: found.append(read_group(do.store, name)))

@@ -12,8 +12,7 @@ from ecomp.model.host import Computes, silent_cure
 from ecomp.model.record import Record
 from ecomp.model.text import printable
 from ecomp.scheduler.looking.find import InstanceEntries
-from ecomp.scheduler.looking.hosts import computes
-from ecomp.scheduler.looking.way_in import read_names_by_instance
+from ecomp.scheduler.looking.hosts import computes, read_names_by_instance
 from ecomp.store.client import Store
 from ecomp.store.sharing import group
 

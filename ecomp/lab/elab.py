@@ -19,7 +19,7 @@ from pathlib import Path
 from ecomp import __version__, log, systemd
 from ecomp.arguments import Parser
 from ecomp.errors import EcompError, NotFound, UsageError
-from ecomp.lab import control, foreground, guest, machine, namespaces, plane, roles, shell, state
+from ecomp.lab import certs, control, foreground, guest, machine, plane, shell, state
 from ecomp.lab.hosts import LabHost
 from ecomp.lab.network import CONTROL, ETCD_PORT, MOST_HOSTS, PLACEMENT_PORT, check_name
 from ecomp.lab.state import Lab
@@ -154,7 +154,7 @@ def _up(options: argparse.Namespace) -> int:
         with _step('ecompute on ' + ', '.join(lab.hosts)):
             # A lab that an earlier elab began stays without roles.
             if all(host.takes_role() for host in hosts):
-                roles.enable(lab.certs, datetime.now(UTC), lambda _: None)
+                certs.enable(lab.certs, datetime.now(UTC), lambda _: None)
             for host in hosts:
                 host.start_ecompute()
             for host in hosts:
@@ -219,10 +219,10 @@ def _exec(options: argparse.Namespace) -> int:
         raise NotFound(f'lab {lab.layout.name} has no host {options.host!r}, but {", ".join(lab.places)}')
     if not options.words:
         raise UsageError(f'exec {options.host}: which command?')
-    if not namespaces.exists(lab.layout, options.host):
+    if not machine.exists(lab.layout, options.host):
         raise EcompError(f'{options.host} is down: elab up --name {lab.layout.name} starts it')
     return shell.waited(
-        subprocess.Popen([*namespaces.inside(lab.layout, lab.directory, options.host), *options.words])
+        subprocess.Popen([*machine.inside(lab.layout, lab.directory, options.host), *options.words])
     )
 
 
@@ -260,21 +260,21 @@ def _down(options: argparse.Namespace) -> int:
     except EcompError:
         # Killed before it was written down, removed by hand, or made by another elab: what bears its name is found.
         lab = None
-        if not directory.exists() and not namespaces.of_lab(name):
+        if not directory.exists() and not machine.of_lab(name):
             _say(f'there is no lab {name}')
             return 0
     with _lock(name), _step(f'lab {name} is gone'):
         state.check_removable(directory)
         with contextlib.suppress(EcompError):
             lab = state.load(name)  # an elab up may just have ended
-        spaces = namespaces.of_lab(name)
+        spaces = machine.of_lab(name)
         recorded = list(lab.processes.values()) if lab else []
         with _step('processes and guests ended'):
             # Hosts first: their ecomputes say good-bye to etcd and placement.
-            namespaces.end_processes([space for space in spaces if not space.endswith(f'-{CONTROL}')], [])
-            namespaces.end_processes(spaces, recorded)
+            machine.end_processes([space for space in spaces if not space.endswith(f'-{CONTROL}')], [])
+            machine.end_processes(spaces, recorded)
         with _step('namespaces and links removed'):
-            namespaces.remove(spaces, lab.layout if lab else None)
+            machine.remove(spaces, lab.layout if lab else None)
         state.remove(directory)
     with contextlib.suppress(OSError):  # other labs are in it
         state.ROOT.rmdir()
@@ -322,9 +322,9 @@ def _certs(options: argparse.Namespace) -> int:
     if not options.disable:
         certs.make(options.directory, cluster, now, _say, others=not named)
     if options.enable:
-        roles.enable(options.directory, now, _say)
+        certs.enable(options.directory, now, _say)
     elif options.disable:
-        roles.disable(options.directory, _say)
+        certs.disable(options.directory, _say)
     return 0
 
 

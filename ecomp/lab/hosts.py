@@ -15,7 +15,7 @@ from ecomp.compute_conf import load_compute
 from ecomp.conf import EtcdConfig
 from ecomp.errors import EcompError, Unreachable
 from ecomp.files import write_durably
-from ecomp.lab import machine, namespaces
+from ecomp.lab import machine
 from ecomp.lab.network import ETCD_PORT, backends_yaml, network_xml, share, with_less
 from ecomp.lab.state import Lab
 from ecomp.model.allocation import GIB, MIB
@@ -81,14 +81,14 @@ class LabHost:
 
     def command(self, words: list[str]) -> list[str]:
         """What runs these `words`, a program and its arguments, in the host's namespaces."""
-        return [*namespaces.inside(self.lab.layout, self.lab.directory, self.name), *words]
+        return [*machine.inside(self.lab.layout, self.lab.directory, self.name), *words]
 
     def prepare(self) -> None:
         """Make the host's namespace, libvirt's private directories, and compute.yaml and mdserver.conf if missing."""
-        if namespaces.ensure_host(self.lab.layout, self.name):
+        if machine.ensure_host(self.lab.layout, self.name):
             # What libvirt believes to be running was in a namespace that is gone, with a boot of the machine for one.
             shutil.rmtree(self.directory / 'run', ignore_errors=True)
-        for name, target in namespaces.MOUNTS.items():
+        for name, target in machine.MOUNTS.items():
             private = self.directory / name
             private.mkdir(mode=0o755, parents=True, exist_ok=True)
             # A mount needs something to be over; without the packages' own files even the directory may be missing.
@@ -173,7 +173,7 @@ class LabHost:
 
     def network_runs(self) -> bool:
         """Whether the network `default` runs, by its bridge."""
-        return namespaces.has_interface(self.lab.layout, self.name, 'virbr0')
+        return machine.has_interface(self.lab.layout, self.name, 'virbr0')
 
     def guests(self) -> int:
         """How many of the host's domains run."""
@@ -200,7 +200,7 @@ class LabHost:
 
     def state(self, etcd_answers: bool) -> str:
         """What `elab status` says of the host: ready, or down, no answer or unknown, and why."""
-        if not namespaces.exists(self.lab.layout, self.name):
+        if not machine.exists(self.lab.layout, self.name):
             return 'down: no namespace'
         libvirtd = self.lab.running(f'{self.name} libvirtd')
         if libvirtd is None:

@@ -9,7 +9,7 @@ import signal
 import sys
 from datetime import UTC, datetime
 
-from ecomp.lab import control, namespaces, state
+from ecomp.lab import control, machine, state
 from ecomp.lab.network import CONTROL, ETCD_PORT, PLACEMENT_PORT, backends_yaml
 from ecomp.lab.state import Lab
 
@@ -28,10 +28,10 @@ def start(lab: Lab) -> None:
     layout, data, images = lab.layout, lab.directory / CONTROL, lab.directory / 'images'
     for directory in (data, images):
         directory.mkdir(exist_ok=True)
-    namespaces.ensure_control(layout)
+    machine.ensure_control(layout)
     _make_certificates(lab)
     servers = control.lab_servers(layout, data, images, lab.certs)
-    prefix = namespaces.inside(layout, lab.directory, CONTROL)
+    prefix = machine.inside(layout, lab.directory, CONTROL)
     for server in servers:
         if not lab.running(server.what):
             server.start(prefix, lab.remember)

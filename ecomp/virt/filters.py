@@ -13,7 +13,7 @@ from ecomp.model.image import Address
 from ecomp.virt import filter_xml
 from ecomp.virt.connection import Connection, is_broken, libvirt, reason
 from ecomp.virt.filter_xml import Service
-from ecomp.virt.ip import own_addresses
+from ecomp.virt.networks import own_addresses
 
 log = logging.getLogger(__name__)
 

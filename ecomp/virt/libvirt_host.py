@@ -10,11 +10,31 @@ from pathlib import Path
 
 from ecomp.errors import BuildFailed, Conflict, EcompError, Unreachable, UsageError
 from ecomp.model.guest import DEFAULT_NETWORKS, UNPLUGGED, Address, Attachment, Guest, GuestSpec
-from ecomp.virt import access, ip, networks, xml
-from ecomp.virt.connection import Connection, libvirt
+from ecomp.virt import networks, xml
+from ecomp.virt.connection import (
+    KVM,
+    READ_WRITE,
+    UNUSABLE_KVM,
+    Connection,
+    User,
+    can,
+    check_reachable,
+    choose_virt_type,
+    libvirt,
+    look_for_kvm,
+    user,
+)
 from ecomp.virt.domains import Agents, Domains
 from ecomp.virt.filters import Filters
-from ecomp.virt.networks import Networks, Reservations
+from ecomp.virt.networks import (
+    Networks,
+    Reservations,
+    find_loose_taps,
+    has_metadata_address,
+    neighbours,
+    plug_tap,
+    set_metadata_address,
+)
 from ecomp.virt.volumes import Seeds, Volumes
 
 log = logging.getLogger(__name__)
@@ -77,7 +97,7 @@ class Libvirt:
         qemu = self._qemu()
         if is_first:
             log.info('libvirt has said so, after %.1f s', time.monotonic() - began)
-        access.check_reachable(self._volumes.directory, qemu)
+        check_reachable(self._volumes.directory, qemu)
         has_filters = not self._filters.missing()
         for number, attachment in enumerate(self._attachments):
             self._networks.check(attachment)
@@ -103,9 +123,9 @@ class Libvirt:
             except OSError as error:
                 raise UsageError(f'{directory} cannot be made or opened up: {error.strerror} (see `state:`)') from error
         qemu = self._qemu()
-        access.check_reachable(self._volumes.directory, qemu)  # again: what was just made may have an ACL of its own
-        if access.KVM.exists() and not access.can(access.READ_WRITE, access.KVM, qemu):
-            log.warning('%s %s', access.KVM, access.UNUSABLE_KVM.format(name=qemu.name))
+        check_reachable(self._volumes.directory, qemu)  # again: what was just made may have an ACL of its own
+        if KVM.exists() and not can(READ_WRITE, KVM, qemu):
+            log.warning('%s %s', KVM, UNUSABLE_KVM.format(name=qemu.name))
         for attachment in self._attachments:
             self._networks.prepare(attachment)
         self._volumes.prepare()
@@ -119,8 +139,8 @@ class Libvirt:
 
     def virt_type(self, wanted: str) -> str:
         capabilities = self._capabilities()
-        qemu = access.user(capabilities.qemu_uid, capabilities.qemu_gid)
-        return access.choose_virt_type(wanted, **access.look_for_kvm(qemu, capabilities.domain_types))
+        qemu = user(capabilities.qemu_uid, capabilities.qemu_gid)
+        return choose_virt_type(wanted, **look_for_kvm(qemu, capabilities.domain_types))
 
     def cpu_features(self, virt_type: str) -> Set[str]:
         asked = (xml.ARCHITECTURE, xml.MACHINE, virt_type)
@@ -217,7 +237,7 @@ class Libvirt:
         for network in {each.attachment.name for each in interfaces.values() if each.attachment.kind == 'network'}:
             found |= self._networks.leases(network, interfaces)
         # On a bridge somebody else's server gives the address: the host sees it when the guest talks to it.
-        for source, ask in (('arp', ip.neighbours), ('agent', partial(self._agents.addresses, instance))):
+        for source, ask in (('arp', neighbours), ('agent', partial(self._agents.addresses, instance))):
             left = {mac: plug.bridge for mac, plug in interfaces.items() if mac not in found}
             for mac, address in (ask(left) if left else {}).items():
                 if self._is_believed(interfaces[mac].attachment, address):
@@ -230,16 +250,16 @@ class Libvirt:
         return kind != 'network' or not self._networks.gives(name, address)
 
     def plug_in(self) -> None:
-        loose, unplugged = ip.find_loose_taps(), dict[str, str]()
+        loose, unplugged = find_loose_taps(), dict[str, str]()
         for instance in self._domains.ours() if loose else ():
             for plug in self._domains.interfaces(instance).values():
                 # Asked again: libvirt answers for a guest that is starting once its tap is on its bridge.
-                if plug.tap not in loose & ip.find_loose_taps():
+                if plug.tap not in loose & find_loose_taps():
                     continue
                 kind, name = plug.attachment
                 try:
                     bridge = (self._networks.own_bridge(name) if kind == 'network' else None) or plug.bridge
-                    ip.plug_tap(plug.tap, bridge, plug.isolated)
+                    plug_tap(plug.tap, bridge, plug.isolated)
                     log.warning('instance %s: %s was on no bridge, plugged it into %s', instance, plug.tap, bridge)
                 except EcompError as error:
                     unplugged[instance] = f'{UNPLUGGED} ({plug.tap}): {error}. Fix: start {kind} {name} again'
@@ -256,20 +276,20 @@ class Libvirt:
     def ensure_metadata_address(self) -> bool:
         """Put 169.254.169.254 on the network's bridge; True if it was not there, and now is."""
         bridge = self.bridge_name()
-        if bridge is None or ip.has_metadata_address(bridge):
+        if bridge is None or has_metadata_address(bridge):
             return False
-        ip.set_metadata_address(bridge, True)
+        set_metadata_address(bridge, True)
         return True
 
     def metadata_address_present(self) -> bool:
         """Whether the network's bridge has 169.254.169.254."""
         bridge = self.bridge_name()
-        return bridge is not None and ip.has_metadata_address(bridge)
+        return bridge is not None and has_metadata_address(bridge)
 
     def remove_metadata_address(self) -> None:
         """Take 169.254.169.254 off the network's bridge, for the process that put it there."""
         if (bridge := self.bridge_name()) is not None:
-            ip.set_metadata_address(bridge, False)
+            set_metadata_address(bridge, False)
 
     def bridge_name(self) -> str | None:
         """The first bridge that libvirt made for one of the networks, None for none: metadata is not for LANs."""
@@ -293,14 +313,14 @@ class Libvirt:
     def console(self, instance: str) -> Path:
         return self._consoles / f'{instance}.log'
 
-    def _qemu(self) -> access.User:
+    def _qemu(self) -> User:
         """Who QEMU runs as. UsageError where libvirt knows none."""
         capabilities = self._capabilities()
         if 'qemu' not in capabilities.domain_types:
             raise UsageError(
                 f'libvirt knows no QEMU for {xml.ARCHITECTURE} guests: install qemu-system-x86 and restart libvirtd'
             )
-        return access.user(capabilities.qemu_uid, capabilities.qemu_gid)
+        return user(capabilities.qemu_uid, capabilities.qemu_gid)
 
     def _capabilities(self) -> xml.Capabilities:
         with self._connection.use('asking for its capabilities') as connection:

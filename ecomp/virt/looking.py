@@ -10,12 +10,11 @@ from pathlib import Path
 from ecomp.errors import EcompError
 from ecomp.model.guest import Attachment
 from ecomp.model.health import MISSING, OFF, THERE, Libvirt
-from ecomp.virt import access, xml
+from ecomp.virt import xml
 from ecomp.virt.connection import Connection, libvirt
 from ecomp.virt.domains import Domains
 from ecomp.virt.filters import Filters
-from ecomp.virt.ip import INTERFACES
-from ecomp.virt.networks import Networks
+from ecomp.virt.networks import INTERFACES, Networks
 from ecomp.virt.volumes import POOL
 
 
@@ -24,13 +23,13 @@ def look(state: Path, attachments: Sequence[Attachment], uri: str = 'qemu:///sys
     with _connected(uri) as connection:
         with connection.use('asking for its version') as open_one:
             version, capabilities = open_one.getLibVersion(), xml.capabilities(open_one.getCapabilities())
-        qemu = access.user(capabilities.qemu_uid, capabilities.qemu_gid)
-        kvm = access.look_for_kvm(qemu, capabilities.domain_types)
-        device = access.KVM.exists()
+        qemu = connection.user(capabilities.qemu_uid, capabilities.qemu_gid)
+        kvm = connection.look_for_kvm(qemu, capabilities.domain_types)
+        device = connection.KVM.exists()
         states = {each: _state(connection, each) for each in attachments}
         filters = Filters(connection, ()).missing()
         unfit = [Networks(connection).explain_unfit(each, not filters) for each in attachments]
-        blocked = access.blocked(state.absolute() / 'images', qemu)
+        blocked = connection.blocked(state.absolute() / 'images', qemu)
         return Libvirt(
             version=version,
             library=libvirt.getVersion(),
@@ -38,7 +37,7 @@ def look(state: Path, attachments: Sequence[Attachment], uri: str = 'qemu:///sys
             qemu_user=qemu.name,
             kvm_device=device,
             kvm_closed=device and not kvm['device'],
-            kvm='; '.join(access.no_kvm(**kvm)),
+            kvm='; '.join(connection.no_kvm(**kvm)),
             blocked='' if blocked is None else str(blocked),
             pool=_others_pool(connection, state.absolute() / 'images'),
             networks=states,

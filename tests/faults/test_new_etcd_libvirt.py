@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from ecomp.lab import plane, state
-from ecomp.lab.namespaces import CONTROL
+from ecomp.lab.machine import CONTROL
 from tests.kit.boot_sectors import HALT, boot_disk
 from tests.kit.hypervisor import ROOM, Hypervisor
 from tests.kit.lab import Lab, lab_name, running

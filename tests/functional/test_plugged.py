@@ -17,8 +17,8 @@ from tests.functional.guest import COMPUTE, build
 from tests.functional.libvirt_host import LibvirtHost
 
 pytest.importorskip('libvirt', reason="libvirt-python is not installed: pip install '.[hypervisor]'")
-from ecomp.virt.ip import INTERFACES
 from ecomp.virt.libvirt_host import Libvirt
+from ecomp.virt.networks import INTERFACES
 
 BOTH = (Attachment('network', 'default'), Attachment('bridge', 'br0'))
 

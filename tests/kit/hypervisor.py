@@ -17,7 +17,7 @@ from typing import Any
 
 from ecomp.agent.locks import InstanceLocks
 from ecomp.files import search_path
-from ecomp.lab import machine, namespaces, state
+from ecomp.lab import machine, state
 from ecomp.lab.hosts import LabHost
 from tests.kit.boot_sectors import boot_disk
 from tests.kit.lab import NOTIFIED, Lab, running
@@ -264,7 +264,7 @@ class Hypervisor:
 
         until(kill_all, SOON, f'all of {self.name} has ended')
         # With it what is below /run is dropped, too: elab up does that where it has to make the namespace.
-        namespaces.remove([space], None)
+        machine.remove([space], None)
 
     # Instances
 

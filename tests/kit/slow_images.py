@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
-from ecomp.lab import namespaces, state
+from ecomp.lab import machine, state
 from tests.kit.lab import Lab
 from tests.kit.servers import Server, free_port
 
@@ -67,7 +67,7 @@ class SlowImages(Server):
     def __init__(self, lab: Lab, directory: Path) -> None:
         super().__init__(directory)
         layout = state.load(lab.name).layout
-        self._prefix = namespaces.inside(layout, lab.directory, 'control')
+        self._prefix = machine.inside(layout, lab.directory, 'control')
         self._where = str(layout.control), str(free_port())
         self._images = lab.directory / 'images'
         self._go = directory / 'go'

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ecomp.lab import machine, namespaces, state
+from ecomp.lab import machine, state
 
 
 @pytest.fixture
@@ -24,4 +24,4 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def as_root(monkeypatch: pytest.MonkeyPatch) -> None:
     """No lab has a namespace, and nobody needs to be root."""
     monkeypatch.setattr(machine, 'require_root', lambda _: None)
-    monkeypatch.setattr(namespaces, 'of_lab', lambda _: [])
+    monkeypatch.setattr(machine, 'of_lab', lambda _: [])

@@ -112,7 +112,7 @@ PLACES: dict[str, set[str]] = {
     'subprocess': {
         *('ecomp.lab', 'ecomp.agent.host.metadata', 'ecomp.agent.images.inspection'),
         'ecomp.cli.enter',  # a host is entered
-        'ecomp.virt.ip',
+        'ecomp.virt.networks',
     },
 }
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ecomp.lab import namespaces, state
+from ecomp.lab import machine, state
 from ecomp.lab.elab import main
 from ecomp.lab.network import Layout
 from ecomp.lab.state import Lab
@@ -48,7 +48,7 @@ def test_what_is_mounted_in_a_lab_is_said_before_anything_ends(
     lab.save()
     (there / 'images').mkdir()
     (there / 'images/mine').write_text('')
-    monkeypatch.setattr(namespaces, 'end_processes', lambda *_: pytest.fail('something was ended'))
+    monkeypatch.setattr(machine, 'end_processes', lambda *_: pytest.fail('something was ended'))
     monkeypatch.setattr(state, 'MOUNTINFO', root.parent / 'mountinfo')
     line = '25 1 0:22 / {} rw,relatime shared:1 - ext4 /dev/sdb1 rw\n'
     around = [root.parent, Path('/'), there, there.with_name(f'{there.name}2') / 'x']
@@ -59,7 +59,7 @@ def test_what_is_mounted_in_a_lab_is_said_before_anything_ends(
     said = f'elab: {why}: unmount what is mounted there, and say elab down again\n'
     assert capsys.readouterr() == ('', said)
     assert (there / 'images/mine').exists()
-    monkeypatch.setattr(namespaces, 'end_processes', lambda *_: None)
+    monkeypatch.setattr(machine, 'end_processes', lambda *_: None)
     state.MOUNTINFO.write_text(''.join(mounts[:-1]))
     assert main(['down', '--name', 'one']) == 0
     assert not there.exists()

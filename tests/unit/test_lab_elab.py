@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from ecomp.errors import EcompError
-from ecomp.lab import control, foreground, guest, machine, namespaces, state
+from ecomp.lab import control, foreground, guest, machine, state
 from ecomp.lab.elab import main, parser
 from ecomp.lab.hosts import COMPUTE_YAML
 from ecomp.lab.machine import Process
@@ -262,7 +262,7 @@ def begun(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -
 
     monkeypatch.setattr(machine, 'require', lambda *_: None)
     monkeypatch.setattr(machine, 'run', lambda *_: '[]')
-    monkeypatch.setattr(namespaces, 'ensure_control', lambda _: None)
+    monkeypatch.setattr(machine, 'ensure_control', lambda _: None)
     monkeypatch.setattr(control, 'lab_servers', refused)
     return up
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from ecomp.errors import UsageError
-from ecomp.virt import access
+from ecomp.virt import connection
 
-QEMU = access.User('qemu', 100, frozenset({200, 201}))
+QEMU = connection.User('qemu', 100, frozenset({200, 201}))
 
 
 def acl(*entries: tuple[int, int, int]) -> bytes:
@@ -27,35 +27,39 @@ def acl(*entries: tuple[int, int, int]) -> bytes:
         (0o40077, 100, 0, (), 0),
         (0o40710, 0, 201, (), 1),
         (0o40701, 0, 201, (), 0),
-        (0o40710, 0, 0, ((access.ACL_USER, 1, 100), (access.ACL_MASK, 1, 0)), 1),
-        (0o40700, 0, 0, ((access.ACL_USER, 1, 100), (access.ACL_MASK, 0, 0)), 0),
-        (0o40711, 0, 0, ((access.ACL_USER, 0, 100), (access.ACL_MASK, 1, 0)), 0),
-        (0o40711, 0, 0, ((access.ACL_USER, 7, 999), (access.ACL_MASK, 7, 0)), 1),
-        (0o40770, 0, 0, ((access.ACL_GROUP, 5, 201), (access.ACL_MASK, 7, 0)), 5),
-        (0o40770, 0, 200, ((access.ACL_GROUP_OBJ, 4, 0), (access.ACL_GROUP, 5, 201), (access.ACL_MASK, 7, 0)), 5),
+        (0o40710, 0, 0, ((connection.ACL_USER, 1, 100), (connection.ACL_MASK, 1, 0)), 1),
+        (0o40700, 0, 0, ((connection.ACL_USER, 1, 100), (connection.ACL_MASK, 0, 0)), 0),
+        (0o40711, 0, 0, ((connection.ACL_USER, 0, 100), (connection.ACL_MASK, 1, 0)), 0),
+        (0o40711, 0, 0, ((connection.ACL_USER, 7, 999), (connection.ACL_MASK, 7, 0)), 1),
+        (0o40770, 0, 0, ((connection.ACL_GROUP, 5, 201), (connection.ACL_MASK, 7, 0)), 5),
+        (
+            *(0o40770, 0, 200),
+            ((connection.ACL_GROUP_OBJ, 4, 0), (connection.ACL_GROUP, 5, 201), (connection.ACL_MASK, 7, 0)),
+            5,
+        ),
     ],
 )
 def test_granted(mode: int, owner: int, group: int, entries: tuple[tuple[int, int, int], ...], bits: int) -> None:
-    assert access.granted(mode, owner, group, acl(*entries) if entries else b'', QEMU) == bits
-    assert access.granted(mode, owner, group, b'', access.User('root', 0, frozenset({0}))) == 7
+    assert connection.granted(mode, owner, group, acl(*entries) if entries else b'', QEMU) == bits
+    assert connection.granted(mode, owner, group, b'', connection.User('root', 0, frozenset({0}))) == 7
 
 
 def test_unreachable_directory_is_named_with_the_command(tmp_path: Path) -> None:
     (tmp_path / 'a b' / 'images').mkdir(parents=True)
     for step in (tmp_path, *tmp_path.parents):
-        if not access.can(access.ENTER, step, QEMU):
+        if not connection.can(connection.ENTER, step, QEMU):
             step.chmod(step.stat().st_mode | 0o001)
-    access.check_reachable(tmp_path / 'a b' / 'images', QEMU)
+    connection.check_reachable(tmp_path / 'a b' / 'images', QEMU)
     (tmp_path / 'a b').chmod(0o700)
     with pytest.raises(UsageError) as refused:
-        access.check_reachable(tmp_path / 'a b' / 'images', QEMU)
+        connection.check_reachable(tmp_path / 'a b' / 'images', QEMU)
     assert f"setfacl -m u:qemu:x '{tmp_path}/a b' " in str(refused.value)
 
 
 @pytest.mark.parametrize(('cpu_flag', 'device', 'offered'), list(itertools.product((False, True), repeat=3)))
 def test_virt_type(*, cpu_flag: bool, device: bool, offered: bool) -> None:
     def choose(wanted: str) -> str:
-        return access.choose_virt_type(wanted, cpu_flag=cpu_flag, device=device, offered=offered)
+        return connection.choose_virt_type(wanted, cpu_flag=cpu_flag, device=device, offered=offered)
 
     assert choose('qemu') == 'qemu'
     if cpu_flag and device and offered:
@@ -71,4 +75,4 @@ def test_virt_type(*, cpu_flag: bool, device: bool, offered: bool) -> None:
 
 def test_unknown_virt_type() -> None:
     with pytest.raises(UsageError, match='xen'):
-        access.choose_virt_type('xen', cpu_flag=True, device=True, offered=True)
+        connection.choose_virt_type('xen', cpu_flag=True, device=True, offered=True)
