@@ -191,15 +191,14 @@ _WRITTEN = (
     *('version', 'instance', 'compute', 'state', 'image', 'resources', 'query', 'user_id', 'project_id', 'addresses'),
     *('console', 'stages', 'error', 'fault', 'attempts', 'name', 'power', 'progress', 'group', 'why'),
 )
-"""The order in which a record is shown; what is not named here follows."""
+"""The fields that each record has, in the order in which it is shown; any other follows where it has a value."""
 
 
 def to_dict(record: Record) -> dict[str, Any]:
     """The record as the JSON object that users and etcd see."""
     left_out = {each.name for each in FIELDS if not each.recorded}
-    optional = ('host_keys', 'cloud_init', 'boots')
-    left_out |= {name for name in optional if not getattr(record, name)}  # as 1.0 wrote it
     values = {name: value for name, value in asdict(record).items() if name not in left_out}
+    values = {name: value for name, value in values.items() if value or name in _WRITTEN}  # as 1.0 wrote it
     named = {'version': VERSION, 'group': record.group_name, 'why': record.why._asdict() if record.why else None}
     return dict.fromkeys(_WRITTEN) | values | named
 

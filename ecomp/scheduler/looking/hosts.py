@@ -1,4 +1,4 @@
-"""The computes, read from etcd and placement together, and the way to a guest: its address, and the host that leads there."""
+"""The computes, read from etcd and placement together; and the way to a guest: its address, and its host."""
 
 from __future__ import annotations
 
