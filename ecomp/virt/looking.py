@@ -11,7 +11,8 @@ from ecomp.errors import EcompError
 from ecomp.model.guest import Attachment
 from ecomp.model.health import MISSING, OFF, THERE, Libvirt
 from ecomp.virt import xml
-from ecomp.virt.connection import Connection, libvirt
+from ecomp.virt.connection import KVM, Connection, blocked, libvirt, look_for_kvm, no_kvm
+from ecomp.virt.connection import user as qemu_user
 from ecomp.virt.domains import Domains
 from ecomp.virt.filters import Filters
 from ecomp.virt.networks import INTERFACES, Networks
@@ -23,13 +24,13 @@ def look(state: Path, attachments: Sequence[Attachment], uri: str = 'qemu:///sys
     with _connected(uri) as connection:
         with connection.use('asking for its version') as open_one:
             version, capabilities = open_one.getLibVersion(), xml.capabilities(open_one.getCapabilities())
-        qemu = connection.user(capabilities.qemu_uid, capabilities.qemu_gid)
-        kvm = connection.look_for_kvm(qemu, capabilities.domain_types)
-        device = connection.KVM.exists()
+        qemu = qemu_user(capabilities.qemu_uid, capabilities.qemu_gid)
+        kvm = look_for_kvm(qemu, capabilities.domain_types)
+        device = KVM.exists()
         states = {each: _state(connection, each) for each in attachments}
         filters = Filters(connection, ()).missing()
         unfit = [Networks(connection).explain_unfit(each, not filters) for each in attachments]
-        blocked = connection.blocked(state.absolute() / 'images', qemu)
+        closed = blocked(state.absolute() / 'images', qemu)
         return Libvirt(
             version=version,
             library=libvirt.getVersion(),
@@ -37,8 +38,8 @@ def look(state: Path, attachments: Sequence[Attachment], uri: str = 'qemu:///sys
             qemu_user=qemu.name,
             kvm_device=device,
             kvm_closed=device and not kvm['device'],
-            kvm='; '.join(connection.no_kvm(**kvm)),
-            blocked='' if blocked is None else str(blocked),
+            kvm='; '.join(no_kvm(**kvm)),
+            blocked='' if closed is None else str(closed),
             pool=_others_pool(connection, state.absolute() / 'images'),
             networks=states,
             has_bridge=any(_has_bridge(connection, each) for each, found in states.items() if found != MISSING),
