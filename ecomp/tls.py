@@ -15,6 +15,7 @@ class TlsFailure(Enum):
     OTHER_NAME = auto()
     OTHER_ADDRESS = auto()
     NO_KEY_IDENTIFIER = auto()
+    TOO_WEAK = auto()
     UNTRUSTED = auto()
     OWN_EXPIRED = auto()
     OWN_MISSING = auto()
@@ -31,6 +32,9 @@ SENTENCES: Mapping[TlsFailure, str] = {
     TlsFailure.OTHER_NAME: 'its certificate is made out to another name',
     TlsFailure.OTHER_ADDRESS: 'its certificate is made out to another name',
     TlsFailure.NO_KEY_IDENTIFIER: 'its certificate has no Authority Key Identifier, which Python 3.13 asks for',
+    TlsFailure.TOO_WEAK: (
+        'its certificate, or that of its authority, has a key or a digest that OpenSSL refuses as too weak'
+    ),
     TlsFailure.UNTRUSTED: 'its certificate is not signed by the authority in ca_cert (none: a public one)',
     TlsFailure.OWN_EXPIRED: 'it says that our certificate (cert_cert) has expired',
     TlsFailure.OWN_MISSING: 'it wants a certificate of ours: cert_cert and cert_key',
@@ -43,6 +47,14 @@ SENTENCES: Mapping[TlsFailure, str] = {
     TlsFailure.OTHER: 'TLS failed',
 }
 """What is said of a server of ours, whose configuration has ca_cert, cert_cert and cert_key."""
+_OWN = (TlsFailure.OWN_EXPIRED, TlsFailure.OWN_MISSING, TlsFailure.OWN_REFUSED)
+ETCD_SENTENCES: Mapping[TlsFailure, str] = {
+    **SENTENCES,
+    **dict.fromkeys(_OWN, 'it refuses our certificate: is cert_cert missing, expired, or not signed for it?'),
+    **dict.fromkeys((TlsFailure.PLAIN_TEXT, TlsFailure.OTHER), 'it does not speak TLS as we do'),
+    TlsFailure.HUNG_UP: 'it hangs up on TLS: does it expect none (no ca_cert)?',
+}
+"""What is said of etcd, whose alerts tell less of our certificate."""
 
 # https://docs.openssl.org/master/man3/X509_STORE_CTX_get_error/ names them; the numbers are in OpenSSL's x509_vfy.h.
 _BY_VERIFY_CODE = {
@@ -50,11 +62,15 @@ _BY_VERIFY_CODE = {
     10: TlsFailure.EXPIRED,
     62: TlsFailure.OTHER_NAME,
     64: TlsFailure.OTHER_ADDRESS,
+    66: TlsFailure.TOO_WEAK,
+    67: TlsFailure.TOO_WEAK,
+    68: TlsFailure.TOO_WEAK,
     85: TlsFailure.NO_KEY_IDENTIFIER,
 }
 _BY_REASON = {
     'SSLV3_ALERT_CERTIFICATE_EXPIRED': TlsFailure.OWN_EXPIRED,
     'TLSV13_ALERT_CERTIFICATE_REQUIRED': TlsFailure.OWN_MISSING,
+    'TLSV1_ALERT_PROTOCOL_VERSION': TlsFailure.OTHER,
     'WRONG_VERSION_NUMBER': TlsFailure.PLAIN_TEXT,
 }
 

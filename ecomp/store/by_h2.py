@@ -36,19 +36,11 @@ from ecomp.endpoints import connection_to
 from ecomp.store.messages import METHODS, KeepAlive, Request, WatchCreate, WatchProgress, answer
 from ecomp.store.reasons import (
     DEADLINE_EXCEEDED,
-    EXPIRED,
-    HUNG_UP,
-    MISNAMED,
-    NOT_ACCEPTED,
-    NOT_SIGNED,
-    NOT_YET_VALID,
-    OTHER_TLS,
     RESOURCE_EXHAUSTED,
     UNAVAILABLE,
-    UNUSABLE,
-    WEAK,
     CallFailure,
 )
+from ecomp.tls import ETCD_SENTENCES, TlsFailure, tls_failure
 
 WINDOW = 4 * 1024**2
 """Bytes that a member may send before we have said that we took them."""
@@ -58,9 +50,6 @@ CLOSED = 'Socket closed'
 """Why a call failed whose connection ended."""
 NO_HTTP2 = 'it does not speak HTTP/2'
 _EXPECTS_TLS = 'does it expect TLS, with ca_cert, cert_cert, cert_key?'
-_DISTRUSTED = {9: NOT_YET_VALID, 10: EXPIRED, 62: MISNAMED, 64: MISNAMED, 66: WEAK, 67: WEAK, 68: WEAK}
-"""By OpenSSL's X509_V_ERR_CERT_NOT_YET_VALID, _CERT_HAS_EXPIRED, _HOSTNAME_MISMATCH, _IP_ADDRESS_MISMATCH,
-_EE_KEY_TOO_SMALL, _CA_KEY_TOO_SMALL and _CA_MD_TOO_WEAK."""
 
 
 class _Http2(H2Connection):
@@ -210,10 +199,10 @@ class Transport:
         if self.http.ends or isinstance(error, ssl.SSLEOFError | ConnectionError):
             if not self._is_secure:
                 return f'the connection was closed (if that stays so: {_EXPECTS_TLS})'
-            return CLOSED if is_encrypted else HUNG_UP
+            return CLOSED if is_encrypted else ETCD_SENTENCES[TlsFailure.HUNG_UP]
         if isinstance(error, H2Error):
             return NO_HTTP2 if self._is_secure else f'{NO_HTTP2} ({_EXPECTS_TLS})'
-        return tls_reason(error, is_encrypted) if isinstance(error, ssl.SSLError) else str(error)
+        return ETCD_SENTENCES[tls_failure(error)] if isinstance(error, ssl.SSLError) else str(error)
 
     def _connect(self) -> None:
         until = time.monotonic() + 2 * self._config.timeout
@@ -319,16 +308,6 @@ class Stream:
             self._transport.send(time.monotonic())
 
 
-def tls_reason(error: ssl.SSLError, is_encrypted: bool) -> str:
-    """Say in plain words why TLS failed; `is_encrypted`: our side of the handshake was over."""
-    if isinstance(error, ssl.SSLCertVerificationError):
-        return _DISTRUSTED.get(error.verify_code, NOT_SIGNED)
-    alert = str(error).partition('ALERT_')[2]
-    # With TLS 1.3 the server looks at our certificate after the handshake is over for us.
-    is_about_ours = 'CERTIFICATE' in alert or alert.startswith('UNKNOWN_CA') or is_encrypted
-    return NOT_ACCEPTED if alert and is_about_ours else OTHER_TLS
-
-
 def too_long(length: int, longest: int) -> CallFailure:
     """What is raised of an answer of so many bytes."""
     return CallFailure(RESOURCE_EXHAUSTED, f'CLIENT: Received message larger than max ({length} vs. {longest})')
@@ -360,7 +339,7 @@ def _context(config: EtcdConfig) -> ssl.SSLContext:
         if config.cert_cert is not None:
             context.load_cert_chain(config.cert_cert, config.cert_key)
     except ssl.SSLError as error:
-        raise ValueError(UNUSABLE) from error
+        raise ValueError(ETCD_SENTENCES[TlsFailure.UNUSABLE_FILES]) from error
     return context
 
 

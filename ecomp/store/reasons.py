@@ -26,17 +26,6 @@ _NO_LEASE = 'etcdserver: requested lease not found'
 _LEARNER = 'etcdserver: rpc not supported for learner'
 _ROLES_CHANGED = 'etcdserver: revision of auth store is old'
 
-# Why TLS to etcd fails, and what to do about it. ecomp/model/health.py finds the cure by these words.
-EXPIRED = 'its certificate has expired'
-NOT_YET_VALID = 'its certificate is not valid yet: is the clock right?'
-MISNAMED = 'its certificate is made out to another name'
-WEAK = 'its certificate, or that of its authority, has a key or a digest that OpenSSL refuses as too weak'
-NOT_SIGNED = 'its certificate is not signed by the authority in ca_cert (none: a public one)'
-UNUSABLE = 'ca_cert, cert_cert or cert_key is no certificate or key, or they do not belong together'
-NOT_ACCEPTED = 'it refuses our certificate: is cert_cert missing, expired, or not signed for it?'
-OTHER_TLS = 'it does not speak TLS as we do'
-HUNG_UP = 'it hangs up on TLS: does it expect none (no ca_cert)?'
-
 
 class CallFailure(Exception):
     """A call that failed: the code, and etcd's words or ours in one line.

@@ -21,9 +21,9 @@ from ecomp.lab import elab
 from ecomp.lab.certs import enable
 from ecomp.model import cluster, keys, roles
 from ecomp.model.roles import Permission
-from ecomp.store import reasons
 from ecomp.store.client import Delete, Put
 from ecomp.store.roles import Accounts
+from ecomp.tls import ETCD_SENTENCES, TlsFailure
 from tests.functional.by_role import found, put, works
 from tests.kit.behind_roles import BehindRoles, behind_roles
 from tests.kit.certificates import Authority
@@ -266,9 +266,9 @@ def test_why_there_is_no_connection(cloud: BehindRoles, tmp_path: Path) -> None:
     empty.touch()
     nobody = f'localhost:{free_port()}'
     for wrong, why in (
-        (config._replace(ca_cert=stranger.certificate), reasons.NOT_SIGNED),
-        (config._replace(cert_cert=certificate, cert_key=key), reasons.NOT_ACCEPTED),
-        (config._replace(ca_cert=junk), reasons.UNUSABLE),
+        (config._replace(ca_cert=stranger.certificate), ETCD_SENTENCES[TlsFailure.UNTRUSTED]),
+        (config._replace(cert_cert=certificate, cert_key=key), ETCD_SENTENCES[TlsFailure.OWN_REFUSED]),
+        (config._replace(ca_cert=junk), ETCD_SENTENCES[TlsFailure.UNUSABLE_FILES]),
         (config._replace(endpoints=(nobody,)), 'Connection refused'),
         (config._replace(endpoints=('no-such-host.invalid:1',)), 'no-such-host.invalid'),
     ):

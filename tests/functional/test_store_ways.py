@@ -20,10 +20,10 @@ from ecomp.conf import EtcdConfig
 from ecomp.errors import UnknownOutcome, Unreachable
 from ecomp.placement.client import Placement
 from ecomp.store import reasons
-from ecomp.store.by_h2 import tls_reason
 from ecomp.store.client import Put, Store, Unchanged
 from ecomp.store.messages import WatchCreate
 from ecomp.store.reasons import CallFailure
+from ecomp.tls import ETCD_SENTENCES, TlsFailure
 from tests.kit.certificates import Authority
 from tests.kit.etcd_member import Member, Tls
 from tests.kit.holes import hole
@@ -241,38 +241,10 @@ def test_a_certificate_that_cannot_be_read_is_named_as_long_as_it_cannot(secured
 
 
 @pytest.mark.parametrize(
-    ('code', 'why'),
-    [
-        *((9, reasons.NOT_YET_VALID), (10, reasons.EXPIRED), (62, reasons.MISNAMED), (66, reasons.WEAK)),
-        (18, reasons.NOT_SIGNED),
-    ],
-)
-def test_why_its_certificate_is_refused(code: int, why: str) -> None:
-    error = ssl.SSLCertVerificationError('certificate verify failed')
-    error.verify_code = code
-    assert tls_reason(error, False) == why
-
-
-@pytest.mark.parametrize(
-    ('alert', 'is_encrypted', 'why'),
-    [
-        ('SSLV3_ALERT_BAD_CERTIFICATE', True, reasons.NOT_ACCEPTED),
-        ('SSLV3_ALERT_BAD_CERTIFICATE', False, reasons.NOT_ACCEPTED),
-        ('TLSV1_ALERT_UNKNOWN_CA', False, reasons.NOT_ACCEPTED),
-        ('TLSV1_ALERT_ACCESS_DENIED', True, reasons.NOT_ACCEPTED),
-        ('TLSV1_ALERT_PROTOCOL_VERSION', False, reasons.OTHER_TLS),
-        ('WRONG_VERSION_NUMBER', False, reasons.OTHER_TLS),
-    ],
-)
-def test_why_it_ends_tls(alert: str, is_encrypted: bool, why: str) -> None:
-    assert tls_reason(ssl.SSLError(1, f'[SSL: {alert}]'), is_encrypted) == why
-
-
-@pytest.mark.parametrize(
     ('says', 'why'),
     [
-        (b'HTTP/1.1 400 Bad Request\r\n\r\n', reasons.OTHER_TLS),
-        (b'', reasons.HUNG_UP),
+        (b'HTTP/1.1 400 Bad Request\r\n\r\n', ETCD_SENTENCES[TlsFailure.OTHER]),
+        (b'', ETCD_SENTENCES[TlsFailure.HUNG_UP]),
         (None, 'it does not speak HTTP/2'),
     ],
 )

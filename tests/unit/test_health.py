@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ssl
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -25,8 +24,7 @@ from ecomp.model.health import (
 )
 from ecomp.model.health import ComputeFacts as Facts
 from ecomp.model.host import CLOSED, ORPHANED, SILENT, UP, Host
-from ecomp.store.by_h2 import tls_reason
-from ecomp.tls import SENTENCES, TlsFailure
+from ecomp.tls import ETCD_SENTENCES, SENTENCES, TlsFailure
 from tests.kit.certificates import Authority
 
 NOW = datetime(2026, 11, 23, 12, tzinfo=UTC)
@@ -57,15 +55,8 @@ def test_what_is_well_has_nothing() -> None:
     )
 
 
-def of_etcd(said: str) -> str:
-    """Why there is no etcd, where OpenSSL says this of its certificate."""
-    error = ssl.SSLCertVerificationError(f'CERTIFICATE_VERIFY_FAILED: certificate {said}')
-    error.verify_code = {'is not yet valid': 9, 'has expired': 10}[said]
-    return tls_reason(error, False)
-
-
 NOT_OURS = [
-    tls_reason(ssl.SSLError('TLSV13_ALERT_CERTIFICATE_REQUIRED'), True),
+    ETCD_SENTENCES[TlsFailure.OWN_MISSING],
     *(SENTENCES[each] for each in (TlsFailure.OWN_REFUSED, TlsFailure.OWN_MISSING, TlsFailure.OWN_EXPIRED)),
 ]
 """Why there is none, where it is ours that is refused: etcd's, and three times placement's."""
@@ -79,8 +70,8 @@ HUNG_UP = SENTENCES[TlsFailure.HUNG_UP]
         (replace(WELL, no_etcd='etcd … cannot be reached'), 'etcd', 'cannot be reached', 'schedule.yaml told'),
         (replace(WELL, no_etcd='away', told=None), 'etcd', 'away', 'no schedule.yaml was found, so localhost was'),
         (replace(WELL, no_placement='it is too old'), 'placement', 'too old', 'correct `placement:`'),
-        (replace(WELL, no_etcd=of_etcd('is not yet valid')), 'etcd', 'not valid yet', 'set-ntp true, here and on the'),
-        (replace(WELL, no_etcd=of_etcd('has expired')), 'etcd', 'has expired', 'elab certs DIR, on the control host;'),
+        (replace(WELL, no_etcd=NOT_YET_VALID), 'etcd', 'not valid yet', 'set-ntp true, here and on the'),
+        (replace(WELL, no_etcd=EXPIRED), 'etcd', 'has expired', 'elab certs DIR, on the control host;'),
         (replace(WELL, no_placement=NOT_YET_VALID), 'placement', 'not valid yet', 'set-ntp true'),
         (replace(WELL, no_placement=EXPIRED), 'placement', 'has expired', 'elab certs DIR, on the'),
         (replace(WELL, no_etcd=NOT_OURS[0]), 'etcd', 'refuses our', 'copy what it makes here, and name it in `etcd:`'),

@@ -6,11 +6,11 @@ import ssl
 
 import pytest
 
-from ecomp.tls import SENTENCES, TlsFailure, tls_failure
+from ecomp.tls import ETCD_SENTENCES, SENTENCES, TlsFailure, tls_failure
 
 
 def test_each_failure_has_a_sentence() -> None:
-    assert SENTENCES.keys() == set(TlsFailure)
+    assert SENTENCES.keys() == ETCD_SENTENCES.keys() == set(TlsFailure)
 
 
 @pytest.mark.parametrize(
@@ -21,6 +21,7 @@ def test_each_failure_has_a_sentence() -> None:
         (20, TlsFailure.UNTRUSTED),
         (62, TlsFailure.OTHER_NAME),
         (64, TlsFailure.OTHER_ADDRESS),
+        (66, TlsFailure.TOO_WEAK),
         (85, TlsFailure.NO_KEY_IDENTIFIER),
         (None, TlsFailure.UNTRUSTED),
     ],
@@ -38,6 +39,9 @@ def test_certificate_that_does_not_verify_is_told_by_its_number(code: int | None
         ('SSLV3_ALERT_CERTIFICATE_EXPIRED', TlsFailure.OWN_EXPIRED),
         ('TLSV13_ALERT_CERTIFICATE_REQUIRED', TlsFailure.OWN_MISSING),
         ('TLSV1_ALERT_UNKNOWN_CA', TlsFailure.OWN_REFUSED),
+        ('SSLV3_ALERT_BAD_CERTIFICATE', TlsFailure.OWN_REFUSED),
+        ('TLSV1_ALERT_ACCESS_DENIED', TlsFailure.OWN_REFUSED),
+        ('TLSV1_ALERT_PROTOCOL_VERSION', TlsFailure.OTHER),
         ('WRONG_VERSION_NUMBER', TlsFailure.PLAIN_TEXT),
         ('UNSUPPORTED_PROTOCOL', TlsFailure.OTHER),
         (None, TlsFailure.OTHER),

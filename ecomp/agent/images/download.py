@@ -53,6 +53,7 @@ TUNNEL = re.compile('Tunnel connection failed: ([0-9]{3}) ')
 IMAGE_SERVER_SENTENCES = {
     **{each: SENTENCES[each] for each in (TlsFailure.EXPIRED, TlsFailure.NOT_YET_VALID, TlsFailure.OTHER_NAME)},
     TlsFailure.OTHER_ADDRESS: 'its certificate is made out to another address',
+    TlsFailure.TOO_WEAK: SENTENCES[TlsFailure.TOO_WEAK],
     TlsFailure.NO_KEY_IDENTIFIER: 'its certificate is not believed here',
     TlsFailure.UNTRUSTED: 'its certificate is not believed here',
 }
