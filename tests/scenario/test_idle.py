@@ -20,6 +20,8 @@ from tests.scenario.queued import overheard
 MINUTE = 0.5
 """Seconds of a compute's minute here."""
 MINUTES = 12
+TIMES = 4
+"""How often so many minutes are looked at, at most."""
 
 
 def done(etcd: Etcd) -> Counter[str]:
@@ -39,14 +41,22 @@ def test_a_minute_of_one_is_one_question_and_no_write(cluster: Control, queues: 
         addressed(cluster, notified(cluster.eschedule(SMALL))[1])
         provider = f'/resource_providers/{compute.uuid}'
         until(lambda: asked[-4:] == [provider] * 4, 40, 'nothing has changed for a while')
-        asked.clear()
-        before = done(cluster.etcd)
-        until(lambda: len(asked) >= MINUTES, 40, f'{MINUTES} minutes have passed')
-        assert set(asked) == {provider}
-        # It renews its lease, and looks at its key then, every ten seconds; nothing is put or deleted.
-        more = done(cluster.etcd) - before
-        del more['KV/Range'], more['Lease/LeaseKeepAlive']
-        assert not more
+        # What a slow machine is late with (the guest's last stage, a lease) falls into the first minutes; what is
+        # written again and again falls into all of them.
+        beyond = [more_than_a_question(cluster.etcd, asked, provider)]
+        while beyond[-1] and len(beyond) < TIMES:
+            beyond.append(more_than_a_question(cluster.etcd, asked, provider))
+        assert not beyond[-1], beyond
+
+
+def more_than_a_question(etcd: Etcd, asked: list[str], provider: str) -> Counter[str]:
+    """What is done in so many minutes, beyond asking for the provider and renewing the lease every ten seconds."""
+    asked.clear()
+    before = done(etcd)
+    until(lambda: len(asked) >= MINUTES, 400, f'{MINUTES} minutes have passed')
+    more = done(etcd) - before + Counter(set(asked) - {provider})
+    del more['KV/Range'], more['Lease/LeaseKeepAlive']
+    return more
 
 
 def test_what_is_claimed_or_changed_is_looked_at(cluster: Control) -> None:
