@@ -12,7 +12,7 @@ from ecomp.errors import EcompError, NotFound, Unreachable
 from ecomp.model.text import renamed
 
 if TYPE_CHECKING:
-    from ecomp.cli.formats import Details, Listing, Look
+    from ecomp.cli.tables import Details, Listing, Look
     from ecomp.cli.terminal import Terminal
     from ecomp.conf import EtcdConfig, ScheduleConfig
     from ecomp.model.host import Computes, Naming
@@ -71,7 +71,7 @@ class Context:
 
         With -f json it is an array; of `one` row that was asked for by name it is that row's object.
         """
-        from ecomp.cli.formats import rendered  # here and below: many commands say one line, and need none of it
+        from ecomp.cli.tables import rendered
 
         if one:
             listing = listing._replace(document=listing.rows[0].value)
@@ -82,14 +82,14 @@ class Context:
 
     def show_details(self, found: Sequence[Details]) -> None:
         """Print things whole, in the form that was asked for: those of the command's words that there are."""
-        from ecomp.cli.formats import rendered_details
+        from ecomp.cli.tables import rendered_details
 
         if found:
             self.draw(rendered_details(found, self.look, several=len(self.words) > 1))
 
     def show_document(self, values: Sequence[object], text: str = '', several: bool = False) -> None:
         """Print what was found: a text or, with -f json, one document, which is an array for `several` words."""
-        from ecomp.cli.formats import document
+        from ecomp.cli.tables import document
 
         if values and self.form == TABLE:
             if text:

@@ -291,7 +291,7 @@ def who(order: Order) -> dict[str, object]:
 
 
 def _as_document(do: Context, value: object) -> str:
-    from ecomp.cli.formats import document  # most want a line alone
+    from ecomp.cli.tables import document
 
     return document(value, do.form)
 

@@ -17,7 +17,7 @@ from ecomp.model.record import ERROR, GONE, QUEUED, STOPPED
 from ecomp.model.text import printable
 
 if TYPE_CHECKING:
-    from ecomp.cli.formats import Details
+    from ecomp.cli.tables import Details
     from ecomp.model.host import Computes, Pick
     from ecomp.model.order import Power
     from ecomp.model.record import Record
@@ -78,8 +78,8 @@ def _unserved(records: Sequence[Record], known: Callable[[], Computes]) -> list[
 def _list(do: Context) -> int:
     do.connect()
 
-    from ecomp.cli.formats import rendered
     from ecomp.cli.show import as_list
+    from ecomp.cli.tables import rendered
     from ecomp.cli.terminal import look
     from ecomp.scheduler.looking.find import all_records
     from ecomp.scheduler.looking.hosts import check_there, computes
@@ -163,7 +163,7 @@ def _why(do: Context) -> int:
 
 
 def _timeline(do: Context) -> int:
-    from ecomp.cli.formats import document
+    from ecomp.cli.tables import document
     from ecomp.cli.timeline import drawn, to_dict
 
     records: list[Record] = []

@@ -96,8 +96,8 @@ def _host_forget(do: Context) -> int:
 
 
 def _audit(do: Context) -> int:
-    from ecomp.cli.formats import rendered
     from ecomp.cli.show import as_findings, summary
+    from ecomp.cli.tables import rendered
     from ecomp.model.findings import FOUND
     from ecomp.scheduler.looking.hosts import read_names_by_instance
     from ecomp.scheduler.operating.audit import audit

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from ecomp.cli.fitting import natural
-from ecomp.cli.formats import UUID, Column, Listing, Row
+from ecomp.cli.tables import UUID, Column, Listing, Row, natural
 from ecomp.model.flavor import Flavor, to_dict
 from ecomp.model.group import Group
 from ecomp.model.host import Computes

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from ecomp.cli.fitting import natural
-from ecomp.cli.formats import STATE, TIME, UUID, Cell, Column, Details, Listing, Row
+from ecomp.cli.tables import STATE, TIME, UUID, Cell, Column, Details, Listing, Row, natural
 from ecomp.model import boots
 from ecomp.model.allocation import NEEDED, Room
 from ecomp.model.host import NOBODY, Computes

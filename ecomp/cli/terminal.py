@@ -14,7 +14,7 @@ from ecomp.model.record import timestamp
 from ecomp.model.text import printable
 
 if TYPE_CHECKING:
-    from ecomp.cli.formats import Look
+    from ecomp.cli.tables import Look
 
 WIDTH = 80
 """Columns of a terminal that does not say how many it has."""
@@ -24,7 +24,7 @@ class Terminal(NamedTuple):
     """Where words go: `put` is for data, to stdout at once, `say` for everything else.
 
     Both let through what can be printed, and line breaks: whoever puts a line sees that there is none in it. `draw` is
-    for what ecomp.cli.formats made: it has colours and tabs, too, and all else in it is printable already. `told` says
+    for what ecomp.cli.tables made: it has colours and tabs, too, and all else in it is printable already. `told` says
     which file has the addresses of etcd and placement.
     """
 
@@ -41,7 +41,7 @@ class Terminal(NamedTuple):
 
 def look(options: Options) -> Look:
     """How the answer is to look, by the options, and by stdout where that is a terminal."""
-    from ecomp.cli.formats import Look  # many commands say one line, and need none of it
+    from ecomp.cli.tables import Look
 
     shown = options.format or TABLE
     columns = tuple(name for each in options.columns or () for name in each.split(','))
@@ -71,7 +71,7 @@ def broken(text: str, columns: int | None) -> str:
     """The text with each line broken at spaces where it is longer than so many columns; None: as it is."""
     if columns is None or all(len(line) <= columns for line in text.split('\n')):
         return text
-    from ecomp.cli.fitting import folded  # mostly it fits
+    from ecomp.cli.tables import folded
 
     return '\n'.join(part for line in text.split('\n') for part in folded(line, columns))
 
@@ -93,7 +93,7 @@ class Live:
     def _tell(self, text: str) -> None:
         columns = width(sys.stderr)
         if columns is not None:
-            from ecomp.cli.fitting import cut  # for those who wait at a terminal
+            from ecomp.cli.tables import cut
 
             self._shown = True
             # What is broken by the terminal is several lines, of which the last one alone is written over.

@@ -12,8 +12,7 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Any, NamedTuple
 
-from ecomp.cli.fitting import LEAST, short_uuids
-from ecomp.cli.formats import Column, Listing, Look, Row, rendered
+from ecomp.cli.tables import LEAST, Column, Listing, Look, Row, rendered, short_uuids
 from ecomp.model.boots import STAGES as BOOT_STAGES
 from ecomp.model.boots import Boot, numbered
 from ecomp.model.record import ERROR, STAGES, Record

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ecomp.cli.formats import Details, Listing, Look, document, rendered, rendered_details
 from ecomp.cli.options import CSV, FORMS, TABLE, VALUE
+from ecomp.cli.tables import Details, Listing, Look, document, rendered, rendered_details
 
 LOOKS = (*map(Look, FORMS), *(Look(width=width) for width in (10, 80)))
 

@@ -10,9 +10,9 @@ from dataclasses import replace
 import pytest
 import yaml
 
-from ecomp.cli.formats import Look, document, rendered, rendered_details
 from ecomp.cli.options import TABLE
 from ecomp.cli.show import as_detail, as_list
+from ecomp.cli.tables import Look, document, rendered, rendered_details
 from ecomp.cli.terminal import Live
 from ecomp.cli.timeline import drawn
 from ecomp.cli.timeline import to_dict as timeline_to_dict

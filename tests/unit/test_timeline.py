@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from ecomp.cli.formats import Look
+from ecomp.cli.tables import Look
 from ecomp.cli.timeline import WIDTH, drawn, percentiles, reached, to_dict
 from ecomp.model.record import ACTIVE, BUILDING, ERROR, STAGES, Record
 

@@ -12,9 +12,8 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ecomp.cli import fitting
-from ecomp.cli.fitting import across, coloured, cut, fill, folded, natural, short_times, short_uuids
-from ecomp.cli.formats import (
+from ecomp.cli import tables
+from ecomp.cli.tables import (
     STATE,
     TIME,
     UUID,
@@ -23,9 +22,17 @@ from ecomp.cli.formats import (
     Listing,
     Look,
     Row,
+    across,
+    coloured,
+    cut,
     document,
+    fill,
+    folded,
+    natural,
     rendered,
     rendered_details,
+    short_times,
+    short_uuids,
 )
 from ecomp.errors import UsageError
 
@@ -251,6 +258,6 @@ def test_text_is_cut_filled_and_folded_to_its_width(text: str, width: int) -> No
 
 def test_a_long_text_is_folded_by_looking_at_each_character_once_or_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     looked = []
-    monkeypatch.setattr(fitting, '_places', lambda each: looked.append(each) or 1)
+    monkeypatch.setattr(tables, '_places', lambda each: looked.append(each) or 1)
     assert len(folded('é' * 10_000, 4)) == 2_500
     assert len(looked) <= 20_000
