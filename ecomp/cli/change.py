@@ -7,10 +7,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ecomp.cli.command import DOCUMENT, Command, Context, until
-from ecomp.cli.options import TABLE
+from ecomp.cli.options import TABLE, instances, nothing
 from ecomp.cli.outcomes import Outcomes
 from ecomp.cli.terminal import Live
-from ecomp.cli.words import instances, nothing
 from ecomp.errors import EcompError
 from ecomp.model.keys import new_uuid
 from ecomp.model.order import REBOOT

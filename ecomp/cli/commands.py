@@ -7,9 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from ecomp.cli.command import CREATE, EXITS, QUERY, Command, Invocation
 from ecomp.cli.near import hint, suggest
-from ecomp.cli.options import OPTIONS, Option, Options, check
+from ecomp.cli.options import OPTIONS, Option, Options, check, is_image
 from ecomp.cli.reading import HELP, find_info_option, read
-from ecomp.cli.words import is_image
 from ecomp.errors import UsageError
 from ecomp.model.command_names import BY_MODULE
 from ecomp.model.record import STAGES

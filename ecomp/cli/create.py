@@ -12,12 +12,11 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from ecomp.cli.command import CREATE, LISTED, Command, Context, plain
-from ecomp.cli.options import JSON, PATIENCE, TABLE, YAML
+from ecomp.cli.options import JSON, PATIENCE, TABLE, YAML, planned, query_and_image
 from ecomp.cli.outcomes import REACHED, Outcomes
 from ecomp.cli.reaching import reach
 from ecomp.cli.size import LARGE, is_large, remember
 from ecomp.cli.terminal import now
-from ecomp.cli.words import planned, query_and_image
 from ecomp.errors import (
     EcompError,
     NoCapacity,

@@ -9,8 +9,7 @@ from collections.abc import Sequence
 
 from ecomp import __version__
 from ecomp.cli.command import DOCUMENT, Command, Context, plain
-from ecomp.cli.options import PATIENCE
-from ecomp.cli.words import perhaps_query_and_image
+from ecomp.cli.options import PATIENCE, perhaps_query_and_image
 from ecomp.errors import EcompError
 from ecomp.model.canary import SMALL
 from ecomp.model.record import STAGES

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from ecomp.cli.command import Command, Context, plain
+from ecomp.cli.options import any_instances, instance_and_command, just_one_instance, user_and_instance
 from ecomp.cli.terminal import each_of
-from ecomp.cli.words import any_instances, instance_and_command, just_one_instance, user_and_instance
 from ecomp.errors import EcompError, NotFound, Unreachable
 from ecomp.model import reach
 from ecomp.model.record import ACTIVE, Record, timestamp

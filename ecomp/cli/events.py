@@ -7,9 +7,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from ecomp.cli.command import Command, Context, plain
-from ecomp.cli.options import JSON, TABLE
+from ecomp.cli.options import JSON, TABLE, any_instances
 from ecomp.cli.terminal import now
-from ecomp.cli.words import any_instances
 from ecomp.errors import NotFound, UsageError
 from ecomp.model.json_object import dump
 from ecomp.model.text import printable

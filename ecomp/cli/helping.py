@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ecomp.cli.command import Command, Context
-from ecomp.cli.words import SHELLS, Words
+from ecomp.cli.options import SHELLS, Words
 from ecomp.errors import UsageError
 
 

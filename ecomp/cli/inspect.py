@@ -7,10 +7,9 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from ecomp.cli.command import DOCUMENT, LISTED, QUERY, Command, Context, plain
-from ecomp.cli.options import TABLE
+from ecomp.cli.options import TABLE, instances, nothing, one_instance
 from ecomp.cli.outcomes import REACHED, Outcomes, known_of
 from ecomp.cli.terminal import each_of
-from ecomp.cli.words import instances, nothing, one_instance
 from ecomp.errors import EcompError, NotFound, StillGoing, Unreachable
 from ecomp.model import keys
 from ecomp.model.record import ERROR, GONE, QUEUED, STOPPED
@@ -103,7 +102,7 @@ def _list(do: Context) -> int:
             do.out.say(line)
         return code
 
-    from ecomp.cli.watching import Drawing, watch
+    from ecomp.cli.terminal import Drawing, watch
 
     def drawing() -> Drawing:
         records, unreadable = all_records(do.store, with_gone)

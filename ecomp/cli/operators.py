@@ -6,10 +6,9 @@ from collections.abc import Sequence
 from functools import partial
 
 from ecomp.cli.command import DOCUMENT, LISTED, Command, Context, until
-from ecomp.cli.options import TABLE
+from ecomp.cli.options import TABLE, compute, computes, nothing
 from ecomp.cli.outcomes import Outcomes
 from ecomp.cli.terminal import Live, each_of, now
-from ecomp.cli.words import compute, computes, nothing
 from ecomp.errors import NotFound, Unreachable
 
 

@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from ecomp.cli.command import DOCUMENT, LISTED, Command, Context
+from ecomp.cli.options import flavor_and_query, names, nothing, project_and_limits
 from ecomp.cli.outcomes import Outcomes
 from ecomp.cli.terminal import each_of
-from ecomp.cli.words import flavor_and_query, names, nothing, project_and_limits
 from ecomp.errors import NotFound
 from ecomp.model import keys
 from ecomp.model.text import did_you_mean, printable
