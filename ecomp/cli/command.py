@@ -1,21 +1,22 @@
-"""What a command is, a row beside its function, and what the function is given."""
+"""What a command is, a row beside its function; what the function is given; and what comes of each of its words."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ecomp.cli.options import OPTIONS, TABLE, Option, Options
 from ecomp.cli.terminal import broken, look, width
-from ecomp.errors import EcompError, NotFound, Unreachable
-from ecomp.model.text import renamed
+from ecomp.errors import EcompError, NotFound, StillGoing, Unreachable
+from ecomp.model.text import renamed, some
 
 if TYPE_CHECKING:
     from ecomp.cli.tables import Details, Listing, Look
     from ecomp.cli.terminal import Terminal
     from ecomp.conf import EtcdConfig, ScheduleConfig
     from ecomp.model.host import Computes, Naming
+    from ecomp.model.record import Record
     from ecomp.placement.client import Placement, Slow
     from ecomp.store.client import Store
     from ecomp.store.places import Index
@@ -39,11 +40,16 @@ EXITS = {
 SHORTEST = 0.5
 """Seconds that etcd is given for an answer at least, however short a --timeout is."""
 
-
 SLOW_SECONDS = 3.0
 """Seconds without an answer of placement after which that is reported on a terminal."""
 SLOW_SECONDS_IN_A_SCRIPT = 10.0
 """The same elsewhere: a script on a busy machine is not to fill its log."""
+
+REACHED: Mapping[str, object] = dict.fromkeys(('instance', 'name', 'state', 'address'))
+"""What is known of an instance that is waited for, before it is looked at."""
+
+QUOTED = 5
+"""How many words a sentence names at most."""
 
 
 class Context:
@@ -275,3 +281,80 @@ LISTED = plain('format columns no_header sort wide')
 def until(done: str) -> dict[str, str]:
     """--wait without a stage, and --timeout. `done` is what is waited for, as the end of a sentence."""
     return {'wait': f'return once {done}. Without: as soon as it is accepted', 'timeout': ''}
+
+
+class Outcomes:
+    """What came of each word of a command, whatever became of the others.
+
+    `found` has for each word {"word", what else is known, "said": [sentences], "error": {"code", "said"} or null}, and
+    `code` is the first failure's exit code, 0 while there is none.
+    """
+
+    def __init__(self, do: Context, words: Sequence[str], **known: object) -> None:
+        self._do = do
+        self._several = len(words) > 1
+        self.found: dict[str, dict[str, Any]] = {
+            word: {'word': word, **known, 'said': [], 'error': None} for word in words
+        }
+        self.code = 0
+
+    def each(self, words: Iterable[str], work: Callable[[str], None]) -> None:
+        """Do it for every word; an EcompError is said, and is that word's alone.
+
+        EcompError for Ctrl-C: what was just asked for may be done all the same, and of the words behind it nothing is.
+        """
+        left = list(words)
+        try:
+            self._in_turn(left, work)
+        except KeyboardInterrupt:
+            kind = self._do.name.partition(' ')[0]
+            show = f'{kind} show' if kind in ('host', 'flavor', 'quota') else 'show'
+            rest = f', and of {len(left) - 1} more nothing was asked' if len(left) > 1 else ''
+            may = f'{left[0]}: it may have been accepted: {self._do.typed} {show} {left[0]} says{rest}'
+            raise EcompError(f'interrupted; {may}') from None
+
+    def _in_turn(self, left: list[str], work: Callable[[str], None]) -> None:
+        """Do it for each word that is left, and take it out of those."""
+        while left:
+            try:
+                work(left[0])
+            except EcompError as error:
+                self._do.out.say(self._do.out.words(error))
+                self._fail(left[0], error)
+            del left[0]
+
+    def wait(self, words: Sequence[str], work: Callable[[str], None], again: Callable[[str], str]) -> None:
+        """As each(), for what waits: Ctrl-C ends it for all of them, and is exit 6, for what was begun goes on.
+
+        `again` says how to wait for words that it is given, with spaces between them.
+        """
+        left = list(words)
+        try:
+            self._in_turn(left, work)
+        except KeyboardInterrupt:
+            interrupted = StillGoing(f'interrupted, and it goes on: {again(some(left, QUOTED, between=" "))}')
+            self._do.out.say(str(interrupted))
+            for word in left:
+                self._fail(word, interrupted)
+
+    def tell(self, word: str, said: str = '', **known: object) -> None:
+        """Say what came of a word, and what is known of it besides."""
+        if said:
+            self._do.out.say(said)
+            self.found[word]['said'].append(self._do.calling(said))
+        self.found[word].update(known)
+
+    def end(self) -> int:
+        """Print the document, if one was asked for; the exit code."""
+        if self._do.form != TABLE:
+            self._do.show_document(list(self.found.values()), several=self._several)
+        return self.code
+
+    def _fail(self, word: str, error: EcompError) -> None:
+        self.found[word]['error'] = {'code': error.exit_code, 'said': self._do.calling(str(error))}
+        self.code = self.code or error.exit_code
+
+
+def known_of(record: Record) -> Mapping[str, object]:
+    """What a record tells of it, however the wait ends."""
+    return {field: getattr(record, field) for field in REACHED}

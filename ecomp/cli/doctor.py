@@ -23,8 +23,10 @@ def _doctor(do: Context) -> int:
 
     flight = None
     if do.options.canary:
-        from ecomp.cli.canary import Canaries  # nearly all that eschedule has: for those who ask for it
-        from ecomp.cli.flight import plan
+        from ecomp.cli.canary import (
+            Canaries,  # nearly all that eschedule has: for those who ask for it
+            plan,
+        )
 
         flight = Canaries(do, plan(do))
     there = backends.look(do.config.etcd, do.config.placement, do.config.path, 'schedule.yaml')

@@ -6,9 +6,8 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from ecomp.cli.command import DOCUMENT, LISTED, QUERY, Command, Context, plain
+from ecomp.cli.command import DOCUMENT, LISTED, QUERY, REACHED, Command, Context, Outcomes, known_of, plain
 from ecomp.cli.options import TABLE, instances, nothing, one_instance
-from ecomp.cli.outcomes import REACHED, Outcomes, known_of
 from ecomp.cli.terminal import each_of
 from ecomp.errors import EcompError, NotFound, StillGoing, Unreachable
 from ecomp.model import keys
@@ -197,7 +196,7 @@ def _found(do: Context, word: str) -> InstanceEntries:
 
 
 def _wait(do: Context) -> int:
-    from ecomp.cli.reaching import reach
+    from ecomp.cli.change import reach
     from ecomp.scheduler.looking.find import living
 
     outcomes = Outcomes(do, do.words, **REACHED)

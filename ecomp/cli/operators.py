@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
-from ecomp.cli.command import DOCUMENT, LISTED, Command, Context, until
+from ecomp.cli.command import DOCUMENT, LISTED, Command, Context, Outcomes, until
 from ecomp.cli.options import TABLE, compute, computes, nothing
-from ecomp.cli.outcomes import Outcomes
 from ecomp.cli.terminal import Live, each_of, now
 from ecomp.errors import NotFound, Unreachable
 

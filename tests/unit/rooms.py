@@ -121,7 +121,7 @@ PURE = {
     *('ecomp.model', 'ecomp.store.messages', 'ecomp.virt.xml', 'ecomp.virt.filter_xml'),
     *('ecomp.agent.instance.plan', 'ecomp.yaml_plain'),
     *('ecomp.cli.options', 'ecomp.cli.reading', 'ecomp.cli.timeline', 'ecomp.cli.tables'),
-    *('ecomp.cli.completion', 'ecomp.cli.shares', 'ecomp.cli.show'),
+    *('ecomp.cli.completion', 'ecomp.cli.show'),
     *('ecomp.lab.network', 'ecomp.virt.dhcp'),
     *('mdserver.guests', 'mdserver.metadata'),
 }

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ecomp.cli.given import user_data
+from ecomp.cli.create import read_user_data
 from ecomp.model.guest import UNPACKED_LIMIT
 
 SAYS = 'begins with #cloud-config, but '
@@ -59,7 +59,7 @@ BROKEN = 'is gzip, and broken, so cloud-init passes over it'
 def test_cloud_config_that_is_none(tmp_path: Path, data: bytes, says: str) -> None:
     (tmp_path / 'data').write_bytes(data)
     told: list[str] = []
-    assert user_data(tmp_path / 'data', told.append) == data
+    assert read_user_data(tmp_path / 'data', told.append) == data
     assert len(told) == bool(says)
     assert says in ''.join(told)
     assert 'nginx' not in ''.join(told)
@@ -69,5 +69,5 @@ def test_many_aliases_cost_nothing(tmp_path: Path) -> None:
     lines = ['#cloud-config', 'a0: &a0 [x]', *(f'a{n}: &a{n} [{", ".join([f"*a{n - 1}"] * 9)}]' for n in range(1, 40))]
     (tmp_path / 'data').write_text('\n'.join(lines))
     told: list[str] = []
-    user_data(tmp_path / 'data', told.append)
+    read_user_data(tmp_path / 'data', told.append)
     assert told == []

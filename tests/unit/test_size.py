@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ecomp.cli.size import LARGE, is_large, remember
+from ecomp.cli.create import LARGE, is_large, remember
 from ecomp.conf import EtcdConfig
 
 ONE, OTHER = EtcdConfig(('one:2379', 'two:2379')), EtcdConfig(('other:2379',))
