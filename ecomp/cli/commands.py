@@ -20,7 +20,7 @@ FAMILIES: Mapping[str, Sequence[str]] = {
     'Into a guest': ('enter',),
     'Changing': ('change',),
     'Flavors, groups and quotas': ('sharing',),
-    'Computes and the cluster': ('operators', 'doctor'),
+    'Computes and the cluster': ('operators',),
     'Help': ('helping',),
 }
 """The modules that have rows, by what their commands are for, in the order of the help."""
@@ -50,8 +50,6 @@ def load_rows(module: str) -> Sequence[Command]:
             from ecomp.cli.sharing import COMMANDS as rows
         case 'operators':
             from ecomp.cli.operators import COMMANDS as rows
-        case 'doctor':
-            from ecomp.cli.doctor import COMMANDS as rows
         case 'helping':
             from ecomp.cli.helping import COMMANDS as rows
         case _:

@@ -218,7 +218,7 @@ def _enqueue(do: Context, order: Order) -> int:
 
 
 def _plan(do: Context) -> int:
-    from ecomp.cli.show import as_plan
+    from ecomp.cli.operators import as_plan
     from ecomp.scheduler.looking.find import ask_placement
     from ecomp.scheduler.placing.place import plan
 

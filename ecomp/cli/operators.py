@@ -1,18 +1,33 @@
-"""The commands of those who run the computes: hosts, and the audit."""
+"""The commands of those who run the computes: hosts, the audit and the doctor."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
+from typing import TYPE_CHECKING
 
-from ecomp.cli.command import DOCUMENT, LISTED, Command, Context, Outcomes, until
-from ecomp.cli.options import TABLE, compute, computes, nothing
+from ecomp import __version__
+from ecomp.cli.command import DOCUMENT, LISTED, Command, Context, Outcomes, plain, until
+from ecomp.cli.options import PATIENCE, TABLE, compute, computes, nothing, perhaps_query_and_image
+from ecomp.cli.tables import STATE, UUID, Column, Listing, Row
 from ecomp.cli.terminal import Live, each_of, now
-from ecomp.errors import NotFound, Unreachable
+from ecomp.errors import EcompError, NotFound, Unreachable
+from ecomp.model.allocation import NEEDED, Room
+from ecomp.model.canary import SMALL
+from ecomp.model.host import NOBODY, Computes
+from ecomp.model.record import STAGES
+from ecomp.model.text import printable
+
+if TYPE_CHECKING:
+    from ecomp.model.findings import Finding
+    from ecomp.model.host import Host
+    from ecomp.scheduler.operating.audit import Report
+    from ecomp.scheduler.placing.place import RankedCompute
+
+COMPUTE = Column('COMPUTE', rank=2, kind=UUID)
 
 
 def _hosts(do: Context) -> int:
-    from ecomp.cli.show import as_hosts
     from ecomp.scheduler.looking.hosts import all_hosts
 
     hosts, unreadable = all_hosts(do.store, do.placement)
@@ -20,7 +35,7 @@ def _hosts(do: Context) -> int:
 
 
 def _host_show(do: Context) -> int:
-    from ecomp.cli.show import as_hosts, as_list
+    from ecomp.cli.show import as_list
     from ecomp.scheduler.looking.find import all_records
     from ecomp.scheduler.looking.hosts import all_hosts, compute_of
 
@@ -94,7 +109,6 @@ def _host_forget(do: Context) -> int:
 
 
 def _audit(do: Context) -> int:
-    from ecomp.cli.show import as_findings, summary
     from ecomp.cli.tables import rendered
     from ecomp.model.findings import FOUND
     from ecomp.scheduler.looking.hosts import read_names_by_instance
@@ -110,9 +124,152 @@ def _audit(do: Context) -> int:
         report = audit(do.store, do.placement)
     if report.findings or do.form != TABLE:
         do.show(as_findings(report.findings, report.known, read_names_by_instance(do.store) if report.findings else {}))
-    for line in summary(report):
+    for line in _summarize(report):
         do.out.say(line)
     return FOUND if report.findings else 0
+
+
+def _doctor(do: Context) -> int:
+    from ecomp import backends
+    from ecomp.model.canary import Canary, of_canaries
+    from ecomp.model.health import ComputeFacts, exit_code, lines, of_backends, of_computes, summary
+
+    flight = None
+    if do.options.canary:
+        from ecomp.cli.canary import (
+            Canaries,  # nearly all that eschedule has: for those who ask for it
+            plan,
+        )
+
+        flight = Canaries(do, plan(do))
+    there = backends.look(do.config.etcd, do.config.placement, do.config.path, 'schedule.yaml')
+    found = of_backends(there)
+    computes, canaries = ComputeFacts(ours=__version__), list[Canary]()
+    if not there.away:
+        from ecomp.model.record import QUEUED
+        from ecomp.scheduler.looking.find import all_records
+        from ecomp.scheduler.looking.hosts import all_hosts
+
+        hosts, _ = all_hosts(do.store, do.placement)
+        runs = {each.compute: each.said.version for each in hosts if each.said.version is not None}
+        waiting = [each.name or each.instance for each in all_records(do.store, False)[0] if each.state == QUEUED]
+        computes = ComputeFacts(tuple(hosts), runs, __version__, do.computes.unserved(waiting))
+        found += of_computes(computes)
+        if flight is not None:
+            canaries = flight.fly(hosts)
+            found += of_canaries(canaries, flight.interrupted)
+    about = {
+        'findings': [each._asdict() for each in found],
+        'configuration': there.told,
+        'etcd': {'name': there.etcd, 'version': there.etcd_version or None},
+        'placement': {'name': there.placement, 'microversion': there.placement_version or None},
+        'certificates': {each.path: each.until and each.until.isoformat() for each in there.certificates},
+        'computes': dict(computes.versions),
+    }
+    if flight is not None:
+        about['canaries'] = [each.to_dict() for each in canaries]
+    do.show_document([about], '\n'.join(map(printable, lines(found))))
+    do.out.say(summary(there, found))
+    ended = exit_code(there, found)
+    return EcompError.exit_code if flight is not None and flight.interrupted and not ended else ended
+
+
+# What users read of computes and findings
+
+
+def as_hosts(hosts: Sequence[Host]) -> Listing:
+    """All computes, a line each."""
+    # What every guest needs, and then what only some computes have.
+    classes = [*NEEDED, *sorted({name for each in hosts for name in each.resources} - set(NEEDED))]
+    columns = [COMPUTE, Column('HOST', least=8), Column('STATE', kind=STATE), Column('INSTANCES', 1)]
+    rows = [
+        Row(
+            [
+                *(each.compute, each.hostname or None, _state(each), each.instances),
+                *(_share(each.resources.get(name)) for name in classes),
+                *(each.said.version, each.said.kind),
+            ],
+            _host(each),
+        )
+        for each in hosts
+    ]
+    return Listing([*columns, *_shares(classes), Column('VERSION', 4), Column('KIND', 3)], rows)
+
+
+def as_plan(ranked: Sequence[RankedCompute]) -> Listing:
+    """The computes that would be tried, in order, a line each."""
+    classes = [*NEEDED, *sorted({name for each in ranked for name in each.asked} - set(NEEDED))]
+    columns = [COMPUTE, Column('HOST', least=8), Column('WEIGHT', 1)]
+    rows = [
+        Row(
+            [
+                *(each.compute, each.hostname or None, None if each.weight is None else f'{each.weight:.2f}'),
+                *(_share(each.rooms.get(name)) for name in classes),
+                each.instances,
+            ],
+            _ranked(each),
+        )
+        for each in ranked
+    ]
+    return Listing([*columns, *_shares(classes), Column('INSTANCES')], rows)
+
+
+def _shares(classes: Sequence[str]) -> list[Column]:
+    return [Column(f'{name} USED/CAPACITY', rank=1 if name in NEEDED else 3, short=name) for name in classes]
+
+
+def as_findings(findings: Sequence[Finding], known: Computes = NOBODY, names: Mapping[str, str] = {}) -> Listing:
+    """What an audit found, a line each. `names` are those of instances, by uuid."""
+    columns = [Column('CODE'), Column('SUBJECT', rank=1, kind=UUID), Column('NAME', rank=2, least=24)]
+    columns.append(Column('FINDING', least=40, folds=True))
+    rows = [
+        Row(
+            [each.code, known.translated(each.subject), names.get(each.subject), known.translated(each.sentence)],
+            {**each.to_dict(), 'host': known.host(each.compute), 'name': names.get(each.subject)},
+        )
+        for each in findings
+    ]
+    return Listing(columns, rows)
+
+
+def _summarize(report: Report) -> list[str]:
+    """What is said beside an audit's findings: who was silent, what mends them, and how much was compared."""
+    called = report.known.called
+    away = [f'compute {called(each)} is {how}: what it has was not compared' for each, how in report.away.items()]
+    cures = (
+        f'{each.code}: ' + (f'--fix {each.fix}' if each.fix else f'by hand: {each.how}') for each in report.findings
+    )
+    count = len(report.findings)
+    unserved = [] if report.unserved is None else [report.unserved]
+    return [*away, *unserved, *dict.fromkeys(cures), f'{report.compared}: {count or "no"} finding' + 's' * (count != 1)]
+
+
+def _share(share: Room | None) -> str | None:
+    if share is None:
+        return None
+    return f'{share.used}/{share.capacity}' + (f' ({share.over} too many)' if share.over else '')
+
+
+def _ranked(each: RankedCompute) -> dict[str, object]:
+    rooms = {name: {'used': room.used, 'capacity': room.capacity} for name, room in sorted(each.rooms.items())}
+    there = {'asked': dict(sorted(each.asked.items())), 'resources': rooms, 'instances': each.instances}
+    return {'compute': each.compute, 'host': each.hostname, 'hostname': each.hostname, 'weight': each.weight, **there}
+
+
+def _state(host: Host) -> str:
+    from ecomp.model.host import DISABLED
+
+    return f'{host.state}, disabled' if host.disabled and host.state != DISABLED else host.state
+
+
+def _host(host: Host) -> dict[str, object]:
+    shares = {
+        name: {field: getattr(each, field) for field in ('used', 'free', 'capacity', 'over')}
+        for name, each in sorted(host.resources.items())
+    }
+    said = {field: getattr(host, field) for field in ('compute', 'hostname', 'state', 'disabled', 'instances')}
+    of_itself = {field: getattr(host.said, field) for field in ('version', 'kind', 'queues')}
+    return {**said, 'host': host.hostname, **of_itself, 'resources': shares}
 
 
 # fmt: off
@@ -161,4 +318,26 @@ COMMANDS: Sequence[Command] = (
             'each finding is mended.',
             nothing, _audit, {'fix': '', **LISTED}, (8,),
             example='eschedule audit --fix'),
+    Command('doctor', "doctor ['resources=…'] [URL]", 'what is wrong with the cluster, and what mends it',
+            'Look at etcd, placement, the clocks, our certificates and the computes, and print what is wrong, a line '
+            'each: the check that found it, a sentence, and what mends it. stderr says who was asked, which version '
+            'each has, and which file told where they are. A hypervisor is looked at by `ecompute --check`, there. '
+            'With -f json: one document, with the findings. '
+            'With --canary every compute that is up gets a small guest, all of them at once, which is booted, entered '
+            'and destroyed: of the image at URL, without one schedule.yaml\'s; it asks for what the query or --flavor '
+            f'says, else {SMALL}. With an ssh key it has to say that it is ready, and is logged in to, with the host '
+            'keys that it said; without one it has to get an address. stderr says of each how far it came, and why no '
+            'further: also of computes that are not up or have no room, which is no finding. It is destroyed whatever '
+            'happens, also at Ctrl-C; of what cannot be, a finding has its name and the command that does it.',
+            perhaps_query_and_image, _doctor,
+            {**DOCUMENT, **plain('canary flavor identity'),
+             'on': 'with --canary: on this compute alone: its host name, its uuid, or the beginning of its uuid',
+             'ssh_key': 'with --canary: a file of OpenSSH public keys that may log in; may be given several times. '
+                        'Without: ssh_keys of schedule.yaml',
+             'stage': f'with --canary: the stage that is enough: {", ".join(STAGES)}. Without: ready with an ssh key, '
+                      'else addressed',
+             'timeout': 'with --canary: how long a guest may take to that stage, and how long to be gone. Without: '
+                        f'{PATIENCE:.0f}'},
+            (4, 5, 8),
+            example='eschedule doctor --canary --ssh-key ~/.ssh/id_ed25519.pub'),
 )

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ecomp.cli.tables import STATE, TIME, UUID, Cell, Column, Details, Listing, Row, natural
 from ecomp.model import boots
-from ecomp.model.allocation import NEEDED, Room
 from ecomp.model.host import NOBODY, Computes
 from ecomp.model.order import ASKED, OFF, phase
 from ecomp.model.record import (
@@ -28,10 +27,7 @@ from ecomp.model.record import (
 from ecomp.model.text import printable
 
 if TYPE_CHECKING:
-    from ecomp.model.findings import Finding
-    from ecomp.model.host import Host
-    from ecomp.scheduler.operating.audit import Report
-    from ecomp.scheduler.placing.place import RankedCompute
+    pass
 
 MIDWAY = {ASKED: 'its guest was asked to turn itself off', OFF: 'it is off, and about to be started'}
 INSTANCE = Column('INSTANCE', kind=UUID)
@@ -126,73 +122,6 @@ def as_detail(record: Record, known: Computes = NOBODY) -> Details:
     return Details(rows, _record(record, known), FIELDS, ('interface', 'boot'))
 
 
-def as_hosts(hosts: Sequence[Host]) -> Listing:
-    """All computes, a line each."""
-    # What every guest needs, and then what only some computes have.
-    classes = [*NEEDED, *sorted({name for each in hosts for name in each.resources} - set(NEEDED))]
-    columns = [COMPUTE._replace(rank=2), Column('HOST', least=8), Column('STATE', kind=STATE), Column('INSTANCES', 1)]
-    rows = [
-        Row(
-            [
-                *(each.compute, each.hostname or None, _state(each), each.instances),
-                *(_share(each.resources.get(name)) for name in classes),
-                *(each.said.version, each.said.kind),
-            ],
-            _host(each),
-        )
-        for each in hosts
-    ]
-    return Listing([*columns, *_shares(classes), Column('VERSION', 4), Column('KIND', 3)], rows)
-
-
-def as_plan(ranked: Sequence[RankedCompute]) -> Listing:
-    """The computes that would be tried, in order, a line each."""
-    classes = [*NEEDED, *sorted({name for each in ranked for name in each.asked} - set(NEEDED))]
-    columns = [COMPUTE._replace(rank=2), Column('HOST', least=8), Column('WEIGHT', 1)]
-    rows = [
-        Row(
-            [
-                *(each.compute, each.hostname or None, None if each.weight is None else f'{each.weight:.2f}'),
-                *(_share(each.rooms.get(name)) for name in classes),
-                each.instances,
-            ],
-            _ranked(each),
-        )
-        for each in ranked
-    ]
-    return Listing([*columns, *_shares(classes), Column('INSTANCES')], rows)
-
-
-def _shares(classes: Sequence[str]) -> list[Column]:
-    return [Column(f'{name} USED/CAPACITY', rank=1 if name in NEEDED else 3, short=name) for name in classes]
-
-
-def as_findings(findings: Sequence[Finding], known: Computes = NOBODY, names: Mapping[str, str] = {}) -> Listing:
-    """What an audit found, a line each. `names` are those of instances, by uuid."""
-    columns = [Column('CODE'), Column('SUBJECT', rank=1, kind=UUID), Column('NAME', rank=2, least=24)]
-    columns.append(Column('FINDING', least=40, folds=True))
-    rows = [
-        Row(
-            [each.code, known.translated(each.subject), names.get(each.subject), known.translated(each.sentence)],
-            {**each.to_dict(), 'host': known.host(each.compute), 'name': names.get(each.subject)},
-        )
-        for each in findings
-    ]
-    return Listing(columns, rows)
-
-
-def summary(report: Report) -> list[str]:
-    """What is said beside an audit's findings: who was silent, what mends them, and how much was compared."""
-    called = report.known.called
-    away = [f'compute {called(each)} is {how}: what it has was not compared' for each, how in report.away.items()]
-    cures = (
-        f'{each.code}: ' + (f'--fix {each.fix}' if each.fix else f'by hand: {each.how}') for each in report.findings
-    )
-    count = len(report.findings)
-    unserved = [] if report.unserved is None else [report.unserved]
-    return [*away, *unserved, *dict.fromkeys(cures), f'{report.compared}: {count or "no"} finding' + 's' * (count != 1)]
-
-
 def no_address(record: Record) -> str:
     """Why an instance has no address (yet), in one line."""
     if record.state == ERROR:
@@ -223,34 +152,6 @@ def _interface(each: Interface) -> str:
     where = f'{each.mac} on {each.network}' + (f', by {each.source}' if each.source else '')
     has = each.address or (f'{each.expected} expected' if each.expected else 'no address yet')
     return f'{has} ({where})'
-
-
-def _share(share: Room | None) -> str | None:
-    if share is None:
-        return None
-    return f'{share.used}/{share.capacity}' + (f' ({share.over} too many)' if share.over else '')
-
-
-def _ranked(each: RankedCompute) -> dict[str, object]:
-    rooms = {name: {'used': room.used, 'capacity': room.capacity} for name, room in sorted(each.rooms.items())}
-    there = {'asked': dict(sorted(each.asked.items())), 'resources': rooms, 'instances': each.instances}
-    return {'compute': each.compute, 'host': each.hostname, 'hostname': each.hostname, 'weight': each.weight, **there}
-
-
-def _state(host: Host) -> str:
-    from ecomp.model.host import DISABLED
-
-    return f'{host.state}, disabled' if host.disabled and host.state != DISABLED else host.state
-
-
-def _host(host: Host) -> dict[str, object]:
-    shares = {
-        name: {field: getattr(each, field) for field in ('used', 'free', 'capacity', 'over')}
-        for name, each in sorted(host.resources.items())
-    }
-    said = {field: getattr(host, field) for field in ('compute', 'hostname', 'state', 'disabled', 'instances')}
-    of_itself = {field: getattr(host.said, field) for field in ('version', 'kind', 'queues')}
-    return {**said, 'host': host.hostname, **of_itself, 'resources': shares}
 
 
 def _record(record: Record, known: Computes) -> dict[str, object]:

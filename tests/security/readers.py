@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
+from ecomp.cli.operators import as_findings, as_hosts
 from ecomp.cli.sharing import as_flavors, as_groups, as_members, as_quota, as_quotas
-from ecomp.cli.show import as_detail, as_findings, as_hosts, as_list, no_address
+from ecomp.cli.show import as_detail, as_list, no_address
 from ecomp.cli.timeline import drawn
 from ecomp.cli.timeline import to_dict as timeline_to_dict
 from ecomp.cli.why import Explanation, in_sentences

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from ecomp.cli.show import as_findings, as_hosts
+from ecomp.cli.operators import as_findings, as_hosts
 from ecomp.model.allocation import difference
 from ecomp.model.audit import audit
 from ecomp.model.choose import WEIGHS, choose, distribute

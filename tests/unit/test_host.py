@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from ecomp.cli.show import as_hosts
+from ecomp.cli.operators import as_hosts
 from ecomp.model.allocation import Room
 from ecomp.model.host import (
     Computes,
