@@ -16,7 +16,7 @@ from ecomp.model.text import PREFIX, printable
 
 FAMILIES: Mapping[str, Sequence[str]] = {
     'New instances': ('create',),
-    'Looking': ('inspect', 'events'),
+    'Looking': ('inspect', 'history'),
     'Into a guest': ('enter',),
     'Changing': ('change',),
     'Flavors, groups and quotas': ('sharing',),
@@ -40,8 +40,8 @@ def load_rows(module: str) -> Sequence[Command]:
             from ecomp.cli.create import COMMANDS as rows
         case 'inspect':
             from ecomp.cli.inspect import COMMANDS as rows
-        case 'events':
-            from ecomp.cli.events import COMMANDS as rows
+        case 'history':
+            from ecomp.cli.history import COMMANDS as rows
         case 'enter':
             from ecomp.cli.enter import COMMANDS as rows
         case 'change':

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from ecomp.cli.command import QUERY, Command
+from ecomp.cli.inspect import COLUMNS, MORE, REASON
 from ecomp.cli.options import OPTIONS, SHELLS, Option
-from ecomp.cli.show import COLUMNS, MORE, REASON
 from ecomp.model.record import QUEUED, STAGES, STATES
 
 LIVE: Mapping[str, str] = {

@@ -35,7 +35,7 @@ def _hosts(do: Context) -> int:
 
 
 def _host_show(do: Context) -> int:
-    from ecomp.cli.show import as_list
+    from ecomp.cli.inspect import as_list
     from ecomp.scheduler.looking.find import all_records
     from ecomp.scheduler.looking.hosts import all_hosts, compute_of
 

@@ -4,7 +4,7 @@
 BY_MODULE = {
     'create': ('create', 'plan'),
     'inspect': ('query', 'list', 'show', 'why', 'timeline', 'wait'),
-    'events': ('events',),
+    'history': ('events',),
     'enter': ('ssh', 'ssh-config', 'console', 'log'),
     'change': ('destroy', 'stop', 'start', 'reboot', 'clear'),
     'sharing': ('flavor list', 'flavor show', 'flavor set', 'flavor delete', 'group list', 'group show', 'quota list', 'quota show', 'quota set'),

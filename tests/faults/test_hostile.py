@@ -98,7 +98,7 @@ def test_junk_is_nobody_s(value: bytes) -> None:
 @given(st.sampled_from(sorted(Record.__dataclass_fields__)), SHAPES)
 def test_no_field_of_a_record_misleads(name: str, value: Any) -> None:
     """F24: a record with any JSON in any of its fields is read, and can be shown, or is refused (fake)"""
-    from ecomp.cli.show import as_detail, as_list, no_address
+    from ecomp.cli.inspect import as_detail, as_list, no_address
 
     whole = json.loads(record_to_json(Record(INSTANCE, COMPUTE, 'active', image=IMAGE)))
     try:

@@ -30,7 +30,7 @@ from typing import Any
 PRELOAD = [
     *('ecomp.schedule', 'ecomp.scheduler.placing.create', 'ecomp.scheduler.operating.audit', 'ecomp.placement.client'),
     *('ecomp.store.by_h2', 'ecomp.store.watch', 'ecomp.placement.by_http'),
-    *('ecomp.cli.inspect', 'ecomp.cli.show', 'yaml'),
+    *('ecomp.cli.inspect', 'yaml'),
     *('ecomp.compute', 'ecomp.agent.process', 'ecomp.virt.fake', 'encodings.utf_8_sig'),
     *('placement.deploy', 'ecomp.lab.placement_server', 'ecomp.lab.elab', 'tests.kit.warm'),
     'tests.kit.warmed',

@@ -7,7 +7,7 @@ from typing import cast
 
 import pytest
 
-from ecomp.cli.why import in_sentences, why
+from ecomp.cli.history import in_sentences, why
 from ecomp.errors import Conflict, NotFound, StillGoing
 from ecomp.model import keys
 from ecomp.model.group import Group, Membership

@@ -10,13 +10,10 @@ from typing import Any
 
 import pytest
 
+from ecomp.cli.history import Explanation, drawn, explanation_to_dict, in_sentences, timeline_to_dict
+from ecomp.cli.inspect import as_detail, as_list, no_address
 from ecomp.cli.operators import as_findings, as_hosts
 from ecomp.cli.sharing import as_flavors, as_groups, as_members, as_quota, as_quotas
-from ecomp.cli.show import as_detail, as_list, no_address
-from ecomp.cli.timeline import drawn
-from ecomp.cli.timeline import to_dict as timeline_to_dict
-from ecomp.cli.why import Explanation, in_sentences
-from ecomp.cli.why import to_dict as why_to_dict
 from ecomp.errors import EcompError
 from ecomp.model import cluster, digest, flavor, group, keys, quota
 from ecomp.model import order as requesting
@@ -54,7 +51,7 @@ def shown_record(found: Record) -> None:
     told = Explanation(found, NOBODY, found.why, Group('g', 'affinity', True, {found.instance: found.compute}))
     for each in (as_list([found]), as_detail(found)):
         shown(*texts(each))
-    shown(in_sentences(told), *documents(why_to_dict(told)))
+    shown(in_sentences(told), *documents(explanation_to_dict(told)))
     for look in LOOKS:
         shown(drawn([found, found], look))
     shown(*documents(timeline_to_dict([found, found])))

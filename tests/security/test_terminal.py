@@ -10,14 +10,11 @@ from dataclasses import replace
 import pytest
 import yaml
 
+from ecomp.cli.history import Explanation, drawn, explanation_to_dict, in_sentences, timeline_to_dict
+from ecomp.cli.inspect import as_detail, as_list
 from ecomp.cli.options import TABLE
-from ecomp.cli.show import as_detail, as_list
 from ecomp.cli.tables import Look, document, rendered, rendered_details
 from ecomp.cli.terminal import Live
-from ecomp.cli.timeline import drawn
-from ecomp.cli.timeline import to_dict as timeline_to_dict
-from ecomp.cli.why import Explanation, in_sentences
-from ecomp.cli.why import to_dict as why_to_dict
 from ecomp.model.choose import Why
 from ecomp.model.group import Group, Membership
 from ecomp.model.host import Computes
@@ -58,7 +55,7 @@ def forms(look: Look) -> list[str]:
     told += [rendered(as_list([RECORD, BROKEN]), look)]
     if look.form == TABLE:
         return [*told, in_sentences(TOLD), drawn([RECORD], look)]
-    values = (why_to_dict(TOLD), timeline_to_dict([RECORD])) if look.form in ('json', 'yaml') else ()
+    values = (explanation_to_dict(TOLD), timeline_to_dict([RECORD])) if look.form in ('json', 'yaml') else ()
     return [*told, *(document(each, look.form) for each in values)]
 
 

@@ -120,8 +120,7 @@ PLACES: dict[str, set[str]] = {
 PURE = {
     *('ecomp.model', 'ecomp.store.messages', 'ecomp.virt.xml', 'ecomp.virt.filter_xml'),
     *('ecomp.agent.instance.plan', 'ecomp.yaml_plain'),
-    *('ecomp.cli.options', 'ecomp.cli.reading', 'ecomp.cli.timeline', 'ecomp.cli.tables'),
-    *('ecomp.cli.completion', 'ecomp.cli.show'),
+    *('ecomp.cli.options', 'ecomp.cli.reading', 'ecomp.cli.tables', 'ecomp.cli.completion'),
     *('ecomp.lab.network', 'ecomp.virt.dhcp'),
     *('mdserver.guests', 'mdserver.metadata'),
 }

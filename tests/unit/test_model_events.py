@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 
 from docs.shapes import SHAPES
-from ecomp.cli.events import Lines
+from ecomp.cli.history import Lines
 from ecomp.model import flavor, group, keys, queue, quota
 from ecomp.model import order as requests
 from ecomp.model.events import KINDS, LONGEST, Change, as_object, told

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ecomp.cli.show import COLUMNS, as_detail, as_list, no_address
+from ecomp.cli.inspect import COLUMNS, as_detail, as_list, no_address
 from ecomp.cli.tables import Column, Listing, Look, Row, rendered, rendered_details
 from ecomp.model.boots import Boot
 from ecomp.model.group import Membership

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
+from ecomp.cli.history import WIDTH, drawn, percentiles, reached, timeline_to_dict
 from ecomp.cli.tables import Look
-from ecomp.cli.timeline import WIDTH, drawn, percentiles, reached, to_dict
 from ecomp.model.record import ACTIVE, BUILDING, ERROR, STAGES, Record
 
 COMPUTE = 'b8756be5-a30d-4311-920c-0ad996367a8e'
@@ -121,7 +121,7 @@ def test_percentiles_are_of_the_nearest_rank() -> None:
 
 
 def test_json_has_the_same() -> None:
-    told = to_dict([record(), record(SLOW, BUILDING, 0.2)])
+    told = timeline_to_dict([record(), record(SLOW, BUILDING, 0.2)])
     first, second = told['instances']
     assert (first['instance'], first['state']) == (FAST, 'active')
     assert [each['stage'] for each in first['stages']] == REACHED
