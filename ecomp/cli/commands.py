@@ -1,18 +1,17 @@
-"""Every command of eschedule, from its words to its row, and what --help says of all of them and of each."""
+"""Every command of eschedule, from its words to its row; what --help says of all and of each; and what was meant."""
 
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
-from ecomp.cli.command import CREATE, EXITS, QUERY, Command, Invocation
-from ecomp.cli.near import hint, suggest
-from ecomp.cli.options import OPTIONS, Option, Options, check, is_image
+from ecomp.cli.command import CREATE, EXITS, QUERY, Command, Context, Invocation
+from ecomp.cli.options import OPTIONS, SHELLS, Option, Options, Words, check, is_image
 from ecomp.cli.reading import HELP, find_info_option, read
 from ecomp.errors import UsageError
 from ecomp.model.command_names import BY_MODULE
 from ecomp.model.record import STAGES
-from ecomp.model.text import PREFIX, printable
+from ecomp.model.text import PREFIX, near, printable
 
 FAMILIES: Mapping[str, Sequence[str]] = {
     'New instances': ('create',),
@@ -21,7 +20,7 @@ FAMILIES: Mapping[str, Sequence[str]] = {
     'Changing': ('change',),
     'Flavors, groups and quotas': ('sharing',),
     'Computes and the cluster': ('operators',),
-    'Help': ('helping',),
+    'Help': ('commands',),
 }
 """The modules that have rows, by what their commands are for, in the order of the help."""
 
@@ -50,8 +49,8 @@ def load_rows(module: str) -> Sequence[Command]:
             from ecomp.cli.sharing import COMMANDS as rows
         case 'operators':
             from ecomp.cli.operators import COMMANDS as rows
-        case 'helping':
-            from ecomp.cli.helping import COMMANDS as rows
+        case 'commands':
+            return _ROWS
         case _:
             raise ValueError(module)
     return rows
@@ -228,3 +227,146 @@ def _exits(codes: Mapping[int, str]) -> list[str]:
 
 def _filled(text: str) -> list[str]:
     return textwrap.wrap(text, WIDTH, subsequent_indent='            ' if text.startswith('exit codes') else '')
+
+
+# Which command was probably meant by words that are none: the words of other tools, and typing errors
+
+
+CREATE_FORM = "create 'resources=…' [IMAGE_URL]"
+DESTROY = 'destroy'
+NO_LIMIT = 'quota set PROJECT CLASS=none'
+
+
+def _index_by_word(meanings: Mapping[str, str]) -> dict[str, str]:
+    return {word: meaning for meaning, words in meanings.items() for word in words.split()}
+
+
+# fmt: off
+ELSEWHERE: Mapping[str, str] = _index_by_word({
+    CREATE_FORM: 'create launch new boot make add deploy run init spawn define', "'resources=…'": 'query',
+    DESTROY: 'delete del rm remove undefine purge terminate erase destory', 'clear': 'prune gc',
+    'list': 'ls ps dir get', 'list --watch': 'watch', 'log': 'logs dmesg tail', 'why': 'explain', 'host drain': 'drain',
+    'show': 'info describe inspect status stat state details dominfo domstate domid domuuid domifaddr dumpxml',
+    'events': 'monitor history journal event', 'audit': 'check verify fsck', 'doctor': 'diagnose health',
+    'stop': 'kill off halt shutdown poweroff power-off pause suspend down freeze managedsave',
+    'start': 'on up resume unpause unsuspend poweron power-on wake', 'reboot': 'restart reset',
+    'ssh': 'exec shell sh bash enter login connect', 'ssh-config': 'scp sftp rsync cp file',
+    'console': 'attach serial vnc ttyconsole vncdisplay domdisplay', 'help': 'man usage', '--version': 'version about',
+    'hosts': 'members top stats usage nodeinfo cluster-info hots', 'host forget': 'forget decommission',
+    'host enable': 'enable uncordon undrain untaint undisable', 'host disable': 'disable cordon taint',
+})
+"""The commands of ours for the words of docker, virsh, incus, nomad, openstack and kubectl that mean the same."""
+
+NOUNS: Mapping[str, str] = _index_by_word({
+    '': 'server instance vm domain guest container pod alloc allocation job workload',
+    'host': 'host node hypervisor compute computer agent cluster', 'flavor': 'flavor flavour profile',
+    'quota': 'quota limit project', 'group': 'group',
+})
+"""The first word of our commands, if any, for the nouns that other tools' commands have, in the singular."""
+
+IN_FAMILIES: Mapping[str, Mapping[str, str]] = {
+    'host': {'stop': 'host disable', 'start': 'host enable', **dict.fromkeys((DESTROY, 'clear'), 'host forget')},
+    'flavor': {**dict.fromkeys((CREATE_FORM, 'update', 'edit'), 'flavor set'),
+               **dict.fromkeys((DESTROY, 'unset', 'clear'), 'flavor delete')},
+    'quota': {**dict.fromkeys((CREATE_FORM, 'update', 'edit'), 'quota set'),
+              **dict.fromkeys((DESTROY, 'unset', 'clear', 'reset'), NO_LIMIT)},
+}
+"""What commands of another meaning are called, by their first words."""
+
+NONE = dict.fromkeys(('image', 'images', 'img'), 'an image is a URL behind the query, and nobody keeps a list of them')
+"""What others have a command for, and we have not: why there is none."""
+
+LOSSES = {DESTROY: ', which deletes the disk', 'host forget': ', for a machine that is off for good',
+          'clear': ', which removes the records of what has ended', 'flavor delete': ', which deletes it for all users'}
+"""What is said of a command that removes something for good. A typing error hints at none of them."""
+# fmt: on
+
+LIKE = 0.82
+"""How much of a word has to be the same as of a command, from 0 to 1: state is no typing error for start."""
+
+
+def hint(words: Sequence[str], names: Collection[str]) -> str:
+    """Write the end of a sentence that says that `words` are no command; `names` are those of all commands."""
+    suggestion = suggest(words, names)
+    return f': {suggestion}' if suggestion else '; --help shows all'
+
+
+def suggest(words: Sequence[str], names: Collection[str]) -> str:
+    """Say what was meant by words that are no command; '' where that is not known."""
+    first, second, *_ = [*(word.lower() for word in words), '', '']
+    if first in NONE:
+        return NONE[first]
+    command = _find_command(first, second, names)
+    return f'did you mean eschedule {command}{LOSSES.get(command, "")}?' if command else ''
+
+
+def _find_command(first: str, second: str, names: Collection[str]) -> str:
+    if _get_family(first) is None and _get_family(second) is not None:  # kubectl has the verb before the noun
+        first, second = second, first
+    family = _get_family(first)
+    if family:
+        return _find_in_family(family, second, names) or ('' if first == family else f'{family} list')
+    if family is not None:
+        return _find_command(second, '', names) or 'list'
+    known = [name.partition(' ')[0] for name in names if name not in LOSSES]
+    command = ELSEWHERE.get(first) or (first if first in names else near(first, known, LIKE)) or ''
+    return _find_in_family(command, second, names) or f'{command} list' if command in NOUNS else command
+
+
+def _find_in_family(family: str, verb: str, names: Collection[str]) -> str:
+    known = {name.removeprefix(f'{family} '): name for name in names if name.startswith(f'{family} ')}
+    known |= {**{name: name for name in known.values()}, **IN_FAMILIES.get(family, {})}
+    typo = near(verb, [each for each, name in known.items() if name not in LOSSES], LIKE)
+    return known.get(verb) or known.get(ELSEWHERE.get(verb, '')) or (known[typo] if typo else '')
+
+
+def _get_family(noun: str) -> str | None:
+    return NOUNS.get(noun, NOUNS.get(noun.removesuffix('s')))
+
+
+# The commands that help a hand: what eschedule can be told, and completion in a shell
+
+
+def _help(do: Context) -> int:
+    do.out.put(help_of(' '.join(do.words)).rstrip('\n'))
+    return 0
+
+
+def _completion(do: Context) -> int:
+    from ecomp.cli.completion import script  # for those who ask for it
+
+    do.out.put(script(do.words[0], COMMANDS).rstrip('\n'))
+    return 0
+
+
+def _shell(name: str, words: Sequence[str]) -> Words:
+    """The name of a shell."""
+    if len(words) != 1 or words[0] not in SHELLS:
+        raise UsageError(f'{name}: for which shell? Give one of {", ".join(SHELLS)}')
+    return tuple(words)
+
+
+def _command_or_nothing(name: str, words: Sequence[str]) -> Words:
+    """A command's name, which may have two words; or nothing."""
+    said = ' '.join(words)
+    if said and said not in COMMANDS and said not in FAMILY_WORDS:
+        raise UsageError(f'{name}: {said!r} is not a command{hint(words, NAMES)}')
+    return tuple(words)
+
+
+# fmt: off
+_ROWS: Sequence[Command] = (
+    Command('help', 'help [COMMAND]', 'what a command does, or all of them',
+            'Say what a command does, which options it takes and how it ends, as its --help does; without one, which '
+            'commands there are. It asks no server, and reads no configuration.',
+            _command_or_nothing, _help, needs_config=False,
+            example='eschedule help host drain'),
+    Command('completion', 'completion SHELL', 'completion for bash, zsh or fish, to be read by it',
+            'Print what makes bash, zsh or fish complete a command line of eschedule at a TAB: commands, options, and, '
+            'asked for in that moment, names and uuids of instances, hosts, flavors, groups and projects. bash: '
+            'eschedule completion bash >/etc/bash_completion.d/eschedule, or source <(eschedule completion bash) in '
+            '~/.bashrc. zsh: eschedule completion zsh >_eschedule, in a directory of $fpath. fish: eschedule '
+            'completion fish >~/.config/fish/completions/eschedule.fish.',
+            _shell, _completion, needs_config=False,
+            example='eschedule completion bash'),
+)

@@ -56,8 +56,11 @@ def _query(do: Context) -> int:
     try:
         instance = do.instance(word)
     except (NotFound, Unreachable) as error:
-        from ecomp.cli.commands import NAMES  # which imports this
-        from ecomp.cli.near import hint, suggest
+        from ecomp.cli.commands import (
+            NAMES,  # which imports this
+            hint,
+            suggest,
+        )
 
         if isinstance(error, NotFound):
             raise NotFound(f'{error}; it is no command either{hint([word], NAMES)}') from error
