@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from ecomp.model.order import Power
     from ecomp.model.record import Record
     from ecomp.scheduler.changing.change import Acceptance
+    from ecomp.scheduler.changing.wait import Deadline
     from ecomp.store.places import Index
 
 ADDRESSED = 'addressed'
@@ -28,70 +29,59 @@ ADDRESSED = 'addressed'
 
 def _destroy(do: Context) -> int:
     from ecomp.scheduler.changing.change import destroy
-    from ecomp.scheduler.changing.wait import Deadline, Wait, wait_until_gone
+    from ecomp.scheduler.changing.wait import Wait, wait_until_gone
     from ecomp.scheduler.looking.find import is_known
 
     outcomes = Outcomes(do, do.words, instance=None, state=None)
-    accepted: dict[str, str] = {}
 
-    def ask(word: str) -> None:
+    def ask(word: str) -> bool:
         instance = do.instance(word, do.among)
         outcomes.tell(word, instance=instance)
         done = destroy(do.store, instance, do.among, do.claimed_on)
         do.name_computes()
         outcomes.tell(word, done)
-        accepted[word] = instance
+        return True
 
-    outcomes.each(outcomes.found, ask)
-    deadline = Deadline(do.options.patience)
-
-    def wait(word: str) -> None:
-        if not is_known(do.store, accepted[word], do.among):
+    def wait(word: str, deadline: Deadline) -> None:
+        instance = outcomes.found[word]['instance']
+        if not is_known(do.store, instance, do.among):
             return  # it was in error, and its record was removed
         with Live() as tell:
-            wait_until_gone(Wait(do.config.etcd, accepted[word], deadline, tell, do.among, claims=do.claims))
-        outcomes.tell(word, f'{accepted[word]}: gone', state=GONE)
+            wait_until_gone(Wait(do.config.etcd, instance, deadline, tell, do.among, claims=do.claims))
+        outcomes.tell(word, f'{instance}: gone', state=GONE)
 
-    if do.options.wait is not None:
-        outcomes.wait(list(accepted), wait, lambda words: f'{do.typed} destroy --wait {words}')
-    return outcomes.end()
+    return outcomes.run(ask, wait, 'destroy --wait')
 
 
 def _power(do: Context) -> int:
     from ecomp.model.order import Power
     from ecomp.scheduler.changing.change import power
-    from ecomp.scheduler.changing.wait import Deadline, Wait, wait_for_power
+    from ecomp.scheduler.changing.wait import Wait, wait_for_power
 
     outcomes = Outcomes(do, do.words, instance=None, state=None)
     accepted: dict[str, Acceptance] = {}
     word_of: dict[str, str] = {}
 
-    def ask(word: str) -> None:
+    def ask(word: str) -> bool:
         instance = do.instance(word, do.among)
         outcomes.tell(word, instance=instance)
         if word_of.setdefault(instance, word) != word:
-            return  # named twice, by its name and its uuid
+            return False  # named twice, by its name and its uuid
         answer = power(do.store, instance, Power(do.name, new_uuid(os.urandom(16))), do.among)
         do.name_computes()
         outcomes.tell(word, answer.said)
-        if answer.power is not None:
-            accepted[word] = answer
+        accepted[word] = answer
+        return answer.power is not None
 
-    outcomes.each(outcomes.found, ask)
-    deadline = Deadline(do.options.patience)
-
-    def wait(word: str) -> None:
+    def wait(word: str, deadline: Deadline) -> None:
         instance = outcomes.found[word]['instance']
         with Live() as tell:
             waited = Wait(do.config.etcd, instance, deadline, tell, do.among, claims=do.claims)
             record = wait_for_power(waited, accepted[word])
         outcomes.tell(word, f'{instance}: {record.state}', state=record.state)
 
-    if do.options.wait is not None:
-        # Asked for once more a reboot may be one more.
-        again = 'show' if do.name == REBOOT else f'{do.name} --wait'
-        outcomes.wait(list(accepted), wait, lambda words: f'{do.typed} {again} {words}')
-    return outcomes.end()
+    # Asked for once more a reboot may be one more.
+    return outcomes.run(ask, wait, 'show' if do.name == REBOOT else f'{do.name} --wait')
 
 
 def _clear(do: Context) -> int:
@@ -111,7 +101,6 @@ def _clear(do: Context) -> int:
 def reach(
     do: Context,
     outcomes: Outcomes,
-    words: Sequence[str],
     instance_of: Callable[[str], str],
     among: Index | None,
     asked: Mapping[str, Power | None] = MappingProxyType({}),
@@ -121,10 +110,9 @@ def reach(
     `among`: see find(). `asked` is what is asked of an instance's power, known by when `instance_of` has said which it
     is.
     """
-    from ecomp.scheduler.changing.wait import Deadline, Wait, wait_for_stage
+    from ecomp.scheduler.changing.wait import Wait, wait_for_stage
 
     stage = do.options.stage or do.options.wait or ADDRESSED
-    deadline = Deadline(do.options.patience)
 
     def late(record: Record) -> None:
         from ecomp.cli.enter import last_lines
@@ -132,7 +120,7 @@ def reach(
         for line in last_lines(do, record):
             do.out.say(f"{record.name or record.instance}'s console: {line}")
 
-    def wait(word: str) -> None:
+    def wait(word: str, deadline: Deadline) -> None:
         def seen(record: Record) -> None:
             outcomes.tell(word, '', **known_of(record))
 
@@ -143,8 +131,7 @@ def reach(
         if do.form == TABLE and record.address and STAGES.index(stage) >= STAGES.index(ADDRESSED):
             do.out.put(printable(record.address))
 
-    of = '' if stage == ADDRESSED else f' --for {stage}'
-    outcomes.wait(words, wait, lambda left: f'{do.typed} wait {left}{of}')
+    outcomes.wait(list(outcomes.found), wait, 'wait', '' if stage == ADDRESSED else f' --for {stage}')
 
 
 # fmt: off

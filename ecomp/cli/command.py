@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from ecomp.cli.options import OPTIONS, TABLE, Option, Options
 from ecomp.cli.terminal import broken, look, width
@@ -18,8 +18,11 @@ if TYPE_CHECKING:
     from ecomp.model.host import Computes, Naming
     from ecomp.model.record import Record
     from ecomp.placement.client import Placement, Slow
+    from ecomp.scheduler.changing.wait import Deadline
     from ecomp.store.client import Store
     from ecomp.store.places import Index
+
+Found = TypeVar('Found')
 
 CREATE, QUERY = 'create', 'query'
 """The two forms of 2019, which are told by what is typed and not by a name: a placement query, and an instance."""
@@ -222,6 +225,16 @@ class Context:
         except EcompError:
             return NOBODY
 
+    def find_each(self, find: Callable[[str], Found], words: Sequence[str] | None = None) -> tuple[list[Found], int]:
+        """Find what each word means, of the command's if None; and the first failure's exit code, 0 if there is none.
+
+        An EcompError is said, and is that word's alone.
+        """
+        words, found = self.words if words is None else words, list[Found]()
+        outcomes = Outcomes(self, words)
+        outcomes.in_turn(list(words), lambda word: found.append(find(word)))
+        return found, outcomes.code
+
     def close(self) -> None:
         """Let go of etcd; what placement has ends with the process."""
         if 'store' in vars(self):
@@ -298,23 +311,32 @@ class Outcomes:
         }
         self.code = 0
 
-    def each(self, words: Iterable[str], work: Callable[[str], None]) -> None:
-        """Do it for every word; an EcompError is said, and is that word's alone.
+    def run(
+        self,
+        ask: Callable[[str], object],
+        wait: Callable[[str, Deadline], None] | None = None,
+        again: str = '',
+    ) -> int:
+        """Ask for each word and, with --wait, wait for those for which `ask` returned something; the exit code.
 
-        EcompError for Ctrl-C: what was just asked for may be done all the same, and of the words behind it nothing is.
+        `again` is the command that waits for the same words once more. Ctrl-C while it asks is an EcompError: what was
+        just asked for may be done all the same, and of the words behind it nothing is.
         """
-        left = list(words)
+        left, accepted = list(self.found), list[str]()
         try:
-            self._in_turn(left, work)
+            self.in_turn(left, lambda word: accepted.extend([word] if ask(word) else []))
         except KeyboardInterrupt:
             kind = self._do.name.partition(' ')[0]
             show = f'{kind} show' if kind in ('host', 'flavor', 'quota') else 'show'
             rest = f', and of {len(left) - 1} more nothing was asked' if len(left) > 1 else ''
             may = f'{left[0]}: it may have been accepted: {self._do.typed} {show} {left[0]} says{rest}'
             raise EcompError(f'interrupted; {may}') from None
+        if wait is not None and self._do.options.wait is not None:
+            self.wait(accepted, wait, again)
+        return self.end()
 
-    def _in_turn(self, left: list[str], work: Callable[[str], None]) -> None:
-        """Do it for each word that is left, and take it out of those."""
+    def in_turn(self, left: list[str], work: Callable[[str], object]) -> None:
+        """Do it for each word that is `left`, and take it out. An EcompError is said, and is that word's alone."""
         while left:
             try:
                 work(left[0])
@@ -323,16 +345,19 @@ class Outcomes:
                 self._fail(left[0], error)
             del left[0]
 
-    def wait(self, words: Sequence[str], work: Callable[[str], None], again: Callable[[str], str]) -> None:
-        """As each(), for what waits: Ctrl-C ends it for all of them, and is exit 6, for what was begun goes on.
+    def wait(self, words: Sequence[str], work: Callable[[str, Deadline], None], again: str, more: str = '') -> None:
+        """Do it for each word, for --timeout seconds in all; Ctrl-C ends it for all of them, and is exit 6.
 
-        `again` says how to wait for words that it is given, with spaces between them.
+        What was begun goes on: the command `again`, with the words and `more` behind it, waits for them once more.
         """
-        left = list(words)
+        from ecomp.scheduler.changing.wait import Deadline
+
+        left, deadline = list(words), Deadline(self._do.options.patience)
         try:
-            self._in_turn(left, work)
+            self.in_turn(left, lambda word: work(word, deadline))
         except KeyboardInterrupt:
-            interrupted = StillGoing(f'interrupted, and it goes on: {again(some(left, QUOTED, between=" "))}')
+            command = f'{self._do.typed} {again} {some(left, QUOTED, between=" ")}{more}'
+            interrupted = StillGoing(f'interrupted, and it goes on: {command}')
             self._do.out.say(str(interrupted))
             for word in left:
                 self._fail(word, interrupted)

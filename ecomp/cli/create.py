@@ -161,7 +161,7 @@ def _waited(do: Context, begun: Sequence[Mapping[str, str | None]]) -> int:
     placed = [(each['instance'] or '', each.get('compute')) for each in begun]
     outcomes = Outcomes(do, [instance for instance, _ in placed], **REACHED)
     among = Index({instance: [keys.request(compute, instance)] for instance, compute in placed if compute})
-    reach(do, outcomes, list(outcomes.found), lambda instance: instance, among)
+    reach(do, outcomes, lambda instance: instance, among)
     if do.form != TABLE:
         ends = ({field: found[field] for field in ('state', 'address', 'error')} for found in outcomes.found.values())
         do.out.put(_as_document(do, [{**each, **end} for each, end in zip(begun, ends, strict=True)]))

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, NoReturn
 
 from ecomp.cli.command import Command, Context, plain
 from ecomp.cli.options import any_instances, instance_and_command, just_one_instance, user_and_instance
-from ecomp.cli.terminal import each_of
 from ecomp.errors import EcompError, NotFound, Unreachable
 from ecomp.model import reach
 from ecomp.model.record import ACTIVE, Record, timestamp
@@ -99,13 +98,13 @@ def _ssh_config(do: Context) -> int:
         do.out.put('\n'.join([f'Host {host}', *(f'    {name} {value}' for name, value in lines.items()), '']))
 
     if do.words:
-        return each_of(do.out, do.words, put)
+        return do.find_each(put)[1]
     there = [each for each in all_records(do.store, with_gone=False)[0] if each.state == ACTIVE and each.address]
     unverified = [each.name or each.instance for each in there if not each.host_keys]
     if unverified:
         unknown = printable(some(unverified, QUOTED))
         do.out.say(f'left out, for what host keys they have is not known: {unknown}')
-    return each_of(do.out, [each.instance for each in there if each.host_keys], put)
+    return do.find_each(put, [each.instance for each in there if each.host_keys])[1]
 
 
 def _console(do: Context) -> int:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from ecomp.cli.command import DOCUMENT, LISTED, QUERY, REACHED, Command, Context, Outcomes, known_of, plain
 from ecomp.cli.options import TABLE, instances, nothing, one_instance
 from ecomp.cli.tables import STATE, TIME, UUID, Cell, Column, Details, Listing, Row, document, natural, rendered
-from ecomp.cli.terminal import Drawing, each_of, look, watch
+from ecomp.cli.terminal import Drawing, look, watch
 from ecomp.errors import EcompError, NotFound, StillGoing, Unreachable
 from ecomp.model import boots, keys
 from ecomp.model.host import NOBODY, Computes
@@ -148,22 +148,19 @@ def _pick(do: Context) -> Pick:
 def _show(do: Context) -> int:
     do.connect()
 
-    found: list[Details] = []
-
-    def add(word: str) -> None:
+    def detail(word: str) -> Details:
         (record,) = _with_claims(do, [_found(do, word).record], do.computes)
-        found.append(as_detail(record, do.computes))
+        return as_detail(record, do.computes)
 
-    code = each_of(do.out, do.words, add)
+    found, code = do.find_each(detail)
     do.show_details(found)
     return code
 
 
 def _why(do: Context) -> int:
-    from ecomp.cli.history import Explanation, explanation_to_dict, in_sentences, why
+    from ecomp.cli.history import explanation_to_dict, in_sentences, why
 
-    found: list[Explanation] = []
-    code = each_of(do.out, do.words, lambda word: found.append(why(do.store, lambda: do.placement, _found(do, word))))
+    found, code = do.find_each(lambda word: why(do.store, lambda: do.placement, _found(do, word)))
     text = '\n'.join(map(in_sentences, found))
     do.show_document(list(map(explanation_to_dict, found)), text, several=len(do.words) > 1)
     return code
@@ -172,18 +169,17 @@ def _why(do: Context) -> int:
 def _timeline(do: Context) -> int:
     from ecomp.cli.history import drawn, timeline_to_dict
 
-    records: list[Record] = []
     number = do.options.boot
 
-    def add(word: str) -> None:
+    def with_boot(word: str) -> Record:
         record = _found(do, word).record
         kept = [each.number for each in record.known_boots]
         if number is not None and number not in kept:
             there = _are(kept) if kept else 'it was not started yet, and none is'
             raise NotFound(f'{word}: boot {number} is not kept: {there}')
-        records.append(record)
+        return record
 
-    code = each_of(do.out, do.words, add)
+    records, code = do.find_each(with_boot)
     if records:
         as_table = do.form == TABLE
         do.draw(drawn(records, do.look, number) if as_table else document(timeline_to_dict(records, number), do.form))
@@ -222,7 +218,7 @@ def _wait(do: Context) -> int:
             do.out.say(line)
         return instance
 
-    reach(do, outcomes, list(outcomes.found), instance_of, do.among, asked)
+    reach(do, outcomes, instance_of, do.among, asked)
     return outcomes.end()
 
 

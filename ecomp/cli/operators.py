@@ -10,7 +10,7 @@ from ecomp import __version__
 from ecomp.cli.command import DOCUMENT, LISTED, Command, Context, Outcomes, plain, until
 from ecomp.cli.options import PATIENCE, TABLE, compute, computes, nothing, perhaps_query_and_image
 from ecomp.cli.tables import STATE, UUID, Column, Listing, Row
-from ecomp.cli.terminal import Live, each_of, now
+from ecomp.cli.terminal import Live, now
 from ecomp.errors import EcompError, NotFound, Unreachable
 from ecomp.model.allocation import NEEDED, Room
 from ecomp.model.canary import SMALL
@@ -21,6 +21,7 @@ from ecomp.model.text import printable
 if TYPE_CHECKING:
     from ecomp.model.findings import Finding
     from ecomp.model.host import Host
+    from ecomp.scheduler.changing.wait import Deadline
     from ecomp.scheduler.operating.audit import Report
     from ecomp.scheduler.placing.place import RankedCompute
 
@@ -39,8 +40,7 @@ def _host_show(do: Context) -> int:
     from ecomp.scheduler.looking.find import all_records
     from ecomp.scheduler.looking.hosts import all_hosts, compute_of
 
-    meant: list[str] = []
-    code = each_of(do.out, do.words, lambda word: meant.append(compute_of(do.store, lambda: do.placement, word)))
+    meant, code = do.find_each(lambda word: compute_of(do.store, lambda: do.placement, word))
     every, unreadable = all_hosts(do.store, do.placement)
     found = [each for each in every if each.compute in meant]
     for missing in dict.fromkeys(meant):
@@ -59,14 +59,12 @@ def _host_show(do: Context) -> int:
 
 
 def _host_status(do: Context) -> int:
-    from ecomp.scheduler.changing.wait import Deadline
     from ecomp.scheduler.looking.hosts import compute_of
     from ecomp.scheduler.operating.decommission import disable, drained, enable, inhabitants
 
     outcomes = Outcomes(do, do.words, compute=None)
-    deadline = Deadline(do.options.patience)
 
-    def change(word: str) -> None:
+    def change(word: str) -> bool:
         there = compute_of(do.store, lambda: do.placement, word)
         outcomes.tell(word, compute=there)
         if do.name == 'host enable':
@@ -75,17 +73,15 @@ def _host_status(do: Context) -> int:
             outcomes.tell(word, disable(do.placement, there, word))
         for line in inhabitants(do.store, do.placement, there, word) if do.name == 'host drain' else ():
             outcomes.tell(word, line)
+        return True
 
-    def wait(word: str) -> None:
+    def wait(word: str, deadline: Deadline) -> None:
         there = outcomes.found[word]['compute']
         with Live() as tell:
             drained(do.store, do.placement, there, word, deadline, tell)
         outcomes.tell(word, f'{word}: nothing lives there any more')
 
-    outcomes.each(do.words, change)
-    if do.options.wait is not None and not outcomes.code:
-        outcomes.wait(do.words, wait, lambda words: f'{do.typed} {do.name} --wait {words}')
-    return outcomes.end()
+    return outcomes.run(change, wait, f'{do.name} --wait')
 
 
 def _host_forget(do: Context) -> int:
@@ -104,8 +100,7 @@ def _host_forget(do: Context) -> int:
             left = 'nothing was removed but what is said above, and the same command again goes on'
             raise type(error)(f'{error}; {left}', error.backend) from error
 
-    outcomes.each(outcomes.found, forget_one)
-    return outcomes.end()
+    return outcomes.run(forget_one)
 
 
 def _audit(do: Context) -> int:

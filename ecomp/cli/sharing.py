@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 from ecomp.cli.command import DOCUMENT, LISTED, Command, Context, Outcomes
 from ecomp.cli.options import flavor_and_query, names, nothing, project_and_limits
 from ecomp.cli.tables import UUID, Column, Listing, Row, natural
-from ecomp.cli.terminal import each_of
 from ecomp.errors import NotFound
 from ecomp.model import keys
 from ecomp.model.flavor import Flavor, to_dict
@@ -63,8 +62,7 @@ def _group_list(do: Context) -> int:
 def _group_show(do: Context) -> int:
     from ecomp.scheduler.looking.hosts import read_names_by_instance
 
-    found: list[Group] = []
-    code = each_of(do.out, do.words, lambda name: found.append(read_group(do.store, name)))
+    found, code = do.find_each(lambda name: read_group(do.store, name))
     if found:
         do.show(as_members(found, do.computes, read_names_by_instance(do.store), several=len(do.words) > 1))
     return code
@@ -91,8 +89,7 @@ def _quota_list(do: Context) -> int:
 def _quota_show(do: Context) -> int:
     from ecomp.scheduler.operating.quotas import one_quota
 
-    found: list[Quota] = []
-    code = each_of(do.out, do.words, lambda name: found.append(one_quota(do.store, name)))
+    found, code = do.find_each(lambda name: one_quota(do.store, name))
     if found:
         do.show(as_quota(found, several=len(do.words) > 1))
     return code
@@ -109,8 +106,7 @@ def _quota_set(do: Context) -> int:
 def _told(do: Context, words: Sequence[str], change: Callable[[str], str]) -> int:
     """Do it for each word, and say what was done; the exit code."""
     outcomes = Outcomes(do, words)
-    outcomes.each(outcomes.found, lambda word: outcomes.tell(word, change(word)))
-    return outcomes.end()
+    return outcomes.run(lambda word: outcomes.tell(word, change(word)))
 
 
 def as_flavors(flavors: Mapping[str, tuple[Flavor, str]]) -> Listing:

@@ -113,18 +113,6 @@ def now() -> str:
     return timestamp(datetime.now(UTC))
 
 
-def each_of(out: Terminal, words: Sequence[str], do: Callable[[str], None]) -> int:
-    """Do it for every word, whatever became of the others; the first failure's exit code."""
-    code = 0
-    for word in words:
-        try:
-            do(word)
-        except EcompError as error:
-            out.say(out.words(error))
-            code = code or error.exit_code
-    return code
-
-
 class Drawing(NamedTuple):
     """A table as text, and what there is to say below it, a line each."""
 
