@@ -246,7 +246,8 @@ class Command(NamedTuple):
 
     `options` are fields of Options, and what each of them does here ('': what its own row says). `exits` are the exit
     codes beside 0, 1, 2 and 7, which every command may have. `example` is a whole command line. Without `needs_config`
-    no configuration is read for it, so that a wrong one is no hindrance.
+    no configuration is read for it, so that a wrong one is no hindrance. `check` is given the command's name, its words
+    and options, and raises UsageError for what of them does not go together here.
     """
 
     name: str
@@ -259,6 +260,12 @@ class Command(NamedTuple):
     exits: tuple[int, ...] = ()
     example: str = ''
     needs_config: bool = True
+    check: Callable[[str, Sequence[str], Options], None] = lambda *_: None
+
+    @property
+    def creates(self) -> bool:
+        """Whether it makes new instances, or plans that."""
+        return 'size' in self.options
 
     def takes(self) -> list[Option]:
         """The options it takes, as its help shows them. Where --wait does something of its own it has no value."""

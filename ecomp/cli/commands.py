@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from ecomp.cli.command import CREATE, EXITS, QUERY, Command, Context, Invocation
-from ecomp.cli.options import OPTIONS, SHELLS, Option, Options, Words, check, is_image
+from ecomp.cli.options import OPTIONS, SHELLS, Option, Options, Words, check, check_taken, is_image
 from ecomp.cli.reading import HELP, find_info_option, read
 from ecomp.errors import UsageError
 from ecomp.model.command_names import BY_MODULE
@@ -110,13 +110,13 @@ def _parse(argv: Sequence[str]) -> Invocation:
     if info := find_info_option(argv):
         return Invocation(info, tuple(_command_to_explain(argv).split()) if info == HELP else (), Options())
     words, options = read(argv)
-    if options.wait == '' and _named(words) in ('', CREATE, 'plan') and (joined := _joined(argv)) != list(argv):
+    if options.wait == '' and COMMANDS[_named(words) or CREATE].creates and (joined := _joined(argv)) != list(argv):
         words, options = read(joined)
     name, taken = _command(words, options.flavor is not None)
-    creates = name in (CREATE, 'plan')
-    if creates and not taken[0] and options.flavor is None:
-        raise UsageError(f'{name}: give a placement query, in quotes, or a --flavor; --help shows all')
-    check(name, taken, options, COMMANDS[name].options, creates)
+    row = COMMANDS[name]
+    check_taken(options, row.options)
+    row.check(name, taken, options)
+    check(name, options, row.options)
     return Invocation(name, taken, options)
 
 

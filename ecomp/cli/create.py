@@ -14,7 +14,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ecomp.cli.command import CREATE, LISTED, REACHED, Command, Context, Outcomes, plain
-from ecomp.cli.options import JSON, PATIENCE, TABLE, YAML, planned, query_and_image
+from ecomp.cli.options import (
+    JSON,
+    LARGEST_NAMED_SET,
+    LARGEST_SET,
+    PATIENCE,
+    TABLE,
+    YAML,
+    Options,
+    check_names,
+    planned,
+    query_and_image,
+)
 from ecomp.cli.terminal import now
 from ecomp.conf import EtcdConfig
 from ecomp.errors import EcompError, NoCapacity, OverQuota, StillGoing, TooFew, UnknownOutcome, Unreachable, UsageError
@@ -26,7 +37,7 @@ from ecomp.model.image import check_image
 from ecomp.model.json_object import dump
 from ecomp.model.keys import new_uuid
 from ecomp.model.order import Order
-from ecomp.model.text import printable
+from ecomp.model.text import check_name, printable
 
 if TYPE_CHECKING:
     from ecomp.model.order import SetOrder
@@ -459,6 +470,34 @@ def _path(etcd: EtcdConfig) -> Path:
     return Path(os.environ.get('XDG_CACHE_HOME') or Path.home() / '.cache') / 'ecomp' / name
 
 
+def _check(name: str, words: Sequence[str], options: Options) -> None:
+    if not words[0] and options.flavor is None:
+        raise UsageError(f'{name}: give a placement query, in quotes, or a --flavor; --help shows all')
+    count = 1 if options.size is None else options.size
+    most = LARGEST_SET if options.name is None else LARGEST_NAMED_SET
+    if not 1 <= count <= most:
+        named = '' if options.name is None else ' with names'
+        raise UsageError(f'--count: 1 to {most}{named}, which one transaction of etcd takes')
+    if options.min is not None and options.size is None:
+        raise UsageError('--min goes with --count, of which it is the least')
+    if options.min is not None and not 1 <= options.min <= count:
+        raise UsageError(f'--min: 1 to {count}, the --count')
+    if options.queue:
+        _check_queue(words, options)
+    if options.name is not None:
+        check_names('--name', check_name, options.name, *([f'{options.name}-{count}'] if count > 1 else []))
+
+
+def _check_queue(words: Sequence[str], options: Options) -> None:
+    if options.flavor is None:
+        raise UsageError('--queue: give a --flavor: each flavor has a queue of its own')
+    if words[0]:
+        raise UsageError('--queue: a flavor asks for what it says, and takes no query on top')
+    for option, value in (('on', options.on), ('weigh', options.weigh), ('count', options.size), ('min', options.min)):
+        if value is not None:
+            raise UsageError(f'--{option} does not go with --queue: who takes it is not for eschedule to say')
+
+
 _TIMEOUT = (
     'how long to wait in all once it is placed, or queued; then the exit code is 6, and what was begun goes on. '
     f'Without: {PATIENCE:.0f}'
@@ -481,13 +520,13 @@ COMMANDS: Sequence[Command] = (
             'ALLOCATIONS LEFT, and says on stderr what each compute lacks.',
             query_and_image, _create,
             {**plain('name uuid ssh_key user_data flavor queue size min on weigh group policy strictness project wait '
-                     'format'), 'timeout': _TIMEOUT}, (3, 4, 5, 6),
+                     'format'), 'timeout': _TIMEOUT}, (3, 4, 5, 6), check=_check,
             example="eschedule 'resources=VCPU:1,DISK_GB:1,MEMORY_MB:256' --name web1 --wait"),
     Command('plan', "plan 'resources=…'", 'which computes would be tried; nothing is claimed',
             'Say what the same command without `plan` would do now: which computes would be tried, in which order and '
             'why, and how many instances each would get. Nothing is claimed, and nothing is written.',
             planned, _plan,
             {**plain('size min flavor weigh on project group policy strictness'), **_IDLE, **LISTED},
-            (3, 4, 5),
+            (3, 4, 5), check=_check,
             example="eschedule plan 'resources=VCPU:1,DISK_GB:1,MEMORY_MB:256' --count 3"),
 )

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 
 from ecomp import __version__
 from ecomp.cli.command import DOCUMENT, LISTED, Command, Context, Outcomes, plain, until
-from ecomp.cli.options import PATIENCE, TABLE, compute, computes, nothing, perhaps_query_and_image
+from ecomp.cli.options import PATIENCE, TABLE, Options, compute, computes, find_given, nothing, perhaps_query_and_image
 from ecomp.cli.tables import STATE, UUID, Column, Listing, Row
 from ecomp.cli.terminal import Live, now
-from ecomp.errors import EcompError, NotFound, Unreachable
+from ecomp.errors import EcompError, NotFound, Unreachable, UsageError
 from ecomp.model.allocation import NEEDED, Room
 from ecomp.model.canary import SMALL
 from ecomp.model.host import NOBODY, Computes
@@ -122,6 +122,11 @@ def _audit(do: Context) -> int:
     for line in _summarize(report):
         do.out.say(line)
     return FOUND if report.findings else 0
+
+
+def _check_canary(name: str, words: Sequence[str], options: Options) -> None:
+    if not options.canary and (any(words) or find_given(options) - {'format'}):
+        raise UsageError(f'{name} alone takes no query, no image and no option but -f: those go with --canary')
 
 
 def _doctor(do: Context) -> int:
@@ -333,6 +338,6 @@ COMMANDS: Sequence[Command] = (
                       'else addressed',
              'timeout': 'with --canary: how long a guest may take to that stage, and how long to be gone. Without: '
                         f'{PATIENCE:.0f}'},
-            (4, 5, 8),
+            (4, 5, 8), check=_check_canary,
             example='eschedule doctor --canary --ssh-key ~/.ssh/id_ed25519.pub'),
 )

@@ -6,7 +6,7 @@ times as long to make, and every command would wait for it. Its annotations are 
 `from __future__ import annotations`.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Annotated, Any, NamedTuple
 
 from ecomp.errors import UsageError
@@ -15,7 +15,7 @@ from ecomp.model.choose import WEIGHS
 from ecomp.model.group import POLICIES, Membership, check_group_name
 from ecomp.model.reach import check_user
 from ecomp.model.record import QUEUED, STAGES, STATES
-from ecomp.model.text import check_name, did_you_mean, is_name, uuid_prefix
+from ecomp.model.text import did_you_mean, is_name, uuid_prefix
 
 TABLE, JSON, YAML, CSV, VALUE = FORMS = ('table', 'json', 'yaml', 'csv', 'value')
 """What -f takes."""
@@ -358,35 +358,31 @@ OPTIONS: Mapping[str, tuple[Option, ...]] = {
 """The rows of every field."""
 
 
-def check(name: str, words: Sequence[str], options: Options, takes: Iterable[str], creates: bool) -> None:
-    """UsageError for an option that the command does not take, and for what does not go together.
+def find_given(options: Options) -> set[str]:
+    """Return which options are given, as fields; --config goes with every command, and is left out."""
+    return {each for each, value in options._asdict().items() if value not in (None, False)} - {'config'}
 
-    `takes` are the fields of Options that it does; `creates`: it makes a new instance, or plans that.
-    """
-    takes = {*takes}
-    given = {each for each, value in options._asdict().items() if value not in (None, False)} - {'config'}
-    wrong = sorted(given.difference(takes))
+
+def check_taken(options: Options, takes: Iterable[str]) -> None:
+    """UsageError for an option that is not among those that the command `takes`."""
+    wrong = sorted(find_given(options).difference(takes))
     if wrong:
         rows = OPTIONS[wrong[0]]
         flag = rows[0].flags[-1] if len(rows) == 1 else f'--{getattr(options, wrong[0])}'
         raise UsageError(f'{flag} does not go with this form; --help shows all')
-    if 'canary' in takes and not options.canary and (any(words) or given - {'format'}):
-        raise UsageError(f'{name} alone takes no query, no image and no option but -f: those go with --canary')
+
+
+def check(name: str, options: Options, takes: Container[str]) -> None:
+    """UsageError for what does not go together, whichever command takes it; the rest is in Command.check."""
     _check_form(options, 'columns' in takes)
-    _check_set(options)
     _check_group(options)
     if options.project is not None:
         check_project(options.project)
     if options.boot is not None and options.boot < 1:
         raise UsageError('--boot: 1 or more; eschedule show names those that are kept')
-    if options.queue:
-        _check_queue(words, options)
-    if options.name is not None and creates:
-        last = [f'{options.name}-{options.size}'] if (options.size or 1) > 1 else []
-        _check_names('--name', check_name, options.name, *last)
     if options.lines is not None and not 0 <= options.lines <= MOST_LINES:
         raise UsageError(f'-n: 0 to {MOST_LINES} lines')
-    _check_waiting(name, options, creates)
+    _check_waiting(name, options, takes)
 
 
 def _check_form(options: Options, has_columns: bool) -> None:
@@ -407,36 +403,15 @@ def _check_form(options: Options, has_columns: bool) -> None:
             raise UsageError(f'{option}: give the name of a column')
 
 
-def _check_set(options: Options) -> None:
-    count = 1 if options.size is None else options.size
-    most = LARGEST_SET if options.name is None else LARGEST_NAMED_SET
-    if not 1 <= count <= most:
-        named = '' if options.name is None else ' with names'
-        raise UsageError(f'--count: 1 to {most}{named}, which one transaction of etcd takes')
-    if options.min is not None and options.size is None:
-        raise UsageError('--min goes with --count, of which it is the least')
-    if options.min is not None and not 1 <= options.min <= count:
-        raise UsageError(f'--min: 1 to {count}, the --count')
-
-
 def _check_group(options: Options) -> None:
     if options.group is not None:
-        _check_names('--group', check_group_name, options.group)
+        check_names('--group', check_group_name, options.group)
     elif options.policy is not None or options.strictness is not None:
         raise UsageError('--policy, --strict and --soft go with --group')
 
 
-def _check_queue(words: Sequence[str], options: Options) -> None:
-    if options.flavor is None:
-        raise UsageError('--queue: give a --flavor: each flavor has a queue of its own')
-    if words[0]:
-        raise UsageError('--queue: a flavor asks for what it says, and takes no query on top')
-    for option, value in (('on', options.on), ('weigh', options.weigh), ('count', options.size), ('min', options.min)):
-        if value is not None:
-            raise UsageError(f'--{option} does not go with --queue: who takes it is not for eschedule to say')
-
-
-def _check_names(option: str, check: Callable[[str], str], *names: str) -> None:
+def check_names(option: str, check: Callable[[str], str], *names: str) -> None:
+    """UsageError for the first of the names that `check` refuses, of the value of an option."""
     try:
         for name in names:
             check(name)
@@ -444,11 +419,11 @@ def _check_names(option: str, check: Callable[[str], str], *names: str) -> None:
         raise UsageError(f'{option}: {error}') from error
 
 
-def _check_waiting(name: str, options: Options, creates: bool) -> None:
-    if options.wait and not creates:
+def _check_waiting(name: str, options: Options, takes: Container[str]) -> None:
+    if options.wait and 'size' not in takes:
         raise UsageError(f'{name} waits for one thing: --wait alone')
     if options.timeout is not None:
-        if options.wait is None and name != 'wait' and not options.canary:
+        if options.wait is None and 'wait' in takes:
             raise UsageError('--timeout goes with --wait')
         if not 0 <= options.timeout < 10**9:
             raise UsageError('--timeout: 0 to 999999999 seconds')
