@@ -24,7 +24,9 @@ from docs import shapes
 from docs.writing import Block, Code, ManPage, Section, Table, Terms, doc, docstring, link, markdown, roff
 from ecomp import agent, compute_conf, conf, config_path, errors
 from ecomp.agent import arguments
-from ecomp.cli.commands import EXITS, FAMILIES, MEANS, OPTIONS, PLANNED, families, load_rows
+from ecomp.cli.command import EXITS
+from ecomp.cli.commands import FAMILIES, MEANS, PLANNED, families, load_rows
+from ecomp.cli.options import OPTIONS
 from ecomp.lab import elab
 from ecomp.model import boots, cluster, digest, findings, flavor, group, keys, order, queue, quota, record, roles
 from ecomp.store import released

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from ecomp.cli.command import CREATE, EXITS, QUERY, Command, Context, Invocation
-from ecomp.cli.options import OPTIONS, SHELLS, Option, Options, Words, check, check_taken, is_image
+from ecomp.cli.options import SHELLS, Option, Options, Words, check, check_taken, is_image
 from ecomp.cli.reading import HELP, find_info_option, read
 from ecomp.errors import UsageError
 from ecomp.model.command_names import BY_MODULE
@@ -86,8 +86,6 @@ def families() -> dict[str, list[Command]]:
     return {family: [row for module in modules for row in load_rows(module)] for family, modules in FAMILIES.items()}
 
 
-__all__ = ['COMMANDS', 'EXITS', 'OPTIONS', 'families', 'help_of', 'parse']
-
 MEANS = {
     '<id>': f'<id> is an instance: its name, its uuid, or {PREFIX} digits or more of that.',
     '<host>': f'<host> is a compute: its host name, its uuid, or {PREFIX} digits or more of that.',
@@ -147,7 +145,7 @@ def _command(words: Sequence[str], flavored: bool) -> tuple[str, tuple[str, ...]
     try:
         return QUERY, COMMANDS[QUERY].words(QUERY, words)
     except UsageError as error:
-        raise UsageError(f'{error}{hint(words, NAMES)}') from error
+        raise UsageError(f'{error}{hint(words)}') from error
 
 
 def _half(first: str, second: str | None = None, *_: str) -> UsageError:
@@ -156,7 +154,7 @@ def _half(first: str, second: str | None = None, *_: str) -> UsageError:
     known = f'{first} has {", ".join(seconds[:-1])} and {seconds[-1]}'
     if second is None:
         return UsageError(f'{first!r} alone is not a command: {known}; eschedule help {first} says what each does')
-    also = f' ({suggestion})' if (suggestion := suggest((first, second), NAMES)) else ''
+    also = f' ({suggestion})' if (suggestion := suggest((first, second))) else ''
     return UsageError(f'{f"{first} {second}"!r} is not a command{also}: {known}')
 
 
@@ -285,36 +283,36 @@ LIKE = 0.82
 """How much of a word has to be the same as of a command, from 0 to 1: state is no typing error for start."""
 
 
-def hint(words: Sequence[str], names: Collection[str]) -> str:
-    """Write the end of a sentence that says that `words` are no command; `names` are those of all commands."""
-    suggestion = suggest(words, names)
+def hint(words: Sequence[str]) -> str:
+    """Write the end of a sentence that says that `words` are no command."""
+    suggestion = suggest(words)
     return f': {suggestion}' if suggestion else '; --help shows all'
 
 
-def suggest(words: Sequence[str], names: Collection[str]) -> str:
+def suggest(words: Sequence[str]) -> str:
     """Say what was meant by words that are no command; '' where that is not known."""
     first, second, *_ = [*(word.lower() for word in words), '', '']
     if first in NONE:
         return NONE[first]
-    command = _find_command(first, second, names)
+    command = _find_command(first, second)
     return f'did you mean eschedule {command}{LOSSES.get(command, "")}?' if command else ''
 
 
-def _find_command(first: str, second: str, names: Collection[str]) -> str:
+def _find_command(first: str, second: str) -> str:
     if _get_family(first) is None and _get_family(second) is not None:  # kubectl has the verb before the noun
         first, second = second, first
     family = _get_family(first)
     if family:
-        return _find_in_family(family, second, names) or ('' if first == family else f'{family} list')
+        return _find_in_family(family, second) or ('' if first == family else f'{family} list')
     if family is not None:
-        return _find_command(second, '', names) or 'list'
-    known = [name.partition(' ')[0] for name in names if name not in LOSSES]
-    command = ELSEWHERE.get(first) or (first if first in names else near(first, known, LIKE)) or ''
-    return _find_in_family(command, second, names) or f'{command} list' if command in NOUNS else command
+        return _find_command(second, '') or 'list'
+    known = [name.partition(' ')[0] for name in NAMES if name not in LOSSES]
+    command = ELSEWHERE.get(first) or (first if first in NAMES else near(first, known, LIKE)) or ''
+    return _find_in_family(command, second) or f'{command} list' if command in NOUNS else command
 
 
-def _find_in_family(family: str, verb: str, names: Collection[str]) -> str:
-    known = {name.removeprefix(f'{family} '): name for name in names if name.startswith(f'{family} ')}
+def _find_in_family(family: str, verb: str) -> str:
+    known = {name.removeprefix(f'{family} '): name for name in NAMES if name.startswith(f'{family} ')}
     known |= {**{name: name for name in known.values()}, **IN_FAMILIES.get(family, {})}
     typo = near(verb, [each for each, name in known.items() if name not in LOSSES], LIKE)
     return known.get(verb) or known.get(ELSEWHERE.get(verb, '')) or (known[typo] if typo else '')
@@ -350,7 +348,7 @@ def _command_or_nothing(name: str, words: Sequence[str]) -> Words:
     """A command's name, which may have two words; or nothing."""
     said = ' '.join(words)
     if said and said not in COMMANDS and said not in FAMILY_WORDS:
-        raise UsageError(f'{name}: {said!r} is not a command{hint(words, NAMES)}')
+        raise UsageError(f'{name}: {said!r} is not a command{hint(words)}')
     return tuple(words)
 
 

@@ -56,15 +56,11 @@ def _query(do: Context) -> int:
     try:
         instance = do.instance(word)
     except (NotFound, Unreachable) as error:
-        from ecomp.cli.commands import (
-            NAMES,  # which imports this
-            hint,
-            suggest,
-        )
+        from ecomp.cli.commands import hint, suggest  # which imports this
 
         if isinstance(error, NotFound):
-            raise NotFound(f'{error}; it is no command either{hint([word], NAMES)}') from error
-        suggestion = suggest([word], NAMES)
+            raise NotFound(f'{error}; it is no command either{hint([word])}') from error
+        suggestion = suggest([word])
         raise type(error)(f'{error}; {word} is not a command: {suggestion}' if suggestion else str(error)) from error
     # Not of /booted: every compute may write there, of every instance.
     record = living(do.store, instance).record
